@@ -1,30 +1,32 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Both make .venv first; once it is made, no network is needed.
 #
 #   make venv PYTHON=python3.12          another Python (3.11 or newer; default: the first that is)
-#   make venv TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
+#   make test TORCH=2.15.0               another torch, in its own environment (.venv-torch-2.15.0); also '2.10.*'
+#   make test TORCH='torch==2.15.0 --index-url https://download.pytorch.org/whl/cpu'
 #   make test ARGS='tests/store -k thinned'
 
 SHELL := /bin/sh
 REALCODE := .venv-realcode
-VENV := .venv
+# .venv, or .venv-torch-VERSION if TORCH names one
+VENV := .venv$(patsubst %,-torch-%,$(patsubst %.*,%,$(patsubst torch,newest,$(patsubst torch==%,%,$(firstword $(TORCH))))))
 PY := $(VENV)/bin/python
 RUFF := $(VENV)/bin/ruff
 DISTDIAG := $(VENV)/bin/distdiag
 ARGS ?=
 STEPS ?= 200
 WORKERS ?= 2
-export TORCH
+export TORCH VENV
 # pyright must not look for a newer self, nor keep anything in the person's home
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export PYRIGHT_PYTHON_ENV_DIR := $(CURDIR)/$(VENV)/pyright-node
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format wheel-check fuzz survival gpu-check realcode pictures bench clean
+.PHONY: help venv demo test replay check format wheel-check fuzz survival gpu-check realcode pictures bench clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
-venv: ## make .venv with all that tests and benchmarks need
+venv: ## make .venv (TORCH=2.15.0: .venv-torch-2.15.0) with all that tests and benchmarks need
 	@python=$(PYTHON); \
 	if [ -z "$$python" ]; then \
 	  for p in python3 python3.13 python3.12 python3.11 python3.14; do \
@@ -42,10 +44,13 @@ demo: venv ## train two ranks on this machine, recorded; ends with the verdict a
 test: venv ## the whole test suite (ARGS='…' goes to pytest)
 	@$(PY) -m pytest -q -n $(WORKERS) $(ARGS)
 
+replay: venv ## the verdict on every tape of the fault collection (also part of `make test`)
+	@$(PY) -m pytest -q -n $(WORKERS) tests/faults/test_replay.py
+
 check: venv ## lint, format, types, layering
 	@$(RUFF) check --quiet . && echo "lint: ok"
 	@$(RUFF) format --quiet --check . && echo "format: ok"
-	@$(VENV)/bin/pyright > $(VENV)/pyright.log 2>&1 || { cat $(VENV)/pyright.log; exit 1; }; echo "types: ok"
+	@$(VENV)/bin/pyright --pythonpath $(PY) > $(VENV)/pyright.log 2>&1 || { cat $(VENV)/pyright.log; exit 1; }; echo "types: ok"
 	@$(VENV)/bin/lint-imports --no-cache > $(VENV)/layers.log 2>&1 || { cat $(VENV)/layers.log; exit 1; }; echo "layers: ok"
 
 format: venv ## put the code into the form that `make check` wants
@@ -89,6 +94,6 @@ realcode: venv ## scripts on transformers, accelerate and lightning, and their b
 pictures: venv ## the pictures of the README, drawn by the app itself
 	@$(PY) tools/pictures.py docs/pictures
 
-clean: ## remove .venv, caches and build folders; never a run or a report
-	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+clean: ## remove .venv, .venv-torch-*, caches and build folders; never a run or a report
+	@rm -rf .venv .venv-torch-* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,13 +1,16 @@
 """The packages (everything under distdiag/, and probes/ as `distdiag.probes`) and the C hooks. The rest is in pyproject.toml.
 
 The extension is optional: where it does not compile, the recorder's hooks are Python alone, slower and otherwise equal.
-`DISTDIAG_COMPILED=1` fails instead (release wheels); `DISTDIAG_PURE=1` leaves it out (the pure wheel).
+`DISTDIAG_COMPILED=1` fails instead (release wheels); `DISTDIAG_PURE=1` leaves it out (the pure wheel). A free-threaded Python gets the
+pure package: importing an extension that relies on the GIL would switch it on in the user's job.
 """
 
 import os
+import sysconfig
 
 from setuptools import Extension, find_packages, setup
 
+PURE = os.environ.get("DISTDIAG_PURE") == "1" or bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 C = "distdiag/recorder/fast/c"
 HOOKS = Extension(
     "distdiag.recorder.fast._hot",
@@ -22,6 +25,7 @@ NATIVE = Extension(  # the main thread's native frames, for the monitor
 )
 
 setup(
+    py_modules=["_distdiag_autoload"],  # outside the package: see its docstring
     packages=[*find_packages(include=["distdiag", "distdiag.*"]), "distdiag.probes"],
-    ext_modules=[] if os.environ.get("DISTDIAG_PURE") == "1" else [HOOKS, NATIVE],
+    ext_modules=[] if PURE else [HOOKS, NATIVE],
 )

@@ -61,7 +61,7 @@ def interval(
 
 def _launch(kind: str, rounds: int, steps: int, batch: int, backend: str = "gloo") -> list[Any]:
     """Return what each rank measured."""
-    from distdiag.cli._fault_jobs import backend_environment
+    from tests.faults.collection import backend_environment
 
     with tempfile.TemporaryDirectory() as folder:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "DISTDIAG_RUN_DIR": f"{folder}/run", "DISTDIAG_QUIET": "1"}

@@ -8,6 +8,7 @@ calls `watch` in a launcher of `distdiag.run`.
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import sys
 import time
@@ -37,19 +38,21 @@ def run_dir_option(argv: list[str]) -> str | None:
 
 def started_run(argv: list[str], since_unix_s: float) -> Path | None:
     """Return the run directory that a rank of this launch has claimed; None if no rank has started."""
+    from distdiag import files
     from distdiag.page import directories
 
     chosen = run_dir_option(argv) or os.environ.get("DISTDIAG_RUN_DIR")
     newest: tuple[float, Path] | None = None
-    for root in [Path(chosen)] if chosen else [Path("reports"), directories.fallback_root()]:
-        for record in (root / ".jobs").glob("[0-9a-f]*"):
-            changed = record.stat().st_mtime
-            if changed < since_unix_s or (newest is not None and changed < newest[0]):
+    roots = [Path(chosen)] if chosen else [Path("reports"), directories.own_fallback_root()]
+    for root, folder in itertools.product(filter(None, roots), (".jobs", f".jobs-{os.getuid()}")):
+        for name in files.names(root, folder):
+            changed = (root / folder / name).lstat().st_mtime
+            if name[0] == "." or changed < since_unix_s or (newest is not None and changed < newest[0]):
                 continue
             if chosen:
-                path = root if record.name == "0" else root / f"attempt_{record.name}"
+                path = root if name == "0" else root / f"attempt_{name}"
             else:
-                path = Path(record.read_text().rstrip("\n"))
+                path = root / Path(files.text(root, f"{folder}/{name}").rstrip("\n")).name
             newest = changed, path
     return None if newest is None else newest[1]
 
@@ -77,6 +80,8 @@ def at_end(argv: list[str], since_unix_s: float, before: bool) -> None:
         before: There was a verdict before torchrun printed its traceback.
     """
     try:
+        from distdiag import files
+
         if "-h" in argv or "--help" in argv:
             return
         found = started_run(argv, since_unix_s)
@@ -89,7 +94,7 @@ def at_end(argv: list[str], since_unix_s: float, before: bool) -> None:
                 time.sleep(0.05)
             if not before and _printed_here(found):
                 return  # after the traceback: once is enough
-            text = (found / VERDICT).read_text()
+            text = files.text(found, VERDICT)
             sys.stderr.flush()
             os.write(2, ("\n" + text).encode("utf-8", "replace"))
     except Exception:
@@ -111,8 +116,10 @@ def _reason(error: BaseException) -> str:
 
 def _printed_here(run_dir: Path) -> bool:
     """True if the monitor printed its verdict on our standard error."""
+    from distdiag import files
+
     try:
-        return (run_dir / PRINTED_ON).read_text() == stream_id(2) != ""
+        return files.text(run_dir, PRINTED_ON) == stream_id(2) != ""
     except OSError:
         return False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 # positions in `stat_fields`: proc(5) counts from 1, and the first two fields are left out
 STATE, PARENT, USER_TICKS, SYSTEM_TICKS, THREADS, START_TICKS, EXIT_CODE = 0, 1, 11, 12, 17, 19, 49
@@ -36,3 +37,18 @@ def start_ticks(pid: int | str) -> int | None:
         return int(stat_fields(pid)[START_TICKS])
     except (OSError, IndexError, ValueError):
         return None
+
+
+def maps(pid: int, page: Path) -> bool:
+    """True if page and process belong to this user, only this user can write the page, and the process maps it shared."""
+    try:
+        found = os.stat(page, follow_symlinks=False)
+        owner = os.stat(f"/proc/{pid}").st_uid
+        with open(f"/proc/{pid}/maps", "rb") as lines:
+            mapped = any(
+                line.split(maxsplit=5)[4] == str(found.st_ino).encode() and line.split(maxsplit=2)[1].endswith(b"s")
+                for line in lines
+            )
+    except (OSError, IndexError):
+        return False
+    return mapped and found.st_uid == owner == os.getuid() and not found.st_mode & 0o022

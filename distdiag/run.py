@@ -76,10 +76,12 @@ def main(argv: list[str] | None = None) -> NoReturn:
             sys.exit(report_error(e))
         time.sleep(RANK_ZERO_FIRST_S)
         sys.exit(int(e.code))
-    from distdiag.recorder import start_monitor
+    from distdiag.recorder import run_claim, start_monitor
     from distdiag.recorder.deferred import record_process
 
-    start_monitor.options = start_monitor.Options(options["quiet"], options["keep"])
+    start_monitor.options = start_monitor.Options(options["quiet"], options["keep"], options["tape"])
+    if options["share"]:
+        run_claim.share = True
     record_process(options["run_dir"], options["name"] or module or Path(rest[0]).stem)
     if module is None:
         _run_script(rest)

@@ -1,10 +1,17 @@
-"""Output where not every character can be shown: a plainer one in its place, never an error."""
+"""What the commands print. All text goes through `say`, all JSON through `say_json`: nothing from a job reaches the terminal raw.
+
+Where not every character can be shown, a plainer one is in its place, never an error.
+"""
 
 from __future__ import annotations
 
 import codecs
 import io
+import re
 import sys
+import unicodedata
+
+from distdiag.terms.untrusted import INVISIBLE, visible
 
 _PLAIN = {
     "–": "-", "—": "-", "…": "...", "→": "->", "←": "<-", "·": ".", "×": "x", "µ": "u", "≥": ">=", "≤": "<=", "±": "+-",
@@ -28,3 +35,36 @@ def tolerate(ascii_only: bool = False) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # not where a test or a notebook has put something else
             stream.reconfigure(encoding="ascii" if ascii_only else None, errors=_ERRORS)
+
+
+_COLOURS = re.compile("(\x1b\\[[0-9;]{0,40}m)")
+_OTHERS = re.compile(r"[^\n -~]+")
+
+
+def say(text: str = "", *, err: bool = False, drawn: bool = False, flush: bool = False) -> None:
+    """Print lines on stdout or stderr, with control, bidirectional and invisible characters written as escapes.
+
+    Args:
+        drawn: It has colours of ours; what was in it before was made visible there.
+    """
+    parts = _COLOURS.split(text) if drawn else [text]
+    shown = "".join(p if i % 2 else "\n".join(map(visible, p.split("\n"))) for i, p in enumerate(parts))
+    print(shown, file=sys.stderr if err else sys.stdout, flush=flush)
+
+
+def say_json(encoded: bytes | str, *, flush: bool = False) -> None:
+    """Print a JSON text on stdout, with the same characters as JSON's escapes: it is read as what it was."""
+    print(json_ascii_controls(encoded), flush=flush)
+
+
+def json_ascii_controls(encoded: bytes | str) -> str:
+    """Return a JSON text in which characters that a terminal may obey are escapes (`\\u009b`)."""
+    text = encoded if isinstance(encoded, str) else encoded.decode()
+    return _OTHERS.sub(lambda m: "".join(map(_json_escape, m[0])), text)
+
+
+def _json_escape(char: str) -> str:
+    if unicodedata.category(char) not in INVISIBLE:
+        return char
+    units = char.encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[i]:02x}{units[i + 1]:02x}" for i in range(0, len(units), 2))

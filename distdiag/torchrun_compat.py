@@ -1,8 +1,8 @@
 """Make `torchrun … -m distdiag.train --monitor` work: torchrun would read `--monitor` as an abbreviation of one of its options.
 
 torchrun has `--monitor-interval` and `--monitor_interval`. Before Python 3.12 argparse expands abbreviations even after
-the script's name: "ambiguous option: --monitor". torch calls `autoload` at its import (entry point group `torch.backends`,
-made for device extensions). In the launcher's process alone, `autoload` puts a `--` before the module.
+the script's name: "ambiguous option: --monitor". torch calls `autoload` at its import, by way of
+`_distdiag_autoload` (entry point group `torch.backends`, made for device extensions). In the launcher's process alone, `autoload` puts a `--` before the module.
 """
 
 from __future__ import annotations

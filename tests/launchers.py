@@ -17,11 +17,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+NOTICED_S, GRACE_S = 0.1, 30.0  # torchrun's: between two looks at the ranks, and between SIGTERM and SIGKILL
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
@@ -43,6 +45,7 @@ class Server:
                 start_new_session=True, check=True,
             )  # fmt: skip
         self._answers = self._socket.makefile("r")
+        self._turn = threading.Lock()  # jobs of a collection are started and polled in threads
 
     def ask(self, **request: Any) -> int | None:
         """Return the answer to one request.
@@ -51,8 +54,9 @@ class Server:
             EOFError: the server has ended.
         """
         try:
-            self._socket.sendall(json.dumps(request).encode() + b"\n")
-            answer = self._answers.readline()
+            with self._turn:
+                self._socket.sendall(json.dumps(request).encode() + b"\n")
+                answer = self._answers.readline()
         except BaseException:  # an interrupted test has left an answer that does not belong to the next request
             self.close()
             raise
@@ -183,12 +187,17 @@ def _fork_ranks(number: int) -> int | None:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
             return None
         ranks.add(pid)
-    code = 0
+    code, kill_at = 0, float("inf")
     while ranks:
-        pid, status = os.wait()
-        ranks.remove(pid)
-        if status and not code:  # as torchrun does: the first failure ends the others
-            code = 1
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            time.sleep(NOTICED_S)
+        ranks.discard(pid)
+        if pid and status and not code:  # as torchrun does: the first failure ends the others
+            code, kill_at = 1, time.monotonic() + GRACE_S
+            for other in ranks:
+                os.kill(other, signal.SIGTERM)
+        if time.monotonic() > kill_at:
             for other in ranks:
                 os.kill(other, signal.SIGKILL)
     return code

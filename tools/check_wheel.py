@@ -132,6 +132,9 @@ DATA = {".py", ".sql", ".j2", ".tcss", ".typed"}
 
 
 def has_compiler() -> bool:
+    """True if setup.py compiles the hooks here."""
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return False
     header = Path(sysconfig.get_path("include")) / "Python.h"
     compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0]
     return header.exists() and shutil.which(compiler) is not None

@@ -1,52 +1,72 @@
-"""Make or refresh .venv; standard library only, as it runs before anything is installed.
+"""Make or refresh an environment; standard library only, as it runs before anything is installed.
 
-A torch that the machine already has (2.10 or newer) is reused: the environment sees it through `--system-site-packages` or, if it is in
-another virtual environment, through a .pth file. Otherwise one named version is installed: a bare `torch` may bring gigabytes of
-CUDA packages to a machine without a GPU.
+`.venv` takes the torch that the machine has (2.10 or newer): it sees it through `--system-site-packages` or, if that torch is in another
+virtual environment, through a .pth file. Otherwise it gets `DEFAULT_TORCH`.
 
-If .venv is up to date, no network is used.
+TORCH names another version: `2.15.0`, `2.10.*`, or what pip takes, `torch==2.13.0 --index-url …`. It gets its own environment
+(`.venv-torch-2.15.0`, named in the Makefile), so that a switch installs nothing again, and takes the machine's torch only if that is
+the version.
+
+If the environment is up to date, no network is used.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-VENV = ROOT / ".venv"
+VENV = ROOT / (os.environ.get("VENV") or ".venv")
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / ".installed"
-TORCH = os.environ.get("TORCH") or "torch==2.13.0"
 OLDEST_TORCH = (2, 10)
+# The package index has the newest release as a CUDA build only: 3 GB to download, 5.4 GB installed, without a GPU, too. A first
+# `make test` must take minutes, so it installs the release of which build machines keep the CPU wheel (0.2 GB); .ci/run and the
+# matrix test both.
+DEFAULT_TORCH = "2.13.0"
+NEWEST_TORCH = "2.15.0"
+NAMED_TORCH = os.environ.get("TORCH", "").strip()
 
 _COMMANDS = {"ruff": "ruff", "pyright": "pyright", "import-linter": "lint-imports"}  # package: command
-_ASK_TORCH = "import os, torch; print(torch.__version__, os.path.dirname(os.path.dirname(torch.__file__)))"
+# The version that pip knows: a wheel of the package index is 2.15.0 where torch.__version__ is 2.15.0+cu132.
+_ASK_TORCH = "import importlib.metadata, os, torch; print(importlib.metadata.version('torch'), os.path.dirname(os.path.dirname(torch.__file__)))"
 
 
 def main() -> int:
     if sys.version_info < (3, 11):  # noqa: UP036 - started with whatever `python3` is
         return fail(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}", "make venv PYTHON=python3.11")
+    try:
+        version, requirement = wanted_torch()
+    except ValueError:
+        return fail(
+            f"TORCH={NAMED_TORCH!r} names no version",
+            f"make venv TORCH={NEWEST_TORCH}, TORCH='2.10.*' or TORCH=torch for the newest",
+        )
     wanted = fingerprint()
     if PYTHON.exists() and STAMP.exists() and STAMP.read_text() == wanted:
         return 0
     print(f"making {VENV.name} with Python {sys.version.split()[0]} …", flush=True)
     STAMP.unlink(missing_ok=True)
     try:
-        create()
-        constraints = ROOT / "constraints.txt"
-        extra: list[str] = []
-        seen = find_torch(str(PYTHON))
+        create(version)
+        seen = find_torch(str(PYTHON), version)
         if seen is None:
-            pip(*TORCH.split())
+            pip(*requirement)
+            seen = find_torch(str(PYTHON))
         elif not Path(seen[1]).is_relative_to(VENV):
             print(f"using the torch that is there: {seen[0]} in {seen[1]}", flush=True)
+        extra: list[str] = []
+        if seen is not None:  # no requirement below may replace it
             fixed = VENV / "torch-constraint.txt"
             fixed.write_text(f"torch=={seen[0]}\n")
             extra = ["-c", str(fixed)]
+        constraints = ROOT / "constraints.txt"
         # pyright needs node; its own fallback fetches one at the first run, which would be a network call in `make check`
         node = [] if shutil.which("node") else ["pyright[nodejs]"]
         install = ["-e", f"{ROOT}[test,all]", *node, *extra]
@@ -77,11 +97,28 @@ def fingerprint() -> str:
     compiled = sorted(ROOT.glob("distdiag/**/*.[ch]"))
     texts = "".join((ROOT / name).read_text() for name in ("constraints.txt", "setup.py") if (ROOT / name).exists())
     made_of = repr(what) + texts + "".join(f.read_text() for f in compiled)
-    return f"{hashlib.sha256(made_of.encode()).hexdigest()} {TORCH} {ROOT}\n"
+    return f"{hashlib.sha256(made_of.encode()).hexdigest()} {NAMED_TORCH or DEFAULT_TORCH} {ROOT}\n"
 
 
-def find_torch(python: str) -> tuple[str, str] | None:
-    """Return version and site-packages of the torch that `python` imports, if it is new enough."""
+def wanted_torch() -> tuple[str | None, list[str]]:
+    """Return the version (None: any new enough) that the environment must have, and what pip installs if it is missing.
+
+    Raises:
+        ValueError: TORCH is neither a version, nor `torch==VERSION` or `torch`, with options for pip.
+    """
+    if not NAMED_TORCH:
+        return None, [f"torch=={DEFAULT_TORCH}"]
+    name, *options = NAMED_TORCH.split()
+    if name == "torch":
+        return "newest", ["--upgrade", name, *options]
+    version = name.removeprefix("torch==")
+    if not re.fullmatch(r"\d+(\.\w+)*(\.\*)?(\+\w+)?", version):
+        raise ValueError(name)
+    return version, [f"torch=={version}", *options]
+
+
+def find_torch(python: str, wanted: str | None = None) -> tuple[str, str] | None:
+    """Return version and site-packages of the torch that `python` imports, if it is new enough and the version wanted."""
     try:
         answer = subprocess.run([python, "-c", _ASK_TORCH], capture_output=True, text=True, cwd="/", check=False)
     except OSError:
@@ -89,22 +126,24 @@ def find_torch(python: str) -> tuple[str, str] | None:
     if answer.returncode != 0 or not answer.stdout.strip():
         return None
     version, where = answer.stdout.split(maxsplit=1)
+    if wanted is not None and not any(fnmatch.fnmatchcase(v, wanted) for v in (version, version.partition("+")[0])):
+        return None  # `newest` matches none: only pip knows which that is
     if tuple(int("".join(filter(str.isdigit, p)) or 0) for p in version.split(".")[:2]) < OLDEST_TORCH:
         return None
     return version, where.strip()
 
 
-def create() -> None:
-    """Create an empty .venv that sees the machine's own torch, if any; an existing one is kept."""
+def create(version: str | None) -> None:
+    """Create an empty environment that sees the machine's torch if that is the version wanted; an existing one is kept."""
     if PYTHON.exists():
         return
-    torch = find_torch(sys.executable)
+    torch = find_torch(sys.executable, version)
     command = [sys.executable, "-m", "venv", "--clear", str(VENV)]
     if torch is None:
         subprocess.run(command, check=True)
         return
     subprocess.run([*command, "--system-site-packages"], check=True)
-    if find_torch(str(PYTHON)) is None:
+    if find_torch(str(PYTHON), version) is None:
         # `python` is itself a virtual environment: --system-site-packages looks only at its base
         site = subprocess.run(
             [PYTHON, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
@@ -114,10 +153,16 @@ def create() -> None:
 
 
 def pip(*arguments: str) -> None:
+    env = os.environ.copy()
+    if NAMED_TORCH:
+        # A machine may cap torch (PIP_CONSTRAINT, `constraint` in pip.conf). The version that somebody names here wins: an empty file
+        # replaces both, while the index and the certificates of pip.conf stay in force.
+        env["PIP_CONSTRAINT"] = os.devnull
     subprocess.run(
         [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input", *arguments],
         check=True,
         cwd=ROOT,
+        env=env,
     )
 
 

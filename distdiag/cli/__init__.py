@@ -15,7 +15,7 @@ import click
 from distdiag.cli.errors import report_error
 from distdiag.command_line import SETTINGS, usage_error
 from distdiag.errors import DistdiagError, ExitCode
-from distdiag.streams import tolerate
+from distdiag.streams import say, tolerate
 
 COMMANDS: dict[str, tuple[str, str]] = {
     # name: (module with an attribute `command`, one line for the overview)
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     except DistdiagError as e:
         code = report_error(e, json_of)
     except click.exceptions.NoArgsIsHelpError as e:
-        print(e.format_message())
+        say(e.format_message())
         code = int(ExitCode.USAGE)
     except click.UsageError as e:
         code = report_error(usage_error(e, "distdiag"), json_of)

@@ -8,6 +8,7 @@ import click
 
 from distdiag.cli.options import ascii_option
 from distdiag.errors import DistdiagError, ExitCode
+from distdiag.streams import say, say_json
 
 if TYPE_CHECKING:
     from distdiag.report.compare import Comparison, Difference
@@ -20,7 +21,7 @@ def _print(found: Comparison) -> None:
     from distdiag.report.words import milliseconds, number, visible
 
     runs = found.runs
-    rows: list[list[str]] = [["", *(visible(c.name) for c in runs)], ["state", *(c.state for c in runs)]]
+    rows: list[list[str]] = [["", *(visible(c.name) for c in runs)], ["state", *(visible(c.state) for c in runs)]]
     rows.append(["ranks", *(number(c.world_size) for c in runs)])
     rows.append(["steps (without warm-up)", *(number(c.step.n if c.step else 0) for c in runs)])
     rows.append(["step ms, median", *(milliseconds(c.step.p50_ms if c.step else None) for c in runs)])
@@ -40,14 +41,14 @@ def _print(found: Comparison) -> None:
         first, *rest = (
             cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         )
-        print("  ".join([first, *rest]).rstrip())
+        say("  ".join([first, *rest]).rstrip())
     if not kinds:
-        print("no findings of severity warning or above in any run")
+        say("no findings of severity warning or above in any run")
     for note in found.notes:
-        print(f"note: {note}")
-    print()
+        say(f"note: {note}")
+    say()
     for c in runs[1:]:
-        print(f"{visible(c.name)} against {visible(runs[0].name)}: {_sentence(c.against_baseline)}")
+        say(f"{visible(c.name)} against {visible(runs[0].name)}: {_sentence(c.against_baseline)}")
 
 
 def _interval(ci: tuple[float, float] | None) -> str:
@@ -70,7 +71,7 @@ def _sentence(d: Difference | None) -> str:
 
 
 @click.command()
-@click.argument("runs", nargs=-1, metavar="RUN RUN…", type=click.Path())
+@click.argument("runs", nargs=-1, metavar="RUN RUN…", type=click.Path(readable=False))
 @click.option(
     "--skip",
     type=click.IntRange(0),
@@ -110,7 +111,7 @@ def command(runs: tuple[str, ...], skip: int | None, fail_above: float | None, a
             "no_steps",
         )
     if as_json:
-        print(msgspec.json.encode(found).decode())
+        say_json(msgspec.json.encode(found))
     else:
         _print(found)
     if fail_above is None:

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 import click
 
 from distdiag.errors import DistdiagError, ExitCode
+from distdiag.streams import say, say_json
 
 if TYPE_CHECKING:
     from distdiag.diagnosis.model.findings import Report
 
 BAD_STATES = ("failed", "degraded", "deadlocked")  # never exit 0, even without a finding
-TAKE_OVER_S = 40.0  # for a new monitor to close the run of a job that ended
+TAKE_OVER_S = 40.0  # most for a monitor to judge the run, or close that of a job that ended
 JUDGED_S = 2.5  # for a new monitor to judge a running job
 _COLOURS = {"error": "red", "warning": "yellow", "info": "cyan"}
 
@@ -115,18 +116,21 @@ def _failed_launch(path: Path, target: str | None, reason: str) -> DistdiagError
 
 
 def _finish(path: Path) -> None:
-    """Wait until the run is judged: start a monitor if the old one was killed, or wait for its first rank."""
+    """Wait until the run is judged: start a monitor if the old one was killed, or wait for its first rank.
+
+    Returns at once if no monitor of the run runs here, and none can be started.
+    """
     from distdiag.page import directories
 
     if not directories.of_run(path):
         return  # closed, or on another host
-    from distdiag.recorder.start_monitor import take_over
+    from distdiag.recorder.start_monitor import monitor_runs, take_over
     from distdiag.store.opening import RunUnreadable
     from distdiag.store.reader import open_run
 
-    taken = take_over(path)
+    pages, taken = take_over(path)
     started = time.time()
-    while time.time() - started < TAKE_OVER_S and directories.of_run(path):
+    while time.time() - started < TAKE_OVER_S and any(map(monitor_runs, pages)):
         try:
             with open_run(path) as run:
                 meta, ranks = run.meta, run.ranks()
@@ -143,6 +147,7 @@ def _is_run(target: str) -> bool:
     from distdiag.store import rundir
 
     path = Path(target)
+    rundir.check_readable(path)
     if path.name == rundir.DATABASE:
         return True
     if not path.is_dir():
@@ -264,30 +269,30 @@ def _print_text(report: Report, ascii: bool) -> None:
 
     about = source(report)
     if about is not None:
-        print(show(about))
-    print(show(printable(verdict(report))))
+        say(show(about))
+    say(show(printable(verdict(report))))
     order = [Severity.ERROR, Severity.WARNING, Severity.INFO]
     ordered = sorted(report.findings, key=lambda f: order.index(Severity(f.severity)))
     open_ones, cleared = ([f for f in ordered if (f.cleared_s is not None) == gone] for gone in (False, True))
     for f in open_ones:
-        print()
+        say()
         shown = in_the_past(f) if report.ended_ago_s is not None else f
         for i, line in enumerate(finding_lines(shown, ascii=plain, width=width)):
-            print(click.style(line, fg=_COLOURS[f.severity]) if colour and i == 0 else line)
+            say(click.style(line, fg=_COLOURS[f.severity]) if colour and i == 0 else line, drawn=True)
     if cleared:
-        print("\ncleared:")
+        say("\ncleared:")
     for f in cleared:
-        print(f"  {finding_lines(f, ascii=plain)[0]}")
+        say(f"  {finding_lines(f, ascii=plain)[0]}")
     errors = any(f.severity == Severity.ERROR for f in open_ones)
     footer = [] if errors else checked_lines(report.checks, width)
     if footer:
-        print()
+        say()
     for line in footer:
-        print(show(printable(line)))
+        say(show(printable(line)))
     if report.notes:
-        print()
+        say()
         for note in report.notes:
-            print(show(f"note: {printable(note)}"))
+            say(show(f"note: {printable(note)}"))
 
 
 def _print_why(report: Report, kind: str, ascii: bool) -> None:
@@ -297,10 +302,10 @@ def _print_why(report: Report, kind: str, ascii: bool) -> None:
     if kind not in known_kinds():
         raise DistdiagError(f"there is no kind of finding '{kind}'", f"one of {', '.join(known_kinds())}")
     for line in why_lines(kind, report.checks, report.findings):
-        print(printable(line).encode("ascii", "backslashreplace").decode() if ascii else printable(line))
+        say(printable(line).encode("ascii", "backslashreplace").decode() if ascii else printable(line))
     for f in report.findings:
         if f.kind == kind:
-            print("\n".join(["", *finding_lines(f, ascii=ascii)]))
+            say("\n".join(["", *finding_lines(f, ascii=ascii)]))
 
 
 def _traces(targets: tuple[str, ...]) -> list[Path]:
@@ -348,15 +353,15 @@ def _diagnose_traces(targets: tuple[str, ...], traces: list[Path], as_json: bool
             kind="no_traces",
         ) from None
     if as_json:
-        print(msgspec.json.encode(found).decode())
+        say_json(msgspec.json.encode(found))
     else:
         for line in text.lines(found):
-            print(printable(line))
+            say(printable(line))
     return int(ExitCode.OK if found.ranks else ExitCode.NO_DATA)
 
 
 @click.command()
-@click.argument("targets", nargs=-1, metavar="[RUN | DUMP-DIR | LOG-DIR | FILES…]", type=click.Path())
+@click.argument("targets", nargs=-1, metavar="[RUN | DUMP-DIR | LOG-DIR | FILES…]", type=click.Path(readable=False))
 @click.option("--json", "as_json", is_flag=True, help="Print one object (distdiag.findings/1).")
 @click.option(
     "--fail-on",
@@ -393,7 +398,7 @@ def command(targets: tuple[str, ...], as_json: bool, fail_on: str, why: str | No
         _print_why(report, why, ascii)
         return int(ExitCode.OK)
     if as_json:
-        print(msgspec.json.encode(report).decode())
+        say_json(msgspec.json.encode(report))
     else:
         _print_text(report, ascii)
     return int(exit_code(report, fail_on))

@@ -11,6 +11,8 @@ import click
 
 from distdiag.cli.options import ascii_option
 from distdiag.errors import DistdiagError, ExitCode
+from distdiag.streams import say, say_json
+from distdiag.terms.untrusted import visible
 
 if TYPE_CHECKING:
     from distdiag.doctor.check import Check, Examination
@@ -81,16 +83,16 @@ def command(ranks: int, reach: tuple[str, ...], no_torch: bool, fail_on: str, as
 
     found = _examine(ranks, reach, not no_torch)
     if as_json:
-        print(msgspec.json.encode(found).decode())
+        say_json(msgspec.json.encode(found))
     else:
         colour = (sys.stdout.isatty() and "NO_COLOR" not in os.environ) or bool(os.environ.get("FORCE_COLOR"))
         width = max(len(c.name) for c in found.checks)
         for c in found.checks:
             word = click.style(c.verdict.value, fg=_COLOURS[c.verdict]) if colour else c.verdict.value
-            print(f"{word}  {c.name:<{width}}  {c.found}")
+            say(f"{word}  {visible(c.name):<{width}}  {visible(c.found)}", drawn=True)
             if c.remedy:
-                print(f"{'':<{width + 6}}  → {c.remedy}")
+                say(f"{'':<{width + 6}}  → {c.remedy}")
         count = {v: sum(c.verdict == v for c in found.checks) for v in ("pass", "warn", "fail")}
-        print(f"\n{count['fail']} failed, {count['warn']} warnings, {count['pass']} passed")
+        say(f"\n{count['fail']} failed, {count['warn']} warnings, {count['pass']} passed")
     bad = {"fail"} if fail_on == "fail" else {"fail", "warn"}
     return int(ExitCode.FAILED if found.verdict in bad else ExitCode.OK)

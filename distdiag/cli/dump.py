@@ -8,6 +8,7 @@ import click
 
 from distdiag.cli.options import ascii_option
 from distdiag.errors import DistdiagError, ExitCode
+from distdiag.streams import say, say_json
 
 
 @click.command()
@@ -41,29 +42,29 @@ def command(run: str | None, as_json: bool, timeout_s: float, no_save: bool) -> 
     if as_json:
         import msgspec
 
-        click.echo(
+        say_json(
             msgspec.json.encode(
                 {"schema": "distdiag.stacks/1", "run": str(run_dir.absolute()), **msgspec.to_builtins(found)}
             )
         )
     else:
         for line in tree_lines(stacks.merge(found)):
-            click.echo(printable(line))
+            say(printable(line))
     if not no_save:
         try:
             written = dump.save(run_dir, now_s, dumps)
             recorded = (len(written) - 1) // 2  # each rank in two formats
             ranks = f"{recorded} rank{'s' if recorded != 1 else ''}"
             folder = printable(str(run_dir / "flight_recorder"))
-            click.echo(f"saved: the stacks in {printable(str(written[0]))}", err=True)
+            say(f"saved: the stacks in {printable(str(written[0]))}", err=True)
             if recorded:
-                click.echo(f"saved: the flight records of {ranks} in {folder} (JSON, and for torchfrtrace)", err=True)
+                say(f"saved: the flight records of {ranks} in {folder} (JSON, and for torchfrtrace)", err=True)
         except OSError as e:
-            click.echo(f"distdiag: not saved: {e.strerror or e}", err=True)
+            say(f"distdiag: not saved: {e.strerror or e}", err=True)
     if silent:
-        click.echo(f"distdiag: no answer from {rank_list(silent)} within {timeout_s:g} s", err=True)
+        say(f"distdiag: no answer from {rank_list(silent)} within {timeout_s:g} s", err=True)
     if not no_save:
-        click.echo(f"next: distdiag diagnose {printable(shlex.quote(str(run_dir)))}", err=True)
+        say(f"next: distdiag diagnose {printable(shlex.quote(str(run_dir)))}", err=True)
     return int(ExitCode.TIMEOUT if silent else ExitCode.OK)
 
 

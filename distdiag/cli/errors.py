@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 
 from distdiag.errors import DistdiagError
+from distdiag.streams import say, say_json
 
 # of the others: distdiag.NAME/1
 _SCHEMAS = {"diagnose": "distdiag.findings/1", "tui": "distdiag.snapshot/1", "dump": "distdiag.stacks/1"}
@@ -19,7 +19,7 @@ def report_error(error: DistdiagError, json_of: str | None = None) -> int:
     """
     if json_of is not None:
         about = {"kind": error.kind, "message": error.message, "hint": error.hint}
-        print(json.dumps({"schema": _SCHEMAS.get(json_of, f"distdiag.{json_of}/1"), "error": about}))
-    print(f"distdiag: error: {error.message}", file=sys.stderr)
-    print(f"hint: {error.hint}", file=sys.stderr)
+        say_json(json.dumps({"schema": _SCHEMAS.get(json_of, f"distdiag.{json_of}/1"), "error": about}))
+    say(f"distdiag: error: {error.message}", err=True)
+    say(f"hint: {error.hint}", err=True)
     return int(error.code)

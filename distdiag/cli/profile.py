@@ -9,6 +9,7 @@ import click
 
 from distdiag.cli.options import ascii_option
 from distdiag.errors import DistdiagError, ExitCode
+from distdiag.streams import say, say_json
 
 if TYPE_CHECKING:
     from distdiag.monitor.evidence.request_profile import Asked, Taken
@@ -102,7 +103,7 @@ def command(run: str | None, ranks: str | None, steps: int, culprit: bool, timeo
         request_profile.choose(views, wanted),
         steps,
         timeout_s,
-        lambda line: click.echo(f"recording {line}", err=True),
+        lambda line: say(f"recording {line}", err=True),
     )
     if ranks is None:
         taken.absent = request_profile.not_here(run_dir, views)
@@ -131,14 +132,14 @@ def _show(run_dir: Path, taken: Taken, chosen: tuple[int, int, str] | None, as_j
             "timeout" if code == ExitCode.TIMEOUT else "no_profile",
         )
     if as_json:
-        click.echo(msgspec.json.encode(found))
+        say_json(msgspec.json.encode(found))
     else:
         for line in text.lines(found):
-            click.echo(printable(line))
+            say(printable(line))
     if found.trace:
-        click.echo(f"saved: {found.trace} (open it in ui.perfetto.dev)", err=True)
+        say(f"saved: {found.trace} (open it in ui.perfetto.dev)", err=True)
     if code == ExitCode.TIMEOUT:
-        click.echo(f"distdiag: not all ranks finished within {timeout_s:g} s", err=True)
+        say(f"distdiag: not all ranks finished within {timeout_s:g} s", err=True)
     return int(code)
 
 

@@ -11,7 +11,8 @@ from typing import IO
 import click
 
 from distdiag.cli.options import ascii_option
-from distdiag.errors import DistdiagError, need
+from distdiag.errors import DistdiagError, ExitCode, need
+from distdiag.streams import json_ascii_controls, say
 
 # format: default file in the run; None: stdout
 FORMATS = {"html": "report.html", "text": None, "perfetto": "trace.json", "json": None}
@@ -32,7 +33,7 @@ def _write(run_dir: Path, format: str, out: IO[bytes], last_steps: int | None) -
 
         facts = read_facts(run)
     if format == "json":
-        out.write(msgspec.json.encode(facts) + b"\n")
+        out.write(json_ascii_controls(msgspec.json.encode(facts)).encode() + b"\n")
     elif format == "html":
         import logging
 
@@ -47,7 +48,7 @@ def _write(run_dir: Path, format: str, out: IO[bytes], last_steps: int | None) -
 
 
 @click.command()
-@click.argument("run", required=False, type=click.Path())
+@click.argument("run", required=False, type=click.Path(readable=False))
 @click.option(
     "-o",
     "--output",
@@ -65,9 +66,14 @@ def _write(run_dir: Path, format: str, out: IO[bytes], last_steps: int | None) -
 @click.option(
     "--last-steps", type=click.IntRange(1), metavar="N", help="With --format perfetto: only the newest N steps."
 )
+@click.option(
+    "--tape", type=click.Path(path_type=Path), help="Write only the run's tape, to send it: see `distdiag run --tape`."
+)
 @click.option("--force", is_flag=True, help="Overwrite an existing file.")
 @ascii_option
-def command(run: str | None, output: str | None, format: str, last_steps: int | None, force: bool) -> int:
+def command(
+    run: str | None, output: str | None, format: str, last_steps: int | None, tape: Path | None, force: bool
+) -> int:
     """Write a report on RUN (default: reports/latest), running or finished.
 
     It has the verdict (who, where, the cost), step time, phases per rank, collectives, hosts, GPUs and versions.
@@ -83,6 +89,8 @@ def command(run: str | None, output: str | None, format: str, last_steps: int | 
         raise DistdiagError(
             "--last-steps is for --format perfetto only", "omit it: the other formats show the whole run"
         )
+    if tape is not None:
+        return _write_tape(rundir.resolve(run), tape, force)
     if format == "html":
         need("report", ("jinja2", "matplotlib"), "the HTML report")
     run_dir = rundir.resolve(run)
@@ -92,10 +100,31 @@ def command(run: str | None, output: str | None, format: str, last_steps: int | 
         sys.stdout.buffer.flush()
         return 0
     path = Path(output) if output is not None else run_dir / str(default)
-    with new_file(path, force) as out:
+    with new_file(path, force, own=output is None) as out:
         _write(run_dir, format, out, last_steps)
+    say(str(path))
+    say(f"open it:  {_how_to_open(path, format)}", err=True)
+    return 0
+
+
+def _write_tape(run_dir: Path, path: Path, force: bool) -> int:
+    """Write a copy of the run's tape, as small as possible, after reading it: a tape that cannot be read helps nobody."""
+    from distdiag.report.output import new_file
+    from distdiag.tapes.tape import read_tape, to_bytes
+    from distdiag.tapes.writer import NAME
+
+    if not (run_dir / NAME).is_file():
+        raise DistdiagError(
+            f"{run_dir} has no tape",
+            "record the job with `distdiag run --tape`, or with DISTDIAG_TAPE=1",
+            ExitCode.NO_DATA,
+        )
+    tape = read_tape(run_dir / NAME)
+    with new_file(path, force) as out:
+        out.write(to_bytes(tape))
     print(path)
-    print(f"open it:  {_how_to_open(path, format)}", file=sys.stderr)
+    sources = ", ".join(sorted(tape.sources)) or "none"
+    print(f"{len(tape.snapshots)} snapshots of the ranks; text of source files: {sources}", file=sys.stderr)
     return 0
 
 

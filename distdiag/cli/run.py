@@ -16,7 +16,15 @@ from distdiag.recorder.start_monitor import parse_keep
 @click.command(context_settings=SETTINGS | {"ignore_unknown_options": True, "allow_interspersed_args": False})
 @recording_options
 @click.argument("rest", nargs=-1, type=click.UNPROCESSED, metavar="[TORCHRUN OPTIONS] SCRIPT|-m MODULE [ARGS]…")
-def command(run_dir: str | None, name: str | None, keep: str | None, quiet: bool, rest: tuple[str, ...]) -> None:
+def command(
+    run_dir: str | None,
+    name: str | None,
+    keep: str | None,
+    tape: bool,
+    quiet: bool,
+    share: bool,
+    rest: tuple[str, ...],
+) -> None:
     """Launch an unchanged training script on all local ranks with torchrun, and record it.
 
     torchrun's options (--nproc-per-node, --nnodes, …) go before the script, next to distdiag's. Without them, distdiag starts one rank per GPU,
@@ -40,9 +48,9 @@ def command(run_dir: str | None, name: str | None, keep: str | None, quiet: bool
         launcher = ["--standalone", "--nproc-per-node", str(_local_ranks()), *launcher]
     elif not any(a.split("=")[0].replace("_", "-") in _RENDEZVOUS for a in launcher):
         launcher = ["--standalone", *launcher]
-    ours = [x for k, v in (("--run-dir", run_dir), ("--name", name), ("--keep", keep)) if v for x in (k, v)] + [
-        "--quiet"
-    ] * (quiet or later["quiet"])
+    ours = [x for k, v in (("--run-dir", run_dir), ("--name", name), ("--keep", keep)) if v for x in (k, v)]
+    flags = {"--quiet": quiet, "--share": share, "--tape": tape}
+    ours += [flag for flag, given in flags.items() if given or later[flag.removeprefix("--")]]
     command_line = [sys.executable, "-m", "torch.distributed.run", *launcher, "-m", "distdiag.run", *ours, *script]
     sys.stdout.flush()
     os.execv(sys.executable, command_line)  # signals and the exit code are torchrun's own
@@ -59,7 +67,7 @@ _RENDEZVOUS = {
     "--nnodes", "--standalone", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--master-addr",
     "--master-port", "--node-rank",
 }  # fmt: skip
-_FLAGS = {"--standalone", "--no-python", "--run-path", "--virtual-local-rank", "--quiet"}
+_FLAGS = {"--standalone", "--no-python", "--run-path", "--virtual-local-rank", "--quiet", "--share", "--tape"}
 
 
 def split(rest: list[str]) -> tuple[list[str], list[str]]:

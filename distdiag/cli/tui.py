@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from distdiag.errors import DistdiagError, ExitCode, need
+from distdiag.streams import say, say_json
 
 if TYPE_CHECKING:
     from distdiag.tui.ui import Ui
@@ -74,7 +75,7 @@ def _ui(
 
 
 @click.command()
-@click.argument("run", required=False, type=click.Path(path_type=Path))
+@click.argument("run", required=False, type=click.Path(path_type=Path, readable=False))
 @click.option(
     "--once", is_flag=True, help="Print one screen and exit: as large as the terminal, or every row into a pipe."
 )
@@ -168,7 +169,7 @@ def _once(path: Path, ui: Ui, shape: tuple[int, int] | None, as_json: bool) -> i
         snap = printer.snapshot(path, ui)
         if snap.problem is not None:
             raise snap.problem
-        print(printer.as_json(snap).decode())
+        say_json(printer.as_json(snap))
         return int(ExitCode.OK)
     snap = printer.print_once(path, ui, shape)
     return int(snap.problem.code if snap.problem is not None else ExitCode.OK)
@@ -193,8 +194,7 @@ def _watch(path: Path, ui: Ui, hz: float, theme: str | None, follow_attempts: bo
     if theme is not None and theme not in app.available_themes:
         raise DistdiagError(f"--theme {theme}: unknown theme", f"one of {', '.join(sorted(app.available_themes))}")
     app.run()
-    print(
-        f"distdiag: view closed, the job is not affected; reopen it with `distdiag tui {quote(app.snap.run)}`",
-        file=sys.stderr,
+    say(
+        f"distdiag: view closed, the job is not affected; reopen it with `distdiag tui {quote(app.snap.run)}`", err=True
     )
     return app.return_value_code

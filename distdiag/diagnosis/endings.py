@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 import signal as signals
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from distdiag.diagnosis.culprit.extra_backward import extra_backward
-from distdiag.diagnosis.culprit.rhythm import Rhythm, out_of_rhythm
 from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Snapshot
+from distdiag.diagnosis.waits import abort
+from distdiag.diagnosis.waits.incidents import Incident
+from distdiag.diagnosis.waits.wait import last_wait
 
 Late = tuple[tuple[int, ...], tuple[int, ...]]  # (late ranks, ranks that waited for them)
 
@@ -129,8 +129,7 @@ class Cascade:
     end: End
     ranks: tuple[int, ...] = ()  # culprits; none for a tie
     others: tuple[int, ...] = ()  # ranks that ended, or failed, because of them
-    sites: tuple[tuple[int, ...], ...] = ()  # only if ABORTED: the ranks at each site
-    rhythm: Rhythm | None = None  # only if ABORTED: the evidence
+    incident: Incident | None = None  # of ABORTED: what `culprit` judges; None if two threads of a rank mix
 
 
 NO_CASCADE = Cascade(End.NONE)
@@ -240,7 +239,7 @@ def _two_threads(snapshot: Snapshot) -> Cascade | None:
     if not odd or not any("gloo" in g.backend for g in snapshot.groups.values()):
         return None
     rest = tuple(sorted(q for q in snapshot.ranks if q not in odd))
-    return Cascade(End.ABORTED, odd, rest, (odd, rest))
+    return Cascade(End.ABORTED, odd, rest)
 
 
 def model_shapes(snapshot: Snapshot) -> list[list[int]]:
@@ -258,78 +257,18 @@ def _minority(sides: list[list[int]]) -> list[int]:
 
 
 def _aborted(snapshot: Snapshot, aborted: list[RankState], kinds: dict[int, str]) -> Cascade | None:
-    """Return the sides of an abort: gloo aborts a rank that receives more bytes than its own call has room for.
-
-    Each rank's last site is known: the culprit is the rank at a site where no other rank has been.
-    """
+    """Return an abort by gloo inside collectives; who is to blame is decided by `culprit`, as for ranks that wait."""
     states = snapshot.ranks
     if not all(r.ended_waiting for r in aborted) or not any("gloo" in g.backend for g in snapshot.groups.values()):
         return None
-    by_site: dict[str, list[int]] = {}
     # the launcher may end the others before they raise; what they waited in is known anyway
-    dead = [
-        states[q]
-        for q, k in kinds.items()
+    dead = tuple(
+        q
+        for q, k in sorted(kinds.items())
         if k in ("mismatch", "echo", "timeout") or (k == "outside" and states[q].ended_waiting)
-    ]
-    for state in dead:
-        if state.current_site is not None:
-            by_site.setdefault(state.current_site.key, []).append(state.rank)
-    if len(by_site) < 2:
-        return _aborted_in_one_call(states, dead)
-    odd = _minority(list(by_site.values()))
-    if not odd and (extra := extra_backward(snapshot, [state.rank for state in dead])) is not None:
-        odd = [extra.rank]
-    if not odd:  # a tie: the rank at a site that the other never visited, if it has visited the other's
-        strange = [
-            q
-            for site, members in by_site.items()
-            for q in members
-            if not any(states[o].sites.get(site) for o in states if o not in members)
-            and all(states[q].sites.get(other) for other in by_site if other != site)
-        ]
-        odd = strange if len(strange) < len(dead) else []
-    beat = _rhythm(snapshot, by_site) if not odd and len(by_site) == 2 else None
-    odd = odd or list(beat.ranks if beat is not None else ())
-    rest = {state.rank for state in dead} - set(odd)
-    return Cascade(
-        End.ABORTED, tuple(sorted(odd)), tuple(sorted(rest)), tuple(tuple(side) for side in by_site.values()), beat
     )
-
-
-def _aborted_in_one_call(states: Mapping[int, RankState], dead: list[RankState]) -> Cascade | None:
-    """Return an abort in a call that all made together: sizes that may differ by rank (all_to_all) do not fit.
-
-    The culprit is the rank whose size is new at that line, if the others' sizes are not.
-    """
-    calls = {r.rank: call for r in dead if (call := last_wait(r)) is not None and call.seq is not None}
-    if len(dead) < 2 or len(calls) < len(dead) or len({(c.group, c.seq, c.op, c.site) for c in calls.values()}) != 1:
-        return None
-    odd = {q for q, call in calls.items() if _changed_size(states[q], call)}
-    odd = odd if len(odd) < len(calls) else set()
-    return Cascade(End.ABORTED, tuple(sorted(odd)), tuple(sorted(set(calls) - odd)), (tuple(sorted(calls)),))
-
-
-def _changed_size(r: RankState, call: Call) -> bool:
-    """True if all earlier calls at this line had one size, and this call has another."""
-    earlier = {c.shape for c in r.calls if c.site == call.site and c.op == call.op and c.seq != call.seq}
-    return len(earlier) == 1 and call.shape not in earlier
-
-
-def _rhythm(snapshot: Snapshot, by_site: dict[str, list[int]]) -> Rhythm | None:
-    """Return which of two sites has the wrong ranks, by the collectives between earlier visits."""
-    here = {q: site for site, members in by_site.items() for q in members}
-    for q in here:
-        call = snapshot.ranks[q].calls[-1] if snapshot.ranks[q].calls else None
-        if (
-            call is not None
-            and call.completed_s is None
-            and call.seq is not None
-            and call.site
-            and call.site.key == here[q]
-        ):
-            return out_of_rhythm(snapshot.ranks, (call.group, call.seq), here, *by_site.values())
-    return None
+    incident = abort.incident(snapshot, dead)
+    return None if incident is None else Cascade(End.ABORTED, (), dead, incident)
 
 
 def timed_out(snapshot: Snapshot, kinds: dict[int, str]) -> list[RankState]:
@@ -354,16 +293,3 @@ def _timeout(snapshot: Snapshot, kinds: dict[int, str], late: Late | None) -> Ca
         q for q in sorted(kinds) if kinds[q] == "timeout" and CONNECT.search(snapshot.ranks[q].exception or "")
     )
     return Cascade(End.UNCONNECTED, (), tried) if tried else NO_CASCADE
-
-
-def last_wait(state: RankState) -> Call | None:
-    """Return what a rank waits in, or waited in last until it failed."""
-    if state.blocked is not None:
-        return state.blocked
-    for call in reversed(state.calls):
-        if call.failed or call.completed_s is None:
-            return call
-    for group, seq in state.enqueued.items():
-        if state.completed.get(group, seq) < seq:
-            return Call(op="", group=group, seq=state.completed[group] + 1)
-    return None

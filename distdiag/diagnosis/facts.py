@@ -72,7 +72,15 @@ class Facts:
 
     @cached_property
     def verdicts(self) -> tuple[Verdict, ...]:
-        """One verdict for each incident that the wait-for graph proves at this poll."""
+        """One verdict for each incident: of the wait-for graph at this poll, or the backend's abort."""
+        waiting = self._waiting_verdicts()
+        incident = self.cascade.incident
+        if incident is None or any(v.kind is kinds.MISMATCH for v in waiting):
+            return waiting
+        aborted = verdict.judge_incident(self.snapshot, self.graph, incident, self.exhausted, self.source, self.without)
+        return (*waiting, *aborted)
+
+    def _waiting_verdicts(self) -> tuple[Verdict, ...]:
         if self.repeated or self.locks:
             return ()
         conflict_died = any(wait.conflict and wait.died for wait in self.graph.waits)

@@ -183,6 +183,7 @@ RECORDER = Kind(
         "disk_full",
         "clock_skew",
         "dropped",
+        "missed",
         "unsupported_torch",
         "device_waits",
         "missing_dump",

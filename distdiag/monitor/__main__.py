@@ -15,6 +15,7 @@ def main(argv: list[str]) -> int:
     import signal
     import traceback
     from pathlib import Path
+    from typing import TextIO
 
     parser = argparse.ArgumentParser(prog="distdiag.monitor")
     parser.add_argument("run_dir", type=Path)
@@ -25,16 +26,20 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--keep", type=int, default=keep, help="size bound of run.db, bytes")
     parser.add_argument("--for-reader", action="store_true", help="a reader waits for its verdict: ordinary priority")
     parser.add_argument("--quiet", action="store_true", default=os.environ.get("DISTDIAG_QUIET") == "1")
+    parser.add_argument("--tape", action="store_true", help="write RUN/run.tape")
     parser.add_argument("--foreground", action="store_true")
     options = parser.parse_args(argv)
     # ignore the job's Ctrl-C: the monitor ends after the last rank, and reports how it ended
     for s in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(s, signal.SIG_IGN)
+    from distdiag import files
     from distdiag.store.liveness import MONITOR_LOG
 
-    log = options.run_dir / MONITOR_LOG
+    def log() -> TextIO:
+        return open(files.open_own(options.run_dir, MONITOR_LOG, os.O_WRONLY | os.O_APPEND), "a")
+
     try:
-        faulthandler.enable(log.open("a"))
+        faulthandler.enable(log())
     except OSError:
         faulthandler.disable()
     from distdiag.monitor.loop import Monitor
@@ -47,12 +52,19 @@ def main(argv: list[str]) -> int:
             rundir.mark_latest(base)
         priority = Priority(always_ordinary=options.for_reader)
         Monitor(
-            options.run_dir, options.pages, options.node, options.quiet, options.keep, options.overflow, priority
+            options.run_dir,
+            options.pages,
+            options.node,
+            options.quiet,
+            options.keep,
+            options.overflow,
+            priority,
+            options.tape,
         ).run()
     except Exception:
         # the job's output must not show our failure: it goes to the log, and readers see that the monitor is gone
         try:
-            with log.open("a") as f:
+            with log() as f:
                 traceback.print_exc(file=f)
         except OSError:
             traceback.print_exc()

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from distdiag import files
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.model.findings import STOPPED_BY, Finding, Severity, State, at_least
 from distdiag.diagnosis.text.finding import finding_lines, in_the_past, printable
-from distdiag.files import replacing
 from distdiag.launcher import PRINTED_ON, VERDICT, stream_id
 
 
@@ -98,7 +98,7 @@ class Announcer:
         lines.append(f"verdict: distdiag diagnose {where}    report: distdiag report {where}")
         text = "".join(f"[distdiag] {line}\n" for line in lines)
         self._write("\n" + text)
-        with contextlib.suppress(OSError), replacing(self.run_dir / VERDICT) as part:
-            part.write_text(text, encoding="utf-8", errors="replace")
-            if not self.quiet:
-                (self.run_dir / PRINTED_ON).write_text(stream_id(2))
+        with contextlib.suppress(OSError):
+            if not self.quiet:  # first: the launcher reads it once there is a verdict
+                files.write(self.run_dir, PRINTED_ON, stream_id(2).encode())
+            files.write(self.run_dir, VERDICT, text.encode("utf-8", "replace"))

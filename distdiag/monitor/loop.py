@@ -36,6 +36,7 @@ from distdiag.store import rundir
 from distdiag.store.opening import RunUnreadable
 from distdiag.store.reader import open_run
 from distdiag.store.writer import Writer
+from distdiag.tapes.writer import MAX_TAPE, TapeWriter, wanted_bytes
 
 TICK_S = 0.25
 SHORTEST_TICK_S = 0.05  # while a rank's native frames are awaited
@@ -61,6 +62,7 @@ class Monitor:
         keep_bytes: int,
         overflow: Path | None = None,
         priority: Priority | None = None,
+        tape: bool = False,
     ) -> None:
         self.run_dir, self.node = run_dir, node
         self.priority = priority or Priority()
@@ -72,7 +74,10 @@ class Monitor:
         self.start_ns = time.monotonic_ns()
         self.started_unix_s = time.time()
         without = os.environ.get("DISTDIAG_WITHOUT_WITNESSES", "")  # set by `distdiag bench faults --without`
-        self.diagnosis = Diagnosis(source=_source, without=frozenset(without.split(",")) - {""})
+        size = MAX_TAPE if tape else wanted_bytes()
+        self.tape = TapeWriter(run_dir, size, earlier) if size else None
+        source = self.tape.source(_source) if self.tape else _source
+        self.diagnosis = Diagnosis(source=source, without=frozenset(without.split(",")) - {""})
         for f in earlier:  # open findings of a killed monitor: judged again, and cleared if they no longer hold
             self.diagnosis.records[f.key] = Record(f, reported=True)
             self.announcer.mark_printed(f.key)
@@ -223,12 +228,21 @@ class Monitor:
             self.nodes.publish(snapshot, self.started_unix_s, closed=over)
             if self.node == 0:
                 snapshot, news = self.nodes.merged(snapshot, self.started_unix_s)
-        changed = self.diagnosis.update(snapshot, final=over) if news or over else []
+        changed = self._judge(snapshot, over) if news or over else []
         for q, longest in self.diagnosis.recovered.items():
             if q in self.views:
                 self.views[q].longest_delay_s = longest
         self._write(snapshot, changed, over)
         return over
+
+    def _judge(self, snapshot: Snapshot, over: bool) -> list[Finding]:
+        changed = self.diagnosis.update(snapshot, final=over)
+        if self.tape is not None:
+            self.tape.take(snapshot, self.diagnosis, changed, final=over)
+            if self.tape.failed is not None:
+                self.writer.event(snapshot.t_s, "monitor", "warning", self.tape.failed)
+                self.tape = None
+        return changed
 
     def snapshot(self, now_s: float) -> Snapshot:
         """Return the state of this node's ranks as the diagnosis gets it."""
@@ -320,6 +334,8 @@ class Monitor:
         """Write the last rows, print the summary, and free the pages' memory."""
         directories.note_ended(self.run_dir.parent if self.node else self.run_dir, self.node, sorted(self.views))
         now_s = self.now_s
+        if self.tape is not None:
+            self.tape.close()
         self.writer.meta(ended_s=now_s)
         self.writer.commit()
         self.writer.close()

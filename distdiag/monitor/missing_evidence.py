@@ -15,6 +15,7 @@ from distdiag.terms.backends import blocks_host
 # take seconds to connect. Counted in beats, not seconds, because the pulse is late on a busy machine.
 SETTLED_BEATS = 40
 STILL_S = 10.0  # without progress on any rank
+LONG_S = 60.0  # without progress on any rank, although hosts are known to wait
 STEPS = 10  # steps and collectives without a counted completion
 
 
@@ -54,6 +55,23 @@ class MissingEvidence:
                 )
                 yield "unknown_hosts", text, r.rank
                 return
+
+    @staticmethod
+    def unknown_operations(s: Snapshot) -> Iterator[tuple[str, str, int]]:
+        """Yield (key, text, rank) if no rank makes progress for a minute, and a rank's operations in flight are not known."""
+        living = [r for r in s.ranks.values() if r.life in (Life.RUNNING, Life.STARTING)]
+        if any(r.activity_since_s is None or s.t_s - r.activity_since_s < LONG_S for r in living):
+            return
+        for r in living:
+            for name, issued in r.enqueued.items() if r.blocked is None else ():
+                group = s.groups.get(name)
+                if group is not None and not blocks_host(group.backend) and issued > 0 and name not in r.completed:
+                    text = (
+                        f"no rank has made progress for {LONG_S:.0f} s, and no counter shows which operations of group {name} "
+                        f"({group.backend}) rank {r.rank}'s device has completed: what it is in cannot be seen, nor a hang there"
+                    )
+                    yield f"unknown_operations/{name}", text, r.rank
+                    return
 
     def missing(self, views: Mapping[int, RankView]) -> Iterator[tuple[str, str, int]]:
         """Yield (key, text, rank) for each input that a proof of a hang lacks."""

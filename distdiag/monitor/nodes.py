@@ -17,8 +17,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from distdiag import files
 from distdiag.diagnosis.model.snapshot import DEAD, Group, Life, RankState, Seconds, Snapshot
-from distdiag.files import replacing
 
 VERSION = 1
 # between two files of a node; the latter while one of its ranks waits or has ended
@@ -52,7 +52,8 @@ class Nodes:
 
     def __init__(self, run_dir: Path, node: int) -> None:
         self.node = node
-        self.directory = (run_dir.parent if node else run_dir) / "nodes"
+        self.run_dir = run_dir.parent if node else run_dir
+        self.directory = self.run_dir / "nodes"
         self.failed: str | None = None  # why the exchange does not work
         self._number = 0
         self._written_at = -1e9
@@ -82,18 +83,15 @@ class Nodes:
             local_world_size=s.expected or len(s.ranks), groups=s.groups,
             ranks={rank: _sent(state) for rank, state in s.ranks.items()},
         )  # fmt: skip
-        path = self.directory / f"{self.node}.state"
         try:
-            self.directory.mkdir(exist_ok=True)
-            with replacing(path) as part:
-                part.write_bytes(msgspec.msgpack.encode(state))
+            files.write(self.run_dir, f"nodes/{self.node}.state", msgspec.msgpack.encode(state))
         except OSError as e:
             self.failed = f"the state of node {self.node} could not be written to {self.directory}: {e.strerror}"
 
     def read(self) -> None:
         """Read the new files of other nodes."""
         try:
-            entries = [e for e in os.scandir(self.directory) if e.name.endswith(".state")]
+            entries = [e for e in os.scandir(self.directory) if e.name.endswith(".state") and not e.is_symlink()]
         except OSError:
             return
         for e in entries:
@@ -102,7 +100,7 @@ class Nodes:
                 mark = (stat.st_mtime_ns, stat.st_ino)
                 if e.name == f"{self.node}.state" or self._mtimes.get(e.name) == mark:
                     continue
-                state = msgspec.msgpack.decode(Path(e.path).read_bytes(), type=NodeState)
+                state = msgspec.msgpack.decode(files.read(self.run_dir, f"nodes/{e.name}"), type=NodeState)
             except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as problem:
                 self.failed = f"{e.name} of another node cannot be read: {problem}"
                 continue

@@ -143,7 +143,9 @@ def _row(
         "waiting_seq": b.seq if b else None,
         "waiting_bytes": b.bytes if b else None,
         "waiting_age_s": s.t_s - b.entered_s if b is not None and b.entered_s is not None else None,
-        "dropped": h.dropped + view.missed + view.missed_calls if view is not None and h is not None else None,
+        "dropped": h.dropped + view.missed + view.missed_scalars + view.missed_calls
+        if view is not None and h is not None
+        else None,
         "recorder_errors": h.errors if h is not None else None,
         "recorder_error": (view.text(h.error) or None) if view is not None and h is not None else None,
         "self_ms": own,

@@ -15,7 +15,12 @@ from distdiag.store.writer import Writer
 CLOCK_JUMP_S = 2.0  # of the wall clock against the monotonic one
 DRIVER_SILENT_S = 20.0  # NVML calls take milliseconds; initialising eight cards without persistence mode takes seconds
 DISK = re.compile(r"full|no space|quota|disk i/o|read-?only|unable to open|permission", re.IGNORECASE)
+MISSED_AFTER = 2_000  # steps
+MISSED = (
+    0.05  # share of a rank's steps from which on their loss is reported: a busy machine delays the monitor now and then
+)
 ADVICE = {
+    "missed": "leave the monitor a core; the job is not slowed, and its findings use the steps that were read",
     "disk_full": "free the disk",
     "device_waits": "keep the flight recorder on (TORCH_FR_BUFFER_SIZE), and install distdiag with a C compiler",
     "driver_silent": "see if `nvidia-smi` answers on this node; if not, drain it",
@@ -70,6 +75,8 @@ class OwnFaults:
             out.append(self._new(key, t_s, "device_waits", text, q))
         for key, text, q in self._device.unknown_hosts(snapshot) if snapshot is not None else ():
             out.append(self._new(key, t_s, "device_waits", text, q))
+        for key, text, q in self._device.unknown_operations(snapshot) if snapshot is not None else ():
+            out.append(self._new(key, t_s, "device_waits", text, q))
         for n, f in enumerate(contradicted, 1):
             text = f"proofs that the job has contradicted: {n}; the newest, cleared at {f.cleared_s or t_s:.1f} s: {f.kind}: {f.message}"
             out.append(self._new(f"contradicted/{f.key}", t_s, "contradicted", text))
@@ -110,16 +117,19 @@ class OwnFaults:
             out.append(
                 (f"failed/{q}", "failed", f"the recorder of rank {q} failed {h.errors} times: {v.text(h.error)}")
             )
-        if h.dropped + v.missed:
-            text = f"rank {q} dropped {h.dropped + v.missed} records or more; its numbers are incomplete"
+        if h.dropped:
+            text = f"rank {q} dropped {h.dropped} records or more; its numbers are incomplete"
             out.append((f"dropped/{q}", "dropped", text))
+        if h.n_steps > MISSED_AFTER and v.missed > MISSED * h.n_steps:
+            text = f"{v.missed:,} of {h.n_steps:,} steps of rank {q} were overwritten before they were read: the monitor was too slow"
+            out.append((f"missed/{q}", "missed", text))
         missing = v.facts.get("unsupported")
         if missing:
             out.append(
                 (
                     f"unsupported/{q}",
                     "unsupported_torch",
-                    f"this torch lacks: {missing}; what depends on it is not recorded",
+                    f"torch {v.facts.get('torch', '?')} lacks what distdiag uses: {missing}; what depends on it is not recorded",
                 )
             )
         return out

@@ -16,13 +16,16 @@ import stat
 import time
 from pathlib import Path
 
+from distdiag import files
 from distdiag.page.layout import PAGE_BYTES
 
 SHM = Path("/dev/shm")
 MARK, MARK_TEXT = ".distdiag-pages", b"distdiag rank pages, version 1\n"
+RUN_MARK = f"{MARK}.run"  # device and inode of the run directory whose pages these are
+RECORD_BYTES = 8192  # of a node record are read
 SPARE_BYTES = 64 * 1024  # in addition to the pages: mark, sockets, stacks written by signal handlers
 SWEEP_AGE_S = 60.0  # a younger directory may not be locked yet
-_OURS = re.compile(r"rank_\d+\.(page|new\d+)|r\d+\.[a-z]+|monitor\.lock")
+_OURS = re.compile(r"rank_\d+\.(page|new\d+)|\.?r\d+\.[a-z]+(\.\d+)?|monitor\.lock")
 
 
 def memory_root() -> Path:
@@ -31,8 +34,19 @@ def memory_root() -> Path:
 
 
 def fallback_root() -> Path:
-    """Return the directory for runs if the working directory is read-only."""
+    """Return the directory for runs if the working directory is read-only; others could have made it: see `own_fallback_root`."""
     return Path(os.environ.get("TMPDIR") or "/tmp") / f"distdiag-{os.getuid()}" / "reports"
+
+
+def own_fallback_root() -> Path | None:
+    """Return `fallback_root` if it is this user's and no other user can write in it; else None."""
+    root = fallback_root()
+    try:
+        found = [root.parent.lstat(), root.lstat()]
+    except OSError:
+        return None
+    ours = all(stat.S_ISDIR(st.st_mode) and st.st_uid == os.geteuid() and not st.st_mode & 0o022 for st in found)
+    return root if ours else None
 
 
 def node_record(run_dir: Path, node: int) -> Path:
@@ -53,24 +67,56 @@ def overflow(run_dir: Path, node: int) -> Path:
 def note_ended(run_dir: Path, node: int, ranks: list[int]) -> None:
     """Write the ended record; without it, only a relaunch cannot see which ranks have ended."""
     with contextlib.suppress(OSError):
-        ended_record(run_dir, node).write_text(" ".join(map(str, ranks)) + "\n")
+        files.write(run_dir, ended_record(run_dir, node).name, (" ".join(map(str, ranks)) + "\n").encode())
 
 
 def of_run(run_dir: Path) -> dict[int, list[Path]]:
-    """Return the page directories of a run that exist on this host, by node; the chosen one is first."""
+    """Return the page directories of a run that exist on this host, by node; the chosen one is first.
+
+    A record may come from an archive. So it counts only if it names the run's own overflow directory, or one in memory that
+    names this run directory in turn.
+    """
     out: dict[int, list[Path]] = {}
-    for record in sorted(run_dir.glob(".node_*")):
-        number = record.name.removeprefix(".node_")
-        if not number.isdigit():
+    for name in files.names(run_dir):
+        number = name.removeprefix(".node_")
+        if number == name or not (number.isascii() and number.isdigit()) or len(number) > 7:
             continue
         try:
-            chosen = Path(record.read_text().rstrip("\n").partition(" ")[2])
-        except (OSError, UnicodeDecodeError):
+            chosen = Path(files.text(run_dir, name, RECORD_BYTES).rstrip("\n").partition(" ")[2])
+        except OSError:
             continue
-        found = [d for d in dict.fromkeys((chosen, overflow(run_dir, int(number)))) if d.is_dir()]
+        second = overflow(run_dir, int(number))
+        found = [
+            d for d in dict.fromkeys((chosen, second)) if _is_directory(d) and (d == second or _belongs(d, run_dir))
+        ]
         if found:
             out[int(number)] = found
     return out
+
+
+def _is_directory(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(path.lstat().st_mode)
+    except (OSError, ValueError):  # of another user, or a name that no file can have
+        return False
+
+
+def _belongs(pages: Path, run_dir: Path) -> bool:
+    """True if this directory of pages was made for this run directory."""
+    try:
+        return files.text(pages, RUN_MARK, 100) == _identity(run_dir)
+    except (OSError, ValueError):
+        return False
+
+
+def _identity(run_dir: Path) -> str:
+    found = run_dir.stat()
+    return f"{found.st_dev}:{found.st_ino}\n"
+
+
+def in_memory(pages: Path) -> bool:
+    """True if these pages lie in this user's directory in memory, where no archive is unpacked."""
+    return pages.parent == memory_root()
 
 
 def private_directory(path: Path) -> None:
@@ -91,8 +137,11 @@ def private_directory(path: Path) -> None:
         path.chmod(0o700)
 
 
-def make(directory: Path) -> None:
+def make(directory: Path, run_dir: Path | None = None) -> None:
     """Create a page directory with its mark, unless it exists.
+
+    Args:
+        run_dir: The run directory whose pages these are; readers find pages in memory only if it is noted there.
 
     Raises:
         OSError: it cannot be made, or belongs to another user.
@@ -103,9 +152,9 @@ def make(directory: Path) -> None:
         directory.parent.mkdir(parents=True, exist_ok=True)
     private_directory(directory)
     if not is_marked(directory):
-        part = directory / f"{MARK}.{os.getpid()}"
-        part.write_bytes(MARK_TEXT)
-        os.replace(part, directory / MARK)
+        files.write(directory, MARK, MARK_TEXT)
+    if run_dir is not None and not _belongs(directory, run_dir):
+        files.write(directory, RUN_MARK, _identity(run_dir).encode())
 
 
 def has_room(directory: Path, pages: int) -> bool:
@@ -195,7 +244,7 @@ def is_marked(directory: Path) -> bool:
             and not d.st_mode & 0o077
             and stat.S_ISREG(m.st_mode)
             and m.st_size == len(MARK_TEXT)
-            and (directory / MARK).read_bytes() == MARK_TEXT
+            and files.read(directory, MARK) == MARK_TEXT
         )
     except OSError:
         return False

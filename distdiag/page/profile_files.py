@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from distdiag import files
 
 MAX_STEPS = 50
 MAX_NUMBER = 9_999
@@ -89,11 +90,7 @@ def write(path: Path, value: Request | Answer) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    part = path.with_suffix(path.suffix + "part")
-    fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with open(fd, "wb") as f:
-        f.write(json.dumps(asdict(value)).encode())
-    os.replace(part, path)
+    files.write(path.parent, path.name, json.dumps(asdict(value)).encode())
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -103,10 +100,9 @@ def _read(path: Path) -> dict[str, Any]:
         OSError: it cannot be read.
         ValueError: it belongs to another user, is too large, or is not a JSON object.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(fd, "rb") as f:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    with open(files.open_to_read(path.parent, path.name), "rb") as f:
+        found = os.fstat(f.fileno())
+        if found.st_uid != os.getuid() or found.st_mode & 0o022:
             raise ValueError(f"{path.name} is not a file of this user, or others can write it")
         data = f.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:

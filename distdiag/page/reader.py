@@ -8,6 +8,7 @@ import mmap
 import os
 from pathlib import Path
 
+from distdiag import files
 from distdiag.page.layout import (
     GROUPS,
     HEAP_BYTES,
@@ -51,7 +52,7 @@ class PageReader:
     """Reads a page in the monitor: a read-only map and copies of it."""
 
     def __init__(self, path: Path) -> None:
-        with path.open("rb") as f:
+        with open(files.open_to_read(path.parent, path.name), "rb") as f:
             size = os.fstat(f.fileno()).st_size
             if size < ctypes.sizeof(Header):
                 raise PageError(f"{path.name}: too short for a rank page")

@@ -17,6 +17,7 @@ import os
 from ctypes import Structure
 from pathlib import Path
 
+from distdiag import files
 from distdiag.page.layout import (
     CALL_FORMAT,
     CALLS,
@@ -73,7 +74,7 @@ class PageWriter:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = path.with_suffix(f".new{os.getpid()}")
-        fd = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        fd = files.open_own(path.parent, fresh.name, os.O_RDWR | os.O_TRUNC)
         try:
             os.posix_fallocate(fd, 0, PAGE_BYTES)
             self._map = _mapped(fd)

@@ -19,7 +19,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Protocol
 
-from distdiag.files import replacing
+from distdiag import files
 from distdiag.page import profile_files
 from distdiag.page.profile_files import DONE, FAILED, MAX_LINES, RECORDING, SAVING, WAITING, Answer, Request
 from distdiag.recorder.frames import absolute, user_frame
@@ -286,14 +286,16 @@ class Profile:
         if torch.cuda.is_initialized():
             found.device_peak_bytes = torch.cuda.max_memory_allocated(self.recorder.device)
         self.answer(SAVING)
-        path = profile_files.trace_path(self.session.run_dir.absolute(), self.request.number, rank)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        run_dir = self.session.run_dir.absolute()
+        path = profile_files.trace_path(run_dir, self.request.number, rank)
+        with files.entered(run_dir, str(path.parent.relative_to(run_dir)), make=True, own=True):
+            pass
         disk = os.statvfs(path.parent)
         if disk.f_bavail * disk.f_frsize < SPARE_BYTES:
             self._failed = f"less than {SPARE_BYTES >> 20} MiB are free on the disk of {path.parent}"
             return
         began = time.perf_counter()
-        with replacing(path) as part:
+        with files.replacing(run_dir, str(path.relative_to(run_dir))) as part:
             self._result.save(str(part))
             if not _complete(part):
                 raise OSError(f"the trace could not be written completely to {path.parent}")

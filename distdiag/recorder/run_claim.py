@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from distdiag import procfs
+from distdiag import files, procfs
 from distdiag.page import directories
 from distdiag.page.layout import page_path
 
@@ -25,6 +25,7 @@ ENV_DIR = "DISTDIAG_RUN_DIR"
 ENV_JOB = "DISTDIAG_JOB"
 # job of the launcher that spawned this process; not in the environment, see `belong_to`
 _launcher_job: str | None = None
+share = os.environ.get("DISTDIAG_SHARE") == "1"  # others may read the runs of this process; also set by --share
 READ_S = 5.0  # timeout for the text of a decision on a file system without hard links
 # Variables that a launcher sets equally for all ranks of one launch, and differently in other launches.
 _LAUNCH = (
@@ -129,39 +130,25 @@ def launch_time() -> float:
 # -- decisions ------------------------------------------------------------------------------------------------
 
 
-def decide(path: Path, text: str) -> str:
-    """Create `path` with `text` unless another process was first; return its content.
+def decide(path: Path, text: str, root: Path | None = None) -> str:
+    """Create `path` with `text` unless another process of this user was first; return its content.
+
+    Args:
+        root: Below it no link is followed; default: the directory of `path`.
 
     Raises:
-        OSError: the directory cannot be written, or another process began to write and never finished.
+        OSError: the directory cannot be written, another user decided, or another process began to write and never finished.
     """
-    if not path.exists():
-        _create(path, text + "\n")
+    folder = root or path.parent
+    name = str(path.relative_to(folder))
+    if not files.is_file(folder, name):
+        files.create(folder, name, f"{text}\n".encode())
     end = time.monotonic() + READ_S
-    while not (found := path.read_text()).endswith("\n"):
+    while not (found := files.text(folder, name, own=True)).endswith("\n"):
         if time.monotonic() > end:
             raise OSError(f"{path} was never finished by the process that created it")
         time.sleep(0.01)
     return found[:-1]
-
-
-def _create(path: Path, text: str) -> None:
-    """Create `path` atomically with this content; do nothing if it exists."""
-    part = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
-    part.write_text(text)
-    try:
-        os.link(part, path)
-    except FileExistsError:
-        pass
-    except OSError:  # no hard links here
-        try:
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except FileExistsError:
-            return
-        os.write(fd, text.encode())
-        os.close(fd)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 # -- the run directory ------------------------------------------------------------------------------------------
@@ -201,40 +188,55 @@ def _directories(option: str | None, name: str) -> Iterator[Path]:
     if chosen:
         return _attempts(Path(chosen).absolute(), job_token())
     root = Path("reports").absolute()
-    try:
-        (root / ".jobs").mkdir(parents=True, exist_ok=True)
-        if not os.access(root / ".jobs", os.W_OK):
-            raise PermissionError
-    except OSError:  # a read-only working directory
+    records = _records(root)
+    if records is None:  # a read-only working directory
         root = directories.fallback_root()
         directories.private_directory(root.parent)
-        (root / ".jobs").mkdir(parents=True, exist_ok=True)
-    return _fresh_ones(root, name, job_token())
+        records = _records(root)
+        if records is None:
+            raise PermissionError(f"neither {root} nor ./reports can be written")
+    return _fresh_ones(root, records, name, job_token())
+
+
+def _records(root: Path) -> str | None:
+    """Return the name of the directory in `root` in which the jobs of this user note their run; None if there can be none.
+
+    Whoever writes there decides where a job records, so it belongs to this user; in a directory of several users each has one.
+    """
+    for name in (".jobs", f".jobs-{os.getuid()}"):
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            with files.entered(root, name, make=True) as fd:
+                files.check_owner(fd, root / name)
+                closed = not os.fstat(fd).st_mode & 0o022
+            if closed and os.access(root / name, os.W_OK):
+                return name
+        except OSError:
+            continue
+    return None
 
 
 def _attempts(base: Path, token: str) -> Iterator[Path]:
-    records = base / ".jobs"
-    records.mkdir(parents=True, exist_ok=True)
+    files.make_run_directory(base, share)
     for k in range(10_000):
         path = base if k == 0 else base / f"attempt_{k}"
         # claimed before it is used: one that is used and not claimed is from a version without these records
-        if decide(records / str(k), "-" if _used(path) else token) == token:
-            path.mkdir(parents=True, exist_ok=True)
+        if decide(base / ".jobs" / str(k), "-" if _used(path) else token, base) == token:
+            if k:
+                files.make_run_directory(path, share)
             yield path
 
 
-def _fresh_ones(root: Path, name: str, token: str) -> Iterator[Path]:
+def _fresh_ones(root: Path, records: str, name: str, token: str) -> Iterator[Path]:
     for k in itertools.count():
-        record = root / ".jobs" / f"{token}.{k}"
-        try:
-            chosen = Path(record.read_text().rstrip("\n"))
-        except FileNotFoundError:
+        record = f"{records}/{token}.{k}"
+        if not files.is_file(root, record):
             mine = _fresh(root, name)
-            chosen = Path(decide(record, str(mine)))
-            if chosen != mine:
+            if decide(root / record, mine.name, root) != mine.name:
                 mine.rmdir()
-        chosen.mkdir(parents=True, exist_ok=True)
-        yield chosen
+        path = root / Path(decide(root / record, "", root)).name  # a path in runs of older versions; never one outside
+        files.make_run_directory(path, share)
+        yield path
 
 
 def _fresh(root: Path, name: str) -> Path:
@@ -243,11 +245,12 @@ def _fresh(root: Path, name: str) -> Path:
     stem = time.strftime("%Y%m%d-%H%M%S", time.localtime(launch_time())) + f"-{clean}"
     for n in itertools.count(1):
         path = root / (stem if n == 1 else f"{stem}-{n}")
-        try:
-            path.mkdir()
-            return path
-        except FileExistsError:
-            continue
+        if not path.exists() and not path.is_symlink():
+            try:
+                files.make_run_directory(path, share, exist_ok=False)
+                return path
+            except FileExistsError:
+                continue
     raise AssertionError("unreachable")
 
 
@@ -261,16 +264,16 @@ def _used(path: Path) -> bool:
 def _join(run_dir: Path, rank: int, world_size: int) -> Claim | None:
     """Return this rank's directories in a run directory of its job; None if it must try the next one."""
     node, launcher = node_number(), launcher_id()
-    record = directories.node_record(run_dir, node)
+    record = directories.node_record(run_dir, node).name
     overflow = directories.overflow(run_dir, node)
-    if not record.exists():
+    if not files.is_file(run_dir, record):
         pages = _choose_page_directory(run_dir, node, overflow, local_ranks(world_size))
-        decide(record, f"{launcher} {pages}")
-    owner, _, chosen = record.read_text().rstrip("\n").partition(" ")
+        decide(run_dir / record, f"{launcher} {pages}")
+    owner, _, chosen = files.text(run_dir, record, own=True).rstrip("\n").partition(" ")
     if owner != launcher:
         return None
     try:
-        if str(rank) in directories.ended_record(run_dir, node).read_text().split():
+        if str(rank) in files.text(run_dir, directories.ended_record(run_dir, node).name).split():
             return None
     except OSError:
         pass
@@ -296,7 +299,7 @@ def _choose_page_directory(run_dir: Path, node: int, overflow: Path, ranks: int)
     memory = directories.memory_root() / key
     try:
         if directories.has_room(directories.SHM, ranks):
-            directories.make(memory)
+            directories.make(memory, run_dir)
             return memory
     except OSError:  # read-only, or another user's directory has this name
         pass

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from distdiag import procfs
+from distdiag import files, procfs
 from distdiag.page import directories, profile_files
 from distdiag.page.layout import STACK, LifeWord, Phase, page_path
 from distdiag.page.writer import PageWriter
@@ -65,12 +65,13 @@ class Session:
             from torch._C import _distributed_c10d as c10d
 
             from distdiag.recorder.fast import accounts
-            from distdiag.recorder.hooks import functional, process_groups, wrap_collectives, wrapping
+            from distdiag.recorder.hooks import flight_recorders, functional, process_groups, wrap_collectives, wrapping
             from distdiag.recorder.hooks import install as hooks
 
             wrapping.skip_all_of_ours()
             collectives = wrap_collectives.install(recorder)
-            process_groups.install(collectives)
+            flight_recorders.install()
+            missing += process_groups.install(collectives)
             after_import(functional.MODULE, lambda: functional.install(collectives, sys.modules[functional.MODULE]))
             self.accounting = hooks.install(recorder, collectives)
             self.pulse.collectives, self.pulse.accounting = collectives, self.accounting
@@ -83,9 +84,8 @@ class Session:
                 missing.append("worker server")
             if torch.distributed.is_initialized():
                 process_groups.initialised(collectives)
-        if missing:
-            facts["unsupported"] = ", ".join(missing)
         self.recorder.note(**facts)
+        self.recorder.lacks(missing)
         self._witness()
 
     @guarded
@@ -125,7 +125,7 @@ class Session:
 
     def _create_file(self, name: str) -> KeptFile:
         """Create a file next to the page; it stays open for the life of the process."""
-        return KeptFile(os.open(self.pages / name, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
+        return KeptFile(files.open_own(self.pages, name, os.O_RDWR | os.O_TRUNC))
 
     def _create_handler_file(self, name: str) -> int:
         """Create a file that forked children do not write to, and return its descriptor."""
@@ -262,13 +262,13 @@ def _start(run_dir: str | None, name: str | None, rank: int, world_size: int, lo
     label = name or run_claim.script_name()
     claim = run_claim.claim_rank(run_dir, label, rank, world_size)
     directory, pages = claim.run_dir, claim.pages
-    directories.make(pages)
+    directories.make(pages, directory)
     held = [directories.hold(pages)]
     try:
         writer = PageWriter(page_path(pages, rank))
     except OSError:  # the directory filled up after it was chosen
         pages = claim.overflow
-        directories.make(pages)
+        directories.make(pages, directory)
         held.append(directories.hold(pages))
         writer = PageWriter(page_path(pages, rank))
     h = writer.header

@@ -14,6 +14,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from distdiag import files, procfs
 from distdiag.page import directories
 from distdiag.recorder.descriptors import KeptFile
 
@@ -24,9 +25,11 @@ class Options:
 
     quiet: bool = False
     keep_bytes: int | None = None
+    tape: bool = False
 
 
 options = Options()  # for this process and its children
+LOCK = "monitor.lock"
 STARTS = 6  # most starts of one node's monitor: one that dies each time is a bug of ours, and costs the job CPU
 
 
@@ -64,7 +67,7 @@ def start_monitor(run_dir: Path, pages: Path, node: int, overflow: Path, quiet: 
     Raises:
         OSError: no process could be started.
     """
-    lock = os.open(pages / "monitor.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_APPEND, 0o600)
+    lock = files.open_own(pages, LOCK, os.O_RDWR | os.O_APPEND)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -81,19 +84,55 @@ def start_monitor(run_dir: Path, pages: Path, node: int, overflow: Path, quiet: 
     return True
 
 
-def take_over(run_dir: Path) -> bool:
-    """Start monitors for a run whose monitors were killed; called by readers. True if one was started.
+def take_over(run_dir: Path) -> tuple[list[Path], bool]:
+    """Return the page directories of this run on this host whose monitor runs, and True if this call has started one.
 
-    Only for pages of this user on this host: a run directory may come from another user.
+    Called by readers, which change nothing of a run that somebody else made or that has ended. A monitor is started only for pages
+    that this user's ranks made for this very directory: pages in the user's directory in memory that name it, or pages in the run
+    itself that a living process of this user maps.
     """
-    started = False
+    if files.owner_of_other(run_dir) is not None:
+        return [], False
+    out, started = [], False
     for node, found in directories.of_run(run_dir).items():
-        try:
-            if directories.is_marked(found[0]) and not directories.ended_record(run_dir, node).exists():
-                started |= start_monitor(run_dir, found[0], node, directories.overflow(run_dir, node), quiet=True)
-        except OSError:
+        pages = found[0]
+        if not directories.is_marked(pages) or directories.ended_record(run_dir, node).exists():
             continue
-    return started
+        if not directories.in_memory(pages) and not any(map(_is_mapped, pages.glob("*.page"))):
+            continue
+        with contextlib.suppress(OSError):
+            started |= start_monitor(run_dir, pages, node, directories.overflow(run_dir, node), quiet=True)
+            if monitor_runs(pages):
+                out.append(pages)
+    return out, started
+
+
+def _is_mapped(page: Path) -> bool:
+    """True if the process that a page names lives and maps it."""
+    from distdiag.page.reader import PageError, PageReader
+
+    try:
+        reader = PageReader(page)
+    except (OSError, PageError, ValueError):
+        return False
+    header = reader.header()
+    reader.close()
+    return procfs.start_ticks(header.pid) == header.process_start_ticks and procfs.maps(header.pid, page)
+
+
+def monitor_runs(pages: Path) -> bool:
+    """True if a monitor of these pages lives."""
+    try:
+        lock = files.open_to_read(pages, LOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
 
 
 def _start(run_dir: Path, pages: Path, node: int, overflow: Path, lock: int, quiet: bool) -> None:
@@ -103,7 +142,7 @@ def _start(run_dir: Path, pages: Path, node: int, overflow: Path, lock: int, qui
     command = [
         sys.executable, "-P", "-m", "distdiag.monitor", str(run_dir), "--pages", str(pages), "--overflow", str(overflow),
         "--node", str(node), *["--for-reader"] * quiet, *["--quiet"] * (quiet or options.quiet),
-        *(["--keep", str(options.keep_bytes)] if options.keep_bytes else []),
+        *(["--keep", str(options.keep_bytes)] if options.keep_bytes else []), *["--tape"] * options.tape,
     ]  # fmt: skip
     process = subprocess.Popen(
         command,
@@ -128,8 +167,7 @@ class Watch:
 
     def __init__(self, run_dir: Path, pages: Path, node: int, overflow: Path) -> None:
         self._of = run_dir, pages, node, overflow
-        flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_APPEND
-        self._lock: KeptFile | None = KeptFile(os.open(pages / "monitor.lock", flags, 0o600))
+        self._lock: KeptFile | None = KeptFile(files.open_own(pages, LOCK, os.O_RDWR | os.O_APPEND))
 
     def check(self) -> None:
         """Start a monitor if none runs."""

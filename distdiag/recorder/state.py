@@ -70,6 +70,12 @@ class Recorder:
         self.facts.update(facts)
         self.header.facts = self.page.text(json.dumps(self.facts, default=str))
 
+    def lacks(self, names: list[str]) -> None:
+        """Note what distdiag uses and this torch does not have."""
+        if names:
+            known = [n for n in str(self.facts.get("unsupported", "")).split(", ") if n]
+            self.note(unsupported=", ".join(dict.fromkeys([*known, *names])))
+
     def failed(self, error: BaseException) -> None:
         """Count a failure of the recorder; readers show the count and the last text."""
         try:

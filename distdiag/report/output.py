@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
 from distdiag.errors import DistdiagError
+from distdiag.files import replacing
 
 
 @contextmanager
-def new_file(path: Path, force: bool = False) -> Iterator[IO[bytes]]:
+def new_file(path: Path, force: bool = False, own: bool = False) -> Iterator[IO[bytes]]:
     """Open a file for writing, which appears as `path` when the block ends without an error.
+
+    Args:
+        own: Refuse a directory of another user.
 
     Raises:
         DistdiagError: `path` exists and `force` is not set, or it cannot be written.
@@ -22,18 +25,11 @@ def new_file(path: Path, force: bool = False) -> Iterator[IO[bytes]]:
         raise DistdiagError(f"{path} is a directory", f"name a file: -o {path / 'report.html'}")
     if path.exists() and not force:
         raise DistdiagError(f"{path} is there already", "--force overwrites it, -o FILE writes another one")
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as f:
+        with replacing(path.parent, path.name, own) as part, part.open("wb") as f:
             yield f
-        os.replace(part, path)
     except OSError as e:
         raise DistdiagError(
             f"cannot write {path}: {e.strerror or e}", "free some space, or choose another file with -o"
         ) from e
-    finally:
-        try:
-            part.unlink(missing_ok=True)
-        except OSError:
-            pass

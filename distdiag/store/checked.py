@@ -1,20 +1,22 @@
 """Query an untrusted database: with limits on time and memory, and with checked types.
 
 SQLite stores any type in any column. A damaged or crafted file can have endless views, pages that contain themselves, and
-text in number columns. Readers get None instead of a value of the wrong type.
+text in number columns. Readers see each table through a temporary view of its name, so that no query, with whatever expression,
+meets a value of the wrong type: it is NULL there, and a row whose key is wrong does not exist.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import re
 import sqlite3
 import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from distdiag.terms.untrusted import MAX_INT, MAX_RANKS
 
 QUERY_S, QUERY_S_PER_BYTE = 3.0, 2e-7  # CPU time of one query: a scan takes 0.01 µs a byte on a slow core
 STEPS = 200_000  # of SQLite's virtual machine between two checks of the clock: some milliseconds
@@ -23,15 +25,17 @@ BATCH_ROWS = 5_000
 SLACK_BYTES = 1 << 20
 SCHEMA = Path(__file__).with_name("schema.sql")
 
-_ALLOWED: dict[str, frozenset[type]] = {
-    "INTEGER": frozenset({int, type(None)}),
-    "REAL": frozenset({int, float, type(None)}),
-    "TEXT": frozenset({str, type(None)}),
-    "BLOB": frozenset({bytes, type(None)}),
+_FINITE = "BETWEEN -1.7976931348623157e308 AND 1.7976931348623157e308"
+_IS: dict[str, str] = {  # by declared type: true for a value that readers may see
+    "INTEGER": f"typeof({{0}}) = 'integer' AND {{0}} BETWEEN -{MAX_INT} AND {MAX_INT}",
+    "REAL": f"typeof({{0}}) IN ('real', 'integer') AND {{0}} {_FINITE}",
+    "TEXT": "typeof({0}) = 'text'",
+    "BLOB": "typeof({0}) = 'blob'",
 }
-_ANY = frozenset({int, float, str, bytes, type(None)})
 _MAY_BE_INFINITE = frozenset({"loss", "value"})  # computed by the job
-_COLUMN = re.compile(r"(?:\w+\.)?(\w+)|(?:max|min)\((\w+)\)")  # `step.rank`, `max(t_s)`; not other expressions
+_RANK = f"{{0}} BETWEEN 0 AND {MAX_RANKS - 1}"
+# what a row needs beyond its primary key
+_NEEDED = {"collective": ("op",), "scalar": ("rank", "name"), "event": ("source", "level", "text"), "probe": ("t_s", "name", "verdict", "json"), "finding": ("json",), "host": ("host",)}  # fmt: skip
 
 
 class Connection(sqlite3.Connection):
@@ -44,25 +48,39 @@ class Connection(sqlite3.Connection):
 
 
 @cache
-def schema() -> dict[str, dict[str, str]]:
-    """Return table -> column -> declared type, by schema.sql."""
+def schema() -> dict[str, dict[str, tuple[str, bool]]]:
+    """Return table -> column -> (declared type, True if a row needs it), by schema.sql."""
     con = sqlite3.connect(":memory:")
     try:
         con.executescript(SCHEMA.read_text())
         tables = [n for (n,) in con.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-        return {t: {r[1]: r[2] for r in con.execute(f"PRAGMA table_info({t})")} for t in tables}
+        return {
+            t: {r[1]: (r[2], bool(r[5]) or r[1] in _NEEDED.get(t, ())) for r in con.execute(f"PRAGMA table_info({t})")}
+            for t in tables
+        }
     finally:
         con.close()
 
 
-@cache
-def _types() -> dict[str, frozenset[type]]:
-    """Return column -> Python types that a query may return. A column name means the same in all tables."""
-    out: dict[str, frozenset[type]] = {}
-    for columns in schema().values():
-        for name, declared in columns.items():
-            out[name] = out.get(name, frozenset()) | _ALLOWED.get(declared, _ANY)
-    return out
+def _view(table: str, columns: Sequence[str], rowid: bool) -> str:
+    """Return SQL for a view that hides what is not of its declared type.
+
+    Columns that a row needs are left as they are, so that SQLite finds their index through the view.
+    """
+    declared = schema()[table]
+    shown, conditions = ["rowid AS rowid"] if rowid else [], []
+    for name in columns:
+        kind, needed = declared.get(name, ("", False))
+        valid = _IS.get(kind, "1").format(name)
+        if kind == "REAL" and name in _MAY_BE_INFINITE:
+            valid = f"typeof({name}) IN ('real', 'integer')"
+        if name == "rank" and needed:
+            valid = f"typeof(rank) = 'integer' AND {_RANK.format(name)}"
+        if needed:
+            conditions.append(valid)
+        shown.append(f'"{name}"' if needed or not kind else f'CASE WHEN {valid} THEN {name} END AS "{name}"')
+    where = f" WHERE {' AND '.join(conditions)}" if conditions else ""
+    return f"CREATE TEMP VIEW {table} AS SELECT {', '.join(shown)} FROM main.{table}{where}"
 
 
 def _size(database: Path) -> int:
@@ -88,16 +106,23 @@ def harden(con: Connection, database: Path) -> None:
     con.cpu_s = QUERY_S + con.held_bytes * QUERY_S_PER_BYTE
     con.set_progress_handler(lambda: time.thread_time() > con.until_s, STEPS)
     ours = schema()
-    found = fetch(con, "SELECT name, type, sql FROM sqlite_master WHERE type IN ('table', 'view') LIMIT 1000")
+    found = fetch(con, "SELECT name, type, sql FROM main.sqlite_master WHERE type IN ('table', 'view') LIMIT 1000")
     for name, kind, sql in found:
-        if name in ours and (kind != "table" or "virtual" in str(sql)[:200].lower()):
+        if name not in ours:
+            continue
+        if kind != "table" or "virtual" in str(sql)[:200].lower():
             raise sqlite3.DatabaseError(f"malformed: {name} is no table")
-        if name in ours and any(r[6] for r in fetch(con, f"PRAGMA table_xinfo({name})")):
+        columns = fetch(con, f"PRAGMA main.table_xinfo({name})")
+        if any(r[6] for r in columns):
             raise sqlite3.DatabaseError(f"malformed: {name} has computed columns")
+        names = [str(r[1]) for r in columns]
+        if any('"' in n or n.lower() == "rowid" for n in names):
+            raise sqlite3.DatabaseError(f"malformed: {name} has columns that no version has")
+        con.execute(_view(name, names, "without rowid" not in str(sql).lower()))
 
 
 def fetch(con: Connection, sql: str, args: Sequence[Any] | dict[str, Any] = ()) -> list[tuple[Any, ...]]:
-    """Return all rows of a SELECT, with None for values that are not of their column's type.
+    """Return all rows of a SELECT.
 
     Raises:
         sqlite3.Error: from SQLite, or if the query exceeds its limits.
@@ -105,12 +130,10 @@ def fetch(con: Connection, sql: str, args: Sequence[Any] | dict[str, Any] = ()) 
     con.until_s = time.thread_time() + con.cpu_s
     try:
         cursor = con.execute(sql, args)
-        names = [d[0] for d in cursor.description or ()]
         rows: list[tuple[Any, ...]] = []
         total = 0
         while batch := cursor.fetchmany(BATCH_ROWS):
-            batch, size = _checked(names, batch)
-            total += size
+            total += 2 * len(batch) + sum(len(v) for row in batch for v in row if type(v) is str or type(v) is bytes)
             if con.file is not None and total > con.held_bytes:
                 con.held_bytes = _size(con.file)  # a live run grows
                 if total > con.held_bytes:
@@ -128,23 +151,3 @@ def fetch(con: Connection, sql: str, args: Sequence[Any] | dict[str, Any] = ()) 
         raise sqlite3.DatabaseError("malformed: SQLite's message about it is not UTF-8") from e
     finally:
         con.until_s = math.inf
-
-
-def _checked(names: list[str], rows: list[tuple[Any, ...]]) -> tuple[list[tuple[Any, ...]], int]:
-    """Return the rows with checked values, and the least number of bytes that they take in the file."""
-    types = _types()
-    columns: list[Sequence[Any]] = list(zip(*rows, strict=True))
-    size = 2 * len(rows)
-    changed = False
-    for i, (name, column) in enumerate(zip(names, columns, strict=True)):
-        m = _COLUMN.fullmatch(name)
-        base = (m[1] or m[2]) if m else ""
-        allowed = types.get(base, _ANY)
-        seen = set(map(type, column))
-        if seen & {str, bytes}:
-            size += sum(len(v) for v in column if type(v) is str or type(v) is bytes)
-        infinite = float in seen and base not in _MAY_BE_INFINITE and (math.inf in column or -math.inf in column)
-        if infinite or not seen <= allowed:
-            changed = True
-            columns[i] = [v if type(v) in allowed and v not in (math.inf, -math.inf) else None for v in column]
-    return (list(zip(*columns, strict=True)) if changed else rows), size

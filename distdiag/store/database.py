@@ -23,9 +23,9 @@ def _optional(f: msgspec.structs.FieldInfo) -> bool:
 
 
 @cache
-def _needed(kind: type[msgspec.Struct]) -> tuple[int, ...]:
-    """Return the indices of the fields of a Struct that may not be None."""
-    return tuple(i for i, f in enumerate(msgspec.structs.fields(kind)) if not _optional(f))
+def _replaced(kind: type[msgspec.Struct]) -> dict[int, Any]:
+    """Return what stands for NULL in the fields of a Struct that may not be None: their default, if they have one."""
+    return {i: f.default for i, f in enumerate(msgspec.structs.fields(kind)) if not _optional(f)}
 
 
 @cache
@@ -95,17 +95,31 @@ class Database:
         return [f"{table}.{c}" if c in self._columns[table] else "NULL" for c in columns]
 
     def structs(
-        self, kind: type[_T], table: str, tail: str = "", args: Sequence[Any] | dict[str, Any] = ()
+        self,
+        kind: type[_T],
+        table: str,
+        tail: str = "",
+        args: Sequence[Any] | dict[str, Any] = (),
+        fields: Sequence[str] = (),
     ) -> list[_T]:
-        """Return rows of a table as Structs, whose fields are its columns; rows that lack a needed value are left out."""
-        fields, booleans = kind.__struct_fields__, _booleans(kind)
+        """Return rows of a table as Structs, whose first fields are its columns; rows that lack a needed value are left out.
+
+        Args:
+            fields: The fields that are columns; empty: all.
+        """
+        fields = fields or kind.__struct_fields__
+        booleans, replaced = _booleans(kind), _replaced(kind)
         names = ", ".join(self.named(table, fields))
-        found = [list(row) for row in self.query(f"SELECT {names} FROM {table} {tail}", args)]
-        for row in found:
+        found = []
+        for row in map(list, self.query(f"SELECT {names} FROM {table} {tail}", args)):
             for i in booleans:
                 row[i] = None if row[i] is None else bool(row[i])
-        needed = _needed(kind)
-        return [kind(**dict(zip(fields, r, strict=True))) for r in found if not any(r[i] is None for i in needed)]
+            for i, default in replaced.items():
+                if i < len(row) and row[i] is None:
+                    row[i] = default
+            if msgspec.NODEFAULT not in row:
+                found.append(kind(**dict(zip(fields, row, strict=True))))
+        return found
 
     def newest(self, kind: type[_T], table: str, key: str, t_s: float | None) -> list[_T]:
         """Return the newest row of each key, not after `t_s`."""

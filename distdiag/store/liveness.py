@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 
+from distdiag import files
 from distdiag.terms.untrusted import MAX_INT, visible
 
 # A monitor without a heartbeat for this long counts as gone; GONE_S applies if its process is not visible. It beats once a second,
@@ -46,12 +47,9 @@ def heartbeat_age_s(meta: Mapping[str, str | None]) -> float | None:
 
 def failure_of(run_dir: Path) -> str | None:
     """Return the last line of the monitor's log, if that is an exception; None if the monitor has not failed."""
-    path = run_dir / MONITOR_LOG
     try:
-        if not path.is_file():
-            return None
-        with path.open("rb") as f:
-            f.seek(max(0, path.stat().st_size - LOG_BYTES))
+        with open(files.open_to_read(run_dir, MONITOR_LOG), "rb") as f:
+            f.seek(max(0, os.fstat(f.fileno()).st_size - LOG_BYTES))
             lines = f.read(LOG_BYTES).decode(errors="replace").splitlines()
     except OSError:
         return None

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import msgspec
 
-from distdiag.files import replacing
+from distdiag import files
 from distdiag.store import filesystem, rundir
 
+RESERVE = f".{rundir.DATABASE}.reserve"
 RESERVE_BYTES = 2**20  # disk space reserved for the last rows of the run
 
 
@@ -33,7 +34,6 @@ class Location:
         self.error: OSError | None = None
         self._local: Path | None = None  # directory that holds the database instead of run_dir
         self._choose(fs_type or filesystem.filesystem_type(run_dir), local_dir)
-        self._reserve = self.path.with_name(f".{self.path.name}.reserve")
 
     def _choose(self, fs_type: str | None, local_dir: Path | None) -> None:
         if not filesystem.is_network(fs_type):
@@ -47,7 +47,7 @@ class Location:
             self._local = self._left_by_another() or Path(tempfile.mkdtemp(prefix="distdiag-", dir=base))
             self.path = self._local / rundir.DATABASE
             where = {"host": socket.gethostname(), "path": str(self.path)}
-            (self.run_dir / rundir.POINTER).write_bytes(msgspec.json.encode(where))
+            files.write(self.run_dir, rundir.POINTER, msgspec.json.encode(where))
         except OSError as e:
             self.error = e
             return
@@ -57,8 +57,8 @@ class Location:
     def _left_by_another(self) -> Path | None:
         """Return the local directory in which a killed writer of this run has left the database; None if there is none."""
         try:
-            where = msgspec.json.decode((self.run_dir / rundir.POINTER).read_bytes(), type=dict[str, str])
-        except (OSError, msgspec.DecodeError):
+            where = msgspec.json.decode(files.read(self.run_dir, rundir.POINTER, own=True), type=dict[str, str])
+        except (OSError, msgspec.DecodeError, ValueError, RecursionError):
             return None
         path = Path(where.get("path", ""))
         here = where.get("host") == socket.gethostname() and path.name == rundir.DATABASE
@@ -68,14 +68,13 @@ class Location:
     def hold_reserve(self) -> None:
         """Reserve disk space until `release_reserve`, so that a run can be closed on a full disk."""
         try:
-            with open(self._reserve, "wb") as f:
-                f.write(bytes(RESERVE_BYTES))
+            files.write(self.path.parent, RESERVE, bytes(RESERVE_BYTES))
         except OSError:
             self.release_reserve()
 
     def release_reserve(self) -> None:
         with contextlib.suppress(OSError):
-            self._reserve.unlink(missing_ok=True)
+            files.remove(self.path.parent, RESERVE)
 
     def bring_home(self) -> None:
         """Copy the closed database into the run directory, if it is elsewhere.
@@ -85,8 +84,8 @@ class Location:
         """
         if self._local is None:
             return
-        with replacing(self.run_dir / rundir.DATABASE) as part:
+        with files.replacing(self.run_dir, rundir.DATABASE) as part:
             shutil.copyfile(self.path, part)
-        (self.run_dir / rundir.POINTER).unlink(missing_ok=True)
+        files.remove(self.run_dir, rundir.POINTER)
         shutil.rmtree(self._local, ignore_errors=True)
         self.path = self.run_dir / rundir.DATABASE

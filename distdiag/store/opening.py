@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
+import shutil
 import socket
 import sqlite3
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 from stat import S_ISREG
@@ -16,9 +19,12 @@ from typing import Any
 
 import msgspec
 
+from distdiag import files
 from distdiag.errors import DistdiagError, ExitCode
+from distdiag.page import directories
 from distdiag.store import SCHEMA_VERSION, rundir
 from distdiag.store.checked import Connection, fetch, harden
+from distdiag.store.liveness import SILENT_S, failure_of
 from distdiag.terms.untrusted import visible
 
 BUSY_TIMEOUT_S = 0.3
@@ -54,15 +60,19 @@ class RunUnreadable(DistdiagError):
 def locate(path: Path) -> Path:
     """Return the database of a run directory: in it, or where its pointer file points to."""
     database = path / rundir.DATABASE
-    if database.exists():
-        return _regular(database)
     try:
-        where = msgspec.json.decode((path / rundir.POINTER).read_bytes(), type=dict[str, str])
+        if database.exists() or database.is_symlink():
+            return _regular(database)
+        where = msgspec.json.decode(files.read(path, rundir.POINTER), type=dict[str, str])
+    except PermissionError as e:
+        raise _not_permitted(path, e) from None
     except (OSError, msgspec.DecodeError, ValueError, RecursionError):
         if not path.is_dir():
             raise RunUnreadable(
                 ReadStatus.DELETED, f"no run directory {path}", f"`{rundir.CREATE}` records a run"
             ) from None
+        if _has_ended(path):
+            raise _empty(database) from None
         raise RunUnreadable(
             ReadStatus.MISSING,
             f"{path} has no {rundir.DATABASE} yet",
@@ -81,14 +91,25 @@ def locate(path: Path) -> Path:
     )
 
 
+def _not_permitted(path: Path, error: OSError) -> RunUnreadable:
+    """Return the error for a run that this user may not read, with its owner."""
+    owner = files.owner_of_other(path)
+    whose = f", and belongs to {owner}" if owner else ""
+    return RunUnreadable(
+        ReadStatus.UNREADABLE,
+        f"{path} may not be read{whose}: {error.strerror or error}",
+        f"its owner can share it: chmod -R go+rX {shlex.quote(str(path))}" if owner else "check its permissions",
+    )
+
+
 def _regular(database: Path) -> Path:
-    """Return the path if it is a regular file; others (a FIFO) could block the reader.
+    """Return the path if it is a regular file; a FIFO could block the reader, and a link leave the run.
 
     Raises:
         RunUnreadable: it is not a regular file.
     """
     try:
-        regular = S_ISREG(database.stat().st_mode)
+        regular = S_ISREG(database.lstat().st_mode)
     except OSError:
         return database  # opening it reports the error
     if not regular:
@@ -121,11 +142,11 @@ def connect(database: Path) -> tuple[Connection, str | None]:
     Raises:
         sqlite3.Error: it cannot be opened, or its schema cannot be trusted.
     """
-    quoted = database.absolute().as_posix().replace("%", "%25").replace("?", "%3f").replace("#", "%23")
+    quoted = _quoted(database)
 
-    def attempt(options: str) -> Connection:
+    def attempt(options: str, exclusive: bool = False) -> Connection:
         con: Connection = sqlite3.connect(  # type: ignore[assignment]
-            f"file:{quoted}?{options}",
+            f"file:{quoted}?mode=ro{options}",
             uri=True,
             timeout=BUSY_TIMEOUT_S,
             isolation_level=None,
@@ -133,6 +154,8 @@ def connect(database: Path) -> tuple[Connection, str | None]:
             factory=Connection,
         )
         try:
+            if exclusive:
+                con.execute("PRAGMA locking_mode = EXCLUSIVE")
             rows(con, "SELECT count(*) FROM sqlite_master")
             harden(con, database)
         except BaseException:
@@ -140,17 +163,47 @@ def connect(database: Path) -> tuple[Connection, str | None]:
             raise
         return con
 
+    wal = database.with_name(database.name + "-wal")
+    if _is_wal(database) and _left_alone(database, wal):
+        # SQLite would create its -wal and -shm files again, or write into them: a reader changes nothing
+        return attempt("&vfs=unix-none", exclusive=True) if size_of(wal) else attempt("&immutable=1"), None
     try:
-        return attempt("mode=ro"), None
+        return attempt(""), None
     except sqlite3.OperationalError as e:
-        if "readonly" in str(e) and _roll_back(database, quoted):
-            return attempt("mode=ro"), None
+        if "readonly" in str(e) and (copy := _rolled_back(database)) is not None:
+            with _used_once(copy) as quoted:
+                return attempt("&immutable=1"), None
         # a WAL database needs its -shm file, which cannot be created on a read-only disk
-        wal = database.with_name(database.name + "-wal")
         if "locked" in str(e) or os.access(database.parent, os.W_OK) or not os.access(database, os.R_OK):
             raise
         note = "read without its newest rows: the directory is read-only" if size_of(wal) else None
-        return attempt("mode=ro&immutable=1"), note
+        return attempt("&immutable=1"), note
+
+
+def _is_wal(database: Path) -> bool:
+    """True if the header of a database names the WAL as its journal."""
+    try:
+        with open(files.open_to_read(database.parent, database.name), "rb") as file:
+            return file.read(20)[18:20] == b"\2\2"
+    except OSError:
+        return False
+
+
+def _left_alone(database: Path, wal: Path) -> bool:
+    """True if no process has a WAL database open: nobody has written for a while, and nobody holds a lock on its index."""
+    try:
+        index = os.lstat(f"{database}-shm").st_ino
+        if time.time() - max(os.lstat(path).st_mtime for path in (database, wal)) < SILENT_S:
+            return False
+    except FileNotFoundError:  # every process that has it open has both
+        return True
+    except OSError:
+        return False
+    try:
+        locks = Path("/proc/locks").read_text()
+    except OSError:
+        return False
+    return f":{index} " not in locks
 
 
 def check_version(con: Connection, database: Path) -> None:
@@ -179,35 +232,76 @@ def check_version(con: Connection, database: Path) -> None:
 
 
 def _empty(database: Path) -> RunUnreadable:
-    return RunUnreadable(ReadStatus.MISSING, f"{database} is empty so far", "the monitor is just starting; try again")
+    run_dir = database.parent
+    if not _has_ended(run_dir):
+        return RunUnreadable(
+            ReadStatus.MISSING, f"{database} is empty so far", "the monitor is just starting; try again"
+        )
+    reason = failure_of(run_dir) or ("the disk is full" if _is_full(run_dir) else "its reason is not known")
+    return RunUnreadable(
+        ReadStatus.MISSING,
+        f"{database} is empty: the job has ended, and its monitor could not write ({reason})",
+        "the findings are at the end of the job's stderr; free the disk before the next run",
+    )
 
 
-def _roll_back(database: Path, quoted: str) -> bool:
-    """Undo what a monitor that was killed while it closed the run has left half done; False if it cannot be.
+def _has_ended(run_dir: Path) -> bool:
+    """True if ranks on this host have claimed a run, and neither they nor their monitor use its pages any more."""
+    try:
+        host = files.text(run_dir, ".node_0", 4096).partition(":")[0]
+    except OSError:
+        return False
+    return host == socket.gethostname() and not directories.of_run(run_dir)
 
-    A scheduler that ends a job kills what is left of it. SQLite undoes an unfinished transaction for whoever may write, not
-    for a read-only connection, and only if no process has the database locked for writing. A run may come from someone else: a
-    journal that names a super-journal, which ours never does, could make SQLite delete any file.
+
+def _is_full(run_dir: Path) -> bool:
+    try:
+        return not os.statvfs(run_dir).f_bavail
+    except OSError:
+        return False
+
+
+def _rolled_back(database: Path) -> Path | None:
+    """Return a copy of a database without what a killed monitor has left half done; None if it cannot be made.
+
+    A scheduler that ends a job kills what is left of it. SQLite undoes an unfinished transaction for whoever may write; a reader
+    changes nothing, so this happens in a copy. A journal that names a super-journal, which ours never does, could make SQLite
+    delete any file.
     """
-    journal = database.with_name(database.name + "-journal")
+    folder = None
     try:
-        found = database.lstat(), journal.lstat()
-        if any(not S_ISREG(st.st_mode) or st.st_uid != os.geteuid() for st in found) or not found[1].st_size:
-            return False
-        with journal.open("rb") as file:
-            file.seek(max(0, found[1].st_size - len(_SUPER_JOURNAL)))
-            if file.read() == _SUPER_JOURNAL:
-                return False
-        con = sqlite3.connect(f"file:{quoted}?mode=rw", uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+        folder = Path(tempfile.mkdtemp(prefix="distdiag-"))
+        for name in (database.name, f"{database.name}-journal"):
+            with (
+                open(files.open_to_read(database.parent, name), "rb") as source,
+                (folder / name).open("wb") as target,
+            ):
+                shutil.copyfileobj(source, target)
+        with (folder / f"{database.name}-journal").open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - len(_SUPER_JOURNAL)))
+            if not end or file.read() == _SUPER_JOURNAL:
+                raise OSError("not a journal of ours")
+        with contextlib.closing(sqlite3.connect(folder / database.name, timeout=0.0, isolation_level=None)) as con:
+            con.execute("SELECT count(*) FROM sqlite_master").fetchone()
     except (OSError, sqlite3.Error):
-        return False
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        return None
+    return folder / database.name
+
+
+@contextlib.contextmanager
+def _used_once(copy: Path) -> Iterator[str]:
+    """Yield the quoted path of a copy; its directory is removed when the block ends, and an open connection keeps the file."""
     try:
-        con.execute("SELECT count(*) FROM sqlite_master").fetchone()
-    except sqlite3.Error:
-        return False
+        yield _quoted(copy)
     finally:
-        con.close()
-    return not size_of(journal)
+        shutil.rmtree(copy.parent, ignore_errors=True)
+
+
+def _quoted(database: Path) -> str:
+    return database.absolute().as_posix().replace("%", "%25").replace("?", "%3f").replace("#", "%23")
 
 
 def unreadable(error: sqlite3.Error, path: Path, database: Path) -> RunUnreadable:
@@ -231,6 +325,8 @@ def unreadable(error: sqlite3.Error, path: Path, database: Path) -> RunUnreadabl
             f"{database} is not a run of this version ({text})",
             "was it written by an older distdiag?",
         )
+    if not os.access(database, os.R_OK):
+        return _not_permitted(path, PermissionError(13, os.strerror(13)))
     if "malformed" in text or "not a database" in text or "corrupt" in text or "disk image" in text:
         return RunUnreadable(ReadStatus.CORRUPT, f"{database} is damaged: {text}", CORRUPT_HINT)
     return RunUnreadable(ReadStatus.UNREADABLE, f"cannot read {database}: {text}", "check its permissions and the disk")

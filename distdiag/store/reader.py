@@ -19,7 +19,7 @@ from distdiag.diagnosis.model.findings import Certainty, Check, Finding, Report,
 from distdiag.errors import need
 from distdiag.store import rundir
 from distdiag.store.database import Database
-from distdiag.store.frames import Frame, RankRow, unpack_table
+from distdiag.store.frames import TABLE_COLUMNS, Frame, RankRow, unpack_table
 from distdiag.store.gradients import read_gradients
 from distdiag.store.liveness import Monitor, failure_of, heartbeat_age_s, monitor_of, number
 from distdiag.store.opening import CORRUPT_HINT, ReadStatus, RunUnreadable, check_version, connect, locate, unreadable
@@ -187,10 +187,7 @@ class Run(Database):
 
     def ranks(self) -> list[RankRow]:
         """Return the newest state of every rank that wrote, by rank; only the columns of table `rank`."""
-        from distdiag.store.frames import TABLE_COLUMNS
-
-        rows = self.query(f"SELECT {', '.join(TABLE_COLUMNS)} FROM rank ORDER BY rank")
-        return [RankRow(**dict(zip(TABLE_COLUMNS, r, strict=True))) for r in rows if is_rank(r[0])]
+        return self.structs(RankRow, "rank", "ORDER BY rank", fields=TABLE_COLUMNS)
 
     def step_range(self, t_s: float | None = None) -> tuple[int, int] | None:
         """Return the first and the newest step with raw rows, not after `t_s`; None if there is none."""
@@ -320,8 +317,8 @@ class Run(Database):
 
         if name not in {n for (n,) in self.query("SELECT name FROM sqlite_master WHERE type = 'table'")}:
             raise ValueError(f"no table {name}")
-        columns = [r[1] for r in self.query(f"PRAGMA table_info({name})")]
-        return pd.DataFrame(self.query(f"SELECT * FROM {name}"), columns=columns)
+        columns = [r[1] for r in self.query(f"PRAGMA main.table_info({name})")]
+        return pd.DataFrame(self.query(f"SELECT {', '.join(columns)} FROM {name}"), columns=columns)
 
     def steps_frame(self) -> pd.DataFrame:
         """Return table `step` as a pandas frame: one row per rank and step, ms."""

@@ -6,14 +6,15 @@ import contextlib
 import os
 import re
 import shlex
+import stat
 import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from distdiag import files
 from distdiag.errors import DistdiagError, ExitCode
-from distdiag.files import replacing
 from distdiag.page import directories
 from distdiag.terms.untrusted import visible
 
@@ -59,7 +60,7 @@ def attempts(run_dir: Path) -> list[Path]:
         children = list(base.iterdir())
     except OSError:
         children = []
-    found += [(n, p) for p in children if (n := _attempt_number(p)) and has_run(p)]
+    found += [(n, p) for p in children if (n := _attempt_number(p)) and not p.is_symlink() and has_run(p)]
     return [p for _, p in sorted(found)]
 
 
@@ -70,7 +71,29 @@ def _attempt_number(path: Path) -> int:
 
 def has_run(path: Path) -> bool:
     """True if a monitor has written a run here, or ranks have claimed the directory for one."""
-    return any((path / n).exists() for n in (DATABASE, POINTER, "run.json", ".node_0"))
+    return any(os.path.lexists(path / n) for n in (DATABASE, POINTER, "run.json", ".node_0"))
+
+
+def check_readable(path: Path) -> None:
+    """Check that this user may list a directory or read a file, if it exists.
+
+    Raises:
+        DistdiagError: it may not be read, with its owner.
+    """
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as e:
+        raise DistdiagError(visible(f"{path} may not be read: {e.strerror}"), "check its permissions") from None
+    if os.access(path, os.R_OK | (os.X_OK if stat.S_ISDIR(found.st_mode) else 0)):
+        return
+    owner = files.user_name(found.st_uid)
+    raise DistdiagError(
+        visible(f"{path} may not be read: it belongs to {owner}"),
+        visible(f"ask the owner to share it: chmod -R go+rX {shlex.quote(str(path))}"),
+        kind="not_permitted",
+    )
 
 
 def resolve(run: str | Path | None = None) -> Path:
@@ -83,8 +106,9 @@ def resolve(run: str | Path | None = None) -> Path:
     """
     named = run or os.environ.get(ENV)
     path = Path(named) if named else ROOT / "latest"
-    if not named and not path.exists() and (directories.fallback_root() / "latest").is_dir():
-        path = directories.fallback_root() / "latest"  # the job's working directory was read-only
+    if not named and not path.exists() and (own := directories.own_fallback_root()) and (own / "latest").is_dir():
+        path = own / "latest"  # the job's working directory was read-only
+    check_readable(path)
     if path.name == DATABASE and (path.is_file() or not path.exists()):
         path = path.parent
         if has_run(path):
@@ -181,9 +205,7 @@ def mark_latest(run_dir: Path) -> bool:
     try:
         if not _replaceable(link):
             return False
-        with replacing(link) as part:
-            part.unlink(missing_ok=True)
-            part.symlink_to(run_dir.name, target_is_directory=True)
+        files.relink(run_dir.parent, link.name, run_dir.name)
         return True
     except (OSError, NotImplementedError):
         return False
@@ -207,7 +229,7 @@ def _replaceable(link: Path) -> bool:
 def note_failed_launch(run_dir: Path, reason: str) -> None:
     """Record that a launch produced no rank; does nothing if the disk refuses."""
     with contextlib.suppress(OSError):
-        run_dir.mkdir(parents=True, exist_ok=True)
+        files.make_run_directory(run_dir)
         if not has_run(run_dir) and write_run_json(run_dir, {"launch_failed": reason, "started_unix_s": time.time()}):
             mark_latest(run_dir)
 
@@ -227,8 +249,7 @@ def write_run_json(run_dir: Path, info: Any) -> bool:
         info: Any value that msgspec can encode; keys have units.
     """
     try:
-        with replacing(run_dir / "run.json") as part:
-            part.write_bytes(msgspec.json.format(msgspec.json.encode(info), indent=2) + b"\n")
+        files.write(run_dir, "run.json", msgspec.json.format(msgspec.json.encode(info), indent=2) + b"\n")
         return True
     except OSError:
         return False
@@ -237,7 +258,7 @@ def write_run_json(run_dir: Path, info: Any) -> bool:
 def read_run_json(run_dir: Path) -> dict[str, Any]:
     """Return the contents of `run.json`; empty if it is missing or damaged."""
     try:
-        found = msgspec.json.decode((run_dir / "run.json").read_bytes())
+        found = msgspec.json.decode(files.read(run_dir, "run.json"))
     except (OSError, msgspec.DecodeError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

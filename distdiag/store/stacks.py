@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from distdiag.files import replacing
+from distdiag import files
 
 NAME = "stacks/latest.json"
 MAX_FRAMES = 400  # of one stack; each is a level of the tree
@@ -65,17 +65,13 @@ def write(run_dir: Path, stacks: Stacks) -> Path:
     Raises:
         OSError: the run directory cannot be written.
     """
-    path = run_dir / NAME
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as part:
-        part.write_bytes(msgspec.json.format(msgspec.json.encode(stacks), indent=1))
-    return path
+    return files.write(run_dir, NAME, msgspec.json.format(msgspec.json.encode(stacks), indent=1))
 
 
 def read(run_dir: Path) -> Stacks | None:
     """Return the newest stacks; None if there are none, or the file is invalid."""
     try:
-        found = msgspec.json.decode((run_dir / NAME).read_bytes(), type=Stacks)
+        found = msgspec.json.decode(files.read(run_dir, NAME), type=Stacks)
     except (OSError, msgspec.DecodeError, ValueError, RecursionError):
         return None
     valid = all(_RANK.fullmatch(key) and len(s.stack) <= MAX_FRAMES for key, s in found.ranks.items())

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from distdiag import files
 from distdiag.diagnosis.model.findings import Check, Finding
 from distdiag.store import SCHEMA_VERSION
 from distdiag.store.frames import TABLE_COLUMNS, RankRow, pack
@@ -125,7 +126,7 @@ class Writer:
         self._checks: tuple[Check, ...] = ()
         self._closed = False
         with contextlib.suppress(OSError):
-            self.run_dir.mkdir(parents=True, exist_ok=True)
+            files.make_run_directory(self.run_dir)
         self._location = Location(self.run_dir, fs_type, Path(local_dir) if local_dir is not None else None)
         if self._location.notice is not None:
             self.event(0.0, "store", *self._location.notice)
@@ -150,6 +151,8 @@ class Writer:
     def _open(self) -> sqlite3.Connection:
         if self._con is None:
             # autocommit: we begin transactions ourselves; the writer may be used from another thread
+            # SQLite would follow a link; its own other files it opens with O_NOFOLLOW, and with the mode of this one
+            os.close(files.open_own(self.path.parent, self.path.name, os.O_RDWR))
             con = sqlite3.connect(self.path, timeout=2.0, isolation_level=None, check_same_thread=False)
             try:
                 con.execute("PRAGMA auto_vacuum = INCREMENTAL")  # has effect only before the first table

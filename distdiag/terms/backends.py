@@ -5,7 +5,11 @@ from __future__ import annotations
 from functools import lru_cache
 
 HOST_BLOCKING = frozenset({"gloo", "mpi"})
-OWN_MESSAGE_COUNTER = ("nccl", "rccl")  # they number messages and collectives separately
+# They number messages and collectives separately. The first letters: torch also has nccl2, nccl-lazy and nccl-legacy.
+OWN_MESSAGE_COUNTER = ("nccl", "rccl")
+# By torch's name of the implementation: always, and never, a communicator of two ranks for a message outside of a batch. The
+# old NCCL group has one unless it was bound to a device.
+PAIRS, NO_PAIRS = ("nccl-lazy",), ("nccl2",)
 
 
 def in_group_communicator(tag: int) -> int:
@@ -37,6 +41,6 @@ def ignores_tags(backend: str, device: str) -> bool:
     """True if messages of tensors on this type of device (`cpu`, `cuda`) match without regard to tags: `nccl`, `cuda:nccl`."""
     for part in backend.lower().split(","):
         where, _, name = part.strip().rpartition(":")
-        if name in OWN_MESSAGE_COUNTER and where in ("", device):
+        if name.startswith(OWN_MESSAGE_COUNTER) and where in ("", device):
             return True
     return False

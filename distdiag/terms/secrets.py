@@ -53,3 +53,20 @@ def mask_text(command: str) -> str:
         arguments, quote = command.split(), str
     masked = mask(arguments)
     return command if masked == arguments else " ".join(a if MASK in a else quote(a) for a in masked)
+
+
+_LITERAL = re.compile(
+    r"""(?P<name>[A-Za-z_]\w*)(?P<between>["']?\]?\s*(?::\s*\w+\s*)?[=:,]\s*)(?P<quote>["'])(?P<value>[^"'\n]+)(?P=quote)"""
+)
+
+
+def mask_source(text: str) -> str:
+    """Return the text of a source file with the literals replaced that are assigned to a name of a secret; lines keep their numbers."""
+
+    def masked(found: re.Match[str]) -> str:
+        name = found["name"]
+        if not _SECRET.search(name) or _NUMBERED.search(name):
+            return found[0]
+        return f"{name}{found['between']}{found['quote']}{MASK}{found['quote']}"
+
+    return _IN_URL.sub(rf"\1:{MASK}", _LITERAL.sub(masked, text))

@@ -11,9 +11,34 @@ MAX_RANKS = 1 << 17  # the largest jobs published so far have about 100,000 rank
 MAX_INT = 1 << 62  # larger numbers do not fit JSON readers, and Python may refuse to print them
 MAX_TEXT = 4096  # characters of a name, a path or an operation; the longest path of Linux
 
-_INVISIBLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Me"})
+# categories of Unicode that no reader prints as they are
+INVISIBLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Me"})
 _MARKS = 2  # combining marks on one character; more of them cover the lines above and below
 _NUMBER = re.compile(r"[0-9]+")
+_TOKEN = re.compile(r"(\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[^\\\[])([+*])?", re.DOTALL)
+_LAST = re.compile(r"[)?$]*")  # what may follow an open repeat that can end a match in one way only
+REPEATS = {r"\d": 20, ")": 4096}  # longest number and list in a message; anything else:
+MOST_REPEATS = 400
+
+
+def bounded(pattern: str, flags: int = 0) -> re.Pattern[str]:
+    """Compile a pattern that is searched in hostile text: an open repeat inside it (`\\w+`) is limited.
+
+    Else a line of n characters at each of which the pattern can begin takes n² steps. `\\d+` matches numbers that no field exceeds,
+    so `int` of a group is safe. Open remain the repeat at the end, and `.*` of a pattern that begins with `^`.
+    """
+
+    def limited(m: re.Match[str]) -> str:
+        token, more = m[1], m[2]
+        if (
+            more is None
+            or (_LAST.fullmatch(pattern, m.end()) and token != r"\d")
+            or (token == "." and pattern[0] == "^")
+        ):
+            return m[0]
+        return f"{token}{{{int(more == '+')},{REPEATS.get(token, MOST_REPEATS)}}}"
+
+    return re.compile(_TOKEN.sub(limited, pattern), flags)
 
 
 @lru_cache(maxsize=8192)
@@ -30,7 +55,7 @@ def visible(text: str) -> str:
     for ch in text:
         category = unicodedata.category(ch)
         marks = marks + 1 if category == "Mn" else 0
-        if category in _INVISIBLE or marks > _MARKS:
+        if category in INVISIBLE or marks > _MARKS:
             out.append(ch.encode("unicode_escape", "surrogatepass").decode("ascii"))
         else:
             out.append(ch)

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from distdiag.terms.operations import synchronizes
-from distdiag.traces.intervals import Spans, both, length, union, without
+from distdiag.traces.intervals import Coverage, Spans, both, length, union, without
 from distdiag.traces.model import CollectiveTimes, Difference, LineTime, ModuleTimes, Operator, RankTimes
 from distdiag.traces.read import Comm, Op, Trace, is_comm_call, is_message
 
@@ -143,26 +143,22 @@ def rank_times(
     window: Window,
     steps: int,
     compute: Spans,
-    offsets_us: Mapping[int, float],
-    collectives: Mapping[Key, Mapping[int, Comm]],
+    shared: Sequence[tuple[float, Mapping[int, Comm]]],
 ) -> RankTimes:
     """Return where one rank's time goes, in ms per step.
 
     Args:
         compute: As `compute_of` returns it.
-        offsets_us: By rank: time 0 of its trace on a clock that all ranks share.
-        collectives: As `joined` returns them.
+        shared: Collectives as `joined` returns them, with the arrival of the last rank on the clock of this trace.
     """
     low, high = window
     comm = union(((c.start, c.end) for c in trace.comms), low, high)
     busy = union([*compute, *comm], low, high)
     waits = []
-    for of_rank in collectives.values():
+    for last, of_rank in shared:
         own = of_rank.get(rank)
-        if own is not None:
-            last = max(c.start + offsets_us[q] for q, c in of_rank.items()) - offsets_us[rank]
-            if last > own.start:
-                waits.append((own.start, min(own.end, last)))
+        if own is not None and last > own.start:
+            waits.append((own.start, min(own.end, last)))
     per = 1e3 * steps
     exposed = length(without(comm, compute)) / per
     return RankTimes(
@@ -172,7 +168,7 @@ def rank_times(
         comm_ms=length(comm) / per,
         overlap_ms=length(both(compute, comm)) / per,
         exposed_ms=exposed,
-        wait_ms=length(union(waits, low, high)) / per if collectives else None,
+        wait_ms=length(union(waits, low, high)) / per if shared else None,
         idle_ms=(high - low - length(busy)) / per,
         operators=operators_of(trace, window, steps)[:TOP],
     )
@@ -268,6 +264,7 @@ def module_times(
     found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for rank, of_rank in comms.items():
         low, high = windows[rank]
+        covered = Coverage(computes[rank])
         spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
         for c in of_rank:
             if c.module is not None and low <= c.start < high:
@@ -276,7 +273,7 @@ def module_times(
             times, busy = found[module], union(of_module, low, high)
             times[0] += len(of_module)
             times[1] += length(busy)
-            times[2] += length(without(busy, computes[rank]))
+            times[2] += sum(end - start - covered.within(start, end) for start, end in busy)
     share = max(1, len(comms) * steps)
     out = [
         ModuleTimes(

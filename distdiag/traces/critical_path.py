@@ -12,7 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from distdiag.traces.intervals import Spans, both, length, union, without
+from distdiag.traces.intervals import Coverage, Spans, union, without
 from distdiag.traces.model import CriticalPath, PathTime
 from distdiag.traces.read import Comm
 
@@ -34,6 +34,7 @@ class _Passed:
 class _Rank:
     begin: float
     compute: Spans
+    busy: Coverage  # by `compute`
     passed: list[_Passed] = field(default_factory=list)  # ascending by their end
     exposed: Spans = field(default_factory=list)
 
@@ -64,7 +65,7 @@ def critical_path(
         before = _queued_behind(r, at) if came else None
         since, cause = before or _waited_for(r, at)
         since = min(since, at)
-        busy = length(both(r.compute, [(since, at)])) if since < at else 0.0
+        busy = r.busy.within(since, at)
         own[rank][0] += busy
         own[rank][1] += at - since - busy
         at = since
@@ -89,10 +90,10 @@ def _ranks(
     offsets_us: Mapping[int, float],
 ) -> dict[int, _Rank]:
     """Return what each rank computed and waited for, on the common clock."""
-    ranks = {
-        q: _Rank(low + offsets_us[q], [(a + offsets_us[q], b + offsets_us[q]) for a, b in computes[q]])
-        for q, (low, _) in windows.items()
-    }
+    ranks = {}
+    for q, (low, _) in windows.items():
+        compute = [(a + offsets_us[q], b + offsets_us[q]) for a, b in computes[q]]
+        ranks[q] = _Rank(low + offsets_us[q], compute, Coverage(compute))
     for of_rank in collectives.values():
         starts = {q: c.start + offsets_us[q] for q, c in of_rank.items()}
         last = max(starts, key=lambda q: starts[q])

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gzip
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from distdiag.terms.untrusted import is_rank
+from distdiag import guard
+from distdiag.terms.untrusted import all_encodable, is_rank
 from distdiag.traces import analyse
 from distdiag.traces.merge import MERGED
 from distdiag.traces.model import Missing, Profile
@@ -19,6 +20,7 @@ from distdiag.traces.read import BadTrace, Trace, read
 
 MAX_FILES = 4_096
 HEAD_BYTES = 64 << 10
+LIMITS = guard.Limits(cpu_s=6.0, memory_bytes=768 << 20)
 _NUMBER = re.compile(r"(?:rank|worker|r)[_-]?(\d{1,6})|(\d{1,6})(?=\D*$)", re.IGNORECASE)
 
 
@@ -50,15 +52,49 @@ def is_trace(path: Path) -> bool:
 def diagnose(name: str, paths: Sequence[Path]) -> Profile:
     """Return what the traces of several ranks show together.
 
+    They are read and judged in a child process with limits, as dumps are: a file that crashes it is listed, and the others count.
+
+    Raises:
+        BadTrace: none of them can be read, or together they exceed the limits.
+    """
+
+    def work(announce: guard.Announce, refused: Mapping[str, str], only: str | None) -> bytes:
+        try:
+            answer: Profile | str = _judged(name, paths if only is None else [Path(only)], announce, refused)
+        except BadTrace as e:
+            answer = str(e)
+        try:
+            return msgspec.msgpack.encode(answer)
+        except UnicodeEncodeError:
+            return msgspec.msgpack.encode(all_encodable(msgspec.to_builtins(answer)))
+
+    try:
+        found = guard.survivors(work, lambda: map(str, paths), LIMITS)
+    except guard.Died as e:
+        raise BadTrace(f"the traces cannot be judged together: {e.reason}") from e
+    answer = msgspec.msgpack.decode(found, type=Profile | str)
+    if isinstance(answer, str):
+        raise BadTrace(answer)
+    return answer
+
+
+def _judged(name: str, paths: Sequence[Path], announce: guard.Announce, refused: Mapping[str, str]) -> Profile:
+    """Return what the traces show, in this process.
+
     Raises:
         BadTrace: none of them can be read.
     """
     recorded: dict[int, Recorded] = {}
     notes: list[str] = []
     unmarked = False
+    total = 0
     for path in paths:
+        if str(path) in refused:
+            notes.append(f"{path.name} {refused[str(path)]}")
+            continue
         try:
-            trace = read(path)
+            trace = read(path, announce)
+            total += path.stat().st_size
         except (BadTrace, OSError) as e:
             notes.append(f"{path.name} {e}" if isinstance(e, BadTrace) else f"{path.name}: {e.strerror or e}")
             continue
@@ -74,6 +110,7 @@ def diagnose(name: str, paths: Sequence[Path]) -> Profile:
         recorded[rank] = Recorded(trace, boundaries)
     if not recorded:
         raise BadTrace(notes[0] if notes else "no trace")
+    announce(guard.TOGETHER, total)
     found, *_ = profile_of(name, 0, recorded, _absent(recorded), None)
     world = max((r.trace.world_size or 0 for r in recorded.values()), default=0)
     if world > len(recorded) + len(found.missing):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gzip
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from distdiag.files import replacing
 from distdiag.terms.untrusted import all_encodable, visible
 from distdiag.traces.analyse import Key
 from distdiag.traces.read import MAX_US, BadTrace, Comm, load
@@ -38,15 +38,12 @@ def write(
     Raises:
         OSError: a file cannot be read, or the trace not written.
     """
-    part = path.with_suffix(".part")
-    try:
-        with open(part, "wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", compresslevel=3, mtime=0) as out:
-            count = _write(out, files, offsets_us, names, collectives)
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-    return count
+    with (
+        replacing(path.parent, path.name) as part,
+        open(part, "wb") as raw,
+        gzip.GzipFile(fileobj=raw, mode="wb", compresslevel=3, mtime=0) as out,
+    ):
+        return _write(out, files, offsets_us, names, collectives)
 
 
 def _write(

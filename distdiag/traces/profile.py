@@ -74,8 +74,10 @@ def profile_of(
         notes.append(f"clocks of ranks {fold_ranks(moved)} were aligned: all ranks leave a collective together")
     computes = {q: analyse.compute_of(r.trace, windows[q]) for q, r in usable.items()}
     ranks = []
+    arrivals = [(max(c.start + offsets[q] for q, c in by.items()), by) for by in collectives.values()]
     for q, r in sorted(usable.items()):
-        times = analyse.rank_times(q, r.trace, windows[q], steps, computes[q], offsets, collectives)
+        shared = [(at - offsets[q], by) for at, by in arrivals]
+        times = analyse.rank_times(q, r.trace, windows[q], steps, computes[q], shared)
         recorded_ms = (r.boundaries[-1][1] - r.boundaries[0][1]) / 1e6 / max(1, len(r.boundaries) - 1)
         lines = analyse.line_times(r.lines, r.samples, recorded_ms)
         ranks.append(msgspec.structs.replace(times, lines=lines[: analyse.TOP], **r.measured))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import heapq
 import math
 import re
 import zlib
@@ -14,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from distdiag.guard import Announce
 from distdiag.terms.operations import family
 from distdiag.terms.units import SCALAR_TYPES
 from distdiag.terms.untrusted import is_rank, short_text
@@ -152,14 +154,20 @@ def load(path: Path) -> bytes:
     return data
 
 
-def read(path: Path) -> Trace:
+def read(path: Path, announce: Announce = lambda _step, _bytes: None) -> Trace:
     """Return the trace in a file.
+
+    Args:
+        announce: Called with the path and the size before each part that may run into limits.
 
     Raises:
         BadTrace: it is no Kineto trace, too large, or damaged.
         OSError: it cannot be read.
     """
-    return parse(load(path))
+    announce(str(path), path.stat().st_size)
+    data = load(path)
+    announce(str(path), len(data))
+    return parse(data)
 
 
 def parse(data: bytes) -> Trace:
@@ -252,17 +260,16 @@ def _innermost(at: Sequence[tuple[float, int | str | None]], marks: Sequence[Mar
     for m in ordered:
         by_thread[m.thread].append(m)
     last: dict[int | str | None, int] = defaultdict(int)  # by thread: marks that have begun
-    open_marks: dict[int | str | None, list[Mark]] = defaultdict(list)
+    begun: dict[int | str | None, list[int]] = defaultdict(list)  # a heap: the one that began last comes first
     out: list[str | None] = []
     for t, thread in at:
-        near = by_thread.get(thread, ordered)
-        now = [m for m in open_marks[thread] if m.end >= t]
+        near, heap = by_thread.get(thread, ordered), begun[thread]
         while last[thread] < len(near) and near[last[thread]].start <= t:
-            if near[last[thread]].end >= t:
-                now.append(near[last[thread]])
+            heapq.heappush(heap, -last[thread])
             last[thread] += 1
-        open_marks[thread] = now
-        out.append(now[-1].module if now else None)
+        while heap and near[-heap[0]].end < t:  # it has ended for all later times, too
+            heapq.heappop(heap)
+        out.append(near[-heap[0]].module if heap else None)
     return out
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from distdiag import files
 from distdiag.traces.model import Profile
 
 FOLDER = "profile"
@@ -19,24 +20,20 @@ def write(folder: Path, profile: Profile) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    (folder / FILE).write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
+    files.write(folder, FILE, msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
 
 
 def newest_file(run_dir: Path) -> Path | None:
     """Return the file of the run's newest finished profile; None if there is none."""
-    try:
-        numbers = [int(p.name) for p in (run_dir / FOLDER).iterdir() if p.name.isascii() and p.name.isdecimal()]
-    except OSError:
-        return None
-    files = (run_dir / FOLDER / str(n) / FILE for n in sorted(numbers, reverse=True))
-    return next((f for f in files if f.is_file()), None)
+    numbers = (int(n) for n in files.names(run_dir, FOLDER) if n.isascii() and n.isdecimal() and len(n) < 10)
+    saved = (f"{FOLDER}/{n}/{FILE}" for n in sorted(numbers, reverse=True))
+    return next((run_dir / name for name in saved if files.is_file(run_dir, name)), None)
 
 
 def read(file: Path) -> Profile | None:
     """Return a saved profile; None if the file cannot be read, is too large, or holds no profile."""
     try:
-        with file.open("rb") as f:
-            data = f.read(MAX_BYTES + 1)
+        data = files.read(file.parent, file.name, MAX_BYTES + 1)
         return msgspec.json.decode(data, type=Profile) if len(data) <= MAX_BYTES else None
     except (OSError, msgspec.MsgspecError, RecursionError):
         return None

@@ -63,7 +63,7 @@ class Checkpoints:
 
 def _write(path: Path, state: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as part, part.open("wb") as f:
+    with replacing(path.parent, path.name, own=False) as part, part.open("wb") as f:
         torch.save(state, f)
         f.flush()
         os.fsync(f.fileno())  # else a power failure could leave the name without the content

@@ -16,6 +16,7 @@ from distdiag.errors import DistdiagError
 from distdiag.store.frames import RankRow
 from distdiag.store.opening import RunUnreadable
 from distdiag.store.reader import open_run
+from distdiag.streams import say
 from distdiag.tui.data.snapshot import Request, Snapshot, Taker
 from distdiag.tui.data.state import job_state
 from distdiag.tui.draw.lines import BLANK, Line, ascii_line, fitted, plain
@@ -146,7 +147,7 @@ def print_once(run: Path, ui: Ui, size: tuple[int, int] | None = None) -> Snapsh
             f"`distdiag tui {quote(snap.run)} --once` prints all its ranks",
         )
     for x in lines:
-        print(coloured(x, colours) if escapes else plain(x))
+        say(coloured(x, colours) if escapes else plain(x), drawn=True)
     return snap
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from distdiag.errors import DistdiagError, ExitCode, need
+from distdiag.streams import say
 from distdiag.tui.draw.text import clean
 
 HOST = "127.0.0.1"
@@ -151,9 +152,9 @@ def serve(run_dir: Path, port: int, arguments: list[str], token: str | None = No
 
         async def on_startup(self, app: Any) -> None:
             # the socket listens already: whoever reads the address can connect to it
-            print(f"http://{HOST}:{port}/?token={secret}", flush=True)
-            print(f"distdiag: serving {clean(str(run_dir))} to this machine only; Ctrl-C ends it", file=sys.stderr)
-            print(f"hint: from elsewhere: ssh -L {port}:{HOST}:{port} HOST, then open that address", file=sys.stderr)
+            say(f"http://{HOST}:{port}/?token={secret}", flush=True)
+            say(f"distdiag: serving {clean(str(run_dir))} to this machine only; Ctrl-C ends it", err=True)
+            say(f"hint: from elsewhere: ssh -L {port}:{HOST}:{port} HOST, then open that address", err=True)
 
         async def on_shutdown(self, app: Any) -> None:
             await asyncio.gather(*(_ended(a) for a in apps))

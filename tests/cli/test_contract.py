@@ -26,8 +26,11 @@ FROZEN = Path(__file__).with_name("commands.txt")
 def lines(name: str, command: click.Command) -> Iterator[str]:
     """Return the command and its parameters, one per line, sorted."""
     if isinstance(command, click.Group) and name != "distdiag":
-        for sub in command.list_commands(click.Context(command)):
-            yield from lines(f"{name} {sub}", command.commands[sub])
+        context = click.Context(command)
+        for sub in command.list_commands(context):
+            found = command.get_command(context, sub)
+            assert found is not None
+            yield from lines(f"{name} {sub}", found)
         return
     yield name
     for p in sorted(command.params, key=lambda p: p.opts):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from distdiag.diagnosis.culprit.verdict import judge
+from distdiag.diagnosis.culprit.case import Reason
+from distdiag.diagnosis.culprit.verdict import Verdict, judge
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import (
@@ -22,6 +23,7 @@ from distdiag.diagnosis.model.snapshot import (
 from distdiag.diagnosis.rules import Rule, comm_bound, input_bound, straggler
 from distdiag.diagnosis.text.incident_finding import incident_finding
 from distdiag.diagnosis.waits.graph import WaitGraph, build
+from distdiag.diagnosis.waits.incidents import Root
 
 GIB = 1 << 30
 CARD = GpuState(node=0, gpu=0, rank=1, pcie_width=8, pcie_width_max=16)
@@ -67,7 +69,19 @@ def findings(snapshot: Snapshot, *rules: Rule, **known: Any) -> list[Finding]:
 def proved(snapshot: Snapshot, graph: WaitGraph | None = None, **known: Any) -> list[Finding]:
     """Return what the wait-for graph of one snapshot proves. `known`: arguments of `judge`."""
     verdicts = judge(snapshot, build(snapshot) if graph is None else graph, **known)
-    return [incident_finding(snapshot, verdict, known.get("source")) for verdict in verdicts]
+    return [shown(snapshot, verdict) for verdict in verdicts]
+
+
+def shown(snapshot: Snapshot, verdict: Verdict) -> Finding:
+    """Return the finding of a verdict; the reason that it shows is the one that decided."""
+    finding = incident_finding(snapshot, verdict)
+    decided = verdict.testimony
+    assert decided.ranks in ((), finding.culprits)
+    if verdict.incident.root is not Root.GONE:  # there the message begins with how the ranks ended
+        assert decided.text in finding.message
+        assert bool(decided.text) == (decided.name not in (Reason.NONE, Reason.MAJORITY))
+    assert all(testimony.ranks == decided.ranks for testimony in verdict.also)
+    return finding
 
 
 def of_kind(found: list[Finding], kind: str, cause: str | None = None) -> list[Finding]:

@@ -38,6 +38,8 @@ class Op:
     asynchronous: bool = False
     name: int = 0  # identifies an asynchronous operation for its wait
     line: int = 1
+    hidden: bool = False  # issued by C++ (DDP): counted, but not among a rank's calls
+    step: bool = False  # work that ends an optimizer step
 
 
 COLLECTIVES = ("all_reduce", "barrier", "broadcast", "all_gather")
@@ -51,6 +53,7 @@ class Issued:
     op: Op
     number: int  # number of the collective in its group, or of the message to this peer (both from 1)
     done: bool = False
+    at: int = 0  # number of the statement, over all ranks
 
 
 @dataclass
@@ -64,6 +67,8 @@ class Job:
     life: list[str] = field(default_factory=list)
     waiting: list[Issued | None] = field(default_factory=list)
     issued: list[list[Issued]] = field(default_factory=list)
+    times: list[list[int]] = field(default_factory=list)  # number of each executed statement, over all ranks
+    clock: int = 0
 
     def __post_init__(self) -> None:
         n = len(self.programs)
@@ -71,6 +76,7 @@ class Job:
         self.life = self.life or [Life.RUNNING] * n
         self.waiting = self.waiting or [None] * n
         self.issued = self.issued or [[] for _ in range(n)]
+        self.times = self.times or [[] for _ in range(n)]
 
     def copy(self) -> Job:
         again = {id(i): replace(i) for mine in self.issued for i in mine}
@@ -82,6 +88,8 @@ class Job:
             list(self.life),
             [None if w is None else again[id(w)] for w in self.waiting],
             [[again[id(i)] for i in mine] for mine in self.issued],
+            [list(mine) for mine in self.times],
+            self.clock,
         )
 
     def movable(self) -> list[int]:
@@ -94,6 +102,8 @@ class Job:
             return
         op = self.programs[r][self.pc[r]]
         self.pc[r] += 1
+        self.clock += 1
+        self.times[r].append(self.clock)
         if op.kind == "work":
             return
         if op.kind == "wait":
@@ -102,7 +112,7 @@ class Job:
                 self.waiting[r] = open_ops[-1]
             return
         same = [i for i in self.issued[r] if self._queue(i.op) == self._queue(op)]
-        mine = Issued(r, op, len(same) + 1)
+        mine = Issued(r, op, len(same) + 1, at=self.clock)
         self.issued[r].append(mine)
         if not op.asynchronous:
             self.waiting[r] = mine
@@ -148,7 +158,7 @@ class Job:
         return met
 
     def arrived(self, q: int, mine: Issued) -> Issued | None:
-        for i in self.issued[q]:
+        for i in reversed(self.issued[q]):
             if i.op.kind not in ("send", "recv") and i.op.group == mine.op.group and i.number == mine.number:
                 return i
         return None

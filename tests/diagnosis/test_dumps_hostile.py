@@ -128,9 +128,10 @@ def test_files_that_crash_the_reader_are_listed_with_the_reason(tmp_path: Path) 
 
 def test_a_file_that_exceeds_the_time_limit_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real endless computation in the child: the CPU time limit ends it."""
-    from distdiag.diagnosis.dumps import files, guard
+    from distdiag import guard
+    from distdiag.diagnosis.dumps import files, verdict
 
-    monkeypatch.setattr(guard, "CPU_S", 0.3)
+    monkeypatch.setattr(verdict, "LIMITS", guard.Limits(cpu_s=0.3))
     real = files.parse
     monkeypatch.setattr(files, "parse", lambda path, c: real(path, c) if path.name != "_dump_3" else sum(iter(int, 1)))
     write(tmp_path, hung())

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from distdiag.cli._fault_jobs import backend_environment
 from distdiag.errors import DistdiagError
+from tests.faults.collection import backend_environment
 from tests.jobs import REPOSITORY
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from distdiag.cli._fault_jobs import Job, load
 from distdiag.errors import DistdiagError
+from tests.faults.collection import Job, load
 from tests.faults.renumber import nearest
 from tests.jobs import shared
 
@@ -98,6 +98,7 @@ def test_manifests_of_other_collections_are_read() -> None:
     [
         (None, "no fault collection"),
         ("{", "is not a manifest"),
+        ('{"jobs": ' + "[" * 100_000, "is not a manifest"),
         ('{"jobs": [{"name": "a"}]}', "is not a manifest"),
         (
             json.dumps({"jobs": [{"name": "a", "nproc": 2, "faulty": False, "diagnosis": "", "plain_outcome": {"type": "ok"}, "expected": {}}]}),

@@ -8,10 +8,10 @@ import pytest
 from msgspec.structs import replace
 
 from distdiag.cli import main
-from distdiag.cli._fault_jobs import Expected, Job, OnBackend, Outcome, Position, load
-from distdiag.cli._scorecard import Observed, Score, score
-from distdiag.cli.bench import quantile, summarise
 from distdiag.diagnosis.model.findings import Finding, Where
+from tests.faults.bench import quantile, summarise
+from tests.faults.collection import Expected, Job, OnBackend, Outcome, Position, load
+from tests.faults.scorecard import Observed, Score, score
 
 FOLDER = Path("/collection")
 SICK = Job(

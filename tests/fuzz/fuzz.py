@@ -1,7 +1,9 @@
 """`make fuzz`: damaged and crafted input for every command that reads files, from a seed, for FUZZ_SECONDS.
 
 A case is one input, mutated, and one command on it. Each runs in a forked child, and fails with a traceback, after
-5 s of CPU time (60 s of wall time), or with more than 1 GiB. Failing inputs are kept in FUZZ_DIR. The number of a case and the seed
+5 s of CPU time (60 s of wall time), with more than 1 GiB, with a change outside the case's folder, or with a signal to a bystander.
+Logs also fail if they take longer than their size allows, traces if four times as many events take over nine times as long. Failures in
+the child that reads dumps, logs and traces count. Failing inputs are kept in FUZZ_DIR. The number of a case and the seed
 (and FUZZ_KIND, if given) reproduce it: `FUZZ_SEED=7 FUZZ_CASE=123 make fuzz`. FUZZ_CASES limits the number of cases.
 """
 
@@ -12,6 +14,7 @@ import io
 import os
 import random
 import resource
+import select
 import shutil
 import signal
 import sys
@@ -24,7 +27,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+os.environ["DISTDIAG_RAISE"] = "1"
+
 from distdiag.cli import main as distdiag
+from tests import watch
 from tests.fuzz.inputs import Inputs
 
 CPU_S, WALL_S, MEMORY_BYTES = 5, 60, 1 << 30
@@ -88,8 +94,9 @@ def main() -> int:
     most = float(os.environ.get("FUZZ_CASES", "inf"))
     failed: dict[str, int] = {}
     counts: dict[str, int] = {}
-    with tempfile.TemporaryDirectory(prefix="distdiag-fuzz-") as d:
-        inputs = Inputs(Path(d))
+    with tempfile.TemporaryDirectory(prefix="distdiag-fuzz-") as d, watch.bystander() as bystander:
+        inputs = Inputs(Path(d), bystander.pid)
+        untouched = watch.tree(inputs.outside)
         for arguments in (["diagnose"], ["report", "--format", "text", "-o", "-"], ["tui", "--once"]):  # import once
             with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding="utf-8")):
                 distdiag([*arguments, str(inputs.run)])
@@ -104,8 +111,14 @@ def main() -> int:
             inputs.monitored_page,
             inputs.node_state,
             inputs.records,
+            inputs.archive,
+            inputs.archive,
             inputs.logs,
             inputs.job_log,
+            inputs.pumped_log,
+            inputs.trace,
+            inputs.wrong_types,
+            inputs.wrong_types,
         )
         kinds = tuple(k for k in kinds if k.__name__ == named) if named else kinds
         end = time.monotonic() + seconds
@@ -116,6 +129,11 @@ def main() -> int:
             folder = Path(d) / "case"
             folder.mkdir()
             wrong = run_case(make(rng, folder), Path(d) / "log")
+            if changed := watch.differing(untouched, watch.tree(inputs.outside)):
+                wrong, untouched = f"changes {min(changed)}", watch.tree(inputs.outside)
+            assert bystander.stdout is not None
+            if select.select([bystander.stdout], [], [], 0)[0]:
+                wrong = f"signal {bystander.stdout.readline().strip()} to a bystander"
             counts[make.__name__] = counts.get(make.__name__, 0) + 1
             if wrong:
                 if wrong not in failed and len(failed) < KEPT:

@@ -21,16 +21,27 @@ import msgspec
 
 from distdiag import procfs
 from distdiag.cli import main as distdiag
+from distdiag.diagnosis.logs.patterns import TABLE
 from distdiag.monitor.evidence import ask, native
 from distdiag.monitor.loop import Monitor
 from distdiag.page import directories
 from distdiag.page.layout import Header, Page, page_path
+from distdiag.store.checked import schema
 from tests.diagnosis.recordings import Job, as_json, as_pickle
 from tests.diagnosis.test_logs import counters, fingerprint, raised, table, timeout
 from tests.diagnosis.test_logs import signal as dump_signal
 from tests.monitor.test_damaged_pages import a_page, changed
 from tests.report.runs import make_run
+from tests.store.test_wrong_types import WRONG, filled, spoil
 
+# what the monitor and the commands write into a run
+LINKS = (
+    ".run.db.reserve", ".verdict.stream", "verdict.txt", "monitor.log", "run.db.where", ".node_0.ended", "run.db-wal", "run.db-shm",
+    "run.db-journal", "stacks", "flight_recorder", "profile", "nodes", "attempt_1", "report.html", "trace.json", ".jobs", "pages",
+)  # fmt: skip
+LOG_S, LOG_S_PER_MB = 3.0, 2.0  # CPU time of a log: of the command, and for its size
+TRACE_FACTOR, TRACE_S = 9.0, 0.2  # n² would be 16; less is not measured well
+SCREENS = ("ranks", "comm", "heat", "memory", "findings", "data", "stacks", "probes", "timeline", "profile", "rank")
 ODD: tuple[Any, ...] = (
     None, True, -1, 0, 1 << 31, 1 << 62, 1 << 63, 10**5000, -(10**30), 0.5, float("inf"), float("nan"), "", "\x1b[2J",
     "\ud800", "9" * 5000, "x" * 100_000, "0-99999999999", b"\xff", [], [[]], {}, {"a": []}, [None] * 3, (1, 2),
@@ -98,7 +109,11 @@ def somewhere(rng: random.Random, value: Any, shared: bool = False) -> Any:
 class Inputs:
     """Small inputs, made once; each `make_…` writes a mutated copy into a folder and returns the command to run."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, bystander: int) -> None:
+        self.bystander = bystander
+        self.outside = folder / "outside"
+        (self.outside / "folder").mkdir(parents=True)
+        (self.outside / "notes.txt").write_text("mine\n")
         job = Job(3, {"1": ("tp", (0, 1))})
         for _ in range(3):
             job.collective()
@@ -112,6 +127,7 @@ class Inputs:
         con.execute("PRAGMA journal_mode = DELETE")
         con.execute("VACUUM")
         con.close()
+        self.filled = filled(folder / "filled")
         a_page(folder / "made", 1)
         self.page = page_path(folder / "made", 1).read_bytes()
         self.node = self._node_state(folder / "other")
@@ -196,6 +212,95 @@ class Inputs:
         (folder / "job.log").write_bytes(gzip.compress(data) if rng.random() < 0.1 else data)
         return lambda: distdiag(["diagnose", *rng.choice(([], ["--json"])), str(folder / "job.log")])
 
+    def pumped_log(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
+        """Write a log of lines that fit a known message at many positions: parts of messages, repeated."""
+        parts = [w for text in JOB_LOGS for w in re.findall(r"\S+ \S+ |\W+|\w+", text)]
+        parts += [p.needle for p in TABLE] + [
+            "1:1 in ",
+            "[distdiag]   where  ",
+            "9" * 40,
+            "a.",
+            "\x1b[",
+            "rank ",
+            "Error: ",
+        ]
+        line = ""
+        for _ in range(rng.choice((1, 2, 4))):
+            line += rng.choice(parts) + "".join(rng.sample(parts, rng.choice((1, 1, 2, 3)))) * rng.choice((1, 30, 3000))
+        text = (line[:100_000].replace("\n", " ") + "\n") * rng.choice((1, 4, 20))
+        (folder / "job.log").write_text(text, errors="replace")
+        limit_s = LOG_S + LOG_S_PER_MB * len(text) / 1e6
+
+        def read() -> None:
+            began = os.times()
+            distdiag(["diagnose", str(folder / "job.log")])
+            took_s = sum(os.times()[:4]) - sum(began[:4])
+            assert took_s < limit_s, f"{len(text) / 1e6:.2f} MB take {took_s:.1f} s"
+
+        return read
+
+    def trace(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
+        """Write traces of two ranks with events that overlap, damaged or in two sizes whose times are compared."""
+        names = ("module: m{}", "module: m", "FSDP::all_gather (m{})", "aten::mm", "c10d::allreduce_", "gloo:all_reduce", "gloo:send", "ncclKernel", "autograd::engine::evaluate_function: Mm", "ProfilerStep#{}")  # fmt: skip
+        kinds = [(name, rng.choice(("cpu_op", "user_annotation", "kernel")), rng.choice((1.0, 30.0, 1e6))) for name in rng.sample(names, rng.randrange(2, 7))]  # fmt: skip
+
+        def events(count: int, rank: int) -> list[dict[str, Any]]:
+            return [
+                {"ph": "X", "name": name.format(i), "cat": cat, "tid": i % 2, "ts": 10.0 * i + rank, "dur": span,
+                 "args": {"Seq": i, "Sequence number": i, "Process Group Name": "0", "Collective name": "allreduce"}}
+                for i in range(count) for name, cat, span in kinds
+            ]  # fmt: skip
+
+        def write(to: Path, count: int) -> Path:
+            to.mkdir()
+            for rank in range(2):
+                content: Any = {
+                    "schemaVersion": 1,
+                    "deviceProperties": [],
+                    "traceEvents": events(count, rank),
+                    "distributedInfo": {"rank": rank},
+                }
+                if damaged and rank:
+                    content = somewhere(rng, content)
+                try:
+                    data = json.dumps(content, default=str).encode("utf-8", "replace")
+                except (TypeError, ValueError, RecursionError):  # a value that cannot be encoded
+                    data = b'{"traceEvents": ' + b"[" * 50_000
+                (to / f"rank{rank}.json").write_bytes(flip(rng, data) if damaged and rng.random() < 0.5 else data)
+            return to
+
+        damaged = rng.random() < 0.7
+        if damaged:
+            write(folder / "traces", 50)
+            return lambda: distdiag(["diagnose", *rng.choice(([], ["--json"])), str(folder / "traces")])
+        few, many = write(folder / "few", 200), write(folder / "many", 800)
+
+        def compare() -> None:
+            took = []
+            for traces in (few, many):
+                began = os.times()
+                distdiag(["diagnose", str(traces)])
+                took.append(sum(os.times()[:4]) - sum(began[:4]))
+            assert took[1] < TRACE_FACTOR * max(took[0], TRACE_S), (
+                f"four times as many events: {took[0]:.2f} and {took[1]:.2f} s"
+            )
+
+        return compare
+
+    def wrong_types(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
+        """Put wrong types into one or more columns of run.db, of all rows or of some."""
+        run = Path(shutil.copytree(self.filled, folder / "run"))
+        con = sqlite3.connect(run / "run.db")
+        for _ in range(rng.choice((1, 1, 1, 5))):
+            table = rng.choice(list(schema()))
+            values = tuple(rng.sample(WRONG, rng.choice((1, 1, 4, len(WRONG)))))
+            spoil(con, table, rng.choice(list(schema()[table])), values, every=rng.choice((1, 1, 2, 3)))
+        con.close()
+        if rng.random() < 0.3:
+            screen = rng.choice(SCREENS)
+            return lambda: distdiag(["tui", "--once", "--screen", screen, str(run)])
+        return self._reader(rng, run)
+
     def dumped_page(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
         """Damage the page of a living process; `distdiag dump` reads it and asks the process."""
         run = self._copy(folder)
@@ -236,6 +341,36 @@ class Inputs:
         (folder / "run" / "nodes").mkdir(parents=True)
         (folder / "run" / "nodes" / "1.state").write_bytes(data)
         return lambda: _poll_twice(_monitor(folder, pages))
+
+    def archive(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
+        """Make a run as an archive brings it: links that leave it, pages and records that name foreign processes and directories."""
+        run, outside = self._copy(folder), self.outside
+        for name in rng.sample(LINKS, rng.randrange(1, len(LINKS))):
+            if not (run / name).exists():
+                (run / name).symlink_to(outside / rng.choice(("notes.txt", "folder", "absent")))
+        pages = run / f"pages.{rng.choice((0, 0, 1))}"
+        directories.make(pages, rng.choice((run, outside)))
+        chosen = rng.choice((pages, outside, "/none", "x" * 300, "", "/dev/shm", run / "flight_recorder"))
+        owner = rng.choice(("h:1:1", f"{os.uname().nodename}:1:1", ""))
+        directories.node_record(run, 0).write_text(f"{owner} {chosen}\n")
+        path = page_path(pages, 0)
+        path.write_bytes(self.page if rng.random() < 0.5 else changed(self.page, rng))
+        pid = rng.choice((self.bystander, self.bystander, 1, os.getppid()))
+        for field, value in (
+            (Header.pid, pid), (Header.process_start_ticks, procfs.start_ticks(pid)), (Header.heartbeat_ns, 1),
+            (Header.trace_signal, rng.choice((15, 9, 1, 0, 47, 64, 1 << 20))),
+        ):  # fmt: skip
+            patch(path, field, int(value or 0))
+        path.chmod(rng.choice((0o600, 0o600, 0o666)))
+        (pages / "r0.trace").touch()
+        if rng.random() < 0.2:
+            return lambda: _poll_prepared(run, pages)
+        if rng.random() < 0.5:
+            return self._reader(rng, run)
+        arguments = rng.choice(
+            (["dump", "--timeout", "0.2"], ["profile", "--timeout", "0.2"], ["report", "--format", "perfetto"])
+        )
+        return lambda: distdiag([*arguments, str(run)])
 
     def records(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
         """Mutate the small files of a run directory: its pages' directory, who has ended, which launch it belongs to."""
@@ -287,6 +422,22 @@ class Inputs:
             ["compare", str(run), str(self.run)], ["tui", "--once", str(run)], ["tui", "--once", "--json", str(run)],
         ))  # fmt: skip
         return lambda: distdiag(arguments)
+
+
+def patch(path: Path, field: Any, value: int) -> None:
+    """Write a number into the header of a page file."""
+    at = Page.header.offset + field.offset
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write((value & (1 << 8 * field.size) - 1).to_bytes(field.size, "little"))
+
+
+def _poll_prepared(run: Path, pages: Path) -> None:
+    """Let a monitor write into a directory that somebody else has prepared."""
+    monitor = Monitor(run, pages, node=0, quiet=True, keep_bytes=1 << 30)
+    for _ in range(2):
+        monitor._survive(monitor.tick)
+    monitor.close()
 
 
 def _dump_own(path: Path, run: Path) -> None:

@@ -63,6 +63,8 @@ SCRIPT = """
                 time.sleep(0.05)
             device.freeze_watchdogs(False)
         def groups():
+            if dist.group.WORLD._get_backend(torch.device("cpu")).name() == "nccl2":
+                return json.loads(c10d._dump_fr_trace_json(False, False, backend="nccl2"))["pg_status"].values()
             return json.loads(c10d._dump_nccl_trace_json(False, False))["pg_status"].values()
         while any(g["last_completed_collective"] != g["last_enqueued_collective"] for g in groups()):
             time.sleep(0.01)

@@ -10,36 +10,21 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import IO
 
 import pytest
 
-from distdiag.cli import _fault_jobs
-from distdiag.cli._fault_jobs import Job, load
-from distdiag.cli._scorecard import run_job
 from distdiag.errors import ExitCode
+from tests.faults.collection import Job, load
+from tests.faults.scorecard import run_job
 from tests.jobs import TEST_MARK, kill_marked, marked, wait_for
-from tests.launchers import Launcher
 
 FOLDER = Path(__file__).resolve().parents[1] / "faults"
 JOBS = [j for j in load(FOLDER / "manifest.json").jobs if "ci" in j.subsets]
 
 
-def forked(
-    job: Job, script: Path, run_dir: Path | None, workdir: Path, env: dict[str, str], out: IO[bytes]
-) -> Launcher:
-    """Start a recorded job; torchrun is left out unless a rank fails."""
-    program = ["-m", "distdiag.run", "--run-dir", str(run_dir), str(script)]
-    ranks = 0 if job.plain_outcome.type == "crash" else job.nproc
-    arguments = program if ranks else ["--standalone", "--nproc-per-node", str(job.nproc), *program]
-    log = Path(out.name)
-    return Launcher(arguments, workdir, env, log, log, forked_ranks=ranks)
-
-
 @pytest.mark.job
 @pytest.mark.parametrize("job", JOBS, ids=lambda j: j.name)
-def test_a_job_of_the_collection_gets_its_expected_finding(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_fault_jobs, "start", forked)
+def test_a_job_of_the_collection_gets_its_expected_finding(job: Job) -> None:
     s = run_job(job, FOLDER)
     assert s.problem is None
     assert s.false_findings == []

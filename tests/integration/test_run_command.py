@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from distdiag.tapes.tape import judge_file
 from tests.jobs import closed, distdiag, launch, rows, start, wait_for
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(180)]
@@ -116,7 +117,13 @@ def steps(run_dir: Path) -> list[tuple[Any, ...]]:
 
 
 def distdiag_run(tmp_path: Path, *arguments: str) -> Any:
-    options = ["--nproc-per-node", "2", "--run-dir", "R"]  # torchrun's and ours, in any order before the script
+    options = [
+        "--nproc-per-node",
+        "2",
+        "--tape",
+        "--run-dir",
+        "R",
+    ]  # torchrun's and ours, in any order before the script
     return start([sys.executable, "-m", "distdiag", "run", *options, "train.py", *arguments], cwd=tmp_path)
 
 
@@ -149,6 +156,11 @@ def test_distdiag_run_exits_with_the_code_of_its_script(tmp_path: Path) -> None:
     assert (code, serious(report)) == (1, [("rank_lost", "crashed", [1])])
     line = next(i for i, text in enumerate(script.read_text().splitlines(), 1) if "raise KeyError" in text)
     assert {(w["file"], w["line"]) for w in report["findings"][0]["where"]} == {(str(script), line)}
+    sent = distdiag("report", tmp_path / "R", "--tape", tmp_path / "sent.tape")
+    assert sent.returncode == 0 and "snapshots" in sent.stderr, sent.stderr
+    again = judge_file(tmp_path / "sent.tape").findings  # the verdict of the live run, from its tape alone
+    assert [(f.kind, f.cause, list(f.culprits)) for f in again if f.severity != "info"] == serious(report)
+    assert {(w.file, w.line) for w in again[0].where} == {(str(script), line)}
 
 
 # -- attach() ------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import signal
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from distdiag.monitor.evidence import ask, native
+from distdiag.monitor.evidence import ask, native, signals
 from distdiag.monitor.evidence.host_waits import HostWaits
 from distdiag.monitor.evidence.native import HostWait
 from tests.jobs import wait_for
@@ -34,9 +35,10 @@ LIBRARY = """
     int ncclCommInitRank(volatile int *on) { return cudaStreamSynchronize(on) + 1; }
 """
 PROCESS = """
-    import ctypes, os, sys
+    import ctypes, mmap, os, sys
     from distdiag.recorder.fast import _native
     _native.install(46, os.open(sys.argv[2], os.O_RDWR | os.O_CREAT))
+    page = mmap.mmap(os.open(sys.argv[4], os.O_RDWR), 0)
     print("ready", flush=True)
     getattr(ctypes.CDLL(sys.argv[1]), sys.argv[3])(ctypes.byref(ctypes.c_int(1)))
 """
@@ -50,10 +52,20 @@ def library(tmp_path: Path) -> Path:
     return out
 
 
+def page_of(file: Path) -> Path:
+    """Return the page next to a file of native frames; nothing is sent to a process that does not map it."""
+    page = file.with_name("rank_00000.page")
+    page.touch(mode=0o600)
+    os.truncate(page, 4096)
+    return page
+
+
 @contextmanager
 def start(library: Path, file: Path, function: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(PROCESS), library, file, function], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", textwrap.dedent(PROCESS), library, file, function, page_of(file)],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
@@ -80,7 +92,7 @@ def test_the_native_function_of_the_main_thread_is_named(
         symbols = native.Symbols(process.pid)
 
         def inside() -> list[str]:
-            native.request(process.pid, 46)
+            signals.send(process.pid, 46, page_of(file))
             sample = native.read(file)
             names = symbols.names(sample) if sample is not None else []
             return names if function in names else []
@@ -90,17 +102,6 @@ def test_the_native_function_of_the_main_thread_is_named(
         assert kind == expected
         assert kind == HostWait.NO or name == function
         assert process.poll() is None
-
-
-def test_a_process_without_the_handler_is_sent_no_signal() -> None:
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
-        with pytest.raises(OSError, match="handler"):
-            native.request(process.pid, 46)
-        assert process.poll() is None
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def entry(op: str, state: str, seq: int, p2p: bool = False) -> dict[str, object]:
@@ -138,13 +139,16 @@ def test_a_coalesced_operation_of_one_tensor_is_the_plain_one() -> None:
 
 def waiting_rank(folder: Path, still_s: float) -> Any:
     """Return a rank of this process with an open collective on a device, without progress for `still_s`."""
+    page_file = page_of(folder / "r0.native")
+    with page_file.open("r+b") as file:
+        mapped = mmap.mmap(file.fileno(), 0)
 
     class Header:
         pid, trace_signal, blocked = os.getpid(), 47, 0
 
     class View:
         rank, start_ns, ending, still_since_s, device_groups = 0, 0, None, still_s, (0,)
-        page = SimpleNamespace(header=Header)
+        page, reader, held = SimpleNamespace(header=Header), SimpleNamespace(path=page_file), mapped
 
         def file(self, kind: str) -> Path:
             return folder / f"r0.{kind}"

@@ -25,8 +25,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from distdiag.cli._fault_jobs import Expected, Job, Outcome, load, started
-from distdiag.cli._scorecard import Score, run_job
+from tests.faults.collection import Expected, Job, Outcome, load, started
+from tests.faults.scorecard import Score, run_job
 from tests.realcode.bugs import BUGS, Bug
 
 HERE = Path(__file__).resolve().parent

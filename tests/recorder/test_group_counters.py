@@ -7,7 +7,7 @@ import json
 import pytest
 
 from distdiag.page.layout import GroupSlot
-from distdiag.recorder.hooks import group_counters
+from distdiag.recorder.hooks import flight_recorders, group_counters
 from distdiag.recorder.hooks.collectives import Collectives
 from distdiag.recorder.hooks.group_counters import Batch, Group, Groups
 
@@ -90,7 +90,7 @@ class Recorded:
         self.slots = [g.slot for g in found]
         self.numbers = numbers
         self.meanwhile: list[int] = []  # groups that advance while the counters are read
-        monkeypatch.setattr(group_counters, "flight_recorder_status", self._status)
+        monkeypatch.setattr(group_counters, "own_status", self._status)
 
     def _status(self) -> dict[str, dict[str, str]]:
         out = {}
@@ -149,7 +149,7 @@ def test_a_running_call_may_be_missing_in_the_flight_recorder(monkeypatch: pytes
     job.slots[0].flight_recorder_id = 1
     monkeypatch.setattr(
         group_counters,
-        "flight_recorder_status",
+        "own_status",
         lambda: {"1": {"last_enqueued_collective": "0", "last_completed_collective": "0"}},
     )
     assert job.beat() == [(1, -1, 1)]  # the count is known, and the counters are still matched
@@ -172,11 +172,12 @@ def test_counters_of_both_flight_recorders_are_kept(monkeypatch: pytest.MonkeyPa
     """A job with NCCL and gloo has two, whose groups have their own numbers."""
     for name, done in (("_dump_nccl_trace_json", "7"), ("_dump_fr_trace_json", "3")):
         text = json.dumps({"pg_status": {"0": {"last_completed_collective": done}}})
-        monkeypatch.setattr(group_counters.c10d, name, lambda *_, text=text: text, raising=False)
-    found = group_counters.flight_recorder_status()
+        monkeypatch.setattr(flight_recorders.c10d, name, lambda *_, text=text: text, raising=False)
+    monkeypatch.setattr(flight_recorders, "OWN", ["nccl"])
+    found = flight_recorders.own_status()
     assert {k: v["last_completed_collective"] for k, v in found.items()} == {
         "0": "7",
-        str(group_counters.SECOND_RECORDER): "3",
+        str(flight_recorders.SECOND_RECORDER): "3",
     }
 
 

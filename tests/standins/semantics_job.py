@@ -3,6 +3,7 @@
 import json
 import linecache
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 from stream_backend import graph
 from torch._C import _distributed_c10d as c10d
+
+from distdiag.monitor.evidence.ask import ask
 
 DEADLINE_S = 60.0
 
@@ -142,6 +145,11 @@ else:
     dist.barrier()
 
 entries = recorded()["entries"]
+# the worker server answers with the same, also in builds of torch that have handlers of their own
+with tempfile.TemporaryDirectory() as folder:
+    server = c10d._WorkerServer(f"{folder}/s", -1)
+    assert len(json.loads(ask(f"{folder}/s", "dump_nccl_trace_json"))["entries"]) == len(entries)
+    server.shutdown()
 assert all(e["time_discovered_started_ns"] == 0 for e in entries)  # no timing: no start
 assert status()["last_started_collective"] == "-1"
 dist.destroy_process_group()

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from distdiag.diagnosis.dumps.pickles import load_pickle
 from tests.jobs import Job, free_port, launch
 
 pytestmark = pytest.mark.job
 
 HERE = Path(__file__).parent
-STREAM = {"PYTHONPATH": str(HERE / "stream")}
+STREAM = {"PYTHONPATH": str(HERE / "stream"), "STANDIN_NCCL": "legacy"}
+NCCL2 = STREAM | {"STANDIN_NCCL": "nccl2"}
+needs_nccl2 = pytest.mark.skipif(
+    not hasattr(dist.distributed_c10d, "_maybe_attach_flight_recorder"),
+    reason="torch before 2.15 has no hooks for nccl2",
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,10 +44,19 @@ def test_the_standin_behaves_like_nccl_to_its_caller() -> None:
         assert job.stdout().count("done") == 2
 
 
+@needs_nccl2
+def test_the_standin_behaves_like_nccl2_to_its_caller_and_in_its_flight_recorder() -> None:
+    with launch([HERE / "nccl2_job.py", str(free_port())], env=NCCL2) as job:
+        assert job.wait() == 0, job.tail()
+        assert job.stdout().count("done") == 2
+
+
 def test_the_standins_results_equal_gloos() -> None:
     plain = list(_numbers({}))
     assert len(plain) == 16
     assert list(_numbers(STREAM)) == plain
+    if not needs_nccl2.args[0]:
+        assert list(_numbers(NCCL2)) == plain
 
 
 def test_all_pairs_of_ranks_can_make_their_communicators_at_once() -> None:
@@ -60,3 +77,22 @@ def test_the_watchdog_ends_the_process_after_the_timeout(tmp_path: Path) -> None
     with launch([HERE / "timeout_job.py"], env=env) as job:
         _aborts(job)
     assert (tmp_path / "dump_0").stat().st_size
+
+
+@needs_nccl2
+def test_after_the_timeout_nccl2_runs_its_abort_hooks_and_ends_the_process(tmp_path: Path) -> None:
+    env = NCCL2 | {"TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "dump_")}
+    with launch([HERE / "timeout_job.py"], env=env) as job:
+        assert job.wait() != 0
+        assert "Aborting process on rank 0 due to timeout - timeout watchdog detected operation timeout" in job.stderr()
+        assert "Signal 6 (SIGABRT)" in job.stderr()
+    entries = load_pickle((tmp_path / "dump_0").read_bytes())["entries"]
+    assert [(e["state"], e["retired"]) for e in entries] == [("completed", True), ("scheduled", False)]
+
+
+def test_an_older_torch_refuses_what_it_cannot_imitate() -> None:
+    if not needs_nccl2.args[0]:
+        pytest.skip("this torch has nccl2")
+    code = "import torch.distributed as d; d.init_process_group('gloo', store=d.HashStore(), rank=0, world_size=1)"
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | NCCL2, capture_output=True, text=True)
+    assert done.returncode and "with torch 2.15 or newer" in done.stderr

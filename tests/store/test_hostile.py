@@ -84,9 +84,9 @@ def test_values_of_another_type_are_not_measured(tmp_path: Path) -> None:
            ('b', '{"kind": "stall", "culprits": [1000000000000]}'), ('c', CAST(x'ff' AS TEXT))""",
     )
     with open_run(path) as run:
-        assert [(r.rank, r.step, r.host) for r in run.ranks() if r.rank] == [(3, None, None)]
+        assert [(r.rank, r.step, r.host) for r in run.ranks() if r.rank] == [(3, None, "")]
         assert [f.t_s for f in run.frames()] == [1.0]
-        assert run.events()[-1].text is None
+        assert run.events() == []  # a row is whole, or it is not there
         report = run.report()
         assert (report.state, report.world_size, report.findings) == ("waiting", None, ())
         assert {g.name: g.ranks for g in run.groups()} == {"g": (), "h": (0, 1)}
@@ -161,8 +161,8 @@ def test_a_crafted_page_cannot_signal_another_process(tmp_path: Path) -> None:
         with pytest.raises(DistdiagError, match="is alive"):
             dump.take(tmp_path, 0.2)
         assert victim.poll() is None
-        assert dump.maps_page(os.getpid(), page_path(pages, 0))
-        assert not dump.maps_page(victim.pid, page_path(pages, 0))
+        assert procfs.maps(os.getpid(), page_path(pages, 0))
+        assert not procfs.maps(victim.pid, page_path(pages, 0))
     finally:
         victim.kill()
         victim.wait()

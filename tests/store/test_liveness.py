@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 
+from distdiag.page import directories
 from distdiag.store.liveness import failure_of
+from distdiag.store.opening import RunUnreadable
+from distdiag.store.reader import open_run
 
 TRACEBACK = "Traceback (most recent call last):\n  File 'loop.py', line 1\n"
 
@@ -30,3 +34,23 @@ def test_without_a_log_no_failure_is_known(tmp_path: Path) -> None:
     assert failure_of(tmp_path) is None
     (tmp_path / "monitor.log").mkdir()
     assert failure_of(tmp_path) is None
+
+
+@pytest.mark.parametrize("created", [True, False])
+def test_a_job_that_ended_on_a_full_disk_is_not_just_starting(tmp_path: Path, created: bool) -> None:
+    """Nothing could be written: the database is empty or missing, and the pages are gone with the ranks."""
+    run = tmp_path / "run"
+    run.mkdir()
+    pages = directories.overflow(run, 0)
+    directories.make(pages)
+    directories.node_record(run, 0).write_text(f"{socket.gethostname()}:1:1 {pages}\n")
+    if created:
+        (run / "run.db").touch()
+    with pytest.raises(RunUnreadable, match=r"so far|yet") as starting:
+        open_run(run)
+    assert "starting" in starting.value.hint
+    assert directories.remove(pages)
+    (run / "monitor.log").write_text(TRACEBACK + "OSError: [Errno 28] No space left on device\n")
+    with pytest.raises(RunUnreadable, match=r"the job has ended.*No space left") as ended:
+        open_run(run)
+    assert "starting" not in ended.value.hint

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 
 from distdiag.traces import merge, text
 from distdiag.traces.analyse import Entry, Message
-from distdiag.traces.intervals import both, length, union, without
+from distdiag.traces.intervals import Coverage, both, length, union, without
 from distdiag.traces.profile import Recorded, profile_of
 from distdiag.traces.read import BadTrace, Trace, parse, read
 
@@ -356,3 +358,39 @@ def test_hostile_values_are_left_out() -> None:
     assert (len(found.ops), found.base_ns, found.marks) == (1, 0, [])
     (comm,) = found.comms
     assert (comm.seq, comm.group, comm.bytes) == (None, None, None)
+
+
+def overlapping(count: int, rank: int) -> Recorded:
+    """Return a trace in which everything overlaps: modules, their forwards and backwards, collectives, messages, compute."""
+    events = [op("gemm", i * 10.0, i * 10 + 5, tid=7, cat="kernel") for i in range(count)]
+    end = count * 10.0 + 1
+    for i in range(count):
+        t = i * 10.0
+        named = {"Process Group Name": "0", "Collective name": "allreduce", "Seq": i}
+        events += [
+            op(f"module: m{i}", t, end, cat="user_annotation"),
+            op("aten::mm", t + 1, t + 2, **{"Sequence number": i}),
+            op("autograd::engine::evaluate_function: Mm", t + 3, end, **{"Sequence number": i}),
+            op("c10d::allreduce_", t + 4, t + 5),
+            op("ncclDevKernel_AllReduce", t + 4 + rank, end, tid=20, cat="kernel", dtype="Float", **named),
+        ]
+    return Recorded(parse(trace_file(*events)), [(0, BASE_NS), (1, BASE_NS + int(end * 1000))])
+
+
+def test_a_trace_in_which_everything_overlaps_takes_n_log_n() -> None:
+    took = []
+    for count in (1500, 6000):
+        began = time.process_time()
+        profile, *_ = profile_of("run", 1, {rank: overlapping(count, rank) for rank in range(2)}, [], None)
+        took.append(time.process_time() - began)
+        assert len(profile.modules) == count and profile.critical_path is not None
+    assert took[1] < 9 * took[0]  # n² would be 16
+
+
+def test_coverage_is_the_length_of_the_intersection() -> None:
+    rng = random.Random(1)
+    for _ in range(200):
+        spans = union(((a := rng.randrange(40), a + rng.randrange(6)) for _ in range(rng.randrange(8))), 0, 50)
+        low = rng.randrange(-5, 50)
+        high = low + rng.randrange(20)
+        assert Coverage(spans).within(low, high) == length(both(spans, [(low, high)]))

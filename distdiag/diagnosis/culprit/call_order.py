@@ -117,7 +117,12 @@ def _follower(kinds: list[Any]) -> Any:
 def left_by(states: Mapping[int, RankState], wait: Wait) -> frozenset[int]:
     """Return the side of a conflict whose call never followed its preceding calls before, if the other side's always has."""
     sides = [frozenset(side) for side in wait.sides]
-    if wait.p2p or len(sides) != 2 or any(r not in states or r not in wait.calls for side in sides for r in side):
+    if (
+        wait.p2p
+        or wait.seq is None
+        or len(sides) != 2
+        or any(r not in states or r not in wait.calls for side in sides for r in side)
+    ):
         return frozenset()
     due = {_due_kind(states[r].calls, wait.group, wait.seq) for side in sides for r in side}
     if len(due) != 1 or None in due:

@@ -6,9 +6,10 @@ more: its next passes meet the others' passes of the step after.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from distdiag.diagnosis.culprit.case import Case, Reason, Testimony
 from distdiag.diagnosis.culprit.skipped import swallowed
 from distdiag.diagnosis.model.snapshot import Snapshot
 
@@ -38,15 +39,17 @@ def extra_backward(snapshot: Snapshot, ranks: Collection[int]) -> Extra | None:
     return Extra(odd[0].rank, odd[0].models[0].synced_backwards, odd[0].step, swallowed(odd[0]))
 
 
-def text(found: Extra) -> str:
-    """Return the end of a sentence."""
-    what = f"; rank {found.rank} has made {found.backwards:,} backward passes in {found.steps:,} steps, the others one for each step"
-    return what + (f"; it caught {found.caught}" if found.caught else "")
-
-
-def advice(found: Extra) -> str:
-    """Return what to do about it."""
-    return (
-        f"let rank {found.rank} make one backward pass per step that exchanges gradients: the others under `no_sync()`; or let all "
-        "ranks repeat the batch together"
+def explain(case: Case, ranks: Sequence[int]) -> Testimony | None:
+    """Return the evidence that these ranks made more backward passes than steps; None if they did not."""
+    found = extra_backward(case.snapshot, case.compared)
+    if found is None or tuple(ranks) != (found.rank,):
+        return None
+    rank = found.rank
+    return Testimony(
+        name=Reason.EXTRA,
+        ranks=(rank,),
+        text=f"; rank {rank} has made {found.backwards:,} backward passes in {found.steps:,} steps, "
+        "the others one for each step" + (f"; it caught {found.caught}" if found.caught else ""),
+        advice=f"let rank {rank} make one backward pass per step that exchanges gradients: the others "
+        "under `no_sync()`; or let all ranks repeat the batch together",
     )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from distdiag.diagnosis.culprit.call_site import site_of
+from distdiag.diagnosis.culprit.case import Case, Reason, Testimony
 from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.diagnosis.waits import messages
 from distdiag.diagnosis.waits.incidents import Incident
@@ -38,10 +39,19 @@ def more_calls(snapshot: Snapshot, odd: Collection[int], rest: Collection[int]) 
     return found[0] if len(found) == 1 else None
 
 
-def text(found: MoreCalls) -> str:
-    """Return the end of a sentence."""
+def explain_more(case: Case, ranks: Sequence[int]) -> Testimony | None:
+    """Return the site that this rank has used more often than the others in as many steps; None if there is none."""
+    found = more_calls(case.snapshot, ranks, [rank for rank in case.compared if rank not in ranks])
+    if found is None:
+        return None
     times = "once" if found.more == 1 else f"{found.more:,} times"
-    return f"; in as many steps, rank {found.rank} has called the collective at {found.site.rsplit('/', 1)[-1]} {times} more than the others"
+    return Testimony(
+        name=Reason.COUNT,
+        ranks=tuple(ranks),
+        text=f"; in as many steps, rank {found.rank} has called the collective at {found.site.rsplit('/', 1)[-1]} {times} "
+        "more than the others",
+        advice=ADVICE,
+    )
 
 
 def fewer_messages(snapshot: Snapshot, incident: Incident) -> tuple[int, ...]:

@@ -6,11 +6,15 @@ traceback is not printed until that collective is over, which it never is.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
+from distdiag.diagnosis.culprit.case import Case, Reason, Testimony
 from distdiag.diagnosis.endings import is_echo
+from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import RankState
+from distdiag.diagnosis.text.phrases import at, shortened
 
+SHOWN = 160  # characters of the exception
 CONTROL_FLOW = frozenset({"StopIteration", "StopAsyncIteration", "GeneratorExit", "Empty", "Full", "BlockingIOError"})
 
 
@@ -37,3 +41,23 @@ def name(state: RankState) -> str:
 def _own(state: RankState) -> bool:
     """True if it handles an error that another rank's end has not caused."""
     return bool(state.handling) and name(state) not in CONTROL_FLOW and not is_echo(state.handling or "")
+
+
+def handled(state: RankState) -> str:
+    """Return `KeyError: 'device', raised at read.py:27 in batch`."""
+    return f"{shortened(state.handling or '', SHOWN)}, raised{at(state.handling_site)}"
+
+
+def explain(case: Case, ranks: Sequence[int]) -> Testimony | None:
+    """Return the evidence that one of these ranks handles an exception which the others do not have; None if none does."""
+    state = of(case.states, ranks, (case.incident.victims | set(case.compared)) - set(ranks))
+    if state is None:
+        return None
+    return Testimony(
+        name=Reason.EXCEPTION,
+        ranks=tuple(ranks),
+        text=f"; rank {state.rank} is handling {handled(state)}",
+        advice=f"fix the {name(state)}{at(state.handling_site)}; and make no collective call in `finally` or "
+        f"`except` that the other ranks do not make: let the exception end {rank_list(ranks)}, or let all ranks "
+        "agree on the failure first (all_reduce a flag)",
+    )

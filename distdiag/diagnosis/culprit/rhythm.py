@@ -7,12 +7,16 @@ still in its loop when that barrier should follow has stayed too long.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from distdiag.diagnosis.culprit.call_site import site_of
+from distdiag.diagnosis.culprit.case import Case, Reason, Testimony
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import RankState, Snapshot
+from distdiag.diagnosis.text.incident import verb
+from distdiag.diagnosis.text.phrases import at
+from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.wait import Wait
 
 
@@ -28,14 +32,6 @@ class Rhythm:
     def early(self) -> bool:
         """True if they are at the site too early; else they are missing there."""
         return self.gap < self.usual
-
-    @property
-    def text(self) -> str:
-        """Return the evidence, as the end of a sentence about the two sites."""
-        who = rank_list(self.ranks)
-        if self.early:
-            return f"{who} got there after {self.gap:,} collectives; earlier, all ranks got there after {self.usual:,}"
-        return f"{who} should be in the other call, too: at earlier visits it followed after {self.usual:,} collectives"
 
 
 def _gaps(
@@ -101,3 +97,26 @@ def rhythm_of(snapshot: Snapshot, wait: Wait) -> Rhythm | None:
     states = snapshot.ranks
     here = {r: site_of(states.get(r), c) for r, c in wait.calls.items()}
     return out_of_rhythm(states, (wait.group, wait.seq), here, *wait.sides)
+
+
+def explain(case: Case, ranks: Sequence[int]) -> Testimony | None:
+    """Return the evidence that these ranks are at their site too early, or not where all came at this point; None if not."""
+    found = rhythm_of(case.snapshot, case.wait)
+    if found is None or found.ranks != tuple(ranks):
+        return None
+    who, own = rank_list(ranks), case.wait.calls[ranks[0]]
+    if found.early:
+        text = f"; {who} got there after {found.gap:,} collectives; earlier, all ranks got there after {found.usual:,}"
+        left, call = "early in", own
+    else:
+        text = (
+            f"; {who} should be in the other call, too: at earlier visits it followed after {found.usual:,} collectives"
+        )
+        left, call = "not in", case.wait.calls[min(next(side for side in case.wait.sides if ranks[0] not in side))]
+    return Testimony(
+        name=Reason.RHYTHM,
+        ranks=found.ranks,
+        text=text,
+        advice=f"find why {who} {verb(ranks, 'is', 'are')} {left} {compatible.op_name(call.op)}{at(call.site)}: fewer or more "
+        "batches, a break, return or skipped batch on some ranks only",
+    )

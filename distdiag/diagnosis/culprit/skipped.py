@@ -6,9 +6,10 @@ collectives of that rank are one step ahead of the other ranks'.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from distdiag.diagnosis.culprit.case import Case, Reason, Testimony
 from distdiag.diagnosis.culprit.paths import parting, parting_text
 from distdiag.diagnosis.culprit.rank_condition import Condition, Source
 from distdiag.diagnosis.model.snapshot import RankState, Site, Snapshot
@@ -78,20 +79,19 @@ def _sites(state: RankState, times: int) -> list[Site]:
     return [Site(file, int(line)) for file, line, n in parts if n == times and line.isdigit()]
 
 
-def text(snapshot: Snapshot, found: Skipped, source: Source | None) -> str:
-    """Return the end of a sentence: what the rank skipped, by which condition or exception."""
-    state = snapshot.ranks[found.rank]
-    what = (
-        f"; rank {found.rank} ran {found.missing:,} forward{'s' if found.missing > 1 else ''} without backward "
+def explain(case: Case, ranks: Sequence[int]) -> Testimony | None:
+    """Return the evidence that these ranks ran forwards without backward, with the condition or exception; None if not."""
+    found = skipped(case.snapshot, case.compared)
+    if found is None or tuple(ranks) != (found.rank,):
+        return None
+    caught = swallowed(case.states[found.rank])
+    return Testimony(
+        name=Reason.SKIPPED,
+        ranks=(found.rank,),
+        text=f"; rank {found.rank} ran {found.missing:,} forward{'s' if found.missing > 1 else ''} without backward "
         f"({found.forwards:,} forwards, {found.backwards:,} backwards)"
-    )
-    caught = swallowed(state)
-    return what + (f", and caught {caught}" if caught else "") + parting_text(way_out(snapshot, found, source))
-
-
-def advice(found: Skipped) -> str:
-    """Return what to do about a forward without backward."""
-    return (
-        f"run the backward of every forward on rank {found.rank}, too (of a loss times 0, if the batch is not to count), "
-        "or skip the batch on all ranks together"
+        + (f", and caught {caught}" if caught else "")
+        + parting_text(way_out(case.snapshot, found, case.source)),
+        advice=f"run the backward of every forward on rank {found.rank}, too (of a loss times 0, if the batch is not "
+        "to count), or skip the batch on all ranks together",
     )

@@ -5,9 +5,10 @@ It explains a culprit and does not decide who it is.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from distdiag.diagnosis.culprit.case import Case, Reason, Testimony
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Loader, Site, Snapshot
 
@@ -51,12 +52,18 @@ def uneven_loop(snapshot: Snapshot, ranks: Collection[int]) -> UnevenLoop | None
     return None
 
 
-def text(found: UnevenLoop) -> str:
-    """Return the end of a sentence."""
+def explain(case: Case, ranks: Sequence[int]) -> Testimony | None:
+    """Return the loop that these ranks are in and the others have left, or the reverse; None if there is none."""
+    found = uneven_loop(case.snapshot, case.compared)
+    if found is None or tuple(ranks) not in (found.inside, found.outside):
+        return None
     where = f"{found.site.file.rsplit('/', 1)[-1]}:{found.site.line}"
-    return (
-        f"; the loop at {where} is at {found.unit} {found.at:,} on {rank_list(found.inside)}, and ended after {found.ended_after:,} "
-        f"on {rank_list(found.outside)}"
+    return Testimony(
+        name=Reason.LOOP,
+        ranks=tuple(ranks),
+        text=f"; the loop at {where} is at {found.unit} {found.at:,} on {rank_list(found.inside)}, "
+        f"and ended after {found.ended_after:,} on {rank_list(found.outside)}",
+        advice=ADVICE,
     )
 
 

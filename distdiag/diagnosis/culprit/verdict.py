@@ -7,12 +7,13 @@ if the ranks are at different points of the program.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.culprit.call_site import site_of
+from distdiag.diagnosis.culprit.case import Case, Reason, Testimony
 from distdiag.diagnosis.culprit.rank_condition import Source
-from distdiag.diagnosis.culprit.witnesses import Case, Reason, decide
+from distdiag.diagnosis.culprit.witnesses import OTHER_PLACE, WEAK, decide
 from distdiag.diagnosis.endings import ECHOES, ends
 from distdiag.diagnosis.kinds import Kind
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Snapshot
@@ -22,9 +23,6 @@ from distdiag.diagnosis.waits.incidents import Incident, Root, find
 from distdiag.diagnosis.waits.wait import Wait
 
 SETTLED_S = 5.0  # seconds without a new call, after which the majority is taken without ranks that have not arrived
-_OTHER_PLACE = (
-    Reason.EXHAUSTED, Reason.EXCEPTION, Reason.SKIPPED, Reason.EXTRA, Reason.SITE, Reason.GROUP_SITE, Reason.HISTORY, Reason.RHYTHM, Reason.CONDITION
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +34,22 @@ class Verdict:
     incident: Incident
     culprits: tuple[int, ...]
     victims: tuple[int, ...]
-    reason: Reason
+    testimony: Testimony  # what decided
+    also: tuple[Testimony, ...] = ()  # what else explains the same culprits
     wait: Wait  # the one the finding is about
     call: Call | None  # one call in it
     waits: tuple[Wait, ...]  # waits whose sites the finding lists
     ended: tuple[int, ...] = ()  # ranks that are gone or stopped
     stuck: tuple[int, ...] = ()  # ranks that cannot continue because of them
+
+    @property
+    def reason(self) -> Reason:
+        return self.testimony.name
+
+    @property
+    def evidence(self) -> tuple[Testimony, ...]:
+        """Return what decided, then what else explains it."""
+        return (self.testimony, *self.also)
 
 
 def judge(
@@ -72,15 +80,18 @@ def judge_incident(
 ) -> list[Verdict]:
     """Return the verdict on an incident; nothing while evidence is incomplete, several if ranks ended for different reasons."""
     if incident.root is Root.GONE:
-        return _gone(snapshot, graph, incident, exhausted, without)
+        return _gone(Case(snapshot, graph, incident, exhausted, source), without)
     case = Case(snapshot, graph, incident, exhausted, source)
+    if incident.root is Root.ABORT:
+        return [_aborted(case, without)]
     found = _conflict(case, without) if incident.root is Root.CONFLICT else _cycle(case, without)
     return [] if found is None else [found]
 
 
 def _conflict(case: Case, without: Collection[str]) -> Verdict | None:
     wait = case.wait
-    culprits, reason = decide(case, without)
+    testimony, also = decide(case, without)
+    culprits, reason = testimony.ranks, testimony.name
     if _undecided(case, reason):
         return None
     kind, cause = _kind_of_conflict(case, culprits, reason)
@@ -90,7 +101,8 @@ def _conflict(case: Case, without: Collection[str]) -> Verdict | None:
         incident=case.incident,
         culprits=culprits,
         victims=tuple(sorted(case.incident.victims - set(culprits))),
-        reason=reason,
+        testimony=testimony,
+        also=also,
         wait=wait,
         call=next((wait.calls[r] for side in wait.sides for r in sorted(side) if r not in culprits), None),
         waits=(wait, *(w for w in case.graph.waits if w.ranks)),
@@ -118,7 +130,7 @@ def _kind_of_conflict(case: Case, culprits: tuple[int, ...], reason: Reason) -> 
     mismatch, missing = (kinds.MISMATCH, "op"), (kinds.DEADLOCK, "missing_rank")
     if cause != "op" or wait.p2p:
         return kinds.MISMATCH, cause
-    if reason in _OTHER_PLACE:
+    if reason in OTHER_PLACE:
         return missing
     here = {r: site_of(states.get(r), c) for r, c in wait.calls.items()}
     sides = [[r for r in side if r in states] for side in wait.sides]
@@ -150,14 +162,31 @@ def _same_data(wait: Wait) -> bool:
     )
 
 
+# -- ranks that the backend aborted ----------------------------------------------------------------------------------
+
+
+def _aborted(case: Case, without: Collection[str]) -> Verdict:
+    testimony, also = decide(case, without)
+    return Verdict(
+        kind=kinds.MISMATCH,
+        cause="shape",
+        incident=case.incident,
+        culprits=testimony.ranks,
+        victims=tuple(sorted(case.incident.members - set(testimony.ranks))),
+        testimony=testimony,
+        also=also,
+        wait=case.wait,
+        call=None,
+        waits=(),
+    )
+
+
 # -- ranks that are gone or stopped ----------------------------------------------------------------------------------
 
 
-def _gone(
-    snapshot: Snapshot, graph: WaitGraph, incident: Incident, exhausted: Collection[int], without: Collection[str]
-) -> list[Verdict]:
+def _gone(case: Case, without: Collection[str]) -> list[Verdict]:
     """Return one verdict for the first end that no other end explains, then for what that leaves unexplained."""
-    states, ended = snapshot.ranks, ends(snapshot)
+    states, ended, graph, incident = case.states, ends(case.snapshot), case.graph, case.incident
     out: list[Verdict] = []
     left, victims = set(incident.members), set(incident.victims)
     while left and victims:
@@ -167,7 +196,7 @@ def _gone(
         named = tuple(sorted(q for q in first if _cause_of_end(states[q]) == cause))
         stuck = (graph.victims_of(named) & victims) if left != set(named) else victims
         if stuck:
-            out.append(_ended(Case(snapshot, graph, incident, exhausted, ended=named), cause, sorted(stuck), without))
+            out.append(_ended(replace(case, ended=named), cause, sorted(stuck), without))
         left -= set(named)
         victims -= stuck
     return out
@@ -175,18 +204,18 @@ def _gone(
 
 def _ended(case: Case, cause: str, stuck: list[int], without: Collection[str]) -> Verdict:
     waits = tuple(w for w in case.incident.waits if w.missing & set(case.ended))
-    case = Case(
-        case.snapshot, case.graph, case.incident, case.exhausted, ended=case.ended, waits=waits, stuck=frozenset(stuck)
-    )
+    case = replace(case, waits=waits, stuck=frozenset(stuck))
     wait = next((w for w in waits if not w.p2p), waits[0])
-    culprits, reason = decide(case, without)
+    testimony, also = decide(case, without)
+    culprits, reason = testimony.ranks, testimony.name
     return Verdict(
         kind=kinds.DEADLOCK,
         cause="missing_rank" if reason is Reason.HISTORY else cause,
         incident=case.incident,
         culprits=culprits or case.ended,
         victims=tuple(sorted(set(stuck) - set(culprits or case.ended))),
-        reason=reason,
+        testimony=testimony,
+        also=also,
         wait=wait,
         call=next((wait.calls[r] for r in wait.ranks if r in wait.calls), None),
         waits=waits,
@@ -208,26 +237,26 @@ def _cause_of_end(state: RankState) -> str:
 
 def _cycle(case: Case, without: Collection[str]) -> Verdict:
     incident = case.incident
-    culprits, reason = decide(case, without)
+    testimony, also = decide(case, without)
+    culprits, reason = testimony.ranks, testimony.name
     by_message = any(w.p2p for w in incident.waits)
     kind, cause = kinds.DEADLOCK, "p2p_cycle" if by_message else "group_cycle"
-    # A call with the wrong group is not the call that is due, either.
-    weak = reason in (Reason.NONE, Reason.ALONE, Reason.DUE)
-    mixed = None if by_message or not weak else _one_site(incident)
+    mixed = None if by_message or reason not in WEAK else _one_site(incident)
     if mixed is not None:
         kind, cause, culprits = kinds.MISMATCH, "group", mixed
+        testimony, also = Testimony(name=Reason.MAJORITY if mixed else Reason.NONE, ranks=mixed), ()
     elif culprits:
         cause = "missing_rank"
     victims = incident.victims if culprits else incident.members
-    waits = sorted(incident.waits, key=lambda w: (-len(w.ranks), w.p2p, min(w.ranks)))
-    main = next((w for w in waits if not set(culprits) & set(w.ranks)), waits[0])
+    main = case.main(culprits)
     return Verdict(
         kind=kind,
         cause=cause,
         incident=incident,
         culprits=culprits,
         victims=tuple(sorted(victims - set(culprits))),
-        reason=reason,
+        testimony=testimony,
+        also=also,
         wait=main,
         call=next((main.calls[r] for r in main.ranks if r in main.calls), None),
         waits=incident.waits,

@@ -1,114 +1,88 @@
-"""Witnesses: the declared order in which evidence decides who is the culprit of an incident.
+"""Witnesses: the declared order in which evidence decides who is the culprit of an incident, and explains it.
 
-A witness is one kind of evidence: a function that applies to some incidents and may name ranks as culprits. They are asked in
-order, and the first that names a rank decides. If none does, it is a true tie: no rank is blamed, and all members are listed.
+A witness is one kind of evidence. `names` returns the ranks that it accuses; the first witness that names a rank decides. `explain` is
+its wording, made from the same facts; it is also asked about ranks that another witness named, and then explains them. A witness
+without `names` only explains. If no witness names a rank, it is a true tie: no rank is blamed, and all members are listed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
-from enum import StrEnum
-from functools import cached_property
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from distdiag.diagnosis.culprit import (
     arguments,
     call_order,
     call_site,
+    conditions,
+    divergence,
     extra_backward,
     message_counts,
-    paths,
     pending_exception,
-    rank_condition,
     rhythm,
     skipped,
+    uneven_loop,
 )
-from distdiag.diagnosis.culprit.rank_condition import Condition, Source
-from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, Snapshot
-from distdiag.diagnosis.waits.graph import WaitGraph
-from distdiag.diagnosis.waits.incidents import Incident, Root
-from distdiag.diagnosis.waits.wait import Wait
+from distdiag.diagnosis.culprit.case import Case, Reason, Testimony
+from distdiag.diagnosis.model.findings import rank_list
+from distdiag.diagnosis.model.snapshot import Life
+from distdiag.diagnosis.text.incident import verb
+from distdiag.diagnosis.waits.incidents import Root
 
+EXHAUSTED_ADVICE = "give every rank the same number of batches (drop_last, DistributedSampler), or use Join"
 
-class Reason(StrEnum):
-    """Name of the witness that decided; NONE is a true tie."""
-
-    EXHAUSTED = "exhausted"  # it ran out of batches
-    MAJORITY = "majority"  # fewer ranks than on the other side
-    EXCEPTION = "exception"  # it is handling an exception that the others do not have
-    ARGUMENT = "argument"  # its dtype, size, root or peer is new at its site
-    SKIPPED = "skipped"  # it ran a forward without its backward
-    EXTRA = "extra"  # it made more backward passes than steps
-    SITE = "site"  # it is at a site that the others never used
-    GROUP_SITE = "group_site"  # it is the first to use this group at its site
-    HISTORY = "history"  # it has used a site that the others never used
-    RHYTHM = "rhythm"  # it arrived earlier than ever, or is missing at a site (see `rhythm`)
-    CONDITION = "condition"  # only its call is under a condition on the rank
-    PATTERN = "pattern"  # it broke the order of its own calls
-    MESSAGES = "messages"  # it has sent fewer messages than its peers
-    COUNT = "count"  # it has used a site more, or less, often than all others
-    ALONE = "alone"  # it waits alone, the others together
-    DUE = "due"  # it is not in the call that always followed its preceding calls
-    NONE = "none"
-
-
-@dataclass(frozen=True)
-class Case:
-    """One incident, as input of the witnesses."""
-
-    snapshot: Snapshot
-    graph: WaitGraph
-    incident: Incident
-    exhausted: Collection[int] = ()  # ranks that ran out of batches while others have some left
-    source: Source | None = None
-    ended: tuple[int, ...] = ()  # if ranks are gone: those that ended
-    waits: tuple[Wait, ...] = ()  # if ranks are gone: the waits for them
-    stuck: frozenset[int] = frozenset()  # if ranks are gone: the ranks that cannot continue because of them
-
-    @property
-    def states(self) -> dict[int, RankState]:
-        return self.snapshot.ranks
-
-    @property
-    def wait(self) -> Wait:
-        return self.incident.waits[0]
-
-    @cached_property
-    def sides(self) -> list[list[int]]:
-        """Return the ranks with equal calls in a conflict, the largest side first."""
-        return [sorted(side) for side in self.wait.sides]
-
-    @cached_property
-    def calls(self) -> dict[int, Call | None]:
-        return {r: w.calls.get(r) for w in self.incident.waits for r in (w.calls if w.conflict else w.ranks)}
-
-    @cached_property
-    def here(self) -> dict[int, str | None]:
-        """Site of each member's call."""
-        members = [r for s in self.sides for r in s] if self.incident.root is Root.CONFLICT else self.incident.members
-        return {r: call_site.site_of(self.states.get(r), self.calls.get(r)) for r in members}
-
-
-class Witness(NamedTuple):
-    """One kind of evidence: when it applies, and whom it names."""
-
-    name: Reason
-    applies: Callable[[Case], bool]
-    testify: Callable[[Case], Collection[int]]
-
-
-# -- when a witness applies ------------------------------------------------------------------------------------------
+Names = Callable[[Case], Collection[int]]
+Explain = Callable[[Case, Sequence[int]], Testimony | None]
 
 
 def _always(_: Case) -> bool:
     return True
 
 
+class Witness(NamedTuple):
+    """One kind of evidence.
+
+    Attributes:
+        names: Return the ranks that it accuses; None: it only explains ranks that others accuse.
+        applies: True if it may accuse ranks in this case.
+        explain: Return its wording for the ranks given, None if it does not hold for them.
+        claim: Its wording, if that needs no facts: only about ranks that it accused. `{ranks}`, `{has}`, `{is}` are filled in.
+    """
+
+    name: Reason
+    names: Names | None
+    applies: Callable[[Case], bool] = _always
+    explain: Explain | None = None
+    claim: str = ""
+
+    def testify(self, case: Case, ranks: Sequence[int]) -> Testimony:
+        """Return the evidence against the ranks that it accuses."""
+        words = {"ranks": rank_list(ranks), "has": verb(ranks, "has", "have"), "is": verb(ranks, "is", "are")}
+        worded = self.explain(case, ranks) if self.explain is not None else None
+        return worded or Testimony(name=self.name, ranks=tuple(ranks), text=self.claim.format(**words))
+
+
+# -- when a witness applies ------------------------------------------------------------------------------------------
+
+
 def _tie(case: Case) -> bool:
-    """True for two sides of equal size, if the history of every rank is known."""
-    return len(case.sides) == 2 and all(r in case.states for side in case.sides for r in side)
+    """True for two sides if the history of every rank is known. `_minority` comes before: they have equal size."""
+    return len(case.sides) == 2 and all(r in case.states for r in case.compared) and not _one_call(case)
+
+
+def _one_call(case: Case) -> bool:
+    """True for an abort in a call that all made together, with sizes that may differ by rank (all_to_all)."""
+    return case.incident.root is Root.ABORT and len(set(case.here.values())) == 1
+
+
+def _argument_applies(case: Case) -> bool:
+    return _tie(case) or _one_call(case)
+
+
+def _different_calls(case: Case) -> bool:
+    """True for a tie between calls that differ in more than their arguments."""
+    return _tie(case) and case.wait.conflict in ("op", "shape")
 
 
 def _ended_normally(case: Case) -> bool:
@@ -116,6 +90,10 @@ def _ended_normally(case: Case) -> bool:
     waiting = _waiting_for_ended(case)
     normally = all(case.states[q].life == Life.FINISHED and not case.states[q].exit_code for q in case.ended)
     return len(waiting) == 1 and normally and set(case.stuck) <= case.graph.victims_of(waiting) | set(waiting)
+
+
+def _two_waits(case: Case) -> bool:
+    return len(case.incident.waits) == 2
 
 
 # -- whom a witness names --------------------------------------------------------------------------------------------
@@ -129,8 +107,8 @@ def _out_of(ranks: Collection[int], exhausted: Collection[int]) -> tuple[int, ..
 
 def _exhausted(case: Case) -> Collection[int]:
     match case.incident.root:
-        case Root.CONFLICT:
-            return _out_of(frozenset().union(*case.wait.sides), case.exhausted)
+        case Root.CONFLICT | Root.ABORT:
+            return _out_of(case.compared, case.exhausted)
         case Root.GONE:
             return _out_of({*case.ended, *_waiting_for_ended(case)}, case.exhausted)
     return _out_of(case.incident.members, case.exhausted)
@@ -157,12 +135,12 @@ def _one_side(test: Callable[..., bool]) -> Callable[[Case], Collection[int]]:
 
 
 def _skipped(case: Case) -> Collection[int]:
-    found = skipped.skipped(case.snapshot, [r for side in case.sides for r in side])
+    found = skipped.skipped(case.snapshot, case.compared)
     return () if found is None else next((s for s in case.sides if s == [found.rank]), ())
 
 
 def _extra(case: Case) -> Collection[int]:
-    found = extra_backward.extra_backward(case.snapshot, [r for side in case.sides for r in side])
+    found = extra_backward.extra_backward(case.snapshot, case.compared)
     return () if found is None else next((s for s in case.sides if s == [found.rank]), ())
 
 
@@ -176,7 +154,7 @@ def _rhythm(case: Case) -> Collection[int]:
 
 
 def _condition(case: Case) -> Collection[int]:
-    behind = condition_of(case.snapshot, case.wait, case.source)
+    behind = conditions.on_rank(case)
     return () if behind is None else behind[0]
 
 
@@ -185,6 +163,37 @@ def _historic_waiter(case: Case) -> Collection[int]:
     waiting = _waiting_for_ended(case)
     here = {r: call_site.site_of(case.states[r], case.states[r].blocked) for r in waiting}
     return waiting if call_site.odd_by_history(case.states, here, waiting, case.ended) else ()
+
+
+def _raising_side(case: Case) -> Collection[int]:
+    return pending_exception.side_with_exception(case.states, case.sides)
+
+
+def _diverged(case: Case) -> Collection[int]:
+    found = divergence.of_sides(case)
+    return () if found is None else found[0]
+
+
+def _changed_argument(case: Case) -> Collection[int]:
+    if _one_call(case):
+        return arguments.ranks_with_new_size(case.states, case.wait)
+    return arguments.side_that_changed(case.states, case.wait)
+
+
+def _left_order(case: Case) -> Collection[int]:
+    return call_order.left_by(case.states, case.wait)
+
+
+def _fewer_messages(case: Case) -> Collection[int]:
+    return message_counts.fewer_messages(case.snapshot, case.incident)
+
+
+def _new_peer(case: Case) -> Collection[int]:
+    return arguments.new_peer(case.states, case.calls)
+
+
+def _visits_differ(case: Case) -> Collection[int]:
+    return message_counts.visits_differ(case.snapshot, case.incident, case.here)
 
 
 def _departed(case: Case) -> Collection[int]:
@@ -237,86 +246,82 @@ def _alone(case: Case) -> Collection[int]:
     return ()
 
 
+def _explain_exhausted(case: Case, ranks: Sequence[int]) -> Testimony | None:
+    if not ranks or tuple(sorted(_exhausted(case))) != tuple(ranks):
+        return None
+    text = f"; {rank_list(ranks)} ran out of batches"
+    return Testimony(name=Reason.EXHAUSTED, ranks=tuple(ranks), text=text, advice=EXHAUSTED_ADVICE)
+
+
 # -- the order -------------------------------------------------------------------------------------------------------
 
-ORDER: dict[Root, tuple[Witness, ...]] = {
-    Root.CONFLICT: (
-        Witness(Reason.EXHAUSTED, _always, _exhausted),
-        Witness(Reason.MAJORITY, _always, _minority),
-        Witness(Reason.EXCEPTION, _tie, lambda case: pending_exception.side_with_exception(case.states, case.sides)),
-        Witness(Reason.ARGUMENT, _tie, lambda case: arguments.side_that_changed(case.states, case.wait)),
-        Witness(Reason.EXTRA, _tie, _extra),
-        Witness(Reason.SKIPPED, _tie, _skipped),
-        Witness(Reason.SITE, _tie, _one_side(call_site.odd_by_site)),
-        Witness(Reason.HISTORY, _tie, _one_side(call_site.odd_by_history)),
-        Witness(Reason.GROUP_SITE, _tie, _first_in_group),
-        Witness(Reason.RHYTHM, _tie, _rhythm),
-        Witness(Reason.CONDITION, _tie, _condition),
-        Witness(Reason.PATTERN, _tie, lambda case: call_order.left_by(case.states, case.wait)),
+_CONFLICT = (
+    Witness(Reason.EXHAUSTED, _exhausted, explain=_explain_exhausted),
+    Witness(Reason.MAJORITY, _minority),  # the sides are in every message
+    Witness(Reason.EXCEPTION, _raising_side, _tie, pending_exception.explain),
+    Witness(Reason.LOOP, None, explain=uneven_loop.explain),
+    Witness(Reason.ARGUMENT, _changed_argument, _argument_applies, arguments.explain),
+    Witness(Reason.EXTRA, _extra, _different_calls, extra_backward.explain),
+    Witness(Reason.SKIPPED, _skipped, _different_calls, skipped.explain),
+    Witness(Reason.DIVERGENCE, _diverged, _tie, divergence.explain),
+    Witness(Reason.SITE, _one_side(call_site.odd_by_site), _tie, claim="; only {ranks} {has} ever been at that line"),
+    Witness(
+        Reason.HISTORY, _one_side(call_site.odd_by_history), _tie,
+        claim="; {ranks} {has} made collective calls at a line where the others have never been",
     ),
+    Witness(Reason.GROUP_SITE, _first_in_group, _tie, claim="; only {ranks} {has} used this group at that line"),
+    Witness(Reason.RHYTHM, _rhythm, _tie, rhythm.explain),
+    Witness(Reason.CONDITION, _condition, _tie, conditions.explain_rank),
+    Witness(Reason.PATTERN, _left_order, _tie, claim="; the other call is the one that always followed the calls before it"),
+    Witness(Reason.ORDER, None, explain=arguments.explain_order),
+    Witness(Reason.PARTING, None, explain=conditions.explain_parting),
+    Witness(Reason.COUNT, None, explain=message_counts.explain_more),
+)  # fmt: skip
+ORDER: dict[Root, tuple[Witness, ...]] = {
+    Root.CONFLICT: _CONFLICT,
+    Root.ABORT: _CONFLICT,
     Root.GONE: (
-        Witness(Reason.EXHAUSTED, _always, _exhausted),
-        Witness(Reason.HISTORY, _ended_normally, _historic_waiter),
+        Witness(Reason.EXHAUSTED, _exhausted, explain=_explain_exhausted),
+        Witness(Reason.HISTORY, _historic_waiter, _ended_normally),
+        Witness(Reason.PARTING, None, explain=conditions.explain_leaving),
     ),
     Root.CYCLE: (
-        Witness(Reason.EXHAUSTED, _always, _exhausted),
-        Witness(Reason.EXCEPTION, _always, _with_exception),
-        Witness(Reason.MESSAGES, _always, lambda case: message_counts.fewer_messages(case.snapshot, case.incident)),
-        Witness(Reason.ARGUMENT, _always, lambda case: arguments.new_peer(case.states, case.calls)),
-        Witness(Reason.PATTERN, _always, _departed),
-        Witness(Reason.SITE, _always, _new_site_in_cycle),
+        Witness(Reason.EXHAUSTED, _exhausted, explain=_explain_exhausted),
+        Witness(Reason.EXCEPTION, _with_exception, explain=pending_exception.explain),
+        Witness(Reason.MESSAGES, _fewer_messages, claim="; {ranks} {has} sent fewer messages than the others"),
+        Witness(Reason.ARGUMENT, _new_peer, explain=arguments.explain_peer),
+        Witness(Reason.PATTERN, _departed, claim="; {ranks} {has} left the order of its earlier calls, the others kept theirs"),
+        Witness(Reason.SITE, _new_site_in_cycle, claim="; only {ranks} {has} ever been at that line"),
+        Witness(Reason.COUNT, _visits_differ, claim="; {ranks} {has} been there more or less often than all other ranks"),
+        Witness(Reason.ALONE, _alone, _two_waits, claim="; {ranks} {is} alone, the others wait together"),
         Witness(
-            Reason.COUNT, _always, lambda case: message_counts.visits_differ(case.snapshot, case.incident, case.here)
+            Reason.DUE, _not_in_due_call, _collectives_only,
+            claim="; {ranks} {is} not in the call that always followed its calls before",
         ),
-        Witness(Reason.ALONE, lambda case: len(case.incident.waits) == 2, _alone),
-        Witness(Reason.DUE, _collectives_only, _not_in_due_call),
+        Witness(Reason.PARTING, None, explain=conditions.explain_cycle),
     ),
-}
+}  # fmt: skip
+WEAK = (Reason.NONE, Reason.ALONE, Reason.DUE)  # a call with the wrong group is also made alone, and not due
+# The culprits are at another point of the program, not in the same call with another operation.
+OTHER_PLACE = (
+    Reason.EXHAUSTED, Reason.EXCEPTION, Reason.EXTRA, Reason.SKIPPED, Reason.DIVERGENCE, Reason.SITE, Reason.HISTORY, Reason.GROUP_SITE,
+    Reason.RHYTHM, Reason.CONDITION,
+)  # fmt: skip
 
 
-def decide(case: Case, without: Collection[str] = ()) -> tuple[tuple[int, ...], Reason]:
-    """Return (culprits, the witness that named them); no ranks and NONE if no witness does.
+def decide(case: Case, without: Collection[str] = ()) -> tuple[Testimony, tuple[Testimony, ...]]:
+    """Return (the testimony that names the culprits, what other evidence explains about the same ranks, in order).
+
+    The testimony has no ranks and is named NONE if no witness names any.
 
     Args:
         without: Names of witnesses that are not asked, to measure what each is worth.
     """
-    for name, ranks in answers(case, without):
-        if ranks:
-            return ranks, name
-    return (), Reason.NONE
-
-
-def answers(case: Case, without: Collection[str] = ()) -> Iterator[tuple[Reason, tuple[int, ...]]]:
-    """Yield the ranks that each applicable witness names, in the declared order."""
-    for witness in ORDER[case.incident.root]:
-        if witness.name not in without and witness.applies(case):
-            yield witness.name, tuple(sorted(witness.testify(case)))
-
-
-def condition_of(snapshot: Snapshot, wait: Wait, source: Source | None) -> tuple[tuple[int, ...], Condition] | None:
-    """Return (ranks that a condition on the rank names, condition) if exactly one of two sides is under one."""
-    if source is None or len(wait.sides) != 2:
-        return None
-    stacks = [_stack(snapshot.ranks[r], wait.calls.get(r), source) for r in map(min, wait.sides)]
-    found = [rank_condition.around(stacks[i], stacks[1 - i], source) for i in (0, 1)]
-    for i, side in enumerate(wait.sides):
-        mine, theirs = found[i], found[1 - i]
-        if mine is not None and theirs is None:
-            return tuple(sorted(wait.sides[1 - i] if mine.names_leaver else side)), mine
-    return None
-
-
-def parting_of(snapshot: Snapshot, wait: Wait, culprits: Collection[int], source: Source | None) -> list[Condition]:
-    """Return the conditions that can have led the culprits of a conflict to another call."""
-    mine, others = sorted(set(wait.calls) & set(culprits)), sorted(set(wait.calls) - set(culprits))
-    if source is None or not mine or not others:
-        return []
-    stacks = [_stack(snapshot.ranks[r], wait.calls.get(r), source) for r in (mine[0], others[0])]
-    return paths.parting(stacks[0], stacks[1], source)
-
-
-def _stack(state: RankState, call: Call | None, source: Source) -> tuple[Site, ...]:
-    site = call.site if call is not None else None
-    if site is None or state.user_stack[:1] == (site,):
-        return paths.call_stack(state.user_stack, state.host_stack, source)
-    return paths.with_callers((site, *state.user_stack[1:]), source)
+    asked = [witness for witness in ORDER[case.incident.root] if witness.name not in without]
+    decided = Testimony(name=Reason.NONE)
+    for witness in asked:
+        if witness.names is not None and witness.applies(case) and (ranks := tuple(sorted(witness.names(case)))):
+            decided = witness.testify(case, ranks)
+            break
+    also = (w.explain(case, decided.ranks) for w in asked if w.explain is not None and w.name != decided.name)
+    return decided, tuple(testimony for testimony in also if testimony is not None)

@@ -30,10 +30,32 @@ def ends_batch(name: str) -> bool:
     return not last and (head.endswith(":") or (head.endswith("_") and head.rpartition(":")[2].isupper()))
 
 
+# They write their entries themselves. Those of all others are written by torch's hook, from 2.14 on: `nccl2`, custom backends.
+_NATIVE = {"", "nccl", "gloo", "xccl"}
+
+
 def backend_of(f: DumpFile) -> str:
-    """Return `nccl` or `gloo`; empty for a dump without entries."""
+    """Return `nccl`, `gloo`, `nccl2`, …; empty for a dump without entries."""
     name = f.entries[-1].get("profiling_name", "") if f.entries else ""
     return name.partition(":")[0] if ":" in name else ""
+
+
+def by_hook(backend: str) -> bool:
+    """True if torch's hook writes the entries: tensors as the caller gave them, counters of operations instead of numbers."""
+    return backend not in _NATIVE
+
+
+def completed(e: dict[str, Any]) -> bool:
+    """True if an entry's operation is known to be complete; gloo's entries are retired then, and stay `scheduled`."""
+    return e["state"] == "completed" or (e["retired"] and e["profiling_name"].startswith("gloo"))
+
+
+def retired_when_issued(e: dict[str, Any]) -> bool:
+    """True for an operation of a backend that reports no completion: whether it is complete is not known.
+
+    torch's hook retires its entry when it is issued. An entry of NCCL itself that is retired and not complete has timed out.
+    """
+    return e["retired"] and not completed(e) and by_hook(e["profiling_name"].partition(":")[0])
 
 
 @dataclass(slots=True)
@@ -43,6 +65,7 @@ class Tail:
     newest: int
     head: int | None = None  # oldest collective in flight
     description: str = ""
+    uncounted: bool = False  # completion is not reported: only what no member has left out may be complete
 
 
 @dataclass(slots=True)
@@ -63,7 +86,6 @@ class Scan:
 def scan_file(f: DumpFile) -> Scan:
     """Return the newest and the oldest open collective of each group, and all messages, in one pass."""
     out = Scan(f, backend_of(f))
-    # its state stays "scheduled"; NCCL entries that are retired and not completed have timed out
     gloo = out.backend == "gloo"
     tails, messages = out.tails, out.messages
     over: set[tuple[str, int]] = set()  # coalesced collectives that have completed
@@ -82,14 +104,17 @@ def scan_file(f: DumpFile) -> Scan:
             t = tails[name] = Tail(seq, None, e["process_group"][1])
         elif seq > t.newest:
             t.newest = seq
-        if e["state"] != "completed" and not (gloo and e["retired"]):
+        if retired_when_issued(e):
+            t.uncounted = True
+        elif not completed(e):
             unfinished.append((t, name, seq))
         elif ends_batch(e["profiling_name"]):
             over.add((name, seq))
     for t, name, seq in unfinished:  # the parts of a batch keep the state in which they were issued
         if (t.head is None or seq < t.head) and (name, seq) not in over:
             t.head = seq
-    pairs = {name for name, (_, members) in f.groups.items() if len(members or ()) == 2} if not gloo else set()
+    numbered = not gloo and not by_hook(out.backend)  # the status has numbers of collectives
+    pairs = {name for name, (_, members) in f.groups.items() if len(members or ()) == 2} if numbered else set()
     for e in messages:  # a dump of active entries only lacks the entries that close batches
         name, number = e["process_group"][0], short_text(e.get("pg_id"))
         if name in pairs and not e["collective_seq_id"] and number in f.status:
@@ -151,8 +176,7 @@ def call_of(key: str, e: dict[str, Any], source: Scan, t0_ns: int) -> Call:
     outputs = _shapes(e.get("output_sizes") or ())
     received = _product(outputs[0]) if len(shapes or ()) == 1 and len(outputs or ()) == 1 and outputs else None
     op = compatible.op_name(e["profiling_name"])
-    gloo = source.backend == "gloo"
-    done = e["state"] == "completed" or (gloo and e["retired"])
+    done = completed(e)
     t = ns(e)
     return Call(
         op=op,
@@ -167,7 +191,7 @@ def call_of(key: str, e: dict[str, Any], source: Scan, t0_ns: int) -> Call:
         completed_s=((ns(e, "time_discovered_completed_ns") or t or t0_ns) - t0_ns) / 1e9 if done else None,
         asynchronous=True,
         started=e["state"] in ("started", "completed") if source.timed else None,
-        timed_out=bool(e["retired"]) and not done,
+        timed_out=bool(e["retired"]) and not done and not retired_when_issued(e),
         # tensors of different sizes take another code path, which records the parts of a batch
         even=source.backend == "nccl",
     )

@@ -15,9 +15,9 @@ from stat import S_ISREG
 import msgspec
 
 from distdiag.diagnosis.dumps.content import DumpFile, parse
-from distdiag.diagnosis.dumps.guard import Announce
 from distdiag.diagnosis.dumps.naming import name_ranks
 from distdiag.diagnosis.dumps.pickles import BadDump, load_pickle, one_line
+from distdiag.guard import Announce
 
 MAX_BYTES = 2 << 30  # limit of one unpacked dump; a ring of 20,000 entries with stacks has some 100 MB
 UNPACKED_BYTES, UNPACK_FACTOR = 64 << 20, 200  # limits of gzip's expansion; real dumps compress 5 to 100 times

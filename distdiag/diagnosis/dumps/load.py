@@ -9,13 +9,13 @@ from pathlib import Path
 from distdiag.diagnosis.dumps.choice import choose, drop_earlier_runs, newest_ns
 from distdiag.diagnosis.dumps.content import DumpFile
 from distdiag.diagnosis.dumps.files import read_all
-from distdiag.diagnosis.dumps.guard import Announce
 from distdiag.diagnosis.dumps.load_report import LoadReport
 from distdiag.diagnosis.dumps.naming import name_ranks
 from distdiag.diagnosis.dumps.snapshot import SnapshotBuilder
 from distdiag.diagnosis.model.snapshot import Life, Snapshot
+from distdiag.guard import TOGETHER, Announce
 
-ANALYSIS, ENTRY_BYTES = "", 1000  # step name for making the snapshot, and bytes per entry for its limits
+ENTRY_BYTES = 1000  # per entry, for the limits of making the snapshot
 
 
 def load(
@@ -43,7 +43,7 @@ def load(
 
 def _load(paths: list[Path], announce: Announce, refused: Mapping[str, str] | None) -> tuple[Snapshot, LoadReport]:
     read, bad, others = read_all(paths, announce, refused)
-    announce(ANALYSIS, sum(len(f.entries) for f in read) * ENTRY_BYTES)
+    announce(TOGETHER, sum(len(f.entries) for f in read) * ENTRY_BYTES)
     report = LoadReport(bad=bad, others=others)
     by_rank: dict[int, list[DumpFile]] = {}
     for f in read:

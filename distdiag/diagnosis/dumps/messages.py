@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from distdiag.diagnosis.dumps.entries import Scan, call_of, of_batch
+from distdiag.diagnosis.dumps.entries import Scan, call_of, completed, of_batch, retired_when_issued
 from distdiag.diagnosis.model.snapshot import Call
 from distdiag.terms.untrusted import is_rank
 
@@ -33,7 +33,7 @@ def match(
                 continue
             direction, peer = parsed
             e = of_batch(e, source)
-            done = e["state"] == "completed" or (e["profiling_name"].startswith("gloo") and e["retired"])
+            done = completed(e) or retired_when_issued(e)  # an end that is not known to wait
             sent.setdefault(key, {}).setdefault((rank, peer, direction), []).append((e["p2p_seq_id"], done, e, source))
     for key, by_pair in sent.items():
         if all(done for es in by_pair.values() for _, done, *_ in es):

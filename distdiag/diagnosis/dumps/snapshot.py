@@ -14,17 +14,29 @@ from distdiag.diagnosis.dumps import late_ranks
 from distdiag.diagnosis.dumps import messages as dump_messages
 from distdiag.diagnosis.dumps.content import DumpFile
 from distdiag.diagnosis.dumps.dump_times import note_times
-from distdiag.diagnosis.dumps.entries import Scan, backend_of, call_of, ns, user_site
+from distdiag.diagnosis.dumps.entries import (
+    Scan,
+    backend_of,
+    by_hook,
+    call_of,
+    completed,
+    ns,
+    retired_when_issued,
+    user_site,
+)
 from distdiag.diagnosis.dumps.groups import Groups
 from distdiag.diagnosis.dumps.load_report import LoadReport
+from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, Snapshot
 from distdiag.diagnosis.model.visits import Visits
 from distdiag.diagnosis.waits import compatible
+from distdiag.diagnosis.waits.wait import conflict_at
 from distdiag.terms.untrusted import short_text
 
 # Up to this many entries all are read, to break ties; of more, only those from the oldest in flight on.
 SITES_UP_TO = 60_000
 CALLS_BEFORE = 128  # earlier calls that are read in one group
+COMPARED = 32  # collectives of a group without completion that are compared: a host does not run ahead by more
 
 
 class SnapshotBuilder(Groups):
@@ -54,11 +66,15 @@ class SnapshotBuilder(Groups):
             for g, (issued, done) in counters.items():
                 if g not in self.positions[rank] and g not in with_messages and issued > 0:
                     self.positions[rank][g] = (issued, max(done, 0))
+        uncounted = self._uncounted()
+        self.report.notes += self._not_visible(uncounted)
         floor: dict[str, int] = {}
         for where in self.positions.values():
             for g, (issued, done) in where.items():
                 if done < issued:
                     floor[g] = min(floor.get(g, done + 1), done + 1)
+        for g, by_all in uncounted.items():
+            floor[g] = min(floor.get(g, by_all), max(1, by_all - COMPARED))
         total = sum(len(f.entries) for files in self.chosen.values() for f in files)
         self.looks_back = bool(floor) and total <= SITES_UP_TO
         self._find_stale()
@@ -88,15 +104,59 @@ class SnapshotBuilder(Groups):
                 visits_complete=rank in visits and visits[rank].whole and self._from_the_start(rank),
             )
         t = max((*self.report.newest_s.values(), 0.0))
-        return Snapshot(t_s=t, world_size=self.world_size, ranks=ranks, groups=self.groups, source="dumps")
+        found = Snapshot(t_s=t, world_size=self.world_size, ranks=ranks, groups=self.groups, source="dumps")
+        return _with_open_conflicts(found, uncounted)
+
+    def _not_visible(self, uncounted: dict[str, int]) -> list[str]:
+        """Return what these dumps cannot show, one line each."""
+        notes = [
+            f"the backend of group {self.groups[g].description or g} reports no completion: judged by what each rank issued"
+            for g in sorted(uncounted)
+        ]
+        of_anybody, batches = set(), set()
+        for rank, mine in self.messages.items():
+            for _, e, scan in mine:
+                if e["profiling_name"].endswith("<-?") and not completed(e) and not retired_when_issued(e):
+                    of_anybody.add(rank)
+                if scan.backend == "nccl2" and e["state"] == "completed":
+                    batches.add(rank)
+        if of_anybody:
+            notes.append(f"{rank_list(of_anybody)} may wait for a message from any rank: the sender is not recorded")
+        if batches:
+            notes.append(
+                f"nccl2 records messages of batch_isend_irecv as completed when they are issued: whether those of "
+                f"{rank_list(batches)} have arrived is not known"
+            )
+        return notes
+
+    def _uncounted(self) -> dict[str, int]:
+        """Return groups whose completions are not reported, with the newest collective that all members have issued.
+
+        Their ranks are taken to have completed that one, and no later one.
+        """
+        keys = {
+            self.keys[(rank, scan.backend, name)]
+            for rank, scans in self.scans.items()
+            for scan in scans
+            for name, tail in scan.tails.items()
+            if tail.uncounted
+        }
+        out = {}
+        for g in keys:
+            here = [p[g][0] if g in p else 0 for q, p in self.positions.items() if q in self.groups[g].ranks]
+            out[g] = min(here, default=0)
+            for p in self.positions.values():
+                if g in p:
+                    p[g] = (p[g][0], min(p[g][0], out[g]))
+        return out
 
     def _status(self, rank: int, scan: Scan) -> dict[str, tuple[int, int]]:
         """Return the counters of groups without entries by name, matched by the numbers in entries, else by the order of creation."""
         f, backend = scan.file, scan.backend
         if not f.status or len(scan.tails) == len(f.status):
             return {}  # every group has entries, which are more detailed
-        if backend == "gloo":
-            return {}  # it also counts messages, which leave no entries and may differ between ranks
+        if backend == "gloo" or by_hook(backend):
+            return {}  # they also count messages, which may differ between ranks
         names = {short_text(e["pg_id"]): e["process_group"][0] for e in f.entries if "pg_id" in e}
         listed = [n for n in f.groups if n]
         if len(listed) == len(f.status) and all(n.isdecimal() for n in (*listed, *f.status)):
@@ -184,3 +244,16 @@ class SnapshotBuilder(Groups):
                         key = self.keys[(rank, scan.backend, e["process_group"][0])]
                         seen.add(key, site.key, e["collective_seq_id"])
         return counts, visits
+
+
+def _with_open_conflicts(s: Snapshot, uncounted: dict[str, int]) -> Snapshot:
+    """Return the snapshot in which collectives that cannot complete, as their calls are incompatible, are open."""
+    ranks = dict(s.ranks)
+    for g, by_all in uncounted.items():
+        for seq in range(max(1, by_all - COMPARED), by_all + 1):
+            if conflict_at(s, g, seq):
+                for q in s.groups[g].ranks:
+                    if q in ranks and g in ranks[q].completed:
+                        ranks[q] = replace(ranks[q], completed=ranks[q].completed | {g: seq - 1})
+                break
+    return replace(s, ranks=ranks)

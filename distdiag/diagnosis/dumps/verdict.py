@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 
+from distdiag import guard
 from distdiag.diagnosis.culprit.verdict import judge
 from distdiag.diagnosis.dumps import culprits as dump_stalls
-from distdiag.diagnosis.dumps import guard
 from distdiag.diagnosis.dumps.culprits import Blame
 from distdiag.diagnosis.dumps.files import find, likely
 from distdiag.diagnosis.dumps.findings import in_flight, late_rank, stall, unmatched_messages
 from distdiag.diagnosis.dumps.late_ranks import LateRanks
-from distdiag.diagnosis.dumps.load import ANALYSIS, load
+from distdiag.diagnosis.dumps.load import load
 from distdiag.diagnosis.dumps.load_report import LoadReport
 from distdiag.diagnosis.dumps.missing import unreadable, without_dump
 from distdiag.diagnosis.dumps.running import was_running
@@ -25,9 +25,8 @@ from distdiag.diagnosis.waits.graph import build
 from distdiag.errors import DistdiagError
 from distdiag.terms.untrusted import all_encodable
 
+LIMITS = guard.Limits()
 __all__ = ["LoadReport", "NoDumps", "diagnose_dumps", "load"]
-
-DEATHS = 2  # crashes of the reading child after which each file is first tried alone
 
 
 def diagnose_dumps(paths: str | Path | Iterable[str | Path]) -> Report:
@@ -41,25 +40,19 @@ def diagnose_dumps(paths: str | Path | Iterable[str | Path]) -> Report:
         DistdiagError: the dumps together exceed the limits, or their analysis failed.
     """
     given = [paths] if isinstance(paths, (str, Path)) else list(paths)
-    refused: dict[str, str] = {}
-    deaths = 0
-    while True:
-        try:
-            answer = msgspec.msgpack.decode(
-                guard.run(lambda announce: _encoded(given, announce, refused)), type=_Answer
-            )
-            break
-        except guard.Died as e:
-            deaths += 1
-            if e.step not in refused and e.step != ANALYSIS:
-                refused[e.step] = e.reason
-            elif deaths > DEATHS:
-                raise DistdiagError(
-                    f"the dumps cannot be judged together: {e.reason}", "give fewer of them, or those of one run"
-                ) from e
-            if e.step == ANALYSIS or deaths == DEATHS:
-                deaths = DEATHS
-                _try_alone(given, refused)
+
+    def work(announce: guard.Announce, refused: Mapping[str, str], only: str | None) -> bytes:
+        return _encoded(given if only is None else [only], announce, refused)
+
+    def files() -> Iterable[str]:
+        return (str(path) for path, named in find(map(Path, given)) if named or likely(path))
+
+    try:
+        answer = msgspec.msgpack.decode(guard.survivors(work, files, LIMITS), type=_Answer)
+    except guard.Died as e:
+        raise DistdiagError(
+            f"the dumps cannot be judged together: {e.reason}", "give fewer of them, or those of one run"
+        ) from e
     if answer.report is None:
         raise NoDumps(LoadReport(bad=answer.bad, others=answer.others))
     return answer.report
@@ -73,7 +66,7 @@ class _Answer(msgspec.Struct):
     others: list[str] = []
 
 
-def _encoded(given: list[str | Path], announce: guard.Announce, refused: dict[str, str]) -> bytes:
+def _encoded(given: list[str | Path], announce: guard.Announce, refused: Mapping[str, str]) -> bytes:
     """Return the child's answer, encoded for the parent."""
     try:
         answer = _Answer(report=_judge(given, announce, refused))
@@ -85,17 +78,7 @@ def _encoded(given: list[str | Path], announce: guard.Announce, refused: dict[st
         return msgspec.msgpack.encode(all_encodable(msgspec.to_builtins(answer)))
 
 
-def _try_alone(given: list[str | Path], refused: dict[str, str]) -> None:
-    """Add to `refused` every file that cannot be read and judged alone."""
-    for path, named in find(map(Path, given)):
-        if str(path) not in refused and (named or likely(path)):
-            try:
-                guard.run(lambda announce, path=path: _encoded([path], announce, {}))
-            except guard.Died as e:
-                refused[str(path)] = e.reason
-
-
-def _judge(given: list[str | Path], announce: guard.Announce, refused: dict[str, str]) -> Report:
+def _judge(given: list[str | Path], announce: guard.Announce, refused: Mapping[str, str]) -> Report:
     """Return the verdict, in this process.
 
     Raises:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from distdiag.terms.untrusted import bounded
+
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
@@ -72,12 +74,12 @@ IB_STATUS: Mapping[str, str] = MappingProxyType({
 
 # What to do, by an exception's text, if its type is not specific enough.
 _BY_TEXT: tuple[tuple[re.Pattern[str], str], ...] = (
-    (re.compile(r"No module named|cannot import name"), "install it in the environment of all nodes"),
-    (re.compile(r"No space left on device"), "make room there; if it is /dev/shm, give the container more shared memory"),
-    (re.compile(r"Too many open files"), "raise the limit (`ulimit -n`), or torch.multiprocessing.set_sharing_strategy('file_system')"),
-    (re.compile(r"world[_ ]size|nproc|invalid device ordinal|MASTER_ADDR|LOCAL_RANK", re.IGNORECASE), "check how the ranks are started: as many per node as it has GPUs"),
-    (re.compile(r"Stale file handle|Input/output error|Transport endpoint"), "the file system failed: ask who runs it, and see other jobs of that node"),
-    (re.compile(r"Default process group has not been initialized"), "call init_process_group before it, on every rank"),
+    (bounded(r"No module named|cannot import name"), "install it in the environment of all nodes"),
+    (bounded(r"No space left on device"), "make room there; if it is /dev/shm, give the container more shared memory"),
+    (bounded(r"Too many open files"), "raise the limit (`ulimit -n`), or torch.multiprocessing.set_sharing_strategy('file_system')"),
+    (bounded(r"world[_ ]size|nproc|invalid device ordinal|MASTER_ADDR|LOCAL_RANK", re.IGNORECASE), "check how the ranks are started: as many per node as it has GPUs"),
+    (bounded(r"Stale file handle|Input/output error|Transport endpoint"), "the file system failed: ask who runs it, and see other jobs of that node"),
+    (bounded(r"Default process group has not been initialized"), "call init_process_group before it, on every rank"),
 )  # fmt: skip
 
 

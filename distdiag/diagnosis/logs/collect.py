@@ -14,33 +14,32 @@ from distdiag.diagnosis.logs.patterns import TABLE, Role, may_matter
 from distdiag.diagnosis.logs.prefixes import Writer, messages, plain, writer
 from distdiag.diagnosis.logs.recorded import MARK, Recorded
 from distdiag.diagnosis.model.snapshot import Site
-from distdiag.terms.untrusted import MAX_RANKS, is_rank
+from distdiag.guard import TOGETHER, Announce
+from distdiag.terms.untrusted import MAX_RANKS, bounded, is_rank
 
 MAX_EVENTS = 50_000
 MAX_OF_ONE = 8  # events of one kind by one writer that are kept; the rest are counted
-MAX_OF_SHAPE = 1 << 15  # lines that differ only in numbers; the lines of further ranks are not judged
+MAX_MESSAGE = 1 << 13  # characters of one message that are read
 MAX_FRAMES = 64  # most frames of one traceback
 MAX_WRITERS = 1 << 16
 MAX_DIGITS = 20  # most digits of a number: no field has more
 
+_FAILURES = tuple(row for row in TABLE if row.role not in (Role.FACT, Role.ECHO))
 _RANK_FIELDS = ("a", "b", "r", "waiter", "awaited", "near")
-_DIGITS = str.maketrans("", "", "0123456789")
 _FRAME = re.compile(r'File "(?P<filename>[^"]{1,500})", line (?P<line>\d{1,7})(?:, in (?P<name>.{1,200}))?\s*$')
-_CALL = re.compile(r"#\d+ (?P<name>\S+) from (?P<filename>\S{1,500}):(?P<line>\d{1,7})\s*$")
-_EXCEPTION = re.compile(
+_CALL = bounded(r"#\d+ (?P<name>\S+) from (?P<filename>\S{1,500}):(?P<line>\d{1,7})\s*$")
+_EXCEPTION = bounded(
     r"(?:^|[\]:|)]\s?)(?P<type>(?:[A-Za-z_]\w*\.){0,8}(?:[A-Z]\w*(?:Error|Exception|Expired|Killed|Timeout|Exit)))(?:: (?P<what>.*))?$"
 )
 # the end of a traceback whose frames were printed: any class
-_ANY = re.compile(r"(?:^\s{0,3}|[\]:|)]\s?)(?P<type>(?:[A-Za-z_]\w*\.){0,8}[A-Z]\w*)(?:: (?P<what>.*))?$")
+_ANY = bounded(r"(?:^\s{0,3}|[\]:|)]\s?)(?P<type>(?:[A-Za-z_]\w*\.){0,8}[A-Z]\w*)(?:: (?P<what>.*))?$")
 _OUTERMOST = ("<module>", "_run_module_as_main")
 _COLLECTIVE = "/torch/distributed/distributed_c10d.py"
-_ERRORS = re.compile(r"\b(?:(?:[A-Z]\w*)?(?:Error|Exception)|ERROR|FATAL|Fatal|Aborted)\b")
-_INSIDE = re.compile(r"/torch/(?:distributed|csrc|nn/parallel)/")
-_LOST = re.compile(
-    r"reset by peer|Broken pipe|onnection refused|onnection closed|Socket Timeout|timed out", re.IGNORECASE
-)
+_ERRORS = bounded(r"\b(?:(?:[A-Z]\w*)?(?:Error|Exception)|ERROR|FATAL|Fatal|Aborted)\b")
+_INSIDE = bounded(r"/torch/(?:distributed|csrc|nn/parallel)/")
+_LOST = bounded(r"reset by peer|Broken pipe|onnection refused|onnection closed|Socket Timeout|timed out", re.IGNORECASE)
 WATCHED_LINES = 40  # lines after a frame that may end its traceback
-_SPAWNED = re.compile(r"-- Process (\d{1,6}) terminated with the following error")
+_SPAWNED = bounded(r"-- Process (\d{1,6}) terminated with the following error")
 # exceptions of a launcher, or those by which a rank fails after others
 _FOLLOWERS = ("ChildFailedError", "SignalException", "CalledProcessError", "ProcessRaisedException", "RayTaskError", "RayActorError",
               "ActorDiedError", "SystemExit", "ProcessExitedException")  # fmt: skip
@@ -103,6 +102,7 @@ class Collected:
     restarts: int = 0
     torchrun: bool = False  # torchrun started the ranks, so a task of srun is a node
     dropped: int = 0
+    late: bool = False  # not all lines of a file were read in detail: it took too long
     files: list[Path] = field(default_factory=list)
     bad: list[tuple[str, str]] = field(default_factory=list)
 
@@ -113,6 +113,7 @@ class Collector:
     def __init__(self, paths: Iterable[Path], wrapped: Mapping[Path, int] | None = None) -> None:
         self.result = Collected()
         self.paths = list(paths)
+        self._bounds = files.Bounds(self.paths)
         self._wrapped = wrapped or {}  # the column at which a terminal wrapped the lines of a file
         self._of_one: dict[tuple[object, ...], int] = {}
         self._rank_of: dict[str, int] = {}  # process -> rank, from NCCL's own lines
@@ -122,7 +123,6 @@ class Collector:
         self._table = tables.Tables()
         self._spawned: int | None = None
         self._order = 0
-        self._shapes: dict[str, int] = {}
         self._watch_until = 0  # lines up to this one may end a traceback, whatever they contain
         self._last_error: tuple[object, ...] | None = None
         self._by_path: dict[Path, set[int]] = {}  # ranks named in the lines of a file
@@ -130,18 +130,35 @@ class Collector:
         self._exceptions: dict[tuple[object, ...], Event] = {}  # the last one of each process
         self._before: dict[tuple[object, ...], Event] = {}  # the one that was being handled when the next was raised
 
-    def read(self) -> Collected:
-        out = self.result
+    def read(
+        self, announce: Announce = lambda _step, _bytes: None, refused: Mapping[str, str] | None = None
+    ) -> Collected:
+        """Return what the files contain.
+
+        Args:
+            announce: Called before each file, with its size, and before the judgement.
+            refused: Files not to be read, with the reason.
+        """
+        out, bounds = self.result, self._bounds
         for path in self.paths:
             first, last = len(out.events), 0
             try:
+                if refused and str(path) in refused:
+                    raise OSError(refused[str(path)])
+                announce(str(path), path.stat().st_size)
+                bounds.start(path)
                 column = self._wrapped.get(path)
-                for number, text in files.lines(path) if column is None else files.unwrapped(path, column):
+                for number, text in (
+                    files.lines(path, bounds) if column is None else files.unwrapped(path, column, bounds)
+                ):
                     for message, rank in messages(plain(text)):
-                        self._line(path, number, message, rank)
+                        self._line(path, number, message[:MAX_MESSAGE], rank)
                     last = number
             except OSError as e:
                 out.bad.append((str(path), e.strerror or str(e)))
+            if bounds.late:
+                out.late = True
+                out.bad.append((str(path), "only its first and last lines were read in detail: reading takes too long"))
             for e in out.events[first:]:
                 e.lines_after = last - e.line
             out.files.append(path)
@@ -150,14 +167,13 @@ class Collector:
             self._before.clear()
             self._spawned = None
             out.exits += self._table.take()
+        announce(TOGETHER, 0)
         self._name_ranks()
         return out
 
     def _line(self, path: Path, number: int, text: str, rank: int | None) -> None:
         self._order += 1
-        if self._order > self._watch_until and not may_matter(text):
-            return
-        if self._repeated(text):
+        if self._order > self._watch_until and may_matter(text) is None:
             return
         if MARK in text:
             self.result.recorded.add(text, number)
@@ -193,14 +209,6 @@ class Collector:
                 self._add("nccl_warning", Role.HINT, {"what": what}, who, path, number, text)
             elif not who.mild and _ERRORS.search(text):
                 self.result.unknown.append((path, number, text.strip()[:200]))
-
-    def _repeated(self, text: str) -> bool:
-        """True for a message that was already printed very often with other numbers."""
-        shape = text[:160].translate(_DIGITS)
-        if shape not in self._shapes and len(self._shapes) >= MAX_WRITERS:
-            return False
-        count = self._shapes[shape] = self._shapes.get(shape, 0) + 1
-        return count > MAX_OF_SHAPE
 
     def _trace(self, source: tuple[object, ...], text: str, who: Writer, path: Path, number: int) -> bool:
         """Follow tracebacks; True if the line is a frame of one."""
@@ -264,12 +272,8 @@ class Collector:
         text: str,
     ) -> Event | None:
         """Add an exception by the table's row for its message; by its type if it has no row and ended a traceback."""
-        for row in TABLE:
-            if (
-                row.role not in (Role.FACT, Role.ECHO)
-                and row.needle in text
-                and (f := row.regex.search(text)) is not None
-            ):
+        for row in _FAILURES:
+            if row.needle in text and (f := row.regex.search(text)) is not None:
                 fields = {k: v for k, v in f.groupdict().items() if v is not None}
                 return self._add(row.name, row.role, fields, who, path, number, text, site)
         short = m["type"].rpartition(".")[2]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 
 from distdiag.diagnosis.logs import advice
@@ -12,9 +11,10 @@ from distdiag.diagnosis.logs.timeouts import absent_ranks
 from distdiag.diagnosis.model.findings import Certainty, Finding, Severity, Where, rank_list
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, at, rough_time, shortened, where_at
+from distdiag.terms.untrusted import bounded
 
 # in the store, of gloo: the address of one rank of a group, e.g. /default_pg/0//cpu//0/3
-_ADDRESS_KEY = re.compile(r"default_pg/\d+//\w+//\d+/(\d{1,6})\W*$")
+_ADDRESS_KEY = bounded(r"default_pg/\d+//\w+//\d+/(\d{1,6})\W*$")
 REFUSED = "Connection refused"
 LOCAL_ADDRESSES = ("127.0.0.1", "127.0.1.1", "localhost", "::1")
 

@@ -12,15 +12,16 @@ from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, at, rough_time, shortened, where_at
 from distdiag.terms.ranks import fold_ranks
-from distdiag.terms.untrusted import is_rank
+from distdiag.terms.untrusted import bounded, is_rank
 
 MANY_PARAMETERS = 1_000_000  # no model has so many tensors: such a count is another collective's data
-LOST = re.compile(r"reset by peer|Broken pipe|got 0 bytes|Connection closed", re.IGNORECASE)
+LONG_NAMES = 8000
+LOST = bounded(r"reset by peer|Broken pipe|got 0 bytes|Connection closed", re.IGNORECASE)
 
-_SEQ = re.compile(r"SequenceNumber=(\d{1,18})")
-_OP = re.compile(r"OpType=(\w+)")
-_SHAPE = re.compile(r"TensorShape=\[([\d, ]{0,99})\]")
-_DTYPE = re.compile(r"TensorDtypes=(\w+)")
+_SEQ = bounded(r"SequenceNumber=(\d{1,18})")
+_OP = bounded(r"OpType=(\w+)")
+_SHAPE = bounded(r"TensorShape=\[([\d, ]{0,99})\]")
+_DTYPE = bounded(r"TensorDtypes=(\w+)")
 
 
 def findings(found: Collected) -> list[Finding]:
@@ -167,7 +168,8 @@ def _unused(found: Collected, named: list[Event], indexed: list[Event]) -> Findi
     if differs:
         what = f"different parameters got no gradient on each of {rank_list(ranks)}; on rank {ranks[0]}: {shown}"
     else:
-        what = f"{count:,} {'parameter' if count == 1 else 'parameters'} got no gradient in the step before, on {rank_list(ranks)}: {shown}"
+        least = "at least " if len(named) and len(named[0].fields["names"]) > LONG_NAMES else ""  # the line is cut
+        what = f"{least}{count:,} {'parameter' if count == 1 else 'parameters'} got no gradient in the step before, on {rank_list(ranks)}: {shown}"
     site = first_site([e for e in found.events if e.name == "exception" and "finished reduction" in e.text])
     call = f"; the next forward was called{at(site)}" if site else ""
     how = "" if names else "; TORCH_DISTRIBUTED_DEBUG=DETAIL prints their names"

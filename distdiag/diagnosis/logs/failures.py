@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -12,12 +11,12 @@ from distdiag.diagnosis.logs.patterns import Role
 from distdiag.diagnosis.model.findings import Certainty, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.phrases import at, shortened, where_at
-from distdiag.terms.untrusted import is_rank
+from distdiag.terms.untrusted import bounded, is_rank
 
 # failures of the device or of the launch: never a consequence of another failure
 _ALWAYS = ("xid", "ecc", "device_lost", "shm_full", "duplicate_gpu", "rank_twice")
 HANDLED_LINES = 500  # a log that continues for this many lines shows that an exception was caught
-_NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
+_NUMBER = bounded(r"0x[0-9a-f]+|\d+")
 
 
 @dataclass(slots=True)

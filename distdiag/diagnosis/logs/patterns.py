@@ -7,8 +7,11 @@ Each row is a fixed format of a library, with the fields that a rule uses. Wordi
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+from distdiag.terms.untrusted import bounded
 
 
 class Role(StrEnum):
@@ -40,7 +43,7 @@ class Pattern:
 
 
 def _row(name: str, role: Role, needle: str, regex: str) -> Pattern:
-    return Pattern(name, role, needle, re.compile(regex))
+    return Pattern(name, role, needle, bounded(regex))
 
 
 C, W, V, S, X, E, F, O, H = (  # noqa: E741
@@ -164,6 +167,17 @@ NEEDLES: tuple[bytes, ...] = tuple(word.encode() for word in _WORDS)
 HEADS = (b'File "', b'File \\"', b"Last error:", b"traceback :")  # the next lines belong to it, whatever they contain
 
 
-def may_matter(text: str) -> bool:
-    """False if no row and no table can have this line."""
-    return any(word in text for word in _WORDS)
+def _any_of(words: Iterable[str]) -> str:
+    """Return a pattern for any of some words that tries each first letter once."""
+    by_first: dict[str, list[str]] = {}
+    for word in words:
+        by_first.setdefault(word[0], []).append(word[1:])
+    parts = [
+        re.escape(first) + ("" if "" in rests else _any_of(rests) if len(rests) > 1 else re.escape(rests[0]))
+        for first, rests in by_first.items()
+    ]
+    return parts[0] if len(parts) == 1 else f"(?:{'|'.join(parts)})"
+
+
+# None if no row and no table can have a line
+may_matter = re.compile(_any_of(w for w in _WORDS if not any(o != w and o in w for o in _WORDS))).search

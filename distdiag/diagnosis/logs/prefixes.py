@@ -8,24 +8,25 @@ from typing import Any
 
 import msgspec
 
-from distdiag.terms.untrusted import encodable, is_rank
+from distdiag.terms.untrusted import bounded, encodable, is_rank
 
-_ANSI = re.compile(
+_ANSI = bounded(
     r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]{0,200}(?:\x07|\x1b\\)?|[@-Z\\-_])|[\x00-\x08\x0b\x0c\x0e-\x1a]"
 )
-_RANK = re.compile(r"\[rank ?(\d{1,6})\]|\[RANK (\d{1,6})\]|\[Rank (\d{1,6})\]|(?:^|\s)rank[=:](\d{1,6})[\]:,\s]")
-_GROUP = re.compile(
+_RANK = bounded(r"\[rank ?(\d{1,6})\]|\[RANK (\d{1,6})\]|\[Rank (\d{1,6})\]|(?:^|\s)rank[=:](\d{1,6})[\]:,\s]")
+_GROUP = bounded(
     r"\[PG (?:ID )?(?P<pg>\d+)(?: PG GUID (?P<guid>[^\s(\]]*))?\s*(?:\((?P<desc>[^)]*)\))? Rank (?P<rank>\d{1,6})\]"
 )
-_LOCAL = re.compile(r"(?:^|\s)\[(?:default|worker|trainer|agent|none)(\d{1,4})\]:", re.IGNORECASE)
-_MPI = re.compile(r"\[\d+,(\d{1,6})\]<std(?:out|err)>")
-_SRUN = re.compile(r"^\s*(\d{1,6}): ")
-_BRACKET = re.compile(r"^\[(\d{1,6})\] (?=\S+:\d+:\d+ \[\d+\])")  # Intel MPI, in front of NCCL's own prefix
-_NCCL = re.compile(r"(?P<host>[\w.-]+):(?P<pid>\d+):\d+ \[(?P<device>\d+)\] ")
-_LABEL = re.compile(
+_LOCAL = bounded(r"(?:^|\s)\[(?:default|worker|trainer|agent|none)(\d{1,4})\]:", re.IGNORECASE)
+_MPI = bounded(r"\[\d+,(\d{1,6})\]<std(?:out|err)>")
+_SRUN = bounded(r"^\s*(\d{1,6}): ")
+_BRACKET = bounded(r"^\[(\d{1,6})\] (?=\S+:\d+:\d+ \[\d+\])")  # Intel MPI, in front of NCCL's own prefix
+_NCCL_IDS = bounded(r":\d+:\d+ \[\d+\] ")
+_NCCL = bounded(r"(?P<host>[\w.-]+):(?P<pid>\d+):\d+ \[(?P<device>\d+)\] ")
+_LABEL = bounded(
     r"\((?P<label>[A-Za-z_][\w ]*? pid=\d+)[^)]*?(?:, ip=(?P<ip>[\w.:]+))?\)|\[[\d: -]{19}(?: (?P<tp>(?:DP|PP|TP|EP)\d+[\w ]*))\]"
 )
-_MILD = re.compile(r"\[[IW](?:\d{3,4} \d\d:| \w+\.(?:cpp|cc|hpp):)")  # information and warnings of torch's C++ code
+_MILD = bounded(r"\[[IW](?:\d{3,4} \d\d:| \w+\.(?:cpp|cc|hpp):)")  # information and warnings of torch's C++ code
 _MESSAGE_KEYS = ("message", "msg", "log", "text", "event", "textPayload", "exc_info", "stack")
 
 
@@ -94,11 +95,12 @@ def _record(text: str) -> dict[str, Any]:
 
 
 def writer(text: str) -> Writer:
-    """Return who wrote a line."""
+    """Return who wrote a line. Each pattern is tried only if a literal part of it is there."""
     out = Writer()
-    own = list(_RANK.finditer(text[:400]))
+    head = text[:300]
+    own = list(_RANK.finditer(text[:400])) if "ank" in text or "RANK" in text else []
     exact = next((m for m in own if m[1] is not None), None)
-    if group := _GROUP.search(text[:600]):
+    if "[PG " in text and (group := _GROUP.search(text[:600])):
         out.group, out.in_group = (group["pg"], group["desc"] or ""), int(group["rank"])
         if group["desc"] == "default_pg":
             out.rank = out.in_group
@@ -107,17 +109,17 @@ def writer(text: str) -> Writer:
         number = next(int(x) for x in m.groups() if x is not None)
         if (exact is not None or out.group is None) and is_rank(number):
             out.rank = number
-    if out.rank is None and (m := _MPI.search(text)):
+    if out.rank is None and "]<std" in text and (m := _MPI.search(text)):
         out.rank = int(m[1])
     if out.rank is None and (m := _BRACKET.match(text)):
         out.rank = int(m[1])
-    out.mild = _MILD.search(text[:200]) is not None
-    if m := _LOCAL.search(text[:200]):
+    out.mild = ("[I" in head or "[W" in head) and _MILD.search(text[:200]) is not None
+    if "]:" in head and (m := _LOCAL.search(text[:200])):
         out.local = int(m[1])
     if m := _SRUN.match(text):
         out.task = int(m[1])
-    if m := _NCCL.search(text[:300]):
+    if _NCCL_IDS.search(head) and (m := _NCCL.search(head)):
         out.host, out.device, out.process = m["host"], int(m["device"]), f"{m['host']}:{m['pid']}"
-    elif m := _LABEL.search(text[:300]):
+    elif ("pid=" in head or "P" in head) and (m := _LABEL.search(head)):
         out.process, out.host = m["label"] or m["tp"], m["ip"] or ""
     return out

@@ -12,24 +12,25 @@ import msgspec
 
 from distdiag.diagnosis.kinds import KINDS
 from distdiag.diagnosis.model.findings import Certainty, Finding, Severity, Where, at_least
-from distdiag.terms.untrusted import is_rank
+from distdiag.diagnosis.text.finding import SHOWN_SITES
+from distdiag.terms.untrusted import bounded, is_rank
 
 MARK = "[distdiag] "
 MOST = 64  # findings of one log that are kept
 MAX_TEXT = 4000
-_HEAD = re.compile(
+_HEAD = bounded(
     r"(?:\S )?(?P<severity>ERROR|WARNING|INFO) (?P<kind>[a-z_]{1,40})(?:/(?P<cause>[a-z_]{1,40}))?(?P<suspected> \(suspected\))?  (?P<message>.+)"
 )
-_SHORT = re.compile(
+_SHORT = bounded(
     r"  (?P<severity>error|warning|info) (?P<kind>[a-z_]{1,40}): (?P<message>.+?)(?P<cleared> \(cleared\))?$"
 )
-_CLEARED = re.compile(r"cleared, the job continues: \w{1,10} (?P<kind>[a-z_]{1,40}): (?P<message>.+)")
-_DETAIL = re.compile(r"  (?P<label>cost|where|do) +(?P<text>\S.*)")
-_SITE = re.compile(
-    r"(?:last seen at )?(?P<file>[^;]{1,400}?):(?P<line>\d{1,7})(?: in (?P<function>[^;(]{1,200}?))? \(ranks? (?P<ranks>[\d, ]{1,60})"
+_CLEARED = bounded(r"cleared, the job continues: \w{1,10} (?P<kind>[a-z_]{1,40}): (?P<message>.+)")
+_DETAIL = bounded(r"  (?P<label>cost|where|do) +(?P<text>\S.*)")
+_SITE = bounded(
+    r"(?:last seen at )?(?P<file>.{1,400}?):(?P<line>\d{1,7})(?: in (?P<function>[^(]{1,200}?))? \(ranks? (?P<ranks>[\d, ]{1,60})"
 )
-_VERDICT = re.compile(r"verdict: distdiag diagnose (?P<run>\S.{0,400}?)    report: ")
-_NODE = re.compile(r"node \d{1,6}: ")
+_VERDICT = bounded(r"verdict: distdiag diagnose (?P<run>\S.{0,400}?)    report: ")
+_NODE = bounded(r"node \d{1,6}: ")
 
 
 @dataclass
@@ -108,7 +109,7 @@ def _ranks(sites: tuple[Where, ...]) -> tuple[int, ...]:
 
 def _sites(text: str) -> tuple[Where, ...]:
     out = []
-    for m in _SITE.finditer(text):
+    for m in filter(None, map(_SITE.match, text.split("; ")[: SHOWN_SITES + 1])):
         for rank in m["ranks"].split(","):
             if rank.strip().isdigit() and is_rank(int(rank)):
                 function = m["function"].strip() if m["function"] else None

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
-from distdiag.terms.untrusted import is_rank
+from distdiag.terms.untrusted import bounded, is_rank
 
 # torchrun writes `rank : 3 (local_rank: 3)`, `exitcode : -9 (pid: 71)`; a prefix may precede it
-_FIELD = re.compile(r"(?:^|\s)(?P<key>time|host|rank|exitcode|error_file|traceback)\s{1,9}: (?P<value>.{0,400})$")
-_LOCAL = re.compile(r"(-?\d+) \(local_rank: (\d+)\)")
-_CODE = re.compile(r"(-?\d+) \(pid: (\d+)\)")
-_NAME = re.compile(r"Process name: \[\[\d+,\d+\],(\d+)\]")
-_STATUS = re.compile(r"Exit code:\s+(\d+)")
+_FIELD = bounded(r"(?:^|\s)(?P<key>time|host|rank|exitcode|error_file|traceback)\s{1,9}: (?P<value>.{0,400})$")
+_LOCAL = bounded(r"(-?\d+) \(local_rank: (\d+)\)")
+_CODE = bounded(r"(-?\d+) \(pid: (\d+)\)")
+_NAME = bounded(r"Process name: \[\[\d+,\d+\],(\d+)\]")
+_STATUS = bounded(r"Exit code:\s+(\d+)")
 MAX_EXITS = 20_000
 
 
@@ -55,7 +54,7 @@ class Tables:
             return self._field(self._now, m["key"], m["value"])
         if (m := _NAME.search(text)) is not None:
             self._close()
-            self._now = Exit("mpirun", rank=int(m[1]), path=path, line=number)
+            self._now = Exit("mpirun", rank=int(m[1]) if is_rank(int(m[1])) else None, path=path, line=number)
             return True
         if self._now is not None and self._now.launcher == "mpirun" and (m := _STATUS.search(text)) is not None:
             self._now.code = int(m[1])

@@ -6,39 +6,73 @@ for whom; then lost connections. A later kind is reported only if no earlier one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
+from distdiag import guard
 from distdiag.diagnosis.logs import connections, disagreements, exits, failures, timeouts
 from distdiag.diagnosis.logs.collect import Collected, Collector
 from distdiag.diagnosis.logs.files import find_logs, wrapped_at
 from distdiag.diagnosis.logs.patterns import Role
 from distdiag.diagnosis.model.findings import NO_KNOWN_ERROR, STOPPED_BY, Finding, Report, Severity, State
 from distdiag.diagnosis.text.phrases import shortened
-from distdiag.terms.untrusted import all_encodable
+from distdiag.errors import DistdiagError
+from distdiag.terms.untrusted import MAX_RANKS, all_encodable
 
 MAX_FINDINGS = 6
+LIMITS = guard.Limits(cpu_s=12.0, cpu_s_per_byte=2e-6, memory_per_byte=1)  # beyond those of `files.Bounds`
 
 
 def diagnose_logs(given: Sequence[str], paths: Sequence[Path] | None = None) -> Report | None:
     """Return what the logs show; None if none of the files is a log.
 
+    They are read and judged in a child process with limits, as dumps are: a file that crashes it is listed, and the others count.
+
     Args:
         paths: The log files, if they are known already.
+
+    Raises:
+        DistdiagError: the logs together exceed the limits, or their analysis failed.
     """
     logs = list(paths) if paths is not None else find_logs(given)
     if not logs:
         return None
-    found = Collector(logs).read()
+
+    def work(announce: guard.Announce, refused: Mapping[str, str], only: str | None) -> bytes:
+        return _encoded(judge_logs(given, logs if only is None else [Path(only)], announce, refused))
+
+    try:
+        return msgspec.msgpack.decode(guard.survivors(work, lambda: map(str, logs), LIMITS), type=Report)
+    except guard.Died as e:
+        raise DistdiagError(
+            f"the logs cannot be judged together: {e.reason}", "give fewer of them, or those of one launch"
+        ) from e
+
+
+def _encoded(report: Report) -> bytes:
+    try:
+        return msgspec.msgpack.encode(report)
+    except UnicodeEncodeError:  # a path that is not UTF-8
+        return msgspec.msgpack.encode(all_encodable(msgspec.to_builtins(report)))
+
+
+def judge_logs(
+    given: Sequence[str],
+    logs: Sequence[Path],
+    announce: guard.Announce = lambda _step, _bytes: None,
+    refused: Mapping[str, str] | None = None,
+) -> Report:
+    """Return what log files show; in this process."""
+    found = Collector(logs).read(announce, refused)
     findings, text = judge(found)
-    if not findings and text is None and (wrapped := {p: n for p in logs if (n := wrapped_at(p)) is not None}):
-        found = Collector(logs, wrapped).read()
+    if not (findings or text or found.late) and (wrapped := {p: n for p in logs if (n := wrapped_at(p)) is not None}):
+        found = Collector(logs, wrapped).read(announce, refused)
         findings, text = judge(found)
     found.ranks |= {w.rank for f in findings for w in (*f.where, *f.waiting)}
     error = any(f.severity == Severity.ERROR for f in findings)
-    report = Report(
+    return Report(
         run=", ".join(map(str, given)),
         state=State.FAILED if error or text else State.RUNNING,
         world_size=_world(found),
@@ -48,11 +82,6 @@ def diagnose_logs(given: Sequence[str], paths: Sequence[Path] | None = None) -> 
         unjudged=None if findings or text else f"{NO_KNOWN_ERROR} in {_count(found)}",
         state_text=text,
     )
-    try:
-        msgspec.json.encode(report)
-    except UnicodeEncodeError:  # a path that is not UTF-8
-        report = msgspec.convert(all_encodable(msgspec.to_builtins(report)), Report)
-    return report
 
 
 def failures_first(dumps: Report, logs: Report) -> Report:
@@ -127,7 +156,7 @@ def _world(found: Collected) -> int | None:
     """Return the number of ranks, if the log gives it."""
     sizes = [found.world_size or 0]
     sizes += [int(e.fields["expected"]) for e in found.events if e.name == "clients"]
-    return max(sizes) or None
+    return max(n for n in sizes if n <= MAX_RANKS) or None
 
 
 def _count(found: Collected) -> str:

@@ -34,7 +34,7 @@ class Life(StrEnum):
 DEAD = frozenset({Life.FINISHED, Life.CRASHED, Life.KILLED})
 
 
-class Site(msgspec.Struct, frozen=True):
+class Site(msgspec.Struct, frozen=True, omit_defaults=True):
     """File, line and function in the user's code."""
 
     file: str
@@ -47,7 +47,7 @@ class Site(msgspec.Struct, frozen=True):
         return f"{self.file}:{self.line}"
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True):
+class Call(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One collective or point-to-point operation as one rank issued it."""
 
     op: str  # torch.distributed's name: all_reduce, broadcast, barrier, send, recv, …
@@ -79,7 +79,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         return self.op in ("send", "recv", "isend", "irecv")
 
 
-class Loader(msgspec.Struct, frozen=True, kw_only=True):
+class Loader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One DataLoader (or batch iterator) of one rank, in its current epoch."""
 
     site: Site | None = None  # where it is iterated
@@ -103,7 +103,7 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
     previous_fingerprints: tuple[int, ...] = ()  # of the epoch before; equal to the above = same order every epoch
 
 
-class Buckets(msgspec.Struct, frozen=True, kw_only=True):
+class Buckets(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How a DDP module sends its gradients."""
 
     bytes: int = 0  # of all gradients
@@ -115,7 +115,7 @@ class Buckets(msgspec.Struct, frozen=True, kw_only=True):
     dtypes: str = ""
 
 
-class DdpTime(msgspec.Struct, frozen=True, gc=False):
+class DdpTime(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """Communication of one measured step of one rank, ms, over all its DDP modules."""
 
     step: int
@@ -132,7 +132,7 @@ def issue_stack(site: Site, host: tuple[Site, ...]) -> tuple[Site, ...]:
     return (site,)
 
 
-class Model(msgspec.Struct, frozen=True, kw_only=True):
+class Model(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One DDP-wrapped module of one rank."""
 
     name: str = ""
@@ -163,7 +163,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     evaluating: bool = False  # the module that it wraps is in eval mode
 
 
-class Sample(msgspec.Struct, frozen=True):
+class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     """One sampled check; `kind` is the name of a `SampleKind` in lower case."""
 
     kind: str
@@ -176,7 +176,7 @@ class Sample(msgspec.Struct, frozen=True):
     alone: bool = False  # the rank trained alone until then: no DDP, no exchange with other ranks
 
 
-class Step(msgspec.Struct, frozen=True, gc=False):
+class Step(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """One optimizer step of one rank, ms.
 
     `arrived_s` and `ready_s` (run time) are when it arrived at the first and at the last synchronisation of the step.
@@ -202,7 +202,7 @@ class Step(msgspec.Struct, frozen=True, gc=False):
     arrived_s: Seconds | None = None
 
 
-class RankState(msgspec.Struct, frozen=True, kw_only=True):
+class RankState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One rank at the moment of the snapshot."""
 
     rank: int
@@ -283,7 +283,7 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     longest_delay_s: float = 0.0  # longest wait in seconds that it has caused so far without hanging
 
 
-class Group(msgspec.Struct, frozen=True, kw_only=True):
+class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One process group."""
 
     name: str
@@ -294,7 +294,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     site: Site | None = None  # of that call
 
 
-class Arrival(msgspec.Struct, frozen=True, gc=False):
+class Arrival(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """One collective that all members have left: which rank arrived last, and how late."""
 
     group: str
@@ -307,7 +307,7 @@ class Arrival(msgspec.Struct, frozen=True, gc=False):
     shared_ms: float = 0.0  # wait of every rank's host in it, even of the last to arrive: communication time
 
 
-class CompletedConflict(msgspec.Struct, frozen=True):
+class CompletedConflict(msgspec.Struct, frozen=True, omit_defaults=True):
     """One collective that all members completed although their calls were not compatible."""
 
     group: str
@@ -316,7 +316,7 @@ class CompletedConflict(msgspec.Struct, frozen=True):
     calls: dict[int, Call]
 
 
-class GpuState(msgspec.Struct, frozen=True, kw_only=True):
+class GpuState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One GPU over the last samples; None if NVML does not report it."""
 
     node: int
@@ -340,7 +340,7 @@ class GpuState(msgspec.Struct, frozen=True, kw_only=True):
     nvlink_recoveries: int | None = None  # of the last minute: each time traffic waits until the link is retrained
 
 
-class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Everything known about a job at one moment."""
 
     t_s: Seconds

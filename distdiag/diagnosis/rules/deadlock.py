@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.culprit import paths
-from distdiag.diagnosis.endings import End, last_wait
+from distdiag.diagnosis.endings import End
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.locks import LockCycle
 from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
@@ -24,6 +24,7 @@ from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.incident_finding import incident_findings
 from distdiag.diagnosis.text.phrases import NO_PROGRESS, at, op_text, reference, where
+from distdiag.diagnosis.waits.wait import last_wait
 
 kind = kinds.DEADLOCK
 

@@ -14,11 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.culprit import extra_backward, message_counts, paths, rank_condition, skipped, uneven_loop
-from distdiag.diagnosis.endings import Cascade, End, call_of_thread, last_wait, model_shapes
+from distdiag.diagnosis.endings import Cascade, End, call_of_thread, model_shapes
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Certainty, CollectiveRef, Finding, Severity, rank_list
-from distdiag.diagnosis.model.snapshot import Call, CompletedConflict, Life, Site, Snapshot
+from distdiag.diagnosis.model.snapshot import Call, CompletedConflict, Life, Snapshot
 from distdiag.diagnosis.text.incident_finding import incident_findings
 from distdiag.diagnosis.text.phrases import at, count, site_text, where
 from distdiag.diagnosis.waits.compatible import op_name
@@ -40,7 +39,8 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         case End.MODEL:
             yield _model(facts.snapshot, facts.cascade)
         case End.ABORTED:
-            yield _aborted(facts)
+            if facts.cascade.incident is None:
+                yield _two_threads(facts.snapshot, facts.cascade)
     yield from (f for f in facts.repeated if f.kind == kind.name)
     yield from incident_findings(facts, kind)
     yield from completed(facts.snapshot)
@@ -90,45 +90,9 @@ def _what(call: Call, cause: str) -> str:
     return f"root {call.root}" if cause == "root" else call.op
 
 
-def _aborted(facts: Facts) -> Finding:
-    s, cascade = facts.snapshot, facts.cascade
+def _two_threads(s: Snapshot, cascade: Cascade) -> Finding:
+    """Return the finding of ranks that gloo aborted because two of their threads use one group."""
     threads = {q: call for q in cascade.ranks if (call := call_of_thread(s.ranks[q])) is not None}
-    if threads:
-        return _two_threads(s, cascade, threads)
-    odd, rest = cascade.ranks, cascade.others
-    dead = sorted({*odd, *rest})
-    killed = [q for q in dead if s.ranks[q].life == Life.KILLED]
-    sites = "; ".join(f"{rank_list(side)}{at(s.ranks[side[0]].current_site)}" for side in cascade.sites)
-    calls = [call for q in dead if (call := last_wait(s.ranks[q])) is not None]
-    what = "called one collective with tensors"
-    if calls and all(call.p2p for call in calls):
-        what, why = "exchanged messages", ""
-        advice = "compare the messages of the ranks with their receives: in number, order, tag and size"
-    elif len(cascade.sites) == 1:
-        why, advice = _sizes(s, cascade.sites[0], odd)
-    else:
-        why, advice = _why(facts)
-    return Finding(
-        kind=kind.name,
-        cause="shape",
-        certainty=Certainty.PROVED,
-        severity=Severity.ERROR,
-        culprits=odd,
-        victims=rest,
-        where=tuple(where(s.ranks[q], "killed" if q in killed else "crashed") for q in odd or dead),
-        waiting=tuple(where(s.ranks[q]) for q in rest) if odd else (),
-        step=s.ranks[killed[0]].step,
-        first_seen_s=min((t for q in dead if (t := s.ranks[q].ended_s) is not None), default=s.t_s),
-        message=f"ranks {what} of different sizes, and gloo aborted {rank_list(killed)}: {sites}"
-        + (f"; {cascade.rhythm.text}" if cascade.rhythm is not None else "")
-        + why,
-        cost="the job ended",
-        advice=advice,
-    )
-
-
-def _two_threads(s: Snapshot, cascade: Cascade, threads: dict[int, Call]) -> Finding:
-    """Return the finding of ranks that gloo aborted because two of their threads use one group; `threads`: call of the other one."""
     ranks = tuple(threads)
     first = threads[ranks[0]]
     killed = sorted(q for q in (*ranks, *cascade.others) if s.ranks[q].life == Life.KILLED)
@@ -149,51 +113,6 @@ def _two_threads(s: Snapshot, cascade: Cascade, threads: dict[int, Call]) -> Fin
         advice="let the main thread make that call, or give the thread its own process group (`dist.new_group()`), and make the same "
         "calls in a thread on every rank",
     )
-
-
-def _sizes(s: Snapshot, ranks: tuple[int, ...], odd: tuple[int, ...]) -> tuple[str, str]:
-    """Return (text: each rank's tensor in the call that gloo aborted; advice)."""
-    calls = {q: call for q in ranks if (call := last_wait(s.ranks[q])) is not None and call.shape is not None}
-    brought = ", ".join(f"rank {q} {'x'.join(map(str, call.shape or ()))}" for q, call in sorted(calls.items())[:8])
-    text = f"; first tensor: {brought}" if brought else ""
-    text += f"; before, {rank_list(odd)} called it with another size" if odd else ""
-    return text, "compare what each rank sends with what its peer expects: split sizes and output shapes must agree"
-
-
-def _why(facts: Facts) -> tuple[str, str]:
-    """Return (text: why the culprits made another call; advice): a skipped backward, or a condition."""
-    s, odd, rest = facts.snapshot, facts.cascade.ranks, facts.cascade.others
-    compare = "compare the two call sites: every rank must make the same collective calls in the same order"
-    extra = extra_backward.extra_backward(s, sorted({*odd, *rest}))
-    if extra is not None and odd == (extra.rank,):
-        return extra_backward.text(extra), extra_backward.advice(extra)
-    found = skipped.skipped(s, sorted({*odd, *rest}))
-    if found is not None and odd == (found.rank,):
-        return skipped.text(s, found, facts.source), skipped.advice(found)
-    if (loop := uneven_loop.uneven_loop(s, [q for side in facts.cascade.sites for q in side])) is not None:
-        return uneven_loop.text(loop), uneven_loop.ADVICE
-    if not odd or not rest:
-        return _tie(facts), compare
-    mine, theirs = (paths.with_callers(s.ranks[q].user_stack, facts.source) for q in (odd[0], rest[0]))
-    behind = rank_condition.around(mine, theirs, facts.source)
-    if behind is not None:
-        who = f"{rank_list(odd)} {'runs' if len(odd) == 1 else 'run'} it"
-        call = f"make the call{at(mine[0])} on all ranks or on none"
-        return f"; only {who} due to `{behind.text}`{at(Site(behind.file, behind.line))}", call
-    parting = paths.parting(mine, theirs, facts.source)
-    if not parting and (more := message_counts.more_calls(s, odd, rest)) is not None:
-        return message_counts.text(more), message_counts.ADVICE
-    return paths.parting_text(parting), paths.decision_advice(parting[0], odd) if len(parting) == 1 else compare
-
-
-def _tie(facts: Facts) -> str:
-    """Return the conditions at which the paths of two sides diverge, if neither is known to be wrong."""
-    states, sides = facts.snapshot.ranks, facts.cascade.sites
-    if len(sides) != 2:
-        return ""
-    a, b = (paths.with_callers(states[side[0]].user_stack, facts.source) for side in sides)
-    found = dict.fromkeys((*paths.parting(a, b, facts.source), *paths.parting(b, a, facts.source)))
-    return paths.parting_text(list(found)[-paths.SHOWN :])
 
 
 def _model(s: Snapshot, cascade: Cascade) -> Finding:

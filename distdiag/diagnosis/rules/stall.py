@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from distdiag.diagnosis import kinds
+from distdiag.diagnosis.culprit import pending_exception
 from distdiag.diagnosis.culprit.rank_condition import Source
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, Snapshot
-from distdiag.diagnosis.text import pending_exception as exception_text
 from distdiag.diagnosis.text.incident import implicit_text, verb
 from distdiag.diagnosis.text.phrases import at, op_text, reference, where, where_stack
 from distdiag.diagnosis.text.stall import DEFAULT_ADVICE, DO, DOES, NOBODY
@@ -354,7 +354,7 @@ def _message(
             f"{verb(missing, 'has', 'have')} not entered"
         )
     if r.handling:
-        does += f", while it handles {exception_text.handled(r)}"
+        does += f", while it handles {pending_exception.handled(r)}"
     usual = f" (its longest so far: {rough_duration(r.longest_delay_s)})" if r.longest_delay_s > 0.5 else ""
     waited = f"{rank_list(victims)} {verb(victims, 'has', 'have')} waited {rough_duration(waited_s)}{usual}"
     return f"{_missing_text(ranks, call, late[0].victims[0])}{size}{implicit}; {does}; {waited}"

@@ -145,7 +145,7 @@ def _veto(reason: str) -> Abstained:
 def _straggler(s: Snapshot, window: Window) -> Finding | Abstained:
     slow = _slow(s, window)
     if isinstance(slow, Abstained):
-        return slow
+        return _unexplained_lead(window) or slow
     if not arrives_last(window, slow.ranks, limits.recurrence):
         return _veto(f"{rank_list(slow.ranks)}: works longest, but does not arrive last, so no rank waits for it")
     rest = [q for q in window.ranks if q not in slow.ranks]
@@ -164,6 +164,27 @@ def _straggler(s: Snapshot, window: Window) -> Finding | Abstained:
     if phase != "data" and _has_stages(s):
         return stage_finding(s, window, slow, rank, phase, excess_ms)
     return slow_finding(s, window, slow, rank, phase, excess_ms, limit_ms, _queued_ms(s, rank, rest, slow))
+
+
+def _unexplained_lead(window: Window) -> Abstained | None:
+    """Return why steps of equal work are not judged if waits are inferred and one rank always arrives long after the others.
+
+    Hosts that run ahead until their launch queue is full wait there, in any phase, and not for the last to arrive. How far they
+    are ahead is then constant, and is not what a step costs them.
+    """
+    if not window.inferred:
+        return None
+    ready = list(zip(*([x.ready_s or 0.0 for x in window.steps[q]] for q in window.ranks), strict=True))
+    last = Counter(column.index(max(column)) for column in ready)
+    index, count = last.most_common(1)[0]
+    leads_ms = [(column[index] - max(t for i, t in enumerate(column) if i != index)) * 1e3 for column in ready]
+    lead_ms = statistics.median(leads_ms)
+    if count < limits.recurrence * len(ready) or lead_ms < limits.least_ms:
+        return None
+    return Abstained(
+        f"rank {window.ranks[index]} arrives {lead_ms:.0f} ms after the others, in whose steps no wait for it is seen: their hosts may "
+        "run ahead and wait for a place in the launch queue of their devices"
+    )
 
 
 def _slow(s: Snapshot, window: Window) -> Slow | Abstained:

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.endings import End, last_wait, timed_out
+from distdiag.diagnosis.endings import End, timed_out
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
 from distdiag.diagnosis.text.phrases import at, op_text, reference, where, where_stack
+from distdiag.diagnosis.waits.wait import last_wait
 from distdiag.terms.units import rough_duration
 
 kind = kinds.TIMEOUT

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from distdiag.diagnosis.culprit import arguments, paths, pending_exception
-from distdiag.diagnosis.culprit.rank_condition import Condition, Source
 from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot
-from distdiag.diagnosis.text import pending_exception as exception_text
-from distdiag.diagnosis.text.incident import calls_of, collective_text, verb
+from distdiag.diagnosis.model.snapshot import Call, Snapshot
+from distdiag.diagnosis.text import evidence
+from distdiag.diagnosis.text.incident import collective_text, verb
 from distdiag.diagnosis.text.phrases import at
 from distdiag.diagnosis.waits import compatible, messages
 from distdiag.diagnosis.waits.wait import Wait
@@ -18,7 +16,7 @@ NEW_GROUP_ADVICE = "call new_group on all ranks, in the same order, also on thos
 SHOWN = 4  # waits of the cycle
 
 
-def message(snapshot: Snapshot, verdict: Verdict, source: Source | None = None) -> str:
+def message(snapshot: Snapshot, verdict: Verdict) -> str:
     """Return who waits where, and for whom; for a culprit, why it is not at the call that the others wait for."""
     incident, culprits, main, call = verdict.incident, verdict.culprits, verdict.wait, verdict.call
     order = sorted(incident.waits, key=lambda w: (not set(w.ranks) & set(culprits), min(w.ranks)))
@@ -32,64 +30,16 @@ def message(snapshot: Snapshot, verdict: Verdict, source: Source | None = None) 
             where = at(call.site if call else None)
             return (
                 f"{has} not {done} what {rank_list(main.ranks)} {verb(main.ranks, 'waits', 'wait')} for in {what}{where}, and "
-                f"{parts[0]}{_peer_text(snapshot, verdict) or _way_text(snapshot, verdict, source)}"
+                f"{parts[0]}{evidence.reason_text(verdict)}"
             )
         others = sorted(incident.victims - set(culprits))
         return (
             f"{has} not entered {what}; {rank_list(others)} {verb(others, 'waits', 'wait')} for "
-            f"{verb(culprits, 'it', 'them')}, and {parts[0]}{_way_text(snapshot, verdict, source)}"
+            f"{verb(culprits, 'it', 'them')}, and {parts[0]}{evidence.reason_text(verdict)}"
         )
     if verdict.cause == "group":
         return f"{', '.join(parts)}{more}: one call, different groups; neither can complete"
     return f"{rank_list(set(incident.members))} wait for each other: {', '.join(parts)}{more}"
-
-
-def _raised(snapshot: Snapshot, verdict: Verdict) -> RankState | None:
-    """Return the culprit that handles an exception which the others do not have."""
-    return pending_exception.of(snapshot.ranks, verdict.culprits, verdict.incident.victims - set(verdict.culprits))
-
-
-def _way_text(snapshot: Snapshot, verdict: Verdict, source: Source | None) -> str:
-    """Return what led the culprit past the call: an exception that it handles, or conditions."""
-    raised = _raised(snapshot, verdict)
-    return exception_text.text(raised) if raised else paths.parting_text(_parting(snapshot, verdict, source))
-
-
-def _parting(snapshot: Snapshot, verdict: Verdict, source: Source | None) -> list[Condition]:
-    """Return the conditions that can have led the culprit past the call that the others wait for."""
-    state, main = snapshot.ranks.get(verdict.culprits[0]), verdict.wait
-    if source is None or state is None or not main.ranks:
-        return []
-    stack = paths.call_stack(state.user_stack, state.host_stack, source)
-    if not main.p2p:
-        site = next((c.site for q in main.ranks if (c := main.calls.get(q)) is not None), None)
-        there = [q for q in verdict.victims if (c := snapshot.ranks[q].blocked) is not None and c.site == site]
-        waiting = {
-            q: paths.call_stack(snapshot.ranks[q].user_stack, snapshot.ranks[q].host_stack, source)
-            for q in [*main.ranks, *there][: paths.COMPARED]
-            if q in snapshot.ranks
-        }
-        return paths.parting(stack, waiting[paths.nearest(stack, waiting, source)], source) if waiting else []
-    # the site of its newest message of this kind, if that is in a function on its stack
-    wanted = messages.OPPOSITE[main.key[2]]
-    earlier = (
-        c.site
-        for c in reversed(state.calls)
-        if c.p2p and c.peer == main.ranks[0] and c.group == main.group and messages.direction_of(c) == wanted
-    )
-    site = next((x for x in earlier if x is not None), None)
-    here = [i for i, x in enumerate(stack) if site and (x.file, x.function) == (site.file, site.function)]
-    return paths.parting(stack[: here[0] + 1], (site,), source) if site is not None and here else []
-
-
-def _peer_text(snapshot: Snapshot, verdict: Verdict) -> str:
-    """Return the culprit's peer in earlier calls at its site, if that was always another rank; else an empty text."""
-    state = snapshot.ranks.get(verdict.culprits[0])
-    call = calls_of(verdict.waits).get(verdict.culprits[0])
-    if state is None or call is None or not call[1].p2p:
-        return ""
-    found = arguments.changed(state, call[1], "peer")
-    return "" if found is None else f"; in {found.times:,} earlier calls there its peer was rank {found.before}"
 
 
 def _wait_text(snapshot: Snapshot, verdict: Verdict, wait: Wait) -> str:
@@ -101,9 +51,7 @@ def _wait_text(snapshot: Snapshot, verdict: Verdict, wait: Wait) -> str:
     return f"{rank_list(inside)} {verb(inside, 'is', 'are')} in {collective_text(snapshot, wait, call)}{site}"
 
 
-def advice(
-    snapshot: Snapshot, verdict: Verdict, calls: dict[int, tuple[Wait, Call]], source: Source | None = None
-) -> str:
+def advice(snapshot: Snapshot, verdict: Verdict, calls: dict[int, tuple[Wait, Call]]) -> str:
     """Return what to change."""
     if _batched_at_one_end(snapshot, verdict):
         return (
@@ -112,11 +60,7 @@ def advice(
         )
     match verdict.cause:
         case "missing_rank":
-            if (raised := _raised(snapshot, verdict)) is not None:
-                return exception_text.advice(raised, verdict.culprits)
-            if len(decides := _parting(snapshot, verdict, source)) == 1:
-                return paths.decision_advice(decides[0], verdict.culprits)
-            return _missing_advice(verdict, calls)
+            return evidence.advice(verdict) or _missing_advice(verdict, calls)
         case "p2p_cycle":
             tags = _tags_that_never_match(calls)
             if tags is not None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from distdiag.diagnosis.culprit import paths
-from distdiag.diagnosis.culprit.rank_condition import Source
+from distdiag.diagnosis.culprit.case import Reason
 from distdiag.diagnosis.culprit.verdict import Verdict
-from distdiag.diagnosis.culprit.witnesses import Reason
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot
-from distdiag.diagnosis.text.conflict import EXHAUSTED_ADVICE
+from distdiag.diagnosis.text import evidence
 from distdiag.diagnosis.text.incident import collective_text, implicit_text, verb
 from distdiag.diagnosis.text.phrases import at
 from distdiag.diagnosis.waits import compatible
 
 
-def message(snapshot: Snapshot, verdict: Verdict, source: Source | None = None) -> str:
+def message(snapshot: Snapshot, verdict: Verdict) -> str:
     """Return which rank ended, how, and which ranks wait for it where; if it ended normally, how it can have left the loop."""
     wait, call, ended, culprits = verdict.wait, verdict.call, verdict.ended, verdict.culprits
     what = collective_text(snapshot, wait, call)
@@ -31,19 +29,9 @@ def message(snapshot: Snapshot, verdict: Verdict, source: Source | None = None) 
     waiting = f"{rank_list(verdict.stuck)} {verb(verdict.stuck, 'waits', 'wait')} for {verb(ended, 'it', 'them')}"
     if wait.p2p:
         return f"{ending}; {waiting} in {what}"
-    left = _left_text(snapshot, verdict, source) if verdict.reason is not Reason.EXHAUSTED else ""
+    # how a rank left the loop that the others are in is only a question for one that ended normally
+    left = evidence.reason_text(verdict) if verdict.reason is Reason.NONE and verdict.cause == "rank_finished" else ""
     return f"{ending} and {verb(ended, 'has', 'have')} not entered {what}; {waiting}{left}"
-
-
-def _left_text(snapshot: Snapshot, verdict: Verdict, source: Source | None) -> str:
-    """Return the conditions through which a rank that ended normally can have left the loop that the others are in."""
-    if source is None or verdict.cause != "rank_finished":
-        return ""
-    waiting = [r for r in verdict.wait.ranks if snapshot.ranks[r].user_stack]
-    if not waiting:
-        return ""
-    site = snapshot.ranks[verdict.ended[0]].current_site
-    return paths.parting_text(paths.leaving(site, snapshot.ranks[waiting[0]].user_stack, source))
 
 
 def _ending(states: list[RankState]) -> str:
@@ -64,8 +52,8 @@ def _ending(states: list[RankState]) -> str:
 def advice(verdict: Verdict) -> str:
     """Return what to do."""
     culprits, call = verdict.culprits, verdict.call
-    if verdict.reason is Reason.EXHAUSTED:
-        return EXHAUSTED_ADVICE
+    if advised := evidence.advice(verdict):
+        return advised
     match verdict.cause:
         case "rank_stopped":
             return f"resume it with `kill -CONT` on {rank_list(culprits)}'s process, or end the job"

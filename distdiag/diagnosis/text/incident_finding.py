@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from distdiag.diagnosis.culprit.rank_condition import Source
 from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.kinds import Kind
 from distdiag.diagnosis.model.findings import Certainty, Finding, Severity
 from distdiag.diagnosis.model.snapshot import Snapshot
-from distdiag.diagnosis.text import conflict, cycle, gone
+from distdiag.diagnosis.text import abort, conflict, cycle, gone
 from distdiag.diagnosis.text.incident import calls_of, collective_ref, host_text, newest_step, where_of_ranks
 from distdiag.diagnosis.text.phrases import NO_PROGRESS
 from distdiag.diagnosis.waits.incidents import Root
@@ -20,19 +19,21 @@ def incident_findings(facts: Facts, kind: Kind) -> Iterator[Finding]:
     """Yield the findings of this kind that the wait-for graph proves."""
     for verdict in facts.verdicts:
         if verdict.kind is kind:
-            yield incident_finding(facts.snapshot, verdict, facts.source)
+            yield incident_finding(facts.snapshot, verdict)
 
 
-def incident_finding(snapshot: Snapshot, verdict: Verdict, source: Source | None = None) -> Finding:
+def incident_finding(snapshot: Snapshot, verdict: Verdict) -> Finding:
     """Return the finding of a judged incident."""
     incident, culprits, victims = verdict.incident, verdict.culprits, verdict.victims
+    if incident.root is Root.ABORT:
+        return abort.finding(snapshot, verdict)
     calls = calls_of(verdict.waits)
     members = incident.members
     certainty, cost = Certainty.PROVED, NO_PROGRESS
     match incident.root:
         case Root.CONFLICT:
             step = newest_step(snapshot, members)
-            message, advice = conflict.message(snapshot, verdict, source), conflict.advice(snapshot, verdict, source)
+            message, advice = conflict.message(snapshot, verdict), conflict.advice(verdict)
             cost = NO_PROGRESS if not verdict.wait.died else "the backend aborts the job"
         case Root.CYCLE:
             step = newest_step(snapshot, members)
@@ -40,11 +41,11 @@ def incident_finding(snapshot: Snapshot, verdict: Verdict, source: Source | None
                 state = snapshot.ranks[rank]
                 if rank not in calls and state.blocked is not None:
                     calls[rank] = (incident.waits[0], state.blocked)
-            message, advice = cycle.message(snapshot, verdict, source), cycle.advice(snapshot, verdict, calls, source)
+            message, advice = cycle.message(snapshot, verdict), cycle.advice(snapshot, verdict, calls)
             certainty = Certainty.PROVED if snapshot.source != "dumps" else Certainty.SUSPECTED
         case Root.GONE:
             step = newest_step(snapshot, [*culprits, *verdict.stuck])
-            message, advice = gone.message(snapshot, verdict, source), gone.advice(verdict)
+            message, advice = gone.message(snapshot, verdict), gone.advice(verdict)
             members = frozenset(culprits)
     outside = incident.victims - members
     return Finding(

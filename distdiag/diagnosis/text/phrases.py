@@ -23,6 +23,13 @@ def at(site: Site | None) -> str:
     return f" at {site_text(site)}" if site else ""
 
 
+def both_sites(a: Site | None, b: Site | None) -> str:
+    """Return the sites of two calls; one site if it is the same."""
+    if a is None or b is None:
+        return "the two calls"
+    return f"the ranks at {site_text(a)}" if site_text(a) == site_text(b) else f"{site_text(a)} and {site_text(b)}"
+
+
 def rough_time(s: float) -> str:
     """Return `40 s`, `3 hours`, `12 days`: a duration in its largest fitting unit."""
     for unit, size in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):

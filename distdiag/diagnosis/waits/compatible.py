@@ -87,7 +87,7 @@ def conflict(a: Signature, b: Signature, backend: str = "") -> str | None:
         return None
     if a[0] != b[0]:
         pair = {a[0], b[0]}
-        if pair == {"all_reduce", "reduce_scatter"} and backend != "nccl":
+        if pair == {"all_reduce", "reduce_scatter"} and not backend.startswith("nccl"):
             return None
         if pair == {"all_reduce", "barrier"} and backend not in ("gloo", "mpi"):
             size = a[3] if a[0] == "all_reduce" else b[3]

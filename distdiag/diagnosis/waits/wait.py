@@ -147,3 +147,16 @@ def other_end_of(s: Snapshot, wait: Wait) -> Call | None:
     rank, peer = wait.key[3], wait.key[4]
     call, other = wait.calls.get(rank), s.ranks.get(peer) if peer is not None else None
     return None if call is None or other is None else messages.other_end(other, rank, wait.key[2], call, wait.seq)
+
+
+def last_wait(state: RankState) -> Call | None:
+    """Return what a rank waits in, or waited in last until it failed."""
+    if state.blocked is not None:
+        return state.blocked
+    for call in reversed(state.calls):
+        if call.failed or call.completed_s is None:
+            return call
+    for group, seq in state.enqueued.items():
+        if state.completed.get(group, seq) < seq:
+            return Call(op="", group=group, seq=state.completed[group] + 1)
+    return None

@@ -12,14 +12,16 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from distdiag import files
 from distdiag.diagnosis.dumps.pickles import BadDump, load_pickle
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.waits.compatible import op_name
+from distdiag.monitor.evidence import signals
 from distdiag.monitor.host import processes
 from distdiag.recorder.frames import USER, kind_of_file
 from distdiag.terms.units import SCALAR_TYPES
@@ -73,7 +75,7 @@ class Entry:
     dtype: str | None
     bytes: int | None
     created_ns: int  # wall clock
-    retired: bool
+    retired: bool | None  # None: not known
     p2p: bool
     site: Site | None = None  # the user's line that issued it, from the recorder's stack; only if C++ issued it
 
@@ -88,51 +90,86 @@ class FlightRecord:
     completed: dict[str, int] = field(default_factory=dict)  # newest seq up to which all are complete
     # (group name, send or recv, peer's rank in the group) -> number of incomplete messages
     open_messages: dict[tuple[str, str, int], int] = field(default_factory=dict)
+    hooked: set[str] = field(
+        default_factory=set
+    )  # groups of which all incomplete operations are here, and nothing else
     raw: bytes = b""
 
 
+@dataclass(frozen=True, slots=True)
+class Recorders:
+    """Flight recorders of a rank, apart from gloo's."""
+
+    own: tuple[str, ...] = ("nccl",)  # recorders that have handlers of their own
+    hooked: tuple[tuple[str, bool], ...] = ()  # backends that torch's hook records; True: they report completion
+
+    @classmethod
+    def of(cls, facts: dict[str, Any]) -> Recorders:
+        """Return what a rank has noted in its page, which may be damaged."""
+        own, hooked = facts.get("own_recorders"), facts.get("hooked_recorders")
+        return cls(
+            tuple(n for n in own if isinstance(n, str) and _NAME.fullmatch(n)) if isinstance(own, list) else cls.own,
+            tuple((n, c is True) for n, c in hooked.items() if _NAME.fullmatch(n)) if isinstance(hooked, dict) else (),
+        )
+
+
+_NAME = re.compile(r"[\w.-]{1,40}", re.ASCII)
+
+
 def flight_record(
-    socket_path: str, taken_s: float, timeout_s: float = TIMEOUT_S, known: Collection[tuple[str, int]] = ()
+    socket_path: str,
+    taken_s: float,
+    timeout_s: float = TIMEOUT_S,
+    known: Collection[tuple[str, int]] = (),
+    recorders: Recorders = Recorders(),
 ) -> FlightRecord | None:
-    """Return the rank's flight recorders, merged (NCCL builds have two); None if the witness does not answer.
+    """Return the rank's flight recorders, merged; None if the witness does not answer.
 
     Args:
         known: (group name, seq) of collectives whose line is known. For each other collective that is the oldest open one
-            of its group, the recorder is asked for the stack.
+            of its group, the recorder is asked for the stack, if it gives stacks without the GIL.
+        recorders: Those to ask in addition to gloo's.
     """
+    handlers = [
+        ("fr_trace_json", True),
+        *((f"dump_{name}_trace_json", True) for name in recorders.own),
+        *((f"fr_trace_json?backend={name}", completes) for name, completes in recorders.hooked),
+    ]
     record: FlightRecord | None = None
-    for handler in ("fr_trace_json", "dump_nccl_trace_json"):
+    for handler, completes in handlers:
         try:
             raw = ask(socket_path, handler, timeout_s)
             data = json.loads(raw)
         except (OSError, http.client.HTTPException, ValueError):
             continue
         record = record or FlightRecord(taken_s)
+        if "backend=" in handler and completes:  # torch leaves out the entries that are complete
+            record.hooked |= set(data.get("pg_config") or {})
         if data.get("entries"):
             record.raw = raw
-            parse(data, record)
-            if handler != "fr_trace_json":
-                _add_sites(socket_path, timeout_s, data["entries"], record, known)
+            parse(data, record, completes=completes)
+            if handler.startswith("dump_"):
+                pickle = handler.removesuffix("_json") + "_pickle?includestacktraces=true&onlyactive=true"
+                _add_sites(socket_path, pickle, timeout_s, data["entries"], record, known)
     return record
 
 
 def _add_sites(
     socket_path: str,
+    handler: str,
     timeout_s: float,
     entries: list[dict[str, Any]],
     record: FlightRecord,
     known: Collection[tuple[str, int]],
 ) -> None:
     """Add the lines at which C++ issued the oldest open collectives. The recorder's pickle has stacks, its JSON has not."""
-    oldest = {
-        (group, record.completed[group] + 1) for group, n in record.enqueued.items() if record.completed[group] < n
-    }
+    oldest = {(group, done + 1) for group, done in record.completed.items() if done < record.enqueued[group]}
     wanted = {key for key in oldest.difference(known) if key in record.entries}
     active = sum(not _retired(e) for e in entries)
     if not wanted or active > MOST_STACKS:
         return
     try:
-        raw = ask(socket_path, "dump_nccl_trace_pickle?includestacktraces=true&onlyactive=true", timeout_s)
+        raw = ask(socket_path, handler, timeout_s)
         for e in load_pickle(raw)["entries"]:
             key = str(e["process_group"][0]), int(e["collective_seq_id"])
             if key in wanted and not e.get("is_p2p"):
@@ -143,9 +180,17 @@ def _add_sites(
         return  # no such handler, or an unknown answer: the line stays unknown
 
 
-def parse(data: dict[str, Any], record: FlightRecord) -> None:
-    """Add the entries of one dump to `record`."""
+def parse(data: dict[str, Any], record: FlightRecord, completes: bool = True) -> None:
+    """Add the entries of one dump to `record`.
+
+    Args:
+        data: The dump.
+        record: Gets the entries.
+        completes: False if the backend does not report when an operation is complete. Then its entries are retired as soon as
+            they are issued, or never, and neither shows whether they are complete.
+    """
     open_seqs: dict[str, int] = {}
+    seen: set[str] = set()
     entries = data.get("entries", ())
     # NCCL writes one entry for each operation of a coalesced group, whose state never changes, and one for the whole
     # group, which has the real state.
@@ -158,7 +203,7 @@ def parse(data: dict[str, Any], record: FlightRecord) -> None:
         retired = batches.get(_number(e), _retired(e))
         if e.get("is_p2p"):
             ends = _MESSAGE.match(op)
-            if ends and not retired:
+            if ends and not retired and completes:
                 kind = (group, ends["op"], int(ends["peer"]))
                 record.open_messages[kind] = record.open_messages.get(kind, 0) + 1
             continue
@@ -176,14 +221,15 @@ def parse(data: dict[str, Any], record: FlightRecord) -> None:
             dtype,
             sum(map(math.prod, sizes)) * item_bytes if item_bytes and sizes else None,
             int(e.get("time_created_ns", 0)),
-            retired,
+            retired if completes else None,
             False,
         )
         record.enqueued[group] = max(record.enqueued.get(group, 0), seq)
+        seen.add(group)
         if not retired:
             open_seqs[group] = min(open_seqs.get(group, seq), seq)
-    for group, newest in record.enqueued.items():
-        record.completed[group] = open_seqs[group] - 1 if group in open_seqs else newest
+    for group in seen if completes else ():
+        record.completed[group] = open_seqs[group] - 1 if group in open_seqs else record.enqueued[group]
 
 
 _MESSAGE = re.compile(r"(?P<op>send|recv) \d+(?:->|<-)(?P<peer>\d+)")
@@ -219,23 +265,33 @@ def stacks(socket_path: str, timeout_s: float = TIMEOUT_S) -> list[Thread]:
     return parse_stacks(ask(socket_path, "dump_traceback", timeout_s).decode("utf-8", "replace"))
 
 
-def stacks_by_signal(pid: int, number: int, path: Path, timeout_s: float = 1.0) -> list[Thread]:
+def stacks_by_signal(
+    page: Path, pid: int, number: int, timeout_s: float = 1.0, worker: int | None = None
+) -> list[Thread]:
     """Return all Python stacks of a rank that holds the GIL: its C signal handler writes them into a file next to its page.
 
+    Args:
+        page: The rank's page.
+        pid, number, worker: As for `signals.send`.
+
     Raises:
-        OSError: process, file or handler no longer exists (interpreter shutdown, exec).
+        OSError: process, file or handler no longer exists (interpreter shutdown, exec), or it is not this page's.
     """
-    if not processes.catches(pid, number):  # without its handler the signal would end the process
-        raise OSError(errno.ESRCH, "has no signal handler any more")
-    size = path.stat().st_size
-    os.kill(pid, number)
+    rank = int(page.stem.rpartition("_")[2])
+    with open(files.open_to_read(page.parent, f"r{rank}.trace"), "rb") as file:
+        return _stacks_in(file, lambda: signals.send(pid, number, page, worker), timeout_s)
+
+
+def _stacks_in(file: BinaryIO, request: Callable[[], None], timeout_s: float) -> list[Thread]:
+    """Return the stacks that are added to a file after `request`."""
+    size = file.seek(0, os.SEEK_END)
+    request()
     deadline = time.monotonic() + timeout_s
     text = ""
     while time.monotonic() < deadline:
         time.sleep(0.02)
-        with path.open("rb") as f:
-            f.seek(size)
-            more = f.read().decode("utf-8", "replace")
+        file.seek(size)
+        more = file.read(MOST_BYTES).decode("utf-8", "replace")
         if more and more == text:  # it has stopped growing
             break
         text = more
@@ -285,13 +341,12 @@ def main_stack(threads: list[Thread]) -> list[tuple[str, int, str]]:
 
 def save(run_dir: Path, rank: int, record: FlightRecord) -> str | None:
     """Save a dump in the run directory; return its path relative to it, None if it cannot be written."""
-    folder = run_dir / "flight_recorder"
+    name = f"flight_recorder/rank_{rank}.json"
     try:
-        folder.mkdir(exist_ok=True)
-        (folder / f"rank_{rank}.json").write_bytes(record.raw)
+        files.write(run_dir, name, record.raw)
     except OSError:
         return None
-    return f"flight_recorder/rank_{rank}.json"
+    return name
 
 
 def wall_offset_ns() -> int:

@@ -6,13 +6,12 @@ import http.client
 import json
 import os
 import pickle
-import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from distdiag import procfs
+from distdiag import files, procfs
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.monitor.evidence import ask
 from distdiag.monitor.host import processes
@@ -69,6 +68,13 @@ def living(run_dir: Path) -> list[RankView]:
             continue
         views.append(view)
     alive = [v for v in views if v.page is not None]
+    if not alive and (owner := files.owner_of_other(run_dir)) is not None:
+        raise DistdiagError(
+            f"the ranks of {run_dir} belong to {owner}: only that user can ask them",
+            f"`distdiag diagnose {run_dir}` prints what their monitor has found",
+            ExitCode.NO_DATA,
+            "not_permitted",
+        )
     if not alive:
         raise DistdiagError(
             f"no rank of {run_dir} is alive on this node",
@@ -91,22 +97,7 @@ def is_alive(v: RankView) -> bool:
     The page may come from elsewhere, and the process it names gets requests and a signal.
     """
     h = v.reader.header()
-    return procfs.start_ticks(h.pid) == h.process_start_ticks and maps_page(h.pid, Path(v.reader.path))
-
-
-def maps_page(pid: int, page: Path) -> bool:
-    """True if page and process belong to this user, only this user can write the page, and the process maps it."""
-    try:
-        stat = page.stat()
-        owner = os.stat(f"/proc/{pid}").st_uid
-        with open(f"/proc/{pid}/maps", "rb") as f:
-            mapped = any(
-                line.split(maxsplit=5)[4] == str(stat.st_ino).encode() and line.split(maxsplit=2)[1].endswith(b"s")
-                for line in f
-            )
-    except (OSError, IndexError):
-        return False
-    return mapped and stat.st_uid == owner == os.getuid() and not stat.st_mode & 0o022
+    return procfs.start_ticks(h.pid) == h.process_start_ticks and procfs.maps(h.pid, v.reader.path)
 
 
 def _answer(v: RankView, timeout_s: float) -> RankDump:
@@ -130,17 +121,16 @@ def _ask(v: RankView, timeout_s: float) -> RankDump:
     stopped = thread is not None and thread.state in "Tt"
     if stopped:  # it cannot answer
         note = "stopped by a signal"
-    elif state_silent and signal.SIGRTMIN <= h.trace_signal <= signal.SIGRTMAX:
+    elif state_silent and h.trace_signal:
         try:
-            trace = Path(v.reader.path).parent / f"r{h.rank}.trace"
-            frames = ask.main_stack(ask.stacks_by_signal(h.pid, h.trace_signal, trace, timeout_s))
+            frames = ask.main_stack(ask.stacks_by_signal(v.reader.path, h.pid, h.trace_signal, timeout_s))
             note = "GIL held"
         except OSError as e:
             note = f"no stack ({e.strerror})"
     if path and not frames and not stopped:
         try:
             frames = ask.main_stack(ask.stacks(path, timeout_s))
-            record = ask.flight_record(path, now_s, timeout_s)
+            record = ask.flight_record(path, now_s, timeout_s, recorders=ask.Recorders.of(v.facts))
         except (OSError, http.client.HTTPException) as e:
             note = f"did not answer within {timeout_s:g} s ({type(e).__name__})"
     answered = bool(frames)
@@ -175,18 +165,15 @@ def save(run_dir: Path, now_s: float, dumps: list[RankDump]) -> list[Path]:
         OSError: the run directory cannot be written.
     """
     written = [stacks.write(run_dir, merged(now_s, dumps))]
-    folder = run_dir / "flight_recorder"
-    trace = folder / "torchfrtrace"
-    trace.mkdir(parents=True, exist_ok=True)
-    for old in trace.glob("rank_*"):  # of an earlier dump: torchfrtrace reads all files there
-        old.unlink()
+    trace = "flight_recorder/torchfrtrace"
+    for old in files.names(run_dir, trace):  # of an earlier dump: torchfrtrace reads all files there
+        if old.startswith("rank_"):
+            files.remove(run_dir, f"{trace}/{old}")
     for d in dumps:
         if d.record is None or not d.record.raw:
             continue
-        path = folder / f"rank_{d.rank}.json"
-        path.write_bytes(d.record.raw)
-        (trace / f"rank_{d.rank}").write_bytes(pickle.dumps(_for_torchfrtrace(d)))
-        written += [path, trace / f"rank_{d.rank}"]
+        written.append(files.write(run_dir, f"flight_recorder/rank_{d.rank}.json", d.record.raw))
+        written.append(files.write(run_dir, f"{trace}/rank_{d.rank}", pickle.dumps(_for_torchfrtrace(d))))
     return written
 
 

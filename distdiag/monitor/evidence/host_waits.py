@@ -10,7 +10,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from distdiag.monitor.evidence import native
+from distdiag import files
+from distdiag.monitor.evidence import native, signals
 from distdiag.monitor.evidence.native import HostWait
 from distdiag.monitor.ranks.state import RankView
 from distdiag.page.layout import Blocked
@@ -82,11 +83,11 @@ class HostWaits:
         assert v.page is not None
         h = v.page.header
         r.asked_s = now_s
-        if not v.file("native").exists():  # the signal handler is not ours
+        if not files.is_file(v.reader.path.parent, v.file("native").name):  # the signal handler is not ours
             return
         try:
             r.asked_ns = v.start_ns + int(now_s * 1e9)
-            native.request(h.pid, h.trace_signal - 1)
+            signals.send(h.pid, h.trace_signal - 1, v.reader.path)
         except OSError:
             r.asked_ns = 0
 

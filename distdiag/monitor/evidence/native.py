@@ -10,7 +10,6 @@ operation of torch, and is neither torch's nor one that torch computes with.
 from __future__ import annotations
 
 import bisect
-import errno
 import os
 import re
 import struct
@@ -20,7 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
-from distdiag.monitor.host import processes
+from distdiag import files
 
 FRAMES = 62  # as in native.c
 _SAMPLE = struct.Struct(f"=QQ{FRAMES}Q")
@@ -61,21 +60,10 @@ class Sample:
     addresses: tuple[int, ...]  # innermost first
 
 
-def request(pid: int, number: int) -> None:
-    """Send the signal that makes a rank write a sample.
-
-    Raises:
-        OSError: the process is gone, or has no handler: the signal would end it.
-    """
-    if not processes.catches(pid, number):
-        raise OSError(errno.ESRCH, "has no handler for this signal")
-    os.kill(pid, number)
-
-
 def read(path: Path) -> Sample | None:
     """Return the newest sample in a rank's file; None if it has none."""
     try:
-        data = path.read_bytes()
+        data = files.read(path.parent, path.name, _SAMPLE.size)
     except OSError:
         return None
     if len(data) < _SAMPLE.size:

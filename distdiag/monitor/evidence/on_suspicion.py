@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from distdiag import files
 from distdiag.diagnosis.model.snapshot import Life, RankState, Site, Snapshot
 from distdiag.monitor.evidence import ask
 from distdiag.monitor.evidence.host_waits import HostWaits
@@ -101,7 +102,7 @@ class Gatherer:
             path = v.text(v.page.header.witness)
             futures[v.rank] = (
                 v._still_mark,
-                self.pool.submit(ask.flight_record, path, now_s, 1.0, v.known_on_device()),
+                self.pool.submit(ask.flight_record, path, now_s, 1.0, v.known_on_device(), ask.Recorders.of(v.facts)),
             )
         self._gather_stacks(now_s, views, stopped)
         for v in views.values():
@@ -135,7 +136,7 @@ class Gatherer:
         found: list[Site | None] = []
         for pid in ask.loader_workers(h.pid, h.trace_signal)[:MOST_WORKERS]:
             try:
-                threads = ask.stacks_by_signal(pid, h.trace_signal, v.file("trace"), 0.2)
+                threads = ask.stacks_by_signal(v.reader.path, h.pid, h.trace_signal, 0.2, worker=pid)
             except OSError:
                 continue
             frames = ask.in_worker(ask.main_stack(threads))
@@ -150,7 +151,7 @@ class Gatherer:
         if not h.trace_signal:
             return
         try:
-            threads = ask.stacks_by_signal(h.pid, h.trace_signal, v.file("trace"), 0.3)
+            threads = ask.stacks_by_signal(v.reader.path, h.pid, h.trace_signal, 0.3)
         except OSError:
             return
         self._keep_stack(v, now_s, ask.main_stack(threads))
@@ -163,7 +164,7 @@ class Gatherer:
     def of_death(self, v: RankView, now_s: float) -> None:
         """Get the stack that a rank's own signal handler wrote when a signal killed it."""
         try:
-            text = v.file("fatal").read_text(errors="replace")
+            text = files.text(v.reader.path.parent, v.file("fatal").name)
         except OSError:
             return
         if v.ending is not None and v.ending.signal is None and v.ending.exit_code is None:

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from distdiag import files
 from distdiag.diagnosis.model.snapshot import Call
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.monitor import nodes
@@ -128,8 +129,7 @@ def _alone(run_dir: Path) -> Iterator[None]:
     """
     folder = run_dir / "profile"
     try:
-        folder.mkdir(exist_ok=True)
-        fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = files.open_own(run_dir, "profile/.lock", os.O_RDWR)
     except OSError as e:
         raise DistdiagError(
             f"cannot write {folder}: {e.strerror or e}", "the results are kept in the run directory: make it writable"
@@ -148,12 +148,13 @@ def _alone(run_dir: Path) -> Iterator[None]:
 
 def _number(run_dir: Path) -> int:
     """Make the directory of a new profile and return its number."""
-    known = [int(p.name) for p in (run_dir / "profile").iterdir() if p.name.isdigit() and len(p.name) < 8]
+    known = [int(n) for n in files.names(run_dir, "profile") if n.isascii() and n.isdigit() and len(n) < 8]
     number = max(known, default=0) + 1
     if number > MAX_NUMBER:
         raise DistdiagError(f"{run_dir / 'profile'} holds {MAX_NUMBER} profiles", "remove those you do not need")
     try:
-        profile_files.results(run_dir, number).mkdir()
+        with files.entered(run_dir, f"profile/{number}", make=True, own=True):
+            pass
     except OSError as e:
         raise DistdiagError(
             f"cannot write {run_dir / 'profile'}: {e.strerror or e}", "make room, or make the run directory writable"
@@ -258,7 +259,7 @@ def _flight_entries(v: RankView) -> dict[tuple[str, int], ask.Entry]:
     """Return the newest collectives of the rank's flight recorder; empty if the witness does not answer."""
     path = v.text(v.reader.header().witness)
     try:
-        record = ask.flight_record(path, 0.0) if path else None
+        record = ask.flight_record(path, 0.0, recorders=ask.Recorders.of(v.facts)) if path else None
     except Exception:  # without it, only the collectives' numbers are missing
         return {}
     return record.entries if record is not None else {}

@@ -45,7 +45,7 @@ from distdiag.terms.ranks import unfold_ranks
 CALLS_KEPT, STEPS_KEPT = 128, 64
 COMPUTES_NS = 500_000_000  # a main thread that uses the CPU counts as computing for this long
 _SINCE, _BLOCKED, _BLOCKED_SINCE = map(word, ("phase_since_ns", "blocked", "blocked_since_ns"))
-_N_CALLS, _N_STEPS, _N_SAMPLES = map(word, ("n_calls", "n_steps", "n_samples"))
+_N_CALLS, _N_STEPS, _N_SAMPLES, _N_SCALARS = map(word, ("n_calls", "n_steps", "n_samples", "n_scalars"))
 _VERSION, _DEPTH, _STACK, _STACK_PHASE = map(word, ("stack_version", "stack_depth", "stack", "stack_phase"))
 _NO, _DDP = _MAY_COMPUTE = int(Blocked.NO), int(Blocked.DDP)
 _PHASES = [p.name.lower() for p in Phase]
@@ -97,7 +97,8 @@ class PageView(PageDecoder):
     # not taken yet
     new_steps: list[Step] = field(default_factory=list)
     closed_calls: list[tuple[Call, float]] = field(default_factory=list)  # with the host's wait, s
-    missed: int = 0  # steps and scalars that were overwritten before they were read
+    missed: int = 0  # steps that were overwritten before they were read
+    missed_scalars: int = 0  # the same for logged values: of many a second, only the newest are kept
     missed_calls: int = 0  # the same for calls: their times are lost, their counts are exact
     longest_delay_s: float = 0.0
     warm_since_s: float | None = None
@@ -137,6 +138,7 @@ class PageView(PageDecoder):
         return (
             words[_N_CALLS] - self._calls_read < CALLS // 4
             and words[_N_STEPS] - self._steps_read < STEPS // 2
+            and words[_N_SCALARS] - self._scalars_read < SCALARS // 2
             and words[NEWS].tobytes() == self._news
             and (words[_N_SAMPLES] == self._samples_checked or self._samples_can_wait(words[_N_SAMPLES]))
         )
@@ -252,7 +254,8 @@ class PageView(PageDecoder):
 
     def _read_steps(self, page: Page, h: Header) -> None:
         if h.n_steps - self._steps_read > STEPS:
-            self.missed += h.n_steps - STEPS - self._steps_read
+            if self._steps_read:  # before the first read, the monitor was still starting
+                self.missed += h.n_steps - STEPS - self._steps_read
             self._steps_read = h.n_steps - STEPS
         while self._steps_read < h.n_steps:
             r = page.steps[self._steps_read % STEPS]
@@ -306,7 +309,7 @@ class PageView(PageDecoder):
             return out
         h = page.header
         if h.n_scalars - self._scalars_read > SCALARS:
-            self.missed += h.n_scalars - SCALARS - self._scalars_read
+            self.missed_scalars += h.n_scalars - SCALARS - self._scalars_read
             self._scalars_read = h.n_scalars - SCALARS
         while self._scalars_read < h.n_scalars:
             rec = page.scalars[self._scalars_read % SCALARS]

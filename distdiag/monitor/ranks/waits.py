@@ -40,13 +40,17 @@ class RankWaits(PageView):
             enqueued[key] = slot.enqueued
             if slot.completed >= 0:
                 completed[key] = slot.completed
-            if record is not None and not slot.offset:  # an offset: the flight recorder numbers them differently
-                name = self.text(slot.name)
-                if name in record.enqueued and not slot.destroyed:
-                    completed[key] = record.completed[name]
-                    enqueued[key] = max(slot.enqueued, record.enqueued[name])
-                    if record.enqueued[name] == record.completed[name] and self._captured(key, record.completed[name]):
-                        enqueued[key] = record.completed[name]
+            name = self.text(slot.name)
+            if record is None or slot.destroyed:
+                continue
+            if name in record.hooked:
+                done = record.completed.get(name)
+                completed[key] = slot.enqueued if done is None else done - slot.offset
+            elif name in record.completed and not slot.offset:  # with one, the flight recorder numbers them differently
+                completed[key] = record.completed[name]
+                enqueued[key] = max(slot.enqueued, record.enqueued[name])
+                if record.enqueued[name] == record.completed[name] and self._captured(key, record.completed[name]):
+                    enqueued[key] = record.completed[name]
         for i in range(page.header.n_peers):
             slot = page.peers[i]
             if slot.peer == BARRIER_PEER:

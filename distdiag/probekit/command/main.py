@@ -17,7 +17,7 @@ from distdiag.probekit.command.options import Options, check_backend, check_rank
 from distdiag.probekit.measure.probe import load_probe
 from distdiag.probekit.ranks import environment
 from distdiag.probekit.verdict.result import Result, Verdict, worst
-from distdiag.streams import tolerate
+from distdiag.streams import say, say_json, tolerate
 
 if TYPE_CHECKING:
     from distdiag.probekit.ranks.environment import RankPlace
@@ -65,9 +65,9 @@ def _report(e: DistdiagError, as_json: bool, place: RankPlace | None) -> None:
     if as_json and first:
         from distdiag.probekit.verdict.result import error_json
 
-        print(error_json(e), flush=True)
+        say_json(error_json(e), flush=True)
     if first or e.kind == "timeout":
-        print(f"distdiag: error: {e.message}\nhint: {e.hint}", file=sys.stderr, flush=True)
+        say(f"distdiag: error: {e.message}\nhint: {e.hint}", err=True, flush=True)
     if not first:
         time.sleep(_RANK_ZERO_FIRST_S)
 
@@ -80,15 +80,15 @@ def _list(as_json: bool) -> int:
     if as_json:
         import json
 
-        print(
+        say_json(
             json.dumps(
                 {"schema": "distdiag.probes/1", "probes": catalog.PROBES | {catalog.ALL: "all of them"}}, indent=2
             )
         )
         return 0
     for probe, text in catalog.PROBES.items():
-        print(f"{probe:14s}{text}")
-    print(f"{catalog.ALL:14s}the whole health check in one budget: one verdict, one line per probe")
+        say(f"{probe:14s}{text}")
+    say(f"{catalog.ALL:14s}the whole health check in one budget: one verdict, one line per probe")
     return 0
 
 
@@ -106,7 +106,7 @@ def _run(options: Options, place: RankPlace | None) -> int:
     reference = baseline.load(options.against) if options.against else None
     run = running_job.find_run(options) if options.paper is None and (place is None or place.rank == 0) else None
     if run is not None and run.live:
-        print(run.warning(options), file=sys.stderr)
+        say(run.warning(options), err=True)
 
     results = _measure(options, place)
     if place is not None and place.rank != 0:
@@ -121,9 +121,9 @@ def _run(options: Options, place: RankPlace | None) -> int:
     rendering.write(results, options)
     if options.save:
         baseline.save(options.save, results)
-        print(f"baseline written: distdiag probe {options.name} --against {options.save}", file=sys.stderr)
+        say(f"baseline written: distdiag probe {options.name} --against {options.save}", err=True)
     if run is not None and options.record:
-        print(run.record(results), file=sys.stderr)
+        say(run.record(results), err=True)
     code = exit_code(results)
     if place is not None:
         _leave_rank(code)

@@ -16,6 +16,7 @@ from distdiag.probekit.command.options import Options
 from distdiag.probekit.measure.probe import Table, load_probe
 from distdiag.probekit.verdict.decide import NOISE
 from distdiag.probekit.verdict.result import SCHEMA, Result, Row, Verdict, worst
+from distdiag.streams import say, say_json
 from distdiag.terms.operations import family
 
 _COLOURS = {Verdict.PASS: "32", Verdict.FAIL: "31", Verdict.INCONCLUSIVE: "33"}
@@ -25,13 +26,13 @@ def write(results: list[Result], options: Options) -> None:
     """Print the results in the requested format, or write them to `--output`."""
     text = render(results, options)
     if options.output is None:
-        print(text)
+        say_json(text) if options.output_format == "json" else say(text, drawn=True)
         return
     try:
         Path(options.output).write_text(text + "\n")
     except OSError as e:
         raise DistdiagError(f"cannot write {options.output}: {e.strerror}", "choose another file with --output") from e
-    print(f"written: {options.output}", file=sys.stderr)
+    say(f"written: {options.output}", err=True)
 
 
 def check_output(options: Options) -> None:

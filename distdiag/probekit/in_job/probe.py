@@ -12,7 +12,6 @@ import json
 import math
 import os
 import sqlite3
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +30,7 @@ from distdiag.probekit.measure.torch_names import all_gather_single
 from distdiag.probekit.ranks.clock import clock_identity, clock_ns
 from distdiag.probekit.verdict.collective_result import LATE_SHARE, LATE_US
 from distdiag.probekit.verdict.result import Result, Row, TimeUs, Verdict, WrongValues
+from distdiag.streams import say
 from distdiag.terms.operations import algorithm_bandwidth, bus_bandwidth, moves_bytes
 from distdiag.terms.statistics import interval_of_median
 
@@ -283,5 +283,5 @@ class InTrainingProbe:
                 self._database = run.database
         except (DistdiagError, ImportError) as e:
             if self.runs == 1:
-                print(f"distdiag: probe results are not recorded yet: {e}", file=sys.stderr)
+                say(f"distdiag: probe results are not recorded yet: {e}", err=True)
         return self._database

@@ -10,7 +10,6 @@ import datetime
 import json
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -27,6 +26,7 @@ from distdiag.probekit.ranks.environment import RankPlace
 from distdiag.probekit.ranks.injection import Injection
 from distdiag.probekit.ranks.interface import Interface
 from distdiag.probekit.ranks.watchdog import Progress, Watchdog
+from distdiag.streams import say, say_json
 
 T = TypeVar("T")
 
@@ -350,8 +350,8 @@ def _leave_report(place: RankPlace, options: Options, store: Any, error: Distdia
     if place.rank == 0 and options.output_format == "json":
         from distdiag.probekit.verdict.result import error_json
 
-        print(error_json(error), flush=True)
-    print(f"distdiag: error: {error.message}\nhint: {error.hint}", file=sys.stderr, flush=True)
+        say_json(error_json(error), flush=True)
+    say(f"distdiag: error: {error.message}\nhint: {error.hint}", err=True, flush=True)
 
 
 def _explain(e: RuntimeError, job: Job) -> DistdiagError:

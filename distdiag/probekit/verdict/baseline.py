@@ -67,7 +67,7 @@ def save(path: str, results: list[Result]) -> None:
         ],
     }
     try:
-        with replacing(Path(path)) as part:
+        with replacing(Path(path).parent, Path(path).name, own=False) as part:
             part.write_text(json.dumps(data) + "\n")
     except OSError as e:
         raise DistdiagError(f"cannot write {path}: {e.strerror}", "choose another file with --save") from e

@@ -36,7 +36,7 @@ from distdiag.recorder.frames import user_frame
 from distdiag.recorder.hooks.call_entries import NO_TENSOR, CallEntries
 from distdiag.recorder.hooks.group_counters import Batch, Group
 from distdiag.recorder.state import guarded, now_ns
-from distdiag.terms.backends import blocks_host, ignores_tags, in_group_communicator
+from distdiag.terms.backends import NO_PAIRS, PAIRS, blocks_host, ignores_tags, in_group_communicator
 from distdiag.terms.ranks import fold_ranks
 
 # method of ProcessGroup -> (torch.distributed's name, index of the argument with the tensors)
@@ -125,7 +125,9 @@ class Collectives(CallEntries):
             peer, tag = _peer_and_tag(method, g, args, kwargs)
             if g.on_device:
                 tag = 0 if ignores_tags(g.backend, _device(args)) else tag
-                tag = in_group_communicator(tag) if g.coalescing is not None or _connects_at_start(pg) else tag
+                tag = in_group_communicator(tag) if g.coalescing is not None or not _in_pairs(g) else tag
+            if g.hook is not None:
+                g.message_is_recorded()
             nth = self._peer(g.slot_index, method == "send", peer, tag)
         elif method in _BLOCKING:
             nth = self._peer(g.slot_index, True, BARRIER_PEER, 0)  # it is made of send and recv, and has no number
@@ -162,8 +164,11 @@ class Collectives(CallEntries):
         return number, g, main, site if asynchronous is False and main else 0
 
     def _next_seq(self, g: Group) -> int:
-        """Return the sequence number of the collective about to be issued. Collectives of a coalesced group share one."""
-        batch = g.coalescing
+        """Return the sequence number of the collective about to be issued.
+
+        Collectives of a coalesced group share one in the old NCCL group. nccl2 coalesces only messages.
+        """
+        batch = g.coalescing if g.hook is None else None
         if batch is not None and batch.seq:
             return batch.seq
         seq = (g.slot.enqueued if g.counter is None else g.counter() - g.offset) + 1
@@ -399,6 +404,13 @@ def _equal_sizes(lists: Any) -> bool:
 def _connects_at_start(pg: Any) -> bool:
     """True if the group's communicator was made with the group: `init_process_group(device_id=…)`."""
     return getattr(pg, "bound_device_id", None) is not None
+
+
+def _in_pairs(g: Group) -> bool:
+    """True if a message outside of a batch runs on a communicator of its two ranks, not on the group's."""
+    if any(name in PAIRS for name in g.implementations):
+        return True
+    return not (_connects_at_start(g.pg) or any(name in NO_PAIRS for name in g.implementations))
 
 
 def _splits(backend: Any) -> bool:

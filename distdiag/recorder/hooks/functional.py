@@ -39,8 +39,10 @@ _NEEDED = ("wait_tensor", "_maybe_wrap_tensor", "_resolve_group_name", "_are_we_
 
 
 def install(collectives: Collectives, module: Any) -> None:
-    """Wrap the functions of torch's module `MODULE`; nothing if this torch lacks what the recording needs."""
-    if not all(hasattr(module, name) for name in _NEEDED):
+    """Wrap the functions of torch's module `MODULE`; nothing if this torch lacks what the recording needs, which is noted."""
+    missing = [f"_functional_collectives.{name}" for name in _NEEDED if not hasattr(module, name)]
+    if missing:
+        collectives.recorder.lacks(missing)
         return
     for name, (method, group_at) in _FUNCTIONS.items():
         original = getattr(module, name, None)

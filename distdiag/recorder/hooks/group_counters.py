@@ -7,24 +7,22 @@ the counter is measured and subtracted.
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d as dist
 
 from distdiag.page.layout import GROUPS, GroupSlot
 from distdiag.recorder import state
 from distdiag.recorder.frames import backend_files, backend_paths
+from distdiag.recorder.hooks.flight_recorders import OWN, Hook, devices, hook_of, implementations, own_status
 from distdiag.recorder.state import guarded
 from distdiag.terms.backends import blocks_host, may_count_messages
 from distdiag.terms.ranks import fold_ranks
 
-SECOND_RECORDER = 1 << 32
 OFFSETS_KEPT = 16  # offsets kept; the flight recorder's newest numbers are only a few collectives old
 
 
@@ -39,12 +37,41 @@ class Batch:
         self.seq = 0  # number shared by its collectives
 
 
+class Numbering:
+    """Translates another counter of a group's operations, which counts its messages, too, into the number of collectives."""
+
+    __slots__ = ("_segments", "offset")
+
+    def __init__(self) -> None:
+        self.offset = 0  # the counter minus the number of collectives
+        self._segments = deque([(0, 0)], OFFSETS_KEPT)  # (collectives issued before, offset from then on)
+
+    def shift(self, issued: int, offset: int) -> None:
+        """Use this offset of the counter from the next collective on; `issued` precede it."""
+        self.offset = offset
+        if self._segments[-1][0] == issued:
+            self._segments[-1] = issued, offset
+        else:
+            self._segments.append((issued, offset))
+
+    def number(self, raw: int) -> int:
+        """Return how many collectives of the group were issued up to the counter's value `raw`."""
+        if raw <= 0:
+            return raw
+        offset, most = 0, raw + abs(self.offset)
+        for issued, offset in reversed(self._segments):
+            if raw - offset >= issued:
+                break
+            most = issued  # of the segment before
+        return min(raw - offset, most)
+
+
 class Group:
     """One process group in this process."""
 
     __slots__ = (
-        "_offsets", "backend", "coalescing", "connected", "counter", "may_count_messages", "members", "offset", "on_device", "open_messages", "pg", "slot",
-        "slot_index", "to_global",
+        "backend", "coalescing", "connected", "counter", "hook", "implementations", "may_count_messages", "members",
+        "numbering", "on_device", "open_messages", "pg", "recorded", "recorded_messages", "slot", "slot_index", "to_global",
     )  # fmt: skip
 
     def __init__(self, pg: Any, slot: GroupSlot, slot_index: int, members: list[int]) -> None:
@@ -53,37 +80,36 @@ class Group:
         self.counter = _counter(pg)
         self.members = members
         self.to_global = dict(enumerate(members))
-        self.offset = 0  # backend's counter minus the number of collectives
-        self._offsets = deque([(0, 0)], OFFSETS_KEPT)  # (collectives issued before, offset from then on)
+        self.numbering = Numbering()  # of the backend's counter, and of a flight recorder that the backend writes
+        self.hook: Hook | None = None  # records the group for a backend without a flight recorder
+        self.recorded = Numbering()  # of the operations that the hook has recorded
+        self.recorded_messages = 0
         self.may_count_messages = True  # in its counter of collectives
         self.backend = ""  # `gloo`, `cpu:gloo,cuda:nccl`
+        self.implementations: tuple[str, ...] = ()  # the names by which torch calls the same: `nccl2`
         self.on_device = False  # its collectives do not block the host
         self.coalescing: Batch | None = None  # between _start_coalescing and _end_coalescing
         # Existing communicators: None for the whole group, else the peer of a pair. Only for devices.
         self.connected: set[int | None] = set()
         self.open_messages = 0  # point-to-point calls that have not returned: the counter may be ahead
 
+    @property
+    def offset(self) -> int:
+        """The backend's counter minus the number of collectives."""
+        return self.numbering.offset
+
     def shift(self, offset: int) -> None:
         """Use this offset of the backend's counter from the next collective on."""
-        issued = self.slot.enqueued
-        self.offset = self.slot.offset = offset
-        if self._offsets[-1][0] == issued:
-            self._offsets[-1] = issued, offset
-        else:
-            self._offsets.append((issued, offset))
+        if self.hook is None:  # the flight recorder's numbers are the backend's
+            self.slot.offset = offset
+        self.numbering.shift(self.slot.enqueued, offset)
 
     def number(self, raw: int) -> int:
         """Return how many collectives of the group were issued up to the backend's sequence number `raw`.
 
         gloo counts point-to-point calls in the same counter, and its flight recorder numbers collectives by it.
         """
-        if raw <= 0:
-            return raw
-        offset = 0
-        for issued, offset in reversed(self._offsets):
-            if raw - offset > issued:
-                break
-        return raw - offset
+        return self.numbering.number(raw)
 
     def message_begins(self) -> None:
         """Note that a point-to-point call begins: the counter minus the collectives issued so far will be the offset."""
@@ -97,6 +123,31 @@ class Group:
             offset = self.counter() - self.slot.enqueued
             if offset != self.offset:
                 self.shift(offset)
+
+    def message_is_recorded(self) -> None:
+        """Note that the hook is about to record a message, among the collectives."""
+        issued = self.slot.enqueued if self.counter is None else self.counter() - self.offset
+        self.recorded_messages += 1
+        self.recorded.shift(issued, self.recorded.offset + 1)
+
+    def by_hook(self, counters: tuple[int, int], at_least: int, at_most: int) -> tuple[int, int] | None:
+        """Return (newest issued, newest completed) by what the hook has recorded; None if that is not known.
+
+        What a CUDA graph captures takes a number and is not recorded. So numbers that are missing while nothing is issued are a
+        change of the offset.
+
+        Args:
+            counters: The hook's.
+            at_least, at_most: Collectives issued before and after its counters were read.
+        """
+        issued, completed = counters
+        if at_least == at_most and self.recorded.number(issued) < at_least and not self.open_messages:
+            self.recorded.shift(at_least, issued - at_least)
+            self.slot.offset = self.recorded.offset - self.recorded_messages
+        newest = self.recorded.number(issued)
+        if not at_least <= newest <= at_most + 1:  # one may be recorded before the backend counts it
+            return None
+        return newest, -1 if completed < 0 else self.recorded.number(completed)
 
 
 class Groups:
@@ -156,17 +207,29 @@ class Groups:
             g.backend = backend
             g.on_device = not blocks_host(backend)
             g.may_count_messages = may_count_messages(backend)
+            g.implementations = implementations(pg)
+            g.hook = hook_of(pg, g.implementations)
+            self._note_recorders(g)
             self._calibrate(g)
             self.groups[id(pg)] = g
             self.header.n_groups = n + 1
             return g
 
+    def _note_recorders(self, g: Group) -> None:
+        """Tell the monitor which flight recorders to ask: those of backends, and those that hooks write, with what they know."""
+        hooked = dict(self.recorder.facts.get("hooked_recorders", {}))
+        if g.hook is not None:
+            hooked[g.hook.backend] = g.hook.reports_completion
+        known = {"own_recorders": OWN, "hooked_recorders": hooked}
+        if any(self.recorder.facts.get(key) != value for key, value in known.items()):
+            self.recorder.note(**known)
+
     def _calibrate(self, g: Group) -> None:
         """Set the offset if the backend's counter and the flight recorder's already differ (the recorder attached late)."""
         count = g.counter() if g.counter is not None else 0
-        if count <= 0:
+        if count <= 0 or g.hook is not None:
             return
-        status = flight_recorder_status()
+        status = own_status()
         known = [int(s["last_enqueued_collective"]) for s in status.values()]
         if known and count not in known:
             below = [k for k in known if 0 <= k < count]
@@ -176,9 +239,13 @@ class Groups:
     @guarded
     def refresh_groups(self) -> None:
         """Write the newest issued and completed collective of every group; called by the pulse."""
-        before = {id(g): issued for g in list(self.groups.values()) if (issued := _issued(g)) is not None}
-        status = flight_recorder_status()
-        for g in list(self.groups.values()):
+        groups = list(self.groups.values())
+        before = {id(g): issued for g in groups if (issued := _issued(g)) is not None}
+        status = own_status()
+        for g in groups:
+            if g.hook is not None:
+                self._refresh_hooked(g)
+                continue
             issued = _issued(g)
             if issued is None or id(g) not in before:
                 continue
@@ -189,6 +256,20 @@ class Groups:
             elif not g.open_messages:
                 g.slot.enqueued = issued
                 g.slot.completed = -1
+
+    @staticmethod
+    def _refresh_hooked(g: Group) -> None:
+        """Write the counters of a group that a hook of torch records."""
+        before = _issued(g)
+        counters = g.hook.counters() if g.hook is not None else None
+        after = _issued(g)
+        if before is None or after is None:
+            return
+        found = g.by_hook(counters, before, after) if counters is not None else None
+        if found is not None:
+            g.slot.enqueued, g.slot.completed = found
+        elif not g.open_messages:
+            g.slot.enqueued, g.slot.completed = before, -1
 
     def _recorder_entry(self, g: Group, status: dict[str, Any], at_least: int, at_most: int) -> dict[str, Any] | None:
         """Return the flight recorder's counters of a group, which the recorder identifies by other numbers.
@@ -234,7 +315,7 @@ def _counter(pg: Any) -> Callable[[], int] | None:
     """
     counters = [lambda: pg._get_sequence_number_for_group()]
     if hasattr(pg, "_get_backend"):
-        counters += [lambda d=device: pg._get_backend(d)._get_sequence_number_for_group() for device in _devices(pg)]
+        counters += [lambda d=device: pg._get_backend(d)._get_sequence_number_for_group() for device in devices(pg)]
     for counter in counters:
         try:
             counter()
@@ -242,30 +323,3 @@ def _counter(pg: Any) -> Callable[[], int] | None:
             continue
         return counter
     return None
-
-
-def _devices(pg: Any) -> list[Any]:
-    try:
-        return list(pg._device_types)
-    except (RuntimeError, AttributeError):
-        return []
-
-
-def flight_recorder_status() -> dict[str, Any]:
-    """Return newest enqueued / completed collective by the flight recorder's own group number; {} if there is no recorder.
-
-    A job may have NCCL and gloo at once, each with its own recorder and numbers: those of the second recorder
-    are moved by `SECOND_RECORDER`.
-    """
-    out: dict[str, Any] = {}
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-        dump = getattr(c10d, name, None)
-        if dump is None:
-            continue
-        try:
-            status = json.loads(dump(False, False)).get("pg_status", {})
-        except (RuntimeError, ValueError):
-            continue
-        above = SECOND_RECORDER if out else 0
-        out |= {str(int(number) + above): counters for number, counters in status.items()}
-    return out

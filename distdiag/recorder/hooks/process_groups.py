@@ -20,19 +20,27 @@ Function = Callable[..., Any]
 _FR_SIZE = "TORCH_FR_BUFFER_SIZE"
 
 
-def install(collectives: Collectives) -> None:
-    """Wrap `init_process_group`, `new_group` and `destroy_process_group`; called once per process."""
+def install(collectives: Collectives) -> list[str]:
+    """Wrap `init_process_group`, `new_group` and `destroy_process_group`; return those that this torch lacks.
+
+    Called once per process.
+    """
+    missing = []
     for name, make in (
         ("init_process_group", _init_process_group),
         ("_warn_not_in_group", _warn_not_in_group),
         ("_new_group_with_tag", _new_group),
         ("destroy_process_group", _destroy_process_group),
     ):
-        original = getattr(dist, name)
+        original = getattr(dist, name, None)
+        if original is None:
+            missing.append(f"distributed_c10d.{name}")
+            continue
         wrapped = wraps(original)(make(collectives, original))
         for module in (dist, public):
             if getattr(module, name, None) is original:
                 setattr(module, name, wrapped)
+    return missing
 
 
 def _init_process_group(collectives: Collectives, original: Function) -> Function:

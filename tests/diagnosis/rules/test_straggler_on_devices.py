@@ -8,8 +8,10 @@ import msgspec
 import pytest
 
 from distdiag.diagnosis import step_times
+from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained
 from distdiag.diagnosis.model.snapshot import Call, Group, Snapshot
+from distdiag.diagnosis.rules import straggler
 from tests.diagnosis.made import GIB, job, only, rank, steps, stragglers
 
 
@@ -131,3 +133,20 @@ def test_on_a_device_teams_that_average_among_themselves_are_not_judged() -> Non
     found = step_times.window(with_calls(("team",)))
     assert isinstance(found, Abstained) and "collective of all ranks" in found.reason
     assert only(stragglers(with_calls(("team", "default_pg")))).culprits == (2,)
+
+
+def test_on_a_device_a_constant_lead_without_a_wait_is_not_judged() -> None:
+    """Hosts run ahead until their launch queue is full: all steps take equally long, and one rank is always last."""
+    s = on_a_device({0: 0.0, 1: 0.0, 2: 0.0}, ahead_s=0.0)
+    late = {
+        q: msgspec.structs.replace(
+            r,
+            steps=tuple(
+                msgspec.structs.replace(x, wait_ms=40.0, ready_s=(x.ready_s or 0.0) + (0.030 if q == 2 else 0.0))
+                for x in r.steps
+            ),
+        )
+        for q, r in s.ranks.items()
+    }
+    (why,) = straggler.evaluate(Facts(msgspec.structs.replace(s, ranks=late)))
+    assert isinstance(why, Abstained) and not why.checked and "rank 2 arrives 3" in why.reason

@@ -5,6 +5,12 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/control_plane/Handlers.hpp>
 
+#include <elf.h>
+#include <link.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstring>
 #include <map>
 
 namespace py = pybind11;
@@ -107,9 +113,10 @@ static O for_inner(O opts) {
 class StreamBackend : public c10d::Backend {
  public:
   StreamBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size, Millis timeout, std::vector<uint64_t> ranks,
-                bool eager)
-      : Backend(rank, size), store_(std::move(store)), ranks_(std::move(ranks)), eager_(eager) {
+                bool eager, bool nccl2)
+      : Backend(rank, size), store_(std::move(store)), ranks_(std::move(ranks)), eager_(eager || nccl2), nccl2_(nccl2) {
     g_ = std::make_shared<Group>();
+    g_->nccl2 = nccl2;
     g_->rank = rank;
     g_->size = size;
     g_->local_id = n_groups++;
@@ -125,8 +132,72 @@ class StreamBackend : public c10d::Backend {
   }
 
   const std::string getBackendName() const override {
-    return "stream";
+    return nccl2_ ? "nccl2" : "stream";
   }
+#if STANDIN_NCCL2
+  bool supportsAbortHooks() const override {
+    return nccl2_;
+  }
+  void registerAbortHook(int64_t id, c10d::AbortHook hook) override {
+    std::lock_guard<std::mutex> lock(g_->hooks_mutex);
+    g_->abort_hooks[id] = std::move(hook);
+  }
+  void unregisterAbortHook(int64_t id) override {
+    std::lock_guard<std::mutex> lock(g_->hooks_mutex);
+    g_->abort_hooks.erase(id);
+  }
+  bool supportsCompletionHooks() const override {
+    return nccl2_;
+  }
+  void registerCompletionHook(int64_t id, c10d::CompletionHook hook) override {
+    std::lock_guard<std::mutex> lock(g_->hooks_mutex);
+    g_->completion_hooks[id] = std::move(hook);
+  }
+  void unregisterCompletionHook(int64_t id) override {
+    std::lock_guard<std::mutex> lock(g_->hooks_mutex);
+    g_->completion_hooks.erase(id);
+  }
+#endif
+  bool supportsSplitting() const override {
+    return nccl2_;
+  }
+  // Every rank of this group comes here, members of the new group and others, as in ncclCommSplit.
+  void split_from_all() {
+    const std::string key = c10::str("ncclCommSplit/", n_splits_++);
+    auto store = store_->clone();
+    std::exception_ptr failed;
+    host_blocks(driver().comm_split, [&] {
+      try {
+        if (store->add(key, 1) == size_)
+          store->set(key + "/all", std::vector<uint8_t>{1});
+        store->wait({key + "/all"}, kForever);
+      } catch (...) {
+        failed = std::current_exception();
+      }
+      return 1;
+    });
+    if (failed)
+      std::rethrow_exception(failed);
+  }
+#if STANDIN_NCCL2
+  c10::intrusive_ptr<Options> getBackendOptions() override {
+    return c10::make_intrusive<Options>(getBackendName(), g_->timeout);
+  }
+  c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                                    const c10::intrusive_ptr<Options>& opts) override {
+    split_from_all();
+    const auto mine = std::find(ranks.begin(), ranks.end(), rank_);
+    if (mine == ranks.end())
+      return nullptr;
+    std::vector<uint64_t> global;
+    for (const int r : ranks)
+      global.push_back(ranks_.at(r));
+    auto child = c10::make_intrusive<StreamBackend>(store, mine - ranks.begin(), ranks.size(), opts->timeout,
+                                                    std::move(global), true, true);
+    child->eagerConnectSingleDevice(at::kCPU);
+    return child;
+  }
+#endif
   bool supportsCoalescing() const override {
     return true;
   }
@@ -177,7 +248,7 @@ class StreamBackend : public c10d::Backend {
     Tensors ts{at::zeros({1}, at::kFloat)};
     auto work = reduced(ts, c10d::AllreduceOptions(), "nccl:all_reduce_barrier", OpType::ALLREDUCE, o.asyncOp);
     if (work) {
-      static_cast<StreamWork*>(work.get())->is_barrier = true;
+      static_cast<StreamWork*>(work.get())->is_barrier = true;  // nccl2 returns it from a synchronous barrier, too
       return work;
     }
     synchronize_current();
@@ -335,13 +406,14 @@ class StreamBackend : public c10d::Backend {
     coalescing_ = kActive;
     coalesced_async_ = false;
     coalesced_ = {};
+    last_coalesced_ = nullptr;
   }
   WorkPtr endCoalescing() override {
     auto c = std::move(coalesced_);
     const int state = coalescing_;
     coalescing_ = 0;
     if (c.transfers.empty())
-      return nullptr;
+      return last_coalesced_;  // of nccl2: behind the others on its stream
     const bool p2p = state & kP2P;
     auto transfers = c.transfers;
     return launch(OpType::COALESCED, "nccl:coalesced", {}, {}, c.in, c.out, p2p || coalesced_async_, p2p, "cpu",
@@ -423,8 +495,10 @@ class StreamBackend : public c10d::Backend {
     if (!deferred)
       host_connects(*c);
     comms_[key] = c;
-    Recorder::get()->record_accelerator_version("2.27.3");
-    Recorder::get()->record_pg_ranks(g_->name(), ranks_);
+    if (!nccl2_) {  // whose recorder is FlightRecorderHook's
+      Recorder::get()->record_accelerator_version("2.27.3");
+      Recorder::get()->record_pg_ranks(g_->name(), ranks_);
+    }
     return *c;
   }
 
@@ -448,7 +522,7 @@ class StreamBackend : public c10d::Backend {
     g_->desc = pg_desc_;
     check_tensors(reads);
     check_tensors(writes);
-    if (!(coalescing_ & kActive) || !(coalescing_ & kColl))
+    if (!(coalescing_ & kActive) || !(coalescing_ & kColl) || nccl2_)
       g_->seq_collective++;
     g_->op_id++;
     const int64_t kind = static_cast<int64_t>(op);
@@ -456,6 +530,12 @@ class StreamBackend : public c10d::Backend {
       compare(inner, {kind, bytes});
       transfer(inner, waits);
     };
+    if (nccl2_) {  // which groups nothing but messages
+      auto work = launch(op, title, in, out, reads, writes, async, false, "cpu", checked);
+      if (coalescing_ & kActive)
+        last_coalesced_ = work;
+      return work;
+    }
     if (coalescing_ & kActive) {
       coalescing_ |= kColl;
       coalesced_async_ |= async;
@@ -487,9 +567,11 @@ class StreamBackend : public c10d::Backend {
     if (batch) {
       coalescing_ |= kP2P;
       comm("cpu", rank_, size_);
-      if (!capturing)
+      if (!capturing && !nccl2_)
         record(g_, title, ts, {}, nullptr, nullptr, true);
       coalesce(sends ? ts : Tensors{}, sends ? Tensors{} : ts, transfer);
+      if (nccl2_)
+        return c10::make_intrusive<CompletedWork>(rank_, sends ? OpType::SEND : OpType::RECV);
       return nullptr;
     }
     return launch(sends ? OpType::SEND : OpType::RECV, title, ts, {}, sends ? ts : Tensors{}, sends ? Tensors{} : ts,
@@ -565,16 +647,17 @@ class StreamBackend : public c10d::Backend {
     if (capturing) {
       capturing->kernels.push_back({c.stream, kernel->run, kernel->tensors});
       kernel->end.record();  // not an event that may be queried; nobody waits for it
-      return async ? work : nullptr;
+      return async || nccl2_ ? work : nullptr;
     }
     work->numel_in = elements_of(in);
     work->numel_out = elements_of(out);
-    work->trace = record(g_, title, in, out, g_->timing ? &kernel->start : nullptr, &kernel->end, p2p);
-    if (g_->blocking_wait)
+    if (!nccl2_)
+      work->trace = record(g_, title, in, out, g_->timing ? &kernel->start : nullptr, &kernel->end, p2p);
+    if (g_->blocking_wait && !nccl2_)
       new KernelPtr(kernel);  // no watchdog retires the entry, which points to its events
     c.stream->launch(kernel, !async);
     enqueue(work);
-    return async ? work : nullptr;
+    return async || nccl2_ ? work : nullptr;
   }
 
   struct Coalesced {
@@ -586,11 +669,14 @@ class StreamBackend : public c10d::Backend {
   c10::intrusive_ptr<c10d::Store> store_;
   std::vector<uint64_t> ranks_;
   bool eager_;
+  const bool nccl2_;
+  int n_splits_ = 0;
   std::mutex comms_mutex_;
   std::map<std::string, Comm*> comms_;
   int coalescing_ = 0;
   bool coalesced_async_ = false;
   Coalesced coalesced_;
+  WorkPtr last_coalesced_;
 };
 
 // -- Python -----------------------------------------------------------------------------------------------------
@@ -607,6 +693,7 @@ static void load_driver(const std::string& folder) {
   driver().synchronize = reinterpret_cast<Blocking>(dlsym(runtime, "cudaStreamSynchronize"));
   driver().launch = reinterpret_cast<Blocking>(dlsym(runtime, "cudaLaunchKernel"));
   driver().comm_init = reinterpret_cast<Blocking>(dlsym(nccl, "ncclCommInitRankConfig"));
+  driver().comm_split = reinterpret_cast<Blocking>(dlsym(nccl, "ncclCommSplit"));
   driver().comm_finalize = reinterpret_cast<Blocking>(dlsym(nccl, "ncclCommFinalize"));
 }
 
@@ -636,7 +723,42 @@ static void busy(const at::Tensor& t, int64_t ms) {
   (*compute)->launch(kernel, true);
 }
 
+// Makes libtorch_cuda, where it is loaded, call `to` for this function: its handlers read NCCL's recorder, which has no
+// entry here, and a handler cannot be replaced. Returns the number of places.
+static int redirect(const char* symbol, const void* to) {
+  std::pair<const char*, const void*> wanted{symbol, to};
+  return dl_iterate_phdr(
+      [](dl_phdr_info* info, size_t, void* of) {
+        if (!info->dlpi_name || !strstr(info->dlpi_name, "libtorch_cuda.so"))
+          return 0;
+        auto [symbol, to] = *static_cast<std::pair<const char*, const void*>*>(of);
+        const ElfW(Dyn)* dynamic = nullptr;
+        for (int i = 0; i < info->dlpi_phnum; i++)
+          if (info->dlpi_phdr[i].p_type == PT_DYNAMIC)
+            dynamic = reinterpret_cast<const ElfW(Dyn)*>(info->dlpi_addr + info->dlpi_phdr[i].p_vaddr);
+        std::map<ElfW(Sxword), ElfW(Addr)> at;
+        for (; dynamic && dynamic->d_tag != DT_NULL; dynamic++)
+          at[dynamic->d_tag] = dynamic->d_un.d_ptr;
+        const auto* relocations = reinterpret_cast<const ElfW(Rela)*>(at[DT_JMPREL]);
+        const auto* symbols = reinterpret_cast<const ElfW(Sym)*>(at[DT_SYMTAB]);
+        int found = 0;
+        for (size_t i = 0; i < at[DT_PLTRELSZ] / sizeof(ElfW(Rela)); i++) {
+          const auto& r = relocations[i];
+          if (strcmp(reinterpret_cast<const char*>(at[DT_STRTAB]) + symbols[ELF64_R_SYM(r.r_info)].st_name, symbol))
+            continue;
+          auto* slot = reinterpret_cast<const void**>(info->dlpi_addr + r.r_offset);
+          const uintptr_t page = reinterpret_cast<uintptr_t>(slot) & -sysconf(_SC_PAGESIZE);
+          if (mprotect(reinterpret_cast<void*>(page), sysconf(_SC_PAGESIZE), PROT_READ | PROT_WRITE) == 0)
+            *slot = to, found++;
+        }
+        return found;
+      },
+      &wanted);
+}
+
 static void register_handlers() {
+  redirect("_ZN4c10d20dump_nccl_trace_jsonB5cxx11Ebb", reinterpret_cast<const void*>(&dump_json));
+  redirect("_ZN4c10d15dump_nccl_traceB5cxx11Ebbb", reinterpret_cast<const void*>(&dump_pickle));
   using namespace c10d::control_plane;
   auto flag = [](const Request& r, const char* name, bool otherwise) {
     const auto v = r.getParam(name);
@@ -663,7 +785,7 @@ static void register_handlers() {
 
 PYBIND11_MODULE(_stream, m) {
   using namespace standin;
-  m.def("install", [](const std::string& folder, int64_t run_ahead, int64_t eager, bool pairs) {
+  m.def("install", [](const std::string& folder, int64_t run_ahead, int64_t eager, bool pairs, bool nccl2) {
     load_driver(folder);
     pairs_block = pairs;
     device().run_ahead = run_ahead;
@@ -671,7 +793,8 @@ PYBIND11_MODULE(_stream, m) {
     pthread_atfork(nullptr, nullptr, [] { device().forked = true; });
     at::addGlobalCallback(
         at::RecordFunctionCallback(before_operation).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
-    register_handlers();
+    if (!nccl2)
+      register_handlers();
   });
   m.def("replace_reads", &replace_reads);
   py::class_<Graph, std::shared_ptr<Graph>>(m, "Graph")
@@ -680,12 +803,17 @@ PYBIND11_MODULE(_stream, m) {
   m.def("busy", &busy);
   m.def("freeze_watchdogs", [](bool frozen) { watchdogs_frozen = frozen; });
   m.def("capture", [](std::shared_ptr<Graph> graph) { capturing = std::move(graph); }, py::arg("graph").none(true));
+  py::module_::import("torch._C._distributed_c10d");
+  py::class_<StreamBackend, c10d::Backend, c10::intrusive_ptr<StreamBackend>>(m, "StreamBackend")
+      .def("perform_nocolor_split", [](StreamBackend& parent, const py::object&) { parent.split_from_all(); })
+      .def("split_from_all", &StreamBackend::split_from_all);
   m.def(
       "create",
       [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Millis timeout, std::vector<uint64_t> ranks,
-         bool eager) -> c10::intrusive_ptr<c10d::Backend> {
-        return c10::make_intrusive<StreamBackend>(store, rank, size, timeout, std::move(ranks), eager);
+         bool eager, bool nccl2) {
+        return c10::make_intrusive<StreamBackend>(store, rank, size, timeout, std::move(ranks), eager, nccl2);
       });
+  m.attr("HAS_NCCL2") = bool(STANDIN_NCCL2);
   m.def(
       "drain",
       [](int64_t limit_ms) {

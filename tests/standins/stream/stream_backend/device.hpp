@@ -100,7 +100,7 @@ struct Wait {
 };
 using Blocking = int (*)(Wait*);
 struct Driver {
-  Blocking synchronize = nullptr, launch = nullptr, comm_init = nullptr, comm_finalize = nullptr;
+  Blocking synchronize = nullptr, launch = nullptr, comm_init = nullptr, comm_split = nullptr, comm_finalize = nullptr;
 };
 inline Driver& driver() {
   static Driver* d = new Driver();

@@ -29,5 +29,6 @@ __attribute__((noinline)) int cudaLaunchKernel(struct wait* w) { int r = cuLaunc
 
 #ifdef LIBNCCL
 __attribute__((noinline)) int ncclCommInitRankConfig(struct wait* w) { int r = w->done(w->of); __asm__ volatile(""); return r; }
+__attribute__((noinline)) int ncclCommSplit(struct wait* w) { int r = w->done(w->of); __asm__ volatile(""); return r; }
 __attribute__((noinline)) int ncclCommFinalize(struct wait* w) { int r = w->done(w->of); __asm__ volatile(""); return r; }
 #endif

@@ -1,6 +1,8 @@
 """Makes every process group of this process a stand-in, whatever backend the script names.
 
 `sitecustomize` arranges that `install` runs when torch.distributed is imported. Environment:
+    STANDIN_NCCL         legacy, nccl2 (torch 2.15 or newer): which of torch's two implementations; default: the installed
+                         torch's `nccl`
     STANDIN_RUN_AHEAD    operations that the host may launch after a collective (default 1024)
     STANDIN_EAGER        1: communicators are created with their group, as with init_process_group(device_id=…)
     STANDIN_EAGER_BYTES  messages up to this size complete without their receiver (default 4 MiB)
@@ -25,7 +27,22 @@ loaded: list[Any] = []  # the extension, once a process group was created
 _REPLACED = {"gloo", "nccl", "undefined", ""}
 
 
-def _extension() -> ModuleType:
+def _is_nccl2(dist: Any) -> bool:
+    """True if the stand-in behaves as nccl2.
+
+    Raises:
+        RuntimeError: this torch has no hooks by which nccl2 is recorded.
+    """
+    has = hasattr(dist, "_maybe_attach_flight_recorder")
+    wanted = os.environ.get("STANDIN_NCCL")
+    if wanted is None:
+        return has and os.environ.get("TORCH_DIST_USE_NCCL2") != "0"
+    if wanted not in ("legacy", "nccl2") or (wanted == "nccl2" and not has):
+        raise RuntimeError(f"STANDIN_NCCL={wanted}: legacy, or with torch 2.15 or newer nccl2")
+    return wanted == "nccl2"
+
+
+def _extension(nccl2: bool) -> ModuleType:
     folder = build.build()
     spec = importlib.util.spec_from_file_location("_stream", folder / "_stream.so")
     assert spec is not None and spec.loader is not None
@@ -36,6 +53,7 @@ def _extension() -> ModuleType:
         int(os.environ.get("STANDIN_RUN_AHEAD", "1024")),
         int(os.environ.get("STANDIN_EAGER_BYTES", str(4 << 20))),
         os.environ.get("STANDIN_PAIRS") == "blocking",
+        nccl2,
     )
     return module
 
@@ -59,24 +77,31 @@ def install(dist: Any) -> None:
     c10d: Any = importlib.import_module("torch._C._distributed_c10d")
 
     _switch_off_gloos_recorder(c10d)
+    nccl2 = False  # chosen with the first group: forked ranks have their environment after this import
     nothing = b'{"version": "2.10", "pg_config": {}, "pg_status": {}}'
     c10d._dump_nccl_trace_json = lambda *_, **__: nothing
     eager = os.environ.get("STANDIN_EAGER") == "1"
 
     def create(options: Any, _: Any) -> Any:
-        if not loaded:  # a launcher does not need it
-            import torch
+        import torch
 
-            extension = _extension()
+        if not loaded:  # a launcher does not need it
+            extension = _extension(nccl2)
             extension.replace_reads(torch.Tensor)
-            c10d._dump_nccl_trace_json = extension.dump_json
-            c10d._dump_nccl_trace = extension.dump
+            if not nccl2:
+                c10d._dump_nccl_trace_json = extension.dump_json
+                c10d._dump_nccl_trace = extension.dump
             atexit.register(extension.drain, DRAIN_MS)
             loaded.append(extension)
+        if nccl2 and options.split_from:
+            options.split_from.split_from_all()
         ranks = options.global_ranks_in_group or range(options.group_size)
-        return loaded[0].create(
-            options.store, options.group_rank, options.group_size, options.timeout, list(ranks), eager
+        out = loaded[0].create(
+            options.store, options.group_rank, options.group_size, options.timeout, list(ranks), eager, nccl2
         )
+        if nccl2:
+            out.eager_connect_single_device(torch.device("cpu"))
+        return out
 
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
     original = dist._new_process_group_helper
@@ -84,7 +109,11 @@ def install(dist: Any) -> None:
     def _new_process_group_helper(
         group_size: int, group_rank: int, global_ranks_in_group: list[int], backend: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        nonlocal eager
+        nonlocal eager, nccl2
+        if not loaded:
+            nccl2 = _is_nccl2(dist)
+            if not nccl2 and hasattr(dist, "_FR_SELF_RECORDING_BACKENDS"):
+                dist._FR_SELF_RECORDING_BACKENDS.add(NAME)
         named = str(backend or "").lower()
         # the job's groups; a further group that requests gloo gets it, as it would next to NCCL
         if named in _REPLACED - {"gloo"} or "nccl" in named or (named == "gloo" and not global_ranks_in_group):
@@ -94,8 +123,8 @@ def install(dist: Any) -> None:
             kwargs["device_id"] = None
         out = original(group_size, group_rank, global_ranks_in_group, backend, *args, **kwargs)
         if backend == NAME and out[0] is not dist.GroupMember.NON_GROUP_MEMBER:
-            _as_nccl(out[0], eager)
-        if backend == NAME and eager and global_ranks_in_group:
+            _as_nccl(out[0], eager or nccl2, connected=nccl2)
+        if backend == NAME and eager and not nccl2 and global_ranks_in_group:
             _split(dist)
         return out
 
@@ -112,7 +141,7 @@ def _split(dist: Any) -> None:
     store.wait([f"{name}/all"])
 
 
-def _as_nccl(pg: Any, eager: bool) -> None:
+def _as_nccl(pg: Any, eager: bool, connected: bool) -> None:
     """Add sequence numbers: torch checks the type of a backend, not the backend, for them."""
     import torch
 
@@ -122,7 +151,8 @@ def _as_nccl(pg: Any, eager: bool) -> None:
     pg._set_default_backend(kind)
     if eager:
         pg.bound_device_id = torch.device("cpu", 0)
-        backend.eager_connect_single_device(cpu)
+        if not connected:
+            backend.eager_connect_single_device(cpu)
 
 
 def _allow_monitored_barrier(dist: Any) -> None:

@@ -21,11 +21,13 @@ import msgspec
 import psutil
 
 from distdiag.errors import DistdiagError, ExitCode
+from tests.launchers import Launcher
 
 # variables of a launcher that started us; the job must not see them
 _LAUNCHER = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "SLURM_")
 MARK = "DISTDIAG_BENCH_JOB"  # in the environment of every process of a job, in any session
 
+_forking = threading.Lock()
 interrupted = threading.Event()  # set on Ctrl-C: jobs run in threads, which get no signal
 
 
@@ -127,7 +129,7 @@ def load(manifest: Path) -> Manifest:
             f"no fault collection at {manifest} ({e.strerror})",
             "run it in a clone of the repository, or name one: `distdiag bench faults --manifest FILE`",
         ) from e
-    except msgspec.DecodeError as e:
+    except (msgspec.DecodeError, RecursionError) as e:
         raise DistdiagError(
             f"{manifest} is not a manifest of fault jobs: {e}", "tests/faults/README.md describes the format"
         ) from e
@@ -183,18 +185,26 @@ def command(job: Job, script: Path, run_dir: Path | None) -> list[str]:
 
 def start(
     job: Job, script: Path, run_dir: Path | None, workdir: Path, env: dict[str, str], out: IO[bytes]
-) -> subprocess.Popen[bytes]:
-    """Start the launcher of a job in a new session."""
-    return subprocess.Popen(
-        command(job, script, run_dir), cwd=workdir, env=env, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )  # fmt: skip
+) -> subprocess.Popen[bytes] | Launcher:
+    """Start the launcher of a job in a new session.
+
+    The ranks of a recorded job are forked from a process that has imported torch, see tests/launchers.py.
+    """
+    if run_dir is None or job.launch == "python":
+        return subprocess.Popen(
+            command(job, script, run_dir), cwd=workdir, env=env, stdin=subprocess.PIPE, stdout=out,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    program = ["-m", "distdiag.run", "--run-dir", str(run_dir), str(script)]
+    log = Path(out.name)
+    with _forking:
+        return Launcher(program, workdir, env, log, log, forked_ranks=job.nproc)
 
 
 class Running:
     """A started job: its process, its output, and the processes that carry its mark."""
 
-    def __init__(self, process: subprocess.Popen[bytes], mark: str, log: Path, workdir: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | Launcher, mark: str, log: Path, workdir: Path) -> None:
         self.process = process
         self.mark = mark
         self.log = log

@@ -14,7 +14,8 @@ import struct
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 try:
@@ -22,15 +23,27 @@ try:
 except ImportError:  # this system has no such limits: only the deadline applies
     resource = None
 
-# For one step (reading a file, judging what was read), by the size of the input in bytes.
-CPU_S, CPU_S_PER_BYTE = 3.0, 1e-6  # reading takes 0.03 µs a byte on a slow core
-MEMORY_BYTES, MEMORY_PER_BYTE = 384 << 20, 50  # plain data take 5 to 20 times the size of their pickle
 WALL_FACTOR, WALL_S = 10.0, 60.0  # the deadline: for a disk that does not respond, or an overloaded machine
+DEATHS = 2  # of the child, after which each file is first tried alone
+TOGETHER = ""  # name of the step that judges all files at once
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one step may take (reading a file, judging what was read), by the size of its input in bytes."""
+
+    cpu_s: float = 3.0
+    cpu_s_per_byte: float = 1e-6  # reading a dump takes 0.03 µs a byte on a slow core
+    memory_bytes: int = 384 << 20
+    memory_per_byte: int = 50  # plain data take 5 to 20 times the size of their pickle
+
 
 _ANNOUNCE, _RESULT, _FAILED = b"A", b"R", b"F"
 _HEADER = struct.Struct("=cdQ")  # kind, deadline of the step in seconds, bytes that follow
 
 Announce = Callable[[str, int], None]
+# of `survivors`: (announce, files not to read with the reason, the only file to read or None) -> result
+Work = Callable[[Announce, Mapping[str, str], str | None], bytes]
 
 
 class Died(Exception):
@@ -47,7 +60,45 @@ class Died(Exception):
         self.step, self.reason, self.details = step, reason, details
 
 
-def run(work: Callable[[Announce], bytes]) -> bytes:
+def survivors(work: Work, files: Callable[[], Iterable[str]], limits: Limits) -> bytes:
+    """Return the result of `work` on all files but those that kill the child, which are refused with the reason.
+
+    Args:
+        work: Announces the path of each file before it reads it, and `TOGETHER` before it judges all.
+        files: The files to try alone, after the child has died `DEATHS` times or in the step `TOGETHER`.
+
+    Raises:
+        Died: the files together exceed the limits, or their analysis failed.
+    """
+    refused: dict[str, str] = {}
+    deaths = 0
+    while True:
+        try:
+            return run(lambda announce: work(announce, refused, None), limits)
+        except Died as e:
+            if e.details and os.environ.get("DISTDIAG_RAISE") == "1":  # in our own tests
+                raise
+            deaths += 1
+            if e.step not in refused and e.step != TOGETHER:
+                refused[e.step] = e.reason
+            elif deaths > DEATHS:
+                raise
+            if e.step == TOGETHER or deaths == DEATHS:
+                deaths = DEATHS
+                _try_alone(work, files(), refused, limits)
+
+
+def _try_alone(work: Work, files: Iterable[str], refused: dict[str, str], limits: Limits) -> None:
+    """Add to `refused` every file that cannot be read and judged alone."""
+    for path in files:
+        if path not in refused:
+            try:
+                run(lambda announce, path=path: work(announce, {}, path), limits)
+            except Died as e:
+                refused[path] = e.reason
+
+
+def run(work: Callable[[Announce], bytes], limits: Limits) -> bytes:
     """Run `work` in a forked child and return its result.
 
     Args:
@@ -62,7 +113,7 @@ def run(work: Callable[[Announce], bytes]) -> bytes:
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
-        _child(work, write_end)
+        _child(work, write_end, limits)
     os.close(write_end)
     ended = False
     try:
@@ -78,7 +129,7 @@ def run(work: Callable[[Announce], bytes]) -> bytes:
             os.waitpid(pid, 0)
 
 
-def _child(work: Callable[[Announce], bytes], pipe: int) -> None:
+def _child(work: Callable[[Announce], bytes], pipe: int, limits: Limits) -> None:
     """Run `work`, send its result, and end the process."""
     status = 1
     try:
@@ -92,8 +143,8 @@ def _child(work: Callable[[Announce], bytes], pipe: int) -> None:
             resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
         def announce(step: str, input_bytes: int) -> None:
-            cpu_s = CPU_S + input_bytes * CPU_S_PER_BYTE
-            _limit_memory(MEMORY_BYTES + input_bytes * MEMORY_PER_BYTE)
+            cpu_s = limits.cpu_s + input_bytes * limits.cpu_s_per_byte
+            _limit_memory(limits.memory_bytes + input_bytes * limits.memory_per_byte)
             signal.setitimer(signal.ITIMER_PROF, cpu_s)
             _send(pipe, _ANNOUNCE, max(WALL_S, WALL_FACTOR * cpu_s), os.fsencode(step))
 
@@ -164,7 +215,7 @@ def _death(status: int) -> str:
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         if number == signal.SIGPROF:
-            return "takes too long to read: an ordinary dump of this size needs a fraction of a second"
+            return "takes too long to read: an ordinary file of this size needs a fraction of a second"
         try:
             return f"crashes its reader ({signal.Signals(number).name})"
         except ValueError:

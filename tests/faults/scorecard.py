@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
-from distdiag.cli._fault_jobs import Expected, Job, Running, interrupted, started
 from distdiag.diagnosis.model.findings import Finding, Severity, at_least
 from distdiag.store.opening import RunUnreadable
 from distdiag.store.reader import open_run
+from tests.faults.collection import Expected, Job, Running, interrupted, started
 
 POLL_S = 0.1
 SETTLE_S = 3.0  # after the right finding: wait for other findings
@@ -174,12 +174,16 @@ def score(job: Job, folder: Path, observed: Observed) -> Score:
     return s
 
 
-def run_job(job: Job, folder: Path, keep: Path | None = None, environment: dict[str, str] | None = None) -> Score:
+def run_job(
+    job: Job, folder: Path, keep: Path | None = None, environment: dict[str, str] | None = None,
+    ended: Callable[[Path, Path], object] | None = None,
+) -> Score:  # fmt: skip
     """Start one job under distdiag, watch its run.db until the score is clear, end the job, and score it.
 
     Args:
         keep: Folder that keeps the run directory and the output as NAME/; default: nothing is kept.
         environment: Additional variables, from `backend_environment`.
+        ended: Called with the run directory and the working directory, after the job and before they are deleted.
     """
     with tempfile.TemporaryDirectory(prefix="distdiag-bench-") as tmp:
         root = Path(tmp) if keep is None else keep / job.name
@@ -189,6 +193,8 @@ def run_job(job: Job, folder: Path, keep: Path | None = None, environment: dict[
             observed, found_at = _watch(job, folder, running, run_dir)
             seconds = running.age_s()
             exit_code = running.process.poll()
+        if ended is not None and observed.readable:
+            ended(run_dir, work)
         result = score(job, folder, observed)
         result.seconds = round(seconds, 1)
         result.exit_code = exit_code

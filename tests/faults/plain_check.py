@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from distdiag.cli._fault_jobs import Job, Running, interrupted, started
+from tests.faults.collection import Job, Running, interrupted, started
 
 POLL_FROM_S = 8.0  # on free cores hangs are complete within 15 s of the launch; poll earlier
 POLL_EVERY_S = 2.0

@@ -1,0 +1,105 @@
+"""What evidence is: a case goes in, a testimony comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from distdiag.diagnosis.culprit import call_site
+from distdiag.diagnosis.culprit.rank_condition import Source
+from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot
+from distdiag.diagnosis.waits.graph import WaitGraph
+from distdiag.diagnosis.waits.incidents import Incident, Root
+from distdiag.diagnosis.waits.wait import Wait
+
+
+class Reason(StrEnum):
+    """Name of a kind of evidence; NONE is a true tie."""
+
+    EXHAUSTED = "exhausted"  # it ran out of batches
+    MAJORITY = "majority"  # fewer ranks than on the other side
+    EXCEPTION = "exception"  # it is handling an exception that the others do not have
+    LOOP = "loop"  # it is in a loop that the others have left, or the reverse
+    ARGUMENT = "argument"  # its dtype, size, root or peer is new at its site
+    EXTRA = "extra"  # it made more backward passes than steps
+    SKIPPED = "skipped"  # it ran a forward without its backward
+    DIVERGENCE = "divergence"  # where histories part, its call was not the one that was due
+    SITE = "site"  # it is at a site that the others never used
+    HISTORY = "history"  # it has used a site that the others never used
+    GROUP_SITE = "group_site"  # it is the first to use this group at its site
+    RHYTHM = "rhythm"  # it arrived earlier than ever, or is missing at a site (see `rhythm`)
+    CONDITION = "condition"  # only its call is under a condition on the rank
+    PATTERN = "pattern"  # it broke the order of its own calls
+    MESSAGES = "messages"  # it has sent fewer messages than its peers
+    COUNT = "count"  # it has used a site more, or less, often than all others
+    ALONE = "alone"  # it waits alone, the others together
+    DUE = "due"  # it is not in the call that always followed its preceding calls
+    ORDER = "order"  # all have made these calls before: only their order differs
+    PARTING = "parting"  # conditions on data through which the ranks can have parted
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Testimony:
+    """One piece of evidence: the ranks that it names, and its wording.
+
+    Attributes:
+        text: The end of a sentence, with its separator: `; rank 1 ran out of batches`.
+        advice: What to do about it; empty if only the kind of the incident tells.
+    """
+
+    name: Reason
+    ranks: tuple[int, ...] = ()
+    text: str = ""
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One incident, as input of the evidence."""
+
+    snapshot: Snapshot
+    graph: WaitGraph
+    incident: Incident
+    exhausted: Collection[int] = ()  # ranks that ran out of batches while others have some left
+    source: Source | None = None
+    ended: tuple[int, ...] = ()  # if ranks are gone: those that ended
+    waits: tuple[Wait, ...] = ()  # if ranks are gone: the waits for them
+    stuck: frozenset[int] = frozenset()  # if ranks are gone: the ranks that cannot continue because of them
+
+    @property
+    def states(self) -> dict[int, RankState]:
+        return self.snapshot.ranks
+
+    @property
+    def wait(self) -> Wait:
+        return self.incident.waits[0]
+
+    def main(self, culprits: Collection[int]) -> Wait:
+        """Return the wait of a cycle that the finding is about: one in which no culprit waits, of the most ranks."""
+        waits = sorted(self.incident.waits, key=lambda wait: (-len(wait.ranks), wait.p2p, min(wait.ranks)))
+        return next((wait for wait in waits if not set(culprits) & set(wait.ranks)), waits[0])
+
+    @cached_property
+    def sides(self) -> list[list[int]]:
+        """Return the ranks with equal calls in a conflict, the largest side first."""
+        return [sorted(side) for side in self.wait.sides]
+
+    @cached_property
+    def compared(self) -> list[int]:
+        """Return the ranks that the evidence compares: those in a conflict, or the members of a cycle."""
+        if self.incident.root in (Root.CONFLICT, Root.ABORT):
+            return sorted(rank for side in self.sides for rank in side)
+        return sorted(self.incident.members)
+
+    @cached_property
+    def calls(self) -> dict[int, Call | None]:
+        waits = self.incident.waits
+        return {r: wait.calls.get(r) for wait in waits for r in (wait.calls if wait.conflict else wait.ranks)}
+
+    @cached_property
+    def here(self) -> dict[int, str | None]:
+        """Return the site of each compared rank's call, as `file:line`."""
+        return {r: call_site.site_of(self.states.get(r), self.calls.get(r)) for r in self.compared}

@@ -1,0 +1,60 @@
+"""The finding of ranks that gloo aborted because their calls have different sizes."""
+
+from __future__ import annotations
+
+from distdiag.diagnosis.culprit.verdict import Verdict
+from distdiag.diagnosis.model.findings import Certainty, Finding, Severity, rank_list
+from distdiag.diagnosis.model.snapshot import Life, Snapshot
+from distdiag.diagnosis.text import evidence
+from distdiag.diagnosis.text.phrases import at, where
+from distdiag.diagnosis.waits.wait import last_wait
+
+SHOWN = 8  # tensors
+COMPARE = "compare the two call sites: every rank must make the same collective calls in the same order"
+
+
+def finding(snapshot: Snapshot, verdict: Verdict) -> Finding:
+    """Return who called what where, whom gloo aborted, and why the culprit made another call."""
+    states, odd, rest = snapshot.ranks, verdict.culprits, verdict.victims
+    dead = sorted({*odd, *rest})
+    killed = [rank for rank in dead if states[rank].life == Life.KILLED]
+    what, why, advice = _text(snapshot, verdict, dead)
+    lines = {site.key: site for side in verdict.wait.sides if (site := states[min(side)].current_site) is not None}
+    places = "; ".join(
+        f"{rank_list([r for r in dead if (s := states[r].current_site) is not None and s.key == key])}{at(site)}"
+        for key, site in lines.items()
+    )
+    return Finding(
+        kind=verdict.kind.name,
+        cause=verdict.cause,
+        certainty=Certainty.PROVED,
+        severity=Severity.ERROR,
+        culprits=odd,
+        victims=rest,
+        where=tuple(where(states[r], "killed" if r in killed else "crashed") for r in odd or dead),
+        waiting=tuple(where(states[r]) for r in rest) if odd else (),
+        step=states[killed[0]].step if killed else None,
+        first_seen_s=min((t for r in dead if (t := states[r].ended_s) is not None), default=snapshot.t_s),
+        message=f"ranks {what} of different sizes, and gloo aborted {rank_list(killed)}: {places}{why}",
+        cost="the job ended",
+        advice=advice,
+    )
+
+
+def _text(snapshot: Snapshot, verdict: Verdict, dead: list[int]) -> tuple[str, str, str]:
+    """Return (what the ranks did, why it did not fit, advice)."""
+    calls = {rank: call for rank in dead if (call := last_wait(snapshot.ranks[rank])) is not None}
+    if calls and all(call.p2p for call in calls.values()):
+        advice = "compare the messages of the ranks with their receives: in number, order, tag and size"
+        return "exchanged messages", "", advice
+    what = "called one collective with tensors"
+    if len({snapshot.ranks[rank].current_site for rank in dead}) > 1:
+        return what, evidence.reason_text(verdict), evidence.advice(verdict) or COMPARE
+    shapes = {rank: "x".join(map(str, call.shape)) for rank, call in calls.items() if call.shape is not None}
+    text = f"; first tensor: {', '.join(f'rank {r} {shapes[r]}' for r in sorted(shapes)[:SHOWN])}" if shapes else ""
+    text += f"; before, {rank_list(verdict.culprits)} called it with another size" if verdict.culprits else ""
+    return (
+        what,
+        text,
+        "compare what each rank sends with what its peer expects: split sizes and output shapes must agree",
+    )

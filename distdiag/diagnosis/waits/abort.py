@@ -1,0 +1,43 @@
+"""An abort as an incident: gloo aborts a rank that receives more bytes than its own call has room for.
+
+The ranks are dead, so no graph shows their waits; but their pages keep the call and the line in which each ended. Ranks at one line
+are one side. If all made one call together, each is a side: its size is what may differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from msgspec.structs import replace
+
+from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot
+from distdiag.diagnosis.waits.incidents import Incident, Root
+from distdiag.diagnosis.waits.wait import Wait, last_wait
+
+
+def incident(snapshot: Snapshot, ended: Iterable[int]) -> Incident | None:
+    """Return the incident of ranks that ended in calls that did not fit; None if it is not known where they ended."""
+    states = [snapshot.ranks[rank] for rank in ended if snapshot.ranks[rank].current_site is not None]
+    calls = {state.rank: _call(state) for state in states}
+    by_site: dict[str, list[int]] = {}
+    for state in states:
+        by_site.setdefault(state.current_site.key if state.current_site else "", []).append(state.rank)
+    sides = [frozenset(ranks) for ranks in by_site.values()]
+    if len(sides) == 1:
+        known = {(call.group, call.seq, call.op) for call in calls.values()}
+        if len(states) < 2 or len(known) != 1 or next(iter(known))[1] is None:
+            return None
+        sides = [frozenset((rank,)) for rank in calls]
+    if len(sides) < 2:
+        return None
+    numbered = next((call for call in calls.values() if call.seq is not None), None)
+    wait = Wait((numbered.group if numbered else "", numbered.seq if numbered else None))
+    wait.conflict, wait.calls, wait.died = "shape", calls, tuple(calls)
+    wait.sides = tuple(sorted(sides, key=lambda side: (-len(side), min(side))))
+    return Incident(Root.ABORT, frozenset(calls), (wait,), frozenset(calls))
+
+
+def _call(state: RankState) -> Call:
+    """Return the call in which a rank ended, at the line where it was."""
+    call = last_wait(state) or Call(op="", group="")
+    return replace(call, site=state.current_site)

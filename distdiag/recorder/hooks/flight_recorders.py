@@ -1,0 +1,129 @@
+"""torch's flight recorders in this process: which of them record a group, and their newest counters.
+
+gloo and the old NCCL group record into one of their own, and number groups themselves. From torch 2.15 on every other backend,
+nccl2 among them, has one under its name, which a `FlightRecorderHook` of the group writes. That numbers groups in the order in
+which they got their hooks, and operations from 0, messages among them; it skips what a CUDA graph captures. It knows that an
+operation is complete only if the backend reports it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection
+from typing import Any
+
+from torch._C import _distributed_c10d as c10d
+from torch.distributed import distributed_c10d as dist
+
+from distdiag.recorder.hooks.wrapping import hide_frame, wraps
+
+SECOND_RECORDER = 1 << 32
+DEFAULT = "fr"  # gloo's, which torch's functions read if no backend is named
+HAS_HOOKS = hasattr(dist, "_maybe_attach_flight_recorder")  # then torch's functions take the name of a backend
+# other recorders, each with a function: NCCL's
+OWN = [m[1] for name in dir(c10d) if (m := re.fullmatch(r"_dump_(\w+)_trace_json", name)) and m[1] != DEFAULT]
+
+_numbers: dict[int, int] = {}  # by id of a ProcessGroup: number of its hook
+_attached = 0
+
+
+class Hook:
+    """What torch's hook records of one group."""
+
+    __slots__ = ("backend", "number", "reports_completion")
+
+    def __init__(self, backend: str, number: int, reports_completion: bool) -> None:
+        self.backend, self.number, self.reports_completion = backend, number, reports_completion
+
+    def counters(self) -> tuple[int, int] | None:
+        """Return how many operations of the group are recorded, and how many of them are complete (-1: not known)."""
+        counters = _pg_status(lambda: c10d._dump_fr_trace_json(False, False, backend=self.backend)).get(
+            str(self.number)
+        )
+        if counters is None:
+            return None
+        completed = int(counters["last_completed_collective"]) + 1
+        return int(counters["last_enqueued_collective"]) + 1, completed if self.reports_completion else -1
+
+
+def install() -> None:
+    """Follow the hooks that torch attaches to new groups; called once per process."""
+    global _attached
+    if not HAS_HOOKS:
+        return
+    for pg in dist._world.pg_flight_recorder_hooks:
+        _numbers[id(pg)] = _attached
+        _attached += 1
+    original = dist._maybe_attach_flight_recorder
+
+    @wraps(original)
+    def _maybe_attach_flight_recorder(pg: Any, *args: Any, **kwargs: Any) -> Any:
+        global _attached
+        try:
+            out = original(pg, *args, **kwargs)
+        except BaseException as e:
+            hide_frame(e)
+            raise
+        _numbers.pop(id(pg), None)  # of an earlier group at this address
+        if pg in dist._world.pg_flight_recorder_hooks:
+            _numbers[id(pg)] = _attached
+            _attached += 1
+        return out
+
+    dist._maybe_attach_flight_recorder = _maybe_attach_flight_recorder
+
+
+def implementations(pg: Any) -> tuple[str, ...]:
+    """Return the names of the backends that serve a group, by which torch names their recorders: `nccl` may be `nccl2`."""
+    if not hasattr(pg, "_get_backend"):
+        return ()
+    found = []
+    for device in devices(pg):
+        try:
+            found.append(str(pg._get_backend(device).name()))
+        except (RuntimeError, AttributeError, TypeError, NotImplementedError):
+            continue
+    return tuple(dict.fromkeys(found))
+
+
+def hook_of(pg: Any, backends: Collection[str]) -> Hook | None:
+    """Return the hook that records a group; None if its backends do that themselves, or torch has no hooks.
+
+    Args:
+        pg: The group.
+        backends: Names of its backends, from `implementations`.
+    """
+    number = _numbers.get(id(pg))
+    recorded = [name for name in backends if name not in dist._FR_SELF_RECORDING_BACKENDS] if HAS_HOOKS else []
+    if number is None or len(recorded) != 1:
+        return None
+    return Hook(recorded[0], number, bool(getattr(pg, "supports_completion_hooks", False)))
+
+
+def devices(pg: Any) -> list[Any]:
+    try:
+        return list(pg._device_types)
+    except (RuntimeError, AttributeError):
+        return []
+
+
+def own_status() -> dict[str, Any]:
+    """Return newest enqueued / completed collective of the groups that their backends record, by the recorder's own number of a group.
+
+    A job may have NCCL and gloo at once, each with its own recorder and numbers: those of the second recorder
+    are moved by `SECOND_RECORDER`.
+    """
+    out: dict[str, Any] = {}
+    for name in (*OWN, DEFAULT):
+        status = _pg_status(lambda name=name: getattr(c10d, f"_dump_{name}_trace_json")(False, False))
+        above = SECOND_RECORDER if out else 0
+        out |= {str(int(number) + above): counters for number, counters in status.items()}
+    return out
+
+
+def _pg_status(dump: Callable[[], bytes]) -> dict[str, Any]:
+    try:
+        return json.loads(dump()).get("pg_status", {})
+    except (RuntimeError, ValueError, AttributeError):
+        return {}

@@ -1,0 +1,204 @@
+"""What each witness and each limit of the diagnosis is worth on tapes: `distdiag bench faults --replay --ablate`.
+
+Each witness is left out, each number of a rule's limits is halved and doubled, and every tape is judged again. A limit that is not
+read while a tape is judged is not varied on it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from distdiag.diagnosis import step_times
+from distdiag.diagnosis.culprit.witnesses import Reason
+from distdiag.diagnosis.rules import RULES
+from distdiag.tapes.tape import Verdict, judge, read_tape
+from tests.faults.replay import spread
+
+
+class Variant(msgspec.Struct, frozen=True):
+    """One change of the diagnosis: a witness left out, or a limit halved or doubled."""
+
+    where: str  # "witness", or the module of the limit
+    name: str
+    factor: float | None = None  # None: left out
+
+    def __str__(self) -> str:
+        if self.factor is None:
+            return f"without {self.name}"
+        return f"{self.where}.{self.name} × {self.factor:g}"
+
+
+class Effect(msgspec.Struct, frozen=True):
+    """What a variant changed in the verdict on one tape."""
+
+    tape: str
+    variant: Variant
+    changes: tuple[str, ...]  # of kind, cause, culprit, line, reason, found, cleared, severity
+
+
+Tables = dict[str, Any]
+_MEASURED = re.compile(r"[\d.,]+ ?(ms|s|min|h|%|[KMG]i?B|times)\b|[\d.]+%")
+
+
+@cache
+def _limits() -> Tables:
+    """Return every `limits` object of the diagnosis by the name of its module."""
+    found = {rule.kind.name: rule.limits for rule in RULES}
+    return found | {"step_times": step_times.LIMITS}
+
+
+def scaled(value: Any, factor: float) -> Any:
+    """Return a limit with every number in it multiplied; None if it has none."""
+    if isinstance(value, bool) or value is None or isinstance(value, str):
+        return None
+    if isinstance(value, int):
+        return max(1, round(value * factor))
+    if isinstance(value, float):
+        return value * factor
+    if isinstance(value, (dict, MappingProxyType)):
+        return MappingProxyType({k: scaled(v, factor) for k, v in value.items()})
+    if isinstance(value, tuple):
+        inner = tuple(scaled(v, factor) for v in value)
+        return None if any(v is None for v in inner) else inner
+    return None
+
+
+def variants() -> list[Variant]:
+    """Return every witness left out, and every number of a rule's limits halved and doubled."""
+    out = [Variant("witness", str(reason)) for reason in Reason if reason is not Reason.NONE]
+    for where, limits in _limits().items():
+        for field in dataclasses.fields(limits):
+            value = getattr(limits, field.name)
+            out += [Variant(where, field.name, x) for x in (0.5, 2.0) if scaled(value, x) not in (None, value)]
+    return out
+
+
+@contextmanager
+def applied(variant: Variant) -> Iterator[tuple[str, ...]]:
+    """Change the limit of a variant; the value is the witnesses to leave out."""
+    if variant.factor is None:
+        yield (variant.name,)
+        return
+    limits = _limits()[variant.where]
+    before = getattr(limits, variant.name)
+    object.__setattr__(limits, variant.name, scaled(before, variant.factor))
+    try:
+        yield ()
+    finally:
+        object.__setattr__(limits, variant.name, before)
+
+
+@contextmanager
+def _watched() -> Iterator[set[tuple[str, str]]]:
+    """Collect the limits that are read, as (module, field)."""
+    seen: set[tuple[str, str]] = set()
+    before = []
+    for where, limits in _limits().items():
+        kind = type(limits)
+
+        def read(self: Any, name: str, where: str = where) -> Any:
+            seen.add((where, name))
+            return object.__getattribute__(self, name)
+
+        before.append(kind)
+        kind.__getattribute__ = read
+    try:
+        yield seen
+    finally:
+        for kind in before:
+            del kind.__getattribute__
+
+
+def _reasons(verdict: Verdict) -> dict[str, tuple[str, str]]:
+    """Return message and advice by finding, without measured values, which depend on the poll."""
+    return {f.key: (_MEASURED.sub("", f.message), _MEASURED.sub("", f.advice)) for f in verdict.findings}
+
+
+def _changes(before: Verdict, now: Verdict) -> tuple[str, ...]:
+    """Return in what two verdicts on one tape differ."""
+    found = []
+    if before.answers != now.answers:
+        old = {(a.kind, a.cause, a.culprits): a for a in before.answers}
+        new = {(a.kind, a.cause, a.culprits): a for a in now.answers}
+        gone, come = [a for k, a in old.items() if k not in new], [a for k, a in new.items() if k not in old]
+        if gone and come:
+            for name in ("kind", "cause", "culprits"):
+                if {getattr(a, name) for a in gone} != {getattr(a, name) for a in come}:
+                    found.append({"culprits": "culprit"}.get(name, name))
+        found += [f"lost {a.kind}/{a.cause}" for a in gone if not come]
+        found += [f"new {a.kind}/{a.cause}" for a in come if not gone]
+        for key in old.keys() & new.keys():
+            found += ["line"] * (old[key].where != new[key].where)
+            for name in ("severity", "certainty", "cleared"):
+                found += [name] * (getattr(old[key], name) != getattr(new[key], name))
+    if not found and _reasons(before) != _reasons(now):
+        found.append("reason")
+    return tuple(dict.fromkeys(found))
+
+
+class Effects(msgspec.Struct, frozen=True):
+    """What all variants changed on one tape, and which of them were tried."""
+
+    tried: tuple[Variant, ...]
+    changed: tuple[Effect, ...]
+
+
+def ablated(path: Path) -> Effects:
+    """Judge one tape with every variant."""
+    tape = read_tape(path)
+    name = f"{path.parent.name}/{path.stem}"
+    with _watched() as used:
+        before = judge(tape)
+    tried = [v for v in variants() if v.factor is None or (v.where, v.name) in used]
+    out = []
+    for variant in tried:
+        with applied(variant) as without:
+            changes = _changes(before, judge(tape, without))
+        if changes:
+            out.append(Effect(name, variant, changes))
+    return Effects(tuple(tried), tuple(out))
+
+
+def report(paths: Sequence[Path], parallel: int = 2) -> Iterator[str]:
+    """Yield the lines of a Markdown page: which variant changes which verdicts, and which changes none."""
+    effects = list(spread(ablated, list(paths), parallel))
+    tried: dict[Variant, int] = defaultdict(int)
+    changed: dict[Variant, list[Effect]] = defaultdict(list)
+    for one in effects:
+        for variant in one.tried:
+            tried[variant] += 1
+        for effect in one.changed:
+            changed[effect.variant].append(effect)
+    backends = sorted({path.parent.name for path in paths})
+    yield f"{len(paths)} tapes ({', '.join(f'{sum(p.parent.name == b for p in paths)} on {b}' for b in backends)}), "
+    yield f"{len(variants())} variants, {sum(tried.values())} verdicts."
+    yield ""
+    yield "| variant | judged | verdicts changed | which |"
+    yield "|---|---|---|---|"
+    for variant in variants():
+        if changed[variant]:
+            jobs = "; ".join(f"{e.tape}: {', '.join(e.changes)}" for e in changed[variant])
+            yield f"| {variant} | {tried[variant]} | {len(changed[variant])} | {jobs} |"
+    yield ""
+    yield "## Changes nothing"
+    yield ""
+    witnesses = [v.name for v in variants() if v.factor is None and not changed[v]]
+    yield f"Witnesses: {', '.join(witnesses) or 'none'}."
+    yield ""
+    yield "Limits, halved and doubled (number of tapes on which they are read):"
+    yield ""
+    names = dict.fromkeys((v.where, v.name) for v in variants() if v.factor is not None)
+    for where, name in names:
+        both = [v for v in variants() if (v.where, v.name) == (where, name)]
+        if not any(changed[v] for v in both):
+            yield f"- {where}.{name} ({max(tried[v] for v in both)})"
