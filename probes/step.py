@@ -17,13 +17,13 @@ from distdiag.probekit.measure.probe import Probe, Table
 from distdiag.probekit.measure.sampling import NoiseMeter
 from distdiag.probekit.ranks.job import Job
 from distdiag.probekit.ranks.user_object import find_function
+from distdiag.probekit.step import show
+from distdiag.probekit.step.blocks import Batch, Block, make_batch, measure
+from distdiag.probekit.step.on_paper import add_activations, compute
+from distdiag.probekit.step.possible import DEFAULT, SINGLE, Case, Machine, parse_strategies, why_not
+from distdiag.probekit.step.rows import judge, rows_of
 from distdiag.probekit.verdict.collective_result import new_result
 from distdiag.probekit.verdict.result import Result, Verdict
-from distdiag.train.costs import show
-from distdiag.train.costs.blocks import Batch, Block, make_batch, measure
-from distdiag.train.costs.on_paper import add_activations, compute
-from distdiag.train.costs.possible import DEFAULT, SINGLE, Case, Machine, parse_strategies, why_not
-from distdiag.train.costs.rows import judge, rows_of
 
 _LEAST_SECONDS = 0.2
 
@@ -48,8 +48,8 @@ class Step(Probe):
     def launch(self, options: Options, gpus: int, deadline_s: float) -> list[Result] | None:
         if not options.ranks:
             return None
-        from distdiag.train.costs.rounds import compare
-        from distdiag.train.costs.svg import write
+        from distdiag.probekit.step.rounds import compare
+        from distdiag.probekit.step.svg import write
 
         result = compare(options, Machine(options.device, options.backend or "gloo", gpus), deadline_s)
         result.details |= _about(options)

@@ -175,9 +175,8 @@ def _mover(kind: Any) -> Callable[[Any, float], Any] | None:
     if kind == Seconds:
         return operator.add
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        fields = [
-            (name, move) for name, of in get_type_hints(kind, include_extras=True).items() if (move := _mover(of))
-        ]
+        hints = get_type_hints(kind, include_extras=True)
+        fields = [(name, of_field) for name, of in hints.items() if (of_field := _mover(of)) is not None]
         return _with_fields(fields) if fields else None
     move = next((part for part in parts if part is not None), None)
     if move is None:

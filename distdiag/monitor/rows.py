@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cache
+from operator import attrgetter
+from typing import Any
+
+import msgspec
 
 from distdiag.diagnosis.model.findings import Finding, at_least
 from distdiag.diagnosis.model.snapshot import DdpTime, Life, RankState, Snapshot, Step
@@ -46,30 +51,19 @@ class Steps:
             late_ms = _late_ms(by_rank)
             for q, x in by_rank.items():
                 r, measured = s.ranks.get(q), self._measured.pop((step, q), None)
-                out.append(
-                    StepRow(
-                        rank=q,
-                        step=step,
-                        epoch=r.epoch if r else None,
-                        t_end_s=x.end_s,
-                        step_ms=x.step_ms,
-                        data_ms=x.data_ms,
-                        h2d_ms=x.h2d_ms,
-                        forward_ms=x.forward_ms,
-                        backward_ms=x.backward_ms,
-                        optimizer_ms=x.optimizer_ms,
-                        other_ms=x.other_ms,
-                        wait_ms=x.wait_ms,
-                        self_ms=self_ms(x),
-                        late_ms=late_ms.get(q),
-                        samples=x.samples or None,
-                        loss=x.loss,
-                        rss_bytes=r.rss_bytes if r else None,
-                        device_bytes=r.device_bytes if r else None,
-                        comm_ms=measured.comm_ms if measured else None,
-                        exposed_ms=measured.exposed_ms if measured else None,
-                    )
-                )
+                changed = {
+                    "rank": q,
+                    "epoch": r.epoch if r else None,
+                    "t_end_s": x.end_s,
+                    "self_ms": self_ms(x),
+                    "late_ms": late_ms.get(q),
+                    "samples": x.samples or None,
+                    "rss_bytes": r.rss_bytes if r else None,
+                    "device_bytes": r.device_bytes if r else None,
+                    "comm_ms": measured.comm_ms if measured else None,
+                    "exposed_ms": measured.exposed_ms if measured else None,
+                }
+                out.append(StepRow(**(_shared(StepRow, x) | changed)))
             del self._waiting[step]
         return out
 
@@ -88,7 +82,7 @@ def _late_ms(step: dict[int, Step]) -> dict[int, float]:
     return late
 
 
-def _median(values: list[float]) -> float | None:
+def _median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
@@ -131,59 +125,57 @@ def _row(
     last = r.calls[-1] if r.calls else None
     b = r.blocked
     h = view.page.header if view is not None and view.page is not None else None
-    return RankRow(
-        rank=r.rank,
-        node=r.node,
-        local_rank=r.local_rank,
-        host=r.host,
-        pid=r.pid,
-        gpu=h.gpu if h is not None and h.gpu >= 0 else None,
-        life=r.life,
-        exit_code=r.exit_code,
-        signal=r.signal,
-        exception=r.exception,
-        t_s=s.t_s,
-        heartbeat_age_s=r.heartbeat_age_s,
-        phase="collective" if b is not None else r.phase,
-        phase_age_s=s.t_s - r.phase_since_s if r.phase_since_s is not None else None,
-        step=r.step,
-        epoch=r.epoch,
-        file=r.current_site.file if r.current_site else None,
-        line=r.current_site.line if r.current_site else None,
-        function=r.current_site.function if r.current_site else None,
-        waiting_op=(b.op or "collective") if b else None,
-        waiting_group=b.group if b else None,
-        waiting_seq=b.seq if b else None,
-        waiting_bytes=b.bytes if b else None,
-        waiting_age_s=s.t_s - b.entered_s if b is not None and b.entered_s is not None else None,
-        rss_bytes=r.rss_bytes,
-        dropped=h.dropped + view.missed + view.missed_scalars + view.missed_calls
+    columns = zip(*map(attrgetter(*_TIMES), window), strict=True)
+    medians = {
+        name: _median([v for v in column if v is not None] if None in column else column)
+        for name, column in zip(_TIMES, columns, strict=False)
+    }
+    changed = {
+        "gpu": h.gpu if h is not None and h.gpu >= 0 else None,
+        "t_s": s.t_s,
+        "phase": "collective" if b is not None else r.phase,
+        "phase_age_s": s.t_s - r.phase_since_s if r.phase_since_s is not None else None,
+        "file": r.current_site.file if r.current_site else None,
+        "line": r.current_site.line if r.current_site else None,
+        "function": r.current_site.function if r.current_site else None,
+        "waiting_op": (b.op or "collective") if b else None,
+        "waiting_group": b.group if b else None,
+        "waiting_seq": b.seq if b else None,
+        "waiting_bytes": b.bytes if b else None,
+        "waiting_age_s": s.t_s - b.entered_s if b is not None and b.entered_s is not None else None,
+        "dropped": h.dropped + view.missed + view.missed_scalars + view.missed_calls
         if view is not None and h is not None
         else None,
-        recorder_errors=h.errors if h is not None else None,
-        recorder_error=(view.text(h.error) or None) if view is not None and h is not None else None,
-        step_ms=_median([x.step_ms for x in window]),
-        self_ms=own,
-        delta_self_ms=delta,
-        wait_ms=_median([x.wait_ms for x in window]),
-        data_ms=_median([x.data_ms for x in window]),
-        h2d_ms=_median([x.h2d_ms for x in window if x.h2d_ms is not None]),
-        forward_ms=_median([x.forward_ms for x in window]),
-        backward_ms=_median([x.backward_ms for x in window]),
-        optimizer_ms=_median([x.optimizer_ms for x in window]),
-        other_ms=_median([x.other_ms for x in window]),
-        samples_per_s=samples / total_s if samples and total_s else None,
-        loss=window[-1].loss if window else None,
-        device_bytes=r.device_bytes,
-        last_op=last.op if last else None,
-        last_group=last.group if last else None,
-        last_seq=max(r.enqueued.get(last.group, 0), last.seq or 0) or None if last else None,
-        last_bytes=last.bytes if last else None,
-        severity=severity,
-        cpu_pct=r.cpu_pct,
-        slowest_in=slowest if len(selfs) > 1 else None,
-        activity=r.activity if r.life != Life.MISSING else None,
-    )
+        "recorder_errors": h.errors if h is not None else None,
+        "recorder_error": (view.text(h.error) or None) if view is not None and h is not None else None,
+        "self_ms": own,
+        "delta_self_ms": delta,
+        "samples_per_s": samples / total_s if samples and total_s else None,
+        "loss": window[-1].loss if window else None,
+        "last_op": last.op if last else None,
+        "last_group": last.group if last else None,
+        "last_seq": max(r.enqueued.get(last.group, 0), last.seq or 0) or None if last else None,
+        "last_bytes": last.bytes if last else None,
+        "severity": severity,
+        "slowest_in": slowest if len(selfs) > 1 else None,
+        "activity": r.activity if r.life != Life.MISSING else None,
+    }
+    return RankRow(**(_shared(RankRow, r) | medians | changed))
+
+
+@cache
+def _names(row: type[msgspec.Struct], of: type[msgspec.Struct]) -> tuple[str, ...]:
+    """Return the fields that a row and a part of the snapshot have under one name, and so in one unit."""
+    return tuple(name for name in row.__struct_fields__ if name in of.__struct_fields__)
+
+
+def _shared(row: type[msgspec.Struct], value: msgspec.Struct) -> dict[str, Any]:
+    """Return the values of the fields that `value` shares with a row."""
+    names = _names(row, type(value))
+    return dict(zip(names, attrgetter(*names)(value), strict=True))
+
+
+_TIMES = tuple(name for name in _names(RankRow, Step) if name.endswith("_ms"))
 
 
 def loader_rows(s: Snapshot) -> list[LoaderRow]:
@@ -197,20 +189,10 @@ def loader_rows(s: Snapshot) -> list[LoaderRow]:
                     loader=i,
                     file=x.site.file if x.site else None,
                     line=x.site.line if x.site else None,
-                    length=x.length,
-                    batch_size=x.batch_size,
-                    dataset_length=x.dataset_length,
-                    drop_last=x.drop_last,
-                    distributed_sampler=x.distributed_sampler,
-                    sampler_epoch=x.sampler_epoch,
-                    shuffle=x.shuffle,
                     epoch=x.iterations_started,
-                    batches=x.batches,
-                    exhausted=x.exhausted,
-                    in_training=x.in_training,
-                    workers=x.workers,
                     fingerprint=x.first_fingerprints[0] if x.first_fingerprints else None,
                     previous_fingerprint=x.previous_fingerprints[0] if x.previous_fingerprints else None,
+                    **_shared(LoaderRow, x),
                 )
             )
     return out
@@ -225,13 +207,13 @@ def ddp_rows(s: Snapshot) -> list[DdpRow]:
             name=m.name,
             pgroup=m.group,
             backwards=m.synced_backwards,
-            bytes=m.buckets.bytes,
-            buckets=m.buckets.buckets,
-            bucket_bytes=",".join(map(str, m.buckets.bucket_bytes)),
-            bucket_cap_bytes=m.buckets.bucket_cap_bytes,
-            gradient_as_bucket_view=m.buckets.gradient_as_bucket_view,
-            comm_hook=m.buckets.comm_hook,
-            dtypes=m.buckets.dtypes or None,
+            **(
+                _shared(DdpRow, m.buckets)
+                | {
+                    "bucket_bytes": ",".join(map(str, m.buckets.bucket_bytes)),
+                    "dtypes": m.buckets.dtypes or None,
+                }
+            ),
         )
         for r in s.ranks.values()
         for i, m in enumerate(r.models)

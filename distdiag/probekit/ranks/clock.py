@@ -22,7 +22,7 @@ class Job(Protocol):
     world_size: int
     control: Any
 
-    def step(self, name: str) -> AbstractContextManager[Any]: ...
+    def step(self, label: str) -> AbstractContextManager[Any]: ...
 
 
 def clock_identity() -> str:

@@ -18,13 +18,13 @@ from distdiag.probekit.command.options import parse
 from distdiag.probekit.command.paper import PerParameter
 from distdiag.probekit.measure.noise import BlockNoise, usable_cpus
 from distdiag.probekit.measure.probe import load_probe
+from distdiag.probekit.step import possible, rounds, rows, show, svg
+from distdiag.probekit.step.blocks import Block
+from distdiag.probekit.step.memory import StateBytes, expected_state, gradient_bytes, measured_state
+from distdiag.probekit.step.possible import Case, Machine, why_not
+from distdiag.probekit.step.sizes import Counted
 from distdiag.probekit.verdict.result import Result, Verdict
 from distdiag.terms.statistics import interval_of_rounds
-from distdiag.train.costs import possible, rounds, rows, show, svg
-from distdiag.train.costs.blocks import Block
-from distdiag.train.costs.memory import StateBytes, expected_state, gradient_bytes, measured_state
-from distdiag.train.costs.possible import Case, Machine, why_not
-from distdiag.train.costs.sizes import Counted
 from distdiag.train.models import SimpleCNN, build_model, count_parameters
 
 CPU = Machine("cpu", "gloo", 0)

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from distdiag.probekit.measure.noise import usable_cpus
+from distdiag.probekit.step.blocks import Block
+from distdiag.probekit.step.possible import SINGLE, Case
 from distdiag.probekit.verdict import decide
 from distdiag.probekit.verdict.result import HostNoise, Measure, Result, Verdict
 from distdiag.terms.statistics import interval_of_median, interval_of_rounds
-from distdiag.train.costs.blocks import Block
-from distdiag.train.costs.possible import SINGLE, Case
 
 EPOCH_IMAGES = 50_000  # CIFAR-10's training set
 _LEAST_ROUNDS = 3  # with fewer, the interval is that of single steps

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from distdiag.train.costs.possible import micro_batches
+from distdiag.probekit.step.possible import micro_batches
 from distdiag.train.strategies.split import Cut, Stage
 
 _SHARED = ("ddp", "fsdp")  # each rank has a part of the batch

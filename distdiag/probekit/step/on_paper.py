@@ -10,15 +10,15 @@ import torch
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.probekit.command.options import Options
 from distdiag.probekit.measure import gpus
+from distdiag.probekit.step import possible
+from distdiag.probekit.step.activations import on_meta
+from distdiag.probekit.step.advice import Advice, recommend
+from distdiag.probekit.step.blocks import make_model
+from distdiag.probekit.step.paper import STRATEGIES, PaperRow, Sheet, read_link
+from distdiag.probekit.step.rows import StepRow
+from distdiag.probekit.step.sizes import Counted, Sizes, Stated
 from distdiag.probekit.verdict.result import Result, Verdict
 from distdiag.terms.units import size_text
-from distdiag.train.costs import possible
-from distdiag.train.costs.activations import on_meta
-from distdiag.train.costs.advice import Advice, recommend
-from distdiag.train.costs.blocks import make_model
-from distdiag.train.costs.paper import STRATEGIES, PaperRow, Sheet, read_link
-from distdiag.train.costs.rows import StepRow
-from distdiag.train.costs.sizes import Counted, Sizes, Stated
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.probekit.command.options import Options
 from distdiag.probekit.ranks.launch import launch
+from distdiag.probekit.step.blocks import Block, check_batch
+from distdiag.probekit.step.on_paper import add_activations
+from distdiag.probekit.step.possible import SINGLE, STRATEGIES, Case, Machine, why_not
+from distdiag.probekit.step.rows import judge, noise_of, rows_of
 from distdiag.probekit.verdict.result import Result, Verdict
-from distdiag.train.costs.blocks import Block, check_batch
-from distdiag.train.costs.on_paper import add_activations
-from distdiag.train.costs.possible import SINGLE, STRATEGIES, Case, Machine, why_not
-from distdiag.train.costs.rows import judge, noise_of, rows_of
 
 ROUNDS = 5
 _BLOCK_S = (0.3, 5.0)  # of measuring in one block, at least and at most

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from distdiag.probekit.command.paper import PerParameter
-from distdiag.train.costs.possible import STAGED
+from distdiag.probekit.step.possible import STAGED
 
 FLOAT32_SGD = PerParameter(4, 4, 4)  # of the measured comparison: SGD with momentum
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from distdiag.errors import DistdiagError
 from distdiag.probekit.command.paper import Paper
+from distdiag.probekit.step.memory import StateBytes, expected_state
+from distdiag.probekit.step.possible import SINGLE, STAGED, micro_batches
+from distdiag.probekit.step.sizes import Sizes
 from distdiag.terms.operations import bus_bandwidth, bus_factor
-from distdiag.train.costs.memory import StateBytes, expected_state
-from distdiag.train.costs.possible import SINGLE, STAGED, micro_batches
-from distdiag.train.costs.sizes import Sizes
 
 STRATEGIES: tuple[str, ...] = (SINGLE, "ddp", "fsdp", "model", "pipeline")
 # A rule of thumb, for the device's context, fragmentation and what kernels allocate; more if activations are not known.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from distdiag.probekit.step.paper import PaperRow, Sheet
+from distdiag.probekit.step.possible import SINGLE
 from distdiag.terms.units import percent, size_text, time_text
-from distdiag.train.costs.paper import PaperRow, Sheet
-from distdiag.train.costs.possible import SINGLE
 
 _MOST_RANKS = 2**20  # to search for the least number of ranks
 # of the computing: backward takes about twice as long as forward, and only it can hide DDP's exchange

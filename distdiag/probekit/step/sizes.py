@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from distdiag.errors import DistdiagError
-from distdiag.train.costs.activations import expected_activations
-from distdiag.train.costs.possible import STAGED, micro_batches
+from distdiag.probekit.step.activations import expected_activations
+from distdiag.probekit.step.possible import STAGED, micro_batches
 from distdiag.train.models import count_parameters
 from distdiag.train.strategies.split import Cut, cut, pieces_of
 from distdiag.train.strategies.stages import IMAGE

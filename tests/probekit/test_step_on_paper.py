@@ -18,11 +18,11 @@ from distdiag.errors import DistdiagError
 from distdiag.probekit.command import main as command
 from distdiag.probekit.command.options import parse
 from distdiag.probekit.command.paper import parse_parameters
-from distdiag.train.costs.activations import SavedBytes
-from distdiag.train.costs.advice import recommend
-from distdiag.train.costs.on_paper import compute
-from distdiag.train.costs.paper import Link, Sheet, read_link
-from distdiag.train.costs.sizes import Counted, Stated
+from distdiag.probekit.step.activations import SavedBytes
+from distdiag.probekit.step.advice import recommend
+from distdiag.probekit.step.on_paper import compute
+from distdiag.probekit.step.paper import Link, Sheet, read_link
+from distdiag.probekit.step.sizes import Counted, Stated
 from distdiag.train.models import build_model
 from tests.jobs import REPOSITORY
 

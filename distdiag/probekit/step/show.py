@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from distdiag.probekit.measure.probe import Table
+from distdiag.probekit.step.paper import PaperRow
+from distdiag.probekit.step.rows import StepRow
 from distdiag.probekit.verdict.result import Result
 from distdiag.terms.units import size_text
-from distdiag.train.costs.paper import PaperRow
-from distdiag.train.costs.rows import StepRow
 
 _BAR = 40  # cells
 

@@ -17,11 +17,11 @@ from distdiag.probekit.measure.sampling import cpu_used, noisiest_host
 from distdiag.probekit.measure.thread_data_parallel import PartTimes, ThreadDataParallel
 from distdiag.probekit.ranks.job import Job
 from distdiag.probekit.ranks.user_object import find_function
+from distdiag.probekit.step.activations import SavedBytes
+from distdiag.probekit.step.blocked import BlockedTime, watch
+from distdiag.probekit.step.memory import HostPeak, StateBytes, expected_state, gradient_bytes, measured_state
+from distdiag.probekit.step.possible import Case, micro_batches
 from distdiag.train.config import TrainConfig
-from distdiag.train.costs.activations import SavedBytes
-from distdiag.train.costs.blocked import BlockedTime, watch
-from distdiag.train.costs.memory import HostPeak, StateBytes, expected_state, gradient_bytes, measured_state
-from distdiag.train.costs.possible import Case, micro_batches
 from distdiag.train.faults import Faults
 from distdiag.train.models import MODELS, build_model, count_parameters
 from distdiag.train.ranks import Ranks

@@ -6,9 +6,9 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from distdiag.errors import DistdiagError
+from distdiag.probekit.step.rows import StepRow
 from distdiag.probekit.verdict.result import Result
 from distdiag.terms.units import size_text
-from distdiag.train.costs.rows import StepRow
 
 # Okabe and Ito's colours, for all kinds of colour vision
 COLOURS = {
