@@ -20,7 +20,8 @@ HEAVY = frozenset(
 )
 # Our own modules are listed by package, others by top-level package.
 OURS = frozenset(
-    f"distdiag.{p}" for p in ("recorder", "monitor", "store", "diagnosis", "probekit", "page", "report", "tui", "train", "tapes")
+    f"distdiag.{p}"
+    for p in ("recorder", "monitor", "store", "diagnosis", "probekit", "page", "report", "tui", "train", "tapes")
 )
 
 _PROLOGUE = """

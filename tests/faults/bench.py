@@ -13,6 +13,7 @@ import click
 from distdiag.errors import DistdiagError, ExitCode
 
 if TYPE_CHECKING:
+    from distdiag.tapes.tape import Tape
     from tests.faults.collection import Job
     from tests.faults.plain_check import PlainResult
     from tests.faults.scorecard import Score
@@ -309,8 +310,11 @@ def _record(job: Job, folder: Path, keep: Path | None, environment: dict[str, st
     from tests.faults import record, scorecard
     from tests.faults.collection import interrupted
 
-    made: list[tuple[object, bool]] = []
-    ended = lambda run, work: made.append(record.finish(job, folder, backend, run, work))  # noqa: E731
+    made: list[tuple[Tape, bool]] = []
+
+    def ended(run_dir: Path, work: Path) -> None:
+        made.append(record.finish(job, folder, backend, run_dir, work))
+
     result = scorecard.run_job(job, folder, keep, environment | {writer.ON: str(64 << 20)}, ended)
     if not made or interrupted.is_set():
         return result
