@@ -117,7 +117,8 @@ def command(
     every = collection.load(where).jobs
     chosen = [job.on_backend(backend) for job in _chosen(every, only, subset)]
     if replay is not None:
-        return _replay(chosen, where, backend, replay, parallel or 2, why, ablate, as_json)
+        _without_witnesses(without)
+        return _replay(chosen, where, backend, replay, parallel or 2, without, why, ablate, as_json)
     if why or ablate:
         raise DistdiagError("--why and --ablate judge tapes", "add --replay, or --replay FILE")
     if list_only:
@@ -335,6 +336,7 @@ def _replay(
     backend: str | None,
     where: Path,
     parallel: int,
+    without: tuple[str, ...],
     why: bool,
     ablate: bool,
     as_json: bool,
@@ -357,7 +359,7 @@ def _replay(
         for text in ablation.report(paths, parallel):
             print(text)
         return int(ExitCode.OK)
-    results = replay.replay_all(paths, manifest, parallel)
+    results = replay.replay_all(paths, manifest, parallel, without)
     out = sys.stderr if as_json else sys.stdout
     for result in results:
         for text in [result] if isinstance(result, str) else result.lines():
