@@ -306,7 +306,7 @@ def _recorded(folder: Path, job: Job, backend: str | None, jobs: Path) -> bool:
 
 
 def _record(job: Job, folder: Path, keep: Path | None, environment: dict[str, str], to: Path, backend: str) -> Score:
-    """Run one job and keep its tape, small and `whole/`; in `wrong/` if its verdict was wrong, or that of a replay differs from it."""
+    """Run one job and keep its tape; in `wrong/` if its verdict was wrong, or that of a replay differs from it."""
     from distdiag.tapes import writer
     from tests.faults import record, scorecard
     from tests.faults.collection import interrupted
@@ -322,10 +322,7 @@ def _record(job: Job, folder: Path, keep: Path | None, environment: dict[str, st
     ((tape, same),) = made
     if not same and result.problem is None:
         result.problem = "a replay of the tape has other findings than the live run"
-    to = to if result.right else to / "wrong"
-    record.write(record.tape_path(to / "whole", job, backend), tape)
-    tape = record.small(tape)
-    size = record.write(record.tape_path(to, job, backend), tape)
+    size = record.write(record.tape_path(to if result.right else to / "wrong", job, backend), tape)
     print(f"      {size / 1024:.0f} KiB, {len(tape.snapshots)} snapshots", file=sys.stderr)
     return result
 
