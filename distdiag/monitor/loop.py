@@ -75,7 +75,7 @@ class Monitor:
         self.started_unix_s = time.time()
         without = os.environ.get("DISTDIAG_WITHOUT_WITNESSES", "")  # set by `distdiag bench faults --without`
         size = MAX_TAPE if tape else wanted_bytes()
-        self.tape = TapeWriter(run_dir, size, earlier) if size else None
+        self.tape = TapeWriter(run_dir, size, earlier, distdiag.__version__) if size else None
         source = self.tape.source(_source) if self.tape else _source
         self.diagnosis = Diagnosis(source=source, without=frozenset(without.split(",")) - {""})
         for f in earlier:  # open findings of a killed monitor: judged again, and cleared if they no longer hold

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-import distdiag
 from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import Snapshot
@@ -39,9 +38,10 @@ class TapeWriter:
 
     Args:
         earlier: Open findings of this run's killed monitor.
+        version: Of distdiag.
     """
 
-    def __init__(self, run_dir: Path, max_bytes: int, earlier: tuple[Finding, ...] = ()) -> None:
+    def __init__(self, run_dir: Path, max_bytes: int, earlier: tuple[Finding, ...] = (), version: str = "") -> None:
         self.failed: str | None = None
         self._max = max_bytes
         self._compress = zlib.compressobj(6)
@@ -53,7 +53,7 @@ class TapeWriter:
         self._cost_s = 0.0  # of the newest snapshot on the tape
         self._sources: set[str] = set()
         self._file: IO[bytes] | None = None
-        head = Head(stamp=stamp(), version=distdiag.__version__, earlier=earlier)
+        head = Head(stamp=stamp(), version=version, earlier=earlier)
         path = run_dir / NAME
         try:
             if path.exists():  # of a monitor that was killed

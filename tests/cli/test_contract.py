@@ -14,7 +14,7 @@ import click
 import pytest
 
 import distdiag
-from distdiag.cli import COMMANDS, app
+from distdiag.cli import COMMANDS, app, main
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.probekit.command.options import build_command
 from distdiag.run import command as run_command
@@ -76,3 +76,15 @@ def test_open_run_reads_a_run_from_python(tmp_path: Path) -> None:
     with pytest.raises(DistdiagError) as raised:
         distdiag.open_run(tmp_path / "absent")
     assert raised.value.hint
+
+
+def test_the_collection_is_found_in_a_clone_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An installed package has no tests."""
+    monkeypatch.setattr(distdiag, "__file__", str(tmp_path / "site-packages" / "distdiag" / "__init__.py"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", "faults", "--list"]) == ExitCode.USAGE
+    error, hint = capsys.readouterr().err.splitlines()
+    assert "the fault collection is not installed" in error and hint.startswith("hint: ")
+    assert main(["bench", "--help"]) == 0 and "faults" in capsys.readouterr().out

@@ -180,8 +180,8 @@ def report(paths: Sequence[Path], parallel: int = 2) -> Iterator[str]:
         for effect in one.changed:
             changed[effect.variant].append(effect)
     backends = sorted({path.parent.name for path in paths})
-    yield f"{len(paths)} tapes ({', '.join(f'{sum(p.parent.name == b for p in paths)} on {b}' for b in backends)}), "
-    yield f"{len(variants())} variants, {sum(tried.values())} verdicts."
+    on = ", ".join(f"{sum(path.parent.name == backend for path in paths)} on {backend}" for backend in backends)
+    yield f"{len(paths)} tapes ({on}), {len(variants())} variants, {sum(tried.values())} verdicts."
     yield ""
     yield "| variant | judged | verdicts changed | which |"
     yield "|---|---|---|---|"

@@ -13,6 +13,7 @@ import click
 from distdiag.errors import DistdiagError, ExitCode
 
 if TYPE_CHECKING:
+    from distdiag.tapes.tape import Tape
     from tests.faults.collection import Job
     from tests.faults.plain_check import PlainResult
     from tests.faults.scorecard import Score
@@ -116,7 +117,8 @@ def command(
     every = collection.load(where).jobs
     chosen = [job.on_backend(backend) for job in _chosen(every, only, subset)]
     if replay is not None:
-        return _replay(chosen, where, backend, replay, parallel or 2, why, ablate, as_json)
+        _without_witnesses(without)
+        return _replay(chosen, where, backend, replay, parallel or 2, without, why, ablate, as_json)
     if why or ablate:
         raise DistdiagError("--why and --ablate judge tapes", "add --replay, or --replay FILE")
     if list_only:
@@ -304,23 +306,23 @@ def _recorded(folder: Path, job: Job, backend: str | None, jobs: Path) -> bool:
 
 
 def _record(job: Job, folder: Path, keep: Path | None, environment: dict[str, str], to: Path, backend: str) -> Score:
-    """Run one job and keep its tape, small and `whole/`; in `wrong/` if its verdict was wrong, or that of a replay differs from it."""
+    """Run one job and keep its tape; in `wrong/` if its verdict was wrong, or that of a replay differs from it."""
     from distdiag.tapes import writer
     from tests.faults import record, scorecard
     from tests.faults.collection import interrupted
 
-    made: list[tuple[object, bool]] = []
-    ended = lambda run, work: made.append(record.finish(job, folder, backend, run, work))  # noqa: E731
+    made: list[tuple[Tape, bool]] = []
+
+    def ended(run_dir: Path, work: Path) -> None:
+        made.append(record.finish(job, folder, backend, run_dir, work))
+
     result = scorecard.run_job(job, folder, keep, environment | {writer.ON: str(64 << 20)}, ended)
     if not made or interrupted.is_set():
         return result
     ((tape, same),) = made
     if not same and result.problem is None:
         result.problem = "a replay of the tape has other findings than the live run"
-    to = to if result.right else to / "wrong"
-    record.write(record.tape_path(to / "whole", job, backend), tape)
-    tape = record.small(tape)
-    size = record.write(record.tape_path(to, job, backend), tape)
+    size = record.write(record.tape_path(to if result.right else to / "wrong", job, backend), tape)
     print(f"      {size / 1024:.0f} KiB, {len(tape.snapshots)} snapshots", file=sys.stderr)
     return result
 
@@ -331,6 +333,7 @@ def _replay(
     backend: str | None,
     where: Path,
     parallel: int,
+    without: tuple[str, ...],
     why: bool,
     ablate: bool,
     as_json: bool,
@@ -353,7 +356,7 @@ def _replay(
         for text in ablation.report(paths, parallel):
             print(text)
         return int(ExitCode.OK)
-    results = replay.replay_all(paths, manifest, parallel)
+    results = replay.replay_all(paths, manifest, parallel, without)
     out = sys.stderr if as_json else sys.stdout
     for result in results:
         for text in [result] if isinstance(result, str) else result.lines():

@@ -165,11 +165,11 @@ def write(path: Path, tape: Tape) -> int:
 
 
 def main(given: list[str]) -> None:
-    """Write the tapes of the repository again from the whole tapes below a folder that `--record` has filled."""
+    """Write the tapes of the repository again from the whole ones in a folder that `--record` has filled."""
     from tests.faults.replay import tapes
 
     total = 0
-    for path in tapes(Path(given[0]) / "whole"):
+    for path in tapes(Path(given[0])):
         to = TAPES / path.parent.name / path.name
         if not to.exists() or "--all" in given:
             total += write(to, small(read_tape(path)))

@@ -110,17 +110,19 @@ def replay(path: Path, manifest: Path = FOLDER / "manifest.json", without: Seque
     )
 
 
-def _replayed(given: tuple[Path, Path]) -> Replayed | str:
-    path, manifest = given
+def _replayed(given: tuple[Path, Path, Sequence[str]]) -> Replayed | str:
+    path, manifest, without = given
     try:
-        return replay(path, manifest)
+        return replay(path, manifest, without)
     except DistdiagError as e:
         return f"stale  {path.parent.name}/{path.stem}: {e}"
 
 
-def replay_all(paths: Sequence[Path], manifest: Path, parallel: int = 2) -> list[Replayed | str]:
+def replay_all(
+    paths: Sequence[Path], manifest: Path, parallel: int = 2, without: Sequence[str] = ()
+) -> list[Replayed | str]:
     """Judge tapes, several at a time; a text instead of the result of a tape that cannot be read."""
-    return list(spread(_replayed, [(path, manifest) for path in paths], parallel))
+    return list(spread(_replayed, [(path, manifest, without) for path in paths], parallel))
 
 
 def spread(work: Callable[[Any], _T], given: Sequence[Any], parallel: int) -> Iterator[_T]:

@@ -9,7 +9,7 @@ import pytest
 
 from distdiag.store.reader import open_run
 from distdiag.store.writer import Writer
-from distdiag.terms.secrets import KEEP, mask, mask_text
+from distdiag.terms.secrets import KEEP, mask, mask_source, mask_text
 from tests.jobs import clean_env
 
 
@@ -64,3 +64,21 @@ def test_the_recorder_stores_no_secrets(tmp_path: Path, keep: str, stored: str) 
         env=clean_env(tmp_path, {KEEP: keep}), capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.stdout.rstrip().endswith(stored), done
+
+
+@pytest.mark.parametrize(
+    ("source", "masked"),
+    [
+        ('API_KEY = "abc123"', 'API_KEY = "***"'),
+        ("login(token='abc123', retries=3)", "login(token='***', retries=3)"),
+        ('os.environ["WANDB_API_KEY"] = "abc123"', 'os.environ["WANDB_API_KEY"] = "***"'),
+        ('config = {"password": "abc123"}', 'config = {"password": "***"}'),
+        ("secret: str = 'abc123'", "secret: str = '***'"),
+        ('init("https://me:abc123@host/db")', 'init("https://me:***@host/db")'),
+        ('tokenizer = "gpt2"', 'tokenizer = "gpt2"'),
+        ("if token == 'x':\n    dist.barrier()", "if token == 'x':\n    dist.barrier()"),
+        ("for key, value in sorted(state.items()):", "for key, value in sorted(state.items()):"),
+    ],
+)
+def test_literals_of_secrets_in_a_source_are_masked(source: str, masked: str) -> None:
+    assert mask_source(source) == masked
