@@ -13,11 +13,13 @@ import re
 from collections.abc import Callable, Collection
 from typing import Any
 
-from torch._C import _distributed_c10d as c10d
-from torch.distributed import distributed_c10d as dist
+from torch._C import _distributed_c10d
+from torch.distributed import distributed_c10d
 
 from distdiag.recorder.hooks.wrapping import hide_frame, wraps
 
+c10d: Any = _distributed_c10d  # their names differ between versions of torch
+dist: Any = distributed_c10d
 SECOND_RECORDER = 1 << 32
 DEFAULT = "fr"  # gloo's, which torch's functions read if no backend is named
 HAS_HOOKS = hasattr(dist, "_maybe_attach_flight_recorder")  # then torch's functions take the name of a backend
