@@ -95,7 +95,7 @@ def write(folder: Path, world: int, entries: int, missing: int) -> int:
 
 CALLS = {
     "distdiag": """
-from distdiag.diagnosis.dumps.verdict import diagnose_dumps
+from distdiag.sources.dumps.verdict import diagnose_dumps
 w, c = time.perf_counter(), time.process_time()
 report = diagnose_dumps(sys.argv[1])
 print(time.perf_counter() - w, time.process_time() - c, [(f.kind, f.culprits) for f in report.findings], sep="\\t")

@@ -28,9 +28,9 @@ def _of_files(targets: tuple[str, ...]) -> Report:
     """Return the verdict on flight-recorder dumps and log files; with both, the dumps show who waits, the logs who failed."""
     import msgspec
 
-    from distdiag.diagnosis.dumps.verdict import NoDumps, diagnose_dumps
-    from distdiag.diagnosis.logs.files import find_logs
-    from distdiag.diagnosis.logs.verdict import diagnose_logs, failures_first
+    from distdiag.sources.dumps.verdict import NoDumps, diagnose_dumps
+    from distdiag.sources.logs.files import find_logs
+    from distdiag.sources.logs.verdict import diagnose_logs, failures_first
     from distdiag.store import rundir
 
     logs = find_logs(targets)
@@ -318,7 +318,7 @@ def _failure_in_others(targets: tuple[str, ...], traces: list[Path]) -> Report |
     """Return the verdict on the dumps and logs that were given together with traces, if the job failed."""
     import msgspec
 
-    from distdiag.diagnosis.dumps.files import find
+    from distdiag.sources.dumps.files import find
 
     others = tuple(str(path) for path, _ in find(map(Path, targets)) if path not in traces)
     try:

@@ -21,17 +21,17 @@ import msgspec
 
 from distdiag import procfs
 from distdiag.cli import main as distdiag
-from distdiag.diagnosis.logs.patterns import TABLE
 from distdiag.monitor.evidence import ask, native
 from distdiag.monitor.loop import Monitor
 from distdiag.page import directories
 from distdiag.page.layout import Header, Page, page_path
+from distdiag.sources.logs.patterns import TABLE
 from distdiag.store.checked import schema
 from tests.diagnosis.recordings import Job, as_json, as_pickle
-from tests.diagnosis.test_logs import counters, fingerprint, raised, table, timeout
-from tests.diagnosis.test_logs import signal as dump_signal
 from tests.monitor.test_damaged_pages import a_page, changed
 from tests.report.runs import make_run
+from tests.sources.test_logs import counters, fingerprint, raised, table, timeout
+from tests.sources.test_logs import signal as dump_signal
 from tests.store.test_wrong_types import WRONG, filled, spoil
 
 # what the monitor and the commands write into a run

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from distdiag.diagnosis.dumps.pickles import load_pickle
+from distdiag.sources.dumps.pickles import load_pickle
 from tests.jobs import Job, free_port, launch
 
 pytestmark = pytest.mark.job

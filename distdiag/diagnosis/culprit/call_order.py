@@ -8,12 +8,10 @@ one that has always followed the same preceding calls.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from distdiag.diagnosis.model.snapshot import Call, RankState
-from distdiag.diagnosis.waits import compatible
-from distdiag.diagnosis.waits.wait import Wait
 
 LATELY = 32  # calls; the cycle closes some calls after the rank broke its sequence
 HISTORY = 48  # minimum of earlier calls
@@ -112,37 +110,3 @@ def _follower(kinds: list[Any]) -> Any:
         if len(set(followers)) == 1:
             return followers[0]
     return None
-
-
-def left_by(states: Mapping[int, RankState], wait: Wait) -> frozenset[int]:
-    """Return the side of a conflict whose call never followed its preceding calls before, if the other side's always has."""
-    sides = [frozenset(side) for side in wait.sides]
-    if (
-        wait.p2p
-        or wait.seq is None
-        or len(sides) != 2
-        or any(r not in states or r not in wait.calls for side in sides for r in side)
-    ):
-        return frozenset()
-    due = {_due_kind(states[r].calls, wait.group, wait.seq) for side in sides for r in side}
-    if len(due) != 1 or None in due:
-        return frozenset()
-    (kind,) = due
-    right = [{_kind(wait.calls[r]) == kind for r in side} for side in sides]
-    if right == [{True}, {False}]:
-        return sides[1]
-    return sides[0] if right == [{False}, {True}] else frozenset()
-
-
-def _kind(c: Call) -> tuple[Any, ...]:
-    return c.op, c.site.key if c.site else None, c.root, compatible.dtype_name(c.dtype), compatible.elements(c)
-
-
-def _due_kind(calls: tuple[Call, ...], group: str, seq: int) -> tuple[Any, ...] | None:
-    """Return the kind of call that always followed the newest calls of this group before `seq`; None if it varied."""
-    numbered = sorted(
-        ((c.seq, c) for c in calls if c.group == group and c.seq is not None and c.seq < seq), key=lambda x: x[0]
-    )
-    if [n for n, _ in numbered] != list(range(seq - len(numbered), seq)):
-        return None  # some are not known
-    return _follower([_kind(c) for _, c in numbered])

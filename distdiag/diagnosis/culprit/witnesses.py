@@ -180,10 +180,6 @@ def _changed_argument(case: Case) -> Collection[int]:
     return arguments.side_that_changed(case.states, case.wait)
 
 
-def _left_order(case: Case) -> Collection[int]:
-    return call_order.left_by(case.states, case.wait)
-
-
 def _fewer_messages(case: Case) -> Collection[int]:
     return message_counts.fewer_messages(case.snapshot, case.incident)
 
@@ -272,7 +268,6 @@ _CONFLICT = (
     Witness(Reason.GROUP_SITE, _first_in_group, _tie, claim="; only {ranks} {has} used this group at that line"),
     Witness(Reason.RHYTHM, _rhythm, _tie, rhythm.explain),
     Witness(Reason.CONDITION, _condition, _tie, conditions.explain_rank),
-    Witness(Reason.PATTERN, _left_order, _tie, claim="; the other call is the one that always followed the calls before it"),
     Witness(Reason.ORDER, None, explain=arguments.explain_order),
     Witness(Reason.PARTING, None, explain=conditions.explain_parting),
     Witness(Reason.COUNT, None, explain=message_counts.explain_more),

@@ -1,6 +1,6 @@
 """Snapshot: everything known about a job at one moment; the only input of every rule.
 
-The monitor makes snapshots of a live job; `diagnosis.dumps` makes them of flight-recorder dumps from any cluster.
+The monitor makes snapshots of a live job; `sources.dumps` makes them of flight-recorder dumps from any cluster.
 A field that was not measured is None (or empty), and the rule that needs it abstains. Times are seconds since the
 run began.
 """

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from distdiag import files
-from distdiag.diagnosis.dumps.pickles import BadDump, load_pickle
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.waits.compatible import op_name
 from distdiag.monitor.evidence import signals
 from distdiag.monitor.host import processes
 from distdiag.recorder.frames import USER, kind_of_file
+from distdiag.sources.dumps.pickles import BadDump, load_pickle
 from distdiag.terms.units import SCALAR_TYPES
 
 TIMEOUT_S = 3.0

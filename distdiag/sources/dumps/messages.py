@@ -1,0 +1,121 @@
+"""Matches the two ends of messages in dumps: a send and its recv, by equal numbers."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from msgspec.structs import replace
+
+from distdiag.diagnosis.model.snapshot import Call
+from distdiag.sources.dumps.entries import Scan, call_of, completed, of_batch, retired_when_issued
+from distdiag.terms.untrusted import is_rank
+
+MOSTLY = 0.9  # share of the messages that both ends must have numbered; a few may lack the other end
+
+
+def match(
+    messages: dict[int, list[tuple[str, dict[str, Any], Scan]]], members: dict[str, tuple[int, ...]], t0_ns: int
+) -> tuple[dict[int, list[Call]], dict[int, dict[str, int]], dict[int, list[Call]]]:
+    """Return (sends and receives in flight, how many each rank has issued, messages in flight that the other end has skipped).
+
+    Numbers are equal at both ends of a message.
+    """
+    unmet: dict[int, list[Call]] = {}
+    blocking: dict[int, bool] = {}  # by rank: True if all its messages in flight are blocking
+    calls: dict[int, list[Call]] = {r: [] for r in messages}
+    counts: dict[int, dict[str, int]] = {r: {} for r in messages}
+    sent: dict[str, dict[tuple[int, int, str], list[tuple[int, bool, dict[str, Any], Scan]]]] = {}
+    for rank, mine in messages.items():
+        for key, e, source in mine:
+            parsed = _ends(e["profiling_name"], members[key])
+            if parsed is None:
+                continue
+            direction, peer = parsed
+            e = of_batch(e, source)
+            done = completed(e) or retired_when_issued(e)  # an end that is not known to wait
+            sent.setdefault(key, {}).setdefault((rank, peer, direction), []).append((e["p2p_seq_id"], done, e, source))
+    for key, by_pair in sent.items():
+        if all(done for es in by_pair.values() for _, done, *_ in es):
+            continue
+        equal = _equal_numbers(by_pair, len(members[key]))
+        passed = {} if equal else _passed_by(by_pair)
+        for (rank, peer, direction), es in by_pair.items():
+            waiting = [(seq, e, source) for seq, done, e, source in es if not done]
+            counts[rank][f"{direction}:{peer}:0:{key}"] = es[-1][0] if equal else len(waiting)
+            for i, (seq, e, source) in enumerate(waiting):
+                call = call_of(key, e, source, t0_ns)
+                call = replace(call, op=direction, seq=None, peer=peer, nth=seq if equal else i + 1)
+                calls[rank].append(call)
+                blocking[rank] = blocking.get(rank, True) and _blocking(e)
+                if seq in passed.get((rank, peer, direction), ()):
+                    unmet.setdefault(rank, []).append(call)
+    for rank, mine in calls.items():
+        if blocking.get(rank) and len(mine) > 1 and all(c.started is None and c.entered_s is not None for c in mine):
+            first = min(mine, key=lambda c: c.entered_s or 0.0)
+            calls[rank] = [replace(c, started=c is first) for c in mine]
+    return calls, counts, unmet
+
+
+def _blocking(e: dict[str, Any]) -> bool:
+    """True for `send` and `recv`, which run on the device one after another; False for `isend` and batches."""
+    frames = e.get("frames")
+    innermost = frames[0] if isinstance(frames, list) and frames else None
+    return isinstance(innermost, dict) and innermost.get("name") in ("send", "recv")
+
+
+Pairs = dict[tuple[int, int, str], list[tuple[int, bool, Any, Any]]]  # by (rank, peer, direction)
+
+
+def _passed_by(by_pair: Pairs) -> dict[tuple[int, int, str], set[int]]:
+    """Return numbers of messages that the other end has skipped: it issued later ones. Empty if the ends mostly disagree."""
+    newest: dict[int, int] = {}
+    oldest: dict[int, int] = {}
+    for (rank, _, _), es in by_pair.items():
+        newest[rank] = max(newest.get(rank, 0), es[-1][0])
+        oldest[rank] = min(oldest.get(rank, es[0][0]), es[0][0])
+    out: dict[tuple[int, int, str], set[int]] = {}
+    matched = 0
+    for (rank, peer, direction), es in by_pair.items():
+        if peer not in newest:
+            continue
+        theirs = {s for s, *_ in by_pair.get((peer, rank, "recv" if direction == "send" else "send"), ())}
+        seen = {s for s, *_ in es if oldest[peer] <= s < newest[peer]}
+        matched += len(seen & theirs)
+        if alone := seen - theirs:
+            out[rank, peer, direction] = alone
+    alone_in_all = sum(map(len, out.values()))
+    return out if matched >= MOSTLY * (matched + alone_in_all) else {}
+
+
+_ENDS = re.compile(r"(send|recv) ([0-9]{1,9})(->|<-)([0-9]{1,9})(?![0-9])")
+
+
+def _ends(name: str, members: tuple[int, ...]) -> tuple[str, int] | None:
+    """Return direction and the peer's global rank from `nccl:send 0->1` or `nccl:recv 0<-1` (ranks in the group)."""
+    m = _ENDS.search(name)
+    if m is None:
+        return None
+    peer = int(m[4])
+    peer = members[peer] if peer < len(members) else peer
+    return (m[1], peer) if is_rank(peer) else None
+
+
+def _equal_numbers(by_pair: Pairs, size: int) -> bool:
+    """True if both ends of a message carry the same p2p_seq_id.
+
+    A rank counts its messages with all peers of a group together, and those of a batch as one. In a group of two the numbers are
+    assumed to be equal unless the dumps contradict; in a larger group the dumps must confirm it.
+    """
+    agree = 0
+    for (rank, peer, direction), es in by_pair.items():
+        other = by_pair.get((peer, rank, "recv" if direction == "send" else "send"))
+        if not other:
+            continue
+        mine, theirs = {s for s, *_ in es}, {s for s, *_ in other}
+        low, high = max(min(mine), min(theirs)), min(max(mine), max(theirs))
+        common = {s for s in mine if low <= s <= high}
+        if common != {s for s in theirs if low <= s <= high}:
+            return False
+        agree += len(common)
+    return agree > 0 or size <= 2

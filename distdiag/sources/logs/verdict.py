@@ -1,0 +1,191 @@
+"""Judges the logs of a job that distdiag has not recorded: `diagnose_logs(FILES)` returns findings.
+
+What distdiag itself printed into the log is the verdict: it saw the job. Else, first come ranks that raised, were killed, or whose GPU failed; then what torch reports about several ranks; then who waited
+for whom; then lost connections. A later kind is reported only if no earlier one explains it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from distdiag import guard
+from distdiag.diagnosis.model.findings import NO_KNOWN_ERROR, STOPPED_BY, Finding, Report, Severity, State
+from distdiag.diagnosis.text.phrases import shortened
+from distdiag.errors import DistdiagError
+from distdiag.sources.logs import connections, disagreements, exits, failures, timeouts
+from distdiag.sources.logs.collect import Collected, Collector
+from distdiag.sources.logs.files import find_logs, wrapped_at
+from distdiag.sources.logs.patterns import Role
+from distdiag.terms.untrusted import MAX_RANKS, all_encodable
+
+MAX_FINDINGS = 6
+LIMITS = guard.Limits(cpu_s=12.0, cpu_s_per_byte=2e-6, memory_per_byte=1)  # beyond those of `files.Bounds`
+
+
+def diagnose_logs(given: Sequence[str], paths: Sequence[Path] | None = None) -> Report | None:
+    """Return what the logs show; None if none of the files is a log.
+
+    They are read and judged in a child process with limits, as dumps are: a file that crashes it is listed, and the others count.
+
+    Args:
+        paths: The log files, if they are known already.
+
+    Raises:
+        DistdiagError: the logs together exceed the limits, or their analysis failed.
+    """
+    logs = list(paths) if paths is not None else find_logs(given)
+    if not logs:
+        return None
+
+    def work(announce: guard.Announce, refused: Mapping[str, str], only: str | None) -> bytes:
+        return _encoded(judge_logs(given, logs if only is None else [Path(only)], announce, refused))
+
+    try:
+        return msgspec.msgpack.decode(guard.survivors(work, lambda: map(str, logs), LIMITS), type=Report)
+    except guard.Died as e:
+        raise DistdiagError(
+            f"the logs cannot be judged together: {e.reason}", "give fewer of them, or those of one launch"
+        ) from e
+
+
+def _encoded(report: Report) -> bytes:
+    try:
+        return msgspec.msgpack.encode(report)
+    except UnicodeEncodeError:  # a path that is not UTF-8
+        return msgspec.msgpack.encode(all_encodable(msgspec.to_builtins(report)))
+
+
+def judge_logs(
+    given: Sequence[str],
+    logs: Sequence[Path],
+    announce: guard.Announce = lambda _step, _bytes: None,
+    refused: Mapping[str, str] | None = None,
+) -> Report:
+    """Return what log files show; in this process."""
+    found = Collector(logs).read(announce, refused)
+    findings, text = judge(found)
+    if not (findings or text or found.late) and (wrapped := {p: n for p in logs if (n := wrapped_at(p)) is not None}):
+        found = Collector(logs, wrapped).read(announce, refused)
+        findings, text = judge(found)
+    found.ranks |= {w.rank for f in findings for w in (*f.where, *f.waiting)}
+    error = any(f.severity == Severity.ERROR for f in findings)
+    return Report(
+        run=", ".join(map(str, given)),
+        state=State.FAILED if error or text else State.RUNNING,
+        world_size=_world(found),
+        ranks_seen=len(found.ranks),
+        findings=tuple(findings),
+        notes=tuple(_notes(found, bool(findings or text))),
+        unjudged=None if findings or text else f"{NO_KNOWN_ERROR} in {_count(found)}",
+        state_text=text,
+    )
+
+
+def failures_first(dumps: Report, logs: Report) -> Report:
+    """Return one report: the logs' first failures, then the dumps' findings."""
+    own = tuple(
+        f
+        for f in logs.findings
+        if (f.kind == "rank_lost" and f.cause in ("killed", "crashed") and f.culprits) or f.kind == "gpu"
+    )
+    failed = {r for f in own for r in f.culprits}
+    rest = tuple(
+        f for f in dumps.findings if not (f.kind == "rank_lost" and f.cause == "silent" and set(f.culprits) <= failed)
+    )
+    state = dumps.state if not own or dumps.state != State.RUNNING else State.DEGRADED
+    return msgspec.structs.replace(
+        dumps,
+        state=state,
+        world_size=dumps.world_size or logs.world_size,
+        findings=(*own, *rest),
+        notes=(*(n for n in dumps.notes if not n.startswith("not read: ")), *(logs.notes if own else ())),
+        state_text=logs.state_text if own else dumps.state_text,
+    )
+
+
+def judge(found: Collected) -> tuple[list[Finding], str | None]:
+    """Return (findings, what stopped the job from outside)."""
+    if printed := found.recorded.findings():
+        return printed[:MAX_FINDINGS], None
+    waited = {e.rank for e in found.events if e.role in (Role.WAIT, Role.VICTIM) and e.rank is not None}
+    reported = disagreements.findings(found)
+    own = failures.of_events(found)
+    if any(f.kind == "unused_parameters" for f in reported):
+        own = [r for r in own if not all("finished reduction" in e.text for e in r.events)]
+    explained = {q for r in own for q in r.ranks} | {q for f in reported for q in (*f.culprits, *f.victims)}
+    ends = exits.of_exits(found, explained, waited)
+    own += exits.with_a_reason(ends)
+    codes = [r for r in ends if r not in own]
+    if own or reported:
+        failures.number(own, codes)
+        return [*reported, *(failures.finding(r, found, waited) for r in own)][:MAX_FINDINGS], None
+    for kind in (disagreements.late, timeouts.findings, connections.stuck, connections.starts):
+        if findings := kind(found):
+            return findings[:MAX_FINDINGS], None
+    stop = _stopped(found)
+    if stop is not None:
+        return [], stop
+    return connections.lost(found)[:MAX_FINDINGS] or [failures.finding(r, found, waited) for r in codes][
+        :MAX_FINDINGS
+    ], None
+
+
+def _stopped(found: Collected) -> str | None:
+    """Return what ended the job from outside, if a line says so."""
+    for e in found.events:
+        if e.name == "cancelled":
+            why = e.fields.get("why", "").lower()
+            return f"{STOPPED_BY} Slurm on {e.fields['host']} at {e.fields['when']}: {why or 'cancelled'}"
+    for e in found.events:
+        if e.name == "terminated":
+            name = {"15": "SIGTERM", "2": "SIGINT", "1": "SIGHUP", "9": "SIGKILL"}.get(
+                e.fields["signal"], f"signal {e.fields['signal']}"
+            )
+            if name == "SIGINT":
+                return f"{STOPPED_BY} Ctrl-C (SIGINT)"
+            return f"{STOPPED_BY} {name} from outside: the scheduler, a person, or a launcher whose other node failed"
+    if any(e.name == "interrupted" for e in found.events):
+        return f"{STOPPED_BY} Ctrl-C (KeyboardInterrupt)"
+    return None
+
+
+def _world(found: Collected) -> int | None:
+    """Return the number of ranks, if the log gives it."""
+    sizes = [found.world_size or 0]
+    sizes += [int(e.fields["expected"]) for e in found.events if e.name == "clients"]
+    return max(n for n in sizes if n <= MAX_RANKS) or None
+
+
+def _count(found: Collected) -> str:
+    n = len(found.files)
+    return "1 log" if n == 1 else f"{n:,} logs"
+
+
+def _notes(found: Collected, judged: bool) -> list[str]:
+    notes = [f"{path}: {reason}" for path, reason in found.bad[:5]]
+    if found.recorded.line is not None:
+        run = found.recorded.run
+        command = f": `distdiag diagnose {run}` has the whole verdict" if run else ""
+        notes.append(f"distdiag recorded this job (line {found.recorded.line:,}){command}")
+    warned = [e for e in found.events if e.name == "nccl_warning"]
+    if warned:
+        notes.append(f"NCCL warns on line {warned[0].line:,}: {shortened(warned[0].fields['what'], 160)}")
+    if caught := failures.handled(found):
+        e = caught[0]
+        who = f"rank {e.rank}" if e.rank is not None else "a rank"
+        notes.append(
+            f"{who} printed {e.fields.get('type')} on line {e.line:,} and kept running, so it was probably caught ({len(caught):,} such exceptions)"
+        )
+    if found.unknown and not judged:
+        lines = "; ".join(f"line {number:,}: {shortened(text, 120)}" for _, number, text in found.unknown)
+        notes.append(f"no message that distdiag knows; the last lines that look like errors: {lines}")
+    if found.restarts:
+        notes.append(f"the launcher restarted the ranks {found.restarts:,} times: messages may be of several attempts")
+    if found.recorded.line is None and (found.events or found.exits):
+        notes.append(
+            "read from a log: it shows what was printed, not what each rank did; `-m distdiag.run` records the next run"
+        )
+    return notes

@@ -1,0 +1,377 @@
+"""The verdict on dumps: simulated jobs of many shapes, and real ones if they are available."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+
+from distdiag.diagnosis.model.findings import Finding, Report, Severity, at_least
+from distdiag.sources.dumps.verdict import diagnose_dumps
+from tests.diagnosis.recordings import Job, write
+
+SHARED = Path(__file__).resolve().parents[2] / "../shared/fr-dumps"
+REAL = ("gpu_error_2nd", "lock_gil_1st")
+
+
+def errors(report: Report) -> list[Finding]:
+    return [f for f in report.findings if f.severity == Severity.ERROR]
+
+
+def only(report: Report) -> Finding:
+    worst = errors(report)
+    assert len(worst) == 1, report.findings
+    return worst[0]
+
+
+def summary(f: Finding) -> tuple[str, str | None, tuple[int, ...]]:
+    return f.kind, f.cause, f.culprits
+
+
+def quiet(report: Report) -> bool:
+    return not any(at_least(f.severity, Severity.WARNING) for f in report.findings)
+
+
+def trained(job: Job, steps: int = 20) -> Job:
+    for _ in range(steps):
+        for g in job.groups:
+            job.collective(group=g)
+    return job
+
+
+def diagnose(tmp_path: Path, job: Job, **more: object) -> Report:
+    write(tmp_path / "dumps", job, **more)  # type: ignore[arg-type]
+    return diagnose_dumps(tmp_path / "dumps")
+
+
+# -- a rank is missing ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+@pytest.mark.parametrize("form", ["pickle", "json", "pickle.gz", "json.gz"])
+def test_a_rank_that_has_not_entered_is_the_culprit(tmp_path: Path, backend: str, form: str) -> None:
+    job = trained(Job(4, backend=backend))
+    job.collective(ranks=(0, 1, 3), line=91)
+    report = diagnose(tmp_path, job, form=form)
+    f = only(report)
+    assert summary(f) == ("stall", "unknown", (2,))
+    assert f.victims == (0, 1, 3)
+    assert f.collective is not None
+    assert (f.collective.op, f.collective.group, f.collective.seq, f.collective.bytes) == (
+        "all_reduce",
+        "default_pg",
+        21,
+        4096,
+    )
+    assert "rank 2 has not entered all_reduce #21" in f.message and "CPU side launched no more" in f.message
+    assert (report.world_size, report.ranks_seen, report.state) == (4, 4, "stalled")
+    if form.startswith("pickle"):
+        assert [(w.rank, w.file, w.line) for w in f.waiting] == [(r, "/home/user/train.py", 91) for r in (0, 1, 3)]
+
+
+def test_dumps_of_active_entries_only_are_judged(tmp_path: Path) -> None:
+    """Rank 2's dump has no entries at all: its counters show its position."""
+    job = trained(Job(4, {"7": ("tp", (0, 1)), "9": ("tp", (2, 3))}))
+    job.collective(group="9", ranks=(3,))
+    job.collective(group="7")
+    job.collective(ranks=(0, 1))
+    assert summary(only(diagnose(tmp_path, job, active=True))) == ("stall", "unknown", (2,))
+
+
+def test_ranks_that_stopped_in_separate_groups_are_all_named(tmp_path: Path) -> None:
+    """Tensor-parallel groups of four in a job of 16; ranks 9 and 14 stop; pipelines propagate the wait to the first stage."""
+    tp = {str(i + 1): ("tp", tuple(range(4 * i, 4 * i + 4))) for i in range(4)}
+    job = Job(16, {**tp, **{str(20 + i): ("pp", (i, i + 8)) for i in range(8)}})
+    for _ in range(10):
+        for g in tp:
+            job.collective(group=g)
+        for i in range(8):
+            job.message(i, i + 8, str(20 + i))
+    for i in range(8):
+        job.message(i, i + 8, str(20 + i), received=i + 8 not in (9, 14))
+    job.collective(group="3", ranks=(8, 10, 11))
+    job.collective(group="4", ranks=(12, 13, 15))
+    f = only(diagnose(tmp_path, job))
+    assert summary(f) == ("stall", "unknown", (9, 14))
+    assert set(f.victims) == {1, 6, 8, 10, 11, 12, 13, 15}
+
+
+def test_the_end_of_a_chain_of_waits_is_the_culprit(tmp_path: Path) -> None:
+    job = trained(Job(4, {"a": ("", (0, 1)), "b": ("", (1, 2)), "c": ("", (2, 3))}))
+    job.collective(group="c", ranks=(2,))
+    job.collective(group="b", ranks=(1,))
+    job.collective(group="a", ranks=(0,))
+    f = only(diagnose(tmp_path, job))
+    assert (f.culprits, f.victims) == ((3,), (0, 1, 2))
+
+
+def test_a_rank_whose_device_stopped_is_named(tmp_path: Path) -> None:
+    """Rank 1 has issued what the others have completed, and does not complete it: its device stopped, not its host."""
+    job = trained(Job(4))
+    job.collective(done=(0, 2, 3))
+    job.collective(ranks=(0, 2, 3))
+    f = only(diagnose(tmp_path, job))
+    assert f.culprits == (1,)
+    assert "device stopped" in f.message
+
+
+def test_two_ranks_that_stopped_at_different_collectives_are_both_named(tmp_path: Path) -> None:
+    """Rank 1 stopped first; rank 2 issued fewer calls than 0, 3, 4 and 5, with nothing of its own to wait for."""
+    job = trained(Job(6))
+    for ranks in ((0, 2, 3, 4, 5), (0, 2, 3, 4, 5), (0, 3, 4, 5), (0, 3, 4, 5)):
+        job.collective(ranks=ranks, done=False)
+    assert only(diagnose(tmp_path, job)).culprits == (1, 2)
+
+
+def test_a_rank_alone_in_a_collective_is_the_culprit(tmp_path: Path) -> None:
+    job = trained(Job(6))
+    job.collective("barrier", ranks=(4,), line=58)
+    f = only(diagnose(tmp_path, job))
+    assert summary(f) == ("deadlock", "missing_rank", (4,))
+    assert [(w.rank, w.line) for w in f.where] == [(4, 58)]
+
+
+def test_a_device_that_has_not_begun_the_operation_is_the_culprit(tmp_path: Path) -> None:
+    """All hosts ran ahead; starts are timed: the devices of 0, 1 and 3 have begun the operation, that of 2 has not."""
+    job = trained(Job(4))
+    job.collective(done=False)
+    for r in (0, 1, 3):
+        job.ranks[r].entries[-1].update(state="started", time_discovered_started_ns=job.now_ns)
+    f = only(diagnose(tmp_path, job))
+    assert summary(f) == ("stall", "unknown", (2,))
+    assert "issued all_reduce #21" in f.message and "not begun" in f.message
+
+
+def test_a_timeout_without_a_missing_rank_is_a_link_or_a_device(tmp_path: Path) -> None:
+    job = trained(Job(4))
+    job.collective(done=False)
+    for r in range(4):
+        job.ranks[r].entries[-1]["retired"] = True
+    f = only(diagnose(tmp_path, job))
+    assert (f.kind, f.culprits, f.victims) == ("stall", (), (0, 1, 2, 3))
+    assert "timeout" in f.message
+
+
+# -- messages ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_receive_without_its_send_names_the_sender(tmp_path: Path) -> None:
+    job = trained(Job(4), 3)
+    for _ in range(5):
+        for r in range(3):
+            job.message(r, r + 1)
+    job.message(0, 1)
+    job.message(1, 2, sent=False)
+    job.message(2, 3, sent=False)
+    f = only(diagnose(tmp_path, job))
+    assert f.culprits == (1,)
+    assert f.victims == (2, 3)
+    assert "the send that matches rank 2's recv" in f.message
+
+
+def test_messages_in_flight_are_not_a_hang(tmp_path: Path) -> None:
+    """Both ends are issued, neither is complete."""
+    job = Job(2)
+    job.issue(0, "send 0->1", "0", False)
+    job.issue(1, "recv 1<-0", "0", False)
+    assert quiet(diagnose(tmp_path, job))
+
+
+# -- different calls in one collective ------------------------------------------------------------------------------------
+
+
+def test_different_operations_are_a_mismatch(tmp_path: Path) -> None:
+    job = trained(Job(4))
+    for r in range(4):
+        job.issue(r, "barrier" if r == 2 else "all_reduce", "0", False, line=58 if r == 2 else 88)
+    f = only(diagnose(tmp_path, job))
+    assert f.culprits == (2,) and f.kind in ("deadlock", "mismatch")
+    assert f.certainty == "proved"
+    assert [(w.rank, w.line) for w in f.where] == [(2, 58)]
+    assert "barrier" in f.message and "all_reduce" in f.message
+
+
+@pytest.mark.parametrize(("odd", "cause"), [({"shape": (512,)}, "shape"), ({"dtype": "Half"}, "dtype")])
+def test_different_arguments_are_a_mismatch(tmp_path: Path, odd: dict[str, object], cause: str) -> None:
+    job = trained(Job(4))
+    for r in range(4):
+        job.issue(r, "all_reduce", "0", False, **(odd if r == 1 else {}))  # type: ignore[arg-type]
+    assert summary(only(diagnose(tmp_path, job))) == ("mismatch", cause, (1,))
+
+
+def test_operations_with_legally_different_sizes_are_no_mismatch(tmp_path: Path) -> None:
+    job = trained(Job(4))
+    for op in ("all_to_all", "reduce_scatter_v", "all_gather_v"):
+        for r in range(4):
+            job.issue(r, op, "0", False, shape=(r + 1,))
+    assert quiet(diagnose(tmp_path, job))
+
+
+def test_coalesced_collectives_share_a_number(tmp_path: Path) -> None:
+    job = trained(Job(2))
+    for r in range(2):
+        for op in (
+            ("_all_gather_base", "_reduce_scatter_base", "coalesced") if r else ("_reduce_scatter_base", "coalesced")
+        ):
+            job.issue(r, op, "0", False)
+            job.ranks[r].seq["0"] = 20
+            job.ranks[r].entries[-1]["collective_seq_id"] = 21
+    assert quiet(diagnose(tmp_path, job))
+
+
+# -- nothing is stuck ---------------------------------------------------------------------------------------------------
+
+
+def test_dumps_without_open_operations_have_no_finding(tmp_path: Path) -> None:
+    report = diagnose(tmp_path, trained(Job(8, {"1": ("tp", (0, 1, 2, 3)), "2": ("tp", (4, 5, 6, 7))})))
+    assert report.findings == ()
+    assert report.state == "running"
+
+
+def test_all_ranks_in_one_collective_blame_nobody(tmp_path: Path) -> None:
+    job = trained(Job(4))
+    job.collective(done=False)
+    report = diagnose(tmp_path, job)
+    assert quiet(report)
+    assert [f.severity for f in report.findings] == ["info"]
+
+
+def test_dumps_taken_at_different_times_are_a_running_job(tmp_path: Path) -> None:
+    """Rank 0's dump is ten steps older: the others have since completed collectives with it."""
+    job = trained(Job(4), 10)
+    write(tmp_path / "dumps", job)
+    early = (tmp_path / "dumps" / "_dump_0").read_bytes()
+    trained(job, 10)
+    job.collective(ranks=(1, 2, 3))
+    write(tmp_path / "dumps", job)
+    (tmp_path / "dumps" / "_dump_0").write_bytes(early)
+    report = diagnose_dumps(tmp_path / "dumps")
+    assert quiet(report)
+    assert any("rank 0" in n and "older" in n for n in report.notes)
+
+
+def test_a_rank_one_call_behind_is_a_running_job(tmp_path: Path) -> None:
+    """Rank 3's dump is a step older than those of 0 and 1: the job ran, and rank 2 was just the next to arrive."""
+    job = trained(Job(4), 10)
+    write(tmp_path / "dumps", job)
+    early = (tmp_path / "dumps" / "_dump_3").read_bytes()
+    trained(job, 2)
+    job.collective(ranks=(0, 1, 3))
+    write(tmp_path / "dumps", job)
+    (tmp_path / "dumps" / "_dump_3").write_bytes(early)
+    report = diagnose_dumps(tmp_path / "dumps")
+    assert quiet(report)
+    for p in (tmp_path / "dumps").iterdir():
+        t = job.now_ns + (0 if p.name == "_dump_3" else 600_000_000_000)
+        os.utime(p, ns=(t, t))  # the others were written ten minutes later: by then the job was no longer running
+    assert only(diagnose_dumps(tmp_path / "dumps")).culprits == (2,)
+
+
+def test_rings_that_wrapped_at_different_entries_are_compared(tmp_path: Path) -> None:
+    """Rank 0 also makes calls in a group of one: its ring reaches back less far, and record ids differ."""
+    job = Job(3, {"5": ("self", (0,))})
+    for _ in range(40):
+        job.collective(group="5")
+        job.collective()
+    assert diagnose(tmp_path, job, keep=16).findings == ()
+    job.collective(ranks=(0, 1))
+    assert only(diagnose(tmp_path, job, keep=16)).culprits == (2,)
+
+
+def test_a_job_with_recent_progress_is_a_running_job(tmp_path: Path) -> None:
+    """The file was written 50 ms after the last call, and the entries span seconds: a rank one call behind is no hang."""
+    job = trained(Job(2), 200)
+    job.collective(ranks=(0,))
+    write(tmp_path / "dumps", job)
+    written = job.now_ns + 50_000_000
+    for p in (tmp_path / "dumps").iterdir():
+        os.utime(p, ns=(written, written))
+    assert quiet(diagnose_dumps(tmp_path / "dumps"))
+    for p in (tmp_path / "dumps").iterdir():
+        os.utime(p, ns=(written + 60_000_000_000, written + 60_000_000_000))
+    assert only(diagnose_dumps(tmp_path / "dumps")).culprits == (1,)
+
+
+# -- missing dumps -------------------------------------------------------------------------------------------
+
+
+def test_a_rank_without_a_dump_is_the_culprit_if_no_other_is(tmp_path: Path) -> None:
+    job = trained(Job(4))
+    job.collective(done=False)
+    write(tmp_path / "dumps", job)
+    (tmp_path / "dumps" / "_dump_3").unlink()
+    report = diagnose_dumps(tmp_path / "dumps")
+    f = only(report)
+    assert summary(f) == ("rank_lost", "silent", (3,))
+    assert "rank 3 left no dump: dead, or stuck outside torch" in f.message
+    assert (report.world_size, report.ranks_seen) == (4, 3)
+
+
+def test_a_missing_dump_is_always_reported(tmp_path: Path) -> None:
+    write(tmp_path / "dumps", trained(Job(4)))
+    (tmp_path / "dumps" / "_dump_1").unlink()
+    report = diagnose_dumps(tmp_path / "dumps")
+    assert "rank 1 left no dump" in only(report).message
+    assert report.state == "degraded"
+
+
+# -- real ones ------------------------------------------------------------------------------------------------------------
+
+
+class Command:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (f"touch {self.mark}",)
+
+
+def real(case: str) -> Path:
+    if not (SHARED / case).is_dir():
+        pytest.skip(f"the recorded case {case} is not at hand")
+    return SHARED / case
+
+
+@pytest.mark.parametrize("case", REAL)
+def test_the_culprit_of_a_real_job_of_16_ranks_is_named(case: str) -> None:
+    folder = real(case)
+    truth = tuple(int(x) for x in (folder / "fault_injection.log").read_text().split("[")[1].split("]")[0].split(","))
+    f = only(diagnose_dumps(folder))
+    assert summary(f) == ("stall", "unknown", truth)
+    assert set(f.victims) == set(range(16)) - set(truth)
+    assert ("device stopped" in f.message) == case.startswith("gpu")
+
+
+@pytest.mark.parametrize("case", REAL)
+def test_a_damaged_copy_of_a_real_job_still_names_the_culprit(case: str, tmp_path: Path) -> None:
+    """One dump missing, one truncated, one that would run a command: there is a verdict, the files are named, nothing is run."""
+    folder = tmp_path / case
+    shutil.copytree(real(case), folder)
+    mark = tmp_path / "executed"
+    for p in folder.iterdir():
+        p.chmod(0o644)
+    (folder / "_dump_2").unlink()
+    cut = folder / "_dump_5"
+    cut.write_bytes(cut.read_bytes()[:1500])
+    (folder / "_dump_11").write_bytes(pickle.dumps({"entries": [], "x": Command(mark)}))
+    report = diagnose_dumps(folder)
+    stall = [f for f in errors(report) if f.kind == "stall"]
+    assert [f.culprits for f in stall] == [(9, 14)]
+    text = " ".join(f.message for f in report.findings)
+    assert "_dump_5: cut short" in text
+    assert "_dump_11: the pickle asks for posix.system" in text
+    assert "rank 2 left no dump" in text
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("case", REAL)
+@pytest.mark.parametrize("gone", [9, 14])
+def test_a_faulty_rank_without_dump_is_still_named(case: str, gone: int, tmp_path: Path) -> None:
+    folder = tmp_path / case
+    shutil.copytree(real(case), folder, ignore=shutil.ignore_patterns(f"_dump_{gone}"))
+    report = diagnose_dumps(folder)
+    assert {r for f in errors(report) for r in f.culprits} == {9, 14}
+    assert any(f"rank {gone} left no dump" in f.message for f in errors(report))

@@ -1,0 +1,182 @@
+"""Dumps with operations begun in different orders, with batches, with slightly late ranks, and with partly created groups."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from distdiag.diagnosis.model.findings import Report
+from distdiag.sources.dumps.verdict import diagnose_dumps
+from tests.diagnosis.recordings import Job, as_json, write
+from tests.sources.test_dumps import errors, only, quiet, summary, trained
+
+SECOND_NS = 1_000_000_000
+
+
+def begin(job: Job, rank: int) -> None:
+    """Mark the newest operation of a rank as begun on its device."""
+    e = job.ranks[rank].entries[-1]
+    e.update(state="started", time_discovered_started_ns=e["time_created_ns"] + 1000)
+
+
+def diagnose(folder: Path, job: Job, after_s: float = 600.0) -> Report:
+    """Return the verdict on dumps that were all written this long after the newest entry."""
+    write(folder, job)
+    newest = max(e["time_created_ns"] for ring in job.ranks for e in ring.entries)
+    for p in folder.iterdir():
+        t = newest + int(after_s * SECOND_NS)
+        os.utime(p, ns=(t, t))
+    return diagnose_dumps(folder)
+
+
+def test_devices_that_run_two_groups_in_opposite_order_are_a_cycle(tmp_path: Path) -> None:
+    job = trained(Job(4, {"1": ("fsdp", (0, 1, 2, 3))}))
+    for r in range(4):
+        first, second = ("1", "0") if r == 2 else ("0", "1")
+        job.issue(r, "all_reduce", first, False)
+        begin(job, r)
+        job.issue(r, "all_reduce", second, False)
+    f = only(diagnose(tmp_path, job))
+    assert summary(f) == ("deadlock", "group_cycle", (2,)) and f.certainty == "suspected"
+    assert "rank 2 issued all_reduce #21 (fsdp" in f.message and "same order" in f.advice
+
+
+def test_devices_of_other_groups_are_in_no_cycle(tmp_path: Path) -> None:
+    """Ranks 0 and 1 wait for rank 2, which waits for rank 3: none of them has begun what another has not, in both directions."""
+    job = trained(Job(4, {"1": ("tp", (2, 3))}))
+    job.collective(group="1", ranks=(2,))
+    begin(job, 2)
+    job.collective(ranks=(0, 1))
+    for r in (0, 1):
+        begin(job, r)
+    assert only(diagnose(tmp_path, job)).culprits == (3,)
+
+
+def batch(job: Job, rank: int, group: str, done: bool, *messages: str) -> None:
+    """Issue a `batch_isend_irecv`: its messages keep the state at issue, the entry that closes it has their state."""
+    ring = job.ranks[rank]
+    number = ring.p2p.get(group, 0) + 1
+    for op in (*messages, "coalesced"):
+        job.issue(rank, op, group, done and op == "coalesced")
+        ring.p2p[group] = number
+        ring.entries[-1].update(is_p2p=True, p2p_seq_id=number)
+    ring.seq[group] -= 1  # `issue` counted the last one as a collective
+    ring.entries[-1]["collective_seq_id"] = ring.seq[group]
+
+
+def test_messages_complete_with_their_batch(tmp_path: Path) -> None:
+    job = trained(Job(3))
+    for _ in range(3):
+        for r in range(3):
+            batch(job, r, "0", True, f"send {r}->{(r + 1) % 3}", f"recv {r}<-{(r - 1) % 3}")
+        job.now_ns += SECOND_NS // 100
+    assert diagnose(tmp_path / "over", job).findings == ()
+    job.collective(ranks=(0, 2))
+    assert only(diagnose(tmp_path / "hung", job)).culprits == (1,)
+
+
+def test_parts_of_a_coalesced_collective_complete_with_it(tmp_path: Path) -> None:
+    job = trained(Job(2))
+    for r in range(2):
+        for op in ("_all_gather_base", "_all_gather_base", "coalesced"):
+            job.issue(r, op, "0", op == "coalesced")
+            job.ranks[r].seq["0"] = 21
+            job.ranks[r].entries[-1]["collective_seq_id"] = 21
+    assert diagnose(tmp_path, job).findings == ()
+
+
+def test_different_dtypes_of_coalesced_tensors_are_a_mismatch(tmp_path: Path) -> None:
+    job = trained(Job(3))
+    for r in range(3):
+        job.issue(r, "allreduce_coalesced", "0", False, dtype="Float" if r == 1 else "BFloat16")
+    assert summary(only(diagnose(tmp_path, job))) == ("mismatch", "dtype", (1,))
+
+
+def test_a_rank_one_call_behind_is_late_only_after_a_while(tmp_path: Path) -> None:
+    job = trained(Job(4))
+    job.collective(done=())  # in flight everywhere, and the next one not yet issued on rank 1
+    job.collective(ranks=(0, 2, 3), done=())
+    assert quiet(diagnose(tmp_path / "young", job, after_s=0.1))
+    assert only(diagnose(tmp_path / "old", job)).culprits == (1,)
+
+
+def test_a_rank_that_often_pauses_this_long_is_not_stuck(tmp_path: Path) -> None:
+    job = Job(4)
+    for _ in range(10):
+        job.collective()
+        job.now_ns += 2 * SECOND_NS  # every step takes this long
+    job.collective(ranks=(0, 1, 3))
+    assert quiet(diagnose(tmp_path / "young", job, after_s=1.0))
+    assert only(diagnose(tmp_path / "old", job, after_s=10.0)).culprits == (2,)
+
+
+def test_a_member_that_never_created_the_group_is_named(tmp_path: Path) -> None:
+    """The others wait for it where no operation is recorded yet, and the ranks that seem to be missing do, too."""
+    job = trained(Job(4))
+    job.groups["1"] = ("eval", (1, 2, 3))
+    job.collective(ranks=(0, 2))
+    for r in range(4):
+        dump = job.dump(r)
+        if r == 2:
+            del dump["pg_config"]["1"]
+        (tmp_path / f"rank{r}.json").write_bytes(as_json(dump))
+    f = only(diagnose_dumps(tmp_path))
+    assert summary(f) == ("deadlock", "missing_rank", (2,)) and "never created group eval" in f.message
+
+
+def test_a_rank_with_a_dump_of_an_earlier_attempt_only_is_missing(tmp_path: Path) -> None:
+    old, new = trained(Job(4)), trained(Job(4))
+    old.collective(ranks=(0, 1, 2))
+    for ring in new.ranks:
+        for e in ring.entries:
+            e["time_created_ns"] += 3600 * SECOND_NS
+    new.now_ns += 3600 * SECOND_NS
+    new.collective(ranks=(0, 1, 3))
+    write(tmp_path / "attempt_0", old)
+    write(tmp_path / "attempt_1", new)
+    (tmp_path / "attempt_1" / "_dump_2").unlink()
+    report = diagnose_dumps(tmp_path)
+    assert summary(only(report)) == ("rank_lost", "silent", (2,))
+    assert any("of an earlier run" in n for n in report.notes)
+
+
+def test_a_message_to_the_wrong_rank_is_named(tmp_path: Path) -> None:
+    """A ring in batches: all numbers agree except the misdirected message's, and what follows is stuck behind it."""
+    job = Job(5)
+    for i in range(16):
+        for r in range(5):
+            to = (r + 2) % 5 if i == 12 and r == 3 else (r + 1) % 5
+            batch(job, r, "0", i < 12, f"send {r}->{to}", f"recv {r}<-{(r - 1) % 5}")
+        job.now_ns += SECOND_NS // 100
+    f = only(diagnose(tmp_path, job))
+    assert summary(f) == ("deadlock", "p2p_cycle", (3,)) and f.certainty == "suspected"
+    assert "rank 3's send to rank 0" in f.message and "rank 4's recv from rank 3" in f.message
+
+
+def test_dumps_of_one_node_only_do_not_accuse_the_other_node(tmp_path: Path) -> None:
+    job = trained(Job(16))
+    job.collective(ranks=tuple(r for r in range(16) if r != 11))
+    write(tmp_path, job)
+    for r in range(8):
+        (tmp_path / f"_dump_{r}").unlink()
+    report = diagnose_dumps(tmp_path)
+    assert only(report).culprits == (11,)
+    rest = next(f for f in report.findings if f.cause == "missing_dump")
+    assert rest.severity == "warning" and "ranks 0–7 left no dump: whole nodes" in rest.message
+
+
+def test_a_single_missing_dump_is_accused_although_another_rank_is_late(tmp_path: Path) -> None:
+    job = trained(Job(8))
+    job.collective(ranks=(0, 1, 2, 4, 6, 7))
+    write(tmp_path, job)
+    (tmp_path / "_dump_3").unlink()
+    assert {r for f in errors(diagnose_dumps(tmp_path)) for r in f.culprits} == {3, 5}
+
+
+def test_a_message_of_a_running_job_is_named_from_the_end_that_is_missing(tmp_path: Path) -> None:
+    job = trained(Job(2))
+    for _ in range(5):
+        job.message(0, 1)
+    job.message(0, 1, sent=False)
+    (f,) = diagnose(tmp_path, job, after_s=0.1).findings
+    assert (f.severity, f.culprits) == ("info", (0,)) and "the send that matches rank 1's recv" in f.message

@@ -1,0 +1,317 @@
+"""What the times in dumps show: a running job, a late rank; and differing sizes, orders and batches."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+
+from distdiag.sources.dumps.verdict import diagnose_dumps
+from tests.diagnosis.recordings import Job, write
+from tests.sources.test_dumps import only, quiet, summary, trained
+from tests.sources.test_dumps_order import SECOND_NS, begin, diagnose
+
+HOUR_S = 3600.0  # files are copied this much later
+
+
+def just_ended(job: Job, rank: int, at_ns: int) -> None:
+    """Mark a rank's newest operation as found complete by the dump itself, at `at_ns`."""
+    e = next(e for e in reversed(job.ranks[rank].entries) if e["state"] == "completed")
+    e.update(retired=False, time_discovered_completed_ns=at_ns)
+
+
+def test_a_rank_with_recent_progress_shows_a_running_job(tmp_path: Path) -> None:
+    job = trained(Job(4))
+    job.collective(ranks=(0, 1, 3))
+    just_ended(job, 2, job.now_ns + SECOND_NS // 100)
+    report = diagnose(tmp_path, job, after_s=HOUR_S)
+    assert quiet(report) and report.state == "running"
+    assert "rank 2 was on its way to all_reduce #21" in report.findings[0].message
+
+
+def test_progress_in_another_group_does_not_excuse_a_wait_of_minutes(tmp_path: Path) -> None:
+    job = trained(Job(4, {"1": ("heartbeat", (0, 1))}))
+    job.collective(ranks=(0, 1, 3))
+    job.now_ns += 600 * SECOND_NS
+    job.collective(group="1")
+    just_ended(job, 0, job.now_ns)
+    assert only(diagnose(tmp_path, job, after_s=HOUR_S)).culprits == (2,)
+
+
+def test_a_recorder_that_retires_nothing_does_not_show_when_the_dump_was_taken(tmp_path: Path) -> None:
+    job = trained(Job(4))
+    job.collective(ranks=(0, 1, 3))
+    for ring in job.ranks:
+        for e in ring.entries:
+            e["retired"] = False
+    assert only(diagnose(tmp_path, job, after_s=HOUR_S)).culprits == (2,)
+
+
+@pytest.mark.parametrize("op", ["_all_gather_base", "all_gather", "reduce_scatter", "_reduce_scatter_base"])
+def test_a_shorter_last_batch_on_one_rank_is_a_mismatch(op: str, tmp_path: Path) -> None:
+    job = trained(Job(4))
+    for r in range(4):
+        job.issue(r, op, "0", False, shape=(37 if r == 3 else 64, 10))
+    f = only(diagnose(tmp_path, job))
+    assert summary(f) == ("mismatch", "shape", (3,)) and "370" in f.message and "640" in f.message
+
+
+def test_coalesced_parts_of_different_sizes_are_legal(tmp_path: Path) -> None:
+    """Tensors of different sizes are gathered by one broadcast per rank, of which only the batch is timed."""
+    job = trained(Job(3))
+    for done in (True, False):
+        for r in range(3):
+            for op in ("_broadcast_oop", "_broadcast_oop", "ALLGATHER_coalesced"):
+                last = op.endswith("coalesced")
+                job.issue(r, op, "0", done and last, shape=(10 + r,))
+                ring = job.ranks[r]
+                ring.seq["0"] = 21 if done else 22
+                ring.entries[-1]["collective_seq_id"] = ring.seq["0"]
+        if done:
+            assert diagnose(tmp_path / "over", job).findings == ()
+    job.collective(ranks=(0, 2))
+    f = only(diagnose(tmp_path / "hung", job))
+    assert f.culprits == (1,)
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_the_rank_with_another_order_of_two_groups_is_the_culprit(timed: bool, tmp_path: Path) -> None:
+    """Ranks in only one of the groups show nothing about the order, however many they are."""
+    job = trained(Job(8, {"1": ("half", (0, 1, 2, 3))}))
+    for again in range(2):
+        for r in range(8):
+            groups = ["0"] if r > 3 else ["0", "1"] if r == 2 else ["1", "0"]
+            if len(groups) > again:
+                job.issue(r, "all_reduce", groups[again], False)
+                if timed and not again:
+                    begin(job, r)
+        job.now_ns += SECOND_NS
+    if not timed:
+        for ring in job.ranks:
+            for e in ring.entries:
+                e["time_discovered_started_ns"] = None
+    f = only(diagnose(tmp_path, job))
+    assert summary(f) == ("deadlock", "group_cycle", (2,)) and f.certainty == "suspected"
+
+
+def late(tmp_path: Path, after_s: float, clock_s: float = 0.0) -> Job:
+    """Let all ranks of a group issue what none completes, rank 3 much later; its clock may differ."""
+    job = trained(Job(4))
+    job.collective(ranks=(0, 1, 2))
+    job.now_ns += int(after_s * SECOND_NS)
+    job.issue(3, "all_reduce", "0", False, line=99)
+    for e in job.ranks[3].entries:
+        e["time_created_ns"] += int(clock_s * SECOND_NS)
+    for ring in job.ranks:
+        for e in ring.entries:
+            e["timeout_ms"] = 120_000
+    return job
+
+
+def test_a_rank_that_arrived_after_the_timeout_is_the_late_rank(tmp_path: Path) -> None:
+    f = only(diagnose(tmp_path, late(tmp_path, after_s=240.0), after_s=HOUR_S))
+    assert summary(f) == ("timeout", "late_rank", (3,)) and f.victims == (0, 1, 2)
+    assert "the timeout is 120 s" in f.message and (f.where[0].rank, f.where[0].line) == (3, 99)
+
+
+def test_a_wrong_clock_makes_no_rank_late(tmp_path: Path) -> None:
+    write(tmp_path, late(tmp_path, after_s=0.1, clock_s=240.0))
+    assert not any(f.kind == "timeout" for f in diagnose_dumps(tmp_path).findings)
+
+
+def test_a_rank_with_a_much_older_dump_is_not_excused(tmp_path: Path) -> None:
+    """It died and left a dump; the others waited until their timeout."""
+    job = trained(Job(4), 200)
+    job.collective(ranks=(0, 1, 3))
+    write(tmp_path, job)
+    for p in tmp_path.iterdir():
+        at = job.now_ns + SECOND_NS // 20 + (0 if p.name.endswith("_2") else 600 * SECOND_NS)
+        os.utime(p, ns=(at, at))
+    assert only(diagnose_dumps(tmp_path)).culprits == (2,)
+
+
+def test_a_short_ring_of_a_running_job_is_no_hang(tmp_path: Path) -> None:
+    job = trained(Job(4), 200)
+    job.collective(ranks=(0, 1, 3))
+    write(tmp_path, job, keep=3)
+    for p in tmp_path.iterdir():
+        at = job.now_ns + SECOND_NS // 20
+        os.utime(p, ns=(at, at))
+    assert quiet(diagnose_dumps(tmp_path))
+
+
+def test_a_wait_lost_from_the_ring_is_older_than_its_entries(tmp_path: Path) -> None:
+    """An asynchronous checkpoint hangs on one rank and training continues: only a group's counters still show it."""
+    job = trained(Job(3, {"1": ("checkpoint", (0, 1, 2))}), 2)
+    job.collective(group="1", ranks=(0, 1))
+    for _ in range(300):
+        job.collective()
+        job.now_ns += SECOND_NS // 20
+    for r in range(3):
+        just_ended(job, r, job.now_ns)
+    write(tmp_path, job, keep=100)
+    assert only(diagnose_dumps(tmp_path)).culprits == (2,)
+
+
+@pytest.mark.parametrize("op", ["all_to_all", "_all_gather_base"])
+def test_dtypes_must_agree_even_if_sizes_may_differ(op: str, tmp_path: Path) -> None:
+    job = trained(Job(3))
+    for r in range(3):
+        job.issue(r, op, "0", False, dtype="Long" if r == 1 else "BFloat16")
+    assert summary(only(diagnose(tmp_path, job))) == ("mismatch", "dtype", (1,))
+
+
+def test_an_uneven_all_to_all_is_legal(tmp_path: Path) -> None:
+    job = trained(Job(3))
+    for r in range(3):
+        job.issue(r, "all_to_all", "0", False, shape=(10 + r,))
+    assert not any(f.kind == "mismatch" for f in diagnose(tmp_path, job).findings)
+
+
+def test_lists_of_coalesced_tensors_are_compared_as_a_whole(tmp_path: Path) -> None:
+    job = trained(Job(3))
+    for r in range(3):
+        job.issue(r, "reduce_scatter_tensor_coalesced", "0", False)
+        job.ranks[r].entries[-1]["input_sizes"] = [[8, 2], [4]] if r == 1 else [[8, 2], [4], [6]]
+    f = only(diagnose(tmp_path, job))
+    assert summary(f) == ("mismatch", "shape", (1,)) and "20 elements" in f.message and "26 elements" in f.message
+
+
+def test_members_of_a_group_are_numbered_in_its_own_order(tmp_path: Path) -> None:
+    """With `new_group(sort_ranks=False)`, `send 0->1` goes from its first member to its second."""
+    job = Job(6, {"1": ("pipe", (4, 2, 0))})
+    for _ in range(20):
+        job.collective()
+        job.message(4, 2, "1")
+        job.message(2, 0, "1")
+    job.message(4, 2, "1", received=False)
+    f = only(diagnose(tmp_path, job))
+    assert f.culprits == (2,) and "rank 4's send" in f.message
+
+
+def test_a_rank_with_an_unreadable_dump_counts_as_unknown(tmp_path: Path) -> None:
+    job = trained(Job(4))
+    job.collective(ranks=(0, 1, 3))
+    write(tmp_path, job)
+    cut = next(p for p in tmp_path.iterdir() if p.name.endswith("_2"))
+    cut.write_bytes(cut.read_bytes()[:500])
+    report = diagnose_dumps(tmp_path)
+    found = {f.kind: f for f in report.findings}
+    assert found["rank_lost"].culprits == (2,) and found["rank_lost"].victims == (0, 1, 3)
+    assert str(cut) in found["recorder"].message and report.state == "degraded"
+
+
+@pytest.mark.parametrize(
+    "folder", ["node{n}/rank{r}/dump.pkl", "{r}/trace.pkl", "node-{n}/gpu{r}/fr.pickle", "a_0/{r}/x"]
+)
+def test_ranks_are_read_from_folders_if_file_names_are_equal(folder: str, tmp_path: Path) -> None:
+    job = trained(Job(4))
+    job.collective(ranks=(0, 1, 3))
+    write(tmp_path / "flat", job)
+    for p in (tmp_path / "flat").iterdir():
+        r = int(p.name[-1])
+        to = tmp_path / "deep" / folder.format(r=r, n=r // 2)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        p.rename(to)
+    assert only(diagnose_dumps(tmp_path / "deep")).culprits == (2,)
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_a_ring_that_sends_before_it_receives_is_a_cycle(timed: bool, tmp_path: Path) -> None:
+    """Every receive has been issued, behind a send that waits: no rank is missing, and none is blamed."""
+    job = trained(Job(4))
+    for op in ("send {r}->{after}", "recv {r}<-{before}"):
+        for r in range(4):
+            job.issue(r, op.format(r=r, after=(r + 1) % 4, before=(r - 1) % 4), "0", False)
+            job.ranks[r].entries[-1]["frames"][0]["name"] = op[:4]
+            if timed and op.startswith("send"):
+                begin(job, r)
+        job.now_ns += SECOND_NS // 1000
+    if not timed:
+        for ring in job.ranks:
+            for e in ring.entries:
+                e["time_discovered_started_ns"] = None
+    f = only(diagnose(tmp_path, job))
+    assert summary(f) == ("deadlock", "p2p_cycle", ()) and f.victims == (0, 1, 2, 3)
+    assert [w.rank for w in f.where] == [0, 1, 2, 3] and f.where[0].file == "/home/user/train.py"
+    assert "rank 0 in send to rank 1" in f.message and "batch_isend_irecv" in f.advice
+
+
+def test_operations_not_begun_are_queued_behind_running_ones(tmp_path: Path) -> None:
+    """A collective that is stuck on all its ranks delays the messages issued after it, and the ranks that wait for those."""
+    job = trained(Job(6, {"1": ("tensor", (0, 1)), "2": ("pipe", (1, 2)), "3": ("data", (2, 3, 4, 5))}))
+    job.collective(group="1", done=())
+    for r in (0, 1):
+        begin(job, r)
+    for rank, op in ((1, "send 0->1"), (2, "recv 1<-0")):
+        job.issue(rank, op, "2", False)
+    begin(job, 2)
+    job.collective(group="3", ranks=(3, 4, 5))
+    for r in (3, 4, 5):
+        begin(job, r)
+    job.collective(ranks=(3, 4, 5))
+    f = only(diagnose(tmp_path, job))
+    assert f.kind == "stall" and f.culprits == (0, 1)
+
+
+def test_completed_batches_in_a_dump_of_active_entries_follow_from_the_groups_counter(tmp_path: Path) -> None:
+    """The parts of a batch keep the state at issue, and the entry that closes it is missing once it is complete."""
+    job = trained(Job(4, {"1": ("pipe", (0, 1))}), steps=0)
+    for number in range(1, 6):
+        for rank, parts in ((0, ("send 0->1", "recv 0<-1")), (1, ("send 1->0", "recv 1<-0"))):
+            for op in parts:
+                job.issue(rank, op, "1", False)
+                job.ranks[rank].p2p["1"] = job.ranks[rank].entries[-1]["p2p_seq_id"] = number
+    job.collective(ranks=(0, 2, 3))
+    folder = tmp_path / "dumps"
+    for over in (5, 4):
+        write(folder, job, active=True)
+        for rank in (0, 1):
+            at = folder / f"_dump_{rank}"
+            dump = pickle.loads(at.read_bytes())
+            dump["pg_status"]["1"].update(last_enqueued_collective=5, last_completed_collective=over)
+            at.write_bytes(pickle.dumps(dump))
+        f = only(diagnose_dumps(folder))
+        assert f.culprits == (1,) and ("no collective is in flight there" in f.message) == (over == 5)
+
+
+def test_a_timeout_is_read_from_the_dump_if_files_were_copied(tmp_path: Path) -> None:
+    """The recorder checks which operations have begun when a dump is requested."""
+    for waited_s, severity in ((601, "error"), (599, "info")):
+        job = trained(Job(4))
+        job.collective(done=())
+        for r in range(4):
+            begin(job, r)
+            e = job.ranks[r].entries[-1]
+            e["time_discovered_started_ns"] = e["time_created_ns"] + waited_s * SECOND_NS
+        (f,) = diagnose(tmp_path / str(waited_s), job, after_s=24 * HOUR_S).findings
+        assert (f.kind, f.severity, f.culprits) == ("stall", severity, ())
+
+
+def test_ranks_that_stopped_in_different_groups_are_named_with_their_own_group(tmp_path: Path) -> None:
+    job = trained(Job(8, {"1": ("tensor", (0, 1, 2, 3)), "2": ("tensor", (4, 5, 6, 7))}))
+    job.collective(group="1", ranks=(0, 1, 2))
+    job.collective(group="2", ranks=(4, 5, 7))
+    f = only(diagnose(tmp_path, job))
+    assert f.culprits == (3, 6)
+    text = f.message
+    assert "rank 3 has not entered" in text or "rank 6 has not entered" in text, text
+    assert "what other groups wait in" in text and "ranks 3, 6 have not entered" not in text
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "timeout_s", "running"), [(1.0, 600, True), (3.0, 600, False), (1.0, 2, False), (0.3, 2, True)]
+)
+def test_a_wait_of_a_second_is_no_hang_if_the_timeout_is_long(
+    waited_s: float, timeout_s: int, running: bool, tmp_path: Path
+) -> None:
+    job = trained(Job(4))
+    job.collective(ranks=(0, 1, 3))
+    for ring in job.ranks:
+        for e in ring.entries:
+            e["timeout_ms"] = timeout_s * 1000
+    report = diagnose(tmp_path, job, after_s=waited_s)
+    assert quiet(report) is running
+    assert report.findings[0].culprits == (2,)

@@ -1,0 +1,185 @@
+"""Logs of Horovod, HCCL, Open MPI, AMD's driver and the kernel, with invented ranks and hosts; and who wrote a log of a node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distdiag.cli import main
+from distdiag.sources.logs.verdict import diagnose_logs
+from tests.sources.test_logs import about, diagnose, only, timeout
+
+HEARTBEAT = (
+    "[rank{q}]:[E ProcessGroupNCCL.cpp:1282] [PG 0 Rank {q}] Heartbeat monitor timed out! Process will be terminated.\n"
+)
+SCRIPT = '  File "/w/train.py", line {line}, in {name}\n    run()\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "says"),
+    [
+        (
+            "[1,0]<stderr>:Stalled ops:g.2 [missing ranks: 3] [ready ranks: 0, 1, 2]\n",
+            ("timeout", "late_rank", (3,), (0, 1, 2)),
+            "rank 3 did not submit",
+        ),
+        (
+            "RuntimeError: The server socket has failed to listen on any local network address. port: 29571, useIpv6: false, code: -98, name: EADDRINUSE\n",
+            ("rank_lost", "crashed", (), ()),
+            "could not listen: port 29571 is in use",
+        ),
+        (
+            "RuntimeError: The server socket has failed to listen on any local network address. The server socket has failed to bind to [::]:29571 (errno: 98)\n",
+            ("rank_lost", "crashed", (), ()),
+            "could not listen: port 29571 is in use",
+        ),
+        (
+            "OSError: EADDRINUSE\n",
+            ("rank_lost", "crashed", (), ()),
+            "could not listen: the port is in use",
+        ),
+        (
+            "[1,7]<stderr>:[n03:00411] Signal: Segmentation fault (11)\n",
+            ("rank_lost", "crashed", (7,), ()),
+            "died in native code: Segmentation fault",
+        ),
+        (
+            "HW Exception by GPU node-4 (Agent handle: 0x12) reason :GPU Hang\nAborted (core dumped)\n",
+            ("rank_lost", "crashed", (), ()),
+            "had a GPU error: HW Exception by GPU node-4",
+        ),
+        (
+            "kernel: NVRM: Xid (PCI:0000:1b:00): 45, pid=77, name=python, Ch 00000002 caused by previous Xid 149\n" * 2,
+            ("gpu", "xid", (), ()),
+            "the host has a GPU with Xid 149 at PCI 0000:1b:00",
+        ),
+        (
+            "[rank2]: RuntimeError: call: HcclBroadcast, error code is 9\n",
+            ("rank_lost", "crashed", (), (2,)),
+            "HCCL failed on rank 2",
+        ),
+        (HEARTBEAT.format(q=0) + HEARTBEAT.format(q=3), ("stall", "unknown", (), (0, 3)), "the watchdog of ranks 0, 3"),
+        (
+            "Exception: process 5 terminated with signal SIGKILL\n",
+            ("rank_lost", "killed", (5,), ()),
+            "rank 5 was killed",
+        ),
+        ("RuntimeError: CUDA error: out of memory\n", ("rank_lost", "crashed", (), ()), "a rank ran out of GPU memory"),
+    ],
+    ids=[
+        "horovod",
+        "port",
+        "port_of_older_torch",
+        "port_unknown",
+        "openmpi",
+        "amd",
+        "xid_45",
+        "hccl",
+        "heartbeat",
+        "mp_spawn",
+        "cuda_oom",
+    ],
+)
+def test_messages_of_other_libraries(
+    tmp_path: Path, text: str, expected: tuple[str, str | None, tuple[int, ...], tuple[int, ...]], says: str
+) -> None:
+    f = only(diagnose(tmp_path, text))
+    assert about(f) == expected and says in f.message
+
+
+def test_lines_that_a_terminal_wrapped_are_joined(tmp_path: Path) -> None:
+    text = "".join(timeout(q) for q in range(4))
+    wrapped = "\n".join(line[i : i + 132] for line in text.splitlines() for i in range(0, len(line), 132)) + "\n"
+    f = only(diagnose(tmp_path, "start\n" + wrapped))
+    assert f.victims == (0, 1, 2, 3) and f.message.startswith("all_reduce #40 timed out after 10 minutes")
+    assert [int(e.rpartition(":")[2]) for e in f.evidence] == [2, 4, 6, 8]
+
+
+def several(tmp_path: Path, files: dict[str, str]) -> list[tuple[str, str, tuple[int, ...]]]:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    report = diagnose_logs([str(tmp_path)])
+    assert report is not None
+    return [(f.message, f.certainty, f.culprits) for f in report.findings]
+
+
+@pytest.mark.parametrize("name", ["node{}.log", "host-{}.log", "job-worker-{}.log", "pod_{}.txt", "out{}.log"])
+def test_the_number_of_a_node_is_no_rank(tmp_path: Path, name: str) -> None:
+    exit_of = "ERROR:torch.distributed.elastic.multiprocessing.api:failed (exitcode: -9) local_rank: 3 (pid: 71) of binary: python\n"
+    found = several(tmp_path, {name.format(0): exit_of, name.format(1): "INFO ends, local_rank: 1\n"})
+    ((message, certainty, culprits),) = found
+    assert message.startswith("local rank 3") and certainty == "suspected" and culprits == ()
+
+
+def test_a_local_rank_is_named_as_one_unless_the_job_has_one_node(tmp_path: Path) -> None:
+    text = "[default3]:RuntimeError: CUDA error: an illegal memory access was encountered\n"
+    f = only(diagnose(tmp_path, text))
+    assert (f.message.split(" had")[0], f.certainty, f.culprits) == ("local rank 3", "suspected", (3,))
+    alone = "[default3]:n1:91:91 [3] NCCL INFO comm 0x1 rank 3 nranks 4 cudaDev 3 - Init COMPLETE\n" + text
+    f = only(diagnose(tmp_path, alone))
+    assert (f.message.split(" had")[0], f.certainty, f.culprits) == ("rank 3", "proved", (3,))
+
+
+def trace(name: str, error: str, line: int = 9) -> str:
+    return "Traceback (most recent call last):\n" + SCRIPT.format(line=line, name=name) + error + "\n"
+
+
+def test_different_exceptions_of_two_ranks_are_two_findings(tmp_path: Path) -> None:
+    found = several(tmp_path, {f"rank{q}.log": trace("main", f"ValueError: bad {q}", 10 + q) for q in (0, 1)})
+    assert [(m.partition(" at ")[0], c) for m, _, c in found] == [
+        ("rank 0 raised ValueError: bad 0", (0,)),
+        ("rank 1 raised ValueError: bad 1", (1,)),
+    ]
+
+
+def test_of_a_chain_of_exceptions_the_last_is_the_failure(tmp_path: Path) -> None:
+    text = (
+        trace("load", "KeyError: 'vocab'")
+        + "\nDuring handling of the above exception, another exception occurred:\n\n"
+        + trace("<module>", "ValueError: no vocabulary in config.json")
+    )
+    assert "raised ValueError: no vocabulary" in only(diagnose(tmp_path, text, "rank1.log")).message
+
+
+def test_an_exception_that_leaves_the_script_was_not_caught_however_much_is_printed_after_it(tmp_path: Path) -> None:
+    more = "".join(f"step {i}, an Error rate of 0.1\n" for i in range(900))
+    assert diagnose(tmp_path, trace("evaluate", "ValueError: empty") + more).findings == ()
+    assert "raised ValueError: empty" in only(diagnose(tmp_path, trace("<module>", "ValueError: empty") + more)).message
+
+
+def test_a_source_line_in_a_traceback_is_no_message(tmp_path: Path) -> None:
+    text = (
+        "[rank4]: Traceback (most recent call last):\n"
+        '[rank4]:   File "/w/pynccl.py", line 257, in check\n'
+        '[rank4]:     raise RuntimeError(f"NCCL error: {text}")\n'
+        "[rank4]: RuntimeError: NCCL error: unhandled cuda error\n"
+    )
+    assert (
+        "NCCL failed on rank 4 at pynccl.py:257 in check: unhandled cuda error"
+        in only(diagnose(tmp_path, text)).message
+    )
+
+
+def test_an_unknown_error_inside_a_collective_is_only_suspected(tmp_path: Path) -> None:
+    text = (
+        "[rank1]: Traceback (most recent call last):\n"
+        '[rank1]:   File "/w/train.py", line 7, in step\n'
+        "[rank1]:     dist.all_reduce(x)\n"
+        '[rank1]:   File "/v/torch/distributed/distributed_c10d.py", line 2501, in all_reduce\n'
+        "[rank1]:     work = group.allreduce([tensor], opts)\n"
+        "[rank1]: RuntimeError: acmeccl: status 17\n"
+    )
+    f = only(diagnose(tmp_path, text))
+    assert (f.culprits, f.certainty) == ((1,), "suspected") and "read the others' logs first" in f.advice
+
+
+def test_a_log_without_a_known_message_shows_its_last_errors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "workerlog.0").write_text("rank=0: starting\n2026-01-01 E coordination: Error: task 37 left\nepoch 3\n")
+    (tmp_path / "job.e12345").write_text("nothing here\n")
+    assert main(["diagnose", str(tmp_path)]) == 3
+    shown = capsys.readouterr().out
+    assert shown.startswith("no verdict: no error that distdiag knows in 2 logs")
+    assert "look like errors: line 2: 2026-01-01 E coordination: Error: task 37 left" in shown
