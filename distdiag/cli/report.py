@@ -122,9 +122,9 @@ def _write_tape(run_dir: Path, path: Path, force: bool) -> int:
     tape = read_tape(run_dir / NAME)
     with new_file(path, force) as out:
         out.write(to_bytes(tape))
-    print(path)
+    say(str(path))
     sources = ", ".join(sorted(tape.sources)) or "none"
-    print(f"{len(tape.snapshots)} snapshots of the ranks; text of source files: {sources}", file=sys.stderr)
+    say(f"{len(tape.snapshots)} snapshots of the ranks; text of source files: {sources}", err=True)
     return 0
 
 

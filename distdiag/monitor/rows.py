@@ -160,7 +160,8 @@ def _row(
         "slowest_in": slowest if len(selfs) > 1 else None,
         "activity": r.activity if r.life != Life.MISSING else None,
     }
-    return RankRow(**(_shared(RankRow, r) | medians | changed))
+    fields: dict[str, Any] = {**_shared(RankRow, r), **medians, **changed}
+    return RankRow(**fields)
 
 
 @cache

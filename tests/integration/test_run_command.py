@@ -160,7 +160,8 @@ def test_distdiag_run_exits_with_the_code_of_its_script(tmp_path: Path) -> None:
     assert sent.returncode == 0 and "snapshots" in sent.stderr, sent.stderr
     again = judge_file(tmp_path / "sent.tape").findings  # the verdict of the live run, from its tape alone
     assert [(f.kind, f.cause, list(f.culprits)) for f in again if f.severity != "info"] == serious(report)
-    assert {(w.file, w.line) for w in again[0].where} == {(str(script), line)}
+    (lost,) = (f for f in again if f.severity != "info")
+    assert {(w.file, w.line) for w in lost.where} == {(str(script), line)}
 
 
 # -- attach() ------------------------------------------------------------------------------------------------

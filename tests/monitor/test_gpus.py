@@ -29,7 +29,7 @@ for line in sys.stdin:
         while gpus.silent_s() is not None and time.monotonic() < end:
             rows = gpus._take() or rows
             time.sleep(0.002)
-    print(json.dumps([gpus.absent, msgspec.to_builtins(rows), msgspec.to_builtins(gpus.states()), gpus.silent_s()]), flush=True)
+    print(json.dumps([gpus.absent, msgspec.to_builtins(rows), [msgspec.structs.asdict(state) for state in gpus.states()], gpus.silent_s()]), flush=True)
 gpus.close()
 """
 

@@ -20,6 +20,7 @@ class Stuck:
 
     def __init__(self, *device_groups: int) -> None:
         self.device_groups = device_groups
+        self.facts: dict[str, str] = {}
         header = SimpleNamespace(blocked=Blocked.WAIT, witness=1, heartbeat_ns=0, phase=Phase.BACKWARD, trace_signal=0)
         self.page = SimpleNamespace(header=header)
         self.now_s = 0.0
