@@ -109,6 +109,35 @@ def test_hosts_that_wait_or_make_progress_are_not_reported(s: Snapshot) -> None:
     assert list(MissingEvidence.unknown_hosts(s)) == []
 
 
+def uncounted(backend: str = "nccl2", **more: object) -> Snapshot:
+    """Return two ranks without progress for 80 s, whose devices have operations in flight that no counter shows."""
+    ranks = {q: RankState(rank=q, activity_since_s=20.0, host_wait="device", enqueued={"g": 7}) for q in (0, 1)}
+    ranks[1] = msgspec.structs.replace(ranks[1], **more)
+    groups = {"g": Group(name="g", ranks=(0, 1), backend=backend)}
+    return Snapshot(t_s=100.0, world_size=2, ranks=ranks, groups=groups)
+
+
+def test_after_a_minute_without_progress_operations_that_no_counter_shows_are_reported() -> None:
+    ((_, text, rank),) = MissingEvidence.unknown_operations(uncounted())
+    assert rank == 0 and "no counter shows which operations of group g (nccl2) rank 0's device has completed" in text
+    ((_, text, rank),) = MissingEvidence.unknown_operations(uncounted(activity_since_s=30.0, completed={"g": 6}))
+    assert rank == 0, "the other's counter is known"
+
+
+@pytest.mark.parametrize(
+    "s",
+    [
+        uncounted("gloo"),
+        uncounted(activity_since_s=50.0),
+        uncounted(activity_since_s=None),
+        msgspec.structs.replace(uncounted(), t_s=70.0),
+        msgspec.structs.replace(uncounted(), groups={}),
+    ],
+)
+def test_a_minute_has_not_passed_or_nothing_is_in_flight_on_a_device(s: Snapshot) -> None:
+    assert list(MissingEvidence.unknown_operations(s)) == []
+
+
 def test_a_rank_stuck_before_the_monitor_started_counts_from_the_first_poll(tmp_path: Path) -> None:
     """The run's time zero is known once the first page is open: until then the time is the monitor's own."""
     page = PageWriter(page_path(tmp_path, 0))

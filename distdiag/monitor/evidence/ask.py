@@ -96,11 +96,14 @@ class FlightRecord:
     raw: bytes = b""
 
 
+NCCL = ("nccl",)  # what a rank has that notes nothing
+
+
 @dataclass(frozen=True, slots=True)
 class Recorders:
     """Flight recorders of a rank, apart from gloo's."""
 
-    own: tuple[str, ...] = ("nccl",)  # recorders that have handlers of their own
+    own: tuple[str, ...] = NCCL  # recorders that have handlers of their own
     hooked: tuple[tuple[str, bool], ...] = ()  # backends that torch's hook records; True: they report completion
 
     @classmethod
@@ -108,7 +111,7 @@ class Recorders:
         """Return what a rank has noted in its page, which may be damaged."""
         own, hooked = facts.get("own_recorders"), facts.get("hooked_recorders")
         return cls(
-            tuple(n for n in own if isinstance(n, str) and _NAME.fullmatch(n)) if isinstance(own, list) else cls.own,
+            tuple(n for n in own if isinstance(n, str) and _NAME.fullmatch(n)) if isinstance(own, list) else NCCL,
             tuple((n, c is True) for n, c in hooked.items() if _NAME.fullmatch(n)) if isinstance(hooked, dict) else (),
         )
 
