@@ -41,6 +41,7 @@ MODEL = re.compile(
 MISMATCH = re.compile(r"mismatch between collectives|collective mismatch|Detected mismatch", re.IGNORECASE)
 ECHOES = ("echo", "timeout", "outside")  # ends that another rank's end caused
 WATCHDOG_S = 5.0  # seconds that an operation was open on the device before the abort, at least: no timeout is shorter
+UNDER_WAY_S = 5.0  # seconds after an abort in which ranks that still run are waited for
 _OUTSIDE = {signals.SIGTERM, signals.SIGINT, signals.SIGHUP, signals.SIGQUIT}
 
 
@@ -257,18 +258,28 @@ def _minority(sides: list[list[int]]) -> list[int]:
 
 
 def _aborted(snapshot: Snapshot, aborted: list[RankState], kinds: dict[int, str]) -> Cascade | None:
-    """Return an abort by gloo inside collectives; who is to blame is decided by `culprit`, as for ranks that wait."""
+    """Return an abort by gloo inside collectives; who is to blame is decided by `culprit`, as for ranks that wait.
+
+    Which rank gloo aborts, and which one notices first, is chance: every rank counts, as its page shows it, also one that still
+    waits. A rank that is on its way into a collective is waited for.
+    """
     states = snapshot.ranks
     if not all(r.ended_waiting for r in aborted) or not any("gloo" in g.backend for g in snapshot.groups.values()):
         return None
+    first_s = min((r.ended_s for r in aborted if r.ended_s is not None), default=snapshot.t_s)
+    under_way = [r for q, r in states.items() if q not in kinds and r.life == Life.RUNNING and r.blocked is None]
+    if under_way and snapshot.t_s - first_s < UNDER_WAY_S:
+        return NO_CASCADE
     # the launcher may end the others before they raise; what they waited in is known anyway
-    dead = tuple(
+    involved = [
         q
-        for q, k in sorted(kinds.items())
-        if k in ("mismatch", "echo", "timeout") or (k == "outside" and states[q].ended_waiting)
-    )
-    incident = abort.incident(snapshot, dead)
-    return None if incident is None else Cascade(End.ABORTED, (), dead, incident)
+        for q in sorted(states)
+        if kinds.get(q) in ("mismatch", "echo", "timeout")
+        or (kinds.get(q) == "outside" and states[q].ended_waiting)
+        or (q not in kinds and states[q].blocked is not None)
+    ]
+    incident = abort.incident(snapshot, involved)
+    return None if incident is None else Cascade(End.ABORTED, (), tuple(involved), incident)
 
 
 def timed_out(snapshot: Snapshot, kinds: dict[int, str]) -> list[RankState]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+
 from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.model.findings import Certainty, Finding, Severity, rank_list
-from distdiag.diagnosis.model.snapshot import Life, Snapshot
+from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot
 from distdiag.diagnosis.text import evidence
 from distdiag.diagnosis.text.phrases import at, where
 from distdiag.diagnosis.waits.wait import last_wait
@@ -17,7 +19,7 @@ def finding(snapshot: Snapshot, verdict: Verdict) -> Finding:
     """Return who called what where, whom gloo aborted, and why the culprit made another call."""
     states, odd, rest = snapshot.ranks, verdict.culprits, verdict.victims
     dead = sorted({*odd, *rest})
-    killed = [rank for rank in dead if states[rank].life == Life.KILLED]
+    killed = [rank for rank in dead if states[rank].life == Life.KILLED and states[rank].signal == signal.SIGABRT]
     what, why, advice = _text(snapshot, verdict, dead)
     lines = {site.key: site for side in verdict.wait.sides if (site := states[min(side)].current_site) is not None}
     places = "; ".join(
@@ -31,7 +33,7 @@ def finding(snapshot: Snapshot, verdict: Verdict) -> Finding:
         severity=Severity.ERROR,
         culprits=odd,
         victims=rest,
-        where=tuple(where(states[r], "killed" if r in killed else "crashed") for r in odd or dead),
+        where=tuple(where(states[r], _state(states[r])) for r in odd or dead),
         waiting=tuple(where(states[r]) for r in rest) if odd else (),
         step=states[killed[0]].step if killed else None,
         first_seen_s=min((t for r in dead if (t := states[r].ended_s) is not None), default=snapshot.t_s),
@@ -39,6 +41,11 @@ def finding(snapshot: Snapshot, verdict: Verdict) -> Finding:
         cost="the job ended",
         advice=advice,
     )
+
+
+def _state(state: RankState) -> str | None:
+    """Return how a rank ended; None while it waits."""
+    return {Life.KILLED: "killed", Life.CRASHED: "crashed"}.get(Life(state.life))
 
 
 def _text(snapshot: Snapshot, verdict: Verdict, dead: list[int]) -> tuple[str, str, str]:
