@@ -160,12 +160,20 @@ class RankView(RankWaits):
         if life in (Life.CRASHED, Life.FINISHED) and h.exception_depth:  # where it raised, or called sys.exit
             stack = tuple(s for i in range(h.exception_depth) if (s := self.site(h.exception_stack[i])))
             return stack, stack[0] if stack else site
-        if life == Life.KILLED and self.calls:
-            last = self.calls[-1]
-            sampled_s = self.s(h.stack_ns) or 0.0
-            if last.completed_s is None and last.site is not None and (last.entered_s or 0.0) > sampled_s:
-                return (last.site, *(s for s in stack if s.function != last.site.function)), last.site
+        if life == Life.KILLED and (entered := self._entered(h, self.s(h.stack_ns) or 0.0)) is not None:
+            return (entered, *(frame for frame in stack if frame.function != entered.function)), entered
         return stack, site
+
+    def _entered(self, h: Header, sampled_s: float) -> Site | None:
+        """Return where the main thread entered a collective, or a pass of DDP, after its last sample; None if it did not.
+
+        The page has it from the main thread itself: a rank may be killed before the next sample.
+        """
+        last = self.calls[-1] if self.calls else None
+        if last is not None and last.completed_s is None and (last.entered_s or 0.0) > sampled_s:
+            return last.site
+        ddp = h.blocked == Blocked.DDP and (self.s(h.blocked_since_ns) or 0.0) > sampled_s
+        return self.site(h.blocked_site) if ddp else None
 
     def _ended_s(self, h: Header, life: str) -> float | None:
         """Return when the rank raised, else when its process ended."""
