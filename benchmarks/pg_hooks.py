@@ -1,10 +1,10 @@
 """Compares torch's hooks of process groups (`register_pre_hook`, torch 2.14 and newer) with our patches of its methods.
 
-    python benchmarks/pg_hooks.py [--rounds 60]
+    python benchmarks/pg_hooks.py [--rounds 30]
 
 One process, one rank, gloo. First, which operations a hook sees: eager, functional, compiled, from DDP's reducer. Then CPU
-microseconds per all_reduce: plain, with an empty pre-hook and post-hook in Python, and with our patches, which record the call and its
-wait; warm, and with caches that a copy of 16 MiB empties before each call. The variants take turns. Medians over rounds of 50
+microseconds per all_reduce: plain, with a pre-hook and a post-hook in Python that only count, with patches of the same two methods that
+only count, and with ours, which record the call and its wait; warm, and with caches that a copy of 16 MiB empties before each call. The variants take turns. Medians over rounds of 50
 calls, with a 95 % bootstrap interval.
 """
 
@@ -58,12 +58,20 @@ class Variants:
     def __init__(self, pg: Any, plain: tuple[Any, Any], patched: tuple[Any, Any]) -> None:
         import torch
 
-        self.pg, self.methods = pg, {"plain": plain, "hooks": plain, "patches": patched}
+        empty = self._counted(plain[0]), self._counted(plain[1])
+        self.pg, self.methods = pg, {"plain": plain, "hooks": plain, "empty patches": empty, "our patches": patched}
         self.x, self.large = torch.ones(8), torch.ones(4 << 20)
         self.calls = 0
 
     def _hook(self, args: Any) -> None:
         self.calls += args.op_id >= 0
+
+    def _counted(self, original: Any) -> Any:
+        def method(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return original(*args, **kwargs)
+
+        return method
 
     def round_us(self, variant: str, cold: bool) -> float:
         import torch.distributed as dist
@@ -72,7 +80,7 @@ class Variants:
         if variant == "hooks":
             self.pg.register_pre_hook(HOOK, self._hook)
             self.pg.register_post_hook(HOOK, self._hook)
-        spent_ns = 0
+        spent_ns = self.calls = 0
         for _ in range(CALLS):
             if cold:
                 self.large.add_(1)
@@ -82,6 +90,7 @@ class Variants:
         if variant == "hooks":
             self.pg.unregister_pre_hook(HOOK)
             self.pg.unregister_post_hook(HOOK)
+        assert self.calls == (2 * CALLS if variant in ("hooks", "empty patches") else 0)
         return spent_ns / CALLS / 1e3
 
     def measured(self, rounds: int, cold: bool) -> dict[str, list[float]]:
@@ -107,13 +116,16 @@ def interval(values: list[float]) -> str:
 def table(seen_by: dict[str, list[str]], costs: dict[str, dict[str, list[float]]], rounds: int) -> str:
     import torch
 
-    lines = [f"torch {torch.__version__}, n = {rounds} rounds of {CALLS} calls, one rank", ""]
+    lines = [f"# `python benchmarks/pg_hooks.py --rounds {rounds}`", ""]
+    load = f"load {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores"
+    lines += [f"torch {torch.__version__}, n = {rounds} rounds of {CALLS} calls, one rank; {load}", ""]
     lines += ["| issued by | a hook sees |", "|---|---|"]
     lines += [f"| {way} | {', '.join(names) or 'nothing'} |" for way, names in seen_by.items()]
     lines += ["", "| CPU µs per all_reduce | " + " | ".join(costs) + " |", "|---|" + "---|" * len(costs)]
-    for name in ("plain", "hooks", "patches"):
+    names = list(costs["warm"])
+    for name in names:
         lines.append(f"| {name} | " + " | ".join(interval(of[name]) for of in costs.values()) + " |")
-    for name in ("hooks", "patches"):
+    for name in names[1:]:
         added = ([a - b for a, b in zip(of[name], of["plain"], strict=True)] for of in costs.values())
         lines.append(f"| {name} add | " + " | ".join(map(interval, added)) + " |")
     return "\n".join(lines) + "\n"
@@ -121,7 +133,7 @@ def table(seen_by: dict[str, list[str]], costs: dict[str, dict[str, list[float]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=30)
     rounds = parser.parse_args().rounds
     import torch
     import torch.distributed as dist
@@ -133,9 +145,9 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     seen_by = seen(dist.group.WORLD)
     with tempfile.TemporaryDirectory() as folder:
-        from distdiag.recorder import session
+        import distdiag
 
-        session.attach(folder)
+        distdiag.attach(folder)
         patched = vars(dist.ProcessGroup)["allreduce"], vars(dist.Work)["wait"]
         variants = Variants(dist.group.WORLD, plain, patched)
         variants.measured(3, cold=False)  # warm up
