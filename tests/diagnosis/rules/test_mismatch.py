@@ -149,6 +149,28 @@ def test_an_aborted_rank_is_judged_with_the_rank_that_the_launcher_killed_in_its
     assert only(findings(job(aborted, busy), mismatch, rank_lost)).kind == "rank_lost"
 
 
+def test_an_abort_counts_the_ranks_that_still_wait_and_waits_for_those_under_way() -> None:
+    """Which ranks gloo aborts is chance: rank 2 is in its backward pass, and ranks 0 and 1 fall in the call that it skipped."""
+    share, backward = Site("/job/train.py", 17, "share"), Site("/job/train.py", 34, "main")
+    call = Call(op="all_reduce", group="default_pg", seq=87, shape=(2,), site=share, entered_s=98.0)
+    known = {share.key: 41, backward.key: 41}
+    fell = {"ended_s": 99.0, "ended_waiting": True, "current_site": share, "calls": (call,), "sites": known}
+    first = rank(0, life="crashed", exception="RuntimeError: Connection reset by peer", **fell)
+    second = rank(1, life="killed", signal=6, **fell)
+    skipped = {"current_site": backward, "sites": {share.key: 40, backward.key: 42}}
+
+    def verdict(t_s: float, **third: Any) -> list[Finding]:
+        return findings(job(first, second, rank(2, **skipped, **third), t_s=t_s), mismatch, rank_lost)
+
+    assert verdict(99.5, phase="forward") == []  # on its way
+    waiting = Call(op="all_reduce", group="default_pg", seq=87, shape=(900,), site=backward, entered_s=98.5)
+    for third in ({"blocked": waiting}, {"life": "killed", "signal": 15, "ended_s": 99.2, "ended_waiting": True}):
+        f = only(verdict(99.5, **third))
+        assert (f.kind, f.cause, f.culprits) == ("mismatch", "shape", (2,)), f
+        assert "train.py:17" in f.message and "train.py:34" in f.message
+    assert only(verdict(105.0)).culprits == ()  # it goes on, in code of its own: the rank that gloo aborted is a victim
+
+
 def test_a_collective_that_completed_with_different_dtypes_is_reported() -> None:
     def call(dtype: str, line: int) -> Call:
         return Call(
