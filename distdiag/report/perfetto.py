@@ -15,6 +15,7 @@ import msgspec
 from distdiag.report.steps import MEASURED, PHASES
 from distdiag.report.words import visible
 from distdiag.store.reader import Run
+from distdiag.streams import json_ascii_controls
 
 Event = dict[str, Any]
 
@@ -24,7 +25,12 @@ STEPS, WAITING = 1, 2  # tracks of a rank
 MAX_STEP_ROWS = 60_000  # about 400,000 events, 60 MB: what the viewer still opens at once
 MAX_COLLECTIVES = 100_000
 
-_encode = msgspec.json.Encoder().encode
+_ENCODER = msgspec.json.Encoder()
+
+
+def _encode(value: Any) -> bytes:
+    """Return JSON in which what a terminal may obey is an escape: the trace may go to stdout."""
+    return json_ascii_controls(_ENCODER.encode(value)).encode()
 
 
 def write(run: Run, out: IO[bytes], last_steps: int | None = None) -> int:

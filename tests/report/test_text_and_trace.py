@@ -104,3 +104,10 @@ def test_rows_with_a_time_or_name_of_another_type_are_left_out(tmp_path: Path) -
     con.close()
     steps = {e["name"] for e in trace(run) if e.get("cat") == "step"}
     assert steps == {f"step {k}" for k in range(1, 21, 2)}
+
+
+def test_a_trace_holds_nothing_that_a_terminal_obeys() -> None:
+    """It may go to stdout; a viewer reads the same text."""
+    text = "a\x9b2J\u202eb\x1b[2J"
+    encoded = perfetto._encode({"name": text})
+    assert encoded.isascii() and b"\x1b" not in encoded and json.loads(encoded) == {"name": text}

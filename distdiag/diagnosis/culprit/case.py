@@ -31,7 +31,7 @@ class Reason(StrEnum):
     GROUP_SITE = "group_site"  # it is the first to use this group at its site
     RHYTHM = "rhythm"  # it arrived earlier than ever, or is missing at a site (see `rhythm`)
     CONDITION = "condition"  # only its call is under a condition on the rank
-    PATTERN = "pattern"  # it broke the order of its own calls
+    PATTERN = "pattern"  # it left the order that its calls had kept
     MESSAGES = "messages"  # it has sent fewer messages than its peers
     COUNT = "count"  # it has used a site more, or less, often than all others
     ALONE = "alone"  # it waits alone, the others together
