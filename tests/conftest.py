@@ -35,6 +35,10 @@ sys.dont_write_bytecode = False
 # The recorder counts its failures and continues; in our own tests it raises them. Set before the package is imported.
 os.environ["DISTDIAG_RAISE"] = "1"
 
+# Tests fork ranks from this process. A fork after OpenMP has started threads has no such threads, but believes that it has: it waits
+# for them for ever or crashes as soon as it computes with more than one. With one thread, none is ever started here.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 # A busy machine must not fail a property: its examples have no time limit, and are the same in every run (`make fuzz` draws others).
 settings.register_profile("ours", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ours")

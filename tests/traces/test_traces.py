@@ -378,13 +378,13 @@ def overlapping(count: int, rank: int) -> Recorded:
 
 
 def test_a_trace_in_which_everything_overlaps_takes_n_log_n() -> None:
-    took = []
-    for count in (1500, 6000):
+    took: dict[int, list[float]] = {1000: [], 8000: []}
+    for count in (1000, 8000, 1000, 1000):
         began = time.process_time()
         profile, *_ = profile_of("run", 1, {rank: overlapping(count, rank) for rank in range(2)}, [], None)
-        took.append(time.process_time() - began)
+        took[count].append(time.process_time() - began)
         assert len(profile.modules) == count and profile.critical_path is not None
-    assert took[1] < 9 * took[0]  # n² would be 16
+    assert min(took[8000]) < 30 * max(took[1000])  # n² would be 64; a busy machine makes caches cold and clocks slow
 
 
 def test_coverage_is_the_length_of_the_intersection() -> None:
