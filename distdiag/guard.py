@@ -6,7 +6,11 @@ A pickle of a few hundred bytes can ask for all memory, never end, or crash the 
 
 from __future__ import annotations
 
+import bz2
 import faulthandler
+import gzip
+import lzma
+import mmap
 import os
 import select
 import signal
@@ -14,9 +18,13 @@ import struct
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
+from typing import IO
 
 try:
     import resource
@@ -26,6 +34,10 @@ except ImportError:  # this system has no such limits: only the deadline applies
 WALL_FACTOR, WALL_S = 10.0, 60.0  # the deadline: for a disk that does not respond, or an overloaded machine
 DEATHS = 2  # of the child, after which each file is first tried alone
 TOGETHER = ""  # name of the step that judges all files at once
+HEADS = 64  # files of which only the head is read share the limits of one step
+MAX_DEATHS = 16  # of children that only look at the heads of files; what is left then is not looked at
+DAMAGED = (EOFError, zlib.error, lzma.LZMAError)  # what unpacking raises, in addition to OSError
+_PACKED = ((b"\x1f\x8b", gzip.open), (b"BZh", bz2.open), (b"\xfd7zXZ", lzma.open))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +70,64 @@ class Died(Exception):
     def __init__(self, step: str, reason: str, details: str = "") -> None:
         super().__init__(f"{step}: {reason}\n{details}".strip())
         self.step, self.reason, self.details = step, reason, details
+
+
+@contextmanager
+def regular(path: Path) -> Iterator[IO[bytes]]:
+    """Open an untrusted file for reading; its content can still be damaged or huge.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file: a FIFO or a terminal would block, a device never ends.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb") as file:
+        if not S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{path} is not a file")
+        yield file
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """Open an untrusted file for reading, unpacked if it is compressed, by its first bytes.
+
+    Raises:
+        OSError: as `regular`.
+    """
+    with regular(path) as raw:
+        head = raw.peek(8)  # type: ignore[attr-defined]
+        unpack = next((unpack for magic, unpack in _PACKED if head.startswith(magic)), None)
+        if unpack is None:
+            yield raw
+        else:
+            with unpack(raw) as unpacked:
+                yield unpacked  # type: ignore[misc]
+
+
+def matching(paths: Iterable[Path], test: Callable[[Path], bool]) -> list[Path]:
+    """Return the files for which `test` is true, in their order; it reads their heads, in a child process.
+
+    A head alone can ask for gigabytes (the dictionary of an .xz file). A file that kills the child is no match, and the next child
+    begins after it.
+    """
+    files = list(dict.fromkeys(paths))
+    answers = mmap.mmap(-1, len(files) + 1)  # shared with the children: 0 no answer, 1 no match, 2 a match
+
+    def work(announce: Announce) -> bytes:
+        for nth in range(begin, len(files)):
+            if nth == begin or nth % HEADS == 0:
+                announce(str(files[nth]), 0)
+            answers[nth] = 1 + test(files[nth])
+        return b""
+
+    begin = deaths = 0
+    while begin < len(files) and deaths < MAX_DEATHS:
+        try:
+            run(work, Limits())
+            break
+        except Died as e:
+            if e.details and os.environ.get("DISTDIAG_RAISE") == "1":  # in our own tests
+                raise
+            begin, deaths = answers.find(b"\0", begin) + 1, deaths + 1
+    return [path for path, answer in zip(files, answers[:], strict=False) if answer == 2]
 
 
 def survivors(work: Work, files: Callable[[], Iterable[str]], limits: Limits) -> bytes:

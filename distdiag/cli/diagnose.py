@@ -320,7 +320,8 @@ def _failure_in_others(targets: tuple[str, ...], traces: list[Path]) -> Report |
 
     from distdiag.sources.dumps.files import find
 
-    others = tuple(str(path) for path, _ in find(map(Path, targets)) if path not in traces)
+    known = set(traces)
+    others = tuple(str(path) for path, _ in find(map(Path, targets)) if path not in known)
     try:
         report = _of_files(others) if others else None
     except DistdiagError as e:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
+import itertools
 import re
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -28,21 +27,17 @@ def find(targets: Sequence[str]) -> list[Path]:
     """Return the Kineto traces among these files and in these directories, sorted."""
     found: list[Path] = []
     for target in map(Path, targets):
-        inside = (
-            sorted(p for p in target.iterdir() if p.name.endswith((".json", ".json.gz"))) if target.is_dir() else []
-        )
-        found += [p for p in inside[:MAX_FILES] if is_trace(p)]
-        if target.is_file() and is_trace(target):
-            found.append(target)
-    return found[:MAX_FILES]
+        inside = target.iterdir() if target.is_dir() else [target]
+        found += sorted(p for p in inside if p == target or p.name.endswith((".json", ".json.gz")))
+    return guard.matching(itertools.islice(found, MAX_FILES), is_trace)
 
 
 def is_trace(path: Path) -> bool:
     """True if the file begins like a Kineto trace, and is not one that we merged."""
     try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as f:
+        with guard.opened(path) as f:
             head = f.read(HEAD_BYTES)
-    except (OSError, EOFError, zlib.error):
+    except (OSError, *guard.DAMAGED):
         return False
     if MERGED in head[:64]:
         return False

@@ -6,7 +6,6 @@ import gzip
 import heapq
 import math
 import re
-import zlib
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from distdiag import guard
 from distdiag.guard import Announce
 from distdiag.terms.operations import family
 from distdiag.terms.units import SCALAR_TYPES
@@ -145,9 +145,9 @@ def load(path: Path) -> bytes:
         OSError: it cannot be read.
     """
     try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as f:
+        with guard.opened(path) as f:
             data = f.read(MAX_FILE_BYTES + 1)
-    except (EOFError, zlib.error, gzip.BadGzipFile):
+    except (*guard.DAMAGED, gzip.BadGzipFile):
         raise BadTrace("is damaged: it cannot be unpacked") from None
     if len(data) > MAX_FILE_BYTES:
         raise BadTrace(f"is larger than {MAX_FILE_BYTES >> 20} MiB")

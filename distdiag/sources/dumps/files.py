@@ -10,11 +10,10 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from stat import S_ISREG
 
 import msgspec
 
-from distdiag.guard import Announce
+from distdiag.guard import Announce, regular
 from distdiag.sources.dumps.content import DumpFile, parse
 from distdiag.sources.dumps.naming import name_ranks
 from distdiag.sources.dumps.pickles import BadDump, load_pickle, one_line
@@ -50,11 +49,8 @@ def _unpack(data: bytes) -> bytes:
 def _content(path: Path) -> tuple[bytes, int]:
     """Return the bytes of a regular file and its time of modification in ns."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO must not block
-        with open(fd, "rb") as f:
-            stat = os.fstat(fd)
-            if not S_ISREG(stat.st_mode):
-                raise BadDump("not a file")
+        with regular(path) as f:
+            stat = os.fstat(f.fileno())
             if stat.st_size > MAX_BYTES:
                 raise BadDump(f"larger than {MAX_BYTES >> 30} GiB")
             return f.read(stat.st_size), stat.st_mtime_ns

@@ -7,21 +7,15 @@ the time. The last `TAIL_BLOCKS` of a file are always read in full: how the job 
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import itertools
-import lzma
-import os
 import re
 import time
-import zlib
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from stat import S_ISREG
 from typing import IO
 
+from distdiag import guard
 from distdiag.sources.dumps.content import DumpFile
 from distdiag.sources.dumps.files import find
 from distdiag.sources.dumps.naming import name_ranks
@@ -45,7 +39,6 @@ MAX_BYTES = 32 << 30  # limit of one unpacked file
 MAX_FILES = 1 << 16
 WRAPPED_LINES, TERMINALS = 4, (60, 400)  # lines of exactly the largest length; usual widths of terminals
 _SUFFIXES = {".log", ".txt", ".out", ".err", ".stderr", ".stdout", ".jsonl", ".ndjson"}
-_PACKED = ((b"\x1f\x8b", gzip.open), (b"BZh", bz2.open), (b"\xfd7zXZ", lzma.open))
 _LOG_NAMES = {"stdout", "stderr", "output", "error", "dmesg", "messages", "syslog"}
 _JOB_OUTPUT = re.compile(r"\.[eo]\d{2,}")  # PBS, SGE: stderr and stdout of a job
 # of a .txt that is a log, not a README
@@ -61,13 +54,8 @@ _TEXT = bytes(range(32, 127)) + b"\n\r\t\x1b\b\f"
 
 def find_logs(given: Sequence[str]) -> list[Path]:
     """Return the log files among `given` and below its directories; a file that was named itself counts if it holds text."""
-    found: list[Path] = []
-    for path, named in find(map(Path, given)):
-        if len(found) >= MAX_FILES:
-            break
-        if (named or _named_like_a_log(path)) and is_log(path):
-            found.append(path)
-    return found
+    candidates = (path for path, named in find(map(Path, given)) if named or _named_like_a_log(path))
+    return guard.matching(itertools.islice(candidates, MAX_FILES), is_log)
 
 
 def _named_like_a_log(path: Path) -> bool:
@@ -88,9 +76,9 @@ def _named_like_a_log(path: Path) -> bool:
 def is_log(path: Path) -> bool:
     """True if the file begins with text in any encoding that is not one JSON document; JSON records, one per line, count."""
     try:
-        with opened(path) as f:
+        with guard.opened(path) as f:
             head = f.read(BLOCK_BYTES)
-    except (OSError, EOFError, zlib.error, lzma.LZMAError):
+    except (OSError, *guard.DAMAGED):
         return False
     if not head:
         return False
@@ -111,25 +99,6 @@ def _is_document(head: bytes) -> bool:
     line, _, rest = head.lstrip().partition(b"\n")
     text = line.decode("utf-8", "replace")
     return not (is_record(text) or (rest.strip() and is_object(text)))
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for reading, unpacked if it is compressed, by its first bytes.
-
-    Raises:
-        OSError: it cannot be read, or is not a regular file.
-    """
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as raw:  # a FIFO must not block
-        if not S_ISREG(os.fstat(raw.fileno()).st_mode):
-            raise OSError(f"{path} is not a file")
-        head = raw.peek(8)
-        unpack = next((unpack for magic, unpack in _PACKED if head.startswith(magic)), None)
-        if unpack is None:
-            yield raw
-        else:
-            with unpack(raw) as unpacked:
-                yield unpacked  # type: ignore[misc]
 
 
 def _encoding(head: bytes) -> str:
@@ -222,7 +191,7 @@ def lines(path: Path, bounds: Bounds) -> Iterator[tuple[int, str]]:
     """
     number, ended = 1, None
     tail: deque[tuple[int, bytes]] = deque()
-    with opened(path) as f:
+    with guard.opened(path) as f:
         try:
             for block in _blocks(f):
                 tail.append((number, block))
@@ -260,9 +229,9 @@ def _of_block(number: int, block: bytes, bounds: Bounds | None) -> Iterator[tupl
 def wrapped_at(path: Path) -> int | None:
     """Return the column at which a terminal has wrapped the lines of a file; None if it has not."""
     try:
-        with opened(path) as f:
+        with guard.opened(path) as f:
             lengths = Counter(map(len, f.read(BLOCK_BYTES).split(b"\n")))
-    except (OSError, EOFError, zlib.error, lzma.LZMAError):
+    except (OSError, *guard.DAMAGED):
         return None
     column = max(lengths)
     return column if lengths[column] >= WRAPPED_LINES and TERMINALS[0] <= column <= TERMINALS[1] else None
@@ -277,7 +246,7 @@ def unwrapped(path: Path, column: int, bounds: Bounds) -> Iterator[tuple[int, st
         OSError: as `lines`.
     """
     number, whole, first = 0, b"", 1
-    with opened(path) as f:
+    with guard.opened(path) as f:
         for block in itertools.chain(_blocks(f), [b""]):  # the last one ends the last line
             bounds.check()
             if bounds.late:
@@ -332,7 +301,7 @@ def _blocks(f: IO[bytes]) -> Iterator[bytes]:
     while read < MAX_BYTES:
         try:
             block = f.read(BLOCK_BYTES)
-        except (EOFError, zlib.error, lzma.LZMAError, MemoryError) as e:  # truncated: the part before is judged
+        except (*guard.DAMAGED, MemoryError) as e:  # truncated: the part before is judged
             if rest:
                 yield rest
             raise OSError(f"damaged: {e}") from e
@@ -366,9 +335,9 @@ def ranks_of(paths: Iterable[Path]) -> dict[Path, int]:
     numbers: dict[str, set[int]] = {}  # of files whose names differ in a number only
     for path, rank in named.items():
         numbers.setdefault(_shape(path), set()).add(rank)
+    consecutive_ones = {s for s, ranks in numbers.items() if len(ranks) > 1 and max(ranks) <= len(ranks)}
     for path, rank in named.items():
-        numbered = numbers[_shape(path)]
-        consecutive = len(numbered) > 1 and numbered <= set(range(len(numbered) + 1))
+        consecutive = _shape(path) in consecutive_ones
         if re.search(r"rank[-_.=]?\d", str(path), re.IGNORECASE) or (
             path not in out and consecutive and not _OF_A_NODE.search(path.name)
         ):
