@@ -8,7 +8,7 @@ import mmap
 import os
 from pathlib import Path
 
-from distdiag import files
+from distdiag import files, procfs
 from distdiag.page.layout import (
     GROUPS,
     HEAP_BYTES,
@@ -76,6 +76,11 @@ class PageReader:
 
     def header(self) -> Header:
         return Header.from_buffer_copy(self._map)
+
+    def is_mapped(self) -> bool:
+        """True if the process that the page names lives, is ours, and really maps this page: the page may come from elsewhere."""
+        header = self.header()
+        return procfs.start_ticks(header.pid) == header.process_start_ticks and procfs.maps(header.pid, self.path)
 
     def sample_kinds(self, first: int, end: int) -> set[int]:
         """Return the kinds of the samples `first` to `end` (exclusive, 0-based); the ring holds only the newest."""

@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from distdiag import files, procfs
+from distdiag import files
 from distdiag.page import directories
 from distdiag.recorder.descriptors import KeptFile
 
@@ -115,9 +115,9 @@ def _is_mapped(page: Path) -> bool:
         reader = PageReader(page)
     except (OSError, PageError, ValueError):
         return False
-    header = reader.header()
+    mapped = reader.is_mapped()
     reader.close()
-    return procfs.start_ticks(header.pid) == header.process_start_ticks and procfs.maps(header.pid, page)
+    return mapped
 
 
 def monitor_runs(pages: Path) -> bool:

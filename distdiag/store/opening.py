@@ -21,10 +21,9 @@ import msgspec
 
 from distdiag import files
 from distdiag.errors import DistdiagError, ExitCode
-from distdiag.page import directories
-from distdiag.store import SCHEMA_VERSION, rundir
+from distdiag.store import SCHEMA_VERSION, rundir, unwritten
 from distdiag.store.checked import Connection, fetch, harden
-from distdiag.store.liveness import SILENT_S, failure_of
+from distdiag.store.liveness import SILENT_S
 from distdiag.terms.untrusted import visible
 
 BUSY_TIMEOUT_S = 0.3
@@ -71,13 +70,7 @@ def locate(path: Path) -> Path:
             raise RunUnreadable(
                 ReadStatus.DELETED, f"no run directory {path}", f"`{rundir.CREATE}` records a run"
             ) from None
-        if _has_ended(path):
-            raise _empty(database) from None
-        raise RunUnreadable(
-            ReadStatus.MISSING,
-            f"{path} has no {rundir.DATABASE} yet",
-            "the job is starting; was it started with `-m distdiag.run`, or does it call distdiag.attach()?",
-        ) from None
+        raise RunUnreadable(ReadStatus.MISSING, *unwritten.explain(path, f"{path} has no {rundir.DATABASE}")) from None
     local = Path(where.get("path", ""))
     if where.get("host") == socket.gethostname() and local.exists():
         return _regular(local)
@@ -232,33 +225,7 @@ def check_version(con: Connection, database: Path) -> None:
 
 
 def _empty(database: Path) -> RunUnreadable:
-    run_dir = database.parent
-    if not _has_ended(run_dir):
-        return RunUnreadable(
-            ReadStatus.MISSING, f"{database} is empty so far", "the monitor is just starting; try again"
-        )
-    reason = failure_of(run_dir) or ("the disk is full" if _is_full(run_dir) else "its reason is not known")
-    return RunUnreadable(
-        ReadStatus.MISSING,
-        f"{database} is empty: the job has ended, and its monitor could not write ({reason})",
-        "the findings are at the end of the job's stderr; free the disk before the next run",
-    )
-
-
-def _has_ended(run_dir: Path) -> bool:
-    """True if ranks on this host have claimed a run, and neither they nor their monitor use its pages any more."""
-    try:
-        host = files.text(run_dir, ".node_0", 4096).partition(":")[0]
-    except OSError:
-        return False
-    return host == socket.gethostname() and not directories.of_run(run_dir)
-
-
-def _is_full(run_dir: Path) -> bool:
-    try:
-        return not os.statvfs(run_dir).f_bavail
-    except OSError:
-        return False
+    return RunUnreadable(ReadStatus.MISSING, *unwritten.explain(database.parent, f"{database} is empty"))
 
 
 def _rolled_back(database: Path) -> Path | None:

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from distdiag import files, procfs
+from distdiag import files
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.monitor.evidence import ask
 from distdiag.monitor.host import processes
@@ -60,7 +60,7 @@ def living(run_dir: Path) -> list[RankView]:
         except (PageError, OSError):
             continue
         try:
-            if not is_alive(view):
+            if not view.reader.is_mapped():  # its process gets requests and a signal
                 continue
             view.start_ns = view.reader.header().started_mono_ns
             view.refresh(0.0)
@@ -89,15 +89,6 @@ def merged(now_s: float, dumps: list[RankDump]) -> stacks.Stacks:
     """Return the answers as saved in the run directory."""
     found = {str(d.rank): stacks.RankStack(stack=d.frames, op=d.op, note=d.note) for d in dumps}
     return stacks.Stacks(t_s=now_s, ranks=found)
-
-
-def is_alive(v: RankView) -> bool:
-    """True if the page's process lives and is really the one that writes this page.
-
-    The page may come from elsewhere, and the process it names gets requests and a signal.
-    """
-    h = v.reader.header()
-    return procfs.start_ticks(h.pid) == h.process_start_ticks and procfs.maps(h.pid, v.reader.path)
 
 
 def _answer(v: RankView, timeout_s: float) -> RankDump:

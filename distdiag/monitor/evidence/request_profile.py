@@ -22,7 +22,7 @@ from distdiag import files
 from distdiag.diagnosis.model.snapshot import Call
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.monitor import nodes
-from distdiag.monitor.evidence import ask, dump
+from distdiag.monitor.evidence import ask
 from distdiag.monitor.ranks.state import RankView
 from distdiag.page import profile_files
 from distdiag.page.layout import CALLS, LifeWord, Phase
@@ -214,7 +214,7 @@ def _wait(taken: Taken, views: dict[int, RankView], deadline_ns: int) -> None:
 def _settled(a: Asked, v: RankView, taken: Taken, over: bool, deadline_ns: int) -> bool:
     """Read a rank's answer; True if nothing more will come from it."""
     pages = v.reader.path.parent
-    alive = dump.is_alive(v)
+    alive = v.reader.is_mapped()
     answer = profile_files.read_answer(profile_files.answer_path(pages, a.rank))
     if answer is not None and answer.number == taken.number:
         a.answer = answer

@@ -1,0 +1,117 @@
+"""A run whose monitor has written no row: whether its job starts, runs elsewhere or has ended, and what else lies in the directory."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shlex
+import socket
+import time
+from pathlib import Path
+
+from distdiag import files, procfs
+from distdiag.page import directories
+from distdiag.page.layout import Header
+from distdiag.page.reader import PageError, PageReader
+from distdiag.store.liveness import failure_of
+
+LAUNCHING_S = 600.0  # between the creation of a directory by the launcher and the first rank
+STARTING_S = 60.0  # between the claim of a directory and the first page in it
+MAX_PAGES = 1024  # that are read
+RECORD = ".node_0"
+
+
+def explain(run_dir: Path, what: str) -> tuple[str, str]:
+    """Return (message, hint) for a run without rows.
+
+    Args:
+        what: What is missing: "RUN has no run.db".
+    """
+    owner = files.owner_of_other(run_dir)
+    record = _record(run_dir)
+    if owner is not None:
+        return what, f"it belongs to {owner}, who can see whether its job is starting"
+    if record is None:
+        hint = "was it started with `-m distdiag.run`, or does it call distdiag.attach()?"
+        if _age_s(run_dir) < LAUNCHING_S:
+            return f"{what} yet", f"the job is starting; {hint}"
+        return f"{what}, and no rank has claimed it", _else(
+            run_dir
+        ) or f"{hint} If this is a copy, copy run.db and hidden files, too"
+    host, pid, ticks = record
+    if host != socket.gethostname():
+        return (
+            f"{what}, and its job was started on {host}",
+            f"look there; {_else(run_dir) or 'if this is a copy, copy run.db, too'}",
+        )
+    pages = _pages(run_dir)
+    launched = pid.isdigit() and str(procfs.start_ticks(pid[:9])) == ticks
+    if any(mapped for _, mapped in pages) or (not pages and launched and _age_s(run_dir / RECORD) < STARTING_S):
+        return f"{what} so far", "the monitor is just starting; try again"
+    reason = failure_of(run_dir) or ("the disk is full" if _is_full(run_dir) else None)
+    ended = f"{what}, and no process uses its pages: the job has ended"
+    if reason is not None:
+        return (
+            f"{ended}, and its monitor could not write ({reason}){_steps(pages)}",
+            _else(run_dir) or "the findings are at the end of the job's stderr; free the disk before the next run",
+        )
+    return f"{ended}, or this is a copy{_steps(pages)}", _else(
+        run_dir
+    ) or "the findings are at the end of the job's stderr; copy run.db, too"
+
+
+def _record(run_dir: Path) -> tuple[str, str, str] | None:
+    """Return (host, pid, start ticks) of the launcher that claimed the directory; None if nobody did."""
+    try:
+        host, _, rest = files.text(run_dir, RECORD, directories.RECORD_BYTES).partition(" ")[0].partition(":")
+    except OSError:
+        return None
+    pid, _, ticks = rest.partition(":")
+    return (host, pid, ticks) if host else None
+
+
+def _age_s(path: Path) -> float:
+    """Return the seconds since a path was changed."""
+    try:
+        return time.time() - path.lstat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _pages(run_dir: Path) -> list[tuple[Header, bool]]:
+    """Return the headers of the pages of this run on this host; True with those that a living process maps."""
+    found = []
+    for directory in itertools.chain(*directories.of_run(run_dir).values()):
+        for path in itertools.islice(directory.glob("*.page"), MAX_PAGES):
+            try:
+                page = PageReader(path)
+            except (OSError, PageError, ValueError):
+                continue
+            found.append((page.header(), page.is_mapped()))
+            page.close()
+    return found
+
+
+def _steps(pages: list[tuple[Header, bool]]) -> str:
+    """Return how far the ranks were, as their pages show."""
+    if not pages:
+        return ""
+    steps = [header.step for header, _ in pages]
+    at = f"step {min(steps):,}" if min(steps) == max(steps) else f"steps {min(steps):,} to {max(steps):,}"
+    return f"; the pages of {len(pages):,} of {max(h.world_size for h, _ in pages):,} ranks end in {at}"
+
+
+def _else(run_dir: Path) -> str | None:
+    """Return what to read instead; None if nothing lies there."""
+    if files.names(run_dir, "flight_recorder"):
+        return f"`distdiag diagnose {shlex.quote(str(run_dir / 'flight_recorder'))}` judges the flight records"
+    if files.is_file(run_dir, "verdict.txt"):
+        return f"its findings are in {run_dir / 'verdict.txt'}"
+    return None
+
+
+def _is_full(run_dir: Path) -> bool:
+    try:
+        return not os.statvfs(run_dir).f_bavail
+    except OSError:
+        return False
