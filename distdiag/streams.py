@@ -1,4 +1,4 @@
-"""What the commands print. All text goes through `say`, all JSON through `say_json`: nothing from a job reaches the terminal raw.
+"""What the commands print. All text goes through `say`, errors through `say_error`, JSON through `say_json`: nothing from a job reaches the terminal raw.
 
 Where not every character can be shown, a plainer one is in its place, never an error.
 """
@@ -11,7 +11,7 @@ import re
 import sys
 import unicodedata
 
-from distdiag.terms.untrusted import INVISIBLE, visible
+from distdiag.terms.untrusted import INVISIBLE, cut, visible
 
 _PLAIN = {
     "–": "-", "—": "-", "…": "...", "→": "->", "←": "<-", "·": ".", "×": "x", "µ": "u", "≥": ">=", "≤": "<=", "±": "+-",
@@ -50,6 +50,12 @@ def say(text: str = "", *, err: bool = False, drawn: bool = False, flush: bool =
     parts = _COLOURS.split(text) if drawn else [text]
     shown = "".join(p if i % 2 else "\n".join(map(visible, p.split("\n"))) for i, p in enumerate(parts))
     print(shown, file=sys.stderr if err else sys.stdout, flush=flush)
+
+
+def say_error(message: str, hint: str, *, flush: bool = False) -> None:
+    """Print an error on stderr, as two lines whatever is in them: a name may hold lines of its own."""
+    for line in (f"distdiag: error: {message}", f"hint: {hint}"):
+        print(cut(visible(line)), file=sys.stderr, flush=flush)
 
 
 def say_json(encoded: bytes | str, *, flush: bool = False) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import errno
 import os
 import sys
 from typing import Any
@@ -94,4 +95,10 @@ def main(argv: list[str] | None = None) -> int:
         # the reader of stdout (head, less) has ended; without this, Python reports it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
+    except OSError as e:
+        if e.errno != errno.ENAMETOOLONG:
+            raise
+        code = report_error(
+            DistdiagError(f"{e.filename}: {e.strerror}", "give the path of a file or a directory"), json_of
+        )
     return code

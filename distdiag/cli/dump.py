@@ -9,6 +9,9 @@ import click
 from distdiag.cli.options import ascii_option
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.streams import say, say_json
+from distdiag.terms.untrusted import cut, visible
+
+MAX_FRAME = 400  # characters of a frame in the tree; --json has all
 
 
 @click.command()
@@ -49,7 +52,7 @@ def command(run: str | None, as_json: bool, timeout_s: float, no_save: bool) -> 
         )
     else:
         for line in tree_lines(stacks.merge(found)):
-            say(printable(line))
+            say(line)
     if not no_save:
         try:
             written = dump.save(run_dir, now_s, dumps)
@@ -77,6 +80,6 @@ def tree_lines(branches: list, indent: int = 0, above: int = 0) -> list[str]:
         if len(ranks) != above:
             shown = ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
             head = f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''} ({shown})  "
-        out.append("  " * indent + head + b.frame)
+        out.append("  " * indent + head + cut(visible(b.frame), MAX_FRAME))
         out += tree_lines(b.children, indent + 1, len(ranks))
     return out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from distdiag.errors import DistdiagError
-from distdiag.streams import say, say_json
+from distdiag.streams import say_error, say_json
 
 # of the others: distdiag.NAME/1
 _SCHEMAS = {"diagnose": "distdiag.findings/1", "tui": "distdiag.snapshot/1", "dump": "distdiag.stacks/1"}
@@ -20,6 +20,5 @@ def report_error(error: DistdiagError, json_of: str | None = None) -> int:
     if json_of is not None:
         about = {"kind": error.kind, "message": error.message, "hint": error.hint}
         say_json(json.dumps({"schema": _SCHEMAS.get(json_of, f"distdiag.{json_of}/1"), "error": about}))
-    say(f"distdiag: error: {error.message}", err=True)
-    say(f"hint: {error.hint}", err=True)
+    say_error(error.message, error.hint)
     return int(error.code)

@@ -62,6 +62,11 @@ def visible(text: str) -> str:
     return "".join(out)
 
 
+def cut(text: str, most: int = MAX_TEXT) -> str:
+    """Return `text`, of a longer one its first and last characters."""
+    return text if len(text) <= most else f"{text[: most - most // 4 - 1]}…{text[-(most // 4) :]}"
+
+
 def encodable(text: str) -> str:
     """Return `text` with lone surrogates written as escapes, so that it can be encoded as UTF-8."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import gzip
 import json
 import shutil
 import sqlite3
@@ -13,10 +14,14 @@ from pathlib import Path
 import pytest
 
 from distdiag.cli import main
+from distdiag.page import directories
 from distdiag.store.checked import schema
 from distdiag.terms.untrusted import INVISIBLE
+from tests.diagnosis.recordings import Job, as_json
 from tests.jobs import REPOSITORY
+from tests.monitor.test_damaged_pages import a_page
 from tests.store.test_wrong_types import filled
+from tests.traces.test_files import write_rank
 
 HOSTILE = "a\x1b]0;title\x07\x9b2J\u202e\u2066\u200b\x7f\x08b"
 # of the job's own output, of the package that trains, and of what serves the checkout
@@ -25,8 +30,6 @@ NOT_READERS = (
     "train/",
     "run.py",
     "launcher.py",
-    "cli/bench.py",
-    "cli/_",
     "doctor/torch_facts.py",
     "streams.py",
 )
@@ -98,15 +101,71 @@ def test_json_is_read_as_what_it_was(hostile: Path, capsys: pytest.CaptureFixtur
     assert json.loads(capsys.readouterr().out)["findings"][0]["message"] == HOSTILE
 
 
-def test_errors_escape_what_they_name(capsys: pytest.CaptureFixture[str]) -> None:
-    for more in ([], ["--json"]):
-        assert main(["diagnose", f"/nowhere/{HOSTILE}", *more]) == 4
-        assert not any(map(invisible, capsys.readouterr()))
+FORGED = f"{HOSTILE}\r\nhint: rm -r ~\n"  # a name with lines of its own
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["diagnose"], ["diagnose", "--json"], ["dump"], ["profile"], ["report"], ["compare", "."], ["tui", "--once"], ["doctor"],
+        ["probe"], ["probe", "allreduce", "--inject"], ["probe", "allreduce", "--against"], ["probe", "step", "--params"],
+        ["bench", "faults", "--replay"], ["report", "--format"], ["tui", "--once", "--screen"], [],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_an_error_about_a_hostile_name_has_two_lines(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in (FORGED, FORGED * 300):
+        assert main([*arguments, name]) in (2, 4)
+        out, err = capsys.readouterr()
+        assert not invisible(out) and not invisible(err)
+        error, hint = err.splitlines()
+        assert error.startswith("distdiag: error: ") and hint.startswith("hint: ") and not hint.startswith("hint: rm")
 
 
 def test_dumps_logs_and_traces_escape_what_they_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    name = HOSTILE.replace("/", "")
-    (tmp_path / f"{name}.log").write_text(f"[rank1]: ValueError: {HOSTILE}\nRuntimeError: CUDA error: {HOSTILE}\n")
-    for more in ([], ["--json"]):
-        assert main(["diagnose", str(tmp_path), *more]) in (0, 1, 3)
-        assert not any(map(invisible, capsys.readouterr()))
+    name = FORGED.replace("/", "")
+    job = Job(2, {"1": (HOSTILE, (0, 1))})
+    job.collective(group="1", op=HOSTILE)
+    job.collective(ranks=(0,))
+    for kind in ("log", "dumps", "traces"):
+        (tmp_path / kind).mkdir()
+    (tmp_path / "log" / f"{name}.log").write_text(
+        f"[rank1]: ValueError: {HOSTILE}\nRuntimeError: CUDA error: {HOSTILE}\n"
+    )
+    for rank in range(2):
+        (tmp_path / "dumps" / f"{name}rank{rank}").write_bytes(as_json(job.dump(rank)))
+        path = write_rank(tmp_path / "traces", rank, late_us=300.0 * rank, name=f"{name}rank{rank}.json")
+        text = gzip.decompress(path.read_bytes()).decode()
+        path.write_text(text.replace('"aten::mm"', json.dumps(FORGED)).replace('"0"', json.dumps(FORGED)))
+    (tmp_path / "traces" / f"{name}.json").write_text('{"traceEvents": [{"ph": "\x9b2J"')
+    for kind in ("log", "dumps", "traces"):
+        for more in ([], ["--json"]):
+            assert main(["diagnose", str(tmp_path / kind), *more]) in (0, 1, 3)
+            out, err = capsys.readouterr()
+            assert len(out) > 100 and not invisible(out) and not invisible(err)
+            assert not any(line.startswith("hint: rm") for line in out.splitlines())
+
+
+def test_dump_and_profile_escape_what_pages_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also names of 9 KB, which a terminal would show as a screen of one name."""
+    directories.make(pages := directories.overflow(tmp_path, 0))
+    directories.node_record(tmp_path, 0).write_text(f"h:1:1 {pages}\n")
+    held = []
+    for rank, name in enumerate((FORGED, FORGED * 250)):
+        held.append(page := a_page(pages, rank))
+        page.header.stack[0] = page.site(f"/job/{name.replace('/', '')}.py", 7, name)
+        page.page.groups[0].description = page.header.raw_innermost = page.text(name)
+    for arguments in (
+        ["dump", "--timeout", "0.2"],
+        ["dump", "--timeout", "0.2", "--json"],
+        ["profile", "--timeout", "0.2"],
+    ):
+        assert main([*arguments, str(tmp_path)]) == 5
+        out, err = capsys.readouterr()
+        assert not invisible(out) and not invisible(err)
+        lines = [*out.splitlines(), *err.splitlines()]
+        assert not any(line.startswith("hint: rm") for line in lines)
+        assert "--json" in arguments or max(map(len, lines)) < 2000

@@ -135,6 +135,7 @@ def test_a_monitor_of_a_prepared_directory_writes_through_no_link(tmp_path: Path
 
 def test_a_monitor_is_started_for_living_ranks_of_this_very_run_only(tmp_path: Path) -> None:
     run = prepared(tmp_path, os.getpid())
+    directories.ended_record(run, 0).unlink()  # it alone would keep a monitor away
     assert take_over(run) == ([], False)  # nobody maps the page
     with two_ranks(tmp_path) as jobs:
         theirs = directories.of_run(tmp_path / "R")[0][0]

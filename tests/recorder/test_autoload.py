@@ -1,4 +1,4 @@
-"""What `import torch` calls in every process of the environment: torch cannot be imported if it fails."""
+"""The entry point that `import torch` calls cannot keep torch from being imported, whatever the environment holds."""
 
 from __future__ import annotations
 
@@ -10,35 +10,26 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import REPOSITORY, clean_env
+from tests.jobs import REPOSITORY
 
-# As torch loads its entry points: any exception makes `import torch` fail.
-LOAD = """
-import importlib, sys
-module, function = sys.argv.pop(1).split(":")
-getattr(importlib.import_module(module), function)()
-assert sys.argv[1:] == ["-m", "distdiag.run"] or "distdiag" not in sys.modules, "it imported more than itself"
-"""
+MODULE = REPOSITORY / "_distdiag_autoload.py"
 
 
-def entry_point() -> str:
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    return project["entry-points"]["torch.backends"]["distdiag"]
+def test_the_entry_point_is_in_a_module_that_imports_nothing() -> None:
+    points = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["entry-points"]["torch.backends"]
+    assert points == {"distdiag": f"{MODULE.stem}:autoload"}
+    parsed = ast.parse(MODULE.read_text())
+    assert [type(node).__name__ for node in parsed.body] == ["Expr", "FunctionDef"]  # a docstring and the function
 
 
-def test_its_module_imports_nothing() -> None:
-    tree = ast.parse((REPOSITORY / f"{entry_point().partition(':')[0]}.py").read_text())
-    assert not [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
-
-
-@pytest.mark.parametrize("arguments", [("-m", "distdiag.run"), ("train.py",)])
-@pytest.mark.parametrize("hides", ["", "raise SystemError('not the distdiag that was installed')"])
-def test_another_package_of_our_name_does_not_break_it(tmp_path: Path, arguments: tuple[str, ...], hides: str) -> None:
+@pytest.mark.parametrize("package", ["raise RuntimeError('another package of this name')", "", None])
+def test_torch_is_imported_where_distdiag_cannot_be(tmp_path: Path, package: str | None) -> None:
+    """Under the name distdiag lies another package that fails, one that lacks our modules, or a file that is no Python."""
     (tmp_path / "distdiag").mkdir()
-    (tmp_path / "distdiag" / "__init__.py").write_text(hides)
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, entry_point(), *arguments],
-        cwd=tmp_path, env=clean_env(tmp_path / "home", {"PYTHONPATH": str(REPOSITORY)}), capture_output=True, text=True,
-        timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    (tmp_path / "distdiag" / "__init__.py").write_bytes(b"\0" if package is None else package.encode())
+    program = (
+        f"import sys; sys.argv = ['torchrun', '-m', 'distdiag.run']; sys.path[:0] = [{str(tmp_path)!r}, {str(REPOSITORY)!r}]\n"
+        f"from {MODULE.stem} import autoload\nautoload()\nprint('distdiag' in str(sys.modules.get('distdiag', 'distdiag')))"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")

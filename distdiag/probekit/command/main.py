@@ -17,7 +17,7 @@ from distdiag.probekit.command.options import Options, check_backend, check_rank
 from distdiag.probekit.measure.probe import load_probe
 from distdiag.probekit.ranks import environment
 from distdiag.probekit.verdict.result import Result, Verdict, worst
-from distdiag.streams import say, say_json, tolerate
+from distdiag.streams import say, say_error, say_json, tolerate
 
 if TYPE_CHECKING:
     from distdiag.probekit.ranks.environment import RankPlace
@@ -67,7 +67,7 @@ def _report(e: DistdiagError, as_json: bool, place: RankPlace | None) -> None:
 
         say_json(error_json(e), flush=True)
     if first or e.kind == "timeout":
-        say(f"distdiag: error: {e.message}\nhint: {e.hint}", err=True, flush=True)
+        say_error(e.message, e.hint, flush=True)
     if not first:
         time.sleep(_RANK_ZERO_FIRST_S)
 
