@@ -152,7 +152,7 @@ class Monitor:
             v.refresh(self.now_s)
             state = v.state(self.now_s, *self._idle.get(v.rank, (None, None)), self.gatherer.record(v.rank))
             alone = Snapshot(t_s=self.now_s, world_size=1, expected=None, ranks={v.rank: state}, groups={})
-            v.groups()
+            v.decoder.groups()
             rank_rows(alone, {v.rank: v}, [])
             loader_rows(alone)
             OwnFaults().of_rank(v)
@@ -178,7 +178,10 @@ class Monitor:
             or self.diagnosis.state != State.RUNNING
             or self.endings.wake.is_set()
             or len(self.views) + len(self.pages.damaged) < self.pages.expected
-            or not all(v.ending is None and v.moves_on(now_ns, self._sleeps) for v in self.views.values())
+            or not all(
+                v.ending is None and v.history.moves_on(now_ns, lambda v=v: self._sleeps(v))
+                for v in self.views.values()
+            )
         ):
             return False
         if self._poll_s == UNREAD_POLL_S and self.now_s - self._readers_at >= READERS_S:
@@ -187,24 +190,23 @@ class Monitor:
                 return False
         calm = self._poll_s > FULL_POLL_S  # then reading CPU times would cost the job time
         for v in self.views.values():
-            v.sample_site(None if calm else self._sleeps(v))
+            v.history.sample_site(None if calm else self._sleeps(v))
         return True
 
     def _poll_interval_s(self, now_s: float) -> float:
         """Return the time between full polls: longer if all cores are busy and nothing is suspected."""
         if now_s <= CALM_AFTER_S or self.sampling.spare_cores() >= 0.5 or self.diagnosis.suspects():
             return FULL_POLL_S
-        takes_memory = any(v.takes_memory() for v in self.views.values())
+        takes_memory = any(v.gauges.growing() for v in self.views.values())
         if now_s <= UNREAD_AFTER_S or takes_memory or processes.open_elsewhere(self.writer.path):
             return CALM_POLL_S
         return UNREAD_POLL_S
 
     def _sleeps(self, v: RankView) -> bool | None:
         """True if a rank's main thread sleeps and has used no CPU since the last poll; cached for one poll."""
-        assert v.page is not None
         if v.rank not in self._checked:
             self._checked.add(v.rank)
-            self._idle[v.rank] = self.cpu.idle(v.page.header.pid)
+            self._idle[v.rank] = self.cpu.idle(v.header.pid)
         return self._idle[v.rank][0]
 
     def tick(self) -> bool:
@@ -261,7 +263,7 @@ class Monitor:
         header = view.reader.header()
         if not self.views:
             self._set_start(header.started_mono_ns, header.started_wall_ns)
-        view.start_ns = self.start_ns
+        view.decoder.start_ns = self.start_ns
         self.endings.watch(header.pid)
 
     def _set_start(self, mono_ns: int, wall_ns: int) -> None:
@@ -271,10 +273,9 @@ class Monitor:
         self.writer.meta(started_unix_s=self.started_unix_s)
 
     def _follow_process(self, v: RankView) -> None:
-        assert v.page is not None
-        pid = v.page.header.pid
+        pid = v.header.pid
         if v.ending is None:
-            ticks = v.page.header.process_start_ticks
+            ticks = v.header.process_start_ticks
             end = self.endings.ended.get(pid)
             if end is None and ticks and not self.endings.sure(pid) and procfs.start_ticks(pid) not in (None, ticks):
                 end = processes.Ending(time.monotonic_ns())  # the pid has been reused
@@ -285,7 +286,7 @@ class Monitor:
                 v.ended_s = (end.t_mono_ns - self.start_ns) / 1e9
                 self.gatherer.of_death(v, self.now_s)
         if v.ending is None:
-            v.sample_site(self._sleeps(v))
+            v.history.sample_site(self._sleeps(v))
         else:
             self._idle[v.rank] = (None, None)
 
@@ -341,13 +342,10 @@ class Monitor:
         self.writer.close()
         self.gatherer.close()
         self.sampling.gpus.close()
-        finished = bool(self.views) and any(
-            v.page is not None and v.page.header.life != LifeWord.STARTING for v in self.views.values()
-        )
+        finished = bool(self.views) and any(v.header.life != LifeWord.STARTING for v in self.views.values())
         if finished:
             self.announcer.summary(self.diagnosis, self.own.found, self.node)
         for v in self.views.values():
-            v.page = None
             v.reader.close()
         self.pages.close()
 

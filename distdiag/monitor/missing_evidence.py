@@ -76,17 +76,16 @@ class MissingEvidence:
     def missing(self, views: Mapping[int, RankView]) -> Iterator[tuple[str, str, int]]:
         """Yield (key, text, rank) for each input that a proof of a hang lacks."""
         for rank, view in views.items():
-            page = view.page
-            if page is None or view.ending is not None or not view.device_groups:
+            if view.ending is not None or not view.device.groups:
                 continue
-            h = page.header
+            page, h = view.decoder.page, view.header
             if h.trace_signal and not (Path(view.reader.path).parent / f"r{rank}.native").exists():
                 text = (
                     f"native frames of rank {rank} cannot be read (no compiled module, or the job uses the signal): a wait of its "
                     "host for the device cannot be seen, so a hang there is not proved"
                 )
                 yield f"native/{rank}", text, rank
-            for i in view.device_groups:
+            for i in view.device.groups:
                 group = page.groups[i]
                 last = self._counters.get((rank, i))
                 if last is None or group.completed != last.completed or group.completed == group.enqueued:
@@ -98,8 +97,7 @@ class MissingEvidence:
 
     @staticmethod
     def _text(view: RankView, group: int) -> str:
-        assert view.page is not None
-        slot, name = view.page.groups[group], view.group_key(view.page, group)
+        slot, name = view.decoder.page.groups[group], view.decoder.group_key(group)
         consequence = "waits in it are not judged"
         if slot.completed < 0:
             why = "no completed collectives are counted (is the flight recorder off, or the backend without one?)"

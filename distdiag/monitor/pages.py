@@ -48,12 +48,12 @@ class Pages:
                 continue
             view = None
             try:
-                view = RankView.open(path, 0)
+                view = RankView(path, 0)
                 if path.name != page_path(path.parent, view.rank).name:
                     raise PageError(f"{path.name} is damaged: rank is {view.rank}")
                 opened(view)
                 view.refresh(now_s)
-                view.still_since_s, view._still_mark = None, ()  # `opened` may have changed the time zero
+                view.history.forget_progress()  # `opened` may have changed the time zero
             except OSError:
                 continue
             except Exception as e:

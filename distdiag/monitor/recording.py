@@ -34,11 +34,11 @@ class Recording:
         """Write the ranks' steps and collectives since the last poll."""
         w = self.writer
         for v in self.views.values():
-            steps, calls = v.taken()
+            steps, calls = v.history.taken()
             self.steps.add(v.rank, steps)
-            w.step_times(self.steps.measured(v.rank, v.ddp_times.taken()))
+            w.step_times(self.steps.measured(v.rank, v.history.ddp_times.taken()))
             self.collectives.add(v.rank, calls)
-            w.scalars(v.scalars())
+            w.scalars(v.history.scalars())
         w.steps(self.steps.rows(len(self.views), s.t_s, s, final=over))
         step = max((r.step for r in s.ranks.values()), default=None)
         w.collectives(self.collectives.rows(s, step))
@@ -70,11 +70,12 @@ class Recording:
             self._backend = backend
             w.meta(backend=backend)
         v = self.views[min(self.views)]
-        if v.facts == self._facts or not v.facts.get("torch") or v.page is None:
+        facts = v.decoder.facts
+        if facts == self._facts or not facts.get("torch"):
             return
-        self._facts = dict(v.facts)
-        known = {k: x for k, x in v.facts.items() if isinstance(x, (str, int, float))}
-        w.meta(**known, name=v.text(v.page.header.script), attempt=v.page.header.attempt)
+        self._facts = dict(facts)
+        known = {k: x for k, x in facts.items() if isinstance(x, (str, int, float))}
+        w.meta(**known, name=v.text(v.header.script), attempt=v.header.attempt)
         rundir.write_run_json(
             self.run_dir, {"started_unix_s": started_unix_s, "world_size": s.world_size, "node": self.node, **known}
         )

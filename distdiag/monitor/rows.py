@@ -124,14 +124,12 @@ def _row(
     samples = sum(x.samples for x in timed)
     last = r.calls[-1] if r.calls else None
     b = r.blocked
-    h = view.page.header if view is not None and view.page is not None else None
     columns = zip(*map(attrgetter(*_TIMES), window), strict=True)
     medians = {
         name: _median([v for v in column if v is not None] if None in column else column)
         for name, column in zip(_TIMES, columns, strict=False)
     }
     changed = {
-        "gpu": h.gpu if h is not None and h.gpu >= 0 else None,
         "t_s": s.t_s,
         "phase": "collective" if b is not None else r.phase,
         "phase_age_s": s.t_s - r.phase_since_s if r.phase_since_s is not None else None,
@@ -143,11 +141,6 @@ def _row(
         "waiting_seq": b.seq if b else None,
         "waiting_bytes": b.bytes if b else None,
         "waiting_age_s": s.t_s - b.entered_s if b is not None and b.entered_s is not None else None,
-        "dropped": h.dropped + view.missed + view.missed_scalars + view.missed_calls
-        if view is not None and h is not None
-        else None,
-        "recorder_errors": h.errors if h is not None else None,
-        "recorder_error": (view.text(h.error) or None) if view is not None and h is not None else None,
         "self_ms": own,
         "delta_self_ms": delta,
         "samples_per_s": samples / total_s if samples and total_s else None,
@@ -161,7 +154,7 @@ def _row(
         "activity": r.activity if r.life != Life.MISSING else None,
     }
     fields: dict[str, Any] = {**_shared(RankRow, r), **medians, **changed}
-    return RankRow(**fields)
+    return RankRow(**fields, **(view.recorder() if view is not None else {}))
 
 
 @cache

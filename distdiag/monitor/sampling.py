@@ -34,26 +34,26 @@ class Sampling:
             self.cpu_pct = [*self.cpu_pct[-19:], row.cpu_pct]
         found = []
         for q, v in views.items():
-            if v.ending is not None or v.page is None:
+            if v.ending is not None:
                 continue
-            p = self.hosts.process_row(t_s, q, v.page.header.pid)
+            p = self.hosts.process_row(t_s, q, v.header.pid)
             if p is not None:
                 found.append(p)
-                v.cpu_pct = p.cpu_pct
-                v.queued_share = self.hosts.queued_share(q)
-                v.workers_starved, v.workers_busy = self.hosts.workers(q)
+                v.gauges.cpu_pct = p.cpu_pct
+                v.gauges.queued_share = self.hosts.queued_share(q)
+                v.gauges.workers_starved, v.gauges.workers_busy = self.hosts.workers(q)
                 if p.rss_bytes is not None:
-                    v.rss_bytes = p.rss_bytes
-                    v.memory.append((t_s, self.hosts.private_bytes[q]))
-            if v.page.header.device_total_bytes:
-                v.device_memory.append((t_s, v.page.header.device_bytes))
+                    v.gauges.rss_bytes = p.rss_bytes
+                    v.gauges.memory.append((t_s, self.hosts.private_bytes[q]))
+            if v.header.device_total_bytes:
+                v.gauges.device_memory.append((t_s, v.header.device_bytes))
         self.writer.processes(found)
         self._sample_gpus(t_s, views)
 
     def _sample_gpus(self, t_s: float, views: Mapping[int, RankView]) -> None:
         if self.gpus.absent is not None:
             return
-        headers = {q: v.page.header for q, v in views.items() if v.page is not None}
+        headers = {q: v.header for q, v in views.items()}
         users = Users({h.gpu: q for q, h in headers.items() if h.gpu >= 0}, {h.pid: q for q, h in headers.items()})
         self.writer.gpus(self.gpus.rows(t_s, users))
         if self.gpus.absent is not None:

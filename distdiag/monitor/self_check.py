@@ -110,8 +110,7 @@ class OwnFaults:
     @staticmethod
     def of_rank(v: RankView) -> list[tuple[str, str, str]]:
         """Return (key, cause, text) for each failure of one rank's recorder."""
-        assert v.page is not None
-        h, q = v.page.header, v.rank
+        h, q, facts = v.header, v.rank, v.decoder.facts
         out = []
         if h.errors:
             out.append(
@@ -120,16 +119,16 @@ class OwnFaults:
         if h.dropped:
             text = f"rank {q} dropped {h.dropped} records or more; its numbers are incomplete"
             out.append((f"dropped/{q}", "dropped", text))
-        if h.n_steps > MISSED_AFTER and v.missed > MISSED * h.n_steps:
-            text = f"{v.missed:,} of {h.n_steps:,} steps of rank {q} were overwritten before they were read: the monitor was too slow"
+        if h.n_steps > MISSED_AFTER and v.history.missed_steps > MISSED * h.n_steps:
+            text = f"{v.history.missed_steps:,} of {h.n_steps:,} steps of rank {q} were overwritten before they were read: the monitor was too slow"
             out.append((f"missed/{q}", "missed", text))
-        missing = v.facts.get("unsupported")
+        missing = facts.get("unsupported")
         if missing:
             out.append(
                 (
                     f"unsupported/{q}",
                     "unsupported_torch",
-                    f"torch {v.facts.get('torch', '?')} lacks what distdiag uses: {missing}; what depends on it is not recorded",
+                    f"torch {facts.get('torch', '?')} lacks what distdiag uses: {missing}; what depends on it is not recorded",
                 )
             )
         return out

@@ -32,14 +32,14 @@ def make_snapshot(
     """
     ranks = {}
     groups: dict[str, Group] = {}
-    headers = [v.page.header for v in views.values() if v.page is not None]
+    headers = [v.header for v in views.values()]
     world = _of_most([h.world_size for h in headers], least=max(views) + 1)
     for q, v in sorted(views.items()):
         state = v.state(now_s, *idle[q], gatherer.record(q), gatherer.host_waits.of(q))
         ranks[q] = _with_locks(now_s, gatherer.with_stack(state, now_s), views)
-        for g in v.groups():
+        for g in v.decoder.groups():
             groups.setdefault(g.key, Group(name=g.key, ranks=g.ranks, description=g.description, backend=g.backend))
-        for name, (number, members, site) in v.new_groups.items():
+        for name, (number, members, site) in v.history.new_groups.items():
             made = Group(name=name, ranks=members, description="new_group", number=number, site=site)
             groups.setdefault(name, made)
     every = tuple(range(world))
@@ -74,12 +74,11 @@ def _with_locks(now_s: float, r: RankState, views: Mapping[int, RankView]) -> Ra
     """Return the rank's state with the ranks that hold the file lock it waits for, from the kernel's lock table."""
     if r.activity not in ("lock", "user_code") or not r.host_blocked or r.blocked is not None:
         return r
-    still = views[r.rank].still_since_s
-    if still is None or now_s - still < SUSPECT_S or r.pid is None:
+    if views[r.rank].still_s(now_s) < SUSPECT_S or r.pid is None:
         return r
     holders = processes.file_lock_waits().get(r.pid)
     if not holders:
         return r
-    by_pid = {v.page.header.pid: k for k, v in views.items() if v.page is not None}
+    by_pid = {v.header.pid: k for k, v in views.items()}
     found = tuple(sorted(by_pid[p] for p in holders if p in by_pid))
     return msgspec.structs.replace(r, activity="lock", lock_holders=found) if found else r

@@ -71,8 +71,8 @@ class PageReader:
             raise PageError(f"{path.name} is damaged: {damage}")
         self.words = memoryview(self._map)[: PAGE_BYTES // 8 * 8].cast("Q")  # current values
         self._texts: dict[int, str] = {0: ""}
-        self._page = Page()
-        self._from, self._to = memoryview(self._map), memoryview(self._page).cast("B")
+        self.page = Page()  # the newest copy
+        self._from, self._to = memoryview(self._map), memoryview(self.page).cast("B")
 
     def header(self) -> Header:
         return Header.from_buffer_copy(self._map)
@@ -92,7 +92,7 @@ class PageReader:
         return found
 
     def read(self, calls_known: int = -1) -> Page:
-        """Copy the page, except its texts; each copy overwrites the previous one.
+        """Copy the page into `page`, except its texts.
 
         The calls, its largest part, are not copied again if their number is still `calls_known`.
 
@@ -100,13 +100,13 @@ class PageReader:
             PageError: the header has values that no rank can have written.
         """
         self._to[:_CALLS_AT] = self._from[:_CALLS_AT]
-        if self._page.header.n_calls != calls_known:
+        if self.page.header.n_calls != calls_known:
             self._to[_CALLS_AT:_STEPS_AT] = self._from[_CALLS_AT:_STEPS_AT]
         self._to[_STEPS_AT:_HEAP_AT] = self._from[_STEPS_AT:_HEAP_AT]
-        damage = self._damage(self._page.header)
+        damage = self._damage(self.page.header)
         if damage:
             raise PageError(f"{self.path.name} is damaged: {damage}")
-        return self._page
+        return self.page
 
     def _damage(self, h: Header) -> str | None:
         """Return which value in a header no rank can have written; None if it is valid."""

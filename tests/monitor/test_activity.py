@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distdiag.monitor.ranks.activity import activity_of
+from distdiag.monitor.ranks.state import activity_of
 from distdiag.page.layout import Phase
 
 

@@ -61,10 +61,9 @@ def test_the_waits_of_a_job_on_a_device_are_not_measured_after_its_groups_are_de
         slot.name, slot.backend, slot.destroyed = page.text("0"), page.text(backend), 1
         page.header.n_groups = 1
         page.publish()
-        view = RankView.open(page.path, 0)
+        view = RankView(page.path, 0)
         view.refresh(1.0)
         measured[backend] = view.state(1.0, None, "S", None).wait_measured
-        view.page = None
         view.reader.close()
     assert measured == {"gloo": True, "nccl": False, "cpu:gloo,cuda:nccl": False}
 
@@ -81,14 +80,12 @@ def test_what_ddp_waits_in_has_the_operation_that_python_saw_the_reducer_issue(t
         2,
     )
     page.publish()
-    view = RankView.open(page.path, 0)
+    view = RankView(page.path, 0)
     view.refresh(1.0)
-    assert view.page is not None
-    group = view.group_key(view.page, 0)
-    view.calls.append(replace(issued(7)[0], group=group, completed_s=None, left_s=None))
+    group = view.decoder.group_key(0)
+    view.history.calls.append(replace(issued(7)[0], group=group, completed_s=None, left_s=None))
     call = view.state(1.0, True, "S", None).blocked
     assert call is not None
     assert (call.op, call.seq, call.dtype, call.shape, call.on_device) == ("all_reduce", 7, "float32", (2,), True)
     assert call.left_s is not None  # else the host would be inside the call, making the communicator
-    view.page = None
     view.reader.close()

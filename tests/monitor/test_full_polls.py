@@ -36,10 +36,9 @@ def page(tmp_path: Path) -> PageWriter:
 
 @pytest.fixture
 def view(page: PageWriter) -> Iterator[RankView]:
-    view = RankView.open(page.path, 0)
+    view = RankView(page.path, 0)
     view.refresh(1.0)
     yield view
-    view.page = None
     view.reader.close()
 
 
@@ -49,10 +48,10 @@ def moves(page: PageWriter) -> int:
 
 
 def test_a_rank_that_just_changed_phases_is_not_polled_fully(page: PageWriter, view: RankView) -> None:
-    assert not view.moves_on(time.monotonic_ns(), lambda _: None)
+    assert not view.history.moves_on(time.monotonic_ns(), lambda: None)
     now = moves(page)
-    assert view.moves_on(now, lambda _: None)
-    assert not view.moves_on(now + LONG_AGO_NS, lambda _: None)
+    assert view.history.moves_on(now, lambda: None)
+    assert not view.history.moves_on(now + LONG_AGO_NS, lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +71,7 @@ def test_a_rank_that_uses_the_cpu_is_not_polled_fully(
     page: PageWriter, view: RankView, blocked: Blocked, idle: bool | None, still_s: float, moves_on: bool
 ) -> None:
     page.header.blocked = blocked
-    assert view.moves_on(moves(page) + int(still_s * 1e9), lambda _: idle) is moves_on
+    assert view.history.moves_on(moves(page) + int(still_s * 1e9), lambda: idle) is moves_on
 
 
 def raises(page: PageWriter) -> None:
@@ -94,7 +93,8 @@ def steps_much(page: PageWriter) -> None:
 
 def samples(page: PageWriter, kind: SampleKind, times: int = 1) -> None:
     for _ in range(times):
-        page.page.samples[page.header.n_samples % SAMPLES].kind = kind
+        record = page.page.samples[page.header.n_samples % SAMPLES]
+        record.kind, record.number = kind, page.header.n_samples + 1
         page.header.n_samples += 1
 
 
@@ -112,9 +112,9 @@ def test_checksums_are_read_at_the_next_full_poll(page: PageWriter, view: RankVi
     for _ in range(3):
         samples(page, SampleKind.PARAMETERS)
         samples(page, SampleKind.LEARNING_RATE)
-        assert view.moves_on(moves(page), lambda _: False)
+        assert view.history.moves_on(moves(page), lambda: False)
     view.refresh(2.0)
-    assert [s.kind for s in view.samples] == ["parameters", "learning_rate"] * 3
+    assert [s.kind for s in view.history.samples] == ["parameters", "learning_rate"] * 3
 
 
 @pytest.mark.parametrize("happens", [raises, fails, calls_much, steps_much, loses_its_loss, samples_much])
@@ -122,7 +122,7 @@ def test_records_that_need_a_full_poll_trigger_one(
     happens: Callable[[PageWriter], None], page: PageWriter, view: RankView
 ) -> None:
     happens(page)
-    assert not view.moves_on(moves(page), lambda _: False)
+    assert not view.history.moves_on(moves(page), lambda: False)
 
 
 @pytest.fixture
@@ -170,14 +170,16 @@ def test_growing_memory_is_sampled_more_often(
 ) -> None:
     monitor.views = {0: view}
     for t in (100.0, 180.0, 188.0, 196.0):
-        getattr(view, course).append((t, (1 << 30) + int(bytes_a_second * t)))
+        getattr(view.gauges, course).append((t, (1 << 30) + int(bytes_a_second * t)))
     assert monitor._poll_interval_s(200.0) == poll_s
 
 
 def test_rows_are_written_more_often_while_a_reader_is_open(monitor: Monitor) -> None:
     reads = "import sys; from distdiag.store.reader import open_run; r = open_run(sys.argv[1]); print(r.meta, flush=True); input()"
     going_on = SimpleNamespace(
-        ending=None, takes_memory=lambda: False, moves_on=lambda *_: True, sample_site=lambda _: None
+        ending=None,
+        gauges=SimpleNamespace(growing=lambda: False),
+        history=SimpleNamespace(moves_on=lambda *_: True, sample_site=lambda _: None),
     )
     monitor.views = {0: cast(RankView, going_on)}
     monitor.diagnosis.state, monitor._host_at, monitor._poll_s = State.RUNNING, monitor.now_s, UNREAD_POLL_S

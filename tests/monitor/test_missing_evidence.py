@@ -28,7 +28,7 @@ class Rank:
         self.page.publish()
         self.native = Path(self.page.path).with_name("r0.native")
         self.native.write_bytes(b"")
-        self.view = RankView.open(self.page.path, 0)
+        self.view = RankView(self.page.path, 0)
         self.sight = MissingEvidence()
 
     def poll(self, beats: int, completed: int) -> list[str]:
@@ -41,7 +41,6 @@ class Rank:
         return [text for _, text, _ in self.sight.missing({0: self.view})]
 
     def close(self) -> None:
-        self.view.page = None
         self.view.reader.close()
 
 
@@ -147,10 +146,9 @@ def test_a_rank_stuck_before_the_monitor_started_counts_from_the_first_poll(tmp_
         pages.discover(0.1, lambda view: None)
         view = pages.views[0]
         view.refresh(60.0)
-        assert view.still_since_s == 60.0
+        assert view.history.still_since_s == 60.0
         view.refresh(61.0)
-        assert view.still_since_s == 60.0
+        assert view.history.still_since_s == 60.0
     finally:
         for view in pages.views.values():
-            view.page = None
             view.reader.close()

@@ -147,14 +147,15 @@ def waiting_rank(folder: Path, still_s: float) -> Any:
         pid, trace_signal, blocked = os.getpid(), 47, 0
 
     class View:
-        rank, start_ns, ending, still_since_s, device_groups = 0, 0, None, still_s, (0,)
-        page, reader, held = SimpleNamespace(header=Header), SimpleNamespace(path=page_file), mapped
+        rank, ending, header, held = 0, None, Header, mapped
+        decoder, reader = SimpleNamespace(start_ns=0), SimpleNamespace(path=page_file)
+        device = SimpleNamespace(groups=(0,), has_open=lambda: True)
 
         def file(self, kind: str) -> Path:
             return folder / f"r0.{kind}"
 
-        def has_open_on_device(self) -> bool:
-            return True
+        def still_s(self, now_s: float) -> float:
+            return now_s - still_s
 
         def progress_mark(self) -> tuple[int, ...]:
             return ()
@@ -213,7 +214,7 @@ def test_the_next_poll_is_brought_forward_for_native_frames(tmp_path: Path) -> N
             waits.sample(now_s, {0: view}, ())
             polls.append(None if waits.next_s is None else round(waits.next_s, 2))
         assert polls[:4] == [None, 10.3, 10.35, 10.4]
-        view.device_groups = ()
+        view.device.groups = ()
         waits.sample(10.7, {0: view}, ())
         assert waits.next_s is None
     finally:

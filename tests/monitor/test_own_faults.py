@@ -31,7 +31,7 @@ class Run:
         for q, page in enumerate(self.pages):
             page.header.rank = q
             page.publish()
-        self.views = {q: RankView.open(page.path, 0) for q, page in enumerate(self.pages)}
+        self.views = {q: RankView(page.path, 0) for q, page in enumerate(self.pages)}
         self.writer = Writer(self.directory)
         self.own = OwnFaults()
 
@@ -50,7 +50,6 @@ class Run:
     def close(self) -> None:
         self.writer.close()
         for view in self.views.values():
-            view.page = None
             view.reader.close()
 
 
@@ -95,8 +94,8 @@ def test_short_steps_that_were_read_too_late_are_reported_once_they_are_many(run
         header.n_steps = header.n_scalars = n_steps
         header.n_scalars = 10 * n_steps
         run.views[1].refresh(T_S)
-        run.views[1].scalars()
-        assert run.views[1].missed == missed
+        run.views[1].history.scalars()
+        assert run.views[1].history.missed_steps == missed
         if n_steps < 3_000:
             assert run.poll() == []
     found = only(run.poll())

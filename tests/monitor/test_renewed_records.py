@@ -16,13 +16,15 @@ from distdiag.page.layout import Blocked, Phase
 class Stuck:
     """A rank that has waited in one call since second 10."""
 
-    rank, ending, still_since_s, _still_mark = 0, None, 10.0, ("the same",)
+    rank, ending = 0, None
 
     def __init__(self, *device_groups: int) -> None:
-        self.device_groups = device_groups
-        self.facts: dict[str, str] = {}
-        header = SimpleNamespace(blocked=Blocked.WAIT, witness=1, heartbeat_ns=0, phase=Phase.BACKWARD, trace_signal=0)
-        self.page = SimpleNamespace(header=header)
+        self.device = SimpleNamespace(groups=device_groups, has_open=lambda: False, known=frozenset)
+        self.decoder = SimpleNamespace(facts={})
+        self.history = SimpleNamespace(still_mark=("the same",), in_cpp_wait=lambda: False)
+        self.header = SimpleNamespace(
+            blocked=Blocked.WAIT, witness=1, heartbeat_ns=0, phase=Phase.BACKWARD, trace_signal=0
+        )
         self.now_s = 0.0
 
     def s(self, ns: int) -> float:
@@ -31,14 +33,8 @@ class Stuck:
     def text(self, at: int) -> str:
         return "socket"
 
-    def in_cpp_wait(self) -> bool:
-        return False
-
-    def has_open_on_device(self) -> bool:
-        return False
-
-    def known_on_device(self) -> frozenset[tuple[str, int]]:
-        return frozenset()
+    def still_s(self, now_s: float) -> float:
+        return now_s - 10.0
 
 
 @pytest.mark.parametrize(("device_groups", "least", "most"), [((), 1, 1), ((0,), 3, RENEWED_S + 1)])

@@ -24,9 +24,8 @@ def page(tmp_path: Path) -> PageWriter:
 
 @pytest.fixture
 def view(page: PageWriter) -> Iterator[RankView]:
-    view = RankView.open(page.path, 0)
+    view = RankView(page.path, 0)
     yield view
-    view.page = None
     view.reader.close()
 
 
@@ -37,7 +36,7 @@ def calls(page: PageWriter, line: int, seq: int, group: int = 0) -> None:
 
 def seen(view: RankView, line: int) -> tuple[int, ...]:
     view.refresh(1.0)
-    return view.visits.known().get("default_pg", {}).get(f"/job/train.py:{line}", ())
+    return view.history.visits.known().get("default_pg", {}).get(f"/job/train.py:{line}", ())
 
 
 def test_only_the_first_of_consecutive_calls_counts(page: PageWriter, view: RankView) -> None:
@@ -52,7 +51,7 @@ def test_only_the_first_of_consecutive_calls_counts(page: PageWriter, view: Rank
 
 def test_calls_without_a_collective_are_no_visits(page: PageWriter, view: RankView) -> None:
     calls(page, 10, 1, group=NO_GROUP)  # init_process_group, new_group
-    assert seen(view, 10) == () and view.visits.known() == {}
+    assert seen(view, 10) == () and view.history.visits.known() == {}
 
 
 def test_missed_calls_invalidate_older_visits(page: PageWriter, view: RankView) -> None:
@@ -61,4 +60,4 @@ def test_missed_calls_invalidate_older_visits(page: PageWriter, view: RankView) 
     for seq in range(6, CALLS + 20):
         calls(page, 30, seq)
     calls(page, 10, CALLS + 20)
-    assert seen(view, 10) == (CALLS + 20,) and view.missed_calls > 0
+    assert seen(view, 10) == (CALLS + 20,) and view.history.missed > 0

@@ -42,7 +42,7 @@ def take(run_dir: Path, timeout_s: float = 5.0) -> tuple[float, list[RankDump]]:
         DistdiagError: NO_DATA if no rank of the run is alive here.
     """
     alive = living(run_dir)
-    now_s = (time.monotonic_ns() - min(v.start_ns for v in alive)) / 1e9
+    now_s = (time.monotonic_ns() - min(v.decoder.start_ns for v in alive)) / 1e9
     with ThreadPoolExecutor(min(32, len(alive))) as pool:
         return now_s, list(pool.map(lambda v: _answer(v, timeout_s), alive))
 
@@ -56,33 +56,32 @@ def living(run_dir: Path) -> list[RankView]:
     views: list[RankView] = []
     for path in sorted(p for found in directories.of_run(run_dir).values() for d in found for p in d.glob("*.page")):
         try:
-            view = RankView.open(path, 0)
+            view = RankView(path, 0)
         except (PageError, OSError):
             continue
         try:
             if not view.reader.is_mapped():  # its process gets requests and a signal
                 continue
-            view.start_ns = view.reader.header().started_mono_ns
+            view.decoder.start_ns = view.first_header.started_mono_ns
             view.refresh(0.0)
         except Exception:  # a damaged page; only its rank is left out
             continue
         views.append(view)
-    alive = [v for v in views if v.page is not None]
-    if not alive and (owner := files.owner_of_other(run_dir)) is not None:
+    if not views and (owner := files.owner_of_other(run_dir)) is not None:
         raise DistdiagError(
             f"the ranks of {run_dir} belong to {owner}: only that user can ask them",
             f"`distdiag diagnose {run_dir}` prints what their monitor has found",
             ExitCode.NO_DATA,
             "not_permitted",
         )
-    if not alive:
+    if not views:
         raise DistdiagError(
             f"no rank of {run_dir} is alive on this node",
             f"`distdiag diagnose {run_dir}` prints what was found while it ran",
             ExitCode.NO_DATA,
             "no_rank",
         )
-    return alive
+    return views
 
 
 def merged(now_s: float, dumps: list[RankDump]) -> stacks.Stacks:
@@ -100,14 +99,13 @@ def _answer(v: RankView, timeout_s: float) -> RankDump:
 
 
 def _ask(v: RankView, timeout_s: float) -> RankDump:
-    assert v.page is not None
-    h = v.page.header
+    h = v.header
     record = None
     frames: list[tuple[str, int, str]] = []
     note = None
     path = v.text(h.witness)
-    state_silent = (v.s(h.heartbeat_ns) or 0.0) < (time.monotonic_ns() - v.start_ns) / 1e9 - 1.5
-    now_s = (time.monotonic_ns() - v.start_ns) / 1e9
+    now_s = (time.monotonic_ns() - v.decoder.start_ns) / 1e9
+    state_silent = (v.s(h.heartbeat_ns) or 0.0) < now_s - 1.5
     thread = processes.main_thread(h.pid)
     stopped = thread is not None and thread.state in "Tt"
     if stopped:  # it cannot answer
@@ -121,12 +119,12 @@ def _ask(v: RankView, timeout_s: float) -> RankDump:
     if path and not frames and not stopped:
         try:
             frames = ask.main_stack(ask.stacks(path, timeout_s))
-            record = ask.flight_record(path, now_s, timeout_s, recorders=ask.Recorders.of(v.facts))
+            record = ask.flight_record(path, now_s, timeout_s, recorders=ask.Recorders.of(v.decoder.facts))
         except (OSError, http.client.HTTPException) as e:
             note = f"did not answer within {timeout_s:g} s ({type(e).__name__})"
     answered = bool(frames)
     if not frames:
-        frames = [(s.file, s.line, s.function) for s in v.stack(h)]
+        frames = [(s.file, s.line, s.function) for s in v.decoder.stack()]
         note = note or ("no witness: the stack is from its pulse" if frames else "no stack")
     state = v.state(now_s, True, thread.state if thread is not None else None, record)
     op = None
@@ -136,7 +134,9 @@ def _ask(v: RankView, timeout_s: float) -> RankDump:
     if answered and state.activity == "gil_held":
         note = "GIL held"
     shown = tuple(f"{name} {file}:{line}" for file, line, name in reversed(_from_user(frames)))
-    groups = {g.name: {"name": g.name, "desc": g.description, "ranks": json.dumps(list(g.ranks))} for g in v.groups()}
+    groups = {
+        g.name: {"name": g.name, "desc": g.description, "ranks": json.dumps(list(g.ranks))} for g in v.decoder.groups()
+    }
     return RankDump(h.rank, shown, op, note, record, groups, answered)
 
 

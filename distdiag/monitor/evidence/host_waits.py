@@ -54,20 +54,19 @@ class HostWaits:
 
     def sample(self, now_s: float, views: Mapping[int, RankView], stopped: Collection[int]) -> None:
         """Read the answers since the last poll, and ask ranks that make no progress; does not wait."""
-        open_somewhere = any(v.ending is None and v.has_open_on_device() for v in views.values())
+        open_somewhere = any(v.ending is None and v.device.has_open() for v in views.values())
         self.next_s = None
         for v in views.values():
-            still_s = now_s - (v.still_since_s if v.still_since_s is not None else now_s)
+            still_s = v.still_s(now_s)
             if not open_somewhere or v.ending is not None or v.rank in stopped or still_s < STILL_S or not _asks(v):
                 self._ranks.pop(v.rank, None)
                 if open_somewhere and 0.0 < still_s < STILL_S:
                     self._poll_at(now_s + STILL_S - still_s)
                 continue
-            assert v.page is not None
             mark = v.progress_mark()
             r = self._ranks.get(v.rank)
             if r is None or r.mark != mark:
-                symbols = r.symbols if r is not None else native.Symbols(v.page.header.pid)
+                symbols = r.symbols if r is not None else native.Symbols(v.header.pid)
                 r = self._ranks[v.rank] = _Rank(mark, symbols)
             elif r.asked_ns:
                 self._take(r, v, now_s)
@@ -80,13 +79,12 @@ class HostWaits:
         self.next_s = t_s if self.next_s is None else min(self.next_s, t_s)
 
     def _ask(self, r: _Rank, v: RankView, now_s: float) -> None:
-        assert v.page is not None
-        h = v.page.header
+        h = v.header
         r.asked_s = now_s
         if not files.is_file(v.reader.path.parent, v.file("native").name):  # the signal handler is not ours
             return
         try:
-            r.asked_ns = v.start_ns + int(now_s * 1e9)
+            r.asked_ns = v.decoder.start_ns + int(now_s * 1e9)
             signals.send(h.pid, h.trace_signal - 1, v.reader.path)
         except OSError:
             r.asked_ns = 0
@@ -99,7 +97,7 @@ class HostWaits:
         kind, name = native.host_wait(names)
         if kind == HostWait.NO:
             libraries = r.symbols.libraries(sample)
-            function = native.unknown_backend(libraries, names, v.in_backend())
+            function = native.unknown_backend(libraries, names, v.history.in_backend())
             if function is not None:
                 kind, name = HostWait.DEVICE, function
             else:
@@ -112,6 +110,5 @@ class HostWaits:
 
 def _asks(v: RankView) -> bool:
     """True if this rank should be asked: it uses a device backend, and its hooks do not show where it waits."""
-    assert v.page is not None
-    h = v.page.header
-    return bool(v.device_groups) and bool(h.trace_signal) and h.blocked not in (Blocked.GROUP, Blocked.STORE)
+    h = v.header
+    return bool(v.device.groups) and bool(h.trace_signal) and h.blocked not in (Blocked.GROUP, Blocked.STORE)

@@ -66,19 +66,18 @@ class Gatherer:
         """
         self.host_waits.sample(now_s, views, stopped)
         for q, (mark, _) in list(self.records.items()):
-            if q not in views or views[q]._still_mark != mark:
+            if q not in views or views[q].history.still_mark != mark:
                 del self.records[q]
         waiting = [
             v
             for v in views.values()
             if v.ending is None
-            and v.page is not None
             and (
-                v.page.header.blocked not in (Blocked.NO, Blocked.STORE)
-                or v.in_cpp_wait()
+                v.header.blocked not in (Blocked.NO, Blocked.STORE)
+                or v.history.in_cpp_wait()
                 or self.host_waits.of(v.rank) is not None
             )
-            and now_s - (v.still_since_s or now_s) >= SUSPECT_S
+            and v.still_s(now_s) >= SUSPECT_S
         ]
         self.active = bool(waiting) or self.host_waits.asks
         if not waiting:
@@ -88,21 +87,21 @@ class Gatherer:
             v
             for v in views.values()
             if v.ending is None
-            and (v.rank not in self.records or (v.device_groups and now_s - (v.still_since_s or now_s) < RENEWED_S))
-            and now_s - (v.still_since_s or now_s) >= SUSPECT_S
+            and (v.rank not in self.records or (v.device.groups and v.still_s(now_s) < RENEWED_S))
+            and v.still_s(now_s) >= SUSPECT_S
             and v.rank not in stopped
             and now_s - self._asked.get(v.rank, -1e9) > 1.0
-            and v.page is not None
-            and v.page.header.witness
+            and v.header.witness
         ]
         futures = {}
         for v in wanted:
-            assert v.page is not None
             self._asked[v.rank] = now_s
-            path = v.text(v.page.header.witness)
+            path = v.text(v.header.witness)
             futures[v.rank] = (
-                v._still_mark,
-                self.pool.submit(ask.flight_record, path, now_s, 1.0, v.known_on_device(), ask.Recorders.of(v.facts)),
+                v.history.still_mark,
+                self.pool.submit(
+                    ask.flight_record, path, now_s, 1.0, v.device.known(), ask.Recorders.of(v.decoder.facts)
+                ),
             )
         self._gather_stacks(now_s, views, stopped)
         for v in views.values():
@@ -116,22 +115,21 @@ class Gatherer:
     def _gather_stacks(self, now_s: float, views: Mapping[int, RankView], stopped: Collection[int]) -> None:
         """Get the stacks of ranks whose pulse is silent."""
         for v in views.values():
-            if v.ending is not None or v.page is None or v.rank in stopped:
+            if v.ending is not None or v.rank in stopped:
                 continue
-            silent_s = now_s - (v.s(v.page.header.heartbeat_ns) or 0.0)
+            silent_s = now_s - (v.s(v.header.heartbeat_ns) or 0.0)
             if silent_s > SILENT_S and now_s - self.stuck_stacks.get(v.rank, (-1e9, ()))[0] > 4.0:
                 self._stack_of_silent(v, now_s)
 
     def _ask_workers(self, v: RankView, now_s: float) -> None:
         """Get the stacks of the DataLoader workers that a rank has waited for, for `LOADING_S` or more."""
-        assert v.page is not None
-        h = v.page.header
-        still_s = now_s - (v.still_since_s or now_s)
+        h = v.header
+        still_s = v.still_s(now_s)
         if h.phase != Phase.DATA or still_s < LOADING_S or not h.trace_signal or h.blocked != Blocked.NO:
             self.workers.pop(v.rank, None)
             return
         kept = self.workers.get(v.rank)
-        if kept is not None and kept[0] == v._still_mark and now_s - kept[1] < WORKERS_KEPT_S:
+        if kept is not None and kept[0] == v.history.still_mark and now_s - kept[1] < WORKERS_KEPT_S:
             return
         found: list[Site | None] = []
         for pid in ask.loader_workers(h.pid, h.trace_signal)[:MOST_WORKERS]:
@@ -142,12 +140,11 @@ class Gatherer:
             frames = ask.in_worker(ask.main_stack(threads))
             if frames is not None:
                 found.append(next((Site(f, n, name) for f, n, name in frames if kind_of_file(f) == USER), None))
-        self.workers[v.rank] = (v._still_mark, now_s, tuple(found))
+        self.workers[v.rank] = (v.history.still_mark, now_s, tuple(found))
 
     def _stack_of_silent(self, v: RankView, now_s: float) -> None:
         """Get the main thread's user frames by signal: the GIL is held, so Python code cannot answer."""
-        assert v.page is not None
-        h = v.page.header
+        h = v.header
         if not h.trace_signal:
             return
         try:
@@ -157,7 +154,7 @@ class Gatherer:
         self._keep_stack(v, now_s, ask.main_stack(threads))
 
     def _keep_stack(self, v: RankView, now_s: float, frames: list[tuple[str, int, str]]) -> None:
-        mine = tuple(Site(f, n, name) for f, n, name in frames if is_users(f, v.backend_files))
+        mine = tuple(Site(f, n, name) for f, n, name in frames if is_users(f, v.decoder.backend_files))
         if mine:
             self.stuck_stacks[v.rank] = (now_s, mine)
 

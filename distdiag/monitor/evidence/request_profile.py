@@ -109,14 +109,14 @@ def self_times(views: Collection[RankView]) -> dict[int, float]:
     """Return by rank the median self time of its newest steps in ms: step time minus waits for other ranks."""
     out = {}
     for v in views:
-        known = [s.step_ms - (s.wait_ms or 0.0) for s in list(v.steps)[-20:]]
+        known = [s.step_ms - (s.wait_ms or 0.0) for s in list(v.history.steps)[-20:]]
         if known:
             out[v.rank] = statistics.median(known)
     return out
 
 
 def _step_s(views: Collection[RankView]) -> float | None:
-    known = [s.step_ms for v in views for s in list(v.steps)[-20:]]
+    known = [s.step_ms for v in views for s in list(v.history.steps)[-20:]]
     return statistics.median(known) / 1e3 if known else None
 
 
@@ -259,7 +259,7 @@ def _flight_entries(v: RankView) -> dict[tuple[str, int], ask.Entry]:
     """Return the newest collectives of the rank's flight recorder; empty if the witness does not answer."""
     path = v.text(v.reader.header().witness)
     try:
-        record = ask.flight_record(path, 0.0, recorders=ask.Recorders.of(v.facts)) if path else None
+        record = ask.flight_record(path, 0.0, recorders=ask.Recorders.of(v.decoder.facts)) if path else None
     except Exception:  # without it, only the collectives' numbers are missing
         return {}
     return record.entries if record is not None else {}
@@ -268,11 +268,11 @@ def _flight_entries(v: RankView) -> dict[tuple[str, int], ask.Entry]:
 def _messages(v: RankView) -> list[tuple[Call, int]]:
     """Return the sends and recvs in the rank's page, each with the wall clock of its call."""
     try:
-        view = RankView.open(v.reader.path, v.start_ns)
-        view.calls = deque(maxlen=CALLS)
+        view = RankView(v.reader.path, v.decoder.start_ns)
+        view.history.calls = deque(maxlen=CALLS)
         view.refresh(0.0)
-        wall_ns = time.time_ns() - time.monotonic_ns() + v.start_ns
-        return [(c, wall_ns + int(c.entered_s * 1e9)) for c in view.calls if c.p2p and c.entered_s is not None]
+        wall_ns = time.time_ns() - time.monotonic_ns() + v.decoder.start_ns
+        return [(c, wall_ns + int(c.entered_s * 1e9)) for c in view.history.calls if c.p2p and c.entered_s is not None]
     except Exception:  # a damaged page; only the messages' other ends are missing
         return []
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from distdiag.diagnosis.model.snapshot import DdpTime, Step
-from distdiag.page.layout import DDP_TIMES, Page
+from distdiag.monitor.ranks.decode import PageDecoder, Ring
 
 MOST_NS = 24 * 3600 * 10**9  # longer times are invalid
 UNMATCHED = 64  # steps kept for which not all DDP modules were measured
@@ -15,31 +15,27 @@ UNMATCHED = 64  # steps kept for which not all DDP modules were measured
 class DdpTimes:
     """The measurements of one rank. A step is complete once every training DDP module was measured in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, decoder: PageDecoder, ring: Ring) -> None:
         self.kept: deque[DdpTime] = deque(maxlen=32)
         self._new: list[DdpTime] = []
-        self._read = 0
+        self._decoder, self._ring = decoder, ring
         self._parts: dict[int, dict[int, tuple[float, float]]] = {}  # step -> model -> communication and exposed, ms
 
-    def read(self, page: Page, start_ns: int, steps: Iterable[Step]) -> None:
+    def read(self, steps: Iterable[Step]) -> None:
         """Read the new measurements in the ring.
 
         Args:
-            start_ns: Monotonic time at which the run began.
             steps: The rank's last steps, newest first.
         """
-        header = page.header
-        if self._read == header.n_ddp_times:
+        header, models = self._decoder.header, self._decoder.page.models
+        if self._ring.read == header.n_ddp_times:
             return
-        self._read = max(self._read, header.n_ddp_times - DDP_TIMES)
         known = list(steps)
-        trained = {i for i in range(header.n_models) if page.models[i].synced_backwards}
-        while self._read < header.n_ddp_times:
-            record = page.ddp_times[self._read % DDP_TIMES]
-            self._read += 1
-            if record.number != self._read or record.model >= header.n_models or record.comm_ns > MOST_NS:
+        trained = {i for i in range(header.n_models) if models[i].synced_backwards}
+        for record in self._ring.new():
+            if record.model >= header.n_models or record.comm_ns > MOST_NS:
                 continue
-            began_s = (record.began_ns - start_ns) / 1e9
+            began_s = (record.began_ns - self._decoder.start_ns) / 1e9
             step = next((x for x in known if x.end_s - x.step_ms / 1e3 <= began_s <= x.end_s), None)
             if step is None or not record.per_step:
                 continue

@@ -1,16 +1,18 @@
-"""Decode a page: texts, sites and slots, as the types of a snapshot."""
+"""Decode a page: texts, sites, slots and rings, as the types of a snapshot."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from ctypes import Structure
+from functools import cache
 from typing import Any
 
 import msgspec
 
 from distdiag.diagnosis.model.snapshot import Buckets, Loader, Model, Site
-from distdiag.page.layout import BARRIER_PEER, NO_GROUP, Header, Page
+from distdiag.page.layout import BARRIER_PEER, NO_GROUP
 from distdiag.page.reader import PageReader
 from distdiag.terms.ranks import unfold_ranks
 
@@ -18,8 +20,7 @@ STACKS_KEPT = 512
 LEAST_POLLS = 8  # of a loader's workers
 
 
-@dataclass(slots=True)
-class GroupSeen:
+class GroupSeen(msgspec.Struct, frozen=True):
     """A process group as one rank's page describes it."""
 
     key: str
@@ -29,16 +30,20 @@ class GroupSeen:
     name: str  # torch's own
 
 
-@dataclass
 class PageDecoder:
-    """A page and the texts that its offsets point at; cached, because texts never change."""
+    """A page and the texts that its offsets point at; cached, because texts never change.
 
-    reader: PageReader
-    start_ns: int  # monotonic time at which the run began
-    page: Page | None = None
-    _json: dict[int, Any] = field(default_factory=dict)
-    _sites: dict[int, Site | None] = field(default_factory=dict)
-    _stacks: dict[bytes, tuple[Site, ...]] = field(default_factory=dict)
+    Attributes:
+        start_ns: Monotonic time at which the run began.
+        page, header: The newest copy; empty before the first `reader.read`.
+    """
+
+    def __init__(self, reader: PageReader, start_ns: int) -> None:
+        self.reader, self.start_ns = reader, start_ns
+        self.page, self.header, self.text = reader.page, reader.page.header, reader.text
+        self._json: dict[int, Any] = {}
+        self._sites: dict[int, Site | None] = {}
+        self._stacks: dict[bytes, tuple[Site, ...]] = {}
 
     # -- times and sites --------------------------------------------------------------------------
 
@@ -52,12 +57,9 @@ class PageDecoder:
             self._sites[offset] = Site(*found) if found else None
         return self._sites[offset]
 
-    def text(self, offset: int) -> str:
-        return self.reader.text(offset)
-
-    def stack(self, h: Header) -> tuple[Site, ...]:
+    def stack(self) -> tuple[Site, ...]:
         """Return the user's frames of the main thread, innermost first, from the newest sample of the pulse."""
-        return self.stack_of(bytes(h.stack)[: h.stack_depth * 8])
+        return self.stack_of(bytes(self.header.stack)[: self.header.stack_depth * 8])
 
     def stack_of(self, offsets: bytes) -> tuple[Site, ...]:
         """Return the frames at these offsets, 64 bits each, innermost first."""
@@ -82,7 +84,7 @@ class PageDecoder:
 
     @property
     def facts(self) -> dict[str, Any]:
-        found = self.parsed(self.page.header.facts) if self.page else None
+        found = self.parsed(self.header.facts)
         return found if isinstance(found, dict) else {}
 
     @property
@@ -93,11 +95,11 @@ class PageDecoder:
 
     # -- slots -------------------------------------------------------------------------------------------
 
-    def group_key(self, page: Page, index: int) -> str:
+    def group_key(self, index: int) -> str:
         """Return a readable name of a group, equal on all ranks: default_pg, or from its description, or its name."""
-        if index >= page.header.n_groups:
+        if index >= self.header.n_groups:
             return "?"
-        slot = page.groups[index]
+        slot = self.page.groups[index]
         name, description = self.text(slot.name), self.text(slot.description)
         again = f"#{slot.generation}" if slot.generation > 1 else ""
         if description == "default_pg":
@@ -108,67 +110,60 @@ class PageDecoder:
 
     def groups(self) -> list[GroupSeen]:
         """Return the process groups that this rank knows."""
-        page, text = self.page, self.text
-        if page is None:
-            return []
-        slots = [(self.group_key(page, i), page.groups[i]) for i in range(page.header.n_groups)]
+        slots, text = self.page.groups[: self.header.n_groups], self.text
         return [
-            GroupSeen(key, text(s.description), text(s.backend), unfold_ranks(text(s.ranks)), text(s.name))
-            for key, s in slots
+            GroupSeen(
+                self.group_key(i), text(s.description), text(s.backend), unfold_ranks(text(s.ranks)), text(s.name)
+            )
+            for i, s in enumerate(slots)
         ]
 
-    def p2p(self, page: Page) -> dict[str, int]:
+    def p2p(self) -> dict[str, int]:
         """Return how many messages the rank has issued, by `send:PEER:TAG:GROUP` or `recv:…`."""
-        out: dict[str, int] = {}
-        for i in range(page.header.n_peers):
-            s = page.peers[i]
-            if s.peer == BARRIER_PEER:
-                continue
-            peer = "any" if s.peer < 0 else str(s.peer)
-            out[f"{'send' if s.send else 'recv'}:{peer}:{s.tag}:{self.group_key(page, s.group)}"] = s.count
-        return out
+        return {
+            f"{'send' if s.send else 'recv'}:{'any' if s.peer < 0 else s.peer}:{s.tag}:{self.group_key(s.group)}": s.count
+            for s in self.page.peers[: self.header.n_peers]
+            if s.peer != BARRIER_PEER
+        }
 
-    def sites(self, page: Page) -> dict[str, int]:
+    def sites(self) -> dict[str, int]:
         """Return how many collectives were called at each site."""
         out: dict[str, int] = {}
-        for i in range(page.header.n_sites):
-            slot = page.sites[i]
+        for slot in self.page.sites[: self.header.n_sites]:
             site = self.site(slot.site)
             if site is not None:
                 out[site.key] = out.get(site.key, 0) + slot.count
         return out
 
-    def loaders(self, page: Page) -> tuple[Loader, ...]:
-        def known(v: int) -> int | None:
-            return v if v >= 0 else None
-
-        out = []
-        for i in range(page.header.n_loaders):
-            s = page.loaders[i]
-            out.append(
-                Loader(
-                    site=self.site(s.site),
-                    length=known(s.length),
-                    batch_size=known(s.batch_size),
-                    dataset_length=known(s.dataset_length),
-                    drop_last=None if s.drop_last < 0 else bool(s.drop_last),
-                    distributed_sampler=bool(s.distributed_sampler),
-                    sampler_fits=s.distributed_sampler == 1 if s.distributed_sampler else None,
-                    sampler_epoch=known(s.sampler_epoch),
-                    shuffle=None if s.shuffle < 0 else bool(s.shuffle),
-                    iterations_started=s.iterations,
-                    batches=s.batches,
-                    exhausted=bool(s.exhausted),
-                    in_training=bool(s.in_training),
-                    workers=s.workers,
-                    promised=bool(s.promised),
-                    fed=bool(s.fed),
-                    fetching=min(s.fetching_permille, 1000) / 1000 if s.polls >= LEAST_POLLS else None,
-                    first_fingerprints=tuple(s.first[: s.n_first]),
-                    previous_fingerprints=tuple(s.previous[: s.n_previous]),
-                )
+    def loaders(self) -> tuple[Loader, ...]:
+        return tuple(
+            self._of_slot(
+                Loader,
+                s,
+                distributed_sampler=bool(s.distributed_sampler),
+                sampler_fits=s.distributed_sampler == 1 if s.distributed_sampler else None,
+                iterations_started=s.iterations,
+                fetching=min(s.fetching_permille, 1000) / 1000 if s.polls >= LEAST_POLLS else None,
+                first_fingerprints=tuple(s.first[: s.n_first]),
+                previous_fingerprints=tuple(s.previous[: s.n_previous]),
             )
-        return tuple(out)
+            for s in self.page.loaders[: self.header.n_loaders]
+        )
+
+    def models(self) -> tuple[Model, ...]:
+        return tuple(
+            self._of_slot(
+                Model,
+                m,
+                group=self.group_key(m.group) if m.group != NO_GROUP else None,
+                elements=m.parameter_elements,
+                flag_of_library=m.find_unused == 2,
+                never_called=tuple(map(str, self.parsed(m.never_called) or [])) if m.never_called else None,
+                search_ms=m.search_ns / m.searches / 1e6 if m.searches else None,
+                buckets=self.buckets(m.buckets),
+            )
+            for m in self.page.models[: self.header.n_models]
+        )
 
     def buckets(self, offset: int) -> Buckets | None:
         """Return a DDP module's buckets; None if they are unknown or damaged."""
@@ -177,38 +172,51 @@ class PageDecoder:
             return msgspec.convert(found, Buckets) if found else None
         return None
 
-    def models(self, page: Page) -> tuple[Model, ...]:
-        out = []
-        for i in range(page.header.n_models):
-            m = page.models[i]
-            unused = self.parsed(m.unused) or []
-            out.append(
-                Model(
-                    name=self.text(m.name),
-                    group=self.group_key(page, m.group) if m.group != NO_GROUP else None,
-                    site=self.site(m.site),
-                    parameters=m.parameters,
-                    elements=m.parameter_elements,
-                    frozen=m.frozen,
-                    frozen_names=tuple((str(n), int(k)) for n, k in self.parsed(m.frozen_names) or []),
-                    shape_hash=m.shape_hash,
-                    find_unused=None if m.find_unused < 0 else bool(m.find_unused),
-                    flag_of_library=m.find_unused == 2,
-                    static_graph=bool(m.static_graph),
-                    broadcast_buffers=bool(m.broadcast_buffers),
-                    forwards=m.forwards,
-                    synced_backwards=m.synced_backwards,
-                    unused_checks=m.unused_checks,
-                    unused_hits=m.unused_hits,
-                    unused=tuple((str(n), int(k)) for n, k in unused),
-                    unused_step=m.unused_step,
-                    frozen_later=bool(m.frozen_later),
-                    never_trained=tuple((str(n), int(k)) for n, k in self.parsed(m.never_trained) or []),
-                    never_called=tuple(map(str, self.parsed(m.never_called) or [])) if m.never_called else None,
-                    unused_site=self.site(m.unused_site),
-                    search_ms=m.search_ns / m.searches / 1e6 if m.searches else None,
-                    buckets=self.buckets(m.buckets),
-                    evaluating=bool(m.evaluating),
-                )
-            )
-        return tuple(out)
+    def sizes(self, offset: int) -> tuple[tuple[str, int], ...]:
+        """Return the names and sizes in a JSON text."""
+        return tuple((str(name), int(size)) for name, size in self.parsed(offset) or [])
+
+    def _of_slot(self, kind: type[Any], slot: Structure, **given: Any) -> Any:
+        """Return a slot as a type of the snapshot: `given`, and the fields that both have under one name."""
+        for name, read in _shared(kind, type(slot)):
+            if name not in given:
+                given[name] = read(self, getattr(slot, name))
+        return kind(**given)
+
+
+# by type of a field: its value from that of a slot; below 0 is not known
+_READ: dict[Any, Callable[[PageDecoder, int], Any]] = {
+    int: lambda _, value: value,
+    bool: lambda _, value: bool(value),
+    int | None: lambda _, value: None if value < 0 else value,
+    bool | None: lambda _, value: None if value < 0 else bool(value),
+    str: lambda page, offset: page.text(offset),
+    Site | None: PageDecoder.site,
+    tuple[tuple[str, int], ...]: PageDecoder.sizes,
+}
+
+
+@cache
+def _shared(kind: type[Any], slot: type[Structure]) -> list[tuple[str, Callable[[PageDecoder, int], Any]]]:
+    return [(f.name, _READ[f.type]) for f in msgspec.structs.fields(kind) if hasattr(slot, f.name) and f.type in _READ]
+
+
+class Ring:
+    """The records of one ring of a page that have not been read yet."""
+
+    def __init__(self, of: PageDecoder, name: str) -> None:
+        self._header, self._records, self._count = of.header, getattr(of.page, name), f"n_{name}"
+        self.read = self.missed = 0  # missed: overwritten before they were read
+
+    def new(self) -> Iterator[Any]:
+        """Yield the new records, oldest first, without those that are half written."""
+        records, newest = self._records, getattr(self._header, self._count)
+        oldest = newest - len(records)
+        if oldest > self.read:
+            self.missed += oldest - self.read
+            self.read = oldest
+        while self.read < newest:
+            record = records[self.read % len(records)]
+            self.read += 1
+            if record.number == self.read:
+                yield record

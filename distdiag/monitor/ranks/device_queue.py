@@ -12,8 +12,59 @@ from collections.abc import Iterable, Mapping
 from msgspec.structs import replace
 
 from distdiag.diagnosis.model.snapshot import Call
+from distdiag.monitor.ranks.decode import PageDecoder
+from distdiag.monitor.ranks.follow import RankHistory
+from distdiag.page.layout import GroupSlot
+from distdiag.terms.backends import blocks_host
 
 OpenMessages = Mapping[tuple[str, str, int | None], int]  # (group, send or recv, peer) -> how many are incomplete
+
+
+class DeviceGroups:
+    """The process groups of one rank whose collectives do not block the host."""
+
+    def __init__(self, decoder: PageDecoder, history: RankHistory) -> None:
+        self._decoder, self._history = decoder, history
+
+    def _slots(self) -> list[GroupSlot]:
+        return self._decoder.page.groups[: self._decoder.header.n_groups]
+
+    def _backend(self, slot: GroupSlot) -> str:
+        return self._decoder.text(slot.backend)
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Return the slots of those that exist, by backend or by their calls so far."""
+        slots = self._slots()
+        unknown = not all(map(self._backend, slots))
+        seen = {call.group for call in self._history.calls if call.on_device} if unknown else set()
+        return tuple(
+            i
+            for i, slot in enumerate(slots)
+            if not slot.destroyed
+            and (not blocks_host(self._backend(slot)) or (unknown and self._decoder.group_key(i) in seen))
+        )
+
+    def used(self) -> bool:
+        """True if this rank has or had such a group: its steps then have no measured waits."""
+        return not all(blocks_host(self._backend(slot)) for slot in self._slots()) or any(
+            call.on_device for call in self._history.calls
+        )
+
+    def has_open(self) -> bool:
+        """True if the device may have an operation in flight: by the counters, or because of messages, which have no counter."""
+        page = self._decoder.page
+        return any((g := page.groups[i]).completed < g.enqueued or page.header.n_peers for i in self.groups)
+
+    def known(self) -> frozenset[tuple[str, int]]:
+        """Return the collectives that Python issued, as (torch's name of the group, the flight recorder's number)."""
+        page, text = self._decoder.page, self._decoder.text
+        slots = {self._decoder.group_key(i): page.groups[i] for i in self.groups}
+        return frozenset(
+            (text(slot.name), call.seq + slot.offset)
+            for call in self._history.calls
+            if call.seq is not None and (slot := slots.get(call.group)) is not None
+        )
 
 
 def incomplete(

@@ -5,40 +5,14 @@ from __future__ import annotations
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from distdiag.diagnosis.model.snapshot import Call, Sample, Site, Step
 from distdiag.diagnosis.model.visits import Visits
-from distdiag.monitor.host.processes import Ending
 from distdiag.monitor.ranks.ddp_times import DdpTimes
-from distdiag.monitor.ranks.decode import PageDecoder
-from distdiag.page.layout import (
-    ASYNC,
-    CALLS,
-    EVEN,
-    FAILED_CALL,
-    NEWS,
-    NO_GROUP,
-    ON_DEVICE,
-    OTHER_THREAD,
-    P2P,
-    ROOTED,
-    SAMPLES,
-    SCALARS,
-    STACK,
-    STEPS,
-    STILL_NS,
-    Blocked,
-    CallRecord,
-    Header,
-    Page,
-    Phase,
-    SampleKind,
-    word,
-)
-from distdiag.page.reader import PageReader
+from distdiag.monitor.ranks.decode import PageDecoder, Ring
+from distdiag.page import layout
+from distdiag.page.layout import CALLS, NO_GROUP, SAMPLES, SCALARS, STACK, STEPS, Blocked, Phase, SampleKind, word
 from distdiag.store.rows import ScalarRow
 from distdiag.terms.ranks import unfold_ranks
 
@@ -48,76 +22,60 @@ _SINCE, _BLOCKED, _BLOCKED_SINCE = map(word, ("phase_since_ns", "blocked", "bloc
 _N_CALLS, _N_STEPS, _N_SAMPLES, _N_SCALARS = map(word, ("n_calls", "n_steps", "n_samples", "n_scalars"))
 _VERSION, _DEPTH, _STACK, _STACK_PHASE = map(word, ("stack_version", "stack_depth", "stack", "stack_phase"))
 _NO, _DDP = _MAY_COMPUTE = int(Blocked.NO), int(Blocked.DDP)
+# innermost Python frames of calls in which C++ waits for a collective
+_CPP_WAITS = ("_functional_collectives.", "_ops.")
 _PHASES = [p.name.lower() for p in Phase]
 ROUTINE_SAMPLES = frozenset(
     {SampleKind.PARAMETERS, SampleKind.BUFFERS, SampleKind.REDUCED, SampleKind.AVERAGED, SampleKind.LEARNING_RATE}
 )
-SITE_SAMPLES = 400
-WARM_STEPS = 20
-MEMORY_S, MEMORY_SAMPLES = 32.0, 40
-MEMORY_RATE = 1 << 20  # bytes per second; slower growth needs minutes of samples anyway
+SITE_SAMPLES, WARM_STEPS = 400, 20
 
 
-@dataclass
-class PageView(PageDecoder):
-    """One rank's page and what has been read of its rings."""
+class RankHistory:
+    """What has been read of the rings of one rank's page.
 
-    rank: int = 0
-    first_header: Header = field(default_factory=Header)  # as it was when the page was opened
-    calls: deque[Call] = field(default_factory=lambda: deque(maxlen=CALLS_KEPT))
-    _open: dict[int, int] = field(default_factory=dict)
-    _calls_read: int = 0
-    steps: deque[Step] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
-    _steps_read: int = 0
-    ddp_times: DdpTimes = field(default_factory=DdpTimes)
-    _samples_read: int = 0
-    samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=SAMPLES))
-    _scalars_read: int = 0
-    _news: bytes = b""
-    _samples_checked: int = 0
-    _sampled: int = 0  # version of the stack that was counted last
-    ending: Ending | None = None
-    ended_s: float | None = None
-    site_counts: dict[str, Counter[Site]] = field(default_factory=dict)
-    site_stacks: dict[tuple[str, Site], tuple[Site, ...]] = field(default_factory=dict)
-    visits: Visits = field(default_factory=Visits)
-    _shares: bool = False  # it has exchanged floating-point tensors with others while it trained
-    group_calls: dict[str, int] = field(default_factory=dict)
-    # calls of new_group by name: (number, members, call site)
-    new_groups: dict[str, tuple[int, tuple[int, ...], Site | None]] = field(default_factory=dict)
-    still_since_s: float | None = None
-    _still_mark: tuple[Any, ...] = ()
-    memory: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=600))
-    device_memory: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=600))
-    rss_bytes: int | None = None
-    cpu_pct: float | None = None
-    queued_share: float | None = None
-    workers_starved: float | None = None
-    workers_busy: float | None = None
-    # not taken yet
-    new_steps: list[Step] = field(default_factory=list)
-    closed_calls: list[tuple[Call, float]] = field(default_factory=list)  # with the host's wait, s
-    missed: int = 0  # steps that were overwritten before they were read
-    missed_scalars: int = 0  # the same for logged values: of many a second, only the newest are kept
-    missed_calls: int = 0  # the same for calls: their times are lost, their counts are exact
-    longest_delay_s: float = 0.0
-    warm_since_s: float | None = None
-    died_in_background: bool = False  # a fatal signal in a thread of gloo or NCCL
+    Attributes:
+        new_groups: Calls of new_group by name: (number, members, call site).
+        still_since_s: Time since which `still_mark` is the same: the host has made no progress.
+        new_steps, closed_calls: Not taken yet; the latter with the host's wait in seconds.
+    """
 
-    @classmethod
-    def open(cls, path: Path, start_ns: int) -> Self:
-        view = cls(PageReader(path), start_ns)
-        view.first_header = view.reader.header()
-        view.rank = view.first_header.rank
-        return view
+    def __init__(self, decoder: PageDecoder) -> None:
+        self._decoder, self._reader = decoder, decoder.reader
+        rings = ("calls", "steps", "samples", "scalars", "ddp_times")
+        self._calls, self._steps, self._samples, self._scalars, times = (Ring(decoder, name) for name in rings)
+        self.calls: deque[Call] = deque(maxlen=CALLS_KEPT)
+        self._open: dict[int, int] = {}
+        self.steps: deque[Step] = deque(maxlen=STEPS_KEPT)
+        self.ddp_times = DdpTimes(decoder, times)
+        self.samples: deque[Sample] = deque(maxlen=SAMPLES)
+        self._news = b""
+        self._samples_checked = 0
+        self._sampled = 0  # version of the stack that was counted last
+        self.site_counts: dict[str, Counter[Site]] = {}
+        self.site_stacks: dict[tuple[str, Site], tuple[Site, ...]] = {}
+        self.visits = Visits()
+        self._shares = False  # it has exchanged floating-point tensors with others while it trained
+        self.group_calls: dict[str, int] = {}
+        self.new_groups: dict[str, tuple[int, tuple[int, ...], Site | None]] = {}
+        self.still_since_s: float | None = None
+        self.still_mark: tuple[Any, ...] = ()
+        self.new_steps: list[Step] = []
+        self.closed_calls: list[tuple[Call, float]] = []
+        self.warm_since_s: float | None = None
 
-    def file(self, kind: str) -> Path:
-        """Return the path of a file next to the page: `trace`, `native` (stacks on request), `fatal` (stacks at a fatal signal)."""
-        return self.reader.path.with_name(f"r{self.rank}.{kind}")
+    @property
+    def missed_steps(self) -> int:
+        return self._steps.missed
+
+    @property
+    def missed(self) -> int:
+        """Return how many records were overwritten before they were read; counts of calls are exact nevertheless."""
+        return self._calls.missed + self._steps.missed + self._scalars.missed
 
     # -- reading ----------------------------------------------------------------------------------
 
-    def moves_on(self, now_ns: int, idle: Callable[[Self], bool | None]) -> bool:
+    def moves_on(self, now_ns: int, idle: Callable[[], bool | None]) -> bool:
         """True if the main thread cannot be waiting for another rank, and its records can be read later.
 
         It has just changed its phase or wait, or it uses the CPU. The latter may be a spinning wait for a GPU, so it counts
@@ -127,105 +85,108 @@ class PageView(PageDecoder):
             now_ns: Monotonic time.
             idle: Returns True if the rank sleeps and has used no CPU lately; called only if needed.
         """
-        if self.page is None:
-            return False
-        words = self.reader.words
+        words = self._reader.words
         still_ns = now_ns - max(words[_SINCE], words[_BLOCKED_SINCE])
-        if still_ns >= STILL_NS and (
-            still_ns >= COMPUTES_NS or words[_BLOCKED] not in _MAY_COMPUTE or idle(self) is not False
+        if still_ns >= layout.STILL_NS and (
+            still_ns >= COMPUTES_NS or words[_BLOCKED] not in _MAY_COMPUTE or idle() is not False
         ):
             return False
         return (
-            words[_N_CALLS] - self._calls_read < CALLS // 4
-            and words[_N_STEPS] - self._steps_read < STEPS // 2
-            and words[_N_SCALARS] - self._scalars_read < SCALARS // 2
-            and words[NEWS].tobytes() == self._news
+            words[_N_CALLS] - self._calls.read < CALLS // 4
+            and words[_N_STEPS] - self._steps.read < STEPS // 2
+            and words[_N_SCALARS] - self._scalars.read < SCALARS // 2
+            and words[layout.NEWS].tobytes() == self._news
             and (words[_N_SAMPLES] == self._samples_checked or self._samples_can_wait(words[_N_SAMPLES]))
         )
 
     def _samples_can_wait(self, samples: int) -> bool:
         """True if all new samples are of routine kinds, and the ring has room for more."""
-        first, self._samples_checked = max(self._samples_checked, self._samples_read), samples
-        routine = ROUTINE_SAMPLES.issuperset(self.reader.sample_kinds(first, samples))
-        return routine and samples - self._samples_read < SAMPLES // 4
+        first, self._samples_checked = max(self._samples_checked, self._samples.read), samples
+        routine = ROUTINE_SAMPLES.issuperset(self._reader.sample_kinds(first, samples))
+        return routine and samples - self._samples.read < SAMPLES // 4
 
     def refresh(self, now_s: float) -> None:
         """Read the page and the new records in its rings."""
-        self._news = self.reader.words[NEWS].tobytes()  # first: what is written meanwhile counts as news
-        self.page = page = self.reader.read(-1 if self._open else self._calls_read)
+        self._news = self._reader.words[layout.NEWS].tobytes()  # first: what is written meanwhile counts as news
+        page = self._reader.read(-1 if self._open else self._calls.read)
         h = page.header
-        self._read_calls(page, h)
-        self._read_steps(page, h)
-        self.ddp_times.read(page, self.start_ns, itertools.chain(reversed(self.new_steps), reversed(self.steps)))
-        while self._samples_read < h.n_samples:
-            self._samples_read = max(self._samples_read, h.n_samples - SAMPLES)
-            rec = page.samples[self._samples_read % SAMPLES]
-            self._samples_read += 1
-            kind = SampleKind(rec.kind).name.lower() if rec.kind in list(SampleKind) else "?"
-            if rec.kind in (SampleKind.REDUCED, SampleKind.AVERAGED) and rec.value:
-                self._shares = True
-            at, t_s = self.site(rec.site), self.s(rec.t_ns)
-            alone = h.world_size > 1 and not h.n_models and not self._shares
-            self.samples.append(Sample(kind, rec.step, rec.value, rec.key, self.text(rec.name), at, t_s, alone))
+        self._read_calls()
+        self._read_steps()
+        self.ddp_times.read(itertools.chain(reversed(self.new_steps), reversed(self.steps)))
+        self._read_samples()
         mark = (h.n_calls, h.n_steps, h.step, h.blocked, h.blocked_at, h.micro_steps, h.phase, h.phase_since_ns)
         mark += tuple(page.groups[i].enqueued for i in range(h.n_groups))
         mark += tuple(page.loaders[i].batches for i in range(h.n_loaders))
-        if mark != self._still_mark:
-            self._still_mark = mark
+        if mark != self.still_mark:
+            self.still_mark = mark
             self.still_since_s = now_s
 
-    def _read_calls(self, page: Page, h: Header) -> None:
-        if h.n_calls - self._calls_read > CALLS:
-            self.missed_calls += h.n_calls - CALLS - self._calls_read
-            self.visits.forget()
-            self._calls_read = h.n_calls - CALLS
+    def forget_progress(self) -> None:
+        """Forget when the host made progress: the time zero of the run has changed."""
+        self.still_since_s, self.still_mark = None, ()
+
+    def _read_samples(self) -> None:
+        page, h = self._decoder, self._decoder.header
+        for record in self._samples.new():
+            kind = SampleKind(record.kind).name.lower() if record.kind in list(SampleKind) else "?"
+            if record.kind in (SampleKind.REDUCED, SampleKind.AVERAGED) and record.value:
+                self._shares = True
+            at, t_s = page.site(record.site), page.s(record.t_ns)
+            alone = h.world_size > 1 and not h.n_models and not self._shares
+            self.samples.append(
+                Sample(kind, record.step, record.value, record.key, page.text(record.name), at, t_s, alone)
+            )
+
+    def _read_calls(self) -> None:
+        records, missed = self._decoder.page.calls, self._calls.missed
         for number, at in list(self._open.items()):
-            rec = page.calls[at]
-            if rec.number != number:
+            record = records[at]
+            if record.number != number:
                 del self._open[number]
-            elif rec.left_ns:
+            elif record.left_ns:
                 del self._open[number]
-                self._replace(number, self._call(page, rec), rec.wait_ns / 1e9)
-        while self._calls_read < h.n_calls:
-            at = self._calls_read % CALLS
-            rec = page.calls[at]
-            self._calls_read += 1
-            if rec.number != self._calls_read:
-                continue
-            call = self._call(page, rec)
-            self._shares = self._shares or (rec.step > 0 and rec.elements > 1 and "float" in (call.dtype or ""))
+                self._replace(number, self.call(record), record.wait_ns / 1e9)
+        for record in self._calls.new():
+            if missed != self._calls.missed:
+                missed = self._calls.missed
+                self.visits.forget()
+            call = self.call(record)
+            self._shares = self._shares or (record.step > 0 and record.elements > 1 and "float" in (call.dtype or ""))
             self.calls.append(call)
-            if rec.group != NO_GROUP and call.seq is not None and call.site is not None:
+            if record.group != NO_GROUP and call.seq is not None and call.site is not None:
                 self.visits.add(call.group, call.site.key, call.seq)
-            if rec.left_ns:
-                self.closed_calls.append((call, rec.wait_ns / 1e9))
+            if record.left_ns:
+                self.closed_calls.append((call, record.wait_ns / 1e9))
             else:
-                self._open[self._calls_read] = at
+                self._open[record.number] = (record.number - 1) % CALLS
                 if len(self._open) > 512:
                     self._open.pop(next(iter(self._open)))
-            if rec.group == NO_GROUP and self.text(rec.op) == "new_group":
+            if record.group == NO_GROUP and call.op == "new_group":
+                members = unfold_ranks(self._decoder.text(record.dtype))
                 self.group_calls[call.group] = 1
-                self.new_groups[call.group] = (int(rec.seq), unfold_ranks(self.text(rec.dtype)), call.site)
+                self.new_groups[call.group] = (int(record.seq), members, call.site)
 
     def _replace(self, number: int, call: Call, waited_s: float) -> None:
-        behind = self._calls_read - number
+        behind = self._calls.read - number
         if behind < len(self.calls):
             i = len(self.calls) - 1 - behind
             if self.calls[i].entered_s == call.entered_s:
                 self.calls[i] = call
         self.closed_calls.append((call, waited_s))
 
-    def _call(self, page: Page, rec: CallRecord) -> Call:
-        op = self.text(rec.op)
-        p2p = bool(rec.flags & P2P)
-        group, seq, nth = "", rec.seq, None
+    def call(self, rec: layout.CallRecord) -> Call:
+        """Return a record as a call of the snapshot."""
+        page, flags = self._decoder, rec.flags
+        op, dtype, site = page.text(rec.op), page.text(rec.dtype) or None, page.site(rec.site)
+        entered_s, left_s = page.s(rec.entered_ns), page.s(rec.left_ns)
+        p2p, on_device = bool(flags & layout.P2P), bool(flags & layout.ON_DEVICE)
+        seq, nth = rec.seq, None
         if rec.group == NO_GROUP:
             # its members are part of its name: a rank that skipped an earlier one has another number than the others
-            members = self.text(rec.dtype)
-            group = f"{op} {rec.seq}" + (f" of ranks {members}" if members else "")
-            seq = 1
+            group = f"{op} {rec.seq}" + (f" of ranks {dtype}" if dtype else "")
+            seq, dtype = 1, None
         else:
-            group = self.group_key(page, rec.group)
+            group = page.group_key(rec.group)
             if op == "monitored_barrier":
                 group, seq = f"{group} (monitored_barrier)", rec.nth
             elif p2p:
@@ -234,40 +195,33 @@ class PageView(PageDecoder):
             op=op,
             group=group,
             seq=seq,
-            dtype=(self.text(rec.dtype) or None) if rec.group != NO_GROUP else None,
+            dtype=dtype,
             shape=tuple(rec.shape[: rec.ndim]) if rec.ndim >= 0 else None,
             bytes=rec.bytes if rec.bytes >= 0 else None,
             received=rec.received if rec.received >= 0 else None,
-            root=rec.peer if rec.flags & ROOTED else None,
+            root=rec.peer if flags & layout.ROOTED else None,
             peer=rec.peer if p2p and rec.peer >= 0 else None,
             tag=rec.tag,
             nth=nth,
-            site=self.site(rec.site),
-            entered_s=self.s(rec.entered_ns),
-            completed_s=self.s(rec.left_ns) if rec.left_ns and not rec.flags & FAILED_CALL else None,
-            asynchronous=bool(rec.flags & ASYNC),
-            other_thread=bool(rec.flags & OTHER_THREAD),
-            on_device=bool(rec.flags & ON_DEVICE),
-            left_s=self.s(rec.left_ns) if rec.flags & ON_DEVICE else None,
-            even=bool(rec.flags & EVEN),
+            site=site,
+            entered_s=entered_s,
+            completed_s=None if flags & layout.FAILED_CALL else left_s,
+            asynchronous=bool(flags & layout.ASYNC),
+            other_thread=bool(flags & layout.OTHER_THREAD),
+            on_device=on_device,
+            left_s=left_s if on_device else None,
+            even=bool(flags & layout.EVEN),
         )
 
-    def _read_steps(self, page: Page, h: Header) -> None:
-        if h.n_steps - self._steps_read > STEPS:
-            if self._steps_read:  # before the first read, the monitor was still starting
-                self.missed += h.n_steps - STEPS - self._steps_read
-            self._steps_read = h.n_steps - STEPS
-        while self._steps_read < h.n_steps:
-            r = page.steps[self._steps_read % STEPS]
-            self._steps_read += 1
-            if r.number != self._steps_read:
-                continue
+    def _read_steps(self) -> None:
+        first = not self._steps.read
+        for r in self._steps.new():
             step_ms = (r.end_ns - r.start_ns) / 1e6
             parts = (r.data_ns / 1e6, r.forward_ns / 1e6, r.backward_ns / 1e6, r.optimizer_ns / 1e6)
             forward_wait_ms = r.forward_wait_ns / 1e6
             step = Step(
                 step=r.step,
-                end_s=(r.end_ns - self.start_ns) / 1e9,
+                end_s=(r.end_ns - self._decoder.start_ns) / 1e9,
                 step_ms=step_ms,
                 data_ms=parts[0],
                 forward_ms=max(0.0, parts[1] - forward_wait_ms),
@@ -275,26 +229,31 @@ class PageView(PageDecoder):
                 optimizer_ms=parts[3],
                 wait_ms=min(r.wait_ns / 1e6, step_ms),
                 other_ms=max(0.0, step_ms - sum(parts)),
-                ready_s=self.s(r.ready_ns),
+                ready_s=self._decoder.s(r.ready_ns),
                 batch=r.batch,
                 samples=r.samples,
                 loss=r.loss if r.loss_known else None,
                 h2d_ms=r.h2d_ns / 1e6 if r.h2d_ns else None,
                 forward_wait_ms=forward_wait_ms,
-                arrived_s=self.s(r.arrived_ns),
+                arrived_s=self._decoder.s(r.arrived_ns),
             )
             self.steps.append(step)
             if self.warm_since_s is None and step.step >= WARM_STEPS:
                 self.warm_since_s = step.end_s
             self.new_steps.append(step)
+        if first:
+            self._steps.missed = 0  # the monitor was still starting
 
-    def takes_memory(self) -> bool:
-        """True if the memory of this rank or its device is growing; it is then sampled more often."""
-        for course in (self.memory, self.device_memory):
-            lately = [p for p in itertools.islice(reversed(course), MEMORY_SAMPLES) if course[-1][0] - p[0] <= MEMORY_S]
-            if len(lately) > 1 and lately[0][1] - lately[-1][1] > MEMORY_RATE * (lately[0][0] - lately[-1][0]):
-                return True
-        return False
+    def in_backend(self) -> str:
+        """Return the backend's Python function that the main thread is in; "" if it is in none, or has moved since the sample."""
+        page, since_s = self._decoder, self.still_since_s
+        name = page.text(page.header.raw_innermost)
+        old = since_s is None or (page.s(page.header.stack_ns) or 0.0) < since_s
+        return name.removeprefix(layout.BACKEND_FRAME) if name.startswith(layout.BACKEND_FRAME) and not old else ""
+
+    def in_cpp_wait(self) -> bool:
+        """True if the last sample of the main thread is in torch's Python code that calls C++ collectives."""
+        return self._decoder.text(self._decoder.header.raw_innermost).startswith(_CPP_WAITS)
 
     def taken(self) -> tuple[list[Step], list[tuple[Call, float]]]:
         """Return the steps and closed calls since the last call of this method."""
@@ -304,24 +263,15 @@ class PageView(PageDecoder):
 
     def scalars(self) -> list[ScalarRow]:
         """Return the values logged since the last call of this method."""
-        page, out = self.page, []
-        if page is None:
-            return out
-        h = page.header
-        if h.n_scalars - self._scalars_read > SCALARS:
-            self.missed_scalars += h.n_scalars - SCALARS - self._scalars_read
-            self._scalars_read = h.n_scalars - SCALARS
-        while self._scalars_read < h.n_scalars:
-            rec = page.scalars[self._scalars_read % SCALARS]
-            self._scalars_read += 1
-            if rec.number == self._scalars_read:
-                name = self.text(rec.name)
-                out.append(ScalarRow(rank=h.rank, step=rec.step, name=name, value=rec.value, t_s=self.s(rec.t_ns)))
-        return out
+        page, rank = self._decoder, self._decoder.header.rank
+        return [
+            ScalarRow(rank=rank, step=r.step, name=page.text(r.name), value=r.value, t_s=page.s(r.t_ns))
+            for r in self._scalars.new()
+        ]
 
     def sample_site(self, idle: bool | None) -> None:
         """Count the main thread's newest site, unless it waits for other ranks there."""
-        words = self.reader.words
+        words = self._reader.words
         blocked, version = words[_BLOCKED], words[_VERSION]
         if version == self._sampled or (blocked != _NO and (blocked != _DDP or idle is not False)):
             return
@@ -329,7 +279,7 @@ class PageView(PageDecoder):
         if depth > STACK or phase_at >= len(_PHASES):
             return  # damaged: the next full poll drops this page
         offsets, phase = bytes(words[_STACK : _STACK + depth]), _PHASES[phase_at]
-        stack = self.stack_of(offsets) if not version & 1 and version == words[_VERSION] else None
+        stack = self._decoder.stack_of(offsets) if not version & 1 and version == words[_VERSION] else None
         if not stack:
             return
         self._sampled = version
@@ -342,3 +292,11 @@ class PageView(PageDecoder):
                 if not counts[k]:
                     del counts[k]
                     self.site_stacks.pop((phase, k), None)
+
+    def phases(self) -> dict[str, Any]:
+        """Return the sampled sites and a stack of each phase, as `RankState` has them."""
+        newest = {phase: counts.most_common(3) for phase, counts in self.site_counts.items()}
+        return {
+            "phase_sites": {phase: tuple(sites) for phase, sites in newest.items()},
+            "phase_stacks": {phase: self.site_stacks[phase, sites[0][0]] for phase, sites in newest.items() if sites},
+        }

@@ -1,28 +1,109 @@
-"""Make the `RankState` of a rank from its page and the kernel's state of its process."""
+"""One rank as the monitor sees it: its `RankState`, from its page and the kernel's state of its process."""
 
 from __future__ import annotations
 
+import itertools
 import linecache
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
+from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, issue_stack
 from distdiag.monitor.evidence.ask import FlightRecord
 from distdiag.monitor.evidence.native import HostWait
-from distdiag.monitor.ranks.activity import activity_of
-from distdiag.monitor.ranks.waits import RankWaits
-from distdiag.page.layout import Blocked, Header, LifeWord, Phase
+from distdiag.monitor.host.processes import Ending
+from distdiag.monitor.ranks.decode import PageDecoder
+from distdiag.monitor.ranks.device_queue import DeviceGroups
+from distdiag.monitor.ranks.follow import RankHistory
+from distdiag.monitor.ranks.waits import IssueTimes, RankWaits
+from distdiag.page.layout import Blocked, LifeWord, Phase
+from distdiag.page.reader import PageReader
+from distdiag.terms import activity
+
+MEMORY_S, MEMORY_SAMPLES = 32.0, 40
+MEMORY_RATE = 1 << 20  # bytes per second; slower growth needs minutes of samples anyway
+_ALIVE = (Life.RUNNING, Life.STARTING)
 
 
-@dataclass
-class RankView(RankWaits):
-    """What one rank is doing, from its page and the kernel's state of its process."""
+def _course() -> deque[tuple[float, int]]:
+    return deque(maxlen=600)
+
+
+@dataclass(slots=True)
+class Gauges:
+    """What the samples of the host show about a rank; each name is that of `RankState`."""
+
+    memory: deque[tuple[float, int]] = field(default_factory=_course)
+    device_memory: deque[tuple[float, int]] = field(default_factory=_course)
+    rss_bytes: int | None = None
+    cpu_pct: float | None = None
+    queued_share: float | None = None
+    workers_starved: float | None = None
+    workers_busy: float | None = None
+
+    def growing(self) -> bool:
+        """True if the memory of this rank or its device is growing; it is then sampled more often."""
+        for course in (self.memory, self.device_memory):
+            lately = [p for p in itertools.islice(reversed(course), MEMORY_SAMPLES) if course[-1][0] - p[0] <= MEMORY_S]
+            if len(lately) > 1 and lately[0][1] - lately[-1][1] > MEMORY_RATE * (lately[0][0] - lately[-1][0]):
+                return True
+        return False
+
+
+_SAMPLED = ("rss_bytes", "cpu_pct", "queued_share", "workers_starved", "workers_busy")
+_WRITTEN = ("rank", "node", "local_rank", "pid", "step")  # in the header, under the same names
+_sampled, _written = attrgetter(*_SAMPLED), attrgetter(*_WRITTEN)
+
+
+class RankView:
+    """One rank: its page, what was read of it so far, and how its process ended."""
+
+    def __init__(self, path: Path, start_ns: int) -> None:
+        """Open a page.
+
+        Raises:
+            PageError: it is not a page that can be read.
+            OSError: it cannot be opened.
+        """
+        self.reader = PageReader(path)
+        self.decoder = PageDecoder(self.reader, start_ns)
+        self.history = RankHistory(self.decoder)
+        self.device = DeviceGroups(self.decoder, self.history)
+        self.gauges = Gauges()
+        self.header, self.text, self.s = self.decoder.header, self.decoder.text, self.decoder.s
+        self.first_header = self.reader.header()  # as it was when the page was opened
+        self.rank = self.first_header.rank
+        self.refresh = self.history.refresh
+        self.ending: Ending | None = None
+        self.ended_s: float | None = None
+        self.longest_delay_s = 0.0
+        self.died_in_background = False  # a fatal signal in a thread of gloo or NCCL
+        self._issued_s: IssueTimes = {}
+
+    def file(self, kind: str) -> Path:
+        """Return the path of a file next to the page: `trace`, `native` (stacks on request), `fatal` (stacks at a fatal signal)."""
+        return self.reader.path.with_name(f"r{self.rank}.{kind}")
+
+    def still_s(self, now_s: float) -> float:
+        """Return how long the host has made no progress; 0 if that is not known."""
+        since_s = self.history.still_since_s
+        return 0.0 if since_s is None else now_s - since_s
+
+    def recorder(self) -> dict[str, Any]:
+        """Return the state of the recorder itself, as a row of table `rank` has it."""
+        h = self.header
+        return {
+            "gpu": h.gpu if h.gpu >= 0 else None,
+            "dropped": h.dropped + self.history.missed,
+            "recorder_errors": h.errors,
+            "recorder_error": self.text(h.error) or None,
+        }
 
     def life(self, os_state: str | None) -> tuple[str, int | None, int | None]:
         """Return (life, exit code, signal), as the rank last wrote them and as the kernel reports them."""
-        assert self.page is not None
-        h = self.page.header
-        end = self.ending
+        h, end = self.header, self.ending
         if end is not None:
             if h.life == LifeWord.RAISED:
                 return Life.CRASHED, end.exit_code if end.exit_code is not None else 1, None
@@ -63,94 +144,79 @@ class RankView(RankWaits):
             record: Its flight record, taken since it last made progress.
             host_wait: From its native frames: (a `HostWait`, the function it waits in).
         """
-        page = self.page
-        assert page is not None
-        h = page.header
+        h, decoder, history, gauges = self.header, self.decoder, self.history, self.gauges
         life, exit_code, signal = self.life(os_state)
         heartbeat_s = self.s(h.heartbeat_ns)
-        enqueued, completed = self._counters(page, record)
-        blocked = None
-        if life in (Life.RUNNING, Life.STARTING):
-            blocked = self._blocked(page, idle, enqueued, completed, record)
-        calls, queued = tuple(self.calls), ()
+        waits = RankWaits(decoder, history, self.device, record, self._issued_s)
+        blocked = waits.on_host(idle) if life in _ALIVE else None
+        calls, queued = tuple(history.calls), ()
         kind, function = host_wait or (None, "")
-        if kind == HostWait.DEVICE and (self.s(h.counted_ns) or 0.0) < (self.still_since_s or 0.0):
+        if kind == HostWait.DEVICE and (self.s(h.counted_ns) or 0.0) < (history.still_since_s or 0.0):
             kind = None  # its counters are older than its last progress
-        if self.device_groups:
-            calls, queued = self._device_queue(page, calls, enqueued, completed, record)
-            if blocked is None and life in (Life.RUNNING, Life.STARTING):
-                blocked = self._blocked_by_device(page, kind, queued, enqueued, completed)
+        if self.device.groups:
+            calls, queued = waits.queue()
+            if blocked is None and life in _ALIVE:
+                blocked = waits.for_device(kind, queued)
         on_device = blocked is not None and blocked.on_device and kind == HostWait.DEVICE
-        stack, site = self._stack_and_site(h, life, blocked, on_device)
+        stack, site = self._stack_and_site(life, blocked, on_device)
         silent_s = now_s - heartbeat_s if heartbeat_s is not None else None
-        activity = self._activity(h, life, blocked, site, os_state, idle, silent_s)
-        if activity not in ("waiting", "stopped", "gil_held") and kind == HostWait.DEVICE and life == Life.RUNNING:
-            activity = "device"
+        doing = self._activity(life, blocked, site, idle, silent_s)
+        if doing not in ("waiting", "stopped", "gil_held") and kind == HostWait.DEVICE and life == Life.RUNNING:
+            doing = "device"
+        known: dict[str, Any] = dict(zip((*_WRITTEN, *_SAMPLED), (*_written(h), *_sampled(gauges)), strict=True))
         return RankState(
-            rank=h.rank,
-            node=h.node,
-            local_rank=h.local_rank,
+            **known,
             host=self.text(h.host),
-            pid=h.pid,
             life=life,
             exit_code=exit_code,
             signal=signal,
             exception=self.text(h.exception) or None,
-            ended_s=self._ended_s(h, life),
+            ended_s=self._ended_s(life),
             heartbeat_age_s=silent_s,
             phase=Phase(h.phase).name.lower(),
             phase_since_s=self.s(h.phase_since_ns),
-            step=h.step,
             epoch=h.epoch if h.epoch >= 0 else None,
             current_site=site,
-            activity=activity,
-            activity_since_s=self.still_since_s,
-            enqueued=enqueued,
-            completed=completed,
+            activity=doing,
+            activity_since_s=history.still_since_s,
+            enqueued=waits.enqueued,
+            completed=waits.completed,
             blocked=blocked,
             queued=queued,
             host_wait=kind,
             host_wait_in=function,
-            wait_measured=not self.used_device_groups(),
+            wait_measured=not self.device.used(),
             calls=calls,
-            p2p_issued=self.p2p(page),
-            sites=self.sites(page),
-            visits=self.visits.known(),
-            visits_complete=self.visits.whole,
+            p2p_issued=decoder.p2p(),
+            sites=decoder.sites(),
+            visits=history.visits.known(),
+            visits_complete=history.visits.whole,
             host_blocked=idle,
             user_stack=stack,
-            host_stack=self.stack(h) if on_device else (),
-            loaders=self.loaders(page),
-            models=self.models(page),
-            samples=tuple(self.samples),
-            steps=tuple(self.steps),
-            ddp_times=tuple(self.ddp_times.kept),
-            ended_waiting=life == Life.KILLED and self._died_waiting(h),
+            host_stack=decoder.stack() if on_device else (),
+            loaders=decoder.loaders(),
+            models=decoder.models(),
+            samples=tuple(history.samples),
+            steps=tuple(history.steps),
+            ddp_times=tuple(history.ddp_times.kept),
+            ended_waiting=life == Life.KILLED and self._died_waiting(),
             in_join=bool(h.in_join),
             caught=self.text(h.caught) or None,
             caught_s=self.s(h.caught_ns),
             handling=self.text(h.handling) or None,
-            handling_site=self.site(h.handling_site),
-            memory=tuple(self.memory),
-            device_memory=tuple(self.device_memory),
-            rss_bytes=self.rss_bytes,
-            warm_since_s=self.warm_since_s,
+            handling_site=decoder.site(h.handling_site),
+            memory=tuple(gauges.memory),
+            device_memory=tuple(gauges.device_memory),
+            warm_since_s=history.warm_since_s,
             device_bytes=h.device_peak_bytes or None,
             device_total_bytes=h.device_total_bytes or None,
-            cpu_pct=self.cpu_pct,
-            queued_share=self.queued_share,
-            workers_starved=self.workers_starved,
-            workers_busy=self.workers_busy,
-            phase_sites={p: tuple(c.most_common(3)) for p, c in self.site_counts.items()},
-            phase_stacks={p: self.site_stacks[(p, c.most_common(1)[0][0])] for p, c in self.site_counts.items() if c},
             longest_delay_s=self.longest_delay_s,
+            **history.phases(),
         )
 
-    def _stack_and_site(
-        self, h: Header, life: str, blocked: Call | None, on_device: bool
-    ) -> tuple[tuple[Site, ...], Site | None]:
+    def _stack_and_site(self, life: str, blocked: Call | None, on_device: bool) -> tuple[tuple[Site, ...], Site | None]:
         """Return (the user's stack, the host's site): from the newest sample, the call it waits in, or where it ended."""
-        stack = self.stack(h)
+        h, stack = self.header, self.decoder.stack()
         wait_site = blocked.site if blocked is not None else None
         if wait_site is not None and not on_device and (not stack or stack[0] != wait_site):
             stack = (wait_site, *stack[1:])
@@ -158,49 +224,66 @@ class RankView(RankWaits):
         if wait_site is not None and on_device:
             return issue_stack(wait_site, stack), site
         if life in (Life.CRASHED, Life.FINISHED) and h.exception_depth:  # where it raised, or called sys.exit
-            stack = tuple(s for i in range(h.exception_depth) if (s := self.site(h.exception_stack[i])))
+            stack = tuple(s for i in range(h.exception_depth) if (s := self.decoder.site(h.exception_stack[i])))
             return stack, stack[0] if stack else site
-        if life == Life.KILLED and (entered := self._entered(h, self.s(h.stack_ns) or 0.0)) is not None:
+        if life == Life.KILLED and (entered := self._entered(self.s(h.stack_ns) or 0.0)) is not None:
             return (entered, *(frame for frame in stack if frame.function != entered.function)), entered
         return stack, site
 
-    def _entered(self, h: Header, sampled_s: float) -> Site | None:
+    def _entered(self, sampled_s: float) -> Site | None:
         """Return where the main thread entered a collective, or a pass of DDP, after its last sample; None if it did not.
 
         The page has it from the main thread itself: a rank may be killed before the next sample.
         """
-        last = self.calls[-1] if self.calls else None
+        h, calls = self.header, self.history.calls
+        last = calls[-1] if calls else None
         if last is not None and last.completed_s is None and (last.entered_s or 0.0) > sampled_s:
             return last.site
         ddp = h.blocked == Blocked.DDP and (self.s(h.blocked_since_ns) or 0.0) > sampled_s
-        return self.site(h.blocked_site) if ddp else None
+        return self.decoder.site(h.blocked_site) if ddp else None
 
-    def _ended_s(self, h: Header, life: str) -> float | None:
+    def _ended_s(self, life: str) -> float | None:
         """Return when the rank raised, else when its process ended."""
+        h = self.header
         raised = life in (Life.CRASHED, Life.FINISHED) and h.exception_depth and h.exception_ns
         return self.s(h.exception_ns) if raised else self.ended_s
 
-    def _died_waiting(self, h: Header) -> bool:
-        in_call = bool(self.calls) and self.calls[-1].completed_s is None
-        return h.blocked != Blocked.NO or in_call or self.died_in_background
+    def _died_waiting(self) -> bool:
+        calls = self.history.calls
+        in_call = bool(calls) and calls[-1].completed_s is None
+        return self.header.blocked != Blocked.NO or in_call or self.died_in_background
 
     def progress_mark(self) -> tuple[Any, ...]:
         """Return a value that changes when the host or the device of this rank makes progress."""
-        assert self.page is not None
-        page = self.page
-        return (*self._still_mark, *(page.groups[i].completed for i in range(page.header.n_groups)))
+        groups = self.decoder.page.groups[: self.header.n_groups]
+        return (*self.history.still_mark, *(group.completed for group in groups))
 
     def _activity(
-        self, h: Header, life: str, blocked: Call | None, site: Site | None, os_state: str | None, idle: bool | None,
-        silent_s: float | None,
-    ) -> str:  # fmt: skip
-        if life == Life.STOPPED:
-            return "stopped"
-        if life in (Life.CRASHED, Life.KILLED, Life.FINISHED):
-            return {Life.CRASHED: "crashed", Life.KILLED: "killed", Life.FINISHED: "finished"}[Life(life)]
+        self, life: str, blocked: Call | None, site: Site | None, idle: bool | None, silent_s: float | None
+    ) -> str:
+        if life in (Life.STOPPED, Life.CRASHED, Life.KILLED, Life.FINISHED):
+            return str(life)
         if blocked is not None:
             return "waiting"
         if silent_s is not None and silent_s > 1.5:
             return "gil_held"
         line = linecache.getline(site.file, site.line).strip() if site else ""
-        return activity_of(self.text(h.raw_innermost), line, Phase(h.phase), bool(idle))
+        return activity_of(self.text(self.header.raw_innermost), line, Phase(self.header.phase), bool(idle))
+
+
+def activity_of(raw_innermost: str, line: str, phase: Phase, idle: bool) -> str:
+    """Return one of the words of `findings.Where.state`, for a living rank that does not wait in a collective.
+
+    Args:
+        raw_innermost: `module.function` of the innermost Python frame.
+        line: Text of the user's line.
+        phase: The phase word of the page.
+        idle: True if the main thread sleeps and uses no CPU.
+    """
+    if phase == Phase.DATA:
+        return "data"
+    if (word := activity.by_frame(raw_innermost)) is not None:
+        return word
+    if phase == Phase.CHECKPOINT:
+        return "checkpoint"
+    return activity.by_line(line, idle) or "user_code"

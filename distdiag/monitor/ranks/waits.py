@@ -2,45 +2,53 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from msgspec.structs import replace
 
 from distdiag.diagnosis.model.snapshot import Call, Site
-from distdiag.monitor.evidence.ask import FlightRecord, wall_offset_ns
+from distdiag.monitor.evidence.ask import Entry, FlightRecord, wall_offset_ns
 from distdiag.monitor.evidence.native import HostWait
 from distdiag.monitor.ranks import device_queue
-from distdiag.monitor.ranks.follow import PageView
-from distdiag.page.layout import BACKEND_FRAME, BARRIER_PEER, CALLS, Blocked, Header, Page
-from distdiag.terms.backends import blocks_host
+from distdiag.monitor.ranks.decode import PageDecoder
+from distdiag.monitor.ranks.device_queue import DeviceGroups
+from distdiag.monitor.ranks.follow import RankHistory
+from distdiag.page.layout import BARRIER_PEER, CALLS, Blocked
 from distdiag.terms.ranks import unfold_ranks
 
-# innermost Python frames of calls in which C++ waits for a collective
-_CPP_WAITS = ("_functional_collectives.", "_ops.")
+IssueTimes = dict[int, tuple[int, float]]  # by group: number and time of the oldest open collective, if C++ issued it
 
 
-@dataclass
-class RankWaits(PageView):
-    """The operation that one rank waits in, on the host or for its device."""
+class RankWaits:
+    """The operation that one rank waits in at one poll, on the host or for its device.
 
-    # by group: number and time of the oldest open collective, if C++ issued it
-    issued_s: dict[int, tuple[int, float]] = field(default_factory=dict)
+    Attributes:
+        enqueued, completed: Newest collective issued and completed, by group; the flight record's numbers if they are newer.
+    """
 
-    # -- on the host --------------------------------------------------------------------------------
+    def __init__(
+        self,
+        decoder: PageDecoder,
+        history: RankHistory,
+        device: DeviceGroups,
+        record: FlightRecord | None,
+        issued_s: IssueTimes,
+    ) -> None:
+        self._decoder, self._history, self._device, self._record = decoder, history, device, record
+        self._page, self._header, self._issued_s = decoder.page, decoder.header, issued_s
+        self._still_since_s = history.still_since_s
+        self.enqueued: dict[str, int] = dict(history.group_calls)
+        self.completed: dict[str, int] = {}
+        self._count()
 
-    def _counters(self, page: Page, record: FlightRecord | None) -> tuple[dict[str, int], dict[str, int]]:
-        """Return (newest collective issued, newest completed), by group; the flight record's numbers if they are newer."""
-        enqueued: dict[str, int] = dict(self.group_calls)
-        completed: dict[str, int] = {}
-        for generation in range(1, page.header.initialised + 1):
+    def _count(self) -> None:
+        enqueued, completed, record = self.enqueued, self.completed, self._record
+        for generation in range(1, self._header.initialised + 1):
             enqueued[f"init_process_group {generation}"] = 1
-        for i in range(page.header.n_groups):
-            slot = page.groups[i]
-            key = self.group_key(page, i)
+        for i, slot in enumerate(self._page.groups[: self._header.n_groups]):
+            key = self._decoder.group_key(i)
             enqueued[key] = slot.enqueued
             if slot.completed >= 0:
                 completed[key] = slot.completed
-            name = self.text(slot.name)
+            name = self._decoder.text(slot.name)
             if record is None or slot.destroyed:
                 continue
             if name in record.hooked:
@@ -51,232 +59,145 @@ class RankWaits(PageView):
                 enqueued[key] = max(slot.enqueued, record.enqueued[name])
                 if record.enqueued[name] == record.completed[name] and self._captured(key, record.completed[name]):
                     enqueued[key] = record.completed[name]
-        for i in range(page.header.n_peers):
-            slot = page.peers[i]
+        for slot in self._page.peers[: self._header.n_peers]:
             if slot.peer == BARRIER_PEER:
-                enqueued[f"{self.group_key(page, slot.group)} (monitored_barrier)"] = slot.count
-        return enqueued, completed
+                enqueued[f"{self._decoder.group_key(slot.group)} (monitored_barrier)"] = slot.count
 
     def _captured(self, group: str, recorded: int) -> bool:
         """True if a graph captured all calls after number `recorded`: they have returned and are not in the flight record.
 
         A captured collective takes a number and is never enqueued.
         """
-        missing = [c for c in self.calls if c.group == group and c.seq is not None and c.seq > recorded]
+        missing = [c for c in self._history.calls if c.group == group and c.seq is not None and c.seq > recorded]
         return bool(missing) and all(c.on_device and c.left_s is not None for c in missing)
 
-    def _blocked(
-        self, page: Page, idle: bool | None, enqueued: dict[str, int], completed: dict[str, int], record: FlightRecord | None
-    ) -> Call | None:  # fmt: skip
+    # -- on the host --------------------------------------------------------------------------------
+
+    def on_host(self, idle: bool | None) -> Call | None:
         """Return the operation that the main thread waits in, by the page."""
-        h = page.header
-        site = self.site(h.blocked_site)
-        since = self.s(h.blocked_since_ns)
+        h = self._header
+        site, since = self._decoder.site(h.blocked_site), self._decoder.s(h.blocked_since_ns)
         if h.blocked in (Blocked.WAIT, Blocked.GROUP):
-            rec = page.calls[(h.blocked_at - 1) % CALLS]
-            if rec.number != h.blocked_at or rec.left_ns:
+            record = self._page.calls[(h.blocked_at - 1) % CALLS]
+            if record.number != h.blocked_at or record.left_ns:
                 return None
-            call = self._call(page, rec)
+            call = self._history.call(record)
             return replace(call, site=site or call.site, entered_s=since)
         if not idle:
             return None
-        if h.blocked == Blocked.NO and self.in_cpp_wait():
-            return self._functional(page, enqueued, completed, record)
-        if h.blocked != Blocked.DDP:
-            return None
-        if h.counted_ns < h.blocked_since_ns:
+        if h.blocked == Blocked.NO and self._history.in_cpp_wait():
+            return self._functional()
+        if h.blocked != Blocked.DDP or h.counted_ns < h.blocked_since_ns:
             return None  # its counters are older than its wait
-        return self._open_call(page, h.blocked_at, enqueued, completed, record, site, since)
+        return self._open_call(h.blocked_at, site, since)
 
-    def in_backend(self) -> str:
-        """Return the backend's Python function that the main thread is in; "" if it is in none, or has moved since the sample."""
-        assert self.page is not None
-        h, since_s = self.page.header, self.still_since_s
-        name = self.text(h.raw_innermost)
-        if not name.startswith(BACKEND_FRAME) or since_s is None or (self.s(h.stack_ns) or 0.0) < since_s:
-            return ""
-        return name.removeprefix(BACKEND_FRAME)
-
-    def in_cpp_wait(self) -> bool:
-        """True if the last sample of the main thread is in torch's Python code that calls C++ collectives."""
-        assert self.page is not None
-        return self.text(self.page.header.raw_innermost).startswith(_CPP_WAITS)
-
-    def _functional(
-        self, page: Page, enqueued: dict[str, int], completed: dict[str, int], record: FlightRecord | None
-    ) -> Call | None:
+    def _functional(self) -> Call | None:
         """Return the collective that a rank waits for inside C++ (functional collectives, DTensor, compiled code).
 
         No hook sees that wait. It is known if the main thread sleeps in torch's call and exactly one group has an open
         collective.
         """
-        h = page.header
-        if self.still_since_s is None or h.stack_ns / 1e9 < self.still_since_s + self.start_ns / 1e9:
+        h, since_s = self._header, self._still_since_s
+        if since_s is None or h.stack_ns / 1e9 < since_s + self._decoder.start_ns / 1e9:
             return None  # its stack is older than its last progress
         if h.counted_ns < h.stack_ns:
             return None  # its counters are older than its stack
-        stack = self.stack(h)
-        site = stack[0] if stack else None
-        found = [
-            call
-            for i in range(h.n_groups)
-            if not page.groups[i].destroyed
-            and (call := self._open_call(page, i, enqueued, completed, record, site, self.still_since_s)) is not None
-        ]
+        site = next(iter(self._decoder.stack()), None)
+        living = (i for i in range(h.n_groups) if not self._page.groups[i].destroyed)
+        found = [call for i in living if (call := self._open_call(i, site, since_s)) is not None]
         return found[0] if len(found) == 1 else None
 
-    def _open_call(
-        self, page: Page, group: int, enqueued: dict[str, int], completed: dict[str, int],
-        record: FlightRecord | None, site: Site | None, since: float | None,
-    ) -> Call | None:  # fmt: skip
-        """Return the oldest collective of a group that was issued and is not completed, by the flight recorder's counters."""
-        key = self.group_key(page, group)
-        done = completed.get(key)
-        if done is None or done >= enqueued.get(key, 0):
+    def _entry(self, group: int, seq: int) -> Entry | None:
+        """Return a collective's entry in the flight record."""
+        if self._record is None or group >= self._header.n_groups:
             return None
-        entry = None
-        if record is not None and group < page.header.n_groups:
-            slot = page.groups[group]
-            entry = record.entries.get((self.text(slot.name), done + 1 + slot.offset))
-        seen = next((c for c in reversed(self.calls) if (c.group, c.seq) == (key, done + 1) and not c.p2p), None)
+        slot = self._page.groups[group]
+        return self._record.entries.get((self._decoder.text(slot.name), seq + slot.offset))
+
+    def _open_call(self, group: int, site: Site | None, since: float | None) -> Call | None:
+        """Return the oldest collective of a group that was issued and is not completed, by the flight recorder's counters."""
+        key = self._decoder.group_key(group)
+        done = self.completed.get(key)
+        if done is None or done >= self.enqueued.get(key, 0):
+            return None
+        entry = self._entry(group, done + 1)
+        calls = reversed(self._history.calls)
+        seen = next((c for c in calls if (c.group, c.seq) == (key, done + 1) and not c.p2p), None)
         if entry is None and seen is not None:  # C++ issued it through a process group written in Python
             return replace(seen, site=site or seen.site, entered_s=since, left_s=since, completed_s=None)
-        return Call(
-            op=entry.op if entry else "",
-            group=key,
-            seq=done + 1,
-            dtype=entry.dtype if entry else None,
-            shape=entry.shape if entry else None,
-            bytes=entry.bytes if entry else None,
-            site=site or (entry.site if entry else None),
-            entered_s=since,
+        call = Call(op="", group=key, seq=done + 1, site=site, entered_s=since)
+        if entry is None:
+            return call
+        return replace(
+            call, op=entry.op, dtype=entry.dtype, shape=entry.shape, bytes=entry.bytes, site=site or entry.site
         )
 
     # -- on the device ------------------------------------------------------------------------------
 
-    @property
-    def device_groups(self) -> tuple[int, ...]:
-        """Return the slots of living groups whose collectives do not block the host, by backend or by their calls so far."""
-        page = self.page
-        if page is None:
-            return ()
-        seen = {c.group for c in self.calls if c.on_device} if self._unknown_backends(page) else set()
-        return tuple(
-            i
-            for i in range(page.header.n_groups)
-            if not page.groups[i].destroyed
-            and (not blocks_host(self.text(page.groups[i].backend)) or self.group_key(page, i) in seen)
-        )
-
-    def used_device_groups(self) -> bool:
-        """True if this rank has or had a group whose collectives do not block the host: its steps then have no measured waits."""
-        page = self.page
-        return page is not None and (
-            any(not blocks_host(self.text(page.groups[i].backend)) for i in range(page.header.n_groups))
-            or any(c.on_device for c in self.calls)
-        )
-
-    def _unknown_backends(self, page: Page) -> bool:
-        return any(not self.text(page.groups[i].backend) for i in range(page.header.n_groups))
-
-    def has_open_on_device(self) -> bool:
-        """True if the device may have an operation in flight: by the counters, or because of messages, which have no counter."""
-        page = self.page
-        return page is not None and any(
-            (g := page.groups[i]).completed < g.enqueued or page.header.n_peers for i in self.device_groups
-        )
-
-    def known_on_device(self) -> frozenset[tuple[str, int]]:
-        """Return the device collectives that Python issued, as (torch's name of the group, the flight recorder's number)."""
-        page = self.page
-        assert page is not None
-        slots = {self.group_key(page, i): page.groups[i] for i in self.device_groups}
-        return frozenset(
-            (self.text(slot.name), c.seq + slot.offset)
-            for c in self.calls
-            if c.seq is not None and (slot := slots.get(c.group)) is not None
-        )
-
-    def _device_queue(
-        self,
-        page: Page,
-        calls: tuple[Call, ...],
-        enqueued: dict[str, int],
-        completed: dict[str, int],
-        record: FlightRecord | None,
-    ) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
+    def queue(self) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
         """Return (the rank's calls, the oldest open ones in the order of issue).
 
         A call on a device is open until the counters show it as complete.
         """
-        h = page.header
-        keys = {self.group_key(page, i): i for i in self.device_groups}
+        page, text = self._page, self._decoder.text
+        keys = {self._decoder.group_key(i): i for i in self._device.groups}
         open_messages = None
-        if record is not None:
-            names = {self.text(page.groups[i].name): (key, page.groups[i]) for key, i in keys.items()}
+        if self._record is not None:
+            names = {text(page.groups[i].name): (key, page.groups[i]) for key, i in keys.items()}
             open_messages = {}
-            for (name, op, peer), n in record.open_messages.items():
+            for (name, op, peer), n in self._record.open_messages.items():
                 if name in names:
                     key, slot = names[name]
-                    members = unfold_ranks(self.text(slot.ranks))
+                    members = unfold_ranks(text(slot.ranks))
                     open_messages[key, op, members[peer] if 0 <= peer < len(members) else None] = n
-        calls = device_queue.incomplete(calls, completed, open_messages)
-        if self.still_since_s is None or (self.s(h.counted_ns) or 0.0) < self.still_since_s:
+        calls = device_queue.incomplete(tuple(self._history.calls), self.completed, open_messages)
+        if self._still_since_s is None or (self._decoder.s(self._header.counted_ns) or 0.0) < self._still_since_s:
             return calls, ()  # its counters are older than its last progress
         in_cpp = {}
         for key, i in keys.items():
-            known = self._open_call(page, i, enqueued, completed, record, None, None)
+            known = self._open_call(i, None, None)
             if known is not None:
-                at = self._issued_s(page, i, known.seq or 0, record)
-                site = known.site or self._issue_site(h, known)
+                at, site = self._issue_time_s(i, known.seq or 0), known.site or self._issue_site(known)
                 in_cpp[key] = replace(known, site=site, entered_s=at, left_s=at, on_device=True)
-        return calls, device_queue.heads(calls, keys, enqueued, completed, in_cpp)
+        return calls, device_queue.heads(calls, keys, self.enqueued, self.completed, in_cpp)
 
-    def _issued_s(self, page: Page, group: int, seq: int, record: FlightRecord | None) -> float | None:
+    def _issue_time_s(self, group: int, seq: int) -> float | None:
         """Return when C++ issued a collective, by the flight recorder; None if it recorded no time."""
-        slot = page.groups[group]
-        entry = record.entries.get((self.text(slot.name), seq + slot.offset)) if record is not None else None
+        entry = self._entry(group, seq)
         if entry is None or not entry.created_ns:
             return None
-        known = self.issued_s.get(group)
+        known = self._issued_s.get(group)
         if known is None or known[0] != seq:  # the difference of the clocks varies a little: keep the first result
-            known = self.issued_s[group] = seq, (entry.created_ns - wall_offset_ns() - self.start_ns) / 1e9
+            at_ns = entry.created_ns - wall_offset_ns() - self._decoder.start_ns
+            known = self._issued_s[group] = seq, at_ns / 1e9
         return known[1]
 
-    def _issue_site(self, h: Header, call: Call) -> Site | None:
+    def _issue_site(self, call: Call) -> Site | None:
         """Return the user's line at which C++ issued this operation, if the flight recorder has no stack of it.
 
         DDP broadcasts buffers in forward and reduces gradients in backward. Other operations are functional collectives:
         the host is at the line that called them, or close to it.
         """
+        h = self._header
         if h.blocked == Blocked.DDP:
-            return self.site(h.blocked_site)
+            return self._decoder.site(h.blocked_site)
         if h.n_models and call.op in ("all_reduce", "broadcast", ""):
-            sites = self.site_counts.get("forward" if call.op == "broadcast" else "backward")
+            sites = self._history.site_counts.get("forward" if call.op == "broadcast" else "backward")
             if sites:
                 return sites.most_common(1)[0][0]
-        return next(iter(self.stack(h)), None)
+        return next(iter(self._decoder.stack()), None)
 
-    def _blocked_by_device(
-        self,
-        page: Page,
-        kind: str | None,
-        queued: tuple[Call, ...],
-        enqueued: dict[str, int],
-        completed: dict[str, int],
-    ) -> Call | None:
+    def for_device(self, kind: str | None, queued: tuple[Call, ...]) -> Call | None:
         """Return the operation that the host waits for, if its native frames show a wait for the device."""
         if kind == HostWait.DEVICE:
             return device_queue.waited_for(queued)
         if kind != HostWait.COMMUNICATOR:
             return None
         # C++ is creating the communicator of a group's first collective: nothing is enqueued yet
-        h = page.header
-        first = [
-            i for i in self.device_groups if (k := self.group_key(page, i)) not in completed and enqueued.get(k, 0) > 0
-        ]
+        keys = map(self._decoder.group_key, self._device.groups)
+        first = [key for key in keys if key not in self.completed and self.enqueued.get(key, 0) > 0]
         if len(first) != 1:
             return None
-        key = self.group_key(page, first[0])
-        site = self.site(h.blocked_site) if h.blocked == Blocked.DDP else None
-        return Call(op="", group=key, seq=enqueued[key], site=site, entered_s=self.still_since_s)
+        h = self._header
+        site = self._decoder.site(h.blocked_site) if h.blocked == Blocked.DDP else None
+        return Call(op="", group=first[0], seq=self.enqueued[first[0]], site=site, entered_s=self._still_since_s)
