@@ -61,7 +61,7 @@ def options_of(
     docs, kinds = _field_docs(kind), get_type_hints(kind)
     for f in fields(kind):
         if f.metadata:
-            attrs = {"help": docs.get(f.name, ""), "default": f.default} | f.metadata["attrs"]
+            attrs: dict[str, Any] = {"help": docs.get(f.name, ""), "default": f.default} | f.metadata["attrs"]
             attrs = {"flags": f.metadata["flags"] or (flag(f.name),)} | build(f.name, kinds[f.name], attrs)
             yield f, click.Option([f.name, *attrs.pop("flags")], **attrs)
 

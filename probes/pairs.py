@@ -21,7 +21,6 @@ from distdiag.probekit.measure.patterns import Pattern, Segment, wrong_elements
 from distdiag.probekit.measure.probe import Column, Probe, Table
 from distdiag.probekit.measure.sampling import NoiseMeter
 from distdiag.probekit.ranks.clock import clock_ns
-from distdiag.probekit.ranks.injection import Injection
 from distdiag.probekit.ranks.job import Job
 from distdiag.probekit.verdict import decide
 from distdiag.probekit.verdict.collective_result import new_result
@@ -127,7 +126,7 @@ class Pairs(Probe):
                 round_trip, rate, correct, repeats = everyone[a][b]
                 result.rows.append(PairRow((a, b), round_trip, rate, False, correct and everyone[b][a][2], repeats))
                 result.measures.append(Measure(f"{a}-{b}", "us", repeats))
-        judge(result, job.options.inject)
+        judge(result)
         result.elapsed_s = time.monotonic() - began
         return result
 
@@ -145,7 +144,7 @@ class Pairs(Probe):
         return f"{len(rows)} pair{'s' if len(rows) > 1 else ''}, round trip {time_text(float(np.median([r.round_trip_us for r in rows])))}, slowest {time_text(slowest.round_trip_us)} ({slowest.ranks[0]}-{slowest.ranks[1]})"
 
 
-def judge(result: Result, injected: list[Injection]) -> None:
+def judge(result: Result) -> None:
     """Name slow ranks and links; on a busy host only suspect them."""
     rows: list[PairRow] = result.rows
     noisy = decide.host_noise(result)
