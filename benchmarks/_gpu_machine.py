@@ -131,8 +131,8 @@ def nccl_one_rank() -> Outcome:
 
     if not dist.is_nccl_available():
         raise NotPossible("this torch has no NCCL")
+    from distdiag.probekit.measure.collective import all_gather_single
     from distdiag.probekit.measure.patterns import Pattern, Segment, wrong_elements
-    from distdiag.probekit.measure.torch_names import all_gather_single
 
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
     try:

@@ -215,7 +215,7 @@ def main() -> None:
         parser.error("--rounds must be at least 3 and --steps at least 1")
     config = TrainConfig(data=options.data, model=options.model)
     ranks = join_ranks(config)
-    pixels, _ = share_pixels(config, ranks)
+    pixels = share_pixels(config, ranks)
     amp = resolve_amp("auto", ranks.device)
     other = "off" if amp == "bf16" else "bf16"
     variants: dict[str, Step] = {

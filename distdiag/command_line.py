@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, get_type_hints
 
 import click
 
@@ -34,33 +39,104 @@ def usage_error(error: click.UsageError, prog: str) -> DistdiagError:
     return DistdiagError(error.format_message().rstrip("."), f"`{where} --help` lists the options")
 
 
+def option(default: Any = None, *flags: str, **attrs: Any) -> Any:
+    """Return a field of a dataclass that is an option of the command line; its help is the docstring below it.
+
+    Args:
+        flags: Names of the option; default: the field's.
+        attrs: click's, and `section`, `used_by`, `low` (the least number), which the caller reads from the field's metadata.
+    """
+    given: dict[str, Any] = {"default_factory": list} if default == [] else {"default": default}
+    return field(**given, metadata={"flags": flags, "attrs": attrs})
+
+
+def options_of(
+    kind: type, build: Callable[[str, Any, dict[str, Any]], dict[str, Any]] = lambda _name, _kind, attrs: attrs
+) -> Iterator[tuple[Field[Any], click.Option]]:
+    """Yield the fields that are options, with click's option, in their order.
+
+    Args:
+        build: Returns click's arguments from a field's name, its type and its own arguments.
+    """
+    docs, kinds = _field_docs(kind), get_type_hints(kind)
+    for f in fields(kind):
+        if f.metadata:
+            attrs: dict[str, Any] = {"help": docs.get(f.name, ""), "default": f.default} | f.metadata["attrs"]
+            attrs = {"flags": f.metadata["flags"] or (flag(f.name),)} | build(f.name, kinds[f.name], attrs)
+            yield f, click.Option([f.name, *attrs.pop("flags")], **attrs)
+
+
+def flag(name: str) -> str:
+    """Return `--batch-size` for `batch_size`."""
+    return "--" + name.replace("_", "-")
+
+
+def _field_docs(kind: type) -> dict[str, str]:
+    """Return the docstring below each field; empty if only byte code is installed."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    except (OSError, SyntaxError):
+        return {}
+    docs: dict[str, str] = {}
+    for statement, after in itertools.pairwise(tree.body[0].body):  # type: ignore[attr-defined]
+        match statement, after:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                docs[name] = " ".join(text.split())
+    return docs
+
+
+@dataclass
+class Parsed(click.ParamType):
+    """An option's value, converted by a function that raises our errors; `name` is what the contract calls its type."""
+
+    name: str  # type: ignore[misc]
+    parse: Callable[[str], Any]
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return self.parse(value) if isinstance(value, str) else value
+
+
+def count(text: str) -> int:
+    """Return a whole number that is not below 0."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise DistdiagError(f"'{text}' is not a whole number", "give a count, e.g. 2") from None
+    if value < 0:
+        raise DistdiagError(f"{text} is below 0", "give a count, e.g. 2")
+    return value
+
+
+def number(text: str) -> float:
+    """Return a finite number."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise DistdiagError(f"'{text}' is not a number", "give a number, e.g. 10") from None
+    if not math.isfinite(value):
+        raise DistdiagError(f"'{text}' is not a finite number", "give a number, e.g. 10")
+    return value
+
+
 class SectionedCommand(click.Command):
-    """A command whose help lists its options in sections: title -> options."""
+    """A command whose help lists its options in sections.
 
-    def __init__(
-        self,
-        sections: dict[str, list[click.Parameter]],
-        params: list[click.Parameter],
-        shown: Callable[[click.Parameter], bool] = lambda _: True,
-        **attrs: Any,
-    ) -> None:
-        """Make the command.
+    Args:
+        sections: Title -> options; a section without an option that is shown has no title either.
+        params: Of no section: arguments.
+    """
 
-        Args:
-            sections: Title -> options.
-            params: Of no section: arguments.
-            shown: Whether the help lists an option; the command line takes all.
-        """
+    def __init__(self, sections: dict[str, list[click.Parameter]], params: list[click.Parameter], **attrs: Any) -> None:
         super().__init__(params=[*params, *itertools.chain(*sections.values())], context_settings=SETTINGS, **attrs)
-        self.sections = {title: listed for title, given in sections.items() if (listed := [*filter(shown, given)])}
+        self.sections = sections
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        shown = dict(self.sections)
-        last = list(shown)[-1]
-        shown[last] = [*shown[last], *filter(None, [self.get_help_option(ctx)])]
-        for title, options in shown.items():
-            with formatter.section(title):
-                formatter.write_dl([record for o in options if (record := o.get_help_record(ctx)) is not None])
+        last = [*self.sections][-1]
+        for title, options in self.sections.items():
+            shown = [*options, *filter(None, [self.get_help_option(ctx)])] if title == last else options
+            if records := [record for one in shown if (record := one.get_help_record(ctx)) is not None]:
+                with formatter.section(title):
+                    formatter.write_dl(records)
 
 
 def recording_options(command: Callable[..., Any]) -> Callable[..., Any]:

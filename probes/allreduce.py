@@ -10,27 +10,14 @@ import sys
 import torch.distributed as dist
 
 from distdiag.probekit.command.main import main
-from distdiag.probekit.measure.collective import Buffers, Collective, Ranks
-from distdiag.probekit.measure.patterns import Pattern, Segment
+from distdiag.probekit.measure.collective import Collective, InPlace, Segment
 
-
-class AllReduce(Collective):
-    name = "allreduce"
-    summary = "the sum of all ranks' buffers on every rank: what DDP does with gradients"
-    op = "all_reduce"
-
-    def buffers(self, job: Ranks, elements: int, in_place: bool = False, root: int = 0) -> Buffers:
-        buffer = job.empty(elements)
-        return Buffers(sent=buffer, received=buffer)  # always in place
-
-    def call(self, job: Ranks, b: Buffers, root: int = 0) -> None:
-        dist.all_reduce(b.sent, group=job.group)
-
-    def expected(self, job: Ranks, pattern: Pattern, elements: int, root: int = 0) -> list[Segment]:
-        return [Segment(pattern.total(), start=0, count=elements)]
-
-
-PROBE = AllReduce()
+PROBE = Collective(
+    "allreduce",
+    lambda job, buffers, _root: dist.all_reduce(buffers.sent, group=job.group),
+    lambda _job, pattern, _root, _start: [Segment(pattern.total())],
+    in_place=InPlace.ALWAYS,
+)
 
 if __name__ == "__main__":
     sys.exit(main(name=PROBE.name))

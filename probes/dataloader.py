@@ -21,7 +21,7 @@ from distdiag.errors import DistdiagError
 from distdiag.probekit.command.main import main
 from distdiag.probekit.command.options import Options
 from distdiag.probekit.measure.noise import usable_cpus
-from distdiag.probekit.measure.probe import Probe, Table
+from distdiag.probekit.measure.probe import Column, Probe, shown
 from distdiag.probekit.measure.sampling import NoiseMeter
 from distdiag.probekit.ranks.job import Job
 from distdiag.probekit.ranks.user_object import find_function
@@ -78,6 +78,20 @@ class DataLoaderProbe(Probe):
     min_ranks = 1
     default_ranks = 1
     share_in_all = 3.0
+    columns = (
+        Column("workers", lambda row: str(row.setting.workers)),
+        Column("prefetch", lambda row: shown(row.setting.prefetch, "d")),
+        Column("persistent", lambda row: "yes" if row.setting.persistent else "no"),
+        Column("pinned", lambda row: "yes" if row.setting.pin_memory else "no"),
+        Column("transfer", lambda row: None if row.setting.transfer == "none" else row.setting.transfer),
+        Column("samples/s", lambda row: f"{row.samples_per_s:,.0f}"),
+        Column("MB/s", lambda row: f"{row.mb_per_s:,.1f}"),
+        Column("first batch ms", lambda row: f"{row.first_batch_ms:,.1f}"),
+        Column("next epoch ms", lambda row: shown(row.next_epoch_ms, ",.1f")),
+        Column("wait ms", lambda row: f"{row.wait_ms:.2f}"),
+        Column("wait", lambda row: f"{row.wait_share:.0%}"),
+        Column("", lambda row: "recommended" if row.recommended else "", left=True),
+    )
 
     def check(self, options: Options) -> None:
         if options.dataset:
@@ -128,44 +142,6 @@ class DataLoaderProbe(Probe):
             result.notes.append("pin_memory and non_blocking transfers are not possible here: they need a GPU")
         result.elapsed_s = time.monotonic() - began
         return result
-
-    def table(self, result: Result, ascii_only: bool = False) -> Table:
-        none = "-" if ascii_only else "–"
-        headers = [
-            "workers",
-            "prefetch",
-            "persistent",
-            "pinned",
-            "transfer",
-            "samples/s",
-            "MB/s",
-            "first batch ms",
-            "next epoch ms",
-            "wait ms",
-            "wait",
-            "",
-        ]
-        table = Table(headers, left={11})
-        rows: list[LoaderRow] = result.rows
-        for r in rows:
-            s = r.setting
-            table.rows.append(
-                [
-                    str(s.workers),
-                    str(s.prefetch) if s.prefetch is not None else none,
-                    "yes" if s.persistent else "no",
-                    "yes" if s.pin_memory else "no",
-                    s.transfer if s.transfer != "none" else none,
-                    f"{r.samples_per_s:,.0f}",
-                    f"{r.mb_per_s:,.1f}",
-                    f"{r.first_batch_ms:,.1f}",
-                    f"{r.next_epoch_ms:,.1f}" if r.next_epoch_ms is not None else none,
-                    f"{r.wait_ms:.2f}",
-                    f"{r.wait_share:.0%}",
-                    "recommended" if r.recommended else "",
-                ]
-            )
-        return table
 
     def drawing(self, result: Result, ascii_only: bool = False) -> list[str]:
         d = result.details

@@ -10,33 +10,17 @@ import sys
 import torch.distributed as dist
 
 from distdiag.probekit.command.main import main
-from distdiag.probekit.measure.collective import Buffers, Collective, Ranks
-from distdiag.probekit.measure.patterns import Pattern, Segment
+from distdiag.probekit.measure.collective import Collective, Part, Segment
 
-
-class Gather(Collective):
-    name = "gather"
-    summary = "every rank's part to one rank"
-    op = "gather"
-    in_parts = True
-    rooted = True
-
-    def buffers(self, job: Ranks, elements: int, in_place: bool = False, root: int = 0) -> Buffers:
-        received = job.empty(elements if job.rank == root else 0)
-        parts = list(received.chunk(job.world_size)) if job.rank == root else []
-        return Buffers(job.empty(elements // job.world_size), received, received_parts=parts)
-
-    def call(self, job: Ranks, b: Buffers, root: int = 0) -> None:
-        dist.gather(b.sent, b.received_parts or None, dst=root, group=job.group)
-
-    def expected(self, job: Ranks, pattern: Pattern, elements: int, root: int = 0) -> list[Segment]:
-        part = elements // job.world_size
-        if job.rank != root:
-            return []
-        return [Segment(pattern.of(r), start=0, count=part, source_rank=r) for r in range(job.world_size)]
-
-
-PROBE = Gather()
+PROBE = Collective(
+    "gather",
+    lambda job, buffers, root: dist.gather(buffers.sent, buffers.parts, dst=root, group=job.group),
+    lambda job, pattern, root, _start: (
+        [Segment(pattern.of(r), source_rank=r) for r in range(job.world_size)] if job.rank == root else []
+    ),
+    sends=Part.OWN,
+    receives=Part.AT_ROOT,
+)
 
 if __name__ == "__main__":
     sys.exit(main(name=PROBE.name))

@@ -18,7 +18,7 @@ import torch
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.probekit.command.main import main
 from distdiag.probekit.measure import gpus
-from distdiag.probekit.measure.probe import Probe, Table
+from distdiag.probekit.measure.probe import Column, Probe, shown
 from distdiag.probekit.ranks.job import Job
 from distdiag.probekit.verdict.result import Measure, Result, Verdict, host_class
 from distdiag.terms.units import size_text
@@ -50,6 +50,23 @@ class Gpu(Probe):
     min_ranks = 1
     default_ranks = 1
     share_in_all = 2.0
+    columns = (
+        Column("gpu", lambda row: str(row.facts["index"])),
+        Column("name", lambda row: row.facts["name"], left=True),
+        Column("memory", lambda row: size_text(row.facts["memory_total_bytes"] or None)),
+        Column("C", lambda row: shown(row.facts["temperature_c"], ".0f")),
+        Column("W", lambda row: shown(row.facts["power_w"], ".0f")),
+        Column("SM MHz", lambda row: shown(row.facts["sm_clock_mhz"], ".0f")),
+        Column("fp32", lambda row: shown(row.tflops.get("float32"), ".0f")),
+        Column("tf32", lambda row: shown(row.tflops.get("tf32"), ".0f")),
+        Column("bf16", lambda row: shown(row.tflops.get("bfloat16"), ".0f")),
+        Column("fp16 TFLOP/s", lambda row: shown(row.tflops.get("float16"), ".0f")),
+        Column("of peak", lambda row: shown(row.tflops_of_peak.get("bfloat16") or None, ".0%")),
+        Column("mem GB/s", lambda row: shown(row.memory_gbps or None, ".0f")),
+        Column("of peak", lambda row: shown(row.memory_of_peak or None, ".0%")),
+        Column("h2d", lambda row: shown(row.host_to_device_gbps.get("pinned"), ".1f")),
+        Column("d2h GB/s", lambda row: shown(row.device_to_host_gbps.get("pinned"), ".1f")),
+    )
 
     def run(self, job: Job) -> Result | None:
         if not self._anywhere(job):
@@ -165,57 +182,11 @@ class Gpu(Probe):
                 f"GPU {g.index}: {g.name} is not in the table of published peaks; its rates were not judged"
             )
 
-    def table(self, result: Result, ascii_only: bool = False) -> Table:
-        none = "-" if ascii_only else "–"
-        table = Table(
-            [
-                "gpu",
-                "name",
-                "memory",
-                "C",
-                "W",
-                "SM MHz",
-                "fp32",
-                "tf32",
-                "bf16",
-                "fp16 TFLOP/s",
-                "of peak",
-                "mem GB/s",
-                "of peak",
-                "h2d",
-                "d2h GB/s",
-            ],
-            left={1},
-        )
-        for r in result.rows:
-            f = r.facts
-            table.rows.append(
-                [
-                    str(f["index"]),
-                    f["name"],
-                    size_text(f["memory_total_bytes"]) if f["memory_total_bytes"] else none,
-                    _or(f["temperature_c"], none),
-                    _or(f["power_w"], none),
-                    _or(f["sm_clock_mhz"], none),
-                    *(f"{r.tflops[t]:.0f}" if t in r.tflops else none for t in _ELEMENT_TYPES),
-                    f"{r.tflops_of_peak['bfloat16']:.0%}" if r.tflops_of_peak.get("bfloat16") else none,
-                    f"{r.memory_gbps:.0f}" if r.memory_gbps else none,
-                    f"{r.memory_of_peak:.0%}" if r.memory_of_peak else none,
-                    f"{r.host_to_device_gbps['pinned']:.1f}" if r.host_to_device_gbps else none,
-                    f"{r.device_to_host_gbps['pinned']:.1f}" if r.device_to_host_gbps else none,
-                ]
-            )
-        return table
-
     def headline(self, result: Result) -> str:
         rows: list[GpuRow] = result.rows
         rates = [r.tflops["bfloat16"] for r in rows if "bfloat16" in r.tflops]
         text = f"{len(rows)} x {rows[0].facts['name']}"
         return text + (f", bf16 {min(rates):.0f}–{max(rates):.0f} TFLOP/s" if rates else "")
-
-
-def _or(value: Any, none: str) -> str:
-    return none if value is None else f"{value:.0f}"
 
 
 def _median_seconds(device: torch.device, work: Callable[[], object], seconds: float) -> float:

@@ -15,14 +15,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from distdiag.errors import DistdiagError
 from distdiag.probekit.command.main import main
-from distdiag.probekit.command.options import Options
+from distdiag.probekit.measure.collective import exchange
 from distdiag.probekit.measure.patterns import Pattern, Segment, wrong_elements
-from distdiag.probekit.measure.probe import Probe, Table
+from distdiag.probekit.measure.probe import Column, Probe, Table
 from distdiag.probekit.measure.sampling import NoiseMeter
 from distdiag.probekit.ranks.clock import clock_ns
-from distdiag.probekit.ranks.injection import Injection
 from distdiag.probekit.ranks.job import Job
 from distdiag.probekit.verdict import decide
 from distdiag.probekit.verdict.collective_result import new_result
@@ -91,11 +89,14 @@ def blame(times: dict[tuple[int, int], float], ranks: int) -> tuple[dict[int, tu
 class Pairs(Probe):
     name = "pairs"
     summary = "every pair of ranks in disjoint rounds: which rank or link is slow"
-    min_ranks = 2
-
-    def check(self, options: Options) -> None:
-        if options.device == "cuda" and options.backend == "gloo":
-            raise DistdiagError("gloo has no send and recv of CUDA tensors", "--device cpu, or --backend nccl")
+    messages = True
+    columns = (
+        Column("ranks", lambda row: f"{row.ranks[0]}-{row.ranks[1]}"),
+        Column("round trip µs", lambda row: f"{row.round_trip_us:,.1f}"),
+        Column(f"{size_text(_LARGE_BYTES)} both ways GB/s", lambda row: f"{row.bandwidth_gbps:.3f}"),
+        Column("correct", lambda row: "yes" if row.correct else "NO"),
+        Column("", lambda row: "slow" if row.slow else "", left=True),
+    )
 
     def run(self, job: Job) -> Result | None:
         began = time.monotonic()
@@ -125,28 +126,14 @@ class Pairs(Probe):
                 round_trip, rate, correct, repeats = everyone[a][b]
                 result.rows.append(PairRow((a, b), round_trip, rate, False, correct and everyone[b][a][2], repeats))
                 result.measures.append(Measure(f"{a}-{b}", "us", repeats))
-        judge(result, job.options.inject)
+        judge(result)
         result.elapsed_s = time.monotonic() - began
         return result
 
     def table(self, result: Result, ascii_only: bool = False) -> Table:
-        us = "us" if ascii_only else "µs"
-        table = Table(
-            ["ranks", f"round trip {us}", f"{size_text(_LARGE_BYTES)} both ways GB/s", "correct", ""], left={4}
-        )
         rows: list[PairRow] = result.rows
-        shown = rows if len(rows) <= 28 else [r for r in rows if r.slow or not r.correct]
-        for r in shown:
-            table.rows.append(
-                [
-                    f"{r.ranks[0]}-{r.ranks[1]}",
-                    f"{r.round_trip_us:,.1f}",
-                    f"{r.bandwidth_gbps:.3f}",
-                    "yes" if r.correct else "NO",
-                    "slow" if r.slow else "",
-                ]
-            )
-        return table
+        few = rows if len(rows) <= 28 else [r for r in rows if r.slow or not r.correct]
+        return Table.of(self.columns, few, ascii_only)
 
     def drawing(self, result: Result, ascii_only: bool = False) -> list[str]:
         return heat_map(result.rows, result.world_size, ascii_only) if result.world_size > 2 else []
@@ -157,7 +144,7 @@ class Pairs(Probe):
         return f"{len(rows)} pair{'s' if len(rows) > 1 else ''}, round trip {time_text(float(np.median([r.round_trip_us for r in rows])))}, slowest {time_text(slowest.round_trip_us)} ({slowest.ranks[0]}-{slowest.ranks[1]})"
 
 
-def judge(result: Result, injected: list[Injection]) -> None:
+def judge(result: Result) -> None:
     """Name slow ranks and links; on a busy host only suspect them."""
     rows: list[PairRow] = result.rows
     noisy = decide.host_noise(result)
@@ -241,12 +228,7 @@ def _measure_pair(
 
 
 def _exchange(job: Job, peer: int, buffers: list[torch.Tensor]) -> None:
-    both = [
-        dist.P2POp(dist.isend, buffers[0], peer, group=job.group),
-        dist.P2POp(dist.irecv, buffers[1], peer, group=job.group),
-    ]
-    for request in dist.batch_isend_irecv(both):
-        request.wait()
+    exchange(job.group, (buffers[0], peer), (buffers[1], peer))
     job.synchronize()
 
 

@@ -10,31 +10,15 @@ import sys
 import torch.distributed as dist
 
 from distdiag.probekit.command.main import main
-from distdiag.probekit.measure.collective import Buffers, Collective, Ranks
-from distdiag.probekit.measure.patterns import Pattern, Segment
+from distdiag.probekit.measure.collective import Collective, Part, Segment
 
-
-class Scatter(Collective):
-    name = "scatter"
-    summary = "one rank's parts to every rank"
-    op = "scatter"
-    in_parts = True
-    rooted = True
-
-    def buffers(self, job: Ranks, elements: int, in_place: bool = False, root: int = 0) -> Buffers:
-        sent = job.empty(elements if job.rank == root else 0)
-        parts = list(sent.chunk(job.world_size)) if job.rank == root else []
-        return Buffers(sent, job.empty(elements // job.world_size), sent_parts=parts)
-
-    def call(self, job: Ranks, b: Buffers, root: int = 0) -> None:
-        dist.scatter(b.received, b.sent_parts or None, src=root, group=job.group)
-
-    def expected(self, job: Ranks, pattern: Pattern, elements: int, root: int = 0) -> list[Segment]:
-        part = elements // job.world_size
-        return [Segment(pattern.of(root), start=job.rank * part, count=part, source_rank=root)]
-
-
-PROBE = Scatter()
+PROBE = Collective(
+    "scatter",
+    lambda job, buffers, root: dist.scatter(buffers.received, buffers.parts, src=root, group=job.group),
+    lambda _job, pattern, root, start: [Segment(pattern.of(root), start, source_rank=root)],
+    sends=Part.AT_ROOT,
+    receives=Part.OWN,
+)
 
 if __name__ == "__main__":
     sys.exit(main(name=PROBE.name))

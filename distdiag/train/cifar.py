@@ -75,17 +75,17 @@ def locate(folder: Path) -> Path:
     Raises:
         DistdiagError: it does not exist, is no folder, or holds no batches.
     """
-    download = "`--data generated` trains without any data; the real set: https://www.cs.toronto.edu/~kriz/cifar.html"
-    if not folder.exists():
-        raise DistdiagError(f"no such folder: {folder}", download)
-    if not folder.is_dir():
-        hint = f"unpack it and name the folder: tar -xf {folder}" if ".tar" in folder.name else "name its folder"
-        raise DistdiagError(f"{folder} is a file, not a folder of CIFAR-10", hint)
     for candidate in (folder, folder / PYTHON_FOLDER, folder / BINARY_FOLDER):
         if any((candidate / name).exists() for name in (*PYTHON_FILES, *BINARY_FILES, MANIFEST)):
             return candidate
-    archives = sorted(folder.glob("cifar-10-*.tar.gz"))
-    hint = f"unpack the archive: tar -xf {archives[0]} -C {folder}" if archives else download
+    hint = "`--data generated` trains without any data; the real set: https://www.cs.toronto.edu/~kriz/cifar.html"
+    if not folder.exists():
+        raise DistdiagError(f"no such folder: {folder}", hint)
+    if not folder.is_dir():
+        hint = f"unpack it and name the folder: tar -xf {folder}" if ".tar" in folder.name else "name its folder"
+        raise DistdiagError(f"{folder} is a file, not a folder of CIFAR-10", hint)
+    if archives := sorted(folder.glob("cifar-10-*.tar.gz")):
+        hint = f"unpack the archive: tar -xf {archives[0]} -C {folder}"
     raise DistdiagError(f"{folder} holds no CIFAR-10 (data_batch_1 … test_batch)", hint)
 
 
@@ -101,20 +101,17 @@ def read_data_set(folder: Path, remedy: str | None = None) -> DataSet:
     """
     folder = locate(folder)
     own = (folder / MANIFEST).exists()
-    binary = any((folder / name).exists() for name in BINARY_FILES)
-    expected = _manifest(folder / MANIFEST) if own else BINARY_FILES if binary else PYTHON_FILES
-    remedy = remedy or (
-        f"write its checksums anew if it is meant to be so: (cd {folder} && md5sum *_batch*.bin > {MANIFEST})"
-        if own
-        else f"unpack it again from the archive (MD5 c58f30108f718f92721af3b95e74349a) in place of {folder}"
-    )
-    batches = {name: _read(folder / name, digest, remedy) for name, digest in expected.items()}
-    return DataSet(
-        name=f"{folder.name} (not CIFAR-10)" if own else "CIFAR-10",
-        train=_joined([batch for name, batch in batches.items() if not name.startswith("test_batch")]),
-        test=_joined([batch for name, batch in batches.items() if name.startswith("test_batch")]),
-        fingerprint=hashlib.md5("".join(expected.values()).encode()).hexdigest(),
-    )
+    published = BINARY_FILES if any((folder / name).exists() for name in BINARY_FILES) else PYTHON_FILES
+    digests = _manifest(folder / MANIFEST) if own else published
+    anew = f"write its checksums anew if it is meant to be so: (cd {folder} && md5sum *_batch*.bin > {MANIFEST})"
+    again = f"unpack it again from the archive (MD5 c58f30108f718f92721af3b95e74349a) in place of {folder}"
+    parts: dict[bool, list[ImageSet]] = {False: [], True: []}
+    for name, digest in digests.items():
+        parts[name.startswith("test_batch")].append(_read(folder / name, digest, remedy or (anew if own else again)))
+    train, test = (ImageSet(*map(np.concatenate, zip(*((p.images, p.labels) for p in of_part), strict=True)))
+                   for of_part in parts.values())  # fmt: skip
+    name = f"{folder.name} (not CIFAR-10)" if own else "CIFAR-10"
+    return DataSet(name, train, test, hashlib.md5("".join(digests.values()).encode()).hexdigest())
 
 
 def _manifest(path: Path) -> dict[str, str]:
@@ -135,10 +132,8 @@ def _manifest(path: Path) -> dict[str, str]:
             f"{path} names no data_batch… or no test_batch…", "a data set has both; see `md5sum --help`"
         )
     if pickled := next((name for name in files if not name.endswith(".bin")), None):
-        raise DistdiagError(
-            f"{path} names {pickled}: your own images are read in the binary format only",
-            "write an image as its label and 3,072 bytes, into data_batch_1.bin … and test_batch.bin",
-        )
+        hint = "write an image as its label and 3,072 bytes, into data_batch_1.bin … and test_batch.bin"
+        raise DistdiagError(f"{path} names {pickled}: your own images are read in the binary format only", hint)
     return files
 
 
@@ -166,21 +161,15 @@ def _read(path: Path, digest: str, remedy: str) -> ImageSet:
     return ImageSet(np.ascontiguousarray(planes.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)), labels)
 
 
-def _joined(parts: list[ImageSet]) -> ImageSet:
-    return ImageSet(np.concatenate([p.images for p in parts]), np.concatenate([p.labels for p in parts]))
-
-
 def write_binary(folder: Path, train: ImageSet, test: ImageSet) -> None:
     """Write a data set in the binary format, in five batches with their MD5SUMS, into an existing folder."""
-    sums: list[str] = []
     bounds = np.linspace(0, len(train), 6).astype(int)
-    parts = {
-        f"data_batch_{i + 1}.bin": ImageSet(train.images[a:b], train.labels[a:b])
-        for i, (a, b) in enumerate(itertools.pairwise(bounds))
-    }
-    for name, part in (parts | {"test_batch.bin": test}).items():
-        planes = part.images.transpose(0, 3, 1, 2).reshape(len(part), IMAGE_BYTES)
-        content = np.concatenate([part.labels[:, None].astype(np.uint8), planes], axis=1).tobytes()
-        (folder / name).write_bytes(content)
-        sums.append(f"{hashlib.md5(content).hexdigest()}  {name}\n")
-    (folder / MANIFEST).write_text("".join(sums))
+    parts = [("test_batch", test, slice(None))]
+    parts += [(f"data_batch_{i}", train, slice(a, b)) for i, (a, b) in enumerate(itertools.pairwise(bounds), 1)]
+    sums = ""
+    for name, images, rows in parts:
+        planes = images.images[rows].transpose(0, 3, 1, 2).reshape(-1, IMAGE_BYTES)
+        content = np.concatenate([images.labels[rows, None].astype(np.uint8), planes], axis=1).tobytes()
+        (folder / f"{name}.bin").write_bytes(content)
+        sums += f"{hashlib.md5(content).hexdigest()}  {name}.bin\n"
+    (folder / MANIFEST).write_text(sums)

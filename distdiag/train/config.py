@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-import itertools
 import math
 import os
 import sys
-import textwrap
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import Any, get_type_hints
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import click
 
-from distdiag.command_line import SETTINGS, read
+from distdiag.command_line import SETTINGS, flag, option, options_of, read
 from distdiag.errors import DistdiagError
 from distdiag.probekit.command import catalog
 from distdiag.train.faults import InjectedFault, parse_fault
@@ -25,171 +21,157 @@ from distdiag.train.faults import InjectedFault, parse_fault
 class TrainConfig:
     """Options of `python -m distdiag.train`; all have working defaults."""
 
-    epochs: int = 10
+    epochs: int = option(10, low=1)
     """Passes over the training set"""
 
-    max_steps: int = 0
+    max_steps: int = option(0)
     """Optimizer steps after which training ends, even within an epoch; 0: no limit"""
 
-    batch_size: int = 64
+    batch_size: int = option(64, low=1)
     """Samples per forward pass: on each rank with ddp and fsdp, in all with the other strategies"""
 
-    model: str = field(default="simple", metadata={"choices": ("simple", "resnet18", "resnet34")})
+    model: str = option("simple", type=click.Choice(("simple", "resnet18", "resnet34")))
     """Network: simple (3 convolutions, 2.5 M parameters), resnet18 (11 M), resnet34 (21 M)"""
 
-    data: str = ""
+    data: str = option("")
     """Folder of CIFAR-10 in its python or binary format; 'generated': the generated set.
     Default: DISTDIAG_DATA, else the user's cache, else a download, else (no network) the generated set"""
 
-    loader: str = field(default="batched", metadata={"choices": ("batched", "workers")})
+    loader: str = option("batched", type=click.Choice(("batched", "workers")))
     """Input pipeline: batched (whole batches as tensor operations on pixels shared by the ranks of a node)
     or workers (a Dataset and a DataLoader with worker processes)"""
 
-    workers: int = 2
+    workers: int = option(2)
     """Worker processes per rank of `--loader workers`; 0 loads in the training process"""
 
-    strategy: str = field(
-        default="auto", metadata={"choices": ("auto", "single", "dp", "ddp", "fsdp", "model", "pipeline")}
-    )
+    strategy: str = option("auto", type=click.Choice(("auto", "single", "dp", "ddp", "fsdp", "model", "pipeline")))
     """How a step is divided over the ranks. single: one process; dp: copies in one process; ddp: a copy on each rank; fsdp: parameters
     sharded over the ranks; model: layers over the ranks; pipeline: layers over the ranks, in micro-batches;
     auto: ddp under torchrun, else single"""
 
-    bucket_mb: float = 25.0
+    bucket_mb: float = option(25.0)
     """With ddp: MiB of gradients in one all_reduce"""
 
-    gradient_as_bucket_view: bool = False
+    gradient_as_bucket_view: bool = option(False)
     """With ddp: keep the gradients in the buckets, which saves a copy of them"""
 
-    static_graph: bool = False
+    static_graph: bool = option(False)
     """With ddp: promise that every step uses the same parameters"""
 
-    find_unused_parameters: bool = False
+    find_unused_parameters: bool = option(False)
     """With ddp: search for parameters without a gradient in every step (costs time)"""
 
-    compress: str = field(default="none", metadata={"choices": ("none", "fp16", "bf16", "powersgd")})
+    compress: str = option("none", type=click.Choice(("none", "fp16", "bf16", "powersgd")))
     """With ddp: how gradients are compressed for the exchange"""
 
-    reshard: bool = True
+    reshard: bool = option(True)
     """With fsdp: free a block's gathered parameters after its forward; off: keep them until its backward"""
 
-    offload: bool = False
+    offload: bool = option(False)
     """With fsdp: keep parameters, gradients and optimizer state in the host's memory"""
 
-    schedule: str = field(default="1f1b", metadata={"choices": ("gpipe", "1f1b", "interleaved")})
+    schedule: str = option("1f1b", type=click.Choice(("gpipe", "1f1b", "interleaved")))
     """With pipeline: gpipe (all forwards, then all backwards), 1f1b (a backward as soon as one can run) or
     interleaved (two stages on each rank)"""
 
-    micro_batches: int = 4
+    micro_batches: int = option(4, low=1)
     """With pipeline: parts that a batch is divided into"""
 
-    lr: float = 0.05
+    lr: float = option(0.05)
     """Peak learning rate, reached after the warm-up; from there it follows a cosine to 0"""
 
-    momentum: float = 0.9
+    momentum: float = option(0.9)
     """Momentum of SGD (Nesterov)"""
 
-    weight_decay: float = 5e-4
+    weight_decay: float = option(5e-4)
     """Weight decay of SGD"""
 
-    warmup_steps: int = 100
+    warmup_steps: int = option(100)
     """Optimizer steps of linear warm-up, at most a fifth of the run"""
 
-    clip: float = 0.0
+    clip: float = option(0.0)
     """Largest norm of the gradient; 0: no clipping"""
 
-    accumulate: int = 1
+    accumulate: int = option(1, low=1)
     """Batches per optimizer step; gradients are exchanged with the last of them only"""
 
-    sync_bn: bool = False
+    sync_bn: bool = option(False)
     """With ddp and fsdp: batch statistics over all ranks (SyncBatchNorm)"""
 
-    amp: str = field(default="auto", metadata={"choices": ("auto", "off", "bf16", "fp16")})
+    amp: str = option("auto", type=click.Choice(("auto", "off", "bf16", "fp16")))
     """Mixed precision; auto: bf16 where the hardware multiplies it (CUDA, or a CPU with AVX512-BF16 or AMX), else off"""
 
-    channels_last: bool = True
+    channels_last: bool = option(True)
     """Memory format NHWC, faster for convolutions on CPU and on tensor cores"""
 
-    compile: bool = False
+    compile: bool = option(False)
     """Compile the model with torch.compile"""
 
-    device: str = field(default="auto", metadata={"choices": ("auto", "cpu", "cuda")})
+    device: str = option("auto", type=click.Choice(("auto", "cpu", "cuda")))
     """Device of every rank; auto: a GPU if there is one"""
 
-    seed: int = 0
+    seed: int = option(0)
     """Seed of initial weights, order and augmentation; ranks derive their own from it"""
 
-    timeout_s: float = 0.0
+    timeout_s: float = option(0.0)
     """Seconds after which a collective fails; 0: torch's default (gloo 30 min, NCCL 10 min)"""
 
-    validate_every: int = 1
+    validate_every: int = option(1)
     """Epochs between validations on the test set, and one at the end; 0: never"""
 
-    log_every: int = 20
+    log_every: int = option(20, low=1)
     """Optimizer steps between progress lines"""
 
-    checkpoint_every: int = 0
+    checkpoint_every: int = option(0, low=-1)
     """Optimizer steps between checkpoints; 0: at the end of every epoch; -1: never"""
 
-    checkpoint_dir: str = ""
+    checkpoint_dir: str = option("")
     """Directory of the checkpoints. Default: `checkpoints` in the run directory; without one, ./checkpoints"""
 
-    keep_checkpoints: int = 2
+    keep_checkpoints: int = option(2, low=1)
     """Number of checkpoints to keep"""
 
-    resume: str = ""
+    resume: str = option("")
     """Checkpoint to resume from: a file, or a directory (its newest checkpoint)"""
 
-    monitor: bool = False
+    monitor: bool = option(False)
     """Record the run, for `distdiag tui` and `distdiag diagnose`"""
 
-    run_dir: str = ""
+    run_dir: str = option("")
     """Run directory. Default: DISTDIAG_RUN_DIR, else (with `--monitor`) ./reports/TIME-NAME"""
 
-    keep: str = field(default="", metadata={"metavar": "SIZE"})
+    keep: str = option("", metavar="SIZE")
     """Size bound of the run's database, e.g. 500M; older rows are thinned beyond it. Default: 2G"""
 
-    name: str = ""
+    name: str = option("", metavar="NAME")
     """Name of the run. Default: the model's"""
 
-    inject: tuple[InjectedFault, ...] = field(default=(), metadata={"parse": parse_fault, "metavar": "FAULT"})
+    inject: tuple[InjectedFault, ...] = option((), multiple=True, metavar="FAULT")
     """Fault to inject; may be repeated. deadlock@rank1:step30, kill@…, crash@…, nan@… (same form),
     stall@rank1:step30:10s, straggler@rank1:20ms[:data|forward|backward|optimizer], unused, uneven[@rank1]"""
 
-    probe: str = field(default="", metadata={"metavar": "NAME,…"})
+    probe: str = option("", metavar="NAME,…")
     """Collectives to measure between steps, in addition to the job's own: allreduce,broadcast,…; at most 1 % of the time"""
 
-    probe_every: int = 100
+    probe_every: int = option(100, low=1)
     """Optimizer steps between two measurements of `--probe`; more if they would take more than 1 % of the time"""
 
-    quiet: bool = False
+    quiet: bool = option(False)
     """Print no progress lines, only the start and the end"""
 
 
-_LOWEST: dict[str, float] = {
-    "epochs": 1, "max_steps": 0, "batch_size": 1, "workers": 0, "lr": 0.0, "momentum": 0.0, "weight_decay": 0.0,
-    "warmup_steps": 0, "clip": 0.0, "accumulate": 1, "seed": 0, "timeout_s": 0.0, "validate_every": 0, "log_every": 1,
-    "bucket_mb": 0.0, "micro_batches": 1, "checkpoint_every": -1, "keep_checkpoints": 1, "probe_every": 1,
-}  # fmt: skip
-
-
-def _field_docs() -> dict[str, str]:
-    """Return the docstring below each field; empty if only byte code is installed."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(TrainConfig)))
-    except (OSError, SyntaxError):
-        return {}
-    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
-    docs: dict[str, str] = {}
-    for statement, after in itertools.pairwise(body):
-        if (
-            isinstance(statement, ast.AnnAssign)
-            and isinstance(statement.target, ast.Name)
-            and isinstance(after, ast.Expr)
-            and isinstance(after.value, ast.Constant)
-        ):
-            docs[statement.target.id] = " ".join(str(after.value.value).split())
-    return docs
+def _build(name: str, kind: Any, attrs: dict[str, Any]) -> dict[str, Any]:
+    """Return click's arguments for one field: its type's, and the default in its help."""
+    default, low, named = attrs["default"], attrs.pop("low", 0), flag(name)
+    if "Default:" not in attrs["help"] and name not in ("inject", "resume"):
+        attrs["help"] += f" (default: {('off', 'on')[default] if kind is bool else default})"
+    if kind is bool:
+        attrs["flags"] = (f"{named}/--no-{named[2:]}",)
+    elif kind in (int, float):
+        attrs |= {"type": _number(kind, named, low), "metavar": "N" if kind is int else "X"}
+    elif "type" not in attrs:
+        attrs = {"metavar": "PATH"} | attrs
+    return attrs
 
 
 def _number(kind: type, option: str, lowest: float) -> Any:
@@ -201,42 +183,19 @@ def _number(kind: type, option: str, lowest: float) -> Any:
             hint = f"for example {option} {kind(max(lowest, 1))}"
             raise DistdiagError(f"{option} takes {what}, not '{text}'", hint) from None
         if not math.isfinite(value) or value < lowest:
-            raise DistdiagError(
-                f"{option} must be at least {kind(lowest)}, not {text}", f"{option} {kind(max(lowest, 1))} works"
-            )
+            least = f"{option} must be at least {kind(lowest)}, not {text}"
+            raise DistdiagError(least, f"{option} {kind(max(lowest, 1))} works")
         return value
 
     return convert
 
 
-def _build_command() -> click.Command:
-    docs = _field_docs()
-    kinds = get_type_hints(TrainConfig)
-    params: list[click.Parameter] = []
-    for f in fields(TrainConfig):
-        option = "--" + f.name.replace("_", "-")
-        default = f.default if f.default is not MISSING else None
-        shown = {True: "on", False: "off"}.get(default) if isinstance(default, bool) else default  # type: ignore[arg-type]
-        text = docs.get(f.name, "")
-        if "Default:" not in text and f.name not in ("inject", "resume"):
-            text += f" (default: {shown})"
-        attrs: dict[str, Any] = {"default": default, "help": text}
-        if "parse" in f.metadata:
-            attrs |= {"multiple": True, "metavar": f.metadata["metavar"]}
-        elif kinds[f.name] is bool:
-            option += f"/--no-{option[2:]}"
-        elif kinds[f.name] in (int, float):
-            kind = kinds[f.name]
-            attrs |= {"type": _number(kind, option, _LOWEST[f.name]), "metavar": "N" if kind is int else "X"}
-        elif "choices" in f.metadata:
-            attrs["type"] = click.Choice(f.metadata["choices"])
-        else:
-            attrs["metavar"] = f.metadata.get("metavar", "NAME" if f.name == "name" else "PATH")
-        params.append(click.Option([option], **attrs))
+def build_command() -> click.Command:
+    """Return the click command, with one option for each field."""
     return click.Command(
         None,
         context_settings=SETTINGS,
-        params=params,
+        params=[one for _, one in options_of(TrainConfig, _build)],
         help="Train CIFAR-10 on all ranks of a torchrun job (or in one process), recorded with --monitor.",
         # `--`: torchrun would read --monitor as an abbreviation of its option --monitor-interval
         epilog="Example: torchrun --standalone --nproc-per-node 2 -m distdiag.train -- --monitor --max-steps 200",
@@ -278,8 +237,9 @@ def check_strategy(config: TrainConfig, world_size: int, launched: bool) -> None
     defaults = {f.name: f.default for f in fields(TrainConfig)}
     for name, strategies in _ONLY_WITH.items():
         if getattr(config, name) != defaults[name] and strategy not in strategies:
-            option = "--" + name.replace("_", "-")
-            raise DistdiagError(f"{option} has no effect with --strategy {strategy}", f"--strategy {strategies[-1]}")
+            raise DistdiagError(
+                f"{flag(name)} has no effect with --strategy {strategy}", f"--strategy {strategies[-1]}"
+            )
     if config.amp == "fp16" and strategy in ("fsdp", "model", "pipeline"):
         raise DistdiagError(f"--amp fp16 is not supported with --strategy {strategy}", "--amp bf16")
     if staged and any(f.kind in ("unused", "uneven") for f in config.inject):
@@ -318,7 +278,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> TrainConfig:
         SystemExit: `--help` was printed.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    given = read(_build_command(), arguments[1:] if arguments[:1] == ["--"] else arguments, "python -m distdiag.train")
+    given = read(build_command(), arguments[1:] if arguments[:1] == ["--"] else arguments, "python -m distdiag.train")
     given["inject"] = tuple(parse_fault(spec) for specs in given["inject"] for spec in specs.split(","))
     config = TrainConfig(**given)
     catalog.parse_collectives(config.probe)

@@ -14,7 +14,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distdiag.errors import DistdiagError, need
@@ -29,24 +29,12 @@ NETWORK_DEADLINE_S = 4.0  # for an answer from the server, with name resolution
 
 
 @dataclass(frozen=True)
-class Origin:
-    """The source of a data set, without the data."""
-
-    source: str
-    notice: str | None
-
-
-@dataclass(frozen=True)
 class FoundData:
     """A data set, its source, and a line to print if it is not the requested one."""
 
     data: DataSet
     source: str
     notice: str | None = None
-
-    @property
-    def origin(self) -> Origin:
-        return Origin(self.source, self.notice)
 
 
 def cache_directory() -> Path:
@@ -71,8 +59,7 @@ def find_data(named: str, *, show_progress: bool, url: str = URL, archive_md5: s
     for origin, folder in (("--data", named), (ENV_DATA, os.environ.get(ENV_DATA, ""))):
         if folder:
             path = Path(folder).expanduser()
-            data = read_data_set(path)
-            return FoundData(_renamed(data) if data.name.startswith(synthetic.FOLDER) else data, f"{origin} {path}")
+            return FoundData(_read(path), f"{origin} {path}")
     with _locked_cache() as cache:
         if cache is None:
             return _generated(None, "the cache directory cannot be written")
@@ -133,6 +120,16 @@ def why_unreachable(url: str, deadline_s: float = NETWORK_DEADLINE_S) -> str | N
     return answer[0] if answer else "no network"
 
 
+@contextmanager
+def _new_folder(cache: Path, name: str) -> Iterator[Path]:
+    """Yield a folder to fill, which gets its final name when it is complete; nothing remains of one that is not."""
+    for stale in cache.glob("download-*"):  # we hold the lock, so their writer is gone
+        shutil.rmtree(stale, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="download-", dir=cache) as made:
+        yield Path(made)
+        os.rename(Path(made) / name, cache / name)
+
+
 def download(cache: Path, url: str = URL, archive_md5: str = ARCHIVE_MD5, show_progress: bool = True) -> Path:
     """Download the archive, check it, unpack it, and only then give it its final name.
 
@@ -143,47 +140,41 @@ def download(cache: Path, url: str = URL, archive_md5: str = ARCHIVE_MD5, show_p
     import pooch
 
     pooch.get_logger().setLevel("ERROR")
-    for stale in cache.glob("download-*"):  # we hold the lock, so their writer is gone
-        shutil.rmtree(stale, ignore_errors=True)
     if show_progress:
         print(f"distdiag: downloading CIFAR-10 (163 MiB) from {url}", file=sys.stderr)
-    with tempfile.TemporaryDirectory(prefix="download-", dir=cache) as made:
+    with _new_folder(cache, PYTHON_FOLDER) as made:
         pooch.retrieve(
             url, known_hash=f"md5:{archive_md5}", fname="archive.tar.gz", path=made,
             processor=pooch.Untar(extract_dir="."), progressbar=show_progress and sys.stderr.isatty(),
         )  # fmt: skip
-        target = cache / PYTHON_FOLDER
-        os.rename(Path(made) / PYTHON_FOLDER, target)
-    return target
+    return cache / PYTHON_FOLDER
 
 
 def _generated(cache: Path | None, reason: str | None) -> FoundData:
     """Return the generated set, cached on disk if there is room, else in memory only."""
-    notice = None
-    if reason is not None:
-        notice = (
-            f"no CIFAR-10 here ({reason}): training on {synthetic.NAME}, "
-            f"{synthetic.TRAIN_IMAGES:,} images of 10 classes; `--data DIR` reads the real set"
-        )
+    notice = reason and (
+        f"no CIFAR-10 here ({reason}): training on {synthetic.NAME}, "
+        f"{synthetic.TRAIN_IMAGES:,} images of 10 classes; `--data DIR` reads the real set"
+    )
     folder = cache / synthetic.FOLDER if cache else None
     if folder is not None and folder.is_dir():
         try:
-            return FoundData(_renamed(read_data_set(folder)), str(folder), notice)
+            return FoundData(_read(folder), str(folder), notice)
         except DistdiagError:  # damaged: generate it again
             shutil.rmtree(folder, ignore_errors=True)
     train = synthetic.generate(synthetic.TRAIN_IMAGES, seed=1)
     test = synthetic.generate(synthetic.TEST_IMAGES, seed=2)
     if cache is not None and folder is not None:
         try:
-            with tempfile.TemporaryDirectory(prefix="download-", dir=cache) as made:
-                (inner := Path(made) / synthetic.FOLDER).mkdir()
-                write_binary(inner, train, test)
-                os.rename(inner, folder)
-            return FoundData(_renamed(read_data_set(folder)), str(folder), notice)
+            with _new_folder(cache, synthetic.FOLDER) as made:
+                (made / synthetic.FOLDER).mkdir()
+                write_binary(made / synthetic.FOLDER, train, test)
+            return FoundData(_read(folder), str(folder), notice)
         except (OSError, DistdiagError):
             pass  # a full disk: use memory
     return FoundData(DataSet(synthetic.NAME, train, test, f"{synthetic.FOLDER} in memory"), "memory", notice)
 
 
-def _renamed(data: DataSet) -> DataSet:
-    return DataSet(synthetic.NAME, data.train, data.test, data.fingerprint)
+def _read(folder: Path) -> DataSet:
+    data = read_data_set(folder)
+    return replace(data, name=synthetic.NAME) if data.name.startswith(synthetic.FOLDER) else data

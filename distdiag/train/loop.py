@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -27,7 +26,7 @@ from distdiag.train.checkpoint import (
 )
 from distdiag.train.config import TrainConfig
 from distdiag.train.faults import Faults
-from distdiag.train.find_data import Origin, find_data
+from distdiag.train.find_data import find_data
 from distdiag.train.models import build_model, count_parameters
 from distdiag.train.precision import autocast, resolve_amp, why_amp
 from distdiag.train.progress import Progress
@@ -55,156 +54,160 @@ def train(config: TrainConfig) -> None:
     recorder.detach()
 
 
-@dataclass
-class _Job:
-    """The state of the training on this rank."""
+def _train(config: TrainConfig, ranks: Ranks, recorder: Recording) -> None:
+    _Training(config, ranks, recorder).run()
 
-    config: TrainConfig
-    ranks: Ranks
-    recorder: Recording
-    faults: Faults
-    amp: str
-    pixels: SharedPixels
-    strategy: Strategy
-    optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LambdaLR
-    source: BatchedInput | WorkersInput
-    probe: InTrainingProbe
-    checkpoints: Checkpoints
-    progress: Progress
-    batches_per_epoch: int
-    total_steps: int
-    step: int
 
-    @property
-    def steps_per_epoch(self) -> int:
-        return self.batches_per_epoch // self.config.accumulate
+class _Training:
+    """The training on this rank."""
+
+    def __init__(self, config: TrainConfig, ranks: Ranks, recorder: Recording) -> None:
+        self.config, self.ranks, self.recorder, device = config, ranks, recorder, ranks.device
+        self.faults = Faults(config.inject, ranks.rank, ranks.world_size)
+        with recorder.phase("init"):
+            self.amp = ranks.together(lambda: resolve_amp(config.amp, device))
+            self.pixels = share_pixels(config, ranks)
+            torch.manual_seed(config.seed)  # the same initial weights on every rank
+            network = build_model(config.model)
+            name, parameters = type(network).__name__, count_parameters(network)
+            self.strategy = build_strategy(Setup(config, ranks, network, self.amp, self.faults))
+            self.batches = _batches_per_epoch(config, self.strategy, len(self.pixels.train))
+            self.steps_per_epoch = self.batches // config.accumulate
+            self.total_steps = int(min(config.max_steps or math.inf, config.epochs * self.steps_per_epoch))
+            self.optimizer = torch.optim.SGD(
+                self.strategy.network.parameters(), lr=config.lr, momentum=config.momentum,
+                weight_decay=config.weight_decay, nesterov=config.momentum > 0,
+            )  # fmt: skip
+            self.faults.apply_to_optimizer(self.optimizer)
+            self.probe = InTrainingProbe(catalog.parse_collectives(config.probe), config.probe_every, recorder.run_dir)
+            factor = WarmupCosine(min(config.warmup_steps, self.total_steps // 5), self.total_steps)
+            self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
+            self.source = self._source()
+            torch.manual_seed(derived_seed(config.seed, ranks.rank))  # from here on, dropout differs between ranks
+            self.step = self._resume() if config.resume else 0
+        self.checkpoints = Checkpoints(checkpoint_directory(config, recorder), config.keep_checkpoints, ranks)
+        self.progress = Progress(config, ranks, recorder, device)
+        about = f"{name} ({parameters:,} parameters)"
+        amp = why_amp(config.amp, self.amp, device)
+        self.progress.begin(self.pixels, about, amp, self.step, self.total_steps, self.strategy.data_ranks)
+        self.progress.lines(self.strategy.about())
+        recorder.meta(
+            data=self.pixels.address.name, data_source=self.pixels.source, model=name, parameters=parameters,
+            strategy=config.strategy, amp=self.amp, batch_size=config.batch_size, max_steps=self.total_steps,
+            **({"resumed_from_step": self.step} if self.step else {}),
+            **({"injected": ", ".join(f.spec for f in config.inject)} if config.inject else {}),
+        )  # fmt: skip
 
     @property
     def ended(self) -> bool:
         return self.step >= self.total_steps
 
+    def run(self) -> None:
+        config = self.config
+        for epoch in range(self.step // self.steps_per_epoch, config.epochs):
+            if self.ended:
+                break
+            self.recorder.epoch(epoch)
+            self._train_epoch(epoch)
+            if config.validate_every and (self.ended or (epoch + 1) % config.validate_every == 0):
+                self._validate(epoch)
+            every = config.checkpoint_every
+            if every == 0 or (every > 0 and self.ended and self.step % every):
+                self._save()
+        self.progress.end(self.step, self.checkpoints.newest)
+        self.progress.lines(self.strategy.summary())
 
-def _train(config: TrainConfig, ranks: Ranks, recorder: Recording) -> None:
-    job = _prepare(config, ranks, recorder)
-    for epoch in range(job.step // job.steps_per_epoch, config.epochs):
-        if job.ended:
-            break
-        recorder.epoch(epoch)
-        _train_epoch(job, epoch)
-        if config.validate_every and (job.ended or (epoch + 1) % config.validate_every == 0):
-            _validate(job, epoch)
-        every = config.checkpoint_every
-        if every == 0 or (every > 0 and job.ended and job.step % every):
-            _save(job)
-    job.progress.end(job.step, job.checkpoints.newest)
-    job.progress.lines(job.strategy.summary())
+    def _train_epoch(self, epoch: int) -> None:
+        config, strategy, faults, device = self.config, self.strategy, self.faults, self.ranks.device
+        strategy.model.train()
+        start = (self.step - epoch * self.steps_per_epoch) * config.accumulate
+        batches = self.source.epoch(epoch, start)
+        if config.loader == "batched":  # the recorder hooks a DataLoader itself
+            batches = self.recorder.batches(batches, length=faults.batches(self.batches) - start)
 
+        for position, (images, labels) in enumerate(batches, start):
+            if position % config.accumulate == 0:
+                faults.before_step(self.step + 1)
+            images = normalise(images.to(device, non_blocking=True))
+            labels = labels.to(device, non_blocking=True)
+            images = faults.on_batch(self.step + 1, images)
 
-def _prepare(config: TrainConfig, ranks: Ranks, recorder: Recording) -> _Job:
-    device = ranks.device
-    faults = Faults(config.inject, ranks.rank, ranks.world_size)
-    with recorder.phase("init"):
-        amp = ranks.together(lambda: resolve_amp(config.amp, device))
-        pixels, origin = share_pixels(config, ranks)
-        torch.manual_seed(config.seed)  # the same initial weights on every rank
-        network = build_model(config.model)
-        model_name, parameters = type(network).__name__, count_parameters(network)
-        strategy = build_strategy(Setup(config, ranks, network, amp, faults))
-        per_epoch = _batches_per_epoch(config, strategy, len(pixels.train))
-        total_steps = int(min(config.max_steps or math.inf, config.epochs * (per_epoch // config.accumulate)))
-        optimizer = torch.optim.SGD(
-            strategy.network.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay,
-            nesterov=config.momentum > 0,
-        )  # fmt: skip
-        faults.apply_to_optimizer(optimizer)
-        probe = InTrainingProbe(catalog.parse_collectives(config.probe), config.probe_every, recorder.run_dir)
-        schedule = WarmupCosine(min(config.warmup_steps, total_steps // 5), total_steps)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
-        source = _source(config, strategy, pixels.train, faults.batches(per_epoch), faults)
-        torch.manual_seed(derived_seed(config.seed, ranks.rank))  # from here on, dropout differs between ranks
-        step = resume(config, strategy, pixels, optimizer, scheduler) if config.resume else 0
+            completes_step = position % config.accumulate == config.accumulate - 1
+            # communication: the step's last batch exchanges the gradients; with stages, messages between neighbours
+            result = strategy.backward(images, labels, completes_step)
+            if result is not None:
+                self.progress.add(*result, labels)
+            if not completes_step:
+                continue
+            strategy.optimize(self.optimizer)
+            self.scheduler.step()
+            self.step += 1
 
-    checkpoints = Checkpoints(checkpoint_directory(config, recorder), config.keep_checkpoints, ranks)
-    progress = Progress(config, ranks, recorder, device)
-    about = f"{model_name} ({parameters:,} parameters)"
-    progress.begin(origin, pixels, about, why_amp(config.amp, amp, device), step, total_steps, strategy.data_ranks)
-    progress.lines(strategy.about())
-    recorder.meta(
-        data=pixels.address.name,
-        data_source=origin.source if origin else "rank 0 of the node",
-        model=model_name,
-        parameters=parameters,
-        strategy=config.strategy,
-        amp=amp,
-        batch_size=config.batch_size,
-        max_steps=total_steps,
-        **({"resumed_from_step": step} if step else {}),
-        **({"injected": ", ".join(f.spec for f in config.inject)} if config.inject else {}),
-    )
-    return _Job(config, ranks, recorder, faults, amp, pixels, strategy, optimizer, scheduler, source, probe, checkpoints, progress,
-                per_epoch, total_steps, step)  # fmt: skip
+            if self.step % config.log_every == 0 or self.ended:
+                # communication: one all_reduce of 3 numbers
+                self.progress.report(epoch, self.step, float(self.scheduler.get_last_lr()[0]))
+            if config.checkpoint_every > 0 and self.step % config.checkpoint_every == 0:
+                self._save()  # communication: gather of random states, barrier
+            self.probe.maybe_run(self.step)  # communication: with --probe, sometimes, on its own group
+            if self.ended:
+                break
 
+    def _save(self) -> None:
+        with self.recorder.phase("checkpoint"), self.progress.paused():
+            state = {
+                "world_size": self.ranks.world_size,
+                "options": options_of(self.config),
+                "data": self.pixels.address.fingerprint,
+                **self.strategy.state(self.optimizer),  # communication: fsdp and stages gather theirs
+                "scheduler": self.scheduler.state_dict(),
+                "scaler": self.strategy.scaler.state_dict(),
+            }
+            self.checkpoints.save(state, self.step)
 
-def _train_epoch(job: _Job, epoch: int) -> None:
-    config, strategy, faults, progress, device = job.config, job.strategy, job.faults, job.progress, job.ranks.device
-    strategy.model.train()
-    start = (job.step - epoch * job.steps_per_epoch) * config.accumulate
-    batches = job.source.epoch(epoch, start)
-    if config.loader == "batched":  # the recorder hooks a DataLoader itself
-        batches = job.recorder.batches(batches, length=faults.batches(job.batches_per_epoch) - start)
+    def _validate(self, epoch: int) -> None:
+        with self.recorder.phase("validate"), self.progress.paused():
+            self.ranks.barrier()  # communication: every rank has ended the epoch
+            # communication: rank 0's running statistics to all; sharded weights to all
+            network = self.strategy.whole_network()
+            loss, accuracy = validate(self.config, self.ranks, network, self.pixels.test, self.amp)
+        self.progress.validated(epoch, self.step, loss, accuracy)
 
-    for position, (images, labels) in enumerate(batches, start):
-        if position % config.accumulate == 0:
-            faults.before_step(job.step + 1)
-        images = normalise(images.to(device, non_blocking=True))
-        labels = labels.to(device, non_blocking=True)
-        images = faults.on_batch(job.step + 1, images)
+    def _source(self) -> BatchedInput | WorkersInput:
+        config, strategy = self.config, self.strategy
+        batches = self.faults.batches(self.batches)
+        common = (self.pixels.train, config.batch_size, strategy.data_rank, strategy.data_ranks, config.seed, batches)
+        if config.loader == "workers":
+            return WorkersInput(*common, config.workers, self.ranks.device.type == "cuda", self.faults)
+        return BatchedInput(*common, config.channels_last, self.faults)
 
-        completes_step = position % config.accumulate == config.accumulate - 1
-        # communication: the step's last batch exchanges the gradients; with stages, messages between neighbours
-        result = strategy.backward(images, labels, completes_step)
-        if result is not None:
-            progress.add(*result, labels)
-        if not completes_step:
-            continue
-        strategy.optimize(job.optimizer)
-        job.scheduler.step()
-        job.step += 1
+    def _resume(self) -> int:
+        """Restore the training from a checkpoint, on every rank; return the steps done. Collective.
 
-        if job.step % config.log_every == 0 or job.ended:
-            # communication: one all_reduce of 3 numbers
-            progress.report(epoch, job.step, float(job.scheduler.get_last_lr()[0]))
-        if config.checkpoint_every > 0 and job.step % config.checkpoint_every == 0:
-            _save(job)  # communication: gather of random states, barrier
-        job.probe.maybe_run(job.step)  # communication: with --probe, sometimes, on its own group
-        if job.ended:
-            break
+        Raises:
+            DistdiagError: no checkpoint, a damaged one, or one of another run.
+        """
+        ranks, scaler = self.ranks, self.strategy.scaler
 
+        def read() -> dict[str, Any]:
+            state = load_checkpoint(find_checkpoint(self.config.resume), ranks.device)
+            check_fits(state, self.config, ranks, self.pixels.address.fingerprint)
+            return state
 
-def _save(job: _Job) -> None:
-    with job.recorder.phase("checkpoint"), job.progress.paused():
-        job.checkpoints.save(
-            {
-                "world_size": job.ranks.world_size,
-                "options": options_of(job.config),
-                "data": job.pixels.address.fingerprint,
-                **job.strategy.state(job.optimizer),  # communication: fsdp and stages gather theirs
-                "scheduler": job.scheduler.state_dict(),
-                "scaler": job.strategy.scaler.state_dict(),
-            },
-            job.step,
-        )
+        state = ranks.together(read)  # before the load, which is a collective with fsdp
 
+        def load() -> None:
+            try:
+                self.strategy.load(state, self.optimizer)
+            except RuntimeError:
+                hint = "use the same --model and --inject as in that run"
+                raise DistdiagError("the checkpoint is of another model", hint) from None
 
-def _validate(job: _Job, epoch: int) -> None:
-    with job.recorder.phase("validate"), job.progress.paused():
-        if job.ranks.control is not None:
-            dist.barrier(group=job.ranks.control)  # communication: every rank has ended the epoch
-        # communication: rank 0's running statistics to all; sharded weights to all
-        network = job.strategy.whole_network()
-        test_loss, accuracy = validate(job.config, job.ranks, network, job.pixels.test, job.amp)
-    job.progress.validated(epoch, job.step, test_loss, accuracy)
+        ranks.together(load)
+        self.scheduler.load_state_dict(state["scheduler"])
+        if scaler.is_enabled() and state["scaler"]:
+            scaler.load_state_dict(state["scaler"])
+        restore_random_state(state["random"][ranks.rank])
+        return int(state["step"])
 
 
 def _batches_per_epoch(config: TrainConfig, strategy: Strategy, images: int) -> int:
@@ -237,26 +240,24 @@ class WarmupCosine:
         return 0.5 * (1 + math.cos(math.pi * (step - self.warmup) / max(1, self.total - self.warmup)))
 
 
-def share_pixels(config: TrainConfig, ranks: Ranks) -> tuple[SharedPixels, Origin | None]:
+def share_pixels(config: TrainConfig, ranks: Ranks) -> SharedPixels:
     """Return the data set in memory, one copy per node: local rank 0 finds, checks and publishes it, the others map it.
 
-    Collective. The second value is None on the other ranks.
+    Collective.
 
     Raises:
         DistdiagError: missing or damaged data; the same error on every rank.
     """
 
-    def publish() -> tuple[SharedPixels, Origin] | None:
+    def publish() -> SharedPixels | None:
         if ranks.local_rank != 0:
             return None
         found = find_data(config.data, show_progress=ranks.rank == 0)
-        return SharedPixels.publish(found.data), found.origin
+        return SharedPixels.publish(found.data, found.source, found.notice)
 
-    published = ranks.together(publish)
-    addresses = ranks.gather((ranks.node, published[0].address if published else None))
-    if published:
-        own: SharedPixels = published[0]
-    else:
+    own = ranks.together(publish)
+    addresses = ranks.gather((ranks.node, own.address if own else None))
+    if own is None:
         address = next((a for node, a in addresses if a is not None and node == ranks.node), None)
         try:
             if address is None:
@@ -264,57 +265,9 @@ def share_pixels(config: TrainConfig, ranks: Ranks) -> tuple[SharedPixels, Origi
             own = SharedPixels.open(address)
         except OSError:  # no access to /proc: use a private copy
             own = SharedPixels.publish(find_data(config.data, show_progress=False).data)
-    fingerprints = set(ranks.gather(own.address.fingerprint))
-    if len(fingerprints) > 1:
+    if len(set(ranks.gather(own.address.fingerprint))) > 1:
         raise DistdiagError("the nodes found different data sets", "name the same one on every node with --data DIR")
-    return own, published[1] if published else None
-
-
-def _source(
-    config: TrainConfig, strategy: Strategy, images: TensorImages, batches: int, faults: Faults
-) -> BatchedInput | WorkersInput:
-    part, parts = strategy.data_rank, strategy.data_ranks
-    if config.loader == "workers":
-        pin = strategy.ranks.device.type == "cuda"
-        return WorkersInput(images, config.batch_size, part, parts, config.seed, batches, config.workers, pin, faults)
-    return BatchedInput(images, config.batch_size, part, parts, config.seed, batches, config.channels_last, faults)
-
-
-def resume(
-    config: TrainConfig,
-    strategy: Strategy,
-    pixels: SharedPixels,
-    optimizer: torch.optim.Optimizer,
-    scheduler: torch.optim.lr_scheduler.LRScheduler,
-) -> int:
-    """Restore the training from a checkpoint, on every rank; return the steps done. Collective.
-
-    Raises:
-        DistdiagError: no checkpoint, a damaged one, or one of another run.
-    """
-    ranks, scaler = strategy.ranks, strategy.scaler
-
-    def read() -> dict[str, Any]:
-        state = load_checkpoint(find_checkpoint(config.resume), ranks.device)
-        check_fits(state, config, ranks, pixels.address.fingerprint)
-        return state
-
-    state = ranks.together(read)  # before the load, which is a collective with fsdp
-
-    def load() -> None:
-        try:
-            strategy.load(state, optimizer)
-        except RuntimeError:
-            raise DistdiagError(
-                "the checkpoint is of another model", "use the same --model and --inject as in that run"
-            ) from None
-
-    ranks.together(load)
-    scheduler.load_state_dict(state["scheduler"])
-    if scaler.is_enabled() and state["scaler"]:
-        scaler.load_state_dict(state["scaler"])
-    restore_random_state(state["random"][ranks.rank])
-    return int(state["step"])
+    return own
 
 
 def checkpoint_directory(config: TrainConfig, recorder: Recording) -> Path:

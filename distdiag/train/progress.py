@@ -12,7 +12,6 @@ import torch
 
 from distdiag.train.checkpoint import find_checkpoint
 from distdiag.train.config import TrainConfig
-from distdiag.train.find_data import Origin
 from distdiag.train.ranks import Ranks
 from distdiag.train.recording import Recording
 from distdiag.train.shared_memory import SharedPixels
@@ -33,17 +32,15 @@ class Progress:
         if self._ranks.rank == 0 and (always or not self._config.quiet):
             print(text, flush=True)
 
-    def begin(
-        self, origin: Origin | None, pixels: SharedPixels, model: str, amp: str, step: int, total_steps: int, data_ranks: int
-    ) -> None:  # fmt: skip
+    def begin(self, pixels: SharedPixels, model: str, amp: str, step: int, total_steps: int, data_ranks: int) -> None:
         """Print the first line.
 
         Args:
             data_ranks: Number of ranks that share a global batch; if fewer than all, every rank loads the whole batch.
         """
         config, ranks = self._config, self._ranks
-        if origin and origin.notice:
-            self._print(origin.notice, always=True)
+        if pixels.notice:
+            self._print(pixels.notice, always=True)
         layout = ", channels_last" if config.channels_last else ""
         accumulate = f" x {config.accumulate} accumulated" if config.accumulate > 1 else ""
         count = f"{ranks.world_size} rank{'s' if ranks.world_size != 1 else ''}"

@@ -39,7 +39,15 @@ class TensorImages:
 
 
 class SharedPixels:
-    """A data set in memory that several processes share."""
+    """A data set in memory that several processes share.
+
+    Attributes:
+        source: Where the process that published it has found it.
+        notice: A line to print if it is not the requested one.
+    """
+
+    source: str = "rank 0 of the node"
+    notice: str | None = None
 
     def __init__(self, descriptor: int, address: PixelAddress) -> None:
         self.address = address
@@ -54,7 +62,7 @@ class SharedPixels:
         self.test = TensorImages(images[split:], labels[split:])
 
     @classmethod
-    def publish(cls, data: DataSet) -> SharedPixels:
+    def publish(cls, data: DataSet, source: str = "", notice: str | None = None) -> SharedPixels:
         """Copy a data set into memory that other processes can map.
 
         Raises:
@@ -67,7 +75,9 @@ class SharedPixels:
         address = PixelAddress(
             f"/proc/{os.getpid()}/fd/{descriptor}", data.name, data.fingerprint, len(data.train), len(data.test)
         )
-        return cls(descriptor, address)
+        published = cls(descriptor, address)
+        published.source, published.notice = source or cls.source, notice
+        return published
 
     @classmethod
     def open(cls, address: PixelAddress) -> SharedPixels:

@@ -10,7 +10,7 @@ import click
 import pytest
 
 from distdiag.errors import DistdiagError
-from distdiag.train.config import TrainConfig, _build_command, _field_docs, parse_arguments
+from distdiag.train.config import TrainConfig, build_command, parse_arguments
 
 
 def test_no_option_at_all_gives_the_documented_defaults() -> None:
@@ -23,15 +23,14 @@ def test_options_may_follow_two_dashes() -> None:
 
 
 def test_every_field_has_a_docstring_and_the_help_states_its_default(capsys: pytest.CaptureFixture[str]) -> None:
-    assert set(_field_docs()) == {f.name for f in fields(TrainConfig)}
     with pytest.raises(SystemExit) as ended:
         parse_arguments(["--help"])
     assert ended.value.code == 0
     printed = capsys.readouterr().out
-    helps = {o.name: str(o.help) for o in _build_command().params if isinstance(o, click.Option)}
+    helps = {o.name: str(o.help) for o in build_command().params if isinstance(o, click.Option)}
     for f in fields(TrainConfig):
         assert "--" + f.name.replace("_", "-") in printed
-        assert len(helps[f.name]) > 20
+        assert len(helps[f.name].partition("(default")[0]) > 15, f.name
         if f.name not in ("inject", "resume"):  # no injection and no resume by default
             assert "efault: " in helps[f.name], f.name
 

@@ -23,6 +23,7 @@ PROBES: dict[str, str] = {
     "gpu": "every GPU's health, matrix-multiply rate and memory bandwidth against its published peak",
 }
 ALL = "all"
+COLLECTIVES = tuple(name for name in PROBES if name not in ("pairs", "dataloader", "step", "gpu"))
 
 _ALIASES = {name.replace("_", ""): name for name in PROBES} | {
     "allgatherintotensor": "allgather",
@@ -61,10 +62,8 @@ def parse_collectives(text: str) -> tuple[str, ...]:
     names: list[str] = []
     for word in filter(None, (part.strip() for part in text.split(","))):
         name = canonical(word)
-        if name in ("pairs", "dataloader", "step", "gpu", ALL):
-            raise DistdiagError(
-                f"--probe {name} cannot run inside a training", "collectives can: barrier, allreduce, broadcast, …"
-            )
-        if name not in names:
-            names.append(name)
-    return tuple(names)
+        if name not in COLLECTIVES:
+            hint = "collectives can: barrier, allreduce, broadcast, …"
+            raise DistdiagError(f"--probe {name} cannot run inside a training", hint)
+        names.append(name)
+    return tuple(dict.fromkeys(names))

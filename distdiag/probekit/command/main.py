@@ -122,7 +122,7 @@ def _run(options: Options, place: RankPlace | None) -> int:
     if options.save:
         baseline.save(options.save, results)
         say(f"baseline written: distdiag probe {options.name} --against {options.save}", err=True)
-    if run is not None and options.record:
+    if run is not None and not options.no_record:
         say(run.record(results), err=True)
     code = exit_code(results)
     if place is not None:

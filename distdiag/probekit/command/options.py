@@ -1,17 +1,17 @@
-"""Options of a probe command, for `distdiag probe NAME` and `python probes/NAME.py`."""
+"""Options of a probe command, for `distdiag probe NAME` and `python probes/NAME.py`: one dataclass, as for the training job."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import click
 
-from distdiag.command_line import SectionedCommand, read
+from distdiag.command_line import Parsed, SectionedCommand, count, number, option, options_of, read
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.probekit.command import catalog
-from distdiag.probekit.command.paper import OPTIMIZERS, RANKS, Paper, parse_paper
+from distdiag.probekit.command.paper import FLAGS, RANKS, Paper, make_paper
 from distdiag.probekit.ranks.injection import Injection, parse_injection
 from distdiag.terms.units import DTYPE_ALIASES, ITEM_BYTES, parse_bytes, sweep
 
@@ -19,140 +19,152 @@ DEFAULT_BUDGET_S = 10.0
 QUICK_BUDGET_S = 6.0
 ALL_BUDGET_S = 60.0
 RANKS_BUDGET_S = 150.0  # of `step --ranks`: some 13 cases in five rounds
-DEFAULT_STEP_MS = 10.0
 LEAST_BUDGET_S = 2.0  # the start of Python, torch and two ranks takes most of it
 FORMATS = ("table", "json", "csv", "junit", "nccl-tests")
+
+# who uses an option; the help of the other probes omits it
+_LOADER, _STEP = ("dataloader",), ("step",)
+_MESSAGES = tuple(name for name in catalog.COLLECTIVES if name != "barrier")
+_COUNT, _NUMBER = Parsed("count", count), Parsed("number", number)
+
+
+_ON_PAPER = "memory on paper (probe step; no model is run)"
+
+
+def _positive(flag: str, scale: float = 1.0) -> Parsed:
+    def parse(text: str) -> float:
+        if (value := number(text)) <= 0:
+            raise DistdiagError(f"{flag} {value:g} must be above 0", f"leave {flag} out for its default")
+        return value / scale
+
+    return Parsed("number", parse)
+
+
+def _list(parse: Callable[[str], Any]) -> Parsed:
+    return Parsed("text", lambda text: [parse(word) for word in text.split(",")] if text else [])
+
+
+def _size(flag: str) -> Parsed:
+    return Parsed("text", lambda text: parse_bytes(text, flag))
+
+
+def _dtype(text: str) -> str:
+    found = DTYPE_ALIASES.get(text, text)
+    if found not in ITEM_BYTES:
+        raise DistdiagError(f"--dtype {text} is not known", "one of " + ", ".join(ITEM_BYTES))
+    return found
 
 
 @dataclass(slots=True)
 class Options:
-    """The checked options of one probe command."""
+    """The checked options of one probe command; each has its help below it."""
 
     name: str
-    """A name of the catalog, or `all`."""
-    nproc: int | None = None
-    """Ranks to launch; None: one per GPU, two on a host with fewer than two GPUs."""
-    backend: str | None = None
-    """gloo or nccl; None: by device."""
-    device: str = "cpu"
-    """cpu or cuda."""
-    share_gpus: bool = False
-    """Several ranks may use one GPU."""
-    dtype: str = "float32"
-    min_bytes: int = 1024
-    max_bytes: int = 64 * 2**20
-    factor: float = 4.0
-    """Each message size is this many times the one before."""
-    budget_s: float = DEFAULT_BUDGET_S
-    """Seconds for the whole command, with its start."""
-    precision: float = 0.02
-    """A size is done when the half-width of its p50's 95 % interval is below this share of the p50."""
-    timeout_s: float = 10.0
-    """Seconds that a rank may wait for the others before that counts as a hang."""
-    inject: list[Injection] = field(default_factory=list)
-    output_format: str = "table"
-    output: str | None = None
-    save: str | None = None
-    against: str | None = None
-    tolerance: float = 0.10
-    """Share by which a value must be slower than the baseline to count."""
-    floor_gbps: float | None = None
-    force: bool = False
-    run_dir: str | None = None
-    record: bool = True
-    dataset: str | None = None
-    batch_size: int = 128
-    workers: list[int] = field(default_factory=list)
-    step_ms: float = DEFAULT_STEP_MS
-    model: str | None = None
-    strategies: list[str] = field(default_factory=list)
-    ranks: list[int] = field(default_factory=list)
-    """Numbers of ranks that `step` compares; empty: `nproc` alone."""
-    block_s: float = 0.0
-    """Seconds of measuring in one launch of such a comparison; not an option."""
-    svg: str | None = None
-    paper: Paper | None = None
-    """Memory on paper instead of measuring; None: measure."""
-    ascii: bool = False
+    nproc: int | None = option(section="where it runs", type=_COUNT, metavar="N")
+    """ranks to launch (default: one per GPU; two on the CPU)"""
+    device: str = option("", type=click.Choice(["cpu", "cuda"]))
+    """default: cuda if there are two GPUs or more"""
+    backend: str | None = option(type=click.Choice(["gloo", "nccl"]))
+    """default: nccl on cuda, gloo on cpu"""
+    share_gpus: bool = option(False)
+    """let several ranks use one GPU"""
+
+    dtype: str = option(
+        "float32", section="what is measured", type=Parsed("text", _dtype), metavar="DTYPE",
+        help=f"{', '.join(ITEM_BYTES)} (default float32; on paper bfloat16)",
+    )  # fmt: skip
+    min_bytes: int = option(1024, type=_size("--min-bytes"), used_by=(*_MESSAGES, catalog.ALL), metavar="SIZE")
+    """smallest message (default 1K)"""
+    max_bytes: int = option(64 * 2**20, type=_size("--max-bytes"), used_by=(*_MESSAGES, catalog.ALL), metavar="SIZE")
+    """largest message (default 64M; with `all` 16M)"""
+    factor: float = option(4.0, type=_NUMBER, used_by=(*_MESSAGES, catalog.ALL), metavar="X")
+    """each size is X times the last (default 4; with `all` and --quick 16)"""
+    dataset: str | None = option(used_by=_LOADER, metavar="MODULE:FUNCTION")
+    """dataloader: your own dataset"""
+    batch_size: int = option(128, type=_COUNT, used_by=_LOADER + _STEP, metavar="N")
+    """dataloader, step: global batch (default 128, 32)"""
+    workers: list[int] = option([], type=_list(count), used_by=_LOADER, metavar="N,N…")
+    """dataloader: worker counts to try"""
+    step_ms: float = option(10.0, type=_positive("--step-ms"), used_by=_LOADER + _STEP, metavar="MS")
+    """dataloader: the consumer's step time (default 10); on paper: computing of a step"""
+    model: str | None = option(used_by=_STEP, metavar="MODULE:FUNCTION")
+    """step: your own model, a function without arguments; or simple, resnet18, resnet34"""
+    strategies: list[str] = option([], type=_list(str.strip), used_by=_STEP, metavar="NAME,…")
+    """step: single, single-threads, dataparallel, ddp, fsdp, model, pipeline, or all"""
+    ranks: list[int] = option([], type=_list(count), used_by=_STEP, metavar="N,N…")
+    """step: compare these numbers of ranks, in interleaved rounds"""
+
+    paper: Paper | None = option(None, "--paper", section=_ON_PAPER, is_flag=True)
+    """count them, and the activations, in --model"""
+
+    budget_s: float = option(DEFAULT_BUDGET_S, "--budget", section="how long", type=_NUMBER, metavar="SECONDS")
+    """for the whole command (default 10; `all` 60; `step --ranks` 150)"""
+    quick: bool = option(False)
+    """a budget of 6 s: fewer sizes (--factor 16), coarser intervals"""
+    precision: float = option(0.02, type=_positive("--precision", 100), metavar="PCT")
+    """stop a size at this half-width of the p50's 95% interval (default 2)"""
+    timeout_s: float = option(10.0, "--timeout", type=_positive("--timeout"), metavar="SECONDS")
+    """a rank that waits longer ends the probe (default 10)"""
+
+    floor_gbps: float | None = option(
+        None, "--floor", section="the verdict", type=_NUMBER, used_by=_MESSAGES, metavar="GBPS"
+    )
+    """fail if the best bus bandwidth (its whole 95 % interval) is below this"""
+    save: str | None = option(metavar="FILE")
+    """keep the result as a baseline"""
+    against: str | None = option(metavar="FILE")
+    """compare with a baseline: test and effect size"""
+    tolerance: float = option(0.10, type=_positive("--tolerance", 100), metavar="PCT")
+    """slower than the baseline by more than this fails (default 10)"""
+    inject: tuple[Injection, ...] = option((), type=Parsed("text", parse_injection), multiple=True, metavar="FAULT")
+    """inject a fault: delay:rank=1,ms=5 | corrupt:rank=1 | drop:rank=1"""
+
+    as_json: bool = option(False, "--json", section="output")
+    """one object on stdout"""
+    output_format: str = option("table", "--as", type=click.Choice(FORMATS))
+    """format on stdout (default table)"""
+    svg: str | None = option(used_by=_STEP, metavar="FILE")
+    """step --ranks: draw times, scaling and memory into FILE"""
+    output: str | None = option(None, "-o", "--output", metavar="FILE")
+    """write to FILE instead of stdout"""
+    force: bool = option(False)
+    """overwrite FILE"""
+    run_dir: str | None = option(None, "--run", "--run-dir", metavar="RUN")
+    """run to record the result into (default: the newest, if it is running)"""
+    no_record: bool = option(False)
+    """do not write into a run"""
+    ascii: bool = option(False)
+    """print ASCII characters only"""
+    block_s: float = 0.0  # of measuring in one launch of a comparison; no option
 
     def sizes(self, world_size: int, in_parts: bool) -> list[int]:
         """Return the message sizes in bytes; `in_parts`: each rank holds 1/world_size of it, so it must be divisible."""
         return sweep(self.min_bytes, self.max_bytes, self.factor, ITEM_BYTES[self.dtype], world_size if in_parts else 1)
 
 
-def _option(*names: str, **attrs: Any) -> click.Option:
-    return click.Option(names, **attrs)
+def _sections(probe: str | None) -> dict[str, list[click.Parameter]]:
+    """Return all options by section; the help omits those that `probe` does not use."""
 
+    def build(_name: str, kind: Any, attrs: dict[str, Any]) -> dict[str, Any]:
+        is_flag = kind is bool or attrs.get("is_flag", False)
+        used_by = attrs.pop("used_by", (probe,))
+        attrs.pop("section", None)
+        # the dataclass has the defaults: what is None was not given
+        default = False if is_flag else () if attrs.get("multiple") else None
+        return attrs | {"is_flag": is_flag, "default": default, "hidden": probe is not None and probe not in used_by}
 
-def _sections() -> dict[str, list[click.Parameter]]:
-    """Return the options of a probe by their section in the help."""
-    return {
-        "where it runs": [
-            _option("--nproc", type=count, metavar="N", help="ranks to launch (default: one per GPU; two on the CPU)"),
-            _option("--device", type=click.Choice(["cpu", "cuda"]), help="default: cuda if there are two GPUs or more"),
-            _option("--backend", type=click.Choice(["gloo", "nccl"]), help="default: nccl on cuda, gloo on cpu"),
-            _option("--share-gpus", is_flag=True, help="let several ranks use one GPU"),
-        ],
-        "what is measured": [
-            _option("--dtype", metavar="DTYPE", help=f"{', '.join(ITEM_BYTES)} (default float32; on paper bfloat16)"),
-            _option("--min-bytes", default="1K", metavar="SIZE", help="smallest message (default 1K)"),
-            _option("--max-bytes", metavar="SIZE", help="largest message (default 64M; with `all` 16M)"),
-            _option("--factor", type=number, metavar="X", help="each size is X times the last (default 4; with `all` and --quick 16)"),
-            _option("--dataset", metavar="MODULE:FUNCTION", help="dataloader: your own dataset"),
-            _option("--batch-size", type=count, metavar="N", help="dataloader, step: global batch (default 128, 32)"),
-            _option("--workers", metavar="N,N…", help="dataloader: worker counts to try"),
-            _option("--step-ms", type=number, metavar="MS", help="dataloader: the consumer's step time (default 10); on paper: computing of a step"),
-            _option("--model", metavar="MODULE:FUNCTION", help="step: your own model, a function without arguments; or simple, resnet18, resnet34"),
-            _option("--strategies", metavar="NAME,…", help="step: single, single-threads, dataparallel, ddp, fsdp, model, pipeline, or all"),
-            _option("--ranks", metavar="N,N…", help="step: compare these numbers of ranks, in interleaved rounds"),
-        ],
-        "memory on paper (probe step; no model is run)": [
-            _option("--params", metavar="N", help="parameters of the model: 7e9, 7B, 350M"),
-            _option("--paper", is_flag=True, help="count them, and the activations, in --model"),
-            _option("--memory", metavar="SIZE", help="of one device, e.g. 80GiB (default: this host's smallest GPU)"),
-            _option("--optimizer", type=click.Choice(list(OPTIMIZERS)), help="default adamw; sgd is with momentum"),
-            _option("--bytes-per-param", metavar="W,G,O", help="weights, gradients, optimizer state (default by --dtype: bfloat16 2,2,12; float32 4,4,8)"),
-            _option("--layers", type=count, metavar="N", help="equal blocks, of which FSDP gathers two at once"),
-            _option("--activations", metavar="SIZE", help="saved for backward, of the whole --batch-size in one process"),
-            _option("--link", metavar="GBPS|FILE", help="bus bandwidth between ranks, or a saved `probe allreduce` (--save, or --json -o)"),
-        ],
-        "how long": [
-            _option("--budget", type=number, metavar="SECONDS", help="for the whole command (default 10; `all` 60; `step --ranks` 150)"),
-            _option("--quick", is_flag=True, help=f"a budget of {QUICK_BUDGET_S:g} s: fewer sizes (--factor 16), coarser intervals"),
-            _option("--precision", type=number, default=2.0, metavar="PCT", help="stop a size at this half-width of the p50's 95% interval (default 2)"),
-            _option("--timeout", type=number, default=10.0, metavar="SECONDS", help="a rank that waits longer ends the probe (default 10)"),
-        ],
-        "the verdict": [
-            _option("--floor", type=number, metavar="GBPS", help="fail if the best bus bandwidth (its whole 95 % interval) is below this"),
-            _option("--save", metavar="FILE", help="keep the result as a baseline"),
-            _option("--against", metavar="FILE", help="compare with a baseline: test and effect size"),
-            _option("--tolerance", type=number, default=10.0, metavar="PCT", help="slower than the baseline by more than this fails (default 10)"),
-            _option("--inject", multiple=True, metavar="FAULT", help="inject a fault: delay:rank=1,ms=5 | corrupt:rank=1 | drop:rank=1"),
-        ],
-        "output": [
-            _option("--json", is_flag=True, help="one object on stdout"),
-            _option("--as", "output_format", type=click.Choice(FORMATS), help="format on stdout (default table)"),
-            _option("--svg", metavar="FILE", help="step --ranks: draw times, scaling and memory into FILE"),
-            _option("-o", "--output", metavar="FILE", help="write to FILE instead of stdout"),
-            _option("--force", is_flag=True, help="overwrite FILE"),
-            _option("--run", "--run-dir", "run_dir", metavar="RUN", help="run to record the result into (default: the newest, if it is running)"),
-            _option("--no-record", is_flag=True, help="do not write into a run"),
-            _option("--ascii", is_flag=True, help="print ASCII characters only"),
-        ],
-    }  # fmt: skip
-
-
-_LOADER, _STEP = frozenset({"dataloader"}), frozenset({"step"})
-_MESSAGES = frozenset(catalog.PROBES) - {"barrier", "pairs", "dataloader", "step", "gpu"} | {catalog.ALL}
-# Options that only some probes use; the help of the other probes omits them.
-_USED_BY: dict[str, frozenset[str]] = {
-    **dict.fromkeys(("dataset", "workers"), _LOADER),
-    **dict.fromkeys(("batch_size", "step_ms"), _LOADER | _STEP),
-    **dict.fromkeys(("model", "strategies", "ranks", "svg", "params", "paper", "memory", "optimizer"), _STEP),
-    **dict.fromkeys(("bytes_per_param", "layers", "activations", "link"), _STEP),
-    **dict.fromkeys(("min_bytes", "max_bytes", "factor"), _MESSAGES),
-    "floor": _MESSAGES - {catalog.ALL},
-}
+    sections: dict[str, list[click.Parameter]] = {}
+    title = ""
+    for f, one in options_of(Options, build):
+        title = f.metadata["attrs"].get("section", title)
+        sections.setdefault(title, []).append(one)
+        if f.name == "paper":
+            params, *others = (on_paper for _, on_paper in options_of(Paper, build))
+            sections[title] = [params, one, *others]
+    if probe not in (None, "step"):
+        for one in sections[_ON_PAPER]:
+            one.hidden = True  # type: ignore[attr-defined]
+    return sections
 
 
 def build_command(named: bool = False, probe: str | None = None) -> SectionedCommand:
@@ -173,11 +185,7 @@ def build_command(named: bool = False, probe: str | None = None) -> SectionedCom
     if not named:
         params.append(click.Argument(["name"], metavar=(probe or "NAME")))
     codes = "Exit codes: " + ", ".join(f"{c.value} {c.name}" for c in ExitCode) + "."
-
-    def shown(option: click.Parameter) -> bool:
-        return probe is None or probe in _USED_BY.get(option.name or "", {probe})
-
-    return SectionedCommand(_sections(), params, shown, name=None, help=text, epilog=codes)
+    return SectionedCommand(_sections(probe), params, name=None, help=text, epilog=codes)
 
 
 def _known(name: str | None) -> str | None:
@@ -199,110 +207,61 @@ def parse(argv: list[str], name: str | None = None, prog: str = "distdiag probe"
         SystemExit: `--help`, with 0.
     """
     about = _known(name or (argv[0] if argv else None))
-    args = SimpleNamespace(**read(build_command(named=name is not None, probe=about), argv, prog))
-    probe = catalog.canonical(name or args.name)
-    paper = parse_paper(args, probe)
-    step_ms = DEFAULT_STEP_MS if args.step_ms is None else args.step_ms
-    dtype = DTYPE_ALIASES.get(args.dtype, args.dtype) if args.dtype else "float32"
-    if dtype not in ITEM_BYTES:
-        raise DistdiagError(f"--dtype {args.dtype} is not known", "one of " + ", ".join(ITEM_BYTES))
-    budget = args.budget
-    if budget is None:
-        usual = RANKS_BUDGET_S if args.ranks else ALL_BUDGET_S if probe == catalog.ALL else DEFAULT_BUDGET_S
-        budget = QUICK_BUDGET_S if args.quick else usual
-    if budget < LEAST_BUDGET_S:
-        raise DistdiagError(
-            f"--budget {budget:g} s is too small: starting the ranks takes longer",
-            f"give at least {LEAST_BUDGET_S:g} s",
-        )
-    for option, value in (("--timeout", args.timeout), ("--precision", args.precision), ("--tolerance", args.tolerance), ("--step-ms", step_ms)):  # fmt: skip
-        if value <= 0:
-            raise DistdiagError(f"{option} {value:g} must be above 0", f"leave {option} out for its default")
-    if args.floor is not None and args.floor <= 0:
-        raise DistdiagError(f"--floor {args.floor:g} must be above 0 GB/s", "take it from a run on a good machine")
-    if args.floor is not None and probe in ("barrier", "pairs", "dataloader", "step", "gpu", catalog.ALL):
-        raise DistdiagError(
-            f"--floor does not apply to {probe}: it has no single bus bandwidth", "use --against a baseline"
-        )
+    values = read(build_command(named=name is not None, probe=about), argv, prog)
+    given = {key: value for key, value in values.items() if value is not None}
+    probe = catalog.canonical(name or given["name"])
+    own = {key: given.pop(key) for key in FLAGS if key in given}
+    paper = make_paper(given, own, given["paper"], probe)
+    options = Options(**given | {"name": probe, "paper": paper})
+    _check(options, probe)
     whole = probe == catalog.ALL
-    options = Options(
-        name=probe,
-        nproc=args.nproc,
-        backend=args.backend,
-        device=args.device or ("cuda" if args.backend == "nccl" else ""),
-        share_gpus=args.share_gpus,
-        dtype=dtype,
-        min_bytes=parse_bytes(args.min_bytes, "--min-bytes"),
-        max_bytes=parse_bytes(args.max_bytes or ("16M" if whole else "64M"), "--max-bytes"),
-        factor=args.factor if args.factor is not None else 16.0 if whole or args.quick else 4.0,
-        budget_s=budget,
-        precision=args.precision / 100,
-        timeout_s=args.timeout,
-        inject=[parse_injection(text) for text in args.inject],
-        output_format="json" if args.json else args.output_format or "table",
-        output=args.output,
-        save=args.save,
-        against=args.against,
-        tolerance=args.tolerance / 100,
-        floor_gbps=args.floor,
-        force=args.force,
-        run_dir=args.run_dir,
-        record=not args.no_record and paper is None,
-        dataset=args.dataset,
-        batch_size=args.batch_size or (32 if probe == "step" else 128),
-        workers=[count(w) for w in args.workers.split(",")] if args.workers else [],
-        step_ms=step_ms,
-        model=args.model,
-        strategies=[s.strip() for s in args.strategies.split(",")] if args.strategies else [],
-        ranks=_ranks(args, probe) or (RANKS if paper else []),
-        svg=args.svg,
-        paper=paper,
-        ascii=args.ascii,
-    )
+    if "budget_s" not in given:
+        usual = RANKS_BUDGET_S if options.ranks else ALL_BUDGET_S if whole else DEFAULT_BUDGET_S
+        options.budget_s = QUICK_BUDGET_S if options.quick else usual
+    if "max_bytes" not in given and whole:
+        options.max_bytes = 16 * 2**20
+    if "factor" not in given and (whole or options.quick):
+        options.factor = 16.0
+    if not given.get("batch_size"):
+        options.batch_size = 32 if probe == "step" else 128
+    if not options.device and options.backend == "nccl":
+        options.device = "cuda"
+    if options.as_json:
+        options.output_format = "json"
+    if paper is not None:
+        options.no_record = True
+        options.ranks = options.ranks or RANKS
+    options.ranks = sorted(set(options.ranks))
     options.sizes(1, False)  # report impossible bounds before anything starts
     return options
 
 
-def _ranks(args: SimpleNamespace, probe: str) -> list[int]:
-    """Return the numbers of `--ranks`, sorted.
+def _check(options: Options, probe: str) -> None:
+    """Check values and options that exclude each other.
 
     Raises:
-        DistdiagError: not a number above 0, or options that exclude it.
+        DistdiagError: with the remedy.
     """
-    if args.svg and not args.ranks:
+    if options.budget_s < LEAST_BUDGET_S:
+        text = f"--budget {options.budget_s:g} s is too small: starting the ranks takes longer"
+        raise DistdiagError(text, f"give at least {LEAST_BUDGET_S:g} s")
+    if (floor := options.floor_gbps) is not None:
+        if floor <= 0:
+            raise DistdiagError(f"--floor {floor:g} must be above 0 GB/s", "take it from a run on a good machine")
+        if probe not in _MESSAGES:
+            text = f"--floor does not apply to {probe}: it has no single bus bandwidth"
+            raise DistdiagError(text, "use --against a baseline")
+    if options.svg and not options.ranks:
         raise DistdiagError("--svg draws the comparison of `step --ranks`", "add --ranks 1,2")
-    if not args.ranks:
-        return []
-    if probe != "step":
-        raise DistdiagError(f"--ranks compares strategies: {probe} has none", "distdiag probe step --ranks 1,2")
-    if args.nproc is not None:
-        raise DistdiagError("--nproc and --ranks both give the number of ranks", "leave --nproc out")
-    if args.inject:
-        raise DistdiagError("--inject does not go with --ranks", "--nproc 2 instead of --ranks")
-    ranks = sorted({count(n) for n in args.ranks.split(",")})
-    if ranks[0] < 1:
-        raise DistdiagError("--ranks 0: no rank, nothing to measure", "--ranks 1,2")
-    return ranks
-
-
-def count(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise DistdiagError(f"'{text}' is not a whole number", "give a count, e.g. 2") from None
-    if value < 0:
-        raise DistdiagError(f"{text} is below 0", "give a count, e.g. 2")
-    return value
-
-
-def number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise DistdiagError(f"'{text}' is not a number", "give a number, e.g. 10") from None
-    if value != value or value in (float("inf"), float("-inf")):
-        raise DistdiagError(f"'{text}' is not a finite number", "give a number, e.g. 10")
-    return value
+    if options.ranks:
+        if probe != "step":
+            raise DistdiagError(f"--ranks compares strategies: {probe} has none", "distdiag probe step --ranks 1,2")
+        if options.nproc is not None:
+            raise DistdiagError("--nproc and --ranks both give the number of ranks", "leave --nproc out")
+        if options.inject:
+            raise DistdiagError("--inject does not go with --ranks", "--nproc 2 instead of --ranks")
+        if min(options.ranks) < 1:
+            raise DistdiagError("--ranks 0: no rank, nothing to measure", "--ranks 1,2")
 
 
 def place_ranks(options: Options, gpus: int, min_ranks: int, default_ranks: int) -> int:

@@ -1,25 +1,28 @@
-"""Options of `distdiag probe step --params`: memory on paper, without running a model."""
+"""Options of `distdiag probe step --params` and `--paper`: memory on paper, without running a model."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from types import SimpleNamespace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
+import click
+
+from distdiag.command_line import Parsed, count, option
 from distdiag.errors import DistdiagError
-from distdiag.terms.units import DTYPE_ALIASES, parse_bytes
+from distdiag.terms.units import parse_bytes
 
 RANKS = [1, 8, 64]  # without --ranks
 DTYPES = {"float32": (4, 0), "bfloat16": (2, 4), "float16": (2, 4)}  # bytes of a value, of its float32 copy
 OPTIMIZERS = {"adamw": 2, "sgd": 1}  # float32 values for each parameter: two moments, or momentum
 _COUNT = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-# options that measure, compare or start ranks, with their defaults
-_MEASURING: dict[str, Any] = {
-    "nproc": None, "device": None, "backend": None, "share_gpus": False, "budget": None, "quick": False, "inject": (),
-    "save": None, "against": None, "svg": None, "run_dir": None,
+# options that measure, compare or start ranks
+_MEASURING = {
+    "nproc": "--nproc", "device": "--device", "backend": "--backend", "share_gpus": "--share-gpus", "budget_s": "--budget",
+    "quick": "--quick", "inject": "--inject", "save": "--save", "against": "--against", "svg": "--svg",
+    "run_dir": "--run-dir",
 }  # fmt: skip
-_OWN = ("memory", "optimizer", "bytes_per_param", "layers", "activations", "link")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,79 +38,6 @@ class PerParameter:
         return self.weights + self.gradients + self.optimizer
 
 
-@dataclass(frozen=True, slots=True)
-class Paper:
-    """The model and the machine, from the options; None: not given.
-
-    Args:
-        parameters: Number of parameters; None: counted in `--model`.
-        per_parameter: From `--dtype` and `--optimizer`, or `--bytes-per-param`.
-        memory_bytes: Memory of one device.
-        layers: Number of equal blocks that contain the parameters.
-        activations_bytes: Activations of the whole global batch in one process.
-        link: Bus bandwidth in GB/s, or the file of a saved `probe allreduce`.
-        step_ms: Computing time of one step.
-    """
-
-    parameters: int | None
-    per_parameter: PerParameter
-    dtype: str
-    optimizer: str | None
-    memory_bytes: int | None = None
-    layers: int | None = None
-    activations_bytes: int | None = None
-    link: str | None = None
-    step_ms: float | None = None
-
-
-def parse_paper(args: SimpleNamespace, probe: str) -> Paper | None:
-    """Return the options of `--params` or `--paper`; None if neither is given.
-
-    Raises:
-        DistdiagError: a wrong value, or options that exclude each other.
-    """
-    if not args.params and not args.paper:
-        given = next((name for name in _OWN if getattr(args, name) is not None), None)
-        if given:
-            raise DistdiagError(
-                f"{_option(given)} is for memory on paper, not for measuring", "add --params 7e9, or --paper"
-            )
-        return None
-    mode = "--params" if args.params else "--paper"
-    if probe != "step":
-        raise DistdiagError(
-            f"{mode} computes the memory of a training step, not {probe}", "distdiag probe step --params 7e9"
-        )
-    _refuse_measuring(args, mode)
-    if args.params and args.model:
-        raise DistdiagError(
-            "--params and --model both give the model", f"--paper --model {args.model}, or --params alone"
-        )
-    if not args.params:
-        for name in ("layers", "activations"):
-            if getattr(args, name) is not None:
-                raise DistdiagError(
-                    f"{_option(name)} is counted in the model", f"leave {_option(name)} out, or --params 7e9"
-                )
-    if args.layers == 0:
-        raise DistdiagError("--layers 0: a model has at least one", "the number of equal blocks, e.g. 32")
-    if args.bytes_per_param and args.optimizer:
-        raise DistdiagError("--bytes-per-param already contains the optimizer", "leave --optimizer out")
-    given_dtype: str = args.dtype or "bfloat16"
-    dtype = DTYPE_ALIASES.get(given_dtype, given_dtype)
-    return Paper(
-        parse_parameters(args.params) if args.params else None,
-        _per_parameter(args.bytes_per_param, dtype, args.optimizer or "adamw"),
-        dtype,
-        None if args.bytes_per_param else args.optimizer or "adamw",
-        parse_bytes(args.memory, "--memory") if args.memory else None,
-        args.layers,
-        parse_bytes(args.activations, "--activations") if args.activations else None,
-        args.link,
-        args.step_ms,
-    )
-
-
 def parse_parameters(text: str) -> int:
     """Return the number of parameters: `7e9`, `7B`, `350M`.
 
@@ -115,39 +45,110 @@ def parse_parameters(text: str) -> int:
         DistdiagError: not such a number, or below 1.
     """
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:[eE]\+?[0-9]{1,2})?)\s*([kKmMbBgGtT]?)\s*", text)
-    count = float(match[1]) * _COUNT[match[2].lower()] if match else 0.0
-    if not 1 <= count <= 1e18:
+    value = float(match[1]) * _COUNT[match[2].lower()] if match else 0.0
+    if not 1 <= value <= 1e18:
         raise DistdiagError(f"--params {text} is not a number of parameters", "write 7e9, 7B or 350M")
-    return round(count)
+    return round(value)
 
 
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _refuse_measuring(args: SimpleNamespace, mode: str) -> None:
-    for name, default in _MEASURING.items():
-        if getattr(args, name) != default:
-            hint = f"leave {_option(name)} out"
-            if name in ("device", "backend", "nproc"):
-                hint += "; --memory and --ranks describe the machine"
-            raise DistdiagError(f"{mode} runs nothing: {_option(name)} does not apply", hint)
-    if args.output_format == "nccl-tests":
-        raise DistdiagError(f"{mode} measures no collective", "--as json or csv")
-
-
-def _per_parameter(text: str | None, dtype: str, optimizer: str) -> PerParameter:
-    if text is None:
-        if dtype not in DTYPES:
-            raise DistdiagError(f"--dtype {dtype} is not supported on paper", "one of " + ", ".join(DTYPES))
-        size, copy = DTYPES[dtype]
-        return PerParameter(size, size, copy + 4 * OPTIMIZERS[optimizer])
+def _parse_per_parameter(text: str) -> PerParameter:
     try:
         weights, gradients, state = (float(part) for part in text.split(","))
     except ValueError:
         weights = gradients = state = -1.0
     if not (0 < weights < 1e3 and 0 <= gradients < 1e3 and 0 <= state < 1e3):
-        raise DistdiagError(
-            f"--bytes-per-param {text}: not three sizes", "weights, gradients, optimizer state in bytes, e.g. 2,2,12"
-        )
+        hint = "weights, gradients, optimizer state in bytes, e.g. 2,2,12"
+        raise DistdiagError(f"--bytes-per-param {text}: not three sizes", hint)
     return PerParameter(weights, gradients, state)
+
+
+def _bytes(flag: str) -> Parsed:
+    return Parsed("text", lambda text: parse_bytes(text, flag))
+
+
+@dataclass(frozen=True, slots=True)
+class Paper:
+    """The model and the machine, from the options; None: not given.
+
+    Attributes:
+        parameters: None: counted in `--model`.
+        per_parameter: From `--dtype` and `--optimizer`, or `--bytes-per-param`.
+        link: Bus bandwidth in GB/s, or the file of a saved `probe allreduce`.
+        step_ms: Computing time of one step.
+    """
+
+    parameters: int | None = option(None, "--params", type=Parsed("text", parse_parameters), metavar="N")
+    """parameters of the model: 7e9, 7B, 350M"""
+    memory_bytes: int | None = option(None, "--memory", type=_bytes("--memory"), metavar="SIZE")
+    """of one device, e.g. 80GiB (default: this host's smallest GPU)"""
+    optimizer: str | None = option(None, type=click.Choice(list(OPTIMIZERS)))
+    """default adamw; sgd is with momentum"""
+    per_parameter: PerParameter = option(
+        PerParameter(2, 2, 12), "--bytes-per-param", type=Parsed("text", _parse_per_parameter), metavar="W,G,O"
+    )
+    """weights, gradients, optimizer state (default by --dtype: bfloat16 2,2,12; float32 4,4,8)"""
+    layers: int | None = option(type=Parsed("count", count), metavar="N")
+    """equal blocks, of which FSDP gathers two at once"""
+    activations_bytes: int | None = option(None, "--activations", type=_bytes("--activations"), metavar="SIZE")
+    """saved for backward, of the whole --batch-size in one process"""
+    link: str | None = option(metavar="GBPS|FILE")
+    """bus bandwidth between ranks, or a saved `probe allreduce` (--save, or --json -o)"""
+    dtype: str = "bfloat16"
+    step_ms: float | None = None
+
+
+FLAGS = {f.name: (*f.metadata["flags"], f"--{f.name}")[0] for f in fields(Paper) if f.metadata}
+
+
+def make_paper(given: Mapping[str, Any], own: Mapping[str, Any], counted: bool, probe: str) -> Paper | None:
+    """Return the options of `--params` or `--paper`; None if neither is given.
+
+    Args:
+        given: The values of the other options that were given.
+        own: Those of `Paper`'s options.
+        counted: `--paper` was given.
+
+    Raises:
+        DistdiagError: a wrong value, or options that exclude each other.
+    """
+    stated = "parameters" in own
+    if not stated and not counted:
+        if own:
+            text = f"{FLAGS[next(name for name in FLAGS if name in own)]} is for memory on paper, not for measuring"
+            raise DistdiagError(text, "add --params 7e9, or --paper")
+        return None
+    mode = "--params" if stated else "--paper"
+    if probe != "step":
+        text = f"{mode} computes the memory of a training step, not {probe}"
+        raise DistdiagError(text, "distdiag probe step --params 7e9")
+    _refuse_measuring(given, mode)
+    if stated and "model" in given:
+        hint = f"--paper --model {given['model']}, or --params alone"
+        raise DistdiagError("--params and --model both give the model", hint)
+    for name in () if stated else ("layers", "activations_bytes"):
+        if name in own:
+            hint = f"leave {FLAGS[name]} out, or --params 7e9"
+            raise DistdiagError(f"{FLAGS[name]} is counted in the model", hint)
+    if own.get("layers") == 0:
+        raise DistdiagError("--layers 0: a model has at least one", "the number of equal blocks, e.g. 32")
+    dtype = given.get("dtype", "bfloat16")
+    if "per_parameter" in own:
+        if "optimizer" in own:
+            raise DistdiagError("--bytes-per-param already contains the optimizer", "leave --optimizer out")
+        return Paper(**own, dtype=dtype, step_ms=given.get("step_ms"))
+    if dtype not in DTYPES:
+        raise DistdiagError(f"--dtype {dtype} is not supported on paper", "one of " + ", ".join(DTYPES))
+    optimizer = own.get("optimizer", "adamw")
+    size, copy = DTYPES[dtype]
+    per_parameter = PerParameter(size, size, copy + 4 * OPTIMIZERS[optimizer])
+    known = {"optimizer": optimizer, "per_parameter": per_parameter, "dtype": dtype, "step_ms": given.get("step_ms")}
+    return Paper(**{**own, **known})
+
+
+def _refuse_measuring(given: Mapping[str, Any], mode: str) -> None:
+    for name, flag in _MEASURING.items():
+        if given.get(name):
+            machine = "; --memory and --ranks describe the machine" if name in ("device", "backend", "nproc") else ""
+            raise DistdiagError(f"{mode} runs nothing: {flag} does not apply", f"leave {flag} out{machine}")
+    if given.get("output_format") == "nccl-tests":
+        raise DistdiagError(f"{mode} measures no collective", "--as json or csv")

@@ -39,9 +39,7 @@ def check_output(options: Options) -> None:
     """Check before measuring that the result can be written."""
     if options.output:
         refuse_overwrite(options.output, options.force)
-    if options.output_format == "nccl-tests" and (
-        options.name == catalog.ALL or options.name in ("pairs", "dataloader", "step", "gpu", "barrier")
-    ):
+    if options.output_format == "nccl-tests" and (options.name == "barrier" or options.name not in catalog.COLLECTIVES):
         raise DistdiagError(f"nccl-tests has no table for {options.name}", "--as json, csv or junit")
 
 

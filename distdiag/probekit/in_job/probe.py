@@ -17,21 +17,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from distdiag.errors import DistdiagError
 from distdiag.probekit.in_job import running_job
-from distdiag.probekit.measure.collective import Collective
-from distdiag.probekit.measure.patterns import Pattern, wrong_elements
+from distdiag.probekit.measure.collective import Collective, all_gather_single
+from distdiag.probekit.measure.patterns import Pattern
 from distdiag.probekit.measure.probe import load_probe
-from distdiag.probekit.measure.torch_names import all_gather_single
 from distdiag.probekit.ranks.clock import clock_identity, clock_ns
-from distdiag.probekit.verdict.collective_result import LATE_SHARE, LATE_US
-from distdiag.probekit.verdict.result import Result, Row, TimeUs, Verdict, WrongValues
+from distdiag.probekit.verdict.collective_result import slowest, stamps_row
+from distdiag.probekit.verdict.result import Result, Row, Verdict, WrongValues
 from distdiag.streams import say
-from distdiag.terms.operations import algorithm_bandwidth, bus_bandwidth, moves_bytes
 from distdiag.terms.statistics import interval_of_median
 
 GROUP_DESCRIPTION = "distdiag-probe"  # readers leave this group's collectives out of the job's own
@@ -159,20 +156,20 @@ class InTrainingProbe:
         """Return the rows of every probe on rank 0; no rows elsewhere."""
         found: list[tuple[Collective, list[Row]]] = []
         for probe in self._probes:
-            sizes = SIZES_BYTES if moves_bytes(probe.op) else (0,)
+            sizes = SIZES_BYTES if probe.moves else (0,)
             rows = [row for size in sizes if (row := self._measure(probe, size)) is not None]
             found.append((probe, rows))
         return found
 
     def _measure(self, probe: Collective, size: int) -> Row | None:
         elements = size // self.dtype.itemsize // self.world_size * self.world_size
-        b = probe.buffers(self, elements)
+        buffers = probe.buffers(self, elements)
         stamps = torch.zeros(2, _ITERATIONS, dtype=torch.int64)
-        probe.call(self, b)
+        probe.call(self, buffers, 0)
         self.synchronize()
         for i in range(_ITERATIONS):
             stamps[0, i] = clock_ns()
-            probe.call(self, b)
+            probe.call(self, buffers, 0)
             self.synchronize()
             stamps[1, i] = clock_ns()
         everyone = torch.empty(self.world_size * stamps.numel(), dtype=torch.int64, device=self.device)
@@ -180,67 +177,32 @@ class InTrainingProbe:
         if self.rank != 0:
             return None
         us = everyone.view(self.world_size, 2, _ITERATIONS).cpu().numpy() / 1e3
-        return self._row(probe, elements, us, self._wrong.get(probe.name, []))
-
-    def _row(self, probe: Collective, elements: int, us: np.ndarray, wrong: list[WrongValues]) -> Row:
-        size = elements * self.dtype.itemsize
-        durations = us[:, 1] - us[:, 0]
-        times = durations[int(np.argmax(np.median(durations, axis=1)))]
-        interval = interval_of_median(times)
-        p50 = float(np.median(times))
-        moves = moves_bytes(probe.op)
-        last_arrival = us[:, 0].max(axis=0)
-        skew_us = float(np.median(last_arrival - us[:, 0].min(axis=0))) if self._same_clock else math.nan
-        last = np.bincount(us[:, 0].argmax(axis=0), minlength=self.world_size) / _ITERATIONS
-        late = self._same_clock and last.max() >= LATE_SHARE and skew_us >= LATE_US
-        return Row(
-            bytes=size,
-            elements=elements,
-            iterations=_ITERATIONS,
-            time_us=TimeUs(
-                float(times.min()),
-                p50,
-                float(np.percentile(times, 95)),
-                float(times.max()),
-                (interval.low, interval.high),
-            ),
-            wire_us=float(np.median(us[:, 1].max(axis=0) - last_arrival)) if self._same_clock else math.nan,
-            algbw_gbps=algorithm_bandwidth(size, p50 / 1e6) if moves else None,
-            busbw_gbps=bus_bandwidth(probe.op, size, p50 / 1e6, self.world_size) if moves else None,
-            busbw_ci95_gbps=None,
-            skew_us=skew_us,
-            late_rank=int(last.argmax()) if late else None,
-            late_share=float(last.max()),
-            correct=not wrong,
-            wrong=wrong,
+        entered, left = us[:, 0], us[:, 1]
+        interval = interval_of_median(slowest(entered, left))
+        ci95_us, item_bytes = (interval.low, interval.high), self.dtype.itemsize
+        row = stamps_row(
+            probe.op, elements * item_bytes, item_bytes, entered, left, ci95_us, self._wrong.get(probe.name, [])
         )
+        row.busbw_ci95_gbps = None  # of five iterations
+        if not self._same_clock:
+            row.skew_us, row.wire_us, row.late_rank = math.nan, math.nan, None
+        return row
 
     def _check(self) -> None:
         """Check the values of every probe once, at creation."""
         pattern = Pattern(self.dtype, self.world_size)
         for probe in self._probes:
-            if not moves_bytes(probe.op):
-                continue
-            elements = 1000 * self.world_size
-            b = probe.buffers(self, elements)
-            probe.fill(self, pattern, b)
-            probe.call(self, b)
-            self.synchronize()
-            mine: list[WrongValues] = []
-            offset = 0
-            for segment in probe.expected(self, pattern, elements):
-                found = wrong_elements(b.received, segment, offset)
-                offset += segment.count
-                if found:
-                    mine.append(WrongValues(self.rank, *found, "at creation", segment.source_rank))
-            everyone: list[Any] = [None] * self.world_size
-            dist.all_gather_object(everyone, mine, group=self.group)
-            self._wrong[probe.name] = [w for of_rank in everyone for w in of_rank]
+            if probe.moves:
+                mine = probe.wrong_here(self, pattern, 1000 * self.world_size, "at creation")
+                self._wrong[probe.name] = [w for of_rank in self._gather(mine) for w in of_rank]
+
+    def _gather(self, value: Any) -> list[Any]:
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, value, group=self.group)
+        return everyone
 
     def _all_on_one_clock(self) -> bool:
-        identities: list[Any] = [None] * self.world_size
-        dist.all_gather_object(identities, clock_identity(), group=self.group)
-        return len(set(identities)) == 1
+        return len(set(self._gather(clock_identity()))) == 1
 
     def _result(self, probe: Collective, rows: list[Row], step: int) -> Result:
         result = Result(probe.name, self.world_size, self.backend, self.device.type, "float32", rows=rows)

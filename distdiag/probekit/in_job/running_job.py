@@ -76,7 +76,7 @@ def find_run(options: Options) -> RunBeside | None:
     Raises:
         DistdiagError: `--run` is not a run.
     """
-    if not options.record and options.run_dir is None:
+    if options.no_record and options.run_dir is None:
         return None
     try:
         from distdiag.store import reader, rundir

@@ -1,30 +1,53 @@
-"""Base of the collective probes. Each probe script defines its buffers, its call and the expected result."""
+"""The collective probes: each script in probes/ declares its buffers, its call and the expected result."""
 
 from __future__ import annotations
 
-import abc
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from distdiag.errors import DistdiagError, ExitCode
+from distdiag.probekit.command.catalog import PROBES
 from distdiag.probekit.measure.ceilings import measure_ceilings
 from distdiag.probekit.measure.patterns import Pattern, Segment, wrong_elements
-from distdiag.probekit.measure.probe import Probe, Table
+from distdiag.probekit.measure.probe import Probe
 from distdiag.probekit.measure.sampling import Stamped, sample
 from distdiag.probekit.verdict import collective_result
 from distdiag.probekit.verdict.result import Result, WrongValues
+from distdiag.terms.operations import family
 from distdiag.terms.units import message_size
 
 if TYPE_CHECKING:
     from distdiag.probekit.ranks.job import Job
 
+# the new names of torch 2.13 if there are any, which avoids a FutureWarning
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _LEAST_SECONDS_A_SIZE = 0.05
 _MOST_SECONDS_A_SIZE = 3.0  # more gives an interval that is narrower than the difference between two runs
 _AS_MUCH_AGAIN_BYTES = 8 * 2**20
+
+
+class Part(Enum):
+    """What of S, the size of a message, one rank sends or receives."""
+
+    NOTHING = "nothing"
+    OWN = "one of n equal parts"
+    WHOLE = "all of it"
+    AT_ROOT = "all of it on the root, nothing elsewhere"
+
+
+class InPlace(Enum):
+    """Whether the result may overwrite what was sent."""
+
+    NEVER = "never"
+    ALSO = "a second form of the call"
+    ALWAYS = "always"
 
 
 @dataclass(slots=True)
@@ -33,8 +56,7 @@ class Buffers:
 
     sent: torch.Tensor
     received: torch.Tensor
-    sent_parts: list[torch.Tensor] = field(default_factory=list)  # views, for calls that take lists
-    received_parts: list[torch.Tensor] = field(default_factory=list)
+    parts: list[torch.Tensor] | None = None  # views of the root's buffer, for calls that take lists; None elsewhere
 
 
 class Ranks(Protocol):
@@ -47,33 +69,55 @@ class Ranks(Protocol):
     dtype: torch.dtype
 
     def empty(self, elements: int) -> torch.Tensor: ...
+    def synchronize(self) -> None: ...
 
 
 class Collective(Probe):
-    """A probe of one operation over a sweep of message sizes."""
+    """A probe of one operation over a sweep of message sizes; each script in probes/ declares one.
 
-    op: ClassVar[str]  # name of its `operations.Operation`
-    in_parts: ClassVar[bool] = False  # each rank sends or receives 1/world_size of S
-    rooted: ClassVar[bool] = False
-    in_place: ClassVar[bool] = False  # a second form of the call, whose result overwrites what was sent
+    Args:
+        name: In the catalog; `terms.operations` has the rest of what is known of the operation.
+        call: Issues one operation on `job.group`: `call(job, buffers, root)`.
+        expected: Returns the content of `received` on this rank, equal parts in order; [] if this rank gets nothing:
+            `expected(job, pattern, root, start)`, with `start` the position of this rank's part in S.
+        sends, receives: Of S.
+    """
 
-    @abc.abstractmethod
+    columns = collective_result.COLUMNS
+
+    def __init__(
+        self, name: str, call: Callable[[Any, Buffers, int], Any],
+        expected: Callable[[Ranks, Pattern, int, int], list[Segment]],
+        sends: Part = Part.WHOLE, receives: Part = Part.WHOLE, in_place: InPlace = InPlace.NEVER, messages: bool = False,
+    ) -> None:  # fmt: skip
+        operation = family(name)
+        assert operation is not None
+        self.name, self.summary, self.op = name, PROBES[name], operation.name
+        self.rooted, self.moves, self.messages = operation.rooted, operation.factor is not None, messages
+        self.call, self._expected, self.sends, self.receives, self.in_place = call, expected, sends, receives, in_place
+        # each rank sends or receives 1/world_size of S, or a part of it from each other rank
+        self.in_parts = Part.OWN in (sends, receives) or name == "alltoall"
+
     def buffers(self, job: Ranks, elements: int, in_place: bool = False, root: int = 0) -> Buffers:
         """Return the buffers for S of `elements` elements."""
+        if self.in_place is InPlace.ALWAYS:
+            both = job.empty(elements)
+            return Buffers(both, both)
+        part, at_root = elements // job.world_size, job.rank == root
+        sizes = {Part.NOTHING: 0, Part.OWN: part, Part.WHOLE: elements, Part.AT_ROOT: elements if at_root else 0}
+        sent, received = job.empty(sizes[self.sends]), job.empty(sizes[self.receives])
+        if in_place:
+            own = slice(job.rank * part, (job.rank + 1) * part)
+            return Buffers(received[own], received) if self.sends is Part.OWN else Buffers(sent, sent[own])
+        of_root = sent if self.sends is Part.AT_ROOT else received if self.receives is Part.AT_ROOT else None
+        return Buffers(sent, received, [*of_root.chunk(job.world_size)] if of_root is not None and at_root else None)
 
-    @abc.abstractmethod
-    def call(self, job: Ranks, b: Buffers, root: int = 0) -> None:
-        """Issue one operation on `job.group`."""
-
-    @abc.abstractmethod
     def expected(self, job: Ranks, pattern: Pattern, elements: int, root: int = 0) -> list[Segment]:
         """Return the expected content of `received` on this rank, in order; [] if this rank gets nothing."""
-
-    def fill(self, job: Ranks, pattern: Pattern, b: Buffers, root: int = 0) -> None:
-        """Write this rank's integers into the buffer that is sent; clear the one that is received."""
-        if b.received.data_ptr() != b.sent.data_ptr():
-            b.received.zero_()
-        pattern.write(b.sent, job.rank)
+        part = elements // job.world_size
+        found = self._expected(job, pattern, root, job.rank * part)
+        received = part if self.receives is Part.OWN else elements
+        return [replace(segment, count=received // len(found)) for segment in found]
 
     def run(self, job: Job) -> Result | None:
         """Measure the ceilings, then every size (correctness, then time); return the result on rank 0."""
@@ -85,7 +129,7 @@ class Collective(Probe):
         measured: list[tuple[int, Stamped, list[WrongValues]]] = []
         skipped: list[int] = []
         for i, size in enumerate(sizes):
-            elements = size // torch.empty(0, dtype=job.dtype).element_size()
+            elements = size // job.dtype.itemsize
             left = job.agree([job.left_s()], f"{self.name}: is there time")[0]
             if left <= 0 and measured:
                 skipped = sizes[i:]
@@ -96,9 +140,9 @@ class Collective(Probe):
             checked_s = time.monotonic()
             wrong = self.wrong_values(job, pattern, elements)
             seconds = max(_LEAST_SECONDS_A_SIZE, seconds - (time.monotonic() - checked_s))
-            b = self.buffers(job, elements)
+            buffers = self.buffers(job, elements)
             label = f"{self.name} {message_size(size)}" if size else self.name
-            stamped = sample(job, self.timed_call(job, b), label, seconds, job.options.precision)
+            stamped = sample(job, self.timed_call(job, buffers), label, seconds, job.options.precision)
             if stamped is not None:
                 measured.append((size, stamped, wrong))
             elif job.rank:
@@ -113,60 +157,63 @@ class Collective(Probe):
 
     def sizes(self, job: Job) -> list[int]:
         """Return the message sizes in bytes, ascending."""
-        return job.options.sizes(job.world_size, self.in_parts)
+        return job.options.sizes(job.world_size, self.in_parts) if self.moves else [0]
 
-    def timed_call(self, job: Job, b: Buffers) -> Callable[[], None]:
+    def timed_call(self, job: Job, buffers: Buffers) -> Callable[[], None]:
         """Return a function that does one operation and returns when it is complete."""
-        require_contiguous(b.sent)
-        require_contiguous(b.received)
+        require_contiguous(buffers.sent)
+        require_contiguous(buffers.received)
         if job.device.type == "cpu":
-            return lambda: self.call(job, b)
+            return lambda: self.call(job, buffers, 0)
 
         def call_and_wait() -> None:
-            self.call(job, b)
+            self.call(job, buffers, 0)
             job.synchronize()
 
         return call_and_wait
 
-    # ------------------------------------------------------------------ correctness
-
     def cases(self, job: Job, elements: int) -> list[tuple[str, int, bool, int]]:
         """Return (name, elements, in place, root) of the calls that are checked at one size."""
+        if not self.moves:
+            return []
         parts = job.world_size if self.in_parts else 1
         odd = elements - parts if elements // parts > 1 else elements + parts
-        roots = [0]
-        if self.rooted:
-            injected = [i.rank for i in job.options.inject if i.kind == "corrupt"]
-            roots = sorted({0, job.world_size - 1, *injected})
+        injected = [i.rank for i in job.options.inject if i.kind == "corrupt"]
         cases: list[tuple[str, int, bool, int]] = []
-        for root in roots:
+        for root in sorted({0, job.world_size - 1, *injected}) if self.rooted else [0]:
             at = f", root {root}" if self.rooted else ""
-            cases.append((f"exact size{at}", elements, False, root))
-            cases.append((f"odd size{at}", odd, False, root))
-        if self.in_place:
-            cases.append(("in place", elements, True, 0))
-            cases.append(("odd size in place", odd, True, 0))
+            cases += [(f"exact size{at}", elements, False, root), (f"odd size{at}", odd, False, root)]
+        if self.in_place is InPlace.ALSO:
+            cases += [("in place", elements, True, 0), ("odd size in place", odd, True, 0)]
         return cases
 
+    def wrong_here(
+        self, job: Ranks, pattern: Pattern, elements: int, case: str, in_place: bool = False, root: int = 0,
+        corrupt: bool = False,
+    ) -> list[WrongValues]:  # fmt: skip
+        """Call the operation on known integers, compare every element on this rank, and return what is wrong."""
+        buffers = self.buffers(job, elements, in_place, root)
+        if buffers.received is not buffers.sent:
+            buffers.received.zero_()  # first: in place, one is inside the other
+        pattern.write(buffers.sent, job.rank)
+        self.call(job, buffers, root)
+        job.synchronize()
+        segments, offset, wrong = self.expected(job, pattern, elements, root), 0, []
+        if corrupt and segments:
+            buffers.received[len(buffers.received) // 2] += 1
+        for segment in segments:
+            if found := wrong_elements(buffers.received, segment, offset):
+                wrong.append(WrongValues(job.rank, *found, case, segment.source_rank))
+            offset += segment.count
+        return wrong
+
     def wrong_values(self, job: Job, pattern: Pattern, elements: int) -> list[WrongValues]:
-        """Call the operation on known integers, compare every element on every rank, and return what is wrong."""
+        """Check all cases at one size; return what is wrong on any rank, on every rank."""
         mine: list[WrongValues] = []
-        corrupt = job.injected("corrupt")
+        corrupt = job.injected("corrupt") is not None
         for case, count, in_place, root in self.cases(job, elements):
-            b = self.buffers(job, count, in_place, root)
-            self.fill(job, pattern, b, root)
-            with job.step(f"{self.name} {message_size(count * b.sent.element_size())}: checking {case}"):
-                self.call(job, b, root)
-                job.synchronize()
-            offset = 0
-            segments = self.expected(job, pattern, count, root)
-            if corrupt and segments:
-                b.received[len(b.received) // 2] += 1
-            for segment in segments:
-                found = wrong_elements(b.received, segment, offset)
-                offset += segment.count
-                if found:
-                    mine.append(WrongValues(job.rank, found[0], found[1], case, segment.source_rank))
+            with job.step(f"{self.name} {message_size(count * job.dtype.itemsize)}: checking {case}"):
+                mine += self.wrong_here(job, pattern, count, case, in_place, root, corrupt)
         everyone = job.gather_all(mine, f"{self.name}: collecting what was wrong")
         return [w for of_rank in everyone for w in of_rank]
 
@@ -176,18 +223,17 @@ class Collective(Probe):
         torch documents contiguous tensors only. NCCL refuses others; gloo treats some of them as contiguous and writes the
         result into neighbouring memory.
         """
-        if self.in_parts or self.op in ("barrier", "sendrecv"):
+        if self.in_place is not InPlace.ALWAYS:
             return None
         wide = torch.zeros(64, 2, dtype=job.dtype, device=job.device)
         strided = wide[:, 0]
         values = torch.empty(64, dtype=job.dtype, device=job.device)
         pattern.write(values, job.rank)
         strided.copy_(values)
-        b = Buffers(strided, strided)
         state = "right"
         with job.step(f"{self.name}: a strided buffer"):
             try:
-                self.call(job, b)
+                self.call(job, Buffers(strided, strided), 0)
                 job.synchronize()
             except (ValueError, RuntimeError):
                 state = "refused"  # before anything is sent, on every rank
@@ -200,16 +246,18 @@ class Collective(Probe):
             return None
         return f"{job.backend} takes a strided tensor in {self.op} without an error and gives wrong values: call .contiguous() first"
 
-    # ------------------------------------------------------------------ for people
-
-    def table(self, result: Result, ascii_only: bool = False) -> Table:
-        return collective_result.table(result, ascii_only)
-
     def drawing(self, result: Result, ascii_only: bool = False) -> list[str]:
         return collective_result.explanation(self.op, result)
 
     def headline(self, result: Result) -> str:
         return collective_result.headline(result)
+
+
+def exchange(group: Any, sent: tuple[torch.Tensor, int], received: tuple[torch.Tensor, int]) -> None:
+    """Send a tensor to a rank while receiving one from a rank."""
+    both = [dist.P2POp(dist.isend, *sent, group=group), dist.P2POp(dist.irecv, *received, group=group)]
+    for request in dist.batch_isend_irecv(both):
+        request.wait()
 
 
 def _weight(size_bytes: int) -> float:

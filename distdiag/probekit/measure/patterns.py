@@ -30,8 +30,8 @@ class Segment:
     """`count` expected elements of a result: the periodic `values` from position `start` on."""
 
     values: torch.Tensor  # one period
-    start: int
-    count: int
+    start: int = 0
+    count: int = 0
     source_rank: int | None = None
 
 

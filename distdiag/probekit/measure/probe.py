@@ -5,9 +5,13 @@ from __future__ import annotations
 import abc
 import importlib
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from distdiag.errors import DistdiagError
+from distdiag.terms.units import MISSING
 
 if TYPE_CHECKING:
     from distdiag.probekit.command.options import Options
@@ -15,13 +19,45 @@ if TYPE_CHECKING:
     from distdiag.probekit.verdict.result import Result
 
 
+class Column(NamedTuple):
+    """One column of a probe's table, also in CSV; the header carries the unit.
+
+    Attributes:
+        cell: Returns the text of one row; None: not measured, shown as a dash.
+        left: Text, aligned left.
+        optional: Left out if no row has a value.
+    """
+
+    header: str
+    cell: Callable[[Any], str | None]
+    left: bool = False
+    optional: bool = False
+
+
+def shown(value: float | None, form: str) -> str | None:
+    """Return a number as `format` does; None if it was not measured."""
+    return None if value is None else format(value, form)
+
+
 @dataclass(slots=True)
 class Table:
-    """Rows of cells as text; `headers` carry the unit."""
+    """Rows of cells as text."""
 
     headers: list[str]
-    rows: list[list[str]] = field(default_factory=list)
-    left: set[int] = field(default_factory=set)  # columns of text, aligned left
+    rows: list[list[str]]
+    left: set[int]
+
+    @classmethod
+    def of(cls, columns: Sequence[Column], rows: Sequence[Any], ascii_only: bool) -> Table:
+        cells = [(c, [c.cell(row) for row in rows]) for c in columns]
+        kept = [(c, texts) for c, texts in cells if not c.optional or any(t is not None for t in texts)]
+
+        def plain(text: str | None) -> str:
+            text = MISSING if text is None else text
+            return text.replace(MISSING, "-").replace("µ", "u").replace("…", "..") if ascii_only else text
+
+        by_row = [[plain(texts[i]) for _, texts in kept] for i in range(len(rows))]
+        return cls([plain(c.header) for c, _ in kept], by_row, {i for i, (c, _) in enumerate(kept) if c.left})
 
 
 class Probe(abc.ABC):
@@ -32,6 +68,8 @@ class Probe(abc.ABC):
     min_ranks: int = 2
     default_ranks: int = 2
     share_in_all: float = 1.0  # of the budget of `all`, relative to one collective
+    messages: bool = False  # it sends and receives
+    columns: Sequence[Column] = ()
 
     def check(self, options: Options) -> None:
         """Check the options before any rank is started.
@@ -39,7 +77,8 @@ class Probe(abc.ABC):
         Raises:
             DistdiagError: an option is wrong, with the remedy.
         """
-        return None
+        if self.messages and options.device == "cuda" and options.backend == "gloo":
+            raise DistdiagError("gloo has no send and recv of CUDA tensors", "--device cpu, or --backend nccl")
 
     def preload(self) -> None:
         """Import heavy modules once, in the process that ranks are forked from."""
@@ -62,9 +101,9 @@ class Probe(abc.ABC):
     def run(self, job: Job) -> Result | None:
         """Measure within `job.left_s()`; return the result on rank 0, None elsewhere."""
 
-    @abc.abstractmethod
     def table(self, result: Result, ascii_only: bool = False) -> Table:
         """Return the figures as a table."""
+        return Table.of(self.columns, result.rows, ascii_only)
 
     def drawing(self, result: Result, ascii_only: bool = False) -> list[str]:
         """Return lines under the table: bars, a heat map, an explanation."""

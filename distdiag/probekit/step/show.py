@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from distdiag.probekit.measure.probe import Table
-from distdiag.probekit.step.paper import PaperRow
+from distdiag.probekit.measure.probe import Column, Table, shown
 from distdiag.probekit.step.rows import StepRow
 from distdiag.probekit.verdict.result import Result
 from distdiag.terms.units import size_text
@@ -11,75 +10,54 @@ from distdiag.terms.units import size_text
 _BAR = 40  # cells
 
 
+def _size(value: float | None) -> str | None:
+    return None if value is None else f"-{size_text(-value)}" if value < 0 else size_text(value)
+
+
+def _waiting(row: StepRow) -> str | None:
+    if row.exposed_share is not None:
+        return f"{row.exposed_share:.0%}"
+    return None if row.idle_share is None else f"{row.idle_share:.0%} idle"
+
+
+_MEASURED = (
+    Column("strategy", lambda row: row.label, left=True),
+    Column("ranks", lambda row: str(row.ranks)),
+    Column("threads", lambda row: str(row.threads)),
+    Column("step ms", lambda row: f"{row.step_ms:,.1f}"),
+    Column("95 % interval", lambda row: f"{row.ci95_ms[0]:,.1f} .. {row.ci95_ms[1]:,.1f}"),
+    Column("epoch s", lambda row: f"{row.epoch_s:,.1f}"),
+    Column("samples/s", lambda row: f"{row.samples_per_s:,.0f}"),
+    Column("speed-up", lambda row: f"{row.speed_up:.2f}" + "*" * row.competing if row.speed_up else None),
+    Column("95 % interval", lambda row: "{:.2f} .. {:.2f}".format(*row.speed_up_ci95) if row.speed_up_ci95 else None,
+           optional=True),
+    Column("efficiency", lambda row: f"{row.efficiency:.0%}" + "*" * row.competing if row.efficiency else None),
+    Column("state/rank", lambda row: size_text(row.state_bytes)),
+    Column("formula", lambda row: size_text(sum(row.expected_memory.values())) if row.expected_memory else None),
+    Column("activations", lambda row: _size(row.activations_bytes)),
+    Column("formula", lambda row: _size(row.expected_activations_bytes)),
+    Column("peak/rank", lambda row: _size(row.peak_bytes or row.peak_host_bytes)),
+    Column("exposed ms", lambda row: shown(row.exposed_ms, ".1f")),
+    Column("of step", _waiting),
+)  # fmt: skip
+_ON_PAPER = (
+    Column("strategy", lambda row: row.label, left=True),
+    Column("ranks", lambda row: f"{row.ranks:,}"),
+    Column("parameters", lambda row: size_text(row.parameters_bytes)),
+    Column("gradients", lambda row: size_text(row.gradients_bytes)),
+    Column("optimizer", lambda row: size_text(row.optimizer_bytes)),
+    Column("buffers", lambda row: _size(row.buffers_bytes)),
+    Column("left", lambda row: _size(row.left_bytes)),
+    Column("activations", lambda row: _size(row.activations_bytes), optional=True),
+    Column("fits", lambda row: row.fits),
+    Column("exchange", lambda row: _size(row.exchange_bytes)),
+    Column("exchange ms", lambda row: shown(row.exchange_ms, ",.1f"), optional=True),
+)
+
+
 def table(result: Result, ascii_only: bool = False) -> Table:
-    """Return one line for each strategy and number of ranks; those that cannot run are last, with a dash."""
-    none = "-" if ascii_only else "–"
-    if "paper" in result.details:
-        return _on_paper(result, none)
-    rows: list[StepRow] = result.rows
-    headers = ["strategy", "ranks", "threads", "step ms", "95 % interval", "epoch s", "samples/s", "speed-up"]
-    headers += ["95 % interval", "efficiency", "state/rank", "formula", "activations", "formula", "peak/rank"]
-    headers += ["exposed ms", "of step"]
-    lines = Table(headers, left={0})
-    for r in rows:
-        mark = "*" if r.competing else ""
-        waits = r.exposed_share if r.exposed_share is not None else r.idle_share
-        peak = r.peak_bytes or r.peak_host_bytes
-        lines.rows.append(
-            [
-                r.label,
-                str(r.ranks),
-                str(r.threads),
-                f"{r.step_ms:,.1f}",
-                f"{r.ci95_ms[0]:,.1f} .. {r.ci95_ms[1]:,.1f}",
-                f"{r.epoch_s:,.1f}",
-                f"{r.samples_per_s:,.0f}",
-                f"{r.speed_up:.2f}{mark}" if r.speed_up else none,
-                f"{r.speed_up_ci95[0]:.2f} .. {r.speed_up_ci95[1]:.2f}" if r.speed_up_ci95 else none,
-                f"{r.efficiency:.0%}{mark}" if r.efficiency else none,
-                size_text(r.state_bytes),
-                size_text(sum(r.expected_memory.values())) if r.expected_memory else none,
-                size_text(r.activations_bytes) if r.activations_bytes is not None else none,
-                size_text(r.expected_activations_bytes) if r.expected_activations_bytes is not None else none,
-                size_text(peak) if peak is not None else none,
-                f"{r.exposed_ms:.1f}" if r.exposed_ms is not None else none,
-                f"{waits:.0%}" + (" idle" if r.exposed_share is None else "") if waits is not None else none,
-            ]
-        )
-    if any(r.speed_up_ci95 for r in rows):
-        return lines
-    return _without(lines, 8)
-
-
-def _on_paper(result: Result, none: str) -> Table:
-    """Return memory by formula, one line for each case; columns that nothing is known for are left out."""
-    rows: list[PaperRow] = result.rows
-    headers = ["strategy", "ranks", "parameters", "gradients", "optimizer", "buffers", "left", "activations", "fits"]
-    lines = Table([*headers, "exchange", "exchange ms"], left={0})
-    for r in rows:
-        known = r.buffers_bytes is not None
-        sizes = [r.parameters_bytes, r.gradients_bytes, r.optimizer_bytes]
-        lines.rows.append(
-            [
-                r.label,
-                f"{r.ranks:,}",
-                *(size_text(size) for size in sizes),
-                size_text(r.buffers_bytes) if known else none,
-                size_text(r.left_bytes) if r.left_bytes >= 0 else f"-{size_text(-r.left_bytes)}",
-                size_text(r.activations_bytes) if r.activations_bytes is not None else none,
-                r.fits,
-                size_text(r.exchange_bytes) if r.exchange_bytes is not None else none,
-                f"{r.exchange_ms:,.1f}" if r.exchange_ms is not None else none,
-            ]
-        )
-    if all(r.exchange_ms is None for r in rows):
-        lines = _without(lines, 10)
-    return _without(lines, 7) if all(r.activations_bytes is None for r in rows) else lines
-
-
-def _without(lines: Table, column: int) -> Table:
-    kept = [[cell for i, cell in enumerate(row) if i != column] for row in [lines.headers, *lines.rows]]
-    return Table(kept[0], kept[1:], lines.left)
+    """Return one line for each strategy and number of ranks."""
+    return Table.of(_ON_PAPER if "paper" in result.details else _MEASURED, result.rows, ascii_only)
 
 
 def drawing(result: Result, ascii_only: bool = False) -> list[str]:

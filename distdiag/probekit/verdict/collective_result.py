@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from distdiag.probekit.measure.noise import kernel_hz
-from distdiag.probekit.measure.probe import Table
+from distdiag.probekit.measure.probe import Column, shown
 from distdiag.probekit.measure.sampling import Stamped
 from distdiag.probekit.verdict import decide
 from distdiag.probekit.verdict.result import HostNoise, Measure, Result, Row, TimeUs, Verdict, WrongValues, host_class
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 LATE_SHARE = 0.8  # a late rank is last in this share of the iterations
 LATE_US = 100.0  # and by this much; smaller skews come from the order in which ranks leave the previous operation
 _CLEAN_ENOUGH = 11
-_FEW = 8  # iterations; with fewer, the interval is the range, and no rank is late
+FEW = 8  # iterations; with fewer, the interval is the range, and no rank is late
 _TELLING_BYTES = 4 * 2**20  # least largest size of a sweep for advice on buckets
 DDP_BUCKET_BYTES = 25 * 2**20  # torch.nn.parallel.DistributedDataParallel(bucket_cap_mb=25)
 
@@ -82,53 +83,60 @@ def make_row(
     enough = bool(clean.all()) or int(clean.sum()) >= min(_CLEAN_ENOUGH, count)
     keep = clean if enough else np.ones(count, dtype=bool)
     entered, left = stamped.entered_us[:, keep], stamped.left_us[:, keep]
-    durations = left - entered
-    slowest = int(np.argmax(np.median(durations, axis=1)))
-    times = durations[slowest]
-    last_arrival = entered.max(axis=0)
-    skew = last_arrival - entered.min(axis=0)
-    last = np.bincount(entered.argmax(axis=0), minlength=job.world_size) / times.size
-    skew_us = float(np.median(skew))
-    often = times.size >= _FEW and last.max() >= LATE_SHARE
-    late = int(last.argmax()) if often and skew_us >= LATE_US else None
+    times = slowest(entered, left)
     replicates = bootstrap_medians(times)
-    p50 = float(np.median(times))
     low, high = (float(v) for v in np.percentile(replicates, [2.5, 97.5]))
-    if times.size < _FEW:
+    if times.size < FEW:
         low, high = float(times.min()), float(times.max())  # too few for resampling
-    moves = moves_bytes(op) and job.world_size > 1
+    row = stamps_row(op, size, job.dtype.itemsize, entered, left, (low, high), wrong)
+    if times.size < FEW:
+        row.late_rank = None
+    row.modes = [asdict(m) for m in find_modes(times)]
     foreign = [n.foreign_cpus for n in stamped.noise if n.foreign_cpus is not None]
-    blocks = stamped.block[keep]
-    row = Row(
-        bytes=size,
-        elements=size // max(1, _item_bytes(job)),
-        iterations=int(times.size),
-        time_us=TimeUs(float(times.min()), p50, float(np.percentile(times, 95)), float(times.max()), (low, high)),
-        wire_us=float(np.median(left.max(axis=0) - last_arrival)),
-        algbw_gbps=algorithm_bandwidth(size, p50 / 1e6) if moves else None,
-        busbw_gbps=bus_bandwidth(op, size, p50 / 1e6, job.world_size) if moves else None,
-        busbw_ci95_gbps=(
-            (bus_bandwidth(op, size, high / 1e6, job.world_size), bus_bandwidth(op, size, low / 1e6, job.world_size))
-            if moves
-            else None
-        ),
-        skew_us=skew_us,
-        late_rank=late,
-        late_share=float(last.max()),
-        correct=not wrong,
-        wrong=wrong[:20],
-        modes=[asdict(m) for m in find_modes(times)],
-        foreign_cpus=float(np.mean(foreign)) if foreign else None,
-        noisy=not enough,
-        dropped_iterations=count - int(times.size),
-    )
-    # One value per few iterations: neighbours are correlated, and a test needs independent values.
-    pieces = [p for b in np.unique(blocks) for p in np.array_split(times[blocks == b], max(1, min(4, int((blocks == b).sum()) // 5)))]  # fmt: skip
+    row.foreign_cpus = float(np.mean(foreign)) if foreign else None
+    row.noisy, row.dropped_iterations = not enough, count - int(times.size)
+    # one value per few iterations: neighbours are correlated, and a test needs independent values
+    by_block = [times[stamped.block[keep] == b] for b in np.unique(stamped.block[keep])]
+    pieces = [p for of_block in by_block for p in np.array_split(of_block, max(1, min(4, len(of_block) // 5)))]
     return row, replicates, [float(np.median(p)) for p in pieces]
 
 
-def _item_bytes(job: Job) -> int:
-    return job.dtype.itemsize
+def slowest(entered_us: NDArray[Any], left_us: NDArray[Any]) -> NDArray[Any]:
+    """Return the durations on the rank whose median is longest."""
+    durations = left_us - entered_us
+    return durations[int(np.argmax(np.median(durations, axis=1)))]
+
+
+def stamps_row(
+    op: str, size: int, item_bytes: int, entered_us: NDArray[Any], left_us: NDArray[Any],
+    ci95_us: tuple[float, float], wrong: list[WrongValues],
+) -> Row:  # fmt: skip
+    """Return one row from the stamps of all ranks on one clock, (ranks, iterations)."""
+    ranks, iterations = entered_us.shape
+    times = slowest(entered_us, left_us)
+    last_arrival = entered_us.max(axis=0)
+    last = np.bincount(entered_us.argmax(axis=0), minlength=ranks) / iterations
+    skew_us, p50 = float(np.median(last_arrival - entered_us.min(axis=0))), float(np.median(times))
+    moves = moves_bytes(op) and ranks > 1
+
+    def busbw(us: float) -> float:
+        return bus_bandwidth(op, size, us / 1e6, ranks)
+
+    return Row(
+        bytes=size,
+        elements=size // item_bytes,
+        iterations=iterations,
+        time_us=TimeUs(float(times.min()), p50, float(np.percentile(times, 95)), float(times.max()), ci95_us),
+        wire_us=float(np.median(left_us.max(axis=0) - last_arrival)),
+        algbw_gbps=algorithm_bandwidth(size, p50 / 1e6) if moves else None,
+        busbw_gbps=busbw(p50) if moves else None,
+        busbw_ci95_gbps=(busbw(ci95_us[1]), busbw(ci95_us[0])) if moves else None,
+        skew_us=skew_us,
+        late_rank=int(last.argmax()) if last.max() >= LATE_SHARE and skew_us >= LATE_US else None,
+        late_share=float(last.max()),
+        correct=not wrong,
+        wrong=wrong[:20],
+    )
 
 
 def total_noise(samples: list[Stamped], rows: list[Row]) -> HostNoise:
@@ -167,31 +175,19 @@ def tail_cause(extra_ms: float, hz: int | None) -> str | None:
     return None
 
 
-# ---------------------------------------------------------------------- for people
-
-
-def table(result: Result, ascii_only: bool = False) -> Table:
-    us = "us" if ascii_only else "µs"
-    headers = ["size", "n", f"p50 {us}", "95 % interval", f"p95 {us}", f"wire {us}", f"skew {us}", "late", "algbw GB/s", "busbw GB/s", "correct"]  # fmt: skip
-    lines = Table(headers)
-    none = "-" if ascii_only else "–"
-    for r in result.rows:
-        lines.rows.append(
-            [
-                message_size(r.bytes) if r.bytes else none,
-                f"{r.iterations:,}" + ("*" if r.noisy else ""),
-                f"{r.time_us.p50:,.1f}",
-                f"{r.time_us.ci95[0]:,.1f} … {r.time_us.ci95[1]:,.1f}".replace("…", ".." if ascii_only else "…"),
-                f"{r.time_us.p95:,.1f}",
-                f"{r.wire_us:,.1f}",
-                f"{r.skew_us:,.1f}",
-                f"rank {r.late_rank}" if r.late_rank is not None else none,
-                f"{r.algbw_gbps:.3f}" if r.algbw_gbps is not None else none,
-                f"{r.busbw_gbps:.3f}" if r.busbw_gbps is not None else none,
-                "yes" if r.correct else "NO",
-            ]
-        )
-    return lines
+COLUMNS = (
+    Column("size", lambda row: message_size(row.bytes) if row.bytes else None),
+    Column("n", lambda row: f"{row.iterations:,}" + "*" * row.noisy),
+    Column("p50 µs", lambda row: f"{row.time_us.p50:,.1f}"),
+    Column("95 % interval", lambda row: f"{row.time_us.ci95[0]:,.1f} … {row.time_us.ci95[1]:,.1f}"),
+    Column("p95 µs", lambda row: f"{row.time_us.p95:,.1f}"),
+    Column("wire µs", lambda row: f"{row.wire_us:,.1f}"),
+    Column("skew µs", lambda row: f"{row.skew_us:,.1f}"),
+    Column("late", lambda row: None if row.late_rank is None else f"rank {row.late_rank}"),
+    Column("algbw GB/s", lambda row: shown(row.algbw_gbps, ".3f")),
+    Column("busbw GB/s", lambda row: shown(row.busbw_gbps, ".3f")),
+    Column("correct", lambda row: "yes" if row.correct else "NO"),
+)
 
 
 def explanation(op: str, result: Result) -> list[str]:
@@ -221,9 +217,9 @@ def explanation(op: str, result: Result) -> list[str]:
         telling = largest >= _TELLING_BYTES and largest >= 2 * f["half_bandwidth_bytes"]
         if op == "all_reduce" and telling and not any(r.late_rank is not None for r in result.rows):
             lines.append(bucket_advice(f["half_bandwidth_bytes"]))
-    if few := [message_size(r.bytes) for r in result.rows if r.iterations < _FEW]:
+    if few := [message_size(r.bytes) for r in result.rows if r.iterations < FEW]:
         lines.append(
-            f"fewer than {_FEW} iterations at {', '.join(few)}: the interval is their range; a larger --budget gives more"
+            f"fewer than {FEW} iterations at {', '.join(few)}: the interval is their range; a larger --budget gives more"
         )
     if any(r.noisy for r in result.rows):
         lines.append("* too few quiet blocks: measured while others used this host's CPUs")
