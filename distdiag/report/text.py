@@ -128,7 +128,7 @@ def _table(title: str, columns: Sequence[Column], rows: Sequence[object]) -> lis
     cells = [heads, *([visible(show(getattr(row, name))) for _, name, show in columns] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     aligned = [str.ljust if head.startswith("<") else str.rjust for head, *_ in columns]
-    lines = ("  ".join(put(*cell) for put, *cell in zip(aligned, line, widths, strict=True)) for line in cells)
+    lines = ("  ".join(put(c, w) for put, c, w in zip(aligned, line, widths, strict=True)) for line in cells)
     return [title, *(f"  {line}".rstrip() for line in lines)]
 
 

@@ -42,13 +42,11 @@ class StepPart:
 
 
 STEP_PARTS = (
-    StepPart(name="step", about="from the end of one optimizer step to the end of the next", metric="step ms"),
     StepPart(name="self", about="step - wait: the rank's own time", metric="self ms (step - wait)"),
     StepPart(
         name="wait", word="waiting", short="wait", letter="·", colour=("#34383e", "#bcc1c8"), metric="wait ms",
         about="waiting for other ranks in collectives",
     ),
-    StepPart(name="late", about="arrival after the first rank", metric="late ms, arrival after the first rank"),
     StepPart(
         name="data", short="data", letter="d", colour=("#e69f00", "#e69f00"), metric="data ms", part=True,
         about="waiting for the next batch",
@@ -70,6 +68,8 @@ STEP_PARTS = (
         name="other", short="oth", letter="x", colour=("#9a9a9a", "#8a8a8a"), part=True,
         about="the rest of the step, and copies to the device",
     ),
+    StepPart(name="late", about="arrival after the first rank", metric="late ms, arrival after the first rank"),
+    StepPart(name="step", about="from the end of one optimizer step to the end of the next", metric="step ms"),
     StepPart(name="comm", about="averaging the gradients", ddp=True),
     StepPart(name="exposed", about="the part of it that no computation hides", ddp=True),
 )  # fmt: skip
