@@ -14,26 +14,14 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.report.facts import RankSummary
-from distdiag.report.steps import PHASES, SeriesPoint
+from distdiag.report.steps import SeriesPoint
+from distdiag.terms import steps
 from distdiag.traces.model import RankTimes, parts_of
 
-COLOURS = {
-    "data": "#E69F00",
-    "h2d": "#F0E442",
-    "forward": "#56B4E9",
-    "backward": "#0072B2",
-    "optimizer": "#009E73",
-    "other": "#9A9A9A",
-    "wait": "#BCC1C8",
-    "compute": "#56B4E9",
-    "hidden": "#0072B2",
-    "transfer": "#E69F00",
-    "idle": "#E4E7EA",
-}
+_PALE = ("wait", "idle")  # drawn in the colour of a light ground
 LABELS = {
     "h2d": "host to device",
     "wait": "waiting for other ranks",
@@ -91,30 +79,25 @@ def top_of_axis(values: Sequence[float]) -> float:
 
 def phases(ranks: Sequence[RankSummary]) -> str:
     """Draw a bar per rank: its step by phases. Waiting for other ranks is taken out of backward and drawn last."""
-    parts = {p: np.array([getattr(r, f"{p}_ms") or 0.0 for r in ranks]) for p in PHASES}
-    steps, waits = (np.array([getattr(r, name) or 0.0 for r in ranks]) for name in ("step_ms", "wait_ms"))
-    apart = np.maximum(0.0, steps - sum(parts.values()))
-    parts["backward"] = np.maximum(0.0, parts["backward"] - np.maximum(0.0, waits - apart))
-    return _bars("phases", [r.rank for r in ranks], parts | {"wait": waits}, "ms per step (medians)")
+    return _bars("phases", [r.rank for r in ranks], [steps.split(r) for r in ranks], "ms per step (medians)")
 
 
 def profile(ranks: Sequence[RankTimes]) -> str:
     """Draw a bar per rank: its step in a profile."""
-    parts = [parts_of(r) for r in ranks]
-    names = parts[0] if parts else {}
-    values = {name: np.maximum(0.0, np.array([p[name] for p in parts])) for name in names}
-    return _bars("profile", [r.rank for r in ranks], values, "ms per step")
+    return _bars("profile", [r.rank for r in ranks], [parts_of(r) for r in ranks], "ms per step")
 
 
-def _bars(salt: str, ranks: Sequence[int], parts: Mapping[str, NDArray[np.float64]], axis: str) -> str:
+def _bars(salt: str, ranks: Sequence[int], parts: Sequence[Mapping[str, float]], axis: str) -> str:
     """Draw a bar per rank of parts one after the other. The legend leaves out a part that no rank has."""
     with matplotlib.rc_context(_STYLE | {"svg.hashsalt": salt}):
         figure = Figure(figsize=(9, 0.9 + 0.3 * len(ranks)), layout="constrained")
         axes = figure.subplots()
         y, left = np.arange(len(ranks)), np.zeros(len(ranks))
-        for name, width in parts.items():
+        for name in parts[0] if parts else ():
+            width = np.maximum(0.0, np.array([p[name] for p in parts]))
             if width.any():
-                axes.barh(y, width, 0.62, left=left, color=COLOURS[name], label=LABELS.get(name, name))
+                colour = steps.BY_NAME[name].colour[name in _PALE]
+                axes.barh(y, width, 0.62, left=left, color=colour, label=LABELS.get(name, name))
             left += width
         axes.set_yticks(y, [f"rank {rank}" for rank in ranks])
         axes.invert_yaxis()

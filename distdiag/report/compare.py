@@ -12,10 +12,9 @@ from enum import StrEnum
 import msgspec
 import numpy as np
 
-from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.model.findings import Finding, rank_list
 from distdiag.report.steps import (
     ENOUGH_FOR_INTERVAL,
-    PHASES,
     Floats,
     Quantiles,
     Steps,
@@ -29,6 +28,7 @@ from distdiag.store import rundir
 from distdiag.store.liveness import number
 from distdiag.store.reader import Run
 from distdiag.terms.statistics import bootstrap_medians, compare
+from distdiag.terms.steps import PHASES
 
 SCHEMA = "distdiag.compare/1"
 WARM_UP_STEPS = 10  # left out if at least four times as many were recorded: compilation, caches, allocators
@@ -155,18 +155,11 @@ def _kind(f: Finding) -> str:
 
 
 def _who(f: Finding) -> str:
-    from distdiag.diagnosis.model.findings import rank_list
-
     who = rank_list(f.culprits or f.victims) if f.culprits or f.victims else "the job"
     return who + (" (cleared)" if f.cleared_s is not None else "")
 
 
 def _notes(columns: list[Column]) -> list[str]:
-    notes = []
-    for what, values in (
-        ("numbers of ranks", {c.world_size for c in columns}),
-        ("versions of torch", {c.torch for c in columns}),
-    ):
-        if len(values) > 1:
-            notes.append(f"the runs have different {what}: {', '.join(str(v) for v in values)}")
-    return notes
+    sets = {"numbers of ranks": {c.world_size for c in columns}, "versions of torch": {c.torch for c in columns}}
+    different = {what: ", ".join(map(str, values)) for what, values in sets.items() if len(values) > 1}
+    return [f"the runs have different {what}: {values}" for what, values in different.items()]

@@ -15,12 +15,14 @@ import numpy as np
 
 from distdiag.diagnosis.model.findings import Finding, Gradients, State
 from distdiag.report import steps as step_tables
-from distdiag.report.steps import MEASURED, TIMES, Quantiles, SeriesPoint, Steps
+from distdiag.report.steps import Quantiles, SeriesPoint, Steps
 from distdiag.store import rundir
 from distdiag.store.liveness import Monitor, number
 from distdiag.store.reader import Run
 from distdiag.store.rows import Event, LoaderRow, ProbeResult
 from distdiag.terms.operations import algorithm_bandwidth, bus_bandwidth, message_bytes, moves_bytes
+from distdiag.terms.steps import DDP_TIMES, TIMES
+from distdiag.terms.units import percent
 from distdiag.traces import saved as saved_profiles
 from distdiag.traces.model import Profile
 
@@ -83,6 +85,11 @@ class CollectiveSummary(msgspec.Struct, frozen=True, kw_only=True):
     skew_p50_us: float | None
     late_rank: int | None  # the one that arrived last most often …
     late_share: float | None  # … and in what share
+
+    @property
+    def latest(self) -> str | None:
+        """Who arrives last most often, and in what share."""
+        return None if self.late_rank is None else f"rank {self.late_rank} in {percent(self.late_share)}"
 
 
 class HostSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -221,6 +228,9 @@ def _versions(run: Run, meta: dict[str, str | None]) -> dict[str, str]:
     return known
 
 
+_OF_ROW = ("node", "host", "gpu", "life", "exit_code", "signal", "exception", "step", "rss_bytes")  # of table `rank`
+
+
 # -- ranks --------------------------------------------------------------------------------------------------------
 
 
@@ -230,31 +240,18 @@ def _ranks(run: Run, steps: Steps) -> tuple[RankSummary, ...]:
     rows = {r.rank: r for r in run.ranks()}
     found = []
     for rank in sorted({*rows, *by_rank}):
-        r = rows.get(rank)
-        own = by_rank.get(rank)
-        times = {c: step_tables.median(own[c]) for c in (*TIMES, *MEASURED)} if own else {}
-        rss = step_tables.largest(own["rss_bytes"]) if own else None
-        device = step_tables.largest(own["device_bytes"]) if own else None
-        found.append(
-            RankSummary(
-                rank=rank,
-                node=r.node if r else None,
-                host=r.host if r else None,
-                gpu=r.gpu if r else None,
-                life=r.life if r else None,
-                exit_code=r.exit_code if r else None,
-                signal=r.signal if r else None,
-                exception=r.exception if r else None,
-                step=r.step if r else None,
-                steps=len(own) if own else 0,
-                slowest_share=slowest.get(rank),
-                rss_bytes=int(rss) if rss is not None else (r.rss_bytes if r else None),
-                device_bytes=None if device is None else int(device),
-                place=f"{r.file}:{r.line}" + (f" in {r.function}" if r.function else "") if r and r.file else None,
-                waiting=f"{r.waiting_op} #{r.waiting_seq} ({r.waiting_group})" if r and r.waiting_op else None,
-                **times,
-            )
-        )
+        row, own = rows.get(rank), by_rank.get(rank)
+        values: dict[str, Any] = {"rank": rank, "slowest_share": slowest.get(rank)}
+        if row is not None:
+            values |= {name: getattr(row, name) for name in _OF_ROW}
+            at = f"{row.file}:{row.line}" + (f" in {row.function}" if row.function else "")
+            values["place"] = at if row.file else None
+            values["waiting"] = f"{row.waiting_op} #{row.waiting_seq} ({row.waiting_group})" if row.waiting_op else None
+        if own is not None:
+            values |= {c: step_tables.median(own[c]) for c in (*TIMES, *DDP_TIMES)} | {"steps": len(own)}
+            peaks = {c: step_tables.largest(own[c]) for c in ("rss_bytes", "device_bytes")}
+            values |= {c: int(peak) for c, peak in peaks.items() if peak is not None}
+        found.append(RankSummary(**values))
     return tuple(found)
 
 

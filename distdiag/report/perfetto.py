@@ -12,10 +12,10 @@ from typing import IO, Any
 
 import msgspec
 
-from distdiag.report.steps import MEASURED, PHASES
 from distdiag.report.words import visible
 from distdiag.store.reader import Run
 from distdiag.streams import json_ascii_controls
+from distdiag.terms.steps import DDP_TIMES, PHASES
 
 Event = dict[str, Any]
 
@@ -84,6 +84,15 @@ def _track(pid: int, tid: int, name: str) -> Event:
     return {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": visible(name)}}
 
 
+def _span(
+    track: tuple[int, int], name: str, category: str, ts_us: float, dur_us: float, args: Event | None = None
+) -> Event:
+    """Return an event that lasts, on one track (process, thread)."""
+    event = {"ph": "X", "name": name, "cat": category, "pid": track[0], "tid": track[1]}
+    event |= {"ts": round(ts_us, 3), "dur": round(dur_us, 3)}
+    return event if args is None else event | {"args": args}
+
+
 def _events(run: Run, first: int, low_s: float) -> Iterator[Event]:
     yield from _findings(run)
     yield from _steps(run, first)
@@ -93,40 +102,25 @@ def _events(run: Run, first: int, low_s: float) -> Iterator[Event]:
 
 def _findings(run: Run) -> Iterator[Event]:
     yield from _named(FINDINGS, "findings", 0)
-    for i, f in enumerate(run.findings()):
-        began = f.first_seen_s if f.first_seen_s is not None else f.detected_s
+    for i, finding in enumerate(run.findings()):
+        began = finding.first_seen_s if finding.first_seen_s is not None else finding.detected_s
         if began is None:
             continue
-        name = visible(f"{f.severity}: {f.kind}" + (f"/{f.cause}" if f.cause else ""))
-        args = {"message": visible(f.message), "culprits": list(f.culprits), "do": visible(f.advice)}
-        yield _track(FINDINGS, i, f.kind)
+        kind = finding.kind + (f"/{finding.cause}" if finding.cause else "")
+        name = visible(f"{finding.severity}: {kind}")
+        args = {"message": visible(finding.message), "culprits": list(finding.culprits), "do": visible(finding.advice)}
+        yield _track(FINDINGS, i, finding.kind)
         yield {"ph": "i", "s": "g", "name": name, "pid": FINDINGS, "tid": i, "ts": _us(began), "args": args}
-        if f.cleared_s is not None:
-            yield {
-                "ph": "X",
-                "name": name,
-                "pid": FINDINGS,
-                "tid": i,
-                "ts": _us(began),
-                "dur": _us(f.cleared_s - began),
-                "args": args,
-            }
+        if finding.cleared_s is not None:
+            yield _span((FINDINGS, i), name, "finding", _us(began), _us(finding.cleared_s - began), args)
 
 
 def _steps(run: Run, first: int) -> Iterator[Event]:
     hosts = {r.rank: r.host for r in run.ranks()}
     seen: set[int] = set()
     columns = [
-        "rank",
-        "step",
-        "t_end_s",
-        "step_ms",
-        "epoch",
-        "wait_ms",
-        "loss",
-        *MEASURED,
-        *(f"{p}_ms" for p in PHASES),
-    ]
+        *("rank", "step", "t_end_s", "step_ms", "epoch", "wait_ms", "loss"), *DDP_TIMES, *(f"{p}_ms" for p in PHASES),
+    ]  # fmt: skip
     query = f"SELECT {', '.join(run.named('step', columns))} FROM step WHERE step >= ? ORDER BY step, rank"
     rows = _rows(run, query, (first,), needed=4)
     for rank, step, t_end_s, step_ms, epoch, wait_ms, loss, comm_ms, exposed_ms, *phases in rows:
@@ -137,46 +131,21 @@ def _steps(run: Run, first: int) -> Iterator[Event]:
             yield from _named(pid, f"rank {rank}" + (f" ({host})" if host else ""), pid)
             yield _track(pid, STEPS, "steps, phases in order")
             yield _track(pid, WAITING, "of it: waiting in collectives")
-        start_us = _us(t_end_s) - step_ms * 1e3
+        at_us = _us(t_end_s) - step_ms * 1e3
+        end_us = at_us + step_ms * 1e3
         args = {"step": step, "epoch": epoch, "loss": loss, "wait_ms": wait_ms}
         if comm_ms is not None:  # only of the steps that DDP timed
             args |= {"comm_ms": comm_ms, "exposed_ms": exposed_ms}
-        yield {
-            "ph": "X",
-            "name": f"step {step}",
-            "cat": "step",
-            "pid": pid,
-            "tid": STEPS,
-            "ts": round(start_us, 3),
-            "dur": round(step_ms * 1e3, 3),
-            "args": args,
-        }
-        at_us, end_us = start_us, start_us + step_ms * 1e3
+        yield _span((pid, STEPS), f"step {step}", "step", at_us, step_ms * 1e3, args)
         for phase, ms in zip(PHASES, phases, strict=True):
             # rounding must not let a phase stick out of its step: the viewer would drop it
-            dur = min((ms or 0.0) * 1e3, end_us - at_us)
-            if dur > 0:
-                yield {
-                    "ph": "X",
-                    "name": phase,
-                    "cat": "phase",
-                    "pid": pid,
-                    "tid": STEPS,
-                    "ts": round(at_us, 3),
-                    "dur": round(dur, 3),
-                }
-                at_us += dur
+            dur_us = min((ms or 0.0) * 1e3, end_us - at_us)
+            if dur_us > 0:
+                yield _span((pid, STEPS), phase, "phase", at_us, dur_us)
+                at_us += dur_us
         if wait_ms:
-            dur = min(wait_ms, step_ms) * 1e3
-            yield {
-                "ph": "X",
-                "name": "wait",
-                "cat": "wait",
-                "pid": pid,
-                "tid": WAITING,
-                "ts": round(end_us - dur, 3),
-                "dur": round(dur, 3),
-            }
+            dur_us = min(wait_ms, step_ms) * 1e3
+            yield _span((pid, WAITING), "wait", "wait", end_us - dur_us, dur_us)
 
 
 def _collectives(run: Run, low_s: float) -> Iterator[Event]:
@@ -195,30 +164,12 @@ def _collectives(run: Run, low_s: float) -> Iterator[Event]:
         if pgroup not in tracks:
             tracks[pgroup] = len(tracks) + 1
             yield _track(COLLECTIVES, tracks[pgroup], pgroup)
-        tid, skew = tracks[pgroup], skew_us or 0.0
+        track, skew = (COLLECTIVES, tracks[pgroup]), skew_us or 0.0
         args = {"seq": seq, "dtype": dtype, "bytes": size, "ranks": ranks, "late_rank": late_rank, "step": step}
         if skew > 0:
-            yield {
-                "ph": "X",
-                "name": "skew",
-                "cat": "skew",
-                "pid": COLLECTIVES,
-                "tid": tid,
-                "ts": _us(t_s),
-                "dur": round(skew, 3),
-                "args": args,
-            }
+            yield _span(track, "skew", "skew", _us(t_s), skew, args)
         if duration_us is not None:
-            yield {
-                "ph": "X",
-                "name": visible(op),
-                "cat": "collective",
-                "pid": COLLECTIVES,
-                "tid": tid,
-                "ts": round(_us(t_s) + skew, 3),
-                "dur": round(duration_us, 3),
-                "args": args,
-            }
+            yield _span(track, visible(op), "collective", _us(t_s) + skew, duration_us, args)
 
 
 _HOST = {"CPU %": "cpu_pct", "memory GiB": "memory_used_bytes"}
@@ -238,10 +189,5 @@ def _counters(run: Run, low_s: float) -> Iterator[Event]:
             for name, value in zip(shown, values, strict=True):
                 if value is not None:
                     scaled = value / 2**30 if "GiB" in name else value
-                    yield {
-                        "ph": "C",
-                        "name": f"{who} {name}",
-                        "pid": pid,
-                        "ts": _us(t_s),
-                        "args": {name: round(scaled, 3)},
-                    }
+                    counter = f"{who} {name}"
+                    yield {"ph": "C", "name": counter, "pid": pid, "ts": _us(t_s), "args": {name: round(scaled, 3)}}

@@ -11,14 +11,12 @@ from numpy.typing import NDArray
 
 from distdiag.store.reader import Run
 from distdiag.terms.statistics import interval_of_median
+from distdiag.terms.steps import DDP_TIMES, TIMES
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-PHASES = ("data", "h2d", "forward", "backward", "optimizer", "other")
-TIMES = ("step_ms", "self_ms", "wait_ms", "late_ms", *(f"{p}_ms" for p in PHASES))
-MEASURED = ("comm_ms", "exposed_ms")  # of the steps that DDP timed
-COLUMNS = ("rank", "step", *TIMES, *MEASURED, "t_end_s", "samples", "loss", "rss_bytes", "device_bytes")
+COLUMNS = ("rank", "step", *TIMES, *DDP_TIMES, "t_end_s", "samples", "loss", "rss_bytes", "device_bytes")
 MAX_ROWS = 400_000  # read into memory; of longer runs every k-th step
 MAX_SERIES = 500  # points of a chart
 ENOUGH_FOR_INTERVAL = 20
@@ -118,17 +116,15 @@ def job_steps(steps: Steps) -> JobSteps:
         none = np.empty(0)
         return JobSteps(np.empty(0, dtype=np.int64), none, none, none, none, steps.every)
     step, starts, counts = np.unique(measured.step, return_index=True, return_counts=True)
-    job = JobSteps(
-        step=step,
-        step_ms=np.maximum.reduceat(measured["step_ms"], starts),
-        t_end_s=np.fmax.reduceat(measured["t_end_s"], starts),
-        samples=np.add.reduceat(measured["samples"], starts),
-        loss=_mean_at(measured["loss"], starts),
+    end = -1 if len(step) > 1 and counts[-1] < counts[-2] else None
+    return JobSteps(
+        step=step[:end],
+        step_ms=np.maximum.reduceat(measured["step_ms"], starts)[:end],
+        t_end_s=np.fmax.reduceat(measured["t_end_s"], starts)[:end],
+        samples=np.add.reduceat(measured["samples"], starts)[:end],
+        loss=_mean_at(measured["loss"], starts)[:end],
         every=steps.every,
     )
-    if len(job) > 1 and counts[-1] < counts[-2]:
-        return JobSteps(job.step[:-1], job.step_ms[:-1], job.t_end_s[:-1], job.samples[:-1], job.loss[:-1], job.every)
-    return job
 
 
 def _mean_at(values: Floats, starts: Any) -> Floats:

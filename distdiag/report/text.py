@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from distdiag.diagnosis.model.findings import Finding, Where, rank_list
 from distdiag.report.facts import RunFacts, notable_ranks, verdict_words
@@ -25,12 +27,15 @@ def render(facts: RunFacts) -> str:
         _job(facts),
         _ranks(facts),
         _gradients(facts),
-        _collectives(facts),
+        _table(
+            "Collectives (times on the rank that arrived last; skew: first to last arrival)",
+            _COLLECTIVES, facts.collectives[:MAX_COLLECTIVES],
+        ),
         _profile(facts),
-        _hosts(facts),
-        _gpus(facts),
+        _table("Hosts", _HOSTS, facts.hosts),
+        _table("GPUs", _GPUS, facts.gpus),
         _events(facts),
-    ]
+    ]  # fmt: skip
     return "\n\n".join("\n".join(visible(line) for line in lines) for lines in sections if lines) + "\n"
 
 
@@ -112,50 +117,57 @@ def _job(f: RunFacts) -> list[str]:
     return lines
 
 
-def _table(
-    title: str, columns: Sequence[tuple[str, Callable[[object], str]]], rows: Iterable[Sequence[object]]
-) -> list[str]:
-    """Return a table under its title; numbers right-aligned, words (columns marked by a leading '<') left-aligned."""
-    body = [[visible(show(v)) for (_, show), v in zip(columns, row, strict=True)] for row in rows]
-    names = [name.lstrip("<") for name, _ in columns]
-    widths = [max(len(n), *(len(r[i]) for r in body)) for i, n in enumerate(names)]
-    left = [name.startswith("<") for name, _ in columns]
+Column = tuple[str, str, Callable[[Any], str]]  # head (`<` aligns to the left), attribute of a row, its text
 
-    def line(cells: Sequence[str]) -> str:
-        return (
-            "  "
-            + "  ".join(
-                c.ljust(w) if is_left else c.rjust(w) for c, w, is_left in zip(cells, widths, left, strict=True)
-            ).rstrip()
-        )
 
-    return [title, line(names), *map(line, body)]
+def _table(title: str, columns: Sequence[Column], rows: Sequence[object]) -> list[str]:
+    """Return a table under its title; nothing without rows."""
+    if not rows:
+        return []
+    heads = [head.lstrip("<") for head, *_ in columns]
+    cells = [heads, *([visible(show(getattr(row, name))) for _, name, show in columns] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    aligned = [str.ljust if head.startswith("<") else str.rjust for head, *_ in columns]
+    lines = ("  ".join(put(c, w) for put, c, w in zip(aligned, line, widths, strict=True)) for line in cells)
+    return [title, *(f"  {line}".rstrip() for line in lines)]
 
 
 def _word(value: object) -> str:
     return MISSING if value is None or value == "" else str(value)
 
 
-def _any(show: Callable[..., str], *args: object) -> Callable[[object], str]:
-    return lambda v: show(v, *args)
+_two_digits = partial(number, digits=2)
+_one_digit = partial(number, digits=1)
+_RANKS: tuple[Column, ...] = (
+    ("rank", "rank", _word), ("<state", "life", _word), ("step", "step", number), ("step ms", "step_ms", milliseconds),
+    ("self", "self_ms", milliseconds), ("wait", "wait_ms", milliseconds), ("data", "data_ms", milliseconds),
+    ("h2d", "h2d_ms", milliseconds), ("fwd", "forward_ms", milliseconds), ("bwd", "backward_ms", milliseconds),
+    ("optim", "optimizer_ms", milliseconds), ("other", "other_ms", milliseconds), ("slowest in", "slowest_share", percent),
+    ("memory", "rss_bytes", size_text),
+)  # fmt: skip
+_COLLECTIVES: tuple[Column, ...] = (
+    ("<operation", "op", _word), ("<group", "pgroup", _word), ("size", "bytes", size_text), ("count", "count", number),
+    ("p50 ms", "p50_us", from_us), ("p99 ms", "p99_us", from_us), ("busbw GB/s", "busbw_gbps", _two_digits),
+    ("skew ms", "skew_p50_us", from_us), ("<last to arrive", "latest", _word),
+)  # fmt: skip
+_HOSTS: tuple[Column, ...] = (
+    ("node", "node", _word), ("<host", "host", _word), ("cores", "cores", _word), ("CPU %", "cpu_pct", number),
+    ("load", "load1", _one_digit), ("memory peak", "memory_peak_bytes", size_text),
+    ("disk read", "disk_read_bytes_per_s", rate_text), ("net sent", "net_sent_bytes_per_s", rate_text),
+)  # fmt: skip
+_GPUS: tuple[Column, ...] = (
+    ("node", "node", _word), ("GPU", "gpu", _word), ("<name", "name", _word), ("rank", "rank", _word),
+    ("util %", "utilization_pct", number), ("memory peak", "memory_peak_bytes", size_text), ("power W", "power_w", number),
+    ("hottest °C", "temperature_max_c", number), ("throttled", "throttled_share", percent), ("<PCIe", "pcie", _word),
+)  # fmt: skip
 
 
-def _ranks(f: RunFacts) -> list[str]:
-    shown = notable_ranks(f.ranks, MAX_RANKS)
+def _ranks(facts: RunFacts) -> list[str]:
+    shown = notable_ranks(facts.ranks, MAX_RANKS)
     if not shown:
         return []
-    ms = _any(milliseconds)
-    title = "Ranks (medians per step, ms; the slow rank waits least)"
-    if len(shown) < len(f.ranks):
-        title = f"Ranks, {len(shown)} of {len(f.ranks):,} (medians per step, ms; the slow rank waits least)"
-    lines = _table(
-        title,
-        [("rank", _word), ("<state", _word), ("step", _any(number)), *((n, ms) for n in
-         ("step ms", "self", "wait", "data", "h2d", "fwd", "bwd", "optim", "other")),
-         ("slowest in", _any(percent)), ("memory", _any(size_text))],
-        [(r.rank, r.life, r.step, r.step_ms, r.self_ms, r.wait_ms, r.data_ms, r.h2d_ms, r.forward_ms, r.backward_ms,
-          r.optimizer_ms, r.other_ms, r.slowest_share, r.rss_bytes) for r in shown],
-    )  # fmt: skip
+    some = f", {len(shown)} of {len(facts.ranks):,}" if len(shown) < len(facts.ranks) else ""
+    lines = _table(f"Ranks{some} (medians per step, ms; the slow rank waits least)", _RANKS, shown)
     for r in shown:
         if r.exception or r.waiting or (r.life not in ("running", "finished", "starting") and r.place):
             what = r.exception or (f"in {r.waiting}" if r.waiting else r.life or "")
@@ -174,20 +186,6 @@ def _gradients(f: RunFacts) -> list[str]:
     return lines
 
 
-def _collectives(f: RunFacts) -> list[str]:
-    if not f.collectives:
-        return []
-    us = _any(from_us)
-    late = [None if c.late_rank is None else f"rank {c.late_rank} in {percent(c.late_share)}" for c in f.collectives]
-    return _table(
-        "Collectives (times on the rank that arrived last; skew: first to last arrival)",
-        [("<operation", _word), ("<group", _word), ("size", _any(size_text)), ("count", _any(number)), ("p50 ms", us),
-         ("p99 ms", us), ("busbw GB/s", _any(number, 2)), ("skew ms", us), ("<last to arrive", _word)],
-        [(c.op, c.pgroup, c.bytes, c.count, c.p50_us, c.p99_us, c.busbw_gbps, c.skew_p50_us, who)
-         for c, who in list(zip(f.collectives, late, strict=True))[:MAX_COLLECTIVES]],
-    )  # fmt: skip
-
-
 def _profile(f: RunFacts) -> list[str]:
     if f.profile is None:
         return []
@@ -195,31 +193,6 @@ def _profile(f: RunFacts) -> list[str]:
         f"Profile {f.profile.number} (distdiag profile)",
         *(f"  {line}".rstrip() for line in profile_lines(f.profile)),
     ]
-
-
-def _hosts(f: RunFacts) -> list[str]:
-    if not f.hosts:
-        return []
-    return _table(
-        "Hosts",
-        [("node", _word), ("<host", _word), ("cores", _word), ("CPU %", _any(number)), ("load", _any(number, 1)),
-         ("memory peak", _any(size_text)), ("disk read", _any(rate_text)), ("net sent", _any(rate_text))],
-        [(h.node, h.host, h.cores, h.cpu_pct, h.load1, h.memory_peak_bytes, h.disk_read_bytes_per_s,
-          h.net_sent_bytes_per_s) for h in f.hosts],
-    )  # fmt: skip
-
-
-def _gpus(f: RunFacts) -> list[str]:
-    if not f.gpus:
-        return []
-    return _table(
-        "GPUs",
-        [("node", _word), ("GPU", _word), ("<name", _word), ("rank", _word), ("util %", _any(number)),
-         ("memory peak", _any(size_text)), ("power W", _any(number)), ("hottest °C", _any(number)), ("throttled", _any(percent)),
-         ("<PCIe", _word)],
-        [(g.node, g.gpu, g.name, g.rank, g.utilization_pct, g.memory_peak_bytes, g.power_w, g.temperature_max_c,
-          g.throttled_share, g.pcie) for g in f.gpus],
-    )  # fmt: skip
 
 
 def _events(f: RunFacts) -> list[str]:

@@ -22,7 +22,8 @@ from distdiag.tui.draw.lines import BLANK, Line, ascii_line, fitted, line
 from distdiag.tui.draw.text import clean, clip, wrap
 from distdiag.tui.keys import KEYS, key_bar
 from distdiag.tui.navigation import Navigation
-from distdiag.tui.screens import Pannable, pages
+from distdiag.tui.screens import pages
+from distdiag.tui.screens.page import Pannable
 from distdiag.tui.ui import Ui
 
 MIN_WIDTH, MIN_HEIGHT = 60, 16

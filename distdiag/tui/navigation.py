@@ -8,16 +8,17 @@ from textual.message import Message
 
 from distdiag.store.liveness import Monitor
 from distdiag.tui.data import filters
+from distdiag.tui.data.heat_data import METRICS
 from distdiag.tui.data.order import ORDERS
 from distdiag.tui.draw.lines import explanations
 from distdiag.tui.draw.text import clock
 from distdiag.tui.files import Files
-from distdiag.tui.screens import Pannable
-from distdiag.tui.ui import METRICS, Ui
+from distdiag.tui.screens.page import Pannable
+from distdiag.tui.ui import Ui
 
 if TYPE_CHECKING:
     from distdiag.tui.draw.canvas import Canvas
-    from distdiag.tui.screens import Page
+    from distdiag.tui.screens.page import Page
 
 
 class Navigation(Files):
@@ -155,7 +156,8 @@ class Navigation(Files):
         self.say("the cursor follows the worst rank" if self.ui.follow else "the cursor stays where it is")
 
     def action_metric(self) -> None:
-        self.ui.metric = METRICS[(METRICS.index(self.ui.metric) + 1) % len(METRICS)]
+        metrics = list(METRICS)
+        self.ui.metric = metrics[(metrics.index(self.ui.metric) + 1) % len(metrics)]
         self.redraw()
 
     # -- time travel --------------------------------------------------------------------------------------------

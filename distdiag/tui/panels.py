@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from distdiag.diagnosis.model.findings import Finding, Where, rank_list
 from distdiag.terms.activity import SHOWN
 from distdiag.tui.data.snapshot import Snapshot
@@ -20,6 +22,10 @@ def where_text(w: Where) -> str:
     state = f" ({SHOWN.get(w.state) or clean(w.state)})" if w.state else ""
     at = place(w.file, w.line, w.function) if w.file else ""
     return f"rank {w.rank}: {at}{state}" if at else f"rank {w.rank}:{state or ' site unknown'}"
+
+
+def names_text(names: Sequence[str], most: int) -> str:
+    return ", ".join(map(clean, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def first_line(f: Finding) -> tuple[severity.Mark, str]:
@@ -66,8 +72,7 @@ def finding_lines(f: Finding, width: int, full: bool = True, message_only: bool 
         more = f"; and {len(f.where) - 2} more" if len(f.where) > 2 else ""
         details.append(("where", shown + more))
     if f.names:
-        more = f" and {len(f.names) - 3} more" if len(f.names) > 3 else ""
-        details.append(("names", ", ".join(map(clean, f.names[:3])) + more))
+        details.append(("names", names_text(f.names, 3)))
     if f.advice:
         details.append(("do", clean(f.advice)))
     for word, value in details:

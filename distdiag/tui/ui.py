@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from distdiag.tui.data.filters import Filter
 
-METRICS = ("delta", "self_ms", "wait_ms", "data_ms", "forward_ms", "backward_ms", "optimizer_ms", "late_ms", "step_ms")
-
 
 @dataclass
 class Ui:

@@ -14,7 +14,7 @@ from tests.tui.synthetic import Scenario
 
 
 def _taker(run) -> Taker:
-    return Taker(run, {"heat": heat.read})
+    return Taker(run, {"heat": heat.HeatPage.read})
 
 
 def test_cursor_pan_and_zoom(runs: MakeRun) -> None:

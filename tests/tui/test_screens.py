@@ -19,6 +19,7 @@ from distdiag.store.rundir import DATABASE
 from distdiag.store.writer import Writer
 from distdiag.tui.data import filters
 from distdiag.tui.data.comm_data import CommData, InFlight, OpStats
+from distdiag.tui.data.heat_data import METRICS
 from distdiag.tui.data.order import ORDERS, ordered
 from distdiag.tui.data.snapshot import Request, Snapshot, Taker
 from distdiag.tui.data.state import job_state
@@ -27,7 +28,7 @@ from distdiag.tui.once import screen, take
 from distdiag.tui.screens import pages, readers
 from distdiag.tui.screens.comm import verdict
 from distdiag.tui.screens.comm_panels import arrivals, matrix
-from distdiag.tui.ui import METRICS, Ui
+from distdiag.tui.ui import Ui
 from tests.tui.conftest import MakeRun
 from tests.tui.synthetic import HOSTILE, Scenario
 
@@ -53,7 +54,7 @@ def _check(run: Path, page: str, ui: Ui, width: int, height: int) -> list[str]:
 
 @given(
     st.sampled_from(STATES), st.sampled_from((1, 67)), st.sampled_from(tuple(pages())), st.integers(60, 250), st.integers(10, 70),
-    st.sampled_from([o.key for o in ORDERS]), st.booleans(), st.booleans(), st.sampled_from(METRICS), st.booleans(),
+    st.sampled_from([o.key for o in ORDERS]), st.booleans(), st.booleans(), st.sampled_from(list(METRICS)), st.booleans(),
     st.integers(0, 80),
 )  # fmt: skip
 @settings(

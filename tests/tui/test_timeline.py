@@ -12,6 +12,7 @@ from distdiag.diagnosis.model.findings import Where
 from distdiag.store.frames import RankRow
 from distdiag.store.reader import open_run
 from distdiag.tui.data.snapshot import Request, Taker
+from distdiag.tui.data.timeline_data import Step
 from distdiag.tui.draw.lines import width_of
 from distdiag.tui.draw.palette import PHASES
 from distdiag.tui.screens import timeline
@@ -38,8 +39,15 @@ def test_a_lane_shows_each_phase_where_it_was() -> None:
 
 
 def test_the_phases_of_a_step_fill_it_in_the_order_of_a_training_loop() -> None:
-    row = (2.0, 1000.0, 100.0, 200.0, 600.0, 100.0, 0.0, None, 300.0)
-    found = timeline.of_step(row)
+    times = {
+        "data_ms": 100.0,
+        "h2d_ms": None,
+        "forward_ms": 200.0,
+        "backward_ms": 600.0,
+        "optimizer_ms": 100.0,
+        "other_ms": 0.0,
+    }
+    found = timeline.of_step(Step(t_end_s=2.0, step_ms=1000.0, wait_ms=300.0, **times))
     assert [name for _, _, name, _ in found] == ["data", "forward", "backward", "wait", "optimizer"]
     assert found[0][0] == pytest.approx(1.0) and found[-1][1] == pytest.approx(2.0)
     assert sum(b - a for a, b, _, _ in found) == pytest.approx(1.0)
@@ -73,7 +81,7 @@ def test_a_lost_rank_shows_what_it_did_until_then() -> None:
 
 def test_the_last_steps_stay_on_the_screen_after_the_job_has_stopped(runs: MakeRun) -> None:
     with open_run(runs(Scenario(state="deadlocked", ranks=8))) as run:
-        taker = Taker(run, {"timeline": timeline.read})
+        taker = Taker(run, {"timeline": timeline.TimelinePage.read})
         chosen = taker.take(Request("timeline", ranks=(0, 5), span=2.0)).panel
         assert chosen.end_s - chosen.begin_s == pytest.approx(2.0) and not chosen.steps[0]
         stopped = taker.take(Request("timeline", ranks=(0, 5), span=2.0, extra=True)).panel
@@ -99,12 +107,12 @@ def test_a_deadlock_shows_lanes_that_stop(runs: MakeRun) -> None:
 
 def test_steps_are_read_once(runs: MakeRun) -> None:
     with open_run(runs(Scenario(ranks=8))) as run:
-        taker = Taker(run, {"timeline": timeline.read})
+        taker = Taker(run, {"timeline": timeline.TimelinePage.read})
         first = taker.take(Request("timeline", ranks=(0, 5), span=5.0)).panel
         spans: list[tuple] = []
         real = run.query
         run.query = lambda sql, args=(): (
-            (spans.append(tuple(args)[:2]) if "step.step, t_end_s" in sql else None) or real(sql, args)
+            (spans.append(tuple(args)[:2]) if "step.step, step.rank" in sql else None) or real(sql, args)
         )  # type: ignore[method-assign]
         again = taker.take(Request("timeline", ranks=(0, 5), span=4.9)).panel
         assert spans == [(1202, 1203)]

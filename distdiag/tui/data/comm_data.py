@@ -14,6 +14,7 @@ from distdiag.store.gradients import read_gradients
 from distdiag.store.reader import Run
 from distdiag.store.rows import CollectiveRow
 from distdiag.terms.operations import algorithm_bandwidth, bus_factor, family, message_bytes, moves_bytes
+from distdiag.tui.data.snapshot import Request
 from distdiag.tui.draw.text import median_low, quantile
 
 WINDOW_STEPS = 50
@@ -34,17 +35,21 @@ class OpStats:
     count: int
     per_step: float | None
     p50_us: float | None
-    p99_us: float | None  # None under 100 samples
-    skew_p50_us: float | None
-    late_rank: int | None  # the one that came last most often
-    late_count: int
-    late_of: int
-    newest_seq: int
+    p99_us: float | None = None  # None under 100 samples
+    skew_p50_us: float | None = None
+    late_rank: int | None = None  # the one that came last most often
+    late_count: int = 0
+    late_of: int = 0
+    newest_seq: int = 0
     exposed_us: float | None = None  # of DDP's gradients: the part of `p50_us` that no computation hides
     exposed_share: float | None = None  # of step time
     buckets: int | None = None  # of DDP's gradients: `bytes` and times are of all of them
     history: tuple[tuple[float, float | None, float | None], ...] = ()  # time in s, duration and skew in us
     arrivals: tuple[tuple[int, float], ...] = ()  # rank, and its median arrival after the first rank in ms
+
+    @property
+    def key(self) -> tuple[str, str, int | None]:
+        return self.op, self.group, self.bytes
 
     @property
     def message_bytes(self) -> int | None:
@@ -139,24 +144,10 @@ def _gradients(g: Gradients | None) -> list[OpStats]:
         return []
     return [
         OpStats(
-            op=GRADIENTS,
-            group=g.pgroup or "",
-            ranks=g.ranks,
-            bytes=g.bytes,
-            count=g.steps,
-            per_step=1.0,
-            p50_us=g.comm_ms * 1e3,
-            p99_us=None,
-            skew_p50_us=None,
-            late_rank=None,
-            late_count=0,
-            late_of=0,
-            newest_seq=0,
-            exposed_us=g.exposed_ms * 1e3,
-            exposed_share=g.exposed_share,
-            buckets=g.buckets,
+            op=GRADIENTS, group=g.pgroup or "", ranks=g.ranks, bytes=g.bytes, count=g.steps, per_step=1.0,
+            p50_us=g.comm_ms * 1e3, exposed_us=g.exposed_ms * 1e3, exposed_share=g.exposed_share, buckets=g.buckets,
         )
-    ]
+    ]  # fmt: skip
 
 
 def _weight(o: OpStats) -> tuple[float, float]:
@@ -231,6 +222,11 @@ def _steps_during(run: Run, rows: list[CollectiveRow]) -> int:
         "SELECT count(DISTINCT step) FROM step WHERE step > ? AND step <= ? AND t_end_s >= ? AND t_end_s <= ?",
         (min(seen) - 1000, max(seen), min(times), max(times)),
     )[0][0]
+
+
+def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> CommData:
+    """Read what the Comm screen shows."""
+    return read_comm(run, frame, request.at_s, cache)
 
 
 def read_comm(run: Run, frame: Frame, at_s: float | None, cache: dict[Any, Any], every_s: float = 1.0) -> CommData:

@@ -12,6 +12,7 @@ from distdiag.store.liveness import Monitor, number
 from distdiag.store.opening import RunUnreadable
 from distdiag.store.reader import Run
 from distdiag.tui.data.summary import Summary, summarise
+from distdiag.tui.draw.severity import of_finding
 
 HISTORY = 160  # steps of the history line
 
@@ -85,6 +86,11 @@ class Snapshot:
     @property
     def open_findings(self) -> tuple[Finding, ...]:
         return tuple(f for f in self.findings if f.cleared_s is None)
+
+    @property
+    def finding_marks(self) -> tuple[tuple[float, str], ...]:
+        """When each finding was first seen, and the style of its mark on a time axis."""
+        return tuple((f.first_seen_s, of_finding(f.severity).style) for f in self.findings if f.first_seen_s)
 
     @property
     def world_size(self) -> int:

@@ -57,6 +57,7 @@ class Layout:
 
     key: tuple[bytes, ...] = ()
     ranks: list[int] = field(default_factory=list)  # rank number of each row
+    row_of: dict[int, int] = field(default_factory=dict)  # row of each rank
     hosts: dict[int, str] = field(default_factory=dict)  # node -> host name
     nodes: list[int] = field(default_factory=list)  # all nodes, rising
     locals: list[int] = field(default_factory=list)  # all local ranks, rising
@@ -77,7 +78,7 @@ def layout_of(table: RankTable, before: Layout) -> Layout:
     ranks = [int(r) for r in table.numbers("rank")]
     places = [(column[n], row[x]) for n, x in zip(node, local, strict=True)]
     longest = max((cells(clean(h.split(".")[0])) for h in hosts.values()), default=8)
-    return Layout(key, ranks, hosts, nodes, locals_, places, longest)
+    return Layout(key, ranks, {rank: i for i, rank in enumerate(ranks)}, hosts, nodes, locals_, places, longest)
 
 
 def summarise(table: RankTable, before: Summary | None = None) -> Summary:

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distdiag.store.frames import RankRow
-from distdiag.store.rows import StepRow
+from distdiag.terms.steps import split
 from distdiag.tui.draw.lines import Part, explained
 from distdiag.tui.draw.palette import ABOUT, LETTERS, PHASES, SHORT, WORDS
 from distdiag.tui.draw.text import cells
 
 EIGHTHS = " ▏▎▍▌▋▊▉█"
-_COLUMNS = {"data": "data_ms", "forward": "forward_ms", "backward": "backward_ms", "optimizer": "optimizer_ms"}
 
 
-def phases_of(row: RankRow | StepRow) -> list[tuple[str, float]]:
-    """Return the phases of a rank's median step, ms, with the waiting separate and last; they sum to the step.
-
-    Waiting happens inside phases, mostly in backward: it is taken out of backward as far as no time outside of all
-    phases explains it.
-    """
-    step, wait = row.step_ms or 0.0, row.wait_ms or 0.0
-    parts = {name: getattr(row, column) or 0.0 for name, column in _COLUMNS.items()}
-    parts["other"] = (row.other_ms or 0.0) + (row.h2d_ms or 0.0)
-    apart = max(0.0, step - sum(parts.values()))
-    parts["backward"] = max(0.0, parts["backward"] - max(0.0, wait - apart))
-    return [*parts.items(), ("wait", wait)]
+def phases_of(row: object) -> list[tuple[str, float]]:
+    """Return the phases of a rank's step as bars show them, ms: copies to the device are in `other`, waiting is last."""
+    parts = split(row)
+    parts["other"] += parts.pop("h2d")
+    return list(parts.items())
 
 
 def stacked(

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from distdiag.store.liveness import number
+from distdiag.store.reader import Run
 from distdiag.tui.draw.text import clean
 
 BEFORE, AFTER = 24, 8  # lines that are read; what decides whether a rank gets to a line is above it
@@ -66,10 +68,9 @@ def read(file: str, line: int, started_unix_s: float | None) -> Excerpt:
     return Excerpt(file, line, lines, "changed since the run began: lines may have moved" if changed else "")
 
 
-def cached(
-    places: Iterable[tuple[str, int]], started_unix_s: float | None, cache: dict[Any, Any]
-) -> tuple[Excerpt, ...]:
+def cached(run: Run, places: Iterable[tuple[str, int]], cache: dict[Any, Any]) -> tuple[Excerpt, ...]:
     """Return the excerpts for some sites; each is read once."""
+    started_unix_s = number(run.meta.get("started_unix_s"))
     kept: dict[tuple[str, int], Excerpt] = cache.setdefault("excerpts", {})
     out = []
     for place in places:

@@ -7,29 +7,14 @@ of colour vision.
 
 from __future__ import annotations
 
-PHASES = ("data", "forward", "backward", "optimizer", "other", "wait")
-WORDS = {"wait": "waiting"} | {p: p for p in PHASES if p != "wait"}
-SHORT = {"data": "data", "forward": "fwd", "backward": "bwd", "optimizer": "opt", "other": "oth", "wait": "wait"}
-LETTERS = {"data": "d", "forward": "f", "backward": "b", "optimizer": "o", "other": "x", "wait": "·"}
+from distdiag.terms.steps import PROFILE_PARTS, STEP_PARTS
 
-# a step in a profile
-PARTS = ("compute", "hidden", "transfer", "wait", "idle")
-WORDS |= {"compute": "compute", "hidden": "overlap", "transfer": "communication", "idle": "idle"}
-SHORT |= {"compute": "comp", "hidden": "overlap", "transfer": "comm", "idle": "idle"}
-LETTERS |= {"compute": "c", "hidden": "+", "transfer": "n", "idle": " "}
-
-ABOUT = {
-    "data": "waiting for the next batch",
-    "forward": "forward pass, with the collectives that it calls itself",
-    "backward": "backward pass, without waiting for other ranks",
-    "optimizer": "optimizer step",
-    "other": "the rest of the step, and copies to the device",
-    "wait": "waiting for other ranks in collectives",
-    "compute": "operators on the CPU, or kernels on the GPU",
-    "hidden": "communication while something is computed",
-    "transfer": "communication that no computation hides",
-    "idle": "neither computation nor communication",
-}
+_DRAWN = {p.name: p for p in (*STEP_PARTS, *PROFILE_PARTS) if p.letter}
+PHASES = (*(p.name for p in STEP_PARTS if p.part and p.letter), "wait")  # of a step, as bars show them
+PARTS = tuple(p.name for p in PROFILE_PARTS)  # of a step in a profile
+WORDS, SHORT, LETTERS, ABOUT = (
+    {name: getattr(p, field) or name for name, p in _DRAWN.items()} for field in ("word", "short", "letter", "about")
+)
 
 HEAT_LEVELS = 16
 _VIRIDIS = (
@@ -39,21 +24,12 @@ _VIRIDIS = (
 
 # name: colour on dark themes, colour on light themes
 COLOURS: dict[str, tuple[str, str]] = {
-    "data": ("#e69f00", "#e69f00"),
-    "forward": ("#56b4e9", "#56b4e9"),
-    "backward": ("#0072b2", "#0072b2"),
-    "optimizer": ("#009e73", "#009e73"),
-    "other": ("#9a9a9a", "#8a8a8a"),
-    "wait": ("#34383e", "#bcc1c8"),
-    "compute": ("#56b4e9", "#56b4e9"),
-    "hidden": ("#0072b2", "#0072b2"),
-    "transfer": ("#e69f00", "#e69f00"),
-    "idle": ("#1d2125", "#e4e7ea"),
     "track": ("#2e3338", "#c4c9cf"),
     "fill": ("#7f9fbf", "#4a6f95"),
     "hot": ("#d55e00", "#d55e00"),
     "band": ("#4a6076", "#a9bccf"),
-} | {f"heat{i}": (c, c) for i, c in enumerate(_VIRIDIS)}
+}
+COLOURS |= {name: p.colour for name, p in _DRAWN.items()} | {f"heat{i}": (c, c) for i, c in enumerate(_VIRIDIS)}
 _INK, _PAPER = "#101214", "#ffffff"
 _WRITTEN_ON = {
     "backward": (_PAPER, _PAPER),

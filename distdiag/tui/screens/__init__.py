@@ -2,49 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Protocol, runtime_checkable
-
-from distdiag.tui.data.snapshot import PageReader, Request, Snapshot
-from distdiag.tui.draw.lines import Screenful
-from distdiag.tui.ui import Ui
-
-
-class Page(Protocol):
-    """One screen; pure functions of a snapshot and what the person chose."""
-
-    name: str
-    title: str
-    question: str
-
-    def request(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Request:
-        """Return what to read for this screen at this size."""
-        ...
-
-    def items(self, snap: Snapshot, ui: Ui) -> Sequence[Hashable]:
-        """Return the items that the cursor moves over; empty if it only scrolls or does nothing."""
-        ...
-
-    def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
-        """Return the screen without its key bar, at most `height` lines."""
-        ...
-
-
-@runtime_checkable
-class Pannable(Protocol):
-    """A screen with a time axis."""
-
-    def pan(self, snap: Snapshot, ui: Ui, by: int) -> None:
-        """Move by so many cells."""
-        ...
-
-    def zoom(self, snap: Snapshot, ui: Ui, by: int) -> None:
-        """Zoom in, or out if negative."""
-        ...
-
-    def click(self, snap: Snapshot, ui: Ui, rank: int, x: int) -> None:
-        """Handle a click at cell `x` of the line of a rank."""
-        ...
+from distdiag.tui.data.snapshot import PageReader
+from distdiag.tui.screens.page import Page
 
 
 def pages() -> dict[str, Page]:
@@ -61,11 +20,4 @@ def pages() -> dict[str, Page]:
 
 def readers() -> dict[str, PageReader]:
     """Return what each screen reads beyond the frame."""
-    from distdiag.tui.data import memory_data
-    from distdiag.tui.screens import comm, data, findings, heat, probes, profile, rank, ranks, stacks, timeline
-
-    return {
-        "ranks": ranks.read, "comm": comm.read, "heat": heat.read, "memory": memory_data.read, "findings": findings.read,
-        "data": data.read, "stacks": stacks.read, "probes": probes.read, "rank": rank.read, "timeline": timeline.read,
-        "profile": profile.read,
-    }  # fmt: skip
+    return {name: page.read for name, page in pages().items() if page.read is not None}

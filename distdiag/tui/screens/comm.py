@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterator, Sequence
 
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.store.frames import Frame
-from distdiag.store.reader import Run
-from distdiag.tui.data.comm_data import WINDOW_STEPS, CommData, InFlight, OpStats, probe_for, read_comm
-from distdiag.tui.data.snapshot import Request, Snapshot
+from distdiag.tui.data import comm_data
+from distdiag.tui.data.comm_data import WINDOW_STEPS, CommData, InFlight, OpStats, probe_for
+from distdiag.tui.data.snapshot import Snapshot
 from distdiag.tui.data.state import job_state
 from distdiag.tui.draw.charts import MIN_HEIGHT as CHART_HEIGHT
-from distdiag.tui.draw.lines import BLANK, Line, Screenful, fitted, line, marked, rule
-from distdiag.tui.draw.severity import WARN, of_finding
+from distdiag.tui.draw.lines import BLANK, Line, Screenful, line, rule
+from distdiag.tui.draw.severity import WARN
 from distdiag.tui.draw.table import Cell, Column, choose, header, row
-from distdiag.tui.draw.text import cells, clean, clip, counted, decimal, integer, percent, seconds, size
-from distdiag.tui.header import step_line, title_line
+from distdiag.tui.draw.text import MISSING, cells, clean, clip, counted, decimal, integer, percent, seconds, size
+from distdiag.tui.header import step_line
 from distdiag.tui.panels import footer_panel
-from distdiag.tui.screens.comm_panels import STALE_S, arrivals, ceiling, charts, matrix
+from distdiag.tui.screens.comm_panels import STALE_S, arrivals, ceiling, charts, matrix, per_step_text
+from distdiag.tui.screens.page import Page, Sheet
 from distdiag.tui.ui import Ui
-
-__all__ = ["CommData", "CommPage", "read", "summary_lines", "verdict"]
-
 
 ROWS_OF_STRIP = 12  # lines of the screen for each line of arrivals
 ROW_OF_CHARTS = 13  # lines of the charts of one operation
 MATTERS = 0.02  # share of step time below which collectives are not worth a verdict
 EXPOSED = 0.3  # the limit of the finding comm_bound
-
-
-def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any], every_s: float = 1.0) -> CommData:
-    """Read the collectives, those that are completed at most every `every_s` seconds."""
-    return read_comm(run, frame, request.at_s, cache, every_s)
 
 
 def _ms(us: float | None) -> str:
@@ -41,39 +32,37 @@ def _ms(us: float | None) -> str:
 
 
 def _gbps(v: float | None) -> str:
-    return "–" if v is None else decimal(v, 1 if v >= 1 else 2)
+    return MISSING if v is None else decimal(v, 1 if v >= 1 else 2)
 
 
 def _late(o: OpStats) -> str:
-    return "–" if o.late_rank is None else f"{o.late_rank} in {100 * o.late_count / o.late_of:.0f}%"
+    return MISSING if o.late_rank is None else f"{o.late_rank} in {100 * o.late_count / o.late_of:.0f}%"
 
 
-COLUMNS: tuple[Column[OpStats], ...] = (
-    Column("", "op", 11, "collective", lambda o: clean(o.op), "<", 0, 4),
-    Column("", "group", 10, "process group", lambda o: clean(o.group), "<", 0, 6),
-    Column(
-        "", "n/step", 6, "how many per step", lambda o: decimal(o.per_step, 0 if (o.per_step or 0) >= 1 else 2), ">", 2
-    ),
-    Column("", "size", 9, "bytes of one rank's tensor, as torch counts them", lambda o: size(o.bytes)),
-    Column("", "p50 ms", 7, "median time on the rank that arrived last: the transfer", lambda o: _ms(o.p50_us)),
-    Column("", "p99 ms", 7, "99 % are shorter; only of 100 and more", lambda o: _ms(o.p99_us), ">", 4),
-    Column("", "algbw", 6, "size / time, GB/s (10^9 bytes)", lambda o: _gbps(o.algbw_gbps), ">", 3),
-    Column(
-        "", "busbw", 6, "algbw x the operation's factor, comparable to the link", lambda o: _gbps(o.busbw_gbps), ">", 1
-    ),
-    Column("", "skew ms", 8, "median of last arrival - first arrival", lambda o: _ms(o.skew_p50_us)),
-    Column("", "late rank", 10, "who arrives last, and in how many of them", _late, "<", 0, 8),
-    Column("", "seq", 8, "newest sequence number", lambda o: integer(o.newest_seq or None), ">", 6),
-    Column("", "ranks", 6, "ranks of the group", lambda o: integer(o.ranks), ">", 7),
-)
-FLIGHT: tuple[Column[InFlight], ...] = (
-    Column("", "in flight", 14, "collective that ranks wait in now", lambda f: clean(f.op), "<", 0, 8),
-    Column("", "group", 10, "process group", lambda f: clean(f.group), "<", 0, 14),
-    Column("", "seq", 8, "sequence number in its group", lambda f: integer(f.seq)),
-    Column("", "size", 9, "bytes", lambda f: size(f.bytes), ">", 2),
-    Column("", "age", 12, "of the rank that waits longest", lambda f: seconds(f.age_s)),
-    Column("", "entered", 14, "ranks that are in it", lambda f: _entered(f), "<", 1),
-    Column("", "waits for", 10, "members that have not entered it", lambda f: _missing(f), "<", 0, 60),
+_C = Column[OpStats]
+COLUMNS = (
+    _C("", "op", 11, "collective", lambda o: clean(o.op), "<", 0, 4),
+    _C("", "group", 10, "process group", lambda o: clean(o.group), "<", 0, 6),
+    _C("", "n/step", 6, "how many per step", lambda o: per_step_text(o.per_step), ">", 2),
+    _C("", "size", 9, "bytes of one rank's tensor, as torch counts them", lambda o: size(o.bytes)),
+    _C("", "p50 ms", 7, "median time on the rank that arrived last: the transfer", lambda o: _ms(o.p50_us)),
+    _C("", "p99 ms", 7, "99 % are shorter; only of 100 and more", lambda o: _ms(o.p99_us), ">", 4),
+    _C("", "algbw", 6, "size / time, GB/s (10^9 bytes)", lambda o: _gbps(o.algbw_gbps), ">", 3),
+    _C("", "busbw", 6, "algbw x the operation's factor, comparable to the link", lambda o: _gbps(o.busbw_gbps), ">", 1),
+    _C("", "skew ms", 8, "median of last arrival - first arrival", lambda o: _ms(o.skew_p50_us)),
+    _C("", "late rank", 10, "who arrives last, and in how many of them", _late, "<", 0, 8),
+    _C("", "seq", 8, "newest sequence number", lambda o: integer(o.newest_seq or None), ">", 6),
+    _C("", "ranks", 6, "ranks of the group", lambda o: integer(o.ranks), ">", 7),
+)  # fmt: skip
+_F = Column[InFlight]
+FLIGHT = (
+    _F("", "in flight", 14, "collective that ranks wait in now", lambda f: clean(f.op), "<", 0, 8),
+    _F("", "group", 10, "process group", lambda f: clean(f.group), "<", 0, 14),
+    _F("", "seq", 8, "sequence number in its group", lambda f: integer(f.seq)),
+    _F("", "size", 9, "bytes", lambda f: size(f.bytes), ">", 2),
+    _F("", "age", 12, "of the rank that waits longest", lambda f: seconds(f.age_s)),
+    _F("", "entered", 14, "ranks that are in it", lambda f: _entered(f), "<", 1),
+    _F("", "waits for", 10, "members that have not entered it", lambda f: _missing(f), "<", 0, 60),
 )
 
 
@@ -106,24 +95,17 @@ def verdict(data: CommData, snap: Snapshot) -> Line:
         return line((" · no skew measured yet: it needs the arrival times of all ranks", "muted"))
     ratio = o.skew_p50_us / o.p50_us
     if ratio >= 3 and o.skew_p50_us >= 1000:
-        who = (
-            f"See rank {o.late_rank}."
-            if o.late_of and o.late_count / o.late_of >= 0.5
-            else "No single rank is late: jitter."
-        )
+        often = o.late_of and o.late_count / o.late_of >= 0.5
+        who = f"See rank {o.late_rank}." if often else "No single rank is late: jitter."
         text = f" skew is {ratio:.0f}x the transfer time: the network is not the cause. {who}"
         return line((f" {WARN.glyph}", "warning"), text)
     reached = probe_for(data, o)
     if reached and o.busbw_gbps is not None:
         share = 100 * o.busbw_gbps / reached
-        style = "warning" if share < 70 else ""
-        return line(
-            (f" {WARN.glyph if style else '·'}", style or "muted"),
-            f" the transfers reach {share:.0f}% of what the probe measured here ({_gbps(reached)} GB/s)",
-        )
-    return line(
-        (" ·", "muted"), f" skew is {ratio:.1f}x the transfer time; `distdiag probe` says what this network can do"
-    )
+        mark = (f" {WARN.glyph}", "warning") if share < 70 else (" ·", "muted")
+        return line(mark, f" the transfers reach {share:.0f}% of what the probe measured here ({_gbps(reached)} GB/s)")
+    text = f" skew is {ratio:.1f}x the transfer time; `distdiag probe` says what this network can do"
+    return line((" ·", "muted"), text)
 
 
 def _gradients(o: OpStats) -> Line:
@@ -143,7 +125,7 @@ def _share_of_step(o: OpStats, snap: Snapshot) -> float | None:
     return o.per_step * (o.p50_us + (o.skew_p50_us or 0.0)) / 1e3 / step_ms
 
 
-def summary_lines(data: CommData, snap: Snapshot, width: int, at_most: int, ui: Ui) -> list[Line]:
+def summary_lines(data: CommData, width: int, at_most: int, ui: Ui) -> list[Line]:
     """Return the collectives panel of the home screen."""
     if not data.ops:
         return []
@@ -156,88 +138,64 @@ def summary_lines(data: CommData, snap: Snapshot, width: int, at_most: int, ui: 
     return out
 
 
-class CommPage:
-    name = "comm"
-    title = "comm"
+class CommPage(Page[CommData]):
+    name = title = "comm"
     question = "is the network the cause, or a rank?"
-
-    def request(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Request:
-        return Request("comm", ui.paused_at_s)
+    empty = CommData
+    read = staticmethod(comm_data.read)
 
     def items(self, snap: Snapshot, ui: Ui) -> Sequence[Hashable]:
-        return [(o.op, o.group, o.bytes) for o in snap.panel.ops] if isinstance(snap.panel, CommData) else []
+        return [o.key for o in self.data(snap).ops]
 
     def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
-        data = snap.panel if isinstance(snap.panel, CommData) else CommData()
-        job = job_state(snap)
-        lines = [title_line(snap, ui, width, self.title, self.question, f"last {data.steps or WINDOW_STEPS} steps")]
-        lines.append(_share(snap, width) if snap.frame is not None else step_line(snap, job, width))
-        panel = footer_panel(snap, ui, job, width, max(3, min(height // 3, 8)))
-        flights = _flights(data, width, max(3, (height - len(panel)) // 3))
+        data, job = self.data(snap), job_state(snap)
+        sheet = Sheet(width, height, footer_panel(snap, ui, job, width, max(3, min(height // 3, 8))))
+        sheet.add(self.head(snap, ui, width, f"last {data.steps or WINDOW_STEPS} steps"))
+        sheet.add(_share(snap, data) if snap.frame is not None else step_line(snap, job, width))
+        flights = _flights(data, width, max(3, (height - len(sheet.panel)) // 3))
         chosen = ui.index("comm", self.items(snap, ui)) if data.ops else 0
         strip = arrivals(snap.frame, data, chosen, width, max(1, height // ROWS_OF_STRIP))
-        room = height - len(lines) - len(panel) - len(flights) - len(strip) - 5
-        body, shown, cursor = self._table(data, snap, ui, width, max(1, room))
-        at = None if cursor is None else len(lines) + cursor
-        lines += body
+        self._table(sheet, data, snap, ui, sheet.left - len(flights) - len(strip) - 5)
         if data.ops:
-            lines += [
-                line((" bandwidth in GB/s (10^9 B/s), transfer only: waiting for late ranks is in skew", "muted")),
-                _reached(data, snap, ui, width),
-            ]
-            lines.append(verdict(data, snap))
-        lines += [*strip, BLANK, *matrix(data, width, height - len(lines) - len(panel) - len(flights) - len(strip) - 1)]
-        lines += flights
-        left = height - len(lines) - len(panel) - 2
-        if data.ops and snap.t_s is not None and left > CHART_HEIGHT:
-            at_cursor = data.ops[chosen]
-            marks = tuple((f.first_seen_s, of_finding(f.severity).style) for f in snap.findings if f.first_seen_s)
-            several = [o for o in (at_cursor, *data.ops) if len(o.history) > 1]
+            sheet.note(" bandwidth in GB/s (10^9 B/s), transfer only: waiting for late ranks is in skew")
+            sheet.add(_reached(data, data.ops[chosen], ui, width), verdict(data, snap))
+        below = len(flights) + len(strip) + 1
+        sheet.add(*strip, BLANK, *matrix(data, width, sheet.left - below), *flights)
+        if data.ops and snap.t_s is not None and sheet.left - 2 > CHART_HEIGHT:
+            left, several = sheet.left - 2, [o for o in (data.ops[chosen], *data.ops) if len(o.history) > 1]
             several = list(dict.fromkeys(several))[: max(1, left // ROW_OF_CHARTS)]
             for o in several:
-                lines += [BLANK, *charts(o, snap.t_s, width, left // len(several) - 1, marks, ui.ascii)]
-        lines = [fitted(x, width) for x in lines[: height - len(panel)]]
-        panel = footer_panel(snap, ui, job, width, max(len(panel), height - len(lines) - 1))
-        lines += [BLANK] * (height - len(lines) - len(panel))
-        return Screenful([*lines, *panel], shown, at)
+                made = charts(o, snap.t_s, width, left // len(several) - 1, snap.finding_marks, ui.ascii)
+                sheet.add(BLANK, *made)
+        sheet.lines = sheet.lines[: height - len(sheet.panel)]
+        sheet.panel = footer_panel(snap, ui, job, width, max(len(sheet.panel), height - len(sheet.lines) - 1))
+        return sheet.done()
 
-    def _table(
-        self, data: CommData, snap: Snapshot, ui: Ui, width: int, room: int
-    ) -> tuple[list[Line], int, int | None]:
+    def _table(self, sheet: Sheet, data: CommData, snap: Snapshot, ui: Ui, room: int) -> None:
         if not data.ops:
             text = "   No collectives yet. They appear after the first step whose collectives all ranks completed."
-            hint = "   Is the recorder attached before `init_process_group`?"
-            return [BLANK, line((clip(text, width), "muted")), line((hint, "muted")), BLANK], 1, None
-        chosen = choose(COLUMNS, width, 0)
-        items = self.items(snap, ui)
-        top, index = ui.window("comm", items, room)
-        out, cursor = [header(chosen)], None
-        for nth in range(top, min(len(items), top + room)):
-            text = row(chosen, data.ops[nth], hit=f"item:{nth}")
-            if nth == index:
-                cursor = len(out)
-                text = marked(text, width)
-            out.append(text)
-        if len(items) > room:
-            out.append(line((f" rows {top + 1}–{min(len(items), top + room)} of {len(items)}", "muted")))
-        return out, room, cursor
+            sheet.add(BLANK)
+            sheet.note(clip(text, sheet.width))
+            sheet.note("   Is the recorder attached before `init_process_group`?")
+            return sheet.add(BLANK)
+        chosen, numbers = choose(COLUMNS, sheet.width, 0), {o.key: i for i, o in enumerate(data.ops)}
+        sheet.add(header(chosen))
+
+        def rows(items: Sequence[Hashable]) -> Iterator[Line]:
+            return (row(chosen, data.ops[numbers[key]], hit=f"item:{numbers[key]}") for key in items)  # type: ignore[index]
+
+        sheet.list(ui, "comm", self.items(snap, ui), room, rows, " rows")
 
 
-def _share(snap: Snapshot, width: int) -> Line:
+def _share(snap: Snapshot, data: CommData) -> Line:
     s = snap.summary
-    share = percent(100 * s.wait_mean / s.step_ms) if s.wait_mean is not None and s.step_ms else "–"
-    groups = snap.panel.groups if isinstance(snap.panel, CommData) else ()
-    named = ", ".join(f"{clean(n)} ({counted(k, 'rank')})" for n, k, _ in groups[:4]) + (
-        f", {len(groups) - 4} more" if len(groups) > 4 else ""
-    )
-    return fitted(
-        line(f" waiting for other ranks: {share} of step time   groups: {named or 'none recorded yet'}"), width
-    )
+    share = percent(100 * s.wait_mean / s.step_ms) if s.wait_mean is not None and s.step_ms else MISSING
+    named = [f"{clean(name)} ({counted(ranks, 'rank')})" for name, ranks, _ in data.groups[:4]]
+    named += [f"{len(data.groups) - 4} more"] if len(data.groups) > 4 else []
+    return line(f" waiting for other ranks: {share} of step time   groups: {', '.join(named) or 'none recorded yet'}")
 
 
-def _reached(data: CommData, snap: Snapshot, ui: Ui, width: int) -> Line:
-    items = [(o.op, o.group, o.bytes) for o in data.ops]
-    o = data.ops[ui.index("comm", items)]
+def _reached(data: CommData, o: OpStats, ui: Ui, width: int) -> Line:
     reached = probe_for(data, o)
     if not o.bytes:
         return line((f" {clean(o.op)} has no bandwidth: it moves no tensor", "muted"))
@@ -252,12 +210,9 @@ def _reached(data: CommData, snap: Snapshot, ui: Ui, width: int) -> Line:
 
 
 def _flights(data: CommData, width: int, room: int) -> list[Line]:
-    chosen = choose(FLIGHT, width, 0)
     if not data.in_flight:
         return [line((" in flight: nothing", "muted"))]
-    out = [header(chosen)]
-    for f in data.in_flight[: room - 1]:
-        out.append(row(chosen, f))
-    if len(data.in_flight) > room - 1:
-        out.append(line((f" {len(data.in_flight) - room + 1} more in flight", "muted")))
-    return out
+    chosen = choose(FLIGHT, width, 0)
+    out = [header(chosen), *(row(chosen, f) for f in data.in_flight[: room - 1])]
+    left = len(data.in_flight) - (room - 1)
+    return [*out, line((f" {left} more in flight", "muted"))] if left > 0 else out

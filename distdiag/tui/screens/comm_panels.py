@@ -121,8 +121,12 @@ def _cell(flight: InFlight | None, per_step: float | None) -> Part:
     elif per_step is None:
         text, style = "·", "muted"
     else:
-        text, style = decimal(per_step, 0 if per_step >= 1 else 2), ""
+        text, style = per_step_text(per_step), ""
     return (" " + fit(text, _CELL, ">"), style, "")
+
+
+def per_step_text(n: float | None) -> str:
+    return decimal(n, 0 if (n or 0) >= 1 else 2)
 
 
 def ceiling(reached_gbps: float, probed_gbps: float, width: int, *, colour: bool) -> Sequence[Part]:

@@ -8,7 +8,6 @@ from typing import Any
 
 from distdiag.diagnosis.model.findings import Finding, Where, rank_list
 from distdiag.store.frames import Frame
-from distdiag.store.liveness import number
 from distdiag.store.reader import Run
 from distdiag.store.rows import Event
 from distdiag.terms.units import size_text
@@ -17,8 +16,8 @@ from distdiag.tui.draw import excerpt, severity
 from distdiag.tui.draw.charts import side_by_side
 from distdiag.tui.draw.lines import BLANK, Line, Screenful, cut_line, fitted, line, marked, rule, width_of
 from distdiag.tui.draw.text import cells, clean, clip, clock, counted, wrap
-from distdiag.tui.header import title_line
-from distdiag.tui.panels import finding_lines, where_text
+from distdiag.tui.panels import finding_lines, names_text, where_text
+from distdiag.tui.screens.page import Page, Sheet
 from distdiag.tui.ui import Ui
 
 _EVENTS = 5
@@ -37,43 +36,37 @@ class FindingsData:
 
 def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> FindingsData:
     events = tuple(e for e in run.events(50) if request.at_s is None or (e.t_s or 0.0) <= request.at_s)
-    return FindingsData(events, excerpt.cached(request.places, number(run.meta.get("started_unix_s")), cache))
+    return FindingsData(events, excerpt.cached(run, request.places, cache))
 
 
-class FindingsPage:
-    name = "findings"
-    title = "findings"
+class FindingsPage(Page[FindingsData]):
+    name = title = "findings"
     question = "what happened while I was away?"
+    empty = FindingsData
+    read = staticmethod(read)
 
     def request(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Request:
-        chosen = self._chosen(snap, ui)
+        chosen = snap.findings[ui.index("findings", self.items(snap, ui))] if snap.findings else None
         return Request("findings", ui.paused_at_s, places=() if chosen is None else sites_of(chosen))
-
-    def _chosen(self, snap: Snapshot, ui: Ui) -> Finding | None:
-        return snap.findings[ui.index("findings", self.items(snap, ui))] if snap.findings else None
 
     def items(self, snap: Snapshot, ui: Ui) -> Sequence[Hashable]:
         return [f.key for f in snap.findings]
 
     def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
         n_open = len(snap.open_findings)
-        cleared = len(snap.findings) - n_open
-        lines = [title_line(snap, ui, width, self.title, self.question, f"{n_open} open, {cleared} cleared"), BLANK]
-        tail = _event_lines(snap, width, height)
-        room = height - len(lines) - len(tail)
+        sheet = Sheet(width, height, _event_lines(self.data(snap), width, height))
+        sheet.add(self.head(snap, ui, width, f"{n_open} open, {len(snap.findings) - n_open} cleared"), BLANK)
         if not snap.findings:
-            text = "   No findings so far." if snap.problem is None else "   The run cannot be read."
-            hint = "   A healthy job has no finding of severity warning or above. Deadlocks show here within seconds."
-            body, cursor = [line((text, "")), line((hint, "muted"))], None
-        elif width >= BESIDE and ui.interactive:
-            body, cursor = self._list_and_story(snap, ui, width, room)
-        else:
-            body, cursor = self._blocks(snap, ui, width, room)
-        at = None if cursor is None else len(lines) + cursor
-        lines += body[:room]
-        lines = [fitted(x, width) for x in lines]
-        lines += [BLANK] * (height - len(lines) - len(tail))
-        return Screenful([*lines, *tail][:height], 1, at)
+            sheet.add(line("   No findings so far." if snap.problem is None else "   The run cannot be read."))
+            sheet.note(
+                "   A healthy job has no finding of severity warning or above. Deadlocks show here within seconds."
+            )
+            return sheet.done()
+        made = self._list_and_story if width >= BESIDE and ui.interactive else self._blocks
+        body, cursor = made(snap, ui, width, sheet.left)
+        sheet.cursor = None if cursor is None else len(sheet.lines) + cursor
+        sheet.add(*body[: sheet.left])
+        return sheet.done()
 
     def _list_and_story(self, snap: Snapshot, ui: Ui, width: int, room: int) -> tuple[list[Line], int | None]:
         """Findings at the left, what is known of the chosen one at the right."""
@@ -139,14 +132,8 @@ class FindingsPage:
         if first or cut or last < len(blocks):
             out = out[: room - 1]
             out += [BLANK] * (room - 1 - len(out))
-            out.append(
-                line(
-                    (
-                        f"   findings {first + 1}–{last} of {len(blocks)}{': the last one is cut, ↓ shows it' if cut else ''}",
-                        "muted",
-                    )
-                )
-            )
+            hint = ": the last one is cut, ↓ shows it" if cut else ""
+            out.append(line((f"   findings {first + 1}–{last} of {len(blocks)}{hint}", "muted")))
         return out, cursor
 
 
@@ -155,6 +142,11 @@ def sites_of(f: Finding) -> tuple[tuple[str, int], ...]:
     found = sorted(f.where, key=lambda w: w.rank not in f.culprits)
     sites = (site for w in (*found, *f.waiting) if (site := _site(w)) is not None)
     return tuple(dict.fromkeys(sites))[:4]
+
+
+def _sites(ranks: Sequence[Where], most: int) -> list[str]:
+    left = len(ranks) - most
+    return [*map(where_text, ranks[:most]), *([f"and {counted(left, 'more rank')}"] if left > 0 else [])]
 
 
 def _site(w: Where) -> tuple[str, int] | None:
@@ -190,13 +182,8 @@ def story_lines(f: Finding, sources: Sequence[excerpt.Excerpt], width: int) -> l
     closed = f.cleared_s is not None
     style = "muted" if closed else mark.style
     title = clean(f.kind) + (f" / {clean(f.cause)}" if f.cause else "")
-    out = [
-        line(
-            (f"{mark.glyph} {mark.word} ", f"{style} bold"),
-            (title, "bold"),
-            (f"   {f.certainty}" if f.certainty else "", "muted"),
-        )
-    ]
+    certainty = f"   {f.certainty}" if f.certainty else ""
+    out = [line((f"{mark.glyph} {mark.word} ", f"{style} bold"), (title, "bold"), (certainty, "muted"))]
     out += [line((x, "bold")) for x in wrap(clean(f.message), width)]
 
     def section(word: str, texts: Sequence[str], style: str = "") -> None:
@@ -214,29 +201,14 @@ def story_lines(f: Finding, sources: Sequence[excerpt.Excerpt], width: int) -> l
         section("who", [names])
     if f.victims:
         section("waiting" if f.culprits else "members", [rank_list(f.victims)], "muted")
-    section(
-        "where",
-        [where_text(w) for w in f.where[:4]]
-        + ([f"and {counted(len(f.where) - 4, 'more rank')}"] if len(f.where) > 4 else []),
-    )
     culprits = {_site(w) for w in f.where}
-    for source in sources:
-        if (source.file, source.line) in culprits:
-            out.extend(source_lines(source, width, 10))
-    section(
-        "waits at",
-        [where_text(w) for w in f.waiting[:2]]
-        + ([f"and {counted(len(f.waiting) - 2, 'more rank')}"] if len(f.waiting) > 2 else []),
-        "muted",
-    )
-    for source in sources:
-        if (source.file, source.line) not in culprits:
-            out.extend(source_lines(source, width, 10))
+    for word, ranks, most, style in (("where", f.where, 4, ""), ("waits at", f.waiting, 2, "muted")):
+        section(word, _sites(ranks, most), style)
+        for source in sources:
+            if ((source.file, source.line) in culprits) == (word == "where"):
+                out.extend(source_lines(source, width, 10))
     if f.names:
-        section(
-            "names",
-            [", ".join(map(clean, f.names[:12])) + (f" and {len(f.names) - 12} more" if len(f.names) > 12 else "")],
-        )
+        section("names", [names_text(f.names, 12)])
     gap()
     if f.cost:
         section("cost", [clean(f.cost)])
@@ -299,13 +271,8 @@ def evidence_lines(f: Finding, width: int, full: bool) -> list[Line]:
 
 def evidence_rows(f: Finding, full: bool, with_cause: bool = True) -> list[tuple[str, str]]:
     """Return the same as pairs of a word and its text."""
-    parts = []
-    if f.first_seen_s is not None:
-        parts.append(f"first seen {clock(f.first_seen_s)}")
-    if f.detected_s is not None:
-        parts.append(f"raised {clock(f.detected_s)}")
-    if f.cleared_s is not None:
-        parts.append(f"cleared {clock(f.cleared_s)}")
+    times = (("first seen", f.first_seen_s), ("raised", f.detected_s), ("cleared", f.cleared_s))
+    parts = [f"{word} {clock(t_s)}" for word, t_s in times if t_s is not None]
     if f.step is not None:
         parts.append(f"step {f.step:,}")
     if with_cause:
@@ -324,24 +291,14 @@ def evidence_rows(f: Finding, full: bool, with_cause: bool = True) -> list[tuple
         if f.victims:
             rows.append(("victims" if f.culprits else "members", rank_list(f.victims)))
         rows += [("at" if i == 0 else "", where_text(w)) for i, w in enumerate(f.where[2:8])]
-        rows += [("waits" if i == 0 else "", where_text(w)) for i, w in enumerate(f.waiting[:4])]
-        if len(f.waiting) > 4:
-            rows.append(("", f"and {counted(len(f.waiting) - 4, 'more rank')}"))
-        if len(f.names) > 3:
-            rows.append(
-                (
-                    "names",
-                    ", ".join(map(clean, f.names[:24]))
-                    + (f" and {len(f.names) - 24} more" if len(f.names) > 24 else ""),
-                )
-            )
+        rows += [("waits" if i == 0 else "", text) for i, text in enumerate(_sites(f.waiting, 4))]
+        rows += [("names", names_text(f.names, 24))] if len(f.names) > 3 else []
         rows += [("files" if i == 0 else "", clean(e)) for i, e in enumerate(f.evidence[:4])]
     return rows
 
 
-def _event_lines(snap: Snapshot, width: int, height: int) -> list[Line]:
-    events = snap.panel.events if isinstance(snap.panel, FindingsData) else ()
-    shown = events[-(_EVENTS if height >= 30 else 2) :]
+def _event_lines(data: FindingsData, width: int, height: int) -> list[Line]:
+    shown = data.events[-(_EVENTS if height >= 30 else 2) :]
     if not shown:
         return []
     out = [rule(width, "monitor events ")]

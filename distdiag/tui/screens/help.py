@@ -7,12 +7,12 @@ from functools import lru_cache
 
 from distdiag.tui.data import filters
 from distdiag.tui.data.order import ORDERS
-from distdiag.tui.data.snapshot import Request, Snapshot
+from distdiag.tui.data.snapshot import Snapshot
 from distdiag.tui.draw import severity
-from distdiag.tui.draw.lines import BLANK, Line, Screenful, line, marked
+from distdiag.tui.draw.lines import BLANK, Line, Screenful, line
 from distdiag.tui.draw.text import cells, wrap
-from distdiag.tui.header import title_line
 from distdiag.tui.keys import KEYS
+from distdiag.tui.screens.page import Page, Sheet
 from distdiag.tui.screens.ranks_columns import all_columns
 from distdiag.tui.ui import Ui
 
@@ -42,16 +42,11 @@ def help_lines(
         out += [line((f" {piece}", "bold")) for piece in wrap(text, width - 2)]
     out.append(BLANK)
     if terms:
-        section(
-            f"on the screen {screen} (hover over it, or click, for the same)", [_split(t) for t in terms], 24, "bold"
-        )
+        title = f"on the screen {screen} (hover over it, or click, for the same)"
+        section(title, [(term, about) for term, _, about in (t.partition(": ") for t in terms)], 24, "bold")
     section("keys", [(k.shown, k.help + (f" (on {', '.join(k.pages)})" if k.pages else "")) for k in KEYS], 8)
-    section(
-        "severity: glyph, --ascii, word",
-        [(f"{m.glyph}  {m.ascii}  {m.word}", m.meaning) for m in severity.MARKS],
-        14,
-        "",
-    )
+    marks = [(f"{m.glyph}  {m.ascii}  {m.word}", m.meaning) for m in severity.MARKS]
+    section("severity: glyph, --ascii, word", marks, 14, "")
     text = f"Δ self is coloured: yellow from {warn_pct:g}% of the step time, red from {error_pct:g}% (--warn, --error)."
     text += " The state column shows findings: a straggler needs a sustained share of steps."
     out[-1:] = [*(line((f"   {piece}", "muted")) for piece in wrap(text, width - 4)), BLANK]
@@ -61,32 +56,16 @@ def help_lines(
     return tuple(out)
 
 
-def _split(explanation: str) -> tuple[str, str]:
-    term, _, about = explanation.partition(": ")
-    return term, about
-
-
-class HelpPage:
-    name = "help"
-    title = "help"
+class HelpPage(Page[None]):
+    name = title = "help"
     question = "what do the keys and the columns mean?"
-
-    def request(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Request:
-        return Request("help", ui.paused_at_s)
 
     def items(self, snap: Snapshot, ui: Ui) -> Sequence[Hashable]:
         return range(200)
 
     def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
         every = help_lines(width, ui.warn_pct, ui.error_pct, ui.explained_page, ui.explained)
-        room = max(1, height - 3)
-        items = range(len(every))
-        top, index = ui.window("help", items, room)
-        if not ui.interactive:
-            room = len(every)
-        lines = [title_line(snap, ui, width, self.title, self.question), BLANK]
-        for nth in range(top, min(len(every), top + room)):
-            lines.append(marked(every[nth], width) if nth == index else every[nth])
-        if len(every) > room:
-            lines.append(line((f"   lines {top + 1}–{min(len(every), top + room)} of {len(every)}", "muted")))
-        return Screenful(lines, room, None if index is None else 2 + index - top)
+        sheet = Sheet(width, height if ui.interactive else len(every) + 2, (), [self.head(snap, ui, width), BLANK])
+        items, room = range(len(every)), height - 3 if ui.interactive else len(every)
+        sheet.list(ui, "help", items, room, lambda some: (every[nth] for nth in some), "   lines")
+        return sheet.done()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 
 from distdiag.tui.data.memory_data import History
 from distdiag.tui.data.samples import Samples
 from distdiag.tui.data.snapshot import Snapshot
-from distdiag.tui.draw import severity
 from distdiag.tui.draw.charts import MIN_HEIGHT, Chart, Curve, grid
 from distdiag.tui.draw.lines import Line, fitted, line
 from distdiag.tui.draw.text import clean, decimal, percent
@@ -17,31 +16,92 @@ from distdiag.tui.screens.ranks_columns import short_host
 BRIDGE_S = 12.0  # on a busy machine the monitor samples every 8 s, and old samples are thinned to one in 10 s
 POWER_CAP = "power cap"  # how a card is run, not a fault
 GIB, MB = 2.0**30, 1e6
+Marks = tuple[tuple[float, str], ...]
 ROOM = MIN_HEIGHT + 1  # lines of one row of the lowest charts, with the line above them
-HELP = {
-    "utilization": "share of time in which a kernel ran on the GPU, NVML; a kernel that spins in a collective counts",
-    "memory": "device memory in use by all processes; the axis ends at what the GPU has",
-    "power": "power of the whole card; the axis ends at its limit",
-    "temperature": "temperature of the GPU",
-    "SM clock": "clock of the multiprocessors; the axis ends at the highest that the card has",
-    "process CPU": "CPU time of the rank's process, of one core; workers: its child processes (DataLoader workers)",
-    "process memory": "resident memory of the rank's process, without its child processes",
-    "disk": "what the rank's process reads from disk and writes to it, 10^6 bytes a second",
-    "host CPU": "CPU time of all processes on the host, of all its cores",
-    "host memory": "memory in use on the host by all processes; the axis ends at what the host has",
-    "host network": "what the host receives and sends on all its networks, 10^6 bytes a second",
-}
+
+
+@dataclass(frozen=True)
+class _Of:
+    """One chart of samples.
+
+    Attributes:
+        curves: Of each: column, style, name; an area (`area-…`) that has no name is filled.
+        top: End of the axis, by the history; None ends at the largest value.
+    """
+
+    title: str
+    unit: str
+    curves: tuple[tuple[str, str, str], ...]
+    show: Callable[[float | None], str]
+    help: str
+    scale: float = 1.0
+    floor: float | None = 0.0
+    top: Callable[[History], float | None] = lambda history: None
+
+
+def _number(v: float | None) -> str:
+    """Return `2.93`, `64.0`, `1,200`: three digits or more."""
+    return decimal(v, 2 if v is not None and v < 9.995 else 1 if v is not None and v < 999.5 else 0)
+
+
+def _whole(v: float | None) -> str:
+    return decimal(v, 0)
+
+
+def _newest(of: str, name: str, scale: float = 1.0) -> Callable[[History], float | None]:
+    """Return a function that reads a limit from the newest sample."""
+
+    def top(history: History) -> float | None:
+        value = getattr(getattr(history, of), name, None)
+        return None if value is None else value / scale
+
+    return top
+
+
+_GPU = (
+    _Of("utilization", "", (("utilization_pct", "area-optimizer", ""),), percent, top=lambda history: 100.0,
+        help="share of time in which a kernel ran on the GPU, NVML; a kernel that spins in a collective counts"),
+    _Of("memory", "GiB", (("memory_used_bytes", "area-forward", ""),), _number, scale=GIB, top=_newest("gpu", "memory_total_bytes", GIB),
+        help="device memory in use by all processes; the axis ends at what the GPU has"),
+    _Of("power", "W", (("power_w", "accent", ""),), _whole, top=_newest("gpu", "power_limit_w"),
+        help="power of the whole card; the axis ends at its limit"),
+    _Of("temperature", "°C", (("temperature_c", "accent", ""),), _whole, floor=None, help="temperature of the GPU"),
+    _Of("SM clock", "MHz", (("sm_clock_mhz", "accent", ""),), _whole, top=_newest("gpu", "sm_clock_max_mhz"),
+        help="clock of the multiprocessors; the axis ends at the highest that the card has"),
+)  # fmt: skip
+_PROCESS = (
+    _Of("process CPU", "", (("children_cpu_pct", "area-data", "workers"), ("cpu_pct", "accent", "rank")), percent,
+        help="CPU time of the rank's process, of one core; workers: its child processes (DataLoader workers)"),
+    _Of("process memory", "GiB", (("rss_bytes", "area-forward", ""),), _number, scale=GIB,
+        help="resident memory of the rank's process, without its child processes"),
+    _Of("disk", "MB/s", (("write_bytes_per_s", "area-data", "write"), ("read_bytes_per_s", "accent", "read")), _number, scale=MB,
+        help="what the rank's process reads from disk and writes to it, 10^6 bytes a second"),
+)  # fmt: skip
+_HOST = (
+    _Of("host CPU", "", (("cpu_pct", "area-optimizer", ""),), percent, top=lambda history: 100.0,
+        help="CPU time of all processes on the host, of all its cores"),
+    _Of("host memory", "GiB", (("memory_used_bytes", "area-forward", ""),), _number, scale=GIB, top=_newest("host", "memory_total_bytes", GIB),
+        help="memory in use on the host by all processes; the axis ends at what the host has"),
+    _Of("host network", "MB/s", (("net_sent_bytes_per_s", "area-data", "out"), ("net_recv_bytes_per_s", "accent", "in")), _number, scale=MB,
+        help="what the host receives and sends on all its networks, 10^6 bytes a second"),
+)  # fmt: skip
 
 
 def chart_lines(history: History | None, snap: Snapshot, width: int, height: int, ascii_only: bool) -> list[Line]:
     """Return a line that names the row and what it was throttled by, and its charts; nothing if not one fits."""
     if history is None or snap.t_s is None:
         return []
-    charts = _of_gpu(history, ascii_only) if history.of_gpu.times else _of_process(history, snap, ascii_only)
     times = [*history.of_gpu.times[:1], *history.of_process.times[:1], *history.of_host.times[:1]]
     if not times:
         return []
-    charts = [replace(c, help=HELP[c.title]) for c in charts]
+    if history.of_gpu.times:
+        charts = [
+            *_made(_GPU, history, history.of_gpu, ascii_only),
+            *_made(_HOST[:1], history, history.of_host, ascii_only),
+        ]
+    else:
+        both = ((_PROCESS, history.of_process), (_HOST, history.of_host))
+        charts = [c for of, made in both for c in _made(of, history, made, ascii_only, snap.finding_marks)]
     made = grid(charts, min(times), snap.t_s, width - 1, height - 1, ascii_only)
     return [fitted(_title(history, snap), width), *made] if made else []
 
@@ -73,77 +133,24 @@ def _mark_style(reason: str) -> str:
     return "muted" if reason == POWER_CAP else "warning"
 
 
-def _of_gpu(history: History, ascii_only: bool) -> list[Chart]:
-    newest = history.gpu
-    made = history.of_gpu
-    spans = _throttled(made)
-
-    def chart(
-        title: str,
-        unit: str,
-        column: str,
-        show: Callable[[float | None], str],
-        top: float | None,
-        style: str,
-        scale: float = 1.0,
-    ) -> Chart:
-        filled = not ascii_only and style.startswith("area-")
-        floor = None if title == "temperature" else 0.0
-        return Chart(title, unit, (_curve(made, column, style, filled, scale=scale),), show, floor, top, spans=spans)
-
-    charts = [
-        chart("utilization", "", "utilization_pct", percent, 100.0, "area-optimizer"),
-        chart(
-            "memory",
-            "GiB",
-            "memory_used_bytes",
-            _number,
-            _gib(newest.memory_total_bytes if newest else None),
-            "area-forward",
-            GIB,
-        ),
-        chart("power", "W", "power_w", _whole, newest.power_limit_w if newest else None, "accent"),
-        chart("temperature", "°C", "temperature_c", _whole, None, "accent"),
-        chart("SM clock", "MHz", "sm_clock_mhz", _whole, newest.sm_clock_max_mhz if newest else None, "accent"),
-    ]
-    return [*charts, *_of_host(history, (), ascii_only)[:1]]
-
-
-def _of_process(history: History, snap: Snapshot, ascii_only: bool) -> list[Chart]:
-    made = history.of_process
-    marks = tuple((f.first_seen_s, severity.of_finding(f.severity).style) for f in snap.findings if f.first_seen_s)
-    cpu = [_curve(made, "cpu_pct", "accent", name="rank")]
-    rss = _curve(made, "rss_bytes", "area-forward", not ascii_only, scale=GIB)
-    if any(made["children_cpu_pct"]):
-        cpu.insert(0, _curve(made, "children_cpu_pct", "area-data", name="workers"))
-    disk = (
-        _curve(made, "write_bytes_per_s", "area-data", name="write", scale=MB),
-        _curve(made, "read_bytes_per_s", "accent", name="read", scale=MB),
-    )
-    own = [
-        Chart("process CPU", "", tuple(cpu), percent, marks=marks),
-        Chart("process memory", "GiB", (rss,), _number, marks=marks),
-        Chart("disk", "MB/s", disk, _number, marks=marks),
-    ]
-    return [*(own if made.times else []), *_of_host(history, marks, ascii_only)]
-
-
-def _of_host(history: History, marks: Sequence[tuple[float, str]], ascii_only: bool) -> list[Chart]:
-    made = history.of_host
-    if not made.times:
-        return []
-    fill = not ascii_only
-    total = _gib(history.host.memory_total_bytes if history.host else None)
-    used = _curve(made, "memory_used_bytes", "area-forward", fill, scale=GIB)
-    net = (
-        _curve(made, "net_sent_bytes_per_s", "area-data", name="out", scale=MB),
-        _curve(made, "net_recv_bytes_per_s", "accent", name="in", scale=MB),
-    )
-    return [
-        Chart("host CPU", "", (_curve(made, "cpu_pct", "area-optimizer", fill),), percent, 0.0, 100.0, tuple(marks)),
-        Chart("host memory", "GiB", (used,), _number, 0.0, total, tuple(marks)),
-        Chart("host network", "MB/s", net, _number, marks=tuple(marks)),
-    ]
+def _made(
+    charts: Sequence[_Of], history: History, samples: Samples, ascii_only: bool, marks: Marks = ()
+) -> list[Chart]:
+    """Return the charts of a series; the GPU's are marked where it was throttled."""
+    spans = _throttled(samples) if samples is history.of_gpu else ()
+    out = []
+    for of in charts if samples.times else ():
+        curves = tuple(
+            Curve(
+                name, samples.times, [None if v is None else v / of.scale for v in samples[column]], style,
+                filled=not ascii_only and not name and style.startswith("area-"), bridge_s=BRIDGE_S,
+            )
+            for column, style, name in of.curves if name != "workers" or any(samples[column])
+        )  # fmt: skip
+        out.append(
+            Chart(of.title, of.unit, curves, of.show, of.floor, of.top(history), marks=marks, spans=spans, help=of.help)
+        )
+    return out
 
 
 def _throttled(made: Samples) -> tuple[tuple[float, float, str], ...]:
@@ -157,21 +164,3 @@ def _throttled(made: Samples) -> tuple[tuple[float, float, str], ...]:
             out.append((t_s, t_s, _mark_style(reason)))
         before = reason or ""
     return tuple(out)
-
-
-def _curve(made: Samples, column: str, style: str, filled: bool = False, name: str = "", scale: float = 1.0) -> Curve:
-    values = [None if v is None else v / scale for v in made[column]]
-    return Curve(name, made.times, values, style, filled, bridge_s=BRIDGE_S)
-
-
-def _gib(v: float | None) -> float | None:
-    return None if v is None else v / GIB
-
-
-def _whole(v: float | None) -> str:
-    return decimal(v, 0)
-
-
-def _number(v: float | None) -> str:
-    """Return `2.93`, `64.0`, `1,200`: three digits or more."""
-    return decimal(v, 2 if v is not None and v < 9.995 else 1 if v is not None and v < 999.5 else 0)

@@ -14,10 +14,10 @@ from distdiag.store.rows import ProbeResult
 from distdiag.terms.operations import family
 from distdiag.tui.data.comm_data import CommData, read_comm
 from distdiag.tui.data.snapshot import Request, Snapshot
-from distdiag.tui.draw.lines import BLANK, Line, Screenful, fitted, line, marked, rule
-from distdiag.tui.draw.text import clean, clock, decimal, fit, size
-from distdiag.tui.header import title_line
+from distdiag.tui.draw.lines import BLANK, Line, Screenful, line, rule
+from distdiag.tui.draw.text import MISSING, clean, clock, decimal, fit, size
 from distdiag.tui.panels import brief_panel
+from distdiag.tui.screens.page import Page, Sheet
 from distdiag.tui.ui import Ui
 
 _STYLES = {"pass": "muted", "fail": "error", "inconclusive": "warning"}
@@ -46,48 +46,31 @@ def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> Pro
     return ProbesData(tuple(out), read_comm(run, frame, request.at_s, cache))
 
 
-class ProbesPage:
-    name = "probes"
-    title = "probes"
+class ProbesPage(Page[ProbesData]):
+    name = title = "probes"
     question = "how fast is the machine? is the job as fast?"
-
-    def request(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Request:
-        return Request("probes", ui.paused_at_s)
+    empty = ProbesData
+    read = staticmethod(read)
 
     def items(self, snap: Snapshot, ui: Ui) -> Sequence[Hashable]:
-        return range(len(snap.panel.results)) if isinstance(snap.panel, ProbesData) else []
+        return range(len(self.data(snap).results))
 
     def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
-        data = snap.panel if isinstance(snap.panel, ProbesData) else ProbesData()
-        lines = [title_line(snap, ui, width, self.title, self.question)]
-        tail = brief_panel(snap, ui, width, height)
-        items = self.items(snap, ui)
-        cursor = None
-        room = 1
-        if not items:
-            lines += [
-                BLANK,
-                line(("   No probe was recorded into this run.", "")),
-                line(("   distdiag probe allreduce       while the job runs, in another terminal", "muted")),
-                line(("   --probe allreduce              between the steps of distdiag.train", "muted")),
-            ]
-        else:
-            room = max(2, min(len(items), (height - len(tail)) // 3))
-            top, index = ui.window("probes", items, room)
-            lines.append(line(("    when      probe            verdict       what it says", "head")))
-            for nth in range(top, min(len(items), top + room)):
-                text = _result(*data.results[nth], width)
-                if nth == index:
-                    cursor = len(lines)
-                    text = marked(text, width)
-                lines.append(text)
-            if len(items) > room:
-                lines.append(line((f"   {top + 1}–{min(len(items), top + room)} of {len(items)}", "muted")))
-            chosen = data.results[index or 0]
-            lines += [BLANK, *_details(*chosen, data.comm, width, height - len(lines) - len(tail) - 1)]
-        lines = [fitted(x, width) for x in lines[: height - len(tail)]]
-        lines += [BLANK] * (height - len(lines) - len(tail))
-        return Screenful([*lines, *tail][:height], room, cursor)
+        data = self.data(snap)
+        sheet = Sheet(width, height, brief_panel(snap, ui, width, height), [self.head(snap, ui, width)])
+        if not data.results:
+            sheet.add(BLANK, line("   No probe was recorded into this run."))
+            sheet.note("   distdiag probe allreduce       while the job runs, in another terminal")
+            sheet.note("   --probe allreduce              between the steps of distdiag.train")
+            return sheet.done()
+        sheet.note("    when      probe            verdict       what it says", "head")
+        room = max(2, min(len(data.results), (height - len(sheet.panel)) // 3))
+        _, index = sheet.list(
+            ui, "probes", range(len(data.results)), room, lambda some: (_result(*data.results[i]) for i in some), "  "
+        )
+        sheet.add(BLANK)
+        sheet.add(*_details(*data.results[index or 0], data.comm, width, sheet.left))
+        return sheet.done()
 
 
 def _rows(body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -99,7 +82,7 @@ def _number(v: Any) -> float | None:
     return float(v) if isinstance(v, (int, float)) else None
 
 
-def _result(p: ProbeResult, body: dict[str, Any], width: int) -> Line:
+def _result(p: ProbeResult, body: dict[str, Any]) -> Line:
     verdict = clean(p.verdict or "?")
     style = _STYLES.get(verdict, "")
     reasons = body.get("reasons")
@@ -122,32 +105,20 @@ def _details(p: ProbeResult, body: dict[str, Any], comm: CommData | None, width:
     out = [rule(width, f"{clean(p.name)}   {'   '.join(facts)} ")]
     if not rows:
         return [*out, line(("   no table in this result", "muted"))]
-    out.append(
-        line(
-            (
-                "        size     p50 us     p95 us   algbw GB/s   busbw GB/s    skew us   late"
-                + ("   the job's own busbw" if width >= OWN_WIDTH else ""),
-                "head",
-            )
-        )
-    )
+    own = "   the job's own busbw" if width >= OWN_WIDTH else ""
+    head = "        size     p50 us     p95 us   algbw GB/s   busbw GB/s    skew us   late"
+    out.append(line((head + own, "head")))
     for r in rows[: max(1, room - 3)]:
-        time_us = r.get("time_us") if isinstance(r.get("time_us"), dict) else {}
-        assert isinstance(time_us, dict)
+        time_us = r["time_us"] if isinstance(r.get("time_us"), dict) else {}
         nbytes = _number(r.get("bytes"))
-        wrong = r.get("correct") is False
+        late = r.get("late_rank")
         text = (
             f"{size(nbytes):>12} {decimal(_number(time_us.get('p50'))):>10} {decimal(_number(time_us.get('p95'))):>10}"
             f" {decimal(_number(r.get('algbw_gbps')), 2):>12} {decimal(_number(r.get('busbw_gbps')), 2):>12}"
-            f" {decimal(_number(r.get('skew_us'))):>10} {clean(str(r.get('late_rank') if r.get('late_rank') is not None else '–')):>6}"
+            f" {decimal(_number(r.get('skew_us'))):>10} {clean(str(late if late is not None else MISSING)):>6}"
         )
-        out.append(
-            line(
-                text,
-                (f"   {_job_reaches(p.name, nbytes, comm)}" if width >= OWN_WIDTH else "", "muted"),
-                ("   WRONG VALUES" if wrong else "", "error"),
-            )
-        )
+        reached = f"   {_job_reaches(p.name, nbytes, comm)}" if own else ""
+        out.append(line(text, (reached, "muted"), ("   WRONG VALUES" if r.get("correct") is False else "", "error")))
     if len(rows) > max(1, room - 3):
         out.append(line((f"   {len(rows) - max(1, room - 3)} more sizes: distdiag probe --json", "muted")))
     model = body.get("fit")
@@ -160,14 +131,13 @@ def _details(p: ProbeResult, body: dict[str, Any], comm: CommData | None, width:
 
 def _job_reaches(probe: str, nbytes: float | None, comm: CommData | None) -> str:
     if comm is None or not nbytes:
-        return "–"
+        return MISSING
     near = [
-        o
-        for o in comm.ops
-        if (family(o.op) is family(probe) is not None and (whole := o.message_bytes) and o.busbw_gbps)
+        (abs(whole - nbytes), whole, o.busbw_gbps) for o in comm.ops
+        if family(o.op) is family(probe) is not None and (whole := o.message_bytes) and o.busbw_gbps
         and 0.5 <= whole / nbytes <= 2
-    ]
+    ]  # fmt: skip
     if not near:
-        return "–"
-    o = min(near, key=lambda o: abs((o.message_bytes or 0) - nbytes))
-    return f"{decimal(o.busbw_gbps, 2)} at {size(o.message_bytes)}"
+        return MISSING
+    _, whole, busbw_gbps = min(near)
+    return f"{decimal(busbw_gbps, 2)} at {size(whole)}"

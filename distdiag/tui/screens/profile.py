@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice, zip_longest
 from typing import Any
 
 from distdiag.store.frames import Frame
-from distdiag.store.liveness import Monitor, number
+from distdiag.store.liveness import Monitor
 from distdiag.store.reader import Run
 from distdiag.traces import saved
 from distdiag.traces.model import Comparison, Profile, RankTimes, parts_of
 from distdiag.traces.text import place
 from distdiag.tui.data.snapshot import Request, Snapshot
 from distdiag.tui.draw import bars, excerpt
-from distdiag.tui.draw.lines import BLANK, Line, Part, Screenful, fitted, line, marked, rule
+from distdiag.tui.draw.lines import BLANK, Line, Part, Screenful, line, rule
 from distdiag.tui.draw.palette import PARTS
 from distdiag.tui.draw.table import Column, choose, header, row
 from distdiag.tui.draw.text import clean, clip, clip_left, counted, delta, fit, milliseconds, percent, quote, size, wrap
-from distdiag.tui.header import title_line
 from distdiag.tui.panels import brief_panel
 from distdiag.tui.screens.findings import source_blocks
+from distdiag.tui.screens.page import Page, Sheet
 from distdiag.tui.ui import Ui
 
 SOURCES = 3  # lines of the script whose source is shown
@@ -49,8 +50,7 @@ def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> Pro
         profile = saved.read(file)
         cache["profile"] = ProfileData(profile, None if profile else str(file))
         cache["profile_key"] = key
-    started = number(run.meta.get("started_unix_s"))
-    return replace(cache["profile"], sources=excerpt.cached(request.places, started, cache))
+    return replace(cache["profile"], sources=excerpt.cached(run, request.places, cache))
 
 
 def _columns(scale_ms: float, colour: bool) -> tuple[Column[RankTimes], ...]:
@@ -78,50 +78,44 @@ def _peak(r: RankTimes) -> int | None:
     return r.device_peak_bytes if r.device_peak_bytes is not None else r.rss_peak_bytes
 
 
-class ProfilePage:
-    name = "profile"
-    title = "profile"
+class ProfilePage(Page[ProfileData]):
+    name = title = "profile"
     question = "where does the time of a step go?"
+    empty = ProfileData
+    read = staticmethod(read)
 
     def request(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Request:
-        p, items = snap.panel.profile if isinstance(snap.panel, ProfileData) else None, self.items(snap, ui)
-        lines = p.ranks[ui.index("profile", items)].lines if p is not None and items else []
+        found, items = self.data(snap).profile, self.items(snap, ui)
+        lines = found.ranks[ui.index("profile", items)].lines if found is not None and items else []
         sites = tuple((x.file, x.line) for x in lines if x.file and x.line)
         return Request("profile", ui.paused_at_s, places=sites[:SOURCES])
 
     def items(self, snap: Snapshot, ui: Ui) -> Sequence[Hashable]:
-        p = snap.panel.profile if isinstance(snap.panel, ProfileData) else None
-        return [r.rank for r in p.ranks] if p is not None else []
+        found = self.data(snap).profile
+        return [r.rank for r in found.ranks] if found is not None else []
 
     def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
-        data = snap.panel if isinstance(snap.panel, ProfileData) else ProfileData()
-        tail = brief_panel(snap, ui, width, height)
-        lines = [title_line(snap, ui, width, self.title, self.question)]
-        room, cursor = 1, None
-        p = data.profile
-        if p is None:
-            lines += [BLANK, *_nothing(snap, ui, data)]
-        else:
-            lines += _what(p, width)[: max(2, height // 4)]
-            room = min(len(p.ranks), max(2, height // 3))
-            top, index = ui.window("profile", self.items(snap, ui), room)
-            chosen = choose(_columns(max((r.step_ms for r in p.ranks), default=0.0), ui.drawn), width, 2)
-            lines.append(header(chosen, 2))
-            for nth, r in enumerate(p.ranks[top : top + room], top):
-                text = row(chosen, r, ((" " * 2, "", ""),), hit=f"row:{r.rank}")
-                if nth == index:
-                    cursor = len(lines)
-                    text = marked(text, width)
-                lines.append(text)
-            if len(p.ranks) > room:
-                lines.append(line((f"   ranks {top + 1}–{top + room} of {len(p.ranks)}", "muted")))
-            if p.ranks:
-                chosen_rank = p.ranks[index or 0]
-                lines += _below(p, chosen_rank, width, height - len(lines) - len(tail))
-                lines += _source(data, chosen_rank, width, height - len(lines) - len(tail))
-        lines = [fitted(x, width) for x in lines[: height - len(tail)]]
-        lines += [BLANK] * (height - len(lines) - len(tail))
-        return Screenful([*lines, *tail][:height], room, cursor)
+        data = self.data(snap)
+        sheet = Sheet(width, height, brief_panel(snap, ui, width, height), [self.head(snap, ui, width)])
+        found = data.profile
+        if found is None:
+            sheet.add(BLANK, *_nothing(snap, ui, data))
+            return sheet.done()
+        sheet.add(*_what(found, width)[: max(2, height // 4)])
+        room = min(len(found.ranks), max(2, height // 3))
+        chosen = choose(_columns(max((r.step_ms for r in found.ranks), default=0.0), ui.drawn), width, 2)
+        sheet.add(header(chosen, 2))
+        by_rank = {r.rank: r for r in found.ranks}
+
+        def rows(ranks: Sequence[int]) -> Iterator[Line]:
+            return (row(chosen, by_rank[rank], ((" " * 2, "", ""),), hit=f"row:{rank}") for rank in ranks)
+
+        _, index = sheet.list(ui, "profile", list(by_rank), room, rows, "   ranks")
+        if found.ranks:
+            rank = found.ranks[index or 0]
+            sheet.add(*_below(found, rank, width, sheet.left))
+            sheet.add(*_source(data, rank, width, sheet.left))
+        return sheet.done()
 
 
 def _nothing(snap: Snapshot, ui: Ui, data: ProfileData) -> list[Line]:
@@ -131,9 +125,8 @@ def _nothing(snap: Snapshot, ui: Ui, data: ProfileData) -> list[Line]:
     if snap.monitor is not Monitor.LIVE:
         return [*out, line(("   The job has ended: a profile is recorded while it runs.", "muted"))]
     if ui.interactive:
-        out.append(
-            line(("   R", "key"), ("   records three steps with torch.profiler; the script is not changed", "muted"))
-        )
+        how = "   records three steps with torch.profiler; the script is not changed"
+        out.append(line(("   R", "key"), (how, "muted")))
     return [*out, line((f"   distdiag profile {quote(snap.run)}   does the same from a shell", "muted"))]
 
 
@@ -169,12 +162,10 @@ def _hot(r: RankTimes, width: int, room: int) -> list[Line]:
     out = [rule(width, f"rank {r.rank} ")]
     if width < 100:
         return [*out, *places[: max(2, (room - 1) // 2)], *operators][:room]
-    rows = max(len(operators), len(places))
     empty = line(" " * half)
-    for i in range(min(rows, room - 1)):
-        left = operators[i] if i < len(operators) else empty
-        out.append((*left, *line("   "), *(places[i] if i < len(places) else ())))
-    return out
+    both = zip_longest(operators, places, fillvalue=None)
+    made = ((*(left or empty), *line("   "), *(right or ())) for left, right in both)
+    return [*out, *islice(made, max(0, room - 1))]
 
 
 def _source(data: ProfileData, r: RankTimes, width: int, room: int) -> list[Line]:
@@ -198,11 +189,8 @@ def _listed(title: str, rows: Sequence[tuple[str, float, float]], width: int) ->
 def _comparison(c: Comparison, width: int) -> list[Line]:
     name = min(70, width - 3 - 36)
     out = [rule(width, f"rank {c.culprit} ({clean(c.reason)}) compared with rank {c.peer} ")]
-    out.append(
-        line(
-            (f"   {fit('ms per step', name)}{f'rank {c.culprit}':>12}{f'rank {c.peer}':>12}{'difference':>12}", "head")
-        )
-    )
+    head = f"   {fit('ms per step', name)}{f'rank {c.culprit}':>12}{f'rank {c.peer}':>12}{'difference':>12}"
+    out.append(line((head, "head")))
     for d in c.rows:
         text = f"   {fit(clip(f'{d.kind}: {clean(d.name)}', name), name)}{milliseconds(d.culprit_ms):>12}{milliseconds(d.peer_ms):>12}"
         out.append(line(text, f"{delta(d.culprit_ms - d.peer_ms):>12}"))

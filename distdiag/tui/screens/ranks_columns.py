@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from distdiag.store.frames import RankRow
+from distdiag.tui.data.ranks_data import NOTHING, Capacity
 from distdiag.tui.data.snapshot import Snapshot
 from distdiag.tui.draw import bars, severity
 from distdiag.tui.draw.lines import Part
 from distdiag.tui.draw.table import Cell, Column
 from distdiag.tui.draw.text import (
+    MISSING,
     clean,
     decimal,
     delta,
@@ -26,18 +29,6 @@ from distdiag.tui.draw.text import (
 from distdiag.tui.ui import Ui
 
 GAUGE = 6  # cells of a small bar after a number
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """What a rank's small bars are measured against; None where not measured."""
-
-    gpu_pct: float | None = None
-    gpu_memory_total: float | None = None
-    host_memory_total: float | None = None
-
-
-NOTHING = Capacity()
 
 
 @dataclass(frozen=True)
@@ -64,7 +55,7 @@ def _delta(s: Shown) -> Cell:
 
 def _last(s: Shown) -> Cell:
     op, nbytes = (s.row.waiting_op, s.row.waiting_bytes) if s.row.waiting_op else (s.row.last_op, s.row.last_bytes)
-    return f"{clean(op)} {short_size(nbytes)}".rstrip() if op else "–"
+    return f"{clean(op)} {short_size(nbytes)}".rstrip() if op else MISSING
 
 
 def _sequence(s: Shown) -> Cell:
@@ -72,7 +63,7 @@ def _sequence(s: Shown) -> Cell:
 
 
 def _phase(s: Shown) -> Cell:
-    return "comm" if s.row.waiting_op else clean(s.row.phase or "–")
+    return "comm" if s.row.waiting_op else clean(s.row.phase or MISSING)
 
 
 def _in_phase(s: Shown) -> Cell:
@@ -104,27 +95,19 @@ def _with_gauge(s: Shown, width: int, text: str, share: float | None, hot: float
 
 
 def _memory_parts(s: Shown, width: int) -> list[Part]:
-    c = s.capacity
-    if s.row.device_bytes is not None:
-        share = _share(s.row.device_bytes, c.gpu_memory_total)
-    else:
-        share = _share(s.row.rss_bytes, c.host_memory_total)
-    return _with_gauge(
-        s, width, gib(s.row.device_bytes if s.row.device_bytes is not None else s.row.rss_bytes), share, 0.95
-    )
+    on_device = s.row.device_bytes is not None
+    used = s.row.device_bytes if on_device else s.row.rss_bytes
+    total = s.capacity.gpu_memory_total if on_device else s.capacity.host_memory_total
+    return _with_gauge(s, width, gib(used), _share(used, total), 0.95)
 
 
-def _cpu_parts(s: Shown, width: int) -> list[Part]:
-    return _with_gauge(s, width, decimal(s.row.cpu_pct, 0), _share(s.row.cpu_pct, 100))
-
-
-def _gpu_parts(s: Shown, width: int) -> list[Part]:
-    return _with_gauge(s, width, decimal(s.capacity.gpu_pct, 0), _share(s.capacity.gpu_pct, 100))
+def _pct_parts(of: Callable[[Shown], float | None]) -> Callable[[Shown, int], list[Part]]:
+    return lambda s, width: _with_gauge(s, width, decimal(of(s), 0), _share(of(s), 100))
 
 
 def _bar_parts(s: Shown, width: int) -> list[Part]:
     if not s.row.step_ms:
-        return [(fit("–", width), "muted", "")]
+        return [(fit(MISSING, width), "muted", "")]
     # a word in every bar is noise: the legend is in the head
     words = s.mark.level >= severity.WARN.level
     return bars.stacked(bars.phases_of(s.row), s.scale_ms, width, colour=s.ui.drawn, words=words)
@@ -146,7 +129,7 @@ def host_width(snap: Snapshot) -> int:
 
 def short_host(host: str) -> str:
     """Return the host without its domain; an address stays whole."""
-    return clean(host if host.replace(".", "").isdigit() else host.split(".")[0]) or "–"
+    return clean(host if host.replace(".", "").isdigit() else host.split(".")[0]) or MISSING
 
 
 _C = Column[Shown]
@@ -164,7 +147,16 @@ _STATE = _C(
 _MEMORY = _C("memory", "mem GiB", 7, "peak of torch's allocator on the device; without one, the process's RSS; the bar is the share of "
              "the device's, or of the host's, memory", _memory, ">", 2)  # fmt: skip
 _GPU_USE = _C(
-    "", "GPU %", 6 + GAUGE, "utilisation of the rank's GPU, newest sample", _cpu, ">", 5, 0, GAUGE + 1, _gpu_parts
+    "",
+    "GPU %",
+    6 + GAUGE,
+    "utilisation of the rank's GPU, newest sample",
+    _cpu,
+    ">",
+    5,
+    0,
+    GAUGE + 1,
+    _pct_parts(lambda s: s.capacity.gpu_pct),
 )
 _BAR = _C("", "one step by phase", 16, "the rank's median step, all bars to one scale; waiting for other ranks is apart and last",
           lambda s: "", "<", 1, 400, 0, _bar_parts)  # fmt: skip
@@ -223,7 +215,12 @@ def _columns(
         }
         if wide:
             change["mem GiB"] |= {"width": 8 + GAUGE, "tail": GAUGE + 1, "parts": _memory_parts}
-            change["CPU %"] = {"width": 6 + GAUGE, "priority": 6, "tail": GAUGE + 1, "parts": _cpu_parts}
+            change["CPU %"] = {
+                "width": 6 + GAUGE,
+                "priority": 6,
+                "tail": GAUGE + 1,
+                "parts": _pct_parts(lambda s: s.row.cpu_pct),
+            }
     hidden = {"GPU %" if not (wide and on_device) else "", "one step by phase" if screen < _NARROW else ""}
     return [replace(c, **change.get(c.title, {})) for c in (_STUCK if stuck else _RUNNING) if c.title not in hidden]
 
