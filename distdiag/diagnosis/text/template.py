@@ -5,8 +5,10 @@ fact, by its type:
 
     {culprits} {victims} {other}   ranks: `rank 3`, `ranks 0–511`; both always known, as is {step}
     {victims:waits|wait}           the first word for one rank (or the number 1), else the second
-    {site}                         ` at train.py:88 in step`, with the space before it; nothing if the site is not known
-    {call}                         `all_reduce #417 (default_pg)`
+    {victims:#}                    how many
+    {site}                         ` at train.py:88 in step`, with the space before it; nothing if the site is not known. Default:
+                                   the first site of `where`
+    {collective}                   `all_reduce #417 (default_pg)`
     {part:share} {n:size} {t:time} `22 %`, `4.0 KiB`, `40 s`
     {text} {ms:.0f}                as in Python; None is an empty text
 """
@@ -21,7 +23,7 @@ from typing import Any
 from distdiag.diagnosis.kinds import Kind
 from distdiag.diagnosis.model.findings import Certainty, CollectiveRef, Finding, Severity, Where, rank_list
 from distdiag.diagnosis.model.snapshot import Call, Site
-from distdiag.diagnosis.text.phrases import at, op_text
+from distdiag.diagnosis.text.phrases import at, op_text, reference
 from distdiag.terms.units import percent, rough_duration, size_text
 
 _UNITS = {"share": percent, "size": lambda n: size_text(int(n)), "time": rough_duration}
@@ -32,11 +34,15 @@ class _Words(Formatter):
         one, bar, many = format_spec.partition("|")
         if bar:
             return one if (value if isinstance(value, int) else len(value)) == 1 else many
+        if format_spec == "#":
+            return f"{len(value):,}"
         if format_spec in _UNITS:
             return _UNITS[format_spec](value)
         match value:
             case None:
                 return ""
+            case Where():
+                return at(Site(value.file, value.line or 0, value.function or "")) if value.file else ""
             case Site():
                 return at(value)
             case Call():
@@ -86,7 +92,7 @@ class Template:
         where: Iterable[Where] = (),
         waiting: Iterable[Where] = (),
         names: Iterable[str] = (),
-        collective: CollectiveRef | None = None,
+        collective: CollectiveRef | Call | None = None,
         step: int | None = None,
         first_seen_s: float | None = None,
         evidence: Iterable[str] = (),
@@ -107,7 +113,11 @@ class Template:
             KeyError: a fact is missing.
         """
         culprits, victims = tuple(culprits), tuple(victims)
-        facts |= {"culprits": culprits, "victims": victims, "step": step}
+        where = tuple(where)
+        facts = {"site": next(iter(where), None), "collective": collective, "step": step} | facts
+        facts |= {"culprits": culprits, "victims": victims}
+        if isinstance(collective, Call):
+            collective = reference(collective) if collective.op else None
         return Finding(
             kind=self.kind.name,
             cause=cause or self.cause,
@@ -116,7 +126,7 @@ class Template:
             culprits=culprits,
             victims=victims,
             collective=collective,
-            where=tuple(where),
+            where=where,
             waiting=tuple(waiting),
             names=tuple(names),
             step=step,
