@@ -319,7 +319,7 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
         severity=Severity.ERROR if any(x.waited_s > limits.error_factor * x.limit_s for x in late) else None,
         culprits=ranks,
         victims=victims,
-        collective=call,
+        collective=call if call.op else None,
         where=(
             *(w for state in states for w in where_stack(state, state.user_stack, state.activity)),
             *(where(state, "data_worker", w) for state, w in workers),

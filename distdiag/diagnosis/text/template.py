@@ -117,7 +117,7 @@ class Template:
         facts = {"site": next(iter(where), None), "collective": collective, "step": step} | facts
         facts |= {"culprits": culprits, "victims": victims}
         if isinstance(collective, Call):
-            collective = reference(collective) if collective.op else None
+            collective = reference(collective)
         return Finding(
             kind=self.kind.name,
             cause=cause or self.cause,
