@@ -50,24 +50,15 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
 
 # -- wording: deadlocks that are not read from the wait-for graph ----------------------------------------------------
 
-FILE_LOCK = Template(
-    kind,
-    "file_lock",
-    "rank {rank} waits{at_lock} for a file lock that {culprits} {culprits:holds|hold}, and {culprits} {culprits:waits|wait} for "
-    "rank {rank} in {collective}{site}",
-    NO_PROGRESS,
-    "release the lock before the collective: hold no lock across one",
-    proved=True,
-)
-FINISHED = Template(
-    kind,
-    "rank_finished",
+FILE_LOCK = Template(kind, "file_lock",
+    "rank {rank} waits{at_lock} for a file lock that {culprits} {culprits:holds|hold}, and {culprits} "
+    "{culprits:waits|wait} for rank {rank} in {collective}{site}", NO_PROGRESS,
+    "release the lock before the collective: hold no lock across one", proved=True)  # fmt: skip
+FINISHED = Template(kind, "rank_finished",
     "{culprits} finished after step {step} while {victims} continued{waited}{parting}",
     "the others wait for a rank that has ended, and fail",
-    "give every rank the same number of steps, or leave the loop on all ranks together (or use Join); check for an exit "
-    "(sys.exit, os._exit in a thread) on some ranks only",
-    proved=True,
-)
+    "give every rank the same number of steps, or leave the loop on all ranks together (or use Join); check for "
+    "an exit (sys.exit, os._exit in a thread) on some ranks only", proved=True)  # fmt: skip
 
 
 def lock_finding(s: Snapshot, lock: LockCycle) -> Finding:
@@ -77,15 +68,11 @@ def lock_finding(s: Snapshot, lock: LockCycle) -> Finding:
     assert call is not None
     victims = [q for q in lock.members if q not in lock.holders]
     return FILE_LOCK(
-        culprits=lock.holders,
-        victims=victims,
-        collective=call,
+        culprits=lock.holders, victims=victims, collective=call,
         where=(*wheres(s, lock.holders, "waiting"), where(wanting, "lock")),
-        waiting=wheres(s, (q for q in victims if q != lock.rank)),
-        step=wanting.step,
-        rank=lock.rank,
+        waiting=wheres(s, (q for q in victims if q != lock.rank)), step=wanting.step, rank=lock.rank,
         at_lock=wanting.current_site,
-    )
+    )  # fmt: skip
 
 
 def _finished(facts: Facts) -> Finding:
@@ -94,13 +81,9 @@ def _finished(facts: Facts) -> Finding:
     call = last_wait(waiting)
     first_echo_s = min((s.ranks[q].ended_s or s.t_s for q in facts.ends), default=s.t_s)
     return FINISHED(
-        culprits=culprits,
-        victims=victims,
-        collective=call,
-        where=wheres(s, culprits, "finished"),
-        waiting=wheres(s, victims),
-        step=first.step,
+        culprits=culprits, victims=victims, collective=call, where=wheres(s, culprits, "finished"),
+        waiting=wheres(s, victims), step=first.step,
         first_seen_s=min((t for q in culprits if (t := s.ranks[q].ended_s) is not None), default=first_echo_s),
         waited=f" and waited in {op_text(call)}" if call and call.op else "",
         parting=parting.parting_text(parting.leaving(first.current_site, waiting.user_stack, facts.source)),
-    )
+    )  # fmt: skip

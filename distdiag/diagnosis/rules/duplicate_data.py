@@ -182,34 +182,20 @@ def _same_work(s: Snapshot, loaders: dict[int, Loader]) -> bool:
 # -- wording ----------------------------------------------------------------------------------------------------------
 
 _REPEATED = "{repeated} of {world} ranks repeat the work of another"
-SAME_BATCHES = Template(
-    kind, "same_batches_on_ranks", "{victims} train on the same batches{site}", _REPEATED, "{do}", proved=True
-)
-SAME_LABELS = Template(
-    kind,
-    "same_batches_on_ranks",
-    "{victims} train on batches with the same labels{site}: the same samples, augmented differently, or other samples with the same "
-    "pattern of labels",
-    _REPEATED,
-    "{do}",
-)
-SAME_WORK = Template(
-    kind,
-    "same_batches_on_ranks",
-    "there is no process group, and {victims} train the same model on the same batches{site}: their parameters are equal after the "
-    "same steps",
-    _REPEATED,
-    "call init_process_group, wrap the model in DistributedDataParallel and give the DataLoader a DistributedSampler; or start one rank",
-    proved=True,
-)
-SAME_ORDER = Template(
-    kind,
-    "same_order_every_epoch",
-    "every epoch has the same order on all ranks{site}: DistributedSampler shuffles by its epoch number, which is still {epoch}",
-    "training sees the same batches in the same order in every epoch",
-    "call sampler.set_epoch(epoch) at the start of each epoch",
-    proved=True,
-)
+SAME_BATCHES = Template(kind, "same_batches_on_ranks", "{victims} train on the same batches{site}", _REPEATED,
+    "{do}", proved=True)  # fmt: skip
+SAME_LABELS = Template(kind, "same_batches_on_ranks",
+    "{victims} train on batches with the same labels{site}: the same samples, augmented differently, or other "
+    "samples with the same pattern of labels", _REPEATED, "{do}")  # fmt: skip
+SAME_WORK = Template(kind, "same_batches_on_ranks",
+    "there is no process group, and {victims} train the same model on the same batches{site}: their parameters "
+    "are equal after the same steps", _REPEATED,
+    "call init_process_group, wrap the model in DistributedDataParallel and give the DataLoader a "
+    "DistributedSampler; or start one rank", proved=True)  # fmt: skip
+SAME_ORDER = Template(kind, "same_order_every_epoch",
+    "every epoch has the same order on all ranks{site}: DistributedSampler shuffles by its epoch number, which "
+    "is still {epoch}", "training sees the same batches in the same order in every epoch",
+    "call sampler.set_epoch(epoch) at the start of each epoch", proved=True)  # fmt: skip
 _DO = {
     "fed": "if the data are real: draw them with a seed that differs between ranks (seed + rank), or from one shard per rank",
     "labels": "compare a few samples of two ranks; nothing to do if each rank reads its own shards",

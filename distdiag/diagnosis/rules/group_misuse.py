@@ -28,25 +28,16 @@ class Limits:
 
 
 limits = Limits()
-NOT_A_MEMBER = Template(
-    kind,
-    "not_a_member",
-    "{culprits} {culprits:calls|call} {op}{site} in a group {culprits:it is|they are} not a member of: the call returns at once and "
-    "does nothing",
-    "these ranks continue with their own values; the members have the group's",
-    "call it on the members only, and send the result to the other ranks if they need it",
-    proved=True,
-    severity=Severity.WARNING,
-)
-ORDER = Template(
-    kind,
-    "order",
-    "ranks create different groups in call {number} of new_group: {each}",
-    "these groups have the same name, by which their members find each other: ranks may hang, or connect to another group",
-    "call new_group for every group on all ranks in the same order, also for groups that a rank is not a member of; or pass "
-    "use_local_synchronization=True",
-    proved=True,
-)
+NOT_A_MEMBER = Template(kind, "not_a_member",
+    "{culprits} {culprits:calls|call} {op}{site} in a group {culprits:it is|they are} not a member of: the call "
+    "returns at once and does nothing", "these ranks continue with their own values; the members have the group's",
+    "call it on the members only, and send the result to the other ranks if they need it", proved=True,
+    severity=Severity.WARNING)  # fmt: skip
+ORDER = Template(kind, "order", "ranks create different groups in call {number} of new_group: {each}",
+    "these groups have the same name, by which their members find each other: ranks may hang, or connect to "
+    "another group",
+    "call new_group for every group on all ranks in the same order, also for groups that a rank is not a member "
+    "of; or pass use_local_synchronization=True", proved=True)  # fmt: skip
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
@@ -89,10 +80,7 @@ def _order(s: Snapshot) -> Finding | Abstained:
     each = "; ".join(f"{rank_list(g.ranks)}: a group of themselves{at(g.site)}" for g in made[:4])
     shown = (q for q in odd or every if q in s.ranks)
     return ORDER(
-        culprits=odd,
-        victims=[q for q in every if q not in odd],
-        where=wheres(s, shown, None, {q: g.site for g in made for q in g.ranks}),
-        first_seen_s=s.t_s,
-        number=number,
-        each=each,
-    )
+        culprits=odd, victims=[q for q in every if q not in odd],
+        where=wheres(s, shown, None, {q: g.site for g in made for q in g.ranks}), first_seen_s=s.t_s,
+        number=number, each=each,
+    )  # fmt: skip

@@ -57,31 +57,18 @@ def completed(s: Snapshot) -> list[Finding]:
 
 # -- wording ----------------------------------------------------------------------------------------------------------
 
-COMPLETED = Template(
-    kind,
-    "dtype",
+COMPLETED = Template(kind, "dtype",
     "{op} #{seq} ({group}) completed, but the ranks called it with different arguments: {each}",
     "the result is wrong on every rank, without an error",
-    "make dtype, root and operation the same on every rank before the call",
-    proved=True,
-)
-TWO_THREADS = Template(
-    kind,
-    "shape",
-    "another thread of {culprits} is in {op}{site} while the main thread uses the same group{main}: the calls of two threads mix, "
-    "and gloo aborted {killed}",
-    "the job ended",
-    "let the main thread make that call, or give the thread its own process group (`dist.new_group()`), and make the same calls in "
-    "a thread on every rank",
-)
-MODEL = Template(
-    kind,
-    "model",
-    "the wrapped module differs between ranks: {each}",
-    "DDP refuses to start",
+    "make dtype, root and operation the same on every rank before the call", proved=True)  # fmt: skip
+TWO_THREADS = Template(kind, "shape",
+    "another thread of {culprits} is in {op}{site} while the main thread uses the same group{main}: the calls of "
+    "two threads mix, and gloo aborted {killed}", "the job ended",
+    "let the main thread make that call, or give the thread its own process group (`dist.new_group()`), and make "
+    "the same calls in a thread on every rank")  # fmt: skip
+MODEL = Template(kind, "model", "the wrapped module differs between ranks: {each}", "DDP refuses to start",
     "build the same module, in the same order, on every rank; compare the ranks' configurations",
-    proved=True,
-)
+    proved=True)  # fmt: skip
 
 
 def _completed(s: Snapshot, conflict: CompletedConflict) -> Finding:
@@ -93,19 +80,13 @@ def _completed(s: Snapshot, conflict: CompletedConflict) -> Finding:
     rest = [q for q in sorted(calls) if q not in odd]
     call, sites = next(iter(calls.values())), {q: c.site for q, c in calls.items()}
     return COMPLETED(
-        cause=conflict.cause,
-        culprits=odd,
-        victims=rest,
+        cause=conflict.cause, culprits=odd, victims=rest,
         collective=CollectiveRef(call.op, conflict.group, conflict.seq, call.bytes),
         where=wheres(s, odd or rest, "user_code", sites),
-        waiting=wheres(s, rest, "user_code", sites) if odd else (),
-        first_seen_s=call.entered_s,
-        completed=True,
-        op=call.op,
-        seq=conflict.seq,
-        group=conflict.group,
+        waiting=wheres(s, rest, "user_code", sites) if odd else (), first_seen_s=call.entered_s, completed=True,
+        op=call.op, seq=conflict.seq, group=conflict.group,
         each="; ".join(f"{rank_list(side)}: {what}{at(sites[side[0]])}" for what, side in sides.items()),
-    )
+    )  # fmt: skip
 
 
 def _what(call: Call, cause: str) -> str:
@@ -119,17 +100,13 @@ def _two_threads(s: Snapshot, cascade: Cascade) -> Finding:
     threads = {q: call for q in cascade.ranks if (call := call_of_thread(s.ranks[q])) is not None}
     first, call = next((s.ranks[q], call) for q, call in threads.items())
     return TWO_THREADS(
-        culprits=threads,
-        victims=cascade.others,
+        culprits=threads, victims=cascade.others,
         where=wheres(s, threads, "killed", {q: c.site for q, c in threads.items()}),
-        waiting=wheres(s, cascade.others),
-        step=first.step,
+        waiting=wheres(s, cascade.others), step=first.step,
         first_seen_s=min((t for q in threads if (t := s.ranks[q].ended_s) is not None), default=s.t_s),
-        op=op_name(call.op),
-        site=call.site,
-        main=first.current_site,
+        op=op_name(call.op), site=call.site, main=first.current_site,
         killed=sorted(q for q in (*threads, *cascade.others) if s.ranks[q].life == Life.KILLED),
-    )
+    )  # fmt: skip
 
 
 def _model(s: Snapshot, cascade: Cascade) -> Finding:

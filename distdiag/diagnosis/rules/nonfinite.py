@@ -65,23 +65,14 @@ def _backward_place(r: RankState) -> Site | None:
 
 # -- wording ----------------------------------------------------------------------------------------------------------
 
-NONFINITE = Template(
-    kind,
-    "loss",
-    "{what} is {value} on {on}, step {step}{followed}{name}{site}{from_input}{alone}",
-    "{cost}",
-    "{do}; go back to the last checkpoint",
-    proved=True,
-)
-HARMLESS = Template(
-    kind,
-    "loss",
+NONFINITE = Template(kind, "loss",
+    "{what} is {value} on {on}, step {step}{followed}{name}{site}{from_input}{alone}", "{cost}",
+    "{do}; go back to the last checkpoint", proved=True)  # fmt: skip
+HARMLESS = Template(kind, "loss",
     "loss is {value} on {on} since step {step}{site}; the gradients are finite, so training goes on",
     "averages and logs of the loss are infinite, too",
     "if the loss is not scaled by a large factor: check the batch, and logarithms and divisions in the loss",
-    proved=True,
-    severity=Severity.INFO,
-)
+    proved=True, severity=Severity.INFO)  # fmt: skip
 _DO = {
     "input": "look for NaN in the data, and drop or repair such samples: the batch of step {step} has some",
     "everywhere": "check the batches of step {step}, the collectives in forward, and the learning rate",
@@ -118,20 +109,17 @@ def _finding(s: Snapshot, found: Found) -> Finding:
     do = _DO["input" if from_input else "everywhere" if everywhere else "one rank"]
     return NONFINITE(
         **common | {"on": common["on"] if everywhere else f"{common['on']} first"},
-        cause="loss" if loss else "gradient",
-        severity=Severity.INFO if alone else None,
-        victims=[q for q in alive if q not in ranks or everywhere],
-        names=(name,) if name else (),
+        cause="loss" if loss else "gradient", severity=Severity.INFO if alone else None,
+        victims=[q for q in alive if q not in ranks or everywhere], names=(name,) if name else (),
         what="loss" if loss else "a gradient",
         followed=f"; {rank_list(others)} followed" if others and not everywhere else "",
-        name=f" ({name})" if name else "",
-        from_input=": the batch already had NaN" if from_input else "",
+        name=f" ({name})" if name else "", from_input=": the batch already had NaN" if from_input else "",
         alone=": so far it averages nothing with other ranks" if alone else "",
         cost="training on this rank is lost from here on"
         if alone
         else "averaging carries it to every rank; training is lost from here on",
         do=do.format(step=x.step),
-    )
+    )  # fmt: skip
 
 
 def _harmless(s: Snapshot, found: Found) -> Finding:

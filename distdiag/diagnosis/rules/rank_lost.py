@@ -76,44 +76,26 @@ def _silent(s: Snapshot, graph: WaitGraph) -> Iterator[Finding]:
 # -- wording ----------------------------------------------------------------------------------------------------------
 
 _NATIVE_CRASHES = {signals.SIGABRT, signals.SIGSEGV, signals.SIGBUS, signals.SIGILL, signals.SIGFPE}
-KILLED = Template(
-    kind, "killed", "{culprits} {culprits:was|were} killed by {signal}{site}", "{cost}", "{do}", proved=True
-)
+KILLED = Template(kind, "killed", "{culprits} {culprits:was|were} killed by {signal}{site}", "{cost}", "{do}",
+    proved=True)  # fmt: skip
 CRASHED = Template(kind, "crashed", "{culprits} ended by {how}{site}{condition}", "{cost}", "{do}", proved=True)
-AT_EXIT = Template(
-    kind,
-    "killed",
+AT_EXIT = Template(kind, "killed",
     "{culprits} finished the script, then {signal} ended the process while Python shut down",
     "the job's work is done, but the launcher reports it as failed",
-    "call dist.destroy_process_group() at the end, and join your own threads before it: a thread that is inside C++ code while "
-    "Python shuts down aborts the process; the first line of the rank's stderr names what aborted",
-    proved=True,
-    severity=Severity.WARNING,
-)
-ECHOES = Template(
-    kind,
-    "crashed",
+    "call dist.destroy_process_group() at the end, and join your own threads before it: a thread that is inside "
+    "C++ code while Python shuts down aborts the process; the first line of the rank's stderr names what aborted",
+    proved=True, severity=Severity.WARNING)  # fmt: skip
+ECHOES = Template(kind, "crashed",
     "{victims} failed because another rank was gone; the first known end is that of rank {first}: {error}{site}",
-    "the job ended",
-    "read the ranks' own stderr from the top: the first error in it is the cause",
-)
-UNCONNECTED = Template(
-    kind,
-    "crashed",
-    "{victims} could not connect: {error}{site}",
-    "the job did not start",
-    "check that every rank started, and that its address and port are reachable from the others; GLOO_SOCKET_IFNAME and "
-    "NCCL_SOCKET_IFNAME choose the interface; `distdiag doctor --reach HOST:PORT` tries it",
-    proved=True,
-)
-SILENT = Template(
-    kind,
-    "silent",
-    "{culprits} ({hosts}) {culprits:has|have} sent no heartbeat for {silent_s:time}; {victims} {victims:waits|wait} for "
-    "{culprits:it|them}",
-    "{victims:#} of {world} ranks make no progress",
-    "check that the host is up and still sees the run directory; look at its console and its network",
-)
+    "the job ended", "read the ranks' own stderr from the top: the first error in it is the cause")  # fmt: skip
+UNCONNECTED = Template(kind, "crashed", "{victims} could not connect: {error}{site}", "the job did not start",
+    "check that every rank started, and that its address and port are reachable from the others; "
+    "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface; `distdiag doctor --reach HOST:PORT` tries it",
+    proved=True)  # fmt: skip
+SILENT = Template(kind, "silent",
+    "{culprits} ({hosts}) {culprits:has|have} sent no heartbeat for {silent_s:time}; {victims} "
+    "{victims:waits|wait} for {culprits:it|them}", "{victims:#} of {world} ranks make no progress",
+    "check that the host is up and still sees the run directory; look at its console and its network")  # fmt: skip
 _DO = {
     "SIGKILL": "look for the out-of-memory killer: `dmesg -T | grep -i oom`; else find who sent it",
     "SIGSEGV": "a native crash: run once with `python -X faulthandler` and check the extension called there",
@@ -134,19 +116,15 @@ def _lost(facts: Facts) -> Finding:
     left = parting.enclosing(first.current_site, facts.source) if not (killed or first.exception) else None
     state = "killed" if killed else "crashed"
     return (KILLED if killed else CRASHED)(
-        culprits=culprits,
-        victims=victims,
+        culprits=culprits, victims=victims,
         where=(w for q in facts.cascade.ranks for w in where_stack(s.ranks[q], s.ranks[q].user_stack, state, 3)),
         waiting=wheres(s, (q for q, r in s.ranks.items() if q in victims and (r.blocked or q in echoes))),
-        step=first.step,
-        first_seen_s=first.ended_s if first.ended_s is not None else s.t_s,
-        signal=signal,
-        how=shortened(first.exception or f"exit code {first.exit_code}", 200),
-        site=first.current_site,
+        step=first.step, first_seen_s=first.ended_s if first.ended_s is not None else s.t_s, signal=signal,
+        how=shortened(first.exception or f"exit code {first.exit_code}", 200), site=first.current_site,
         condition=f", under `{left.text}` at line {left.line}" if left is not None else "",
         cost="the job cannot continue without it" if victims else "the job ended",
         do=_DO.get(signal, _DO["signal"]) if killed else _repair(first, culprits, victims, echoes, left),
-    )
+    )  # fmt: skip
 
 
 def _repair(
@@ -167,11 +145,9 @@ def _repair(
 def _at_exit(crashed: list[RankState]) -> Finding:
     first = min(crashed, key=lambda r: (r.ended_s or 0.0, r.rank))
     return AT_EXIT(
-        culprits=sorted(r.rank for r in crashed),
-        step=first.step,
-        first_seen_s=first.ended_s,
+        culprits=sorted(r.rank for r in crashed), step=first.step, first_seen_s=first.ended_s,
         signal=signals.Signals(first.signal or 0).name,
-    )
+    )  # fmt: skip
 
 
 def _first_line(state: RankState) -> str:
@@ -199,12 +175,8 @@ def _unconnected(s: Snapshot, ranks: tuple[int, ...]) -> Finding:
 def _silent_finding(s: Snapshot, ranks: tuple[int, ...], victims: list[int]) -> Finding:
     silent_s = max(s.ranks[q].heartbeat_age_s or 0.0 for q in ranks)
     return SILENT(
-        culprits=ranks,
-        victims=victims,
-        where=wheres(s, ranks),
-        waiting=wheres(s, victims),
+        culprits=ranks, victims=victims, where=wheres(s, ranks), waiting=wheres(s, victims),
         first_seen_s=s.t_s - silent_s,
         hosts=", ".join(dict.fromkeys(s.ranks[q].host or f"node {s.ranks[q].node}" for q in ranks)),
-        silent_s=silent_s,
-        world=s.world_size,
-    )
+        silent_s=silent_s, world=s.world_size,
+    )  # fmt: skip

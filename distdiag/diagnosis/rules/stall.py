@@ -148,18 +148,10 @@ def _trains_on(facts: Facts, r: RankState) -> Finding | None:
     call = s.ranks[victims[0]].blocked
     assert call is not None
     return TRAINS_ON(
-        culprits=(r.rank,),
-        victims=victims,
-        collective=call,
-        where=where_stack(r, stack, "user_code"),
-        waiting=wheres(s, victims),
-        step=r.step,
-        first_seen_s=s.t_s - waited_s,
-        called_at=call.site,
-        ahead=ahead,
-        waited_s=waited_s,
-        world=s.world_size,
-    )
+        culprits=(r.rank,), victims=victims, collective=call, where=where_stack(r, stack, "user_code"),
+        waiting=wheres(s, victims), step=r.step, first_seen_s=s.t_s - waited_s, called_at=call.site,
+        ahead=ahead, waited_s=waited_s, world=s.world_size,
+    )  # fmt: skip
 
 
 def _incomplete(facts: Facts) -> Iterator[Finding]:
@@ -179,14 +171,10 @@ def _incomplete(facts: Facts) -> Iterator[Finding]:
             issued = f"{_end_text(ranks[0], first)} and {_end_text(ranks[1], calls[ranks[1]])}, and the message has"
         yield INCOMPLETE(
             severity=Severity.ERROR if waited_s > limits.error_factor * limit_s else Severity.WARNING,
-            victims=ranks,
-            collective=first,
+            victims=ranks, collective=first,
             waiting=wheres(s, ranks, "waiting", {q: call.site for q, call in calls.items()}),
-            step=max(s.ranks[r].step for r in ranks),
-            first_seen_s=since_s,
-            issued=issued,
-            waited_s=waited_s,
-        )
+            step=max(s.ranks[r].step for r in ranks), first_seen_s=since_s, issued=issued, waited_s=waited_s,
+        )  # fmt: skip
 
 
 def _nobody_moves(facts: Facts) -> Iterator[Finding]:
@@ -206,13 +194,9 @@ def _nobody_moves(facts: Facts) -> Iterator[Finding]:
         for site, q in [*at_site.items()][:4]
     )
     yield NOBODY_MOVES(
-        victims=sorted(s.ranks),
-        where=map(where, ranks),
-        step=max(r.step for r in ranks),
-        first_seen_s=s.t_s - still_s,
-        still_s=still_s,
-        places=places,
-    )
+        victims=sorted(s.ranks), where=map(where, ranks), step=max(r.step for r in ranks),
+        first_seen_s=s.t_s - still_s, still_s=still_s, places=places,
+    )  # fmt: skip
 
 
 def _end_text(rank: int, call: Call) -> str:
@@ -272,27 +256,19 @@ _NO_PROGRESS_OF = "{victims:#} of {world} ranks make no progress"
 _warning = partial(Template, kind, severity=Severity.WARNING)
 STALL = _warning("user_code", "{missing}{size}{implicit}; {does}{worker}{open}{handling}; {victims} {victims:has|have} waited "
                  "{waited_s:time}{usual}", _NO_PROGRESS_OF, "{do}")  # fmt: skip
-TRAINS_ON = _warning(
-    "user_code",
-    "{culprits} has not entered {collective}{called_at} and keeps training{site}, {ahead:,} steps ahead of {victims}, "
-    "{victims:which has|which have} waited {waited_s:time}",
-    _NO_PROGRESS_OF,
-    "check when that loop ends: a condition on the rank's own loss, time or data; let all ranks decide together, or bound its "
-    "steps; this is cleared if the rank enters the collective",
-)
-INCOMPLETE = _warning(
-    "unknown",
-    "{issued} not completed for {waited_s:time}: a device is busy with earlier work, or the network does not deliver",
-    NO_PROGRESS,
-    "see what the devices do (`nvidia-smi`, a long kernel before the call?) and the network's errors",
-)
-NOBODY_MOVES = _warning(
-    "unknown",
-    "no rank has moved for {still_s:time}, and none is known to wait for another: {places}",
-    NO_PROGRESS,
-    "`distdiag dump` saves the stacks of all threads: look for a lock or a native call that two of them need, threads that "
-    "communicate at once, or a device that hangs",
-)
+TRAINS_ON = _warning("user_code",
+    "{culprits} has not entered {collective}{called_at} and keeps training{site}, {ahead:,} steps ahead of "
+    "{victims}, {victims:which has|which have} waited {waited_s:time}", _NO_PROGRESS_OF,
+    "check when that loop ends: a condition on the rank's own loss, time or data; let all ranks decide together, "
+    "or bound its steps; this is cleared if the rank enters the collective")  # fmt: skip
+INCOMPLETE = _warning("unknown",
+    "{issued} not completed for {waited_s:time}: a device is busy with earlier work, or the network does not "
+    "deliver", NO_PROGRESS,
+    "see what the devices do (`nvidia-smi`, a long kernel before the call?) and the network's errors")  # fmt: skip
+NOBODY_MOVES = _warning("unknown",
+    "no rank has moved for {still_s:time}, and none is known to wait for another: {places}", NO_PROGRESS,
+    "`distdiag dump` saves the stacks of all threads: look for a lock or a native call that two of them need, "
+    "threads that communicate at once, or a device that hangs")  # fmt: skip
 _DOES = {a.word: a.does for a in ACTIVITIES if a.does}
 _DO = {a.word: a.do for a in ACTIVITIES if a.do} | {
     "": "check that line; `distdiag dump` saves all stacks; this is cleared if the rank continues",
@@ -317,28 +293,22 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
     return STALL(
         cause=_CAUSE.get(doing, "user_code" if r.current_site else "unknown"),
         severity=Severity.ERROR if any(x.waited_s > limits.error_factor * x.limit_s for x in late) else None,
-        culprits=ranks,
-        victims=victims,
-        collective=call if call.op else None,
+        culprits=ranks, victims=victims, collective=call if call.op else None,
         where=(
             *(w for state in states for w in where_stack(state, state.user_stack, state.activity)),
             *(where(state, "data_worker", w) for state, w in workers),
         ),
-        waiting=wheres(s, victims),
-        step=r.step,
-        first_seen_s=s.t_s - first.waited_s,
+        waiting=wheres(s, victims), step=r.step, first_seen_s=s.t_s - first.waited_s,
         missing=_missing_text(ranks, call, victim.rank),
-        size=f", {size_text(call.bytes)}" if call.bytes else "",
-        implicit=implicit_text(victim, call),
+        size=f", {size_text(call.bytes)}" if call.bytes else "", implicit=implicit_text(victim, call),
         does=f"{'it' if len(late) == 1 else 'each'} {_DOES.get(doing, 'is busy')}{at(r.current_site)}",
         worker=_worker_text(r) if doing == "data" else "",
         open=_open_text(*left_open) if left_open is not None else "",
         handling=f", while it handles {pending_exception.handled(r)}" if r.handling else "",
         waited_s=first.waited_s,
         usual=f" (its longest so far: {rough_duration(longest_s)})" if longest_s > 0.5 else "",
-        world=s.world_size,
-        do=_do(r, doing, bool(workers), left_open),
-    )
+        world=s.world_size, do=_do(r, doing, bool(workers), left_open),
+    )  # fmt: skip
 
 
 def _do(r: RankState, doing: str, workers: bool, left_open: tuple[Call, tuple[int, ...]] | None) -> str:

@@ -26,14 +26,10 @@ class Limits:
 
 
 limits = Limits()
-LATE = Template(
-    kind,
-    "late_rank",
+LATE = Template(kind, "late_rank",
     "{what} ran into its timeout on {victims}: {culprits} {culprits:was|were} alive and late{by}{site}",
-    "the job ended",
-    "do that work on all ranks, or outside the step, or raise the group's timeout to cover it",
-    proved=True,
-)
+    "the job ended", "do that work on all ranks, or outside the step, or raise the group's timeout to cover it",
+    proved=True)  # fmt: skip
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
@@ -50,13 +46,8 @@ def _finding(facts: Facts) -> Finding:
     since_s = call.entered_s if call is not None else None
     waited_s = (first.ended_s or s.t_s) - since_s if since_s is not None else 0.0
     return LATE(
-        culprits=facts.cascade.ranks,
-        victims=[r.rank for r in victims],
-        collective=call,
-        where=(w for r in late for w in where_stack(r, r.user_stack, None, 3)),
-        waiting=map(where, victims),
-        step=first.step,
-        first_seen_s=since_s,
-        what=call or "a collective",
+        culprits=facts.cascade.ranks, victims=[r.rank for r in victims], collective=call,
+        where=(w for r in late for w in where_stack(r, r.user_stack, None, 3)), waiting=map(where, victims),
+        step=first.step, first_seen_s=since_s, what=call or "a collective",
         by=f" by more than {rough_duration(waited_s)}" if waited_s else "",
-    )
+    )  # fmt: skip

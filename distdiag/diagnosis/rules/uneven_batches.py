@@ -135,22 +135,13 @@ def _weighted(s: Snapshot, usual: dict[int, int]) -> bool:
 
 # -- wording ----------------------------------------------------------------------------------------------------------
 
-COUNT = Template(
-    kind,
-    "count",
-    "{each}{site}",
+COUNT = Template(kind, "count", "{each}{site}",
     "after batch {fewest:,} {victims} {victims:hangs|hang}: {culprits} {culprits:has|have} no batch left",
-    "{do}",
-)
-SIZE = Template(
-    kind,
-    "size",
-    "local batch sizes differ in every step: {each}",
+    "{do}")  # fmt: skip
+SIZE = Template(kind, "size", "local batch sizes differ in every step: {each}",
     "DDP averages ranks, not samples: a sample of the small batch weighs {factor:.1f}x as much",
-    "use the same batch size on every rank, or weight each rank's loss by its number of samples",
-    proved=True,
-    severity=Severity.WARNING,
-)
+    "use the same batch size on every rank, or weight each rank's loss by its number of samples", proved=True,
+    severity=Severity.WARNING)  # fmt: skip
 
 
 def _count_finding(s: Snapshot, loaders: dict[int, Loader], counts: dict[int, int], predicted: bool) -> Finding:
@@ -166,19 +157,14 @@ def _count_finding(s: Snapshot, loaders: dict[int, Loader], counts: dict[int, in
         each = "; ".join(_seen_texts(loaders, counts, exhausted))
     samplers = all(x.distributed_sampler for x in loaders.values())
     return COUNT(
-        proved=not predicted,
-        culprits=out,
-        victims=waiting,
+        proved=not predicted, culprits=out, victims=waiting,
         where=(w for q in out for w in _past_the_loop(s.ranks[q], loaders[q])),
-        waiting=(w for q in waiting for w in _past_the_loop(s.ranks[q], loaders[q])),
-        step=s.ranks[out[0]].step,
-        each=each,
-        site=loaders[short[0]].site,
-        fewest=fewest,
+        waiting=(w for q in waiting for w in _past_the_loop(s.ranks[q], loaders[q])), step=s.ranks[out[0]].step,
+        each=each, site=loaders[short[0]].site, fewest=fewest,
         do="give every rank the same number of samples: pad or drop in the sampler"
         if samplers
         else "use DistributedSampler (it pads), drop_last, or torch's Join context",
-    )
+    )  # fmt: skip
 
 
 def _by(values: dict[int, int]) -> list[tuple[int, list[int]]]:
@@ -210,10 +196,8 @@ def _size_finding(s: Snapshot, usual: dict[int, int]) -> Finding:
     odd = sorted(q for q, n in usual.items() if majority is not None and n != majority)
     sites = {q: next((x.site for x in s.ranks[q].loaders if x.in_training), None) for q in usual}
     return SIZE(
-        culprits=odd,
-        victims=sorted(set(usual) - set(odd)),
-        where=wheres(s, odd or sorted(usual), "data", sites),
-        step=min(r.step for r in s.ranks.values()),
+        culprits=odd, victims=sorted(set(usual) - set(odd)),
+        where=wheres(s, odd or sorted(usual), "data", sites), step=min(r.step for r in s.ranks.values()),
         each="; ".join(f"{rank_list([q for q, n in usual.items() if n == k])}: {k} samples" for k, _ in most),
         factor=max(usual.values()) / min(usual.values()),
-    )
+    )  # fmt: skip

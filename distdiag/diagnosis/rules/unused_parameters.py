@@ -196,30 +196,16 @@ def _not_needed(s: Snapshot) -> Finding | Abstained:
 
 # -- wording ----------------------------------------------------------------------------------------------------------
 
-UNUSED_TEXT = Template(
-    kind,
-    "never_used",
-    "{n:,} parameter{n:|s} ({elements:,} element{elements:|s}) {lack}: {shown}{site}{why}{branch}",
-    "{cost}",
-    "{do}",
-    proved=True,
-)
-FROZEN = Template(
-    kind,
-    "frozen",
+UNUSED_TEXT = Template(kind, "never_used",
+    "{n:,} parameter{n:|s} ({elements:,} element{elements:|s}) {lack}: {shown}{site}{why}{branch}", "{cost}",
+    "{do}", proved=True)  # fmt: skip
+FROZEN = Template(kind, "frozen",
     "{m.frozen} of {all} parameters are frozen (requires_grad False), so DDP does not wait for them: {shown}",
-    "none, if that is intended",
-    "set requires_grad before wrapping in DDP if you want to train them",
-    proved=True,
-    severity=Severity.INFO,
-)
-NOT_NEEDED = Template(
-    kind,
-    "flag_not_needed",
+    "none, if that is intended", "set requires_grad before wrapping in DDP if you want to train them", proved=True,
+    severity=Severity.INFO)  # fmt: skip
+NOT_NEEDED = Template(kind, "flag_not_needed",
     "find_unused_parameters=True{site}, but every parameter got a gradient in all {checks} checks",
-    "{spent} spent searching the graph{gain}",
-    "{do}",
-)
+    "{spent} spent searching the graph{gain}", "{do}")  # fmt: skip
 _DO = {
     "frozen later": "freeze them before the model is wrapped in DDP, or wrap it again afterwards: DDP still expects their gradients",
     "expected": "freeze or remove them if they stay unused on purpose",
@@ -241,25 +227,17 @@ def _finding(case: _Case, unused: dict[str, int], differs: bool, severity: Sever
         lack = f"never got a gradient on any rank ({case.checks} checks)"
     crash = "DDP refuses the next forward" if case.refused else "DDP will refuse the next forward"
     return UNUSED_TEXT(
-        cause="differs_between_ranks" if differs else "never_used",
-        severity=severity,
-        culprits=culprits,
+        cause="differs_between_ranks" if differs else "never_used", severity=severity, culprits=culprits,
         victims=(q for q in sorted(case.with_models) if q not in culprits),
         where=(
             where(ranks[q], "crashed" if q in case.refused else None, having[q].unused_site) for q in sorted(having)
         ),
-        names=names,
-        step=max(m.unused_step for m in having.values()),
-        n=len(names),
-        elements=sum(unused.values()),
-        lack=lack,
-        shown=_shown(names, len(names)),
-        site=next((m.unused_site for m in having.values() if m.unused_site), None),
-        why=_why(case),
-        branch=_branch(case, culprits),
-        cost=crash if severity == Severity.ERROR else "they are never trained",
+        names=names, step=max(m.unused_step for m in having.values()), n=len(names),
+        elements=sum(unused.values()), lack=lack, shown=_shown(names, len(names)),
+        site=next((m.unused_site for m in having.values() if m.unused_site), None), why=_why(case),
+        branch=_branch(case, culprits), cost=crash if severity == Severity.ERROR else "they are never trained",
         do=_DO["frozen later" if case.frozen_later else "expected" if case.expected else "unused"],
-    )
+    )  # fmt: skip
 
 
 def _why(case: _Case) -> str:

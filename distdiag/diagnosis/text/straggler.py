@@ -20,46 +20,32 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.rules.straggler import Case
 
 _row = partial(Template, kinds.STRAGGLER)
-SLOW = _row(
-    "host",
-    "{culprits}: {what} {up_to}+{x.phase_ms:.0f} ms per step against the others{queued}, {slower} in {count} of the last {n} steps{site}",
+SLOW = _row("host",
+    "{culprits}: {what} {up_to}+{x.phase_ms:.0f} ms per step against the others{queued}, {slower} in {count} of "
+    "the last {n} steps{site}",
     "{victims} {victims:waits|wait} {slow.gain_ms:.0f} ms of a step of {slow.step_ms:.0f} ms{gain}",
-    "{do}",
-)
-STAGE = _row(
-    "stage",
-    "{culprits}: the longest stage, {what} +{x.phase_ms:.0f} ms per step against the others",
+    "{do}")  # fmt: skip
+STAGE = _row("stage", "{culprits}: the longest stage, {what} +{x.phase_ms:.0f} ms per step against the others",
     "{victims} {victims:is|are} idle for {slow.gain_ms:.0f} ms per step because of it: {share:share} of step time",
-    "if this pipeline is too slow, move layers from {culprits} to the others; more micro-batches shorten the idle time at the start "
-    "and end of a step",
-    severity=Severity.INFO,
-)
-DEVICE = _row(
-    "forward",
-    "{culprits}: forward takes {ms:.0f} ms on its device, {usual_ms:.0f} ms on the others', slowest in {count} of the last {n} steps; "
-    "its host is not late",
+    "if this pipeline is too slow, move layers from {culprits} to the others; more micro-batches shorten the "
+    "idle time at the start and end of a step", severity=Severity.INFO)  # fmt: skip
+DEVICE = _row("forward",
+    "{culprits}: forward takes {ms:.0f} ms on its device, {usual_ms:.0f} ms on the others', slowest in {count} "
+    "of the last {n} steps; its host is not late",
     "{victims} {victims:waits|wait} at least {excess_ms:.0f} ms per step: {share:share} of step time",
-    "compare the input sizes of {culprits} with the others'; if they are equal, check its device: clocks, power limit, temperature, "
-    "other processes",
-)
-AT_TIMES = _row(
-    "host",
+    "compare the input sizes of {culprits} with the others'; if they are equal, check its device: clocks, power "
+    "limit, temperature, other processes")  # fmt: skip
+AT_TIMES = _row("host",
     "{culprits}: {what} +{found.gain_ms:.0f} ms in {when}{found.indices:#} of the last {n}{steps}{site}",
-    "{victims} {victims:waits|wait} {found.cost:share} of the time for it",
-    "{do}",
-)
-ROTATING = _row(
-    "rotating",
-    "no single rank is slow: the slowest changed {changes} times in {n} steps, skew p50 {found.gain_ms:.0f} ms, mostly in {phase}",
-    "{share:share} of step time is spent waiting for the slowest rank",
-    "look for work of varying length on all ranks (input sizes, garbage collection, cron), not for one bad node",
-)
-BY_ARRIVAL = _row(
-    "host",
+    "{victims} {victims:waits|wait} {found.cost:share} of the time for it", "{do}")  # fmt: skip
+ROTATING = _row("rotating",
+    "no single rank is slow: the slowest changed {changes} times in {n} steps, skew p50 {found.gain_ms:.0f} ms, "
+    "mostly in {phase}", "{share:share} of step time is spent waiting for the slowest rank",
+    "look for work of varying length on all ranks (input sizes, garbage collection, cron), not for one bad node")  # fmt: skip
+BY_ARRIVAL = _row("host",
     "{culprits} enters {op} last in {count} of the last {n}, {skew_ms:.0f} ms after the first{site}",
     "the others wait {skew_ms:.0f} ms of every {period_ms:.0f} ms",
-    "look at what {culprits} does between its collectives that the others do not",
-)
+    "look at what {culprits} does between its collectives that the others do not")  # fmt: skip
 _COMPUTES = (
     "compare the input sizes of that rank with the others'; if they are equal, check {clocks}what else runs on its host"
 )
@@ -173,15 +159,10 @@ def rotating(s: Snapshot, window: Window, phase: str, changes: int, found: Subse
     """Return the finding of a slowest rank that keeps changing."""
     sites = {q: next(iter(_stack_of(s.ranks[q], phase)), None) for q in window.ranks}
     return ROTATING(
-        victims=window.ranks,
-        where=wheres(s, window.ranks, None, sites),
-        step=s.ranks[window.ranks[0]].step,
-        changes=changes,
-        n=len(window.columns),
-        found=found,
-        phase="code between steps" if phase == "other" else phase,
-        share=found.gain_ms / found.step_ms,
-    )
+        victims=window.ranks, where=wheres(s, window.ranks, None, sites), step=s.ranks[window.ranks[0]].step,
+        changes=changes, n=len(window.columns), found=found,
+        phase="code between steps" if phase == "other" else phase, share=found.gain_ms / found.step_ms,
+    )  # fmt: skip
 
 
 def by_arrival(
@@ -191,13 +172,7 @@ def by_arrival(
     stack = max(r.phase_stacks.values(), key=len, default=r.user_stack)
     stack = next((r.phase_stacks[name] for name in ("other", "init") if r.phase_sites.get(name)), stack)
     return BY_ARRIVAL(
-        culprits=(r.rank,),
-        victims=[q for q in sorted(s.ranks) if q != r.rank],
-        where=where_stack(r, stack) if stack else (where(r),),
-        site=stack[0] if stack else None,
-        op=recent[-1].op,
-        count=count,
-        n=len(recent),
-        skew_ms=skew_ms,
-        period_ms=period_ms,
-    )
+        culprits=(r.rank,), victims=[q for q in sorted(s.ranks) if q != r.rank],
+        where=where_stack(r, stack) if stack else (where(r),), site=stack[0] if stack else None,
+        op=recent[-1].op, count=count, n=len(recent), skew_ms=skew_ms, period_ms=period_ms,
+    )  # fmt: skip
