@@ -11,12 +11,13 @@ from functools import cached_property
 from typing import Any
 
 from distdiag.diagnosis import kinds
+from distdiag.diagnosis.comparison import vetoed
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity
 from distdiag.diagnosis.model.snapshot import Loader, Snapshot
 from distdiag.diagnosis.text.phrases import wheres
 from distdiag.diagnosis.text.template import Template
-from distdiag.diagnosis.training_data import not_one_model
+from distdiag.diagnosis.training_data import NOT_ONE_MODEL
 
 kind = kinds.DUPLICATE_DATA
 
@@ -42,7 +43,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     loaders = facts.loaders
     if s.world_size > 1 and _same_work(s, loaders):
         yield _found(SAME_WORK, s, loaders, sorted(s.ranks), repeated=len(s.ranks) - 1)
-    elif (veto := not_one_model(s)) is not None:
+    elif (veto := vetoed(NOT_ONE_MODEL, s)) is not None:
         yield veto
     elif any(g.ranks and 1 < len(g.ranks) < s.world_size and _used(s, name) for name, g in s.groups.items()):
         yield Abstained("the ranks use smaller groups: model-parallel ranks read the same batches by design", True)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from distdiag.diagnosis import kinds
+from distdiag.diagnosis.comparison import vetoed
 from distdiag.diagnosis.endings import End
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, Where, rank_list
@@ -25,7 +26,7 @@ from distdiag.diagnosis.model.guards import may_end_early
 from distdiag.diagnosis.model.snapshot import DEAD, Loader, RankState, Snapshot
 from distdiag.diagnosis.text.phrases import at, where, wheres
 from distdiag.diagnosis.text.template import Template
-from distdiag.diagnosis.training_data import not_one_model, only_shadows, uneven_ranks
+from distdiag.diagnosis.training_data import NOT_ONE_MODEL, only_shadows, uneven_ranks
 
 kind = kinds.UNEVEN_BATCHES
 
@@ -52,7 +53,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     if seen is not None:
         yield seen
         return
-    if (veto := not_one_model(s)) is not None:
+    if (veto := vetoed(NOT_ONE_MODEL, s)) is not None:
         yield veto
         return
     for cause, outcome in (("count", _count(facts)), ("size", _size(s))):
