@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from distdiag.diagnosis.gain import gain
+from distdiag.diagnosis.comparison import gain
 from distdiag.diagnosis.model.snapshot import Step
 from distdiag.diagnosis.step_times import Window
 from distdiag.store.liveness import Monitor

@@ -5,13 +5,10 @@ A gain is at most what is exposed: communication that overlaps with the computat
 
 from __future__ import annotations
 
-import itertools
-import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distdiag.diagnosis.gain import BLOCKS, T_95
+from distdiag.diagnosis.comparison import BLOCKS, blocks, half_interval
 from distdiag.diagnosis.model.snapshot import Buckets, DdpTime, Snapshot
 from distdiag.diagnosis.step_times import LIMITS as STEPS
 
@@ -70,10 +67,9 @@ def _interval(times: Sequence[DdpTime]) -> tuple[float, float] | None:
     n = len(times)
     if n < LEAST_OF_INTERVAL:
         return None
-    ends = [round(k * n / BLOCKS) for k in range(BLOCKS + 1)]
-    blocks = [times[a:b] for a, b in itertools.pairwise(ends)]
-    if any(sum(x.step_ms for x in block) <= 0 for block in blocks):
+    parts = [times[first:end] for first, end in blocks(n)]
+    if any(sum(x.step_ms for x in part) <= 0 for part in parts):
         return None
-    half = T_95 * math.sqrt(2 / BLOCKS) * statistics.stdev([_share(block) for block in blocks])
+    half = half_interval([_share(part) for part in parts])
     share = _share(times)
     return max(0.0, share - half), min(1.0, share + half)

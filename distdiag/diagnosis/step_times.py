@@ -49,6 +49,10 @@ class Window:
     def ranks(self) -> list[int]:
         return sorted(self.steps)
 
+    def step_ms(self, rank: int) -> float:
+        """Return the median step time of a rank, ms."""
+        return statistics.median(x.step_ms for x in self.steps[rank])
+
     @cached_property
     def rows(self) -> list[list[float]]:
         """`self_ms` of every rank."""

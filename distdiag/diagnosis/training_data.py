@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distdiag.diagnosis.model.findings import Abstained
+from distdiag.diagnosis.comparison import Veto
+from distdiag.diagnosis.model.findings import Abstained, rank_list
 from distdiag.diagnosis.model.snapshot import Loader, Snapshot, Step
 
 
@@ -66,17 +67,20 @@ def only_shadows(steps: Sequence[Step]) -> bool:
     return 2 * sum(x.loss == 0 for x in steps) > len(steps)
 
 
-def not_one_model(s: Snapshot) -> Abstained | None:
-    """Return why the ranks' batches are not compared; None if they train one model together."""
-    if s.world_size < 2:
-        return Abstained("there is one rank only")
-    if len(s.ranks) < s.world_size:
-        return Abstained(f"{len(s.ranks)} of {s.world_size} ranks have reported")
-    if any(r.in_join for r in s.ranks.values()):
-        return Abstained("the ranks are in torch's Join context: uneven inputs are legal", checked=True)
-    if not synchronous(s):
-        return Abstained("the ranks do not train one model together, as far as the recorder can see")
-    return None
+def only_shadow(ranks: Sequence[int]) -> Abstained:
+    """Return why steps with these ranks are not judged."""
+    return Abstained(f"{rank_list(ranks)} only shadow the collectives of the others", checked=True)
+
+
+# Why the ranks' batches are not compared.
+NOT_ONE_MODEL = (
+    Veto("one rank", lambda s: s.world_size < 2, "there is one rank only", False),
+    Veto("missing", lambda s: len(s.ranks) < s.world_size, "{c.ranks:#} of {c.world_size} ranks have reported", False),
+    Veto("join", lambda s: any(r.in_join for r in s.ranks.values()),
+         "the ranks are in torch's Join context: uneven inputs are legal"),
+    Veto("not one model", lambda s: not synchronous(s),
+         "the ranks do not train one model together, as far as the recorder can see", False),
+)  # fmt: skip
 
 
 def least_fetching(s: Snapshot) -> float:

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from distdiag.diagnosis.gain import gain
+from distdiag.diagnosis.comparison import gain
 from distdiag.diagnosis.model.snapshot import Step
 from distdiag.diagnosis.step_times import Window
 

@@ -13,6 +13,7 @@ import msgspec
 
 from distdiag.errors import DistdiagError
 from distdiag.tapes.tape import Answer, Verdict, judge, read_tape
+from tests.faults import messages
 from tests.faults.collection import Job, load
 from tests.faults.record import ANYWHERE, FOLDER, SUFFIX, TAPES, job_hash
 from tests.faults.scorecard import Observed, Score, score
@@ -27,6 +28,7 @@ class Replayed(msgspec.Struct, kw_only=True):
     score: Score
     answers: tuple[Answer, ...]
     expected: tuple[Answer, ...]  # when it was recorded, or as accepted since
+    messages: str = ""  # what its findings state and advise, measured values masked
     failures: tuple[str, ...] = ()  # exceptions in our own rules
     stale: str = ""  # why it should be recorded again
 
@@ -104,6 +106,7 @@ def replay(path: Path, manifest: Path = FOLDER / "manifest.json", without: Seque
         name=name,
         score=score(job, ANYWHERE, Observed(findings=verdict.findings, readable=True)),
         answers=verdict.answers,
+        messages=messages.text(verdict.findings),
         failures=verdict.failures,
         expected=_accepted().get(name, tape.expected or ()),
         stale="the job has changed since" if changed else "",

@@ -11,7 +11,7 @@ import pytest
 from distdiag.cli import main
 from distdiag.errors import ExitCode
 from distdiag.tapes.tape import read_tape, to_bytes
-from tests.faults import ablation, replay
+from tests.faults import ablation, messages, replay
 from tests.faults.ablation import applied, scaled, variants
 from tests.faults.record import FOLDER, TAPES
 
@@ -25,6 +25,21 @@ def test_a_tape_has_its_verdict(path: Path) -> None:
     result = replay.replay(path)
     assert result.right, "\n".join(result.lines())
     assert not result.stale, f"{result.stale}: distdiag bench faults --record DIR --only {path.stem}"
+    # what a person reads; a wording that is better on purpose: python -m tests.faults.messages, and read the difference
+    assert result.messages == messages.golden().get(result.name)
+
+
+def test_the_golden_has_no_message_of_a_tape_that_is_gone() -> None:
+    assert messages.golden().keys() == {f"{path.parent.name}/{path.stem}" for path in PATHS}
+
+
+def test_measured_values_are_masked_and_other_numbers_are_not() -> None:
+    text = (
+        "rank 1: backward +34 ms in step 45 of 1,024 at train.py:88, 0.93 of it, 4.0 KiB, by 3.1e-05, 22 % of op #417"
+    )
+    assert messages.masked(text) == (
+        "rank 1: backward +~ ms in step 45 of 1,024 at train.py:88, ~ of it, ~ KiB, by ~, ~ % of op #417"
+    )
 
 
 def test_the_tapes_are_small() -> None:

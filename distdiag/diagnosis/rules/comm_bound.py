@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.gradient_cost import PARTS, Gradients, gradients
-from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
+from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.model.snapshot import Buckets, Snapshot
 from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import share_of_all
 from distdiag.diagnosis.text.phrases import count
+from distdiag.diagnosis.text.template import Template
+from distdiag.diagnosis.training_data import only_shadow
 from distdiag.terms.units import percent, size_text
 
 kind = kinds.COMM_BOUND
@@ -38,30 +40,35 @@ class Limits:
 
 
 limits = Limits()
+COMM_BOUND = Template(
+    kind, None,
+    "exposed communication: at least {share:share} of {of} on every rank, with no rank late{gradients}{cores}",
+    "{share:share} of {of}", "{do}")  # fmt: skip
+_PROBE = "`distdiag probe allreduce` measures what this machine can do"
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     """Yield the share of time that all ranks lose to communication."""
-    window, ddp = facts.window, gradients(facts.snapshot)
+    s, window, ddp = facts.snapshot, facts.window, gradients(facts.snapshot)
+    share, of, why = 0.0, "step time", None
     if isinstance(window, Abstained):
-        ranks, late = sorted(facts.snapshot.ranks), any(f.kind == kinds.STRAGGLER.name for f in facts.found)
-        on_device = not all(r.wait_measured for r in facts.snapshot.ranks.values())
-        if not late and (share := _shared_waits(facts.snapshot)) >= limits.share:
-            yield _finding(facts.snapshot, ranks, share, "the time", None)
-        elif not late and on_device and ddp is not None and ddp.share >= limits.share:
-            # hosts run ahead, DDP's times are the device's
-            yield _finding(facts.snapshot, ranks, ddp.share, "step time", ddp)
+        late, why = any(f.kind == kinds.STRAGGLER.name for f in facts.found), window
+        share, of = (0.0 if late else _shared_waits(s)), "the time"
+        if share < limits.share and not late and ddp is not None and not all(r.wait_measured for r in s.ranks.values()):
+            share, of = ddp.share, "step time"  # hosts run ahead, DDP's times are the device's
         else:
-            yield window
+            ddp = None
     elif facts.shadows:
-        yield Abstained(f"{rank_list(facts.shadows)} only shadow the collectives of the others", checked=True)
+        why = only_shadow(facts.shadows)
     elif window.inferred:
-        if ddp is None:
-            yield Abstained("communication is on the device, and DDP has timed too few steps")
-        elif ddp.share >= limits.share:
-            yield _finding(facts.snapshot, window.ranks, ddp.share, "step time", ddp)
-    elif share := share_of_all(window, lambda x: x.wait_ms, limits.share):
-        yield _finding(facts.snapshot, window.ranks, share, "step time", ddp)
+        share = ddp.share if ddp is not None else 0.0
+        why = None if ddp is not None else Abstained("communication is on the device, and DDP has timed too few steps")
+    else:
+        share = share_of_all(window, lambda x: x.wait_ms, limits.share)
+    if share >= limits.share:
+        yield _finding(s, sorted(s.ranks) if isinstance(window, Abstained) else window.ranks, share, of, ddp)
+    elif why is not None:
+        yield why
 
 
 def _shared_waits(s: Snapshot) -> float:
@@ -74,28 +81,17 @@ def _shared_waits(s: Snapshot) -> float:
     return min(sum(a.shared_ms for a in recent[:-1]) / span_ms, 1.0) if span_ms > limits.least_span_ms else 0.0
 
 
-def _finding(snapshot: Snapshot, ranks: list[int], share: float, of: str, ddp: Gradients | None) -> Finding:
+def _finding(s: Snapshot, ranks: list[int], share: float, of: str, ddp: Gradients | None) -> Finding:
     share = max(share, ddp.share if ddp is not None else 0.0)  # both are lower limits
-    message = f"exposed communication: at least {percent(share)} of {of} on every rank, with no rank late"
-    advice = (
-        "`distdiag probe allreduce` measures what this machine can do; communicate less often, or in larger messages"
-    )
+    text, do = "", f"{_PROBE}; communicate less often, or in larger messages"
     if ddp is not None and ddp.share >= share / 2:  # the gradients are most of it
         b = ddp.buckets
-        message += f"; DDP's gradients, {size_text(b.bytes)} in {count(b.buckets, 'bucket')}, take {percent(ddp.share)}"
-        on_nccl = all(any(word in g.backend for word in BF16_BACKENDS) for g in snapshot.groups.values())
-        advice = "; ".join(_advice(ddp, b, on_nccl))
-    if (snapshot.host_cpu_pct or 0.0) > limits.busy_host_pct:
-        message += "; the host's cores are all in use, so ranks also wait for a CPU"
-    return Finding(
-        kind=kind.name,
-        certainty=Certainty.SUSPECTED,
-        severity=Severity.INFO,
-        victims=tuple(ranks),
-        message=message,
-        cost=f"{percent(share)} of {of}",
-        advice=advice,
-    )
+        text = f"; DDP's gradients, {size_text(b.bytes)} in {count(b.buckets, 'bucket')}, take {percent(ddp.share)}"
+        on_nccl = all(any(word in g.backend for word in BF16_BACKENDS) for g in s.groups.values())
+        do = "; ".join(_advice(ddp, b, on_nccl))
+    busy = (s.host_cpu_pct or 0.0) > limits.busy_host_pct
+    cores = "; the host's cores are all in use, so ranks also wait for a CPU" if busy else ""
+    return COMM_BOUND(victims=ranks, share=share, of=of, gradients=text, cores=cores, do=do)
 
 
 def _advice(ddp: Gradients, b: Buckets, on_nccl: bool) -> Iterator[str]:
@@ -119,4 +115,4 @@ def _advice(ddp: Gradients, b: Buckets, on_nccl: bool) -> Iterator[str]:
         yield f"buckets of {size_text(b.bytes // b.buckets)} are small: raise `bucket_cap_mb`"
     if not b.gradient_as_bucket_view:
         yield "`gradient_as_bucket_view=True` saves a copy of the gradients"
-    yield "`distdiag probe allreduce` measures what this machine can do"
+    yield _PROBE

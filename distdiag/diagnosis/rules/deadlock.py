@@ -19,11 +19,11 @@ from distdiag.diagnosis.culprit import parting
 from distdiag.diagnosis.endings import End
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.locks import LockCycle
-from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
+from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.model.snapshot import Snapshot
-from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.incident_finding import incident_findings
-from distdiag.diagnosis.text.phrases import NO_PROGRESS, at, op_text, reference, where
+from distdiag.diagnosis.text.phrases import NO_PROGRESS, op_text, where, wheres
+from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.waits.wait import last_wait
 
 kind = kinds.DEADLOCK
@@ -50,52 +50,40 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
 
 # -- wording: deadlocks that are not read from the wait-for graph ----------------------------------------------------
 
+FILE_LOCK = Template(kind, "file_lock",
+    "rank {rank} waits{at_lock} for a file lock that {culprits} {culprits:holds|hold}, and {culprits} "
+    "{culprits:waits|wait} for rank {rank} in {collective}{site}", NO_PROGRESS,
+    "release the lock before the collective: hold no lock across one", proved=True)  # fmt: skip
+FINISHED = Template(kind, "rank_finished",
+    "{culprits} finished after step {step} while {victims} continued{waited}{parting}",
+    "the others wait for a rank that has ended, and fail",
+    "give every rank the same number of steps, or leave the loop on all ranks together (or use Join); check for "
+    "an exit (sys.exit, os._exit in a thread) on some ranks only", proved=True)  # fmt: skip
+
 
 def lock_finding(s: Snapshot, lock: LockCycle) -> Finding:
     """Return the finding of a file lock whose holders wait for the rank that wants it."""
-    r, holders = s.ranks[lock.rank], lock.holders
-    call = s.ranks[holders[0]].blocked
+    wanting, holder = s.ranks[lock.rank], s.ranks[lock.holders[0]]
+    call = holder.blocked
     assert call is not None
-    return Finding(
-        kind=kind.name,
-        cause="file_lock",
-        certainty=Certainty.PROVED,
-        severity=Severity.ERROR,
-        culprits=holders,
-        victims=tuple(q for q in lock.members if q not in holders),
-        collective=reference(call),
-        where=(*(where(s.ranks[h], "waiting") for h in holders), where(r, "lock")),
-        waiting=tuple(where(s.ranks[v]) for v in lock.members if v != r.rank and v not in holders),
-        step=r.step,
-        message=f"rank {r.rank} waits{at(r.current_site)} for a file lock that {rank_list(holders)} {verb(holders, 'holds', 'hold')}, "
-        f"and {rank_list(holders)} {verb(holders, 'waits', 'wait')} for rank {r.rank} in "
-        f"{op_text(call)}{at(s.ranks[holders[0]].current_site)}",
-        cost=NO_PROGRESS,
-        advice="release the lock before the collective: hold no lock across one",
-    )
+    victims = [q for q in lock.members if q not in lock.holders]
+    return FILE_LOCK(
+        culprits=lock.holders, victims=victims, collective=call,
+        where=(*wheres(s, lock.holders, "waiting"), where(wanting, "lock")),
+        waiting=wheres(s, (q for q in victims if q != lock.rank)), step=wanting.step, rank=lock.rank,
+        at_lock=wanting.current_site,
+    )  # fmt: skip
 
 
 def _finished(facts: Facts) -> Finding:
     s, culprits, victims = facts.snapshot, facts.cascade.ranks, facts.cascade.others
-    finished = [s.ranks[q] for q in culprits]
-    call = last_wait(s.ranks[victims[0]])
+    first, waiting = s.ranks[culprits[0]], s.ranks[victims[0]]
+    call = last_wait(waiting)
     first_echo_s = min((s.ranks[q].ended_s or s.t_s for q in facts.ends), default=s.t_s)
-    return Finding(
-        kind=kind.name,
-        cause="rank_finished",
-        certainty=Certainty.PROVED,
-        severity=Severity.ERROR,
-        culprits=culprits,
-        victims=victims,
-        collective=reference(call) if call else None,
-        where=tuple(where(r, "finished") for r in finished),
-        waiting=tuple(where(s.ranks[q]) for q in victims),
-        step=finished[0].step,
-        first_seen_s=min((r.ended_s for r in finished if r.ended_s is not None), default=first_echo_s),
-        message=f"{rank_list(culprits)} finished after step {finished[0].step} while {rank_list(victims)} continued"
-        + (f" and waited in {op_text(call)}" if call and call.op else "")
-        + parting.parting_text(parting.leaving(finished[0].current_site, s.ranks[victims[0]].user_stack, facts.source)),
-        cost="the others wait for a rank that has ended, and fail",
-        advice="give every rank the same number of steps, or leave the loop on all ranks together (or use Join); check for an "
-        "exit (sys.exit, os._exit in a thread) on some ranks only",
-    )
+    return FINISHED(
+        culprits=culprits, victims=victims, collective=call, where=wheres(s, culprits, "finished"),
+        waiting=wheres(s, victims), step=first.step,
+        first_seen_s=min((t for q in culprits if (t := s.ranks[q].ended_s) is not None), default=first_echo_s),
+        waited=f" and waited in {op_text(call)}" if call and call.op else "",
+        parting=parting.parting_text(parting.leaving(first.current_site, waiting.user_stack, facts.source)),
+    )  # fmt: skip

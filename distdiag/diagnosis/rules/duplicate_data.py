@@ -5,16 +5,19 @@ Faulty jobs: noise_seeds, same_shuffle, frozen_order, char_windows, no_group. He
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from distdiag.diagnosis import kinds
+from distdiag.diagnosis.comparison import vetoed
 from distdiag.diagnosis.facts import Facts
-from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
+from distdiag.diagnosis.model.findings import Abstained, Finding, Severity
 from distdiag.diagnosis.model.snapshot import Loader, Snapshot
-from distdiag.diagnosis.text.phrases import at, where
-from distdiag.diagnosis.training_data import not_one_model
+from distdiag.diagnosis.text.phrases import wheres
+from distdiag.diagnosis.text.template import Template
+from distdiag.diagnosis.training_data import NOT_ONE_MODEL
 
 kind = kinds.DUPLICATE_DATA
 
@@ -39,8 +42,8 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     s = facts.snapshot
     loaders = facts.loaders
     if s.world_size > 1 and _same_work(s, loaders):
-        yield _same_work_finding(s, loaders)
-    elif (veto := not_one_model(s)) is not None:
+        yield _found(SAME_WORK, s, loaders, sorted(s.ranks), repeated=len(s.ranks) - 1)
+    elif (veto := vetoed(NOT_ONE_MODEL, s)) is not None:
         yield veto
     elif any(g.ranks and 1 < len(g.ranks) < s.world_size and _used(s, name) for name, g in s.groups.items()):
         yield Abstained("the ranks use smaller groups: model-parallel ranks read the same batches by design", True)
@@ -50,7 +53,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         if (found := _same_batches(loaders)) is not None:
             yield _same_batches_finding(s, found)
         if (ranks := _same_order(loaders)) and len(ranks) == len(loaders):
-            yield _same_order_finding(s, loaders, ranks)
+            yield _found(SAME_ORDER, s, loaders, ranks, epoch=loaders[ranks[0]].sampler_epoch)
 
 
 def _used(s: Snapshot, name: str) -> bool:
@@ -179,87 +182,54 @@ def _same_work(s: Snapshot, loaders: dict[int, Loader]) -> bool:
 
 # -- wording ----------------------------------------------------------------------------------------------------------
 
-# (made up, only the labels are equal, all read one dataset without a DistributedSampler) -> (severity, advice); first match
-_SAME_BATCHES: tuple[tuple[tuple[bool | None, bool | None, bool | None], Severity, str], ...] = (
-    ((True, None, None), Severity.INFO,
-     "if the data are real: draw them with a seed that differs between ranks (seed + rank), or from one shard per rank"),
-    ((False, True, False), Severity.INFO,
-     "compare a few samples of two ranks; nothing to do if each rank reads its own shards"),
-    ((False, None, None), Severity.WARNING, ""),
-)  # fmt: skip
+_REPEATED = "{repeated} of {world} ranks repeat the work of another"
+SAME_BATCHES = Template(kind, "same_batches_on_ranks", "{victims} train on the same batches{site}", _REPEATED,
+    "{do}", proved=True)  # fmt: skip
+SAME_LABELS = Template(kind, "same_batches_on_ranks",
+    "{victims} train on batches with the same labels{site}: the same samples, augmented differently, or other "
+    "samples with the same pattern of labels", _REPEATED, "{do}")  # fmt: skip
+SAME_WORK = Template(kind, "same_batches_on_ranks",
+    "there is no process group, and {victims} train the same model on the same batches{site}: their parameters "
+    "are equal after the same steps", _REPEATED,
+    "call init_process_group, wrap the model in DistributedDataParallel and give the DataLoader a "
+    "DistributedSampler; or start one rank", proved=True)  # fmt: skip
+SAME_ORDER = Template(kind, "same_order_every_epoch",
+    "every epoch has the same order on all ranks{site}: DistributedSampler shuffles by its epoch number, which "
+    "is still {epoch}", "training sees the same batches in the same order in every epoch",
+    "call sampler.set_epoch(epoch) at the start of each epoch", proved=True)  # fmt: skip
+_DO = {
+    "fed": "if the data are real: draw them with a seed that differs between ranks (seed + rank), or from one shard per rank",
+    "labels": "compare a few samples of two ranks; nothing to do if each rank reads its own shards",
+    "iterable": "let each rank read its own part: give the DataLoader a DistributedSampler(dataset), or, for an IterableDataset, split "
+    "by rank and worker in its `__iter__`",
+    "no sampler": "give the DataLoader a DistributedSampler(dataset)",
+    "dataset": "the DistributedSampler is correct, but the dataset makes the same samples from different indices; seed NumPy and random "
+    "with seed + rank (in workers: worker_init_fn), or draw each sample from a generator seeded by its index",
+    "sampler": "give the DistributedSampler the right rank and num_replicas",
+}
+
+
+def _found(
+    template: Template, s: Snapshot, loaders: dict[int, Loader], ranks: Collection[int], **facts: Any
+) -> Finding:
+    """Return a finding about ranks, each at its loader."""
+    sites, step = {q: x.site for q, x in loaders.items()}, min(r.step for r in s.ranks.values())
+    where = wheres(s, ranks, "data", sites)
+    return template(victims=ranks, where=where, step=step, world=s.world_size, **facts)
 
 
 def _same_batches_finding(s: Snapshot, found: _Doubled) -> Finding:
     x = found.loaders[found.ranks[0]]
-    case = (found.synthetic, found.labels, found.shared)
-    severity, advice = next(
-        (severity, advice)
-        for pattern, severity, advice in _SAME_BATCHES
-        if all(p is None or p == c for p, c in zip(pattern, case, strict=True))
-    )
-    fits = [found.loaders[q].sampler_fits for q in found.ranks]
-    if not x.distributed_sampler and x.dataset_length is None:
-        sampler = (
-            "let each rank read its own part: give the DataLoader a DistributedSampler(dataset), or, for an IterableDataset, split by "
-            "rank and worker in its `__iter__`"
-        )
+    severity = Severity.WARNING
+    if found.synthetic:
+        severity, do = Severity.INFO, "fed"
+    elif found.labels and not found.shared:
+        severity, do = Severity.INFO, "labels"
     elif not x.distributed_sampler:
-        sampler = "give the DataLoader a DistributedSampler(dataset)"
-    elif all(fits):
-        sampler = (
-            "the DistributedSampler is correct, but the dataset makes the same samples from different indices; seed NumPy and random "
-            "with seed + rank (in workers: worker_init_fn), or draw each sample from a generator seeded by its index"
-        )
+        do = "iterable" if x.dataset_length is None else "no sampler"
     else:
-        sampler = "give the DistributedSampler the right rank and num_replicas"
-    return Finding(
-        kind=kind.name,
-        cause="same_batches_on_ranks",
-        certainty=Certainty.SUSPECTED if found.labels else Certainty.PROVED,
-        severity=severity,
-        victims=found.ranks,
-        where=tuple(where(s.ranks[q], "data", found.loaders[q].site) for q in found.ranks),
-        step=min(r.step for r in s.ranks.values()),
-        message=f"{rank_list(found.ranks)} train on batches with the same labels{at(x.site)}: the same samples, augmented "
-        "differently, or other samples with the same pattern of labels"
-        if found.labels
-        else f"{rank_list(found.ranks)} train on the same batches{at(x.site)}",
-        cost=f"{len(found.ranks) - len(found.groups)} of {s.world_size} ranks repeat the work of another",
-        advice=advice or sampler,
-    )
-
-
-def _same_work_finding(s: Snapshot, loaders: dict[int, Loader]) -> Finding:
-    ranks = tuple(sorted(s.ranks))
-    site = loaders[ranks[0]].site
-    return Finding(
-        kind=kind.name,
-        cause="same_batches_on_ranks",
-        certainty=Certainty.PROVED,
-        severity=Severity.WARNING,
-        victims=ranks,
-        where=tuple(where(s.ranks[q], "data", loaders[q].site) for q in ranks),
-        step=min(r.step for r in s.ranks.values()),
-        message=f"there is no process group, and {rank_list(ranks)} train the same model on the same batches{at(site)}: their "
-        "parameters are equal after the same steps",
-        cost=f"{len(ranks) - 1} of {s.world_size} ranks repeat the work of another",
-        advice="call init_process_group, wrap the model in DistributedDataParallel and give the DataLoader a "
-        "DistributedSampler; or start one rank",
-    )
-
-
-def _same_order_finding(s: Snapshot, loaders: dict[int, Loader], ranks: list[int]) -> Finding:
-    x = loaders[ranks[0]]
-    return Finding(
-        kind=kind.name,
-        cause="same_order_every_epoch",
-        certainty=Certainty.PROVED,
-        severity=Severity.WARNING,
-        victims=tuple(ranks),
-        where=tuple(where(s.ranks[q], "data", loaders[q].site) for q in ranks),
-        step=min(r.step for r in s.ranks.values()),
-        message=f"every epoch has the same order on all ranks{at(x.site)}: DistributedSampler shuffles by its "
-        f"epoch number, which is still {x.sampler_epoch}",
-        cost="training sees the same batches in the same order in every epoch",
-        advice="call sampler.set_epoch(epoch) at the start of each epoch",
-    )
+        do = "dataset" if all(found.loaders[q].sampler_fits for q in found.ranks) else "sampler"
+    return _found(
+        SAME_LABELS if found.labels else SAME_BATCHES, s, found.loaders, found.ranks,
+        severity=severity, repeated=len(found.ranks) - len(found.groups), do=_DO[do],
+    )  # fmt: skip

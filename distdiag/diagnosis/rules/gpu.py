@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.facts import Facts
-from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
+from distdiag.diagnosis.model.findings import Abstained, Finding, Severity
 from distdiag.diagnosis.model.snapshot import GpuState, Life, Snapshot
 from distdiag.diagnosis.text.phrases import NO_PROGRESS
-from distdiag.terms.units import rough_duration
+from distdiag.diagnosis.text.template import Template
 
 kind = kinds.GPU
 
@@ -47,71 +48,82 @@ XIDS = {
 XIDS_OF_PROGRAM = {13, 31, 32, 43, 45}
 
 
+_row = partial(Template, kind, proved=True)
+_warning = partial(_row, severity=Severity.WARNING)
+_info = partial(_row, severity=Severity.INFO)
+_DRAIN_LOG = "drain the node; the kernel log (`dmesg | grep Xid`, closed in containers) has the driver's text"
+TEXTS = {
+    "idle": _warning("idle", "{culprits} make steps, but their GPUs were below {pct:.0f} % use for a minute",
+                     "the steps run on the CPU", "move the model and its inputs to the device"),
+    "busy": _warning("busy_without_progress", "GPUs show over {pct:.0f} % use, but no rank made a step for {still_s:time}: "
+                     "kernels spin in a collective", NO_PROGRESS, "run `distdiag dump` to see where every rank is"),
+    "lost": _row("lost", "{card}: the driver has lost the card", "its rank fails or hangs at its next CUDA call",
+                 "drain the node and reset the card; `nvidia-smi` and the kernel log name the reason"),
+    "links_down": _row("nvlink", "{card}: {g.nvlink_active} of {g.nvlink_before} NVLinks are left; the others went down during "
+                       "the run", "slower or hanging collectives", "drain the node; `nvidia-smi nvlink -s` shows the links"),
+    "links_retrained": _warning("nvlink", "{card}: its NVLinks were retrained {g.nvlink_recoveries} times in the last minute",
+                                "collectives wait for the link each time",
+                                "watch the card; `nvidia-smi nvlink -e` counts errors by link"),
+    "shared": _info("shared", "{card}: {g.others} other process{g.others:|es} on it",
+                    "they take time and memory of the card", "`nvidia-smi` lists them"),
+    "xid": _row("xid", "{card}: the driver reported Xid {errors}", "the process that used it fails, or has failed", "{do}"),
+    "ecc_new": _row("ecc", "{card}: {new} uncorrected memory errors during this run", "wrong results, or the next crash",
+                    "drain the node and have the card replaced"),
+    "ecc_old": _info("ecc", "{card}: {g.ecc_uncorrected} uncorrected memory errors before this run, none since",
+                     "none so far", "have the card checked: such errors tend to return"),
+    "throttled": _warning("throttled", "{card}: throttled ({g.throttle}) in {g.throttled_share:.0%} of the last minute",
+                          "lower clocks on a rank that all others wait for", "check cooling and power of that node"),
+    "pcie": _warning("pcie_degraded", "{card}: PCIe x{g.pcie_width} of x{g.pcie_width_max}",
+                     "slower copies to and from the host",
+                     "reseat the card, or check the riser; `distdiag probe gpu` measures the copies"),
+}  # fmt: skip
+
+
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     """Yield findings about GPUs, from NVML's readings and the job's own progress."""
     s = facts.snapshot
     if not s.gpus:
         yield Abstained("no GPU found")
         return
-    for g in s.gpus:
-        yield from _card(g)
-    idle = tuple(g.rank for g in s.gpus if g.rank is not None and _idle(s, g))
+    for card in s.gpus:
+        yield from _card(card)
+    idle = [g.rank for g in s.gpus if g.rank is not None and _idle(s, g)]
     if idle:
-        yield _finding("idle", idle, Severity.WARNING,
-                       f"{rank_list(idle)} make steps, but their GPUs were below {limits.idle_pct:.0f} % use for a minute",
-                       "the steps run on the CPU", "move the model and its inputs to the device")  # fmt: skip
+        yield TEXTS["idle"](culprits=idle, pct=limits.idle_pct)
     still_s = max(limits.still_s, limits.still_steps * (s.usual_step_s or 0.0))
     stuck = [r for r in s.ranks.values() if r.activity_since_s is not None and s.t_s - r.activity_since_s > still_s]
-    busy = tuple(g.rank for g in s.gpus if g.rank is not None and (g.utilization_pct or 0) > limits.busy_pct)
+    busy = [g.rank for g in s.gpus if g.rank is not None and (g.utilization_pct or 0) > limits.busy_pct]
     if stuck and busy and len(stuck) == len(s.ranks) and len(busy) >= len(s.ranks):
-        yield _finding("busy_without_progress", busy, Severity.WARNING,
-                       f"GPUs show over {limits.busy_pct:.0f} % use, but no rank made a step for {rough_duration(still_s)}: kernels spin "
-                       "in a collective", NO_PROGRESS, "run `distdiag dump` to see where every rank is")  # fmt: skip
+        yield TEXTS["busy"](culprits=busy, pct=limits.busy_pct, still_s=still_s)
 
 
 def _card(g: GpuState) -> Iterator[Finding]:
-    who = (g.rank,) if g.rank is not None else ()
-    name = f"GPU {g.gpu} of node {g.node}" + (f" (rank {g.rank})" if who else "")
-    if g.lost:
-        yield _finding("lost", who, Severity.ERROR, f"{name}: the driver has lost the card",
-                       "its rank fails or hangs at its next CUDA call",
-                       "drain the node and reset the card; `nvidia-smi` and the kernel log name the reason")  # fmt: skip
-    if g.nvlink_active is not None and g.nvlink_before is not None and g.nvlink_active < g.nvlink_before:
-        yield _finding("nvlink", who, Severity.ERROR,
-                       f"{name}: {g.nvlink_active} of {g.nvlink_before} NVLinks are left; the others went down during the run",
-                       "slower or hanging collectives", "drain the node; `nvidia-smi nvlink -s` shows the links")  # fmt: skip
-    elif g.nvlink_recoveries:
-        yield _finding("nvlink", who, Severity.WARNING,
-                       f"{name}: its NVLinks were retrained {g.nvlink_recoveries} times in the last minute",
-                       "collectives wait for the link each time",
-                       "watch the card; `nvidia-smi nvlink -e` counts errors by link")  # fmt: skip
-    if g.others:
-        yield _finding("shared", who, Severity.INFO,
-                       f"{name}: {g.others} other process{'es' if g.others > 1 else ''} on it",
-                       "they take time and memory of the card", "`nvidia-smi` lists them")  # fmt: skip
-    if g.xids:
-        errors = ", ".join(f"{x} ({XIDS.get(x, 'see the list of Xid errors')})" for x in sorted(set(g.xids)))
-        by_program = set(g.xids) <= XIDS_OF_PROGRAM
-        yield _finding("xid", who, Severity.ERROR, f"{name}: the driver reported Xid {errors}",
-                       "the process that used it fails, or has failed",
-                       "run again with CUDA_LAUNCH_BLOCKING=1 to find the kernel" if by_program
-                       else "drain the node; the kernel log (`dmesg | grep Xid`, closed in containers) has the driver's text")  # fmt: skip
+    who = () if g.rank is None else (g.rank,)
     new = (g.ecc_uncorrected or 0) - (g.ecc_before or 0)
-    if new > 0:
-        yield _finding("ecc", who, Severity.ERROR, f"{name}: {new} uncorrected memory errors during this run",
-                       "wrong results, or the next crash", "drain the node and have the card replaced")  # fmt: skip
-    elif g.ecc_uncorrected:
-        yield _finding("ecc", who, Severity.INFO,
-                       f"{name}: {g.ecc_uncorrected} uncorrected memory errors before this run, none since",
-                       "none so far", "have the card checked: such errors tend to return")  # fmt: skip
-    if g.throttled_share is not None and g.throttled_share > limits.throttled_share and g.throttle:
-        yield _finding("throttled", who, Severity.WARNING,
-                       f"{name}: throttled ({g.throttle}) in {g.throttled_share:.0%} of the last minute",
-                       "lower clocks on a rank that all others wait for", "check cooling and power of that node")  # fmt: skip
-    if g.pcie_width and g.pcie_width_max and g.pcie_width < g.pcie_width_max:
-        yield _finding("pcie_degraded", who, Severity.WARNING,
-                       f"{name}: PCIe x{g.pcie_width} of x{g.pcie_width_max}", "slower copies to and from the host",
-                       "reseat the card, or check the riser; `distdiag probe gpu` measures the copies")  # fmt: skip
+    down = g.nvlink_active is not None and g.nvlink_before is not None and g.nvlink_active < g.nvlink_before
+    narrow = g.pcie_width and g.pcie_width_max and g.pcie_width < g.pcie_width_max
+    facts = {
+        "g": g,
+        "new": new,
+        "card": f"GPU {g.gpu} of node {g.node}" + (f" (rank {g.rank})" if who else ""),
+        "errors": ", ".join(f"{x} ({XIDS.get(x, 'see the list of Xid errors')})" for x in sorted(set(g.xids))),
+        "do": "run again with CUDA_LAUNCH_BLOCKING=1 to find the kernel"
+        if set(g.xids) <= XIDS_OF_PROGRAM
+        else _DRAIN_LOG,
+    }
+    for name, holds in {
+        "lost": g.lost,
+        "links_down": down,
+        "links_retrained": g.nvlink_recoveries and not down,
+        "shared": g.others,
+        "xid": g.xids,
+        "ecc_new": new > 0,
+        "ecc_old": g.ecc_uncorrected and new <= 0,
+        "throttled": g.throttle and (g.throttled_share or 0.0) > limits.throttled_share,
+        "pcie": narrow,
+    }.items():
+        if holds:
+            yield TEXTS[name](culprits=who, **facts)
 
 
 def _idle(s: Snapshot, g: GpuState) -> bool:
@@ -121,10 +133,3 @@ def _idle(s: Snapshot, g: GpuState) -> bool:
         return False
     steps = [x for x in r.steps if s.t_s - x.end_s < limits.still_s]
     return r.life == Life.RUNNING and len(steps) >= limits.idle_steps and s.t_s - steps[-1].end_s < limits.still_s / 4
-
-
-def _finding(cause: str, ranks: tuple[int, ...], severity: Severity, what: str, cost: str, do: str) -> Finding:
-    return Finding(
-        kind=kind.name, cause=cause, certainty=Certainty.PROVED, severity=severity, culprits=ranks,
-        message=what, cost=cost, advice=do,
-    )  # fmt: skip

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.facts import Facts
-from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
+from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Group, Sample, Snapshot
-from distdiag.diagnosis.text.phrases import at, where
+from distdiag.diagnosis.text.phrases import at, wheres
+from distdiag.diagnosis.text.template import Template
 
 kind = kinds.GROUP_MISUSE
 
@@ -27,6 +28,16 @@ class Limits:
 
 
 limits = Limits()
+NOT_A_MEMBER = Template(kind, "not_a_member",
+    "{culprits} {culprits:calls|call} {op}{site} in a group {culprits:it is|they are} not a member of: the call "
+    "returns at once and does nothing", "these ranks continue with their own values; the members have the group's",
+    "call it on the members only, and send the result to the other ranks if they need it", proved=True,
+    severity=Severity.WARNING)  # fmt: skip
+ORDER = Template(kind, "order", "ranks create different groups in call {number} of new_group: {each}",
+    "these groups have the same name, by which their members find each other: ranks may hang, or connect to "
+    "another group",
+    "call new_group for every group on all ranks in the same order, also for groups that a rank is not a member "
+    "of; or pass use_local_synchronization=True", proved=True)  # fmt: skip
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
@@ -40,28 +51,15 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     if not by_site:
         yield Abstained("no rank called a collective of a group that it is not a member of", checked=True)
     for (op, _), callers in by_site.items():
-        yield _finding(facts, op, callers)
+        yield _not_a_member(facts.snapshot, op, callers)
     yield _order(facts.snapshot)
 
 
-def _finding(facts: Facts, op: str, callers: dict[int, Sample]) -> Finding:
-    ranks = tuple(sorted(callers))
+def _not_a_member(s: Snapshot, op: str, callers: dict[int, Sample]) -> Finding:
+    ranks = sorted(callers)
     first = callers[ranks[0]]
-    states = facts.snapshot.ranks
-    return Finding(
-        kind=kind.name,
-        cause="not_a_member",
-        certainty=Certainty.PROVED,
-        severity=Severity.WARNING,
-        culprits=ranks,
-        where=tuple(where(states[q], None, callers[q].site) for q in ranks),
-        step=first.step,
-        first_seen_s=first.t_s,
-        message=f"{rank_list(ranks)} {'calls' if len(ranks) == 1 else 'call'} {op}{at(first.site)} in a group "
-        f"{'it is' if len(ranks) == 1 else 'they are'} not a member of: the call returns at once and does nothing",
-        cost="these ranks continue with their own values; the members have the group's",
-        advice="call it on the members only, and send the result to the other ranks if they need it",
-    )
+    where = wheres(s, ranks, None, {q: x.site for q, x in callers.items()})
+    return NOT_A_MEMBER(culprits=ranks, where=where, step=first.step, first_seen_s=first.t_s, op=op)
 
 
 def _order(s: Snapshot) -> Finding | Abstained:
@@ -80,18 +78,9 @@ def _order(s: Snapshot) -> Finding | Abstained:
     odd = tuple(sorted(q for g in made[1:] for q in g.ranks)) if len(made[1].ranks) < most else ()
     every = tuple(sorted({q for g in made for q in g.ranks}))
     each = "; ".join(f"{rank_list(g.ranks)}: a group of themselves{at(g.site)}" for g in made[:4])
-    sites = {q: g.site for g in made for q in g.ranks}
-    return Finding(
-        kind=kind.name,
-        cause="order",
-        certainty=Certainty.PROVED,
-        severity=Severity.ERROR,
-        culprits=odd,
-        victims=tuple(q for q in every if q not in odd),
-        where=tuple(where(s.ranks[q], None, sites[q]) for q in odd or every if q in s.ranks),
-        first_seen_s=s.t_s,
-        message=f"ranks create different groups in call {number} of new_group: {each}",
-        cost="these groups have the same name, by which their members find each other: ranks may hang, or connect to another group",
-        advice="call new_group for every group on all ranks in the same order, also for groups that a rank is not a member of; or pass "
-        "use_local_synchronization=True",
-    )
+    shown = (q for q in odd or every if q in s.ranks)
+    return ORDER(
+        culprits=odd, victims=[q for q in every if q not in odd],
+        where=wheres(s, shown, None, {q: g.site for g in made for q in g.ranks}), first_seen_s=s.t_s,
+        number=number, each=each,
+    )  # fmt: skip

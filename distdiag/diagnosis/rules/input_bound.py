@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.facts import Facts
-from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
+from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.diagnosis.step_times import Window, share_of_all
-from distdiag.diagnosis.text.phrases import at, where
-from distdiag.diagnosis.training_data import least_fetching
-from distdiag.terms.units import percent
+from distdiag.diagnosis.text.phrases import wheres
+from distdiag.diagnosis.text.template import Template
+from distdiag.diagnosis.training_data import least_fetching, only_shadow
 
 kind = kinds.INPUT_BOUND
 
@@ -33,6 +33,11 @@ class Limits:
 
 
 limits = Limits()
+INPUT_BOUND = Template(
+    kind, None, "every rank waits for data: {share:share} of step time (p50 {ms:.0f} ms on the slowest rank){site}",
+    "up to {share:share} of step time",
+    "raise num_workers (now {workers}) or prefetch_factor; `distdiag probe dataloader` finds the setting",
+    proved=True)  # fmt: skip
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
@@ -41,7 +46,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     if isinstance(window, Abstained):
         yield window
     elif facts.shadows:
-        yield Abstained(f"{rank_list(facts.shadows)} only shadow the collectives of the others", checked=True)
+        yield only_shadow(facts.shadows)
     elif share := share_of_all(window, lambda x: x.data_ms, limits.share) or _of_slowest(facts.snapshot, window):
         yield _finding(facts.snapshot, window, share)
 
@@ -50,24 +55,14 @@ def _of_slowest(s: Snapshot, window: Window) -> float:
     """Return the share of step time lost to the slowest loader of each step; 0 unless all loaders are at their limit."""
     if least_fetching(s) < limits.fetching:
         return 0.0
-    shares = [
-        max(x.data_ms / max(x.step_ms, 1e-3) for x in column) for column in zip(*window.steps.values(), strict=True)
-    ]
-    share = min(1.0, statistics.median(shares))
-    return share if share >= limits.share else 0.0
+    columns = zip(*window.steps.values(), strict=True)
+    share = statistics.median(max(x.data_ms / max(x.step_ms, 1e-3) for x in column) for column in columns)
+    return min(1.0, share) if share >= limits.share else 0.0
 
 
 def _finding(s: Snapshot, window: Window, share: float) -> Finding:
     ms = statistics.median(max(x.data_ms for x in column) for column in zip(*window.steps.values(), strict=True))
     loader = next((x for r in s.ranks.values() for x in r.loaders if x.in_training), None)
     site, workers = (None, 0) if loader is None else (loader.site, loader.workers)
-    return Finding(
-        kind=kind.name,
-        certainty=Certainty.PROVED,
-        severity=Severity.INFO,
-        victims=tuple(window.ranks),
-        where=tuple(where(s.ranks[q], "data", site) for q in window.ranks),
-        message=f"every rank waits for data: {percent(share)} of step time (p50 {ms:.0f} ms on the slowest rank){at(site)}",
-        cost=f"up to {percent(share)} of step time",
-        advice=f"raise num_workers (now {workers}) or prefetch_factor; `distdiag probe dataloader` finds the setting",
-    )
+    where = wheres(s, window.ranks, "data", dict.fromkeys(window.ranks, site))
+    return INPUT_BOUND(victims=window.ranks, where=where, site=site, share=share, ms=ms, workers=workers)

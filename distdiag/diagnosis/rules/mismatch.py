@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.endings import Cascade, End, call_of_thread, model_shapes
 from distdiag.diagnosis.facts import Facts
-from distdiag.diagnosis.model.findings import Abstained, Certainty, CollectiveRef, Finding, Severity, rank_list
+from distdiag.diagnosis.model.findings import Abstained, CollectiveRef, Finding, rank_list
 from distdiag.diagnosis.model.snapshot import Call, CompletedConflict, Life, Snapshot
 from distdiag.diagnosis.text.incident_finding import incident_findings
-from distdiag.diagnosis.text.phrases import at, count, site_text, where
+from distdiag.diagnosis.text.phrases import at, count, wheres
+from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.waits.compatible import op_name
 
 kind = kinds.MISMATCH
@@ -56,32 +57,36 @@ def completed(s: Snapshot) -> list[Finding]:
 
 # -- wording ----------------------------------------------------------------------------------------------------------
 
+COMPLETED = Template(kind, "dtype",
+    "{op} #{seq} ({group}) completed, but the ranks called it with different arguments: {each}",
+    "the result is wrong on every rank, without an error",
+    "make dtype, root and operation the same on every rank before the call", proved=True)  # fmt: skip
+TWO_THREADS = Template(kind, "shape",
+    "another thread of {culprits} is in {op}{site} while the main thread uses the same group{main}: the calls of "
+    "two threads mix, and gloo aborted {killed}", "the job ended",
+    "let the main thread make that call, or give the thread its own process group (`dist.new_group()`), and make "
+    "the same calls in a thread on every rank")  # fmt: skip
+MODEL = Template(kind, "model", "the wrapped module differs between ranks: {each}", "DDP refuses to start",
+    "build the same module, in the same order, on every rank; compare the ranks' configurations",
+    proved=True)  # fmt: skip
+
 
 def _completed(s: Snapshot, conflict: CompletedConflict) -> Finding:
-    sides: dict[str, list[int]] = {}
-    for q, call in sorted(conflict.calls.items()):
+    calls, sides = conflict.calls, {}
+    for q, call in sorted(calls.items()):
         sides.setdefault(_what(call, conflict.cause), []).append(q)
     most = max(map(len, sides.values()))
-    odd = tuple(sorted(q for side in sides.values() if len(side) < most for q in side))
-    call = next(iter(conflict.calls.values()))
-    text = "; ".join(f"{rank_list(side)}: {what}{at(conflict.calls[side[0]].site)}" for what, side in sides.items())
-    rest = tuple(q for q in sorted(conflict.calls) if q not in odd)
-    return Finding(
-        kind=kind.name,
-        cause=conflict.cause,
-        certainty=Certainty.PROVED,
-        severity=Severity.ERROR,
-        culprits=odd,
-        victims=rest,
+    odd = sorted(q for side in sides.values() if len(side) < most for q in side)
+    rest = [q for q in sorted(calls) if q not in odd]
+    call, sites = next(iter(calls.values())), {q: c.site for q, c in calls.items()}
+    return COMPLETED(
+        cause=conflict.cause, culprits=odd, victims=rest,
         collective=CollectiveRef(call.op, conflict.group, conflict.seq, call.bytes),
-        where=tuple(where(s.ranks[q], "user_code", conflict.calls[q].site) for q in odd or rest),
-        waiting=tuple(where(s.ranks[q], "user_code", conflict.calls[q].site) for q in rest) if odd else (),
-        first_seen_s=call.entered_s,
-        message=f"{call.op} #{conflict.seq} ({conflict.group}) completed, but the ranks called it with different arguments: {text}",
-        cost="the result is wrong on every rank, without an error",
-        advice="make dtype, root and operation the same on every rank before the call",
-        collective_completed=True,
-    )
+        where=wheres(s, odd or rest, "user_code", sites),
+        waiting=wheres(s, rest, "user_code", sites) if odd else (), first_seen_s=call.entered_s, completed=True,
+        op=call.op, seq=conflict.seq, group=conflict.group,
+        each="; ".join(f"{rank_list(side)}: {what}{at(sites[side[0]])}" for what, side in sides.items()),
+    )  # fmt: skip
 
 
 def _what(call: Call, cause: str) -> str:
@@ -93,51 +98,28 @@ def _what(call: Call, cause: str) -> str:
 def _two_threads(s: Snapshot, cascade: Cascade) -> Finding:
     """Return the finding of ranks that gloo aborted because two of their threads use one group."""
     threads = {q: call for q in cascade.ranks if (call := call_of_thread(s.ranks[q])) is not None}
-    ranks = tuple(threads)
-    first = threads[ranks[0]]
-    killed = sorted(q for q in (*ranks, *cascade.others) if s.ranks[q].life == Life.KILLED)
-    return Finding(
-        kind=kind.name,
-        cause="shape",
-        certainty=Certainty.SUSPECTED,
-        severity=Severity.ERROR,
-        culprits=ranks,
-        victims=cascade.others,
-        where=tuple(where(s.ranks[q], "killed", call.site) for q, call in threads.items()),
-        waiting=tuple(where(s.ranks[q]) for q in cascade.others),
-        step=s.ranks[ranks[0]].step,
-        first_seen_s=min((t for q in ranks if (t := s.ranks[q].ended_s) is not None), default=s.t_s),
-        message=f"another thread of {rank_list(ranks)} is in {op_name(first.op)}{at(first.site)} while the main thread uses the same "
-        f"group at {site_text(s.ranks[ranks[0]].current_site)}: the calls of two threads mix, and gloo aborted {rank_list(killed)}",
-        cost="the job ended",
-        advice="let the main thread make that call, or give the thread its own process group (`dist.new_group()`), and make the same "
-        "calls in a thread on every rank",
-    )
+    first, call = next((s.ranks[q], call) for q, call in threads.items())
+    return TWO_THREADS(
+        culprits=threads, victims=cascade.others,
+        where=wheres(s, threads, "killed", {q: c.site for q, c in threads.items()}),
+        waiting=wheres(s, cascade.others), step=first.step,
+        first_seen_s=min((t for q in threads if (t := s.ranks[q].ended_s) is not None), default=s.t_s),
+        op=op_name(call.op), site=call.site, main=first.current_site,
+        killed=sorted(q for q in (*threads, *cascade.others) if s.ranks[q].life == Life.KILLED),
+    )  # fmt: skip
 
 
 def _model(s: Snapshot, cascade: Cascade) -> Finding:
-    shapes = model_shapes(s)
-    ranks = [s.ranks[q] for side in shapes for q in side]
-    odd = cascade.ranks
-    sizes = {
-        r.rank: f"{count(r.models[-1].parameters, 'parameter')} of {count(r.models[-1].elements, 'element')}"
-        for r in ranks
-    }
-    groups = "; ".join(f"{rank_list(side)}: {sizes[side[0]]}" for side in shapes)
-    if len(set(sizes.values())) == 1:
-        groups += ", in different shapes"
-    places = tuple(where(r, "crashed", r.models[-1].site) for r in ranks)
-    return Finding(
-        kind=kind.name,
-        cause="model",
-        certainty=Certainty.PROVED,
-        severity=Severity.ERROR,
+    sides, odd = model_shapes(s), cascade.ranks
+    models = {q: s.ranks[q].models[-1] for side in sides for q in side}
+    sizes = {q: f"{count(m.parameters, 'parameter')} of {count(m.elements, 'element')}" for q, m in models.items()}
+    each = "; ".join(f"{rank_list(side)}: {sizes[side[0]]}" for side in sides)
+    sites = {q: m.site for q, m in models.items()}
+    return MODEL(
         culprits=odd,
         victims=cascade.others,
-        where=tuple(w for w in places if w.rank in odd or not odd),
-        waiting=tuple(w for w in places if odd and w.rank not in odd),
-        first_seen_s=min((r.ended_s for r in ranks if r.ended_s is not None), default=s.t_s),
-        message=f"the wrapped module differs between ranks: {groups}",
-        cost="DDP refuses to start",
-        advice="build the same module, in the same order, on every rank; compare the ranks' configurations",
+        where=wheres(s, (q for q in models if q in odd or not odd), "crashed", sites),
+        waiting=wheres(s, (q for q in models if odd and q not in odd), "crashed", sites),
+        first_seen_s=min((t for q in models if (t := s.ranks[q].ended_s) is not None), default=s.t_s),
+        each=each + (", in different shapes" if len(set(sizes.values())) == 1 else ""),
     )

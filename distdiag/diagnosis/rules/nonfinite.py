@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.facts import Facts
-from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
+from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Life, RankState, Sample, Site, Snapshot
-from distdiag.diagnosis.text.phrases import at, where
+from distdiag.diagnosis.text.phrases import where
+from distdiag.diagnosis.text.template import Template
 
 kind = kinds.NONFINITE
 
@@ -63,75 +65,66 @@ def _backward_place(r: RankState) -> Site | None:
 
 # -- wording ----------------------------------------------------------------------------------------------------------
 
+NONFINITE = Template(kind, "loss",
+    "{what} is {value} on {on}, step {step}{followed}{name}{site}{from_input}{alone}", "{cost}",
+    "{do}; go back to the last checkpoint", proved=True)  # fmt: skip
+HARMLESS = Template(kind, "loss",
+    "loss is {value} on {on} since step {step}{site}; the gradients are finite, so training goes on",
+    "averages and logs of the loss are infinite, too",
+    "if the loss is not scaled by a large factor: check the batch, and logarithms and divisions in the loss",
+    proved=True, severity=Severity.INFO)  # fmt: skip
+_DO = {
+    "input": "look for NaN in the data, and drop or repair such samples: the batch of step {step} has some",
+    "everywhere": "check the batches of step {step}, the collectives in forward, and the learning rate",
+    "one rank": "check that rank's batch of step {step}, and divisions and logarithms in the loss",
+}
+
+
+def _common(s: Snapshot, chosen: Found) -> dict[str, Any]:
+    """Return what both findings share, of the samples that decide."""
+    x, ranks = chosen[0][1], tuple(sorted({q for q, _ in chosen}))
+    everywhere = len(ranks) == s.world_size
+    return {
+        # on all ranks at once: it came through a collective of forward, or from what all have in common
+        "culprits": () if everywhere and s.world_size > 1 else ranks,
+        "where": [where(s.ranks[q], "user_code", y.site or _backward_place(s.ranks[q])) for q, y in chosen],
+        "step": x.step,
+        "first_seen_s": min((y.t_s for _, y in chosen if y.t_s is not None), default=None),
+        "value": "nan" if x.value != x.value else "inf" if x.value > 0 else "-inf",
+        "on": "all ranks" if everywhere else rank_list(ranks),
+        "site": x.site,
+    }
+
 
 def _finding(s: Snapshot, found: Found) -> Finding:
     chosen, from_input = _first(s, found)
-    x = chosen[0][1]
-    cause = "loss" if x.kind == "nonfinite_loss" else "gradient"
-    ranks = tuple(sorted({q for q, _ in chosen}))
-    alone = all(y.alone for _, y in found)  # it trains alone: a trial, which may be meant to fail
+    common, x = _common(s, chosen), chosen[0][1]
+    ranks = {q for q, _ in chosen}
     everywhere = len(ranks) == s.world_size
-    alive = [r for r in s.ranks.values() if r.life != Life.MISSING]
+    others = sorted({q for q, _ in found} - ranks)
+    alone = all(y.alone for _, y in found)  # it trains alone: a trial, which may be meant to fail
+    alive = sorted(r.rank for r in s.ranks.values() if r.life != Life.MISSING)
     name = next((y.name for _, y in chosen if y.name), "")
-    return Finding(
-        kind=kind.name,
-        cause=cause,
-        certainty=Certainty.PROVED,
-        severity=Severity.INFO if alone else Severity.ERROR,
-        # on all ranks at once: it came through a collective of forward, or from what all have in common
-        culprits=() if everywhere and s.world_size > 1 else ranks,
-        victims=tuple(sorted(r.rank for r in alive if r.rank not in ranks or everywhere)),
-        where=tuple(where(s.ranks[q], "user_code", y.site or _backward_place(s.ranks[q])) for q, y in chosen),
-        names=(name,) if name else (),
-        step=x.step,
-        first_seen_s=min((y.t_s for _, y in chosen if y.t_s is not None), default=None),
-        message=_message(x, name, ranks, everywhere, sorted({q for q, _ in found} - set(ranks)))
-        + (": the batch already had NaN" if from_input else "")
-        + (": so far it averages nothing with other ranks" if alone else ""),
+    loss = x.kind == "nonfinite_loss"
+    do = _DO["input" if from_input else "everywhere" if everywhere else "one rank"]
+    return NONFINITE(
+        **common | {"on": common["on"] if everywhere else f"{common['on']} first"},
+        cause="loss" if loss else "gradient", severity=Severity.INFO if alone else None,
+        victims=[q for q in alive if q not in ranks or everywhere], names=(name,) if name else (),
+        what="loss" if loss else "a gradient",
+        followed=f"; {rank_list(others)} followed" if others and not everywhere else "",
+        name=f" ({name})" if name else "", from_input=": the batch already had NaN" if from_input else "",
+        alone=": so far it averages nothing with other ranks" if alone else "",
         cost="training on this rank is lost from here on"
         if alone
         else "averaging carries it to every rank; training is lost from here on",
-        advice=_advice(x.step, from_input, everywhere),
-    )
+        do=do.format(step=x.step),
+    )  # fmt: skip
 
 
 def _harmless(s: Snapshot, found: Found) -> Finding:
     """Return the finding of losses that are infinite, several in a row, while their gradients are finite."""
     step = min(x.step for _, x in found)
     chosen = [(q, x) for q, x in found if x.step == step]
-    ranks = tuple(sorted({q for q, _ in chosen}))
-    x = chosen[0][1]
-    everywhere = len(ranks) == s.world_size
-    return Finding(
-        kind=kind.name,
-        cause="loss",
-        certainty=Certainty.PROVED,
-        severity=Severity.INFO,
-        culprits=() if everywhere and s.world_size > 1 else ranks,
-        victims=ranks if everywhere else (),
-        where=tuple(where(s.ranks[q], "user_code", y.site or _backward_place(s.ranks[q])) for q, y in chosen),
-        step=step,
-        first_seen_s=min((y.t_s for _, y in chosen if y.t_s is not None), default=None),
-        message=f"loss is {'inf' if x.value > 0 else '-inf'} on {'all ranks' if everywhere else rank_list(ranks)} since step {step}"
-        f"{at(x.site)}; the gradients are finite, so training goes on",
-        cost="averages and logs of the loss are infinite, too",
-        advice="if the loss is not scaled by a large factor: check the batch, and logarithms and divisions in the loss",
-    )
-
-
-def _message(x: Sample, name: str, ranks: tuple[int, ...], everywhere: bool, others: list[int]) -> str:
-    value = "nan" if x.value != x.value else ("inf" if x.value > 0 else "-inf")
-    what = f"{'loss' if x.kind == 'nonfinite_loss' else 'a gradient'} is {value}"
-    on = "all ranks" if everywhere else f"{rank_list(ranks)} first"
-    followed = f"; {rank_list(others)} followed" if others and not everywhere else ""
-    return f"{what} on {on}, step {x.step}{followed}{f' ({name})' if name else ''}{at(x.site)}"
-
-
-def _advice(step: int, from_input: bool, everywhere: bool) -> str:
-    if from_input:
-        do = f"look for NaN in the data, and drop or repair such samples: the batch of step {step} has some"
-    elif everywhere:
-        do = f"check the batches of step {step}, the collectives in forward, and the learning rate"
-    else:
-        do = f"check that rank's batch of step {step}, and divisions and logarithms in the loss"
-    return f"{do}; go back to the last checkpoint"
+    everywhere = len({q for q, _ in chosen}) == s.world_size
+    return HARMLESS(victims=sorted({q for q, _ in chosen}) if everywhere else (), **_common(s, chosen))

@@ -18,11 +18,11 @@ from distdiag.diagnosis import kinds
 from distdiag.diagnosis.culprit import parting
 from distdiag.diagnosis.endings import UNUSED, End
 from distdiag.diagnosis.facts import Facts
-from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, at_least, rank_list
+from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, at_least, rank_list
 from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot
-from distdiag.diagnosis.text.phrases import at, shortened, site_text, where, where_stack
+from distdiag.diagnosis.text.phrases import shortened, site_text, where_stack, wheres
+from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.waits.graph import WaitGraph
-from distdiag.terms.units import rough_duration
 
 kind = kinds.RANK_LOST
 _WORKER = re.compile(r"DataLoader worker \(pid.{0,40}\) (exited|is killed)")
@@ -76,135 +76,107 @@ def _silent(s: Snapshot, graph: WaitGraph) -> Iterator[Finding]:
 # -- wording ----------------------------------------------------------------------------------------------------------
 
 _NATIVE_CRASHES = {signals.SIGABRT, signals.SIGSEGV, signals.SIGBUS, signals.SIGILL, signals.SIGFPE}
-_KILLED_ADVICE = {
+KILLED = Template(kind, "killed", "{culprits} {culprits:was|were} killed by {signal}{site}", "{cost}", "{do}",
+    proved=True)  # fmt: skip
+CRASHED = Template(kind, "crashed", "{culprits} ended by {how}{site}{condition}", "{cost}", "{do}", proved=True)
+AT_EXIT = Template(kind, "killed",
+    "{culprits} finished the script, then {signal} ended the process while Python shut down",
+    "the job's work is done, but the launcher reports it as failed",
+    "call dist.destroy_process_group() at the end, and join your own threads before it: a thread that is inside "
+    "C++ code while Python shuts down aborts the process; the first line of the rank's stderr names what aborted",
+    proved=True, severity=Severity.WARNING)  # fmt: skip
+ECHOES = Template(kind, "crashed",
+    "{victims} failed because another rank was gone; the first known end is that of rank {first}: {error}{site}",
+    "the job ended", "read the ranks' own stderr from the top: the first error in it is the cause")  # fmt: skip
+UNCONNECTED = Template(kind, "crashed", "{victims} could not connect: {error}{site}", "the job did not start",
+    "check that every rank started, and that its address and port are reachable from the others; "
+    "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface; `distdiag doctor --reach HOST:PORT` tries it",
+    proved=True)  # fmt: skip
+SILENT = Template(kind, "silent",
+    "{culprits} ({hosts}) {culprits:has|have} sent no heartbeat for {silent_s:time}; {victims} "
+    "{victims:waits|wait} for {culprits:it|them}", "{victims:#} of {world} ranks make no progress",
+    "check that the host is up and still sees the run directory; look at its console and its network")  # fmt: skip
+_DO = {
     "SIGKILL": "look for the out-of-memory killer: `dmesg -T | grep -i oom`; else find who sent it",
     "SIGSEGV": "a native crash: run once with `python -X faulthandler` and check the extension called there",
     "SIGBUS": "a full /dev/shm or a truncated mapped file: check `df /dev/shm`",
+    "signal": "read the rank's own stderr above: what did the library print before the rank died?",
+    "worker": "read what the DataLoader's worker printed before it ended (code or signal above), or run once with num_workers=0",
+    "unused": "use the output of every parameter in the loss, freeze those that are not used before DDP, or pass "
+    "find_unused_parameters=True",
 }
 
 
 def _lost(facts: Facts) -> Finding:
-    s, culprits = facts.snapshot, tuple(sorted(facts.cascade.ranks))
+    s, culprits, victims = facts.snapshot, sorted(facts.cascade.ranks), facts.cascade.others
     first = s.ranks[facts.cascade.ranks[0]]
-    victims = facts.cascade.others
-    who = rank_list(culprits)
-    state = "killed" if first.life == Life.KILLED else "crashed"
+    killed = first.life == Life.KILLED
+    signal = signals.Signals(first.signal).name if first.signal else "a signal"
     echoes = {q for q, k in facts.ends.items() if k in ("echo", "timeout") and q not in culprits}
-    if first.life == Life.KILLED:
-        name = signals.Signals(first.signal).name if first.signal else "a signal"
-        message = f"{who} {'was' if len(culprits) == 1 else 'were'} killed by {name}{at(first.current_site)}"
-        advice = _KILLED_ADVICE.get(
-            name, "read the rank's own stderr above: what did the library print before the rank died?"
-        )
-    else:
-        message = f"{who} ended by {shortened(first.exception or f'exit code {first.exit_code}', 200)}{at(first.current_site)}"
-        advice = f"fix {site_text(first.current_site) or 'the exception'}"
-        if _WORKER.search(first.exception or ""):  # raised wherever the main thread is
-            advice = "read what the DataLoader's worker printed before it ended (code or signal above), or run once with num_workers=0"
-        if echoes:
-            advice += "; the other ranks' errors follow from it"
-        condition = parting.enclosing(first.current_site, facts.source) if not first.exception else None
-        if condition is not None:
-            message += f", under `{condition.text}` at line {condition.line}"
-            advice = f"find why `{condition.text.removeprefix('if ')}` held on {who}" + (
-                ", and let all ranks leave together (all_reduce the decision)" if victims else ""
-            )
-        if UNUSED.search(first.exception or ""):
-            advice = (
-                "use the output of every parameter in the loss, freeze those that are not used before DDP, or pass "
-                "find_unused_parameters=True"
-            )
-    together = [s.ranks[q] for q in facts.cascade.ranks]
-    return Finding(
-        kind=kind.name,
-        cause=state,
-        certainty=Certainty.PROVED,
-        severity=Severity.ERROR,
-        culprits=culprits,
-        victims=victims,
-        where=tuple(w for r in together for w in where_stack(r, r.user_stack, state, 3)),
-        waiting=tuple(where(r) for r in s.ranks.values() if r.rank in victims and (r.blocked or r.rank in echoes)),
-        step=first.step,
-        first_seen_s=first.ended_s if first.ended_s is not None else s.t_s,
-        message=message,
+    left = parting.enclosing(first.current_site, facts.source) if not (killed or first.exception) else None
+    state = "killed" if killed else "crashed"
+    return (KILLED if killed else CRASHED)(
+        culprits=culprits, victims=victims,
+        where=(w for q in facts.cascade.ranks for w in where_stack(s.ranks[q], s.ranks[q].user_stack, state, 3)),
+        waiting=wheres(s, (q for q, r in s.ranks.items() if q in victims and (r.blocked or q in echoes))),
+        step=first.step, first_seen_s=first.ended_s if first.ended_s is not None else s.t_s, signal=signal,
+        how=shortened(first.exception or f"exit code {first.exit_code}", 200), site=first.current_site,
+        condition=f", under `{left.text}` at line {left.line}" if left is not None else "",
         cost="the job cannot continue without it" if victims else "the job ended",
-        advice=advice,
-    )
+        do=_DO.get(signal, _DO["signal"]) if killed else _repair(first, culprits, victims, echoes, left),
+    )  # fmt: skip
+
+
+def _repair(
+    first: RankState, culprits: list[int], victims: tuple[int, ...], echoes: set[int], left: parting.Condition | None
+) -> str:
+    """Return what to do about an exception, or about an exit under a condition."""
+    text = first.exception or ""
+    if UNUSED.search(text):
+        return _DO["unused"]
+    if left is not None:
+        together = ", and let all ranks leave together (all_reduce the decision)" if victims else ""
+        return f"find why `{left.text.removeprefix('if ')}` held on {rank_list(culprits)}{together}"
+    # a worker's end is raised wherever the main thread is
+    do = _DO["worker"] if _WORKER.search(text) else f"fix {site_text(first.current_site) or 'the exception'}"
+    return do + ("; the other ranks' errors follow from it" if echoes else "")
 
 
 def _at_exit(crashed: list[RankState]) -> Finding:
-    ranks = tuple(sorted(r.rank for r in crashed))
     first = min(crashed, key=lambda r: (r.ended_s or 0.0, r.rank))
-    return Finding(
-        kind=kind.name,
-        cause="killed",
-        certainty=Certainty.PROVED,
-        severity=Severity.WARNING,
-        culprits=ranks,
-        step=first.step,
-        first_seen_s=first.ended_s,
-        message=f"{rank_list(ranks)} finished the script, then {signals.Signals(first.signal or 0).name} ended the process "
-        "while Python shut down",
-        cost="the job's work is done, but the launcher reports it as failed",
-        advice="call dist.destroy_process_group() at the end, and join your own threads before it: a thread that is inside "
-        "C++ code while Python shuts down aborts the process; the first line of the rank's stderr names what aborted",
-    )
+    return AT_EXIT(
+        culprits=sorted(r.rank for r in crashed), step=first.step, first_seen_s=first.ended_s,
+        signal=signals.Signals(first.signal or 0).name,
+    )  # fmt: skip
+
+
+def _first_line(state: RankState) -> str:
+    return state.exception.splitlines()[0][:160] if state.exception else "no exception"
 
 
 def _echoes(s: Snapshot, ranks: tuple[int, ...]) -> Finding:
     """Return the finding of a job in which every rank failed because another was gone, and the first end is not known."""
     failed = [s.ranks[q] for q in ranks]
     first = min(failed, key=lambda r: r.ended_s if r.ended_s is not None else s.t_s)
-    return Finding(
-        kind=kind.name,
-        cause="crashed",
-        certainty=Certainty.SUSPECTED,
-        severity=Severity.ERROR,
-        victims=ranks,
-        where=tuple(w for r in failed for w in where_stack(r, r.user_stack, "crashed", 2)),
-        first_seen_s=first.ended_s,
-        message=f"{rank_list(ranks)} failed because another rank was gone; the first known end is that of rank "
-        f"{first.rank}: {(first.exception or '').splitlines()[0][:160] if first.exception else 'no exception'}{at(first.current_site)}",
-        cost="the job ended",
-        advice="read the ranks' own stderr from the top: the first error in it is the cause",
-    )
+    sites = (w for r in failed for w in where_stack(r, r.user_stack, "crashed", 2))
+    facts = {"first": first.rank, "error": _first_line(first), "site": first.current_site}
+    return ECHOES(victims=ranks, where=sites, first_seen_s=first.ended_s, **facts)
 
 
 def _unconnected(s: Snapshot, ranks: tuple[int, ...]) -> Finding:
     """Return the finding of ranks that never completed a first collective: no culprit is known."""
-    tried: list[RankState] = [s.ranks[q] for q in ranks]
-    first = tried[0]
-    return Finding(
-        kind=kind.name,
-        cause="crashed",
-        certainty=Certainty.PROVED,
-        severity=Severity.ERROR,
-        victims=ranks,
-        where=tuple(w for r in tried for w in where_stack(r, r.user_stack, None, 2)),
-        first_seen_s=min((r.ended_s for r in tried if r.ended_s is not None), default=None),
-        message=f"{rank_list(ranks)} could not connect: {(first.exception or '').splitlines()[0][:160]}{at(first.current_site)}",
-        cost="the job did not start",
-        advice="check that every rank started, and that its address and port are reachable from the others; "
-        "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface; `distdiag doctor --reach HOST:PORT` tries it",
-    )
+    tried = [s.ranks[q] for q in ranks]
+    sites = (w for r in tried for w in where_stack(r, r.user_stack, None, 2))
+    first_s = min((r.ended_s for r in tried if r.ended_s is not None), default=None)
+    error, site = _first_line(tried[0]), tried[0].current_site
+    return UNCONNECTED(victims=ranks, where=sites, first_seen_s=first_s, error=error, site=site)
 
 
 def _silent_finding(s: Snapshot, ranks: tuple[int, ...], victims: list[int]) -> Finding:
-    hosts = ", ".join(dict.fromkeys(s.ranks[q].host or f"node {s.ranks[q].node}" for q in ranks))
     silent_s = max(s.ranks[q].heartbeat_age_s or 0.0 for q in ranks)
-    return Finding(
-        kind=kind.name,
-        cause="silent",
-        certainty=Certainty.SUSPECTED,
-        severity=Severity.ERROR,
-        culprits=ranks,
-        victims=tuple(victims),
-        where=tuple(where(s.ranks[q]) for q in ranks),
-        waiting=tuple(where(s.ranks[v]) for v in victims),
+    return SILENT(
+        culprits=ranks, victims=victims, where=wheres(s, ranks), waiting=wheres(s, victims),
         first_seen_s=s.t_s - silent_s,
-        message=f"{rank_list(ranks)} ({hosts}) {'has' if len(ranks) == 1 else 'have'} sent no heartbeat for "
-        f"{rough_duration(silent_s)}; {rank_list(victims)} {'waits' if len(victims) == 1 else 'wait'} for "
-        f"{'it' if len(ranks) == 1 else 'them'}",
-        cost=f"{len(victims)} of {s.world_size} ranks make no progress",
-        advice="check that the host is up and still sees the run directory; look at its console and its network",
-    )
+        hosts=", ".join(dict.fromkeys(s.ranks[q].host or f"node {s.ranks[q].node}" for q in ranks)),
+        silent_s=silent_s, world=s.world_size,
+    )  # fmt: skip

@@ -6,16 +6,18 @@ Healthy look-alikes: thaw_staged, local_sgd, fsdp_shared, layer_drop, joined_une
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
 from distdiag.diagnosis import kinds
+from distdiag.diagnosis.comparison import Veto, minority, vetoed
 from distdiag.diagnosis.facts import Facts
-from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
+from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Model, RankState, Sample, Site, Snapshot
-from distdiag.diagnosis.text.phrases import at, count, where
+from distdiag.diagnosis.text.phrases import at, count, wheres
+from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.training_data import synchronous, training_loaders
 
 kind = kinds.REPLICA_DRIFT
@@ -29,10 +31,9 @@ class Limits:
     """The same for buffers: statistics of different batches normally differ by some per cent."""
     samples: int = 2
     """Steps that all ranks must have sampled, and how many of the newest in a row must differ."""
-    constant: float = 0.75
-    """Replicas whose first distance is at least this share of the newest do not move apart."""
-    constant_at_first: float = 0.9
-    """The same until the run is four times as long: a growing distance grows at least like the square root of the steps."""
+    constant: float = 0.9
+    """Replicas whose first distance is at least this share of the newest do not move apart: a growing distance grows at least
+    like the square root of the steps."""
     no_exchange: tuple[str, ...] = (
         "init_process_group",
         "new_group",
@@ -78,22 +79,19 @@ class _Drift:
     mild: bool = False  # a small difference, which may be by design
 
 
+_VETOES = (
+    Veto("one rank", lambda s: s.world_size < 2, "there is one rank only", False),
+    Veto("missing", lambda s: len(s.ranks) < s.world_size, "{c.ranks:#} of {c.world_size} ranks have reported", False),
+    Veto("join", lambda s: any(r.in_join for r in s.ranks.values()),
+         "the ranks are in torch's Join context: those that have run out do not step"),
+)  # fmt: skip
+
+
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     """Yield the drift of replicas, or why there is none."""
     s = facts.snapshot
-    if s.world_size < 2:
-        yield Abstained("there is one rank only")
-    elif len(s.ranks) < s.world_size or len(s.ranks) < 2:
-        yield Abstained(f"{len(s.ranks)} of {s.world_size} ranks have reported")
-    elif any(r.in_join for r in s.ranks.values()):
-        yield Abstained("the ranks are in torch's Join context: those that have run out do not step", checked=True)
-    else:
-        yield from _evaluate(s)
-
-
-def _evaluate(s: Snapshot) -> Iterator[Finding | Abstained]:
-    if (unfrozen := _unfrozen(s)) is not None:
-        yield unfrozen
+    if (found := vetoed(_VETOES, s) or _unfrozen(s)) is not None:
+        yield found
         return
     for kind_of in ("parameters", "buffers"):
         found = _drift(s, kind_of)
@@ -122,16 +120,16 @@ def _drift(s: Snapshot, kind_of: str) -> _Drift | Abstained:
     began_equal = len([k for k in common if k < steps[0]]) >= limits.samples
     if cause is None or (mild and not began_equal):
         return Abstained(f"{kind_of} differ, as the structure of the model allows", checked=True)
-    spreads = [max(v) - min(v) for k in steps for v in [[samples[q][k].value for q in ranks]]]
+    first, last = ({q: samples[q][k].value for q in ranks} for k in (steps[0], steps[-1]))
     averaged = cause == "gradients_not_synced" and all(map(_averages, s.ranks.values()))
-    if averaged and not began_equal and _constant(steps, spreads):
+    # as far apart as at the first sample: drifting replicas move apart with each step
+    if averaged and not began_equal and _spread(first) >= limits.constant * _spread(last):
         cause = "different_init"
-    return _Drift(cause, steps, {q: samples[q][steps[-1]].value for q in ranks}, began_equal, mild)
+    return _Drift(cause, steps, last, began_equal, mild)
 
 
-def _constant(steps: list[int], spreads: list[float]) -> bool:
-    """True if the replicas are as far apart as at the first sample: drifting replicas move apart with each step."""
-    return spreads[0] >= (limits.constant if steps[-1] >= 4 * steps[0] else limits.constant_at_first) * spreads[-1]
+def _spread(values: Mapping[int, float]) -> float:
+    return max(values.values()) - min(values.values())
 
 
 def _by_step(r: RankState, kind: str) -> dict[int, Sample]:
@@ -221,6 +219,16 @@ def _rates(s: Snapshot, drifting: list[int]) -> dict[int, float]:
 
 # -- wording ----------------------------------------------------------------------------------------------------------
 
+DRIFT = Template(
+    kind, "gradients_not_synced",
+    "replicas drift apart since step {step}: {what} (checksums differ by {spread:.3g} at step {last})", "{cost}", "{do}",
+    proved=True)  # fmt: skip
+UNFROZEN = Template(
+    kind, "gradients_not_synced",
+    "{n:,} parameter{n:|s} ({name}{n:|, …}) had requires_grad False when DDP was built{site} and {n:gets|get} gradients since step "
+    "{step} or earlier: DDP does not average them",
+    "each rank trains these parameters on its own; only one of the replicas is saved",
+    "unfreeze them before wrapping in DDP, or wrap the module again after it (and build a new optimizer)")  # fmt: skip
 _WHAT = {
     "gradients_not_synced": "their gradients are not averaged",
     "never_averaged": "nothing averages their gradients: no DDP, and no collective that exchanges a tensor",
@@ -257,36 +265,26 @@ def _finding(s: Snapshot, drift: _Drift) -> Finding:
     averaged = drift.cause == "different_init" or (bool(models) and all(map(_averages, s.ranks.values())))
     averaged = averaged and drift.cause != "buffers"
     rates = _rates(s, drift.steps) if averaged else {}
-    cause, words = drift.cause, drift.cause
+    words = drift.cause
     if rates:
-        cause, words = "gradients_not_synced", "rates"
+        words = "rates"
     elif averaged and drift.began_equal:
-        cause, words = "gradients_not_synced", "accumulated" if models and all(map(_accumulates, models)) else "update"
-    if cause in ("never_averaged", "partly_averaged"):
-        cause = "gradients_not_synced"
+        words = "accumulated" if models and all(map(_accumulates, models)) else "update"
     what = _WHAT["mild" if drift.mild else words] + (f" ({_rates_text(rates)})" if rates else "")
     what += _not_through_ddp(s) if words == "gradients_not_synced" else ""
-    in_ddp = " in DDP" if words == "different_init" and models else ""
-    odd = _fewer(rates or drift.values)
-    spread = max(drift.values.values()) - min(drift.values.values())
+    odd, ranks = minority(rates or drift.values), sorted(drift.values)
     by_hand = drift.cause in ("different_init", "partly_averaged") and not models
-    certain = drift.cause == "buffers" or (drift.steps[-1] >= limits.certain_step and drift.cause != "partly_averaged")
-    return Finding(
-        kind=kind.name,
-        cause=cause,
-        certainty=Certainty.PROVED if certain else Certainty.SUSPECTED,
-        severity=Severity.INFO if drift.mild else Severity.ERROR,
-        culprits=odd,
-        victims=tuple(sorted(set(drift.values) - set(odd))),
-        where=tuple(where(s.ranks[q], None, _site(s.ranks[q], by_hand)) for q in sorted(drift.values)),
-        step=drift.steps[0],
-        message=f"replicas drift apart since step {drift.steps[0]}: {what} "
-        f"(checksums differ by {spread:.3g} at step {drift.steps[-1]})",
+    certain = drift.steps[-1] >= limits.certain_step and drift.cause != "partly_averaged"
+    return DRIFT(
+        cause=words if words in kind.causes else None, proved=certain or drift.cause == "buffers",
+        severity=Severity.INFO if drift.mild else None,
+        culprits=odd, victims=[q for q in ranks if q not in odd], step=drift.steps[0], last=drift.steps[-1],
+        where=wheres(s, ranks, None, {q: _site(s.ranks[q], by_hand) for q in ranks}),
+        what=what, spread=_spread(drift.values), do=_ADVICE[words + (" in DDP" if words == "different_init" and models else "")],
         cost="none, if these buffers may differ"
         if drift.mild
         else "each rank trains a different model; only one of them is saved",
-        advice=_ADVICE[words + in_ddp],
-    )
+    )  # fmt: skip
 
 
 def _not_through_ddp(s: Snapshot) -> str:
@@ -304,26 +302,14 @@ def _unfrozen(s: Snapshot) -> Finding | None:
     Nothing if some gradients are reduced by hand: theirs may be among them.
     """
     samples = {q: x for q, r in s.ranks.items() for x in r.samples if x.kind == "unfrozen"}
-    if not samples or any(
-        x.kind == "reduced" and x.value > limits.metrics for r in s.ranks.values() for x in r.samples
-    ):
+    by_hand = (x for r in s.ranks.values() for x in r.samples if x.kind == "reduced" and x.value > limits.metrics)
+    if not samples or any(by_hand):
         return None
-    first = min(samples.values(), key=lambda x: x.step)
-    return Finding(
-        kind=kind.name,
-        cause="gradients_not_synced",
-        certainty=Certainty.SUSPECTED,
-        severity=Severity.ERROR,
-        victims=tuple(sorted(samples)),
-        where=tuple(where(s.ranks[q], None, x.site) for q, x in sorted(samples.items())),
-        names=(first.name,),
-        step=first.step,
-        message=f"{count(int(first.value), 'parameter')} ({first.name}{', …' if first.value > 1 else ''}) had requires_grad False "
-        f"when DDP was built{at(first.site)} and {'gets' if first.value == 1 else 'get'} gradients since step {first.step} or "
-        "earlier: DDP does not average them",
-        cost="each rank trains these parameters on its own; only one of the replicas is saved",
-        advice="unfreeze them before wrapping in DDP, or wrap the module again after it (and build a new optimizer)",
-    )
+    first, ranks = min(samples.values(), key=lambda x: x.step), sorted(samples)
+    return UNFROZEN(
+        victims=ranks, where=wheres(s, ranks, None, {q: x.site for q, x in samples.items()}), names=(first.name,),
+        step=first.step, site=first.site, n=int(first.value), name=first.name,
+    )  # fmt: skip
 
 
 def _site(r: RankState, by_hand: bool) -> Site | None:
@@ -334,22 +320,9 @@ def _site(r: RankState, by_hand: bool) -> Site | None:
     return site or (stack[0] if stack else None)
 
 
-def _by_value(values: dict[int, float]) -> dict[float, list[int]]:
-    """Return the ranks that have each value."""
-    out: dict[float, list[int]] = {}
-    for q, v in sorted(values.items()):
-        out.setdefault(v, []).append(q)
-    return out
-
-
-def _fewer(values: dict[int, float]) -> tuple[int, ...]:
-    """Return the ranks whose value is not the most frequent one; none if no two agree."""
-    by_value = _by_value(values)
-    most = max(len(v) for v in by_value.values())
-    return tuple(sorted(q for v in by_value.values() if len(v) < most for q in v)) if most > 1 else ()
-
-
 def _rates_text(rates: dict[int, float]) -> str:
-    by_rate = _by_value(rates)
+    by_rate: dict[float, list[int]] = {}
+    for q, rate in sorted(rates.items()):
+        by_rate.setdefault(rate, []).append(q)
     shown = [f"{rate:.6g} on {rank_list(ranks)}" for rate, ranks in sorted(by_rate.items(), key=lambda x: -len(x[1]))]
     return ", ".join(shown[:4]) + (", …" if len(shown) > 4 else "")

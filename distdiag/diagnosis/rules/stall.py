@@ -12,17 +12,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.culprit import pending_exception
 from distdiag.diagnosis.facts import Facts
-from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
+from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, Snapshot
 from distdiag.diagnosis.text.incident import implicit_text, verb
-from distdiag.diagnosis.text.phrases import at, op_text, reference, where, where_stack
-from distdiag.diagnosis.text.stall import DEFAULT_ADVICE, DO, DOES, NOBODY
+from distdiag.diagnosis.text.phrases import NO_PROGRESS, at, op_text, where, where_stack, wheres
+from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.waits.delays import incomplete, kept_waiting, motionless_s, outpaced
 from distdiag.terms.activity import ACTIVITIES, refined
 from distdiag.terms.units import rough_duration, size_text
@@ -143,26 +144,14 @@ def _trains_on(facts: Facts, r: RankState) -> Finding | None:
         return None
     victims, waited_s, ahead = found
     stack = r.phase_stacks.get("backward") or r.phase_stacks.get("optimizer") or r.user_stack
-    call = facts.snapshot.ranks[victims[0]].blocked
+    s = facts.snapshot
+    call = s.ranks[victims[0]].blocked
     assert call is not None
-    return Finding(
-        kind=kind.name,
-        cause="user_code",
-        certainty=Certainty.SUSPECTED,
-        severity=Severity.WARNING,
-        culprits=(r.rank,),
-        victims=tuple(victims),
-        collective=reference(call) if call.op else None,
-        where=where_stack(r, stack, "user_code"),
-        waiting=tuple(where(facts.snapshot.ranks[v]) for v in victims),
-        step=r.step,
-        first_seen_s=facts.snapshot.t_s - waited_s,
-        message=f"rank {r.rank} has not entered {op_text(call)}{at(call.site)} and keeps training{at(stack[0] if stack else None)}, "
-        f"{ahead:,} steps ahead of {rank_list(victims)}, {verb(victims, 'which has', 'which have')} waited {rough_duration(waited_s)}",
-        cost=f"{len(victims)} of {facts.snapshot.world_size} ranks make no progress",
-        advice="check when that loop ends: a condition on the rank's own loss, time or data; let all ranks decide together, or "
-        "bound its steps; this is cleared if the rank enters the collective",
-    )
+    return TRAINS_ON(
+        culprits=(r.rank,), victims=victims, collective=call, where=where_stack(r, stack, "user_code"),
+        waiting=wheres(s, victims), step=r.step, first_seen_s=s.t_s - waited_s, called_at=call.site,
+        ahead=ahead, waited_s=waited_s, world=s.world_size,
+    )  # fmt: skip
 
 
 def _incomplete(facts: Facts) -> Iterator[Finding]:
@@ -180,21 +169,12 @@ def _incomplete(facts: Facts) -> Iterator[Finding]:
         issued = f"{rank_list(ranks)} have all issued {op_text(first)}{at(first.site)}, and it has"
         if first.p2p:
             issued = f"{_end_text(ranks[0], first)} and {_end_text(ranks[1], calls[ranks[1]])}, and the message has"
-        yield Finding(
-            kind=kind.name,
-            cause="unknown",
-            certainty=Certainty.SUSPECTED,
+        yield INCOMPLETE(
             severity=Severity.ERROR if waited_s > limits.error_factor * limit_s else Severity.WARNING,
-            victims=tuple(ranks),
-            collective=reference(first),
-            waiting=tuple(where(s.ranks[r], "waiting", calls[r].site) for r in ranks),
-            step=max(s.ranks[r].step for r in ranks),
-            first_seen_s=since_s,
-            message=f"{issued} not completed for {rough_duration(waited_s)}: a device is busy with earlier work, or the network "
-            "does not deliver",
-            cost="the job makes no progress",
-            advice="see what the devices do (`nvidia-smi`, a long kernel before the call?) and the network's errors",
-        )
+            victims=ranks, collective=first,
+            waiting=wheres(s, ranks, "waiting", {q: call.site for q, call in calls.items()}),
+            step=max(s.ranks[r].step for r in ranks), first_seen_s=since_s, issued=issued, waited_s=waited_s,
+        )  # fmt: skip
 
 
 def _nobody_moves(facts: Facts) -> Iterator[Finding]:
@@ -213,19 +193,10 @@ def _nobody_moves(facts: Facts) -> Iterator[Finding]:
         f"{rank_list(q)} {verb(q, 'is', 'are')}{at(site) or ' at an unknown line'}"
         for site, q in [*at_site.items()][:4]
     )
-    yield Finding(
-        kind=kind.name,
-        cause="unknown",
-        certainty=Certainty.SUSPECTED,
-        severity=Severity.WARNING,
-        victims=tuple(sorted(s.ranks)),
-        where=tuple(where(r) for r in ranks),
-        step=max(r.step for r in ranks),
-        first_seen_s=s.t_s - still_s,
-        message=f"no rank has moved for {rough_duration(still_s)}, and none is known to wait for another: {places}",
-        cost="the job makes no progress",
-        advice=NOBODY,
-    )
+    yield NOBODY_MOVES(
+        victims=sorted(s.ranks), where=map(where, ranks), step=max(r.step for r in ranks),
+        first_seen_s=s.t_s - still_s, still_s=still_s, places=places,
+    )  # fmt: skip
 
 
 def _end_text(rank: int, call: Call) -> str:
@@ -281,51 +252,72 @@ def _left_open(s: Snapshot, r: RankState) -> tuple[Call, tuple[int, ...]] | None
 
 # -- wording ----------------------------------------------------------------------------------------------------------
 
+_NO_PROGRESS_OF = "{victims:#} of {world} ranks make no progress"
+_warning = partial(Template, kind, severity=Severity.WARNING)
+STALL = _warning("user_code", "{missing}{size}{implicit}; {does}{worker}{open}{handling}; {victims} {victims:has|have} waited "
+                 "{waited_s:time}{usual}", _NO_PROGRESS_OF, "{do}")  # fmt: skip
+TRAINS_ON = _warning("user_code",
+    "{culprits} has not entered {collective}{called_at} and keeps training{site}, {ahead:,} steps ahead of "
+    "{victims}, {victims:which has|which have} waited {waited_s:time}", _NO_PROGRESS_OF,
+    "check when that loop ends: a condition on the rank's own loss, time or data; let all ranks decide together, "
+    "or bound its steps; this is cleared if the rank enters the collective")  # fmt: skip
+INCOMPLETE = _warning("unknown",
+    "{issued} not completed for {waited_s:time}: a device is busy with earlier work, or the network does not "
+    "deliver", NO_PROGRESS,
+    "see what the devices do (`nvidia-smi`, a long kernel before the call?) and the network's errors")  # fmt: skip
+NOBODY_MOVES = _warning("unknown",
+    "no rank has moved for {still_s:time}, and none is known to wait for another: {places}", NO_PROGRESS,
+    "`distdiag dump` saves the stacks of all threads: look for a lock or a native call that two of them need, "
+    "threads that communicate at once, or a device that hangs")  # fmt: skip
+_DOES = {a.word: a.does for a in ACTIVITIES if a.does}
+_DO = {a.word: a.do for a in ACTIVITIES if a.do} | {
+    "": "check that line; `distdiag dump` saves all stacks; this is cleared if the rank continues",
+    "loads itself": "check that line of the dataset: with num_workers=0 it runs in the training process",
+    "workers": "check that line of the dataset: storage that hangs, a lock, a loop",
+}
+
 
 def _finding(facts: Facts, late: list[_Late]) -> Finding:
     """Return the finding of ranks that are kept at one line, the one that others have waited for longest first."""
-    s, r, doing = facts.snapshot, late[0].state, _doing(late[0].state)
-    line = _line(r.current_site, facts.source)
-    doing = refined(doing, line)
-    victims = sorted({v for x in late for v in x.victims})
-    call = s.ranks[late[0].victims[0]].blocked
+    s, first = facts.snapshot, late[0]
+    r, victim = first.state, s.ranks[first.victims[0]]
+    call = victim.blocked
     assert call is not None
-    workers = [w for x in late for w in x.state.workers if w is not None] if doing == "data" else []
+    doing = refined(_doing(r), _line(r.current_site, facts.source))
+    states = sorted((x.state for x in late), key=lambda state: state.rank)
+    ranks = [state.rank for state in states]
+    workers = [(state, w) for state in states if doing == "data" for w in dict.fromkeys(state.workers) if w is not None]
     left_open = _left_open(s, r) if doing in ("lock", "queue", "worker") else None
-    if doing == "data" and not workers and _loads_itself(r):
-        advice = "check that line of the dataset: with num_workers=0 it runs in the training process"
-    elif workers:
-        advice = "check that line of the dataset: storage that hangs, a lock, a loop"
-    elif left_open is not None:
-        advice = f"{rank_list(left_open[1])} must enter {op_text(left_open[0])}, too, or no rank may: find what started it, maybe a thread"
-    else:
-        advice = DO.get(doing, DEFAULT_ADVICE)
-    by_rank = sorted((x.state for x in late), key=lambda state: state.rank)
-    far_beyond = any(x.waited_s > limits.error_factor * x.limit_s for x in late)
-    return Finding(
-        kind=kind.name,
+    longest_s = r.longest_delay_s
+    victims = sorted({v for x in late for v in x.victims})
+    return STALL(
         cause=_CAUSE.get(doing, "user_code" if r.current_site else "unknown"),
-        certainty=Certainty.SUSPECTED,
-        severity=Severity.ERROR if far_beyond else Severity.WARNING,
-        culprits=tuple(state.rank for state in by_rank),
-        victims=tuple(victims),
-        collective=reference(call) if call.op else None,
+        severity=Severity.ERROR if any(x.waited_s > limits.error_factor * x.limit_s for x in late) else None,
+        culprits=ranks, victims=victims, collective=call if call.op else None,
         where=(
-            *(w for state in by_rank for w in where_stack(state, state.user_stack, state.activity)),
-            *(
-                where(state, "data_worker", w)
-                for state in by_rank
-                if doing == "data"
-                for w in dict.fromkeys(w for w in state.workers if w is not None)
-            ),
+            *(w for state in states for w in where_stack(state, state.user_stack, state.activity)),
+            *(where(state, "data_worker", w) for state, w in workers),
         ),
-        waiting=tuple(where(s.ranks[v]) for v in victims),
-        step=r.step,
-        first_seen_s=s.t_s - late[0].waited_s,
-        message=_message(late, doing, call, implicit_text(s.ranks[late[0].victims[0]], call), victims, left_open),
-        cost=f"{len(victims)} of {s.world_size} ranks make no progress",
-        advice=advice,
-    )
+        waiting=wheres(s, victims), step=r.step, first_seen_s=s.t_s - first.waited_s,
+        missing=_missing_text(ranks, call, victim.rank),
+        size=f", {size_text(call.bytes)}" if call.bytes else "", implicit=implicit_text(victim, call),
+        does=f"{'it' if len(late) == 1 else 'each'} {_DOES.get(doing, 'is busy')}{at(r.current_site)}",
+        worker=_worker_text(r) if doing == "data" else "",
+        open=_open_text(*left_open) if left_open is not None else "",
+        handling=f", while it handles {pending_exception.handled(r)}" if r.handling else "",
+        waited_s=first.waited_s,
+        usual=f" (its longest so far: {rough_duration(longest_s)})" if longest_s > 0.5 else "",
+        world=s.world_size, do=_do(r, doing, bool(workers), left_open),
+    )  # fmt: skip
+
+
+def _do(r: RankState, doing: str, workers: bool, left_open: tuple[Call, tuple[int, ...]] | None) -> str:
+    if left_open is not None:
+        call, missing = left_open
+        return f"{rank_list(missing)} must enter {op_text(call)}, too, or no rank may: find what started it, maybe a thread"
+    if doing == "data":
+        doing = "workers" if workers else "loads itself" if _loads_itself(r) else doing
+    return _DO.get(doing, _DO[""])
 
 
 def _line(site: Site | None, source: Source) -> str:
@@ -333,31 +325,15 @@ def _line(site: Site | None, source: Source) -> str:
     return lines[site.line - 1] if site is not None and 0 < site.line <= len(lines) else ""
 
 
-def _message(
-    late: list[_Late],
-    doing: str,
-    call: Call,
-    implicit: str,
-    victims: list[int],
-    left_open: tuple[Call, tuple[int, ...]] | None,
-) -> str:
-    ranks, r, waited_s = [x.state.rank for x in late], late[0].state, late[0].waited_s
-    size = f", {size_text(call.bytes)}" if call.bytes else ""
-    does = f"{'it' if len(late) == 1 else 'each'} {DOES.get(doing, 'is busy')}{at(r.current_site)}"
-    worker = next((w for w in r.workers if w is not None), None) if doing == "data" else None
-    if worker is not None:
-        does += f", and {'one of its workers' if len(r.workers) > 1 else 'its worker'} is{at(worker)}"
-    if left_open is not None:
-        open_call, missing = left_open
-        does += (
-            f" while it has {op_text(open_call)}{at(open_call.site)} in flight, which {rank_list(missing)} "
-            f"{verb(missing, 'has', 'have')} not entered"
-        )
-    if r.handling:
-        does += f", while it handles {pending_exception.handled(r)}"
-    usual = f" (its longest so far: {rough_duration(r.longest_delay_s)})" if r.longest_delay_s > 0.5 else ""
-    waited = f"{rank_list(victims)} {verb(victims, 'has', 'have')} waited {rough_duration(waited_s)}{usual}"
-    return f"{_missing_text(ranks, call, late[0].victims[0])}{size}{implicit}; {does}; {waited}"
+def _worker_text(r: RankState) -> str:
+    site = next((w for w in r.workers if w is not None), None)
+    whose = "one of its workers" if len(r.workers) > 1 else "its worker"
+    return f", and {whose} is{at(site)}" if site is not None else ""
+
+
+def _open_text(call: Call, missing: tuple[int, ...]) -> str:
+    has = f"{rank_list(missing)} {verb(missing, 'has', 'have')} not entered"
+    return f" while it has {op_text(call)}{at(call.site)} in flight, which {has}"
 
 
 def _missing_text(ranks: list[int], call: Call, victim: int) -> str:

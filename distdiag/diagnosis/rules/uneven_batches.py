@@ -18,13 +18,15 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from distdiag.diagnosis import kinds
+from distdiag.diagnosis.comparison import vetoed
 from distdiag.diagnosis.endings import End
 from distdiag.diagnosis.facts import Facts
-from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, Where, rank_list
+from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, Where, rank_list
 from distdiag.diagnosis.model.guards import may_end_early
 from distdiag.diagnosis.model.snapshot import DEAD, Loader, RankState, Snapshot
-from distdiag.diagnosis.text.phrases import at, where
-from distdiag.diagnosis.training_data import not_one_model, only_shadows, uneven_ranks
+from distdiag.diagnosis.text.phrases import at, where, wheres
+from distdiag.diagnosis.text.template import Template
+from distdiag.diagnosis.training_data import NOT_ONE_MODEL, only_shadows, uneven_ranks
 
 kind = kinds.UNEVEN_BATCHES
 
@@ -51,7 +53,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     if seen is not None:
         yield seen
         return
-    if (veto := not_one_model(s)) is not None:
+    if (veto := vetoed(NOT_ONE_MODEL, s)) is not None:
         yield veto
         return
     for cause, outcome in (("count", _count(facts)), ("size", _size(s))):
@@ -134,38 +136,36 @@ def _weighted(s: Snapshot, usual: dict[int, int]) -> bool:
 
 # -- wording ----------------------------------------------------------------------------------------------------------
 
+COUNT = Template(kind, "count", "{each}{site}",
+    "after batch {fewest:,} {victims} {victims:hangs|hang}: {culprits} {culprits:has|have} no batch left",
+    "{do}")  # fmt: skip
+SIZE = Template(kind, "size", "local batch sizes differ in every step: {each}",
+    "DDP averages ranks, not samples: a sample of the small batch weighs {factor:.1f}x as much",
+    "use the same batch size on every rank, or weight each rank's loss by its number of samples", proved=True,
+    severity=Severity.WARNING)  # fmt: skip
+
 
 def _count_finding(s: Snapshot, loaders: dict[int, Loader], counts: dict[int, int], predicted: bool) -> Finding:
     """Return the finding on numbers of batches; the ranks with the fewest are the culprits."""
-    fewest = min(counts.values())
-    short = tuple(sorted(q for q, n in counts.items() if n == fewest))
-    rest = tuple(sorted(q for q in counts if q not in short))
-    x = loaders[short[0]]
+    fewest, exhausted = min(counts.values()), sorted(q for q, x in loaders.items() if x.exhausted)
+    short = sorted(q for q, n in counts.items() if n == fewest)
+    rest = sorted(q for q in counts if q not in short)
+    out, waiting = (short, rest) if rest else (exhausted, [q for q in counts if q not in exhausted])
     if predicted:
         by_count = "; ".join(f"{rank_list(ranks)}: {n:,}" for n, ranks in _by(counts))
-        message = f"ranks have different numbers of batches per epoch: {by_count}{at(x.site)}"
+        each = f"ranks have different numbers of batches per epoch: {by_count}"
     else:
-        message = "; ".join(_seen_texts(loaders, counts)) + at(x.site)
-    waiting = rest or tuple(q for q in counts if q not in _exhausted(loaders))
-    out = short if rest else _exhausted(loaders)
-    samplers = all(v.distributed_sampler for v in loaders.values())
-    return Finding(
-        kind=kind.name,
-        cause="count",
-        certainty=Certainty.PROVED if not predicted else Certainty.SUSPECTED,
-        severity=Severity.ERROR,
-        culprits=out,
-        victims=waiting,
-        where=tuple(w for q in out for w in _past_the_loop(s.ranks[q], loaders[q])),
-        waiting=tuple(w for q in waiting for w in _past_the_loop(s.ranks[q], loaders[q])),
-        step=s.ranks[out[0]].step,
-        message=message,
-        cost=f"after batch {fewest:,} {rank_list(waiting)} hang{'s' if len(waiting) == 1 else ''}: "
-        f"{rank_list(out)} {'has' if len(out) == 1 else 'have'} no batch left",
-        advice="give every rank the same number of samples: pad or drop in the sampler"
+        each = "; ".join(_seen_texts(loaders, counts, exhausted))
+    samplers = all(x.distributed_sampler for x in loaders.values())
+    return COUNT(
+        proved=not predicted, culprits=out, victims=waiting,
+        where=(w for q in out for w in _past_the_loop(s.ranks[q], loaders[q])),
+        waiting=(w for q in waiting for w in _past_the_loop(s.ranks[q], loaders[q])), step=s.ranks[out[0]].step,
+        each=each, site=loaders[short[0]].site, fewest=fewest,
+        do="give every rank the same number of samples: pad or drop in the sampler"
         if samplers
         else "use DistributedSampler (it pads), drop_last, or torch's Join context",
-    )
+    )  # fmt: skip
 
 
 def _by(values: dict[int, int]) -> list[tuple[int, list[int]]]:
@@ -173,21 +173,15 @@ def _by(values: dict[int, int]) -> list[tuple[int, list[int]]]:
     return [(n, [q for q, m in values.items() if m == n]) for n in sorted(set(values.values()))]
 
 
-def _seen_texts(loaders: dict[int, Loader], counts: dict[int, int]) -> Iterator[str]:
+def _seen_texts(loaders: dict[int, Loader], counts: dict[int, int], out: list[int]) -> Iterator[str]:
     """Yield which ranks ran out of batches and after how many, and how many the others have had."""
-    out = _exhausted(loaders)
     for n, ranks in _by({q: counts[q] for q in out}):
         yield f"{rank_list(ranks)} ran out of batches after {n:,}"
     for n, ranks in _by({q: k for q, k in counts.items() if q not in out and len(set(counts.values())) > 1}):
         lengths = {loaders[q].length for q in ranks}
-        (length,) = lengths if len(lengths) == 1 else (None,)
-        yield f"{rank_list(ranks)} {'has' if len(ranks) == 1 else 'have'} had {n:,}" + (
-            f" of {length:,}" if length else ""
-        )
-
-
-def _exhausted(loaders: dict[int, Loader]) -> tuple[int, ...]:
-    return tuple(sorted(q for q, x in loaders.items() if x.exhausted))
+        length = lengths.pop() if len(lengths) == 1 else None
+        of = f" of {length:,}" if length else ""
+        yield f"{rank_list(ranks)} {'has' if len(ranks) == 1 else 'have'} had {n:,}{of}"
 
 
 def _past_the_loop(r: RankState, x: Loader) -> tuple[Where, ...]:
@@ -200,22 +194,11 @@ def _past_the_loop(r: RankState, x: Loader) -> tuple[Where, ...]:
 def _size_finding(s: Snapshot, usual: dict[int, int]) -> Finding:
     most = Counter(usual.values()).most_common()
     majority = most[0][0] if len(most) == 1 or most[0][1] > most[1][1] else None
-    odd = tuple(sorted(q for q, n in usual.items() if majority is not None and n != majority))
-    text = "; ".join(f"{rank_list([q for q, n in usual.items() if n == k])}: {k} samples" for k, _ in most)
-    smallest, largest = min(usual.values()), max(usual.values())
-    return Finding(
-        kind=kind.name,
-        cause="size",
-        certainty=Certainty.PROVED,
-        severity=Severity.WARNING,
-        culprits=odd,
-        victims=tuple(sorted(set(usual) - set(odd))),
-        where=tuple(
-            where(s.ranks[q], "data", next((x.site for x in s.ranks[q].loaders if x.in_training), None))
-            for q in odd or sorted(usual)
-        ),
-        step=min(r.step for r in s.ranks.values()),
-        message=f"local batch sizes differ in every step: {text}",
-        cost=f"DDP averages ranks, not samples: a sample of the small batch weighs {largest / smallest:.1f}x as much",
-        advice="use the same batch size on every rank, or weight each rank's loss by its number of samples",
-    )
+    odd = sorted(q for q, n in usual.items() if majority is not None and n != majority)
+    sites = {q: next((x.site for x in s.ranks[q].loaders if x.in_training), None) for q in usual}
+    return SIZE(
+        culprits=odd, victims=sorted(set(usual) - set(odd)),
+        where=wheres(s, odd or sorted(usual), "data", sites), step=min(r.step for r in s.ranks.values()),
+        each="; ".join(f"{rank_list([q for q, n in usual.items() if n == k])}: {k} samples" for k, _ in most),
+        factor=max(usual.values()) / min(usual.values()),
+    )  # fmt: skip

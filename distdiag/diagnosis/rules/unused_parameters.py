@@ -19,10 +19,11 @@ from distdiag.diagnosis.culprit.parting import only_under
 from distdiag.diagnosis.endings import UNUSED
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.gradient_cost import gradients
-from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, rank_list
+from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import Model, RankState, Snapshot
-from distdiag.diagnosis.text.phrases import at, count, where
+from distdiag.diagnosis.text.phrases import where, wheres
+from distdiag.diagnosis.text.template import Template
 from distdiag.terms.units import percent
 
 kind = kinds.UNUSED_PARAMETERS
@@ -195,46 +196,48 @@ def _not_needed(s: Snapshot) -> Finding | Abstained:
 
 # -- wording ----------------------------------------------------------------------------------------------------------
 
+UNUSED_TEXT = Template(kind, "never_used",
+    "{n:,} parameter{n:|s} ({elements:,} element{elements:|s}) {lack}: {shown}{site}{why}{branch}", "{cost}",
+    "{do}", proved=True)  # fmt: skip
+FROZEN = Template(kind, "frozen",
+    "{m.frozen} of {all} parameters are frozen (requires_grad False), so DDP does not wait for them: {shown}",
+    "none, if that is intended", "set requires_grad before wrapping in DDP if you want to train them", proved=True,
+    severity=Severity.INFO)  # fmt: skip
+NOT_NEEDED = Template(kind, "flag_not_needed",
+    "find_unused_parameters=True{site}, but every parameter got a gradient in all {checks} checks",
+    "{spent} spent searching the graph{gain}", "{do}")  # fmt: skip
+_DO = {
+    "frozen later": "freeze them before the model is wrapped in DDP, or wrap it again afterwards: DDP still expects their gradients",
+    "expected": "freeze or remove them if they stay unused on purpose",
+    "unused": "use their output in the loss, freeze them (requires_grad_(False)) before DDP, or pass find_unused_parameters=True",
+    "library": "switch it off in the library that wraps the model (for Hugging Face, ddp_find_unused_parameters=False)",
+    "flag": "drop the flag if no branch of the model is ever skipped",
+}
+
 
 def _shown(names: tuple[str, ...], total: int, most: int = 4) -> str:
     return ", ".join(names[:most]) + (f" and {total - most:,} more" if total > most else "")
 
 
 def _finding(case: _Case, unused: dict[str, int], differs: bool, severity: Severity) -> Finding:
-    having, ranks = case.having, case.snapshot.ranks
-    names = tuple(unused)
-    culprits = tuple(sorted(having)) if differs and case.lacking else ()
-    site = next((m.unused_site for m in having.values() if m.unused_site), None)
-    crash = "DDP refuses the next forward" if case.refused else "DDP will refuse the next forward"
+    having, ranks, names = case.having, case.snapshot.ranks, tuple(unused)
+    culprits = sorted(having) if differs and case.lacking else []
+    lack = f"got no gradient on {rank_list(having) if differs else 'all ranks'}"
     if case.expected:
-        text = f"never got a gradient on any rank ({case.checks} checks)"
-    else:
-        text = f"got no gradient on {rank_list(sorted(having)) if differs else 'all ranks'}"
-    return Finding(
-        kind=kind.name,
-        cause="differs_between_ranks" if differs else "never_used",
-        certainty=Certainty.PROVED,
-        severity=severity,
-        culprits=culprits,
-        victims=tuple(q for q in sorted(case.with_models) if q not in culprits),
-        where=tuple(
+        lack = f"never got a gradient on any rank ({case.checks} checks)"
+    crash = "DDP refuses the next forward" if case.refused else "DDP will refuse the next forward"
+    return UNUSED_TEXT(
+        cause="differs_between_ranks" if differs else "never_used", severity=severity, culprits=culprits,
+        victims=(q for q in sorted(case.with_models) if q not in culprits),
+        where=(
             where(ranks[q], "crashed" if q in case.refused else None, having[q].unused_site) for q in sorted(having)
         ),
-        names=names,
-        step=max(m.unused_step for m in having.values()),
-        message=f"{count(len(names), 'parameter')} ({count(sum(unused.values()), 'element')}) {text}: "
-        f"{_shown(names, len(names))}{at(site)}{_why(case)}{_branch(case, culprits)}",
-        cost=crash if severity == Severity.ERROR else "they are never trained",
-        advice=_advice(case),
-    )
-
-
-def _advice(case: _Case) -> str:
-    if case.frozen_later:
-        return "freeze them before the model is wrapped in DDP, or wrap it again afterwards: DDP still expects their gradients"
-    if case.expected:
-        return "freeze or remove them if they stay unused on purpose"
-    return "use their output in the loss, freeze them (requires_grad_(False)) before DDP, or pass find_unused_parameters=True"
+        names=names, step=max(m.unused_step for m in having.values()), n=len(names),
+        elements=sum(unused.values()), lack=lack, shown=_shown(names, len(names)),
+        site=next((m.unused_site for m in having.values() if m.unused_site), None), why=_why(case),
+        branch=_branch(case, culprits), cost=crash if severity == Severity.ERROR else "they are never trained",
+        do=_DO["frozen later" if case.frozen_later else "expected" if case.expected else "unused"],
+    )  # fmt: skip
 
 
 def _why(case: _Case) -> str:
@@ -250,7 +253,7 @@ def _why(case: _Case) -> str:
     return f"; forward never called {_shown(names, len(names), 3)}"
 
 
-def _branch(case: _Case, culprits: tuple[int, ...]) -> str:
+def _branch(case: _Case, culprits: list[int]) -> str:
     """Return the conditions under which the modules are called that got no gradient on some ranks only; empty if not known."""
     if not culprits:
         return ""
@@ -263,21 +266,11 @@ def _branch(case: _Case, culprits: tuple[int, ...]) -> str:
 
 
 def _frozen_finding(s: Snapshot, models: dict[int, Model]) -> Finding:
-    m = next(iter(models.values()))
+    m, ranks = next(iter(models.values())), sorted(models)
     names = tuple(n for n, _ in m.frozen_names)
-    return Finding(
-        kind=kind.name,
-        cause="frozen",
-        certainty=Certainty.PROVED,
-        severity=Severity.INFO,
-        victims=tuple(sorted(models)),
-        where=tuple(where(s.ranks[q], None, x.site) for q, x in sorted(models.items())),
-        names=names,
-        message=f"{m.frozen} of {m.frozen + m.parameters} parameters are frozen (requires_grad False), "
-        f"so DDP does not wait for them: {_shown(names, m.frozen)}",
-        cost="none, if that is intended",
-        advice="set requires_grad before wrapping in DDP if you want to train them",
-    )
+    where = wheres(s, ranks, None, {q: x.site for q, x in models.items()})
+    shown = _shown(names, m.frozen)
+    return FROZEN(victims=ranks, where=where, names=names, m=m, all=m.frozen + m.parameters, shown=shown)
 
 
 def _not_needed_finding(s: Snapshot, m: Model, checks: int, cost_ms: float, step_ms: float) -> Finding:
@@ -287,19 +280,16 @@ def _not_needed_finding(s: Snapshot, m: Model, checks: int, cost_ms: float, step
         if small
         else f"{cost_ms:.1f} ms per step ({percent(cost_ms / step_ms)} of it)"
     )
-    return Finding(
-        kind=kind.name,
-        cause="flag_not_needed",
-        certainty=Certainty.SUSPECTED,
+    return NOT_NEEDED(
         # a library's default is no fault of the script, however much it costs
         severity=Severity.INFO if small or m.flag_of_library else Severity.WARNING,
-        victims=tuple(sorted(s.ranks)),
-        where=tuple(where(r, None, x.site) for r in s.ranks.values() for x in r.models[:1]),
-        message=f"find_unused_parameters=True{at(m.site)}, but every parameter got a gradient in all {checks} checks",
-        cost=f"{spent} spent searching the graph{_gain_text(s, step_ms)}",
-        advice="switch it off in the library that wraps the model (for Hugging Face, ddp_find_unused_parameters=False)"
-        if m.flag_of_library
-        else "drop the flag if no branch of the model is ever skipped",
+        victims=sorted(s.ranks),
+        where=(where(r, None, x.site) for r in s.ranks.values() for x in r.models[:1]),
+        site=m.site,
+        checks=checks,
+        spent=spent,
+        gain=_gain_text(s, step_ms),
+        do=_DO["library" if m.flag_of_library else "flag"],
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 from distdiag.diagnosis.model.findings import CollectiveRef, Where
-from distdiag.diagnosis.model.snapshot import Call, RankState, Site
+from distdiag.diagnosis.model.snapshot import Call, RankState, Site, Snapshot
 
 NO_PROGRESS = "the job makes no progress"  # what stuck ranks cost
 NO_PROGRESS_MADE = "the job made no progress until it ended"  # the same, after the end
@@ -72,6 +74,13 @@ def where_at(rank: int, site: Site | None, state: str | None = None) -> Where:
 def where(r: RankState, state: str | None = None, site: Site | None = None) -> Where:
     """Return a rank with what it does, at `site` or where it is."""
     return where_at(r.rank, site or r.current_site, state or r.activity)
+
+
+def wheres(
+    snapshot: Snapshot, ranks: Iterable[int], state: str | None = None, sites: Mapping[int, Site | None] | None = None
+) -> tuple[Where, ...]:
+    """Return what ranks do, each at its site in `sites` or where it is."""
+    return tuple(where(snapshot.ranks[q], state, (sites or {}).get(q)) for q in ranks)
 
 
 def where_stack(r: RankState, stack: tuple[Site, ...], state: str | None = None, depth: int = 4) -> tuple[Where, ...]:

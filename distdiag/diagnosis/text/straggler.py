@@ -1,190 +1,145 @@
-"""The findings of rule `straggler`: message, sites, advice."""
+"""The findings of rule `straggler`: their sentences, and where a slow rank is."""
 
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from collections.abc import Collection
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.gain import gain
-from distdiag.diagnosis.model.findings import Certainty, Finding, Severity, rank_list
+from distdiag.diagnosis.comparison import Subset, gain
+from distdiag.diagnosis.model.findings import Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Arrival, RankState, Site, Snapshot
-from distdiag.diagnosis.periodic import Periodic
 from distdiag.diagnosis.step_times import PHASES, Window, part_ms
-from distdiag.diagnosis.text.phrases import at, ordinal, where, where_stack
+from distdiag.diagnosis.text.phrases import ordinal, where, where_stack, wheres
+from distdiag.diagnosis.text.template import Template
 from distdiag.terms.units import percent
 
-kind = kinds.STRAGGLER
-CAUSES = {"data": "data", "forward": "forward", "backward": "backward", "optimizer": "optimizer", "other": "host"}
+if TYPE_CHECKING:
+    from distdiag.diagnosis.rules.straggler import Case
 
-
-@dataclass(frozen=True)
-class Slow:
-    """Ranks that work longest in most steps.
-
-    Attributes:
-        count: Steps in which they are the slowest.
-        gain_ms: What the others would gain per step if they were not, in ms.
-        step_ms: Step time in ms.
-    """
-
-    ranks: list[int]
-    count: int
-    gain_ms: float
-    step_ms: float
-
-
-_ADVICE = {
+_row = partial(Template, kinds.STRAGGLER)
+SLOW = _row("host",
+    "{culprits}: {what} {up_to}+{x.phase_ms:.0f} ms per step against the others{queued}, {slower} in {count} of "
+    "the last {n} steps{site}",
+    "{victims} {victims:waits|wait} {slow.gain_ms:.0f} ms of a step of {slow.step_ms:.0f} ms{gain}",
+    "{do}")  # fmt: skip
+STAGE = _row("stage", "{culprits}: the longest stage, {what} +{x.phase_ms:.0f} ms per step against the others",
+    "{victims} {victims:is|are} idle for {slow.gain_ms:.0f} ms per step because of it: {share:share} of step time",
+    "if this pipeline is too slow, move layers from {culprits} to the others; more micro-batches shorten the "
+    "idle time at the start and end of a step", severity=Severity.INFO)  # fmt: skip
+DEVICE = _row("forward",
+    "{culprits}: forward takes {ms:.0f} ms on its device, {usual_ms:.0f} ms on the others', slowest in {count} "
+    "of the last {n} steps; its host is not late",
+    "{victims} {victims:waits|wait} at least {excess_ms:.0f} ms per step: {share:share} of step time",
+    "compare the input sizes of {culprits} with the others'; if they are equal, check its device: clocks, power "
+    "limit, temperature, other processes")  # fmt: skip
+AT_TIMES = _row("host",
+    "{culprits}: {what} +{found.gain_ms:.0f} ms in {when}{found.indices:#} of the last {n}{steps}{site}",
+    "{victims} {victims:waits|wait} {found.cost:share} of the time for it", "{do}")  # fmt: skip
+ROTATING = _row("rotating",
+    "no single rank is slow: the slowest changed {changes} times in {n} steps, skew p50 {found.gain_ms:.0f} ms, "
+    "mostly in {phase}", "{share:share} of step time is spent waiting for the slowest rank",
+    "look for work of varying length on all ranks (input sizes, garbage collection, cron), not for one bad node")  # fmt: skip
+BY_ARRIVAL = _row("host",
+    "{culprits} enters {op} last in {count} of the last {n}, {skew_ms:.0f} ms after the first{site}",
+    "the others wait {skew_ms:.0f} ms of every {period_ms:.0f} ms",
+    "look at what {culprits} does between its collectives that the others do not")  # fmt: skip
+_COMPUTES = (
+    "compare the input sizes of that rank with the others'; if they are equal, check {clocks}what else runs on its host"
+)
+_DO = {
     "data": "check storage and CPU load for the loader of {who}; use more workers or prefetching",
-    "forward": "compare the input sizes of that rank with the others'; if they are equal, check {clocks}what else runs on its host",
-    "backward": "compare the input sizes of that rank with the others'; if they are equal, check {clocks}what else runs on its host",
+    "no workers": "num_workers=0: the dataset's own code runs in the training process; make it faster, or set num_workers",
+    "forward": _COMPUTES,
+    "backward": _COMPUTES,
     "optimizer": "look for work in optimizer.step that only that rank does (hooks, logging)",
     "other": "move that work off the training step: do it in fewer steps, on all ranks in turn, or in a thread",
 }
 
 
-def slow_finding(
-    s: Snapshot,
-    window: Window,
-    slow: Slow,
-    rank: int,
-    phase: str,
-    excess_ms: float,
-    limit_ms: float | None,
-    queued_ms: float,
+def _found(
+    template: Template, s: Snapshot, window: Window, ranks: Collection[int], phase: str, **facts: Any
 ) -> Finding:
-    """Return the finding of ranks that work longest in most steps.
-
-    Args:
-        limit_ms: Most milliseconds per step that the job would gain, since something else limits the others, too. None if that is
-            not known.
-        queued_ms: Milliseconds per step that the rank waited for a CPU beyond the others; not in `excess_ms`.
-    """
-    r, n = s.ranks[rank], len(window.columns)
-    stack = _stack_of(r, phase)
-    site: Site | None = stack[0] if stack else None
-    rest = tuple(q for q in window.ranks if q not in slow.ranks)
-    alone = len(slow.ranks) == 1
-    whose, up_to = f"{'its' if alone else 'their'} own code between steps", "" if alone else "up to "
-    slower = "slowest" if alone else "slower than all of them"
-    others = (
-        where(s.ranks[k], "user_code", next(iter(_stack_of(s.ranks[k], phase)), None)) for k in slow.ranks if k != rank
-    )
-    return Finding(
-        kind=kind.name,
-        cause=CAUSES[phase],
-        certainty=Certainty.SUSPECTED,
-        severity=Severity.WARNING,
-        culprits=tuple(slow.ranks),
-        victims=rest,
-        where=(*(where_stack(r, stack, "user_code") if stack else (where(r, "user_code"),)), *others),
+    """Return a finding about slow ranks; the first is at the line with most samples of that phase."""
+    first, *more = ranks
+    r, stack = s.ranks[first], _stack_of(s.ranks[first], phase)
+    facts.setdefault("where", (
+        *(where_stack(r, stack, "user_code") if stack else (where(r, "user_code"),)),
+        *(where(s.ranks[q], "user_code", next(iter(_stack_of(s.ranks[q], phase)), None)) for q in more),
+    ))  # fmt: skip
+    no_workers = all(x.workers == 0 for q in ranks for x in s.ranks[q].loaders if x.in_training)
+    do = _DO["no workers" if phase == "data" and no_workers else phase]
+    own_code = f"{'its' if len(ranks) == 1 else 'their'} own code"
+    return template(
+        culprits=sorted(ranks),
+        victims=[q for q in window.ranks if q not in ranks],
         step=r.step,
-        message=f"{rank_list(slow.ranks)}: {whose if phase == 'other' else phase} {up_to}+{excess_ms:.0f} ms "
-        f"per step against the others{_queued_text(excess_ms, queued_ms)}, {slower} in {slow.count} of the last {n} steps{at(site)}",
-        cost=f"{rank_list(rest)} wait{'s' if len(rest) == 1 else ''} {slow.gain_ms:.0f} ms of a step of "
-        f"{slow.step_ms:.0f} ms{_gain_text(window, slow, limit_ms)}",
-        advice=_advice(s, slow.ranks, phase),
+        n=len(window.columns),
+        site=stack[0] if stack else None,
+        **{"what": f"{own_code} between steps" if phase == "other" else phase} | facts,
+        do=do.format(who=rank_list(ranks), clocks="its device clocks and " if s.gpus else ""),
     )
 
 
-def _queued_text(excess_ms: float, queued_ms: float) -> str:
-    """Return what the tables' `self` includes and the excess does not, if that is a tenth of it or more."""
-    return f" (and {queued_ms:.0f} ms in which it waits for a CPU)" if queued_ms >= 0.1 * excess_ms else ""
+def slow(c: Case) -> Finding:
+    """Return the finding of ranks that work longest in most steps; the slowest is named first."""
+    x, alone = c.most, len(c.slow.ranks) == 1
+    # what the tables' `self` includes and the excess does not
+    queued = f" (and {x.queued_ms:.0f} ms in which it waits for a CPU)" if x.queued_ms >= 0.1 * x.phase_ms else ""
+    return _found(
+        SLOW, c.snapshot, c.window, [x.rank, *(q for q in c.slow.ranks if q != x.rank)], x.phase,
+        cause="host" if x.phase == "other" else x.phase, x=x, slow=c.slow, count=c.count, queued=queued,
+        up_to="" if alone else "up to ", slower="slowest" if alone else "slower than all of them", gain=_gain_text(c),
+    )  # fmt: skip
 
 
-def _gain_text(window: Window, slow: Slow, limit_ms: float | None) -> str:
+def _gain_text(c: Case) -> str:
     """Return `; if rank 1 were as fast as the others, a step would take 22 % less (95 % interval 20 to 25 %)`, or nothing."""
-    if limit_ms is not None:
-        # The others' queues are full: their workers show how fast their loaders are, their steps do not.
-        return f"; with a loader like the others' a step would take at most {percent(limit_ms / slow.step_ms)} less"
-    found = gain(window, slow.ranks)
+    if c.loader_gain is not None:
+        # the others' queues are full: their workers show how fast their loaders are, their steps do not
+        return f"; with a loader like the others' a step would take at most {percent(c.loader_gain)} less"
+    found = gain(c.window, c.slow.ranks)
     if found is None or found.low <= 0:
         return ""
-    rest = [q for q in window.ranks if q not in slow.ranks]
-    others = rank_list(rest) if len(rest) == 1 else "the others"
-    interval = f"{percent(max(0.0, found.low)).removesuffix(' %')} to {percent(found.high)}"
-    if_equal = f"if {rank_list(slow.ranks)} were as fast as {others}"
+    rest = [q for q in c.window.ranks if q not in c.slow.ranks]
+    if_equal = f"if {rank_list(c.slow.ranks)} were as fast as {rank_list(rest) if len(rest) == 1 else 'the others'}"
+    interval = f"{percent(found.low).removesuffix(' %')} to {percent(found.high)}"
     return f"; {if_equal}, a step would take {percent(found.share)} less (95 % interval {interval})"
 
 
-def stage_finding(s: Snapshot, window: Window, slow: Slow, rank: int, phase: str, excess_ms: float) -> Finding:
+def stage(c: Case) -> Finding:
     """Return the finding of a pipeline's longest stage."""
-    rest = tuple(q for q in window.ranks if q not in slow.ranks)
-    return Finding(
-        kind=kind.name,
-        cause="stage",
-        certainty=Certainty.SUSPECTED,
-        severity=Severity.INFO,
-        culprits=tuple(slow.ranks),
-        victims=rest,
-        where=(where(s.ranks[rank], "user_code"),),
-        step=s.ranks[rank].step,
-        message=f"{rank_list(slow.ranks)}: the longest stage, {'its own code' if phase == 'other' else phase} +{excess_ms:.0f} ms "
-        f"per step against the others",
-        cost=f"{rank_list(rest)} {'is' if len(rest) == 1 else 'are'} idle for {slow.gain_ms:.0f} ms per step because of it: "
-        f"{percent(slow.gain_ms / slow.step_ms)} of step time",
-        advice=f"if this pipeline is too slow, move layers from {rank_list(slow.ranks)} to the others; more micro-batches "
-        "shorten the idle time at the start and end of a step",
-    )
+    x, facts = c.most, {"where": [where(c.snapshot.ranks[c.most.rank], "user_code")], "x": c.most, "slow": c.slow}
+    what = "its own code" if x.phase == "other" else x.phase
+    share = c.slow.gain_ms / c.slow.step_ms
+    return _found(STAGE, c.snapshot, c.window, [x.rank], x.phase, what=what, share=share, **facts)
 
 
-def device_finding(
+def device(
     s: Snapshot, window: Window, slow: RankState, count: int, usual_ms: float, excess_ms: float, step_ms: float
 ) -> Finding:
     """Return the finding of a rank whose device is slow, not its host."""
-    rest = tuple(q for q in window.ranks if q != slow.rank)
-    stack = _stack_of(slow, "forward")
-    return Finding(
-        kind=kind.name,
-        cause="forward",
-        certainty=Certainty.SUSPECTED,
-        severity=Severity.WARNING,
-        culprits=(slow.rank,),
-        victims=rest,
-        where=where_stack(slow, stack, "user_code") if stack else (where(slow, "user_code"),),
-        step=slow.step,
-        message=f"rank {slow.rank}: forward takes {usual_ms + excess_ms:.0f} ms on its device, {usual_ms:.0f} ms on the others', "
-        f"slowest in {count} of the last {len(window.columns)} steps; its host is not late",
-        cost=f"{rank_list(rest)} wait{'s' if len(rest) == 1 else ''} at least {excess_ms:.0f} ms per step: "
-        f"{percent(excess_ms / step_ms)} of step time",
-        advice=f"compare the input sizes of rank {slow.rank} with the others'; if they are equal, check its device: clocks, power "
-        "limit, temperature, other processes",
-    )
+    facts = {"count": count, "ms": usual_ms + excess_ms, "usual_ms": usual_ms, "excess_ms": excess_ms}
+    return _found(DEVICE, s, window, [slow.rank], "forward", share=excess_ms / step_ms, **facts)
 
 
-def _advice(s: Snapshot, ranks: list[int], phase: str) -> str:
-    if phase == "data" and all(x.workers == 0 for q in ranks for x in s.ranks[q].loaders if x.in_training):
-        return "num_workers=0: the dataset's own code runs in the training process; make it faster, or set num_workers"
-    return _ADVICE[phase].format(who=rank_list(ranks), clocks="its device clocks and " if s.gpus else "")
-
-
-def periodic_finding(s: Snapshot, window: Window, found: Periodic, severity: Severity) -> Finding:
+def at_times(s: Snapshot, window: Window, found: Subset, severity: Severity) -> Finding:
     """Return the finding of a rank that is slow in every n-th step, or irregularly."""
-    r, n = s.ranks[found.rank], len(window.columns)
-    rest = tuple(q for q in window.ranks if q != found.rank)
-    steps, slow = window.steps[found.rank], set(found.indices)
+    (rank,), slow = found.ranks, set(found.indices)
+    steps = window.steps[rank]
 
     def excess_ms(phase: str) -> float:
         usual = statistics.median(part_ms(x, phase) for i, x in enumerate(steps) if i not in slow)
         return statistics.median(part_ms(steps[i], phase) for i in found.indices) - usual
 
     phase = max(PHASES, key=excess_ms)
-    when, steps_text = (f"every {ordinal(found.period)} step, ", "") if found.period is not None else ("", " steps")
-    stack = _stack_of(r, phase)
-    return Finding(
-        kind=kind.name,
-        cause=CAUSES[phase],
-        certainty=Certainty.SUSPECTED,
-        severity=severity,
-        culprits=(found.rank,),
-        victims=rest,
-        where=where_stack(r, stack, "user_code") if stack else (where(r, "user_code"),),
-        step=r.step,
-        message=f"rank {found.rank}: {'its own code between steps' if phase == 'other' else phase} +{found.gain_ms:.0f} ms in "
-        f"{when}{len(found.indices)} of the last {n}{steps_text}{at(stack[0] if stack else None)}",
-        cost=f"{rank_list(rest)} wait{'s' if len(rest) == 1 else ''} {percent(found.cost)} of the time for it",
-        advice=_advice(s, [found.rank], phase),
-    )
+    when = f"every {ordinal(found.period)} step, " if found.period is not None else ""
+    return _found(
+        AT_TIMES, s, window, [rank], phase, severity=severity, found=found, when=when, steps="" if when else " steps",
+        cause="host" if phase == "other" else phase,
+    )  # fmt: skip
 
 
 def _stack_of(r: RankState, phase: str) -> tuple[Site, ...]:
@@ -195,50 +150,29 @@ def _stack_of(r: RankState, phase: str) -> tuple[Site, ...]:
     names = ("other", "checkpoint", "validate") if phase == "other" else (phase,)
     if phase == "other" and not any(r.phase_sites.get(name) for name in names):
         names = ("init",)
-    best: tuple[Site, ...] = ()
-    most = 0
-    for name in names:
-        sites = r.phase_sites.get(name, ())
-        if sites and sites[0][1] > most:
-            most = sites[0][1]
-            best = r.phase_stacks.get(name, (sites[0][0],))
-    return best
+    name = max(names, key=lambda name: sites[0][1] if (sites := r.phase_sites.get(name)) else 0)
+    sites = r.phase_sites.get(name)
+    return r.phase_stacks.get(name, (sites[0][0],)) if sites else ()
 
 
-def rotating_finding(s: Snapshot, window: Window, phase: str, changes: int, skew_ms: float, step_ms: float) -> Finding:
+def rotating(s: Snapshot, window: Window, phase: str, changes: int, found: Subset) -> Finding:
     """Return the finding of a slowest rank that keeps changing."""
-    ranks = window.ranks
-    return Finding(
-        kind=kind.name,
-        cause="rotating",
-        certainty=Certainty.SUSPECTED,
-        severity=Severity.WARNING,
-        victims=tuple(ranks),
-        where=tuple(where(s.ranks[q], None, (_stack_of(s.ranks[q], phase) or (None,))[0]) for q in ranks),
-        step=s.ranks[ranks[0]].step,
-        message=f"no single rank is slow: the slowest changed {changes} times in {len(window.columns)} steps, "
-        f"skew p50 {skew_ms:.0f} ms, mostly in {'code between steps' if phase == 'other' else phase}",
-        cost=f"{percent(skew_ms / step_ms)} of step time is spent waiting for the slowest rank",
-        advice="look for work of varying length on all ranks (input sizes, garbage collection, cron), not for one bad node",
-    )
+    sites = {q: next(iter(_stack_of(s.ranks[q], phase)), None) for q in window.ranks}
+    return ROTATING(
+        victims=window.ranks, where=wheres(s, window.ranks, None, sites), step=s.ranks[window.ranks[0]].step,
+        changes=changes, n=len(window.columns), found=found,
+        phase="code between steps" if phase == "other" else phase, share=found.gain_ms / found.step_ms,
+    )  # fmt: skip
 
 
-def arrival_finding(
+def by_arrival(
     s: Snapshot, r: RankState, recent: list[Arrival], count: int, skew_ms: float, period_ms: float
 ) -> Finding:
     """Return the finding of a rank that enters its collectives last, in a loop without optimizer steps."""
     stack = max(r.phase_stacks.values(), key=len, default=r.user_stack)
     stack = next((r.phase_stacks[name] for name in ("other", "init") if r.phase_sites.get(name)), stack)
-    return Finding(
-        kind=kind.name,
-        cause="host",
-        certainty=Certainty.SUSPECTED,
-        severity=Severity.WARNING,
-        culprits=(r.rank,),
-        victims=tuple(k for k in sorted(s.ranks) if k != r.rank),
-        where=where_stack(r, stack) if stack else (where(r),),
-        message=f"rank {r.rank} enters {recent[-1].op} last in {count} of the last {len(recent)}, "
-        f"{skew_ms:.0f} ms after the first{at(stack[0] if stack else None)}",
-        cost=f"the others wait {skew_ms:.0f} ms of every {period_ms:.0f} ms",
-        advice=f"look at what rank {r.rank} does between its collectives that the others do not",
-    )
+    return BY_ARRIVAL(
+        culprits=(r.rank,), victims=[q for q in sorted(s.ranks) if q != r.rank],
+        where=where_stack(r, stack) if stack else (where(r),), site=stack[0] if stack else None,
+        op=recent[-1].op, count=count, n=len(recent), skew_ms=skew_ms, period_ms=period_ms,
+    )  # fmt: skip

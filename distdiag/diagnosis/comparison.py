@@ -1,0 +1,268 @@
+"""The comparator: one subset of ranks that differs from the rest, in which steps, by how much, and what that costs.
+
+A column has one number per rank: what each works in one step, ms. Three selectors of the time axis find the subset: `persistent`
+(in nearly every step), `occasional` (in every n-th step, or irregularly but at a high cost) and `rotating` (another rank in each
+step). `gain` is the cost with its interval. Whatever looks like a difference and is none is a row of a rule's vetoes, which
+`vetoed` reads: so each has its reason.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from distdiag.diagnosis.model.findings import Abstained
+from distdiag.diagnosis.step_times import Window
+from distdiag.diagnosis.text.template import filled
+
+# -- vetoes ----------------------------------------------------------------------------------------------------------
+
+
+class Veto(NamedTuple):
+    """One reason for which a difference is not reported, or cannot be judged.
+
+    Attributes:
+        applies: True of a case in which it holds.
+        why: Template (`text.template`) of the reason; `{c}` is the case.
+        checked: The inputs were complete; else the kind counts as not checked.
+    """
+
+    name: str
+    applies: Callable[[Any], object]
+    why: str
+    checked: bool = True
+    cause: str | None = None  # the only cause that it is about
+
+
+def vetoed(vetoes: Iterable[Veto], case: object) -> Abstained | None:
+    """Return the first veto that applies, as the reason of a rule; None if none does."""
+    for veto in vetoes:
+        if veto.applies(case):
+            return Abstained(filled(veto.why, c=case), checked=veto.checked, cause=veto.cause)
+    return None
+
+
+# -- ranks that differ in one column ---------------------------------------------------------------------------------
+
+
+def minority(values: Mapping[int, Hashable]) -> tuple[int, ...]:
+    """Return the ranks whose value fewer ranks have than the most frequent one."""
+    times = Counter(values.values())
+    most = max(times.values(), default=0)
+    return tuple(sorted(rank for rank, value in values.items() if times[value] < most))
+
+
+def above(values: Mapping[int, int], limit: Callable[[int], float]) -> tuple[tuple[int, ...], int]:
+    """Return (the ranks above the typical one by more than `limit` of it; that one). More than half are not named."""
+    typical = statistics.median_low(values.values())
+    odd = tuple(sorted(rank for rank, value in values.items() if value - typical > limit(typical)))
+    return (odd if len(odd) <= len(values) // 2 else ()), typical
+
+
+def leads(columns: Iterable[Sequence[float]]) -> list[tuple[int, float]]:
+    """Return (index of the largest number, its distance from the next one) of each column."""
+    found = []
+    for column in columns:
+        top = max(column)
+        at_top = column.index(top)
+        rest = max(max(column[:at_top], default=-math.inf), max(column[at_top + 1 :], default=-math.inf))
+        found.append((at_top, top - rest))
+    return found
+
+
+def others(column: Sequence[float], index: int) -> float:
+    """Return the typical number of the other ranks of a column."""
+    return statistics.median_low([*column[:index], *column[index + 1 :]])
+
+
+# -- selectors of the time axis --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Subset:
+    """Ranks that work longest, in the same steps.
+
+    Attributes:
+        indices: Positions of these steps in the window.
+        gain_ms: Median milliseconds that the others would gain in such a step.
+        step_ms: Median step time, ms.
+        cost: Share of the time of all steps that is lost to them.
+        period: They are slow in every n-th step; None if not.
+    """
+
+    ranks: list[int]
+    indices: list[int]
+    gain_ms: float
+    step_ms: float
+    cost: float = 0.0
+    period: int | None = None
+
+
+def persistent(window: Window, recurrence: float, least_ms: float, several: bool) -> Subset:
+    """Return the rank that works longest most often; if that is in fewer steps than a share, several that do together.
+
+    Args:
+        least_ms: Milliseconds per step by which several must at least work longer.
+        several: False: one rank only.
+    """
+    tops = leads(window.columns)
+    index = Counter(at_top for at_top, _ in tops).most_common(1)[0][0]
+    indices = [i for i, (at_top, _) in enumerate(tops) if at_top == index]
+    ranks, gains = [window.ranks[index]], [gain for _, gain in tops]
+    if len(indices) < recurrence * len(tops) and several:
+        ranks, indices, gains = _together(window, least_ms) or (ranks, indices, gains)
+    return Subset(ranks, indices, statistics.median(gains), window.step_ms(ranks[0]))
+
+
+def _together(window: Window, least_ms: float) -> tuple[list[int], list[int], list[float]] | None:
+    """Return (ranks, steps, gains) of ranks that all work longer than the rest: at most half of all, as of a slow node."""
+    ranks, columns = window.ranks, window.columns
+    totals = [sum(row) for row in window.rows]
+    order = sorted(range(len(ranks)), key=lambda i: -totals[i])
+    gaps = {k: totals[order[k - 1]] - totals[order[k]] for k in range(2, len(ranks) // 2 + 1)}
+    k = max(gaps, key=lambda k: gaps[k], default=0)
+    if not k or gaps[k] < least_ms * len(columns):
+        return None
+    rest_ms = [max(column[i] for i in order[k:]) for column in columns]
+    indices = [i for i, column in enumerate(columns) if min(column[j] for j in order[:k]) > rest_ms[i]]
+    gains = [max(column) - rest for column, rest in zip(columns, rest_ms, strict=True)]
+    return sorted(ranks[i] for i in order[:k]), indices, gains
+
+
+OCCASIONAL_MS = 20.0  # that the others wait in such a step; less is jitter of the host
+OCCASIONAL_FACTOR = 0.5  # the same, as a factor of a step that is not slow
+OCCASIONAL_TIMES = 3  # long steps in the window: two intervals to compare
+MOST_SHARE = 0.75  # of the window's steps: a rank that is slow in more is slow in all
+PRESENT = 0.75  # share of the steps at a multiple of the period that are long
+PERIODIC_COST = 0.03  # share of total time
+# Without a period, jitter of the host must be excluded: it hits all ranks, and rarely costs so much.
+IRREGULAR_TIMES = 6  # long steps in the window; all of one rank by chance: once in 32 windows of two ranks
+COSTLY = 0.2  # share of total time
+
+
+def occasional(window: Window) -> Subset | None:
+    """Return the only rank with long steps, at regular intervals or often enough to matter."""
+    steps, ranks = window.steps, window.ranks
+    first = steps[ranks[0]]
+    usual_ms = sorted(x.step_ms for x in first)[len(first) // 4]  # slow steps may be most of them
+    slow: dict[int, tuple[int, float]] = {}
+    for i, (at_top, gain_ms) in enumerate(leads(window.columns)):
+        waited_ms = min(steps[q][i].wait_ms for q in ranks if q != ranks[at_top])
+        if gain_ms >= max(OCCASIONAL_MS, OCCASIONAL_FACTOR * usual_ms) and waited_ms >= 0.5 * gain_ms:
+            slow[i] = ranks[at_top], gain_ms
+    if not OCCASIONAL_TIMES <= len(slow) <= MOST_SHARE * len(first) or len({q for q, _ in slow.values()}) > 1:
+        return None
+    gains = [gain_ms for _, gain_ms in slow.values()]
+    cost = sum(gains) / sum(x.step_ms for x in first)
+    gaps = [first[b].step - first[a].step for a, b in itertools.pairwise(slow)]
+    period = min(gaps)
+    complete = len(slow) >= PRESENT * (sum(gaps) / period + 1)
+    regular = period > 1 and complete and all(abs(gap - round(gap / period) * period) <= 1 for gap in gaps)
+    if cost < (PERIODIC_COST if regular else COSTLY) or not (regular or len(slow) >= IRREGULAR_TIMES):
+        return None
+    rank = next(iter(slow.values()))[0]
+    return Subset([rank], list(slow), statistics.median(gains), usual_ms, cost, period if regular else None)
+
+
+def rotating(window: Window, least_steps: int, changes: float) -> tuple[int, Subset] | None:
+    """Return (how often the slowest rank changes, the subset of all ranks), if every rank is the slowest in turn.
+
+    Args:
+        changes: Least changes of the slowest rank per step.
+    """
+    ranks, columns, n = window.ranks, window.columns, len(window.columns)
+    if n < least_steps:
+        return None
+    tops = [at_top for at_top, _ in leads(columns)]
+    changed = sum(a != b for a, b in itertools.pairwise(tops))
+    # of many ranks not every one is the slowest in so few steps: expect most of those that chance would pick
+    by_chance = len(ranks) * (1 - (1 - 1 / len(ranks)) ** n)
+    enough = len(ranks) if len(ranks) <= 8 else 0.75 * by_chance
+    most = Counter(tops).most_common(1)[0][1]
+    if most > 0.6 * n or len(set(tops)) < enough or changed < changes * n:
+        return None
+    skew_ms = statistics.median(column[i] - others(column, i) for column, i in zip(columns, tops, strict=True))
+    return changed, Subset(ranks, tops, skew_ms, window.step_ms(ranks[0]))
+
+
+def arrives_last(window: Window, slow: Sequence[int], recurrence: float) -> bool:
+    """True if slow ranks are the last at a synchronisation in this share of the steps, or none was timed on all ranks.
+
+    Ranks leave the first one together (in DDP with buffers, the forward's broadcast): there the last one alone does not show who
+    was late.
+    """
+    ranks, steps, timed = window.ranks, window.steps, False
+    for times in ([[x.arrived_s for x in steps[q]] for q in ranks], [[x.ready_s for x in steps[q]] for q in ranks]):
+        known = [column for column in zip(*times, strict=True) if None not in column]
+        if len(known) <= len(window.columns) // 2:
+            continue
+        timed = True
+        if sum(ranks[column.index(max(column))] in slow for column in known) >= recurrence * len(known):
+            return True
+    return not timed
+
+
+# -- cost ------------------------------------------------------------------------------------------------------------
+
+BLOCKS = 5  # with ten, intervals are up to a fifth too narrow for steps as autocorrelated as on a busy machine
+T_95 = 2.78  # of Student's t with four degrees of freedom
+LEAST_STEPS = 20
+
+
+@dataclass(frozen=True)
+class Gain:
+    """A share of step time, and its 95 % interval."""
+
+    share: float
+    low: float
+    high: float
+
+
+def blocks(n: int) -> Iterator[tuple[int, int]]:
+    """Yield (first, end) of the few long blocks of `n` steps whose means give an interval: step times are autocorrelated."""
+    return itertools.pairwise(round(k * n / BLOCKS) for k in range(BLOCKS + 1))
+
+
+def half_interval(means: Sequence[float]) -> float:
+    """Return half the 95 % interval of what a later measurement of as many steps would show, from the means of blocks.
+
+    It has two errors of equal size, of the recorded steps and of the later ones. Both include what all ranks have in common, as the
+    load of the machine; a load that changes more slowly than the recorded steps last cannot be seen in them.
+    """
+    return T_95 * math.sqrt(2 / BLOCKS) * statistics.stdev(means)
+
+
+def gain(window: Window, slow: Sequence[int]) -> Gain | None:
+    """Return the share of step time that would be saved if each of `slow` worked as long as a typical other rank.
+
+    A step lasts as long as its slowest rank works, so each recorded step is computed again with a typical other rank's work in
+    place of the slow rank's. That work is from another step of the block, far away, as neighbours have similar work: within the
+    same step it would never be the longest, and the gain would be too large.
+
+    None if all ranks are slow, or the steps are too few for an interval.
+    """
+    at = [i for i, q in enumerate(window.ranks) if q in slow]
+    rest = [i for i in range(len(window.ranks)) if i not in at]
+    columns, n = window.columns, len(window.columns)
+    steps_ms = [max(x.step_ms for x in of_step) for of_step in zip(*window.steps.values(), strict=True)]
+    if not at or not rest or n < LEAST_STEPS or sum(steps_ms) <= 0:
+        return None
+    typical = sorted(rest, key=lambda i: sum(window.rows[i]))[(len(rest) - 1) // 2]
+    without_ms: list[list[float]] = []  # the step times without the slow ranks, by block
+    for first, end in blocks(n):
+        size = end - first
+        other = [columns[first + (k + size // 2) % size][typical] for k in range(size)]
+        without_ms.append([])
+        for k, column in enumerate(columns[first:end]):
+            as_others = (other[(k + j) % size] for j in range(len(at)))
+            longest_ms = max(*(column[i] for i in rest), *as_others)
+            without_ms[-1].append(steps_ms[first + k] - max(column) + longest_ms)
+    recorded_ms = statistics.fmean(steps_ms)
+    share = 1 - statistics.fmean(itertools.chain(*without_ms)) / recorded_ms
+    half = half_interval([statistics.fmean(block) for block in without_ms]) / recorded_ms
+    return Gain(share, share - half, share + half)
