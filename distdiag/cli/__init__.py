@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import importlib
 import errno
+import importlib
 import os
 import sys
 from typing import Any
