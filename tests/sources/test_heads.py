@@ -15,7 +15,7 @@ import pytest
 
 from distdiag import guard
 from distdiag.cli import main
-from distdiag.sources.logs.files import find_logs, is_log, ranks_of
+from distdiag.sources.logs.files import find_logs, no_log, ranks_of
 from distdiag.traces import files as traces
 from tests.jobs import distdiag
 from tests.traces.test_files import write_rank
@@ -105,7 +105,7 @@ def test_a_file_that_grows_is_read_up_to_a_limit(tmp_path: Path) -> None:
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        assert is_log(log) and find_logs([str(log)]) == [log]
+        assert no_log(log, True) is None and find_logs([str(log)]) == [log]
         assert main(["diagnose", str(log)]) == 1
     finally:
         ended.set()

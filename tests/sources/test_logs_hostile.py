@@ -18,7 +18,8 @@ import pytest
 from distdiag.diagnosis.model.findings import Report
 from distdiag.sources import logs
 from distdiag.sources.logs import files
-from distdiag.sources.logs.collect import Collector
+from distdiag.sources.logs.facts import Collector
+from distdiag.sources.logs.join import join
 from distdiag.sources.logs.patterns import TABLE
 from distdiag.sources.logs.verdict import diagnose_logs
 from distdiag.terms.untrusted import REPEATS
@@ -130,6 +131,7 @@ def test_further_ranks_are_read_where_their_lines_differ_in_the_rank_only(tmp_pa
     lines = "".join(f"[rank{r}]: RuntimeError: NCCL error: unhandled system error\n" for r in range(3000))
     (tmp_path / "job.log").write_text(filler[: 1 << 20] + lines + filler)
     found = Collector([tmp_path / "job.log"]).read()
+    join(found)
     assert len(found.ranks) == 3000
 
 

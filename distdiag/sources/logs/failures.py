@@ -1,22 +1,32 @@
-"""Ranks that failed by themselves, by their own messages and their launcher's tables: one finding for each reason."""
+"""Ranks that failed by themselves, by their own messages and their launchers: one finding for each reason."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from distdiag.diagnosis.model.findings import Certainty, Finding, Severity, rank_list
+from distdiag.diagnosis.model.findings import Finding, rank_list
 from distdiag.diagnosis.model.snapshot import Site
-from distdiag.diagnosis.text.phrases import at, shortened, where_at
-from distdiag.sources.logs import advice
-from distdiag.sources.logs.collect import Collected, Event, evidence
+from distdiag.diagnosis.text.phrases import at, shortened
+from distdiag.sources.logs import meanings
+from distdiag.sources.logs.build import finding
+from distdiag.sources.logs.facts import Collected, Fact
+from distdiag.sources.logs.join import OWN, before, earlier, first_waits, process
+from distdiag.sources.logs.meanings import MEANINGS, Meaning
 from distdiag.sources.logs.patterns import Role
+from distdiag.sources.logs.timeouts import op_name
+from distdiag.terms.ranks import unfold_ranks
 from distdiag.terms.untrusted import bounded, is_rank
 
-# failures of the device or of the launch: never a consequence of another failure
-_ALWAYS = ("xid", "ecc", "device_lost", "shm_full", "duplicate_gpu", "rank_twice")
 HANDLED_LINES = 500  # a log that continues for this many lines shows that an exception was caught
 _NUMBER = bounded(r"0x[0-9a-f]+|\d+")
+_OF_THE_LINE = {"duplicate_gpu": ("a", "b"), "rank_twice": ("a",), "nccl_mismatch": ("near",)}  # ranks it is about
+# signals of a rank that was ended, or aborted by its watchdog; and those of a fault
+_SENT = ("SIGTERM", "SIGINT", "SIGABRT", "SIGHUP")
+_BY_KERNEL = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
+_OF_TEXT = {"Out Of Memory": -9, "Killed": -9, "Segmentation fault": -11, "Bus error": -7, "Aborted": -6}
+EXIT_CODE = "ended with exit code"
 
 
 @dataclass(slots=True)
@@ -26,125 +36,230 @@ class Reason:
     Attributes:
         ranks: Ranks known to have failed for this reason.
         unnamed: Writers without a known rank, as text.
+        times: When each rank ended, by the launcher.
     """
 
-    meaning: advice.Meaning
+    meaning: Meaning
     text: str
     advice: str
     order: float
     ranks: set[int] = field(default_factory=set)
     unnamed: list[str] = field(default_factory=list)
     sites: dict[int, Site] = field(default_factory=dict)
-    site: Site | None = None
-    events: list[Event] = field(default_factory=list)
-    paths: list[str] = field(default_factory=list)
+    facts: list[Fact] = field(default_factory=list)
     hosts: set[str] = field(default_factory=set)
-    times: dict[int, str] = field(default_factory=dict)  # when each rank ended, by the launcher
+    times: dict[int, str] = field(default_factory=dict)
 
 
-def of_events(found: Collected) -> list[Reason]:
-    """Return the reasons of ranks whose first event is a failure of their own, in the order of the log."""
+# -- messages of the ranks themselves --------------------------------------------------------------------------------
+
+
+def of_messages(found: Collected) -> tuple[list[Reason], list[Fact]]:
+    """Return the reasons of ranks whose first fact is a failure of their own, and the failures that came after a timeout."""
+    waits = first_waits(found)
+    timeouts = [f for f in waits.values() if f.role is Role.WAIT]
+    of_device = {
+        f.rank for f in found.facts if f.rank is not None and f.name in MEANINGS and MEANINGS[f.name].kind == "gpu"
+    }
+    caught = {id(f) for f in handled(found)}
     reasons: dict[tuple[str, str], Reason] = {}
-    before = _first_waits(found.events)
-    caught = {id(e) for e in handled(found)}
-    for e in found.events:
-        meaning = advice.MEANINGS.get(e.name)
-        if e.role is not Role.CAUSE or meaning is None or _followed(e, before) or id(e) in caught:
+    late: list[Fact] = []
+    for f in found.facts:
+        meaning = MEANINGS.get(f.name)
+        if f.role is not Role.CAUSE or meaning is None or id(f) in caught:
             continue
-        text = meaning.text.format_map(_Fields(e))
-        place = f"{e.site.file}:{e.site.line}" if e.site is not None and e.name == "exception" else ""
-        key = (e.name, _NUMBER.sub("#", text) + place if e.name not in ("xid",) else text)
-        r = reasons.setdefault(key, Reason(meaning, text, meaning.advice, e.order))
-        r.events.append(e)
-        ranks = (
-            {int(e.fields[k]) for k in ("a", "b") if k in e.fields} if e.name == "duplicate_gpu" else {e.rank} - {None}
-        )
-        if e.name == "rank_twice":
-            ranks = {int(e.fields["a"][:6])}
-        if e.name == "nccl_mismatch":
-            ranks = {int(e.fields["near"][:6])}
-        r.ranks |= {q for q in ranks if is_rank(q)}  # type: ignore[misc]
-        if not ranks and (name := _unnamed(e, len(found.files) > 1)) and name not in r.unnamed:
-            r.unnamed.append(name)
-        if e.site is not None:
-            r.site = r.site or e.site
-            if e.rank is not None:
-                r.sites.setdefault(e.rank, e.site)
-        if e.name == "exception":
-            r.advice = advice.advice_for(e.text, len(r.ranks))
-    return sorted(reasons.values(), key=lambda r: r.order)
+        if f.name not in OWN:
+            own = waits.get(process(f))
+            if own is not None and before(own, f) is not False:
+                continue
+            if f.rank in of_device and meaning.kind != "gpu":
+                continue  # one event: the device failed, and its process with it
+            if any(earlier(wait, f) for wait in timeouts):
+                late.append(f)
+                continue
+        _add(reasons, f, meaning, len(found.files) > 1)
+    return sorted(reasons.values(), key=lambda r: r.order), late
 
 
-def handled(found: Collected) -> list[Event]:
+def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, several_files: bool) -> None:
+    text = text_of(f, meaning)
+    place = f"{f.site.file}:{f.site.line}" if f.site is not None and f.name == "exception" else ""
+    key = (f.name, text if f.name == "xid" else _NUMBER.sub("#", text) + place)
+    r = reasons.setdefault(key, Reason(meaning, text, meaning.advice, f.order))
+    r.facts.append(f)
+    keys = _OF_THE_LINE.get(f.name)
+    ranks = {f.number(k) for k in keys} if keys else {f.rank}
+    known = {q for q in ranks if q is not None and is_rank(q)}
+    r.ranks |= known
+    name = f.who.name
+    if several_files:
+        name = f"{name or 'a process'} of {f.path.name}"
+    if not known and name and name not in r.unnamed:
+        r.unnamed.append(name)
+    if f.site is not None and f.rank is not None:
+        r.sites.setdefault(f.rank, f.site)
+    if f.name == "exception":
+        r.advice = meanings.advice_for(f.text, len(r.ranks))
+
+
+def handled(found: Collected) -> list[Fact]:
     """Return the exceptions that a rank caught: its log continues for long, and no line shows that the job failed."""
-    if found.exits or any(e.role in (Role.WAIT, Role.VICTIM, Role.EXIT, Role.START) for e in found.events):
+    if any(f.role in (Role.WAIT, Role.VICTIM, Role.EXIT, Role.START) for f in found.facts):
         return []
-    return [e for e in found.events if e.name == "exception" and e.lines_after >= HANDLED_LINES and not e.uncaught]
+    return [f for f in found.facts if f.name == "exception" and f.lines_after >= HANDLED_LINES and not f.uncaught]
+
+
+def text_of(f: Fact, meaning: Meaning) -> str:
+    """Return what a failure is reported as, after its rank."""
+    fields = _Fields({k: shortened(v, 160 if f.name == "exception" else 120) for k, v in f.fields.items()})
+    if f.name == "exception":
+        fields["what"] = f": {fields['what']}" if fields["what"] else ""
+    elif f.name == "xid":
+        fields["text"] = f": {shortened(fields['text'], 80).rstrip('.')}" if fields["text"] else ""
+    elif f.name == "port_in_use":
+        fields["port"] = f"port {fields['port']}" if fields["port"] else "the port"
+    return meaning.text.format_map(fields)
 
 
 class _Fields(dict[str, str]):
-    """The fields of an event, for a message."""
-
-    def __init__(self, e: Event) -> None:
-        super().__init__(e.fields)
-        if e.name == "exception":
-            self["what"] = f": {shortened(e.fields['what'], 160)}" if e.fields.get("what") else ""
-        elif e.name == "xid":
-            self["text"] = f": {shortened(e.fields['text'], 80).rstrip('.')}" if e.fields.get("text") else ""
-        elif e.name == "port_in_use":
-            self["port"] = f"port {self['port']}" if "port" in self else "the port"
-        elif "what" in self:
-            self["what"] = shortened(self["what"], 120)
-
     def __missing__(self, key: str) -> str:
         return ""
 
 
-def _first_waits(events: Iterable[Event]) -> dict[tuple[object, ...], int]:
-    """Return the order of each writer's first wait or lost connection: its later exceptions are consequences."""
-    out: dict[tuple[object, ...], int] = {}
-    for e in events:
-        if e.role in (Role.WAIT, Role.VICTIM):
-            for writer in _writers(e):
-                out.setdefault(writer, e.order)
+# -- how processes ended, by their launchers -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """How one process ended."""
+
+    fact: Fact
+    rank: int | None
+    code: int
+    launcher: str
+
+    @property
+    def by(self) -> str:
+        """Return the name of the signal that ended it; empty if it exited."""
+        number = -self.code if self.code < 0 else self.code - 128 if 128 < self.code < 160 else 0
+        try:
+            return signal.Signals(number).name if number else ""
+        except ValueError:
+            return f"signal {number}"
+
+    @property
+    def name(self) -> str:
+        """Return the process, without a rank."""
+        local, pid, host = (self.fact.fields.get(key, "") for key in ("local", "pid", "host"))
+        name = f"local rank {local}" if local else f"process {pid}" if pid else "a process"
+        if self.launcher == "srun":  # its task is a node
+            name = "the ranks"
+        return name + (f" on {host}" if host else "")
+
+
+def of_exits(found: Collected, explained: set[int], waited: set[int]) -> list[Reason]:
+    """Return the reasons that launchers give for ranks that left no message of their own.
+
+    Args:
+        explained: Ranks whose failure is known.
+        waited: Ranks that timed out or lost a connection: their own end follows from that.
+    """
+    reasons: dict[tuple[str, str], Reason] = {}
+    memory = found.named("host_oom")
+    ends = _ends(found)
+    named = any(end.rank is not None for end in ends)
+    for nth, end in enumerate(ends):
+        unknown = end.rank is None and bool(explained) and named
+        if end.rank in explained or unknown or _followed(end, explained, waited, bool(memory)):
+            continue
+        meaning = _meaning(end, bool(memory))
+        r = reasons.setdefault((meaning.cause, meaning.text), Reason(meaning, meaning.text, meaning.advice, nth))
+        r.facts.append(end.fact)
+        if end.rank is None:
+            r.unnamed.append(end.name)
+        else:
+            r.ranks.add(end.rank)
+            r.times.setdefault(end.rank, end.fact.fields.get("time", ""))
+            r.hosts |= {end.fact.fields["host"]} if end.fact.fields.get("host") else set()
+    if memory and not reasons and not explained:
+        meaning = MEANINGS["host_oom"]
+        ranks = {f.rank for f in memory if f.rank is not None}
+        reasons["", ""] = Reason(meaning, meaning.text, meaning.advice, 0.0, ranks, facts=memory)
+    return list(reasons.values())
+
+
+def _ends(found: Collected) -> list[_End]:
+    """Return how processes ended, those in launchers' tables first; what one line repeats is left out."""
+    tables = found.named("ended")
+    known = {f.fields["pid"] for f in tables if "pid" in f.fields}
+    lines = [f for f in found.facts if f.role is Role.EXIT and f.name not in ("ended", "host_oom")]
+    out: list[_End] = []
+    for f in (*tables, *(f for f in lines if f.fields.get("pid") not in known)):
+        launcher = {"exit_tasks": "srun", "ray_worker": "ray"}.get(f.name, f.fields.get("launcher", "line"))
+        ranks: list[int | None] = [f.rank]
+        if f.name == "exit_tasks":  # a task is a node, if torchrun started the ranks
+            ranks = [None] if found.torchrun else [*_tasks(f.fields["tasks"])]
+        if (code := _code(f)) or f.name == "ended":
+            out += [_End(f, rank, code, launcher) for rank in ranks]
     return out
 
 
-def _writers(e: Event) -> list[tuple[object, ...]]:
-    out: list[tuple[object, ...]] = []
-    if e.rank is not None:
-        out.append(("rank", e.rank))
-    if e.who.process:
-        out.append(("process", e.path, e.who.process))
-    return out or [("file", e.path)]
+def _code(f: Fact) -> int:
+    """Return the exit code that a launcher reports; negative for a signal."""
+    how, name = f.fields.get("how", ""), f.fields.get("signal", "")
+    if how in _OF_TEXT:
+        return _OF_TEXT[how]
+    if name:
+        return -(int(name[:4]) if name.isdecimal() else int(getattr(signal, name, 0)))
+    last = how.rpartition(" ")[2]
+    return int(last[:6]) if last.isdecimal() else (f.number("code") if "code" in f.fields else 1) or 0
 
 
-def _followed(e: Event, before: dict[tuple[object, ...], int]) -> bool:
-    """True if this writer had already timed out, or lost a connection."""
-    if e.name in _ALWAYS:
-        return False
-    return any(before.get(w, e.order) < e.order for w in _writers(e))
+def _tasks(text: str) -> tuple[int, ...]:
+    """Return the tasks in `1-3`, `[0,2]`."""
+    try:
+        return unfold_ranks(text.replace("[", "").replace("]", ""))
+    except ValueError:
+        return ()
 
 
-def _unnamed(e: Event, several_files: bool) -> str:
-    """Return how the log names a writer whose rank is unknown, with the file if there are several; empty if it does not."""
-    name = _own_name(e)
-    return f"{name or 'a process'} of {e.path.name}" if several_files else name
+def _followed(end: _End, explained: set[int], waited: set[int], memory: bool) -> bool:
+    """True if this process ended, or was ended, after another had failed."""
+    if end.by in _SENT and (waited or end.by != "SIGABRT"):
+        return True
+    if end.rank in waited or (end.launcher == "ray" and end.rank is None and waited):
+        return True  # a process that has timed out was alive until then
+    cleaned_up = end.by not in _BY_KERNEL or (end.by == "SIGKILL" and end.launcher == "srun" and not memory)
+    return bool(explained) and not end.fact.fields.get("what") and cleaned_up
 
 
-def _own_name(e: Event) -> str:
-    if e.who.device is not None and e.who.host:
-        return f"GPU {e.who.device} of {e.who.host}"
-    if e.who.local is not None:
-        return f"local rank {e.who.local}"
-    return e.who.process or (f"task {e.who.task}" if e.who.task is not None else "")
+def _meaning(end: _End, memory: bool) -> Meaning:
+    """Return what one end is reported as."""
+    by, what = end.by, end.fact.fields.get("what", "")
+    if end.launcher == "ray":
+        return Meaning("rank_lost", "crashed", "was lost by Ray: killed, or crashed in native code", meanings.KILLED)
+    if by == "SIGKILL" and memory:
+        return Meaning("rank_lost", "killed", "was killed by SIGKILL: out of memory", MEANINGS["host_oom"].advice)
+    if by:
+        return Meaning("rank_lost", "killed", f"was killed by {by}", meanings.SIGNALS.get(by, meanings.SEE_LOG))
+    if what:
+        return Meaning("rank_lost", "crashed", f"raised {shortened(what, 160)}", meanings.advice_for(what, 1))
+    return Meaning("rank_lost", "crashed", f"{EXIT_CODE} {end.code}, without an exception in the log", meanings.SEE_LOG)
+
+
+# -- findings --------------------------------------------------------------------------------------------------------
+
+
+def with_a_reason(reasons: Iterable[Reason]) -> list[Reason]:
+    """Return the ends that show what ended the process: a signal or an exception, not only an exit code."""
+    return [r for r in reasons if not r.text.startswith(EXIT_CODE)]
 
 
 def number(reasons: list[Reason], ended: list[Reason]) -> None:
     """Set the ranks of the one exception without ranks: those that ended with an exit code, if their number is equal."""
     nameless = [r for r in reasons if not r.ranks and not r.unnamed and r.meaning.cause == "crashed"]
     ranks = {q for r in ended for q in r.ranks}
-    if len(nameless) == 1 and len(nameless[0].events) == len(ranks):
+    if len(nameless) == 1 and len(nameless[0].facts) == len(ranks):
         nameless[0].ranks |= ranks
 
 
@@ -158,52 +273,66 @@ def _first(r: Reason) -> str:
     return f", {rank_list(ranks)} first ({least.replace('_', ' ')})" if len(ranks) < len(known) else ""
 
 
-def finding(r: Reason, found: Collected, victims: set[int]) -> Finding:
+def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     """Return the finding on one reason.
 
     Args:
-        victims: Ranks that waited or lost their connections meanwhile.
+        waited: The first timeout, or lost connection, of each rank that has one.
     """
-    ranks = tuple(sorted(r.ranks))
-    others = tuple(sorted(victims - r.ranks))
+    ranks, others = tuple(sorted(r.ranks)), tuple(sorted(waited.keys() - r.ranks))
     everyone = len(ranks) > 1 and set(ranks) >= found.ranks and not others
-    shown = ", ".join(r.unnamed[:3]) + (f" and {len(r.unnamed) - 3:,} more" if len(r.unnamed) > 3 else "")
-    times = len(r.events)
-    nobody = "the host" if r.meaning.kind == "gpu" else "a rank"
-    who = rank_list(ranks) if ranks else shown or nobody
-    of_node = bool(r.events) and all(e.of_node for e in r.events)
-    if of_node:
-        who = who.replace("rank", "local rank", 1)
-    site = r.site
-    text = r.text
-    if len(ranks) > 1 and r.meaning.kind != "mismatch":
-        text = text.replace("was killed", "were killed").replace("has a GPU", "have GPUs")
-    if len(r.hosts) == 1 and not r.hosts <= {"localhost"}:
-        who += f" on {min(r.hosts)}"
-    message = f"{who} {text}{_first(r)}{at(site)}"
-    if who is nobody and times > 1:
-        message += f" ({times:,} times)"
+    of_node = bool(r.facts) and all(f.of_node for f in r.facts)
+    in_collective = bool(r.facts) and all(f.in_collective for f in r.facts)
+    message, advice = _told(r, ranks, of_node), r.advice
     if everyone and r.meaning.cause == "crashed":
         message += f": the same on all {len(ranks):,} ranks in the log"
     elif others:
-        message += f"; {rank_list(others)} then timed out waiting or lost their connections"
-    todo = advice.SAME_EVERYWHERE if everyone and not r.advice else r.advice
-    in_collective = bool(r.events) and all(e.in_collective for e in r.events)
-    if in_collective and todo in advice.GENERAL:
-        todo = advice.IN_COLLECTIVE
+        waits = [waited[q] for q in others]
+        after = all(before(f, wait) for f in r.facts[:1] for wait in waits)
+        message += f"; {rank_list(others)} {'then ' if after else ''}{_in_what(waits)}"
+    if everyone and not advice:
+        advice = meanings.SAME_EVERYWHERE
+    if in_collective and advice in meanings.GENERAL:
+        advice = meanings.IN_COLLECTIVE
     if of_node:
-        todo += "; the log does not name the node: the rank is the same only on the first one"
-    sure = ranks and r.meaning.kind != "mismatch" and not of_node and not in_collective
-    return Finding(
-        kind=r.meaning.kind,
-        cause=r.meaning.cause,
-        certainty=Certainty.PROVED if sure else Certainty.SUSPECTED,
-        severity=Severity.ERROR,
+        advice += "; the log does not name the node: the rank is the same only on the first one"
+    sites = r.sites or {}
+    common = next((f.site for f in r.facts if f.site is not None), None)
+    return finding(
+        r.meaning.kind,
+        r.meaning.cause,
+        r.facts,
+        message,
+        advice,
         culprits=ranks,
         victims=others,
-        where=tuple(where_at(q, r.sites.get(q, site)) for q in ranks),
-        message=message,
+        sites={q: site for q in ranks if (site := sites.get(q, common)) is not None},
+        proved=bool(ranks) and r.meaning.kind != "mismatch" and not of_node and not in_collective,
         cost="the job ended, or hangs without it",
-        advice=todo,
-        evidence=(*evidence(r.events), *dict.fromkeys(r.paths))[:8],
     )
+
+
+def _in_what(waits: list[Fact]) -> str:
+    """Return what ranks waited in, if that is one call; else that they waited."""
+    calls = {(op_name(f.fields["op"]), f.number("seq")) for f in waits if f.name == "timeout"}
+    if len(calls) != 1 or any(f.name != "timeout" for f in waits):
+        return "timed out waiting or lost their connections"
+    op, seq = calls.pop()
+    return f"timed out in {op}" + (f" #{seq:,}" if seq is not None else "")
+
+
+def _told(r: Reason, ranks: tuple[int, ...], of_node: bool) -> str:
+    """Return who failed, how, and where."""
+    shown = ", ".join(r.unnamed[:3]) + (f" and {len(r.unnamed) - 3:,} more" if len(r.unnamed) > 3 else "")
+    nobody = "the host" if r.meaning.kind == "gpu" else "a rank"
+    who = rank_list(ranks) if ranks else shown or nobody
+    if of_node:
+        who = who.replace("rank", "local rank", 1)
+    text = r.text
+    if (len(ranks) > 1 or shown.startswith("the ranks")) and r.meaning.kind != "mismatch":
+        text = text.replace("was killed", "were killed").replace("has a GPU", "have GPUs")
+    if len(r.hosts) == 1 and not r.hosts <= {"localhost"}:
+        who += f" on {min(r.hosts)}"
+    site = next((f.site for f in r.facts if f.site is not None), None)
+    times = f" ({len(r.facts):,} times)" if who is nobody and len(r.facts) > 1 else ""
+    return f"{who} {text}{_first(r)}{at(site)}{times}"

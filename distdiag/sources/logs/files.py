@@ -8,6 +8,7 @@ the time. The last `TAIL_BLOCKS` of a file are always read in full: how the job 
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import time
 from collections import Counter, deque
@@ -19,12 +20,13 @@ from distdiag import guard
 from distdiag.sources.dumps.content import DumpFile
 from distdiag.sources.dumps.files import find
 from distdiag.sources.dumps.naming import name_ranks
-from distdiag.sources.logs.patterns import HEADS, NEEDLES
-from distdiag.sources.logs.prefixes import is_object, is_record
+from distdiag.sources.logs.patterns import HEADS, NEEDLES, TABLE, Role
+from distdiag.sources.logs.writers import is_object, is_record
 from distdiag.terms.untrusted import bounded, is_rank
 
 BLOCK_BYTES = 1 << 16
 DENSE = 256  # needles in one block, above which it is split as a whole
+TRACEBACK = b"Traceback (most recent call last)"
 LINES_AFTER = 3  # a frame of a traceback, its source, its marks, and what was raised
 MAX_LINE_BYTES = 1 << 15  # the rest of a longer line is not read
 TAIL_BLOCKS = 4  # at the end of a file
@@ -37,6 +39,7 @@ MAX_LATE = 2.0  # times the limit at which a file is no longer read at all
 UNPACK_FACTOR = 10  # a log compresses so many times, or more
 MAX_BYTES = 32 << 30  # limit of one unpacked file
 MAX_FILES = 1 << 16
+MAX_NULS = 64 << 20  # bytes at the begin of a file that a rotation has left empty
 WRAPPED_LINES, TERMINALS = 4, (60, 400)  # lines of exactly the largest length; usual widths of terminals
 _SUFFIXES = {".log", ".txt", ".out", ".err", ".stderr", ".stdout", ".jsonl", ".ndjson"}
 _LOG_NAMES = {"stdout", "stderr", "output", "error", "dmesg", "messages", "syslog"}
@@ -54,8 +57,43 @@ _TEXT = bytes(range(32, 127)) + b"\n\r\t\x1b\b\f"
 
 def find_logs(given: Sequence[str]) -> list[Path]:
     """Return the log files among `given` and below its directories; a file that was named itself counts if it holds text."""
-    candidates = (path for path, named in find(map(Path, given)) if named or _named_like_a_log(path))
-    return guard.matching(itertools.islice(candidates, MAX_FILES), is_log)
+    files = list(find(map(Path, given)))
+    named = {path for path, by_name in files if by_name}
+    candidates = [path for path, by_name in files if by_name or _may_be_a_log(path)]
+    return guard.matching(itertools.islice(candidates, MAX_FILES), lambda path: no_log(path, path in named) is None)
+
+
+def left_out(given: Sequence[str], logs: Iterable[Path], shown: int = 5) -> list[str]:
+    """Return one line on the files among `given` that are not read as logs, each with the reason; empty if all are."""
+    known = set(logs)
+    others = [(path, named) for path, named in find(map(Path, given)) if path not in known]
+    if not others:
+        return []
+
+    def judged(announce: guard.Announce) -> bytes:  # in a child: a head alone can ask for gigabytes
+        announce("what is no log", 0)
+        return json.dumps([no_log(path, named) or "too many files" for path, named in others[:shown]]).encode()
+
+    try:
+        reasons = json.loads(guard.run(judged, guard.Limits()))
+    except guard.Died:
+        reasons = ["cannot be read"] * len(others[:shown])
+    texts = [f"{path} ({reason})" for (path, _), reason in zip(others, reasons, strict=False)]
+    more = f", and {len(others) - shown:,} more" if len(others) > shown else ""
+    return [f"not read as a log: {', '.join(texts)}{more}"]
+
+
+def _may_be_a_log(path: Path) -> bool:
+    return _named_like_a_log(path) or path.suffix == ".txt"
+
+
+def no_log(path: Path, named: bool) -> str | None:
+    """Return why a file is not read as a log; None if it is. A file that was named itself may have any name."""
+    if not named and not _may_be_a_log(path):
+        return "it is not named like a log"
+    like = named or _named_like_a_log(path)
+    reason = _not_text(path)
+    return "it has no message that distdiag knows" if reason is None and not like and not _has_message(path) else reason
 
 
 def _named_like_a_log(path: Path) -> bool:
@@ -73,32 +111,54 @@ def _named_like_a_log(path: Path) -> bool:
     return last in _SUFFIXES and (last != ".txt" or _TEXT_NAME.search(name) is not None)
 
 
-def is_log(path: Path) -> bool:
-    """True if the file begins with text in any encoding that is not one JSON document; JSON records, one per line, count."""
+def _has_message(path: Path) -> bool:
+    """True if the begin of a file has a line that shows a failure: a text file of any name may be a log."""
+    text = _head(path).decode("utf-8", "replace")
+    failures = (row for row in TABLE if row.role not in (Role.FACT, Role.ECHO, Role.HINT) and row.needle in text)
+    return any(row.regex.search(line) for row in failures for line in text.splitlines() if row.needle in line)
+
+
+def _head(path: Path) -> bytes:
+    """Return the first bytes of a file; those after NUL bytes, which a file that was cut while it was written begins with."""
     try:
         with guard.opened(path) as f:
             head = f.read(BLOCK_BYTES)
+            while head and not head.strip(b"\0") and f.tell() < MAX_NULS:
+                head = f.read(BLOCK_BYTES)
     except (OSError, *guard.DAMAGED):
-        return False
+        return b""
+    return head if _encoding(head) != "utf-8" else head.lstrip(b"\0")
+
+
+def _not_text(path: Path) -> str | None:
+    """Return why a file cannot be a log; None for text in any encoding that is not one JSON document."""
+    head = _head(path)
     if not head:
-        return False
+        return "empty, or cannot be read"
     if _encoding(head) != "utf-8":
-        return True
+        return None
     if b"\0" in head or head[:1] == b"\x80":
-        return False
+        return "no text"
     if _is_document(head):
-        return False
+        return "a JSON document"
     controls = len(head.translate(None, _TEXT + bytes(range(128, 256))))
-    return controls <= len(head) // 20
+    return None if controls <= len(head) // 20 else "no text"
 
 
 def _is_document(head: bytes) -> bool:
-    """True for one JSON document; False for text, and for JSON records of which each has its line."""
+    """True for one JSON document; False for text, also after a document, and for JSON records of which each has its line."""
     if not _JSON.match(head):
         return False
     line, _, rest = head.lstrip().partition(b"\n")
     text = line.decode("utf-8", "replace")
-    return not (is_record(text) or (rest.strip() and is_object(text)))
+    if is_record(text) or (rest.strip() and is_object(text)):
+        return False
+    whole = head.decode("utf-8", "replace").lstrip()
+    try:
+        _, end = json.JSONDecoder().raw_decode(whole)
+    except (ValueError, RecursionError):
+        return True
+    return not whole[end:].strip()
 
 
 def _encoding(head: bytes) -> str:
@@ -273,6 +333,8 @@ def _regions(block: bytes) -> list[tuple[int, int]]:
         more = LINES_AFTER if needle in HEADS else 0
         while at >= 0:
             start, end = block.rfind(b"\n", 0, at) + 1, _end(block, at)
+            if needle == TRACEBACK and start:  # the line before it may show when
+                start = block.rfind(b"\n", 0, start - 1) + 1
             for _ in range(more):
                 end = _end(block, end + 1)
             found.append((start, end))

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from distdiag.diagnosis.model.findings import Certainty, CollectiveRef, Finding, Severity, Where, rank_list
+from distdiag.diagnosis.model.findings import CollectiveRef, Finding, rank_list
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.incident import verb
-from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, at, rough_time, where_at
-from distdiag.sources.logs.collect import Collected, Event, evidence
+from distdiag.diagnosis.text.phrases import at, count, rough_time
+from distdiag.sources.logs.build import finding, ranks_of
+from distdiag.sources.logs.facts import Collected, Fact
+from distdiag.sources.logs.join import absent_ranks, first_site
 from distdiag.terms import operations
-from distdiag.terms.untrusted import MAX_INT
 
 NOT_RECORDED = {"18446744073709551615", "-1"}  # the size of coalesced operations
 LATE_FACTOR, LATE_S = 2.0, 60.0  # a running watchdog checks ten times a second
 SAME_SIZES = [operation.name for operation in operations.OPERATIONS if operation.same_size == "all"]
+MESSAGES = {"send", "recv"}
+DUMPS = "the flight recorder's dumps (TORCH_NCCL_TRACE_BUFFER_SIZE=2000, TORCH_NCCL_DUMP_ON_TIMEOUT=1)"
+PATH = (
+    "look at the path between the GPUs: NCCL_DEBUG=INFO, once with NCCL_P2P_DISABLE=1, the interface (NCCL_SOCKET_IFNAME), the "
+    "firewall, `dmesg -T | grep -i xid`"
+)
 
 Group = tuple[str, str]  # number and description; ("", "") if the lines do not name it
 
@@ -28,19 +35,32 @@ class Waiting:
     Attributes:
         seq, op, size: Fields of the operation; None if only the counters were written.
         issued, completed: The newest operation, by the rank's own counters.
+        signalled: The rank whose timeout it was asked to dump for; it has reported none of its own.
     """
 
-    rank: int
     seq: int | None = None
     op: str = ""
     size: int | None = None
-    limit_s: float | None = None
-    ran_s: float | None = None
+    limit_s: float = 0.0
+    ran_s: float = 0.0
     issued: int | None = None
     completed: int | None = None
-    signalled: bool = False  # it only followed another rank's timeout
+    signalled: int | None = None
     site: Site | None = None
-    events: list[Event] = field(default_factory=list)
+    facts: list[Fact] = field(default_factory=list)
+
+    @property
+    def timed_out(self) -> bool:
+        """True if it waited itself: it was not only asked to dump for another rank."""
+        open_op = (self.issued or 0) > (self.completed or 0) >= 0
+        return bool(self.op) or self.seq is not None or (open_op and self.signalled is None)
+
+    def is_in(self, seq: int | None) -> bool:
+        """True if it has issued this operation and not completed it."""
+        return seq is not None and (self.issued or 0) >= seq > (self.completed or 0)
+
+
+Waits = dict[int, Waiting]  # by rank
 
 
 def op_name(name: str) -> str:
@@ -48,56 +68,45 @@ def op_name(name: str) -> str:
     return operations.op_name(name.lower())
 
 
-def groups_of(events: Iterable[Event]) -> dict[Group, dict[int, Waiting]]:
+def groups_of(facts: Iterable[Fact]) -> dict[Group, Waits]:
     """Return the ranks that a watchdog reported, by group.
 
     The line of the timeout does not name its group in most versions; the line with the counters does, and both have the
     operation's number.
     """
+    ours = [(f.rank, f) for f in facts if f.name in ("timeout", "counters", "dump_signal") and f.rank is not None]
     named: dict[tuple[int, int], Group] = {}
-    ours = [e for e in events if e.name in ("timeout", "counters", "dump_signal") and e.rank is not None]
-    for e in ours:
-        if e.name == "counters" and e.who.group is not None:
-            named.setdefault((_rank(e), _int(e, "at") or 0), e.who.group)
+    for rank, f in ours:
+        if f.name == "counters" and f.who.group is not None:
+            named.setdefault((rank, f.number("at") or 0), f.who.group)
     with_number: dict[int, set[Group]] = {}
     for (_, number), group in named.items():
         with_number.setdefault(number, set()).add(group)
     alone = {number: next(iter(groups)) for number, groups in with_number.items() if len(groups) == 1}
-    out: dict[Group, dict[int, Waiting]] = {}
-    for e in ours:
-        rank, seq = _rank(e), _int(e, "seq") if e.name == "timeout" else _int(e, "at")
-        group = e.who.group or named.get((rank, seq or 0)) or alone.get(seq or 0, ("", ""))
-        w = out.setdefault(group, {}).setdefault(rank, Waiting(rank))
-        w.events.append(e)
-        if e.name == "timeout":
-            _note_timeout(w, e, seq)
-        else:
-            w.issued, w.completed = _int(e, "enq"), _int(e, "done")
-            if e.name == "counters":
-                w.seq = seq if w.seq is None else w.seq
-            else:
-                w.signalled = "first" in e.fields
+    out: dict[Group, Waits] = {}
+    for rank, f in ours:
+        seq = f.number("seq" if f.name == "timeout" else "at")
+        group = f.who.group or named.get((rank, seq or 0)) or alone.get(seq or 0, ("", ""))
+        wait = out.setdefault(group, {}).setdefault(rank, Waiting())
+        wait.facts.append(f)
+        if f.name == "timeout":
+            _note_timeout(wait, f, seq)
+            continue
+        wait.issued, wait.completed = f.number("enq"), f.number("done")
+        if f.name == "counters":
+            wait.seq = seq if wait.seq is None else wait.seq
+        elif "first" in f.fields:
+            wait.signalled = f.number("first")
     return out
 
 
-def _note_timeout(w: Waiting, e: Event, seq: int | None) -> None:
-    if w.op and w.seq is not None and seq is not None and seq >= w.seq:
+def _note_timeout(wait: Waiting, f: Fact, seq: int | None) -> None:
+    if wait.op and wait.seq is not None and seq is not None and seq >= wait.seq:
         return  # the first one matters: later ones were queued behind it
-    size = e.fields.get("nin")
-    w.seq, w.op = seq, op_name(e.fields["op"])
-    w.size = int(size) if size is not None and size not in NOT_RECORDED and len(size) < 18 else None
-    w.limit_s, w.ran_s = (_int(e, "limit") or 0) / 1e3, (_int(e, "ran") or 0) / 1e3
-    w.site = e.site or w.site
-
-
-def _rank(e: Event) -> int:
-    assert e.rank is not None
-    return e.rank
-
-
-def _int(e: Event, key: str) -> int | None:
-    text = e.fields.get(key, "")
-    return int(text) if text.lstrip("-").isdecimal() and len(text) <= 18 and abs(int(text)) < MAX_INT else None
+    wait.seq, wait.op = seq, op_name(f.fields["op"])
+    wait.size = f.number("nin") if f.fields.get("nin") not in NOT_RECORDED else None
+    wait.limit_s, wait.ran_s = (f.number("limit") or 0) / 1e3, (f.number("ran") or 0) / 1e3
+    wait.site = f.site or wait.site
 
 
 def label(group: Group) -> str:
@@ -108,37 +117,42 @@ def label(group: Group) -> str:
 
 def findings(found: Collected) -> list[Finding]:
     """Return one finding on each group whose collective timed out; only the first if groups share the ranks."""
-    by_group = groups_of(found.events)
-    out = [f for g, waits in by_group.items() if (f := _finding(found, g, waits)) is not None]
+    by_group = groups_of(found.facts)
+    out = [f for g, waits in by_group.items() if (f := _of_group(found, g, waits)) is not None]
     if not out:
-        signalled = {w.rank for waits in by_group.values() for w in waits.values()}
-        return [_elsewhere(found, signalled, by_group)] if signalled else []
+        return [_elsewhere(by_group)] if by_group else []
     out.sort(key=lambda f: (not f.culprits, -len(f.victims)))
     return out[:3]
 
 
-def _finding(found: Collected, group: Group, waits: dict[int, Waiting]) -> Finding | None:
-    waiting = {r: w for r, w in waits.items() if w.op or w.seq is not None or (w.issued or 0) > (w.completed or 0) >= 0}
+def _of_group(found: Collected, group: Group, waits: Waits) -> Finding | None:
+    waiting = {r: w for r, w in waits.items() if w.timed_out}
     for w in waiting.values():
         if w.seq is None and w.completed is not None:
             w.seq = w.completed + 1
     if not waiting:
         return None
-    seq, count = Counter(w.seq for w in waiting.values()).most_common(1)[0]
-    together = {r: w for r, w in waiting.items() if w.seq == seq}
-    if len(together) < len(waiting):
-        return _apart(found, group, waiting, seq if count > len(waiting) / 2 else None)
-    if (f := _different(found, group, together)) is not None:
-        return f
-    late = tuple(
-        sorted(
-            r
-            for r, w in waits.items()
-            if r not in waiting and w.issued is not None and seq is not None and w.issued < seq
-        )
-    )
-    absent = () if late else _absent(found, group, together)
-    return _late(found, group, together, late, absent)
+    seq, most = Counter(w.seq for w in waiting.values()).most_common(1)[0]
+    if any(w.seq != seq for w in waiting.values()):
+        return _apart(group, waiting, seq if most > len(waiting) / 2 else None)
+    ops: dict[str, set[int]] = {}
+    for r, w in waiting.items():
+        if w.op:
+            ops.setdefault(w.op, set()).add(r)
+    if ops.keys() <= MESSAGES and ops:
+        return _messages(group, waiting, ops)
+    sides, cause = ops, "op"
+    if len(ops) == 1 and min(ops) in SAME_SIZES:
+        sides, cause = {}, "shape"
+        for r, w in waiting.items():
+            if w.size is not None:
+                sides.setdefault(f"{w.op or min(ops)} of {w.size:,} elements", set()).add(r)
+    if len(sides) > 1:
+        return _different(group, waiting, sides, cause)
+    others = waits.keys() - waiting.keys()
+    late = {r for r in others if seq is not None and (waits[r].issued or seq) < seq}
+    inside = waiting | {r: waits[r] for r in others if waits[r].is_in(seq)}
+    return _late(found, group, inside, {r: waits[r].issued or 0 for r in late})
 
 
 def _absent(found: Collected, group: Group, waiting: Collection[int]) -> tuple[int, ...]:
@@ -151,134 +165,118 @@ def _absent(found: Collected, group: Group, waiting: Collection[int]) -> tuple[i
     return absent_ranks(found, waiting)
 
 
-def absent_ranks(found: Collected, waiting: Collection[int]) -> tuple[int, ...]:
-    """Return the ranks of the job that did not wait, if they are a minority; else empty."""
-    known = {*found.ranks, *range(max(waiting, default=-1) + 1), *range(found.world_size or 0)}
-    absent = known - set(waiting)
-    return tuple(sorted(absent)) if len(absent) * 2 <= len(waiting) else ()
+def _told(
+    group: Group, waiting: Waits, message: str, advice: str, culprits: Collection[int] = (), kind: str = "timeout"
+) -> Finding:
+    """Return a finding on ranks that waited; the first line of each is evidence."""
+    op, seq = _op(waiting), next((w.seq for w in waiting.values() if w.seq is not None), None)
+    return finding(
+        kind.partition("/")[0],
+        kind.partition("/")[2] or "late_rank",
+        [w.facts[0] for w in waiting.values()],
+        message + _overslept(waiting),
+        advice,
+        culprits=culprits,
+        victims=waiting,
+        sites={r: w.site for r, w in waiting.items() if w.site is not None},
+        collective=CollectiveRef(op, label(group), seq) if op else None,
+    )
 
 
-def _what(group: Group, waiting: dict[int, Waiting]) -> tuple[str, str, int | None]:
-    """Return (text, operation, number) of the operation that ranks waited in."""
-    op = next((w.op for w in waiting.values() if w.op), "")
+def _op(waiting: Waits) -> str:
+    return next((w.op for w in waiting.values() if w.op), "")
+
+
+def _overslept(waiting: Waits) -> str:
+    ran_s = [
+        w.ran_s for w in waiting.values() if w.limit_s and w.ran_s > max(LATE_FACTOR * w.limit_s, w.limit_s + LATE_S)
+    ]
+    if not ran_s:
+        return ""
+    return (
+        f". It was noticed only after {rough_time(max(ran_s))}: these hosts were suspended, or the watchdogs were stuck"
+    )
+
+
+def _late(found: Collected, group: Group, waiting: Waits, late: Mapping[int, int]) -> Finding:
+    """Return the finding on ranks that waited in one call; `late` is what the late ranks have issued."""
     seq = next((w.seq for w in waiting.values() if w.seq is not None), None)
     number = f" #{seq:,}" if seq is not None else ""
     inside = f" ({label(group)})" if label(group) else ""
-    return f"{op or 'collective'}{number}{inside}", op, seq
-
-
-def _late(
-    found: Collected, group: Group, waiting: dict[int, Waiting], late: tuple[int, ...], absent: tuple[int, ...]
-) -> Finding:
-    what, op, seq = _what(group, waiting)
     ranks = tuple(sorted(waiting))
-    culprits = late or absent
-    limit_s = next((w.limit_s for w in waiting.values() if w.limit_s), None)
+    limit_s = next((w.limit_s for w in waiting.values() if w.limit_s), 0.0)
     after = f" after {rough_time(limit_s)}" if limit_s else ""
-    start = f"{what} timed out{after}: {rank_list(ranks)} waited in it"
-    whole = found.world_size is not None and set(range(found.world_size)) <= set(ranks)
-    all_known = whole or (len(ranks) > 1 and ranks == tuple(range(len(ranks))))
-    site = _site(waiting)
+    start = f"{_op(waiting) or 'collective'}{number}{inside} timed out{after}: {rank_list(ranks)} waited in it"
+    site = at(next((w.site for w in waiting.values() if w.site is not None), None))
+    elsewhere, unknown = _in_gloo(found, waiting)
+    absent = () if late or unknown else _absent(found, group, ranks)
+    everybody = found.world_size is not None and set(range(found.world_size)) <= set(ranks)
     if late:
-        least = min(w for r in late if (w := _issued(found, group, r)) is not None)
-        message = f"{start}, and {rank_list(late)} had issued only #{least:,}"
-        advice = f"see what {rank_list(late)} did before{at(site)}: a longer branch, a checkpoint, a data loader, an exception that was caught"
-    elif absent:
-        message = f"{start}; {rank_list(absent)} reported no timeout, and may be what they waited for"
-        advice = f"read the log of {rank_list(absent)}, and take {verb(absent, 'its', 'their')} stack the next time: it did not make the call{at(site)}"
-    elif all_known:
-        message = f"{start}. No other rank is known from the log"
-        advice = "check that all ranks made the same call there, then the network and the GPUs: NCCL_DEBUG=INFO, `dmesg -T | grep -i xid`"
-    else:
-        others = (
-            "the others' logs are needed to see who was missing"
-            if len(ranks) > 1
-            else "what the other ranks did is not in the log"
-        )
-        message = f"{start}; {others}"
-        advice = "give the logs of all ranks, or the flight recorder's dumps (TORCH_NCCL_TRACE_BUFFER_SIZE=2000, TORCH_NCCL_DUMP_ON_TIMEOUT=1)"
-    nobody = not culprits and all_known
-    return Finding(
-        kind="stall" if nobody else "timeout",
-        cause="unknown" if nobody else "late_rank",
-        certainty=Certainty.SUSPECTED,
-        severity=Severity.ERROR,
-        culprits=culprits,
-        victims=ranks,
-        collective=CollectiveRef(op, label(group), seq) if op else None,
-        where=_where(waiting) if not culprits else tuple(Where(r) for r in culprits),
-        waiting=_where(waiting),
-        message=message + _overslept(waiting),
-        cost=NO_PROGRESS_MADE,
-        advice=advice,
-        evidence=evidence(e for w in waiting.values() for e in w.events[:1]),
+        who = rank_list(late)
+        return _told(group, waiting, f"{start}, and {who} had issued only #{min(late.values()):,}",
+                     f"see what {who} did before{site}: a longer branch, a checkpoint, a data loader, an exception that was caught", late)  # fmt: skip
+    if elsewhere:
+        return _told(group, waiting, start + elsewhere, "compare what leads to the two calls: a condition on the rank, an exception that was "
+                     "caught; the logs of all ranks show who is in which", absent)  # fmt: skip
+    if absent:
+        who = rank_list(absent)
+        return _told(group, waiting, f"{start}; {who} reported no timeout, and may be what they waited for",
+                     f"read the log of {who}, and take {verb(absent, 'its', 'their')} stack the next time: it did not make the call{site}", absent)  # fmt: skip
+    if everybody or (len(ranks) > 1 and ranks == tuple(range(len(ranks)))):
+        if (seq or 0) <= 1 and all(w.completed is not None and w.completed < 1 for w in waiting.values()):
+            return _told(group, waiting, f"{start}, and none has completed: the first collective of {label(group) or 'the job'} never worked",
+                         PATH, kind="stall/unknown")  # fmt: skip
+        return _told(group, waiting, f"{start}. No other rank is known from the log",
+                     "check that all ranks made the same call there, then the network and the GPUs: NCCL_DEBUG=INFO, `dmesg -T | grep -i xid`",
+                     kind="stall/unknown")  # fmt: skip
+    others = (
+        "what the other ranks did is not in the log"
+        if len(ranks) < 2
+        else "the others' logs are needed to see who was missing"
     )
+    return _told(group, waiting, f"{start}; {others}", f"give the logs of all ranks, or {DUMPS}")
 
 
-def _issued(found: Collected, group: Group, rank: int) -> int | None:
-    w = groups_of(found.events).get(group, {}).get(rank)
-    return w.issued if w is not None else None
+def _in_gloo(found: Collected, waiting: Collection[int]) -> tuple[str, bool]:
+    """Return which other processes timed out in gloo meanwhile, and whether the rank of one is unknown; ("", False) if none did."""
+    facts = [f for f in found.named("gloo_timeout") if f.rank not in waiting]
+    if not facts:
+        return "", False
+    ranks = ranks_of(facts)
+    processes = verb(facts, "process", "processes")
+    who = rank_list(ranks) if ranks else f"{len(facts):,} {processes} whose rank the log does not show"
+    limit = next((n for f in facts if (n := f.number("limit")) is not None), None)
+    long = f" for {rough_time(limit / 1e3)}" if limit is not None else ""
+    text = f"; {who} waited{long} in gloo{at(first_site(facts))} meanwhile: the ranks ran different code"
+    return text, any(f.rank is None for f in facts)
 
 
-def _site(waiting: dict[int, Waiting]) -> Site | None:
-    return next((w.site for w in waiting.values() if w.site is not None), None)
+def _messages(group: Group, waiting: Waits, ops: Mapping[str, Collection[int]]) -> Finding:
+    """Return the finding on messages that timed out: a send and its recv are two halves of one transfer."""
+    seq = next((w.seq for w in waiting.values() if w.seq is not None), None)
+    inside = f" ({label(group)})" if label(group) else ""
+    texts = " and ".join(f"{rank_list(ops[op])} in {op}" for op in sorted(ops, reverse=True))
+    tail = "the peer is not in the log" if len(ops) == 1 else (
+        "if each is the other's peer, both halves of the transfer were there, and the path between them failed; else each waits for another rank"
+    )  # fmt: skip
+    number = f" #{seq:,}" if seq is not None else ""
+    return _told(group, waiting, f"messages{number}{inside} timed out: {texts}; {tail}",
+                 f"compare the peers and the order of the messages on both sides; then {PATH}", kind="stall/unknown")  # fmt: skip
 
 
-def _where(waiting: dict[int, Waiting]) -> tuple[Where, ...]:
-    return tuple(where_at(r, w.site, "waiting") for r, w in sorted(waiting.items()))
-
-
-def _overslept(waiting: dict[int, Waiting]) -> str:
-    late = [
-        w
-        for w in waiting.values()
-        if w.ran_s and w.limit_s and w.ran_s > LATE_FACTOR * w.limit_s and w.ran_s > w.limit_s + LATE_S
-    ]
-    if not late:
-        return ""
-    ran_s = max(w.ran_s or 0 for w in late)
-    return f". It was noticed only after {rough_time(ran_s)}: these hosts were suspended, or the watchdogs were stuck"
-
-
-def _different(found: Collected, group: Group, waiting: dict[int, Waiting]) -> Finding | None:
-    """Return the finding on ranks whose operations with one number differ; None if they fit."""
-    ops: dict[str, list[int]] = {}
-    for r, w in waiting.items():
-        if w.op:
-            ops.setdefault(w.op, []).append(r)
-    cause = "op"
-    sides = {op: tuple(sorted(ranks)) for op, ranks in ops.items()}
-    if len(ops) == 1 and next(iter(ops)) in SAME_SIZES:
-        sizes: dict[str, list[int]] = {}
-        for r, w in waiting.items():
-            if w.size is not None:
-                sizes.setdefault(f"{next(iter(ops))} of {w.size:,} elements", []).append(r)
-        cause, sides = "shape", {text: tuple(sorted(ranks)) for text, ranks in sizes.items()}
-    if len(sides) < 2:
-        return None
-    by_size = sorted(sides.items(), key=lambda s: len(s[1]))
+def _different(group: Group, waiting: Waits, sides: Mapping[str, set[int]], cause: str) -> Finding:
+    """Return the finding on ranks whose operations with one number differ."""
+    by_size = sorted(((text, sorted(ranks)) for text, ranks in sides.items()), key=lambda side: len(side[1]))
     culprits = by_size[0][1] if len(by_size[0][1]) < len(by_size[1][1]) and len(by_size) == 2 else ()
-    _, op, seq = _what(group, waiting)
+    seq = next(w.seq for w in waiting.values())
+    number = f" #{seq:,}" if seq is not None else ""
     texts = " and ".join(f"{rank_list(ranks)} in {text}" for text, ranks in by_size[:4])
     inside = f" ({label(group)})" if label(group) else ""
-    return Finding(
-        kind="mismatch",
-        cause=cause,
-        certainty=Certainty.SUSPECTED,
-        severity=Severity.ERROR,
-        culprits=culprits,
-        victims=tuple(sorted(set(waiting) - set(culprits))),
-        collective=CollectiveRef(op, label(group), seq),
-        where=_where({r: waiting[r] for r in culprits} or waiting),
-        waiting=_where(waiting),
-        message=f"the ranks timed out in different calls of collective #{seq:,}{inside}: {texts}",
-        cost=NO_PROGRESS_MADE,
-        advice="compare what these ranks call there: the same operation with the same size on every rank",
-        evidence=evidence(e for w in waiting.values() for e in w.events[:1]),
-    )
+    return _told(group, waiting, f"the ranks timed out in different calls of collective{number}{inside}: {texts}",
+                 "compare what these ranks call there: the same operation with the same size on every rank", culprits, f"mismatch/{cause}")  # fmt: skip
 
 
-def _apart(found: Collected, group: Group, waiting: dict[int, Waiting], most: int | None) -> Finding:
+def _apart(group: Group, waiting: Waits, most: int | None) -> Finding:
     """Return the finding on ranks of one group that timed out in operations with different numbers."""
     by_seq: dict[int, list[int]] = {}
     for r, w in waiting.items():
@@ -287,58 +285,49 @@ def _apart(found: Collected, group: Group, waiting: dict[int, Waiting], most: in
         f"{rank_list(ranks)} in {next((waiting[r].op for r in ranks if waiting[r].op), 'collective')} #{seq:,}"
         for seq, ranks in sorted(by_seq.items())
     ]
-    known = bool(label(group))
-    few = (
-        tuple(sorted(r for seq, ranks in by_seq.items() if seq != most for r in ranks))
-        if known and most is not None
-        else ()
-    )
+    known = bool(label(group)) and not {w.op for w in waiting.values()} & MESSAGES
+    few = [r for seq, ranks in by_seq.items() if seq != most for r in ranks] if known and most is not None else ()
     shown = ", ".join(texts[:4]) + (", …" if len(texts) > 4 else "")
-    inside = f" of {label(group)}" if known else ""
+    inside = f" of {label(group)}" if label(group) else ""
     if known:
         tail = "their counts differ: one rank has made more or fewer calls than the others"
         advice = "look for a collective under a condition on the rank, or a loop that is shorter on one rank; the flight recorder's dumps show the first difference"
+    elif label(group):
+        tail, advice = (
+            "messages are counted by each pair, so the log does not show who waited for whom",
+            f"give {DUMPS}",
+        )
     else:
         tail = "the log does not name their groups, so it does not show who waited for whom"
-        advice = "give the flight recorder's dumps (TORCH_NCCL_TRACE_BUFFER_SIZE=2000, TORCH_NCCL_DUMP_ON_TIMEOUT=1): they name the groups"
-    return Finding(
-        kind="timeout",
-        cause="late_rank",
-        certainty=Certainty.SUSPECTED,
-        severity=Severity.ERROR,
-        culprits=few,
-        victims=tuple(sorted(set(waiting) - set(few))),
-        where=_where({r: waiting[r] for r in few} or waiting),
-        waiting=_where(waiting),
-        message=f"ranks timed out in different collectives{inside}: {shown}; {tail}{_overslept(waiting)}",
-        cost=NO_PROGRESS_MADE,
-        advice=advice,
-        evidence=evidence(e for w in waiting.values() for e in w.events[:1]),
-    )
+        advice = f"give {DUMPS}: they name the groups"
+    return _told(group, waiting, f"ranks timed out in different collectives{inside}: {shown}; {tail}", advice, few)
 
 
-def _elsewhere(found: Collected, ranks: set[int], by_group: dict[Group, dict[int, Waiting]]) -> Finding:
-    """Return the finding on ranks that dumped because of a timeout in a group that the log does not show."""
-    first = sorted(
-        {
-            int(n)
-            for waits in by_group.values()
-            for w in waits.values()
-            for e in w.events
-            if (n := e.fields.get("first", "")).isdecimal() and len(n) < 7
-        }
-        | {w.rank for waits in by_group.values() for w in waits.values() if not w.signalled}
-    )
-    seen = f"{rank_list(first)} ran into a timeout first" if first else "a rank ran into a timeout"
+def _elsewhere(by_group: Mapping[Group, Waits]) -> Finding:
+    """Return the finding on ranks that dumped because of a timeout that the log does not show."""
+    waits = {r: w for waits in by_group.values() for r, w in waits.items()}
+    told = [w.signalled for w in waits.values() if w.signalled is not None]
+    first = sorted({*told, *(r for r, w in waits.items() if w.signalled is None)})
     shown = ", ".join(filter(None, (label(g) for g in by_group))) or "the groups in the log"
-    return Finding(
-        kind="timeout",
-        cause="late_rank",
-        certainty=Certainty.SUSPECTED,
-        severity=Severity.ERROR,
-        victims=tuple(sorted(ranks)),
-        message=f"a collective timed out, and {seen}; in {shown} these ranks have nothing in flight: either they are what the others wait for there, or it is another group",
-        cost=NO_PROGRESS_MADE,
-        advice="give the logs of all ranks from the first `Watchdog caught` on, or the flight recorder's dumps",
-        evidence=evidence(e for waits in by_group.values() for w in waits.values() for e in w.events[:1]),
+    open_ops = {
+        r: w.issued - w.completed
+        for r, w in waits.items()
+        if w.issued and w.completed is not None and w.issued > w.completed
+    }
+    if open_ops and not set(first) & waits.keys():
+        texts = [f"rank {r} has {count(n, 'operation')} in flight" for r, n in sorted(open_ops.items())[:3]]
+        message = (
+            f"{rank_list(first)} reported a timeout, in a log that is not here; {rank_list(waits)} {verb(waits, 'was', 'were')} only "
+            f"asked to dump ({shown}: {', '.join(texts)}, not timed out)"
+        )
+        return _told(
+            ("", ""), waits, message, f"read the log of {rank_list(first)} from its first `Watchdog caught` on"
+        )
+    seen = f"{rank_list(first)} ran into a timeout first" if first else "a rank ran into a timeout"
+    return _told(
+        ("", ""),
+        waits,
+        f"a collective timed out, and {seen}; in {shown} these ranks have nothing in flight: either they are what the others wait for "
+        "there, or it is another group",
+        "give the logs of all ranks from the first `Watchdog caught` on, or the flight recorder's dumps",
     )

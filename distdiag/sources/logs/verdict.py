@@ -13,12 +13,13 @@ import msgspec
 
 from distdiag import guard
 from distdiag.diagnosis.model.findings import NO_KNOWN_ERROR, STOPPED_BY, Finding, Report, Severity, State
-from distdiag.diagnosis.text.phrases import shortened
+from distdiag.diagnosis.text.phrases import at, shortened
 from distdiag.errors import DistdiagError
-from distdiag.sources.logs import connections, disagreements, exits, failures, timeouts
-from distdiag.sources.logs.collect import Collected, Collector
-from distdiag.sources.logs.files import find_logs, wrapped_at
-from distdiag.sources.logs.patterns import Role
+from distdiag.sources.logs import failures, reports, rows, timeouts
+from distdiag.sources.logs.facts import Collected, Collector, Fact
+from distdiag.sources.logs.files import find_logs, left_out, wrapped_at
+from distdiag.sources.logs.join import WAITED, join
+from distdiag.sources.logs.meanings import MEANINGS
 from distdiag.terms.untrusted import MAX_RANKS, all_encodable
 
 MAX_FINDINGS = 6
@@ -44,11 +45,12 @@ def diagnose_logs(given: Sequence[str], paths: Sequence[Path] | None = None) -> 
         return _encoded(judge_logs(given, logs if only is None else [Path(only)], announce, refused))
 
     try:
-        return msgspec.msgpack.decode(guard.survivors(work, lambda: map(str, logs), LIMITS), type=Report)
+        report = msgspec.msgpack.decode(guard.survivors(work, lambda: map(str, logs), LIMITS), type=Report)
     except guard.Died as e:
         raise DistdiagError(
             f"the logs cannot be judged together: {e.reason}", "give fewer of them, or those of one launch"
         ) from e
+    return msgspec.structs.replace(report, notes=(*report.notes, *left_out(given, logs)))
 
 
 def _encoded(report: Report) -> bytes:
@@ -65,10 +67,10 @@ def judge_logs(
     refused: Mapping[str, str] | None = None,
 ) -> Report:
     """Return what log files show; in this process."""
-    found = Collector(logs).read(announce, refused)
+    found = _joined(Collector(logs).read(announce, refused))
     findings, text = judge(found)
     if not (findings or text or found.late) and (wrapped := {p: n for p in logs if (n := wrapped_at(p)) is not None}):
-        found = Collector(logs, wrapped).read(announce, refused)
+        found = _joined(Collector(logs, wrapped).read(announce, refused))
         findings, text = judge(found)
     found.ranks |= {w.rank for f in findings for w in (*f.where, *f.waiting)}
     error = any(f.severity == Severity.ERROR for f in findings)
@@ -82,6 +84,11 @@ def judge_logs(
         unjudged=None if findings or text else f"{NO_KNOWN_ERROR} in {_count(found)}",
         state_text=text,
     )
+
+
+def _joined(found: Collected) -> Collected:
+    join(found)
+    return found
 
 
 def failures_first(dumps: Report, logs: Report) -> Report:
@@ -110,52 +117,58 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
     """Return (findings, what stopped the job from outside)."""
     if printed := found.recorded.findings():
         return printed[:MAX_FINDINGS], None
-    waited = {e.rank for e in found.events if e.role in (Role.WAIT, Role.VICTIM) and e.rank is not None}
-    reported = disagreements.findings(found)
-    own = failures.of_events(found)
+    waited: dict[int, Fact] = {}
+    for f in found.facts:
+        if f.role in WAITED and f.rank is not None:
+            waited.setdefault(f.rank, f)
+    reported = reports.findings(found)
+    own, late = failures.of_messages(found)
     if any(f.kind == "unused_parameters" for f in reported):
-        own = [r for r in own if not all("finished reduction" in e.text for e in r.events)]
+        own = [r for r in own if not all("finished reduction" in f.text for f in r.facts)]
     explained = {q for r in own for q in r.ranks} | {q for f in reported for q in (*f.culprits, *f.victims)}
-    ends = exits.of_exits(found, explained, waited)
-    own += exits.with_a_reason(ends)
+    ends = failures.of_exits(found, explained, {*waited})
+    own += failures.with_a_reason(ends)
     codes = [r for r in ends if r not in own]
     if own or reported:
         failures.number(own, codes)
-        return [*reported, *(failures.finding(r, found, waited) for r in own)][:MAX_FINDINGS], None
-    for kind in (disagreements.late, timeouts.findings, connections.stuck, connections.starts):
-        if findings := kind(found):
-            return findings[:MAX_FINDINGS], None
-    stop = _stopped(found)
-    if stop is not None:
+        return [*reported, *(failures.of_reason(r, found, waited) for r in own)][:MAX_FINDINGS], None
+    waits = rows.first_of(rows.LATE_ROWS, found) or timeouts.findings(found)
+    if found_here := _with_later(waits, late) or rows.first_of(rows.START_ROWS, found) or reports.derived(found):
+        return found_here[:MAX_FINDINGS], None
+    if (stop := _stopped(found)) is not None:
         return [], stop
-    return connections.lost(found)[:MAX_FINDINGS] or [failures.finding(r, found, waited) for r in codes][
-        :MAX_FINDINGS
-    ], None
+    lost = rows.first_of(rows.LOST_ROWS, found) or [failures.of_reason(r, found, waited) for r in codes]
+    return lost[:MAX_FINDINGS], None
+
+
+def _with_later(waits: list[Finding], late: list[Fact]) -> list[Finding]:
+    """Return the findings on timeouts; the first one names the failures that came after them."""
+    if not waits or not late:
+        return waits
+    f = late[0]
+    who = f"rank {f.rank}" if f.rank is not None else f.who.name or "a rank"
+    what = failures.text_of(f, MEANINGS[f.name])
+    message = f"{waits[0].message}; later {who} {what}{at(f.site)}, which is not shown to be the cause"
+    return [msgspec.structs.replace(waits[0], message=message), *waits[1:]]
 
 
 def _stopped(found: Collected) -> str | None:
     """Return what ended the job from outside, if a line says so."""
-    for e in found.events:
-        if e.name == "cancelled":
-            why = e.fields.get("why", "").lower()
-            return f"{STOPPED_BY} Slurm on {e.fields['host']} at {e.fields['when']}: {why or 'cancelled'}"
-    for e in found.events:
-        if e.name == "terminated":
-            name = {"15": "SIGTERM", "2": "SIGINT", "1": "SIGHUP", "9": "SIGKILL"}.get(
-                e.fields["signal"], f"signal {e.fields['signal']}"
-            )
-            if name == "SIGINT":
-                return f"{STOPPED_BY} Ctrl-C (SIGINT)"
-            return f"{STOPPED_BY} {name} from outside: the scheduler, a person, or a launcher whose other node failed"
-    if any(e.name == "interrupted" for e in found.events):
-        return f"{STOPPED_BY} Ctrl-C (KeyboardInterrupt)"
-    return None
+    for f in found.named("cancelled"):
+        why = f.fields.get("why", "").lower()
+        return f"{STOPPED_BY} Slurm on {f.fields['host']} at {f.fields['when']}: {why or 'cancelled'}"
+    for f in found.named("terminated"):
+        number = f.fields["signal"]
+        name = {"15": "SIGTERM", "2": "SIGINT", "1": "SIGHUP", "9": "SIGKILL"}.get(number, f"signal {number}")
+        if name == "SIGINT":
+            return f"{STOPPED_BY} Ctrl-C (SIGINT)"
+        return f"{STOPPED_BY} {name} from outside: the scheduler, a person, or a launcher whose other node failed"
+    return f"{STOPPED_BY} Ctrl-C (KeyboardInterrupt)" if found.named("interrupted") else None
 
 
 def _world(found: Collected) -> int | None:
     """Return the number of ranks, if the log gives it."""
-    sizes = [found.world_size or 0]
-    sizes += [int(e.fields["expected"]) for e in found.events if e.name == "clients"]
+    sizes = [found.world_size or 0, *(f.number("expected") or 0 for f in found.named("clients"))]
     return max(n for n in sizes if n <= MAX_RANKS) or None
 
 
@@ -170,8 +183,7 @@ def _notes(found: Collected, judged: bool) -> list[str]:
         run = found.recorded.run
         command = f": `distdiag diagnose {run}` has the whole verdict" if run else ""
         notes.append(f"distdiag recorded this job (line {found.recorded.line:,}){command}")
-    warned = [e for e in found.events if e.name == "nccl_warning"]
-    if warned:
+    if warned := found.named("nccl_warning"):
         notes.append(f"NCCL warns on line {warned[0].line:,}: {shortened(warned[0].fields['what'], 160)}")
     if caught := failures.handled(found):
         e = caught[0]
@@ -184,7 +196,7 @@ def _notes(found: Collected, judged: bool) -> list[str]:
         notes.append(f"no message that distdiag knows; the last lines that look like errors: {lines}")
     if found.restarts:
         notes.append(f"the launcher restarted the ranks {found.restarts:,} times: messages may be of several attempts")
-    if found.recorded.line is None and (found.events or found.exits):
+    if found.recorded.line is None and found.facts:
         notes.append(
             "read from a log: it shows what was printed, not what each rank did; `-m distdiag.run` records the next run"
         )

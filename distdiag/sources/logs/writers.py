@@ -1,4 +1,4 @@
-"""Who wrote a line: the rank, task, host or process that launchers and libraries put in front of it."""
+"""Who wrote a line, and when: the rank, task, host, process and time that launchers and libraries put in front of it."""
 
 from __future__ import annotations
 
@@ -17,41 +17,57 @@ _RANK = bounded(r"\[rank ?(\d{1,6})\]|\[RANK (\d{1,6})\]|\[Rank (\d{1,6})\]|(?:^
 _GROUP = bounded(
     r"\[PG (?:ID )?(?P<pg>\d+)(?: PG GUID (?P<guid>[^\s(\]]*))?\s*(?:\((?P<desc>[^)]*)\))? Rank (?P<rank>\d{1,6})\]"
 )
-_LOCAL = bounded(r"(?:^|\s)\[(?:default|worker|trainer|agent|none)(\d{1,4})\]:", re.IGNORECASE)
+_LOCAL = bounded(r"(?:^|\s)\[(default|worker|trainer|agent|none)(\d{1,4})\]:", re.IGNORECASE)
 _MPI = bounded(r"\[\d+,(\d{1,6})\]<std(?:out|err)>")
 _SRUN = bounded(r"^\s*(\d{1,6}): ")
 _BRACKET = bounded(r"^\[(\d{1,6})\] (?=\S+:\d+:\d+ \[\d+\])")  # Intel MPI, in front of NCCL's own prefix
 _NCCL_IDS = bounded(r":\d+:\d+ \[\d+\] ")
 _NCCL = bounded(r"(?P<host>[\w.-]+):(?P<pid>\d+):\d+ \[(?P<device>\d+)\] ")
 _LABEL = bounded(
-    r"\((?P<label>[A-Za-z_][\w ]*? pid=\d+)[^)]*?(?:, ip=(?P<ip>[\w.:]+))?\)|\[[\d: -]{19}(?: (?P<tp>(?:DP|PP|TP|EP)\d+[\w ]*))\]"
+    r"\((?P<label>[A-Za-z_][\w ]*? pid=(?P<pid>\d{1,9}))[^)]*?(?:, ip=(?P<ip>[\w.:]+))?\)|\[[\d: -]{19}(?: (?P<tp>(?:DP|PP|TP|EP)\d+[\w ]*))\]"
 )
 _MILD = bounded(r"\[[IW](?:\d{3,4} \d\d:| \w+\.(?:cpp|cc|hpp):)")  # information and warnings of torch's C++ code
+# month, day and time of day, as torch's C++ code writes them, and ISO 8601
+_TIMES = (
+    ("c10", bounded(r"\[[EWIF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)")),
+    ("iso", bounded(r"\b\d{4}-(\d\d)-(\d\d)[T_ ](\d\d):(\d\d):(\d\d)")),
+)
 _MESSAGE_KEYS = ("message", "msg", "log", "text", "event", "textPayload", "exc_info", "stack")
 
 
 @dataclass(slots=True)
 class Writer:
-    """Who wrote a line, as far as the line shows it.
+    """Who wrote a line and when, as far as the line shows it.
 
     Attributes:
         rank: Rank in the job; from torch's own prefix, a launcher's, or the name of the default group.
         group: (number, description) of the process group whose watchdog wrote it.
-        in_group: The rank in that group.
         local: The rank on its node.
         task: Task of srun; a rank only if srun started the ranks, not torchrun.
         process: Host and pid, or a label with pid: the same for all lines of one process.
+        at: (clock, seconds); times of one clock can be compared.
     """
 
     rank: int | None = None
     group: tuple[str, str] | None = None
-    in_group: int | None = None
     local: int | None = None
     task: int | None = None
     host: str = ""
     device: int | None = None
     process: str = ""
+    pid: int | None = None
+    at: tuple[str, float] | None = None
     mild: bool = False  # torch itself logs it as info or warning
+    by_torchrun: bool = False  # the prefix is torchrun's
+
+    @property
+    def name(self) -> str:
+        """Return how the line names a writer whose rank is unknown; empty if it does not."""
+        if self.device is not None and self.host:
+            return f"GPU {self.device} of {self.host}"
+        if self.local is not None:
+            return f"local rank {self.local}"
+        return self.process or (f"task {self.task}" if self.task is not None else "")
 
 
 def plain(text: str) -> str:
@@ -96,14 +112,14 @@ def _record(text: str) -> dict[str, Any]:
 
 def writer(text: str) -> Writer:
     """Return who wrote a line. Each pattern is tried only if a literal part of it is there."""
-    out = Writer()
+    out = Writer(at=time_of(text))
     head = text[:300]
     own = list(_RANK.finditer(text[:400])) if "ank" in text or "RANK" in text else []
     exact = next((m for m in own if m[1] is not None), None)
     if "[PG " in text and (group := _GROUP.search(text[:600])):
-        out.group, out.in_group = (group["pg"], group["desc"] or ""), int(group["rank"])
+        out.group = (group["pg"], group["desc"] or "")
         if group["desc"] == "default_pg":
-            out.rank = out.in_group
+            out.rank = int(group["rank"])
     if exact is not None or own:
         m = exact or own[0]
         number = next(int(x) for x in m.groups() if x is not None)
@@ -115,11 +131,27 @@ def writer(text: str) -> Writer:
         out.rank = int(m[1])
     out.mild = ("[I" in head or "[W" in head) and _MILD.search(text[:200]) is not None
     if "]:" in head and (m := _LOCAL.search(text[:200])):
-        out.local = int(m[1])
+        out.local, out.by_torchrun = int(m[2]), m[1] == "default"
     if m := _SRUN.match(text):
         out.task = int(m[1])
+    _process(head, out)
+    return out
+
+
+def _process(head: str, out: Writer) -> None:
+    """Set host, device and process of a writer, by the prefix of NCCL, Ray or vLLM."""
     if _NCCL_IDS.search(head) and (m := _NCCL.search(head)):
         out.host, out.device, out.process = m["host"], int(m["device"]), f"{m['host']}:{m['pid']}"
+        out.pid = int(m["pid"])
     elif ("pid=" in head or "P" in head) and (m := _LABEL.search(head)):
         out.process, out.host = m["label"] or m["tp"], m["ip"] or ""
-    return out
+        out.pid = int(m["pid"]) if m["pid"] else None
+
+
+def time_of(text: str) -> tuple[str, float] | None:
+    """Return the clock and the seconds since the year began that the begin of a line shows; None if it shows none."""
+    for clock, regex in _TIMES:
+        if (m := regex.search(text[:120])) is not None:
+            month, day, hour, minute, second = map(int, m.groups())
+            return clock, ((month * 31 + day) * 24 + hour) * 3600.0 + minute * 60 + second
+    return None

@@ -1,4 +1,4 @@
-"""What a failure in a log means, and what to do: one row per message or exception."""
+"""What the facts in a log mean, and what to do: one row per message, exception, or way to end. A wrong reading is mended here."""
 
 from __future__ import annotations
 
@@ -63,7 +63,6 @@ GENERAL = (
     SAME_EVERYWHERE,
 )
 SEE_LOG = "see that rank's own log (torchrun keeps it with --log-dir DIR --tee 3); @record of torch.distributed.elastic on main puts the traceback into torchrun's table"
-CONNECTION = "see how that process ended: its log, exit code, `dmesg -T` for oom-kill or Xid; if it is alive, the network: interface (NCCL_SOCKET_IFNAME), firewall, MTU"
 IB_STATUS: Mapping[str, str] = MappingProxyType({
     "12": "no answer after all retries: a link, switch or port is down, or the peer's process ended",
     "5": "flushed: the connection was broken before",

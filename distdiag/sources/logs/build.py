@@ -1,0 +1,70 @@
+"""Makes a finding of facts: sites, ranks and evidence are those of the facts; a caller gives who, what it means, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from distdiag.diagnosis.model.findings import Certainty, Finding, Severity, rank_list
+from distdiag.diagnosis.model.snapshot import Site
+from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, where_at
+from distdiag.sources.logs.facts import Fact
+from distdiag.sources.logs.patterns import Role
+
+EVIDENCE = 8  # most lines that a finding names
+
+
+def finding(
+    kind: str,
+    cause: str,
+    facts: Sequence[Fact],
+    message: str,
+    advice: str,
+    *,
+    culprits: Iterable[int] = (),
+    victims: Iterable[int] = (),
+    sites: Mapping[int, Site] | None = None,
+    proved: bool = False,
+    cost: str = NO_PROGRESS_MADE,
+    **more: Any,
+) -> Finding:
+    """Return an error.
+
+    Args:
+        victims: Those that are not culprits count.
+        sites: Of ranks; those of their facts, if not given.
+    """
+    blamed = tuple(sorted(set(culprits)))
+    others = tuple(sorted(set(victims) - set(blamed)))
+    if sites is None:
+        sites = {f.rank: f.site for f in reversed(facts) if f.rank is not None and f.site is not None}
+    state = "waiting" if any(f.role is Role.WAIT for f in facts) else None
+    waiting = tuple(where_at(r, sites.get(r), state) for r in others)
+    return Finding(
+        kind=kind,
+        cause=cause,
+        certainty=Certainty.PROVED if proved else Certainty.SUSPECTED,
+        severity=Severity.ERROR,
+        culprits=blamed,
+        victims=others,
+        where=tuple(where_at(r, sites.get(r)) for r in blamed) or waiting,
+        waiting=waiting if blamed or state else (),
+        message=message,
+        cost=cost,
+        advice=advice,
+        evidence=tuple(dict.fromkeys(f"{f.path}:{f.line}" for f in facts[:EVIDENCE])),
+        **more,
+    )
+
+
+def ranks_of(facts: Iterable[Fact]) -> tuple[int, ...]:
+    """Return the known ranks of facts."""
+    return tuple(sorted({f.rank for f in facts if f.rank is not None}))
+
+
+def who(facts: Collection[Fact]) -> str:
+    """Return `ranks 0, 2`, else the hosts with GPUs or processes that the lines name; `a rank` if they name none."""
+    if ranks := ranks_of(facts):
+        return rank_list(ranks)
+    names = list(dict.fromkeys(name for f in facts if (name := f.who.process and f.who.name)))
+    return (", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")) or "a rank"

@@ -1,0 +1,109 @@
+"""Joins facts to processes: which rank each is about, what came before what, and what another fact explains.
+
+One process has many names: rank, pid, a label of Ray or NCCL, a task of srun, its file. They are joined where a line has two of
+them, and kept apart where none has. Order is that of clocks where both lines have a time, else that of lines of one file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from distdiag.diagnosis.model.snapshot import Site
+from distdiag.sources.logs.facts import Collected, Fact
+from distdiag.sources.logs.files import ranks_of
+from distdiag.sources.logs.patterns import Role
+from distdiag.terms.untrusted import is_rank
+
+LATER_S = 2.0  # the clocks of hosts differ by less
+WAITED = (Role.WAIT, Role.VICTIM)
+# failures of the device, of the launch or of the host's memory: never a consequence of another failure
+OWN = ("xid", "ecc", "device_lost", "shm_full", "duplicate_gpu", "rank_twice", "host_oom")
+
+
+def join(found: Collected) -> None:
+    """Set the rank of every fact, and drop those that came after the job was stopped from outside."""
+    of_file = {
+        p: r for p, r in ranks_of(found.files).items() if found.by_path.get(p, set()) <= {r} and p not in found.of_nodes
+    }
+    for label, (world, rank) in found.in_world.items():
+        if world == found.world_size:
+            found.is_rank_of((label, label.partition(":")[0]), rank)
+            found.is_rank_of(int(label.rpartition(":")[2]), rank)
+    local = {f.who.local for f in found.facts if f.who.local is not None}
+    tasks = {f.who.task for f in found.facts if f.who.task is not None}
+    one_node = 0 < (found.world_size or 0) <= 1 + max(local, default=0)
+    for f in found.facts:
+        f.rank = _rank_of(found, f, of_file)
+        if f.rank is None and not found.torchrun and len(tasks) > 1 and f.name != "exit_tasks":
+            f.rank = f.who.task
+        if f.rank is None and f.who.local is not None and len(found.files) == 1:
+            f.rank, f.of_node = f.who.local, not one_node
+    found.ranks |= {f.rank for f in found.facts if f.rank is not None and is_rank(f.rank)}
+    found.ranks |= {r for ranks in found.by_path.values() for r in ranks if is_rank(r)}
+    found.ranks |= {r for r in found.rank_of.values() if r is not None} | set(of_file.values())
+    stops = found.named("cancelled", "terminated")
+    if stops:
+        found.facts = [f for f in found.facts if not _after_stop(f, stops)]
+
+
+def _rank_of(found: Collected, f: Fact, of_file: Mapping[Path, int]) -> int | None:
+    """Return the rank of the process that a fact is about, by the line, then by what names the process elsewhere."""
+    pid, who = f.number("pid"), f.who
+    if f.name == "exit" and (rank := f.number("r")) is not None:
+        return rank
+    if who.rank is not None:
+        return who.rank
+    if pid is not None:  # it is about that process, whoever wrote it
+        return found.rank_of.get(pid)
+    known = found.rank_of.get((who.process, who.host))
+    return of_file.get(f.path) if known is None else known
+
+
+def _after_stop(f: Fact, stops: Iterable[Fact]) -> bool:
+    if f.role not in (Role.CAUSE, Role.START, Role.EXIT, *WAITED) or f.name in OWN:
+        return False
+    return any(before(stop, f) for stop in stops)
+
+
+def process(f: Fact) -> tuple[object, ...]:
+    """Return what is equal for all facts of one process, and as far as is known only for them."""
+    if f.rank is not None:
+        return "rank", f.rank
+    return ("process", f.path, f.who.process) if f.who.process else ("file", f.path)
+
+
+def earlier(a: Fact, b: Fact) -> bool:
+    """True if the clocks in the lines show that `a` came before `b`."""
+    return a.who.at is not None and b.at is not None and a.who.at[0] == b.at[0] and b.at[1] - a.who.at[1] > LATER_S
+
+
+def before(a: Fact, b: Fact) -> bool | None:
+    """Return whether `a` came before `b`; None if that is not known."""
+    if earlier(a, b):
+        return True
+    if earlier(b, a):
+        return False
+    return a.order < b.order if a.path == b.path else None
+
+
+def first_waits(found: Collected) -> dict[tuple[object, ...], Fact]:
+    """Return each process's first timeout or lost connection: its later exceptions are consequences."""
+    out: dict[tuple[object, ...], Fact] = {}
+    for f in found.facts:
+        if f.role in WAITED and ((old := out.setdefault(process(f), f)) is not f) and before(f, old):
+            out[process(f)] = f
+    return out
+
+
+def first_site(facts: Iterable[Fact]) -> Site | None:
+    """Return the first known site of these facts."""
+    return next((f.site for f in facts if f.site is not None), None)
+
+
+def absent_ranks(found: Collected, waiting: Iterable[int]) -> tuple[int, ...]:
+    """Return the ranks of the job that did not wait, if they are a minority; else empty."""
+    here = set(waiting)
+    known = {*found.ranks, *range(max(here, default=-1) + 1), *range(found.world_size or 0)}
+    absent = known - here
+    return tuple(sorted(absent)) if len(absent) * 2 <= len(here) else ()

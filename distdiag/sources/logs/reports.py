@@ -1,0 +1,161 @@
+"""Findings on what torch itself reports about several ranks: calls or models that differ, parameters without a gradient."""
+
+from __future__ import annotations
+
+from distdiag.diagnosis.model.findings import CollectiveRef, Finding, rank_list
+from distdiag.diagnosis.text.incident import verb
+from distdiag.diagnosis.text.phrases import at, count
+from distdiag.sources.logs.build import finding
+from distdiag.sources.logs.facts import Collected, Fact
+from distdiag.sources.logs.join import first_site
+from distdiag.sources.logs.timeouts import op_name
+from distdiag.terms.ranks import fold_ranks
+from distdiag.terms.untrusted import bounded, numbers
+
+MANY_PARAMETERS = 1_000_000  # no model has so many tensors: such a count is another collective's data
+LONG_NAMES = 8000
+_FINGERPRINT = {
+    "number": bounded(r"SequenceNumber=(\d{1,18})"),
+    "op": bounded(r"OpType=(\w+)"),
+    "shape": bounded(r"TensorShape=\[([\d, ]{0,99})\]"),
+    "dtype": bounded(r"TensorDtypes=(\w+)"),
+}
+
+
+def findings(found: Collected) -> list[Finding]:
+    """Return what torch reports, most specific first."""
+    out: list[Finding] = []
+    if calls := found.named("fingerprints"):
+        out.append(_fingerprints(calls))
+    if models := found.named("ddp_shape") or _counted(found, real=True):
+        out.append(_shapes(models) if models[0].name == "ddp_shape" else _counts(models))
+    if found.named("ddp_unused", "ddp_unused_index"):
+        out.append(_unused(found, found.named("ddp_unused"), found.named("ddp_unused_index")))
+    return out
+
+
+def derived(found: Collected) -> list[Finding]:
+    """Return what shows only that other ranks were elsewhere: DDP read the data of another collective as their counts."""
+    return [_counts(counts)] if (counts := _counted(found, real=False)) else []
+
+
+def _call(text: str) -> dict[str, str]:
+    """Return operation, shape, type and number of a fingerprint."""
+    found = {key: m[1] for key, regex in _FINGERPRINT.items() if (m := regex.search(text))}
+    return {key: op_name(value) if key == "op" else value for key, value in found.items()}
+
+
+def _call_text(call: dict[str, str]) -> str:
+    shape = f" of shape [{call['shape']}]" if call.get("shape") else ""
+    dtype = f" {call['dtype']}" if "dtype" in call else ""
+    return call.get("op", "a call") + shape + dtype + (f" (#{call['number']})" if "number" in call else "")
+
+
+def _fingerprints(facts: list[Fact]) -> Finding:
+    sides: dict[str, set[int]] = {}
+    for f in facts:
+        for rank, text in (("a", "fa"), ("b", "fb")):
+            if rank in f.fields and text in f.fields:
+                sides.setdefault(_call_text(_call(f.fields[text])), set()).add(int(f.fields[rank]))
+    both = next((f for f in facts if "fb" in f.fields), facts[0])
+    a, b = _call(both.fields.get("fa", "")), _call(both.fields.get("fb", ""))
+    cause = next((k for k in ("op", "shape", "dtype") if k in a and k in b and a[k] != b[k]), "op")
+    texts = [f"{rank_list(sorted(rs))} in {shown}" for shown, rs in sorted(sides.items(), key=lambda s: min(s[1]))[:4]]
+    if len(sides) < 2:
+        texts.append("the other side is not in the message")
+    few, *many = sorted(sides.values(), key=len)
+    culprits = few if len(many) == 1 and len(few) < len(many[0]) else set()
+    site = next((f.site for f in facts if f.rank in culprits and f.site is not None), first_site(facts))
+    skipped = "; their numbers differ, so one rank has made one call more or fewer before"
+    return finding(
+        "mismatch",
+        cause,
+        facts,
+        f"ranks made different calls in one collective: {', '.join(texts)}"
+        f"{skipped if len({c['number'] for c in (a, b) if 'number' in c}) > 1 else ''}{at(site)}",
+        "look for a condition on the rank, or on the rank's data, before that call; all ranks must make the same calls in the same order",
+        culprits=culprits,
+        victims=set().union(*sides.values()),
+        proved=True,
+        collective=CollectiveRef(a["op"], "", int(a["number"]) if "number" in a else None) if "op" in a else None,
+    )
+
+
+def _model(facts: list[Fact], message: str, advice: str, proved: bool) -> Finding:
+    ranks = [int(f.fields[k]) for f in facts for k in ("a", "b")]
+    site = first_site(facts)
+    made = f" (DDP is made{at(site)})" if site else ""
+    cost = "the job ends before its first step"
+    return finding("mismatch", "model", facts, message + made, advice, victims=ranks, proved=proved, cost=cost)
+
+
+def _shapes(facts: list[Fact]) -> Finding:
+    e = facts[0].fields
+    differs = f"parameter {e['index']} has {e['what']} {e['sa']} on rank {e['a']}, others on rank {e['b']}"
+    advice = "build the same model on every rank: the same arguments, vocabulary and number of classes"
+    return _model(facts, f"the wrapped model differs: {differs}", advice, proved=True)
+
+
+def _counted(found: Collected, real: bool) -> list[Fact]:
+    """Return the lines on numbers of parameters, if two numbers that can be one differ (`real`), or none do.
+
+    A count of 0, or of millions, is not the other rank's number.
+    """
+    facts = found.named("ddp_params")
+    own, theirs = _numbers_of(facts)
+    return facts if (len({*own.values(), *theirs.values()}) > 1) is real else []
+
+
+def _numbers_of(facts: list[Fact]) -> tuple[dict[int, int], dict[int, int]]:
+    """Return the writers' own numbers of parameters, and the others' that can be one."""
+    own = {int(f.fields["a"]): f.number("na") or 0 for f in facts}
+    theirs = {int(f.fields["b"]): n for f in facts if 0 < (n := f.number("nb") or 0) < MANY_PARAMETERS}
+    return own, theirs
+
+
+def _counts(facts: list[Fact]) -> Finding:
+    """Return the finding on models of which DDP compared the number of parameters."""
+    own, theirs = _numbers_of(facts)
+    known = theirs | own
+    if len(set(known.values())) > 1:
+        texts = [f"{n:,} on {rank_list([r for r, m in known.items() if m == n])}" for n in sorted(set(known.values()))]
+        message = f"the wrapped model differs: DDP found {', '.join(texts)} parameters"
+        advice = "build the same model on every rank: the same arguments, and the same parameters with requires_grad"
+        return _model(facts, message, advice, proved=True)
+    odd = sorted({int(f.fields["b"]): f.number("nb") or 0 for f in facts}.items())
+    message = (
+        f"DDP could not compare the models: {rank_list(own)} {verb(own, 'has', 'have')} {next(iter(own.values())):,} parameters and "
+        f"read {', '.join(f'{n:,} on rank {r}' for r, n in odd[:3])}, which no model has: those ranks were in another collective, "
+        "or had ended"
+    )
+    advice = "see what those ranks did at that moment: an exception, a collective that only some ranks call, two DDP modules in a different order; then NCCL_DEBUG=WARN"
+    return _model(facts, message, advice, proved=False)
+
+
+def _unused(found: Collected, named: list[Fact], indexed: list[Fact]) -> Finding:
+    by_rank = {int(f.fields["r"]): " ".join(f.fields["indices"].split()) for f in indexed}
+    names = [n.strip() for f in named[:1] for n in f.fields["names"].split(",") if n.strip()]
+    ranks = sorted({*by_rank, *(int(f.fields["r"]) for f in named)})
+    differs = len(set(by_rank.values())) > 1
+    indices = numbers(next(iter(by_rank.values()), ""))
+    shown = ", ".join(names[:3]) + (" …" if len(names) > 3 else "") if names else f"number {fold_ranks(indices)[:80]}"
+    if differs:
+        what = f"different parameters got no gradient on each of {rank_list(ranks)}; on rank {ranks[0]}: {shown}"
+    else:
+        least = "at least " if named and len(named[0].fields["names"]) > LONG_NAMES else ""  # the line is cut
+        total = count(len(names) or len(indices), "parameter")
+        what = f"{least}{total} got no gradient in the step before, on {rank_list(ranks)}: {shown}"
+    site = first_site([f for f in found.named("exception") if "finished reduction" in f.text])
+    how = "" if names else "; TORCH_DISTRIBUTED_DEBUG=DETAIL prints their names"
+    return finding(
+        "unused_parameters",
+        "differs_between_ranks" if differs else "never_used",
+        named or indexed,
+        f"DDP stopped: {what}" + (f"; the next forward was called{at(site)}" if site else ""),
+        f"use them in the loss, freeze them (requires_grad=False before DDP), or pass find_unused_parameters=True{how}",
+        victims=ranks,
+        sites={ranks[0]: site} if site else None,
+        proved=True,
+        cost="the job ended",
+        names=tuple(names[:50]),
+    )

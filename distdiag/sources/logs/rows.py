@@ -1,0 +1,241 @@
+"""What lines mean that need no comparison of ranks: lost connections, a start that failed, ranks that a library calls late.
+
+One table. Of the rows of a stage, in their order, the first that has facts is the finding; `_fields` fills in `{…}`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from distdiag.diagnosis.model.findings import CollectiveRef, Finding, rank_list
+from distdiag.diagnosis.text.incident import verb
+from distdiag.diagnosis.text.phrases import at, rough_time, shortened
+from distdiag.sources.logs.build import finding, ranks_of, who
+from distdiag.sources.logs.facts import Collected, Fact
+from distdiag.sources.logs.join import absent_ranks, first_site
+from distdiag.sources.logs.meanings import IB_STATUS
+from distdiag.terms.untrusted import bounded, is_rank, numbers
+
+# in the store, of gloo: the address of one rank of a group, e.g. /default_pg/0//cpu//0/3
+_ADDRESS_KEY = bounded(r"default_pg/\d+//\w+//\d+/(\d{1,6})\W*$")
+_GONE = bounded(r"[Rr]eset by peer|[Bb]roken [Pp]ipe|[Gg]ot 0 bytes|[Cc]onnection closed")
+_HERE = ("127.0.0.1", "127.0.1.1", "localhost", "::1")
+_REFUSED = "Connection refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One reading of facts.
+
+    Attributes:
+        names: Names of the facts; all of them are evidence.
+        kind: Kind and cause of the finding.
+        blaming: Text and advice if the facts show whom the others waited for.
+        pick: Which of the facts count.
+        when: True if the row is meant for these facts.
+    """
+
+    names: str
+    kind: str
+    text: str
+    advice: str
+    blaming: tuple[str, str] | None = None
+    pick: Callable[[Fact], bool] = lambda _fact: True
+    when: Callable[[Sequence[Fact]], bool] = lambda _facts: True
+    op: str = ""
+    proved: bool = False
+
+
+def _lost_store(facts: Sequence[Fact]) -> bool:
+    return _GONE.search(facts[0].fields.get("reason", "")) is not None
+
+
+def _refused(facts: Sequence[Fact]) -> bool:
+    return all(_REFUSED in f.fields.get("reason", f.text) for f in facts)
+
+
+def _too_many(fact: Fact) -> bool:
+    return (fact.number("joined") or 0) > (fact.number("expected") or 0)
+
+
+_LATE, _LOST = "timeout/late_rank", "rank_lost/silent"
+_GLOO = "a gloo collective timed out{after}: {who} waited in it{at}"
+_ENDED = "{first}see how that process ended: its log, exit code, `dmesg -T` for oom-kill or Xid; if it is alive, the network: interface (NCCL_SOCKET_IFNAME), firewall, MTU"
+_PROCESS = "the process at the other end had ended, or the network broke"
+_NOTHING = "; {culprits} {report} nothing"
+LATE_ROWS = (
+    Row("barrier_late barrier_reached", _LATE, "{culprits} did not reach monitored_barrier in {limit}{at}",
+        "read the log of {culprits}, and take {its} stack the next time before the barrier times out",
+        when=lambda facts: any(f.name == "barrier_late" for f in facts), op="monitored_barrier", proved=True),
+    Row("barrier_reached", _LATE, "{who} reached monitored_barrier{at} and then lost rank 0, which knows the missing rank",
+        "read rank 0's log: it names the ranks that failed to pass monitoredBarrier; if it has none, rank 0 ended", op="monitored_barrier"),
+    Row("horovod_late", _LATE, "{culprits} did not submit what Horovod's other ranks wait for",
+        "see what {culprits} did meanwhile (`py-spy dump --pid …`): a longer branch, an exception that was caught, or a collective that only the others call"),
+    Row("unique_id", _LATE, "{who} lost the store while a communicator was made{at} ({reason}): the process that serves it, rank 0 or torchrun's, ended first",
+        "read the log of rank 0 and of its node's launcher: its failure came before these", when=_lost_store),
+    Row("unique_id", _LATE, "rank {awaited} did not reach the first collective of a group, where {who} {waits} for it{at} ({reason})",
+        "see what rank {awaited} did meanwhile: long work before the first collective (data, a download, a model), an exception, "
+        "or a collective that only the others call; give long work a longer timeout in init_process_group"),
+)  # fmt: skip
+START_ROWS = (
+    Row("stuck_watchdog", "stall/unknown", "the watchdog of {who} made no progress{stuck}: a call to CUDA or NCCL does not return there, or a thread holds the GIL in one",
+        "take the stacks of that process with native frames the next time (`py-spy dump --native --pid …`, gdb); look at its GPU (`dmesg -T | grep -i xid`)"),
+    Row("clients", _LOST, "{left} of {expected} ranks had not joined{after}{at}: the log does not say which",
+        "see whether all nodes have started (squeue, kubectl get pods), with one MASTER_ADDR, MASTER_PORT and world size, and whether they reach that port"),
+    Row("store_barrier", _LOST, "{joined} processes have joined a job of {expected} ranks: it was launched twice, or processes of an earlier one use the same store",
+        "end the processes of earlier launches on all nodes, and give this one another --master-port (--rdzv-id)", pick=_too_many),
+    Row("store_barrier", _LOST, "{left} of {expected} ranks did not reach init_process_group or new_group in time: the log does not say which",
+        "see the logs of all nodes for a rank that failed or is still busy; all ranks must make every new_group call",
+        pick=lambda fact: fact.fields["what"] == "Timed out"),
+    Row("name", _LOST, "{who} could not resolve a host name{at}: the job's first node, or its name, does not exist (yet)",
+        "check MASTER_ADDR (--rdzv-endpoint) with `getent hosts NAME` on that node; on Kubernetes, that the master's pod runs and its headless service exists"),
+    Row("store_connect", _LOST, "{who} could not reach the job's store at {peer}:{port}{at}: rank 0, or torchrun's first node, does not listen there",
+        "the address is this node's own: on several nodes set MASTER_ADDR (--rdzv-endpoint) to the first node; on one, see why rank 0 did not start",
+        when=lambda facts: facts[0].fields["peer"] in _HERE),
+    Row("store_connect", _LOST, "{who} could not reach the job's store at {peer}:{port}{at}: rank 0, or torchrun's first node, does not listen there",
+        "see whether rank 0 has started and failed, and whether this node reaches it: `nc -vz {peer} {port}`"),
+    Row("full_mesh", _LOST, "gloo on {who}{on} could not connect to every other rank: {reason}",
+        "give gloo the interface that the nodes share (GLOO_SOCKET_IFNAME=eth0): a host name that resolves to 127.0.1.1 is the most common reason"),
+    Row("rendezvous", _LOST, "{who} did not complete torchrun's rendezvous ({what})",
+        "see whether all nodes have started with one --rdzv-endpoint, --rdzv-id and --nnodes, and reach that address"),
+)  # fmt: skip
+LOST_ROWS = (
+    Row("keep_alive", _LOST, "torchrun on {nodes} lost the rendezvous: the node that serves it, the first one, has ended",
+        "read the log of the first node (--rdzv-endpoint): its failure came before these"),
+    Row("ib", _LOST, "NCCL on {who} lost its RDMA connection to {all_peers} (status {status}: {meaning})",
+        "check that link: `ibstat`, `perfquery`, switch counters, RoCE's GID and flow control (NCCL_IB_GID_INDEX); see first whether the peer's process ended"),
+    Row("gloo_timeout closed store_lost refused lost", _LATE, _GLOO + "; the log does not show which rank they waited for",
+        "give the logs of all ranks; with TORCH_DISTRIBUTED_DEBUG=DETAIL a monitored_barrier before the collective names the missing rank",
+        (_GLOO + "; {culprits} reported no timeout, and may be what they waited for",
+         "read the log of {culprits}, and take {its} stack the next time: it did not make that call"),
+        when=lambda facts: any(f.name == "gloo_timeout" for f in facts)),
+    Row("closed store_lost refused lost", _LOST, "{who} could not make a connection{to}{at}: nothing listens there (any more), or a firewall is between them", _ENDED,
+        ("{who} could not make a connection{to}{at}: nothing listens there (any more), or a firewall is between them" + _NOTHING, _ENDED), when=_refused),
+    Row("closed store_lost refused lost", _LOST, "{who} lost the job's store{to}{at}: the process that serves it, rank 0 or torchrun's, had ended", _ENDED,
+        ("{who} lost the job's store{to}{at}: the process that serves it, rank 0 or torchrun's, had ended" + _NOTHING, _ENDED),
+        when=lambda facts: all(f.name == "store_lost" for f in facts)),
+    Row("closed store_lost refused lost", _LOST, "{who} lost a connection{to}{at}: " + _PROCESS, _ENDED, ("{who} lost a connection{to}{at}: " + _PROCESS + _NOTHING, _ENDED)),
+    Row("nccl_error own_error dist_error", "rank_lost/crashed", "HCCL failed on {who}{at}: {what}",
+        "read the lines after it (EI…, EJ…): they have the reason; often another rank failed first", when=lambda facts: facts[0].fields.get("what", "").startswith("Hccl")),
+    Row("nccl_error own_error dist_error nccl_warning", "rank_lost/crashed", "NCCL failed on {who}{at}: {what}: {warning}",
+        "see the first NCCL WARN or `Last error` of each rank: it is the reason, the exceptions follow", when=lambda facts: len({f.name == "nccl_warning" for f in facts}) == 2),
+    Row("nccl_error own_error dist_error", "rank_lost/crashed", "NCCL failed on {who}{at}: {what}", "run again with NCCL_DEBUG=WARN, which prints the reason"),
+    Row("store_wait", _LATE, "{who} waited {limit} in the job's store{at} for {key}, which no process has set",
+        "see what the other side did: the rank or service that sets this key has failed, or never made the matching call",
+        ("{culprits} did not join a gloo group{at} in {limit}, where {who} waited",
+         "see whether {culprits} has started, what it did before that call, and whether all ranks make it")),
+)  # fmt: skip
+
+
+def first_of(rows: Sequence[Row], found: Collected) -> list[Finding]:
+    """Return the finding of the first row that fits; empty if none does."""
+    for row in rows:
+        names = row.names.split()
+        facts = [f for name in names for f in found.named(name) if row.pick(f)]
+        if facts and row.when(facts):
+            return [_finding(found, row, facts)]
+    return []
+
+
+def _finding(found: Collected, row: Row, facts: list[Fact]) -> Finding:
+    culprits, victims = _blamed(found, row.names.partition(" ")[0], facts)
+    text, advice = row.blaming if row.blaming is not None and culprits else (row.text, row.advice)
+    fields = _fields(facts, culprits, victims)
+    kind, _, cause = row.kind.partition("/")
+    return finding(
+        kind,
+        cause,
+        facts,
+        text.format_map(fields),
+        advice.format_map(fields),
+        culprits=culprits,
+        victims=victims,
+        proved=row.proved,
+        collective=CollectiveRef(row.op, "") if row.op else None,
+    )
+
+
+def _blamed(found: Collected, name: str, facts: list[Fact]) -> tuple[Collection[int], Collection[int]]:
+    """Return (culprits, victims): whom the writers waited for, as far as the facts of this name show, and the writers."""
+    ranks = ranks_of(facts)
+    match name:
+        case "barrier_late":
+            late = {r for f in facts for r in numbers(f.fields.get("ranks", "")) if is_rank(r)}
+            return late, {*ranks, *(r for f in facts if (r := f.number("waiter")) is not None)} - late
+        case "barrier_reached":
+            return (), {r for f in facts if (r := f.number("waiter")) is not None}
+        case "horovod_late":
+            missing = [{r for r in numbers(f.fields["ranks"]) if is_rank(r)} for f in facts]
+            ready = {r for f in facts for r in numbers(f.fields.get("ready", "")) if is_rank(r)}
+            late = set.intersection(*missing) or set.union(*missing)  # those that every stalled tensor waits for
+            return late, ready - late
+        case "unique_id":
+            waiters = {f.rank if f.rank is not None else f.number("waiter") or 0 for f in facts}
+            awaited = _awaited(facts)
+            return () if _lost_store(facts) or awaited in waiters else (awaited,), waiters
+        case "stuck_watchdog":
+            alone = len(ranks) == 1 or (found.world_size is not None and 0 < len(ranks) <= found.world_size // 2)
+            return (ranks if alone else ()), ranks
+        case "store_wait":
+            return {int(m[1]) for f in facts if (m := _ADDRESS_KEY.search(f.fields["key"]))}, ranks
+        case "gloo_timeout":
+            return absent_ranks(found, ranks) if len(ranks) > 1 else (), ranks
+        case "closed":
+            whole = bool(found.world_size or found.named("ended"))  # else the log may be a part of the job's
+            return absent_ranks(found, ranks) if whole and len(ranks) > 1 else (), ranks
+    return (), ranks
+
+
+def _awaited(facts: Sequence[Fact]) -> int:
+    return Counter(f.number("awaited") or 0 for f in facts).most_common(1)[0][0]
+
+
+def _some(names: list[str]) -> str:
+    """Return up to three names, each once."""
+    names = list(dict.fromkeys(names))
+    return ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
+
+
+def _most(facts: Sequence[Fact], key: str) -> int | None:
+    return max((n for f in facts if (n := f.number(key)) is not None), default=None)
+
+
+class _Fields(dict[str, str]):
+    def __missing__(self, key: str) -> str:
+        return ""
+
+
+def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collection[int]) -> _Fields:
+    """Return what a row's text may name: the first fact's fields, and what all facts together give."""
+    first = facts[0].fields
+    out = _Fields({k: shortened(v, 160 if k == "what" else 120) for k, v in first.items()})
+    peers = [p for f in facts if (p := f.fields.get("peer", "").rstrip(".,")) and p not in _HERE]
+    named = [p for p, _ in Counter(peers).most_common(3)]
+    limit, stuck, after = _most(facts, "limit"), _most(facts, "stuck_s"), _most(facts, "after")
+    joined, expected = _most(facts, "joined") or 0, facts[0].number("expected") or 0
+    ranks = tuple(victims) or ranks_of(facts)
+    out |= {
+        "who": rank_list(victims) if victims else who(facts),
+        "at": at(first_site(facts)),
+        "culprits": rank_list(culprits),
+        "its": verb(culprits, "its", "their"),
+        "report": verb(culprits, "reports", "report"),
+        "waits": verb(ranks, "waits", "wait"),
+        "awaited": str(_awaited(facts)),
+        "limit": rough_time((limit or 0) / 1e3),
+        "stuck": f" for {rough_time(stuck)}" if stuck is not None else "",
+        "after": f" after {rough_time(after if after is not None else (limit or 0) / 1e3)}" if after or limit else "",
+        "joined": f"{joined:,}",
+        "expected": f"{expected:,}",
+        "left": f"{expected - joined:,}",
+        "to": f" to {', '.join(named)}" if named else "",
+        "first": f"look at {', '.join(named)} first: " if named else "",
+        "all_peers": _some(peers),
+        "nodes": _some([f.fields["node"] for f in facts if "node" in f.fields]),
+        "on": f" on {_some(hosts)}" if (hosts := [f.who.host for f in facts if f.who.host]) else "",
+        "meaning": IB_STATUS.get(first.get("status", ""), f"status {first.get('status')}"),
+        "warning": shortened(next((f.fields["what"] for f in facts if f.name == "nccl_warning"), ""), 160),
+    }
+    return out

@@ -1,0 +1,135 @@
+"""What came first and which process it was: ranks, pids, tasks and clocks of a log are joined where it joins them, and only there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distdiag.sources.logs.verdict import diagnose_logs
+from tests.sources.test_logs import about, counters, diagnose, only, raised, signal, table, timeout
+
+CUDA = "RuntimeError: CUDA error: an illegal memory access was encountered"
+XID = "[ 9.1] NVRM: Xid (PCI:0000:c1:00): 74, pid={pid}, name=python3, NVLink: fatal error detected on link 2\n"
+RAY = "A worker died or was killed while executing a task by an unexpected system error. Worker IP address: 10.1.1.9 Worker PID: {pid}\n"
+STOP = "slurmstepd: error: *** STEP 7.0 ON n3 CANCELLED AT 2031-03-01T08:00:00 DUE TO PREEMPTION ***\n"
+GLOO = "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting {ms}ms for recv operation to complete"
+
+
+def at(clock: str, text: str) -> str:
+    """Return a line of torch's C++ code with a time."""
+    return text.replace("[E ", f"[E0301 {clock}.114205 ")
+
+
+def test_what_torch_derives_from_an_empty_buffer_does_not_hide_that_nothing_ever_arrived(tmp_path: Path) -> None:
+    text = "".join(timeout(r, 1, "ALLGATHER") + counters(r, 1, 1, -1) for r in range(3))
+    text += raised(
+        1,
+        "RuntimeError: DDP expects same model across all ranks, but Rank 1 has 7 params, while rank 0 has inconsistent 0 params.",
+    )
+    f = only(diagnose(tmp_path, text))
+    assert (
+        about(f) == ("stall", "unknown", (), (0, 1, 2))
+        and "never worked" in f.message
+        and "NCCL_P2P_DISABLE" in f.advice
+    )
+    later = "".join(timeout(r, 9) + counters(r, 9, 9, 8) for r in range(3))
+    assert "never worked" not in only(diagnose(tmp_path, later)).message
+
+
+def test_a_process_that_timed_out_was_alive_until_then(tmp_path: Path) -> None:
+    """Ray names it by its pid, the watchdog by its rank; a launcher's signal is its end and no cause."""
+    label = "(Worker pid=515, ip=10.1.1.9) "
+    f = only(diagnose(tmp_path, label + timeout(7, 212) + RAY.format(pid=515)))
+    assert about(f) == ("timeout", "late_rank", (), (7,)) and "#212" in f.message
+    f = only(diagnose(tmp_path, label + timeout(7, 212) + RAY.format(pid=516).replace(".9", ".8")))
+    assert f.kind == "timeout"  # whose pid it is, is not known
+    killed = timeout(0) + timeout(1) + table(1, -9, "Signal 9 (SIGKILL) received by PID 9")
+    assert only(diagnose(tmp_path, killed)).kind == "stall"
+    assert only(diagnose(tmp_path, killed + table(2, -9, "Signal 9 (SIGKILL) received by PID 4"))).culprits == (2,)
+
+
+def test_a_task_of_srun_is_a_node_where_lines_have_the_prefix_of_torchrun(tmp_path: Path) -> None:
+    text = "".join(f"[default{r}]:{timeout(r, 660)}" for r in range(4)) + "srun: error: n9: task 1: Killed\n"
+    f = only(diagnose(tmp_path, text))
+    assert about(f) == ("rank_lost", "killed", (), (0, 1, 2, 3)) and f.certainty == "suspected"
+    assert "the ranks on n9" in f.message and "timed out in all_reduce #660" in f.message
+
+
+@pytest.mark.parametrize(("clock", "blamed"), [("09:42:31", "timeout"), ("07:59:31", "rank_lost")])
+def test_an_error_after_the_timeouts_is_not_their_cause(tmp_path: Path, clock: str, blamed: str) -> None:
+    error = at(clock, "[rank1]:[E ProcessGroupNCCL.cpp:1] [Rank 1] note: debugger detached\n") + raised(1, CUDA)
+    text = "".join(at("08:00:07", timeout(r)) for r in (0, 2, 3)) + error
+    f = only(diagnose(tmp_path, text))
+    assert about(f)[0] == blamed and f.culprits == (1,)
+    assert ("later rank 1 had a CUDA error" in f.message) is (blamed == "timeout")
+    assert " then " not in f.message  # when it was raised is not known, only that it was later than the line before
+
+
+def test_without_clocks_the_order_of_two_ranks_is_not_known(tmp_path: Path) -> None:
+    f = only(diagnose(tmp_path, timeout(0) + raised(3, "ValueError: odd")))
+    assert about(f) == ("rank_lost", "crashed", (3,), (0,)) and " then " not in f.message
+
+
+def test_what_stopped_the_job_from_outside_came_before_the_errors_after_it(tmp_path: Path) -> None:
+    report = diagnose(tmp_path, STOP + raised(6, CUDA) + "srun: error: n3: task 6: Exited with exit code 1\n")
+    assert report.findings == () and "preemption" in (report.state_text or "")
+    assert only(diagnose(tmp_path, raised(6, CUDA) + STOP)).culprits == (6,)
+    memory = STOP + "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\n"
+    assert only(diagnose(tmp_path, memory)).cause == "killed"
+
+
+def test_a_send_and_its_recv_are_no_two_collectives(tmp_path: Path) -> None:
+    pipe = "PG ID 4 PG GUID 11(pipe)"
+    text = "".join(
+        timeout(r, 17, op).replace(f"[Rank {r}]", "[Rank 0]") + counters(r, 17, 17, 16, pipe)
+        for r, op in ((4, "SEND"), (12, "RECV"))
+    )
+    f = only(diagnose(tmp_path, text))
+    assert about(f) == ("stall", "unknown", (), (4, 12)) and "halves" in f.message
+
+
+def test_a_rank_that_was_asked_to_dump_has_not_timed_out(tmp_path: Path) -> None:
+    f = only(diagnose(tmp_path, signal(2, 90, 88, first=21)))
+    assert about(f)[:3] == ("timeout", "late_rank", ()) and f.message.startswith("rank 21 reported a timeout")
+    assert "rank 21" in f.advice and "2 operations in flight" in f.message
+    f = only(diagnose(tmp_path, timeout(1, 22) + counters(1, 22, 22, 21) + signal(0, 24, 21, first=1)))
+    assert f.victims == (0, 1)  # it is in that collective, too
+
+
+def test_writers_without_a_rank_count(tmp_path: Path) -> None:
+    gloo = raised(0, GLOO.format(ms=900_000), prefix="")
+    f = only(diagnose(tmp_path, gloo + gloo + timeout(3, 5120) + counters(3, 5120, 5120, 5119)))
+    assert about(f) == ("timeout", "late_rank", (), (3,))
+    assert "2 processes whose rank the log does not show waited for 15 minutes in gloo at run.py:7" in f.message
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "step 4 says: 'If you see \"CUDA out of memory. Tried to allocate 1 GiB\", lower --batch.'\n",
+        'docs: look for "NCCL WARN Mismatched collective detected, rank 3" in the log\n',
+    ],
+)
+def test_a_quotation_is_no_evidence(tmp_path: Path, line: str) -> None:
+    assert diagnose(tmp_path, line + "step 5\n").findings == ()
+    assert diagnose(tmp_path, 'level=error msg="RuntimeError: CUDA out of memory. Tried"\n').findings != ()
+
+
+def test_one_event_is_one_finding_and_its_process_is_the_rank(tmp_path: Path) -> None:
+    (tmp_path / "fit.log").write_text('{\n "seed": 3\n}\n' + raised(2, CUDA) + table(2, -6, "Signal 6 (SIGABRT)"))
+    (tmp_path / "kernel.txt").write_text(XID.format(pid=902))
+    (tmp_path / "notes.txt").write_text("buy milk\n")
+    (tmp_path / "conf.log").write_text('{"lr": 1}')
+    report = diagnose_logs([str(tmp_path)])
+    assert report is not None
+    f = only(report)
+    assert about(f) == ("gpu", "xid", (2,), ())
+    (left,) = [note for note in report.notes if note.startswith("not read as a log")]
+    assert "notes.txt (it has no message" in left and "conf.log (a JSON document)" in left
+
+
+def test_a_file_that_begins_with_nul_bytes_is_a_log(tmp_path: Path) -> None:
+    (tmp_path / "job.log").write_bytes(b"\0" * 200_000 + raised(1, CUDA).encode())
+    report = diagnose_logs([str(tmp_path)])
+    assert report is not None and only(report).culprits == (1,)
