@@ -6,7 +6,7 @@ import time
 
 from distdiag.diagnosis.model.findings import Gradients
 from distdiag.terms import untrusted
-from distdiag.terms.units import MISSING, percent, size_text
+from distdiag.terms.units import MISSING, counted, decimal, percent, size_text
 
 
 def visible(text: object) -> str:
@@ -31,7 +31,7 @@ def from_us(value_us: float | None) -> str:
 
 
 def number(value: float | None, digits: int = 0) -> str:
-    return MISSING if value is None else f"{value:,.{digits}f}"
+    return decimal(value, digits)
 
 
 def moment(unix_s: float | None) -> str:
@@ -41,7 +41,7 @@ def moment(unix_s: float | None) -> str:
 
 def gradient_words(g: Gradients) -> str:
     """Return `9.4 MiB in 3 buckets of at most 25.0 MiB, all-reduced in default_pg by 2 ranks`."""
-    text = f"{size_text(g.bytes)} in {number(g.buckets)} bucket{'s' if g.buckets != 1 else ''}"
+    text = f"{size_text(g.bytes)} in {counted(g.buckets, 'bucket')}"
     text += f" of at most {size_text(g.bucket_cap_bytes)}" if g.bucket_cap_bytes else ""
     text += f", all-reduced in {g.pgroup} by {number(g.ranks)} ranks"
     return text + (f" with {g.comm_hook}" if g.comm_hook else "")

@@ -100,6 +100,55 @@ def time_text(us: float) -> str:
     return f"{us / 1e6:.3g} s"
 
 
+def milliseconds(v: float | None) -> str:
+    """Return `231.6`; whole from 1,000 ms, whole seconds with their unit from 100 s; `–` if not measured."""
+    if not is_number(v):
+        return MISSING
+    if abs(v) < 999.95:
+        return f"{v:.1f}"
+    return f"{v:.0f}" if abs(v) < 99_999.5 else f"{v / 1000:.0f}s"
+
+
+def delta(v: float | None) -> str:
+    """Return a difference in ms, always signed."""
+    if not is_number(v):
+        return MISSING
+    return f"{v:+.1f}" if abs(v) < 999.95 else f"{v:+.0f}" if abs(v) < 99_999.5 else f"{v / 1000:+.0f}s"
+
+
+def integer(v: float | None, grouped: bool = False) -> str:
+    if not is_number(v):
+        return MISSING
+    return f"{int(v):,}" if grouped else str(int(v))
+
+
+def decimal(v: float | None, digits: int = 1, unit: str = "") -> str:
+    return f"{v:,.{digits}f}{unit}" if is_number(v) else MISSING
+
+
+def counted(n: float | None, word: str, plural: str = "") -> str:
+    """Return `1 rank`, `3 ranks`; `– ranks` if not measured."""
+    many = plural or f"{word}s"
+    return f"{int(n):,} {word if n == 1 else many}" if n is not None and is_number(n) else f"{MISSING} {many}"
+
+
+def gib(v: float | None) -> str:
+    """Return bytes as GiB = 2^30."""
+    if not is_number(v):
+        return MISSING
+    g = v / 2**30
+    return f"{g:.2f}" if g < 9.995 else f"{g:.1f}"
+
+
+def clock(t_s: float | None) -> str:
+    """Time since the run began as `00:04:31`, days in front where there are any."""
+    if t_s is None or math.isnan(t_s):
+        return "--:--:--"
+    t = max(0, int(t_s))
+    days = f"{t // 86400}d " if t >= 86400 else ""
+    return f"{days}{t % 86400 // 3600:02}:{t % 3600 // 60:02}:{t % 60:02}"
+
+
 def sweep(min_bytes: int, max_bytes: int, factor: float, item_bytes: int, multiple: int = 1) -> list[int]:
     """Return message sizes from `min_bytes` to `max_bytes`, each `factor` times the one before; the last is `max_bytes`.
 

@@ -20,10 +20,11 @@ from distdiag.tui.data.source import Source
 from distdiag.tui.draw.canvas import Canvas
 from distdiag.tui.draw.lines import BLANK, Line, ascii_line, fitted, line
 from distdiag.tui.draw.text import clean, clip, wrap
+from distdiag.tui.files import Files
 from distdiag.tui.keys import KEYS, key_bar
-from distdiag.tui.navigation import Navigation
+from distdiag.tui.navigation import Moved, Navigation
 from distdiag.tui.screens import pages
-from distdiag.tui.screens.page import Pannable
+from distdiag.tui.screens.page import Page, Pannable
 from distdiag.tui.ui import Ui
 
 MIN_WIDTH, MIN_HEIGHT = 60, 16
@@ -31,7 +32,7 @@ ANSWER_LINES = 3
 LATE_S = 0.08  # a screen whose data have not come by then is drawn without them
 
 
-class DistdiagApp(Navigation):
+class DistdiagApp(App[None]):
     """A view of one run, read-only."""
 
     TITLE = "distdiag"
@@ -78,6 +79,15 @@ class DistdiagApp(Navigation):
         self._pending = False
         self._wanted_theme = theme
         self.canvas = Canvas()
+        self.navigation, self.files = Navigation(self), Files(self)
+        for part in (self.navigation, self.files):  # the library looks for the actions of keys here
+            for name in dir(part):
+                if name.startswith("action_"):
+                    setattr(self, name, getattr(part, name))
+
+    @property
+    def page(self) -> Page:
+        return self.pages[self.ui.page]
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -184,6 +194,9 @@ class DistdiagApp(Navigation):
         answer = [line((f" {row}", "accent")) for row in rows]
         return [*lines[: len(lines) + 1 - len(answer)], *answer]
 
+    def on_moved(self, message: Moved) -> None:
+        self.navigation.moved(message.at_s)
+
     def on_canvas_resized(self) -> None:
         self.redraw()
 
@@ -223,9 +236,10 @@ class DistdiagApp(Navigation):
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         if self.set_filter(event.value):
-            self._close_filter(clear=False)
+            self.close_filter(clear=False)
 
-    def _close_filter(self, clear: bool) -> None:
+    def close_filter(self, clear: bool) -> None:
+        """Close the filter line; `clear` lets all ranks through."""
         self.ui.typing = False
         self.query_one("#filter", Input).remove_class("open")
         self.canvas.focus()
@@ -237,11 +251,11 @@ class DistdiagApp(Navigation):
 
     def on_canvas_wheel(self, message: Canvas.Wheel) -> None:
         if message.how == "zoom":
-            self.action_zoom(-1 if message.by > 0 else 1)
+            self.navigation.action_zoom(-1 if message.by > 0 else 1)
         elif message.how == "pan":
-            self.action_pan(message.by)
+            self.navigation.action_pan(message.by)
         else:
-            self.action_move(message.by)
+            self.navigation.action_move(message.by)
 
     async def on_canvas_clicked(self, message: Canvas.Clicked) -> None:
         kind, _, value = message.hit.partition(":")
@@ -250,17 +264,17 @@ class DistdiagApp(Navigation):
         if kind == "do":
             await self.run_action(value)
         elif kind == "sort" and value:
-            self.sort_by(value)
+            self.navigation.sort_by(value)
         elif kind == "row" and value.isdigit():
-            self._click_rank(int(value), message.chain)
+            self.navigation.click_rank(int(value), message.chain)
         elif kind == "cell" and value.isdigit() and isinstance(self.page, Pannable):
             self.page.click(self.snap, ui, int(value), message.x)
             self.redraw()
         elif kind == "node":
-            self._open_node(value)
+            self.navigation.open_node(value)
         elif kind == "finding":
             ui.cursor["findings"] = value
-            self.action_show("findings")
+            self.navigation.action_show("findings")
         elif kind == "item" and value.isdigit():
             items = self.page.items(self.snap, ui)
             if int(value) < len(items):
@@ -269,21 +283,10 @@ class DistdiagApp(Navigation):
         if message.about:
             self.say(message.about)
 
-    def _click_rank(self, rank: int, chain: int) -> None:
-        items = self.page.items(self.snap, self.ui)
-        for item in items:
-            if item == rank or (isinstance(item, tuple) and item[0] == rank):
-                again = self.ui.cursor.get(self.ui.page) == item
-                self.ui.cursor[self.ui.page] = item
-                if chain >= 2 or again:
-                    return self.open_rank(rank)
-                break
-        self.redraw()
-
     # -- palette ------------------------------------------------------------------------------------------------
 
     def get_system_commands(self, screen: Screen) -> Iterable[SystemCommand]:
-        return system_commands(self)
+        return system_commands(self, self.navigation, self.files)
 
 
 def _light_terminal() -> bool:

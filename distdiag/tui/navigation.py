@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from textual.message import Message
 
@@ -10,38 +10,55 @@ from distdiag.store.liveness import Monitor
 from distdiag.tui.data import filters
 from distdiag.tui.data.heat_data import METRICS
 from distdiag.tui.data.order import ORDERS
+from distdiag.tui.data.snapshot import Snapshot
+from distdiag.tui.data.source import Source
+from distdiag.tui.draw.canvas import Canvas
 from distdiag.tui.draw.lines import explanations
 from distdiag.tui.draw.text import clock
-from distdiag.tui.files import Files
-from distdiag.tui.screens.page import Pannable
+from distdiag.tui.screens.page import Page, Pannable, RankedPage
 from distdiag.tui.ui import Ui
 
-if TYPE_CHECKING:
-    from distdiag.tui.draw.canvas import Canvas
-    from distdiag.tui.screens.page import Page
 
+class Viewer(Protocol):
+    """What the parts of the app need of it: what is known and chosen, and how to show and tell it."""
 
-class Navigation(Files):
-    """The part of the app that moves through the screens, the ranks and the run's time."""
-
-    if TYPE_CHECKING:
-        pages: dict[str, Page]
-        canvas: Canvas
-
-        def set_filter(self, text: str) -> bool: ...
-        def action_leave(self, code: int = 0) -> None: ...
-        def _close_filter(self, clear: bool) -> None: ...
-
-    class Moved(Message):
-        """The reader's thread found another moment."""
-
-        def __init__(self, at_s: float | None) -> None:
-            super().__init__()
-            self.at_s = at_s
+    snap: Snapshot
+    ui: Ui
+    source: Source
+    canvas: Canvas
+    pages: dict[str, Page]
 
     @property
-    def page(self):
-        return self.pages[self.ui.page]
+    def page(self) -> Page: ...
+    def redraw(self, late: bool = False) -> None: ...
+    def say(self, text: str) -> None: ...
+    def set_filter(self, text: str) -> bool: ...
+    def close_filter(self, clear: bool) -> None: ...
+    def run_worker(self, work: Any, *, exclusive: bool) -> Any: ...
+    def post_message(self, message: Message) -> bool: ...
+
+
+class Moved(Message):
+    """The reader's thread found another moment."""
+
+    def __init__(self, at_s: float | None) -> None:
+        super().__init__()
+        self.at_s = at_s
+
+
+class Navigation:
+    """Moves through the screens, the ranks and the run's time; each `action_NAME` is what a key does."""
+
+    def __init__(self, app: Viewer) -> None:
+        self.app = app
+
+    @property
+    def ui(self) -> Ui:
+        return self.app.ui
+
+    @property
+    def page(self) -> Page:
+        return self.app.page
 
     # -- screens and rows ------------------------------------------------------------
 
@@ -55,20 +72,20 @@ class Navigation(Files):
         if name == "help" and ui.page == "help":
             return self.action_back()
         if name == "help":
-            ui.explained, ui.explained_page = explanations(self.canvas.lines), ui.page
+            ui.explained, ui.explained_page = explanations(self.app.canvas.lines), ui.page
         ui.page = name
-        self.redraw()
+        self.app.redraw()
 
     def action_back(self) -> None:
         if self.ui.typing:
-            return self._close_filter(clear=True)
+            return self.app.close_filter(clear=True)
         if self.ui.back:
             self.ui.page = self.ui.back.pop()
         elif self.ui.page != "ranks":
             self.ui.page = "ranks"
         elif self.ui.filter.text:
             self.ui.filter = filters.Filter("")
-        self.redraw()
+        self.app.redraw()
 
     def open_rank(self, rank: int) -> None:
         self.ui.rank = rank
@@ -76,58 +93,57 @@ class Navigation(Files):
 
     def action_open(self) -> None:
         ui = self.ui
-        items = self.page.items(self.snap, ui)
+        items = self.page.items(self.app.snap, ui)
         if not items:
             return
         item = items[ui.index(ui.page, items)]
         if ui.page == "findings":
-            found = next((f for f in self.snap.findings if f.key == item), None)
+            found = next((f for f in self.app.snap.findings if f.key == item), None)
             who = (found.culprits or found.victims) if found else ()
-            return self.open_rank(who[0]) if who else self.say("this finding names no single rank")
+            return self.open_rank(who[0]) if who else self.app.say("this finding names no single rank")
         if ui.page == "ranks" and ui.group:
-            return self._open_node(item)
+            return self.open_node(item)
         if isinstance(item, tuple) and isinstance(item[0], int):
             item = item[0]
         if isinstance(item, int) and ui.page in ("ranks", "heat", "memory", "data", "timeline"):
             self.open_rank(item)
 
-    def _open_node(self, node: object) -> None:
+    def open_node(self, node: object) -> None:
         self.ui.group = False
-        self.set_filter(f"node:{node}")
+        self.app.set_filter(f"node:{node}")
 
     def action_neighbour(self, by: int) -> None:
-        items = self.pages["ranks"].items(
-            self.snap, Ui(sort=self.ui.sort, reverse=self.ui.reverse, filter=self.ui.filter)
+        items = self.app.pages["ranks"].items(
+            self.app.snap, Ui(sort=self.ui.sort, reverse=self.ui.reverse, filter=self.ui.filter)
         )
         ranks = [i for i in items if isinstance(i, int)]
         if self.ui.rank in ranks:
             self.ui.rank = ranks[(ranks.index(self.ui.rank) + by) % len(ranks)]
-            self.redraw()
+            self.app.redraw()
 
     def action_move(self, by: int) -> None:
         ui = self.ui
         ui.follow = False
-        order = getattr(self.page, "order", None)
-        if order is not None:
-            order.moved()
-        ui.move(ui.page, self.page.items(self.snap, ui), by)
-        self.redraw()
+        if isinstance(self.page, RankedPage):
+            self.page.order.moved()
+        ui.move(ui.page, self.page.items(self.app.snap, ui), by)
+        self.app.redraw()
 
     def action_page(self, way: int) -> None:
         self.action_move(way * max(1, self.ui.rows - 1))
 
     def action_ends(self, way: int) -> None:
-        self.action_move(way * len(self.page.items(self.snap, self.ui)))
+        self.action_move(way * len(self.page.items(self.app.snap, self.ui)))
 
     def action_pan(self, by: int) -> None:
         if isinstance(self.page, Pannable):
-            self.page.pan(self.snap, self.ui, by)
-            self.redraw()
+            self.page.pan(self.app.snap, self.ui, by)
+            self.app.redraw()
 
     def action_zoom(self, by: int) -> None:
         if isinstance(self.page, Pannable):
-            self.page.zoom(self.snap, self.ui, by)
-            self.redraw()
+            self.page.zoom(self.app.snap, self.ui, by)
+            self.app.redraw()
 
     def action_sort(self) -> None:
         keys = [o.key for o in ORDERS]
@@ -140,65 +156,77 @@ class Navigation(Files):
             self.ui.reverse = not self.ui.reverse
         elif key in {o.key for o in ORDERS}:
             self.ui.sort, self.ui.reverse = key, False
-        self.redraw()
+        self.app.redraw()
 
     def action_reverse(self) -> None:
         self.ui.reverse = not self.ui.reverse
-        self.redraw()
+        self.app.redraw()
 
     def action_group(self) -> None:
         self.ui.group = not self.ui.group
         self.ui.cursor.pop("ranks", None)
-        self.redraw()
+        self.app.redraw()
 
     def action_follow(self) -> None:
         self.ui.follow = not self.ui.follow
-        self.say("the cursor follows the worst rank" if self.ui.follow else "the cursor stays where it is")
+        self.app.say("the cursor follows the worst rank" if self.ui.follow else "the cursor stays where it is")
 
     def action_metric(self) -> None:
         metrics = list(METRICS)
         self.ui.metric = metrics[(metrics.index(self.ui.metric) + 1) % len(metrics)]
-        self.redraw()
+        self.app.redraw()
 
     # -- time travel --------------------------------------------------------------------------------------------
 
     def action_pause(self) -> None:
         if self.ui.paused_at_s is not None:
             self.ui.paused_at_s = None
-        elif self.snap.monitor is Monitor.LIVE:
-            self.ui.paused_at_s = self.snap.t_s
+        elif self.app.snap.monitor is Monitor.LIVE:
+            self.ui.paused_at_s = self.app.snap.t_s
         else:
-            return self.say("nothing more is written to this run: [ and ] replay it")
-        self.redraw()
+            return self.app.say("nothing more is written to this run: [ and ] replay it")
+        self.app.redraw()
 
     def action_step(self, by: int) -> None:
-        at = self.ui.paused_at_s if self.ui.paused_at_s is not None else self.snap.t_s
+        at = self.ui.paused_at_s if self.ui.paused_at_s is not None else self.app.snap.t_s
         if at is not None:
-            self.source.step(at, by, self._found)
+            self.app.source.step(at, by, self._found)
 
     def _found(self, at_s: float | None) -> None:
         """Move to the found time; called in the reader's thread."""
-        self.post_message(self.Moved(at_s))
+        self.app.post_message(Moved(at_s))
 
     def action_first_moment(self) -> None:
         self.action_step(-1_000_000)
 
     def action_travel(self) -> None:
-        items = self.page.items(self.snap, self.ui)
+        items = self.page.items(self.app.snap, self.ui)
         if self.ui.page != "findings" or not items:
             return
         key = items[self.ui.index("findings", items)]
-        found = next(f for f in self.snap.findings if f.key == key)
+        found = next(f for f in self.app.snap.findings if f.key == key)
         at = found.detected_s if found.detected_s is not None else found.first_seen_s
         if at is None:
-            return self.say("it is not known when this was raised")
+            return self.app.say("it is not known when this was raised")
         self.ui.paused_at_s = at
         self.ui.page = "ranks"
-        self.say(f"the run at {clock(at)}, when this was raised; space returns")
+        self.app.say(f"the run at {clock(at)}, when this was raised; space returns")
 
-    def on_navigation_moved(self, message: Moved) -> None:
-        if message.at_s is None:
+    def moved(self, at_s: float | None) -> None:
+        """Show the time that the reader's thread found; None if there is none."""
+        if at_s is None:
             return
-        end = self.snap.newest_t_s is not None and message.at_s >= self.snap.newest_t_s
-        self.ui.paused_at_s = None if end and self.snap.monitor is not Monitor.LIVE else message.at_s
-        self.redraw()
+        end = self.app.snap.newest_t_s is not None and at_s >= self.app.snap.newest_t_s
+        self.ui.paused_at_s = None if end and self.app.snap.monitor is not Monitor.LIVE else at_s
+        self.app.redraw()
+
+    def click_rank(self, rank: int, chain: int) -> None:
+        """Put the cursor on a rank's row; a double click, or one more, opens the rank."""
+        for item in self.page.items(self.app.snap, self.ui):
+            if item == rank or (isinstance(item, tuple) and item[0] == rank):
+                again = self.ui.cursor.get(self.ui.page) == item
+                self.ui.cursor[self.ui.page] = item
+                if chain >= 2 or again:
+                    return self.open_rank(rank)
+                break
+        self.app.redraw()

@@ -15,7 +15,6 @@ from distdiag.tui.draw import severity
 from distdiag.tui.draw.lines import fitted, hit_at, line, plain, width_of
 from distdiag.tui.draw.table import Column, choose
 from distdiag.tui.draw.text import (
-    bar,
     cells,
     clean,
     clip,
@@ -86,7 +85,6 @@ def test_a_flat_series_is_drawn_flat() -> None:
     assert spark([100.0, 101.0, 100.5], 8) == "▁▁▁"
     assert spark([100.0, 100.0, 200.0], 8) == "▁▁█"
     assert spark([None, 1.0, math.nan], 8) == " ▁ " and spark([], 8) == "" and len(spark([1.0] * 100, 10)) == 10
-    assert bar(0.5, 4) == "██··" and bar(None, 4)[0] == "–"
 
 
 def test_lines_are_cut_with_a_mark_and_answer_clicks() -> None:

@@ -140,12 +140,10 @@ def closing_lines(snap: Snapshot, interactive: bool = True) -> list[str]:
     warnings = [f for f in snap.findings if f.severity == "warning"]
     parts = []
     for found, word in ((errors, "error"), (warnings, "warning")):
+        cleared = sum(f.cleared_s is not None for f in found)
         if found:
-            cleared = sum(f.cleared_s is not None for f in found)
-            parts.append(
-                f"{len(found)} {word}{'s' if len(found) != 1 else ''}" + (f" ({cleared} cleared)" if cleared else "")
-            )
+            parts.append(counted(len(found), word) + (f" ({cleared} cleared)" if cleared else ""))
     n = len(errors) + len(warnings)
     press = "    press 5" if interactive else ""
-    head = f"{n} finding{'s' if n != 1 else ''}: {', '.join(parts)}{press}" if n else "no findings"
+    head = f"{counted(n, 'finding')}: {', '.join(parts)}{press}" if n else "no findings"
     return [head, f"  report   distdiag report {run}", f"  verdict  distdiag diagnose {run}"]

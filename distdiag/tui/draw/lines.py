@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from distdiag.tui.draw.text import cells, clip, to_ascii
+from distdiag.tui.draw.text import cells, clip, counted, to_ascii
 
 Part = tuple[str, str, str]
 Line = tuple[Part, ...]
@@ -21,10 +21,6 @@ STYLES = (
 )  # fmt: skip
 BLANK: Line = ()
 _ABOUT = "\x1f"  # between what a click does and what the part is; `clean` leaves no such character in text of the job
-
-
-def part(text: str, style: str = "", hit: str = "") -> Part:
-    return (text, style, hit)
 
 
 def line(*parts: str | Part | tuple[str, str]) -> Line:
@@ -95,7 +91,7 @@ def rule(width: int, title: str = "") -> Line:
 
 def cut_line(n: int) -> Line:
     """Return a line that marks missing lines below."""
-    return line((f"   … {n} more line{'s' if n != 1 else ''}: a taller terminal shows them", "muted"))
+    return line((f"   … {counted(n, 'more line')}: a taller terminal shows them", "muted"))
 
 
 def hit_at(text: Line, x: int) -> str:

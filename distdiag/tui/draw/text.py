@@ -7,7 +7,15 @@ import shlex
 from collections.abc import Sequence
 from functools import lru_cache
 
+# the formatters of terms that the screens use, so that they import their text from one file
 from distdiag.terms.units import MISSING, duration, is_number, rate_text, size_text
+from distdiag.terms.units import clock as clock
+from distdiag.terms.units import counted as counted
+from distdiag.terms.units import decimal as decimal
+from distdiag.terms.units import delta as delta
+from distdiag.terms.units import gib as gib
+from distdiag.terms.units import integer as integer
+from distdiag.terms.units import milliseconds as milliseconds
 from distdiag.terms.untrusted import visible
 
 seconds, size, rate = duration, size_text, rate_text  # short names, as the screens use them often
@@ -102,62 +110,13 @@ def wrap(text: str, width: int, indent: str = "") -> list[str]:
 # -- numbers ------------------------------------------------------------------------------------------------------
 
 
-def milliseconds(v: float | None) -> str:
-    """Return `231.6`; whole from 1,000 ms, whole seconds with their unit from 100 s; `–` if not measured."""
-    if not is_number(v):
-        return MISSING
-    if abs(v) < 999.95:
-        return f"{v:.1f}"
-    return f"{v:.0f}" if abs(v) < 99_999.5 else f"{v / 1000:.0f}s"
-
-
-def delta(v: float | None) -> str:
-    """Return a difference in ms, always signed."""
-    if not is_number(v):
-        return MISSING
-    return f"{v:+.1f}" if abs(v) < 999.95 else f"{v:+.0f}" if abs(v) < 99_999.5 else f"{v / 1000:+.0f}s"
-
-
-def integer(v: float | None, grouped: bool = False) -> str:
-    if not is_number(v):
-        return MISSING
-    return f"{int(v):,}" if grouped else str(int(v))
-
-
-def decimal(v: float | None, digits: int = 1, unit: str = "") -> str:
-    return f"{v:,.{digits}f}{unit}" if is_number(v) else MISSING
-
-
 def percent(v: float | None) -> str:
     return f"{v:.0f}%" if is_number(v) else MISSING
-
-
-def counted(n: float | None, word: str, plural: str = "") -> str:
-    """Return `1 rank`, `3 ranks`; `– ranks` if not measured."""
-    many = plural or f"{word}s"
-    return f"{int(n):,} {word if n == 1 else many}" if n is not None and is_number(n) else f"{MISSING} {many}"
-
-
-def gib(v: float | None) -> str:
-    """Return bytes as GiB = 2^30."""
-    if not is_number(v):
-        return MISSING
-    g = v / 2**30
-    return f"{g:.2f}" if g < 9.995 else f"{g:.1f}"
 
 
 def short_size(v: float | None) -> str:
     """Return bytes for a table cell: `25.0M`."""
     return size(v).replace(" ", "").replace("iB", "") if is_number(v) else ""
-
-
-def clock(t_s: float | None) -> str:
-    """Time since the run began as `00:04:31`, days in front where there are any."""
-    if t_s is None or math.isnan(t_s):
-        return "--:--:--"
-    t = max(0, int(t_s))
-    days = f"{t // 86400}d " if t >= 86400 else ""
-    return f"{days}{t % 86400 // 3600:02}:{t % 3600 // 60:02}:{t % 60:02}"
 
 
 def place(file: str | None, line: float | None, function: str | None = None, width: int = 0) -> str:
@@ -213,11 +172,3 @@ def spark(values: Sequence[float | None], width: int) -> str:
         else:
             out.append(SPARKS[min(7, int((v - low) / (high - low) * 7.99))])
     return "".join(out)
-
-
-def bar(share: float | None, width: int) -> str:
-    """Return `share` (0..1) as a bar of `width` cells."""
-    if share is None or math.isnan(share):
-        return MISSING + " " * (width - 1)
-    full = round(max(0.0, min(1.0, share)) * width)
-    return "█" * full + "·" * (width - full)
