@@ -91,11 +91,20 @@ class PageDecoder:
         found = self.facts.get("backend_files")
         return tuple(x for x in found if isinstance(x, str)) if isinstance(found, list) else ()
 
+    @property
+    def unfollowed(self) -> list[tuple[str, str, Site | None]]:
+        """What the rank did with groups that cannot be followed: operation, group, line."""
+        found, page = self.facts.get("unfollowed"), self.page
+        if page is None or not isinstance(found, list):
+            return []
+        each = [x for x in found if isinstance(x, list) and len(x) == 3 and all(isinstance(n, int) for n in x[1:])]
+        return [(str(what), self.group_key(page, group), self.site(site)) for what, group, site in each]
+
     # -- slots -------------------------------------------------------------------------------------------
 
     def group_key(self, page: Page, index: int) -> str:
         """Return a readable name of a group, equal on all ranks: default_pg, or from its description, or its name."""
-        if index >= page.header.n_groups:
+        if not 0 <= index < page.header.n_groups:
             return "?"
         slot = page.groups[index]
         name, description = self.text(slot.name), self.text(slot.description)
