@@ -186,6 +186,7 @@ RECORDER = Kind(
         "missed",
         "unsupported_torch",
         "device_waits",
+        "unfollowed",
         "missing_dump",
         "unreadable_dump",
         "contradicted",

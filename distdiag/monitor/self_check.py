@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from distdiag.diagnosis.model.findings import Certainty, Finding, Severity
 from distdiag.diagnosis.model.snapshot import Snapshot
+from distdiag.diagnosis.text.phrases import at
 from distdiag.monitor.missing_evidence import MissingEvidence
 from distdiag.monitor.ranks.state import RankView
 from distdiag.store.writer import Writer
@@ -23,8 +24,19 @@ ADVICE = {
     "missed": "leave the monitor a core; the job is not slowed, and its findings use the steps that were read",
     "disk_full": "free the disk",
     "device_waits": "keep the flight recorder on (TORCH_FR_BUFFER_SIZE), and install distdiag with a C compiler",
+    "unfollowed": "see where its ranks are with `distdiag dump`",
     "driver_silent": "see if `nvidia-smi` answers on this node; if not, drain it",
     "clock_skew": "compare times of this run by their differences, not by the clock",
+}
+_NOT_KNOWN = "who waits for whom in it is not known from then on, so waits in it are not judged"
+UNFOLLOWED = {
+    "reconfigure": ("gave other members to", _NOT_KNOWN),
+    "shrink_group": ("took ranks out of", _NOT_KNOWN),
+    "abort": ("aborted", "calls that are open in it end with that, so waits in it are not judged"),
+    "new_window": (
+        "made a one-sided window in",
+        "puts, gets and signals show no peer, so waits for them are not judged",
+    ),
 }
 
 
@@ -122,6 +134,14 @@ class OwnFaults:
         if h.n_steps > MISSED_AFTER and v.history.missed_steps > MISSED * h.n_steps:
             text = f"{v.history.missed_steps:,} of {h.n_steps:,} steps of rank {q} were overwritten before they were read: the monitor was too slow"
             out.append((f"missed/{q}", "missed", text))
+        texts = [
+            f"rank {q} {did} {group}{at(site)}: {lost}"
+            for what, group, site in v.decoder.unfollowed
+            if group != "?" and what in UNFOLLOWED
+            for did, lost in (UNFOLLOWED[what],)
+        ]
+        if texts:  # one finding: its key has no group
+            out.append((f"unfollowed/{q}/{len(texts)}", "unfollowed", "; ".join(texts)))
         missing = facts.get("unsupported")
         if missing:
             out.append(

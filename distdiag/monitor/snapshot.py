@@ -42,6 +42,9 @@ def make_snapshot(
         for name, (number, members, site) in v.history.new_groups.items():
             made = Group(name=name, ranks=members, description="new_group", number=number, site=site)
             groups.setdefault(name, made)
+    for _, name, _ in (x for v in views.values() for x in v.decoder.unfollowed if x[0] != "new_window"):
+        if name in groups:
+            groups[name] = msgspec.structs.replace(groups[name], unfollowed=True)
     every = tuple(range(world))
     for r in ranks.values():
         for name in r.enqueued:

@@ -78,8 +78,13 @@ class PageReader:
         return Header.from_buffer_copy(self._map)
 
     def is_mapped(self) -> bool:
-        """True if the process that the page names lives, is ours, and really maps this page: the page may come from elsewhere."""
+        """True if the process that the page names lives, is ours, and really maps this page: the page may come from elsewhere.
+
+        False for this process, whose own reader maps the page: a forged page may name it.
+        """
         header = self.header()
+        if header.pid == os.getpid():
+            return False
         return procfs.start_ticks(header.pid) == header.process_start_ticks and procfs.maps(header.pid, self.path)
 
     def sample_kinds(self, first: int, end: int) -> set[int]:

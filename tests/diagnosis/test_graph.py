@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+from msgspec.structs import replace
+
 from distdiag.diagnosis.model.snapshot import Life, Snapshot
 from distdiag.diagnosis.waits import graph
 from tests.diagnosis.made import proved
@@ -49,6 +51,14 @@ def test_a_call_already_completed_blocks_nobody() -> None:
 def test_a_wait_in_an_unknown_group_proves_nothing() -> None:
     s = snapshot(rank(0, call(group="?")), rank(1, life=Life.FINISHED))
     g = graph.build(s)
+    assert (g.stuck, g.unknown, g.sinks) == (frozenset(), {0}, ())
+
+
+def test_a_wait_in_a_group_that_a_rank_has_aborted_proves_nothing() -> None:
+    s = snapshot(rank(0, call()), rank(1, life=Life.FINISHED))
+    assert graph.build(s).stuck == {0}
+    groups = {name: replace(group, unfollowed=True) for name, group in s.groups.items()}
+    g = graph.build(replace(s, groups=groups))
     assert (g.stuck, g.unknown, g.sinks) == (frozenset(), {0}, ())
 
 

@@ -20,7 +20,7 @@ from tests.monitor.test_damaged_pages import a_page
 NUMBER = signal.SIGRTMIN + 13
 # Maps the file that it is given, or nothing, and has a child that does not; prints what either gets.
 PROCESS = """
-    import mmap, os, signal, sys
+    import mmap, os, select, signal, sys, time
     if sys.argv[1]:
         held = mmap.mmap(os.open(sys.argv[1], os.O_RDWR), 0)
     for number in (signal.SIGTERM, signal.SIGRTMIN + 13):
@@ -30,9 +30,10 @@ PROCESS = """
         if sys.argv[1]:
             held.close()
         while True:
-            signal.pause()
+            time.sleep(0.05)  # a signal that comes just before a wait without a limit would not be seen
     print(child, flush=True)
-    sys.stdin.read()
+    while not select.select([0], [], [], 0.05)[0]:
+        pass
     os.kill(child, signal.SIGKILL)
 """
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 
 import pytest
 
+from distdiag import procfs
 from distdiag.page import directories
 from distdiag.store.liveness import failure_of
 from distdiag.store.opening import RunUnreadable
@@ -43,13 +45,15 @@ def test_a_job_that_ended_on_a_full_disk_is_not_just_starting(tmp_path: Path, cr
     run.mkdir()
     pages = directories.overflow(run, 0)
     directories.make(pages)
-    directories.node_record(run, 0).write_text(f"{socket.gethostname()}:1:1 {pages}\n")
+    launcher = f"{os.getpid()}:{procfs.start_ticks(os.getpid())}"
+    directories.node_record(run, 0).write_text(f"{socket.gethostname()}:{launcher} {pages}\n")
     if created:
         (run / "run.db").touch()
     with pytest.raises(RunUnreadable, match=r"so far|yet") as starting:
         open_run(run)
     assert "starting" in starting.value.hint
     assert directories.remove(pages)
+    directories.node_record(run, 0).write_text(f"{socket.gethostname()}:1:1 {pages}\n")
     (run / "monitor.log").write_text(TRACEBACK + "OSError: [Errno 28] No space left on device\n")
     with pytest.raises(RunUnreadable, match=r"the job has ended.*No space left") as ended:
         open_run(run)

@@ -292,6 +292,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     backend: str = ""
     number: int | None = None  # of a call of new_group: torch's count of groups, which names the group
     site: Site | None = None  # of that call
+    unfollowed: bool = False  # a rank has aborted it or changed its members: whom a rank waits for in it is not known
 
 
 class Arrival(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):

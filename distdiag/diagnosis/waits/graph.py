@@ -195,6 +195,8 @@ def _pending(state: RankState) -> Iterator[Call]:
 
 def _wait_for(snapshot: Snapshot, state: RankState, call: Call, waits: dict[tuple, Wait]) -> Wait | None:
     """Return the shared wait of a call; None if it is not known whom it waits for."""
+    if (group := snapshot.groups.get(call.group)) is not None and group.unfollowed:
+        return None
     if call.p2p:
         return _message(snapshot, state, call, waits)
     if call.seq is None:
@@ -202,7 +204,6 @@ def _wait_for(snapshot: Snapshot, state: RankState, call: Call, waits: dict[tupl
     key = (call.group, call.seq)
     wait = waits.get(key)
     if wait is None:
-        group = snapshot.groups.get(call.group)
         if group is None:
             return None
         missing = [q for q in group.ranks if not _issued(snapshot.ranks.get(q), call.group, call.seq)]

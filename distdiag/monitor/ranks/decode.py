@@ -93,11 +93,20 @@ class PageDecoder:
         found = self.facts.get("backend_files")
         return tuple(x for x in found if isinstance(x, str)) if isinstance(found, list) else ()
 
+    @property
+    def unfollowed(self) -> list[tuple[str, str, Site | None]]:
+        """What the rank did with groups that cannot be followed: operation, group, line."""
+        found = self.facts.get("unfollowed")
+        if not isinstance(found, list):
+            return []
+        each = [x for x in found if isinstance(x, list) and len(x) == 3 and all(isinstance(n, int) for n in x[1:])]
+        return [(str(what), self.group_key(group), self.site(site)) for what, group, site in each]
+
     # -- slots -------------------------------------------------------------------------------------------
 
     def group_key(self, index: int) -> str:
         """Return a readable name of a group, equal on all ranks: default_pg, or from its description, or its name."""
-        if index >= self.header.n_groups:
+        if not 0 <= index < self.header.n_groups:
             return "?"
         slot = self.page.groups[index]
         name, description = self.text(slot.name), self.text(slot.description)

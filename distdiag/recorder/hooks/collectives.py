@@ -368,11 +368,14 @@ class Collectives(CallEntries):
             for g in self.groups.values():
                 g.slot.destroyed = 1
             self.groups.clear()
+            self.unfollowed.clear()
             self.in_flight.clear()
             self.results.clear()
             self.header.life = LifeWord.LEFT_GROUP
-        elif (g := self.groups.pop(id(pg), None)) is not None:
-            g.slot.destroyed = 1
+        else:
+            self.unfollowed.pop(id(pg), None)
+            if (g := self.groups.pop(id(pg), None)) is not None:
+                g.slot.destroyed = 1
 
 
 @guarded

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from torch.distributed import distributed_c10d as dist
@@ -23,6 +24,7 @@ from distdiag.recorder.state import guarded
 from distdiag.terms.backends import blocks_host, may_count_messages
 from distdiag.terms.ranks import fold_ranks
 
+UNFOLLOWED_KEPT = 16
 OFFSETS_KEPT = 16  # offsets kept; the flight recorder's newest numbers are only a few collectives old
 
 
@@ -159,6 +161,8 @@ class Groups:
         self.page = recorder.page
         self.groups: dict[int, Group] = {}  # by id of the ProcessGroup object
         self.generation = 0
+        self.lost = False  # the default group has other members than torch's records of later groups assume
+        self.unfollowed: dict[int, Any] = {}  # by id: groups that are not registered again
         self._lock = threading.Lock()
 
     def group(self, pg: Any) -> Group | None:
@@ -180,7 +184,30 @@ class Groups:
         if (found := backend_paths()) != before:
             self.recorder.note(backend_files=found)
 
+    @guarded
+    def unfollow(self, pg: Any, what: str, frame: FrameType, g: Group | None = None) -> None:
+        """Note an operation on a group after which its waits cannot be judged; all but `new_window` end its recording, too.
+
+        Args:
+            pg: The group.
+            what: Name of the operation.
+            frame: Of its caller.
+            g: The group as it was recorded, if it no longer is.
+        """
+        g = g or self.groups.get(id(pg))
+        if what != "new_window":
+            self.unfollowed[id(pg)] = pg
+            self.groups.pop(id(pg), None)
+            if g is not None:
+                g.slot.destroyed = 1
+        known = self.recorder.facts.get("unfollowed", [])
+        new = [what, g.slot_index if g is not None else -1, self.recorder.user_site(frame)]
+        if new not in known and len(known) < UNFOLLOWED_KEPT:
+            self.recorder.note(unfollowed=[*known, new])
+
     def _register(self, pg: Any) -> Group | None:
+        if self.lost or self.unfollowed.get(id(pg)) is pg:
+            return None
         with self._lock:
             n = self.header.n_groups
             if n >= GROUPS:

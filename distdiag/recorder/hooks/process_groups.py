@@ -13,15 +13,17 @@ from torch.distributed import distributed_c10d as dist
 
 from distdiag.page.layout import LifeWord, Phase, SampleKind
 from distdiag.recorder.hooks.collectives import Collectives, note_caught
-from distdiag.recorder.hooks.wrapping import hide_frame, wraps
+from distdiag.recorder.hooks.wrapping import as_c_method, hide_frame, wraps
 from distdiag.recorder.state import guarded, now_ns
 
 Function = Callable[..., Any]
 _FR_SIZE = "TORCH_FR_BUFFER_SIZE"
+# methods of ProcessGroup after which a group has other members, no communicator, or operations without number and peer
+_UNFOLLOWED = ("reconfigure", "abort", "new_window")
 
 
 def install(collectives: Collectives) -> list[str]:
-    """Wrap `init_process_group`, `new_group` and `destroy_process_group`; return those that this torch lacks.
+    """Wrap what creates, changes and destroys groups; return the functions that this torch lacks.
 
     Called once per process.
     """
@@ -31,15 +33,22 @@ def install(collectives: Collectives) -> list[str]:
         ("_warn_not_in_group", _warn_not_in_group),
         ("_new_group_with_tag", _new_group),
         ("destroy_process_group", _destroy_process_group),
+        ("_abort_process_group", _abort_process_group),
+        ("shrink_group", _shrink_group),
     ):
         original = getattr(dist, name, None)
         if original is None:
-            missing.append(f"distributed_c10d.{name}")
+            if name != "shrink_group":  # an old torch cannot shrink a group: nothing is missing
+                missing.append(f"distributed_c10d.{name}")
             continue
         wrapped = wraps(original)(make(collectives, original))
         for module in (dist, public):
             if getattr(module, name, None) is original:
                 setattr(module, name, wrapped)
+    for name in _UNFOLLOWED:
+        original = getattr(c10d.ProcessGroup, name, None)
+        if original is not None:  # some are of torch 2.14
+            setattr(c10d.ProcessGroup, name, as_c_method(_unfollowed(collectives, name, original), original))
     return missing
 
 
@@ -47,6 +56,7 @@ def _init_process_group(collectives: Collectives, original: Function) -> Functio
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         collectives.generation += 1
         collectives.header.initialised = collectives.generation
+        collectives.lost = False
         collectives.group_call("init_process_group", collectives.generation, [])
         sized = _size_flight_recorder()
         try:
@@ -91,6 +101,55 @@ def _destroy_process_group(collectives: Collectives, original: Function) -> Func
             raise
 
     return destroy_process_group
+
+
+def _abort_process_group(collectives: Collectives, original: Function) -> Function:
+    def _abort_process_group(group: Any = None) -> Any:
+        try:
+            return original(group)
+        except BaseException as e:
+            hide_frame(e)
+            raise
+        finally:
+            collectives.group_destroyed(group)
+
+    return _abort_process_group
+
+
+def _shrink_group(collectives: Collectives, original: Function) -> Function:
+    def shrink_group(ranks_to_exclude: Any, group: Any = None, *args: Any, **kwargs: Any) -> Any:
+        world = dist.group.WORLD
+        before = collectives.groups.get(id(group or world))
+        try:
+            out = original(ranks_to_exclude, group, *args, **kwargs)
+        except BaseException as e:
+            hide_frame(e)
+            raise
+        _shrunk(collectives, out, before, group is None or group is world)
+        return out
+
+    return shrink_group
+
+
+@guarded
+def _shrunk(collectives: Collectives, pg: Any, before: Any, is_default: bool) -> None:
+    """Note that the members of a group are fewer. In a smaller default group, ranks have other numbers."""
+    collectives.unfollow(pg, "shrink_group", sys._getframe(3), before)
+    if is_default:
+        collectives.lost = True
+        collectives.header.life = LifeWord.RUNNING  # torch has destroyed the default group and made another
+
+
+def _unfollowed(collectives: Collectives, name: str, original: Any) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        collectives.unfollow(self, name, sys._getframe(1))
+        try:
+            return original(self, *args, **kwargs)
+        except BaseException as e:
+            hide_frame(e)
+            raise
+
+    return call
 
 
 def _warn_not_in_group(collectives: Collectives, original: Function) -> Function:
