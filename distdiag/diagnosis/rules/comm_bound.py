@@ -33,8 +33,6 @@ class Limits:
     """Share of its time that even the least affected rank loses."""
     least_span_ms: float = 1000.0
     """Milliseconds that the collectives of a loop without optimizer steps must span."""
-    busy_host_pct: float = 85.0
-    """Use of all cores in per cent, above which waits include the others' waiting for a CPU."""
     small_bucket_bytes: int = 1 << 20
     """Mean bytes of a bucket below which the latency of each all-reduce matters more than its bytes."""
 
@@ -89,7 +87,7 @@ def _finding(s: Snapshot, ranks: list[int], share: float, of: str, ddp: Gradient
         text = f"; DDP's gradients, {size_text(b.bytes)} in {count(b.buckets, 'bucket')}, take {percent(ddp.share)}"
         on_nccl = all(any(word in g.backend for word in BF16_BACKENDS) for g in s.groups.values())
         do = "; ".join(_advice(ddp, b, on_nccl))
-    busy = (s.host_cpu_pct or 0.0) > limits.busy_host_pct
+    busy = (s.host_cpu_pct or 0.0) > STEPS.busy_host_pct
     cores = "; the host's cores are all in use, so ranks also wait for a CPU" if busy else ""
     return COMM_BOUND(victims=ranks, share=share, of=of, gradients=text, cores=cores, do=do)
 

@@ -40,28 +40,19 @@ class Limits:
     )
     """Seconds that the others may wait for a rank, by what it does. Nobody answers a prompt of a batch job; a checkpoint to a
     slow disk may be slow."""
-    training_s: float = 60.0
-    """The same for a rank that still makes steps and is ahead of all ranks that wait for it."""
-    first_step_s: float = 60.0
-    """Seconds before the first step: compilation, lazy initialisation, unpickling an index (which holds the GIL)."""
-    second_step_s: float = 30.0
-    """The same, after the first few collectives."""
-    few_calls: int = 4
-    """Collectives that count as the start of the job."""
-    many_calls: int = 32
-    """Collectives after which a job without steps (it has no torch optimizer) counts as running."""
+    long_s: float = 60.0
+    """The same for a rank that still makes steps and is ahead of all ranks that wait for it, and for a job in which no rank moves and
+    none waits for another, while their hosts sleep or wait for their devices."""
+    start_s: tuple[tuple[int, float], ...] = ((4, 60.0), (32, 30.0))
+    """(fewer collectives than this, seconds) before the first step: compilation, lazy initialisation, unpickling an index (which holds
+    the GIL). A job that makes no steps has no torch optimizer."""
     asleep_pct: float = 4.0
     """CPU in per cent of a core below which a rank counts as asleep: its recorder alone uses up to 2."""
-    usual_factor: float = 3.0
-    """Multiple of the longest wait that this rank has caused so far without hanging."""
-    error_factor: float = 3.0
-    """Multiple of the patience after which a stall is an error."""
-    nobody_s: float = 60.0
-    """Seconds in which no rank moves and none waits for another, if their hosts sleep or wait for their devices."""
+    factor: float = 3.0
+    """Multiple of the usual step, or of the longest wait that this rank has caused so far without hanging, that the patience is at
+    least. A stall is an error after the same multiple of its patience."""
     nobody_busy_s: float = 300.0
-    """The same if a host computes: a compilation shows one line, too."""
-    nobody_steps: float = 5.0
-    """Multiple of the usual step that no rank may move, at least."""
+    """Seconds in which no rank moves and none waits for another, if a host computes: a compilation shows one line, too."""
     together: float = 0.8
     """Ranks at the line of a rank that exceeds its patience are named with it, once the others have waited this share of it."""
 
@@ -140,7 +131,7 @@ def _by_line(late: list[_Late]) -> Iterator[list[_Late]]:
 def _trains_on(facts: Facts, r: RankState) -> Finding | None:
     """Return the stall of ranks that wait for one that still makes steps; None if the wait is not unusual."""
     found = outpaced(facts.snapshot, facts.graph, r.rank)
-    if found is None or found[1] < max(limits.training_s, limits.usual_factor * r.longest_delay_s):
+    if found is None or found[1] < max(limits.long_s, limits.factor * r.longest_delay_s):
         return None
     victims, waited_s, ahead = found
     stack = r.phase_stacks.get("backward") or r.phase_stacks.get("optimizer") or r.user_stack
@@ -161,7 +152,7 @@ def _incomplete(facts: Facts) -> Iterator[Finding]:
         ranks = sorted(calls)
         started = any(s.ranks[r].step or s.ranks[r].steps for r in ranks)
         start_s = 0.0 if started else _start_s(min(len(s.ranks[r].calls) for r in ranks))
-        limit_s = max(limits.patience_s["device"], start_s, limits.usual_factor * (s.usual_step_s or 0.0))
+        limit_s = max(limits.patience_s["device"], start_s, limits.factor * (s.usual_step_s or 0.0))
         waited_s = s.t_s - since_s
         if waited_s < limit_s:
             continue
@@ -170,7 +161,7 @@ def _incomplete(facts: Facts) -> Iterator[Finding]:
         if first.p2p:
             issued = f"{_end_text(ranks[0], first)} and {_end_text(ranks[1], calls[ranks[1]])}, and the message has"
         yield INCOMPLETE(
-            severity=Severity.ERROR if waited_s > limits.error_factor * limit_s else Severity.WARNING,
+            severity=Severity.ERROR if waited_s > limits.factor * limit_s else Severity.WARNING,
             victims=ranks, collective=first,
             waiting=wheres(s, ranks, "waiting", {q: call.site for q, call in calls.items()}),
             step=max(s.ranks[r].step for r in ranks), first_seen_s=since_s, issued=issued, waited_s=waited_s,
@@ -183,7 +174,7 @@ def _nobody_moves(facts: Facts) -> Iterator[Finding]:
     still_s = motionless_s(s) if not facts.graph.sinks else None
     ranks = list(s.ranks.values())
     idle = all(r.host_blocked or r.host_wait is not None for r in ranks)
-    limit_s = max(limits.nobody_s if idle else limits.nobody_busy_s, limits.nobody_steps * (s.usual_step_s or 0.0))
+    limit_s = max(limits.long_s if idle else limits.nobody_busy_s, limits.factor * (s.usual_step_s or 0.0))
     if still_s is None or still_s < limit_s or any("sleep(" in _line(r.current_site, facts.source) for r in ranks):
         return
     at_site: dict[Site | None, list[int]] = {}
@@ -211,14 +202,12 @@ def patience_s(r: RankState) -> float:
     base = limits.patience_s.get(doing, limits.patience_s["user_code"])
     if not r.steps and r.step == 0 and doing in ("user_code", "sleep", "socket", "lock", "gil_held"):
         base = max(base, _start_s(len(r.calls)))
-    return max(base, limits.usual_factor * r.longest_delay_s)
+    return max(base, limits.factor * r.longest_delay_s)
 
 
 def _start_s(calls: int) -> float:
     """Return the minimum patience, in seconds, for a job that has made no step yet, by its number of collectives."""
-    if calls < limits.few_calls:
-        return limits.first_step_s
-    return limits.second_step_s if calls < limits.many_calls else 0.0
+    return next((seconds for fewer, seconds in limits.start_s if calls < fewer), 0.0)
 
 
 def _doing(r: RankState) -> str:
@@ -292,7 +281,7 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
     victims = sorted({v for x in late for v in x.victims})
     return STALL(
         cause=_CAUSE.get(doing, "user_code" if r.current_site else "unknown"),
-        severity=Severity.ERROR if any(x.waited_s > limits.error_factor * x.limit_s for x in late) else None,
+        severity=Severity.ERROR if any(x.waited_s > limits.factor * x.limit_s for x in late) else None,
         culprits=ranks, victims=victims, collective=call if call.op else None,
         where=(
             *(w for state in states for w in where_stack(state, state.user_stack, state.activity)),

@@ -43,8 +43,6 @@ class Limits:
     """(ratio of its slowest phase to the others', share of the step that must then be lost). A slower core, or one shared with
     another job, stretches all computation by some tens of per cent and is not the job's fault; extra work or waiting of one
     rank is many times that of the others. The last row needs a host with cores to spare, or a device's clock."""
-    busy_host_pct: float = 85.0
-    """Use of all cores in per cent, above which ranks compete for them: their jitter is not evidence then."""
     starved: float = 0.1
     """Share of the time that a loader's workers were runnable without a CPU; above it they lack one."""
     asleep: float = 0.3
@@ -120,7 +118,7 @@ class Case:
     @cached_property
     def busy(self) -> bool:
         """True if ranks compete for cores, or if that is not known."""
-        return self.snapshot.host_cpu_pct is None or self.snapshot.host_cpu_pct > limits.busy_host_pct
+        return self.snapshot.host_cpu_pct is None or self.snapshot.host_cpu_pct > STEPS.busy_host_pct
 
     @cached_property
     def stages(self) -> bool:

@@ -72,15 +72,12 @@ def _found(
     no_workers = all(x.workers == 0 for q in ranks for x in s.ranks[q].loaders if x.in_training)
     do = _DO["no workers" if phase == "data" and no_workers else phase]
     own_code = f"{'its' if len(ranks) == 1 else 'their'} own code"
+    facts.setdefault("what", f"{own_code} between steps" if phase == "other" else phase)
     return template(
-        culprits=sorted(ranks),
-        victims=[q for q in window.ranks if q not in ranks],
-        step=r.step,
-        n=len(window.columns),
-        site=stack[0] if stack else None,
-        **{"what": f"{own_code} between steps" if phase == "other" else phase} | facts,
+        culprits=sorted(ranks), victims=[q for q in window.ranks if q not in ranks], step=r.step,
+        n=len(window.columns), site=stack[0] if stack else None, **facts,
         do=do.format(who=rank_list(ranks), clocks="its device clocks and " if s.gpus else ""),
-    )
+    )  # fmt: skip
 
 
 def slow(c: Case) -> Finding:
