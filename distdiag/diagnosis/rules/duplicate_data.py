@@ -1,6 +1,8 @@
-"""duplicate_data: ranks train on the same batches, or every epoch has the same order. Batches are compared by fingerprints.
+"""duplicate_data: ranks train on the same batches, or every epoch has the same order. Batches are
+compared by fingerprints.
 
-Faulty jobs: noise_seeds, same_shuffle, frozen_order, char_windows, no_group. Healthy look-alikes: noise_fine, param_server, groups_apart, no_dist.
+Faulty jobs: noise_seeds, same_shuffle, frozen_order, char_windows, no_group.
+Healthy look-alikes: noise_fine, param_server, groups_apart, no_dist.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ kind = kinds.DUPLICATE_DATA
 @dataclass(frozen=True)
 class Limits:
     times: int = 3
-    """Batches in a row that must have equal fingerprints: with few labels, one or two are equal by chance. Also the epochs after which
-    a sampler that is still at epoch 0 has no `set_epoch`, and the equal checksums of ranks without a process group."""
+    """Batches in a row that must have equal fingerprints: with few labels, one or two are equal by
+    chance. Also the epochs after which a sampler that is still at epoch 0 has no `set_epoch`, and
+    the equal checksums of ranks without a process group."""
     group_uses: int = 2
     """Up to this many collectives, a smaller group counts as not used."""
 
@@ -66,7 +69,8 @@ def _halves(prints: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def same_data(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    """True if the first batches of two rows of fingerprints are the same data, by labels or by values."""
+    """True if the first batches of two rows of fingerprints are the same data, by labels or by
+    values."""
     n = min(len(a), len(b))
     if n < limits.times:
         return False
@@ -96,12 +100,14 @@ class _Doubled:
 
     @cached_property
     def synthetic(self) -> bool:
-        """True if there is no loader: synthetic data in a test or benchmark are often equal on purpose."""
+        """True if there is no loader: synthetic data in a test or benchmark are often equal on
+        purpose."""
         return all(self.loaders[q].fed for q in self.ranks)
 
     @cached_property
     def labels(self) -> bool:
-        """True if only the labels are equal: the same samples, augmented by each rank, or others whose labels follow a pattern."""
+        """True if only the labels are equal: the same samples, augmented by each rank, or others
+        whose labels follow a pattern."""
         prints = {q: self.loaders[q].first_fingerprints for q in self.ranks}
         return any(_only_labels_equal(prints[g[0]], prints[q]) for g in self.groups for q in g)
 
@@ -146,9 +152,11 @@ def _same_order(loaders: dict[int, Loader]) -> list[int]:
 
 
 def _never_set(x: Loader) -> bool:
-    """True if the sampler is still at epoch 0 in a later epoch, and the labels of the batches do not contradict.
+    """True if the sampler is still at epoch 0 in a later epoch, and the labels of the batches do
+    not contradict.
 
-    Augmentation changes the values even if the order is the same. With few classes, equal labels alone prove nothing.
+    Augmentation changes the values even if the order is the same. With few classes, equal labels
+    alone prove nothing.
     """
     labels, before = _halves(x.first_fingerprints)[0], _halves(x.previous_fingerprints)[0]
     n = min(len(labels), len(before))
@@ -161,7 +169,8 @@ def _never_set(x: Loader) -> bool:
 
 
 def _same_work(s: Snapshot, loaders: dict[int, Loader]) -> bool:
-    """True if there is no process group, and every rank has the same batches and the same parameters after the same steps."""
+    """True if there is no process group, and every rank has the same batches and the same
+    parameters after the same steps."""
     ranks = list(s.ranks.values())
     if len(ranks) < s.world_size or len(loaders) < len(ranks) or any(g.ranks for g in s.groups.values()):
         return False

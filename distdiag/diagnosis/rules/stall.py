@@ -1,10 +1,12 @@
-"""stall: ranks wait for one that is alive and busy, unusually long for this job. Suspected; cleared if it continues.
+"""stall: ranks wait for one that is alive and busy, unusually long for this job. Suspected; cleared
+if it continues.
 
-Ranks that wait at the same line for the same thing (a lock, a key of a store, a file that does not appear) are one finding.
+Ranks that wait at the same line for the same thing (a lock, a key of a store, a file that does not
+appear) are one finding.
 
-Faulty jobs: box_jitter, registry_retry, nfs_tiles, regex_clean, ctoken, log_thread, prefetcher, metric_socket, ask_overwrite,
-quota_ckpt. Healthy look-alikes: slow_archive, long_validation, jit_warmup, main_eval, rate_limited,
-staged_team.
+Faulty jobs: box_jitter, registry_retry, nfs_tiles, regex_clean, ctoken, log_thread, prefetcher,
+metric_socket, ask_overwrite, quota_ckpt. Healthy look-alikes: slow_archive, long_validation,
+jit_warmup, main_eval, rate_limited, staged_team.
 """
 
 from __future__ import annotations
@@ -38,23 +40,29 @@ class Limits:
             {a.word: a.patience_s for a in ACTIVITIES if a.patience_s} | {"validation": 60.0}
         )
     )
-    """Seconds that the others may wait for a rank, by what it does. Nobody answers a prompt of a batch job; a checkpoint to a
-    slow disk may be slow."""
+    """Seconds that the others may wait for a rank, by what it does. Nobody answers a prompt of a
+    batch job; a checkpoint to a slow disk may be slow."""
     long_s: float = 60.0
-    """The same for a rank that still makes steps and is ahead of all ranks that wait for it, and for a job in which no rank moves and
-    none waits for another, while their hosts sleep or wait for their devices."""
+    """The same for a rank that still makes steps and is ahead of all ranks that wait for it, and
+    for a job in which no rank moves and none waits for another, while their hosts sleep or wait for
+    their devices."""
     start_s: tuple[tuple[int, float], ...] = ((4, 60.0), (32, 30.0))
-    """(fewer collectives than this, seconds) before the first step: compilation, lazy initialisation, unpickling an index (which holds
-    the GIL). A job that makes no steps has no torch optimizer."""
+    """(fewer collectives than this, seconds) before the first step: compilation, lazy
+    initialisation, unpickling an index (which holds the GIL). A job that makes no steps has no
+    torch optimizer."""
     asleep_pct: float = 4.0
-    """CPU in per cent of a core below which a rank counts as asleep: its recorder alone uses up to 2."""
+    """CPU in per cent of a core below which a rank counts as asleep: its recorder alone uses up to
+    2."""
     factor: float = 3.0
-    """Multiple of the usual step, or of the longest wait that this rank has caused so far without hanging, that the patience is at
-    least. A stall is an error after the same multiple of its patience."""
+    """Multiple of the usual step, or of the longest wait that this rank has caused so far without
+    hanging, that the patience is at least. A stall is an error after the same multiple of its
+    patience."""
     nobody_busy_s: float = 300.0
-    """Seconds in which no rank moves and none waits for another, if a host computes: a compilation shows one line, too."""
+    """Seconds in which no rank moves and none waits for another, if a host computes: a compilation
+    shows one line, too."""
     together: float = 0.8
-    """Ranks at the line of a rank that exceeds its patience are named with it, once the others have waited this share of it."""
+    """Ranks at the line of a rank that exceeds its patience are named with it, once the others have
+    waited this share of it."""
 
 
 limits = Limits()
@@ -76,7 +84,8 @@ class _Late:
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
-    """Yield the stalls: living ranks that others have waited for longer than usual, one for each line that they are at."""
+    """Yield the stalls: living ranks that others have waited for longer than usual, one for each
+    line that they are at."""
     if facts.stopped:
         yield Abstained("another finding has already stopped the job", checked=True)
         return
@@ -114,9 +123,11 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
 
 
 def _by_line(late: list[_Late]) -> Iterator[list[_Late]]:
-    """Yield the ranks that exceed their patience, those at one line together, the longest wait first.
+    """Yield the ranks that exceed their patience, those at one line together, the longest wait
+    first.
 
-    At one line all do the same, although one may look asleep and another busy for a moment: the shortest patience counts.
+    At one line all do the same, although one may look asleep and another busy for a moment: the
+    shortest patience counts.
     """
     groups: dict[object, list[_Late]] = {}
     for x in late:
@@ -129,7 +140,8 @@ def _by_line(late: list[_Late]) -> Iterator[list[_Late]]:
 
 
 def _trains_on(facts: Facts, r: RankState) -> Finding | None:
-    """Return the stall of ranks that wait for one that still makes steps; None if the wait is not unusual."""
+    """Return the stall of ranks that wait for one that still makes steps; None if the wait is not
+    unusual."""
     found = outpaced(facts.snapshot, facts.graph, r.rank)
     if found is None or found[1] < max(limits.long_s, limits.factor * r.longest_delay_s):
         return None
@@ -146,7 +158,8 @@ def _trains_on(facts: Facts, r: RankState) -> Finding | None:
 
 
 def _incomplete(facts: Facts) -> Iterator[Finding]:
-    """Yield operations that all their ranks have issued on their devices and that do not complete: no rank is known to be late."""
+    """Yield operations that all their ranks have issued on their devices and that do not complete:
+    no rank is known to be late."""
     s = facts.snapshot
     for calls, since_s in incomplete(s, facts.graph):
         ranks = sorted(calls)
@@ -169,7 +182,8 @@ def _incomplete(facts: Facts) -> Iterator[Finding]:
 
 
 def _nobody_moves(facts: Facts) -> Iterator[Finding]:
-    """Yield the stall of a job in which no rank moves, although none is known to wait for another: below the recorder's view."""
+    """Yield the stall of a job in which no rank moves, although none is known to wait for another:
+    below the recorder's view."""
     s = facts.snapshot
     still_s = motionless_s(s) if not facts.graph.sinks else None
     ranks = list(s.ranks.values())
@@ -195,7 +209,8 @@ def _end_text(rank: int, call: Call) -> str:
 
 
 def patience_s(r: RankState) -> float:
-    """Return the seconds that others may wait for this rank before it is a finding, by what it does and has done before."""
+    """Return the seconds that others may wait for this rank before it is a finding, by what it does
+    and has done before."""
     doing = _doing(r)
     if doing in ("user_code", "sleep") and _validates(r):
         doing = "validation"
@@ -206,7 +221,8 @@ def patience_s(r: RankState) -> float:
 
 
 def _start_s(calls: int) -> float:
-    """Return the minimum patience, in seconds, for a job that has made no step yet, by its number of collectives."""
+    """Return the minimum patience, in seconds, for a job that has made no step yet, by its number
+    of collectives."""
     return next((seconds for fewer, seconds in limits.start_s if calls < fewer), 0.0)
 
 
@@ -216,7 +232,8 @@ def _doing(r: RankState) -> str:
 
 
 def _validates(r: RankState) -> bool:
-    """True if the rank evaluates a model: by its phase, its model's eval mode, or the names of the functions that it is in."""
+    """True if the rank evaluates a model: by its phase, its model's eval mode, or the names of the
+    functions that it is in."""
     words = {w.lower() for site in r.user_stack for w in _WORDS.findall(site.function)}
     return r.phase == "validate" or any(m.evaluating for m in r.models) or bool(words & _VALIDATION)
 
@@ -227,7 +244,8 @@ def _loads_itself(r: RankState) -> bool:
 
 
 def _left_open(s: Snapshot, r: RankState) -> tuple[Call, tuple[int, ...]] | None:
-    """Return an open collective that this rank issued asynchronously or from another thread, and the ranks that have not entered it."""
+    """Return an open collective that this rank issued asynchronously or from another thread, and
+    the ranks that have not entered it."""
     for name, issued in r.enqueued.items():
         done, group = r.completed.get(name, issued), s.groups.get(name)
         if done >= issued or group is None:
@@ -267,7 +285,8 @@ _DO = {a.word: a.do for a in ACTIVITIES if a.do} | {
 
 
 def _finding(facts: Facts, late: list[_Late]) -> Finding:
-    """Return the finding of ranks that are kept at one line, the one that others have waited for longest first."""
+    """Return the finding of ranks that are kept at one line, the one that others have waited for
+    longest first."""
     s, first = facts.snapshot, late[0]
     r, victim = first.state, s.ranks[first.victims[0]]
     call = victim.blocked
@@ -326,7 +345,8 @@ def _open_text(call: Call, missing: tuple[int, ...]) -> str:
 
 
 def _missing_text(ranks: list[int], call: Call, victim: int) -> str:
-    """Return what a victim that is in `call` waits for: the call of these ranks, or the other end of a message."""
+    """Return what a victim that is in `call` waits for: the call of these ranks, or the other end
+    of a message."""
     if not call.p2p:
         return f"{rank_list(ranks)} {verb(ranks, 'has', 'have')} not entered {op_text(call)}"
     if ranks != [call.peer]:

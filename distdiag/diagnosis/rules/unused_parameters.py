@@ -1,9 +1,12 @@
-"""unused_parameters: parameters that got no gradient, by name; or a search for unused parameters that finds none.
+"""unused_parameters: parameters that got no gradient, by name; or a search for unused parameters
+that finds none.
 
-Without find_unused_parameters, DDP refuses the forward after a backward that left one out. With it, they are just never
-trained. Frozen ones (requires_grad False) are reported once as info, to distinguish them from unused ones.
+Without find_unused_parameters, DDP refuses the forward after a backward that left one out. With it,
+they are just never trained. Frozen ones (requires_grad False) are reported once as info, to
+distinguish them from unused ones.
 
-Faulty jobs: pose_heads, lang_adapters, safe_flag, lit_gan. Healthy look-alikes: frozen_backbone, layer_drop, frozen_head.
+Faulty jobs: pose_heads, lang_adapters, safe_flag, lit_gan. Healthy look-alikes: frozen_backbone,
+layer_drop, frozen_head.
 """
 
 from __future__ import annotations
@@ -32,8 +35,9 @@ kind = kinds.UNUSED_PARAMETERS
 @dataclass(frozen=True)
 class Limits:
     checks: int = 40
-    """Checks before parameters without gradient are reported as info, if DDP expects unused parameters, and before
-    find_unused_parameters is reported as not needed, if every parameter got a gradient in all of them."""
+    """Checks before parameters without gradient are reported as info, if DDP expects unused
+    parameters, and before find_unused_parameters is reported as not needed, if every parameter got
+    a gradient in all of them."""
     never_checks: int = 100
     """The same before it is a warning: by then a rare branch has been taken."""
     not_needed_share: float = 0.001
@@ -162,7 +166,8 @@ def _model_of(r: RankState) -> Model | None:
 
 
 def _never(case: _Case) -> dict[str, int]:
-    """Return the names and sizes of parameters that never had a gradient on any rank, after some dozens of checks."""
+    """Return the names and sizes of parameters that never had a gradient on any rank, after some
+    dozens of checks."""
     models = list(case.having.values())
     if len(models) < len(case.snapshot.ranks) or any(m.unused_checks < limits.checks for m in models):
         return {}
@@ -240,7 +245,8 @@ def _finding(case: _Case, unused: dict[str, int], differs: bool, severity: Sever
 
 
 def _why(case: _Case) -> str:
-    """Return that they are frozen, or whether their modules were entered at all, if that was seen."""
+    """Return that they are frozen, or whether their modules were entered at all, if that was
+    seen."""
     if case.frozen_later:
         return "; they were frozen (requires_grad False) after DDP was built"
     m = case.first
@@ -253,7 +259,8 @@ def _why(case: _Case) -> str:
 
 
 def _branch(case: _Case, culprits: list[int]) -> str:
-    """Return the conditions under which the modules are called that got no gradient on some ranks only; empty if not known."""
+    """Return the conditions under which the modules are called that got no gradient on some ranks
+    only; empty if not known."""
     if not culprits:
         return ""
     modules = {name.rpartition(".")[0].rpartition(".")[2] for q in culprits for name, _ in case.having[q].unused}
@@ -293,10 +300,12 @@ def _not_needed_finding(s: Snapshot, m: Model, checks: int, cost_ms: float, step
 
 
 def _gain_text(s: Snapshot, step_ms: float) -> str:
-    """Return what a step would gain without the flag: at least the search of the fastest rank, which is measured.
+    """Return what a step would gain without the flag: at least the search of the fastest rank,
+    which is measured.
 
-    With the flag, DDP also sums the used parameters over the ranks and never sorts its buckets by the order of the gradients.
-    Both lengthen the exposed communication, and cannot cost more than all of it.
+    With the flag, DDP also sums the used parameters over the ranks and never sorts its buckets by
+    the order of the gradients. Both lengthen the exposed communication, and cannot cost more than
+    all of it.
     """
     searched = [[m.search_ms or 0.0 for m in r.models if m.find_unused] for r in s.ranks.values()]
     of_rank = [max(ms) / step_ms for ms in searched if ms]

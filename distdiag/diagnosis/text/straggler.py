@@ -62,7 +62,8 @@ _DO = {
 def _found(
     template: Template, s: Snapshot, window: Window, ranks: Collection[int], phase: str, **facts: Any
 ) -> Finding:
-    """Return a finding about slow ranks; the first is at the line with most samples of that phase."""
+    """Return a finding about slow ranks; the first is at the line with most samples of that
+    phase."""
     first, *more = ranks
     r, stack = s.ranks[first], _stack_of(s.ranks[first], phase)
     facts.setdefault("where", (
@@ -93,7 +94,8 @@ def slow(c: Case) -> Finding:
 
 
 def _gain_text(c: Case) -> str:
-    """Return `; if rank 1 were as fast as the others, a step would take 22 % less (95 % interval 20 to 25 %)`, or nothing."""
+    """Return `; if rank 1 were as fast as the others, a step would take 22 % less (95 % interval 20
+    to 25 %)`, or nothing."""
     if c.loader_gain is not None:
         # the others' queues are full: their workers show how fast their loaders are, their steps do not
         return f"; with a loader like the others' a step would take at most {percent(c.loader_gain)} less"
@@ -140,7 +142,8 @@ def at_times(s: Snapshot, window: Window, found: Subset, severity: Severity) -> 
 
 
 def _stack_of(r: RankState, phase: str) -> tuple[Site, ...]:
-    """Return the stack with most samples of that phase; `other` also includes phases that the user named.
+    """Return the stack with most samples of that phase; `other` also includes phases that the user
+    named.
 
     Samples of `init` are from before the first step, so they count only if there are no others.
     """
@@ -165,7 +168,8 @@ def rotating(s: Snapshot, window: Window, phase: str, changes: int, found: Subse
 def by_arrival(
     s: Snapshot, r: RankState, recent: list[Arrival], count: int, skew_ms: float, period_ms: float
 ) -> Finding:
-    """Return the finding of a rank that enters its collectives last, in a loop without optimizer steps."""
+    """Return the finding of a rank that enters its collectives last, in a loop without optimizer
+    steps."""
     stack = max(r.phase_stacks.values(), key=len, default=r.user_stack)
     stack = next((r.phase_stacks[name] for name in ("other", "init") if r.phase_sites.get(name)), stack)
     return BY_ARRIVAL(
