@@ -28,11 +28,13 @@ class Limits:
     """How much of the steps is compared."""
 
     window: int = 50  # most steps that are compared
-    window_of_many: int = 32  # the same with more than `many_ranks` ranks: fewer steps are enough, and must stay cheap
-    many_ranks: int = 256
     least: int = 30  # steps that all ranks must have in common before anything is judged
+    many_ranks: int = 256  # with more, the least is enough, and stays cheap
     warm_up: int = 5  # first steps of a job, which are left out: compilation, caches, allocator
     arrived: float = 0.9  # share of steps whose arrival is known on all ranks, before waits are inferred from it
+    busy_host_pct: float = (
+        85.0  # use of all cores above which ranks compete for them: their jitter is not evidence then
+    )
 
 
 LIMITS = Limits()
@@ -87,7 +89,7 @@ def window(s: Snapshot) -> Window | Abstained:
 
 
 def _common(ranks: list[RankState]) -> Window | Abstained:
-    most = LIMITS.window if len(ranks) <= LIMITS.many_ranks else LIMITS.window_of_many
+    most = LIMITS.window if len(ranks) <= LIMITS.many_ranks else LIMITS.least
     # fast path: every rank has all of its last steps, so both ends of the window are known
     if all(r.steps and r.steps[-1].step - r.steps[0].step == len(r.steps) - 1 for r in ranks):
         last = min(r.steps[-1].step for r in ranks)

@@ -56,23 +56,43 @@ def test_every_rule_names_faulty_jobs_and_healthy_look_alikes_that_exist(rule: r
             assert faulty[name] is expected, name
 
 
-def test_every_finding_that_the_code_makes_has_a_registered_kind_cause_and_severity() -> None:
-    made = 0
-    for file in (*DIAGNOSIS.rglob("*.py"), *(PROJECT / "distdiag" / "monitor").rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if not (isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Finding"):
-                continue
-            made += 1
-            given = {k.arg: k.value for k in node.keywords}
-            name = given["kind"].value if isinstance(given["kind"], ast.Constant) else None
-            kind = KINDS[name or file.stem] if name or file.stem in KINDS else None
-            cause = given.get("cause")
-            if kind is not None and isinstance(cause, ast.Constant):
-                assert cause.value in kind.causes, f"{file}:{node.lineno}"
-            severity = given.get("severity")
-            if kind is not None and isinstance(severity, ast.Attribute):
-                assert severity.attr.lower() in kind.severities, f"{file}:{node.lineno}"
-    assert made > 20
+def constructors(folder: Path) -> list[tuple[Path, ast.Call]]:
+    """Return every `Finding(...)` below a folder."""
+    trees = ((file, ast.parse(file.read_text())) for file in folder.rglob("*.py"))
+    calls = ((file, node) for file, tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return [(file, call) for file, call in calls if getattr(call.func, "id", "") == "Finding"]
+
+
+def test_only_templates_build_findings() -> None:
+    """`test_template.py` asserts that each template has a cause and a severity of its kind."""
+    assert [file.name for file, _ in constructors(DIAGNOSIS)] == ["template.py"]
+
+
+def test_the_monitors_own_findings_have_a_registered_kind_and_cause() -> None:
+    made = constructors(PROJECT / "distdiag" / "monitor")
+    assert made
+    for file, call in made:
+        given = {k.arg: k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)}
+        assert given.get("cause", KINDS[given["kind"]].causes[0]) in KINDS[given["kind"]].causes, file
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.kind.name)
+def test_a_cause_that_replaces_a_templates_is_one_of_its_kind(rule: rules.Rule) -> None:
+    files = [DIAGNOSIS / room / f"{rule.kind.name}.py" for room in ("rules", "text")]
+    trees = [ast.parse(path.read_text()) for path in files if path.exists()]
+    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    given = [
+        k.value
+        for call in calls
+        if isinstance(call.func, (ast.Name, ast.IfExp))
+        for k in call.keywords
+        if k.arg == "cause"
+    ]
+    for value in given:
+        compared = {id(x) for node in ast.walk(value) if isinstance(node, ast.Compare) for x in ast.walk(node)}
+        texts = (x for x in ast.walk(value) if isinstance(x, ast.Constant) and isinstance(x.value, str))
+        for text in texts:
+            assert id(text) in compared or text.value in rule.kind.causes, ast.unparse(value)
 
 
 def test_the_engine_knows_no_kind() -> None:

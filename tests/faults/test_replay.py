@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,11 @@ import msgspec
 import pytest
 
 from distdiag.cli import main
+from distdiag.diagnosis.culprit.case import Reason
+from distdiag.diagnosis.culprit.verdict import Verdict
+from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.model.snapshot import Snapshot
+from distdiag.diagnosis.text import incident_finding
 from distdiag.errors import ExitCode
 from distdiag.tapes.tape import read_tape, to_bytes
 from tests.faults import ablation, messages, replay
@@ -29,8 +35,44 @@ def test_a_tape_has_its_verdict(path: Path) -> None:
     assert result.messages == messages.golden().get(result.name)
 
 
+def name_of(path: Path) -> str:
+    return f"{path.parent.name}/{path.stem}"
+
+
+def of_incidents(path: Path) -> bool:
+    """True if the golden has a message about ranks that wait for good, or were aborted."""
+    return bool(re.search(r"^  (deadlock|mismatch)/", messages.golden().get(name_of(path), ""), re.MULTILINE))
+
+
+@pytest.mark.parametrize("path", [*filter(of_incidents, PATHS)], ids=name_of)
+def test_the_reason_shown_is_the_reason_that_decided(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What decided is in the message, all other evidence names the same ranks, and without the reason the message is another."""
+    verdicts: dict[str, Verdict] = {}
+    make = incident_finding.incident_finding
+
+    def recording(snapshot: Snapshot, verdict: Verdict) -> Finding:
+        finding = make(snapshot, verdict)
+        verdicts[finding.message] = verdict
+        return finding
+
+    monkeypatch.setattr(incident_finding, "incident_finding", recording)
+    tape = read_tape(path)
+    found = replay.judge(tape).findings
+    for finding in found:
+        verdict = verdicts.get(finding.message)
+        if verdict is None or verdict.reason is Reason.NONE:
+            continue
+        assert verdict.testimony.text in finding.message
+        assert all(testimony.ranks == verdict.testimony.ranks == finding.culprits for testimony in verdict.evidence)
+        worded = next((testimony for testimony in verdict.evidence if testimony.text), None)
+        if worded is not None:
+            assert worded.text in finding.message
+            without = replay.judge(tape, without=[worded.name]).findings
+            assert messages.text(without) != messages.text(found)
+
+
 def test_the_golden_has_no_message_of_a_tape_that_is_gone() -> None:
-    assert messages.golden().keys() == {f"{path.parent.name}/{path.stem}" for path in PATHS}
+    assert messages.golden().keys() == set(map(name_of, PATHS))
 
 
 def test_measured_values_are_masked_and_other_numbers_are_not() -> None:

@@ -1,7 +1,8 @@
-"""comm_bound: every rank loses this share of its time to communication that does not overlap with computation.
+"""comm_bound: every rank loses this share of its time to communication that does not overlap with
+computation.
 
-If one rank is late, the others wait for it: that is a straggler instead. On a device backend no host waits in a collective, so
-DDP's own timings are used.
+If one rank is late, the others wait for it: that is a straggler instead. On a device backend no
+host waits in a collective, so DDP's own timings are used.
 
 Faulty jobs: wide_sync. Healthy look-alikes: overlap_async.
 """
@@ -33,10 +34,9 @@ class Limits:
     """Share of its time that even the least affected rank loses."""
     least_span_ms: float = 1000.0
     """Milliseconds that the collectives of a loop without optimizer steps must span."""
-    busy_host_pct: float = 85.0
-    """Use of all cores in per cent, above which waits include the others' waiting for a CPU."""
     small_bucket_bytes: int = 1 << 20
-    """Mean bytes of a bucket below which the latency of each all-reduce matters more than its bytes."""
+    """Mean bytes of a bucket below which the latency of each all-reduce matters more than its
+    bytes."""
 
 
 limits = Limits()
@@ -72,7 +72,8 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
 
 
 def _shared_waits(s: Snapshot) -> float:
-    """Return the share of time that every rank's host waits in the collectives of all ranks, in a loop without an optimizer."""
+    """Return the share of time that every rank's host waits in the collectives of all ranks, in a
+    loop without an optimizer."""
     whole = {name for name, g in s.groups.items() if len(g.ranks) == s.world_size}
     recent = [a for a in s.arrivals if a.group in whole]
     if len(recent) < STEPS.least or s.world_size < 2:
@@ -89,14 +90,14 @@ def _finding(s: Snapshot, ranks: list[int], share: float, of: str, ddp: Gradient
         text = f"; DDP's gradients, {size_text(b.bytes)} in {count(b.buckets, 'bucket')}, take {percent(ddp.share)}"
         on_nccl = all(any(word in g.backend for word in BF16_BACKENDS) for g in s.groups.values())
         do = "; ".join(_advice(ddp, b, on_nccl))
-    busy = (s.host_cpu_pct or 0.0) > limits.busy_host_pct
+    busy = (s.host_cpu_pct or 0.0) > STEPS.busy_host_pct
     cores = "; the host's cores are all in use, so ranks also wait for a CPU" if busy else ""
     return COMM_BOUND(victims=ranks, share=share, of=of, gradients=text, cores=cores, do=do)
 
 
 def _advice(ddp: Gradients, b: Buckets, on_nccl: bool) -> Iterator[str]:
-    """Yield what reduces the exposed time of gradients, with the gain. For most changes there is only an upper limit:
-    how much of the rest will overlap is not known before it is tried."""
+    """Yield what reduces the exposed time of gradients, with the gain. For most changes there is
+    only an upper limit: how much of the rest will overlap is not known before it is tried."""
     low, high = ddp.interval or (0.0, 0.0)
     interval = f" (95 % interval {percent(low / 2).removesuffix(' %')} to {percent(high / 2)})" if ddp.interval else ""
     yield (

@@ -1,6 +1,8 @@
-"""duplicate_data: ranks train on the same batches, or every epoch has the same order. Batches are compared by fingerprints.
+"""duplicate_data: ranks train on the same batches, or every epoch has the same order. Batches are
+compared by fingerprints.
 
-Faulty jobs: noise_seeds, same_shuffle, frozen_order, char_windows, no_group. Healthy look-alikes: noise_fine, param_server, groups_apart, no_dist.
+Faulty jobs: noise_seeds, same_shuffle, frozen_order, char_windows, no_group.
+Healthy look-alikes: noise_fine, param_server, groups_apart, no_dist.
 """
 
 from __future__ import annotations
@@ -24,12 +26,10 @@ kind = kinds.DUPLICATE_DATA
 
 @dataclass(frozen=True)
 class Limits:
-    fingerprints: int = 3
-    """Batches in a row that must have equal fingerprints: with few labels, one or two are equal by chance."""
-    epochs: int = 3
-    """Epochs after which a sampler that is still at epoch 0 counts as one without `set_epoch`."""
-    checksums: int = 4
-    """Steps with equal checksums after which ranks without a process group count as doing the same work."""
+    times: int = 3
+    """Batches in a row that must have equal fingerprints: with few labels, one or two are equal by
+    chance. Also the epochs after which a sampler that is still at epoch 0 has no `set_epoch`, and
+    the equal checksums of ranks without a process group."""
     group_uses: int = 2
     """Up to this many collectives, a smaller group counts as not used."""
 
@@ -69,9 +69,10 @@ def _halves(prints: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def same_data(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    """True if the first batches of two rows of fingerprints are the same data, by labels or by values."""
+    """True if the first batches of two rows of fingerprints are the same data, by labels or by
+    values."""
     n = min(len(a), len(b))
-    if n < limits.fingerprints:
+    if n < limits.times:
         return False
     return any(x == y and 0 not in x and len(set(x)) == n for x, y in zip(_halves(a[:n]), _halves(b[:n]), strict=True))
 
@@ -99,12 +100,14 @@ class _Doubled:
 
     @cached_property
     def synthetic(self) -> bool:
-        """True if there is no loader: synthetic data in a test or benchmark are often equal on purpose."""
+        """True if there is no loader: synthetic data in a test or benchmark are often equal on
+        purpose."""
         return all(self.loaders[q].fed for q in self.ranks)
 
     @cached_property
     def labels(self) -> bool:
-        """True if only the labels are equal: the same samples, augmented by each rank, or others whose labels follow a pattern."""
+        """True if only the labels are equal: the same samples, augmented by each rank, or others
+        whose labels follow a pattern."""
         prints = {q: self.loaders[q].first_fingerprints for q in self.ranks}
         return any(_only_labels_equal(prints[g[0]], prints[q]) for g in self.groups for q in g)
 
@@ -123,13 +126,13 @@ def _same_batches(loaders: dict[int, Loader]) -> _Doubled | None:
         tuple[int, tuple[int, ...]], list[list[int]]
     ] = {}  # by first fingerprints, so that not all pairs are compared
     for q, x in sorted(loaders.items()):
-        begins = list(enumerate(_halves(x.first_fingerprints[: limits.fingerprints])))
+        begins = list(enumerate(_halves(x.first_fingerprints[: limits.times])))
         known = [g for b in begins for g in near.get(b, ())]
         found = next((g for g in known if same_data(loaders[g[0]].first_fingerprints, x.first_fingerprints)), None)
         if found is None:
             groups.append(found := [])
             for b in begins:
-                if len(b[1]) == limits.fingerprints and 0 not in b[1]:
+                if len(b[1]) == limits.times and 0 not in b[1]:
                     near.setdefault(b, []).append(found)
         found.append(q)
     doubled = [g for g in groups if len(g) > 1]
@@ -149,17 +152,16 @@ def _same_order(loaders: dict[int, Loader]) -> list[int]:
 
 
 def _never_set(x: Loader) -> bool:
-    """True if the sampler is still at epoch 0 in a later epoch, and the labels of the batches do not contradict.
+    """True if the sampler is still at epoch 0 in a later epoch, and the labels of the batches do
+    not contradict.
 
-    Augmentation changes the values even if the order is the same. With few classes, equal labels alone prove nothing.
+    Augmentation changes the values even if the order is the same. With few classes, equal labels
+    alone prove nothing.
     """
     labels, before = _halves(x.first_fingerprints)[0], _halves(x.previous_fingerprints)[0]
     n = min(len(labels), len(before))
     return (
-        x.sampler_epoch == 0
-        and x.iterations_started >= limits.epochs
-        and n >= limits.fingerprints
-        and labels[:n] == before[:n]
+        x.sampler_epoch == 0 and x.iterations_started >= limits.times and n >= limits.times and labels[:n] == before[:n]
     )
 
 
@@ -167,7 +169,8 @@ def _never_set(x: Loader) -> bool:
 
 
 def _same_work(s: Snapshot, loaders: dict[int, Loader]) -> bool:
-    """True if there is no process group, and every rank has the same batches and the same parameters after the same steps."""
+    """True if there is no process group, and every rank has the same batches and the same
+    parameters after the same steps."""
     ranks = list(s.ranks.values())
     if len(ranks) < s.world_size or len(loaders) < len(ranks) or any(g.ranks for g in s.groups.values()):
         return False
@@ -175,7 +178,7 @@ def _same_work(s: Snapshot, loaders: dict[int, Loader]) -> bool:
         return False
     sums = [{x.step: x.value for x in r.samples if x.kind == "parameters"} for r in ranks]
     common = set.intersection(*map(set, sums))
-    if len(common) < limits.checksums or any(len({x[k] for x in sums}) > 1 for k in common):
+    if len(common) < limits.times or any(len({x[k] for x in sums}) > 1 for k in common):
         return False
     return len({x[max(common)] for x in sums}) == 1 and len(set(sums[0].values())) > 1
 

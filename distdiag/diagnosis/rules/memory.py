@@ -1,6 +1,7 @@
 """memory: host or device memory that grows, differs between ranks, or is nearly full.
 
-Faulty jobs: loss_history (growth), rank0_cache (imbalance). Healthy look-alikes: growing_context, worker_pool.
+Faulty jobs: loss_history (growth), rank0_cache (imbalance). Healthy look-alikes: growing_context,
+worker_pool.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ Points = tuple[tuple[float, int], ...]  # (t_s, bytes), oldest first
 @dataclass(frozen=True)
 class Limits:
     growth_bytes: int = 192 * MIB
-    """Bytes of growth below which nothing is reported: the allocators and caches of a healthy job grow as much."""
+    """Bytes of growth below which nothing is reported: the allocators and caches of a healthy job
+    grow as much."""
     alone_bytes: int = 128 * MIB
-    """The same if only these ranks grow while the others train, too: allocators and caches would grow on all ranks."""
+    """The same if only these ranks grow while the others train, too: allocators and caches would
+    grow on all ranks."""
     growth: tuple[tuple[int, float, float], ...] = ((10, 10.0, 0.25), (7, 6.0, 0.5))
-    """(samples, seconds, growth as a share of the first sample): one triple must be reached. Fast growth needs less time."""
+    """(samples, seconds, growth as a share of the first sample): one triple must be reached. Fast
+    growth needs less time."""
     device_growth: tuple[tuple[int, float, float], ...] = ((30, 30.0, 0.25),)
     """The same for devices: torch reserves in jumps until it has seen every shape."""
     window_s: float = 60.0
@@ -38,8 +42,8 @@ class Limits:
     points: int = 60
     """Most samples that are judged."""
     patience: float = 0.02
-    """Share of the time left until memory is full during which it must keep growing. A cache or replay buffer also fills up, so
-    the more time is left, the longer growth is watched."""
+    """Share of the time left until memory is full during which it must keep growing. A cache or
+    replay buffer also fills up, so the more time is left, the longer growth is watched."""
     patience_s: float = 500.0
     """Longest time in seconds that growth is watched."""
     alone_s: float = 10.0
@@ -53,7 +57,8 @@ class Limits:
     headroom: float = 0.95
     """Share of a card in use, above which an info is reported."""
     imbalance_bytes: int = 512 * MIB
-    """Least number of bytes above the others. A rank that has read a file for all keeps some hundred MiB in its allocator."""
+    """Least number of bytes above the others. A rank that has read a file for all keeps some
+    hundred MiB in its allocator."""
     imbalance_share: float = 0.5
     """The same as a share of the others' memory."""
     imbalance_share_of_host: float = 0.02
@@ -176,7 +181,8 @@ def _on_device(s: Snapshot) -> Finding | None:
 
 
 def _host_imbalance(s: Snapshot) -> Iterator[Finding]:
-    """Yield ranks whose host memory is far above the others' after the first steps, for some seconds in a row."""
+    """Yield ranks whose host memory is far above the others' after the first steps, for some
+    seconds in a row."""
     ranks = [r for r in s.ranks.values() if _trains(r)]
     if len(ranks) < 2 or len(ranks) < s.world_size or _model_parallel(s):
         return
@@ -202,7 +208,8 @@ def _imbalance(s: Snapshot, template: Template, values: dict[int, int], least: f
 
 
 def _newest(points: Sequence[tuple[float, int]]) -> list[int]:
-    """Return the bytes of the newest samples that span `imbalance_s`; nothing if they do not reach back so far."""
+    """Return the bytes of the newest samples that span `imbalance_s`; nothing if they do not reach
+    back so far."""
     since_s = points[-1][0] - limits.imbalance_s if points else 0.0
     start = next((i for i in reversed(range(len(points))) if points[i][0] <= since_s), None)
     return [] if start is None else [b for _, b in points[start:]]

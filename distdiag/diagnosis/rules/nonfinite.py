@@ -107,9 +107,10 @@ def _finding(s: Snapshot, found: Found) -> Finding:
     name = next((y.name for _, y in chosen if y.name), "")
     loss = x.kind == "nonfinite_loss"
     do = _DO["input" if from_input else "everywhere" if everywhere else "one rank"]
+    if not everywhere:
+        common["on"] += " first"
     return NONFINITE(
-        **common | {"on": common["on"] if everywhere else f"{common['on']} first"},
-        cause="loss" if loss else "gradient", severity=Severity.INFO if alone else None,
+        **common, cause="loss" if loss else "gradient", severity=Severity.INFO if alone else None,
         victims=[q for q in alive if q not in ranks or everywhere], names=(name,) if name else (),
         what="loss" if loss else "a gradient",
         followed=f"; {rank_list(others)} followed" if others and not everywhere else "",

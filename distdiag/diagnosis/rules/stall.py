@@ -1,10 +1,12 @@
-"""stall: ranks wait for one that is alive and busy, unusually long for this job. Suspected; cleared if it continues.
+"""stall: ranks wait for one that is alive and busy, unusually long for this job. Suspected; cleared
+if it continues.
 
-Ranks that wait at the same line for the same thing (a lock, a key of a store, a file that does not appear) are one finding.
+Ranks that wait at the same line for the same thing (a lock, a key of a store, a file that does not
+appear) are one finding.
 
-Faulty jobs: box_jitter, registry_retry, nfs_tiles, regex_clean, ctoken, log_thread, prefetcher, metric_socket, ask_overwrite,
-quota_ckpt. Healthy look-alikes: slow_archive, long_validation, jit_warmup, main_eval, rate_limited,
-staged_team.
+Faulty jobs: box_jitter, registry_retry, nfs_tiles, regex_clean, ctoken, log_thread, prefetcher,
+metric_socket, ask_overwrite, quota_ckpt. Healthy look-alikes: slow_archive, long_validation,
+jit_warmup, main_eval, rate_limited, staged_team.
 """
 
 from __future__ import annotations
@@ -38,32 +40,29 @@ class Limits:
             {a.word: a.patience_s for a in ACTIVITIES if a.patience_s} | {"validation": 60.0}
         )
     )
-    """Seconds that the others may wait for a rank, by what it does. Nobody answers a prompt of a batch job; a checkpoint to a
-    slow disk may be slow."""
-    training_s: float = 60.0
-    """The same for a rank that still makes steps and is ahead of all ranks that wait for it."""
-    first_step_s: float = 60.0
-    """Seconds before the first step: compilation, lazy initialisation, unpickling an index (which holds the GIL)."""
-    second_step_s: float = 30.0
-    """The same, after the first few collectives."""
-    few_calls: int = 4
-    """Collectives that count as the start of the job."""
-    many_calls: int = 32
-    """Collectives after which a job without steps (it has no torch optimizer) counts as running."""
+    """Seconds that the others may wait for a rank, by what it does. Nobody answers a prompt of a
+    batch job; a checkpoint to a slow disk may be slow."""
+    long_s: float = 60.0
+    """The same for a rank that still makes steps and is ahead of all ranks that wait for it, and
+    for a job in which no rank moves and none waits for another, while their hosts sleep or wait for
+    their devices."""
+    start_s: tuple[tuple[int, float], ...] = ((4, 60.0), (32, 30.0))
+    """(fewer collectives than this, seconds) before the first step: compilation, lazy
+    initialisation, unpickling an index (which holds the GIL). A job that makes no steps has no
+    torch optimizer."""
     asleep_pct: float = 4.0
-    """CPU in per cent of a core below which a rank counts as asleep: its recorder alone uses up to 2."""
-    usual_factor: float = 3.0
-    """Multiple of the longest wait that this rank has caused so far without hanging."""
-    error_factor: float = 3.0
-    """Multiple of the patience after which a stall is an error."""
-    nobody_s: float = 60.0
-    """Seconds in which no rank moves and none waits for another, if their hosts sleep or wait for their devices."""
+    """CPU in per cent of a core below which a rank counts as asleep: its recorder alone uses up to
+    2."""
+    factor: float = 3.0
+    """Multiple of the usual step, or of the longest wait that this rank has caused so far without
+    hanging, that the patience is at least. A stall is an error after the same multiple of its
+    patience."""
     nobody_busy_s: float = 300.0
-    """The same if a host computes: a compilation shows one line, too."""
-    nobody_steps: float = 5.0
-    """Multiple of the usual step that no rank may move, at least."""
+    """Seconds in which no rank moves and none waits for another, if a host computes: a compilation
+    shows one line, too."""
     together: float = 0.8
-    """Ranks at the line of a rank that exceeds its patience are named with it, once the others have waited this share of it."""
+    """Ranks at the line of a rank that exceeds its patience are named with it, once the others have
+    waited this share of it."""
 
 
 limits = Limits()
@@ -85,7 +84,8 @@ class _Late:
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
-    """Yield the stalls: living ranks that others have waited for longer than usual, one for each line that they are at."""
+    """Yield the stalls: living ranks that others have waited for longer than usual, one for each
+    line that they are at."""
     if facts.stopped:
         yield Abstained("another finding has already stopped the job", checked=True)
         return
@@ -123,9 +123,11 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
 
 
 def _by_line(late: list[_Late]) -> Iterator[list[_Late]]:
-    """Yield the ranks that exceed their patience, those at one line together, the longest wait first.
+    """Yield the ranks that exceed their patience, those at one line together, the longest wait
+    first.
 
-    At one line all do the same, although one may look asleep and another busy for a moment: the shortest patience counts.
+    At one line all do the same, although one may look asleep and another busy for a moment: the
+    shortest patience counts.
     """
     groups: dict[object, list[_Late]] = {}
     for x in late:
@@ -138,9 +140,10 @@ def _by_line(late: list[_Late]) -> Iterator[list[_Late]]:
 
 
 def _trains_on(facts: Facts, r: RankState) -> Finding | None:
-    """Return the stall of ranks that wait for one that still makes steps; None if the wait is not unusual."""
+    """Return the stall of ranks that wait for one that still makes steps; None if the wait is not
+    unusual."""
     found = outpaced(facts.snapshot, facts.graph, r.rank)
-    if found is None or found[1] < max(limits.training_s, limits.usual_factor * r.longest_delay_s):
+    if found is None or found[1] < max(limits.long_s, limits.factor * r.longest_delay_s):
         return None
     victims, waited_s, ahead = found
     stack = r.phase_stacks.get("backward") or r.phase_stacks.get("optimizer") or r.user_stack
@@ -155,13 +158,14 @@ def _trains_on(facts: Facts, r: RankState) -> Finding | None:
 
 
 def _incomplete(facts: Facts) -> Iterator[Finding]:
-    """Yield operations that all their ranks have issued on their devices and that do not complete: no rank is known to be late."""
+    """Yield operations that all their ranks have issued on their devices and that do not complete:
+    no rank is known to be late."""
     s = facts.snapshot
     for calls, since_s in incomplete(s, facts.graph):
         ranks = sorted(calls)
         started = any(s.ranks[r].step or s.ranks[r].steps for r in ranks)
         start_s = 0.0 if started else _start_s(min(len(s.ranks[r].calls) for r in ranks))
-        limit_s = max(limits.patience_s["device"], start_s, limits.usual_factor * (s.usual_step_s or 0.0))
+        limit_s = max(limits.patience_s["device"], start_s, limits.factor * (s.usual_step_s or 0.0))
         waited_s = s.t_s - since_s
         if waited_s < limit_s:
             continue
@@ -170,7 +174,7 @@ def _incomplete(facts: Facts) -> Iterator[Finding]:
         if first.p2p:
             issued = f"{_end_text(ranks[0], first)} and {_end_text(ranks[1], calls[ranks[1]])}, and the message has"
         yield INCOMPLETE(
-            severity=Severity.ERROR if waited_s > limits.error_factor * limit_s else Severity.WARNING,
+            severity=Severity.ERROR if waited_s > limits.factor * limit_s else Severity.WARNING,
             victims=ranks, collective=first,
             waiting=wheres(s, ranks, "waiting", {q: call.site for q, call in calls.items()}),
             step=max(s.ranks[r].step for r in ranks), first_seen_s=since_s, issued=issued, waited_s=waited_s,
@@ -178,12 +182,13 @@ def _incomplete(facts: Facts) -> Iterator[Finding]:
 
 
 def _nobody_moves(facts: Facts) -> Iterator[Finding]:
-    """Yield the stall of a job in which no rank moves, although none is known to wait for another: below the recorder's view."""
+    """Yield the stall of a job in which no rank moves, although none is known to wait for another:
+    below the recorder's view."""
     s = facts.snapshot
     still_s = motionless_s(s) if not facts.graph.sinks else None
     ranks = list(s.ranks.values())
     idle = all(r.host_blocked or r.host_wait is not None for r in ranks)
-    limit_s = max(limits.nobody_s if idle else limits.nobody_busy_s, limits.nobody_steps * (s.usual_step_s or 0.0))
+    limit_s = max(limits.long_s if idle else limits.nobody_busy_s, limits.factor * (s.usual_step_s or 0.0))
     if still_s is None or still_s < limit_s or any("sleep(" in _line(r.current_site, facts.source) for r in ranks):
         return
     at_site: dict[Site | None, list[int]] = {}
@@ -204,21 +209,21 @@ def _end_text(rank: int, call: Call) -> str:
 
 
 def patience_s(r: RankState) -> float:
-    """Return the seconds that others may wait for this rank before it is a finding, by what it does and has done before."""
+    """Return the seconds that others may wait for this rank before it is a finding, by what it does
+    and has done before."""
     doing = _doing(r)
     if doing in ("user_code", "sleep") and _validates(r):
         doing = "validation"
     base = limits.patience_s.get(doing, limits.patience_s["user_code"])
     if not r.steps and r.step == 0 and doing in ("user_code", "sleep", "socket", "lock", "gil_held"):
         base = max(base, _start_s(len(r.calls)))
-    return max(base, limits.usual_factor * r.longest_delay_s)
+    return max(base, limits.factor * r.longest_delay_s)
 
 
 def _start_s(calls: int) -> float:
-    """Return the minimum patience, in seconds, for a job that has made no step yet, by its number of collectives."""
-    if calls < limits.few_calls:
-        return limits.first_step_s
-    return limits.second_step_s if calls < limits.many_calls else 0.0
+    """Return the minimum patience, in seconds, for a job that has made no step yet, by its number
+    of collectives."""
+    return next((seconds for fewer, seconds in limits.start_s if calls < fewer), 0.0)
 
 
 def _doing(r: RankState) -> str:
@@ -227,7 +232,8 @@ def _doing(r: RankState) -> str:
 
 
 def _validates(r: RankState) -> bool:
-    """True if the rank evaluates a model: by its phase, its model's eval mode, or the names of the functions that it is in."""
+    """True if the rank evaluates a model: by its phase, its model's eval mode, or the names of the
+    functions that it is in."""
     words = {w.lower() for site in r.user_stack for w in _WORDS.findall(site.function)}
     return r.phase == "validate" or any(m.evaluating for m in r.models) or bool(words & _VALIDATION)
 
@@ -238,7 +244,8 @@ def _loads_itself(r: RankState) -> bool:
 
 
 def _left_open(s: Snapshot, r: RankState) -> tuple[Call, tuple[int, ...]] | None:
-    """Return an open collective that this rank issued asynchronously or from another thread, and the ranks that have not entered it."""
+    """Return an open collective that this rank issued asynchronously or from another thread, and
+    the ranks that have not entered it."""
     for name, issued in r.enqueued.items():
         done, group = r.completed.get(name, issued), s.groups.get(name)
         if done >= issued or group is None:
@@ -278,7 +285,8 @@ _DO = {a.word: a.do for a in ACTIVITIES if a.do} | {
 
 
 def _finding(facts: Facts, late: list[_Late]) -> Finding:
-    """Return the finding of ranks that are kept at one line, the one that others have waited for longest first."""
+    """Return the finding of ranks that are kept at one line, the one that others have waited for
+    longest first."""
     s, first = facts.snapshot, late[0]
     r, victim = first.state, s.ranks[first.victims[0]]
     call = victim.blocked
@@ -292,7 +300,7 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
     victims = sorted({v for x in late for v in x.victims})
     return STALL(
         cause=_CAUSE.get(doing, "user_code" if r.current_site else "unknown"),
-        severity=Severity.ERROR if any(x.waited_s > limits.error_factor * x.limit_s for x in late) else None,
+        severity=Severity.ERROR if any(x.waited_s > limits.factor * x.limit_s for x in late) else None,
         culprits=ranks, victims=victims, collective=call if call.op else None,
         where=(
             *(w for state in states for w in where_stack(state, state.user_stack, state.activity)),
@@ -337,7 +345,8 @@ def _open_text(call: Call, missing: tuple[int, ...]) -> str:
 
 
 def _missing_text(ranks: list[int], call: Call, victim: int) -> str:
-    """Return what a victim that is in `call` waits for: the call of these ranks, or the other end of a message."""
+    """Return what a victim that is in `call` waits for: the call of these ranks, or the other end
+    of a message."""
     if not call.p2p:
         return f"{rank_list(ranks)} {verb(ranks, 'has', 'have')} not entered {op_text(call)}"
     if ranks != [call.peer]:

@@ -1,12 +1,14 @@
 """straggler: a rank is late in a sustained share of steps, and the others wait for it.
 
-The slow rank is the one that waits least (see `step_times`). The cost is counterfactual: the step time if this rank were
-like the others. A rank that is slow in some steps only is a straggler if it costs the others a fifth of their time. If the
-slowest rank keeps changing, the cause is `rotating` and no rank is blamed. In a loop without optimizer steps, the straggler is
-the rank that enters its collectives last.
+The slow rank is the one that waits least (see `step_times`). The cost is counterfactual: the step
+time if this rank were like the others. A rank that is slow in some steps only is a straggler if it
+costs the others a fifth of their time. If the slowest rank keeps changing, the cause is `rotating`
+and no rank is blamed. In a loop without optimizer steps, the straggler is the rank that enters its
+collectives last.
 
-Faulty jobs: bn_tiles, ledger_flush, slow_disk, long_dialogs, grad_stats_hook, swapped_optim, thumb_logger, audit_turns, tiles_two_hosts.
-Healthy look-alikes: bn_ice, ledger_shared, worker_pool, shared_storage, jittery_sim, gc_pauses, bucketed_lengths, pipe_three.
+Faulty jobs: bn_tiles, ledger_flush, slow_disk, long_dialogs, grad_stats_hook, swapped_optim,
+thumb_logger, audit_turns, tiles_two_hosts. Healthy look-alikes: bn_ice, ledger_shared, worker_pool,
+shared_storage, jittery_sim, gc_pauses, bucketed_lengths, pipe_three.
 """
 
 from __future__ import annotations
@@ -40,28 +42,32 @@ class Limits:
     least_ms: float = 3.0
     """Milliseconds per step that the others would gain. An idle host's jitter is below this."""
     shares: tuple[tuple[float, float], ...] = ((3.0, 0.05), (1.6, 0.15), (1.3, 0.10))
-    """(ratio of its slowest phase to the others', share of the step that must then be lost). A slower core, or one shared with
-    another job, stretches all computation by some tens of per cent and is not the job's fault; extra work or waiting of one
-    rank is many times that of the others. The last row needs a host with cores to spare, or a device's clock."""
-    busy_host_pct: float = 85.0
-    """Use of all cores in per cent, above which ranks compete for them: their jitter is not evidence then."""
+    """(ratio of its slowest phase to the others', share of the step that must then be lost). A
+    slower core, or one shared with another job, stretches all computation by some tens of per cent
+    and is not the job's fault; extra work or waiting of one rank is many times that of the others.
+    The last row needs a host with cores to spare, or a device's clock."""
     starved: float = 0.1
-    """Share of the time that a loader's workers were runnable without a CPU; above it they lack one."""
+    """Share of the time that a loader's workers were runnable without a CPU; above it they lack
+    one."""
     asleep: float = 0.3
     """Cores used by a loader's workers; below it they wait for something other than a CPU."""
     control_ms: float = 0.3
-    """Least optimizer time in milliseconds that shows how fast a rank's core is: this work is the same on all ranks."""
+    """Least optimizer time in milliseconds that shows how fast a rank's core is: this work is the
+    same on all ranks."""
     jitter_ms: float = 10.0
-    """Milliseconds per step that a busy host's jitter may cost a rank at the line of a collective call."""
+    """Milliseconds per step that a busy host's jitter may cost a rank at the line of a collective
+    call."""
     concentrated: float = 0.75
-    """Share of the rank's excess that is in optimizer.step, on a busy host. Two healthy ranks that shared two cores with other
-    work had 0.55; with extra work in optimizer.step it is nearly 1."""
+    """Share of the rank's excess that is in optimizer.step, on a busy host. Two healthy ranks that
+    shared two cores with other work had 0.55; with extra work in optimizer.step it is nearly 1."""
     enough: int = 24
     """Most ranks whose median is computed as that of all: more would only cost time."""
     rotating_share: float = 0.35
-    """Share of the step that is lost to the slowest rank, if it keeps changing. Two ranks on shared cores lose a third by chance."""
+    """Share of the step that is lost to the slowest rank, if it keeps changing. Two ranks on shared
+    cores lose a third by chance."""
     rotating_steps: int = 40
-    """Least number of steps that are judged, so that every rank of a small job can be the slowest."""
+    """Least number of steps that are judged, so that every rank of a small job can be the
+    slowest."""
     rotating_changes: float = 0.4
     """Changes of the slowest rank, per step."""
 
@@ -92,7 +98,8 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
 
 
 class Excess(NamedTuple):
-    """What one slow rank works beyond the others, ms per step, without its waiting for a CPU (`queued_ms`)."""
+    """What one slow rank works beyond the others, ms per step, without its waiting for a CPU
+    (`queued_ms`)."""
 
     rank: int
     phase: str  # the one that exceeds the others' most
@@ -120,11 +127,12 @@ class Case:
     @cached_property
     def busy(self) -> bool:
         """True if ranks compete for cores, or if that is not known."""
-        return self.snapshot.host_cpu_pct is None or self.snapshot.host_cpu_pct > limits.busy_host_pct
+        return self.snapshot.host_cpu_pct is None or self.snapshot.host_cpu_pct > STEPS.busy_host_pct
 
     @cached_property
     def stages(self) -> bool:
-        """True if all ranks exchange messages and none has the whole model: stages of a pipeline."""
+        """True if all ranks exchange messages and none has the whole model: stages of a
+        pipeline."""
         s = self.snapshot
         replicas = {name for name, group in s.groups.items() if len(group.ranks) == s.world_size}
         return all(r.p2p_issued and not any(m.group in replicas for m in r.models) for r in s.ranks.values())
@@ -144,10 +152,12 @@ class Case:
 
     @cached_property
     def ahead(self) -> tuple[int, float] | None:
-        """(rank, ms) of one that always arrives after the others, in whose steps no wait for it is seen.
+        """(rank, ms) of one that always arrives after the others, in whose steps no wait for it is
+        seen.
 
-        Hosts that run ahead until their launch queue is full wait there, in any phase, and not for the last to arrive. How far
-        they are ahead is then constant, and is not what a step costs them.
+        Hosts that run ahead until their launch queue is full wait there, in any phase, and not for
+        the last to arrive. How far they are ahead is then constant, and is not what a step costs
+        them.
         """
         steps, ranks = self.window.steps, self.window.ranks
         arrivals = leads(zip(*([x.ready_s or 0.0 for x in steps[q]] for q in ranks), strict=True))
@@ -182,7 +192,8 @@ class Case:
         return Excess(rank, phase, excess[phase], all_ms, ratio, queued_ms)
 
     def _queued_ms(self, rank: int) -> float:
-        """Return milliseconds per step that a rank waited for a CPU beyond the others, if other work competes for the cores."""
+        """Return milliseconds per step that a rank waited for a CPU beyond the others, if other
+        work competes for the cores."""
         ranks = self.snapshot.ranks
         own, theirs = ranks[rank].queued_share, [x for q in self.rest if (x := ranks[q].queued_share) is not None]
         if own is None or not theirs or not self.busy:
@@ -208,7 +219,8 @@ class Case:
 
     @cached_property
     def needed(self) -> float:
-        """Share of the step that must be lost, by the ratio to the others' work; infinite if that is too small."""
+        """Share of the step that must be lost, by the ratio to the others' work; infinite if that
+        is too small."""
         return self._needed(self.ratio)
 
     def _needed(self, ratio: float) -> float:
@@ -218,16 +230,19 @@ class Case:
 
     @cached_property
     def busiest(self) -> float | None:
-        """Share of the time in which the busiest of the other ranks' loaders fetches; None if not known."""
+        """Share of the time in which the busiest of the other ranks' loaders fetches; None if not
+        known."""
         loaders = [x for q in self.rest for x in self.snapshot.ranks[q].loaders if x.in_training and x.workers]
         return max((x.fetching for x in loaders if x.fetching is not None), default=None)
 
     @cached_property
     def loader_gain(self) -> float | None:
-        """Largest share of the step that the job would gain if this rank's loader were like the others'; None if not known.
+        """Largest share of the step that the job would gain if this rank's loader were like the
+        others'; None if not known.
 
-        A rank that waits for another finds its queue full, however slow its own loader is. The time that its workers fetch shows
-        the speed: the loader alone would need that share of the step time.
+        A rank that waits for another finds its queue full, however slow its own loader is. The time
+        that its workers fetch shows the speed: the loader alone would need that share of the step
+        time.
         """
         return None if self.phase != "data" or self.busiest is None else 1.0 - self.busiest
 
@@ -241,13 +256,14 @@ class Case:
     def lacks_cpu(self) -> bool:
         """True if loader workers of a slow rank wait for a CPU.
 
-        If all loaders are at their limit, a slightly slower one causes all the waiting and fills the other queues: their own
-        speed is not known then.
+        If all loaders are at their limit, a slightly slower one causes all the waiting and fills
+        the other queues: their own speed is not known then.
         """
         return self.phase == "data" and any(self._starved(self.snapshot.ranks[q]) for q in self.slow.ranks)
 
     def _starved(self, r: RankState) -> bool:
-        """True if a rank's workers lack a CPU, and have not more than twice the work of any other's for as many batches."""
+        """True if a rank's workers lack a CPU, and have not more than twice the work of any other's
+        for as many batches."""
         asleep = r.workers_busy is not None and r.workers_busy < limits.asleep
         starved = self.busy or (r.workers_starved or 0.0) > limits.starved
         states = (self.snapshot.ranks[q] for q in self.rest)
@@ -258,7 +274,8 @@ class Case:
 
     @property
     def jitters(self) -> bool:
-        """True if it spends a little time on a busy host at a line that is a collective call: all ranks make it."""
+        """True if it spends a little time on a busy host at a line that is a collective call: all
+        ranks make it."""
         sites = self.snapshot.ranks[self.most.rank].phase_sites.get("other", ())
         at_collective = bool(sites) and sites[0][0].key in self.snapshot.ranks[self.most.rank].sites
         return self.phase == "other" and self.most.phase_ms < limits.jitter_ms and self.busy and at_collective
@@ -293,10 +310,11 @@ VETOES = (
 
 
 def _slow_device(s: Snapshot, window: Window) -> Finding | None:
-    """Return the finding of a rank whose device takes longer for the forward of DDP, by CUDA events; None if there is none.
+    """Return the finding of a rank whose device takes longer for the forward of DDP, by CUDA
+    events; None if there is none.
 
-    Its host launches as early as the others', so that arrivals do not show it. Devices leave the reduction of the gradients
-    together, and nothing is waited for in the forward that follows.
+    Its host launches as early as the others', so that arrivals do not show it. Devices leave the
+    reduction of the gradients together, and nothing is waited for in the forward that follows.
     """
     ranks = [s.ranks[q] for q in window.ranks]
     if not window.inferred or not all(r.device_total_bytes and any(m.group for m in r.models) for r in ranks):
@@ -341,7 +359,8 @@ def _rotating(case: Case) -> Finding | None:
 
 
 def _at_times(case: Case) -> Finding | None:
-    """Return the finding of a rank that is slow in some steps: info, unless it costs much and is not a duty such as validation."""
+    """Return the finding of a rank that is slow in some steps: info, unless it costs much and is
+    not a duty such as validation."""
     found = comparison.occasional(case.window)
     # without a period, ranks that compete for cores have such steps by chance, stages by design
     if found is None or (found.period is None and (case.busy or case.stages)):

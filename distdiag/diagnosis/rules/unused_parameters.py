@@ -1,9 +1,12 @@
-"""unused_parameters: parameters that got no gradient, by name; or a search for unused parameters that finds none.
+"""unused_parameters: parameters that got no gradient, by name; or a search for unused parameters
+that finds none.
 
-Without find_unused_parameters, DDP refuses the forward after a backward that left one out. With it, they are just never
-trained. Frozen ones (requires_grad False) are reported once as info, to distinguish them from unused ones.
+Without find_unused_parameters, DDP refuses the forward after a backward that left one out. With it,
+they are just never trained. Frozen ones (requires_grad False) are reported once as info, to
+distinguish them from unused ones.
 
-Faulty jobs: pose_heads, lang_adapters, safe_flag, lit_gan. Healthy look-alikes: frozen_backbone, layer_drop, frozen_head.
+Faulty jobs: pose_heads, lang_adapters, safe_flag, lit_gan. Healthy look-alikes: frozen_backbone,
+layer_drop, frozen_head.
 """
 
 from __future__ import annotations
@@ -31,12 +34,12 @@ kind = kinds.UNUSED_PARAMETERS
 
 @dataclass(frozen=True)
 class Limits:
-    some_checks: int = 30
-    """Checks before parameters without gradient are reported as info, if DDP expects unused parameters."""
+    checks: int = 40
+    """Checks before parameters without gradient are reported as info, if DDP expects unused
+    parameters, and before find_unused_parameters is reported as not needed, if every parameter got
+    a gradient in all of them."""
     never_checks: int = 100
     """The same before it is a warning: by then a rare branch has been taken."""
-    not_needed_checks: int = 40
-    """Checks with a gradient for every parameter before find_unused_parameters is reported as not needed."""
     not_needed_share: float = 0.001
     """Share of the step that the search takes; below it, the flag is reported as info."""
 
@@ -163,9 +166,10 @@ def _model_of(r: RankState) -> Model | None:
 
 
 def _never(case: _Case) -> dict[str, int]:
-    """Return the names and sizes of parameters that never had a gradient on any rank, after some dozens of checks."""
+    """Return the names and sizes of parameters that never had a gradient on any rank, after some
+    dozens of checks."""
     models = list(case.having.values())
-    if len(models) < len(case.snapshot.ranks) or any(m.unused_checks < limits.some_checks for m in models):
+    if len(models) < len(case.snapshot.ranks) or any(m.unused_checks < limits.checks for m in models):
         return {}
     common = set.intersection(*({n for n, _ in m.never_trained} for m in models))
     return {n: k for n, k in models[0].never_trained if n in common}
@@ -189,8 +193,8 @@ def _not_needed(s: Snapshot) -> Finding | Abstained:
         return Abstained("the cost of find_unused_parameters is not measured yet")
     if any(m.unused_hits for m in models):
         return Abstained("parameters without gradient were found, as find_unused_parameters expects", checked=True)
-    if checks < limits.not_needed_checks:
-        return Abstained(f"{checks} of {limits.not_needed_checks} checks of find_unused_parameters")
+    if checks < limits.checks:
+        return Abstained(f"{checks} of {limits.checks} checks of find_unused_parameters")
     return _not_needed_finding(s, models[0], checks, max(m.search_ms or 0.0 for m in models), s.usual_step_s * 1e3)
 
 
@@ -228,7 +232,7 @@ def _finding(case: _Case, unused: dict[str, int], differs: bool, severity: Sever
     crash = "DDP refuses the next forward" if case.refused else "DDP will refuse the next forward"
     return UNUSED_TEXT(
         cause="differs_between_ranks" if differs else "never_used", severity=severity, culprits=culprits,
-        victims=(q for q in sorted(case.with_models) if q not in culprits),
+        victims=[q for q in sorted(case.with_models) if q not in culprits],
         where=(
             where(ranks[q], "crashed" if q in case.refused else None, having[q].unused_site) for q in sorted(having)
         ),
@@ -241,7 +245,8 @@ def _finding(case: _Case, unused: dict[str, int], differs: bool, severity: Sever
 
 
 def _why(case: _Case) -> str:
-    """Return that they are frozen, or whether their modules were entered at all, if that was seen."""
+    """Return that they are frozen, or whether their modules were entered at all, if that was
+    seen."""
     if case.frozen_later:
         return "; they were frozen (requires_grad False) after DDP was built"
     m = case.first
@@ -254,7 +259,8 @@ def _why(case: _Case) -> str:
 
 
 def _branch(case: _Case, culprits: list[int]) -> str:
-    """Return the conditions under which the modules are called that got no gradient on some ranks only; empty if not known."""
+    """Return the conditions under which the modules are called that got no gradient on some ranks
+    only; empty if not known."""
     if not culprits:
         return ""
     modules = {name.rpartition(".")[0].rpartition(".")[2] for q in culprits for name, _ in case.having[q].unused}
@@ -294,10 +300,12 @@ def _not_needed_finding(s: Snapshot, m: Model, checks: int, cost_ms: float, step
 
 
 def _gain_text(s: Snapshot, step_ms: float) -> str:
-    """Return what a step would gain without the flag: at least the search of the fastest rank, which is measured.
+    """Return what a step would gain without the flag: at least the search of the fastest rank,
+    which is measured.
 
-    With the flag, DDP also sums the used parameters over the ranks and never sorts its buckets by the order of the gradients.
-    Both lengthen the exposed communication, and cannot cost more than all of it.
+    With the flag, DDP also sums the used parameters over the ranks and never sorts its buckets by
+    the order of the gradients. Both lengthen the exposed communication, and cannot cost more than
+    all of it.
     """
     searched = [[m.search_ms or 0.0 for m in r.models if m.find_unused] for r in s.ranks.values()]
     of_rank = [max(ms) / step_ms for ms in searched if ms]

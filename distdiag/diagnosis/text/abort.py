@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import signal
 
+from distdiag.diagnosis import kinds
 from distdiag.diagnosis.culprit.verdict import Verdict
-from distdiag.diagnosis.model.findings import Certainty, Finding, Severity, rank_list
+from distdiag.diagnosis.model.findings import Finding, rank_list
 from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot
 from distdiag.diagnosis.text import evidence
-from distdiag.diagnosis.text.phrases import at, where
+from distdiag.diagnosis.text.phrases import at, where, wheres
+from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.waits.wait import last_wait
 
+ABORT = Template(kinds.MISMATCH, "shape",
+    "ranks {what} of different sizes, and gloo aborted {killed}: {places}{why}", "the job ended", "{do}",
+    proved=True)  # fmt: skip
 SHOWN = 8  # tensors
 COMPARE = "compare the two call sites: every rank must make the same collective calls in the same order"
 
@@ -26,21 +31,12 @@ def finding(snapshot: Snapshot, verdict: Verdict) -> Finding:
         f"{rank_list([r for r in dead if (s := states[r].current_site) is not None and s.key == key])}{at(site)}"
         for key, site in lines.items()
     )
-    return Finding(
-        kind=verdict.kind.name,
-        cause=verdict.cause,
-        certainty=Certainty.PROVED,
-        severity=Severity.ERROR,
-        culprits=odd,
-        victims=rest,
-        where=tuple(where(states[r], _state(states[r])) for r in odd or dead),
-        waiting=tuple(where(states[r]) for r in rest) if odd else (),
-        step=states[killed[0]].step if killed else None,
+    return ABORT(
+        culprits=odd, victims=rest, where=(where(states[r], _state(states[r])) for r in odd or dead),
+        waiting=wheres(snapshot, rest) if odd else (), step=states[killed[0]].step if killed else None,
         first_seen_s=min((t for r in dead if (t := states[r].ended_s) is not None), default=snapshot.t_s),
-        message=f"ranks {what} of different sizes, and gloo aborted {rank_list(killed)}: {places}{why}",
-        cost="the job ended",
-        advice=advice,
-    )
+        what=what, killed=killed, places=places, why=why, do=advice,
+    )  # fmt: skip
 
 
 def _state(state: RankState) -> str | None:

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.kinds import Kind
-from distdiag.diagnosis.model.findings import Certainty, Finding, Severity
+from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.diagnosis.text import abort, conflict, cycle, gone
 from distdiag.diagnosis.text.incident import calls_of, collective_ref, host_text, newest_step, where_of_ranks
 from distdiag.diagnosis.text.phrases import NO_PROGRESS
+from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.waits.incidents import Root
 
 
@@ -29,7 +30,7 @@ def incident_finding(snapshot: Snapshot, verdict: Verdict) -> Finding:
         return abort.finding(snapshot, verdict)
     calls = calls_of(verdict.waits)
     members = incident.members
-    certainty, cost = Certainty.PROVED, NO_PROGRESS
+    proved, cost = True, NO_PROGRESS
     match incident.root:
         case Root.CONFLICT:
             step = newest_step(snapshot, members)
@@ -42,28 +43,19 @@ def incident_finding(snapshot: Snapshot, verdict: Verdict) -> Finding:
                 if rank not in calls and state.blocked is not None:
                     calls[rank] = (incident.waits[0], state.blocked)
             message, advice = cycle.message(snapshot, verdict), cycle.advice(snapshot, verdict, calls)
-            certainty = Certainty.PROVED if snapshot.source != "dumps" else Certainty.SUSPECTED
+            proved = snapshot.source != "dumps"
         case Root.GONE:
             step = newest_step(snapshot, [*culprits, *verdict.stuck])
             message, advice = gone.message(snapshot, verdict), gone.advice(verdict)
             members = frozenset(culprits)
     outside = incident.victims - members
-    return Finding(
-        kind=verdict.kind.name,
-        cause=verdict.cause,
-        certainty=certainty,
-        severity=Severity.ERROR,
-        culprits=culprits,
-        victims=victims,
-        collective=collective_ref(snapshot, verdict.wait, verdict.call),
+    return Template(verdict.kind, verdict.cause, "{text}{hosts}", cost, "{do}", proved)(
+        culprits=culprits, victims=victims, collective=collective_ref(snapshot, verdict.wait, verdict.call),
         where=where_of_ranks(snapshot, culprits or members, calls),
-        waiting=where_of_ranks(snapshot, victims if culprits else outside, calls),
-        step=step,
+        waiting=where_of_ranks(snapshot, victims if culprits else outside, calls), step=step,
         first_seen_s=None if snapshot.source == "dumps" else _complete_since(snapshot, (*culprits, *victims)),
-        message=message + host_text(snapshot, (*culprits, *victims)),
-        cost=cost,
-        advice=advice,
-    )
+        text=message, hosts=host_text(snapshot, (*culprits, *victims)), do=advice,
+    )  # fmt: skip
 
 
 def _complete_since(snapshot: Snapshot, members: tuple[int, ...]) -> float | None:

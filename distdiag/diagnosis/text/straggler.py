@@ -62,7 +62,8 @@ _DO = {
 def _found(
     template: Template, s: Snapshot, window: Window, ranks: Collection[int], phase: str, **facts: Any
 ) -> Finding:
-    """Return a finding about slow ranks; the first is at the line with most samples of that phase."""
+    """Return a finding about slow ranks; the first is at the line with most samples of that
+    phase."""
     first, *more = ranks
     r, stack = s.ranks[first], _stack_of(s.ranks[first], phase)
     facts.setdefault("where", (
@@ -72,15 +73,12 @@ def _found(
     no_workers = all(x.workers == 0 for q in ranks for x in s.ranks[q].loaders if x.in_training)
     do = _DO["no workers" if phase == "data" and no_workers else phase]
     own_code = f"{'its' if len(ranks) == 1 else 'their'} own code"
+    facts.setdefault("what", f"{own_code} between steps" if phase == "other" else phase)
     return template(
-        culprits=sorted(ranks),
-        victims=[q for q in window.ranks if q not in ranks],
-        step=r.step,
-        n=len(window.columns),
-        site=stack[0] if stack else None,
-        **{"what": f"{own_code} between steps" if phase == "other" else phase} | facts,
+        culprits=sorted(ranks), victims=[q for q in window.ranks if q not in ranks], step=r.step,
+        n=len(window.columns), site=stack[0] if stack else None, **facts,
         do=do.format(who=rank_list(ranks), clocks="its device clocks and " if s.gpus else ""),
-    )
+    )  # fmt: skip
 
 
 def slow(c: Case) -> Finding:
@@ -96,7 +94,8 @@ def slow(c: Case) -> Finding:
 
 
 def _gain_text(c: Case) -> str:
-    """Return `; if rank 1 were as fast as the others, a step would take 22 % less (95 % interval 20 to 25 %)`, or nothing."""
+    """Return `; if rank 1 were as fast as the others, a step would take 22 % less (95 % interval 20
+    to 25 %)`, or nothing."""
     if c.loader_gain is not None:
         # the others' queues are full: their workers show how fast their loaders are, their steps do not
         return f"; with a loader like the others' a step would take at most {percent(c.loader_gain)} less"
@@ -143,7 +142,8 @@ def at_times(s: Snapshot, window: Window, found: Subset, severity: Severity) -> 
 
 
 def _stack_of(r: RankState, phase: str) -> tuple[Site, ...]:
-    """Return the stack with most samples of that phase; `other` also includes phases that the user named.
+    """Return the stack with most samples of that phase; `other` also includes phases that the user
+    named.
 
     Samples of `init` are from before the first step, so they count only if there are no others.
     """
@@ -168,7 +168,8 @@ def rotating(s: Snapshot, window: Window, phase: str, changes: int, found: Subse
 def by_arrival(
     s: Snapshot, r: RankState, recent: list[Arrival], count: int, skew_ms: float, period_ms: float
 ) -> Finding:
-    """Return the finding of a rank that enters its collectives last, in a loop without optimizer steps."""
+    """Return the finding of a rank that enters its collectives last, in a loop without optimizer
+    steps."""
     stack = max(r.phase_stacks.values(), key=len, default=r.user_stack)
     stack = next((r.phase_stacks[name] for name in ("other", "init") if r.phase_sites.get(name)), stack)
     return BY_ARRIVAL(

@@ -1,13 +1,13 @@
 """Templates of findings: a cause's sentences, and the only code that builds a finding from them.
 
-A rule or reader has one template for each way in which a cause is worded, all of a kind in one place. `{name}` is filled with a
-fact, by its type:
+A rule or reader has one template for each way in which a cause is worded, all of a kind in one
+place. `{name}` is filled with a fact, by its type:
 
     {culprits} {victims} {other}   ranks: `rank 3`, `ranks 0–511`; both always known, as is {step}
     {victims:waits|wait}           the first word for one rank (or the number 1), else the second
     {victims:#}                    how many
-    {site}                         ` at train.py:88 in step`, with the space before it; nothing if the site is not known. Default:
-                                   the first site of `where`
+    {site}                         ` at train.py:88 in step`, with the space before it; nothing if
+                                   it is not known. Default: the first site of `where`
     {collective}                   `all_reduce #417 (default_pg)`
     {part:share} {n:size} {t:time} `22 %`, `4.0 KiB`, `40 s`
     {text} {ms:.0f}                as in Python; None is an empty text
