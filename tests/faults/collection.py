@@ -262,15 +262,16 @@ def _kill(running: Running) -> None:
         os.killpg(running.process.pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
-    deadline = time.monotonic() + 5.0
-    while left := running.processes():  # again: a process may have forked in the meantime
+    deadline, none_left = time.monotonic() + 5.0, 0
+    # several times: a process may have forked in the meantime, or have no environment yet
+    while none_left < 3 and time.monotonic() < deadline:
+        left = running.processes()
+        none_left = 0 if left else none_left + 1
         for p in left:
             try:
                 p.kill()
             except psutil.Error:
                 pass
-        if time.monotonic() > deadline:
-            break
         time.sleep(0.05)
     running.process.wait()
     if running.process.stdin is not None:

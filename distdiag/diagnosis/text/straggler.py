@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Collection
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.comparison import Subset, gain
@@ -15,9 +15,6 @@ from distdiag.diagnosis.step_times import PHASES, Window, part_ms
 from distdiag.diagnosis.text.phrases import ordinal, where, where_stack, wheres
 from distdiag.diagnosis.text.template import Template
 from distdiag.terms.units import percent
-
-if TYPE_CHECKING:
-    from distdiag.diagnosis.rules.straggler import Case
 
 _row = partial(Template, kinds.STRAGGLER)
 SLOW = _row("host",
@@ -57,6 +54,21 @@ _DO = {
     "optimizer": "look for work in optimizer.step that only that rank does (hooks, logging)",
     "other": "move that work off the training step: do it in fewer steps, on all ranks in turn, or in a thread",
 }
+
+
+class Case(Protocol):
+    """Slow ranks as the rule compares them with the rest."""
+
+    snapshot: Snapshot
+    window: Window
+    slow: Subset
+
+    @property
+    def count(self) -> int: ...
+    @property
+    def most(self) -> Any: ...  # what the slowest of them works beyond the others
+    @property
+    def loader_gain(self) -> float | None: ...
 
 
 def _found(
