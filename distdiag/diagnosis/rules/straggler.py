@@ -89,7 +89,10 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     case = Case(s, window, slow, facts.shadows)
     veto = comparison.vetoed(VETOES, case)
     if veto is None:
-        yield text.stage(case) if case.phase != "data" and case.stages else text.slow(case)
+        if case.phase != "data" and case.stages:
+            yield text.stage(s, window, slow, case.most)
+        else:
+            yield text.slow(s, window, slow, case.most, case.loader_gain)
     else:
         yield _slow_device(s, window) or _rotating(case) or _at_times(case) or veto
 

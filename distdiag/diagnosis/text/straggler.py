@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Collection
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.comparison import Subset, gain
@@ -56,21 +56,6 @@ _DO = {
 }
 
 
-class Case(Protocol):
-    """Slow ranks as the rule compares them with the rest."""
-
-    snapshot: Snapshot
-    window: Window
-    slow: Subset
-
-    @property
-    def count(self) -> int: ...
-    @property
-    def most(self) -> Any: ...  # what the slowest of them works beyond the others
-    @property
-    def loader_gain(self) -> float | None: ...
-
-
 def _found(
     template: Template, s: Snapshot, window: Window, ranks: Collection[int], phase: str, **facts: Any
 ) -> Finding:
@@ -93,39 +78,45 @@ def _found(
     )  # fmt: skip
 
 
-def slow(c: Case) -> Finding:
-    """Return the finding of ranks that work longest in most steps; the slowest is named first."""
-    x, alone = c.most, len(c.slow.ranks) == 1
+def slow(s: Snapshot, window: Window, slow: Subset, x: Any, loader_gain: float | None) -> Finding:
+    """Return the finding of ranks that work longest in most steps.
+
+    Args:
+        x: What the slowest of them, which is named first, works beyond the others.
+        loader_gain: Share of a step that a loader like the others' would save, if that is the limit.
+    """
+    alone, count = len(slow.ranks) == 1, len(slow.indices)
     # what the tables' `self` includes and the excess does not
     queued = f" (and {x.queued_ms:.0f} ms in which it waits for a CPU)" if x.queued_ms >= 0.1 * x.phase_ms else ""
     return _found(
-        SLOW, c.snapshot, c.window, [x.rank, *(q for q in c.slow.ranks if q != x.rank)], x.phase,
-        cause="host" if x.phase == "other" else x.phase, x=x, slow=c.slow, count=c.count, queued=queued,
-        up_to="" if alone else "up to ", slower="slowest" if alone else "slower than all of them", gain=_gain_text(c),
+        SLOW, s, window, [x.rank, *(q for q in slow.ranks if q != x.rank)], x.phase,
+        cause="host" if x.phase == "other" else x.phase, x=x, slow=slow, count=count, queued=queued,
+        up_to="" if alone else "up to ", slower="slowest" if alone else "slower than all of them",
+        gain=_gain_text(window, slow, loader_gain),
     )  # fmt: skip
 
 
-def _gain_text(c: Case) -> str:
+def _gain_text(window: Window, slow: Subset, loader_gain: float | None) -> str:
     """Return `; if rank 1 were as fast as the others, a step would take 22 % less (95 % interval 20
     to 25 %)`, or nothing."""
-    if c.loader_gain is not None:
+    if loader_gain is not None:
         # the others' queues are full: their workers show how fast their loaders are, their steps do not
-        return f"; with a loader like the others' a step would take at most {percent(c.loader_gain)} less"
-    found = gain(c.window, c.slow.ranks)
+        return f"; with a loader like the others' a step would take at most {percent(loader_gain)} less"
+    found = gain(window, slow.ranks)
     if found is None or found.low <= 0:
         return ""
-    rest = [q for q in c.window.ranks if q not in c.slow.ranks]
-    if_equal = f"if {rank_list(c.slow.ranks)} were as fast as {rank_list(rest) if len(rest) == 1 else 'the others'}"
+    rest = [q for q in window.ranks if q not in slow.ranks]
+    if_equal = f"if {rank_list(slow.ranks)} were as fast as {rank_list(rest) if len(rest) == 1 else 'the others'}"
     interval = f"{percent(found.low).removesuffix(' %')} to {percent(found.high)}"
     return f"; {if_equal}, a step would take {percent(found.share)} less (95 % interval {interval})"
 
 
-def stage(c: Case) -> Finding:
+def stage(s: Snapshot, window: Window, slow: Subset, x: Any) -> Finding:
     """Return the finding of a pipeline's longest stage."""
-    x, facts = c.most, {"where": [where(c.snapshot.ranks[c.most.rank], "user_code")], "x": c.most, "slow": c.slow}
+    facts = {"where": [where(s.ranks[x.rank], "user_code")], "x": x, "slow": slow}
     what = "its own code" if x.phase == "other" else x.phase
-    share = c.slow.gain_ms / c.slow.step_ms
-    return _found(STAGE, c.snapshot, c.window, [x.rank], x.phase, what=what, share=share, **facts)
+    share = slow.gain_ms / slow.step_ms
+    return _found(STAGE, s, window, [x.rank], x.phase, what=what, share=share, **facts)
 
 
 def device(
