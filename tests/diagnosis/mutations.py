@@ -171,7 +171,6 @@ def seen(job: Job) -> Snapshot:
             calls=calls[-64:],
             blocked=blocked,
             visits={"world": _visits(job, rank)},
-            visits_complete=True,
             step=len(step_ends),
             steps=tuple(_step(n + 1, t) for n, t in enumerate(step_ends))[-64:],
             models=(

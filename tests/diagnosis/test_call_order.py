@@ -168,22 +168,6 @@ def test_lost_calls_leave_no_pattern() -> None:
     assert verdict(one, other)[2] == ()
 
 
-def test_a_group_used_at_another_groups_line_names_its_rank() -> None:
-    """Both know both lines, each from its own groups; in this group one of the lines is new."""
-
-    def state(here: int, visits: dict[str, tuple[int, ...]], whole: bool = True) -> RankState:
-        sites = {"net.py:12": 9, "net.py:30": 9}
-        return RankState(
-            rank=0, calls=(reduced(7, here, here),), sites=sites, visits={"default_pg": visits}, visits_complete=whole
-        )
-
-    usual, wrong = {"net.py:12": (1,)}, {"net.py:12": (1,), "net.py:30": (7,)}
-    assert verdict(state(30, wrong), state(12, usual))[2] == (0,)
-    assert verdict(state(12, usual), state(30, wrong))[2] == (1,)
-    assert verdict(state(12, usual), state(30, wrong, whole=False))[2] == ()
-    assert verdict(state(12, {**usual, "net.py:30": (3,)}), state(30, wrong))[2] == ()
-
-
 def trainer(rank: int, metrics: list[int], blocked: str) -> RankState:
     """Return a rank after steps of DDP. After step i it made `metrics[i]` all_reduces in a second group; now it is in `blocked`."""
     calls, steps = [], []

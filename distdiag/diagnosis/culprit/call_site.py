@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from distdiag.diagnosis.model.snapshot import Call, RankState
-from distdiag.diagnosis.waits.wait import Wait
 
 
 def site_of(st: RankState | None, call: Call | None) -> str | None:
@@ -50,19 +49,3 @@ def odd_by_history(
         if not _past(states[a], here.get(a)) - everywhere:
             return False
     return True
-
-
-def odd_in_group(states: dict[int, RankState], wait: Wait, here: dict[int, str | None], odd: Iterable[int]) -> bool:
-    """True if `odd` are the first to issue a collective of this group at their site, while all ranks have done so at the site of
-    the rest. They may know their site from other groups."""
-    odd = set(odd)
-    rest = frozenset().union(*wait.sides) - odd
-    if not all(states[r].visits_complete for r in odd | rest):
-        return False
-    visited = {r: states[r].visits.get(wait.group, {}) for r in odd | rest}
-    mine, theirs = {here.get(a) or "" for a in odd}, {here.get(b) or "" for b in rest}
-    return (
-        all(visited[a].get(here.get(a) or "") == (wait.seq,) for a in odd)
-        and all(not mine & visited[b].keys() for b in rest)
-        and all(min(visited[r].get(site, (wait.seq,))) < wait.seq for r in odd | rest for site in theirs)
-    )

@@ -28,7 +28,6 @@ class Reason(StrEnum):
     DIVERGENCE = "divergence"  # where histories part, its call was not the one that was due
     SITE = "site"  # it is at a site that the others never used
     HISTORY = "history"  # it has used a site that the others never used
-    GROUP_SITE = "group_site"  # it is the first to use this group at its site
     RHYTHM = "rhythm"  # it arrived earlier than ever, or is missing at a site (see `rhythm`)
     CONDITION = "condition"  # only its call is under a condition on the rank
     PATTERN = "pattern"  # it left the order that its calls had kept

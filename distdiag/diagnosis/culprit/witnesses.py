@@ -144,10 +144,6 @@ def _extra(case: Case) -> Collection[int]:
     return () if found is None else next((s for s in case.sides if s == [found.rank]), ())
 
 
-def _first_in_group(case: Case) -> Collection[int]:
-    return next((s for s in case.sides if call_site.odd_in_group(case.states, case.wait, case.here, s)), ())
-
-
 def _rhythm(case: Case) -> Collection[int]:
     odd = rhythm.rhythm_of(case.snapshot, case.wait)
     return () if odd is None else odd.ranks
@@ -265,7 +261,6 @@ _CONFLICT = (
         Reason.HISTORY, _one_side(call_site.odd_by_history), _tie,
         claim="; {ranks} {has} made collective calls at a line where the others have never been",
     ),
-    Witness(Reason.GROUP_SITE, _first_in_group, _tie, claim="; only {ranks} {has} used this group at that line"),
     Witness(Reason.RHYTHM, _rhythm, _tie, rhythm.explain),
     Witness(Reason.CONDITION, _condition, _tie, conditions.explain_rank),
     Witness(Reason.ORDER, None, explain=arguments.explain_order),
@@ -299,7 +294,7 @@ ORDER: dict[Root, tuple[Witness, ...]] = {
 WEAK = (Reason.NONE, Reason.ALONE, Reason.DUE)  # a call with the wrong group is also made alone, and not due
 # The culprits are at another point of the program, not in the same call with another operation.
 OTHER_PLACE = (
-    Reason.EXHAUSTED, Reason.EXCEPTION, Reason.EXTRA, Reason.SKIPPED, Reason.DIVERGENCE, Reason.SITE, Reason.HISTORY, Reason.GROUP_SITE,
+    Reason.EXHAUSTED, Reason.EXCEPTION, Reason.EXTRA, Reason.SKIPPED, Reason.DIVERGENCE, Reason.SITE, Reason.HISTORY,
     Reason.RHYTHM, Reason.CONDITION,
 )  # fmt: skip
 

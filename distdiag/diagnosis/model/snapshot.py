@@ -243,7 +243,6 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sites: dict[str, int] = {}  # "file:line" of every collective call site so far -> number of calls
     # group -> site -> the collective sequence numbers of its last visits, oldest first; only the first of consecutive calls
     visits: dict[str, dict[str, tuple[int, ...]]] = {}
-    visits_complete: bool = False  # complete: a site that a group lacks there was never visited
     host_blocked: bool | None = None  # the main thread sleeps and has used no CPU since the last snapshot (from /proc)
 
     # What the live recorder knows beyond the collectives; empty in dumps.

@@ -13,13 +13,11 @@ class Visits:
     def __init__(self) -> None:
         self._kept: dict[str, dict[str, deque[int]]] = {}
         self._newest: dict[tuple[str, str], int] = {}
-        self.whole = True  # a site that is missing here was never visited
 
     def add(self, group: str, site: str, seq: int) -> None:
         """Add a call of this group; calls come in the order of their sequence numbers."""
         before = self._newest.get((group, site))
         if before is None and len(self._newest) >= VISITED_SITES:
-            self.whole = False
             return
         self._newest[group, site] = seq
         if before is None or seq > before + 1:
@@ -28,7 +26,6 @@ class Visits:
     def forget(self) -> None:
         """Drop the visits: some calls were not seen, so distances between earlier visits mean nothing any more."""
         self._kept.clear()
-        self.whole = False
 
     def known(self) -> dict[str, dict[str, tuple[int, ...]]]:
         """Return the visits in the form of `RankState.visits`."""

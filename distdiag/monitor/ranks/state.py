@@ -190,7 +190,6 @@ class RankView:
             p2p_issued=decoder.p2p(),
             sites=decoder.sites(),
             visits=history.visits.known(),
-            visits_complete=history.visits.whole,
             host_blocked=idle,
             user_stack=stack,
             host_stack=decoder.stack() if on_device else (),

@@ -101,7 +101,6 @@ class SnapshotBuilder(Groups):
                 p2p_issued=issued_messages[rank],
                 sites=sites.get(rank, {}),
                 visits=visits[rank].known() if rank in visits else {},
-                visits_complete=rank in visits and visits[rank].whole and self._from_the_start(rank),
             )
         t = max((*self.report.newest_s.values(), 0.0))
         found = Snapshot(t_s=t, world_size=self.world_size, ranks=ranks, groups=self.groups, source="dumps")
@@ -215,14 +214,6 @@ class SnapshotBuilder(Groups):
                     call = replace(call, op="coalesced")
                 out[(key, e["collective_seq_id"])] = call
         return list(out.values())
-
-    def _from_the_start(self, rank: int) -> bool:
-        """True if a rank's ring still has all entries, and its dump left none out."""
-        return all(
-            (f.entries[0].get("record_id"), f.entries[-1].get("record_id")) == (0, len(f.entries) - 1)
-            for f in self.chosen[rank]
-            if f.entries
-        )
 
     def _newest_site(self, rank: int) -> Site | None:
         last = [f.entries[-1] for f in self.chosen[rank] if f.entries]
