@@ -48,6 +48,11 @@ class PageError(ValueError):
     """The file is not a page, or one of another version."""
 
 
+def is_mapped(header: Header, path: Path) -> bool:
+    """True if the process that a page names lives, is ours, and really maps it: the page may come from elsewhere."""
+    return procfs.start_ticks(header.pid) == header.process_start_ticks and procfs.maps(header.pid, path)
+
+
 class PageReader:
     """Reads a page in the monitor: a read-only map and copies of it."""
 
@@ -78,14 +83,8 @@ class PageReader:
         return Header.from_buffer_copy(self._map)
 
     def is_mapped(self) -> bool:
-        """True if the process that the page names lives, is ours, and really maps this page: the page may come from elsewhere.
-
-        False for this process, whose own reader maps the page: a forged page may name it.
-        """
-        header = self.header()
-        if header.pid == os.getpid():
-            return False
-        return procfs.start_ticks(header.pid) == header.process_start_ticks and procfs.maps(header.pid, self.path)
+        """As `is_mapped`, while this reader maps the page, too: true of a page that names this very process."""
+        return is_mapped(self.header(), self.path)
 
     def sample_kinds(self, first: int, end: int) -> set[int]:
         """Return the kinds of the samples `first` to `end` (exclusive, 0-based); the ring holds only the newest."""

@@ -109,15 +109,15 @@ def take_over(run_dir: Path) -> tuple[list[Path], bool]:
 
 def _is_mapped(page: Path) -> bool:
     """True if the process that a page names lives and maps it."""
-    from distdiag.page.reader import PageError, PageReader
+    from distdiag.page.reader import PageError, PageReader, is_mapped
 
     try:
         reader = PageReader(page)
     except (OSError, PageError, ValueError):
         return False
-    mapped = reader.is_mapped()
-    reader.close()
-    return mapped
+    header = reader.header()
+    reader.close()  # else a page that names this process would be mapped by it
+    return is_mapped(header, page)
 
 
 def monitor_runs(pages: Path) -> bool:

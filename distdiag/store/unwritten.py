@@ -12,7 +12,7 @@ from pathlib import Path
 from distdiag import files, procfs
 from distdiag.page import directories
 from distdiag.page.layout import Header
-from distdiag.page.reader import PageError, PageReader
+from distdiag.page.reader import PageError, PageReader, is_mapped
 from distdiag.store.liveness import failure_of
 
 LAUNCHING_S = 600.0  # between the creation of a directory by the launcher and the first rank
@@ -87,8 +87,9 @@ def _pages(run_dir: Path) -> list[tuple[Header, bool]]:
                 page = PageReader(path)
             except (OSError, PageError, ValueError):
                 continue
-            found.append((page.header(), page.is_mapped()))
-            page.close()
+            header = page.header()
+            page.close()  # else a page that names this process would be mapped by it
+            found.append((header, is_mapped(header, path)))
     return found
 
 

@@ -127,7 +127,8 @@ def _head(path: Path) -> bytes:
                 head = f.read(BLOCK_BYTES)
     except (OSError, *guard.DAMAGED):
         return b""
-    return head if _encoding(head) != "utf-8" else head.lstrip(b"\0")
+    cut = _encoding(head) == "utf-8" and _may_be_a_log(path)  # any other file that begins with NUL bytes is no text
+    return head.lstrip(b"\0") if cut else head
 
 
 def _not_text(path: Path) -> str | None:
