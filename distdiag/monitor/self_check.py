@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Mapping
+from itertools import chain
 
 from distdiag.diagnosis.model.findings import Certainty, Finding, Severity
 from distdiag.diagnosis.model.snapshot import Snapshot
@@ -39,6 +40,8 @@ UNFOLLOWED = {
     ),
 }
 
+SHOWN = 4  # texts of one finding
+
 
 class OwnFaults:
     """Makes the findings of kind `recorder`, and remembers which were reported."""
@@ -46,6 +49,7 @@ class OwnFaults:
     def __init__(self) -> None:
         self._reported: set[str] = set()
         self._device = MissingEvidence()
+        self._device_waits: dict[int, list[str]] = {}  # by rank: what its findings have shown
         self.found: list[Finding] = []  # all so far, for the summary: on a full disk only that can show them
 
     def faults(
@@ -83,12 +87,15 @@ class OwnFaults:
             whose = f"rank {rank}" if rank is not None else "one rank"
             text = f"the page of {whose} cannot be read ({why}): {whose} is not judged"
             out.append(self._new(f"damaged/{file}", t_s, "damaged_page", text, rank, Severity.WARNING))
-        for key, text, q in self._device.missing(views):
-            out.append(self._new(key, t_s, "device_waits", text, q))
-        for key, text, q in self._device.unknown_hosts(snapshot) if snapshot is not None else ():
-            out.append(self._new(key, t_s, "device_waits", text, q))
-        for key, text, q in self._device.unknown_operations(snapshot) if snapshot is not None else ():
-            out.append(self._new(key, t_s, "device_waits", text, q))
+        missing = [self._device.missing(views)]
+        if snapshot is not None:
+            missing += [self._device.unknown_hosts(snapshot), self._device.unknown_operations(snapshot)]
+        for key, text, q in chain.from_iterable(missing):
+            if key not in self._reported:  # one finding: its key has no group
+                texts = self._device_waits.setdefault(q, [])
+                texts.append(text)
+                more = f"; and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+                out.append(self._new(key, t_s, "device_waits", "; ".join(texts[:SHOWN]) + more, q))
         for n, f in enumerate(contradicted, 1):
             text = f"proofs that the job has contradicted: {n}; the newest, cleared at {f.cleared_s or t_s:.1f} s: {f.kind}: {f.message}"
             out.append(self._new(f"contradicted/{f.key}", t_s, "contradicted", text))

@@ -7,9 +7,12 @@ from typing import Any
 from msgspec.structs import replace
 
 from distdiag.diagnosis.engine import Diagnosis
+from distdiag.diagnosis.facts import Facts
+from distdiag.diagnosis.model.findings import Abstained
 from distdiag.diagnosis.model.snapshot import Call, Group, RankState, Site, Snapshot
+from distdiag.diagnosis.rules import stall
 from distdiag.diagnosis.waits.uncounted import resolved
-from tests.diagnosis.made import proved
+from tests.diagnosis.made import findings, proved
 
 HOST = Site("/job/train.py", 99, "log")
 
@@ -97,3 +100,24 @@ def test_backends_with_counters_or_blocking_hosts_are_not_inferred() -> None:
     assert resolved(s) is s
     counted = job(replace(rank(0, *ahead), completed={"default_pg": 3}), rank(1, *COMMON))
     assert resolved(counted).ranks[0].blocked is None
+
+
+def after_a_send(seen: bool, **more: Any) -> Snapshot:
+    """Return two ranks that have issued the same all_reduce; rank 0 has sent before, and rank 1 has not received yet."""
+    sends = rank(0, *COMMON, issued("send", 1, 3.0, 20, peer=1), issued("all_reduce", 3, 4.0, 10))
+    late = replace(rank(1, *COMMON, issued("all_reduce", 3, 4.0, 10)), activity="device", step=5, **more)
+    done = {"default_pg": 3} if seen else {}
+    return resolved(job(replace(sends, step=5), replace(late, completed=done)))
+
+
+def test_a_device_that_communication_may_hold_up_is_not_called_busy() -> None:
+    s = after_a_send(seen=False)
+    assert findings(s, stall) == []
+    (why,) = (x for x in stall.evaluate(Facts(s)) if isinstance(x, Abstained) and not x.checked)
+    assert "rank 1's host waits" in why.reason and "group default_pg (other)" in why.reason
+
+
+def test_a_device_whose_operations_are_counted_and_a_host_that_computes_are() -> None:
+    for s in (after_a_send(seen=True), after_a_send(seen=False, host_wait="no")):
+        (found,) = findings(s, stall)
+        assert found.culprits == (1,)

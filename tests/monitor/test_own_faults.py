@@ -9,8 +9,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.model.snapshot import Group, RankState, Snapshot
 from distdiag.monitor.ranks.state import RankView
 from distdiag.monitor.self_check import CLOCK_JUMP_S, OwnFaults
 from distdiag.page.layout import HEAP_BYTES, page_path
@@ -41,11 +43,13 @@ class Run:
         began_s_ago: float = T_S,
         exchange: str | None = None,
         contradicted: Iterable[Finding] = (),
+        snapshot: Snapshot | None = None,
     ) -> list[Finding]:
         for view in self.views.values():
             view.refresh(T_S)
         began_s = time.time() - began_s_ago
-        return self.own.faults(T_S, self.views, failures, self.writer, began_s, exchange, contradicted=contradicted)
+        more = {"contradicted": contradicted, "snapshot": snapshot}
+        return self.own.faults(T_S, self.views, failures, self.writer, began_s, exchange, **more)
 
     def close(self) -> None:
         self.writer.close()
@@ -199,3 +203,17 @@ def test_each_fault_has_its_own_record(run: Run) -> None:
         page.header.facts = page.text(json.dumps({"unsupported": "worker server"}))
     found = run.poll(began_s_ago=T_S + 60)
     assert len(found) == 5 and len({f.key for f in found}) == 5
+
+
+def test_what_one_rank_lacks_in_two_groups_is_one_finding_with_both(run: Run) -> None:
+    """The later one has the key of the first, and takes over its record."""
+    groups = {name: Group(name=name, ranks=(0, 1), backend="other") for name in "ab"}
+    ranks = {q: RankState(rank=q, activity_since_s=0.0, host_wait="device", enqueued={"a": 7}) for q in (0, 1)}
+    s = Snapshot(t_s=100.0, world_size=2, ranks=ranks, groups=groups)
+    first = only(run.poll(snapshot=s))
+    later = {**ranks, 0: replace(ranks[0], enqueued={"b": 7})}
+    second = only(run.poll(snapshot=replace(s, ranks=later)))
+    assert first.key == second.key and first.cause == "device_waits"
+    assert "group a (other)" in first.message
+    assert "group a (other)" in second.message and "group b (other)" in second.message
+    assert run.poll(snapshot=replace(s, ranks=later)) == []

@@ -27,6 +27,7 @@ from distdiag.diagnosis.text.incident import implicit_text, verb
 from distdiag.diagnosis.text.phrases import NO_PROGRESS, at, op_text, where, where_stack, wheres
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.waits.delays import incomplete, kept_waiting, motionless_s, outpaced
+from distdiag.diagnosis.waits.uncounted import unseen
 from distdiag.terms.activity import ACTIVITIES, refined
 from distdiag.terms.units import rough_duration, size_text
 
@@ -104,6 +105,13 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     for rank in graph.sinks:
         state = s.ranks.get(rank)
         if state is None or state.life not in (Life.RUNNING, Life.STARTING):
+            continue
+        if groups := unseen(s, state):
+            name = groups[0]
+            yield Abstained(
+                f"rank {rank}'s host waits for its device, and nothing shows which operations of group {name} "
+                f"({s.groups[name].backend}) that has completed: it may be busy, or wait for another rank"
+            )
             continue
         kept = kept_waiting(s, graph, rank)
         if kept is not None:

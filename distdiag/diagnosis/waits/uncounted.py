@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Snapshot, issue_stack
 from distdiag.diagnosis.waits import messages
 from distdiag.diagnosis.waits.wait import call_at, conflict_at
-from distdiag.terms.backends import blocks_host
+from distdiag.terms.backends import blocks_host, may_count_messages
 
 NEWEST = 32  # collectives of a group that are compared: a host does not run ahead of its device by more
 
@@ -27,6 +27,24 @@ def resolved(s: Snapshot) -> Snapshot:
     found = {r.rank: _waiting(s, r) for r in unknown}
     changed = {q: r for q, r in found.items() if r is not None}
     return replace(s, ranks=s.ranks | changed) if changed else s
+
+
+def unseen(s: Snapshot, r: RankState) -> tuple[str, ...]:
+    """Return the groups whose operations may hold up the device that a rank's host waits for:
+    nothing shows which it has completed, and none is known to be open.
+
+    A member whose device is busy, or in a send that may be buffered, delays operations that all
+    members have issued.
+    """
+    if not _unknown(r):
+        return ()
+    messages_of = {c.group for c in r.calls if c.on_device and c.p2p}
+    found = []
+    for name, group in s.groups.items():
+        in_use = r.enqueued.get(name, 0) > 0 or (name in messages_of and may_count_messages(group.backend))
+        if in_use and name not in r.completed and not blocks_host(group.backend) and len(group.ranks) > 1:
+            found.append(name)
+    return tuple(found)
 
 
 def _unknown(r: RankState) -> bool:
