@@ -5,13 +5,40 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from distdiag.diagnosis.model.findings import Certainty, Finding, Severity, Where, rank_list
+from distdiag.diagnosis import kinds
+from distdiag.diagnosis.model.findings import Finding, Severity, Where, rank_list
 from distdiag.diagnosis.model.snapshot import Call, Snapshot
 from distdiag.diagnosis.text.incident import collective_ref, collective_text, verb
 from distdiag.diagnosis.text.phrases import NO_PROGRESS, where_at
+from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.waits.wait import Wait
 from distdiag.sources.dumps.culprits import Blame
 from distdiag.sources.dumps.load_report import LoadReport
+
+_SILENT = Template(
+    kinds.RANK_LOST,
+    "silent",
+    "{culprits} left no {readable}dump: dead, or stuck outside torch{waits}",
+    "{cost}",
+    "see how the {culprits:process|processes} of {culprits} ended: exit code, `dmesg -T` for oom-kill or Xid, the "
+    "launcher's log",
+)
+_NOT_GIVEN = Template(
+    kinds.RECORDER,
+    "missing_dump",
+    "{ranks} left no dump: {why}",
+    "what {ranks} did is not known",
+    "add the missing files, or see how those processes ended",
+    severity=Severity.WARNING,
+)
+_UNREADABLE = Template(
+    kinds.RECORDER,
+    "unreadable_dump",
+    "{n:,} {n:file|files} cannot be read as a dump{whose}: {shown}{more}",
+    "{cost}",
+    "copy the file again, or leave it out; nothing in it was executed",
+    proved=True,
+)
 
 
 def where_of(snapshot: Snapshot, ranks: Iterable[int], blame: Blame) -> tuple[Where, ...]:
@@ -30,11 +57,16 @@ def any_call(w: Wait) -> Call | None:
     return next((w.calls[r] for r in w.ranks if r in w.calls), None)
 
 
+def evidence_of(loaded: LoadReport, ranks: tuple[int, ...]) -> tuple[str, ...]:
+    """Return the files of the first of these ranks."""
+    return tuple(path for rank in ranks[:8] for path in loaded.files.get(rank, ()))
+
+
 def without_dump(snapshot: Snapshot, loaded: LoadReport, blame: Blame, found: list[Finding]) -> list[Finding]:
     """Return findings on every rank without a dump; such a rank is a culprit if another may be waiting for it.
 
-    If another rank is the culprit and only messages wait for this one, it may itself have waited for that rank, as its neighbours
-    in a pipeline do.
+    If another rank is the culprit and only messages wait for this one, it may itself have waited for that rank, as its
+    neighbours in a pipeline do.
     """
     decided = any(f.severity == Severity.ERROR for f in found)
     # a dump that cannot be read is listed with its file, in `unreadable`
@@ -50,37 +82,26 @@ def without_dump(snapshot: Snapshot, loaded: LoadReport, blame: Blame, found: li
         among = sorted(main.ranks) if decided and main is not None else blame.victims
         waiting = tuple(r for r in among if r not in blamed)
         call = any_call(main) if main is not None else None
-        tail = ""
+        waits, collective = "", None
         if waiting and main is not None:
-            tail = f"; {len(waiting):,} {verb(waiting, 'rank waits', 'ranks wait')}, in {collective_text(snapshot, main, call)}"
+            collective = collective_ref(snapshot, main, call)
+            what = collective_text(snapshot, main, call)
+            waits = f"; {len(waiting):,} {verb(waiting, 'rank waits', 'ranks wait')}, in {what}"
         out.append(
-            Finding(
-                kind="rank_lost",
-                cause="silent",
-                certainty=Certainty.SUSPECTED,
+            _SILENT(
                 severity=Severity.WARNING if decided and main is not None and main.p2p else Severity.ERROR,
                 culprits=blamed,
                 victims=waiting,
-                collective=collective_ref(snapshot, main, call) if main is not None and waiting else None,
-                where=tuple(Where(r) for r in blamed),
+                collective=collective,
+                where=map(Where, blamed),
                 waiting=where_of(snapshot, waiting, blame),
-                message=f"{rank_list(blamed)} left no {'readable ' if damaged else ''}dump: dead, or stuck outside torch{tail}",
+                readable="readable " if damaged else "",
+                waits=waits,
                 cost=NO_PROGRESS if waiting else "what these ranks did is not known",
-                advice=f"see how the {verb(blamed, 'process', 'processes')} of {rank_list(blamed)} ended: exit code, "
-                "`dmesg -T` for oom-kill or Xid, the launcher's log",
             )
         )
     if rest:
-        out.append(
-            Finding(
-                kind="recorder",
-                cause="missing_dump",
-                severity=Severity.WARNING,
-                message=f"{rank_list(rest)} left no dump: {_why(rest, blame)}",
-                cost=f"what {rank_list(rest)} did is not known",
-                advice="add the missing files, or see how those processes ended",
-            )
-        )
+        out.append(_NOT_GIVEN(ranks=rest, why=_why(rest, blame)))
     return out
 
 
@@ -107,18 +128,15 @@ def unreadable(loaded: LoadReport, given: list[str | Path]) -> list[Finding]:
         return []
     named = {str(p) for p in given}
     serious = bool(loaded.unreadable) or any(path in named for path, _ in loaded.bad)
-    shown = "; ".join(f"{path}: {reason}" for path, reason in loaded.bad[:6])
-    more = f"; and {len(loaded.bad) - 6:,} more" if len(loaded.bad) > 6 else ""
-    whose = f" ({rank_list(loaded.unreadable)})" if loaded.unreadable else ""
+    ranks = rank_list(loaded.unreadable)
     return [
-        Finding(
-            kind="recorder",
-            cause="unreadable_dump",
-            certainty=Certainty.PROVED,
+        _UNREADABLE(
             severity=Severity.ERROR if serious else Severity.WARNING,
-            message=f"{len(loaded.bad):,} {verb(loaded.bad, 'file', 'files')} cannot be read as a dump{whose}: {shown}{more}",
-            cost=f"what {rank_list(loaded.unreadable)} did is not known" if loaded.unreadable else "",
-            advice="copy the file again, or leave it out; nothing in it was executed",
-            evidence=tuple(path for path, _ in loaded.bad[:50]),
+            n=len(loaded.bad),
+            whose=f" ({ranks})" if loaded.unreadable else "",
+            shown="; ".join(f"{path}: {reason}" for path, reason in loaded.bad[:6]),
+            more=f"; and {len(loaded.bad) - 6:,} more" if len(loaded.bad) > 6 else "",
+            cost=f"what {ranks} did is not known" if loaded.unreadable else "",
+            evidence=[path for path, _ in loaded.bad[:50]],
         )
     ]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from distdiag.diagnosis.model.findings import Certainty, Finding, Severity, rank_list
+from distdiag.diagnosis.kinds import KINDS
+from distdiag.diagnosis.model.findings import Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, where_at
+from distdiag.diagnosis.text.template import Template
 from distdiag.sources.logs.facts import Fact
 from distdiag.sources.logs.patterns import Role
 
@@ -40,21 +42,30 @@ def finding(
         sites = {f.rank: f.site for f in reversed(facts) if f.rank is not None and f.site is not None}
     state = "waiting" if any(f.role is Role.WAIT for f in facts) else None
     waiting = tuple(where_at(r, sites.get(r), state) for r in others)
-    return Finding(
-        kind=kind,
-        cause=cause,
-        certainty=Certainty.PROVED if proved else Certainty.SUSPECTED,
-        severity=Severity.ERROR,
+    template = Template(KINDS[kind], cause, "{message}", "{cost}", "{advice}", proved, Severity.ERROR)
+    return template(
         culprits=blamed,
         victims=others,
-        where=tuple(where_at(r, sites.get(r)) for r in blamed) or waiting,
+        where=[where_at(r, sites.get(r)) for r in blamed] or waiting,
         waiting=waiting if blamed or state else (),
         message=message,
         cost=cost,
         advice=advice,
-        evidence=tuple(dict.fromkeys(f"{f.path}:{f.line}" for f in facts[:EVIDENCE])),
+        evidence=dict.fromkeys(f"{f.path}:{f.line}" for f in facts[:EVIDENCE]),
         **more,
     )
+
+
+class Fields(dict[str, str]):
+    """What a row's text may name; a field that the line lacks is empty."""
+
+    def __missing__(self, key: str) -> str:
+        return ""
+
+
+def some(names: Sequence[str]) -> str:
+    """Return up to three names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")
 
 
 def ranks_of(facts: Iterable[Fact]) -> tuple[int, ...]:
@@ -66,5 +77,4 @@ def who(facts: Collection[Fact]) -> str:
     """Return `ranks 0, 2`, else the hosts with GPUs or processes that the lines name; `a rank` if they name none."""
     if ranks := ranks_of(facts):
         return rank_list(ranks)
-    names = list(dict.fromkeys(name for f in facts if (name := f.who.process and f.who.name)))
-    return (", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")) or "a rank"
+    return some(list(dict.fromkeys(name for f in facts if (name := f.who.process and f.who.name)))) or "a rank"

@@ -10,7 +10,7 @@ from distdiag.diagnosis.model.findings import Finding, rank_list
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.phrases import at, shortened
 from distdiag.sources.logs import meanings
-from distdiag.sources.logs.build import finding
+from distdiag.sources.logs.build import Fields, finding, some
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import OWN, before, earlier, first_waits, process
 from distdiag.sources.logs.meanings import MEANINGS, Meaning
@@ -111,7 +111,7 @@ def handled(found: Collected) -> list[Fact]:
 
 def text_of(f: Fact, meaning: Meaning) -> str:
     """Return what a failure is reported as, after its rank."""
-    fields = _Fields({k: shortened(v, 160 if f.name == "exception" else 120) for k, v in f.fields.items()})
+    fields = Fields({k: shortened(v, 160 if f.name == "exception" else 120) for k, v in f.fields.items()})
     if f.name == "exception":
         fields["what"] = f": {fields['what']}" if fields["what"] else ""
     elif f.name == "xid":
@@ -119,11 +119,6 @@ def text_of(f: Fact, meaning: Meaning) -> str:
     elif f.name == "port_in_use":
         fields["port"] = f"port {fields['port']}" if fields["port"] else "the port"
     return meaning.text.format_map(fields)
-
-
-class _Fields(dict[str, str]):
-    def __missing__(self, key: str) -> str:
-        return ""
 
 
 # -- how processes ended, by their launchers -------------------------------------------------------------------------
@@ -283,7 +278,7 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     everyone = len(ranks) > 1 and set(ranks) >= found.ranks and not others
     of_node = bool(r.facts) and all(f.of_node for f in r.facts)
     in_collective = bool(r.facts) and all(f.in_collective for f in r.facts)
-    message, advice = _told(r, ranks, of_node), r.advice
+    message, advice = _who_failed(r, ranks, of_node), r.advice
     if everyone and r.meaning.cause == "crashed":
         message += f": the same on all {len(ranks):,} ranks in the log"
     elif others:
@@ -321,9 +316,9 @@ def _in_what(waits: list[Fact]) -> str:
     return f"timed out in {op}" + (f" #{seq:,}" if seq is not None else "")
 
 
-def _told(r: Reason, ranks: tuple[int, ...], of_node: bool) -> str:
+def _who_failed(r: Reason, ranks: tuple[int, ...], of_node: bool) -> str:
     """Return who failed, how, and where."""
-    shown = ", ".join(r.unnamed[:3]) + (f" and {len(r.unnamed) - 3:,} more" if len(r.unnamed) > 3 else "")
+    shown = some(r.unnamed)
     nobody = "the host" if r.meaning.kind == "gpu" else "a rank"
     who = rank_list(ranks) if ranks else shown or nobody
     if of_node:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from distdiag.diagnosis.model.findings import CollectiveRef, Finding, rank_list
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import at, rough_time, shortened
-from distdiag.sources.logs.build import finding, ranks_of, who
+from distdiag.sources.logs.build import Fields, finding, ranks_of, who
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import absent_ranks, first_site
 from distdiag.sources.logs.meanings import IB_STATUS
@@ -202,15 +202,10 @@ def _most(facts: Sequence[Fact], key: str) -> int | None:
     return max((n for f in facts if (n := f.number(key)) is not None), default=None)
 
 
-class _Fields(dict[str, str]):
-    def __missing__(self, key: str) -> str:
-        return ""
-
-
-def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collection[int]) -> _Fields:
+def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collection[int]) -> Fields:
     """Return what a row's text may name: the first fact's fields, and what all facts together give."""
     first = facts[0].fields
-    out = _Fields({k: shortened(v, 160 if k == "what" else 120) for k, v in first.items()})
+    out = Fields({k: shortened(v, 160 if k == "what" else 120) for k, v in first.items()})
     peers = [p for f in facts if (p := f.fields.get("peer", "").rstrip(".,")) and p not in _HERE]
     named = [p for p, _ in Counter(peers).most_common(3)]
     limit, stuck, after = _most(facts, "limit"), _most(facts, "stuck_s"), _most(facts, "after")

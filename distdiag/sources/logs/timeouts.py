@@ -165,11 +165,11 @@ def _absent(found: Collected, group: Group, waiting: Collection[int]) -> tuple[i
     return absent_ranks(found, waiting)
 
 
-def _told(
+def _timed_out(
     group: Group, waiting: Waits, message: str, advice: str, culprits: Collection[int] = (), kind: str = "timeout"
 ) -> Finding:
     """Return a finding on ranks that waited; the first line of each is evidence."""
-    op, seq = _op(waiting), next((w.seq for w in waiting.values() if w.seq is not None), None)
+    op = _op(waiting)
     return finding(
         kind.partition("/")[0],
         kind.partition("/")[2] or "late_rank",
@@ -179,12 +179,22 @@ def _told(
         culprits=culprits,
         victims=waiting,
         sites={r: w.site for r, w in waiting.items() if w.site is not None},
-        collective=CollectiveRef(op, label(group), seq) if op else None,
+        collective=CollectiveRef(op, label(group), _seq(waiting)) if op else None,
     )
 
 
 def _op(waiting: Waits) -> str:
     return next((w.op for w in waiting.values() if w.op), "")
+
+
+def _seq(waiting: Waits) -> int | None:
+    return next((w.seq for w in waiting.values() if w.seq is not None), None)
+
+
+def _number(waiting: Waits, group: Group) -> str:
+    """Return ` #417 (default_pg)`, as far as it is known."""
+    seq, inside = _seq(waiting), label(group)
+    return (f" #{seq:,}" if seq is not None else "") + (f" ({inside})" if inside else "")
 
 
 def _overslept(waiting: Waits) -> str:
@@ -193,48 +203,42 @@ def _overslept(waiting: Waits) -> str:
     ]
     if not ran_s:
         return ""
-    return (
-        f". It was noticed only after {rough_time(max(ran_s))}: these hosts were suspended, or the watchdogs were stuck"
-    )
+    noticed = f". It was noticed only after {rough_time(max(ran_s))}"
+    return f"{noticed}: these hosts were suspended, or the watchdogs were stuck"
 
 
 def _late(found: Collected, group: Group, waiting: Waits, late: Mapping[int, int]) -> Finding:
     """Return the finding on ranks that waited in one call; `late` is what the late ranks have issued."""
-    seq = next((w.seq for w in waiting.values() if w.seq is not None), None)
-    number = f" #{seq:,}" if seq is not None else ""
-    inside = f" ({label(group)})" if label(group) else ""
+    seq = _seq(waiting)
     ranks = tuple(sorted(waiting))
     limit_s = next((w.limit_s for w in waiting.values() if w.limit_s), 0.0)
     after = f" after {rough_time(limit_s)}" if limit_s else ""
-    start = f"{_op(waiting) or 'collective'}{number}{inside} timed out{after}: {rank_list(ranks)} waited in it"
+    start = f"{_op(waiting) or 'collective'}{_number(waiting, group)} timed out{after}: {rank_list(ranks)} waited in it"
     site = at(next((w.site for w in waiting.values() if w.site is not None), None))
     elsewhere, unknown = _in_gloo(found, waiting)
     absent = () if late or unknown else _absent(found, group, ranks)
     everybody = found.world_size is not None and set(range(found.world_size)) <= set(ranks)
     if late:
         who = rank_list(late)
-        return _told(group, waiting, f"{start}, and {who} had issued only #{min(late.values()):,}",
+        return _timed_out(group, waiting, f"{start}, and {who} had issued only #{min(late.values()):,}",
                      f"see what {who} did before{site}: a longer branch, a checkpoint, a data loader, an exception that was caught", late)  # fmt: skip
     if elsewhere:
-        return _told(group, waiting, start + elsewhere, "compare what leads to the two calls: a condition on the rank, an exception that was "
+        return _timed_out(group, waiting, start + elsewhere, "compare what leads to the two calls: a condition on the rank, an exception that was "
                      "caught; the logs of all ranks show who is in which", absent)  # fmt: skip
     if absent:
         who = rank_list(absent)
-        return _told(group, waiting, f"{start}; {who} reported no timeout, and may be what they waited for",
+        return _timed_out(group, waiting, f"{start}; {who} reported no timeout, and may be what they waited for",
                      f"read the log of {who}, and take {verb(absent, 'its', 'their')} stack the next time: it did not make the call{site}", absent)  # fmt: skip
     if everybody or (len(ranks) > 1 and ranks == tuple(range(len(ranks)))):
         if (seq or 0) <= 1 and all(w.completed is not None and w.completed < 1 for w in waiting.values()):
-            return _told(group, waiting, f"{start}, and none has completed: the first collective of {label(group) or 'the job'} never worked",
+            return _timed_out(group, waiting, f"{start}, and none has completed: the first collective of {label(group) or 'the job'} never worked",
                          PATH, kind="stall/unknown")  # fmt: skip
-        return _told(group, waiting, f"{start}. No other rank is known from the log",
+        return _timed_out(group, waiting, f"{start}. No other rank is known from the log",
                      "check that all ranks made the same call there, then the network and the GPUs: NCCL_DEBUG=INFO, `dmesg -T | grep -i xid`",
                      kind="stall/unknown")  # fmt: skip
-    others = (
-        "what the other ranks did is not in the log"
-        if len(ranks) < 2
-        else "the others' logs are needed to see who was missing"
-    )
-    return _told(group, waiting, f"{start}; {others}", f"give the logs of all ranks, or {DUMPS}")
+    alone = "what the other ranks did is not in the log"
+    others = alone if len(ranks) < 2 else "the others' logs are needed to see who was missing"
+    return _timed_out(group, waiting, f"{start}; {others}", f"give the logs of all ranks, or {DUMPS}")
 
 
 def _in_gloo(found: Collected, waiting: Collection[int]) -> tuple[str, bool]:
@@ -253,14 +257,11 @@ def _in_gloo(found: Collected, waiting: Collection[int]) -> tuple[str, bool]:
 
 def _messages(group: Group, waiting: Waits, ops: Mapping[str, Collection[int]]) -> Finding:
     """Return the finding on messages that timed out: a send and its recv are two halves of one transfer."""
-    seq = next((w.seq for w in waiting.values() if w.seq is not None), None)
-    inside = f" ({label(group)})" if label(group) else ""
     texts = " and ".join(f"{rank_list(ops[op])} in {op}" for op in sorted(ops, reverse=True))
     tail = "the peer is not in the log" if len(ops) == 1 else (
         "if each is the other's peer, both halves of the transfer were there, and the path between them failed; else each waits for another rank"
     )  # fmt: skip
-    number = f" #{seq:,}" if seq is not None else ""
-    return _told(group, waiting, f"messages{number}{inside} timed out: {texts}; {tail}",
+    return _timed_out(group, waiting, f"messages{_number(waiting, group)} timed out: {texts}; {tail}",
                  f"compare the peers and the order of the messages on both sides; then {PATH}", kind="stall/unknown")  # fmt: skip
 
 
@@ -268,11 +269,8 @@ def _different(group: Group, waiting: Waits, sides: Mapping[str, set[int]], caus
     """Return the finding on ranks whose operations with one number differ."""
     by_size = sorted(((text, sorted(ranks)) for text, ranks in sides.items()), key=lambda side: len(side[1]))
     culprits = by_size[0][1] if len(by_size[0][1]) < len(by_size[1][1]) and len(by_size) == 2 else ()
-    seq = next(w.seq for w in waiting.values())
-    number = f" #{seq:,}" if seq is not None else ""
     texts = " and ".join(f"{rank_list(ranks)} in {text}" for text, ranks in by_size[:4])
-    inside = f" ({label(group)})" if label(group) else ""
-    return _told(group, waiting, f"the ranks timed out in different calls of collective{number}{inside}: {texts}",
+    return _timed_out(group, waiting, f"the ranks timed out in different calls of collective{_number(waiting, group)}: {texts}",
                  "compare what these ranks call there: the same operation with the same size on every rank", culprits, f"mismatch/{cause}")  # fmt: skip
 
 
@@ -293,21 +291,19 @@ def _apart(group: Group, waiting: Waits, most: int | None) -> Finding:
         tail = "their counts differ: one rank has made more or fewer calls than the others"
         advice = "look for a collective under a condition on the rank, or a loop that is shorter on one rank; the flight recorder's dumps show the first difference"
     elif label(group):
-        tail, advice = (
-            "messages are counted by each pair, so the log does not show who waited for whom",
-            f"give {DUMPS}",
-        )
+        tail = "messages are counted by each pair, so the log does not show who waited for whom"
+        advice = f"give {DUMPS}"
     else:
         tail = "the log does not name their groups, so it does not show who waited for whom"
         advice = f"give {DUMPS}: they name the groups"
-    return _told(group, waiting, f"ranks timed out in different collectives{inside}: {shown}; {tail}", advice, few)
+    return _timed_out(group, waiting, f"ranks timed out in different collectives{inside}: {shown}; {tail}", advice, few)
 
 
 def _elsewhere(by_group: Mapping[Group, Waits]) -> Finding:
     """Return the finding on ranks that dumped because of a timeout that the log does not show."""
     waits = {r: w for waits in by_group.values() for r, w in waits.items()}
-    told = [w.signalled for w in waits.values() if w.signalled is not None]
-    first = sorted({*told, *(r for r, w in waits.items() if w.signalled is None)})
+    named = [w.signalled for w in waits.values() if w.signalled is not None]
+    first = sorted({*named, *(r for r, w in waits.items() if w.signalled is None)})
     shown = ", ".join(filter(None, (label(g) for g in by_group))) or "the groups in the log"
     open_ops = {
         r: w.issued - w.completed
@@ -320,11 +316,11 @@ def _elsewhere(by_group: Mapping[Group, Waits]) -> Finding:
             f"{rank_list(first)} reported a timeout, in a log that is not here; {rank_list(waits)} {verb(waits, 'was', 'were')} only "
             f"asked to dump ({shown}: {', '.join(texts)}, not timed out)"
         )
-        return _told(
+        return _timed_out(
             ("", ""), waits, message, f"read the log of {rank_list(first)} from its first `Watchdog caught` on"
         )
     seen = f"{rank_list(first)} ran into a timeout first" if first else "a rank ran into a timeout"
-    return _told(
+    return _timed_out(
         ("", ""),
         waits,
         f"a collective timed out, and {seen}; in {shown} these ranks have nothing in flight: either they are what the others wait for "
