@@ -13,7 +13,7 @@ from distdiag import files, procfs
 from distdiag.page import directories
 from distdiag.page.layout import Header
 from distdiag.page.reader import PageError, PageReader, is_mapped
-from distdiag.store.liveness import failure_of
+from distdiag.store.liveness import MONITOR_LOG, failure_of
 
 LAUNCHING_S = 600.0  # between the creation of a directory by the launcher and the first rank
 STARTING_S = 60.0  # between the claim of a directory and the first page in it
@@ -46,7 +46,9 @@ def explain(run_dir: Path, what: str) -> tuple[str, str]:
         )
     pages = _pages(run_dir)
     launched = pid.isdigit() and str(procfs.start_ticks(pid[:9])) == ticks
-    if any(mapped for _, mapped in pages) or (not pages and launched and _age_s(run_dir / RECORD) < STARTING_S):
+    removed = files.is_file(run_dir, MONITOR_LOG) and not directories.of_run(run_dir)  # by the monitor, at the end
+    young = launched and not removed and _age_s(run_dir / RECORD) < STARTING_S
+    if any(mapped for _, mapped in pages) or (not pages and young):
         return f"{what} so far", "the monitor is just starting; try again"
     reason = failure_of(run_dir) or ("the disk is full" if _is_full(run_dir) else None)
     ended = f"{what}, and no process uses its pages: the job has ended"

@@ -6,6 +6,8 @@ import json
 import lzma
 import os
 import struct
+import subprocess
+import sys
 import threading
 import time
 import zlib
@@ -45,6 +47,34 @@ def test_a_directory_of_odd_files_is_judged_by_its_log(tmp_path: Path) -> None:
     named = [tmp_path / f"{name}{suffix}" for name in ("fifo", "tty", "line") for suffix in (".log", ".json")]
     done = distdiag("diagnose", *named)
     assert done.returncode in (2, 4) and "hint: " in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["fifo", "zero"])
+def test_no_file_of_a_directory_blocks_or_never_ends(tmp_path: Path, kind: str) -> None:
+    """A FIFO without a writer, and a device behind a link; all named themselves, and in their directory."""
+    odd = [tmp_path / name for name in ("x.log", "x.json", "trace_0.pt.trace.json", "nccl_trace_rank_0", "run.db")]
+    for path in odd:
+        os.mkfifo(path) if kind == "fifo" else path.symlink_to("/dev/zero")
+    for given in ([tmp_path], odd):
+        done = distdiag("diagnose", *given, timeout=20)
+        assert done.returncode in (2, 4) and "hint: " in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("kind", ["fifo", "zero"])
+def test_only_a_regular_file_is_opened(tmp_path: Path, kind: str) -> None:
+    """`open` of a FIFO without a writer blocks, and a device never ends: both are refused before a byte is read."""
+    odd = tmp_path / "x"
+    os.mkfifo(odd) if kind == "fifo" else odd.symlink_to("/dev/zero")
+    code = (
+        "import sys, pathlib\nfrom distdiag import guard\n"
+        "for read in (guard.regular, guard.opened):\n"
+        "    try:\n        with read(pathlib.Path(sys.argv[1])):\n            print('opened')\n"
+        "    except OSError as e:\n        print(e)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(odd)], capture_output=True, text=True, timeout=20, check=True
+    )
+    assert done.stdout == f"{odd} is not a file\n" * 2
 
 
 def bomb(dictionary: int = 40) -> bytes:

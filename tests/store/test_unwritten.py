@@ -44,6 +44,18 @@ def test_a_job_that_starts_is_waited_for(run: Path, capsys: pytest.CaptureFixtur
         assert "the monitor is just starting" in shown(run, capsys)  # its launcher lives, no rank has a page yet
 
 
+def test_a_run_whose_pages_the_monitor_has_removed_is_not_starting(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A disk too full for a single row; the launcher of the job still lives."""
+    (run / "run.db").touch()
+    (run / "monitor.log").touch()
+    assert "the monitor is just starting" in shown(run, capsys)
+    shutil.rmtree(directories.overflow(run, 0))
+    text = shown(run, capsys)
+    assert "starting" not in text and "the job has ended" in text
+
+
 def test_a_mapped_page_shows_a_job_that_starts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directories.node_record(run, 0).write_text(f"{HOST}:1:1 {run / 'pages.0'}\n")
     code = (
