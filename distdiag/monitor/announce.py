@@ -89,6 +89,8 @@ class Announcer:
                 lines.append(f"  … and {len(found) - 8} more")
         elif not node:
             infos = [f for f in diagnosis.findings if f.severity == Severity.INFO and f.cleared_s is None]
+            if diagnosis.state != State.ENDED:  # what could not be seen may be why nothing is found
+                infos += {f.key: f for f in own if f.cause == "device_waits"}.values()
             nothing = "no error or warning found" if infos else "nothing found"
             lines.append(nothing if diagnosis.state == State.ENDED or stopped else "no rule explains it")
             lines += [f"  {f.severity} {f.kind}: {printable(f.message)}" for f in infos[:8]]

@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from distdiag.diagnosis.model.findings import Certainty, Finding, Severity
+from distdiag.diagnosis.engine import Diagnosis
+from distdiag.diagnosis.model.findings import STOPPED_BY, Certainty, Finding, Severity, State
 from distdiag.monitor.announce import Announcer
 
 
@@ -62,3 +63,21 @@ def test_a_warning_that_the_job_makes_no_progress_is_printed_at_once(
     assert capfd.readouterr().err == "", "printed once"
     announcer.finding(msgspec.structs.replace(stall, cleared_s=9.0))
     assert "cleared, the job continues: warning stall" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("state", "shown"), [(State.FAILED, True), (State.ENDED, False)])
+def test_what_could_not_be_seen_is_in_the_summary_of_a_job_that_did_not_end_by_itself(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], state: State, shown: bool
+) -> None:
+    text = f"{STOPPED_BY} SIGTERM" if state == State.FAILED else ""
+    diagnosis = Diagnosis(source=lambda file: None, state=state, state_text=text)
+    unseen = Finding(
+        kind="recorder", cause="device_waits", severity=Severity.INFO, culprits=(0,), message="not visible"
+    )
+    clock = msgspec.structs.replace(unseen, cause="clock_skew", message="the clock was set")
+    later = msgspec.structs.replace(unseen, message="not visible; nor in b")
+    Announcer(tmp_path, quiet=False).summary(diagnosis, (unseen, clock, later))
+    printed = capfd.readouterr().err
+    assert ("info recorder: not visible; nor in b" in printed) is shown
+    assert ("[distdiag] nothing found\n" in printed) is not shown
+    assert printed.count("not visible") == shown and "clock" not in printed
