@@ -93,7 +93,7 @@ MISMATCH = Kind(
 )
 STALL = Kind(
     name="stall",
-    severities=(_WARNING, _ERROR),
+    severities=(_INFO, _WARNING, _ERROR),  # info: dumps of a job that may have been running
     causes=("user_code", "data", "gil_held", "checkpoint", "unknown"),
     every_poll=True,
     release=2,
