@@ -39,6 +39,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `tests`
 RESULTS, JOB = Path(__file__).parent / "results", Path(__file__).with_name("_overhead_job.py")
 JOBS = Path(__file__).resolve().parents[1] / "tests/faults/manifest.json"  # next to the backends
 ALLOWED_RATIO, ALLOWED_HOOKS_US, ALLOWED_BYTES = 1.005, 30.0, 8 << 20
