@@ -25,12 +25,15 @@ PROCESS = """
         held = mmap.mmap(os.open(sys.argv[1], os.O_RDWR), 0)
     for number in (signal.SIGTERM, signal.SIGRTMIN + 13):
         signal.signal(number, lambda n, _: os.write(1, f"{os.getpid()} {n}\\n".encode()))
+    ready, child_is_ready = os.pipe()
     child = os.fork()
     if not child:
         if sys.argv[1]:
             held.close()
+        os.write(child_is_ready, b".")
         while True:
             time.sleep(0.05)  # a signal that comes just before a wait without a limit would not be seen
+    os.read(ready, 1)  # Python drops a signal that a child gets before it has returned from fork()
     print(child, flush=True)
     while not select.select([0], [], [], 0.05)[0]:
         pass
