@@ -12,19 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed import distributed_c10d
 
 from tests.jobs import REPOSITORY, launch, rows, wait_for
+from tests.standins import needs_stream
 
 pytestmark = [
     pytest.mark.job,
     pytest.mark.timeout(240),
     pytest.mark.skipif(shutil.which("c++") is None, reason="the stand-in needs a C++ compiler"),
-    pytest.mark.skipif(
-        tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
-        reason="the stand-in imitates the NCCL of torch 2.13 and newer",
-    ),
+    needs_stream,
 ]
 
 # True if the stand-in imitates nccl2: by default where torch's `nccl` does

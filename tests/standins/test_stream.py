@@ -9,14 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from distdiag.sources.dumps.pickles import load_pickle
 from tests.jobs import Job, free_port, launch
+from tests.standins import needs_stream
 
-OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
-pytestmark = [pytest.mark.job, pytest.mark.skipif(OLD, reason="the stand-in imitates the NCCL of torch 2.13 and newer")]
+pytestmark = [pytest.mark.job, needs_stream]
 
 HERE = Path(__file__).parent
 STREAM = {"PYTHONPATH": str(HERE / "stream"), "STANDIN_NCCL": "legacy"}
