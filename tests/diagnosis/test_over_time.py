@@ -164,3 +164,26 @@ def test_a_straggler_is_not_counted_twice_for_the_same_steps() -> None:
     assert seen_at(60, 60, 60, 60, 60) == []
     assert only(seen_at(60, 62, 64)).culprits == (1,)
     assert only(seen_at(0, 0, 0, calls=9)).culprits == (1,)  # a loop without optimizer steps
+
+
+def test_a_proof_whose_victims_come_to_wait_one_by_one_is_one_finding() -> None:
+    """Hosts run ahead of their devices: that of rank 0 begins to wait later. Nothing has contradicted the first proof."""
+    d = Diagnosis(source=lambda _: None)
+    calls = [
+        Call(op="all_reduce", group="default_pg", seq=7, entered_s=5.0, on_device=True, shape=(n,), dtype="float32",
+             site=LOOP)
+        for n in (8, 4)
+    ]  # fmt: skip
+    for t_s, waiting in ((6.0, (1,)), (6.3, (1,)), (6.6, (1,)), (6.9, (0, 1)), (7.2, (0, 1)), (7.5, (0, 1))):
+        d.update(
+            job(
+                *(
+                    rank(q, enqueued={"default_pg": 7}, completed={"default_pg": 6}, calls=(call,),
+                         activity="waiting", blocked=call if q in waiting else None)
+                    for q, call in enumerate(calls)
+                ),
+                t_s=t_s,
+            )
+        )  # fmt: skip
+    assert [(f.kind, f.cause, f.cleared_s) for f in d.findings] == [("mismatch", "shape", None)]
+    assert not d.contradicted

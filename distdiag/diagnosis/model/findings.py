@@ -100,6 +100,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     def key(self) -> str:
         """Identity over time: the same condition seen again updates its record instead of making a new one."""
         who = ",".join(map(str, self.culprits or self.victims))
+        if not self.culprits and self.collective is not None and self.collective.seq is not None:
+            who = f"{self.collective.group}#{self.collective.seq}"  # more of its ranks may come to wait in it
         return f"{self.kind}/{self.cause}/{who}/{','.join(self.names[:4])}"
 
 
