@@ -76,6 +76,7 @@ with Operators():
     train("operators")
 train("subclass", lambda x: x.as_subclass(Mine))
 dist.destroy_process_group()
+out.close()  # a file that is left open is not always flushed when Python ends
 """
 
 
