@@ -12,15 +12,18 @@ from setuptools import Extension, find_packages, setup
 
 PURE = os.environ.get("DISTDIAG_PURE") == "1" or bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 C = "distdiag/recorder/fast/c"
+STRIPPED = ["-s"]  # without debug information, most of the library's size
 HOOKS = Extension(
     "distdiag.recorder.fast._hot",
     sources=[f"{C}/hooks.c", f"{C}/module.c"],
     depends=[f"{C}/hot.h"],
+    extra_link_args=STRIPPED,
     optional=os.environ.get("DISTDIAG_COMPILED") != "1",
 )
 NATIVE = Extension(  # the main thread's native frames, for the monitor
     "distdiag.recorder.fast._native",
     sources=[f"{C}/native.c"],
+    extra_link_args=STRIPPED,
     optional=os.environ.get("DISTDIAG_COMPILED") != "1",
 )
 

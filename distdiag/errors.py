@@ -52,3 +52,14 @@ def need(extra: str, modules: tuple[str, ...], what: str) -> None:
             raise DistdiagError(
                 f"{what} needs {name}, which is not installed", f"pip install 'distdiag[{extra}]'", kind="missing_extra"
             )
+
+
+def need_torch(what: str) -> None:
+    """Check that torch is installed: it is no dependency, because readers of runs, dumps and logs need none.
+
+    Raises:
+        DistdiagError: it is missing.
+    """
+    if importlib.util.find_spec("torch") is None:
+        hint = "run it in the environment of your training job, or `pip install torch` (2.10 or newer)"
+        raise DistdiagError(f"{what} needs torch, which is not installed", hint, kind="missing_torch")

@@ -3,8 +3,8 @@
 Usage: python tools/check_wheel.py [--from-index] [--keep DIRECTORY]
 
 The wheel gets its own environment. Its dependencies are linked from the environment that runs this script, and
-only those that the wheel declares: first without extras (a recorded job, the verdict, and one line of error where an
-extra is missing), then with all of them. `--from-index` downloads them instead, torch included.
+only those that the wheel declares: first without extras, so without torch (logs and dumps are read, and whatever needs torch says so in
+one line), then with torch (a recorded job), again without (its run is read), and with all extras. `--from-index` downloads them instead.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from jsonschema.exceptions import best_match
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
+MOST_BYTES = 2_000_000  # of the wheel: `uvx distdiag diagnose job.log` is a matter of seconds
 DEADLINE_S = 180  # for each command; the slowest takes about ten seconds on an idle machine
 NOT_SOURCE = shutil.ignore_patterns(
     ".git", ".venv*", "build", "dist", "reports", "*.egg-info", "*.so", "__pycache__", ".*_cache", ".hypothesis"
@@ -80,10 +81,17 @@ def check(work: Path, from_index: bool, keep: Path | None) -> None:
         keep.mkdir(parents=True, exist_ok=True)
         for built in (sdist, wheel):
             shutil.copy(built, keep)
+    if (size := wheel.stat().st_size) > MOST_BYTES:
+        raise Failed(f"the wheel has {size:,} bytes, more than {MOST_BYTES:,}")
     env = Environment(work / "env", wheel, from_index)
-    env.install(extras=False)
-    check_base(env)
-    env.install(extras=True)
+    env.install()
+    check_without_torch(env)
+    env.install("probe")  # torch
+    check_recording(env)
+    if not from_index:  # pip takes nothing back
+        env.install()
+    check_readers(env)
+    env.install("all")
     check_commands(env)
 
 
@@ -159,18 +167,19 @@ class Environment:
         hidden = ("DISTDIAG_", "PYTHON", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "VIRTUAL_ENV")
         self.env = {k: v for k, v in os.environ.items() if not k.startswith(hidden)} | {"OMP_NUM_THREADS": "1"}
 
-    def install(self, extras: bool) -> None:
+    def install(self, extra: str = "") -> None:
+        """Install the wheel with what it requires, and with one extra."""
         if self.from_index:
-            name = f"{self.wheel}[all]" if extras else str(self.wheel)
+            name = f"{self.wheel}[{extra}]" if extra else str(self.wheel)
             call([str(self.path / "bin/python"), "-m", "pip", "install", "-q", name], cwd=self.cwd)
             return
-        if not extras:
+        if not (self.path / "bin/distdiag").exists():
             pip = [sys.executable, "-m", "pip", "--python", str(self.path / "bin/python"), "install", "-q"]
             call([*pip, "--no-deps", "--no-index", "--disable-pip-version-check", str(self.wheel)], cwd=self.cwd)
         linked = self.path / "dependencies"
         shutil.rmtree(linked, ignore_errors=True)
         linked.mkdir()
-        for distribution in declared(self.wheel, extras):
+        for distribution in declared(self.wheel, extra):
             link(distribution, linked)
         site = next((self.path / "lib").glob("python3*/site-packages"))
         (site / "dependencies.pth").write_text(f"{linked}\n")
@@ -191,13 +200,13 @@ class Environment:
         return done.stdout
 
 
-def declared(wheel: Path, extras: bool) -> list[metadata.Distribution]:
-    """Return the distributions that the wheel requires, directly and indirectly."""
+def declared(wheel: Path, extra: str) -> list[metadata.Distribution]:
+    """Return the distributions that the wheel requires with this extra, directly and indirectly."""
     with zipfile.ZipFile(wheel) as z:
         text = z.read(next(n for n in z.namelist() if n.endswith(".dist-info/METADATA"))).decode()
     requires = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("Requires-Dist:")]
     found: dict[str, metadata.Distribution] = {}
-    queue = [(Requirement(r), ("", "all") if extras else ("",)) for r in requires]
+    queue = [(Requirement(r), ("", extra)) for r in requires]
     seen = set()
     while queue:
         requirement, wanted = queue.pop()
@@ -229,17 +238,42 @@ def link(distribution: metadata.Distribution, directory: Path) -> None:
 # -- run --------------------------------------------------------------------------------------------------------
 
 
-def check_base(env: Environment) -> None:
-    """Check without extras: a recorded job, the live readers, the verdict; the screen and the report name their extra."""
+LOG = """\
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/app/train.py", line 31, in <module>
+[rank1]:     loss = model(batch)
+[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.
+"""
+
+
+def check_without_torch(env: Environment) -> None:
+    """Check what the base install reads, and that whatever needs torch says so."""
     (env.cwd / "job.py").write_text(JOB)
+    (env.cwd / "job.log").write_text(LOG)
     env.run("distdiag", "--version")
     where = env.run("python", "-c", "import distdiag; print(distdiag.__file__)").strip()
     if not Path(where).is_relative_to(env.path):
         raise Failed(f"the environment imports distdiag from {where}")
+    env.run("distdiag", "diagnose", "job.log", code=1, shows="rank 1")
+    dumps = env.cwd / "dumps"
+    dumps.mkdir()
+    recorded = json.loads((ROOT / "tests/sources/golden/torch-2.15.0-nccl2.json").read_text())
+    for rank, dump in recorded["order"].items():
+        (dumps / f"rank{rank}.json").write_text(json.dumps(dump))
+    from_json(env.run("distdiag", "diagnose", "dumps", "--json", code=1), "distdiag.findings/1")
+    if not env.from_index:
+        env.run("distdiag", "run", "job.py", code=2, shows="needs torch")
+        env.run("distdiag", "probe", "allreduce", code=2, shows="needs torch")
+        env.run("python", "-m", "distdiag.train", code=2, shows="needs torch")
+        env.run("distdiag", "doctor", code=1, shows="torch")
+
+
+def check_recording(env: Environment) -> None:
+    """Check a recorded job, and the readers while it runs."""
     if has_compiler():
         env.run("python", "-c", "from distdiag.recorder.fast.accounts import COMPILED; assert COMPILED")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "distdiag.run"]
-    log = env.cwd / "job.log"
+    log = env.cwd / "job.out"
     with log.open("wb") as out:
         job = subprocess.Popen(
             [str(env.path / "bin/python"), *launcher, "--run-dir", str(env.run_dir), "job.py"],
@@ -257,6 +291,10 @@ def check_base(env: Environment) -> None:
         finally:
             if job.poll() is None:
                 job.kill()
+
+
+def check_readers(env: Environment) -> None:
+    """Check the readers of an ended run without extras; the screen and the report name their extra."""
     env.run("distdiag", "diagnose", shows="ended: ")
     env.run("distdiag", "tui", "--once", shows="rank")
     env.run("distdiag", "report", "--format", "text")

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from distdiag.command_line import SETTINGS, read, recording_options
-from distdiag.errors import DistdiagError
+from distdiag.errors import DistdiagError, need_torch
 from distdiag.recorder.start_monitor import parse_keep
 
 
@@ -44,6 +44,7 @@ def command(
         raise DistdiagError("no script given", "distdiag run [torchrun options] SCRIPT [ARGS…]")
     if script[0] != "-m" and not os.path.exists(script[0]):
         raise DistdiagError(f"no script {script[0]}", "give the path of a Python file, or -m and a module's name")
+    need_torch("a job")
     if not any(a.split("=")[0].replace("_", "-") in ("--nproc-per-node", "--nnodes", "--standalone") for a in launcher):
         launcher = ["--standalone", "--nproc-per-node", str(_local_ranks()), *launcher]
     elif not any(a.split("=")[0].replace("_", "-") in _RENDEZVOUS for a in launcher):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
-from distdiag.errors import DistdiagError, ExitCode
+from distdiag.errors import DistdiagError, ExitCode, need_torch
 from distdiag.train.config import parse_arguments
 
 STUCK_GRACE_S = 3.0  # a rank that waits in a collective cannot be interrupted from Python: after this time it is ended
@@ -34,6 +34,7 @@ def _run(argv: Sequence[str]) -> int:
         return ExitCode.OK
     try:
         config = parse_arguments(argv)
+        need_torch("the reference job")
         from distdiag.train.loop import train
 
         train(config)

@@ -11,7 +11,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from distdiag.errors import DistdiagError, ExitCode
+from distdiag.errors import DistdiagError, ExitCode, need_torch
 from distdiag.probekit.command import catalog
 from distdiag.probekit.command.options import Options, check_backend, check_ranks, parse, place_ranks
 from distdiag.probekit.measure.probe import load_probe
@@ -201,6 +201,7 @@ def _gpu_count() -> int:
 
     torch asks NVML. Without NVML it would initialise CUDA, so then a subprocess asks.
     """
+    need_torch("a probe")
     import torch
 
     if not torch.version.cuda:
