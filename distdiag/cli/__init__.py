@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "diagnose": ("distdiag.cli.diagnose", "Print the verdict on a run, or on flight-recorder dumps from any cluster."),
     "dump": ("distdiag.cli.dump", "Print the stacks and in-flight collectives of every rank, now."),
     "profile": ("distdiag.cli.profile", "Profile the running job for a few steps, with torch.profiler."),
+    "demo": ("distdiag.cli.demo", "Show a job that hangs, and its verdict, within a minute."),
     "probe": ("distdiag.cli.probe", "Measure this machine: collectives, data loading, steps, GPUs."),
     "report": ("distdiag.cli.report", "Write the findings as HTML, text, JSON or a Perfetto trace."),
     "compare": ("distdiag.cli.compare", "Compare runs: step time, phases, findings."),
