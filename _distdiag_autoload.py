@@ -6,11 +6,17 @@ distdiag may hide; it imports nothing at its import, and it cannot fail. TORCH_D
 
 
 def autoload() -> None:
-    """Call `distdiag.torchrun_compat.autoload` in a process whose command line names distdiag; do nothing in all others."""
+    """Make torchrun understand our commands; with DISTDIAG=1, record this process once it joins a process group."""
     try:
+        import os
         import sys
 
-        if "distdiag.run" in sys.argv or "distdiag.train" in sys.argv:
+        named = "distdiag.run" in sys.argv or "distdiag.train" in sys.argv
+        if os.environ.get("DISTDIAG", "0") != "0" and not named:
+            from distdiag import everywhere
+
+            everywhere.install()
+        elif named:
             from distdiag import torchrun_compat
 
             torchrun_compat.autoload()

@@ -37,7 +37,9 @@ def command(run_dir: str | None) -> int:
         raise DistdiagError(f"{run} has a run already", "name another directory with --run-dir")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     job = ["-m", "distdiag.run", "--run-dir", str(run), "-m", "distdiag.train.demo_job"]
-    say(f"Two ranks train on this machine until rank 0 evaluates alone:\n  torchrun {shlex.join([*launcher[2:], *job])}\n")
+    say(
+        f"Two ranks train on this machine until rank 0 evaluates alone:\n  torchrun {shlex.join([*launcher[2:], *job])}\n"
+    )
     env = {"OMP_NUM_THREADS": "1"} | os.environ
     with tempfile.TemporaryFile() as output:
         ranks = subprocess.Popen(
@@ -57,7 +59,9 @@ def command(run_dir: str | None) -> int:
         return int(ExitCode.TIMEOUT)
     where = shlex.quote(str(run))
     say(f"\nThe job was ended. Its run can still be read:\n  distdiag diagnose {where}\n  distdiag tui {where}")
-    say("For your own job, write `-m distdiag.run` in front of its script:\n  torchrun --nproc-per-node 8 -m distdiag.run train.py")
+    say(
+        "For your own job, write `-m distdiag.run` in front of its script:\n  torchrun --nproc-per-node 8 -m distdiag.run train.py"
+    )
     return int(ExitCode.OK)
 
 

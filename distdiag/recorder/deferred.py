@@ -11,7 +11,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from distdiag.recorder import run_claim, session, start_monitor, state
+from distdiag.everywhere import VARIABLE, switched_off
+from distdiag.recorder import joining, run_claim, session, start_monitor, state
 from distdiag.recorder.after_import import after_import
 from distdiag.recorder.hooks.wrapping import hide_frame, wraps
 from distdiag.recorder.state import guarded
@@ -23,36 +24,82 @@ def record_process(run_dir: str | None, name: str | None, job: str | None = None
     Args:
         job: The job of the process that spawned this one.
     """
+    if switched_off():
+        return
     rank, world, local = session.from_environment()
     if job is not None:
         run_claim.belong_to(job)
-    if any(v in os.environ for v in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")):
+    if any(v in os.environ for v in run_claim.RANKS):
         started = session.start(run_dir, name, rank, world, local)
         if started is not None:
             after_import("torch", started.install)
         return
+    spawned = job is not None
     try:
         if job is None:
             job = run_claim.job_token()
             run_claim.belong_to(job)
+            # for ranks that the script starts as other programs: they have no hook of ours
+            os.environ.setdefault(VARIABLE, "1")
         directory = str(run_claim.claim(run_dir, name or run_claim.script_name()))
     except Exception as e:
         if state.RAISE:
             raise
         session.report_not_recorded(e)
         return
-    after_import("torch", lambda: _becomes_rank(directory, name))
+    after_import("torch", lambda: _becomes_rank(directory, name, spawned))
     _watch_children(directory, name, job)
 
 
+def enter_group(
+    dist: Any, args: tuple, kwargs: dict, run_dir: str | None = None, name: str | None = None,
+    spawned: bool = False,
+) -> Any:  # fmt: skip
+    """Call `init_process_group` in a process that is not recorded yet, and record it as a rank.
+
+    A rank that a launcher has numbered is recorded before the call, so a hang in it is seen, too. For any other the group itself tells
+    which job it is in, after the call.
+
+    Args:
+        dist: torch.distributed.distributed_c10d; its function is torch's own again.
+        spawned: A recorded process has spawned this one, for its own job.
+    """
+    wanted = session.current is None and not switched_off()
+    if wanted and (spawned or joining.launched()):
+        _begin(run_dir, name, *_rank_of_call(args, kwargs))
+        wanted = False
+    try:
+        out = dist.init_process_group(*args, **kwargs)
+    except BaseException as e:
+        hide_frame(e)
+        raise
+    if wanted:
+        _join_group(dist, run_dir, name)
+    return out
+
+
+def _begin(run_dir: str | None, name: str | None, rank: int, world: int) -> None:
+    local = os.environ.get("LOCAL_RANK", "")
+    session.start(run_dir, name, rank, world, int(local) if local.isdigit() else rank)
+
+
+def _join_group(dist: Any, run_dir: str | None, name: str | None) -> None:
+    """Record a rank whose process group exists, in the run of that group."""
+    rank = dist.get_rank()
+    try:
+        joining.join(dist._get_default_store(), rank, run_dir)
+    except Exception as e:
+        if state.RAISE:
+            raise
+        session.report_not_recorded(OSError(f"rank {rank} found no run of its process group ({type(e).__name__}: {e})"))
+        return
+    _begin(run_dir, name, rank, dist.get_world_size())
+
+
 @guarded
-def _becomes_rank(run_dir: str | None, name: str | None) -> None:
+def _becomes_rank(run_dir: str | None, name: str | None, spawned: bool) -> None:
     """Wrap the two functions by which a process becomes a rank; until then nothing is recorded."""
     import torch
-
-    def begin(rank: int, world: int) -> None:
-        local = int(os.environ.get("LOCAL_RANK", rank))
-        session.start(run_dir, name, rank, world, local)
 
     if torch.distributed.is_available():
         from torch.distributed import distributed_c10d as dist
@@ -61,14 +108,10 @@ def _becomes_rank(run_dir: str | None, name: str | None) -> None:
 
         @wraps(original)
         def init_process_group(*args: Any, **kwargs: Any) -> Any:
-            function = original
-            if session.current is None:
-                rank, world = _rank_of_call(args, kwargs)
+            if dist.init_process_group is init_process_group:
                 dist.init_process_group = torch.distributed.init_process_group = original
-                begin(rank, world)
-                function = dist.init_process_group
             try:
-                return function(*args, **kwargs)
+                return enter_group(dist, args, kwargs, run_dir, name, spawned)
             except BaseException as e:
                 hide_frame(e)
                 raise
@@ -81,7 +124,7 @@ def _becomes_rank(run_dir: str | None, name: str | None) -> None:
         function = plain
         if session.current is None and torch.autograd.backward is backward:
             torch.autograd.backward = plain
-            begin(0, 1)
+            _begin(run_dir, name, 0, 1)
             function = torch.autograd.backward
         try:
             return function(*args, **kwargs)

@@ -25,6 +25,7 @@ ENV_DIR = "DISTDIAG_RUN_DIR"
 ENV_JOB = "DISTDIAG_JOB"
 # job of the launcher that spawned this process; not in the environment, see `belong_to`
 _launcher_job: str | None = None
+_joined: Joined | None = None  # the job that this process joined by its process group
 share = os.environ.get("DISTDIAG_SHARE") == "1"  # others may read the runs of this process; also set by --share
 READ_S = 5.0  # timeout for the text of a decision on a file system without hard links
 # Variables that a launcher sets equally for all ranks of one launch, and differently in other launches.
@@ -33,6 +34,7 @@ _LAUNCH = (
     "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "JOBSET_RESTART_ATTEMPT",
 )  # fmt: skip
 # Variables of one rank: an ancestor with the same values is a wrapper script inside the rank.
+RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")  # any of them: a launcher has numbered the ranks
 _RANK = ("RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
 
@@ -44,6 +46,23 @@ class Claim:
     node: int
     pages: Path  # page directory of all ranks of this node
     overflow: Path  # page directory for a rank whose page does not fit into `pages`
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A job that ranks without a launcher's variables have joined (`joining`).
+
+    Attributes:
+        token: As `job_token` returns it, without the restart.
+        root: Directory of the runs that have no directory of their own.
+        run_dir: The run directory of the job, if one was named.
+        node: Number of this node.
+    """
+
+    token: str
+    root: Path
+    run_dir: str | None
+    node: int
 
 
 def _launcher() -> tuple[int, int] | None:
@@ -65,6 +84,8 @@ def _launcher() -> tuple[int, int] | None:
 
 def launcher_id() -> str:
     """Return an identifier of this rank's launcher that is unique on this node."""
+    if _launcher_job is not None:
+        return f"{socket.gethostname()}:{_launcher_job}"
     found = _launcher()
     return f"{socket.gethostname()}:" + (f"{found[0]}:{found[1]}" if found else "?")
 
@@ -79,12 +100,28 @@ def belong_to(job: str) -> None:
     _launcher_job = job
 
 
+def join_job(job: Joined) -> None:
+    """Make this process part of the job that its process group belongs to."""
+    global _joined
+    _joined = job
+    belong_to(job.token)
+
+
+def job_given() -> str | None:
+    """Return the job that this process was started for, without the restart; None if nobody named one."""
+    return _launcher_job or os.environ.get(ENV_JOB)
+
+
+def root_of_runs() -> Path:
+    """Return the directory of the runs for which no directory was named."""
+    return _joined.root if _joined is not None else Path("reports").absolute()
+
+
 def job_token() -> str:
     """Return a text that is equal on all ranks of one attempt of a job, and different in other jobs."""
     env = os.environ.get
     restart = env("TORCHELASTIC_RESTART_COUNT", "0")
-    given = _launcher_job or env(ENV_JOB)
-    if given:
+    if given := job_given():
         return f"{given}.{restart}"
     parts = [env(k, "") for k in _LAUNCH]
     if int(env("GROUP_WORLD_SIZE", "1") or 1) == 1 and int(env("SLURM_NNODES", "1") or 1) == 1:
@@ -98,6 +135,8 @@ def job_token() -> str:
 def node_number() -> int:
     """Return the number of this node in the job; 0 if the launcher sets none."""
     env = os.environ.get
+    if _joined is not None:
+        return _joined.node
     if env("GROUP_RANK", "").isdigit():
         return int(env("GROUP_RANK", ""))
     if "RANK" not in os.environ:
@@ -184,10 +223,10 @@ def claim_rank(option: str | None, name: str, rank: int, world_size: int) -> Cla
 
 def _directories(option: str | None, name: str) -> Iterator[Path]:
     """Yield the directories of this job's token in order; the next one is created on demand."""
-    chosen = option or os.environ.get(ENV_DIR)
+    chosen = _joined.run_dir if _joined is not None else option or os.environ.get(ENV_DIR)
     if chosen:
         return _attempts(Path(chosen).absolute(), job_token())
-    root = Path("reports").absolute()
+    root = root_of_runs()
     records = _records(root)
     if records is None:  # a read-only working directory
         root = directories.fallback_root()

@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from distdiag import files, procfs
+from distdiag.everywhere import switched_off
 from distdiag.page import directories, profile_files
 from distdiag.page.layout import STACK, LifeWord, Phase, page_path
 from distdiag.page.writer import PageWriter
@@ -232,9 +233,12 @@ _lock = threading.Lock()
 def start(run_dir: str | None, name: str | None, rank: int, world_size: int, local_rank: int) -> Session | None:
     """Make this process a recorded rank: page, monitor, pulse; hooks if torch is imported already.
 
-    Returns None, after a line on stderr, if no page can be created (disk full, read-only directory). The job continues.
+    Returns None with DISTDIAG=0 and, after a line on stderr, if no page can be created (disk full, read-only directory). The job
+    continues.
     """
     global current
+    if switched_off():
+        return None
     with _lock:
         if current is not None:
             return current

@@ -36,7 +36,9 @@ def test_wheels_matrix_and_classifiers_have_the_same_pythons() -> None:
 
 def test_oldest_default_and_newest_torch_are_in_the_matrix_and_the_readme() -> None:
     tested = set(re.findall(r'"(\d+\.\d+)\.\*"', MATRIX))
-    oldest = next(d.partition(">=")[2] for d in PROJECT["project"]["optional-dependencies"]["probe"] if d.startswith("torch>="))
+    oldest = next(
+        d.partition(">=")[2] for d in PROJECT["project"]["optional-dependencies"]["probe"] if d.startswith("torch>=")
+    )
     for version in (oldest, constant("DEFAULT_TORCH"), constant("NEWEST_TORCH")):
         assert ".".join(version.split(".")[:2]) in tested
     readme = (REPOSITORY / "README.md").read_text()

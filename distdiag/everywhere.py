@@ -1,0 +1,48 @@
+"""`DISTDIAG=1`: record every process that joins a process group, whatever launched it; no command changes.
+
+`import torch` calls `install` (by way of `_distdiag_autoload`). A process that never joins a group costs one wrapped function; the
+recorder is imported in the first `init_process_group`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+VARIABLE = "DISTDIAG"
+
+
+def switched_off() -> bool:
+    """True if DISTDIAG=0: nothing is recorded, whatever else asks for it."""
+    return os.environ.get(VARIABLE) == "0"
+
+
+def install() -> None:
+    """Wrap `init_process_group` until its first call."""
+    public = sys.modules.get("torch.distributed")
+    private = sys.modules.get("torch.distributed.distributed_c10d")
+    original = getattr(public, "init_process_group", None)
+    if public is None or private is None or original is None or hasattr(original, "_distdiag"):
+        return
+
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        for module in (public, private):
+            if getattr(module, "init_process_group", None) is init_process_group:
+                module.init_process_group = original  # type: ignore[attr-defined]
+        from distdiag.recorder import deferred
+
+        try:
+            # a script that kept this function, and calls it for a second group, reaches the recorder's
+            return deferred.enter_group(private, args, kwargs)
+        except BaseException as e:
+            deferred.hide_frame(e)
+            raise
+
+    init_process_group.__name__ = init_process_group.__qualname__ = "init_process_group"
+    init_process_group.__doc__, init_process_group.__module__ = original.__doc__, original.__module__
+    init_process_group.__wrapped__ = original  # type: ignore[attr-defined]
+    init_process_group._distdiag = True  # type: ignore[attr-defined]
+    for module in (public, private):
+        if getattr(module, "init_process_group", None) is original:
+            module.init_process_group = init_process_group  # type: ignore[attr-defined]

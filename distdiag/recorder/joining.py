@@ -1,0 +1,64 @@
+"""Which job a rank belongs to if no launcher has told: the job whose process group it is in, by the group's own store.
+
+Rank 0 writes which run it records into; the other ranks read it once the group exists. An address or a parent process would not do:
+two jobs may use one port after each other, and two terminals have no parent in common.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from distdiag.recorder import run_claim
+from distdiag.terms.untrusted import is_rank
+
+KEY = "distdiag/job"
+WAIT_S = 10.0  # for rank 0, which leaves init_process_group at about the same time
+
+
+def launched() -> bool:
+    """True if this process got its rank from its launcher, in the environment that it was started with."""
+    try:
+        given = Path("/proc/self/environ").read_bytes().split(b"\0")
+    except OSError:
+        return True
+    return any(v.partition(b"=")[0].decode() in run_claim.RANKS for v in given)
+
+
+def join(store: Any, rank: int, run_dir: str | None) -> None:
+    """Make this process part of the job of its default process group.
+
+    Args:
+        store: The store of that group.
+        run_dir: Run directory that this process was told to use; rank 0's counts.
+
+    Raises:
+        Exception: what the store raises; TimeoutError or `DistStoreError` if rank 0 does not record.
+        ValueError: another program wrote under our key.
+    """
+    host = socket.gethostname()
+    if rank == 0:
+        named = run_dir or os.environ.get(run_claim.ENV_DIR)
+        chosen = os.path.abspath(named) if named else None
+        job = run_claim.Joined(run_claim.job_given() or secrets.token_hex(8), run_claim.root_of_runs(), chosen, 0)
+        store.set(KEY, json.dumps([job.token, str(job.root), chosen, host]))
+    else:
+        store.wait([KEY], timedelta(seconds=WAIT_S))
+        token, root, chosen, first = json.loads(store.get(KEY))
+        if not all(isinstance(text, str) for text in (token, root, chosen or "", first)):
+            raise ValueError(f"{KEY} in the job's store is not ours")
+        job = run_claim.Joined(token, Path(root), chosen, 0 if host == first else _node(store, host, rank))
+    run_claim.join_job(job)
+
+
+def _node(store: Any, host: str, rank: int) -> int:
+    """Return the number of a host without rank 0: the first of its ranks that asks."""
+    node = int(store.compare_set(f"distdiag/node/{host}", "", str(rank)))
+    if not is_rank(node) or node == 0:
+        raise ValueError(f"{node} is no number of a node")
+    return node
