@@ -6,16 +6,8 @@ recorder is imported in the first `init_process_group`.
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
-
-VARIABLE = "DISTDIAG"
-
-
-def switched_off() -> bool:
-    """True if DISTDIAG=0: nothing is recorded, whatever else asks for it."""
-    return os.environ.get(VARIABLE) == "0"
 
 
 def install() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest
 
-from distdiag.everywhere import VARIABLE
+from distdiag.recorder.state import VARIABLE
 
 
 class RecordedLogsSpecs(DefaultLogsSpecs):

@@ -22,7 +22,6 @@ from types import TracebackType
 from typing import Any
 
 from distdiag import files, procfs
-from distdiag.everywhere import switched_off
 from distdiag.page import directories, profile_files
 from distdiag.page.layout import STACK, LifeWord, Phase, page_path
 from distdiag.page.writer import PageWriter
@@ -31,7 +30,7 @@ from distdiag.recorder.after_import import after_import
 from distdiag.recorder.descriptors import KeptFile
 from distdiag.recorder.frames import USER, absolute, kind_of_file, user_stack
 from distdiag.recorder.pulse import Pulse
-from distdiag.recorder.state import Recorder, guarded, now_ns
+from distdiag.recorder.state import Recorder, guarded, now_ns, switched_off
 from distdiag.terms import secrets
 
 

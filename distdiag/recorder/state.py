@@ -26,6 +26,7 @@ R = TypeVar("R")
 
 now_ns = time.monotonic_ns
 RAISE = os.environ.get("DISTDIAG_RAISE") == "1"  # set by our own tests, never by a user's
+VARIABLE = "DISTDIAG"  # 1: record whatever joins a process group; 0: record nothing
 
 
 class Recorder:
@@ -117,3 +118,8 @@ def guarded(f: Callable[P, R]) -> Callable[P, R | None]:
             return None
 
     return inner
+
+
+def switched_off() -> bool:
+    """True if DISTDIAG=0: nothing is recorded, whatever else asks for it."""
+    return os.environ.get(VARIABLE) == "0"
