@@ -18,7 +18,6 @@ from distdiag.streams import say, say_json
 if TYPE_CHECKING:
     from distdiag.diagnosis.model.findings import Report
 
-BAD_STATES = ("failed", "degraded", "deadlocked")  # never exit 0, even without a finding
 TAKE_OVER_S = 40.0  # most for a monitor to judge the run, or close that of a job that ended
 JUDGED_S = 2.5  # for a new monitor to judge a running job
 _COLOURS = {"error": "red", "warning": "yellow", "info": "cyan"}
@@ -178,7 +177,7 @@ def _report(targets: tuple[str, ...]) -> Report:
 
 def verdict(report: Report) -> str:
     """Return one line: the state of the job, the number of findings, and the ranks to look at."""
-    from distdiag.diagnosis.model.findings import NO_KNOWN_ERROR, STOPPED_BY, Severity, rank_list
+    from distdiag.diagnosis.model.findings import BAD_STATES, NO_KNOWN_ERROR, STOPPED_BY, Severity, rank_list
 
     open_ones = [f for f in report.findings if f.cleared_s is None]
     world = "?" if report.world_size is None else f"{report.world_size:,}"
@@ -243,7 +242,7 @@ def exit_code(report: Report, threshold: str) -> ExitCode:
     Args:
         threshold: `error`, `warning`, or `never` to return OK in any case.
     """
-    from distdiag.diagnosis.model.findings import at_least
+    from distdiag.diagnosis.model.findings import BAD_STATES, at_least
 
     if threshold == "never":
         return ExitCode.OK
@@ -318,6 +317,7 @@ def _failure_in_others(targets: tuple[str, ...], traces: list[Path]) -> Report |
     """Return the verdict on the dumps and logs that were given together with traces, if the job failed."""
     import msgspec
 
+    from distdiag.diagnosis.model.findings import BAD_STATES
     from distdiag.sources.dumps.files import find
 
     known = set(traces)
@@ -365,6 +365,12 @@ def _diagnose_traces(targets: tuple[str, ...], traces: list[Path], as_json: bool
 @click.argument("targets", nargs=-1, metavar="[RUN | DUMP-DIR | LOG-DIR | FILES…]", type=click.Path(readable=False))
 @click.option("--json", "as_json", is_flag=True, help="Print one object (distdiag.findings/1).")
 @click.option(
+    "--output-format",
+    type=click.Choice(["text", "json", "github", "gitlab", "sarif", "junit", "markdown"]),
+    default="text",
+    help="github, gitlab, sarif, junit: for CI, each finding on its line of this repository; markdown: for an issue.",
+)
+@click.option(
     "--fail-on",
     type=click.Choice(["error", "warning", "never"]),
     default="error",
@@ -373,7 +379,9 @@ def _diagnose_traces(targets: tuple[str, ...], traces: list[Path], as_json: bool
 )
 @click.option("--why", metavar="KIND", help="Print why this kind of finding was found or not, e.g. straggler.")
 @click.option("--ascii", "ascii", is_flag=True, help="Print ASCII characters only.")
-def command(targets: tuple[str, ...], as_json: bool, fail_on: str, why: str | None, ascii: bool) -> int:
+def command(
+    targets: tuple[str, ...], as_json: bool, output_format: str, fail_on: str, why: str | None, ascii: bool
+) -> int:
     """Print the verdict on a running job, a finished one, or flight-recorder dumps and logs from any cluster.
 
     RUN is a run directory (default: reports/latest). Dumps are JSON or pickle, plain or gzipped, from any torch 2.x, with
@@ -391,6 +399,7 @@ def command(targets: tuple[str, ...], as_json: bool, fail_on: str, why: str | No
     """
     import msgspec
 
+    as_json = as_json or output_format == "json"
     traces = _traces(targets) if why is None else []
     report = _failure_in_others(targets, traces) if traces else _report(targets)
     if report is None:
@@ -400,6 +409,11 @@ def command(targets: tuple[str, ...], as_json: bool, fail_on: str, why: str | No
         return int(ExitCode.OK)
     if as_json:
         say_json(msgspec.json.encode(report))
+    elif output_format != "text":
+        from distdiag.report.formats import FORMATS, repository
+
+        written = FORMATS[output_format](report, repository(Path.cwd()))
+        (say_json if output_format in ("gitlab", "sarif") else say)(written)
     else:
         _print_text(report, ascii)
     return int(exit_code(report, fail_on))

@@ -59,6 +59,9 @@ class Where(msgspec.Struct, frozen=True, omit_defaults=False):
     state: str | None = None
 
 
+BAD_STATES = (State.FAILED, State.DEGRADED, State.DEADLOCKED)  # nothing is well, even without a finding
+
+
 class CollectiveRef(msgspec.Struct, frozen=True):
     """The collective a finding is about."""
 

@@ -1,0 +1,211 @@
+"""The verdict in the forms that other programs show on the user's line: GitHub, GitLab, SARIF 2.1.0, JUnit, Markdown.
+
+Each function takes the report of `diagnose` and returns the whole output. Only files below `root`, the repository, are named as places in
+it: a path outside says nothing to a reader of the repository, and shows how the machine is laid out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from xml.etree import ElementTree
+
+from distdiag.diagnosis.model.findings import BAD_STATES, Finding, Report, Severity
+from distdiag.terms.untrusted import visible
+
+SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+_LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}
+_GITLAB = {Severity.ERROR: "critical", Severity.WARNING: "major", Severity.INFO: "info"}
+
+
+class Place(NamedTuple):
+    """A line of a file of the repository; `path` is relative to it, with slashes."""
+
+    path: str
+    line: int
+
+
+def open_findings(report: Report) -> list[Finding]:
+    """Return the findings that still hold, worst first."""
+    order = [Severity.ERROR, Severity.WARNING, Severity.INFO]
+    return sorted((f for f in report.findings if f.cleared_s is None), key=lambda f: order.index(Severity(f.severity)))
+
+
+def places(finding: Finding, root: Path) -> Iterator[Place]:
+    """Yield the lines of the culprits, then of the victims, that are in the repository, each once."""
+    seen = set()
+    for where in (*finding.where, *finding.waiting):
+        try:
+            path = Path(os.path.normpath(where.file)).relative_to(root)
+        except (ValueError, TypeError):
+            continue
+        place = Place(path.as_posix(), max(1, where.line or 1))
+        if place not in seen and ".." not in path.parts:
+            seen.add(place)
+            yield place
+
+
+def fingerprint(finding: Finding, root: Path) -> str:
+    """Return a text that is equal for the same fault in the next run: no rank, number or time is in it."""
+    functions = sorted({f"{w.function}" for w in finding.where})
+    files = sorted({place.path for place in places(finding, root)})
+    return hashlib.sha256(json.dumps([finding.kind, finding.cause, files, functions]).encode()).hexdigest()[:32]
+
+
+def rule_of(finding: Finding) -> str:
+    """Return `deadlock/missing_rank`."""
+    return finding.kind + (f"/{finding.cause}" if finding.cause else "")
+
+
+def _text(finding: Finding) -> str:
+    parts = (
+        finding.message,
+        f"Cost: {finding.cost}" if finding.cost else "",
+        f"Do: {finding.advice}" if finding.advice else "",
+    )
+    return "\n".join(map(visible, filter(None, parts)))
+
+
+def github(report: Report, root: Path) -> str:
+    """Return workflow commands: GitHub shows each finding on its line in a pull request."""
+    lines = []
+    for finding in open_findings(report):
+        level = "notice" if finding.severity == Severity.INFO else str(finding.severity)
+        place = next(places(finding, root), None)
+        where = f"file={_property(place.path)},line={place.line}," if place is not None else ""
+        lines.append(f"::{level} {where}title={_property(f'distdiag {rule_of(finding)}')}::{_data(_text(finding))}")
+    return "\n".join(lines)
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(visible(text)).replace(":", "%3A").replace(",", "%2C")
+
+
+def gitlab(report: Report, root: Path) -> str:
+    """Return a Code Quality report; a finding without a place in the repository is not in it, as GitLab needs one."""
+    issues = [
+        {
+            "description": _text(finding),
+            "check_name": rule_of(finding),
+            "fingerprint": fingerprint(finding, root),
+            "severity": _GITLAB[Severity(finding.severity)],
+            "location": {"path": place.path, "lines": {"begin": place.line}},
+        }
+        for finding in open_findings(report)
+        if (place := next(places(finding, root), None)) is not None
+    ]
+    return json.dumps(issues, indent=2)
+
+
+def sarif(report: Report, root: Path) -> str:
+    """Return a SARIF 2.1.0 log."""
+    from distdiag import __version__
+
+    findings = open_findings(report)
+    rules = sorted({rule_of(f) for f in findings})
+    results: list[dict[str, Any]] = []
+    for finding in findings:
+        found = [_sarif_location(place) for place in places(finding, root)]
+        results.append({
+            "ruleId": rule_of(finding),
+            "level": _LEVELS[Severity(finding.severity)],
+            "message": {"text": _text(finding)},
+            "locations": found[:1],
+            "relatedLocations": found[1:],
+            "partialFingerprints": {"distdiag/v1": fingerprint(finding, root)},
+            "properties": {"certainty": finding.certainty, "culprits": finding.culprits, "victims": finding.victims},
+        })  # fmt: skip
+    driver = {
+        "name": "distdiag",
+        "version": __version__,
+        "rules": [{"id": rule} for rule in rules],
+    }
+    return json.dumps(
+        {"$schema": SARIF_SCHEMA, "version": "2.1.0", "runs": [{"tool": {"driver": driver}, "results": results}]},
+        indent=2,
+    )
+
+
+def _sarif_location(place: Place) -> dict[str, Any]:
+    return {"physicalLocation": {"artifactLocation": {"uri": place.path}, "region": {"startLine": place.line}}}
+
+
+def junit(report: Report, root: Path) -> str:
+    """Return a JUnit report: a failed test per error or warning; without any, one test of the job's state."""
+    bad = [f for f in open_findings(report) if f.severity != Severity.INFO]
+    failures = len(bad) or int(report.state in BAD_STATES)
+    suite = ElementTree.Element("testsuite", name="distdiag", tests=str(len(bad) or 1), failures=str(failures))
+    for finding in bad:
+        place = next(places(finding, root), None)
+        attributes = {"file": place.path, "line": str(place.line)} if place is not None else {}
+        case = ElementTree.SubElement(
+            suite, "testcase", classname="distdiag", name=visible(rule_of(finding)), **attributes
+        )
+        ElementTree.SubElement(
+            case, "failure", type=str(finding.severity), message=visible(finding.message)
+        ).text = _text(finding)
+    if not bad:
+        case = ElementTree.SubElement(suite, "testcase", classname="distdiag", name="the job")
+        if failures:
+            why = visible(report.state_text or "the cause was not found")
+            ElementTree.SubElement(case, "failure", type="error", message=f"{report.state}: {why}")
+    ElementTree.indent(suite)
+    return ElementTree.tostring(suite, encoding="unicode")
+
+
+def markdown(report: Report, root: Path) -> str:
+    """Return the verdict to paste into an issue."""
+    world = "?" if report.world_size is None else report.world_size
+    out = [f"**distdiag**: {report.state}, {report.ranks_seen} of {world} ranks seen", ""]
+    for finding in open_findings(report):
+        out += [
+            f"### {finding.severity}: {_escaped(rule_of(finding))} ({finding.certainty})",
+            "",
+            _escaped(finding.message),
+            "",
+        ]
+        rows = [("cost", finding.cost), ("do", finding.advice)]
+        rows += [("where", ", ".join(f"`{_code(p.path)}:{p.line}`" for p in places(finding, root)))]
+        out += [f"- **{name}**: {text if name == 'where' else _escaped(text)}" for name, text in rows if text]
+        out.append("")
+    if not open_findings(report):
+        out += ["Nothing found.", ""]
+    out += [f"- {_escaped(note)}" for note in report.notes]
+    return "\n".join(out).rstrip()
+
+
+def _escaped(text: str) -> str:
+    """Return text in which nothing is Markdown or HTML but code between backticks, which our messages have."""
+    parts = visible(text).split("`")
+    if len(parts) % 2 == 0:  # an odd number of backticks: none opens code
+        parts = ["'".join(parts)]
+    return "".join(f"`{p}`" if i % 2 else _plain(p) for i, p in enumerate(parts))
+
+
+def _plain(text: str) -> str:
+    for char in "\\*_[]<>#|~!@":
+        text = text.replace(char, f"&#{ord(char)};" if char in "<>@" else f"\\{char}")
+    return text
+
+
+def _code(text: str) -> str:
+    return visible(text).replace("`", "'")
+
+
+FORMATS: dict[str, Callable[[Report, Path], str]] = {
+    "github": github, "gitlab": gitlab, "sarif": sarif, "junit": junit, "markdown": markdown,
+}  # fmt: skip
+
+
+def repository(start: Path) -> Path:
+    """Return the directory at or above `start` that has `.git`, else `start`."""
+    start = start.absolute()
+    return next((p for p in (start, *start.parents) if (p / ".git").exists()), start)
