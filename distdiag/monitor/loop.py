@@ -19,6 +19,7 @@ from distdiag.diagnosis.model.findings import Finding, Severity, State, at_least
 from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.monitor.announce import Announcer
 from distdiag.monitor.evidence.on_suspicion import Gatherer
+from distdiag.monitor.hang_limit import HangLimit
 from distdiag.monitor.host import processes
 from distdiag.monitor.nodes import Nodes, shifted
 from distdiag.monitor.pages import Pages
@@ -94,6 +95,7 @@ class Monitor:
         self._idle: dict[int, tuple[bool | None, str | None]] = {}
         self._checked: set[int] = set()  # ranks whose CPU time was read in this poll
         self.own = OwnFaults()
+        self.hang_limit = HangLimit()
         self._failed_polls = 0
 
     # -- life ---------------------------------------------------------------------------------------------
@@ -235,6 +237,8 @@ class Monitor:
             if q in self.views:
                 self.views[q].longest_delay_s = longest
         self._write(snapshot, changed, over)
+        if (ended := self.hang_limit.apply(now_s, self.diagnosis, self.views.values())) is not None:
+            self.writer.event(now_s, "monitor", "warning", ended)
         return over
 
     def _judge(self, snapshot: Snapshot, over: bool) -> list[Finding]:

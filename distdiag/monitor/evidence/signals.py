@@ -42,6 +42,21 @@ def send(pid: int, number: int, page: Path, worker: int | None = None) -> None:
         close()
 
 
+def end(pid: int, page: Path) -> None:
+    """SIGKILL the rank that maps `page`, for a job that hangs and was started to be ended then.
+
+    Raises:
+        OSError: it does not map the page, or is gone.
+    """
+    send_now, close = _handle(pid)
+    try:
+        if not procfs.maps(pid, page):
+            raise OSError(errno.EPERM, "does not map its rank page")
+        send_now(signal.SIGKILL)
+    finally:
+        close()
+
+
 def _handle(pid: int) -> tuple[Callable[[int], None], Callable[[], None]]:
     """Return functions that signal this process and no later one with its number, and that release it."""
     try:

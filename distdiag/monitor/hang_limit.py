@@ -1,0 +1,47 @@
+"""DISTDIAG_END_HANGS_S: end the ranks of a job whose hang is proved and has lasted so long. Off unless it is set; the pytest plugin does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from distdiag.diagnosis.engine import Diagnosis
+from distdiag.diagnosis.model.findings import Certainty, Severity, State
+from distdiag.monitor.evidence import signals
+from distdiag.monitor.ranks.state import RankView
+
+VARIABLE = "DISTDIAG_END_HANGS_S"
+
+
+class HangLimit:
+    """Ends the ranks of one node. A suspected hang is never ended: it may recover."""
+
+    def __init__(self) -> None:
+        try:
+            self.limit_s: float | None = float(os.environ[VARIABLE])
+        except (KeyError, ValueError):
+            self.limit_s = None
+
+    def apply(self, now_s: float, diagnosis: Diagnosis, views: Iterable[RankView]) -> str | None:
+        """End the ranks if it is time; return what was done, once."""
+        if self.limit_s is None or diagnosis.state != State.DEADLOCKED:
+            return None
+        proved = [
+            record.finding.detected_s
+            for record in diagnosis.records.values()
+            if record.reported and record.finding.cleared_s is None
+            and record.finding.severity == Severity.ERROR and record.finding.certainty == Certainty.PROVED
+            and record.finding.detected_s is not None
+        ]  # fmt: skip
+        if not proved or now_s - min(proved) < self.limit_s:
+            return None
+        self.limit_s = None
+        ended = []
+        for view in views:
+            if view.ending is None:
+                try:
+                    signals.end(view.header.pid, view.reader.path)
+                    ended.append(view.rank)
+                except OSError:  # gone meanwhile, or not ours
+                    continue
+        return f"the hang is proved: ended ranks {ended} as {VARIABLE} asks"

@@ -1,0 +1,122 @@
+"""pytest plugin: a test whose ranks hang fails within seconds, with rank, file, line and condition as its failure.
+
+Nothing in a test changes. DISTDIAG=1 in the environment has the processes recorded that a test starts and that join a process group;
+the monitor, which starts with the first of them, ends the ranks of a proved hang (DISTDIAG_END_HANGS_S). So a suite without ranks
+runs as before, and pytest gets no thread. Each test has a run directory of its own, below a temporary one.
+
+Off with `-p no:distdiag`, with DISTDIAG=0, and for a test with `@pytest.mark.distdiag_off`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from distdiag.diagnosis.model.findings import Finding
+
+VERDICT_S = "3"  # a proof must stand so long: a test may expect a timeout of a second or two
+_VARIABLES = ("DISTDIAG", "DISTDIAG_RUN_DIR", "DISTDIAG_QUIET", "DISTDIAG_END_HANGS_S", "DISTDIAG_NOT_PID")
+_LAUNCHED = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")  # pytest itself is a rank: whoever launched it decides
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "distdiag_off: distdiag does not record the ranks that this test starts")
+    if os.environ.get("DISTDIAG") is None and not any(name in os.environ for name in _LAUNCHED):
+        config.pluginmanager.register(Recording(), "distdiag-recording")
+
+
+class Recording:
+    """Names a run directory for each test, and turns the verdicts in it into the failure of the test."""
+
+    def __init__(self) -> None:
+        self._root: Path | None = None
+        self._runs: list[Path] = []  # of tests whose ranks may live on: those of fixtures
+        self._kept: set[Path] = set()
+        self._given: dict[str, str | None] = {}
+        # torch is perhaps imported by a conftest: ranks that are forked have the hook of this process
+        os.environ["DISTDIAG"], os.environ["DISTDIAG_NOT_PID"] = "1", str(os.getpid())
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        if item.get_closest_marker("distdiag_off") is not None:
+            self._set({"DISTDIAG": "0"})
+        else:
+            if self._root is None:
+                self._root = Path(tempfile.mkdtemp(prefix="distdiag-pytest-"))
+            run = self._root / str(len(self._runs))
+            self._runs.append(run)
+            self._set({
+                "DISTDIAG": "1", "DISTDIAG_RUN_DIR": str(run), "DISTDIAG_QUIET": "1", "DISTDIAG_END_HANGS_S": VERDICT_S,
+                "DISTDIAG_NOT_PID": str(os.getpid()),
+            })  # fmt: skip
+        try:
+            return (yield)
+        finally:
+            self._restore()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
+        report = yield
+        for run, finding in self._verdicts():
+            text = self._text(run, finding)
+            if report.outcome == "failed":
+                report.sections.append(("distdiag", text))
+            if not getattr(report, "wasxfail", None) and finding.certainty == "proved":
+                before = f"\n\n{report.longreprtext}" if report.outcome == "failed" else ""
+                report.outcome, report.longrepr = "failed", text + before
+        return report
+
+    def _verdicts(self) -> Iterator[tuple[Path, Finding]]:
+        """Yield new hangs that were proved, each once, in the runs of this test and of fixtures that live on."""
+        for base in self._runs:
+            for run in sorted(base.glob("**/run.db")) if base.exists() else ():
+                if run in self._kept:
+                    continue
+                from distdiag.diagnosis.model.findings import Certainty, Severity
+                from distdiag.store.opening import RunUnreadable
+                from distdiag.store.reader import open_run
+
+                try:
+                    with open_run(run) as opened:
+                        hangs = [
+                            f for f in opened.findings()
+                            if f.severity == Severity.ERROR and f.certainty == Certainty.PROVED and f.cleared_s is None
+                            and f.kind in ("deadlock", "mismatch", "stall")
+                        ]  # fmt: skip
+                except RunUnreadable:
+                    continue
+                if hangs:
+                    self._kept.add(run)
+                    yield run.parent, min(hangs, key=lambda f: f.detected_s or 0.0)
+
+    def _text(self, run: Path, finding: Finding) -> str:
+        from distdiag.diagnosis.text.finding import finding_lines
+
+        return "\n".join([*finding_lines(finding), f"  run    {run}"])
+
+    def _set(self, variables: dict[str, str]) -> None:
+        self._given = {name: os.environ.get(name) for name in _VARIABLES}
+        os.environ.update(variables)
+
+    def _restore(self) -> None:
+        for name, value in self._given.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+    def pytest_sessionfinish(self) -> None:
+        """Remove the runs of tests without a verdict."""
+        kept = {run.parent for run in self._kept}
+        for run in self._runs:
+            if not any(k == run or run in k.parents for k in kept):
+                shutil.rmtree(run, ignore_errors=True)
+        if self._root is not None and not kept:
+            shutil.rmtree(self._root, ignore_errors=True)

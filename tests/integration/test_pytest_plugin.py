@@ -1,0 +1,102 @@
+"""A test whose ranks hang fails with the verdict, and the next one runs; every other test ends as without the plugin."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import clean_env
+
+pytestmark = [pytest.mark.job, pytest.mark.timeout(400)]
+
+SUITE = '''
+import os, subprocess, sys
+import pytest, torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+JOB = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank() == 0 and sys.argv[1] == "hangs":
+    dist.barrier()
+dist.all_reduce(torch.ones(2))
+dist.destroy_process_group()
+"""
+
+def train(rank, store, hangs):
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    for step in range(4):
+        if hangs and step == 3 and rank == 1:
+            dist.barrier()
+        dist.all_reduce(torch.ones(3))
+    dist.destroy_process_group()
+
+@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_started(tmp_path, method, hangs):
+    mp.start_processes(train, (tmp_path / "store", hangs), nprocs=2, start_method=method)
+
+@pytest.mark.parametrize("hangs", ["hangs", "ends"])
+def test_torchrun(tmp_path, hangs):
+    (tmp_path / "job.py").write_text(JOB)
+    # nothing here looks at the exit code
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+                    str(tmp_path / "job.py"), hangs], timeout=120)
+
+def test_group_of_pytest_itself(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    dist.all_reduce(torch.ones(1))
+    dist.destroy_process_group()
+    assert not any(name.startswith("distdiag.recorder") for name in sys.modules)
+
+def test_plain():
+    assert "DISTDIAG_RUN_DIR" in os.environ
+
+def test_fails():
+    assert False, "its own reason"
+
+@pytest.mark.distdiag_off
+def test_off():
+    assert os.environ["DISTDIAG"] == "0"
+
+@pytest.mark.xfail
+def test_xfails():
+    assert False
+
+@pytest.mark.skip(reason="not now")
+def test_skipped():
+    pass
+'''
+EXPECTED = {
+    "test_started[spawn-False]": "PASSED", "test_started[fork-False]": "PASSED", "test_torchrun[ends]": "PASSED",
+    "test_started[spawn-True]": "FAILED", "test_started[fork-True]": "FAILED", "test_torchrun[hangs]": "FAILED",
+    "test_group_of_pytest_itself": "PASSED", "test_plain": "PASSED",
+    "test_fails": "FAILED", "test_off": "PASSED", "test_xfails": "XFAIL", "test_skipped": "SKIPPED",
+}  # fmt: skip
+
+
+def test_hanging_tests_fail_with_their_line_and_others_as_they_did(tmp_path: Path) -> None:
+    (tmp_path / "test_suite.py").write_text(SUITE)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:xdist", "-rN", "test_suite.py"],
+        cwd=tmp_path, env=clean_env(tmp_path / "home", {"TMPDIR": str(tmp_path)}), stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=350,
+    )  # fmt: skip
+    outcomes = dict(re.findall(r"^test_suite\.py::(\S+) (\w+)", done.stdout, re.MULTILINE))
+    assert outcomes == EXPECTED, done.stdout
+    verdicts = [line for line in done.stdout.splitlines() if line.startswith("█ ERROR")]
+    started = [v for v in verdicts if "rank 1 is in barrier #4 at test_suite.py" in v]
+    assert len(started) == 2 * 2, done.stdout  # as the failure, and as a section below the test's own
+    assert any("rank 0 is in barrier #1 at job.py:5" in v and "`if dist.get_rank() == 0" in v for v in verdicts), (
+        verdicts
+    )
+    assert "its own reason" in done.stdout
+    kept = {Path(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("  run    ")}
+    assert len(kept) == 3 and all((run / "run.db").exists() for run in kept)
+    left = {p.name for p in next(tmp_path.glob("distdiag-pytest-*")).iterdir()} - {"latest"}
+    assert left == {run.name for run in kept}
