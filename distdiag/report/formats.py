@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
@@ -39,9 +40,11 @@ def places(finding: Finding, root: Path) -> Iterator[Place]:
     """Yield the lines of the culprits, then of the victims, that are in the repository, each once."""
     seen = set()
     for where in (*finding.where, *finding.waiting):
+        if where.file is None:
+            continue
         try:
             path = Path(os.path.normpath(where.file)).relative_to(root)
-        except (ValueError, TypeError):
+        except ValueError:  # outside
             continue
         place = Place(path.as_posix(), max(1, where.line or 1))
         if place not in seen and ".." not in path.parts:
@@ -107,8 +110,6 @@ def gitlab(report: Report, root: Path) -> str:
 
 def sarif(report: Report, root: Path) -> str:
     """Return a SARIF 2.1.0 log."""
-    from distdiag import __version__
-
     findings = open_findings(report)
     rules = sorted({rule_of(f) for f in findings})
     results: list[dict[str, Any]] = []
@@ -125,7 +126,7 @@ def sarif(report: Report, root: Path) -> str:
         })  # fmt: skip
     driver = {
         "name": "distdiag",
-        "version": __version__,
+        "version": metadata.version("distdiag"),
         "rules": [{"id": rule} for rule in rules],
     }
     return json.dumps(
@@ -145,10 +146,10 @@ def junit(report: Report, root: Path) -> str:
     suite = ElementTree.Element("testsuite", name="distdiag", tests=str(len(bad) or 1), failures=str(failures))
     for finding in bad:
         place = next(places(finding, root), None)
-        attributes = {"file": place.path, "line": str(place.line)} if place is not None else {}
-        case = ElementTree.SubElement(
-            suite, "testcase", classname="distdiag", name=visible(rule_of(finding)), **attributes
-        )
+        attributes = {"classname": "distdiag", "name": visible(rule_of(finding))}
+        if place is not None:
+            attributes |= {"file": place.path, "line": str(place.line)}
+        case = ElementTree.SubElement(suite, "testcase", attributes)
         ElementTree.SubElement(
             case, "failure", type=str(finding.severity), message=visible(finding.message)
         ).text = _text(finding)
