@@ -175,10 +175,8 @@ def _measure(options: Options, place: RankPlace | None) -> list[Result]:
     check_ranks(options, place.world_size, probe.min_ranks if probe else 1)
     if probe is not None:
         probe.check(options)
-    results, error = run_rank(place, options, deadline_s, max(_ARRIVAL_LIMIT_S, options.timeout_s) if options.timeout_s == 10.0 else options.timeout_s)  # fmt: skip
-    if error is not None:
-        raise error.as_error()
-    return results or []
+    arrival_s = max(_ARRIVAL_LIMIT_S, options.timeout_s) if options.timeout_s == 10.0 else options.timeout_s
+    return run_rank(place, options, deadline_s, arrival_s)
 
 
 def _on_paper(options: Options, place: RankPlace | None) -> list[Result]:

@@ -78,10 +78,8 @@ def find_run(options: Options) -> RunBeside | None:
     """
     if options.no_record and options.run_dir is None:
         return None
-    try:
-        from distdiag.store import reader, rundir
-    except ImportError:  # a bare checkout without msgspec has no run either
-        return None
+    from distdiag.store import reader, rundir
+
     try:
         path = rundir.resolve(options.run_dir)
         with reader.open_run(path) as run:
