@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from distdiag.errors import DistdiagError, ExitCode
+from distdiag.errors import DistdiagError
 from distdiag.train.config import TrainConfig
 
 T = TypeVar("T")
@@ -65,9 +65,8 @@ class Ranks:
             result = action()
         except DistdiagError as e:
             error = e
-        for found in self.gather((error.message, error.hint, int(error.code)) if error else None):
-            if found:
-                raise DistdiagError(found[0], found[1], ExitCode(found[2]))
+        for found in filter(None, self.gather(error)):
+            raise found
         return result  # type: ignore[return-value]
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:

@@ -8,20 +8,23 @@ FORWARD, BACKWARD = "F", "B"
 Action = tuple[str, int, int]  # (F or B, stage, micro-batch)
 
 
-def order(kind: str, ranks: int, micro_batches: int) -> list[list[Action]]:
-    """Return what each rank computes, in order, with one stage per rank.
+def slots(kind: str, ranks: int, micro_batches: int) -> list[dict[int, Action]]:
+    """Return each rank's actions by time slot, with one stage per rank, if every action takes one slot.
 
     Args:
-        kind: "gpipe": all forwards, then all backwards. "1f1b": a backward as soon as one can run.
+        kind: "gpipe": all forwards, then all backwards. "1f1b": a backward as soon as one can run, with at least as many
+            micro-batches as ranks.
     """
-    lanes: list[list[Action]] = []
+    lanes: list[dict[int, Action]] = []
     for rank in range(ranks):
-        ahead = micro_batches if kind == "gpipe" else min(micro_batches, ranks - rank)
-        lane = [(FORWARD, rank, m) for m in range(ahead)]
+        lane: dict[int, Action] = {}
+        later = ranks - 1 - rank  # ranks behind this one, through which a micro-batch goes before its backward
         for m in range(micro_batches):
-            lane.append((BACKWARD, rank, m))
-            if ahead + m < micro_batches:
-                lane.append((FORWARD, rank, ahead + m))
+            if kind == "gpipe":
+                forward, backward = rank + m, micro_batches + ranks - 1 + later + m
+            else:
+                forward, backward = rank + (m if m <= later else 2 * m), ranks + later + 2 * m
+            lane[forward], lane[backward] = (FORWARD, rank, m), (BACKWARD, rank, m)
         lanes.append(lane)
     return lanes
 
@@ -32,37 +35,6 @@ def bubble(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> float:
     (p-1) / (v*m + p-1) with p ranks, m micro-batches and v stages per rank (Narayanan et al. 2021, section 2.2).
     """
     return (ranks - 1) / (stages_per_rank * micro_batches + ranks - 1)
-
-
-def slots(lanes: Sequence[Sequence[Action]], stages: int) -> list[dict[int, Action]]:
-    """Return each lane's actions by time slot, if every action takes one slot."""
-    done: dict[Action, int] = {}
-    placed: list[dict[int, Action]] = [{} for _ in lanes]
-    position, free = [0] * len(lanes), [0] * len(lanes)
-    while any(p < len(lane) for p, lane in zip(position, lanes, strict=True)):
-        before = sum(position)
-        for i, lane in enumerate(lanes):
-            if position[i] == len(lane):
-                continue
-            action = lane[position[i]]
-            ready = [done.get(a) for a in _needs(action, stages)]
-            if None in ready:
-                continue
-            slot = max([free[i], *(t + 1 for t in ready if t is not None)])
-            placed[i][slot] = action
-            done[action], free[i] = slot, slot + 1
-            position[i] += 1
-        if sum(position) == before:
-            raise ValueError("the schedule waits for itself")
-    return placed
-
-
-def _needs(action: Action, stages: int) -> list[Action]:
-    kind, stage, micro_batch = action
-    if kind == FORWARD:
-        return [(FORWARD, stage - 1, micro_batch)] if stage else []
-    after = [(BACKWARD, stage + 1, micro_batch)] if stage + 1 < stages else []
-    return [(FORWARD, stage, micro_batch), *after]
 
 
 def drawing(lanes: Sequence[Mapping[int, Action]]) -> list[str]:

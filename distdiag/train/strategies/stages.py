@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,15 +37,8 @@ class Stages(Strategy):
         self.per_rank = 2 if self.kind == "interleaved" else 1
         self.skeleton = copy.deepcopy(setup.network).to("meta")
         self._cut = cut(pieces_of(setup.network), ranks.world_size * self.per_rank, IMAGE)
-        self.parameters_by_rank = [
-            sum(
-                p.numel()
-                for pieces in self._cut.stages[r :: ranks.world_size]
-                for piece in pieces
-                for p in piece.module.parameters()
-            )
-            for r in range(ranks.world_size)
-        ]
+        sizes = [sum(p.numel() for piece in pieces for p in piece.module.parameters()) for pieces in self._cut.stages]
+        self.parameters_by_rank = [sum(sizes[r :: ranks.world_size]) for r in range(ranks.world_size)]
         self._step_s = 0.0
         super().__init__(setup)
 
@@ -139,8 +134,7 @@ class Stages(Strategy):
                 for _, actions in sorted(self._schedule.pipeline_order.items())
             ]
         else:
-            order = schedule.order(self.kind, self.ranks.world_size, self.micro_batches)
-            lanes = schedule.slots(order, len(self._cut.stages))
+            lanes = schedule.slots(self.kind, self.ranks.world_size, self.micro_batches)
         if max(slot for lane in lanes for slot in lane) < MAX_DRAWN_SLOTS:
             lines += schedule.drawing(lanes)
         return lines
@@ -173,19 +167,21 @@ class TimedStage(PipelineStage):
 
     busy_s = 0.0
 
-    def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
         began = time.perf_counter()
         try:
-            return super().forward_one_chunk(*args, **options)
+            yield
         finally:
             self.busy_s += time.perf_counter() - began
 
+    def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
+        with self._timed():
+            return super().forward_one_chunk(*args, **options)
+
     def backward_one_chunk(self, *args: Any, **options: Any) -> Any:
-        began = time.perf_counter()
-        try:
+        with self._timed():
             return super().backward_one_chunk(*args, **options)
-        finally:
-            self.busy_s += time.perf_counter() - began
 
 
 class _InPrecision(nn.Module):
