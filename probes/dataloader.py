@@ -74,7 +74,6 @@ class LoaderRow:
 
 class DataLoaderProbe(Probe):
     name = "dataloader"
-    summary = "samples/s over workers, prefetch, pinning and transfer, and the setting to use"
     min_ranks = 1
     default_ranks = 1
     share_in_all = 3.0

@@ -46,7 +46,6 @@ class GpuRow:
 
 class Gpu(Probe):
     name = "gpu"
-    summary = "every GPU's health, matrix-multiply rate and memory bandwidth against its published peak"
     min_ranks = 1
     default_ranks = 1
     share_in_all = 2.0

@@ -88,7 +88,6 @@ def blame(times: dict[tuple[int, int], float], ranks: int) -> tuple[dict[int, tu
 
 class Pairs(Probe):
     name = "pairs"
-    summary = "every pair of ranks in disjoint rounds: which rank or link is slow"
     messages = True
     columns = (
         Column("ranks", lambda row: f"{row.ranks[0]}-{row.ranks[1]}"),

@@ -30,7 +30,6 @@ _LEAST_SECONDS = 0.2
 
 class Step(Probe):
     name = "step"
-    summary = "step time, speed-up and memory of every strategy, for one model and global batch"
     min_ranks = 1
     default_ranks = 2
     share_in_all = 4.0

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from distdiag.errors import DistdiagError, ExitCode
-from distdiag.probekit.command.catalog import PROBES
 from distdiag.probekit.measure.ceilings import measure_ceilings
 from distdiag.probekit.measure.patterns import Pattern, Segment, wrong_elements
 from distdiag.probekit.measure.probe import Probe
@@ -92,7 +91,7 @@ class Collective(Probe):
     ) -> None:  # fmt: skip
         operation = family(name)
         assert operation is not None
-        self.name, self.summary, self.op = name, PROBES[name], operation.name
+        self.name, self.op = name, operation.name
         self.rooted, self.moves, self.messages = operation.rooted, operation.factor is not None, messages
         self.call, self._expected, self.sends, self.receives, self.in_place = call, expected, sends, receives, in_place
         # each rank sends or receives 1/world_size of S, or a part of it from each other rank
