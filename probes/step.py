@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import time
 
-from distdiag.errors import DistdiagError
 from distdiag.probekit.command.main import main
 from distdiag.probekit.command.options import Options
 from distdiag.probekit.measure.probe import Probe, Table
@@ -20,7 +19,7 @@ from distdiag.probekit.ranks.user_object import find_function
 from distdiag.probekit.step import show
 from distdiag.probekit.step.blocks import Batch, Block, make_batch, measure
 from distdiag.probekit.step.on_paper import add_activations, compute
-from distdiag.probekit.step.possible import DEFAULT, SINGLE, Case, Machine, parse_strategies, why_not
+from distdiag.probekit.step.possible import DEFAULT, SINGLE, Case, Machine, can_run, parse_strategies
 from distdiag.probekit.step.rows import judge, rows_of
 from distdiag.probekit.verdict.collective_result import new_result
 from distdiag.probekit.verdict.result import Result, Verdict
@@ -109,24 +108,10 @@ def _cases(job: Job, batch: int) -> tuple[list[Case], dict[Case, str]]:
     import torch
 
     gpus = torch.cuda.device_count() if job.device.type == "cuda" else 0
+    in_all = {SINGLE: 1} | ({"dataparallel": max(1, gpus)} if job.device.type == "cuda" else {})
+    wanted = [Case(name, in_all.get(name, job.world_size)) for name in job.options.strategies or DEFAULT]
     machine = Machine(job.device.type, job.backend, gpus)
-    cases: list[Case] = []
-    reasons: dict[Case, str] = {}
-    for strategy in job.options.strategies or DEFAULT:
-        ranks = job.world_size
-        if strategy == SINGLE:
-            ranks = 1
-        elif strategy == "dataparallel" and job.device.type == "cuda":
-            ranks = max(1, gpus)
-        case = Case(strategy, ranks)
-        if why := why_not(case, machine, batch):
-            reasons[case] = why
-        else:
-            cases.append(case)
-    if not cases:
-        case, why = next(iter(reasons.items()))
-        raise DistdiagError(f"{case}: {why}", "add --nproc 2, or single to --strategies")
-    return cases, reasons
+    return can_run(wanted, machine, batch, "add --nproc 2, or single to --strategies")
 
 
 def _measure_all(job: Job, cases: list[Case], batch: Batch) -> tuple[list[Block], list[Case]]:

@@ -67,32 +67,18 @@ def torch(facts: TorchFacts) -> list[Check]:
         checks.append(warned("backends", backends, "without gloo no CPU tensors can be exchanged"))
     else:
         checks.append(passed("backends", backends + (f" (NCCL {facts.nccl})" if facts.nccl else "")))
-    checks.append(
-        passed("flight recorder", "present")
-        if facts.flight_recorder
-        else warned(
-            "flight recorder", "not in this torch", "only collectives called from Python are seen; a newer torch has it"
-        )
-    )
-    checks.append(
-        passed("worker server", "present")
-        if facts.worker_server
-        else warned(
-            "worker server",
-            "not in this torch",
-            "stacks of a rank that holds the GIL cannot be read; a newer torch has it",
-        )
-    )
-    if facts.compiled_hooks is not None:
-        checks.append(
-            passed("recorder", "its hooks are compiled")
-            if facts.compiled_hooks
-            else warned(
-                "recorder",
-                "its hooks are not compiled: each step costs about 0.2 ms more",
-                "install a C compiler and Python's headers (apt-get install gcc python3-dev), then reinstall distdiag",
-            )
-        )
+    for name, present, without in (
+        ("flight recorder", facts.flight_recorder, "only collectives called from Python are seen"),
+        ("worker server", facts.worker_server, "stacks of a rank that holds the GIL cannot be read"),
+    ):
+        missing = warned(name, "not in this torch", f"{without}; a newer torch has it")
+        checks.append(passed(name, "present") if present else missing)
+    if facts.compiled_hooks:
+        checks.append(passed("recorder", "its hooks are compiled"))
+    elif facts.compiled_hooks is not None:
+        found = "its hooks are not compiled: each step costs about 0.2 ms more"
+        remedy = "install a C compiler and Python's headers (apt-get install gcc python3-dev), then reinstall distdiag"
+        checks.append(warned("recorder", found, remedy))
     if facts.rendezvous is not None:
         checks.append(_rendezvous(facts))
     return checks

@@ -69,11 +69,7 @@ class DataSet:
 
 
 def locate(folder: Path) -> Path:
-    """Return the folder that holds the batches: `folder` itself or the published name below it.
-
-    Raises:
-        DistdiagError: it does not exist, is no folder, or holds no batches.
-    """
+    """Return the folder that holds the batches: `folder` itself or the published name below it."""
     for candidate in (folder, folder / PYTHON_FOLDER, folder / BINARY_FOLDER):
         if any((candidate / name).exists() for name in (*PYTHON_FILES, *BINARY_FILES, MANIFEST)):
             return candidate

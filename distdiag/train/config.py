@@ -212,11 +212,7 @@ _ONLY_WITH = {
 
 
 def check_strategy(config: TrainConfig, world_size: int, launched: bool) -> None:
-    """Check that the strategy fits the number of ranks and the other options.
-
-    Raises:
-        DistdiagError: it does not.
-    """
+    """Check that the strategy fits the number of ranks and the other options."""
     strategy = config.strategy
     ranks = f"{world_size} rank{'s' if world_size != 1 else ''}"
     staged = strategy in ("model", "pipeline")

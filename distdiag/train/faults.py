@@ -71,11 +71,7 @@ class InjectedFault:
 
 
 def parse_fault(spec: str) -> InjectedFault:
-    """Parse a fault spec such as `deadlock@rank1:step30`.
-
-    Raises:
-        DistdiagError: no such kind, or a part is missing, unknown or out of place.
-    """
+    """Parse a fault spec such as `deadlock@rank1:step30`."""
     kind, _, rest = spec.strip().partition("@")
     if kind not in KINDS:
         raise DistdiagError(f"--inject {spec}: there is no fault '{kind}'", f"choose from {', '.join(KINDS)}")

@@ -121,9 +121,6 @@ def choose_device(wanted: str, local_rank: int, local_world_size: int) -> tuple[
     """Return the device of a rank and its backend: NCCL with a GPU per rank, else gloo.
 
     NCCL refuses two ranks on one GPU; gloo supports CUDA tensors in all operations that this job uses.
-
-    Raises:
-        DistdiagError: a GPU was requested and there is none.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cuda" and not gpus:

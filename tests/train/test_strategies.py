@@ -14,7 +14,7 @@ from distdiag.errors import DistdiagError
 from distdiag.train.config import TrainConfig, parse_arguments
 from distdiag.train.loop import _batches_per_epoch
 from distdiag.train.models import ResNet, SimpleCNN
-from distdiag.train.strategies import schedule
+from distdiag.train.strategies import stages as schedule
 from distdiag.train.strategies.split import Stage, cut
 from tests.jobs import launch
 

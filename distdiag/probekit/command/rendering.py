@@ -44,11 +44,7 @@ def check_output(options: Options) -> None:
 
 
 def refuse_overwrite(path: str, force: bool) -> None:
-    """Check that a file can be written.
-
-    Raises:
-        DistdiagError: the file exists and `--force` is not given, or its directory does not exist.
-    """
+    """Check that a file can be written."""
     if Path(path).exists() and not force:
         raise DistdiagError(f"{path} already exists", "--force overwrites it")
     if not Path(path).resolve().parent.is_dir():

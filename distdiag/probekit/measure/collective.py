@@ -265,11 +265,7 @@ def _weight(size_bytes: int) -> float:
 
 
 def require_contiguous(tensor: torch.Tensor) -> None:
-    """Refuse a strided tensor, for which a backend may give wrong values without an error.
-
-    Raises:
-        DistdiagError: `tensor` is not contiguous.
-    """
+    """Refuse a strided tensor, for which a backend may give wrong values without an error."""
     if not tensor.is_contiguous():
         raise DistdiagError(
             f"the tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} is not contiguous",

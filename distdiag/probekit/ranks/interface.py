@@ -89,15 +89,6 @@ def advice(interfaces: dict[int, Interface], nodes: dict[int, str]) -> str:
     return f"start the missing ranks, or read their output; check that the interface is the right one ({variable})"
 
 
-def network_identity() -> str:
-    """Return a text that is equal on two processes if and only if they share their interfaces, with the loopback."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as f:
-            return f.read().strip() + os.readlink("/proc/self/ns/net")
-    except OSError:
-        return socket.gethostname()
-
-
 def line_rate_gbps(name: str) -> float | None:
     """Return the line rate of a network card in GB/s (10^9 bytes); None for loopback and virtual interfaces."""
     stats = psutil.net_if_stats().get(name)

@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 
 from distdiag.errors import DistdiagError, ExitCode
-from distdiag.probekit.command.options import Options
+from distdiag.probekit.command.options import Injection, Options
 from distdiag.probekit.ranks import clock, interface
 from distdiag.probekit.ranks.environment import RankPlace
-from distdiag.probekit.ranks.injection import Injection
 from distdiag.probekit.ranks.interface import Interface
 from distdiag.probekit.ranks.watchdog import Progress, Watchdog, timed_out
+from distdiag.probekit.verdict.result import error_json
 from distdiag.streams import say, say_json
 
 T = TypeVar("T")
@@ -86,8 +86,10 @@ class Job:
     @contextlib.contextmanager
     def step(self, label: str, counter: list[int] | None = None) -> Iterator[None]:
         """Mark a part of the probe in which ranks wait for each other, for the watchdog."""
-        if self.injected("drop"):
-            self._drop_out()
+        if self.injected("drop"):  # stop taking part, like a rank that hangs elsewhere, until the others have timed out
+            self.progress.note.label = "drop injected: this rank takes no part"
+            time.sleep(self.options.timeout_s + 5)
+            raise DistdiagError("drop injected", "this rank took no part", ExitCode.TIMEOUT, "dropped")
         with self.progress.step(label, counter):
             yield
 
@@ -160,12 +162,6 @@ class Job:
         assert self.store is not None
         return self.store
 
-    def _drop_out(self) -> None:
-        """Stop taking part, like a rank that hangs elsewhere, until the others have timed out."""
-        self.progress.note.label = "drop injected: this rank takes no part"
-        time.sleep(self.options.timeout_s + 5)
-        raise DistdiagError("drop injected", "this rank took no part", ExitCode.TIMEOUT, "dropped")
-
 
 @contextlib.contextmanager
 def joined(place: RankPlace, options: Options, arrival_limit_s: float) -> Iterator[Job]:
@@ -205,11 +201,7 @@ def joined(place: RankPlace, options: Options, arrival_limit_s: float) -> Iterat
 
 
 def choose_device(place: RankPlace, options: Options) -> torch.device:
-    """Return the device of this rank: its GPU, or the CPU.
-
-    Raises:
-        DistdiagError: more ranks than GPUs.
-    """
+    """Return the device of this rank: its GPU, or the CPU."""
     if options.device != "cuda":
         return torch.device("cpu")
     count = torch.cuda.device_count()
@@ -259,7 +251,7 @@ def _wait_for_all(job: Job, limit_s: float, mine: Interface) -> list[Arrival]:
     """Announce this rank and wait for all others, before torch's rendezvous can hang without naming a rank."""
     store, host = job.open_store(), socket.gethostname()
     node = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or host
-    me = Arrival(host, node, mine, clock.clock_identity(), interface.network_identity(), os.getpid())
+    me = Arrival(host, node, mine, clock.kernel_identity("time"), clock.kernel_identity("net"), os.getpid())
     store.set(f"arrived/{job.rank}", msgspec.json.encode(me).decode())
     keys = [f"arrived/{rank}" for rank in range(job.world_size)]
     late = False
@@ -292,11 +284,7 @@ def _tried(arrivals: Mapping[int, Arrival], ranks: list[int]) -> str:
 
 
 def _refuse_unreachable(arrivals: list[Arrival]) -> None:
-    """Fail at once if an offered address cannot be reached, for which gloo would try half a minute.
-
-    Raises:
-        DistdiagError: an interface has no address, or a loopback address is offered to another network.
-    """
+    """Fail at once if an offered address cannot be reached, for which gloo would try half a minute."""
     several = len({a.network for a in arrivals}) > 1
     unreachable = (interface.NO_ADDRESS, *(["127."] if several else []))
     lost = [r for r, a in enumerate(arrivals) if a.interface.address.startswith(unreachable)]
@@ -342,8 +330,6 @@ def _leave_report(place: RankPlace, options: Options, store: Any, error: Distdia
         store.set("report", json.dumps([error.message, error.hint]))
         return
     if place.rank == 0 and options.output_format == "json":
-        from distdiag.probekit.verdict.result import error_json
-
         say_json(error_json(error), flush=True)
     say(f"distdiag: error: {error.message}\nhint: {error.hint}", err=True, flush=True)
 

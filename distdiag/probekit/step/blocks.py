@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,12 +14,17 @@ from torch import nn
 from distdiag.errors import DistdiagError
 from distdiag.probekit.measure.noise import BlockNoise, read_cpu
 from distdiag.probekit.measure.sampling import cpu_used, noisiest_host
-from distdiag.probekit.measure.thread_data_parallel import PartTimes, ThreadDataParallel
+from distdiag.probekit.measure.thread_data_parallel import ThreadDataParallel
 from distdiag.probekit.ranks.job import Job
 from distdiag.probekit.ranks.user_object import find_function
-from distdiag.probekit.step.activations import SavedBytes
-from distdiag.probekit.step.blocked import BlockedTime, watch
-from distdiag.probekit.step.memory import HostPeak, StateBytes, expected_state, gradient_bytes, measured_state
+from distdiag.probekit.step.memory import (
+    HostPeak,
+    SavedBytes,
+    StateBytes,
+    expected_state,
+    gradient_bytes,
+    measured_state,
+)
 from distdiag.probekit.step.possible import Case, micro_batches
 from distdiag.train.config import TrainConfig
 from distdiag.train.faults import Faults
@@ -84,9 +90,7 @@ def make_batch(job: Job) -> Batch:
 
 
 def check_batch(size: int, ranks: int) -> None:
-    """Raises:
-    DistdiagError: the global batch cannot be divided among the ranks.
-    """
+    """Check that the global batch can be divided among the ranks."""
     if size % ranks:
         raise DistdiagError(
             f"--batch-size {size} cannot be divided by {ranks} ranks", f"--batch-size {size // ranks * ranks or ranks}"
@@ -136,7 +140,7 @@ class _Measurement:
         self.ranks = Ranks(rank, job.local_rank, world_size, "", job.device, job.backend, control, group)
         self.batch = batch
         self.own = Block(case, "", 1 if case.strategy in ("single", "single-threads") else case.ranks, self.threads)
-        self.parts: list[PartTimes] = []
+        self.parts: list[dict[str, float]] = []  # of ThreadDataParallel, for each step
         self.gradients = 0
         self.blocked: BlockedTime | None = None
 
@@ -152,7 +156,7 @@ class _Measurement:
                 strategy = self._build(network)
             wrapped = strategy.model
             if self.case.strategy == "fsdp" and self.job.device.type == "cpu":
-                self.blocked = watch(strategy.network)
+                self.blocked = watch_collectives(strategy.network)
             del network
             self.own.threads = torch.get_num_threads()
             self.own.label = label_of(self.case, self.job.device.type, self.own.threads)
@@ -201,7 +205,10 @@ class _Measurement:
             first = turn < WARM_UP_STEPS
             if turn == WARM_UP_STEPS:
                 start = time.monotonic()
-                self._reset_peaks(host)
+                if host is not None:
+                    host.reset()
+                if job.device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats(job.device)
                 if self.blocked is not None:
                     self.blocked.take()  # of the warm-up
                 busy_s = strategy.busy_s() if isinstance(strategy, Stages) else 0.0
@@ -213,10 +220,11 @@ class _Measurement:
                     own.blocked_ms.append(self.blocked.take() * 1e3)
                 step_s += ms / 1e3
                 if isinstance(strategy.model, ThreadDataParallel):
-                    self.parts.append(replace(strategy.model.times))
+                    self.parts.append(strategy.model.times_s)
             turn += 1
             enough = len(own.times_ms) >= LEAST_STEPS and (bool(own.quiet_ms) or not quiet_steps)
-            if self._agree(enough and (time.monotonic() - start > seconds or turn >= MOST_STEPS)):
+            over = enough and (time.monotonic() - start > seconds or turn >= MOST_STEPS)
+            if over if self.alone else job.agree([float(over)], f"step: {self.case}, another")[0]:
                 break
         own.state = measured_state(strategy.network.parameters(), self.gradients, self.optimizer)
         if self.blocked is not None and not self.blocked.known:
@@ -227,8 +235,7 @@ class _Measurement:
         if isinstance(strategy, Stages) and job.device.type == "cpu":
             own.idle_share = max(0.0, 1 - (strategy.busy_s() - busy_s) / step_s)
         own.expected_idle_share = strategy.expected_bubble() if isinstance(strategy, Stages) else None
-        for name in ("scatter", "replicate", "apply", "gather") if self.parts else ():
-            own.parts_ms[name] = float(np.median([getattr(p, f"{name}_s") for p in self.parts])) * 1e3
+        own.parts_ms = {n: float(np.median([p[n] for p in self.parts])) * 1e3 for n in next(iter(self.parts), ())}
 
     def _step(
         self, strategy: Strategy, images: torch.Tensor, labels: torch.Tensor, exchange: bool, first: bool
@@ -246,18 +253,6 @@ class _Measurement:
         strategy.optimize(self.optimizer)
         self.job.synchronize()
         return (time.perf_counter() - begin) * 1e3
-
-    def _reset_peaks(self, host: HostPeak | None) -> None:
-        if host is not None:
-            host.reset()
-        if self.job.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.job.device)
-
-    def _agree(self, over: bool) -> bool:
-        """Return rank 0's decision."""
-        if self.alone:
-            return over
-        return bool(self.job.agree([float(over)], f"step: {self.case}, another")[0])
 
 
 def merged(blocks: list[Block]) -> Block:
@@ -292,3 +287,51 @@ def label_of(case: Case, device: str, threads: int) -> str:
         "model": "model parallel",
         "pipeline": f"pipeline (1F1B, {micro_batches(case.ranks)} micro-batches)",
     }[case.strategy]
+
+
+class BlockedTime:
+    """Seconds in which this rank was inside FSDP's all_gathers and reduce_scatters since the last `take`.
+
+    Attributes:
+        known: False once a collective returned before it was complete: its wait is elsewhere.
+    """
+
+    def __init__(self) -> None:
+        self.known = True
+        self._seconds = 0.0
+
+    def add(self, seconds: float) -> None:
+        self._seconds += seconds
+
+    def take(self) -> float:
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
+def watch_collectives(network: nn.Module) -> BlockedTime | None:
+    """Time the collectives of all FSDP modules in `network`; None if this torch has no hook for that."""
+    try:
+        from torch.distributed.fsdp import FSDPModule
+        from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+        gather, scatter = collectives.DefaultAllGather, collectives.DefaultReduceScatter
+        blocked = BlockedTime()
+        for module in network.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_all_gather(_timed(gather, blocked))
+                module.set_custom_reduce_scatter(_timed(scatter, blocked))
+    except (ImportError, AttributeError):
+        return None
+    return blocked
+
+
+def _timed(kind: Any, blocked: BlockedTime) -> Any:
+    class Timed(kind):  # type: ignore[misc]
+        def __call__(self, *args: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            work = super().__call__(*args, **options)
+            blocked.add(time.perf_counter() - began)
+            blocked.known = blocked.known and work is None
+            return work
+
+    return Timed()

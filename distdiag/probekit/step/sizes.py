@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from distdiag.errors import DistdiagError
-from distdiag.probekit.step.activations import expected_activations
+from distdiag.probekit.step.memory import expected_activations
 from distdiag.probekit.step.possible import STAGED, micro_batches
 from distdiag.train.models import count_parameters
 from distdiag.train.strategies.split import cut, pieces_of

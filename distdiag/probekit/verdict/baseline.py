@@ -48,11 +48,7 @@ def key_of(result: Result) -> dict[str, Any]:
 
 
 def save(path: str, results: list[Result]) -> None:
-    """Write the measures of all results, atomically.
-
-    Raises:
-        DistdiagError: the file cannot be written.
-    """
+    """Write the measures of all results, atomically."""
     entries = [
         Entry(key_of(r), bool(r.host_noise and r.host_noise.noisy), r.measures, r.verdict)
         for r in results
@@ -67,11 +63,7 @@ def save(path: str, results: list[Result]) -> None:
 
 
 def load(path: str) -> list[Entry]:
-    """Return the entries of a baseline file.
-
-    Raises:
-        DistdiagError: missing, unreadable, or not a baseline of distdiag.
-    """
+    """Return the entries of a baseline file."""
     hint = "`distdiag probe NAME --save FILE` writes one"
     try:
         data = msgspec.json.decode(Path(path).read_bytes())
