@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from distdiag.errors import DistdiagError
 from distdiag.files import replacing
@@ -39,7 +38,7 @@ class Checkpoints:
             state: State to save; the random states of all ranks are added.
             step: Number of optimizer steps done.
         """
-        random_states = _gather_random_states(self._ranks)
+        random_states = self._ranks.gather(random_state())
         if self._ranks.rank == 0:
             path = self.directory / f"step-{step:08d}.pt"
             try:
@@ -81,14 +80,6 @@ def restore_random_state(state: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(state["cpu"].cpu())
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"].cpu())
-
-
-def _gather_random_states(ranks: Ranks) -> list[dict[str, torch.Tensor]]:
-    if ranks.control is None:
-        return [random_state()]
-    states: list[Any] | None = [None] * ranks.world_size if ranks.rank == 0 else None
-    dist.gather_object(random_state(), states, dst=0, group=ranks.control)
-    return states or []
 
 
 def find_checkpoint(resume: str) -> Path:

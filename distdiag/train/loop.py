@@ -89,7 +89,9 @@ class Training:
             self.source = self._source()
             torch.manual_seed(derived_seed(config.seed, ranks.rank))  # from here on, dropout differs between ranks
             self.step = self._resume() if config.resume else 0
-        self.checkpoints = Checkpoints(checkpoint_directory(config, recorder), config.keep_checkpoints, ranks)
+        run_dir = recorder.run_dir or config.run_dir or os.environ.get("DISTDIAG_RUN_DIR") or "."
+        kept_in = Path(config.checkpoint_dir).expanduser() if config.checkpoint_dir else Path(run_dir, "checkpoints")
+        self.checkpoints = Checkpoints(kept_in, config.keep_checkpoints, ranks)
         self.progress = Progress(config, ranks, recorder, device)
         about = f"{name} ({parameters:,} parameters)"
         amp = why_amp(config.amp, self.amp, device)
@@ -262,13 +264,6 @@ def share_pixels(config: TrainConfig, ranks: Ranks) -> SharedPixels:
     if len(set(ranks.gather(own.address.fingerprint))) > 1:
         raise DistdiagError("the nodes found different data sets", "name the same one on every node with --data DIR")
     return own
-
-
-def checkpoint_directory(config: TrainConfig, recorder: Recording) -> Path:
-    if config.checkpoint_dir:
-        return Path(config.checkpoint_dir).expanduser()
-    run_dir = recorder.run_dir or config.run_dir or os.environ.get("DISTDIAG_RUN_DIR")
-    return Path(run_dir or ".") / "checkpoints"
 
 
 @torch.no_grad()

@@ -89,10 +89,6 @@ def _run(options: Options, place: RankPlace | None) -> int:
     from distdiag.probekit.verdict import baseline
 
     rendering.check_output(options)
-    if options.svg:
-        rendering.refuse_overwrite(options.svg, options.force)
-    if options.save:
-        rendering.refuse_overwrite(options.save, options.force)
     reference = baseline.load(options.against) if options.against else None
     run = running_job.find_run(options) if options.paper is None and (place is None or place.rank == 0) else None
     if run is not None and run.live:

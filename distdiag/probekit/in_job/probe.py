@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from distdiag.errors import DistdiagError
 from distdiag.probekit.in_job import running_job
-from distdiag.probekit.measure.collective import Collective, all_gather_single
+from distdiag.probekit.measure.collective import Collective, Ranks, all_gather_single
 from distdiag.probekit.measure.patterns import Pattern
 from distdiag.probekit.measure.probe import load_probe
 from distdiag.probekit.ranks.clock import clock_ns, kernel_identity
@@ -36,7 +36,7 @@ _ITERATIONS = 5
 _LOCKED_S = 0.2  # if the database is locked for longer, the result is dropped: the training waits meanwhile
 
 
-class InTrainingProbe:
+class InTrainingProbe(Ranks):
     """Collectives measured between the steps of a running job.
 
     Every rank creates one after `init_process_group`, calls `maybe_run(step)` after every step, and `close()` before
@@ -50,11 +50,7 @@ class InTrainingProbe:
     """
 
     def __init__(
-        self,
-        names: Sequence[str],
-        every: int,
-        run_dir: str | Path | None = None,
-        share: float = MOST_SHARE,
+        self, names: Sequence[str], every: int, run_dir: str | Path | None = None, share: float = MOST_SHARE
     ) -> None:
         self.active = bool(names) and every > 0 and dist.is_initialized() and dist.get_world_size() > 1
         self.every = max(1, every)
@@ -86,14 +82,6 @@ class InTrainingProbe:
         self._created_s = time.monotonic()
         self._next_step: int | None = None
         self._last: tuple[int, float] | None = None  # step and time of the last decision, for the mean step time
-
-    def empty(self, elements: int) -> torch.Tensor:
-        """Return zeros of the probed type, as `Job.empty` does."""
-        return torch.zeros(elements, dtype=self.dtype, device=self.device)
-
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
 
     def maybe_run(self, step: int) -> list[Result]:
         """Measure if it is due; return the results on rank 0, else []. Never raises a database error.

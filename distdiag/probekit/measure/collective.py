@@ -67,8 +67,14 @@ class Ranks(Protocol):
     device: torch.device
     dtype: torch.dtype
 
-    def empty(self, elements: int) -> torch.Tensor: ...
-    def synchronize(self) -> None: ...
+    def empty(self, elements: int) -> torch.Tensor:
+        """Return zeros of the probed type on the probed device: their sums stay exact and finite."""
+        return torch.zeros(elements, dtype=self.dtype, device=self.device)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all enqueued work; does nothing on the CPU."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
 
 
 class Collective(Probe):
