@@ -7,7 +7,6 @@ counters and low rates slows down the whole job.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from distdiag.errors import DistdiagError, ExitCode
-from distdiag.probekit.command.main import main
+from distdiag.probekit.command.main import run_script
 from distdiag.probekit.measure import gpus
 from distdiag.probekit.measure.probe import Column, Probe, shown
 from distdiag.probekit.ranks.job import Job
@@ -84,7 +83,6 @@ class Gpu(Probe):
     def _measure(self, job: Job, seconds: float) -> Result:
         result = Result(self.name, job.world_size, job.backend, "gpu", versions={"torch": str(torch.__version__)})
         result.details["host_class"] = host_class()
-        began = time.monotonic()
         with gpus.nvml() as n:
             count = n.nvmlDeviceGetCount()
             usable = torch.cuda.device_count()
@@ -108,7 +106,6 @@ class Gpu(Probe):
                     result.notes.append(f"GPU {index}: torch {torch.__version__} cannot use it; only NVML was asked")
                 result.rows.append(row)
         result.device = ", ".join(dict.fromkeys(r.facts["name"] for r in result.rows))
-        result.elapsed_s = time.monotonic() - began
         if result.verdict is Verdict.PASS:
             result.reasons.insert(
                 0, f"{len(result.rows)} GPU{'s' if len(result.rows) > 1 else ''} healthy, no clock lowered by a fault"
@@ -240,4 +237,4 @@ def peer_gbps(source: torch.device, target: torch.device, seconds: float, size_b
 PROBE = Gpu()
 
 if __name__ == "__main__":
-    sys.exit(main(name=PROBE.name))
+    run_script(PROBE)

@@ -7,10 +7,7 @@ such. `--ranks 1,2,4` compares numbers of ranks in interleaved rounds.
 
 from __future__ import annotations
 
-import sys
-import time
-
-from distdiag.probekit.command.main import main
+from distdiag.probekit.command.main import run_script
 from distdiag.probekit.command.options import Options
 from distdiag.probekit.measure.probe import Probe, Table
 from distdiag.probekit.measure.sampling import NoiseMeter
@@ -60,7 +57,6 @@ class Step(Probe):
         return [compute(options)]
 
     def run(self, job: Job) -> Result | None:
-        began = time.monotonic()
         batch = make_batch(job)
         if job.options.block_s:  # one case of a comparison
             case = Case(job.options.strategies[0], job.options.ranks[0])
@@ -86,7 +82,6 @@ class Step(Probe):
         if unmeasured:
             names = ", ".join(c.strategy for c in unmeasured)
             result.judge(Verdict.INCONCLUSIVE, f"the budget ended before {names}: give more with --budget")
-        result.elapsed_s = time.monotonic() - began
         return result
 
     def table(self, result: Result, ascii_only: bool = False) -> Table:
@@ -130,4 +125,4 @@ def _measure_all(job: Job, cases: list[Case], batch: Batch) -> tuple[list[Block]
 PROBE = Step()
 
 if __name__ == "__main__":
-    sys.exit(main(name=PROBE.name))
+    run_script(PROBE)

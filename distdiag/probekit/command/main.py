@@ -10,12 +10,12 @@ import subprocess
 import sys
 import time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.probekit.command import catalog
 from distdiag.probekit.command.options import Options, check_backend, check_ranks, parse, place_ranks
-from distdiag.probekit.measure.probe import load_probe
+from distdiag.probekit.measure.probe import Probe, load_probe
 from distdiag.probekit.ranks import environment
 from distdiag.probekit.verdict.result import Result, Verdict, error_json, worst
 from distdiag.streams import say, say_error, say_json, tolerate
@@ -58,6 +58,11 @@ def main(argv: list[str] | None = None, name: str | None = None) -> int:
         if place is not None:
             _leave_rank(e.code)
         return int(e.code)
+
+
+def run_script(probe: Probe) -> NoReturn:
+    """Run one probe as its script, and end the process."""
+    sys.exit(main(name=probe.name))
 
 
 def _report(e: DistdiagError, as_json: bool, place: RankPlace | None) -> None:

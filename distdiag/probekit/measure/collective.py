@@ -126,7 +126,6 @@ class Collective(Probe):
 
     def run(self, job: Job) -> Result | None:
         """Measure the ceilings, then every size (correctness, then time); return the result on rank 0."""
-        began_s = time.monotonic()
         ceilings = measure_ceilings(job)
         pattern = Pattern(job.dtype, job.world_size)
         strided = self.strided_buffer_text(job, pattern)
@@ -157,7 +156,6 @@ class Collective(Probe):
         result = collective_result.build(self.name, self.op, job, measured, ceilings, skipped)
         if strided:
             result.notes.append(strided)
-        result.elapsed_s = time.monotonic() - began_s
         return result
 
     def sizes(self, job: Job) -> list[int]:

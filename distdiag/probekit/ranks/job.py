@@ -47,7 +47,6 @@ class Arrival:
     interface: Interface
     clock: str
     network: str
-    pid: int = 0
 
 
 class Job:
@@ -251,20 +250,14 @@ def _wait_for_all(job: Job, limit_s: float, mine: Interface) -> list[Arrival]:
     """Announce this rank and wait for all others, before torch's rendezvous can hang without naming a rank."""
     store, host = job.open_store(), socket.gethostname()
     node = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or host
-    me = Arrival(host, node, mine, clock.kernel_identity("time"), clock.kernel_identity("net"), os.getpid())
+    me = Arrival(host, node, mine, clock.kernel_identity("time"), clock.kernel_identity("net"))
     store.set(f"arrived/{job.rank}", msgspec.json.encode(me).decode())
     keys = [f"arrived/{rank}" for rank in range(job.world_size)]
-    late = False
-    try:
+    with contextlib.suppress(RuntimeError):  # out of time
         store.wait(keys, datetime.timedelta(seconds=limit_s))
-    except RuntimeError:
-        late = True
-    seen = {
-        rank: msgspec.json.decode(store.get(key), type=Arrival)
-        for rank, key in enumerate(keys)
-        if not late or store.check([key])
-    }
-    if not late:
+    arrived = [rank for rank, key in enumerate(keys) if store.check([key])]
+    seen = {rank: msgspec.json.decode(store.get(keys[rank]), type=Arrival) for rank in arrived}
+    if len(seen) == job.world_size:
         return [*seen.values()]
     missing = [r for r in range(job.world_size) if r not in seen]
     where = f"{job.place.master_addr}:{job.place.master_port}"

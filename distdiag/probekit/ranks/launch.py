@@ -84,8 +84,9 @@ def launch(options: Options, nproc: int, deadline_s: float) -> list[Result]:
             )  # fmt: skip
             return _supervise(started, outcomes, store, deadline_s + 2 * options.timeout_s + 30)
         except (KeyboardInterrupt, SystemExit):
-            for number in handlers:  # a second Ctrl-C must not leave ranks behind
+            for number in handlers:  # a second Ctrl-C must not leave ranks behind, a third not change the exit code
                 signal.signal(number, signal.SIG_IGN)
+            handlers.clear()  # the command ends now
             _end_gently(started)
             raise
         finally:

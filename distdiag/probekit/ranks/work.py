@@ -32,8 +32,12 @@ def run_rank(place: RankPlace, options: Options, deadline_s: float, arrival_limi
             job.deadline_s = deadline_s
             if options.name == catalog.ALL:
                 return run_all(job, probes)
+            began = time.monotonic()
             result = probes[0].run(job)
-            return [result] if result is not None else []
+            if result is None:
+                return []
+            result.elapsed_s = time.monotonic() - began
+            return [result]
     except DistdiagError:
         raise
     except Exception as e:
