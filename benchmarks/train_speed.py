@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from distdiag.train.__main__ import leave
-from distdiag.train.batches import MEAN, STD, BatchedInput, batches_per_epoch, normalise
+from distdiag.train.batches import MEAN, STD, BatchedInput, Share, batches_per_epoch, normalise
 from distdiag.train.config import TrainConfig
 from distdiag.train.faults import Faults
 from distdiag.train.loop import share_pixels
@@ -92,9 +92,8 @@ def naive(ranks: Ranks, config: TrainConfig, data: TensorImages) -> Step:
 def shipped(ranks: Ranks, config: TrainConfig, data: TensorImages, amp: str) -> Step:
     model, optimizer = _model(ranks, config, config.channels_last)
     count = batches_per_epoch(len(data), ranks.world_size, config.batch_size, 1)
-    source = BatchedInput(
-        data, config.batch_size, ranks.rank, ranks.world_size, 0, count, config.channels_last, Faults((), ranks.rank, 1)
-    )
+    share = Share(data, config.batch_size, ranks.rank, ranks.world_size, 0, count)
+    source = BatchedInput(share, config.channels_last, Faults((), ranks.rank, 1))
     batches = _forever(lambda: iter(source.epoch(0)))
 
     def step() -> None:

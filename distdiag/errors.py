@@ -35,6 +35,9 @@ class DistdiagError(Exception):
         self.code = code
         self.kind = kind
 
+    def __reduce__(self) -> tuple[type[DistdiagError], tuple[str, str, ExitCode, str]]:
+        return type(self), (self.message, self.hint, self.code, self.kind)  # it is sent between ranks
+
 
 def need(extra: str, modules: tuple[str, ...], what: str) -> None:
     """Check that the packages of an optional extra are installed.

@@ -6,9 +6,7 @@ times smaller.
 
 from __future__ import annotations
 
-import sys
-
-from distdiag.probekit.command.main import main
+from distdiag.probekit.command.main import run_script
 from distdiag.probekit.measure.collective import Collective, InPlace, Part, Segment, all_gather_single
 
 PROBE = Collective(
@@ -20,4 +18,4 @@ PROBE = Collective(
 )
 
 if __name__ == "__main__":
-    sys.exit(main(name=PROBE.name))
+    run_script(PROBE)

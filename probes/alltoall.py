@@ -5,11 +5,9 @@ S is one rank's whole buffer; it keeps 1/n of it, so busbw = S/t x (n-1)/n.
 
 from __future__ import annotations
 
-import sys
-
 import torch.distributed as dist
 
-from distdiag.probekit.command.main import main
+from distdiag.probekit.command.main import run_script
 from distdiag.probekit.measure.collective import Collective, Segment
 
 PROBE = Collective(
@@ -19,4 +17,4 @@ PROBE = Collective(
 )
 
 if __name__ == "__main__":
-    sys.exit(main(name=PROBE.name))
+    run_script(PROBE)

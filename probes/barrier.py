@@ -5,11 +5,9 @@ It is the cheapest first test: do all ranks respond, and is one of them always l
 
 from __future__ import annotations
 
-import sys
-
 import torch.distributed as dist
 
-from distdiag.probekit.command.main import main
+from distdiag.probekit.command.main import run_script
 from distdiag.probekit.measure.collective import Collective, Part
 
 PROBE = Collective(
@@ -21,4 +19,4 @@ PROBE = Collective(
 )
 
 if __name__ == "__main__":
-    sys.exit(main(name=PROBE.name))
+    run_script(PROBE)

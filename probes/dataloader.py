@@ -7,7 +7,6 @@ in training. With your own data: --dataset package.module:function.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from distdiag.errors import DistdiagError
-from distdiag.probekit.command.main import main
+from distdiag.probekit.command.main import run_script
 from distdiag.probekit.command.options import Options
 from distdiag.probekit.measure.noise import usable_cpus
 from distdiag.probekit.measure.probe import Column, Probe, shown
@@ -74,7 +73,6 @@ class LoaderRow:
 
 class DataLoaderProbe(Probe):
     name = "dataloader"
-    summary = "samples/s over workers, prefetch, pinning and transfer, and the setting to use"
     min_ranks = 1
     default_ranks = 1
     share_in_all = 3.0
@@ -100,7 +98,6 @@ class DataLoaderProbe(Probe):
             raise DistdiagError(f"--workers {max(options.workers)} is more than any host needs", "try 0,2,4,8")
 
     def run(self, job: Job) -> Result | None:
-        began = time.monotonic()
         options = job.options
         dataset, what = make_dataset(options)
         cpus = max(1, usable_cpus() // job.ranks_per_host)
@@ -140,7 +137,6 @@ class DataLoaderProbe(Probe):
         judge(result, options)
         if transfer == "none":
             result.notes.append("pin_memory and non_blocking transfers are not possible here: they need a GPU")
-        result.elapsed_s = time.monotonic() - began
         return result
 
     def drawing(self, result: Result, ascii_only: bool = False) -> list[str]:
@@ -327,4 +323,4 @@ def consumer_waits(
 PROBE = DataLoaderProbe()
 
 if __name__ == "__main__":
-    sys.exit(main(name=PROBE.name))
+    run_script(PROBE)

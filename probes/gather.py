@@ -5,11 +5,9 @@ S is what the root receives, n parts; (n-1)/n of it comes over the network, so b
 
 from __future__ import annotations
 
-import sys
-
 import torch.distributed as dist
 
-from distdiag.probekit.command.main import main
+from distdiag.probekit.command.main import run_script
 from distdiag.probekit.measure.collective import Collective, Part, Segment
 
 PROBE = Collective(
@@ -23,4 +21,4 @@ PROBE = Collective(
 )
 
 if __name__ == "__main__":
-    sys.exit(main(name=PROBE.name))
+    run_script(PROBE)

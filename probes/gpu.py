@@ -7,7 +7,6 @@ counters and low rates slows down the whole job.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from distdiag.errors import DistdiagError, ExitCode
-from distdiag.probekit.command.main import main
+from distdiag.probekit.command.main import run_script
 from distdiag.probekit.measure import gpus
 from distdiag.probekit.measure.probe import Column, Probe, shown
 from distdiag.probekit.ranks.job import Job
@@ -46,7 +45,6 @@ class GpuRow:
 
 class Gpu(Probe):
     name = "gpu"
-    summary = "every GPU's health, matrix-multiply rate and memory bandwidth against its published peak"
     min_ranks = 1
     default_ranks = 1
     share_in_all = 2.0
@@ -69,31 +67,22 @@ class Gpu(Probe):
     )
 
     def run(self, job: Job) -> Result | None:
-        if not self._anywhere(job):
-            raise DistdiagError(
-                self._absent or "no GPU",
-                "this probe needs an NVIDIA GPU; the others run without",
-                ExitCode.NO_DATA,
-                "no_gpu",
-            )
-        seconds = max(1.0, job.left_s() * 0.9)
-        return job.while_others_wait(lambda: self._measure(job, seconds), seconds + 30, "gpu probe on rank 0")
-
-    _absent: str | None = None
-
-    def _anywhere(self, job: Job) -> bool:
-        """True if any rank has a driver: all ranks must agree before rank 0 measures alone."""
+        absent = None
         try:
             with gpus.nvml():
                 pass
         except DistdiagError as e:
-            self._absent = e.message
-        return all(a is None for a in job.gather_all(self._absent, "gpu: looking for a driver"))
+            absent = e.message
+        # all ranks must agree before rank 0 measures alone
+        if any(job.gather_all(absent, "gpu: looking for a driver")):
+            hint = "this probe needs an NVIDIA GPU; the others run without"
+            raise DistdiagError(absent or "no GPU", hint, ExitCode.NO_DATA, "no_gpu")
+        seconds = max(1.0, job.left_s() * 0.9)
+        return job.while_others_wait(lambda: self._measure(job, seconds), seconds + 30, "gpu probe on rank 0")
 
     def _measure(self, job: Job, seconds: float) -> Result:
         result = Result(self.name, job.world_size, job.backend, "gpu", versions={"torch": str(torch.__version__)})
         result.details["host_class"] = host_class()
-        began = time.monotonic()
         with gpus.nvml() as n:
             count = n.nvmlDeviceGetCount()
             usable = torch.cuda.device_count()
@@ -117,7 +106,6 @@ class Gpu(Probe):
                     result.notes.append(f"GPU {index}: torch {torch.__version__} cannot use it; only NVML was asked")
                 result.rows.append(row)
         result.device = ", ".join(dict.fromkeys(r.facts["name"] for r in result.rows))
-        result.elapsed_s = time.monotonic() - began
         if result.verdict is Verdict.PASS:
             result.reasons.insert(
                 0, f"{len(result.rows)} GPU{'s' if len(result.rows) > 1 else ''} healthy, no clock lowered by a fault"
@@ -154,25 +142,22 @@ class Gpu(Probe):
 
     def _judge_rates(self, result: Result, row: GpuRow, g: gpus.GpuFacts, contended: bool) -> None:
         """A rate below what healthy cards reach is a failure, or inconclusive if other processes use the GPU."""
-        verdict = Verdict.INCONCLUSIVE if contended else Verdict.FAIL
-        contention = " while other processes use it" if contended else ""
+
+        def low(text: str) -> None:
+            contention = " while other processes use it" if contended else ""
+            result.judge(Verdict.INCONCLUSIVE if contended else Verdict.FAIL, f"GPU {g.index}: {text}{contention}")
+
         for dtype, share in row.tflops_of_peak.items():
             if share is not None and share < LOW_MATMUL and dtype in ("bfloat16", "float16"):
-                result.judge(
-                    verdict,
-                    f"GPU {g.index}: {dtype} matrix products reach {row.tflops[dtype]:.0f} TFLOP/s, {share:.0%} of the published peak{contention}",
-                )
+                rate = f"{row.tflops[dtype]:.0f} TFLOP/s"
+                low(f"{dtype} matrix products reach {rate}, {share:.0%} of the published peak")
         if row.memory_of_peak is not None and row.memory_of_peak < LOW_MEMORY:
-            result.judge(
-                verdict,
-                f"GPU {g.index}: memory reaches {row.memory_gbps:.0f} GB/s, {row.memory_of_peak:.0%} of the published peak{contention}",
-            )
+            low(f"memory reaches {row.memory_gbps:.0f} GB/s, {row.memory_of_peak:.0%} of the published peak")
         lane = gpus.PCIE_LANE_GBPS.get(row.pcie_generation_loaded or 0)
-        if lane and g.pcie_width and row.host_to_device_gbps.get("pinned", 1e9) < LOW_PCIE * lane * g.pcie_width:
-            result.judge(
-                verdict,
-                f"GPU {g.index}: pinned copies to it reach {row.host_to_device_gbps['pinned']:.1f} of PCIe's {lane * g.pcie_width:.0f} GB/s{contention}",
-            )
+        if lane and g.pcie_width:
+            pinned, link = row.host_to_device_gbps.get("pinned", 1e9), lane * g.pcie_width
+            if pinned < LOW_PCIE * link:
+                low(f"pinned copies to it reach {pinned:.1f} of PCIe's {link:.0f} GB/s")
         if row.pcie_generation_loaded and g.pcie_generation_max and row.pcie_generation_loaded < g.pcie_generation_max:
             result.notes.append(
                 f"GPU {g.index}: PCIe generation {row.pcie_generation_loaded} under load, {g.pcie_generation_max} is possible"
@@ -252,4 +237,4 @@ def peer_gbps(source: torch.device, target: torch.device, seconds: float, size_b
 PROBE = Gpu()
 
 if __name__ == "__main__":
-    sys.exit(main(name=PROBE.name))
+    run_script(PROBE)

@@ -7,7 +7,6 @@ round. A rank that is slow in nearly all its pairs is slow itself; a slow pair o
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass, field
 
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from distdiag.probekit.command.main import main
+from distdiag.probekit.command.main import run_script
 from distdiag.probekit.measure.collective import exchange
 from distdiag.probekit.measure.patterns import Pattern, Segment, wrong_elements
 from distdiag.probekit.measure.probe import Column, Probe, Table
@@ -88,7 +87,6 @@ def blame(times: dict[tuple[int, int], float], ranks: int) -> tuple[dict[int, tu
 
 class Pairs(Probe):
     name = "pairs"
-    summary = "every pair of ranks in disjoint rounds: which rank or link is slow"
     messages = True
     columns = (
         Column("ranks", lambda row: f"{row.ranks[0]}-{row.ranks[1]}"),
@@ -99,7 +97,6 @@ class Pairs(Probe):
     )
 
     def run(self, job: Job) -> Result | None:
-        began = time.monotonic()
         rounds = tournament(job.world_size)
         small = torch.zeros(_SMALL_BYTES // job.dtype.itemsize or 1, dtype=job.dtype, device=job.device)
         large = [job.empty(_LARGE_BYTES // job.dtype.itemsize) for _ in range(2)]
@@ -127,7 +124,6 @@ class Pairs(Probe):
                 result.rows.append(PairRow((a, b), round_trip, rate, False, correct and everyone[b][a][2], repeats))
                 result.measures.append(Measure(f"{a}-{b}", "us", repeats))
         judge(result)
-        result.elapsed_s = time.monotonic() - began
         return result
 
     def table(self, result: Result, ascii_only: bool = False) -> Table:
@@ -257,4 +253,4 @@ def heat_map(rows: list[PairRow], ranks: int, ascii_only: bool) -> list[str]:
 PROBE = Pairs()
 
 if __name__ == "__main__":
-    sys.exit(main(name=PROBE.name))
+    run_script(PROBE)

@@ -5,11 +5,9 @@ S is one rank's buffer; busbw = S/t.
 
 from __future__ import annotations
 
-import sys
-
 import torch.distributed as dist
 
-from distdiag.probekit.command.main import main
+from distdiag.probekit.command.main import run_script
 from distdiag.probekit.measure.collective import Collective, InPlace, Segment
 
 PROBE = Collective(
@@ -21,4 +19,4 @@ PROBE = Collective(
 )
 
 if __name__ == "__main__":
-    sys.exit(main(name=PROBE.name))
+    run_script(PROBE)

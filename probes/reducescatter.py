@@ -5,9 +5,7 @@ S is one rank's whole input; busbw = S/t x (n-1)/n.
 
 from __future__ import annotations
 
-import sys
-
-from distdiag.probekit.command.main import main
+from distdiag.probekit.command.main import run_script
 from distdiag.probekit.measure.collective import Collective, InPlace, Part, Segment, reduce_scatter_single
 
 PROBE = Collective(
@@ -19,4 +17,4 @@ PROBE = Collective(
 )
 
 if __name__ == "__main__":
-    sys.exit(main(name=PROBE.name))
+    run_script(PROBE)

@@ -5,9 +5,7 @@ S is one message; busbw = S/t.
 
 from __future__ import annotations
 
-import sys
-
-from distdiag.probekit.command.main import main
+from distdiag.probekit.command.main import run_script
 from distdiag.probekit.measure.collective import Buffers, Collective, Ranks, Segment, exchange
 
 
@@ -27,4 +25,4 @@ PROBE = Collective(
 )
 
 if __name__ == "__main__":
-    sys.exit(main(name=PROBE.name))
+    run_script(PROBE)

@@ -7,11 +7,7 @@ such. `--ranks 1,2,4` compares numbers of ranks in interleaved rounds.
 
 from __future__ import annotations
 
-import sys
-import time
-
-from distdiag.errors import DistdiagError
-from distdiag.probekit.command.main import main
+from distdiag.probekit.command.main import run_script
 from distdiag.probekit.command.options import Options
 from distdiag.probekit.measure.probe import Probe, Table
 from distdiag.probekit.measure.sampling import NoiseMeter
@@ -20,7 +16,7 @@ from distdiag.probekit.ranks.user_object import find_function
 from distdiag.probekit.step import show
 from distdiag.probekit.step.blocks import Batch, Block, make_batch, measure
 from distdiag.probekit.step.on_paper import add_activations, compute
-from distdiag.probekit.step.possible import DEFAULT, SINGLE, Case, Machine, parse_strategies, why_not
+from distdiag.probekit.step.possible import DEFAULT, SINGLE, Case, Machine, can_run, parse_strategies
 from distdiag.probekit.step.rows import judge, rows_of
 from distdiag.probekit.verdict.collective_result import new_result
 from distdiag.probekit.verdict.result import Result, Verdict
@@ -30,7 +26,6 @@ _LEAST_SECONDS = 0.2
 
 class Step(Probe):
     name = "step"
-    summary = "step time, speed-up and memory of every strategy, for one model and global batch"
     min_ranks = 1
     default_ranks = 2
     share_in_all = 4.0
@@ -62,7 +57,6 @@ class Step(Probe):
         return [compute(options)]
 
     def run(self, job: Job) -> Result | None:
-        began = time.monotonic()
         batch = make_batch(job)
         if job.options.block_s:  # one case of a comparison
             case = Case(job.options.strategies[0], job.options.ranks[0])
@@ -88,7 +82,6 @@ class Step(Probe):
         if unmeasured:
             names = ", ".join(c.strategy for c in unmeasured)
             result.judge(Verdict.INCONCLUSIVE, f"the budget ended before {names}: give more with --budget")
-        result.elapsed_s = time.monotonic() - began
         return result
 
     def table(self, result: Result, ascii_only: bool = False) -> Table:
@@ -110,24 +103,10 @@ def _cases(job: Job, batch: int) -> tuple[list[Case], dict[Case, str]]:
     import torch
 
     gpus = torch.cuda.device_count() if job.device.type == "cuda" else 0
+    in_all = {SINGLE: 1} | ({"dataparallel": max(1, gpus)} if job.device.type == "cuda" else {})
+    wanted = [Case(name, in_all.get(name, job.world_size)) for name in job.options.strategies or DEFAULT]
     machine = Machine(job.device.type, job.backend, gpus)
-    cases: list[Case] = []
-    reasons: dict[Case, str] = {}
-    for strategy in job.options.strategies or DEFAULT:
-        ranks = job.world_size
-        if strategy == SINGLE:
-            ranks = 1
-        elif strategy == "dataparallel" and job.device.type == "cuda":
-            ranks = max(1, gpus)
-        case = Case(strategy, ranks)
-        if why := why_not(case, machine, batch):
-            reasons[case] = why
-        else:
-            cases.append(case)
-    if not cases:
-        case, why = next(iter(reasons.items()))
-        raise DistdiagError(f"{case}: {why}", "add --nproc 2, or single to --strategies")
-    return cases, reasons
+    return can_run(wanted, machine, batch, "add --nproc 2, or single to --strategies")
 
 
 def _measure_all(job: Job, cases: list[Case], batch: Batch) -> tuple[list[Block], list[Case]]:
@@ -146,4 +125,4 @@ def _measure_all(job: Job, cases: list[Case], batch: Batch) -> tuple[list[Block]
 PROBE = Step()
 
 if __name__ == "__main__":
-    sys.exit(main(name=PROBE.name))
+    run_script(PROBE)

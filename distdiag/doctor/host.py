@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
@@ -20,7 +21,6 @@ from distdiag.store import filesystem
 from distdiag.terms.units import size_text
 
 GIB = 2**30
-OLDEST_PYTHON = (3, 11)
 FEW_FILES = 4096  # for sockets to peers, a pipe and a semaphore per DataLoader worker, data files
 SMALL_SHM_BYTES = GIB  # DataLoader workers pass batches through it; Docker's default is 64 MiB
 FEW_PROCESSES = 4096
@@ -28,10 +28,7 @@ RUN_BYTES = 2 * GIB  # default bound of run.db (`--keep`)
 
 
 def python() -> Check:
-    version = platform.python_version()
-    if sys.version_info < OLDEST_PYTHON:
-        return failed("python", version, "install Python 3.11 or newer")
-    return passed("python", f"{version} ({sys.executable})")
+    return passed("python", f"{platform.python_version()} ({sys.executable})")
 
 
 def cores(env: Mapping[str, str], ranks: int) -> Check:
@@ -43,24 +40,16 @@ def cores(env: Mapping[str, str], ranks: int) -> Check:
     text = env.get("OMP_NUM_THREADS")
     if text is None:
         found += "; OMP_NUM_THREADS is not set (torchrun sets 1 per rank)"
-        if limit / ranks >= 4:
-            return warned(
-                "cores",
-                found,
-                f"export OMP_NUM_THREADS={int(limit // ranks)} for {ranks} ranks, if they compute on CPU",
-            )
-        return passed("cores", found)
+        remedy = f"export OMP_NUM_THREADS={int(limit // ranks)} for {ranks} ranks, if they compute on CPU"
+        return warned("cores", found, remedy) if limit / ranks >= 4 else passed("cores", found)
     try:
         threads = int(text.split(",")[0])
     except ValueError:
         return warned("cores", f"{found}; OMP_NUM_THREADS={text!r} is not a number", "unset OMP_NUM_THREADS")
     found += f"; OMP_NUM_THREADS={threads}"
     if threads * ranks > limit:
-        return warned(
-            "cores",
-            f"{found}: {ranks} ranks want {threads * ranks} threads",
-            f"export OMP_NUM_THREADS={max(1, int(limit // ranks))}",
-        )
+        found += f": {ranks} ranks want {threads * ranks} threads"
+        return warned("cores", found, f"export OMP_NUM_THREADS={max(1, int(limit // ranks))}")
     return passed("cores", found)
 
 
@@ -124,28 +113,21 @@ def locked_memory(devices: Path = Path("/sys/class/infiniband")) -> Check:
     found = f"ulimit -l {_limit(soft, kib=True)}"
     if not rdma:
         return passed("locked memory", f"{found}; no RDMA device, so none is needed")
-    if soft != resource.RLIM_INFINITY:
-        return warned(
-            "locked memory",
-            f"{found} with RDMA devices {', '.join(rdma[:4])}",
-            "ulimit -l unlimited (docker run --ulimit memlock=-1): NCCL over InfiniBand fails to register memory",
-        )
-    return passed("locked memory", f"{found}; RDMA devices {', '.join(rdma[:4])}")
+    devices_text = f"RDMA devices {', '.join(rdma[:4])}"
+    if soft == resource.RLIM_INFINITY:
+        return passed("locked memory", f"{found}; {devices_text}")
+    remedy = "ulimit -l unlimited (docker run --ulimit memlock=-1): NCCL over InfiniBand fails to register memory"
+    return warned("locked memory", f"{found} with {devices_text}", remedy)
 
 
 def processes(root: Path = Path("/sys/fs/cgroup")) -> Check:
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     limits = [soft] if soft != resource.RLIM_INFINITY else []
-    try:
+    with contextlib.suppress(OSError, ValueError):
         limits.append(int((root / "pids.max").read_text()))
-    except (OSError, ValueError):
-        pass
     if limits and min(limits) < FEW_PROCESSES:
-        return warned(
-            "processes",
-            f"at most {min(limits)} processes and threads",
-            "ulimit -u 65536 (docker run --pids-limit=-1): every rank starts dozens of threads",
-        )
+        remedy = "ulimit -u 65536 (docker run --pids-limit=-1): every rank starts dozens of threads"
+        return warned("processes", f"at most {min(limits)} processes and threads", remedy)
     return passed("processes", f"at most {min(limits):,}" if limits else "no limit")
 
 
@@ -233,8 +215,8 @@ _OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_POR
 
 def variables(env: Mapping[str, str]) -> Check:
     """Check for environment variables that change a job and may have been forgotten."""
-    found = [f"{n}={env[n]} {why}" for n, (value, why) in _TRAPS.items() if env.get(n, "").upper() == value]
     names = [n for n, (value, _) in _TRAPS.items() if env.get(n, "").upper() == value]
+    found = [f"{n}={env[n]} {_TRAPS[n][1]}" for n in names]
     left = [n for n in _OF_A_LAUNCHER if n in env]
     if left and "TORCHELASTIC_RUN_ID" not in env and "SLURM_PROCID" not in env:
         found.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from distdiag.doctor.check import Check, failed, passed, skipped, warned
-from distdiag.doctor.torch_facts import TorchFacts
+from distdiag.doctor.torch_facts import Rendezvous, TorchFacts
 from distdiag.probekit.measure import gpus as measure
 from distdiag.terms.units import size_text
 
@@ -23,24 +24,18 @@ SLOW_INIT_MS = 3000.0
 
 def ask_torch(timeout_s: float = TIMEOUT_S) -> TorchFacts:
     """Return facts about torch from a subprocess, which is killed with its children after `timeout_s`."""
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-m", "distdiag.doctor.torch_facts"],
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         env=os.environ | {"TORCH_CPP_LOG_LEVEL": "FATAL"}, start_new_session=True,
-    )  # fmt: skip
-    try:
-        out, err = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        return TorchFacts(error=f"no answer within {timeout_s:g} s")
-    finally:
+    ) as process:  # fmt: skip
         try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        process.wait()
-        for pipe in (process.stdout, process.stderr):
-            if pipe:
-                pipe.close()
+            out, err = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            return TorchFacts(error=f"no answer within {timeout_s:g} s")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     try:
         return msgspec.json.decode(out.strip().splitlines()[-1], type=TorchFacts)
     except (IndexError, msgspec.DecodeError):
@@ -67,40 +62,24 @@ def torch(facts: TorchFacts) -> list[Check]:
         checks.append(warned("backends", backends, "without gloo no CPU tensors can be exchanged"))
     else:
         checks.append(passed("backends", backends + (f" (NCCL {facts.nccl})" if facts.nccl else "")))
-    checks.append(
-        passed("flight recorder", "present")
-        if facts.flight_recorder
-        else warned(
-            "flight recorder", "not in this torch", "only collectives called from Python are seen; a newer torch has it"
-        )
-    )
-    checks.append(
-        passed("worker server", "present")
-        if facts.worker_server
-        else warned(
-            "worker server",
-            "not in this torch",
-            "stacks of a rank that holds the GIL cannot be read; a newer torch has it",
-        )
-    )
-    if facts.compiled_hooks is not None:
-        checks.append(
-            passed("recorder", "its hooks are compiled")
-            if facts.compiled_hooks
-            else warned(
-                "recorder",
-                "its hooks are not compiled: each step costs about 0.2 ms more",
-                "install a C compiler and Python's headers (apt-get install gcc python3-dev), then reinstall distdiag",
-            )
-        )
+    for name, present, without in (
+        ("flight recorder", facts.flight_recorder, "only collectives called from Python are seen"),
+        ("worker server", facts.worker_server, "stacks of a rank that holds the GIL cannot be read"),
+    ):
+        missing = warned(name, "not in this torch", f"{without}; a newer torch has it")
+        checks.append(passed(name, "present") if present else missing)
+    if facts.compiled_hooks:
+        checks.append(passed("recorder", "its hooks are compiled"))
+    elif facts.compiled_hooks is not None:
+        found = "its hooks are not compiled: each step costs about 0.2 ms more"
+        remedy = "install a C compiler and Python's headers (apt-get install gcc python3-dev), then reinstall distdiag"
+        checks.append(warned("recorder", found, remedy))
     if facts.rendezvous is not None:
-        checks.append(_rendezvous(facts))
+        checks.append(_rendezvous(facts.rendezvous))
     return checks
 
 
-def _rendezvous(facts: TorchFacts) -> Check:
-    r = facts.rendezvous
-    assert r is not None
+def _rendezvous(r: Rendezvous) -> Check:
     if r.error is not None or r.init_ms is None or r.all_reduce_us is None:
         return failed(
             "rendezvous",

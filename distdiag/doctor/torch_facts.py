@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -83,47 +84,35 @@ def gather() -> TorchFacts:
 
 def rendezvous() -> Rendezvous:
     """Form a group of two processes as torchrun does (a TCP store, then gloo's own connections) and time it."""
-    from datetime import timedelta
-
     from torch.distributed import TCPStore
 
+    limit = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
     try:
-        store = TCPStore(
-            "127.0.0.1", 0, 2, is_master=True, timeout=timedelta(seconds=RENDEZVOUS_TIMEOUT_S), wait_for_workers=False
-        )
+        store = TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=limit, wait_for_workers=False)
     except Exception as e:
         return Rendezvous(error=_one_line(e))
     child = os.fork()
     if child == 0:
         try:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            other = TCPStore(
-                "127.0.0.1", store.port, 2, is_master=False, timeout=timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
-            )
-            _meet(1, other)
+            _meet(1, TCPStore("127.0.0.1", store.port, 2, is_master=False, timeout=limit))
         finally:
             os._exit(0)
     try:
         return _meet(0, store)
     finally:
-        try:
-            os.kill(child, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
 
 
 def _meet(rank: int, store: Store) -> Rendezvous:
-    from datetime import timedelta
-
     import torch
     import torch.distributed as dist
 
+    limit = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
     try:
         began = time.perf_counter()
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
-        )
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
         init_ms = (time.perf_counter() - began) * 1e3
         one = torch.ones(1)
         dist.all_reduce(one)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -57,40 +58,43 @@ def batches_per_epoch(samples: int, world_size: int, batch_size: int, accumulate
     return share // batch_size // accumulate * accumulate
 
 
+@dataclass(frozen=True)
+class Share:
+    """What one rank loads: `batches` batches of each epoch."""
+
+    data: TensorImages
+    batch_size: int
+    rank: int
+    world_size: int
+    seed: int
+    batches: int
+
+    def sampler(self) -> Shard:
+        return Shard(len(self.data), self.rank, self.world_size, self.seed, self.batches * self.batch_size)
+
+
 class BatchedInput:
     """Batches from shared pixels, without per-sample Python and worker processes (about 10 us of CPU per sample)."""
 
-    def __init__(
-        self,
-        data: TensorImages,
-        batch_size: int,
-        rank: int,
-        world_size: int,
-        seed: int,
-        batches: int,
-        channels_last: bool,
-        faults: Faults,
-    ) -> None:
-        self._data, self._batch_size, self._rank, self._seed = data, batch_size, rank, seed
-        self._channels_last, self._faults = channels_last, faults
-        self._shard = Shard(len(data), rank, world_size, seed, batches * batch_size)
+    def __init__(self, share: Share, channels_last: bool, faults: Faults) -> None:
+        self._share, self._channels_last, self._faults = share, channels_last, faults
+        self._shard = share.sampler()
 
     def epoch(self, epoch: int, start: int = 0) -> Iterable[Batch]:
         """Return the batches of an epoch, from batch `start` on."""
         self._shard.set_epoch(epoch)
-        self._shard.start = 0
         order = torch.tensor(list(self._shard), dtype=torch.long)
-        return self._cut(order.split(self._batch_size), epoch, start)
+        return self._cut(order.split(self._share.batch_size), epoch, start)
 
     def _cut(self, parts: tuple[torch.Tensor, ...], epoch: int, start: int) -> Iterator[Batch]:
-        generator = torch.Generator()
+        generator, share = torch.Generator(), self._share
         for position, indices in enumerate(parts[start:], start):
             self._faults.on_loading()
-            generator.manual_seed(derived_seed(self._seed, epoch, self._rank, position))
-            images = augment(self._data.images.index_select(0, indices), generator).permute(0, 3, 1, 2)
+            generator.manual_seed(derived_seed(share.seed, epoch, share.rank, position))
+            images = augment(share.data.images.index_select(0, indices), generator).permute(0, 3, 1, 2)
             if not self._channels_last:
                 images = images.contiguous()
-            yield images, self._data.labels[indices]
+            yield images, share.data.labels[indices]
 
 
 def augment(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -125,29 +129,17 @@ class AugmentedImages(Dataset):
 class WorkersInput:
     """A Dataset and a DataLoader, whose workers are restarted in each epoch to get its number."""
 
-    def __init__(
-        self,
-        data: TensorImages,
-        batch_size: int,
-        rank: int,
-        world_size: int,
-        seed: int,
-        batches: int,
-        workers: int,
-        pin_memory: bool,
-        faults: Faults,
-    ) -> None:
-        self._dataset = AugmentedImages(data, seed)
-        self._batch_size, self._faults = batch_size, faults
-        self._sampler = Shard(len(data), rank, world_size, seed, batches * batch_size)
+    def __init__(self, share: Share, workers: int, pin_memory: bool, faults: Faults) -> None:
+        self._dataset = AugmentedImages(share.data, share.seed)
+        self._batch_size, self._faults, self._sampler = share.batch_size, faults, share.sampler()
         self._loader = DataLoader(
             self._dataset,
-            batch_size=batch_size,
+            batch_size=share.batch_size,
             sampler=self._sampler,
             num_workers=workers,
             drop_last=True,
             pin_memory=pin_memory,
-            generator=torch.Generator().manual_seed(seed),  # separate from the generator of dropout
+            generator=torch.Generator().manual_seed(share.seed),  # separate from the generator of dropout
         )
 
     def epoch(self, epoch: int, start: int = 0) -> Iterable[Batch]:

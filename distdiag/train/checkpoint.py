@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from distdiag.errors import DistdiagError
 from distdiag.files import replacing
@@ -39,7 +38,7 @@ class Checkpoints:
             state: State to save; the random states of all ranks are added.
             step: Number of optimizer steps done.
         """
-        random_states = _gather_random_states(self._ranks)
+        random_states = self._ranks.gather(random_state())
         if self._ranks.rank == 0:
             path = self.directory / f"step-{step:08d}.pt"
             try:
@@ -83,20 +82,8 @@ def restore_random_state(state: dict[str, torch.Tensor]) -> None:
         torch.cuda.set_rng_state(state["cuda"].cpu())
 
 
-def _gather_random_states(ranks: Ranks) -> list[dict[str, torch.Tensor]]:
-    if ranks.control is None:
-        return [random_state()]
-    states: list[Any] | None = [None] * ranks.world_size if ranks.rank == 0 else None
-    dist.gather_object(random_state(), states, dst=0, group=ranks.control)
-    return states or []
-
-
 def find_checkpoint(resume: str) -> Path:
-    """Return the file of `--resume`: itself, or the newest in a directory (or in its `checkpoints`).
-
-    Raises:
-        DistdiagError: there is none.
-    """
+    """Return the file of `--resume`: itself, or the newest in a directory (or in its `checkpoints`)."""
     path = Path(resume).expanduser()
     if path.is_file():
         return path
@@ -111,11 +98,7 @@ def find_checkpoint(resume: str) -> Path:
 
 
 def load_checkpoint(path: Path, device: torch.device) -> dict[str, Any]:
-    """Return a checkpoint's content with tensors on `device`; runs no code from it (`weights_only`).
-
-    Raises:
-        DistdiagError: it is unreadable, damaged, or not a checkpoint of this job.
-    """
+    """Return a checkpoint's content with tensors on `device`; runs no code from it (`weights_only`)."""
     others = [p.name for p in sorted(path.parent.glob("step-*.pt")) if p != path]
     hint = f"resume from an older one: {path.parent / others[-1]}" if others else "start anew without --resume"
     try:
@@ -132,11 +115,7 @@ def load_checkpoint(path: Path, device: torch.device) -> dict[str, Any]:
 
 
 def check_fits(state: dict[str, Any], config: TrainConfig, ranks: Ranks, data_fingerprint: str) -> None:
-    """Check that this run would continue like the run that wrote the checkpoint.
-
-    Raises:
-        DistdiagError: another world size, data set, or option that changes which batches come next.
-    """
+    """Check that this run would continue like the run that wrote the checkpoint."""
     if state["world_size"] != ranks.world_size:
         raise DistdiagError(
             f"the checkpoint was written by {state['world_size']} ranks, this job has {ranks.world_size}",

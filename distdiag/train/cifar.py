@@ -10,7 +10,6 @@ Only the published pickles are opened. Your own images are read in the binary fo
 from __future__ import annotations
 
 import hashlib
-import itertools
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,11 +69,7 @@ class DataSet:
 
 
 def locate(folder: Path) -> Path:
-    """Return the folder that holds the batches: `folder` itself or the published name below it.
-
-    Raises:
-        DistdiagError: it does not exist, is no folder, or holds no batches.
-    """
+    """Return the folder that holds the batches: `folder` itself or the published name below it."""
     for candidate in (folder, folder / PYTHON_FOLDER, folder / BINARY_FOLDER):
         if any((candidate / name).exists() for name in (*PYTHON_FILES, *BINARY_FILES, MANIFEST)):
             return candidate
@@ -159,17 +154,3 @@ def _read(path: Path, digest: str, remedy: str) -> ImageSet:
     except ValueError as e:
         raise DistdiagError(f"{path} is not in CIFAR-10's format: {e}", remedy) from None
     return ImageSet(np.ascontiguousarray(planes.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)), labels)
-
-
-def write_binary(folder: Path, train: ImageSet, test: ImageSet) -> None:
-    """Write a data set in the binary format, in five batches with their MD5SUMS, into an existing folder."""
-    bounds = np.linspace(0, len(train), 6).astype(int)
-    parts = [("test_batch", test, slice(None))]
-    parts += [(f"data_batch_{i}", train, slice(a, b)) for i, (a, b) in enumerate(itertools.pairwise(bounds), 1)]
-    sums = ""
-    for name, images, rows in parts:
-        planes = images.images[rows].transpose(0, 3, 1, 2).reshape(-1, IMAGE_BYTES)
-        content = np.concatenate([images.labels[rows, None].astype(np.uint8), planes], axis=1).tobytes()
-        (folder / f"{name}.bin").write_bytes(content)
-        sums += f"{hashlib.md5(content).hexdigest()}  {name}.bin\n"
-    (folder / MANIFEST).write_text(sums)

@@ -212,28 +212,18 @@ _ONLY_WITH = {
 
 
 def check_strategy(config: TrainConfig, world_size: int, launched: bool) -> None:
-    """Check that the strategy fits the number of ranks and the other options.
-
-    Raises:
-        DistdiagError: it does not.
-    """
+    """Check that the strategy fits the number of ranks and the other options."""
     strategy = config.strategy
     ranks = f"{world_size} rank{'s' if world_size != 1 else ''}"
     staged = strategy in ("model", "pipeline")
+    torchrun = "torchrun --standalone --nproc-per-node 2 -m distdiag.train -- …"
     if strategy in ("single", "dp") and world_size > 1:
-        raise DistdiagError(
-            f"--strategy {strategy} trains in one process, this job has {ranks}",
-            f"python -m distdiag.train --strategy {strategy} …, or --strategy ddp",
-        )
+        hint = f"python -m distdiag.train --strategy {strategy} …, or --strategy ddp"
+        raise DistdiagError(f"--strategy {strategy} trains in one process, this job has {ranks}", hint)
     if strategy in ("ddp", "fsdp") and not launched:
-        raise DistdiagError(
-            f"--strategy {strategy} needs a launcher", "torchrun --standalone --nproc-per-node 2 -m distdiag.train -- …"
-        )
+        raise DistdiagError(f"--strategy {strategy} needs a launcher", torchrun)
     if staged and world_size < 2:
-        raise DistdiagError(
-            f"--strategy {strategy} divides the layers over ranks, this job has {ranks}",
-            "torchrun --standalone --nproc-per-node 2 -m distdiag.train -- …",
-        )
+        raise DistdiagError(f"--strategy {strategy} divides the layers over ranks, this job has {ranks}", torchrun)
     defaults = {f.name: f.default for f in fields(TrainConfig)}
     for name, strategies in _ONLY_WITH.items():
         if getattr(config, name) != defaults[name] and strategy not in strategies:

@@ -29,9 +29,16 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-KINDS_AT_STEP = ("deadlock", "kill", "crash", "stall", "nan")
-KINDS = (*KINDS_AT_STEP, "straggler", "unused", "uneven")
-PLACES = ("forward", "data", "backward", "optimizer")
+_NEEDS = {  # parts of a spec, by kind
+    "deadlock": {"rank", "step"}, "kill": {"rank", "step"}, "crash": {"rank", "step"},
+    "stall": {"rank", "step", "duration"}, "nan": {"rank", "step"}, "straggler": {"rank", "duration"},
+    "unused": set[str](), "uneven": set[str](),
+}  # fmt: skip
+_MAY_HAVE = {"straggler": {"place"}, "uneven": {"rank"}}
+KINDS = tuple(_NEEDS)
+_PARTS = re.compile(
+    r"rank(?P<rank>\d+)|step(?P<step>0*[1-9]\d*)|(?P<duration>\d+(?:\.\d+)?m?s)|(?P<place>forward|data|backward|optimizer)"
+)
 FEWER_BATCHES_SHARE = 0.1  # of an epoch's batches are missing on the rank with `uneven`, at least one
 
 _EXAMPLES = {
@@ -64,44 +71,24 @@ class InjectedFault:
 
 
 def parse_fault(spec: str) -> InjectedFault:
-    """Parse a fault spec such as `deadlock@rank1:step30`.
-
-    Raises:
-        DistdiagError: no such kind, or a part is missing, unknown or out of place.
-    """
+    """Parse a fault spec such as `deadlock@rank1:step30`."""
     kind, _, rest = spec.strip().partition("@")
     if kind not in KINDS:
         raise DistdiagError(f"--inject {spec}: there is no fault '{kind}'", f"choose from {', '.join(KINDS)}")
     example = _EXAMPLES.get(kind, f"{kind}@rank1:step30")
     wrong = DistdiagError(f"--inject {spec}: not of the form {example}", f"for example --inject {example}")
-    rank: int | None = None
-    step: int | None = None
-    duration_s: float | None = None
-    place: str | None = None
+    found: dict[str, str] = {}
     for part in rest.split(":") if rest else []:
-        if (m := re.fullmatch(r"rank(\d+)", part)) and rank is None:
-            rank = int(m[1])
-        elif (m := re.fullmatch(r"step(\d+)", part)) and step is None and kind in KINDS_AT_STEP and int(m[1]) > 0:
-            step = int(m[1])
-        elif (
-            (m := re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s)", part))
-            and duration_s is None
-            and kind in ("stall", "straggler")
-        ):
-            duration_s = float(m[1]) * (1e-3 if m[2] == "ms" else 1.0)
-        elif part in PLACES and place is None and kind == "straggler":
-            place = part
-        else:
+        match = _PARTS.fullmatch(part)
+        if match is None or match.lastgroup is None or match.lastgroup in found:
             raise wrong
-    complete = {
-        "unused": rank is None,
-        "uneven": True,
-        "straggler": rank is not None and duration_s is not None,
-        "stall": rank is not None and step is not None and duration_s is not None,
-    }.get(kind, rank is not None and step is not None)
-    if not complete:
+        found[match.lastgroup] = match[match.lastgroup]
+    if not _NEEDS[kind] <= set(found) <= _NEEDS[kind] | _MAY_HAVE.get(kind, set()):
         raise wrong
-    return InjectedFault(kind, spec.strip(), rank, step, duration_s or 0.0, place or "forward")
+    rank, step = (int(found[name]) if name in found else None for name in ("rank", "step"))
+    duration = found.get("duration", "0s")
+    duration_s = float(duration[:-2]) / 1e3 if duration.endswith("ms") else float(duration[:-1])
+    return InjectedFault(kind, spec.strip(), rank, step, duration_s, found.get("place", "forward"))
 
 
 class Faults:
@@ -109,10 +96,9 @@ class Faults:
 
     def __init__(self, faults: tuple[InjectedFault, ...], rank: int, world_size: int) -> None:
         self._unused = any(f.kind == "unused" for f in faults)
-        self._uneven = any(
-            f.kind == "uneven" and (world_size - 1 if f.rank is None else f.rank) == rank for f in faults
-        )
-        self._at_step = {f.step: f for f in faults if f.kind in KINDS_AT_STEP and f.rank == rank}
+        last = world_size - 1
+        self._uneven = any(f.kind == "uneven" and rank == (last if f.rank is None else f.rank) for f in faults)
+        self._at_step = {f.step: f for f in faults if f.step is not None and f.rank == rank}
         self._slow = [f for f in faults if f.kind == "straggler" and f.rank == rank]
         self.slows_loading = any(f.place == "data" for f in self._slow)
 

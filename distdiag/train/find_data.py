@@ -12,14 +12,18 @@ import sys
 import tarfile
 import tempfile
 import threading
+import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from distdiag.errors import DistdiagError, need
+from distdiag.files import replacing
 from distdiag.train import synthetic
-from distdiag.train.cifar import BINARY_FOLDER, PYTHON_FOLDER, DataSet, read_data_set, write_binary
+from distdiag.train.cifar import BINARY_FOLDER, PYTHON_FOLDER, DataSet, ImageSet, read_data_set
 
 ENV_DATA = "DISTDIAG_DATA"
 GENERATED = "generated"
@@ -59,7 +63,7 @@ def find_data(named: str, *, show_progress: bool, url: str = URL, archive_md5: s
     for origin, folder in (("--data", named), (ENV_DATA, os.environ.get(ENV_DATA, ""))):
         if folder:
             path = Path(folder).expanduser()
-            return FoundData(_read(path), f"{origin} {path}")
+            return FoundData(read_data_set(path), f"{origin} {path}")
     with _locked_cache() as cache:
         if cache is None:
             return _generated(None, "the cache directory cannot be written")
@@ -120,16 +124,6 @@ def why_unreachable(url: str, deadline_s: float = NETWORK_DEADLINE_S) -> str | N
     return answer[0] if answer else "no network"
 
 
-@contextmanager
-def _new_folder(cache: Path, name: str) -> Iterator[Path]:
-    """Yield a folder to fill, which gets its final name when it is complete; nothing remains of one that is not."""
-    for stale in cache.glob("download-*"):  # we hold the lock, so their writer is gone
-        shutil.rmtree(stale, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix="download-", dir=cache) as made:
-        yield Path(made)
-        os.rename(Path(made) / name, cache / name)
-
-
 def download(cache: Path, url: str = URL, archive_md5: str = ARCHIVE_MD5, show_progress: bool = True) -> Path:
     """Download the archive, check it, unpack it, and only then give it its final name.
 
@@ -142,12 +136,14 @@ def download(cache: Path, url: str = URL, archive_md5: str = ARCHIVE_MD5, show_p
     pooch.get_logger().setLevel("ERROR")
     if show_progress:
         print(f"distdiag: downloading CIFAR-10 (163 MiB) from {url}", file=sys.stderr)
-    with _new_folder(cache, PYTHON_FOLDER) as made:
+    for stale in cache.glob("download-*"):  # we hold the lock, so their writer is gone
+        shutil.rmtree(stale, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="download-", dir=cache) as made:
         pooch.retrieve(
             url, known_hash=f"md5:{archive_md5}", fname="archive.tar.gz", path=made,
             processor=pooch.Untar(extract_dir="."), progressbar=show_progress and sys.stderr.isatty(),
         )  # fmt: skip
-    return cache / PYTHON_FOLDER
+        return Path(made, PYTHON_FOLDER).rename(cache / PYTHON_FOLDER)
 
 
 def _generated(cache: Path | None, reason: str | None) -> FoundData:
@@ -156,25 +152,19 @@ def _generated(cache: Path | None, reason: str | None) -> FoundData:
         f"no CIFAR-10 here ({reason}): training on {synthetic.NAME}, "
         f"{synthetic.TRAIN_IMAGES:,} images of 10 classes; `--data DIR` reads the real set"
     )
-    folder = cache / synthetic.FOLDER if cache else None
-    if folder is not None and folder.is_dir():
-        try:
-            return FoundData(_read(folder), str(folder), notice)
-        except DistdiagError:  # damaged: generate it again
-            shutil.rmtree(folder, ignore_errors=True)
-    train = synthetic.generate(synthetic.TRAIN_IMAGES, seed=1)
-    test = synthetic.generate(synthetic.TEST_IMAGES, seed=2)
-    if cache is not None and folder is not None:
-        try:
-            with _new_folder(cache, synthetic.FOLDER) as made:
-                (made / synthetic.FOLDER).mkdir()
-                write_binary(made / synthetic.FOLDER, train, test)
-            return FoundData(_read(folder), str(folder), notice)
-        except (OSError, DistdiagError):
-            pass  # a full disk: use memory
-    return FoundData(DataSet(synthetic.NAME, train, test, f"{synthetic.FOLDER} in memory"), "memory", notice)
-
-
-def _read(folder: Path) -> DataSet:
-    data = read_data_set(folder)
-    return replace(data, name=synthetic.NAME) if data.name.startswith(synthetic.FOLDER) else data
+    file, source = cache / synthetic.FILE if cache else None, "memory"
+    try:
+        with open(file or "", "rb") as f, np.load(f) as kept:  # refuses pickles
+            arrays = [kept[name] for name in kept.files]
+        source = str(file)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile):  # missing, or damaged: generate it
+        train = synthetic.generate(synthetic.TRAIN_IMAGES, seed=1)
+        test = synthetic.generate(synthetic.TEST_IMAGES, seed=2)
+        arrays = [train.images, train.labels, test.images, test.labels]
+        with suppress(OSError):  # a full disk: use memory
+            if file is not None:
+                with replacing(file.parent, file.name, own=False) as part, part.open("wb") as f:
+                    np.savez(f, *arrays)
+                source = str(file)
+    train, test = ImageSet(*arrays[:2]), ImageSet(*arrays[2:])
+    return FoundData(DataSet(synthetic.NAME, train, test, f"{synthetic.FILE} {len(train)} {len(test)}"), source, notice)

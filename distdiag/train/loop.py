@@ -15,7 +15,15 @@ from torch import nn
 from distdiag.errors import DistdiagError
 from distdiag.probekit.command import catalog
 from distdiag.probekit.in_job.probe import InTrainingProbe
-from distdiag.train.batches import BatchedInput, WorkersInput, batches_per_epoch, derived_seed, normalise, test_batches
+from distdiag.train.batches import (
+    BatchedInput,
+    Share,
+    WorkersInput,
+    batches_per_epoch,
+    derived_seed,
+    normalise,
+    test_batches,
+)
 from distdiag.train.checkpoint import (
     Checkpoints,
     check_fits,
@@ -46,7 +54,7 @@ def train(config: TrainConfig) -> None:
     recorder = start_recording(config)
     try:
         ranks = join_ranks(config)
-        _train(config, ranks, recorder)
+        Training(config, ranks, recorder).run()
         ranks.leave()
     except DistdiagError as e:
         recorder.meta(error=e.message)
@@ -54,11 +62,7 @@ def train(config: TrainConfig) -> None:
     recorder.detach()
 
 
-def _train(config: TrainConfig, ranks: Ranks, recorder: Recording) -> None:
-    _Training(config, ranks, recorder).run()
-
-
-class _Training:
+class Training:
     """The training on this rank."""
 
     def __init__(self, config: TrainConfig, ranks: Ranks, recorder: Recording) -> None:
@@ -85,7 +89,9 @@ class _Training:
             self.source = self._source()
             torch.manual_seed(derived_seed(config.seed, ranks.rank))  # from here on, dropout differs between ranks
             self.step = self._resume() if config.resume else 0
-        self.checkpoints = Checkpoints(checkpoint_directory(config, recorder), config.keep_checkpoints, ranks)
+        run_dir = recorder.run_dir or config.run_dir or os.environ.get("DISTDIAG_RUN_DIR") or "."
+        kept_in = Path(config.checkpoint_dir).expanduser() if config.checkpoint_dir else Path(run_dir, "checkpoints")
+        self.checkpoints = Checkpoints(kept_in, config.keep_checkpoints, ranks)
         self.progress = Progress(config, ranks, recorder, device)
         about = f"{name} ({parameters:,} parameters)"
         amp = why_amp(config.amp, self.amp, device)
@@ -175,17 +181,14 @@ class _Training:
     def _source(self) -> BatchedInput | WorkersInput:
         config, strategy = self.config, self.strategy
         batches = self.faults.batches(self.batches)
-        common = (self.pixels.train, config.batch_size, strategy.data_rank, strategy.data_ranks, config.seed, batches)
+        rank, ranks = strategy.data_rank, strategy.data_ranks
+        share = Share(self.pixels.train, config.batch_size, rank, ranks, config.seed, batches)
         if config.loader == "workers":
-            return WorkersInput(*common, config.workers, self.ranks.device.type == "cuda", self.faults)
-        return BatchedInput(*common, config.channels_last, self.faults)
+            return WorkersInput(share, config.workers, self.ranks.device.type == "cuda", self.faults)
+        return BatchedInput(share, config.channels_last, self.faults)
 
     def _resume(self) -> int:
-        """Restore the training from a checkpoint, on every rank; return the steps done. Collective.
-
-        Raises:
-            DistdiagError: no checkpoint, a damaged one, or one of another run.
-        """
+        """Restore the training from a checkpoint, on every rank; return the steps done. Collective."""
         ranks, scaler = self.ranks, self.strategy.scaler
 
         def read() -> dict[str, Any]:
@@ -211,11 +214,7 @@ class _Training:
 
 
 def _batches_per_epoch(config: TrainConfig, strategy: Strategy, images: int) -> int:
-    """Return the number of batches that this rank loads in an epoch.
-
-    Raises:
-        DistdiagError: a rank has too few samples for one step.
-    """
+    """Return the number of batches that this rank loads in an epoch."""
     parts = strategy.data_ranks
     batches = batches_per_epoch(images, parts, config.batch_size, config.accumulate)
     if not batches:
@@ -244,9 +243,6 @@ def share_pixels(config: TrainConfig, ranks: Ranks) -> SharedPixels:
     """Return the data set in memory, one copy per node: local rank 0 finds, checks and publishes it, the others map it.
 
     Collective.
-
-    Raises:
-        DistdiagError: missing or damaged data; the same error on every rank.
     """
 
     def publish() -> SharedPixels | None:
@@ -268,13 +264,6 @@ def share_pixels(config: TrainConfig, ranks: Ranks) -> SharedPixels:
     if len(set(ranks.gather(own.address.fingerprint))) > 1:
         raise DistdiagError("the nodes found different data sets", "name the same one on every node with --data DIR")
     return own
-
-
-def checkpoint_directory(config: TrainConfig, recorder: Recording) -> Path:
-    if config.checkpoint_dir:
-        return Path(config.checkpoint_dir).expanduser()
-    run_dir = recorder.run_dir or config.run_dir or os.environ.get("DISTDIAG_RUN_DIR")
-    return Path(run_dir or ".") / "checkpoints"
 
 
 @torch.no_grad()

@@ -24,11 +24,7 @@ def cpu_multiplies_bf16() -> bool:
 
 
 def resolve_amp(amp: str, device: torch.device) -> str:
-    """Return `off`, `bf16` or `fp16` for `--amp`.
-
-    Raises:
-        DistdiagError: fp16 on a CPU, or bf16 on a GPU that has none.
-    """
+    """Return `off`, `bf16` or `fp16` for `--amp`."""
     if amp == "auto":
         gains = torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu_multiplies_bf16()
         return "bf16" if gains else "off"

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from distdiag.errors import DistdiagError, ExitCode
+from distdiag.errors import DistdiagError
 from distdiag.train.config import TrainConfig
 
 T = TypeVar("T")
@@ -65,9 +65,8 @@ class Ranks:
             result = action()
         except DistdiagError as e:
             error = e
-        for found in self.gather((error.message, error.hint, int(error.code)) if error else None):
-            if found:
-                raise DistdiagError(found[0], found[1], ExitCode(found[2]))
+        for found in filter(None, self.gather(error)):
+            raise found
         return result  # type: ignore[return-value]
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -122,9 +121,6 @@ def choose_device(wanted: str, local_rank: int, local_world_size: int) -> tuple[
     """Return the device of a rank and its backend: NCCL with a GPU per rank, else gloo.
 
     NCCL refuses two ranks on one GPU; gloo supports CUDA tensors in all operations that this job uses.
-
-    Raises:
-        DistdiagError: a GPU was requested and there is none.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cuda" and not gpus:

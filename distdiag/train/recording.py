@@ -8,24 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union
 
 from distdiag.train.config import TrainConfig
 
+if TYPE_CHECKING:
+    from distdiag.recorder import Handle
+
 T = TypeVar("T")
-
-
-class Recording(Protocol):
-    """The recorder as the training loop uses it; see `distdiag.recorder.Handle`."""
-
-    @property
-    def run_dir(self) -> Path | None: ...
-    def phase(self, name: str) -> AbstractContextManager[None]: ...
-    def epoch(self, epoch: int) -> None: ...
-    def log(self, **scalars: float) -> None: ...
-    def meta(self, **facts: Any) -> None: ...
-    def batches(self, iterable: Iterable[T], length: int | None = None) -> Iterable[T]: ...
-    def detach(self) -> None: ...
 
 
 class NotRecorded:
@@ -46,6 +36,9 @@ class NotRecorded:
         return iterable
 
     def detach(self) -> None: ...
+
+
+Recording: TypeAlias = Union["Handle", NotRecorded]
 
 
 def start_recording(config: TrainConfig) -> Recording:

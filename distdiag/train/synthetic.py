@@ -11,7 +11,7 @@ import numpy as np
 from distdiag.train.cifar import CLASSES, ImageSet
 
 NAME = "generated patterns (not CIFAR-10)"
-FOLDER = "generated-patterns-v1"  # contains the version
+FILE = "generated-patterns-v1.npz"  # contains the version
 TRAIN_IMAGES = 10_000
 TEST_IMAGES = 2_000
 

@@ -56,8 +56,8 @@ def test_the_remedy_names_rank_interface_and_variable(
     assert says in advice(interfaces, hosts)
 
 
-def arrival(interface: Interface, network: str) -> dict[str, object]:
-    return {"interface": [interface.name, interface.address, interface.reason], "network": network, "node": network}
+def arrival(interface: Interface, network: str) -> job.Arrival:
+    return job.Arrival("host", network, interface, "clock", network)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def arrival(interface: Interface, network: str) -> dict[str, object]:
         ([arrival(Interface("ib9", "no address", "GLOO_SOCKET_IFNAME=ib9"), "a")] * 2, "no interface ib9"),
     ],
 )
-def test_an_interface_that_cannot_connect_is_reported_first(arrivals: list[dict[str, object]], says: str):
+def test_an_interface_that_cannot_connect_is_reported_first(arrivals: list[job.Arrival], says: str):
     with pytest.raises(DistdiagError) as e:
         job._refuse_unreachable(arrivals)
     assert "cannot connect to each other" in e.value.message and says in e.value.hint and e.value.code == 5

@@ -18,8 +18,8 @@ from distdiag.errors import DistdiagError
 from distdiag.probekit.command import main as command
 from distdiag.probekit.command.options import parse
 from distdiag.probekit.command.paper import parse_parameters
-from distdiag.probekit.step.activations import SavedBytes
 from distdiag.probekit.step.advice import recommend
+from distdiag.probekit.step.memory import SavedBytes
 from distdiag.probekit.step.on_paper import compute
 from distdiag.probekit.step.paper import Link, Sheet, read_link
 from distdiag.probekit.step.sizes import Counted, Stated

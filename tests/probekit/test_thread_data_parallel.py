@@ -65,7 +65,7 @@ def test_without_gradients_nothing_is_recorded(images: torch.Tensor):
     with torch.no_grad():
         out = parallel(images)
     parallel.close()
-    assert not out.requires_grad and parallel.times.apply_s > 0
+    assert not out.requires_grad and parallel.times_s["apply"] > 0
 
 
 def test_a_batch_smaller_than_the_number_of_replicas_works(images: torch.Tensor):

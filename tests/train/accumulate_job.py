@@ -33,7 +33,7 @@ def main() -> None:
             checkpoint_every=4,
             checkpoint_dir=str(Path(sys.argv[2]) / f"{batch_size}x{accumulate}"),
         )
-        loop._train(config, ranks, NotRecorded())
+        loop.Training(config, ranks, NotRecorded()).run()
     ranks.leave()
 
 

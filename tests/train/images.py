@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from pathlib import Path
 
-from distdiag.train.cifar import MANIFEST, DataSet, write_binary
+import numpy as np
+
+from distdiag.train.cifar import IMAGE_BYTES, MANIFEST, DataSet, ImageSet
 from distdiag.train.synthetic import generate
 
 
@@ -25,3 +28,15 @@ def binary_folder(parent: Path, train: int = 40, test: int = 20) -> Path:
     folder.mkdir(parents=True)
     write_binary(folder, data.train, data.test)
     return folder
+
+
+def write_binary(folder: Path, train: ImageSet, test: ImageSet) -> None:
+    """Write a data set in the binary format, in five batches with their MD5SUMS, into an existing folder."""
+    bounds = np.linspace(0, len(train), 6).astype(int)
+    parts = [("test_batch", test, slice(None))]
+    parts += [(f"data_batch_{i}", train, slice(a, b)) for i, (a, b) in enumerate(itertools.pairwise(bounds), 1)]
+    for name, images, rows in parts:
+        planes = images.images[rows].transpose(0, 3, 1, 2).reshape(-1, IMAGE_BYTES)
+        content = np.concatenate([images.labels[rows, None].astype(np.uint8), planes], axis=1).tobytes()
+        (folder / f"{name}.bin").write_bytes(content)
+    write_manifest(folder)

@@ -14,6 +14,7 @@ from distdiag.train.batches import (
     MEAN,
     STD,
     BatchedInput,
+    Share,
     WorkersInput,
     augment,
     batches_per_epoch,
@@ -39,9 +40,10 @@ def images() -> TensorImages:
 
 def make(kind: str, images: TensorImages, rank: int = 0, world_size: int = 1, workers: int = 0, batches: int = 0):
     count = batches or batches_per_epoch(len(images), world_size, 8, 1)
+    share = Share(images, 8, rank, world_size, 5, count)
     if kind == "batched":
-        return BatchedInput(images, 8, rank, world_size, 5, count, True, NO_FAULTS)
-    return WorkersInput(images, 8, rank, world_size, 5, count, workers, False, NO_FAULTS)
+        return BatchedInput(share, True, NO_FAULTS)
+    return WorkersInput(share, workers, False, NO_FAULTS)
 
 
 def test_augment_is_pad_crop_flip_per_sample() -> None:
@@ -119,10 +121,8 @@ def test_a_slow_input_is_slow_once_per_batch(kind: str, images: TensorImages, mo
     slept: list[float] = []
     monkeypatch.setattr("distdiag.train.faults.time.sleep", slept.append)
     slow = Faults((parse_fault("straggler@rank0:20ms:data"),), 0, 1)
-    if kind == "batched":
-        source = BatchedInput(images, 8, 0, 1, 5, 4, True, slow)
-    else:
-        source = WorkersInput(images, 8, 0, 1, 5, 4, 0, False, slow)
+    share = Share(images, 8, 0, 1, 5, 4)
+    source = BatchedInput(share, True, slow) if kind == "batched" else WorkersInput(share, 0, False, slow)
     assert len(list(source.epoch(0))) == 4
     assert slept == [0.02] * 4
 

@@ -18,10 +18,9 @@ from distdiag.train.cifar import (
     MANIFEST,
     PYTHON_FILES,
     read_data_set,
-    write_binary,
 )
 from tests.jobs import shared
-from tests.train.images import binary_folder, small_set, write_manifest
+from tests.train.images import binary_folder, small_set, write_binary, write_manifest
 
 
 def test_the_binary_format_holds_the_images(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from distdiag.errors import DistdiagError
 from distdiag.train import cifar, find_data, synthetic
 from distdiag.train.find_data import cache_directory, why_unreachable
-from tests.train.images import binary_folder, small_set
+from tests.train.images import binary_folder, small_set, write_binary
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ class _Archive:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         (inner := directory / cifar.PYTHON_FOLDER).mkdir(parents=True)
-        cifar.write_binary(inner, small_set().train, small_set().test)
+        write_binary(inner, small_set().train, small_set().test)
         path = directory / "archive.tar.gz"
         with tarfile.open(path, "w:gz") as tar:
             tar.add(inner, cifar.PYTHON_FOLDER)
@@ -92,7 +92,7 @@ def test_the_order_is_option_environment_cache(
 ) -> None:
     cached = cache_directory() / cifar.PYTHON_FOLDER
     cached.mkdir(parents=True)
-    cifar.write_binary(cached, small_set(train=30).train, small_set().test)
+    write_binary(cached, small_set(train=30).train, small_set().test)
     assert len(archive.find().data.train) == 30
     monkeypatch.setenv("DISTDIAG_DATA", str(binary_folder(tmp_path / "environment", train=31)))
     assert len(archive.find().data.train) == 31
@@ -125,7 +125,7 @@ def test_a_failed_download_leaves_nothing_and_trains_on_the_generated_set(archiv
     assert found.notice is not None
     assert "the download failed" in found.notice
     assert "\n" not in found.notice
-    assert left_in_cache() == [".lock", synthetic.FOLDER]
+    assert left_in_cache() == [".lock", synthetic.FILE]
 
 
 def test_without_a_network_the_generated_set_is_made_once_and_announced(no_network: str) -> None:
@@ -135,20 +135,25 @@ def test_without_a_network_the_generated_set_is_made_once_and_announced(no_netwo
     assert first.notice is not None
     assert first.notice.startswith("no CIFAR-10 here (no network)")
     assert "--data DIR" in first.notice
-    folder = cache_directory() / synthetic.FOLDER
-    made = (folder / "test_batch.bin").stat().st_mtime_ns
+    file = cache_directory() / synthetic.FILE
+    made = file.stat().st_mtime_ns
     again = find_data.find_data("", show_progress=False, url=no_network)
-    assert (folder / "test_batch.bin").stat().st_mtime_ns == made
+    assert file.stat().st_mtime_ns == made
+    assert again.source == first.source == str(file)
     assert again.data.fingerprint == first.data.fingerprint
-    # it is in the binary format, and recognised when it is named
-    named = find_data.find_data(str(folder), show_progress=False)
-    assert named.data.name == synthetic.NAME
-    assert len(named.data.train) == 50
+    assert np.array_equal(again.data.train.images, first.data.train.images)
+    assert np.array_equal(again.data.test.labels, synthetic.generate(20, seed=2).labels)
 
 
-def test_a_damaged_generated_set_is_generated_again(no_network: str) -> None:
+@pytest.mark.parametrize("damage", ["overwritten", "cut off", "a pickle"])
+def test_a_damaged_generated_set_is_generated_again(no_network: str, damage: str) -> None:
     find_data.find_data("generated", show_progress=False)
-    (cache_directory() / synthetic.FOLDER / "data_batch_2.bin").write_bytes(b"x")
+    file = cache_directory() / synthetic.FILE
+    hostile = np.array([len], dtype=object)  # numpy would pickle it
+    if damage == "a pickle":
+        np.savez(file, hostile, hostile, hostile, hostile)
+    else:
+        file.write_bytes(b"x" if damage == "overwritten" else file.read_bytes()[:5000])
     found = find_data.find_data("generated", show_progress=False, url=no_network)
     assert found.notice is None  # it was requested
     assert np.array_equal(found.data.train.images, synthetic.generate(50, seed=1).images)
@@ -166,10 +171,10 @@ def test_an_unwritable_cache_does_not_stop_the_job(
 
 
 def test_a_full_disk_does_not_stop_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(find_data, "write_binary", full)
+    monkeypatch.setattr(find_data.np, "savez", full)
     found = find_data.find_data("generated", show_progress=False)
     assert found.source == "memory"
     assert left_in_cache() == [".lock"]
@@ -213,5 +218,5 @@ def test_several_processes_make_the_generated_set_once() -> None:
     for p in processes:
         p.join(60)
         assert p.exitcode == 0
-    assert sources == {str(cache_directory() / synthetic.FOLDER)}
-    assert left_in_cache() == [".lock", synthetic.FOLDER]
+    assert sources == {str(cache_directory() / synthetic.FILE)}
+    assert left_in_cache() == [".lock", synthetic.FILE]

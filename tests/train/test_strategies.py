@@ -14,7 +14,7 @@ from distdiag.errors import DistdiagError
 from distdiag.train.config import TrainConfig, parse_arguments
 from distdiag.train.loop import _batches_per_epoch
 from distdiag.train.models import ResNet, SimpleCNN
-from distdiag.train.strategies import schedule
+from distdiag.train.strategies import stages as schedule
 from distdiag.train.strategies.split import Stage, cut
 from tests.jobs import launch
 
@@ -123,14 +123,26 @@ def test_more_stages_than_layers_are_refused() -> None:
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (4, 4), (4, 8)])
 def test_the_drawn_schedule_has_the_bubble_of_the_formula(kind: str, ranks: int, micro_batches: int) -> None:
     """With one slot per action, both schedules take 2 (m + p - 1) slots, and each rank works in 2 m of them."""
-    lanes = schedule.slots(schedule.order(kind, ranks, micro_batches), ranks)
+    lanes = schedule.slots(kind, ranks, micro_batches)
     length = 1 + max(slot for lane in lanes for slot in lane)
     assert [len(lane) for lane in lanes] == [2 * micro_batches] * ranks
     assert 1 - 2 * micro_batches / length == pytest.approx(schedule.bubble(ranks, micro_batches))
+    at = {action: slot for lane in lanes for slot, action in lane.items()}
+    for (what, stage, micro_batch), slot in at.items():  # what an action needs has been computed before
+        if what == "F":
+            assert stage == 0 or at["F", stage - 1, micro_batch] < slot
+        else:
+            assert at["F", stage, micro_batch] < slot
+            assert stage == ranks - 1 or at["B", stage + 1, micro_batch] < slot
 
 
 def test_a_schedule_is_drawn_with_a_lane_for_each_rank() -> None:
-    assert schedule.drawing(schedule.slots(schedule.order("gpipe", 2, 2), 2)) == [
+    assert schedule.drawing(schedule.slots("gpipe", 2, 2)) == [
         "rank 0  F0 F1 .  .  B0 B1",
         "rank 1  .  F0 F1 B0 B1 .",
+    ]
+    assert schedule.drawing(schedule.slots("1f1b", 3, 4)) == [
+        "rank 0  F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3",
+        "rank 1  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .",
+        "rank 2  .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .",
     ]

@@ -36,11 +36,7 @@ _ALIASES = {name.replace("_", ""): name for name in PROBES} | {
 
 
 def canonical(name: str) -> str:
-    """Return the catalog's name for `name`: `allreduce` for `all_reduce` and `all-reduce`.
-
-    Raises:
-        DistdiagError: no such probe; the hint has the nearest name.
-    """
+    """Return the catalog's name for `name`: `allreduce` for `all_reduce` and `all-reduce`."""
     plain = name.lower().replace("_", "").replace("-", "")
     if plain == ALL:
         return ALL
@@ -54,11 +50,7 @@ def canonical(name: str) -> str:
 
 
 def parse_collectives(text: str) -> tuple[str, ...]:
-    """Return the probes in a training job's `--probe allreduce,broadcast`; () for an empty text.
-
-    Raises:
-        DistdiagError: no such probe, or one that is not a collective.
-    """
+    """Return the probes in a training job's `--probe allreduce,broadcast`; () for an empty text."""
     names: list[str] = []
     for word in filter(None, (part.strip() for part in text.split(","))):
         name = canonical(word)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import glob
 import itertools
+import json
 import os
 import subprocess
 import sys
 import time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from distdiag.errors import DistdiagError, ExitCode, need_torch
 from distdiag.probekit.command import catalog
 from distdiag.probekit.command.options import Options, check_backend, check_ranks, parse, place_ranks
-from distdiag.probekit.measure.probe import load_probe
+from distdiag.probekit.measure.probe import Probe, load_probe
 from distdiag.probekit.ranks import environment
-from distdiag.probekit.verdict.result import Result, Verdict, worst
+from distdiag.probekit.verdict.result import Result, Verdict, error_json, worst
 from distdiag.streams import say, say_error, say_json, tolerate
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def main(argv: list[str] | None = None, name: str | None = None) -> int:
     tolerate()
     arguments = sys.argv[1:] if argv is None else argv
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hides torch's warnings; must be set before its import
-    as_json = "--json" in arguments or "--as=json" in arguments or _follows(arguments, "--as", "json")
+    as_json = "--json" in arguments or "--as=json" in arguments or ("--as", "json") in itertools.pairwise(arguments)
     place = None
     try:
         if name is None and (not arguments or arguments[0] == "list"):
@@ -59,12 +60,15 @@ def main(argv: list[str] | None = None, name: str | None = None) -> int:
         return int(e.code)
 
 
+def run_script(probe: Probe) -> NoReturn:
+    """Run one probe as its script, and end the process."""
+    sys.exit(main(name=probe.name))
+
+
 def _report(e: DistdiagError, as_json: bool, place: RankPlace | None) -> None:
     """Print the error on rank 0; a timeout on every rank, because rank 0 may be missing."""
     first = place is None or place.rank == 0
     if as_json and first:
-        from distdiag.probekit.verdict.result import error_json
-
         say_json(error_json(e), flush=True)
     if first or e.kind == "timeout":
         say_error(e.message, e.hint, flush=True)
@@ -72,19 +76,10 @@ def _report(e: DistdiagError, as_json: bool, place: RankPlace | None) -> None:
         time.sleep(_RANK_ZERO_FIRST_S)
 
 
-def _follows(arguments: list[str], option: str, value: str) -> bool:
-    return any(a == option and b == value for a, b in itertools.pairwise(arguments))
-
-
 def _list(as_json: bool) -> int:
     if as_json:
-        import json
-
-        say_json(
-            json.dumps(
-                {"schema": "distdiag.probes/1", "probes": catalog.PROBES | {catalog.ALL: "all of them"}}, indent=2
-            )
-        )
+        probes = catalog.PROBES | {catalog.ALL: "all of them"}
+        say_json(json.dumps({"schema": "distdiag.probes/1", "probes": probes}, indent=2))
         return 0
     for probe, text in catalog.PROBES.items():
         say(f"{probe:14s}{text}")
@@ -99,10 +94,6 @@ def _run(options: Options, place: RankPlace | None) -> int:
     from distdiag.probekit.verdict import baseline
 
     rendering.check_output(options)
-    if options.svg:
-        rendering.refuse_overwrite(options.svg, options.force)
-    if options.save:
-        rendering.refuse_overwrite(options.save, options.force)
     reference = baseline.load(options.against) if options.against else None
     run = running_job.find_run(options) if options.paper is None and (place is None or place.rank == 0) else None
     if run is not None and run.live:
@@ -175,18 +166,12 @@ def _measure(options: Options, place: RankPlace | None) -> list[Result]:
     check_ranks(options, place.world_size, probe.min_ranks if probe else 1)
     if probe is not None:
         probe.check(options)
-    results, error = run_rank(place, options, deadline_s, max(_ARRIVAL_LIMIT_S, options.timeout_s) if options.timeout_s == 10.0 else options.timeout_s)  # fmt: skip
-    if error is not None:
-        raise error.as_error()
-    return results or []
+    arrival_s = max(_ARRIVAL_LIMIT_S, options.timeout_s) if options.timeout_s == 10.0 else options.timeout_s
+    return run_rank(place, options, deadline_s, arrival_s)
 
 
 def _on_paper(options: Options, place: RankPlace | None) -> list[Result]:
-    """Return the memory of a training step by formula; no rank is started.
-
-    Raises:
-        DistdiagError: a launcher started this process; wrong options.
-    """
+    """Return the memory of a training step by formula; no rank is started."""
     if place is not None:
         raise DistdiagError(
             f"memory on paper needs no ranks, but {place.launcher} has started this one", "run it without a launcher"

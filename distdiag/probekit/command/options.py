@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,6 @@ from distdiag.command_line import Parsed, SectionedCommand, count, number, optio
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.probekit.command import catalog
 from distdiag.probekit.command.paper import FLAGS, RANKS, Paper, make_paper
-from distdiag.probekit.ranks.injection import Injection, parse_injection
 from distdiag.terms.units import DTYPE_ALIASES, ITEM_BYTES, parse_bytes, sweep
 
 DEFAULT_BUDGET_S = 10.0
@@ -29,6 +29,36 @@ _COUNT, _NUMBER = Parsed("count", count), Parsed("number", number)
 
 
 _ON_PAPER = "memory on paper (probe step; no model is run)"
+_INJECT_HINT = "write delay:rank=1,ms=5 or corrupt:rank=1 or drop:rank=1"
+
+
+@dataclass(frozen=True, slots=True)
+class Injection:
+    """One fault on one rank."""
+
+    kind: str  # delay | corrupt | drop
+    rank: int
+    delay_s: float = 0.0
+
+
+def parse_injection(text: str) -> Injection:
+    """Parse `delay:rank=1,ms=5` (late before every operation), `corrupt:rank=1` (one wrong value in its result) or
+    `drop:rank=1` (takes no part).
+    """
+    kind, _, rest = text.partition(":")
+    values: dict[str, float] = {}
+    try:
+        for part in filter(None, rest.split(",")):
+            key, _, value = part.partition("=")
+            values[key.strip()] = float(value)
+    except ValueError:
+        raise DistdiagError(f"--inject '{text}': a value is not a number", _INJECT_HINT) from None
+    allowed = {"delay": {"rank", "ms"}, "corrupt": {"rank"}, "drop": {"rank"}}.get(kind)
+    if allowed is None or set(values) != allowed or values["rank"] != int(values["rank"]):
+        raise DistdiagError(f"--inject '{text}' is not a fault that can be injected", _INJECT_HINT)
+    if values.get("ms", 1) <= 0:
+        raise DistdiagError(f"--inject '{text}' needs a delay above 0 ms", _INJECT_HINT)
+    return Injection(kind, int(values["rank"]), values.get("ms", 0.0) / 1e3)
 
 
 def _positive(flag: str, scale: float = 1.0) -> Parsed:
@@ -188,14 +218,6 @@ def build_command(named: bool = False, probe: str | None = None) -> SectionedCom
     return SectionedCommand(_sections(probe), params, name=None, help=text, epilog=codes)
 
 
-def _known(name: str | None) -> str | None:
-    """Return the catalog's name of a probe; None if `name` is not one."""
-    try:
-        return catalog.canonical(name) if name else None
-    except DistdiagError:
-        return None
-
-
 def parse(argv: list[str], name: str | None = None, prog: str = "distdiag probe") -> Options:
     """Parse a command line into options.
 
@@ -206,7 +228,9 @@ def parse(argv: list[str], name: str | None = None, prog: str = "distdiag probe"
         DistdiagError: an option or value is wrong.
         SystemExit: `--help`, with 0.
     """
-    about = _known(name or (argv[0] if argv else None))
+    about = None
+    with suppress(DistdiagError, IndexError):
+        about = catalog.canonical(name or argv[0])
     values = read(build_command(named=name is not None, probe=about), argv, prog)
     given = {key: value for key, value in values.items() if value is not None}
     probe = catalog.canonical(name or given["name"])
@@ -237,11 +261,7 @@ def parse(argv: list[str], name: str | None = None, prog: str = "distdiag probe"
 
 
 def _check(options: Options, probe: str) -> None:
-    """Check values and options that exclude each other.
-
-    Raises:
-        DistdiagError: with the remedy.
-    """
+    """Check values and options that exclude each other."""
     if options.budget_s < LEAST_BUDGET_S:
         text = f"--budget {options.budget_s:g} s is too small: starting the ranks takes longer"
         raise DistdiagError(text, f"give at least {LEAST_BUDGET_S:g} s")
@@ -271,10 +291,6 @@ def place_ranks(options: Options, gpus: int, min_ranks: int, default_ranks: int)
         gpus: GPUs of this host.
         min_ranks: Fewest ranks that the probe needs.
         default_ranks: Ranks without --nproc and GPUs.
-
-    Raises:
-        DistdiagError: more ranks than GPUs, NCCL without a GPU, too few ranks, or a fault injected on a rank that does not
-            exist.
     """
     if not options.device:
         options.device = "cuda" if gpus >= max(2, min_ranks) or (gpus and min_ranks == 1) else "cpu"
@@ -297,11 +313,7 @@ def place_ranks(options: Options, gpus: int, min_ranks: int, default_ranks: int)
 
 
 def check_backend(options: Options, gpus: int) -> None:
-    """Check that the backend works on the device, and choose one if none was given.
-
-    Raises:
-        DistdiagError: `--backend nccl` or `--device cuda` cannot work here.
-    """
+    """Check that the backend works on the device, and choose one if none was given."""
     if options.backend == "nccl" and options.device == "cpu":
         raise DistdiagError("--backend nccl cannot move CPU tensors", "--backend gloo, or --device cuda")
     if options.device == "cuda" and gpus == 0:
@@ -314,11 +326,7 @@ def check_backend(options: Options, gpus: int) -> None:
 
 
 def check_ranks(options: Options, ranks: int, min_ranks: int) -> None:
-    """Check the number of ranks.
-
-    Raises:
-        DistdiagError: too few ranks for the probe, or a fault injected on a rank that does not exist.
-    """
+    """Check the number of ranks."""
     if ranks < min_ranks:
         raise DistdiagError(f"{options.name} needs {min_ranks} ranks, not {ranks}", f"--nproc {min_ranks}, or more")
     for injection in options.inject:

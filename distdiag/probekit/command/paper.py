@@ -39,11 +39,7 @@ class PerParameter:
 
 
 def parse_parameters(text: str) -> int:
-    """Return the number of parameters: `7e9`, `7B`, `350M`.
-
-    Raises:
-        DistdiagError: not such a number, or below 1.
-    """
+    """Return the number of parameters: `7e9`, `7B`, `350M`."""
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:[eE]\+?[0-9]{1,2})?)\s*([kKmMbBgGtT]?)\s*", text)
     value = float(match[1]) * _COUNT[match[2].lower()] if match else 0.0
     if not 1 <= value <= 1e18:
@@ -107,9 +103,6 @@ def make_paper(given: Mapping[str, Any], own: Mapping[str, Any], counted: bool, 
         given: The values of the other options that were given.
         own: Those of `Paper`'s options.
         counted: `--paper` was given.
-
-    Raises:
-        DistdiagError: a wrong value, or options that exclude each other.
     """
     stated = "parameters" in own
     if not stated and not counted:
@@ -121,7 +114,12 @@ def make_paper(given: Mapping[str, Any], own: Mapping[str, Any], counted: bool, 
     if probe != "step":
         text = f"{mode} computes the memory of a training step, not {probe}"
         raise DistdiagError(text, "distdiag probe step --params 7e9")
-    _refuse_measuring(given, mode)
+    for name, flag in _MEASURING.items():
+        if given.get(name):
+            machine = "; --memory and --ranks describe the machine" if name in ("device", "backend", "nproc") else ""
+            raise DistdiagError(f"{mode} runs nothing: {flag} does not apply", f"leave {flag} out{machine}")
+    if given.get("output_format") == "nccl-tests":
+        raise DistdiagError(f"{mode} measures no collective", "--as json or csv")
     if stated and "model" in given:
         hint = f"--paper --model {given['model']}, or --params alone"
         raise DistdiagError("--params and --model both give the model", hint)
@@ -143,12 +141,3 @@ def make_paper(given: Mapping[str, Any], own: Mapping[str, Any], counted: bool, 
     per_parameter = PerParameter(size, size, copy + 4 * OPTIMIZERS[optimizer])
     known = {"optimizer": optimizer, "per_parameter": per_parameter, "dtype": dtype, "step_ms": given.get("step_ms")}
     return Paper(**{**own, **known})
-
-
-def _refuse_measuring(given: Mapping[str, Any], mode: str) -> None:
-    for name, flag in _MEASURING.items():
-        if given.get(name):
-            machine = "; --memory and --ranks describe the machine" if name in ("device", "backend", "nproc") else ""
-            raise DistdiagError(f"{mode} runs nothing: {flag} does not apply", f"leave {flag} out{machine}")
-    if given.get("output_format") == "nccl-tests":
-        raise DistdiagError(f"{mode} measures no collective", "--as json or csv")

@@ -36,23 +36,14 @@ def write(results: list[Result], options: Options) -> None:
 
 
 def check_output(options: Options) -> None:
-    """Check before measuring that the result can be written."""
-    if options.output:
-        refuse_overwrite(options.output, options.force)
+    """Check before measuring that everything can be written."""
+    for path in filter(None, (options.output, options.svg, options.save)):
+        if Path(path).exists() and not options.force:
+            raise DistdiagError(f"{path} already exists", "--force overwrites it")
+        if not Path(path).resolve().parent.is_dir():
+            raise DistdiagError(f"no directory for {path}", "create it first")
     if options.output_format == "nccl-tests" and (options.name == "barrier" or options.name not in catalog.COLLECTIVES):
         raise DistdiagError(f"nccl-tests has no table for {options.name}", "--as json, csv or junit")
-
-
-def refuse_overwrite(path: str, force: bool) -> None:
-    """Check that a file can be written.
-
-    Raises:
-        DistdiagError: the file exists and `--force` is not given, or its directory does not exist.
-    """
-    if Path(path).exists() and not force:
-        raise DistdiagError(f"{path} already exists", "--force overwrites it")
-    if not Path(path).resolve().parent.is_dir():
-        raise DistdiagError(f"no directory for {path}", "create it first")
 
 
 def render(results: list[Result], options: Options) -> str:

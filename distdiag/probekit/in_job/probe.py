@@ -7,8 +7,6 @@ table `probe` of the run.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import os
 import sqlite3
@@ -22,10 +20,10 @@ import torch.distributed as dist
 
 from distdiag.errors import DistdiagError
 from distdiag.probekit.in_job import running_job
-from distdiag.probekit.measure.collective import Collective, all_gather_single
+from distdiag.probekit.measure.collective import Collective, Ranks, all_gather_single
 from distdiag.probekit.measure.patterns import Pattern
 from distdiag.probekit.measure.probe import load_probe
-from distdiag.probekit.ranks.clock import clock_identity, clock_ns
+from distdiag.probekit.ranks.clock import clock_ns, kernel_identity
 from distdiag.probekit.verdict.collective_result import slowest, stamps_row
 from distdiag.probekit.verdict.result import Result, Row, Verdict, WrongValues
 from distdiag.streams import say
@@ -38,7 +36,7 @@ _ITERATIONS = 5
 _LOCKED_S = 0.2  # if the database is locked for longer, the result is dropped: the training waits meanwhile
 
 
-class InTrainingProbe:
+class InTrainingProbe(Ranks):
     """Collectives measured between the steps of a running job.
 
     Every rank creates one after `init_process_group`, calls `maybe_run(step)` after every step, and `close()` before
@@ -52,11 +50,7 @@ class InTrainingProbe:
     """
 
     def __init__(
-        self,
-        names: Sequence[str],
-        every: int,
-        run_dir: str | Path | None = None,
-        share: float = MOST_SHARE,
+        self, names: Sequence[str], every: int, run_dir: str | Path | None = None, share: float = MOST_SHARE
     ) -> None:
         self.active = bool(names) and every > 0 and dist.is_initialized() and dist.get_world_size() > 1
         self.every = max(1, every)
@@ -76,29 +70,18 @@ class InTrainingProbe:
         # a separate group: operations on the job's group would shift its sequence numbers
         self.group: Any = dist.new_group(backend=self.backend, group_desc=GROUP_DESCRIPTION)
         self._run_dir = Path(run_dir) if run_dir else Path(p) if (p := os.environ.get("DISTDIAG_RUN_DIR")) else None
-        self._database: Path | None = None
-        self._started_unix_s = 0.0
+        self._run: running_job.RunBeside | None = None
         self._probes = [p for n in names if isinstance(p := load_probe(n), Collective)]
-        self._same_clock = self._all_on_one_clock()
+        self._same_clock = len(set(self._gather(kernel_identity("time")))) == 1
         self._wrong: dict[str, list[WrongValues]] = {}
-        began = time.monotonic()
         self._check()
-        self._measure_all()  # warms up connections and caches, and shows what a run costs
-        self._cost_s = time.monotonic() - began
+        self._measure_all()  # warms up connections and caches
         began = time.monotonic()
         self._measure_all()
         self._cost_s = time.monotonic() - began
         self._created_s = time.monotonic()
         self._next_step: int | None = None
         self._last: tuple[int, float] | None = None  # step and time of the last decision, for the mean step time
-
-    def empty(self, elements: int) -> torch.Tensor:
-        """Return zeros of the probed type, as `Job.empty` does."""
-        return torch.zeros(elements, dtype=self.dtype, device=self.device)
-
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
 
     def maybe_run(self, step: int) -> list[Result]:
         """Measure if it is due; return the results on rank 0, else []. Never raises a database error.
@@ -201,9 +184,6 @@ class InTrainingProbe:
         dist.all_gather_object(everyone, value, group=self.group)
         return everyone
 
-    def _all_on_one_clock(self) -> bool:
-        return len(set(self._gather(clock_identity()))) == 1
-
     def _result(self, probe: Collective, rows: list[Row], step: int) -> Result:
         result = Result(probe.name, self.world_size, self.backend, self.device.type, "float32", rows=rows)
         result.versions = {"torch": str(torch.__version__)}
@@ -219,31 +199,17 @@ class InTrainingProbe:
 
     def _record(self, results: list[Result]) -> None:
         """Write the results into table `probe`, with the speed of the job's own calls; count those that cannot be written."""
-        database = self._find_database()
-        if database is None:
-            self.not_recorded += len(results)
-            return
         try:
-            with contextlib.closing(sqlite3.connect(f"file:{database}?mode=rw", uri=True, timeout=_LOCKED_S)) as con:
+            if self._run is None and self._run_dir is not None:  # the monitor creates it
+                self._run = running_job.read_run(self._run_dir)
+            if self._run is not None:
                 for result in results:
-                    result.details["job"] = running_job.job_collectives(con, result.probe)
-            t_s = time.time() - self._started_unix_s
-            rows = [(t_s, r.probe, r.verdict.value, json.dumps(r.as_json())) for r in results]
-            running_job.insert(database, rows, _LOCKED_S)
+                    result.details["job"] = self._run.own_calls(result.probe)
+                self._run.insert(results, _LOCKED_S)
+                return
         except sqlite3.Error:
-            self.not_recorded += len(results)
-
-    def _find_database(self) -> Path | None:
-        """Return run.db of the run; None until the monitor has created it."""
-        if self._database is not None or self._run_dir is None:
-            return self._database
-        try:
-            from distdiag.store import reader
-
-            with reader.open_run(self._run_dir) as run:
-                self._started_unix_s = reader.number(run.meta.get("started_unix_s")) or time.time()
-                self._database = run.database
-        except (DistdiagError, ImportError) as e:
+            pass
+        except DistdiagError as e:
             if self.runs == 1:
                 say(f"distdiag: probe results are not recorded yet: {e}", err=True)
-        return self._database
+        self.not_recorded += len(results)

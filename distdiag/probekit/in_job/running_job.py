@@ -11,7 +11,6 @@ import sqlite3
 import statistics
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,31 +42,62 @@ class RunBeside:
             f"{ranks} for {what}; its steps will be slower, and the probe will find the host busy"
         )
 
+    def own_calls(self, probe: str) -> dict[str, Any] | None:
+        """Return the speed of the job's own calls of this operation (see `job_collectives`), from table `collective`."""
+        connection = sqlite3.connect(f"file:{self.database}?mode=ro", uri=True, timeout=_BUSY_TIMEOUT_S)
+        with contextlib.closing(connection) as con:
+            return job_collectives(con, probe)
+
     def shown_against_job(self, results: list[Result]) -> None:
-        """Add to each collective's result the bandwidth of the job's own calls, from table `collective`."""
+        """Add to each collective's result the bandwidth of the job's own calls."""
         for result in results:
-            with _reading(self.database) as con:
-                own = job_collectives(con, result.probe)
+            own = self.own_calls(result.probe)
             if own is None:
                 continue
             result.details["job"] = own
             rows: list[Row] = result.rows
-            size: int = own["bytes"]
-            near = min(rows, key=partial(_distance, size), default=None)
+            near = min(rows, key=lambda row, size=own["bytes"]: abs(row.bytes - size), default=None)
             if near is not None and own["busbw_gbps"] is not None and near.busbw_gbps is not None:
                 result.notes.append(
                     f"the job's own {own['op']} of {own['bytes']:,} bytes reaches {own['busbw_gbps']:.2f} GB/s "
                     f"({own['count']} calls, p50 {own['p50_us']:,.0f} us); the probe {near.busbw_gbps:.2f} GB/s at {near.bytes:,}"
                 )
 
-    def record(self, results: list[Result]) -> str:
-        """Insert the results into table `probe`; return a line for stderr: recorded, or why not."""
+    def insert(self, results: list[Result], timeout_s: float = _BUSY_TIMEOUT_S) -> None:
+        """Insert the results into table `probe` in one short transaction.
+
+        Raises:
+            sqlite3.Error: locked for longer than `timeout_s`, a full disk, not a run.
+        """
         t_s = time.time() - self.started_unix_s
+        rows = [(t_s, r.probe, r.verdict.value, json.dumps(r.as_json())) for r in results]
+        connection = sqlite3.connect(f"file:{self.database}?mode=rw", uri=True, timeout=timeout_s)
+        with contextlib.closing(connection) as con, con:
+            con.executemany("INSERT INTO probe (t_s, name, verdict, json) VALUES (?, ?, ?, ?)", rows)
+
+    def record(self, results: list[Result]) -> str:
+        """Insert the results; return a line for stderr: recorded, or why not."""
         try:
-            insert(self.database, [(t_s, r.probe, r.verdict.value, json.dumps(r.as_json())) for r in results])
+            self.insert(results)
         except sqlite3.Error as e:
             return f"distdiag: not recorded into {self.path}: {e}"
         return f"recorded into {self.path} (table probe)"
+
+
+def read_run(path: Path) -> RunBeside:
+    """Return the run in a directory.
+
+    Raises:
+        DistdiagError: it is not a run.
+    """
+    from distdiag.store import reader
+
+    with reader.open_run(path) as run:
+        meta = run.meta
+        size, name = reader.number(meta.get("world_size")), meta.get("name") or path.resolve().name
+        started = reader.number(meta.get("started_unix_s")) or time.time()
+        live = run.monitor(meta) is reader.Monitor.LIVE
+        return RunBeside(path, run.database, name, live, int(size) if size else None, started)
 
 
 def find_run(options: Options) -> RunBeside | None:
@@ -78,53 +108,15 @@ def find_run(options: Options) -> RunBeside | None:
     """
     if options.no_record and options.run_dir is None:
         return None
+    from distdiag.store import rundir
+
     try:
-        from distdiag.store import reader, rundir
-    except ImportError:  # a bare checkout without msgspec has no run either
-        return None
-    try:
-        path = rundir.resolve(options.run_dir)
-        with reader.open_run(path) as run:
-            meta = run.meta
-            live = run.monitor(meta) is reader.Monitor.LIVE
-            started = reader.number(meta.get("started_unix_s"))
-            size = reader.number(meta.get("world_size"))
-            found = RunBeside(
-                path,
-                run.database,
-                meta.get("name") or path.resolve().name,
-                live,
-                int(size) if size else None,
-                started or 0.0,
-            )
+        found = read_run(rundir.resolve(options.run_dir))
     except DistdiagError:
         if options.run_dir is not None:
             raise
         return None
-    return found if live or options.run_dir is not None else None
-
-
-def insert(database: Path, rows: list[tuple[float, str, str, str]], timeout_s: float = _BUSY_TIMEOUT_S) -> None:
-    """Add (t_s, name, verdict, json) rows in one short transaction.
-
-    Raises:
-        sqlite3.Error: locked for longer than `timeout_s`, a full disk, not a run.
-    """
-    con = sqlite3.connect(f"file:{database}?mode=rw", uri=True, timeout=timeout_s)
-    try:
-        with con:
-            con.executemany("INSERT INTO probe (t_s, name, verdict, json) VALUES (?, ?, ?, ?)", rows)
-    finally:
-        con.close()
-
-
-def _distance(size_bytes: int, row: Row) -> int:
-    return abs(row.bytes - size_bytes)
-
-
-def _reading(database: Path) -> contextlib.closing[sqlite3.Connection]:
-    """Return a context with a read-only connection."""
-    return contextlib.closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True, timeout=_BUSY_TIMEOUT_S))
+    return found if found.live or options.run_dir is not None else None
 
 
 def job_collectives(con: sqlite3.Connection, probe: str) -> dict[str, Any] | None:

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from distdiag.errors import DistdiagError, ExitCode
-from distdiag.probekit.command.catalog import PROBES
 from distdiag.probekit.measure.ceilings import measure_ceilings
 from distdiag.probekit.measure.patterns import Pattern, Segment, wrong_elements
 from distdiag.probekit.measure.probe import Probe
@@ -68,8 +67,14 @@ class Ranks(Protocol):
     device: torch.device
     dtype: torch.dtype
 
-    def empty(self, elements: int) -> torch.Tensor: ...
-    def synchronize(self) -> None: ...
+    def empty(self, elements: int) -> torch.Tensor:
+        """Return zeros of the probed type on the probed device: their sums stay exact and finite."""
+        return torch.zeros(elements, dtype=self.dtype, device=self.device)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all enqueued work; does nothing on the CPU."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
 
 
 class Collective(Probe):
@@ -92,7 +97,7 @@ class Collective(Probe):
     ) -> None:  # fmt: skip
         operation = family(name)
         assert operation is not None
-        self.name, self.summary, self.op = name, PROBES[name], operation.name
+        self.name, self.op = name, operation.name
         self.rooted, self.moves, self.messages = operation.rooted, operation.factor is not None, messages
         self.call, self._expected, self.sends, self.receives, self.in_place = call, expected, sends, receives, in_place
         # each rank sends or receives 1/world_size of S, or a part of it from each other rank
@@ -121,7 +126,6 @@ class Collective(Probe):
 
     def run(self, job: Job) -> Result | None:
         """Measure the ceilings, then every size (correctness, then time); return the result on rank 0."""
-        began_s = time.monotonic()
         ceilings = measure_ceilings(job)
         pattern = Pattern(job.dtype, job.world_size)
         strided = self.strided_buffer_text(job, pattern)
@@ -152,7 +156,6 @@ class Collective(Probe):
         result = collective_result.build(self.name, self.op, job, measured, ceilings, skipped)
         if strided:
             result.notes.append(strided)
-        result.elapsed_s = time.monotonic() - began_s
         return result
 
     def sizes(self, job: Job) -> list[int]:
@@ -266,11 +269,7 @@ def _weight(size_bytes: int) -> float:
 
 
 def require_contiguous(tensor: torch.Tensor) -> None:
-    """Refuse a strided tensor, for which a backend may give wrong values without an error.
-
-    Raises:
-        DistdiagError: `tensor` is not contiguous.
-    """
+    """Refuse a strided tensor, for which a backend may give wrong values without an error."""
     if not tensor.is_contiguous():
         raise DistdiagError(
             f"the tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} is not contiguous",

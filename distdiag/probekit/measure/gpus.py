@@ -96,11 +96,7 @@ def peak_of(name: str) -> Peak | None:
 
 @contextlib.contextmanager
 def nvml() -> Iterator[Any]:
-    """Yield the initialised pynvml module.
-
-    Raises:
-        DistdiagError: NO_DATA; no NVIDIA driver, or nvidia-ml-py is not installed.
-    """
+    """Yield the initialised pynvml module."""
     try:
         pynvml = library.load()
     except library.Unavailable as e:

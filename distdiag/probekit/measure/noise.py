@@ -6,11 +6,12 @@ The kernel counts /proc/stat in ticks of 10 ms, our own use exactly; over 100 ms
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from dataclasses import dataclass
 
-from distdiag import procfs
+import psutil
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -54,27 +55,17 @@ def read_cpu(children: bool = False) -> CpuReading:
     own_s = time.process_time()
     if children:
         used = os.times()
-        own_s += used.children_user + used.children_system + sum(map(_process_cpu_s, _children()))
+        own_s += used.children_user + used.children_system + _children_cpu_s()
     return CpuReading(time.monotonic(), _busy_seconds(), own_s)
 
 
-def _children() -> list[int]:
-    found: list[int] = []
-    try:
-        for task in os.listdir("/proc/self/task"):
-            with open(f"/proc/self/task/{task}/children") as f:
-                found += map(int, f.read().split())
-    except (OSError, ValueError):
-        pass
-    return found
-
-
-def _process_cpu_s(pid: int) -> float:
-    try:
-        fields = procfs.stat_fields(pid)
-    except OSError:
-        return 0.0
-    return (int(fields[procfs.USER_TICKS]) + int(fields[procfs.SYSTEM_TICKS])) / _TICKS_PER_S
+def _children_cpu_s() -> float:
+    used = 0.0
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # it has ended
+            times = child.cpu_times()
+            used += times.user + times.system
+    return used
 
 
 def parse_busy_ticks(stat: str, cpus: set[int]) -> int:

@@ -64,7 +64,6 @@ class Probe(abc.ABC):
     """One measurement. `run` is called on every rank; rank 0 has the result."""
 
     name: str
-    summary: str
     min_ranks: int = 2
     default_ranks: int = 2
     share_in_all: float = 1.0  # of the budget of `all`, relative to one collective
@@ -72,11 +71,7 @@ class Probe(abc.ABC):
     columns: Sequence[Column] = ()
 
     def check(self, options: Options) -> None:
-        """Check the options before any rank is started.
-
-        Raises:
-            DistdiagError: an option is wrong, with the remedy.
-        """
+        """Check the options before any rank is started."""
         if self.messages and options.device == "cuda" and options.backend == "gloo":
             raise DistdiagError("gloo has no send and recv of CUDA tensors", "--device cpu, or --backend nccl")
 
@@ -109,9 +104,9 @@ class Probe(abc.ABC):
         """Return lines under the table: bars, a heat map, an explanation."""
         return []
 
+    @abc.abstractmethod
     def headline(self, result: Result) -> str:
         """Return the line of `all` for this probe, without the verdict."""
-        return self.summary
 
 
 def load_probe(name: str) -> Probe:

@@ -7,25 +7,15 @@ replicating, but not a GPU's timing: torch runs the backward of CPU tensors on o
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-
-
-@dataclass(slots=True)
-class PartTimes:
-    """Seconds of the four parts of the last forward."""
-
-    scatter_s: float = 0.0
-    replicate_s: float = 0.0
-    apply_s: float = 0.0
-    gather_s: float = 0.0
 
 
 class _CopyToReplicas(torch.autograd.Function):
@@ -103,13 +93,16 @@ class ThreadDataParallel(nn.Module):
     Args:
         module: Takes one tensor whose first dimension is the batch, and returns one.
         replicas: Number of parts and threads; fewer for a smaller batch.
+
+    Attributes:
+        times_s: Seconds of the four parts of the last forward.
     """
 
     def __init__(self, module: nn.Module, replicas: int) -> None:
         super().__init__()
         self.module = module
         self.replicas = replicas
-        self.times = PartTimes()
+        self.times_s: dict[str, float] = {}
         self._threads = ThreadPoolExecutor(replicas, thread_name_prefix="replica")
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
@@ -131,7 +124,10 @@ class ThreadDataParallel(nn.Module):
         applied = time.perf_counter()
         output = torch.cat(outputs)
         end = time.perf_counter()
-        self.times = PartTimes(scattered - start, replicated - scattered, applied - replicated, end - applied)
+        moments = itertools.pairwise((start, scattered, replicated, applied, end))
+        self.times_s = {
+            n: b - a for n, (a, b) in zip(("scatter", "replicate", "apply", "gather"), moments, strict=True)
+        }
         return output
 
     def close(self) -> None:

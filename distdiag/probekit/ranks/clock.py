@@ -25,14 +25,18 @@ class Job(Protocol):
     def step(self, label: str) -> AbstractContextManager[Any]: ...
 
 
-def clock_identity() -> str:
-    """Return a text that is equal on two processes if and only if they share a monotonic clock."""
+def kernel_identity(namespace: str) -> str:
+    """Return a text that is equal on two processes if and only if they share a kernel and this namespace of it.
+
+    Args:
+        namespace: "time": the same monotonic clock; "net": the same interfaces, with the loopback.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id") as f:
             boot = f.read().strip()
-        return boot + os.readlink("/proc/self/ns/time")
+        return boot + os.readlink(f"/proc/self/ns/{namespace}")
     except OSError:
-        return f"{os.uname().nodename}"
+        return os.uname().nodename
 
 
 def offset_from_exchanges(exchanges: list[tuple[int, int, int]]) -> tuple[int, int]:

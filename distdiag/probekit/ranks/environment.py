@@ -47,7 +47,8 @@ def detect(env: Mapping[str, str] | None = None) -> RankPlace | None:
     if "SLURM_PROCID" in e and "SLURM_STEP_NUM_TASKS" in e:
         size = _int(e, "SLURM_STEP_NUM_TASKS")
         nodes = _int(e, "SLURM_STEP_NUM_NODES", _int(e, "SLURM_NNODES", 1))
-        local_size = _leading_int(e.get("SLURM_STEP_TASKS_PER_NODE", ""), max(1, size // max(1, nodes)))
+        per_node = re.match(r"\d+", e.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        local_size = int(per_node[0]) if per_node else max(1, size // max(1, nodes))
         node_list = e.get("SLURM_STEP_NODELIST") or e.get("SLURM_JOB_NODELIST") or ""
         host = first_host(node_list) if nodes > 1 else "127.0.0.1"
         port = 20000 + _int(e, "SLURM_JOB_ID", 0) % 10000
@@ -101,8 +102,3 @@ def _int(e: Mapping[str, str], key: str, default: int | None = None) -> int:
         return int(text or "")
     except ValueError:
         raise DistdiagError(f"{key}={text!r} is not a number", "check how the ranks were launched") from None
-
-
-def _leading_int(text: str, default: int) -> int:
-    match = re.match(r"\d+", text)
-    return int(match[0]) if match else default

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 from dataclasses import dataclass
 
-_SIOCGIFADDR = 0x8915
+import psutil
+
 NO_ADDRESS = "no address"
 
 
@@ -31,16 +31,11 @@ class Interface:
 
 def addresses() -> dict[str, str]:
     """Return the IPv4 address of every interface that has one."""
-    import fcntl
-
     found: dict[str, str] = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(s.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                continue
-            found[name] = socket.inet_ntoa(answer[20:24])
+    for name, entries in psutil.net_if_addrs().items():
+        for entry in entries:
+            if entry.family == socket.AF_INET:
+                found.setdefault(name, entry.address)
     return found
 
 
@@ -94,20 +89,7 @@ def advice(interfaces: dict[int, Interface], nodes: dict[int, str]) -> str:
     return f"start the missing ranks, or read their output; check that the interface is the right one ({variable})"
 
 
-def network_identity() -> str:
-    """Return a text that is equal on two processes if and only if they share their interfaces, with the loopback."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as f:
-            return f.read().strip() + os.readlink("/proc/self/ns/net")
-    except OSError:
-        return socket.gethostname()
-
-
 def line_rate_gbps(name: str) -> float | None:
     """Return the line rate of a network card in GB/s (10^9 bytes); None for loopback and virtual interfaces."""
-    try:
-        with open(f"/sys/class/net/{name}/speed") as f:
-            mbit = int(f.read())
-    except (OSError, ValueError):
-        return None
-    return mbit / 8e3 if mbit > 0 else None
+    stats = psutil.net_if_stats().get(name)
+    return stats.speed / 8e3 if stats is not None and stats.speed > 0 else None

@@ -11,30 +11,48 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from distdiag.errors import DistdiagError, ExitCode
-from distdiag.probekit.command.options import Options
+from distdiag.probekit.command.options import Injection, Options
 from distdiag.probekit.ranks import clock, interface
 from distdiag.probekit.ranks.environment import RankPlace
-from distdiag.probekit.ranks.injection import Injection
 from distdiag.probekit.ranks.interface import Interface
-from distdiag.probekit.ranks.watchdog import Progress, Watchdog
+from distdiag.probekit.ranks.watchdog import Progress, Watchdog, timed_out
+from distdiag.probekit.verdict.result import error_json
 from distdiag.streams import say, say_json
 
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What a rank announces of itself.
+
+    Args:
+        node: Containers and namespaces of one machine count as several.
+        network: Equal on ranks that share their interfaces, with the loopback.
+    """
+
+    host: str
+    node: str
+    interface: Interface
+    clock: str
+    network: str
+
+
 class Job:
     """One rank of a probe; use `joined(...)`, which always destroys the process group."""
 
-    def __init__(self, place: RankPlace, options: Options, store: dist.Store | None, device: torch.device) -> None:
+    def __init__(self, place: RankPlace, options: Options, device: torch.device) -> None:
         self.place = place
         self.options = options
         self.rank = place.rank
@@ -43,14 +61,13 @@ class Job:
         self.device = device
         self.backend = options.backend or ("nccl" if device.type == "cuda" else "gloo")
         self.dtype: torch.dtype = getattr(torch, options.dtype)
-        self.store = store
+        self.store: dist.Store | None = None  # the rendezvous, if there are two ranks or more
         self.progress = Progress(limit_s=options.timeout_s)
         self.control: Any = None  # gloo group for control traffic
         self.group: Any = None  # the group that is measured
         self.deadline_s = time.monotonic() + 3600  # end of measuring; rank 0's value counts
         self.hosts: list[str] = [socket.gethostname()] * place.world_size
         self.host_keys: list[str] = [""] * place.world_size  # identities of the hosts: names can repeat
-        self.clock_identities = [clock.clock_identity()] * place.world_size
         self.clock_offsets_ns: list[int] = [0] * place.world_size
         self.clock_error_ns = 0
         self.ceilings: dict[str, float | None] | None = None  # measured once per command
@@ -68,8 +85,10 @@ class Job:
     @contextlib.contextmanager
     def step(self, label: str, counter: list[int] | None = None) -> Iterator[None]:
         """Mark a part of the probe in which ranks wait for each other, for the watchdog."""
-        if self.injected("drop"):
-            self._drop_out()
+        if self.injected("drop"):  # stop taking part, like a rank that hangs elsewhere, until the others have timed out
+            self.progress.note.label = "drop injected: this rank takes no part"
+            time.sleep(self.options.timeout_s + 5)
+            raise DistdiagError("drop injected", "this rank took no part", ExitCode.TIMEOUT, "dropped")
         with self.progress.step(label, counter):
             yield
 
@@ -142,12 +161,6 @@ class Job:
         assert self.store is not None
         return self.store
 
-    def _drop_out(self) -> None:
-        """Stop taking part, like a rank that hangs elsewhere, until the others have timed out."""
-        self.progress.note.label = "drop injected: this rank takes no part"
-        time.sleep(self.options.timeout_s + 5)
-        raise DistdiagError("drop injected", "this rank took no part", ExitCode.TIMEOUT, "dropped")
-
 
 @contextlib.contextmanager
 def joined(place: RankPlace, options: Options, arrival_limit_s: float) -> Iterator[Job]:
@@ -156,31 +169,22 @@ def joined(place: RankPlace, options: Options, arrival_limit_s: float) -> Iterat
     Raises:
         DistdiagError: TIMEOUT, with the missing ranks and the interface tried; or an error of the body.
     """
-    device = choose_device(place, options)
+    job = Job(place, options, choose_device(place, options))
     if place.world_size == 1:
-        job = Job(place, options, None, device)
-        _align(job)
         yield job
         return
-    job = Job(place, options, None, device)
     mine = interface.tried_by("gloo")  # control traffic is gloo's, also where NCCL is measured
     where = mine.text if job.backend == "gloo" else f"{mine.text}; NCCL's would be {interface.tried_by('nccl').text}"
     try:
         job.store = _open_store(place, arrival_limit_s, mine)
         arrivals = _wait_for_all(job, arrival_limit_s, mine)
         _refuse_unreachable(arrivals)
-        job.watchdog = Watchdog(
-            job.progress,
-            job.rank,
-            job.world_size,
-            where,
-            lambda: _connect(place, options.timeout_s),
-            partial(_leave_report, place, options),
-        )
+        connect, leave = partial(_connect, place, options.timeout_s), partial(_leave_report, place, options)
+        job.watchdog = Watchdog(job.progress, job.rank, job.world_size, where, connect, leave)
         job.watchdog.start()
         with job.progress.step("connecting to each other"):
             _init_groups(job, arrivals)
-        _align(job)
+        job.clock_offsets_ns, job.clock_error_ns = clock.align(job, [a.clock for a in arrivals])
         yield job
     except RuntimeError as e:  # gloo and NCCL errors are RuntimeErrors
         if not job.progress.note.inside:  # not from communication: a dataset, a model, our own defect
@@ -196,16 +200,10 @@ def joined(place: RankPlace, options: Options, arrival_limit_s: float) -> Iterat
 
 
 def choose_device(place: RankPlace, options: Options) -> torch.device:
-    """Return the device of this rank: its GPU, or the CPU.
-
-    Raises:
-        DistdiagError: more ranks than GPUs.
-    """
+    """Return the device of this rank: its GPU, or the CPU."""
     if options.device != "cuda":
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if count == 0:
-        raise DistdiagError("--device cuda, but torch sees no GPU", "leave --device out to measure on the CPU")
     if place.local_world_size > count and not options.share_gpus:
         raise DistdiagError(
             f"{place.local_world_size} ranks on this host, but {count} GPU{'s' if count > 1 else ''}",
@@ -241,72 +239,58 @@ def _open_store(place: RankPlace, limit_s: float, mine: Interface) -> dist.Store
                 f"rank 0 cannot listen on {where}: {_first_line(e)}",
                 "set MASTER_PORT to a free port, and MASTER_ADDR to an address of rank 0's host",
             ) from None
-        raise DistdiagError(
+        raise timed_out(
             f"rank 0 never arrived: nothing listens on {where} (tried for {limit_s:g} s by rank {place.rank})",
             f"start rank 0, or check MASTER_ADDR; this rank would use interface {mine.text}",
-            ExitCode.TIMEOUT,
-            "timeout",
         ) from None
     return dist.PrefixStore(_namespace(), store)
 
 
-def _wait_for_all(job: Job, limit_s: float, mine: Interface) -> list[dict[str, Any]]:
+def _wait_for_all(job: Job, limit_s: float, mine: Interface) -> list[Arrival]:
     """Announce this rank and wait for all others, before torch's rendezvous can hang without naming a rank."""
-    assert job.store is not None
-    me = {
-        "host": socket.gethostname(),
-        # containers and namespaces of one machine count as several nodes
-        "node": os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or socket.gethostname(),
-        "pid": os.getpid(),
-        "interface": [mine.name, mine.address, mine.reason],
-        "clock": clock.clock_identity(),
-        "network": interface.network_identity(),
-        "host_key": clock.clock_identity() + socket.gethostname(),
-    }
-    job.store.set(f"arrived/{job.rank}", json.dumps(me))
+    store, host = job.open_store(), socket.gethostname()
+    node = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or host
+    me = Arrival(host, node, mine, clock.kernel_identity("time"), clock.kernel_identity("net"))
+    store.set(f"arrived/{job.rank}", msgspec.json.encode(me).decode())
     keys = [f"arrived/{rank}" for rank in range(job.world_size)]
-    try:
-        job.store.wait(keys, datetime.timedelta(seconds=limit_s))
-    except RuntimeError:
-        here = [r for r, key in enumerate(keys) if job.store.check([key])]
-        missing = [r for r in range(job.world_size) if r not in here]
-        seen = {r: json.loads(job.store.get(keys[r])) for r in here}
-        offered = {r: Interface(*seen[r]["interface"]) for r in here}
-        words = ", ".join(map(str, missing))
-        where = f"{job.place.master_addr}:{job.place.master_port}"
-        raise DistdiagError(
-            f"rank{'s' if len(missing) > 1 else ''} {words} of {job.world_size} never arrived at {where} within "
-            f"{limit_s:g} s; interface tried: {mine.text}",
-            interface.advice(offered, {r: seen[r]["node"] for r in here}),
-            ExitCode.TIMEOUT,
-            "timeout",
-        ) from None
-    return [json.loads(job.store.get(key)) for key in keys]
+    with contextlib.suppress(RuntimeError):  # out of time
+        store.wait(keys, datetime.timedelta(seconds=limit_s))
+    arrived = [rank for rank, key in enumerate(keys) if store.check([key])]
+    seen = {rank: msgspec.json.decode(store.get(keys[rank]), type=Arrival) for rank in arrived}
+    if len(seen) == job.world_size:
+        return [*seen.values()]
+    missing = [r for r in range(job.world_size) if r not in seen]
+    where = f"{job.place.master_addr}:{job.place.master_port}"
+    raise timed_out(
+        f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {job.world_size} never arrived at "
+        f"{where} within {limit_s:g} s; interface tried: {mine.text}",
+        _advice(seen),
+    )
 
 
-def _refuse_unreachable(arrivals: list[dict[str, Any]]) -> None:
-    """Fail at once if an offered address cannot be reached, for which gloo would try half a minute.
+def _advice(arrivals: Mapping[int, Arrival]) -> str:
+    return interface.advice({r: a.interface for r, a in arrivals.items()}, {r: a.node for r, a in arrivals.items()})
 
-    Raises:
-        DistdiagError: an interface has no address, or a loopback address is offered to another network.
-    """
-    offered = {r: Interface(*a["interface"]) for r, a in enumerate(arrivals)}
-    nodes = {r: a["node"] for r, a in enumerate(arrivals)}
-    several = len({a["network"] for a in arrivals}) > 1
-    lost = [
-        r for r, i in offered.items() if i.address == interface.NO_ADDRESS or (several and i.address.startswith("127."))
-    ]
+
+def _tried(arrivals: Mapping[int, Arrival], ranks: list[int]) -> str:
+    return "; ".join(f"rank {r}: {arrivals[r].interface.text}" for r in ranks[:4])
+
+
+def _refuse_unreachable(arrivals: list[Arrival]) -> None:
+    """Fail at once if an offered address cannot be reached, for which gloo would try half a minute."""
+    several = len({a.network for a in arrivals}) > 1
+    unreachable = (interface.NO_ADDRESS, *(["127."] if several else []))
+    lost = [r for r, a in enumerate(arrivals) if a.interface.address.startswith(unreachable)]
     if lost:
-        tried = "; ".join(f"rank {r}: {offered[r].text}" for r in lost[:4])
-        raise DistdiagError(
-            f"all {len(arrivals)} ranks arrived, but cannot connect to each other; interfaces tried: {tried}",
-            interface.advice(offered, nodes),
-            ExitCode.TIMEOUT,
-            "timeout",
+        by_rank = dict(enumerate(arrivals))
+        raise timed_out(
+            f"all {len(arrivals)} ranks arrived, but cannot connect to each other; "
+            f"interfaces tried: {_tried(by_rank, lost)}",
+            _advice(by_rank),
         )
 
 
-def _init_groups(job: Job, arrivals: list[dict[str, Any]]) -> None:
+def _init_groups(job: Job, arrivals: list[Arrival]) -> None:
     limit = datetime.timedelta(seconds=job.options.timeout_s)
     try:
         # at this limit gloo raises, which frees the main thread; by then the watchdog knows the missing ranks
@@ -318,14 +302,10 @@ def _init_groups(job: Job, arrivals: list[dict[str, Any]]) -> None:
             timeout=limit,
         )
     except RuntimeError as e:
-        offered = {r: Interface(*a["interface"]) for r, a in enumerate(arrivals)}
-        nodes = {r: a["node"] for r, a in enumerate(arrivals)}
-        tried = "; ".join(f"rank {r}: {i.text}" for r, i in list(offered.items())[:4])
-        raise DistdiagError(
+        by_rank = dict(enumerate(arrivals))
+        raise timed_out(
             f"all {job.world_size} ranks arrived, but could not connect to each other: {_first_line(e)}",
-            f"{interface.advice(offered, nodes)}; interfaces tried: {tried}",
-            ExitCode.TIMEOUT,
-            "timeout",
+            f"{_advice(by_rank)}; interfaces tried: {_tried(by_rank, [*by_rank])}",
         ) from None
     job.control = dist.group.WORLD
     job.group = dist.group.WORLD
@@ -333,23 +313,16 @@ def _init_groups(job: Job, arrivals: list[dict[str, Any]]) -> None:
         # NCCL's watchdog would end the process without naming ranks; ours comes first
         longer = datetime.timedelta(seconds=job.options.timeout_s + 60)
         job.group = dist.new_group(backend="nccl", timeout=longer)
-    job.hosts = [a["host"] for a in arrivals]
-    job.host_keys = [a["host_key"] for a in arrivals]
-    job.clock_identities = [a["clock"] for a in arrivals]
-
-
-def _align(job: Job) -> None:
-    job.clock_offsets_ns, job.clock_error_ns = clock.align(job, job.clock_identities)
+    job.hosts = [a.host for a in arrivals]
+    job.host_keys = [a.clock + a.host for a in arrivals]
 
 
 def _leave_report(place: RankPlace, options: Options, store: Any, error: DistdiagError) -> None:
     """Report an error before the process ends: into the store for our launcher, else on stderr."""
     if place.launcher == "distdiag":
-        store.set("report", json.dumps({"message": error.message, "hint": error.hint, "kind": error.kind}))
+        store.set("report", json.dumps([error.message, error.hint]))
         return
     if place.rank == 0 and options.output_format == "json":
-        from distdiag.probekit.verdict.result import error_json
-
         say_json(error_json(error), flush=True)
     say(f"distdiag: error: {error.message}\nhint: {error.hint}", err=True, flush=True)
 
@@ -359,23 +332,14 @@ def _explain(e: RuntimeError, job: Job) -> DistdiagError:
     text = _first_line(e)
     # gloo closes the connections of a timed-out operation, so the next rank sees a closed pair
     waited = time.monotonic() - job.progress.since_s
-    if job.watchdog is not None and (
-        "timed out" in text.lower() or "timeout" in text.lower() or waited > job.progress.limit_s / 2
-    ):
+    slow = "timed out" in text.lower() or "timeout" in text.lower() or waited > job.progress.limit_s / 2
+    if job.watchdog is not None and slow:
         return job.watchdog.report()
+    hint, kind = "this backend does not support it on this device and type", "backend"
     if "closed by peer" in text or "reset by peer" in text or "Broken pipe" in text:
-        return DistdiagError(
-            f"{job.progress.note.label}: another rank is gone ({text})",
-            "read the other ranks' output; a killed rank leaves none",
-            ExitCode.FAILED,
-            "rank_lost",
-        )
-    return DistdiagError(
-        f"{job.progress.note.label}: {text}",
-        "this backend does not support it on this device and type",
-        ExitCode.FAILED,
-        "backend",
-    )
+        text = f"another rank is gone ({text})"
+        hint, kind = "read the other ranks' output; a killed rank leaves none", "rank_lost"
+    return DistdiagError(f"{job.progress.note.label}: {text}", hint, ExitCode.FAILED, kind)
 
 
 def _first_line(e: Exception) -> str:

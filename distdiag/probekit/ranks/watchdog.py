@@ -68,6 +68,10 @@ class Progress:
         return Note(note.sequence, note.label, note.inside, len(counter) if counter is not None else 0)
 
 
+def timed_out(message: str, hint: str) -> DistdiagError:
+    return DistdiagError(message, hint, ExitCode.TIMEOUT, "timeout")
+
+
 def never_arrived(notes: dict[int, Note], world_size: int) -> tuple[list[int], list[int]]:
     """Return (ranks that never arrived, those of them without a note).
 
@@ -83,11 +87,9 @@ def hang_error(label: str, limit_s: float, notes: dict[int, Note], world_size: i
     """Return the TIMEOUT error: which ranks never arrived, where the others wait, and which interface is used."""
     missing, silent = never_arrived(notes, world_size)
     if not missing:
-        return DistdiagError(
+        return timed_out(
             f"{label}: all {world_size} ranks are in it, and nothing completed for {limit_s:g} s",
             f"the transport is stuck, not a rank; interface {where}",
-            ExitCode.TIMEOUT,
-            "timeout",
         )
     waiting = [r for r in range(world_size) if r not in missing]
     parts = [f"{_ranks(missing)} never arrived within {limit_s:g} s"]
@@ -97,7 +99,7 @@ def hang_error(label: str, limit_s: float, notes: dict[int, Note], world_size: i
     if silent:
         places.append(f"{_ranks(silent)} {'is' if len(silent) == 1 else 'are'} silent: stopped, dead or cut off")
     hint = f"{'; '.join(places[:4])}; interface {where}"
-    return DistdiagError(f"{label}: {'; '.join(parts)}", hint, ExitCode.TIMEOUT, "timeout")
+    return timed_out(f"{label}: {'; '.join(parts)}", hint)
 
 
 class Watchdog(threading.Thread):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import traceback
-from dataclasses import dataclass
 
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.probekit.command import catalog
@@ -15,27 +14,15 @@ from distdiag.probekit.ranks.job import Job, joined
 from distdiag.probekit.verdict.result import Result
 
 
-@dataclass(frozen=True, slots=True)
-class RankError:
-    """A DistdiagError, sent between processes."""
-
-    message: str
-    hint: str
-    code: int
-    kind: str
-
-    def as_error(self) -> DistdiagError:
-        return DistdiagError(self.message, self.hint, ExitCode(self.code), self.kind)
-
-
-def run_rank(
-    place: RankPlace, options: Options, deadline_s: float, arrival_limit_s: float
-) -> tuple[list[Result] | None, RankError | None]:
-    """Return the results (on rank 0; elsewhere an empty list) or the error of this rank; raises only KeyboardInterrupt.
+def run_rank(place: RankPlace, options: Options, deadline_s: float, arrival_limit_s: float) -> list[Result]:
+    """Return the results on rank 0, elsewhere an empty list.
 
     Args:
         deadline_s: time.monotonic() at which measuring should end; rank 0's value counts.
         arrival_limit_s: Time limit for all ranks to arrive.
+
+    Raises:
+        DistdiagError: any error of this rank; the traceback of an unexpected one has been printed.
     """
     try:
         probes = [load_probe(n) for n in (catalog.PROBES if options.name == catalog.ALL else [options.name])]
@@ -44,16 +31,19 @@ def run_rank(
         with joined(place, options, arrival_limit_s) as job:
             job.deadline_s = deadline_s
             if options.name == catalog.ALL:
-                return run_all(job, probes), None
+                return run_all(job, probes)
+            began = time.monotonic()
             result = probes[0].run(job)
-            return ([result] if result is not None else []), None
-    except DistdiagError as e:
-        return None, RankError(e.message, e.hint, int(e.code), e.kind)
+            if result is None:
+                return []
+            result.elapsed_s = time.monotonic() - began
+            return [result]
+    except DistdiagError:
+        raise
     except Exception as e:
-        # unexpected: show the traceback
         traceback.print_exc()
         text = f"rank {place.rank}: {type(e).__name__}: {e}".splitlines()[0]
-        return None, RankError(text, "the traceback is above", int(ExitCode.FAILED), "crashed")
+        raise DistdiagError(text, "the traceback is above", ExitCode.FAILED, "crashed") from None
 
 
 def run_all(job: Job, probes: list[Probe]) -> list[Result]:
@@ -73,13 +63,9 @@ def run_all(job: Job, probes: list[Probe]) -> list[Result]:
         except DistdiagError as e:
             if e.code in (ExitCode.TIMEOUT, ExitCode.FAILED):  # later results cannot be trusted
                 raise
-            result = not_possible(job, probe, e.message)
+            why = f"not possible here: {e.message}"
+            result = Result(probe.name, job.world_size, job.backend, job.device.type, reasons=[why])
         if job.rank == 0 and result is not None:
             result.elapsed_s = time.monotonic() - began
             results.append(result)
     return results
-
-
-def not_possible(job: Job, probe: Probe, why: str) -> Result:
-    """Return the result of a probe that this machine cannot run."""
-    return Result(probe.name, job.world_size, job.backend, job.device.type, reasons=[f"not possible here: {why}"])

@@ -186,10 +186,10 @@ def _link(sheet: Sheet, row: PaperRow) -> Decision:
     share = row.exchange_ms / (row.exchange_ms + step_ms)
     if share <= _ACCEPTED_SHARE:
         return Decision(question, "yes", f"{text}: {percent(share)} of a step even if nothing hides it")
-    return _slow(sheet, row, text, step_ms)
+    return _slow(row, text, step_ms)
 
 
-def _slow(sheet: Sheet, row: PaperRow, text: str, step_ms: float) -> Decision:
+def _slow(row: PaperRow, text: str, step_ms: float) -> Decision:
     assert row.exchange_ms is not None
     longer = math.ceil(row.exchange_ms / step_ms * (1 / _ACCEPTED_SHARE - 1))
     if row.strategy == "ddp":

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,12 +14,17 @@ from torch import nn
 from distdiag.errors import DistdiagError
 from distdiag.probekit.measure.noise import BlockNoise, read_cpu
 from distdiag.probekit.measure.sampling import cpu_used, noisiest_host
-from distdiag.probekit.measure.thread_data_parallel import PartTimes, ThreadDataParallel
+from distdiag.probekit.measure.thread_data_parallel import ThreadDataParallel
 from distdiag.probekit.ranks.job import Job
 from distdiag.probekit.ranks.user_object import find_function
-from distdiag.probekit.step.activations import SavedBytes
-from distdiag.probekit.step.blocked import BlockedTime, watch
-from distdiag.probekit.step.memory import HostPeak, StateBytes, expected_state, gradient_bytes, measured_state
+from distdiag.probekit.step.memory import (
+    HostPeak,
+    SavedBytes,
+    StateBytes,
+    expected_state,
+    gradient_bytes,
+    measured_state,
+)
 from distdiag.probekit.step.possible import Case, micro_batches
 from distdiag.train.config import TrainConfig
 from distdiag.train.faults import Faults
@@ -41,7 +46,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(slots=True)
 class Block:
-    """Consecutive steps of one case in one set of processes.
+    """Consecutive steps of one case in one set of processes: on one rank, then (`merged`) on all.
 
     Args:
         times_ms: Of each step after the warm-up, on the slowest rank.
@@ -57,32 +62,16 @@ class Block:
     label: str
     ranks: int
     threads: int
-    times_ms: list[float]
-    quiet_ms: list[float]
-    parts_ms: dict[str, float]
-    state: StateBytes
-    expected: StateBytes | None
+    times_ms: list[float] = field(default_factory=list)
+    quiet_ms: list[float] = field(default_factory=list)
+    parts_ms: dict[str, float] = field(default_factory=dict)
+    state: StateBytes = field(default_factory=lambda: StateBytes(0, 0, 0))
+    expected: StateBytes | None = None
     peak_host_bytes: int | None = None
     peak_device_bytes: int | None = None
     idle_share: float | None = None
     expected_idle_share: float | None = None
     noise: BlockNoise | None = None
-    saved_bytes: int | None = None
-    blocked_ms: list[float] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Own:
-    """What one rank measured."""
-
-    times_ms: list[float] = field(default_factory=list)
-    quiet_ms: list[float] = field(default_factory=list)
-    parts: list[PartTimes] = field(default_factory=list)
-    state: StateBytes = field(default_factory=lambda: StateBytes(0, 0, 0))
-    parameters: int = 0
-    peak_host_bytes: int | None = None
-    peak_device_bytes: int | None = None
-    idle_share: float | None = None
     saved_bytes: int | None = None
     blocked_ms: list[float] = field(default_factory=list)
 
@@ -101,9 +90,7 @@ def make_batch(job: Job) -> Batch:
 
 
 def check_batch(size: int, ranks: int) -> None:
-    """Raises:
-    DistdiagError: the global batch cannot be divided among the ranks.
-    """
+    """Check that the global batch can be divided among the ranks."""
     if size % ranks:
         raise DistdiagError(
             f"--batch-size {size} cannot be divided by {ranks} ranks", f"--batch-size {size // ranks * ranks or ranks}"
@@ -148,18 +135,13 @@ class _Measurement:
         self.size = len(batch[0])
         self.threads = torch.get_num_threads()
         world_size = 1 if alone else job.world_size
-        self.ranks = Ranks(
-            0 if alone else job.rank,
-            job.local_rank,
-            world_size,
-            "",
-            job.device,
-            job.backend,
-            None if alone else job.control,
-            None if alone else job.group,
-        )
+        control, group = (None, None) if alone else (job.control, job.group)
+        rank = 0 if alone else job.rank
+        self.ranks = Ranks(rank, job.local_rank, world_size, "", job.device, job.backend, control, group)
         self.batch = batch
-        self.own = _Own()
+        self.own = Block(case, "", 1 if case.strategy in ("single", "single-threads") else case.ranks, self.threads)
+        self.parts: list[dict[str, float]] = []  # of ThreadDataParallel, for each step
+        self.gradients = 0
         self.blocked: BlockedTime | None = None
 
     def run(self, seconds: float) -> Block | None:
@@ -169,14 +151,15 @@ class _Measurement:
         try:
             host = HostPeak() if self.fresh else None
             network = make_model(self.job.options.model)
-            self.own.parameters = count_parameters(network)
+            parameters = count_parameters(network)
             with self.job.step(f"step: {self.case} is built"):
                 strategy = self._build(network)
             wrapped = strategy.model
             if self.case.strategy == "fsdp" and self.job.device.type == "cpu":
-                self.blocked = watch(strategy.network)
+                self.blocked = watch_collectives(strategy.network)
             del network
-            threads = torch.get_num_threads()
+            self.own.threads = torch.get_num_threads()
+            self.own.label = label_of(self.case, self.job.device.type, self.own.threads)
             before = read_cpu()
             self._take_steps(strategy, seconds, host)
             everyone = None
@@ -184,8 +167,11 @@ class _Measurement:
                 everyone = self.job.gather_array(cpu_used(before, read_cpu()), f"step: {self.case}, CPU use")
             elif self.job.world_size == 1:
                 everyone = cpu_used(before, read_cpu())[None]
-            noise = noisiest_host(self.job, everyone) if everyone is not None else None
-            return self._block(strategy, threads, noise)
+            self.own.noise = noisiest_host(self.job, everyone) if everyone is not None else None
+            largest_stage = max(strategy.parameters_by_rank) if isinstance(strategy, Stages) else None
+            self.own.expected = expected_state(self.case.strategy, self.case.ranks, parameters, largest_stage)
+            all_own = [self.own] if self.alone else self.job.gather_all(self.own, f"step: {self.case}, collecting")
+            return merged(all_own) if self.job.rank == 0 else None
         finally:
             torch.set_num_threads(self.threads)
             if isinstance(wrapped, ThreadDataParallel):
@@ -219,7 +205,10 @@ class _Measurement:
             first = turn < WARM_UP_STEPS
             if turn == WARM_UP_STEPS:
                 start = time.monotonic()
-                self._reset_peaks(host)
+                if host is not None:
+                    host.reset()
+                if job.device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats(job.device)
                 if self.blocked is not None:
                     self.blocked.take()  # of the warm-up
                 busy_s = strategy.busy_s() if isinstance(strategy, Stages) else 0.0
@@ -231,12 +220,13 @@ class _Measurement:
                     own.blocked_ms.append(self.blocked.take() * 1e3)
                 step_s += ms / 1e3
                 if isinstance(strategy.model, ThreadDataParallel):
-                    own.parts.append(replace(strategy.model.times))
+                    self.parts.append(strategy.model.times_s)
             turn += 1
             enough = len(own.times_ms) >= LEAST_STEPS and (bool(own.quiet_ms) or not quiet_steps)
-            if self._agree(enough and (time.monotonic() - start > seconds or turn >= MOST_STEPS)):
+            over = enough and (time.monotonic() - start > seconds or turn >= MOST_STEPS)
+            if over if self.alone else job.agree([float(over)], f"step: {self.case}, another")[0]:
                 break
-        own.state = measured_state(strategy.network.parameters(), own.state.gradients, self.optimizer)
+        own.state = measured_state(strategy.network.parameters(), self.gradients, self.optimizer)
         if self.blocked is not None and not self.blocked.known:
             own.blocked_ms = []
         own.peak_host_bytes = host.bytes() if host else None
@@ -244,6 +234,8 @@ class _Measurement:
             own.peak_device_bytes = int(torch.cuda.max_memory_allocated(job.device))
         if isinstance(strategy, Stages) and job.device.type == "cpu":
             own.idle_share = max(0.0, 1 - (strategy.busy_s() - busy_s) / step_s)
+        own.expected_idle_share = strategy.expected_bubble() if isinstance(strategy, Stages) else None
+        own.parts_ms = {n: float(np.median([p[n] for p in self.parts])) * 1e3 for n in next(iter(self.parts), ())}
 
     def _step(
         self, strategy: Strategy, images: torch.Tensor, labels: torch.Tensor, exchange: bool, first: bool
@@ -257,52 +249,26 @@ class _Measurement:
         if first:  # not timed: afterwards the gradients are dropped
             threads = isinstance(strategy.model, ThreadDataParallel | nn.DataParallel)  # not counted there
             self.own.saved_bytes = None if threads else saved.peak
-            self.own.state = StateBytes(0, gradient_bytes(strategy.network.parameters()), 0)
+            self.gradients = gradient_bytes(strategy.network.parameters())
         strategy.optimize(self.optimizer)
         self.job.synchronize()
         return (time.perf_counter() - begin) * 1e3
 
-    def _reset_peaks(self, host: HostPeak | None) -> None:
-        if host is not None:
-            host.reset()
-        if self.job.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.job.device)
 
-    def _agree(self, over: bool) -> bool:
-        """Return rank 0's decision."""
-        if self.alone:
-            return over
-        return bool(self.job.agree([float(over)], f"step: {self.case}, another")[0])
-
-    def _block(self, strategy: Strategy, threads: int, noise: BlockNoise | None) -> Block | None:
-        all_own = [self.own] if self.alone else self.job.gather_all(self.own, f"step: {self.case}, collecting")
-        if self.job.rank != 0:
-            return None
-        parts = {
-            name: float(np.median([getattr(p, f"{name}_s") for p in self.own.parts])) * 1e3
-            for name in ("scatter", "replicate", "apply", "gather")
-            if self.own.parts
-        }
-        idle = [o.idle_share for o in all_own if o.idle_share is not None]
-        largest_stage = max(strategy.parameters_by_rank) if isinstance(strategy, Stages) else None
-        return Block(
-            case=self.case,
-            label=label_of(self.case, self.job.device.type, threads),
-            ranks=1 if self.case.strategy in ("single", "single-threads") else self.case.ranks,
-            threads=threads,
-            times_ms=np.max([o.times_ms for o in all_own], axis=0).tolist(),
-            quiet_ms=np.max([o.quiet_ms for o in all_own], axis=0).tolist(),
-            parts_ms=parts,
-            state=max((o.state for o in all_own), key=lambda s: s.total),
-            expected=expected_state(self.case.strategy, self.case.ranks, self.own.parameters, largest_stage),
-            peak_host_bytes=_highest([o.peak_host_bytes for o in all_own]),
-            peak_device_bytes=_highest([o.peak_device_bytes for o in all_own]),
-            idle_share=float(np.mean(idle)) if idle else None,
-            expected_idle_share=strategy.expected_bubble() if isinstance(strategy, Stages) else None,
-            noise=noise,
-            blocked_ms=np.min([o.blocked_ms for o in all_own], axis=0).tolist(),
-            saved_bytes=_highest([o.saved_bytes for o in all_own]),
-        )
+def merged(blocks: list[Block]) -> Block:
+    """Return what all ranks measured, from what each did; the rest is rank 0's."""
+    idle = [b.idle_share for b in blocks if b.idle_share is not None]
+    return replace(
+        blocks[0],
+        times_ms=np.max([b.times_ms for b in blocks], axis=0).tolist(),
+        quiet_ms=np.max([b.quiet_ms for b in blocks], axis=0).tolist(),
+        state=max((b.state for b in blocks), key=lambda s: s.total),
+        peak_host_bytes=_highest([b.peak_host_bytes for b in blocks]),
+        peak_device_bytes=_highest([b.peak_device_bytes for b in blocks]),
+        idle_share=float(np.mean(idle)) if idle else None,
+        blocked_ms=np.min([b.blocked_ms for b in blocks], axis=0).tolist(),
+        saved_bytes=_highest([b.saved_bytes for b in blocks]),
+    )
 
 
 def _highest(values: list[int | None]) -> int | None:
@@ -312,13 +278,60 @@ def _highest(values: list[int | None]) -> int | None:
 
 def label_of(case: Case, device: str, threads: int) -> str:
     """Return the strategy's name for a table."""
-    labels: dict[str, Callable[[], str]] = {
-        "single": lambda: "single process",
-        "single-threads": lambda: f"single process, {threads} threads",
-        "dataparallel": lambda: "DataParallel" if device == "cuda" else "DataParallel (threads)",
-        "ddp": lambda: "DDP",
-        "fsdp": lambda: "FSDP (fully_shard)",
-        "model": lambda: "model parallel",
-        "pipeline": lambda: f"pipeline (1F1B, {micro_batches(case.ranks)} micro-batches)",
-    }
-    return labels[case.strategy]()
+    return {
+        "single": "single process",
+        "single-threads": f"single process, {threads} threads",
+        "dataparallel": "DataParallel" if device == "cuda" else "DataParallel (threads)",
+        "ddp": "DDP",
+        "fsdp": "FSDP (fully_shard)",
+        "model": "model parallel",
+        "pipeline": f"pipeline (1F1B, {micro_batches(case.ranks)} micro-batches)",
+    }[case.strategy]
+
+
+class BlockedTime:
+    """Seconds in which this rank was inside FSDP's all_gathers and reduce_scatters since the last `take`.
+
+    Attributes:
+        known: False once a collective returned before it was complete: its wait is elsewhere.
+    """
+
+    def __init__(self) -> None:
+        self.known = True
+        self._seconds = 0.0
+
+    def add(self, seconds: float) -> None:
+        self._seconds += seconds
+
+    def take(self) -> float:
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
+def watch_collectives(network: nn.Module) -> BlockedTime | None:
+    """Time the collectives of all FSDP modules in `network`; None if this torch has no hook for that."""
+    try:
+        from torch.distributed.fsdp import FSDPModule
+        from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+        gather, scatter = collectives.DefaultAllGather, collectives.DefaultReduceScatter
+        blocked = BlockedTime()
+        for module in network.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_all_gather(_timed(gather, blocked))
+                module.set_custom_reduce_scatter(_timed(scatter, blocked))
+    except (ImportError, AttributeError):
+        return None
+    return blocked
+
+
+def _timed(kind: Any, blocked: BlockedTime) -> Any:
+    class Timed(kind):  # type: ignore[misc]
+        def __call__(self, *args: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            work = super().__call__(*args, **options)
+            blocked.add(time.perf_counter() - began)
+            blocked.known = blocked.known and work is None
+            return work
+
+    return Timed()

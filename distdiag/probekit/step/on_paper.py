@@ -11,9 +11,9 @@ from distdiag.errors import DistdiagError, ExitCode
 from distdiag.probekit.command.options import Options
 from distdiag.probekit.measure import gpus
 from distdiag.probekit.step import possible
-from distdiag.probekit.step.activations import on_meta
 from distdiag.probekit.step.advice import Advice, recommend
 from distdiag.probekit.step.blocks import make_model
+from distdiag.probekit.step.memory import on_meta
 from distdiag.probekit.step.paper import STRATEGIES, PaperRow, Sheet, read_link
 from distdiag.probekit.step.rows import StepRow
 from distdiag.probekit.step.sizes import Counted, Sizes, Stated
@@ -69,11 +69,7 @@ def add_activations(rows: list[StepRow], options: Options, batch: int) -> None:
 
 
 def _strategies(names: list[str]) -> list[str]:
-    """Return the strategies with a formula of memory per device; a single process covers its threads.
-
-    Raises:
-        DistdiagError: none is left.
-    """
+    """Return the strategies with a formula of memory per device; a single process covers its threads."""
     wanted = [n for n in names if n in STRATEGIES or n == "dataparallel"] if names else list(STRATEGIES)
     if not wanted:
         raise DistdiagError(f"--strategies {','.join(names)}: needs as much memory as single", "--strategies single")
@@ -90,11 +86,7 @@ def _sizes(options: Options) -> Sizes:
 
 
 def _smallest_gpu() -> tuple[int, str]:
-    """Return the memory of this host's smallest GPU, as NVML reports it, and its description.
-
-    Raises:
-        DistdiagError: there is none.
-    """
+    """Return the memory of this host's smallest GPU, as NVML reports it, and its description."""
     hint = "give the memory of one device, e.g. --memory 80GiB"
     try:
         with gpus.nvml() as nvml:

@@ -110,7 +110,8 @@ class Sheet:
         buffers = self._buffers(strategy, state)
         activations = sizes.activations(strategy, ranks, self.batch)
         left = self.memory_bytes - state.total - (buffers or 0)
-        samples = self._samples(strategy, ranks)
+        parts = {"ddp": ranks, "fsdp": ranks, "pipeline": micro_batches(ranks)}.get(strategy, 1)
+        samples = -(-self.batch // parts)
         row = PaperRow(
             strategy, _LABELS[strategy], ranks, state.parameters, state.gradients, state.optimizer, buffers, activations,
             left, samples, self._fits(left, activations, samples), self._exchange(strategy, ranks),
@@ -122,10 +123,6 @@ class Sheet:
     def reserve_bytes(self, activations: int | None) -> float:
         """Return the bytes that should stay free in addition to the known sizes."""
         return self.memory_bytes * (_RESERVE_SHARE_WITHOUT_ACTIVATIONS if activations is None else _RESERVE_SHARE)
-
-    def _samples(self, strategy: str, ranks: int) -> int:
-        parts = {"ddp": ranks, "fsdp": ranks, "pipeline": micro_batches(ranks)}.get(strategy, 1)
-        return -(-self.batch // parts)
 
     def _fits(self, left: int, activations: int | None, samples: int) -> str:
         needed = activations or 0
@@ -164,11 +161,7 @@ class Sheet:
 
 
 def read_link(text: str) -> Link:
-    """Return the bus bandwidth: `--link`'s number, or the best of a saved `probe allreduce`.
-
-    Raises:
-        DistdiagError: neither a number above 0 nor such a file.
-    """
+    """Return the bus bandwidth: `--link`'s number, or the best of a saved `probe allreduce`."""
     hint = "GB/s, e.g. 25; or the file of `distdiag probe allreduce --save FILE`"
     try:
         gbps = float(text)

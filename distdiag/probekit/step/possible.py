@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distdiag.errors import DistdiagError
@@ -45,11 +46,7 @@ class Machine:
 
 
 def parse_strategies(text: str) -> list[str]:
-    """Parse `--strategies`: names, their short forms, or `all`.
-
-    Raises:
-        DistdiagError: no such strategy.
-    """
+    """Parse `--strategies`: names, their short forms, or `all`."""
     names: list[str] = []
     for word in filter(None, (part.strip() for part in text.split(","))):
         for name in STRATEGIES if word == ALL else (_ALIASES.get(word, word),):
@@ -81,18 +78,15 @@ def why_not(case: Case, machine: Machine, batch: int) -> str | None:
         return f"{case.ranks} copies need {case.ranks} GPUs, this host has {machine.gpus}"
     if case.strategy in ("fsdp", *STAGED) and cuda and machine.backend == "gloo":
         return "on CUDA it needs NCCL, and so a GPU for each rank"
-    if case.strategy == "fsdp":
-        return _why_no_fsdp()
     if case.strategy == "pipeline" and batch % micro_batches(case.ranks):
         return f"a batch of {batch} cannot be divided into {micro_batches(case.ranks)} equal micro-batches"
     return None
 
 
-def _why_no_fsdp() -> str | None:
-    try:
-        from torch.distributed.fsdp import fully_shard  # noqa: F401
-    except ImportError:
-        import torch
-
-        return f"torch {torch.__version__} has no fully_shard"
-    return None
+def can_run(wanted: Sequence[Case], machine: Machine, batch: int, remedy: str) -> tuple[list[Case], dict[Case, str]]:
+    """Return the cases that can run, and the reason of each that cannot."""
+    reasons = {case: why for case in wanted if (why := why_not(case, machine, batch))}
+    if len(reasons) == len(wanted):
+        case, why = next(iter(reasons.items()))
+        raise DistdiagError(f"{case}: {why}", remedy)
+    return [case for case in wanted if case not in reasons], reasons

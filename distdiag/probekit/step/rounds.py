@@ -15,35 +15,13 @@ from distdiag.probekit.command.options import Options
 from distdiag.probekit.ranks.launch import launch
 from distdiag.probekit.step.blocks import Block, check_batch
 from distdiag.probekit.step.on_paper import add_activations
-from distdiag.probekit.step.possible import SINGLE, STRATEGIES, Case, Machine, why_not
+from distdiag.probekit.step.possible import SINGLE, STRATEGIES, Case, Machine, can_run
 from distdiag.probekit.step.rows import judge, noise_of, rows_of
 from distdiag.probekit.verdict.result import Result, Verdict
 
 ROUNDS = 5
 _BLOCK_S = (0.3, 5.0)  # of measuring in one block, at least and at most
 _START_S = 1.0  # of a block's processes, before the first was measured
-
-
-def plan(options: Options, machine: Machine) -> tuple[list[Case], dict[Case, str]]:
-    """Return the cases that can run, and the reason of each that cannot.
-
-    Raises:
-        DistdiagError: no case can run.
-    """
-    wanted = options.strategies or list(STRATEGIES)
-    cases: list[Case] = []
-    reasons: dict[Case, str] = {}
-    for strategy in wanted:
-        for ranks in [1] if strategy == SINGLE else options.ranks:
-            case = Case(strategy, ranks)
-            if why := why_not(case, machine, options.batch_size):
-                reasons[case] = why
-            else:
-                cases.append(case)
-    if not cases:
-        case, why = next(iter(reasons.items()))
-        raise DistdiagError(f"{case}: {why}", "--strategies all --ranks 1,2 measures at least one process")
-    return cases, reasons
 
 
 def compare(options: Options, machine: Machine, deadline_s: float) -> Result:
@@ -58,7 +36,13 @@ def compare(options: Options, machine: Machine, deadline_s: float) -> Result:
     for ranks in options.ranks:
         check_batch(options.batch_size, ranks)
     began = time.monotonic()
-    cases, reasons = plan(options, machine)
+    wanted = [
+        Case(strategy, ranks)
+        for strategy in options.strategies or STRATEGIES
+        for ranks in ([1] if strategy == SINGLE else options.ranks)
+    ]
+    remedy = "--strategies all --ranks 1,2 measures at least one process"
+    cases, reasons = can_run(wanted, machine, options.batch_size, remedy)
     turns = _Turns(options, cases, reasons, deadline_s)
     turns.run()
     if not turns.blocks:
@@ -98,7 +82,8 @@ class _Turns:
 
     def run(self) -> None:
         for number in range(ROUNDS):
-            if number and time.monotonic() + self._round_s(_BLOCK_S[0]) > self.deadline_s:
+            least_s = len(self.cases) * (self._start_s + _BLOCK_S[0])
+            if number and time.monotonic() + least_s > self.deadline_s:
                 return  # an incomplete round could not be compared
             for i, case in enumerate(list(self.cases) if number % 2 == 0 else list(reversed(self.cases))):
                 left = len(self.cases) * (ROUNDS - number) - i
@@ -106,9 +91,6 @@ class _Turns:
                 if number == 0 and i and time.monotonic() > self.deadline_s:
                     return
                 self._measure(case, min(max(share, _BLOCK_S[0]), _BLOCK_S[1]))
-
-    def _round_s(self, block_s: float) -> float:
-        return len(self.cases) * (self._start_s + block_s)
 
     def _measure(self, case: Case, seconds: float) -> None:
         options = dataclasses.replace(

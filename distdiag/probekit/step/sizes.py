@@ -2,60 +2,38 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import functools
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
 from distdiag.errors import DistdiagError
-from distdiag.probekit.step.activations import expected_activations
+from distdiag.probekit.step.memory import expected_activations
 from distdiag.probekit.step.possible import STAGED, micro_batches
 from distdiag.train.models import count_parameters
-from distdiag.train.strategies.split import Cut, cut, pieces_of
+from distdiag.train.strategies.split import cut, pieces_of
 from distdiag.train.strategies.stages import IMAGE
 
 
-class Sizes(ABC):
-    """A model's numbers of parameters and its activations.
-
-    Args:
-        name: For a sentence.
-        parameters: Of the whole model.
-        gathered: Parameters that FSDP holds gathered at once: a block, and the next one, which it fetches ahead.
-        block: Parameters of the largest block, whose gradients FSDP holds whole before it divides them.
-    """
-
-    name: str
-    parameters: int
-    gathered: int | None = None
-    block: int | None = None
-
-    @abstractmethod
-    def why_not(self, strategy: str, ranks: int) -> str | None:
-        """Return why the model cannot be divided in this way; None if it can."""
-
-    @abstractmethod
-    def largest_stage(self, ranks: int) -> int:
-        """Return the parameters of the largest of `ranks` stages."""
-
-    @abstractmethod
-    def activations(self, strategy: str, ranks: int, batch: int) -> int | None:
-        """Return the bytes saved for backward on the rank that has most; None: not known."""
-
-
 @dataclass
-class Stated(Sizes):
+class Stated:
     """`--params`, with equal stages and blocks.
 
     Args:
+        parameters: Of the whole model.
         layers: Equal blocks; None: not given.
         whole: Activations of the global batch in one process; None: not given.
+        gathered: Parameters that FSDP holds gathered at once: a block, and the next one, which it fetches ahead.
+        block: Parameters of the largest block, whose gradients FSDP holds whole before it divides them.
     """
 
     parameters: int
     layers: int | None = None
     whole: int | None = None
+    gathered: int | None = None
+    block: int | None = None
 
     def __post_init__(self) -> None:
         self.name = f"{_count_text(self.parameters)} parameters"
@@ -64,16 +42,18 @@ class Stated(Sizes):
             self.gathered = self.block * min(2, self.layers)
 
     def why_not(self, strategy: str, ranks: int) -> str | None:
+        """Return why the model cannot be divided in this way; None if it can."""
         if strategy in STAGED and self.layers is not None and ranks > self.layers:
             return f"{ranks} stages, but the model has {self.layers} layers"
         return None
 
     def largest_stage(self, ranks: int) -> int:
+        """Return the parameters of the largest of `ranks` stages."""
         layers = self.layers or self.parameters
         return round(self.parameters * -(-layers // ranks) / layers)
 
     def activations(self, strategy: str, ranks: int, batch: int) -> int | None:
-        """Return the share of the whole batch's activations; stages are equal, and the first of a pipeline has most."""
+        """Return the bytes saved for backward on the rank that has most (of a pipeline, the first); None: not known."""
         if self.whole is None:
             return None
         held = 1.0
@@ -84,8 +64,8 @@ class Stated(Sizes):
         return round(self.whole * held)
 
 
-class Counted(Sizes):
-    """A model on the meta device, whose activations are counted in a forward.
+class Counted:
+    """The same as `Stated`, of a model on the meta device, whose activations are counted in a forward.
 
     Args:
         dtype: Of parameters and activations.
@@ -96,18 +76,14 @@ class Counted(Sizes):
 
         self.name, self.network, self.dtype = name, network.to("meta", dtype=dtype), dtype
         self.parameters = count_parameters(network)
+        self.gathered = self.block = None
         blocks = [count_parameters(b) for b in blocks_of(network)]
         if blocks:
             self.block = max(blocks)
             self.gathered = max(a + b for a, b in zip(blocks, [*blocks[1:], 0], strict=True))
-        self._cuts: dict[int, Cut] = {}
+        self._cut = functools.cache(lambda ranks: cut(pieces_of(network), ranks, IMAGE))
         self.problem: str | None = None
         """Why activations are not known."""
-
-    def _cut(self, ranks: int) -> Cut:
-        if ranks not in self._cuts:
-            self._cuts[ranks] = cut(pieces_of(self.network), ranks, IMAGE)
-        return self._cuts[ranks]
 
     def why_not(self, strategy: str, ranks: int) -> str | None:
         if strategy in STAGED:
@@ -129,6 +105,9 @@ class Counted(Sizes):
         except Exception as e:  # the user's forward, on the meta device
             self.problem = f"the model {_cannot_run(e)}"
             return None
+
+
+Sizes: TypeAlias = Stated | Counted
 
 
 def _cannot_run(error: Exception) -> str:

@@ -21,11 +21,7 @@ _MOST_OF_AXIS = 2.0  # a wide interval is cut off instead of compressing the cha
 
 
 def write(result: Result, path: str) -> None:
-    """Write the charts.
-
-    Raises:
-        DistdiagError: the file cannot be written.
-    """
+    """Write the charts."""
     try:
         Path(path).write_text(draw(result))
     except OSError as e:

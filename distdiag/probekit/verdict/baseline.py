@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from distdiag.errors import DistdiagError
@@ -30,6 +30,7 @@ class Entry:
     key: dict[str, Any]
     noisy: bool
     measures: list[Measure]
+    verdict: str = ""
 
 
 def key_of(result: Result) -> dict[str, Any]:
@@ -47,60 +48,37 @@ def key_of(result: Result) -> dict[str, Any]:
 
 
 def save(path: str, results: list[Result]) -> None:
-    """Write the measures of all results, atomically.
-
-    Raises:
-        DistdiagError: the file cannot be written.
-    """
-    data = {
-        "schema": SCHEMA,
-        "created_unix_s": int(time.time()),
-        "entries": [
-            {
-                "key": key_of(r),
-                "noisy": bool(r.host_noise and r.host_noise.noisy),
-                "verdict": r.verdict,
-                "measures": [dataclasses.asdict(m) for m in r.measures],
-            }
-            for r in results
-            if r.measures
-        ],
-    }
+    """Write the measures of all results, atomically."""
+    entries = [
+        Entry(key_of(r), bool(r.host_noise and r.host_noise.noisy), r.measures, r.verdict)
+        for r in results
+        if r.measures
+    ]
+    data = {"schema": SCHEMA, "created_unix_s": int(time.time()), "entries": entries}
     try:
         with replacing(Path(path).parent, Path(path).name, own=False) as part:
-            part.write_text(json.dumps(data) + "\n")
+            part.write_bytes(msgspec.json.encode(data) + b"\n")
     except OSError as e:
         raise DistdiagError(f"cannot write {path}: {e.strerror}", "choose another file with --save") from e
 
 
 def load(path: str) -> list[Entry]:
-    """Return the entries of a baseline file.
-
-    Raises:
-        DistdiagError: missing, unreadable, or not a baseline of distdiag.
-    """
+    """Return the entries of a baseline file."""
     hint = "`distdiag probe NAME --save FILE` writes one"
     try:
-        data = json.loads(Path(path).read_text())
+        data = msgspec.json.decode(Path(path).read_bytes())
     except FileNotFoundError:
         raise DistdiagError(f"no baseline {path}", hint) from None
     except OSError as e:
         raise DistdiagError(f"cannot read {path}: {e.strerror}", hint) from None
-    except (ValueError, UnicodeDecodeError):
+    except msgspec.DecodeError:
         raise DistdiagError(f"{path} is not a baseline: not JSON", hint) from None
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
         raise DistdiagError(f"{path} is not a baseline: schema {found!r}, not {SCHEMA!r}", hint)
     try:
-        return [
-            Entry(
-                dict(e["key"]),
-                bool(e["noisy"]),
-                [Measure(str(m["key"]), str(m["unit"]), [float(v) for v in m["values"]]) for m in e["measures"]],
-            )
-            for e in data["entries"]
-        ]
-    except (KeyError, TypeError, ValueError):
+        return msgspec.convert(data.get("entries"), list[Entry])
+    except msgspec.ValidationError:
         raise DistdiagError(f"{path} is a damaged baseline", hint) from None
 
 

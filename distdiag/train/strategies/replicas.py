@@ -59,11 +59,7 @@ class DistributedDataParallelism(Strategy):
         return super().build(network)
 
     def _compress(self, how: str) -> None:
-        """Register one of torch's communication hooks.
-
-        Raises:
-            DistdiagError: this backend does not support it.
-        """
+        """Register one of torch's communication hooks."""
         if how == "bf16" and self.ranks.backend != "nccl":
             raise DistdiagError(f"--compress bf16: {self.ranks.backend} cannot sum bfloat16", "--compress fp16")
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,11 +43,8 @@ class FullySharded(Strategy):
         fully_shard(network, mesh=mesh, reshard_after_forward=config.reshard, offload_policy=policy)
         return network
 
-    def gradient_exchange(self, completes_step: bool) -> AbstractContextManager[Any]:
-        return self._exchange(completes_step)
-
     @contextmanager
-    def _exchange(self, completes_step: bool) -> Iterator[None]:
+    def gradient_exchange(self, completes_step: bool) -> Iterator[None]:
         self.network.set_requires_gradient_sync(completes_step)
         yield
 

@@ -26,11 +26,7 @@ class Piece:
 
 
 def pieces_of(network: nn.Module) -> list[Piece]:
-    """Return the steps of a model's forward: from its method `pieces()`, or the children of an `nn.Sequential`.
-
-    Raises:
-        DistdiagError: the model has neither.
-    """
+    """Return the steps of a model's forward: from its method `pieces()`, or the children of an `nn.Sequential`."""
     own: Callable[[], list[Piece]] | None = getattr(network, "pieces", None)  # type: ignore[assignment]
     if callable(own):
         return own()
@@ -88,11 +84,7 @@ class Cut:
 
 
 def cut(pieces: Sequence[Piece], stages: int, sample_shape: tuple[int, ...]) -> Cut:
-    """Divide `pieces` into `stages` so that the largest stage has as few forward FLOPs as possible.
-
-    Raises:
-        DistdiagError: fewer pieces with parameters than stages.
-    """
+    """Divide `pieces` into `stages` so that the largest stage has as few forward FLOPs as possible."""
     starts = [i for i, p in enumerate(pieces) if p.name]
     if len(starts) < stages:
         raise DistdiagError(

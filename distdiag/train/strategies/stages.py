@@ -1,9 +1,11 @@
-"""Model parallel and pipeline: every rank has some layers of the model."""
+"""Model parallel and pipeline: every rank has some layers of the model. Below: the schedules as drawings."""
 
 from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,12 +15,13 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from distdiag.train.precision import autocast
-from distdiag.train.strategies import schedule
 from distdiag.train.strategies.base import Setup, Strategy
 from distdiag.train.strategies.split import Stage, cut, pieces_of
 
 IMAGE = (3, 32, 32)
 MAX_DRAWN_SLOTS = 60  # longer schedules are not drawn
+FORWARD, BACKWARD = "F", "B"
+Action = tuple[str, int, int]  # (F or B, stage, micro-batch)
 
 
 class Stages(Strategy):
@@ -35,15 +38,8 @@ class Stages(Strategy):
         self.per_rank = 2 if self.kind == "interleaved" else 1
         self.skeleton = copy.deepcopy(setup.network).to("meta")
         self._cut = cut(pieces_of(setup.network), ranks.world_size * self.per_rank, IMAGE)
-        self.parameters_by_rank = [
-            sum(
-                p.numel()
-                for pieces in self._cut.stages[r :: ranks.world_size]
-                for piece in pieces
-                for p in piece.module.parameters()
-            )
-            for r in range(ranks.world_size)
-        ]
+        sizes = [sum(p.numel() for piece in pieces for p in piece.module.parameters()) for pieces in self._cut.stages]
+        self.parameters_by_rank = [sum(sizes[r :: ranks.world_size]) for r in range(ranks.world_size)]
         self._step_s = 0.0
         super().__init__(setup)
 
@@ -139,15 +135,14 @@ class Stages(Strategy):
                 for _, actions in sorted(self._schedule.pipeline_order.items())
             ]
         else:
-            order = schedule.order(self.kind, self.ranks.world_size, self.micro_batches)
-            lanes = schedule.slots(order, len(self._cut.stages))
+            lanes = slots(self.kind, self.ranks.world_size, self.micro_batches)
         if max(slot for lane in lanes for slot in lane) < MAX_DRAWN_SLOTS:
-            lines += schedule.drawing(lanes)
+            lines += drawing(lanes)
         return lines
 
     def expected_bubble(self) -> float:
         """Return the share of a step in which a rank has nothing to compute, by formula."""
-        return schedule.bubble(self.ranks.world_size, self.micro_batches, self.per_rank)
+        return bubble(self.ranks.world_size, self.micro_batches, self.per_rank)
 
     def busy_s(self) -> float:
         """Return the seconds since the start in which this rank's stages computed; on a GPU only the host's time."""
@@ -162,9 +157,9 @@ class Stages(Strategy):
         return [text]
 
 
-def _action(action: Any) -> schedule.Action:
+def _action(action: Any) -> Action:
     """Return torch's action as ours."""
-    kind = schedule.FORWARD if action.computation_type.name == "FORWARD" else schedule.BACKWARD
+    kind = FORWARD if action.computation_type.name == "FORWARD" else BACKWARD
     return kind, action.stage_index, action.microbatch_index
 
 
@@ -173,19 +168,21 @@ class TimedStage(PipelineStage):
 
     busy_s = 0.0
 
-    def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
         began = time.perf_counter()
         try:
-            return super().forward_one_chunk(*args, **options)
+            yield
         finally:
             self.busy_s += time.perf_counter() - began
 
+    def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
+        with self._timed():
+            return super().forward_one_chunk(*args, **options)
+
     def backward_one_chunk(self, *args: Any, **options: Any) -> Any:
-        began = time.perf_counter()
-        try:
+        with self._timed():
             return super().backward_one_chunk(*args, **options)
-        finally:
-            self.busy_s += time.perf_counter() - began
 
 
 class _InPrecision(nn.Module):
@@ -198,3 +195,43 @@ class _InPrecision(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with autocast(self.amp, self.device):
             return self.stage(x).float().contiguous()
+
+
+def slots(kind: str, ranks: int, micro_batches: int) -> list[dict[int, Action]]:
+    """Return each rank's actions by time slot, with one stage per rank, if every action takes one slot.
+
+    Args:
+        kind: "gpipe": all forwards, then all backwards. "1f1b": a backward as soon as one can run, with at least as many
+            micro-batches as ranks.
+    """
+    lanes: list[dict[int, Action]] = []
+    for rank in range(ranks):
+        lane: dict[int, Action] = {}
+        later = ranks - 1 - rank  # ranks behind this one, through which a micro-batch goes before its backward
+        for m in range(micro_batches):
+            if kind == "gpipe":
+                forward, backward = rank + m, micro_batches + ranks - 1 + later + m
+            else:
+                forward, backward = rank + (m if m <= later else 2 * m), ranks + later + 2 * m
+            lane[forward], lane[backward] = (FORWARD, rank, m), (BACKWARD, rank, m)
+        lanes.append(lane)
+    return lanes
+
+
+def bubble(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> float:
+    """Return the share of a step in which a rank is idle, if all stages take equally long.
+
+    (p-1) / (v*m + p-1) with p ranks, m micro-batches and v stages per rank (Narayanan et al. 2021, section 2.2).
+    """
+    return (ranks - 1) / (stages_per_rank * micro_batches + ranks - 1)
+
+
+def drawing(lanes: Sequence[Mapping[int, Action]]) -> list[str]:
+    """Return one line per rank, one column per slot: `F0` forward of micro-batch 0, `B0` its backward, `.` idle."""
+    length = max(slot for lane in lanes for slot in lane) + 1
+    width = max(len(f"{a[0]}{a[2]}") for lane in lanes for a in lane.values())
+    return [
+        f"rank {rank}  "
+        + " ".join((f"{lane[s][0]}{lane[s][2]}" if s in lane else ".").ljust(width) for s in range(length)).rstrip()
+        for rank, lane in enumerate(lanes)
+    ]
