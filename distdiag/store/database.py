@@ -81,14 +81,13 @@ class Database:
         """Return rows of a table as Structs; a row that lacks a needed value is left out.
 
         Args:
-            sql: What follows the columns: from FROM on, or for `{}` in it the columns.
+            sql: What follows the table.
             fields: The fields that are columns; empty: all.
         """
         fields = fields or kind.__struct_fields__
         names = ", ".join(self.named(kind.TABLE, fields))
-        sql = sql.format(names) if "{}" in sql else f"SELECT {names} FROM {kind.TABLE} {sql}"
         found = []
-        for row in self.query(sql, args):
+        for row in self.query(f"SELECT {names} FROM {kind.TABLE} {sql}", args):
             known = {name: value for name, value in zip(fields, row, strict=True) if value is not None}
             with contextlib.suppress(msgspec.ValidationError):
                 found.append(msgspec.convert(known, kind, strict=False))  # SQLite has no booleans, but 0 and 1

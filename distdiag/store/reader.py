@@ -204,16 +204,24 @@ class Run(Database):
         """Return step rows from step `first` to `last`, of `ranks` (None = all), by step and rank."""
         if ranks is None:
             return self.structs(StepRow, "WHERE step BETWEEN ? AND ? ORDER BY step, rank", (first, last))
-        return self.structs(StepRow, _seek("{}", len(ranks)), (first, last, *ranks))
+        names = StepRow.__struct_fields__
+        return [StepRow(**dict(zip(names, r[2:], strict=True))) for r in self.step_values(names, first, last, ranks)]
 
-    def step_column(
-        self, column: str, first: int, last: int, ranks: Sequence[int]
-    ) -> list[tuple[int, int, float | None]]:
-        """Return `(rank, step, value)` of one column of table step, for these ranks."""
-        if column not in StepRow.__struct_fields__:
-            raise ValueError(f"no column {column}")
-        (value,) = self.named("step", [column])
-        return self.query(_seek(f"step.rank, step.step, {value}", len(ranks)), (first, last, *ranks))
+    def step_values(
+        self, columns: Sequence[str], first: int, last: int, ranks: Sequence[int], every: int = 1
+    ) -> list[tuple[Any, ...]]:
+        """Return `(step, rank, value, …)` of every so many-th step from `first` to `last`, of these ranks.
+
+        Each row is found by its key: for a range of steps, SQLite would read the rows of all ranks; at 4,096 ranks a
+        thousand times too many.
+        """
+        marks = ",".join("?" * len(ranks))
+        return self.query(
+            "WITH RECURSIVE wanted(n) AS (VALUES (?1) UNION ALL SELECT n + ?3 FROM wanted WHERE n + ?3 <= ?2)"
+            f" SELECT {', '.join(('step.step', 'step.rank', *self.named('step', columns)))} FROM wanted"
+            f" CROSS JOIN step ON step.step = wanted.n AND step.rank IN ({marks})",
+            (first, last, every, *ranks),
+        )
 
     def collectives(self, last_steps: int = 50, t_s: float | None = None, limit: int = 5000) -> list[CollectiveRow]:
         """Return completed collectives of the last steps, newest first; the newest `limit` if steps are not known."""
@@ -297,18 +305,6 @@ class Run(Database):
     def steps_frame(self) -> pd.DataFrame:
         """Return table `step` as a pandas frame: one row per rank and step, ms."""
         return self.table("step")
-
-
-def _seek(columns: str, ranks: int) -> str:
-    """Return SQL for steps ?1 to ?2 of so many ranks (?3 …), each found by its key.
-
-    For a range of steps, SQLite would read the rows of all ranks: at 4,096 ranks a thousand times too many.
-    """
-    marks = ",".join(f"?{i + 3}" for i in range(ranks))
-    return (
-        "WITH RECURSIVE wanted(n) AS (VALUES (?1) UNION ALL SELECT n + 1 FROM wanted WHERE n < ?2)"
-        f" SELECT {columns} FROM wanted CROSS JOIN step ON step.step = wanted.n AND step.rank IN ({marks})"
-    )
 
 
 def open_run(path: Path | str) -> Run:

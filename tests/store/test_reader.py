@@ -82,12 +82,12 @@ def test_columns_that_an_older_version_did_not_write_are_not_measured(tmp_path: 
     with Writer(path) as w:
         w.add([StepRow(rank=0, step=1, step_ms=5.0, comm_ms=2.0, exposed_ms=1.0)])
     with open_run(path) as run:
-        assert run.step_column("exposed_ms", 1, 1, [0]) == [(0, 1, 1.0)]
+        assert run.step_values(["exposed_ms"], 1, 1, [0]) == [(1, 0, 1.0)]
     con = sqlite3.connect(path / "run.db")
     con.executescript("ALTER TABLE step DROP COLUMN comm_ms; ALTER TABLE step DROP COLUMN exposed_ms; DROP TABLE ddp")
     con.close()
     with open_run(path) as run:
-        assert run.ddp() == [] and run.step_column("exposed_ms", 1, 1, [0]) == [(0, 1, None)]
+        assert run.ddp() == [] and run.step_values(["exposed_ms"], 1, 1, [0]) == [(1, 0, None)]
         for steps in (run.steps(1, 1), run.steps(1, 1, [0])):
             assert [(x.step_ms, x.comm_ms, x.exposed_ms) for x in steps] == [(5.0, None, None)]
         assert np.isnan(read_steps(run)["exposed_ms"]).all()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from distdiag.diagnosis.model.findings import CollectiveRef, Finding, Where
-from distdiag.store import filesystem
+from distdiag.store import location
 from distdiag.store.frames import RankRow
 from distdiag.store.liveness import Monitor
 from distdiag.store.reader import open_run
@@ -207,7 +207,7 @@ def test_network_file_systems_are_recognised(path: str, expected: bool) -> None:
         "overlay / overlay rw 0 0\nserver:/x /data/nfs nfs4 rw 0 0\n"
         "sshfs /mnt/sp\\040ace fuse.sshfs rw 0 0\nlus /scratch lustre rw 0 0\n/dev/sda1 /home ext4 rw 0 0\n"
     )
-    assert filesystem.is_network(filesystem.filesystem_type(Path(path), mounts)) is expected
+    assert location.is_network(location.filesystem_type(Path(path), mounts)) is expected
 
 
 def test_the_size_bound_thins_old_rows_and_keeps_new_rows_and_findings(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_the_size_bound_thins_old_rows_and_keeps_new_rows_and_findings(tmp_path:
 
 def test_a_bound_that_cannot_be_kept_is_reported_once(tmp_path: Path) -> None:
     con = sqlite3.connect(tmp_path / "x.db", isolation_level=None)
-    con.executescript((Path(filesystem.__file__).parent / "schema.sql").read_text())
+    con.executescript((Path(location.__file__).parent / "schema.sql").read_text())
     keeper = Keeper(keep_bytes=1000, check_s=0.0)
     reported: list[str] = []
     for _ in range(20):
