@@ -166,7 +166,7 @@ def _once(path: Path, ui: Ui, shape: tuple[int, int] | None, as_json: bool) -> i
     from distdiag.tui import once as printer
 
     if as_json:
-        snap = printer.snapshot(path, ui)
+        snap = printer.take(path, ui)
         if snap.problem is not None:
             raise snap.problem
         say_json(printer.as_json(snap))

@@ -17,7 +17,7 @@ import psutil
 
 from distdiag import cgroups
 from distdiag.doctor.check import Check, failed, passed, skipped, warned
-from distdiag.store import filesystem
+from distdiag.store import location
 from distdiag.terms.units import size_text
 
 GIB = 2**30
@@ -150,13 +150,13 @@ def run_directory(root: Path) -> Check:
         return failed(
             "run directory", f"{root}: cannot be written ({e.strerror})", "set DISTDIAG_RUN_DIR, or use --run-dir"
         )
-    kind = filesystem.filesystem_type(existing)
+    kind = location.filesystem_type(existing)
     found = f"{root} on {kind or 'an unknown file system'}, {size_text(free)} free"
     if free < RUN_BYTES // 10:
         return failed("run directory", found, "free some space, or record elsewhere: DISTDIAG_RUN_DIR, --run-dir")
     if free < RUN_BYTES:
         return warned("run directory", found, "a run may take 2 GiB: lower --keep, or record elsewhere with --run-dir")
-    if filesystem.is_network(kind):
+    if location.is_network(kind):
         return warned(
             "run directory",
             found,

@@ -38,10 +38,10 @@ class Recording:
             self.steps.add(v.rank, steps)
             w.step_times(self.steps.measured(v.rank, v.history.ddp_times.taken()))
             self.collectives.add(v.rank, calls)
-            w.scalars(v.history.scalars())
-        w.steps(self.steps.rows(len(self.views), s.t_s, s, final=over))
+            w.add(v.history.scalars())
+        w.add(self.steps.rows(len(self.views), s.t_s, s, final=over))
         step = max((r.step for r in s.ranks.values()), default=None)
-        w.collectives(self.collectives.rows(s, step))
+        w.add(self.collectives.rows(s, step))
 
     def write_state(self, s: Snapshot, diagnosis: Diagnosis, now: bool) -> None:
         """Write the ranks' newest state, loaders, DDP modules and checks, each if it is due or `now`."""
@@ -49,13 +49,13 @@ class Recording:
         if s.t_s - self._frame_at >= FRAME_S or now:
             self._frame_at = s.t_s
             rows = rank_rows(s, self.views, diagnosis.open())
-            w.ranks(rows)
+            w.add(rows)
             w.frame(s.t_s, diagnosis.state, diagnosis.state_text, rows)
             w.meta(state=diagnosis.state, state_text=diagnosis.state_text, world_size=s.world_size)
         if s.t_s - self._loaders_at >= LOADERS_S or now:
             self._loaders_at = s.t_s
-            w.loaders(loader_rows(s))
-            w.ddp(ddp_rows(s))
+            w.add(loader_rows(s))
+            w.add(ddp_rows(s))
             w.checks(diagnosis.checks.all)
 
     def write_facts(self, s: Snapshot, started_unix_s: float) -> None:

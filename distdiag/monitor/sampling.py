@@ -29,7 +29,7 @@ class Sampling:
     def sample(self, t_s: float, views: Mapping[int, RankView]) -> None:
         """Take one sample of host, processes and GPUs, and write it."""
         row = self.hosts.node_row(t_s)
-        self.writer.hosts([row])
+        self.writer.add([row])
         if row.cpu_pct is not None:
             self.cpu_pct = [*self.cpu_pct[-19:], row.cpu_pct]
         found = []
@@ -47,7 +47,7 @@ class Sampling:
                     v.gauges.memory.append((t_s, self.hosts.private_bytes[q]))
             if v.header.device_total_bytes:
                 v.gauges.device_memory.append((t_s, v.header.device_bytes))
-        self.writer.processes(found)
+        self.writer.add(found)
         self._sample_gpus(t_s, views)
 
     def _sample_gpus(self, t_s: float, views: Mapping[int, RankView]) -> None:
@@ -55,6 +55,6 @@ class Sampling:
             return
         headers = {q: v.header for q, v in views.items()}
         users = Users({h.gpu: q for q, h in headers.items() if h.gpu >= 0}, {h.pid: q for q, h in headers.items()})
-        self.writer.gpus(self.gpus.rows(t_s, users))
+        self.writer.add(self.gpus.rows(t_s, users))
         if self.gpus.absent is not None:
             self.writer.event(t_s, "monitor", "info", f"GPUs are not sampled: {self.gpus.absent}")

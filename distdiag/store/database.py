@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
-import typing
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -13,25 +12,9 @@ import msgspec
 
 from distdiag.store.checked import Connection
 from distdiag.store.opening import ReadStatus, RunUnreadable, inode, rows, unreadable
+from distdiag.store.rows import Row
 
-_T = TypeVar("_T", bound=msgspec.Struct)
-
-
-def _optional(f: msgspec.structs.FieldInfo) -> bool:
-    """True if a field of a row may be None."""
-    return type(None) in typing.get_args(f.type)
-
-
-@cache
-def _replaced(kind: type[msgspec.Struct]) -> dict[int, Any]:
-    """Return what stands for NULL in the fields of a Struct that may not be None: their default, if they have one."""
-    return {i: f.default for i, f in enumerate(msgspec.structs.fields(kind)) if not _optional(f)}
-
-
-@cache
-def _booleans(kind: type[msgspec.Struct]) -> tuple[int, ...]:
-    """Return the indices of the boolean fields of a Struct, which SQLite stores as 0 and 1."""
-    return tuple(i for i, f in enumerate(msgspec.structs.fields(kind)) if f.type in (bool, bool | None))
+_T = TypeVar("_T", bound=Row)
 
 
 class Database:
@@ -94,38 +77,28 @@ class Database:
             self._columns[table] = found
         return [f"{table}.{c}" if c in self._columns[table] else "NULL" for c in columns]
 
-    def structs(
-        self,
-        kind: type[_T],
-        table: str,
-        tail: str = "",
-        args: Sequence[Any] | dict[str, Any] = (),
-        fields: Sequence[str] = (),
-    ) -> list[_T]:
-        """Return rows of a table as Structs, whose first fields are its columns; rows that lack a needed value are left out.
+    def structs(self, kind: type[_T], sql: str, args: Sequence[Any] = (), fields: Sequence[str] = ()) -> list[_T]:
+        """Return rows of a table as Structs; a row that lacks a needed value is left out.
 
         Args:
+            sql: What follows the table.
             fields: The fields that are columns; empty: all.
         """
         fields = fields or kind.__struct_fields__
-        booleans, replaced = _booleans(kind), _replaced(kind)
-        names = ", ".join(self.named(table, fields))
+        names = ", ".join(self.named(kind.TABLE, fields))
         found = []
-        for row in map(list, self.query(f"SELECT {names} FROM {table} {tail}", args)):
-            for i in booleans:
-                row[i] = None if row[i] is None else bool(row[i])
-            for i, default in replaced.items():
-                if i < len(row) and row[i] is None:
-                    row[i] = default
-            if msgspec.NODEFAULT not in row:
-                found.append(kind(**dict(zip(fields, row, strict=True))))
+        for row in self.query(f"SELECT {names} FROM {kind.TABLE} {sql}", args):
+            known = {name: value for name, value in zip(fields, row, strict=True) if value is not None}
+            with contextlib.suppress(msgspec.ValidationError):
+                found.append(msgspec.convert(known, kind, strict=False))  # SQLite has no booleans, but 0 and 1
         return found
 
-    def newest(self, kind: type[_T], table: str, key: str, t_s: float | None) -> list[_T]:
+    def newest(self, kind: type[_T], key: str, t_s: float | None) -> list[_T]:
         """Return the newest row of each key, not after `t_s`."""
+        table = kind.TABLE
         # only the last minute is read, so that the cost does not grow with the run
         newest = self.query(f"SELECT max(t_s) FROM {table} WHERE (?1 IS NULL OR t_s <= ?1)", (t_s,))[0][0]
         if newest is None:
             return []
         last = f"SELECT max(t_s), {key} FROM {table} WHERE t_s > ? AND t_s <= ? GROUP BY {key}"
-        return self.structs(kind, table, f"WHERE (t_s, {key}) IN ({last}) ORDER BY {key}", (newest - 60.0, newest))
+        return self.structs(kind, f"WHERE (t_s, {key}) IN ({last}) ORDER BY {key}", (newest - 60.0, newest))

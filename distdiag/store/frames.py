@@ -8,19 +8,21 @@ import typing
 import zlib
 from array import array
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from dataclasses import dataclass
 
 import msgspec
 
+from distdiag.store.rows import Row
 from distdiag.terms.untrusted import MAX_INT, MAX_RANKS
 
 
-class RankRow(msgspec.Struct, frozen=True, kw_only=True):
+class RankRow(Row, frozen=True, kw_only=True):
     """Newest state of one rank: the columns of table `rank`, then those that only the screen needs.
 
     Frames are stored by column name. A column that is None for all ranks takes no space.
     """
 
+    TABLE = "rank"
     rank: int
     node: int = 0
     local_rank: int = 0
@@ -250,32 +252,16 @@ def _valid(packed: _Packed) -> _Packed:
     return packed
 
 
-def unpack(blob: bytes) -> list[RankRow]:
-    """Return the rows of a packed frame; durations and shares have seven digits, NaN becomes None.
-
-    Raises:
-        msgspec.DecodeError, zlib.error, ValueError: the blob is not a frame.
-    """
-    return unpack_table(blob).rows()
-
-
+@dataclass(frozen=True)
 class Frame:
-    """The screen's data at one moment.
+    """The screen's data at one moment."""
 
-    Attributes:
-        t_s: Seconds since the run began.
-        state: A `findings.State`.
-        state_text: What follows the state's word in the header.
-        table: Every rank, by column.
-    """
+    t_s: float  # seconds since the run began
+    state: str  # a `findings.State`
+    state_text: str  # what follows the state's word in the header
+    table: RankTable  # every rank, by column
 
-    def __init__(self, t_s: float, state: str, state_text: str, table: RankTable) -> None:
-        self.t_s = t_s
-        self.state = state
-        self.state_text = state_text
-        self.table = table
-
-    @cached_property
+    @property
     def ranks(self) -> list[RankRow]:
         """All ranks as rows; for thousands of ranks use `table`."""
         return self.table.rows()

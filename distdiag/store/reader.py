@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -160,15 +160,6 @@ class Run(Database):
         rows = self.query(f"SELECT t_s FROM frame WHERE t_s {way} ? ORDER BY t_s {order} LIMIT ?", (t_s, abs(count)))
         return rows[-1][0] if rows else t_s
 
-    def frames(self, t0_s: float | None = None, t1_s: float | None = None) -> Iterator[Frame]:
-        """Yield the frames from `t0_s` to `t1_s` (both inclusive, None = open), in ascending order."""
-        low = float("-inf") if t0_s is None else t0_s
-        high = float("inf") if t1_s is None else t1_s
-        for (t,) in self.query("SELECT t_s FROM frame WHERE t_s >= ? AND t_s <= ? ORDER BY t_s", (low, high)):
-            frame = self._frame("WHERE t_s = ?", (t,))
-            if frame is not None:
-                yield frame
-
     def _frame(self, where: str, args: Sequence[Any] = ()) -> Frame | None:
         import zlib
 
@@ -187,7 +178,7 @@ class Run(Database):
 
     def ranks(self) -> list[RankRow]:
         """Return the newest state of every rank that wrote, by rank; only the columns of table `rank`."""
-        return self.structs(RankRow, "rank", "ORDER BY rank", fields=TABLE_COLUMNS)
+        return self.structs(RankRow, "ORDER BY rank", fields=TABLE_COLUMNS)
 
     def step_range(self, t_s: float | None = None) -> tuple[int, int] | None:
         """Return the first and the newest step with raw rows, not after `t_s`; None if there is none."""
@@ -212,19 +203,25 @@ class Run(Database):
     def steps(self, first: int, last: int, ranks: Sequence[int] | None = None) -> list[StepRow]:
         """Return step rows from step `first` to `last`, of `ranks` (None = all), by step and rank."""
         if ranks is None:
-            return self.structs(StepRow, "step", "WHERE step BETWEEN ? AND ? ORDER BY step, rank", (first, last))
+            return self.structs(StepRow, "WHERE step BETWEEN ? AND ? ORDER BY step, rank", (first, last))
         names = StepRow.__struct_fields__
-        rows = self.query(_seek(", ".join(self.named("step", names)), len(ranks)), (first, last, *ranks))
-        return [StepRow(**dict(zip(names, r, strict=True))) for r in rows]
+        return [StepRow(**dict(zip(names, r[2:], strict=True))) for r in self.step_values(names, first, last, ranks)]
 
-    def step_column(
-        self, column: str, first: int, last: int, ranks: Sequence[int]
-    ) -> list[tuple[int, int, float | None]]:
-        """Return `(rank, step, value)` of one column of table step, for these ranks."""
-        if column not in StepRow.__struct_fields__:
-            raise ValueError(f"no column {column}")
-        (value,) = self.named("step", [column])
-        return self.query(_seek(f"step.rank, step.step, {value}", len(ranks)), (first, last, *ranks))
+    def step_values(
+        self, columns: Sequence[str], first: int, last: int, ranks: Sequence[int], every: int = 1
+    ) -> list[tuple[Any, ...]]:
+        """Return `(step, rank, value, …)` of every so many-th step from `first` to `last`, of these ranks.
+
+        Each row is found by its key: for a range of steps, SQLite would read the rows of all ranks; at 4,096 ranks a
+        thousand times too many.
+        """
+        marks = ",".join("?" * len(ranks))
+        return self.query(
+            "WITH RECURSIVE wanted(n) AS (VALUES (?1) UNION ALL SELECT n + ?3 FROM wanted WHERE n + ?3 <= ?2)"
+            f" SELECT {', '.join(('step.step', 'step.rank', *self.named('step', columns)))} FROM wanted"
+            f" CROSS JOIN step ON step.step = wanted.n AND step.rank IN ({marks})",
+            (first, last, every, *ranks),
+        )
 
     def collectives(self, last_steps: int = 50, t_s: float | None = None, limit: int = 5000) -> list[CollectiveRow]:
         """Return completed collectives of the last steps, newest first; the newest `limit` if steps are not known."""
@@ -232,7 +229,6 @@ class Run(Database):
         low = -1 if newest is None else newest - last_steps
         return self.structs(
             CollectiveRow,
-            "collective",
             "WHERE (?1 IS NULL OR t_s <= ?1) AND (step IS NULL OR step > ?2) ORDER BY t_s DESC LIMIT ?3",
             (t_s, low, limit),
         )
@@ -252,47 +248,33 @@ class Run(Database):
 
     def hosts(self, t_s: float | None = None) -> list[HostRow]:
         """Return the newest row of each node, not after `t_s`."""
-        return self.newest(HostRow, "host", "node", t_s)
+        return self.newest(HostRow, "node", t_s)
 
     def processes(self, t_s: float | None = None) -> list[ProcessRow]:
         """Return the newest row of each rank's process, not after `t_s`."""
-        return self.newest(ProcessRow, "process", "rank", t_s)
+        return self.newest(ProcessRow, "rank", t_s)
 
     def gpus(self, t_s: float | None = None) -> list[GpuRow]:
         """Return the newest row of each GPU, not after `t_s`, by node and index."""
-        return self.newest(GpuRow, "gpu", "node, gpu", t_s)
-
-    def history(
-        self, table: str, column: str, t0_s: float, t1_s: float, **key: int
-    ) -> list[tuple[float, float | None]]:
-        """Return `(t_s, value)` of one column of host, process or gpu between two times, for one node, rank or GPU."""
-        kinds: dict[str, Any] = {"host": HostRow, "process": ProcessRow, "gpu": GpuRow}
-        if table not in kinds or column not in kinds[table].__struct_fields__:
-            raise ValueError(f"no column {table}.{column}")
-        where = " AND ".join(f"{k} = ?" for k in key)
-        return self.query(
-            f"SELECT t_s, {column} FROM {table} WHERE t_s BETWEEN ? AND ? AND {where} ORDER BY t_s",
-            (t0_s, t1_s, *key.values()),
-        )
+        return self.newest(GpuRow, "node, gpu", t_s)
 
     def loaders(self) -> list[LoaderRow]:
         """Return the newest state of every DataLoader, by rank; empty if none was recorded."""
         if not self.query("SELECT 1 FROM sqlite_master WHERE name = 'loader'"):
             return []
-        return self.structs(LoaderRow, "loader", "ORDER BY rank, loader")
+        return self.structs(LoaderRow, "ORDER BY rank, loader")
 
     def ddp(self) -> list[DdpRow]:
         """Return the newest state of every DDP module, by rank; empty if none was measured."""
         if not self.query("SELECT 1 FROM sqlite_master WHERE name = 'ddp'"):
             return []
-        return self.structs(DdpRow, "ddp", "ORDER BY rank, model")
+        return self.structs(DdpRow, "ORDER BY rank, model")
 
     def scalars(self, name: str | None = None, limit: int = 10_000) -> list[ScalarRow]:
         """Return values that the job logged, newest last."""
-        rows = self.structs(
-            ScalarRow, "scalar", "WHERE (?1 IS NULL OR name = ?1) ORDER BY rowid DESC LIMIT ?2", (name, limit)
-        )
-        return rows[::-1]
+        return self.structs(ScalarRow, "WHERE (?1 IS NULL OR name = ?1) ORDER BY rowid DESC LIMIT ?2", (name, limit))[
+            ::-1
+        ]
 
     def probes(self) -> list[ProbeResult]:
         """Return the probe results recorded into this run, oldest first."""
@@ -323,18 +305,6 @@ class Run(Database):
     def steps_frame(self) -> pd.DataFrame:
         """Return table `step` as a pandas frame: one row per rank and step, ms."""
         return self.table("step")
-
-
-def _seek(columns: str, ranks: int) -> str:
-    """Return SQL for steps ?1 to ?2 of so many ranks (?3 …), each found by its key.
-
-    For a range of steps, SQLite would read the rows of all ranks: at 4,096 ranks a thousand times too many.
-    """
-    marks = ",".join(f"?{i + 3}" for i in range(ranks))
-    return (
-        "WITH RECURSIVE wanted(n) AS (VALUES (?1) UNION ALL SELECT n + 1 FROM wanted WHERE n < ?2)"
-        f" SELECT {columns} FROM wanted CROSS JOIN step ON step.step = wanted.n AND step.rank IN ({marks})"
-    )
 
 
 def open_run(path: Path | str) -> Run:

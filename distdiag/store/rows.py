@@ -5,12 +5,21 @@ None means not measured and becomes NULL. Times are seconds since the run began.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import msgspec
 
 
-class StepRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class Row(msgspec.Struct, frozen=True):
+    """A row that is written and read as a whole."""
+
+    TABLE: ClassVar[str]
+
+
+class StepRow(Row, frozen=True, kw_only=True, gc=False):
     """One optimizer step of one rank, ms; `self_ms = step_ms - wait_ms`."""
 
+    TABLE = "step"
     rank: int
     step: int
     epoch: int | None = None
@@ -43,9 +52,10 @@ class StepTimesRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     step: int
 
 
-class DdpRow(msgspec.Struct, frozen=True, kw_only=True):
+class DdpRow(Row, frozen=True, kw_only=True):
     """Gradients and buckets of one DDP module of one rank, newest state."""
 
+    TABLE = "ddp"
     rank: int
     model: int = 0  # index in the order of wrapping
     name: str | None = None  # class of the module
@@ -60,12 +70,13 @@ class DdpRow(msgspec.Struct, frozen=True, kw_only=True):
     dtypes: str | None = None
 
 
-class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class CollectiveRow(Row, frozen=True, kw_only=True, gc=False):
     """One collective that all members completed; `duration_us` on the rank that arrived last.
 
     `arrivals_us` are whole microseconds after the first arrival, '0,12,340', in the order of the group's ranks.
     """
 
+    TABLE = "collective"
     pgroup: str
     seq: int
     op: str
@@ -89,9 +100,10 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
     backend: str = ""
 
 
-class HostRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class HostRow(Row, frozen=True, kw_only=True, gc=False):
     """One node at one moment (psutil)."""
 
+    TABLE = "host"
     t_s: float
     node: int = 0
     host: str = ""
@@ -106,9 +118,10 @@ class HostRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     net_recv_bytes_per_s: float | None = None
 
 
-class ProcessRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class ProcessRow(Row, frozen=True, kw_only=True, gc=False):
     """One rank's process and its children at one moment (psutil); 100 % = one core."""
 
+    TABLE = "process"
     t_s: float
     rank: int
     cpu_pct: float | None = None
@@ -120,9 +133,10 @@ class ProcessRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     write_bytes_per_s: float | None = None
 
 
-class GpuRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class GpuRow(Row, frozen=True, kw_only=True, gc=False):
     """One GPU at one moment (NVML); `throttle` holds NVML's reasons, comma-separated, '' = none."""
 
+    TABLE = "gpu"
     t_s: float
     node: int
     gpu: int
@@ -148,9 +162,10 @@ class GpuRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     processes: int | None = None
 
 
-class ScalarRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class ScalarRow(Row, frozen=True, kw_only=True, gc=False):
     """One value that the job logged."""
 
+    TABLE = "scalar"
     rank: int
     step: int | None
     name: str
@@ -158,9 +173,10 @@ class ScalarRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     t_s: float | None = None
 
 
-class LoaderRow(msgspec.Struct, frozen=True, kw_only=True):
+class LoaderRow(Row, frozen=True, kw_only=True):
     """One DataLoader of one rank, newest state; what the Data screen shows."""
 
+    TABLE = "loader"
     rank: int
     loader: int = 0  # index of the loader on its rank
     file: str | None = None

@@ -20,20 +20,10 @@ import msgspec
 from distdiag import files
 from distdiag.diagnosis.model.findings import Check, Finding
 from distdiag.store import SCHEMA_VERSION
+from distdiag.store import rows as kinds
 from distdiag.store.frames import TABLE_COLUMNS, RankRow, pack
 from distdiag.store.location import Location
-from distdiag.store.rows import (
-    CollectiveRow,
-    DdpRow,
-    GpuRow,
-    GroupRow,
-    HostRow,
-    LoaderRow,
-    ProcessRow,
-    ScalarRow,
-    StepRow,
-    StepTimesRow,
-)
+from distdiag.store.rows import GroupRow, Row, StepTimesRow
 from distdiag.store.thinning import Keeper
 from distdiag.terms.ranks import fold_ranks
 
@@ -46,24 +36,18 @@ MAX_PENDING_ROWS = 200_000  # while the disk refuses: about 60 MB of step rows
 _INT64 = 2**63
 
 
-def _insert(table: str, columns: Sequence[str], verb: str = "INSERT OR REPLACE") -> str:
-    return f"{verb} INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
+def _insert(kind: type[Row]) -> str:
+    columns = TABLE_COLUMNS if kind is RankRow else kind.__struct_fields__
+    return f"INSERT OR REPLACE INTO {kind.TABLE} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
 
 
 _META = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
 _FRAME = "INSERT OR REPLACE INTO frame VALUES (?, ?, ?, ?)"
 _EVENT = "INSERT INTO event VALUES (?, ?, ?, ?)"
-_RANK = _insert("rank", TABLE_COLUMNS)
-_STEP = _insert("step", StepRow.__struct_fields__)
+_ROWS = {kind: _insert(kind) for kind in Row.__subclasses__()}
+_RANK = _ROWS[RankRow]
 _STEP_TIMES = "UPDATE step SET comm_ms = ?, exposed_ms = ? WHERE rank = ? AND step = ?"
-_DDP = _insert("ddp", DdpRow.__struct_fields__)
-_COLLECTIVE = _insert("collective", CollectiveRow.__struct_fields__)
 _GROUP = "INSERT OR REPLACE INTO pgroup VALUES (?, ?, ?, ?, ?)"
-_HOST = _insert("host", HostRow.__struct_fields__)
-_PROCESS = _insert("process", ProcessRow.__struct_fields__)
-_GPU = _insert("gpu", GpuRow.__struct_fields__)
-_LOADER = _insert("loader", LoaderRow.__struct_fields__)
-_SCALAR = _insert("scalar", ScalarRow.__struct_fields__, "INSERT")
 _PROBE = "INSERT INTO probe VALUES (?, ?, ?, ?)"
 _FINDING = """
 INSERT INTO finding (key, kind, cause, severity, certainty, first_seen_s, detected_s, cleared_s, message, json)
@@ -72,7 +56,9 @@ ON CONFLICT (key) DO UPDATE SET severity = excluded.severity, certainty = exclud
   first_seen_s = coalesce(excluded.first_seen_s, first_seen_s), detected_s = coalesce(excluded.detected_s, detected_s),
   cleared_s = excluded.cleared_s, message = excluded.message, json = excluded.json
 """
-_BULK = frozenset({_FRAME, _STEP, _COLLECTIVE, _HOST, _PROCESS, _GPU, _SCALAR})  # may be dropped, oldest first
+# may be dropped, oldest first
+_MANY = (kinds.StepRow, kinds.CollectiveRow, kinds.HostRow, kinds.ProcessRow, kinds.GpuRow, kinds.ScalarRow)
+_BULK = frozenset({_FRAME, *(_ROWS[kind] for kind in _MANY)})
 
 _encode = msgspec.json.Encoder()
 
@@ -179,10 +165,16 @@ class Writer:
             _META, [(k, None if v is None else str(int(v) if isinstance(v, bool) else v)) for k, v in values.items()]
         )
 
-    def ranks(self, rows: list[RankRow]) -> None:
-        """Replace the newest state of these ranks."""
-        n = len(TABLE_COLUMNS)
-        self._add(_RANK, (msgspec.structs.astuple(r)[:n] for r in rows))
+    def add(self, rows: Sequence[Row]) -> None:
+        """Write rows of one type into its table; each replaces the row with its key."""
+        if rows:
+            kind = type(rows[0])
+            values: Iterable[tuple[Any, ...]] = map(msgspec.structs.astuple, rows)
+            if kind is RankRow:
+                values = (v[: len(TABLE_COLUMNS)] for v in values)
+            elif kind in (kinds.DdpRow, kinds.LoaderRow):  # of what a page has, some numbers are unsigned
+                values = (tuple(map(_value, v)) for v in values)
+            self._add(_ROWS[kind], values)
 
     def frame(self, t_s: float, state: str, state_text: str, rows: list[RankRow]) -> None:
         """Add a frame: the screen's data at this time.
@@ -197,38 +189,12 @@ class Writer:
         self._add(_FRAME, [(t_s, str(state), state_text, pack(rows))])
         self.meta(state=str(state))
 
-    def steps(self, rows: list[StepRow]) -> None:
-        self._add(_STEP, map(msgspec.structs.astuple, rows))
-
     def step_times(self, rows: list[StepTimesRow]) -> None:
         """Add DDP's times to steps that are already written."""
         self._add(_STEP_TIMES, map(msgspec.structs.astuple, rows))
 
-    def ddp(self, rows: list[DdpRow]) -> None:
-        """Replace the newest state of these DDP modules."""
-        self._add(_DDP, (tuple(map(_value, msgspec.structs.astuple(r))) for r in rows))
-
-    def collectives(self, rows: list[CollectiveRow]) -> None:
-        self._add(_COLLECTIVE, map(msgspec.structs.astuple, rows))
-
     def groups(self, rows: list[GroupRow]) -> None:
         self._add(_GROUP, ((g.name, g.description, g.backend, len(g.ranks), fold_ranks(g.ranks)) for g in rows))
-
-    def hosts(self, rows: list[HostRow]) -> None:
-        self._add(_HOST, map(msgspec.structs.astuple, rows))
-
-    def processes(self, rows: list[ProcessRow]) -> None:
-        self._add(_PROCESS, map(msgspec.structs.astuple, rows))
-
-    def gpus(self, rows: list[GpuRow]) -> None:
-        self._add(_GPU, map(msgspec.structs.astuple, rows))
-
-    def scalars(self, rows: list[ScalarRow]) -> None:
-        self._add(_SCALAR, map(msgspec.structs.astuple, rows))
-
-    def loaders(self, rows: list[LoaderRow]) -> None:
-        """Replace the newest state of these DataLoaders."""
-        self._add(_LOADER, (tuple(map(_value, msgspec.structs.astuple(r))) for r in rows))
 
     def finding(self, finding: Finding) -> None:
         """Insert a finding, or update the record with its key; known times are kept."""

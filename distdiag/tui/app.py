@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import Binding
+from textual.command import Hit, Hits, Provider
 from textual.message import Message
 from textual.screen import Screen
 from textual.widgets import Input
 
-from distdiag.tui.commands import RankCommands, system_commands
 from distdiag.tui.data import filters
+from distdiag.tui.data.order import ORDERS
 from distdiag.tui.data.snapshot import Request, Snapshot
 from distdiag.tui.data.source import Source
 from distdiag.tui.draw.canvas import Canvas
@@ -30,6 +33,19 @@ from distdiag.tui.ui import Ui
 MIN_WIDTH, MIN_HEIGHT = 60, 16
 ANSWER_LINES = 3
 LATE_S = 0.08  # a screen whose data have not come by then is drawn without them
+
+
+class RankCommands(Provider):
+    """`12`, `rank 12`: opens that rank."""
+
+    async def search(self, query: str) -> Hits:
+        m = re.fullmatch(r"\s*(?:go\s*to\s*)?(?:rank\s*)?(\d+)\s*", query, re.IGNORECASE)
+        navigation = getattr(self.app, "navigation", None)
+        if m is None or navigation is None:
+            return
+        rank = int(m[1])
+        if rank < navigation.app.snap.summary.n:
+            yield Hit(1.0, f"Go to rank {rank}", partial(navigation.open_rank, rank), help="open the rank's own screen")
 
 
 class DistdiagApp(App[None]):
@@ -286,7 +302,34 @@ class DistdiagApp(App[None]):
     # -- palette ------------------------------------------------------------------------------------------------
 
     def get_system_commands(self, screen: Screen) -> Iterable[SystemCommand]:
-        return system_commands(self, self.navigation, self.files)
+        """Yield all key actions by name, and further commands."""
+        for key in KEYS:
+            if key.action.startswith("show("):
+                name = key.action[6:-2]
+                yield SystemCommand(
+                    f"Screen: {key.label}", f"{key.help} ({key.shown})", partial(self.navigation.action_show, name)
+                )
+        for order in ORDERS:
+            yield SystemCommand(
+                f"Sort by {order.title}", "order of the rank table", partial(self.navigation.sort_by, order.key)
+            )
+        for text, meaning in (
+            ("sev>=warn", "only ranks with a finding"),
+            ("life:running", "only running ranks"),
+            ("", "all ranks"),
+        ):
+            yield SystemCommand(f"Filter: {text or 'off'}", meaning, partial(self.set_filter, text))
+        yield SystemCommand("Follow the worst rank", "the cursor stays on top (f)", self.navigation.action_follow)
+        yield SystemCommand("Group by node", "or by rank again (g)", self.navigation.action_group)
+        yield SystemCommand(
+            "Pause or resume", "hold this moment; the job keeps running (space)", self.navigation.action_pause
+        )
+        yield SystemCommand("Go to the first moment", "replay from the beginning", self.navigation.action_first_moment)
+        yield SystemCommand("Go to rank …", "type the number of the rank instead", self.action_command_palette)
+        yield SystemCommand("Export snapshot", "as JSON (e)", self.files.action_export)
+        yield SystemCommand("Picture of the screen", "as SVG (P)", self.files.action_picture)
+        yield SystemCommand("Theme", "colours, light and dark", self.action_change_theme)
+        yield SystemCommand("Quit", "the job is not affected (q)", partial(self.run_action, "leave(0)"))
 
 
 def _light_terminal() -> bool:

@@ -14,25 +14,15 @@ from distdiag.tui.ui import Ui
 
 @dataclass(frozen=True)
 class Key:
-    """One key.
+    """One key."""
 
-    Attributes:
-        keys: Textual's names, comma-separated; the first is shown.
-        action: What it does, in the app's words.
-        label: In the key bar; empty = never shown there.
-        help: One line of the help.
-        shown: As a person writes it.
-        pages: Where it means something; empty = everywhere.
-        needs: "live", "over", "paused", "running", "list", "" — when the key bar shows it.
-    """
-
-    keys: str
-    action: str
-    label: str
-    help: str
-    shown: str
-    pages: tuple[str, ...] = ()
-    needs: str = ""
+    keys: str  # textual's names, comma-separated; the first is shown
+    action: str  # what it does, in the app's words
+    label: str  # in the key bar; empty = never shown there
+    help: str  # one line of the help
+    shown: str  # as a person writes it
+    pages: tuple[str, ...] = ()  # where it means something; empty = everywhere
+    needs: str = ""  # when the key bar shows it: "live", "running", "paused"; empty = always
 
     @property
     def id(self) -> str:

@@ -37,22 +37,13 @@ _CODES = {
 _COLOURS = frozenset({"error", "warning", "accent", "data", "forward", "backward", "optimizer"})
 
 
-def take(run: Path, page: Page, ui: Ui, width: int, height: int) -> Snapshot:
-    """Return one snapshot for one page; for an unreadable run it has the reason."""
+def take(run: Path, ui: Ui, page: Page | None = None, width: int = 0, height: int = 0) -> Snapshot:
+    """Return one snapshot, for one page or without any screen; for an unreadable run it has the reason."""
     try:
         with open_run(run) as opened:
-            taker = Taker(opened, readers())
+            taker = Taker(opened, readers() if page is not None else {})
             base = taker.take(Request("", ui.paused_at_s))  # the frame alone decides which ranks are shown
-            return taker.take(page.request(base, ui, width, height))
-    except RunUnreadable as e:
-        return Snapshot(run, problem=e)
-
-
-def snapshot(run: Path, ui: Ui) -> Snapshot:
-    """Return one snapshot without any screen: for `--once --json`."""
-    try:
-        with open_run(run) as opened:
-            return Taker(opened, {}).take(Request("", ui.paused_at_s))
+            return base if page is None else taker.take(page.request(base, ui, width, height))
     except RunUnreadable as e:
         return Snapshot(run, problem=e)
 
@@ -64,12 +55,12 @@ def screen(run: Path, ui: Ui, width: int, height: int | None) -> tuple[list[Line
     tall = height
     if tall is None:
         # room for every row: the frame says how many there are
-        first = take(run, page, ui, width, 24)
+        first = take(run, ui, page, width, 24)
         rows = first.summary.n + sum(len(f.where) + len(f.names) + 24 for f in first.findings)
         tall = max(24, rows + 40)
         if ui.page == "stacks":
             tall += len(getattr(first.panel, "lines", ()))
-    snap = take(run, page, ui, width, tall)
+    snap = take(run, ui, page, width, tall)
     lines = [fitted(x, width) for x in page.render(snap, ui, width, tall).lines]
     if ui.ascii:
         lines = [ascii_line(x) for x in lines]

@@ -10,13 +10,7 @@ from distdiag.tui.data.filters import Filter
 
 @dataclass
 class Ui:
-    """State of one viewer.
-
-    Attributes:
-        warn_pct: From this share of the step time on, a rank's Δ self is drawn as a warning.
-        error_pct: From this share on, as an error.
-        paused_at_s: Moment of the run that is shown instead of the newest.
-    """
+    """State of one viewer."""
 
     page: str = "ranks"
     back: list[str] = field(default_factory=list)
@@ -34,11 +28,11 @@ class Ui:
     span_s: float | None = None  # seconds of the timeline; None as many as the job needs
     until_s: float | None = None  # its right edge; None follows the job
     rank: int | None = None  # of the detail page
-    paused_at_s: float | None = None
+    paused_at_s: float | None = None  # moment of the run that is shown instead of the newest
     ascii: bool = False
     colour: bool = True  # False: phases are letters, heat is digits
-    warn_pct: float = 5.0
-    error_pct: float = 20.0
+    warn_pct: float = 5.0  # from this share of the step time on, a rank's Δ self is drawn as a warning
+    error_pct: float = 20.0  # from this share on, as an error
     interactive: bool = True  # False for --once: no cursor, no key bar
     message: str = ""  # answers the last key; gone with the next
     explained: tuple[str, ...] = ()  # what was on the screen `explained_page` when `?` was pressed

@@ -57,7 +57,7 @@ FINDING = Finding(
 def a_run(path: Path, *findings: Finding, ranks: int = 2, **meta: object) -> str:
     with Writer(path) as w:
         w.meta(**{"world_size": 2, "state": "running", **meta})
-        w.ranks([RankRow(rank=r, life="running", step=3) for r in range(ranks)])
+        w.add([RankRow(rank=r, life="running", step=3) for r in range(ranks)])
         for f in findings:
             w.finding(f)
     return str(path)

@@ -75,7 +75,7 @@ def test_a_complete_recorder_has_no_finding(run: Run) -> None:
     facts = json.dumps({"torch": "2.13.0", "cuda": None, "backend": "gloo"})
     for page in run.pages:
         page.header.facts = page.text(facts)
-    run.writer.steps([StepRow(rank=0, step=1, step_ms=1.0)])
+    run.writer.add([StepRow(rank=0, step=1, step_ms=1.0)])
     assert run.writer.commit()
     assert run.poll() == [] and run.own.found == []
 
@@ -154,7 +154,7 @@ def full(writer: Writer) -> None:
 
 def test_a_full_disk_is_reported_once_and_kept_for_summary_and_database(run: Run) -> None:
     full(run.writer)
-    run.writer.steps([StepRow(rank=0, step=k, step_ms=1.0) for k in range(20_000)])
+    run.writer.add([StepRow(rank=0, step=k, step_ms=1.0) for k in range(20_000)])
     assert not run.writer.commit()
     f = only(run.poll())
     assert (f.cause, f.severity, f.culprits) == ("disk_full", "warning", ())
@@ -172,7 +172,7 @@ def test_a_full_disk_is_reported_once_and_kept_for_summary_and_database(run: Run
 
 def test_a_failed_write_that_was_retried_before_the_poll_is_no_finding(run: Run) -> None:
     full(run.writer)
-    run.writer.steps([StepRow(rank=0, step=k, step_ms=1.0) for k in range(20_000)])
+    run.writer.add([StepRow(rank=0, step=k, step_ms=1.0) for k in range(20_000)])
     assert not run.writer.commit() and run.writer._con is not None
     run.writer._con.execute("PRAGMA max_page_count = 1000000")
     run.writer._retry_at = 0.0

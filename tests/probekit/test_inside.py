@@ -42,7 +42,7 @@ def run_dir(tmp_path: Path) -> Iterator[Path]:
     path.mkdir()
     with Writer(path) as writer:  # open as long as the test runs: a live monitor
         writer.meta(started_unix_s=time.time(), heartbeat_unix_s=time.time(), name="mine", world_size=2)
-        writer.collectives(
+        writer.add(
             [
                 CollectiveRow(
                     pgroup="default_pg", seq=i, op="all_reduce", dtype="float32", bytes=4_000_000, ranks=2, t_s=float(i),

@@ -81,9 +81,9 @@ def make_run(
                         loss=2.3 / step, rss_bytes=500 * 2**20 + r,
                     )
                 )  # fmt: skip
-            w.steps(last)
+            w.add(last)
             for bucket in range(2):
-                w.collectives(
+                w.add(
                     [
                         CollectiveRow(
                             pgroup="default_pg", seq=2 * step + bucket, op="all_reduce", dtype="float32",
@@ -100,11 +100,11 @@ def make_run(
             )
             for r in range(ranks)
         ]  # fmt: skip
-        w.ranks(rows)
+        w.add(rows)
         w.frame(t, state, "", rows)
         w.groups([GroupRow(name="default_pg", ranks=tuple(range(ranks)), backend="gloo")])
         for second in range(3):
-            w.hosts(
+            w.add(
                 [
                     HostRow(
                         t_s=float(second), host=host, cpu_pct=50.0, load1=2.0, cores=8, memory_used_bytes=(second + 1) * 2**30,
@@ -113,7 +113,7 @@ def make_run(
                 ]
             )  # fmt: skip
             if gpus:
-                w.gpus(
+                w.add(
                     [
                         GpuRow(
                             t_s=float(second), node=0, gpu=g, name="NVIDIA H100", rank=g, utilization_pct=90.0,
@@ -124,7 +124,7 @@ def make_run(
                         for g in range(ranks)
                     ]
                 )  # fmt: skip
-        w.loaders([LoaderRow(rank=0, file="/home/me/train.py", line=40, length=100, batch_size=samples, workers=2,
+        w.add([LoaderRow(rank=0, file="/home/me/train.py", line=40, length=100, batch_size=samples, workers=2,
                              drop_last=True, distributed_sampler=False)])  # fmt: skip
         w.event(1.0, "monitor", "warning", "no NVIDIA driver")
         w.probe(2.0, "allreduce", "pass", "{}")

@@ -72,8 +72,8 @@ def test_long_runs_are_sampled_by_whole_steps(tmp_path: Path) -> None:
 
 def test_a_step_that_is_not_complete_on_all_ranks_does_not_count(tmp_path: Path) -> None:
     with Writer(tmp_path / "r") as w:
-        w.steps([StepRow(rank=r, step=s, t_end_s=float(s), step_ms=10.0) for s in (1, 2) for r in (0, 1)])
-        w.steps([StepRow(rank=0, step=3, t_end_s=3.0, step_ms=1.0)])
+        w.add([StepRow(rank=r, step=s, t_end_s=float(s), step_ms=10.0) for s in (1, 2) for r in (0, 1)])
+        w.add([StepRow(rank=0, step=3, t_end_s=3.0, step_ms=1.0)])
     with open_run(tmp_path / "r") as run:
         assert job_steps(read_steps(run)).step.tolist() == [1, 2]
 

@@ -27,7 +27,7 @@ def run(tmp_path: Path) -> Run:
     with Writer(tmp_path / "run") as w:
         w.frame(4.0, "running", "", [RankRow(rank=0, step=40), RankRow(rank=1, step=40)])
         for rank in (0, 1):
-            w.steps(
+            w.add(
                 [
                     StepRow(
                         rank=rank, step=step, t_end_s=step / 10, step_ms=100.0, wait_ms=40.0,
@@ -37,7 +37,7 @@ def run(tmp_path: Path) -> Run:
                     for step in range(1, 41)
                 ]
             )  # fmt: skip
-            w.ddp(
+            w.add(
                 [
                     DdpRow(
                         rank=rank,
@@ -49,7 +49,7 @@ def run(tmp_path: Path) -> Run:
                     )
                 ]
             )
-        w.collectives(
+        w.add(
             [
                 CollectiveRow(pgroup="default_pg", seq=i, op="all_reduce", bytes=12, ranks=2, t_s=i / 100,
                               duration_us=100.0, skew_us=900.0, late_rank=1, step=i // 10 + 1)
@@ -91,7 +91,7 @@ def test_reports_comparisons_and_traces_show_gradients(run: Run) -> None:
 
 def test_a_run_without_ddp_has_no_gradients(tmp_path: Path) -> None:
     with Writer(tmp_path / "run") as w:
-        w.steps([StepRow(rank=0, step=1, t_end_s=0.1, step_ms=100.0)])
+        w.add([StepRow(rank=0, step=1, t_end_s=0.1, step_ms=100.0)])
     with open_run(tmp_path / "run") as run:
         assert read_gradients(run) is None and run.report().gradients is None
         assert "Gradients" not in text.render(read_facts(run))

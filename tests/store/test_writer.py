@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from distdiag.diagnosis.model.findings import CollectiveRef, Finding, Where
-from distdiag.store import filesystem
+from distdiag.store import location
 from distdiag.store.frames import RankRow
 from distdiag.store.liveness import Monitor
 from distdiag.store.reader import open_run
@@ -27,22 +27,22 @@ def _row(rank: int, step: int = 7) -> RankRow:
 def test_rows_of_every_table_come_back(tmp_path: Path) -> None:
     with Writer(tmp_path / "r") as w:
         w.meta(name="job", world_size=2, started_unix_s=1.5, amp=True, max_steps=None)
-        w.ranks([_row(0), _row(1)])
+        w.add([_row(0), _row(1)])
         w.frame(1.0, "running", "2 ranks", [_row(0), _row(1)])
-        w.steps(
+        w.add(
             [
                 StepRow(rank=r, step=s, t_end_s=s * 0.1, step_ms=100.0, self_ms=90.0 + r)
                 for s in range(1, 5)
                 for r in (0, 1)
             ]
         )
-        w.collectives([CollectiveRow(pgroup="default_pg", seq=1, op="all_reduce", t_s=0.1, step=1, bytes=4096)])
+        w.add([CollectiveRow(pgroup="default_pg", seq=1, op="all_reduce", t_s=0.1, step=1, bytes=4096)])
         w.groups([GroupRow(name="default_pg", ranks=(0, 1), backend="gloo")])
-        w.hosts([HostRow(t_s=1.0, node=0, host="node0", cpu_pct=50.0)])
-        w.processes([ProcessRow(t_s=1.0, rank=1, cpu_pct=99.0)])
-        w.gpus([GpuRow(t_s=1.0, node=0, gpu=0, rank=0, utilization_pct=80.0, throttle="")])
-        w.scalars([ScalarRow(rank=0, step=1, name="loss", value=2.3, t_s=0.1)])
-        w.loaders([LoaderRow(rank=0, length=10, fingerprint=2**64 - 1)])
+        w.add([HostRow(t_s=1.0, node=0, host="node0", cpu_pct=50.0)])
+        w.add([ProcessRow(t_s=1.0, rank=1, cpu_pct=99.0)])
+        w.add([GpuRow(t_s=1.0, node=0, gpu=0, rank=0, utilization_pct=80.0, throttle="")])
+        w.add([ScalarRow(rank=0, step=1, name="loss", value=2.3, t_s=0.1)])
+        w.add([LoaderRow(rank=0, length=10, fingerprint=2**64 - 1)])
         w.probe(2.0, "allreduce", "pass", "{}")
         w.event(0.5, "monitor", "info", "no NVIDIA driver")
         assert w.commit()
@@ -59,7 +59,7 @@ def test_rows_of_every_table_come_back(tmp_path: Path) -> None:
         assert run.collectives()[0].bytes == 4096
         assert run.groups()[0].ranks == (0, 1)
         assert run.hosts()[0].cpu_pct == 50.0 and run.processes()[0].rank == 1 and run.gpus()[0].throttle == ""
-        assert run.history("gpu", "utilization_pct", 0, 9, node=0, gpu=0) == [(1.0, 80.0)]
+        assert run.query("SELECT t_s, utilization_pct FROM gpu") == [(1.0, 80.0)]
         assert run.scalars("loss")[0].value == 2.3
         assert run.loaders()[0].fingerprint == -1
         assert run.probes()[0].verdict == "pass" and run.events()[0].text == "no NVIDIA driver"
@@ -91,7 +91,7 @@ def test_a_finding_keeps_one_record_as_it_develops_and_clears(tmp_path: Path) ->
 
 def test_nan_is_stored_as_null(tmp_path: Path) -> None:
     with Writer(tmp_path) as w:
-        w.steps([StepRow(rank=0, step=1, loss=math.nan), StepRow(rank=0, step=2, loss=math.inf)])
+        w.add([StepRow(rank=0, step=1, loss=math.nan), StepRow(rank=0, step=2, loss=math.inf)])
     with open_run(tmp_path) as run:
         assert [s.loss for s in run.steps(1, 2)] == [None, math.inf]
 
@@ -101,7 +101,7 @@ def test_a_full_disk_is_counted_retried_and_reported(tmp_path: Path) -> None:
     assert w._con is not None
     pages = w._con.execute("PRAGMA page_count").fetchone()[0]
     w._con.execute(f"PRAGMA max_page_count = {pages}")  # SQLITE_FULL, as on a full disk
-    w.steps([StepRow(rank=0, step=s, step_ms=1.0) for s in range(20_000)])
+    w.add([StepRow(rank=0, step=s, step_ms=1.0) for s in range(20_000)])
     w.finding(Finding(kind="deadlock", severity="error", message="kept"))
     assert w.commit() is False
     assert w.failed_writes == 1 and w.last_error is not None and "full" in w.last_error
@@ -123,8 +123,8 @@ def test_a_disk_that_stays_full_costs_bounded_memory_and_bulk_rows_only(tmp_path
     assert w._con is not None
     w._con.execute("PRAGMA max_page_count = 1")
     for i in range(50):
-        w.steps([StepRow(rank=r, step=i) for r in range(100)])
-        w.ranks([_row(r, i) for r in range(100)])
+        w.add([StepRow(rank=r, step=i) for r in range(100)])
+        w.add([_row(r, i) for r in range(100)])
         w.frame(float(i), "running", "", [_row(0, i)])
         w.finding(Finding(kind="stall", cause=str(i)))
         w._retry_at = 0.0
@@ -138,7 +138,7 @@ def test_a_disk_that_stays_full_costs_bounded_memory_and_bulk_rows_only(tmp_path
     with open_run(tmp_path) as run:
         assert len(run.findings()) == 50
         assert len(run.ranks()) == 100 and run.ranks()[5].step == 49
-        assert max(f.t_s for f in run.frames()) == 49.0
+        assert run.query("SELECT max(t_s) FROM frame")[0][0] == 49.0
         assert any("rows dropped" in e.text for e in run.events())
 
 
@@ -159,8 +159,8 @@ def test_a_directory_that_cannot_be_written_never_raises(tmp_path: Path) -> None
 
 def test_a_value_that_sqlite_cannot_store_costs_only_its_batch(tmp_path: Path) -> None:
     w = Writer(tmp_path)
-    w.scalars([ScalarRow(rank=0, step=1, name="huge", value=2**70)])  # type: ignore[arg-type]
-    w.steps([StepRow(rank=0, step=1, step_ms=1.0)])
+    w.add([ScalarRow(rank=0, step=1, name="huge", value=2**70)])  # type: ignore[arg-type]
+    w.add([StepRow(rank=0, step=1, step_ms=1.0)])
     assert w.commit() is False and w.dropped_rows == 1
     w._retry_at = 0.0
     assert w.commit() is True
@@ -207,7 +207,7 @@ def test_network_file_systems_are_recognised(path: str, expected: bool) -> None:
         "overlay / overlay rw 0 0\nserver:/x /data/nfs nfs4 rw 0 0\n"
         "sshfs /mnt/sp\\040ace fuse.sshfs rw 0 0\nlus /scratch lustre rw 0 0\n/dev/sda1 /home ext4 rw 0 0\n"
     )
-    assert filesystem.is_network(filesystem.filesystem_type(Path(path), mounts)) is expected
+    assert location.is_network(location.filesystem_type(Path(path), mounts)) is expected
 
 
 def test_the_size_bound_thins_old_rows_and_keeps_new_rows_and_findings(tmp_path: Path) -> None:
@@ -215,14 +215,14 @@ def test_the_size_bound_thins_old_rows_and_keeps_new_rows_and_findings(tmp_path:
     w._keeper.check_s = w._keeper._check_at = 0.0
     ranks, steps = 16, 4000
     for s in range(1, steps + 1):  # one step a second for more than an hour
-        w.steps(
+        w.add(
             [
                 StepRow(rank=r, step=s, t_end_s=float(s), step_ms=10.0, self_ms=float(r), samples=4, loss=1.0)
                 for r in range(ranks)
             ]
         )
-        w.hosts([HostRow(t_s=float(s), node=0, cpu_pct=float(s))])
-        w.collectives([CollectiveRow(pgroup="g", seq=s, op="all_reduce", t_s=float(s), step=s)])
+        w.add([HostRow(t_s=float(s), node=0, cpu_pct=float(s))])
+        w.add([CollectiveRow(pgroup="g", seq=s, op="all_reduce", t_s=float(s), step=s)])
         if s % 5 == 0:
             w.frame(float(s), "stalled" if s == 1000 else "running", "", [_row(r, s) for r in range(ranks)])
         if s % 20 == 0:
@@ -240,7 +240,7 @@ def test_the_size_bound_thins_old_rows_and_keeps_new_rows_and_findings(tmp_path:
         assert minutes.steps.sum() == (first - 1) * ranks  # nothing lost, only averaged
         assert minutes.samples.sum() == (first - 1) * ranks * 4
         assert minutes[minutes["rank"] == 3].self_ms.sub(3.0).abs().max() < 1e-9
-        times = [f.t_s for f in run.frames()]
+        times = [t_s for (t_s,) in run.query("SELECT t_s FROM frame ORDER BY t_s")]
         assert times[-1] == steps and 1000.0 in times  # newest, and the one where the state changed
         assert any("reached its bound" in e.text for e in run.events())
     assert os.path.getsize(tmp_path / "run.db") <= 3 * 2**20  # freed pages are released
@@ -248,7 +248,7 @@ def test_the_size_bound_thins_old_rows_and_keeps_new_rows_and_findings(tmp_path:
 
 def test_a_bound_that_cannot_be_kept_is_reported_once(tmp_path: Path) -> None:
     con = sqlite3.connect(tmp_path / "x.db", isolation_level=None)
-    con.executescript((Path(filesystem.__file__).parent / "schema.sql").read_text())
+    con.executescript((Path(location.__file__).parent / "schema.sql").read_text())
     keeper = Keeper(keep_bytes=1000, check_s=0.0)
     reported: list[str] = []
     for _ in range(20):

@@ -44,7 +44,7 @@ def test_every_reader_has_one_bus_bandwidth(tmp_path: Path, op: str, sizes: int,
     with Writer(tmp_path / "run") as w:
         w.frame(9.0, "running", "", [RankRow(rank=rank, step=4) for rank in range(RANKS)])
         w.groups([GroupRow(name="default_pg", ranks=tuple(range(RANKS)), backend="gloo")])
-        w.collectives(
+        w.add(
             [
                 CollectiveRow(pgroup="default_pg", seq=i, op=op, bytes=PART, ranks=RANKS, t_s=i / 10, duration_us=TIME_US,
                               skew_us=10.0, late_rank=1, step=i)

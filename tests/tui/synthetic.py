@@ -245,13 +245,13 @@ def fill(w: Writer, sc: Scenario) -> None:
     if sc.state != "waiting":
         for step in range(first, sc.step + 1):
             end = sc.t_s - (sc.step - step) * 0.23 - (31 if sc.state in ("stalled", "deadlocked") else 0)
-            w.steps([
+            w.add([
                 StepRow(rank=r, step=step, epoch=2, t_end_s=end, samples=32, loss=2.31 - step / 2000, rss_bytes=(3000 + (step - first) // 2 * (r == 1)) * MIB,
                         device_bytes=int(61.2 * 2**30) + (step - first) * MIB * 4 * (r == sc.culprit) if sc.gpus else None,
                         late_ms=60.2 if r == sc.culprit else 0.1, **times(sc, r, step))
                 for r in range(sc.ranks)
             ])  # fmt: skip
-            w.collectives([
+            w.add([
                 CollectiveRow(pgroup="default_pg", seq=SEQ - (sc.step - step) * 4 - k, op=op, dtype="float32", bytes=nbytes, ranks=sc.ranks, t_s=end,
                               duration_us=us * (1 + (step % 7) / 20), skew_us=61_000.0 + step % 5, late_rank=sc.culprit if step % 50 not in (7, 19, 31, 40) else 0, step=step,
                               arrivals_us=",".join(str(60_200 if r == sc.culprit else r % 7 * 300) for r in range(sc.ranks)) if step % 5 == 0 else None)
@@ -259,9 +259,9 @@ def fill(w: Writer, sc: Scenario) -> None:
             ])  # fmt: skip
             if sc.ranks > 500:
                 w.commit()
-        w.scalars([ScalarRow(rank=0, step=sc.step, name="loss", value=1.7, t_s=sc.t_s)])
+        w.add([ScalarRow(rank=0, step=sc.step, name="loss", value=1.7, t_s=sc.t_s)])
     _hardware(w, sc)
-    w.loaders([
+    w.add([
         LoaderRow(rank=r, loader=0, file=TRAIN, line=117, length=98 if r != 1 else 97, batch_size=32, dataset_length=50000, drop_last=False,
                   distributed_sampler=True, sampler_epoch=2, shuffle=True, epoch=3, batches=41, exhausted=False, in_training=True, workers=8,
                   fingerprint=0xABC0 + (r if r not in (2, 3) else 2), previous_fingerprint=0xFF00 + r)
@@ -281,7 +281,7 @@ def fill(w: Writer, sc: Scenario) -> None:
         step = sc.step if last else sc.step - 2 * (sc.frames - 1 - i)
         w.frame(t, frame_state(state), state_text(sc) if last else "", rows(sc, state, step, t))
         if last:
-            w.ranks(rows(sc, state, step, t))
+            w.add(rows(sc, state, step, t))
     over = sc.state in ("ended", "failed")
     w.meta(state=frame_state(sc.state), ended_s=sc.t_s if over else None)
 
@@ -291,17 +291,17 @@ def _hardware(w: Writer, sc: Scenario) -> None:
     for k in range(20) if sc.ranks <= 64 else (19,):
         t_s = sc.t_s - 20 + k
         for n in range((sc.ranks + 7) // 8):
-            w.hosts([HostRow(t_s=t_s + n * 1e-6, node=n, host=host_of(sc, n * 8), cpu_pct=61.0 + n % 9 - (19 - k) % 5 * 4, load1=11.5, cores=64,
+            w.add([HostRow(t_s=t_s + n * 1e-6, node=n, host=host_of(sc, n * 8), cpu_pct=61.0 + n % 9 - (19 - k) % 5 * 4, load1=11.5, cores=64,
                              memory_used_bytes=(212 - (19 - k)) * 2**30, memory_total_bytes=512 * 2**30, disk_read_bytes_per_s=180e6,
                              disk_write_bytes_per_s=2e6, net_sent_bytes_per_s=9e6 + (19 - k) % 3 * 1e6, net_recv_bytes_per_s=8e6)])  # fmt: skip
-        w.processes([ProcessRow(t_s=t_s, rank=r, cpu_pct=97.0 + r % 3, rss_bytes=(3000 + r % 7 - (19 - k) * 20 * (r == 1)) * MIB, threads=42, children=8,
+        w.add([ProcessRow(t_s=t_s, rank=r, cpu_pct=97.0 + r % 3, rss_bytes=(3000 + r % 7 - (19 - k) * 20 * (r == 1)) * MIB, threads=42, children=8,
                                 children_cpu_pct=220.0, read_bytes_per_s=22e6 - (19 - k) % 4 * 5e6, write_bytes_per_s=1e5)
                      for r in range(sc.ranks)])  # fmt: skip
     if not sc.gpus:
         w.event(0.4, "monitor", "info", "no NVIDIA driver on this node: no GPU readings")
         return
     for k in range(20):
-        w.gpus([_gpu(sc, r, k) for r in range(min(sc.ranks, 1024))])
+        w.add([_gpu(sc, r, k) for r in range(min(sc.ranks, 1024))])
 
 
 def _gpu(sc: Scenario, r: int, k: int) -> GpuRow:
@@ -383,7 +383,7 @@ def live(path: Path, sc: Scenario, hz: float = 2.0, seconds: float = 60.0) -> No
             for r in base
         ]  # fmt: skip
         w.frame(sc.t_s + elapsed, frame_state(sc.state), "", fresh)
-        w.steps(
+        w.add(
             [
                 StepRow(rank=r, step=step, t_end_s=sc.t_s + elapsed, **times(sc, r, step))
                 for r in range(min(sc.ranks, 64))

@@ -25,7 +25,7 @@ def _run_with_gpus(path: Path, seconds: int, gpus: int = 3) -> Path:
     """Return a run in which GPU g uses g percent more in each second."""
     w = Writer(path)
     for t in range(seconds):
-        w.gpus([GpuRow(t_s=t + 0.5, node=0, gpu=g, utilization_pct=float(t % 50 * g)) for g in range(gpus)])
+        w.add([GpuRow(t_s=t + 0.5, node=0, gpu=g, utilization_pct=float(t % 50 * g)) for g in range(gpus)])
     assert w.close(), w.last_error
     return path
 
@@ -122,8 +122,8 @@ def test_a_gpu_that_no_rank_uses_has_its_history(tmp_path: Path) -> None:
     w = Writer(tmp_path)
     fill(w, Scenario(ranks=2))
     for t in range(10):
-        w.gpus([GpuRow(t_s=262.0 + t, node=0, gpu=6, name="H100", utilization_pct=30.0, throttle="power cap")])
-        w.hosts([HostRow(t_s=262.5 + t, node=0, host="node000", cpu_pct=10.0)])
+        w.add([GpuRow(t_s=262.0 + t, node=0, gpu=6, name="H100", utilization_pct=30.0, throttle="power cap")])
+        w.add([HostRow(t_s=262.5 + t, node=0, host="node000", cpu_pct=10.0)])
     assert w.close(), w.last_error
     text = _screen(tmp_path, (120, 34), "end")
     assert "gpu 6, H100 on node000   ▲ throttled by power cap in 100% of the samples" in text

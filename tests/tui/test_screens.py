@@ -26,8 +26,7 @@ from distdiag.tui.data.state import job_state
 from distdiag.tui.draw.lines import ascii_line, plain, width_of
 from distdiag.tui.once import screen, take
 from distdiag.tui.screens import pages, readers
-from distdiag.tui.screens.comm import verdict
-from distdiag.tui.screens.comm_panels import arrivals, matrix
+from distdiag.tui.screens.comm import arrivals, matrix, verdict
 from distdiag.tui.ui import Ui
 from tests.tui.conftest import MakeRun
 from tests.tui.synthetic import HOSTILE, Scenario
@@ -38,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("frozen")
 
 def _check(run: Path, page: str, ui: Ui, width: int, height: int) -> list[str]:
     """Render one page from data read for exactly this size; return its plain lines."""
-    snap = take(run, pages()[page], ui, width, height)
+    snap = take(run, ui, pages()[page], width, height)
     full = pages()[page].render(snap, ui, width, height)
     if page != "help" or ui.interactive:
         assert len(full.lines) <= height
@@ -94,7 +93,7 @@ def test_with_two_ranks_the_faster_is_the_reference(runs: MakeRun) -> None:
 
 def test_worse_ranks_first_and_healthy_ones_by_number(runs: MakeRun) -> None:
     run = runs(Scenario(ranks=67))
-    snap = take(run, pages()["ranks"], Ui(), 80, 24)
+    snap = take(run, Ui(), pages()["ranks"], 80, 24)
     rows = ordered(snap, Ui())
     assert rows[0] == 5 and rows[1:] == [r for r in range(67) if r != 5]
     assert ordered(snap, Ui(reverse=True)) == rows[::-1]
@@ -115,7 +114,7 @@ def test_missing_values_are_sorted_last(tmp_path: Path) -> None:
                 RankRow(rank=2, life="running", self_ms=9.0),
             ],
         )
-    snap = take(tmp_path, pages()["ranks"], Ui(), 80, 24)
+    snap = take(tmp_path, Ui(), pages()["ranks"], 80, 24)
     assert ordered(snap, Ui(sort="self_ms")) == [2, 1, 0] and ordered(snap, Ui(sort="self_ms", reverse=True)) == [
         1,
         2,
@@ -134,7 +133,7 @@ def test_missing_values_are_sorted_last(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_filters(runs: MakeRun, text: str, expected: list[int]) -> None:
-    snap = take(runs(Scenario(ranks=67)), pages()["ranks"], Ui(), 80, 24)
+    snap = take(runs(Scenario(ranks=67)), Ui(), pages()["ranks"], 80, 24)
     assert ordered(snap, Ui(filter=filters.parse(text), sort="rank")) == list(expected)
 
 
@@ -259,7 +258,7 @@ def test_groups_and_collectives_in_flight_are_a_matrix() -> None:
 
 def test_arrivals_show_the_last_rank_if_it_is_known(runs: MakeRun) -> None:
     for ranks, width in ((2, 60), (67, 100), (67, 250)):
-        snap = take(runs(Scenario(ranks=ranks)), pages()["comm"], Ui(), width, 40)
+        snap = take(runs(Scenario(ranks=ranks)), Ui(), pages()["comm"], width, 40)
         data = snap.panel
         assert isinstance(data, CommData) and len(data.ops) == 3
         assert len(arrivals(snap.frame, data, 0, width, 1)) == 1
@@ -273,7 +272,7 @@ def test_arrivals_show_the_last_rank_if_it_is_known(runs: MakeRun) -> None:
             "4 B",
         ]
         assert all("ms" in x and "rank" in x for x in text)
-    alone = take(runs(Scenario(ranks=1)), pages()["comm"], Ui(), 100, 40)
+    alone = take(runs(Scenario(ranks=1)), Ui(), pages()["comm"], 100, 40)
     assert isinstance(alone.panel, CommData) and arrivals(alone.frame, alone.panel, 0, 100, 9) == []
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from distdiag.store.frames import Frame
@@ -15,12 +17,7 @@ from distdiag.tui.draw.text import MISSING, decimal, milliseconds, percent, quan
 RANKS = 8  # whose steps are read: in a synchronous job all ranks have the same step time
 BRIDGED_STEPS = 120  # without a value between two that DDP timed: it times one step in 8, 32 or 100
 POINTS = 2048  # kept; of longer runs every k-th step
-_SQL = (
-    "WITH RECURSIVE wanted(n) AS (VALUES (?1) UNION ALL SELECT n + ?3 FROM wanted WHERE n + ?3 <= ?2)"
-    " SELECT wanted.n, max(t_end_s), max(step_ms), avg(wait_ms), min({exposed}),"
-    " sum(samples), avg(loss), count(*)"
-    " FROM wanted CROSS JOIN step ON step.step = wanted.n AND step.rank IN ({marks}) GROUP BY wanted.n"
-)
+_COLUMNS = ("t_end_s", "step_ms", "wait_ms", "exposed_ms", "samples", "loss")
 
 
 @dataclass(frozen=True)
@@ -56,15 +53,20 @@ class History:
             self.every *= 2
             self.points = [p for p in self.points if p.step % self.every == 0]
         first += -first % self.every
-        marks = ",".join(f"?{i + 4}" for i in range(len(self.ranks)))
-        (exposed_ms,) = run.named("step", ["exposed_ms"])  # waiting for a late rank is in all but that rank's
-        for step, t, ms, wait, exposed, samples, loss, n in run.query(
-            _SQL.format(marks=marks, exposed=exposed_ms), (first, span[1], self.every, *self.ranks)
-        ):
-            if t is None:
+        rows = run.step_values(_COLUMNS, first, span[1], self.ranks, self.every)
+        for step, of_step in groupby(rows, key=itemgetter(0)):
+            columns = list(zip(*(row[2:] for row in of_step), strict=True))
+            ends, times, waits, exposed, samples, losses = ([v for v in c if v is not None] for c in columns)
+            if not ends:
                 continue
-            rate = samples / n * world / ms * 1000 if samples and ms and n else None
-            self.points.append(Point(step, t, ms, _percent_of(wait, ms), _percent_of(exposed, ms), rate, loss))
+            ms = max(times, default=None)
+            waiting = _percent_of(sum(waits) / len(waits) if waits else None, ms)
+            exposed_pct = _percent_of(
+                min(exposed, default=None), ms
+            )  # waiting for a late rank is in all but that rank's
+            rate = sum(samples) / len(columns[0]) * world / ms * 1000 if any(samples) and ms else None
+            loss = sum(losses) / len(losses) if losses else None
+            self.points.append(Point(step, max(ends), ms, waiting, exposed_pct, rate, loss))
         self.points.sort(key=lambda p: p.t_s)
         self.times = [p.t_s for p in self.points]
 

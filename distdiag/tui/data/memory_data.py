@@ -128,7 +128,7 @@ def _trend(run: Run, request: Request, frame: Frame) -> dict[int, float]:
     ends: list[dict[int, list[float]]] = []
     for a, b in ((first, first + 4), (last - 4, last)):
         found: dict[int, list[float]] = {}
-        for rank, _, value in run.step_column(column, a, b, request.ranks):
+        for _, rank, value in run.step_values([column], a, b, request.ranks):
             if value is not None:
                 found.setdefault(rank, []).append(value)
         ends.append(found)

@@ -47,12 +47,11 @@ def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> Ran
     gpus = run.gpus(request.at_s)
     at_place = (row.node, row.gpu) if row.gpu is not None else None
     gpu = next((g for g in gpus if g.rank == rank or (g.rank is None and (g.node, g.gpu) == at_place)), None)
-    end = gpu.t_s if gpu is not None else 0.0
-    history = [
-        (name, tuple(v for _, v in run.history("gpu", column, end - GPU_HISTORY_S, end, node=gpu.node, gpu=gpu.gpu)))
-        for name, column in GPU_HISTORY.items()
-        if gpu is not None
-    ]
+    history: list[tuple[str, tuple[float | None, ...]]] = []
+    if gpu is not None:
+        sql = f"SELECT {', '.join(GPU_HISTORY.values())} FROM gpu WHERE t_s BETWEEN ? AND ? AND node = ? AND gpu = ?"
+        rows = run.query(f"{sql} ORDER BY t_s", (gpu.t_s - GPU_HISTORY_S, gpu.t_s, gpu.node, gpu.gpu))
+        history = list(zip(GPU_HISTORY, zip(*rows, strict=True), strict=False))
     members = {g.name: g.ranks for g in run.groups()}
     collectives = [c for c in run.collectives(10, request.at_s, 400) if rank in members.get(c.pgroup, (rank,))]
     return RankData(

@@ -19,39 +19,22 @@ HISTORY = 160  # steps of the history line
 
 @dataclass(frozen=True)
 class Request:
-    """What the screen wants read.
+    """What the screen wants read."""
 
-    Attributes:
-        page: Name of the page.
-        at_s: Moment to show, seconds since the run began; None follows the job.
-        rank: The rank of the detail page, or the one under the cursor.
-        ranks: The ranks that a page shows rows of, where it reads rows per rank.
-        gpu: Node and index of the GPU under the cursor, if no rank uses it.
-        window: Steps that fit on the screen.
-        metric: Column of a heat map.
-        extra: Whether the page has room for its optional panels.
-        places: Files and lines whose source is shown.
-        per: Steps of one cell of a heat map.
-        end: Its last step; None follows the newest.
-        step: The step under its cursor; None is the newest.
-        span: How many seconds the timeline shows.
-        until: Moment at its right edge; None follows the job.
-    """
-
-    page: str = "ranks"
-    at_s: float | None = None
-    rank: int | None = None
-    ranks: tuple[int, ...] = ()
-    window: int = 50
-    metric: str = "delta"
-    extra: bool = False
-    places: tuple[tuple[str, int], ...] = ()
-    per: int = 1
-    end: int | None = None
-    step: int | None = None
-    span: float = 0.0
-    until: float | None = None
-    gpu: tuple[int, int] | None = None
+    page: str = "ranks"  # name of the page
+    at_s: float | None = None  # moment to show, seconds since the run began; None follows the job
+    rank: int | None = None  # the rank of the detail page, or the one under the cursor
+    ranks: tuple[int, ...] = ()  # the ranks that a page shows rows of, where it reads rows per rank
+    window: int = 50  # steps that fit on the screen
+    metric: str = "delta"  # column of a heat map
+    extra: bool = False  # whether the page has room for its optional panels
+    places: tuple[tuple[str, int], ...] = ()  # files and lines whose source is shown
+    per: int = 1  # steps of one cell of a heat map
+    end: int | None = None  # its last step; None follows the newest
+    step: int | None = None  # the step under its cursor; None is the newest
+    span: float = 0.0  # how many seconds the timeline shows
+    until: float | None = None  # moment at its right edge; None follows the job
+    gpu: tuple[int, int] | None = None  # node and index of the GPU under the cursor, if no rank uses it
 
 
 @dataclass(frozen=True)
@@ -194,7 +177,7 @@ class Taker:
             if span is not None:
                 # in a synchronous job every rank has the same step time: the first rank's will do
                 rank = self.run.query("SELECT rank FROM step WHERE step = ? ORDER BY rank LIMIT 1", (span[1],))[0][0]
-                rows = self.run.step_column("step_ms", max(span[0], span[1] - HISTORY + 1), span[1], (rank,))
+                rows = self.run.step_values(["step_ms"], max(span[0], span[1] - HISTORY + 1), span[1], (rank,))
                 values = tuple(v for _, _, v in rows)
             self._history = (key, values)
         return self._history[1]

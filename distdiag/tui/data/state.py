@@ -14,23 +14,14 @@ from distdiag.tui.draw.text import clean, counted, integer, quote, seconds
 
 @dataclass(frozen=True)
 class JobState:
-    """How the first line of every screen names the run.
+    """How the first line of every screen names the run."""
 
-    Attributes:
-        word: In capitals: RUNNING, DEADLOCK, …
-        glyph: One cell before it.
-        style: Its meaning for the eye.
-        text: What follows the word.
-        do: The next command to type, or what to look at; empty where nothing is to be done.
-        stuck: The job makes no progress: tables show where ranks wait instead of how long they compute.
-    """
-
-    word: str
-    glyph: str
-    style: str
-    text: str = ""
-    do: str = ""
-    stuck: bool = False
+    word: str  # in capitals: RUNNING, DEADLOCK, …
+    glyph: str  # one cell before it
+    style: str  # its meaning for the eye
+    text: str = ""  # what follows the word
+    do: str = ""  # the next command to type, or what to look at; empty where nothing is to be done
+    stuck: bool = False  # the job makes no progress: tables show where ranks wait instead of how long they compute
 
 
 _PROBLEMS = {

@@ -10,13 +10,6 @@ from distdiag.store.reader import Run
 
 Steps = dict[int, dict[int, tuple[Any, ...]]]  # by step and rank: the values of the columns
 
-# each row by its key: for a range of steps, SQLite would read the rows of all ranks
-_SQL = (
-    "WITH RECURSIVE wanted(n) AS (VALUES (?1) UNION ALL SELECT n + ?3 FROM wanted WHERE n + ?3 <= ?2)"
-    " SELECT step.step, step.rank, {columns} FROM wanted CROSS JOIN step"
-    " ON step.step = wanted.n AND step.rank IN ({marks})"
-)
-
 
 def read(
     run: Run, cache: dict[Any, Any], slot: str, columns: Sequence[str], ranks: Iterable[int], span: tuple[int, int, int],
@@ -36,9 +29,7 @@ def read(
     missing = [s for s in range(first, last + 1, stride) if s not in steps]
     steps |= {s: {} for s in missing}
     if missing and ranks:
-        marks = ",".join(f"?{i + 4}" for i in range(len(ranks)))
-        sql = _SQL.format(columns=", ".join(run.named("step", columns)), marks=marks)
-        for step, rank, *values in run.query(sql, (missing[0], missing[-1], stride, *ranks)):
+        for step, rank, *values in run.step_values(columns, missing[0], missing[-1], ranks, stride):
             steps[step][rank] = tuple(values)
     cache[slot] = (key, steps)
     return steps

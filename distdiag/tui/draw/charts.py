@@ -25,50 +25,35 @@ _BRAILLE = [" ", *map(chr, range(0x2801, 0x2900))]
 
 @dataclass(frozen=True)
 class Curve:
-    """One line or area of a chart: rising times in seconds, and values; None where not measured.
-
-    Attributes:
-        style: Of the dots.
-        filled: Down to the axis.
-        pick: How the values of one dot become one.
-        bridge_s: Gaps up to so long are bridged, whatever the other gaps are.
-    """
+    """One line or area of a chart: rising times in seconds, and values; None where not measured."""
 
     name: str
     times: Sequence[float]
     values: Sequence[float | None]
-    style: str
-    filled: bool = False
+    style: str  # of the dots
+    filled: bool = False  # down to the axis
+    # how the values of one dot become one
     pick: Callable[[list[float]], float] = field(default=lambda v: sum(v) / len(v))
-    bridge_s: float = 0.0
+    bridge_s: float = 0.0  # gaps up to so long are bridged, whatever the other gaps are
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart.
-
-    Attributes:
-        show: Number to text, without the unit.
-        floor: Smallest value of the axis; None starts at the smallest value shown.
-        top: Largest value of the axis; None ends at the largest value shown.
-        marks: Moments to mark on the axis, and the style of the mark.
-        help: What it shows, and of whom; the unit is added.
-        with_newest: The title ends with the newest values; not if the screen has them elsewhere, of another span.
-        explains_marks: The title says that a mark is a finding.
-        spans: First and last moment of times to mark on the axis, and the style of the marks.
-    """
+    """One chart."""
 
     title: str
     unit: str
     curves: tuple[Curve, ...]
-    show: Callable[[float | None], str]
-    floor: float | None = 0.0
-    top: float | None = None
-    marks: tuple[tuple[float, str], ...] = ()
+    show: Callable[[float | None], str]  # number to text, without the unit
+    floor: float | None = 0.0  # smallest value of the axis; None starts at the smallest value shown
+    top: float | None = None  # largest value of the axis; None ends at the largest value shown
+    marks: tuple[tuple[float, str], ...] = ()  # moments to mark on the axis, and the style of the mark
+    # first and last moment of times to mark on the axis, and the style of the marks
     spans: tuple[tuple[float, float, str], ...] = ()
-    help: str = ""
+    help: str = ""  # what it shows, and of whom; the unit is added
+    # the title ends with the newest values; not if the screen has them elsewhere, of another span
     with_newest: bool = True
-    explains_marks: bool = False
+    explains_marks: bool = False  # the title says that a mark is a finding
 
 
 def step_of(span_s: float, dots: int) -> float:

@@ -20,18 +20,12 @@ MAX_LINE = 400  # characters of a line
 
 @dataclass(frozen=True)
 class Excerpt:
-    """Lines of a Python file around one of them.
-
-    Attributes:
-        line: Number of the line in question.
-        lines: `(number, text)`, cleaned; empty if the file cannot be shown.
-        why: Why it cannot be shown, or what to know about it.
-    """
+    """Lines of a Python file around one of them."""
 
     file: str
-    line: int
-    lines: tuple[tuple[int, str], ...] = ()
-    why: str = ""
+    line: int  # number of the line in question
+    lines: tuple[tuple[int, str], ...] = ()  # `(number, text)`, cleaned; empty if the file cannot be shown
+    why: str = ""  # why it cannot be shown, or what to know about it
 
     def near(self, most: int) -> Excerpt:
         """Return at most so many of its lines, but five: up to a third of them after the line, the others before it."""

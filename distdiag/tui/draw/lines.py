@@ -131,14 +131,8 @@ def joined(left: Line, right: Line, width: int) -> Line:
 
 @dataclass(frozen=True)
 class Screenful:
-    """A whole screen: as many lines as the terminal has, or fewer.
+    """A whole screen: as many lines as the terminal has, or fewer."""
 
-    Attributes:
-        lines: From the top.
-        rows: How many items of the list are shown: what PgUp and PgDn move by.
-        cursor: Line number of the cursor; None if there is none.
-    """
-
-    lines: list[Line] = field(default_factory=list)
-    rows: int = 1
-    cursor: int | None = None
+    lines: list[Line] = field(default_factory=list)  # from the top
+    rows: int = 1  # how many items of the list are shown: what PgUp and PgDn move by
+    cursor: int | None = None  # line number of the cursor; None if there is none

@@ -15,32 +15,20 @@ Cell = str | tuple[str, str]  # text, or text and style
 
 @dataclass(frozen=True)
 class Column(Generic[R]):
-    """One column.
+    """One column."""
 
-    Attributes:
-        key: Name for sorting; empty where it cannot be sorted by.
-        title: Head, with its unit.
-        width: Cells.
-        help: What it means, one line.
-        cell: Text (and style) of a row.
-        align: `>` for numbers.
-        priority: Columns with a higher number are left out first.
-        grow: Takes what is left of the line, up to so many cells more.
-        tail: Cells at the right that the title leaves free: a bar after a number.
-        parts: Makes the parts of a cell for the width that it got, in place of `cell`.
-        head: Makes the parts of the title for that width; nothing leaves the title.
-    """
-
-    key: str
-    title: str
-    width: int
-    help: str
-    cell: Callable[[R], Cell]
-    align: str = ">"
-    priority: int = 0
-    grow: int = 0
-    tail: int = 0
+    key: str  # name for sorting; empty where it cannot be sorted by
+    title: str  # head, with its unit
+    width: int  # cells
+    help: str  # what it means, one line
+    cell: Callable[[R], Cell]  # text (and style) of a row
+    align: str = ">"  # `>` for numbers
+    priority: int = 0  # columns with a higher number are left out first
+    grow: int = 0  # takes what is left of the line, up to so many cells more
+    tail: int = 0  # cells at the right that the title leaves free: a bar after a number
+    # makes the parts of a cell for the width that it got, in place of `cell`
     parts: Callable[[R, int], list[Part]] | None = None
+    # makes the parts of the title for that width; nothing leaves the title
     head: Callable[[int], list[Part]] | None = None
 
 

@@ -114,6 +114,11 @@ def percent(v: float | None) -> str:
     return f"{v:.0f}%" if is_number(v) else MISSING
 
 
+def three_digits(v: float | None) -> str:
+    """Return `2.93`, `64.0`, `1,200`: three digits or more."""
+    return decimal(v, 2 if v is not None and v < 9.995 else 1 if v is not None and v < 999.5 else 0)
+
+
 def short_size(v: float | None) -> str:
     """Return bytes for a table cell: `25.0M`."""
     return size(v).replace(" ", "").replace("iB", "") if is_number(v) else ""

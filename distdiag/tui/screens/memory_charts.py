@@ -10,7 +10,7 @@ from distdiag.tui.data.samples import Samples
 from distdiag.tui.data.snapshot import Snapshot
 from distdiag.tui.draw.charts import MIN_HEIGHT, Chart, Curve, grid
 from distdiag.tui.draw.lines import Line, fitted, line
-from distdiag.tui.draw.text import clean, decimal, percent
+from distdiag.tui.draw.text import clean, decimal, percent, three_digits
 from distdiag.tui.screens.ranks_columns import short_host
 
 BRIDGE_S = 12.0  # on a busy machine the monitor samples every 8 s, and old samples are thinned to one in 10 s
@@ -22,26 +22,18 @@ ROOM = MIN_HEIGHT + 1  # lines of one row of the lowest charts, with the line ab
 
 @dataclass(frozen=True)
 class _Of:
-    """One chart of samples.
-
-    Attributes:
-        curves: Of each: column, style, name; an area (`area-…`) that has no name is filled.
-        top: End of the axis, by the history; None ends at the largest value.
-    """
+    """One chart of samples."""
 
     title: str
     unit: str
+    # of each: column, style, name; an area (`area-…`) that has no name is filled
     curves: tuple[tuple[str, str, str], ...]
     show: Callable[[float | None], str]
     help: str
     scale: float = 1.0
     floor: float | None = 0.0
+    # end of the axis, by the history; None ends at the largest value
     top: Callable[[History], float | None] = lambda history: None
-
-
-def _number(v: float | None) -> str:
-    """Return `2.93`, `64.0`, `1,200`: three digits or more."""
-    return decimal(v, 2 if v is not None and v < 9.995 else 1 if v is not None and v < 999.5 else 0)
 
 
 def _whole(v: float | None) -> str:
@@ -61,7 +53,7 @@ def _newest(of: str, name: str, scale: float = 1.0) -> Callable[[History], float
 _GPU = (
     _Of("utilization", "", (("utilization_pct", "area-optimizer", ""),), percent, top=lambda history: 100.0,
         help="share of time in which a kernel ran on the GPU, NVML; a kernel that spins in a collective counts"),
-    _Of("memory", "GiB", (("memory_used_bytes", "area-forward", ""),), _number, scale=GIB, top=_newest("gpu", "memory_total_bytes", GIB),
+    _Of("memory", "GiB", (("memory_used_bytes", "area-forward", ""),), three_digits, scale=GIB, top=_newest("gpu", "memory_total_bytes", GIB),
         help="device memory in use by all processes; the axis ends at what the GPU has"),
     _Of("power", "W", (("power_w", "accent", ""),), _whole, top=_newest("gpu", "power_limit_w"),
         help="power of the whole card; the axis ends at its limit"),
@@ -72,17 +64,17 @@ _GPU = (
 _PROCESS = (
     _Of("process CPU", "", (("children_cpu_pct", "area-data", "workers"), ("cpu_pct", "accent", "rank")), percent,
         help="CPU time of the rank's process, of one core; workers: its child processes (DataLoader workers)"),
-    _Of("process memory", "GiB", (("rss_bytes", "area-forward", ""),), _number, scale=GIB,
+    _Of("process memory", "GiB", (("rss_bytes", "area-forward", ""),), three_digits, scale=GIB,
         help="resident memory of the rank's process, without its child processes"),
-    _Of("disk", "MB/s", (("write_bytes_per_s", "area-data", "write"), ("read_bytes_per_s", "accent", "read")), _number, scale=MB,
+    _Of("disk", "MB/s", (("write_bytes_per_s", "area-data", "write"), ("read_bytes_per_s", "accent", "read")), three_digits, scale=MB,
         help="what the rank's process reads from disk and writes to it, 10^6 bytes a second"),
 )  # fmt: skip
 _HOST = (
     _Of("host CPU", "", (("cpu_pct", "area-optimizer", ""),), percent, top=lambda history: 100.0,
         help="CPU time of all processes on the host, of all its cores"),
-    _Of("host memory", "GiB", (("memory_used_bytes", "area-forward", ""),), _number, scale=GIB, top=_newest("host", "memory_total_bytes", GIB),
+    _Of("host memory", "GiB", (("memory_used_bytes", "area-forward", ""),), three_digits, scale=GIB, top=_newest("host", "memory_total_bytes", GIB),
         help="memory in use on the host by all processes; the axis ends at what the host has"),
-    _Of("host network", "MB/s", (("net_sent_bytes_per_s", "area-data", "out"), ("net_recv_bytes_per_s", "accent", "in")), _number, scale=MB,
+    _Of("host network", "MB/s", (("net_sent_bytes_per_s", "area-data", "out"), ("net_recv_bytes_per_s", "accent", "in")), three_digits, scale=MB,
         help="what the host receives and sends on all its networks, 10^6 bytes a second"),
 )  # fmt: skip
 

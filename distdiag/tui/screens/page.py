@@ -10,7 +10,7 @@ from distdiag.tui.data.order import Cached
 from distdiag.tui.data.snapshot import PageReader, Request, Snapshot
 from distdiag.tui.draw.lines import BLANK, Line, Screenful, fitted, line, marked
 from distdiag.tui.draw.severity import Mark
-from distdiag.tui.header import title_line
+from distdiag.tui.panels import title_line
 from distdiag.tui.ui import Ui
 
 Read = TypeVar("Read")  # what a screen's reader reads
@@ -18,18 +18,14 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 class Page(Generic[Read]):
-    """One screen: pure functions of a snapshot and what the person chose.
-
-    Attributes:
-        empty: Type of what is read; made without arguments, it is what is drawn before anything was read.
-        read: Reads what the screen needs beyond the frame, in the reader's thread.
-    """
+    """One screen: pure functions of a snapshot and what the person chose."""
 
     name: ClassVar[str]
     title: ClassVar[str]
     question: ClassVar[str]
+    # type of what is read; made without arguments, it is what is drawn before anything was read
     empty: ClassVar[type] = type(None)
-    read: ClassVar[PageReader | None] = None
+    read: ClassVar[PageReader | None] = None  # reads what the screen needs beyond the frame, in the reader's thread
 
     def data(self, snap: Snapshot) -> Read:
         """Return what was read for this screen; an empty one if the snapshot was read for another."""

@@ -35,8 +35,7 @@ from distdiag.tui.draw.text import (
     size,
     spark,
 )
-from distdiag.tui.header import title_line
-from distdiag.tui.panels import finding_lines, footer_panel
+from distdiag.tui.panels import finding_lines, footer_panel, title_line
 from distdiag.tui.screens.findings import source_lines
 from distdiag.tui.screens.page import Page, Sheet
 from distdiag.tui.ui import Ui

@@ -1,18 +1,20 @@
-"""Columns of the rank table: times while the job runs, sites while it is stuck."""
+"""The tables of the home screen: times while the job runs, sites while it is stuck; and one row per node."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from distdiag.store.frames import RankRow
+from distdiag.tui.data.order import ordered
 from distdiag.tui.data.ranks_data import NOTHING, Capacity
 from distdiag.tui.data.snapshot import Snapshot
 from distdiag.tui.draw import bars, severity
-from distdiag.tui.draw.lines import Part
-from distdiag.tui.draw.table import Cell, Column
+from distdiag.tui.draw.lines import Line, Part
+from distdiag.tui.draw.severity import Mark
+from distdiag.tui.draw.table import Cell, Column, choose, header, row
 from distdiag.tui.draw.text import (
     MISSING,
     clean,
@@ -21,11 +23,13 @@ from distdiag.tui.draw.text import (
     fit,
     gib,
     integer,
+    median_low,
     milliseconds,
     place,
     seconds,
     short_size,
 )
+from distdiag.tui.screens.page import Sheet, lead
 from distdiag.tui.ui import Ui
 
 GAUGE = 6  # cells of a small bar after a number
@@ -232,3 +236,70 @@ def all_columns() -> list[Column[Shown]]:
     snap, ui = Snapshot(Path(".")), Ui()
     both = {c.title: c for stuck in (False, True) for c in columns_for(snap, ui, stuck)}
     return list(both.values())
+
+
+@dataclass(frozen=True)
+class NodeGroup:
+    """The ranks of one node."""
+
+    node: int
+    host: str
+    ranks: int
+    flagged: int
+    worst: int  # rank with the worst mark, then the largest Δ self
+    mark: Mark
+    values: dict[str, list[float]]  # by column: what is known of its ranks
+
+    def median(self, column: str) -> float | None:
+        return median_low(self.values[column])
+
+
+_VALUES = ("self_ms", "delta_self_ms", "wait_ms", "data_ms", "device_bytes", "rss_bytes", "step")
+
+
+def groups(snap: Snapshot, ui: Ui) -> list[NodeGroup]:
+    """Return one entry per node with ranks that pass the filter; worst nodes first, then by node."""
+    if snap.frame is None:
+        return []
+    table, marks = snap.frame.table, snap.summary.marks
+    nodes, ranks, hosts = table.numbers("node"), table.numbers("rank"), table.words("host")
+    members: dict[int, list[int]] = {}
+    for i in ordered(snap, Ui(filter=ui.filter)):  # worst first within each node
+        members.setdefault(int(nodes[i]) if nodes[i] == nodes[i] else 0, []).append(i)
+    out = []
+    for node, rows in members.items():
+        values = {name: [v for v in map(table.numbers(name).__getitem__, rows) if v == v] for name in _VALUES}
+        worst = max((marks[i] for i in rows), key=lambda m: m.level)
+        flagged = sum(marks[i].level > 1 for i in rows)
+        out.append(NodeGroup(node, hosts[rows[0]] or "", len(rows), flagged, int(ranks[rows[0]]), worst, values))
+    out.sort(key=lambda g: (-g.mark.level, g.node), reverse=ui.reverse)
+    return out
+
+
+_N = Column[NodeGroup]
+_COLUMNS = (
+    _N("", "ranks", 6, "ranks on it", lambda g: str(g.ranks)),
+    _N("", "finding", 7, "ranks with an open finding", lambda g: str(g.flagged) if g.flagged else "·"),
+    _N("", "step", 7, "of the rank that is furthest behind", lambda g: integer(min(g.values["step"], default=None))),
+    _N("", "self ms", 8, "median of its ranks", lambda g: milliseconds(g.median("self_ms"))),
+    _N("", "max Δ", 7, "largest Δ self among its ranks", lambda g: delta(max(g.values["delta_self_ms"], default=None))),
+    _N("", "wait ms", 8, "median of its ranks", lambda g: milliseconds(g.median("wait_ms"))),
+    _N("", "data", 7, "median of its ranks", lambda g: milliseconds(g.median("data_ms")), ">", 1),
+    _N("", "mem GiB", 7, "largest of its ranks", lambda g: gib(max(g.values["device_bytes"] or g.values["rss_bytes"], default=None)), ">", 2),
+    _N("", "worst", 6, "its worst rank", lambda g: str(g.worst), ">", 1),
+    _N("", "state", 6, "worst severity", lambda g: (g.mark.word, g.mark.style), "<", 0),
+)  # fmt: skip
+
+
+def list_groups(sheet: Sheet, snap: Snapshot, ui: Ui, room: int) -> None:
+    """Write header and rows."""
+    found = {g.node: g for g in groups(snap, ui)}
+    host = _N("node", "node", host_width(snap), "host", lambda g: short_host(g.host), "<")
+    chosen = choose([host, *_COLUMNS], sheet.width, lead=2)
+    sheet.add(header(chosen, 2))
+
+    def rows(nodes: Sequence[int]) -> Iterator[Line]:
+        return (row(chosen, found[n], lead(found[n].mark, f"node:{n}"), hit=f"node:{n}") for n in nodes)
+
+    space = room - 1 if len(found) <= room - 1 else room - 2
+    sheet.list(ui, "ranks", list(found), space, rows, "   nodes")
