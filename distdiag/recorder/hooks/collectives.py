@@ -225,28 +225,28 @@ class Collectives(CallEntries):
     # -- coalesced groups -------------------------------------------------------------------------
 
     @guarded
-    def coalescing_begins(self, pg: Any) -> None:
+    def coalescing_begins(self, args: tuple[Any, ...], _out: Any, error: BaseException | None) -> None:
         """Record that `_start_coalescing` has returned: calls until `_end_coalescing` become one operation of the device."""
-        g = self.group(pg)
+        g = self.group(args[0]) if error is None else None
         if g is not None:
             g.coalescing = Batch(now_ns())
 
     @guarded
-    def coalescing_ends(self, pg: Any) -> list[int]:
-        """Return the numbers of the group's calls, which `_end_coalescing` is about to issue."""
+    def coalescing_ends(self, pg: Any, *_args: Any, **_kwargs: Any) -> tuple[Group, list[int]] | None:
+        """Return the group and the numbers of its calls, which `_end_coalescing` is about to issue."""
         g = self.group(pg)
         batch = g.coalescing if g is not None else None
         if g is None or batch is None:
-            return []
+            return None
         g.coalescing = None
         if batch.calls and g.on_device and None not in g.connected and get_ident() == self.recorder.main_thread:
             self.block(_WAIT, batch.calls[0], self.page.page.calls[(batch.calls[0] - 1) % CALLS].site)
-        return batch.calls
+        return g, batch.calls
 
     @guarded
-    def coalesced(self, pg: Any, calls: list[int], work: Any) -> None:
+    def coalesced(self, began: tuple[Group, list[int]] | None, work: Any, _error: BaseException | None) -> None:
         """Record that `_end_coalescing` has issued the group's calls."""
-        g = self.group(pg)
+        g, calls = began or (None, [])
         if g is None or not calls:
             return
         if get_ident() == self.recorder.main_thread and self.page.words[_BLOCKED] == _WAIT:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from distdiag.page.layout import MODELS, ModelSlot, Page
-from distdiag.recorder.frames import PACKAGE, kind_of
 from distdiag.recorder.hooks.ddp_times import DdpTimes
 from distdiag.recorder.hooks.device_clock import cuda_index
 from distdiag.recorder.hooks.step_accounting import StepAccounting
@@ -50,12 +49,11 @@ def constructing(accounting: StepAccounting, module: Any, kwargs: dict, caller: 
 
 
 @guarded
-def constructed(accounting: StepAccounting, ddp: Any, slot: ModelSlot, caller: FrameType) -> None:
+def constructed(accounting: StepAccounting, ddp: Any, slot: ModelSlot, by_library: bool) -> None:
     m = Model(ddp, slot, accounting.recorder)
     g = accounting.collectives.group(m.pg)
     if g is not None:
         slot.group = m.group_at = g.slot_index
-    by_library = kind_of(caller.f_code) == PACKAGE
     slot.find_unused = (2 if by_library else 1) if ddp.find_unused_parameters else 0
     slot.static_graph = int(bool(getattr(ddp, "static_graph", False)))
     slot.broadcast_buffers = int(bool(ddp.broadcast_buffers))
