@@ -20,13 +20,13 @@ from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.monitor.announce import Announcer
 from distdiag.monitor.evidence.on_suspicion import Gatherer
 from distdiag.monitor.host import processes
+from distdiag.monitor.host.samples import Sampling
 from distdiag.monitor.nodes import Nodes, shifted
 from distdiag.monitor.pages import Pages
 from distdiag.monitor.priority import Priority
 from distdiag.monitor.ranks.state import RankView
 from distdiag.monitor.recording import Recording
 from distdiag.monitor.rows import loader_rows, rank_rows
-from distdiag.monitor.sampling import Sampling
 from distdiag.monitor.self_check import OwnFaults
 from distdiag.monitor.snapshot import make_snapshot
 from distdiag.page import directories
@@ -155,7 +155,7 @@ class Monitor:
             v.decoder.groups()
             rank_rows(alone, {v.rank: v}, [])
             loader_rows(alone)
-            OwnFaults().of_rank(v)
+            list(OwnFaults.of_rank(v))
             shifted(state, 0.0)
             msgspec.msgpack.encode(state)
         except Exception as e:

@@ -11,8 +11,8 @@ from distdiag.diagnosis.model.snapshot import Group, RankState, Snapshot
 from distdiag.monitor.collectives import Collectives
 from distdiag.monitor.evidence.on_suspicion import SUSPECT_S, Gatherer
 from distdiag.monitor.host import processes
+from distdiag.monitor.host.samples import Sampling
 from distdiag.monitor.ranks.state import RankView
-from distdiag.monitor.sampling import Sampling
 
 Idle = Mapping[int, tuple[bool | None, str | None]]
 

@@ -12,10 +12,10 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from distdiag import files
 from distdiag.diagnosis.model.snapshot import Site
@@ -76,7 +76,6 @@ class Entry:
     bytes: int | None
     created_ns: int  # wall clock
     retired: bool | None  # None: not known
-    p2p: bool
     site: Site | None = None  # the user's line that issued it, from the recorder's stack; only if C++ issued it
 
 
@@ -225,7 +224,6 @@ def parse(data: dict[str, Any], record: FlightRecord, completes: bool = True) ->
             sum(map(math.prod, sizes)) * item_bytes if item_bytes and sizes else None,
             int(e.get("time_created_ns", 0)),
             retired if completes else None,
-            False,
         )
         record.enqueued[group] = max(record.enqueued.get(group, 0), seq)
         seen.add(group)
@@ -282,22 +280,16 @@ def stacks_by_signal(
     """
     rank = int(page.stem.rpartition("_")[2])
     with open(files.open_to_read(page.parent, f"r{rank}.trace"), "rb") as file:
-        return _stacks_in(file, lambda: signals.send(pid, number, page, worker), timeout_s)
-
-
-def _stacks_in(file: BinaryIO, request: Callable[[], None], timeout_s: float) -> list[Thread]:
-    """Return the stacks that are added to a file after `request`."""
-    size = file.seek(0, os.SEEK_END)
-    request()
-    deadline = time.monotonic() + timeout_s
-    text = ""
-    while time.monotonic() < deadline:
-        time.sleep(0.02)
-        file.seek(size)
-        more = file.read(MOST_BYTES).decode("utf-8", "replace")
-        if more and more == text:  # it has stopped growing
-            break
-        text = more
+        size, text = file.seek(0, os.SEEK_END), ""
+        signals.send(pid, number, page, worker)
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            time.sleep(0.02)
+            file.seek(size)
+            more = file.read(MOST_BYTES).decode("utf-8", "replace")
+            if more and more == text:  # it has stopped growing
+                break
+            text = more
     return parse_stacks(text)
 
 

@@ -68,58 +68,39 @@ class Gatherer:
         for q, (mark, _) in list(self.records.items()):
             if q not in views or views[q].history.still_mark != mark:
                 del self.records[q]
-        waiting = [
-            v
-            for v in views.values()
-            if v.ending is None
-            and (
-                v.header.blocked not in (Blocked.NO, Blocked.STORE)
-                or v.history.in_cpp_wait()
-                or self.host_waits.of(v.rank) is not None
-            )
-            and v.still_s(now_s) >= SUSPECT_S
-        ]
-        self.active = bool(waiting) or self.host_waits.asks
+        alive = [v for v in views.values() if v.ending is None]
+        still = [v for v in alive if v.still_s(now_s) >= SUSPECT_S]
+        waiting = any(
+            v.header.blocked not in (Blocked.NO, Blocked.STORE)
+            or v.history.in_cpp_wait()
+            or self.host_waits.of(v.rank) is not None
+            for v in still
+        )
+        self.active = waiting or self.host_waits.asks
         if not waiting:
             self._asked.clear()
             return
-        wanted = [
-            v
-            for v in views.values()
-            if v.ending is None
-            and (v.rank not in self.records or (v.device.groups and v.still_s(now_s) < RENEWED_S))
-            and v.still_s(now_s) >= SUSPECT_S
-            and v.rank not in stopped
-            and now_s - self._asked.get(v.rank, -1e9) > 1.0
-            and v.header.witness
-        ]
         futures = {}
-        for v in wanted:
+        for v in still:
+            known = v.rank in self.records and not (v.device.groups and v.still_s(now_s) < RENEWED_S)
+            recent = now_s - self._asked.get(v.rank, -1e9) <= 1.0
+            if known or recent or v.rank in stopped or not v.header.witness:
+                continue
             self._asked[v.rank] = now_s
-            path = v.text(v.header.witness)
-            futures[v.rank] = (
-                v.history.still_mark,
-                self.pool.submit(
-                    ask.flight_record, path, now_s, 1.0, v.device.known(), ask.Recorders.of(v.decoder.facts)
-                ),
-            )
-        self._gather_stacks(now_s, views, stopped)
-        for v in views.values():
-            if v.ending is None and v.rank not in stopped:
-                self._ask_workers(v, now_s)
+            of_device, recorders = v.device.known(), ask.Recorders.of(v.decoder.facts)
+            future = self.pool.submit(ask.flight_record, v.text(v.header.witness), now_s, 1.0, of_device, recorders)
+            futures[v.rank] = v.history.still_mark, future
+        answering = [v for v in alive if v.rank not in stopped]
+        for v in answering:
+            silent_s = now_s - (v.s(v.header.heartbeat_ns) or 0.0)
+            if silent_s > SILENT_S and now_s - self.stuck_stacks.get(v.rank, (-1e9, ()))[0] > 4.0:
+                self._stack_of_silent(v, now_s)
+        for v in answering:
+            self._ask_workers(v, now_s)
         for q, (mark, future) in futures.items():
             record = future.result()
             if record is not None:
                 self.records[q] = (mark, record)
-
-    def _gather_stacks(self, now_s: float, views: Mapping[int, RankView], stopped: Collection[int]) -> None:
-        """Get the stacks of ranks whose pulse is silent."""
-        for v in views.values():
-            if v.ending is not None or v.rank in stopped:
-                continue
-            silent_s = now_s - (v.s(v.header.heartbeat_ns) or 0.0)
-            if silent_s > SILENT_S and now_s - self.stuck_stacks.get(v.rank, (-1e9, ()))[0] > 4.0:
-                self._stack_of_silent(v, now_s)
 
     def _ask_workers(self, v: RankView, now_s: float) -> None:
         """Get the stacks of the DataLoader workers that a rank has waited for, for `LOADING_S` or more."""
