@@ -332,9 +332,9 @@ class Collectives(CallEntries):
     # -- creating and destroying groups -------------------------------------------------------------
 
     @guarded
-    def group_call(self, op: str, count: int, members: list[int], depth: int = 3) -> None:
+    def group_call(self, op: str, count: int, members: list[int]) -> None:
         """Record `init_process_group` or `new_group`, in which all members wait for each other, as a call."""
-        site = self.recorder.user_site(sys._getframe(depth))
+        site = self.recorder.user_site(sys._getframe(1))
         who = self.page.text(fold_ranks(members)) if members else 0
         number = self.page.write_call(
             self._op(op), NO_GROUP, count, 0, -1, 0, who, site, *NO_TENSOR[1:], -1, now_ns(), 0, 0, 0,
@@ -343,7 +343,7 @@ class Collectives(CallEntries):
         self.block(_GROUP, number, site)
 
     @guarded
-    def new_group(self, args: tuple, kwargs: dict) -> None:
+    def new_group(self, *args: Any, **kwargs: Any) -> None:
         """Record `new_group`. Its members wait for each other under a number that is equal on all ranks.
 
         If the default group is bound to a device, the new communicator is split off its own, which needs every rank.
@@ -352,7 +352,7 @@ class Collectives(CallEntries):
         splits = _splits(kwargs.get("backend") or (args[2] if len(args) > 2 else None))
         members = list(range(dist.get_world_size())) if ranks is None or splits else sorted(ranks)
         if self.header.rank in members and len(members) > 1 and not kwargs.get("use_local_synchronization", False):
-            self.group_call("new_group", dist._world.group_count, members, depth=5)
+            self.group_call("new_group", dist._world.group_count, members)
 
     @guarded
     def group_call_ends(self) -> None:
@@ -362,9 +362,9 @@ class Collectives(CallEntries):
             self.page.call_left(self.header.blocked_at, now_ns(), 0, failed=False)
 
     @guarded
-    def group_destroyed(self, pg: Any) -> None:
+    def group_destroyed(self, group: Any = None) -> None:
         """Record a call of `destroy_process_group`; None means all groups."""
-        if pg is None or pg is dist.group.WORLD:
+        if group is None or group is dist.group.WORLD:
             for g in self.groups.values():
                 g.slot.destroyed = 1
             self.groups.clear()
@@ -373,8 +373,8 @@ class Collectives(CallEntries):
             self.results.clear()
             self.header.life = LifeWord.LEFT_GROUP
         else:
-            self.unfollowed.pop(id(pg), None)
-            if (g := self.groups.pop(id(pg), None)) is not None:
+            self.unfollowed.pop(id(group), None)
+            if (g := self.groups.pop(id(group), None)) is not None:
                 g.slot.destroyed = 1
 
 

@@ -1,22 +1,73 @@
-"""Records the modules that are wrapped in DDP, before and after DDP's constructor."""
+"""The modules that are wrapped in DDP: the hooks' state for each, and its records before and after DDP's constructor."""
 
 from __future__ import annotations
 
 import ctypes
 import json
+import weakref
+import zlib
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from distdiag.page.layout import MODELS, ModelSlot, Page
+from distdiag.recorder.fast.accounts import LastCallSite, ModelWords
 from distdiag.recorder.hooks.ddp_times import DdpTimes
 from distdiag.recorder.hooks.device_clock import cuda_index
-from distdiag.recorder.hooks.step_accounting import StepAccounting
-from distdiag.recorder.hooks.unused_parameters import NAMES_KEPT
-from distdiag.recorder.hooks.wrapped_model import Model
+from distdiag.recorder.hooks.unused_parameters import NAMES_KEPT, FirstForward
 from distdiag.recorder.state import guarded
 from distdiag.recorder.unseen import unseen
+
+if TYPE_CHECKING:
+    from distdiag.recorder import state
+    from distdiag.recorder.hooks.step_accounting import StepAccounting
+
+
+class Model(ModelWords):
+    """One DDP-wrapped module in this process."""
+
+    def __init__(self, ddp: Any, slot: ModelSlot, recorder: state.Recorder) -> None:
+        super().__init__()
+        page = recorder.page
+        self.ref = weakref.ref(ddp, self._gone)
+        # its parameters and the owners of its buffers, once requested; freed with the module
+        self.named: list[tuple[str, Any]] | None = None
+        self.frozen: list[tuple[str, Any]] = []  # parameters that DDP left out, until one of them is trained
+        self.frozen_next = self.frozen_forwards = 0
+        self.buffer_places: list[tuple[Any, str]] | None = None
+        self.slot = slot
+        self.pg = ddp.process_group
+        self.group_at = -1  # slot of its process group; -1: not registered
+        self.forwards_at, self.synced_at = page.word_of(slot, "forwards"), page.word_of(slot, "synced_backwards")
+        self.forward = LastCallSite(recorder)
+        self.forward_site, self.forward_count = 0, -1  # site of the last forward, and the index of its count
+        self.next_check = 0  # the step at which to check gradients again
+        self.hook: Any = None
+        self.first_forward: FirstForward | None = None
+        self.unused_texts: set[str] = set()
+        self.never: set[str] | None = None  # parameters without gradient at every check; None before the first check
+        self.times: DdpTimes | None = None  # what its reducer measures
+
+    @property
+    def next_event(self) -> int:
+        """Return the next step before whose optimizer there is something to read or to check."""
+        return self.next_check if self.times is None else min(self.next_check, self.times.next_read)
+
+    def trained(self) -> list[tuple[str, Any]]:
+        """Return the parameters in DDP's order, without those that it ignores; cached."""
+        ddp = self.ref()
+        if ddp is None:
+            return []
+        if self.named is None:
+            ignored = getattr(ddp, "parameters_to_ignore", None) or ()
+            named = ddp.module.named_parameters()
+            self.named = [(n, p) for n, p in named if p.requires_grad and n not in ignored]
+        return self.named
+
+    def _gone(self, _: object) -> None:
+        self.named = self.buffer_places = None
+        self.frozen = []
 
 
 @guarded
@@ -78,7 +129,5 @@ def index_of(page: Page, slot: ModelSlot) -> int:
 
 
 def hash_text(s: str) -> int:
-    import zlib
-
     raw = s.encode()
     return zlib.crc32(raw) << 32 | zlib.adler32(raw)

@@ -39,18 +39,19 @@ def install(recorder: state.Recorder, collectives: Collectives) -> StepAccountin
 
 def _hook_optimizers(accounting: StepAccounting) -> None:
     """Call the hooks before and after every optimizer's step; a compiled step contains neither call."""
-    begins, ends = accounting.optimizer_begins, accounting.optimizer_ends
+    for register, hook in (
+        (register_optimizer_step_pre_hook, accounting.optimizer_begins),
+        (register_optimizer_step_post_hook, accounting.optimizer_ends),
+    ):
+        register(_in_eager_code(hook))
 
+
+def _in_eager_code(hook: Any) -> Any:
     @wraps(_not_traced, traced=_not_traced)
-    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-        begins(optimizer, args, kwargs)
+    def call(optimizer: Any, args: Any, kwargs: Any) -> None:
+        hook(optimizer, args, kwargs)
 
-    @wraps(_not_traced, traced=_not_traced)
-    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-        ends(optimizer, args, kwargs)
-
-    register_optimizer_step_pre_hook(before)
-    register_optimizer_step_post_hook(after)
+    return call
 
 
 def _not_traced(optimizer: Any, args: Any, kwargs: Any) -> None:

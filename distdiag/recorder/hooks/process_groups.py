@@ -31,9 +31,9 @@ def install(collectives: Collectives) -> list[str]:
     for name, begins, ends in (
         ("init_process_group", hooks.initialises, hooks.has_initialised),
         ("_warn_not_in_group", hooks.not_a_member, None),
-        ("_new_group_with_tag", hooks.creates, hooks.has_created),
-        ("destroy_process_group", hooks.destroys, None),
-        ("_abort_process_group", lambda group=None: group, lambda group, _out, _error: hooks.destroys(group)),
+        ("_new_group_with_tag", collectives.new_group, hooks.has_created),
+        ("destroy_process_group", collectives.group_destroyed, None),
+        ("_abort_process_group", lambda group=None: group, lambda group, *_: collectives.group_destroyed(group)),
         ("shrink_group", hooks.shrinks, hooks.has_shrunk),
     ):
         original = getattr(dist, name, None)
@@ -78,18 +78,10 @@ class _Hooks:
             initialised(self.collectives)
 
     @guarded
-    def creates(self, *args: Any, **kwargs: Any) -> None:
-        self.collectives.new_group(args, kwargs)
-
-    @guarded
     def has_created(self, _began: None, pg: Any, _error: BaseException | None) -> None:
         self.collectives.group_call_ends()
         if isinstance(pg, c10d.ProcessGroup):
             self.collectives.group(pg)
-
-    @guarded
-    def destroys(self, group: Any = None) -> None:
-        self.collectives.group_destroyed(group)
 
     @guarded
     def shrinks(self, _ranks_to_exclude: Any, group: Any = None, *_args: Any, **_kwargs: Any) -> tuple[Any, bool]:
