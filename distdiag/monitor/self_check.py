@@ -179,8 +179,6 @@ class OwnFaults:
         """Return the new findings of kind `recorder`.
 
         Args:
-            t_s: Run time.
-            views: All ranks.
             failures: Texts of exceptions in rules of the diagnosis.
             writer: Writer of run.db; counts failed writes.
             started_unix_s: Wall-clock time at which the run began.
@@ -188,7 +186,6 @@ class OwnFaults:
             driver_silent_s: Time since a request that NVIDIA's driver has not answered.
             damaged: Pages that cannot be read, by file: (rank, reason).
             contradicted: Proofs that the job has contradicted.
-            snapshot: The snapshot that was judged.
         """
         found = [fault for v in views.values() for fault in self.of_rank(v)]
         for file, (rank, why) in (damaged or {}).items():

@@ -23,12 +23,8 @@ def make_snapshot(
     """Return the state of the job on this node.
 
     Args:
-        now_s: Run time, seconds.
         views: All ranks whose page was read; at least one.
         idle: By rank: (main thread sleeps and has used no CPU since the last poll, its state in /proc).
-        gatherer: Evidence from stuck ranks.
-        calls: Completed collectives and their arrivals.
-        sampled: Samples of host and GPUs.
     """
     ranks = {}
     groups: dict[str, Group] = {}

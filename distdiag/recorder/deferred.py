@@ -46,50 +46,39 @@ def record_process(run_dir: str | None, name: str | None, job: str | None = None
 
 
 @guarded
-def _becomes_rank(run_dir: str | None, name: str | None) -> None:
+def _becomes_rank(run_dir: str | None, run_name: str | None) -> None:
     """Wrap the two functions by which a process becomes a rank; until then nothing is recorded."""
     import torch
 
-    def begin(rank: int, world: int) -> None:
-        local = int(os.environ.get("LOCAL_RANK", rank))
-        session.start(run_dir, name, rank, world, local)
-
-    if torch.distributed.is_available():
-        from torch.distributed import distributed_c10d as dist
-
-        original = dist.init_process_group
+    def wrap(
+        owners: tuple[Any, ...], name: str, rank_of: Callable[[tuple, dict], tuple[int, int]], always: bool
+    ) -> None:
+        original = getattr(owners[0], name)
 
         @wraps(original)
-        def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             function = original
-            if session.current is None:
-                rank, world = _rank_of_call(args, kwargs)
-                dist.init_process_group = torch.distributed.init_process_group = original
-                begin(rank, world)
-                function = dist.init_process_group
+            if session.current is None and (always or getattr(owners[0], name) is call):
+                rank, world = rank_of(args, kwargs)
+                for owner in owners:
+                    setattr(owner, name, original)
+                session.start(run_dir, run_name, rank, world, int(os.environ.get("LOCAL_RANK", rank)))
+                function = getattr(owners[0], name)
             try:
                 return function(*args, **kwargs)
             except BaseException as e:
                 hide_frame(e)
                 raise
 
-        dist.init_process_group = torch.distributed.init_process_group = init_process_group
-    plain = torch.autograd.backward
+        for owner in owners:
+            setattr(owner, name, call)
 
-    @wraps(plain)
-    def backward(*args: Any, **kwargs: Any) -> Any:
-        function = plain
-        if session.current is None and torch.autograd.backward is backward:
-            torch.autograd.backward = plain
-            begin(0, 1)
-            function = torch.autograd.backward
-        try:
-            return function(*args, **kwargs)
-        except BaseException as e:
-            hide_frame(e)
-            raise
+    if torch.distributed.is_available():
+        from torch.distributed import distributed_c10d as dist
 
-    torch.autograd.backward = backward
+        wrap((dist, torch.distributed), "init_process_group", _rank_of_call, always=True)
+    # not if the script has wrapped it: restoring the original would remove its wrapper
+    wrap((torch.autograd,), "backward", lambda _args, _kwargs: (0, 1), always=False)
 
 
 def _rank_of_call(args: tuple, kwargs: dict) -> tuple[int, int]:

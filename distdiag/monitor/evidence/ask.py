@@ -21,7 +21,6 @@ from distdiag import files
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.waits.compatible import op_name
 from distdiag.monitor.evidence import signals
-from distdiag.monitor.host import processes
 from distdiag.recorder.frames import USER, kind_of_file
 from distdiag.sources.dumps.pickles import BadDump, load_pickle
 from distdiag.terms.units import SCALAR_TYPES
@@ -186,8 +185,6 @@ def parse(data: dict[str, Any], record: FlightRecord, completes: bool = True) ->
     """Add the entries of one dump to `record`.
 
     Args:
-        data: The dump.
-        record: Gets the entries.
         completes: False if the backend does not report when an operation is complete. Then its entries are retired as soon as
             they are issued, or never, and neither shows whether they are complete.
     """
@@ -291,14 +288,6 @@ def stacks_by_signal(
                 break
             text = more
     return parse_stacks(text)
-
-
-def loader_workers(pid: int, number: int) -> list[int]:
-    """Return the children of a rank that have its signal handler: the forked workers of its DataLoaders.
-
-    A child without the handler would die of the signal, so it is not sent one.
-    """
-    return [c for c in processes.children(pid, of_any_thread=True) if processes.catches(c, number)]
 
 
 def in_worker(frames: list[tuple[str, int, str]]) -> list[tuple[str, int, str]] | None:

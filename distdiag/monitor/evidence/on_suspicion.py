@@ -14,6 +14,7 @@ from distdiag import files
 from distdiag.diagnosis.model.snapshot import Life, RankState, Site, Snapshot
 from distdiag.monitor.evidence import ask
 from distdiag.monitor.evidence.host_waits import HostWaits
+from distdiag.monitor.host import processes
 from distdiag.monitor.ranks.state import RankView
 from distdiag.page.layout import Blocked, Phase
 from distdiag.recorder.frames import USER, is_users, kind_of_file
@@ -40,11 +41,7 @@ def _started(pool: ThreadPoolExecutor) -> ThreadPoolExecutor:
 
 
 class Gatherer:
-    """Gathers and keeps evidence of stuck ranks.
-
-    Args:
-        run_dir: Run directory for the evidence.
-    """
+    """Gathers evidence of stuck ranks, and keeps it in the run directory."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -57,13 +54,7 @@ class Gatherer:
         self.workers: dict[int, tuple[tuple[Any, ...], float, tuple[Site | None, ...]]] = {}
 
     def gather(self, now_s: float, views: Mapping[int, RankView], stopped: Collection[int]) -> None:
-        """Ask stuck ranks for their flight record if a rank waits.
-
-        Args:
-            now_s: Run time, seconds.
-            views: All ranks.
-            stopped: Ranks stopped by a signal, which cannot answer.
-        """
+        """Ask stuck ranks for their flight record if a rank waits; those `stopped` by a signal cannot answer."""
         self.host_waits.sample(now_s, views, stopped)
         for q, (mark, _) in list(self.records.items()):
             if q not in views or views[q].history.still_mark != mark:
@@ -113,7 +104,9 @@ class Gatherer:
         if kept is not None and kept[0] == v.history.still_mark and now_s - kept[1] < WORKERS_KEPT_S:
             return
         found: list[Site | None] = []
-        for pid in ask.loader_workers(h.pid, h.trace_signal)[:MOST_WORKERS]:
+        # the forked workers of its DataLoaders; a child without the handler would die of the signal
+        children = processes.children(h.pid, of_any_thread=True)
+        for pid in [c for c in children if processes.catches(c, h.trace_signal)][:MOST_WORKERS]:
             try:
                 threads = ask.stacks_by_signal(v.reader.path, h.pid, h.trace_signal, 0.2, worker=pid)
             except OSError:

@@ -73,12 +73,7 @@ _BLOCKING = {"monitored_barrier"}
 _ALL_TO_ALL = {"alltoall", "alltoall_base", "all_to_all_single"}
 _COUNTED_APART = _P2P | _BLOCKING  # gloo counts these in its counter of collectives; NCCL counts P2P separately
 
-_BLOCKED, _BLOCKED_AT, _BLOCKED_SINCE, _STEP = (
-    word("blocked"),
-    word("blocked_at"),
-    word("blocked_since_ns"),
-    word("step"),
-)
+_BLOCKED, _BLOCKED_AT, _BLOCKED_SINCE, _STEP = map(word, ("blocked", "blocked_at", "blocked_since_ns", "step"))
 _NO, _WAIT, _GROUP = int(Blocked.NO), int(Blocked.WAIT), int(Blocked.GROUP)
 _UNKNOWN_WORK = (0, False)
 
@@ -197,9 +192,7 @@ class Collectives(CallEntries):
             self.page.call_left(number, now_ns(), waited, failed=False)
             return
         if g.on_device:
-            if main and self.page.words[_BLOCKED] == _WAIT and self.page.words[_BLOCKED_AT] == number:
-                self.unblock()
-            self._connected(g, number)
+            self._connected(g, number, main)
         if work is not None and hasattr(work, "wait"):
             self._keep(work, number, site)
         else:
@@ -215,8 +208,10 @@ class Collectives(CallEntries):
         if len(self.in_flight) > 2048:
             self.in_flight.popitem(last=False)
 
-    def _connected(self, g: Group, number: int) -> None:
-        """Record that the communicator of a group (or pair of ranks) exists, since a call has returned."""
+    def _connected(self, g: Group, number: int, main: bool = False) -> None:
+        """Record that a call has returned: its communicator, of a group or pair of ranks, exists."""
+        if main and self.page.words[_BLOCKED] == _WAIT and self.page.words[_BLOCKED_AT] == number:
+            self.unblock()
         if len(g.connected) > len(g.members):
             return
         slot = self.page.page.calls[(number - 1) % CALLS]
@@ -286,14 +281,10 @@ class Collectives(CallEntries):
 
         Args:
             token: `[number of the call]`, shared by the results of a coalesced collective.
-            g: Its group.
-            main: True if the main thread makes the call.
             result: Address of the tensor that it will return, by which it is waited for.
         """
         if g.on_device:
-            if main and self.page.words[_BLOCKED] == _WAIT and self.page.words[_BLOCKED_AT] == token[0]:
-                self.unblock()
-            self._connected(g, token[0])
+            self._connected(g, token[0], main)
         self.results[result] = token
         self.results.move_to_end(result)
         if len(self.results) > 2048:

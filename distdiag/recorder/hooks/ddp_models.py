@@ -1,73 +1,23 @@
-"""The modules that are wrapped in DDP: the hooks' state for each, and its records before and after DDP's constructor."""
+"""Records the modules that are wrapped in DDP, before and after DDP's constructor."""
 
 from __future__ import annotations
 
 import ctypes
 import json
-import weakref
 import zlib
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from distdiag.page.layout import MODELS, ModelSlot, Page
-from distdiag.recorder.fast.accounts import LastCallSite, ModelWords
+from distdiag.page.layout import MODELS, ModelSlot
 from distdiag.recorder.hooks.ddp_times import DdpTimes
 from distdiag.recorder.hooks.device_clock import cuda_index
-from distdiag.recorder.hooks.unused_parameters import NAMES_KEPT, FirstForward
+from distdiag.recorder.hooks.step_accounting import StepAccounting
+from distdiag.recorder.hooks.unused_parameters import NAMES_KEPT
+from distdiag.recorder.hooks.wrapped_model import Model
 from distdiag.recorder.state import guarded
 from distdiag.recorder.unseen import unseen
-
-if TYPE_CHECKING:
-    from distdiag.recorder import state
-    from distdiag.recorder.hooks.step_accounting import StepAccounting
-
-
-class Model(ModelWords):
-    """One DDP-wrapped module in this process."""
-
-    def __init__(self, ddp: Any, slot: ModelSlot, recorder: state.Recorder) -> None:
-        super().__init__()
-        page = recorder.page
-        self.ref = weakref.ref(ddp, self._gone)
-        # its parameters and the owners of its buffers, once requested; freed with the module
-        self.named: list[tuple[str, Any]] | None = None
-        self.frozen: list[tuple[str, Any]] = []  # parameters that DDP left out, until one of them is trained
-        self.frozen_next = self.frozen_forwards = 0
-        self.buffer_places: list[tuple[Any, str]] | None = None
-        self.slot = slot
-        self.pg = ddp.process_group
-        self.group_at = -1  # slot of its process group; -1: not registered
-        self.forwards_at, self.synced_at = page.word_of(slot, "forwards"), page.word_of(slot, "synced_backwards")
-        self.forward = LastCallSite(recorder)
-        self.forward_site, self.forward_count = 0, -1  # site of the last forward, and the index of its count
-        self.next_check = 0  # the step at which to check gradients again
-        self.hook: Any = None
-        self.first_forward: FirstForward | None = None
-        self.unused_texts: set[str] = set()
-        self.never: set[str] | None = None  # parameters without gradient at every check; None before the first check
-        self.times: DdpTimes | None = None  # what its reducer measures
-
-    @property
-    def next_event(self) -> int:
-        """Return the next step before whose optimizer there is something to read or to check."""
-        return self.next_check if self.times is None else min(self.next_check, self.times.next_read)
-
-    def trained(self) -> list[tuple[str, Any]]:
-        """Return the parameters in DDP's order, without those that it ignores; cached."""
-        ddp = self.ref()
-        if ddp is None:
-            return []
-        if self.named is None:
-            ignored = getattr(ddp, "parameters_to_ignore", None) or ()
-            named = ddp.module.named_parameters()
-            self.named = [(n, p) for n, p in named if p.requires_grad and n not in ignored]
-        return self.named
-
-    def _gone(self, _: object) -> None:
-        self.named = self.buffer_places = None
-        self.frozen = []
 
 
 @guarded
@@ -88,7 +38,8 @@ def constructing(accounting: StepAccounting, module: Any, kwargs: dict, caller: 
     slot.parameters = len(shapes)
     slot.frozen = len(frozen)
     slot.frozen_names = accounting.page.text(json.dumps(frozen[:NAMES_KEPT])) if frozen else 0
-    slot.shape_hash = hash_text(repr([s for _, s in shapes]))
+    raw = repr([s for _, s in shapes]).encode()
+    slot.shape_hash = zlib.crc32(raw) << 32 | zlib.adler32(raw)
     slot.group = 0xFFFFFFFF
     slot.find_unused = -1
     accounting.header.n_models = n + 1
@@ -120,14 +71,5 @@ def constructed(accounting: StepAccounting, ddp: Any, slot: ModelSlot, by_librar
             m.hook = accounting.watch_last_gradient(first)
             accounting.checks.nonfinite.local_gradients = True
     accounting.ledger.next_event = 0
-    m.times = DdpTimes(ddp, index_of(accounting.page.page, slot), slot, m.synced_at)
-
-
-def index_of(page: Page, slot: ModelSlot) -> int:
-    """Return the index of a model's slot in the page."""
-    return (ctypes.addressof(slot) - ctypes.addressof(page.models)) // ctypes.sizeof(ModelSlot)
-
-
-def hash_text(s: str) -> int:
-    raw = s.encode()
-    return zlib.crc32(raw) << 32 | zlib.adler32(raw)
+    at = ctypes.addressof(slot) - ctypes.addressof(accounting.page.page.models)
+    m.times = DdpTimes(ddp, at // ctypes.sizeof(ModelSlot), slot, m.synced_at)

@@ -88,12 +88,7 @@ def implementations(pg: Any) -> tuple[str, ...]:
 
 
 def hook_of(pg: Any, backends: Collection[str]) -> Hook | None:
-    """Return the hook that records a group; None if its backends do that themselves, or torch has no hooks.
-
-    Args:
-        pg: The group.
-        backends: Names of its backends, from `implementations`.
-    """
+    """Return the hook that records a group; None if its backends (`implementations`) do that themselves, or torch has no hooks."""
     number = _numbers.get(id(pg))
     recorded = [name for name in backends if name not in dist._FR_SELF_RECORDING_BACKENDS] if HAS_HOOKS else []
     if number is None or len(recorded) != 1:

@@ -15,7 +15,7 @@ from distdiag.recorder.hooks.tensor_samples import Samples, capturing, sampled
 from distdiag.recorder.unseen import has_memory
 
 if TYPE_CHECKING:
-    from distdiag.recorder.hooks.ddp_models import Model
+    from distdiag.recorder.hooks.wrapped_model import Model
 
 CHECKSUM_TENSORS, CHECKSUM_ELEMENTS = 24, 32
 

@@ -18,10 +18,9 @@ from torch import is_grad_enabled
 from distdiag.page.layout import Blocked, Phase, word
 from distdiag.recorder.fast.accounts import fast_hook
 from distdiag.recorder.hooks.collectives import note_caught
-from distdiag.recorder.hooks.ddp_models import Model
 from distdiag.recorder.hooks.device_clock import cuda_clock
 from distdiag.recorder.hooks.step_accounting import StepAccounting
-from distdiag.recorder.hooks.unused_parameters import watch_first_forward
+from distdiag.recorder.hooks.wrapped_model import Model, watch_first_forward
 from distdiag.recorder.hooks.wrapping import hide_frame, wraps
 from distdiag.recorder.state import guarded, now_ns
 

@@ -1,0 +1,93 @@
+"""One DDP-wrapped module of this process: the hooks' state for it."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from distdiag.page.layout import ModelSlot
+from distdiag.recorder import state
+from distdiag.recorder.fast.accounts import LastCallSite, ModelWords
+from distdiag.recorder.hooks.ddp_times import DdpTimes
+
+
+class FirstForward:
+    """Collects the modules that the first training forward enters, until `end()`.
+
+    An unused parameter's module was never called, or its output is not in the loss.
+    """
+
+    def __init__(self) -> None:
+        self._called: set[int] = set()
+        self._hook = register_module_forward_pre_hook(self._enters)
+
+    def _enters(self, module: Any, _inputs: Any) -> None:
+        self._called.add(id(module))
+
+    def end(self) -> None:
+        self._hook.remove()
+
+    def never_called(self, model: Any, parameters: list[str]) -> list[str]:
+        """Return the names of the modules of `model` that own one of `parameters` and were not entered."""
+        modules = dict(model.named_modules())
+        owners = dict.fromkeys(name.rpartition(".")[0] for name in parameters)
+        return [name for name in owners if name in modules and id(modules[name]) not in self._called]
+
+
+def watch_first_forward() -> FirstForward | None:
+    """Start to record; return None if torch.compile is in use: its guards would notice the hook's removal."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is not None:
+        backends = getattr(dynamo, "cached_backends", None)
+        if backends is None or any(b is not None for b in backends.values()):
+            return None
+    return FirstForward()
+
+
+class Model(ModelWords):
+    """One DDP-wrapped module in this process."""
+
+    def __init__(self, ddp: Any, slot: ModelSlot, recorder: state.Recorder) -> None:
+        super().__init__()
+        page = recorder.page
+        self.ref = weakref.ref(ddp, self._gone)
+        # its parameters and the owners of its buffers, once requested; freed with the module
+        self.named: list[tuple[str, Any]] | None = None
+        self.frozen: list[tuple[str, Any]] = []  # parameters that DDP left out, until one of them is trained
+        self.frozen_next = self.frozen_forwards = 0
+        self.buffer_places: list[tuple[Any, str]] | None = None
+        self.slot = slot
+        self.pg = ddp.process_group
+        self.group_at = -1  # slot of its process group; -1: not registered
+        self.forwards_at, self.synced_at = page.word_of(slot, "forwards"), page.word_of(slot, "synced_backwards")
+        self.forward = LastCallSite(recorder)
+        self.forward_site, self.forward_count = 0, -1  # site of the last forward, and the index of its count
+        self.next_check = 0  # the step at which to check gradients again
+        self.hook: Any = None
+        self.first_forward: FirstForward | None = None
+        self.unused_texts: set[str] = set()
+        self.never: set[str] | None = None  # parameters without gradient at every check; None before the first check
+        self.times: DdpTimes | None = None  # what its reducer measures
+
+    @property
+    def next_event(self) -> int:
+        """Return the next step before whose optimizer there is something to read or to check."""
+        return self.next_check if self.times is None else min(self.next_check, self.times.next_read)
+
+    def trained(self) -> list[tuple[str, Any]]:
+        """Return the parameters in DDP's order, without those that it ignores; cached."""
+        ddp = self.ref()
+        if ddp is None:
+            return []
+        if self.named is None:
+            ignored = getattr(ddp, "parameters_to_ignore", None) or ()
+            named = ddp.module.named_parameters()
+            self.named = [(n, p) for n, p in named if p.requires_grad and n not in ignored]
+        return self.named
+
+    def _gone(self, _: object) -> None:
+        self.named = self.buffer_places = None
+        self.frozen = []
