@@ -63,9 +63,7 @@ class Announcer:
         the first judge only their own ranks and name the directory of the verdict on all ranks.
 
         Args:
-            diagnosis: The diagnosis at the end of the job.
             own: Findings about distdiag itself.
-            node: Number of this node.
         """
         found = [f for f in (*diagnosis.findings, *own) if at_least(f.severity, Severity.WARNING)]
         found.sort(key=lambda f: (f.cleared_s is not None, f.severity != Severity.ERROR))

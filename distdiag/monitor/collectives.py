@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from typing import Any
 
 from distdiag.diagnosis.model.snapshot import Arrival, Call, CompletedConflict, Group, Snapshot
 from distdiag.diagnosis.waits.compatible import conflict, signature
@@ -57,7 +58,7 @@ class Collectives:
                 continue
             self._compare(key, calls, group.backend)
             call = min(calls.values(), key=lambda c: c.entered_s or 0.0)
-            out.append(_row(key, call, len(calls), step))
+            out.append(_row(key, call, len(calls), step, call.entered_s))
         return out
 
     def _rows_on_host(self, groups: Mapping[str, Group], step: int | None) -> list[CollectiveRow]:
@@ -74,7 +75,7 @@ class Collectives:
                 call,
                 len(by_rank),
                 step,
-                first_s=first,
+                t_s=first,
                 duration_us=waited_s * 1e6 if waited_s > 0 else None,
                 skew_us=(last - first) * 1e6,
                 late_rank=late if last > first else None,
@@ -111,18 +112,7 @@ class Collectives:
                 return
 
 
-def _row(
-    key: _Key,
-    call: Call,
-    ranks: int,
-    step: int | None,
-    *,
-    first_s: float | None = None,
-    duration_us: float | None = None,
-    skew_us: float | None = None,
-    late_rank: int | None = None,
-    arrivals_us: str | None = None,
-) -> CollectiveRow:
+def _row(key: _Key, call: Call, ranks: int, step: int | None, t_s: float | None, **times: Any) -> CollectiveRow:
     return CollectiveRow(
         pgroup=key[0],
         seq=key[1],
@@ -130,10 +120,7 @@ def _row(
         dtype=call.dtype,
         bytes=call.bytes,
         ranks=ranks,
-        t_s=call.entered_s if first_s is None else first_s,
-        duration_us=duration_us,
-        skew_us=skew_us,
-        late_rank=late_rank,
         step=step,
-        arrivals_us=arrivals_us,
+        **times,
+        t_s=t_s,
     )

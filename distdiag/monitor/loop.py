@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import traceback
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -21,13 +20,13 @@ from distdiag.monitor.announce import Announcer
 from distdiag.monitor.evidence.on_suspicion import Gatherer
 from distdiag.monitor.hang_limit import HangLimit
 from distdiag.monitor.host import processes
+from distdiag.monitor.host.samples import Sampling
 from distdiag.monitor.nodes import Nodes, shifted
-from distdiag.monitor.pages import Pages
+from distdiag.monitor.pages import Pages, described
 from distdiag.monitor.priority import Priority
 from distdiag.monitor.ranks.state import RankView
 from distdiag.monitor.recording import Recording
 from distdiag.monitor.rows import loader_rows, rank_rows
-from distdiag.monitor.sampling import Sampling
 from distdiag.monitor.self_check import OwnFaults
 from distdiag.monitor.snapshot import make_snapshot
 from distdiag.page import directories
@@ -143,8 +142,7 @@ class Monitor:
             if self._failed_polls >= FAILED_POLLS:
                 raise
             if not bad:
-                last = traceback.extract_tb(e.__traceback__)[-1]
-                text = f"{type(e).__name__}: {e} at {Path(last.filename).name}:{last.lineno}"
+                text = described(e)
                 self.diagnosis.failures[text] = self.diagnosis.failures.get(text, 0) + 1
             return False
 
@@ -157,7 +155,7 @@ class Monitor:
             v.decoder.groups()
             rank_rows(alone, {v.rank: v}, [])
             loader_rows(alone)
-            OwnFaults().of_rank(v)
+            list(OwnFaults.of_rank(v))
             shifted(state, 0.0)
             msgspec.msgpack.encode(state)
         except Exception as e:
@@ -265,16 +263,11 @@ class Monitor:
 
     def _opened(self, view: RankView) -> None:
         header = view.reader.header()
-        if not self.views:
-            self._set_start(header.started_mono_ns, header.started_wall_ns)
+        if not self.views:  # time zero of the run: when its first rank attached
+            self.start_ns, self.started_unix_s = header.started_mono_ns, header.started_wall_ns / 1e9
+            self.writer.meta(started_unix_s=self.started_unix_s)
         view.decoder.start_ns = self.start_ns
         self.endings.watch(header.pid)
-
-    def _set_start(self, mono_ns: int, wall_ns: int) -> None:
-        """Set the time zero of the run: when its first rank attached."""
-        self.start_ns = mono_ns
-        self.started_unix_s = wall_ns / 1e9
-        self.writer.meta(started_unix_s=self.started_unix_s)
 
     def _follow_process(self, v: RankView) -> None:
         pid = v.header.pid
@@ -305,7 +298,11 @@ class Monitor:
             self._poll_s = self._poll_interval_s(s.t_s)
         self.recording.write_state(s, self.diagnosis, now=over or bool(changed))
         self.recording.write_facts(s, self.started_unix_s)
-        self._write_own_faults(s)
+        for f in self.own.faults(
+            s.t_s, self.views, self.diagnosis.failures, self.writer, self.started_unix_s, self.nodes.failed,
+            self.sampling.gpus.silent_s(), self.pages.damaged, self.diagnosis.contradicted, s,
+        ):  # fmt: skip
+            self.writer.finding(f)
         self.writer.commit()
 
     def _write_findings(self, s: Snapshot, changed: list[Finding]) -> None:
@@ -327,13 +324,6 @@ class Monitor:
         if record is not None:
             record.finding = f
         return f
-
-    def _write_own_faults(self, s: Snapshot) -> None:
-        for f in self.own.faults(
-            s.t_s, self.views, self.diagnosis.failures, self.writer, self.started_unix_s, self.nodes.failed,
-            self.sampling.gpus.silent_s(), self.pages.damaged, self.diagnosis.contradicted, s,
-        ):  # fmt: skip
-            self.writer.finding(f)
 
     def close(self) -> None:
         """Write the last rows, print the summary, and free the pages' memory."""

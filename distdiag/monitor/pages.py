@@ -17,6 +17,12 @@ from distdiag.page.reader import PageError
 DISCOVER_S = 1.0  # between two listings of the directories, once all ranks of this node are known
 
 
+def described(error: BaseException) -> str:
+    """Return type and text of an exception, and where it was raised."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} at {os.path.basename(last.filename)}:{last.lineno}"
+
+
 class Pages:
     """Views of the rank pages in one node's directories.
 
@@ -79,10 +85,7 @@ class Pages:
         self._give_up(view.reader.path, view, reason)
 
     def _give_up(self, path: Path, view: RankView | None, reason: Exception) -> None:
-        text = str(reason)
-        if not isinstance(reason, PageError):
-            last = traceback.extract_tb(reason.__traceback__)[-1]
-            text = f"{type(reason).__name__}: {reason} at {os.path.basename(last.filename)}:{last.lineno}"
+        text = str(reason) if isinstance(reason, PageError) else described(reason)
         self.damaged[str(path)] = (None if view is None else view.rank, text)
         if view is not None:
             self._unjudged.append(view.first_header)

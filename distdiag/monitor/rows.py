@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from functools import cache
 from operator import attrgetter
 from typing import Any
-
-import msgspec
 
 from distdiag.diagnosis.model.findings import Finding, at_least
 from distdiag.diagnosis.model.snapshot import DdpTime, Life, RankState, Snapshot, Step
 from distdiag.diagnosis.step_times import self_ms
+from distdiag.monitor.fields import names, shared
 from distdiag.monitor.ranks.state import RankView
 from distdiag.store.frames import RankRow
 from distdiag.store.rows import DdpRow, LoaderRow, StepRow, StepTimesRow
@@ -63,7 +61,7 @@ class Steps:
                     "comm_ms": measured.comm_ms if measured else None,
                     "exposed_ms": measured.exposed_ms if measured else None,
                 }
-                out.append(StepRow(**(_shared(StepRow, x) | changed)))
+                out.append(StepRow(**(shared(StepRow, x) | changed)))
             del self._waiting[step]
         return out
 
@@ -153,23 +151,11 @@ def _row(
         "slowest_in": slowest if len(selfs) > 1 else None,
         "activity": r.activity if r.life != Life.MISSING else None,
     }
-    fields: dict[str, Any] = {**_shared(RankRow, r), **medians, **changed}
+    fields: dict[str, Any] = {**shared(RankRow, r), **medians, **changed}
     return RankRow(**fields, **(view.recorder() if view is not None else {}))
 
 
-@cache
-def _names(row: type[msgspec.Struct], of: type[msgspec.Struct]) -> tuple[str, ...]:
-    """Return the fields that a row and a part of the snapshot have under one name, and so in one unit."""
-    return tuple(name for name in row.__struct_fields__ if name in of.__struct_fields__)
-
-
-def _shared(row: type[msgspec.Struct], value: msgspec.Struct) -> dict[str, Any]:
-    """Return the values of the fields that `value` shares with a row."""
-    names = _names(row, type(value))
-    return dict(zip(names, attrgetter(*names)(value), strict=True))
-
-
-_TIMES = tuple(name for name in _names(RankRow, Step) if name.endswith("_ms"))
+_TIMES = tuple(name for name in names(RankRow, Step) if name.endswith("_ms"))
 
 
 def loader_rows(s: Snapshot) -> list[LoaderRow]:
@@ -186,7 +172,7 @@ def loader_rows(s: Snapshot) -> list[LoaderRow]:
                     epoch=x.iterations_started,
                     fingerprint=x.first_fingerprints[0] if x.first_fingerprints else None,
                     previous_fingerprint=x.previous_fingerprints[0] if x.previous_fingerprints else None,
-                    **_shared(LoaderRow, x),
+                    **shared(LoaderRow, x),
                 )
             )
     return out
@@ -202,7 +188,7 @@ def ddp_rows(s: Snapshot) -> list[DdpRow]:
             pgroup=m.group,
             backwards=m.synced_backwards,
             **(
-                _shared(DdpRow, m.buckets)
+                shared(DdpRow, m.buckets)
                 | {
                     "bucket_bytes": ",".join(map(str, m.buckets.bucket_bytes)),
                     "dtypes": m.buckets.dtypes or None,

@@ -11,8 +11,8 @@ from distdiag.diagnosis.model.snapshot import Group, RankState, Snapshot
 from distdiag.monitor.collectives import Collectives
 from distdiag.monitor.evidence.on_suspicion import SUSPECT_S, Gatherer
 from distdiag.monitor.host import processes
+from distdiag.monitor.host.samples import Sampling
 from distdiag.monitor.ranks.state import RankView
-from distdiag.monitor.sampling import Sampling
 
 Idle = Mapping[int, tuple[bool | None, str | None]]
 
@@ -23,12 +23,8 @@ def make_snapshot(
     """Return the state of the job on this node.
 
     Args:
-        now_s: Run time, seconds.
         views: All ranks whose page was read; at least one.
         idle: By rank: (main thread sleeps and has used no CPU since the last poll, its state in /proc).
-        gatherer: Evidence from stuck ranks.
-        calls: Completed collectives and their arrivals.
-        sampled: Samples of host and GPUs.
     """
     ranks = {}
     groups: dict[str, Group] = {}

@@ -166,14 +166,14 @@ def has_room(directory: Path, pages: int) -> bool:
     return s.f_bavail * s.f_frsize >= pages * PAGE_BYTES + SPARE_BYTES and (s.f_favail > 4 * pages or not s.f_files)
 
 
-def hold(directory: Path) -> int | None:
+def hold(directory: Path, lock: int = fcntl.LOCK_SH) -> int | None:
     """Mark a page directory as used for as long as the returned file descriptor is open; None if it cannot be locked."""
     try:
         fd = os.open(directory / MARK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return None
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(fd, lock | fcntl.LOCK_NB)
     except OSError:
         os.close(fd)
         return None
@@ -185,20 +185,15 @@ def remove(directory: Path) -> bool:
 
     Only files that a rank or a monitor creates are removed: a directory with any other file stays.
     """
-    if not is_marked(directory):
+    fd = hold(directory, fcntl.LOCK_EX) if is_marked(directory) else None
+    if fd is None:
         return False
     try:
-        fd = os.open(directory / MARK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         names = os.listdir(directory)
         if not all(_OURS.fullmatch(n) or n.startswith(MARK) for n in names):
             return False
-        for name in sorted(
-            names, key=lambda n: n == MARK
-        ):  # the mark last: after a failure, a later call can remove the rest
+        # the mark last: after a failure, a later call can remove the rest
+        for name in sorted(names, key=lambda n: n == MARK):
             os.unlink(directory / name)
         directory.rmdir()
     except OSError:

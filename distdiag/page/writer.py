@@ -21,12 +21,10 @@ from distdiag import files
 from distdiag.page.layout import (
     CALL_FORMAT,
     CALLS,
-    DDP_TIMES,
     FAILED_CALL,
     HEAP_BYTES,
     MAGIC,
     PAGE_BYTES,
-    SAMPLES,
     STEPS,
     VERSION,
     CallRecord,
@@ -192,26 +190,17 @@ class PageWriter:
         words[at] = number
         words[_N_STEPS] = number
 
+    def add(self, ring: str, **fields: int | float) -> None:
+        """Add a record to a ring of what is rare: `samples`, `scalars` or `ddp_times`."""
+        records, count = getattr(self.page, ring), f"n_{ring}"
+        number = getattr(self.header, count) + 1
+        record = records[(number - 1) % len(records)]
+        record.number = 0  # a half-written record is recognised
+        for name, value in fields.items():
+            setattr(record, name, value)
+        record.number = number
+        setattr(self.header, count, number)
+
     def write_sample(self, kind: int, step: int, value: float, key: int, name: str, site: int, t_ns: int) -> None:
         """Add one sampled check."""
-        header = self.header
-        number = header.n_samples + 1
-        rec = self.page.samples[header.n_samples % SAMPLES]
-        rec.number = 0  # a half-written record is recognised
-        rec.kind, rec.step, rec.value, rec.key = kind, step, value, key
-        rec.name, rec.site, rec.t_ns = self.text(name), site, t_ns
-        rec.number = number
-        header.n_samples = number
-
-    def write_ddp_time(
-        self, model: int, began_ns: int, per_step: int, comm_ns: int, overlap_ns: int, backward_ns: int
-    ) -> None:
-        """Add one measurement of a DDP module's backward pass."""
-        header = self.header
-        number = header.n_ddp_times + 1
-        rec = self.page.ddp_times[header.n_ddp_times % DDP_TIMES]
-        rec.number = 0  # a half-written record is recognised
-        rec.model, rec.began_ns, rec.per_step = model, began_ns, per_step
-        rec.comm_ns, rec.overlap_ns, rec.backward_ns = comm_ns, overlap_ns, backward_ns
-        rec.number = number
-        header.n_ddp_times = number
+        self.add("samples", kind=kind, step=step, value=value, key=key, name=self.text(name), site=site, t_ns=t_ns)

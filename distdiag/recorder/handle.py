@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from distdiag.page.layout import SCALARS
+from distdiag.page.layout import Phase
 from distdiag.recorder import session as sessions
 from distdiag.recorder.state import guarded, now_ns
 
@@ -26,21 +26,21 @@ class Handle:
         """Directory of this run; None if nothing could be recorded."""
         return self._run_dir
 
+    @property
+    def _accounting(self) -> Any:
+        return self._session.accounting if self._session else None
+
     @guarded
     def step(self, samples: int | None = None) -> None:
         """End a step here: for loops without a `torch.optim` optimizer."""
-        if self._session and self._session.accounting:
-            accounting = self._session.accounting
+        if accounting := self._accounting:
             if samples is not None:
                 accounting.ledger.samples = samples
             accounting.close_step(now_ns())
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Name what the rank does, as in `with handle.phase("validate"):`: init, validate, checkpoint, data, …"""
-        return self._phase(name)
-
     @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> Iterator[None]:
+        """Name what the rank does, as in `with handle.phase("validate"):`: init, validate, checkpoint, data, …"""
         before = self._enter(name)
         try:
             yield
@@ -49,19 +49,20 @@ class Handle:
 
     @guarded
     def _enter(self, name: str) -> Any:
-        accounting = self._session.accounting if self._session else None
-        if accounting is None:
+        if not (accounting := self._accounting):
             return None
+        from distdiag.recorder.hooks.step_accounting import PHASES
+
         ledger = accounting.ledger
-        before, ledger.idle = ledger.idle, accounting.user_phase(name)
+        before, ledger.idle = ledger.idle, int(PHASES.get(name, Phase.OTHER))
         accounting.enter(ledger.idle)
         return before
 
     @guarded
     def _leave(self, before: Any) -> None:
-        if before is not None and self._session and self._session.accounting:
-            self._session.accounting.ledger.idle = before
-            self._session.accounting.enter(before)
+        if before is not None and (accounting := self._accounting):
+            accounting.ledger.idle = before
+            accounting.enter(before)
 
     @guarded
     def epoch(self, epoch: int) -> None:
@@ -74,13 +75,9 @@ class Handle:
         """Record values that readers show: `handle.log(loss=1.2, accuracy=0.4)`."""
         if not self._session:
             return
-        recorder, h = self._session.recorder, self._session.recorder.header
+        page = self._session.recorder.page
         for name, value in scalars.items():
-            rec = recorder.page.page.scalars[h.n_scalars % SCALARS]
-            rec.number = 0
-            rec.name, rec.step, rec.value, rec.t_ns = recorder.page.text(name), h.step, float(value), now_ns()
-            rec.number = h.n_scalars + 1
-            h.n_scalars += 1
+            page.add("scalars", name=page.text(name), step=page.header.step, value=float(value), t_ns=now_ns())
 
     @guarded
     def meta(self, **facts: Any) -> None:
@@ -90,11 +87,11 @@ class Handle:
 
     def batches(self, iterable: Iterable[T], length: int | None = None) -> Iterable[T]:
         """Return an iterator over batches from something other than a DataLoader; waits, length and end are recorded."""
-        if self._session is None or self._session.accounting is None:
+        if not (accounting := self._accounting):
             return iterable
         from distdiag.recorder.hooks.step import batches
 
-        return batches(self._session.accounting, iterable, length)
+        return batches(accounting, iterable, length)
 
     @guarded
     def detach(self) -> None:

@@ -16,9 +16,8 @@ from types import CodeType
 from typing import Any
 
 from distdiag.page.layout import BACKEND_FRAME, STACK, STILL_NS, Blocked, Header, word
-from distdiag.recorder import pending_exception, state
-from distdiag.recorder.frames import in_backend, raw_name, user_stack
-from distdiag.recorder.gpu_index import nvml_index
+from distdiag.recorder import state
+from distdiag.recorder.frames import USER, absolute, in_backend, kind_of, raw_name, user_stack
 from distdiag.recorder.state import guarded, now_ns
 
 PERIOD_S = 0.25
@@ -31,6 +30,10 @@ _VERSION, _DEPTH, _STACK = word("stack_version"), word("stack_depth"), Header.st
 _RAW, _STACK_NS = word("raw_innermost"), word("stack_ns")
 _HANDLING, _HANDLING_SITE = word("handling"), word("handling_site")
 _PHASE, _STACK_PHASE = word("phase"), word("stack_phase")
+
+_NONE = (0, 0)
+_SHOWN = 400  # characters
+_FRAMES = 200  # of the traceback: a recursion may have thousands
 
 
 class Pulse:
@@ -122,7 +125,7 @@ class Pulse:
         words, at = self.recorder.page.words, _STACK
         phase = words[_PHASE]
         sites = [self.recorder.site(f) for f in user_stack(frame, STACK)]
-        exception = pending_exception.handled(self.recorder) if still else pending_exception.NONE
+        exception = _handled(self.recorder) if still else _NONE
         words[_VERSION] += 1  # odd: being written
         for s in sites:
             words[at] = s
@@ -146,15 +149,76 @@ class Pulse:
             return
         properties = torch.cuda.get_device_properties(device)
         if self._gpu is None:
-            self.header.gpu = self._gpu = _physical_index(properties)
+            try:
+                import pynvml
+
+                self._gpu = nvml_index(properties, pynvml)
+            except ImportError:
+                self._gpu = -1
+            self.header.gpu = self._gpu
         self.header.device_bytes = torch.cuda.memory_reserved(device)
         self.header.device_peak_bytes = torch.cuda.max_memory_reserved(device)
         self.header.device_total_bytes = properties.total_memory
 
 
-def _physical_index(properties: Any) -> int:
-    try:
-        import pynvml
-    except ImportError:
+def _handled(recorder: state.Recorder) -> tuple[int, int]:
+    """Return (text, site) of the exception that the main thread handles, as heap offsets; `_NONE` if user code has no part in it.
+
+    A collective in `finally:` or `except:` hides the exception that led there: its traceback is printed only after the collective,
+    which the other ranks never enter.
+    """
+    found: Any = sys._current_exceptions().get(recorder.main_thread or 0)
+    error = found[1] if isinstance(found, tuple) else found  # a tuple before Python 3.12
+    if not isinstance(error, BaseException):
+        return _NONE
+    raised, tb = None, error.__traceback__
+    for _ in range(_FRAMES):
+        if tb is None:
+            break
+        if kind_of(tb.tb_frame.f_code) == USER:
+            raised = tb
+        tb = tb.tb_next
+    if raised is None:
+        return _NONE
+    code = raised.tb_frame.f_code
+    return recorder.page.text(_text_of(error)), recorder.page.site(
+        absolute(code.co_filename), raised.tb_lineno, code.co_name
+    )
+
+
+def _text_of(error: BaseException) -> str:
+    """Return `KeyError: 'device'`. No method of the exception is called: this thread must not run the job's code."""
+    name, args = type(error).__name__, vars(BaseException)["args"].__get__(error)
+    if len(args) != 1 or type(args[0]) not in (str, int, float):
+        return name
+    return f"{name}: {args[0]!r}"[:_SHOWN] if isinstance(error, KeyError) else f"{name}: {args[0]}"[:_SHOWN]
+
+
+def nvml_index(properties: Any, nvml: Any) -> int:
+    """Return NVML's index of a GPU (of the whole card for a MIG slice); -1 if NVML does not know it.
+
+    CUDA and NVML number GPUs differently: CUDA_VISIBLE_DEVICES hides and reorders them (by number, UUID or MIG UUID), and CUDA's
+    default order is not that of the PCI bus. The UUID is the same in both.
+
+    Args:
+        properties: `torch.cuda.get_device_properties(device)`.
+        nvml: The module `pynvml`.
+    """
+    uuid = str(getattr(properties, "uuid", "") or "")
+    uuid = uuid.removeprefix("GPU-").removeprefix("MIG-")
+    if not uuid:
         return -1
-    return nvml_index(properties, pynvml)
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return -1
+    try:
+        try:
+            return nvml.nvmlDeviceGetIndex(nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
+        except nvml.NVMLError:
+            part = nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
+            return nvml.nvmlDeviceGetIndex(nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part))
+    except nvml.NVMLError:
+        return -1
+    finally:
+        nvml.nvmlShutdown()

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar
 
-from distdiag.page.layout import Phase
 from distdiag.page.writer import PageWriter
 from distdiag.recorder import unseen
 from distdiag.recorder.frames import USER, absolute, kind_of, user_frame
@@ -36,12 +35,10 @@ class Recorder:
         self.page = writer
         self.header = writer.header
         self.main_thread = threading.main_thread().ident
-        self.quiet = False
         # CUDA device of the job's parameters, set by the main thread: in any other thread the current device is 0
         self.device: int | None = None
         # by id of the code and instruction: a line number must be decoded, and hashing a code object is slow
         self._sites: dict[tuple[int, int], tuple[int, CodeType]] = {}
-        self.phase = int(Phase.INIT)
         self.facts: dict[str, Any] = {}
 
     def site(self, frame: FrameType | None) -> int:
@@ -103,7 +100,7 @@ def failed(error: Exception) -> None:
 def guarded(f: Callable[P, R]) -> Callable[P, R | None]:
     """Decorator: an exception of `f` is counted and never reaches the job (unless `RAISE`); modes do not see its operations.
 
-    Functions that run in every step catch their own exceptions: with cold caches a second frame costs as much as the work.
+    Functions that run in every step need none: `fast_hook` guards them in C. With cold caches a second frame costs as much as the work.
     """
 
     @functools.wraps(f)

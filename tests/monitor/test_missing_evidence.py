@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from distdiag.diagnosis.model.snapshot import Call, Group, Life, RankState, Snapshot
-from distdiag.monitor.missing_evidence import SETTLED_BEATS, MissingEvidence
 from distdiag.monitor.pages import Pages
 from distdiag.monitor.ranks.state import RankView
+from distdiag.monitor.self_check import SETTLED_BEATS, MissingEvidence
 from distdiag.page.layout import page_path
 from distdiag.page.writer import PageWriter
 

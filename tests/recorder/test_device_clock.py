@@ -11,9 +11,8 @@ import torch
 from distdiag.page.layout import Phase
 from distdiag.page.writer import PageWriter
 from distdiag.recorder.fast import accounts
-from distdiag.recorder.gpu_index import nvml_index
 from distdiag.recorder.hooks.device_clock import PENDING, DeviceClock
-from distdiag.recorder.pulse import Pulse
+from distdiag.recorder.pulse import Pulse, nvml_index
 from distdiag.recorder.state import Recorder
 from tests.jobs import closed, launch, rows
 

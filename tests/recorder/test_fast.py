@@ -204,3 +204,23 @@ def test_an_error_in_c_is_counted_and_does_not_reach_the_job(tmp_path: Path, mon
         accounts.fast_hook(ledger, "no such hook", print)
     with pytest.raises(TypeError, match="CallFrame"):
         accounts.fast_hook(ledger, "backward_begins", print, object())
+
+
+@pytest.mark.parametrize("in_c", [True, False])
+def test_an_error_of_the_slow_path_is_counted_and_ctrl_c_reaches_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_c: bool
+) -> None:
+    page = PageWriter(tmp_path / "page")
+    monkeypatch.setattr(state, "current", state.Recorder(page))
+    monkeypatch.setattr(state, "RAISE", False)
+
+    def slow(error: BaseException, _: int) -> None:
+        raise error
+
+    ledger = accounts.ledger(page, 0)
+    hook = accounts.fast_hook(ledger, "sync_ends", slow) if in_c else state.guarded(slow)
+    assert hook(ValueError("wrong"), 2) is None and page.header.errors == 1
+    assert b"ValueError: wrong at test_fast.py" in bytes(page.page.heap)
+    with pytest.raises(KeyboardInterrupt):
+        hook(KeyboardInterrupt(), 2)
+    assert page.header.errors == 1

@@ -12,16 +12,15 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from distdiag import files
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.waits.compatible import op_name
 from distdiag.monitor.evidence import signals
-from distdiag.monitor.host import processes
 from distdiag.recorder.frames import USER, kind_of_file
 from distdiag.sources.dumps.pickles import BadDump, load_pickle
 from distdiag.terms.units import SCALAR_TYPES
@@ -76,7 +75,6 @@ class Entry:
     bytes: int | None
     created_ns: int  # wall clock
     retired: bool | None  # None: not known
-    p2p: bool
     site: Site | None = None  # the user's line that issued it, from the recorder's stack; only if C++ issued it
 
 
@@ -187,8 +185,6 @@ def parse(data: dict[str, Any], record: FlightRecord, completes: bool = True) ->
     """Add the entries of one dump to `record`.
 
     Args:
-        data: The dump.
-        record: Gets the entries.
         completes: False if the backend does not report when an operation is complete. Then its entries are retired as soon as
             they are issued, or never, and neither shows whether they are complete.
     """
@@ -225,7 +221,6 @@ def parse(data: dict[str, Any], record: FlightRecord, completes: bool = True) ->
             sum(map(math.prod, sizes)) * item_bytes if item_bytes and sizes else None,
             int(e.get("time_created_ns", 0)),
             retired if completes else None,
-            False,
         )
         record.enqueued[group] = max(record.enqueued.get(group, 0), seq)
         seen.add(group)
@@ -282,31 +277,17 @@ def stacks_by_signal(
     """
     rank = int(page.stem.rpartition("_")[2])
     with open(files.open_to_read(page.parent, f"r{rank}.trace"), "rb") as file:
-        return _stacks_in(file, lambda: signals.send(pid, number, page, worker), timeout_s)
-
-
-def _stacks_in(file: BinaryIO, request: Callable[[], None], timeout_s: float) -> list[Thread]:
-    """Return the stacks that are added to a file after `request`."""
-    size = file.seek(0, os.SEEK_END)
-    request()
-    deadline = time.monotonic() + timeout_s
-    text = ""
-    while time.monotonic() < deadline:
-        time.sleep(0.02)
-        file.seek(size)
-        more = file.read(MOST_BYTES).decode("utf-8", "replace")
-        if more and more == text:  # it has stopped growing
-            break
-        text = more
+        size, text = file.seek(0, os.SEEK_END), ""
+        signals.send(pid, number, page, worker)
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            time.sleep(0.02)
+            file.seek(size)
+            more = file.read(MOST_BYTES).decode("utf-8", "replace")
+            if more and more == text:  # it has stopped growing
+                break
+            text = more
     return parse_stacks(text)
-
-
-def loader_workers(pid: int, number: int) -> list[int]:
-    """Return the children of a rank that have its signal handler: the forked workers of its DataLoaders.
-
-    A child without the handler would die of the signal, so it is not sent one.
-    """
-    return [c for c in processes.children(pid, of_any_thread=True) if processes.catches(c, number)]
 
 
 def in_worker(frames: list[tuple[str, int, str]]) -> list[tuple[str, int, str]] | None:

@@ -14,6 +14,7 @@ from distdiag import files
 from distdiag.diagnosis.model.snapshot import Life, RankState, Site, Snapshot
 from distdiag.monitor.evidence import ask
 from distdiag.monitor.evidence.host_waits import HostWaits
+from distdiag.monitor.host import processes
 from distdiag.monitor.ranks.state import RankView
 from distdiag.page.layout import Blocked, Phase
 from distdiag.recorder.frames import USER, is_users, kind_of_file
@@ -40,11 +41,7 @@ def _started(pool: ThreadPoolExecutor) -> ThreadPoolExecutor:
 
 
 class Gatherer:
-    """Gathers and keeps evidence of stuck ranks.
-
-    Args:
-        run_dir: Run directory for the evidence.
-    """
+    """Gathers evidence of stuck ranks, and keeps it in the run directory."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -57,69 +54,44 @@ class Gatherer:
         self.workers: dict[int, tuple[tuple[Any, ...], float, tuple[Site | None, ...]]] = {}
 
     def gather(self, now_s: float, views: Mapping[int, RankView], stopped: Collection[int]) -> None:
-        """Ask stuck ranks for their flight record if a rank waits.
-
-        Args:
-            now_s: Run time, seconds.
-            views: All ranks.
-            stopped: Ranks stopped by a signal, which cannot answer.
-        """
+        """Ask stuck ranks for their flight record if a rank waits; those `stopped` by a signal cannot answer."""
         self.host_waits.sample(now_s, views, stopped)
         for q, (mark, _) in list(self.records.items()):
             if q not in views or views[q].history.still_mark != mark:
                 del self.records[q]
-        waiting = [
-            v
-            for v in views.values()
-            if v.ending is None
-            and (
-                v.header.blocked not in (Blocked.NO, Blocked.STORE)
-                or v.history.in_cpp_wait()
-                or self.host_waits.of(v.rank) is not None
-            )
-            and v.still_s(now_s) >= SUSPECT_S
-        ]
-        self.active = bool(waiting) or self.host_waits.asks
+        alive = [v for v in views.values() if v.ending is None]
+        still = [v for v in alive if v.still_s(now_s) >= SUSPECT_S]
+        waiting = any(
+            v.header.blocked not in (Blocked.NO, Blocked.STORE)
+            or v.history.in_cpp_wait()
+            or self.host_waits.of(v.rank) is not None
+            for v in still
+        )
+        self.active = waiting or self.host_waits.asks
         if not waiting:
             self._asked.clear()
             return
-        wanted = [
-            v
-            for v in views.values()
-            if v.ending is None
-            and (v.rank not in self.records or (v.device.groups and v.still_s(now_s) < RENEWED_S))
-            and v.still_s(now_s) >= SUSPECT_S
-            and v.rank not in stopped
-            and now_s - self._asked.get(v.rank, -1e9) > 1.0
-            and v.header.witness
-        ]
         futures = {}
-        for v in wanted:
+        for v in still:
+            known = v.rank in self.records and not (v.device.groups and v.still_s(now_s) < RENEWED_S)
+            recent = now_s - self._asked.get(v.rank, -1e9) <= 1.0
+            if known or recent or v.rank in stopped or not v.header.witness:
+                continue
             self._asked[v.rank] = now_s
-            path = v.text(v.header.witness)
-            futures[v.rank] = (
-                v.history.still_mark,
-                self.pool.submit(
-                    ask.flight_record, path, now_s, 1.0, v.device.known(), ask.Recorders.of(v.decoder.facts)
-                ),
-            )
-        self._gather_stacks(now_s, views, stopped)
-        for v in views.values():
-            if v.ending is None and v.rank not in stopped:
-                self._ask_workers(v, now_s)
+            of_device, recorders = v.device.known(), ask.Recorders.of(v.decoder.facts)
+            future = self.pool.submit(ask.flight_record, v.text(v.header.witness), now_s, 1.0, of_device, recorders)
+            futures[v.rank] = v.history.still_mark, future
+        answering = [v for v in alive if v.rank not in stopped]
+        for v in answering:
+            silent_s = now_s - (v.s(v.header.heartbeat_ns) or 0.0)
+            if silent_s > SILENT_S and now_s - self.stuck_stacks.get(v.rank, (-1e9, ()))[0] > 4.0:
+                self._stack_of_silent(v, now_s)
+        for v in answering:
+            self._ask_workers(v, now_s)
         for q, (mark, future) in futures.items():
             record = future.result()
             if record is not None:
                 self.records[q] = (mark, record)
-
-    def _gather_stacks(self, now_s: float, views: Mapping[int, RankView], stopped: Collection[int]) -> None:
-        """Get the stacks of ranks whose pulse is silent."""
-        for v in views.values():
-            if v.ending is not None or v.rank in stopped:
-                continue
-            silent_s = now_s - (v.s(v.header.heartbeat_ns) or 0.0)
-            if silent_s > SILENT_S and now_s - self.stuck_stacks.get(v.rank, (-1e9, ()))[0] > 4.0:
-                self._stack_of_silent(v, now_s)
 
     def _ask_workers(self, v: RankView, now_s: float) -> None:
         """Get the stacks of the DataLoader workers that a rank has waited for, for `LOADING_S` or more."""
@@ -132,7 +104,9 @@ class Gatherer:
         if kept is not None and kept[0] == v.history.still_mark and now_s - kept[1] < WORKERS_KEPT_S:
             return
         found: list[Site | None] = []
-        for pid in ask.loader_workers(h.pid, h.trace_signal)[:MOST_WORKERS]:
+        # the forked workers of its DataLoaders; a child without the handler would die of the signal
+        children = processes.children(h.pid, of_any_thread=True)
+        for pid in [c for c in children if processes.catches(c, h.trace_signal)][:MOST_WORKERS]:
             try:
                 threads = ask.stacks_by_signal(v.reader.path, h.pid, h.trace_signal, 0.2, worker=pid)
             except OSError:

@@ -17,6 +17,7 @@ from typing import Any
 
 from distdiag import nvml
 from distdiag.diagnosis.model.snapshot import GpuState
+from distdiag.monitor.fields import shared
 from distdiag.store.rows import GpuRow
 
 KEPT = 60  # samples, one a second
@@ -209,23 +210,13 @@ class _Driver:
     def _state(self, card: _Card, row: GpuRow) -> GpuState:
         throttled, used, recoveries = card.throttled, card.utilization_pct, card.recoveries
         return GpuState(
-            node=row.node,
-            gpu=row.gpu,
-            rank=row.rank,
+            **shared(GpuState, row),
             lost=card.lost,
             others=card.others,
-            utilization_pct=row.utilization_pct,
             most_used_pct=max(used) if len(used) == KEPT else None,
-            throttle=row.throttle,
             throttled_share=sum(throttled) / len(throttled) if len(throttled) >= _ENOUGH else None,
-            ecc_uncorrected=row.ecc_uncorrected,
             ecc_before=card.ecc_first,
             xids=tuple(card.xids),
-            pcie_generation=row.pcie_generation,
-            pcie_generation_max=row.pcie_generation_max,
-            pcie_width=row.pcie_width,
-            pcie_width_max=row.pcie_width_max,
-            nvlink_active=row.nvlink_active,
             nvlink_before=card.links_first,
             nvlink_recoveries=recoveries[-1] - recoveries[0] if len(recoveries) > 1 else None,
         )

@@ -138,7 +138,6 @@ class RankView:
         """Return the state of this rank now.
 
         Args:
-            now_s: Run time.
             idle: True if the main thread sleeps and has used no CPU lately.
             os_state: The kernel's letter for the main thread.
             record: Its flight record, taken since it last made progress.

@@ -73,12 +73,7 @@ _BLOCKING = {"monitored_barrier"}
 _ALL_TO_ALL = {"alltoall", "alltoall_base", "all_to_all_single"}
 _COUNTED_APART = _P2P | _BLOCKING  # gloo counts these in its counter of collectives; NCCL counts P2P separately
 
-_BLOCKED, _BLOCKED_AT, _BLOCKED_SINCE, _STEP = (
-    word("blocked"),
-    word("blocked_at"),
-    word("blocked_since_ns"),
-    word("step"),
-)
+_BLOCKED, _BLOCKED_AT, _BLOCKED_SINCE, _STEP = map(word, ("blocked", "blocked_at", "blocked_since_ns", "step"))
 _NO, _WAIT, _GROUP = int(Blocked.NO), int(Blocked.WAIT), int(Blocked.GROUP)
 _UNKNOWN_WORK = (0, False)
 
@@ -197,9 +192,7 @@ class Collectives(CallEntries):
             self.page.call_left(number, now_ns(), waited, failed=False)
             return
         if g.on_device:
-            if main and self.page.words[_BLOCKED] == _WAIT and self.page.words[_BLOCKED_AT] == number:
-                self.unblock()
-            self._connected(g, number)
+            self._connected(g, number, main)
         if work is not None and hasattr(work, "wait"):
             self._keep(work, number, site)
         else:
@@ -215,8 +208,10 @@ class Collectives(CallEntries):
         if len(self.in_flight) > 2048:
             self.in_flight.popitem(last=False)
 
-    def _connected(self, g: Group, number: int) -> None:
-        """Record that the communicator of a group (or pair of ranks) exists, since a call has returned."""
+    def _connected(self, g: Group, number: int, main: bool = False) -> None:
+        """Record that a call has returned: its communicator, of a group or pair of ranks, exists."""
+        if main and self.page.words[_BLOCKED] == _WAIT and self.page.words[_BLOCKED_AT] == number:
+            self.unblock()
         if len(g.connected) > len(g.members):
             return
         slot = self.page.page.calls[(number - 1) % CALLS]
@@ -225,28 +220,28 @@ class Collectives(CallEntries):
     # -- coalesced groups -------------------------------------------------------------------------
 
     @guarded
-    def coalescing_begins(self, pg: Any) -> None:
+    def coalescing_begins(self, args: tuple[Any, ...], _out: Any, error: BaseException | None) -> None:
         """Record that `_start_coalescing` has returned: calls until `_end_coalescing` become one operation of the device."""
-        g = self.group(pg)
+        g = self.group(args[0]) if error is None else None
         if g is not None:
             g.coalescing = Batch(now_ns())
 
     @guarded
-    def coalescing_ends(self, pg: Any) -> list[int]:
-        """Return the numbers of the group's calls, which `_end_coalescing` is about to issue."""
+    def coalescing_ends(self, pg: Any, *_args: Any, **_kwargs: Any) -> tuple[Group, list[int]] | None:
+        """Return the group and the numbers of its calls, which `_end_coalescing` is about to issue."""
         g = self.group(pg)
         batch = g.coalescing if g is not None else None
         if g is None or batch is None:
-            return []
+            return None
         g.coalescing = None
         if batch.calls and g.on_device and None not in g.connected and get_ident() == self.recorder.main_thread:
             self.block(_WAIT, batch.calls[0], self.page.page.calls[(batch.calls[0] - 1) % CALLS].site)
-        return batch.calls
+        return g, batch.calls
 
     @guarded
-    def coalesced(self, pg: Any, calls: list[int], work: Any) -> None:
+    def coalesced(self, began: tuple[Group, list[int]] | None, work: Any, _error: BaseException | None) -> None:
         """Record that `_end_coalescing` has issued the group's calls."""
-        g = self.group(pg)
+        g, calls = began or (None, [])
         if g is None or not calls:
             return
         if get_ident() == self.recorder.main_thread and self.page.words[_BLOCKED] == _WAIT:
@@ -286,14 +281,10 @@ class Collectives(CallEntries):
 
         Args:
             token: `[number of the call]`, shared by the results of a coalesced collective.
-            g: Its group.
-            main: True if the main thread makes the call.
             result: Address of the tensor that it will return, by which it is waited for.
         """
         if g.on_device:
-            if main and self.page.words[_BLOCKED] == _WAIT and self.page.words[_BLOCKED_AT] == token[0]:
-                self.unblock()
-            self._connected(g, token[0])
+            self._connected(g, token[0], main)
         self.results[result] = token
         self.results.move_to_end(result)
         if len(self.results) > 2048:
@@ -332,9 +323,9 @@ class Collectives(CallEntries):
     # -- creating and destroying groups -------------------------------------------------------------
 
     @guarded
-    def group_call(self, op: str, count: int, members: list[int], depth: int = 3) -> None:
+    def group_call(self, op: str, count: int, members: list[int]) -> None:
         """Record `init_process_group` or `new_group`, in which all members wait for each other, as a call."""
-        site = self.recorder.user_site(sys._getframe(depth))
+        site = self.recorder.user_site(sys._getframe(1))
         who = self.page.text(fold_ranks(members)) if members else 0
         number = self.page.write_call(
             self._op(op), NO_GROUP, count, 0, -1, 0, who, site, *NO_TENSOR[1:], -1, now_ns(), 0, 0, 0,
@@ -343,7 +334,7 @@ class Collectives(CallEntries):
         self.block(_GROUP, number, site)
 
     @guarded
-    def new_group(self, args: tuple, kwargs: dict) -> None:
+    def new_group(self, *args: Any, **kwargs: Any) -> None:
         """Record `new_group`. Its members wait for each other under a number that is equal on all ranks.
 
         If the default group is bound to a device, the new communicator is split off its own, which needs every rank.
@@ -352,7 +343,7 @@ class Collectives(CallEntries):
         splits = _splits(kwargs.get("backend") or (args[2] if len(args) > 2 else None))
         members = list(range(dist.get_world_size())) if ranks is None or splits else sorted(ranks)
         if self.header.rank in members and len(members) > 1 and not kwargs.get("use_local_synchronization", False):
-            self.group_call("new_group", dist._world.group_count, members, depth=5)
+            self.group_call("new_group", dist._world.group_count, members)
 
     @guarded
     def group_call_ends(self) -> None:
@@ -362,9 +353,9 @@ class Collectives(CallEntries):
             self.page.call_left(self.header.blocked_at, now_ns(), 0, failed=False)
 
     @guarded
-    def group_destroyed(self, pg: Any) -> None:
+    def group_destroyed(self, group: Any = None) -> None:
         """Record a call of `destroy_process_group`; None means all groups."""
-        if pg is None or pg is dist.group.WORLD:
+        if group is None or group is dist.group.WORLD:
             for g in self.groups.values():
                 g.slot.destroyed = 1
             self.groups.clear()
@@ -373,8 +364,8 @@ class Collectives(CallEntries):
             self.results.clear()
             self.header.life = LifeWord.LEFT_GROUP
         else:
-            self.unfollowed.pop(id(pg), None)
-            if (g := self.groups.pop(id(pg), None)) is not None:
+            self.unfollowed.pop(id(group), None)
+            if (g := self.groups.pop(id(group), None)) is not None:
                 g.slot.destroyed = 1
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import json
+import zlib
 from types import FrameType
 from typing import Any
 
 import torch
 
-from distdiag.page.layout import MODELS, ModelSlot, Page
-from distdiag.recorder.frames import PACKAGE, kind_of
+from distdiag.page.layout import MODELS, ModelSlot
 from distdiag.recorder.hooks.ddp_times import DdpTimes
 from distdiag.recorder.hooks.device_clock import cuda_index
 from distdiag.recorder.hooks.step_accounting import StepAccounting
@@ -38,7 +38,8 @@ def constructing(accounting: StepAccounting, module: Any, kwargs: dict, caller: 
     slot.parameters = len(shapes)
     slot.frozen = len(frozen)
     slot.frozen_names = accounting.page.text(json.dumps(frozen[:NAMES_KEPT])) if frozen else 0
-    slot.shape_hash = hash_text(repr([s for _, s in shapes]))
+    raw = repr([s for _, s in shapes]).encode()
+    slot.shape_hash = zlib.crc32(raw) << 32 | zlib.adler32(raw)
     slot.group = 0xFFFFFFFF
     slot.find_unused = -1
     accounting.header.n_models = n + 1
@@ -50,12 +51,11 @@ def constructing(accounting: StepAccounting, module: Any, kwargs: dict, caller: 
 
 
 @guarded
-def constructed(accounting: StepAccounting, ddp: Any, slot: ModelSlot, caller: FrameType) -> None:
+def constructed(accounting: StepAccounting, ddp: Any, slot: ModelSlot, by_library: bool) -> None:
     m = Model(ddp, slot, accounting.recorder)
     g = accounting.collectives.group(m.pg)
     if g is not None:
         slot.group = m.group_at = g.slot_index
-    by_library = kind_of(caller.f_code) == PACKAGE
     slot.find_unused = (2 if by_library else 1) if ddp.find_unused_parameters else 0
     slot.static_graph = int(bool(getattr(ddp, "static_graph", False)))
     slot.broadcast_buffers = int(bool(ddp.broadcast_buffers))
@@ -71,16 +71,5 @@ def constructed(accounting: StepAccounting, ddp: Any, slot: ModelSlot, caller: F
             m.hook = accounting.watch_last_gradient(first)
             accounting.checks.nonfinite.local_gradients = True
     accounting.ledger.next_event = 0
-    m.times = DdpTimes(ddp, index_of(accounting.page.page, slot), slot, m.synced_at)
-
-
-def index_of(page: Page, slot: ModelSlot) -> int:
-    """Return the index of a model's slot in the page."""
-    return (ctypes.addressof(slot) - ctypes.addressof(page.models)) // ctypes.sizeof(ModelSlot)
-
-
-def hash_text(s: str) -> int:
-    import zlib
-
-    raw = s.encode()
-    return zlib.crc32(raw) << 32 | zlib.adler32(raw)
+    at = ctypes.addressof(slot) - ctypes.addressof(accounting.page.page.models)
+    m.times = DdpTimes(ddp, at // ctypes.sizeof(ModelSlot), slot, m.synced_at)

@@ -63,9 +63,10 @@ class DdpTimes:
             self._write_buckets(ddp, page, data)
             # DDP's times are those of the wall clock
             began_ns = data.get("backward_compute_time_start", 0) - time.time_ns() + now_ns()
-            page.write_ddp_time(
-                self._index, max(0, began_ns), per_step, comm_ns, data.get("backward_compute_comm_overlap_time", 0),
-                data.get("backward_compute_time", 0),
+            page.add(
+                "ddp_times", model=self._index, began_ns=max(0, began_ns), per_step=per_step, comm_ns=comm_ns,
+                overlap_ns=data.get("backward_compute_comm_overlap_time", 0),
+                backward_ns=data.get("backward_compute_time", 0),
             )  # fmt: skip
         if self._rate == YOUNG_RATE and iteration >= YOUNG:
             self._rate = RATE

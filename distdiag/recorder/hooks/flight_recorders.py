@@ -16,7 +16,8 @@ from typing import Any
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
-from distdiag.recorder.hooks.wrapping import hide_frame, wraps
+from distdiag.recorder.hooks.wrapping import around
+from distdiag.recorder.state import guarded
 
 c10d: Any = _distributed_c10d  # their names differ between versions of torch
 dist: Any = distributed_c10d
@@ -57,23 +58,20 @@ def install() -> None:
     for pg in dist._world.pg_flight_recorder_hooks:
         _numbers[id(pg)] = _attached
         _attached += 1
-    original = dist._maybe_attach_flight_recorder
 
-    @wraps(original)
-    def _maybe_attach_flight_recorder(pg: Any, *args: Any, **kwargs: Any) -> Any:
+    @guarded
+    def attached(pg: Any, _out: Any, error: BaseException | None) -> None:
         global _attached
-        try:
-            out = original(pg, *args, **kwargs)
-        except BaseException as e:
-            hide_frame(e)
-            raise
+        if error is not None:
+            return
         _numbers.pop(id(pg), None)  # of an earlier group at this address
         if pg in dist._world.pg_flight_recorder_hooks:
             _numbers[id(pg)] = _attached
             _attached += 1
-        return out
 
-    dist._maybe_attach_flight_recorder = _maybe_attach_flight_recorder
+    dist._maybe_attach_flight_recorder = around(
+        dist._maybe_attach_flight_recorder, lambda pg, *_args, **_kwargs: pg, attached
+    )
 
 
 def implementations(pg: Any) -> tuple[str, ...]:
@@ -90,12 +88,7 @@ def implementations(pg: Any) -> tuple[str, ...]:
 
 
 def hook_of(pg: Any, backends: Collection[str]) -> Hook | None:
-    """Return the hook that records a group; None if its backends do that themselves, or torch has no hooks.
-
-    Args:
-        pg: The group.
-        backends: Names of its backends, from `implementations`.
-    """
+    """Return the hook that records a group; None if its backends (`implementations`) do that themselves, or torch has no hooks."""
     number = _numbers.get(id(pg))
     recorded = [name for name in backends if name not in dist._FR_SELF_RECORDING_BACKENDS] if HAS_HOOKS else []
     if number is None or len(recorded) != 1:

@@ -17,7 +17,7 @@ from distdiag.recorder.hooks.group_counters import Group
 from distdiag.recorder.hooks.wrap_collectives import local
 from distdiag.recorder.hooks.wrapping import hide_frame, wraps
 from distdiag.recorder.state import guarded
-from distdiag.recorder.unseen import by_modes, has_memory
+from distdiag.recorder.unseen import has_memory
 
 MODULE = "torch.distributed._functional_collectives"
 # name -> (method of ProcessGroup that C++ calls, index of the argument with the group); names of torch 2.10 to 2.13
@@ -145,9 +145,4 @@ def _is_real(module: Any, value: Any) -> bool:
 
 def _address(tensor: Any) -> int:
     """Return the address of a tensor's memory; 0 if it has none."""
-    return _address_of(tensor) if isinstance(tensor, torch.Tensor) and has_memory(type(tensor)) else 0
-
-
-@by_modes
-def _address_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return tensor.untyped_storage().data_ptr() if isinstance(tensor, torch.Tensor) and has_memory(type(tensor)) else 0

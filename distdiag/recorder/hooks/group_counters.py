@@ -189,8 +189,6 @@ class Groups:
         """Note an operation on a group after which its waits cannot be judged; all but `new_window` end its recording, too.
 
         Args:
-            pg: The group.
-            what: Name of the operation.
             frame: Of its caller.
             g: The group as it was recorded, if it no longer is.
         """

@@ -17,11 +17,12 @@ from torch.utils.data import DataLoader
 from torch.utils.data import dataloader as loader_module
 
 from distdiag.recorder import state
+from distdiag.recorder.frames import PACKAGE, kind_of
 from distdiag.recorder.hooks.collectives import Collectives, note_caught
 from distdiag.recorder.hooks.ddp_models import constructed, constructing
 from distdiag.recorder.hooks.step import autograd_backward, ddp_forward, ddp_sync_buffers, loader_next
 from distdiag.recorder.hooks.step_accounting import StepAccounting
-from distdiag.recorder.hooks.wrapping import as_c_method, hide_frame, wraps
+from distdiag.recorder.hooks.wrapping import around, as_c_method, hide_frame, wraps
 from distdiag.recorder.state import guarded, now_ns
 
 
@@ -29,7 +30,7 @@ def install(recorder: state.Recorder, collectives: Collectives) -> StepAccountin
     """Wrap what a training step calls; called once per process."""
     accounting = StepAccounting(recorder, collectives)
     _wrap_ddp(accounting)
-    _wrap_backward(accounting)
+    torch.autograd.backward = autograd_backward(accounting, torch.autograd.backward)
     _wrap_loader(accounting)
     _wrap_join(accounting)
     _hook_optimizers(accounting)
@@ -38,18 +39,19 @@ def install(recorder: state.Recorder, collectives: Collectives) -> StepAccountin
 
 def _hook_optimizers(accounting: StepAccounting) -> None:
     """Call the hooks before and after every optimizer's step; a compiled step contains neither call."""
-    begins, ends = accounting.optimizer_begins, accounting.optimizer_ends
+    for register, hook in (
+        (register_optimizer_step_pre_hook, accounting.optimizer_begins),
+        (register_optimizer_step_post_hook, accounting.optimizer_ends),
+    ):
+        register(_in_eager_code(hook))
 
+
+def _in_eager_code(hook: Any) -> Any:
     @wraps(_not_traced, traced=_not_traced)
-    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-        begins(optimizer, args, kwargs)
+    def call(optimizer: Any, args: Any, kwargs: Any) -> None:
+        hook(optimizer, args, kwargs)
 
-    @wraps(_not_traced, traced=_not_traced)
-    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-        ends(optimizer, args, kwargs)
-
-    register_optimizer_step_pre_hook(before)
-    register_optimizer_step_post_hook(after)
+    return call
 
 
 def _not_traced(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -57,25 +59,23 @@ def _not_traced(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _wrap_ddp(accounting: StepAccounting) -> None:
-    original_init, original_forward = DDP.__init__, DDP.forward
+    @guarded
+    def begins(ddp: Any, module: Any, *_args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
+        by_library = kind_of(sys._getframe(3).f_code) == PACKAGE  # the caller of DDP's constructor
+        return ddp, constructing(accounting, module, kwargs, sys._getframe(1)), by_library
 
-    @wraps(original_init)
-    def __init__(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        slot = constructing(accounting, module, kwargs, sys._getframe(1))
-        try:
-            original_init(self, module, *args, **kwargs)
-        except BaseException as e:
-            hide_frame(e)
-            note_caught(accounting.recorder, e)
-            raise
-        finally:
-            accounting.collectives.unblock()
-        if slot is not None:
-            constructed(accounting, self, slot, sys._getframe(1))
-            if slot.find_unused > 0:
+    @guarded
+    def ends(began: tuple[Any, Any, bool], _out: None, error: BaseException | None) -> None:
+        accounting.collectives.unblock()
+        if error is not None:
+            note_caught(accounting.recorder, error)
+        elif began is not None and began[1] is not None:
+            constructed(accounting, *began)
+            if began[1].find_unused > 0:
                 _time_searches(accounting)
 
-    DDP.__init__, DDP.forward = __init__, ddp_forward(accounting, original_forward)  # type: ignore[method-assign]
+    DDP.__init__ = around(DDP.__init__, begins, ends)  # type: ignore[method-assign]
+    DDP.forward = ddp_forward(accounting, DDP.forward)  # type: ignore[method-assign]
     original_sync = getattr(DDP, "_sync_buffers", None)
     if original_sync is not None:
         DDP._sync_buffers = ddp_sync_buffers(accounting, original_sync)  # type: ignore[method-assign]
@@ -111,25 +111,13 @@ def _searched(accounting: StepAccounting, ns: int) -> None:
             m.slot.searches += 1
 
 
-def _wrap_backward(accounting: StepAccounting) -> None:
-    torch.autograd.backward = autograd_backward(accounting, torch.autograd.backward)
-
-
 def _wrap_loader(accounting: StepAccounting) -> None:
-    original_iter = DataLoader.__iter__
+    def starts(args: tuple[Any], iterator: Any, error: BaseException | None) -> None:
+        if error is None:
+            accounting.loaders.starts(args[0], iterator, sys._getframe(1))
+
     base = loader_module._BaseDataLoaderIter
-
-    @wraps(original_iter)
-    def __iter__(self: Any) -> Any:
-        try:
-            it = original_iter(self)
-        except BaseException as e:
-            hide_frame(e)
-            raise
-        accounting.loaders.starts(self, it, sys._getframe(1))
-        return it
-
-    DataLoader.__iter__ = __iter__  # type: ignore[method-assign]
+    DataLoader.__iter__ = around(DataLoader.__iter__, ends=starts)
     base.__next__ = loader_next(accounting, base.__next__)  # type: ignore[method-assign]
 
 
@@ -137,15 +125,4 @@ def _wrap_join(accounting: StepAccounting) -> None:
     """Record for the rest of the job that torch's Join was used: it makes uneven inputs legal."""
     from torch.distributed.algorithms.join import Join
 
-    original = Join.__enter__
-
-    @wraps(original)
-    def __enter__(self: Any) -> Any:
-        accounting.header.in_join = 1
-        try:
-            return original(self)
-        except BaseException as e:
-            hide_frame(e)
-            raise
-
-    Join.__enter__ = __enter__  # type: ignore[method-assign]
+    Join.__enter__ = around(Join.__enter__, lambda _join: setattr(accounting.header, "in_join", 1))

@@ -17,13 +17,12 @@ from torch import is_grad_enabled
 
 from distdiag.page.layout import Blocked, Phase, word
 from distdiag.recorder.fast.accounts import fast_hook
-from distdiag.recorder.hooks import first_forward
 from distdiag.recorder.hooks.collectives import note_caught
 from distdiag.recorder.hooks.device_clock import cuda_clock
 from distdiag.recorder.hooks.step_accounting import StepAccounting
-from distdiag.recorder.hooks.wrapped_model import Model
+from distdiag.recorder.hooks.wrapped_model import Model, watch_first_forward
 from distdiag.recorder.hooks.wrapping import hide_frame, wraps
-from distdiag.recorder.state import failed, guarded, now_ns
+from distdiag.recorder.state import guarded, now_ns
 
 _PHASE, _SINCE = word("phase"), word("phase_since_ns")
 _MICRO_STEPS = word("micro_steps")
@@ -48,17 +47,14 @@ def loader_next(accounting: StepAccounting, original: Method) -> Method:
         return began
 
     def slow_ends(iterator: Any, batch: Any, began: int) -> None:
-        try:
-            # write times first: reading a batch of an unknown type may raise
-            words[_PHASE] = ledger.idle
-            words[_SINCE] = t = now_ns()
-            ledger.data_ns += t - began
-            n = loaders.gives(iterator, batch)
-            ledger.samples += n
-            if not ledger.batch:
-                ledger.batch = n
-        except Exception as e:
-            failed(e)
+        # write times first: reading a batch of an unknown type may raise
+        words[_PHASE] = ledger.idle
+        words[_SINCE] = t = now_ns()
+        ledger.data_ns += t - began
+        n = loaders.gives(iterator, batch)
+        ledger.samples += n
+        if not ledger.batch:
+            ledger.batch = n
 
     begins, ends = fast_hook(ledger, "data_begins", slow_begins), fast_hook(ledger, "data_ends", slow_ends)
 
@@ -112,36 +108,32 @@ def _forward_begins(accounting: StepAccounting) -> Callable[[Any, tuple[Any, ...
 
     def slow_begins(module: Any, inputs: tuple[Any, ...]) -> int:
         """Return the time in ns, made odd if gradients are enabled and even if not; 0: not recorded."""
-        try:
-            if get_ident() != ledger.main_thread:
-                return 0
-            training, first, m = is_grad_enabled(), False, models.get(id(module))
-            if m is not None:
-                site = m.forward.find()
-                # buffers are broadcast in C++ before the module runs, with or without gradients
-                if site == m.forward_site and m.forward_count >= 0:
-                    words[m.forward_count] += 1
-                else:
-                    m.forward_site, m.forward_count = site, accounting.collectives.mark_site("forward", site)
-                if training:
-                    words[m.forwards_at] = n = words[m.forwards_at] + 1
-                    first = n == 1
-                    # no DataLoader: the batch size is the first dimension of the first tensor
-                    if inputs and not ledger.batch:
-                        ledger.batch = accounting.loaders.fed(module, inputs, site)
-                        ledger.samples += ledger.batch
-                    if later:
-                        samples.poll()
-            if training and _CUDA:
-                _on_device(accounting, inputs if m is not None else ())
-            words[_PHASE] = _FORWARD if training else _VALIDATE
-            words[_SINCE] = began = now_ns()
-            if first and m is not None:  # last: slow_ends ends it
-                m.first_forward = first_forward.watch()
-            return began | 1 if training else began & ~1
-        except Exception as e:
-            failed(e)
-        return 0
+        if get_ident() != ledger.main_thread:
+            return 0
+        training, first, m = is_grad_enabled(), False, models.get(id(module))
+        if m is not None:
+            site = m.forward.find()
+            # buffers are broadcast in C++ before the module runs, with or without gradients
+            if site == m.forward_site and m.forward_count >= 0:
+                words[m.forward_count] += 1
+            else:
+                m.forward_site, m.forward_count = site, accounting.collectives.mark_site("forward", site)
+            if training:
+                words[m.forwards_at] = n = words[m.forwards_at] + 1
+                first = n == 1
+                # no DataLoader: the batch size is the first dimension of the first tensor
+                if inputs and not ledger.batch:
+                    ledger.batch = accounting.loaders.fed(module, inputs, site)
+                    ledger.samples += ledger.batch
+                if later:
+                    samples.poll()
+        if training and _CUDA:
+            _on_device(accounting, inputs if m is not None else ())
+        words[_PHASE] = _FORWARD if training else _VALIDATE
+        words[_SINCE] = began = now_ns()
+        if first and m is not None:  # last: slow_ends ends it
+            m.first_forward = watch_first_forward()
+        return began | 1 if training else began & ~1
 
     return fast_hook(ledger, "forward_begins", slow_begins)
 
@@ -151,22 +143,19 @@ def _forward_ends(accounting: StepAccounting) -> Callable[[Any, int], None]:
     models, pending = ledger.models, ledger.pending
 
     def slow_ends(module: Any, began: int) -> None:
-        try:
-            words[_PHASE] = ledger.idle
-            words[_BLOCKED] = 0
-            words[_SINCE] = t = now_ns()
-            if began & 1:
-                ledger.forward_ns += t - began
-                if accounting.device is not None:
-                    accounting.device.end(Phase.FORWARD)
-                m = models.get(id(module))
-                if m is not None:
-                    if m.first_forward is not None and words[m.forwards_at] == 1:
-                        m.first_forward.end()
-                    if m not in pending:
-                        pending.append(m)
-        except Exception as e:
-            failed(e)
+        words[_PHASE] = ledger.idle
+        words[_BLOCKED] = 0
+        words[_SINCE] = t = now_ns()
+        if began & 1:
+            ledger.forward_ns += t - began
+            if accounting.device is not None:
+                accounting.device.end(Phase.FORWARD)
+            m = models.get(id(module))
+            if m is not None:
+                if m.first_forward is not None and words[m.forwards_at] == 1:
+                    m.first_forward.end()
+                if m not in pending:
+                    pending.append(m)
 
     return fast_hook(ledger, "forward_ends", slow_ends)
 
@@ -202,9 +191,8 @@ def _on_device(accounting: StepAccounting, inputs: tuple[Any, ...]) -> None:
     if accounting.device is None:
         return
     if inputs and isinstance(inputs[0], torch.Tensor):
-        accounting.ledger.newest = weakref.ref(
-            inputs[0]
-        )  # the loader's tensor is freed once it is copied to the device
+        # the loader's tensor is freed once it is copied to the device
+        accounting.ledger.newest = weakref.ref(inputs[0])
     accounting.device.begin(Phase.FORWARD)
 
 
@@ -220,17 +208,14 @@ def ddp_sync_buffers(accounting: StepAccounting, original: Method) -> Method:
     ledger, words, models = accounting.ledger, accounting.words, accounting.ledger.models
 
     def slow_begins(module: Any) -> int:
-        try:
-            m = models.get(id(module))
-            if m is not None and m.group_at >= 0 and get_ident() == ledger.main_thread:
-                words[_BLOCKED_AT] = m.group_at
-                words[_BLOCKED_SITE] = m.forward_site
-                words[_BLOCKED_SINCE] = began = now_ns()
-                words[_BLOCKED] = _DDP
-                ledger.arrived_ns = ledger.arrived_ns or began
-                return began
-        except Exception as e:
-            failed(e)
+        m = models.get(id(module))
+        if m is not None and m.group_at >= 0 and get_ident() == ledger.main_thread:
+            words[_BLOCKED_AT] = m.group_at
+            words[_BLOCKED_SITE] = m.forward_site
+            words[_BLOCKED_SINCE] = began = now_ns()
+            words[_BLOCKED] = _DDP
+            ledger.arrived_ns = ledger.arrived_ns or began
+            return began
         return 0
 
     def slow_ends(began: int) -> None:
@@ -263,43 +248,39 @@ def _backward_begins(accounting: StepAccounting) -> Callable[[Any], int]:
     pending = ledger.pending
 
     def slow_begins(tensors: Any) -> int:
-        try:
-            if get_ident() != ledger.main_thread:
-                return 0
-            site = last_site.find()
-            micro_step = words[_MICRO_STEPS]
-            words[_MICRO_STEPS] = micro_step + 1
-            ledger.loss = nonfinite.loss(tensors, site, micro_step)
-            if not ledger.trained:
-                loaders.trains()
-            if ledger.reduced_elements:  # elements reduced since the last step: parameters, averaged by hand
-                replicas.averaged_elements = max(replicas.averaged_elements, ledger.reduced_elements)
-                ledger.reduced_elements = 0
-            ledger.ready_ns = 0
-            if accounting.device is not None:
-                accounting.device.begin(Phase.BACKWARD)
-            for m in pending:
-                ddp = m.ref()
-                if ddp is not None and ddp.require_backward_grad_sync:
-                    pending.remove(m)
-                    if site == ledger.counted_site and ledger.count_at >= 0:
-                        words[ledger.count_at] += 1
-                    else:
-                        ledger.counted_site, ledger.count_at = site, accounting.collectives.mark_site("backward", site)
-                    words[m.synced_at] += 1
-                    ledger.averaged_by = m
-                    if m.group_at >= 0:
-                        words[_BLOCKED_AT] = m.group_at
-                        words[_BLOCKED_SITE] = site
-                        words[_BLOCKED_SINCE] = now_ns()
-                        words[_BLOCKED] = _DDP
-                    break
-            words[_PHASE] = _BACKWARD
-            words[_SINCE] = began = now_ns()
-            return began
-        except Exception as e:
-            failed(e)
-        return 0
+        if get_ident() != ledger.main_thread:
+            return 0
+        site = last_site.find()
+        micro_step = words[_MICRO_STEPS]
+        words[_MICRO_STEPS] = micro_step + 1
+        ledger.loss = nonfinite.loss(tensors, site, micro_step)
+        if not ledger.trained:
+            loaders.trains()
+        if ledger.reduced_elements:  # elements reduced since the last step: parameters, averaged by hand
+            replicas.averaged_elements = max(replicas.averaged_elements, ledger.reduced_elements)
+            ledger.reduced_elements = 0
+        ledger.ready_ns = 0
+        if accounting.device is not None:
+            accounting.device.begin(Phase.BACKWARD)
+        for m in pending:
+            ddp = m.ref()
+            if ddp is not None and ddp.require_backward_grad_sync:
+                pending.remove(m)
+                if site == ledger.counted_site and ledger.count_at >= 0:
+                    words[ledger.count_at] += 1
+                else:
+                    ledger.counted_site, ledger.count_at = site, accounting.collectives.mark_site("backward", site)
+                words[m.synced_at] += 1
+                ledger.averaged_by = m
+                if m.group_at >= 0:
+                    words[_BLOCKED_AT] = m.group_at
+                    words[_BLOCKED_SITE] = site
+                    words[_BLOCKED_SINCE] = now_ns()
+                    words[_BLOCKED] = _DDP
+                break
+        words[_PHASE] = _BACKWARD
+        words[_SINCE] = began = now_ns()
+        return began
 
     return fast_hook(ledger, "backward_begins", slow_begins, last_site)
 
@@ -308,17 +289,14 @@ def _backward_ends(accounting: StepAccounting) -> Callable[[int], None]:
     ledger, words = accounting.ledger, accounting.words
 
     def slow_ends(began: int) -> None:
-        try:
-            words[_PHASE] = ledger.idle
-            words[_BLOCKED] = 0
-            words[_SINCE] = t = now_ns()
-            if accounting.device is not None:
-                accounting.device.end(Phase.BACKWARD)
-            ledger.backward_ns += t - began
-            if ledger.ready_ns > began:
-                ledger.wait_ns += t - ledger.ready_ns
-        except Exception as e:
-            failed(e)
+        words[_PHASE] = ledger.idle
+        words[_BLOCKED] = 0
+        words[_SINCE] = t = now_ns()
+        if accounting.device is not None:
+            accounting.device.end(Phase.BACKWARD)
+        ledger.backward_ns += t - began
+        if ledger.ready_ns > began:
+            ledger.wait_ns += t - ledger.ready_ns
 
     return fast_hook(ledger, "backward_ends", slow_ends)
 

@@ -15,19 +15,51 @@ from typing import Any
 
 from distdiag.page.layout import Phase, word
 from distdiag.recorder import state
-from distdiag.recorder.fast.accounts import LastCallSite, fast_hook
+from distdiag.recorder.fast.accounts import LastCallSite, Ledger, fast_hook
 from distdiag.recorder.hooks.collectives import Collectives
 from distdiag.recorder.hooks.device_clock import DeviceClock, cuda_index
 from distdiag.recorder.hooks.loaders import Loaders
-from distdiag.recorder.hooks.tensor_checks import Checks
-from distdiag.recorder.hooks.tensor_samples import Gradients
-from distdiag.recorder.state import failed, guarded, now_ns
+from distdiag.recorder.hooks.nonfinite import NonFinite
+from distdiag.recorder.hooks.replica_checksums import ReplicaChecksums
+from distdiag.recorder.hooks.tensor_samples import Gradients, Samples, capturing
+from distdiag.recorder.hooks.unused_parameters import UnusedParameters
+from distdiag.recorder.state import guarded, now_ns
 from distdiag.recorder.unseen import unseen
 
 # Plain numbers and words of the header: they are written many times a step, in the cheapest way.
 _PHASE, _SINCE, _STEP = word("phase"), word("phase_since_ns"), word("step")
 _DEVICE_BYTES, _EPOCH = word("device_bytes"), word("epoch")
 OPTIMIZER = int(Phase.OPTIMIZER)
+# by the name that a job gives it
+PHASES = {p.name.lower(): p for p in Phase if p is not Phase.COLLECTIVE} | {"validation": Phase.VALIDATE}
+
+
+class Checks:
+    """The checks inside the rank, before and after the optimizer's step. Each costs microseconds, runs rarely, adds no communication."""
+
+    def __init__(self, recorder: state.Recorder, ledger: Ledger) -> None:
+        self.page, self.ledger = recorder.page, ledger
+        self.samples = Samples(recorder, ledger)
+        self.nonfinite = NonFinite(recorder, ledger, self.samples)
+        self.unused = UnusedParameters(recorder.header, self.samples)
+        self.replicas = ReplicaChecksums(ledger, self.samples)
+
+    def before_optimizer(self, optimizer: Any, step: int) -> None:
+        ledger, nonfinite = self.ledger, self.nonfinite
+        models = ledger.models
+        self.replicas.reduced, ledger.reduced_elements = ledger.reduced_elements, 0
+        nonfinite.before_optimizer(optimizer, step)
+        for m in models.values():
+            if step >= m.next_check and m.slot.forwards:
+                self.unused.check(m, step)
+            if m.times is not None and step >= m.times.next_read and not capturing():
+                ddp = m.ref()
+                if ddp is None:
+                    m.times = None
+                else:
+                    m.times.read(ddp, self.page, step)
+        ledger.next_event = min((m.next_event for m in models.values()), default=0)
+        ledger.always = bool(nonfinite.suspects or self.replicas.reduced or not nonfinite.local_gradients)
 
 
 class StepAccounting:
@@ -70,59 +102,38 @@ class StepAccounting:
         """Return to the phase between the named ones; return the time in ns."""
         return self.enter(self.ledger.idle)
 
-    def user_phase(self, name: str) -> int:
-        """Return the number of a phase that the job names; OTHER for an unknown name."""
-        return {
-            "init": Phase.INIT,
-            "data": Phase.DATA,
-            "h2d": Phase.H2D,
-            "forward": Phase.FORWARD,
-            "backward": Phase.BACKWARD,
-            "optimizer": Phase.OPTIMIZER,
-            "checkpoint": Phase.CHECKPOINT,
-            "validate": Phase.VALIDATE,
-            "validation": Phase.VALIDATE,
-            "done": Phase.DONE,
-        }.get(name, Phase.OTHER)
-
     # -- the end of a step ----------------------------------------------------------------------------
 
     def _optimizer_begins(self, optimizer: Any, _args: Any = None, _kwargs: Any = None) -> None:
-        try:
-            ledger, words = self.ledger, self.words
-            if get_ident() != ledger.main_thread:
-                return
-            words[_PHASE] = OPTIMIZER
-            words[_SINCE] = ledger.optimizer_start_ns = now_ns()
-            if self.device is not None:
-                self.device.begin(Phase.OPTIMIZER)
-            step = words[_STEP] + 1
-            if step >= ledger.next_event or ledger.always or ledger.reduced_elements:
-                with unseen():
-                    self.checks.before_optimizer(optimizer, step)
-        except Exception as e:
-            failed(e)
+        ledger, words = self.ledger, self.words
+        if get_ident() != ledger.main_thread:
+            return
+        words[_PHASE] = OPTIMIZER
+        words[_SINCE] = ledger.optimizer_start_ns = now_ns()
+        if self.device is not None:
+            self.device.begin(Phase.OPTIMIZER)
+        step = words[_STEP] + 1
+        if step >= ledger.next_event or ledger.always or ledger.reduced_elements:
+            with unseen():
+                self.checks.before_optimizer(optimizer, step)
 
     def _optimizer_ends(self, optimizer: Any, _args: Any = None, _kwargs: Any = None) -> None:
-        try:
-            ledger, words = self.ledger, self.words
-            if not ledger.optimizer_start_ns or get_ident() != ledger.main_thread:
-                return
-            if self.device is not None:
-                self.device.end(Phase.OPTIMIZER)
-            words[_PHASE] = ledger.idle
-            words[_SINCE] = t = now_ns()
-            ledger.optimizer_ns += t - ledger.optimizer_start_ns
-            ledger.optimizer_start_ns = 0
-            if (ledger.lead is not None and ledger.lead() is optimizer) or self._leads(optimizer):
-                ledger.lead_misses = 0
-                self.close_step(t)
-                step = words[_STEP]
-                if step < 64 or step & 31 == 0:  # `checksum_due` is true for some of them; a call is expensive here
-                    with unseen():
-                        self.checks.replicas.after_optimizer(optimizer, step)
-        except Exception as e:
-            failed(e)
+        ledger, words = self.ledger, self.words
+        if not ledger.optimizer_start_ns or get_ident() != ledger.main_thread:
+            return
+        if self.device is not None:
+            self.device.end(Phase.OPTIMIZER)
+        words[_PHASE] = ledger.idle
+        words[_SINCE] = t = now_ns()
+        ledger.optimizer_ns += t - ledger.optimizer_start_ns
+        ledger.optimizer_start_ns = 0
+        if (ledger.lead is not None and ledger.lead() is optimizer) or self._leads(optimizer):
+            ledger.lead_misses = 0
+            self.close_step(t)
+            step = words[_STEP]
+            if step < 64 or step & 31 == 0:  # `checksum_due` is true for some of them; a call is expensive here
+                with unseen():
+                    self.checks.replicas.after_optimizer(optimizer, step)
 
     def _leads(self, optimizer: Any) -> bool:
         ledger = self.ledger
@@ -159,27 +170,28 @@ class StepAccounting:
         self._watcher = watcher
         self.ledger.on_device = watcher is not None or self.device is not None
 
-    def _step_of_device(self, step: int, t: int) -> Callable[[dict[Phase, int] | None], None]:
+    def _step_of_device(self, step: int, t: int) -> Callable[[dict[Phase, int]], None]:
         """Return a function that writes the record of the step that ends now, with the device's times in place of the host's."""
         ledger = self.ledger
-        start_ns, data_ns, forward_ns, backward_ns = (
-            ledger.step_start_ns,
-            ledger.data_ns,
-            ledger.forward_ns,
-            ledger.backward_ns,
+        start_ns, data_ns, wait_ns, loss = ledger.step_start_ns, ledger.data_ns, ledger.wait_ns, ledger.loss
+        of_host = {
+            Phase.FORWARD: ledger.forward_ns, Phase.BACKWARD: ledger.backward_ns, Phase.OPTIMIZER: ledger.optimizer_ns
+        }  # fmt: skip
+        samples, batch, epoch, device_bytes = (
+            ledger.samples,
+            ledger.batch,
+            self.words[_EPOCH],
+            self.words[_DEVICE_BYTES],
         )
-        optimizer_ns, wait_ns, samples, batch = ledger.optimizer_ns, ledger.wait_ns, ledger.samples, ledger.batch
-        loss, epoch, device_bytes = ledger.loss, self.words[_EPOCH], self.words[_DEVICE_BYTES]
         forward_wait_ns, arrived_ns = ledger.forward_wait_ns, ledger.arrived_ns
         ready = ledger.ready_ns or ledger.last_ready_ns
         ready = ready if ready > start_ns else 0
 
-        def write(device: dict[Phase, int] | None) -> None:
-            of = device or {}  # None: times are unknown
+        def write(of_device: dict[Phase, int]) -> None:  # empty: they are not known
+            of = of_host | of_device
             self.page.write_step(
-                step, epoch, start_ns, t, data_ns, of.get(Phase.H2D, 0), of.get(Phase.FORWARD, forward_ns),
-                of.get(Phase.BACKWARD, backward_ns), of.get(Phase.OPTIMIZER, optimizer_ns), wait_ns, ready, samples, batch,
-                loss, device_bytes, forward_wait_ns, arrived_ns,
+                step, epoch, start_ns, t, data_ns, 0, of[Phase.FORWARD], of[Phase.BACKWARD], of[Phase.OPTIMIZER], wait_ns,
+                ready, samples, batch, loss, device_bytes, forward_wait_ns, arrived_ns,
             )  # fmt: skip
 
         return write
@@ -191,16 +203,13 @@ class StepAccounting:
         gradients, nonfinite, ledger = Gradients(parameter), self.checks.nonfinite, self.ledger
 
         def ready(p: Any) -> None:
-            try:
-                ledger.ready_ns = now_ns()
-                with unseen():
-                    g = p.grad
-                    if g is None:
-                        return
-                    total = gradients.sum(g)
-                if total - total:  # NaN if it is not finite
-                    nonfinite.local_gradient(p, total, self.backward.site)
-            except Exception as e:
-                failed(e)
+            ledger.ready_ns = now_ns()
+            with unseen():
+                g = p.grad
+                if g is None:
+                    return
+                total = gradients.sum(g)
+            if total - total:  # NaN if it is not finite
+                nonfinite.local_gradient(p, total, self.backward.site)
 
         return parameter.register_post_accumulate_grad_hook(fast_hook(ledger, "gradient_is_ready", ready, gradients))

@@ -10,7 +10,7 @@ from torch._C import _distributed_c10d as c10d
 
 from distdiag.recorder import state
 from distdiag.recorder.hooks.collectives import METHODS, Collectives
-from distdiag.recorder.hooks.wrapping import as_c_method, hide_frame, wraps
+from distdiag.recorder.hooks.wrapping import around, as_c_method, hide_frame, wraps
 
 local = threading.local()  # `inside`: a recorded call runs, and what it calls is not recorded
 
@@ -24,7 +24,11 @@ def install(recorder: state.Recorder) -> Collectives:
         original = getattr(pg_class, method, None)
         if original is not None:
             setattr(pg_class, method, as_c_method(_wrap(collectives, method, original), original))
-    _wrap_coalescing(collectives, pg_class)
+    for method, begins, ends in (
+        ("_start_coalescing", None, collectives.coalescing_begins),
+        ("_end_coalescing", collectives.coalescing_ends, collectives.coalesced),
+    ):
+        setattr(pg_class, method, around(getattr(pg_class, method), begins, ends, c_method=True))
     work_class = c10d.Work
     work_class.wait = as_c_method(_wrap_wait(collectives, work_class.wait), work_class.wait)  # type: ignore[method-assign]
     collectives.wrap_work = lambda cls: _wrap_python_wait(collectives, cls)
@@ -66,37 +70,6 @@ def _wrap_subclass(collectives: Collectives, cls: Any) -> None:
         original = cls.__dict__.get(method)
         if callable(original) and not hasattr(original, "__wrapped__"):
             setattr(cls, method, wraps(original)(_wrap(collectives, method, original)))
-
-
-def _wrap_coalescing(collectives: Collectives, pg_class: Any) -> None:
-    """Wrap the methods that begin and end a coalesced group, if this torch has them."""
-    start, end = getattr(pg_class, "_start_coalescing", None), getattr(pg_class, "_end_coalescing", None)
-    if start is None or end is None:
-        return
-
-    def _start_coalescing(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            out = start(self, *args, **kwargs)
-        except BaseException as e:
-            hide_frame(e)
-            raise
-        collectives.coalescing_begins(self)
-        return out
-
-    def _end_coalescing(self: Any, *args: Any, **kwargs: Any) -> Any:
-        calls = collectives.coalescing_ends(self)
-        work = None
-        try:
-            work = end(self, *args, **kwargs)
-        except BaseException as e:
-            hide_frame(e)
-            raise
-        finally:
-            collectives.coalesced(self, calls or [], work)
-        return work
-
-    pg_class._start_coalescing = as_c_method(_start_coalescing, start)
-    pg_class._end_coalescing = as_c_method(_end_coalescing, end)
 
 
 def _wrap(collectives: Collectives, method: str, original: Any) -> Any:

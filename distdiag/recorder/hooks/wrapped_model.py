@@ -2,14 +2,49 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import Any
+
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from distdiag.page.layout import ModelSlot
 from distdiag.recorder import state
 from distdiag.recorder.fast.accounts import LastCallSite, ModelWords
 from distdiag.recorder.hooks.ddp_times import DdpTimes
-from distdiag.recorder.hooks.first_forward import FirstForward
+
+
+class FirstForward:
+    """Collects the modules that the first training forward enters, until `end()`.
+
+    An unused parameter's module was never called, or its output is not in the loss.
+    """
+
+    def __init__(self) -> None:
+        self._called: set[int] = set()
+        self._hook = register_module_forward_pre_hook(self._enters)
+
+    def _enters(self, module: Any, _inputs: Any) -> None:
+        self._called.add(id(module))
+
+    def end(self) -> None:
+        self._hook.remove()
+
+    def never_called(self, model: Any, parameters: list[str]) -> list[str]:
+        """Return the names of the modules of `model` that own one of `parameters` and were not entered."""
+        modules = dict(model.named_modules())
+        owners = dict.fromkeys(name.rpartition(".")[0] for name in parameters)
+        return [name for name in owners if name in modules and id(modules[name]) not in self._called]
+
+
+def watch_first_forward() -> FirstForward | None:
+    """Start to record; return None if torch.compile is in use: its guards would notice the hook's removal."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is not None:
+        backends = getattr(dynamo, "cached_backends", None)
+        if backends is None or any(b is not None for b in backends.values()):
+            return None
+    return FirstForward()
 
 
 class Model(ModelWords):

@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
-F = TypeVar("F", bound=Callable[..., Any])
+Function = Callable[..., Any]
+F = TypeVar("F", bound=Function)
 
 _OURS = ("distdiag.recorder", "distdiag.page", "distdiag.terms")
 
@@ -55,6 +56,35 @@ def as_c_method(wrapper: Callable[..., Any], original: Callable[..., Any]) -> An
     make = ctypes.pythonapi.PyInstanceMethod_New
     make.restype, make.argtypes = ctypes.py_object, [ctypes.py_object]
     return make(wrapper)
+
+
+def around(
+    original: Function, begins: Function | None = None, ends: Function | None = None, c_method: bool = False
+) -> Any:
+    """Return `original` with a call before it and one after it, whether it returns or raises; not for what runs in every step.
+
+    Args:
+        original: A function or method.
+        begins: Called with the arguments; may not raise (`guarded`).
+        ends: Called with (what `begins` returned; without `begins` the arguments, the result, the exception or None); may not
+            raise, either.
+        c_method: `original` is a method of a C++ class.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        began = begins(*args, **kwargs) if begins is not None else args
+        try:
+            out = original(*args, **kwargs)
+        except BaseException as e:  # not kept in a variable: its traceback holds this frame, and so the arguments
+            hide_frame(e)
+            if ends is not None:
+                ends(began, None, e)
+            raise
+        if ends is not None:
+            ends(began, out, None)
+        return out
+
+    return as_c_method(call, original) if c_method else wraps(original)(call)
 
 
 def hide_frame(error: BaseException) -> None:

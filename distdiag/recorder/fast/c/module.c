@@ -4,10 +4,13 @@
 
 /* -- FastHook ------------------------------------------------------------------------------------------------------------- */
 
+/* Count the error that is set; what is no Exception (Ctrl-C while a hook runs) belongs to the job. */
 static PyObject *count_failure(FastHook *u) {
+  if (!PyErr_ExceptionMatches(PyExc_Exception)) return NULL;
   PyObject *kind, *error, *tb;
   PyErr_Fetch(&kind, &error, &tb);
   PyErr_NormalizeException(&kind, &error, &tb);
+  if (error != NULL && tb != NULL) PyException_SetTraceback(error, tb);
   PyObject *r = error == NULL ? NULL : PyObject_CallOneArg(u->ledger->failed, error); /* raises under pytest only */
   Py_XDECREF(kind);
   Py_XDECREF(error);
@@ -54,7 +57,8 @@ static PyObject *either(FastHook *u, int fits, PyObject *const *args, size_t nar
   PyObject *result = NULL;
   int r = fits ? u->hook(u->ledger, u, args, &result) : 0;
   if (r > 0) return result;
-  return r < 0 ? count_failure(u) : PyObject_Vectorcall(u->slow, args, nargsf, names);
+  if (r == 0) result = PyObject_Vectorcall(u->slow, args, nargsf, names);
+  return result == NULL ? count_failure(u) : result;
 }
 
 static PyObject *fast_hook_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *names) {
@@ -340,6 +344,7 @@ static int export_constants(PyObject *m) {
     {"n_steps", N_STEPS}, {"n_calls", N_CALLS}, {"epoch", EPOCH}, {"device_bytes", DEVICE_BYTES}, {"life", LIFE},
     {"DATA", DATA}, {"FORWARD", FORWARD}, {"BACKWARD", BACKWARD}, {"OPTIMIZER", OPTIMIZER}, {"OTHER", OTHER},
     {"VALIDATE", VALIDATE}, {"DDP", IN_DDP}, {"STARTING", STARTING}, {"RUNNING", RUNNING}, {"FINGERPRINTS", FINGERPRINTS},
+    {"SLOW_IS_GUARDED", 1},
   };
 #define RECORD_NAME(field) #field,
   static const char *record[] = {RECORD_FIELDS(RECORD_NAME)};
