@@ -125,12 +125,12 @@ def late_rank(snapshot: Snapshot, loaded: LoadReport, blame: Blame, late: LateRa
 def stall(snapshot: Snapshot, loaded: LoadReport, blame: Blame, young: bool) -> Finding:
     """Return the finding on ranks that others wait for: a deadlock if the dumps show how they wait for each other."""
     main = blame.main
-    culprits = blame.extra or blame.culprits
+    culprits = blame.culprits
     what = _awaited(snapshot, main, culprits)
     unmade = _half_made(snapshot, loaded, blame)
     facts: dict[str, Any] = {"what": what}
     cause = None
-    if blame.extra:
+    if blame.alone:
         template = _EXTRA
     elif unmade:
         template, culprits = _UNMADE, loaded.without_group[unmade]
@@ -219,7 +219,7 @@ def _half_made(snapshot: Snapshot, loaded: LoadReport, blame: Blame) -> str:
     for name, without in loaded.without_group.items():
         members = set(snapshot.groups[name].ranks) - set(without)
         used = any(name in state.enqueued for state in snapshot.ranks.values())
-        if not used and blame.idle and not blame.extra and set(blame.idle) == set(blame.culprits) <= members:
+        if not used and blame.idle and set(blame.idle) == set(blame.culprits) <= members:
             return name
     return ""
 
@@ -257,7 +257,7 @@ def _timed_out(loaded: LoadReport, w: Wait) -> bool:
             return True
         if call.entered_s is None or not limit_s:
             continue
-        written, asked = loaded.modified_s.get(r), loaded.asked_s.get(r)
+        written, asked = loaded.times[r].written_s, loaded.times[r].asked_s
         if asked is not None and asked - call.entered_s >= limit_s:
             return True
         if written is not None and limit_s <= written - call.entered_s <= limit_s + DUMPED_WITHIN_S:

@@ -7,8 +7,8 @@ from typing import Any
 
 from distdiag.diagnosis.model.snapshot import Group
 from distdiag.sources.dumps.content import DumpFile
-from distdiag.sources.dumps.entries import Scan, scan_file
 from distdiag.sources.dumps.load_report import LoadReport
+from distdiag.sources.dumps.scan import Scan, scan_file
 
 
 class Groups:
@@ -23,7 +23,6 @@ class Groups:
                 scan.backend = scan.backend or known.most_common(1)[0][0] if known else scan.backend
         self.groups: dict[str, Group] = {}
         self.in_order: dict[str, tuple[int, ...]] = {}  # members in the group's own order
-        self.keys: dict[tuple[int, str, str], str] = {}  # (rank, backend, name) -> key of the group
         self.world_size = 0
         self._find_groups()
 
@@ -51,7 +50,9 @@ class Groups:
                     fitting = [k for k in known if rank in k]
                     ranks = fitting[0] if fitting else self._assumed(name, desc, by_rank)
                 key = plain if len(known) < 2 or ranks not in known else f"{plain}@{ranks[0]}"
-                self.keys[(rank, backend, name)] = key
+                for scan in self.scans[rank]:
+                    if scan.backend == backend:
+                        scan.keys[name] = key
                 if key not in self.groups:
                     self.groups[key] = Group(name=key, ranks=tuple(sorted(ranks)), description=desc, backend=backend)
                     self.in_order[key] = ranks
@@ -82,12 +83,9 @@ def _named(scan: Scan) -> dict[str, tuple[str, tuple[int, ...] | None]]:
     f = scan.file
     out = {n: (d, r) for n, (d, r) in f.groups.items() if n}
     for name, t in scan.tails.items():
-        if name not in out:
-            out[name] = (str(t.description), None)
-    for e in scan.messages:
-        name, desc = e["process_group"]
-        if str(name) not in out:
-            out[str(name)] = (str(desc), None)
+        out.setdefault(name, (t.description, None))
+    for name, description in (e.process_group for e in scan.messages):
+        out.setdefault(name, (description, None))
     for number in f.status:
         if not f.entries and not out:
             out[f"group {number}" if number != "0" else "0"] = ("default_pg" if number == "0" else "", None)

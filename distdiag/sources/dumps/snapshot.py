@@ -6,8 +6,6 @@ by p2p_seq_id if both ends count equally, else by what is in flight at either en
 
 from __future__ import annotations
 
-from typing import Any
-
 from msgspec.structs import replace
 
 from distdiag.diagnosis.model.findings import rank_list
@@ -18,19 +16,11 @@ from distdiag.diagnosis.waits.wait import conflict_at
 from distdiag.sources.dumps import late_ranks
 from distdiag.sources.dumps import messages as dump_messages
 from distdiag.sources.dumps.content import DumpFile
-from distdiag.sources.dumps.dump_times import note_times
-from distdiag.sources.dumps.entries import (
-    Scan,
-    backend_of,
-    by_hook,
-    call_of,
-    completed,
-    ns,
-    retired_when_issued,
-    user_site,
-)
+from distdiag.sources.dumps.entries import Entry, by_hook, user_site
 from distdiag.sources.dumps.groups import Groups
 from distdiag.sources.dumps.load_report import LoadReport
+from distdiag.sources.dumps.scan import Scan
+from distdiag.sources.dumps.times import timeout_s, times_of
 from distdiag.terms.untrusted import short_text
 
 # Up to this many entries all are read, to break ties; of more, only those from the oldest in flight on.
@@ -45,8 +35,9 @@ class SnapshotBuilder(Groups):
     def __init__(self, chosen: dict[int, list[DumpFile]], report: LoadReport) -> None:
         super().__init__(chosen, report)
         self.positions: dict[int, dict[str, tuple[int, int]]] = {}  # rank -> group -> (newest issued, newest completed)
-        self.messages: dict[int, list[tuple[str, dict[str, Any], Scan]]] = {}  # rank -> (group, entry, its file)
-        self.t0_ns = note_times(chosen, report)
+        self.messages: dict[int, list[tuple[str, Entry, Scan]]] = {}  # rank -> (group, entry, its file)
+        self.t0_ns, report.times = times_of(chosen)
+        report.timeout_s = timeout_s(chosen)
         self.looks_back = False
 
     def snapshot(self) -> Snapshot:
@@ -56,11 +47,9 @@ class SnapshotBuilder(Groups):
             self.messages[rank] = []
             for scan in scans:
                 for name, t in scan.tails.items():
-                    key = self.keys[(rank, scan.backend, name)]
-                    mine[key] = (t.newest, t.newest if t.head is None else t.head - 1)
-                for e in scan.messages:
-                    self.messages[rank].append((self.keys[(rank, scan.backend, str(e["process_group"][0]))], e, scan))
-                from_status.setdefault(rank, {}).update(self._status(rank, scan))
+                    mine[scan.keys[name]] = (t.newest, t.newest if t.head is None else t.head - 1)
+                self.messages[rank] += [(scan.keys[e.group], e, scan) for e in scan.messages]
+                from_status.setdefault(rank, {}).update(self._status(scan))
         with_messages = {g for ms in self.messages.values() for g, *_ in ms}
         for rank, counters in from_status.items():
             for g, (issued, done) in counters.items():
@@ -83,7 +72,7 @@ class SnapshotBuilder(Groups):
             self.messages, self.in_order, self.t0_ns
         )
         sites, visits = self._sites()
-        self.report.late = late_ranks.find(self.scans, self.keys, floor, self.positions, self.t0_ns)
+        self.report.late = late_ranks.find(self.scans, floor, self.positions, self.t0_ns)
         ranks = {}
         for rank in range(self.world_size):
             if rank not in self.chosen:
@@ -102,7 +91,7 @@ class SnapshotBuilder(Groups):
                 sites=sites.get(rank, {}),
                 visits=visits[rank].known() if rank in visits else {},
             )
-        t = max((*self.report.newest_s.values(), 0.0))
+        t = max((times.newest_s or 0.0 for times in self.report.times.values()), default=0.0)
         found = Snapshot(t_s=t, world_size=self.world_size, ranks=ranks, groups=self.groups, source="dumps")
         return _with_open_conflicts(found, uncounted)
 
@@ -115,9 +104,9 @@ class SnapshotBuilder(Groups):
         of_anybody, batches = set(), set()
         for rank, mine in self.messages.items():
             for _, e, scan in mine:
-                if e["profiling_name"].endswith("<-?") and not completed(e) and not retired_when_issued(e):
+                if e.profiling_name.endswith("<-?") and not e.completed and not e.retired_when_issued:
                     of_anybody.add(rank)
-                if scan.backend == "nccl2" and e["state"] == "completed":
+                if scan.backend == "nccl2" and e.state == "completed":
                     batches.add(rank)
         if of_anybody:
             notes.append(f"{rank_list(of_anybody)} may wait for a message from any rank: the sender is not recorded")
@@ -134,8 +123,8 @@ class SnapshotBuilder(Groups):
         Their ranks are taken to have completed that one, and no later one.
         """
         keys = {
-            self.keys[(rank, scan.backend, name)]
-            for rank, scans in self.scans.items()
+            scan.keys[name]
+            for scans in self.scans.values()
             for scan in scans
             for name, tail in scan.tails.items()
             if tail.uncounted
@@ -149,14 +138,14 @@ class SnapshotBuilder(Groups):
                     p[g] = (p[g][0], min(p[g][0], out[g]))
         return out
 
-    def _status(self, rank: int, scan: Scan) -> dict[str, tuple[int, int]]:
+    def _status(self, scan: Scan) -> dict[str, tuple[int, int]]:
         """Return the counters of groups without entries by name, matched by the numbers in entries, else by the order of creation."""
         f, backend = scan.file, scan.backend
         if not f.status or len(scan.tails) == len(f.status):
             return {}  # every group has entries, which are more detailed
         if backend == "gloo" or by_hook(backend):
             return {}  # they also count messages, which may differ between ranks
-        names = {short_text(e["pg_id"]): e["process_group"][0] for e in f.entries if "pg_id" in e}
+        names = {short_text(e.pg_id): e.group for e in f.entries if e.pg_id is not None}
         listed = [n for n in f.groups if n]
         if len(listed) == len(f.status) and all(n.isdecimal() for n in (*listed, *f.status)):
             in_order = dict(zip(sorted(f.status, key=int), sorted(listed, key=int), strict=True))
@@ -166,7 +155,7 @@ class SnapshotBuilder(Groups):
             names = {n: f"group {n}" if n != "0" else "0" for n in f.status}
         out = {}
         for number, counters in f.status.items():
-            key = self.keys.get((rank, backend, names.get(number, "")))
+            key = scan.keys.get(names.get(number, ""))
             if key is not None:
                 out[key] = counters
         return out
@@ -183,41 +172,29 @@ class SnapshotBuilder(Groups):
             behind = [q for q, (issued, _) in here.items() if issued < done]
             if behind:
                 least = min(here[q][0] for q in behind)
-                between = {
-                    e["collective_seq_id"]
-                    for f in self.chosen[ahead]
-                    for e in f.entries
-                    if not e["is_p2p"]
-                    and least < e["collective_seq_id"] <= done
-                    and self.keys.get((ahead, backend_of(f), e["process_group"][0])) == key
-                    and compatible.needs_everybody(e["profiling_name"])
-                }
+                between = [
+                    seq
+                    for scan in self.scans[ahead]
+                    for _, seq, e in scan.collectives({key: least + 1})
+                    if seq <= done and compatible.needs_everybody(e.profiling_name)
+                ]
                 stale |= {q for q in behind if any(s > here[q][0] for s in between)}
         self.report.stale = tuple(sorted(stale))
 
     def _calls(self, rank: int, floor: dict[str, int]) -> list[Call]:
         """Return calls from the group's oldest collective in flight on, and some earlier ones if that is cheap."""
         out: dict[tuple[str, int], Call] = {}
+        back = CALLS_BEFORE if self.looks_back else 0
+        since = {group: seq - back for group, seq in floor.items()}
         for scan in self.scans[rank]:
-            backend = scan.backend
-            back = CALLS_BEFORE if self.looks_back else 0
-            low = {n: floor[k] - back for n in scan.tails if (k := self.keys[(rank, backend, n)]) in floor}
-            if not low:
-                continue
-            for e in scan.file.entries:
-                least = low.get(e["process_group"][0])
-                if least is None or e["is_p2p"] or e["collective_seq_id"] < least:
-                    continue
-                key = self.keys[(rank, backend, e["process_group"][0])]
-                call = call_of(key, e, scan, self.t0_ns)
-                if (key, e["collective_seq_id"]) in out:
-                    call = replace(call, op="coalesced")
-                out[(key, e["collective_seq_id"])] = call
+            for key, seq, e in scan.collectives(since):
+                call = scan.call(e, self.t0_ns)
+                out[key, seq] = replace(call, op="coalesced") if (key, seq) in out else call
         return list(out.values())
 
     def _newest_site(self, rank: int) -> Site | None:
         last = [f.entries[-1] for f in self.chosen[rank] if f.entries]
-        return user_site(max(last, key=lambda e: ns(e) or 0).get("frames")) if last else None
+        return user_site(max(last, key=lambda e: e.created_ns or 0).frames) if last else None
 
     def _sites(self) -> tuple[dict[int, dict[str, int]], dict[int, Visits]]:
         """Return the call sites of each rank so far, and when each group first used them."""
@@ -227,13 +204,10 @@ class SnapshotBuilder(Groups):
             mine, seen = counts.setdefault(rank, {}), visits.setdefault(rank, Visits())
             for scan in scans:
                 for e in scan.file.entries:
-                    site = user_site(e.get("frames"))
-                    if site is None:
-                        continue
-                    mine[site.key] = mine.get(site.key, 0) + 1
-                    if not e["is_p2p"]:
-                        key = self.keys[(rank, scan.backend, e["process_group"][0])]
-                        seen.add(key, site.key, e["collective_seq_id"])
+                    if (site := user_site(e.frames)) is not None:
+                        mine[site.key] = mine.get(site.key, 0) + 1
+                        if not e.is_p2p:
+                            seen.add(scan.keys[e.group], site.key, e.seq)
         return counts, visits
 
 

@@ -98,7 +98,7 @@ def _judge(given: list[str | Path], announce: guard.Announce, refused: Mapping[s
     elif not conflicts:
         if loaded.late is not None and not running and _late_first(loaded.late, blame):
             found.append(late_rank(snapshot, loaded, blame, loaded.late))
-        elif blame.culprits or blame.extra or blame.crossed or blame.circle:
+        elif blame.culprits or blame.crossed or blame.circle:
             found.append(stall(snapshot, loaded, blame, running))
         elif not running:
             found += proofs  # cycles: suspected only, and only if no rank is missing
@@ -148,7 +148,7 @@ def _notes(loaded: LoadReport) -> list[str]:
 
 def _late_first(late: LateRanks, blame: Blame) -> bool:
     """True if the late ranks are the cause, and not ranks that the dumps show to be missing."""
-    if set(blame.culprits) <= {*blame.behind, *late.late_s} and not blame.extra and not blame.silent:
+    if set(blame.culprits) <= {*blame.behind, *late.late_s} and not blame.alone and not blame.silent:
         return True
     since = [t for t in blame.waited_for_since_s.values() if t is not None]
     return bool(since) and late.since_s < min(since)
