@@ -33,17 +33,16 @@ class Groups:
         backends: dict[str, set[str]] = {}
         for rank, scans in self.scans.items():
             for scan in scans:
-                backend = scan.backend
                 for name, (desc, ranks) in _named(scan).items():
-                    backends.setdefault(name, set()).add(backend)
-                    members.setdefault((backend, name), {})[rank] = ranks
+                    members.setdefault((scan.backend, name), {})[rank] = ranks
+                    backends.setdefault(name, set()).update({scan.backend} - {""})
                     if desc:
-                        text[(backend, name)] = desc
+                        text[scan.backend, name] = desc
         top = max((r for by in members.values() for ranks in by.values() for r in ranks or ()), default=-1)
         self.world_size = max(top, max(self.chosen, default=-1)) + 1
         for (backend, name), by_rank in members.items():
             known = {r for r in by_rank.values() if r}
-            plain = name if len({b for b in backends[name] if b}) < 2 else f"{name}/{backend}"
+            plain = name if len(backends[name]) < 2 else f"{name}/{backend}"
             desc = text.get((backend, name), "")
             for rank, ranks in by_rank.items():
                 if ranks is None:
@@ -86,7 +85,12 @@ def _named(scan: Scan) -> dict[str, tuple[str, tuple[int, ...] | None]]:
         out.setdefault(name, (t.description, None))
     for name, description in (e.process_group for e in scan.messages):
         out.setdefault(name, (description, None))
-    for number in f.status:
-        if not f.entries and not out:
-            out[f"group {number}" if number != "0" else "0"] = ("default_pg" if number == "0" else "", None)
+    first = next(iter(f.status), None)  # the default group's number
+    if not f.entries and not out and first is not None:
+        out[group_of(first)] = ("default_pg" if first == "0" else "", None)
     return out
+
+
+def group_of(number: str) -> str:
+    """Return the name of a group of which only the recorder's number is known."""
+    return number if number == "0" else f"group {number}"
