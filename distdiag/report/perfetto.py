@@ -12,7 +12,7 @@ from typing import IO, Any
 
 import msgspec
 
-from distdiag.report.words import visible
+from distdiag.report.words import title, visible
 from distdiag.store.reader import Run
 from distdiag.streams import json_ascii_controls
 from distdiag.terms.steps import DDP_TIMES, PHASES
@@ -81,8 +81,7 @@ def _findings(run: Run) -> Iterator[Event]:
         began = finding.first_seen_s if finding.first_seen_s is not None else finding.detected_s
         if began is None:
             continue
-        kind = finding.kind + (f"/{finding.cause}" if finding.cause else "")
-        name = visible(f"{finding.severity}: {kind}")
+        name = visible(f"{finding.severity}: {title(finding)}")
         args = {"message": visible(finding.message), "culprits": list(finding.culprits), "do": visible(finding.advice)}
         yield track((FINDINGS, i), finding.kind)
         yield {"ph": "i", "s": "g", "name": name, "pid": FINDINGS, "tid": i, "ts": _us(began), "args": args}
@@ -152,14 +151,14 @@ _GPU = {"utilisation %": "utilization_pct", "memory GiB": "memory_used_bytes", "
 
 
 def _counters(run: Run, low_s: float) -> Iterator[Event]:
-    for pid, table, key, title, shown in (
+    for pid, table, key, heading, shown in (
         (HOSTS, "host", "'node ' || node", "hosts", _HOST),
         (GPUS, "gpu", "'node ' || node || ' GPU ' || gpu", "GPUs", _GPU),
     ):
         query = f"SELECT t_s, {key}, {', '.join(shown.values())} FROM {table} WHERE t_s >= ? ORDER BY t_s"
         rows = _rows(run, query, (low_s,), needed=2)
         if rows:
-            yield from process(pid, title, pid)
+            yield from process(pid, heading, pid)
         for t_s, who, *values in rows:
             for name, value in zip(shown, values, strict=True):
                 if value is not None:
