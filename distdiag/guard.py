@@ -24,7 +24,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISREG
-from typing import IO
+from typing import IO, Any
+
+import msgspec
+
+from distdiag.terms.untrusted import all_encodable
 
 try:
     import resource
@@ -156,6 +160,24 @@ def survivors(work: Work, files: Callable[[], Iterable[str]], limits: Limits) ->
             if e.step == TOGETHER or deaths == DEATHS:
                 deaths = DEATHS
                 _try_alone(work, files(), refused, limits)
+
+
+def judged(
+    work: Callable[[Announce, Mapping[str, str], str | None], Any],
+    files: Callable[[], Iterable[str]],
+    limits: Limits,
+    kind: Any,
+) -> Any:
+    """Return what `survivors` returns of a `work` whose result is plain data or a record: of type `kind`."""
+
+    def encoded(announce: Announce, refused: Mapping[str, str], only: str | None) -> bytes:
+        answer = work(announce, refused, only)
+        try:
+            return msgspec.msgpack.encode(answer)
+        except UnicodeEncodeError:  # a path or a name that is not UTF-8
+            return msgspec.msgpack.encode(all_encodable(msgspec.to_builtins(answer)))
+
+    return msgspec.msgpack.decode(survivors(encoded, files, limits), type=kind)
 
 
 def _try_alone(work: Work, files: Iterable[str], refused: dict[str, str], limits: Limits) -> None:

@@ -19,6 +19,7 @@ _EFFECTS = ((0.147, "negligible"), (0.33, "small"), (0.474, "medium"), (2.0, "la
 
 def _print(found: Comparison) -> None:
     from distdiag.report.words import milliseconds, number, visible
+    from distdiag.terms.tables import table
 
     runs = found.runs
     rows: list[list[str]] = [["", *(visible(c.name) for c in runs)], ["state", *(visible(c.state) for c in runs)]]
@@ -36,12 +37,8 @@ def _print(found: Comparison) -> None:
         rows.append([f"{name} ms", *cells])
     kinds = sorted({k for c in runs for k in c.findings})
     rows += [[visible(kind), *(c.findings.get(kind, "·") for c in runs)] for kind in kinds]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(runs) + 1)]
-    for row in rows:
-        first, *rest = (
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        say("  ".join([first, *rest]).rstrip())
+    for line in table(rows):
+        say(line)
     if not kinds:
         say("no findings of severity warning or above in any run")
     for note in found.notes:

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from distdiag.diagnosis.model.findings import Finding, rank_list
+from distdiag.report.facts import versions
 from distdiag.report.steps import (
     ENOUGH_FOR_INTERVAL,
     Floats,
@@ -24,7 +25,7 @@ from distdiag.report.steps import (
     read_steps,
     throughput,
 )
-from distdiag.store import rundir
+from distdiag.report.words import title
 from distdiag.store.liveness import number
 from distdiag.store.reader import Run
 from distdiag.terms.statistics import bootstrap_medians, compare
@@ -102,7 +103,7 @@ def compare_runs(runs: Sequence[Run], skip: int | None = None) -> Comparison:
                 name=run.path.resolve().name,
                 state=run.meta.get("state") or "waiting",
                 world_size=None if (n := number(run.meta.get("world_size"))) is None else int(n),
-                torch=run.meta.get("torch") or _recorded_torch(run),
+                torch=versions(run).get("torch"),
                 skipped_steps=left_out,
                 step=quantiles(times),
                 samples_per_s=throughput(job_steps(used)),
@@ -114,7 +115,7 @@ def compare_runs(runs: Sequence[Run], skip: int | None = None) -> Comparison:
                 }
                 if first
                 else {},
-                findings={_kind(f): _who(f) for f in reversed(run.findings()) if f.severity != "info"},
+                findings={title(f): _who(f) for f in reversed(run.findings()) if f.severity != "info"},
             )
         )
         if baseline is None:
@@ -143,15 +144,6 @@ def difference(before: Floats, after: Floats) -> Difference:
 
 def _phases(steps: Steps) -> dict[str, float | None]:
     return {name: median(steps[f"{name}_ms"]) for name in (*PHASES, "wait", "self", "comm", "exposed")}
-
-
-def _recorded_torch(run: Run) -> str | None:
-    versions = rundir.read_run_json(run.path).get("versions")
-    return str(versions["torch"]) if isinstance(versions, dict) and versions.get("torch") else None
-
-
-def _kind(f: Finding) -> str:
-    return f"{f.kind}/{f.cause}" if f.cause else f.kind
 
 
 def _who(f: Finding) -> str:

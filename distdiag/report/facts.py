@@ -196,7 +196,7 @@ def read_facts(run: Run) -> RunFacts:
         ranks_seen=report.ranks_seen,
         backend=meta.get("backend"),
         command=meta.get("command"),
-        versions=_versions(run, meta),
+        versions=versions(run),
         details={k: v for k, v in sorted(meta.items()) if v and k not in _KNOWN_META},
         attempt=None if attempt is None else int(attempt),
         findings=report.findings,
@@ -220,8 +220,9 @@ def read_facts(run: Run) -> RunFacts:
     )
 
 
-def _versions(run: Run, meta: dict[str, str | None]) -> dict[str, str]:
-    known = {k: v for k in ("distdiag", "torch", "python", "cuda", "nccl") if (v := meta.get(k))}
+def versions(run: Run) -> dict[str, str]:
+    """Return the versions of the libraries that the ranks use."""
+    known = {k: v for k in ("distdiag", "torch", "python", "cuda", "nccl") if (v := run.meta.get(k))}
     recorded = rundir.read_run_json(run.path).get("versions")
     if isinstance(recorded, dict):
         known |= {str(k): str(v) for k, v in recorded.items() if v is not None}
@@ -333,7 +334,7 @@ def _gpus(run: Run) -> tuple[GpuSummary, ...]:
     return tuple(out)
 
 
-_STATE_WORDS = {
+_STATE_WORDS: dict[str, str] = {
     State.WAITING: "not every rank has reported",
     State.RUNNING: "the job is running",
     State.STALLED: "ranks wait, unusually long for this job, for one that is alive and busy",
@@ -355,14 +356,9 @@ def notable_ranks(ranks: tuple[RankSummary, ...], most: int) -> tuple[RankSummar
     return tuple(sorted(sorted(ranks, key=weight, reverse=True)[:most], key=lambda r: r.rank))
 
 
-def state_words(state: str) -> str:
-    """Return the state of the job as a sentence; empty for a word that is no state."""
-    return _STATE_WORDS.get(State(state), "") if state in set(State) else ""
-
-
 def verdict_words(facts: RunFacts) -> str:
     """Return the state as a sentence, with the time that it is of if the job was still running."""
-    words = state_words(facts.state)
+    words = _STATE_WORDS.get(facts.state, "")
     if facts.monitor != Monitor.LIVE or facts.started_unix_s is None or facts.duration_s is None:
         return words
     newest = time.strftime("%H:%M:%S", time.localtime(facts.started_unix_s + facts.duration_s))

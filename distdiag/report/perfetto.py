@@ -12,15 +12,14 @@ from typing import IO, Any
 
 import msgspec
 
-from distdiag.report.words import visible
+from distdiag.report.words import title, visible
 from distdiag.store.reader import Run
 from distdiag.streams import json_ascii_controls
 from distdiag.terms.steps import DDP_TIMES, PHASES
+from distdiag.traces import chrome
+from distdiag.traces.chrome import FIRST_RANK, Event, process, span, track
 
-Event = dict[str, Any]
-
-# Process ids of what is no rank; ranks follow from 100.
-FINDINGS, COLLECTIVES, HOSTS, GPUS, FIRST_RANK = 1, 2, 3, 4, 100
+FINDINGS, COLLECTIVES, HOSTS, GPUS = 1, 2, 3, 4  # process ids of what is no rank
 STEPS, WAITING = 1, 2  # tracks of a rank
 MAX_STEP_ROWS = 60_000  # about 400,000 events, 60 MB: what the viewer still opens at once
 MAX_COLLECTIVES = 100_000
@@ -43,13 +42,7 @@ def write(run: Run, out: IO[bytes], last_steps: int | None = None) -> int:
     first, low_s = _window(run, last_steps)
     meta = run.meta
     head = {"run": str(run.path), "distdiag": meta.get("distdiag"), "first_step": first}
-    out.write(b'{"displayTimeUnit":"ms","otherData":' + _encode(head) + b',"traceEvents":[\n')
-    count = 0
-    for event in _events(run, first, low_s):
-        out.write((b",\n" if count else b"") + _encode(event))
-        count += 1
-    out.write(b"\n]}\n")
-    return count
+    return chrome.write(out, b'"otherData":' + _encode(head), _events(run, first, low_s), _encode)
 
 
 def _window(run: Run, last_steps: int | None) -> tuple[int, float]:
@@ -75,24 +68,6 @@ def _us(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
 
-def _named(pid: int, name: str, order: int) -> Iterator[Event]:
-    yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": visible(name)}}
-    yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": order}}
-
-
-def _track(pid: int, tid: int, name: str) -> Event:
-    return {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": visible(name)}}
-
-
-def _span(
-    track: tuple[int, int], name: str, category: str, ts_us: float, dur_us: float, args: Event | None = None
-) -> Event:
-    """Return an event that lasts, on one track (process, thread)."""
-    event = {"ph": "X", "name": name, "cat": category, "pid": track[0], "tid": track[1]}
-    event |= {"ts": round(ts_us, 3), "dur": round(dur_us, 3)}
-    return event if args is None else event | {"args": args}
-
-
 def _events(run: Run, first: int, low_s: float) -> Iterator[Event]:
     yield from _findings(run)
     yield from _steps(run, first)
@@ -101,18 +76,17 @@ def _events(run: Run, first: int, low_s: float) -> Iterator[Event]:
 
 
 def _findings(run: Run) -> Iterator[Event]:
-    yield from _named(FINDINGS, "findings", 0)
+    yield from process(FINDINGS, "findings", 0)
     for i, finding in enumerate(run.findings()):
         began = finding.first_seen_s if finding.first_seen_s is not None else finding.detected_s
         if began is None:
             continue
-        kind = finding.kind + (f"/{finding.cause}" if finding.cause else "")
-        name = visible(f"{finding.severity}: {kind}")
+        name = visible(f"{finding.severity}: {title(finding)}")
         args = {"message": visible(finding.message), "culprits": list(finding.culprits), "do": visible(finding.advice)}
-        yield _track(FINDINGS, i, finding.kind)
+        yield track((FINDINGS, i), finding.kind)
         yield {"ph": "i", "s": "g", "name": name, "pid": FINDINGS, "tid": i, "ts": _us(began), "args": args}
         if finding.cleared_s is not None:
-            yield _span((FINDINGS, i), name, "finding", _us(began), _us(finding.cleared_s - began), args)
+            yield span((FINDINGS, i), name, "finding", _us(began), _us(finding.cleared_s - began), args)
 
 
 def _steps(run: Run, first: int) -> Iterator[Event]:
@@ -128,24 +102,24 @@ def _steps(run: Run, first: int) -> Iterator[Event]:
         if rank not in seen:
             seen.add(rank)
             host = hosts.get(rank)
-            yield from _named(pid, f"rank {rank}" + (f" ({host})" if host else ""), pid)
-            yield _track(pid, STEPS, "steps, phases in order")
-            yield _track(pid, WAITING, "of it: waiting in collectives")
+            yield from process(pid, f"rank {rank}" + (f" ({host})" if host else ""), pid)
+            yield track((pid, STEPS), "steps, phases in order")
+            yield track((pid, WAITING), "of it: waiting in collectives")
         at_us = _us(t_end_s) - step_ms * 1e3
         end_us = at_us + step_ms * 1e3
         args = {"step": step, "epoch": epoch, "loss": loss, "wait_ms": wait_ms}
         if comm_ms is not None:  # only of the steps that DDP timed
             args |= {"comm_ms": comm_ms, "exposed_ms": exposed_ms}
-        yield _span((pid, STEPS), f"step {step}", "step", at_us, step_ms * 1e3, args)
+        yield span((pid, STEPS), f"step {step}", "step", at_us, step_ms * 1e3, args)
         for phase, ms in zip(PHASES, phases, strict=True):
             # rounding must not let a phase stick out of its step: the viewer would drop it
             dur_us = min((ms or 0.0) * 1e3, end_us - at_us)
             if dur_us > 0:
-                yield _span((pid, STEPS), phase, "phase", at_us, dur_us)
+                yield span((pid, STEPS), phase, "phase", at_us, dur_us)
                 at_us += dur_us
         if wait_ms:
             dur_us = min(wait_ms, step_ms) * 1e3
-            yield _span((pid, WAITING), "wait", "wait", end_us - dur_us, dur_us)
+            yield span((pid, WAITING), "wait", "wait", end_us - dur_us, dur_us)
 
 
 def _collectives(run: Run, low_s: float) -> Iterator[Event]:
@@ -158,18 +132,18 @@ def _collectives(run: Run, low_s: float) -> Iterator[Event]:
     )
     if not rows:
         return
-    yield from _named(COLLECTIVES, "collectives: first to last arrival, then on the last rank", 1)
+    yield from process(COLLECTIVES, "collectives: first to last arrival, then on the last rank", 1)
     tracks: dict[str, int] = {}
     for pgroup, op, t_s, seq, dtype, size, ranks, duration_us, skew_us, late_rank, step in reversed(rows):
         if pgroup not in tracks:
             tracks[pgroup] = len(tracks) + 1
-            yield _track(COLLECTIVES, tracks[pgroup], pgroup)
-        track, skew = (COLLECTIVES, tracks[pgroup]), skew_us or 0.0
+            yield track((COLLECTIVES, tracks[pgroup]), pgroup)
+        group, skew = (COLLECTIVES, tracks[pgroup]), skew_us or 0.0
         args = {"seq": seq, "dtype": dtype, "bytes": size, "ranks": ranks, "late_rank": late_rank, "step": step}
         if skew > 0:
-            yield _span(track, "skew", "skew", _us(t_s), skew, args)
+            yield span(group, "skew", "skew", _us(t_s), skew, args)
         if duration_us is not None:
-            yield _span(track, visible(op), "collective", _us(t_s) + skew, duration_us, args)
+            yield span(group, visible(op), "collective", _us(t_s) + skew, duration_us, args)
 
 
 _HOST = {"CPU %": "cpu_pct", "memory GiB": "memory_used_bytes"}
@@ -177,14 +151,14 @@ _GPU = {"utilisation %": "utilization_pct", "memory GiB": "memory_used_bytes", "
 
 
 def _counters(run: Run, low_s: float) -> Iterator[Event]:
-    for pid, table, key, title, shown in (
+    for pid, table, key, heading, shown in (
         (HOSTS, "host", "'node ' || node", "hosts", _HOST),
         (GPUS, "gpu", "'node ' || node || ' GPU ' || gpu", "GPUs", _GPU),
     ):
         query = f"SELECT t_s, {key}, {', '.join(shown.values())} FROM {table} WHERE t_s >= ? ORDER BY t_s"
         rows = _rows(run, query, (low_s,), needed=2)
         if rows:
-            yield from _named(pid, title, pid)
+            yield from process(pid, heading, pid)
         for t_s, who, *values in rows:
             for name, value in zip(shown, values, strict=True):
                 if value is not None:

@@ -9,7 +9,8 @@ from typing import Any
 
 from distdiag.diagnosis.model.findings import Finding, Where, rank_list
 from distdiag.report.facts import RunFacts, notable_ranks, verdict_words
-from distdiag.report.words import from_us, gradient_times, gradient_words, milliseconds, moment, number, visible
+from distdiag.report.words import from_us, gradient_times, gradient_words, milliseconds, moment, number, title, visible
+from distdiag.terms.tables import table
 from distdiag.terms.units import MISSING, duration, percent, rate_text, size_text
 from distdiag.traces.text import lines as profile_lines
 
@@ -70,9 +71,8 @@ def _places(label: str, places: Sequence[Where]) -> list[str]:
 
 
 def _finding(f: Finding) -> list[str]:
-    kind = f"{f.kind}/{f.cause}" if f.cause else f.kind
     cleared = "" if f.cleared_s is None else f", cleared at {duration(f.cleared_s)}"
-    lines = [f"{f.severity.upper()}  {kind}  ({f.certainty}{cleared})"]
+    lines = [f"{f.severity.upper()}  {title(f)}  ({f.certainty}{cleared})"]
     lines += _wrap("what", f.message)
     if f.culprits:
         lines += _wrap("who", rank_list(f.culprits))
@@ -124,12 +124,10 @@ def _table(title: str, columns: Sequence[Column], rows: Sequence[object]) -> lis
     """Return a table under its title; nothing without rows."""
     if not rows:
         return []
-    heads = [head.lstrip("<") for head, *_ in columns]
-    cells = [heads, *([visible(show(getattr(row, name))) for _, name, show in columns] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    aligned = [str.ljust if head.startswith("<") else str.rjust for head, *_ in columns]
-    lines = ("  ".join(put(c, w) for put, c, w in zip(aligned, line, widths, strict=True)) for line in cells)
-    return [title, *(f"  {line}".rstrip() for line in lines)]
+    cells = [[head.lstrip("<") for head, *_ in columns]]
+    cells += [[visible(show(getattr(row, name))) for _, name, show in columns] for row in rows]
+    left = [i for i, (head, *_) in enumerate(columns) if head.startswith("<")]
+    return [title, *(f"  {line}".rstrip() for line in table(cells, left))]
 
 
 def _word(value: object) -> str:

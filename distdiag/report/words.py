@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from distdiag.diagnosis.model.findings import Gradients
+from distdiag.diagnosis.model.findings import Finding, Gradients
 from distdiag.terms import untrusted
 from distdiag.terms.units import MISSING, counted, decimal, percent, size_text
 
@@ -12,6 +12,11 @@ from distdiag.terms.units import MISSING, counted, decimal, percent, size_text
 def visible(text: object) -> str:
     """Return `text` with control, bidirectional and invisible characters written as escapes (`\\x1b`)."""
     return untrusted.visible(str(text))
+
+
+def title(f: Finding) -> str:
+    """Return `deadlock/missing_rank`."""
+    return f"{f.kind}/{f.cause}" if f.cause else f.kind
 
 
 def milliseconds(value: float | None) -> str:

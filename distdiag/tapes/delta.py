@@ -21,23 +21,18 @@ def difference(old: Any, new: Any) -> Difference:
     """Return what makes `new` of `old`."""
     if type(old) is not type(new):
         return [new]
+    if old == new:
+        return None
     if isinstance(new, msgspec.Struct):
-        if old == new:
-            return None
-        names = new.__struct_fields__
-        found = {name: difference(getattr(old, name), getattr(new, name)) for name in names}
+        found = {name: difference(getattr(old, name), getattr(new, name)) for name in new.__struct_fields__}
         return {name: change for name, change in found.items() if change is not None}
     if isinstance(new, dict):
-        if old == new:
-            return None
         changes: dict = {key: None for key in old if key not in new}
         for key, value in new.items():
             change = difference(old[key], value) if key in old else [value]
             if change is not None:
                 changes[key] = change
         return changes
-    if old == new:
-        return None
     return _of_sequences(old, new) if isinstance(new, tuple) and old and new else [new]
 
 
@@ -122,18 +117,3 @@ def _inner(kind: Any) -> tuple[Any, ...]:
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         kind = next(k for k in typing.get_args(kind) if k is not type(None))
     return typing.get_args(kind) or (Any, Any)
-
-
-def schema(record: type[msgspec.Struct]) -> str:
-    """Return names and types of all fields below `record`, one a line: what a stamp is made of."""
-    seen: dict[str, list[str]] = {}
-    todo: list[Any] = [record]
-    while todo:
-        kind = todo.pop()
-        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-            if kind.__name__ not in seen:
-                seen[kind.__name__] = [f"{name}: {hint}" for name, hint in _fields(kind).items()]
-                todo += _fields(kind).values()
-        else:
-            todo += [inner for inner in typing.get_args(kind) if inner is not Ellipsis]
-    return "\n".join(f"{name}.{line}" for name in sorted(seen) for line in seen[name])

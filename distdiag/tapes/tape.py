@@ -6,12 +6,10 @@ The file is a line that names the version and the compression, then a stream of 
 
 from __future__ import annotations
 
-import hashlib
 import lzma
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from distdiag.diagnosis.engine import Diagnosis, Record
 from distdiag.diagnosis.model.findings import Check, Finding
 from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.errors import DistdiagError
-from distdiag.tapes.delta import apply, difference, schema
+from distdiag.tapes.delta import apply, difference
 from distdiag.terms.untrusted import MAX_RANKS
 
 ZLIB, LZMA = b"distdiag-tape 1 zlib\n", b"distdiag-tape 1 lzma\n"
@@ -57,7 +55,6 @@ class Answer(msgspec.Struct, frozen=True, order=True):
 class Head(msgspec.Struct, frozen=True, kw_only=True, tag="head"):
     """What a tape is of."""
 
-    stamp: str = ""  # hash of the snapshot's types when it was written
     version: str = ""  # of distdiag
     earlier: tuple[Finding, ...] = ()  # open findings of a monitor that was killed
     job: str = ""  # of the collection
@@ -174,12 +171,6 @@ def judge_file(path: Path, every_poll: bool = False) -> Verdict:
         return msgspec.msgpack.decode(guard.run(work, guard.Limits()), type=Verdict)
     except guard.Died as e:
         raise DistdiagError(f"{path} cannot be judged: {e.reason}", _HINT) from e
-
-
-@cache
-def stamp() -> str:
-    """Return the hash of the snapshot's types."""
-    return hashlib.sha256(schema(Snapshot).encode()).hexdigest()[:16]
 
 
 # -- bytes ------------------------------------------------------------------------------------------------

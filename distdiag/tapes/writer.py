@@ -17,7 +17,7 @@ from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.tapes.delta import difference
-from distdiag.tapes.tape import EMPTY, MAX_SOURCE, ZLIB, Frame, Head, Source, encoded, stamp
+from distdiag.tapes.tape import EMPTY, MAX_SOURCE, ZLIB, Frame, Head, Source, encoded
 from distdiag.terms import secrets
 
 NAME = "run.tape"
@@ -25,10 +25,8 @@ ON = "DISTDIAG_TAPE"  # 1: write a tape; a number of bytes: its largest size
 MAX_TAPE = 8 << 20  # bytes
 BEFORE_S, AFTER_S = 5.0, 5.0  # around a change of a finding every snapshot is kept
 MOST_HELD = 1280  # states of ranks in the snapshots that are held back: each takes some tens of KiB
-MOST_CPU = (
-    0.02,
-    0.1,
-)  # share of one core that the tape may take, calm and around a change: 1,024 ranks take a second a snapshot
+# share of one core that the tape may take, calm and around a change: 1,024 ranks take a second a snapshot
+MOST_CPU = (0.02, 0.1)
 # (share of the largest size that is used, seconds between two snapshots that are kept when nothing changes)
 THINNED = ((0.25, 0.0), (0.5, 2.0), (0.75, 15.0), (0.9, 120.0))
 
@@ -53,7 +51,6 @@ class TapeWriter:
         self._cost_s = 0.0  # of the newest snapshot on the tape
         self._sources: set[str] = set()
         self._file: IO[bytes] | None = None
-        head = Head(stamp=stamp(), version=version, earlier=earlier)
         path = run_dir / NAME
         try:
             if path.exists():  # of a monitor that was killed
@@ -62,7 +59,7 @@ class TapeWriter:
             self._file.write(ZLIB)
         except OSError as e:
             self._fail(e.strerror or str(e))
-        self._write(encoded(head))
+        self._write(encoded(Head(version=version, earlier=earlier)))
 
     def source(self, read: Callable[[str], str | None]) -> Callable[[str], str | None]:
         """Return `read`, whose answers are kept on the tape."""

@@ -137,6 +137,11 @@ def align(collectives: Mapping[Key, Mapping[int, Comm]], offsets_us: dict[int, f
     return moved
 
 
+def last_rank(of_rank: Mapping[int, Comm]) -> int:
+    """Return the rank that came last to a collective."""
+    return max(of_rank, key=lambda q: of_rank[q].start)
+
+
 def rank_times(
     rank: int,
     trace: Trace,
@@ -149,7 +154,7 @@ def rank_times(
 
     Args:
         compute: As `compute_of` returns it.
-        shared: Collectives as `joined` returns them, with the arrival of the last rank on the clock of this trace.
+        shared: The arrival of the last rank, and the collective by rank.
     """
     low, high = window
     comm = union(((c.start, c.end) for c in trace.comms), low, high)
@@ -222,22 +227,18 @@ def operators(ops: Sequence[Op], window: Window, steps: int) -> list[Operator]:
     return sorted(found, key=lambda o: -o.self_ms)
 
 
-def collective_times(
-    collectives: Mapping[Key, Mapping[int, Comm]], offsets_us: Mapping[int, float], steps: int
-) -> list[CollectiveTimes]:
+def collective_times(collectives: Mapping[Key, Mapping[int, Comm]], steps: int) -> list[CollectiveTimes]:
     """Return the collectives by operation and group, those that take most time first.
 
     Skew is from the first arrival to the last, transfer from the last arrival to the last end.
     """
     kinds: dict[tuple[str, str], list[tuple[float, float, int, int | None]]] = defaultdict(list)
     for (group, _, op), of_rank in collectives.items():
-        starts = {q: c.start + offsets_us[q] for q, c in of_rank.items()}
-        late = max(starts, key=lambda q: starts[q])
-        end = max(c.end + offsets_us[q] for q, c in of_rank.items())
+        late = last_rank(of_rank)
+        came, first = of_rank[late].start, min(c.start for c in of_rank.values())
+        end = max(c.end for c in of_rank.values())
         sizes = [c.bytes for c in of_rank.values() if c.bytes is not None]
-        kinds[op, group].append(
-            (starts[late] - min(starts.values()), end - starts[late], late, max(sizes, default=None))
-        )
+        kinds[op, group].append((came - first, end - came, late, max(sizes, default=None)))
     out = []
     for (op, group), of_kind in kinds.items():
         lates = [late for _, _, late, _ in of_kind]

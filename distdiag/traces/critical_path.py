@@ -12,6 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from distdiag.traces.analyse import last_rank
 from distdiag.traces.intervals import Coverage, Spans, union, without
 from distdiag.traces.model import CriticalPath, PathTime
 from distdiag.traces.read import Comm
@@ -22,7 +23,7 @@ IN_FLIGHT = 64  # collectives at a time that are searched
 
 @dataclass(slots=True)
 class _Passed:
-    """One collective as one rank saw it; times in µs on the common clock."""
+    """One collective as one rank saw it; times in µs."""
 
     start: float
     end: float
@@ -43,22 +44,20 @@ def critical_path(
     collectives: Mapping[tuple[str, int, str], Mapping[int, Comm]],
     computes: Mapping[int, Spans],
     windows: Mapping[int, tuple[float, float]],
-    offsets_us: Mapping[int, float],
     steps: int,
 ) -> CriticalPath | None:
     """Return the critical path in ms per step; None without collectives that ranks share.
 
     Args:
         collectives: As `analyse.joined` returns them.
-        computes, windows: By rank: its compute and its steps, on the clock of that trace.
-        offsets_us: By rank: time 0 of its trace on a clock that all ranks share.
+        computes, windows: By rank: its compute and its steps.
     """
     if not collectives:
         return None
-    ranks = _ranks(collectives, computes, windows, offsets_us)
+    ranks = _ranks(collectives, computes, windows)
     own = {q: [0.0, 0.0] for q in ranks}  # compute, idle
-    rank = max(windows, key=lambda q: windows[q][1] + offsets_us[q])
-    at = end = windows[rank][1] + offsets_us[rank]
+    rank = max(windows, key=lambda q: windows[q][1])
+    at = end = windows[rank][1]
     transfer_us, came = 0.0, False
     while True:
         r = ranks[rank]
@@ -87,22 +86,16 @@ def _ranks(
     collectives: Mapping[tuple[str, int, str], Mapping[int, Comm]],
     computes: Mapping[int, Spans],
     windows: Mapping[int, tuple[float, float]],
-    offsets_us: Mapping[int, float],
 ) -> dict[int, _Rank]:
-    """Return what each rank computed and waited for, on the common clock."""
-    ranks = {}
-    for q, (low, _) in windows.items():
-        compute = [(a + offsets_us[q], b + offsets_us[q]) for a, b in computes[q]]
-        ranks[q] = _Rank(low + offsets_us[q], compute, Coverage(compute))
+    """Return what each rank computed and waited for."""
+    ranks = {q: _Rank(low, computes[q], Coverage(computes[q])) for q, (low, _) in windows.items()}
     for of_rank in collectives.values():
-        starts = {q: c.start + offsets_us[q] for q, c in of_rank.items()}
-        last = max(starts, key=lambda q: starts[q])
+        last = last_rank(of_rank)
         for q, c in of_rank.items():
-            ranks[q].passed.append(_Passed(starts[q], c.end + offsets_us[q], starts[last], last))
+            ranks[q].passed.append(_Passed(c.start, c.end, of_rank[last].start, last))
     for q, r in ranks.items():
         r.passed.sort(key=lambda p: p.end)
-        high = windows[q][1] + offsets_us[q]
-        r.exposed = without(union(((p.start, p.end) for p in r.passed), r.begin, high), r.compute)
+        r.exposed = without(union(((p.start, p.end) for p in r.passed), r.begin, windows[q][1]), r.compute)
     return ranks
 
 

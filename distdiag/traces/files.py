@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from distdiag import guard
-from distdiag.terms.untrusted import all_encodable, is_rank
+from distdiag.terms.untrusted import is_rank
 from distdiag.traces import analyse
 from distdiag.traces.merge import MERGED
 from distdiag.traces.model import Missing, Profile
@@ -53,21 +53,16 @@ def diagnose(name: str, paths: Sequence[Path]) -> Profile:
         BadTrace: none of them can be read, or together they exceed the limits.
     """
 
-    def work(announce: guard.Announce, refused: Mapping[str, str], only: str | None) -> bytes:
+    def work(announce: guard.Announce, refused: Mapping[str, str], only: str | None) -> Profile | str:
         try:
-            answer: Profile | str = _judged(name, paths if only is None else [Path(only)], announce, refused)
+            return _judged(name, paths if only is None else [Path(only)], announce, refused)
         except BadTrace as e:
-            answer = str(e)
-        try:
-            return msgspec.msgpack.encode(answer)
-        except UnicodeEncodeError:
-            return msgspec.msgpack.encode(all_encodable(msgspec.to_builtins(answer)))
+            return str(e)
 
     try:
-        found = guard.survivors(work, lambda: map(str, paths), LIMITS)
+        answer = guard.judged(work, lambda: map(str, paths), LIMITS, Profile | str)
     except guard.Died as e:
         raise BadTrace(f"the traces cannot be judged together: {e.reason}") from e
-    answer = msgspec.msgpack.decode(found, type=Profile | str)
     if isinstance(answer, str):
         raise BadTrace(answer)
     return answer

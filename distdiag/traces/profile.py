@@ -50,6 +50,8 @@ def profile_of(
 ) -> tuple[Profile, dict[Key, dict[int, Comm]], dict[int, float]]:
     """Return the profile, the collectives that ranks share, and the offset of each trace on the common clock (µs).
 
+    The traces' times are moved to that clock.
+
     Args:
         chosen: Culprit, peer, and why it is the culprit, if two ranks are compared.
         same_clock: All ranks are on one host. Else ranks whose collectives end at other times have another clock.
@@ -72,16 +74,18 @@ def profile_of(
     collectives = analyse.joined({q: r.trace for q, r in usable.items()}, windows)
     if usable and not same_clock and (moved := analyse.align(collectives, offsets)):
         notes.append(f"clocks of ranks {fold_ranks(moved)} were aligned: all ranks leave a collective together")
+    for q, r in usable.items():  # from here on, all times are on one clock
+        r.trace.shift(offsets[q])
+        windows[q] = windows[q][0] + offsets[q], windows[q][1] + offsets[q]
     computes = {q: analyse.compute_of(r.trace, windows[q]) for q, r in usable.items()}
     ranks = []
-    arrivals = [(max(c.start + offsets[q] for q, c in by.items()), by) for by in collectives.values()]
+    shared = [(max(c.start for c in by.values()), by) for by in collectives.values()]
     for q, r in sorted(usable.items()):
-        shared = [(at - offsets[q], by) for at, by in arrivals]
         times = analyse.rank_times(q, r.trace, windows[q], steps, computes[q], shared)
         recorded_ms = (r.boundaries[-1][1] - r.boundaries[0][1]) / 1e6 / max(1, len(r.boundaries) - 1)
         lines = analyse.line_times(r.lines, r.samples, recorded_ms)
         ranks.append(msgspec.structs.replace(times, lines=lines[: analyse.TOP], **r.measured))
-    by_kind = analyse.collective_times(collectives, offsets, steps)
+    by_kind = analyse.collective_times(collectives, steps)
     profile = Profile(
         run=run,
         number=number,
@@ -92,7 +96,7 @@ def profile_of(
         verdict=_verdict(ranks, [c for c in by_kind if not is_message(c.op)]),
         collectives=by_kind,
         modules=analyse.module_times({q: r.trace.comms for q, r in usable.items()}, computes, windows, steps),
-        critical_path=critical_path(collectives, computes, windows, offsets, steps),
+        critical_path=critical_path(collectives, computes, windows, steps),
         comparison=_comparison(usable, windows, steps, ranks, chosen),
         trace=None,
         notes=notes,

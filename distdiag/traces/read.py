@@ -9,6 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,16 @@ class Trace:
     def us(self, wall_ns: int) -> float:
         """Return a wall-clock time as µs of this trace."""
         return (wall_ns - self.base_ns) / 1e3
+
+    def shift(self, us: float) -> None:
+        """Count all times from a moment that is `us` earlier."""
+        self.base_ns -= round(us * 1e3)
+        for span in chain(self.ops, self.comms):
+            span.start += us
+            span.end += us
+        self.device = [(start + us, end + us) for start, end in self.device]
+        if self.compute is not None:
+            self.compute = [(start + us, end + us) for start, end in self.compute]
 
 
 def is_comm_call(name: str) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 
+from distdiag.terms.tables import table
 from distdiag.terms.units import MISSING, percent, size_text
 from distdiag.terms.untrusted import visible
 from distdiag.traces.model import CollectiveTimes, Comparison, CriticalPath, ModuleTimes, Profile, RankTimes
@@ -19,17 +19,6 @@ def ms_text(value: float | None) -> str:
     return MISSING if value is None else f"{value:,.2f}" if value < 100 else f"{value:,.0f}"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Return rows as lines; the first `left` columns are aligned to the left."""
-    widths = [max(len(r[i]) for r in (head, *rows)) for i in range(len(head))]
-    return [
-        "  ".join(
-            c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True))
-        ).rstrip()
-        for r in (head, *rows)
-    ]
-
-
 def lines(p: Profile) -> list[str]:
     """Return the profile as lines of plain text; times are ms per step."""
     out = [p.verdict, ""] if p.verdict else []
@@ -37,21 +26,21 @@ def lines(p: Profile) -> list[str]:
         last = (p.first_step or 0) + p.steps - 1
         steps = f"step {p.first_step}, ms" if p.steps == 1 else f"steps {p.first_step} to {last}, ms per step"
         out.append(steps if p.first_step is not None else "ms per step")
-        out += ["", *table(_HEAD, [_times(r) for r in p.ranks])]
+        out += ["", *table([_HEAD, *map(_times, p.ranks)])]
     if p.comparison is not None:
         out += ["", *_compared(p.comparison)]
     if p.critical_path is not None and p.critical_path.step_ms > 0:
         out += ["", path_text(p.critical_path)]
     if p.collectives:
-        out += ["", *table(_COLLECTIVE_HEAD, [_collective(c) for c in p.collectives[:TOP]], left=2)]
+        out += ["", *table([_COLLECTIVE_HEAD, *map(_collective, p.collectives[:TOP])], left=(0, 1))]
     if p.modules:
-        out += ["", *table(_MODULE_HEAD, [_module(m) for m in p.modules[:TOP]])]
+        out += ["", *table([_MODULE_HEAD, *map(_module, p.modules[:TOP])])]
     for r in p.ranks if p.comparison is None else ():
         out += ["", f"rank {r.rank}, most self time"]
-        rows = [(visible(o.name)[:NAME], ms_text(o.self_ms), f"{o.calls:g}") for o in r.operators[:TOP]]
-        out += table(("  operator", "ms", "calls"), [("  " + a, b, c) for a, b, c in rows])
+        rows = [("  " + visible(o.name)[:NAME], ms_text(o.self_ms), f"{o.calls:g}") for o in r.operators[:TOP]]
+        out += table([("  operator", "ms", "calls"), *rows])
         rows = [(f"  {place(x.file, x.line, x.function)}", ms_text(x.ms)) for x in r.lines[:TOP]]
-        out += table(("  line of the script (sampled)", "ms"), rows) if rows else []
+        out += table([("  line of the script (sampled)", "ms"), *rows]) if rows else []
     measured = [r for r in p.ranks if r.stop_ms is not None]
     if measured:
         control = max((r.start_ms or 0.0) + (r.stop_ms or 0.0) for r in measured)
@@ -123,4 +112,4 @@ def _compared(c: Comparison) -> list[str]:
         for d in c.rows
     ]
     head = ("ms per step", f"rank {c.culprit}", f"rank {c.peer}", "difference")
-    return [f"rank {c.culprit} ({visible(c.reason)}) compared with rank {c.peer}", *table(head, rows)]
+    return [f"rank {c.culprit} ({visible(c.reason)}) compared with rank {c.peer}", *table([head, *rows])]

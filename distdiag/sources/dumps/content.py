@@ -1,21 +1,16 @@
-"""Checks the content of a dump: types, ranges and sizes, before anything else reads it.
-
-The fields are described in torch/csrc/distributed/c10d/FlightRecorderDetail.hpp. What a rule needs of every entry is
-checked here; optional fields are checked by the functions of `entries` that read them.
-"""
+"""Checks the content of a dump: types, ranges and sizes, before anything else reads it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import chain
-from operator import itemgetter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from distdiag.sources.dumps.entries import Entry, entries_of
 from distdiag.sources.dumps.pickles import BadDump
-from distdiag.terms.untrusted import MAX_INT, MAX_RANKS, MAX_TEXT, is_count, is_rank, numbers, short_text
+from distdiag.terms.untrusted import MAX_RANKS, is_count, is_rank, numbers, short_text
 
 MAX_ENTRIES = 1 << 20  # the largest ring in use has some 20,000
 MAX_GROUPS = 1 << 16
@@ -25,24 +20,29 @@ MAX_MEMBERS_TEXT = 8 * MAX_RANKS  # characters of "[0, 1, …]"
 
 @dataclass(slots=True)
 class DumpFile:
-    """One rank's dump as read: builtin containers only.
-
-    Attributes:
-        rank: Rank from the content or the file name; None until known.
-        groups: Group name -> (description, global ranks or None where not recorded).
-        status: The recorder's own group number -> (last enqueued, last completed). NCCL's number counts collectives or messages,
-            whichever came last; gloo's counts both.
-        entries: Entries as recorded, oldest first; the oldest may be overwritten.
-    """
+    """One rank's dump as read."""
 
     path: Path
-    rank: int | None
-    version: str
-    groups: dict[str, tuple[str, tuple[int, ...] | None]]
-    status: dict[str, tuple[int, int]]
-    entries: list[dict[str, Any]]
-    modified_ns: int = 0
+    rank: int | None = None  # from the content or the file name; None until known
+    # group name -> (description, global ranks or None where not recorded)
+    groups: dict[str, tuple[str, tuple[int, ...] | None]] = field(default_factory=dict)
+    # the recorder's own group number -> (last enqueued, last completed). NCCL's number counts collectives or messages,
+    # whichever came last; gloo's counts both
+    status: dict[str, tuple[int, int]] = field(default_factory=dict)
+    entries: list[Entry] = field(default_factory=list)  # as recorded, oldest first; the oldest may be overwritten
     damaged: int = 0  # entries that were left out: they lack a group, number or name
+    modified_ns: int = 0
+
+    @property
+    def backend(self) -> str:
+        """`nccl`, `gloo`, `nccl2`, …; empty for a dump without entries."""
+        backend, colon, _ = self.entries[-1].profiling_name.partition(":") if self.entries else ("", "", "")
+        return backend if colon else ""
+
+    @property
+    def newest_ns(self) -> int:
+        """When the newest entry was created; 0 if that is not recorded."""
+        return (self.entries[-1].created_ns or 0) if self.entries else 0
 
 
 def parse(path: Path, content: Any) -> DumpFile:
@@ -54,7 +54,7 @@ def parse(path: Path, content: Any) -> DumpFile:
     if isinstance(content, dict) and "entries" not in content and isinstance(content.get("dump"), dict):
         content = {**content["dump"], "rank": content.get("rank")}
     if isinstance(content, list):  # torch 2.1 and 2.2: only the list of entries
-        content = {"entries": content, "version": "1.0"}
+        content = {"entries": content}
     if not isinstance(content, dict) or not ("entries" in content or "pg_status" in content):
         raise BadDump("not a flight-recorder dump: no entries")
     entries = content.get("entries")
@@ -63,21 +63,11 @@ def parse(path: Path, content: Any) -> DumpFile:
         raise BadDump("not a flight-recorder dump: its entries are no list of records")
     if len(entries) > MAX_ENTRIES:
         raise BadDump(f"{len(entries):,} entries; no recorder keeps more than {MAX_ENTRIES:,}")
-    damaged = 0
-    if not is_modern(entries):
-        entries, damaged = modern(entries)
     rank = content.get("rank")
     if type(rank) is int and rank >= MAX_RANKS:
         raise BadDump(f"its rank is out of range (0 to {MAX_RANKS - 1:,})")
-    return DumpFile(
-        path=path,
-        rank=rank if is_rank(rank) else None,
-        version=short_text(content.get("version")),
-        groups=_groups(content.get("pg_config")),
-        status=_status(content.get("pg_status")),
-        entries=entries,
-        damaged=damaged,
-    )
+    groups, status = _groups(content.get("pg_config")), _status(content.get("pg_status"))
+    return DumpFile(path, rank if is_rank(rank) else None, groups, status, *entries_of(entries))
 
 
 # -- groups --------------------------------------------------------------------------------------------------------------
@@ -143,64 +133,3 @@ def _counter(value: Any) -> int | None:
     if isinstance(value, str):
         value = int(value) if _COUNTER.fullmatch(value) else None
     return value if is_count(value) or (type(value) is int and value == -1) else None
-
-
-# -- entries -------------------------------------------------------------------------------------------------------------
-
-# of the last three only truth or equality is used, which every value supports
-_needed = itemgetter("process_group", "collective_seq_id", "p2p_seq_id", "profiling_name", "is_p2p", "state", "retired")
-
-
-def is_modern(entries: list[dict[str, Any]]) -> bool:
-    """True if every entry has the fields of 2.x, of the right type and in range.
-
-    Checks column by column, so that the loops run in C: 0.1 s for 200,000 entries; a check of each entry would take a second.
-    """
-    if not entries:
-        return True
-    try:
-        groups, seqs, p2p_seqs, names, *_ = zip(*map(_needed, entries), strict=True)
-    except (KeyError, TypeError, IndexError):
-        return False
-    if not set(map(type, groups)) <= {tuple, list} or set(map(len, groups)) != {2}:
-        return False
-    texts = list(chain.from_iterable(groups))  # types first: hashing a nested tuple may overflow the stack
-    if set(map(type, texts)) != {str} or set(map(type, names)) != {str}:
-        return False
-    if max(map(len, {*texts, *names})) > MAX_TEXT:
-        return False
-    return all(set(map(type, column)) == {int} and min(column) >= 0 and max(column) < MAX_INT
-               for column in (seqs, p2p_seqs))  # fmt: skip
-
-
-def modern(entries: list[Any]) -> tuple[list[dict[str, Any]], int]:
-    """Return entries of any version with the fields of 2.x, and how many were left out.
-
-    Left out are those without a group, a number or a name.
-    """
-    out, damaged = [], 0
-    for old in entries:
-        e = dict(old) if isinstance(old, dict) else {}
-        name = e.get("profiling_name")
-        group = e.get("process_group", e.get("pg_name", e.get("pg_id")))
-        number = e.get("collective_seq_id", e.get("seq_id"))
-        if isinstance(group, (list, tuple)):
-            known = len(group) == 2 and all(_is_name(x) for x in group)
-            group = (str(group[0]), str(group[1])) if known else None
-        else:
-            group = (str(group), "") if _is_name(group) else None
-        if not isinstance(name, str) or len(name) > MAX_TEXT or group is None or not is_count(number):
-            damaged += 1
-            continue
-        e["process_group"], e["collective_seq_id"] = group, number
-        e["is_p2p"] = bool(e.get("is_p2p", name.rpartition(":")[2].startswith(("send ", "recv "))))
-        if not is_count(e.get("p2p_seq_id")):
-            e["p2p_seq_id"] = number if e["is_p2p"] else 0
-        e["retired"] = e.get("retired") is True
-        e.setdefault("state", "completed" if e["retired"] else "scheduled")
-        out.append(e)
-    return out, damaged
-
-
-def _is_name(value: Any) -> bool:
-    return is_count(value) or (type(value) is str and len(value) <= MAX_TEXT)

@@ -7,8 +7,8 @@ from typing import Any
 
 from distdiag.diagnosis.model.snapshot import Group
 from distdiag.sources.dumps.content import DumpFile
-from distdiag.sources.dumps.entries import Scan, scan_file
 from distdiag.sources.dumps.load_report import LoadReport
+from distdiag.sources.dumps.scan import Scan, scan_file
 
 
 class Groups:
@@ -23,7 +23,6 @@ class Groups:
                 scan.backend = scan.backend or known.most_common(1)[0][0] if known else scan.backend
         self.groups: dict[str, Group] = {}
         self.in_order: dict[str, tuple[int, ...]] = {}  # members in the group's own order
-        self.keys: dict[tuple[int, str, str], str] = {}  # (rank, backend, name) -> key of the group
         self.world_size = 0
         self._find_groups()
 
@@ -34,24 +33,25 @@ class Groups:
         backends: dict[str, set[str]] = {}
         for rank, scans in self.scans.items():
             for scan in scans:
-                backend = scan.backend
                 for name, (desc, ranks) in _named(scan).items():
-                    backends.setdefault(name, set()).add(backend)
-                    members.setdefault((backend, name), {})[rank] = ranks
+                    members.setdefault((scan.backend, name), {})[rank] = ranks
+                    backends.setdefault(name, set()).update({scan.backend} - {""})
                     if desc:
-                        text[(backend, name)] = desc
+                        text[scan.backend, name] = desc
         top = max((r for by in members.values() for ranks in by.values() for r in ranks or ()), default=-1)
         self.world_size = max(top, max(self.chosen, default=-1)) + 1
         for (backend, name), by_rank in members.items():
             known = {r for r in by_rank.values() if r}
-            plain = name if len({b for b in backends[name] if b}) < 2 else f"{name}/{backend}"
+            plain = name if len(backends[name]) < 2 else f"{name}/{backend}"
             desc = text.get((backend, name), "")
             for rank, ranks in by_rank.items():
                 if ranks is None:
                     fitting = [k for k in known if rank in k]
                     ranks = fitting[0] if fitting else self._assumed(name, desc, by_rank)
                 key = plain if len(known) < 2 or ranks not in known else f"{plain}@{ranks[0]}"
-                self.keys[(rank, backend, name)] = key
+                for scan in self.scans[rank]:
+                    if scan.backend == backend:
+                        scan.keys[name] = key
                 if key not in self.groups:
                     self.groups[key] = Group(name=key, ranks=tuple(sorted(ranks)), description=desc, backend=backend)
                     self.in_order[key] = ranks
@@ -82,13 +82,15 @@ def _named(scan: Scan) -> dict[str, tuple[str, tuple[int, ...] | None]]:
     f = scan.file
     out = {n: (d, r) for n, (d, r) in f.groups.items() if n}
     for name, t in scan.tails.items():
-        if name not in out:
-            out[name] = (str(t.description), None)
-    for e in scan.messages:
-        name, desc = e["process_group"]
-        if str(name) not in out:
-            out[str(name)] = (str(desc), None)
-    for number in f.status:
-        if not f.entries and not out:
-            out[f"group {number}" if number != "0" else "0"] = ("default_pg" if number == "0" else "", None)
+        out.setdefault(name, (t.description, None))
+    for name, description in (e.process_group for e in scan.messages):
+        out.setdefault(name, (description, None))
+    first = next(iter(f.status), None)  # the default group's number
+    if not f.entries and not out and first is not None:
+        out[group_of(first)] = ("default_pg" if first == "0" else "", None)
     return out
+
+
+def group_of(number: str) -> str:
+    """Return the name of a group of which only the recorder's number is known."""
+    return number if number == "0" else f"group {number}"

@@ -10,7 +10,8 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from distdiag.sources.dumps.entries import Scan, ns, timeout_ms
+from distdiag.sources.dumps.entries import time_ns
+from distdiag.sources.dumps.scan import Scan
 
 BEFORE = 16  # collectives before the oldest in flight, used to compare the hosts' clocks
 
@@ -29,7 +30,6 @@ class LateRanks:
 
 def find(
     scans: Mapping[int, Iterable[Scan]],
-    keys: Mapping[tuple[int, str, str], str],
     floor: Mapping[str, int],
     positions: Mapping[int, Mapping[str, tuple[int, int]]],
     t0_ns: int,
@@ -38,26 +38,20 @@ def find(
 
     Args:
         scans: The scanned files of each rank.
-        keys: The group's key by (rank, backend, name).
-        floor: The oldest collective in flight on any rank, by the group's key.
+        floor: The oldest collective in flight on any rank, by group.
         positions: (newest issued, newest completed) of each rank and group.
         t0_ns: Unix time of the run's time zero.
     """
     issued: dict[tuple[str, int], dict[int, int]] = {}
     timeouts_s: dict[str, float] = {}
+    since = {group: seq - BEFORE for group, seq in floor.items()}
     for rank, files in scans.items():
         for scan in files:
-            low = {n: floor[k] - BEFORE for n in scan.tails if (k := keys[rank, scan.backend, n]) in floor}
-            if not low:
-                continue
-            for e in scan.file.entries:
-                least = low.get(e["process_group"][0])
-                if least is None or e["is_p2p"] or e["collective_seq_id"] < least or (t := ns(e)) is None:
-                    continue
-                key = keys[rank, scan.backend, e["process_group"][0]]
-                issued.setdefault((key, e["collective_seq_id"]), {}).setdefault(rank, t)
-                if (limit := timeout_ms(e)) is not None:
-                    timeouts_s[key] = max(timeouts_s.get(key, 0.0), limit / 1e3)
+            for key, seq, e in scan.collectives(since):
+                if (t := e.created_ns) is not None:
+                    issued.setdefault((key, seq), {}).setdefault(rank, t)
+                    if (limit := time_ns(e.timeout_ms)) is not None:
+                        timeouts_s[key] = max(timeouts_s.get(key, 0.0), limit / 1e3)
     found: list[LateRanks] = []
     for key, seq in {(g, done + 1) for of_rank in positions.values() for g, (n, done) in of_rank.items() if done < n}:
         times = issued.get((key, seq), {})

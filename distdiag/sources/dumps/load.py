@@ -1,4 +1,4 @@
-"""Reads flight-recorder dumps into one snapshot: the newest usable dump of each rank."""
+"""Reads flight-recorder dumps into one snapshot: those of one run, and the newest usable dump of each rank."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import gc
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Life, Snapshot
 from distdiag.guard import TOGETHER, Announce
-from distdiag.sources.dumps.choice import choose, drop_earlier_runs, newest_ns
 from distdiag.sources.dumps.content import DumpFile
 from distdiag.sources.dumps.files import read_all
 from distdiag.sources.dumps.load_report import LoadReport
@@ -53,25 +53,68 @@ def _load(paths: list[Path], announce: Announce, refused: Mapping[str, str] | No
             by_rank.setdefault(f.rank, []).append(f)
     age: dict[Path, int] = {}  # a dump without entries counts as recent
     for f in read:
-        age[f.path.parent] = max(age.get(f.path.parent, 0), newest_ns(f))
-    drop_earlier_runs(by_rank, age, report.notes)
-    chosen = {r: choose(r, files, age, report.notes) for r, files in sorted(by_rank.items())}
+        age[f.path.parent] = max(age.get(f.path.parent, 0), f.newest_ns)
+    _drop_earlier_runs(by_rank, age, report.notes)
+    chosen = {r: _newest(r, files, age, report.notes) for r, files in sorted(by_rank.items())}
     report.files = {r: tuple(str(f.path) for f in files) for r, files in chosen.items()}
     snapshot = SnapshotBuilder(chosen, report).snapshot()
     known = [f for files in chosen.values() for f in files]
-    failed = {r for path, _ in report.bad if (r := _rank_of_bad(Path(path), known)) is not None}
+    failed = {_rank_of_bad(Path(path), known) for path, _ in report.bad}
     absent = [r for r, st in snapshot.ranks.items() if st.life == Life.MISSING]
     report.unreadable = tuple(r for r in absent if r in failed)
     report.missing = tuple(r for r in absent if r not in failed)
-    damaged = sum(f.damaged for f in known)
-    if damaged:
+    if damaged := sum(f.damaged for f in known):
         report.notes.append(f"{damaged:,} entries without group, number or name were left out")
     return snapshot, report
 
 
 def _rank_of_bad(path: Path, known: Sequence[DumpFile]) -> int | None:
     """Return the rank of a damaged file, from the names of the other files."""
-    probe = DumpFile(path, None, "", {}, {}, [])
-    siblings = [DumpFile(f.path, None, "", f.groups, {}, []) for f in known if f.path.parent == path.parent]
+    probe = DumpFile(path)
+    siblings = [DumpFile(f.path, groups=f.groups) for f in known if f.path.parent == path.parent]
     name_ranks([probe, *siblings])
     return probe.rank
+
+
+# -- if a rank left several dumps -------------------------------------------------------------------------------------
+
+
+def _drop_earlier_runs(by_rank: dict[int, list[DumpFile]], age: dict[Path, int], notes: list[str]) -> None:
+    """Remove folders of an earlier attempt: that run was over when the one in newer dumps of the same ranks began.
+
+    A rank with a dump only in the older folder has no dump of this run.
+    """
+    began: dict[Path, int] = {}
+    for files in by_rank.values():
+        for f in files:
+            t = f.entries[0].created_ns if f.entries else None
+            if t is not None:
+                began[f.path.parent] = min(began.get(f.path.parent, t), t)
+    folders = {r: {f.path.parent for f in files} for r, files in by_rank.items()}
+    over = {d for of_rank in folders.values() for d in of_rank if any(began.get(e, 0) > age[d] > 0 for e in of_rank)}
+    only_there = [r for r, of_rank in folders.items() if of_rank <= over]
+    notes += [f"{folder} is of an earlier run than the rest: not used" for folder in sorted(over)]
+    if only_there:
+        notes.append(f"{rank_list(only_there)} left a dump of that run only")
+    for r in list(by_rank):
+        by_rank[r] = [f for f in by_rank[r] if f.path.parent not in over]
+        if not by_rank[r]:
+            del by_rank[r]
+
+
+def _newest(rank: int, files: list[DumpFile], age: dict[Path, int], notes: list[str]) -> list[DumpFile]:
+    """Return one file of each recorder: the newest, if a rank has several."""
+    best: dict[str, DumpFile] = {}
+    empty: DumpFile | None = None
+    for f in sorted(files, key=lambda f: (age[f.path.parent], f.newest_ns)):
+        if not f.entries:
+            empty = f
+            continue
+        old = best.get(f.backend)
+        if old is not None:
+            notes.append(f"rank {rank} has several dumps: {f.path} is used, {old.path} is older")
+        best[f.backend] = f
+    if empty is not None and all(age[f.path.parent] < age[empty.path.parent] for f in best.values()):
+        notes += [f"rank {rank} has several dumps: {empty.path} is used, {f.path} is older" for f in best.values()]
+        return [empty]
+    return list(best.values())

@@ -6,39 +6,23 @@ from dataclasses import dataclass, field
 
 from distdiag.diagnosis.model.snapshot import Call
 from distdiag.sources.dumps.late_ranks import LateRanks
+from distdiag.sources.dumps.times import Times
 
 
 @dataclass
 class LoadReport:
-    """Which files were read, and which were not.
+    """Which files were read, which were not, and what a snapshot cannot hold."""
 
-    Attributes:
-        files: The files used for each rank.
-        bad: (path, reason) of files that should have been dumps.
-        missing: Ranks of the job that left no file at all.
-        unreadable: Ranks whose only file is in `bad`.
-        others: Other files, not read.
-        notes: Further remarks, one line each.
-    """
-
-    files: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    bad: list[tuple[str, str]] = field(default_factory=list)
-    missing: tuple[int, ...] = ()
-    unreadable: tuple[int, ...] = ()
-    others: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    files: dict[int, tuple[str, ...]] = field(default_factory=dict)  # used for each rank
+    bad: list[tuple[str, str]] = field(default_factory=list)  # (path, reason) of files that should have been dumps
+    missing: tuple[int, ...] = ()  # ranks of the job that left no file at all
+    unreadable: tuple[int, ...] = ()  # ranks whose only file is in `bad`
+    others: list[str] = field(default_factory=list)  # files that were not read
+    notes: list[str] = field(default_factory=list)  # one line each
     stale: tuple[int, ...] = ()  # ranks whose dump is older than the others': they continued after it
-    modified_s: dict[int, float] = field(default_factory=dict)  # when each rank's file was written, on the run's clock
-    newest_s: dict[int, float] = field(default_factory=dict)  # time of each rank's newest entry
-    oldest_s: dict[int, float] = field(default_factory=dict)
+    times: dict[int, Times] = field(default_factory=dict)
+    timeout_s: float | None = None  # of the collectives; None if groups differ
     # by group: members that never created it, as their own list of groups lacks it
     without_group: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    # messages in flight whose peer has already issued later ones
-    unmet: dict[int, list[Call]] = field(default_factory=dict)
-    usual_gap_s: dict[int, float] = field(default_factory=dict)  # length of a rank's repeated pauses
-    timeout_s: float | None = None  # of the collectives; None if groups differ
-    # when a rank's dump found operations complete that the watchdog (10 times a second) had not retired yet
-    moved_s: dict[int, float] = field(default_factory=dict)
-    # when a rank's dump found operations begun and not completed: it was taken at this time or later
-    asked_s: dict[int, float] = field(default_factory=dict)
+    unmet: dict[int, list[Call]] = field(default_factory=dict)  # in flight, and the peer has issued later messages
     late: LateRanks | None = None

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from msgspec.structs import replace
 
 from distdiag.diagnosis.model.snapshot import Call
-from distdiag.sources.dumps.entries import Scan, call_of, completed, of_batch, retired_when_issued
+from distdiag.diagnosis.waits.messages import OPPOSITE
+from distdiag.sources.dumps.entries import Entry
+from distdiag.sources.dumps.scan import Scan
 from distdiag.terms.untrusted import is_rank
 
+# by (rank, peer, direction): (number, True if it is not known to wait, entry, its file)
+Pairs = dict[tuple[int, int, str], list[tuple[int, bool, Entry, Scan]]]
 MOSTLY = 0.9  # share of the messages that both ends must have numbered; a few may lack the other end
 
 
 def match(
-    messages: dict[int, list[tuple[str, dict[str, Any], Scan]]], members: dict[str, tuple[int, ...]], t0_ns: int
+    messages: dict[int, list[tuple[str, Entry, Scan]]], members: dict[str, tuple[int, ...]], t0_ns: int
 ) -> tuple[dict[int, list[Call]], dict[int, dict[str, int]], dict[int, list[Call]]]:
     """Return (sends and receives in flight, how many each rank has issued, messages in flight that the other end has skipped).
 
@@ -25,16 +28,15 @@ def match(
     blocking: dict[int, bool] = {}  # by rank: True if all its messages in flight are blocking
     calls: dict[int, list[Call]] = {r: [] for r in messages}
     counts: dict[int, dict[str, int]] = {r: {} for r in messages}
-    sent: dict[str, dict[tuple[int, int, str], list[tuple[int, bool, dict[str, Any], Scan]]]] = {}
+    sent: dict[str, Pairs] = {}
     for rank, mine in messages.items():
         for key, e, source in mine:
-            parsed = _ends(e["profiling_name"], members[key])
-            if parsed is None:
-                continue
-            direction, peer = parsed
-            e = of_batch(e, source)
-            done = completed(e) or retired_when_issued(e)  # an end that is not known to wait
-            sent.setdefault(key, {}).setdefault((rank, peer, direction), []).append((e["p2p_seq_id"], done, e, source))
+            parsed = _ends(e.profiling_name, members[key])
+            if parsed is not None:
+                direction, peer = parsed
+                e = source.batched(e)
+                done = e.completed or e.retired_when_issued  # an end that is not known to wait
+                sent.setdefault(key, {}).setdefault((rank, peer, direction), []).append((e.p2p_seq, done, e, source))
     for key, by_pair in sent.items():
         if all(done for es in by_pair.values() for _, done, *_ in es):
             continue
@@ -43,9 +45,8 @@ def match(
         for (rank, peer, direction), es in by_pair.items():
             waiting = [(seq, e, source) for seq, done, e, source in es if not done]
             counts[rank][f"{direction}:{peer}:0:{key}"] = es[-1][0] if equal else len(waiting)
-            for i, (seq, e, source) in enumerate(waiting):
-                call = call_of(key, e, source, t0_ns)
-                call = replace(call, op=direction, seq=None, peer=peer, nth=seq if equal else i + 1)
+            for i, (seq, e, source) in enumerate(waiting, 1):
+                call = replace(source.call(e, t0_ns), op=direction, seq=None, peer=peer, nth=seq if equal else i)
                 calls[rank].append(call)
                 blocking[rank] = blocking.get(rank, True) and _blocking(e)
                 if seq in passed.get((rank, peer, direction), ()):
@@ -57,14 +58,10 @@ def match(
     return calls, counts, unmet
 
 
-def _blocking(e: dict[str, Any]) -> bool:
+def _blocking(e: Entry) -> bool:
     """True for `send` and `recv`, which run on the device one after another; False for `isend` and batches."""
-    frames = e.get("frames")
-    innermost = frames[0] if isinstance(frames, list) and frames else None
+    innermost = e.frames[0] if isinstance(e.frames, list) and e.frames else None
     return isinstance(innermost, dict) and innermost.get("name") in ("send", "recv")
-
-
-Pairs = dict[tuple[int, int, str], list[tuple[int, bool, Any, Any]]]  # by (rank, peer, direction)
 
 
 def _passed_by(by_pair: Pairs) -> dict[tuple[int, int, str], set[int]]:
@@ -79,7 +76,7 @@ def _passed_by(by_pair: Pairs) -> dict[tuple[int, int, str], set[int]]:
     for (rank, peer, direction), es in by_pair.items():
         if peer not in newest:
             continue
-        theirs = {s for s, *_ in by_pair.get((peer, rank, "recv" if direction == "send" else "send"), ())}
+        theirs = {s for s, *_ in by_pair.get((peer, rank, OPPOSITE[direction]), ())}
         seen = {s for s, *_ in es if oldest[peer] <= s < newest[peer]}
         matched += len(seen & theirs)
         if alone := seen - theirs:
@@ -109,7 +106,7 @@ def _equal_numbers(by_pair: Pairs, size: int) -> bool:
     """
     agree = 0
     for (rank, peer, direction), es in by_pair.items():
-        other = by_pair.get((peer, rank, "recv" if direction == "send" else "send"))
+        other = by_pair.get((peer, rank, OPPOSITE[direction]))
         if not other:
             continue
         mine, theirs = {s for s, *_ in es}, {s for s, *_ in other}

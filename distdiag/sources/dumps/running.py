@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from distdiag.sources.dumps.culprits import Blame
 from distdiag.sources.dumps.load_report import LoadReport
+from distdiag.sources.dumps.times import Times
 
 # A rank was only on its way if, when its dump was written, others had waited for it less than this (and far less than the
 # timeout), or not much longer than its repeated pauses.
@@ -24,33 +25,35 @@ def _longest_wait_s(loaded: LoadReport, blame: Blame) -> float | None:
     None if file times are not usable. They are usable if a file was written after its own newest entry, and the entries span
     some time; not if the clock differs. A copy's time is only later, which hides no wait.
     """
-    spans = [loaded.newest_s[r] - loaded.oldest_s[r] for r in loaded.newest_s]
+    spans = [
+        t.newest_s - t.oldest_s for t in loaded.times.values() if t.newest_s is not None and t.oldest_s is not None
+    ]
     if max(spans, default=0.0) <= REAL_TIME_S:
         return None
     waits: list[float] = []
     begun = _begun(loaded, blame)
-    for r in {*blame.victims, *blame.culprits, *blame.extra, *blame.waited_for_since_s}:
+    for r in {*blame.victims, *blame.culprits, *blame.waited_for_since_s}:
         since = [t for t in (blame.waited_for_since_s.get(r), begun.get(r)) if t is not None]
-        written, newest = loaded.modified_s.get(r), loaded.newest_s.get(r)
+        times = loaded.times.get(r, Times())
         if not since and (r not in blame.waited_for_since_s or r in blame.idle):
             continue
-        if not since or written is None or newest is None or written < newest:
+        if not since or times.written_s is None or times.newest_s is None or times.written_s < times.newest_s:
             return None
-        waits.append(written - min(since))
+        waits.append(times.written_s - min(since))
     return max(waits, default=None)
 
 
 def _begun(loaded: LoadReport, blame: Blame) -> dict[int, float]:
     """Return since when each rank may have waited. Entries that its ring lost were issued earlier."""
     known = {r: c.entered_s for r, c in blame.oldest.items()}
-    begun = {r: known.get(r) or loaded.oldest_s.get(r) for r in {*blame.victims, *known}}
+    begun = {r: known.get(r) or loaded.times.get(r, Times()).oldest_s for r in {*blame.victims, *known}}
     return {r: t for r, t in begun.items() if t is not None}
 
 
 def _just_begun(loaded: LoadReport, blame: Blame) -> bool:
     """True if no rank had waited for long, or for much longer than the ranks waited for have paused before."""
     longest = _longest_wait_s(loaded, blame)
-    usual = max((loaded.usual_gap_s.get(r, 0.0) for r in blame.waited_for_since_s), default=0.0)
+    usual = max((loaded.times.get(r, Times()).usual_gap_s for r in blame.waited_for_since_s), default=0.0)
     young_s = YOUNG_S if loaded.timeout_s is None else min(YOUNG_S, loaded.timeout_s / 4)
     return longest is not None and longest < max(young_s, USUAL_FACTOR * usual)
 
@@ -60,8 +63,8 @@ def _continued(loaded: LoadReport) -> bool:
 
     False if the files' times show that the older one was taken long before.
     """
-    late = [t for r, t in loaded.modified_s.items() if r not in loaded.stale]
-    early = [t for r, t in loaded.modified_s.items() if r in loaded.stale]
+    written = [(r in loaded.stale, t.written_s) for r, t in loaded.times.items() if t.written_s is not None]
+    early, late = ([t for stale, t in written if stale is which] for which in (True, False))
     return bool(loaded.stale) and not (late and early and min(late) - max(early) > APART_S)
 
 
@@ -71,7 +74,8 @@ def _moved(loaded: LoadReport, blame: Blame) -> bool:
     File times may not show when a dump was taken; operations that it found complete before the watchdog do.
     """
     since = _begun(loaded, blame).values()
-    if not loaded.moved_s:
+    moved = [t.moved_s for t in loaded.times.values() if t.moved_s is not None]
+    if not moved:
         return False
-    usual = max(loaded.usual_gap_s.values(), default=0.0)
-    return not since or max(loaded.moved_s.values()) - min(since) < max(MOVING_S, USUAL_FACTOR * usual)
+    usual = max(t.usual_gap_s for t in loaded.times.values())
+    return not since or max(moved) - min(since) < max(MOVING_S, USUAL_FACTOR * usual)

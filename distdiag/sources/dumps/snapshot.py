@@ -6,31 +6,23 @@ by p2p_seq_id if both ends count equally, else by what is in flight at either en
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
 
 from msgspec.structs import replace
 
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, Snapshot
+from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Snapshot
 from distdiag.diagnosis.model.visits import Visits
 from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.wait import conflict_at
 from distdiag.sources.dumps import late_ranks
-from distdiag.sources.dumps import messages as dump_messages
 from distdiag.sources.dumps.content import DumpFile
-from distdiag.sources.dumps.dump_times import note_times
-from distdiag.sources.dumps.entries import (
-    Scan,
-    backend_of,
-    by_hook,
-    call_of,
-    completed,
-    ns,
-    retired_when_issued,
-    user_site,
-)
-from distdiag.sources.dumps.groups import Groups
+from distdiag.sources.dumps.entries import Entry, by_hook, user_site
+from distdiag.sources.dumps.groups import Groups, group_of
 from distdiag.sources.dumps.load_report import LoadReport
+from distdiag.sources.dumps.messages import match
+from distdiag.sources.dumps.scan import Scan
+from distdiag.sources.dumps.times import timeout_s, times_of
 from distdiag.terms.untrusted import short_text
 
 # Up to this many entries all are read, to break ties; of more, only those from the oldest in flight on.
@@ -44,30 +36,18 @@ class SnapshotBuilder(Groups):
 
     def __init__(self, chosen: dict[int, list[DumpFile]], report: LoadReport) -> None:
         super().__init__(chosen, report)
-        self.positions: dict[int, dict[str, tuple[int, int]]] = {}  # rank -> group -> (newest issued, newest completed)
-        self.messages: dict[int, list[tuple[str, dict[str, Any], Scan]]] = {}  # rank -> (group, entry, its file)
-        self.t0_ns = note_times(chosen, report)
-        self.looks_back = False
+        self.messages: dict[int, list[tuple[str, Entry, Scan]]] = {  # rank -> (group, entry, its file)
+            rank: [(scan.keys[e.group], e, scan) for scan in scans for e in scan.messages]
+            for rank, scans in self.scans.items()
+        }
+        self.positions = self._positions()  # rank -> group -> (newest issued, newest completed)
+        self.t0_ns, report.times = times_of(chosen)
+        report.timeout_s = timeout_s(chosen)
 
     def snapshot(self) -> Snapshot:
-        from_status: dict[int, dict[str, tuple[int, int]]] = {}
-        for rank, scans in self.scans.items():
-            mine = self.positions[rank] = {}
-            self.messages[rank] = []
-            for scan in scans:
-                for name, t in scan.tails.items():
-                    key = self.keys[(rank, scan.backend, name)]
-                    mine[key] = (t.newest, t.newest if t.head is None else t.head - 1)
-                for e in scan.messages:
-                    self.messages[rank].append((self.keys[(rank, scan.backend, str(e["process_group"][0]))], e, scan))
-                from_status.setdefault(rank, {}).update(self._status(rank, scan))
-        with_messages = {g for ms in self.messages.values() for g, *_ in ms}
-        for rank, counters in from_status.items():
-            for g, (issued, done) in counters.items():
-                if g not in self.positions[rank] and g not in with_messages and issued > 0:
-                    self.positions[rank][g] = (issued, max(done, 0))
         uncounted = self._uncounted()
         self.report.notes += self._not_visible(uncounted)
+        self.report.stale = self._stale()
         floor: dict[str, int] = {}
         for where in self.positions.values():
             for g, (issued, done) in where.items():
@@ -76,72 +56,78 @@ class SnapshotBuilder(Groups):
         for g, by_all in uncounted.items():
             floor[g] = min(floor.get(g, by_all), max(1, by_all - COMPARED))
         total = sum(len(f.entries) for files in self.chosen.values() for f in files)
-        self.looks_back = bool(floor) and total <= SITES_UP_TO
-        self._find_stale()
-        calls = {rank: self._calls(rank, floor) for rank in self.chosen}
-        open_messages, issued_messages, self.report.unmet = dump_messages.match(
-            self.messages, self.in_order, self.t0_ns
-        )
-        sites, visits = self._sites()
-        self.report.late = late_ranks.find(self.scans, self.keys, floor, self.positions, self.t0_ns)
+        looks_back = bool(floor) and total <= SITES_UP_TO
+        since = {group: seq - CALLS_BEFORE * looks_back for group, seq in floor.items()}
+        open_messages, issued_messages, self.report.unmet = match(self.messages, self.in_order, self.t0_ns)
+        self.report.late = late_ranks.find(self.scans, floor, self.positions, self.t0_ns)
         ranks = {}
         for rank in range(self.world_size):
             if rank not in self.chosen:
                 ranks[rank] = RankState(rank=rank, life=Life.MISSING, activity="unknown")
                 continue
-            positions = self.positions[rank]
+            positions, calls = self.positions[rank], (*self._calls(rank, since), *open_messages[rank])
+            sites, visits = self._sites(rank) if looks_back else ({}, Visits())
+            newest = [f.entries[-1] for f in self.chosen[rank] if f.entries]
             ranks[rank] = RankState(
                 rank=rank,
                 life=Life.RUNNING,
                 activity="unknown",
-                current_site=self._newest_site(rank),
+                current_site=user_site(max(newest, key=lambda e: e.created_ns or 0).frames) if newest else None,
                 enqueued={g: n for g, (n, _) in positions.items()},
                 completed={g: n for g, (_, n) in positions.items()},
-                calls=tuple(sorted((*calls[rank], *open_messages[rank]), key=lambda c: c.entered_s or 0.0)),
+                calls=tuple(sorted(calls, key=lambda c: c.entered_s or 0.0)),
                 p2p_issued=issued_messages[rank],
-                sites=sites.get(rank, {}),
-                visits=visits[rank].known() if rank in visits else {},
+                sites=sites,
+                visits=visits.known(),
             )
-        t = max((*self.report.newest_s.values(), 0.0))
+        t = max((times.newest_s or 0.0 for times in self.report.times.values()), default=0.0)
         found = Snapshot(t_s=t, world_size=self.world_size, ranks=ranks, groups=self.groups, source="dumps")
         return _with_open_conflicts(found, uncounted)
 
-    def _not_visible(self, uncounted: dict[str, int]) -> list[str]:
-        """Return what these dumps cannot show, one line each."""
-        notes = [
-            f"the backend of group {self.groups[g].description or g} reports no completion: judged by what each rank issued"
-            for g in sorted(uncounted)
-        ]
+    def _positions(self) -> dict[int, dict[str, tuple[int, int]]]:
+        """Return each rank's newest issued and newest completed collective of each group: by its entries, else by its counters."""
+        with_messages = {g for ms in self.messages.values() for g, *_ in ms}
+        out: dict[int, dict[str, tuple[int, int]]] = {}
+        for rank, scans in self.scans.items():
+            mine = out[rank] = {
+                scan.keys[name]: (t.newest, t.newest if t.head is None else t.head - 1)
+                for scan in scans
+                for name, t in scan.tails.items()
+            }
+            for scan in scans:
+                for g, (issued, done) in _status(scan).items():
+                    if g not in mine and g not in with_messages and issued > 0:
+                        mine[g] = (issued, max(done, 0))
+        return out
+
+    def _not_visible(self, uncounted: dict[str, int]) -> Iterator[str]:
+        """Yield what these dumps cannot show, one line each."""
+        for g in sorted(uncounted):
+            label = self.groups[g].description or g
+            yield f"the backend of group {label} reports no completion: judged by what each rank issued"
         of_anybody, batches = set(), set()
         for rank, mine in self.messages.items():
             for _, e, scan in mine:
-                if e["profiling_name"].endswith("<-?") and not completed(e) and not retired_when_issued(e):
+                if e.profiling_name.endswith("<-?") and not e.completed and not e.retired_when_issued:
                     of_anybody.add(rank)
-                if scan.backend == "nccl2" and e["state"] == "completed":
+                if scan.backend == "nccl2" and e.state == "completed":
                     batches.add(rank)
         if of_anybody:
-            notes.append(f"{rank_list(of_anybody)} may wait for a message from any rank: the sender is not recorded")
+            yield f"{rank_list(of_anybody)} may wait for a message from any rank: the sender is not recorded"
         if batches:
-            notes.append(
-                f"nccl2 records messages of batch_isend_irecv as completed when they are issued: whether those of "
+            yield (
+                "nccl2 records messages of batch_isend_irecv as completed when they are issued: whether those of "
                 f"{rank_list(batches)} have arrived is not known"
             )
-        return notes
 
     def _uncounted(self) -> dict[str, int]:
         """Return groups whose completions are not reported, with the newest collective that all members have issued.
 
         Their ranks are taken to have completed that one, and no later one.
         """
-        keys = {
-            self.keys[(rank, scan.backend, name)]
-            for rank, scans in self.scans.items()
-            for scan in scans
-            for name, tail in scan.tails.items()
-            if tail.uncounted
-        }
+        scans = [scan for of_rank in self.scans.values() for scan in of_rank]
         out = {}
-        for g in keys:
+        for g in {scan.keys[name] for scan in scans for name, tail in scan.tails.items() if tail.uncounted}:
             here = [p[g][0] if g in p else 0 for q, p in self.positions.items() if q in self.groups[g].ranks]
             out[g] = min(here, default=0)
             for p in self.positions.values():
@@ -149,30 +135,8 @@ class SnapshotBuilder(Groups):
                     p[g] = (p[g][0], min(p[g][0], out[g]))
         return out
 
-    def _status(self, rank: int, scan: Scan) -> dict[str, tuple[int, int]]:
-        """Return the counters of groups without entries by name, matched by the numbers in entries, else by the order of creation."""
-        f, backend = scan.file, scan.backend
-        if not f.status or len(scan.tails) == len(f.status):
-            return {}  # every group has entries, which are more detailed
-        if backend == "gloo" or by_hook(backend):
-            return {}  # they also count messages, which may differ between ranks
-        names = {short_text(e["pg_id"]): e["process_group"][0] for e in f.entries if "pg_id" in e}
-        listed = [n for n in f.groups if n]
-        if len(listed) == len(f.status) and all(n.isdecimal() for n in (*listed, *f.status)):
-            in_order = dict(zip(sorted(f.status, key=int), sorted(listed, key=int), strict=True))
-            if all(in_order.get(k) == n for k, n in names.items()):
-                names = in_order
-        elif not f.entries and not listed:
-            names = {n: f"group {n}" if n != "0" else "0" for n in f.status}
-        out = {}
-        for number, counters in f.status.items():
-            key = self.keys.get((rank, backend, names.get(number, "")))
-            if key is not None:
-                out[key] = counters
-        return out
-
-    def _find_stale(self) -> None:
-        """Set `stale`: ranks whose dump is older, since another rank completed a collective that they have not issued."""
+    def _stale(self) -> tuple[int, ...]:
+        """Return ranks whose dump is older, since another rank completed a collective that they have not issued."""
         stale: set[int] = set()
         for key, group in self.groups.items():
             here = {q: self.positions[q][key] for q in group.ranks if q in self.positions and key in self.positions[q]}
@@ -183,58 +147,54 @@ class SnapshotBuilder(Groups):
             behind = [q for q, (issued, _) in here.items() if issued < done]
             if behind:
                 least = min(here[q][0] for q in behind)
-                between = {
-                    e["collective_seq_id"]
-                    for f in self.chosen[ahead]
-                    for e in f.entries
-                    if not e["is_p2p"]
-                    and least < e["collective_seq_id"] <= done
-                    and self.keys.get((ahead, backend_of(f), e["process_group"][0])) == key
-                    and compatible.needs_everybody(e["profiling_name"])
-                }
+                between = [
+                    seq
+                    for scan in self.scans[ahead]
+                    for _, seq, e in scan.collectives({key: least + 1})
+                    if seq <= done and compatible.needs_everybody(e.profiling_name)
+                ]
                 stale |= {q for q in behind if any(s > here[q][0] for s in between)}
-        self.report.stale = tuple(sorted(stale))
+        return tuple(sorted(stale))
 
-    def _calls(self, rank: int, floor: dict[str, int]) -> list[Call]:
-        """Return calls from the group's oldest collective in flight on, and some earlier ones if that is cheap."""
+    def _calls(self, rank: int, since: dict[str, int]) -> list[Call]:
+        """Return the calls of collectives from these numbers on."""
         out: dict[tuple[str, int], Call] = {}
         for scan in self.scans[rank]:
-            backend = scan.backend
-            back = CALLS_BEFORE if self.looks_back else 0
-            low = {n: floor[k] - back for n in scan.tails if (k := self.keys[(rank, backend, n)]) in floor}
-            if not low:
-                continue
-            for e in scan.file.entries:
-                least = low.get(e["process_group"][0])
-                if least is None or e["is_p2p"] or e["collective_seq_id"] < least:
-                    continue
-                key = self.keys[(rank, backend, e["process_group"][0])]
-                call = call_of(key, e, scan, self.t0_ns)
-                if (key, e["collective_seq_id"]) in out:
-                    call = replace(call, op="coalesced")
-                out[(key, e["collective_seq_id"])] = call
+            for key, seq, e in scan.collectives(since):
+                call = scan.call(e, self.t0_ns)
+                out[key, seq] = replace(call, op="coalesced") if (key, seq) in out else call
         return list(out.values())
 
-    def _newest_site(self, rank: int) -> Site | None:
-        last = [f.entries[-1] for f in self.chosen[rank] if f.entries]
-        return user_site(max(last, key=lambda e: ns(e) or 0).get("frames")) if last else None
-
-    def _sites(self) -> tuple[dict[int, dict[str, int]], dict[int, Visits]]:
-        """Return the call sites of each rank so far, and when each group first used them."""
-        counts: dict[int, dict[str, int]] = {}
-        visits: dict[int, Visits] = {}
-        for rank, scans in self.scans.items() if self.looks_back else ():
-            mine, seen = counts.setdefault(rank, {}), visits.setdefault(rank, Visits())
-            for scan in scans:
-                for e in scan.file.entries:
-                    site = user_site(e.get("frames"))
-                    if site is None:
-                        continue
-                    mine[site.key] = mine.get(site.key, 0) + 1
-                    if not e["is_p2p"]:
-                        key = self.keys[(rank, scan.backend, e["process_group"][0])]
-                        seen.add(key, site.key, e["collective_seq_id"])
+    def _sites(self, rank: int) -> tuple[dict[str, int], Visits]:
+        """Return the call sites of a rank so far, and when each group first used them."""
+        counts: dict[str, int] = {}
+        visits = Visits()
+        for scan in self.scans[rank]:
+            for e in scan.file.entries:
+                if (site := user_site(e.frames)) is not None:
+                    counts[site.key] = counts.get(site.key, 0) + 1
+                    if not e.is_p2p:
+                        visits.add(scan.keys[e.group], site.key, e.seq)
         return counts, visits
+
+
+def _status(scan: Scan) -> dict[str, tuple[int, int]]:
+    """Return the counters of groups without entries by name, matched by the numbers in entries, else by the order of creation."""
+    f = scan.file
+    if not f.status or len(scan.tails) == len(f.status):
+        return {}  # every group has entries, which are more detailed
+    if scan.backend == "gloo" or by_hook(scan.backend):
+        return {}  # they also count messages, which may differ between ranks
+    names = {short_text(e.pg_id): e.group for e in f.entries if e.pg_id is not None}
+    listed = [n for n in f.groups if n]
+    if len(listed) == len(f.status) and all(n.isdecimal() for n in (*listed, *f.status)):
+        in_order = dict(zip(sorted(f.status, key=int), sorted(listed, key=int), strict=True))
+        if all(in_order.get(k) == n for k, n in names.items()):
+            names = in_order
+    elif not f.entries and not listed:
+        names = {number: group_of(number) for number in f.status}
+    keys = {number: scan.keys.get(names.get(number, "")) for number in f.status}
+    return {key: f.status[number] for number, key in keys.items() if key is not None}
 
 
 def _with_open_conflicts(s: Snapshot, uncounted: dict[str, int]) -> Snapshot:

@@ -5,27 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import msgspec
-
 from distdiag import guard
 from distdiag.diagnosis.culprit.verdict import judge
-from distdiag.diagnosis.model.findings import Certainty, Finding, Report, Severity, State, rank_list
-from distdiag.diagnosis.text.incident import verb
+from distdiag.diagnosis.model.findings import Certainty, Finding, Report, Severity, State
 from distdiag.diagnosis.text.incident_finding import incident_finding
+from distdiag.diagnosis.text.template import filled
 from distdiag.diagnosis.waits.graph import build
 from distdiag.errors import DistdiagError
 from distdiag.sources.dumps import culprits as dump_stalls
 from distdiag.sources.dumps.culprits import Blame
 from distdiag.sources.dumps.files import find, likely
-from distdiag.sources.dumps.findings import in_flight, late_rank, stall, unmatched_messages
+from distdiag.sources.dumps.findings import Findings
 from distdiag.sources.dumps.late_ranks import LateRanks
 from distdiag.sources.dumps.load import load
 from distdiag.sources.dumps.load_report import LoadReport
-from distdiag.sources.dumps.missing import unreadable, without_dump
 from distdiag.sources.dumps.running import was_running
-from distdiag.terms.untrusted import all_encodable
 
 LIMITS = guard.Limits()
+# what the child sends: the verdict; if there is none, the files that should have been dumps, and those that were not read
+Answer = tuple[Report | None, list[tuple[str, str]], list[str]]
 __all__ = ["LoadReport", "NoDumps", "diagnose_dumps", "load"]
 
 
@@ -41,41 +39,24 @@ def diagnose_dumps(paths: str | Path | Iterable[str | Path]) -> Report:
     """
     given = [paths] if isinstance(paths, (str, Path)) else list(paths)
 
-    def work(announce: guard.Announce, refused: Mapping[str, str], only: str | None) -> bytes:
-        return _encoded(given if only is None else [only], announce, refused)
+    def work(announce: guard.Announce, refused: Mapping[str, str], only: str | None) -> Answer:
+        try:
+            return _judge(given if only is None else [only], announce, refused), [], []
+        except NoDumps as e:
+            return None, e.report.bad, e.report.others
 
     def files() -> Iterable[str]:
         return (str(path) for path, named in find(map(Path, given)) if named or likely(path))
 
     try:
-        answer = msgspec.msgpack.decode(guard.survivors(work, files, LIMITS), type=_Answer)
+        report, bad, others = guard.judged(work, files, LIMITS, Answer)
     except guard.Died as e:
         raise DistdiagError(
             f"the dumps cannot be judged together: {e.reason}", "give fewer of them, or those of one run"
         ) from e
-    if answer.report is None:
-        raise NoDumps(LoadReport(bad=answer.bad, others=answer.others))
-    return answer.report
-
-
-class _Answer(msgspec.Struct):
-    """What the child sends: the verdict, or the reason why there is none."""
-
-    report: Report | None = None
-    bad: list[tuple[str, str]] = []
-    others: list[str] = []
-
-
-def _encoded(given: list[str | Path], announce: guard.Announce, refused: Mapping[str, str]) -> bytes:
-    """Return the child's answer, encoded for the parent."""
-    try:
-        answer = _Answer(report=_judge(given, announce, refused))
-    except NoDumps as e:
-        answer = _Answer(bad=e.report.bad, others=e.report.others)
-    try:
-        return msgspec.msgpack.encode(answer)
-    except UnicodeEncodeError:
-        return msgspec.msgpack.encode(all_encodable(msgspec.to_builtins(answer)))
+    if report is None:
+        raise NoDumps(LoadReport(bad=bad, others=others))
+    return report
 
 
 def _judge(given: list[str | Path], announce: guard.Announce, refused: Mapping[str, str]) -> Report:
@@ -89,23 +70,23 @@ def _judge(given: list[str | Path], announce: guard.Announce, refused: Mapping[s
         raise NoDumps(loaded)
     graph = build(snapshot)
     proofs = [incident_finding(snapshot, verdict) for verdict in judge(snapshot, graph)]
-    conflicts = [f for f in proofs if f.certainty == Certainty.PROVED]
+    found = [f for f in proofs if f.certainty == Certainty.PROVED]
     blame = dump_stalls.judge(snapshot, graph, loaded.stale)
-    found: list[Finding] = list(conflicts)
+    findings = Findings(snapshot, loaded, blame)
     running = was_running(loaded, blame)
-    if not conflicts and not running and (unmatched := unmatched_messages(snapshot, loaded)) is not None:
-        found.append(unmatched)
-    elif not conflicts:
-        if loaded.late is not None and not running and _late_first(loaded.late, blame):
-            found.append(late_rank(snapshot, loaded, blame, loaded.late))
-        elif blame.culprits or blame.extra or blame.crossed or blame.circle:
-            found.append(stall(snapshot, loaded, blame, running))
+    if not found:
+        if not running and (unmatched := findings.unmatched_messages()) is not None:
+            found.append(unmatched)
+        elif loaded.late is not None and not running and _late_first(loaded.late, blame):
+            found.append(findings.late_rank(loaded.late))
+        elif blame.culprits or blame.crossed or blame.circle:
+            found.append(findings.stall(running))
         elif not running:
             found += proofs  # cycles: suspected only, and only if no rank is missing
-    found += without_dump(snapshot, loaded, blame, found)
-    found += unreadable(loaded, given)
+    found += findings.without_dump(decided=any(f.severity == Severity.ERROR for f in found))
+    found += findings.unreadable(given)
     if blame.in_flight and not any(f.severity == Severity.ERROR and f.kind != "recorder" for f in found):
-        found.append(in_flight(snapshot, loaded, blame))
+        found.append(findings.in_flight())
     return Report(
         run=", ".join(map(str, given)),
         state=_state(found),
@@ -133,13 +114,13 @@ def _state(found: list[Finding]) -> State:
     return State.DEGRADED if any(f.kind in ("rank_lost", "timeout") for f in worst) else State.RUNNING
 
 
+_STALE = "the {stale:dump|dumps} of {stale} {stale:is|are} older than the rest: operations missing there may have been issued later"
+
+
 def _notes(loaded: LoadReport) -> list[str]:
     notes = list(loaded.notes)
     if loaded.stale:
-        notes.append(
-            f"the {verb(loaded.stale, 'dump', 'dumps')} of {rank_list(loaded.stale)} {verb(loaded.stale, 'is', 'are')} "
-            "older than the rest: operations missing there may have been issued later"
-        )
+        notes.append(filled(_STALE, stale=loaded.stale))
     if loaded.others:
         names = ", ".join(Path(p).name for p in loaded.others[:5]) + (" …" if len(loaded.others) > 5 else "")
         notes.append(f"not read: {names}")
@@ -148,7 +129,7 @@ def _notes(loaded: LoadReport) -> list[str]:
 
 def _late_first(late: LateRanks, blame: Blame) -> bool:
     """True if the late ranks are the cause, and not ranks that the dumps show to be missing."""
-    if set(blame.culprits) <= {*blame.behind, *late.late_s} and not blame.extra and not blame.silent:
+    if set(blame.culprits) <= {*blame.behind, *late.late_s} and not blame.alone and not blame.silent:
         return True
     since = [t for t in blame.waited_for_since_s.values() if t is not None]
     return bool(since) and late.since_s < min(since)

@@ -388,7 +388,7 @@ def _blocks(f: IO[bytes]) -> Iterator[bytes]:
 
 def ranks_of(paths: Iterable[Path]) -> dict[Path, int]:
     """Return the rank of each file with one rank's lines: by `rank3` in its name or path, or by its number among others."""
-    files = [DumpFile(path, None, "", {}, {}, []) for path in dict.fromkeys(paths)]
+    files = [DumpFile(path) for path in dict.fromkeys(paths)]
     out: dict[Path, int] = {}
     workers = {f.path: int(m[2]) for f in files if (m := _WORKER.search(f.path.as_posix()))}
     if len(set(workers.values())) == len({p.parent for p in workers}):  # else of several nodes: local ranks only

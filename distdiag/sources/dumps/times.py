@@ -1,0 +1,81 @@
+"""Times from a rank's dump: when it was taken, how long the rank has paused, and the collectives' timeout."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from distdiag.sources.dumps.content import DumpFile
+from distdiag.sources.dumps.entries import time_ns
+
+GAPS_SEEN = 3  # number of pauses of a length after which a rank is expected to pause that long again
+GAP_ENTRIES = 200  # newest entries that are examined
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Times of one rank's dump in seconds since the oldest entry of all; None if not known."""
+
+    oldest_s: float | None = None  # entry
+    newest_s: float | None = None  # entry
+    written_s: float | None = None  # its file; a copy is written later
+    moved_s: float | None = None  # found operations complete that the watchdog (10 times a second) had not retired yet
+    asked_s: float | None = None  # found operations begun and not completed: it was taken at this time or later
+    usual_gap_s: float = 0.0  # length of its repeated pauses
+
+
+def times_of(chosen: dict[int, list[DumpFile]]) -> tuple[int, dict[int, Times]]:
+    """Return time zero (the oldest entry's time in ns), and the times of each rank's dump."""
+    ends = {
+        rank: [t for f in files if f.entries for e in (f.entries[0], f.entries[-1]) if (t := e.created_ns) is not None]
+        for rank, files in chosen.items()
+    }
+    t0_ns = min((min(times) for times in ends.values() if times), default=0)
+
+    def seconds(at_ns: int) -> float | None:
+        return (at_ns - t0_ns) / 1e9 if at_ns > 0 else None
+
+    out = {}
+    for rank, files in chosen.items():
+        gaps_ns = sorted(gap for f in files for gap in _gaps_ns(f))
+        out[rank] = Times(
+            oldest_s=seconds(min(ends[rank], default=0)),
+            newest_s=seconds(max(ends[rank], default=0)),
+            written_s=seconds(max(f.modified_ns for f in files)) if ends[rank] else None,
+            moved_s=seconds(max(map(_moved_ns, files))),
+            asked_s=seconds(max(map(_asked_ns, files))),
+            usual_gap_s=gaps_ns[-GAPS_SEEN] / 1e9 if len(gaps_ns) >= GAPS_SEEN else 0.0,
+        )
+    return t0_ns, out
+
+
+def timeout_s(chosen: dict[int, list[DumpFile]]) -> float | None:
+    """Return the timeout of the newest collectives; None if it differs between ranks, or was not recorded."""
+    limits = {time_ns(f.entries[-1].timeout_ms) for files in chosen.values() for f in files if f.entries}
+    limit_ms = limits.pop() if len(limits) == 1 else None
+    return None if limit_ms is None else limit_ms / 1e3
+
+
+def _gaps_ns(f: DumpFile) -> list[int]:
+    """Return the times between consecutive operations, of a file's newest entries."""
+    times = [t for e in f.entries[-GAP_ENTRIES:] if (t := e.created_ns) is not None]
+    return [b - a for a, b in itertools.pairwise(times)]
+
+
+def _moved_ns(f: DumpFile) -> int:
+    """Return when a dump found operations complete that the watchdog had not seen; 0 if none.
+
+    That is when the dump was taken, and the rank had just made progress. Unknown for gloo's recorder, and for one that does not
+    retire entries.
+    """
+    if f.backend == "gloo" or not any(e.retired for e in f.entries):
+        return 0
+    newest = f.entries[-GAP_ENTRIES:]
+    found = (e.time_discovered_completed_ns for e in newest if e.state == "completed" and not e.retired)
+    return max((time_ns(t) or 0 for t in found), default=0)
+
+
+def _asked_ns(f: DumpFile) -> int:
+    """Return when a dump found operations in flight that the device had begun; 0 if none. The recorder checks at the dump."""
+    begun = (e.time_discovered_started_ns for e in f.entries[-GAP_ENTRIES:] if e.state == "started")
+    return max((time_ns(t) or 0 for t in begun), default=0)
