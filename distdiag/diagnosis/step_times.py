@@ -66,6 +66,10 @@ class Window:
         """`self_ms` of every step, by rank."""
         return list(zip(*self.rows, strict=True))
 
+    def parts(self, phase: str) -> list[tuple[float, ...]]:
+        """Return `part_ms` of every step, by rank."""
+        return list(zip(*([part_ms(x, phase) for x in self.steps[q]] for q in self.ranks), strict=True))
+
 
 def window(s: Snapshot) -> Window | Abstained:
     """Return the same last steps of every rank, without the first of the job."""

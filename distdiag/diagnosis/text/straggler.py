@@ -56,11 +56,8 @@ _DO = {
 }
 
 
-def _found(
-    template: Template, s: Snapshot, window: Window, ranks: Collection[int], phase: str, **facts: Any
-) -> Finding:
-    """Return a finding about slow ranks; the first is at the line with most samples of that
-    phase."""
+def found(template: Template, s: Snapshot, window: Window, ranks: Collection[int], phase: str, **facts: Any) -> Finding:
+    """Return a finding about slow ranks; the first is at the line with most samples of that phase."""
     first, *more = ranks
     r, stack = s.ranks[first], _stack_of(s.ranks[first], phase)
     facts.setdefault("where", (
@@ -88,7 +85,7 @@ def slow(s: Snapshot, window: Window, slow: Subset, x: Any, loader_gain: float |
     alone, count = len(slow.ranks) == 1, len(slow.indices)
     # what the tables' `self` includes and the excess does not
     queued = f" (and {x.queued_ms:.0f} ms in which it waits for a CPU)" if x.queued_ms >= 0.1 * x.phase_ms else ""
-    return _found(
+    return found(
         SLOW, s, window, [x.rank, *(q for q in slow.ranks if q != x.rank)], x.phase,
         cause="host" if x.phase == "other" else x.phase, x=x, slow=slow, count=count, queued=queued,
         up_to="" if alone else "up to ", slower="slowest" if alone else "slower than all of them",
@@ -97,8 +94,7 @@ def slow(s: Snapshot, window: Window, slow: Subset, x: Any, loader_gain: float |
 
 
 def _gain_text(window: Window, slow: Subset, loader_gain: float | None) -> str:
-    """Return `; if rank 1 were as fast as the others, a step would take 22 % less (95 % interval 20
-    to 25 %)`, or nothing."""
+    """Return `; if rank 1 were as fast as the others, a step would take 22 % less (95 % interval 20 to 25 %)`."""
     if loader_gain is not None:
         # the others' queues are full: their workers show how fast their loaders are, their steps do not
         return f"; with a loader like the others' a step would take at most {percent(loader_gain)} less"
@@ -111,42 +107,25 @@ def _gain_text(window: Window, slow: Subset, loader_gain: float | None) -> str:
     return f"; {if_equal}, a step would take {percent(found.share)} less (95 % interval {interval})"
 
 
-def stage(s: Snapshot, window: Window, slow: Subset, x: Any) -> Finding:
-    """Return the finding of a pipeline's longest stage."""
-    facts = {"where": [where(s.ranks[x.rank], "user_code")], "x": x, "slow": slow}
-    what = "its own code" if x.phase == "other" else x.phase
-    share = slow.gain_ms / slow.step_ms
-    return _found(STAGE, s, window, [x.rank], x.phase, what=what, share=share, **facts)
-
-
-def device(
-    s: Snapshot, window: Window, slow: RankState, count: int, usual_ms: float, excess_ms: float, step_ms: float
-) -> Finding:
-    """Return the finding of a rank whose device is slow, not its host."""
-    facts = {"count": count, "ms": usual_ms + excess_ms, "usual_ms": usual_ms, "excess_ms": excess_ms}
-    return _found(DEVICE, s, window, [slow.rank], "forward", share=excess_ms / step_ms, **facts)
-
-
-def at_times(s: Snapshot, window: Window, found: Subset, severity: Severity) -> Finding:
+def at_times(s: Snapshot, window: Window, subset: Subset, severity: Severity) -> Finding:
     """Return the finding of a rank that is slow in every n-th step, or irregularly."""
-    (rank,), slow = found.ranks, set(found.indices)
+    (rank,), slow = subset.ranks, set(subset.indices)
     steps = window.steps[rank]
 
     def excess_ms(phase: str) -> float:
         usual = statistics.median(part_ms(x, phase) for i, x in enumerate(steps) if i not in slow)
-        return statistics.median(part_ms(steps[i], phase) for i in found.indices) - usual
+        return statistics.median(part_ms(steps[i], phase) for i in subset.indices) - usual
 
     phase = max(PHASES, key=excess_ms)
-    when = f"every {ordinal(found.period)} step, " if found.period is not None else ""
-    return _found(
-        AT_TIMES, s, window, [rank], phase, severity=severity, found=found, when=when, steps="" if when else " steps",
+    when = f"every {ordinal(subset.period)} step, " if subset.period is not None else ""
+    return found(
+        AT_TIMES, s, window, [rank], phase, severity=severity, found=subset, when=when, steps="" if when else " steps",
         cause="host" if phase == "other" else phase,
     )  # fmt: skip
 
 
 def _stack_of(r: RankState, phase: str) -> tuple[Site, ...]:
-    """Return the stack with most samples of that phase; `other` also includes phases that the user
-    named.
+    """Return the stack with most samples of that phase; `other` also includes phases that the user named.
 
     Samples of `init` are from before the first step, so they count only if there are no others.
     """
@@ -171,8 +150,7 @@ def rotating(s: Snapshot, window: Window, phase: str, changes: int, found: Subse
 def by_arrival(
     s: Snapshot, r: RankState, recent: list[Arrival], count: int, skew_ms: float, period_ms: float
 ) -> Finding:
-    """Return the finding of a rank that enters its collectives last, in a loop without optimizer
-    steps."""
+    """Return the finding of a rank that enters its collectives last, in a loop without optimizer steps."""
     stack = max(r.phase_stacks.values(), key=len, default=r.user_stack)
     stack = next((r.phase_stacks[name] for name in ("other", "init") if r.phase_sites.get(name)), stack)
     return BY_ARRIVAL(
