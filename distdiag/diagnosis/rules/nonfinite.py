@@ -14,7 +14,7 @@ from typing import Any
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
-from distdiag.diagnosis.model.snapshot import Life, RankState, Sample, Site, Snapshot
+from distdiag.diagnosis.model.snapshot import Life, Sample, Snapshot
 from distdiag.diagnosis.text.phrases import where
 from distdiag.diagnosis.text.template import Template
 
@@ -27,6 +27,19 @@ class Limits:
 
 
 limits = Limits()
+NONFINITE = Template(kind, "loss",
+    "{what} is {value} on {on}, step {step}{followed}{name}{site}{from_input}{alone}", "{cost}",
+    "{do}; go back to the last checkpoint", proved=True)  # fmt: skip
+HARMLESS = Template(kind, "loss",
+    "loss is {value} on {on} since step {step}{site}; the gradients are finite, so training goes on",
+    "averages and logs of the loss are infinite, too",
+    "if the loss is not scaled by a large factor: check the batch, and logarithms and divisions in the loss",
+    proved=True, severity=Severity.INFO)  # fmt: skip
+_DO = {
+    "input": "look for NaN in the data, and drop or repair such samples: the batch of step {step} has some",
+    "everywhere": "check the batches of step {step}, the collectives in forward, and the learning rate",
+    "one rank": "check that rank's batch of step {step}, and divisions and logarithms in the loss",
+}
 Found = list[tuple[int, Sample]]  # (rank, sample)
 
 
@@ -43,10 +56,15 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         yield Abstained("no scalar loss has gone through backward; values of handle.log() are not judged")
 
 
+def _at_first_step(found: Found) -> Found:
+    step = min(x.step for _, x in found)
+    return [(q, x) for q, x in found if x.step == step]
+
+
 def _first(s: Snapshot, found: Found) -> tuple[Found, bool]:
     """Return (the deciding samples of the first step, whether their batch already had NaN)."""
-    step = min(x.step for _, x in found)
-    at_first = [(q, x) for q, x in found if x.step == step]
+    at_first = _at_first_step(found)
+    step = at_first[0][1].step
     from_input = {r.rank for r in s.ranks.values() for x in r.samples if x.kind == "nan_input" and x.step == step}
     losses = [(q, x) for q, x in at_first if x.kind == "nonfinite_loss"]
     in_order = (
@@ -58,36 +76,17 @@ def _first(s: Snapshot, found: Found) -> tuple[Found, bool]:
     return next(filter(None, in_order)), bool(from_input)
 
 
-def _backward_place(r: RankState) -> Site | None:
-    stack = r.phase_stacks.get("backward")
-    return stack[0] if stack else r.current_site
-
-
-# -- wording ----------------------------------------------------------------------------------------------------------
-
-NONFINITE = Template(kind, "loss",
-    "{what} is {value} on {on}, step {step}{followed}{name}{site}{from_input}{alone}", "{cost}",
-    "{do}; go back to the last checkpoint", proved=True)  # fmt: skip
-HARMLESS = Template(kind, "loss",
-    "loss is {value} on {on} since step {step}{site}; the gradients are finite, so training goes on",
-    "averages and logs of the loss are infinite, too",
-    "if the loss is not scaled by a large factor: check the batch, and logarithms and divisions in the loss",
-    proved=True, severity=Severity.INFO)  # fmt: skip
-_DO = {
-    "input": "look for NaN in the data, and drop or repair such samples: the batch of step {step} has some",
-    "everywhere": "check the batches of step {step}, the collectives in forward, and the learning rate",
-    "one rank": "check that rank's batch of step {step}, and divisions and logarithms in the loss",
-}
-
-
 def _common(s: Snapshot, chosen: Found) -> dict[str, Any]:
-    """Return what both findings share, of the samples that decide."""
+    """Return what both findings share, of the samples that decide: each at its site, or where its rank runs backward."""
+    backward = {
+        q: next(iter(s.ranks[q].phase_stacks.get("backward") or ()), s.ranks[q].current_site) for q, _ in chosen
+    }
     x, ranks = chosen[0][1], tuple(sorted({q for q, _ in chosen}))
     everywhere = len(ranks) == s.world_size
     return {
         # on all ranks at once: it came through a collective of forward, or from what all have in common
         "culprits": () if everywhere and s.world_size > 1 else ranks,
-        "where": [where(s.ranks[q], "user_code", y.site or _backward_place(s.ranks[q])) for q, y in chosen],
+        "where": [where(s.ranks[q], "user_code", y.site or backward[q]) for q, y in chosen],
         "step": x.step,
         "first_seen_s": min((y.t_s for _, y in chosen if y.t_s is not None), default=None),
         "value": "nan" if x.value != x.value else "inf" if x.value > 0 else "-inf",
@@ -116,8 +115,7 @@ def _finding(s: Snapshot, found: Found) -> Finding:
         followed=f"; {rank_list(others)} followed" if others and not everywhere else "",
         name=f" ({name})" if name else "", from_input=": the batch already had NaN" if from_input else "",
         alone=": so far it averages nothing with other ranks" if alone else "",
-        cost="training on this rank is lost from here on"
-        if alone
+        cost="training on this rank is lost from here on" if alone
         else "averaging carries it to every rank; training is lost from here on",
         do=do.format(step=x.step),
     )  # fmt: skip
@@ -125,7 +123,6 @@ def _finding(s: Snapshot, found: Found) -> Finding:
 
 def _harmless(s: Snapshot, found: Found) -> Finding:
     """Return the finding of losses that are infinite, several in a row, while their gradients are finite."""
-    step = min(x.step for _, x in found)
-    chosen = [(q, x) for q, x in found if x.step == step]
+    chosen = _at_first_step(found)
     everywhere = len({q for q, _ in chosen}) == s.world_size
     return HARMLESS(victims=sorted({q for q, _ in chosen}) if everywhere else (), **_common(s, chosen))
