@@ -11,7 +11,6 @@ empty_records, token_nosync, moe_popular, patent_halves.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.comparison import minority
@@ -26,14 +25,7 @@ from distdiag.diagnosis.waits.compatible import op_name
 from distdiag.terms.ranks import by_value
 
 kind = kinds.MISMATCH
-
-
-@dataclass(frozen=True)
-class Limits:
-    """None: calls differ or they do not. `culprit.verdict.SETTLED_S`: how long the vote waits for ranks that have not arrived."""
-
-
-limits = Limits()
+limits = None  # calls differ or they do not. `culprit.verdict.SETTLED_S`: how long the vote waits for ranks that have not arrived
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:

@@ -8,7 +8,6 @@ Faulty jobs: log_poisson, norm_grad. Healthy look-alikes: half_scaler.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from distdiag.diagnosis import kinds
@@ -19,14 +18,7 @@ from distdiag.diagnosis.text.phrases import where
 from distdiag.diagnosis.text.template import Template
 
 kind = kinds.NONFINITE
-
-
-@dataclass(frozen=True)
-class Limits:
-    """None: a value is finite or it is not."""
-
-
-limits = Limits()
+limits = None  # a value is finite or it is not
 NONFINITE = Template(kind, "loss",
     "{what} is {value} on {on}, step {step}{followed}{name}{site}{from_input}{alone}", "{cost}",
     "{do}; go back to the last checkpoint", proved=True)  # fmt: skip
