@@ -82,10 +82,7 @@ def _signal(r: RankState) -> str:
     """Return the name of the signal that ended a rank; a KeyboardInterrupt is Ctrl-C."""
     if r.signal is None:
         return "SIGINT" if (r.exception or "").startswith("KeyboardInterrupt") else "a signal"
-    try:
-        return signals.Signals(r.signal).name
-    except ValueError:
-        return f"signal {r.signal}"
+    return signals.Signals(r.signal).name if r.signal in set(signals.Signals) else f"signal {r.signal}"
 
 
 def _missing(s: Snapshot, expected: int) -> str:
