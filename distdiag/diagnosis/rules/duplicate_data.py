@@ -64,11 +64,15 @@ _DO = {
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     """Yield findings about data that several ranks or epochs share."""
     s, loaders = facts.snapshot, facts.loaders
+
+    def used(group: str) -> bool:
+        return any(r.enqueued.get(group, 0) > limits.group_uses for r in s.ranks.values())
+
     if s.world_size > 1 and _same_work(s, loaders):
         yield _found(SAME_WORK, s, loaders, sorted(s.ranks), repeated=len(s.ranks) - 1)
     elif (veto := vetoed(NOT_ONE_MODEL, s)) is not None:
         yield veto
-    elif any(g.ranks and 1 < len(g.ranks) < s.world_size and _used(s, name) for name, g in s.groups.items()):
+    elif any(1 < len(g.ranks) < s.world_size and used(name) for name, g in s.groups.items()):
         yield Abstained("the ranks use smaller groups: model-parallel ranks read the same batches by design", True)
     elif len(loaders) < 2:
         yield Abstained("not every rank trains from a known DataLoader")
@@ -77,10 +81,6 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         ranks = sorted(q for q, x in loaders.items() if _same_order(x))
         if ranks and len(ranks) == len(loaders):
             yield _found(SAME_ORDER, s, loaders, ranks, epoch=loaders[ranks[0]].sampler_epoch)
-
-
-def _used(s: Snapshot, name: str) -> bool:
-    return any(r.enqueued.get(name, 0) > limits.group_uses for r in s.ranks.values())
 
 
 def _found(

@@ -43,29 +43,21 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     if found:
         yield _finding(s, found)
     elif infinite:
-        yield _harmless(s, infinite)
+        chosen, _ = _deciding(s, infinite)  # several in a row, while their gradients are finite
+        common = _common(s, chosen)
+        yield HARMLESS(victims=sorted({q for q, _ in chosen}) if common["on"] == "all ranks" else (), **common)
     elif not any(x.loss is not None for r in s.ranks.values() for x in r.steps):
         yield Abstained("no scalar loss has gone through backward; values of handle.log() are not judged")
 
 
-def _at_first_step(found: Found) -> Found:
-    step = min(x.step for _, x in found)
-    return [(q, x) for q, x in found if x.step == step]
-
-
-def _first(s: Snapshot, found: Found) -> tuple[Found, bool]:
+def _deciding(s: Snapshot, found: Found) -> tuple[Found, bool]:
     """Return (the deciding samples of the first step, whether their batch already had NaN)."""
-    at_first = _at_first_step(found)
-    step = at_first[0][1].step
+    step = min(x.step for _, x in found)
+    found = [(q, x) for q, x in found if x.step == step]
     from_input = {r.rank for r in s.ranks.values() for x in r.samples if x.kind == "nan_input" and x.step == step}
-    losses = [(q, x) for q, x in at_first if x.kind == "nonfinite_loss"]
-    in_order = (
-        [(q, x) for q, x in losses if q in from_input],
-        losses,
-        [(q, x) for q, x in at_first if x.kind == "nonfinite_local_gradient"],
-        at_first,
-    )
-    return next(filter(None, in_order)), bool(from_input)
+    losses = [(q, x) for q, x in found if x.kind == "nonfinite_loss"]
+    local = [(q, x) for q, x in found if x.kind == "nonfinite_local_gradient"]
+    return [(q, x) for q, x in losses if q in from_input] or losses or local or found, bool(from_input)
 
 
 def _common(s: Snapshot, chosen: Found) -> dict[str, Any]:
@@ -88,7 +80,7 @@ def _common(s: Snapshot, chosen: Found) -> dict[str, Any]:
 
 
 def _finding(s: Snapshot, found: Found) -> Finding:
-    chosen, from_input = _first(s, found)
+    chosen, from_input = _deciding(s, found)
     common, x = _common(s, chosen), chosen[0][1]
     ranks = {q for q, _ in chosen}
     everywhere = len(ranks) == s.world_size
@@ -111,10 +103,3 @@ def _finding(s: Snapshot, found: Found) -> Finding:
         else "averaging carries it to every rank; training is lost from here on",
         do=do.format(step=x.step),
     )  # fmt: skip
-
-
-def _harmless(s: Snapshot, found: Found) -> Finding:
-    """Return the finding of losses that are infinite, several in a row, while their gradients are finite."""
-    chosen = _at_first_step(found)
-    everywhere = len({q for q, _ in chosen}) == s.world_size
-    return HARMLESS(victims=sorted({q for q, _ in chosen}) if everywhere else (), **_common(s, chosen))

@@ -29,7 +29,7 @@ from distdiag.diagnosis.model.snapshot import Arrival, RankState, Snapshot
 from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import PHASES, Window, part_ms, self_ms
 from distdiag.diagnosis.text import straggler as text
-from distdiag.diagnosis.text.phrases import where
+from distdiag.diagnosis.text.phrases import where, where_stack, wheres
 from distdiag.diagnosis.training_data import least_fetching
 from distdiag.terms.units import percent
 
@@ -349,7 +349,13 @@ def _rotating(case: Case) -> Finding | None:
     at_limit = phase == "data" and 1.0 - least_fetching(case.snapshot) < limits.rotating_share
     if jitter or at_limit or ratio < (3.0 if case.busy else 1.5):
         return None
-    return text.rotating(case.snapshot, window, phase, changes, subset)
+    states, ranks = case.snapshot.ranks, window.ranks
+    sites = {q: next(iter(text.stack_of(states[q], phase)), None) for q in ranks}
+    return text.ROTATING(
+        victims=ranks, where=wheres(case.snapshot, ranks, None, sites), step=states[ranks[0]].step, changes=changes,
+        n=len(window.columns), found=subset, phase="code between steps" if phase == "other" else phase,
+        share=subset.gain_ms / subset.step_ms,
+    )  # fmt: skip
 
 
 def _at_times(case: Case) -> Finding | None:
@@ -385,6 +391,14 @@ def _by_arrivals(s: Snapshot) -> Finding | None:
         skew_ms = statistics.median(min(a.skew_ms, a.waited_ms) for a in recent)
         period_ms = (recent[-1].t_s - recent[0].t_s) * 1e3 / (len(recent) - 1)
         enough = skew_ms >= max(limits.least_ms, limits.shares[1][1] * period_ms)
-        if count >= limits.recurrence * len(recent) and enough and rank in s.ranks:
-            return text.by_arrival(s, s.ranks[rank], recent, count, skew_ms, period_ms)
+        if count < limits.recurrence * len(recent) or not enough or rank not in s.ranks:
+            continue
+        r = s.ranks[rank]
+        stack = max(r.phase_stacks.values(), key=len, default=r.user_stack)
+        stack = next((r.phase_stacks[name] for name in ("other", "init") if r.phase_sites.get(name)), stack)
+        return text.BY_ARRIVAL(
+            culprits=(rank,), victims=[q for q in sorted(s.ranks) if q != rank],
+            where=where_stack(r, stack) if stack else (where(r),), site=stack[0] if stack else None,
+            op=recent[-1].op, count=count, n=len(recent), skew_ms=skew_ms, period_ms=period_ms,
+        )  # fmt: skip
     return None

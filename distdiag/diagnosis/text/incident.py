@@ -26,14 +26,12 @@ def where_of(st: RankState | None, rank: int, call: Call | None = None) -> Where
     """Return where a rank is: at its call, else at the user's innermost frame."""
     if st is None:
         return Where(rank)
-    site = (call.site if call is not None else None) or (st.blocked.site if st.blocked else None) or st.current_site
+    known, blocked = call.site if call is not None else None, st.blocked.site if st.blocked else None
     if st.life in (Life.FINISHED, Life.CRASHED, Life.KILLED, Life.STOPPED):
         # the caller of a known call: the last sample may be older, and an exception may come from a later call
-        site = (call.site if call is not None else None) or st.current_site or site
-        state = str(st.life)
-    else:
-        state = "waiting" if st.blocked is not None or call is not None else st.activity
-    return where_at(rank, site, state)
+        return where_at(rank, known or st.current_site or blocked, str(st.life))
+    state = "waiting" if st.blocked is not None or call is not None else st.activity
+    return where_at(rank, known or blocked or st.current_site, state)
 
 
 def collective_ref(snapshot: Snapshot, wait: Wait, call: Call | None) -> CollectiveRef:
@@ -123,11 +121,6 @@ def host_text(snapshot: Snapshot, ranks: Collection[int]) -> str:
             "member"
         )
     return "".join(f"; {text}" for text in texts)
-
-
-def newest_step(snapshot: Snapshot, ranks: Collection[int]) -> int | None:
-    """Return the newest step that the ranks are in; None if steps are not counted."""
-    return max((snapshot.ranks[r].step for r in ranks if r in snapshot.ranks), default=0) or None
 
 
 def verb(ranks: Sized, one: str, many: str) -> str:

@@ -10,9 +10,9 @@ from typing import Any
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.comparison import Subset, gain
 from distdiag.diagnosis.model.findings import Finding, Severity, rank_list
-from distdiag.diagnosis.model.snapshot import Arrival, RankState, Site, Snapshot
+from distdiag.diagnosis.model.snapshot import RankState, Site, Snapshot
 from distdiag.diagnosis.step_times import PHASES, Window, part_ms
-from distdiag.diagnosis.text.phrases import ordinal, where, where_stack, wheres
+from distdiag.diagnosis.text.phrases import ordinal, where, where_stack
 from distdiag.diagnosis.text.template import Template
 from distdiag.terms.units import percent
 
@@ -59,10 +59,10 @@ _DO = {
 def found(template: Template, s: Snapshot, window: Window, ranks: Collection[int], phase: str, **facts: Any) -> Finding:
     """Return a finding about slow ranks; the first is at the line with most samples of that phase."""
     first, *more = ranks
-    r, stack = s.ranks[first], _stack_of(s.ranks[first], phase)
+    r, stack = s.ranks[first], stack_of(s.ranks[first], phase)
     facts.setdefault("where", (
         *(where_stack(r, stack, "user_code") if stack else (where(r, "user_code"),)),
-        *(where(s.ranks[q], "user_code", next(iter(_stack_of(s.ranks[q], phase)), None)) for q in more),
+        *(where(s.ranks[q], "user_code", next(iter(stack_of(s.ranks[q], phase)), None)) for q in more),
     ))  # fmt: skip
     no_workers = all(x.workers == 0 for q in ranks for x in s.ranks[q].loaders if x.in_training)
     do = _DO["no workers" if phase == "data" and no_workers else phase]
@@ -124,7 +124,7 @@ def at_times(s: Snapshot, window: Window, subset: Subset, severity: Severity) ->
     )  # fmt: skip
 
 
-def _stack_of(r: RankState, phase: str) -> tuple[Site, ...]:
+def stack_of(r: RankState, phase: str) -> tuple[Site, ...]:
     """Return the stack with most samples of that phase; `other` also includes phases that the user named.
 
     Samples of `init` are from before the first step, so they count only if there are no others.
@@ -135,26 +135,3 @@ def _stack_of(r: RankState, phase: str) -> tuple[Site, ...]:
     name = max(names, key=lambda name: sites[0][1] if (sites := r.phase_sites.get(name)) else 0)
     sites = r.phase_sites.get(name)
     return r.phase_stacks.get(name, (sites[0][0],)) if sites else ()
-
-
-def rotating(s: Snapshot, window: Window, phase: str, changes: int, found: Subset) -> Finding:
-    """Return the finding of a slowest rank that keeps changing."""
-    sites = {q: next(iter(_stack_of(s.ranks[q], phase)), None) for q in window.ranks}
-    return ROTATING(
-        victims=window.ranks, where=wheres(s, window.ranks, None, sites), step=s.ranks[window.ranks[0]].step,
-        changes=changes, n=len(window.columns), found=found,
-        phase="code between steps" if phase == "other" else phase, share=found.gain_ms / found.step_ms,
-    )  # fmt: skip
-
-
-def by_arrival(
-    s: Snapshot, r: RankState, recent: list[Arrival], count: int, skew_ms: float, period_ms: float
-) -> Finding:
-    """Return the finding of a rank that enters its collectives last, in a loop without optimizer steps."""
-    stack = max(r.phase_stacks.values(), key=len, default=r.user_stack)
-    stack = next((r.phase_stacks[name] for name in ("other", "init") if r.phase_sites.get(name)), stack)
-    return BY_ARRIVAL(
-        culprits=(r.rank,), victims=[q for q in sorted(s.ranks) if q != r.rank],
-        where=where_stack(r, stack) if stack else (where(r),), site=stack[0] if stack else None,
-        op=recent[-1].op, count=count, n=len(recent), skew_ms=skew_ms, period_ms=period_ms,
-    )  # fmt: skip
