@@ -32,18 +32,16 @@ class Veto(NamedTuple):
         checked: The inputs were complete; else the kind counts as not checked.
     """
 
-    name: str
     applies: Callable[[Any], object]
     why: str
     checked: bool = True
-    cause: str | None = None  # the only cause that it is about
 
 
 def vetoed(vetoes: Iterable[Veto], case: object) -> Abstained | None:
     """Return the first veto that applies, as the reason of a rule; None if none does."""
     for veto in vetoes:
         if veto.applies(case):
-            return Abstained(filled(veto.why, c=case), checked=veto.checked, cause=veto.cause)
+            return Abstained(filled(veto.why, c=case), checked=veto.checked)
     return None
 
 

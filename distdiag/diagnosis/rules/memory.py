@@ -71,8 +71,8 @@ limits = Limits()
 
 
 _VETOES = (
-    Veto("memory", lambda s: not any(r.memory or r.device_bytes for r in s.ranks.values()), "memory is not measured", False),
-    Veto("warm-up", lambda s: not any(r.warm_since_s is not None for r in s.ranks.values()),
+    Veto(lambda s: not any(r.memory or r.device_bytes for r in s.ranks.values()), "memory is not measured", False),
+    Veto(lambda s: not any(r.warm_since_s is not None for r in s.ranks.values()),
          "no rank has made its first 20 steps", False),
 )  # fmt: skip
 

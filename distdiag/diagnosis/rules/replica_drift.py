@@ -17,7 +17,7 @@ from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank
 from distdiag.diagnosis.model.snapshot import RankState, Sample, Site, Snapshot
 from distdiag.diagnosis.text.phrases import at, count, wheres
 from distdiag.diagnosis.text.template import Template
-from distdiag.diagnosis.training_data import synchronous, training_loaders
+from distdiag.diagnosis.training_data import NOT_ALL, synchronous, training_loaders
 from distdiag.terms.ranks import by_value
 
 kind = kinds.REPLICA_DRIFT
@@ -55,9 +55,8 @@ limits = Limits()
 
 
 _VETOES = (
-    Veto("one rank", lambda s: s.world_size < 2, "there is one rank only", False),
-    Veto("missing", lambda s: len(s.ranks) < s.world_size, "{c.ranks:#} of {c.world_size} ranks have reported", False),
-    Veto("join", lambda s: any(r.in_join for r in s.ranks.values()),
+    *NOT_ALL,
+    Veto(lambda s: any(r.in_join for r in s.ranks.values()),
          "the ranks are in torch's Join context: those that have run out do not step"),
 )  # fmt: skip
 

@@ -279,27 +279,26 @@ class Case:
 
 
 VETOES = (
-    Veto("runs ahead", lambda c: c.small and c.ahead,
+    Veto(lambda c: c.small and c.ahead,
          "rank {c.ahead[0]} arrives {c.ahead[1]:.0f} ms after the others, in whose steps no wait for it is seen: their hosts may run "
          "ahead and wait for a place in the launch queue of their devices", checked=False),
-    Veto("nobody persists", lambda c: c.count < limits.recurrence * len(c.window.columns),
+    Veto(lambda c: c.count < limits.recurrence * len(c.window.columns),
          f"no rank is the slowest in {percent(limits.recurrence)} of the last {{c.window.columns:#}} steps"),
-    Veto("costs little", lambda c: c.small, "{c.slow.ranks}: costs {c.slow.gain_ms:.1f} ms per step, below {c.least_ms:.1f} ms"),
-    Veto("does not arrive last", lambda c: not comparison.arrives_last(c.window, c.slow.ranks, limits.recurrence),
+    Veto(lambda c: c.small, "{c.slow.ranks}: costs {c.slow.gain_ms:.1f} ms per step, below {c.least_ms:.1f} ms"),
+    Veto(lambda c: not comparison.arrives_last(c.window, c.slow.ranks, limits.recurrence),
          "{c.slow.ranks}: works longest, but does not arrive last, so no rank waits for it"),
-    Veto("several phases", lambda c: len({x.phase for x in c.excesses}) > 1, "{c.slow.ranks}: each is slow in another phase"),
-    Veto("not all in the optimizer",
-         lambda c: c.busy and c.phase == "optimizer" and c.most.phase_ms < limits.concentrated * c.most.all_ms,
+    Veto(lambda c: len({x.phase for x in c.excesses}) > 1, "{c.slow.ranks}: each is slow in another phase"),
+    Veto(lambda c: c.busy and c.phase == "optimizer" and c.most.phase_ms < limits.concentrated * c.most.all_ms,
          "its optimizer step is only part of its excess: a slower core explains that"),
-    Veto("slower core", lambda c: c.least_lost == math.inf,
+    Veto(lambda c: c.least_lost == math.inf,
          "its {c.phase} takes {c.ratio:.1f} times that of the others: a slower core explains that"),
-    Veto("small share", lambda c: c.lost < c.least_lost, "it costs {c.lost:share} of the step, below {c.least_lost:share}"),
-    Veto("jitter", lambda c: c.jitters,
+    Veto(lambda c: c.lost < c.least_lost, "it costs {c.lost:share} of the step, below {c.least_lost:share}"),
+    Veto(lambda c: c.jitters,
          "rank {c.most.rank}: spends its time at a collective call, on a host whose cores are all in use"),
-    Veto("loaders at their limit", lambda c: c.loaders_at_limit,
+    Veto(lambda c: c.loaders_at_limit,
          "the loaders of the other ranks are busy, too, {c.busiest:share} of the time: none could go much faster"),
-    Veto("no CPU", lambda c: c.lacks_cpu, "the loader workers of {c.slow.ranks} wait for a CPU, as those of all ranks may"),
-    Veto("out of data", lambda c: c.shadows, "{c.shadows} ran out of data and only shadow the collectives"),
+    Veto(lambda c: c.lacks_cpu, "the loader workers of {c.slow.ranks} wait for a CPU, as those of all ranks may"),
+    Veto(lambda c: c.shadows, "{c.shadows} ran out of data and only shadow the collectives"),
 )  # fmt: skip
 
 
