@@ -28,7 +28,7 @@ SLOW_PERIOD_S = 1.0  # seconds between evaluations of the kinds that are not eva
 
 @dataclass
 class Checks:
-    """Whether each kind could be judged so far, and why not: one entry per kind, and one per cause that a rule abstained from."""
+    """Whether each kind, or a cause that a rule abstained from, could be judged so far, and why not."""
 
     _known: dict[tuple[str, str | None], Check] = field(default_factory=dict)
 

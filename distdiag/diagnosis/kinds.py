@@ -81,12 +81,12 @@ MISMATCH = _fatal(
 )  # fmt: skip
 STALL = Kind(
     name="stall", severities=(_INFO, _WARNING, _ERROR),  # info: dumps of a job that may have been running
-    causes=("user_code", "data", "gil_held", "checkpoint", "unknown"), every_poll=True, release=2, suspends=True,
-    superseded=True, cleared_by_success=True, stacks=True, state=State.STALLED,
+    causes=("user_code", "data", "gil_held", "checkpoint", "unknown"), every_poll=True, release=2,
+    suspends=True, superseded=True, cleared_by_success=True, stacks=True, state=State.STALLED,
 )  # fmt: skip
 TIMEOUT = _fatal(
-    name="timeout", severities=(_ERROR,), causes=("late_rank",), sticky=True, stacks=True, state=State.DEGRADED,
-    explains=(_STALL, _LOSS, _ECHO_OF_END),
+    name="timeout", severities=(_ERROR,), causes=("late_rank",), sticky=True, stacks=True,
+    state=State.DEGRADED, explains=(_STALL, _LOSS, _ECHO_OF_END),
 )  # fmt: skip
 RANK_LOST = _fatal(
     name="rank_lost", severities=(_WARNING, _ERROR), causes=("killed", "crashed", "silent"), sticky=True,
@@ -134,8 +134,8 @@ GROUP_MISUSE = Kind(name="group_misuse", severities=(_WARNING, _ERROR), causes=(
 RECORDER = Kind(
     name="recorder", severities=(_INFO, _WARNING), sticky=True,
     causes=(
-        "disk_full", "clock_skew", "dropped", "missed", "unsupported_torch", "device_waits", "unfollowed", "missing_dump",
-        "unreadable_dump", "contradicted",
+        "disk_full", "clock_skew", "dropped", "missed", "unsupported_torch", "device_waits", "unfollowed",
+        "missing_dump", "unreadable_dump", "contradicted",
     ),
 )  # fmt: skip
 

@@ -73,7 +73,8 @@ NOT_ONE_MODEL = (
     *NOT_ALL,
     Veto(lambda s: any(r.in_join for r in s.ranks.values()),
          "the ranks are in torch's Join context: uneven inputs are legal"),
-    Veto(lambda s: not synchronous(s), "the ranks do not train one model together, as far as the recorder can see", False),
+    Veto(lambda s: not synchronous(s),
+         "the ranks do not train one model together, as far as the recorder can see", False),
 )  # fmt: skip
 
 

@@ -73,7 +73,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
 
 
 def _shared_waits(s: Snapshot) -> float:
-    """Return the share of time that every host waits in the collectives of all ranks, in a loop without an optimizer."""
+    """Return the share of time that every host waits in collectives of all ranks, without an optimizer."""
     whole = {name for name, g in s.groups.items() if len(g.ranks) == s.world_size}
     recent = [a for a in s.arrivals if a.group in whole]
     if len(recent) < STEPS.least or s.world_size < 2:
@@ -98,8 +98,9 @@ def _finding(s: Snapshot, ranks: list[int], share: float, of: str, ddp: Gradient
 def _advice(ddp: Gradients, b: Buckets, on_nccl: bool) -> Iterator[str]:
     """Yield what reduces the exposed time of gradients, with the gain.
 
-    A gain is at most what is exposed: communication that overlaps with the computation of gradients costs no time. For most
-    changes there is only this upper limit: how much of the rest will overlap is not known before it is tried.
+    A gain is at most what is exposed: communication that overlaps with the computation of gradients costs no
+    time. For most changes there is only this upper limit: how much of the rest will overlap is not known
+    before it is tried.
     """
     low, high = ddp.interval or (0.0, 0.0)
     interval = f" (95 % interval {percent(low / 2).removesuffix(' %')} to {percent(high / 2)})" if ddp.interval else ""
@@ -109,7 +110,8 @@ def _advice(ddp: Gradients, b: Buckets, on_nccl: bool) -> Iterator[str]:
     )
     if b.comm_hook is None and "float" in b.dtypes.replace("bfloat16", "").split(", "):
         hook = "bf16_compress_hook" if on_nccl else "fp16_compress_hook"  # torch refuses bf16 on other backends
-        yield f"`register_comm_hook(None, {hook})` halves the bytes: at most {percent(min(ddp.share, ddp.comm_share / 2))} less time"
+        saved = percent(min(ddp.share, ddp.comm_share / 2))
+        yield f"`register_comm_hook(None, {hook})` halves the bytes: at most {saved} less time"
     if b.buckets == 1 and b.bytes > limits.small_bucket_bytes:
         split = min(ddp.share, ddp.comm_share * (PARTS - 1) / PARTS)  # the last one is always exposed
         yield (

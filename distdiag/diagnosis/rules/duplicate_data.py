@@ -161,8 +161,8 @@ def _same_batches(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding]:
 def _same_order(x: Loader) -> bool:
     """True if the sampler shuffles and the epoch began like the one before.
 
-    Or if it is still at epoch 0 in a later epoch and the labels do not contradict: augmentation changes the values even
-    if the order is the same. With few classes, equal labels alone prove nothing.
+    Or if it is still at epoch 0 in a later epoch and the labels do not contradict: augmentation changes the
+    values even if the order is the same. With few classes, equal labels alone prove nothing.
     """
     if not (x.distributed_sampler and x.shuffle and x.iterations_started >= 2):
         return False

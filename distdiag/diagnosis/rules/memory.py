@@ -219,7 +219,7 @@ def _grows(
 
 
 def _late(s: Snapshot) -> dict[int, int]:
-    """Return each rank's least host memory in its newest samples since the warm-up; empty unless known of all.
+    """Return each rank's least host memory in its newest samples; empty unless known of all.
 
     Known: at least three samples span `imbalance_s`.
     """

@@ -25,7 +25,7 @@ from distdiag.diagnosis.waits.compatible import op_name
 from distdiag.terms.ranks import by_value
 
 kind = kinds.MISMATCH
-limits = None  # calls differ or they do not. `culprit.verdict.SETTLED_S`: how long the vote waits for ranks that have not arrived
+limits = None  # calls differ or they do not; `culprit.verdict.SETTLED_S`: how long the vote waits for ranks
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:

@@ -61,7 +61,7 @@ def _deciding(s: Snapshot, found: Found) -> tuple[Found, bool]:
 
 
 def _common(s: Snapshot, chosen: Found) -> dict[str, Any]:
-    """Return what both findings share, of the samples that decide: each at its site, or where its rank runs backward."""
+    """Return what both findings share, of the samples that decide: each at its site, or at its backward."""
     backward = {
         q: next(iter(s.ranks[q].phase_stacks.get("backward") or ()), s.ranks[q].current_site) for q, _ in chosen
     }

@@ -142,7 +142,7 @@ def _repair(
 
 
 def _of_unknown_cause(s: Snapshot, cascade: Cascade) -> Finding:
-    """Return the finding of ranks that failed because another was gone, or that could not connect: no culprit is known."""
+    """Return the finding of ranks that lost another, or could not connect: no culprit is known."""
     echoes = cascade.end is End.ECHOES
     failed = [s.ranks[q] for q in cascade.others]
     times = [r.ended_s for r in failed if r.ended_s is not None]
@@ -150,5 +150,6 @@ def _of_unknown_cause(s: Snapshot, cascade: Cascade) -> Finding:
     sites = (w for r in failed for w in where_stack(r, r.user_stack, "crashed" if echoes else None, 2))
     return (ECHOES if echoes else UNCONNECTED)(
         victims=cascade.others, where=sites, first_seen_s=min(times, default=None), first=first.rank,
-        error=first.exception.splitlines()[0][:160] if first.exception else "no exception", site=first.current_site,
+        error=first.exception.splitlines()[0][:160] if first.exception else "no exception",
+        site=first.current_site,
     )  # fmt: skip

@@ -258,8 +258,8 @@ def _finding(
         cause=words if words in kind.causes else None, proved=certain or cause == "buffers",
         severity=Severity.INFO if mild else None,
         culprits=odd, victims=[q for q in ranks if q not in odd], step=steps[0], last=steps[-1],
-        where=wheres(s, ranks, None, {q: _site(s.ranks[q], by_hand) for q in ranks}), what=what, spread=_spread(values),
-        do=_ADVICE[words + (" in DDP" if words == "different_init" and models else "")],
+        where=wheres(s, ranks, None, {q: _site(s.ranks[q], by_hand) for q in ranks}),
+        what=what, spread=_spread(values), do=_ADVICE[words + (" in DDP" if words == "different_init" and models else "")],
         cost="none, if these buffers may differ" if mild
         else "each rank trains a different model; only one of them is saved",
     )  # fmt: skip

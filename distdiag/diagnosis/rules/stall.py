@@ -86,7 +86,7 @@ class _Late:
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
-    """Yield the stalls: living ranks that others have waited for unusually long, one for each line that they are at."""
+    """Yield the living ranks that others have waited for unusually long, one stall for each line."""
     if facts.stopped:
         yield Abstained("another finding has already stopped the job", checked=True)
         return
@@ -125,7 +125,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
 def _by_line(late: list[_Late]) -> Iterator[list[_Late]]:
     """Yield the ranks that exceed their patience, those at one line together, the longest wait first.
 
-    At one line all do the same, although one may look asleep and another busy for a moment: the shortest patience counts.
+    At one line all do the same, although one may look asleep and another busy: the shortest patience counts.
     """
     groups: dict[object, list[_Late]] = {}
     for x in late:
@@ -212,7 +212,7 @@ def patience_s(r: RankState) -> float:
 
 
 def _start_s(calls: int) -> float:
-    """Return the minimum patience, in seconds, for a job that has made no step yet, by its number of collectives."""
+    """Return the least patience, in seconds, for a job without a step yet, by its number of collectives."""
     return next((seconds for fewer, seconds in limits.start_s if calls < fewer), 0.0)
 
 
@@ -222,7 +222,7 @@ def _doing(r: RankState) -> str:
 
 
 def _left_open(s: Snapshot, r: RankState) -> tuple[str, str] | None:
-    """Return (text, advice) about an open collective that this rank issued asynchronously or from another thread."""
+    """Return (text, advice) about an open collective that this rank issued without waiting in it."""
     for name, issued in r.enqueued.items():
         done, group = r.completed.get(name, issued), s.groups.get(name)
         if done >= issued or group is None:
@@ -295,7 +295,8 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
         missing=_missing_text(ranks, call, victim.rank),
         size=f", {size_text(call.bytes)}" if call.bytes else "", implicit=implicit_text(victim, call),
         does=f"{'it' if len(late) == 1 else 'each'} {_DOES.get(doing, 'is busy')}{at(r.current_site)}",
-        worker=f", and {whose} is{at(worker)}" if worker is not None else "", open=left_open[0] if left_open else "",
+        worker=f", and {whose} is{at(worker)}" if worker is not None else "",
+        open=left_open[0] if left_open else "",
         handling=f", while it handles {pending_exception.handled(r)}" if r.handling else "",
         waited_s=first.waited_s,
         usual=f" (its longest so far: {rough_duration(longest_s)})" if longest_s > 0.5 else "",
@@ -309,7 +310,7 @@ def _line(site: Site | None, source: Source) -> str:
 
 
 def _missing_text(ranks: list[int], call: Call, victim: int) -> str:
-    """Return what a victim that is in `call` waits for: the call of these ranks, or the other end of a message."""
+    """Return what a victim in `call` waits for: the call of these ranks, or the other end of a message."""
     if not call.p2p:
         return f"{rank_list(ranks)} {verb(ranks, 'has', 'have')} not entered {op_text(call)}"
     if ranks != [call.peer]:

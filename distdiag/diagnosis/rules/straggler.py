@@ -106,7 +106,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
 
 
 class Excess(NamedTuple):
-    """What one slow rank works beyond the others, ms per step, without its waiting for a CPU (`queued_ms`)."""
+    """What one slow rank works beyond the others, ms per step, without waiting for a CPU (`queued_ms`)."""
 
     rank: int
     phase: str  # the one that exceeds the others' most
@@ -160,8 +160,8 @@ class Case:
     def ahead(self) -> tuple[int, float] | None:
         """(rank, ms) of one that always arrives after the others, in whose steps no wait for it is seen.
 
-        Hosts that run ahead until their launch queue is full wait there, in any phase, and not for the last to
-        arrive. How far they are ahead is then constant, and is not what a step costs them.
+        Hosts that run ahead until their launch queue is full wait there, in any phase, and not for the last
+        to arrive. How far they are ahead is then constant, and is not what a step costs them.
         """
         steps, ranks = self.window.steps, self.window.ranks
         arrivals = leads(zip(*([x.ready_s or 0.0 for x in steps[q]] for q in ranks), strict=True))
@@ -225,7 +225,7 @@ class Case:
         return self.needed(self.ratio)
 
     def needed(self, ratio: float) -> float:
-        """Return the share of the step that must be lost, by the ratio to the others' work; infinite if that is small."""
+        """Return the share of the step that must be lost, by the ratio to the others' work."""
         shares = limits.shares[:-1] if self.busy else limits.shares
         share = next((share for factor, share in shares if ratio >= factor), math.inf)
         return max(limits.least_ms / self.slow.step_ms, share)
@@ -240,8 +240,8 @@ class Case:
     def loader_gain(self) -> float | None:
         """Largest share of the step that a loader like the others' would gain; None if not known.
 
-        A rank that waits for another finds its queue full, however slow its own loader is. The time that its workers
-        fetch shows the speed: the loader alone would need that share of the step time.
+        A rank that waits for another finds its queue full, however slow its own loader is. The time that its
+        workers fetch shows the speed: the loader alone would need that share of the step time.
         """
         return None if self.phase != "data" or self.busiest is None else 1.0 - self.busiest
 
@@ -255,8 +255,8 @@ class Case:
     def lacks_cpu(self) -> bool:
         """True if loader workers of a slow rank wait for a CPU, and have not twice the work of any other's.
 
-        If all loaders are at their limit, a slightly slower one causes all the waiting and fills the other queues:
-        their own speed is not known then.
+        If all loaders are at their limit, a slightly slower one causes all the waiting and fills the other
+        queues: their own speed is not known then.
         """
         states = self.snapshot.ranks
         theirs = [states[q].workers_busy for q in self.rest if any(x.workers for x in states[q].loaders)]
@@ -272,7 +272,7 @@ class Case:
 
     @property
     def jitters(self) -> bool:
-        """True if it spends a little time on a busy host at a line that is a collective call: all ranks make it."""
+        """True if it spends little time, on a busy host, at a collective call: all ranks make it."""
         sites = self.snapshot.ranks[self.most.rank].phase_sites.get("other", ())
         at_collective = bool(sites) and sites[0][0].key in self.snapshot.ranks[self.most.rank].sites
         return self.phase == "other" and self.most.phase_ms < limits.jitter_ms and self.busy and at_collective
@@ -308,8 +308,8 @@ VETOES = (
 def _slow_device(s: Snapshot, window: Window) -> Finding | None:
     """Return the finding of a rank whose device takes longer for the forward of DDP, by CUDA events.
 
-    Its host launches as early as the others', so that arrivals do not show it. Devices leave the reduction of the
-    gradients together, and nothing is waited for in the forward that follows.
+    Its host launches as early as the others', so that arrivals do not show it. Devices leave the reduction of
+    the gradients together, and nothing is waited for in the forward that follows.
     """
     ranks = [s.ranks[q] for q in window.ranks]
     if not window.inferred or not all(r.device_total_bytes and any(m.group for m in r.models) for r in ranks):
@@ -351,14 +351,14 @@ def _rotating(case: Case) -> Finding | None:
     states, ranks = case.snapshot.ranks, window.ranks
     sites = {q: next(iter(text.stack_of(states[q], phase)), None) for q in ranks}
     return text.ROTATING(
-        victims=ranks, where=wheres(case.snapshot, ranks, None, sites), step=states[ranks[0]].step, changes=changes,
-        n=len(window.columns), found=subset, phase="code between steps" if phase == "other" else phase,
+        victims=ranks, where=wheres(case.snapshot, ranks, None, sites), step=states[ranks[0]].step,
+        changes=changes, n=len(window.columns), found=subset, phase="code between steps" if phase == "other" else phase,
         share=subset.gain_ms / subset.step_ms,
     )  # fmt: skip
 
 
 def _at_times(case: Case) -> Finding | None:
-    """Return the finding of a rank that is slow in some steps: info, unless it costs much and is not a duty."""
+    """Return the finding of a rank that is slow in some steps: info, unless it costs much and is no duty."""
     found = comparison.occasional(case.window)
     # without a period, ranks that compete for cores have such steps by chance, stages by design
     if found is None or (found.period is None and (case.busy or case.stages)):

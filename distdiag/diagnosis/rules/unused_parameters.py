@@ -169,7 +169,9 @@ def _unused(case: _Case) -> Finding | None:
     return UNUSED_TEXT(
         cause="differs_between_ranks" if differs else "never_used", severity=severity, culprits=culprits,
         victims=sorted(q for q, r in states.items() if r.models and q not in culprits),
-        where=(where(states[q], "crashed" if q in case.refused else None, having[q].unused_site) for q in sorted(having)),
+        where=(
+            where(states[q], "crashed" if q in case.refused else None, having[q].unused_site) for q in sorted(having)
+        ),
         names=unused, step=max(m.unused_step for m in having.values()), n=len(unused),
         elements=sum(unused.values()), lack=lack, shown=_shown(tuple(unused), len(unused)),
         site=next((m.unused_site for m in having.values() if m.unused_site), None), why=_why(case),
@@ -227,7 +229,8 @@ def _not_needed(s: Snapshot) -> Finding | Abstained:
         # a library's default is no fault of the script, however much it costs
         severity=Severity.INFO if small or m.flag_of_library else Severity.WARNING, victims=sorted(s.ranks),
         where=(where(r, None, x.site) for r in s.ranks.values() for x in r.models[:1]), site=m.site,
-        checks=checks, spent=spent, gain=_gain_text(s, step_ms), do=_DO["library" if m.flag_of_library else "flag"],
+        checks=checks, spent=spent, gain=_gain_text(s, step_ms),
+        do=_DO["library" if m.flag_of_library else "flag"],
     )  # fmt: skip
 
 

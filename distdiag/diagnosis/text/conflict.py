@@ -16,22 +16,25 @@ from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.wait import Wait
 
 SHOWN_RANKS = 4
-_SPLITS = "{each} in {op} #{seq:,}{site} ({group}): it can never complete, as all ranks together send {sent:,} and expect {received:,}{reason}"
+_SPLITS = (
+    "{each} in {op} #{seq:,}{site} ({group}): it can never complete, as all ranks together send {sent:,} and "
+    "expect {received:,}{reason}"
+)
 _SPLITS_ADVICE = (
-    "compare the split sizes at {both}: what a rank sends to another must be what that rank expects of it; exchange the input "
-    "splits with an all_to_all first, and change none of them afterwards"
+    "compare the split sizes at {both}: what a rank sends to another must be what that rank expects of it; "
+    "exchange the input splits with an all_to_all first, and change none of them afterwards"
 )
 # by cause; "message" is one of other size, "way" ranks that came to the call by another way
 _ADVICE = {
     "message": "send and receive tensors of the same size, and in the same order: compare {both}",
     "way": "make the same calls in the same order on all ranks: compare {both}",
     "missing_rank": "call {a} on all ranks or on none: look for a condition on the rank around it",
-    "order_mismatch": "issue the collectives in the same order, and equally often, on all ranks: compare {both}; it is enough that "
-    "{second} {second:calls|call} {a} first, or {first} {b}",
-    "shape": "compare the tensors at {both}: a parameter, bucket or last batch differs between ranks, or the order of the calls does "
-    "(a loop over a set, or over names that each rank collects itself)",
-    "dtype": "on {first} cast the tensor to {theirs} before the call{either}: the tensors at {both} come from Python or NumPy numbers, "
-    "autocast, or a cast on some ranks only",
+    "order_mismatch": "issue the collectives in the same order, and equally often, on all ranks: compare {both}; "
+    "it is enough that {second} {second:calls|call} {a} first, or {first} {b}",
+    "shape": "compare the tensors at {both}: a parameter, bucket or last batch differs between ranks, or the order "
+    "of the calls does (a loop over a set, or over names that each rank collects itself)",
+    "dtype": "on {first} cast the tensor to {theirs} before the call{either}: the tensors at {both} come from "
+    "Python or NumPy numbers, autocast, or a cast on some ranks only",
     "root": "pass the same src/dst on all ranks: compare {both}",
     "op": "make all ranks call the same operation: compare {both}",
 }

@@ -15,8 +15,18 @@ from distdiag.terms.backends import in_group_communicator
 
 NEW_GROUP_ADVICE = "call new_group on all ranks, in the same order, also on those that are not members of the group"
 SHOWN = 4  # waits of the cycle
-_MISSING = "{culprits} {culprits:has|have} not entered {what}; {others} {others:waits|wait} for {culprits:it|them}, and {first}{reason}"
-_MESSAGE_MISSING = "{culprits} {culprits:has|have} not {done} what {waiting} {waiting:waits|wait} for in {what}{site}, and {first}{reason}"
+_MISSING = (
+    "{culprits} {culprits:has|have} not entered {what}; {others} {others:waits|wait} for {culprits:it|them}, and "
+    "{first}{reason}"
+)
+_MESSAGE_MISSING = (
+    "{culprits} {culprits:has|have} not {done} what {waiting} {waiting:waits|wait} for in {what}{site}, and "
+    "{first}{reason}"
+)
+_FIRST = "; it is enough that rank {rank} calls {op}{site} before {other}{own}"
+_FIRST_MESSAGE = (
+    "; it is enough that rank {rank} makes the {end} that {ranks} {ranks:waits|wait} for before its {other}{own}"
+)
 
 
 def message(snapshot: Snapshot, verdict: Verdict) -> str:
@@ -82,12 +92,12 @@ def _first_text(verdict: Verdict, calls: dict[int, tuple[Wait, Call]]) -> str:
         call = next((wait.calls[r] for r in wait.ranks if r in wait.calls), None)
         if call is None:
             continue
-        text = "; it is enough that rank {rank} calls {op}{site} before {other}{own}"
-        if call.p2p:
-            text = "; it is enough that rank {rank} makes the {end} that {ranks} {ranks:waits|wait} for before its {other}{own}"
         op, other = (compatible.op_name(c.op) for c in (call, own))
         end = "recv" if wait.p2p and wait.key[2] == "send" else "send"
-        return filled(text, rank=rank, op=op, site=call.site, other=other, own=own.site, end=end, ranks=wait.ranks)
+        return filled(
+            _FIRST_MESSAGE if call.p2p else _FIRST, rank=rank, op=op, site=call.site, other=other, own=own.site,
+            end=end, ranks=wait.ranks,
+        )  # fmt: skip
     return ""
 
 

@@ -7,8 +7,8 @@ from distdiag.diagnosis.culprit.verdict import Verdict
 
 # They state why, or at which condition in the source: no other adds anything.
 _COMPLETE = (
-    Reason.EXHAUSTED, Reason.EXCEPTION, Reason.LOOP, Reason.EXTRA, Reason.SKIPPED, Reason.ORDER, Reason.CONDITION,
-    Reason.PARTING,
+    Reason.EXHAUSTED, Reason.EXCEPTION, Reason.LOOP, Reason.EXTRA, Reason.SKIPPED, Reason.ORDER,
+    Reason.CONDITION, Reason.PARTING,
 )  # fmt: skip
 
 

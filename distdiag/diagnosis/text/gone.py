@@ -10,10 +10,13 @@ from distdiag.diagnosis.text.incident import collective_text, implicit_text
 from distdiag.diagnosis.text.template import filled
 from distdiag.diagnosis.waits import compatible
 
+_HISTORY = (
+    "{culprits} waits in {what}{site} for ranks that have ended: it has made collective calls that they never made; "
+)
 _ADVICE = {
     "rank_stopped": "resume it with `kill -CONT` on {culprits}'s process, or end the job",
-    "rank_finished": "find why {culprits} left the loop before the others: fewer batches, an early return or break, or an exit "
-    "(sys.exit, os._exit in a thread) on some ranks only",
+    "rank_finished": "find why {culprits} left the loop before the others: fewer batches, an early return or break, "
+    "or an exit (sys.exit, os._exit in a thread) on some ranks only",
     "missing_rank": "look for {op} (or a forward of the wrapped model) that only {culprits} runs",
     "rank_exited": "see the error of {culprits}, then restart the job: the others cannot continue without it",
 }
@@ -28,10 +31,7 @@ def message(snapshot: Snapshot, verdict: Verdict) -> str:
     text, left = "{ended} " + _ending([snapshot.ranks[q] for q in verdict.ended]), ""
     waiting = "; {stuck} {stuck:waits|wait} for {ended:it|them}"
     if verdict.reason is Reason.HISTORY:
-        text = (
-            "{culprits} waits in {what}{site} for ranks that have ended: it has made collective calls that they never made; "
-            + text
-        )
+        text = _HISTORY + text
     else:
         if verdict.reason is Reason.EXHAUSTED:
             text = "{culprits} ran out of batches and {culprits:has|have} ended"

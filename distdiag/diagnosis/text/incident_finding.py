@@ -52,7 +52,8 @@ def incident_finding(snapshot: Snapshot, verdict: Verdict) -> Finding:
     return Template(verdict.kind, verdict.cause, "{text}{hosts}", cost, "{do}", proved)(
         culprits=culprits, victims=victims, collective=collective_ref(snapshot, verdict.wait, verdict.call),
         where=where_of_ranks(snapshot, culprits or members, calls),
-        waiting=where_of_ranks(snapshot, victims if culprits else outside, calls), step=max(stepping, default=0) or None,
+        waiting=where_of_ranks(snapshot, victims if culprits else outside, calls),
+        step=max(stepping, default=0) or None,
         first_seen_s=None if snapshot.source == "dumps" else complete_s,
         text=message, hosts=host_text(snapshot, (*culprits, *victims)), do=advice,
     )  # fmt: skip

@@ -94,7 +94,7 @@ def slow(s: Snapshot, window: Window, slow: Subset, x: Any, loader_gain: float |
 
 
 def _gain_text(window: Window, slow: Subset, loader_gain: float | None) -> str:
-    """Return `; if rank 1 were as fast as the others, a step would take 22 % less (95 % interval 20 to 25 %)`."""
+    """Return `; if rank 1 were as fast as the others, a step would take 22 % less (95 % interval …)`."""
     if loader_gain is not None:
         # the others' queues are full: their workers show how fast their loaders are, their steps do not
         return f"; with a loader like the others' a step would take at most {percent(loader_gain)} less"
@@ -119,8 +119,8 @@ def at_times(s: Snapshot, window: Window, subset: Subset, severity: Severity) ->
     phase = max(PHASES, key=excess_ms)
     when = f"every {ordinal(subset.period)} step, " if subset.period is not None else ""
     return found(
-        AT_TIMES, s, window, [rank], phase, severity=severity, found=subset, when=when, steps="" if when else " steps",
-        cause="host" if phase == "other" else phase,
+        AT_TIMES, s, window, [rank], phase, severity=severity, found=subset, when=when,
+        steps="" if when else " steps", cause="host" if phase == "other" else phase,
     )  # fmt: skip
 
 
