@@ -69,7 +69,7 @@ def _page(kind: Kind, rule: Rule | None, first_steps: tuple[str, str], jobs: dic
         _policy(kind),
     ]
     if rule is not None:
-        limits = _limits(rule)
+        limits = _limits(rule) if rule.limits is not None else ""
         parts += ["## Limits", limits] if limits else []
         parts += _jobs(rule, jobs)
     return "\n\n".join(parts) + "\n"
@@ -104,8 +104,6 @@ def _limits(rule: Rule) -> str:
             name = ast.unparse(field.target)
             text = " ".join(str(below.value.value).split())
             rows.append(f"| `{name}` | {_value(getattr(rule.limits, name))} | {text} |")
-    if not rows:
-        return ""
     assert len(rows) == len(dataclasses.fields(rule.limits))
     return "\n".join(["| limit | value | meaning |", "|---|---|---|", *rows])
 

@@ -1,11 +1,9 @@
-"""The comparator: one subset of ranks that differs from the rest, in which steps, by how much, and
-what that costs.
+"""The comparator: one subset of ranks that differs from the rest, in which steps, by how much, at what cost.
 
-A column has one number per rank: what each works in one step, ms. Three selectors of the time axis
-find the subset: `persistent` (in nearly every step), `occasional` (in every n-th step, or
-irregularly but at a high cost) and `rotating` (another rank in each step). `gain` is the cost with
-its interval. Whatever looks like a difference and is none is a row of a rule's vetoes, which
-`vetoed` reads: so each has its reason.
+A column has one number per rank: what each works in one step, ms. Three selectors of the time axis find the
+subset: `persistent` (in nearly every step), `occasional` (in every n-th step, or irregularly but at a high
+cost) and `rotating` (another rank in each step). `gain` is the cost with its interval. Whatever looks like a
+difference and is none is a row of a rule's vetoes, which `vetoed` reads: so each has its reason.
 """
 
 from __future__ import annotations
@@ -34,18 +32,16 @@ class Veto(NamedTuple):
         checked: The inputs were complete; else the kind counts as not checked.
     """
 
-    name: str
     applies: Callable[[Any], object]
     why: str
     checked: bool = True
-    cause: str | None = None  # the only cause that it is about
 
 
 def vetoed(vetoes: Iterable[Veto], case: object) -> Abstained | None:
     """Return the first veto that applies, as the reason of a rule; None if none does."""
     for veto in vetoes:
         if veto.applies(case):
-            return Abstained(filled(veto.why, c=case), checked=veto.checked, cause=veto.cause)
+            return Abstained(filled(veto.why, c=case), checked=veto.checked)
     return None
 
 
@@ -60,8 +56,7 @@ def minority(values: Mapping[int, Hashable]) -> tuple[int, ...]:
 
 
 def above(values: Mapping[int, int], limit: Callable[[int], float]) -> tuple[tuple[int, ...], int]:
-    """Return (the ranks above the typical one by more than `limit` of it; that one). More than half
-    are not named."""
+    """Return (ranks above the typical one by more than `limit` of it, that one). Over half are not named."""
     typical = statistics.median_low(values.values())
     odd = tuple(sorted(rank for rank, value in values.items() if value - typical > limit(typical)))
     return (odd if len(odd) <= len(values) // 2 else ()), typical
@@ -107,10 +102,10 @@ class Subset:
 
 
 def persistent(window: Window, recurrence: float, least_ms: float, several: bool) -> Subset:
-    """Return the rank that works longest most often; if that is in fewer steps than a share,
-    several that do together.
+    """Return the rank that works longest most often; if that is in too few steps, several that do together.
 
     Args:
+        recurrence: Share of the steps that is enough.
         least_ms: Milliseconds per step by which several must at least work longer.
         several: False: one rank only.
     """
@@ -124,10 +119,8 @@ def persistent(window: Window, recurrence: float, least_ms: float, several: bool
 
 
 def _together(window: Window, least_ms: float) -> tuple[list[int], list[int], list[float]] | None:
-    """Return (ranks, steps, gains) of ranks that all work longer than the rest: at most half of
-    all, as of a slow node."""
-    ranks, columns = window.ranks, window.columns
-    totals = [sum(row) for row in window.rows]
+    """Return (ranks, steps, gains) of at most half of all ranks that all work longer than the rest."""
+    ranks, columns, totals = window.ranks, window.columns, [sum(row) for row in window.rows]
     order = sorted(range(len(ranks)), key=lambda i: -totals[i])
     gaps = {k: totals[order[k - 1]] - totals[order[k]] for k in range(2, len(ranks) // 2 + 1)}
     k = max(gaps, key=lambda k: gaps[k], default=0)
@@ -175,8 +168,7 @@ def occasional(window: Window) -> Subset | None:
 
 
 def rotating(window: Window, least_steps: int, changes: float) -> tuple[int, Subset] | None:
-    """Return (how often the slowest rank changes, the subset of all ranks), if every rank is the
-    slowest in turn.
+    """Return (how often the slowest rank changes, the subset of all ranks), if each is the slowest in turn.
 
     Args:
         changes: Least changes of the slowest rank per step.
@@ -197,11 +189,10 @@ def rotating(window: Window, least_steps: int, changes: float) -> tuple[int, Sub
 
 
 def arrives_last(window: Window, slow: Sequence[int], recurrence: float) -> bool:
-    """True if slow ranks are the last at a synchronisation in this share of the steps, or none was
-    timed on all ranks.
+    """True if slow ranks are the last at a synchronisation in this share of the steps, or none was timed.
 
-    Ranks leave the first one together (in DDP with buffers, the forward's broadcast): there the
-    last one alone does not show who was late.
+    Ranks leave the first one together (in DDP with buffers, the forward's broadcast): there the last one
+    alone does not show who was late.
     """
     ranks, steps, timed = window.ranks, window.steps, False
     for times in ([[x.arrived_s for x in steps[q]] for q in ranks], [[x.ready_s for x in steps[q]] for q in ranks]):
@@ -221,8 +212,7 @@ T_95 = 2.78  # of Student's t with four degrees of freedom
 LEAST_STEPS = 20
 
 
-@dataclass(frozen=True)
-class Gain:
+class Gain(NamedTuple):
     """A share of step time, and its 95 % interval."""
 
     share: float
@@ -231,18 +221,16 @@ class Gain:
 
 
 def blocks(n: int) -> Iterator[tuple[int, int]]:
-    """Yield (first, end) of the few long blocks of `n` steps whose means give an interval: step
-    times are autocorrelated."""
+    """Yield (first, end) of the few blocks of `n` steps for an interval: steps are autocorrelated."""
     return itertools.pairwise(round(k * n / BLOCKS) for k in range(BLOCKS + 1))
 
 
 def half_interval(means: Sequence[float]) -> float:
-    """Return half the 95 % interval of what a later measurement of as many steps would show, from
-    the means of blocks.
+    """Return half the 95 % interval of a later measurement of as many steps, from the means of blocks.
 
-    It has two errors of equal size, of the recorded steps and of the later ones. Both include what
-    all ranks have in common, as the load of the machine; a load that changes more slowly than the
-    recorded steps last cannot be seen in them.
+    It has two errors of equal size, of the recorded steps and of the later ones. Both include what all ranks
+    have in common, as the load of the machine; a load that changes more slowly than the recorded steps last
+    is not in them.
     """
     return T_95 * math.sqrt(2 / BLOCKS) * statistics.stdev(means)
 
@@ -251,10 +239,10 @@ def gain(window: Window, slow: Sequence[int]) -> Gain | None:
     """Return the share of step time that would be saved if each of `slow` worked as long as a
     typical other rank.
 
-    A step lasts as long as its slowest rank works, so each recorded step is computed again with a
-    typical other rank's work in place of the slow rank's. That work is from another step of the
-    block, far away, as neighbours have similar work: within the same step it would never be the
-    longest, and the gain would be too large.
+    A step lasts as long as its slowest rank works, so each recorded step is computed again with a typical
+    other rank's work in place of the slow rank's. That work is from another step of the block, far away, as
+    neighbours have similar work: within the same step it would never be the longest, and the gain would be
+    too large.
 
     None if all ranks are slow, or the steps are too few for an interval.
     """

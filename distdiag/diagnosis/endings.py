@@ -12,6 +12,7 @@ import signal as signals
 from dataclasses import dataclass
 from enum import StrEnum
 
+from distdiag.diagnosis.comparison import minority
 from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Snapshot
 from distdiag.diagnosis.waits import abort
 from distdiag.diagnosis.waits.incidents import Incident
@@ -27,7 +28,7 @@ _ECHO = re.compile(
     re.IGNORECASE,
 )
 _TIMEOUT = re.compile(r"timed? ?out|timeout|wait timeout|deadline|failed to pass monitoredBarrier", re.IGNORECASE)
-CONNECT = re.compile(r"connectFullMesh|timed out connecting|failed to connect|connection refused", re.IGNORECASE)
+_CONNECT = re.compile(r"connectFullMesh|timed out connecting|failed to connect|connection refused", re.IGNORECASE)
 _IN_TORCH = re.compile(
     r"gloo|nccl|c10d|process ?group|collective|recv operation|send operation|monitoredBarrier|"
     r"waiting \d+ ?ms|wait timeout|DistBackendError|DistStoreError|transport",
@@ -39,6 +40,7 @@ MODEL = re.compile(
     r"expects same model across all ranks|params? .*inconsistent|verify_params|appears not to match", re.I
 )
 MISMATCH = re.compile(r"mismatch between collectives|collective mismatch|Detected mismatch", re.IGNORECASE)
+REFUSED = ("unused", "model", "mismatch")  # by DDP or the backend
 ECHOES = ("echo", "timeout", "outside")  # ends that another rank's end caused
 WATCHDOG_S = 5.0  # seconds that an operation was open on the device before the abort, at least: no timeout is shorter
 UNDER_WAY_S = 5.0  # seconds after an abort in which ranks that still run are waited for
@@ -58,12 +60,9 @@ def ending_kind(r: RankState) -> str:
     text = r.exception or ""
     if text.startswith(("KeyboardInterrupt", "SignalException")):
         return "outside"
-    if UNUSED.search(text):
-        return "unused"
-    if MODEL.search(text):
-        return "model"
-    if MISMATCH.search(text):
-        return "mismatch"
+    for kind, pattern in (("unused", UNUSED), ("model", MODEL), ("mismatch", MISMATCH)):
+        if pattern.search(text):
+            return kind
     if _TIMEOUT.search(text) and _IN_TORCH.search(text):
         return "timeout"
     return "echo" if _ECHO.search(text) else "cause"
@@ -144,18 +143,17 @@ def cascade(snapshot: Snapshot, kinds: dict[int, str], late: Late | None = None)
         late: Who was late, as last seen before the first end; None: not seen.
     """
     found = _known(snapshot, kinds, late)
-    if found is NO_CASCADE and kinds and all(state.life in DEAD for state in snapshot.ranks.values()):
-        return _unexplained(snapshot, kinds)
-    return found
-
-
-def _unexplained(snapshot: Snapshot, kinds: dict[int, str]) -> Cascade:
-    """Return an end of unknown cause if every rank is gone; nothing if the job was ended from outside."""
-    refused = [snapshot.ranks[q] for q, k in kinds.items() if k in ("unused", "model", "mismatch")]
-    if refused:
+    if found is not NO_CASCADE or not kinds or any(state.life not in DEAD for state in snapshot.ranks.values()):
+        return found
+    # every rank is gone, and the cause is not known; nothing if the job was ended from outside
+    if refused := [snapshot.ranks[q] for q, k in kinds.items() if k in REFUSED]:
         return _lost(snapshot, refused)
-    echoes = tuple(sorted(q for q, k in kinds.items() if k in ("echo", "timeout")))
+    echoes = _of(kinds, "echo", "timeout")
     return Cascade(End.ECHOES, (), echoes) if echoes else NO_CASCADE
+
+
+def _of(kinds: dict[int, str], *names: str) -> tuple[int, ...]:
+    return tuple(sorted(q for q, k in kinds.items() if k in names))
 
 
 def _known(snapshot: Snapshot, kinds: dict[int, str], late: Late | None) -> Cascade:
@@ -164,16 +162,13 @@ def _known(snapshot: Snapshot, kinds: dict[int, str], late: Late | None) -> Casc
         return NO_CASCADE
     if causes:
         return _lost(snapshot, causes)
-    found = set(kinds.values())
-    if found & {"unused", "model", "mismatch"}:
+    if _of(kinds, *REFUSED):
         return _refused(snapshot, kinds)
-    echoes = {q for q, k in kinds.items() if k in ("echo", "timeout")}
+    echoes = _of(kinds, "echo", "timeout")
     finished = tuple(sorted(q for q, state in snapshot.ranks.items() if state.life == Life.FINISHED))
     if finished and echoes:
-        return Cascade(End.FINISHED, finished, tuple(sorted(echoes)))
-    if "timeout" in found:
-        return _timeout(snapshot, kinds, late)
-    return NO_CASCADE
+        return Cascade(End.FINISHED, finished, echoes)
+    return _timeout(snapshot, kinds, late) if "timeout" in kinds.values() else NO_CASCADE
 
 
 def _killed_together(snapshot: Snapshot, causes: list[RankState]) -> bool:
@@ -188,34 +183,26 @@ def _killed_together(snapshot: Snapshot, causes: list[RankState]) -> bool:
 
 def _lost(snapshot: Snapshot, causes: list[RankState]) -> Cascade:
     """Return the first end, with those of the same kind within two seconds; `ranks` is in order of time."""
-    causes = sorted(causes, key=lambda r: (r.ended_s if r.ended_s is not None else snapshot.t_s, r.rank))
+
+    def end_s(state: RankState) -> float:
+        return state.ended_s if state.ended_s is not None else snapshot.t_s
+
+    def what(state: RankState) -> tuple:
+        return (state.exception or "").split(":", 1)[0], state.life, state.signal
+
+    causes = sorted(causes, key=lambda state: (end_s(state), state.rank))
     first = causes[0]
-    start_s = first.ended_s if first.ended_s is not None else snapshot.t_s
-    together = tuple(
-        state.rank
-        for state in causes
-        if state is first
-        or (
-            exception_name(state) == exception_name(first)
-            and state.life == first.life
-            and state.signal == first.signal
-            and (state.ended_s or snapshot.t_s) - start_s < 2.0
-        )
-    )
+    same = (x for x in causes if x is first or (what(x) == what(first) and end_s(x) - end_s(first) < 2.0))
+    together = tuple(state.rank for state in same)
     return Cascade(End.LOST, together, tuple(sorted(q for q in snapshot.ranks if q not in together)))
-
-
-def exception_name(state: RankState) -> str:
-    """Return `IndexError` of a rank that crashed with "IndexError: list index out of range"."""
-    return (state.exception or "").split(":", 1)[0]
 
 
 def _refused(snapshot: Snapshot, kinds: dict[int, str]) -> Cascade:
     """Return what DDP or the backend refused."""
-    if "model" in kinds.values() and len(shapes := model_shapes(snapshot)) > 1:
-        ranks = {q for side in shapes for q in side}
-        odd = tuple(sorted(_minority(shapes)))
-        return Cascade(End.MODEL, odd, tuple(sorted(ranks - set(odd))))
+    shapes = model_shapes(snapshot)
+    if "model" in kinds.values() and len(set(shapes.values())) > 1:
+        odd = minority(shapes)
+        return Cascade(End.MODEL, odd, tuple(sorted(set(shapes) - set(odd))))
     if "unused" in kinds.values():
         return NO_CASCADE
     # a mismatch is read from the wait-for graph, by what ranks were about to call; here only an abort without that
@@ -243,18 +230,9 @@ def _two_threads(snapshot: Snapshot) -> Cascade | None:
     return Cascade(End.ABORTED, odd, rest)
 
 
-def model_shapes(snapshot: Snapshot) -> list[list[int]]:
-    """Return the ranks that wrap equal modules, one list for each different module."""
-    shapes: dict[int, list[int]] = {}
-    for state in snapshot.ranks.values():
-        if state.models:
-            shapes.setdefault(state.models[-1].shape_hash, []).append(state.rank)
-    return list(shapes.values())
-
-
-def _minority(sides: list[list[int]]) -> list[int]:
-    most = max(map(len, sides))
-    return [q for side in sides if len(side) < most for q in side]
+def model_shapes(snapshot: Snapshot) -> dict[int, int]:
+    """Return a hash of the module that each rank wrapped last."""
+    return {state.rank: state.models[-1].shape_hash for state in snapshot.ranks.values() if state.models}
 
 
 def _aborted(snapshot: Snapshot, aborted: list[RankState], kinds: dict[int, str]) -> Cascade | None:
@@ -300,7 +278,5 @@ def _timeout(snapshot: Snapshot, kinds: dict[int, str], late: Late | None) -> Ca
     who = tuple(sorted(q for q in who if kinds.get(q) != "timeout"))
     if who:
         return Cascade(End.TIMEOUT, who, tuple(r.rank for r in victims))
-    tried = tuple(
-        q for q in sorted(kinds) if kinds[q] == "timeout" and CONNECT.search(snapshot.ranks[q].exception or "")
-    )
+    tried = tuple(q for q in _of(kinds, "timeout") if _CONNECT.search(snapshot.ranks[q].exception or ""))
     return Cascade(End.UNCONNECTED, (), tried) if tried else NO_CASCADE

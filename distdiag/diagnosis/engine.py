@@ -8,23 +8,48 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.checks import Checks
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.history import History, all_ended
 from distdiag.diagnosis.job_state import job_state
-from distdiag.diagnosis.model.findings import Abstained, Certainty, Finding, Severity, State, at_least
+from distdiag.diagnosis.model.findings import Abstained, Certainty, Check, Finding, Severity, State, at_least
 from distdiag.diagnosis.model.snapshot import Life, Snapshot
 from distdiag.diagnosis.rules import RULES, Rule
 from distdiag.diagnosis.waits import uncounted
 from distdiag.diagnosis.waits.graph import WaitGraph
 
 SLOW_PERIOD_S = 1.0  # seconds between evaluations of the kinds that are not evaluated at every poll
+
+
+@dataclass
+class Checks:
+    """Whether each kind, or a cause that a rule abstained from, could be judged so far, and why not."""
+
+    _known: dict[tuple[str, str | None], Check] = field(default_factory=dict)
+
+    def take(self, kind: str, outcomes: Sequence[Finding | Abstained]) -> None:
+        """Add one evaluation of a rule."""
+        abstained = [x for x in outcomes if isinstance(x, Abstained)]
+        if not any(x.cause is None for x in abstained):
+            self._set(kind, Abstained("", checked=True))
+        for x in abstained:
+            self._set(kind, x)
+
+    def _set(self, kind: str, x: Abstained) -> None:
+        before = self._known.get((kind, x.cause))
+        if before is not None and before.checked and not x.checked:
+            return  # what was judged last says more than that the job has ended, or stalls
+        self._known[kind, x.cause] = Check(kind=kind, cause=x.cause, checked=x.checked, reason=x.reason)
+
+    @property
+    def all(self) -> tuple[Check, ...]:
+        """Every check, in the order of the rules' first evaluation."""
+        return tuple(self._known.values())
 
 
 @dataclass(slots=True)
@@ -140,14 +165,11 @@ class Diagnosis:
             record.seen += kinds.of(f).while_blocked or progress > record.progress
             record.progress, record.absent = progress, 0
         first = record.finding.first_seen_s if record.reported else f.first_seen_s
-        detected = record.finding.detected_s if record.reported else s.t_s
         fresh = msgspec.structs.replace(
-            f,
-            first_seen_s=first if first is not None else (record.finding.first_seen_s or s.t_s),
-            detected_s=detected,
-            cleared_s=None,
+            f, first_seen_s=first if first is not None else (record.finding.first_seen_s or s.t_s),
+            detected_s=record.finding.detected_s if record.reported else s.t_s, cleared_s=None,
             evidence=f.evidence or record.finding.evidence,
-        )
+        )  # fmt: skip
         changed = not record.reported or _differs(fresh, record.finding) or record.finding.cleared_s is not None
         record.finding = fresh
         if record.seen < kinds.hold(f):
@@ -187,11 +209,8 @@ class Diagnosis:
     @property
     def contradicted(self) -> list[Finding]:
         """Return proved findings that the job has contradicted by continuing."""
-        return [
-            f
-            for f in self.findings
-            if kinds.of(f).blocks and f.certainty == Certainty.PROVED and f.cleared_s is not None
-        ]
+        proofs = (f for f in self.findings if kinds.of(f).blocks and f.certainty == Certainty.PROVED)
+        return [f for f in proofs if f.cleared_s is not None]
 
     def open(self, severity: str = Severity.INFO) -> list[Finding]:
         """Return the reported findings of at least `severity` that are not cleared."""
@@ -204,6 +223,5 @@ class Diagnosis:
 
 def _differs(a: Finding, b: Finding) -> bool:
     """True if readers should see the new text: more than a number in it has changed."""
-    return (a.severity, a.certainty, a.culprits, a.victims, a.names, a.where, a.collective, a.evidence) != (
-        b.severity, b.certainty, b.culprits, b.victims, b.names, b.where, b.collective, b.evidence,
-    )  # fmt: skip
+    shown = ("severity", "certainty", "culprits", "victims", "names", "where", "collective", "evidence")
+    return any(getattr(a, name) != getattr(b, name) for name in shown)

@@ -17,16 +17,12 @@ from distdiag.diagnosis.training_data import exhausted_ranks, only_shadows, trai
 from distdiag.diagnosis.waits.graph import WaitGraph, build
 
 
-def _no_source(file: str) -> str | None:
-    return None
-
-
 @dataclass
 class Facts:
     """Input of every rule. Fields that depend on earlier polls default to what a single snapshot shows."""
 
     snapshot: Snapshot
-    source: Callable[[str], str | None] = _no_source  # text of a source file by path; None: cannot be read
+    source: Callable[[str], str | None] = lambda file: None  # text of a source file by path; None: cannot be read
     without: frozenset[str] = frozenset()  # witnesses to leave out
     late: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # (late ranks, ranks waiting) just before the first end
     ends_settled: bool = True  # the first abnormal end was long enough ago that its cause is known, too

@@ -1,7 +1,4 @@
-"""DDP's own timings of its gradients: the share of step time that their communication costs, and what can be gained.
-
-A gain is at most what is exposed: communication that overlaps with the computation of gradients costs no time.
-"""
+"""DDP's own timings of its gradients: the share of step time that their communication costs."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ from distdiag.diagnosis.step_times import LIMITS as STEPS
 
 LEAST = 3  # steps after the warm-up that DDP must have timed on all ranks
 LEAST_OF_INTERVAL = 2 * BLOCKS
-PARTS = 4  # buckets that one bucket of all gradients is split into
 
 
 @dataclass(frozen=True)
@@ -25,21 +21,6 @@ class Gradients:
     interval: tuple[float, float] | None  # 95 % of what as many later steps would show; None: too few steps
     comm_share: float  # exposed or not, on the same rank
     buckets: Buckets
-
-    @property
-    def accumulated(self) -> float:
-        """Return the share of time per batch that one exchange for two batches saves."""
-        return self.share / 2
-
-    @property
-    def halved(self) -> float:
-        """Return the largest share of step time that half the bytes can save."""
-        return min(self.share, self.comm_share / 2)
-
-    @property
-    def split(self) -> float:
-        """Return the largest share that `PARTS` buckets instead of one can save: the last one is always exposed."""
-        return min(self.share, self.comm_share * (PARTS - 1) / PARTS)
 
 
 def gradients(s: Snapshot) -> Gradients | None:

@@ -69,9 +69,7 @@ class History:
         graph = build(s)
         self._follow_waits(s, graph)
         facts = Facts(s, source, self.without, reported=tuple(reported))
-        facts.no_progress_since_wait = (
-            not graph.sinks and bool(self._waiting_mark) and self._waiting_mark == _progress(s)
-        )
+        facts.no_progress_since_wait = not graph.sinks and self._waiting_mark == _progress(s)
         facts.graph = graph
         facts.ends_settled = self._ends_settled(s, facts, final)
         if self._late is not None and self._first_end_s is not None and self._first_end_s - self._late[0] < LATE_S:
@@ -114,16 +112,12 @@ class History:
             facts.waits_settled = False
         else:
             facts.waits_settled = bool(mark) and s.t_s - self._mark_s >= SAME_S
-        if not mark and blocked and self._as_proved(s):
+        if not mark and blocked and self._stuck_mark and self._stuck_mark == _progress(s):
             facts.repeated = blocked  # a rank that is being killed no longer sleeps in its call, and has not left it
             return
         died_in_conflict = any(wait.conflict and wait.died for wait in facts.graph.waits)
         if mark and not (facts.waits_settled or died_in_conflict):
             facts.repeated = blocked
-
-    def _as_proved(self, s: Snapshot) -> bool:
-        """True if no rank has moved since a poll at which ranks were stuck and a deadlock was open."""
-        return bool(self._stuck_mark) and self._stuck_mark == _progress(s)
 
     def _follow_waits(self, s: Snapshot, graph: WaitGraph) -> None:
         """Remember whom the others wait for, past its end, and how long each rank typically keeps them waiting."""

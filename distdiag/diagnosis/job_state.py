@@ -35,7 +35,9 @@ def job_state(s: Snapshot, graph: WaitGraph, findings: list[Finding], final: boo
     lives = [r.life for r in s.ranks.values()]
     starting = all(x == Life.STARTING for x in lives) and not any(r.step for r in s.ranks.values())
     if len(lives) < expected or starting:
-        return State.WAITING, _missing(s, expected)
+        missing = sorted(set(range(s.world_size)) - set(s.ranks)) if expected == s.world_size else []
+        listed = f"; missing {', '.join(map(str, missing[:8]))}" if missing else ""
+        return State.WAITING, f"{len(s.ranks)} of {expected} ranks have reported{listed}"
     if worst:
         return State.DEGRADED, worst[0].message
     return State.RUNNING, _waits(s, graph)
@@ -43,9 +45,7 @@ def job_state(s: Snapshot, graph: WaitGraph, findings: list[Finding], final: boo
 
 def _decides(f: Finding) -> bool:
     kind = kinds.of(f)
-    if kind.blocks:
-        return kinds.blocks(f)
-    return not kind.fatal or at_least(f.severity, Severity.ERROR)
+    return kinds.blocks(f) if kind.blocks else not kind.fatal or at_least(f.severity, Severity.ERROR)
 
 
 def _ended(s: Snapshot, worst: list[Finding]) -> tuple[State, str]:
@@ -70,9 +70,9 @@ def _stopped_first(bad: list[RankState]) -> RankState | None:
     A launcher kills the ranks that do not end soon after its signal.
     """
     outside = [r for r in bad if ending_kind(r) == "outside"]
-    if not outside:
+    first = min(outside, key=lambda r: r.ended_s or 0.0, default=None)
+    if first is None:
         return None
-    first = min(outside, key=lambda r: r.ended_s or 0.0)
     rest = (r for r in bad if r not in outside)
     killed_later = all(r.signal == signals.SIGKILL and (r.ended_s or 0.0) >= (first.ended_s or 0.0) for r in rest)
     return first if killed_later else None
@@ -82,16 +82,7 @@ def _signal(r: RankState) -> str:
     """Return the name of the signal that ended a rank; a KeyboardInterrupt is Ctrl-C."""
     if r.signal is None:
         return "SIGINT" if (r.exception or "").startswith("KeyboardInterrupt") else "a signal"
-    try:
-        return signals.Signals(r.signal).name
-    except ValueError:
-        return f"signal {r.signal}"
-
-
-def _missing(s: Snapshot, expected: int) -> str:
-    missing = sorted(set(range(s.world_size)) - set(s.ranks)) if expected == s.world_size else []
-    listed = f"; missing {', '.join(map(str, missing[:8]))}" if missing else ""
-    return f"{len(s.ranks)} of {expected} ranks have reported{listed}"
+    return signals.Signals(r.signal).name if r.signal in set(signals.Signals) else f"signal {r.signal}"
 
 
 def _waits(s: Snapshot, graph: WaitGraph) -> str:

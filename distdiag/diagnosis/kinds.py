@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 
 from distdiag.diagnosis.model.findings import Finding, Severity, State, at_least
@@ -64,100 +65,56 @@ _ECHO_OF_ORDER = Explains(kind="group_misuse", causes=("order",))  # the ranks h
 _STALL = Explains(kind="stall", only_stopped=True)
 _LOSS = Explains(kind="rank_lost", only_new=True, only_members=True)
 
-DEADLOCK = Kind(
-    name="deadlock",
-    severities=(_ERROR,),
+_fatal = partial(Kind, every_poll=True, fatal=True)
+
+DEADLOCK = _fatal(
+    name="deadlock", severities=(_ERROR,), release=2, blocks=True, stacks=True, state=State.DEADLOCKED,
     causes=(
         "missing_rank", "order_mismatch", "group_cycle", "p2p_cycle", "rank_exited", "rank_finished", "rank_stopped",
         "file_lock",
     ),
-    every_poll=True,
-    release=2,
-    fatal=True,
-    blocks=True,
-    stacks=True,
-    state=State.DEADLOCKED,
     explains=(_STALL, _ECHO_OF_ORDER),
 )  # fmt: skip
-MISMATCH = Kind(
-    name="mismatch",
-    severities=(_ERROR,),
-    causes=("op", "shape", "dtype", "root", "group", "model"),
-    every_poll=True,
-    release=2,
-    fatal=True,
-    blocks=True,
-    stacks=True,
-    state=State.DEADLOCKED,
-    explains=(_STALL, _LOSS, _ECHO_OF_END),
-)
+MISMATCH = _fatal(
+    name="mismatch", severities=(_ERROR,), release=2, blocks=True, stacks=True, state=State.DEADLOCKED,
+    causes=("op", "shape", "dtype", "root", "group", "model"), explains=(_STALL, _LOSS, _ECHO_OF_END),
+)  # fmt: skip
 STALL = Kind(
-    name="stall",
-    severities=(_INFO, _WARNING, _ERROR),  # info: dumps of a job that may have been running
-    causes=("user_code", "data", "gil_held", "checkpoint", "unknown"),
-    every_poll=True,
-    release=2,
-    suspends=True,
-    superseded=True,
-    cleared_by_success=True,
-    stacks=True,
-    state=State.STALLED,
-)
-TIMEOUT = Kind(
-    name="timeout",
-    severities=(_ERROR,),
-    causes=("late_rank",),
-    every_poll=True,
-    sticky=True,
-    fatal=True,
-    stacks=True,
-    state=State.DEGRADED,
-    explains=(_STALL, _LOSS, _ECHO_OF_END),
-)
-RANK_LOST = Kind(
-    name="rank_lost",
-    severities=(_WARNING, _ERROR),
-    causes=("killed", "crashed", "silent"),
-    every_poll=True,
-    sticky=True,
-    fatal=True,
-    state=State.DEGRADED,
-    explains=(_STALL, _ECHO_OF_END),
-)
+    name="stall", severities=(_INFO, _WARNING, _ERROR),  # info: dumps of a job that may have been running
+    causes=("user_code", "data", "gil_held", "checkpoint", "unknown"), every_poll=True, release=2,
+    suspends=True, superseded=True, cleared_by_success=True, stacks=True, state=State.STALLED,
+)  # fmt: skip
+TIMEOUT = _fatal(
+    name="timeout", severities=(_ERROR,), causes=("late_rank",), sticky=True, stacks=True,
+    state=State.DEGRADED, explains=(_STALL, _LOSS, _ECHO_OF_END),
+)  # fmt: skip
+RANK_LOST = _fatal(
+    name="rank_lost", severities=(_WARNING, _ERROR), causes=("killed", "crashed", "silent"), sticky=True,
+    state=State.DEGRADED, explains=(_STALL, _ECHO_OF_END),
+)  # fmt: skip
 UNUSED_PARAMETERS = Kind(
-    name="unused_parameters",
-    severities=(_INFO, _WARNING, _ERROR),
+    name="unused_parameters", severities=(_INFO, _WARNING, _ERROR), sticky=True,
     causes=("never_used", "differs_between_ranks", "frozen", "flag_not_needed"),
     hold_of_cause=MappingProxyType({"flag_not_needed": 2}),
-    sticky=True,
     explains=tuple(
         Explains(kind=kind, only_errors=True) for kind in ("rank_lost", "deadlock", "timeout", "stall", "mismatch")
     ),
-)
+)  # fmt: skip
 UNEVEN_BATCHES = Kind(
-    name="uneven_batches",
-    severities=(_WARNING, _ERROR),
-    causes=("count", "size"),
+    name="uneven_batches", severities=(_WARNING, _ERROR), causes=("count", "size"), release=3,
     hold_of_cause=MappingProxyType({"size": 2}),
-    release=3,
-)
+)  # fmt: skip
 STRAGGLER = Kind(
-    name="straggler",
-    severities=(_INFO, _WARNING),
+    name="straggler", severities=(_INFO, _WARNING), while_blocked=False, hold=3, release=20,
     causes=("data", "forward", "backward", "optimizer", "host", "rotating", "stage"),
-    while_blocked=False,
-    hold=3,
-    release=20,
     explains=(Explains(kind="comm_bound"),),  # the others wait for this rank, not for the network
-)
+)  # fmt: skip
 INPUT_BOUND = Kind(name="input_bound", severities=(_INFO,), while_blocked=False, hold=3)
 COMM_BOUND = Kind(name="comm_bound", severities=(_INFO,), while_blocked=False, hold=3)
 DUPLICATE_DATA = Kind(
-    name="duplicate_data",
-    severities=(_INFO, _WARNING),
+    name="duplicate_data", severities=(_INFO, _WARNING), sticky=True,
     causes=("same_batches_on_ranks", "same_order_every_epoch"),
-    sticky=True,
-)
+)  # fmt: skip
 REPLICA_DRIFT = Kind(
     name="replica_drift",
     severities=(_ERROR,),
@@ -169,30 +126,18 @@ MEMORY = Kind(
     name="memory", severities=(_INFO, _WARNING), causes=("growth", "imbalance", "headroom"), hold=2, release=60
 )
 GPU = Kind(
-    name="gpu",
-    severities=(_INFO, _WARNING, _ERROR),
+    name="gpu", severities=(_INFO, _WARNING, _ERROR), release=10,
     causes=("throttled", "ecc", "pcie_degraded", "xid", "idle", "busy_without_progress", "lost", "nvlink", "shared"),
-    release=10,
-)
+)  # fmt: skip
 GROUP_MISUSE = Kind(name="group_misuse", severities=(_WARNING, _ERROR), causes=("not_a_member", "order"), sticky=True)
 # Reported by the monitor about itself, and by the reader of dumps: it has no rule here.
 RECORDER = Kind(
-    name="recorder",
-    severities=(_INFO, _WARNING),
+    name="recorder", severities=(_INFO, _WARNING), sticky=True,
     causes=(
-        "disk_full",
-        "clock_skew",
-        "dropped",
-        "missed",
-        "unsupported_torch",
-        "device_waits",
-        "unfollowed",
-        "missing_dump",
-        "unreadable_dump",
-        "contradicted",
+        "disk_full", "clock_skew", "dropped", "missed", "unsupported_torch", "device_waits", "unfollowed",
+        "missing_dump", "unreadable_dump", "contradicted",
     ),
-    sticky=True,
-)
+)  # fmt: skip
 
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {kind.name: kind for kind in list(globals().values()) if isinstance(kind, Kind)}

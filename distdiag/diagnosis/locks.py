@@ -5,25 +5,18 @@ The kernel's lock table shows who holds a lock. Neither rank can free the other,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.diagnosis.waits.graph import WaitGraph
 
 
-@dataclass(frozen=True, slots=True)
-class LockCycle:
-    """One cycle through a file lock.
+class LockCycle(NamedTuple):
+    """One cycle through a file lock."""
 
-    Attributes:
-        rank: The rank that waits for the lock.
-        holders: Ranks that hold it, and wait for `rank`.
-        members: All ranks that are stuck because of it.
-    """
-
-    rank: int
-    holders: tuple[int, ...]
-    members: tuple[int, ...]
+    rank: int  # that waits for the lock
+    holders: tuple[int, ...]  # ranks that hold it, and wait for `rank`
+    members: tuple[int, ...]  # all ranks that are stuck because of it
 
 
 def lock_cycles(s: Snapshot, graph: WaitGraph) -> tuple[LockCycle, ...]:

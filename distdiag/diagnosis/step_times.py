@@ -32,9 +32,7 @@ class Limits:
     many_ranks: int = 256  # with more, the least is enough, and stays cheap
     warm_up: int = 5  # first steps of a job, which are left out: compilation, caches, allocator
     arrived: float = 0.9  # share of steps whose arrival is known on all ranks, before waits are inferred from it
-    busy_host_pct: float = (
-        85.0  # use of all cores above which ranks compete for them: their jitter is not evidence then
-    )
+    busy_host_pct: float = 85.0  # use of all cores; above, ranks compete for them, and their jitter is no evidence
 
 
 LIMITS = Limits()
@@ -66,6 +64,10 @@ class Window:
         """`self_ms` of every step, by rank."""
         return list(zip(*self.rows, strict=True))
 
+    def parts(self, phase: str) -> list[tuple[float, ...]]:
+        """Return `part_ms` of every step, by rank."""
+        return list(zip(*([part_ms(x, phase) for x in self.steps[q]] for q in self.ranks), strict=True))
+
 
 def window(s: Snapshot) -> Window | Abstained:
     """Return the same last steps of every rank, without the first of the job."""
@@ -77,14 +79,11 @@ def window(s: Snapshot) -> Window | Abstained:
     found = _common(ranks)
     if isinstance(found, Abstained) or all(r.wait_measured for r in ranks):
         return found
+    on_device = "the waits for other ranks are on the device, and "
     if any(r.p2p_issued for r in ranks):
-        return Abstained(
-            "the waits for other ranks are on the device, and ranks that exchange messages differ by design"
-        )
+        return Abstained(on_device + "ranks that exchange messages differ by design")
     if not all(_synchronises(s, r, found.steps[r.rank]) for r in ranks):
-        return Abstained(
-            "the waits for other ranks are on the device, and not every step has a collective of all ranks"
-        )
+        return Abstained(on_device + "not every step has a collective of all ranks")
     return _with_inferred_waits(found, device_clocks=any(r.device_total_bytes for r in ranks))
 
 
@@ -94,15 +93,14 @@ def _common(ranks: list[RankState]) -> Window | Abstained:
     if all(r.steps and r.steps[-1].step - r.steps[0].step == len(r.steps) - 1 for r in ranks):
         last = min(r.steps[-1].step for r in ranks)
         first = max(last - most, LIMITS.warm_up, *(r.steps[0].step - 1 for r in ranks)) + 1
-        if last - first + 1 < LIMITS.least:
-            return _too_few(last - first + 1)
-        return Window({r.rank: list(r.steps[first - r.steps[0].step : last - r.steps[0].step + 1]) for r in ranks})
-    common = set.intersection(*({x.step for x in r.steps if x.step > LIMITS.warm_up} for r in ranks))
-    steps = sorted(common)[-most:]
-    if len(steps) < LIMITS.least:
-        return _too_few(len(steps))
-    wanted = set(steps)
-    return Window({r.rank: [x for x in r.steps if x.step in wanted] for r in ranks})
+        n = last - first + 1
+        found = {r.rank: list(r.steps[first - r.steps[0].step : last - r.steps[0].step + 1]) for r in ranks}
+    else:
+        common = set.intersection(*({x.step for x in r.steps if x.step > LIMITS.warm_up} for r in ranks))
+        wanted = set(sorted(common)[-most:])
+        n = len(wanted)
+        found = {r.rank: [x for x in r.steps if x.step in wanted] for r in ranks}
+    return Window(found) if n >= LIMITS.least else Abstained(f"{max(0, n)} of {LIMITS.least} steps after the warm-up")
 
 
 def _synchronises(s: Snapshot, r: RankState, steps: list[Step]) -> bool:
@@ -144,18 +142,15 @@ def _with_inferred_waits(window: Window, device_clocks: bool) -> Window | Abstai
         waits[q] = [max(0.0, min(ms, x.step_ms) - x.wait_ms) for ms, x in zip(late_ms, steps[q], strict=True)]
     phase = _phase_with_waits(steps, waits, device_clocks)
     for q, rows in steps.items():
-        steps[q] = [_without_wait(x, phase, ms) for x, ms in zip(rows, waits[q], strict=True)]
+        # `part_ms` subtracts the rest of the wait, which was measured, from backward and other
+        steps[q] = [
+            msgspec.structs.replace(
+                x, wait_ms=x.wait_ms + ms, forward_wait_ms=x.forward_wait_ms + ms,
+                **{f"{phase}_ms": max(0.0, getattr(x, f"{phase}_ms") - ms)},
+            )
+            for x, ms in zip(rows, waits[q], strict=True)
+        ]  # fmt: skip
     return Window(steps, inferred=True)
-
-
-def _without_wait(x: Step, phase: str, wait_ms: float) -> Step:
-    # `part_ms` subtracts the rest of the wait, which was measured, from backward and other
-    return msgspec.structs.replace(
-        x,
-        wait_ms=x.wait_ms + wait_ms,
-        forward_wait_ms=x.forward_wait_ms + wait_ms,
-        **{f"{phase}_ms": max(0.0, getattr(x, f"{phase}_ms") - wait_ms)},
-    )
 
 
 def _phase_with_waits(steps: dict[int, list[Step]], waits: dict[int, list[float]], device_clocks: bool) -> str:
@@ -182,10 +177,6 @@ def _phase_with_waits(steps: dict[int, list[Step]], waits: dict[int, list[float]
     least = min(map(shortfall, order))
     tolerance = 0.2 * statistics.median(wait[q] for q in others)
     return next(p for p in order if shortfall(p) <= least + tolerance)
-
-
-def _too_few(steps: int) -> Abstained:
-    return Abstained(f"{max(0, steps)} of {LIMITS.least} steps after the warm-up")
 
 
 def share_of_all(window: Window, part_ms: Callable[[Step], float], least: float) -> float:

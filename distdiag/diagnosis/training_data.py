@@ -11,12 +11,9 @@ from distdiag.diagnosis.model.snapshot import Loader, Snapshot, Step
 
 def synchronous(s: Snapshot) -> bool:
     """True if the ranks train one model together: DDP over all ranks, or gradients reduced by hand in each step."""
-    world = set(s.ranks)
-    for r in s.ranks.values():
-        for m in r.models:
-            g = s.groups.get(m.group or "")
-            if g is not None and set(g.ranks) >= world and m.synced_backwards:
-                return True
+    groups = (s.groups.get(m.group or "") for r in s.ranks.values() for m in r.models if m.synced_backwards)
+    if any(group is not None and set(group.ranks) >= set(s.ranks) for group in groups):
+        return True
     shares = [[x.value for x in r.samples if x.kind == "reduced"] for r in s.ranks.values()]
     return all(mine and all(0.9 <= v <= 1.1 for v in mine) for mine in shares)
 
@@ -35,14 +32,9 @@ def training_loaders(s: Snapshot) -> dict[int, Loader]:
 def exhausted_ranks(s: Snapshot) -> tuple[int, ...]:
     """Return the ranks whose training loader ran out while another rank's still has batches in the same epoch."""
     loaders = training_loaders(s)
-    if len(loaders) < 2:
-        return ()
     out = [q for q, x in loaders.items() if x.exhausted]
-    going = [q for q, x in loaders.items() if not x.exhausted]
-    if not out or not going:
-        return ()
-    epoch = {loaders[q].iterations_started for q in out}
-    if len(epoch) != 1 or any(loaders[q].iterations_started not in epoch for q in going):
+    going = [q for q in loaders if q not in out]
+    if not out or not going or len({x.iterations_started for x in loaders.values()}) != 1:
         return ()
     fewest = max(loaders[q].batches for q in out)
     if {(x.length, x.batches) for x in loaders.values()} == {(fewest, fewest)}:
@@ -72,13 +64,16 @@ def only_shadow(ranks: Sequence[int]) -> Abstained:
     return Abstained(f"{rank_list(ranks)} only shadow the collectives of the others", checked=True)
 
 
-# Why the ranks' batches are not compared.
+# Why ranks are not compared: in what they train, and in their batches.
+NOT_ALL = (
+    Veto(lambda s: s.world_size < 2, "there is one rank only", False),
+    Veto(lambda s: len(s.ranks) < s.world_size, "{c.ranks:#} of {c.world_size} ranks have reported", False),
+)
 NOT_ONE_MODEL = (
-    Veto("one rank", lambda s: s.world_size < 2, "there is one rank only", False),
-    Veto("missing", lambda s: len(s.ranks) < s.world_size, "{c.ranks:#} of {c.world_size} ranks have reported", False),
-    Veto("join", lambda s: any(r.in_join for r in s.ranks.values()),
+    *NOT_ALL,
+    Veto(lambda s: any(r.in_join for r in s.ranks.values()),
          "the ranks are in torch's Join context: uneven inputs are legal"),
-    Veto("not one model", lambda s: not synchronous(s),
+    Veto(lambda s: not synchronous(s),
          "the ranks do not train one model together, as far as the recorder can see", False),
 )  # fmt: skip
 

@@ -1,10 +1,21 @@
-"""Sets of ranks as text."""
+"""Sets of ranks: as text, and by a value that they have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from typing import TypeVar
 
 from distdiag.terms.untrusted import MAX_RANKS, is_rank
+
+Value = TypeVar("Value", bound=Hashable)
+
+
+def by_value(values: Mapping[int, Value]) -> dict[Value, list[int]]:
+    """Return the ranks that have each value, in the order in which the values first occur."""
+    out: dict[Value, list[int]] = {}
+    for rank, value in values.items():
+        out.setdefault(value, []).append(rank)
+    return out
 
 
 def ranges(ranks: Iterable[int]) -> Iterator[tuple[int, int]]:

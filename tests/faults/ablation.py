@@ -53,7 +53,7 @@ _MEASURED = re.compile(r"[\d.,]+ ?(ms|s|min|h|%|[KMG]i?B|times)\b|[\d.]+%")
 @cache
 def _limits() -> Tables:
     """Return every `limits` object of the diagnosis by the name of its module."""
-    found = {rule.kind.name: rule.limits for rule in RULES}
+    found = {rule.kind.name: rule.limits for rule in RULES if rule.limits is not None}
     return found | {"step_times": step_times.LIMITS}
 
 

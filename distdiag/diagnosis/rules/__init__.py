@@ -33,7 +33,7 @@ class Rule(Protocol):
 
     Attributes:
         kind: Kind of its findings; `kinds` declares when they are evaluated, reported and cleared.
-        limits: Frozen dataclass; under each field its unit, its meaning, and where it comes from.
+        limits: Frozen dataclass; under each field its unit, meaning and source. None: it has no number.
     """
 
     @property

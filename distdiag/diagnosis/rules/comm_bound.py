@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.facts import Facts
-from distdiag.diagnosis.gradient_cost import PARTS, Gradients, gradients
+from distdiag.diagnosis.gradient_cost import Gradients, gradients
 from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.model.snapshot import Buckets, Snapshot
 from distdiag.diagnosis.step_times import LIMITS as STEPS
@@ -26,6 +26,7 @@ from distdiag.terms.units import percent, size_text
 
 kind = kinds.COMM_BOUND
 BF16_BACKENDS = ("nccl", "xccl")
+PARTS = 4  # buckets that one bucket of all gradients is split into
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
 
 
 def _shared_waits(s: Snapshot) -> float:
-    """Return the share of time that every rank's host waits in the collectives of all ranks, in a
-    loop without an optimizer."""
+    """Return the share of time that every host waits in collectives of all ranks, without an optimizer."""
     whole = {name for name, g in s.groups.items() if len(g.ranks) == s.world_size}
     recent = [a for a in s.arrivals if a.group in whole]
     if len(recent) < STEPS.least or s.world_size < 2:
@@ -96,21 +96,27 @@ def _finding(s: Snapshot, ranks: list[int], share: float, of: str, ddp: Gradient
 
 
 def _advice(ddp: Gradients, b: Buckets, on_nccl: bool) -> Iterator[str]:
-    """Yield what reduces the exposed time of gradients, with the gain. For most changes there is
-    only an upper limit: how much of the rest will overlap is not known before it is tried."""
+    """Yield what reduces the exposed time of gradients, with the gain.
+
+    A gain is at most what is exposed: communication that overlaps with the computation of gradients costs no
+    time. For most changes there is only this upper limit: how much of the rest will overlap is not known
+    before it is tried.
+    """
     low, high = ddp.interval or (0.0, 0.0)
     interval = f" (95 % interval {percent(low / 2).removesuffix(' %')} to {percent(high / 2)})" if ddp.interval else ""
     yield (
         "accumulate gradients over 2 batches, the first under `no_sync()`: "
-        f"about {percent(ddp.accumulated)} less time per batch{interval}"
+        f"about {percent(ddp.share / 2)} less time per batch{interval}"
     )
     if b.comm_hook is None and "float" in b.dtypes.replace("bfloat16", "").split(", "):
         hook = "bf16_compress_hook" if on_nccl else "fp16_compress_hook"  # torch refuses bf16 on other backends
-        yield f"`register_comm_hook(None, {hook})` halves the bytes: at most {percent(ddp.halved)} less time"
+        saved = percent(min(ddp.share, ddp.comm_share / 2))
+        yield f"`register_comm_hook(None, {hook})` halves the bytes: at most {saved} less time"
     if b.buckets == 1 and b.bytes > limits.small_bucket_bytes:
+        split = min(ddp.share, ddp.comm_share * (PARTS - 1) / PARTS)  # the last one is always exposed
         yield (
             f"all gradients are one bucket, so nothing overlaps: set `bucket_cap_mb` below {b.bytes >> 20}; "
-            f"{PARTS} buckets save at most {percent(ddp.split)}"
+            f"{PARTS} buckets save at most {percent(split)}"
         )
     elif b.buckets > 1 and b.bytes / b.buckets < limits.small_bucket_bytes:
         yield f"buckets of {size_text(b.bytes // b.buckets)} are small: raise `bucket_cap_mb`"

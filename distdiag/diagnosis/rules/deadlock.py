@@ -12,7 +12,6 @@ Healthy look-alikes: memory_crop, rescue_agreed, main_eval, groups_apart, pipe_t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.culprit import parting
@@ -27,14 +26,16 @@ from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.waits.wait import last_wait
 
 kind = kinds.DEADLOCK
-
-
-@dataclass(frozen=True)
-class Limits:
-    """None: a proof must hold at two polls between which no rank made progress; see `history`."""
-
-
-limits = Limits()
+limits = None  # a proof must hold at two polls between which no rank made progress; see `history`
+FILE_LOCK = Template(kind, "file_lock",
+    "rank {rank} waits{at_lock} for a file lock that {culprits} {culprits:holds|hold}, and {culprits} "
+    "{culprits:waits|wait} for rank {rank} in {collective}{site}", NO_PROGRESS,
+    "release the lock before the collective: hold no lock across one", proved=True)  # fmt: skip
+FINISHED = Template(kind, "rank_finished",
+    "{culprits} finished after step {step} while {victims} continued{waited}{parting}",
+    "the others wait for a rank that has ended, and fail",
+    "give every rank the same number of steps, or leave the loop on all ranks together (or use Join); check for "
+    "an exit (sys.exit, os._exit in a thread) on some ranks only", proved=True)  # fmt: skip
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
@@ -46,19 +47,6 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     yield from incident_findings(facts, kind)
     if facts.graph.stuck and not facts.waits_settled:
         yield Abstained("ranks are stuck, but one made progress since the last poll")
-
-
-# -- wording: deadlocks that are not read from the wait-for graph ----------------------------------------------------
-
-FILE_LOCK = Template(kind, "file_lock",
-    "rank {rank} waits{at_lock} for a file lock that {culprits} {culprits:holds|hold}, and {culprits} "
-    "{culprits:waits|wait} for rank {rank} in {collective}{site}", NO_PROGRESS,
-    "release the lock before the collective: hold no lock across one", proved=True)  # fmt: skip
-FINISHED = Template(kind, "rank_finished",
-    "{culprits} finished after step {step} while {victims} continued{waited}{parting}",
-    "the others wait for a rank that has ended, and fail",
-    "give every rank the same number of steps, or leave the loop on all ranks together (or use Join); check for "
-    "an exit (sys.exit, os._exit in a thread) on some ranks only", proved=True)  # fmt: skip
 
 
 def lock_finding(s: Snapshot, lock: LockCycle) -> Finding:
@@ -79,11 +67,11 @@ def _finished(facts: Facts) -> Finding:
     s, culprits, victims = facts.snapshot, facts.cascade.ranks, facts.cascade.others
     first, waiting = s.ranks[culprits[0]], s.ranks[victims[0]]
     call = last_wait(waiting)
-    first_echo_s = min((s.ranks[q].ended_s or s.t_s for q in facts.ends), default=s.t_s)
+    times = [t for q in culprits if (t := s.ranks[q].ended_s) is not None]
     return FINISHED(
         culprits=culprits, victims=victims, collective=call, where=wheres(s, culprits, "finished"),
         waiting=wheres(s, victims), step=first.step,
-        first_seen_s=min((t for q in culprits if (t := s.ranks[q].ended_s) is not None), default=first_echo_s),
+        first_seen_s=min(times or [s.t_s, *(s.ranks[q].ended_s or s.t_s for q in facts.ends)]),
         waited=f" and waited in {op_text(call)}" if call and call.op else "",
         parting=parting.parting_text(parting.leaving(first.current_site, waiting.user_stack, facts.source)),
     )  # fmt: skip

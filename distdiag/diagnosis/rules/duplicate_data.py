@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from distdiag.diagnosis import kinds
@@ -35,156 +34,6 @@ class Limits:
 
 
 limits = Limits()
-
-
-def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
-    """Yield findings about data that several ranks or epochs share."""
-    s = facts.snapshot
-    loaders = facts.loaders
-    if s.world_size > 1 and _same_work(s, loaders):
-        yield _found(SAME_WORK, s, loaders, sorted(s.ranks), repeated=len(s.ranks) - 1)
-    elif (veto := vetoed(NOT_ONE_MODEL, s)) is not None:
-        yield veto
-    elif any(g.ranks and 1 < len(g.ranks) < s.world_size and _used(s, name) for name, g in s.groups.items()):
-        yield Abstained("the ranks use smaller groups: model-parallel ranks read the same batches by design", True)
-    elif len(loaders) < 2:
-        yield Abstained("not every rank trains from a known DataLoader")
-    else:
-        if (found := _same_batches(loaders)) is not None:
-            yield _same_batches_finding(s, found)
-        if (ranks := _same_order(loaders)) and len(ranks) == len(loaders):
-            yield _found(SAME_ORDER, s, loaders, ranks, epoch=loaders[ranks[0]].sampler_epoch)
-
-
-def _used(s: Snapshot, name: str) -> bool:
-    return any(r.enqueued.get(name, 0) > limits.group_uses for r in s.ranks.values())
-
-
-# -- fingerprints ----------------------------------------------------------------------------------------------------
-
-
-def _halves(prints: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return (fingerprints of the labels, of the values)."""
-    return tuple(p >> 32 for p in prints), tuple(p & 0xFFFFFFFF for p in prints)
-
-
-def same_data(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    """True if the first batches of two rows of fingerprints are the same data, by labels or by
-    values."""
-    n = min(len(a), len(b))
-    if n < limits.times:
-        return False
-    return any(x == y and 0 not in x and len(set(x)) == n for x, y in zip(_halves(a[:n]), _halves(b[:n]), strict=True))
-
-
-def _only_labels_equal(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    """True if the labels are equal while the values of the same batches are known and differ."""
-    n = min(len(a), len(b))
-    x, y = _halves(a[:n])[1], _halves(b[:n])[1]
-    return 0 not in (*x, *y) and x != y
-
-
-# -- the same batches on several ranks -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Doubled:
-    """Groups of ranks whose first batches are the same."""
-
-    groups: list[list[int]]
-    loaders: dict[int, Loader]
-
-    @cached_property
-    def ranks(self) -> tuple[int, ...]:
-        return tuple(sorted(q for g in self.groups for q in g))
-
-    @cached_property
-    def synthetic(self) -> bool:
-        """True if there is no loader: synthetic data in a test or benchmark are often equal on
-        purpose."""
-        return all(self.loaders[q].fed for q in self.ranks)
-
-    @cached_property
-    def labels(self) -> bool:
-        """True if only the labels are equal: the same samples, augmented by each rank, or others
-        whose labels follow a pattern."""
-        prints = {q: self.loaders[q].first_fingerprints for q in self.ranks}
-        return any(_only_labels_equal(prints[g[0]], prints[q]) for g in self.groups for q in g)
-
-    @cached_property
-    def shared(self) -> bool:
-        """True if all ranks read one dataset, and none has a DistributedSampler."""
-        loaders = [self.loaders[q] for q in self.ranks]
-        return all(x.dataset_length is not None and not x.distributed_sampler for x in loaders)
-
-
-def _same_batches(loaders: dict[int, Loader]) -> _Doubled | None:
-    if len({x.iterations_started for x in loaders.values()}) != 1:
-        return None
-    groups: list[list[int]] = []
-    near: dict[
-        tuple[int, tuple[int, ...]], list[list[int]]
-    ] = {}  # by first fingerprints, so that not all pairs are compared
-    for q, x in sorted(loaders.items()):
-        begins = list(enumerate(_halves(x.first_fingerprints[: limits.times])))
-        known = [g for b in begins for g in near.get(b, ())]
-        found = next((g for g in known if same_data(loaders[g[0]].first_fingerprints, x.first_fingerprints)), None)
-        if found is None:
-            groups.append(found := [])
-            for b in begins:
-                if len(b[1]) == limits.times and 0 not in b[1]:
-                    near.setdefault(b, []).append(found)
-        found.append(q)
-    doubled = [g for g in groups if len(g) > 1]
-    return _Doubled(doubled, loaders) if doubled else None
-
-
-def _same_order(loaders: dict[int, Loader]) -> list[int]:
-    """Return the ranks whose sampler shuffles and whose epoch began like the one before."""
-    return [
-        q
-        for q, x in sorted(loaders.items())
-        if x.distributed_sampler
-        and x.shuffle
-        and x.iterations_started >= 2
-        and (same_data(x.first_fingerprints, x.previous_fingerprints) or _never_set(x))
-    ]
-
-
-def _never_set(x: Loader) -> bool:
-    """True if the sampler is still at epoch 0 in a later epoch, and the labels of the batches do
-    not contradict.
-
-    Augmentation changes the values even if the order is the same. With few classes, equal labels
-    alone prove nothing.
-    """
-    labels, before = _halves(x.first_fingerprints)[0], _halves(x.previous_fingerprints)[0]
-    n = min(len(labels), len(before))
-    return (
-        x.sampler_epoch == 0 and x.iterations_started >= limits.times and n >= limits.times and labels[:n] == before[:n]
-    )
-
-
-# -- the same work on every rank, without a process group -------------------------------------------------------------
-
-
-def _same_work(s: Snapshot, loaders: dict[int, Loader]) -> bool:
-    """True if there is no process group, and every rank has the same batches and the same
-    parameters after the same steps."""
-    ranks = list(s.ranks.values())
-    if len(ranks) < s.world_size or len(loaders) < len(ranks) or any(g.ranks for g in s.groups.values()):
-        return False
-    if any(c.op == "init_process_group" for r in ranks for c in r.calls) or any(x.fed for x in loaders.values()):
-        return False
-    sums = [{x.step: x.value for x in r.samples if x.kind == "parameters"} for r in ranks]
-    common = set.intersection(*map(set, sums))
-    if len(common) < limits.times or any(len({x[k] for x in sums}) > 1 for k in common):
-        return False
-    return len({x[max(common)] for x in sums}) == 1 and len(set(sums[0].values())) > 1
-
-
-# -- wording ----------------------------------------------------------------------------------------------------------
-
 _REPEATED = "{repeated} of {world} ranks repeat the work of another"
 SAME_BATCHES = Template(kind, "same_batches_on_ranks", "{victims} train on the same batches{site}", _REPEATED,
     "{do}", proved=True)  # fmt: skip
@@ -212,27 +61,130 @@ _DO = {
 }
 
 
+def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
+    """Yield findings about data that several ranks or epochs share."""
+    s, loaders = facts.snapshot, facts.loaders
+
+    def used(group: str) -> bool:
+        return any(r.enqueued.get(group, 0) > limits.group_uses for r in s.ranks.values())
+
+    if s.world_size > 1 and _same_work(s, loaders):
+        yield _found(SAME_WORK, s, loaders, sorted(s.ranks), repeated=len(s.ranks) - 1)
+    elif (veto := vetoed(NOT_ONE_MODEL, s)) is not None:
+        yield veto
+    elif any(1 < len(g.ranks) < s.world_size and used(name) for name, g in s.groups.items()):
+        yield Abstained("the ranks use smaller groups: model-parallel ranks read the same batches by design", True)
+    elif len(loaders) < 2:
+        yield Abstained("not every rank trains from a known DataLoader")
+    else:
+        yield from _same_batches(s, loaders)
+        ranks = sorted(q for q, x in loaders.items() if _same_order(x))
+        if ranks and len(ranks) == len(loaders):
+            yield _found(SAME_ORDER, s, loaders, ranks, epoch=loaders[ranks[0]].sampler_epoch)
+
+
 def _found(
     template: Template, s: Snapshot, loaders: dict[int, Loader], ranks: Collection[int], **facts: Any
 ) -> Finding:
     """Return a finding about ranks, each at its loader."""
-    sites, step = {q: x.site for q, x in loaders.items()}, min(r.step for r in s.ranks.values())
-    where = wheres(s, ranks, "data", sites)
+    where = wheres(s, ranks, "data", {q: x.site for q, x in loaders.items()})
+    step = min(r.step for r in s.ranks.values())
     return template(victims=ranks, where=where, step=step, world=s.world_size, **facts)
 
 
-def _same_batches_finding(s: Snapshot, found: _Doubled) -> Finding:
-    x = found.loaders[found.ranks[0]]
+# -- fingerprints ----------------------------------------------------------------------------------------------------
+
+
+def _halves(prints: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return (fingerprints of the labels, of the values)."""
+    return tuple(p >> 32 for p in prints), tuple(p & 0xFFFFFFFF for p in prints)
+
+
+def same_data(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    """True if the first batches of two rows of fingerprints are the same data, by labels or by values."""
+    n = min(len(a), len(b))
+    if n < limits.times:
+        return False
+    return any(x == y and 0 not in x and len(set(x)) == n for x, y in zip(_halves(a[:n]), _halves(b[:n]), strict=True))
+
+
+def _only_labels_equal(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    """True if the labels are equal while the values of the same batches are known and differ."""
+    n = min(len(a), len(b))
+    x, y = _halves(a[:n])[1], _halves(b[:n])[1]
+    return 0 not in (*x, *y) and x != y
+
+
+# -- the same batches on several ranks -------------------------------------------------------------------------------
+
+
+def _groups(loaders: dict[int, Loader]) -> list[list[int]]:
+    """Return the groups of ranks whose first batches are the same."""
+    groups: list[list[int]] = []
+    # by first fingerprints, so that not all pairs are compared
+    near: dict[tuple[int, tuple[int, ...]], list[list[int]]] = {}
+    for q, x in sorted(loaders.items()):
+        begins = list(enumerate(_halves(x.first_fingerprints[: limits.times])))
+        known = [g for b in begins for g in near.get(b, ())]
+        found = next((g for g in known if same_data(loaders[g[0]].first_fingerprints, x.first_fingerprints)), None)
+        if found is None:
+            groups.append(found := [])
+            for b in begins:
+                if len(b[1]) == limits.times and 0 not in b[1]:
+                    near.setdefault(b, []).append(found)
+        found.append(q)
+    return [g for g in groups if len(g) > 1]
+
+
+def _same_batches(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding]:
+    if len({x.iterations_started for x in loaders.values()}) != 1 or not (groups := _groups(loaders)):
+        return
+    ranks = tuple(sorted(q for g in groups for q in g))
+    mine = [loaders[q] for q in ranks]
+    # only the labels: the same samples, augmented by each rank, or others whose labels follow a pattern
+    prints = {q: loaders[q].first_fingerprints for q in ranks}
+    labels = any(_only_labels_equal(prints[g[0]], prints[q]) for g in groups for q in g)
+    shared = all(x.dataset_length is not None and not x.distributed_sampler for x in mine)  # one dataset, not split
     severity = Severity.WARNING
-    if found.synthetic:
+    if all(x.fed for x in mine):  # no loader: synthetic data in a test or benchmark are often equal on purpose
         severity, do = Severity.INFO, "fed"
-    elif found.labels and not found.shared:
+    elif labels and not shared:
         severity, do = Severity.INFO, "labels"
-    elif not x.distributed_sampler:
-        do = "iterable" if x.dataset_length is None else "no sampler"
+    elif not mine[0].distributed_sampler:
+        do = "iterable" if mine[0].dataset_length is None else "no sampler"
     else:
-        do = "dataset" if all(found.loaders[q].sampler_fits for q in found.ranks) else "sampler"
-    return _found(
-        SAME_LABELS if found.labels else SAME_BATCHES, s, found.loaders, found.ranks,
-        severity=severity, repeated=len(found.ranks) - len(found.groups), do=_DO[do],
-    )  # fmt: skip
+        do = "dataset" if all(x.sampler_fits for x in mine) else "sampler"
+    template, repeated = SAME_LABELS if labels else SAME_BATCHES, len(ranks) - len(groups)
+    yield _found(template, s, loaders, ranks, severity=severity, repeated=repeated, do=_DO[do])
+
+
+def _same_order(x: Loader) -> bool:
+    """True if the sampler shuffles and the epoch began like the one before.
+
+    Or if it is still at epoch 0 in a later epoch and the labels do not contradict: augmentation changes the
+    values even if the order is the same. With few classes, equal labels alone prove nothing.
+    """
+    if not (x.distributed_sampler and x.shuffle and x.iterations_started >= 2):
+        return False
+    labels, before = _halves(x.first_fingerprints)[0], _halves(x.previous_fingerprints)[0]
+    n = min(len(labels), len(before))
+    later = x.sampler_epoch == 0 and x.iterations_started >= limits.times
+    same_labels = n >= limits.times and labels[:n] == before[:n]
+    return same_data(x.first_fingerprints, x.previous_fingerprints) or (later and same_labels)
+
+
+# -- the same work on every rank, without a process group -------------------------------------------------------------
+
+
+def _same_work(s: Snapshot, loaders: dict[int, Loader]) -> bool:
+    """True if there is no process group, and every rank has the same parameters after the same steps."""
+    ranks = list(s.ranks.values())
+    if len(ranks) < s.world_size or len(loaders) < len(ranks) or any(g.ranks for g in s.groups.values()):
+        return False
+    if any(c.op == "init_process_group" for r in ranks for c in r.calls) or any(x.fed for x in loaders.values()):
+        return False
+    sums = [{x.step: x.value for x in r.samples if x.kind == "parameters"} for r in ranks]
+    common = set.intersection(*map(set, sums))
+    if len(common) < limits.times or any(len({x[k] for x in sums}) > 1 for k in common):
+        return False
+    return len({x[max(common)] for x in sums}) == 1 and len(set(sums[0].values())) > 1

@@ -42,8 +42,9 @@ ORDER = Template(kind, "order", "ranks create different groups in call {number} 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     """Yield a finding for each site at which ranks call a collective of a group of others, and one for groups in another order."""
+    s = facts.snapshot
     by_site: dict[tuple[str, str], dict[int, Sample]] = {}
-    for state in facts.snapshot.ranks.values():
+    for state in s.ranks.values():
         for sample in state.samples:
             if sample.kind == "not_a_member" and sample.name not in limits.harmless:
                 key = (sample.name, sample.site.key if sample.site else "")
@@ -51,15 +52,10 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     if not by_site:
         yield Abstained("no rank called a collective of a group that it is not a member of", checked=True)
     for (op, _), callers in by_site.items():
-        yield _not_a_member(facts.snapshot, op, callers)
-    yield _order(facts.snapshot)
-
-
-def _not_a_member(s: Snapshot, op: str, callers: dict[int, Sample]) -> Finding:
-    ranks = sorted(callers)
-    first = callers[ranks[0]]
-    where = wheres(s, ranks, None, {q: x.site for q, x in callers.items()})
-    return NOT_A_MEMBER(culprits=ranks, where=where, step=first.step, first_seen_s=first.t_s, op=op)
+        ranks = sorted(callers)
+        first, where = callers[ranks[0]], wheres(s, ranks, None, {q: x.site for q, x in callers.items()})
+        yield NOT_A_MEMBER(culprits=ranks, where=where, step=first.step, first_seen_s=first.t_s, op=op)
+    yield _order(s)
 
 
 def _order(s: Snapshot) -> Finding | Abstained:

@@ -47,22 +47,21 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         yield window
     elif facts.shadows:
         yield only_shadow(facts.shadows)
-    elif share := share_of_all(window, lambda x: x.data_ms, limits.share) or _of_slowest(facts.snapshot, window):
-        yield _finding(facts.snapshot, window, share)
+    else:
+        yield from _found(facts.snapshot, window)
 
 
-def _of_slowest(s: Snapshot, window: Window) -> float:
-    """Return the share of step time lost to the slowest loader of each step; 0 unless all loaders are at their limit."""
-    if least_fetching(s) < limits.fetching:
-        return 0.0
-    columns = zip(*window.steps.values(), strict=True)
-    share = statistics.median(max(x.data_ms / max(x.step_ms, 1e-3) for x in column) for column in columns)
-    return min(1.0, share) if share >= limits.share else 0.0
-
-
-def _finding(s: Snapshot, window: Window, share: float) -> Finding:
-    ms = statistics.median(max(x.data_ms for x in column) for column in zip(*window.steps.values(), strict=True))
+def _found(s: Snapshot, window: Window) -> Iterator[Finding]:
+    columns = list(zip(*window.steps.values(), strict=True))
+    share = share_of_all(window, lambda x: x.data_ms, limits.share)
+    if (
+        not share and least_fetching(s) >= limits.fetching
+    ):  # all loaders are at their limit: the slowest of each step counts
+        share = min(1.0, statistics.median(max(x.data_ms / max(x.step_ms, 1e-3) for x in column) for column in columns))
+    if share < limits.share:
+        return
+    ms = statistics.median(max(x.data_ms for x in column) for column in columns)
     loader = next((x for r in s.ranks.values() for x in r.loaders if x.in_training), None)
     site, workers = (None, 0) if loader is None else (loader.site, loader.workers)
     where = wheres(s, window.ranks, "data", dict.fromkeys(window.ranks, site))
-    return INPUT_BOUND(victims=window.ranks, where=where, site=site, share=share, ms=ms, workers=workers)
+    yield INPUT_BOUND(victims=window.ranks, where=where, site=site, share=share, ms=ms, workers=workers)

@@ -71,10 +71,31 @@ limits = Limits()
 
 
 _VETOES = (
-    Veto("memory", lambda s: not any(r.memory or r.device_bytes for r in s.ranks.values()), "memory is not measured", False),
-    Veto("warm-up", lambda s: not any(r.warm_since_s is not None for r in s.ranks.values()),
+    Veto(lambda s: not any(r.memory or r.device_bytes for r in s.ranks.values()), "memory is not measured", False),
+    Veto(lambda s: not any(r.warm_since_s is not None for r in s.ranks.values()),
          "no rank has made its first 20 steps", False),
 )  # fmt: skip
+
+GROWTH = Template(
+    kind, "growth",
+    "{place} memory of {who} grows by {pace} ({minute:size} a minute), now {now:size}{left}{site}", "{cost}",
+    "look for tensors kept across steps: a list of losses or outputs without .item() or .detach()")  # fmt: skip
+HOST_IMBALANCE = Template(
+    kind, "imbalance",
+    "{culprits} {culprits:holds|hold} {most:size} of host memory, the others {typical:size}",
+    "the fullest rank is the first to be killed when memory runs out",
+    "find the cache, gathered state or list of outputs that only that rank keeps; shard it, or free it after use",
+    proved=True)  # fmt: skip
+DEVICE_IMBALANCE = Template(
+    kind, "imbalance",
+    "{culprits} {culprits:uses|use} {most:size} of device memory, the others {typical:size}",
+    "the fullest rank limits the batch of all",
+    "check that not everything is loaded onto one device (map_location, cuda:0)", proved=True)  # fmt: skip
+HEADROOM = Template(
+    kind, "headroom", "device memory of {culprits} is above {most:.0%} of the card",
+    "the next larger batch or fragment ends in an out-of-memory error",
+    "use a smaller batch, activation checkpointing, or PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+    proved=True, severity=Severity.INFO)  # fmt: skip  # healthy jobs are often tuned to fill their cards
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
@@ -84,12 +105,12 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         yield veto
     if (growth := _on_host(s) or _on_device(s)) is not None:
         yield growth
-    yield from _host_imbalance(s)
-    yield from _device(s)
-
-
-def _trains(r: RankState) -> bool:
-    return r.life == Life.RUNNING and r.warm_since_s is not None
+    yield from _imbalance(s, HOST_IMBALANCE, _late(s), limits.imbalance_share_of_host * (s.host_memory_bytes or 0))
+    used = {q: r.device_bytes for q, r in s.ranks.items() if r.device_bytes and r.device_total_bytes}
+    tight = [q for q, n in used.items() if n > limits.headroom * (s.ranks[q].device_total_bytes or 1)]
+    if tight:
+        yield HEADROOM(culprits=tight, most=limits.headroom)
+    yield from _imbalance(s, DEVICE_IMBALANCE, used)
 
 
 def _model_parallel(s: Snapshot) -> bool:
@@ -111,9 +132,9 @@ def slope(points: Sequence[tuple[float, int]]) -> tuple[float, float]:
 
 def _recent(r: RankState, memory: Points, window_s: float) -> Points:
     """Return the newest samples since the warm-up; none if the rank does not train."""
-    if not _trains(r) or not memory:
+    if r.life != Life.RUNNING or r.warm_since_s is None or not memory:
         return ()
-    since_s = max(r.warm_since_s or 0.0, memory[-1][0] - window_s)
+    since_s = max(r.warm_since_s, memory[-1][0] - window_s)
     return tuple(point for point in memory if point[0] >= since_s)
 
 
@@ -177,77 +198,6 @@ def _on_device(s: Snapshot) -> Finding | None:
     return _grows(s, "device", found, now, min(left), cost) if found else None
 
 
-# -- imbalance and headroom ------------------------------------------------------------------------------------------
-
-
-def _host_imbalance(s: Snapshot) -> Iterator[Finding]:
-    """Yield ranks whose host memory is far above the others' after the first steps, for some
-    seconds in a row."""
-    ranks = [r for r in s.ranks.values() if _trains(r)]
-    if len(ranks) < 2 or len(ranks) < s.world_size or _model_parallel(s):
-        return
-    late = {r.rank: _newest([x for x in r.memory if x[0] > (r.warm_since_s or 0.0)]) for r in ranks}
-    if all(len(v) >= 3 for v in late.values()):
-        yield from _imbalance(
-            s, HOST_IMBALANCE, {q: min(v) for q, v in late.items()},
-            limits.imbalance_share_of_host * (s.host_memory_bytes or 0),
-        )  # fmt: skip
-
-
-def _imbalance(s: Snapshot, template: Template, values: dict[int, int], least: float = 0.0) -> Iterator[Finding]:
-    odd, typical = above(values, lambda typical: max(limits.imbalance_bytes, limits.imbalance_share * typical, least))
-    if odd:
-        yield template(
-            culprits=odd,
-            where=wheres(s, odd),
-            site=None,
-            step=s.ranks[odd[0]].step,
-            most=values[odd[0]],
-            typical=typical,
-        )
-
-
-def _newest(points: Sequence[tuple[float, int]]) -> list[int]:
-    """Return the bytes of the newest samples that span `imbalance_s`; nothing if they do not reach
-    back so far."""
-    since_s = points[-1][0] - limits.imbalance_s if points else 0.0
-    start = next((i for i in reversed(range(len(points))) if points[i][0] <= since_s), None)
-    return [] if start is None else [b for _, b in points[start:]]
-
-
-def _device(s: Snapshot) -> Iterator[Finding]:
-    used = {q: r.device_bytes for q, r in s.ranks.items() if r.device_bytes and r.device_total_bytes}
-    tight = [q for q, n in used.items() if n > limits.headroom * (s.ranks[q].device_total_bytes or 1)]
-    if tight:
-        yield HEADROOM(culprits=tight, most=limits.headroom)
-    if len(used) >= max(2, len(s.ranks)) and not _model_parallel(s):
-        yield from _imbalance(s, DEVICE_IMBALANCE, used)
-
-
-# -- wording ----------------------------------------------------------------------------------------------------------
-
-GROWTH = Template(
-    kind, "growth",
-    "{place} memory of {who} grows by {pace} ({minute:size} a minute), now {now:size}{left}{site}", "{cost}",
-    "look for tensors kept across steps: a list of losses or outputs without .item() or .detach()")  # fmt: skip
-HOST_IMBALANCE = Template(
-    kind, "imbalance",
-    "{culprits} {culprits:holds|hold} {most:size} of host memory, the others {typical:size}",
-    "the fullest rank is the first to be killed when memory runs out",
-    "find the cache, gathered state or list of outputs that only that rank keeps; shard it, or free it after use",
-    proved=True)  # fmt: skip
-DEVICE_IMBALANCE = Template(
-    kind, "imbalance",
-    "{culprits} {culprits:uses|use} {most:size} of device memory, the others {typical:size}",
-    "the fullest rank limits the batch of all",
-    "check that not everything is loaded onto one device (map_location, cuda:0)", proved=True)  # fmt: skip
-HEADROOM = Template(
-    kind, "headroom", "device memory of {culprits} is above {most:.0%} of the card",
-    "the next larger batch or fragment ends in an out-of-memory error",
-    "use a smaller batch, activation checkpointing, or PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-    proved=True, severity=Severity.INFO)  # fmt: skip  # healthy jobs are often tuned to fill their cards
-
-
 def _grows(
     s: Snapshot, place: str, rates: dict[int, float], now: dict[int, int], left_s: float | None, cost: str
 ) -> Finding:
@@ -263,3 +213,30 @@ def _grows(
         minute=rate * 60, now=now[most], left="" if left_s is None else f", full in {rough_time(left_s)} at this rate",
         cost=cost,
     )  # fmt: skip
+
+
+# -- imbalance -------------------------------------------------------------------------------------------------------
+
+
+def _late(s: Snapshot) -> dict[int, int]:
+    """Return each rank's least host memory in its newest samples; empty unless known of all.
+
+    Known: at least three samples span `imbalance_s`.
+    """
+    out: dict[int, int] = {}
+    for r in s.ranks.values():
+        points = [x for x in r.memory if r.warm_since_s is not None and x[0] > r.warm_since_s]
+        old = [i for i, x in enumerate(points) if x[0] <= points[-1][0] - limits.imbalance_s]
+        if r.life == Life.RUNNING and old and len(points) - old[-1] >= 3:
+            out[r.rank] = min(size for _, size in points[old[-1] :])
+    return out if len(out) >= s.world_size else {}
+
+
+def _imbalance(s: Snapshot, template: Template, values: dict[int, int], least: float = 0.0) -> Iterator[Finding]:
+    """Yield ranks whose memory is far above the others'; nothing unless that of all ranks is known."""
+    if len(values) < max(2, len(s.ranks)) or _model_parallel(s):
+        return
+    odd, typical = above(values, lambda typical: max(limits.imbalance_bytes, limits.imbalance_share * typical, least))
+    if odd:
+        step, most = s.ranks[odd[0]].step, values[odd[0]]
+        yield template(culprits=odd, where=wheres(s, odd), site=None, step=step, most=most, typical=typical)

@@ -11,27 +11,21 @@ empty_records, token_nosync, moe_popular, patent_halves.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
+from distdiag.diagnosis.comparison import minority
 from distdiag.diagnosis.endings import Cascade, End, call_of_thread, model_shapes
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, CollectiveRef, Finding, rank_list
-from distdiag.diagnosis.model.snapshot import Call, CompletedConflict, Life, Snapshot
+from distdiag.diagnosis.model.snapshot import CompletedConflict, Life, Snapshot
 from distdiag.diagnosis.text.incident_finding import incident_findings
 from distdiag.diagnosis.text.phrases import at, count, wheres
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.waits.compatible import op_name
+from distdiag.terms.ranks import by_value
 
 kind = kinds.MISMATCH
-
-
-@dataclass(frozen=True)
-class Limits:
-    """None: calls differ or they do not. `culprit.verdict.SETTLED_S`: how long the vote waits for ranks that have not arrived."""
-
-
-limits = Limits()
+limits = None  # calls differ or they do not; `culprit.verdict.SETTLED_S`: how long the vote waits for ranks
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
@@ -72,27 +66,20 @@ MODEL = Template(kind, "model", "the wrapped module differs between ranks: {each
 
 
 def _completed(s: Snapshot, conflict: CompletedConflict) -> Finding:
-    calls, sides = conflict.calls, {}
-    for q, call in sorted(calls.items()):
-        sides.setdefault(_what(call, conflict.cause), []).append(q)
-    most = max(map(len, sides.values()))
-    odd = sorted(q for side in sides.values() if len(side) < most for q in side)
-    rest = [q for q in sorted(calls) if q not in odd]
+    calls, cause = conflict.calls, conflict.cause
+    words = {"dtype": lambda c: c.dtype or "?", "root": lambda c: f"root {c.root}"}
+    what = {q: words.get(cause, lambda c: c.op)(c) for q, c in sorted(calls.items())}
+    odd = minority(what)
+    rest = [q for q in what if q not in odd]
     call, sites = next(iter(calls.values())), {q: c.site for q, c in calls.items()}
     return COMPLETED(
-        cause=conflict.cause, culprits=odd, victims=rest,
+        cause=cause, culprits=odd, victims=rest,
         collective=CollectiveRef(call.op, conflict.group, conflict.seq, call.bytes),
         where=wheres(s, odd or rest, "user_code", sites),
         waiting=wheres(s, rest, "user_code", sites) if odd else (), first_seen_s=call.entered_s, completed=True,
         op=call.op, seq=conflict.seq, group=conflict.group,
-        each="; ".join(f"{rank_list(side)}: {what}{at(sites[side[0]])}" for what, side in sides.items()),
+        each="; ".join(f"{rank_list(side)}: {what}{at(sites[side[0]])}" for what, side in by_value(what).items()),
     )  # fmt: skip
-
-
-def _what(call: Call, cause: str) -> str:
-    if cause == "dtype":
-        return call.dtype or "?"
-    return f"root {call.root}" if cause == "root" else call.op
 
 
 def _two_threads(s: Snapshot, cascade: Cascade) -> Finding:
@@ -110,16 +97,15 @@ def _two_threads(s: Snapshot, cascade: Cascade) -> Finding:
 
 
 def _model(s: Snapshot, cascade: Cascade) -> Finding:
-    sides, odd = model_shapes(s), cascade.ranks
+    sides, odd = by_value(model_shapes(s)).values(), cascade.ranks
     models = {q: s.ranks[q].models[-1] for side in sides for q in side}
     sizes = {q: f"{count(m.parameters, 'parameter')} of {count(m.elements, 'element')}" for q, m in models.items()}
     each = "; ".join(f"{rank_list(side)}: {sizes[side[0]]}" for side in sides)
     sites = {q: m.site for q, m in models.items()}
     return MODEL(
-        culprits=odd,
-        victims=cascade.others,
+        culprits=odd, victims=cascade.others,
         where=wheres(s, (q for q in models if q in odd or not odd), "crashed", sites),
         waiting=wheres(s, (q for q in models if odd and q not in odd), "crashed", sites),
         first_seen_s=min((t for q in models if (t := s.ranks[q].ended_s) is not None), default=s.t_s),
         each=each + (", in different shapes" if len(set(sizes.values())) == 1 else ""),
-    )
+    )  # fmt: skip

@@ -8,63 +8,17 @@ Faulty jobs: log_poisson, norm_grad. Healthy look-alikes: half_scaler.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
-from distdiag.diagnosis.model.snapshot import Life, RankState, Sample, Site, Snapshot
+from distdiag.diagnosis.model.snapshot import Life, Sample, Snapshot
 from distdiag.diagnosis.text.phrases import where
 from distdiag.diagnosis.text.template import Template
 
 kind = kinds.NONFINITE
-
-
-@dataclass(frozen=True)
-class Limits:
-    """None: a value is finite or it is not."""
-
-
-limits = Limits()
-Found = list[tuple[int, Sample]]  # (rank, sample)
-
-
-def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
-    """Yield the first value that is not finite."""
-    s = facts.snapshot
-    found = [(r.rank, x) for r in s.ranks.values() for x in r.samples if x.kind.startswith("nonfinite")]
-    infinite = [(r.rank, x) for r in s.ranks.values() for x in r.samples if x.kind == "infinite_loss"]
-    if found:
-        yield _finding(s, found)
-    elif infinite:
-        yield _harmless(s, infinite)
-    elif not any(x.loss is not None for r in s.ranks.values() for x in r.steps):
-        yield Abstained("no scalar loss has gone through backward; values of handle.log() are not judged")
-
-
-def _first(s: Snapshot, found: Found) -> tuple[Found, bool]:
-    """Return (the deciding samples of the first step, whether their batch already had NaN)."""
-    step = min(x.step for _, x in found)
-    at_first = [(q, x) for q, x in found if x.step == step]
-    from_input = {r.rank for r in s.ranks.values() for x in r.samples if x.kind == "nan_input" and x.step == step}
-    losses = [(q, x) for q, x in at_first if x.kind == "nonfinite_loss"]
-    in_order = (
-        [(q, x) for q, x in losses if q in from_input],
-        losses,
-        [(q, x) for q, x in at_first if x.kind == "nonfinite_local_gradient"],
-        at_first,
-    )
-    return next(filter(None, in_order)), bool(from_input)
-
-
-def _backward_place(r: RankState) -> Site | None:
-    stack = r.phase_stacks.get("backward")
-    return stack[0] if stack else r.current_site
-
-
-# -- wording ----------------------------------------------------------------------------------------------------------
-
+limits = None  # a value is finite or it is not
 NONFINITE = Template(kind, "loss",
     "{what} is {value} on {on}, step {step}{followed}{name}{site}{from_input}{alone}", "{cost}",
     "{do}; go back to the last checkpoint", proved=True)  # fmt: skip
@@ -78,16 +32,45 @@ _DO = {
     "everywhere": "check the batches of step {step}, the collectives in forward, and the learning rate",
     "one rank": "check that rank's batch of step {step}, and divisions and logarithms in the loss",
 }
+Found = list[tuple[int, Sample]]  # (rank, sample)
+
+
+def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
+    """Yield the first value that is not finite."""
+    s = facts.snapshot
+    found = [(r.rank, x) for r in s.ranks.values() for x in r.samples if x.kind.startswith("nonfinite")]
+    infinite = [(r.rank, x) for r in s.ranks.values() for x in r.samples if x.kind == "infinite_loss"]
+    if found:
+        yield _finding(s, found)
+    elif infinite:
+        chosen, _ = _deciding(s, infinite)  # several in a row, while their gradients are finite
+        common = _common(s, chosen)
+        yield HARMLESS(victims=sorted({q for q, _ in chosen}) if common["on"] == "all ranks" else (), **common)
+    elif not any(x.loss is not None for r in s.ranks.values() for x in r.steps):
+        yield Abstained("no scalar loss has gone through backward; values of handle.log() are not judged")
+
+
+def _deciding(s: Snapshot, found: Found) -> tuple[Found, bool]:
+    """Return (the deciding samples of the first step, whether their batch already had NaN)."""
+    step = min(x.step for _, x in found)
+    found = [(q, x) for q, x in found if x.step == step]
+    from_input = {r.rank for r in s.ranks.values() for x in r.samples if x.kind == "nan_input" and x.step == step}
+    losses = [(q, x) for q, x in found if x.kind == "nonfinite_loss"]
+    local = [(q, x) for q, x in found if x.kind == "nonfinite_local_gradient"]
+    return [(q, x) for q, x in losses if q in from_input] or losses or local or found, bool(from_input)
 
 
 def _common(s: Snapshot, chosen: Found) -> dict[str, Any]:
-    """Return what both findings share, of the samples that decide."""
+    """Return what both findings share, of the samples that decide: each at its site, or at its backward."""
+    backward = {
+        q: next(iter(s.ranks[q].phase_stacks.get("backward") or ()), s.ranks[q].current_site) for q, _ in chosen
+    }
     x, ranks = chosen[0][1], tuple(sorted({q for q, _ in chosen}))
     everywhere = len(ranks) == s.world_size
     return {
         # on all ranks at once: it came through a collective of forward, or from what all have in common
         "culprits": () if everywhere and s.world_size > 1 else ranks,
-        "where": [where(s.ranks[q], "user_code", y.site or _backward_place(s.ranks[q])) for q, y in chosen],
+        "where": [where(s.ranks[q], "user_code", y.site or backward[q]) for q, y in chosen],
         "step": x.step,
         "first_seen_s": min((y.t_s for _, y in chosen if y.t_s is not None), default=None),
         "value": "nan" if x.value != x.value else "inf" if x.value > 0 else "-inf",
@@ -97,7 +80,7 @@ def _common(s: Snapshot, chosen: Found) -> dict[str, Any]:
 
 
 def _finding(s: Snapshot, found: Found) -> Finding:
-    chosen, from_input = _first(s, found)
+    chosen, from_input = _deciding(s, found)
     common, x = _common(s, chosen), chosen[0][1]
     ranks = {q for q, _ in chosen}
     everywhere = len(ranks) == s.world_size
@@ -116,16 +99,7 @@ def _finding(s: Snapshot, found: Found) -> Finding:
         followed=f"; {rank_list(others)} followed" if others and not everywhere else "",
         name=f" ({name})" if name else "", from_input=": the batch already had NaN" if from_input else "",
         alone=": so far it averages nothing with other ranks" if alone else "",
-        cost="training on this rank is lost from here on"
-        if alone
+        cost="training on this rank is lost from here on" if alone
         else "averaging carries it to every rank; training is lost from here on",
         do=do.format(step=x.step),
     )  # fmt: skip
-
-
-def _harmless(s: Snapshot, found: Found) -> Finding:
-    """Return the finding of losses that are infinite, several in a row, while their gradients are finite."""
-    step = min(x.step for _, x in found)
-    chosen = [(q, x) for q, x in found if x.step == step]
-    everywhere = len({q for q, _ in chosen}) == s.world_size
-    return HARMLESS(victims=sorted({q for q, _ in chosen}) if everywhere else (), **_common(s, chosen))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.culprit import parting
-from distdiag.diagnosis.endings import UNUSED, End
+from distdiag.diagnosis.endings import UNUSED, Cascade, End
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, at_least, rank_list
 from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot
@@ -25,7 +25,6 @@ from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.waits.graph import WaitGraph
 
 kind = kinds.RANK_LOST
-_WORKER = re.compile(r"DataLoader worker \(pid.{0,40}\) (exited|is killed)")
 
 
 @dataclass(frozen=True)
@@ -35,46 +34,7 @@ class Limits:
 
 
 limits = Limits()
-
-
-def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
-    """Yield the ranks that were lost."""
-    match facts.cascade.end:
-        case End.LOST:
-            yield _lost(facts)
-        case End.ECHOES if not any(at_least(f.severity, Severity.ERROR) for f in (*facts.reported, *facts.found)):
-            yield _echoes(facts.snapshot, facts.cascade.others)
-        case End.UNCONNECTED:
-            yield _unconnected(facts.snapshot, facts.cascade.others)
-    stalled = any(f.kind == kinds.STALL.name for f in facts.reported)
-    if facts.stopped or (stalled and facts.ends) or facts.cascade.end in (End.LOST, End.ECHOES, End.UNCONNECTED):
-        return
-    yield from _silent(facts.snapshot, facts.graph)
-    yield from _crashed_at_exit(facts)
-
-
-def _crashed_at_exit(facts: Facts) -> Iterator[Finding]:
-    """Yield ranks whose script ended normally and whose process then crashed natively: a failure for the launcher."""
-    crashed = [r for r in facts.snapshot.ranks.values() if r.life == Life.FINISHED and r.signal in _NATIVE_CRASHES]
-    if crashed and not any(at_least(f.severity, Severity.ERROR) for f in (*facts.reported, *facts.found)):
-        yield _at_exit(crashed)
-
-
-def _silent(s: Snapshot, graph: WaitGraph) -> Iterator[Finding]:
-    """Yield ranks without heartbeat on a node whose ranks others wait for. If no rank waits, only its monitor may be gone."""
-    ranks = tuple(
-        q
-        for q in sorted(graph.sinks)
-        if (r := s.ranks.get(q)) is not None and r.life == Life.SILENT and (r.heartbeat_age_s or 0.0) >= limits.silent_s
-    )
-    victims = sorted({v for q in ranks for v in graph.victims_of(q) if s.ranks[v].blocked is not None})
-    since = [b.entered_s for v in victims if (b := s.ranks[v].blocked) and b.entered_s is not None]
-    if since and s.t_s - min(since) >= limits.silent_s:
-        yield _silent_finding(s, ranks, victims)
-
-
-# -- wording ----------------------------------------------------------------------------------------------------------
-
+_WORKER = re.compile(r"DataLoader worker \(pid.{0,40}\) (exited|is killed)")
 _NATIVE_CRASHES = {signals.SIGABRT, signals.SIGSEGV, signals.SIGBUS, signals.SIGILL, signals.SIGFPE}
 KILLED = Template(kind, "killed", "{culprits} {culprits:was|were} killed by {signal}{site}", "{cost}", "{do}",
     proved=True)  # fmt: skip
@@ -105,6 +65,45 @@ _DO = {
     "unused": "use the output of every parameter in the loss, freeze those that are not used before DDP, or pass "
     "find_unused_parameters=True",
 }
+
+
+def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
+    """Yield the ranks that were lost."""
+    s, cascade = facts.snapshot, facts.cascade
+    failed = any(at_least(f.severity, Severity.ERROR) for f in (*facts.reported, *facts.found))
+    if cascade.end is End.LOST:
+        yield _lost(facts)
+    elif cascade.end is End.UNCONNECTED or (cascade.end is End.ECHOES and not failed):
+        yield _of_unknown_cause(s, cascade)
+    stalled = any(f.kind == kinds.STALL.name for f in facts.reported)
+    ended = cascade.end in (End.LOST, End.ECHOES, End.UNCONNECTED)
+    if facts.stopped or (stalled and facts.ends) or ended:
+        return
+    yield from _silent(s, facts.graph)
+    # a failure for the launcher: the script ended normally, and the process then crashed natively
+    crashed = [r for r in s.ranks.values() if r.life == Life.FINISHED and r.signal in _NATIVE_CRASHES]
+    if crashed and not failed:
+        first = min(crashed, key=lambda r: (r.ended_s or 0.0, r.rank))
+        signal = signals.Signals(first.signal or 0).name
+        culprits = sorted(r.rank for r in crashed)
+        yield AT_EXIT(culprits=culprits, step=first.step, first_seen_s=first.ended_s, signal=signal)
+
+
+def _silent(s: Snapshot, graph: WaitGraph) -> Iterator[Finding]:
+    """Yield ranks without heartbeat on a node whose ranks others wait for. If no rank waits, only its monitor may be gone."""
+    silent = {
+        q: r.heartbeat_age_s or 0.0
+        for q in sorted(graph.sinks)
+        if (r := s.ranks.get(q)) is not None and r.life == Life.SILENT and (r.heartbeat_age_s or 0.0) >= limits.silent_s
+    }
+    victims = sorted({v for q in silent for v in graph.victims_of(q) if s.ranks[v].blocked is not None})
+    since = [b.entered_s for v in victims if (b := s.ranks[v].blocked) and b.entered_s is not None]
+    if since and s.t_s - min(since) >= limits.silent_s:
+        hosts = ", ".join(dict.fromkeys(s.ranks[q].host or f"node {s.ranks[q].node}" for q in silent))
+        yield SILENT(
+            culprits=silent, victims=victims, where=wheres(s, silent), waiting=wheres(s, victims), hosts=hosts,
+            first_seen_s=s.t_s - max(silent.values()), silent_s=max(silent.values()), world=s.world_size,
+        )  # fmt: skip
 
 
 def _lost(facts: Facts) -> Finding:
@@ -142,41 +141,15 @@ def _repair(
     return do + ("; the other ranks' errors follow from it" if echoes else "")
 
 
-def _at_exit(crashed: list[RankState]) -> Finding:
-    first = min(crashed, key=lambda r: (r.ended_s or 0.0, r.rank))
-    return AT_EXIT(
-        culprits=sorted(r.rank for r in crashed), step=first.step, first_seen_s=first.ended_s,
-        signal=signals.Signals(first.signal or 0).name,
-    )  # fmt: skip
-
-
-def _first_line(state: RankState) -> str:
-    return state.exception.splitlines()[0][:160] if state.exception else "no exception"
-
-
-def _echoes(s: Snapshot, ranks: tuple[int, ...]) -> Finding:
-    """Return the finding of a job in which every rank failed because another was gone, and the first end is not known."""
-    failed = [s.ranks[q] for q in ranks]
-    first = min(failed, key=lambda r: r.ended_s if r.ended_s is not None else s.t_s)
-    sites = (w for r in failed for w in where_stack(r, r.user_stack, "crashed", 2))
-    facts = {"first": first.rank, "error": _first_line(first), "site": first.current_site}
-    return ECHOES(victims=ranks, where=sites, first_seen_s=first.ended_s, **facts)
-
-
-def _unconnected(s: Snapshot, ranks: tuple[int, ...]) -> Finding:
-    """Return the finding of ranks that never completed a first collective: no culprit is known."""
-    tried = [s.ranks[q] for q in ranks]
-    sites = (w for r in tried for w in where_stack(r, r.user_stack, None, 2))
-    first_s = min((r.ended_s for r in tried if r.ended_s is not None), default=None)
-    error, site = _first_line(tried[0]), tried[0].current_site
-    return UNCONNECTED(victims=ranks, where=sites, first_seen_s=first_s, error=error, site=site)
-
-
-def _silent_finding(s: Snapshot, ranks: tuple[int, ...], victims: list[int]) -> Finding:
-    silent_s = max(s.ranks[q].heartbeat_age_s or 0.0 for q in ranks)
-    return SILENT(
-        culprits=ranks, victims=victims, where=wheres(s, ranks), waiting=wheres(s, victims),
-        first_seen_s=s.t_s - silent_s,
-        hosts=", ".join(dict.fromkeys(s.ranks[q].host or f"node {s.ranks[q].node}" for q in ranks)),
-        silent_s=silent_s, world=s.world_size,
+def _of_unknown_cause(s: Snapshot, cascade: Cascade) -> Finding:
+    """Return the finding of ranks that lost another, or could not connect: no culprit is known."""
+    echoes = cascade.end is End.ECHOES
+    failed = [s.ranks[q] for q in cascade.others]
+    times = [r.ended_s for r in failed if r.ended_s is not None]
+    first = min(failed, key=lambda r: r.ended_s if r.ended_s is not None else s.t_s) if echoes else failed[0]
+    sites = (w for r in failed for w in where_stack(r, r.user_stack, "crashed" if echoes else None, 2))
+    return (ECHOES if echoes else UNCONNECTED)(
+        victims=cascade.others, where=sites, first_seen_s=min(times, default=None), first=first.rank,
+        error=first.exception.splitlines()[0][:160] if first.exception else "no exception",
+        site=first.current_site,
     )  # fmt: skip

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-
-from msgspec.structs import replace
+from functools import partial
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.comparison import Veto, minority, vetoed
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
-from distdiag.diagnosis.model.snapshot import Model, RankState, Sample, Site, Snapshot
+from distdiag.diagnosis.model.snapshot import RankState, Sample, Site, Snapshot
 from distdiag.diagnosis.text.phrases import at, count, wheres
 from distdiag.diagnosis.text.template import Template
-from distdiag.diagnosis.training_data import synchronous, training_loaders
+from distdiag.diagnosis.training_data import NOT_ALL, synchronous, training_loaders
+from distdiag.terms.ranks import by_value
 
 kind = kinds.REPLICA_DRIFT
 
@@ -35,14 +35,8 @@ class Limits:
     """Replicas whose first distance is at least this share of the newest do not move apart: a growing distance grows at least
     like the square root of the steps."""
     no_exchange: tuple[str, ...] = (
-        "init_process_group",
-        "new_group",
-        "barrier",
-        "monitored_barrier",
-        "broadcast",
-        "gather",
-        "scatter",
-    )
+        "init_process_group", "new_group", "barrier", "monitored_barrier", "broadcast", "gather", "scatter"
+    )  # fmt: skip
     """Operations that do not average: jobs without any averaging use them, too."""
     metrics: float = 0.01
     """Up to this share of the parameters, reduced elements are metrics, not gradients."""
@@ -60,29 +54,9 @@ class Limits:
 limits = Limits()
 
 
-@dataclass(frozen=True)
-class _Drift:
-    """Checksums that differ.
-
-    Attributes:
-        cause: Cause of the finding, by the structure of the models.
-        steps: Steps at which they differ.
-        values: The newest checksums, by rank.
-        began_equal: True if they were equal at earlier steps.
-        mild: True for buffers that were equal and differ a little now: statistics of different batches do so from the first step on.
-    """
-
-    cause: str
-    steps: list[int]
-    values: dict[int, float]
-    began_equal: bool
-    mild: bool = False  # a small difference, which may be by design
-
-
 _VETOES = (
-    Veto("one rank", lambda s: s.world_size < 2, "there is one rank only", False),
-    Veto("missing", lambda s: len(s.ranks) < s.world_size, "{c.ranks:#} of {c.world_size} ranks have reported", False),
-    Veto("join", lambda s: any(r.in_join for r in s.ranks.values()),
+    *NOT_ALL,
+    Veto(lambda s: any(r.in_join for r in s.ranks.values()),
          "the ranks are in torch's Join context: those that have run out do not step"),
 )  # fmt: skip
 
@@ -95,41 +69,48 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         return
     for kind_of in ("parameters", "buffers"):
         found = _drift(s, kind_of)
-        if isinstance(found, _Drift):
-            yield _finding(s, found)
+        if kind_of == "parameters" or isinstance(found, Finding) or any(_samples(s, kind_of)):
+            yield found
+        if isinstance(found, Finding):
             return
-        if kind_of == "parameters" or any(x.kind == kind_of for r in s.ranks.values() for x in r.samples):
-            yield replace(found, cause=None if kind_of == "parameters" else kind_of)
 
 
-def _drift(s: Snapshot, kind_of: str) -> _Drift | Abstained:
-    ranks = sorted(s.ranks)
+def _drift(s: Snapshot, kind_of: str) -> Finding | Abstained:
+    ranks, is_buffers = sorted(s.ranks), kind_of == "buffers"
+    abstained = partial(Abstained, cause=kind_of if is_buffers else None)
     samples = {q: _by_step(s.ranks[q], kind_of) for q in ranks}
     common = sorted(set.intersection(*(set(x) for x in samples.values())))
     common = [k for k in common if _comparable([samples[q][k].key for q in ranks])]
     if len(common) < limits.samples:
-        return Abstained(f"{len(common)} of {limits.samples} checksums of {kind_of} at the same steps")
-    relative = limits.relative if kind_of == "parameters" else limits.buffers_relative
-    steps = [k for k in common if _differ([samples[q][k].value for q in ranks], relative)]
-    mild = kind_of == "buffers" and not steps
+        return abstained(f"{len(common)} of {limits.samples} checksums of {kind_of} at the same steps")
+
+    def differing(relative: float) -> list[int]:
+        return [k for k in common if _differ([samples[q][k].value for q in ranks], relative)]
+
+    steps = differing(limits.buffers_relative if is_buffers else limits.relative)
+    mild = is_buffers and not steps  # statistics of different batches differ a little from the first step on
     if mild:
-        steps = [k for k in common if _differ([samples[q][k].value for q in ranks], limits.relative)]
+        steps = differing(limits.relative)
     if len(steps) < limits.samples or steps[-limits.samples :] != common[-limits.samples :]:
-        return Abstained(f"the checksums of {kind_of} agree", checked=True)
+        return abstained(f"the checksums of {kind_of} agree", checked=True)
     cause = _cause(s, kind_of, steps)
     began_equal = len([k for k in common if k < steps[0]]) >= limits.samples
     if cause is None or (mild and not began_equal):
-        return Abstained(f"{kind_of} differ, as the structure of the model allows", checked=True)
+        return abstained(f"{kind_of} differ, as the structure of the model allows", checked=True)
     first, last = ({q: samples[q][k].value for q in ranks} for k in (steps[0], steps[-1]))
     averaged = cause == "gradients_not_synced" and all(map(_averages, s.ranks.values()))
     # as far apart as at the first sample: drifting replicas move apart with each step
     if averaged and not began_equal and _spread(first) >= limits.constant * _spread(last):
         cause = "different_init"
-    return _Drift(cause, steps, last, began_equal, mild)
+    return _finding(s, cause, steps, last, began_equal, mild)
 
 
 def _spread(values: Mapping[int, float]) -> float:
     return max(values.values()) - min(values.values())
+
+
+def _samples(s: Snapshot, kind: str) -> list[Sample]:
+    return [x for r in s.ranks.values() for x in r.samples if x.kind == kind]
 
 
 def _by_step(r: RankState, kind: str) -> dict[int, Sample]:
@@ -160,7 +141,7 @@ def _cause(s: Snapshot, kind: str, drifting: list[int]) -> str | None:
     if over_all and len(over_all) >= s.world_size:
         # Parameters that are averaged now and then, not their gradients at each step, differ between those times (local
         # SGD). Otherwise: no backward is synchronised, or the parameters that are stepped are not those that DDP wraps.
-        averaged = max((x.value for r in s.ranks.values() for x in r.samples if x.kind == "averaged"), default=0.0)
+        averaged = max((x.value for x in _samples(s, "averaged")), default=0.0)
         return "gradients_not_synced" if averaged < limits.averaged else None
     if models:
         return None
@@ -185,8 +166,7 @@ def _never_averaged(s: Snapshot, shares: list[float]) -> bool:
     loaders = training_loaders(s)
     if not loaders or not all(x.distributed_sampler for x in loaders.values()):
         return False
-    averaged = [x.value for r in s.ranks.values() for x in r.samples if x.kind == "averaged"]
-    if any(share > limits.metrics for share in (*shares, *averaged)):
+    if any(share > limits.metrics for share in (*shares, *(x.value for x in _samples(s, "averaged")))):
         return False
     calls = [c for r in s.ranks.values() for c in r.calls if c.op not in limits.no_exchange]
     if any(c.bytes is None or c.bytes > limits.metrics_bytes for c in calls):
@@ -199,11 +179,6 @@ def _averages(r: RankState) -> bool:
     return bool(r.models) and all(
         m.synced_backwards >= limits.averaged * min(m.forwards, max(r.step, 1)) > 0 for m in r.models
     )
-
-
-def _accumulates(m: Model) -> bool:
-    """True if a model runs several forward passes for each backward pass that averages."""
-    return 2 * m.forwards > 3 * m.synced_backwards > 0
 
 
 def _rates(s: Snapshot, drifting: list[int]) -> dict[int, float]:
@@ -260,29 +235,32 @@ _ADVICE = {
 }
 
 
-def _finding(s: Snapshot, drift: _Drift) -> Finding:
+def _finding(
+    s: Snapshot, cause: str, steps: list[int], values: dict[int, float], began_equal: bool, mild: bool
+) -> Finding:
+    """Return the finding of replicas whose newest checksums are `values`, and which differ at `steps`."""
     models = [m for r in s.ranks.values() for m in r.models]
-    averaged = drift.cause == "different_init" or (bool(models) and all(map(_averages, s.ranks.values())))
-    averaged = averaged and drift.cause != "buffers"
-    rates = _rates(s, drift.steps) if averaged else {}
-    words = drift.cause
+    averaged = cause == "different_init" or (bool(models) and all(map(_averages, s.ranks.values())))
+    averaged = averaged and cause != "buffers"
+    rates = _rates(s, steps) if averaged else {}
+    words = cause
     if rates:
         words = "rates"
-    elif averaged and drift.began_equal:
-        words = "accumulated" if models and all(map(_accumulates, models)) else "update"
-    what = _WHAT["mild" if drift.mild else words] + (f" ({_rates_text(rates)})" if rates else "")
+    elif averaged and began_equal:
+        accumulates = models and all(2 * m.forwards > 3 * m.synced_backwards > 0 for m in models)
+        words = "accumulated" if accumulates else "update"
+    what = _WHAT["mild" if mild else words] + (f" ({_rates_text(rates)})" if rates else "")
     what += _not_through_ddp(s) if words == "gradients_not_synced" else ""
-    odd, ranks = minority(rates or drift.values), sorted(drift.values)
-    by_hand = drift.cause in ("different_init", "partly_averaged") and not models
-    certain = drift.steps[-1] >= limits.certain_step and drift.cause != "partly_averaged"
+    odd, ranks = minority(rates or values), sorted(values)
+    by_hand = cause in ("different_init", "partly_averaged") and not models
+    certain = steps[-1] >= limits.certain_step and cause != "partly_averaged"
     return DRIFT(
-        cause=words if words in kind.causes else None, proved=certain or drift.cause == "buffers",
-        severity=Severity.INFO if drift.mild else None,
-        culprits=odd, victims=[q for q in ranks if q not in odd], step=drift.steps[0], last=drift.steps[-1],
+        cause=words if words in kind.causes else None, proved=certain or cause == "buffers",
+        severity=Severity.INFO if mild else None,
+        culprits=odd, victims=[q for q in ranks if q not in odd], step=steps[0], last=steps[-1],
         where=wheres(s, ranks, None, {q: _site(s.ranks[q], by_hand) for q in ranks}),
-        what=what, spread=_spread(drift.values), do=_ADVICE[words + (" in DDP" if words == "different_init" and models else "")],
-        cost="none, if these buffers may differ"
-        if drift.mild
+        what=what, spread=_spread(values), do=_ADVICE[words + (" in DDP" if words == "different_init" and models else "")],
+        cost="none, if these buffers may differ" if mild
         else "each rank trains a different model; only one of them is saved",
     )  # fmt: skip
 
@@ -302,8 +280,7 @@ def _unfrozen(s: Snapshot) -> Finding | None:
     Nothing if some gradients are reduced by hand: theirs may be among them.
     """
     samples = {q: x for q, r in s.ranks.items() for x in r.samples if x.kind == "unfrozen"}
-    by_hand = (x for r in s.ranks.values() for x in r.samples if x.kind == "reduced" and x.value > limits.metrics)
-    if not samples or any(by_hand):
+    if not samples or any(x.value > limits.metrics for x in _samples(s, "reduced")):
         return None
     first, ranks = min(samples.values(), key=lambda x: x.step), sorted(samples)
     return UNFROZEN(
@@ -321,8 +298,6 @@ def _site(r: RankState, by_hand: bool) -> Site | None:
 
 
 def _rates_text(rates: dict[int, float]) -> str:
-    by_rate: dict[float, list[int]] = {}
-    for q, rate in sorted(rates.items()):
-        by_rate.setdefault(rate, []).append(q)
-    shown = [f"{rate:.6g} on {rank_list(ranks)}" for rate, ranks in sorted(by_rate.items(), key=lambda x: -len(x[1]))]
-    return ", ".join(shown[:4]) + (", …" if len(shown) > 4 else "")
+    by_rate = sorted(by_value(dict(sorted(rates.items()))).items(), key=lambda x: -len(x[1]))
+    shown = [f"{rate:.6g} on {rank_list(ranks)}" for rate, ranks in by_rate[:4]]
+    return ", ".join(shown) + (", …" if len(by_rate) > 4 else "")

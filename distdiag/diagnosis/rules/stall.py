@@ -25,10 +25,11 @@ from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, Snapshot
 from distdiag.diagnosis.text.incident import implicit_text, verb
 from distdiag.diagnosis.text.phrases import NO_PROGRESS, at, op_text, where, where_stack, wheres
-from distdiag.diagnosis.text.template import Template
+from distdiag.diagnosis.text.template import Template, filled
 from distdiag.diagnosis.waits.delays import incomplete, kept_waiting, motionless_s, outpaced
 from distdiag.diagnosis.waits.uncounted import unseen
 from distdiag.terms.activity import ACTIVITIES, refined
+from distdiag.terms.ranks import by_value
 from distdiag.terms.units import rough_duration, size_text
 
 kind = kinds.STALL
@@ -85,57 +86,46 @@ class _Late:
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
-    """Yield the stalls: living ranks that others have waited for longer than usual, one for each
-    line that they are at."""
+    """Yield the living ranks that others have waited for unusually long, one stall for each line."""
     if facts.stopped:
         yield Abstained("another finding has already stopped the job", checked=True)
         return
     stalled = [f for f in facts.reported if f.kind == kind.name]
-    if stalled and (
-        facts.ends or facts.no_progress_since_wait
-    ):  # keep it as reported: ranks that are ending give no new evidence
-        yield from stalled
+    if stalled and (facts.ends or facts.no_progress_since_wait):
+        yield from stalled  # as reported: ranks that are ending give no new evidence
         return
     s, graph = facts.snapshot, facts.graph
     if not graph.sinks:
         yield Abstained("no rank is waited for by the others", checked=True)
-    open_on_devices = list(_incomplete(facts))
-    yield from open_on_devices or _nobody_moves(facts)
+    yield from list(_incomplete(facts)) or _nobody_moves(facts)
     late: list[_Late] = []
     for rank in graph.sinks:
         state = s.ranks.get(rank)
         if state is None or state.life not in (Life.RUNNING, Life.STARTING):
             continue
         if groups := unseen(s, state):
-            name = groups[0]
             yield Abstained(
-                f"rank {rank}'s host waits for its device, and nothing shows which operations of group {name} "
-                f"({s.groups[name].backend}) that has completed: it may be busy, or wait for another rank"
+                f"rank {rank}'s host waits for its device, and nothing shows which operations of group {groups[0]} "
+                f"({s.groups[groups[0]].backend}) that has completed: it may be busy, or wait for another rank"
             )
-            continue
-        kept = kept_waiting(s, graph, rank)
-        if kept is not None:
+        elif (kept := kept_waiting(s, graph, rank)) is not None:
             late.append(_Late(state, *kept, patience_s(state)))
     named: set[int] = set()
     for together in _by_line(late):
         named |= {x.state.rank for x in together}
         yield _finding(facts, together)
     for x in late:
-        if x.state.rank in named:
-            continue
-        found = _trains_on(facts, x.state)
-        yield found or Abstained(
-            f"rank {x.state.rank} has kept the others waiting {rough_duration(x.waited_s)}; its limit is {rough_duration(x.limit_s)}",
-            checked=True,
-        )
+        if x.state.rank not in named:
+            yield _trains_on(facts, x.state) or Abstained(
+                f"rank {x.state.rank} has kept the others waiting {rough_duration(x.waited_s)}; "
+                f"its limit is {rough_duration(x.limit_s)}", checked=True,
+            )  # fmt: skip
 
 
 def _by_line(late: list[_Late]) -> Iterator[list[_Late]]:
-    """Yield the ranks that exceed their patience, those at one line together, the longest wait
-    first.
+    """Yield the ranks that exceed their patience, those at one line together, the longest wait first.
 
-    At one line all do the same, although one may look asleep and another busy for a moment: the
-    shortest patience counts.
+    At one line all do the same, although one may look asleep and another busy: the shortest patience counts.
     """
     groups: dict[object, list[_Late]] = {}
     for x in late:
@@ -148,8 +138,7 @@ def _by_line(late: list[_Late]) -> Iterator[list[_Late]]:
 
 
 def _trains_on(facts: Facts, r: RankState) -> Finding | None:
-    """Return the stall of ranks that wait for one that still makes steps; None if the wait is not
-    unusual."""
+    """Return the stall of ranks that wait for one that still makes steps; None if the wait is not unusual."""
     found = outpaced(facts.snapshot, facts.graph, r.rank)
     if found is None or found[1] < max(limits.long_s, limits.factor * r.longest_delay_s):
         return None
@@ -166,8 +155,7 @@ def _trains_on(facts: Facts, r: RankState) -> Finding | None:
 
 
 def _incomplete(facts: Facts) -> Iterator[Finding]:
-    """Yield operations that all their ranks have issued on their devices and that do not complete:
-    no rank is known to be late."""
+    """Yield operations that all their ranks have issued on their devices and that do not complete."""
     s = facts.snapshot
     for calls, since_s in incomplete(s, facts.graph):
         ranks = sorted(calls)
@@ -180,7 +168,8 @@ def _incomplete(facts: Facts) -> Iterator[Finding]:
         first = calls[ranks[0]]
         issued = f"{rank_list(ranks)} have all issued {op_text(first)}{at(first.site)}, and it has"
         if first.p2p:
-            issued = f"{_end_text(ranks[0], first)} and {_end_text(ranks[1], calls[ranks[1]])}, and the message has"
+            ends = (f"rank {q} has issued {op_text(calls[q])}{at(calls[q].site)}" for q in ranks[:2])
+            issued = f"{' and '.join(ends)}, and the message has"
         yield INCOMPLETE(
             severity=Severity.ERROR if waited_s > limits.factor * limit_s else Severity.WARNING,
             victims=ranks, collective=first,
@@ -190,8 +179,7 @@ def _incomplete(facts: Facts) -> Iterator[Finding]:
 
 
 def _nobody_moves(facts: Facts) -> Iterator[Finding]:
-    """Yield the stall of a job in which no rank moves, although none is known to wait for another:
-    below the recorder's view."""
+    """Yield the stall of a job in which no rank moves, although none is known to wait for another."""
     s = facts.snapshot
     still_s = motionless_s(s) if not facts.graph.sinks else None
     ranks = list(s.ranks.values())
@@ -199,9 +187,7 @@ def _nobody_moves(facts: Facts) -> Iterator[Finding]:
     limit_s = max(limits.long_s if idle else limits.nobody_busy_s, limits.factor * (s.usual_step_s or 0.0))
     if still_s is None or still_s < limit_s or any("sleep(" in _line(r.current_site, facts.source) for r in ranks):
         return
-    at_site: dict[Site | None, list[int]] = {}
-    for r in ranks:
-        at_site.setdefault(r.current_site, []).append(r.rank)
+    at_site = by_value({r.rank: r.current_site for r in ranks})
     places = "; ".join(
         f"{rank_list(q)} {verb(q, 'is', 'are')}{at(site) or ' at an unknown line'}"
         for site, q in [*at_site.items()][:4]
@@ -212,15 +198,12 @@ def _nobody_moves(facts: Facts) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _end_text(rank: int, call: Call) -> str:
-    return f"rank {rank} has issued {op_text(call)}{at(call.site)}"
-
-
 def patience_s(r: RankState) -> float:
-    """Return the seconds that others may wait for this rank before it is a finding, by what it does
-    and has done before."""
+    """Return the seconds that others may wait for this rank, by what it does and has done before."""
     doing = _doing(r)
-    if doing in ("user_code", "sleep") and _validates(r):
+    words = {w.lower() for site in r.user_stack for w in _WORDS.findall(site.function)}
+    validates = r.phase == "validate" or any(m.evaluating for m in r.models) or bool(words & _VALIDATION)
+    if doing in ("user_code", "sleep") and validates:
         doing = "validation"
     base = limits.patience_s.get(doing, limits.patience_s["user_code"])
     if not r.steps and r.step == 0 and doing in ("user_code", "sleep", "socket", "lock", "gil_held"):
@@ -229,8 +212,7 @@ def patience_s(r: RankState) -> float:
 
 
 def _start_s(calls: int) -> float:
-    """Return the minimum patience, in seconds, for a job that has made no step yet, by its number
-    of collectives."""
+    """Return the least patience, in seconds, for a job without a step yet, by its number of collectives."""
     return next((seconds for fewer, seconds in limits.start_s if calls < fewer), 0.0)
 
 
@@ -239,21 +221,8 @@ def _doing(r: RankState) -> str:
     return "sleep" if asleep else r.activity
 
 
-def _validates(r: RankState) -> bool:
-    """True if the rank evaluates a model: by its phase, its model's eval mode, or the names of the
-    functions that it is in."""
-    words = {w.lower() for site in r.user_stack for w in _WORDS.findall(site.function)}
-    return r.phase == "validate" or any(m.evaluating for m in r.models) or bool(words & _VALIDATION)
-
-
-def _loads_itself(r: RankState) -> bool:
-    """True if the loader it trains from has no worker processes."""
-    return any(x.in_training for x in r.loaders) and all(x.workers == 0 for x in r.loaders if x.in_training)
-
-
-def _left_open(s: Snapshot, r: RankState) -> tuple[Call, tuple[int, ...]] | None:
-    """Return an open collective that this rank issued asynchronously or from another thread, and
-    the ranks that have not entered it."""
+def _left_open(s: Snapshot, r: RankState) -> tuple[str, str] | None:
+    """Return (text, advice) about an open collective that this rank issued without waiting in it."""
     for name, issued in r.enqueued.items():
         done, group = r.completed.get(name, issued), s.groups.get(name)
         if done >= issued or group is None:
@@ -261,7 +230,8 @@ def _left_open(s: Snapshot, r: RankState) -> tuple[Call, tuple[int, ...]] | None
         missing = tuple(q for q in group.ranks if q in s.ranks and s.ranks[q].enqueued.get(name, 0) <= done)
         if missing:
             known = (c for c in r.calls if c.group == name and c.seq == done + 1)
-            return next(known, Call(op="", group=name, seq=done + 1)), missing
+            call = next(known, Call(op="", group=name, seq=done + 1))
+            return filled(_OPEN, call=call, site=call.site, ranks=missing), filled(_DO_OPEN, call=call, ranks=missing)
     return None
 
 
@@ -284,6 +254,8 @@ NOBODY_MOVES = _warning("unknown",
     "no rank has moved for {still_s:time}, and none is known to wait for another: {places}", NO_PROGRESS,
     "`distdiag dump` saves the stacks of all threads: look for a lock or a native call that two of them need, "
     "threads that communicate at once, or a device that hangs")  # fmt: skip
+_OPEN = " while it has {call}{site} in flight, which {ranks} {ranks:has|have} not entered"
+_DO_OPEN = "{ranks} must enter {call}, too, or no rank may: find what started it, maybe a thread"
 _DOES = {a.word: a.does for a in ACTIVITIES if a.does}
 _DO = {a.word: a.do for a in ACTIVITIES if a.do} | {
     "": "check that line; `distdiag dump` saves all stacks; this is cleared if the rank continues",
@@ -293,8 +265,7 @@ _DO = {a.word: a.do for a in ACTIVITIES if a.do} | {
 
 
 def _finding(facts: Facts, late: list[_Late]) -> Finding:
-    """Return the finding of ranks that are kept at one line, the one that others have waited for
-    longest first."""
+    """Return the finding of ranks at one line, the one that others have waited for longest first."""
     s, first = facts.snapshot, late[0]
     r, victim = first.state, s.ranks[first.victims[0]]
     call = victim.blocked
@@ -304,6 +275,12 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
     ranks = [state.rank for state in states]
     workers = [(state, w) for state in states if doing == "data" for w in dict.fromkeys(state.workers) if w is not None]
     left_open = _left_open(s, r) if doing in ("lock", "queue", "worker") else None
+    worker = next((w for w in r.workers if w is not None), None) if doing == "data" else None
+    whose = "one of its workers" if len(r.workers) > 1 else "its worker"
+    own = [x.workers for x in r.loaders if x.in_training]
+    do = doing
+    if doing == "data":
+        do = "workers" if workers else "loads itself" if own and not any(own) else doing
     longest_s = r.longest_delay_s
     victims = sorted({v for x in late for v in x.victims})
     return STALL(
@@ -318,22 +295,13 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
         missing=_missing_text(ranks, call, victim.rank),
         size=f", {size_text(call.bytes)}" if call.bytes else "", implicit=implicit_text(victim, call),
         does=f"{'it' if len(late) == 1 else 'each'} {_DOES.get(doing, 'is busy')}{at(r.current_site)}",
-        worker=_worker_text(r) if doing == "data" else "",
-        open=_open_text(*left_open) if left_open is not None else "",
+        worker=f", and {whose} is{at(worker)}" if worker is not None else "",
+        open=left_open[0] if left_open else "",
         handling=f", while it handles {pending_exception.handled(r)}" if r.handling else "",
         waited_s=first.waited_s,
         usual=f" (its longest so far: {rough_duration(longest_s)})" if longest_s > 0.5 else "",
-        world=s.world_size, do=_do(r, doing, bool(workers), left_open),
+        world=s.world_size, do=left_open[1] if left_open else _DO.get(do, _DO[""]),
     )  # fmt: skip
-
-
-def _do(r: RankState, doing: str, workers: bool, left_open: tuple[Call, tuple[int, ...]] | None) -> str:
-    if left_open is not None:
-        call, missing = left_open
-        return f"{rank_list(missing)} must enter {op_text(call)}, too, or no rank may: find what started it, maybe a thread"
-    if doing == "data":
-        doing = "workers" if workers else "loads itself" if _loads_itself(r) else doing
-    return _DO.get(doing, _DO[""])
 
 
 def _line(site: Site | None, source: Source) -> str:
@@ -341,22 +309,11 @@ def _line(site: Site | None, source: Source) -> str:
     return lines[site.line - 1] if site is not None and 0 < site.line <= len(lines) else ""
 
 
-def _worker_text(r: RankState) -> str:
-    site = next((w for w in r.workers if w is not None), None)
-    whose = "one of its workers" if len(r.workers) > 1 else "its worker"
-    return f", and {whose} is{at(site)}" if site is not None else ""
-
-
-def _open_text(call: Call, missing: tuple[int, ...]) -> str:
-    has = f"{rank_list(missing)} {verb(missing, 'has', 'have')} not entered"
-    return f" while it has {op_text(call)}{at(call.site)} in flight, which {has}"
-
-
 def _missing_text(ranks: list[int], call: Call, victim: int) -> str:
-    """Return what a victim that is in `call` waits for: the call of these ranks, or the other end
-    of a message."""
+    """Return what a victim in `call` waits for: the call of these ranks, or the other end of a message."""
     if not call.p2p:
         return f"{rank_list(ranks)} {verb(ranks, 'has', 'have')} not entered {op_text(call)}"
     if ranks != [call.peer]:
         return f"{rank_list(ranks)} {verb(ranks, 'keeps', 'keep')} rank {victim} waiting in {op_text(call)}"
-    return f"rank {call.peer} has not {'sent' if 'recv' in call.op else 'received'} what rank {victim} waits for in {op_text(call)}"
+    done = "sent" if "recv" in call.op else "received"
+    return f"rank {call.peer} has not {done} what rank {victim} waits for in {op_text(call)}"

@@ -29,6 +29,7 @@ from distdiag.diagnosis.model.snapshot import Arrival, RankState, Snapshot
 from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import PHASES, Window, part_ms, self_ms
 from distdiag.diagnosis.text import straggler as text
+from distdiag.diagnosis.text.phrases import where, where_stack, wheres
 from distdiag.diagnosis.training_data import least_fetching
 from distdiag.terms.units import percent
 
@@ -90,7 +91,11 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     veto = comparison.vetoed(VETOES, case)
     if veto is None:
         if case.phase != "data" and case.stages:
-            yield text.stage(s, window, slow, case.most)
+            yield text.found(
+                text.STAGE, s, window, [case.most.rank], case.phase, share=slow.gain_ms / slow.step_ms,
+                where=[where(s.ranks[case.most.rank], "user_code")], x=case.most, slow=slow,
+                what="its own code" if case.phase == "other" else case.phase,
+            )  # fmt: skip
         else:
             yield text.slow(s, window, slow, case.most, case.loader_gain)
     else:
@@ -101,8 +106,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
 
 
 class Excess(NamedTuple):
-    """What one slow rank works beyond the others, ms per step, without its waiting for a CPU
-    (`queued_ms`)."""
+    """What one slow rank works beyond the others, ms per step, without waiting for a CPU (`queued_ms`)."""
 
     rank: int
     phase: str  # the one that exceeds the others' most
@@ -134,8 +138,7 @@ class Case:
 
     @cached_property
     def stages(self) -> bool:
-        """True if all ranks exchange messages and none has the whole model: stages of a
-        pipeline."""
+        """True if all ranks exchange messages and none has the whole model: stages of a pipeline."""
         s = self.snapshot
         replicas = {name for name, group in s.groups.items() if len(group.ranks) == s.world_size}
         return all(r.p2p_issued and not any(m.group in replicas for m in r.models) for r in s.ranks.values())
@@ -155,12 +158,10 @@ class Case:
 
     @cached_property
     def ahead(self) -> tuple[int, float] | None:
-        """(rank, ms) of one that always arrives after the others, in whose steps no wait for it is
-        seen.
+        """(rank, ms) of one that always arrives after the others, in whose steps no wait for it is seen.
 
-        Hosts that run ahead until their launch queue is full wait there, in any phase, and not for
-        the last to arrive. How far they are ahead is then constant, and is not what a step costs
-        them.
+        Hosts that run ahead until their launch queue is full wait there, in any phase, and not for the last
+        to arrive. How far they are ahead is then constant, and is not what a step costs them.
         """
         steps, ranks = self.window.steps, self.window.ranks
         arrivals = leads(zip(*([x.ready_s or 0.0 for x in steps[q]] for q in ranks), strict=True))
@@ -172,11 +173,11 @@ class Case:
     @cached_property
     def excesses(self) -> list[Excess]:
         """What each slow rank (enough of them) works beyond the others."""
-        steps, n = self.window.steps, range(len(self.window.columns))
         # per step, so that no rank is blamed for a step that is slow on all
-        others_ms = [statistics.median_low([self_ms(steps[q][i]) for q in self.rest]) for i in n]
+        rest = list(zip(*(self.window.steps[q] for q in self.rest), strict=True))
+        others_ms = [statistics.median_low(map(self_ms, column)) for column in rest]
         usual = {
-            phase: statistics.median(statistics.median_low([part_ms(steps[q][i], phase) for q in self.rest]) for i in n)
+            phase: statistics.median(statistics.median_low(part_ms(x, phase) for x in column) for column in rest)
             for phase in PHASES
         }
         ranks = self.slow.ranks
@@ -195,8 +196,7 @@ class Case:
         return Excess(rank, phase, excess[phase], all_ms, ratio, queued_ms)
 
     def _queued_ms(self, rank: int) -> float:
-        """Return milliseconds per step that a rank waited for a CPU beyond the others, if other
-        work competes for the cores."""
+        """Return milliseconds per step that a rank waited for a CPU beyond the others, on a busy host."""
         ranks = self.snapshot.ranks
         own, theirs = ranks[rank].queued_share, [x for q in self.rest if (x := ranks[q].queued_share) is not None]
         if own is None or not theirs or not self.busy:
@@ -220,32 +220,28 @@ class Case:
         """Share of the step that is lost to each of them, at least."""
         return min(self.slow.gain_ms, *(x.all_ms for x in self.excesses)) / self.slow.step_ms
 
-    @cached_property
-    def needed(self) -> float:
-        """Share of the step that must be lost, by the ratio to the others' work; infinite if that
-        is too small."""
-        return self._needed(self.ratio)
+    @property
+    def least_lost(self) -> float:
+        return self.needed(self.ratio)
 
-    def _needed(self, ratio: float) -> float:
+    def needed(self, ratio: float) -> float:
+        """Return the share of the step that must be lost, by the ratio to the others' work."""
         shares = limits.shares[:-1] if self.busy else limits.shares
         share = next((share for factor, share in shares if ratio >= factor), math.inf)
         return max(limits.least_ms / self.slow.step_ms, share)
 
     @cached_property
     def busiest(self) -> float | None:
-        """Share of the time in which the busiest of the other ranks' loaders fetches; None if not
-        known."""
+        """Share of the time in which the busiest of the other ranks' loaders fetches; None if not known."""
         loaders = [x for q in self.rest for x in self.snapshot.ranks[q].loaders if x.in_training and x.workers]
         return max((x.fetching for x in loaders if x.fetching is not None), default=None)
 
     @cached_property
     def loader_gain(self) -> float | None:
-        """Largest share of the step that the job would gain if this rank's loader were like the
-        others'; None if not known.
+        """Largest share of the step that a loader like the others' would gain; None if not known.
 
-        A rank that waits for another finds its queue full, however slow its own loader is. The time
-        that its workers fetch shows the speed: the loader alone would need that share of the step
-        time.
+        A rank that waits for another finds its queue full, however slow its own loader is. The time that its
+        workers fetch shows the speed: the loader alone would need that share of the step time.
         """
         return None if self.phase != "data" or self.busiest is None else 1.0 - self.busiest
 
@@ -253,59 +249,56 @@ class Case:
     def loaders_at_limit(self) -> bool:
         """True if the other ranks' loaders could not go much faster, either."""
         gain, busiest = self.loader_gain, self.busiest
-        return gain is not None and gain < self._needed(1.0 / busiest if busiest else math.inf)
+        return gain is not None and gain < self.needed(1.0 / busiest if busiest else math.inf)
 
     @property
     def lacks_cpu(self) -> bool:
-        """True if loader workers of a slow rank wait for a CPU.
+        """True if loader workers of a slow rank wait for a CPU, and have not twice the work of any other's.
 
-        If all loaders are at their limit, a slightly slower one causes all the waiting and fills
-        the other queues: their own speed is not known then.
+        If all loaders are at their limit, a slightly slower one causes all the waiting and fills the other
+        queues: their own speed is not known then.
         """
-        return self.phase == "data" and any(self._starved(self.snapshot.ranks[q]) for q in self.slow.ranks)
-
-    def _starved(self, r: RankState) -> bool:
-        """True if a rank's workers lack a CPU, and have not more than twice the work of any other's
-        for as many batches."""
-        asleep = r.workers_busy is not None and r.workers_busy < limits.asleep
-        starved = self.busy or (r.workers_starved or 0.0) > limits.starved
-        states = (self.snapshot.ranks[q] for q in self.rest)
-        theirs = [state.workers_busy for state in states if any(x.workers for x in state.loaders)]
+        states = self.snapshot.ranks
+        theirs = [states[q].workers_busy for q in self.rest if any(x.workers for x in states[q].loaders)]
         known = [busy for busy in theirs if busy is not None]
-        more = r.workers_busy is not None and 0 < len(known) == len(theirs) and r.workers_busy > 2 * max(known)
-        return any(x.workers for x in r.loaders) and not asleep and starved and not more
+        twice = 2 * max(known) if 0 < len(known) == len(theirs) else math.inf
+
+        def starved(r: RankState) -> bool:
+            explained = r.workers_busy is not None and not limits.asleep <= r.workers_busy <= twice
+            lacking = self.busy or (r.workers_starved or 0.0) > limits.starved
+            return any(x.workers for x in r.loaders) and lacking and not explained
+
+        return self.phase == "data" and any(starved(states[q]) for q in self.slow.ranks)
 
     @property
     def jitters(self) -> bool:
-        """True if it spends a little time on a busy host at a line that is a collective call: all
-        ranks make it."""
+        """True if it spends little time, on a busy host, at a collective call: all ranks make it."""
         sites = self.snapshot.ranks[self.most.rank].phase_sites.get("other", ())
         at_collective = bool(sites) and sites[0][0].key in self.snapshot.ranks[self.most.rank].sites
         return self.phase == "other" and self.most.phase_ms < limits.jitter_ms and self.busy and at_collective
 
 
 VETOES = (
-    Veto("runs ahead", lambda c: c.small and c.ahead,
+    Veto(lambda c: c.small and c.ahead,
          "rank {c.ahead[0]} arrives {c.ahead[1]:.0f} ms after the others, in whose steps no wait for it is seen: their hosts may run "
          "ahead and wait for a place in the launch queue of their devices", checked=False),
-    Veto("nobody persists", lambda c: c.count < limits.recurrence * len(c.window.columns),
+    Veto(lambda c: c.count < limits.recurrence * len(c.window.columns),
          f"no rank is the slowest in {percent(limits.recurrence)} of the last {{c.window.columns:#}} steps"),
-    Veto("costs little", lambda c: c.small, "{c.slow.ranks}: costs {c.slow.gain_ms:.1f} ms per step, below {c.least_ms:.1f} ms"),
-    Veto("does not arrive last", lambda c: not comparison.arrives_last(c.window, c.slow.ranks, limits.recurrence),
+    Veto(lambda c: c.small, "{c.slow.ranks}: costs {c.slow.gain_ms:.1f} ms per step, below {c.least_ms:.1f} ms"),
+    Veto(lambda c: not comparison.arrives_last(c.window, c.slow.ranks, limits.recurrence),
          "{c.slow.ranks}: works longest, but does not arrive last, so no rank waits for it"),
-    Veto("several phases", lambda c: len({x.phase for x in c.excesses}) > 1, "{c.slow.ranks}: each is slow in another phase"),
-    Veto("not all in the optimizer",
-         lambda c: c.busy and c.phase == "optimizer" and c.most.phase_ms < limits.concentrated * c.most.all_ms,
+    Veto(lambda c: len({x.phase for x in c.excesses}) > 1, "{c.slow.ranks}: each is slow in another phase"),
+    Veto(lambda c: c.busy and c.phase == "optimizer" and c.most.phase_ms < limits.concentrated * c.most.all_ms,
          "its optimizer step is only part of its excess: a slower core explains that"),
-    Veto("slower core", lambda c: c.needed == math.inf,
+    Veto(lambda c: c.least_lost == math.inf,
          "its {c.phase} takes {c.ratio:.1f} times that of the others: a slower core explains that"),
-    Veto("small share", lambda c: c.lost < c.needed, "it costs {c.lost:share} of the step, below {c.needed:share}"),
-    Veto("jitter", lambda c: c.jitters,
+    Veto(lambda c: c.lost < c.least_lost, "it costs {c.lost:share} of the step, below {c.least_lost:share}"),
+    Veto(lambda c: c.jitters,
          "rank {c.most.rank}: spends its time at a collective call, on a host whose cores are all in use"),
-    Veto("loaders at their limit", lambda c: c.loaders_at_limit,
+    Veto(lambda c: c.loaders_at_limit,
          "the loaders of the other ranks are busy, too, {c.busiest:share} of the time: none could go much faster"),
-    Veto("no CPU", lambda c: c.lacks_cpu, "the loader workers of {c.slow.ranks} wait for a CPU, as those of all ranks may"),
-    Veto("out of data", lambda c: c.shadows, "{c.shadows} ran out of data and only shadow the collectives"),
+    Veto(lambda c: c.lacks_cpu, "the loader workers of {c.slow.ranks} wait for a CPU, as those of all ranks may"),
+    Veto(lambda c: c.shadows, "{c.shadows} ran out of data and only shadow the collectives"),
 )  # fmt: skip
 
 
@@ -313,16 +306,15 @@ VETOES = (
 
 
 def _slow_device(s: Snapshot, window: Window) -> Finding | None:
-    """Return the finding of a rank whose device takes longer for the forward of DDP, by CUDA
-    events; None if there is none.
+    """Return the finding of a rank whose device takes longer for the forward of DDP, by CUDA events.
 
-    Its host launches as early as the others', so that arrivals do not show it. Devices leave the
-    reduction of the gradients together, and nothing is waited for in the forward that follows.
+    Its host launches as early as the others', so that arrivals do not show it. Devices leave the reduction of
+    the gradients together, and nothing is waited for in the forward that follows.
     """
     ranks = [s.ranks[q] for q in window.ranks]
     if not window.inferred or not all(r.device_total_bytes and any(m.group for m in r.models) for r in ranks):
         return None
-    columns = list(zip(*([part_ms(x, "forward") for x in window.steps[q]] for q in window.ranks), strict=True))
+    columns = window.parts("forward")
     index, count = Counter(at_top for at_top, _ in leads(columns)).most_common(1)[0]
     others_ms = [others(column, index) for column in columns]
     usual_ms = statistics.median(others_ms)
@@ -332,7 +324,10 @@ def _slow_device(s: Snapshot, window: Window) -> Finding | None:
     enough_ms = max(limits.least_ms, share * step_ms, (ratio - 1) * usual_ms)
     if count < limits.recurrence * len(columns) or excess_ms < enough_ms:
         return None
-    return text.device(s, window, ranks[index], count, usual_ms, excess_ms, step_ms)
+    return text.found(
+        text.DEVICE, s, window, [ranks[index].rank], "forward", share=excess_ms / step_ms,
+        count=count, ms=usual_ms + excess_ms, usual_ms=usual_ms, excess_ms=excess_ms,
+    )  # fmt: skip
 
 
 # -- another rank in each step, and some steps ---------------------------------------------------------------------------
@@ -345,25 +340,25 @@ def _rotating(case: Case) -> Finding | None:
     if found is None:
         return None
     changes, subset = found
-    parts = {
-        phase: list(zip(*([part_ms(x, phase) for x in window.steps[q]] for q in window.ranks), strict=True))
-        for phase in PHASES
-    }
+    parts = {phase: window.parts(phase) for phase in PHASES}
     phase = max(PHASES, key=lambda p: statistics.median(max(column) - min(column) for column in parts[p]))
-    ratio = statistics.median(
-        column[index] / max(0.1, others(column, index))
-        for column, index in zip(parts[phase], subset.indices, strict=True)
-    )
+    slowest = zip(parts[phase], subset.indices, strict=True)
+    ratio = statistics.median(column[index] / max(0.1, others(column, index)) for column, index in slowest)
     jitter = subset.gain_ms < max(2 * limits.jitter_ms, limits.rotating_share * subset.step_ms)
     at_limit = phase == "data" and 1.0 - least_fetching(case.snapshot) < limits.rotating_share
     if jitter or at_limit or ratio < (3.0 if case.busy else 1.5):
         return None
-    return text.rotating(case.snapshot, window, phase, changes, subset)
+    states, ranks = case.snapshot.ranks, window.ranks
+    sites = {q: next(iter(text.stack_of(states[q], phase)), None) for q in ranks}
+    return text.ROTATING(
+        victims=ranks, where=wheres(case.snapshot, ranks, None, sites), step=states[ranks[0]].step,
+        changes=changes, n=len(window.columns), found=subset, phase="code between steps" if phase == "other" else phase,
+        share=subset.gain_ms / subset.step_ms,
+    )  # fmt: skip
 
 
 def _at_times(case: Case) -> Finding | None:
-    """Return the finding of a rank that is slow in some steps: info, unless it costs much and is
-    not a duty such as validation."""
+    """Return the finding of a rank that is slow in some steps: info, unless it costs much and is no duty."""
     found = comparison.occasional(case.window)
     # without a period, ranks that compete for cores have such steps by chance, stages by design
     if found is None or (found.period is None and (case.busy or case.stages)):
@@ -395,6 +390,14 @@ def _by_arrivals(s: Snapshot) -> Finding | None:
         skew_ms = statistics.median(min(a.skew_ms, a.waited_ms) for a in recent)
         period_ms = (recent[-1].t_s - recent[0].t_s) * 1e3 / (len(recent) - 1)
         enough = skew_ms >= max(limits.least_ms, limits.shares[1][1] * period_ms)
-        if count >= limits.recurrence * len(recent) and enough and rank in s.ranks:
-            return text.by_arrival(s, s.ranks[rank], recent, count, skew_ms, period_ms)
+        if count < limits.recurrence * len(recent) or not enough or rank not in s.ranks:
+            continue
+        r = s.ranks[rank]
+        stack = max(r.phase_stacks.values(), key=len, default=r.user_stack)
+        stack = next((r.phase_stacks[name] for name in ("other", "init") if r.phase_sites.get(name)), stack)
+        return text.BY_ARRIVAL(
+            culprits=(rank,), victims=[q for q in sorted(s.ranks) if q != rank],
+            where=where_stack(r, stack) if stack else (where(r),), site=stack[0] if stack else None,
+            op=recent[-1].op, count=count, n=len(recent), skew_ms=skew_ms, period_ms=period_ms,
+        )  # fmt: skip
     return None

@@ -6,7 +6,6 @@ Faulty jobs: tight_timeout, feature_sync. Healthy look-alikes: long_validation, 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.endings import End, timed_out
@@ -18,14 +17,7 @@ from distdiag.diagnosis.waits.wait import last_wait
 from distdiag.terms.units import rough_duration
 
 kind = kinds.TIMEOUT
-
-
-@dataclass(frozen=True)
-class Limits:
-    """None: the backend's own timeout is the limit."""
-
-
-limits = Limits()
+limits = None  # the backend's own timeout is the limit
 LATE = Template(kind, "late_rank",
     "{what} ran into its timeout on {victims}: {culprits} {culprits:was|were} alive and late{by}{site}",
     "the job ended", "do that work on all ranks, or outside the step, or raise the group's timeout to cover it",
@@ -34,18 +26,14 @@ LATE = Template(kind, "late_rank",
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     """Yield the timeout that ended the job."""
-    if facts.cascade.end is End.TIMEOUT:
-        yield _finding(facts)
-
-
-def _finding(facts: Facts) -> Finding:
+    if facts.cascade.end is not End.TIMEOUT:
+        return
     s, late = facts.snapshot, [facts.snapshot.ranks[q] for q in facts.cascade.ranks]
     victims = timed_out(s, facts.ends)
-    first = victims[0]
-    call = last_wait(first)
+    first, call = victims[0], last_wait(victims[0])
     since_s = call.entered_s if call is not None else None
     waited_s = (first.ended_s or s.t_s) - since_s if since_s is not None else 0.0
-    return LATE(
+    yield LATE(
         culprits=facts.cascade.ranks, victims=[r.rank for r in victims], collective=call,
         where=(w for r in late for w in where_stack(r, r.user_stack, None, 3)), waiting=map(where, victims),
         step=first.step, first_seen_s=since_s, what=call or "a collective",

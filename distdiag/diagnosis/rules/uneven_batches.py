@@ -27,6 +27,7 @@ from distdiag.diagnosis.model.snapshot import DEAD, Loader, RankState, Snapshot
 from distdiag.diagnosis.text.phrases import at, where, wheres
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.training_data import NOT_ONE_MODEL, only_shadows, uneven_ranks
+from distdiag.terms.ranks import by_value
 
 kind = kinds.UNEVEN_BATCHES
 
@@ -44,20 +45,25 @@ class Limits:
 
 
 limits = Limits()
+COUNT = Template(kind, "count", "{each}{site}",
+    "after batch {fewest:,} {victims} {victims:hangs|hang}: {culprits} {culprits:has|have} no batch left",
+    "{do}")  # fmt: skip
+SIZE = Template(kind, "size", "local batch sizes differ in every step: {each}",
+    "DDP averages ranks, not samples: a sample of the small batch weighs {factor:.1f}x as much",
+    "use the same batch size on every rank, or weight each rank's loss by its number of samples", proved=True,
+    severity=Severity.WARNING)  # fmt: skip
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     """Yield findings about the number and the size of batches."""
     s = facts.snapshot
-    seen = _seen(facts)
-    if seen is not None:
+    if (seen := _seen(facts)) is not None:
         yield seen
-        return
-    if (veto := vetoed(NOT_ONE_MODEL, s)) is not None:
+    elif (veto := vetoed(NOT_ONE_MODEL, s)) is not None:
         yield veto
-        return
-    for cause, outcome in (("count", _count(facts)), ("size", _size(s))):
-        yield replace(outcome, cause=cause) if isinstance(outcome, Abstained) else outcome
+    else:
+        for cause, outcome in (("count", _count(facts)), ("size", _size(s))):
+            yield replace(outcome, cause=cause) if isinstance(outcome, Abstained) else outcome
 
 
 # -- number of batches -----------------------------------------------------------------------------------------------
@@ -69,19 +75,17 @@ def _seen(facts: Facts) -> Finding | None:
     stuck = not facts.repeated and any(f.kind == kinds.DEADLOCK.name for f in facts.found)
     if not (stuck or facts.cascade.end is End.OUT_OF_BATCHES) or not uneven_ranks(s):
         return None
-    loaders = facts.loaders
-    return _count_finding(s, loaders, {q: x.batches for q, x in loaders.items()}, predicted=False)
+    return _count_finding(s, facts.loaders, {q: x.batches for q, x in facts.loaders.items()}, predicted=False)
 
 
 def _count(facts: Facts) -> Finding | Abstained:
     """Return the finding of loaders whose lengths differ, at the start of an epoch."""
-    s = facts.snapshot
     loaders = facts.loaders
     if len(loaders) < 2:
         return Abstained("not every rank trains from a known DataLoader")
     if any(x.length is None or x.site is None for x in loaders.values()):
         return Abstained("the length of a loader is not known")
-    if any(r.life in DEAD for r in s.ranks.values()):
+    if any(r.life in DEAD for r in facts.snapshot.ranks.values()):
         return Abstained("a rank has ended")
     lengths = {q: x.length or 0 for q, x in loaders.items()}
     if len(set(lengths.values())) < 2:
@@ -89,13 +93,55 @@ def _count(facts: Facts) -> Finding | Abstained:
     if any(x.batches > (x.length or 0) for x in loaders.values()):
         return Abstained("a loader gave more batches than its length", checked=True)
     for x in loaders.values():
-        assert x.site is not None
-        if x.promised:
+        if x.site is None or x.promised:
             continue
         text = facts.source(x.site.file)
         if text is None or may_end_early(text, x.site.line):
             return Abstained(f"the loop{at(x.site)} may end before its loader does", checked=text is not None)
-    return _count_finding(s, loaders, lengths, predicted=True)
+    return _count_finding(facts.snapshot, loaders, lengths, predicted=True)
+
+
+def _count_finding(s: Snapshot, loaders: dict[int, Loader], counts: dict[int, int], predicted: bool) -> Finding:
+    """Return the finding on numbers of batches; the ranks with the fewest are the culprits."""
+    exhausted = sorted(q for q, x in loaders.items() if x.exhausted)
+    by_count = dict(sorted(by_value(counts).items()))
+    fewest, short = next(iter(by_count.items()))
+    rest = sorted(q for q in counts if q not in short)
+    out, waiting = (sorted(short), rest) if rest else (exhausted, [q for q in counts if q not in exhausted])
+    if predicted:
+        texts = "; ".join(f"{rank_list(ranks)}: {n:,}" for n, ranks in by_count.items())
+        each = f"ranks have different numbers of batches per epoch: {texts}"
+    else:
+        each = "; ".join(_seen_texts(loaders, counts, exhausted))
+    samplers = all(x.distributed_sampler for x in loaders.values())
+    return COUNT(
+        proved=not predicted, culprits=out, victims=waiting,
+        where=(w for q in out for w in _past_the_loop(s.ranks[q], loaders[q])),
+        waiting=(w for q in waiting for w in _past_the_loop(s.ranks[q], loaders[q])), step=s.ranks[out[0]].step,
+        each=each, site=loaders[min(short)].site, fewest=fewest,
+        do="give every rank the same number of samples: pad or drop in the sampler" if samplers
+        else "use DistributedSampler (it pads), drop_last, or torch's Join context",
+    )  # fmt: skip
+
+
+def _seen_texts(loaders: dict[int, Loader], counts: dict[int, int], out: list[int]) -> Iterator[str]:
+    """Yield which ranks ran out of batches and after how many, and how many the others have had."""
+    for n, ranks in sorted(by_value({q: counts[q] for q in out}).items()):
+        yield f"{rank_list(ranks)} ran out of batches after {n:,}"
+    if len(set(counts.values())) == 1:
+        return
+    for n, ranks in sorted(by_value({q: k for q, k in counts.items() if q not in out}).items()):
+        lengths = {loaders[q].length for q in ranks}
+        length = lengths.pop() if len(lengths) == 1 else None
+        of = f" of {length:,}" if length else ""
+        yield f"{rank_list(ranks)} {'has' if len(ranks) == 1 else 'have'} had {n:,}{of}"
+
+
+def _past_the_loop(r: RankState, x: Loader) -> tuple[Where, ...]:
+    """Return where a rank waits or ended, if it does, and the loop in which its batches are counted."""
+    loop = where(r, "data", x.site)
+    there = r.blocked is not None or r.life in DEAD
+    return (where(r), loop) if there and r.current_site is not None and r.current_site != x.site else (loop,)
 
 
 # -- size of batches -------------------------------------------------------------------------------------------------
@@ -119,7 +165,16 @@ def _size(s: Snapshot) -> Finding | Abstained:
         return Abstained("all ranks have the same batch size", checked=True)
     if _weighted(s, usual):
         return Abstained("the losses are weighted by batch size", checked=True)
-    return _size_finding(s, usual)
+    most = Counter(usual.values()).most_common()
+    majority = most[0][0] if len(most) == 1 or most[0][1] > most[1][1] else None
+    odd = sorted(q for q, n in usual.items() if majority is not None and n != majority)
+    sites = {q: next((x.site for x in s.ranks[q].loaders if x.in_training), None) for q in usual}
+    return SIZE(
+        culprits=odd, victims=sorted(set(usual) - set(odd)),
+        where=wheres(s, odd or sorted(usual), "data", sites), step=min(r.step for r in s.ranks.values()),
+        each="; ".join(f"{rank_list([q for q, n in usual.items() if n == k])}: {k} samples" for k, _ in most),
+        factor=max(usual.values()) / min(usual.values()),
+    )  # fmt: skip
 
 
 def _weighted(s: Snapshot, usual: dict[int, int]) -> bool:
@@ -132,73 +187,3 @@ def _weighted(s: Snapshot, usual: dict[int, int]) -> bool:
     ratios = [math.log(losses[1][k] / losses[0][k]) for k in losses[0].keys() & losses[1].keys()]
     expected = math.log(usual[large] / usual[small])
     return len(ratios) >= limits.size_steps and statistics.median(ratios) > limits.weighted * expected
-
-
-# -- wording ----------------------------------------------------------------------------------------------------------
-
-COUNT = Template(kind, "count", "{each}{site}",
-    "after batch {fewest:,} {victims} {victims:hangs|hang}: {culprits} {culprits:has|have} no batch left",
-    "{do}")  # fmt: skip
-SIZE = Template(kind, "size", "local batch sizes differ in every step: {each}",
-    "DDP averages ranks, not samples: a sample of the small batch weighs {factor:.1f}x as much",
-    "use the same batch size on every rank, or weight each rank's loss by its number of samples", proved=True,
-    severity=Severity.WARNING)  # fmt: skip
-
-
-def _count_finding(s: Snapshot, loaders: dict[int, Loader], counts: dict[int, int], predicted: bool) -> Finding:
-    """Return the finding on numbers of batches; the ranks with the fewest are the culprits."""
-    fewest, exhausted = min(counts.values()), sorted(q for q, x in loaders.items() if x.exhausted)
-    short = sorted(q for q, n in counts.items() if n == fewest)
-    rest = sorted(q for q in counts if q not in short)
-    out, waiting = (short, rest) if rest else (exhausted, [q for q in counts if q not in exhausted])
-    if predicted:
-        by_count = "; ".join(f"{rank_list(ranks)}: {n:,}" for n, ranks in _by(counts))
-        each = f"ranks have different numbers of batches per epoch: {by_count}"
-    else:
-        each = "; ".join(_seen_texts(loaders, counts, exhausted))
-    samplers = all(x.distributed_sampler for x in loaders.values())
-    return COUNT(
-        proved=not predicted, culprits=out, victims=waiting,
-        where=(w for q in out for w in _past_the_loop(s.ranks[q], loaders[q])),
-        waiting=(w for q in waiting for w in _past_the_loop(s.ranks[q], loaders[q])), step=s.ranks[out[0]].step,
-        each=each, site=loaders[short[0]].site, fewest=fewest,
-        do="give every rank the same number of samples: pad or drop in the sampler"
-        if samplers
-        else "use DistributedSampler (it pads), drop_last, or torch's Join context",
-    )  # fmt: skip
-
-
-def _by(values: dict[int, int]) -> list[tuple[int, list[int]]]:
-    """Return (value, the ranks that have it), the smallest value first."""
-    return [(n, [q for q, m in values.items() if m == n]) for n in sorted(set(values.values()))]
-
-
-def _seen_texts(loaders: dict[int, Loader], counts: dict[int, int], out: list[int]) -> Iterator[str]:
-    """Yield which ranks ran out of batches and after how many, and how many the others have had."""
-    for n, ranks in _by({q: counts[q] for q in out}):
-        yield f"{rank_list(ranks)} ran out of batches after {n:,}"
-    for n, ranks in _by({q: k for q, k in counts.items() if q not in out and len(set(counts.values())) > 1}):
-        lengths = {loaders[q].length for q in ranks}
-        length = lengths.pop() if len(lengths) == 1 else None
-        of = f" of {length:,}" if length else ""
-        yield f"{rank_list(ranks)} {'has' if len(ranks) == 1 else 'have'} had {n:,}{of}"
-
-
-def _past_the_loop(r: RankState, x: Loader) -> tuple[Where, ...]:
-    """Return where a rank waits or ended, if it does, and the loop in which its batches are counted."""
-    loop = where(r, "data", x.site)
-    there = r.blocked is not None or r.life in DEAD
-    return (where(r), loop) if there and r.current_site is not None and r.current_site != x.site else (loop,)
-
-
-def _size_finding(s: Snapshot, usual: dict[int, int]) -> Finding:
-    most = Counter(usual.values()).most_common()
-    majority = most[0][0] if len(most) == 1 or most[0][1] > most[1][1] else None
-    odd = sorted(q for q, n in usual.items() if majority is not None and n != majority)
-    sites = {q: next((x.site for x in s.ranks[q].loaders if x.in_training), None) for q in usual}
-    return SIZE(
-        culprits=odd, victims=sorted(set(usual) - set(odd)),
-        where=wheres(s, odd or sorted(usual), "data", sites), step=min(r.step for r in s.ranks.values()),
-        each="; ".join(f"{rank_list([q for q, n in usual.items() if n == k])}: {k} samples" for k, _ in most),
-        factor=max(usual.values()) / min(usual.values()),
-    )  # fmt: skip

@@ -11,11 +11,9 @@ layer_drop, frozen_head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
-
-from msgspec.structs import replace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.culprit.parting import only_under
@@ -24,7 +22,7 @@ from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.gradient_cost import gradients
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.guards import Source
-from distdiag.diagnosis.model.snapshot import Model, RankState, Snapshot
+from distdiag.diagnosis.model.snapshot import Model, Snapshot
 from distdiag.diagnosis.text.phrases import where, wheres
 from distdiag.diagnosis.text.template import Template
 from distdiag.terms.units import percent
@@ -46,160 +44,6 @@ class Limits:
 
 limits = Limits()
 
-
-def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
-    """Yield findings about parameters without gradient."""
-    snapshot = facts.snapshot
-    models = [m for r in snapshot.ranks.values() for m in r.models]
-    if not models:
-        yield Abstained("no module is wrapped in DistributedDataParallel")
-        return
-    if not any(m.unused_checks for m in models):
-        yield Abstained("no backward has been checked for missing gradients")
-    case = _Case(snapshot, facts.source)
-    if case.having and (found := _unused(case)) is not None:
-        yield found
-    yield from _frozen(snapshot)
-    not_needed = _not_needed(snapshot)
-    yield replace(not_needed, cause="flag_not_needed") if isinstance(not_needed, Abstained) else not_needed
-
-
-# -- unused ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Case:
-    """Ranks whose DDP module had parameters without gradient, each with its newest such module."""
-
-    snapshot: Snapshot
-    source: Source
-    having: dict[int, Model] = field(init=False)
-
-    def __post_init__(self) -> None:
-        having = {r.rank: m for r in self.snapshot.ranks.values() if (m := _model_of(r)) is not None}
-        object.__setattr__(self, "having", having)
-
-    @cached_property
-    def first(self) -> Model:
-        return next(iter(self.having.values()))
-
-    @cached_property
-    def refused(self) -> set[int]:
-        """Ranks whose forward DDP has refused because of them."""
-        ranks = self.snapshot.ranks
-        return {
-            q
-            for q, m in self.having.items()
-            if m.unused_site is not None or UNUSED.search(ranks[q].exception or ranks[q].caught or "")
-        }
-
-    @cached_property
-    def expected(self) -> bool:
-        """True if DDP expects unused parameters."""
-        return bool(self.first.find_unused) or self.first.static_graph
-
-    @cached_property
-    def checks(self) -> int:
-        return min(m.unused_checks for m in self.having.values())
-
-    @cached_property
-    def with_models(self) -> list[int]:
-        return [r.rank for r in self.snapshot.ranks.values() if r.models]
-
-    @cached_property
-    def lacking(self) -> list[int]:
-        """Ranks that were checked and had all gradients."""
-        ranks = self.snapshot.ranks
-        return [q for q in self.with_models if q not in self.having and ranks[q].models[-1].unused_checks > 0]
-
-    @cached_property
-    def differs(self) -> bool:
-        """True if the ranks lack gradients of different parameters."""
-        return len({tuple(n for n, _ in m.unused) for m in self.having.values()}) > 1 or bool(self.lacking)
-
-    @cached_property
-    def refuses(self) -> bool:
-        """True if DDP will refuse the next forward."""
-        models = self.having.values()
-        return any(m.find_unused is False and not m.static_graph and m.synced_backwards > 0 for m in models)
-
-    @cached_property
-    def frozen_later(self) -> bool:
-        """True if every one of them was frozen after DDP was built."""
-        return all(m.frozen_later for m in self.having.values())
-
-    @cached_property
-    def stuck(self) -> bool:
-        """True if a rank waits in backward."""
-        return any(r.blocked is not None and r.phase == "backward" for r in self.snapshot.ranks.values())
-
-
-# The first row that holds gives the severity.
-_SEVERITY: tuple[tuple[str, Callable[[_Case], bool], Severity], ...] = (
-    ("never trained, and the flag was not set by a library",
-     lambda c: c.expected and not c.refused and c.checks >= limits.never_checks
-     and not c.first.flag_of_library and not c.frozen_later,
-     Severity.WARNING),
-    ("DDP expects unused parameters", lambda c: c.expected, Severity.INFO),
-    ("DDP has refused a forward", lambda c: bool(c.refused), Severity.ERROR),
-    ("no backward is synchronised, or DDP does not check", lambda c: not c.refuses, Severity.INFO),
-    ("the ranks were checked at different steps, and no rank hangs",
-     lambda c: c.differs and not c.stuck, Severity.INFO),
-    ("DDP will refuse the next forward", lambda c: True, Severity.ERROR),
-)  # fmt: skip
-
-
-def _unused(case: _Case) -> Finding | None:
-    unused = dict(p for m in case.having.values() for p in m.unused)
-    differs = case.differs
-    if case.expected and not case.refused:  # the flag is for branches that are skipped now and then
-        unused, differs = _never(case), False
-        if not unused:
-            return None
-    severity = next(severity for _, holds, severity in _SEVERITY if holds(case))
-    return _finding(case, unused, differs, severity)
-
-
-def _model_of(r: RankState) -> Model | None:
-    hit = [m for m in r.models if m.unused]
-    return max(hit, key=lambda m: m.unused_step) if hit else None
-
-
-def _never(case: _Case) -> dict[str, int]:
-    """Return the names and sizes of parameters that never had a gradient on any rank, after some
-    dozens of checks."""
-    models = list(case.having.values())
-    if len(models) < len(case.snapshot.ranks) or any(m.unused_checks < limits.checks for m in models):
-        return {}
-    common = set.intersection(*({n for n, _ in m.never_trained} for m in models))
-    return {n: k for n, k in models[0].never_trained if n in common}
-
-
-# -- frozen, and a search that finds nothing -------------------------------------------------------------------------
-
-
-def _frozen(s: Snapshot) -> Iterator[Finding]:
-    models = {r.rank: m for r in s.ranks.values() for m in r.models if m.frozen and m.forwards}
-    if models:
-        yield _frozen_finding(s, models)
-
-
-def _not_needed(s: Snapshot) -> Finding | Abstained:
-    models = [m for r in s.ranks.values() for m in r.models if m.find_unused]
-    if not models:
-        return Abstained("find_unused_parameters is not set", checked=True)
-    checks = min(m.unused_checks for m in models)
-    if s.usual_step_s is None or len(s.ranks) < s.world_size or any(m.search_ms is None for m in models):
-        return Abstained("the cost of find_unused_parameters is not measured yet")
-    if any(m.unused_hits for m in models):
-        return Abstained("parameters without gradient were found, as find_unused_parameters expects", checked=True)
-    if checks < limits.checks:
-        return Abstained(f"{checks} of {limits.checks} checks of find_unused_parameters")
-    return _not_needed_finding(s, models[0], checks, max(m.search_ms or 0.0 for m in models), s.usual_step_s * 1e3)
-
-
-# -- wording ----------------------------------------------------------------------------------------------------------
-
 UNUSED_TEXT = Template(kind, "never_used",
     "{n:,} parameter{n:|s} ({elements:,} element{elements:|s}) {lack}: {shown}{site}{why}{branch}", "{cost}",
     "{do}", proved=True)  # fmt: skip
@@ -219,25 +63,117 @@ _DO = {
 }
 
 
+def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
+    """Yield findings about parameters without gradient."""
+    snapshot = facts.snapshot
+    models = [m for r in snapshot.ranks.values() for m in r.models]
+    if not models:
+        yield Abstained("no module is wrapped in DistributedDataParallel")
+        return
+    if not any(m.unused_checks for m in models):
+        yield Abstained("no backward has been checked for missing gradients")
+    case = _Case(snapshot, facts.source)
+    if case.having and (found := _unused(case)) is not None:
+        yield found
+    frozen = {r.rank: m for r in snapshot.ranks.values() for m in r.models if m.frozen and m.forwards}
+    if frozen:
+        m, sites = next(iter(frozen.values())), {q: x.site for q, x in frozen.items()}
+        names = tuple(n for n, _ in m.frozen_names)
+        yield FROZEN(
+            victims=sorted(frozen), where=wheres(snapshot, sorted(frozen), None, sites), names=names,
+            m=m, all=m.frozen + m.parameters, shown=_shown(names, m.frozen),
+        )  # fmt: skip
+    yield _not_needed(snapshot)
+
+
 def _shown(names: tuple[str, ...], total: int, most: int = 4) -> str:
     return ", ".join(names[:most]) + (f" and {total - most:,} more" if total > most else "")
 
 
-def _finding(case: _Case, unused: dict[str, int], differs: bool, severity: Severity) -> Finding:
-    having, ranks, names = case.having, case.snapshot.ranks, tuple(unused)
-    culprits = sorted(having) if differs and case.lacking else []
+# -- unused ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Case:
+    """Ranks whose DDP module had parameters without gradient, each with its newest such module."""
+
+    snapshot: Snapshot
+    source: Source
+
+    @cached_property
+    def having(self) -> dict[int, Model]:
+        hit = {r.rank: [m for m in r.models if m.unused] for r in self.snapshot.ranks.values()}
+        return {q: max(models, key=lambda m: m.unused_step) for q, models in hit.items() if models}
+
+    @property
+    def first(self) -> Model:
+        return next(iter(self.having.values()))
+
+    @cached_property
+    def refused(self) -> set[int]:
+        """Ranks whose forward DDP has refused because of them."""
+        texts = {q: state.exception or state.caught or "" for q, state in self.snapshot.ranks.items()}
+        return {q for q, m in self.having.items() if m.unused_site is not None or UNUSED.search(texts[q])}
+
+    @property
+    def expected(self) -> bool:
+        """True if DDP expects unused parameters."""
+        return bool(self.first.find_unused) or self.first.static_graph
+
+    @cached_property
+    def lacking(self) -> list[int]:
+        """Ranks that were checked and had all gradients."""
+        ranks = self.snapshot.ranks.values()
+        return [r.rank for r in ranks if r.models and r.rank not in self.having and r.models[-1].unused_checks > 0]
+
+    @property
+    def differs(self) -> bool:
+        """True if the ranks lack gradients of different parameters."""
+        return len({tuple(n for n, _ in m.unused) for m in self.having.values()}) > 1 or bool(self.lacking)
+
+    @property
+    def frozen_later(self) -> bool:
+        """True if every one of them was frozen after DDP was built."""
+        return all(m.frozen_later for m in self.having.values())
+
+    @property
+    def severity(self) -> Severity:
+        models, ranks = self.having.values(), self.snapshot.ranks.values()
+        if self.expected:
+            never = not self.refused and min(m.unused_checks for m in models) >= limits.never_checks
+            accepted = self.first.flag_of_library or self.frozen_later
+            return Severity.WARNING if never and not accepted else Severity.INFO
+        refuses = any(m.find_unused is False and not m.static_graph and m.synced_backwards > 0 for m in models)
+        stuck = any(r.blocked is not None and r.phase == "backward" for r in ranks)
+        # if ranks differ and none hangs, they may have been checked at different steps
+        certain = refuses and (stuck or not self.differs)
+        return Severity.ERROR if self.refused or certain else Severity.INFO
+
+
+def _unused(case: _Case) -> Finding | None:
+    having, states, severity = case.having, case.snapshot.ranks, case.severity
+    unused, differs = dict(p for m in having.values() for p in m.unused), case.differs
+    checks = min(m.unused_checks for m in having.values())
     lack = f"got no gradient on {rank_list(having) if differs else 'all ranks'}"
     if case.expected:
-        lack = f"never got a gradient on any rank ({case.checks} checks)"
+        lack = f"never got a gradient on any rank ({checks} checks)"
+    if case.expected and not case.refused:  # the flag is for branches that are skipped now and then
+        if len(having) < len(states) or checks < limits.checks:
+            return None
+        common = set.intersection(*({n for n, _ in m.never_trained} for m in having.values()))
+        unused, differs = {n: k for n, k in case.first.never_trained if n in common}, False
+        if not unused:
+            return None
+    culprits = sorted(having) if differs and case.lacking else []
     crash = "DDP refuses the next forward" if case.refused else "DDP will refuse the next forward"
     return UNUSED_TEXT(
         cause="differs_between_ranks" if differs else "never_used", severity=severity, culprits=culprits,
-        victims=[q for q in sorted(case.with_models) if q not in culprits],
+        victims=sorted(q for q, r in states.items() if r.models and q not in culprits),
         where=(
-            where(ranks[q], "crashed" if q in case.refused else None, having[q].unused_site) for q in sorted(having)
+            where(states[q], "crashed" if q in case.refused else None, having[q].unused_site) for q in sorted(having)
         ),
-        names=names, step=max(m.unused_step for m in having.values()), n=len(names),
-        elements=sum(unused.values()), lack=lack, shown=_shown(names, len(names)),
+        names=unused, step=max(m.unused_step for m in having.values()), n=len(unused),
+        elements=sum(unused.values()), lack=lack, shown=_shown(tuple(unused), len(unused)),
         site=next((m.unused_site for m in having.values() if m.unused_site), None), why=_why(case),
         branch=_branch(case, culprits), cost=crash if severity == Severity.ERROR else "they are never trained",
         do=_DO["frozen later" if case.frozen_later else "expected" if case.expected else "unused"],
@@ -245,8 +181,7 @@ def _finding(case: _Case, unused: dict[str, int], differs: bool, severity: Sever
 
 
 def _why(case: _Case) -> str:
-    """Return that they are frozen, or whether their modules were entered at all, if that was
-    seen."""
+    """Return that they are frozen, or whether their modules were entered at all, if that was seen."""
     if case.frozen_later:
         return "; they were frozen (requires_grad False) after DDP was built"
     m = case.first
@@ -259,8 +194,7 @@ def _why(case: _Case) -> str:
 
 
 def _branch(case: _Case, culprits: list[int]) -> str:
-    """Return the conditions under which the modules are called that got no gradient on some ranks
-    only; empty if not known."""
+    """Return the conditions under which modules are called that got no gradient on some ranks only."""
     if not culprits:
         return ""
     modules = {name.rpartition(".")[0].rpartition(".")[2] for q in culprits for name, _ in case.having[q].unused}
@@ -271,32 +205,33 @@ def _branch(case: _Case, culprits: list[int]) -> str:
     return f"; they are used only {' or '.join(texts)}" if texts else ""
 
 
-def _frozen_finding(s: Snapshot, models: dict[int, Model]) -> Finding:
-    m, ranks = next(iter(models.values())), sorted(models)
-    names = tuple(n for n, _ in m.frozen_names)
-    where = wheres(s, ranks, None, {q: x.site for q, x in models.items()})
-    shown = _shown(names, m.frozen)
-    return FROZEN(victims=ranks, where=where, names=names, m=m, all=m.frozen + m.parameters, shown=shown)
+# -- a search that finds nothing -------------------------------------------------------------------------------------
 
 
-def _not_needed_finding(s: Snapshot, m: Model, checks: int, cost_ms: float, step_ms: float) -> Finding:
+def _not_needed(s: Snapshot) -> Finding | Abstained:
+    models = [m for r in s.ranks.values() for m in r.models if m.find_unused]
+    abstained = partial(Abstained, cause="flag_not_needed")
+    if not models:
+        return abstained("find_unused_parameters is not set", checked=True)
+    checks = min(m.unused_checks for m in models)
+    if s.usual_step_s is None or len(s.ranks) < s.world_size or any(m.search_ms is None for m in models):
+        return abstained("the cost of find_unused_parameters is not measured yet")
+    if any(m.unused_hits for m in models):
+        return abstained("parameters without gradient were found, as find_unused_parameters expects", checked=True)
+    if checks < limits.checks:
+        return abstained(f"{checks} of {limits.checks} checks of find_unused_parameters")
+    m, step_ms, cost_ms = models[0], s.usual_step_s * 1e3, max(m.search_ms or 0.0 for m in models)
     small = cost_ms < limits.not_needed_share * step_ms
-    spent = (
-        f"{cost_ms:.2f} ms per step ({100 * cost_ms / step_ms:.2f} % of it)"
-        if small
-        else f"{cost_ms:.1f} ms per step ({percent(cost_ms / step_ms)} of it)"
-    )
+    spent = f"{cost_ms:.1f} ms per step ({percent(cost_ms / step_ms)} of it)"
+    if small:
+        spent = f"{cost_ms:.2f} ms per step ({100 * cost_ms / step_ms:.2f} % of it)"
     return NOT_NEEDED(
         # a library's default is no fault of the script, however much it costs
-        severity=Severity.INFO if small or m.flag_of_library else Severity.WARNING,
-        victims=sorted(s.ranks),
-        where=(where(r, None, x.site) for r in s.ranks.values() for x in r.models[:1]),
-        site=m.site,
-        checks=checks,
-        spent=spent,
-        gain=_gain_text(s, step_ms),
+        severity=Severity.INFO if small or m.flag_of_library else Severity.WARNING, victims=sorted(s.ranks),
+        where=(where(r, None, x.site) for r in s.ranks.values() for x in r.models[:1]), site=m.site,
+        checks=checks, spent=spent, gain=_gain_text(s, step_ms),
         do=_DO["library" if m.flag_of_library else "flag"],
-    )
+    )  # fmt: skip
 
 
 def _gain_text(s: Snapshot, step_ms: float) -> str:

@@ -7,7 +7,7 @@ import signal
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.model.findings import Finding, rank_list
-from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot
+from distdiag.diagnosis.model.snapshot import Life, Snapshot
 from distdiag.diagnosis.text import evidence
 from distdiag.diagnosis.text.phrases import at, where, wheres
 from distdiag.diagnosis.text.template import Template
@@ -17,6 +17,7 @@ ABORT = Template(kinds.MISMATCH, "shape",
     "ranks {what} of different sizes, and gloo aborted {killed}: {places}{why}", "the job ended", "{do}",
     proved=True)  # fmt: skip
 SHOWN = 8  # tensors
+_STATES = {Life.KILLED: "killed", Life.CRASHED: "crashed"}  # while it waits: what it does
 COMPARE = "compare the two call sites: every rank must make the same collective calls in the same order"
 
 
@@ -28,20 +29,15 @@ def finding(snapshot: Snapshot, verdict: Verdict) -> Finding:
     what, why, advice = _text(snapshot, verdict, dead)
     lines = {site.key: site for side in verdict.wait.sides if (site := states[min(side)].current_site) is not None}
     places = "; ".join(
-        f"{rank_list([r for r in dead if (s := states[r].current_site) is not None and s.key == key])}{at(site)}"
+        f"{rank_list([r for r in dead if (s := states[r].current_site) and s.key == key])}{at(site)}"
         for key, site in lines.items()
     )
     return ABORT(
-        culprits=odd, victims=rest, where=(where(states[r], _state(states[r])) for r in odd or dead),
+        culprits=odd, victims=rest, where=(where(states[r], _STATES.get(Life(states[r].life))) for r in odd or dead),
         waiting=wheres(snapshot, rest) if odd else (), step=states[killed[0]].step if killed else None,
         first_seen_s=min((t for r in dead if (t := states[r].ended_s) is not None), default=snapshot.t_s),
         what=what, killed=killed, places=places, why=why, do=advice,
     )  # fmt: skip
-
-
-def _state(state: RankState) -> str | None:
-    """Return how a rank ended; None while it waits."""
-    return {Life.KILLED: "killed", Life.CRASHED: "crashed"}.get(Life(state.life))
 
 
 def _text(snapshot: Snapshot, verdict: Verdict, dead: list[int]) -> tuple[str, str, str]:

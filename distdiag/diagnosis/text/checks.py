@@ -34,20 +34,12 @@ def why_lines(kind: str, checks: Iterable[Check], findings: Iterable[Finding]) -
     """Return what is known about one kind: how often it was found, and the newest reason of each check."""
     mine = [c for c in checks if c.kind == kind]
     found = [f for f in findings if f.kind == kind]
-    if found:
-        cleared = sum(f.cleared_s is not None for f in found)
-        lines = [
-            f"{kind}: found {len(found)} time{'s' if len(found) > 1 else ''}"
-            + (f", {cleared} cleared" if cleared else "")
-        ]
-    elif not mine:
-        lines = [f"{kind}: not evaluated in this run"]
-    else:
-        lines = [f"{kind}: {'not found' if any(c.checked for c in mine) else 'not checked'}"]
-    for c in mine:
-        if c.reason:
-            lines.append(f"  {_name(c)}: {'' if c.checked else 'not checked: '}{c.reason}")
-    return lines
+    cleared = sum(f.cleared_s is not None for f in found)
+    head = f"found {len(found)} time{'s' if len(found) > 1 else ''}" + (f", {cleared} cleared" if cleared else "")
+    if not found:
+        head = "not found" if any(c.checked for c in mine) else "not checked" if mine else "not evaluated in this run"
+    reasons = [f"  {_name(c)}: {'' if c.checked else 'not checked: '}{c.reason}" for c in mine if c.reason]
+    return [f"{kind}: {head}", *reasons]
 
 
 def _name(c: Check) -> str:

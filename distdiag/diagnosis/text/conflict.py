@@ -11,10 +11,33 @@ from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.diagnosis.text import evidence
 from distdiag.diagnosis.text.incident import group_label, implicit_text, verb
 from distdiag.diagnosis.text.phrases import at, both_sites, count
+from distdiag.diagnosis.text.template import filled
 from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.wait import Wait
 
 SHOWN_RANKS = 4
+_SPLITS = (
+    "{each} in {op} #{seq:,}{site} ({group}): it can never complete, as all ranks together send {sent:,} and "
+    "expect {received:,}{reason}"
+)
+_SPLITS_ADVICE = (
+    "compare the split sizes at {both}: what a rank sends to another must be what that rank expects of it; "
+    "exchange the input splits with an all_to_all first, and change none of them afterwards"
+)
+# by cause; "message" is one of other size, "way" ranks that came to the call by another way
+_ADVICE = {
+    "message": "send and receive tensors of the same size, and in the same order: compare {both}",
+    "way": "make the same calls in the same order on all ranks: compare {both}",
+    "missing_rank": "call {a} on all ranks or on none: look for a condition on the rank around it",
+    "order_mismatch": "issue the collectives in the same order, and equally often, on all ranks: compare {both}; "
+    "it is enough that {second} {second:calls|call} {a} first, or {first} {b}",
+    "shape": "compare the tensors at {both}: a parameter, bucket or last batch differs between ranks, or the order "
+    "of the calls does (a loop over a set, or over names that each rank collects itself)",
+    "dtype": "on {first} cast the tensor to {theirs} before the call{either}: the tensors at {both} come from "
+    "Python or NumPy numbers, autocast, or a cast on some ranks only",
+    "root": "pass the same src/dst on all ranks: compare {both}",
+    "op": "make all ranks call the same operation: compare {both}",
+}
 
 
 def message(snapshot: Snapshot, verdict: Verdict) -> str:
@@ -43,62 +66,35 @@ def _splits_text(snapshot: Snapshot, verdict: Verdict) -> str:
     each = [f"rank {rank} sends {sent:,} and expects {received:,} elements" for rank, (sent, received) in sizes.items()]
     others = f", and {len(each) - SHOWN_RANKS} more ranks" if len(each) > SHOWN_RANKS else ""
     sent, received = (sum(both) for both in zip(*sizes.values(), strict=True))
-    call = calls[0][1]
-    return (
-        f"{', '.join(each[:SHOWN_RANKS])}{others} in {compatible.op_name(call.op)} #{verdict.wait.seq:,}{at(call.site)} "
-        f"({group_label(snapshot, verdict.wait.group)}): it can never complete, as all ranks together send {sent:,} and expect "
-        f"{received:,}" + (evidence.reason_text(verdict) if verdict.culprits else "")
-    )
+    op, site = compatible.op_name(calls[0][1].op), calls[0][1].site
+    return filled(
+        _SPLITS, each=", ".join(each[:SHOWN_RANKS]) + others, op=op, seq=verdict.wait.seq, site=site, sent=sent,
+        received=received, group=group_label(snapshot, verdict.wait.group),
+        reason=evidence.reason_text(verdict) if verdict.culprits else "",
+    )  # fmt: skip
 
 
 def advice(verdict: Verdict) -> str:
     """Return what to change; if neither side is known to be wrong, the smallest edit, and on which ranks."""
-    wait, cause = verdict.wait, verdict.cause
-    a, b = (wait.calls[min(side)] for side in _sides(verdict)[:2])
+    wait, cause, (first, second) = verdict.wait, verdict.cause, _sides(verdict)[:2]
+    a, b = wait.calls[min(first)], wait.calls[min(second)]
     both = both_sites(a.site, b.site)
     if cause == "shape" and compatible.splits_disagree(wait.calls.values()):
-        return (
-            f"compare the split sizes at {both}: what a rank sends to another must be what that rank expects of it; exchange the "
-            "input splits with an all_to_all first, and change none of them afterwards"
-        )
-    if wait.p2p and cause == "shape":
-        return f"send and receive tensors of the same size, and in the same order: compare {both}"
+        return filled(_SPLITS_ADVICE, both=both)
     apart = a.site is not None and b.site is not None and a.site.key != b.site.key
-    if (cause not in ("dtype", "root") or apart) and (advised := evidence.advice(verdict)):
+    row = cause if cause in _ADVICE else "op"
+    if wait.p2p and cause == "shape":
+        row = "message"
+    elif (cause not in ("dtype", "root") or apart) and (advised := evidence.advice(verdict)):
         return advised
-    if cause == "shape" and verdict.culprits and apart:
-        return f"make the same calls in the same order on all ranks: compare {both}"
-    return {
-        "missing_rank": f"call {compatible.op_name(a.op)}{at(a.site)} on all ranks or on none: look for a condition on the rank "
-        "around it",
-        "order_mismatch": f"issue the collectives in the same order, and equally often, on all ranks: compare {both}"
-        + _swap_text(verdict),
-        "shape": f"compare the tensors at {both}: a parameter, bucket or last batch differs between ranks, or the order of the calls "
-        "does (a loop over a set, or over names that each rank collects itself)",
-        "dtype": f"{_cast_text(verdict)}: the tensors at {both} come from Python or NumPy numbers, autocast, or a cast on some "
-        "ranks only",
-        "root": f"pass the same src/dst on all ranks: compare {both}",
-    }.get(cause, f"make all ranks call the same operation: compare {both}")
-
-
-def _cast_text(verdict: Verdict) -> str:
-    """Return the smallest edit: which ranks cast to which dtype."""
-    sides = [
-        (rank_list(side), compatible.dtype_name(verdict.wait.calls[min(side)].dtype)) for side in _sides(verdict)[:2]
-    ]
-    (mine, _), (_, theirs) = sides
-    return f"on {mine} cast the tensor to {theirs} before the call" + (
-        "" if verdict.culprits else f", or on {sides[1][0]} to {sides[0][1]}"
-    )
-
-
-def _swap_text(verdict: Verdict) -> str:
-    """Return the smallest edit for a true tie: either side can make the other's call first."""
-    first, second = _sides(verdict)[:2]
-    a, b = (f"{compatible.op_name(c.op)}{at(c.site)}" for c in (verdict.wait.calls[min(s)] for s in (first, second)))
-    return (
-        f"; it is enough that {rank_list(second)} {verb(second, 'calls', 'call')} {a} first, or {rank_list(first)} {b}"
-    )
+    elif cause == "shape" and verdict.culprits and apart:
+        row = "way"
+    mine, theirs = (compatible.dtype_name(call.dtype) for call in (a, b))
+    return filled(
+        _ADVICE[row], both=both, first=first, second=second, theirs=theirs,
+        either="" if verdict.culprits else f", or on {rank_list(second)} to {mine}",
+        a=f"{compatible.op_name(a.op)}{at(a.site)}", b=f"{compatible.op_name(b.op)}{at(b.site)}",
+    )  # fmt: skip
 
 
 def _sides(verdict: Verdict) -> list[frozenset[int]]:

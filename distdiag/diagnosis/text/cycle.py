@@ -6,14 +6,27 @@ from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, Snapshot
 from distdiag.diagnosis.text import evidence
-from distdiag.diagnosis.text.incident import collective_text, verb
+from distdiag.diagnosis.text.incident import collective_text
 from distdiag.diagnosis.text.phrases import at
+from distdiag.diagnosis.text.template import filled
 from distdiag.diagnosis.waits import compatible, messages
 from distdiag.diagnosis.waits.wait import Wait
 from distdiag.terms.backends import in_group_communicator
 
 NEW_GROUP_ADVICE = "call new_group on all ranks, in the same order, also on those that are not members of the group"
 SHOWN = 4  # waits of the cycle
+_MISSING = (
+    "{culprits} {culprits:has|have} not entered {what}; {others} {others:waits|wait} for {culprits:it|them}, and "
+    "{first}{reason}"
+)
+_MESSAGE_MISSING = (
+    "{culprits} {culprits:has|have} not {done} what {waiting} {waiting:waits|wait} for in {what}{site}, and "
+    "{first}{reason}"
+)
+_FIRST = "; it is enough that rank {rank} calls {op}{site} before {other}{own}"
+_FIRST_MESSAGE = (
+    "; it is enough that rank {rank} makes the {end} that {ranks} {ranks:waits|wait} for before its {other}{own}"
+)
 
 
 def message(snapshot: Snapshot, verdict: Verdict) -> str:
@@ -23,20 +36,12 @@ def message(snapshot: Snapshot, verdict: Verdict) -> str:
     parts = [text for w in order[:SHOWN] if (text := _wait_text(snapshot, verdict, w))]
     more = f" and {len(order) - SHOWN:,} more" if len(order) > SHOWN else ""
     if culprits and verdict.cause == "missing_rank":
-        has = f"{rank_list(culprits)} {verb(culprits, 'has', 'have')}"
-        what = collective_text(snapshot, main, call)
-        if main.p2p:
-            done = "sent" if main.key[2] == "recv" else "received"
-            where = at(call.site if call else None)
-            return (
-                f"{has} not {done} what {rank_list(main.ranks)} {verb(main.ranks, 'waits', 'wait')} for in {what}{where}, and "
-                f"{parts[0]}{evidence.reason_text(verdict)}"
-            )
-        others = sorted(incident.victims - set(culprits))
-        return (
-            f"{has} not entered {what}; {rank_list(others)} {verb(others, 'waits', 'wait')} for "
-            f"{verb(culprits, 'it', 'them')}, and {parts[0]}{evidence.reason_text(verdict)}"
-        )
+        return filled(
+            _MESSAGE_MISSING if main.p2p else _MISSING,
+            culprits=culprits, others=sorted(incident.victims - set(culprits)), waiting=main.ranks,
+            done="sent" if main.p2p and main.key[2] == "recv" else "received", site=call.site if call else None,
+            what=collective_text(snapshot, main, call), first=parts[0], reason=evidence.reason_text(verdict),
+        )  # fmt: skip
     if verdict.cause == "group":
         return f"{', '.join(parts)}{more}: one call, different groups; neither can complete"
     return f"{rank_list(set(incident.members))} wait for each other: {', '.join(parts)}{more}"
@@ -44,11 +49,9 @@ def message(snapshot: Snapshot, verdict: Verdict) -> str:
 
 def _wait_text(snapshot: Snapshot, verdict: Verdict, wait: Wait) -> str:
     inside = [r for r in wait.ranks if r in verdict.incident.members]
-    if not inside:
-        return ""
-    call = wait.calls.get(inside[0])
-    site = at(call.site if call else None)
-    return f"{rank_list(inside)} {verb(inside, 'is', 'are')} in {collective_text(snapshot, wait, call)}{site}"
+    call = wait.calls.get(inside[0]) if inside else None
+    what, site = collective_text(snapshot, wait, call), call.site if call else None
+    return filled("{ranks} {ranks:is|are} in {what}{site}", ranks=inside, what=what, site=site) if inside else ""
 
 
 def advice(snapshot: Snapshot, verdict: Verdict, calls: dict[int, tuple[Wait, Call]]) -> str:
@@ -65,10 +68,10 @@ def advice(snapshot: Snapshot, verdict: Verdict, calls: dict[int, tuple[Wait, Ca
             tags = _tags_that_never_match(calls)
             if tags is not None:
                 return f"tags {tags[0]} and {tags[1]} never match: a message needs the same tag at both of its ends"
-            return (
+            pair = (
                 "pair sends with receives: isend/irecv or batch_isend_irecv, or let one side receive first; check tags"
-                + _first_text(verdict, calls)
             )
+            return pair + _first_text(verdict, calls)
         case "group":
             return "pass the same process group on all ranks at this call"
     if any(c.op == "new_group" for _, c in calls.values()):
@@ -81,19 +84,20 @@ def _first_text(verdict: Verdict, calls: dict[int, tuple[Wait, Call]]) -> str:
     members = verdict.incident.members
     if any(len(w.missing & members) != 1 for w in verdict.incident.waits):
         return ""  # one edit may not break several cycles
-    for rank in sorted(members):
+    for rank in sorted(members & calls.keys()):
         awaited = [w for w in verdict.waits if w.missing == {rank}]
-        if rank not in calls or len(awaited) != 1 or awaited[0].conflict:
+        if len(awaited) != 1 or awaited[0].conflict:
             continue
-        call = next((awaited[0].calls[r] for r in awaited[0].ranks if r in awaited[0].calls), None)
+        wait, own = awaited[0], calls[rank][1]
+        call = next((wait.calls[r] for r in wait.ranks if r in wait.calls), None)
         if call is None:
             continue
-        own = calls[rank][1]
         op, other = (compatible.op_name(c.op) for c in (call, own))
-        if call.p2p:
-            op = f"the {'recv' if awaited[0].key[2] == 'send' else 'send'} that {rank_list(awaited[0].ranks)} {verb(awaited[0].ranks, 'waits', 'wait')} for"
-            return f"; it is enough that rank {rank} makes {op} before its {other}{at(own.site)}"
-        return f"; it is enough that rank {rank} calls {op}{at(call.site)} before {other}{at(own.site)}"
+        end = "recv" if wait.p2p and wait.key[2] == "send" else "send"
+        return filled(
+            _FIRST_MESSAGE if call.p2p else _FIRST, rank=rank, op=op, site=call.site, other=other, own=own.site,
+            end=end, ranks=wait.ranks,
+        )  # fmt: skip
     return ""
 
 
@@ -103,10 +107,11 @@ def _missing_advice(verdict: Verdict, calls: dict[int, tuple[Wait, Call]]) -> st
     if call is not None and call.op == "new_group":
         return NEW_GROUP_ADVICE
     what = f"{compatible.op_name(call.op)}{at(call.site)}" if call is not None else "the call"
+    text = "look for a condition on the rank around {what}: all ranks it concerns must enter it, or none"
     if main.p2p:
-        other = "send to" if main.key[2] == "recv" else "recv from"
-        return f"look for the {other} {rank_list(main.ranks)} that {rank_list(culprits)} {verb(culprits, 'has', 'have')} left out before {what}"
-    return f"look for a condition on the rank around {what}: all ranks it concerns must enter it, or none"
+        text = "look for the {other} {ranks} that {culprits} {culprits:has|have} left out before {what}"
+    other = "send to" if main.p2p and main.key[2] == "recv" else "recv from"
+    return filled(text, what=what, other=other, ranks=main.ranks, culprits=culprits)
 
 
 def _batched_at_one_end(snapshot: Snapshot, verdict: Verdict) -> bool:

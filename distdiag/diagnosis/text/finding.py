@@ -14,6 +14,7 @@ GLYPHS = {Severity.ERROR: "█", Severity.WARNING: "▲", Severity.INFO: "·"}
 ASCII_GLYPHS = {Severity.ERROR: "#", Severity.WARNING: "!", Severity.INFO: "."}
 WORDS = {Severity.ERROR: "ERROR", Severity.WARNING: "WARNING", Severity.INFO: "INFO"}
 SHOWN_SITES = 4
+_ASCII = str.maketrans({"–": "-", "…": "...", "×": "x", "Δ": "d", "█": "#", "▲": "!", "·": "."})
 
 
 printable = visible  # the same escapes on a terminal, in a report and on the screen
@@ -58,29 +59,23 @@ def finding_lines(f: Finding, ascii: bool = False, width: int | None = None) -> 
         ascii: Glyphs and typography reduced to ASCII.
         width: Wrap to so many columns; None: one line each, however long.
     """
-    glyph = (ASCII_GLYPHS if ascii else GLYPHS)[Severity(f.severity)]
-    word = WORDS[Severity(f.severity)]
-    kind = f.kind + (f"/{f.cause}" if f.cause else "")
+    severity, kind = Severity(f.severity), f.kind + (f"/{f.cause}" if f.cause else "")
     certain = "" if f.certainty == "proved" else " (suspected)"
-    gone = (
-        f" (cleared after {f.cleared_s - f.first_seen_s:.0f} s)" if f.cleared_s and f.first_seen_s is not None else ""
-    )
-    lines = [("", f"{glyph} {word} {kind}{certain}  {f.message}{gone}")]
-    where = _listed(f.where)
-    waiting = _listed(f.waiting)
+    gone = ""
+    if f.cleared_s and f.first_seen_s is not None:
+        gone = f" (cleared after {f.cleared_s - f.first_seen_s:.0f} s)"
+    where, waiting = _listed(f.where), _listed(f.waiting)
     if waiting and where:
         where += f"; waiting: {waiting}"
-    for label, text in (("cost", f.cost), ("where", where or waiting), ("do", f.advice)):
-        if text:
-            lines.append((label, text))
+    glyph = (ASCII_GLYPHS if ascii else GLYPHS)[severity]
+    lines = [("", f"{glyph} {WORDS[severity]} {kind}{certain}  {f.message}{gone}")]
+    rest = (("cost", f.cost), ("where", where or waiting), ("do", f.advice))
+    lines += [(label, text) for label, text in rest if text]
     out: list[str] = []
     for label, text in lines:
         text = printable(text)
         if ascii:
-            text = text.translate(
-                str.maketrans({"–": "-", "…": "...", "×": "x", "Δ": "d", "█": "#", "▲": "!", "·": "."})
-            )
-            text = text.encode("ascii", "backslashreplace").decode()
+            text = text.translate(_ASCII).encode("ascii", "backslashreplace").decode()
         head = f"  {label:<7}" if label else ""
         if width is None:
             out.append(head + text)

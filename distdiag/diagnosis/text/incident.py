@@ -9,6 +9,7 @@ from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, Snaps
 from distdiag.diagnosis.text.phrases import site_text, where_at
 from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.wait import Wait
+from distdiag.terms.ranks import by_value
 from distdiag.terms.units import size_text
 
 
@@ -26,14 +27,12 @@ def where_of(st: RankState | None, rank: int, call: Call | None = None) -> Where
     """Return where a rank is: at its call, else at the user's innermost frame."""
     if st is None:
         return Where(rank)
-    site = (call.site if call is not None else None) or (st.blocked.site if st.blocked else None) or st.current_site
+    known, blocked = call.site if call is not None else None, st.blocked.site if st.blocked else None
     if st.life in (Life.FINISHED, Life.CRASHED, Life.KILLED, Life.STOPPED):
         # the caller of a known call: the last sample may be older, and an exception may come from a later call
-        site = (call.site if call is not None else None) or st.current_site or site
-        state = str(st.life)
-    else:
-        state = "waiting" if st.blocked is not None or call is not None else st.activity
-    return where_at(rank, site, state)
+        return where_at(rank, known or st.current_site or blocked, str(st.life))
+    state = "waiting" if st.blocked is not None or call is not None else st.activity
+    return where_at(rank, known or blocked or st.current_site, state)
 
 
 def collective_ref(snapshot: Snapshot, wait: Wait, call: Call | None) -> CollectiveRef:
@@ -71,11 +70,7 @@ def implicit_text(state: RankState | None, call: Call) -> str:
 
 def calls_of(waits: Collection[Wait]) -> dict[int, tuple[Wait, Call]]:
     """Return the call of each rank in `waits` (the first of several)."""
-    out: dict[int, tuple[Wait, Call]] = {}
-    for w in waits:
-        for r, c in w.calls.items():
-            out.setdefault(r, (w, c))
-    return out
+    return {r: (w, c) for w in reversed(tuple(waits)) for r, c in w.calls.items()}
 
 
 def where_of_ranks(
@@ -100,34 +95,23 @@ def host_site(state: RankState | None) -> Site | None:
 
 def host_text(snapshot: Snapshot, ranks: Collection[int]) -> str:
     """Return where the hosts of ranks on a device backend wait: only the device is in the collective. Often empty."""
-    by_site: dict[str, list[int]] = {}
-    connecting = []
-    for r in sorted(ranks):
-        state = snapshot.ranks.get(r)
-        host = host_site(state)
-        if state is None or state.blocked is None or not state.blocked.on_device:
-            continue
-        if host is not None:
-            call = state.blocked.site
-            if call is None or (host.file, host.line) != (call.file, call.line):  # the message has that line already
-                by_site.setdefault(site_text(host), []).append(r)
-        elif state.blocked.left_s is None:
-            connecting.append(r)
+    states = [st for r in sorted(ranks) if (st := snapshot.ranks.get(r)) and st.blocked and st.blocked.on_device]
+    hosts = {st.rank: host for st in states if (host := host_site(st)) is not None}
+    calls = {st.rank: st.blocked.site for st in states if st.blocked}
+    sites = {  # the message has the line of the call already
+        r: site_text(host)
+        for r, host in hosts.items()
+        if (call := calls[r]) is None or (host.file, host.line) != (call.file, call.line)
+    }
     texts = [
         f"the {verb(rs, 'host', 'hosts')} of {rank_list(rs)} {verb(rs, 'waits', 'wait')} for the device at {site}"
-        for site, rs in list(by_site.items())[:3]
+        for site, rs in list(by_value(sites).items())[:3]
     ]
+    connecting = [st.rank for st in states if st.rank not in hosts and st.blocked and st.blocked.left_s is None]
     if connecting:
-        texts.append(
-            f"{rank_list(connecting)} {verb(connecting, 'is', 'are')} creating the communicator of the group, which needs every "
-            "member"
-        )
+        needs = "creating the communicator of the group, which needs every member"
+        texts.append(f"{rank_list(connecting)} {verb(connecting, 'is', 'are')} {needs}")
     return "".join(f"; {text}" for text in texts)
-
-
-def newest_step(snapshot: Snapshot, ranks: Collection[int]) -> int | None:
-    """Return the newest step that the ranks are in; None if steps are not counted."""
-    return max((snapshot.ranks[r].step for r in ranks if r in snapshot.ranks), default=0) or None
 
 
 def verb(ranks: Sized, one: str, many: str) -> str:

@@ -10,9 +10,9 @@ from typing import Any
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.comparison import Subset, gain
 from distdiag.diagnosis.model.findings import Finding, Severity, rank_list
-from distdiag.diagnosis.model.snapshot import Arrival, RankState, Site, Snapshot
+from distdiag.diagnosis.model.snapshot import RankState, Site, Snapshot
 from distdiag.diagnosis.step_times import PHASES, Window, part_ms
-from distdiag.diagnosis.text.phrases import ordinal, where, where_stack, wheres
+from distdiag.diagnosis.text.phrases import ordinal, where, where_stack
 from distdiag.diagnosis.text.template import Template
 from distdiag.terms.units import percent
 
@@ -56,16 +56,13 @@ _DO = {
 }
 
 
-def _found(
-    template: Template, s: Snapshot, window: Window, ranks: Collection[int], phase: str, **facts: Any
-) -> Finding:
-    """Return a finding about slow ranks; the first is at the line with most samples of that
-    phase."""
+def found(template: Template, s: Snapshot, window: Window, ranks: Collection[int], phase: str, **facts: Any) -> Finding:
+    """Return a finding about slow ranks; the first is at the line with most samples of that phase."""
     first, *more = ranks
-    r, stack = s.ranks[first], _stack_of(s.ranks[first], phase)
+    r, stack = s.ranks[first], stack_of(s.ranks[first], phase)
     facts.setdefault("where", (
         *(where_stack(r, stack, "user_code") if stack else (where(r, "user_code"),)),
-        *(where(s.ranks[q], "user_code", next(iter(_stack_of(s.ranks[q], phase)), None)) for q in more),
+        *(where(s.ranks[q], "user_code", next(iter(stack_of(s.ranks[q], phase)), None)) for q in more),
     ))  # fmt: skip
     no_workers = all(x.workers == 0 for q in ranks for x in s.ranks[q].loaders if x.in_training)
     do = _DO["no workers" if phase == "data" and no_workers else phase]
@@ -88,7 +85,7 @@ def slow(s: Snapshot, window: Window, slow: Subset, x: Any, loader_gain: float |
     alone, count = len(slow.ranks) == 1, len(slow.indices)
     # what the tables' `self` includes and the excess does not
     queued = f" (and {x.queued_ms:.0f} ms in which it waits for a CPU)" if x.queued_ms >= 0.1 * x.phase_ms else ""
-    return _found(
+    return found(
         SLOW, s, window, [x.rank, *(q for q in slow.ranks if q != x.rank)], x.phase,
         cause="host" if x.phase == "other" else x.phase, x=x, slow=slow, count=count, queued=queued,
         up_to="" if alone else "up to ", slower="slowest" if alone else "slower than all of them",
@@ -97,8 +94,7 @@ def slow(s: Snapshot, window: Window, slow: Subset, x: Any, loader_gain: float |
 
 
 def _gain_text(window: Window, slow: Subset, loader_gain: float | None) -> str:
-    """Return `; if rank 1 were as fast as the others, a step would take 22 % less (95 % interval 20
-    to 25 %)`, or nothing."""
+    """Return `; if rank 1 were as fast as the others, a step would take 22 % less (95 % interval …)`."""
     if loader_gain is not None:
         # the others' queues are full: their workers show how fast their loaders are, their steps do not
         return f"; with a loader like the others' a step would take at most {percent(loader_gain)} less"
@@ -111,42 +107,25 @@ def _gain_text(window: Window, slow: Subset, loader_gain: float | None) -> str:
     return f"; {if_equal}, a step would take {percent(found.share)} less (95 % interval {interval})"
 
 
-def stage(s: Snapshot, window: Window, slow: Subset, x: Any) -> Finding:
-    """Return the finding of a pipeline's longest stage."""
-    facts = {"where": [where(s.ranks[x.rank], "user_code")], "x": x, "slow": slow}
-    what = "its own code" if x.phase == "other" else x.phase
-    share = slow.gain_ms / slow.step_ms
-    return _found(STAGE, s, window, [x.rank], x.phase, what=what, share=share, **facts)
-
-
-def device(
-    s: Snapshot, window: Window, slow: RankState, count: int, usual_ms: float, excess_ms: float, step_ms: float
-) -> Finding:
-    """Return the finding of a rank whose device is slow, not its host."""
-    facts = {"count": count, "ms": usual_ms + excess_ms, "usual_ms": usual_ms, "excess_ms": excess_ms}
-    return _found(DEVICE, s, window, [slow.rank], "forward", share=excess_ms / step_ms, **facts)
-
-
-def at_times(s: Snapshot, window: Window, found: Subset, severity: Severity) -> Finding:
+def at_times(s: Snapshot, window: Window, subset: Subset, severity: Severity) -> Finding:
     """Return the finding of a rank that is slow in every n-th step, or irregularly."""
-    (rank,), slow = found.ranks, set(found.indices)
+    (rank,), slow = subset.ranks, set(subset.indices)
     steps = window.steps[rank]
 
     def excess_ms(phase: str) -> float:
         usual = statistics.median(part_ms(x, phase) for i, x in enumerate(steps) if i not in slow)
-        return statistics.median(part_ms(steps[i], phase) for i in found.indices) - usual
+        return statistics.median(part_ms(steps[i], phase) for i in subset.indices) - usual
 
     phase = max(PHASES, key=excess_ms)
-    when = f"every {ordinal(found.period)} step, " if found.period is not None else ""
-    return _found(
-        AT_TIMES, s, window, [rank], phase, severity=severity, found=found, when=when, steps="" if when else " steps",
-        cause="host" if phase == "other" else phase,
+    when = f"every {ordinal(subset.period)} step, " if subset.period is not None else ""
+    return found(
+        AT_TIMES, s, window, [rank], phase, severity=severity, found=subset, when=when,
+        steps="" if when else " steps", cause="host" if phase == "other" else phase,
     )  # fmt: skip
 
 
-def _stack_of(r: RankState, phase: str) -> tuple[Site, ...]:
-    """Return the stack with most samples of that phase; `other` also includes phases that the user
-    named.
+def stack_of(r: RankState, phase: str) -> tuple[Site, ...]:
+    """Return the stack with most samples of that phase; `other` also includes phases that the user named.
 
     Samples of `init` are from before the first step, so they count only if there are no others.
     """
@@ -156,27 +135,3 @@ def _stack_of(r: RankState, phase: str) -> tuple[Site, ...]:
     name = max(names, key=lambda name: sites[0][1] if (sites := r.phase_sites.get(name)) else 0)
     sites = r.phase_sites.get(name)
     return r.phase_stacks.get(name, (sites[0][0],)) if sites else ()
-
-
-def rotating(s: Snapshot, window: Window, phase: str, changes: int, found: Subset) -> Finding:
-    """Return the finding of a slowest rank that keeps changing."""
-    sites = {q: next(iter(_stack_of(s.ranks[q], phase)), None) for q in window.ranks}
-    return ROTATING(
-        victims=window.ranks, where=wheres(s, window.ranks, None, sites), step=s.ranks[window.ranks[0]].step,
-        changes=changes, n=len(window.columns), found=found,
-        phase="code between steps" if phase == "other" else phase, share=found.gain_ms / found.step_ms,
-    )  # fmt: skip
-
-
-def by_arrival(
-    s: Snapshot, r: RankState, recent: list[Arrival], count: int, skew_ms: float, period_ms: float
-) -> Finding:
-    """Return the finding of a rank that enters its collectives last, in a loop without optimizer
-    steps."""
-    stack = max(r.phase_stacks.values(), key=len, default=r.user_stack)
-    stack = next((r.phase_stacks[name] for name in ("other", "init") if r.phase_sites.get(name)), stack)
-    return BY_ARRIVAL(
-        culprits=(r.rank,), victims=[q for q in sorted(s.ranks) if q != r.rank],
-        where=where_stack(r, stack) if stack else (where(r),), site=stack[0] if stack else None,
-        op=recent[-1].op, count=count, n=len(recent), skew_ms=skew_ms, period_ms=period_ms,
-    )  # fmt: skip
