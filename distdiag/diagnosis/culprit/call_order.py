@@ -11,12 +11,41 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
+from distdiag.diagnosis.culprit.case import Case, Testimony
+from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState
 
 LATELY = 32  # calls; the cycle closes some calls after the rank broke its sequence
 HISTORY = 48  # minimum of earlier calls
 SEEN, LONGEST = 3, 24  # minimum of occurrences, and the longest sequence of calls that is compared
 KINDS = 0.25  # most distinct transitions per transition; above this there is no pattern
+
+
+def pattern(case: Case) -> Testimony | None:
+    """Accuse the one member of a cycle that recently broke its own sequence while all other ranks kept theirs."""
+    others = (state for rank, state in case.states.items() if rank not in case.incident.members)
+    rank = departed((case.states[r] for r in case.compared), others)
+    text = (
+        f"; {rank_list([rank])} has left the order of its earlier calls, the others kept theirs"
+        if rank is not None
+        else ""
+    )
+    return Testimony(ranks=(rank,), text=text) if rank is not None else None
+
+
+def due(case: Case) -> Testimony | None:
+    """Accuse the one member that is in another call than the one due.
+
+    The number of messages in a step depends on its data (micro-batches): none of them is due.
+    """
+    if any(wait.p2p for wait in case.incident.waits):
+        return None
+    rank = not_in_due_call(case.states[r] for r in case.compared)
+    if rank is None:
+        return None
+    return Testimony(
+        ranks=(rank,), text=f"; {rank_list([rank])} is not in the call that always followed its calls before"
+    )
 
 
 def departed(members: Iterable[RankState], others: Iterable[RankState] = ()) -> int | None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
-from distdiag.diagnosis.culprit import call_site
 from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot
 from distdiag.diagnosis.waits.graph import WaitGraph
@@ -47,12 +46,13 @@ class Testimony:
     Attributes:
         text: The end of a sentence, with its separator: `; rank 1 ran out of batches`.
         advice: What to do about it; empty if only the kind of the incident tells.
+        name: Set by `witnesses.decide`.
     """
 
-    name: Reason
     ranks: tuple[int, ...] = ()
     text: str = ""
     advice: str = ""
+    name: Reason = Reason.NONE
 
 
 @dataclass(frozen=True)
@@ -83,15 +83,15 @@ class Case:
 
     @cached_property
     def sides(self) -> list[list[int]]:
-        """Return the ranks with equal calls in a conflict, the largest side first."""
-        return [sorted(side) for side in self.wait.sides]
+        """Return the ranks with equal calls in a conflict, the largest side first; of a cycle, each member is a side."""
+        if self.incident.root in (Root.CONFLICT, Root.ABORT):
+            return [sorted(side) for side in self.wait.sides]
+        return [[rank] for rank in sorted(self.incident.members)]
 
     @cached_property
     def compared(self) -> list[int]:
-        """Return the ranks that the evidence compares: those in a conflict, or the members of a cycle."""
-        if self.incident.root in (Root.CONFLICT, Root.ABORT):
-            return sorted(rank for side in self.sides for rank in side)
-        return sorted(self.incident.members)
+        """Return the ranks that the evidence compares: those of all sides."""
+        return sorted(rank for side in self.sides for rank in side)
 
     @cached_property
     def calls(self) -> dict[int, Call | None]:
@@ -101,4 +101,27 @@ class Case:
     @cached_property
     def here(self) -> dict[int, str | None]:
         """Return the site of each compared rank's call, as `file:line`."""
-        return {r: call_site.site_of(self.states.get(r), self.calls.get(r)) for r in self.compared}
+        return {r: site_of(self.states.get(r), self.calls.get(r)) for r in self.compared}
+
+    @property
+    def one_call(self) -> bool:
+        """True for an abort in a call that all made together, with sizes that may differ by rank (all_to_all)."""
+        return self.incident.root is Root.ABORT and len(set(self.here.values())) == 1
+
+    @property
+    def tie(self) -> bool:
+        """True for two sides if the history of every rank is known; of unequal size, the majority has decided before."""
+        return len(self.sides) == 2 and all(r in self.states for r in self.compared) and not self.one_call
+
+    @cached_property
+    def waiting(self) -> list[int]:
+        """Return the stuck ranks that wait in a collective for ranks that ended."""
+        return sorted({r for wait in self.waits if not wait.p2p for r in wait.ranks} & self.stuck)
+
+
+def site_of(state: RankState | None, call: Call | None) -> str | None:
+    """Return the site of a rank's call; the main thread's site if the call has none and the rank waits in it."""
+    site = call.site if call is not None else None
+    if site is None and state is not None and state.blocked is call:
+        site = state.current_site
+    return site.key if site is not None else None

@@ -8,20 +8,17 @@ sides, so it predicts: of the two events, the one that followed the longer equal
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distdiag.diagnosis.culprit.case import Case, Reason, Testimony
+from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState
 from distdiag.diagnosis.text.phrases import at
 from distdiag.diagnosis.waits import compatible, messages
 
 NEVER = -1  # depth of an event that never happened before
-LEAST = (
-    8  # events by which the contexts of the due event are longer, in all: orders that vary agree by chance for a few
-)
+LEAST = 8  # events by which the contexts of the due event are longer, in all: varying orders agree by chance for a few
 STEP, COUNTED = ("step",), ("counted",)
 
 Event = tuple[Any, ...]
@@ -187,8 +184,8 @@ def _earlier(history: History, i: int) -> bool:
     return history.state.sites.get(key, 0) > known
 
 
-def of_sides(case: Case) -> tuple[Sequence[int], Departure] | None:
-    """Return (the side that departed, its departure) if every rank of it departed from the first rank of the other; else None."""
+def accuse(case: Case) -> Testimony | None:
+    """Accuse the one of two sides of which every rank departed from the first rank of the other."""
     if len(case.sides) != 2 or case.wait.p2p:
         return None
     histories = {
@@ -197,24 +194,11 @@ def of_sides(case: Case) -> tuple[Sequence[int], Departure] | None:
     for side, other in (case.sides, case.sides[::-1]):
         against = histories.get(other[0])
         found = [departure(histories[r], against) if r in histories and against else None for r in side]
-        if found and all(d is not None and d.rank == r for d, r in zip(found, side, strict=True)):
-            first = found[0]
-            return (side, first) if first is not None else None
+        if (first := found[0]) is not None and [d.rank for d in found if d is not None] == side:
+            made, due = (_word(call) for call in (first.made, first.due))
+            text = f"; {rank_list(side)} left the order that all had kept: {made} came where {due} was due"
+            return Testimony(ranks=tuple(side), text=text)
     return None
-
-
-def explain(case: Case, ranks: Sequence[int]) -> Testimony | None:
-    """Return what was due where these ranks left the order; None if they did not."""
-    found = of_sides(case)
-    if found is None or tuple(found[0]) != tuple(ranks):
-        return None
-    departed = found[1]
-    made, due = (_word(call) for call in (departed.made, departed.due))
-    return Testimony(
-        name=Reason.DIVERGENCE,
-        ranks=tuple(ranks),
-        text=f"; {rank_list(ranks)} left the order that all had kept: {made} came where {due} was due",
-    )
 
 
 def _word(call: Call | None) -> str:

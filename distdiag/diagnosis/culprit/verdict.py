@@ -10,8 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.culprit.call_site import site_of
-from distdiag.diagnosis.culprit.case import Case, Reason, Testimony
+from distdiag.diagnosis.culprit.case import Case, Reason, Testimony, site_of
 from distdiag.diagnosis.culprit.witnesses import OTHER_PLACE, WEAK, decide
 from distdiag.diagnosis.endings import ECHOES, ends
 from distdiag.diagnosis.kinds import Kind
