@@ -33,7 +33,6 @@ class Reason(StrEnum):
     MESSAGES = "messages"  # it has sent fewer messages than its peers
     COUNT = "count"  # it has used a site more, or less, often than all others
     ALONE = "alone"  # it waits alone, the others together
-    DUE = "due"  # it is not in the call that always followed its preceding calls
     ORDER = "order"  # all have made these calls before: only their order differs
     PARTING = "parting"  # conditions on data through which the ranks can have parted
     NONE = "none"

@@ -118,11 +118,15 @@ ORDER: dict[Root, tuple[Witness, ...]] = {
         Witness(Reason.SITE, sites.new_in_cycle),
         Witness(Reason.COUNT, sites.visits_differ),
         Witness(Reason.ALONE, _alone),
-        Witness(Reason.DUE, call_order.due),
+        Witness(Reason.DIVERGENCE, divergence.accuse),
         Witness(Reason.PARTING, explain=conditions.past_the_call),
     ),
 }
-WEAK = (Reason.NONE, Reason.ALONE, Reason.DUE)  # a call with the wrong group is also made alone, and not due
+WEAK = (
+    Reason.NONE,
+    Reason.ALONE,
+    Reason.DIVERGENCE,
+)  # in a cycle: a call with the wrong group is also made alone, and not due
 # The culprits are at another point of the program, not in the same call with another operation.
 OTHER_PLACE = (
     Reason.EXHAUSTED, Reason.EXCEPTION, Reason.EXTRA, Reason.SKIPPED, Reason.DIVERGENCE, Reason.SITE, Reason.HISTORY,
