@@ -63,9 +63,7 @@ class Case:
     incident: Incident
     exhausted: Collection[int] = ()  # ranks that ran out of batches while others have some left
     source: Source | None = None
-    ended: tuple[int, ...] = ()  # if ranks are gone: those that ended
-    waits: tuple[Wait, ...] = ()  # if ranks are gone: the waits for them
-    stuck: frozenset[int] = frozenset()  # if ranks are gone: the ranks that cannot continue because of them
+    without: Collection[str] = ()  # names of witnesses that are not asked, to measure what each is worth
 
     @property
     def states(self) -> dict[int, RankState]:
@@ -76,8 +74,10 @@ class Case:
         return self.incident.waits[0]
 
     def main(self, culprits: Collection[int]) -> Wait:
-        """Return the wait of a cycle that the finding is about: one in which no culprit waits, of the most ranks."""
-        waits = sorted(self.incident.waits, key=lambda wait: (-len(wait.ranks), wait.p2p, min(wait.ranks)))
+        """Return the wait that the finding is about: of a cycle, one in which no culprit waits, of the most ranks."""
+        if self.incident.root is Root.GONE:
+            return next((wait for wait in self.incident.waits if not wait.p2p), self.wait)
+        waits = sorted(self.incident.waits, key=lambda wait: (-len(wait.ranks), wait.p2p, min(wait.ranks, default=0)))
         return next((wait for wait in waits if not set(culprits) & set(wait.ranks)), waits[0])
 
     @cached_property
@@ -114,8 +114,8 @@ class Case:
 
     @cached_property
     def waiting(self) -> list[int]:
-        """Return the stuck ranks that wait in a collective for ranks that ended."""
-        return sorted({r for wait in self.waits if not wait.p2p for r in wait.ranks} & self.stuck)
+        """Return the stuck ranks that wait in a collective for ranks that are gone."""
+        return sorted({r for wait in self.incident.waits if not wait.p2p for r in wait.ranks} & self.incident.victims)
 
 
 def site_of(state: RankState | None, call: Call | None) -> str | None:

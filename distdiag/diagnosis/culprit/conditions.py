@@ -94,11 +94,11 @@ def past_the_call(case: Case, ranks: Sequence[int]) -> Testimony | None:
 
 def leaving(case: Case, ranks: Sequence[int]) -> Testimony | None:
     """Return the conditions through which a rank that ended normally can have left the loop that another rank is in."""
-    wait = next((w for w in case.waits if not w.p2p), None)
-    stacks = [stack for rank in wait.ranks if (stack := case.states[rank].user_stack)] if wait is not None else []
-    if case.source is None or not stacks or not case.ended:
+    wait, ended = case.main(()), case.states[min(case.incident.members)]
+    stacks = [stack for rank in wait.ranks if not wait.p2p and (stack := case.states[rank].user_stack)]
+    if case.source is None or not stacks:
         return None
-    found = parting.leaving(case.states[case.ended[0]].current_site, stacks[0], case.source)
+    found = parting.leaving(ended.current_site, stacks[0], case.source)
     return Testimony(ranks=tuple(ranks), text=parting_text(found)) if found else None
 
 

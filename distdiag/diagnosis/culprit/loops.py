@@ -18,7 +18,7 @@ ADVICE = "give every rank the same number of batches in that loop (drop_last=Tru
 
 def exhausted(case: Case) -> Testimony | None:
     """Accuse the ranks that ran out of batches, if not all did."""
-    ranks = {*case.ended, *case.waiting} if case.incident.root is Root.GONE else set(case.compared)
+    ranks = {*case.compared, *(case.waiting if case.incident.root is Root.GONE else ())}
     out = tuple(sorted(ranks & set(case.exhausted)))
     if not out or len(out) == len(ranks):
         return None

@@ -49,12 +49,12 @@ def history(case: Case) -> Testimony | None:
 
 def knows_more_than_ended(case: Case) -> Testimony | None:
     """Accuse the only rank that waits for ranks which all ended normally, if it has made calls that those never made."""
-    waiting, states = case.waiting, case.states
-    normally = all(states[q].life == Life.FINISHED and not states[q].exit_code for q in case.ended)
-    if len(waiting) != 1 or not normally or not case.stuck <= case.graph.victims_of(waiting) | set(waiting):
+    waiting, states, ended = case.waiting, case.states, case.compared
+    normally = all(states[q].life == Life.FINISHED and not states[q].exit_code for q in ended)
+    if len(waiting) != 1 or not normally or not case.incident.victims <= case.graph.victims_of(waiting) | set(waiting):
         return None
     here = {r: site_of(states[r], states[r].blocked) for r in waiting}
-    return Testimony(ranks=tuple(waiting)) if _knows_more(states, here, waiting, case.ended) else None
+    return Testimony(ranks=tuple(waiting)) if _knows_more(states, here, waiting, ended) else None
 
 
 def _one_side(case: Case, test: Callable[[Case, list[int], list[int]], bool]) -> list[int]:

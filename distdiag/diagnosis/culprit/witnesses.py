@@ -7,7 +7,7 @@ rank is blamed, and all members are listed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -134,15 +134,12 @@ OTHER_PLACE = (
 )  # fmt: skip
 
 
-def decide(case: Case, without: Collection[str] = ()) -> tuple[Testimony, tuple[Testimony, ...]]:
+def decide(case: Case) -> tuple[Testimony, tuple[Testimony, ...]]:
     """Return (the testimony that names the culprits, what other evidence explains about the same ranks, in order).
 
     The testimony has no ranks and is named NONE if no witness names any.
-
-    Args:
-        without: Names of witnesses that are not asked, to measure what each is worth.
     """
-    asked = [witness for witness in ORDER[case.incident.root] if witness.name not in without]
+    asked = [witness for witness in ORDER[case.incident.root] if witness.name not in case.without]
     decided = Testimony()
     for witness in asked:
         found = witness.accuse(case) if witness.accuse is not None and witness.applies(case) else None

@@ -14,7 +14,8 @@ from distdiag.diagnosis.waits import compatible
 
 def message(snapshot: Snapshot, verdict: Verdict) -> str:
     """Return which rank ended, how, and which ranks wait for it where; if it ended normally, how it can have left the loop."""
-    wait, call, ended, culprits = verdict.wait, verdict.call, verdict.ended, verdict.culprits
+    wait, call, culprits = verdict.wait, verdict.call, verdict.culprits
+    ended, stuck = sorted(verdict.incident.members), verdict.incident.victims
     what = collective_text(snapshot, wait, call)
     if call is not None and wait.ranks:
         what += implicit_text(snapshot.ranks.get(min(wait.ranks)), call)
@@ -26,7 +27,7 @@ def message(snapshot: Snapshot, verdict: Verdict) -> str:
         )
     if verdict.reason is Reason.EXHAUSTED:
         ending = f"{rank_list(culprits)} ran out of batches and {verb(culprits, 'has', 'have')} ended"
-    waiting = f"{rank_list(verdict.stuck)} {verb(verdict.stuck, 'waits', 'wait')} for {verb(ended, 'it', 'them')}"
+    waiting = f"{rank_list(stuck)} {verb(stuck, 'waits', 'wait')} for {verb(ended, 'it', 'them')}"
     if wait.p2p:
         return f"{ending}; {waiting} in {what}"
     # how a rank left the loop that the others are in is only a question for one that ended normally

@@ -45,7 +45,7 @@ def incident_finding(snapshot: Snapshot, verdict: Verdict) -> Finding:
             message, advice = cycle.message(snapshot, verdict), cycle.advice(snapshot, verdict, calls)
             proved = snapshot.source != "dumps"
         case Root.GONE:
-            step = newest_step(snapshot, [*culprits, *verdict.stuck])
+            step = newest_step(snapshot, [*culprits, *incident.victims])
             message, advice = gone.message(snapshot, verdict), gone.advice(verdict)
             members = frozenset(culprits)
     outside = incident.victims - members
