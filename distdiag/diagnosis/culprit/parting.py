@@ -95,8 +95,8 @@ def _keeps_to_some(guard: Guard) -> bool:
 
 def _ways_out(loop: _Placed, by: tuple[type[ast.stmt], ...]) -> Iterator[_Placed]:
     assert isinstance(loop.guard.node, LOOPS)
-    for way_out in guarding.exits(loop.guard.node.body):
-        if isinstance(way_out.statement, by) and (guard := way_out.guard) is not None:
+    for way_out, guard in guarding.exits(loop.guard.node.body):
+        if isinstance(way_out, by) and guard is not None:
             yield loop._replace(guard=guard)
 
 
