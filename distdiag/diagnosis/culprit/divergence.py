@@ -47,13 +47,11 @@ class Departure:
     Attributes:
         made: Its call; None: it ended a step, or is in DDP.
         due: The event that was due, of the other rank; None in the same way.
-        depth: Equal events before it that had led to the due event.
     """
 
     rank: int
     made: Call | None
     due: Call | None
-    depth: int
 
 
 def history(state: RankState, here: Call | None, groups: Collection[str]) -> History:
@@ -140,12 +138,19 @@ def departure(first: History, second: History) -> Departure | None:
     odd, right, k, n = (second, first, j, i)
     if deeper < other:
         odd, right, k, n, deeper, other, here, there = first, second, i, j, other, deeper, there, here
+    made = odd.calls[k]
+    if made is not None and odd.events[k] in (STEP, COUNTED) and _passes_open(right.state):
+        return None  # the other rank may have skipped DDP's call, instead of this one the call that was due
     weight = sum(max(0, length - max(other, 0)) for length, _ in here)
     if weight < LEAST or any(cut and length == other for length, cut in there):
         return None
     if other == NEVER and odd.events[k][1:2] != right.events[n][1:2] and _earlier(odd, k):
         return None
-    return Departure(odd.state.rank, odd.calls[k], right.calls[n], deeper)
+    return Departure(odd.state.rank, made, right.calls[n])
+
+
+def _passes_open(state: RankState) -> bool:
+    return any(model.forwards > model.synced_backwards for model in state.models)
 
 
 def _contexts(before: History, i: int, of: History, k: int) -> list[tuple[int, bool]]:
