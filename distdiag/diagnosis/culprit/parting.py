@@ -217,35 +217,29 @@ def rank_condition(mine: Sequence[Site], theirs: Sequence[Site], source: Source)
     return _condition(found, source, guard.kind is Kind.PASSED and names_it)
 
 
-def enclosing(site: Site | None, source: Source) -> Condition | None:
-    """Return the innermost `if` whose body holds a site, on the rank or on data; None if there is none in its function."""
+def enclosing(site: Site | None, source: Source, callee: str = "") -> Condition | None:
+    """Return the innermost `if` whose body holds a site, on the rank or on data; None if there is none in its function.
+
+    Args:
+        callee: What the site calls, if that may be under a condition in its line: `f() if first else None`.
+    """
     tree = tree_of(site.file, source) if site is not None else None
     if site is None or tree is None:
         return None
-    around = [
-        g
-        for g in guarding.guards(tree, site.line)
-        if g.kind is Kind.HOLDS and g.branch == "body" and isinstance(g.node, ast.If)
-    ]
-    return _bare(around[-1], site, source) if around else None
+    kinds = (ast.If, ast.IfExp) if callee else ast.If
+    around = [g for g in guarding.guards(tree, site.line, callee) if g.kind is Kind.HOLDS and isinstance(g.node, kinds)]
+    held = [g for g in around if g.branch == "body"]
+    if not held:
+        return None
+    text = guarding.text_of(held[-1], source(site.file) or "").removesuffix(":")
+    return Condition(site.file, held[-1].line, text)
 
 
 def only_under(name: str, file: str, source: Source) -> Condition | None:
     """Return the `if` around the only call of a module in a file: `self.name(…)` or `model.name(…)`; None if there is none."""
-    tree = tree_of(file, source)
-    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)] if tree is not None else []
+    calls = [n for n in ast.walk(tree_of(file, source) or ast.Module([], [])) if isinstance(n, ast.Call)]
     calls = [n for n in calls if isinstance(n.func, ast.Attribute) and n.func.attr == name]
-    if tree is None or len(calls) != 1:
-        return None
-    site = Site(file, calls[0].lineno)
-    choices = [
-        g for g in guarding.guards(tree, site.line, name) if isinstance(g.node, ast.IfExp) and g.branch == "body"
-    ]
-    return _bare(choices[-1], site, source) if choices else enclosing(site, source)
-
-
-def _bare(guard: Guard, site: Site, source: Source) -> Condition:
-    return Condition(site.file, guard.line, guarding.text_of(guard, source(site.file) or "").removesuffix(":"))
+    return enclosing(Site(file, calls[0].lineno), source, name) if len(calls) == 1 else None
 
 
 # -- wording -----------------------------------------------------------------------------------------------------------
