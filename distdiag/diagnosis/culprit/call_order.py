@@ -1,8 +1,8 @@
-"""Witness by the order of calls: which rank broke the sequence of calls that it had repeated until then.
+"""Evidence from the order of a rank's own calls: who broke the sequence that it had repeated until then.
 
 A training loop repeats the same calls in the same order. Some ranks wait for each other in a cycle, and one of them recently made
-a transition from one call to another for the first time: it left a call out, or made it twice. The call that is *due* is the
-one that has always followed the same preceding calls.
+a transition from one call to another for the first time: it left a call out, or made it twice. Stages of a pipeline make
+different calls: no histories of two ranks can be compared there, as `divergence` does.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ def pattern(case: Case) -> Testimony | None:
     """Accuse the one member of a cycle that recently broke its own sequence while all other ranks kept theirs."""
     others = (state for rank, state in case.states.items() if rank not in case.incident.members)
     rank = departed((case.states[r] for r in case.compared), others)
-    text = (
-        f"; {rank_list([rank])} has left the order of its earlier calls, the others kept theirs"
-        if rank is not None
-        else ""
+    if rank is None:
+        return None
+    return Testimony(
+        ranks=(rank,), text=f"; {rank_list([rank])} has left the order of its earlier calls, the others kept theirs"
     )
-    return Testimony(ranks=(rank,), text=text) if rank is not None else None
 
 
 def departed(members: Iterable[RankState], others: Iterable[RankState] = ()) -> int | None:

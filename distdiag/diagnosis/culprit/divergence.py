@@ -218,4 +218,6 @@ def accuse(case: Case) -> Testimony | None:
 
 
 def _word(call: Call | None) -> str:
-    return f"{compatible.op_name(call.op)}{at(call.site)}" if call is not None else "the end of a step"
+    return (
+        f"{compatible.op_name(call.op) or 'a collective'}{at(call.site)}" if call is not None else "the end of a step"
+    )
