@@ -15,6 +15,7 @@ import msgspec
 from distdiag.diagnosis.model.snapshot import Call, Life, Model, Snapshot, Step
 from tests.diagnosis.programs import Job, Op, Tape, run, snapshot
 
+GROUPS = ("world", "metrics")  # of the same ranks
 KINDS = ("drop", "double", "swap", "line", "root", "shape", "dtype", "end", "peer")
 
 
@@ -33,6 +34,7 @@ def training(rng: random.Random, ranks: int) -> list[list[Op]]:
     layers, validation, epochs = rng.randint(1, 4), rng.randint(1, 5), rng.randint(3, 5)
     steps, metrics, ddp = rng.randint(6, 14), rng.choice((0, 1, 3)), rng.random() < 0.5
     ring, rooted = rng.random() < 0.3, rng.random() < 0.5
+    team = rng.choice(GROUPS)  # of the metrics
     sizes = [rng.choice((16, 64, 300)) for _ in range(layers)]
     out: list[list[Op]] = [[] for _ in range(ranks)]
 
@@ -53,7 +55,7 @@ def training(rng: random.Random, ranks: int) -> list[list[Op]]:
                     program.append(Op("send", "world", peer=right, asynchronous=True, name=step, shape=32, line=30))
                     program += [Op("recv", "world", peer=left, shape=32, line=31), Op("wait", name=step)]
             if metrics and step % metrics == 0:
-                every(Op("all_reduce", "world", shape=2, line=33))
+                every(Op("all_reduce", team, shape=2, line=33))
             every(Op("work", step=True))
         for _ in range(validation):
             every(Op("all_reduce", "world", shape=3, line=40))
@@ -139,7 +141,11 @@ def cases(seed: int, count: int) -> Iterator[Case]:
         if found is None:
             continue
         programs, rank, at, end = found
-        job = Job(programs, {"world": tuple(range(ranks))}, [end if q == rank else Life.FINISHED for q in range(ranks)])
+        job = Job(
+            programs,
+            dict.fromkeys(GROUPS, tuple(range(ranks))),
+            [end if q == rank else Life.FINISHED for q in range(ranks)],
+        )
         run(job, Tape([rng.randrange(1 << 16) for _ in range(20_000)]))
         if all(waiting is None for waiting in job.waiting):
             continue  # it mixes silently until the end
@@ -170,7 +176,7 @@ def seen(job: Job) -> Snapshot:
             state,
             calls=calls[-64:],
             blocked=blocked,
-            visits={"world": _visits(job, rank)},
+            visits={group: _visits(job, rank, group) for group in GROUPS},
             step=len(step_ends),
             steps=tuple(_step(n + 1, t) for n, t in enumerate(step_ends))[-64:],
             models=(
@@ -185,13 +191,15 @@ def seen(job: Job) -> Snapshot:
     return msgspec.structs.replace(bare, ranks=states)
 
 
-def _visits(job: Job, rank: int) -> dict[str, tuple[int, ...]]:
+def _visits(job: Job, rank: int, group: str) -> dict[str, tuple[int, ...]]:
     """Return the numbers of the last four visits of each line, the first of consecutive calls only."""
     out: dict[str, list[int]] = {}
     before = None
     for issued in job.issued[rank]:
         if issued.op.kind in ("send", "recv") or issued.op.hidden:
             before = None
+            continue
+        if issued.op.group != group:
             continue
         if issued.op.line != before:
             out.setdefault(f"job.py:{issued.op.line}", []).append(issued.number)

@@ -263,9 +263,6 @@ def snapshot(job: Job, stable_since_s: float | None = 0.0) -> Snapshot:
             enqueued=enqueued,
             completed=completed,
             blocked=blocked,
-            blocked_any_of=tuple(q for q in job.groups[blocked.group] if q != r)
-            if blocked is not None and blocked.op == "recv" and blocked.peer is None
-            else (),
             calls=tuple(_call(i) for i in mine),
             p2p_issued=p2p,
             sites=sites,

@@ -10,7 +10,7 @@ import pytest
 from distdiag.diagnosis.culprit.verdict import judge
 from distdiag.diagnosis.waits.graph import build
 from tests.diagnosis.made import shown
-from tests.diagnosis.mutations import cases, seen, training
+from tests.diagnosis.mutations import GROUPS, cases, seen, training
 from tests.diagnosis.programs import Job, Tape, run
 
 RIGHT = 0.92  # share of cases, over all seeds about 0.95: two ranks inside DDP leave the rest open
@@ -37,7 +37,7 @@ def test_healthy_originals_blame_nobody() -> None:
     rng = random.Random(5)
     for _ in range(60):
         ranks = rng.choice((2, 3, 4))
-        job = Job(training(rng, ranks), {"world": tuple(range(ranks))}, ["finished"] * ranks)
+        job = Job(training(rng, ranks), dict.fromkeys(GROUPS, tuple(range(ranks))), ["finished"] * ranks)
         run(job, Tape([rng.randrange(1 << 16) for _ in range(20_000)]), steps=rng.randrange(50, 600))
         snapshot = seen(job)
         assert judge(snapshot, build(snapshot)) == []

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from distdiag.diagnosis.culprit.uneven_loop import uneven_loop
-from distdiag.diagnosis.model.snapshot import Loader, RankState, Snapshot
+from distdiag.diagnosis.model.snapshot import Loader, RankState
+from tests.diagnosis.made import proved
 from tests.diagnosis.waits import EVAL, TRAIN, call, only, rank, snapshot
 
 VALIDATION = Loader(site=EVAL, length=5, batches=5, exhausted=True, iterations_started=2)
@@ -42,23 +42,22 @@ def test_without_a_collective_between_passes_the_steps_of_all_passes_count() -> 
     assert f.message.endswith(
         f"; the loop at train.py:{EVAL.line} is at step 21 on ranks 1, 2, and ended after 20 on rank 0"
     )
-    s = snapshot(training(0, 20, 7, True), training(1, 19, 4, False))
-    assert uneven_loop(s, s.ranks) is None
+    f = only(snapshot(training(0, 20, 7, True), training(1, 19, 4, False), training(2, 19, 4, False)))
+    assert f.culprits == (0,) and "the loop at" not in f.message
 
 
 @pytest.mark.parametrize(
     "ranks",
     [
-        [validating(0, 5), validating(1, 5, True)],
-        [validating(0, 6, passes=1), validating(1, 5, True)],
-        [validating(0, 6), validating(1, 5)],
-        [validating(0, 6), rank(1, call("all_reduce", 9, TRAIN))],
+        [validating(0, 5), validating(1, 5, True), validating(2, 5, True)],
+        [validating(0, 6, passes=1), validating(1, 5, True), validating(2, 5, True)],
+        [validating(0, 6), validating(1, 5), validating(2, 5)],
+        [validating(0, 6), rank(1, call("all_reduce", 9, TRAIN)), rank(2, call("all_reduce", 9, TRAIN))],
     ],
     ids=["not more batches", "another pass", "no end", "no loader"],
 )
 def test_other_loops_are_no_reason(ranks: list[RankState]) -> None:
-    s: Snapshot = snapshot(*ranks)
-    assert uneven_loop(s, s.ranks) is None
+    assert all("the loop at" not in f.message for f in proved(snapshot(*ranks)))
 
 
 def test_a_size_that_is_new_on_all_ranks_is_a_last_batch() -> None:

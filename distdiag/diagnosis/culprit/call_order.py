@@ -1,8 +1,8 @@
-"""Witness by the order of calls: which rank broke the sequence of calls that it had repeated until then.
+"""Evidence from the order of a rank's own calls: who broke the sequence that it had repeated until then.
 
 A training loop repeats the same calls in the same order. Some ranks wait for each other in a cycle, and one of them recently made
-a transition from one call to another for the first time: it left a call out, or made it twice. The call that is *due* is the
-one that has always followed the same preceding calls.
+a transition from one call to another for the first time: it left a call out, or made it twice. Stages of a pipeline make
+different calls: no histories of two ranks can be compared there, as `divergence` does.
 """
 
 from __future__ import annotations
@@ -11,12 +11,24 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
+from distdiag.diagnosis.culprit.case import Case, Testimony
+from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState
 
 LATELY = 32  # calls; the cycle closes some calls after the rank broke its sequence
 HISTORY = 48  # minimum of earlier calls
-SEEN, LONGEST = 3, 24  # minimum of occurrences, and the longest sequence of calls that is compared
 KINDS = 0.25  # most distinct transitions per transition; above this there is no pattern
+
+
+def pattern(case: Case) -> Testimony | None:
+    """Accuse the one member of a cycle that recently broke its own sequence while all other ranks kept theirs."""
+    others = (state for rank, state in case.states.items() if rank not in case.incident.members)
+    rank = departed((case.states[r] for r in case.compared), others)
+    if rank is None:
+        return None
+    return Testimony(
+        ranks=(rank,), text=f"; {rank_list([rank])} has left the order of its earlier calls, the others kept theirs"
+    )
 
 
 def departed(members: Iterable[RankState], others: Iterable[RankState] = ()) -> int | None:
@@ -66,47 +78,3 @@ def _passages(calls: tuple[Call, ...]) -> tuple[list[Any], list[Any]]:
         if i:  # the first run may have begun earlier
             (now if end > len(calls) - LATELY else before).append((kind, n, runs[i + 1][0]))
     return before, now
-
-
-def not_in_due_call(members: Iterable[RankState]) -> int | None:
-    """Return the one rank that is in another call than the one due, if all others are in theirs."""
-    found = [(st.rank, _in_due_call(st)) for st in members]
-    odd = [rank for rank, due in found if due is False]
-    return odd[0] if len(odd) == 1 and all(due is not None for _, due in found) else None
-
-
-def _in_due_call(st: RankState) -> bool | None:
-    """True if a rank is in the call that is due after its preceding calls and steps; None if none is.
-
-    DDP's own collectives are not among a rank's calls; the end of the step represents them.
-    """
-    here = st.blocked
-    if here is None:
-        return None
-    at = next((i for i in reversed(range(len(st.calls))) if _same(st.calls[i], here)), len(st.calls))
-    calls = (*st.calls[:at], here)
-    if any(c.entered_s is None for c in calls):
-        return None
-    times = [c.entered_s or 0.0 for c in calls]
-    steps = [(x.end_s, "step") for x in st.steps if times[0] < x.end_s < times[-1]]
-    kinds = [kind for _, kind in sorted([*zip(times, _with_tags(calls), strict=True), *steps], key=lambda x: x[0])]
-    if at == len(st.calls):
-        kinds[-1] = "step"
-    due = _follower(kinds[:-1])
-    return None if due is None else due == kinds[-1]
-
-
-def _same(a: Call, b: Call) -> bool:
-    return (a.op, a.group, a.seq, a.peer, a.nth) == (b.op, b.group, b.seq, b.peer, b.nth)
-
-
-def _follower(kinds: list[Any]) -> Any:
-    """Return the only call that ever followed the newest of these, at least `SEEN` times; None if there is no such call."""
-    for k in range(1, min(LONGEST, len(kinds) - 1) + 1):
-        last = kinds[-k:]
-        followers = [kinds[i + k] for i in range(len(kinds) - k) if kinds[i : i + k] == last]
-        if len(followers) < SEEN:
-            return None
-        if len(set(followers)) == 1:
-            return followers[0]
-    return None

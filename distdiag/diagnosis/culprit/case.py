@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
-from distdiag.diagnosis.culprit import call_site
 from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot
 from distdiag.diagnosis.waits.graph import WaitGraph
@@ -34,7 +33,6 @@ class Reason(StrEnum):
     MESSAGES = "messages"  # it has sent fewer messages than its peers
     COUNT = "count"  # it has used a site more, or less, often than all others
     ALONE = "alone"  # it waits alone, the others together
-    DUE = "due"  # it is not in the call that always followed its preceding calls
     ORDER = "order"  # all have made these calls before: only their order differs
     PARTING = "parting"  # conditions on data through which the ranks can have parted
     NONE = "none"
@@ -47,12 +45,13 @@ class Testimony:
     Attributes:
         text: The end of a sentence, with its separator: `; rank 1 ran out of batches`.
         advice: What to do about it; empty if only the kind of the incident tells.
+        name: Set by `witnesses.decide`.
     """
 
-    name: Reason
     ranks: tuple[int, ...] = ()
     text: str = ""
     advice: str = ""
+    name: Reason = Reason.NONE
 
 
 @dataclass(frozen=True)
@@ -64,9 +63,7 @@ class Case:
     incident: Incident
     exhausted: Collection[int] = ()  # ranks that ran out of batches while others have some left
     source: Source | None = None
-    ended: tuple[int, ...] = ()  # if ranks are gone: those that ended
-    waits: tuple[Wait, ...] = ()  # if ranks are gone: the waits for them
-    stuck: frozenset[int] = frozenset()  # if ranks are gone: the ranks that cannot continue because of them
+    without: Collection[str] = ()  # names of witnesses that are not asked, to measure what each is worth
 
     @property
     def states(self) -> dict[int, RankState]:
@@ -77,21 +74,23 @@ class Case:
         return self.incident.waits[0]
 
     def main(self, culprits: Collection[int]) -> Wait:
-        """Return the wait of a cycle that the finding is about: one in which no culprit waits, of the most ranks."""
-        waits = sorted(self.incident.waits, key=lambda wait: (-len(wait.ranks), wait.p2p, min(wait.ranks)))
+        """Return the wait that the finding is about: of a cycle, one in which no culprit waits, of the most ranks."""
+        if self.incident.root is Root.GONE:
+            return next((wait for wait in self.incident.waits if not wait.p2p), self.wait)
+        waits = sorted(self.incident.waits, key=lambda wait: (-len(wait.ranks), wait.p2p, min(wait.ranks, default=0)))
         return next((wait for wait in waits if not set(culprits) & set(wait.ranks)), waits[0])
 
     @cached_property
     def sides(self) -> list[list[int]]:
-        """Return the ranks with equal calls in a conflict, the largest side first."""
-        return [sorted(side) for side in self.wait.sides]
+        """Return the ranks with equal calls in a conflict, the largest side first; of a cycle, each member is a side."""
+        if self.incident.root in (Root.CONFLICT, Root.ABORT):
+            return [sorted(side) for side in self.wait.sides]
+        return [[rank] for rank in sorted(self.incident.members)]
 
     @cached_property
     def compared(self) -> list[int]:
-        """Return the ranks that the evidence compares: those in a conflict, or the members of a cycle."""
-        if self.incident.root in (Root.CONFLICT, Root.ABORT):
-            return sorted(rank for side in self.sides for rank in side)
-        return sorted(self.incident.members)
+        """Return the ranks that the evidence compares: those of all sides."""
+        return sorted(rank for side in self.sides for rank in side)
 
     @cached_property
     def calls(self) -> dict[int, Call | None]:
@@ -101,4 +100,27 @@ class Case:
     @cached_property
     def here(self) -> dict[int, str | None]:
         """Return the site of each compared rank's call, as `file:line`."""
-        return {r: call_site.site_of(self.states.get(r), self.calls.get(r)) for r in self.compared}
+        return {r: site_of(self.states.get(r), self.calls.get(r)) for r in self.compared}
+
+    @property
+    def one_call(self) -> bool:
+        """True for an abort in a call that all made together, with sizes that may differ by rank (all_to_all)."""
+        return self.incident.root is Root.ABORT and len(set(self.here.values())) == 1
+
+    @property
+    def tie(self) -> bool:
+        """True for two sides if the history of every rank is known; of unequal size, the majority has decided before."""
+        return len(self.sides) == 2 and all(r in self.states for r in self.compared) and not self.one_call
+
+    @cached_property
+    def waiting(self) -> list[int]:
+        """Return the stuck ranks that wait in a collective for ranks that are gone."""
+        return sorted({r for wait in self.incident.waits if not wait.p2p for r in wait.ranks} & self.incident.victims)
+
+
+def site_of(state: RankState | None, call: Call | None) -> str | None:
+    """Return the site of a rank's call; the main thread's site if the call has none and the rank waits in it."""
+    site = call.site if call is not None else None
+    if site is None and state is not None and state.blocked is call:
+        site = state.current_site
+    return site.key if site is not None else None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from distdiag.diagnosis.culprit import callers, parting
-from distdiag.diagnosis.culprit.case import Case, Reason, Testimony
-from distdiag.diagnosis.culprit.parting import Condition
+from distdiag.diagnosis.culprit.case import Case, Testimony
+from distdiag.diagnosis.culprit.parting import Condition, parting_text
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import Call, RankState, Site
@@ -15,104 +15,111 @@ from distdiag.diagnosis.text.phrases import at
 from distdiag.diagnosis.waits import compatible, messages
 
 
-def on_rank(case: Case) -> tuple[tuple[int, ...], Condition] | None:
-    """Return (ranks that a condition on the rank names, condition) if exactly one of two sides is under one."""
-    wait, source = case.wait, case.source
-    if source is None or len(wait.sides) != 2 or not all(min(side) in case.states for side in wait.sides):
+def on_rank(case: Case) -> Testimony | None:
+    """Accuse the ranks that a condition on the rank names, if exactly one of two sides is under one."""
+    source, firsts = case.source, [side[0] for side in case.sides]
+    if source is None or len(firsts) != 2 or not all(rank in case.states for rank in firsts):
         return None
-    stacks = [_stack(case.states[rank], wait.calls.get(rank), source) for rank in map(min, wait.sides)]
-    found = [parting.rank_condition(stacks[i], stacks[1 - i], source) for i in (0, 1)]
-    for i, side in enumerate(wait.sides):
-        mine, theirs = found[i], found[1 - i]
-        if mine is not None and theirs is None:
-            return tuple(sorted(wait.sides[1 - i] if mine.names_leaver else side)), mine
-    return None
+    stacks = [_stack(case.states[rank], case.wait.calls.get(rank), source) for rank in firsts]
+    found = [parting.rank_condition(mine, theirs, source) for mine, theirs in (stacks, stacks[::-1])]
+    condition = found[0] or found[1]
+    if condition is None or all(found):
+        return None
+    under, other = case.sides if found[0] else case.sides[::-1]
+    ranks, rest = (other, under) if condition.names_leaver else (under, other)
+    text, advice = _words_on_rank(case, condition, ranks, rest)
+    return Testimony(ranks=tuple(ranks), text=text, advice=advice)
 
 
-def explain_rank(case: Case, ranks: Sequence[int]) -> Testimony | None:
-    """Return the condition on the rank that leads only these ranks to their call, or away from the others'; None if not."""
-    found = on_rank(case)
-    if found is None or not ranks or found[0] != tuple(ranks):
-        return None
-    file, line, text, names_leaver = found[1]
+def _words_on_rank(case: Case, condition: Condition, ranks: Sequence[int], rest: Sequence[int]) -> tuple[str, str]:
+    """Return text and advice about a condition on the rank that keeps its call to `ranks`, or lets them leave before one."""
     who, own = rank_list(ranks), case.wait.calls[ranks[0]]
-    guard, place = f"`{text.removesuffix(':')}`", at(Site(file, line))
-    op = f"{compatible.op_name(own.op)}{at(own.site)}"
-    if names_leaver:
-        other = case.wait.calls[min(next(side for side in case.wait.sides if ranks[0] not in side))]
+    place = at(Site(condition.file, condition.line))
+    guard = f"`{condition.text.removesuffix(':')}`{place}"
+    if condition.names_leaver:
+        other = case.wait.calls[rest[0]]
         left = f"{compatible.op_name(other.op)}{at(other.site)}"
-        return Testimony(
-            name=Reason.CONDITION,
-            ranks=tuple(ranks),
-            text=f"; {who} left before {left} due to `{text}`{place}",
-            advice=f"make {left} on all ranks or on none: {guard}{place} lets {who} leave before it",
+        return (
+            f"; {who} left before {left} due to `{condition.text}`{place}",
+            f"make {left} on all ranks or on none: {guard} lets {who} leave before it",
         )
-    advice = f"make {op} on all ranks or on none: {guard}{place} keeps it to {who}"
+    advice = f"make {compatible.op_name(own.op)}{at(own.site)} on all ranks or on none: {guard} keeps it to {who}"
     if implicit_text(case.states.get(ranks[0]), own) and compatible.op_name(own.op) == "broadcast":
         advice = (
             f"on {who} call the module inside DDP (`model.module(...)`{at(own.site)}), which communicates nothing, or let "
-            f"all ranks run what {guard}{place} keeps to {who}"
+            f"all ranks run what {guard} keeps to {who}"
         )
-    text = f"; only {who} {verb(ranks, 'runs', 'run')} it due to `{text}`{place}"
-    return Testimony(name=Reason.CONDITION, ranks=tuple(ranks), text=text, advice=advice)
+    return f"; only {who} {verb(ranks, 'runs', 'run')} it due to `{condition.text}`{place}", advice
 
 
-def explain_parting(case: Case, ranks: Sequence[int]) -> Testimony | None:
-    """Return the conditions that can have led these ranks to another call than the rest; None if there are none."""
+def between_sides(case: Case, ranks: Sequence[int]) -> Testimony | None:
+    """Return the conditions that can have led these ranks to another call than the rest; if none is accused, the two sides."""
     found = _parting(case, ranks) if ranks else _tied(case)
-    if not found or on_rank_names(case, ranks):
+    if ranks or not found:
+        return _testimony(found, ranks)
+    first, second = (case.wait.calls[side[0]].site for side in case.sides[:2])
+    apart = first is not None and second is not None and first.key != second.key
+    advice = (
+        f"find on which rank `{found[0].text.removesuffix(':')}` at line {found[0].line} had the wrong result, or let "
+        "all ranks decide together (all_reduce what it tests)"
+    )
+    return Testimony(text=parting_text(found), advice=advice if apart and len(found) == 1 else "")
+
+
+def past_the_call(case: Case, ranks: Sequence[int]) -> Testimony | None:
+    """Return the conditions that can have led the first of these ranks past the call that another rank of the cycle waits for."""
+    state, source = case.states.get(ranks[0]) if ranks else None, case.source
+    main = case.main(ranks)
+    if source is None or state is None or not main.ranks:
         return None
-    advice = parting.decision_advice(found[0], ranks) if ranks and len(found) == 1 else ""
-    if not ranks and len(found) == 1 and _apart(case):
-        advice = (
-            f"find on which rank `{found[0].text.removesuffix(':')}` at line {found[0].line} had the wrong result, or let "
-            "all ranks decide together (all_reduce what it tests)"
-        )
-    return Testimony(name=Reason.PARTING, ranks=tuple(ranks), text=parting.parting_text(found), advice=advice)
+    stack = callers.call_stack(state.user_stack, state.host_stack, source)
+    if main.p2p:
+        # the site of its newest message of this kind, if that is in a function on its stack
+        wanted = main.ranks[0], main.group, messages.OPPOSITE[main.key[2]]
+        sent = (c for c in state.calls[::-1] if c.p2p and (c.peer, c.group, messages.direction_of(c)) == wanted)
+        site = next((call.site for call in sent if call.site is not None), None)
+        here = [i for i, x in enumerate(stack) if site and (x.file, x.function) == (site.file, site.function)]
+        if site is None or not here:
+            return None
+        return _testimony(parting.parting(stack[: here[0] + 1], (site,), source), ranks)
+    site = next((call.site for rank in main.ranks if (call := main.calls.get(rank)) is not None), None)
+    victims = (case.states[q] for q in sorted(case.incident.victims - set(ranks)))
+    there = [v.rank for v in victims if v.blocked is not None and v.blocked.site == site]
+    known = [case.states[q] for q in [*main.ranks, *there][: callers.COMPARED] if q in case.states]
+    waiting = {v.rank: callers.call_stack(v.user_stack, v.host_stack, source) for v in known}
+    if not waiting:
+        return None
+    return _testimony(parting.parting(stack, waiting[callers.nearest(stack, waiting, source)], source), ranks)
 
 
-def on_rank_names(case: Case, ranks: Sequence[int]) -> bool:
-    """True if a condition on the rank names exactly these ranks: nothing else is to be looked for."""
-    found = on_rank(case)
-    return bool(ranks) and found is not None and found[0] == tuple(ranks)
+def leaving(case: Case, ranks: Sequence[int]) -> Testimony | None:
+    """Return the conditions through which a rank that ended normally can have left the loop that another rank is in."""
+    wait, ended = case.main(()), case.states[min(case.incident.members)]
+    stacks = [stack for rank in wait.ranks if not wait.p2p and (stack := case.states[rank].user_stack)]
+    if case.source is None or not stacks:
+        return None
+    found = parting.leaving(ended.current_site, stacks[0], case.source)
+    return Testimony(ranks=tuple(ranks), text=parting_text(found)) if found else None
 
 
-def explain_cycle(case: Case, ranks: Sequence[int]) -> Testimony | None:
-    """Return the conditions that can have led the first of these ranks past the call that another rank waits for."""
-    found = _past_the_call(case, ranks) if ranks else []
+def _testimony(found: Sequence[Condition], ranks: Sequence[int]) -> Testimony | None:
     if not found:
         return None
     advice = parting.decision_advice(found[0], ranks) if len(found) == 1 else ""
-    return Testimony(name=Reason.PARTING, ranks=tuple(ranks), text=parting.parting_text(found), advice=advice)
+    return Testimony(ranks=tuple(ranks), text=parting_text(found), advice=advice)
 
 
-def explain_leaving(case: Case, ranks: Sequence[int]) -> Testimony | None:
-    """Return the conditions through which a rank that ended normally can have left the loop that another rank is in."""
-    wait = next((w for w in case.waits if not w.p2p), None)
-    waiting = [rank for rank in wait.ranks if case.states[rank].user_stack] if wait is not None else []
-    if case.source is None or not waiting or not case.ended:
-        return None
-    site = case.states[case.ended[0]].current_site
-    found = parting.leaving(site, case.states[waiting[0]].user_stack, case.source)
-    return Testimony(name=Reason.PARTING, ranks=tuple(ranks), text=parting.parting_text(found)) if found else None
-
-
-def parted_text(case: Case) -> str:
+def tied_text(case: Case) -> str:
     """Return where the paths of two sides diverge, if neither is known to be wrong; empty if that is not known."""
-    return parting.parting_text(_tied(case))
-
-
-def _apart(case: Case) -> bool:
-    first, second = (case.wait.calls[min(side)].site for side in case.wait.sides[:2])
-    return first is not None and second is not None and first.key != second.key
+    return parting_text(_tied(case))
 
 
 def _tied(case: Case) -> list[Condition]:
-    found = [condition for side in case.wait.sides[:2] for condition in _parting(case, side)]
+    found = [condition for side in case.sides[:2] for condition in _parting(case, side)]
     return list(dict.fromkeys(found))[-parting.SHOWN :]
 
 
-def _parting(case: Case, ranks: Collection[int]) -> list[Condition]:
+def _parting(case: Case, ranks: Sequence[int]) -> list[Condition]:
     known = [rank for rank in sorted(case.wait.calls) if rank in case.states]
     mine, others = [q for q in known if q in ranks], [q for q in known if q not in ranks]
     if case.source is None or not mine or not others:
@@ -126,33 +133,3 @@ def _stack(state: RankState, call: Call | None, source: Source) -> tuple[Site, .
     if site is None or state.user_stack[:1] == (site,):
         return callers.call_stack(state.user_stack, state.host_stack, source)
     return callers.with_callers((site, *state.user_stack[1:]), source)
-
-
-def _past_the_call(case: Case, ranks: Sequence[int]) -> list[Condition]:
-    state, main, source, states = case.states.get(ranks[0]), case.main(ranks), case.source, case.states
-    if source is None or state is None or not main.ranks:
-        return []
-    stack = callers.call_stack(state.user_stack, state.host_stack, source)
-    if not main.p2p:
-        site = next((call.site for rank in main.ranks if (call := main.calls.get(rank)) is not None), None)
-        victims = sorted(case.incident.victims - set(ranks))
-        there = [q for q in victims if (call := states[q].blocked) is not None and call.site == site]
-        waiting = {
-            q: callers.call_stack(states[q].user_stack, states[q].host_stack, source)
-            for q in [*main.ranks, *there][: callers.COMPARED]
-            if q in states
-        }
-        return parting.parting(stack, waiting[callers.nearest(stack, waiting, source)], source) if waiting else []
-    # the site of its newest message of this kind, if that is in a function on its stack
-    wanted = messages.OPPOSITE[main.key[2]]
-    earlier = (
-        call.site
-        for call in reversed(state.calls)
-        if call.p2p
-        and call.peer == main.ranks[0]
-        and call.group == main.group
-        and messages.direction_of(call) == wanted
-    )
-    site = next((x for x in earlier if x is not None), None)
-    here = [i for i, x in enumerate(stack) if site and (x.file, x.function) == (site.file, site.function)]
-    return parting.parting(stack[: here[0] + 1], (site,), source) if site is not None and here else []

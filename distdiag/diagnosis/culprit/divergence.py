@@ -8,20 +8,18 @@ sides, so it predicts: of the two events, the one that followed the longer equal
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from distdiag.diagnosis.culprit.case import Case, Reason, Testimony
+from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState
 from distdiag.diagnosis.text.phrases import at
 from distdiag.diagnosis.waits import compatible, messages
 
 NEVER = -1  # depth of an event that never happened before
-LEAST = (
-    8  # events by which the contexts of the due event are longer, in all: orders that vary agree by chance for a few
-)
+LEAST = 8  # events by which the contexts of the due event are longer, in all: varying orders agree by chance for a few
 STEP, COUNTED = ("step",), ("counted",)
 
 Event = tuple[Any, ...]
@@ -33,14 +31,12 @@ class History:
 
     Attributes:
         calls: The call of each event; None: the end of a step.
-        numbers: The number of the group's newest collective at each event.
-        gaps: Collectives that C++ issued (DDP) since the call before: they are counted, not listed.
+        gaps: Collectives of the call's group that C++ issued (DDP) since the one before: they are counted, not listed.
     """
 
     state: RankState
     events: tuple[Event, ...]
     calls: tuple[Call | None, ...]
-    numbers: tuple[int, ...]
     gaps: tuple[int, ...]
 
 
@@ -51,18 +47,17 @@ class Departure:
     Attributes:
         made: Its call; None: it ended a step, or is in DDP.
         due: The event that was due, of the other rank; None in the same way.
-        depth: Equal events before it that had led to the due event.
     """
 
     rank: int
     made: Call | None
     due: Call | None
-    depth: int
 
 
-def history(state: RankState, here: Call | None, group: str) -> History:
-    """Return the events of a rank in one group, up to `here`."""
-    calls = [call for call in state.calls if call.group == group]
+def history(state: RankState, here: Call | None, groups: Collection[str]) -> History:
+    """Return the events of a rank in these groups, up to `here`."""
+    calls = [call for call in state.calls if call.group in groups]
+    listed = set(map(_name, calls))
     if here is not None:
         same = [i for i, call in enumerate(calls) if _name(call) == _name(here)]
         calls = [*(calls[: same[-1]] if same else calls), here]
@@ -76,19 +71,20 @@ def history(state: RankState, here: Call | None, group: str) -> History:
         timed += [(step.end_s, 0, None) for step in state.steps if oldest_s < step.end_s < newest_s]
     timed.sort(key=lambda item: item[:2])
     events: list[Event] = []
-    numbers: list[int] = []
     gaps: list[int] = []
-    number = 0
+    newest: dict[str, int] = {}
     for _, _, call in timed:
-        gap = 0
-        if call is not None and call.seq is not None:
-            gap = call.seq - number - 1 if number else 0
-            number = call.seq
-        listed = call is None or call is not here or any(_name(c) == _name(call) for c in state.calls)
-        events.append(STEP if call is None else _event(call) if listed else COUNTED)
-        numbers.append(number)
+        gap, event = 0, STEP
+        if call is not None:
+            known = newest.get(call.group)
+            # without a listed call of its group, the end of the step stands for DDP's calls
+            event = _event(call) if _name(call) in listed else STEP if known is None and len(groups) > 1 else COUNTED
+            if call.seq is not None:
+                gap = call.seq - known - 1 if known else 0
+                newest[call.group] = call.seq
+        events.append(event)
         gaps.append(gap)
-    return History(state, tuple(events), tuple(call for _, _, call in timed), tuple(numbers), tuple(gaps))
+    return History(state, tuple(events), tuple(call for _, _, call in timed), tuple(gaps))
 
 
 def _name(call: Call) -> tuple[Any, ...]:
@@ -106,10 +102,9 @@ def _event(call: Call) -> Event:
 
 def parting(first: History, second: History) -> tuple[int, int] | None:
     """Return the indices of the first events that differ; None if all that is known is equal, or differs from the start."""
-    oldest = [
-        next((n for n, call in zip(h.numbers, h.calls, strict=True) if call and call.seq), 0) for h in (first, second)
-    ]
-    i, j = (_index_of(h, max(oldest)) for h in (first, second))
+    oldest = [next((call for call in h.calls if call and call.seq), None) for h in (first, second)]
+    both = ((_index_of(first, call), _index_of(second, call)) for call in oldest if call is not None)
+    i, j = next(((i, j) for i, j in both if i is not None and j is not None), (None, None))
     if i is None or j is None or first.events[i] != second.events[j]:
         return None
     i, j = i + 1, j + 1
@@ -122,12 +117,10 @@ def _same(first: History, i: int, second: History, j: int) -> bool:
     return (first.events[i], first.gaps[i]) == (second.events[j], second.gaps[j])
 
 
-def _index_of(history: History, number: int) -> int | None:
-    """Return the index of the collective with this number."""
-    for i, (known, call) in enumerate(zip(history.numbers, history.calls, strict=True)):
-        if known == number and call is not None and call.seq is not None:
-            return i
-    return None
+def _index_of(history: History, wanted: Call) -> int | None:
+    """Return the index of the collective with this number of its group."""
+    key = wanted.group, wanted.seq
+    return next((i for i, call in enumerate(history.calls) if call is not None and (call.group, call.seq) == key), None)
 
 
 def departure(first: History, second: History) -> Departure | None:
@@ -145,12 +138,19 @@ def departure(first: History, second: History) -> Departure | None:
     odd, right, k, n = (second, first, j, i)
     if deeper < other:
         odd, right, k, n, deeper, other, here, there = first, second, i, j, other, deeper, there, here
+    made = odd.calls[k]
+    if made is not None and odd.events[k] in (STEP, COUNTED) and _passes_open(right.state):
+        return None  # the other rank may have skipped DDP's call, instead of this one the call that was due
     weight = sum(max(0, length - max(other, 0)) for length, _ in here)
     if weight < LEAST or any(cut and length == other for length, cut in there):
         return None
     if other == NEVER and odd.events[k][1:2] != right.events[n][1:2] and _earlier(odd, k):
         return None
-    return Departure(odd.state.rank, odd.calls[k], right.calls[n], deeper)
+    return Departure(odd.state.rank, made, right.calls[n])
+
+
+def _passes_open(state: RankState) -> bool:
+    return any(model.forwards > model.synced_backwards for model in state.models)
 
 
 def _contexts(before: History, i: int, of: History, k: int) -> list[tuple[int, bool]]:
@@ -170,9 +170,12 @@ def _contexts(before: History, i: int, of: History, k: int) -> list[tuple[int, b
 
 def _lost(history: History, i: int, other: History) -> bool:
     """True if the record of a call before event `i` is lost: another rank lists its number, so C++ did not issue it."""
-    missing = range(history.numbers[i] - history.gaps[i], history.numbers[i])
+    here = history.calls[i]
+    if here is None or here.seq is None:
+        return False
+    missing = range(here.seq - history.gaps[i], here.seq)
     return any(
-        call is not None and call.seq in missing and event != COUNTED
+        call is not None and call.group == here.group and call.seq in missing and event != COUNTED
         for call, event in zip(other.calls, other.events, strict=True)
     )
 
@@ -187,35 +190,34 @@ def _earlier(history: History, i: int) -> bool:
     return history.state.sites.get(key, 0) > known
 
 
-def of_sides(case: Case) -> tuple[Sequence[int], Departure] | None:
-    """Return (the side that departed, its departure) if every rank of it departed from the first rank of the other; else None."""
-    if len(case.sides) != 2 or case.wait.p2p:
-        return None
-    histories = {
-        r: history(case.states[r], case.calls.get(r), case.wait.group) for r in case.compared if r in case.states
-    }
-    for side, other in (case.sides, case.sides[::-1]):
-        against = histories.get(other[0])
-        found = [departure(histories[r], against) if r in histories and against else None for r in side]
-        if found and all(d is not None and d.rank == r for d, r in zip(found, side, strict=True)):
-            first = found[0]
-            return (side, first) if first is not None else None
-    return None
+def accuse(case: Case) -> Testimony | None:
+    """Accuse the one side of which every rank departed from the first rank of the others; nobody for messages.
 
-
-def explain(case: Case, ranks: Sequence[int]) -> Testimony | None:
-    """Return what was due where these ranks left the order; None if they did not."""
-    found = of_sides(case)
-    if found is None or tuple(found[0]) != tuple(ranks):
+    The number of messages in a step depends on its data (micro-batches): none of them is due. Ranks that are not members of the same
+    groups (of a mesh) have orders of their own.
+    """
+    groups = {wait.group for wait in case.incident.waits}
+    known = [case.snapshot.groups[name] for name in groups if name in case.snapshot.groups]
+    if any(wait.p2p for wait in case.incident.waits) or any(not set(case.compared) <= set(g.ranks) for g in known):
         return None
-    departed = found[1]
-    made, due = (_word(call) for call in (departed.made, departed.due))
-    return Testimony(
-        name=Reason.DIVERGENCE,
-        ranks=tuple(ranks),
-        text=f"; {rank_list(ranks)} left the order that all had kept: {made} came where {due} was due",
-    )
+    if len(case.sides) < 2 or not all(r in case.states for r in case.compared):
+        return None
+    histories = {r: history(case.states[r], case.calls.get(r), groups) for r in case.compared}
+    found: list[tuple[list[int], Departure]] = []
+    for side in case.sides:
+        other = case.sides[1] if side is case.sides[0] else case.sides[0]
+        departed = [departure(histories[r], histories[other[0]]) for r in side]
+        if departed[0] is not None and [d.rank for d in departed if d is not None] == side:
+            found.append((side, departed[0]))
+    if len(found) != 1:
+        return None
+    ((side, first),) = found
+    made, due = (_word(call) for call in (first.made, first.due))
+    text = f"; {rank_list(side)} left the order that all had kept: {made} came where {due} was due"
+    return Testimony(ranks=tuple(side), text=text)
 
 
 def _word(call: Call | None) -> str:
-    return f"{compatible.op_name(call.op)}{at(call.site)}" if call is not None else "the end of a step"
+    return (
+        f"{compatible.op_name(call.op) or 'a collective'}{at(call.site)}" if call is not None else "the end of a step"
+    )

@@ -7,7 +7,7 @@ exception, a loop that ends earlier): it explains a culprit and never decides wh
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from distdiag.diagnosis.culprit.callers import function_key
@@ -44,41 +44,42 @@ class _Placed(NamedTuple):
     site: Site
     shared: bool
 
+    def key(self, kind: Kind) -> object:
+        """Return the key that the same statement has as a guard of this kind: a loop that a line is in, or that has ended."""
+        return self.guard._replace(kind=kind).key
 
-class _Paths(NamedTuple):
-    """The guards that differ between the paths of two ranks, outermost first, and what they have in common.
+
+class _Path(NamedTuple):
+    """The guards of one rank's call that are not guards of the other's, outermost first.
 
     Attributes:
-        both: The guards of both, in their common function.
-        my_keys, their_keys: Keys of all guards of a rank in the common function.
-        later: True if mine is in a later line of the common function.
+        common: The guards of both, in their common function.
+        others: Keys of all guards of the other rank in the common function.
+        returned: True if the other has gone on to a later line of the common function, from what this rank is in below it.
     """
 
-    mine: list[_Placed]
-    theirs: list[_Placed]
-    both: list[_Placed]
-    my_keys: frozenset[object]
-    their_keys: frozenset[object]
-    later: bool
+    own: list[_Placed]
+    common: list[_Placed]
+    others: frozenset[object]
+    returned: bool
 
 
-def _paths(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> _Paths:
+def _paths(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> list[_Path]:
+    """Return the paths of two ranks from the point where their stacks differ."""
     a, b = list(reversed(mine)), list(reversed(theirs))
-    common = 0
-    while common < min(len(a), len(b)) and a[common] == b[common]:
-        common += 1
-    together = common < min(len(a), len(b)) and function_key(a[common], source) == function_key(b[common], source)
-    both = [
-        [_guards(stack, i, source, together and i == common) for i in range(common, len(stack))] for stack in (a, b)
-    ]
+    start = 0
+    while start < min(len(a), len(b)) and a[start] == b[start]:
+        start += 1
+    together = start < min(len(a), len(b)) and function_key(a[start], source) == function_key(b[start], source)
+    both = [[_guards(s, i, source, together and i == start) for i in range(start, len(s))] for s in (a, b)]
     keys = [{p.guard.key: p.guard.upto for p in frames[0]} if together else {} for frames in both]
-    differ = [
-        [p for frame in frames for p in frame if not p.shared or other.get(p.guard.key, -1) < p.guard.upto]
-        for frames, other in zip(both, reversed(keys), strict=True)
-    ]
-    shared = [p for p in both[1][0] if p.guard.key in keys[0]] if together else []
-    later = together and a[common].line > b[common].line
-    return _Paths(differ[0], differ[1], shared, frozenset(keys[0]), frozenset(keys[1]), later)
+    returned = together and a[start].line > b[start].line
+    out = []
+    for frames, others, has_returned in ((both[0], keys[1], False), (both[1], keys[0], returned)):
+        own = [p for f in frames for p in f if not p.shared or others.get(p.guard.key, -1) < p.guard.upto]
+        common = [p for p in frames[0] if p.guard.key in others] if together else []
+        out.append(_Path(own, common, frozenset(others), has_returned))
+    return out
 
 
 def _guards(frames: Sequence[Site], i: int, source: Source, shared: bool) -> list[_Placed]:
@@ -87,89 +88,29 @@ def _guards(frames: Sequence[Site], i: int, source: Source, shared: bool) -> lis
     return [_Placed(g, site, shared) for g in guarding.guards(tree, site.line, callee)] if tree is not None else []
 
 
-def _evaluated(own: list[_Placed], source: Source) -> list[_Placed]:
-    """Return the guards up to the first branch for some ranks only: the other ranks never evaluate those inside it."""
-    on_rank = (i for i, p in enumerate(own) if _keeps_to_some(p.guard) and _reads_rank(p, source))
-    return own[: next(on_rank, len(own)) + 1]
-
-
 def _keeps_to_some(guard: Guard) -> bool:
     """True for a branch that another rank may not need: the other branch calls nothing."""
     return guard.kind is Kind.HOLDS and not guarding.other_branch_calls(guard)
 
 
-# -- conditions on anything --------------------------------------------------------------------------------------------
-
-
-def _holds(own: list[_Placed]) -> Iterator[_Placed]:
-    """Yield the branches that this rank is in and the other is not."""
-    return (p for p in own if p.guard.kind is Kind.HOLDS)
-
-
-def _skips(own: list[_Placed], keys_of_other: Collection[object]) -> Iterator[_Placed]:
-    """Yield what leaves, or skips the rest of a block, before this rank's call: the other may have left there."""
-    still_in = [p.guard.node for p in own if p.guard.kind is Kind.ENDED and _inside(p) in keys_of_other]
-    for p in own:
-        passed = p.guard.kind is Kind.PASSED and not isinstance(p.guard.way_out, ast.Raise)
-        if passed and not any(guarding.within(loop, p.guard.line) for loop in still_in):
-            yield p
-
-
-def _inside(loop: _Placed) -> object:
-    """Return the key of the guard that a line is in this loop."""
-    return loop.guard._replace(kind=Kind.INSIDE).key
-
-
-def _breaks(own: list[_Placed], keys_of_other: Collection[object]) -> Iterator[_Placed]:
-    """Yield the `break`, `return` or exit in a loop that this rank is in and the other is not."""
-    for p in own:
-        if p.guard.kind is Kind.INSIDE:  # behind the loop, in its function: no `return` leads there
-            behind = p.shared and _ended(p) in keys_of_other
-            yield from _ways_out(p, (ast.Break,) if behind else (ast.Break, ast.Return, ast.Expr))
-
-
-def _ended(loop: _Placed) -> object:
-    """Return the key of the guard that this loop has ended."""
-    return loop.guard._replace(kind=Kind.ENDED).key
-
-
 def _ways_out(loop: _Placed, by: tuple[type[ast.stmt], ...]) -> Iterator[_Placed]:
     assert isinstance(loop.guard.node, LOOPS)
-    for way_out in guarding.exits(loop.guard.node.body):
-        if isinstance(way_out.statement, by) and (guard := way_out.guard) is not None:
+    for way_out, guard in guarding.exits(loop.guard.node.body):
+        if isinstance(way_out, by) and guard is not None:
             yield loop._replace(guard=guard)
 
 
-def _ends(own: list[_Placed], keys_of_other: Collection[object], returned: bool) -> Iterator[_Placed]:
-    """Yield the loops that this rank is in and the other has left; `returned`: or has left with its function."""
-    for p in own:
-        ended = _ended(p) in keys_of_other if p.shared else returned
-        if p.guard.kind is Kind.INSIDE and ended:
-            yield p
+def _reads_rank(placed: _Placed, source: Source) -> bool:
+    variables = guarding.rank_variables(source(placed.site.file) or "")
+    return guarding.reads_rank(placed.guard.test, variables)
 
 
-def _rounds(both: list[_Placed]) -> Iterator[_Placed]:
-    """Yield what ends a round early in a loop of both: one may have done so a round ago."""
-    return (p for p in both if isinstance(p.guard.way_out, ast.Continue))
+def _condition(placed: _Placed, source: Source, names_leaver: bool = False) -> Condition | None:
+    text = guarding.text_of(placed.guard, source(placed.site.file) or "")
+    return Condition(placed.site.file, placed.guard.line, text, names_leaver) if text else None
 
 
-def _first(found: list[_Placed]) -> list[_Placed]:
-    """Return the outermost of nested loops; anything else as it is."""
-    return found[:1] if found and found[0].guard.kind is Kind.INSIDE else found
-
-
-# how a guard can lead two ranks apart, most likely first
-_ORDER: tuple[Callable[[_Paths], Iterator[_Placed]], ...] = (
-    lambda paths: _holds(paths.mine),
-    lambda paths: _skips(paths.theirs, paths.my_keys),
-    lambda paths: _breaks(paths.theirs, paths.my_keys),
-    lambda paths: _ends(paths.theirs, paths.my_keys, paths.later),
-    lambda paths: _holds(paths.theirs),
-    lambda paths: _skips(paths.mine, paths.their_keys),
-    lambda paths: _breaks(paths.mine, paths.their_keys),
-    lambda paths: _ends(paths.mine, paths.their_keys, False),
-    lambda paths: _rounds(paths.both),
-)
+# -- conditions on anything --------------------------------------------------------------------------------------------
 
 
 def parting(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> list[Condition]:
@@ -183,15 +124,42 @@ def parting(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> lis
         return []
     if mine and mine[0] == theirs[0] and (set(mine) <= set(theirs) or set(theirs) <= set(mine)):
         return []  # one place, and the callers of a rank that was killed are not all known
-    paths = _paths(mine, theirs, source)
-    paths = paths._replace(mine=_evaluated(paths.mine, source), theirs=_evaluated(paths.theirs, source))
-    for sort in _ORDER:
-        found = [p for p in sort(paths) if _can_differ(p, source, alive=bool(mine))]
-        conditions = {c: _reads_rank(p, source) for p in _first(found) if (c := _condition(p, source)) is not None}
+    my_path, their_path = _paths(mine, theirs, source)
+    held, *left = _sorts(my_path, source)
+    held_there, *left_there = _sorts(their_path, source)
+    # what ends a round early in a loop of both: one may have done so a round ago
+    rounds = [p for p in their_path.common if isinstance(p.guard.way_out, ast.Continue)]
+    for sort in (held, *left_there, held_there, *left, rounds):
+        found = [p for p in sort if _can_differ(p, source, alive=bool(mine))]
+        if found and found[0].guard.kind is Kind.INSIDE:
+            found = found[:1]  # the outermost of nested loops
+        conditions = {c: _reads_rank(p, source) for p in found if (c := _condition(p, source)) is not None}
         if conditions:
             asked = [c for c, reads in conditions.items() if reads]
             return (asked or list(conditions))[-SHOWN:]
     return []
+
+
+def _sorts(path: _Path, source: Source) -> tuple[list[_Placed], ...]:
+    """Return the guards through which the other rank can have missed this rank's call, by sort: branches that only this one is in;
+    what leaves before it; what leaves a loop that it is in; loops that have ended for the other."""
+    on_rank = (i for i, p in enumerate(path.own) if _keeps_to_some(p.guard) and _reads_rank(p, source))
+    own = path.own[: next(on_rank, len(path.own)) + 1]  # the other never evaluates what is in a branch for some ranks
+    still_in = [p.guard.node for p in own if p.guard.kind is Kind.ENDED and p.key(Kind.INSIDE) in path.others]
+    holds, skips, breaks, ends = [], [], [], []
+    for p in own:
+        match p.guard.kind:
+            case Kind.HOLDS:
+                holds.append(p)
+            case Kind.PASSED if not isinstance(p.guard.way_out, ast.Raise):
+                if not any(guarding.within(loop, p.guard.line) for loop in still_in):
+                    skips.append(p)
+            case Kind.INSIDE:
+                behind = p.shared and p.key(Kind.ENDED) in path.others  # in its function: no `return` leads there
+                breaks += _ways_out(p, (ast.Break,) if behind else (ast.Break, ast.Return, ast.Expr))
+                if behind or (path.returned and not p.shared):
+                    ends.append(p)
+    return holds, skips, breaks, ends
 
 
 def _can_differ(placed: _Placed, source: Source, alive: bool) -> bool:
@@ -219,16 +187,6 @@ def leaving(site: Site | None, theirs: Sequence[Site], source: Source) -> list[C
     return parting((), theirs, source)
 
 
-def _reads_rank(placed: _Placed, source: Source) -> bool:
-    variables = guarding.rank_variables(source(placed.site.file) or "")
-    return guarding.reads_rank(placed.guard.test, variables)
-
-
-def _condition(placed: _Placed, source: Source, names_leaver: bool = False) -> Condition | None:
-    text = guarding.text_of(placed.guard, source(placed.site.file) or "")
-    return Condition(placed.site.file, placed.guard.line, text, names_leaver) if text else None
-
-
 # -- conditions on the rank --------------------------------------------------------------------------------------------
 
 
@@ -241,12 +199,17 @@ def rank_condition(mine: Sequence[Site], theirs: Sequence[Site], source: Source)
     """
     if not mine or not theirs or (mine[-1].file, mine[-1].function) != (theirs[-1].file, theirs[-1].function):
         return None
-    paths = _paths(mine, theirs, source)
     found: _Placed | None = None
-    for placed in paths.mine:
+    path, _ = _paths(mine, theirs, source)
+    for placed in path.own:
         if found is not None and placed.site != found.site:
             break  # the innermost condition in the outermost function with one
-        found = next((p for p in _on_rank(placed, paths) if _reads_rank(p, source)), found)
+        guard, ways = placed.guard, iter(())
+        if guard.kind is Kind.ENDED and placed.key(Kind.INSIDE) in path.others:  # a loop that ended, by its `break`
+            ways = (p._replace(guard=p.guard._replace(kind=Kind.ENDED)) for p in _ways_out(placed, (ast.Break,)))
+        elif guard.kind is Kind.PASSED or _keeps_to_some(guard):
+            ways = iter((placed,))
+        found = next((p for p in ways if _reads_rank(p, source)), found)
     if found is None:
         return None
     guard = found.guard
@@ -254,44 +217,29 @@ def rank_condition(mine: Sequence[Site], theirs: Sequence[Site], source: Source)
     return _condition(found, source, guard.kind is Kind.PASSED and names_it)
 
 
-def _on_rank(placed: _Placed, paths: _Paths) -> Iterator[_Placed]:
-    """Yield the guards that can be conditions on the rank: a loop that ended, by its `break`."""
-    guard = placed.guard
-    if guard.kind is Kind.ENDED and _inside(placed) in paths.their_keys:
-        yield from (p._replace(guard=p.guard._replace(kind=Kind.ENDED)) for p in _ways_out(placed, (ast.Break,)))
-    elif guard.kind is Kind.PASSED or _keeps_to_some(guard):
-        yield placed
+def enclosing(site: Site | None, source: Source, callee: str = "") -> Condition | None:
+    """Return the innermost `if` whose body holds a site, on the rank or on data; None if there is none in its function.
 
-
-def enclosing(site: Site | None, source: Source) -> Condition | None:
-    """Return the innermost `if` whose body holds a site, on the rank or on data; None if there is none in its function."""
+    Args:
+        callee: What the site calls, if that may be under a condition in its line: `f() if first else None`.
+    """
     tree = tree_of(site.file, source) if site is not None else None
     if site is None or tree is None:
         return None
-    around = [
-        g
-        for g in guarding.guards(tree, site.line)
-        if g.kind is Kind.HOLDS and g.branch == "body" and isinstance(g.node, ast.If)
-    ]
-    return _bare(around[-1], site, source) if around else None
+    kinds = (ast.If, ast.IfExp) if callee else ast.If
+    around = [g for g in guarding.guards(tree, site.line, callee) if g.kind is Kind.HOLDS and isinstance(g.node, kinds)]
+    held = [g for g in around if g.branch == "body"]
+    if not held:
+        return None
+    text = guarding.text_of(held[-1], source(site.file) or "").removesuffix(":")
+    return Condition(site.file, held[-1].line, text)
 
 
 def only_under(name: str, file: str, source: Source) -> Condition | None:
     """Return the `if` around the only call of a module in a file: `self.name(…)` or `model.name(…)`; None if there is none."""
-    tree = tree_of(file, source)
-    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)] if tree is not None else []
+    calls = [n for n in ast.walk(tree_of(file, source) or ast.Module([], [])) if isinstance(n, ast.Call)]
     calls = [n for n in calls if isinstance(n.func, ast.Attribute) and n.func.attr == name]
-    if tree is None or len(calls) != 1:
-        return None
-    site = Site(file, calls[0].lineno)
-    choices = [
-        g for g in guarding.guards(tree, site.line, name) if isinstance(g.node, ast.IfExp) and g.branch == "body"
-    ]
-    return _bare(choices[-1], site, source) if choices else enclosing(site, source)
-
-
-def _bare(guard: Guard, site: Site, source: Source) -> Condition:
-    return Condition(site.file, guard.line, guarding.text_of(guard, source(site.file) or "").removesuffix(":"))
+    return enclosing(Site(file, calls[0].lineno), source, name) if len(calls) == 1 else None
 
 
 # -- wording -----------------------------------------------------------------------------------------------------------

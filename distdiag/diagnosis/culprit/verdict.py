@@ -6,11 +6,10 @@ if the ranks are at different points of the program.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.culprit.call_site import site_of
 from distdiag.diagnosis.culprit.case import Case, Reason, Testimony
 from distdiag.diagnosis.culprit.witnesses import OTHER_PLACE, WEAK, decide
 from distdiag.diagnosis.endings import ECHOES, ends
@@ -29,18 +28,40 @@ SETTLED_S = 5.0  # seconds without a new call, after which the majority is taken
 class Verdict:
     """What one incident is, and who caused it."""
 
+    case: Case
     kind: Kind
     cause: str
-    incident: Incident
     culprits: tuple[int, ...]
-    victims: tuple[int, ...]
     testimony: Testimony  # what decided
-    also: tuple[Testimony, ...] = ()  # what else explains the same culprits
-    wait: Wait  # the one the finding is about
-    call: Call | None  # one call in it
-    waits: tuple[Wait, ...]  # waits whose sites the finding lists
-    ended: tuple[int, ...] = ()  # ranks that are gone or stopped
-    stuck: tuple[int, ...] = ()  # ranks that cannot continue because of them
+    also: tuple[Testimony, ...]  # what else explains the same culprits
+
+    @property
+    def incident(self) -> Incident:
+        return self.case.incident
+
+    @property
+    def victims(self) -> tuple[int, ...]:
+        """The ranks that cannot continue because of the culprits; of a cycle without any, its members."""
+        tied = self.incident.root is Root.CYCLE and not self.culprits
+        return tuple(sorted((self.incident.members if tied else self.incident.victims) - set(self.culprits)))
+
+    @property
+    def wait(self) -> Wait:
+        """The wait that the finding is about."""
+        return self.case.main(self.culprits)
+
+    @property
+    def call(self) -> Call | None:
+        """One call in it; of a conflict, the one that the culprits should have made."""
+        ranks = [r for side in self.wait.sides for r in sorted(side) if r not in self.culprits]
+        return next((self.wait.calls[r] for r in ranks or self.wait.ranks if r in self.wait.calls), None)
+
+    @property
+    def waits(self) -> tuple[Wait, ...]:
+        """The waits whose sites the finding lists."""
+        if self.incident.root is Root.CONFLICT:
+            return (self.wait, *(w for w in self.case.graph.waits if w.ranks))
+        return self.incident.waits
 
     @property
     def reason(self) -> Reason:
@@ -79,34 +100,28 @@ def judge_incident(
     without: Collection[str] = (),
 ) -> list[Verdict]:
     """Return the verdict on an incident; nothing while evidence is incomplete, several if ranks ended for different reasons."""
+    case = Case(snapshot, graph, incident, exhausted, source, without)
     if incident.root is Root.GONE:
-        return _gone(Case(snapshot, graph, incident, exhausted, source), without)
-    case = Case(snapshot, graph, incident, exhausted, source)
-    if incident.root is Root.ABORT:
-        return [_aborted(case, without)]
-    found = _conflict(case, without) if incident.root is Root.CONFLICT else _cycle(case, without)
-    return [] if found is None else [found]
+        return list(_gone(case))
+    testimony, also = decide(case)
+    kind, cause, culprits = kinds.MISMATCH, "shape", testimony.ranks
+    if incident.root is Root.CONFLICT:
+        if _undecided(case, testimony.name):
+            return []
+        kind, cause = _kind_of_conflict(case, culprits, testimony.name)
+    elif incident.root is Root.CYCLE:
+        by_message = any(wait.p2p for wait in incident.waits)
+        mixed = None if by_message or testimony.name not in WEAK else _one_site(incident)
+        if mixed is not None:
+            cause, culprits = "group", mixed
+            testimony, also = Testimony(name=Reason.MAJORITY if mixed else Reason.NONE, ranks=mixed), ()
+        else:
+            kind = kinds.DEADLOCK
+            cause = "missing_rank" if culprits else "p2p_cycle" if by_message else "group_cycle"
+    return [Verdict(case=case, kind=kind, cause=cause, culprits=culprits, testimony=testimony, also=also)]
 
 
-def _conflict(case: Case, without: Collection[str]) -> Verdict | None:
-    wait = case.wait
-    testimony, also = decide(case, without)
-    culprits, reason = testimony.ranks, testimony.name
-    if _undecided(case, reason):
-        return None
-    kind, cause = _kind_of_conflict(case, culprits, reason)
-    return Verdict(
-        kind=kind,
-        cause=cause,
-        incident=case.incident,
-        culprits=culprits,
-        victims=tuple(sorted(case.incident.victims - set(culprits))),
-        testimony=testimony,
-        also=also,
-        wait=wait,
-        call=next((wait.calls[r] for side in wait.sides for r in sorted(side) if r not in culprits), None),
-        waits=(wait, *(w for w in case.graph.waits if w.ranks)),
-    )
+# -- ranks with incompatible calls -----------------------------------------------------------------------------------
 
 
 def _undecided(case: Case, reason: Reason) -> bool:
@@ -132,7 +147,7 @@ def _kind_of_conflict(case: Case, culprits: tuple[int, ...], reason: Reason) -> 
         return kinds.MISMATCH, cause
     if reason in OTHER_PLACE:
         return missing
-    here = {r: site_of(states.get(r), c) for r, c in wait.calls.items()}
+    here = case.here
     sides = [[r for r in side if r in states] for side in wait.sides]
     if any(not side or any(here[r] is None for r in side) for side in sides) or _same_data(wait):
         return mismatch
@@ -162,66 +177,31 @@ def _same_data(wait: Wait) -> bool:
     )
 
 
-# -- ranks that the backend aborted ----------------------------------------------------------------------------------
-
-
-def _aborted(case: Case, without: Collection[str]) -> Verdict:
-    testimony, also = decide(case, without)
-    return Verdict(
-        kind=kinds.MISMATCH,
-        cause="shape",
-        incident=case.incident,
-        culprits=testimony.ranks,
-        victims=tuple(sorted(case.incident.members - set(testimony.ranks))),
-        testimony=testimony,
-        also=also,
-        wait=case.wait,
-        call=None,
-        waits=(),
-    )
-
-
 # -- ranks that are gone or stopped ----------------------------------------------------------------------------------
 
 
-def _gone(case: Case, without: Collection[str]) -> list[Verdict]:
-    """Return one verdict for the first end that no other end explains, then for what that leaves unexplained."""
-    states, ended, graph, incident = case.states, ends(case.snapshot), case.graph, case.incident
-    out: list[Verdict] = []
-    left, victims = set(incident.members), set(incident.victims)
+def _gone(case: Case) -> Iterator[Verdict]:
+    """Yield one verdict for the first end that no other end explains, then for what that leaves unexplained."""
+    states, ended = case.states, ends(case.snapshot)
+    left, victims = set(case.incident.members), set(case.incident.victims)
     while left and victims:
         first = [q for q in left if ended.get(q) not in ECHOES] or sorted(left)
         earliest = min(first, key=lambda q: (states[q].ended_s is None, states[q].ended_s or 0.0, q))
         cause = _cause_of_end(states[earliest])
         named = tuple(sorted(q for q in first if _cause_of_end(states[q]) == cause))
-        stuck = (graph.victims_of(named) & victims) if left != set(named) else victims
+        stuck = (case.graph.victims_of(named) & victims) if left != set(named) else victims
         if stuck:
-            out.append(_ended(replace(case, ended=named), cause, sorted(stuck), without))
+            waits = tuple(w for w in case.incident.waits if w.missing & set(named))
+            part = replace(case, incident=Incident(Root.GONE, frozenset(named), waits, frozenset(stuck)))
+            testimony, also = decide(part)
+            if testimony.name is Reason.HISTORY:
+                cause = "missing_rank"
+            culprits = testimony.ranks or named
+            yield Verdict(
+                case=part, kind=kinds.DEADLOCK, cause=cause, culprits=culprits, testimony=testimony, also=also
+            )
         left -= set(named)
         victims -= stuck
-    return out
-
-
-def _ended(case: Case, cause: str, stuck: list[int], without: Collection[str]) -> Verdict:
-    waits = tuple(w for w in case.incident.waits if w.missing & set(case.ended))
-    case = replace(case, waits=waits, stuck=frozenset(stuck))
-    wait = next((w for w in waits if not w.p2p), waits[0])
-    testimony, also = decide(case, without)
-    culprits, reason = testimony.ranks, testimony.name
-    return Verdict(
-        kind=kinds.DEADLOCK,
-        cause="missing_rank" if reason is Reason.HISTORY else cause,
-        incident=case.incident,
-        culprits=culprits or case.ended,
-        victims=tuple(sorted(set(stuck) - set(culprits or case.ended))),
-        testimony=testimony,
-        also=also,
-        wait=wait,
-        call=next((wait.calls[r] for r in wait.ranks if r in wait.calls), None),
-        waits=waits,
-        ended=case.ended,
-        stuck=tuple(stuck),
-    )
 
 
 def _cause_of_end(state: RankState) -> str:
@@ -233,34 +213,6 @@ def _cause_of_end(state: RankState) -> str:
 
 
 # -- cycles ----------------------------------------------------------------------------------------------------------
-
-
-def _cycle(case: Case, without: Collection[str]) -> Verdict:
-    incident = case.incident
-    testimony, also = decide(case, without)
-    culprits, reason = testimony.ranks, testimony.name
-    by_message = any(w.p2p for w in incident.waits)
-    kind, cause = kinds.DEADLOCK, "p2p_cycle" if by_message else "group_cycle"
-    mixed = None if by_message or reason not in WEAK else _one_site(incident)
-    if mixed is not None:
-        kind, cause, culprits = kinds.MISMATCH, "group", mixed
-        testimony, also = Testimony(name=Reason.MAJORITY if mixed else Reason.NONE, ranks=mixed), ()
-    elif culprits:
-        cause = "missing_rank"
-    victims = incident.victims if culprits else incident.members
-    main = case.main(culprits)
-    return Verdict(
-        kind=kind,
-        cause=cause,
-        incident=incident,
-        culprits=culprits,
-        victims=tuple(sorted(victims - set(culprits))),
-        testimony=testimony,
-        also=also,
-        wait=main,
-        call=next((main.calls[r] for r in main.ranks if r in main.calls), None),
-        waits=incident.waits,
-    )
 
 
 def _one_site(incident: Incident) -> tuple[int, ...] | None:

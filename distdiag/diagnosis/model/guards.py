@@ -137,55 +137,43 @@ def function(tree: ast.Module, line: int) -> ast.FunctionDef | ast.AsyncFunction
     return next((node for node in reversed(around) if isinstance(node, FUNCTIONS)), None)
 
 
-class Exit(NamedTuple):
-    """A statement that leaves a block: under which condition, and whether a loop inside the block is around it."""
+class Nested(NamedTuple):
+    """A statement in a block: the condition that it is under there, and whether a loop inside the block is around it."""
 
-    statement: ast.stmt
-    owner: ast.If | ast.ExceptHandler | ast.match_case | None
-    branch: str
-    test: ast.expr | None
-    in_loop: bool
-
-    @property
-    def guard(self) -> Guard | None:
-        """The guard of what it leaves; None if it leaves unconditionally."""
-        owner = self.owner
-        return None if owner is None else Guard(Kind.PASSED, owner, self.branch, self.test, self.statement)
+    statement: ast.AST
+    guard: Guard | None = None
+    in_loop: bool = False
 
 
-def exits(block: Sequence[ast.stmt]) -> list[Exit]:
-    """Return the statements in a block that leave it, in program order; a `break` or `continue` only of a loop around it."""
-    return [
-        about
-        for about in _nested(block)
-        if (isinstance(about.statement, _EXITS) or exits_process(about.statement))
-        and not (about.in_loop and isinstance(about.statement, (ast.Break, ast.Continue)))
-    ]
+def exits(block: Sequence[ast.stmt]) -> Iterator[tuple[ast.stmt, Guard | None]]:
+    """Yield the statements in a block that leave it, in program order, each with what it passes; None if it always leaves.
+
+    A `break` or `continue` leaves only a loop around the block.
+    """
+    for node, guard, in_loop in _nested(block):
+        leaves = isinstance(node, _EXITS) and not (in_loop and isinstance(node, (ast.Break, ast.Continue)))
+        if isinstance(node, ast.stmt) and (leaves or exits_process(node)):
+            yield node, guard._replace(way_out=node) if guard is not None else None
 
 
-def _nested(block: Sequence[ast.stmt]) -> Iterator[Exit]:
-    """Yield the statements in a block and in blocks inside it, in program order, each with the condition that it is under."""
-    todo = [Exit(node, None, "body", None, in_loop=False) for node in reversed(block)]
+def _nested(block: Sequence[ast.stmt]) -> Iterator[Nested]:
+    """Yield the statements in a block and in blocks inside it, in program order."""
+    todo = [Nested(node) for node in reversed(block)]
     while todo:
         about = todo.pop()
-        node = about.statement
         yield about
-        if isinstance(node, _SCOPES):
-            continue
-        inner = []
-        for field in ("body", "handlers", "orelse", "finalbody", "cases"):
-            here = about
-            if isinstance(node, ast.If):
-                here = about._replace(owner=node, branch=field, test=node.test)
-            elif isinstance(node, (ast.ExceptHandler, ast.match_case)):
-                here = about._replace(owner=node, branch="body")
-            elif isinstance(node, ast.Match):
-                here = about._replace(test=node.subject)
-            elif field == "handlers":
-                here = about._replace(test=None)
-            elif isinstance(node, LOOPS) and field == "body":
-                here = about._replace(in_loop=True)
-            inner += [here._replace(statement=child) for child in getattr(node, field, ())]
+        node, inner = about.statement, []
+        for field in ("body", "handlers", "orelse", "finalbody", "cases") if not isinstance(node, _SCOPES) else ():
+            in_loop = about.in_loop or (isinstance(node, LOOPS) and field == "body")
+            for child in getattr(node, field, ()):
+                guard = about.guard
+                if isinstance(node, ast.If):
+                    guard = Guard(Kind.PASSED, node, field, node.test)
+                elif isinstance(child, ast.ExceptHandler):
+                    guard = Guard(Kind.PASSED, child)
+                elif isinstance(child, ast.match_case) and isinstance(node, ast.Match):
+                    guard = Guard(Kind.PASSED, child, test=node.subject)
+                inner.append(Nested(child, guard, in_loop))
         todo += reversed(inner)
 
 
@@ -239,7 +227,7 @@ def guards(tree: ast.Module, line: int, callee: str = "") -> tuple[Guard, ...]:
         out += _around(step, line)
         if step.field not in ("handlers", "cases"):
             for earlier in step.block[: step.at]:
-                out += (guard for way_out in exits([earlier]) if (guard := way_out.guard) is not None)
+                out += (guard for _, guard in exits([earlier]) if guard is not None)
                 out += (_loop(Kind.ENDED, x.statement) for x in _nested([earlier]) if isinstance(x.statement, LOOPS))
         node = step.node
         if isinstance(node, _SCOPES):  # a condition around a function's definition does not apply to its calls
@@ -323,7 +311,7 @@ def may_end_early(text: str, line: int) -> bool:
     """
     for node in ast.walk(parsed(text) or ast.Module([], [])):
         if isinstance(node, (ast.For, ast.AsyncFor)) and node.iter.lineno <= line <= (node.iter.end_lineno or line):
-            ends = any(isinstance(x.statement, (ast.Break, ast.Return)) for x in exits(node.body))
+            ends = any(isinstance(way_out, (ast.Break, ast.Return)) for way_out, _ in exits(node.body))
             return ends or bool(_called_in(node.iter) & {"zip", "islice", "takewhile", "cycle"})
     return True
 

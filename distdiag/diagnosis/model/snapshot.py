@@ -12,9 +12,8 @@ from typing import Annotated
 
 import msgspec
 
-Seconds = Annotated[
-    float, "since the run began"
-]  # a moment, not a duration; `monitor.nodes` moves them to another origin
+# a moment, not a duration; `monitor.nodes` moves them to another origin
+Seconds = Annotated[float, "since the run began"]
 
 
 class Life(StrEnum):
@@ -237,7 +236,6 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     host_wait: str | None = None  # what the main thread's native frames show: device, communicator, no; None: not known
     host_wait_in: str = ""  # the native function that shows it, or the one that the host is in
     wait_measured: bool = True  # False if waits for other ranks happen on a device and are not measured
-    blocked_any_of: tuple[int, ...] = ()  # recv from any source: any of these can send
     calls: tuple[Call, ...] = ()  # newest last; as far back as is known
     p2p_issued: dict[str, int] = {}  # "send:3:0:default_pg" (direction:peer:tag:group) -> how many so far
     sites: dict[str, int] = {}  # "file:line" of every collective call site so far -> number of calls
@@ -246,9 +244,8 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     host_blocked: bool | None = None  # the main thread sleeps and has used no CPU since the last snapshot (from /proc)
 
     # What the live recorder knows beyond the collectives; empty in dumps.
-    user_stack: tuple[
-        Site, ...
-    ] = ()  # the user's frames, innermost first; on a device at the call that its device is in
+    # the user's frames, innermost first; on a device at the call that its device is in
+    user_stack: tuple[Site, ...] = ()
     host_stack: tuple[Site, ...] = ()  # where the host is meanwhile, if it has returned from that call
     loaders: tuple[Loader, ...] = ()
     models: tuple[Model, ...] = ()
@@ -261,12 +258,10 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     caught_s: Seconds | None = None
     handling: str | None = None  # the exception that it is handling while it waits: "KeyError: 'device'"
     handling_site: Site | None = None  # the user's line that raised it
-    memory: tuple[
-        tuple[Seconds, int], ...
-    ] = ()  # (t_s, resident bytes, without file pages and shared memory), oldest first
-    device_memory: tuple[
-        tuple[Seconds, int], ...
-    ] = ()  # (t_s, bytes that torch has reserved on its device), oldest first
+    # (t_s, resident bytes, without file pages and shared memory), oldest first
+    memory: tuple[tuple[Seconds, int], ...] = ()
+    # (t_s, bytes that torch has reserved on its device), oldest first
+    device_memory: tuple[tuple[Seconds, int], ...] = ()
     rss_bytes: int | None = None
     warm_since_s: Seconds | None = None  # when its 20th step ended: growth before is start-up
     device_bytes: int | None = None

@@ -28,7 +28,8 @@ def message(snapshot: Snapshot, verdict: Verdict) -> str:
     what = collective_text(snapshot, wait, call)
     if call is not None and wait.ranks:
         what += implicit_text(snapshot.ranks.get(min(wait.ranks)), call)
-    text, left = "{ended} " + _ending([snapshot.ranks[q] for q in verdict.ended]), ""
+    ended, stuck = sorted(verdict.incident.members), verdict.incident.victims
+    text, left = "{ended} " + _ending([snapshot.ranks[q] for q in ended]), ""
     waiting = "; {stuck} {stuck:waits|wait} for {ended:it|them}"
     if verdict.reason is Reason.HISTORY:
         text = _HISTORY + text
@@ -39,9 +40,9 @@ def message(snapshot: Snapshot, verdict: Verdict) -> str:
         # how a rank left the loop that the others are in is only a question for one that ended normally
         if not wait.p2p and verdict.reason is Reason.NONE and verdict.cause == "rank_finished":
             left = evidence.reason_text(verdict)
-    first, site = snapshot.ranks[verdict.ended[0]], call.site if call else None
+    first, site = snapshot.ranks[ended[0]], call.site if call else None
     facts = {"signal": first.signal, "exception": first.exception, "code": first.exit_code, "what": what, "site": site}
-    return filled(text, culprits=verdict.culprits, ended=verdict.ended, stuck=verdict.stuck, **facts) + left
+    return filled(text, culprits=verdict.culprits, ended=ended, stuck=stuck, **facts) + left
 
 
 def _ending(states: list[RankState]) -> str:

@@ -44,7 +44,8 @@ def incident_finding(snapshot: Snapshot, verdict: Verdict) -> Finding:
         case Root.GONE:
             message, advice = gone.message(snapshot, verdict), gone.advice(verdict)
             members = frozenset(culprits)
-    stepping = (snapshot.ranks[q].step for q in {*members, *verdict.stuck} if q in snapshot.ranks)
+    in_it = members | incident.victims if incident.root is Root.GONE else members
+    stepping = (snapshot.ranks[q].step for q in in_it if q in snapshot.ranks)
     outside = incident.victims - members
     # it has existed since the last member entered its wait
     blocked = (snapshot.ranks[q].blocked for q in (*culprits, *victims) if q in snapshot.ranks)

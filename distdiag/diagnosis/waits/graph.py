@@ -55,10 +55,13 @@ class WaitGraph:
         reached: set[int] = set(start)
         seen: set[tuple[int, frozenset[int] | None]] = set()
         todo = deque(start)
-        by_missing = self._waiting_for()
+        waits_for: dict[int, list[Wait]] = {}
+        for wait in self.waits:
+            for q in wait.missing.union(*wait.sides) if wait.ranks else ():
+                waits_for.setdefault(q, []).append(wait)
         while todo:
             q = todo.popleft()
-            for wait in by_missing.get(q, ()):
+            for wait in waits_for.get(q, ()):
                 side = next((s for s in wait.sides if q in s), None)  # its own side does not wait for it
                 if (id(wait), side) in seen:
                     continue
@@ -68,18 +71,6 @@ class WaitGraph:
                         reached.add(rank)
                         todo.append(rank)
         return frozenset(reached - start)
-
-    def _waiting_for(self) -> dict[int, list[Wait]]:
-        index: dict[int, list[Wait]] = {}
-        for wait in self.waits:
-            if not wait.ranks:
-                continue
-            for q in wait.missing:
-                index.setdefault(q, []).append(wait)
-            for side in wait.sides:
-                for q in side:
-                    index.setdefault(q, []).append(wait)
-        return index
 
 
 def build(snapshot: Snapshot) -> WaitGraph:
@@ -179,17 +170,16 @@ def _last_call(state: RankState) -> Call | None:
 
 def _pending(state: RankState) -> Iterator[Call]:
     """Yield the oldest collective of each group, and message to each peer, in flight in a dump."""
-    known = {(c.group, c.seq): c for c in state.calls if not c.p2p and c.completed_s is None}
+    pending = [call for call in state.calls if call.completed_s is None]
+    known = {(call.group, call.seq): call for call in pending if not call.p2p}
     for group, issued in state.enqueued.items():
         head = state.completed.get(group, 0) + 1
         if head <= issued:
             yield known.get((group, head)) or Call(op="", group=group, seq=head)
     heads: dict[tuple, Call] = {}
-    for c in state.calls:
-        if c.p2p and c.completed_s is None:
-            key = (c.op, c.peer, c.tag, c.group)
-            if key not in heads or (c.nth or 0) < (heads[key].nth or 0):
-                heads[key] = c
+    for call in sorted(pending, key=lambda call: call.nth or 0):
+        if call.p2p:
+            heads.setdefault((call.op, call.peer, call.tag, call.group), call)
     yield from heads.values()
 
 
@@ -216,11 +206,9 @@ def _wait_for(snapshot: Snapshot, state: RankState, call: Call, waits: dict[tupl
 def _issued(state: RankState | None, group: str, seq: int) -> bool:
     if state is None:
         return False
-    newest = state.enqueued.get(group, 0)
-    b = state.blocked
-    if b is not None and b.group == group and b.seq is not None and not b.p2p and b.seq > newest:
-        newest = b.seq  # written before the call, the counter moves inside it
-    if newest < seq:
+    b = state.blocked  # written before the call, the counter moves inside it
+    entered = b.seq or 0 if b is not None and b.group == group and not b.p2p else 0
+    if max(state.enqueued.get(group, 0), entered) < seq:
         return False
     # a stopped process moves no data either, unless it was through already
     if state.life == Life.STOPPED and state.completed.get(group, 0) < seq:
@@ -234,7 +222,7 @@ def _message(snapshot: Snapshot, state: RankState, call: Call, waits: dict[tuple
     nth = call.nth or messages.count(state, direction, call.peer, call.tag, call.group)
     if call.peer is None:
         group = snapshot.groups.get(call.group)
-        among = frozenset(state.blocked_any_of or (group.ranks if group is not None else ())) - {state.rank}
+        among = frozenset(group.ranks if group is not None else ()) - {state.rank}
         if not among:
             return None
         here = messages.any_other_end(snapshot, state, call, among)

@@ -21,7 +21,7 @@ class Root(StrEnum):
     GONE = "gone"  # ranks that are dead or stopped
     CONFLICT = "conflict"  # a collective or message whose calls are incompatible
     CYCLE = "cycle"  # ranks that wait for each other
-    ABORT = "abort"  # calls of different sizes, for which the backend ended ranks (see `culprit.abort`)
+    ABORT = "abort"  # calls of different sizes, for which the backend ended ranks (see `waits.abort`)
 
 
 @dataclass(frozen=True, slots=True)

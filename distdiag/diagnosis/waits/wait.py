@@ -48,15 +48,11 @@ class Wait:
         return self.key[1]
 
 
-def call_at(st: RankState, group: str, seq: int) -> Call | None:
-    """Return the rank's call of collective `seq` in `group`; None if it is not known any more."""
-    b = st.blocked
-    if b is not None and b.seq == seq and b.group == group and not b.p2p:
-        return b
-    for c in reversed(st.calls):
-        if c.seq == seq and c.group == group and not c.p2p:
-            return c
-    return None
+def call_at(state: RankState | None, group: str, seq: int) -> Call | None:
+    """Return the rank's call of collective `seq` in `group`; None if it is not known, or not any more."""
+    newest_first = (state.blocked, *reversed(state.calls)) if state is not None else ()
+    same = (c for c in newest_first if c is not None and (c.group, c.seq) == (group, seq) and not c.p2p)
+    return next(same, None)
 
 
 def conflict_at(snapshot: Snapshot, group: str, seq: int) -> str | None:
@@ -77,14 +73,10 @@ def find_conflict(snapshot: Snapshot, w: Wait) -> None:
     for q in group.ranks:
         if q in w.missing:
             continue
-        call = w.calls.get(q)
-        if call is None:
-            st = snapshot.ranks.get(q)
-            call = call_at(st, w.group, w.seq) if st is not None else None
-            if call is None:
-                continue
-        calls[q] = call
-        by_signature.setdefault(compatible.signature(call), []).append(q)
+        call = w.calls.get(q) or call_at(snapshot.ranks.get(q), w.group, w.seq)
+        if call is not None:
+            calls[q] = call
+            by_signature.setdefault(compatible.signature(call), []).append(q)
     if not w.missing and len(calls) == len(group.ranks) > 1 and compatible.splits_disagree(calls.values()):
         w.conflict, w.sides, w.calls = "shape", tuple(frozenset((q,)) for q in calls), calls
         return
@@ -135,8 +127,7 @@ def _find_message_conflict(snapshot: Snapshot, w: Wait) -> None:
 def _waits_in_other_end(snapshot: Snapshot, w: Wait) -> Call | None:
     """Return the call that the peer's host waits in, if it is the other end of this message."""
     group, nth, direction, rank, peer, tag = w.key
-    st = snapshot.ranks.get(peer)
-    b = st.blocked if st is not None else None
+    b = snapshot.ranks[peer].blocked if peer in snapshot.ranks else None
     if b is None or not b.p2p or (b.group, b.tag, b.peer, b.nth) != (group, tag, rank, nth):
         return None
     return b if messages.direction_of(b) == messages.OPPOSITE[direction] else None

@@ -1,0 +1,105 @@
+"""Evidence from DDP's passes: who ran a forward without its backward, or more backwards than optimizer steps.
+
+A batch that is skipped after its forward (a loss that is not finite, an exception that is caught) leaves a rank's collectives one step
+ahead of the others'. DDP averages gradients in every backward: a rank that repeats a batch (in two halves after an exception, for
+example) makes one more, and its next passes meet the others' passes of the step after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from distdiag.diagnosis.culprit.case import Case, Testimony
+from distdiag.diagnosis.culprit.parting import parting, parting_text
+from distdiag.diagnosis.model.guards import Source
+from distdiag.diagnosis.model.snapshot import RankState, Site
+
+STEPS = 3  # from which on one backward for each forward and for each step is a habit
+UNDER_WAY = 1  # a pass whose step is not done yet
+
+
+def extra(case: Case) -> Testimony | None:
+    """Accuse the one rank with more backward passes than optimizer steps, if the others made one for each."""
+    states = _states(case)
+    if any(len(state.models) != 1 or state.step < STEPS for state in states.values()):
+        return None
+    over = {rank: state.models[0].synced_backwards - state.step for rank, state in states.items()}
+    rank = _one_side(case, over, UNDER_WAY)
+    if rank is None or min(over.values()) < 0:
+        return None
+    state, caught = states[rank], swallowed(states[rank])
+    return Testimony(
+        ranks=(rank,),
+        text=f"; rank {rank} has made {state.models[0].synced_backwards:,} backward passes in {state.step:,} steps, "
+        "the others one for each step" + (f"; it caught {caught}" if caught else ""),
+        advice=f"let rank {rank} make one backward pass per step that exchanges gradients: the others "
+        "under `no_sync()`; or let all ranks repeat the batch together",
+    )
+
+
+def skipped(case: Case) -> Testimony | None:
+    """Accuse the one rank that ran forwards without backward while each forward of the others has one."""
+    states = _states(case)
+    if len({len(state.models) for state in states.values()}) != 1:
+        return None
+    found: dict[int, tuple[int, int]] = {}  # rank -> (index of its model, forwards without backward)
+    for i in range(len(next(iter(states.values())).models)):
+        if all(state.models[i].synced_backwards >= STEPS for state in states.values()):
+            missing = {rank: _open(state, i) for rank, state in states.items()}
+            if (odd := _one_side(case, missing, 0)) is not None:
+                found.setdefault(odd, (i, missing[odd]))
+    if len(found) != 1:
+        return None
+    ((rank, (i, missing)),) = found.items()
+    model, caught = states[rank].models[i], swallowed(states[rank])
+    text = (
+        f"; rank {rank} ran {missing:,} forward{'s' if missing > 1 else ''} without backward ({model.forwards:,} "
+        f"forwards, {model.synced_backwards:,} backwards)" + (f", and caught {caught}" if caught else "")
+    )
+    return Testimony(
+        ranks=(rank,),
+        text=text + _way_out(states[rank], model.forwards, model.synced_backwards, case.source),
+        advice=f"run the backward of every forward on rank {rank}, too (of a loss times 0, if the batch is not "
+        "to count), or skip the batch on all ranks together",
+    )
+
+
+def _states(case: Case) -> dict[int, RankState]:
+    """Return the states of the compared ranks; nothing unless all are known."""
+    known = {rank: case.states[rank] for rank in case.compared if rank in case.states}
+    return known if len(known) == len(case.compared) > 1 else {}
+
+
+def _one_side(case: Case, counts: Mapping[int, int], most: int) -> int | None:
+    """Return the one rank whose count is above `most`, if it is a side of its own."""
+    odd = [rank for rank, count in counts.items() if count > most]
+    return odd[0] if len(odd) == 1 and odd in case.sides else None
+
+
+def _open(state: RankState, i: int) -> int:
+    """Return how many forwards will never have a backward, without the one that the rank is in or has just left."""
+    model = state.models[i]
+    n = model.forwards - model.synced_backwards
+    here = state.blocked.site if state.blocked is not None and state.blocked.site is not None else state.current_site
+    if state.phase != "forward" and (swallowed(state) or here is None or state.sites.get(here.key, 0) <= 1):
+        return n  # after an exception, or at a site that is not part of every step
+    return max(0, n - 1)
+
+
+def swallowed(state: RankState) -> str:
+    """Return the exception out of a forward or backward that the script has caught; empty if there is none."""
+    text = (state.caught or "").splitlines()
+    return text[0][:120] if text and not (state.exception or "").startswith(text[0][:60]) else ""
+
+
+def _way_out(state: RankState, forwards: int, backwards: int, source: Source | None) -> str:
+    """Return the conditions through which the rank left between the forward and the backward: sites visited as often."""
+    sites: dict[int, list[Site]] = {}
+    for key, times in state.sites.items():
+        file, _, line = key.rpartition(":")
+        if file and line.isdigit():
+            sites.setdefault(times, []).append(Site(file, int(line)))
+    if source is None:
+        return ""
+    pairs = ((f, b) for f in sites.get(forwards, ()) for b in sites.get(backwards, ()) if f.file == b.file)
+    return next((text for f, b in pairs if (text := parting_text(parting((f,), (b,), source)))), "")

@@ -1,0 +1,152 @@
+"""Evidence from call sites: who is, or has been, where the others never were; who was there more or less often."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from distdiag.diagnosis.culprit.case import Case, Testimony, site_of
+from distdiag.diagnosis.model.findings import rank_list
+from distdiag.diagnosis.model.snapshot import Life, RankState
+from distdiag.diagnosis.text.incident import verb
+
+MORE_ADVICE = "look for what calls it on that rank alone: a module that communicates (a norm, a metric), run for a preview, a log or a check"
+
+
+# -- where others never were -------------------------------------------------------------------------------------------
+
+
+def new(case: Case) -> Testimony | None:
+    """Accuse the one side of a tie at a site that the other never visited."""
+    return _only_there(_one_side(case, _is_new))
+
+
+def new_in_cycle(case: Case) -> Testimony | None:
+    """Accuse the one member at a site that no other member has used.
+
+    An end of a message must be there for the first time: sends and receives have different sites in every program.
+    """
+    states = case.states
+    known_to = Counter(site for r in case.compared for site in states[r].sites)
+    alone = [
+        r for r in case.compared if known_to.get(case.here[r] or "", 0) <= 1
+    ]  # a ring may have thousands of members
+    if len(alone) != 1:
+        return None
+    (rank,) = alone
+    call = case.calls.get(rank)
+    if call is not None and call.p2p and states[rank].sites.get(case.here[rank] or "", 0) > 1:
+        return None
+    return _only_there(alone if _is_new(case, alone, [r for r in case.compared if r != rank]) else ())
+
+
+def history(case: Case) -> Testimony | None:
+    """Accuse the one side of a tie that has visited every site of the other, and at least one more."""
+    ranks = _one_side(case, lambda case, mine, rest: _knows_more(case.states, case.here, mine, rest))
+    text = f"; {rank_list(ranks)} {verb(ranks, 'has', 'have')} made collective calls at a line where the others have never been"
+    return Testimony(ranks=tuple(ranks), text=text) if ranks else None
+
+
+def knows_more_than_ended(case: Case) -> Testimony | None:
+    """Accuse the only rank that waits for ranks which all ended normally, if it has made calls that those never made."""
+    waiting, states, ended = case.waiting, case.states, case.compared
+    normally = all(states[q].life == Life.FINISHED and not states[q].exit_code for q in ended)
+    if len(waiting) != 1 or not normally or not case.incident.victims <= case.graph.victims_of(waiting) | set(waiting):
+        return None
+    here = {r: site_of(states[r], states[r].blocked) for r in waiting}
+    return Testimony(ranks=tuple(waiting)) if _knows_more(states, here, waiting, ended) else None
+
+
+def _one_side(case: Case, test: Callable[[Case, list[int], list[int]], bool]) -> list[int]:
+    """Return the side of a tie of which a test is true, if it is not true of both."""
+    if not case.tie:
+        return []
+    first, second = case.sides
+    a, b = test(case, first, second), test(case, second, first)
+    return [] if a == b else first if a else second
+
+
+def _only_there(ranks: Sequence[int]) -> Testimony | None:
+    text = f"; only {rank_list(ranks)} {verb(ranks, 'has', 'have')} ever been at that line"
+    return Testimony(ranks=tuple(ranks), text=text) if ranks else None
+
+
+def _is_new(case: Case, odd: Iterable[int], rest: Iterable[int]) -> bool:
+    """True if `odd` are at sites that `rest` never visited, and have visited the sites of `rest` themselves."""
+    states, here = case.states, case.here
+    for a in odd:
+        mine = here.get(a)
+        if mine is None or not states[a].sites:
+            return False
+        for b in rest:
+            theirs = here.get(b)
+            if theirs is None or mine in states[b].sites or theirs not in states[a].sites:
+                return False
+    return True
+
+
+def _knows_more(
+    states: dict[int, RankState], here: dict[int, str | None], odd: Iterable[int], rest: Sequence[int]
+) -> bool:
+    """True if `odd` have visited every site that `rest` have, and at least one more."""
+    if not all(states[b].sites for b in rest):
+        return False
+    common = set().union(*(_past(states[b], here.get(b)) for b in rest))
+    everywhere = common.union(*(states[b].sites for b in rest))
+    return all(common <= set(states[a].sites) and _past(states[a], here.get(a)) - everywhere for a in odd)
+
+
+def _past(state: RankState, here: str | None) -> set[str]:
+    """Return the sites a rank has visited, not counting the call it is in now."""
+    return {site for site, n in state.sites.items() if n - (site == here) > 0}
+
+
+# -- how often ---------------------------------------------------------------------------------------------------------
+
+
+def visits_differ(case: Case) -> Testimony | None:
+    """Accuse the rank with one visit too many or too few: m waits alone for p at a site that all others know.
+
+    It is m if m has been there once too often, p if p has been there once too seldom.
+    """
+    states, members = case.states, case.incident.members
+    found: set[int] = set()
+    for wait in case.incident.waits if len(case.incident.waits) == 2 else ():
+        inside = [r for r in wait.ranks if r in members]
+        awaited = wait.missing & members
+        if wait.p2p or len(inside) != 1 or len(awaited) != 1:
+            continue  # a rank stuck behind the cycle has called send and recv less often for that reason alone
+        (m,), (p,) = inside, awaited
+        site = case.here.get(m)
+        others = [state for q, state in states.items() if q not in members and state.sites.get(site or "")]
+        if site is None or not others:
+            continue
+        usual = Counter(state.sites[site] for state in others).most_common(1)[0][0]
+        before = Counter(st.sites[site] - (site_of(st, st.blocked) == site) for st in others).most_common(1)[0][0]
+        n_m, n_p = states[m].sites.get(site, 0), states[p].sites.get(site, 0)
+        if n_m > usual:
+            found.add(m)
+        elif before >= n_m > n_p > 0:  # a rank that has never been there has another role
+            found.add(p)
+    if len(found) != 1:
+        return None
+    text = f"; {rank_list(found)} has been there more or less often than all other ranks"
+    return Testimony(ranks=tuple(found), text=text)
+
+
+def more_calls(case: Case, ranks: Sequence[int]) -> Testimony | None:
+    """Return the one site that this rank has used more often than the others in as many steps, if they used it equally often."""
+    states = [case.states[q] for q in case.compared if q not in ranks and q in case.states]
+    if len(ranks) != 1 or not states or len({st.step for st in states} | {case.states[ranks[0]].step}) != 1:
+        return None
+    found = []
+    for site, count in case.states[ranks[0]].sites.items():
+        theirs = {st.sites.get(site, 0) for st in states}
+        if len(theirs) == 1 and 0 < min(theirs) < count:
+            found.append((site.rsplit("/", 1)[-1], count - min(theirs)))
+    if len(found) != 1:
+        return None
+    ((site, more),) = found
+    times = "once" if more == 1 else f"{more:,} times"
+    text = f"; in as many steps, rank {ranks[0]} has called the collective at {site} {times} more than the others"
+    return Testimony(ranks=tuple(ranks), text=text, advice=MORE_ADVICE)
