@@ -110,6 +110,19 @@ def test_equal_errors_are_skipped_at_the_speed_of_reading_lines(tmp_path: Path) 
     assert long < 8 * short  # it has 50 times the lines
 
 
+@pytest.mark.parametrize("what", ["ValueError: no image {w}", "NCCL WARN no image {w}"])
+def test_errors_of_many_shapes_are_skipped_at_the_speed_of_reading_lines(tmp_path: Path, what: str) -> None:
+    """A shape is a line without its digits. Whether it can matter, and whether enough of its lines were read, is judged once."""
+    words = [f"{a}{b}" for a in "abcdefghijklmnopqrstuvwx" for b in "ABCDEFGHIJKLMNOPQRSTUVWX"]
+    line = "2026-01-01 10:00:00 [rank{r}] ERROR data.py:{n}: " + what + "\n"
+    text = "".join(line.format(r=n % 8, n=n, w=words[n % len(words)]) for n in range(200_000))
+    few, many = tmp_path / "few.log", tmp_path / "many.log"
+    few.write_text(text[: len(text) // 50])
+    many.write_text(text)
+    short, long = (min(cpu_s(p)[0] for _ in range(2)) for p in (few, many))
+    assert long < 8 * short
+
+
 def test_the_end_of_a_file_is_read_even_after_a_million_equal_lines(tmp_path: Path) -> None:
     trace = (
         '[rank3]: Traceback (most recent call last):\n[rank3]:   File "/home/u/train.py", line 40, in <module>\n[rank3]:     main()\n'

@@ -1,18 +1,19 @@
 """Finds the log files of a job, and reads their lines in bounded memory.
 
-Plain or compressed, of any encoding. Most lines of a log do not matter: a block without any needle (a literal part of a
-known message) is skipped without being split into lines. Of lines that differ only in numbers, `Bounds` keeps some, and it limits
-the time. The last `TAIL_BLOCKS` of a file are always read in full: how the job ended is there.
+Plain or compressed, of any encoding. Most lines of a log do not matter: those without any needle (a literal part of a
+known message). Of lines that differ only in numbers, `Bounds` keeps some, and it limits the time. The last `TAIL_BLOCKS` of a file are always read in full: how the job ended is there.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import json
 import re
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import IO
 
@@ -20,20 +21,22 @@ from distdiag import guard
 from distdiag.sources.dumps.content import DumpFile
 from distdiag.sources.dumps.files import find
 from distdiag.sources.dumps.naming import name_ranks
-from distdiag.sources.logs.patterns import HEADS, NEEDLES, TABLE, Role
+from distdiag.sources.logs.patterns import BEGINS, HEADS, NEEDLES, TABLE, WEAK, Role
 from distdiag.sources.logs.writers import is_object, is_record
 from distdiag.terms.untrusted import bounded, is_rank
 
 BLOCK_BYTES = 1 << 16
-DENSE = 256  # needles in one block, above which it is split as a whole
 TRACEBACK = b"Traceback (most recent call last)"
 LINES_AFTER = 3  # a frame of a traceback, its source, its marks, and what was raised
 MAX_LINE_BYTES = 1 << 15  # the rest of a longer line is not read
 TAIL_BLOCKS = 4  # at the end of a file
-ALL_EQUAL = 256  # lines of a shape that are read, whoever wrote them; a shape is a line's begin without digits
+NEAR_LINES = 200  # after a frame, in which an exception may follow: tracebacks of several ranks are interleaved
+ALL_EQUAL = 256  # lines of a shape that are read, whoever wrote them; a shape is a line without digits
 EQUAL_OF_WRITER = 16  # further lines of a shape, of one writer in one file
 MAX_EQUAL = 1 << 15  # lines of a shape; those of further ranks are not judged
-SHAPE_BYTES, MAX_SHAPES = 160, 1 << 16
+# of shapes with the same needles: after so many lines, of each further shape the first ones, and two of each writer
+LINES_OF_GROUP, SHAPES_OF_GROUP, FIRST, MAX_LOOKED_AT = 1 << 12, 1 << 12, 4, 1 << 14
+WRITER_BYTES, SHAPE_BYTES, MAX_SHAPES = 160, 512, 1 << 15
 JOB_S, FILE_S, BYTES_PER_S = 4.0, 2.0, 20e6  # CPU time for the lines of all files, and of one; and for their bytes
 MAX_LATE = 2.0  # times the limit at which a file is no longer read at all
 UNPACK_FACTOR = 10  # a log compresses so many times, or more
@@ -174,6 +177,17 @@ def _encoding(head: bytes) -> str:
     return "utf-8"
 
 
+class _Group:
+    """Shapes with the same needles, and how many of their lines were read."""
+
+    def __init__(self, needles: tuple[bytes, ...]) -> None:
+        self.strong = any(needle not in WEAK for needle in needles)
+        self.begins = any(needle in BEGINS for needle in needles)  # a traceback, or a frame of one
+        self.traceback = TRACEBACK in needles
+        self.lines_after = LINES_AFTER if any(needle in HEADS for needle in needles) else 0
+        self.lines = self.shapes = self.looked_at = 0
+
+
 class Bounds:
     """How much of a job's logs is read in detail: so many equal lines, for so long. One for all files.
 
@@ -182,11 +196,16 @@ class Bounds:
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
+        self._of_needles = lru_cache(MAX_SHAPES)(_Group)
         self._sizes = {path: _size(path) for path in paths}
         self._until_s = time.thread_time() + JOB_S + sum(self._sizes.values()) / BYTES_PER_S
         self._began_s = self._file_s = 0.0
-        self._counts: dict[int, int] = {}
+        self._skipped: set[bytes] = set()  # shapes that cannot matter, or of which enough lines were read
+        self._groups: dict[bytes, _Group] = {}  # by shape
+        self._counts: dict[bytes, int] = {}
         self._of_writer: dict[int, int] = {}
+        self._line = 0
+        self._after = self._near = -1  # up to this line, all lines count, and those that only look like errors
         self._path = Path()
         self.late = False
 
@@ -197,6 +216,7 @@ class Bounds:
             OSError: no time is left.
         """
         self._path, self._began_s, self.late = path, time.thread_time(), False
+        self._after = self._near = -1
         self._file_s = min(FILE_S + self._sizes.get(path, 0) / BYTES_PER_S, self._until_s - self._began_s)
         if self._file_s <= 0:
             raise OSError("not read: the files before it took too long")
@@ -212,25 +232,81 @@ class Bounds:
         if used_s > MAX_LATE * self._file_s + FILE_S:
             raise OSError("not read to its end: it takes too long")
 
-    def unequal(self, block: bytes, raws: Sequence[bytes]) -> list[int]:
-        """Return the indices of a block's lines of which not enough equal ones were read before."""
-        counts, kept = self._counts, []
-        if len(counts) > MAX_SHAPES or len(self._of_writer) > MAX_SHAPES:
-            counts.clear()
-            self._of_writer.clear()
-        for i, shape in enumerate(block.translate(None, _DIGITS).split(b"\n")):
-            key = hash(shape[:SHAPE_BYTES])
-            count = counts[key] = counts.get(key, 0) + 1
-            if count <= ALL_EQUAL:
-                kept.append(i)
-            elif count <= MAX_EQUAL:
-                head = raws[i][:SHAPE_BYTES]
-                task, colon, _ = head[:8].partition(b": ")  # of srun
-                writer = hash((key, self._path, task if colon else b"", *_OF_WRITER.findall(head)))
-                of_writer = self._of_writer[writer] = self._of_writer.get(writer, 0) + 1
-                if of_writer <= EQUAL_OF_WRITER:
-                    kept.append(i)
+    def keep(self, block: bytes, raws: Sequence[bytes], all_of_them: bool) -> list[int]:
+        """Return the indices of a block's lines to read: those that can matter, unless enough equal ones were read before.
+
+        A shape is a line without its digits; whether a shape can matter is judged once. A line that only looks like an error
+        counts near a frame of a traceback; of the others, the last one of each block.
+        """
+        shapes = block.translate(None, _DIGITS).split(b"\n")
+        if max(map(len, shapes)) > SHAPE_BYTES:
+            keys = [shape if len(shape) <= SHAPE_BYTES else b"%d" % hash(shape) for shape in shapes]
+        else:
+            keys = shapes
+        first, self._line = self._line, self._line + len(raws)
+        if not all_of_them and self._after < first and self._skipped.issuperset(keys):
+            return []
+        self._judge(keys, shapes)
+        kept, weak = [], None
+        for i, key in enumerate(keys, first):
+            group = None if key in self._skipped and not all_of_them else self._groups.get(key)
+            if group is not None and not all_of_them:
+                if i > self._near and not group.strong:
+                    group, weak = None, i - first
+                elif not self._is_new(group, key, raws[i - first]):
+                    group = None
+            if group is None:
+                if i <= self._after:
+                    kept.append(i - first)
+                continue
+            if group.traceback and i > first and kept[-1:] != [i - first - 1]:
+                kept.append(i - first - 1)  # the line before it may show when
+            kept.append(i - first)
+            self._after = max(self._after, i + group.lines_after)
+            self._near = max(self._near, i + NEAR_LINES * group.begins)
+        if weak is not None and (not kept or kept[-1] < weak):
+            kept.append(weak)
         return kept
+
+    def _judge(self, keys: Sequence[bytes], shapes: Sequence[bytes]) -> None:
+        """Note for each new shape which needles it has."""
+        if len(self._skipped) + len(self._groups) > MAX_SHAPES:
+            for seen in (self._skipped, self._groups, self._counts, self._of_writer):
+                seen.clear()
+        new = {k: s for k, s in zip(keys, shapes, strict=True) if k not in self._groups and k not in self._skipped}
+        text = b"\n".join(new.values())
+        ends = list(itertools.accumulate(len(shape) + 1 for shape in new.values()))
+        found: dict[int, list[bytes]] = {}
+        for needle in NEEDLES:
+            at = text.find(needle)
+            while at >= 0:
+                nth = bisect.bisect_right(ends, at)
+                found.setdefault(nth, []).append(needle)
+                at = text.find(needle, ends[nth])
+        for nth, key in enumerate(new):
+            if nth in found:
+                self._groups[key] = self._of_needles(tuple(found[nth]))
+            else:
+                self._skipped.add(key)
+
+    def _is_new(self, group: _Group, key: bytes, raw: bytes) -> bool:
+        """True if not enough lines of this shape, or of this shape and its writer, were read; counts this one."""
+        count = self._counts[key] = self._counts.get(key, 0) + 1
+        group.shapes += count == 1
+        most = EQUAL_OF_WRITER if group.lines < LINES_OF_GROUP else 2
+        if not (count <= FIRST and group.shapes <= SHAPES_OF_GROUP) and (count > ALL_EQUAL or most == 2):
+            group.looked_at += 1
+            if count > MAX_EQUAL or group.looked_at > MAX_LOOKED_AT:
+                self._skipped.add(key)
+                return False
+            head = raw[:WRITER_BYTES]
+            task, colon, _ = head[:8].partition(b": ")  # of srun
+            writer = hash((key, self._path, task if colon else b"", *_OF_WRITER.findall(head)))
+            of_writer = self._of_writer[writer] = self._of_writer.get(writer, 0) + 1
+            if of_writer > most:
+                return False
+        group.lines += 1
+        return True
 
 
 def _size(path: Path) -> int:
@@ -261,30 +337,23 @@ def lines(path: Path, bounds: Bounds) -> Iterator[tuple[int, str]]:
                     bounds.check()
                     first, block = tail.popleft()
                     if not bounds.late:
-                        yield from _of_block(first, block, bounds)
+                        yield from _of_block(first, block, bounds, at_end=False)
         except OSError as e:
             ended = e
     for first, block in tail:
-        yield from _of_block(first, block, None)
+        yield from _of_block(first, block, bounds, at_end=True)
     if ended is not None:
         raise ended
     yield number, ""  # how many there were
 
 
-def _of_block(number: int, block: bytes, bounds: Bounds | None) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a block whose first line has this number; those that `bounds` keeps."""
+def _of_block(number: int, block: bytes, bounds: Bounds, at_end: bool) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a block whose first line has this number; those that `bounds` keeps, at the end all that can matter."""
     raws = block.split(b"\n")
-    kept = range(len(raws)) if bounds is None else bounds.unequal(block, raws)
-    if len(kept) < len(raws):
-        block = b"\n".join([raws[i] for i in kept])
-    nth, counted = 0, 0
-    for start, end in _regions(block):
-        nth += block.count(b"\n", counted, start)
-        counted = start
-        for i, raw in enumerate(block[start:end].split(b"\n"), nth):
-            for text in raw.split(b"\r") if b"\r" in raw else (raw,):
-                if text:
-                    yield number + kept[i], text[:MAX_LINE_BYTES].decode("utf-8", "replace")
+    for i in bounds.keep(block, raws, at_end):
+        for text in raws[i].split(b"\r"):
+            if text:
+                yield number + i, text[:MAX_LINE_BYTES].decode("utf-8", "replace")
 
 
 def wrapped_at(path: Path) -> int | None:
@@ -295,7 +364,8 @@ def wrapped_at(path: Path) -> int | None:
     except (OSError, *guard.DAMAGED):
         return None
     column = max(lengths)
-    return column if lengths[column] >= WRAPPED_LINES and TERMINALS[0] <= column <= TERMINALS[1] else None
+    wrapped = WRAPPED_LINES <= lengths[column] <= lengths.total() * 0.8
+    return column if wrapped and TERMINALS[0] <= column <= TERMINALS[1] else None
 
 
 def unwrapped(path: Path, column: int, bounds: Bounds) -> Iterator[tuple[int, str]]:
@@ -321,41 +391,9 @@ def unwrapped(path: Path, column: int, bounds: Bounds) -> Iterator[tuple[int, st
                     joined.append((first, whole))
                     whole = b""
             raws = [raw for _, raw in joined]
-            for i in bounds.unequal(b"\n".join(raws), raws):
+            for i in bounds.keep(b"\n".join(raws), raws, all_of_them=False):
                 yield joined[i][0], raws[i].decode("utf-8", "replace")
     yield number, ""
-
-
-def _regions(block: bytes) -> list[tuple[int, int]]:
-    """Return the parts of a block to read, as (start, end) of whole lines, in order and disjoint."""
-    found: list[tuple[int, int]] = []
-    for needle in NEEDLES:
-        at = block.find(needle)
-        more = LINES_AFTER if needle in HEADS else 0
-        while at >= 0:
-            start, end = block.rfind(b"\n", 0, at) + 1, _end(block, at)
-            if needle == TRACEBACK and start:  # the line before it may show when
-                start = block.rfind(b"\n", 0, start - 1) + 1
-            for _ in range(more):
-                end = _end(block, end + 1)
-            found.append((start, end))
-            if len(found) > DENSE:
-                return [(0, len(block))]
-            at = block.find(needle, _end(block, at))
-    found.sort()
-    apart: list[tuple[int, int]] = []
-    for start, end in found:
-        if apart and start <= apart[-1][1]:
-            apart[-1] = (apart[-1][0], max(end, apart[-1][1]))
-        else:
-            apart.append((start, end))
-    return apart
-
-
-def _end(block: bytes, at: int) -> int:
-    """Return where the line around `at` ends."""
-    end = block.find(b"\n", min(at, len(block)))
-    return end if end >= 0 else len(block)
 
 
 def _blocks(f: IO[bytes]) -> Iterator[bytes]:

@@ -124,8 +124,8 @@ TABLE: tuple[Pattern, ...] = (
     _row("ray_worker", E, "A worker died or was killed", r"A worker died or was killed while executing a task by an unexpected system error"
          r"(?:.{0,400}?Worker IP address: (?P<host>\S+).{0,60}?Worker PID: (?P<pid>\d+))?"),
     _row("exit_tasks", E, "srun: error: ", r"srun: error: (?P<host>[\w.-]+): tasks? (?P<tasks>[\d,\[\]-]+): (?P<how>Out Of Memory|Killed|Segmentation fault|Bus error|Aborted|Exited with exit code \d+)"),
-    _row("exit_unnamed", E, "xit code 13", r"exit code (?P<code>13[4-9])\b"),
-    _row("exit_unnamed", E, "xitCode: 13", r"exitCode: (?P<code>13[4-9])\b"),
+    _row("exit_unnamed", E, "xit code ", r"exit code (?P<code>13[4-9])\b"),
+    _row("exit_unnamed", E, "xitCode: ", r"exitCode: (?P<code>13[4-9])\b"),
     _row("exit_shell", E, ": line ", r": line \d+:\s+(?P<pid>\d+) (?P<how>Killed|Segmentation fault|Bus error)\b"),
     _row("cancelled", X, "CANCELLED AT", r"(?:STEP|JOB) (?P<job>[\w.]+) ON (?P<host>\S+) CANCELLED AT (?P<when>\S+)(?: DUE TO (?P<why>[A-Z][A-Z ]+[A-Z]))?"),
     _row("terminated", X, "death signal", r"Received (?P<signal>\d+) death signal"),
@@ -157,13 +157,17 @@ TABLE: tuple[Pattern, ...] = (
 )  # fmt: skip
 
 # Lines that the collector reads itself: tables and tracebacks of several lines.
+_BEGINS = ("Traceback (most recent call last)", 'File "', 'File \\"', "Stack trace of the failed")
 _MORE = (
-    "Traceback (most recent call last)", 'File "', 'File \\"', "Error", "Exception", "Root Cause", "exitcode", "local_rank:",
-    "Stack trace of the failed", " from /", "Process name: [[", "Exit code:", "terminated with the following error",
-    "above exception", "rank      :", "host      :", "time      :", "traceback :", "Interrupt", "Expired", "Exit", "Last error:", "[distdiag] ",
+    "Root Cause", "exitcode", "local_rank:", "Process name: [[", "Exit code:", "terminated with the following error",
+    "rank      :", "host      :", "time      :", "traceback :", "Last error:", "[distdiag] ",
 )  # fmt: skip
-_WORDS = tuple(dict.fromkeys((*(p.needle for p in TABLE), *_MORE)))
+# They matter near a traceback only; far from one, such a line is shown if nothing else is found.
+_WEAK = ("Error", "Exception", " from /", "above exception", "Interrupt", "Expired", "Exit")
+_WORDS = tuple(dict.fromkeys((*(p.needle for p in TABLE), *_BEGINS, *_MORE, *_WEAK)))
 NEEDLES: tuple[bytes, ...] = tuple(word.encode() for word in _WORDS)
+WEAK = frozenset(word.encode() for word in _WEAK)
+BEGINS = frozenset(word.encode() for word in _BEGINS)
 HEADS = (b'File "', b'File \\"', b"Last error:", b"traceback :")  # the next lines belong to it, whatever they contain
 
 
