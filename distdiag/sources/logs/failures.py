@@ -19,7 +19,9 @@ from distdiag.sources.logs.timeouts import op_name
 from distdiag.terms.ranks import unfold_ranks
 from distdiag.terms.untrusted import bounded, is_rank
 
-HANDLED_LINES = 500  # a log that continues for this many lines shows that an exception was caught
+HANDLED_LINES = 50  # a log that ends in so many lines without an error shows that an exception was caught
+# an exception that only reports another one
+_RETOLD = bounded(r"[Rr]oot cause|[Ss]ee (?:the )?(?:stack trace|logs? |error)|in a background process")
 _NUMBER = bounded(r"0x[0-9a-f]+|\d+")
 _OF_THE_LINE = {"duplicate_gpu": ("a", "b"), "rank_twice": ("a",), "nccl_mismatch": ("near",)}  # ranks it is about
 # signals of a rank that was ended, or aborted by its watchdog; and those of a fault
@@ -78,7 +80,14 @@ def of_messages(found: Collected) -> tuple[list[Reason], list[Fact]]:
                 late.append(f)
                 continue
         _add(reasons, f, meaning, len(found.files) > 1)
-    return sorted(reasons.values(), key=lambda r: r.order), late
+    return _not_retold(sorted(reasons.values(), key=lambda r: r.order)), late
+
+
+def _not_retold(reasons: list[Reason]) -> list[Reason]:
+    """Return the reasons without those that only report another one: that of a worker, by its parent or driver."""
+    first = [r for r in reasons if not _RETOLD.search(r.text)] or reasons
+    known = {r.text for r in first if r.ranks or r.unnamed}
+    return [r for r in first if r.ranks or r.unnamed or r.text not in known]
 
 
 def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, several_files: bool) -> None:
@@ -91,7 +100,7 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, seve
     ranks = {f.number(k) for k in keys} if keys else {f.rank}
     known = {q for q in ranks if q is not None and is_rank(q)}
     r.ranks |= known
-    name = f.who.name
+    name = f"node {f.fields['node']}" if "node" in f.fields else f.who.name
     if several_files:
         name = f"{name or 'a process'} of {f.path.name}"
     if not known and name and name not in r.unnamed:
@@ -99,14 +108,17 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, seve
     if f.site is not None and f.rank is not None:
         r.sites.setdefault(f.rank, f.site)
     if f.name == "exception":
-        r.advice = meanings.advice_for(f.text, len(r.ranks))
+        r.advice = meanings.advice_for(f.text, meanings.GENERAL[min(len(r.ranks), 2)])
+    elif f.name == "cuda_error":
+        r.advice = meanings.advice_for(f.text, meaning.advice)
 
 
 def handled(found: Collected) -> list[Fact]:
     """Return the exceptions that a rank caught: its log continues for long, and no line shows that the job failed."""
     if any(f.role in (Role.WAIT, Role.VICTIM, Role.EXIT, Role.START) for f in found.facts):
         return []
-    return [f for f in found.facts if f.name == "exception" and f.lines_after >= HANDLED_LINES and not f.uncaught]
+    names = ("exception", "cuda_oom")
+    return [f for f in found.facts if f.name in names and f.quiet_lines >= HANDLED_LINES and not f.uncaught]
 
 
 def text_of(f: Fact, meaning: Meaning) -> str:
@@ -152,19 +164,20 @@ class _End:
         return name + (f" on {host}" if host else "")
 
 
-def of_exits(found: Collected, explained: set[int], waited: set[int]) -> list[Reason]:
+def of_exits(found: Collected, explained: set[int], waited: set[int], others: bool) -> list[Reason]:
     """Return the reasons that launchers give for ranks that left no message of their own.
 
     Args:
         explained: Ranks whose failure is known.
         waited: Ranks that timed out or lost a connection: their own end follows from that.
+        others: True if a process failed by itself, whether its rank is known or not.
     """
     reasons: dict[tuple[str, str], Reason] = {}
     memory = found.named("host_oom")
     ends = _ends(found)
     named = any(end.rank is not None for end in ends)
     for nth, end in enumerate(ends):
-        unknown = end.rank is None and bool(explained) and named
+        unknown = end.rank is None and ((bool(explained) and named) or (others and end.launcher == "line"))
         if end.rank in explained or unknown or _followed(end, explained, waited, bool(memory)):
             continue
         meaning = _meaning(end, bool(memory))
@@ -190,7 +203,7 @@ def _ends(found: Collected) -> list[_End]:
     lines = [f for f in found.facts if f.role is Role.EXIT and f.name not in ("ended", "host_oom")]
     out: list[_End] = []
     for f in (*tables, *(f for f in lines if f.fields.get("pid") not in known)):
-        launcher = {"exit_tasks": "srun", "ray_worker": "ray"}.get(f.name, f.fields.get("launcher", "line"))
+        launcher = {"exit_tasks": "srun", "lost_worker": "parent", "mpi_abort": "mpi"}.get(f.name, f.fields.get("launcher", "line"))
         ranks: list[int | None] = [f.rank]
         if f.name == "exit_tasks":  # a task is a node, if torchrun started the ranks
             ranks = [None] if found.torchrun else [*_tasks(f.fields["tasks"])]
@@ -222,7 +235,7 @@ def _followed(end: _End, explained: set[int], waited: set[int], memory: bool) ->
     """True if this process ended, or was ended, after another had failed."""
     if end.by in _SENT and (waited or end.by != "SIGABRT"):
         return True
-    if end.rank in waited or (end.launcher == "ray" and end.rank is None and waited):
+    if end.rank in waited or (end.launcher == "parent" and end.rank is None and waited):
         return True  # a process that has timed out was alive until then
     cleaned_up = end.by not in _BY_KERNEL or (end.by == "SIGKILL" and end.launcher == "srun" and not memory)
     return bool(explained) and not end.fact.fields.get("what") and cleaned_up
@@ -231,14 +244,17 @@ def _followed(end: _End, explained: set[int], waited: set[int], memory: bool) ->
 def _meaning(end: _End, memory: bool) -> Meaning:
     """Return what one end is reported as."""
     by, what = end.by, end.fact.fields.get("what", "")
-    if end.launcher == "ray":
-        return Meaning("rank_lost", "crashed", "was lost by Ray: killed, or crashed in native code", meanings.KILLED)
+    if end.launcher == "parent":
+        return Meaning("rank_lost", "crashed", "was lost: killed, or crashed in native code", meanings.KILLED)
+    if end.launcher == "mpi":
+        why = shortened(end.fact.fields.get("how", "by the program (MPI_Abort)"), 160)
+        return Meaning("rank_lost", "crashed", f"aborted MPI: {why}", meanings.SEE_LOG)
     if by == "SIGKILL" and memory:
         return Meaning("rank_lost", "killed", "was killed by SIGKILL: out of memory", MEANINGS["host_oom"].advice)
     if by:
         return Meaning("rank_lost", "killed", f"was killed by {by}", meanings.SIGNALS.get(by, meanings.SEE_LOG))
     if what:
-        return Meaning("rank_lost", "crashed", f"raised {shortened(what, 160)}", meanings.advice_for(what, 1))
+        return Meaning("rank_lost", "crashed", f"raised {shortened(what, 160)}", meanings.advice_for(what, meanings.GENERAL[1]))
     return Meaning("rank_lost", "crashed", f"{EXIT_CODE} {end.code}, without an exception in the log", meanings.SEE_LOG)
 
 
@@ -329,5 +345,5 @@ def _who_failed(r: Reason, ranks: tuple[int, ...], of_node: bool) -> str:
     if len(r.hosts) == 1 and not r.hosts <= {"localhost"}:
         who += f" on {min(r.hosts)}"
     site = next((f.site for f in r.facts if f.site is not None), None)
-    times = f" ({len(r.facts):,} times)" if who is nobody and len(r.facts) > 1 else ""
+    times = f" ({len(r.facts):,} times)" if who is nobody and len(r.facts) > 1 and r.meaning.cause != "killed" else ""
     return f"{who} {text}{_first(r)}{at(site)}{times}"

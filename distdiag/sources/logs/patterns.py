@@ -65,6 +65,8 @@ TABLE: tuple[Pattern, ...] = (
     _row("gloo_timeout", W, "Timed out waiting", r"\[[^\]]{0,120}gloo/transport/[^\]]{0,80}\] Timed out waiting (?P<limit>\d+)ms for (?P<what>send|recv) operation"),
     _row("gloo_timeout", W, "Application timeout caused pair closure", r"Application timeout caused pair closure"),
     _row("store_wait", W, "wait timeout after", r"(?<!error: )wait timeout after (?P<limit>\d+)ms, keys: (?P<key>\S{1,200})"),
+    _row("hccl_socket", W, "Getting socket times out", r"Getting socket times out"),
+    _row("hccl_wait", W, "from remote rank", r"has not received the Notify record from remote rank \[(?P<awaited>\d+)\](?:.{0,120}?tag\[(?P<tag>[A-Za-z]+))?"),
     # -- the communicator could not be created
     _row("unique_id", W, "ncclUniqueId from", r"\[(?P<waiter>\d+)\] is setting up NCCL communicator and retr\w+ ncclUniqueId from \[(?P<awaited>\d+)\]"
          r".{0,200}?got error: (?P<reason>.*)"),
@@ -99,6 +101,8 @@ TABLE: tuple[Pattern, ...] = (
     _row("xid", C, "caused by previous Xid", r"NVRM: Xid \(PCI:(?P<pci>[\w:.]+)\): \d+.{0,120}caused by previous Xid (?P<xid>\d+)"),
     _row("xid", C, "NVRM: Xid", r"NVRM: Xid \(PCI:(?P<pci>[\w:.]+)\): (?P<xid>(?!43\b|45\b)\d+)(?:, pid='?(?P<pid>\d+))?(?:.{0,40}?, (?P<text>[A-Z].{0,80}))?"),
     _row("device_lost", C, "has fallen off the bus", r"GPU has fallen off the bus"),
+    _row("gpu_init", C, "RmInitAdapter failed", r"NVRM: GPU (?P<pci>[\w:.]+): RmInitAdapter failed"),
+    _row("sxid", C, "SXid (PCI:", r"SXid \(PCI:(?P<pci>[\w:.]+)\): (?P<xid>\d+), Fatal, (?P<text>.{1,80})"),
     _row("cuda_oom", C, "CUDA out of memory", r"CUDA out of memory\. ?(?P<what>.{0,200})"),
     _row("cuda_oom", C, "Cuda failure", r"Cuda failure (?:\d+ )?'out of memory'"),
     _row("cuda_oom", C, "CUDA error: out of memory", r"CUDA error: out of memory"),
@@ -114,25 +118,42 @@ TABLE: tuple[Pattern, ...] = (
     _row("loader_killed", C, "is killed by signal", r"DataLoader worker \(pid[^)]{0,20}\) is killed by signal: (?P<signal>(?!Bus)\w[\w ]*)"),
     _row("host_oom", E, "oom_kill event", r"oom_kill event"),
     _row("host_oom", E, "oom-kill event", r"oom-kill event"),
+    _row("host_oom", E, "killed due to memory pressure", r"(?<!\b0) Workers \(tasks / actors\) killed due to memory pressure"),
+    _row("host_oom", E, "Task was killed due to the node", r"Task was killed due to the node running low on memory"),
     _row("host_oom", E, "Killed process", r"(?:[Oo]ut of memory|Memory cgroup out of memory): Killed process (?P<pid>\d+)"),
     _row("host_oom", E, "OOMKilled", r"\bOOMKilled\b"),
     # -- launchers: torchrun, DeepSpeed, mpirun, multiprocessing, Slurm
     _row("exit", E, "failed (exitcode", r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: (?P<pid>\d+)\)"),
+    _row("exit", E, "Child process with PID", r"\[rank: (?P<r>\d+)\] Child process with PID (?P<pid>\d+) terminated with code (?P<code>-?\d+)"),
+    _row("exit", E, "exited with code", r"Global rank (?P<r>\d+) \(PID (?P<pid>\d+)\) exited with code (?P<code>-?\d+)"),
+    _row("exit", E, " died, exit code: ", r"Worker \w+ pid (?P<pid>\d+) died, exit code: (?P<code>-?\d+)"),
+    _row("lost_worker", E, "died unexpectedly, shutting down", r"Worker proc \w+?-(?P<r>\d+) died unexpectedly, shutting down"),
+    _row("mpi_abort", E, "MPI_ABORT was invoked", r"MPI_ABORT was invoked on rank (?P<r>\d+)"),
+    _row("mpi_abort", E, " in comm ", r"Abort\(\d+\) on node \d+ \(rank (?P<r>\d+) in comm \d+\): (?P<how>.{1,160})"),
+    _row("node_lost", C, "Remote daemon: ", r"Remote daemon: \[\[\d+,\d+\],\d+\] on node (?P<node>\S+)"),
+    _row("node_lost", C, "has been marked dead", r"The node with node id: \w+ and address: (?P<node>[\w.:-]+).{0,120} has been marked dead"),
+    _row("node_lost", C, "Node failure on", r"srun: error: Node failure on (?P<node>\S+)"),
     _row("exit_unnamed", E, "exits with return code", r"exits with return code = (?P<code>-?\d+)"),
     _row("exit", E, "noticed that process rank", r"noticed that process rank (?P<r>\d+) with PID \d+ on node (?P<host>\S+) exited on signal (?P<signal>\d+)"),
     _row("exit", E, " terminated with ", r"(?:ProcessExitedException|Exception): process (?P<r>\d+) terminated with (?:signal (?P<signal>\w+)|exit code (?P<code>\d+))"),
-    _row("ray_worker", E, "A worker died or was killed", r"A worker died or was killed while executing a task by an unexpected system error"
+    _row("lost_worker", E, "A worker died or was killed", r"A worker died or was killed while executing a task by an unexpected system error"
          r"(?:.{0,400}?Worker IP address: (?P<host>\S+).{0,60}?Worker PID: (?P<pid>\d+))?"),
     _row("exit_tasks", E, "srun: error: ", r"srun: error: (?P<host>[\w.-]+): tasks? (?P<tasks>[\d,\[\]-]+): (?P<how>Out Of Memory|Killed|Segmentation fault|Bus error|Aborted|Exited with exit code \d+)"),
     _row("exit_unnamed", E, "xit code ", r"exit code (?P<code>13[4-9])\b"),
     _row("exit_unnamed", E, "xitCode: ", r"exitCode: (?P<code>13[4-9])\b"),
     _row("exit_shell", E, ": line ", r": line \d+:\s+(?P<pid>\d+) (?P<how>Killed|Segmentation fault|Bus error)\b"),
     _row("cancelled", X, "CANCELLED AT", r"(?:STEP|JOB) (?P<job>[\w.]+) ON (?P<host>\S+) CANCELLED AT (?P<when>\S+)(?: DUE TO (?P<why>[A-Z][A-Z ]+[A-Z]))?"),
-    _row("terminated", X, "death signal", r"Received (?P<signal>\d+) death signal"),
+    _row("evicted", X, "The node was low on resource", r"The node was low on resource: (?P<what>[\w-]+)"),
+    _row("preempted", X, "Preempted by ", r"(?P<what>Preempted by .{1,60})"),
+    _row("preempted", X, "nterruption notice", r"(?P<what>[Ss]pot (?:instance )?interruption notice)"),
+    _row("preempted", X, "preempt", r"(?P<what>instance (?:is being|was|has been|will be) preempted|[Pp]reemption notice)"),
+    _row("terminated", X, "death signal", r"Received (?:Signals\.(?P<name>SIG\w+)|(?P<signal>\d+)) death signal"),
     _row("terminated", X, "got signal: ", r"SignalException: Process \d+ got signal: (?P<signal>\d+)"),
     _row("interrupted", X, "KeyboardInterrupt", r"^(?:.*[\]:)|] ?)?KeyboardInterrupt\s*$"),
     # -- connections
     _row("ib", H, "Got completion", r"NET/\w+ ?: ?Got (?:async event|completion) from peer (?P<peer>[^\s<]+)(?:<\d+>)? with (?:status=|error )(?P<status>\d+)"),
+    _row("nccl_error", V, "|CCL_ERROR|", r"\|CCL_ERROR\| (?P<what>.{1,160})"),
+    _row("nccl_error", V, "oneCCL: ", r"(?P<what>oneCCL: .{1,160})"),
     _row("closed", V, "losed by", r"Connection closed by (?:remote )?peer \[?" + _PEER),
     _row("closed", V, "Call to ", r"^(?!.*retrying).*(?:Call to \w+|Connect) (?:from|to) " + _PEER + r".{0,30}?failed ?: (?P<reason>.*)"),
     _row("closed", V, "Connect to ", r"NCCL WARN .{0,40}Connect to " + _PEER + r".{0,30}?failed ?: (?P<reason>.*)"),
@@ -152,6 +173,9 @@ TABLE: tuple[Pattern, ...] = (
     _row("lightning", F, "MEMBER: ", r"GLOBAL_RANK: (?P<r>\d+), MEMBER: \d+/(?P<world>\d+)"),
     _row("torchrun", F, "distributed/elastic", r"torch/distributed/elastic"),
     _row("torchrun", F, "distributed.elastic", r"torch\.distributed\.elastic"),
+    _row("launch", F, "Setting OMP_NUM_THREADS", r"Setting OMP_NUM_THREADS environment variable for each process"),
+    _row("launch", F, "WORLD INFO DICT", r"WORLD INFO DICT"),
+    _row("launch", F, "Initializing distributed: GLOBAL_RANK", r"Initializing distributed: GLOBAL_RANK: 0,"),
     _row("restart", F, "estarting worker group", r"[Rr]estarting worker group"),
     _row("restart", F, "will restart worker group", r"will restart worker group"),
 )  # fmt: skip
@@ -159,11 +183,12 @@ TABLE: tuple[Pattern, ...] = (
 # Lines that the collector reads itself: tables and tracebacks of several lines.
 _BEGINS = ("Traceback (most recent call last)", 'File "', 'File \\"', "Stack trace of the failed")
 _MORE = (
-    "Root Cause", "exitcode", "local_rank:", "Process name: [[", "Exit code:", "terminated with the following error",
+    "Root Cause", "exitcode", "local_rank:", "Process name: [[", "Exit code:", " RUNNING AT ", "EXIT CODE:", "KILLED BY SIGNAL:",
+    "terminated with the following error", " global rank ", "==> ",
     "rank      :", "host      :", "time      :", "traceback :", "Last error:", "[distdiag] ",
 )  # fmt: skip
 # They matter near a traceback only; far from one, such a line is shown if nothing else is found.
-_WEAK = ("Error", "Exception", " from /", "above exception", "Interrupt", "Expired", "Exit")
+_WEAK = ("Error", "Exception", " from /", "above exception", "Interrupt", "Expired", "Exit", "frame #")
 _WORDS = tuple(dict.fromkeys((*(p.needle for p in TABLE), *_BEGINS, *_MORE, *_WEAK)))
 NEEDLES: tuple[bytes, ...] = tuple(word.encode() for word in _WORDS)
 WEAK = frozenset(word.encode() for word in _WEAK)

@@ -22,7 +22,7 @@ from distdiag.terms.untrusted import bounded, is_rank, numbers
 _ADDRESS_KEY = bounded(r"default_pg/\d+//\w+//\d+/(\d{1,6})\W*$")
 _GONE = bounded(r"[Rr]eset by peer|[Bb]roken [Pp]ipe|[Gg]ot 0 bytes|[Cc]onnection closed")
 _HERE = ("127.0.0.1", "127.0.1.1", "localhost", "::1")
-_REFUSED = "Connection refused"
+_NO_WAY = bounded(r"Connection refused|No route to host|Network is unreachable")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def _lost_store(facts: Sequence[Fact]) -> bool:
 
 
 def _refused(facts: Sequence[Fact]) -> bool:
-    return all(_REFUSED in f.fields.get("reason", f.text) for f in facts)
+    return all(_NO_WAY.search(f.fields.get("reason", f.text)) for f in facts)
 
 
 def _too_many(fact: Fact) -> bool:
@@ -78,6 +78,10 @@ LATE_ROWS = (
     Row("unique_id", _LATE, "rank {awaited} did not reach the first collective of a group, where {who} {waits} for it{at} ({reason})",
         "see what rank {awaited} did meanwhile: long work before the first collective (data, a download, a model), an exception, "
         "or a collective that only the others call; give long work a longer timeout in init_process_group"),
+    Row("hccl_wait", _LATE, "{culprits} did not come to {tag}, where {who} {waits} for it in HCCL{at}",
+        "read the log of {culprits}, and take {its} stack the next time: another failure there, a longer branch, or another call"),
+    Row("hccl_socket", _LATE, "{who} waited in HCCL{at} for a connection that the rank at the other end did not make in time",
+        "read the logs of the ranks that do not report it: one failed, or is late (HCCL_CONNECT_TIMEOUT is the limit); then the network of the NPUs: `hccn_tool`"),
 )  # fmt: skip
 START_ROWS = (
     Row("stuck_watchdog", "stall/unknown", "the watchdog of {who} made no progress{stuck}: a call to CUDA or NCCL does not return there, or a thread holds the GIL in one",
@@ -119,9 +123,9 @@ LOST_ROWS = (
     Row("closed store_lost refused lost", _LOST, "{who} lost a connection{to}{at}: " + _PROCESS, _ENDED, ("{who} lost a connection{to}{at}: " + _PROCESS + _NOTHING, _ENDED)),
     Row("nccl_error own_error dist_error", "rank_lost/crashed", "HCCL failed on {who}{at}: {what}",
         "read the lines after it (EI…, EJ…): they have the reason; often another rank failed first", when=lambda facts: facts[0].fields.get("what", "").startswith("Hccl")),
-    Row("nccl_error own_error dist_error nccl_warning", "rank_lost/crashed", "NCCL failed on {who}{at}: {what}: {warning}",
+    Row("nccl_error own_error dist_error nccl_warning", "rank_lost/crashed", "{library} failed on {who}{at}: {what}: {warning}",
         "see the first NCCL WARN or `Last error` of each rank: it is the reason, the exceptions follow", when=lambda facts: len({f.name == "nccl_warning" for f in facts}) == 2),
-    Row("nccl_error own_error dist_error", "rank_lost/crashed", "NCCL failed on {who}{at}: {what}", "run again with NCCL_DEBUG=WARN, which prints the reason"),
+    Row("nccl_error own_error dist_error", "rank_lost/crashed", "{library} failed on {who}{at}: {what}", "run again with NCCL_DEBUG=WARN, which prints the reason"),
     Row("store_wait", _LATE, "{who} waited {limit} in the job's store{at} for {key}, which no process has set",
         "see what the other side did: the rank or service that sets this key has failed, or never made the matching call",
         ("{culprits} did not join a gloo group{at} in {limit}, where {who} waited",
@@ -175,6 +179,8 @@ def _blamed(found: Collected, name: str, facts: list[Fact]) -> tuple[Collection[
             waiters = {f.rank if f.rank is not None else f.number("waiter") or 0 for f in facts}
             awaited = _awaited(facts)
             return () if _lost_store(facts) or awaited in waiters else (awaited,), waiters
+        case "hccl_wait":
+            return {awaited for f in facts if (awaited := f.number("awaited")) is not None}, ranks
         case "stuck_watchdog":
             alone = len(ranks) == 1 or (found.world_size is not None and 0 < len(ranks) <= found.world_size // 2)
             return (ranks if alone else ()), ranks
@@ -217,6 +223,8 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
         "culprits": rank_list(culprits),
         "its": verb(culprits, "its", "their"),
         "report": verb(culprits, "reports", "report"),
+        "library": "oneCCL" if "CCL_ERROR" in facts[0].text or "oneCCL" in facts[0].text else "NCCL",
+        "tag": first.get("tag", "a collective"),
         "waits": verb(ranks, "waits", "wait"),
         "awaited": str(_awaited(facts)),
         "limit": rough_time((limit or 0) / 1e3),
