@@ -41,7 +41,8 @@ _ERRORS = bounded(r"\b(?:(?:[A-Z]\w*)?(?:Error|Exception)|ERROR|FATAL|Fatal|Abor
 _INSIDE = bounded(r"/torch/(?:distributed|csrc|nn/parallel)/")
 _LOST = bounded(r"reset by peer|Broken pipe|onnection refused|onnection closed|Socket Timeout|timed out", re.IGNORECASE)
 _PREFIXES = bounded(r"^(?:\[[^\]]*\]:? ?){0,9}")
-_PROSE = bounded(r"\w [\"'](?=[^\"']{0,400}$)|[a-z,] $")  # an open quotation, or the middle of a sentence
+# an open quotation in a sentence, a list or a call, a raise statement, or the middle of a sentence
+_PROSE = bounded(r"(?:\w |[\[{,] ?|[a-z_]\()[\"'](?=[^\"']{0,400}$)|\braise \w|[a-z,] $")
 _MILD = bounded(r"(?<!NCCL )\b(?:WARN(?:ING)?|INFO|DEBUG)\b")  # levels of the program's own log
 _LOUD = bounded(r"[A-Za-z](?:Error|Exception)\b|Traceback|File \"|frame #")
 _SECTION = bounded(r"-----(?:Begin|End) global rank (?P<r>\d+) STD|^==> \S{0,200}?(?:rank[-_.=]?(?P<of_file>\d+)\S*)? <==")
@@ -282,7 +283,7 @@ class Collector:
         text = line.text
         for row in TABLE:
             if row.needle in text and (m := row.regex.search(text)) is not None:
-                if row.role in (Role.CAUSE, Role.VICTIM) and _told(text[: m.start()], row.role):
+                if row.role in (Role.CAUSE, Role.VICTIM, Role.EXIT) and _told(text[: m.start()], row.role):
                     continue
                 self._add(row.name, row.role, m.groupdict(), line)
                 if row.role is not Role.FACT:
@@ -383,8 +384,9 @@ class Collector:
             return None
         if any(len(v) > MAX_DIGITS and v.isdigit() for v in fields.values()):
             return None
-        if name == "ended" and who.rank is not None and "pid" in fields:
-            out.is_rank_of(int(fields["pid"]), who.rank)
+        if name == "ended" and who.rank is not None:
+            out.is_rank_of(int(fields.get("pid", "-1")), who.rank)
+            out.is_rank_of((line.path, int(fields.get("local", "-1"))), who.rank)
         about = {int(fields[k]) for k in _RANK_FIELDS if fields.get(k, "").isdigit()}
         if not all(map(is_rank, about)):
             return None
@@ -417,7 +419,10 @@ class Collector:
 
 def _told(before: str, role: Role) -> bool:
     """True if a message is told, not given: in a sentence, a quotation, or a line of the program's log that is no error."""
-    return _PROSE.search(before) is not None or (role is Role.CAUSE and _MILD.search(before) is not None)
+    told = _PROSE.search(before)
+    if told is not None and (role is not Role.EXIT or told[0][-1] in "\"'"):
+        return True
+    return role is Role.CAUSE and _MILD.search(before) is not None
 
 
 def _keep_frame(frames: list[dict[str, object]], m: re.Match[str], innermost_first: bool = False) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
 
 from distdiag.diagnosis.model.findings import Finding, rank_list
 from distdiag.diagnosis.model.snapshot import Site
@@ -22,6 +23,7 @@ from distdiag.terms.untrusted import bounded, is_rank
 HANDLED_LINES = 50  # a log that ends in so many lines without an error shows that an exception was caught
 # an exception that only reports another one
 _RETOLD = bounded(r"[Rr]oot cause|[Ss]ee (?:the )?(?:stack trace|logs? |error)|in a background process")
+AFTER_FIRST_S = 5.0  # a launcher kills what has not ended by itself so long after the first failure, or later
 _NUMBER = bounded(r"0x[0-9a-f]+|\d+")
 _OF_THE_LINE = {"duplicate_gpu": ("a", "b"), "rank_twice": ("a",), "nccl_mismatch": ("near",)}  # ranks it is about
 # signals of a rank that was ended, or aborted by its watchdog; and those of a fault
@@ -80,7 +82,15 @@ def of_messages(found: Collected) -> tuple[list[Reason], list[Fact]]:
                 late.append(f)
                 continue
         _add(reasons, f, meaning, len(found.files) > 1)
-    return _not_retold(sorted(reasons.values(), key=lambda r: r.order)), late
+    return _not_retold(_by_time(list(reasons.values()))), late
+
+
+def _by_time(reasons: list[Reason]) -> list[Reason]:
+    """Return the reasons in the order of their clocks, if all show the same clock; else of their lines."""
+    at = [r.facts[0].at for r in reasons]
+    if len({a[0] if a else "" for a in at}) == 1 and at[0] is not None:
+        return sorted(reasons, key=lambda r: (r.facts[0].at or ("", 0.0))[1])
+    return sorted(reasons, key=lambda r: r.order)
 
 
 def _not_retold(reasons: list[Reason]) -> list[Reason]:
@@ -93,7 +103,9 @@ def _not_retold(reasons: list[Reason]) -> list[Reason]:
 def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, several_files: bool) -> None:
     text = text_of(f, meaning)
     place = f"{f.site.file}:{f.site.line}" if f.site is not None and f.name == "exception" else ""
-    key = (f.name, text if f.name == "xid" else _NUMBER.sub("#", text) + place)
+    key = (f.name, _NUMBER.sub("#", text) + place)
+    if pci := f.fields.get("pci"):  # all that the driver reports of one device is one event
+        key = ("gpu", f"{f.path} {pci.rpartition('.')[0] or pci}")
     r = reasons.setdefault(key, Reason(meaning, text, meaning.advice, f.order))
     r.facts.append(f)
     keys = _OF_THE_LINE.get(f.name)
@@ -102,13 +114,15 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, seve
     r.ranks |= known
     name = f"node {f.fields['node']}" if "node" in f.fields else f.who.name
     if several_files:
-        name = f"{name or 'a process'} of {f.path.name}"
+        name = f"{name or ('the host' if meaning.kind == 'gpu' else 'a process')} of {f.path.name}"
     if not known and name and name not in r.unnamed:
         r.unnamed.append(name)
     if f.site is not None and f.rank is not None:
         r.sites.setdefault(f.rank, f.site)
     if f.name == "exception":
         r.advice = meanings.advice_for(f.text, meanings.GENERAL[min(len(r.ranks), 2)])
+    elif f.fields.get("xid") in meanings.PROGRAM_XIDS:
+        r.advice = meanings.OF_PROGRAM
     elif f.name == "cuda_error":
         r.advice = meanings.advice_for(f.text, meaning.advice)
 
@@ -176,9 +190,12 @@ def of_exits(found: Collected, explained: set[int], waited: set[int], others: bo
     memory = found.named("host_oom")
     ends = _ends(found)
     named = any(end.rank is not None for end in ends)
+    first_s = min((end.fact.who.at[1] for end in ends if end.fact.who.at and end.by not in _SENT), default=inf)
     for nth, end in enumerate(ends):
         unknown = end.rank is None and ((bool(explained) and named) or (others and end.launcher == "line"))
-        if end.rank in explained or unknown or _followed(end, explained, waited, bool(memory)):
+        at = end.fact.who.at
+        forced = end.by == "SIGKILL" and at is not None and at[1] - first_s > AFTER_FIRST_S
+        if end.rank in explained or unknown or forced or _followed(end, explained, waited, bool(memory)):
             continue
         meaning = _meaning(end, bool(memory))
         r = reasons.setdefault((meaning.cause, meaning.text), Reason(meaning, meaning.text, meaning.advice, nth))

@@ -58,7 +58,7 @@ def _rank_of(found: Collected, f: Fact, of_file: Mapping[Path, int]) -> int | No
         return who.rank
     if pid is not None:  # it is about that process, whoever wrote it
         return found.rank_of.get(pid)
-    known = found.rank_of.get((who.process, who.host))
+    known = found.rank_of.get((who.process, who.host)) if who.process else found.rank_of.get((f.path, who.local))
     return of_file.get(f.path) if known is None else known
 
 

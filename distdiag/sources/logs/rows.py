@@ -102,10 +102,14 @@ START_ROWS = (
         "see whether rank 0 has started and failed, and whether this node reaches it: `nc -vz {peer} {port}`"),
     Row("full_mesh", _LOST, "gloo on {who}{on} could not connect to every other rank: {reason}",
         "give gloo the interface that the nodes share (GLOO_SOCKET_IFNAME=eth0): a host name that resolves to 127.0.1.1 is the most common reason"),
+    Row("not_started", _LOST, "the job, or a part of it, did not start: {what}",
+        "correct that on the node it names, then start again: the environment and its paths must be the same on all nodes, and the request must fit the cluster"),
     Row("rendezvous", _LOST, "{who} did not complete torchrun's rendezvous ({what})",
         "see whether all nodes have started with one --rdzv-endpoint, --rdzv-id and --nnodes, and reach that address"),
 )  # fmt: skip
 LOST_ROWS = (
+    Row("ray_head", _LOST, "Ray lost its head node (GCS): it ended, or somebody stopped it",
+        "see the head's gcs_server.out, its memory and `dmesg -T`, and whether `ray stop` was called"),
     Row("keep_alive", _LOST, "torchrun on {nodes} lost the rendezvous: the node that serves it, the first one, has ended",
         "read the log of the first node (--rdzv-endpoint): its failure came before these"),
     Row("ib", _LOST, "NCCL on {who} lost its RDMA connection to {all_peers} (status {status}: {meaning})",
