@@ -216,6 +216,7 @@ class Collector:
         for fact in out.named("timeout"):
             if fact.site is None and (stack := self._stacks.get(_source(fact.path, fact.who))):
                 fact.site = user_site(stack)
+        out.ranks |= set(filter(is_rank, bounds.ranks))
         announce(TOGETHER, 0)
         return out
 

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
+from sys import maxsize
 
 from distdiag.diagnosis.model.findings import Finding, rank_list
 from distdiag.diagnosis.model.snapshot import Site
@@ -22,7 +23,7 @@ from distdiag.terms.untrusted import bounded, is_rank
 
 HANDLED_LINES = 50  # a log that ends in so many lines without an error shows that an exception was caught
 # an exception that only reports another one
-_RETOLD = bounded(r"[Rr]oot cause|[Ss]ee (?:the )?(?:stack trace|logs? |error)|in a background process")
+_RETOLD = bounded(r"[Rr]oot cause|[Ss]ee (?:the )?(?:stack trace|logs? |error)|in a background process|previous error")
 AFTER_FIRST_S = 5.0  # a launcher kills what has not ended by itself so long after the first failure, or later
 _NUMBER = bounded(r"0x[0-9a-f]+|\d+")
 _OF_THE_LINE = {"duplicate_gpu": ("a", "b"), "rank_twice": ("a",), "nccl_mismatch": ("near",)}  # ranks it is about
@@ -190,11 +191,14 @@ def of_exits(found: Collected, explained: set[int], waited: set[int], others: bo
     memory = found.named("host_oom")
     ends = _ends(found)
     named = any(end.rank is not None for end in ends)
+    crashed = min((end.fact.order for end in ends if end.launcher == "srun" and not end.by), default=maxsize)
     first_s = min((end.fact.who.at[1] for end in ends if end.fact.who.at and end.by not in _SENT), default=inf)
     for nth, end in enumerate(ends):
-        unknown = end.rank is None and ((bool(explained) and named) or (others and end.launcher == "line"))
+        unknown = end.rank is None and ((bool(explained) and named) or (others and end.launcher in ("line", "parent")))
         at = end.fact.who.at
-        forced = end.by == "SIGKILL" and at is not None and at[1] - first_s > AFTER_FIRST_S
+        forced = end.by == "SIGKILL" and (
+            (at is not None and at[1] - first_s > AFTER_FIRST_S) or (end.launcher == "srun" and crashed < end.fact.order)
+        )
         if end.rank in explained or unknown or forced or _followed(end, explained, waited, bool(memory)):
             continue
         meaning = _meaning(end, bool(memory))
@@ -227,6 +231,11 @@ def _ends(found: Collected) -> list[_End]:
         if (code := _code(f)) or f.name == "ended":
             out += [_End(f, rank, code, launcher) for rank in ranks]
     return out
+
+
+def sent(found: Collected) -> str:
+    """Return the signal by which processes were ended from outside; empty if none was."""
+    return next((end.by for end in _ends(found) if end.by in ("SIGTERM", "SIGINT", "SIGHUP")), "")
 
 
 def _code(f: Fact) -> int:
@@ -335,7 +344,7 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
         culprits=ranks,
         victims=others,
         sites={q: site for q in ranks if (site := sites.get(q, common)) is not None},
-        proved=bool(ranks) and r.meaning.kind != "mismatch" and not of_node and not in_collective,
+        proved=bool(ranks) and r.meaning.cause != "silent" and r.meaning.kind != "mismatch" and not of_node and not in_collective,
         cost="the job ended, or hangs without it",
     )
 

@@ -35,7 +35,7 @@ ALL_EQUAL = 256  # lines of a shape that are read, whoever wrote them; a shape i
 EQUAL_OF_WRITER = 16  # further lines of a shape, of one writer in one file
 MAX_EQUAL = 1 << 15  # lines of a shape; those of further ranks are not judged
 # of shapes with the same needles: after so many lines, of each further shape the first ones, and two of each writer
-LINES_OF_GROUP, SHAPES_OF_GROUP, FIRST, MAX_LOOKED_AT = 1 << 12, 1 << 12, 4, 1 << 14
+LINES_OF_GROUP, SHAPES_OF_GROUP, FIRST, MAX_LOOKED_AT = 1 << 11, 1 << 12, 4, 1 << 14
 WRITER_BYTES, SHAPE_BYTES, MAX_SHAPES = 160, 512, 1 << 15
 JOB_S, FILE_S, BYTES_PER_S = 4.0, 2.0, 20e6  # CPU time for the lines of all files, and of one; and for their bytes
 MAX_LATE = 2.0  # times the limit at which a file is no longer read at all
@@ -54,6 +54,7 @@ _WORKER = bounded(r"attempt_(\d+)/(\d+)/[^/]+$")  # the log directory of torchru
 _BOMS = ((b"\xff\xfe\x00\x00", "utf-32-le"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
 _DIGITS = b"0123456789"
 _OF_WRITER = re.compile(rb"(?:ank|RANK|ask|ode|rocess|worker|gpu|GPU|pid|\[)[s :=]{0,3}(\d{1,9})")
+_RANKS = re.compile(rb"\[rank ?(\d{1,6})\]")
 _JSON = re.compile(rb"\s{0,99}[{\[]\s{0,99}[\"{\[}\]]")
 _TEXT = bytes(range(32, 127)) + b"\n\r\t\x1b\b\f"
 
@@ -193,6 +194,7 @@ class Bounds:
 
     Attributes:
         late: True if the file's time is over; what is left of it but its end is left out.
+        ranks: Those that write lines at the begin and the end of the files.
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
@@ -208,6 +210,7 @@ class Bounds:
         self._after = self._near = -1  # up to this line, all lines count, and those that only look like errors
         self._path = Path()
         self.late = False
+        self.ranks: set[int] = set()
 
     def start(self, path: Path) -> None:
         """Begin with a file.
@@ -333,6 +336,8 @@ def lines(path: Path, bounds: Bounds) -> Iterator[tuple[int, str]]:
             for block in _blocks(f):
                 tail.append((number, block))
                 number += block.count(b"\n")
+                if number == 1 + block.count(b"\n"):
+                    bounds.ranks |= set(map(int, _RANKS.findall(block)))
                 if len(tail) > TAIL_BLOCKS:
                     bounds.check()
                     first, block = tail.popleft()
@@ -341,6 +346,7 @@ def lines(path: Path, bounds: Bounds) -> Iterator[tuple[int, str]]:
         except OSError as e:
             ended = e
     for first, block in tail:
+        bounds.ranks |= set(map(int, _RANKS.findall(block)))
         yield from _of_block(first, block, bounds, at_end=True)
     if ended is not None:
         raise ended

@@ -37,7 +37,7 @@ def join(found: Collected) -> None:
     one_node = 0 < (found.world_size or 0) <= 1 + max(local, default=0)
     for f in found.facts:
         f.rank = _rank_of(found, f, of_file)
-        if f.rank is None and not found.torchrun and len(tasks) > 1 and f.name != "exit_tasks":
+        if f.rank is None and not found.torchrun and max(tasks, default=0) > 0 and f.name != "exit_tasks":
             f.rank = f.who.task
         if f.rank is None and f.who.local is not None and len(found.files) == 1:
             f.rank, f.of_node = f.who.local, not one_node

@@ -84,6 +84,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("not_started", S, "Unable to create step", r"srun: error: (?P<what>Unable to create step for job .+)"),
     _row("not_started", S, "execve(): ", r"slurmstepd: error: execve\(\): (?P<what>.+)"),
     _row("not_started", S, "nodes are available: ", r"(?P<what>\d+/\d+ nodes are available: .+)"),
+    _row("not_started", S, "No available node types", r"(?P<what>No available node types can fulfill .+)"),
     _row("not_started", S, "pull", r"(?P<what>Failed to pull image .{1,160}|Back-off pulling image .{1,160})"),
     _row("ray_head", V, "Failed to connect to GCS", r"Failed to connect to GCS within"),
     _row("name", S, "not known", r"(?:host not found: )?Name or service not known"),
@@ -136,6 +137,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("exit", E, "Child process with PID", r"\[rank: (?P<r>\d+)\] Child process with PID (?P<pid>\d+) terminated with code (?P<code>-?\d+)"),
     _row("exit", E, "exited with code", r"Global rank (?P<r>\d+) \(PID (?P<pid>\d+)\) exited with code (?P<code>-?\d+)"),
     _row("exit", E, " died, exit code: ", r"Worker \w+ pid (?P<pid>\d+) died, exit code: (?P<code>-?\d+)"),
+    _row("lost_worker", E, "its worker process has died", r"The actor is dead because its worker process has died"),
     _row("lost_worker", E, "died unexpectedly, shutting down", r"Worker proc \w+?-(?P<r>\d+) died unexpectedly, shutting down"),
     _row("mpi_abort", E, "MPI_ABORT was invoked", r"MPI_ABORT was invoked on rank (?P<r>\d+)"),
     _row("mpi_abort", E, " in comm ", r"Abort\(\d+\) on node \d+ \(rank (?P<r>\d+) in comm \d+\): (?P<how>.{1,160})"),
@@ -161,6 +163,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("terminated", X, "got signal: ", r"SignalException: Process \d+ got signal: (?P<signal>\d+)"),
     _row("interrupted", X, "KeyboardInterrupt", r"^(?:.*[\]:)|] ?)?KeyboardInterrupt\s*$"),
     # -- connections
+    _row("port_error", C, "Got async event", r"NCCL WARN NET/\w+ ?: (?P<what>\S{1,40} Got async event : .*(?:error|down).*)"),
     _row("ib", H, "Got completion", r"NET/\w+ ?: ?Got (?:async event|completion) from peer (?P<peer>[^\s<]+)(?:<\d+>)? with (?:status=|error )(?P<status>\d+)"),
     _row("nccl_error", V, "|CCL_ERROR|", r"\|CCL_ERROR\| (?P<what>.{1,160})"),
     _row("nccl_error", V, "oneCCL: ", r"(?P<what>oneCCL: .{1,160})"),

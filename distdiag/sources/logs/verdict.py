@@ -138,7 +138,8 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
     if (stop := _stopped(found)) is not None:
         return [], stop
     lost = rows.first_of(rows.LOST_ROWS, found) or [failures.of_reason(r, found, waited) for r in codes]
-    return lost[:MAX_FINDINGS], None
+    signal = "" if lost else failures.sent(found)
+    return lost[:MAX_FINDINGS], _stopped_by(signal) if signal else None
 
 
 def _with_later(waits: list[Finding], late: list[Fact]) -> list[Finding]:
@@ -156,14 +157,16 @@ def _stopped(found: Collected) -> str | None:
     """Return what ended the job from outside, if a line says so: the scheduler before the signal that it sent."""
     for f in found.named("cancelled", "evicted", "preempted") or found.named("terminated") or found.named("interrupted"):
         fields = {key: value.lower() if key == "why" else value for key, value in f.fields.items()}
-        key = f.name
-        if key == "terminated":
+        if f.name == "terminated":
             number = fields.get("signal", "")
             names = {"15": "SIGTERM", "2": "SIGINT", "1": "SIGHUP", "9": "SIGKILL"}
-            fields.setdefault("name", names.get(number, f"signal {number}"))
-            key = fields["name"] if fields["name"] in STOPS else key
-        return f"{STOPPED_BY} {STOPS[key].format_map({'why': 'cancelled'} | fields)}"
+            return _stopped_by(fields.get("name") or names.get(number, f"signal {number}"))
+        return f"{STOPPED_BY} {STOPS[f.name].format_map({'why': 'cancelled'} | fields)}"
     return None
+
+
+def _stopped_by(signal: str) -> str:
+    return f"{STOPPED_BY} {STOPS.get(signal, STOPS['terminated']).format(name=signal)}"
 
 
 def _world(found: Collected) -> int | None:
