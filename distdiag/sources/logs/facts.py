@@ -29,6 +29,7 @@ MAX_DIGITS = 20  # most digits of a number: no field has more
 _FAILURES = tuple(row for row in TABLE if row.role not in (Role.FACT, Role.ECHO))
 _RANK_FIELDS = ("a", "b", "r", "waiter", "awaited", "near")
 _FRAME = re.compile(r'File "(?P<filename>[^"]{1,500})", line (?P<line>\d{1,7})(?:, in (?P<name>.{1,200}))?\s*$')
+_RICH = bounded(r"^\S* ?│ (?P<filename>/\S{1,400}):(?P<line>\d{1,7}) in (?P<name>\S{1,200})")  # a frame of rich's tracebacks
 _CALL = bounded(r"#\d+ (?P<name>\S+) from (?P<filename>\S{1,500}):(?P<line>\d{1,7})\s*$")
 _EXCEPTION = bounded(
     r"(?:^|[\]:|)]\s?)(?P<type>(?:[A-Za-z_]\w*\.){0,8}(?:[A-Z]\w*(?:Error|Exception|Expired|Killed|Timeout|Exit)))(?:: (?P<what>.*))?$"
@@ -325,6 +326,10 @@ class Collector:
             _keep_frame(trace.frames, m)
             return True
         trace = self._traces.get(source)
+        if trace is not None and (m := _RICH.search(text)) is not None:
+            self._watch_until, trace.margin = self._order + WATCHED_LINES, 0
+            _keep_frame(trace.frames, m)
+            return True
         if trace is None or trace.frame_at is None:
             return False
         at, trace.frame_at = trace.frame_at, None

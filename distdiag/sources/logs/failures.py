@@ -23,14 +23,14 @@ from distdiag.terms.untrusted import bounded, is_rank
 
 HANDLED_LINES = 50  # a log that ends in so many lines without an error shows that an exception was caught
 # an exception that only reports another one
-_RETOLD = bounded(r"[Rr]oot cause|[Ss]ee (?:the )?(?:stack trace|logs? |error)|in a background process|previous error")
+_RETOLD = bounded(r"[Rr]oot cause|[Ss]ee (?:the )?(?:stack trace|logs? |error)|in a background process|previous error|sub-exception|Caught \w+ in DataLoader worker")
 AFTER_FIRST_S = 5.0  # a launcher kills what has not ended by itself so long after the first failure, or later
 _NUMBER = bounded(r"0x[0-9a-f]+|\d+")
 _OF_THE_LINE = {"duplicate_gpu": ("a", "b"), "rank_twice": ("a",), "nccl_mismatch": ("near",)}  # ranks it is about
 # signals of a rank that was ended, or aborted by its watchdog; and those of a fault
 _SENT = ("SIGTERM", "SIGINT", "SIGABRT", "SIGHUP")
 _BY_KERNEL = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
-_OF_TEXT = {"Out Of Memory": -9, "Killed": -9, "Segmentation fault": -11, "Bus error": -7, "Aborted": -6}
+_OF_TEXT = {"Out Of Memory": -9, "Killed": -9, "Segmentation fault": -11, "segfault": -11, "Bus error": -7, "Aborted": -6}
 EXIT_CODE = "ended with exit code"
 
 
@@ -201,7 +201,7 @@ def of_exits(found: Collected, explained: set[int], waited: set[int], others: bo
         )
         if end.rank in explained or unknown or forced or _followed(end, explained, waited, bool(memory)):
             continue
-        meaning = _meaning(end, bool(memory))
+        meaning = _meaning(end, bool(memory), others)
         r = reasons.setdefault((meaning.cause, meaning.text), Reason(meaning, meaning.text, meaning.advice, nth))
         r.facts.append(end.fact)
         if end.rank is None:
@@ -267,7 +267,7 @@ def _followed(end: _End, explained: set[int], waited: set[int], memory: bool) ->
     return bool(explained) and not end.fact.fields.get("what") and cleaned_up
 
 
-def _meaning(end: _End, memory: bool) -> Meaning:
+def _meaning(end: _End, memory: bool, others: bool) -> Meaning:
     """Return what one end is reported as."""
     by, what = end.by, end.fact.fields.get("what", "")
     if end.launcher == "parent":
@@ -277,7 +277,7 @@ def _meaning(end: _End, memory: bool) -> Meaning:
         return Meaning("rank_lost", "crashed", f"aborted MPI: {why}", meanings.SEE_LOG)
     if by == "SIGKILL" and memory:
         return Meaning("rank_lost", "killed", "was killed by SIGKILL: out of memory", MEANINGS["host_oom"].advice)
-    if by:
+    if by and not (by == "SIGABRT" and others):  # it aborted after its message
         return Meaning("rank_lost", "killed", f"was killed by {by}", meanings.SIGNALS.get(by, meanings.SEE_LOG))
     if what:
         return Meaning("rank_lost", "crashed", f"raised {shortened(what, 160)}", meanings.advice_for(what, meanings.GENERAL[1]))

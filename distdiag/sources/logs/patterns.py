@@ -126,8 +126,8 @@ TABLE: tuple[Pattern, ...] = (
     _row("shm_full", C, "insufficient shared memory", r"insufficient shared memory \(shm\)"),
     _row("shm_full", C, "out of shared memory", r"DataLoader worker \(pid[^)]{0,20}\) is killed by signal: Bus error"),
     _row("loader_killed", C, "is killed by signal", r"DataLoader worker \(pid[^)]{0,20}\) is killed by signal: (?P<signal>(?!Bus)\w[\w ]*)"),
-    _row("host_oom", E, "oom_kill event", r"oom_kill event"),
-    _row("host_oom", E, "oom-kill event", r"oom-kill event"),
+    _row("host_oom", E, "oom_kill event", r"[1-9]\d* oom_kill event"),
+    _row("host_oom", E, "oom-kill event", r"[1-9]\d* oom-kill event"),
     _row("host_oom", E, "killed due to memory pressure", r"(?<!\b0) Workers \(tasks / actors\) killed due to memory pressure"),
     _row("host_oom", E, "Task was killed due to the node", r"Task was killed due to the node running low on memory"),
     _row("host_oom", E, "Killed process", r"(?:[Oo]ut of memory|Memory cgroup out of memory): Killed process (?P<pid>\d+)"),
@@ -152,6 +152,8 @@ TABLE: tuple[Pattern, ...] = (
     _row("exit_tasks", E, "srun: error: ", r"(?:^|[\d\]>|Z]:? )srun: error: (?P<host>[\w.-]+): tasks? (?P<tasks>[\d,\[\]-]+): (?P<how>Out Of Memory|Killed|Segmentation fault|Bus error|Aborted|Exited with exit code \d+)"),
     _row("exit_unnamed", E, "xit code ", r"exit code (?P<code>13[4-9])\b"),
     _row("exit_unnamed", E, "xitCode: ", r"exitCode: (?P<code>13[4-9])\b"),
+    _row("exit_unnamed", E, "exited with code", r"^(?P<host>[\w.-]+) exited with code (?P<code>13[4-9])\b"),
+    _row("exit_shell", E, "segfault at ", r"\w\[(?P<pid>\d+)\]: (?P<how>segfault) at "),
     _row("exit_shell", E, ": line ", r": line \d+:\s+(?P<pid>\d+) (?P<how>Killed|Segmentation fault|Bus error)\b"),
     _row("cancelled", X, "CANCELLED AT", r"(?:STEP|JOB) (?P<job>[\w.]+) ON (?P<host>\S+) CANCELLED AT (?P<when>\S+)(?: DUE TO (?P<why>[A-Z][A-Z ]+[A-Z]))?"),
     _row("evicted", X, "The node was low on resource", r"The node was low on resource: (?P<what>[\w-]+)"),
@@ -194,7 +196,7 @@ TABLE: tuple[Pattern, ...] = (
 )  # fmt: skip
 
 # Lines that the collector reads itself: tables and tracebacks of several lines.
-_BEGINS = ("Traceback (most recent call last)", 'File "', 'File \\"', "Stack trace of the failed")
+_BEGINS = ("Traceback (most recent call last)", "│ /", 'File "', 'File \\"', "Stack trace of the failed")
 _MORE = (
     "Root Cause", "exitcode", "local_rank:", "Process name: [[", "Exit code:", " RUNNING AT ", "EXIT CODE:", "KILLED BY SIGNAL:",
     "terminated with the following error", " global rank ", "==> ",
