@@ -43,7 +43,7 @@ _INSIDE = bounded(r"/torch/(?:distributed|csrc|nn/parallel)/")
 _LOST = bounded(r"reset by peer|Broken pipe|onnection refused|onnection closed|Socket Timeout|timed out", re.IGNORECASE)
 _PREFIXES = bounded(r"^(?:\[[^\]]*\]:? ?){0,9}")
 # an open quotation in a sentence, a list or a call, a raise statement, or the middle of a sentence
-_PROSE = bounded(r"(?:\w |[\[{,] ?|[a-z_]\()[\"'](?=[^\"']{0,400}$)|\braise \w|[a-z,] $")
+_PROSE = bounded(r"(?:\w |[\[{,] ?|[a-z_]\()[\"'](?=[^\"']{0,400}$)|\braise \w|[a-z] $")
 _MILD = bounded(r"(?<!NCCL )\b(?:WARN(?:ING)?|INFO|DEBUG)\b")  # levels of the program's own log
 _LOUD = bounded(r"[A-Za-z](?:Error|Exception)\b|Traceback|File \"|frame #")
 _SECTION = bounded(r"-----(?:Begin|End) global rank (?P<r>\d+) STD|^==> \S{0,200}?(?:rank[-_.=]?(?P<of_file>\d+)\S*)? <==")

@@ -319,6 +319,7 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     ranks, others = tuple(sorted(r.ranks)), tuple(sorted(waited.keys() - r.ranks))
     everyone = len(ranks) > 1 and set(ranks) >= found.ranks and not others
     of_node = bool(r.facts) and all(f.of_node for f in r.facts)
+    unordered = any(before(r.facts[0], waited[q]) is None for q in others if waited[q].role is Role.WAIT)
     in_collective = bool(r.facts) and all(f.in_collective for f in r.facts)
     message, advice = _who_failed(r, ranks, of_node), r.advice
     if everyone and r.meaning.cause == "crashed":
@@ -344,7 +345,7 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
         culprits=ranks,
         victims=others,
         sites={q: site for q in ranks if (site := sites.get(q, common)) is not None},
-        proved=bool(ranks) and r.meaning.cause != "silent" and r.meaning.kind != "mismatch" and not of_node and not in_collective,
+        proved=bool(ranks) and r.meaning.cause != "silent" and r.meaning.kind != "mismatch" and not (of_node or in_collective or unordered),
         cost="the job ended, or hangs without it",
     )
 

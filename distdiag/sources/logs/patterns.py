@@ -67,6 +67,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("store_wait", W, "wait timeout after", r"(?<!error: )wait timeout after (?P<limit>\d+)ms, keys: (?P<key>\S{1,200})"),
     _row("hccl_socket", W, "Getting socket times out", r"Getting socket times out"),
     _row("hccl_wait", W, "from remote rank", r"has not received the Notify record from remote rank \[(?P<awaited>\d+)\](?:.{0,120}?tag\[(?P<tag>[A-Za-z]+))?"),
+    _row("hccl_wait", W, "wait socket establish timeout", r"wait socket establish timeout, role\[\d\] rank\[(?P<awaited>\d+)\]"),
     # -- the communicator could not be created
     _row("unique_id", W, "ncclUniqueId from", r"\[(?P<waiter>\d+)\] is setting up NCCL communicator and retr\w+ ncclUniqueId from \[(?P<awaited>\d+)\]"
          r".{0,200}?got error: (?P<reason>.*)"),
@@ -91,6 +92,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("name", S, "name resolution", r"Temporary failure in name resolution"),
     _row("rank_twice", C, "has already checked in", r"rank (?P<a>\d+) of (?P<world>\d+) ranks has already checked in"),
     _row("port_in_use", C, "server socket has failed to listen", r"server socket has failed to listen on any local network address(?:(?:\. port: |.{0,120}?to bind to \S{1,60}:)(?P<port>\d{1,5}))?"),
+    _row("port_in_use", C, "and specific port[", r"listen on ip\[\S{1,60}\] and specific port\[(?P<port>\d+)\] fail"),
     _row("port_in_use", C, "EADDRINUSE", r"EADDRINUSE"),
     _row("full_mesh", S, "connectFullMesh failed", r"[Gg]loo connectFullMesh failed with (?P<reason>.*)"),
     # -- calls that differ: ProcessGroupWrapper.cpp, DDP's reducer, NCCL
@@ -141,6 +143,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("lost_worker", E, "died unexpectedly, shutting down", r"Worker proc \w+?-(?P<r>\d+) died unexpectedly, shutting down"),
     _row("mpi_abort", E, "MPI_ABORT was invoked", r"MPI_ABORT was invoked on rank (?P<r>\d+)"),
     _row("mpi_abort", E, " in comm ", r"Abort\(\d+\) on node \d+ \(rank (?P<r>\d+) in comm \d+\): (?P<how>.{1,160})"),
+    _row("mpi_abort", E, "An error occurred in MPI_", r"\*\*\* (?P<how>An error occurred in MPI_\w+)"),
     _row("node_lost", C, "Remote daemon: ", r"Remote daemon: \[\[\d+,\d+\],\d+\] on node (?P<node>\S+)"),
     _row("node_lost", C, "has been marked dead", r"The node with node id: \w+ and address: (?P<node>[\w.:-]+).{0,120} has been marked dead"),
     _row("node_lost", C, "Node failure on", r"srun: error: Node failure on (?P<node>\S+)"),
@@ -170,6 +173,8 @@ TABLE: tuple[Pattern, ...] = (
     _row("nccl_error", V, "|CCL_ERROR|", r"\|CCL_ERROR\| (?P<what>.{1,160})"),
     _row("nccl_error", V, "oneCCL: ", r"(?P<what>oneCCL: .{1,160})"),
     _row("closed", V, "losed by", r"Connection closed by (?:remote )?peer \[?" + _PEER),
+    _row("closed", V, "Peer host:", r"Peer host:\s{1,9}(?P<peer>\S+)"),
+    _row("lost", V, "Horovod has been shut down", r"Horovod has been shut down"),
     _row("closed", V, "Call to ", r"^(?!.*retrying).*(?:Call to \w+|Connect) (?:from|to) " + _PEER + r".{0,30}?failed ?: (?P<reason>.*)"),
     _row("closed", V, "Connect to ", r"NCCL WARN .{0,40}Connect to " + _PEER + r".{0,30}?failed ?: (?P<reason>.*)"),
     _row("refused", V, "returned Connection refused", r"^(?!.*retrying).*NCCL WARN .{0,60}returned Connection refused"),

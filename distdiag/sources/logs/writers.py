@@ -24,7 +24,7 @@ _BRACKET = bounded(r"^\[(\d{1,6})\] (?=\S+:\d+:\d+ \[\d+\])")  # Intel MPI, in f
 _NCCL_IDS = bounded(r":\d+:\d+ \[\d+\] ")
 _NCCL = bounded(r"(?P<host>[\w.-]+):(?P<pid>\d+):\d+ \[(?P<device>\d+)\] ")
 _LABEL = bounded(
-    r"\((?P<label>[A-Za-z_][\w ]*? pid=(?P<pid>\d{1,9}))[^)]*?(?:, ip=(?P<ip>[\w.:]+))?\)|\[[\d: -]{19}(?: (?P<tp>(?:DP|PP|TP|EP)\d+[\w ]*))\]|^\[pod/(?P<pod>[\w.-]+)/[\w.-]+\] "
+    r"\((?P<label>[A-Za-z_][\w ]*?(?:\([\w.-]{1,80}\))? pid=(?P<pid>\d{1,9}))[^)]*?(?:, ip=(?P<ip>[\w.:]+))?\)|\[[\d: -]{19}(?: (?P<tp>(?:DP|PP|TP|EP)\d+[\w ]*))\]|^\[pod/(?P<pod>[\w.-]+)/[\w.-]+\] "
 )
 _MILD = bounded(r"\[[IW](?:\d{3,4} \d\d:| \w+\.(?:cpp|cc|hpp):)")  # information and warnings of torch's C++ code
 # month, day and time of day, as torch's C++ code writes them, and ISO 8601
