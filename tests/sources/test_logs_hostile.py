@@ -17,7 +17,7 @@ import pytest
 
 from distdiag.diagnosis.model.findings import Report
 from distdiag.sources import logs
-from distdiag.sources.logs import files
+from distdiag.sources.logs import lines
 from distdiag.sources.logs.facts import Collector
 from distdiag.sources.logs.join import join
 from distdiag.sources.logs.patterns import TABLE
@@ -149,8 +149,7 @@ def test_further_ranks_are_read_where_their_lines_differ_in_the_rank_only(tmp_pa
 
 
 def test_a_file_that_takes_too_long_is_read_in_part_and_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "FILE_S", 0.05)
-    monkeypatch.setattr(files, "BYTES_PER_S", 1e12)
+    monkeypatch.setattr(lines, "MAX_DETAIL", 100_000)
     words = (
         f"{a}{b}{c}"
         for a in "abcdefghijklmnop"
@@ -170,14 +169,14 @@ def test_a_file_that_takes_too_long_is_read_in_part_and_listed(tmp_path: Path, m
 def test_a_file_that_kills_its_reader_is_listed_and_the_others_are_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = files.lines
+    real = lines.lines
 
-    def deadly(path: Path, bounds: files.Bounds) -> Iterator[tuple[int, str]]:
+    def deadly(path: Path, bounds: lines.Bounds) -> Iterator[tuple[int, str]]:
         if path.name == "bad.log":
             os.abort()
         return real(path, bounds)
 
-    monkeypatch.setattr(files, "lines", deadly)
+    monkeypatch.setattr(lines, "lines", deadly)
     (tmp_path / "bad.log").write_text("Error\n")
     (tmp_path / "good.log").write_text("[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n")
     report = diagnose_logs([str(tmp_path)])

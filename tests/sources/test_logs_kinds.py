@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from distdiag.sources.logs.patterns import NEEDLES
 from distdiag.sources.logs.verdict import diagnose_logs
 from tests.sources.test_logs import diagnose, only, raised, table, timeout
 
@@ -168,3 +169,14 @@ def test_the_kernel_and_the_launcher_tell_of_one_process(tmp_path: Path) -> None
     assert report is not None
     f = only(report)
     assert f.culprits == (5,) and "out of memory" in f.message
+
+
+def test_an_exception_after_many_others_of_its_rank_is_read(tmp_path: Path) -> None:
+    noise = "".join(raised(1, f"ValueError: no image {n}", prefix="") for n in range(30))
+    last = raised(1, "KeyError: 'x'", line=9, prefix="") + STEPS[:60]
+    assert any("KeyError" in f.message for f in diagnose(tmp_path, noise + last).findings)
+
+
+def test_no_needle_has_a_digit() -> None:
+    """A line is judged without its digits."""
+    assert not [needle for needle in NEEDLES if any(48 <= byte < 58 for byte in needle)]

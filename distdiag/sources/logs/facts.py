@@ -12,7 +12,7 @@ from pathlib import Path
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.guard import TOGETHER, Announce
 from distdiag.sources.dumps.entries import user_site
-from distdiag.sources.logs import files
+from distdiag.sources.logs import lines
 from distdiag.sources.logs.patterns import TABLE, Role, may_matter
 from distdiag.sources.logs.recorded import MARK, Recorded
 from distdiag.sources.logs.tables import Tables
@@ -29,7 +29,9 @@ MAX_DIGITS = 20  # most digits of a number: no field has more
 _FAILURES = tuple(row for row in TABLE if row.role not in (Role.FACT, Role.ECHO))
 _RANK_FIELDS = ("a", "b", "r", "waiter", "awaited", "near")
 _FRAME = re.compile(r'File "(?P<filename>[^"]{1,500})", line (?P<line>\d{1,7})(?:, in (?P<name>.{1,200}))?\s*$')
-_RICH = bounded(r"^\S* ?│ (?P<filename>/\S{1,400}):(?P<line>\d{1,7}) in (?P<name>\S{1,200})")  # a frame of rich's tracebacks
+_RICH = bounded(
+    r"^\S* ?│ (?P<filename>/\S{1,400}):(?P<line>\d{1,7}) in (?P<name>\S{1,200})"
+)  # a frame of rich's tracebacks
 _CALL = bounded(r"#\d+ (?P<name>\S+) from (?P<filename>\S{1,500}):(?P<line>\d{1,7})\s*$")
 _EXCEPTION = bounded(
     r"(?:^|[\]:|)]\s?)(?P<type>(?:[A-Za-z_]\w*\.){0,8}(?:[A-Z]\w*(?:Error|Exception|Expired|Killed|Timeout|Exit)))(?:: (?P<what>.*))?$"
@@ -46,9 +48,12 @@ _PREFIXES = bounded(r"^(?:\[[^\]]*\]:? ?){0,9}")
 _PROSE = bounded(r"(?:\w |[\[{,] ?|[a-z_]\()[\"'](?=[^\"']{0,400}$)|\braise \w|[a-z] $")
 _MILD = bounded(r"(?<!NCCL )\b(?:WARN(?:ING)?|INFO|DEBUG)\b")  # levels of the program's own log
 _LOUD = bounded(r"[A-Za-z](?:Error|Exception)\b|Traceback|File \"|frame #")
-_SECTION = bounded(r"-----(?:Begin|End) global rank (?P<r>\d+) STD|^==> \S{0,200}?(?:rank[-_.=]?(?P<of_file>\d+)\S*)? <==")
+_SECTION = bounded(
+    r"-----(?:Begin|End) global rank (?P<r>\d+) STD|^==> \S{0,200}?(?:rank[-_.=]?(?P<of_file>\d+)\S*)? <=="
+)
 WATCHED_LINES = 40  # lines after a frame that may end its traceback
 _SPAWNED = bounded(r"-- Process (\d{1,6}) terminated with the following error")
+_DIGIT = bounded(r"\d+")
 _OF_RANK = bounded(r"\(RANK (\d{1,6})\)")  # a checkpoint's exception, of another rank
 # exceptions of a launcher, or those by which a rank fails after others
 _FOLLOWERS = ("CheckpointException", "ChildFailedError", "SignalException", "CalledProcessError", "ProcessRaisedException", "RayTaskError", "RayActorError",
@@ -159,7 +164,7 @@ class Collector:
     def __init__(self, paths: Iterable[Path], wrapped: Mapping[Path, int] | None = None) -> None:
         self.result = Collected()
         self.paths = list(paths)
-        self._bounds = files.Bounds(self.paths)
+        self._bounds = lines.Bounds()
         self._wrapped = wrapped or {}  # the column at which a terminal wrapped the lines of a file
         self._of_one: dict[tuple[object, ...], int] = {}
         self._traces: dict[tuple[object, ...], _Trace] = {}
@@ -195,7 +200,7 @@ class Collector:
                 bounds.start(path)
                 column = self._wrapped.get(path)
                 for number, text in (
-                    files.lines(path, bounds) if column is None else files.unwrapped(path, column, bounds)
+                    lines.lines(path, bounds) if column is None else lines.unwrapped(path, column, bounds)
                 ):
                     for message, rank, pod in messages(plain(text)):
                         self._read_line(path, number, message[:MAX_MESSAGE], rank, pod)
@@ -204,7 +209,9 @@ class Collector:
                 out.bad.append((str(path), e.strerror or str(e)))
             if bounds.late:
                 out.late = True
-                out.bad.append((str(path), "only its first and last lines were read in detail: reading takes too long"))
+                out.bad.append(
+                    (str(path), "only its first and last lines were read in detail: it has too many different errors")
+                )
             self._end_rows(path, at_end=True)
             for fact in out.facts[first:]:
                 fact.quiet_lines = last - self._loud
@@ -398,7 +405,8 @@ class Collector:
             return None
         if name != "unique_id":  # there the numbers are those of the group
             out.ranks |= about
-        key = (name, line.path, who.rank, who.process, who.task, who.group)
+        kind = fields.get("type", "") + _DIGIT.sub("#", fields.get("what", "")[:60]) if name == "exception" else ""
+        key = (name, kind, line.path, who.rank, who.process, who.task, who.group)
         seen = self._of_one[key] = self._of_one.get(key, 0) + 1
         if seen > MAX_OF_ONE or len(out.facts) >= MAX_FACTS:
             return None

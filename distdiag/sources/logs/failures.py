@@ -23,14 +23,23 @@ from distdiag.terms.untrusted import bounded, is_rank
 
 HANDLED_LINES = 50  # a log that ends in so many lines without an error shows that an exception was caught
 # an exception that only reports another one
-_RETOLD = bounded(r"[Rr]oot cause|[Ss]ee (?:the )?(?:stack trace|logs? |error)|in a background process|previous error|sub-exception|Caught \w+ in DataLoader worker")
+_RETOLD = bounded(
+    r"[Rr]oot cause|[Ss]ee (?:the )?(?:stack trace|logs? |error)|in a background process|previous error|sub-exception|Caught \w+ in DataLoader worker"
+)
 AFTER_FIRST_S = 5.0  # a launcher kills what has not ended by itself so long after the first failure, or later
 _NUMBER = bounded(r"0x[0-9a-f]+|\d+")
 _OF_THE_LINE = {"duplicate_gpu": ("a", "b"), "rank_twice": ("a",), "nccl_mismatch": ("near",)}  # ranks it is about
 # signals of a rank that was ended, or aborted by its watchdog; and those of a fault
 _SENT = ("SIGTERM", "SIGINT", "SIGABRT", "SIGHUP")
 _BY_KERNEL = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
-_OF_TEXT = {"Out Of Memory": -9, "Killed": -9, "Segmentation fault": -11, "segfault": -11, "Bus error": -7, "Aborted": -6}
+_OF_TEXT = {
+    "Out Of Memory": -9,
+    "Killed": -9,
+    "Segmentation fault": -11,
+    "segfault": -11,
+    "Bus error": -7,
+    "Aborted": -6,
+}
 EXIT_CODE = "ended with exit code"
 
 
@@ -132,8 +141,8 @@ def handled(found: Collected) -> list[Fact]:
     """Return the exceptions that a rank caught: its log continues for long, and no line shows that the job failed."""
     if any(f.role in (Role.WAIT, Role.VICTIM, Role.EXIT, Role.START) for f in found.facts):
         return []
-    names = ("exception", "cuda_oom")
-    return [f for f in found.facts if f.name in names and f.quiet_lines >= HANDLED_LINES and not f.uncaught]
+    raised = [f for f in found.facts if f.name == "exception" or (f.name == "cuda_oom" and f.site is not None)]
+    return [f for f in raised if f.quiet_lines >= HANDLED_LINES and not f.uncaught]
 
 
 def text_of(f: Fact, meaning: Meaning) -> str:
@@ -197,7 +206,8 @@ def of_exits(found: Collected, explained: set[int], waited: set[int], others: bo
         unknown = end.rank is None and ((bool(explained) and named) or (others and end.launcher in ("line", "parent")))
         at = end.fact.who.at
         forced = end.by == "SIGKILL" and (
-            (at is not None and at[1] - first_s > AFTER_FIRST_S) or (end.launcher == "srun" and crashed < end.fact.order)
+            (at is not None and at[1] - first_s > AFTER_FIRST_S)
+            or (end.launcher == "srun" and crashed < end.fact.order)
         )
         if end.rank in explained or unknown or forced or _followed(end, explained, waited, bool(memory)):
             continue
@@ -224,7 +234,9 @@ def _ends(found: Collected) -> list[_End]:
     lines = [f for f in found.facts if f.role is Role.EXIT and f.name not in ("ended", "host_oom")]
     out: list[_End] = []
     for f in (*tables, *(f for f in lines if f.fields.get("pid") not in known)):
-        launcher = {"exit_tasks": "srun", "lost_worker": "parent", "mpi_abort": "mpi"}.get(f.name, f.fields.get("launcher", "line"))
+        launcher = {"exit_tasks": "srun", "lost_worker": "parent", "mpi_abort": "mpi"}.get(
+            f.name, f.fields.get("launcher", "line")
+        )
         ranks: list[int | None] = [f.rank]
         if f.name == "exit_tasks":  # a task is a node, if torchrun started the ranks
             ranks = [None] if found.torchrun else [*_tasks(f.fields["tasks"])]
@@ -280,7 +292,9 @@ def _meaning(end: _End, memory: bool, others: bool) -> Meaning:
     if by and not (by == "SIGABRT" and others):  # it aborted after its message
         return Meaning("rank_lost", "killed", f"was killed by {by}", meanings.SIGNALS.get(by, meanings.SEE_LOG))
     if what:
-        return Meaning("rank_lost", "crashed", f"raised {shortened(what, 160)}", meanings.advice_for(what, meanings.GENERAL[1]))
+        return Meaning(
+            "rank_lost", "crashed", f"raised {shortened(what, 160)}", meanings.advice_for(what, meanings.GENERAL[1])
+        )
     return Meaning("rank_lost", "crashed", f"{EXIT_CODE} {end.code}, without an exception in the log", meanings.SEE_LOG)
 
 
@@ -345,7 +359,10 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
         culprits=ranks,
         victims=others,
         sites={q: site for q in ranks if (site := sites.get(q, common)) is not None},
-        proved=bool(ranks) and r.meaning.cause != "silent" and r.meaning.kind != "mismatch" and not (of_node or in_collective or unordered),
+        proved=bool(ranks)
+        and r.meaning.cause != "silent"
+        and r.meaning.kind != "mismatch"
+        and not (of_node or in_collective or unordered),
         cost="the job ended, or hangs without it",
     )
 

@@ -81,7 +81,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("store_connect", S, "failed to connect to any network address", r"client socket has failed to connect to any network address of \((?P<peer>[^,)]+), ?(?P<port>\d+)\)"),
     _row("keep_alive", V, "keep-alive heartbeat", r"The node '(?P<node>[^']{1,200})' has failed to send a keep-alive heartbeat to the rendezvous"),
     _row("rendezvous", S, "Rendezvous", r"\b(?P<what>Rendezvous(?:Timeout|Connection|Closed)Error)\b"),
-    _row("not_started", S, "ssh exited with exit code 255", r"(?P<what>\S+: ssh exited with exit code 255)"),
+    _row("not_started", S, "ssh exited with exit code", r"(?P<what>\S+: ssh exited with exit code 255)"),
     _row("not_started", S, "Unable to create step", r"srun: error: (?P<what>Unable to create step for job .+)"),
     _row("not_started", S, "execve(): ", r"slurmstepd: error: execve\(\): (?P<what>.+)"),
     _row("not_started", S, "nodes are available: ", r"(?P<what>\d+/\d+ nodes are available: .+)"),

@@ -14,7 +14,9 @@ _NUMBERS = {
     "exitcode": bounded(r"(?P<code>-?\d+) \(pid: (?P<pid>\d+)\)"),
 }
 # Open MPI and Hydra (Intel MPI, MPICH) name the process first, and on a later line how it ended
-_NAME = bounded(r"Process name: \[\[\d+,\d+\],(?P<rank>\d+)\]|=\s+(?:RANK (?P<r>\d+) )?PID (?P<pid>\d+) RUNNING AT (?P<host>\S+)")
+_NAME = bounded(
+    r"Process name: \[\[\d+,\d+\],(?P<rank>\d+)\]|=\s+(?:RANK (?P<r>\d+) )?PID (?P<pid>\d+) RUNNING AT (?P<host>\S+)"
+)
 _STATUS = bounded(r"Exit code:\s+(?P<code>\d+)|EXIT CODE: (?P<raw>\d+)|KILLED BY SIGNAL: (?P<signal>\d+)")
 _RAW_SIGNALS = ("6", "7", "8", "9", "11", "15")  # that Hydra prints as exit codes
 _NO_EXCEPTION = ("Signal ", "To enable traceback", "Traceback (most recent")  # after the last come its lines

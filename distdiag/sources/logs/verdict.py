@@ -17,13 +17,14 @@ from distdiag.diagnosis.text.phrases import at, count, shortened
 from distdiag.errors import DistdiagError
 from distdiag.sources.logs import failures, reports, rows, timeouts
 from distdiag.sources.logs.facts import Collected, Collector, Fact
-from distdiag.sources.logs.files import find_logs, left_out, wrapped_at
+from distdiag.sources.logs.files import find_logs, left_out
 from distdiag.sources.logs.join import WAITED, join
+from distdiag.sources.logs.lines import wrapped_at
 from distdiag.sources.logs.meanings import MEANINGS, STOPS
 from distdiag.terms.untrusted import MAX_RANKS, all_encodable
 
 MAX_FINDINGS = 6
-LIMITS = guard.Limits(cpu_s=12.0, cpu_s_per_byte=2e-6, memory_per_byte=1)  # beyond those of `files.Bounds`
+LIMITS = guard.Limits(cpu_s=12.0, cpu_s_per_byte=2e-6, memory_per_byte=1)  # beyond those of `lines.Bounds`
 
 
 def diagnose_logs(given: Sequence[str], paths: Sequence[Path] | None = None) -> Report | None:
@@ -155,7 +156,9 @@ def _with_later(waits: list[Finding], late: list[Fact]) -> list[Finding]:
 
 def _stopped(found: Collected) -> str | None:
     """Return what ended the job from outside, if a line says so: the scheduler before the signal that it sent."""
-    for f in found.named("cancelled", "evicted", "preempted") or found.named("terminated") or found.named("interrupted"):
+    for f in (
+        found.named("cancelled", "evicted", "preempted") or found.named("terminated") or found.named("interrupted")
+    ):
         fields = {key: value.lower() if key == "why" else value for key, value in f.fields.items()}
         if f.name == "terminated":
             number = fields.get("signal", "")
@@ -192,14 +195,18 @@ def _notes(found: Collected, judged: bool) -> list[str]:
         e = caught[0]
         who = f"rank {e.rank}" if e.rank is not None else "a rank"
         notes.append(
-            f"{who} printed {e.fields.get('type')} on line {e.line:,} and kept running, so it was probably caught ({len(caught):,} such exceptions)"
+            f"{who} printed {e.fields.get('type', 'CUDA out of memory')} on line {e.line:,} and kept running, so it was probably caught ({len(caught):,} such exceptions)"
         )
     if found.unknown and not judged:
         lines = "; ".join(f"line {number:,}: {shortened(text, 120)}" for _, number, text in found.unknown)
         notes.append(f"no message that distdiag knows; the last lines that look like errors: {lines}")
     if found.left_out:
-        notes.append(f"judged: the last run in the log; {count(found.left_out, 'run')} before it (restarted, or appended) failed, too")
+        notes.append(
+            f"judged: the last run in the log; {count(found.left_out, 'run')} before it (restarted, or appended) failed, too"
+        )
     if found.recorded.line is None:
         seen = "" if judged else "if the job hangs, `py-spy dump --pid PID` shows where each rank is; "
-        notes.append(f"read from a log: it shows what was printed, not what each rank did; {seen}`-m distdiag.run` records the next run")
+        notes.append(
+            f"read from a log: it shows what was printed, not what each rank did; {seen}`-m distdiag.run` records the next run"
+        )
     return notes
