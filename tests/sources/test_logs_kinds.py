@@ -58,6 +58,9 @@ def ends(*rows: tuple[int, int, str]) -> str:
         (raised(1, "ValueError: Caught ValueError in DataLoader worker process 2.") + raised(1, "ValueError: row 9 is empty", line=20), "rank_lost/crashed", (1,), "row 9"),
         (DCP, "rank_lost/crashed", (3,), "No space"),
         ("NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', GPU has fallen off the bus.\nNVRM: GPU 0000:3b:00.0: GPU has fallen off the bus.\n", "gpu/xid", (), "79"),
+        (raised(1, "ValueError: truncated jpeg") + raised(1, "KeyError: 'y'").replace("in main", "in <module>"), "rank_lost/crashed", (1,), "KeyError"),
+        (raised(3, OOM) + "Exception ignored in: <function Loader.__del__ at 0x7f>\n" + raised(0, "AttributeError: pool", prefix=""), "rank_lost/crashed", (3,), "GPU memory"),
+        ("3m  Warning  NodeNotReady  pod/fit-3  Node is not ready\n" + raised(1, REMOTE), "rank_lost/silent", (), "fit-3"),
         # devices, libraries
         ("NVRM: GPU 0000:5e:00.0: RmInitAdapter failed! (0x26:0x56:1482)\n", "gpu/lost", (), "0000:5e:00"),
         ("nvidia-nvswitch3: SXid (PCI:0000:c4:00.0): 20034, Fatal, Link 32 LTSSM Fault Up\n", "gpu/nvlink", (), "20034"),
@@ -127,6 +130,7 @@ SAMPLE = {
         raised(0, "ConnectionError: Max retries exceeded", prefix="") + STEPS,
         '+    raise RuntimeError("CUDA error: boom")\n',
         "error_patterns: ['NCCL error: unhandled', 'CUDA out of memory']\n",
+        "last exit code 137 (previous attempt)\n",
         "Reference: srun: error: n1: task 3: Out Of Memory\n",
         "checks: has fallen off the bus: no; oom-kill events: 0\n",
         "[default] Detected 1 new nodes from group_rank=0; will restart worker group\n" + STEPS,

@@ -117,6 +117,7 @@ class _Trace:
     margin: int = 0  # characters in front of each of its lines
     frame_at: int | None = None  # where the line before has its frame; the next line is source code
     uncaught: bool = False
+    ignored: bool = False  # by Python, in a destructor
 
 
 @dataclass
@@ -172,6 +173,7 @@ class Collector:
         self._times: dict[tuple[object, ...], tuple[str, float]] = {}  # of each process's newest line
         self._table = Tables()
         self._spawned: int | None = None
+        self._ignored = -1
         self._section: int | None = None  # the rank whose lines follow
         self._run = (0, 0)
         self._loud = 0  # the last line with an error
@@ -305,11 +307,15 @@ class Collector:
     def _of_traceback(self, line: _Line) -> bool:
         """True if a line begins a traceback, or is a frame of one, or the source of a frame."""
         source, text = line.source, line.text
+        if "Exception ignored in" in text:
+            self._ignored = self._order
+            return True
         if "Traceback (most recent call last)" in text:
             if len(self._traces) < MAX_WRITERS:
                 other = _OF_RANK.search(text)
                 rank = int(other[1]) if other else self._spawned
                 self._traces[source] = _Trace(rank=rank, who=line.who, margin=text.index("Traceback ("))
+                self._traces[source].ignored = self._order == self._ignored + 1
                 self._traces[_source(line.path, Writer())] = self._traces[source]  # its other lines may have no prefix
                 self._spawned = None
             return True
@@ -352,6 +358,8 @@ class Collector:
         if m is None:
             return False
         trace = self._traces.pop(line.source, None) or _Trace()
+        if trace.ignored:
+            return True
         if trace.who is not None and line.source == _source(line.path, Writer()):
             line.who = replace(trace.who, at=line.who.at or trace.who.at)
         if trace.rank is not None:

@@ -76,11 +76,14 @@ def of_messages(found: Collected) -> tuple[list[Reason], list[Fact]]:
         f.rank for f in found.facts if f.rank is not None and f.name in MEANINGS and MEANINGS[f.name].kind == "gpu"
     }
     caught = {id(f) for f in handled(found)}
+    ended = {process(f) for f in found.facts if f.uncaught and f.role is Role.CAUSE and not _RETOLD.search(f.text)}
     reasons: dict[tuple[str, str], Reason] = {}
     late: list[Fact] = []
     for f in found.facts:
         meaning = MEANINGS.get(f.name)
         if f.role is not Role.CAUSE or meaning is None or id(f) in caught:
+            continue
+        if f.name == "exception" and not f.uncaught and process(f) in ended:
             continue
         if f.name not in OWN:
             own = waits.get(process(f))
@@ -122,7 +125,13 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, seve
     ranks = {f.number(k) for k in keys} if keys else {f.rank}
     known = {q for q in ranks if q is not None and is_rank(q)}
     r.ranks |= known
-    name = f"node {f.fields['node']}" if "node" in f.fields else f.who.name
+    name = (
+        f"node {f.fields['node']}"
+        if "node" in f.fields
+        else f"the node of pod {f.fields['pod']}"
+        if "pod" in f.fields
+        else f.who.name
+    )
     if several_files:
         name = f"{name or ('the host' if meaning.kind == 'gpu' else 'a process')} of {f.path.name}"
     if not known and name and name not in r.unnamed:

@@ -96,6 +96,7 @@ _BY_TEXT: tuple[tuple[re.Pattern[str], str], ...] = (
     (bounded(r"busy or unavailable"), "another process holds that GPU, in exclusive mode (`nvidia-smi -q -d COMPUTE`), or two ranks use one: check CUDA_VISIBLE_DEVICES and LOCAL_RANK"),
     (bounded(r"STATUS_ALLOC_FAILED|STATUS_NOT_INITIALIZED"), "most often the GPU's memory is full: lower the batch or sequence length; other processes on that GPU: `nvidia-smi`"),
     (bounded(r"undefined symbol|GLIBC|no kernel image"), "that library was built for another version of torch, CUDA, the GPU or the system: install the one that fits, on all nodes"),
+    (bounded(r"NVLink"), "it is the hardware: see `dmesg -T | grep -i xid` and `nvidia-smi nvlink -e` on that host, and take the node out"),
     (bounded(r"device-side assert"), "most often an index out of range (labels, embeddings): check the inputs of that step, and run once with CUDA_LAUNCH_BLOCKING=1"),
     (bounded(r"\b(?:NaN|nan|Inf)\b|not finite"), "the numbers diverged on that rank: look at its batch and the loss before, lower the learning rate, clip gradients; if a restart from the same checkpoint passes, test that GPU"),
     (bounded(r"inline_container|PytorchStreamWriter"), "the file could not be written whole: look for space and quota where checkpoints go (`df -h`)"),

@@ -116,7 +116,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("cuda_oom", C, "Cuda failure", r"Cuda failure (?:\d+ )?'out of memory'"),
     _row("cuda_oom", C, "CUDA error: out of memory", r"CUDA error: out of memory"),
     _row("hip_error", C, " by GPU node-", r"(?P<what>(?:HW Exception|Memory access fault) by GPU node-\d+)"),
-    _row("cuda_error", C, "CUDA error: ", r"CUDA error: (?P<what>(?!uncorrectable)[^\n]{1,120})"),
+    _row("cuda_error", C, "CUDA error: ", r"CUDA error: (?P<what>(?!uncorrectable ECC)[^\n]{1,120})"),
     _row("cuda_error", C, "Cuda failure", r"Cuda failure (?:\d+ )?'(?P<what>(?!out of memory)[^']{1,120})'"),
     # -- memory and signals of the host
     _row("fatal", C, "Signal: ", r"\] Signal: (?P<what>Segmentation fault|Bus error|Floating point exception|Illegal instruction) \(\d+\)"),
@@ -146,6 +146,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("mpi_abort", E, "An error occurred in MPI_", r"\*\*\* (?P<how>An error occurred in MPI_\w+)"),
     _row("node_lost", C, "Remote daemon: ", r"Remote daemon: \[\[\d+,\d+\],\d+\] on node (?P<node>\S+)"),
     _row("node_lost", C, "has been marked dead", r"The node with node id: \w+ and address: (?P<node>[\w.:-]+).{0,120} has been marked dead"),
+    _row("node_lost", C, "  pod/", r"(?:NodeNotReady|TaintManagerEviction)\s{1,20}pod/(?P<pod>\S+)"),
     _row("node_lost", C, "Node failure on", r"srun: error: Node failure on (?P<node>\S+)"),
     _row("exit_unnamed", E, "exits with return code", r"exits with return code = (?P<code>-?\d+)"),
     _row("exit", E, "noticed that process rank", r"noticed that process rank (?P<r>\d+) with PID \d+ on node (?P<host>\S+) exited on signal (?P<signal>\d+)"),
@@ -153,7 +154,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("lost_worker", E, "A worker died or was killed", r"A worker died or was killed while executing a task by an unexpected system error"
          r"(?:.{0,400}?Worker IP address: (?P<host>\S+).{0,60}?Worker PID: (?P<pid>\d+))?"),
     _row("exit_tasks", E, "srun: error: ", r"(?:^|[\d\]>|Z]:? )srun: error: (?P<host>[\w.-]+): tasks? (?P<tasks>[\d,\[\]-]+): (?P<how>Out Of Memory|Killed|Segmentation fault|Bus error|Aborted|Exited with exit code \d+)"),
-    _row("exit_unnamed", E, "xit code ", r"exit code (?P<code>13[4-9])\b"),
+    _row("exit_unnamed", E, "xit code ", r"(?:terminated|exited|failed|died|returned)\b.{0,30} exit code (?P<code>13[4-9])\b"),
     _row("exit_unnamed", E, "xitCode: ", r"exitCode: (?P<code>13[4-9])\b"),
     _row("exit_unnamed", E, "exited with code", r"^(?P<host>[\w.-]+) exited with code (?P<code>13[4-9])\b"),
     _row("exit_shell", E, "segfault at ", r"\w\[(?P<pid>\d+)\]: (?P<how>segfault) at "),
@@ -205,7 +206,7 @@ _BEGINS = ("Traceback (most recent call last)", "│ /", 'File "', 'File \\"', "
 _MORE = (
     "Root Cause", "exitcode", "local_rank:", "Process name: [[", "Exit code:", " RUNNING AT ", "EXIT CODE:", "KILLED BY SIGNAL:",
     "terminated with the following error", " global rank ", "==> ",
-    "rank      :", "host      :", "time      :", "traceback :", "Last error:", "[distdiag] ",
+    "rank      :", "host      :", "time      :", "traceback :", "Last error:", "Exception ignored in", "[distdiag] ",
 )  # fmt: skip
 # They matter near a traceback only; far from one, such a line is shown if nothing else is found.
 _WEAK = ("Error", "Exception", " from /", "above exception", "Interrupt", "Expired", "Exit", "frame #")
