@@ -17,7 +17,7 @@ import pytest
 
 from distdiag.diagnosis.model.findings import Report
 from distdiag.sources import logs
-from distdiag.sources.logs import files
+from distdiag.sources.logs import lines
 from distdiag.sources.logs.facts import Collector
 from distdiag.sources.logs.join import join
 from distdiag.sources.logs.patterns import TABLE
@@ -110,6 +110,19 @@ def test_equal_errors_are_skipped_at_the_speed_of_reading_lines(tmp_path: Path) 
     assert long < 8 * short  # it has 50 times the lines
 
 
+@pytest.mark.parametrize("what", ["ValueError: no image {w}", "NCCL WARN no image {w}"])
+def test_errors_of_many_shapes_are_skipped_at_the_speed_of_reading_lines(tmp_path: Path, what: str) -> None:
+    """A shape is a line without its digits. Whether it can matter, and whether enough of its lines were read, is judged once."""
+    words = [f"{a}{b}" for a in "abcdefghijklmnopqrstuvwx" for b in "ABCDEFGHIJKLMNOPQRSTUVWX"]
+    line = "2026-01-01 10:00:00 [rank{r}] ERROR data.py:{n}: " + what + "\n"
+    text = "".join(line.format(r=n % 8, n=n, w=words[n % len(words)]) for n in range(200_000))
+    few, many = tmp_path / "few.log", tmp_path / "many.log"
+    few.write_text(text[: len(text) // 50])
+    many.write_text(text)
+    short, long = (min(cpu_s(p)[0] for _ in range(2)) for p in (few, many))
+    assert long < 8 * short
+
+
 def test_the_end_of_a_file_is_read_even_after_a_million_equal_lines(tmp_path: Path) -> None:
     trace = (
         '[rank3]: Traceback (most recent call last):\n[rank3]:   File "/home/u/train.py", line 40, in <module>\n[rank3]:     main()\n'
@@ -136,8 +149,7 @@ def test_further_ranks_are_read_where_their_lines_differ_in_the_rank_only(tmp_pa
 
 
 def test_a_file_that_takes_too_long_is_read_in_part_and_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "FILE_S", 0.05)
-    monkeypatch.setattr(files, "BYTES_PER_S", 1e12)
+    monkeypatch.setattr(lines, "MAX_DETAIL", 100_000)
     words = (
         f"{a}{b}{c}"
         for a in "abcdefghijklmnop"
@@ -157,14 +169,14 @@ def test_a_file_that_takes_too_long_is_read_in_part_and_listed(tmp_path: Path, m
 def test_a_file_that_kills_its_reader_is_listed_and_the_others_are_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = files.lines
+    real = lines.lines
 
-    def deadly(path: Path, bounds: files.Bounds) -> Iterator[tuple[int, str]]:
+    def deadly(path: Path, bounds: lines.Bounds) -> Iterator[tuple[int, str]]:
         if path.name == "bad.log":
             os.abort()
         return real(path, bounds)
 
-    monkeypatch.setattr(files, "lines", deadly)
+    monkeypatch.setattr(lines, "lines", deadly)
     (tmp_path / "bad.log").write_text("Error\n")
     (tmp_path / "good.log").write_text("[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n")
     report = diagnose_logs([str(tmp_path)])

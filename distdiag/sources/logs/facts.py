@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
 
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.guard import TOGETHER, Announce
 from distdiag.sources.dumps.entries import user_site
-from distdiag.sources.logs import files
+from distdiag.sources.logs import lines
 from distdiag.sources.logs.patterns import TABLE, Role, may_matter
 from distdiag.sources.logs.recorded import MARK, Recorded
 from distdiag.sources.logs.tables import Tables
@@ -29,6 +29,9 @@ MAX_DIGITS = 20  # most digits of a number: no field has more
 _FAILURES = tuple(row for row in TABLE if row.role not in (Role.FACT, Role.ECHO))
 _RANK_FIELDS = ("a", "b", "r", "waiter", "awaited", "near")
 _FRAME = re.compile(r'File "(?P<filename>[^"]{1,500})", line (?P<line>\d{1,7})(?:, in (?P<name>.{1,200}))?\s*$')
+_RICH = bounded(
+    r"^\S* ?│ (?P<filename>/\S{1,400}):(?P<line>\d{1,7}) in (?P<name>\S{1,200})"
+)  # a frame of rich's tracebacks
 _CALL = bounded(r"#\d+ (?P<name>\S+) from (?P<filename>\S{1,500}):(?P<line>\d{1,7})\s*$")
 _EXCEPTION = bounded(
     r"(?:^|[\]:|)]\s?)(?P<type>(?:[A-Za-z_]\w*\.){0,8}(?:[A-Z]\w*(?:Error|Exception|Expired|Killed|Timeout|Exit)))(?:: (?P<what>.*))?$"
@@ -41,11 +44,19 @@ _ERRORS = bounded(r"\b(?:(?:[A-Z]\w*)?(?:Error|Exception)|ERROR|FATAL|Fatal|Abor
 _INSIDE = bounded(r"/torch/(?:distributed|csrc|nn/parallel)/")
 _LOST = bounded(r"reset by peer|Broken pipe|onnection refused|onnection closed|Socket Timeout|timed out", re.IGNORECASE)
 _PREFIXES = bounded(r"^(?:\[[^\]]*\]:? ?){0,9}")
-_PROSE = bounded(r"\w [\"'](?=[^\"']{0,400}$)")  # an open quotation inside a sentence
+# an open quotation in a sentence, a list or a call, a raise statement, or the middle of a sentence
+_PROSE = bounded(r"(?:\w |[\[{,] ?|[a-z_]\()[\"'](?=[^\"']{0,400}$)|\braise \w|[a-z] $")
+_MILD = bounded(r"(?<!NCCL )\b(?:WARN(?:ING)?|INFO|DEBUG)\b")  # levels of the program's own log
+_LOUD = bounded(r"[A-Za-z](?:Error|Exception)\b|Traceback|File \"|frame #")
+_SECTION = bounded(
+    r"-----(?:Begin|End) global rank (?P<r>\d+) STD|^==> \S{0,200}?(?:rank[-_.=]?(?P<of_file>\d+)\S*)? <=="
+)
 WATCHED_LINES = 40  # lines after a frame that may end its traceback
 _SPAWNED = bounded(r"-- Process (\d{1,6}) terminated with the following error")
+_DIGIT = bounded(r"\d+")
+_OF_RANK = bounded(r"\(RANK (\d{1,6})\)")  # a checkpoint's exception, of another rank
 # exceptions of a launcher, or those by which a rank fails after others
-_FOLLOWERS = ("ChildFailedError", "SignalException", "CalledProcessError", "ProcessRaisedException", "RayTaskError", "RayActorError",
+_FOLLOWERS = ("CheckpointException", "ChildFailedError", "SignalException", "CalledProcessError", "ProcessRaisedException", "RayTaskError", "RayActorError",
               "ActorDiedError", "SystemExit", "ProcessExitedException")  # fmt: skip
 
 
@@ -72,7 +83,8 @@ class Fact:
     rank: int | None = None
     site: Site | None = None
     at: tuple[str, float] | None = None
-    lines_after: int = 0  # how many lines the file has after it
+    run: tuple[int, int] = (0, 0)  # launch and attempt, of those appended to one file
+    quiet_lines: int = 0  # how many lines without any error end the file
     uncaught: bool = False  # its traceback begins at the script itself, so nothing in the script caught it
     in_collective: bool = False  # raised by a backend, inside a collective call
     of_node: bool = False  # `rank` is the rank on its node; the log does not show whether there are more nodes
@@ -101,9 +113,11 @@ class _Trace:
 
     frames: list[dict[str, object]] = field(default_factory=list)
     rank: int | None = None
+    who: Writer | None = None  # of its first line
     margin: int = 0  # characters in front of each of its lines
     frame_at: int | None = None  # where the line before has its frame; the next line is source code
     uncaught: bool = False
+    ignored: bool = False  # by Python, in a destructor
 
 
 @dataclass
@@ -123,7 +137,7 @@ class Collected:
     unknown: deque[tuple[Path, int, str]] = field(default_factory=lambda: deque(maxlen=3))  # last lines like errors
     ranks: set[int] = field(default_factory=set)
     world_size: int | None = None
-    restarts: int = 0
+    left_out: int = 0  # runs and attempts in the files before those that are judged
     torchrun: bool = False  # torchrun started the ranks, so a task of srun is a node
     late: bool = False  # not all lines of a file were read in detail: it took too long
     files: list[Path] = field(default_factory=list)
@@ -151,7 +165,7 @@ class Collector:
     def __init__(self, paths: Iterable[Path], wrapped: Mapping[Path, int] | None = None) -> None:
         self.result = Collected()
         self.paths = list(paths)
-        self._bounds = files.Bounds(self.paths)
+        self._bounds = lines.Bounds()
         self._wrapped = wrapped or {}  # the column at which a terminal wrapped the lines of a file
         self._of_one: dict[tuple[object, ...], int] = {}
         self._traces: dict[tuple[object, ...], _Trace] = {}
@@ -159,6 +173,10 @@ class Collector:
         self._times: dict[tuple[object, ...], tuple[str, float]] = {}  # of each process's newest line
         self._table = Tables()
         self._spawned: int | None = None
+        self._ignored = -1
+        self._section: int | None = None  # the rank whose lines follow
+        self._run = (0, 0)
+        self._loud = 0  # the last line with an error
         self._order = 0
         self._watch_until = 0  # lines up to this one may end a traceback, whatever they contain
         self._last_error: tuple[object, ...] | None = None
@@ -184,30 +202,50 @@ class Collector:
                 bounds.start(path)
                 column = self._wrapped.get(path)
                 for number, text in (
-                    files.lines(path, bounds) if column is None else files.unwrapped(path, column, bounds)
+                    lines.lines(path, bounds) if column is None else lines.unwrapped(path, column, bounds)
                 ):
-                    for message, rank in messages(plain(text)):
-                        self._read_line(path, number, message[:MAX_MESSAGE], rank)
+                    for message, rank, pod in messages(plain(text)):
+                        self._read_line(path, number, message[:MAX_MESSAGE], rank, pod)
                     last = number
             except OSError as e:
                 out.bad.append((str(path), e.strerror or str(e)))
             if bounds.late:
                 out.late = True
-                out.bad.append((str(path), "only its first and last lines were read in detail: reading takes too long"))
+                out.bad.append(
+                    (str(path), "only its first and last lines were read in detail: it has too many different errors")
+                )
             self._end_rows(path, at_end=True)
             for fact in out.facts[first:]:
-                fact.lines_after = last - fact.line
+                fact.quiet_lines = last - self._loud
+            out.facts[first:] = self._of_last_run(out.facts[first:])
             out.files.append(path)
             for of_file in (self._traces, self._exceptions, self._before, self._times):
                 of_file.clear()
-            self._spawned = None
+            self._spawned = self._section = None
+            self._run, self._loud = (0, 0), 0
         for fact in out.named("timeout"):
             if fact.site is None and (stack := self._stacks.get(_source(fact.path, fact.who))):
                 fact.site = user_site(stack)
+        out.ranks |= set(filter(is_rank, bounds.ranks))
         announce(TOGETHER, 0)
         return out
 
-    def _read_line(self, path: Path, number: int, text: str, rank: int | None) -> None:
+    def _of_last_run(self, facts: list[Fact]) -> list[Fact]:
+        """Return the facts of a file's last launch, and of its last attempt if that one failed by itself."""
+        launches = {f.run[0] for f in facts if f.role not in (Role.ECHO, Role.HINT)}
+        launch = max(launches, default=0)
+        attempts = {f.run[1] for f in facts if f.run[0] == launch and f.role in (Role.CAUSE, Role.WAIT)}
+        attempt = max(attempts, default=0)
+        self.result.left_out += len(launches) - 1 + attempt if launches else 0
+        return [f for f in facts if f.run[0] == launch and f.run[1] >= attempt]
+
+    def _next_run(self, launch: bool) -> None:
+        """Note that what follows is of another launch, or attempt, if this one has had an error."""
+        if any(f.run == self._run for f in self.result.facts[-1:]):
+            number, attempt = self._run
+            self._run = (number + 1, 0) if launch else (number, attempt + 1)
+
+    def _read_line(self, path: Path, number: int, text: str, rank: int | None, pod: str) -> None:
         self._order += 1
         if self._order > self._watch_until and may_matter(text) is None:
             if (at := time_of(text)) is not None and len(self._times) < MAX_WRITERS:
@@ -217,9 +255,17 @@ class Collector:
         if MARK in text:
             out.recorded.add(text, number)
             return
+        if _LOUD.search(text) is not None:
+            self._loud = number
         who = writer(text)
         if rank is not None:
             who.rank = rank
+        who.process = who.process or pod
+        if (section := _SECTION.search(text)) is not None:
+            named = section["r"] or section["of_file"]
+            self._section = int(named) if named and "--End" not in text else None
+        elif who.rank is None:
+            who.rank = self._section
         if who.rank is not None and len(out.by_path) < MAX_WRITERS:
             out.by_path.setdefault(path, set()).add(who.rank)
             if who.process:
@@ -248,8 +294,8 @@ class Collector:
         text = line.text
         for row in TABLE:
             if row.needle in text and (m := row.regex.search(text)) is not None:
-                if row.role is Role.CAUSE and _PROSE.search(text[: m.start()]):
-                    continue  # the program quotes a message
+                if row.role in (Role.CAUSE, Role.VICTIM, Role.EXIT) and _told(text[: m.start()], row.role):
+                    continue
                 self._add(row.name, row.role, m.groupdict(), line)
                 if row.role is not Role.FACT:
                     return
@@ -261,9 +307,16 @@ class Collector:
     def _of_traceback(self, line: _Line) -> bool:
         """True if a line begins a traceback, or is a frame of one, or the source of a frame."""
         source, text = line.source, line.text
+        if "Exception ignored in" in text:
+            self._ignored = self._order
+            return True
         if "Traceback (most recent call last)" in text:
             if len(self._traces) < MAX_WRITERS:
-                self._traces[source] = _Trace(rank=self._spawned, margin=text.index("Traceback ("))
+                other = _OF_RANK.search(text)
+                rank = int(other[1]) if other else self._spawned
+                self._traces[source] = _Trace(rank=rank, who=line.who, margin=text.index("Traceback ("))
+                self._traces[source].ignored = self._order == self._ignored + 1
+                self._traces[_source(line.path, Writer())] = self._traces[source]  # its other lines may have no prefix
                 self._spawned = None
             return True
         if "above exception" in text and (earlier := self._exceptions.pop(source, None)) is not None:
@@ -277,12 +330,19 @@ class Collector:
             return True
         if 'File "' in text and (m := _FRAME.search(text)) is not None:
             trace = self._traces.setdefault(source, _Trace()) if len(self._traces) < MAX_WRITERS else _Trace()
+            anonymous = _source(line.path, Writer())
+            if source != anonymous and self._traces.get(anonymous) is trace:
+                del self._traces[anonymous]
             self._watch_until = self._order + WATCHED_LINES
             trace.uncaught = trace.uncaught or (not trace.frames and m["name"] in _OUTERMOST)
             trace.frame_at = text.index('File "')
             _keep_frame(trace.frames, m)
             return True
         trace = self._traces.get(source)
+        if trace is not None and (m := _RICH.search(text)) is not None:
+            self._watch_until, trace.margin = self._order + WATCHED_LINES, 0
+            _keep_frame(trace.frames, m)
+            return True
         if trace is None or trace.frame_at is None:
             return False
         at, trace.frame_at = trace.frame_at, None
@@ -298,8 +358,12 @@ class Collector:
         if m is None:
             return False
         trace = self._traces.pop(line.source, None) or _Trace()
-        if trace.rank is not None and line.who.rank is None:
-            line.who.rank = trace.rank
+        if trace.ignored:
+            return True
+        if trace.who is not None and line.source == _source(line.path, Writer()):
+            line.who = replace(trace.who, at=line.who.at or trace.who.at)
+        if trace.rank is not None:
+            line.who = replace(line.who, rank=trace.rank)
         innermost = str(trace.frames[-1]["filename"]) if trace.frames else ""
         fact = self._exception(m, innermost, line)
         if fact is not None:
@@ -335,25 +399,27 @@ class Collector:
             self._size(int(fields["r"][:7]), int(fields["world"][:7]), who.process)
         elif name == "torchrun":
             out.torchrun = True
-        elif name == "restart":
-            out.restarts += 1
+        elif name in ("restart", "launch"):
+            self._next_run(name == "launch")
         if role is Role.FACT or (who.mild and role in (Role.CAUSE, Role.VICTIM, Role.START)):
             return None
         if any(len(v) > MAX_DIGITS and v.isdigit() for v in fields.values()):
             return None
-        if name == "ended" and who.rank is not None and "pid" in fields:
-            out.is_rank_of(int(fields["pid"]), who.rank)
+        if name == "ended" and who.rank is not None:
+            out.is_rank_of(int(fields.get("pid", "-1")), who.rank)
+            out.is_rank_of((line.path, int(fields.get("local", "-1"))), who.rank)
         about = {int(fields[k]) for k in _RANK_FIELDS if fields.get(k, "").isdigit()}
         if not all(map(is_rank, about)):
             return None
         if name != "unique_id":  # there the numbers are those of the group
             out.ranks |= about
-        key = (name, line.path, who.rank, who.process, who.task, who.group)
+        kind = fields.get("type", "") + _DIGIT.sub("#", fields.get("what", "")[:60]) if name == "exception" else ""
+        key = (name, kind, line.path, who.rank, who.process, who.task, who.group)
         seen = self._of_one[key] = self._of_one.get(key, 0) + 1
         if seen > MAX_OF_ONE or len(out.facts) >= MAX_FACTS:
             return None
         at = who.at or self._times.get(line.source)
-        fact = Fact(name, role, fields, who, line.path, line.number, self._order, line.text[:500], at=at)
+        fact = Fact(name, role, fields, who, line.path, line.number, self._order, line.text[:500], at=at, run=self._run)
         out.facts.append(fact)
         return fact
 
@@ -371,6 +437,14 @@ class Collector:
         out.world_size = max(out.world_size or 0, world)
         if process and len(out.in_world) < MAX_WRITERS:
             out.in_world[process] = max((world, rank), out.in_world.get(process, (0, 0)), key=itemgetter(0))
+
+
+def _told(before: str, role: Role) -> bool:
+    """True if a message is told, not given: in a sentence, a quotation, or a line of the program's log that is no error."""
+    told = _PROSE.search(before)
+    if told is not None and (role is not Role.EXIT or told[0][-1] in "\"'"):
+        return True
+    return role is Role.CAUSE and _MILD.search(before) is not None
 
 
 def _keep_frame(frames: list[dict[str, object]], m: re.Match[str], innermost_first: bool = False) -> None:

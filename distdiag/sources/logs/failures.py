@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
+from sys import maxsize
 
 from distdiag.diagnosis.model.findings import Finding, rank_list
 from distdiag.diagnosis.model.snapshot import Site
@@ -19,13 +21,25 @@ from distdiag.sources.logs.timeouts import op_name
 from distdiag.terms.ranks import unfold_ranks
 from distdiag.terms.untrusted import bounded, is_rank
 
-HANDLED_LINES = 500  # a log that continues for this many lines shows that an exception was caught
+HANDLED_LINES = 50  # a log that ends in so many lines without an error shows that an exception was caught
+# an exception that only reports another one
+_RETOLD = bounded(
+    r"[Rr]oot cause|[Ss]ee (?:the )?(?:stack trace|logs? |error)|in a background process|previous error|sub-exception|Caught \w+ in DataLoader worker"
+)
+AFTER_FIRST_S = 5.0  # a launcher kills what has not ended by itself so long after the first failure, or later
 _NUMBER = bounded(r"0x[0-9a-f]+|\d+")
 _OF_THE_LINE = {"duplicate_gpu": ("a", "b"), "rank_twice": ("a",), "nccl_mismatch": ("near",)}  # ranks it is about
 # signals of a rank that was ended, or aborted by its watchdog; and those of a fault
 _SENT = ("SIGTERM", "SIGINT", "SIGABRT", "SIGHUP")
 _BY_KERNEL = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
-_OF_TEXT = {"Out Of Memory": -9, "Killed": -9, "Segmentation fault": -11, "Bus error": -7, "Aborted": -6}
+_OF_TEXT = {
+    "Out Of Memory": -9,
+    "Killed": -9,
+    "Segmentation fault": -11,
+    "segfault": -11,
+    "Bus error": -7,
+    "Aborted": -6,
+}
 EXIT_CODE = "ended with exit code"
 
 
@@ -62,11 +76,14 @@ def of_messages(found: Collected) -> tuple[list[Reason], list[Fact]]:
         f.rank for f in found.facts if f.rank is not None and f.name in MEANINGS and MEANINGS[f.name].kind == "gpu"
     }
     caught = {id(f) for f in handled(found)}
+    ended = {process(f) for f in found.facts if f.uncaught and f.role is Role.CAUSE and not _RETOLD.search(f.text)}
     reasons: dict[tuple[str, str], Reason] = {}
     late: list[Fact] = []
     for f in found.facts:
         meaning = MEANINGS.get(f.name)
         if f.role is not Role.CAUSE or meaning is None or id(f) in caught:
+            continue
+        if f.name == "exception" and not f.uncaught and process(f) in ended:
             continue
         if f.name not in OWN:
             own = waits.get(process(f))
@@ -78,35 +95,63 @@ def of_messages(found: Collected) -> tuple[list[Reason], list[Fact]]:
                 late.append(f)
                 continue
         _add(reasons, f, meaning, len(found.files) > 1)
-    return sorted(reasons.values(), key=lambda r: r.order), late
+    return _not_retold(_by_time(list(reasons.values()))), late
+
+
+def _by_time(reasons: list[Reason]) -> list[Reason]:
+    """Return the reasons in the order of their clocks, if all show the same clock; else of their lines."""
+    at = [r.facts[0].at for r in reasons]
+    if len({a[0] if a else "" for a in at}) == 1 and at[0] is not None:
+        return sorted(reasons, key=lambda r: (r.facts[0].at or ("", 0.0))[1])
+    return sorted(reasons, key=lambda r: r.order)
+
+
+def _not_retold(reasons: list[Reason]) -> list[Reason]:
+    """Return the reasons without those that only report another one: that of a worker, by its parent or driver."""
+    first = [r for r in reasons if not _RETOLD.search(r.text)] or reasons
+    known = {r.text for r in first if r.ranks or r.unnamed}
+    return [r for r in first if r.ranks or r.unnamed or r.text not in known]
 
 
 def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, several_files: bool) -> None:
     text = text_of(f, meaning)
     place = f"{f.site.file}:{f.site.line}" if f.site is not None and f.name == "exception" else ""
-    key = (f.name, text if f.name == "xid" else _NUMBER.sub("#", text) + place)
+    key = (f.name, _NUMBER.sub("#", text) + place)
+    if pci := f.fields.get("pci"):  # all that the driver reports of one device is one event
+        key = ("gpu", f"{f.path} {pci.rpartition('.')[0] or pci}")
     r = reasons.setdefault(key, Reason(meaning, text, meaning.advice, f.order))
     r.facts.append(f)
     keys = _OF_THE_LINE.get(f.name)
     ranks = {f.number(k) for k in keys} if keys else {f.rank}
     known = {q for q in ranks if q is not None and is_rank(q)}
     r.ranks |= known
-    name = f.who.name
+    name = (
+        f"node {f.fields['node']}"
+        if "node" in f.fields
+        else f"the node of pod {f.fields['pod']}"
+        if "pod" in f.fields
+        else f.who.name
+    )
     if several_files:
-        name = f"{name or 'a process'} of {f.path.name}"
+        name = f"{name or ('the host' if meaning.kind == 'gpu' else 'a process')} of {f.path.name}"
     if not known and name and name not in r.unnamed:
         r.unnamed.append(name)
     if f.site is not None and f.rank is not None:
         r.sites.setdefault(f.rank, f.site)
     if f.name == "exception":
-        r.advice = meanings.advice_for(f.text, len(r.ranks))
+        r.advice = meanings.advice_for(f.text, meanings.GENERAL[min(len(r.ranks), 2)])
+    elif f.fields.get("xid") in meanings.PROGRAM_XIDS:
+        r.advice = meanings.OF_PROGRAM
+    elif f.name == "cuda_error":
+        r.advice = meanings.advice_for(f.text, meaning.advice)
 
 
 def handled(found: Collected) -> list[Fact]:
     """Return the exceptions that a rank caught: its log continues for long, and no line shows that the job failed."""
     if any(f.role in (Role.WAIT, Role.VICTIM, Role.EXIT, Role.START) for f in found.facts):
         return []
-    return [f for f in found.facts if f.name == "exception" and f.lines_after >= HANDLED_LINES and not f.uncaught]
+    raised = [f for f in found.facts if f.name == "exception" or (f.name == "cuda_oom" and f.site is not None)]
+    return [f for f in raised if f.quiet_lines >= HANDLED_LINES and not f.uncaught]
 
 
 def text_of(f: Fact, meaning: Meaning) -> str:
@@ -152,22 +197,30 @@ class _End:
         return name + (f" on {host}" if host else "")
 
 
-def of_exits(found: Collected, explained: set[int], waited: set[int]) -> list[Reason]:
+def of_exits(found: Collected, explained: set[int], waited: set[int], others: bool) -> list[Reason]:
     """Return the reasons that launchers give for ranks that left no message of their own.
 
     Args:
         explained: Ranks whose failure is known.
         waited: Ranks that timed out or lost a connection: their own end follows from that.
+        others: True if a process failed by itself, whether its rank is known or not.
     """
     reasons: dict[tuple[str, str], Reason] = {}
     memory = found.named("host_oom")
     ends = _ends(found)
     named = any(end.rank is not None for end in ends)
+    crashed = min((end.fact.order for end in ends if end.launcher == "srun" and not end.by), default=maxsize)
+    first_s = min((end.fact.who.at[1] for end in ends if end.fact.who.at and end.by not in _SENT), default=inf)
     for nth, end in enumerate(ends):
-        unknown = end.rank is None and bool(explained) and named
-        if end.rank in explained or unknown or _followed(end, explained, waited, bool(memory)):
+        unknown = end.rank is None and ((bool(explained) and named) or (others and end.launcher in ("line", "parent")))
+        at = end.fact.who.at
+        forced = end.by == "SIGKILL" and (
+            (at is not None and at[1] - first_s > AFTER_FIRST_S)
+            or (end.launcher == "srun" and crashed < end.fact.order)
+        )
+        if end.rank in explained or unknown or forced or _followed(end, explained, waited, bool(memory)):
             continue
-        meaning = _meaning(end, bool(memory))
+        meaning = _meaning(end, bool(memory), others)
         r = reasons.setdefault((meaning.cause, meaning.text), Reason(meaning, meaning.text, meaning.advice, nth))
         r.facts.append(end.fact)
         if end.rank is None:
@@ -190,13 +243,20 @@ def _ends(found: Collected) -> list[_End]:
     lines = [f for f in found.facts if f.role is Role.EXIT and f.name not in ("ended", "host_oom")]
     out: list[_End] = []
     for f in (*tables, *(f for f in lines if f.fields.get("pid") not in known)):
-        launcher = {"exit_tasks": "srun", "ray_worker": "ray"}.get(f.name, f.fields.get("launcher", "line"))
+        launcher = {"exit_tasks": "srun", "lost_worker": "parent", "mpi_abort": "mpi"}.get(
+            f.name, f.fields.get("launcher", "line")
+        )
         ranks: list[int | None] = [f.rank]
         if f.name == "exit_tasks":  # a task is a node, if torchrun started the ranks
             ranks = [None] if found.torchrun else [*_tasks(f.fields["tasks"])]
         if (code := _code(f)) or f.name == "ended":
             out += [_End(f, rank, code, launcher) for rank in ranks]
     return out
+
+
+def sent(found: Collected) -> str:
+    """Return the signal by which processes were ended from outside; empty if none was."""
+    return next((end.by for end in _ends(found) if end.by in ("SIGTERM", "SIGINT", "SIGHUP")), "")
 
 
 def _code(f: Fact) -> int:
@@ -222,23 +282,28 @@ def _followed(end: _End, explained: set[int], waited: set[int], memory: bool) ->
     """True if this process ended, or was ended, after another had failed."""
     if end.by in _SENT and (waited or end.by != "SIGABRT"):
         return True
-    if end.rank in waited or (end.launcher == "ray" and end.rank is None and waited):
+    if end.rank in waited or (end.launcher == "parent" and end.rank is None and waited):
         return True  # a process that has timed out was alive until then
     cleaned_up = end.by not in _BY_KERNEL or (end.by == "SIGKILL" and end.launcher == "srun" and not memory)
     return bool(explained) and not end.fact.fields.get("what") and cleaned_up
 
 
-def _meaning(end: _End, memory: bool) -> Meaning:
+def _meaning(end: _End, memory: bool, others: bool) -> Meaning:
     """Return what one end is reported as."""
     by, what = end.by, end.fact.fields.get("what", "")
-    if end.launcher == "ray":
-        return Meaning("rank_lost", "crashed", "was lost by Ray: killed, or crashed in native code", meanings.KILLED)
+    if end.launcher == "parent":
+        return Meaning("rank_lost", "crashed", "was lost: killed, or crashed in native code", meanings.KILLED)
+    if end.launcher == "mpi":
+        why = shortened(end.fact.fields.get("how", "by the program (MPI_Abort)"), 160)
+        return Meaning("rank_lost", "crashed", f"aborted MPI: {why}", meanings.SEE_LOG)
     if by == "SIGKILL" and memory:
         return Meaning("rank_lost", "killed", "was killed by SIGKILL: out of memory", MEANINGS["host_oom"].advice)
-    if by:
+    if by and not (by == "SIGABRT" and others):  # it aborted after its message
         return Meaning("rank_lost", "killed", f"was killed by {by}", meanings.SIGNALS.get(by, meanings.SEE_LOG))
     if what:
-        return Meaning("rank_lost", "crashed", f"raised {shortened(what, 160)}", meanings.advice_for(what, 1))
+        return Meaning(
+            "rank_lost", "crashed", f"raised {shortened(what, 160)}", meanings.advice_for(what, meanings.GENERAL[1])
+        )
     return Meaning("rank_lost", "crashed", f"{EXIT_CODE} {end.code}, without an exception in the log", meanings.SEE_LOG)
 
 
@@ -277,6 +342,7 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     ranks, others = tuple(sorted(r.ranks)), tuple(sorted(waited.keys() - r.ranks))
     everyone = len(ranks) > 1 and set(ranks) >= found.ranks and not others
     of_node = bool(r.facts) and all(f.of_node for f in r.facts)
+    unordered = any(before(r.facts[0], waited[q]) is None for q in others if waited[q].role is Role.WAIT)
     in_collective = bool(r.facts) and all(f.in_collective for f in r.facts)
     message, advice = _who_failed(r, ranks, of_node), r.advice
     if everyone and r.meaning.cause == "crashed":
@@ -302,7 +368,10 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
         culprits=ranks,
         victims=others,
         sites={q: site for q in ranks if (site := sites.get(q, common)) is not None},
-        proved=bool(ranks) and r.meaning.kind != "mismatch" and not of_node and not in_collective,
+        proved=bool(ranks)
+        and r.meaning.cause != "silent"
+        and r.meaning.kind != "mismatch"
+        and not (of_node or in_collective or unordered),
         cost="the job ended, or hangs without it",
     )
 
@@ -329,5 +398,5 @@ def _who_failed(r: Reason, ranks: tuple[int, ...], of_node: bool) -> str:
     if len(r.hosts) == 1 and not r.hosts <= {"localhost"}:
         who += f" on {min(r.hosts)}"
     site = next((f.site for f in r.facts if f.site is not None), None)
-    times = f" ({len(r.facts):,} times)" if who is nobody and len(r.facts) > 1 else ""
+    times = f" ({len(r.facts):,} times)" if who is nobody and len(r.facts) > 1 and r.meaning.cause != "killed" else ""
     return f"{who} {text}{_first(r)}{at(site)}{times}"

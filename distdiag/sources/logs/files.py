@@ -1,46 +1,24 @@
-"""Finds the log files of a job, and reads their lines in bounded memory.
-
-Plain or compressed, of any encoding. Most lines of a log do not matter: a block without any needle (a literal part of a
-known message) is skipped without being split into lines. Of lines that differ only in numbers, `Bounds` keeps some, and it limits
-the time. The last `TAIL_BLOCKS` of a file are always read in full: how the job ended is there.
-"""
+"""Finds the log files of a job: plain or compressed text of any encoding; and the ranks that their names show."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import re
-import time
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import IO
 
 from distdiag import guard
 from distdiag.sources.dumps.content import DumpFile
 from distdiag.sources.dumps.files import find
 from distdiag.sources.dumps.naming import name_ranks
-from distdiag.sources.logs.patterns import HEADS, NEEDLES, TABLE, Role
+from distdiag.sources.logs.lines import BLOCK_BYTES, encoding_of
+from distdiag.sources.logs.patterns import TABLE, Role
 from distdiag.sources.logs.writers import is_object, is_record
 from distdiag.terms.untrusted import bounded, is_rank
 
-BLOCK_BYTES = 1 << 16
-DENSE = 256  # needles in one block, above which it is split as a whole
-TRACEBACK = b"Traceback (most recent call last)"
-LINES_AFTER = 3  # a frame of a traceback, its source, its marks, and what was raised
-MAX_LINE_BYTES = 1 << 15  # the rest of a longer line is not read
-TAIL_BLOCKS = 4  # at the end of a file
-ALL_EQUAL = 256  # lines of a shape that are read, whoever wrote them; a shape is a line's begin without digits
-EQUAL_OF_WRITER = 16  # further lines of a shape, of one writer in one file
-MAX_EQUAL = 1 << 15  # lines of a shape; those of further ranks are not judged
-SHAPE_BYTES, MAX_SHAPES = 160, 1 << 16
-JOB_S, FILE_S, BYTES_PER_S = 4.0, 2.0, 20e6  # CPU time for the lines of all files, and of one; and for their bytes
-MAX_LATE = 2.0  # times the limit at which a file is no longer read at all
-UNPACK_FACTOR = 10  # a log compresses so many times, or more
-MAX_BYTES = 32 << 30  # limit of one unpacked file
 MAX_FILES = 1 << 16
 MAX_NULS = 64 << 20  # bytes at the begin of a file that a rotation has left empty
-WRAPPED_LINES, TERMINALS = 4, (60, 400)  # lines of exactly the largest length; usual widths of terminals
 _SUFFIXES = {".log", ".txt", ".out", ".err", ".stderr", ".stdout", ".jsonl", ".ndjson"}
 _LOG_NAMES = {"stdout", "stderr", "output", "error", "dmesg", "messages", "syslog"}
 _JOB_OUTPUT = re.compile(r"\.[eo]\d{2,}")  # PBS, SGE: stderr and stdout of a job
@@ -48,9 +26,6 @@ _JOB_OUTPUT = re.compile(r"\.[eo]\d{2,}")  # PBS, SGE: stderr and stdout of a jo
 _TEXT_NAME = re.compile(r"log|out|err|rank|slurm|nccl|train|job|node|worker|pod")
 _OF_A_NODE = bounded(r"(?:node|host|pod|worker|machine|server)[-_.]?\d", re.IGNORECASE)  # a number, not of a rank
 _WORKER = bounded(r"attempt_(\d+)/(\d+)/[^/]+$")  # the log directory of torchrun: the number is the local rank
-_BOMS = ((b"\xff\xfe\x00\x00", "utf-32-le"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
-_DIGITS = b"0123456789"
-_OF_WRITER = re.compile(rb"(?:ank|RANK|ask|ode|rocess|worker|gpu|GPU|pid|\[)[s :=]{0,3}(\d{1,9})")
 _JSON = re.compile(rb"\s{0,99}[{\[]\s{0,99}[\"{\[}\]]")
 _TEXT = bytes(range(32, 127)) + b"\n\r\t\x1b\b\f"
 
@@ -127,7 +102,7 @@ def _head(path: Path) -> bytes:
                 head = f.read(BLOCK_BYTES)
     except (OSError, *guard.DAMAGED):
         return b""
-    cut = _encoding(head) == "utf-8" and _may_be_a_log(path)  # any other file that begins with NUL bytes is no text
+    cut = encoding_of(head) == "utf-8" and _may_be_a_log(path)  # any other file that begins with NUL bytes is no text
     return head.lstrip(b"\0") if cut else head
 
 
@@ -136,7 +111,7 @@ def _not_text(path: Path) -> str | None:
     head = _head(path)
     if not head:
         return "empty, or cannot be read"
-    if _encoding(head) != "utf-8":
+    if encoding_of(head) != "utf-8":
         return None
     if b"\0" in head or head[:1] == b"\x80":
         return "no text"
@@ -160,230 +135,6 @@ def _is_document(head: bytes) -> bool:
     except (ValueError, RecursionError):
         return True
     return not whole[end:].strip()
-
-
-def _encoding(head: bytes) -> str:
-    """Return the encoding that a file's first bytes show: UTF-8 unless it is UTF-16 or UTF-32."""
-    for mark, name in _BOMS:
-        if head.startswith(mark):
-            return name
-    if len(head) >= 64:  # without a mark: PowerShell's `>` writes such files
-        for name, zeros in (("utf-16-le", head[1:64:2]), ("utf-16-be", head[0:64:2])):
-            if zeros.count(0) > len(zeros) * 3 // 4 and head[:64].count(0) <= 36:
-                return name
-    return "utf-8"
-
-
-class Bounds:
-    """How much of a job's logs is read in detail: so many equal lines, for so long. One for all files.
-
-    Attributes:
-        late: True if the file's time is over; what is left of it but its end is left out.
-    """
-
-    def __init__(self, paths: Iterable[Path]) -> None:
-        self._sizes = {path: _size(path) for path in paths}
-        self._until_s = time.thread_time() + JOB_S + sum(self._sizes.values()) / BYTES_PER_S
-        self._began_s = self._file_s = 0.0
-        self._counts: dict[int, int] = {}
-        self._of_writer: dict[int, int] = {}
-        self._path = Path()
-        self.late = False
-
-    def start(self, path: Path) -> None:
-        """Begin with a file.
-
-        Raises:
-            OSError: no time is left.
-        """
-        self._path, self._began_s, self.late = path, time.thread_time(), False
-        self._file_s = min(FILE_S + self._sizes.get(path, 0) / BYTES_PER_S, self._until_s - self._began_s)
-        if self._file_s <= 0:
-            raise OSError("not read: the files before it took too long")
-
-    def check(self) -> None:
-        """Set `late`.
-
-        Raises:
-            OSError: even without looking at the lines, this file takes too long.
-        """
-        used_s = time.thread_time() - self._began_s
-        self.late = self.late or used_s > self._file_s
-        if used_s > MAX_LATE * self._file_s + FILE_S:
-            raise OSError("not read to its end: it takes too long")
-
-    def unequal(self, block: bytes, raws: Sequence[bytes]) -> list[int]:
-        """Return the indices of a block's lines of which not enough equal ones were read before."""
-        counts, kept = self._counts, []
-        if len(counts) > MAX_SHAPES or len(self._of_writer) > MAX_SHAPES:
-            counts.clear()
-            self._of_writer.clear()
-        for i, shape in enumerate(block.translate(None, _DIGITS).split(b"\n")):
-            key = hash(shape[:SHAPE_BYTES])
-            count = counts[key] = counts.get(key, 0) + 1
-            if count <= ALL_EQUAL:
-                kept.append(i)
-            elif count <= MAX_EQUAL:
-                head = raws[i][:SHAPE_BYTES]
-                task, colon, _ = head[:8].partition(b": ")  # of srun
-                writer = hash((key, self._path, task if colon else b"", *_OF_WRITER.findall(head)))
-                of_writer = self._of_writer[writer] = self._of_writer.get(writer, 0) + 1
-                if of_writer <= EQUAL_OF_WRITER:
-                    kept.append(i)
-        return kept
-
-
-def _size(path: Path) -> int:
-    """Return about how many bytes of text a file has."""
-    try:
-        size = path.stat().st_size
-    except OSError:
-        return 0
-    return size * UNPACK_FACTOR if path.suffix in (".gz", ".bz2", ".xz") else size
-
-
-def lines(path: Path, bounds: Bounds) -> Iterator[tuple[int, str]]:
-    """Yield (number, text) of the lines that hold a needle, and of those that may belong to one before; last an empty one.
-
-    A carriage return ends a line, too: a progress bar writes the next message after it.
-
-    Raises:
-        OSError: the file cannot be read any further; lines before that were yielded.
-    """
-    number, ended = 1, None
-    tail: deque[tuple[int, bytes]] = deque()
-    with guard.opened(path) as f:
-        try:
-            for block in _blocks(f):
-                tail.append((number, block))
-                number += block.count(b"\n")
-                if len(tail) > TAIL_BLOCKS:
-                    bounds.check()
-                    first, block = tail.popleft()
-                    if not bounds.late:
-                        yield from _of_block(first, block, bounds)
-        except OSError as e:
-            ended = e
-    for first, block in tail:
-        yield from _of_block(first, block, None)
-    if ended is not None:
-        raise ended
-    yield number, ""  # how many there were
-
-
-def _of_block(number: int, block: bytes, bounds: Bounds | None) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a block whose first line has this number; those that `bounds` keeps."""
-    raws = block.split(b"\n")
-    kept = range(len(raws)) if bounds is None else bounds.unequal(block, raws)
-    if len(kept) < len(raws):
-        block = b"\n".join([raws[i] for i in kept])
-    nth, counted = 0, 0
-    for start, end in _regions(block):
-        nth += block.count(b"\n", counted, start)
-        counted = start
-        for i, raw in enumerate(block[start:end].split(b"\n"), nth):
-            for text in raw.split(b"\r") if b"\r" in raw else (raw,):
-                if text:
-                    yield number + kept[i], text[:MAX_LINE_BYTES].decode("utf-8", "replace")
-
-
-def wrapped_at(path: Path) -> int | None:
-    """Return the column at which a terminal has wrapped the lines of a file; None if it has not."""
-    try:
-        with guard.opened(path) as f:
-            lengths = Counter(map(len, f.read(BLOCK_BYTES).split(b"\n")))
-    except (OSError, *guard.DAMAGED):
-        return None
-    column = max(lengths)
-    return column if lengths[column] >= WRAPPED_LINES and TERMINALS[0] <= column <= TERMINALS[1] else None
-
-
-def unwrapped(path: Path, column: int, bounds: Bounds) -> Iterator[tuple[int, str]]:
-    """Yield (number of the first, text) of lines that a terminal has wrapped at a column, joined again; last an empty one.
-
-    They end when the file's time is over.
-
-    Raises:
-        OSError: as `lines`.
-    """
-    number, whole, first = 0, b"", 1
-    with guard.opened(path) as f:
-        for block in itertools.chain(_blocks(f), [b""]):  # the last one ends the last line
-            bounds.check()
-            if bounds.late:
-                break
-            joined: list[tuple[int, bytes]] = []
-            for raw in block.removesuffix(b"\n").split(b"\n"):
-                number += bool(block)
-                first = first if whole else number
-                whole += raw
-                if len(raw) != column or len(whole) >= MAX_LINE_BYTES:
-                    joined.append((first, whole))
-                    whole = b""
-            raws = [raw for _, raw in joined]
-            for i in bounds.unequal(b"\n".join(raws), raws):
-                yield joined[i][0], raws[i].decode("utf-8", "replace")
-    yield number, ""
-
-
-def _regions(block: bytes) -> list[tuple[int, int]]:
-    """Return the parts of a block to read, as (start, end) of whole lines, in order and disjoint."""
-    found: list[tuple[int, int]] = []
-    for needle in NEEDLES:
-        at = block.find(needle)
-        more = LINES_AFTER if needle in HEADS else 0
-        while at >= 0:
-            start, end = block.rfind(b"\n", 0, at) + 1, _end(block, at)
-            if needle == TRACEBACK and start:  # the line before it may show when
-                start = block.rfind(b"\n", 0, start - 1) + 1
-            for _ in range(more):
-                end = _end(block, end + 1)
-            found.append((start, end))
-            if len(found) > DENSE:
-                return [(0, len(block))]
-            at = block.find(needle, _end(block, at))
-    found.sort()
-    apart: list[tuple[int, int]] = []
-    for start, end in found:
-        if apart and start <= apart[-1][1]:
-            apart[-1] = (apart[-1][0], max(end, apart[-1][1]))
-        else:
-            apart.append((start, end))
-    return apart
-
-
-def _end(block: bytes, at: int) -> int:
-    """Return where the line around `at` ends."""
-    end = block.find(b"\n", min(at, len(block)))
-    return end if end >= 0 else len(block)
-
-
-def _blocks(f: IO[bytes]) -> Iterator[bytes]:
-    """Yield blocks of whole lines, as UTF-8."""
-    rest, read, encoding = b"", 0, ""
-    while read < MAX_BYTES:
-        try:
-            block = f.read(BLOCK_BYTES)
-        except (*guard.DAMAGED, MemoryError) as e:  # truncated: the part before is judged
-            if rest:
-                yield rest
-            raise OSError(f"damaged: {e}") from e
-        if not block:
-            break
-        read += len(block)
-        encoding = encoding or _encoding(block)
-        if encoding != "utf-8":
-            block = block.decode(encoding, "replace").encode()
-        block = rest + block
-        end = block.rfind(b"\n") + 1
-        if end == 0 and len(block) < 4 * MAX_LINE_BYTES:
-            rest = block
-            continue
-        end = end or len(block)
-        rest = block[end:]
-        yield block[:end]
-    if rest:
-        yield rest
 
 
 def ranks_of(paths: Iterable[Path]) -> dict[Path, int]:

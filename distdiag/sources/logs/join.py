@@ -18,7 +18,9 @@ from distdiag.terms.untrusted import is_rank
 LATER_S = 2.0  # the clocks of hosts differ by less
 WAITED = (Role.WAIT, Role.VICTIM)
 # failures of the device, of the launch or of the host's memory: never a consequence of another failure
-OWN = ("xid", "ecc", "device_lost", "shm_full", "duplicate_gpu", "rank_twice", "host_oom")
+OWN = (
+    "xid", "sxid", "gpu_init", "node_lost", "ecc", "device_lost", "shm_full", "duplicate_gpu", "rank_twice", "host_oom",
+)  # fmt: skip
 
 
 def join(found: Collected) -> None:
@@ -35,14 +37,14 @@ def join(found: Collected) -> None:
     one_node = 0 < (found.world_size or 0) <= 1 + max(local, default=0)
     for f in found.facts:
         f.rank = _rank_of(found, f, of_file)
-        if f.rank is None and not found.torchrun and len(tasks) > 1 and f.name != "exit_tasks":
+        if f.rank is None and not found.torchrun and max(tasks, default=0) > 0 and f.name != "exit_tasks":
             f.rank = f.who.task
         if f.rank is None and f.who.local is not None and len(found.files) == 1:
             f.rank, f.of_node = f.who.local, not one_node
     found.ranks |= {f.rank for f in found.facts if f.rank is not None and is_rank(f.rank)}
     found.ranks |= {r for ranks in found.by_path.values() for r in ranks if is_rank(r)}
     found.ranks |= {r for r in found.rank_of.values() if r is not None} | set(of_file.values())
-    stops = found.named("cancelled", "terminated")
+    stops = found.named("cancelled", "terminated", "evicted", "preempted")
     if stops:
         found.facts = [f for f in found.facts if not _after_stop(f, stops)]
 
@@ -50,13 +52,13 @@ def join(found: Collected) -> None:
 def _rank_of(found: Collected, f: Fact, of_file: Mapping[Path, int]) -> int | None:
     """Return the rank of the process that a fact is about, by the line, then by what names the process elsewhere."""
     pid, who = f.number("pid"), f.who
-    if f.name == "exit" and (rank := f.number("r")) is not None:
+    if f.role is Role.EXIT and (rank := f.number("r")) is not None:
         return rank
     if who.rank is not None:
         return who.rank
     if pid is not None:  # it is about that process, whoever wrote it
         return found.rank_of.get(pid)
-    known = found.rank_of.get((who.process, who.host))
+    known = found.rank_of.get((who.process, who.host)) if who.process else found.rank_of.get((f.path, who.local))
     return of_file.get(f.path) if known is None else known
 
 

@@ -42,8 +42,25 @@ MEANINGS: Mapping[str, Meaning] = MappingProxyType({
     "fatal": Meaning("rank_lost", "crashed", "died in native code: {what}", "read the stack below it (the innermost frame comes first); check that torch, CUDA and extensions fit each other"),
     "rank_twice": Meaning("rank_lost", "crashed", "exists twice: two processes have this rank in one job of {world}", "check how the ranks are started: RANK must differ between processes; one launcher per node, with its own --node-rank"),
     "nccl_mismatch": Meaning("mismatch", "op", "or a neighbour made a different call from the rest (NCCL found mismatched collectives)", "run again with NCCL_DEBUG_SUBSYS=COLL, or TORCH_DISTRIBUTED_DEBUG=DETAIL"),
+    "gpu_init": Meaning("gpu", "lost", "has a GPU that its driver could not start, at PCI {pci}", "it is the hardware or the driver: see `dmesg -T | grep NVRM`, take the node out, reset the GPU or reboot"),
+    "sxid": Meaning("gpu", "nvlink", "has a fatal NVSwitch error: SXid {xid} at PCI {pci}: {text}", "it is the NVLink fabric: take the node out, and restart nvidia-fabricmanager; `nvidia-smi nvlink -e`"),
+    "node_lost": Meaning("rank_lost", "silent", "was lost with all its processes", "see whether that node is up, and why it failed: `sinfo -R` or `kubectl describe node`, its console and `dmesg -T`; start again without it"),
+    "port_error": Meaning("rank_lost", "silent", "lost a port of the network: {what}", "see that host's `ibstat`, `dmesg -T` and the switch: cable, transceiver or port; NCCL does not recover from it"),
+    "bad_alloc": Meaning("rank_lost", "crashed", "could not get host memory (std::bad_alloc)", "give the job more host memory (--mem, resources.limits.memory, `ulimit -v`), or use fewer DataLoader workers"),
     "exception": Meaning("rank_lost", "crashed", "raised {type}{what}", ""),
     "host_oom": Meaning("rank_lost", "killed", "was killed: the host or its memory limit ran out of memory", "give the job more host memory (--mem, resources.limits.memory), or use fewer DataLoader workers; pinned memory and checkpoints in /dev/shm count, too"),
+})  # fmt: skip
+PROGRAM_XIDS = ("13", "31", "43", "45", "69")
+OF_PROGRAM = "such an Xid is most often a fault of the program (a kernel reads or writes out of bounds): run once with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer; if only this GPU has it, test the GPU"
+# what stopped the job from outside
+STOPS: Mapping[str, str] = MappingProxyType({
+    "cancelled": "Slurm on {host} at {when}: {why}",
+    "evicted": "Kubernetes: the pod was evicted, its node was low on {what}",
+    "preempted": "a preemption ({what})",
+    "SIGINT": "Ctrl-C (SIGINT)",
+    "SIGHUP": "SIGHUP: its terminal or ssh session was closed; start it with nohup, in tmux or by the scheduler",
+    "terminated": "{name} from outside: the scheduler, a person, or a launcher whose other node failed",
+    "interrupted": "Ctrl-C (KeyboardInterrupt)",
 })  # fmt: skip
 KILLED = "the kernel kills for memory: `dmesg -T | grep -i oom`, memory.events of the cgroup; else a person or the scheduler did"
 SIGNALS: Mapping[str, str] = MappingProxyType({
@@ -71,9 +88,22 @@ IB_STATUS: Mapping[str, str] = MappingProxyType({
     "13": "receiver not ready, after all retries",
 })  # fmt: skip
 
-# What to do, by an exception's text, if its type is not specific enough.
+# what to do, by the text of an exception or of an error of CUDA
 _BY_TEXT: tuple[tuple[re.Pattern[str], str], ...] = (
     (bounded(r"No module named|cannot import name"), "install it in the environment of all nodes"),
+    (bounded(r"system not yet initialized"), "start NVIDIA's fabric manager on that host (`systemctl status nvidia-fabricmanager`); its version must be the driver's"),
+    (bounded(r"No CUDA GPUs are available|no CUDA-capable device"), "see what the process may use: CUDA_VISIBLE_DEVICES, --gpus of the container, the scheduler's GPUs; `nvidia-smi` there"),
+    (bounded(r"busy or unavailable"), "another process holds that GPU, in exclusive mode (`nvidia-smi -q -d COMPUTE`), or two ranks use one: check CUDA_VISIBLE_DEVICES and LOCAL_RANK"),
+    (bounded(r"STATUS_ALLOC_FAILED|STATUS_NOT_INITIALIZED"), "most often the GPU's memory is full: lower the batch or sequence length; other processes on that GPU: `nvidia-smi`"),
+    (bounded(r"undefined symbol|GLIBC|no kernel image"), "that library was built for another version of torch, CUDA, the GPU or the system: install the one that fits, on all nodes"),
+    (bounded(r"NVLink"), "it is the hardware: see `dmesg -T | grep -i xid` and `nvidia-smi nvlink -e` on that host, and take the node out"),
+    (bounded(r"device-side assert"), "most often an index out of range (labels, embeddings): check the inputs of that step, and run once with CUDA_LAUNCH_BLOCKING=1"),
+    (bounded(r"\b(?:NaN|nan|Inf)\b|not finite"), "the numbers diverged on that rank: look at its batch and the loss before, lower the learning rate, clip gradients; if a restart from the same checkpoint passes, test that GPU"),
+    (bounded(r"inline_container|PytorchStreamWriter"), "the file could not be written whole: look for space and quota where checkpoints go (`df -h`)"),
+    (bounded(r"DataLoader worker .{0,80}exited unexpectedly"), "a DataLoader worker died: see `dmesg -T | grep -i oom` and /dev/shm; run once with num_workers=0 to see its exception"),
+    (bounded(r"state_dict|size mismatch for|Missing key"), "the checkpoint does not fit this model: check its configuration, and the parallel sizes it was saved with"),
+    (bounded(r"Max retries|Too Many Requests|429 Client|ConnectTimeout|ReadTimeout"), "download once before the job starts (HF_HUB_OFFLINE=1), or on one rank only, with retries"),
+    (bounded(r"Permission denied|Read-only file system"), "check the rights on that path for the job's user, on all nodes"),
     (bounded(r"No space left on device"), "make room there; if it is /dev/shm, give the container more shared memory"),
     (bounded(r"Too many open files"), "raise the limit (`ulimit -n`), or torch.multiprocessing.set_sharing_strategy('file_system')"),
     (bounded(r"world[_ ]size|nproc|invalid device ordinal|MASTER_ADDR|LOCAL_RANK", re.IGNORECASE), "check how the ranks are started: as many per node as it has GPUs"),
@@ -82,7 +112,6 @@ _BY_TEXT: tuple[tuple[re.Pattern[str], str], ...] = (
 )  # fmt: skip
 
 
-def advice_for(text: str, ranks: int) -> str:
-    """Return what to do about an exception that this many ranks raised: by its text, else in general."""
-    found = next((advice for regex, advice in _BY_TEXT if regex.search(text)), None)
-    return found or GENERAL[min(ranks, 2)]
+def advice_for(text: str, otherwise: str) -> str:
+    """Return what to do about an exception or an error of CUDA, by its text."""
+    return next((advice for regex, advice in _BY_TEXT if regex.search(text)), otherwise)

@@ -22,7 +22,7 @@ from distdiag.terms.untrusted import bounded, is_rank, numbers
 _ADDRESS_KEY = bounded(r"default_pg/\d+//\w+//\d+/(\d{1,6})\W*$")
 _GONE = bounded(r"[Rr]eset by peer|[Bb]roken [Pp]ipe|[Gg]ot 0 bytes|[Cc]onnection closed")
 _HERE = ("127.0.0.1", "127.0.1.1", "localhost", "::1")
-_REFUSED = "Connection refused"
+_NO_WAY = bounded(r"Connection refused|No route to host|Network is unreachable")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def _lost_store(facts: Sequence[Fact]) -> bool:
 
 
 def _refused(facts: Sequence[Fact]) -> bool:
-    return all(_REFUSED in f.fields.get("reason", f.text) for f in facts)
+    return all(_NO_WAY.search(f.fields.get("reason", f.text)) for f in facts)
 
 
 def _too_many(fact: Fact) -> bool:
@@ -78,6 +78,10 @@ LATE_ROWS = (
     Row("unique_id", _LATE, "rank {awaited} did not reach the first collective of a group, where {who} {waits} for it{at} ({reason})",
         "see what rank {awaited} did meanwhile: long work before the first collective (data, a download, a model), an exception, "
         "or a collective that only the others call; give long work a longer timeout in init_process_group"),
+    Row("hccl_wait", _LATE, "{culprits} did not come to {tag}, where {who} {waits} for it in HCCL{at}",
+        "read the log of {culprits}, and take {its} stack the next time: another failure there, a longer branch, or another call"),
+    Row("hccl_socket", _LATE, "{who} waited in HCCL{at} for a connection that the rank at the other end did not make in time",
+        "read the logs of the ranks that do not report it: one failed, or is late (HCCL_CONNECT_TIMEOUT is the limit); then the network of the NPUs: `hccn_tool`"),
 )  # fmt: skip
 START_ROWS = (
     Row("stuck_watchdog", "stall/unknown", "the watchdog of {who} made no progress{stuck}: a call to CUDA or NCCL does not return there, or a thread holds the GIL in one",
@@ -98,10 +102,14 @@ START_ROWS = (
         "see whether rank 0 has started and failed, and whether this node reaches it: `nc -vz {peer} {port}`"),
     Row("full_mesh", _LOST, "gloo on {who}{on} could not connect to every other rank: {reason}",
         "give gloo the interface that the nodes share (GLOO_SOCKET_IFNAME=eth0): a host name that resolves to 127.0.1.1 is the most common reason"),
+    Row("not_started", _LOST, "the job, or a part of it, did not start: {what}",
+        "correct that on the node it names, then start again: the environment and its paths must be the same on all nodes, and the request must fit the cluster"),
     Row("rendezvous", _LOST, "{who} did not complete torchrun's rendezvous ({what})",
         "see whether all nodes have started with one --rdzv-endpoint, --rdzv-id and --nnodes, and reach that address"),
 )  # fmt: skip
 LOST_ROWS = (
+    Row("ray_head", _LOST, "Ray lost its head node (GCS): it ended, or somebody stopped it",
+        "see the head's gcs_server.out, its memory and `dmesg -T`, and whether `ray stop` was called"),
     Row("keep_alive", _LOST, "torchrun on {nodes} lost the rendezvous: the node that serves it, the first one, has ended",
         "read the log of the first node (--rdzv-endpoint): its failure came before these"),
     Row("ib", _LOST, "NCCL on {who} lost its RDMA connection to {all_peers} (status {status}: {meaning})",
@@ -119,9 +127,9 @@ LOST_ROWS = (
     Row("closed store_lost refused lost", _LOST, "{who} lost a connection{to}{at}: " + _PROCESS, _ENDED, ("{who} lost a connection{to}{at}: " + _PROCESS + _NOTHING, _ENDED)),
     Row("nccl_error own_error dist_error", "rank_lost/crashed", "HCCL failed on {who}{at}: {what}",
         "read the lines after it (EI…, EJ…): they have the reason; often another rank failed first", when=lambda facts: facts[0].fields.get("what", "").startswith("Hccl")),
-    Row("nccl_error own_error dist_error nccl_warning", "rank_lost/crashed", "NCCL failed on {who}{at}: {what}: {warning}",
+    Row("nccl_error own_error dist_error nccl_warning", "rank_lost/crashed", "{library} failed on {who}{at}: {what}: {warning}",
         "see the first NCCL WARN or `Last error` of each rank: it is the reason, the exceptions follow", when=lambda facts: len({f.name == "nccl_warning" for f in facts}) == 2),
-    Row("nccl_error own_error dist_error", "rank_lost/crashed", "NCCL failed on {who}{at}: {what}", "run again with NCCL_DEBUG=WARN, which prints the reason"),
+    Row("nccl_error own_error dist_error", "rank_lost/crashed", "{library} failed on {who}{at}: {what}", "run again with NCCL_DEBUG=WARN, which prints the reason"),
     Row("store_wait", _LATE, "{who} waited {limit} in the job's store{at} for {key}, which no process has set",
         "see what the other side did: the rank or service that sets this key has failed, or never made the matching call",
         ("{culprits} did not join a gloo group{at} in {limit}, where {who} waited",
@@ -175,6 +183,8 @@ def _blamed(found: Collected, name: str, facts: list[Fact]) -> tuple[Collection[
             waiters = {f.rank if f.rank is not None else f.number("waiter") or 0 for f in facts}
             awaited = _awaited(facts)
             return () if _lost_store(facts) or awaited in waiters else (awaited,), waiters
+        case "hccl_wait":
+            return {awaited for f in facts if (awaited := f.number("awaited")) is not None}, ranks
         case "stuck_watchdog":
             alone = len(ranks) == 1 or (found.world_size is not None and 0 < len(ranks) <= found.world_size // 2)
             return (ranks if alone else ()), ranks
@@ -217,7 +227,9 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
         "culprits": rank_list(culprits),
         "its": verb(culprits, "its", "their"),
         "report": verb(culprits, "reports", "report"),
-        "waits": verb(ranks, "waits", "wait"),
+        "library": "oneCCL" if "CCL_ERROR" in facts[0].text or "oneCCL" in facts[0].text else "NCCL",
+        "tag": first.get("tag", "a connection"),
+        "waits": verb(ranks or facts[:1], "waits", "wait"),
         "awaited": str(_awaited(facts)),
         "limit": rough_time((limit or 0) / 1e3),
         "stuck": f" for {rough_time(stuck)}" if stuck is not None else "",

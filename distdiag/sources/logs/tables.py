@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from distdiag.terms.untrusted import bounded, is_rank
@@ -12,8 +13,12 @@ _NUMBERS = {
     "rank": bounded(r"(?P<rank>-?\d+) \(local_rank: (?P<local>\d+)\)"),
     "exitcode": bounded(r"(?P<code>-?\d+) \(pid: (?P<pid>\d+)\)"),
 }
-_NAME = bounded(r"Process name: \[\[\d+,\d+\],(?P<rank>\d+)\]")
-_STATUS = bounded(r"Exit code:\s+(?P<code>\d+)")
+# Open MPI and Hydra (Intel MPI, MPICH) name the process first, and on a later line how it ended
+_NAME = bounded(
+    r"Process name: \[\[\d+,\d+\],(?P<rank>\d+)\]|=\s+(?:RANK (?P<r>\d+) )?PID (?P<pid>\d+) RUNNING AT (?P<host>\S+)"
+)
+_STATUS = bounded(r"Exit code:\s+(?P<code>\d+)|EXIT CODE: (?P<raw>\d+)|KILLED BY SIGNAL: (?P<signal>\d+)")
+_RAW_SIGNALS = ("6", "7", "8", "9", "11", "15")  # that Hydra prints as exit codes
 _NO_EXCEPTION = ("Signal ", "To enable traceback", "Traceback (most recent")  # after the last come its lines
 _MAX_ROWS = 20_000
 
@@ -34,6 +39,10 @@ class Row:
     @property
     def host(self) -> str:
         return self.fields.get("host", "")
+
+
+def _given(m: re.Match[str]) -> dict[str, str]:
+    return {key: value for key, value in m.groupdict().items() if value is not None}
 
 
 class Tables:
@@ -61,9 +70,14 @@ class Tables:
             self._field(self._now, m["key"], m["value"].strip())
         elif (m := _NAME.search(text)) is not None:
             self._close()
-            self._now = Row("mpirun", number, m.groupdict())
+            self._now = Row("mpirun", number, _given(m))
+            self._now.fields.setdefault("rank", self._now.fields.get("r", ""))
         elif self._now is not None and self._now.launcher == "mpirun" and (m := _STATUS.search(text)) is not None:
-            self._now.fields |= m.groupdict()
+            self._now.fields |= _given(m)
+            raw = self._now.fields.get("raw", "1")
+            code = f"-{raw}" if raw in _RAW_SIGNALS else raw
+            signal = self._now.fields.get("signal")
+            self._now.fields.setdefault("code", f"-{signal}" if signal else code)
             self._close()
         else:
             return False

@@ -13,17 +13,18 @@ import msgspec
 
 from distdiag import guard
 from distdiag.diagnosis.model.findings import NO_KNOWN_ERROR, STOPPED_BY, Finding, Report, Severity, State
-from distdiag.diagnosis.text.phrases import at, shortened
+from distdiag.diagnosis.text.phrases import at, count, shortened
 from distdiag.errors import DistdiagError
 from distdiag.sources.logs import failures, reports, rows, timeouts
 from distdiag.sources.logs.facts import Collected, Collector, Fact
-from distdiag.sources.logs.files import find_logs, left_out, wrapped_at
+from distdiag.sources.logs.files import find_logs, left_out
 from distdiag.sources.logs.join import WAITED, join
-from distdiag.sources.logs.meanings import MEANINGS
+from distdiag.sources.logs.lines import wrapped_at
+from distdiag.sources.logs.meanings import MEANINGS, STOPS
 from distdiag.terms.untrusted import MAX_RANKS, all_encodable
 
 MAX_FINDINGS = 6
-LIMITS = guard.Limits(cpu_s=12.0, cpu_s_per_byte=2e-6, memory_per_byte=1)  # beyond those of `files.Bounds`
+LIMITS = guard.Limits(cpu_s=12.0, cpu_s_per_byte=2e-6, memory_per_byte=1)  # beyond those of `lines.Bounds`
 
 
 def diagnose_logs(given: Sequence[str], paths: Sequence[Path] | None = None) -> Report | None:
@@ -126,7 +127,7 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
     if any(f.kind == "unused_parameters" for f in reported):
         own = [r for r in own if not all("finished reduction" in f.text for f in r.facts)]
     explained = {q for r in own for q in r.ranks} | {q for f in reported for q in (*f.culprits, *f.victims)}
-    ends = failures.of_exits(found, explained, {*waited})
+    ends = failures.of_exits(found, explained, {*waited}, bool(own))
     own += failures.with_a_reason(ends)
     codes = [r for r in ends if r not in own]
     if own or reported:
@@ -138,7 +139,8 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
     if (stop := _stopped(found)) is not None:
         return [], stop
     lost = rows.first_of(rows.LOST_ROWS, found) or [failures.of_reason(r, found, waited) for r in codes]
-    return lost[:MAX_FINDINGS], None
+    signal = "" if lost else failures.sent(found)
+    return lost[:MAX_FINDINGS], _stopped_by(signal) if signal else None
 
 
 def _with_later(waits: list[Finding], late: list[Fact]) -> list[Finding]:
@@ -153,17 +155,21 @@ def _with_later(waits: list[Finding], late: list[Fact]) -> list[Finding]:
 
 
 def _stopped(found: Collected) -> str | None:
-    """Return what ended the job from outside, if a line says so."""
-    for f in found.named("cancelled"):
-        why = f.fields.get("why", "").lower()
-        return f"{STOPPED_BY} Slurm on {f.fields['host']} at {f.fields['when']}: {why or 'cancelled'}"
-    for f in found.named("terminated"):
-        number = f.fields["signal"]
-        name = {"15": "SIGTERM", "2": "SIGINT", "1": "SIGHUP", "9": "SIGKILL"}.get(number, f"signal {number}")
-        if name == "SIGINT":
-            return f"{STOPPED_BY} Ctrl-C (SIGINT)"
-        return f"{STOPPED_BY} {name} from outside: the scheduler, a person, or a launcher whose other node failed"
-    return f"{STOPPED_BY} Ctrl-C (KeyboardInterrupt)" if found.named("interrupted") else None
+    """Return what ended the job from outside, if a line says so: the scheduler before the signal that it sent."""
+    for f in (
+        found.named("cancelled", "evicted", "preempted") or found.named("terminated") or found.named("interrupted")
+    ):
+        fields = {key: value.lower() if key == "why" else value for key, value in f.fields.items()}
+        if f.name == "terminated":
+            number = fields.get("signal", "")
+            names = {"15": "SIGTERM", "2": "SIGINT", "1": "SIGHUP", "9": "SIGKILL"}
+            return _stopped_by(fields.get("name") or names.get(number, f"signal {number}"))
+        return f"{STOPPED_BY} {STOPS[f.name].format_map({'why': 'cancelled'} | fields)}"
+    return None
+
+
+def _stopped_by(signal: str) -> str:
+    return f"{STOPPED_BY} {STOPS.get(signal, STOPS['terminated']).format(name=signal)}"
 
 
 def _world(found: Collected) -> int | None:
@@ -189,15 +195,18 @@ def _notes(found: Collected, judged: bool) -> list[str]:
         e = caught[0]
         who = f"rank {e.rank}" if e.rank is not None else "a rank"
         notes.append(
-            f"{who} printed {e.fields.get('type')} on line {e.line:,} and kept running, so it was probably caught ({len(caught):,} such exceptions)"
+            f"{who} printed {e.fields.get('type', 'CUDA out of memory')} on line {e.line:,} and kept running, so it was probably caught ({len(caught):,} such exceptions)"
         )
     if found.unknown and not judged:
         lines = "; ".join(f"line {number:,}: {shortened(text, 120)}" for _, number, text in found.unknown)
         notes.append(f"no message that distdiag knows; the last lines that look like errors: {lines}")
-    if found.restarts:
-        notes.append(f"the launcher restarted the ranks {found.restarts:,} times: messages may be of several attempts")
-    if found.recorded.line is None and found.facts:
+    if found.left_out:
         notes.append(
-            "read from a log: it shows what was printed, not what each rank did; `-m distdiag.run` records the next run"
+            f"judged: the last run in the log; {count(found.left_out, 'run')} before it (restarted, or appended) failed, too"
+        )
+    if found.recorded.line is None:
+        seen = "" if judged else "if the job hangs, `py-spy dump --pid PID` shows where each rank is; "
+        notes.append(
+            f"read from a log: it shows what was printed, not what each rank did; {seen}`-m distdiag.run` records the next run"
         )
     return notes

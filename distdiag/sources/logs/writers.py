@@ -13,7 +13,9 @@ from distdiag.terms.untrusted import bounded, encodable, is_rank
 _ANSI = bounded(
     r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]{0,200}(?:\x07|\x1b\\)?|[@-Z\\-_])|[\x00-\x08\x0b\x0c\x0e-\x1a]"
 )
-_RANK = bounded(r"\[rank ?(\d{1,6})\]|\[RANK (\d{1,6})\]|\[Rank (\d{1,6})\]|(?:^|\s)rank[=:](\d{1,6})[\]:,\s]")
+_RANK = bounded(
+    r"\[rank ?(\d{1,6})\]|\[RANK (\d{1,6})\]|\[Rank (\d{1,6})\]|(?:^|\s)rank[=:](\d{1,6})[\]:,\s)]|\bRankID:(\d{1,6})\b"
+)
 _GROUP = bounded(
     r"\[PG (?:ID )?(?P<pg>\d+)(?: PG GUID (?P<guid>[^\s(\]]*))?\s*(?:\((?P<desc>[^)]*)\))? Rank (?P<rank>\d{1,6})\]"
 )
@@ -24,7 +26,7 @@ _BRACKET = bounded(r"^\[(\d{1,6})\] (?=\S+:\d+:\d+ \[\d+\])")  # Intel MPI, in f
 _NCCL_IDS = bounded(r":\d+:\d+ \[\d+\] ")
 _NCCL = bounded(r"(?P<host>[\w.-]+):(?P<pid>\d+):\d+ \[(?P<device>\d+)\] ")
 _LABEL = bounded(
-    r"\((?P<label>[A-Za-z_][\w ]*? pid=(?P<pid>\d{1,9}))[^)]*?(?:, ip=(?P<ip>[\w.:]+))?\)|\[[\d: -]{19}(?: (?P<tp>(?:DP|PP|TP|EP)\d+[\w ]*))\]"
+    r"\((?P<label>[A-Za-z_][\w ]*?(?:\([\w.-]{1,80}\))? pid=(?P<pid>\d{1,9}))[^)]*?(?:, ip=(?P<ip>[\w.:]+))?\)|\[[\d: -]{19}(?: (?P<tp>(?:DP|PP|TP|EP)\d+[\w ]*))\]|^\[pod/(?P<pod>[\w.-]+)/[\w.-]+\] "
 )
 _MILD = bounded(r"\[[IW](?:\d{3,4} \d\d:| \w+\.(?:cpp|cc|hpp):)")  # information and warnings of torch's C++ code
 # month, day and time of day, as torch's C++ code writes them, and ISO 8601
@@ -33,6 +35,7 @@ _TIMES = (
     ("iso", bounded(r"\b\d{4}-(\d\d)-(\d\d)[T_ ](\d\d):(\d\d):(\d\d)")),
 )
 _MESSAGE_KEYS = ("message", "msg", "log", "text", "event", "textPayload", "exc_info", "stack")
+_SIGNS = {"time", "timestamp", "ts", "@timestamp", "asctime", "level", "levelname", "severity", "stream", "rank", "global_rank", "RANK"}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -75,22 +78,33 @@ def plain(text: str) -> str:
     return _ANSI.sub("", text) if not text.isprintable() else text
 
 
-def messages(text: str) -> list[tuple[str, int | None]]:
-    """Return (message, rank) of a line: of a JSON record its message, which may have several lines, and its rank."""
+def messages(text: str) -> list[tuple[str, int | None, str]]:
+    """Return (message, rank, pod) of a line: of a JSON record its message, which may have several lines, its rank and its pod.
+
+    Any other JSON object is data of the program: it has no message.
+    """
     record = _record(text)
-    texts = [encodable(record[key]) for key in _MESSAGE_KEYS if isinstance(record.get(key), str)]
-    if not texts:
-        return [(text, None)]
+    if not record:
+        return [(text, None, "")]
+    texts = [encodable(record[key]) for key in _keys_of(record) if isinstance(record.get(key), str)]
     rank = next((record[k] for k in ("rank", "global_rank", "RANK") if k in record), None)
     if isinstance(rank, str) and rank.isdecimal() and len(rank) < 7:
         rank = int(rank)
     known = rank if isinstance(rank, int) and is_rank(rank) else None
-    return [(line, known) for t in texts for line in t.splitlines() if line]
+    within = record.get("kubernetes")
+    pod = (within if isinstance(within, dict) else record).get("pod_name") or record.get("pod")
+    return [(line, known, pod if isinstance(pod, str) else "") for t in texts for line in t.splitlines() if line]
+
+
+def _keys_of(record: dict[str, Any]) -> tuple[str, ...]:
+    """Return the keys of a record's message; a text or an event without a time or a level is data of the program."""
+    return _MESSAGE_KEYS if record.keys() & _SIGNS else tuple(k for k in _MESSAGE_KEYS if k not in ("text", "event"))
 
 
 def is_record(text: str) -> bool:
     """True for a JSON object with a message: one line of a log."""
-    return any(isinstance(value, str) for key, value in _record(text).items() if key in _MESSAGE_KEYS)
+    record = _record(text)
+    return any(isinstance(record.get(key), str) for key in _keys_of(record))
 
 
 def is_object(text: str) -> bool:
@@ -143,8 +157,8 @@ def _process(head: str, out: Writer) -> None:
     if _NCCL_IDS.search(head) and (m := _NCCL.search(head)):
         out.host, out.device, out.process = m["host"], int(m["device"]), f"{m['host']}:{m['pid']}"
         out.pid = int(m["pid"])
-    elif ("pid=" in head or "P" in head) and (m := _LABEL.search(head)):
-        out.process, out.host = m["label"] or m["tp"], m["ip"] or ""
+    elif ("pid=" in head or "P" in head or "[pod/" in head) and (m := _LABEL.search(head)):
+        out.process, out.host = m["label"] or m["tp"] or m["pod"], m["ip"] or ""
         out.pid = int(m["pid"]) if m["pid"] else None
 
 
