@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,6 @@ def parse(path: Path, content: Any) -> DumpFile:
 
 # -- groups --------------------------------------------------------------------------------------------------------------
 
-_members_of: dict[str, tuple[int, ...] | None] = {}  # a thousand dumps hold the same texts
-
 
 def _members(value: Any) -> tuple[int, ...] | None:
     """Return the ranks in `[0, 1]`, a list or its text, in their order; None if there are none or it is not such a list.
@@ -82,16 +81,15 @@ def _members(value: Any) -> tuple[int, ...] | None:
         BadDump: a rank is out of range.
     """
     if isinstance(value, str):
-        if value not in _members_of:
-            if len(value) > MAX_MEMBERS_TEXT:
-                raise BadDump(f"a group with more than {MAX_RANKS:,} ranks")
-            if len(_members_of) > 65536:
-                _members_of.clear()
-            _members_of[value] = _in_range(numbers(value))
-        return _members_of[value]
-    if isinstance(value, (list, tuple)) and all(type(x) is int for x in value):
-        return _in_range(value)
-    return None
+        return _members_in(value)
+    return _in_range(value) if isinstance(value, (list, tuple)) and all(type(x) is int for x in value) else None
+
+
+@lru_cache(maxsize=65536)
+def _members_in(text: str) -> tuple[int, ...] | None:  # a thousand dumps hold the same texts
+    if len(text) > MAX_MEMBERS_TEXT:
+        raise BadDump(f"a group with more than {MAX_RANKS:,} ranks")
+    return _in_range(numbers(text))
 
 
 def _in_range(ranks: Iterable[int]) -> tuple[int, ...] | None:
