@@ -69,7 +69,8 @@ class History:
         graph = build(s)
         self._follow_waits(s, graph)
         facts = Facts(s, source, self.without, reported=tuple(reported))
-        facts.no_progress_since_wait = not graph.sinks and self._waiting_mark == _progress(s)
+        waited = not graph.sinks and bool(self._waiting_mark)
+        facts.no_progress_since_wait = waited and self._waiting_mark == _progress(s)
         facts.graph = graph
         facts.ends_settled = self._ends_settled(s, facts, final)
         if self._late is not None and self._first_end_s is not None and self._first_end_s - self._late[0] < LATE_S:
