@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from distdiag.diagnosis.culprit.case import Case, Testimony, site_of
 from distdiag.diagnosis.model.findings import rank_list
@@ -28,9 +28,8 @@ def new_in_cycle(case: Case) -> Testimony | None:
     """
     states = case.states
     known_to = Counter(site for r in case.compared for site in states[r].sites)
-    alone = [
-        r for r in case.compared if known_to.get(case.here[r] or "", 0) <= 1
-    ]  # a ring may have thousands of members
+    # a ring may have thousands of members
+    alone = [r for r in case.compared if known_to.get(case.here[r] or "", 0) <= 1]
     if len(alone) != 1:
         return None
     (rank,) = alone
@@ -71,22 +70,16 @@ def _only_there(ranks: Sequence[int]) -> Testimony | None:
     return Testimony(ranks=tuple(ranks), text=text) if ranks else None
 
 
-def _is_new(case: Case, odd: Iterable[int], rest: Iterable[int]) -> bool:
+def _is_new(case: Case, odd: Sequence[int], rest: Sequence[int]) -> bool:
     """True if `odd` are at sites that `rest` never visited, and have visited the sites of `rest` themselves."""
     states, here = case.states, case.here
-    for a in odd:
-        mine = here.get(a)
-        if mine is None or not states[a].sites:
-            return False
-        for b in rest:
-            theirs = here.get(b)
-            if theirs is None or mine in states[b].sites or theirs not in states[a].sites:
-                return False
-    return True
+    theirs = {here.get(b) for b in rest}
+    used = {None}.union(*(states[b].sites for b in rest))
+    return None not in theirs and all(here.get(a) not in used and theirs <= states[a].sites.keys() for a in odd)
 
 
 def _knows_more(
-    states: dict[int, RankState], here: dict[int, str | None], odd: Iterable[int], rest: Sequence[int]
+    states: dict[int, RankState], here: dict[int, str | None], odd: Sequence[int], rest: Sequence[int]
 ) -> bool:
     """True if `odd` have visited every site that `rest` have, and at least one more."""
     if not all(states[b].sites for b in rest):
