@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import codecs
 import io
+import os
 import re
 import sys
 import unicodedata
+from typing import Any
 
 from distdiag.terms.untrusted import INVISIBLE, cut, visible
 
@@ -35,6 +37,20 @@ def tolerate(ascii_only: bool = False) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # not where a test or a notebook has put something else
             stream.reconfigure(encoding="ascii" if ascii_only else None, errors=_ERRORS)
+
+
+def wants_colour(stream: Any = None) -> tuple[bool, bool]:
+    """Return (escapes, colours) by NO_COLOR, FORCE_COLOR, TERM and whether the output is a terminal."""
+    stream = stream or sys.stdout
+    forced = os.environ.get("FORCE_COLOR", "") not in ("", "0")
+    terminal = (stream.isatty() and os.environ.get("TERM") != "dumb") or forced
+    return terminal, terminal and (forced or not os.environ.get("NO_COLOR"))
+
+
+def needs_ascii(stream: Any = None) -> bool:
+    """True where the output cannot carry the glyphs."""
+    encoding = (getattr(stream or sys.stdout, "encoding", None) or "ascii").lower().replace("-", "").replace("_", "")
+    return not encoding.startswith("utf")
 
 
 _COLOURS = re.compile("(\x1b\\[[0-9;]{0,40}m)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 import sys
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from distdiag.errors import DistdiagError, ExitCode
-from distdiag.streams import say, say_json
+from distdiag.streams import needs_ascii, say, say_json, wants_colour
 
 if TYPE_CHECKING:
     from distdiag.diagnosis.model.findings import Report
@@ -258,9 +257,7 @@ def _print_text(report: Report, ascii: bool) -> None:
     from distdiag.diagnosis.text.checks import checked_lines
     from distdiag.diagnosis.text.finding import finding_lines, in_the_past, printable
 
-    encoding = (sys.stdout.encoding or "ascii").lower().replace("-", "")
-    plain = ascii or not encoding.startswith("utf")
-    colour = (sys.stdout.isatty() and "NO_COLOR" not in os.environ) or bool(os.environ.get("FORCE_COLOR"))
+    plain, (_, colour) = ascii or needs_ascii(), wants_colour()
     width = min(shutil.get_terminal_size().columns, 140) if sys.stdout.isatty() else None
 
     def show(line: str) -> str:

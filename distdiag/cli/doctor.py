@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,7 @@ import click
 
 from distdiag.cli.options import ascii_option
 from distdiag.errors import DistdiagError, ExitCode
-from distdiag.streams import say, say_json
+from distdiag.streams import say, say_json, wants_colour
 from distdiag.terms.untrusted import visible
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ def command(ranks: int, reach: tuple[str, ...], no_torch: bool, fail_on: str, as
     if as_json:
         say_json(msgspec.json.encode(found))
     else:
-        colour = (sys.stdout.isatty() and "NO_COLOR" not in os.environ) or bool(os.environ.get("FORCE_COLOR"))
+        _, colour = wants_colour()
         width = max(len(c.name) for c in found.checks)
         for c in found.checks:
             word = click.style(c.verdict.value, fg=_COLOURS[c.verdict]) if colour else c.verdict.value

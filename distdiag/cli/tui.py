@@ -11,25 +11,14 @@ from typing import TYPE_CHECKING
 import click
 
 from distdiag.errors import DistdiagError, ExitCode, need
-from distdiag.streams import say, say_json
+from distdiag.streams import needs_ascii, say, say_json
 
 if TYPE_CHECKING:
     from distdiag.tui.ui import Ui
 
 SCREENS = (
-    "ranks",
-    "comm",
-    "heat",
-    "memory",
-    "findings",
-    "data",
-    "stacks",
-    "probes",
-    "timeline",
-    "profile",
-    "rank",
-    "help",
-)
+    "ranks", "comm", "heat", "memory", "findings", "data", "stacks", "probes", "timeline", "profile", "rank", "help",
+)  # fmt: skip
 
 
 def _size(text: str | None) -> tuple[int, int] | None:
@@ -57,7 +46,6 @@ def _ui(
 ) -> Ui:
     from distdiag.tui.data import filters
     from distdiag.tui.data.order import BY_KEY
-    from distdiag.tui.once import needs_ascii
     from distdiag.tui.ui import Ui
 
     if sort not in BY_KEY:

@@ -33,7 +33,6 @@ from distdiag.store.rows import (
     LoaderRow,
     ProbeResult,
     ProcessRow,
-    ScalarRow,
     StepRow,
 )
 from distdiag.terms import secrets
@@ -83,10 +82,6 @@ class Run(Database):
         """Return whether the run is still being written."""
         return monitor_of(self.meta if meta is None else meta)
 
-    def heartbeat_age_s(self, meta: dict[str, str | None] | None = None) -> float | None:
-        """Return the seconds since the monitor last wrote; None if it never did."""
-        return heartbeat_age_s(self.meta if meta is None else meta)
-
     def findings(self) -> tuple[Finding, ...]:
         """Return all findings, worst and newest first, cleared ones last."""
         rows = self.query(
@@ -107,7 +102,7 @@ class Run(Database):
         world = number(meta.get("world_size"))
         notes, unjudged = [], None
         if self.monitor(meta) is Monitor.GONE:
-            age = self.heartbeat_age_s(meta)
+            age = heartbeat_age_s(meta)
             unjudged = "the monitor is gone" + (f", last seen {age:,.0f} s ago" if age is not None else "")
             failure = failure_of(self.path)
             reason = f" (it failed: {failure})" if failure else ""
@@ -269,12 +264,6 @@ class Run(Database):
         if not self.query("SELECT 1 FROM sqlite_master WHERE name = 'ddp'"):
             return []
         return self.structs(DdpRow, "ORDER BY rank, model")
-
-    def scalars(self, name: str | None = None, limit: int = 10_000) -> list[ScalarRow]:
-        """Return values that the job logged, newest last."""
-        return self.structs(ScalarRow, "WHERE (?1 IS NULL OR name = ?1) ORDER BY rowid DESC LIMIT ?2", (name, limit))[
-            ::-1
-        ]
 
     def probes(self) -> list[ProbeResult]:
         """Return the probe results recorded into this run, oldest first."""

@@ -97,8 +97,8 @@ class Keeper:
         changed = self._steps(con, old)
         changed |= self._frames(con, old)
         changed |= self._gauges(con, old)
-        changed |= self._oldest(con, "collective", old)
-        changed |= self._oldest(con, "scalar", old)
+        changed |= self._oldest(con, "collective", "pgroup, seq", old)
+        changed |= self._oldest(con, "scalar", "rowid", old)
         if not changed and self._frame_round < len(FRAME_EVERY_S) - 1:
             self._frame_round += 1
             return True
@@ -154,11 +154,9 @@ class Keeper:
             changed = True
         return changed
 
-    def _oldest(self, con: sqlite3.Connection, table: str, old: float) -> bool:
-        key = "pgroup, seq" if table == "collective" else "rowid"
-        where = f"({key}) IN" if "," in key else f"{key} IN"
+    def _oldest(self, con: sqlite3.Connection, table: str, key: str, old: float) -> bool:
         gone = con.execute(
-            f"DELETE FROM {table} WHERE {where} (SELECT {key} FROM {table} WHERE t_s < ? LIMIT ?)",
+            f"DELETE FROM {table} WHERE ({key}) IN (SELECT {key} FROM {table} WHERE t_s < ? LIMIT ?)",
             (old, SLICE_ROWS // 4),
         ).rowcount
         return gone > 0

@@ -11,29 +11,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity:
-    """One thing that a rank may do.
+    """One thing that a rank may do."""
 
-    Attributes:
-        word: As recorded.
-        shown: On the screen, in brackets behind a rank's site.
-        does: In a sentence whose subject is the rank; empty for what no stall names.
-        do: Advice; empty if there is none beyond looking at the line.
-        patience_s: Seconds that other ranks may wait for one that does this; 0: those of `user_code`.
-        frame: Matches `module.function` of the innermost Python frame, including torch's and the standard library's.
-        line: Matches the text of the user's line: C functions have no frame.
-        within: The activity of which the user's line `refines` this one, where the frame alone shows a lock or a socket.
-        refines: See `within`.
-    """
-
-    word: str
-    shown: str = ""
-    does: str = ""
-    do: str = ""
-    patience_s: float = 0.0
+    word: str  # as recorded
+    shown: str = ""  # on the screen, in brackets behind a rank's site
+    does: str = ""  # in a sentence whose subject is the rank; empty for what no stall names
+    do: str = ""  # advice; empty if there is none beyond looking at the line
+    patience_s: float = 0.0  # seconds that other ranks may wait for one that does this; 0: those of `user_code`
+    # matches `module.function` of the innermost Python frame, including torch's and the standard library's
     frame: str = r"$^"
-    line: str = r"$^"
+    line: str = r"$^"  # matches the text of the user's line: C functions have no frame
+    # the activity of which the user's line `refines` this one, where the frame alone shows a lock or a socket
     within: str = ""
-    refines: str = r"$^"
+    refines: str = r"$^"  # see `within`
 
 
 ACTIVITIES = (  # in the order in which lines are searched for them

@@ -23,28 +23,18 @@ def _whole(ranks: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One family.
+    """One family."""
 
-    Attributes:
-        name: torch.distributed's name of it.
-        forms: Its forms, each with its other names: `form=name,name`.
-        factor: Share of S that crosses each rank's link on a perfect network, by the number of ranks; None: it moves no bytes.
-        rooted: One rank is its source or destination.
-        synchronizes: It completes on no rank before every member has issued it.
-        reduces: It computes; the others copy.
-        in_parts: The recorder keeps the bytes of one rank's part, and S is the sum over all ranks.
-        same_dtype: All ranks must pass one dtype.
-        same_size: All ranks must pass the same number of elements: in every form, in some (`even`), or in none.
-    """
-
-    name: str
-    forms: str
+    name: str  # torch.distributed's name of it
+    forms: str  # its forms, each with its other names: `form=name,name`
+    # share of S that crosses each rank's link on a perfect network, by the number of ranks; None: it moves no bytes
     factor: Callable[[int], float] | None = None
-    rooted: bool = False
-    synchronizes: bool = False
-    reduces: bool = False
-    in_parts: bool = False
-    same_dtype: bool = False
+    rooted: bool = False  # one rank is its source or destination
+    synchronizes: bool = False  # it completes on no rank before every member has issued it
+    reduces: bool = False  # it computes; the others copy
+    in_parts: bool = False  # the recorder keeps the bytes of one rank's part, and S is the sum over all ranks
+    same_dtype: bool = False  # all ranks must pass one dtype
+    # all ranks must pass the same number of elements: in every form, in some (`even`), or in none
     same_size: str = "none"
 
     @property

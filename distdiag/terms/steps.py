@@ -11,29 +11,19 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPart:
-    """One time of a step.
+    """One time of a step."""
 
-    Attributes:
-        name: The column is `NAME_ms`.
-        about: What it is, one line.
-        word: In a legend; the name if empty.
-        short: In the head of a narrow column.
-        letter: In a bar without colours.
-        colour: Of its area on dark and light ground (Okabe and Ito's: told apart with every kind of colour vision).
-        metric: Title of the heat map that shows it; empty if none does.
-        part: It is one of the parts that sum up to the step, which follow each other as in a training loop.
-        ddp: DDP measured it, in one step of many.
-    """
-
-    name: str
-    about: str
-    word: str = ""
-    short: str = ""
-    letter: str = ""
+    name: str  # the column is `NAME_ms`
+    about: str  # what it is, one line
+    word: str = ""  # in a legend; the name if empty
+    short: str = ""  # in the head of a narrow column
+    letter: str = ""  # in a bar without colours
+    # of its area on dark and light ground (Okabe and Ito's: told apart with every kind of colour vision)
     colour: tuple[str, str] = ("", "")
-    metric: str = ""
+    metric: str = ""  # title of the heat map that shows it; empty if none does
+    # it is one of the parts that sum up to the step, which follow each other as in a training loop
     part: bool = False
-    ddp: bool = False
+    ddp: bool = False  # DDP measured it, in one step of many
 
     @property
     def column(self) -> str:

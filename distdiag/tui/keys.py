@@ -83,32 +83,16 @@ KEYS: tuple[Key, ...] = (
 # At most so many in the key bar; in this order they give way where it is narrow.
 _BAR_LIMIT = 12
 _GIVE_WAY = (
-    "Zoom",
-    "Record",
-    "Probes",
-    "Profile",
-    "Stacks",
-    "Data",
-    "Previous",
-    "Filter",
-    "Sort",
-    "Mem",
-    "Heat",
-    "Comm",
-)
+    "Zoom", "Record", "Probes", "Profile", "Stacks", "Data", "Previous", "Filter", "Sort", "Mem", "Heat", "Comm",
+)  # fmt: skip
 
 
 def applies(key: Key, snap: Snapshot, ui: Ui) -> bool:
     """True if the key does something on this page, in this state."""
     if key.pages and ui.page not in key.pages:
         return False
-    live = snap.monitor is Monitor.LIVE
-    return {
-        "": True,
-        "live": live,
-        "running": live and ui.paused_at_s is None,
-        "paused": ui.paused_at_s is not None,
-    }[key.needs]
+    live, paused = snap.monitor is Monitor.LIVE, ui.paused_at_s is not None
+    return {"": True, "live": live, "running": live and not paused, "paused": paused}[key.needs]
 
 
 def key_bar(snap: Snapshot, ui: Ui, width: int) -> Line:

@@ -13,10 +13,9 @@ import msgspec
 
 from distdiag.diagnosis.model.findings import Finding, rank_list
 from distdiag.errors import DistdiagError
-from distdiag.store.frames import RankRow
 from distdiag.store.opening import RunUnreadable
 from distdiag.store.reader import open_run
-from distdiag.streams import say
+from distdiag.streams import say, wants_colour
 from distdiag.tui.data.snapshot import Request, Snapshot, Taker
 from distdiag.tui.data.state import job_state
 from distdiag.tui.draw.lines import BLANK, Line, ascii_line, fitted, plain
@@ -99,20 +98,6 @@ def _area_codes(style: str) -> list[str]:
         out += [f"38;5;{code_256(text)}"] if text else []
         out += [f"48;5;{code_256(ground)}"] if ground else []
     return out
-
-
-def wants_colour(stream: Any = None) -> tuple[bool, bool]:
-    """Return (escapes, colours) by NO_COLOR, FORCE_COLOR, TERM and whether the output is a terminal."""
-    stream = stream or sys.stdout
-    forced = os.environ.get("FORCE_COLOR", "") not in ("", "0")
-    terminal = (stream.isatty() and os.environ.get("TERM") != "dumb") or forced
-    return terminal, terminal and (forced or not os.environ.get("NO_COLOR"))
-
-
-def needs_ascii(stream: Any = None) -> bool:
-    """True where the output cannot carry the glyphs."""
-    encoding = (getattr(stream or sys.stdout, "encoding", None) or "ascii").lower().replace("-", "").replace("_", "")
-    return not encoding.startswith("utf")
 
 
 def print_once(run: Path, ui: Ui, size: tuple[int, int] | None = None) -> Snapshot:
@@ -200,10 +185,6 @@ def as_json(snap: Snapshot) -> bytes:
         loss=s.loss,
         waiting=[{"op": op, "group": g, "seq": q, "bytes": b, "ranks": n} for (op, g, q, b), n in s.waiting],
         findings=snap.findings,
-        ranks=[] if snap.frame is None else [_rank(r) for r in snap.frame.ranks],
+        ranks=[] if snap.frame is None else list(map(msgspec.structs.asdict, snap.frame.ranks)),
     )
     return msgspec.json.format(msgspec.json.encode(body), indent=1)
-
-
-def _rank(row: RankRow) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in row.__struct_fields__}

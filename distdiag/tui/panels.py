@@ -9,7 +9,7 @@ from distdiag.terms.activity import SHOWN
 from distdiag.tui.data.snapshot import Snapshot
 from distdiag.tui.data.state import JobState, closing_lines, job_state
 from distdiag.tui.draw import severity
-from distdiag.tui.draw.lines import BLANK, Line, cut_line, fitted, joined, line, rule, width_of
+from distdiag.tui.draw.lines import BLANK, Line, cut_line, fitted, joined, labelled, line, rule, width_of
 from distdiag.tui.draw.text import (
     cells,
     clean,
@@ -100,12 +100,6 @@ def step_line(snap: Snapshot, job: JobState, width: int) -> Line:
     return fitted(line(*left), width)
 
 
-def head(snap: Snapshot, ui: Ui, width: int) -> tuple[list[Line], JobState]:
-    """Return the two lines at the top of every screen, and the state they show."""
-    job = job_state(snap)
-    return [state_line(snap, job, width), step_line(snap, job, width)], job
-
-
 def title_line(snap: Snapshot, ui: Ui, width: int, title: str, question: str, right: str = "") -> Line:
     """Return ` distdiag > comm   is the network the cause, or a rank?      RUNNING 00:04:31`: the header of the inner screens."""
     job = job_state(snap)
@@ -186,8 +180,7 @@ def finding_lines(f: Finding, width: int, full: bool = True, message_only: bool 
     if f.advice:
         details.append(("do", clean(f.advice)))
     for word, value in details:
-        for i, row in enumerate(wrap(value, width - 11)):
-            out.append(line((f"   {word if i == 0 else '':6} ", "muted"), (f" {row}", "muted" if closed else "", hit)))
+        out += labelled(f"   {word:6}  ", value, width, "muted" if closed else "", hit)
     return out
 
 
@@ -195,11 +188,9 @@ def _notices(snap: Snapshot, job: JobState, ui: Ui, width: int) -> list[Line]:
     """Notices about reading the run itself, shown before any finding."""
     out: list[Line] = []
     if cut := overflow(job, snap, width):
-        rows = wrap(cut, width - 4)
-        out += [line((f" {job.glyph} " if i == 0 else "   ", job.style), row) for i, row in enumerate(rows)]
+        out += labelled(f" {job.glyph} ", cut, width - 1, of_label=job.style)
     if job.do:
-        for i, row in enumerate(wrap(job.do, width - 11)):
-            out.append(line((f"   {'do' if i == 0 else '':6}  ", "muted"), row))
+        out += labelled(f"   {'do':6}  ", job.do, width)
     if snap.note:
         out.append(line(("   note    ", "muted"), clip(clean(snap.note), width - 11)))
     return out

@@ -60,7 +60,7 @@ def test_rows_of_every_table_come_back(tmp_path: Path) -> None:
         assert run.groups()[0].ranks == (0, 1)
         assert run.hosts()[0].cpu_pct == 50.0 and run.processes()[0].rank == 1 and run.gpus()[0].throttle == ""
         assert run.query("SELECT t_s, utilization_pct FROM gpu") == [(1.0, 80.0)]
-        assert run.scalars("loss")[0].value == 2.3
+        assert run.query("SELECT value FROM scalar WHERE name = 'loss'") == [(2.3,)]
         assert run.loaders()[0].fingerprint == -1
         assert run.probes()[0].verdict == "pass" and run.events()[0].text == "no NVIDIA driver"
         steps = run.steps_frame()
@@ -166,7 +166,7 @@ def test_a_value_that_sqlite_cannot_store_costs_only_its_batch(tmp_path: Path) -
     assert w.commit() is True
     w.close()
     with open_run(tmp_path) as run:
-        assert run.step_range() == (1, 1) and run.scalars() == []
+        assert run.step_range() == (1, 1) and run.query("SELECT * FROM scalar") == []
 
 
 def test_the_finished_run_is_one_file_readable_on_a_read_only_disk(tmp_path: Path) -> None:

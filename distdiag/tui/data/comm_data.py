@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ from distdiag.diagnosis.model.findings import Gradients, State
 from distdiag.store.frames import Frame
 from distdiag.store.gradients import read_gradients
 from distdiag.store.reader import Run
-from distdiag.store.rows import CollectiveRow
+from distdiag.store.rows import CollectiveRow, ProbeResult
 from distdiag.terms.operations import algorithm_bandwidth, bus_factor, family, message_bytes, moves_bytes
 from distdiag.tui.data.snapshot import Request
 from distdiag.tui.draw.text import median_low, quantile
@@ -186,17 +187,32 @@ def in_flight(frame: Frame, members: dict[str, tuple[int, ...]]) -> tuple[InFlig
     return tuple(sorted(out, key=lambda f: -(f.age_s or 0.0)))
 
 
+def decoded(p: ProbeResult) -> dict[str, Any]:
+    """Return the whole result of a probe; empty if it is damaged, or of another version."""
+    try:
+        body = msgspec.json.decode(p.json)
+    except (msgspec.DecodeError, TypeError):
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+def rows_of(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what a probe measured for each size."""
+    rows = body.get("rows")
+    return [r for r in rows if isinstance(r, dict)] if isinstance(rows, list) else []
+
+
+def as_number(v: Any) -> float | None:
+    return float(v) if isinstance(v, (int, float)) and math.isfinite(v) else None
+
+
 def _probed(run: Run) -> dict[tuple[str, int], float]:
-    out: dict[tuple[str, int], float] = {}
-    for p in run.probes():
-        try:
-            rows = msgspec.json.decode(p.json).get("rows") or ()
-            for r in rows:
-                if r.get("busbw_gbps"):
-                    out[(p.name, int(r["bytes"]))] = float(r["busbw_gbps"])
-        except (msgspec.DecodeError, AttributeError, TypeError, ValueError, KeyError):
-            continue  # another version's probe: shown on its own screen, not compared
-    return out
+    rows = [
+        (p.name, as_number(r.get("bytes")), as_number(r.get("busbw_gbps")))
+        for p in run.probes()
+        for r in rows_of(decoded(p))
+    ]
+    return {(name, int(nbytes)): busbw_gbps for name, nbytes, busbw_gbps in rows if nbytes is not None and busbw_gbps}
 
 
 def probe_for(data: CommData, op: OpStats) -> float | None:

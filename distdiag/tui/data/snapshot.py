@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.store.frames import Frame
-from distdiag.store.liveness import Monitor, number
+from distdiag.store.liveness import Monitor, heartbeat_age_s, number
 from distdiag.store.opening import RunUnreadable
 from distdiag.store.reader import Run
 from distdiag.tui.data.summary import Summary, summarise
@@ -130,7 +130,7 @@ class Taker:
             run=self.run.path,
             meta=meta,
             monitor=self.run.monitor(meta),
-            heartbeat_age_s=self.run.heartbeat_age_s(meta),
+            heartbeat_age_s=heartbeat_age_s(meta),
             frame=frame,
             summary=self._summary if frame is not None else Summary(),
             findings=findings,
@@ -153,7 +153,7 @@ class Taker:
         monitor = self.run.monitor(last.meta)
         if monitor is last.monitor is Monitor.LIVE:
             return last
-        self._last = replace(last, monitor=monitor, heartbeat_age_s=self.run.heartbeat_age_s(last.meta))
+        self._last = replace(last, monitor=monitor, heartbeat_age_s=heartbeat_age_s(last.meta))
         return self._last
 
     def _read_frame(self, newest: float | None, at_s: float | None) -> Frame | None:

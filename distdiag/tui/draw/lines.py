@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from distdiag.tui.draw.text import cells, clip, counted, to_ascii
+from distdiag.tui.draw.text import cells, clip, counted, to_ascii, wrap
 
 Part = tuple[str, str, str]
 Line = tuple[Part, ...]
@@ -31,6 +31,15 @@ def line(*parts: str | Part | tuple[str, str]) -> Line:
         if full[0]:
             out.append(full)
     return tuple(out)
+
+
+def labelled(
+    label: str, text: str, width: int, style: str = "", hit: str = "", *, of_label: str = "muted"
+) -> list[Line]:
+    """Return text on lines of at most `width` cells, next to a label that only the first of them has."""
+    blank = " " * cells(label)
+    rows = wrap(text, width - len(blank))
+    return [line((blank if i else label, of_label), (row, style, hit)) for i, row in enumerate(rows)]
 
 
 def width_of(text: Line) -> int:

@@ -33,13 +33,13 @@ ERROR = Mark(3, "█", "#", "ERROR", "error", "the job fails, hangs or computes 
 LOST = Mark(4, "×", "x", "LOST", "error", "the process is gone, or silent")
 MARKS = (OK, NO_DATA, WAIT, WARN, ERROR, LOST)
 
-_BY_SEVERITY = {Severity.INFO: INFO, Severity.WARNING: WARN, Severity.ERROR: ERROR}
+_BY_SEVERITY: dict[str, Mark] = {Severity.INFO: INFO, Severity.WARNING: WARN, Severity.ERROR: ERROR}
 _LOST = frozenset({Life.CRASHED, Life.KILLED, Life.SILENT})
 
 
 def of_finding(severity: str) -> Mark:
     """Return the mark of a finding's severity."""
-    return _BY_SEVERITY.get(Severity(severity), WARN) if severity in set(Severity) else WARN
+    return _BY_SEVERITY.get(severity, WARN)
 
 
 def of_rank(life: str | None, severity: str | None) -> Mark:

@@ -86,6 +86,12 @@ def fit(text: str, width: int, align: str = "<") -> str:
     return pad + text if align == ">" else text + pad
 
 
+def within(parts: Sequence[str], width: int) -> str:
+    """Return the first parts next to each other, as many as fit into `width` cells, but one."""
+    n = next((n for n in range(len(parts), 1, -1) if cells("   ".join(parts[:n])) <= width), 1)
+    return "   ".join(parts[:n])
+
+
 def wrap(text: str, width: int, indent: str = "") -> list[str]:
     """Return `text` on lines of at most `width` cells, broken at spaces if possible; continued lines are indented."""
     lines: list[str] = []

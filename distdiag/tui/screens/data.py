@@ -18,8 +18,7 @@ from distdiag.tui.draw.charts import Chart, Curve, grid
 from distdiag.tui.draw.lines import BLANK, Line, Screenful, line, width_of
 from distdiag.tui.draw.table import Cell, Column, choose, header, row
 from distdiag.tui.draw.text import MISSING, clean, counted, integer, median_low, milliseconds, percent, place
-from distdiag.tui.panels import brief_panel
-from distdiag.tui.screens.page import RankedPage, Sheet, lead
+from distdiag.tui.screens.page import RankedPage, lead
 from distdiag.tui.ui import Ui
 
 
@@ -119,7 +118,7 @@ class DataPage(RankedPage[LoaderData]):
 
     def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
         data = self.data(snap)
-        sheet = Sheet(width, height, brief_panel(snap, ui, width, height), [self.head(snap, ui, width)])
+        sheet = self.sheet(snap, ui, width, height)
         sheet.add(_totals(snap, data, width))
         room = sheet.left - 2
         chosen = choose(COLUMNS, width, 2)

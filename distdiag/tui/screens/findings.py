@@ -14,7 +14,7 @@ from distdiag.terms.units import size_text
 from distdiag.tui.data.snapshot import Request, Snapshot
 from distdiag.tui.draw import excerpt, severity
 from distdiag.tui.draw.charts import side_by_side
-from distdiag.tui.draw.lines import BLANK, Line, Screenful, cut_line, fitted, line, marked, rule, width_of
+from distdiag.tui.draw.lines import BLANK, Line, Screenful, cut_line, fitted, labelled, line, marked, rule, width_of
 from distdiag.tui.draw.text import cells, clean, clip, clock, counted, wrap
 from distdiag.tui.panels import finding_lines, names_text, where_text
 from distdiag.tui.screens.page import Page, Sheet
@@ -187,9 +187,8 @@ def story_lines(f: Finding, sources: Sequence[excerpt.Excerpt], width: int) -> l
     out += [line((x, "bold")) for x in wrap(clean(f.message), width)]
 
     def section(word: str, texts: Sequence[str], style: str = "") -> None:
-        pieces = [x for t in texts for x in wrap(t, width - 10)]
-        for i, piece in enumerate(pieces):
-            out.append(line((f"{word if i == 0 else '':9} ", "key"), (piece, style)))
+        for i, text in enumerate(texts):
+            out.extend(labelled(f"{word if i == 0 else '':9} ", text, width, style, of_label="key"))
 
     def gap() -> None:
         if out[-1]:
@@ -262,11 +261,8 @@ def source_blocks(blocks: Sequence[tuple[Line, excerpt.Excerpt]], width: int, ro
 
 def evidence_lines(f: Finding, width: int, full: bool) -> list[Line]:
     """Return when it was found, in which collective, where every rank was, and the evidence files."""
-    out = []
-    for word, text in evidence_rows(f, full):
-        for i, piece in enumerate(wrap(text, width - 12)):
-            out.append(line((f"   {word if i == 0 else '':7} ", "muted"), (piece, "muted")))
-    return out
+    rows = evidence_rows(f, full)
+    return [x for word, text in rows for x in labelled(f"   {word:7} ", text, width - 1, "muted")]
 
 
 def evidence_rows(f: Finding, full: bool, with_cause: bool = True) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ from distdiag.tui.draw.lines import BLANK, Line, Part, Screenful, explained, lin
 from distdiag.tui.draw.palette import HEAT_LEVELS
 from distdiag.tui.draw.text import cells, clean, clip, fit, milliseconds
 from distdiag.tui.panels import brief_panel, finding_lines
-from distdiag.tui.screens.page import RankedPage, Sheet
+from distdiag.tui.screens.page import RankedPage
 from distdiag.tui.ui import Ui
 
 LABEL, TAIL = 10, 16
@@ -89,7 +89,7 @@ class HeatPage(RankedPage[HeatData]):
         span = f"steps {data.first}–{data.last}" if data.last >= data.first else "no steps yet"
         name, shown = METRICS.get(ui.metric, ui.metric), clean(ui.filter.text)
         keys = f"   filter: {shown}" if shown else "   m metric   ←→ cursor   + - zoom   s order"
-        sheet = Sheet(width, height, brief_panel(snap, ui, width, height), [self.head(snap, ui, width, span)])
+        sheet = self.sheet(snap, ui, width, height, span)
         sheet.add((*explained(line(" ", (name, "bold")), name, ABOUT), (keys, "muted", "")))
         items = self.order.ranks(snap, ui)
         if data.last < data.first or not items:

@@ -9,8 +9,8 @@ from distdiag.tui.data import filters
 from distdiag.tui.data.order import ORDERS
 from distdiag.tui.data.snapshot import Snapshot
 from distdiag.tui.draw import severity
-from distdiag.tui.draw.lines import BLANK, Line, Screenful, line
-from distdiag.tui.draw.text import cells, wrap
+from distdiag.tui.draw.lines import BLANK, Line, Screenful, labelled, line
+from distdiag.tui.draw.text import cells, fit, wrap
 from distdiag.tui.keys import KEYS
 from distdiag.tui.screens.page import Page, Sheet
 from distdiag.tui.screens.ranks_columns import all_columns
@@ -30,9 +30,7 @@ def help_lines(
             if cells(term) > left:
                 out.append(line(f"   {term}"))
                 term = ""
-            for i, piece in enumerate(wrap(text, max(20, width - left - 6))):
-                shown = term if i == 0 else ""
-                out.append(line((f"   {shown}{' ' * (left - cells(shown))}  ", style), piece))
+            out.extend(labelled(f"   {fit(term, left)}  ", text, width - 1, of_label=style))
         out.append(BLANK)
 
     for text in (

@@ -13,12 +13,23 @@ from distdiag.tui.data.memory_data import MemoryData
 from distdiag.tui.data.snapshot import Request, Snapshot
 from distdiag.tui.data.state import job_state
 from distdiag.tui.draw import severity
-from distdiag.tui.draw.lines import BLANK, Line, Screenful, fitted, line
+from distdiag.tui.draw.lines import BLANK, Line, Screenful, fitted, labelled, line
 from distdiag.tui.draw.table import Cell, Column, choose, header, row
-from distdiag.tui.draw.text import MISSING, cells, clean, counted, decimal, gib, integer, percent, rate, spark, wrap
-from distdiag.tui.panels import brief_panel
+from distdiag.tui.draw.text import (
+    MISSING,
+    cells,
+    clean,
+    counted,
+    decimal,
+    gib,
+    integer,
+    percent,
+    rate,
+    spark,
+    within,
+)
 from distdiag.tui.screens import memory_charts
-from distdiag.tui.screens.page import RankedPage, Sheet, lead
+from distdiag.tui.screens.page import RankedPage, lead
 from distdiag.tui.screens.ranks_columns import host_width, short_host
 from distdiag.tui.ui import Ui
 
@@ -189,7 +200,7 @@ class MemoryPage(RankedPage[MemoryData]):
 
     def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
         data, items = self.data(snap), self.items(snap, ui)
-        sheet = Sheet(width, height, brief_panel(snap, ui, width, height), [self.head(snap, ui, width)])
+        sheet = self.sheet(snap, ui, width, height)
         sheet.add(*_hosts(data, width, 2 if height < 30 else 6), *_notices(data, snap, width))
         room = sheet.left - 2
         if height >= CHARTS_FROM and data.history is not None:
@@ -234,8 +245,7 @@ def _notices(data: MemoryData, snap: Snapshot, width: int) -> list[Line]:
     if not busy or not job_state(snap).stuck:
         return []
     text = f"{busy:,} GPUs are busy, yet the job makes no progress: a kernel that spins in a collective looks like work"
-    rows = wrap(text, width - 4)
-    return [line((f" {severity.WARN.glyph} " if i == 0 else "   ", "warning"), t) for i, t in enumerate(rows)]
+    return labelled(f" {severity.WARN.glyph} ", text, width - 1, of_label="warning")
 
 
 def _hosts(data: MemoryData, width: int, at_most: int) -> list[Line]:
@@ -253,7 +263,5 @@ def _hosts(data: MemoryData, width: int, at_most: int) -> list[Line]:
             f"disk r {rate(h.disk_read_bytes_per_s)} w {rate(h.disk_write_bytes_per_s)}",
             f"net in {rate(h.net_recv_bytes_per_s)} out {rate(h.net_sent_bytes_per_s)}",
         ]
-        while cells("   ".join(parts)) + cells(tail) > width and len(parts) > 1:
-            parts.pop()
-        out.append(fitted(line("   ".join(parts), (tail, "muted")), width))
+        out.append(fitted(line(within(parts, width - cells(tail)), (tail, "muted")), width))
     return out

@@ -10,7 +10,7 @@ from distdiag.tui.data.order import Cached
 from distdiag.tui.data.snapshot import PageReader, Request, Snapshot
 from distdiag.tui.draw.lines import BLANK, Line, Screenful, fitted, line, marked
 from distdiag.tui.draw.severity import Mark
-from distdiag.tui.panels import title_line
+from distdiag.tui.panels import brief_panel, title_line
 from distdiag.tui.ui import Ui
 
 Read = TypeVar("Read")  # what a screen's reader reads
@@ -42,6 +42,10 @@ class Page(Generic[Read]):
     def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
         """Return the screen without its key bar, at most `height` lines."""
         raise NotImplementedError
+
+    def sheet(self, snap: Snapshot, ui: Ui, width: int, height: int, right: str = "") -> Sheet:
+        """Return a sheet with the head of a screen, and the worst findings below."""
+        return Sheet(width, height, brief_panel(snap, ui, width, height), [self.head(snap, ui, width, right)])
 
     def head(self, snap: Snapshot, ui: Ui, width: int, right: str = "") -> Line:
         return title_line(snap, ui, width, self.title, self.question, right)

@@ -6,18 +6,15 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from distdiag.store.frames import Frame
 from distdiag.store.reader import Run
 from distdiag.store.rows import ProbeResult
 from distdiag.terms.operations import family
-from distdiag.tui.data.comm_data import CommData, read_comm
+from distdiag.tui.data.comm_data import CommData, as_number, decoded, read_comm, rows_of
 from distdiag.tui.data.snapshot import Request, Snapshot
 from distdiag.tui.draw.lines import BLANK, Line, Screenful, line, rule
 from distdiag.tui.draw.text import MISSING, clean, clock, decimal, fit, size
-from distdiag.tui.panels import brief_panel
-from distdiag.tui.screens.page import Page, Sheet
+from distdiag.tui.screens.page import Page
 from distdiag.tui.ui import Ui
 
 _STYLES = {"pass": "muted", "fail": "error", "inconclusive": "warning"}
@@ -34,16 +31,8 @@ class ProbesData:
 
 
 def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> ProbesData:
-    out = []
-    for p in reversed(run.probes()):
-        if request.at_s is not None and p.t_s > request.at_s:
-            continue
-        try:
-            body = msgspec.json.decode(p.json)
-        except (msgspec.DecodeError, TypeError):
-            body = {}
-        out.append((p, body if isinstance(body, dict) else {}))
-    return ProbesData(tuple(out), read_comm(run, frame, request.at_s, cache))
+    known = (p for p in reversed(run.probes()) if request.at_s is None or p.t_s <= request.at_s)
+    return ProbesData(tuple((p, decoded(p)) for p in known), read_comm(run, frame, request.at_s, cache))
 
 
 class ProbesPage(Page[ProbesData]):
@@ -57,7 +46,7 @@ class ProbesPage(Page[ProbesData]):
 
     def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
         data = self.data(snap)
-        sheet = Sheet(width, height, brief_panel(snap, ui, width, height), [self.head(snap, ui, width)])
+        sheet = self.sheet(snap, ui, width, height)
         if not data.results:
             sheet.add(BLANK, line("   No probe was recorded into this run."))
             sheet.note("   distdiag probe allreduce       while the job runs, in another terminal")
@@ -73,22 +62,13 @@ class ProbesPage(Page[ProbesData]):
         return sheet.done()
 
 
-def _rows(body: dict[str, Any]) -> list[dict[str, Any]]:
-    rows = body.get("rows")
-    return [r for r in rows if isinstance(r, dict)] if isinstance(rows, list) else []
-
-
-def _number(v: Any) -> float | None:
-    return float(v) if isinstance(v, (int, float)) else None
-
-
 def _result(p: ProbeResult, body: dict[str, Any]) -> Line:
     verdict = clean(p.verdict or "?")
     style = _STYLES.get(verdict, "")
     reasons = body.get("reasons")
     text = "; ".join(clean(str(r)) for r in reasons) if isinstance(reasons, list) and reasons else ""
     if not text:
-        best = max((b for r in _rows(body) if (b := _number(r.get("busbw_gbps"))) is not None), default=None)
+        best = max((b for r in rows_of(body) if (b := as_number(r.get("busbw_gbps"))) is not None), default=None)
         text = f"busbw up to {decimal(best, 2)} GB/s" if best is not None else ""
     return line(
         (f" {_GLYPHS.get(verdict, '–')} ", style),
@@ -100,7 +80,7 @@ def _result(p: ProbeResult, body: dict[str, Any]) -> Line:
 
 def _details(p: ProbeResult, body: dict[str, Any], comm: CommData | None, width: int, room: int) -> list[Line]:
     """Return the sizes of one probe with the measured rates, and those of the job's own collectives at the nearest size."""
-    rows = _rows(body)
+    rows = rows_of(body)
     facts = [f"{k} {clean(str(body[k]))}" for k in ("backend", "world_size", "device") if body.get(k) is not None]
     out = [rule(width, f"{clean(p.name)}   {'   '.join(facts)} ")]
     if not rows:
@@ -110,12 +90,12 @@ def _details(p: ProbeResult, body: dict[str, Any], comm: CommData | None, width:
     out.append(line((head + own, "head")))
     for r in rows[: max(1, room - 3)]:
         time_us = r["time_us"] if isinstance(r.get("time_us"), dict) else {}
-        nbytes = _number(r.get("bytes"))
+        nbytes = as_number(r.get("bytes"))
         late = r.get("late_rank")
         text = (
-            f"{size(nbytes):>12} {decimal(_number(time_us.get('p50'))):>10} {decimal(_number(time_us.get('p95'))):>10}"
-            f" {decimal(_number(r.get('algbw_gbps')), 2):>12} {decimal(_number(r.get('busbw_gbps')), 2):>12}"
-            f" {decimal(_number(r.get('skew_us'))):>10} {clean(str(late if late is not None else MISSING)):>6}"
+            f"{size(nbytes):>12} {decimal(as_number(time_us.get('p50'))):>10} {decimal(as_number(time_us.get('p95'))):>10}"
+            f" {decimal(as_number(r.get('algbw_gbps')), 2):>12} {decimal(as_number(r.get('busbw_gbps')), 2):>12}"
+            f" {decimal(as_number(r.get('skew_us'))):>10} {clean(str(late if late is not None else MISSING)):>6}"
         )
         reached = f"   {_job_reaches(p.name, nbytes, comm)}" if own else ""
         out.append(line(text, (reached, "muted"), ("   WRONG VALUES" if r.get("correct") is False else "", "error")))
@@ -123,8 +103,11 @@ def _details(p: ProbeResult, body: dict[str, Any], comm: CommData | None, width:
         out.append(line((f"   {len(rows) - max(1, room - 3)} more sizes: distdiag probe --json", "muted")))
     model = body.get("fit")
     if isinstance(model, dict) and room > 6:
-        latency, bandwidth = decimal(_number(model.get("latency_us"))), decimal(_number(model.get("bandwidth_gbps")), 2)
-        half = size(_number(model.get("half_bandwidth_bytes")))
+        latency, bandwidth = (
+            decimal(as_number(model.get("latency_us"))),
+            decimal(as_number(model.get("bandwidth_gbps")), 2),
+        )
+        half = size(as_number(model.get("half_bandwidth_bytes")))
         out.append(line((f" fit: latency {latency} us, bandwidth {bandwidth} GB/s, half of it at {half}", "muted")))
     return out
 

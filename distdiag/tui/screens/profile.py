@@ -19,9 +19,8 @@ from distdiag.tui.draw.lines import BLANK, Line, Part, Screenful, line, rule
 from distdiag.tui.draw.palette import PARTS
 from distdiag.tui.draw.table import Column, choose, header, row
 from distdiag.tui.draw.text import clean, clip, clip_left, counted, delta, fit, milliseconds, percent, quote, size, wrap
-from distdiag.tui.panels import brief_panel
 from distdiag.tui.screens.findings import source_blocks
-from distdiag.tui.screens.page import Page, Sheet
+from distdiag.tui.screens.page import Page
 from distdiag.tui.ui import Ui
 
 SOURCES = 3  # lines of the script whose source is shown
@@ -96,7 +95,7 @@ class ProfilePage(Page[ProfileData]):
 
     def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
         data = self.data(snap)
-        sheet = Sheet(width, height, brief_panel(snap, ui, width, height), [self.head(snap, ui, width)])
+        sheet = self.sheet(snap, ui, width, height)
         found = data.profile
         if found is None:
             sheet.add(BLANK, *_nothing(snap, ui, data))

@@ -34,6 +34,7 @@ from distdiag.tui.draw.text import (
     seconds,
     size,
     spark,
+    within,
 )
 from distdiag.tui.panels import finding_lines, footer_panel, title_line
 from distdiag.tui.screens.findings import source_lines
@@ -204,12 +205,8 @@ def _facts(data: RankData, row: RankRow, width: int) -> list[Line]:
     out: list[list[str]] = []
     p, h, g = data.process, data.host, data.gpu
     if p or row.rss_bytes:
-        out.append(
-            [
-                f" process  CPU {percent(p.cpu_pct if p else row.cpu_pct)}",
-                f"rss {gib(p.rss_bytes if p else row.rss_bytes)} GiB",
-            ]
-        )
+        cpu, rss = (p.cpu_pct, p.rss_bytes) if p else (row.cpu_pct, row.rss_bytes)
+        out.append([f" process  CPU {percent(cpu)}", f"rss {gib(rss)} GiB"])
     if p:
         children = f"{counted(p.children, 'child', 'children')} at {percent(p.children_cpu_pct)}"
         out[-1] += [counted(p.threads, "thread"), children, f"reads {rate(p.read_bytes_per_s)}"]
@@ -226,10 +223,4 @@ def _facts(data: RankData, row: RankRow, width: int) -> list[Line]:
             f"{name} {spark(values, 12)}" for name, values in data.gpu_history if any(v is not None for v in values)
         ]
         out += [[f" minute   {known[0]}", *known[1:]]] if known else []
-    return [_within(parts, width) for parts in out]
-
-
-def _within(parts: list[str], width: int) -> Line:
-    while len(parts) > 1 and cells("   ".join(parts)) > width:
-        parts.pop()
-    return line("   ".join(parts))
+    return [line(within(parts, width)) for parts in out]

@@ -9,7 +9,7 @@ from distdiag.tui.data import history, ranks_data
 from distdiag.tui.data.order import BY_KEY
 from distdiag.tui.data.ranks_data import NOTHING, RanksData
 from distdiag.tui.data.snapshot import Request, Snapshot
-from distdiag.tui.data.state import JobState
+from distdiag.tui.data.state import JobState, job_state
 from distdiag.tui.data.summary import Layout
 from distdiag.tui.draw import bars, severity
 from distdiag.tui.draw.charts import MIN_HEIGHT as CHART_HEIGHT
@@ -17,7 +17,7 @@ from distdiag.tui.draw.lines import BLANK, Line, Part, Screenful, fitted, line, 
 from distdiag.tui.draw.severity import OK, Mark
 from distdiag.tui.draw.table import choose, header, row
 from distdiag.tui.draw.text import MISSING, cells, clean, milliseconds, percent, size
-from distdiag.tui.panels import footer_panel, head
+from distdiag.tui.panels import footer_panel, state_line, step_line
 from distdiag.tui.screens import comm
 from distdiag.tui.screens.page import RankedPage, Sheet, lead
 from distdiag.tui.screens.ranks_columns import Shown, columns_for, groups, list_groups
@@ -59,7 +59,8 @@ class RanksPage(RankedPage[RanksData]):
         return [g.node for g in groups(snap, ui)] if ui.group else self.order.ranks(snap, ui)
 
     def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
-        top, job = head(snap, ui, width)
+        job = job_state(snap)
+        top = [state_line(snap, job, width), step_line(snap, job, width)]
         if snap.frame is None:
             sheet = Sheet(width, height, footer_panel(snap, ui, job, width, max(4, height // 2)), top)
             if snap.problem is None:

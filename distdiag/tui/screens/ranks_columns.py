@@ -150,18 +150,8 @@ _STATE = _C(
 )
 _MEMORY = _C("memory", "mem GiB", 7, "peak of torch's allocator on the device; without one, the process's RSS; the bar is the share of "
              "the device's, or of the host's, memory", _memory, ">", 2)  # fmt: skip
-_GPU_USE = _C(
-    "",
-    "GPU %",
-    6 + GAUGE,
-    "utilisation of the rank's GPU, newest sample",
-    _cpu,
-    ">",
-    5,
-    0,
-    GAUGE + 1,
-    _pct_parts(lambda s: s.capacity.gpu_pct),
-)
+_GPU_USE = _C("", "GPU %", 6 + GAUGE, "utilisation of the rank's GPU, newest sample", _cpu, ">", 5, 0, GAUGE + 1,
+              _pct_parts(lambda s: s.capacity.gpu_pct))  # fmt: skip
 _BAR = _C("", "one step by phase", 16, "the rank's median step, all bars to one scale; waiting for other ranks is apart and last",
           lambda s: "", "<", 1, 400, 0, _bar_parts)  # fmt: skip
 
@@ -218,13 +208,9 @@ def _columns(
             "head": lambda w: bars.legend(w, colour=drawn),
         }
         if wide:
+            cpu = _pct_parts(lambda s: s.row.cpu_pct)
             change["mem GiB"] |= {"width": 8 + GAUGE, "tail": GAUGE + 1, "parts": _memory_parts}
-            change["CPU %"] = {
-                "width": 6 + GAUGE,
-                "priority": 6,
-                "tail": GAUGE + 1,
-                "parts": _pct_parts(lambda s: s.row.cpu_pct),
-            }
+            change["CPU %"] = {"width": 6 + GAUGE, "priority": 6, "tail": GAUGE + 1, "parts": cpu}
     hidden = {"GPU %" if not (wide and on_device) else "", "one step by phase" if screen < _NARROW else ""}
     return [replace(c, **change.get(c.title, {})) for c in (_STUCK if stuck else _RUNNING) if c.title not in hidden]
 

@@ -11,9 +11,8 @@ from distdiag.tui.data.snapshot import Snapshot
 from distdiag.tui.data.stacks_data import StacksData, TreeLine, parsed
 from distdiag.tui.draw.lines import BLANK, Line, Screenful, fitted, line
 from distdiag.tui.draw.text import cells, clean, clip_left, clock, place, quote, seconds
-from distdiag.tui.panels import brief_panel
 from distdiag.tui.screens.findings import source_blocks
-from distdiag.tui.screens.page import Page, Sheet
+from distdiag.tui.screens.page import Page
 from distdiag.tui.ui import Ui
 
 
@@ -28,7 +27,7 @@ class StacksPage(Page[StacksData]):
 
     def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
         data = self.data(snap)
-        sheet = Sheet(width, height, brief_panel(snap, ui, width, height), [self.head(snap, ui, width)])
+        sheet = self.sheet(snap, ui, width, height)
         sheet.add(_age(snap, data, ui), BLANK)
         items = self.items(snap, ui)
         tree = lambda some: (_tree_line(data.lines[nth], data.ranks, width) for nth in some)  # noqa: E731
