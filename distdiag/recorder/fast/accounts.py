@@ -21,7 +21,7 @@ import torch
 from distdiag.page.layout import STEPS, Blocked, LifeWord, Page, Phase, StepRecord, word
 from distdiag.recorder import state, unseen
 from distdiag.recorder.frames import user_frame
-from distdiag.recorder.state import guarded, now_ns
+from distdiag.recorder.state import now_ns
 
 if TYPE_CHECKING:
     from distdiag.page.writer import PageWriter
@@ -183,12 +183,12 @@ def ledger(page: PageWriter, main_thread: int | None) -> Ledger:
 
 
 def fast_hook(shared: Ledger, name: str, slow: Callable[..., Any], of: Any = None) -> Callable[..., Any]:
-    """Return a hook: its fast path is the C function `name` in `c/hooks.c`; `slow` handles every other case, `guarded`.
+    """Return a hook: its fast path is the C function `name` in `c/hooks.c`; `slow` handles every other case, guarded.
 
     Args:
         of: What the fast path reads in addition to the ledger.
     """
-    return guarded(slow) if _c is None else _c.fast_hook(shared, name, slow, of)
+    return unseen.guarded_hook(slow, state.failed) if _c is None else _c.fast_hook(shared, name, slow, of)
 
 
 class LastCallSite(CallFrame):
