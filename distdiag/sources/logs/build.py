@@ -64,7 +64,8 @@ class Fields(dict[str, str]):
 
 
 def some(names: Sequence[str]) -> str:
-    """Return up to three names, and how many more there are."""
+    """Return up to three names, each once, and how many more there are."""
+    names = list(dict.fromkeys(names))
     return ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")
 
 
@@ -77,4 +78,4 @@ def who(facts: Collection[Fact]) -> str:
     """Return `ranks 0, 2`, else the hosts with GPUs or processes that the lines name; `a rank` if they name none."""
     if ranks := ranks_of(facts):
         return rank_list(ranks)
-    return some(list(dict.fromkeys(name for f in facts if (name := f.who.process and f.who.name)))) or "a rank"
+    return some([name for f in facts if (name := f.who.process and f.who.name)]) or "a rank"

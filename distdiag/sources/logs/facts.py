@@ -26,7 +26,7 @@ MAX_FRAMES = 64  # most frames of one traceback
 MAX_WRITERS = 1 << 16
 MAX_DIGITS = 20  # most digits of a number: no field has more
 
-_FAILURES = tuple(row for row in TABLE if row.role not in (Role.FACT, Role.ECHO))
+_FAILURES = tuple(row for row in TABLE if row.role is not Role.FACT)
 _RANK_FIELDS = ("a", "b", "r", "waiter", "awaited", "near")
 _FRAME = re.compile(r'File "(?P<filename>[^"]{1,500})", line (?P<line>\d{1,7})(?:, in (?P<name>.{1,200}))?\s*$')
 _RICH = bounded(
@@ -232,7 +232,7 @@ class Collector:
 
     def _of_last_run(self, facts: list[Fact]) -> list[Fact]:
         """Return the facts of a file's last launch, and of its last attempt if that one failed by itself."""
-        launches = {f.run[0] for f in facts if f.role not in (Role.ECHO, Role.HINT)}
+        launches = {f.run[0] for f in facts if f.role is not Role.HINT}
         launch = max(launches, default=0)
         attempts = {f.run[1] for f in facts if f.run[0] == launch and f.role in (Role.CAUSE, Role.WAIT)}
         attempt = max(attempts, default=0)

@@ -5,21 +5,19 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from math import inf
-from sys import maxsize
 
 from distdiag.diagnosis.model.findings import Finding, rank_list
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.phrases import at, shortened
 from distdiag.sources.logs import meanings
-from distdiag.sources.logs.build import Fields, finding, some
+from distdiag.sources.logs.build import Fields, finding, ranks_of, some
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import OWN, before, earlier, first_waits, process
 from distdiag.sources.logs.meanings import MEANINGS, Meaning
 from distdiag.sources.logs.patterns import Role
 from distdiag.sources.logs.timeouts import op_name
 from distdiag.terms.ranks import unfold_ranks
-from distdiag.terms.untrusted import bounded, is_rank
+from distdiag.terms.untrusted import MAX_INT, bounded, is_rank
 
 HANDLED_LINES = 50  # a log that ends in so many lines without an error shows that an exception was caught
 # an exception that only reports another one
@@ -125,13 +123,8 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, seve
     ranks = {f.number(k) for k in keys} if keys else {f.rank}
     known = {q for q in ranks if q is not None and is_rank(q)}
     r.ranks |= known
-    name = (
-        f"node {f.fields['node']}"
-        if "node" in f.fields
-        else f"the node of pod {f.fields['pod']}"
-        if "pod" in f.fields
-        else f.who.name
-    )
+    where = f.fields.get("node"), f.fields.get("pod")
+    name = f"node {where[0]}" if where[0] else f"the node of pod {where[1]}" if where[1] else f.who.name
     if several_files:
         name = f"{name or ('the host' if meaning.kind == 'gpu' else 'a process')} of {f.path.name}"
     if not known and name and name not in r.unnamed:
@@ -169,6 +162,14 @@ def text_of(f: Fact, meaning: Meaning) -> str:
 # -- how processes ended, by their launchers -------------------------------------------------------------------------
 
 
+def signal_name(number: int) -> str:
+    """Return `SIGTERM` of 15."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 @dataclass(frozen=True, slots=True)
 class _End:
     """How one process ended."""
@@ -182,10 +183,7 @@ class _End:
     def by(self) -> str:
         """Return the name of the signal that ended it; empty if it exited."""
         number = -self.code if self.code < 0 else self.code - 128 if 128 < self.code < 160 else 0
-        try:
-            return signal.Signals(number).name if number else ""
-        except ValueError:
-            return f"signal {number}"
+        return signal_name(number) if number else ""
 
     @property
     def name(self) -> str:
@@ -208,18 +206,13 @@ def of_exits(found: Collected, explained: set[int], waited: set[int], others: bo
     reasons: dict[tuple[str, str], Reason] = {}
     memory = found.named("host_oom")
     ends = _ends(found)
-    named = any(end.rank is not None for end in ends)
-    crashed = min((end.fact.order for end in ends if end.launcher == "srun" and not end.by), default=maxsize)
-    first_s = min((end.fact.who.at[1] for end in ends if end.fact.who.at and end.by not in _SENT), default=inf)
+    killed = {id(end) for end in _killed_by_launcher(ends)}
+    named = bool(explained) and any(end.rank is not None for end in ends)
     for nth, end in enumerate(ends):
-        unknown = end.rank is None and ((bool(explained) and named) or (others and end.launcher in ("line", "parent")))
-        at = end.fact.who.at
-        forced = end.by == "SIGKILL" and (
-            (at is not None and at[1] - first_s > AFTER_FIRST_S)
-            or (end.launcher == "srun" and crashed < end.fact.order)
-        )
-        if end.rank in explained or unknown or forced or _followed(end, explained, waited, bool(memory)):
+        if id(end) in killed or _followed(end, explained, waited, bool(memory)):
             continue
+        if end.rank is None and (named or (others and end.launcher in ("line", "parent"))):
+            continue  # the end of a process that failed by itself
         meaning = _meaning(end, bool(memory), others)
         r = reasons.setdefault((meaning.cause, meaning.text), Reason(meaning, meaning.text, meaning.advice, nth))
         r.facts.append(end.fact)
@@ -231,8 +224,7 @@ def of_exits(found: Collected, explained: set[int], waited: set[int], others: bo
             r.hosts |= {end.fact.fields["host"]} if end.fact.fields.get("host") else set()
     if memory and not reasons and not explained:
         meaning = MEANINGS["host_oom"]
-        ranks = {f.rank for f in memory if f.rank is not None}
-        reasons["", ""] = Reason(meaning, meaning.text, meaning.advice, 0.0, ranks, facts=memory)
+        reasons["", ""] = Reason(meaning, meaning.text, meaning.advice, 0.0, {*ranks_of(memory)}, facts=memory)
     return list(reasons.values())
 
 
@@ -280,12 +272,26 @@ def _tasks(text: str) -> tuple[int, ...]:
 
 def _followed(end: _End, explained: set[int], waited: set[int], memory: bool) -> bool:
     """True if this process ended, or was ended, after another had failed."""
-    if end.by in _SENT and (waited or end.by != "SIGABRT"):
+    if end.rank in explained or (end.by in _SENT and (waited or end.by != "SIGABRT")):
         return True
     if end.rank in waited or (end.launcher == "parent" and end.rank is None and waited):
         return True  # a process that has timed out was alive until then
     cleaned_up = end.by not in _BY_KERNEL or (end.by == "SIGKILL" and end.launcher == "srun" and not memory)
     return bool(explained) and not end.fact.fields.get("what") and cleaned_up
+
+
+def _killed_by_launcher(ends: list[_End]) -> list[_End]:
+    """Return the processes that a launcher killed because another had failed before."""
+    at = [end.fact.who.at[1] for end in ends if end.fact.who.at and end.by not in _SENT]
+    first_s = min(at, default=0.0)
+    first = min((end.fact.order for end in ends if end.launcher == "srun" and not end.by), default=MAX_INT)
+    killed = [end for end in ends if end.by == "SIGKILL"]
+    return [
+        end
+        for end in killed
+        if (end.launcher == "srun" and end.fact.order > first)  # its lines are in the order of time
+        or (end.fact.who.at is not None and end.fact.who.at[1] - first_s > AFTER_FIRST_S)
+    ]
 
 
 def _meaning(end: _End, memory: bool, others: bool) -> Meaning:

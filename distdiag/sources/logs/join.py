@@ -23,8 +23,8 @@ OWN = (
 )  # fmt: skip
 
 
-def join(found: Collected) -> None:
-    """Set the rank of every fact, and drop those that came after the job was stopped from outside."""
+def join(found: Collected) -> Collected:
+    """Set the rank of every fact, drop those that came after the job was stopped from outside, and return what is left."""
     of_file = {
         p: r for p, r in ranks_of(found.files).items() if found.by_path.get(p, set()) <= {r} and p not in found.of_nodes
     }
@@ -47,6 +47,7 @@ def join(found: Collected) -> None:
     stops = found.named("cancelled", "terminated", "evicted", "preempted")
     if stops:
         found.facts = [f for f in found.facts if not _after_stop(f, stops)]
+    return found
 
 
 def _rank_of(found: Collected, f: Fact, of_file: Mapping[Path, int]) -> int | None:

@@ -22,7 +22,6 @@ class Role(StrEnum):
     STOP = "stop"  # stopped from outside
     EXIT = "exit"  # how a process ended, by its launcher
     FACT = "fact"  # not an error: which process is which rank
-    ECHO = "echo"  # repeats another message
     HINT = "hint"  # what went wrong below an exception
 
 
@@ -46,8 +45,8 @@ def _row(name: str, role: Role, needle: str, regex: str) -> Pattern:
     return Pattern(name, role, needle, bounded(regex))
 
 
-C, W, V, S, X, E, F, O, H = (  # noqa: E741
-    Role.CAUSE, Role.WAIT, Role.VICTIM, Role.START, Role.STOP, Role.EXIT, Role.FACT, Role.ECHO, Role.HINT,
+C, W, V, S, X, E, F, H = (
+    Role.CAUSE, Role.WAIT, Role.VICTIM, Role.START, Role.STOP, Role.EXIT, Role.FACT, Role.HINT,
 )  # fmt: skip
 _PEER = r"(?P<peer>[^\s<>\]]+?)(?:<\d+>|\]?:\d+|\s|$)"
 
@@ -187,8 +186,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("own_error", H, "Error: ", r"\b(?P<what>nccl(?:UnhandledCuda|InvalidUsage|InvalidArgument)\w*)\b"),
     _row("nccl_error", V, "Error: ", r"^.*?\b(?P<what>nccl(?:Remote|System|Internal)Error)\b"),
     _row("store_lost", V, "TCPStore", r"(?:Connection reset by peer|Broken pipe|failed to recv, got 0 bytes).{0,200}TCPStore|TCPStore.{0,200}(?:Connection reset by peer|Broken pipe|failed to recv, got 0 bytes)"),
-    _row("echo", O, "NCCL WARN", r"NCCL WARN (?:\[(?:Proxy )?Service|\[Rem Allocator|Socket recv failed while polling|Failed to CUDA calloc|\[Proxy)"),
-    _row("nccl_warning", H, "NCCL WARN", r"NCCL WARN (?P<what>.{1,200})"),
+    _row("nccl_warning", H, "NCCL WARN", r"NCCL WARN (?!\[(?:Proxy|Service|Rem Allocator)|Socket recv failed while polling|Failed to CUDA calloc)(?P<what>.{1,200})"),
     # -- which process is which rank
     _row("nccl_rank", F, " nranks ", r"\brank (?P<r>\d+) nranks (?P<world>\d+)"),
     _row("lightning", F, "MEMBER: ", r"GLOBAL_RANK: (?P<r>\d+), MEMBER: \d+/(?P<world>\d+)"),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from distdiag.diagnosis.model.findings import CollectiveRef, Finding, rank_list
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import at, rough_time, shortened
-from distdiag.sources.logs.build import Fields, finding, ranks_of, who
+from distdiag.sources.logs.build import Fields, finding, ranks_of, some, who
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import absent_ranks, first_site
 from distdiag.sources.logs.meanings import IB_STATUS
@@ -202,12 +202,6 @@ def _awaited(facts: Sequence[Fact]) -> int:
     return Counter(f.number("awaited") or 0 for f in facts).most_common(1)[0][0]
 
 
-def _some(names: list[str]) -> str:
-    """Return up to three names, each once."""
-    names = list(dict.fromkeys(names))
-    return ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
-
-
 def _most(facts: Sequence[Fact], key: str) -> int | None:
     return max((n for f in facts if (n := f.number(key)) is not None), default=None)
 
@@ -239,9 +233,9 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
         "left": f"{expected - joined:,}",
         "to": f" to {', '.join(named)}" if named else "",
         "first": f"look at {', '.join(named)} first: " if named else "",
-        "all_peers": _some(peers),
-        "nodes": _some([f.fields["node"] for f in facts if "node" in f.fields]),
-        "on": f" on {_some(hosts)}" if (hosts := [f.who.host for f in facts if f.who.host]) else "",
+        "all_peers": some(peers),
+        "nodes": some([f.fields["node"] for f in facts if "node" in f.fields]),
+        "on": f" on {some(hosts)}" if (hosts := [f.who.host for f in facts if f.who.host]) else "",
         "meaning": IB_STATUS.get(first.get("status", ""), f"status {first.get('status')}"),
         "warning": shortened(next((f.fields["what"] for f in facts if f.name == "nccl_warning"), ""), 160),
     }

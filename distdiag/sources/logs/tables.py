@@ -36,10 +36,6 @@ class Row:
         text = self.fields.get("rank", "")
         return int(text) if text.isdecimal() and len(text) < 7 and is_rank(int(text)) else None
 
-    @property
-    def host(self) -> str:
-        return self.fields.get("host", "")
-
 
 def _given(m: re.Match[str]) -> dict[str, str]:
     return {key: value for key, value in m.groupdict().items() if value is not None}
@@ -75,9 +71,9 @@ class Tables:
         elif self._now is not None and self._now.launcher == "mpirun" and (m := _STATUS.search(text)) is not None:
             self._now.fields |= _given(m)
             raw = self._now.fields.get("raw", "1")
-            code = f"-{raw}" if raw in _RAW_SIGNALS else raw
-            signal = self._now.fields.get("signal")
-            self._now.fields.setdefault("code", f"-{signal}" if signal else code)
+            if raw in _RAW_SIGNALS:
+                self._now.fields["signal"] = raw
+            self._now.fields.setdefault("code", raw)
             self._close()
         else:
             return False

@@ -68,10 +68,10 @@ def judge_logs(
     refused: Mapping[str, str] | None = None,
 ) -> Report:
     """Return what log files show; in this process."""
-    found = _joined(Collector(logs).read(announce, refused))
+    found = join(Collector(logs).read(announce, refused))
     findings, text = judge(found)
     if not (findings or text or found.late) and (wrapped := {p: n for p in logs if (n := wrapped_at(p)) is not None}):
-        found = _joined(Collector(logs, wrapped).read(announce, refused))
+        found = join(Collector(logs, wrapped).read(announce, refused))
         findings, text = judge(found)
     found.ranks |= {w.rank for f in findings for w in (*f.where, *f.waiting)}
     error = any(f.severity == Severity.ERROR for f in findings)
@@ -82,14 +82,9 @@ def judge_logs(
         ranks_seen=len(found.ranks),
         findings=tuple(findings),
         notes=tuple(_notes(found, bool(findings or text))),
-        unjudged=None if findings or text else f"{NO_KNOWN_ERROR} in {_count(found)}",
+        unjudged=None if findings or text else f"{NO_KNOWN_ERROR} in {count(len(found.files), 'log')}",
         state_text=text,
     )
-
-
-def _joined(found: Collected) -> Collected:
-    join(found)
-    return found
 
 
 def failures_first(dumps: Report, logs: Report) -> Report:
@@ -161,9 +156,7 @@ def _stopped(found: Collected) -> str | None:
     ):
         fields = {key: value.lower() if key == "why" else value for key, value in f.fields.items()}
         if f.name == "terminated":
-            number = fields.get("signal", "")
-            names = {"15": "SIGTERM", "2": "SIGINT", "1": "SIGHUP", "9": "SIGKILL"}
-            return _stopped_by(fields.get("name") or names.get(number, f"signal {number}"))
+            return _stopped_by(fields.get("name") or failures.signal_name(f.number("signal") or 0))
         return f"{STOPPED_BY} {STOPS[f.name].format_map({'why': 'cancelled'} | fields)}"
     return None
 
@@ -176,11 +169,6 @@ def _world(found: Collected) -> int | None:
     """Return the number of ranks, if the log gives it."""
     sizes = [found.world_size or 0, *(f.number("expected") or 0 for f in found.named("clients"))]
     return max(n for n in sizes if n <= MAX_RANKS) or None
-
-
-def _count(found: Collected) -> str:
-    n = len(found.files)
-    return "1 log" if n == 1 else f"{n:,} logs"
 
 
 def _notes(found: Collected, judged: bool) -> list[str]:
