@@ -42,7 +42,7 @@ _OUTERMOST = ("<module>", "_run_module_as_main")
 _COLLECTIVE = "/torch/distributed/distributed_c10d.py"
 _ERRORS = bounded(r"\b(?:(?:[A-Z]\w*)?(?:Error|Exception)|ERROR|FATAL|Fatal|Aborted)\b")
 _INSIDE = bounded(r"/torch/(?:distributed|csrc|nn/parallel)/")
-_LOST = bounded(r"reset by peer|Broken pipe|onnection refused|onnection closed|Socket Timeout|timed out", re.IGNORECASE)
+LOST = bounded(r"reset by peer|Broken pipe|onnection refused|onnection closed|Socket Timeout|timed out", re.IGNORECASE)
 _PREFIXES = bounded(r"^(?:\[[^\]]*\]:? ?){0,9}")
 # an open quotation in a sentence, a list or a call, a raise statement, or the middle of a sentence
 _PROSE = bounded(r"(?:\w |[\[{,] ?|[a-z_]\()[\"'](?=[^\"']{0,400}$)|\braise \w|[a-z] $")
@@ -388,7 +388,7 @@ class Collector:
         name, role = "exception", Role.CAUSE
         if short in ("DistBackendError", "DistNetworkError"):
             name, role = "dist_error", Role.VICTIM
-        elif _INSIDE.search(innermost) is not None and _LOST.search(text) is not None:
+        elif _INSIDE.search(innermost) is not None and LOST.search(text) is not None:
             name, role = ("dist_error" if short.startswith("Dist") else "lost"), Role.VICTIM
         return self._add(name, role, {"type": short, "what": (m["what"] or "")[:300]}, line)
 
