@@ -61,6 +61,7 @@ def ends(*rows: tuple[int, int, str]) -> str:
         (raised(1, "ValueError: truncated jpeg") + raised(1, "KeyError: 'y'").replace("in main", "in <module>"), "rank_lost/crashed", (1,), "KeyError"),
         (raised(3, OOM) + "Exception ignored in: <function Loader.__del__ at 0x7f>\n" + raised(0, "AttributeError: pool", prefix=""), "rank_lost/crashed", (3,), "GPU memory"),
         ("3m  Warning  NodeNotReady  pod/fit-3  Node is not ready\n" + raised(1, REMOTE), "rank_lost/silent", (), "fit-3"),
+        (raised(2, "ValueError: bad batch") + raised(3, "BrokenPipeError: [Errno 32] Broken pipe"), "rank_lost/crashed", (2,), "bad batch"),
         # devices, libraries
         ("NVRM: GPU 0000:5e:00.0: RmInitAdapter failed! (0x26:0x56:1482)\n", "gpu/lost", (), "0000:5e:00"),
         ("nvidia-nvswitch3: SXid (PCI:0000:c4:00.0): 20034, Fatal, Link 32 LTSSM Fault Up\n", "gpu/nvlink", (), "20034"),

@@ -13,7 +13,7 @@ from distdiag.diagnosis.model.snapshot import Site
 from distdiag.guard import TOGETHER, Announce
 from distdiag.sources.dumps.entries import user_site
 from distdiag.sources.logs import lines
-from distdiag.sources.logs.patterns import TABLE, Role, may_matter
+from distdiag.sources.logs.patterns import TABLE, Role
 from distdiag.sources.logs.recorded import MARK, Recorded
 from distdiag.sources.logs.tables import Tables
 from distdiag.sources.logs.writers import Writer, messages, plain, time_of, writer
@@ -42,7 +42,7 @@ _OUTERMOST = ("<module>", "_run_module_as_main")
 _COLLECTIVE = "/torch/distributed/distributed_c10d.py"
 _ERRORS = bounded(r"\b(?:(?:[A-Z]\w*)?(?:Error|Exception)|ERROR|FATAL|Fatal|Aborted)\b")
 _INSIDE = bounded(r"/torch/(?:distributed|csrc|nn/parallel)/")
-_LOST = bounded(r"reset by peer|Broken pipe|onnection refused|onnection closed|Socket Timeout|timed out", re.IGNORECASE)
+LOST = bounded(r"reset by peer|Broken pipe|onnection refused|onnection closed|Socket Timeout|timed out", re.IGNORECASE)
 _PREFIXES = bounded(r"^(?:\[[^\]]*\]:? ?){0,9}")
 # an open quotation in a sentence, a list or a call, a raise statement, or the middle of a sentence
 _PROSE = bounded(r"(?:\w |[\[{,] ?|[a-z_]\()[\"'](?=[^\"']{0,400}$)|\braise \w|[a-z] $")
@@ -51,7 +51,6 @@ _LOUD = bounded(r"[A-Za-z](?:Error|Exception)\b|Traceback|File \"|frame #")
 _SECTION = bounded(
     r"-----(?:Begin|End) global rank (?P<r>\d+) STD|^==> \S{0,200}?(?:rank[-_.=]?(?P<of_file>\d+)\S*)? <=="
 )
-WATCHED_LINES = 40  # lines after a frame that may end its traceback
 _SPAWNED = bounded(r"-- Process (\d{1,6}) terminated with the following error")
 _DIGIT = bounded(r"\d+")
 _OF_RANK = bounded(r"\(RANK (\d{1,6})\)")  # a checkpoint's exception, of another rank
@@ -178,8 +177,7 @@ class Collector:
         self._run = (0, 0)
         self._loud = 0  # the last line with an error
         self._order = 0
-        self._watch_until = 0  # lines up to this one may end a traceback, whatever they contain
-        self._last_error: tuple[object, ...] | None = None
+        self._last_error: tuple[tuple[object, ...], int] | None = None  # whose line, and which, is NCCL's reason
         self._exceptions: dict[tuple[object, ...], Fact] = {}  # the last one of each process
         self._before: dict[tuple[object, ...], Fact] = {}  # the one that was being handled when the next was raised
 
@@ -247,10 +245,6 @@ class Collector:
 
     def _read_line(self, path: Path, number: int, text: str, rank: int | None, pod: str) -> None:
         self._order += 1
-        if self._order > self._watch_until and may_matter(text) is None:
-            if (at := time_of(text)) is not None and len(self._times) < MAX_WRITERS:
-                self._times[_source(path, writer(text))] = at
-            return
         out = self.result
         if MARK in text:
             out.recorded.add(text, number)
@@ -283,7 +277,7 @@ class Collector:
             if "Traceback (most recent call last)" in text:
                 self._traces[line.source] = _Trace(rank=self._table.rank)
         elif text.rstrip().endswith("Last error:"):  # NCCL: the next line is the reason
-            self._last_error, self._watch_until = line.source, self._order + 1
+            self._last_error = line.source, self._order + 1
         elif (found := _SPAWNED.search(text)) is not None:
             self._spawned = int(found[1])
         elif not self._of_traceback(line) and not self._ends_traceback(line):
@@ -299,7 +293,7 @@ class Collector:
                 self._add(row.name, row.role, m.groupdict(), line)
                 if row.role is not Role.FACT:
                     return
-        if self._last_error == line.source and self._order <= self._watch_until:
+        if self._last_error == (line.source, self._order):
             self._add("nccl_warning", Role.HINT, {"what": _PREFIXES.sub("", text, count=1)[:200]}, line)
         elif not line.who.mild and _ERRORS.search(text):
             self.result.unknown.append((line.path, line.number, text.strip()[:200]))
@@ -333,14 +327,13 @@ class Collector:
             anonymous = _source(line.path, Writer())
             if source != anonymous and self._traces.get(anonymous) is trace:
                 del self._traces[anonymous]
-            self._watch_until = self._order + WATCHED_LINES
             trace.uncaught = trace.uncaught or (not trace.frames and m["name"] in _OUTERMOST)
             trace.frame_at = text.index('File "')
             _keep_frame(trace.frames, m)
             return True
         trace = self._traces.get(source)
         if trace is not None and (m := _RICH.search(text)) is not None:
-            self._watch_until, trace.margin = self._order + WATCHED_LINES, 0
+            trace.margin = 0
             _keep_frame(trace.frames, m)
             return True
         if trace is None or trace.frame_at is None:
@@ -388,7 +381,7 @@ class Collector:
         name, role = "exception", Role.CAUSE
         if short in ("DistBackendError", "DistNetworkError"):
             name, role = "dist_error", Role.VICTIM
-        elif _INSIDE.search(innermost) is not None and _LOST.search(text) is not None:
+        elif _INSIDE.search(innermost) is not None and LOST.search(text) is not None:
             name, role = ("dist_error" if short.startswith("Dist") else "lost"), Role.VICTIM
         return self._add(name, role, {"type": short, "what": (m["what"] or "")[:300]}, line)
 

@@ -11,7 +11,7 @@ from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.phrases import at, shortened
 from distdiag.sources.logs import meanings
 from distdiag.sources.logs.build import Fields, finding, ranks_of, some
-from distdiag.sources.logs.facts import Collected, Fact
+from distdiag.sources.logs.facts import LOST, Collected, Fact
 from distdiag.sources.logs.join import OWN, before, earlier, first_waits, process
 from distdiag.sources.logs.meanings import MEANINGS, Meaning
 from distdiag.sources.logs.patterns import Role
@@ -105,10 +105,11 @@ def _by_time(reasons: list[Reason]) -> list[Reason]:
 
 
 def _not_retold(reasons: list[Reason]) -> list[Reason]:
-    """Return the reasons without those that only report another one: that of a worker, by its parent or driver."""
+    """Return the reasons without those that only report another one, or a connection that was lost after the first."""
     first = [r for r in reasons if not _RETOLD.search(r.text)] or reasons
     known = {r.text for r in first if r.ranks or r.unnamed}
-    return [r for r in first if r.ranks or r.unnamed or r.text not in known]
+    own = [r for r in first if r.ranks or r.unnamed or r.text not in known]
+    return [r for r in own if r is own[0] or not (r.facts[0].name == "exception" and LOST.search(r.text))]
 
 
 def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, several_files: bool) -> None:

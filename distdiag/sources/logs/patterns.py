@@ -7,7 +7,6 @@ Each row is a fixed format of a library, with the fields that a rule uses. Wordi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -213,19 +212,3 @@ NEEDLES: tuple[bytes, ...] = tuple(word.encode() for word in _WORDS)
 WEAK = frozenset(word.encode() for word in _WEAK)
 BEGINS = frozenset(word.encode() for word in _BEGINS)
 HEADS = (b'File "', b'File \\"', b"Last error:", b"traceback :")  # the next lines belong to it, whatever they contain
-
-
-def _any_of(words: Iterable[str]) -> str:
-    """Return a pattern for any of some words that tries each first letter once."""
-    by_first: dict[str, list[str]] = {}
-    for word in words:
-        by_first.setdefault(word[0], []).append(word[1:])
-    parts = [
-        re.escape(first) + ("" if "" in rests else _any_of(rests) if len(rests) > 1 else re.escape(rests[0]))
-        for first, rests in by_first.items()
-    ]
-    return parts[0] if len(parts) == 1 else f"(?:{'|'.join(parts)})"
-
-
-# None if no row and no table can have a line
-may_matter = re.compile(_any_of(w for w in _WORDS if not any(o != w and o in w for o in _WORDS))).search
