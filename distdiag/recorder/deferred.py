@@ -38,8 +38,10 @@ def record_process(run_dir: str | None, name: str | None, job: str | None = None
         if job is None:
             job = run_claim.job_token()
             run_claim.belong_to(job)
-            # for ranks that the script starts as other programs: they have no hook of ours
-            os.environ.setdefault(VARIABLE, "1")
+            if VARIABLE not in os.environ:
+                # For ranks that the script starts as other programs: they have no hook of ours. Below `os.environ`, which stays
+                # what the script was given; a child with an environment of its own is not recorded.
+                os.putenv(VARIABLE, "1")
         directory = str(run_claim.claim(run_dir, name or run_claim.script_name()))
     except Exception as e:
         if state.RAISE:

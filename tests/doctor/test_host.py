@@ -178,7 +178,7 @@ def test_little_disk_space_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, kind: str, verdict: str
 ) -> None:
     monkeypatch.setattr(host.shutil, "disk_usage", lambda _: Usage(free, 0, free))
-    monkeypatch.setattr(host.filesystem, "filesystem_type", lambda _: kind)
+    monkeypatch.setattr(host.location, "filesystem_type", lambda _: kind)
     check = host.run_directory(tmp_path / "reports" / "not yet")
     assert check.verdict == verdict and (kind in check.found)
     assert not (tmp_path / "reports").exists(), "looking must not create it"
