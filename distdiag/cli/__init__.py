@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "tui": ("distdiag.cli.tui", "Watch a run live, or replay a finished one."),
     "diagnose": ("distdiag.cli.diagnose", "Print the verdict on a run, or on flight-recorder dumps from any cluster."),
     "dump": ("distdiag.cli.dump", "Print the stacks and in-flight collectives of every rank, now."),
+    "attach": ("distdiag.cli.attach", "Judge a running job that was not recorded, by the stacks of its ranks."),
     "profile": ("distdiag.cli.profile", "Profile the running job for a few steps, with torch.profiler."),
     "demo": ("distdiag.cli.demo", "Show a job that hangs, and its verdict, within a minute."),
     "probe": ("distdiag.cli.probe", "Measure this machine: collectives, data loading, steps, GPUs."),

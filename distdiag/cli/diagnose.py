@@ -252,7 +252,7 @@ def exit_code(report: Report, threshold: str) -> ExitCode:
     return ExitCode.INCONCLUSIVE if report.unjudged else ExitCode.OK
 
 
-def _print_text(report: Report, ascii: bool) -> None:
+def print_text(report: Report, ascii: bool) -> None:
     from distdiag.diagnosis.model.findings import Severity
     from distdiag.diagnosis.text.checks import checked_lines
     from distdiag.diagnosis.text.finding import finding_lines, in_the_past, printable
@@ -412,5 +412,5 @@ def command(
         written = FORMATS[output_format](report, repository(Path.cwd()))
         (say_json if output_format in ("gitlab", "sarif") else say)(written)
     else:
-        _print_text(report, ascii)
+        print_text(report, ascii)
     return int(exit_code(report, fail_on))

@@ -342,7 +342,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     world_size: int
     ranks: dict[int, RankState]
     groups: dict[str, Group]
-    source: str = "live"  # live | dumps
+    source: str = "live"  # live | dumps | stacks: where ranks are, without a count of their calls
     expected: int | None = None  # ranks that this snapshot can hold (those of one node); None: all of world_size
     arrivals: tuple[Arrival, ...] = ()  # of the last collectives that Python issued, oldest first
     completed_conflicts: tuple[CompletedConflict, ...] = ()  # the first few

@@ -9,7 +9,7 @@ from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.diagnosis.text import evidence
-from distdiag.diagnosis.text.incident import group_label, implicit_text, verb
+from distdiag.diagnosis.text.incident import group_label, implicit_text, number_text, verb
 from distdiag.diagnosis.text.phrases import at, both_sites, count
 from distdiag.diagnosis.text.template import filled
 from distdiag.diagnosis.waits import compatible
@@ -48,7 +48,8 @@ def message(snapshot: Snapshot, verdict: Verdict) -> str:
         return _splits_text(snapshot, verdict)
     sides = _sides(verdict)[:3]
     texts = [f"{rank_list(set(s))} {verb(s, 'is', 'are')} in {_side_text(snapshot, wait, s, what)}" for s in sides]
-    number = "" if wait.p2p or what == "op" else f" #{wait.seq:,}"
+    number = "" if what == "op" else number_text(snapshot, wait)
+    end = "they cannot complete together" if snapshot.source == "stacks" else "it can never complete"
     reason = evidence.reason_text(verdict)
     if culprits:
         texts = [texts[0] + f" where {texts[1]}", *texts[2:]]
@@ -56,7 +57,7 @@ def message(snapshot: Snapshot, verdict: Verdict) -> str:
         reason = "; they make these calls in a different order, or not equally often" + reason
     elif not any(testimony.name is Reason.ORDER for testimony in verdict.also):
         reason = "; cannot tell which side is wrong" + reason
-    return f"{', '.join(texts)}{number} ({group_label(snapshot, wait.group)}): it can never complete{reason}"
+    return f"{', '.join(texts)}{number} ({group_label(snapshot, wait.group)}): {end}{reason}"
 
 
 def _splits_text(snapshot: Snapshot, verdict: Verdict) -> str:
@@ -108,7 +109,7 @@ def _side_text(snapshot: Snapshot, wait: Wait, side: Collection[int], cause: str
     op = compatible.op_name(call.op)
     n, dtype = compatible.elements(call), compatible.dtype_name(call.dtype)
     what = {
-        "op": f"{op} #{wait.seq:,}" if not wait.p2p else op,
+        "op": op + number_text(snapshot, wait),
         "root": f"{op} with root {call.root}",
         "dtype": f"{op} of {dtype}",
         "shape": f"{op} of {count(n, 'element')}" if n is not None else op,

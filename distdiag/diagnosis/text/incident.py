@@ -38,7 +38,13 @@ def where_of(st: RankState | None, rank: int, call: Call | None = None) -> Where
 def collective_ref(snapshot: Snapshot, wait: Wait, call: Call | None) -> CollectiveRef:
     op = compatible.op_name(call.op) if call is not None else ""
     size = call.bytes if call is not None else None
-    return CollectiveRef(op, group_label(snapshot, wait.group), None if wait.p2p else wait.seq, size)
+    seq = None if wait.p2p or snapshot.source == "stacks" else wait.seq
+    return CollectiveRef(op, group_label(snapshot, wait.group), seq, size)
+
+
+def number_text(snapshot: Snapshot, wait: Wait) -> str:
+    """Return ` #417` for a collective whose number is known: stacks show none."""
+    return "" if wait.p2p or snapshot.source == "stacks" else f" #{wait.seq:,}"
 
 
 def collective_text(snapshot: Snapshot, wait: Wait, call: Call | None) -> str:
@@ -46,11 +52,11 @@ def collective_text(snapshot: Snapshot, wait: Wait, call: Call | None) -> str:
     label = group_label(snapshot, wait.group)
     size = f", {size_text(call.bytes)}" if call is not None and call.bytes is not None else ""
     op = (compatible.op_name(call.op) if call is not None else "") or "collective"
-    if op == "new_group":
+    if op == "new_group" and snapshot.source != "stacks":
         number, _, members = wait.group.removeprefix("new_group ").partition(" of ")
         return f"new_group() of {members or 'all ranks'} (its group number {number})"
     if not wait.p2p:
-        return f"{op} #{wait.seq:,} ({label}{size})"
+        return f"{op}{number_text(snapshot, wait)} ({label}{size})"
     direction, peer = wait.key[2], wait.key[4]
     whom = "any rank" if peer is None else f"rank {peer:,}"
     tag = f", tag {call.tag}" if call is not None and call.tag > 0 else ""

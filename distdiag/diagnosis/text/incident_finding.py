@@ -29,7 +29,7 @@ def incident_finding(snapshot: Snapshot, verdict: Verdict) -> Finding:
     if incident.root is Root.ABORT:
         return abort.finding(snapshot, verdict)
     calls = calls_of(verdict.waits)
-    members, proved, cost = incident.members, True, NO_PROGRESS
+    members, proved, cost = incident.members, snapshot.source != "stacks", NO_PROGRESS
     match incident.root:
         case Root.CONFLICT:
             message, advice = conflict.message(snapshot, verdict), conflict.advice(verdict)
@@ -40,7 +40,7 @@ def incident_finding(snapshot: Snapshot, verdict: Verdict) -> Finding:
                 if rank not in calls and state.blocked is not None:
                     calls[rank] = (incident.waits[0], state.blocked)
             message, advice = cycle.message(snapshot, verdict), cycle.advice(snapshot, verdict, calls)
-            proved = snapshot.source != "dumps"
+            proved = proved and snapshot.source != "dumps"
         case Root.GONE:
             message, advice = gone.message(snapshot, verdict), gone.advice(verdict)
             members = frozenset(culprits)

@@ -1,0 +1,205 @@
+"""Samples the ranks of a job until it is known which of them move, and judges where the others are."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from distdiag import guard
+from distdiag.attach import sample
+from distdiag.attach.ranks import Candidate, Job
+from distdiag.attach.sample import Sample
+from distdiag.diagnosis.model.findings import Report, rank_list
+from distdiag.diagnosis.model.snapshot import Life
+from distdiag.errors import DistdiagError, ExitCode
+from distdiag.sources.stacks.calls import position
+from distdiag.sources.stacks.frames import Process
+from distdiag.sources.stacks.verdict import Seen, report
+from distdiag.terms.secrets import mask
+from distdiag.terms.untrusted import visible
+
+GAP_S = 1.0  # between the first two samples
+LONGER_S = 1.5  # until the third, of the ranks that have not moved by then
+BUSY = 0.3  # share of a core from which a rank counts as computing
+MAX_SOURCE = 1 << 20  # bytes of one source file
+_RANK_NAMES = ("rank", "global_rank", "local_rank")
+
+
+def attach(job: Job) -> Report:
+    """Return the verdict on a running job.
+
+    Raises:
+        DistdiagError: it is recorded, or no stack could be read.
+    """
+    recorded = next((p for p in job.processes if p.recorded), None)
+    if recorded is not None:
+        raise DistdiagError(
+            f"pid {recorded.pid} is recorded by distdiag, which knows more than its stacks",
+            f"distdiag diagnose {shlex.quote(_run_of(recorded))}", kind="recorded",
+        )  # fmt: skip
+    taken = _samples(job)
+    processes = {pid: newest for pid, all_ in taken.items() if (newest := _newest(all_)) is not None}
+    workers = {pid for pid, p in processes.items() if p.data_worker}
+    stopped = [p for p in job.processes if taken[p.pid][0].error.startswith("it is stopped")]
+    if not set(processes) - workers and not stopped:
+        raise _unreadable(job, taken)
+    members = [p for p in job.processes if p.pid not in workers]
+    ranks, notes = _ranks(members, processes)
+    source = _Source(members[0].pid)
+    seen = {rank: _seen(processes.get(p.pid), taken[p.pid], p, source) for rank, p in ranks.items()}
+    expected = job.expected(ranks)
+    seen |= {rank: Seen(life=Life.MISSING) for rank in expected - set(ranks)}
+    pauses = {p.pid: max(s.paused_s for s in taken[p.pid]) for p in members}
+    notes.append(
+        f"sampled {max(map(len, taken.values()))} times; the longest pause of each rank: "
+        + ", ".join(f"rank {rank} {pauses[p.pid] * 1000:.0f} ms" for rank, p in sorted(ranks.items())[:16])
+        + (" …" if len(ranks) > 16 else "")
+    )
+    failed = {rank: taken[p.pid][-1].error for rank, p in ranks.items() if p.pid not in processes and p not in stopped}
+    notes += [f"rank {rank}: no stack ({visible(why)})" for rank, why in list(failed.items())[:4]]
+    world = job.world or len(seen)
+    unjudged = None
+    if failed:
+        unjudged = f"the stacks of {rank_list(failed)} could not be read"
+    if world > len(seen):
+        unjudged = f"{world - len(seen)} of {world} ranks are on other hosts"
+        notes.append(f"on each of them run: {elsewhere(job)}")
+    for rank in failed:
+        del seen[rank]
+    return report(
+        seen, source, run=f"job {job.names[0]}", world=world, notes=notes, unjudged=unjudged,
+        command=visible(" ".join(mask(list(members[0].command)))),
+    )  # fmt: skip
+
+
+def elsewhere(job: Job) -> str:
+    """Return the command for the other hosts of a job."""
+    slurm, run = job.env.get("SLURM_JOB_ID", ""), job.env.get("TORCHELASTIC_RUN_ID", "none")
+    if slurm.isdecimal():
+        return f"srun --jobid={slurm} --overlap --ntasks-per-node=1 distdiag attach --here"
+    if run != "none":
+        return f"distdiag attach --job {visible(shlex.quote(run))}"
+    return "distdiag attach --here"
+
+
+def _samples(job: Job) -> dict[int, list[Sample]]:
+    """Return the samples of each process: two, and of those that have not moved a third, with native frames where they tell more."""
+    taken = {pid: [s] for pid, s in sample.take(job.processes).items()}
+    time.sleep(GAP_S)
+    for pid, s in sample.take([p for p in job.processes if taken[p.pid][0].process is not None]).items():
+        taken[pid].append(s)
+    still = [p for p in job.processes if taken[p.pid][-1].process is not None and not _moved(taken[p.pid])]
+    if still:
+        time.sleep(LONGER_S)
+        unsure = [p for p in still if _unsure(taken[p.pid])]
+        others = [p for p in still if p not in unsure]
+        for pid, s in (sample.take(others) | sample.take(unsure, native=True)).items():
+            taken[pid].append(s)
+    return taken
+
+
+def _newest(samples: list[Sample]) -> Process | None:
+    return next((s.process for s in reversed(samples) if s.process is not None), None)
+
+
+def _unsure(samples: list[Sample]) -> bool:
+    newest = _newest(samples)
+    return newest is not None and newest.judged.idle is not False and position(newest.judged).unsure
+
+
+def _moved(samples: list[Sample]) -> bool:
+    """True if a process was in different lines, or had different local variables, in two samples."""
+    return len({_state(s.process) for s in samples if s.process is not None}) > 1
+
+
+def _state(process: Process) -> tuple[object, ...]:
+    stack = process.judged
+    lines = tuple((f.file, f.function, f.line) for f in stack.frames)
+    return lines, tuple(tuple(sorted(f.objects.items())) for f in stack.frames if f.users)
+
+
+def _seen(process: Process | None, samples: list[Sample], p: Candidate, source: _Source) -> Seen:
+    if process is None:
+        return Seen(pid=p.pid, life=Life.STOPPED)
+    first, last = samples[0], samples[-1]
+    waited_s = last.at_s - first.at_s
+    busy = waited_s > 0 and (last.cpu_s - first.cpu_s) / waited_s > BUSY
+    moved = _moved(samples)
+    return Seen(position=position(process.judged, source, still=not moved and not busy), pid=p.pid, moved=moved, busy=busy)
+
+
+def _ranks(members: list[Candidate], processes: Mapping[int, Process]) -> tuple[dict[int, Candidate], list[str]]:
+    """Return the processes by rank: by environment, else by their local variables, else in the order of their start."""
+    known = {p.pid: p.rank if p.rank is not None else _by_locals(processes.get(p.pid)) for p in members}
+    found = [rank for rank in known.values() if rank is not None]
+    if len(found) == len(members) == len(set(found)):
+        return {rank: p for p in members if (rank := known[p.pid]) is not None}, []
+    ordered = sorted(members, key=lambda p: (p.started, p.pid))
+    return dict(enumerate(ordered)), ["ranks are numbered in the order in which their processes started: none is known"]
+
+
+def _by_locals(process: Process | None) -> int | None:
+    """Return the rank that `torch.multiprocessing.spawn` gave to a process, or that its outermost user frame has."""
+    frames = process.judged.frames if process is not None else ()
+    for f in reversed(frames):
+        if f.in_torch == "multiprocessing/spawn.py" and f.name == "_wrap" and f.values.get("i", "").isdecimal():
+            return int(f.values["i"])
+    for f in reversed(frames):
+        for name in _RANK_NAMES if f.users else ():
+            if f.values.get(name, "").isdecimal():
+                return int(f.values[name])
+    return None
+
+
+class _Source:
+    """Reads source files as the job sees them: its container may have other files."""
+
+    def __init__(self, pid: int) -> None:
+        self._root = f"/proc/{pid}/root"
+        self._known: dict[str, str | None] = {}
+
+    def __call__(self, path: str) -> str | None:
+        if path not in self._known:
+            self._known[path] = self._read(path) if path.startswith("/") else None
+        return self._known[path]
+
+    def _read(self, path: str) -> str | None:
+        try:
+            with guard.regular(Path(self._root + path)) as file:
+                return file.read(MAX_SOURCE).decode("utf-8", "replace")
+        except OSError:
+            return None
+
+
+def _unreadable(job: Job, taken: Mapping[int, list[Sample]]) -> DistdiagError:
+    """Return the error for a job of which no stack could be read, with what to do."""
+    pid, first = next((pid, s[0]) for pid, s in taken.items())
+    error = first.error.lower()
+    if "permi" in error or "eperm" in error:
+        return DistdiagError(
+            f"pid {pid}: no permission to read its stack (ptrace)",
+            "run as root or with CAP_SYS_PTRACE (`kubectl debug --profile=sysadmin`, `docker run --cap-add SYS_PTRACE`); with "
+            "Yama: `sudo sysctl kernel.yama.ptrace_scope=0`", kind="no_ptrace",
+        )  # fmt: skip
+    if "has ended" in error or "no such process" in error:
+        return DistdiagError("the job has ended meanwhile", "`distdiag diagnose LOG…` reads its logs", ExitCode.NO_DATA, "no_rank")
+    if "python" in error:
+        return DistdiagError(f"pid {pid} is no Python process that py-spy can read: {visible(first.error)[:160]}", "name a rank, or its launcher")
+    return DistdiagError(f"pid {pid}: no stack: {visible(first.error)[:160]}", f"py-spy dump --pid {pid}", ExitCode.NO_DATA, "no_stack")
+
+
+def _run_of(p: Candidate) -> str:
+    """Return the run directory of a recorded process, as far as its command and environment show it."""
+    words = p.command
+    given = next((words[i + 1] for i, w in enumerate(words[:-1]) if w == "--run-dir"), p.env.get("DISTDIAG_RUN_DIR"))
+    try:
+        folder = os.readlink(f"/proc/{p.pid}/cwd")
+    except OSError:
+        folder = ""
+    return visible(os.path.join(folder, given or "reports/latest"))
+

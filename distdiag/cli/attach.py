@@ -1,0 +1,51 @@
+"""`distdiag attach`: the verdict on a running job that was not recorded."""
+
+from __future__ import annotations
+
+import click
+
+from distdiag.errors import DistdiagError
+from distdiag.streams import say_json
+
+
+@click.command()
+@click.argument("pids", nargs=-1, metavar="[PID…]", type=click.IntRange(min=1))
+@click.option("--job", metavar="NAME", help="The job with this run id, Slurm job id, MASTER_PORT, script or launcher's pid.")
+@click.option("--here", is_flag=True, help="The only job that runs here as this user.")
+@click.option("--json", "as_json", is_flag=True, help="Print one object (distdiag.findings/1).")
+@click.option(
+    "--fail-on",
+    type=click.Choice(["error", "warning", "never"]),
+    default="error",
+    show_default=True,
+    help="Exit 1 if a finding is at least this bad.",
+)
+@click.option("--ascii", "ascii", is_flag=True, help="Print ASCII characters only.")
+def command(pids: tuple[int, ...], job: str | None, here: bool, as_json: bool, fail_on: str, ascii: bool) -> int:
+    """Judge a running job that was not recorded, by the stacks of its ranks on this host.
+
+    PID is a launcher (torchrun, the script that spawns) or any rank: all ranks of its job on this host are sampled with py-spy, for
+    about three seconds. Each stands still for some milliseconds per sample; nothing in it changes. Stacks have no
+    counts, so what they show is suspected, not proved: record the job (`-m distdiag.run`) to know.
+
+    Exit codes: 0 nothing at or above --fail-on, 1 found, 2 bad pid or name, or no permission, 3 not all ranks are on this host,
+    4 no job.
+    """
+    import msgspec
+
+    from distdiag.attach import ranks
+    from distdiag.attach.sample import py_spy
+    from distdiag.attach.verdict import attach
+    from distdiag.cli.diagnose import exit_code, print_text
+
+    if bool(pids) + (job is not None) + here != 1:
+        raise DistdiagError(
+            "name the job: PID…, --job NAME or --here", "`distdiag attach --here` takes the only job of this user"
+        )
+    py_spy()
+    report = attach(ranks.chosen(pids, job, ranks.jobs_here()))
+    if as_json:
+        say_json(msgspec.json.encode(report))
+    else:
+        print_text(report, ascii)
+    return int(exit_code(report, fail_on))

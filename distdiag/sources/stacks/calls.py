@@ -1,0 +1,143 @@
+"""What a rank does, by its stack alone: in which operation of torch.distributed it is, or what else it waits for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import msgspec
+
+from distdiag.diagnosis.model.snapshot import Call, Site
+from distdiag.sources.stacks.frames import Frame, Stack
+from distdiag.terms.activity import by_frame, by_line, refined
+from distdiag.terms.operations import family, op_name
+
+Source = Callable[[str], str | None]
+DEFAULT_GROUP = "default_pg"
+UNNUMBERED = 1  # stacks have no sequence numbers: each rank is in its newest call of the group, whichever that is
+_C10D = "distributed/distributed_c10d.py"
+_INIT = {"init_process_group", "new_group", "_new_process_group_helper", "_store_based_barrier", "monitored_barrier"}
+_DDP_FORWARD = {"_sync_buffers", "_sync_module_buffers", "_distributed_broadcast_coalesced"}
+_DDP_INIT = {"_verify_param_shape_across_processes", "_sync_module_states", "_sync_params_and_buffers"}
+# inside c10d, by which the native frames of a user's `work.wait()` show that it is in a collective
+_NATIVE_WAIT = re.compile(r"c10d::(?:Work|ProcessGroup|Reducer|broadcast_coalesced)|gloo::")
+_NATIVE_STORE = re.compile(r"c10d::\w*Store")
+_NATIVE_DEVICE = re.compile(r"cuda(?:Stream|Event|Device)Synchronize|cu(?:Stream|Event|Ctx)Synchronize|hipStreamSync")
+_NATIVE_SLEEP = re.compile(r"clock_nanosleep|time_sleep|nanosleep")
+_NUMBER = re.compile(r"-?\d{1,9}")
+_GROUP = "ProcessGroup at 0x"
+
+
+class Position(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one rank is.
+
+    Attributes:
+        call: The operation of torch.distributed that it is in; None: in none that its stack shows.
+        activity: What it does otherwise: the words of `Where.state`.
+        phase: Phase of DDP whose operation the user's line does not name: forward, backward; else empty.
+        stack: The user's frames, innermost first.
+        unsure: True if only native frames can show what it waits for, and there are none.
+    """
+
+    site: Site | None
+    stack: tuple[Site, ...]
+    call: Call | None = None
+    activity: str = "user_code"
+    phase: str = ""
+    unsure: bool = False
+
+
+def position(stack: Stack, source: Source | None = None, still: bool = True) -> Position:
+    """Return where a thread is.
+
+    Args:
+        source: Text of a source file by path, or None if none may be read.
+        still: False if it moves or computes; a thread that sleeps in autograd then waits for DDP's gradients.
+    """
+    users = list(stack.users())
+    sites = tuple(f.site for f in users)
+    site = sites[0] if sites else None
+    first = next((i for i, f in enumerate(stack.frames) if users and f is users[0]), len(stack.frames))
+    inner = stack.frames[:first]  # of libraries, inside the user's line
+    call, phase = _call(inner, users, site, stack, still and stack.idle is not False)
+    if call is not None:
+        return Position(site=site, stack=sites, call=call, activity="waiting", phase=phase)
+    innermost = stack.frames[0] if stack.frames else None
+    unsure = innermost is not None and innermost.users and not stack.native
+    return Position(site=site, stack=sites, activity=_activity(stack, site, source), unsure=unsure)
+
+
+def _call(
+    inner: tuple[Frame, ...], users: list[Frame], site: Site | None, stack: Stack, still: bool
+) -> tuple[Call | None, str]:
+    """Return the operation that the frames inside the user's line are in, and the phase if DDP issued it."""
+    for i, f in enumerate(inner):
+        if f.in_torch == _C10D and (family(f.name) or f.name in _INIT):
+            return _of_c10d(f, inner[i + 1 :], users, site), ""
+        if f.in_torch == "distributed/_functional_collectives.py" and family(f.name.removesuffix("_tensor")):
+            return Call(op=op_name(f.name.removesuffix("_tensor")), group=DEFAULT_GROUP, seq=UNNUMBERED, site=site), ""
+        if f.in_torch == "nn/parallel/distributed.py" and f.name in _DDP_FORWARD:
+            return Call(op="broadcast", group=DEFAULT_GROUP, seq=UNNUMBERED, site=site, root=0), "forward"
+        if f.in_torch == "distributed/utils.py" and f.name in _DDP_INIT:
+            return Call(op="broadcast", group=DEFAULT_GROUP, seq=UNNUMBERED, site=site), ""
+        if f.in_torch == "distributed/rendezvous.py":
+            return Call(op="init_process_group", group=DEFAULT_GROUP, seq=UNNUMBERED, site=site), ""
+    waits = any(map(_NATIVE_WAIT.search, stack.native))
+    if (waits or still) and inner and inner[0].name == "_engine_run_backward":
+        return Call(op="all_reduce", group=DEFAULT_GROUP, seq=UNNUMBERED, site=site), "backward"
+    if waits:
+        return Call(op="", group=DEFAULT_GROUP, seq=UNNUMBERED, site=site), ""
+    return None, ""
+
+
+def _of_c10d(f: Frame, callers: tuple[Frame, ...], users: list[Frame], site: Site | None) -> Call:
+    op = "init_process_group" if f.name in ("_new_process_group_helper", "_store_based_barrier") else op_name(f.name)
+    if op == "init_process_group" and any(c.name == "new_group" for c in callers):
+        op = "new_group"
+    op = "barrier" if op == "monitored_barrier" else op
+    group = _group(f, callers, users)
+    if op in ("send", "recv", "isend", "irecv"):
+        peer = _number(f, "dst", "src", "group_dst", "group_src")
+        return Call(op=op, group=group, site=site, peer=peer, tag=_number(f, "tag") or 0, nth=UNNUMBERED)
+    known = family(op)
+    root = _number(f, "src", "dst", "group_src", "group_dst") if known is not None and known.rooted else None
+    return Call(op=op, group=group, seq=UNNUMBERED, site=site, root=root)
+
+
+def _number(f: Frame, *names: str) -> int | None:
+    found = (f.values[n] for n in names if _NUMBER.fullmatch(f.values.get(n, "")))
+    return next((int(text) for text in found), None)
+
+
+def _group(f: Frame, callers: tuple[Frame, ...], users: list[Frame]) -> str:
+    """Return the name of the user's variable that holds the group of a call; the default group if none was passed."""
+    passed = any(_GROUP in x.values.get(n, "") for x in callers if x.name == "wrapper" for n in ("args", "kwargs"))
+    where = f.objects.get("group")
+    if not passed or where is None:
+        return DEFAULT_GROUP
+    names = (n for x in users for n, at in x.objects.items() if at == where)
+    return next(names, "a subgroup")
+
+
+def _activity(stack: Stack, site: Site | None, source: Source | None) -> str:
+    """Return what a thread does that is in no operation."""
+    native = stack.native
+    if any(map(_NATIVE_STORE.search, native)):
+        return "socket"
+    if any(map(_NATIVE_DEVICE.search, native)):
+        return "device"
+    line = _line(site, source)
+    idle = stack.idle is not False
+    word = by_frame(stack.frames[0].raw_name) if stack.frames else None
+    word = word or next((w for f in stack.frames[:4] if not f.users and (w := by_frame(f.raw_name))), None)
+    if word is not None:
+        return refined(word, line)
+    if (idle and "sleep(" in line) or any(map(_NATIVE_SLEEP.search, native)):
+        return "sleep"
+    return by_line(line, idle) or "user_code"
+
+
+def _line(site: Site | None, source: Source | None) -> str:
+    lines = (source(site.file) if site is not None and source is not None else None) or ""
+    found = lines.splitlines()
+    return found[site.line - 1].strip() if site is not None and 0 < site.line <= len(found) else ""

@@ -1,0 +1,112 @@
+"""Frames of a process seen from outside, and which of them are the user's."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+import msgspec
+
+from distdiag.diagnosis.model.snapshot import Site
+
+# of the Python that the job uses, which need not be ours: by its paths
+_LIBRARY = re.compile(r"^<|/(?:site|dist)-packages/|/lib(?:64)?/python3\.\d+/|^torch/")
+_TORCH = re.compile(r"(?:^|-packages/|/)torch/(?=[\w/]+\.py$)")
+_CONSOLE_SCRIPT = re.compile(r"(?:^|/)bin/[\w.-]+$")  # torchrun itself: no rank's code
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """One Python frame.
+
+    Attributes:
+        values: Text of its local variables, where they were read.
+        objects: Addresses of the same.
+    """
+
+    function: str
+    file: str
+    line: int
+    values: dict[str, str] = {}
+    objects: dict[str, int] = {}
+
+    @property
+    def name(self) -> str:
+        """The code object's own name: `evaluate` of `Trainer.evaluate`."""
+        return self.function.rpartition(".")[2]
+
+    @property
+    def site(self) -> Site:
+        return Site(self.file, self.line, self.name)
+
+    @property
+    def in_torch(self) -> str:
+        """Path of the file below torch's package; empty if it is not torch's."""
+        found = _TORCH.search(self.file)
+        return self.file[found.end() :] if found else ""
+
+    @property
+    def raw_name(self) -> str:
+        """Module and function, by which `terms.activity` knows what a frame does: `queue.get`."""
+        return f"{PurePosixPath(self.file).stem}.{self.name}"
+
+    @property
+    def users(self) -> bool:
+        """True if the file is neither Python's nor torch's nor an installed package's."""
+        if os.sep not in self.file and PurePosixPath(self.file).stem in sys.stdlib_module_names:
+            return False  # a short name, as `py-spy dump` prints it
+        return not _LIBRARY.search(self.file) and not _CONSOLE_SCRIPT.search(self.file)
+
+
+class Stack(msgspec.Struct, frozen=True):
+    """One thread.
+
+    Attributes:
+        frames: Python frames, innermost first.
+        native: Names of the native functions inside the innermost Python frame, innermost first; empty where not read.
+        idle: True if it did not run; None where not known.
+    """
+
+    frames: tuple[Frame, ...]
+    native: tuple[str, ...] = ()
+    idle: bool | None = None
+    name: str = ""
+
+    @property
+    def main(self) -> bool:
+        """True for the main thread; by its outermost frame where threads have no names."""
+        if self.name:
+            return self.name == "MainThread"
+        return bool(self.frames) and self.frames[-1].name not in ("_bootstrap", "_bootstrap_inner")
+
+    def users(self) -> Iterator[Frame]:
+        """Yield the user's frames, innermost first; those of packages only if there are no others."""
+        found = [f for f in self.frames if f.users]
+        yield from found or [f for f in self.frames if "-packages/" in f.file and not f.in_torch]
+
+
+class Process(msgspec.Struct, frozen=True):
+    """The threads of one process at one moment."""
+
+    pid: int
+    threads: tuple[Stack, ...]
+    rank: int | None = None
+
+    @property
+    def judged(self) -> Stack:
+        """The thread that the verdict is about: the main one, unless it only waits while another is in a collective."""
+        main = next((t for t in self.threads if t.main), self.threads[0])
+        others = [t for t in self.threads if t is not main and _in_collective(t)]
+        waits = bool(main.frames) and main.frames[0].raw_name.startswith("threading.")
+        return others[0] if len(others) == 1 and waits and not _in_collective(main) else main
+
+    @property
+    def data_worker(self) -> bool:
+        """True for a worker process of a DataLoader."""
+        return any(f.in_torch == "utils/data/_utils/worker.py" for t in self.threads if t.main for f in t.frames)
+
+
+def _in_collective(stack: Stack) -> bool:
+    return any(f.in_torch == "distributed/distributed_c10d.py" for f in stack.frames)

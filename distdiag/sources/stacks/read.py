@@ -1,0 +1,138 @@
+"""Parses what `py-spy dump` (text or --json) and faulthandler print of one or more processes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import msgspec
+
+from distdiag.sources.stacks.frames import Frame, Process, Stack
+from distdiag.terms.untrusted import MAX_INT, MAX_RANKS, MAX_TEXT, bounded
+
+MAX_FRAMES = 1024  # of one thread; Python's own limit of recursion is 1,000
+MAX_THREADS = 1024
+_PREFIX = bounded(r"^\[?(?:rank|default)(\d+)\]?: ?")  # of torch's exceptions, and of torchrun --tee
+_PROCESS = bounded(r"^Process (\d+)(?:: |$)")
+_SPY_THREAD = bounded(r'^Thread (?:0x[0-9A-Fa-f]+|\d+) \((idle|active)[^)]{0,40}\)(?:: "(.{0,200})")?')
+_SPY_FRAME = re.compile(r"^    (\S.*) \((\S.*):(\d{1,9})\)$")
+_NATIVE = re.compile(r"^    (\S.*) \(([^():]*)\)$")
+_FAULT_THREAD = bounded(r"^(?:Current thread|Thread) 0x[0-9a-f]+ ?(?:\[.{0,64}\] )?\(most recent call first\):")
+_FAULT_FRAME = bounded(r'^  File "(.{1,4096})", line (\d+) in (.{1,4096})$')
+
+_Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+_Number = Annotated[int, msgspec.Meta(ge=0, lt=MAX_INT)]
+
+
+class _Local(msgspec.Struct):
+    name: _Text
+    addr: Any = 0  # of 64 bits: more than other readers of JSON accept
+    repr: str | None = None
+
+
+class _SpyFrame(msgspec.Struct):
+    name: str
+    filename: str
+    line: int
+    locals: list[_Local] | None = None
+
+
+class _SpyThread(msgspec.Struct):
+    pid: _Number
+    frames: list[_SpyFrame]
+    active: bool = True
+    thread_name: str | None = None
+
+
+class NoStacks(Exception):
+    """The text has no stack."""
+
+
+def from_json(data: bytes | str) -> list[Process]:
+    """Return the processes in the output of `py-spy dump --json`, without their ranks.
+
+    Raises:
+        NoStacks: it is something else.
+    """
+    try:
+        threads = msgspec.json.decode(data, type=list[_SpyThread])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise NoStacks(str(e)[:200]) from e
+    by_pid: dict[int, list[Stack]] = {}
+    for t in threads[:MAX_THREADS]:
+        native = [not f.line and not f.filename.endswith(".py") and f.filename[:1] != "<" for f in t.frames]
+        inner = native.index(False) if False in native else len(native)
+        frames = tuple(_frame(f) for f, is_native in zip(t.frames, native, strict=True) if not is_native)
+        stack = Stack(frames[:MAX_FRAMES], tuple(f.name for f in t.frames[:inner]), not t.active, t.thread_name or "")
+        if frames:
+            by_pid.setdefault(t.pid, []).append(stack)
+    if not by_pid:
+        raise NoStacks("it has no Python frame")
+    return [Process(pid, tuple(stacks)) for pid, stacks in by_pid.items()]
+
+
+def _frame(f: _SpyFrame) -> Frame:
+    found = [x for x in f.locals or () if x.repr is not None]
+    objects = {x.name: x.addr for x in found if type(x.addr) is int}
+    return Frame(f.name[:MAX_TEXT], f.filename[:MAX_TEXT], max(f.line, 0), {x.name: x.repr or "" for x in found}, objects)
+
+
+def from_text(text: str) -> list[Process]:
+    """Return the processes in a text, in its order; a rank where each of its lines begins with it (`[rank1]: `).
+
+    Raises:
+        NoStacks: it has none.
+    """
+    lines: dict[int | None, list[str]] = {}  # by prefix: the lines of ranks may be mixed
+    for line in text.splitlines():
+        prefix = _PREFIX.match(line)
+        rank = int(prefix[1]) if prefix else None
+        lines.setdefault(rank, []).append(line[prefix.end() :] if prefix else line)
+    found = [p for rank, own in lines.items() for p in _processes(own, rank if (rank or 0) < MAX_RANKS else None)]
+    if not found:
+        raise NoStacks("it has no stack")
+    return found
+
+
+def _processes(lines: list[str], rank: int | None) -> Iterator[Process]:
+    """Yield the processes; without a line that names the next, the first thread of a dump follows a frame `<module>`."""
+    pid, threads = 0, [_Open()]
+    for line in lines:
+        if m := _PROCESS.match(line):
+            yield from _done(pid, threads, rank)
+            pid, threads = int(m[1]), [_Open()]
+        elif m := _SPY_THREAD.match(line):
+            threads.append(_Open(m[2] or "", m[1] == "idle"))
+        elif _FAULT_THREAD.match(line):
+            # faulthandler lists the main thread last
+            if not pid and (last := threads[-1].frames) and last[-1].function == "<module>":
+                yield from _done(pid, threads, rank)
+                threads = [_Open()]
+            threads.append(_Open())
+        elif m := _SPY_FRAME.match(line):
+            threads[-1].add(Frame(m[1][:MAX_TEXT], m[2][:MAX_TEXT], int(m[3])))
+        elif m := _FAULT_FRAME.match(line):
+            threads[-1].add(Frame(m[3], m[1], int(m[2])))
+        elif (m := _NATIVE.match(line)) and not threads[-1].frames:
+            threads[-1].native.append(m[1][:MAX_TEXT])
+    yield from _done(pid, threads, rank)
+
+
+class _Open:
+    """A thread that is being read."""
+
+    def __init__(self, name: str = "", idle: bool | None = None) -> None:
+        self.name, self.idle = name, idle
+        self.frames: list[Frame] = []
+        self.native: list[str] = []
+
+    def add(self, frame: Frame) -> None:
+        if len(self.frames) < MAX_FRAMES:
+            self.frames.append(frame)
+
+
+def _done(pid: int, threads: list[_Open], rank: int | None) -> Iterator[Process]:
+    stacks = [Stack(tuple(t.frames), tuple(t.native), t.idle, t.name) for t in threads[:MAX_THREADS] if t.frames]
+    if stacks:
+        yield Process(pid, tuple(stacks), rank)

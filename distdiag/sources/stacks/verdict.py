@@ -1,0 +1,230 @@
+"""Judges where ranks are: by the rules of a snapshot, as far as places alone go.
+
+Stacks show no sequence numbers. So every rank is taken to be in one and the same collective of its group, the newest: ranks in
+different operations, or some in one and one elsewhere, are *suspected*; nothing is proved.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from distdiag.diagnosis import kinds
+from distdiag.diagnosis.culprit import parting
+from distdiag.diagnosis.culprit.verdict import judge as judge_graph
+from distdiag.diagnosis.model.findings import BAD_STATES, Finding, Report, Severity, State, rank_list
+from distdiag.diagnosis.model.snapshot import Call, Group, Life, Model, RankState, Site, Snapshot
+from distdiag.diagnosis.text.incident import implicit_text, verb
+from distdiag.diagnosis.text.incident_finding import incident_finding
+from distdiag.diagnosis.text.phrases import NO_PROGRESS, at, op_text, where_stack, wheres
+from distdiag.diagnosis.text.template import Template
+from distdiag.diagnosis.waits.graph import WaitGraph, build
+from distdiag.sources.stacks.calls import DEFAULT_GROUP, Position, Source
+from distdiag.terms.activity import ACTIVITIES
+from distdiag.terms.ranks import by_value
+
+SETTLED_S = 60.0  # the snapshot counts as stable: what has not moved between two samples
+SHOWN = 4  # places in one message
+_DOES = {a.word: a.does for a in ACTIVITIES if a.does}
+_DO = {a.word: a.do for a in ACTIVITIES if a.do}
+_LOOK = "check that line; if it is only slow, the others continue when it is done"
+_stall = partial(Template, kinds.STALL)
+STALL = _stall("user_code", "{missing}{implicit}; {does}{moves}{reason}; {victims} {victims:waits|wait}", "", "{do}")
+APART = _stall("unknown", "{culprits} {culprits:is|are} in {own}{own_site} where {victims} {victims:is|are} in {other}{other_site}"
+               "{reason}", NO_PROGRESS, "{do}", severity=Severity.WARNING)  # fmt: skip
+TOGETHER = _stall("unknown", "{victims} are all in {what}{at}, and none has moved: what they pass to it differs (size, group, how "
+                  "often they came there), or the network does not deliver", NO_PROGRESS,
+                  "record the job (`-m distdiag.run`, or DISTDIAG=1): counts of calls decide", severity=Severity.WARNING)  # fmt: skip
+NOBODY = _stall("unknown", "no rank is in a collective, and none has moved: {places}", NO_PROGRESS,
+                "look for what they wait for at these lines: a lock, a key of a store, a file, another process",
+                severity=Severity.WARNING)  # fmt: skip
+SILENT = Template(kinds.RANK_LOST, "silent", "{culprits} {culprits:has|have} no process on this host; {victims} {victims:waits|wait} "
+                  "in {what}{at}", "the job cannot continue without it",
+                  "see the log of {culprits} for how {culprits:it|they} ended")  # fmt: skip
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank.
+
+    Attributes:
+        position: Where it is; None if that could not be read.
+        moved: It was elsewhere, or had other local variables, in an earlier sample.
+        busy: It used its CPU between the samples, or computes; False where not known.
+        life: RUNNING, STOPPED, or MISSING for a rank without a process where all should be.
+    """
+
+    position: Position | None = None
+    pid: int | None = None
+    moved: bool = False
+    busy: bool = False
+    life: Life = Life.RUNNING
+
+
+def snapshot_of(seen: Mapping[int, Seen]) -> Snapshot:
+    """Return the snapshot: ranks that have not moved wait in the operation that their stack shows."""
+    ranks, names = {}, {DEFAULT_GROUP}
+    for rank, s in seen.items():
+        at_ = s.position
+        call = at_.call if at_ is not None and not s.moved else None
+        state = RankState(rank=rank, life=s.life, pid=s.pid)
+        if at_ is not None:
+            state = replace(
+                state, blocked=call, current_site=at_.site, user_stack=at_.stack, host_blocked=not s.busy,
+                activity=at_.activity if call is not None or at_.call is None else "user_code",
+                models=(Model(),) if at_.phase else (), phase=at_.phase or "",
+            )  # fmt: skip
+        if call is not None:
+            names.add(call.group)
+            if call.p2p:
+                way = "send" if call.op.endswith("send") else "recv"
+                state = replace(state, p2p_issued={f"{way}:{call.peer}:{call.tag}:{call.group}": 1})
+        ranks[rank] = state
+    groups = {n: Group(name=n, ranks=tuple(sorted(seen)), backend="gloo" if n == DEFAULT_GROUP else "") for n in names}
+    world = max(seen, default=-1) + 1
+    return Snapshot(
+        t_s=SETTLED_S, world_size=world, ranks=ranks, groups=groups, source="stacks", stable_since_s=0.0
+    )
+
+
+def findings(seen: Mapping[int, Seen], source: Source | None) -> list[Finding]:
+    """Return what is suspected; nothing if every rank moves, or only waits for one that does."""
+    s = snapshot_of(seen)
+    graph = build(s)
+    found = [incident_finding(s, verdict) for verdict in judge_graph(s, graph, source=source)]
+    if not found:
+        found = list(_silent(s, graph)) or list(_stalls(s, graph, seen, source))
+    return found or list(_no_sink(s, seen, source))
+
+
+def report(
+    seen: Mapping[int, Seen], source: Source | None, *, run: str, world: int | None, notes: Sequence[str] = (),
+    unjudged: str | None = None, **more: Any,
+) -> Report:  # fmt: skip
+    """Return the verdict as `distdiag diagnose` prints it."""
+    found = findings(seen, source)
+    stuck = any(f.severity != Severity.INFO for f in found)
+    lost = any(f.kind == kinds.RANK_LOST.name for f in found)
+    state = State.DEGRADED if lost else State.STALLED if stuck else State.RUNNING
+    assert state not in BAD_STATES or lost
+    there = sum(s.life != Life.MISSING for s in seen.values())
+    return Report(
+        run=run, state=state, world_size=world, ranks_seen=there, findings=tuple(found), notes=tuple(notes),
+        unjudged=unjudged, **more,
+    )  # fmt: skip
+
+
+def _silent(s: Snapshot, graph: WaitGraph) -> Iterator[Finding]:
+    gone = sorted(q for q in graph.sinks if s.ranks[q].life == Life.MISSING)
+    victims = sorted(graph.victims_of(gone)) if gone else []
+    if victims:
+        call = _call(s, victims[0])
+        yield SILENT(
+            culprits=gone, victims=victims, collective=_unnumbered(call), where=wheres(s, gone), waiting=wheres(s, victims),
+            what=_op(call), at=call.site,
+        )  # fmt: skip
+
+
+def _stalls(s: Snapshot, graph: WaitGraph, seen: Mapping[int, Seen], source: Source | None) -> Iterator[Finding]:
+    """Yield the ranks that others wait for and that are in no collective, by their line."""
+    late = {q: s.ranks[q].current_site for q in graph.sinks if seen[q].position is not None}
+    for ranks in by_value(late).values():
+        victims = sorted(graph.victims_of(ranks))
+        if not victims:
+            continue
+        first, call, moved = s.ranks[ranks[0]], _call(s, victims[0]), any(seen[q].moved for q in ranks)
+        condition = _condition(first.user_stack, s.ranks[victims[0]].user_stack, source)
+        word = first.activity
+        op = op_text(_unnumbered(call))
+        missing = f"{rank_list(ranks)} {verb(ranks, 'has', 'have')} not entered {op}{at(call.site)}"
+        if call.p2p:
+            missing = f"{rank_list(ranks)} {verb(ranks, 'keeps', 'keep')} rank {victims[0]} waiting in {op}{at(call.site)}"
+        yield STALL(
+            cause=word if word in ("data", "checkpoint") else "user_code", severity=_severity(moved),
+            culprits=ranks, victims=victims, collective=_unnumbered(call) if call.op else None,
+            where=(w for q in ranks for w in where_stack(s.ranks[q], s.ranks[q].user_stack)), waiting=wheres(s, victims),
+            missing=missing, implicit=implicit_text(s.ranks[victims[0]], call),
+            does=f"{verb(ranks, 'it', 'each')} {_DOES.get(word, 'is busy')}{at(first.current_site)}",
+            moves=" and moves" if moved else "", reason=condition, do=_DO.get(word) or _LOOK,
+        )  # fmt: skip
+
+
+def _severity(moved: bool) -> Severity:
+    return Severity.INFO if moved else Severity.WARNING
+
+
+def _no_sink(s: Snapshot, seen: Mapping[int, Seen], source: Source | None) -> Iterator[Finding]:
+    """Yield what is left where no rank is known to wait for another: ranks at several lines, or all at one, none of which moves."""
+    if any(x.moved or x.busy or x.position is None for x in seen.values()) or len(seen) < 2:
+        return
+    calls = {q: r.blocked for q, r in s.ranks.items() if r.blocked is not None}
+    if not calls:
+        places = by_value({q: r.current_site for q, r in s.ranks.items()})
+        texts = [
+            f"{rank_list(ranks)} {_DOES.get(s.ranks[ranks[0]].activity, 'is busy')}{at(site)}"
+            for site, ranks in list(places.items())[:SHOWN]
+        ]
+        yield NOBODY(victims=sorted(seen), where=wheres(s, sorted(seen)), places="; ".join(texts))
+        return
+    sides = sorted(by_value({q: c.site for q, c in calls.items()}).values(), key=lambda side: (-len(side), side[0]))
+    if len(sides) == 1:
+        call = calls[sides[0][0]]
+        yield TOGETHER(
+            victims=sorted(calls), collective=_unnumbered(call), waiting=wheres(s, sorted(calls)), what=_op(call), at=call.site,
+        )  # fmt: skip
+        return
+    odd, rest = sides[1], sides[0]
+    condition = _rank_condition(s, odd, rest, source)
+    back = _rank_condition(s, rest, odd, source)
+    if len(odd) == len(rest) and back is not None and condition is None:
+        odd, rest, condition = rest, odd, back
+    known = len(odd) < len(rest) or (condition is not None) != (back is not None)
+    if condition is not None and condition.names_leaver:
+        odd, rest = (odd, rest) if len(odd) < len(rest) else (rest, odd)
+    others = sorted(q for side in sides for q in side if q not in odd)
+    own, other = calls[odd[0]], calls[rest[0]]
+    finding = APART(
+        culprits=odd, victims=others, collective=_unnumbered(other), where=wheres(s, odd), waiting=wheres(s, others),
+        own=_op(own), own_site=own.site, other=_op(other), other_site=other.site,
+        reason=_condition(s.ranks[odd[0]].user_stack, s.ranks[rest[0]].user_stack, source),
+        do=f"compare the paths of the ranks to{at(own.site).replace(' at', '')} and{at(other.site).replace(' at', '')}",
+    )  # fmt: skip
+    yield finding if known else replace(
+        finding, culprits=(), victims=tuple(sorted(calls)), where=(*finding.where, *finding.waiting), waiting=()
+    )
+
+
+def _rank_condition(s: Snapshot, mine: Sequence[int], theirs: Sequence[int], source: Source | None):
+    if source is None:
+        return None
+    return parting.rank_condition(s.ranks[mine[0]].user_stack, s.ranks[theirs[0]].user_stack, source)
+
+
+def _condition(mine: Sequence[Site], theirs: Sequence[Site], source: Source | None) -> str:
+    """Return the end of a sentence: the condition in the source that leads one rank elsewhere than another."""
+    if source is None:
+        return ""
+    for a, b in ((mine, theirs), (theirs, mine)):
+        if (found := parting.rank_condition(a, b, source)) is not None:
+            return f"; due to `{found.text.removesuffix(':')}`{at(Site(found.file, found.line))}"
+    return parting.parting_text(parting.parting(mine, theirs, source))
+
+
+def _call(s: Snapshot, rank: int) -> Call:
+    call = s.ranks[rank].blocked
+    assert call is not None
+    return call
+
+
+def _unnumbered(call: Call) -> Call:
+    return replace(call, seq=None)
+
+
+def _op(call: Call) -> str:
+    return op_text(_unnumbered(call))
+
+
