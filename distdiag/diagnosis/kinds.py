@@ -106,7 +106,8 @@ UNEVEN_BATCHES = Kind(
 )  # fmt: skip
 STRAGGLER = Kind(
     name="straggler", severities=(_INFO, _WARNING), while_blocked=False, hold=3, release=20,
-    causes=("data", "forward", "backward", "optimizer", "host", "rotating", "stage"),
+    causes=("data", "forward", "backward", "optimizer", "host", "rotating", "stage", "pauses"),
+    hold_of_cause=MappingProxyType({"pauses": 1}),  # a sum of what was measured, no estimate
     explains=(Explains(kind="comm_bound"),),  # the others wait for this rank, not for the network
 )  # fmt: skip
 INPUT_BOUND = Kind(name="input_bound", severities=(_INFO,), while_blocked=False, hold=3)

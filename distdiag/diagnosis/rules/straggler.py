@@ -71,6 +71,14 @@ class Limits:
     slowest."""
     rotating_changes: float = 0.4
     """Changes of the slowest rank, per step."""
+    pauses: int = 3
+    """Least number of pauses of a rank that are summed: one or two may be the start or the end."""
+    pauses_ms: float = 4000.0
+    """Milliseconds that they must have cost, so that a short job is not judged by a moment."""
+    pauses_share: float = 0.1
+    """Share of the job's time that is a warning, whoever pauses and whatever for."""
+    pauses_info: float = 0.03
+    """The same for an info."""
 
 
 limits = Limits()
@@ -80,7 +88,33 @@ JUDGED_BY_ARRIVAL = (
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
-    """Yield the straggler, or why there is none."""
+    """Yield the straggler, or why there is none, and the ranks whose pauses sum up."""
+    outcomes = list(_in_window(facts))
+    known = {f.culprits for f in (*outcomes, *facts.reported) if _warns(f)}
+    pauses = [f for f in _pauses(facts) if f.culprits not in known]
+    summed = {f.culprits for f in pauses}
+    yield from (x for x in outcomes if not (isinstance(x, Finding) and x.culprits in summed))
+    yield from pauses
+
+
+def _warns(x: Finding | Abstained) -> bool:
+    """True of a straggler, found or reported, that the sum of its pauses would only repeat."""
+    found = isinstance(x, Finding) and x.kind == kind.name and x.severity == Severity.WARNING
+    return found and x.cause != text.PAUSES.cause
+
+
+def _pauses(facts: Facts) -> Iterator[Finding]:
+    """Yield the ranks whose pauses have cost the others enough, whatever those are for."""
+    for rank, lost in facts.pauses.of.items():
+        share = facts.pauses.share(lost)
+        enough = share >= limits.pauses_info and lost.ms >= limits.pauses_ms
+        if lost.times >= limits.pauses and enough and rank in facts.snapshot.ranks:
+            severe = share >= limits.pauses_share
+            yield text.pauses(facts.snapshot, rank, lost, facts.pauses, Severity.WARNING if severe else Severity.INFO)
+
+
+def _in_window(facts: Facts) -> Iterator[Finding | Abstained]:
+    """Yield the straggler of the last steps, or why there is none."""
     s, window = facts.snapshot, facts.window
     if isinstance(window, Abstained):
         yield _by_arrivals(s) or window
@@ -367,7 +401,9 @@ def _at_times(case: Case) -> Finding | None:
     r = case.snapshot.ranks[found.ranks[0]]
     # the first of a node logs and saves, any may validate
     for_all = r.local_rank == 0 or r.phase_sites.get("validate") or r.phase_sites.get("checkpoint")
-    severe = steady and found.cost >= COSTLY and not for_all
+    # at regular intervals it is no chance: what is lost counts, whatever the rank does
+    lasting = found.period is not None and found.cost >= limits.pauses_share
+    severe = steady and (lasting or (found.cost >= COSTLY and not for_all))
     return text.at_times(case.snapshot, case.window, found, Severity.WARNING if severe else Severity.INFO)
 
 

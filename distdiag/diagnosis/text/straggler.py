@@ -11,6 +11,7 @@ from distdiag.diagnosis import kinds
 from distdiag.diagnosis.comparison import Subset, gain
 from distdiag.diagnosis.model.findings import Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import RankState, Site, Snapshot
+from distdiag.diagnosis.pauses import Lost, Pauses
 from distdiag.diagnosis.step_times import PHASES, Window, part_ms
 from distdiag.diagnosis.text.phrases import ordinal, where, where_stack
 from distdiag.diagnosis.text.template import Template
@@ -39,6 +40,10 @@ ROTATING = _row("rotating",
     "no single rank is slow: the slowest changed {changes} times in {n} steps, skew p50 {found.gain_ms:.0f} ms, "
     "mostly in {phase}", "{share:share} of step time is spent waiting for the slowest rank",
     "look for work of varying length on all ranks (input sizes, garbage collection, cron), not for one bad node")  # fmt: skip
+PAUSES = _row("pauses",
+    "{culprits} kept the others waiting {n} times, for {total_s:time} in all, {share:share} of the training time{site}",
+    "{victims} {victims:waits|wait} {mean_s:.1f} s on average, at most {longest_s:.1f} s, in {culprits}'s pauses",
+    "{do}", proved=True)  # fmt: skip
 BY_ARRIVAL = _row("host",
     "{culprits} enters {op} last in {count} of the last {n}, {skew_ms:.0f} ms after the first{site}",
     "the others wait {skew_ms:.0f} ms of every {period_ms:.0f} ms",
@@ -52,7 +57,12 @@ _DO = {
     "forward": _COMPUTES,
     "backward": _COMPUTES,
     "optimizer": "look for work in optimizer.step that only that rank does (hooks, logging)",
-    "other": "move that work off the training step: do it in fewer steps, on all ranks in turn, or in a thread",
+    "other": "move that work off the training step: do it in fewer steps, in the same step on all ranks, or in a thread",
+}
+_DO_PAUSES = {
+    "data": "look at what that rank loads in those steps: a new shard or file, a cache that is filled; let its workers prefetch it",
+    "other": "do it less often, share it among the ranks in the same step, or copy the state and write or upload the copy in a "
+    "thread or another process while training goes on",
 }
 
 
@@ -121,6 +131,19 @@ def at_times(s: Snapshot, window: Window, subset: Subset, severity: Severity) ->
     return found(
         AT_TIMES, s, window, [rank], phase, severity=severity, found=subset, when=when,
         steps="" if when else " steps", cause="host" if phase == "other" else phase,
+    )  # fmt: skip
+
+
+def pauses(s: Snapshot, rank: int, lost: Lost, of_job: Pauses, severity: Severity) -> Finding:
+    """Return the finding of a rank whose pauses are summed."""
+    r, phase = s.ranks[rank], lost.phase
+    stack = lost.stack or stack_of(r, phase)
+    do = _DO_PAUSES.get(phase, _DO_PAUSES["other"])
+    return PAUSES(
+        severity=severity, culprits=(rank,), victims=[q for q in sorted(s.ranks) if q != rank], step=r.step,
+        where=where_stack(r, stack, "user_code") if stack else (where(r, "user_code"),),
+        site=stack[0] if stack else None, n=lost.times, total_s=lost.ms / 1e3, share=of_job.share(lost),
+        mean_s=lost.ms / 1e3 / lost.times, longest_s=lost.longest_ms / 1e3, do=do,
     )  # fmt: skip
 
 
