@@ -160,6 +160,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     search_ms: float | None = None  # per step, spent looking for unused parameters
     buckets: Buckets | None = None  # None: no backward pass was measured yet
     evaluating: bool = False  # the module that it wraps is in eval mode
+    batch: int | None = None  # first dimension of what entered it; sampled
 
 
 class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -270,6 +271,7 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     queued_share: float | None = None  # recent share of the time that its main thread was runnable without a CPU
     workers_starved: float | None = None  # recent share of their runnable time that its loader's workers had no CPU
     workers_busy: float | None = None  # runnable time of all of them per second: 0.5 is half a core
+    cpus: tuple[int, ...] = ()  # that its main thread and all its children may use, if fewer than its host has
     phase_sites: dict[str, tuple[tuple[Site, int], ...]] = {}  # sampled sites of each phase, most frequent first
     phase_stacks: dict[str, tuple[Site, ...]] = {}  # one full user stack at each phase's most frequent site
     workers: tuple[Site | None, ...] = ()  # sites of its DataLoader's workers in the user's code; None: idle

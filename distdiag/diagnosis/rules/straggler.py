@@ -61,6 +61,8 @@ class Limits:
     concentrated: float = 0.75
     """Share of the rank's excess that is in optimizer.step, on a busy host. Two healthy ranks that
     shared two cores with other work had 0.55; with extra work in optimizer.step it is nearly 1."""
+    crowded: float = 1.5
+    """Processes that want to run per core that a rank is confined to, at least, and as a multiple of the other ranks'."""
     enough: int = 24
     """Most ranks whose median is computed as that of all: more would only cost time."""
     rotating_share: float = 0.35
@@ -131,7 +133,8 @@ def _in_window(facts: Facts) -> Iterator[Finding | Abstained]:
                 what="its own code" if case.phase == "other" else case.phase,
             )  # fmt: skip
         else:
-            yield text.slow(s, window, slow, case.most, case.loader_gain)
+            cores = s.ranks[case.most.rank].cpus if case.crowded else ()
+            yield text.slow(s, window, slow, case.most, case.loader_gain, cores)
     else:
         yield _slow_device(s, window) or _rotating(case) or _at_times(case) or veto
 
@@ -148,6 +151,14 @@ class Excess(NamedTuple):
     all_ms: float
     ratio: float  # of its phase to the others'
     queued_ms: float
+
+
+def _load_per_core(s: Snapshot, r: RankState) -> float:
+    """Return the processes that want to run on the cores that a rank is confined to, per core; 0 if it is not confined."""
+    if not r.cpus:
+        return 0.0
+    there = (x for x in s.ranks.values() if x.node == r.node and x.cpus and set(x.cpus) <= set(r.cpus))
+    return sum(1.0 + (x.workers_busy or 0.0) for x in there) / len(r.cpus)
 
 
 @dataclass
@@ -223,15 +234,28 @@ class Case:
         phase = max(PHASES, key=lambda p: excess[p])
         excess[phase] = max(0.0, excess[phase] - queued_ms)
         ratio = (usual[phase] + excess[phase]) / max(usual[phase], 0.1)
-        if self.busy and phase != "optimizer" and usual["optimizer"] > limits.control_ms:
+        if self.busy and not self.crowded and phase != "optimizer" and usual["optimizer"] > limits.control_ms:
             # optimizer.step computes the same on all ranks: if that takes longer, too, the core is the cause
             ratio /= max(1.0, 1.0 + excess["optimizer"] / usual["optimizer"])
         all_ms = statistics.median(self_ms(x) - ms for x, ms in zip(steps, others_ms, strict=True)) - queued_ms
         return Excess(rank, phase, excess[phase], all_ms, ratio, queued_ms)
 
+    @cached_property
+    def crowded(self) -> bool:
+        """True if the slow rank shares its few cores with children of its own, or with other ranks, and no other rank does.
+
+        What it then waits for a CPU is no load of the host, but of the job.
+        """
+        ranks = self.snapshot.ranks
+        load = _load_per_core(self.snapshot, ranks[self.slow.ranks[0]])
+        rest = max(_load_per_core(self.snapshot, ranks[q]) for q in self.rest)
+        return len(self.slow.ranks) == 1 and load >= max(limits.crowded, limits.crowded * rest)
+
     def _queued_ms(self, rank: int) -> float:
         """Return milliseconds per step that a rank waited for a CPU beyond the others, on a busy host."""
         ranks = self.snapshot.ranks
+        if self.crowded:
+            return 0.0
         own, theirs = ranks[rank].queued_share, [x for q in self.rest if (x := ranks[q].queued_share) is not None]
         if own is None or not theirs or not self.busy:
             return 0.0
@@ -260,7 +284,7 @@ class Case:
 
     def needed(self, ratio: float) -> float:
         """Return the share of the step that must be lost, by the ratio to the others' work."""
-        shares = limits.shares[:-1] if self.busy else limits.shares
+        shares = limits.shares[:-1] if self.busy and not self.crowded else limits.shares
         share = next((share for factor, share in shares if ratio >= factor), math.inf)
         return max(limits.least_ms / self.slow.step_ms, share)
 

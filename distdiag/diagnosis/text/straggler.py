@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,12 @@ SLOW = _row("host",
     "the last {n} steps{site}",
     "{victims} {victims:waits|wait} {slow.gain_ms:.0f} ms of a step of {slow.step_ms:.0f} ms{gain}",
     "{do}")  # fmt: skip
+CROWDED = _row("cores",
+    "{culprits} shares {of} with {who}, which want to run as well: {what} +{x.phase_ms:.0f} ms per step against the "
+    "others, slowest in {count} of the last {n} steps{site}",
+    "{victims} {victims:waits|wait} {slow.gain_ms:.0f} ms of a step of {slow.step_ms:.0f} ms{gain}",
+    "give {them} other cores (`os.sched_setaffinity`, `taskset`), or start fewer; a child inherits the mask of its "
+    "parent")  # fmt: skip
 STAGE = _row("stage", "{culprits}: the longest stage, {what} +{x.phase_ms:.0f} ms per step against the others",
     "{victims} {victims:is|are} idle for {slow.gain_ms:.0f} ms per step because of it: {share:share} of step time",
     "if this pipeline is too slow, move layers from {culprits} to the others; more micro-batches shorten the "
@@ -85,13 +91,25 @@ def found(template: Template, s: Snapshot, window: Window, ranks: Collection[int
     )  # fmt: skip
 
 
-def slow(s: Snapshot, window: Window, slow: Subset, x: Any, loader_gain: float | None) -> Finding:
+def slow(
+    s: Snapshot, window: Window, slow: Subset, x: Any, loader_gain: float | None, cores: Sequence[int] = ()
+) -> Finding:
     """Return the finding of ranks that work longest in most steps.
 
     Args:
         x: What the slowest of them, which is named first, works beyond the others.
         loader_gain: Share of a step that a loader like the others' would save, if that is the limit.
+        cores: Those that the rank is confined to, if too many processes want to run there.
     """
+    if cores:
+        children = s.ranks[x.rank].workers_busy or 0.0
+        own = f"{max(1, round(children))} busy child{'ren' if round(children) > 1 else ''} of its own"
+        return found(
+            CROWDED, s, window, [x.rank], x.phase, x=x, slow=slow, count=len(slow.indices),
+            of="its only core" if len(cores) == 1 else f"its {len(cores)} cores",
+            who=own if children >= 0.5 else "other ranks", them="those" if children >= 0.5 else "each rank",
+            gain=_gain_text(window, slow, None),
+        )  # fmt: skip
     alone, count = len(slow.ranks) == 1, len(slow.indices)
     # what the tables' `self` includes and the excess does not
     queued = f" (and {x.queued_ms:.0f} ms in which it waits for a CPU)" if x.queued_ms >= 0.1 * x.phase_ms else ""

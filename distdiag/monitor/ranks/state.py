@@ -42,6 +42,7 @@ class Gauges:
     queued_share: float | None = None
     workers_starved: float | None = None
     workers_busy: float | None = None
+    cpus: tuple[int, ...] = ()
 
     def growing(self) -> bool:
         """True if the memory of this rank or its device is growing; it is then sampled more often."""
@@ -52,7 +53,7 @@ class Gauges:
         return False
 
 
-_SAMPLED = ("rss_bytes", "cpu_pct", "queued_share", "workers_starved", "workers_busy")
+_SAMPLED = ("rss_bytes", "cpu_pct", "queued_share", "workers_starved", "workers_busy", "cpus")
 _WRITTEN = ("rank", "node", "local_rank", "pid", "step")  # in the header, under the same names
 _sampled, _written = attrgetter(*_SAMPLED), attrgetter(*_WRITTEN)
 
