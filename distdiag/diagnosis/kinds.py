@@ -120,7 +120,7 @@ DUPLICATE_DATA = Kind(
 REPLICA_DRIFT = Kind(
     name="replica_drift",
     severities=(_ERROR,),
-    causes=("gradients_not_synced", "different_init", "buffers"),
+    causes=("gradients_not_synced", "different_init", "buffers", "split_module"),
     sticky=True,
 )
 NONFINITE = Kind(name="nonfinite", severities=(_INFO, _ERROR), causes=("loss", "gradient"), sticky=True)
