@@ -106,7 +106,7 @@ UNEVEN_BATCHES = Kind(
 )  # fmt: skip
 STRAGGLER = Kind(
     name="straggler", severities=(_INFO, _WARNING), while_blocked=False, hold=3, release=20,
-    causes=("data", "forward", "backward", "optimizer", "host", "rotating", "stage", "pauses", "cores"),
+    causes=("data", "forward", "backward", "optimizer", "host", "rotating", "stage", "pauses", "cores", "gc"),
     # a sum of what was measured, no estimate; the kernel's masks
     hold_of_cause=MappingProxyType({"pauses": 1, "cores": 1}),
     explains=(Explains(kind="comm_bound"),),  # the others wait for this rank, not for the network

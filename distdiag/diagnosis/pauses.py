@@ -47,6 +47,7 @@ class Pauses:
     of: dict[int, Lost] = field(default_factory=dict)
     begun_s: float | None = None  # when the first step that is included began
     end_s: float = 0.0
+    gc_before: dict[int, tuple[float, float, int]] = field(default_factory=dict)  # (t_s, gc_s, gc_count) after the warm-up
     _step: int = LIMITS.warm_up  # the newest that is included
 
     @property
@@ -76,6 +77,14 @@ class Pauses:
             if x is not None:
                 self._add_step(ranks, x, s.usual_step_s or 0.0)
         self._step = max(self._step, newest)
+        if not self.gc_before and self.begun_s is not None:
+            self.gc_before = {r.rank: (s.t_s, r.gc_s, r.gc_count) for r in ranks}
+
+    def collecting(self, s: Snapshot, rank: int) -> tuple[float, int]:
+        """Return (share of the time since the warm-up that a rank spent in full garbage collections, their number)."""
+        t_s, gc_s, count = self.gc_before.get(rank, (s.t_s, 0.0, 0))
+        r = s.ranks[rank]
+        return ((r.gc_s - gc_s) / (s.t_s - t_s), r.gc_count - count) if s.t_s > t_s else (0.0, 0)
 
     def _add_step(self, ranks: list[RankState], x: Step, usual_s: float) -> None:
         self.end_s = max(self.end_s, x.end_s)

@@ -124,6 +124,9 @@ class Header(Structure):
         ("witness", c_uint32),  # path of the worker server's socket
         ("trace_signal", c_int32),  # this signal makes C code write all stacks to r<rank>.trace; 0 = none
         ("counted_ns", c_uint64),  # when the pulse last read the groups' counters
+        ("gc_ns", c_uint64),  # time of full garbage collections
+        ("gc_count", c_uint64),
+        ("gc_off", c_uint64),  # 1: gc.disable() was called
     ]
 
 

@@ -268,6 +268,9 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     device_bytes: int | None = None
     device_total_bytes: int | None = None
     cpu_pct: float | None = None
+    gc_s: float = 0.0  # so far, in full garbage collections
+    gc_count: int = 0
+    gc_off: bool = False  # gc.disable() was called
     queued_share: float | None = None  # recent share of the time that its main thread was runnable without a CPU
     workers_starved: float | None = None  # recent share of their runnable time that its loader's workers had no CPU
     workers_busy: float | None = None  # runnable time of all of them per second: 0.5 is half a core

@@ -17,7 +17,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from distdiag.diagnosis.comparison import COSTLY, Subset, Veto, leads, others
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity
 from distdiag.diagnosis.model.snapshot import Arrival, RankState, Snapshot
+from distdiag.diagnosis.pauses import Pauses
 from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import PHASES, Window, part_ms, self_ms
 from distdiag.diagnosis.text import straggler as text
@@ -79,6 +80,8 @@ class Limits:
     """Milliseconds that they must have cost, so that a short job is not judged by a moment."""
     pauses_share: float = 0.1
     """Share of the job's time that is a warning, whoever pauses and whatever for."""
+    collecting: float = 0.5
+    """Share of what a slow rank costs that full garbage collections must take to be its cause."""
     pauses_info: float = 0.03
     """The same for an info."""
 
@@ -112,7 +115,22 @@ def _pauses(facts: Facts) -> Iterator[Finding]:
         enough = share >= limits.pauses_info and lost.ms >= limits.pauses_ms
         if lost.times >= limits.pauses and enough and rank in facts.snapshot.ranks:
             severe = share >= limits.pauses_share
-            yield text.pauses(facts.snapshot, rank, lost, facts.pauses, Severity.WARNING if severe else Severity.INFO)
+            severity = Severity.WARNING if severe else Severity.INFO
+            found = text.pauses(facts.snapshot, rank, lost, facts.pauses, severity)
+            yield _explained(found, facts.snapshot, facts.pauses, share)
+
+
+def _explained(found: Finding, s: Snapshot, pauses: Pauses, cost: float) -> Finding:
+    """Return the finding of one slow rank with garbage collection as its cause, if that is most of what it costs.
+
+    Args:
+        cost: Share of the time that the others lose to it.
+    """
+    share, n = pauses.collecting(s, found.culprits[0])
+    others = statistics.median_low(pauses.collecting(s, q)[0] for q in s.ranks if q not in found.culprits)
+    if len(found.culprits) > 1 or share - others < limits.collecting * cost:
+        return found
+    return text.collecting(found, s.ranks[found.culprits[0]], share, others, n)
 
 
 def _in_window(facts: Facts) -> Iterator[Finding | Abstained]:
@@ -123,7 +141,7 @@ def _in_window(facts: Facts) -> Iterator[Finding | Abstained]:
         return
     several = not any(r.p2p_issued for r in s.ranks.values())  # the stages of a pipeline differ by design
     slow = comparison.persistent(window, limits.recurrence, limits.least_ms, several)
-    case = Case(s, window, slow, facts.shadows)
+    case = Case(s, window, slow, facts.shadows, facts.pauses)
     veto = comparison.vetoed(VETOES, case)
     if veto is None:
         if case.phase != "data" and case.stages:
@@ -134,7 +152,8 @@ def _in_window(facts: Facts) -> Iterator[Finding | Abstained]:
             )  # fmt: skip
         else:
             cores = s.ranks[case.most.rank].cpus if case.crowded else ()
-            yield text.slow(s, window, slow, case.most, case.loader_gain, cores)
+            found = text.slow(s, window, slow, case.most, case.loader_gain, cores)
+            yield _explained(found, s, facts.pauses, slow.gain_ms / slow.step_ms)
     else:
         yield _slow_device(s, window) or _rotating(case) or _at_times(case) or veto
 
@@ -169,6 +188,7 @@ class Case:
     window: Window
     slow: Subset
     shadows: tuple[int, ...] = ()
+    pauses: Pauses = field(default_factory=Pauses)
 
     @cached_property
     def rest(self) -> list[int]:
@@ -428,7 +448,8 @@ def _at_times(case: Case) -> Finding | None:
     # at regular intervals it is no chance: what is lost counts, whatever the rank does
     lasting = found.period is not None and found.cost >= limits.pauses_share
     severe = steady and (lasting or (found.cost >= COSTLY and not for_all))
-    return text.at_times(case.snapshot, case.window, found, Severity.WARNING if severe else Severity.INFO)
+    at_times = text.at_times(case.snapshot, case.window, found, Severity.WARNING if severe else Severity.INFO)
+    return _explained(at_times, case.snapshot, case.pauses, found.cost)
 
 
 # -- loops without an optimizer --------------------------------------------------------------------------------------

@@ -7,13 +7,15 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.comparison import Subset, gain
 from distdiag.diagnosis.model.findings import Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import RankState, Site, Snapshot
 from distdiag.diagnosis.pauses import Lost, Pauses
 from distdiag.diagnosis.step_times import PHASES, Window, part_ms
-from distdiag.diagnosis.text.phrases import ordinal, where, where_stack
+from distdiag.diagnosis.text.phrases import count, ordinal, where, where_stack
 from distdiag.diagnosis.text.template import Template
 from distdiag.terms.units import percent
 
@@ -162,6 +164,22 @@ def pauses(s: Snapshot, rank: int, lost: Lost, of_job: Pauses, severity: Severit
         where=where_stack(r, stack, "user_code") if stack else (where(r, "user_code"),),
         site=stack[0] if stack else None, n=lost.times, total_s=lost.ms / 1e3, share=of_job.share(lost),
         mean_s=lost.ms / 1e3 / lost.times, longest_s=lost.longest_ms / 1e3, do=do,
+    )  # fmt: skip
+
+
+def collecting(found: Finding, r: RankState, share: float, others: float, n: int) -> Finding:
+    """Return the finding of a slow rank with garbage collection as its cause.
+
+    Args:
+        share: Of its time, in `n` full collections.
+        others: The same of a typical other rank.
+    """
+    took = f"{count(n, 'full garbage collection')} {'take' if n > 1 else 'takes'} {percent(share)} of its time"
+    at_once = "" if r.gc_off else "; `gc.disable()`, and `gc.collect()` at the same step on all ranks, let them pause together"
+    return msgspec.structs.replace(
+        found, cause="gc", message=f"{found.message}: {took}, {percent(others)} on the others",
+        advice="call `gc.freeze()` once the model and the data are built: collections then leave those objects out; keep a large "
+        f"index in arrays instead of Python objects{at_once}",
     )  # fmt: skip
 
 
