@@ -119,11 +119,13 @@ DUPLICATE_DATA = Kind(
 )  # fmt: skip
 REPLICA_DRIFT = Kind(
     name="replica_drift",
-    severities=(_ERROR,),
-    causes=("gradients_not_synced", "different_init", "buffers", "split_module"),
+    severities=(_WARNING, _ERROR),
+    causes=("gradients_not_synced", "different_init", "buffers", "split_module", "logged"),
     sticky=True,
 )
-NONFINITE = Kind(name="nonfinite", severities=(_INFO, _ERROR), causes=("loss", "gradient"), sticky=True)
+NONFINITE = Kind(
+    name="nonfinite", severities=(_INFO, _WARNING, _ERROR), causes=("loss", "gradient", "logged"), sticky=True
+)
 MEMORY = Kind(
     name="memory", severities=(_INFO, _WARNING), causes=("growth", "imbalance", "headroom"), hold=2, release=60
 )

@@ -255,6 +255,9 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ddp_times: tuple[DdpTime, ...] = ()  # of the last 32 steps that DDP measured, oldest first
     ended_waiting: bool = False  # killed inside a collective call, or inside DDP's backward or buffer broadcast
     in_join: bool = False  # inside torch's Join context: uneven inputs are legal
+    logged: dict[
+        str, tuple[tuple[int, float], ...]
+    ] = {}  # newest (step, value) of each name of handle.log(), oldest first
     caught: str | None = None  # the last exception out of torch that the script may have caught
     caught_s: Seconds | None = None
     handling: str | None = None  # the exception that it is handling while it waits: "KeyError: 'device'"

@@ -78,7 +78,9 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         yield Abstained("not every rank trains from a known DataLoader")
     else:
         if unknown := [q for q, x in loaders.items() if not _comparable(x.first_fingerprints)]:
-            yield Abstained(f"the first batches of rank {unknown[0]} have no fingerprints yet, or no tensor that has one")
+            yield Abstained(
+                f"the first batches of rank {unknown[0]} have no fingerprints yet, or no tensor that has one"
+            )
         yield from _same_batches(s, loaders)
         ranks = sorted(q for q, x in loaders.items() if _same_order(x))
         if ranks and len(ranks) == len(loaders):

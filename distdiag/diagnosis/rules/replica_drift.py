@@ -42,6 +42,10 @@ class Limits:
     """Up to this share of the parameters, reduced elements are metrics, not gradients."""
     metrics_bytes: int = 1024
     """The same for one call, in bytes."""
+    logged_equal: int = 8
+    """Different values of a logged name that must have been equal on all ranks: a local one is not."""
+    logged: int = 4
+    """Steps since which all its values must differ."""
     certain_step: int = 32
     """Up to this step the cause is only suspected: too few samples to distinguish rates, gradients and initial values."""
     averaged: float = 0.9
@@ -75,6 +79,25 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
             yield found
         if isinstance(found, Finding):
             return
+    yield from _logged(s)
+
+
+def _logged(s: Snapshot) -> Iterator[Finding]:
+    """Yield the values of handle.log() that were equal on all ranks while they changed, and differ now: not local ones."""
+    for name in set.intersection(*(set(r.logged) for r in s.ranks.values())):
+        by_step = {q: dict(r.logged[name]) for q, r in s.ranks.items()}
+        common = sorted(set.intersection(*map(set, by_step.values())))
+        equal = [k for k in common if len({repr(x[k]) for x in by_step.values()}) == 1]
+        since = [k for k in common if not equal or k > equal[-1]]
+        changing = len({by_step[min(by_step)][k] for k in equal}) >= limits.logged_equal
+        if not changing or len(since) < limits.logged or len(equal) + len(since) < len(common):
+            continue
+        values = {q: x[since[0]] for q, x in by_step.items()}
+        odd = minority(values)
+        yield LOGGED(
+            culprits=odd, victims=[q for q in sorted(s.ranks) if q not in odd], names=(name,), step=since[0],
+            where=wheres(s, odd or sorted(s.ranks)), site=None, name=name, n=len(equal), each=_rates_text(values),
+        )  # fmt: skip
 
 
 def _drift(s: Snapshot, kind_of: str, ranks: list[int], split: bool) -> Finding | Abstained:
@@ -205,6 +228,11 @@ DRIFT = Template(
     kind, "gradients_not_synced",
     "replicas drift apart since step {step}: {what} (checksums differ by {spread:.3g} at step {last})", "{cost}", "{do}",
     proved=True)  # fmt: skip
+LOGGED = Template(kind, "logged",
+    "the logged value {name} was equal on all ranks in {n} steps, and differs since step {step}: {each}",
+    "what all ranks had in common until then is no longer equal",
+    "look for what one rank did alone in step {step}: a scheduler, a reduction or a decision by its own data",
+    severity=Severity.WARNING)  # fmt: skip
 UNFROZEN = Template(
     kind, "gradients_not_synced",
     "{n:,} parameter{n:|s} ({name}{n:|, …}) had requires_grad False when DDP was built{site} and {n:gets|get} gradients since step "

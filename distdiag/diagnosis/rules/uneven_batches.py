@@ -164,7 +164,9 @@ def _size(s: Snapshot) -> Finding | Abstained:
     if len(set(usual.values())) < 2:
         return Abstained("all ranks have the same batch size", checked=True)
     if (entered := _equal_inputs(s)) is not None:
-        return Abstained(f"the loaders' batches differ, but {entered:,} samples enter the module on every rank", checked=True)
+        return Abstained(
+            f"the loaders' batches differ, but {entered:,} samples enter the module on every rank", checked=True
+        )
     if _weighted(s, usual):
         return Abstained("the losses are weighted by batch size", checked=True)
     most = Counter(usual.values()).most_common()

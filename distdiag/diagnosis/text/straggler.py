@@ -175,7 +175,11 @@ def collecting(found: Finding, r: RankState, share: float, others: float, n: int
         others: The same of a typical other rank.
     """
     took = f"{count(n, 'full garbage collection')} {'take' if n > 1 else 'takes'} {percent(share)} of its time"
-    at_once = "" if r.gc_off else "; `gc.disable()`, and `gc.collect()` at the same step on all ranks, let them pause together"
+    at_once = (
+        ""
+        if r.gc_off
+        else "; `gc.disable()`, and `gc.collect()` at the same step on all ranks, let them pause together"
+    )
     return msgspec.structs.replace(
         found, cause="gc", message=f"{found.message}: {took}, {percent(others)} on the others",
         advice="call `gc.freeze()` once the model and the data are built: collections then leave those objects out; keep a large "

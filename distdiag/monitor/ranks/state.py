@@ -200,6 +200,7 @@ class RankView:
             ddp_times=tuple(history.ddp_times.kept),
             ended_waiting=life == Life.KILLED and self._died_waiting(),
             in_join=bool(h.in_join),
+            logged={name: tuple(values) for name, values in history.logged.items()},
             caught=self.text(h.caught) or None,
             caught_s=self.s(h.caught_ns),
             handling=self.text(h.handling) or None,

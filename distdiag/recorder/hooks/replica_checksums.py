@@ -126,7 +126,8 @@ class ReplicaChecksums:
             self.samples.write(kind, step, float(total), key=key, name=ranks)
         else:
             self.samples.when_copied(
-                total.reshape(1), lambda v, k=kind, s=step, x=key: self.samples.write(k, s, v[0].item(), key=x, name=ranks)
+                total.reshape(1),
+                lambda v, k=kind, s=step, x=key: self.samples.write(k, s, v[0].item(), key=x, name=ranks),
             )
 
 
