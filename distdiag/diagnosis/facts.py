@@ -13,6 +13,7 @@ from distdiag.diagnosis.endings import NO_CASCADE, Cascade, End
 from distdiag.diagnosis.locks import LockCycle
 from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.model.snapshot import Loader, Snapshot
+from distdiag.diagnosis.pauses import Pauses
 from distdiag.diagnosis.training_data import exhausted_ranks, only_shadows, training_loaders, uneven_ranks
 from distdiag.diagnosis.waits.graph import WaitGraph, build
 
@@ -32,6 +33,7 @@ class Facts:
     repeated: tuple[Finding, ...] = ()  # findings about ranks that wait for good, repeated unchanged at this poll
     locks: tuple[LockCycle, ...] = ()  # cycles through file locks, the same as at the last poll
     reported: tuple[Finding, ...] = ()  # open findings of earlier polls
+    pauses: Pauses = field(default_factory=Pauses)  # of all ranks so far
     found: list[Finding] = field(default_factory=list)  # findings of this poll so far
 
     @cached_property

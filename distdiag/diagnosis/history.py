@@ -15,6 +15,7 @@ from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.locks import lock_cycles
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import DEAD, Life, Snapshot
+from distdiag.diagnosis.pauses import PAUSE_MS, Pauses
 from distdiag.diagnosis.waits.delays import kept_waiting
 from distdiag.diagnosis.waits.graph import WaitGraph, build
 
@@ -55,6 +56,7 @@ class History:
     _first_end_s: float | None = None
     _late: tuple[float, Late] | None = None
     _episodes: dict[int, float] = field(default_factory=dict)
+    _pauses: Pauses = field(default_factory=Pauses)
 
     def facts(
         self, s: Snapshot, source: Callable[[str], str | None], reported: Sequence[Finding], final: bool
@@ -68,7 +70,8 @@ class History:
         """
         graph = build(s)
         self._follow_waits(s, graph)
-        facts = Facts(s, source, self.without, reported=tuple(reported))
+        self._pauses.add(s)
+        facts = Facts(s, source, self.without, reported=tuple(reported), pauses=self._pauses)
         waited = not graph.sinks and bool(self._waiting_mark)
         facts.no_progress_since_wait = waited and self._waiting_mark == _progress(s)
         facts.graph = graph
@@ -130,6 +133,8 @@ class History:
             kept = kept_waiting(s, graph, rank)
             if kept is not None:
                 self._episodes[rank] = max(self._episodes.get(rank, 0.0), kept[1])
+                if kept[1] * 1e3 >= PAUSE_MS:
+                    self._pauses.waits_for(s.ranks[rank])
         for rank in [q for q in self._episodes if q not in graph.sinks]:
             waited_s = self._episodes.pop(rank)
             if s.ranks.get(rank) is not None and s.ranks[rank].life == Life.RUNNING:

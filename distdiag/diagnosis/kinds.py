@@ -106,7 +106,9 @@ UNEVEN_BATCHES = Kind(
 )  # fmt: skip
 STRAGGLER = Kind(
     name="straggler", severities=(_INFO, _WARNING), while_blocked=False, hold=3, release=20,
-    causes=("data", "forward", "backward", "optimizer", "host", "rotating", "stage"),
+    causes=("data", "forward", "backward", "optimizer", "host", "rotating", "stage", "pauses", "cores", "gc"),
+    # a sum of what was measured, no estimate; the kernel's masks
+    hold_of_cause=MappingProxyType({"pauses": 1, "cores": 1}),
     explains=(Explains(kind="comm_bound"),),  # the others wait for this rank, not for the network
 )  # fmt: skip
 INPUT_BOUND = Kind(name="input_bound", severities=(_INFO,), while_blocked=False, hold=3)
@@ -117,11 +119,13 @@ DUPLICATE_DATA = Kind(
 )  # fmt: skip
 REPLICA_DRIFT = Kind(
     name="replica_drift",
-    severities=(_ERROR,),
-    causes=("gradients_not_synced", "different_init", "buffers"),
+    severities=(_WARNING, _ERROR),
+    causes=("gradients_not_synced", "different_init", "buffers", "split_module", "logged"),
     sticky=True,
 )
-NONFINITE = Kind(name="nonfinite", severities=(_INFO, _ERROR), causes=("loss", "gradient"), sticky=True)
+NONFINITE = Kind(
+    name="nonfinite", severities=(_INFO, _WARNING, _ERROR), causes=("loss", "gradient", "logged"), sticky=True
+)
 MEMORY = Kind(
     name="memory", severities=(_INFO, _WARNING), causes=("growth", "imbalance", "headroom"), hold=2, release=60
 )

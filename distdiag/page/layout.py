@@ -9,7 +9,7 @@ from enum import IntEnum
 from pathlib import Path
 
 MAGIC = b"DISTDIAG"
-VERSION = 11
+VERSION = 12
 HEAP_BYTES = 192 * 1024
 CALLS, STEPS, SAMPLES, SCALARS, DDP_TIMES = 1024, 256, 128, 64, 32
 BACKEND_FRAME = "backend:"
@@ -124,6 +124,9 @@ class Header(Structure):
         ("witness", c_uint32),  # path of the worker server's socket
         ("trace_signal", c_int32),  # this signal makes C code write all stacks to r<rank>.trace; 0 = none
         ("counted_ns", c_uint64),  # when the pulse last read the groups' counters
+        ("gc_ns", c_uint64),  # time of full garbage collections
+        ("gc_count", c_uint64),
+        ("gc_off", c_uint64),  # 1: gc.disable() was called
     ]
 
 
@@ -209,6 +212,7 @@ class ModelSlot(Structure):
         ("buckets", c_uint32),  # JSON object: bytes, buckets, bucket_bytes, …; 0: not known yet
         ("evaluating", c_uint32),  # the module that it wraps is in eval mode
         ("frozen_later", c_uint32),  # 1 if all of `unused` were frozen after DDP was built
+        ("batch", c_uint64),  # first dimension of the first tensor that entered it in forwards 1, 2, 3, 5, 9, …
     ]
 
 

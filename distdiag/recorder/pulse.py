@@ -16,7 +16,7 @@ from types import CodeType
 from typing import Any
 
 from distdiag.page.layout import BACKEND_FRAME, STACK, STILL_NS, Blocked, Header, word
-from distdiag.recorder import state
+from distdiag.recorder import garbage, state
 from distdiag.recorder.frames import USER, absolute, in_backend, kind_of, raw_name, user_stack
 from distdiag.recorder.state import guarded, now_ns
 
@@ -102,6 +102,7 @@ class Pulse:
         if self.accounting is not None:
             self.accounting.poll()
         if beats % 4 == 0:
+            garbage.poll(self.recorder)
             self._device()
             self._signals()
         if beats % WATCH_BEATS == WATCH_BEATS - 1 and self.watch is not None:

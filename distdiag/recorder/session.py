@@ -25,7 +25,7 @@ from distdiag import files, procfs
 from distdiag.page import directories, profile_files
 from distdiag.page.layout import STACK, LifeWord, Phase, page_path
 from distdiag.page.writer import PageWriter
-from distdiag.recorder import relayed_exceptions, run_claim, state
+from distdiag.recorder import garbage, relayed_exceptions, run_claim, state
 from distdiag.recorder.after_import import after_import
 from distdiag.recorder.descriptors import KeptFile
 from distdiag.recorder.frames import USER, absolute, kind_of_file, user_stack
@@ -59,6 +59,7 @@ class Session:
         import torch
 
         recorder = self.recorder
+        garbage.watch(recorder)
         facts: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda}
         missing = [] if torch.distributed.is_available() else ["torch.distributed"]
         if not missing:

@@ -160,6 +160,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     search_ms: float | None = None  # per step, spent looking for unused parameters
     buckets: Buckets | None = None  # None: no backward pass was measured yet
     evaluating: bool = False  # the module that it wraps is in eval mode
+    batch: int | None = None  # first dimension of what entered it; sampled
 
 
 class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -254,6 +255,9 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ddp_times: tuple[DdpTime, ...] = ()  # of the last 32 steps that DDP measured, oldest first
     ended_waiting: bool = False  # killed inside a collective call, or inside DDP's backward or buffer broadcast
     in_join: bool = False  # inside torch's Join context: uneven inputs are legal
+    logged: dict[
+        str, tuple[tuple[int, float], ...]
+    ] = {}  # newest (step, value) of each name of handle.log(), oldest first
     caught: str | None = None  # the last exception out of torch that the script may have caught
     caught_s: Seconds | None = None
     handling: str | None = None  # the exception that it is handling while it waits: "KeyError: 'device'"
@@ -267,9 +271,13 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     device_bytes: int | None = None
     device_total_bytes: int | None = None
     cpu_pct: float | None = None
+    gc_s: float = 0.0  # so far, in full garbage collections
+    gc_count: int = 0
+    gc_off: bool = False  # gc.disable() was called
     queued_share: float | None = None  # recent share of the time that its main thread was runnable without a CPU
     workers_starved: float | None = None  # recent share of their runnable time that its loader's workers had no CPU
     workers_busy: float | None = None  # runnable time of all of them per second: 0.5 is half a core
+    cpus: tuple[int, ...] = ()  # that its main thread and all its children may use, if fewer than its host has
     phase_sites: dict[str, tuple[tuple[Site, int], ...]] = {}  # sampled sites of each phase, most frequent first
     phase_stacks: dict[str, tuple[Site, ...]] = {}  # one full user stack at each phase's most frequent site
     workers: tuple[Site | None, ...] = ()  # sites of its DataLoader's workers in the user's code; None: idle

@@ -73,10 +73,14 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     elif (veto := vetoed(NOT_ONE_MODEL, s)) is not None:
         yield veto
     elif any(1 < len(g.ranks) < s.world_size and used(name) for name, g in s.groups.items()):
-        yield Abstained("the ranks use smaller groups: model-parallel ranks read the same batches by design", True)
+        yield Abstained("the ranks use smaller groups: model-parallel ranks read the same batches by design")
     elif len(loaders) < 2:
         yield Abstained("not every rank trains from a known DataLoader")
     else:
+        if unknown := [q for q, x in loaders.items() if not _comparable(x.first_fingerprints)]:
+            yield Abstained(
+                f"the first batches of rank {unknown[0]} have no fingerprints yet, or no tensor that has one"
+            )
         yield from _same_batches(s, loaders)
         ranks = sorted(q for q, x in loaders.items() if _same_order(x))
         if ranks and len(ranks) == len(loaders):
@@ -113,6 +117,12 @@ def _only_labels_equal(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
     n = min(len(a), len(b))
     x, y = _halves(a[:n])[1], _halves(b[:n])[1]
     return 0 not in (*x, *y) and x != y
+
+
+def _comparable(prints: tuple[int, ...]) -> bool:
+    """True if the labels or the values of enough batches have fingerprints."""
+    n = limits.times
+    return len(prints) >= n and any(0 not in half for half in _halves(prints[:n]))
 
 
 # -- the same batches on several ranks -------------------------------------------------------------------------------

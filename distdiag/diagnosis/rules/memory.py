@@ -79,7 +79,11 @@ _VETOES = (
 GROWTH = Template(
     kind, "growth",
     "{place} memory of {who} grows by {pace} ({minute:size} a minute), now {now:size}{left}{site}", "{cost}",
-    "look for tensors kept across steps: a list of losses or outputs without .item() or .detach()")  # fmt: skip
+    "{do}look for tensors kept across steps: a list of losses or outputs without .item() or .detach()")  # fmt: skip
+_GC_OFF = (
+    "garbage collection is off there (`gc.disable()`), so objects in reference cycles are never freed: call `gc.collect()` at "
+    "the same step on all ranks, or break the cycles; else "
+)
 HOST_IMBALANCE = Template(
     kind, "imbalance",
     "{culprits} {culprits:holds|hold} {most:size} of host memory, the others {typical:size}",
@@ -211,7 +215,7 @@ def _grows(
         place=place, who="every rank" if len(ranks) == len(s.ranks) > 1 else rank_list(ranks),
         pace=f"{size_text(int(per_step))} per step" if per_step else f"{size_text(int(rate))} per second",
         minute=rate * 60, now=now[most], left="" if left_s is None else f", full in {rough_time(left_s)} at this rate",
-        cost=cost,
+        cost=cost, do=_GC_OFF if all(s.ranks[q].gc_off for q in ranks) else "",
     )  # fmt: skip
 
 

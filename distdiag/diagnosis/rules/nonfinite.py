@@ -7,7 +7,11 @@ Faulty jobs: log_poisson, norm_grad. Healthy look-alikes: half_scaler.
 
 from __future__ import annotations
 
+import itertools
+import math
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from distdiag.diagnosis import kinds
@@ -18,10 +22,23 @@ from distdiag.diagnosis.text.phrases import where
 from distdiag.diagnosis.text.template import Template
 
 kind = kinds.NONFINITE
-limits = None  # a value is finite or it is not
+
+
+@dataclass(frozen=True)
+class Limits:
+    times: int = 4
+    """Logged values in a row that are not finite, after finite ones: a scaler needs a few steps to find its scale."""
+
+
+limits = Limits()
+_WATCHED = re.compile(r"^(?!.*(val|test|eval)).*(loss|nll|grad|norm|perplexity|ppl|entropy)", re.IGNORECASE)
 NONFINITE = Template(kind, "loss",
     "{what} is {value} on {on}, step {step}{followed}{name}{site}{from_input}{alone}", "{cost}",
     "{do}; go back to the last checkpoint", proved=True)  # fmt: skip
+LOGGED = Template(kind, "logged",
+    "the logged value {name} is {value} on {on} since step {step}", "what is averaged with it is lost, too",
+    "check the batch of step {step}, and divisions and logarithms in what is logged; if gradients depend on it, go back "
+    "to the last checkpoint")  # fmt: skip
 HARMLESS = Template(kind, "loss",
     "loss is {value} on {on} since step {step}{site}; the gradients are finite, so training goes on",
     "averages and logs of the loss are infinite, too",
@@ -46,8 +63,37 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         chosen, _ = _deciding(s, infinite)  # several in a row, while their gradients are finite
         common = _common(s, chosen)
         yield HARMLESS(victims=sorted({q for q, _ in chosen}) if common["on"] == "all ranks" else (), **common)
-    elif not any(x.loss is not None for r in s.ranks.values() for x in r.steps):
-        yield Abstained("no scalar loss has gone through backward; values of handle.log() are not judged")
+    elif logged := list(_logged(s)):
+        yield from logged
+    elif not any(r.logged or any(x.loss is not None for x in r.steps) for r in s.ranks.values()):
+        yield Abstained("no scalar loss has gone through backward, and handle.log() was not called")
+
+
+def _logged(s: Snapshot) -> Iterator[Finding]:
+    """Yield the values of handle.log() that have become NaN, or infinite, and stay so."""
+    first: dict[str, dict[int, tuple[int, float]]] = {}
+    for r in s.ranks.values():
+        for name, values in r.logged.items():
+            runs = [(ok, list(run)) for ok, run in itertools.groupby(values, lambda x: math.isfinite(x[1]))]
+            bad = [run for ok, run in runs if not ok]
+            # a value that is logged in some steps only is NaN in between
+            if (
+                bad
+                and not runs[-1][0]
+                and len(runs) > 1
+                and len(bad[-1]) >= limits.times > max(map(len, bad[:-1]), default=0)
+            ):
+                first.setdefault(name, {})[r.rank] = bad[-1][0]
+    for name, of in first.items():
+        step = min(step for step, _ in of.values())
+        ranks = sorted(q for q in of if of[q][0] == step)
+        everywhere = len(ranks) == s.world_size
+        yield LOGGED(
+            severity=Severity.WARNING if _WATCHED.search(name) else Severity.INFO,
+            culprits=() if everywhere else ranks, victims=sorted(s.ranks) if everywhere else sorted(set(of) - set(ranks)),
+            names=(name,), step=step, where=(where(s.ranks[q]) for q in ranks), site=None, name=name, value=of[ranks[0]][1],
+            on="all ranks" if everywhere else rank_list(ranks),
+        )  # fmt: skip
 
 
 def _deciding(s: Snapshot, found: Found) -> tuple[Found, bool]:

@@ -18,7 +18,7 @@ from distdiag.diagnosis.model.snapshot import RankState, Sample, Site, Snapshot
 from distdiag.diagnosis.text.phrases import at, count, wheres
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.training_data import NOT_ALL, synchronous, training_loaders
-from distdiag.terms.ranks import by_value
+from distdiag.terms.ranks import by_value, unfold_ranks
 
 kind = kinds.REPLICA_DRIFT
 
@@ -42,6 +42,10 @@ class Limits:
     """Up to this share of the parameters, reduced elements are metrics, not gradients."""
     metrics_bytes: int = 1024
     """The same for one call, in bytes."""
+    logged_equal: int = 8
+    """Different values of a logged name that must have been equal on all ranks: a local one is not."""
+    logged: int = 4
+    """Steps since which all its values must differ."""
     certain_step: int = 32
     """Up to this step the cause is only suspected: too few samples to distinguish rates, gradients and initial values."""
     averaged: float = 0.9
@@ -67,16 +71,42 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     if (found := vetoed(_VETOES, s) or _unfrozen(s)) is not None:
         yield found
         return
-    for kind_of in ("parameters", "buffers"):
-        found = _drift(s, kind_of)
+    teams = {x.name for x in _samples(s, "parameters")} - {""}
+    for kind_of, team in (*(("parameters", team) for team in sorted(teams) or [""]), ("buffers", "")):
+        ranks = [q for q in unfold_ranks(team) if q in s.ranks] or sorted(s.ranks)
+        found = _drift(s, kind_of, ranks, bool(team))
         if kind_of == "parameters" or isinstance(found, Finding) or any(_samples(s, kind_of)):
             yield found
         if isinstance(found, Finding):
             return
+    yield from _logged(s)
 
 
-def _drift(s: Snapshot, kind_of: str) -> Finding | Abstained:
-    ranks, is_buffers = sorted(s.ranks), kind_of == "buffers"
+def _logged(s: Snapshot) -> Iterator[Finding]:
+    """Yield the values of handle.log() that were equal on all ranks while they changed, and differ now: not local ones."""
+    for name in set.intersection(*(set(r.logged) for r in s.ranks.values())):
+        by_step = {q: dict(r.logged[name]) for q, r in s.ranks.items()}
+        common = sorted(set.intersection(*map(set, by_step.values())))
+        equal = [k for k in common if len({repr(x[k]) for x in by_step.values()}) == 1]
+        since = [k for k in common if not equal or k > equal[-1]]
+        changing = len({by_step[min(by_step)][k] for k in equal}) >= limits.logged_equal
+        if not changing or len(since) < limits.logged or len(equal) + len(since) < len(common):
+            continue
+        values = {q: x[since[0]] for q, x in by_step.items()}
+        odd = minority(values)
+        yield LOGGED(
+            culprits=odd, victims=[q for q in sorted(s.ranks) if q not in odd], names=(name,), step=since[0],
+            where=wheres(s, odd or sorted(s.ranks)), site=None, name=name, n=len(equal), each=_rates_text(values),
+        )  # fmt: skip
+
+
+def _drift(s: Snapshot, kind_of: str, ranks: list[int], split: bool) -> Finding | Abstained:
+    """Return the drift of values that must be equal on some ranks.
+
+    Args:
+        split: These ranks split a module between them, and the values are of what each has whole.
+    """
+    is_buffers = kind_of == "buffers"
     abstained = partial(Abstained, cause=kind_of if is_buffers else None)
     samples = {q: _by_step(s.ranks[q], kind_of) for q in ranks}
     common = sorted(set.intersection(*(set(x) for x in samples.values())))
@@ -93,7 +123,7 @@ def _drift(s: Snapshot, kind_of: str) -> Finding | Abstained:
         steps = differing(limits.relative)
     if len(steps) < limits.samples or steps[-limits.samples :] != common[-limits.samples :]:
         return abstained(f"the checksums of {kind_of} agree", checked=True)
-    cause = _cause(s, kind_of, steps)
+    cause = "split_module" if split else _cause(s, kind_of, steps)
     began_equal = len([k for k in common if k < steps[0]]) >= limits.samples
     if cause is None or (mild and not began_equal):
         return abstained(f"{kind_of} differ, as the structure of the model allows", checked=True)
@@ -198,6 +228,11 @@ DRIFT = Template(
     kind, "gradients_not_synced",
     "replicas drift apart since step {step}: {what} (checksums differ by {spread:.3g} at step {last})", "{cost}", "{do}",
     proved=True)  # fmt: skip
+LOGGED = Template(kind, "logged",
+    "the logged value {name} was equal on all ranks in {n} steps, and differs since step {step}: {each}",
+    "what all ranks had in common until then is no longer equal",
+    "look for what one rank did alone in step {step}: a scheduler, a reduction or a decision by its own data",
+    severity=Severity.WARNING)  # fmt: skip
 UNFROZEN = Template(
     kind, "gradients_not_synced",
     "{n:,} parameter{n:|s} ({name}{n:|, …}) had requires_grad False when DDP was built{site} and {n:gets|get} gradients since step "
@@ -209,6 +244,7 @@ _WHAT = {
     "never_averaged": "nothing averages their gradients: no DDP, and no collective that exchanges a tensor",
     "partly_averaged": "all gradients were averaged before, but not those of the parameters that have been trained since",
     "different_init": "gradients are averaged, but the replicas began with different values",
+    "split_module": "they split one module between them (DTensor), and differ in the parameters that each of them has whole",
     "buffers": "their buffers differ, and broadcast_buffers is off",
     "mild": "their buffers were equal before and differ now, and broadcast_buffers is off",
     "rates": "gradients are averaged, but learning rates differ",
@@ -225,6 +261,8 @@ _ADVICE = {
     "parameters were added or unfrozen",
     "different_init": "broadcast the parameters from rank 0 once after building the model (or use the same seed, or DDP)",
     "different_init in DDP": "load the same weights on all ranks before the model is wrapped: DDP makes replicas equal only then",
+    "split_module": "give these ranks the same batches: seed and shard the data by the data parallel rank, not by the global one, or "
+    "broadcast each batch among them; and begin with equal values (the same seed), also of dropout",
     "buffers": "leave broadcast_buffers=True, or reduce the buffers by hand",
     "rates": "give the scheduler the same input on all ranks: a reduced metric, steps instead of a rank's samples or tokens, "
     "the same epoch length; and load the same optimizer state on all ranks",
@@ -253,7 +291,7 @@ def _finding(
     what += _not_through_ddp(s) if words == "gradients_not_synced" else ""
     odd, ranks = minority(rates or values), sorted(values)
     by_hand = cause in ("different_init", "partly_averaged") and not models
-    certain = steps[-1] >= limits.certain_step and cause != "partly_averaged"
+    certain = (steps[-1] >= limits.certain_step and cause != "partly_averaged") or cause == "split_module"
     return DRIFT(
         cause=words if words in kind.causes else None, proved=certain or cause == "buffers",
         severity=Severity.INFO if mild else None,
@@ -261,6 +299,8 @@ def _finding(
         where=wheres(s, ranks, None, {q: _site(s.ranks[q], by_hand) for q in ranks}),
         what=what, spread=_spread(values), do=_ADVICE[words + (" in DDP" if words == "different_init" and models else "")],
         cost="none, if these buffers may differ" if mild
+        else "the parts of the module are trained on different data: its output and all its gradients are wrong"
+        if cause == "split_module"
         else "each rank trains a different model; only one of them is saved",
     )  # fmt: skip
 

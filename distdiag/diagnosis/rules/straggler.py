@@ -17,7 +17,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from distdiag.diagnosis.comparison import COSTLY, Subset, Veto, leads, others
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity
 from distdiag.diagnosis.model.snapshot import Arrival, RankState, Snapshot
+from distdiag.diagnosis.pauses import Pauses
 from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import PHASES, Window, part_ms, self_ms
 from distdiag.diagnosis.text import straggler as text
@@ -61,6 +62,8 @@ class Limits:
     concentrated: float = 0.75
     """Share of the rank's excess that is in optimizer.step, on a busy host. Two healthy ranks that
     shared two cores with other work had 0.55; with extra work in optimizer.step it is nearly 1."""
+    crowded: float = 1.5
+    """Processes that want to run per core that a rank is confined to, at least, and as a multiple of the other ranks'."""
     enough: int = 24
     """Most ranks whose median is computed as that of all: more would only cost time."""
     rotating_share: float = 0.35
@@ -71,6 +74,16 @@ class Limits:
     slowest."""
     rotating_changes: float = 0.4
     """Changes of the slowest rank, per step."""
+    pauses: int = 3
+    """Least number of pauses of a rank that are summed: one or two may be the start or the end."""
+    pauses_ms: float = 4000.0
+    """Milliseconds that they must have cost, so that a short job is not judged by a moment."""
+    pauses_share: float = 0.1
+    """Share of the job's time that is a warning, whoever pauses and whatever for."""
+    collecting: float = 0.5
+    """Share of what a slow rank costs that full garbage collections must take to be its cause."""
+    pauses_info: float = 0.03
+    """The same for an info."""
 
 
 limits = Limits()
@@ -80,14 +93,55 @@ JUDGED_BY_ARRIVAL = (
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
-    """Yield the straggler, or why there is none."""
+    """Yield the straggler, or why there is none, and the ranks whose pauses sum up."""
+    outcomes = list(_in_window(facts))
+    known = {f.culprits for f in (*outcomes, *facts.reported) if _warns(f)}
+    pauses = [f for f in _pauses(facts) if f.culprits not in known]
+    summed = {f.culprits for f in pauses}
+    yield from (x for x in outcomes if not (isinstance(x, Finding) and x.culprits in summed))
+    yield from pauses
+
+
+def _warns(x: Finding | Abstained) -> bool:
+    """True of a straggler, found or reported, that the sum of its pauses would only repeat."""
+    found = isinstance(x, Finding) and x.kind == kind.name and x.severity == Severity.WARNING
+    return found and x.cause != text.PAUSES.cause
+
+
+def _pauses(facts: Facts) -> Iterator[Finding]:
+    """Yield the ranks whose pauses have cost the others enough, whatever those are for."""
+    for rank, lost in facts.pauses.of.items():
+        share = facts.pauses.share(lost)
+        enough = share >= limits.pauses_info and lost.ms >= limits.pauses_ms
+        if lost.times >= limits.pauses and enough and rank in facts.snapshot.ranks:
+            severe = share >= limits.pauses_share
+            severity = Severity.WARNING if severe else Severity.INFO
+            found = text.pauses(facts.snapshot, rank, lost, facts.pauses, severity)
+            yield _explained(found, facts.snapshot, facts.pauses, share)
+
+
+def _explained(found: Finding, s: Snapshot, pauses: Pauses, cost: float) -> Finding:
+    """Return the finding of one slow rank with garbage collection as its cause, if that is most of what it costs.
+
+    Args:
+        cost: Share of the time that the others lose to it.
+    """
+    share, n = pauses.collecting(s, found.culprits[0])
+    others = statistics.median_low(pauses.collecting(s, q)[0] for q in s.ranks if q not in found.culprits)
+    if len(found.culprits) > 1 or share - others < limits.collecting * cost:
+        return found
+    return text.collecting(found, s.ranks[found.culprits[0]], share, others, n)
+
+
+def _in_window(facts: Facts) -> Iterator[Finding | Abstained]:
+    """Yield the straggler of the last steps, or why there is none."""
     s, window = facts.snapshot, facts.window
     if isinstance(window, Abstained):
         yield _by_arrivals(s) or window
         return
     several = not any(r.p2p_issued for r in s.ranks.values())  # the stages of a pipeline differ by design
     slow = comparison.persistent(window, limits.recurrence, limits.least_ms, several)
-    case = Case(s, window, slow, facts.shadows)
+    case = Case(s, window, slow, facts.shadows, facts.pauses)
     veto = comparison.vetoed(VETOES, case)
     if veto is None:
         if case.phase != "data" and case.stages:
@@ -97,7 +151,9 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
                 what="its own code" if case.phase == "other" else case.phase,
             )  # fmt: skip
         else:
-            yield text.slow(s, window, slow, case.most, case.loader_gain)
+            cores = s.ranks[case.most.rank].cpus if case.crowded else ()
+            found = text.slow(s, window, slow, case.most, case.loader_gain, cores)
+            yield _explained(found, s, facts.pauses, slow.gain_ms / slow.step_ms)
     else:
         yield _slow_device(s, window) or _rotating(case) or _at_times(case) or veto
 
@@ -116,6 +172,14 @@ class Excess(NamedTuple):
     queued_ms: float
 
 
+def _load_per_core(s: Snapshot, r: RankState) -> float:
+    """Return the processes that want to run on the cores that a rank is confined to, per core; 0 if it is not confined."""
+    if not r.cpus:
+        return 0.0
+    there = (x for x in s.ranks.values() if x.node == r.node and x.cpus and set(x.cpus) <= set(r.cpus))
+    return sum(1.0 + (x.workers_busy or 0.0) for x in there) / len(r.cpus)
+
+
 @dataclass
 class Case:
     """The ranks that work longest in most steps, compared with the rest."""
@@ -124,6 +188,7 @@ class Case:
     window: Window
     slow: Subset
     shadows: tuple[int, ...] = ()
+    pauses: Pauses = field(default_factory=Pauses)
 
     @cached_property
     def rest(self) -> list[int]:
@@ -189,15 +254,28 @@ class Case:
         phase = max(PHASES, key=lambda p: excess[p])
         excess[phase] = max(0.0, excess[phase] - queued_ms)
         ratio = (usual[phase] + excess[phase]) / max(usual[phase], 0.1)
-        if self.busy and phase != "optimizer" and usual["optimizer"] > limits.control_ms:
+        if self.busy and not self.crowded and phase != "optimizer" and usual["optimizer"] > limits.control_ms:
             # optimizer.step computes the same on all ranks: if that takes longer, too, the core is the cause
             ratio /= max(1.0, 1.0 + excess["optimizer"] / usual["optimizer"])
         all_ms = statistics.median(self_ms(x) - ms for x, ms in zip(steps, others_ms, strict=True)) - queued_ms
         return Excess(rank, phase, excess[phase], all_ms, ratio, queued_ms)
 
+    @cached_property
+    def crowded(self) -> bool:
+        """True if the slow rank shares its few cores with children of its own, or with other ranks, and no other rank does.
+
+        What it then waits for a CPU is no load of the host, but of the job.
+        """
+        ranks = self.snapshot.ranks
+        load = _load_per_core(self.snapshot, ranks[self.slow.ranks[0]])
+        rest = max(_load_per_core(self.snapshot, ranks[q]) for q in self.rest)
+        return len(self.slow.ranks) == 1 and load >= max(limits.crowded, limits.crowded * rest)
+
     def _queued_ms(self, rank: int) -> float:
         """Return milliseconds per step that a rank waited for a CPU beyond the others, on a busy host."""
         ranks = self.snapshot.ranks
+        if self.crowded:
+            return 0.0
         own, theirs = ranks[rank].queued_share, [x for q in self.rest if (x := ranks[q].queued_share) is not None]
         if own is None or not theirs or not self.busy:
             return 0.0
@@ -226,7 +304,7 @@ class Case:
 
     def needed(self, ratio: float) -> float:
         """Return the share of the step that must be lost, by the ratio to the others' work."""
-        shares = limits.shares[:-1] if self.busy else limits.shares
+        shares = limits.shares[:-1] if self.busy and not self.crowded else limits.shares
         share = next((share for factor, share in shares if ratio >= factor), math.inf)
         return max(limits.least_ms / self.slow.step_ms, share)
 
@@ -367,8 +445,11 @@ def _at_times(case: Case) -> Finding | None:
     r = case.snapshot.ranks[found.ranks[0]]
     # the first of a node logs and saves, any may validate
     for_all = r.local_rank == 0 or r.phase_sites.get("validate") or r.phase_sites.get("checkpoint")
-    severe = steady and found.cost >= COSTLY and not for_all
-    return text.at_times(case.snapshot, case.window, found, Severity.WARNING if severe else Severity.INFO)
+    # at regular intervals it is no chance: what is lost counts, whatever the rank does
+    lasting = found.period is not None and found.cost >= limits.pauses_share
+    severe = steady and (lasting or (found.cost >= COSTLY and not for_all))
+    at_times = text.at_times(case.snapshot, case.window, found, Severity.WARNING if severe else Severity.INFO)
+    return _explained(at_times, case.snapshot, case.pauses, found.cost)
 
 
 # -- loops without an optimizer --------------------------------------------------------------------------------------

@@ -163,6 +163,10 @@ def _size(s: Snapshot) -> Finding | Abstained:
         usual[r.rank] = size
     if len(set(usual.values())) < 2:
         return Abstained("all ranks have the same batch size", checked=True)
+    if (entered := _equal_inputs(s)) is not None:
+        return Abstained(
+            f"the loaders' batches differ, but {entered:,} samples enter the module on every rank", checked=True
+        )
     if _weighted(s, usual):
         return Abstained("the losses are weighted by batch size", checked=True)
     most = Counter(usual.values()).most_common()
@@ -175,6 +179,17 @@ def _size(s: Snapshot) -> Finding | Abstained:
         each="; ".join(f"{rank_list([q for q, n in usual.items() if n == k])}: {k} samples" for k, _ in most),
         factor=max(usual.values()) / min(usual.values()),
     )  # fmt: skip
+
+
+def _equal_inputs(s: Snapshot) -> int | None:
+    """Return the samples that enter the first wrapped module, if as many enter each, as often, on every rank.
+
+    Then the loader is not the rank's batch: one rank reads for all, and hands out parts.
+    """
+    used = ([(m.batch, round(m.forwards / max(r.step, 1))) for m in r.models if m.forwards] for r in s.ranks.values())
+    entered = set(map(tuple, used))
+    inputs = entered.pop() if len(entered) == 1 else ()
+    return inputs[0][0] if inputs and all(size and often for size, often in inputs) else None
 
 
 def _weighted(s: Snapshot, usual: dict[int, int]) -> bool:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
+
+import msgspec
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.comparison import Subset, gain
 from distdiag.diagnosis.model.findings import Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import RankState, Site, Snapshot
+from distdiag.diagnosis.pauses import Lost, Pauses
 from distdiag.diagnosis.step_times import PHASES, Window, part_ms
-from distdiag.diagnosis.text.phrases import ordinal, where, where_stack
+from distdiag.diagnosis.text.phrases import count, ordinal, where, where_stack
 from distdiag.diagnosis.text.template import Template
 from distdiag.terms.units import percent
 
@@ -22,6 +25,12 @@ SLOW = _row("host",
     "the last {n} steps{site}",
     "{victims} {victims:waits|wait} {slow.gain_ms:.0f} ms of a step of {slow.step_ms:.0f} ms{gain}",
     "{do}")  # fmt: skip
+CROWDED = _row("cores",
+    "{culprits} shares {of} with {who}, which want to run as well: {what} +{x.phase_ms:.0f} ms per step against the "
+    "others, slowest in {count} of the last {n} steps{site}",
+    "{victims} {victims:waits|wait} {slow.gain_ms:.0f} ms of a step of {slow.step_ms:.0f} ms{gain}",
+    "give {them} other cores (`os.sched_setaffinity`, `taskset`), or start fewer; a child inherits the mask of its "
+    "parent")  # fmt: skip
 STAGE = _row("stage", "{culprits}: the longest stage, {what} +{x.phase_ms:.0f} ms per step against the others",
     "{victims} {victims:is|are} idle for {slow.gain_ms:.0f} ms per step because of it: {share:share} of step time",
     "if this pipeline is too slow, move layers from {culprits} to the others; more micro-batches shorten the "
@@ -39,6 +48,10 @@ ROTATING = _row("rotating",
     "no single rank is slow: the slowest changed {changes} times in {n} steps, skew p50 {found.gain_ms:.0f} ms, "
     "mostly in {phase}", "{share:share} of step time is spent waiting for the slowest rank",
     "look for work of varying length on all ranks (input sizes, garbage collection, cron), not for one bad node")  # fmt: skip
+PAUSES = _row("pauses",
+    "{culprits} kept the others waiting {n} times, for {total_s:time} in all, {share:share} of the training time{site}",
+    "{victims} {victims:waits|wait} {mean_s:.1f} s on average, at most {longest_s:.1f} s, in {culprits}'s pauses",
+    "{do}", proved=True)  # fmt: skip
 BY_ARRIVAL = _row("host",
     "{culprits} enters {op} last in {count} of the last {n}, {skew_ms:.0f} ms after the first{site}",
     "the others wait {skew_ms:.0f} ms of every {period_ms:.0f} ms",
@@ -52,7 +65,12 @@ _DO = {
     "forward": _COMPUTES,
     "backward": _COMPUTES,
     "optimizer": "look for work in optimizer.step that only that rank does (hooks, logging)",
-    "other": "move that work off the training step: do it in fewer steps, on all ranks in turn, or in a thread",
+    "other": "move that work off the training step: do it in fewer steps, in the same step on all ranks, or in a thread",
+}
+_DO_PAUSES = {
+    "data": "look at what that rank loads in those steps: a new shard or file, a cache that is filled; let its workers prefetch it",
+    "other": "do it less often, share it among the ranks in the same step, or copy the state and write or upload the copy in a "
+    "thread or another process while training goes on",
 }
 
 
@@ -75,13 +93,25 @@ def found(template: Template, s: Snapshot, window: Window, ranks: Collection[int
     )  # fmt: skip
 
 
-def slow(s: Snapshot, window: Window, slow: Subset, x: Any, loader_gain: float | None) -> Finding:
+def slow(
+    s: Snapshot, window: Window, slow: Subset, x: Any, loader_gain: float | None, cores: Sequence[int] = ()
+) -> Finding:
     """Return the finding of ranks that work longest in most steps.
 
     Args:
         x: What the slowest of them, which is named first, works beyond the others.
         loader_gain: Share of a step that a loader like the others' would save, if that is the limit.
+        cores: Those that the rank is confined to, if too many processes want to run there.
     """
+    if cores:
+        children = s.ranks[x.rank].workers_busy or 0.0
+        own = f"{max(1, round(children))} busy child{'ren' if round(children) > 1 else ''} of its own"
+        return found(
+            CROWDED, s, window, [x.rank], x.phase, x=x, slow=slow, count=len(slow.indices),
+            of="its only core" if len(cores) == 1 else f"its {len(cores)} cores",
+            who=own if children >= 0.5 else "other ranks", them="those" if children >= 0.5 else "each rank",
+            gain=_gain_text(window, slow, None),
+        )  # fmt: skip
     alone, count = len(slow.ranks) == 1, len(slow.indices)
     # what the tables' `self` includes and the excess does not
     queued = f" (and {x.queued_ms:.0f} ms in which it waits for a CPU)" if x.queued_ms >= 0.1 * x.phase_ms else ""
@@ -121,6 +151,39 @@ def at_times(s: Snapshot, window: Window, subset: Subset, severity: Severity) ->
     return found(
         AT_TIMES, s, window, [rank], phase, severity=severity, found=subset, when=when,
         steps="" if when else " steps", cause="host" if phase == "other" else phase,
+    )  # fmt: skip
+
+
+def pauses(s: Snapshot, rank: int, lost: Lost, of_job: Pauses, severity: Severity) -> Finding:
+    """Return the finding of a rank whose pauses are summed."""
+    r, phase = s.ranks[rank], lost.phase
+    stack = lost.stack or stack_of(r, phase)
+    do = _DO_PAUSES.get(phase, _DO_PAUSES["other"])
+    return PAUSES(
+        severity=severity, culprits=(rank,), victims=[q for q in sorted(s.ranks) if q != rank], step=r.step,
+        where=where_stack(r, stack, "user_code") if stack else (where(r, "user_code"),),
+        site=stack[0] if stack else None, n=lost.times, total_s=lost.ms / 1e3, share=of_job.share(lost),
+        mean_s=lost.ms / 1e3 / lost.times, longest_s=lost.longest_ms / 1e3, do=do,
+    )  # fmt: skip
+
+
+def collecting(found: Finding, r: RankState, share: float, others: float, n: int) -> Finding:
+    """Return the finding of a slow rank with garbage collection as its cause.
+
+    Args:
+        share: Of its time, in `n` full collections.
+        others: The same of a typical other rank.
+    """
+    took = f"{count(n, 'full garbage collection')} {'take' if n > 1 else 'takes'} {percent(share)} of its time"
+    at_once = (
+        ""
+        if r.gc_off
+        else "; `gc.disable()`, and `gc.collect()` at the same step on all ranks, let them pause together"
+    )
+    return msgspec.structs.replace(
+        found, cause="gc", message=f"{found.message}: {took}, {percent(others)} on the others",
+        advice="call `gc.freeze()` once the model and the data are built: collections then leave those objects out; keep a large "
+        f"index in arrays instead of Python objects{at_once}",
     )  # fmt: skip
 
 

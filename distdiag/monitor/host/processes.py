@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
@@ -111,6 +112,15 @@ def children(pid: int, *, of_any_thread: bool = False) -> list[int]:
         return found
     except (OSError, ValueError):
         return []
+
+
+def allowed_cpus(pids: list[int]) -> tuple[int, ...]:
+    """Return the CPUs that any of these processes may use, by their affinity masks."""
+    found: set[int] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError, AttributeError):  # gone, or a system without masks
+            found |= os.sched_getaffinity(pid)
+    return tuple(sorted(found))
 
 
 def catches(pid: int, number: int) -> bool:

@@ -39,6 +39,7 @@ class Hosts:
         self._loading: dict[int, deque[tuple[float, float, float, int]]] = {}
         # by rank: seconds that its main thread waited for a CPU; time of the sample
         self._queueing: dict[int, deque[tuple[float, float]]] = {}
+        self.cpus: dict[int, tuple[int, ...]] = {}  # by rank: those that it and its children may use, if fewer than all
         psutil.cpu_percent()
 
     def _rate(self, key: str, value: float | None) -> float | None:
@@ -84,6 +85,8 @@ class Hosts:
             (_ran_and_waited([pid])[1], time.monotonic())
         )
         children = processes.children(pid)
+        allowed = processes.allowed_cpus([pid, *children])
+        self.cpus[rank] = allowed if len(allowed) < (self.cores or 0) else ()
         self._loading.setdefault(rank, deque(maxlen=SAMPLES_KEPT)).append(
             (*_ran_and_waited(children), time.monotonic(), len(children))
         )
@@ -161,6 +164,7 @@ class Sampling:
                 v.gauges.cpu_pct = p.cpu_pct
                 v.gauges.queued_share = self.hosts.queued_share(q)
                 v.gauges.workers_starved, v.gauges.workers_busy = self.hosts.workers(q)
+                v.gauges.cpus = self.hosts.cpus[q]
                 if p.rss_bytes is not None:
                     v.gauges.rss_bytes = p.rss_bytes
                     v.gauges.memory.append((t_s, self.hosts.private_bytes[q]))

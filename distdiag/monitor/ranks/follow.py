@@ -29,6 +29,7 @@ ROUTINE_SAMPLES = frozenset(
     {SampleKind.PARAMETERS, SampleKind.BUFFERS, SampleKind.REDUCED, SampleKind.AVERAGED, SampleKind.LEARNING_RATE}
 )
 SITE_SAMPLES, WARM_STEPS = 400, 20
+LOGGED_NAMES, LOGGED_KEPT = 16, 32
 
 
 class RankHistory:
@@ -63,6 +64,7 @@ class RankHistory:
         self.new_steps: list[Step] = []
         self.closed_calls: list[tuple[Call, float]] = []
         self.warm_since_s: float | None = None
+        self.logged: dict[str, deque[tuple[int, float]]] = {}  # of handle.log(), by name
 
     @property
     def missed_steps(self) -> int:
@@ -264,10 +266,14 @@ class RankHistory:
     def scalars(self) -> list[ScalarRow]:
         """Return the values logged since the last call of this method."""
         page, rank = self._decoder, self._decoder.header.rank
-        return [
+        rows = [
             ScalarRow(rank=rank, step=r.step, name=page.text(r.name), value=r.value, t_s=page.s(r.t_ns))
             for r in self._scalars.new()
         ]
+        for row in rows:
+            if row.name in self.logged or len(self.logged) < LOGGED_NAMES:
+                self.logged.setdefault(row.name, deque(maxlen=LOGGED_KEPT)).append((row.step, row.value))
+        return rows
 
     def sample_site(self, idle: bool | None) -> None:
         """Count the main thread's newest site, unless it waits for other ranks there."""

@@ -42,6 +42,7 @@ class Gauges:
     queued_share: float | None = None
     workers_starved: float | None = None
     workers_busy: float | None = None
+    cpus: tuple[int, ...] = ()
 
     def growing(self) -> bool:
         """True if the memory of this rank or its device is growing; it is then sampled more often."""
@@ -52,7 +53,7 @@ class Gauges:
         return False
 
 
-_SAMPLED = ("rss_bytes", "cpu_pct", "queued_share", "workers_starved", "workers_busy")
+_SAMPLED = ("rss_bytes", "cpu_pct", "queued_share", "workers_starved", "workers_busy", "cpus")
 _WRITTEN = ("rank", "node", "local_rank", "pid", "step")  # in the header, under the same names
 _sampled, _written = attrgetter(*_SAMPLED), attrgetter(*_WRITTEN)
 
@@ -199,6 +200,7 @@ class RankView:
             ddp_times=tuple(history.ddp_times.kept),
             ended_waiting=life == Life.KILLED and self._died_waiting(),
             in_join=bool(h.in_join),
+            logged={name: tuple(values) for name, values in history.logged.items()},
             caught=self.text(h.caught) or None,
             caught_s=self.s(h.caught_ns),
             handling=self.text(h.handling) or None,
@@ -206,6 +208,9 @@ class RankView:
             memory=tuple(gauges.memory),
             device_memory=tuple(gauges.device_memory),
             warm_since_s=history.warm_since_s,
+            gc_s=h.gc_ns / 1e9,
+            gc_count=h.gc_count,
+            gc_off=bool(h.gc_off),
             device_bytes=h.device_peak_bytes or None,
             device_total_bytes=h.device_total_bytes or None,
             longest_delay_s=self.longest_delay_s,

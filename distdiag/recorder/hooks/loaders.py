@@ -203,6 +203,13 @@ class Loaders:
             self._last.in_training = 1
 
 
+def samples_of(inputs: tuple[Any, ...]) -> int:
+    """Return the first dimension of the first tensor that enters a module; 0 without one."""
+    with unseen():
+        t = first_tensor(inputs, _has_samples)
+        return 0 if t is None else int(t.shape[0])
+
+
 def _has_samples(t: torch.Tensor) -> bool:
     return t.dim() > 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 import zlib
 from typing import TYPE_CHECKING, Any
@@ -11,8 +12,8 @@ from torch.distributed import distributed_c10d as dist
 
 from distdiag.page.layout import SampleKind
 from distdiag.recorder.fast.accounts import Ledger
-from distdiag.recorder.hooks.tensor_samples import Samples, capturing, sampled
-from distdiag.recorder.unseen import has_memory
+from distdiag.recorder.hooks.tensor_samples import Samples, capturing, own_part, sampled
+from distdiag.terms.ranks import fold_ranks
 
 if TYPE_CHECKING:
     from distdiag.recorder.hooks.wrapped_model import Model
@@ -32,7 +33,7 @@ class ReplicaChecksums:
         self.ledger, self.samples = ledger, samples
         self.reduced = 0  # elements all-reduced since the last step
         self.averaged_elements = 0  # maximum of elements all-reduced between a step and the next backward
-        self._parameters_of: weakref.WeakKeyDictionary[Any, tuple[tuple[int, int], list[Any], int, int]] = (
+        self._parameters_of: weakref.WeakKeyDictionary[Any, tuple[tuple[int, int], list[Any], int, int, str]] = (
             weakref.WeakKeyDictionary()
         )
 
@@ -40,7 +41,7 @@ class ReplicaChecksums:
         """Record checksums of a few elements of a few parameters, after the same steps on all ranks."""
         if not checksum_due(step):
             return
-        params, elements, which = self._parameters(optimizer)
+        params, elements, which, ranks = self._parameters(optimizer)
         if not params:
             return
         # only parameters that are trained now: many jobs leave frozen ones in the optimizer
@@ -48,7 +49,7 @@ class ReplicaChecksums:
         self.samples.write(SampleKind.REDUCED, step, self.reduced / trained if trained else 0.0)
         if self.averaged_elements:
             self.samples.write(SampleKind.AVERAGED, step, self.averaged_elements / elements if elements else 0.0)
-        self._checksum(SampleKind.PARAMETERS, params, step, which)
+        self._checksum(SampleKind.PARAMETERS, params, step, which, ranks)
         rates = [g.get("lr") for g in optimizer.param_groups]
         if all(type(rate) in (int, float) for rate in rates):  # it may be a tensor on a device
             self.samples.write(SampleKind.LEARNING_RATE, step, rates[0], zlib.crc32(repr(rates).encode()))
@@ -56,12 +57,12 @@ class ReplicaChecksums:
         if buffers:
             self._checksum(SampleKind.BUFFERS, buffers, step)
 
-    def _parameters(self, optimizer: Any) -> tuple[list[Any], int, int]:
-        """Return (parameters, their elements, a hash of their names) of an optimizer that must be equal on all ranks; cached while
-        their number is unchanged.
+    def _parameters(self, optimizer: Any) -> tuple[list[Any], int, int, str]:
+        """Return (parameters, their elements, a hash of their names, the ranks) of an optimizer that must be equal on those ranks,
+        "" for all; cached while their number is unchanged.
 
-        With DDP: the parameters that DDP wraps (layers that it ignores, such as experts, differ by design). None if some are sharded
-        (DTensor): shards differ by design. The names matter where each rank's optimizer has other parameters of equal shapes:
+        With DDP: the parameters that DDP wraps (layers that it ignores, such as experts, differ by design). If some are sharded
+        (DTensor): those that are whole on each rank of a dimension of their mesh; shards differ by design. The names matter where each rank's optimizer has other parameters of equal shapes:
         ZeroRedundancyOptimizer gives the layers of a model to different ranks.
         """
         n = sum(len(g["params"]) for g in optimizer.param_groups)
@@ -75,7 +76,11 @@ class ReplicaChecksums:
             names = {id(p): f"{i}.{name}" for i, m in enumerate(self.ledger.models.values()) for name, p in m.trained()}
             params = [p for p in params if id(p) in names] or params
             which = zlib.crc32(repr([names.get(id(p)) for p in params]).encode())
-            kept = (mark, params, sum(p.numel() for p in params), which) if whole else (mark, [], 0, 0)
+            if whole:
+                kept = mark, params, sum(p.numel() for p in params), which, ""
+            else:
+                tensors, ranks = ([], "") if self.ledger.models else _replicated(optimizer)
+                kept = mark, tensors, sum(t.numel() for t in tensors), 0, ranks
             self._parameters_of[optimizer] = kept
         return kept[1:]
 
@@ -89,8 +94,8 @@ class ReplicaChecksums:
         found = [x._buffers.get(name) for x, name in m.buffer_places]
         return [b for b in found if b is not None and b.is_floating_point()]
 
-    def _checksum(self, kind: SampleKind, tensors: list[Any], step: int, which: int = 0) -> None:
-        tensors = [t for t in tensors if has_memory(type(t))]
+    def _checksum(self, kind: SampleKind, tensors: list[Any], step: int, which: int = 0, ranks: str = "") -> None:
+        tensors = [part for t in tensors if (part := own_part(t)) is not None]
         chosen = tensors[:: max(1, len(tensors) // CHECKSUM_TENSORS)][:CHECKSUM_TENSORS]
         synced = sum(m.slot.synced_backwards for m in self.ledger.models.values())
         m = self.ledger.averaged_by
@@ -105,7 +110,7 @@ class ReplicaChecksums:
                 break
             value += sum(map(abs, some) if buffers else some) * (1.0 + i / 16)
         else:
-            return self.samples.write(kind, step, value, key=key)
+            return self.samples.write(kind, step, value, key=key, name=ranks)
         if capturing():
             return
         with torch.no_grad():
@@ -118,8 +123,33 @@ class ReplicaChecksums:
                 return
             total = torch.stack(parts).sum()
         if total.device.type == "cpu":
-            self.samples.write(kind, step, float(total), key=key)
+            self.samples.write(kind, step, float(total), key=key, name=ranks)
         else:
             self.samples.when_copied(
-                total.reshape(1), lambda v, k=kind, s=step, x=key: self.samples.write(k, s, v[0].item(), key=x)
+                total.reshape(1),
+                lambda v, k=kind, s=step, x=key: self.samples.write(k, s, v[0].item(), key=x, name=ranks),
             )
+
+
+def _replicated(optimizer: Any) -> tuple[list[Any], str]:
+    """Return (parameters, ranks): those of an optimizer with sharded ones (DTensor) that are whole on each of these ranks.
+
+    Along one dimension of a mesh a DTensor is sharded or replicated. Plain parameters are replicated, too, if the dimension splits
+    modules (tensor parallelism); under FSDP they are not its own, and may differ by design.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fully_shard")
+    params = [p for g in optimizer.param_groups for p in g["params"]]
+    sharded = [p for p in params if module is not None and isinstance(p, module.DTensor)]
+    meshes = {p.device_mesh for p in sharded}
+    plain = [p for p in params if type(p) in (torch.nn.Parameter, torch.Tensor)]
+    if len(meshes) != 1 or len(sharded) + len(plain) < len(params):
+        return [], ""
+    mesh = meshes.pop()
+    alone = mesh.ndim > 1 or bool(getattr(fsdp, "cls_to_fsdp_cls", None))
+    best: tuple[list[Any], str] = [], ""
+    for dim in range(mesh.ndim):
+        found = [p for p in sharded if p.placements[dim].is_replicate()] + ([] if alone else plain)
+        if len(found) > len(best[0]):
+            best = found, fold_ranks(dist.get_process_group_ranks(mesh.get_group(dim)))
+    return best

@@ -19,6 +19,7 @@ from distdiag.page.layout import Blocked, Phase, word
 from distdiag.recorder.fast.accounts import fast_hook
 from distdiag.recorder.hooks.collectives import note_caught
 from distdiag.recorder.hooks.device_clock import cuda_clock
+from distdiag.recorder.hooks.loaders import samples_of
 from distdiag.recorder.hooks.step_accounting import StepAccounting
 from distdiag.recorder.hooks.wrapped_model import Model, watch_first_forward
 from distdiag.recorder.hooks.wrapping import hide_frame, wraps
@@ -119,8 +120,11 @@ def _forward_begins(accounting: StepAccounting) -> Callable[[Any, tuple[Any, ...
             else:
                 m.forward_site, m.forward_count = site, accounting.collectives.mark_site("forward", site)
             if training:
-                words[m.forwards_at] = n = words[m.forwards_at] + 1
-                first = n == 1
+                n = words[m.forwards_at]
+                words[m.forwards_at] = n + 1
+                first = n == 0
+                if not n & (n - 1):  # what enters the module is the rank's batch, whatever its loader gave
+                    m.slot.batch = samples_of(inputs)
                 # no DataLoader: the batch size is the first dimension of the first tensor
                 if inputs and not ledger.batch:
                     ledger.batch = accounting.loaders.fed(module, inputs, site)
@@ -168,7 +172,7 @@ def ddp_forward(accounting: StepAccounting, original: Method) -> Method:
 
     @wraps(original)
     def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
-        began = begins(self, inputs)
+        began = begins(self, inputs or tuple(kwargs.values()))
         try:
             return original(self, *inputs, **kwargs)
         except BaseException as e:

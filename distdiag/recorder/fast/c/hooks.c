@@ -161,7 +161,8 @@ static int forward_begins(Ledger *s, FastHook *u, PyObject *const *args, PyObjec
   if (!in_page(s, (uint64_t)m->forward_count) || !in_page(s, m->forwards_at)) return 0;
   int training = grad_enabled(s);
   if (training < 0) return -1;
-  if (training && (s->words[m->forwards_at] == 0 || s->batch == 0)) return 0;
+  uint64_t n = s->words[m->forwards_at];
+  if (training && ((n & (n - 1)) == 0 || s->batch == 0)) return 0; /* in few forwards, its input is looked at */
   CallFrame *p = (CallFrame *)m->forward;
   int same = p->site == m->forward_site ? same_call_frame(p) : 0;
   if (same < 1) return same;

@@ -1,0 +1,130 @@
+"""Pauses: steps in which one rank kept all others waiting unusually long, summed since the warm-up.
+
+Medians hide them: three uploads of five seconds may be half of a job, in steps that nobody calls slow. What is
+lost is what counts, whoever may save, validate or upload.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from distdiag.diagnosis.model.snapshot import RankState, Site, Snapshot, Step
+from distdiag.diagnosis.step_times import LIMITS, PHASES, part_ms, self_ms
+
+PAUSE_MS = 200.0  # that the others wait in such a step
+FACTOR = 3.0  # the same, as a multiple of the usual step
+
+
+@dataclass
+class Lost:
+    """What the pauses of one rank have cost the others."""
+
+    times: int = 0
+    ms: float = 0.0
+    longest_ms: float = 0.0
+    phases: Counter[str] = field(default_factory=Counter)  # ms by the longest phase of each
+    stacks: Counter[tuple[Site, ...]] = field(default_factory=Counter)  # polls at which the others waited for it there
+
+    @property
+    def phase(self) -> str:
+        return self.phases.most_common(1)[0][0]
+
+    @property
+    def stack(self) -> tuple[Site, ...]:
+        """The stack at the line at which most polls saw the rank; empty if none did."""
+        at: Counter[Site] = Counter()
+        for stack, n in self.stacks.items():
+            at[stack[0]] += n
+        most = at.most_common(1)
+        return max((s for s in self.stacks if s[0] == most[0][0]), key=lambda s: self.stacks[s]) if most else ()
+
+
+@dataclass
+class Pauses:
+    """The pauses of all ranks so far; follows the snapshots of a job."""
+
+    of: dict[int, Lost] = field(default_factory=dict)
+    begun_s: float | None = None  # when the first step that is included began
+    end_s: float = 0.0
+    gc_before: dict[int, tuple[float, float, int]] = field(
+        default_factory=dict
+    )  # (t_s, gc_s, gc_count) after the warm-up
+    _step: int = LIMITS.warm_up  # the newest that is included
+
+    @property
+    def span_s(self) -> float:
+        """The job's time from the warm-up to the newest step of all ranks."""
+        return 0.0 if self.begun_s is None else self.end_s - self.begun_s
+
+    def share(self, lost: Lost) -> float:
+        return lost.ms / 1e3 / self.span_s if self.span_s > 0 else 0.0
+
+    def waits_for(self, r: RankState) -> None:
+        """Note where a rank is while the others wait for it."""
+        if r.user_stack:
+            stacks = self.of.setdefault(r.rank, Lost()).stacks
+            if r.user_stack in stacks or len(stacks) < 64:
+                stacks[r.user_stack] += 1
+
+    def add(self, s: Snapshot) -> None:
+        """Add the steps that all ranks have made since the last snapshot."""
+        ranks = list(s.ranks.values())
+        if len(ranks) < max(2, s.world_size) or any(r.in_join or not r.steps for r in ranks):
+            return
+        newest = min(r.steps[-1].step for r in ranks)
+        first = max(self._step + 1, newest - len(ranks[0].steps) + 1)
+        for step in range(first, newest + 1):
+            x = _of(ranks[0], step)
+            if x is not None:
+                self._add_step(ranks, x, s.usual_step_s or 0.0)
+        self._step = max(self._step, newest)
+        if not self.gc_before and self.begun_s is not None:
+            self.gc_before = {r.rank: (s.t_s, r.gc_s, r.gc_count) for r in ranks}
+
+    def collecting(self, s: Snapshot, rank: int) -> tuple[float, int]:
+        """Return (share of the time since the warm-up that a rank spent in full garbage collections, their number)."""
+        t_s, gc_s, count = self.gc_before.get(rank, (s.t_s, 0.0, 0))
+        r = s.ranks[rank]
+        return ((r.gc_s - gc_s) / (s.t_s - t_s), r.gc_count - count) if s.t_s > t_s else (0.0, 0)
+
+    def _add_step(self, ranks: list[RankState], x: Step, usual_s: float) -> None:
+        self.end_s = max(self.end_s, x.end_s)
+        if self.begun_s is None:
+            self.begun_s = x.end_s - x.step_ms / 1e3
+        least_ms = max(PAUSE_MS, FACTOR * usual_s * 1e3)
+        if x.step_ms < least_ms:  # fast path: a pause is in the step of every rank
+            return
+        steps = {r.rank: y for r in ranks if (y := _of(r, x.step)) is not None}
+        if len(steps) < len(ranks):
+            return
+        rank, lost_ms = _kept_waiting(ranks, steps)
+        if lost_ms < least_ms:
+            return
+        lost = self.of.setdefault(rank, Lost())
+        lost.times += 1
+        lost.ms += lost_ms
+        lost.longest_ms = max(lost.longest_ms, lost_ms)
+        lost.phases[max(PHASES, key=lambda phase: part_ms(steps[rank], phase))] += round(lost_ms)
+
+
+def _of(r: RankState, step: int) -> Step | None:
+    at = step - r.steps[0].step
+    found = r.steps[at] if 0 <= at < len(r.steps) else None
+    if found is not None and found.step == step:
+        return found
+    return next((x for x in r.steps if x.step == step), None)
+
+
+def _kept_waiting(ranks: list[RankState], steps: dict[int, Step]) -> tuple[int, float]:
+    """Return (the rank that all others waited for in a step, milliseconds that each of them lost).
+
+    On a device no wait is measured: what is lost there is the time from the last but one arrival to the last.
+    """
+    if not all(r.wait_measured for r in ranks):
+        ready = {q: x.ready_s for q, x in steps.items() if x.ready_s is not None}
+        *_, before, last = sorted(ready, key=lambda q: ready[q]) if len(ready) == len(steps) else (0, 0)
+        return last, (ready[last] - ready[before]) * 1e3 if ready else 0.0
+    worked = {q: self_ms(x) for q, x in steps.items()}
+    *_, before, last = sorted(worked, key=lambda q: worked[q])
+    return last, min(worked[last] - worked[before], *(x.wait_ms for q, x in steps.items() if q != last))
