@@ -18,7 +18,7 @@ import pytest
 from distdiag.diagnosis.model.findings import Report
 from distdiag.sources import logs
 from distdiag.sources.logs import lines
-from distdiag.sources.logs.facts import Collector
+from distdiag.sources.logs.collector import Collector
 from distdiag.sources.logs.join import join
 from distdiag.sources.logs.patterns import TABLE
 from distdiag.sources.logs.verdict import diagnose_logs

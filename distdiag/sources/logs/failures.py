@@ -11,11 +11,12 @@ from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.phrases import at, shortened
 from distdiag.sources.logs import meanings
 from distdiag.sources.logs.build import Fields, finding, ranks_of, some
-from distdiag.sources.logs.facts import LOST, Collected, Fact
+from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import OWN, before, earlier, first_waits, process
 from distdiag.sources.logs.meanings import MEANINGS, Meaning
 from distdiag.sources.logs.patterns import Role
 from distdiag.sources.logs.timeouts import op_name
+from distdiag.sources.logs.tracebacks import LOST
 from distdiag.terms.ranks import unfold_ranks
 from distdiag.terms.untrusted import MAX_INT, bounded, is_rank
 

@@ -203,7 +203,7 @@ _BEGINS = ("Traceback (most recent call last)", "│ /", 'File "', 'File \\"', "
 _MORE = (
     "Root Cause", "exitcode", "local_rank:", "Process name: [[", "Exit code:", " RUNNING AT ", "EXIT CODE:", "KILLED BY SIGNAL:",
     "terminated with the following error", " global rank ", "==> ",
-    "rank      :", "host      :", "time      :", "traceback :", "Last error:", "Exception ignored in", "[distdiag] ",
+    "rank      :", "host      :", "time      :", "traceback :", "Last error:", "Exception ignored in", "[distdiag] ", "(most recent call first)",
 )  # fmt: skip
 # They matter near a traceback only; far from one, such a line is shown if nothing else is found.
 _WEAK = ("Error", "Exception", " from /", "above exception", "Interrupt", "Expired", "Exit", "frame #")

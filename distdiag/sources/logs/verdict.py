@@ -16,7 +16,8 @@ from distdiag.diagnosis.model.findings import NO_KNOWN_ERROR, STOPPED_BY, Findin
 from distdiag.diagnosis.text.phrases import at, count, shortened
 from distdiag.errors import DistdiagError
 from distdiag.sources.logs import failures, reports, rows, timeouts
-from distdiag.sources.logs.facts import Collected, Collector, Fact
+from distdiag.sources.logs.collector import Collector
+from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.files import find_logs, left_out
 from distdiag.sources.logs.join import WAITED, join
 from distdiag.sources.logs.lines import wrapped_at

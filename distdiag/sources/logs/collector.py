@@ -1,0 +1,223 @@
+"""Reads the lines of all log files into facts: what happened, who wrote it, on which line. Bounded in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from operator import itemgetter
+from pathlib import Path
+
+from distdiag.guard import TOGETHER, Announce
+from distdiag.sources.logs import lines
+from distdiag.sources.logs.facts import MAX_WRITERS, Collected, Fact, Line, source_of
+from distdiag.sources.logs.patterns import TABLE, Role
+from distdiag.sources.logs.recorded import MARK
+from distdiag.sources.logs.tables import Tables
+from distdiag.sources.logs.tracebacks import Tracebacks
+from distdiag.sources.logs.writers import Writer, messages, plain, time_of, writer
+from distdiag.terms.untrusted import MAX_RANKS, bounded, is_rank
+
+MAX_FACTS = 50_000
+MAX_OF_ONE = 8  # facts of one kind by one writer that are kept; the rest are counted
+MAX_MESSAGE = 1 << 13  # characters of one message that are read
+MAX_DIGITS = 20  # most digits of a number: no field has more
+
+_RANK_FIELDS = ("a", "b", "r", "waiter", "awaited", "near")
+_ERRORS = bounded(r"\b(?:(?:[A-Z]\w*)?(?:Error|Exception)|ERROR|FATAL|Fatal|Aborted)\b")
+_PREFIXES = bounded(r"^(?:\[[^\]]*\]:? ?){0,9}")
+# an open quotation in a sentence, a list or a call, a raise statement, or the middle of a sentence
+_PROSE = bounded(r"(?:\w |[\[{,] ?|[a-z_]\()[\"'](?=[^\"']{0,400}$)|\braise \w|[a-z] $")
+_MILD = bounded(r"(?<!NCCL )\b(?:WARN(?:ING)?|INFO|DEBUG)\b")  # levels of the program's own log
+_LOUD = bounded(r"[A-Za-z](?:Error|Exception)\b|Traceback|File \"|frame #")
+_SECTION = bounded(
+    r"-----(?:Begin|End) global rank (?P<r>\d+) STD|^==> \S{0,200}?(?:rank[-_.=]?(?P<of_file>\d+)\S*)? <=="
+)
+_DIGIT = bounded(r"\d+")
+
+
+class Collector:
+    """Reads files one after another; `result` has their contents."""
+
+    def __init__(self, paths: Iterable[Path], wrapped: Mapping[Path, int] | None = None) -> None:
+        self.result = Collected()
+        self.paths = list(paths)
+        self._bounds = lines.Bounds()
+        self._wrapped = wrapped or {}  # the column at which a terminal wrapped the lines of a file
+        self._of_one: dict[tuple[object, ...], int] = {}
+        self._times: dict[tuple[object, ...], tuple[str, float]] = {}  # of each process's newest line
+        self._table = Tables()
+        self._tracebacks = Tracebacks(self.result, self._add)
+        self._section: int | None = None  # the rank whose lines follow
+        self._run = (0, 0)
+        self._loud = 0  # the last line with an error
+        self._order = 0
+        self._last_error: tuple[tuple[object, ...], int] | None = None  # whose line, and which, is NCCL's reason
+
+    def read(
+        self, announce: Announce = lambda _step, _bytes: None, refused: Mapping[str, str] | None = None
+    ) -> Collected:
+        """Return what the files contain.
+
+        Args:
+            announce: Called before each file, with its size, and before the judgement.
+            refused: Files not to be read, with the reason.
+        """
+        out, bounds = self.result, self._bounds
+        for path in self.paths:
+            first, last = len(out.facts), 0
+            try:
+                if refused and str(path) in refused:
+                    raise OSError(refused[str(path)])
+                announce(str(path), path.stat().st_size)
+                bounds.start(path)
+                column = self._wrapped.get(path)
+                for number, text in (
+                    lines.lines(path, bounds) if column is None else lines.unwrapped(path, column, bounds)
+                ):
+                    for message, rank, pod in messages(plain(text)):
+                        self._read_line(path, number, message[:MAX_MESSAGE], rank, pod)
+                    last = number
+            except OSError as e:
+                out.bad.append((str(path), e.strerror or str(e)))
+            if bounds.late:
+                out.late = True
+                out.bad.append(
+                    (str(path), "only its first and last lines were read in detail: it has too many different errors")
+                )
+            self._end_rows(path, at_end=True)
+            for fact in out.facts[first:]:
+                fact.quiet_lines = last - self._loud
+            out.facts[first:] = self._of_last_run(out.facts[first:])
+            out.files.append(path)
+            self._tracebacks.end_of_file()
+            self._times.clear()
+            self._section = None
+            self._run, self._loud = (0, 0), 0
+        for fact in out.named("timeout"):
+            fact.site = fact.site or self._tracebacks.site(fact)
+        out.ranks |= set(filter(is_rank, bounds.ranks))
+        announce(TOGETHER, 0)
+        return out
+
+    def _of_last_run(self, facts: list[Fact]) -> list[Fact]:
+        """Return the facts of a file's last launch, and of its last attempt if that one failed by itself."""
+        launches = {f.run[0] for f in facts if f.role is not Role.HINT}
+        launch = max(launches, default=0)
+        attempts = {f.run[1] for f in facts if f.run[0] == launch and f.role in (Role.CAUSE, Role.WAIT)}
+        attempt = max(attempts, default=0)
+        self.result.left_out += len(launches) - 1 + attempt if launches else 0
+        return [f for f in facts if f.run[0] == launch and f.run[1] >= attempt]
+
+    def _next_run(self, launch: bool) -> None:
+        """Note that what follows is of another launch, or attempt, if this one has had an error."""
+        if any(f.run == self._run for f in self.result.facts[-1:]):
+            number, attempt = self._run
+            self._run = (number + 1, 0) if launch else (number, attempt + 1)
+
+    def _read_line(self, path: Path, number: int, text: str, rank: int | None, pod: str) -> None:
+        self._order += 1
+        out = self.result
+        if MARK in text:
+            out.recorded.add(text, number)
+            return
+        if _LOUD.search(text) is not None:
+            self._loud = number
+        who = writer(text)
+        if rank is not None:
+            who.rank = rank
+        who.process = who.process or pod
+        if (section := _SECTION.search(text)) is not None:
+            named = section["r"] or section["of_file"]
+            self._section = int(named) if named and "--End" not in text else None
+        elif who.rank is None:
+            who.rank = self._section
+        if who.rank is not None and len(out.by_path) < MAX_WRITERS:
+            out.by_path.setdefault(path, set()).add(who.rank)
+            if who.process:
+                out.is_rank_of((who.process, who.host), who.rank)
+            if who.pid is not None:
+                out.is_rank_of(who.pid, who.rank)
+        if who.local is not None or " local_rank: " in text:
+            out.of_nodes.add(path)
+        out.torchrun = out.torchrun or who.by_torchrun
+        line = Line(path, number, text, who, source_of(path, who), self._order)
+        if who.at is not None and len(self._times) < MAX_WRITERS:
+            self._times[line.source] = who.at
+        if self._table.line(text, number):
+            self._end_rows(path)
+            if "Traceback (most recent call last)" in text:
+                self._tracebacks.start(line.source, self._table.rank)
+        elif text.rstrip().endswith("Last error:"):  # NCCL: the next line is the reason
+            self._last_error = line.source, self._order + 1
+        elif not self._tracebacks.belongs(line) and not self._tracebacks.ends(line):
+            self._look_up(line)
+
+    def _look_up(self, line: Line) -> None:
+        """Add the facts of the rows that fit a line."""
+        text = line.text
+        for row in TABLE:
+            if row.needle in text and (m := row.regex.search(text)) is not None:
+                if row.role in (Role.CAUSE, Role.VICTIM, Role.EXIT) and _told(text[: m.start()], row.role):
+                    continue
+                self._add(row.name, row.role, m.groupdict(), line)
+                if row.role is not Role.FACT:
+                    return
+        if self._last_error == (line.source, self._order):
+            self._add("nccl_warning", Role.HINT, {"what": _PREFIXES.sub("", text, count=1)[:200]}, line)
+        elif not line.who.mild and _ERRORS.search(text):
+            self.result.unknown.append((line.path, line.number, text.strip()[:200]))
+
+    def _add(self, name: str, role: Role, groups: Mapping[str, str | None], line: Line) -> Fact | None:
+        out, who = self.result, line.who
+        fields = {k: v for k, v in groups.items() if v is not None}
+        if name in ("nccl_rank", "lightning"):
+            self._size(int(fields["r"][:7]), int(fields["world"][:7]), who.process)
+        elif name == "torchrun":
+            out.torchrun = True
+        elif name in ("restart", "launch"):
+            self._next_run(name == "launch")
+        if role is Role.FACT or (who.mild and role in (Role.CAUSE, Role.VICTIM, Role.START)):
+            return None
+        if any(len(v) > MAX_DIGITS and v.isdigit() for v in fields.values()):
+            return None
+        if name == "ended" and who.rank is not None:
+            out.is_rank_of(int(fields.get("pid", "-1")), who.rank)
+            out.is_rank_of((line.path, int(fields.get("local", "-1"))), who.rank)
+        about = {int(fields[k]) for k in _RANK_FIELDS if fields.get(k, "").isdigit()}
+        if not all(map(is_rank, about)):
+            return None
+        if name != "unique_id":  # there the numbers are those of the group
+            out.ranks |= about
+        kind = fields.get("type", "") + _DIGIT.sub("#", fields.get("what", "")[:60]) if name == "exception" else ""
+        key = (name, kind, line.path, who.rank, who.process, who.task, who.group)
+        seen = self._of_one[key] = self._of_one.get(key, 0) + 1
+        if seen > MAX_OF_ONE or len(out.facts) >= MAX_FACTS:
+            return None
+        at = who.at or self._times.get(line.source)
+        fact = Fact(name, role, fields, who, line.path, line.number, self._order, line.text[:500], at=at, run=self._run)
+        out.facts.append(fact)
+        if name == "fatal":
+            self._tracebacks.fatal(fact, line.source)
+        return fact
+
+    def _end_rows(self, path: Path, at_end: bool = False) -> None:
+        """Add how processes ended, from a launcher's table of several lines."""
+        for row in self._table.take(at_end):
+            who = Writer(rank=row.rank, host=row.fields.get("host", ""), at=time_of(row.fields.get("time", "")))
+            self._add("ended", Role.EXIT, row.fields, Line(path, row.line, "", who, (path,), self._order))
+
+    def _size(self, rank: int, world: int, process: str) -> None:
+        """Note the number of ranks, and the rank of a process, from the line of a communicator."""
+        out = self.result
+        if not (is_rank(rank) and rank < world <= MAX_RANKS):
+            return
+        out.world_size = max(out.world_size or 0, world)
+        if process and len(out.in_world) < MAX_WRITERS:
+            out.in_world[process] = max((world, rank), out.in_world.get(process, (0, 0)), key=itemgetter(0))
+
+
+def _told(before: str, role: Role) -> bool:
+    """True if a message is told, not given: in a sentence, a quotation, or a line of the program's log that is no error."""
+    told = _PROSE.search(before)
+    if told is not None and (role is not Role.EXIT or told[0][-1] in "\"'"):
+        return True
+    return role is Role.CAUSE and _MILD.search(before) is not None

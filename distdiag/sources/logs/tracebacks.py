@@ -1,0 +1,198 @@
+"""Reads tracebacks of several lines, of several processes at once: what was raised, and where; and the stacks of a fatal error."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from distdiag.diagnosis.model.snapshot import Site
+from distdiag.sources.dumps.entries import user_site
+from distdiag.sources.logs.facts import MAX_WRITERS, Collected, Fact, Line, source_of
+from distdiag.sources.logs.patterns import TABLE, Role
+from distdiag.sources.logs.writers import Writer
+from distdiag.terms.untrusted import bounded
+
+MAX_FRAMES = 64  # most frames of one traceback
+
+_FAILURES = tuple(row for row in TABLE if row.role is not Role.FACT)
+_FRAME = re.compile(r'File "(?P<filename>[^"]{1,500})", line (?P<line>\d{1,7})(?:,? in (?P<name>.{1,200}))?\s*$')
+_RICH = bounded(
+    r"^\S* ?│ (?P<filename>/\S{1,400}):(?P<line>\d{1,7}) in (?P<name>\S{1,200})"
+)  # a frame of rich's tracebacks
+_CALL = bounded(r"#\d+ (?P<name>\S+) from (?P<filename>\S{1,500}):(?P<line>\d{1,7})\s*$")
+_EXCEPTION = bounded(
+    r"(?:^|[\]:|)]\s?)(?P<type>(?:[A-Za-z_]\w*\.){0,8}(?:[A-Z]\w*(?:Error|Exception|Expired|Killed|Timeout|Exit)))(?:: (?P<what>.*))?$"
+)
+# the end of a traceback whose frames were printed: any class
+_ANY = bounded(r"(?:^\s{0,3}|[\]:|)]\s?)(?P<type>(?:[A-Za-z_]\w*\.){0,8}[A-Z]\w*)(?:: (?P<what>.*))?$")
+_OUTERMOST = ("<module>", "_run_module_as_main")
+_COLLECTIVE = "/torch/distributed/distributed_c10d.py"
+_INSIDE = bounded(r"/torch/(?:distributed|csrc|nn/parallel)/")
+LOST = bounded(r"reset by peer|Broken pipe|onnection refused|onnection closed|Socket Timeout|timed out", re.IGNORECASE)
+_SPAWNED = bounded(r"-- Process (\d{1,6}) terminated with the following error")
+_OF_RANK = bounded(r"\(RANK (\d{1,6})\)")  # a checkpoint's exception, of another rank
+# exceptions of a launcher, or those by which a rank fails after others
+_FOLLOWERS = ("CheckpointException", "ChildFailedError", "SignalException", "CalledProcessError", "ProcessRaisedException", "RayTaskError", "RayActorError",
+              "ActorDiedError", "SystemExit", "ProcessExitedException")  # fmt: skip
+# the frames that faulthandler prints, innermost first; of the thread that failed, or of another one
+_THREAD = bounded(r"(?P<current>Current thread|Thread) 0x[0-9a-f]+.{0,80}\(most recent call first\)")
+
+
+@dataclass(slots=True)
+class _Trace:
+    """A traceback that is being printed."""
+
+    frames: list[dict[str, object]] = field(default_factory=list)
+    rank: int | None = None
+    who: Writer | None = None  # of its first line
+    margin: int = 0  # characters in front of each of its lines
+    frame_at: int | None = None  # where the line before has its frame; the next line is source code
+    uncaught: bool = False
+    ignored: bool = False  # by Python, in a destructor
+    fatal: Fact | None = None  # it is the stack of this error, innermost frame first
+    other_thread: bool = False
+
+
+class Tracebacks:
+    """Reads the tracebacks of one file at a time.
+
+    Args:
+        add: Adds a fact of a line; None if it is none, or one too many.
+    """
+
+    def __init__(
+        self, found: Collected, add: Callable[[str, Role, Mapping[str, str | None], Line], Fact | None]
+    ) -> None:
+        self._found, self._add = found, add
+        self._traces: dict[tuple[object, ...], _Trace] = {}
+        self._stacks: dict[tuple[object, ...], list[dict[str, object]]] = {}
+        self._fatal: dict[tuple[object, ...], Fact] = {}  # the fatal error of each process, until its stack was read
+        self._spawned: int | None = None
+        self._ignored = -1
+        self._exceptions: dict[tuple[object, ...], Fact] = {}  # the last one of each process
+        self._before: dict[tuple[object, ...], Fact] = {}  # the one that was being handled when the next was raised
+
+    def start(self, source: tuple[object, ...], rank: int | None) -> None:
+        """Begin a traceback in a launcher's table."""
+        self._traces[source] = _Trace(rank=rank)
+
+    def end_of_file(self) -> None:
+        """Forget what belongs to the lines of one file."""
+        for of_file in (self._traces, self._exceptions, self._before, self._fatal):
+            of_file.clear()
+        self._spawned = None
+
+    def site(self, fact: Fact) -> Site | None:
+        """Return where a collective was called, by the stack that its watchdog printed."""
+        stack = self._stacks.get(source_of(fact.path, fact.who))
+        return user_site(stack) if stack else None
+
+    def fatal(self, fact: Fact, source: tuple[object, ...]) -> None:
+        """Note a fatal error: its stack may follow."""
+        self._fatal[source] = fact
+
+    def belongs(self, line: Line) -> bool:
+        """True if a line begins a traceback, or is a frame of one, or the source of a frame."""
+        source, text = line.source, line.text
+        if "Exception ignored in" in text:
+            self._ignored = line.order
+            return True
+        if "Traceback (most recent call last)" in text:
+            if len(self._traces) < MAX_WRITERS:
+                other = _OF_RANK.search(text)
+                rank = int(other[1]) if other else self._spawned
+                self._traces[source] = _Trace(rank=rank, who=line.who, margin=text.index("Traceback ("))
+                self._traces[source].ignored = line.order == self._ignored + 1
+                self._traces[source_of(line.path, Writer())] = self._traces[
+                    source
+                ]  # its other lines may have no prefix
+                self._spawned = None
+            return True
+        if "above exception" in text and (earlier := self._exceptions.pop(source, None)) is not None:
+            self._before[source] = earlier
+            return True
+        if (found := _SPAWNED.search(text)) is not None:
+            self._spawned = int(found[1])
+            return True
+        if source in self._fatal and "(most recent call first)" in text and (m := _THREAD.search(text)) is not None:
+            self._traces[source] = _Trace(fatal=self._fatal[source], other_thread=m["current"] == "Thread")
+            return True
+        if "Stack trace of the failed" in text and len(self._stacks) < MAX_WRITERS:
+            self._stacks[source] = []
+            return True
+        if "#" in text and source in self._stacks and (m := _CALL.search(text)) is not None:
+            _keep_frame(self._stacks[source], m, innermost_first=True)
+            return True
+        if 'File "' in text and (m := _FRAME.search(text)) is not None:
+            trace = self._traces.setdefault(source, _Trace()) if len(self._traces) < MAX_WRITERS else _Trace()
+            anonymous = source_of(line.path, Writer())
+            if source != anonymous and self._traces.get(anonymous) is trace:
+                del self._traces[anonymous]
+            trace.uncaught = trace.uncaught or (not trace.frames and m["name"] in _OUTERMOST)
+            trace.frame_at = text.index('File "')
+            _keep_frame(trace.frames, m, innermost_first=trace.fatal is not None)
+            if trace.fatal is not None and not trace.other_thread:
+                trace.fatal.site = user_site(trace.frames)
+            return True
+        trace = self._traces.get(source)
+        if trace is not None and (m := _RICH.search(text)) is not None:
+            trace.margin = 0
+            _keep_frame(trace.frames, m)
+            return True
+        if trace is None or trace.frame_at is None:
+            return False
+        at, trace.frame_at = trace.frame_at, None
+        return text[at - 2 : at + 2] == "    "
+
+    def ends(self, line: Line) -> bool:
+        """Add the exception in a line, with the traceback before it; True if there is one."""
+        text, trace = line.text, self._traces.get(line.source)
+        m = _EXCEPTION.search(text) if "Err" in text or "Exc" in text else None
+        known = trace is not None and bool(trace.frames)
+        if m is None and trace is not None and known:
+            m = _ANY.search(text) or _ANY.match(text[trace.margin :])
+        if m is None:
+            return False
+        trace = self._traces.pop(line.source, None) or _Trace()
+        if trace.ignored:
+            return True
+        if trace.fatal is not None:
+            return False
+        if trace.who is not None and line.source == source_of(line.path, Writer()):
+            line.who = replace(trace.who, at=line.who.at or trace.who.at)
+        if trace.rank is not None:
+            line.who = replace(line.who, rank=trace.rank)
+        innermost = str(trace.frames[-1]["filename"]) if trace.frames else ""
+        fact = self._exception(m, innermost, line)
+        if fact is not None:
+            fact.site = user_site(trace.frames[::-1])
+            fact.uncaught = trace.uncaught
+            fact.in_collective = innermost.endswith(_COLLECTIVE)
+            earlier = self._before.pop(line.source, None)
+            if earlier is not None and earlier.name == "exception" and fact.role is earlier.role is Role.CAUSE:
+                self._found.facts.remove(earlier)  # one failure: the last exception is what the process ended with
+            self._exceptions[line.source] = fact
+        return True
+
+    def _exception(self, m: re.Match[str], innermost: str, line: Line) -> Fact | None:
+        """Add an exception by the row for its message; by its type if it has no row and ended a traceback."""
+        text = line.text
+        for row in _FAILURES:
+            if row.needle in text and (f := row.regex.search(text)) is not None:
+                return self._add(row.name, row.role, f.groupdict(), line)
+        short = m["type"].rpartition(".")[2]
+        if not innermost or short in _FOLLOWERS or m["type"].endswith("Warning"):
+            return None
+        name, role = "exception", Role.CAUSE
+        if short in ("DistBackendError", "DistNetworkError"):
+            name, role = "dist_error", Role.VICTIM
+        elif _INSIDE.search(innermost) is not None and LOST.search(text) is not None:
+            name, role = ("dist_error" if short.startswith("Dist") else "lost"), Role.VICTIM
+        return self._add(name, role, {"type": short, "what": (m["what"] or "")[:300]}, line)
+
+
+def _keep_frame(frames: list[dict[str, object]], m: re.Match[str], innermost_first: bool = False) -> None:
+    frames.append({"filename": m["filename"], "line": int(m["line"]), "name": m["name"] or ""})
+    if len(frames) > MAX_FRAMES:
+        del frames[-1 if innermost_first else 0]
