@@ -7,6 +7,7 @@
 
 SHELL := /bin/sh
 REALCODE := .venv-realcode
+ZENSICAL := zensical==0.0.73
 # .venv, or .venv-torch-VERSION if TORCH names one
 VENV := .venv$(patsubst %,-torch-%,$(patsubst %.*,%,$(patsubst torch,newest,$(patsubst torch==%,%,$(firstword $(TORCH))))))
 PY := $(VENV)/bin/python
@@ -21,7 +22,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export PYRIGHT_PYTHON_ENV_DIR := $(CURDIR)/$(VENV)/pyright-node
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test replay check format wheel-check fuzz survival gpu-check realcode pictures bench clean
+.PHONY: help venv demo test replay check format wheel-check fuzz survival gpu-check realcode pictures docs bench clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -38,7 +39,7 @@ venv: ## make .venv (TORCH=2.15.0: .venv-torch-2.15.0) with all that tests and b
 	fi; \
 	$$python tools/make_venv.py
 
-demo: venv ## train two ranks on this machine, recorded; ends with the verdict and the report
+demo: venv ## a job that hangs and its verdict, within a minute; then a healthy training and its report
 	@$(PY) tools/demo.py --max-steps $(STEPS) $(ARGS)
 
 test: venv ## the whole test suite (ARGS='…' goes to pytest)
@@ -78,7 +79,7 @@ fuzz: venv ## damaged and hostile input for every reader (FUZZ_SECONDS=60 FUZZ_S
 survival: venv ## faults survived, ten times each, into docs/survival.md (ARGS='--times 1 --only monitor')
 	@$(PY) benchmarks/survival.py $(ARGS)
 
-bench: venv ## every figure of the README, one benchmark after the other; on an idle machine, half an hour
+bench: venv ## every figure of docs/performance.md, one benchmark after the other; on an idle machine, half an hour
 	@for b in $(sort $(filter-out benchmarks/gpu_check.py benchmarks/_%,$(wildcard benchmarks/*.py))); do \
 	  echo "== $$b"; $(PY) $$b || exit 1; \
 	done
@@ -91,9 +92,14 @@ realcode: venv ## scripts on transformers, accelerate and lightning, and their b
 	  $(REALCODE)/bin/python -m pip install -q transformers accelerate lightning torchmetrics && touch $(REALCODE)/.installed; }
 	@$(REALCODE)/bin/python tests/realcode/run.py --write
 
-pictures: venv ## the pictures of the README, drawn by the app itself
+pictures: venv ## the pictures of README and site, drawn by the app itself
 	@$(PY) tools/pictures.py docs/pictures
 
-clean: ## remove .venv, .venv-torch-*, caches and build folders; never a run or a report
-	@rm -rf .venv .venv-torch-* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+docs: ## the site of docs/ as site/index.html, by Zensical in .venv-docs; a warning is an error
+	@[ -f .venv-docs/.$(ZENSICAL) ] || { rm -rf .venv-docs && $(or $(PYTHON),python3) -m venv .venv-docs && \
+	  .venv-docs/bin/python -m pip install -q --disable-pip-version-check $(ZENSICAL) && touch .venv-docs/.$(ZENSICAL); }
+	@.venv-docs/bin/zensical build --strict --clean $(ARGS) && echo "docs: site/index.html"
+
+clean: ## remove .venv, .venv-docs, .venv-torch-*, site, caches and build folders; never a run or a report
+	@rm -rf .venv .venv-docs .venv-torch-* site .cache build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -133,6 +133,7 @@ def check_contents(sdist: Path, wheel: Path) -> None:
         shipped = {n.partition("/")[2] for n in tar.getnames()}
     c_code = {str(p.relative_to(ROOT)) for p in (ROOT / "distdiag").rglob("*.[ch]")}
     wanted = package | c_code | {f"probes/{Path(p).name}" for p in probes} | {"LICENSE", "README.md", "setup.py"}
+    wanted |= {str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.*")} | {"mkdocs.yml", "CITATION.cff"}
     if missing := sorted(wanted - shipped):
         raise Failed(f"not in the sdist: {', '.join(missing)}")
 

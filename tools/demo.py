@@ -1,4 +1,4 @@
-"""`make demo`: two DDP ranks trained and recorded on this machine, then the verdict and the report.
+"""`make demo`: a job that hangs and its verdict, then a healthy training, its verdict and its report.
 
 Usage: python tools/demo.py [further options of distdiag.train]
 """
@@ -17,9 +17,16 @@ BIN = Path(sys.executable).parent
 
 
 def main() -> int:
+    print("1. A job that hangs\n", flush=True)
+    try:
+        hang = subprocess.call([BIN / "distdiag", "demo"], cwd=HERE)
+    except KeyboardInterrupt:
+        return 130
+    if hang:
+        return hang
     run = Path("reports") / time.strftime("demo-%Y%m%d-%H%M%S")
     train = ["--standalone", "--nproc-per-node", "2", "-m", "distdiag.train", "--monitor", "--run-dir", str(run)]
-    print("Two ranks are trained on this machine, recorded by distdiag:")
+    print("\n2. A healthy training: two ranks, recorded by distdiag\n")
     print(f"  torchrun {shlex.join([*train, *sys.argv[1:]])}")
     print("To watch them, open a second terminal and type:")
     print(f"  {BIN / 'distdiag'} tui {HERE / run}\n", flush=True)

@@ -164,11 +164,11 @@ def _document(ran: list[dict[str, Any]], scores: list[Score], minutes: float) ->
             "# Real libraries", "",
             (f"`make realcode`, {time.strftime('%Y-%m-%d')}: {versions}; Python {platform.python_version()}, {os.cpu_count()} cores, gloo, "
              f"{minutes:.0f} minutes, n = 1 run each. Tiny models with random weights, made-up data."), "",
-            ("Each healthy script ran twice: without distdiag, and recorded. *Identical*: same exit code, and the same losses and metrics printed, to the "
+            ("The scripts are in `tests/realcode/jobs`. Each healthy one ran twice: without distdiag, and recorded. *Identical*: same exit code, and the same losses and metrics printed, to the "
              "last digit."), "",
             f"{sum(map(_right, ran))} of {len(ran)} healthy scripts identical and without a finding of severity warning or above.", "",
             "| script | recorded, compared with the run without distdiag |", "|---|---|",
-            *(f"| [{r['name']}](../tests/realcode/jobs/{r['name']}.py) | {_outcome(r)} |" for r in ran), "",
+            *(f"| `{r['name']}` | {_outcome(r)} |" for r in ran), "",
             f"{right} of {len(scores)} bugs with the right kind and ranks; the culprit's line in {lines[0]} of {lines[1]}.", "",
             "| bug | in | found | right |", "|---|---|---|---|",
             *(f"| {by_name[s.name].about} | {by_name[s.name].base} | {s.got} | {'yes' if s.right else 'no'} |" for s in scores), "",

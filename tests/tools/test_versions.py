@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 
+import distdiag
 from tests.jobs import REPOSITORY
 
 WORKFLOWS = sorted((REPOSITORY / ".github" / "workflows").glob("*.yml"))
@@ -44,3 +45,9 @@ def test_oldest_default_and_newest_torch_are_in_the_matrix_and_the_readme() -> N
     readme = (REPOSITORY / "README.md").read_text()
     assert f"`torch=={constant('DEFAULT_TORCH')}`" in readme and f"TORCH={constant('NEWEST_TORCH')}`" in readme
     assert f"torch {oldest} is the oldest version" in readme
+
+
+def test_package_and_metadata_have_one_version() -> None:
+    citation = (REPOSITORY / "CITATION.cff").read_text()
+    assert PROJECT["project"]["version"] == distdiag.__version__
+    assert f"\nversion: {distdiag.__version__}\n" in citation
