@@ -23,7 +23,8 @@ JOBS = re.compile(r"\s*Faulty jobs: (.*?)\.\s+Healthy look-alikes: (.*?)\.\s*$",
 
 ABOUT = """\
 A finding is *proved* if it stays true whatever the job does next, and *suspected* if the evidence points to it. It is cleared when the
-job recovers. No healthy job of the collection has a finding of severity warning or above ([performance](../performance.md)).
+job recovers. In the newest pass over the collection no healthy job had a finding of severity warning or above
+([performance](../performance.md#broken-and-healthy-jobs)).
 
 *Must hold for* is how long the evidence must last before a finding is reported; a poll takes a quarter of a second. A stall, a straggler
 and others must also be unusual for this job; their pages have the limits. If all cores are busy and nothing is suspected, polls are up to
