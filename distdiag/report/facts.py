@@ -53,6 +53,10 @@ class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
     step_ms: float | None = None
     self_ms: float | None = None
     wait_ms: float | None = None
+    # pauses are in means and totals only
+    step_mean_ms: float | None = None
+    waited_share: float | None = None  # of the time of its steps, in waiting for other ranks
+    waited_s: float | None = None  # the same in seconds, of all its steps
     late_ms: float | None = None
     comm_ms: float | None = None  # of DDP's gradients; of the steps that DDP timed
     exposed_ms: float | None = None
@@ -250,6 +254,11 @@ def _ranks(run: Run, steps: Steps) -> tuple[RankSummary, ...]:
             values["waiting"] = f"{row.waiting_op} #{row.waiting_seq} ({row.waiting_group})" if row.waiting_op else None
         if own is not None:
             values |= {c: step_tables.median(own[c]) for c in (*TIMES, *DDP_TIMES)} | {"steps": len(own)}
+            step_mean_ms, wait_mean_ms = step_tables.mean(own["step_ms"]), step_tables.mean(own["wait_ms"])
+            values["step_mean_ms"] = step_mean_ms
+            if wait_mean_ms is not None and step_mean_ms:
+                values["waited_share"] = wait_mean_ms / step_mean_ms
+                values["waited_s"] = wait_mean_ms / 1e3 * len(own) * steps.every
             peaks = {c: step_tables.largest(own[c]) for c in ("rss_bytes", "device_bytes")}
             values |= {c: int(peak) for c, peak in peaks.items() if peak is not None}
         found.append(RankSummary(**values))

@@ -28,6 +28,7 @@ class Quantiles(msgspec.Struct, frozen=True, kw_only=True):
 
     n: int
     p50_ms: float
+    mean_ms: float
     ci95_ms: tuple[float, float] | None = None  # of the median, block bootstrap
     p95_ms: float | None = None
     max_ms: float | None = None
@@ -145,6 +146,7 @@ def quantiles(values_ms: Floats) -> Quantiles | None:
     return Quantiles(
         n=n,
         p50_ms=float(np.median(values_ms)),
+        mean_ms=float(values_ms.mean()),
         ci95_ms=(ci.low, ci.high) if ci else None,
         p95_ms=float(np.percentile(values_ms, 95)) if n >= ENOUGH_FOR_P95 else None,
         max_ms=float(values_ms.max()),
@@ -187,6 +189,12 @@ def median(values: Floats) -> float | None:
     """Return the median of the measured values; None if there are none."""
     known = values[~np.isnan(values)]
     return float(np.median(known)) if len(known) else None
+
+
+def mean(values: Floats) -> float | None:
+    """Return the mean of the measured values; None if there are none."""
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else None
 
 
 def largest(values: Floats) -> float | None:

@@ -102,7 +102,7 @@ def _job(f: RunFacts) -> list[str]:
         lines += _wrap("steps", f"{f.first_step:,}–{f.last_step:,}{sampled}")
     if f.step:
         ci = f.step.ci95_ms
-        text = f"median {milliseconds(f.step.p50_ms)} ms"
+        text = f"mean {milliseconds(f.step.mean_ms)} ms, median {milliseconds(f.step.p50_ms)} ms"
         text += f" (95 % interval {milliseconds(ci[0])}–{milliseconds(ci[1])})" if ci else ""
         text += f", p95 {milliseconds(f.step.p95_ms)} ms" if f.step.p95_ms is not None else ""
         lines += _wrap("step", f"{text}, largest {milliseconds(f.step.max_ms)} ms, n = {f.step.n:,}")
@@ -137,10 +137,11 @@ def _word(value: object) -> str:
 _two_digits = partial(number, digits=2)
 _one_digit = partial(number, digits=1)
 _RANKS: tuple[Column, ...] = (
-    ("rank", "rank", _word), ("<state", "life", _word), ("step", "step", number), ("step ms", "step_ms", milliseconds),
-    ("self", "self_ms", milliseconds), ("wait", "wait_ms", milliseconds), ("data", "data_ms", milliseconds),
+    ("rank", "rank", _word), ("<state", "life", _word), ("step", "step", number), ("mean", "step_mean_ms", milliseconds),
+    ("p50", "step_ms", milliseconds), ("self", "self_ms", milliseconds), ("wait", "wait_ms", milliseconds),
+    ("waited", "waited_s", duration), ("of it", "waited_share", percent), ("data", "data_ms", milliseconds),
     ("h2d", "h2d_ms", milliseconds), ("fwd", "forward_ms", milliseconds), ("bwd", "backward_ms", milliseconds),
-    ("optim", "optimizer_ms", milliseconds), ("other", "other_ms", milliseconds), ("slowest in", "slowest_share", percent),
+    ("optim", "optimizer_ms", milliseconds), ("other", "other_ms", milliseconds), ("slowest", "slowest_share", percent),
     ("memory", "rss_bytes", size_text),
 )  # fmt: skip
 _COLLECTIVES: tuple[Column, ...] = (
@@ -165,7 +166,11 @@ def _ranks(facts: RunFacts) -> list[str]:
     if not shown:
         return []
     some = f", {len(shown)} of {len(facts.ranks):,}" if len(shown) < len(facts.ranks) else ""
-    lines = _table(f"Ranks{some} (medians per step, ms; the slow rank waits least)", _RANKS, shown)
+    lines = _table(
+        f"Ranks{some} (ms per step: mean, then medians; time waited for others, and its share; the slow rank waits least)",
+        _RANKS,
+        shown,
+    )
     for r in shown:
         if r.exception or r.waiting or (r.life not in ("running", "finished", "starting") and r.place):
             what = r.exception or (f"in {r.waiting}" if r.waiting else r.life or "")

@@ -2,7 +2,8 @@
 
 The slow rank is the one that waits least (see `step_times`). The cost is counterfactual: the step
 time if this rank were like the others. A rank that is slow in some steps only is a straggler if it
-costs the others a fifth of their time. If the slowest rank keeps changing, the cause is `rotating`
+costs the others a fifth of their time, at regular intervals a tenth. Pauses that are too rare for
+that are summed over the job. If the slowest rank keeps changing, the cause is `rotating`
 and no rank is blamed. In a loop without optimizer steps, the straggler is the rank that enters its
 collectives last.
 
@@ -80,10 +81,10 @@ class Limits:
     """Milliseconds that they must have cost, so that a short job is not judged by a moment."""
     pauses_share: float = 0.1
     """Share of the job's time that is a warning, whoever pauses and whatever for."""
-    collecting: float = 0.5
-    """Share of what a slow rank costs that full garbage collections must take to be its cause."""
     pauses_info: float = 0.03
     """The same for an info."""
+    collecting: float = 0.5
+    """Share of what a slow rank costs that full garbage collections must take to be its cause."""
 
 
 limits = Limits()

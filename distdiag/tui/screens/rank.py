@@ -46,7 +46,7 @@ HELP = {p.name: p.about for p in STEP_PARTS} | {
     "backward": "backward pass, with waiting for other ranks in the gradient exchange",
 }
 WINDOW, WIDEST = 100, 200  # steps that are read
-LEFT = 47  # cells before the bars of the steps
+LEFT = 55  # cells before the bars of the steps
 SHORTEST = 5  # lines of an excerpt
 
 
@@ -144,7 +144,9 @@ def _phases(data: RankData, snap: Snapshot, at: int, width: int) -> list[Line]:
     n = min(len(data.steps), bars)
     many = len(data.steps) >= 100
     reference = f"median of the {snap.summary.n - 1:,} other ranks" if snap.summary.n > 2 else "the other rank"
-    head = f" {'phase':10}{'now':>8}{'p50':>8}{'p99' if many else 'max':>8}{'others':>8}   last {n} steps, ms"
+    head = (
+        f" {'phase':10}{'now':>8}{'p50':>8}{'mean':>8}{'p99' if many else 'max':>8}{'others':>8}   last {n} steps, ms"
+    )
     out = [line((head, "head"))]
     for name in (*PHASES, "wait", "self", "step"):
         column = f"{name}_ms"
@@ -155,9 +157,10 @@ def _phases(data: RankData, snap: Snapshot, at: int, width: int) -> list[Line]:
         theirs = snap.frame.table.numbers(column)
         others = median_low([v for i, v in enumerate(theirs) if v == v and i != at])
         p50, top = quantile(known, 0.5), quantile(known, 0.99) if many else known[-1]
+        mean = math.fsum(known) / len(known)  # pauses are in it, and in no median
         more = p50 - others if p50 is not None and others is not None else 0.0
         off = name not in ("wait", "step") and more > 0.05 * (snap.summary.step_ms or math.inf)
-        texts = "".join(f"{milliseconds(v):>8}" for v in (values[-1], p50, top, others))
+        texts = "".join(f"{milliseconds(v):>8}" for v in (values[-1], p50, mean, top, others))
         made = line(
             (f" {name:10}", "bold" if name in ("self", "step") else ""),
             (texts, "warning" if off else ""),

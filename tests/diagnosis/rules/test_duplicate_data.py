@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.facts import Facts
+from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.model.snapshot import Call, Loader, Sample, Snapshot
 from distdiag.diagnosis.rules import duplicate_data
 from tests.diagnosis.made import findings, job, loader, of_kind, only, rank
@@ -123,3 +124,14 @@ def test_equal_batches_from_a_correct_sampler_come_from_the_dataset(fits: bool, 
     same = loader(distributed_sampler=True, sampler_fits=fits, first_fingerprints=prints)
     f = only(findings(job(rank(0, loaders=(same,)), rank(1, loaders=(same,))), duplicate_data))
     assert f.cause == "same_batches_on_ranks" and advice in f.advice
+
+
+def test_what_has_no_fingerprint_is_not_claimed_to_be_checked() -> None:
+    def checked(*found: tuple[int, ...]) -> bool:
+        s = job(*(rank(q, loaders=(loader(first_fingerprints=x),)) for q, x in enumerate(found)))
+        outcomes = duplicate_data.evaluate(Facts(s, source=lambda _: PLAIN))
+        return not any(isinstance(x, Abstained) and not x.checked for x in outcomes)
+
+    assert checked(prints(1), prints(2))
+    assert not checked(prints(1), (0, 0, 0))
+    assert not checked(prints(1), prints(2)[:2])

@@ -45,3 +45,19 @@ def test_an_infinite_loss_with_finite_gradients_is_info() -> None:
     nan = rank(0, samples=(Sample("nonfinite_loss", 200, float("nan")),))
     f = only([f for f in found_in(job(nan, log_of_zero)) if f.kind == "nonfinite"])
     assert (f.severity, f.culprits) == ("error", (0,))
+
+
+def test_a_logged_value_that_turns_nan_and_stays_so_is_reported() -> None:
+    nan, finite = float("nan"), tuple((k, 1.0 / k) for k in range(1, 13))
+    turned = (*finite, *((k, nan) for k in range(13, 20)))
+
+    def found(name: str, *of_ranks: tuple[tuple[int, float], ...]) -> list[Finding]:
+        return findings(job(*(rank(q, logged={name: x}) for q, x in enumerate(of_ranks))), nonfinite)
+
+    f = only(found("loss", finite, turned))
+    assert (f.cause, f.culprits, f.step, f.severity) == ("logged", (1,), 13, "warning")
+    assert only(found("reward", finite, turned)).severity == "info"
+    assert only(found("loss", turned, turned)).victims == (0, 1)
+    assert found("loss", finite, finite) == []
+    sometimes = tuple((k, 1.0 if k % 8 == 0 else nan) for k in range(1, 30))
+    assert found("loss", sometimes, sometimes) == [], "it is logged in every eighth step only"

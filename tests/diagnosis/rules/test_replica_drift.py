@@ -259,3 +259,33 @@ def test_unfrozen_parameters_whose_gradients_may_be_reduced_by_hand_are_no_drift
 
     assert only(of(sample)).names == ("body.weight",)
     assert of(sample, reduced) == []
+
+
+def test_ranks_that_split_a_module_are_compared_in_what_each_has_whole() -> None:
+    """Two tensor parallel pairs that train on different data: only ranks of one pair must be equal."""
+
+    def found(values: Callable[[int, int], float]) -> list[Finding]:
+        ranks = [
+            rank(q, models=(), samples=tuple(
+                Sample("parameters", k, values(q, k), key=5, name="0-1" if q < 2 else "2-3") for k in (2, 4, 8, 16)
+            ))
+            for q in range(4)
+        ]  # fmt: skip
+        return of_kind(found_in(job(*ranks)), "replica_drift")
+
+    assert found(lambda q, k: float(k + q // 2)) == []
+    f = only(found(lambda q, k: float(k + (0.1 * k if q == 3 else 0.0))))
+    assert (f.cause, f.culprits, f.victims) == ("split_module", (), (2, 3))
+    assert "data parallel rank" in f.advice
+
+
+def test_a_logged_value_that_was_equal_while_it_changed_and_differs_now_is_reported() -> None:
+    def found(*of_ranks: Callable[[int], float]) -> list[Finding]:
+        logged = [{"lr": tuple((k, f(k)) for k in range(1, 31))} for f in of_ranks]
+        return of_kind(found_in(job(*(rank(q, logged=x) for q, x in enumerate(logged)))), "replica_drift", "logged")
+
+    f = only(found(lambda k: 1 / k, lambda k: 1 / k, lambda k: 1 / k if k < 20 else 0.5 / k))
+    assert (f.culprits, f.step, f.severity) == ((2,), 20, "warning")
+    assert found(lambda k: 1 / k, lambda k: 1 / k) == []
+    assert found(lambda k: 1 / k, lambda k: 2 / k) == [], "a local value"
+    assert found(lambda k: 0.0 if k < 20 else 1.0, lambda k: 0.0) == [], "equal only while it was constant"

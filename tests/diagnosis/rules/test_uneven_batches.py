@@ -128,3 +128,20 @@ def test_a_rank_that_is_stuck_in_a_later_batch_did_not_run_out() -> None:
     )
     f = only(findings(s, deadlock, uneven_batches))
     assert f.message.startswith("rank 0 ran out of batches after 91; rank 1 has had 92 of 100 at ")
+
+
+def test_what_enters_the_module_is_the_batch_whatever_the_loader_gave() -> None:
+    """Rank 0 reads for all and hands out parts; with as many micro-batches of one size, sizes do differ."""
+
+    def found(*entered: tuple[int, int]) -> list[Finding]:
+        ranks = [
+            rank(q, steps=of_size(30 if q == 0 else 10), loaders=(loader(),),
+                 models=(msgspec.structs.replace(MODEL, batch=size, forwards=forwards),))
+            for q, (size, forwards) in enumerate(entered)
+        ]  # fmt: skip
+        return of_kind(data(job(*ranks), None), "uneven_batches")
+
+    assert found((10, 100), (10, 100)) == []
+    assert only(found((30, 100), (10, 100))).cause == "size"
+    assert only(found((10, 300), (10, 100))).cause == "size", "three micro-batches a step against one"
+    assert only(found((0, 100), (0, 100))).cause == "size", "not known"

@@ -1,0 +1,127 @@
+"""Pauses of one rank, summed over a job whose snapshots hold only its newest steps."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from msgspec.structs import replace
+
+from distdiag.diagnosis.engine import Diagnosis
+from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.model.snapshot import Site, Snapshot, Step
+from distdiag.diagnosis.pauses import Pauses
+from distdiag.diagnosis.rules import straggler
+from tests.diagnosis.made import findings, job, only, rank, steps
+
+N, KEPT = 400, 64
+UPLOAD = Site("/job/train.py", 14, "upload")
+
+
+def history(pauses: dict[int, float], q: int, late: int = 0) -> list[Step]:
+    """Return the steps of a rank; `pauses`: seconds by the step in which rank `late` kept the others waiting."""
+    at_s, out = 0.0, []
+    for x in steps(seed=q, n=N):
+        extra_ms = 1e3 * pauses.get(x.step, 0.0)
+        at_s += (68.0 + extra_ms) / 1e3
+        own, waits = (extra_ms, 0.0) if q == late else (0.0, extra_ms)
+        out.append(
+            replace(
+                x, end_s=at_s, step_ms=x.step_ms + extra_ms, other_ms=x.other_ms + own, wait_ms=waits,
+                backward_ms=x.backward_ms + waits,
+            )
+        )  # fmt: skip
+    return out
+
+
+def snapshots(pauses: dict[int, float], polls: int, late: int = 0, ranks: int = 3) -> list[Snapshot]:
+    """Return snapshots after equal numbers of steps; each has the newest `KEPT` steps."""
+    of = [history(pauses, q, late) for q in range(ranks)]
+    every = N // polls
+    return [
+        job(*(rank(q, steps=tuple(of[q][max(0, n - KEPT) : n]), step=n) for q in range(ranks)),
+            t_s=max(x[n - 1].end_s for x in of), usual_step_s=0.068)
+        for n in range(every, N + 1, every)
+    ]  # fmt: skip
+
+
+def followed(of: list[Snapshot]) -> Pauses:
+    pauses = Pauses()
+    for s in of:
+        pauses.add(s)
+    return pauses
+
+
+def found(of: list[Snapshot]) -> list[Finding]:
+    return [f for f in findings(of[-1], straggler, pauses=followed(of)) if f.cause == "pauses"]
+
+
+def test_three_pauses_of_a_rank_that_may_save_are_half_of_the_time() -> None:
+    pauses = followed(snapshots({60: 9.0, 160: 9.0, 260: 9.0}, polls=40))
+    lost = pauses.of[0]
+    assert lost.times == 3 and lost.ms == pytest.approx(27e3, rel=0.01)
+    assert pauses.share(lost) == pytest.approx(0.5, abs=0.03)
+    f = only(found(snapshots({60: 9.0, 160: 9.0, 260: 9.0}, polls=40)))
+    assert (f.severity, f.culprits, f.victims) == ("warning", (0,), (1, 2))
+    assert "kept the others waiting 3 times, for 27 s in all, 50 % of the training time" in f.message
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_sum_does_not_depend_on_when_the_job_was_polled(seed: int) -> None:
+    """Polls shifted and dropped: as long as no step is overwritten between two of them, the sum is the same."""
+    r = random.Random(seed)
+    pauses = {r.randrange(10, N): r.uniform(0.5, 4.0) for _ in range(r.randint(3, 12))}
+    late = r.randrange(3)
+    of = snapshots(pauses, polls=100, late=late)
+    kept, since = [], 0
+    for s in of:
+        since += 4
+        if since >= 4 * r.randint(1, 15) or since > KEPT - 8:
+            kept.append(s)
+            since = 0
+    some = followed([*kept, of[-1]])
+    assert [q for q, x in some.of.items() if x.times] == [late]
+    assert some.of[late].times == len(pauses)
+    assert some.of[late].ms == pytest.approx(1e3 * sum(pauses.values()), rel=0.02)
+
+
+def test_few_short_or_shared_pauses_are_no_warning() -> None:
+    assert found(snapshots({60: 9.0, 160: 9.0}, polls=40)) == [], "two may be the start and the end"
+    assert found(snapshots({60: 1.0, 160: 1.0, 260: 1.0}, polls=40)) == [], "too short a job to say"
+    shared = snapshots({}, polls=40)
+    longer = [
+        replace(s, ranks={q: replace(x, steps=tuple(
+            replace(y, step_ms=y.step_ms + 5e3, other_ms=y.other_ms + 5e3) if y.step % 100 == 0 else y for y in x.steps
+        )) for q, x in s.ranks.items()})
+        for s in shared
+    ]  # fmt: skip
+    assert found(longer) == [], "all ranks pause together: none keeps another waiting"
+
+
+def test_the_line_is_the_one_at_which_the_others_waited() -> None:
+    of = snapshots({60: 9.0, 160: 9.0, 260: 9.0}, polls=40)
+    pauses = followed(of)
+    for stack in ((UPLOAD,), (UPLOAD,), (Site("/job/train.py", 30, "main"),)):
+        pauses.waits_for(replace(of[-1].ranks[0], user_stack=stack))
+    f = only([f for f in findings(of[-1], straggler, pauses=pauses) if f.cause == "pauses"])
+    assert f.where[0].line == 14 and "at train.py:14 in upload" in f.message
+
+
+def test_full_collections_are_the_cause_if_they_are_most_of_the_cost() -> None:
+    of = snapshots(dict.fromkeys(range(20, N, 40), 2.0), polls=40)
+    collected = [
+        replace(
+            s, ranks={q: replace(x, gc_s=(s.t_s * (0.5 if q == 0 else 0.01)), gc_count=9) for q, x in s.ranks.items()}
+        )
+        for s in of
+    ]
+    f = only([f for f in findings(collected[-1], straggler, pauses=followed(collected)) if f.kind == "straggler"])
+    assert (f.cause, f.culprits) == ("gc", (0,)) and "gc.freeze()" in f.advice
+
+
+def test_a_warning_is_reported_once_by_the_engine() -> None:
+    diagnosis = Diagnosis(source=lambda _: None)
+    of = snapshots({60: 9.0, 160: 9.0, 260: 9.0}, polls=40)
+    reported = list(itertools.chain(*(diagnosis.update(s) for s in of)))
+    assert [f.cause for f in reported if f.kind == "straggler" and f.severity == "warning"] == ["pauses"]
