@@ -57,7 +57,7 @@ class Candidate:
     @property
     def script(self) -> str:
         """Name of the program that it runs, for a message."""
-        words = [w for w in self.command[1:] if w.endswith(".py") or w == "torchrun" or w.endswith("/torchrun")]
+        words = [w for w in self.command[1:] if w.endswith((".py", "/torchrun")) or w == "torchrun"]
         name = PurePath(words[-1] if words else self.command[0] if self.command else "?").name
         return visible(name)[:80]
 
@@ -95,7 +95,10 @@ class Job:
     def expected(self, ranks: Collection[int]) -> set[int]:
         """Return the ranks that this host should have, `ranks` included."""
         first = self.processes[0]
-        local, size = _int(first.env.get("LOCAL_RANK")), next((n for k in _LOCAL if (n := _int(first.env.get(k)))), None)
+        local, size = (
+            _int(first.env.get("LOCAL_RANK")),
+            next((n for k in _LOCAL if (n := _int(first.env.get(k)))), None),
+        )
         if first.rank is not None and local is not None and size and size <= (self.world or 0):
             base = first.rank - local
             return set(ranks) | {base + i for i in range(size)}
@@ -108,13 +111,16 @@ def jobs_here() -> list[Job]:
     """Return all jobs of this user on this host."""
     everything = dict(_processes())
     named = {
-        p.pid: p for p in everything.values() if p.rank is not None and not _NO_RANK.search(" ".join(p.command)) and p.has_torch
+        p.pid: p
+        for p in everything.values()
+        if p.rank is not None and not _NO_RANK.search(" ".join(p.command)) and p.has_torch
     }
     launchers = _launchers(named, everything)
     ranks = {
         pid: p
         for pid, p in named.items()
-        if pid not in launchers and not any(a.pid in named and a.pid not in launchers for a in _ancestors(p, everything))
+        if pid not in launchers
+        and not any(a.pid in named and a.pid not in launchers for a in _ancestors(p, everything))
     }
     groups: dict[tuple[str, ...], list[Candidate]] = {}
     for p in ranks.values():
@@ -179,7 +185,9 @@ def chosen(pids: Collection[int], name: str | None, jobs: list[Job]) -> Job:
 
 
 def _listed(jobs: list[Job]) -> str:
-    return ", ".join(j.title for j in jobs[:LISTED]) + (f", and {len(jobs) - LISTED} more" if len(jobs) > LISTED else "")
+    return ", ".join(j.title for j in jobs[:LISTED]) + (
+        f", and {len(jobs) - LISTED} more" if len(jobs) > LISTED else ""
+    )
 
 
 def _of_pids(pids: Collection[int], jobs: list[Job]) -> Job:

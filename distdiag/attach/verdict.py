@@ -8,8 +8,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from msgspec.structs import replace
-
 from distdiag import guard
 from distdiag.attach import sample
 from distdiag.attach.ranks import Candidate, Job
@@ -130,7 +128,9 @@ def _seen(process: Process | None, samples: list[Sample], p: Candidate, source: 
     waited_s = last.at_s - first.at_s
     busy = waited_s > 0 and (last.cpu_s - first.cpu_s) / waited_s > BUSY
     moved = _moved(samples)
-    return Seen(position=position(process.judged, source, still=not moved and not busy), pid=p.pid, moved=moved, busy=busy)
+    return Seen(
+        position=position(process.judged, source, still=not moved and not busy), pid=p.pid, moved=moved, busy=busy
+    )
 
 
 def _ranks(members: list[Candidate], processes: Mapping[int, Process]) -> tuple[dict[int, Candidate], list[str]]:
@@ -187,10 +187,17 @@ def _unreadable(job: Job, taken: Mapping[int, list[Sample]]) -> DistdiagError:
             "Yama: `sudo sysctl kernel.yama.ptrace_scope=0`", kind="no_ptrace",
         )  # fmt: skip
     if "has ended" in error or "no such process" in error:
-        return DistdiagError("the job has ended meanwhile", "`distdiag diagnose LOG…` reads its logs", ExitCode.NO_DATA, "no_rank")
+        return DistdiagError(
+            "the job has ended meanwhile", "`distdiag diagnose LOG…` reads its logs", ExitCode.NO_DATA, "no_rank"
+        )
     if "python" in error:
-        return DistdiagError(f"pid {pid} is no Python process that py-spy can read: {visible(first.error)[:160]}", "name a rank, or its launcher")
-    return DistdiagError(f"pid {pid}: no stack: {visible(first.error)[:160]}", f"py-spy dump --pid {pid}", ExitCode.NO_DATA, "no_stack")
+        return DistdiagError(
+            f"pid {pid} is no Python process that py-spy can read: {visible(first.error)[:160]}",
+            "name a rank, or its launcher",
+        )
+    return DistdiagError(
+        f"pid {pid}: no stack: {visible(first.error)[:160]}", f"py-spy dump --pid {pid}", ExitCode.NO_DATA, "no_stack"
+    )
 
 
 def _run_of(p: Candidate) -> str:
@@ -202,4 +209,3 @@ def _run_of(p: Candidate) -> str:
     except OSError:
         folder = ""
     return visible(os.path.join(folder, given or "reports/latest"))
-

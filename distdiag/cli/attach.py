@@ -10,7 +10,9 @@ from distdiag.streams import say_json
 
 @click.command()
 @click.argument("pids", nargs=-1, metavar="[PID…]", type=click.IntRange(min=1))
-@click.option("--job", metavar="NAME", help="The job with this run id, Slurm job id, MASTER_PORT, script or launcher's pid.")
+@click.option(
+    "--job", metavar="NAME", help="The job with this run id, Slurm job id, MASTER_PORT, script or launcher's pid."
+)
 @click.option("--here", is_flag=True, help="The only job that runs here as this user.")
 @click.option("--json", "as_json", is_flag=True, help="Print one object (distdiag.findings/1).")
 @click.option(

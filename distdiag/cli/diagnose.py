@@ -29,6 +29,7 @@ def _of_files(targets: tuple[str, ...]) -> Report:
     from distdiag.sources.dumps.verdict import NoDumps, diagnose_dumps
     from distdiag.sources.logs.files import find_logs
     from distdiag.sources.logs.verdict import diagnose_logs, failures_first
+    from distdiag.sources.stacks.files import diagnose_stacks
     from distdiag.store import rundir
 
     logs = find_logs(targets)
@@ -40,7 +41,10 @@ def _of_files(targets: tuple[str, ...]) -> Report:
         for target in targets:
             if (runs := rundir.runs_below(Path(target))) is not None:
                 raise runs from e
-        if (report := diagnose_logs(targets, logs)) is not None:
+        report = diagnose_logs(targets, logs)
+        if (report is None or not report.findings) and (stacks := diagnose_stacks(targets)) is not None:
+            return stacks
+        if report is not None:
             return report
         raise _nothing_to_read(others, e.report.bad) from e
     in_logs = diagnose_logs(targets, logs)
@@ -386,6 +390,9 @@ def command(
 
     Logs are text of the ranks, torchrun, Slurm or Kubernetes, plain or gzipped: what torch, NCCL, the launcher and the kernel
     report in them is put in order.
+
+    Stacks are what `py-spy dump` (text or --json) and faulthandler print, one file per rank or several in one. They show where each
+    rank is, so their verdict is suspected, not proved; `distdiag attach` takes them itself.
 
     Exit codes: 0 nothing at or above --fail-on, 1 found or the job failed, 2 bad option or file, 3 not all ranks could be
     judged, 4 no run, no dump, no rank has written. --fail-on never always exits 0.

@@ -110,13 +110,13 @@ def _number(f: Frame, *names: str) -> int | None:
 
 
 def _group(f: Frame, callers: tuple[Frame, ...], users: list[Frame]) -> str:
-    """Return the name of the user's variable that holds the group of a call; the default group if none was passed."""
+    """Return the name of the user's variable that holds the group of a call; else the default group, as of `group.WORLD`."""
     passed = any(_GROUP in x.values.get(n, "") for x in callers if x.name == "wrapper" for n in ("args", "kwargs"))
     where = f.objects.get("group")
     if not passed or where is None:
         return DEFAULT_GROUP
     names = (n for x in users for n, at in x.objects.items() if at == where)
-    return next(names, "a subgroup")
+    return next(names, DEFAULT_GROUP)
 
 
 def _activity(stack: Stack, site: Site | None, source: Source | None) -> str:

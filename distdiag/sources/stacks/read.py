@@ -75,7 +75,9 @@ def from_json(data: bytes | str) -> list[Process]:
 def _frame(f: _SpyFrame) -> Frame:
     found = [x for x in f.locals or () if x.repr is not None]
     objects = {x.name: x.addr for x in found if type(x.addr) is int}
-    return Frame(f.name[:MAX_TEXT], f.filename[:MAX_TEXT], max(f.line, 0), {x.name: x.repr or "" for x in found}, objects)
+    return Frame(
+        f.name[:MAX_TEXT], f.filename[:MAX_TEXT], max(f.line, 0), {x.name: x.repr or "" for x in found}, objects
+    )
 
 
 def from_text(text: str) -> list[Process]:
@@ -106,9 +108,9 @@ def _processes(lines: list[str], rank: int | None) -> Iterator[Process]:
             threads.append(_Open(m[2] or "", m[1] == "idle"))
         elif _FAULT_THREAD.match(line):
             # faulthandler lists the main thread last
-            if not pid and (last := threads[-1].frames) and last[-1].function == "<module>":
+            if (last := threads[-1].frames) and last[-1].function == "<module>":
                 yield from _done(pid, threads, rank)
-                threads = [_Open()]
+                pid, threads = 0, [_Open()]
             threads.append(_Open())
         elif m := _SPY_FRAME.match(line):
             threads[-1].add(Frame(m[1][:MAX_TEXT], m[2][:MAX_TEXT], int(m[3])))

@@ -6,7 +6,6 @@ different operations, or some in one and one elsewhere, are *suspected*; nothing
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -35,8 +34,9 @@ _DO = {a.word: a.do for a in ACTIVITIES if a.do}
 _LOOK = "check that line; if it is only slow, the others continue when it is done"
 _stall = partial(Template, kinds.STALL)
 STALL = _stall("user_code", "{missing}{implicit}; {does}{moves}{reason}; {victims} {victims:waits|wait}", "", "{do}")
-APART = _stall("unknown", "{culprits} {culprits:is|are} in {own}{own_site} where {victims} {victims:is|are} in {other}{other_site}"
-               "{reason}", NO_PROGRESS, "{do}", severity=Severity.WARNING)  # fmt: skip
+APART = _stall("unknown", "{odd} {are} in {own}{own_site} where {rest} wait in {other}{other_site}, and none has moved{reason}",
+               NO_PROGRESS, "compare the paths of the ranks to both lines: each must make as many of these calls as the others",
+               severity=Severity.WARNING)  # fmt: skip
 TOGETHER = _stall("unknown", "{victims} are all in {what}{at}, and none has moved: what they pass to it differs (size, group, how "
                   "often they came there), or the network does not deliver", NO_PROGRESS,
                   "record the job (`-m distdiag.run`, or DISTDIAG=1): counts of calls decide", severity=Severity.WARNING)  # fmt: skip
@@ -86,16 +86,16 @@ def snapshot_of(seen: Mapping[int, Seen]) -> Snapshot:
         ranks[rank] = state
     groups = {n: Group(name=n, ranks=tuple(sorted(seen)), backend="gloo" if n == DEFAULT_GROUP else "") for n in names}
     world = max(seen, default=-1) + 1
-    return Snapshot(
-        t_s=SETTLED_S, world_size=world, ranks=ranks, groups=groups, source="stacks", stable_since_s=0.0
-    )
+    return Snapshot(t_s=SETTLED_S, world_size=world, ranks=ranks, groups=groups, source="stacks", stable_since_s=0.0)
 
 
 def findings(seen: Mapping[int, Seen], source: Source | None) -> list[Finding]:
     """Return what is suspected; nothing if every rank moves, or only waits for one that does."""
     s = snapshot_of(seen)
     graph = build(s)
-    found = [incident_finding(s, verdict) for verdict in judge_graph(s, graph, source=source)]
+    # who waits alone for a message is as often the one that was left waiting
+    without = ("alone",) if any(wait.p2p for wait in graph.waits) else ()
+    found = [incident_finding(s, verdict) for verdict in judge_graph(s, graph, source=source, without=without)]
     if not found:
         found = list(_silent(s, graph)) or list(_stalls(s, graph, seen, source))
     return found or list(_no_sink(s, seen, source))
@@ -137,12 +137,14 @@ def _stalls(s: Snapshot, graph: WaitGraph, seen: Mapping[int, Seen], source: Sou
         if not victims:
             continue
         first, call, moved = s.ranks[ranks[0]], _call(s, victims[0]), any(seen[q].moved for q in ranks)
-        condition = _condition(first.user_stack, s.ranks[victims[0]].user_stack, source)
+        condition = _on_rank(first.user_stack, s.ranks[victims[0]].user_stack, source)
         word = first.activity
         op = op_text(_unnumbered(call))
         missing = f"{rank_list(ranks)} {verb(ranks, 'has', 'have')} not entered {op}{at(call.site)}"
         if call.p2p:
-            missing = f"{rank_list(ranks)} {verb(ranks, 'keeps', 'keep')} rank {victims[0]} waiting in {op}{at(call.site)}"
+            missing = (
+                f"{rank_list(ranks)} {verb(ranks, 'keeps', 'keep')} rank {victims[0]} waiting in {op}{at(call.site)}"
+            )
         yield STALL(
             cause=word if word in ("data", "checkpoint") else "user_code", severity=_severity(moved),
             culprits=ranks, victims=victims, collective=_unnumbered(call) if call.op else None,
@@ -162,10 +164,12 @@ def _no_sink(s: Snapshot, seen: Mapping[int, Seen], source: Source | None) -> It
     if any(x.moved or x.busy or x.position is None for x in seen.values()) or len(seen) < 2:
         return
     calls = {q: r.blocked for q, r in s.ranks.items() if r.blocked is not None}
+    if not calls and any(r.activity in ("sleep", "user_code") for r in s.ranks.values()):
+        return  # that ends by itself, or cannot be told from work
     if not calls:
         places = by_value({q: r.current_site for q, r in s.ranks.items()})
         texts = [
-            f"{rank_list(ranks)} {_DOES.get(s.ranks[ranks[0]].activity, 'is busy')}{at(site)}"
+            f"{rank_list(ranks)}: {verb(ranks, 'it', 'each')} {_DOES.get(s.ranks[ranks[0]].activity, 'is busy')}{at(site)}"
             for site, ranks in list(places.items())[:SHOWN]
         ]
         yield NOBODY(victims=sorted(seen), where=wheres(s, sorted(seen)), places="; ".join(texts))
@@ -177,41 +181,27 @@ def _no_sink(s: Snapshot, seen: Mapping[int, Seen], source: Source | None) -> It
             victims=sorted(calls), collective=_unnumbered(call), waiting=wheres(s, sorted(calls)), what=_op(call), at=call.site,
         )  # fmt: skip
         return
-    odd, rest = sides[1], sides[0]
-    condition = _rank_condition(s, odd, rest, source)
-    back = _rank_condition(s, rest, odd, source)
-    if len(odd) == len(rest) and back is not None and condition is None:
-        odd, rest, condition = rest, odd, back
-    known = len(odd) < len(rest) or (condition is not None) != (back is not None)
-    if condition is not None and condition.names_leaver:
-        odd, rest = (odd, rest) if len(odd) < len(rest) else (rest, odd)
-    others = sorted(q for side in sides for q in side if q not in odd)
+    odd, rest = [q for side in sides[1:] for q in side], sides[0]
+    stacks = s.ranks[odd[0]].user_stack, s.ranks[rest[0]].user_stack
+    parted = source and parting.parting_text(parting.parting(*stacks, source))
     own, other = calls[odd[0]], calls[rest[0]]
-    finding = APART(
-        culprits=odd, victims=others, collective=_unnumbered(other), where=wheres(s, odd), waiting=wheres(s, others),
-        own=_op(own), own_site=own.site, other=_op(other), other_site=other.site,
-        reason=_condition(s.ranks[odd[0]].user_stack, s.ranks[rest[0]].user_stack, source),
-        do=f"compare the paths of the ranks to{at(own.site).replace(' at', '')} and{at(other.site).replace(' at', '')}",
+    known = len(odd) < len(rest)
+    yield APART(
+        culprits=odd if known else (), victims=rest if known else sorted(calls), collective=_unnumbered(other),
+        where=wheres(s, odd if known else sorted(calls)), waiting=wheres(s, rest if known else ()),
+        odd=rank_list(odd), are=verb(odd, "is", "are"), rest=rank_list(rest), own=_op(own), own_site=own.site,
+        other=_op(other), other_site=other.site, reason=_on_rank(*stacks, source) or parted or "",
     )  # fmt: skip
-    yield finding if known else replace(
-        finding, culprits=(), victims=tuple(sorted(calls)), where=(*finding.where, *finding.waiting), waiting=()
-    )
 
 
-def _rank_condition(s: Snapshot, mine: Sequence[int], theirs: Sequence[int], source: Source | None):
-    if source is None:
-        return None
-    return parting.rank_condition(s.ranks[mine[0]].user_stack, s.ranks[theirs[0]].user_stack, source)
-
-
-def _condition(mine: Sequence[Site], theirs: Sequence[Site], source: Source | None) -> str:
-    """Return the end of a sentence: the condition in the source that leads one rank elsewhere than another."""
+def _on_rank(mine: Sequence[Site], theirs: Sequence[Site], source: Source | None) -> str:
+    """Return the end of a sentence: the condition on the rank that leads one rank elsewhere than another; often empty."""
     if source is None:
         return ""
     for a, b in ((mine, theirs), (theirs, mine)):
         if (found := parting.rank_condition(a, b, source)) is not None:
             return f"; due to `{found.text.removesuffix(':')}`{at(Site(found.file, found.line))}"
-    return parting.parting_text(parting.parting(mine, theirs, source))
+    return ""
 
 
 def _call(s: Snapshot, rank: int) -> Call:
@@ -226,5 +216,3 @@ def _unnumbered(call: Call) -> Call:
 
 def _op(call: Call) -> str:
     return op_text(_unnumbered(call))
-
-

@@ -1,0 +1,104 @@
+"""Judges files with the stacks of ranks, in a child process with limits; nothing that they name is opened."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from distdiag import guard
+from distdiag.diagnosis.model.findings import Report
+from distdiag.errors import DistdiagError
+from distdiag.sources.dumps.content import DumpFile
+from distdiag.sources.dumps.files import find, likely
+from distdiag.sources.dumps.naming import name_ranks
+from distdiag.sources.stacks.calls import position
+from distdiag.sources.stacks.frames import Process
+from distdiag.sources.stacks.read import NoStacks, from_json, from_text
+from distdiag.sources.stacks.verdict import Seen, report
+
+LIMITS = guard.Limits()
+MAX_FILES, MAX_BYTES, HEAD_BYTES = 16_384, 64 << 20, 1 << 16
+_STACK = re.compile(rb'\(most recent call first\):|^Thread \S+ \((?:idle|active)|"thread_id"', re.MULTILINE)
+_MORE = "ranks are numbered in the order of their stacks: the files name none"
+
+
+def diagnose_stacks(targets: Sequence[str]) -> Report | None:
+    """Return the verdict on the stacks in these files; None if no file has any.
+
+    Raises:
+        DistdiagError: the files together exceed the limits.
+    """
+    candidates = (p for p, named in find(map(Path, targets)) if named or p.suffix in (".txt", ".log") or likely(p))
+    files = guard.matching(itertools.islice(candidates, MAX_FILES), _has_stacks)
+    if not files:
+        return None
+
+    def work(announce: guard.Announce, refused: Mapping[str, str], only: str | None) -> Report | None:
+        chosen = [p for p in files if str(p) not in refused and only in (None, str(p))]
+        return _judge(", ".join(targets), chosen, announce, refused)
+
+    try:
+        return guard.judged(work, lambda: map(str, files), LIMITS, Report | None)
+    except guard.Died as e:
+        raise DistdiagError(f"the stacks cannot be judged together: {e.reason}", "give fewer files") from e
+
+
+def _has_stacks(path: Path) -> bool:
+    try:
+        with guard.opened(path) as file:
+            return _STACK.search(file.read(HEAD_BYTES)) is not None
+    except (*guard.DAMAGED, OSError):
+        return False
+
+
+def _judge(run: str, files: Iterable[Path], announce: guard.Announce, refused: Mapping[str, str]) -> Report | None:
+    found: list[tuple[Path, list[Process]]] = []
+    bad = dict(refused)
+    for path in files:
+        try:
+            with guard.opened(path) as file:
+                announce(str(path), path.stat().st_size)
+                data = file.read(MAX_BYTES)
+            text = data.decode("utf-8", "replace")
+            processes = from_json(data) if text.lstrip()[:1] == "[" and '"thread_id"' in text else from_text(text)
+            found.append((path, [p for p in processes if not p.data_worker]))
+        except (NoStacks, *guard.DAMAGED, OSError) as e:
+            bad[str(path)] = str(e)[:200]
+    announce(guard.TOGETHER, 0)
+    by_rank, notes = _by_rank([x for x in found if x[1]])
+    if not by_rank:
+        return None
+    notes += [f"{path}: not read ({why})" for path, why in list(bad.items())[:4]]
+    seen = {rank: _seen(samples) for rank, samples in by_rank.items()}
+    absent = sorted(set(range(max(seen) + 1)) - set(seen))
+    unjudged = f"there is no stack of {len(absent)} ranks below rank {max(seen)}" if absent else None
+    return report(seen, None, run=run, world=max(seen) + 1, notes=notes, unjudged=unjudged)
+
+
+def _seen(samples: list[Process]) -> Seen:
+    stack = samples[-1].judged
+    lines = {tuple((f.file, f.function, f.line) for f in p.judged.frames) for p in samples}
+    return Seen(position=position(stack), pid=samples[-1].pid or None, moved=len(lines) > 1, busy=stack.idle is False)
+
+
+def _by_rank(found: list[tuple[Path, list[Process]]]) -> tuple[dict[int, list[Process]], list[str]]:
+    """Return the dumps of each rank, in their order: by the prefix of its lines, by the file, else by their order."""
+    out: dict[int, list[Process]] = {}
+    single = [DumpFile(path=path) for path, own in found if len({p.pid for p in own}) == 1 and own[0].rank is None]
+    name_ranks(single)
+    names = {f.path: f.rank for f in single}
+    numbered = len(set(names.values())) == len(names) and None not in names.values()
+    loose: dict[tuple[str, int], list[Process]] = {}
+    for path, own in found:
+        for nth, p in enumerate(own):
+            rank = p.rank if p.rank is not None else names.get(path) if numbered else None
+            if rank is not None:
+                out.setdefault(rank, []).append(p)
+            else:
+                loose.setdefault((str(path), p.pid or -nth), []).append(p)
+    free = (n for n in itertools.count() if n not in out)
+    for samples, rank in zip(loose.values(), free, strict=False):
+        out[rank] = samples
+    return out, [_MORE] if loose else []

@@ -1,0 +1,238 @@
+"""`distdiag attach` on real jobs that nobody recorded: hung ones, healthy ones that go on, and bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distdiag.attach import ranks
+from distdiag.attach.ranks import Candidate, Job
+from distdiag.attach.sample import py_spy
+from distdiag.errors import DistdiagError
+from tests.jobs import REPOSITORY, distdiag, free_port, start, wait_for
+from tests.jobs import Job as Started
+
+JOBS = REPOSITORY / "tests" / "faults" / "jobs"
+
+
+def _no_py_spy() -> str:
+    try:
+        py_spy()
+    except DistdiagError as e:
+        return str(e)
+    return ""
+
+
+needs_py_spy = pytest.mark.skipif(bool(_no_py_spy()), reason=_no_py_spy() or "py-spy is here")
+
+
+@contextmanager
+def plain(name: str, ranks: int, how: str) -> Iterator[Started]:
+    """Start a job of the collection without distdiag: by torchrun, by itself, or each rank with variables of its own."""
+    script = JOBS / f"{name}.py"
+    command: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        script,
+    ]
+    if how == "spawn":
+        command = [sys.executable, script]
+    elif how == "environment":
+        port = free_port()
+        given = f"WORLD_SIZE={ranks} MASTER_ADDR=127.0.0.1 MASTER_PORT={port}"
+        one = [f"RANK={r} LOCAL_RANK={r} {given} {sys.executable} {script} &" for r in range(ranks)]
+        command = ["bash", "-c", " ".join([*one, "wait"])]
+    with start(command, timeout=170) as job:
+        yield job
+
+
+def attach(job: Started, *options: str) -> dict[str, Any]:
+    ended = distdiag("attach", str(job.process.pid), "--json", *options, timeout=90)
+    return json.loads(ended.stdout)
+
+
+HUNG = [  # job, ranks, launch; who is named, at which lines
+    ("unet_cells", 3, "environment", {0}, {(0, 88), (1, 101), (2, 101)}),
+    ("grad_reduce", 3, "torchrun", {0}, {(0, 32), (1, 34), (2, 34)}),
+    (
+        "spawn_early",
+        2,
+        "spawn",
+        set(),
+        {(0, 44), (1, 51)},
+    ),  # two ranks, and a condition on data parts them: both are shown
+    ("polite_night", 2, "torchrun", {1}, {(0, 50)}),
+    ("nfs_tiles", 2, "environment", {1}, {(1, 53), (0, 56)}),
+    ("tensor_rows", 4, "torchrun", set(), {(0, 53), (1, 56), (2, 56), (3, 53)}),
+    ("registry_retry", 2, "torchrun", {1}, {(1, 30), (0, 41)}),
+]
+
+
+@pytest.mark.job
+@needs_py_spy
+@pytest.mark.parametrize(("name", "size", "how", "culprits", "sites"), HUNG, ids=[f"{x[0]}-{x[2]}" for x in HUNG])
+def test_hung_job(name: str, size: int, how: str, culprits: set[int], sites: set[tuple[int, int]]) -> None:
+    with plain(name, size, how) as job:
+
+        def verdict() -> dict[str, Any] | None:
+            found = attach(job)
+            return found if any(f["severity"] != "info" for f in found.get("findings", ())) else None
+
+        def stands() -> dict[str, Any] | None:
+            found = verdict()  # a job that starts slowly waits for its slowest rank, too
+            shown = {
+                (w["rank"], w["line"]) for f in (found or {}).get("findings", ()) for w in (*f["where"], *f["waiting"])
+            }
+            return found if found is not None and sites <= shown else None
+
+        found = wait_for(stands, 120, "the verdict", job)
+        (finding,) = found["findings"]
+        assert found["schema"] == "distdiag.findings/1"
+        assert set(finding["culprits"]) == culprits, finding
+        assert finding["certainty"] == "suspected"
+        assert all(w["file"] == str(JOBS / f"{name}.py") for w in (*finding["where"], *finding["waiting"]) if w["file"])
+        assert "#" not in finding["message"]
+        assert any("longest pause" in note for note in found["notes"])
+
+
+@pytest.mark.job
+@needs_py_spy
+@pytest.mark.parametrize(
+    ("name", "size", "how"), [("kmeans", 2, "torchrun"), ("spawn_fine", 2, "spawn"), ("micro_accum", 2, "environment")]
+)
+def test_healthy_job_goes_on_and_ends_as_without(name: str, size: int, how: str) -> None:
+    with plain(name, size, how) as alone, plain(name, size, how) as job:
+        seen = 0
+        while job.process.poll() is None:
+            found = attach(job)
+            seen += found.get("ranks_seen", 0) == size and "error" not in found
+            bad = [f for f in found.get("findings", ()) if f["severity"] == "error"]
+            assert not bad, bad
+        assert job.wait() == 0, job.tail()
+        assert alone.wait() == 0, alone.tail()
+        assert seen
+        assert _results(job) == _results(alone)
+
+
+def _results(job: Started) -> list[str]:
+    """Return what a job printed, without times."""
+    return sorted(
+        " ".join(w for w in line.split() if not w.rstrip("s").replace(".", "").isdigit() or "." not in w)
+        for line in job.stdout().splitlines()
+    )
+
+
+# -- which processes are a job -----------------------------------------------------------------------------------------
+
+
+def test_bad_pids_are_one_line_and_a_hint() -> None:
+    if _no_py_spy():
+        pytest.skip(_no_py_spy())
+    for given, words in (
+        (["4194304"], "no such process"),
+        ([str(os.getppid())], ""),
+        ([], "name the job"),
+        (["--job", "x", "--here"], "name the job"),
+        (["--job", "no-such-job"], "no"),
+        (["0"], "0"),
+    ):
+        ended = distdiag("attach", *given)
+        assert ended.returncode in (2, 4), (given, ended)
+        lines = ended.stderr.splitlines()
+        assert len(lines) == 2 and lines[0].startswith("distdiag: error: ") and lines[1].startswith("hint: "), (
+            ended.stderr
+        )
+        assert words in lines[0]
+        assert not ended.stdout
+
+
+@needs_py_spy
+def test_a_process_without_torch_is_refused() -> None:
+    with start([sys.executable, "-c", "import time; time.sleep(60)"]) as job:
+        ended = distdiag("attach", str(job.process.pid))
+        assert ended.returncode == 2
+        assert "has not loaded torch" in ended.stderr
+
+
+def test_missing_py_spy_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(DistdiagError, match="py-spy") as e:
+        py_spy()
+    assert "distdiag[attach]" in e.value.hint
+
+
+def process(pid: int, parent: int = 1, env: dict[str, str] | None = None, *command: str) -> Candidate:
+    found = Candidate(pid, parent, "S", pid, env or {}, command or ("python", "train.py"))
+    found.__dict__["maps"] = b"/x/libtorch_cpu.so\n"
+    return found
+
+
+def here(monkeypatch: pytest.MonkeyPatch, *found: Candidate) -> list[Job]:
+    monkeypatch.setattr(ranks, "_processes", lambda: iter([(p.pid, p) for p in found]))
+    return ranks.jobs_here()
+
+
+def rank(n: int, of: int, port: int = 29500, **more: str) -> dict[str, str]:
+    return {"RANK": str(n), "WORLD_SIZE": str(of), "MASTER_PORT": str(port), **more}
+
+
+def test_jobs_are_told_apart_by_port_and_run_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = here(
+        monkeypatch,
+        process(10), process(11, 10, rank(0, 2)), process(12, 10, rank(1, 2)),
+        process(20), process(21, 20, rank(0, 2, 29501)), process(22, 20, rank(1, 2, 29501)),
+    )  # fmt: skip
+    assert [[p.pid for p in j.processes] for j in jobs] == [[11, 12], [21, 22]]
+    with pytest.raises(DistdiagError, match="2 jobs") as e:
+        ranks.chosen((), None, jobs)
+    assert e.value.code == 2
+    assert "29501" in e.value.hint
+    assert ranks.chosen((), "29501", jobs) is jobs[1]
+    assert ranks.chosen((10,), None, jobs) is ranks.chosen((12,), None, jobs) is jobs[0]
+    with pytest.raises(DistdiagError, match="2 jobs"):
+        ranks.chosen((11, 21), None, jobs)
+
+
+def test_workers_launchers_and_helpers_are_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_JOB_ID": "7"}
+    jobs = here(
+        monkeypatch,
+        process(10, 1, slurm, "python", "torchrun"),
+        process(11, 10, slurm | rank(0, 2)), process(12, 10, slurm | rank(1, 2)),
+        process(13, 11, slurm | rank(0, 2)),  # a worker of rank 0's loader
+        process(14, 11, slurm | rank(0, 2), "python", "-c", "from multiprocessing.resource_tracker import main"),
+    )  # fmt: skip
+    assert [[p.pid for p in j.processes] for j in jobs] == [[11, 12]]
+    assert ranks.chosen((13,), None, jobs) is jobs[0]
+    assert "7" in jobs[0].names
+
+
+def test_children_that_were_spawned_are_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork = ("python", "-c", "from multiprocessing.spawn import spawn_main", "--multiprocessing-fork")
+    jobs = here(
+        monkeypatch, process(10), process(11, 10, {}, *fork), process(12, 10, {}, *fork), process(13, 11, {}, *fork)
+    )
+    assert [[p.pid for p in j.processes] for j in jobs] == [[11, 12]]
+    assert jobs[0].names[0] == "10"
+    assert jobs[0].world is None
+
+
+def test_ranks_of_other_hosts_are_not_expected_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def node(n: int) -> dict[str, str]:
+        return rank(n, 8, LOCAL_RANK=str(n - 4), LOCAL_WORLD_SIZE="4", MASTER_ADDR="node0")
+
+    (job,) = here(monkeypatch, process(10), *(process(n + 10, 10, node(n)) for n in (4, 5, 7)))
+    assert job.world == 8
+    assert job.expected({4, 5, 7}) == {4, 5, 6, 7}

@@ -1,0 +1,201 @@
+"""Text of py-spy and faulthandler given to `distdiag diagnose`, and what a stack alone shows."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from distdiag.diagnosis.model.findings import Certainty, Severity, State
+from distdiag.sources.stacks.calls import position
+from distdiag.sources.stacks.files import diagnose_stacks
+from distdiag.sources.stacks.frames import Frame, Process, Stack
+from distdiag.sources.stacks.read import NoStacks, from_json, from_text
+from distdiag.sources.stacks.verdict import Seen, findings
+from tests.jobs import distdiag
+
+LIBRARY = "/opt/lib/python3.12/site-packages/torch"
+SPY = """Process 25886: /x/python -u train.py
+Python v3.12.7 (/opt/bin/python3.12)
+
+Thread 25890 (idle): "Thread-1 (run)"
+    wait (threading.py:355)
+    run (logger.py:12)
+Thread 25886 (idle): "MainThread"
+    pthread_cond_wait (libc.so.6)
+    DistributedDataParallel._sync_buffers (torch/nn/parallel/distributed.py:2425)
+    DistributedDataParallel.forward (torch/nn/parallel/distributed.py:1886)
+        Arguments:
+            self: <Trainer at 0x7f>
+    Trainer.evaluate (unet.py:88)
+    <module> (unet.py:100)
+"""
+FAULT = f"""Thread 0x00007f2b91be59b0 (most recent call first):
+  File "/opt/lib/python3.12/threading.py", line 355 in wait
+  File "/opt/lib/python3.12/threading.py", line 1030 in _bootstrap
+
+Current thread 0x00007f121f44524a (most recent call first):
+  File "{LIBRARY}/distributed/distributed_c10d.py", line 5356 in barrier
+  File "{LIBRARY}/distributed/c10d_logger.py", line 83 in wrapper
+  File "/home/me/unet.py", line 101 in <module>
+"""
+
+
+def write(folder: Path, **texts: str) -> Path:
+    for name, text in texts.items():
+        (folder / f"{name}.txt").write_text(text)
+    return folder
+
+
+def test_py_spy_and_faulthandler_in_one_file_per_rank(tmp_path: Path) -> None:
+    report = diagnose_stacks([str(write(tmp_path, rank0=SPY, rank1=FAULT, rank2=FAULT))])
+    assert report is not None
+    (finding,) = report.findings
+    assert (finding.kind, finding.cause, finding.culprits, finding.victims) == ("mismatch", "op", (0,), (1, 2))
+    assert finding.certainty == Certainty.SUSPECTED
+    assert report.state == State.STALLED
+    assert [(w.file, w.line, w.function) for w in finding.where] == [("unet.py", 88, "evaluate")]
+    assert "broadcast at unet.py:88 in evaluate (DDP's buffers, before the forward)" in finding.message
+    assert "#" not in finding.message and "never" not in finding.message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        SPY + FAULT + FAULT,
+        "".join(f"[rank{r}]: {line}\n" for r, t in ((0, SPY), (1, FAULT), (2, FAULT)) for line in t.splitlines()),
+    ],
+    ids=["in order", "by prefix"],
+)
+def test_all_ranks_in_one_file(tmp_path: Path, text: str) -> None:
+    report = diagnose_stacks([str(write(tmp_path, all=text))])
+    assert report is not None
+    assert [f.culprits for f in report.findings] == [(0,)]
+    assert report.ranks_seen == 3
+
+
+def test_by_the_command_with_its_exit_code(tmp_path: Path) -> None:
+    ended = distdiag("diagnose", write(tmp_path, rank0=SPY, rank1=FAULT), "--json")
+    assert ended.returncode == 1, ended.stderr
+    found = json.loads(ended.stdout)
+    assert found["findings"][0]["certainty"] == "suspected"
+    assert found["findings"][0]["culprits"] == []  # of two ranks neither is known to be wrong
+
+
+def test_a_missing_rank_is_named(tmp_path: Path) -> None:
+    report = diagnose_stacks([str(write(tmp_path, rank0=FAULT, rank3=FAULT))])
+    assert report is not None
+    assert report.unjudged == "there is no stack of 2 ranks below rank 3"
+
+
+def test_other_text_is_none(tmp_path: Path) -> None:
+    assert diagnose_stacks([str(write(tmp_path, train="epoch 1 loss 0.3\n"))]) is None
+    with pytest.raises(NoStacks):
+        from_text("nothing")
+    for data in (b"[]", b"[{}]", b"{", b'[{"pid": -1, "frames": []}]', b"\xff"):
+        with pytest.raises(NoStacks):
+            from_json(data)
+
+
+def test_hostile_text_ends_in_an_answer(tmp_path: Path) -> None:
+    rng = random.Random(4)
+    lines = (SPY + FAULT).splitlines()
+    for _ in range(60):
+        text = "\n".join(rng.choice(lines)[rng.randrange(3) : rng.randrange(4, 90)] for _ in range(80))
+        try:
+            processes = from_text(text)
+        except NoStacks:
+            continue
+        findings({i: Seen(position=position(p.judged)) for i, p in enumerate(processes)}, None)
+    long = "Thread 1 (idle)\n" + "    f (" + "x" * 100_000 + ":1)\n" * 3
+    diagnose_stacks([str(write(tmp_path, long=long, esc=SPY.replace("unet.py", "un\x1bet.py")))])
+
+
+def frame(function: str, file: str, line: int = 1, **values: str) -> Frame:
+    return Frame(function, file, line, values, {name: i for i, name in enumerate(values)})
+
+
+def at(*frames: Frame, idle: bool | None = True, native: tuple[str, ...] = ()) -> Stack:
+    return Stack(frames, native, idle, "MainThread")
+
+
+USER = frame("Trainer.fit", "/home/me/train.py", 40)
+C10D = f"{LIBRARY}/distributed/distributed_c10d.py"
+
+
+@pytest.mark.parametrize(
+    ("stack", "op", "activity"),
+    [
+        (at(frame("all_reduce", C10D), frame("wrapper", f"{LIBRARY}/distributed/c10d_logger.py"), USER), "all_reduce", "waiting"),
+        (at(frame("_all_gather_base", C10D), USER), "all_gather_into_tensor", "waiting"),
+        (at(frame("_engine_run_backward", f"{LIBRARY}/autograd/graph.py"), USER), "all_reduce", "waiting"),
+        (at(frame("_engine_run_backward", f"{LIBRARY}/autograd/graph.py"), USER, idle=False), None, "user_code"),
+        (at(USER, native=("pthread_cond_wait", "c10d::Work::wait")), "", "waiting"),
+        (at(USER, native=("poll", "c10d::TCPStore::get")), None, "socket"),
+        (at(USER, native=("cudaStreamSynchronize",)), None, "device"),
+        (at(frame("_try_get_data", f"{LIBRARY}/utils/data/dataloader.py"), USER), None, "data"),
+        (at(frame("wait", "/opt/lib/python3.12/threading.py"), USER), None, "lock"),
+        (at(USER), None, "user_code"),
+    ],
+)  # fmt: skip
+def test_what_a_stack_shows(stack: Stack, op: str | None, activity: str) -> None:
+    found = position(stack)
+    assert (found.call.op if found.call is not None else None, found.activity) == (op, activity)
+    assert found.site is not None and found.site.key == "/home/me/train.py:40"
+
+
+def test_a_thread_in_a_collective_counts_while_the_main_thread_waits() -> None:
+    main = at(frame("join", "/opt/lib/python3.12/threading.py"), frame("<module>", "/home/me/train.py", 9))
+    other = Stack((frame("all_reduce", C10D), USER), (), True, "Thread-1")
+    assert Process(1, (main, other)).judged is other
+    assert Process(1, (main, Stack((USER,), (), True, "Thread-2"))).judged is main
+
+
+def test_groups_are_named_by_the_users_variable_and_messages_by_their_peer() -> None:
+    group = "<torch._C._distributed_c10d.ProcessGroup at 0x7f>"
+    wrapper = frame("wrapper", f"{LIBRARY}/distributed/c10d_logger.py", kwargs=f"{{'group': {group}}}")
+    call = Frame("all_reduce", C10D, 1, {"group": group}, {"group": 77})
+    user = Frame("fit", "/home/me/train.py", 40, {"tp": group}, {"tp": 77})
+    found = position(at(call, wrapper, user)).call
+    assert found is not None and found.group == "tp"
+    message = position(at(frame("recv", C10D, src="3", tag="0"), USER)).call
+    assert message is not None and (message.op, message.peer) == ("recv", 3)
+
+
+def seen(line: int, op: str | None = None, **more: bool) -> Seen:
+    user = frame("fit", "/home/me/train.py", line)
+    return Seen(position=position(at(*([frame(op, C10D)] if op else []), user)), **more)
+
+
+def test_ranks_that_move_are_healthy_and_one_that_is_awaited_is_named() -> None:
+    moving = {r: seen(10, "all_reduce", moved=True) for r in range(3)}
+    assert findings(moving, None) == []
+    (slow,) = findings({0: seen(10, "all_reduce"), 1: seen(20, moved=True)}, None)
+    assert (slow.kind, slow.severity, slow.culprits) == ("stall", Severity.INFO, (1,))
+    (stuck,) = findings({0: seen(10, "all_reduce"), 1: seen(20)}, None)
+    assert (stuck.kind, stuck.severity, stuck.culprits) == ("stall", Severity.WARNING, (1,))
+
+
+def test_ranks_that_all_sleep_are_healthy_and_that_all_wait_for_a_lock_are_not() -> None:
+    asleep = {r: Seen(position=position(at(USER), lambda path: "time.sleep(9)\n" * 50)) for r in range(2)}
+    assert findings(asleep, None) == []
+    lock = at(frame("acquire", "/opt/lib/python3.12/threading.py"), USER)
+    (finding,) = findings({r: Seen(position=position(lock)) for r in range(2)}, None)
+    assert (finding.severity, finding.culprits, finding.victims) == (Severity.WARNING, (), (0, 1))
+
+
+def test_one_operation_at_two_lines_names_the_minority_and_of_two_ranks_none() -> None:
+    (odd,) = findings({0: seen(10, "all_reduce"), 1: seen(20, "all_reduce"), 2: seen(20, "all_reduce")}, None)
+    assert (odd.severity, odd.culprits, odd.victims) == (Severity.WARNING, (0,), (1, 2))
+    (tie,) = findings({0: seen(10, "all_reduce"), 1: seen(20, "all_reduce")}, None)
+    assert (tie.culprits, tie.victims) == ((), (0, 1))
+
+
+def test_a_condition_on_the_rank_decides_between_two() -> None:
+    text = "def fit(rank):\n    if rank == 0:\n        broadcast()\n    barrier()\n"
+    two = {0: seen(3, "broadcast"), 1: seen(4, "barrier")}
+    (finding,) = findings(two, lambda path: text)
+    assert finding.culprits == (0,)
+    assert "`if rank == 0:` at train.py:2" in finding.message
