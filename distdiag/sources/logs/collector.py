@@ -9,6 +9,7 @@ from pathlib import Path
 from distdiag.guard import TOGETHER, Announce
 from distdiag.sources.logs import lines
 from distdiag.sources.logs.facts import MAX_WRITERS, Collected, Fact, Line, source_of
+from distdiag.sources.logs.later import Later
 from distdiag.sources.logs.patterns import TABLE, Role
 from distdiag.sources.logs.recorded import MARK
 from distdiag.sources.logs.tables import Tables
@@ -27,7 +28,6 @@ _PREFIXES = bounded(r"^(?:\[[^\]]*\]:? ?){0,9}")
 # an open quotation in a sentence, a list or a call, a raise statement, or the middle of a sentence
 _PROSE = bounded(r"(?:\w |[\[{,] ?|[a-z_]\()[\"'](?=[^\"']{0,400}$)|\braise \w|[a-z] $")
 _MILD = bounded(r"(?<!NCCL )\b(?:WARN(?:ING)?|INFO|DEBUG)\b")  # levels of the program's own log
-_LOUD = bounded(r"[A-Za-z](?:Error|Exception)\b|Traceback|File \"|frame #")
 _SECTION = bounded(
     r"-----(?:Begin|End) global rank (?P<r>\d+) STD|^==> \S{0,200}?(?:rank[-_.=]?(?P<of_file>\d+)\S*)? <=="
 )
@@ -38,7 +38,7 @@ class Collector:
     """Reads files one after another; `result` has their contents."""
 
     def __init__(self, paths: Iterable[Path], wrapped: Mapping[Path, int] | None = None) -> None:
-        self.result = Collected()
+        self.result, self.later = Collected(), Later()
         self.paths = list(paths)
         self._bounds = lines.Bounds()
         self._wrapped = wrapped or {}  # the column at which a terminal wrapped the lines of a file
@@ -48,7 +48,6 @@ class Collector:
         self._tracebacks = Tracebacks(self.result, self._add)
         self._section: int | None = None  # the rank whose lines follow
         self._run = (0, 0)
-        self._loud = 0  # the last line with an error
         self._order = 0
         self._last_error: tuple[tuple[object, ...], int] | None = None  # whose line, and which, is NCCL's reason
 
@@ -63,7 +62,7 @@ class Collector:
         """
         out, bounds = self.result, self._bounds
         for path in self.paths:
-            first, last = len(out.facts), 0
+            first = len(out.facts)
             try:
                 if refused and str(path) in refused:
                     raise OSError(refused[str(path)])
@@ -75,7 +74,6 @@ class Collector:
                 ):
                     for message, rank, pod in messages(plain(text)):
                         self._read_line(path, number, message[:MAX_MESSAGE], rank, pod)
-                    last = number
             except OSError as e:
                 out.bad.append((str(path), e.strerror or str(e)))
             if bounds.late:
@@ -84,14 +82,14 @@ class Collector:
                     (str(path), "only its first and last lines were read in detail: it has too many different errors")
                 )
             self._end_rows(path, at_end=True)
-            for fact in out.facts[first:]:
-                fact.quiet_lines = last - self._loud
             out.facts[first:] = self._of_last_run(out.facts[first:])
+            failed = min((f.line for f in out.facts[first:] if f.role not in (Role.FACT, Role.HINT)), default=None)
+            self.later.read(path, self._bounds.tail, failed)
             out.files.append(path)
             self._tracebacks.end_of_file()
             self._times.clear()
             self._section = None
-            self._run, self._loud = (0, 0), 0
+            self._run = (0, 0)
         for fact in out.named("timeout"):
             fact.site = fact.site or self._tracebacks.site(fact)
         out.ranks |= set(filter(is_rank, bounds.ranks))
@@ -119,8 +117,6 @@ class Collector:
         if MARK in text:
             out.recorded.add(text, number)
             return
-        if _LOUD.search(text) is not None:
-            self._loud = number
         who = writer(text)
         if rank is not None:
             who.rank = rank
@@ -173,8 +169,10 @@ class Collector:
             self._size(int(fields["r"][:7]), int(fields["world"][:7]), who.process)
         elif name == "torchrun":
             out.torchrun = True
-        elif name in ("restart", "launch"):
-            self._next_run(name == "launch")
+        elif name in ("restart", "launch", "again"):
+            self.later.restarts[line.path] = line.number
+            if name != "again":
+                self._next_run(name == "launch")
         if role is Role.FACT or (who.mild and role in (Role.CAUSE, Role.VICTIM, Role.START)):
             return None
         if any(len(v) > MAX_DIGITS and v.isdigit() for v in fields.values()):

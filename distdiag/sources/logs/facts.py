@@ -39,7 +39,6 @@ class Fact:
     site: Site | None = None
     at: tuple[str, float] | None = None
     run: tuple[int, int] = (0, 0)  # launch and attempt, of those appended to one file
-    quiet_lines: int = 0  # how many lines without any error end the file
     uncaught: bool = False  # its traceback begins at the script itself, so nothing in the script caught it
     in_collective: bool = False  # raised by a backend, inside a collective call
     of_node: bool = False  # `rank` is the rank on its node; the log does not show whether there are more nodes
@@ -76,6 +75,7 @@ class Collected:
     """
 
     facts: list[Fact] = field(default_factory=list)
+    past: list[Fact] = field(default_factory=list)  # failures after which the process or the job went on
     recorded: Recorded = field(default_factory=Recorded)
     unknown: deque[tuple[Path, int, str]] = field(default_factory=lambda: deque(maxlen=3))  # last lines like errors
     ranks: set[int] = field(default_factory=set)

@@ -20,7 +20,6 @@ from distdiag.sources.logs.tracebacks import LOST
 from distdiag.terms.ranks import unfold_ranks
 from distdiag.terms.untrusted import MAX_INT, bounded, is_rank
 
-HANDLED_LINES = 50  # a log that ends in so many lines without an error shows that an exception was caught
 # an exception that only reports another one
 _RETOLD = bounded(
     r"[Rr]oot cause|[Ss]ee (?:the )?(?:stack trace|logs? |error)|in a background process|previous error|sub-exception|Caught \w+ in DataLoader worker"
@@ -74,13 +73,12 @@ def of_messages(found: Collected) -> tuple[list[Reason], list[Fact]]:
     of_device = {
         f.rank for f in found.facts if f.rank is not None and f.name in MEANINGS and MEANINGS[f.name].kind == "gpu"
     }
-    caught = {id(f) for f in handled(found)}
     ended = {process(f) for f in found.facts if f.uncaught and f.role is Role.CAUSE and not _RETOLD.search(f.text)}
     reasons: dict[tuple[str, str], Reason] = {}
     late: list[Fact] = []
     for f in found.facts:
         meaning = MEANINGS.get(f.name)
-        if f.role is not Role.CAUSE or meaning is None or id(f) in caught:
+        if f.role is not Role.CAUSE or meaning is None:
             continue
         if f.name == "exception" and not f.uncaught and process(f) in ended:
             continue
@@ -139,14 +137,6 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, seve
         r.advice = meanings.OF_PROGRAM
     elif f.name == "cuda_error":
         r.advice = meanings.advice_for(f.text, meaning.advice)
-
-
-def handled(found: Collected) -> list[Fact]:
-    """Return the exceptions that a rank caught: its log continues for long, and no line shows that the job failed."""
-    if any(f.role in (Role.WAIT, Role.VICTIM, Role.EXIT, Role.START) for f in found.facts):
-        return []
-    raised = [f for f in found.facts if f.name == "exception" or (f.name == "cuda_oom" and f.site is not None)]
-    return [f for f in raised if f.quiet_lines >= HANDLED_LINES and not f.uncaught]
 
 
 def text_of(f: Fact, meaning: Meaning) -> str:

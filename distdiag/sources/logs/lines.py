@@ -72,6 +72,7 @@ class Bounds:
     Attributes:
         late: True if lines of the file were left out that differ from those before; its end is read even so.
         ranks: Those that write lines at the begin and the end of the files.
+        tail: The last blocks of the file, each with the number of its first line.
     """
 
     def __init__(self) -> None:
@@ -86,10 +87,11 @@ class Bounds:
         self._path = Path()
         self.late = False
         self.ranks: set[int] = set()
+        self.tail: deque[tuple[int, bytes]] = deque()
 
     def start(self, path: Path) -> None:
         """Begin with a file."""
-        self._path, self.late = path, False
+        self._path, self.late, self.tail = path, False, deque()
         self._after = self._near = -1
 
     def keep(self, block: bytes, raws: Sequence[bytes], all_of_them: bool) -> list[int]:
@@ -182,7 +184,7 @@ def lines(path: Path, bounds: Bounds) -> Iterator[tuple[int, str]]:
         OSError: the file cannot be read any further; lines before that were yielded.
     """
     number, ended = 1, None
-    tail: deque[tuple[int, bytes]] = deque()
+    tail = bounds.tail
     with guard.opened(path) as f:
         try:
             for block in _blocks(f):
