@@ -13,7 +13,7 @@ from distdiag.sources.logs.later import Later
 from distdiag.sources.logs.patterns import TABLE, Role
 from distdiag.sources.logs.recorded import MARK
 from distdiag.sources.logs.tables import Tables
-from distdiag.sources.logs.tracebacks import Tracebacks
+from distdiag.sources.logs.tracebacks import PROSE, Tracebacks
 from distdiag.sources.logs.writers import Writer, messages, plain, time_of, writer
 from distdiag.terms.untrusted import MAX_RANKS, bounded, is_rank
 
@@ -25,12 +25,16 @@ MAX_DIGITS = 20  # most digits of a number: no field has more
 _RANK_FIELDS = ("a", "b", "r", "waiter", "awaited", "near")
 _ERRORS = bounded(r"\b(?:(?:[A-Z]\w*)?(?:Error|Exception)|ERROR|FATAL|Fatal|Aborted)\b")
 _PREFIXES = bounded(r"^(?:\[[^\]]*\]:? ?){0,9}")
-# an open quotation in a sentence, a list or a call, a raise statement, or the middle of a sentence
-_PROSE = bounded(r"(?:\w |[\[{,] ?|[a-z_]\()[\"'](?=[^\"']{0,400}$)|\braise \w|[a-z] $")
 _MILD = bounded(r"(?<!NCCL )\b(?:WARN(?:ING)?|INFO|DEBUG)\b")  # levels of the program's own log
 _SECTION = bounded(
     r"-----(?:Begin|End) global rank (?P<r>\d+) STD|^==> \S{0,200}?(?:rank[-_.=]?(?P<of_file>\d+)\S*)? <=="
 )
+_POD = bounded(r"^Name:\s{2,40}(?P<pod>\S{1,253})\s*$")  # `kubectl describe`: what follows is of one pod
+_STATE = bounded(r"^\s{2,99}(?P<last>Last )?State:\s{2,40}(?P<state>\w+)")
+_MISSING = bounded(
+    r"(?:^|[:\s])(?P<ranks>\d{1,6}): \[[\w.]"
+)  # Horovod's stall inspector: a rank, and what the others wait for
+_STATE_LINES = 5
 _DIGIT = bounded(r"\d+")
 
 
@@ -47,6 +51,8 @@ class Collector:
         self._table = Tables()
         self._tracebacks = Tracebacks(self.result, self._add)
         self._section: int | None = None  # the rank whose lines follow
+        self._pod, self._earlier = "", 0  # of `kubectl describe`: the pod, and the last line on its earlier container
+        self._missing: tuple[tuple[object, ...], int] = (), 0  # whose lines name missing ranks, and up to which
         self._run = (0, 0)
         self._order = 0
         self._last_error: tuple[tuple[object, ...], int] | None = None  # whose line, and which, is NCCL's reason
@@ -86,9 +92,12 @@ class Collector:
             failed = min((f.line for f in out.facts[first:] if f.role not in (Role.FACT, Role.HINT)), default=None)
             self.later.read(path, self._bounds.tail, failed)
             out.files.append(path)
+            for pid, named in bounds.pids.items():
+                if is_rank(named):
+                    out.is_rank_of(pid, named)
             self._tracebacks.end_of_file()
             self._times.clear()
-            self._section = None
+            self._section, self._pod, self._earlier = None, "", 0
             self._run = (0, 0)
         for fact in out.named("timeout"):
             fact.site = fact.site or self._tracebacks.site(fact)
@@ -120,7 +129,8 @@ class Collector:
         who = writer(text)
         if rank is not None:
             who.rank = rank
-        who.process = who.process or pod
+        self._describe(text, number)
+        who.process = who.process or pod or self._pod
         if (section := _SECTION.search(text)) is not None:
             named = section["r"] or section["of_file"]
             self._section = int(named) if named and "--End" not in text else None
@@ -144,8 +154,17 @@ class Collector:
                 self._tracebacks.start(line.source, self._table.rank)
         elif text.rstrip().endswith("Last error:"):  # NCCL: the next line is the reason
             self._last_error = line.source, self._order + 1
+        elif text.rstrip().endswith("Missing ranks:"):
+            self._missing = line.source, self._order + lines.LINES_AFTER
         elif not self._tracebacks.belongs(line) and not self._tracebacks.ends(line):
             self._look_up(line)
+
+    def _describe(self, text: str, number: int) -> None:
+        """Note which pod a description is of, and which lines are on a container that was restarted since."""
+        if (m := _POD.match(text)) is not None:
+            self._pod, self._earlier = m["pod"], 0
+        elif self._pod and (m := _STATE.match(text)) is not None:
+            self._earlier = number + _STATE_LINES if m["last"] and self._earlier < 0 else -(m["state"] != "Waiting")
 
     def _look_up(self, line: Line) -> None:
         """Add the facts of the rows that fit a line."""
@@ -157,7 +176,10 @@ class Collector:
                 self._add(row.name, row.role, m.groupdict(), line)
                 if row.role is not Role.FACT:
                     return
-        if self._last_error == (line.source, self._order):
+        source, until = self._missing
+        if source == line.source and self._order <= until and (m := _MISSING.search(text)) is not None:
+            self._add("horovod_late", Role.WAIT, m.groupdict(), line)
+        elif self._last_error == (line.source, self._order):
             self._add("nccl_warning", Role.HINT, {"what": _PREFIXES.sub("", text, count=1)[:200]}, line)
         elif not line.who.mild and _ERRORS.search(text):
             self.result.unknown.append((line.path, line.number, text.strip()[:200]))
@@ -169,6 +191,16 @@ class Collector:
             self._size(int(fields["r"][:7]), int(fields["world"][:7]), who.process)
         elif name == "torchrun":
             out.torchrun = True
+        elif name == "joined":
+            out.joined |= set(filter(is_rank, [int(fields["r"][:7])]))
+        elif name == "spawned":
+            out.local_of[fields["pid"]] = int(fields["local"][:7])
+        elif name == "env" and is_rank(rank := int(fields["r"][:7])):
+            out.by_path.setdefault(line.path, set()).add(rank)
+            out.env.setdefault(line.path, set()).add(rank)
+            if who.process:
+                out.is_rank_of((who.process, who.host), rank)
+            self._size(rank, int(fields.get("world", "0")[:7]), "")
         elif name in ("restart", "launch", "again"):
             self.later.restarts[line.path] = line.number
             if name != "again":
@@ -192,7 +224,7 @@ class Collector:
             return None
         at = who.at or self._times.get(line.source)
         fact = Fact(name, role, fields, who, line.path, line.number, self._order, line.text[:500], at=at, run=self._run)
-        out.facts.append(fact)
+        (out.past if role is Role.EXIT and line.number <= self._earlier else out.facts).append(fact)
         if name == "fatal":
             self._tracebacks.fatal(fact, line.source)
         return fact
@@ -215,7 +247,7 @@ class Collector:
 
 def _told(before: str, role: Role) -> bool:
     """True if a message is told, not given: in a sentence, a quotation, or a line of the program's log that is no error."""
-    told = _PROSE.search(before)
+    told = PROSE.search(before)
     if told is not None and (role is not Role.EXIT or told[0][-1] in "\"'"):
         return True
     return role is Role.CAUSE and _MILD.search(before) is not None

@@ -88,6 +88,10 @@ class Collected:
     rank_of: dict[object, int | None] = field(default_factory=dict)
     in_world: dict[str, tuple[int, int]] = field(default_factory=dict)  # (size, rank)
     by_path: dict[Path, set[int]] = field(default_factory=dict)  # ranks named in the lines of a file
+    env: dict[Path, set[int]] = field(default_factory=dict)  # the ranks that a file's environment gives
+    local_of: dict[str, int] = field(default_factory=dict)  # rank on its node of a pid, by the launcher
+    joined: set[int] = field(default_factory=set)  # ranks that have joined the job's store
+    took: dict[int, tuple[float, str]] = field(default_factory=dict)  # of a rank's last lines: seconds, and for what
     of_nodes: set[Path] = field(default_factory=set)  # files that name ranks on their node
 
     def named(self, *names: str) -> list[Fact]:

@@ -28,6 +28,8 @@ _PROGRESS = bounded(
     r"\b(?:[Ss]teps?|[Ee]poch|EPOCH|[Ii]ter(?:ation)?s?|it|[Bb]atch|global_step)\b\W{0,3}\d|\d%\||\d(?:it/s|s/it)\b|\bloss\W{1,3}\d|'loss': "
 )
 _NO_PROGRESS = bounded(r"(?:Error|Exception)(?::|$)|\b(?:ERROR|FATAL|[Ff]ailed|[Tt]imed? ?out|NCCL WARN|Loading)\b")
+_PREFIX = bounded(r"^(?:\[[^\]]*\]:? ?){0,3}")
+_TOOK = bounded(r"\b(?:in|took|after) (?P<s>\d{1,6}(?:\.\d{1,6})?) ?s(?:ec(?:onds)?)?\b")
 _BUT = r"(?!.{0,60}(?:error|fail|code:? ?-?[1-9]|killed|signal|cancel))"
 # words that a job ended well, by how much they say: of the whole job; of the lines before them; of one process
 _WELL = (
@@ -51,6 +53,7 @@ class Later:
     progress: dict[tuple[Path, object], list[int]] = field(default_factory=dict)
     well: dict[tuple[Path, str], int] = field(default_factory=dict)
     restarts: dict[Path, int] = field(default_factory=dict)
+    took: dict[tuple[str, object], tuple[float, str]] = field(default_factory=dict)
     left: int = MOST_LINES
 
     def read(self, path: Path, tail: Sequence[tuple[int, bytes]], after: int | None) -> None:
@@ -77,6 +80,9 @@ class Later:
         for scope, regex in _WELL:
             if regex.search(text) is not None:
                 self.well.setdefault((path, scope), number)
+        if (m := _TOOK.search(text)) is not None:
+            for name in _names(writer(text), rank):
+                self.took.setdefault(name, (float(m["s"]), _PREFIX.sub("", text).strip()))
         if _PROGRESS.search(text) is None or _NO_PROGRESS.search(text) is not None:
             return
         who = writer(text)

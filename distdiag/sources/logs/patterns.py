@@ -196,7 +196,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("nccl_rank", F, " in world size ", r"\brank (?P<r>\d+) in world size (?P<world>\d+)"),
     _row("joined", F, "to store for rank", r"Added key: \S{1,80} to store for rank: (?P<r>\d+)"),
     _row("env", F, "RANK=", r"(?<![_\w])RANK=(?P<r>\d+)\b(?:.{0,200}?\bWORLD_SIZE=(?P<world>\d+))?"),
-    _row("env", F, "RANK: ", r"^\s{2,}RANK:\s{1,40}(?P<r>\d+)\s*$"),
+    _row("env", F, "RANK: ", r"^\s{2,99}RANK:\s{1,40}(?P<r>\d+)\s*$"),
     _row("spawned", F, " spawned with command", r"process (?P<pid>\d+) spawned with command.{0,4000}?--local[_-]rank[= ](?P<local>\d+)"),
     _row("nccl_rank", F, " nranks ", r"\brank (?P<r>\d+) nranks (?P<world>\d+)"),
     _row("lightning", F, "MEMBER: ", r"GLOBAL_RANK: (?P<r>\d+), MEMBER: \d+/(?P<world>\d+)"),
@@ -226,4 +226,10 @@ _WORDS = tuple(dict.fromkeys((*(p.needle for p in TABLE), *_BEGINS, *_MORE, *_WE
 NEEDLES: tuple[bytes, ...] = tuple(word.encode() for word in _WORDS)
 WEAK = frozenset(word.encode() for word in _WEAK)
 BEGINS = frozenset(word.encode() for word in _BEGINS)
-HEADS = (b'File "', b'File \\"', b"Last error:", b"Missing ranks:", b"traceback :")  # the next lines belong to it, whatever they contain
+HEADS = (
+    b'File "',
+    b'File \\"',
+    b"Last error:",
+    b"Missing ranks:",
+    b"traceback :",
+)  # the next lines belong to it, whatever they contain

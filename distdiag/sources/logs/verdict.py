@@ -66,7 +66,11 @@ def _encoded(report: Report) -> bytes:
 def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str, str] | None) -> Collected:
     """Return what files contain, without the failures after which the job went on."""
     found = join(reader.read(announce, refused))
-    found.facts, found.past = later.split(found, reader.later)
+    found.facts, past = later.split(found, reader.later)
+    found.past += past
+    found.took = {
+        name: took for (kind, name), took in reader.later.took.items() if kind == "rank" and isinstance(name, int)
+    }
     return found
 
 
