@@ -178,7 +178,7 @@ class Collector:
                     return
         source, until = self._missing
         if source == line.source and self._order <= until and (m := _MISSING.search(text)) is not None:
-            self._add("horovod_late", Role.WAIT, m.groupdict(), line)
+            self._add("horovod_stall", Role.WAIT, m.groupdict(), line)
         elif self._last_error == (line.source, self._order):
             self._add("nccl_warning", Role.HINT, {"what": _PREFIXES.sub("", text, count=1)[:200]}, line)
         elif not line.who.mild and _ERRORS.search(text):

@@ -35,7 +35,7 @@ _BUT = r"(?!.{0,60}(?:error|fail|code:? ?-?[1-9]|killed|signal|cancel))"
 _WELL = (
     ("job", bounded(r"(?i:\b(?:Job)?State[=: ]{1,4}COMPLETED\b|\bCOMPLETED\s{1,9}0:0\b|\bjob '?[\w.-]{1,80}'? (?:succeeded|finished successfully)|\bphase: {1,9}Succeeded)")),
     ("file", bounded(r"(?i:\b(?:train(?:ing|er)?|run|job|fit|workflow|experiment|all (?:epochs|steps|done))\b.{0,24}\b(?:finished|completed?|done|succeeded)\b)" + _BUT)),
-    ("file", bounded(r"max_(?:steps|epochs)=\d{1,9}`? reached|(?:^|[=\s])\d{1,6} passed\b" + _BUT)),
+    ("file", bounded(r"max_(?:steps|epochs)=\d{1,9}`? reached|(?:^|=) ?\d{1,6} passed\b" + _BUT)),
     ("process", bounded(r"(?i:\b(?:exit(?:s|ed|ing)?|return(?:ed)?|finished) ?(?:with )?(?:code|status)?[ =:]{0,9}(?:0\b(?![.:\d])|successfully))")),
 )  # fmt: skip
 

@@ -71,6 +71,8 @@ LATE_ROWS = (
         when=lambda facts: any(f.name == "barrier_late" for f in facts), op="monitored_barrier", proved=True),
     Row("barrier_reached", _LATE, "{who} reached monitored_barrier{at} and then lost rank 0, which knows the missing rank",
         "read rank 0's log: it names the ranks that failed to pass monitoredBarrier; if it has none, rank 0 ended", op="monitored_barrier"),
+    Row("horovod_stall", "stall/unknown", "{culprits} did not submit what Horovod's other ranks wait for: its stall inspector reports it",
+        "see what {culprits} did meanwhile (`py-spy dump --pid …`): a longer branch, no data left, or a collective that only the others call"),
     Row("horovod_late", _LATE, "{culprits} did not submit what Horovod's other ranks wait for",
         "see what {culprits} did meanwhile (`py-spy dump --pid …`): a longer branch, an exception that was caught, or a collective that only the others call"),
     Row("message_size", "mismatch/shape", "{who} received a message of {got} bytes where its own call expected {has}{at}: the ranks called one collective with different sizes",
@@ -179,7 +181,7 @@ def _blamed(found: Collected, name: str, facts: list[Fact]) -> tuple[Collection[
             return late, {*ranks, *(r for f in facts if (r := f.number("waiter")) is not None)} - late
         case "barrier_reached":
             return (), {r for f in facts if (r := f.number("waiter")) is not None}
-        case "horovod_late":
+        case "horovod_late" | "horovod_stall":
             missing = [{r for r in numbers(f.fields["ranks"]) if is_rank(r)} for f in facts]
             ready = {r for f in facts for r in numbers(f.fields.get("ready", "")) if is_rank(r)}
             late = set.intersection(*missing) or set.union(*missing)  # those that every stalled tensor waits for
