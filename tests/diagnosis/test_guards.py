@@ -183,3 +183,39 @@ def test_the_call_in_one_branch_of_an_expression_is_chosen_by_its_name() -> None
     text = "with nullcontext() if last else no_sync():\n    x = net.head(y) if use else net.tail(y)\n"
     assert only_under("head", FILE, {FILE: text}.get) == Condition(FILE, 2, "if use")
     assert only_under("tail", FILE, {FILE: text}.get) is None
+
+
+ACCUMULATE = """
+    def main():
+        for x in loader:
+            with nullcontext() if full else model.no_sync():
+                loss = model(x)
+                loss.backward()  # B
+        gather(done)  # Z
+
+    class Mixture:
+        def __init__(self):
+            self.experts = nn.ModuleList(Expert() for _ in range(3))
+
+        def forward(self, x):
+            for expert in self.experts:
+                if rows.numel():
+                    y = expert(x)  # E
+
+    def step():
+        loss = net(x)  # M
+        loss.backward()  # L
+"""
+
+
+def test_no_sync_is_a_condition_of_the_gradients_and_a_list_of_modules_is_equal_on_all_ranks() -> None:
+    text, at = places(ACCUMULATE)
+    site = {mark: Site(FILE, line, "main") for mark, line in at.items()}
+    in_loop = parting([site["Z"]], [site["B"]], {FILE: text}.get)
+    assert [c.text for c in in_loop] == ["for x in loader:"]
+    # the rank has run the loop as often: it has not ended early
+    counted = parting([site["Z"]], [site["B"]], {FILE: text}.get, as_often=lambda _, node: True)
+    assert [c.text for c in counted] == ["if full"]
+    expert = [Site(FILE, at["E"], "forward"), Site(FILE, at["M"], "step")]
+    found = parting([Site(FILE, at["L"], "step")], expert, {FILE: text}.get)
+    assert [c.text for c in found] == ["if rows.numel():"]

@@ -24,13 +24,15 @@ class Reason(StrEnum):
     ARGUMENT = "argument"  # its dtype, size, root or peer is new at its site
     EXTRA = "extra"  # it made more backward passes than steps
     SKIPPED = "skipped"  # it ran a forward without its backward
+    PAIRED = "paired"  # its call at a new line paired with the others' call at another line, before they met here
     DIVERGENCE = "divergence"  # where histories part, its call was not the one that was due
     SITE = "site"  # it is at a site that the others never used
     HISTORY = "history"  # it has used a site that the others never used
     RHYTHM = "rhythm"  # it arrived earlier than ever, or is missing at a site (see `rhythm`)
     CONDITION = "condition"  # only its call is under a condition on the rank
     PATTERN = "pattern"  # it left the order that its calls had kept
-    MESSAGES = "messages"  # it has sent fewer messages than its peers
+    OUTSIDER = "outsider"  # it called a collective of a group that it is not a member of
+    MESSAGES = "messages"  # it has sent fewer messages than its peers, or left one receiver out
     COUNT = "count"  # it has used a site more, or less, often than all others
     ALONE = "alone"  # it waits alone, the others together
     ORDER = "order"  # all have made these calls before: only their order differs
@@ -74,10 +76,12 @@ class Case:
         return self.incident.waits[0]
 
     def main(self, culprits: Collection[int]) -> Wait:
-        """Return the wait that the finding is about: of a cycle, one in which no culprit waits, of the most ranks."""
+        """Return the wait that the finding is about: of a cycle, one for a culprit, in which none waits, of the most ranks."""
         if self.incident.root is Root.GONE:
             return next((wait for wait in self.incident.waits if not wait.p2p), self.wait)
-        waits = sorted(self.incident.waits, key=lambda wait: (-len(wait.ranks), wait.p2p, min(wait.ranks, default=0)))
+        awaited = [wait for wait in self.incident.waits if not wait.missing.isdisjoint(culprits)]
+        waits = awaited if awaited and self.incident.root is Root.CYCLE else self.incident.waits
+        waits = sorted(waits, key=lambda wait: (-len(wait.ranks), wait.p2p, min(wait.ranks, default=0)))
         return next((wait for wait in waits if not set(culprits) & set(wait.ranks)), waits[0])
 
     @cached_property

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
+from functools import partial
 
 from distdiag.diagnosis.culprit import callers, parting
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.culprit.parting import Condition, parting_text
+from distdiag.diagnosis.model import guards as guarding
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import Call, RankState, Site
 from distdiag.diagnosis.text.incident import implicit_text, verb
 from distdiag.diagnosis.text.phrases import at
 from distdiag.diagnosis.waits import compatible, messages
+from distdiag.diagnosis.waits.wait import call_at
 
 
 def on_rank(case: Case) -> Testimony | None:
@@ -56,7 +60,7 @@ def between_sides(case: Case, ranks: Sequence[int]) -> Testimony | None:
     """Return the conditions that can have led these ranks to another call than the rest; if none is accused, the two sides."""
     found = _parting(case, ranks) if ranks else _tied(case)
     if ranks or not found:
-        return _testimony(found, ranks)
+        return _testimony(found, ranks) or (_left_backward(case, ranks) if ranks else None)
     first, second = (case.wait.calls[side[0]].site for side in case.sides[:2])
     apart = first is not None and second is not None and first.key != second.key
     advice = (
@@ -125,7 +129,69 @@ def _parting(case: Case, ranks: Sequence[int]) -> list[Condition]:
     if case.source is None or not mine or not others:
         return []
     stacks = [_stack(case.states[rank], case.wait.calls.get(rank), case.source) for rank in (mine[0], others[0])]
-    return parting.parting(stacks[0], stacks[1], case.source)
+    as_often = partial(_as_often, case, mine[0], others[0])
+    return parting.parting(stacks[0], stacks[1], case.source, _ahead(case, mine[0], others[0]), as_often)
+
+
+def _ahead(case: Case, rank: int, other: int) -> bool:
+    """True if two ranks made the same call last, and `rank` has not been in the other's call since: both are in one round."""
+    group, seq, state = case.wait.group, case.wait.seq, case.states[rank]
+    there = case.here.get(other)
+    if case.wait.p2p or seq is None or there is None:
+        return False
+    last = [call_at(case.states[q], group, seq - 1) for q in (rank, other)]
+    sites = {call.site.key if call is not None and call.site is not None else None for call in last}
+    if len(sites) != 1 or (site := sites.pop()) is None or there == site:
+        return False
+    return state.sites.get(site, 0) > state.sites.get(there, 0) > 0
+
+
+def _as_often(case: Case, rank: int, other: int, file: str, loop: ast.AST) -> bool:
+    """True if a rank has made each call in the body of a loop at least as often as another rank that is still in it."""
+    if not isinstance(loop, guarding.LOOPS):
+        return False
+    mine, theirs = case.states[rank].sites, case.states[other].sites
+    inside = [
+        key
+        for key in theirs
+        if key != case.here.get(other)
+        and (where := key.rpartition(":"))[0] == file
+        and where[2].isdigit()
+        and any(guarding.within(node, int(where[2])) for node in loop.body)
+    ]
+    return bool(inside) and all(mine.get(key, 0) >= theirs[key] for key in inside)
+
+
+def _left_backward(case: Case, ranks: Sequence[int]) -> Testimony | None:
+    """Return that a rank has left a `backward()` in which another rank is, in the backward of an autograd function."""
+    others = [rank for rank in sorted(case.wait.calls) if rank in case.states and rank not in ranks]
+    source = case.source
+    if source is None or not others or ranks[0] not in case.states or not _ahead(case, ranks[0], others[0]):
+        return None
+    call = case.wait.calls[others[0]]
+    mine, theirs = (_stack(case.states[q], case.wait.calls.get(q), source) for q in (ranks[0], others[0]))
+    at_backward = next((i for i, frame in enumerate(theirs) if i and _calls_backward(frame, source)), None)
+    if at_backward is None or theirs[at_backward - 1].function != "backward":
+        return None
+    outer = theirs[at_backward]
+    if not any((x.file, x.function) == (outer.file, outer.function) and x.line > outer.line for x in mine):
+        return None
+    who, function = rank_list(ranks), guarding.class_around(guarding.tree_of(theirs[0].file, source), theirs[0].line)
+    what = f"the backward of {function}" if function else "that backward"
+    return Testimony(
+        ranks=tuple(ranks),
+        text=f"; {who} has left `{_code(outer, source)}`{at(outer)} without that {compatible.op_name(call.op)}: {what} did not run",
+        advice=f"keep {who}'s result in the graph: {what} runs only where its forward's input needs a gradient; look for a "
+        "tensor that the model makes anew (zeros, detach, no_grad) on some ranks, and add the computed one times 0",
+    )
+
+
+def _code(site: Site, source: Source) -> str:
+    return guarding.code_of_line(source(site.file) or "", site.line)
+
+
+def _calls_backward(site: Site, source: Source) -> bool:
+    return ".backward(" in _code(site, source)
 
 
 def _stack(state: RankState, call: Call | None, source: Source) -> tuple[Site, ...]:

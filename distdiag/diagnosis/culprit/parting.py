@@ -7,7 +7,7 @@ exception, a loop that ends earlier): it explains a culprit and never decides wh
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from distdiag.diagnosis.culprit.callers import function_key
@@ -17,6 +17,9 @@ from distdiag.diagnosis.model.guards import LOOPS, Guard, Kind, Source, tree_of
 from distdiag.diagnosis.model.snapshot import Site
 
 SHOWN = 2  # conditions, if several are possible
+
+
+AsOften = Callable[[str, ast.AST], bool]  # (file, statement)
 
 
 class Condition(NamedTuple):
@@ -113,12 +116,17 @@ def _condition(placed: _Placed, source: Source, names_leaver: bool = False) -> C
 # -- conditions on anything --------------------------------------------------------------------------------------------
 
 
-def parting(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> list[Condition]:
+def parting(
+    mine: Sequence[Site], theirs: Sequence[Site], source: Source, ahead: bool = False, as_often: AsOften | None = None
+) -> list[Condition]:
     """Return the conditions that can lead to one site and not to another; only those of the most likely sort.
 
     Args:
         mine, theirs: The user's frames of two ranks, innermost first. `mine` is empty if that rank has ended.
         source: Text of a source file by path, or None.
+        ahead: The ranks are in the same round of their loops, so the one further down has passed the other's call. The other
+            has not evaluated what leads from there on.
+        as_often: True for a loop of a file that this rank has run as often as the other: it has not ended early.
     """
     if not theirs or (mine and function_key(mine[-1], source) != function_key(theirs[-1], source)):
         return []
@@ -126,11 +134,15 @@ def parting(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> lis
         return []  # one place, and the callers of a rank that was killed are not all known
     my_path, their_path = _paths(mine, theirs, source)
     held, *left = _sorts(my_path, source)
+    if ahead and their_path.returned:
+        held, left = [], []
     held_there, *left_there = _sorts(their_path, source)
     # what ends a round early in a loop of both: one may have done so a round ago
     rounds = [p for p in their_path.common if isinstance(p.guard.way_out, ast.Continue)]
     for sort in (held, *left_there, held_there, *left, rounds):
         found = [p for p in sort if _can_differ(p, source, alive=bool(mine))]
+        if as_often is not None and any(sort is ended for ended in left_there):
+            found = [p for p in found if not as_often(p.site.file, p.guard.node)]
         if found and found[0].guard.kind is Kind.INSIDE:
             found = found[:1]  # the outermost of nested loops
         conditions = {c: _reads_rank(p, source) for p in found if (c := _condition(p, source)) is not None}

@@ -18,6 +18,8 @@ from distdiag.diagnosis.culprit import (
     divergence,
     loops,
     message_counts,
+    outsiders,
+    paired,
     passes,
     pending_exception,
     rhythm,
@@ -92,11 +94,12 @@ _CONFLICT = (
     Witness(Reason.ARGUMENT, arguments.accuse, arguments.explain),
     Witness(Reason.EXTRA, passes.extra, applies=_different_calls),
     Witness(Reason.SKIPPED, passes.skipped, applies=_different_calls),
+    Witness(Reason.PAIRED, paired.accuse, applies=_tie),
     Witness(Reason.DIVERGENCE, divergence.accuse, applies=_tie),
+    Witness(Reason.CONDITION, conditions.on_rank, applies=_tie),
     Witness(Reason.SITE, sites.new),
     Witness(Reason.HISTORY, sites.history),
     Witness(Reason.RHYTHM, rhythm.accuse, applies=_tie),
-    Witness(Reason.CONDITION, conditions.on_rank, applies=_tie),
     Witness(Reason.ORDER, explain=arguments.reordered),
     Witness(Reason.PARTING, explain=conditions.between_sides),
     Witness(Reason.COUNT, explain=sites.more_calls),
@@ -112,7 +115,8 @@ ORDER: dict[Root, tuple[Witness, ...]] = {
     Root.CYCLE: (
         Witness(Reason.EXHAUSTED, loops.exhausted),
         Witness(Reason.EXCEPTION, pending_exception.accuse, pending_exception.explain),
-        Witness(Reason.MESSAGES, message_counts.fewer),
+        Witness(Reason.OUTSIDER, outsiders.accuse),
+        Witness(Reason.MESSAGES, message_counts.accuse),
         Witness(Reason.ARGUMENT, arguments.new_peer),
         Witness(Reason.PATTERN, call_order.pattern),
         Witness(Reason.SITE, sites.new_in_cycle),
@@ -129,7 +133,7 @@ WEAK = (
 )  # in a cycle: a call with the wrong group is also made alone, and not due
 # The culprits are at another point of the program, not in the same call with another operation.
 OTHER_PLACE = (
-    Reason.EXHAUSTED, Reason.EXCEPTION, Reason.EXTRA, Reason.SKIPPED, Reason.DIVERGENCE, Reason.SITE, Reason.HISTORY,
+    Reason.EXHAUSTED, Reason.EXCEPTION, Reason.EXTRA, Reason.SKIPPED, Reason.PAIRED, Reason.DIVERGENCE, Reason.SITE, Reason.HISTORY,
     Reason.RHYTHM, Reason.CONDITION,
 )  # fmt: skip
 

@@ -137,6 +137,12 @@ def function(tree: ast.Module, line: int) -> ast.FunctionDef | ast.AsyncFunction
     return next((node for node in reversed(around) if isinstance(node, FUNCTIONS)), None)
 
 
+def class_around(tree: ast.Module | None, line: int) -> str:
+    """Return the name of the innermost class around a line, or nothing."""
+    around = [step.node for step in _way(tree, line)] if tree is not None else []
+    return next((node.name for node in reversed(around) if isinstance(node, ast.ClassDef)), "")
+
+
 class Nested(NamedTuple):
     """A statement in a block: the condition that it is under there, and whether a loop inside the block is around it."""
 
@@ -206,7 +212,7 @@ def text_of(guard: Guard, text: str) -> str:
     node, test = guard.node, guard.test
     if isinstance(node, ast.BoolOp) and test is not None:
         return f"{ast.get_source_segment(text, test)} {'and' if isinstance(node.op, ast.And) else 'or'} …"
-    if isinstance(node, ast.expr) and test is not None and test is not node:
+    if isinstance(node, (ast.expr, ast.With, ast.AsyncWith)) and test is not None and test is not node:
         return f"if {ast.get_source_segment(text, test)}"
     return code_of_line(text, guard.line)
 
@@ -257,6 +263,11 @@ def _around(step: _Step, line: int) -> Iterator[Guard]:
                     yield Guard(Kind.PASSED, handler, upto=line)
         case ast.With() | ast.AsyncWith() if any(_called_in(x.context_expr) & {"suppress"} for x in owner.items):
             yield Guard(Kind.PASSED, owner, upto=line)
+        case ast.With() | ast.AsyncWith():
+            for part in (x for item in owner.items for x in ast.walk(item.context_expr) if isinstance(x, ast.IfExp)):
+                if "no_sync" in _called_in(part.body) ^ _called_in(part.orelse):  # DDP exchanges gradients, or does not
+                    branch = "orelse" if "no_sync" in _called_in(part.body) else "body"
+                    yield Guard(Kind.HOLDS, owner, branch, part.test)
         case ast.ExceptHandler():
             yield Guard(Kind.HOLDS, owner)
         case ast.Match() if isinstance(case := step.node, ast.match_case):
@@ -330,6 +341,8 @@ _SAME = {
     "dist", "torch", "distributed", "is_initialized", "is_available", "is_torchelastic_launched", "get_world_size", "world_size",
     "world", "num_replicas", "self", "len", "range", "enumerate",
 }  # fmt: skip
+# containers of submodules: the ranks of a job build the same module
+_OF_MODULES = {"ModuleList", "ModuleDict", "Sequential", "ParameterList"}
 
 
 def can_differ(test: ast.expr | None, constant: frozenset[str] = frozenset()) -> bool:
@@ -358,8 +371,15 @@ def can_end_unevenly(loop: ast.For | ast.AsyncFor | ast.While, constant: frozens
 
 @lru_cache(16)
 def constants(text: str) -> frozenset[str]:
-    """Return the names that a module assigns once, to a literal: `STEPS = 400`."""
+    """Return the names that a module assigns once, to a literal: `STEPS = 400`, or to a container of modules: `self.experts`."""
     tree = parsed(text) or ast.Module([], [])
+    values = (node for node in ast.walk(tree) if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call))
+    modules = Counter(
+        name_of(node.targets[0])
+        for node in values
+        if name_of(node.value.func) in _OF_MODULES  # type: ignore[attr-defined]
+    )
+    stored = Counter(n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
     literal = {
         node.targets[0].id
         for node in tree.body
@@ -369,7 +389,8 @@ def constants(text: str) -> frozenset[str]:
     }
     given = Counter(n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
     changed = {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
-    return frozenset(name for name in literal - changed if given[name] == 1)
+    layers = {name for name, times in modules.items() if times == given[name] + stored[name]}
+    return frozenset(layers).union(name for name in literal - changed if given[name] == 1)
 
 
 def reads_rank(test: ast.expr | None, variables: frozenset[str] = frozenset()) -> bool:

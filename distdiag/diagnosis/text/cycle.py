@@ -36,9 +36,11 @@ def message(snapshot: Snapshot, verdict: Verdict) -> str:
     parts = [text for w in order[:SHOWN] if (text := _wait_text(snapshot, verdict, w))]
     more = f" and {len(order) - SHOWN:,} more" if len(order) > SHOWN else ""
     if culprits and verdict.cause == "missing_rank":
+        absent = [rank for rank in culprits if rank in main.missing] or list(culprits)
+        stuck = sorted(incident.victims - set(culprits)) if len(absent) == len(culprits) else main.ranks
         return filled(
             _MESSAGE_MISSING if main.p2p else _MISSING,
-            culprits=culprits, others=sorted(incident.victims - set(culprits)), waiting=main.ranks,
+            culprits=absent, others=stuck, waiting=main.ranks,
             done="sent" if main.p2p and main.key[2] == "recv" else "received", site=call.site if call else None,
             what=collective_text(snapshot, main, call), first=parts[0], reason=evidence.reason_text(verdict),
         )  # fmt: skip

@@ -1,0 +1,153 @@
+"""Ranks that part before they hang: calls that pair silently, a receiver that is left out, a group of others, a backward that did not run."""
+
+from __future__ import annotations
+
+from textwrap import dedent
+
+from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.model.snapshot import Call, RankState, Sample, Site
+from tests.diagnosis import waits
+from tests.diagnosis.waits import call, only, snapshot
+
+FILE = "/job/train.py"
+
+
+def site(line: int, function: str = "main") -> Site:
+    return Site(FILE, line, function)
+
+
+def rank(r: int, *calls: Call, stack: tuple[Site, ...] = (), sites: dict[int, int], **more: object) -> RankState:
+    """Return a rank that waits in the last of its calls."""
+    counted = {f"{FILE}:{line}": n for line, n in sites.items()}
+    return waits.rank(r, calls[-1], calls=calls, user_stack=stack, sites=counted, **more)
+
+
+RETRY = dedent("""\
+    def upload(data):
+        try:
+            put(data)
+        except ConnectionError:
+            dist.barrier()
+        dist.barrier()
+
+    def main():
+        for step in range(900):
+            loss.backward()
+            upload(data)
+""")
+
+
+def retry(earlier: int = 0, at: int = 5) -> Finding:
+    """Return the finding of two ranks; rank 1 has made the barrier of line `at` more, and been there `earlier`."""
+    barrier, end, step = (site(line, f) for line, f in ((at, "upload"), (6, "upload"), (10, "main")))
+    caller, used = site(11), {6: 3, 10: 3}
+    one = call("barrier", 5, barrier, completed_s=3.0), call("barrier", 6, end)
+    other = call("barrier", 5, end, completed_s=3.0), call("all_reduce", 6, step)
+    return only(
+        snapshot(
+            rank(0, *other, stack=(step,), sites=used),
+            rank(1, *one, stack=(end, caller), sites={**used, at: 1 + earlier}),
+        ),
+        source={FILE: RETRY}.get,
+    )
+
+
+def test_the_first_pair_of_calls_from_different_lines_is_the_divergence() -> None:
+    found = retry()
+    assert found.culprits == (1,)
+    assert "one call more, barrier at train.py:5 in upload, which paired with barrier at train.py:6" in found.message
+    assert "`except ConnectionError` (train.py:4)" in found.message
+    assert "no collective call in `except`" in (found.advice or "")
+
+
+def test_calls_that_have_always_paired_from_different_lines_prove_nothing() -> None:
+    assert "one call more" not in retry(earlier=1).message
+
+
+def left_out(sent_before: int) -> Finding:
+    """Return the finding of a sender (rank 2) that served rank 0 only, at a site used `sent_before` times before."""
+
+    def message(op: str, nth: int, peer: int, line: int, done: float | None) -> Call:
+        return Call(op=op, group="default_pg", peer=peer, nth=nth, site=site(line), shape=(1,), completed_s=done)
+
+    both = {"groups": {"team": (0, 1)}}
+    return only(
+        snapshot(
+            rank(
+                0, message("recv", 1, 2, 32, 1.0), call("all_reduce", 4, site(33), group="team"),
+                sites={32: 1, 33: 1}, p2p_issued={"recv:2:0:default_pg": 1},
+            ),
+            rank(1, message("recv", 1, 2, 32, None), sites={32: 1}, p2p_issued={"recv:2:0:default_pg": 1}, enqueued={"team": 3}),
+            rank(
+                2, message("send", 1, 0, 19, 1.0), message("recv", 1, 0, 20, None),
+                sites={19: 1 + sent_before, 20: 1}, p2p_issued={"send:0:0:default_pg": 1, "recv:0:0:default_pg": 1},
+            ),
+            **both,
+        )
+    )  # fmt: skip
+
+
+def test_the_sender_that_left_one_receiver_out_is_named() -> None:
+    found = left_out(0)
+    assert found.culprits == (2,)
+    assert "rank 2 has not sent what rank 1 waits for in recv from rank 2" in found.message
+    assert "rank 2 made the send at train.py:19 in main for rank 0 only" in found.message
+    assert "let rank 2 make the send at train.py:19 in main for rank 1, too" in (found.advice or "")
+
+
+def test_a_sender_that_alternates_between_receivers_has_left_nobody_out() -> None:
+    assert "only, and" not in left_out(4).message
+
+
+def test_ranks_that_called_a_group_of_others_are_the_culprits_of_the_cycle() -> None:
+    line = site(19, "mean")
+    outside = (Sample("not_a_member", 0, 0.0, name="all_reduce", site=line),)
+
+    def member(r: int, group: str, seq: int, samples: tuple[Sample, ...] = ()) -> RankState:
+        return rank(r, call("all_reduce", seq, line, group=group), sites={19: 1}, samples=samples)
+
+    found = only(
+        snapshot(
+            member(0, "left", 1), member(1, "default_pg", 2, outside),
+            member(2, "default_pg", 2, outside), member(3, "right", 1),
+            groups={"left": (0, 1), "right": (2, 3)},
+        )
+    )  # fmt: skip
+    assert found.culprits == (1, 2)
+    assert "rank 1 has not entered all_reduce #1 (left" in found.message and "rank 0 waits for it" in found.message
+    assert "in a group that they are no members of" in found.message
+
+
+HALO = dedent("""\
+    class Gather(torch.autograd.Function):
+        @staticmethod
+        def backward(ctx, grad):
+            dist.all_gather(parts, grad)
+
+    def average(params):
+        for p in params:
+            if p.grad is not None:
+                dist.all_reduce(p.grad)
+
+    def main():
+        for step in range(300):
+            out = forward(x)
+            loss.backward()
+            average(model.parameters())
+""")
+
+
+def test_a_condition_that_the_others_have_not_reached_does_not_count() -> None:
+    """Rank 2 has left `loss.backward()` without the call in it; `p.grad is not None` leads to its own place only."""
+    inside, after, before = site(4, "backward"), site(9, "average"), site(13)
+    used = {4: 25, 9: 25, 13: 26}
+    shared = call("all_gather", 6, before, completed_s=3.0)
+    others = [
+        rank(r, shared, call("all_gather", 7, inside), stack=(inside, site(14)), sites=used | {4: 26}) for r in (0, 1)
+    ]
+    culprit = rank(2, shared, call("all_reduce", 7, after), stack=(after, site(15)), sites=used | {9: 26})
+    found = only(snapshot(*others, culprit), source={FILE: HALO}.get)
+    assert found.culprits == (2,)
+    assert "p.grad is not None" not in found.message
+    assert "rank 2 has left `loss.backward()` at train.py:14 in main without that all_gather" in found.message
+    assert "the backward of Gather did not run" in found.message
