@@ -14,7 +14,7 @@ NOT_ME = "DISTDIAG_NOT_PID"  # a process that starts recorded jobs, and may have
 
 
 def install() -> None:
-    """Wrap `init_process_group` until its first call."""
+    """Wrap `init_process_group` until its first call that succeeds."""
     public = sys.modules.get("torch.distributed")
     private = sys.modules.get("torch.distributed.distributed_c10d")
     original = getattr(public, "init_process_group", None)
@@ -33,6 +33,9 @@ def install() -> None:
             # a script that kept this function, and calls it for a second group, reaches the recorder's
             return deferred.enter_group(private, args, kwargs)
         except BaseException as e:
+            for module in (public, private):  # the script may try again
+                if getattr(module, "init_process_group", None) is original:
+                    module.init_process_group = init_process_group  # type: ignore[attr-defined]
             deferred.hide_frame(e)
             raise
 

@@ -28,8 +28,13 @@ _LAUNCHED = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")  # pytest itself is
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "distdiag_off: distdiag does not record the ranks that this test starts")
-    if os.environ.get("DISTDIAG") is None and not any(name in os.environ for name in _LAUNCHED):
+    if (os.environ.get("DISTDIAG") is None or _is_worker(config)) and not any(name in os.environ for name in _LAUNCHED):
         config.pluginmanager.register(Recording(), "distdiag-recording")
+
+
+def _is_worker(config: pytest.Config) -> bool:
+    """True for a worker of pytest-xdist whose variables are those of this plugin in the process that started it."""
+    return hasattr(config, "workerinput") and os.environ.get("DISTDIAG_NOT_PID") == str(os.getppid())
 
 
 class Recording:
@@ -40,17 +45,18 @@ class Recording:
         self._runs: list[Path] = []  # of tests whose ranks may live on: those of fixtures
         self._kept: set[Path] = set()
         self._given: dict[str, str | None] = {}
+        self._problems: list[str] = []  # why something was not recorded or judged; no test fails by it
+        self._before = {name: os.environ.get(name) for name in ("DISTDIAG", "DISTDIAG_NOT_PID")}
         # torch is perhaps imported by a conftest: ranks that are forked have the hook of this process
         os.environ["DISTDIAG"], os.environ["DISTDIAG_NOT_PID"] = "1", str(os.getpid())
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        if item.get_closest_marker("distdiag_off") is not None:
+        root = None if item.get_closest_marker("distdiag_off") is not None else self._directory()
+        if root is None:
             self._set({"DISTDIAG": "0"})
         else:
-            if self._root is None:
-                self._root = Path(tempfile.mkdtemp(prefix="distdiag-pytest-"))
-            run = self._root / str(len(self._runs))
+            run = root / str(len(self._runs))
             self._runs.append(run)
             self._set({
                 "DISTDIAG": "1", "DISTDIAG_RUN_DIR": str(run), "DISTDIAG_QUIET": "1", "DISTDIAG_END_HANGS_S": VERDICT_S,
@@ -73,6 +79,26 @@ class Recording:
                 report.outcome, report.longrepr = "failed", text + before
         return report
 
+    def _directory(self) -> Path | None:
+        """Return the directory of this session's runs; None if none can be made."""
+        if self._root is None:
+            try:
+                self._root = Path(tempfile.mkdtemp(prefix="distdiag-pytest-"))
+            except OSError as e:
+                self._problem(e)
+        return self._root
+
+    def _problem(self, error: Exception) -> None:
+        text = f"{type(error).__name__}: {error}"
+        if text not in self._problems and len(self._problems) < 10:
+            self._problems.append(text)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        from distdiag.terms.untrusted import visible
+
+        for problem in self._problems:
+            terminalreporter.write_line(f"distdiag: not all tests were recorded or judged: {visible(problem)}")
+
     def _verdicts(self) -> Iterator[tuple[Path, Finding]]:
         """Yield new hangs that were proved, each once, in the runs of this test and of fixtures that live on."""
         for base in self._runs:
@@ -92,6 +118,9 @@ class Recording:
                         ]  # fmt: skip
                 except RunUnreadable:
                     continue
+                except Exception as e:  # a defect of ours, and not of the test
+                    self._problem(e)
+                    continue
                 if hangs:
                     self._kept.add(run)
                     yield run.parent, min(hangs, key=lambda f: f.detected_s or 0.0)
@@ -106,7 +135,11 @@ class Recording:
         os.environ.update(variables)
 
     def _restore(self) -> None:
-        for name, value in self._given.items():
+        self._put(self._given)
+
+    @staticmethod
+    def _put(variables: dict[str, str | None]) -> None:
+        for name, value in variables.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
@@ -120,3 +153,7 @@ class Recording:
                 shutil.rmtree(run, ignore_errors=True)
         if self._root is not None and not kept:
             shutil.rmtree(self._root, ignore_errors=True)
+
+    def pytest_unconfigure(self) -> None:
+        """Leave the environment as it was: pytest may run inside a program (`pytest.main`)."""
+        self._put(self._before)

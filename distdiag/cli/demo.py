@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -9,7 +10,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import click
 
@@ -41,7 +44,7 @@ def command(run_dir: str | None) -> int:
         f"Two ranks train on this machine until rank 0 evaluates alone:\n  torchrun {shlex.join([*launcher[2:], *job])}\n"
     )
     env = {"OMP_NUM_THREADS": "1"} | os.environ
-    with tempfile.TemporaryFile() as output:
+    with tempfile.TemporaryFile() as output, _ended_by_signals():
         ranks = subprocess.Popen(
             [sys.executable, *launcher, *job],
             env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
@@ -63,6 +66,21 @@ def command(run_dir: str | None) -> int:
         "For your own job, write `-m distdiag.run` in front of its script:\n  torchrun --nproc-per-node 8 -m distdiag.run train.py"
     )
     return int(ExitCode.OK)
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Leave by an exception on SIGTERM and SIGHUP, so that the ranks end: they have a session of their own."""
+
+    def leave(number: int, _frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _wait_for_error(ranks: subprocess.Popen[bytes], run: Path) -> bool:
@@ -92,10 +110,16 @@ def _show(run: Path) -> None:
 
 def _end(ranks: subprocess.Popen[bytes]) -> None:
     """End the launcher with its ranks; torchrun gives them a moment, and then kills them."""
-    if ranks.poll() is None:
-        ranks.send_signal(signal.SIGTERM)
-        try:
-            ranks.wait(15)
-        except subprocess.TimeoutExpired:
-            os.killpg(ranks.pid, signal.SIGKILL)
-            ranks.wait()
+    ignored = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # a second Ctrl-C must not leave the ranks running
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
+    try:
+        if ranks.poll() is None:
+            ranks.send_signal(signal.SIGTERM)
+            try:
+                ranks.wait(15)
+            except subprocess.TimeoutExpired:
+                os.killpg(ranks.pid, signal.SIGKILL)
+                ranks.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -432,6 +432,8 @@ def _command(
 
     traces = _traces(targets) if why is None else []
     report = _failure_in_others(targets, traces) if traces else _report(targets)
+    if report is None and not as_json and output_format != "text":
+        raise DistdiagError(f"traces have no {output_format}", "traces are analysed as text or with --json")
     if report is None:
         return _diagnose_traces(targets, traces, as_json)
     if why is not None:

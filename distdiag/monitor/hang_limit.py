@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable
 
@@ -17,10 +18,13 @@ class HangLimit:
     """Ends the ranks of one node. A suspected hang is never ended: it may recover."""
 
     def __init__(self) -> None:
+        self.limit_s: float | None = None
         try:
-            self.limit_s: float | None = float(os.environ[VARIABLE])
+            limit_s = float(os.environ[VARIABLE])
         except (KeyError, ValueError):
-            self.limit_s = None
+            return
+        if math.isfinite(limit_s) and limit_s >= 0:
+            self.limit_s = limit_s
 
     def apply(self, now_s: float, diagnosis: Diagnosis, views: Iterable[RankView]) -> str | None:
         """End the ranks if it is time; return what was done, once."""

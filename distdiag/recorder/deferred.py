@@ -86,15 +86,16 @@ def _begin(run_dir: str | None, name: str | None, rank: int, world: int) -> None
 
 def _join_group(dist: Any, run_dir: str | None, name: str | None) -> None:
     """Record a rank whose process group exists, in the run of that group."""
-    rank = dist.get_rank()
     try:
+        rank, world = dist.get_rank(), dist.get_world_size()
         joining.join(dist._get_default_store(), rank, run_dir)
     except Exception as e:
         if state.RAISE:
             raise
-        session.report_not_recorded(OSError(f"rank {rank} found no run of its process group ({type(e).__name__}: {e})"))
+        reason = OSError(f"it found no run of its process group ({type(e).__name__}: {e})")
+        session.report_not_recorded(reason, "set DISTDIAG=1 for all ranks, or name one DISTDIAG_RUN_DIR")
         return
-    _begin(run_dir, name, rank, dist.get_world_size())
+    _begin(run_dir, name, rank, world)
 
 
 @guarded
@@ -114,6 +115,8 @@ def _becomes_rank(run_dir: str | None, name: str | None, spawned: bool) -> None:
             try:
                 return enter_group(dist, args, kwargs, run_dir, name, spawned)
             except BaseException as e:
+                if dist.init_process_group is original:  # the script may try again
+                    dist.init_process_group = torch.distributed.init_process_group = init_process_group
                 hide_frame(e)
                 raise
 
@@ -142,10 +145,16 @@ def _rank_of_call(args: tuple, kwargs: dict) -> tuple[int, int]:
     given = dict(zip(names, args, strict=False)) | kwargs
     rank, world = given.get("rank", -1), given.get("world_size", -1)
     if not isinstance(rank, int) or rank < 0:
-        rank = int(os.environ.get("RANK", "0"))
+        rank = _number("RANK", 0)
     if not isinstance(world, int) or world < 1:
-        world = int(os.environ.get("WORLD_SIZE", "1"))
+        world = _number("WORLD_SIZE", 1)
     return rank, world
+
+
+def _number(variable: str, default: int) -> int:
+    """Return a launcher's variable; what is no number is an error of the job, which torch reports if it reads it."""
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() and len(text) < 10 else default
 
 
 class _Child:

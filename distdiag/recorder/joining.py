@@ -10,7 +10,7 @@ import json
 import os
 import secrets
 import socket
-from datetime import timedelta
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from distdiag.recorder import run_claim
 from distdiag.terms.untrusted import is_rank
 
 KEY = "distdiag/job"
-WAIT_S = 10.0  # for rank 0, which leaves init_process_group at about the same time
+WAIT_S = 5.0  # for rank 0, which leaves init_process_group at about the same time
+MOST_BYTES = 16_384  # of what rank 0 writes
 
 
 def launched() -> bool:
@@ -38,7 +39,7 @@ def join(store: Any, rank: int, run_dir: str | None) -> None:
         run_dir: Run directory that this process was told to use; rank 0's counts.
 
     Raises:
-        Exception: what the store raises; TimeoutError or `DistStoreError` if rank 0 does not record.
+        Exception: what the store raises; TimeoutError if rank 0 does not record.
         ValueError: another program wrote under our key.
     """
     host = socket.gethostname()
@@ -48,12 +49,46 @@ def join(store: Any, rank: int, run_dir: str | None) -> None:
         job = run_claim.Joined(run_claim.job_given() or secrets.token_hex(8), run_claim.root_of_runs(), chosen, 0)
         store.set(KEY, json.dumps([job.token, str(job.root), chosen, host]))
     else:
-        store.wait([KEY], timedelta(seconds=WAIT_S))
-        token, root, chosen, first = json.loads(store.get(KEY))
-        if not all(isinstance(text, str) for text in (token, root, chosen or "", first)):
-            raise ValueError(f"{KEY} in the job's store is not ours")
+        _wait(store)
+        token, root, chosen, first = _read(store.get(KEY))
         job = run_claim.Joined(token, Path(root), chosen, 0 if host == first else _node(store, host, rank))
     run_claim.join_job(job)
+
+
+def _wait(store: Any) -> None:
+    """Wait for rank 0. The store's own `wait` prints warnings on the job's stderr if the key never comes."""
+    end = time.monotonic() + WAIT_S
+    while not store.check([KEY]):
+        if time.monotonic() > end:
+            raise TimeoutError(f"rank 0 is not recorded: no {KEY} in the job's store after {WAIT_S:g} s")
+        time.sleep(0.02)
+
+
+def _read(written: bytes) -> tuple[str, str, str | None, str]:
+    """Return (token, root, run directory, host of rank 0). Whoever reaches the store can write there.
+
+    Raises:
+        ValueError: rank 0 of distdiag did not write this.
+    """
+    try:
+        token, root, chosen, first = json.loads(written) if len(written) <= MOST_BYTES else ()
+        paths = [root] if chosen is None else [root, chosen]
+        ours = run_claim.is_word(token) and isinstance(first, str) and all(map(_is_path, paths))
+    except (ValueError, TypeError, RecursionError):
+        ours = False
+    if not ours:
+        raise ValueError(f"{KEY} in the job's store is not from distdiag")
+    return token, root, chosen, first
+
+
+def _is_path(text: object) -> bool:
+    """True for an absolute path without `..`; UnicodeEncodeError, a ValueError, for one that no file can have."""
+    return (
+        isinstance(text, str)
+        and os.path.isabs(text)
+        and b"\0" not in os.fsencode(text)
+        and ".." not in Path(text).parts
+    )
 
 
 def _node(store: Any, host: str, rank: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import re
 import socket
 import sys
 import time
@@ -35,6 +36,7 @@ _LAUNCH = (
 )  # fmt: skip
 # Variables of one rank: an ancestor with the same values is a wrapper script inside the rank.
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")  # any of them: a launcher has numbered the ranks
+_WORD = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 _RANK = ("RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
 
@@ -85,7 +87,7 @@ def _launcher() -> tuple[int, int] | None:
 def launcher_id() -> str:
     """Return an identifier of this rank's launcher that is unique on this node."""
     if _launcher_job is not None:
-        return f"{socket.gethostname()}:{_launcher_job}"
+        return f"{socket.gethostname()}:{job_given()}"
     found = _launcher()
     return f"{socket.gethostname()}:" + (f"{found[0]}:{found[1]}" if found else "?")
 
@@ -107,9 +109,15 @@ def join_job(job: Joined) -> None:
     belong_to(job.token)
 
 
+def is_word(text: object) -> bool:
+    """True for a text that can be part of a file's name and of a record, whose fields are separated by spaces."""
+    return isinstance(text, str) and _WORD.fullmatch(text) is not None
+
+
 def job_given() -> str | None:
-    """Return the job that this process was started for, without the restart; None if nobody named one."""
-    return _launcher_job or os.environ.get(ENV_JOB)
+    """Return the job that this process was started for, without the restart, as a word; None if nobody named one."""
+    given = _launcher_job or os.environ.get(ENV_JOB)
+    return given if not given or is_word(given) else hashlib.sha256(os.fsencode(given)).hexdigest()[:16]
 
 
 def root_of_runs() -> Path:
@@ -121,9 +129,9 @@ def job_token() -> str:
     """Return a text that is equal on all ranks of one attempt of a job, and different in other jobs."""
     env = os.environ.get
     restart = env("TORCHELASTIC_RESTART_COUNT", "0")
-    if given := job_given():
+    if (given := job_given()) and is_word(restart):
         return f"{given}.{restart}"
-    parts = [env(k, "") for k in _LAUNCH]
+    parts = [*([given] if given else []), *(env(k, "") for k in _LAUNCH)]
     if int(env("GROUP_WORLD_SIZE", "1") or 1) == 1 and int(env("SLURM_NNODES", "1") or 1) == 1:
         parts.append(launcher_id())
     if "RANK" not in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ and "SLURM_PROCID" not in os.environ:
@@ -267,7 +275,7 @@ def _attempts(base: Path, token: str) -> Iterator[Path]:
 
 
 def _fresh_ones(root: Path, records: str, name: str, token: str) -> Iterator[Path]:
-    for k in itertools.count():
+    for k in range(10_000):
         record = f"{records}/{token}.{k}"
         if not files.is_file(root, record):
             mine = _fresh(root, name)
@@ -308,9 +316,10 @@ def _join(run_dir: Path, rank: int, world_size: int) -> Claim | None:
     if not files.is_file(run_dir, record):
         pages = _choose_page_directory(run_dir, node, overflow, local_ranks(world_size))
         decide(run_dir / record, f"{launcher} {pages}")
-    owner, _, chosen = files.text(run_dir, record, own=True).rstrip("\n").partition(" ")
-    if owner != launcher:
+    found = files.text(run_dir, record, own=True).rstrip("\n")
+    if not found.startswith(f"{launcher} "):
         return None
+    chosen = found[len(launcher) + 1 :]
     try:
         if str(rank) in files.text(run_dir, directories.ended_record(run_dir, node).name).split():
             return None

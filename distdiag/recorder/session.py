@@ -7,6 +7,7 @@ is imported. Nothing here may delay the user's job, print into it, or end it.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import importlib
 import os
@@ -32,6 +33,7 @@ from distdiag.recorder.frames import USER, absolute, kind_of_file, user_stack
 from distdiag.recorder.pulse import Pulse
 from distdiag.recorder.state import Recorder, guarded, now_ns, switched_off
 from distdiag.terms import secrets
+from distdiag.terms.untrusted import cut, visible
 
 
 class Session:
@@ -255,11 +257,14 @@ def start(run_dir: str | None, name: str | None, rank: int, world_size: int, loc
     return current
 
 
-def report_not_recorded(error: Exception) -> None:
-    """Print on stderr why nothing is recorded and what to do, one line each."""
+def report_not_recorded(error: Exception, hint: str = "choose a writable directory with --run-dir") -> None:
+    """Print on stderr why nothing is recorded and what to do, one line each; nothing if the job has closed its stderr."""
     reason = error.strerror or error if isinstance(error, OSError) else error
-    print(f"distdiag: this job is not recorded: {reason}", file=sys.stderr)
-    print("hint: choose a writable directory with --run-dir; the job itself continues", file=sys.stderr)
+    lines = (f"distdiag: this job is not recorded: {reason}", f"hint: {hint}; the job itself continues")
+    with contextlib.suppress(Exception):  # closed, on a full disk, or the script's own object
+        if sys.stderr is not None:
+            sys.stderr.write("".join(f"{cut(visible(line))}\n" for line in lines))
+            sys.stderr.flush()
 
 
 def _start(run_dir: str | None, name: str | None, rank: int, world_size: int, local_rank: int) -> Session:

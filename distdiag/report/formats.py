@@ -1,11 +1,12 @@
 """The verdict in the forms that other programs show on the user's line: GitHub, GitLab, SARIF 2.1.0, JUnit, Markdown.
 
-Each function takes the report of `diagnose` and returns the whole output. Only files below `root`, the repository, are named as places in
+Each function takes the report of `diagnose`, in which all text is visible, and returns the whole output. Only files below `root`, the repository, are named as places in
 it: a path outside says nothing to a reader of the repository, and shows how the machine is laid out.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -13,7 +14,10 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 from xml.etree import ElementTree
+
+import msgspec
 
 from distdiag.diagnosis.model.findings import BAD_STATES, Finding, Report, Severity
 from distdiag.terms.untrusted import visible
@@ -70,7 +74,28 @@ def _text(finding: Finding) -> str:
         f"Cost: {finding.cost}" if finding.cost else "",
         f"Do: {finding.advice}" if finding.advice else "",
     )
-    return "\n".join(map(visible, filter(None, parts)))
+    return "\n".join(filter(None, parts))
+
+
+def _visible(value: Any) -> Any:
+    """Return a record with the control, bidirectional and invisible characters of all its texts as escapes."""
+    if isinstance(value, str):
+        return visible(value)
+    if isinstance(value, tuple):
+        return tuple(map(_visible, value))
+    if isinstance(value, msgspec.Struct):
+        return type(value)(**{name: _visible(getattr(value, name)) for name in value.__struct_fields__})
+    return value
+
+
+def _of_visible(write: Callable[[Report, Path], str]) -> Callable[[Report, Path], str]:
+    """Return `write`, which then gets no text of the job as it was: also names of kinds, states and files may be forged."""
+
+    @functools.wraps(write)
+    def written(report: Report, root: Path) -> str:
+        return write(_visible(report), Path(visible(str(root))))
+
+    return written
 
 
 def github(report: Report, root: Path) -> str:
@@ -89,7 +114,7 @@ def _data(text: str) -> str:
 
 
 def _property(text: str) -> str:
-    return _data(visible(text)).replace(":", "%3A").replace(",", "%2C")
+    return _data(text).replace(":", "%3A").replace(",", "%2C")
 
 
 def gitlab(report: Report, root: Path) -> str:
@@ -136,7 +161,7 @@ def sarif(report: Report, root: Path) -> str:
 
 
 def _sarif_location(place: Place) -> dict[str, Any]:
-    return {"physicalLocation": {"artifactLocation": {"uri": place.path}, "region": {"startLine": place.line}}}
+    return {"physicalLocation": {"artifactLocation": {"uri": quote(place.path)}, "region": {"startLine": place.line}}}
 
 
 def junit(report: Report, root: Path) -> str:
@@ -146,17 +171,17 @@ def junit(report: Report, root: Path) -> str:
     suite = ElementTree.Element("testsuite", name="distdiag", tests=str(len(bad) or 1), failures=str(failures))
     for finding in bad:
         place = next(places(finding, root), None)
-        attributes = {"classname": "distdiag", "name": visible(rule_of(finding))}
+        attributes = {"classname": "distdiag", "name": rule_of(finding)}
         if place is not None:
             attributes |= {"file": place.path, "line": str(place.line)}
         case = ElementTree.SubElement(suite, "testcase", attributes)
-        ElementTree.SubElement(
-            case, "failure", type=str(finding.severity), message=visible(finding.message)
-        ).text = _text(finding)
+        ElementTree.SubElement(case, "failure", type=str(finding.severity), message=finding.message).text = _text(
+            finding
+        )
     if not bad:
         case = ElementTree.SubElement(suite, "testcase", classname="distdiag", name="the job")
         if failures:
-            why = visible(report.state_text or "the cause was not found")
+            why = report.state_text or "the cause was not found"
             ElementTree.SubElement(case, "failure", type="error", message=f"{report.state}: {why}")
     ElementTree.indent(suite)
     return ElementTree.tostring(suite, encoding="unicode")
@@ -165,10 +190,10 @@ def junit(report: Report, root: Path) -> str:
 def markdown(report: Report, root: Path) -> str:
     """Return the verdict to paste into an issue."""
     world = "?" if report.world_size is None else report.world_size
-    out = [f"**distdiag**: {report.state}, {report.ranks_seen} of {world} ranks seen", ""]
+    out = [f"**distdiag**: {_escaped(report.state)}, {report.ranks_seen} of {world} ranks seen", ""]
     for finding in open_findings(report):
         out += [
-            f"### {finding.severity}: {_escaped(rule_of(finding))} ({finding.certainty})",
+            f"### {finding.severity}: {_escaped(rule_of(finding))} ({_escaped(finding.certainty)})",
             "",
             _escaped(finding.message),
             "",
@@ -185,24 +210,25 @@ def markdown(report: Report, root: Path) -> str:
 
 def _escaped(text: str) -> str:
     """Return text in which nothing is Markdown or HTML but code between backticks, which our messages have."""
-    parts = visible(text).split("`")
-    if len(parts) % 2 == 0:  # an odd number of backticks: none opens code
+    parts = text.split("`")
+    if len(parts) % 2 == 0 or "" in parts[1:-1]:  # an odd number, or a run of them, which only an equal run closes
         parts = ["'".join(parts)]
     return "".join(f"`{p}`" if i % 2 else _plain(p) for i, p in enumerate(parts))
 
 
+_MARKUP = {ord(c): f"\\{c}" for c in "\\*_[]#|~!"} | {ord(c): f"&#{ord(c)};" for c in "<>@&"}
+
+
 def _plain(text: str) -> str:
-    for char in "\\*_[]<>#|~!@":
-        text = text.replace(char, f"&#{ord(char)};" if char in "<>@" else f"\\{char}")
-    return text
+    return text.translate(_MARKUP)
 
 
 def _code(text: str) -> str:
-    return visible(text).replace("`", "'")
+    return text.replace("`", "'")
 
 
 FORMATS: dict[str, Callable[[Report, Path], str]] = {
-    "github": github, "gitlab": gitlab, "sarif": sarif, "junit": junit, "markdown": markdown,
+    f.__name__: _of_visible(f) for f in (github, gitlab, sarif, junit, markdown)
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 EVALUATE_AT = 200  # steps
+TIMEOUT = timedelta(minutes=3)  # ends the ranks of a demo that was killed
 
 
 def evaluate(model: nn.Module) -> float:
@@ -21,7 +23,7 @@ def evaluate(model: nn.Module) -> float:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=TIMEOUT)
     rank = dist.get_rank()
     torch.manual_seed(rank)
     net = nn.Sequential(nn.Linear(32, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, 1))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.jobs import distdiag
+from tests.jobs import distdiag, marked, start, wait_for
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(200)]
 
@@ -21,3 +24,12 @@ def test_the_demo_explains_its_hang_and_ends_it(tmp_path: Path) -> None:
     assert again.returncode == 1 and "`if rank == 0:`" in again.stdout
     refused = distdiag("demo", "--run-dir", "run", cwd=tmp_path)
     assert refused.returncode == 2 and "has a run already" in refused.stderr
+
+
+def test_a_terminated_demo_leaves_nothing_running(tmp_path: Path) -> None:
+    with start([sys.executable, "-m", "distdiag", "demo", "--run-dir", "run"], cwd=tmp_path) as job:
+        wait_for(lambda: "demo_job" in str(marked(job.mark)), 60, "the launcher", job)
+        os.kill(job.process.pid, signal.SIGTERM)
+        os.kill(job.process.pid, signal.SIGHUP)
+        assert job.wait(40) == 128 + signal.SIGTERM
+        wait_for(lambda: not marked(job.mark), 40, "the end of all", job)

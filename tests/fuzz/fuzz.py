@@ -119,6 +119,8 @@ def main() -> int:
             inputs.trace,
             inputs.wrong_types,
             inputs.wrong_types,
+            inputs.formats,
+            inputs.store_key,
         )
         kinds = tuple(k for k in kinds if k.__name__ == named) if named else kinds
         end = time.monotonic() + seconds

@@ -16,15 +16,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import msgspec
 
 from distdiag import procfs
 from distdiag.cli import main as distdiag
+from distdiag.diagnosis.model.findings import Finding, Report, Severity, Where
 from distdiag.monitor.evidence import ask, native
 from distdiag.monitor.loop import Monitor
 from distdiag.page import directories
 from distdiag.page.layout import Header, Page, page_path
+from distdiag.recorder import joining
+from distdiag.report.formats import FORMATS
 from distdiag.sources.logs.patterns import TABLE
 from distdiag.store.checked import schema
 from tests.diagnosis.recordings import Job, as_json, as_pickle
@@ -301,6 +305,63 @@ class Inputs:
             return lambda: distdiag(["tui", "--once", "--screen", screen, str(run)])
         return self._reader(rng, run)
 
+    def formats(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
+        """Findings of hostile texts, in every output format: well-formed, and nothing that a terminal or a page obeys."""
+        parts = [
+            "`", "``", "<img src=x>", "\x1b]0;x\x07", "\n::error::x", "\u202e", "\ud800", "\ufffe", "]]>", "&", "|", "a b", "[x](y)", "@all",
+            "%0A", "\\", "\r", "/..", "é", "#",
+        ]  # fmt: skip
+
+        def text() -> str:
+            return "".join(rng.choices(parts, k=rng.randrange(8)))
+
+        def where() -> Where:
+            at = rng.choice(["/repo/", "/repo/../", "/", ""]) + text()
+            return Where(rank=rng.randrange(4), file=at, line=rng.choice([-1, 0, 3, 1 << 62]), function=text())
+
+        found = tuple(
+            Finding(
+                kind=text(), cause=text(), certainty=text(), severity=rng.choice(list(Severity)), message=text(), cost=text(),
+                advice=text(), where=tuple(where() for _ in range(rng.randrange(3))),
+            ) for _ in range(rng.randrange(3))
+        )  # fmt: skip
+        report = Report(state=text(), state_text=text(), findings=found, notes=(text(),))
+        (folder / "report.json").write_text(repr(report), errors="backslashreplace")
+
+        def write() -> None:
+            for name, form in FORMATS.items():
+                written = form(report, Path("/repo"))
+                written.encode()
+                assert all(c == "\n" or c.isprintable() for c in written), name
+                if name == "junit":
+                    ElementTree.fromstring(written)
+                elif name in ("gitlab", "sarif"):
+                    json.loads(written)
+                elif name == "github":
+                    assert all(line.startswith("::") for line in written.splitlines())
+                else:
+                    assert "<img" not in re.sub(r"(?<!`)(`+)(?!`).*?(?<!`)\1(?!`)", "", written)
+
+        return write
+
+    def store_key(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
+        """What rank 0 of a job leaves in its store: read as its run, or refused with ValueError."""
+        good = json.dumps(["0123456789abcdef.0", "/tmp/reports", rng.choice([None, "/tmp/run"]), "host"]).encode()
+        value = somewhere(rng, json.loads(good))
+        written = flip(rng, good) if rng.random() < 0.5 else pickle.dumps(None)
+        with contextlib.suppress(TypeError, ValueError):
+            written = json.dumps(value).encode() if rng.random() < 0.7 else written
+        (folder / "key").write_bytes(written)
+
+        def read() -> None:
+            with contextlib.suppress(ValueError):
+                token, root, chosen, _ = joining._read(written)
+                assert " " not in token and "/" not in token and len(token) <= 64
+                for path in filter(None, (root, chosen)):
+                    assert path.startswith("/") and os.fsencode(path)
+
+        return read
+
     def dumped_page(self, rng: random.Random, folder: Path) -> Callable[[], Any]:
         """Damage the page of a living process; `distdiag dump` reads it and asks the process."""
         run = self._copy(folder)
@@ -417,7 +478,8 @@ class Inputs:
 
     def _reader(self, rng: random.Random, run: Path) -> Callable[[], Any]:
         arguments = rng.choice((
-            ["diagnose", str(run)], ["diagnose", "--json", str(run)], ["report", "--format", "text", "-o", "-", str(run)],
+            ["diagnose", str(run)], ["diagnose", "--json", str(run)],
+            ["diagnose", "--output-format", rng.choice(list(FORMATS)), str(run)], ["report", "--format", "text", "-o", "-", str(run)],
             ["report", "--format", "json", "-o", "-", str(run)], ["report", "--format", "perfetto", "-o", "-", str(run)],
             ["compare", str(run), str(self.run)], ["tui", "--once", str(run)], ["tui", "--once", "--json", str(run)],
         ))  # fmt: skip

@@ -100,3 +100,42 @@ def test_hanging_tests_fail_with_their_line_and_others_as_they_did(tmp_path: Pat
     assert len(kept) == 3 and all((run / "run.db").exists() for run in kept)
     left = {p.name for p in next(tmp_path.glob("distdiag-pytest-*")).iterdir()} - {"latest"}
     assert left == {run.name for run in kept}
+
+
+WORKER = """
+import os, sys
+import torch, torch.distributed as dist
+
+def test_group(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    dist.destroy_process_group()
+    assert not any(name.startswith("distdiag.recorder") for name in sys.modules)
+    assert os.environ["DISTDIAG_RUN_DIR"].startswith(os.environ["TMPDIR"])
+"""
+
+
+def test_a_worker_of_xdist_is_pytest_and_no_rank(tmp_path: Path) -> None:
+    """It inherits the variables of its controller, and was recorded into ./reports by them."""
+    pytest.importorskip("xdist")
+    (tmp_path / "test_suite.py").write_text(WORKER)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "1", "test_suite.py"],
+        cwd=tmp_path, env=clean_env(tmp_path / "home", {"TMPDIR": str(tmp_path)}), stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert not (tmp_path / "reports").exists() and not list(tmp_path.glob("distdiag-pytest-*"))
+
+
+def test_without_room_for_runs_the_tests_run(tmp_path: Path) -> None:
+    (tmp_path / "test_suite.py").write_text("def test_passes():\n    pass\n")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import tempfile\ndef no(*a, **k):\n    raise OSError(28, 'No space left')\ntempfile.mkdtemp = no\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "test_suite.py"],
+        cwd=tmp_path, env=clean_env(tmp_path / "home", {"PYTHONPATH": str(tmp_path)}), stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert "not all tests were recorded or judged: OSError" in done.stdout

@@ -103,3 +103,48 @@ def test_the_repository_is_the_nearest_directory_with_git(tmp_path: Path) -> Non
     (tmp_path / ".git").mkdir()
     (tmp_path / "a" / "b").mkdir(parents=True)
     assert repository(tmp_path / "a" / "b") == tmp_path
+
+
+PARTS = (
+    "`",
+    "``<img src=x>",
+    "\x1b]0;x\x07",
+    "\n::error::x",
+    "\u202e",
+    "\ud800",
+    "\ufffe",
+    "]]>",
+    "&lt;",
+    "a b",
+    "%0A",
+    "\r",
+)
+
+
+@pytest.mark.parametrize("text", ["".join(PARTS), "```<img src=x>`", *PARTS])
+@pytest.mark.parametrize("form", FORMATS)
+def test_no_text_of_a_run_breaks_a_format(form: str, text: str) -> None:
+    """Also kinds, states, certainties and file names come from files that may be forged."""
+    finding = Finding(
+        kind=text, cause=text, certainty=text, severity=Severity.ERROR, message=text, cost=text, advice=text,
+        where=(where(f"/repo/a{text}.py", 3, text),),
+    )  # fmt: skip
+    written = FORMATS[form](Report(state=text, state_text=text, findings=(finding,), notes=(text,)), ROOT)
+    written.encode()
+    assert all(c == "\n" or c.isprintable() for c in written)
+    if form == "junit":
+        ElementTree.fromstring(written)
+    elif form in ("sarif", "gitlab"):
+        json.loads(written)
+    elif form == "github":
+        assert len(written.splitlines()) == 1
+    else:
+        # code as Markdown finds it: between two equal runs of backticks
+        assert "<img" not in re.sub(r"(?<!`)(`+)(?!`).*?(?<!`)\1(?!`)", "", written)
+        assert "&\\#" not in written
+
+
+def test_a_path_is_a_uri_in_sarif() -> None:
+    odd = msgspec.structs.replace(HANG, where=(where("/repo/a b:c%.py", 3),), waiting=())
+    (result,) = json.loads(FORMATS["sarif"](Report(findings=(odd,)), ROOT))["runs"][0]["results"]
+    assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == "a%20b%3Ac%25.py"
