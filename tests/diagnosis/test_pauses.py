@@ -118,6 +118,8 @@ def test_full_collections_are_the_cause_if_they_are_most_of_the_cost() -> None:
     ]
     f = only([f for f in findings(collected[-1], straggler, pauses=followed(collected)) if f.kind == "straggler"])
     assert (f.cause, f.culprits) == ("gc", (0,)) and "gc.freeze()" in f.advice
+    again = findings(collected[-1], straggler, pauses=followed(collected), reported=(f,))
+    assert [x.key for x in again if x.kind == "straggler"] == [f.key], "what is reported is found again"
 
 
 def test_a_warning_is_reported_once_by_the_engine() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +20,7 @@ class Written:
     def __init__(self) -> None:
         self.of: dict[SampleKind, tuple[float, int]] = {}
 
-    def write(self, kind: SampleKind, _step: int, value: float, key: int = 0) -> None:
+    def write(self, kind: SampleKind, _step: int, value: float, key: int = 0, name: str = "") -> None:
         self.of[kind] = value, key
 
 
@@ -43,3 +45,43 @@ def test_the_shards_of_zero_are_not_compared_although_their_shapes_are_equal() -
 
 def test_equal_replicas_have_equal_keys() -> None:
     assert parameters_of_rank(slice(0, 4)) == parameters_of_rank(slice(0, 4))
+
+
+MESH = """
+import torch
+from torch import distributed as dist, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from distdiag.recorder.hooks.replica_checksums import _replicated
+
+dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+
+def model():
+    return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+
+def of(m):
+    params, ranks = _replicated(torch.optim.SGD(m.parameters(), 0.1))
+    return sorted(tuple(p.shape) for p in params), ranks
+
+PLAN = {"1": ColwiseParallel(), "2": RowwiseParallel()}
+print(of(parallelize_module(model(), init_device_mesh("cpu", (4,)), PLAN)))
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+print(of(parallelize_module(model(), mesh["tp"], PLAN)))
+whole = fully_shard(model(), mesh=init_device_mesh("cpu", (4,)))
+print(of(whole))
+print(of(fully_shard(parallelize_module(model(), mesh["tp"], PLAN)[1], mesh=mesh["dp"])))
+print(of(nn.Linear(4, 4)))
+"""
+
+
+def test_the_parameters_beside_sharded_ones_are_those_that_a_dimension_of_the_mesh_has_whole() -> None:
+    """Tensor parallelism leaves the stem and a bias whole on each rank of its mesh; FSDP shards everything."""
+    done = subprocess.run([sys.executable, "-c", MESH], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    whole, pairs, fsdp, both, none = done.stdout.splitlines()
+    assert whole == "([(8,), (8,), (8, 4)], '0-3')"
+    assert pairs == "([(8,), (8,), (8, 4)], '0-1')"
+    assert fsdp == "([], '')" and none == "([], '')"
+    assert both == "([], '')", "all of this module is sharded"

@@ -96,17 +96,16 @@ JUDGED_BY_ARRIVAL = (
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     """Yield the straggler, or why there is none, and the ranks whose pauses sum up."""
     outcomes = list(_in_window(facts))
-    known = {f.culprits for f in (*outcomes, *facts.reported) if _warns(f)}
+    known = {f.culprits for f in (*outcomes, *facts.reported) if isinstance(f, Finding) and _warns(f)}
     pauses = [f for f in _pauses(facts) if f.culprits not in known]
     summed = {f.culprits for f in pauses}
-    yield from (x for x in outcomes if not (isinstance(x, Finding) and x.culprits in summed))
+    yield from (x for x in outcomes if isinstance(x, Abstained) or x.culprits not in summed)
     yield from pauses
 
 
-def _warns(x: Finding | Abstained) -> bool:
+def _warns(f: Finding) -> bool:
     """True of a straggler, found or reported, that the sum of its pauses would only repeat."""
-    found = isinstance(x, Finding) and x.kind == kind.name and x.severity == Severity.WARNING
-    return found and x.cause != text.PAUSES.cause
+    return f.kind == kind.name and f.severity == Severity.WARNING and f.cause not in (text.PAUSES.cause, "gc")
 
 
 def _pauses(facts: Facts) -> Iterator[Finding]:
@@ -127,11 +126,12 @@ def _explained(found: Finding, s: Snapshot, pauses: Pauses, cost: float) -> Find
     Args:
         cost: Share of the time that the others lose to it.
     """
-    share, n = pauses.collecting(s, found.culprits[0])
-    others = statistics.median_low(pauses.collecting(s, q)[0] for q in s.ranks if q not in found.culprits)
-    if len(found.culprits) > 1 or share - others < limits.collecting * cost:
+    rank, *more = found.culprits
+    share, n = pauses.collecting(s, rank)
+    others = statistics.median_low(pauses.collecting(s, q)[0] for q in s.ranks if q != rank)
+    if more or not n or share - others < limits.collecting * cost:
         return found
-    return text.collecting(found, s.ranks[found.culprits[0]], share, others, n)
+    return text.collecting(found, s.ranks[rank], share, others, n)
 
 
 def _in_window(facts: Facts) -> Iterator[Finding | Abstained]:

@@ -271,7 +271,8 @@ class RankHistory:
             for r in self._scalars.new()
         ]
         for row in rows:
-            if row.name in self.logged or len(self.logged) < LOGGED_NAMES:
+            known = row.name in self.logged or len(self.logged) < LOGGED_NAMES
+            if known and row.step is not None and row.value is not None:
                 self.logged.setdefault(row.name, deque(maxlen=LOGGED_KEPT)).append((row.step, row.value))
         return rows
 
