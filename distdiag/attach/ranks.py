@@ -21,6 +21,7 @@ _LOCAL = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _NAMES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "PMIX_NAMESPACE", "MASTER_PORT")
 _MAX_ENVIRONMENT, _MAX_MAPS = 1 << 20, 16 << 20  # bytes that are read of each
 _NO_RANK = re.compile(r"multiprocessing\.(resource_tracker|forkserver)")  # a helper of multiprocessing
+_PAGE = re.compile(rb"/rank_\d+\.page$", re.MULTILINE)
 LISTED = 8  # jobs in a message
 
 
@@ -52,7 +53,7 @@ class Candidate:
     @property
     def recorded(self) -> bool:
         """True if it maps a rank page of distdiag."""
-        return f"/distdiag-{os.getuid()}/".encode() in self.maps and b".page\n" in self.maps
+        return _PAGE.search(self.maps) is not None
 
     @property
     def script(self) -> str:

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from distdiag.attach import ranks
+from distdiag.attach import ranks, sample, verdict
 from distdiag.attach.ranks import Candidate, Job
-from distdiag.attach.sample import py_spy
+from distdiag.attach.sample import Sample, py_spy
 from distdiag.errors import DistdiagError
+from distdiag.sources.stacks.frames import Frame, Process, Stack
 from tests.jobs import REPOSITORY, distdiag, free_port, start, wait_for
 from tests.jobs import Job as Started
 
@@ -236,3 +237,73 @@ def test_ranks_of_other_hosts_are_not_expected_here(monkeypatch: pytest.MonkeyPa
     (job,) = here(monkeypatch, process(10), *(process(n + 10, 10, node(n)) for n in (4, 5, 7)))
     assert job.world == 8
     assert job.expected({4, 5, 7}) == {4, 5, 6, 7}
+
+
+# -- the verdict on samples --------------------------------------------------------------------------------------------
+
+C10D = "/x/lib/python3.12/site-packages/torch/distributed/distributed_c10d.py"
+
+
+def in_all_reduce(pid: int, line: int = 7) -> Sample:
+    frames = (Frame("all_reduce", C10D, 9), Frame("fit", "/nowhere/train.py", line, {"i": "3"}, {"i": 5}))
+    return Sample(Process(pid, (Stack(frames, (), True, "MainThread"),)), paused_s=0.01)
+
+
+def sampled(monkeypatch: pytest.MonkeyPatch, samples: dict[int, Sample]) -> None:
+    monkeypatch.setattr(sample, "take", lambda found, native=False: {p.pid: samples[p.pid] for p in found})
+    monkeypatch.setattr(verdict.time, "sleep", lambda s: None)
+
+
+def test_no_permission_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    (job,) = here(monkeypatch, process(11, 1, rank(0, 1)))
+    sampled(monkeypatch, {11: Sample(error="Permission Denied: Try running again with elevated permissions")})
+    with pytest.raises(DistdiagError, match="no permission") as e:
+        verdict.attach(job)
+    assert all(
+        words in e.value.hint for words in ("CAP_SYS_PTRACE", "kubectl debug --profile=sysadmin", "ptrace_scope")
+    )
+    sampled(monkeypatch, {11: Sample(error="it has ended")})
+    with pytest.raises(DistdiagError, match="has ended") as e:
+        verdict.attach(job)
+    assert e.value.code == 4
+
+
+def test_a_recorded_job_is_left_to_diagnose(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = process(11, 1, rank(0, 1), "python", "-m", "distdiag.run", "--run-dir", "/runs/a b", "train.py")
+    recorded.__dict__["maps"] += b"7f0 rw-s 0 00:1a 5 /dev/shm/distdiag-1000/x/rank_0.page\n"
+    (job,) = here(monkeypatch, recorded)
+    with pytest.raises(DistdiagError, match="recorded") as e:
+        verdict.attach(job)
+    assert e.value.hint == "distdiag diagnose '/runs/a b'"
+
+
+def test_ranks_without_a_process_and_on_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    local = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}
+    pair = [process(11, 1, rank(0, 3) | local), process(12, 1, rank(1, 3) | local | {"LOCAL_RANK": "1"})]
+    (job,) = here(monkeypatch, *pair)
+    sampled(monkeypatch, {11: in_all_reduce(11), 12: in_all_reduce(12)})
+    report = verdict.attach(job)
+    (finding,) = report.findings
+    assert (finding.kind, finding.cause, finding.culprits, finding.victims) == ("rank_lost", "silent", (2,), (0, 1))
+    two = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "exp 7"}
+    (job,) = here(monkeypatch, process(11, 1, rank(0, 2) | two))
+    report = verdict.attach(job)
+    assert report.unjudged == "1 of 2 ranks are on other hosts"
+    assert "on each of them run: distdiag attach --job 'exp 7'" in report.notes
+    assert not report.findings
+
+
+def test_pauses_are_printed_and_a_data_worker_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork = ("python", "-c", "spawn_main", "--multiprocessing-fork")
+    (job,) = here(monkeypatch, process(10), *(process(pid, 10, {}, *fork) for pid in (11, 12, 13)))
+    worker = Frame("_worker_loop", "/x/lib/python3.12/site-packages/torch/utils/data/_utils/worker.py", 1)
+    samples = {
+        11: in_all_reduce(11),
+        12: in_all_reduce(12),
+        13: Sample(Process(13, (Stack((worker,), name="MainThread"),))),
+    }
+    sampled(monkeypatch, samples)
+    report = verdict.attach(job)
+    assert report.ranks_seen == report.world_size == 2
+    assert any("rank 0 10 ms, rank 1 10 ms" in note for note in report.notes)
+    assert any("order in which their processes started" in note for note in report.notes)

@@ -34,6 +34,7 @@ OURS = frozenset(
         "tui",
         "train",
         "tapes",
+        "attach",
     )
 )
 

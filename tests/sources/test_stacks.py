@@ -99,6 +99,17 @@ def test_other_text_is_none(tmp_path: Path) -> None:
             from_json(data)
 
 
+def test_native_frames_of_json_are_no_lines_of_the_user() -> None:
+    native = {"name": "sock_call_ex", "filename": "socketmodule.c", "line": 921, "module": "/x/libpython3.12.so"}
+    python = {"name": "Logger.send", "filename": "/home/me/train.py", "line": 29, "module": None, "locals": None}
+    data = json.dumps(
+        [{"pid": 3, "thread_id": 1, "active": False, "thread_name": "MainThread", "frames": [native, python]}]
+    )
+    (process,) = from_json(data)
+    assert process.judged.native == ("sock_call_ex",)
+    assert [f.site.key for f in process.judged.frames] == ["/home/me/train.py:29"]
+
+
 def test_hostile_text_ends_in_an_answer(tmp_path: Path) -> None:
     rng = random.Random(4)
     lines = (SPY + FAULT).splitlines()

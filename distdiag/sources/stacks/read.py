@@ -21,6 +21,8 @@ _NATIVE = re.compile(r"^    (\S.*) \(([^():]*)\)$")
 _FAULT_THREAD = bounded(r"^(?:Current thread|Thread) 0x[0-9a-f]+ ?(?:\[.{0,64}\] )?\(most recent call first\):")
 _FAULT_FRAME = bounded(r'^  File "(.{1,4096})", line (\d+) in (.{1,4096})$')
 
+_SOURCE_OF_C = re.compile(r"\.(?:c|cc|cpp|cu|h|hpp|rs|pyx|so(?:\.[\d.]+)?)$")
+
 _Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=MAX_INT)]
 
@@ -35,6 +37,7 @@ class _SpyFrame(msgspec.Struct):
     name: str
     filename: str
     line: int
+    module: str | None = None  # the library of a native frame
     locals: list[_Local] | None = None
 
 
@@ -61,7 +64,7 @@ def from_json(data: bytes | str) -> list[Process]:
         raise NoStacks(str(e)[:200]) from e
     by_pid: dict[int, list[Stack]] = {}
     for t in threads[:MAX_THREADS]:
-        native = [not f.line and not f.filename.endswith(".py") and f.filename[:1] != "<" for f in t.frames]
+        native = [f.module is not None or _SOURCE_OF_C.search(f.filename) is not None for f in t.frames]
         inner = native.index(False) if False in native else len(native)
         frames = tuple(_frame(f) for f, is_native in zip(t.frames, native, strict=True) if not is_native)
         stack = Stack(frames[:MAX_FRAMES], tuple(f.name for f in t.frames[:inner]), not t.active, t.thread_name or "")
