@@ -112,7 +112,10 @@ def test_full_collections_are_the_cause_if_they_are_most_of_the_cost() -> None:
     of = snapshots(dict.fromkeys(range(20, N, 40), 2.0), polls=40)
     collected = [
         replace(
-            s, ranks={q: replace(x, gc_s=(s.t_s * (0.5 if q == 0 else 0.01)), gc_count=9) for q, x in s.ranks.items()}
+            s,
+            ranks={
+                q: replace(x, gc_s=(s.t_s * (0.5 if q == 0 else 0.01)), gc_count=int(s.t_s)) for q, x in s.ranks.items()
+            },
         )
         for s in of
     ]
