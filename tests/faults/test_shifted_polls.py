@@ -1,8 +1,9 @@
-"""Chance must not decide: a faulty job has the same kind, ranks and lines whichever polls the monitor got, and in whichever order."""
+"""Chance must not decide: a job that hangs or fails has the same kind, ranks and lines whichever polls the monitor got, and in whichever order."""
 
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,10 @@ KEPT = (0.3, 0.5, 0.7, 0.9)  # share of the polls
 SWAPPED = 0.2  # share of the polls that change places with the next
 
 
-def faulty(path: Path) -> bool:
-    """True if the golden has a warning or an error about the job."""
-    lines = messages.golden().get(name_of(path), "").splitlines()
-    return any(line.split(":")[0].endswith((" error", " warning")) for line in lines)
+def hangs(path: Path) -> bool:
+    """True if the golden has a finding about ranks that hang or ended. What is measured over polls (memory, speed, unusual stalls) needs them."""
+    text = messages.golden().get(name_of(path), "")
+    return bool(re.search(r"^  (deadlock|mismatch|timeout|rank_lost|group_misuse)/", text, re.MULTILINE))
 
 
 def shifted(tape: Tape, chance: random.Random) -> Tape:
@@ -46,14 +47,14 @@ def stated(verdict: Verdict) -> list[tuple[object, ...]]:
     )
 
 
-FAULTY = [path for path in tapes(TAPES) if faulty(path)]
+HANGS = [path for path in tapes(TAPES) if hangs(path)]
 
 
-def test_half_of_the_tapes_are_of_faulty_jobs() -> None:
-    assert len(FAULTY) > 150
+def test_most_faulty_jobs_hang() -> None:
+    assert len(HANGS) > 90
 
 
-@pytest.mark.parametrize("path", FAULTY, ids=name_of)
+@pytest.mark.parametrize("path", HANGS, ids=name_of)
 def test_the_verdict_does_not_depend_on_the_polls(path: Path) -> None:
     tape = read_tape(path)
     other = judge(shifted(tape, random.Random(name_of(path))))
