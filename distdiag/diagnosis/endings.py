@@ -242,7 +242,7 @@ def _aborted(snapshot: Snapshot, aborted: list[RankState], kinds: dict[int, str]
     waits. A rank that is on its way into a collective is waited for.
     """
     states = snapshot.ranks
-    if not all(r.ended_waiting for r in aborted) or not any("gloo" in g.backend for g in snapshot.groups.values()):
+    if not all(map(_in_call, aborted)) or not any("gloo" in g.backend for g in snapshot.groups.values()):
         return None
     first_s = min((r.ended_s for r in aborted if r.ended_s is not None), default=snapshot.t_s)
     under_way = [r for q, r in states.items() if q not in kinds and r.life == Life.RUNNING and r.blocked is None]
@@ -253,11 +253,18 @@ def _aborted(snapshot: Snapshot, aborted: list[RankState], kinds: dict[int, str]
         q
         for q in sorted(states)
         if kinds.get(q) in ("mismatch", "echo", "timeout")
-        or (kinds.get(q) == "outside" and states[q].ended_waiting)
+        or (kinds.get(q) == "outside" and _in_call(states[q]))
         or (q not in kinds and states[q].blocked is not None)
     ]
     incident = abort.incident(snapshot, involved)
     return None if incident is None else Cascade(End.ABORTED, (), tuple(involved), incident)
+
+
+def _in_call(state: RankState) -> bool:
+    """True if a rank ended in a collective, or while it left one that failed: gloo's thread aborts it at any moment."""
+    newest = next((call for call in reversed(state.calls) if not call.other_thread), None)
+    left = newest is not None and (newest.failed or newest.completed_s is None)
+    return state.ended_waiting or left or is_echo(state.caught or "")
 
 
 def timed_out(snapshot: Snapshot, kinds: dict[int, str]) -> list[RankState]:

@@ -36,8 +36,14 @@ def finding(snapshot: Snapshot, verdict: Verdict) -> Finding:
         culprits=odd, victims=rest, where=(where(states[r], _STATES.get(Life(states[r].life))) for r in odd or dead),
         waiting=wheres(snapshot, rest) if odd else (), step=states[killed[0]].step if killed else None,
         first_seen_s=min((t for r in dead if (t := states[r].ended_s) is not None), default=snapshot.t_s),
-        what=what, killed=killed, places=places, why=why, do=advice,
+        what=what, killed=killed, places=places, why=why, do=advice, proved=_members(snapshot, verdict) <= set(dead),
     )  # fmt: skip
+
+
+def _members(snapshot: Snapshot, verdict: Verdict) -> set[int]:
+    """Return the ranks whose calls must be known for a proof: the members of the group."""
+    group = snapshot.groups.get(verdict.wait.group)
+    return set(group.ranks if group is not None else snapshot.ranks)
 
 
 def _text(snapshot: Snapshot, verdict: Verdict, dead: list[int]) -> tuple[str, str, str]:

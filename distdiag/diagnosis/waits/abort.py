@@ -1,16 +1,17 @@
 """An abort as an incident: gloo aborts a rank that receives more bytes than its own call has room for.
 
 The ranks are dead, so no graph shows their waits; but their pages keep the call and the line in which each ended. Ranks at one line
-are one side. If all made one call together, each is a side: its size is what may differ.
+are one side; in a wrapper, those that came to it by one path. If all made one call together, each is a side: its size is what may differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
 from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot
+from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.incidents import Incident, Root
 from distdiag.diagnosis.waits.wait import Wait, last_wait
 
@@ -23,7 +24,9 @@ def incident(snapshot: Snapshot, ended: Iterable[int]) -> Incident | None:
     for state in states:
         by_site.setdefault(state.current_site.key if state.current_site else "", []).append(state.rank)
     sides = [frozenset(ranks) for ranks in by_site.values()]
-    if len(sides) == 1:
+    if len(sides) == 1 and (by_path := _by_path(states, calls)) is not None:
+        sides = by_path
+    elif len(sides) == 1:
         known = {(call.group, call.seq, call.op) for call in calls.values()}
         if len(states) < 2 or len(known) != 1 or next(iter(known))[1] is None:
             return None
@@ -35,6 +38,21 @@ def incident(snapshot: Snapshot, ended: Iterable[int]) -> Incident | None:
     wait.conflict, wait.calls, wait.died = "shape", calls, tuple(calls)
     wait.sides = tuple(sorted(sides, key=lambda side: (-len(side), min(side))))
     return Incident(Root.ABORT, frozenset(calls), (wait,), frozenset(calls))
+
+
+def _by_path(states: Sequence[RankState], calls: dict[int, Call]) -> list[frozenset[int]] | None:
+    """Return the sides by the callers of one line, in a wrapper for all calls; None unless their sizes are as different.
+
+    The callers of a killed rank are from its last sample, and alone prove nothing.
+    """
+    partitions: list[dict[object, set[int]]] = [{}, {}]
+    for state in states:
+        call = calls[state.rank]
+        size = compatible.op_name(call.op), compatible.elements(call), call.bytes
+        for partition, key in zip(partitions, (state.user_stack, size), strict=True):
+            partition.setdefault(key, set()).add(state.rank)
+    paths, sizes = ({frozenset(side) for side in partition.values()} for partition in partitions)
+    return list(paths) if paths == sizes and 1 < len(paths) < len(states) else None
 
 
 def _call(state: RankState) -> Call:

@@ -168,7 +168,46 @@ def test_an_abort_counts_the_ranks_that_still_wait_and_waits_for_those_under_way
         f = only(verdict(99.5, **third))
         assert (f.kind, f.cause, f.culprits) == ("mismatch", "shape", (2,)), f
         assert "train.py:17" in f.message and "train.py:34" in f.message
-    assert only(verdict(105.0)).culprits == ()  # it goes on, in code of its own: the rank that gloo aborted is a victim
+    late = only(verdict(105.0))  # it goes on, in code of its own: the rank that gloo aborted is a victim
+    assert late.culprits == () and late.certainty == "suspected"  # its page shows no call
+
+
+@pytest.mark.parametrize(
+    "page", [{"calls": "open"}, {"calls": "failed"}, {"caught": "RuntimeError: Connection reset by peer"}]
+)
+def test_a_rank_that_gloo_aborts_while_it_leaves_its_call_is_a_victim(page: dict[str, str]) -> None:
+    """gloo's thread aborts the rank while its main thread handles the exception of the same call: it no longer waits."""
+    share, backward = Site("/job/train.py", 17, "share"), Site("/job/train.py", 34, "main")
+    made = Call(op="all_reduce", group="default_pg", seq=87, shape=(2,), site=share, entered_s=98.0)
+    if page.get("calls") == "failed":
+        made = msgspec.structs.replace(made, failed=True, completed_s=98.9)
+    elif "calls" not in page:
+        made = msgspec.structs.replace(made, completed_s=98.9)
+    known = {"current_site": share, "calls": (made,), "sites": {share.key: 41, backward.key: 41}, "ended_s": 99.0}
+    ranks = (
+        rank(0, life="crashed", exception="RuntimeError: Connection reset by peer", ended_waiting=True, **known),
+        rank(1, life="killed", signal=6, caught=page.get("caught"), **known),
+        rank(2, life="killed", signal=15, ended_waiting=True, ended_s=99.2, current_site=backward, sites={share.key: 40, backward.key: 42}),
+    )  # fmt: skip
+    f = only(findings(job(*ranks), mismatch, rank_lost))
+    assert (f.kind, f.cause, f.culprits, f.certainty) == ("mismatch", "shape", (2,), "proved")
+
+
+def test_the_sides_of_an_abort_in_a_wrapper_are_the_paths_that_led_there() -> None:
+    """All collectives of a framework are called in one line: its callers tell the rank that came by another path."""
+    wrapper = Site("/job/comm.py", 5, "reduce")
+
+    def ended(q: int, line: int, size: int, **more: Any) -> RankState:
+        made = Call(op="all_reduce", group="default_pg", seq=87, shape=(size,), site=wrapper, entered_s=98.0)
+        stack = (wrapper, Site("/job/train.py", line, "main"))
+        return rank(q, ended_s=99.0, ended_waiting=True, current_site=wrapper, user_stack=stack, calls=(made,),
+                    sites={wrapper.key: 90}, **more)  # fmt: skip
+
+    reset = {"life": "crashed", "exception": "RuntimeError: Connection reset by peer"}
+    for aborted in (0, 1, 2):
+        ends = [reset | ({"life": "killed", "signal": 6, "exception": None} if q == aborted else {}) for q in range(3)]
+        ranks = [ended(q, *((30, 2) if q != 1 else (44, 900)), **ends[q]) for q in range(3)]
+        assert only(findings(job(*ranks), mismatch, rank_lost)).culprits == (1,)
 
 
 def test_a_collective_that_completed_with_different_dtypes_is_reported() -> None:
