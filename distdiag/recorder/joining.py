@@ -19,7 +19,7 @@ from distdiag.terms.untrusted import is_rank
 
 KEY = "distdiag/job"
 WAIT_S = 5.0  # for rank 0, which leaves init_process_group at about the same time
-MOST_BYTES = 16_384  # of what rank 0 writes
+MOST_BYTES = 16_384  # of what rank 0 writes; the rest is not read, so a longer text is no JSON
 
 
 def launched() -> bool:
@@ -71,7 +71,7 @@ def _read(written: bytes) -> tuple[str, str, str | None, str]:
         ValueError: rank 0 of distdiag did not write this.
     """
     try:
-        token, root, chosen, first = json.loads(written) if len(written) <= MOST_BYTES else ()
+        token, root, chosen, first = json.loads(written[:MOST_BYTES])
         paths = [root] if chosen is None else [root, chosen]
         ours = run_claim.is_word(token) and isinstance(first, str) and all(map(_is_path, paths))
     except (ValueError, TypeError, RecursionError):

@@ -22,7 +22,7 @@ from distdiag.recorder.state import guarded, now_ns
 
 PERIOD_S = 0.25
 WATCH_BEATS = 8  # between two checks that the monitor runs
-END_S = 2.0  # how long the end of the script waits for a running beat
+END_S = 10.0  # how long the end of the script waits for a running beat; on busy cores one takes seconds
 _SINCE, _BLOCKED_SINCE = word("phase_since_ns"), word("blocked_since_ns")
 _BEATS, _HEARTBEAT, _COUNTED = word("beats"), word("heartbeat_ns"), word("counted_ns")
 _BLOCKED, _GOES_ON = word("blocked"), (int(Blocked.NO), int(Blocked.DDP))  # in DDP it is likely to compute
@@ -74,11 +74,14 @@ class Pulse:
     def stop(self) -> None:
         """End the thread, and wait at most `END_S` until its last beat is over.
 
-        A thread that returns from C++ while Python shuts down is ended inside C++, which aborts the process.
+        A thread that returns from C++ while Python shuts down is ended inside C++, which aborts the process. One that is ended in a
+        beat may leave a garbage collection unfinished, after which Python starts no other: what the script holds is never freed, and
+        a file that it left open loses its last buffer.
         """
-        if self._going_on.locked():
+        first = self._going_on.locked()
+        if first:
             self._going_on.release()
-        if self._running.acquire(timeout=END_S):
+        if self._running.acquire(timeout=END_S if first else 0):
             self._running.release()
 
     def forked(self) -> None:

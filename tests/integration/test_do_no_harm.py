@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.jobs import Job, distdiag, launch, rows, runs, wait_for
+from tests.jobs import Job, distdiag, launch, rows, runs, start, wait_for
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(180)]
 
@@ -52,6 +53,29 @@ ASKED = """
         libc.__cxa_atexit(ctypes.cast(libc.system, ctypes.c_void_p), command, None)
     while dist.get_rank() == 0 and not os.path.exists("go"):
         time.sleep(0.05)
+"""
+LEFT_OPEN = """
+    import gc, os, time
+    out = open("out", "w")
+    def write(text): print(text, file=out)
+    class Slow:
+        def __del__(self): time.sleep(7)
+    if os.environ.get("DISTDIAG_RUN_DIR"):
+        from distdiag.recorder import pulse
+        began, plain = [], pulse.now_ns
+        def slow():  # a collection that happens to run in this thread, and takes long
+            if not began:
+                found = Slow()
+                found.itself = found
+                del found
+                began.append(1)
+                gc.collect()
+            return plain()
+        pulse.now_ns = slow
+        while not began:
+            time.sleep(0.01)
+    for line in range(600):
+        write("x" * 8)
 """
 DETACHES = """
     import time
@@ -143,3 +167,13 @@ def test_a_rank_that_detached_is_not_judged_and_not_recorded(tmp_path: Path) -> 
     logged = rows(run, "SELECT rank, name FROM scalar WHERE name IN ('during', 'after') ORDER BY rank, name")
     assert logged == [(0, "during"), (1, "during")]
     assert serious(run) == []
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_file_that_the_script_left_open_is_complete(tmp_path: Path, recorded: bool) -> None:
+    (tmp_path / "script.py").write_text(textwrap.dedent(LEFT_OPEN))
+    before = ["-m", "distdiag.run", "--quiet"] * recorded
+    env = {"DISTDIAG_RUN_DIR": "R", "RANK": "0", "WORLD_SIZE": "1"} if recorded else {}
+    with start([sys.executable, *before, "script.py"], cwd=tmp_path, env=env) as job:
+        assert job.wait() == 0, job.tail()
+    assert (tmp_path / "out").stat().st_size == 600 * 9

@@ -291,7 +291,8 @@ def _finding(
     what += _not_through_ddp(s) if words == "gradients_not_synced" else ""
     odd, ranks = minority(rates or values), sorted(values)
     by_hand = cause in ("different_init", "partly_averaged") and not models
-    certain = (steps[-1] >= limits.certain_step and cause != "partly_averaged") or cause == "split_module"
+    # a plain tensor beside DTensors may be a rank's own, such as its experts
+    certain = steps[-1] >= limits.certain_step and cause not in ("partly_averaged", "split_module")
     return DRIFT(
         cause=words if words in kind.causes else None, proved=certain or cause == "buffers",
         severity=Severity.INFO if mild else None,
@@ -299,7 +300,7 @@ def _finding(
         where=wheres(s, ranks, None, {q: _site(s.ranks[q], by_hand) for q in ranks}),
         what=what, spread=_spread(values), do=_ADVICE[words + (" in DDP" if words == "different_init" and models else "")],
         cost="none, if these buffers may differ" if mild
-        else "the parts of the module are trained on different data: its output and all its gradients are wrong"
+        else "the ranks hold parts of one module that do not fit together: its output and its gradients are wrong"
         if cause == "split_module"
         else "each rank trains a different model; only one of them is saved",
     )  # fmt: skip
