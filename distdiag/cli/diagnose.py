@@ -5,7 +5,10 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 
 TAKE_OVER_S = 40.0  # most for a monitor to judge the run, or close that of a job that ended
 JUDGED_S = 2.5  # for a new monitor to judge a running job
+_STDIN = {"-", "/dev/stdin"}
 _COLOURS = {"error": "red", "warning": "yellow", "info": "cyan"}
 
 
@@ -151,6 +155,19 @@ def _is_run(target: str) -> bool:
     if not path.is_dir():
         return False
     return bool(rundir.attempts(path)) or ((path / "latest").is_dir() and bool(rundir.attempts(path / "latest")))
+
+
+@contextmanager
+def _with_stdin(targets: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Yield the targets with the path of a file that has what stdin had, in place of `-`."""
+    if _STDIN.isdisjoint(targets):
+        yield targets
+        return
+    with tempfile.TemporaryDirectory(prefix="distdiag-") as folder:
+        path = Path(folder, "stdin.log")
+        with path.open("wb") as file:
+            shutil.copyfileobj(sys.stdin.buffer, file)
+        yield tuple(str(path) if t in _STDIN else t for t in targets)
 
 
 def _report(targets: tuple[str, ...]) -> Report:
@@ -385,7 +402,7 @@ def command(
     the rank in their name or content. No code in them is run. Ranks without a dump are listed.
 
     Logs are text of the ranks, torchrun, Slurm or Kubernetes, plain or gzipped: what torch, NCCL, the launcher and the kernel
-    report in them is put in order.
+    report in them is put in order. `-` is standard input.
 
     Exit codes: 0 nothing at or above --fail-on, 1 found or the job failed, 2 bad option or file, 3 not all ranks could be
     judged, 4 no run, no dump, no rank has written. --fail-on never always exits 0.
@@ -394,9 +411,18 @@ def command(
     other ranks, and which rank comes last; --json prints distdiag.profile/1. If dumps or logs given with them show a failure,
     that comes first, and the traces are not analysed.
     """
-    import msgspec
 
     as_json = as_json or output_format == "json"
+    with _with_stdin(targets) as files:
+        return _command(files, as_json, output_format, fail_on, why, ascii)
+
+
+def _command(
+    targets: tuple[str, ...], as_json: bool, output_format: str, fail_on: str, why: str | None, ascii: bool
+) -> int:
+    """Print the verdict on files; returns the exit code."""
+    import msgspec
+
     traces = _traces(targets) if why is None else []
     report = _failure_in_others(targets, traces) if traces else _report(targets)
     if report is None:
