@@ -9,10 +9,11 @@ from pathlib import Path
 from distdiag.guard import TOGETHER, Announce
 from distdiag.sources.logs import lines
 from distdiag.sources.logs.facts import MAX_WRITERS, Collected, Fact, Line, source_of
+from distdiag.sources.logs.later import Later
 from distdiag.sources.logs.patterns import TABLE, Role
 from distdiag.sources.logs.recorded import MARK
 from distdiag.sources.logs.tables import Tables
-from distdiag.sources.logs.tracebacks import Tracebacks
+from distdiag.sources.logs.tracebacks import PROSE, Tracebacks
 from distdiag.sources.logs.writers import Writer, messages, plain, time_of, writer
 from distdiag.terms.untrusted import MAX_RANKS, bounded, is_rank
 
@@ -24,13 +25,16 @@ MAX_DIGITS = 20  # most digits of a number: no field has more
 _RANK_FIELDS = ("a", "b", "r", "waiter", "awaited", "near")
 _ERRORS = bounded(r"\b(?:(?:[A-Z]\w*)?(?:Error|Exception)|ERROR|FATAL|Fatal|Aborted)\b")
 _PREFIXES = bounded(r"^(?:\[[^\]]*\]:? ?){0,9}")
-# an open quotation in a sentence, a list or a call, a raise statement, or the middle of a sentence
-_PROSE = bounded(r"(?:\w |[\[{,] ?|[a-z_]\()[\"'](?=[^\"']{0,400}$)|\braise \w|[a-z] $")
 _MILD = bounded(r"(?<!NCCL )\b(?:WARN(?:ING)?|INFO|DEBUG)\b")  # levels of the program's own log
-_LOUD = bounded(r"[A-Za-z](?:Error|Exception)\b|Traceback|File \"|frame #")
 _SECTION = bounded(
     r"-----(?:Begin|End) global rank (?P<r>\d+) STD|^==> \S{0,200}?(?:rank[-_.=]?(?P<of_file>\d+)\S*)? <=="
 )
+_POD = bounded(r"^Name:\s{2,40}(?P<pod>\S{1,253})\s*$")  # `kubectl describe`: what follows is of one pod
+_STATE = bounded(r"^\s{2,99}(?P<last>Last )?State:\s{2,40}(?P<state>\w+)")
+_MISSING = bounded(
+    r"(?:^|[:\s])(?P<ranks>\d{1,6}): \[[\w.]"
+)  # Horovod's stall inspector: a rank, and what the others wait for
+_STATE_LINES = 5
 _DIGIT = bounded(r"\d+")
 
 
@@ -38,7 +42,7 @@ class Collector:
     """Reads files one after another; `result` has their contents."""
 
     def __init__(self, paths: Iterable[Path], wrapped: Mapping[Path, int] | None = None) -> None:
-        self.result = Collected()
+        self.result, self.later = Collected(), Later()
         self.paths = list(paths)
         self._bounds = lines.Bounds()
         self._wrapped = wrapped or {}  # the column at which a terminal wrapped the lines of a file
@@ -47,8 +51,9 @@ class Collector:
         self._table = Tables()
         self._tracebacks = Tracebacks(self.result, self._add)
         self._section: int | None = None  # the rank whose lines follow
+        self._pod, self._earlier = "", 0  # of `kubectl describe`: the pod, and the last line on its earlier container
+        self._missing: tuple[tuple[object, ...], int] = (), 0  # whose lines name missing ranks, and up to which
         self._run = (0, 0)
-        self._loud = 0  # the last line with an error
         self._order = 0
         self._last_error: tuple[tuple[object, ...], int] | None = None  # whose line, and which, is NCCL's reason
 
@@ -63,7 +68,7 @@ class Collector:
         """
         out, bounds = self.result, self._bounds
         for path in self.paths:
-            first, last = len(out.facts), 0
+            first = len(out.facts)
             try:
                 if refused and str(path) in refused:
                     raise OSError(refused[str(path)])
@@ -75,7 +80,6 @@ class Collector:
                 ):
                     for message, rank, pod in messages(plain(text)):
                         self._read_line(path, number, message[:MAX_MESSAGE], rank, pod)
-                    last = number
             except OSError as e:
                 out.bad.append((str(path), e.strerror or str(e)))
             if bounds.late:
@@ -84,14 +88,17 @@ class Collector:
                     (str(path), "only its first and last lines were read in detail: it has too many different errors")
                 )
             self._end_rows(path, at_end=True)
-            for fact in out.facts[first:]:
-                fact.quiet_lines = last - self._loud
             out.facts[first:] = self._of_last_run(out.facts[first:])
+            failed = min((f.line for f in out.facts[first:] if f.role not in (Role.FACT, Role.HINT)), default=None)
+            self.later.read(path, self._bounds.tail, failed)
             out.files.append(path)
+            for pid, named in bounds.pids.items():
+                if is_rank(named):
+                    out.is_rank_of(pid, named)
             self._tracebacks.end_of_file()
             self._times.clear()
-            self._section = None
-            self._run, self._loud = (0, 0), 0
+            self._section, self._pod, self._earlier = None, "", 0
+            self._run = (0, 0)
         for fact in out.named("timeout"):
             fact.site = fact.site or self._tracebacks.site(fact)
         out.ranks |= set(filter(is_rank, bounds.ranks))
@@ -119,12 +126,11 @@ class Collector:
         if MARK in text:
             out.recorded.add(text, number)
             return
-        if _LOUD.search(text) is not None:
-            self._loud = number
         who = writer(text)
         if rank is not None:
             who.rank = rank
-        who.process = who.process or pod
+        self._describe(text, number)
+        who.process = who.process or pod or self._pod
         if (section := _SECTION.search(text)) is not None:
             named = section["r"] or section["of_file"]
             self._section = int(named) if named and "--End" not in text else None
@@ -148,8 +154,17 @@ class Collector:
                 self._tracebacks.start(line.source, self._table.rank)
         elif text.rstrip().endswith("Last error:"):  # NCCL: the next line is the reason
             self._last_error = line.source, self._order + 1
+        elif text.rstrip().endswith("Missing ranks:"):
+            self._missing = line.source, self._order + lines.LINES_AFTER
         elif not self._tracebacks.belongs(line) and not self._tracebacks.ends(line):
             self._look_up(line)
+
+    def _describe(self, text: str, number: int) -> None:
+        """Note which pod a description is of, and which lines are on a container that was restarted since."""
+        if (m := _POD.match(text)) is not None:
+            self._pod, self._earlier = m["pod"], 0
+        elif self._pod and (m := _STATE.match(text)) is not None:
+            self._earlier = number + _STATE_LINES if m["last"] and self._earlier < 0 else -(m["state"] != "Waiting")
 
     def _look_up(self, line: Line) -> None:
         """Add the facts of the rows that fit a line."""
@@ -161,7 +176,10 @@ class Collector:
                 self._add(row.name, row.role, m.groupdict(), line)
                 if row.role is not Role.FACT:
                     return
-        if self._last_error == (line.source, self._order):
+        source, until = self._missing
+        if source == line.source and self._order <= until and (m := _MISSING.search(text)) is not None:
+            self._add("horovod_stall", Role.WAIT, m.groupdict(), line)
+        elif self._last_error == (line.source, self._order):
             self._add("nccl_warning", Role.HINT, {"what": _PREFIXES.sub("", text, count=1)[:200]}, line)
         elif not line.who.mild and _ERRORS.search(text):
             self.result.unknown.append((line.path, line.number, text.strip()[:200]))
@@ -173,8 +191,20 @@ class Collector:
             self._size(int(fields["r"][:7]), int(fields["world"][:7]), who.process)
         elif name == "torchrun":
             out.torchrun = True
-        elif name in ("restart", "launch"):
-            self._next_run(name == "launch")
+        elif name == "joined":
+            out.joined |= set(filter(is_rank, [int(fields["r"][:7])]))
+        elif name == "spawned":
+            out.local_of[fields["pid"]] = int(fields["local"][:7])
+        elif name == "env" and is_rank(rank := int(fields["r"][:7])):
+            out.by_path.setdefault(line.path, set()).add(rank)
+            out.env.setdefault(line.path, set()).add(rank)
+            if who.process:
+                out.is_rank_of((who.process, who.host), rank)
+            self._size(rank, int(fields.get("world", "0")[:7]), "")
+        elif name in ("restart", "launch", "again"):
+            self.later.restarts[line.path] = line.number
+            if name != "again":
+                self._next_run(name == "launch")
         if role is Role.FACT or (who.mild and role in (Role.CAUSE, Role.VICTIM, Role.START)):
             return None
         if any(len(v) > MAX_DIGITS and v.isdigit() for v in fields.values()):
@@ -194,7 +224,7 @@ class Collector:
             return None
         at = who.at or self._times.get(line.source)
         fact = Fact(name, role, fields, who, line.path, line.number, self._order, line.text[:500], at=at, run=self._run)
-        out.facts.append(fact)
+        (out.past if role is Role.EXIT and line.number <= self._earlier else out.facts).append(fact)
         if name == "fatal":
             self._tracebacks.fatal(fact, line.source)
         return fact
@@ -217,7 +247,7 @@ class Collector:
 
 def _told(before: str, role: Role) -> bool:
     """True if a message is told, not given: in a sentence, a quotation, or a line of the program's log that is no error."""
-    told = _PROSE.search(before)
+    told = PROSE.search(before)
     if told is not None and (role is not Role.EXIT or told[0][-1] in "\"'"):
         return True
     return role is Role.CAUSE and _MILD.search(before) is not None

@@ -39,7 +39,6 @@ class Fact:
     site: Site | None = None
     at: tuple[str, float] | None = None
     run: tuple[int, int] = (0, 0)  # launch and attempt, of those appended to one file
-    quiet_lines: int = 0  # how many lines without any error end the file
     uncaught: bool = False  # its traceback begins at the script itself, so nothing in the script caught it
     in_collective: bool = False  # raised by a backend, inside a collective call
     of_node: bool = False  # `rank` is the rank on its node; the log does not show whether there are more nodes
@@ -76,6 +75,7 @@ class Collected:
     """
 
     facts: list[Fact] = field(default_factory=list)
+    past: list[Fact] = field(default_factory=list)  # failures after which the process or the job went on
     recorded: Recorded = field(default_factory=Recorded)
     unknown: deque[tuple[Path, int, str]] = field(default_factory=lambda: deque(maxlen=3))  # last lines like errors
     ranks: set[int] = field(default_factory=set)
@@ -88,6 +88,10 @@ class Collected:
     rank_of: dict[object, int | None] = field(default_factory=dict)
     in_world: dict[str, tuple[int, int]] = field(default_factory=dict)  # (size, rank)
     by_path: dict[Path, set[int]] = field(default_factory=dict)  # ranks named in the lines of a file
+    env: dict[Path, set[int]] = field(default_factory=dict)  # the ranks that a file's environment gives
+    local_of: dict[str, int] = field(default_factory=dict)  # rank on its node of a pid, by the launcher
+    joined: set[int] = field(default_factory=set)  # ranks that have joined the job's store
+    took: dict[int, tuple[float, str]] = field(default_factory=dict)  # of a rank's last lines: seconds, and for what
     of_nodes: set[Path] = field(default_factory=set)  # files that name ranks on their node
 
     def named(self, *names: str) -> list[Fact]:

@@ -20,12 +20,12 @@ from distdiag.sources.logs.tracebacks import LOST
 from distdiag.terms.ranks import unfold_ranks
 from distdiag.terms.untrusted import MAX_INT, bounded, is_rank
 
-HANDLED_LINES = 50  # a log that ends in so many lines without an error shows that an exception was caught
 # an exception that only reports another one
 _RETOLD = bounded(
     r"[Rr]oot cause|[Ss]ee (?:the )?(?:stack trace|logs? |error)|in a background process|previous error|sub-exception|Caught \w+ in DataLoader worker"
 )
 AFTER_FIRST_S = 5.0  # a launcher kills what has not ended by itself so long after the first failure, or later
+_MEMORY = bounded(r"Process (\d{1,9}) has (\d{1,6}(?:\.\d{1,4})?) GiB memory in use")
 _NUMBER = bounded(r"0x[0-9a-f]+|\d+")
 _OF_THE_LINE = {"duplicate_gpu": ("a", "b"), "rank_twice": ("a",), "nccl_mismatch": ("near",)}  # ranks it is about
 # signals of a rank that was ended, or aborted by its watchdog; and those of a fault
@@ -74,13 +74,12 @@ def of_messages(found: Collected) -> tuple[list[Reason], list[Fact]]:
     of_device = {
         f.rank for f in found.facts if f.rank is not None and f.name in MEANINGS and MEANINGS[f.name].kind == "gpu"
     }
-    caught = {id(f) for f in handled(found)}
     ended = {process(f) for f in found.facts if f.uncaught and f.role is Role.CAUSE and not _RETOLD.search(f.text)}
     reasons: dict[tuple[str, str], Reason] = {}
     late: list[Fact] = []
     for f in found.facts:
         meaning = MEANINGS.get(f.name)
-        if f.role is not Role.CAUSE or meaning is None or id(f) in caught:
+        if f.role is not Role.CAUSE or meaning is None:
             continue
         if f.name == "exception" and not f.uncaught and process(f) in ended:
             continue
@@ -141,24 +140,28 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, seve
         r.advice = meanings.advice_for(f.text, meaning.advice)
 
 
-def handled(found: Collected) -> list[Fact]:
-    """Return the exceptions that a rank caught: its log continues for long, and no line shows that the job failed."""
-    if any(f.role in (Role.WAIT, Role.VICTIM, Role.EXIT, Role.START) for f in found.facts):
-        return []
-    raised = [f for f in found.facts if f.name == "exception" or (f.name == "cuda_oom" and f.site is not None)]
-    return [f for f in raised if f.quiet_lines >= HANDLED_LINES and not f.uncaught]
-
-
 def text_of(f: Fact, meaning: Meaning) -> str:
     """Return what a failure is reported as, after its rank."""
     fields = Fields({k: shortened(v, 160 if f.name == "exception" else 120) for k, v in f.fields.items()})
     if f.name == "exception":
         fields["what"] = f": {fields['what']}" if fields["what"] else ""
+    elif f.name == "cuda_oom":
+        fields["others"] = _memory_of_others(f)
     elif f.name == "xid":
         fields["text"] = f": {shortened(fields['text'], 80).rstrip('.')}" if fields["text"] else ""
     elif f.name == "port_in_use":
         fields["port"] = f"port {fields['port']}" if fields["port"] else "the port"
     return meaning.text.format_map(fields)
+
+
+def _memory_of_others(f: Fact) -> str:
+    """Return what other processes hold of the GPU whose memory was not enough, by the message; empty if they are not known."""
+    what = f.fields.get("what", "")
+    held = {pid: gib for pid, gib in _MEMORY.findall(what) if pid != str(f.who.pid)}
+    if not held or ("this process has" not in what and f.who.pid is None):
+        return ""
+    pid = max(held, key=lambda pid: float(held[pid]))
+    return f": process {pid}, which is not this rank, holds {float(held[pid]):.3g} GiB of that GPU"
 
 
 # -- how processes ended, by their launchers -------------------------------------------------------------------------
@@ -213,6 +216,8 @@ def of_exits(found: Collected, explained: set[int], waited: set[int], others: bo
     for nth, end in enumerate(ends):
         if id(end) in killed or _followed(end, explained, waited, bool(memory)):
             continue
+        if end.rank is None and end.by == "SIGKILL" and ranks_of(memory):
+            continue  # it is the process that the kernel names
         if end.rank is None and (named or (others and end.launcher in ("line", "parent"))):
             continue  # the end of a process that failed by itself
         meaning = _meaning(end, bool(memory), others)

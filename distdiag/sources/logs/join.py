@@ -13,7 +13,7 @@ from distdiag.diagnosis.model.snapshot import Site
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.files import ranks_of
 from distdiag.sources.logs.patterns import Role
-from distdiag.terms.untrusted import is_rank
+from distdiag.terms.untrusted import bounded, is_rank
 
 LATER_S = 2.0  # the clocks of hosts differ by less
 WAITED = (Role.WAIT, Role.VICTIM)
@@ -23,15 +23,21 @@ OWN = (
 )  # fmt: skip
 
 
+# names of processes that can be of a job of torch
+_OF_JOB = bounded(r"(?i:python|pt_|torch|ray|train|deepspeed|accelerate|vllm|mpi|worker|rank|main)")
+
+
 def join(found: Collected) -> Collected:
     """Set the rank of every fact, drop those that came after the job was stopped from outside, and return what is left."""
     of_file = {
         p: r for p, r in ranks_of(found.files).items() if found.by_path.get(p, set()) <= {r} and p not in found.of_nodes
     }
+    of_file = {p: min(r) for p, r in found.env.items() if len(r) == 1 and found.by_path[p] == r} | of_file
     for label, (world, rank) in found.in_world.items():
         if world == found.world_size:
-            found.is_rank_of((label, label.partition(":")[0]), rank)
-            found.is_rank_of(int(label.rpartition(":")[2]), rank)
+            found.is_rank_of((label, label.partition(":")[0] if ":" in label else ""), rank)
+            if label.rpartition(":")[2].isdecimal():
+                found.is_rank_of(int(label.rpartition(":")[2]), rank)
     local = {f.who.local for f in found.facts if f.who.local is not None}
     tasks = {f.who.task for f in found.facts if f.who.task is not None}
     one_node = 0 < (found.world_size or 0) <= 1 + max(local, default=0)
@@ -41,9 +47,13 @@ def join(found: Collected) -> Collected:
             f.rank = f.who.task
         if f.rank is None and f.who.local is not None and len(found.files) == 1:
             f.rank, f.of_node = f.who.local, not one_node
+        if f.rank is None and (local := found.local_of.get(f.fields.get("pid", ""))) is not None:
+            f.rank, f.of_node = local, not one_node
     found.ranks |= {f.rank for f in found.facts if f.rank is not None and is_rank(f.rank)}
     found.ranks |= {r for ranks in found.by_path.values() for r in ranks if is_rank(r)}
     found.ranks |= {r for r in found.rank_of.values() if r is not None} | set(of_file.values())
+    found.past += [f for f in found.named("host_oom") if _of_another_job(f)]
+    found.facts = [f for f in found.facts if f.name != "host_oom" or not _of_another_job(f)]
     stops = found.named("cancelled", "terminated", "evicted", "preempted")
     if stops:
         found.facts = [f for f in found.facts if not _after_stop(f, stops)]
@@ -59,8 +69,17 @@ def _rank_of(found: Collected, f: Fact, of_file: Mapping[Path, int]) -> int | No
         return who.rank
     if pid is not None:  # it is about that process, whoever wrote it
         return found.rank_of.get(pid)
+    if (of_pod := [r for p, r in of_file.items() if who.process.endswith(p.name.partition(".")[0])]) and len(
+        of_pod
+    ) == 1:
+        return of_pod[0] if f.path not in of_file else of_file[f.path]
     known = found.rank_of.get((who.process, who.host)) if who.process else found.rank_of.get((f.path, who.local))
     return of_file.get(f.path) if known is None else known
+
+
+def _of_another_job(f: Fact) -> bool:
+    """True if the kernel names a process that this job has not, by its pid and its name."""
+    return f.rank is None and _OF_JOB.match(f.fields.get("comm", "python")) is None
 
 
 def _after_stop(f: Fact, stops: Iterable[Fact]) -> bool:

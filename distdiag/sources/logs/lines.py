@@ -40,6 +40,9 @@ WRAPPED_LINES, TERMINALS = 4, (60, 400)  # lines of exactly the largest length; 
 _BOMS = ((b"\xff\xfe\x00\x00", "utf-32-le"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
 _DIGITS = b"0123456789"
 _OF_WRITER = re.compile(rb"(?:ank|RANK|ask|ode|rocess|worker|gpu|GPU|pid|\[)[s :=]{0,3}(\d{1,9})")
+_PIDS = re.compile(
+    rb"pid=(?P<pid>\d{1,9})[^)\n]{0,60}\) ?\[rank ?(?P<of_pid>\d{1,6})\]|\b[Rr]ank[ =:]{1,2}(?P<rank>\d{1,6})\b[^\n\d]{0,20}\b(?:pid|PID)[ =:]{1,2}(?P<after>\d{1,9})"
+)
 _RANKS = re.compile(rb"\[rank ?(\d{1,6})\]")
 
 
@@ -72,6 +75,8 @@ class Bounds:
     Attributes:
         late: True if lines of the file were left out that differ from those before; its end is read even so.
         ranks: Those that write lines at the begin and the end of the files.
+        pids: Rank of each pid that such a line names with it.
+        tail: The last blocks of the file, each with the number of its first line.
     """
 
     def __init__(self) -> None:
@@ -86,11 +91,20 @@ class Bounds:
         self._path = Path()
         self.late = False
         self.ranks: set[int] = set()
+        self.pids: dict[int, int] = {}
+        self.tail: deque[tuple[int, bytes]] = deque()
 
     def start(self, path: Path) -> None:
         """Begin with a file."""
-        self._path, self.late = path, False
+        self._path, self.late, self.tail, self.pids = path, False, deque(), {}
         self._after = self._near = -1
+
+    def note_writers(self, block: bytes) -> None:
+        """Note the ranks that write lines, and their pids."""
+        self.ranks |= set(map(int, _RANKS.findall(block)))
+        for m in _PIDS.finditer(block):
+            rank, pid = int(m["rank"] or m["of_pid"]), int(m["after"] or m["pid"])
+            self.pids[pid] = rank if self.pids.get(pid, rank) == rank else -1
 
     def keep(self, block: bytes, raws: Sequence[bytes], all_of_them: bool) -> list[int]:
         """Return the indices of a block's lines to read: those that can matter, unless enough equal ones were read before.
@@ -182,20 +196,20 @@ def lines(path: Path, bounds: Bounds) -> Iterator[tuple[int, str]]:
         OSError: the file cannot be read any further; lines before that were yielded.
     """
     number, ended = 1, None
-    tail: deque[tuple[int, bytes]] = deque()
+    tail = bounds.tail
     with guard.opened(path) as f:
         try:
             for block in _blocks(f):
                 tail.append((number, block))
                 number += block.count(b"\n")
                 if number == 1 + block.count(b"\n"):
-                    bounds.ranks |= set(map(int, _RANKS.findall(block)))
+                    bounds.note_writers(block)
                 if len(tail) > TAIL_BLOCKS:
                     yield from _of_block(*tail.popleft(), bounds, at_end=False)
         except OSError as e:
             ended = e
     for first, block in tail:
-        bounds.ranks |= set(map(int, _RANKS.findall(block)))
+        bounds.note_writers(block)
         yield from _of_block(first, block, bounds, at_end=True)
     if ended is not None:
         raise ended

@@ -70,10 +70,15 @@ TABLE: tuple[Pattern, ...] = (
     _row("unique_id", W, "ncclUniqueId from", r"\[(?P<waiter>\d+)\] is setting up NCCL communicator and retr\w+ ncclUniqueId from \[(?P<awaited>\d+)\]"
          r".{0,200}?got error: (?P<reason>.*)"),
     _row("barrier_late", W, "failed to pass monitoredBarrier", r"Ranks? (?P<ranks>\d+(?:, \d+)*) failed to pass monitoredBarrier in (?P<limit>\d+) ms"),
+    _row("rpc_late", W, "RPC ", r"RPC (?:call to (?P<what>\S{1,80}) timed out|ran for more than set timeout)"),
+    _row("message_size", W, "op.preamble.length", r"op\.preamble\.length <= op\.nbytes\. (?P<got>\d+) vs (?P<has>\d+)"),
+    _row("message_size", W, "essage truncated", r"[Mm]essage truncated ?: received (?P<got>\d+) bytes instead of (?P<has>\d+)"),
     _row("horovod_late", W, "[missing ranks:", r"\[missing ranks: (?P<ranks>\d+(?:, ?\d+)*)(?:, \.\.\.)?\](?:.{0,20}?\[ready ranks: (?P<ready>\d+(?:, ?\d+)*))?"),
     _row("barrier_reached", W, "successfully reached monitoredBarrier", r"Rank (?P<waiter>\d+) successfully reached monitoredBarrier"),
     _row("clients", S, " joined", r"Timed out after (?P<after>\d+) seconds waiting for (?:clients|workers)\. (?P<joined>\d+)/(?P<expected>\d+) (?:clients|workers) joined"),
-    _row("store_barrier", S, "in store based barrier", r"(?P<what>Timed out|Waiting).{0,99}store based barrier.{0,200}?\(world_size=(?P<expected>\d+), "
+    _row("store_barrier", S, "in store based barrier", r"Timed out.{0,99}store based barrier(?:.{0,40}? rank: (?P<waiter>\d+))?.{0,200}?\(world_size=(?P<expected>\d+), "
+         r"(?:worker_count|num_workers_joined)=(?P<joined>\d+)"),
+    _row("store_waiting", S, "in store based barrier", r"Waiting.{0,99}store based barrier(?:.{0,40}? rank: (?P<waiter>\d+))?.{0,200}?\(world_size=(?P<expected>\d+), "
          r"(?:worker_count|num_workers_joined)=(?P<joined>\d+)"),
     _row("store_connect", S, "trying to connect", r"client socket has timed out after (?P<after>\w+) while trying to connect to \((?P<peer>[^,)]+), ?(?P<port>\d+)\)"),
     _row("store_connect", S, "failed to connect to any network address", r"client socket has failed to connect to any network address of \((?P<peer>[^,)]+), ?(?P<port>\d+)\)"),
@@ -110,7 +115,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("device_lost", C, "has fallen off the bus", r"(?:NVRM: GPU (?P<pci>[\w:.]+): )?GPU has fallen off the bus"),
     _row("gpu_init", C, "RmInitAdapter failed", r"NVRM: GPU (?P<pci>[\w:.]+): RmInitAdapter failed"),
     _row("sxid", C, "SXid (PCI:", r"SXid \(PCI:(?P<pci>[\w:.]+)\): (?P<xid>\d+), Fatal, (?P<text>.{1,80})"),
-    _row("cuda_oom", C, "CUDA out of memory", r"CUDA out of memory\. ?(?P<what>.{0,200})"),
+    _row("cuda_oom", C, "CUDA out of memory", r"CUDA out of memory\. ?(?P<what>.{0,600})"),
     _row("cuda_oom", C, "Cuda failure", r"Cuda failure (?:\d+ )?'out of memory'"),
     _row("cuda_oom", C, "CUDA error: out of memory", r"CUDA error: out of memory"),
     _row("hip_error", C, " by GPU node-", r"(?P<what>(?:HW Exception|Memory access fault) by GPU node-\d+)"),
@@ -130,7 +135,8 @@ TABLE: tuple[Pattern, ...] = (
     _row("host_oom", E, "oom-kill event", r"[1-9]\d* oom-kill event"),
     _row("host_oom", E, "killed due to memory pressure", r"(?<!\b0) Workers \(tasks / actors\) killed due to memory pressure"),
     _row("host_oom", E, "Task was killed due to the node", r"Task was killed due to the node running low on memory"),
-    _row("host_oom", E, "Killed process", r"(?:[Oo]ut of memory|Memory cgroup out of memory): Killed process (?P<pid>\d+)"),
+    _row("host_oom", E, "Killed process", r"(?:[Oo]ut of memory|Memory cgroup out of memory): Killed process (?P<pid>\d+)(?: \((?P<comm>[^)]{1,60})\))?"),
+    _row("host_oom", E, "memory used=", r"where the task \([^)]{0,200}?\bpid=(?P<pid>\d+), memory used=.{0,300}exceeds the memory usage threshold"),
     _row("host_oom", E, "OOMKilled", r"\bOOMKilled\b"),
     # -- launchers: torchrun, DeepSpeed, mpirun, multiprocessing, Slurm
     _row("exit", E, "failed (exitcode", r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: (?P<pid>\d+)\)"),
@@ -187,6 +193,11 @@ TABLE: tuple[Pattern, ...] = (
     _row("store_lost", V, "TCPStore", r"(?:Connection reset by peer|Broken pipe|failed to recv, got 0 bytes).{0,200}TCPStore|TCPStore.{0,200}(?:Connection reset by peer|Broken pipe|failed to recv, got 0 bytes)"),
     _row("nccl_warning", H, "NCCL WARN", r"NCCL WARN (?!\[(?:Proxy|Service|Rem Allocator)|Socket recv failed while polling|Failed to CUDA calloc)(?P<what>.{1,200})"),
     # -- which process is which rank
+    _row("nccl_rank", F, " in world size ", r"\brank (?P<r>\d+) in world size (?P<world>\d+)"),
+    _row("joined", F, "to store for rank", r"Added key: \S{1,80} to store for rank: (?P<r>\d+)"),
+    _row("env", F, "RANK=", r"(?<![_\w])RANK=(?P<r>\d+)\b(?:.{0,200}?\bWORLD_SIZE=(?P<world>\d+))?"),
+    _row("env", F, "RANK: ", r"^\s{2,99}RANK:\s{1,40}(?P<r>\d+)\s*$"),
+    _row("spawned", F, " spawned with command", r"process (?P<pid>\d+) spawned with command.{0,4000}?--local[_-]rank[= ](?P<local>\d+)"),
     _row("nccl_rank", F, " nranks ", r"\brank (?P<r>\d+) nranks (?P<world>\d+)"),
     _row("lightning", F, "MEMBER: ", r"GLOBAL_RANK: (?P<r>\d+), MEMBER: \d+/(?P<world>\d+)"),
     _row("torchrun", F, "distributed/elastic", r"torch/distributed/elastic"),
@@ -195,13 +206,17 @@ TABLE: tuple[Pattern, ...] = (
     _row("launch", F, "WORLD INFO DICT", r"WORLD INFO DICT"),
     _row("launch", F, "Initializing distributed: GLOBAL_RANK", r"Initializing distributed: GLOBAL_RANK: 0,"),
     _row("restart", F, "estarting worker group", r"[Rr]estarting worker group"),
+    _row("again", F, "esum", r"\b[Rr]esum(?:ing|ed) (?:training |run )?(?:from|at)\b"),
+    _row("again", F, "etry", r"\b[Rr]etrying\b|\b[Rr]etry (?:#|attempt )?\d"),
+    _row("again", F, "equeue", r"\b[Rr]equeued?\b"),
+    _row("again", F, "estart", r"\b[Rr]estart(?:ing|ed)\b.{0,40}\b(?:actor|pod|worker|container|task|job|training|attempt|process)"),
     _row("restart", F, "will restart worker group", r"will restart worker group"),
 )  # fmt: skip
 
 # Lines that the collector reads itself: tables and tracebacks of several lines.
 _BEGINS = ("Traceback (most recent call last)", "│ /", 'File "', 'File \\"', "Stack trace of the failed")
 _MORE = (
-    "Root Cause", "exitcode", "local_rank:", "Process name: [[", "Exit code:", " RUNNING AT ", "EXIT CODE:", "KILLED BY SIGNAL:",
+    "Root Cause", "exitcode", "local_rank:", "Missing ranks:", "Name:  ", "State:  ", "Process name: [[", "Exit code:", " RUNNING AT ", "EXIT CODE:", "KILLED BY SIGNAL:",
     "terminated with the following error", " global rank ", "==> ",
     "rank      :", "host      :", "time      :", "traceback :", "Last error:", "Exception ignored in", "[distdiag] ", "(most recent call first)",
 )  # fmt: skip
@@ -211,4 +226,10 @@ _WORDS = tuple(dict.fromkeys((*(p.needle for p in TABLE), *_BEGINS, *_MORE, *_WE
 NEEDLES: tuple[bytes, ...] = tuple(word.encode() for word in _WORDS)
 WEAK = frozenset(word.encode() for word in _WEAK)
 BEGINS = frozenset(word.encode() for word in _BEGINS)
-HEADS = (b'File "', b'File \\"', b"Last error:", b"traceback :")  # the next lines belong to it, whatever they contain
+HEADS = (
+    b'File "',
+    b'File \\"',
+    b"Last error:",
+    b"Missing ranks:",
+    b"traceback :",
+)  # the next lines belong to it, whatever they contain

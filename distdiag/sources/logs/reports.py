@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from distdiag.diagnosis.model.findings import CollectiveRef, Finding, rank_list
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import at, count
@@ -81,12 +83,14 @@ def _fingerprints(facts: list[Fact]) -> Finding:
     )
 
 
-def _model(facts: list[Fact], message: str, advice: str, proved: bool) -> Finding:
+def _model(facts: list[Fact], message: str, advice: str, proved: bool, culprits: Iterable[int] = ()) -> Finding:
     ranks = [int(f.fields[k]) for f in facts for k in ("a", "b")]
     site = first_site(facts)
     made = f" (DDP is made{at(site)})" if site else ""
     cost = "the job ends before its first step"
-    return finding("mismatch", "model", facts, message + made, advice, victims=ranks, proved=proved, cost=cost)
+    return finding(
+        "mismatch", "model", facts, message + made, advice, culprits=culprits, victims=ranks, proved=proved, cost=cost
+    )
 
 
 def _shapes(facts: list[Fact]) -> Finding:
@@ -119,9 +123,11 @@ def _counts(facts: list[Fact]) -> Finding:
     known = theirs | own
     if len(set(known.values())) > 1:
         texts = [f"{n:,} on {rank_list([r for r, m in known.items() if m == n])}" for n in sorted(set(known.values()))]
+        few, *many = sorted(([r for r, m in known.items() if m == n] for n in set(known.values())), key=len)
+        culprits = few if len(many) == 1 and len(few) < len(many[0]) else ()
         message = f"the wrapped model differs: DDP found {', '.join(texts)} parameters"
         advice = "build the same model on every rank: the same arguments, and the same parameters with requires_grad"
-        return _model(facts, message, advice, proved=True)
+        return _model(facts, message, advice, proved=True, culprits=culprits)
     odd = sorted({int(f.fields["b"]): f.number("nb") or 0 for f in facts}.items())
     message = (
         f"DDP could not compare the models: {rank_list(own)} {verb(own, 'has', 'have')} {next(iter(own.values())):,} parameters and "

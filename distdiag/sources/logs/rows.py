@@ -16,7 +16,7 @@ from distdiag.sources.logs.build import Fields, finding, ranks_of, some, who
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import absent_ranks, first_site
 from distdiag.sources.logs.meanings import IB_STATUS
-from distdiag.terms.untrusted import bounded, is_rank, numbers
+from distdiag.terms.untrusted import MAX_RANKS, bounded, is_rank, numbers
 
 # in the store, of gloo: the address of one rank of a group, e.g. /default_pg/0//cpu//0/3
 _ADDRESS_KEY = bounded(r"default_pg/\d+//\w+//\d+/(\d{1,6})\W*$")
@@ -71,8 +71,12 @@ LATE_ROWS = (
         when=lambda facts: any(f.name == "barrier_late" for f in facts), op="monitored_barrier", proved=True),
     Row("barrier_reached", _LATE, "{who} reached monitored_barrier{at} and then lost rank 0, which knows the missing rank",
         "read rank 0's log: it names the ranks that failed to pass monitoredBarrier; if it has none, rank 0 ended", op="monitored_barrier"),
+    Row("horovod_stall", "stall/unknown", "{culprits} did not submit what Horovod's other ranks wait for: its stall inspector reports it",
+        "see what {culprits} did meanwhile (`py-spy dump --pid …`): a longer branch, no data left, or a collective that only the others call"),
     Row("horovod_late", _LATE, "{culprits} did not submit what Horovod's other ranks wait for",
         "see what {culprits} did meanwhile (`py-spy dump --pid …`): a longer branch, an exception that was caught, or a collective that only the others call"),
+    Row("message_size", "mismatch/shape", "{who} received a message of {got} bytes where its own call expected {has}{at}: the ranks called one collective with different sizes",
+        "compare the shapes that the ranks pass there: the last, smaller batch, or an input that is padded differently"),
     Row("unique_id", _LATE, "{who} lost the store while a communicator was made{at} ({reason}): the process that serves it, rank 0 or torchrun's, ended first",
         "read the log of rank 0 and of its node's launcher: its failure came before these", when=_lost_store),
     Row("unique_id", _LATE, "rank {awaited} did not reach the first collective of a group, where {who} {waits} for it{at} ({reason})",
@@ -82,17 +86,20 @@ LATE_ROWS = (
         "read the log of {culprits}, and take {its} stack the next time: another failure there, a longer branch, or another call"),
     Row("hccl_socket", _LATE, "{who} waited in HCCL{at} for a connection that the rank at the other end did not make in time",
         "read the logs of the ranks that do not report it: one failed, or is late (HCCL_CONNECT_TIMEOUT is the limit); then the network of the NPUs: `hccn_tool`"),
+    Row("rpc_late", _LATE, "{who} waited for a worker's answer{call}{at} until the timeout; which worker did not answer is not in the log",
+        "take the stacks of all workers the next time, before the timeout (`py-spy dump --pid …`), and read their own logs: the waiting process is not the cause"),
 )  # fmt: skip
 START_ROWS = (
     Row("stuck_watchdog", "stall/unknown", "the watchdog of {who} made no progress{stuck}: a call to CUDA or NCCL does not return there, or a thread holds the GIL in one",
         "take the stacks of that process with native frames the next time (`py-spy dump --native --pid …`, gdb); look at its GPU (`dmesg -T | grep -i xid`)"),
     Row("clients", _LOST, "{left} of {expected} ranks had not joined{after}{at}: the log does not say which",
         "see whether all nodes have started (squeue, kubectl get pods), with one MASTER_ADDR, MASTER_PORT and world size, and whether they reach that port"),
-    Row("store_barrier", _LOST, "{joined} processes have joined a job of {expected} ranks: it was launched twice, or processes of an earlier one use the same store",
+    Row("store_barrier store_waiting", _LOST, "{joined} processes have joined a job of {expected} ranks: it was launched twice, or processes of an earlier one use the same store",
         "end the processes of earlier launches on all nodes, and give this one another --master-port (--rdzv-id)", pick=_too_many),
     Row("store_barrier", _LOST, "{left} of {expected} ranks did not reach init_process_group or new_group in time: the log does not say which",
         "see the logs of all nodes for a rank that failed or is still busy; all ranks must make every new_group call",
-        pick=lambda fact: fact.fields["what"] == "Timed out"),
+        ("{culprits} did not reach init_process_group or new_group in time{at}: {joined} of {expected} ranks had joined",
+         "read the log of {culprits}: whether it has started, failed before that call, or is still busy; all ranks must make every new_group call")),
     Row("name", _LOST, "{who} could not resolve a host name{at}: the job's first node, or its name, does not exist (yet)",
         "check MASTER_ADDR (--rdzv-endpoint) with `getent hosts NAME` on that node; on Kubernetes, that the master's pod runs and its headless service exists"),
     Row("store_connect", _LOST, "{who} could not reach the job's store at {peer}:{port}{at}: rank 0, or torchrun's first node, does not listen there",
@@ -174,7 +181,7 @@ def _blamed(found: Collected, name: str, facts: list[Fact]) -> tuple[Collection[
             return late, {*ranks, *(r for f in facts if (r := f.number("waiter")) is not None)} - late
         case "barrier_reached":
             return (), {r for f in facts if (r := f.number("waiter")) is not None}
-        case "horovod_late":
+        case "horovod_late" | "horovod_stall":
             missing = [{r for r in numbers(f.fields["ranks"]) if is_rank(r)} for f in facts]
             ready = {r for f in facts for r in numbers(f.fields.get("ready", "")) if is_rank(r)}
             late = set.intersection(*missing) or set.union(*missing)  # those that every stalled tensor waits for
@@ -183,6 +190,13 @@ def _blamed(found: Collected, name: str, facts: list[Fact]) -> tuple[Collection[
             waiters = {f.rank if f.rank is not None else f.number("waiter") or 0 for f in facts}
             awaited = _awaited(facts)
             return () if _lost_store(facts) or awaited in waiters else (awaited,), waiters
+        case "store_barrier":
+            here = found.joined | {
+                w for f in (*facts, *found.named("store_waiting")) if (w := f.number("waiter")) is not None
+            }
+            expected = min(_most(facts, "expected") or 0, MAX_RANKS)
+            absent = set(range(expected)) - here
+            return (absent, here) if len(absent) == expected - (_most(facts, "joined") or 0) else ((), ranks)
         case "hccl_wait":
             return {awaited for f in facts if (awaited := f.number("awaited")) is not None}, ranks
         case "stuck_watchdog":
@@ -224,6 +238,7 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
         "library": "oneCCL" if "CCL_ERROR" in facts[0].text or "oneCCL" in facts[0].text else "NCCL",
         "tag": first.get("tag", "a connection"),
         "waits": verb(ranks or facts[:1], "waits", "wait"),
+        "call": f" to {first['what']}" if "what" in first else "",
         "awaited": str(_awaited(facts)),
         "limit": rough_time((limit or 0) / 1e3),
         "stuck": f" for {rough_time(stuck)}" if stuck is not None else "",

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from distdiag.diagnosis.model.findings import CollectiveRef, Finding, rank_list
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.incident import verb
-from distdiag.diagnosis.text.phrases import at, count, rough_time
+from distdiag.diagnosis.text.phrases import at, count, rough_time, shortened
 from distdiag.sources.logs.build import finding, ranks_of
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import absent_ranks, first_site
+from distdiag.sources.logs.patterns import Role
 from distdiag.terms import operations
 
 NOT_RECORDED = {"18446744073709551615", "-1"}  # the size of coalesced operations
@@ -227,6 +228,11 @@ def _late(found: Collected, group: Group, waiting: Waits, late: Mapping[int, int
                      "caught; the logs of all ranks show who is in which", absent)  # fmt: skip
     if absent:
         who = rank_list(absent)
+        if (came := _came_later(found, absent, waiting)) is not None:
+            took = max((found.took[r] for r in absent if r in found.took), default=(0.0, ""))
+            what = f" (it printed `{shortened(took[1], 80)}`)" if took[0] > LATE_S else ""
+            return _timed_out(group, waiting, f"{start}; {who} came{at(came)} only after that{what}",
+                         f"do what {who} did before that call asynchronously or on all ranks, or give the group a longer timeout (init_process_group, new_group)", absent)  # fmt: skip
         return _timed_out(group, waiting, f"{start}; {who} reported no timeout, and may be what they waited for",
                      f"read the log of {who}, and take {verb(absent, 'its', 'their')} stack the next time: it did not make the call{site}", absent)  # fmt: skip
     if everybody or (len(ranks) > 1 and ranks == tuple(range(len(ranks)))):
@@ -239,6 +245,14 @@ def _late(found: Collected, group: Group, waiting: Waits, late: Mapping[int, int
     alone = "what the other ranks did is not in the log"
     others = alone if len(ranks) < 2 else "the others' logs are needed to see who was missing"
     return _timed_out(group, waiting, f"{start}; {others}", f"give the logs of all ranks, or {DUMPS}")
+
+
+def _came_later(found: Collected, absent: Collection[int], waiting: Waits) -> Site | None:
+    """Return where the ranks that were missing in a collective failed after it had timed out: they came there too late."""
+    first = min((f.order for w in waiting.values() for f in w.facts), default=0)
+    return next(
+        (f.site for f in found.facts if f.rank in absent and f.site and f.role is Role.VICTIM and f.order > first), None
+    )
 
 
 def _in_gloo(found: Collected, waiting: Collection[int]) -> tuple[str, bool]:

@@ -35,6 +35,8 @@ _OF_RANK = bounded(r"\(RANK (\d{1,6})\)")  # a checkpoint's exception, of anothe
 # exceptions of a launcher, or those by which a rank fails after others
 _FOLLOWERS = ("CheckpointException", "ChildFailedError", "SignalException", "CalledProcessError", "ProcessRaisedException", "RayTaskError", "RayActorError",
               "ActorDiedError", "SystemExit", "ProcessExitedException")  # fmt: skip
+# an open quotation in a sentence, a list or a call, a raise statement, or the middle of a sentence
+PROSE = bounded(r"(?:\w |[\[{,] ?|[a-z_]\()[\"'](?=[^\"']{0,400}$)|\braise \w|[a-z] $")
 # the frames that faulthandler prints, innermost first; of the thread that failed, or of another one
 _THREAD = bounded(r"(?P<current>Current thread|Thread) 0x[0-9a-f]+.{0,80}\(most recent call first\)")
 
@@ -179,7 +181,7 @@ class Tracebacks:
         """Add an exception by the row for its message; by its type if it has no row and ended a traceback."""
         text = line.text
         for row in _FAILURES:
-            if row.needle in text and (f := row.regex.search(text)) is not None:
+            if row.needle in text and (f := row.regex.search(text)) is not None and not _quoted(text[: f.start()]):
                 return self._add(row.name, row.role, f.groupdict(), line)
         short = m["type"].rpartition(".")[2]
         if not innermost or short in _FOLLOWERS or m["type"].endswith("Warning"):
@@ -190,6 +192,11 @@ class Tracebacks:
         elif _INSIDE.search(innermost) is not None and LOST.search(text) is not None:
             name, role = ("dist_error" if short.startswith("Dist") else "lost"), Role.VICTIM
         return self._add(name, role, {"type": short, "what": (m["what"] or "")[:300]}, line)
+
+
+def _quoted(before: str) -> bool:
+    """True if a message stands in quotes, in the text of another exception."""
+    return (m := PROSE.search(before)) is not None and m[0][-1] in "\"'"
 
 
 def _keep_frame(frames: list[dict[str, object]], m: re.Match[str], innermost_first: bool = False) -> None:

@@ -15,13 +15,14 @@ from distdiag import guard
 from distdiag.diagnosis.model.findings import NO_KNOWN_ERROR, STOPPED_BY, Finding, Report, Severity, State
 from distdiag.diagnosis.text.phrases import at, count, shortened
 from distdiag.errors import DistdiagError
-from distdiag.sources.logs import failures, reports, rows, timeouts
+from distdiag.sources.logs import failures, later, reports, rows, timeouts
 from distdiag.sources.logs.collector import Collector
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.files import find_logs, left_out
 from distdiag.sources.logs.join import WAITED, join
 from distdiag.sources.logs.lines import wrapped_at
 from distdiag.sources.logs.meanings import MEANINGS, STOPS
+from distdiag.sources.logs.patterns import Role
 from distdiag.terms.untrusted import MAX_RANKS, all_encodable
 
 MAX_FINDINGS = 6
@@ -62,6 +63,17 @@ def _encoded(report: Report) -> bytes:
         return msgspec.msgpack.encode(all_encodable(msgspec.to_builtins(report)))
 
 
+def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str, str] | None) -> Collected:
+    """Return what files contain, without the failures after which the job went on."""
+    found = join(reader.read(announce, refused))
+    found.facts, past = later.split(found, reader.later)
+    found.past += past
+    found.took = {
+        name: took for (kind, name), took in reader.later.took.items() if kind == "rank" and isinstance(name, int)
+    }
+    return found
+
+
 def judge_logs(
     given: Sequence[str],
     logs: Sequence[Path],
@@ -69,10 +81,12 @@ def judge_logs(
     refused: Mapping[str, str] | None = None,
 ) -> Report:
     """Return what log files show; in this process."""
-    found = join(Collector(logs).read(announce, refused))
+    found = _collected(Collector(logs), announce, refused)
     findings, text = judge(found)
-    if not (findings or text or found.late) and (wrapped := {p: n for p in logs if (n := wrapped_at(p)) is not None}):
-        found = join(Collector(logs, wrapped).read(announce, refused))
+    if not (findings or text or found.late or found.past) and (
+        wrapped := {p: n for p in logs if (n := wrapped_at(p)) is not None}
+    ):
+        found = _collected(Collector(logs, wrapped), announce, refused)
         findings, text = judge(found)
     found.ranks |= {w.rank for f in findings for w in (*f.where, *f.waiting)}
     error = any(f.severity == Severity.ERROR for f in findings)
@@ -130,7 +144,7 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
         failures.number(own, codes)
         return [*reported, *(failures.of_reason(r, found, waited) for r in own)][:MAX_FINDINGS], None
     waits = rows.first_of(rows.LATE_ROWS, found) or timeouts.findings(found)
-    if found_here := _with_later(waits, late) or rows.first_of(rows.START_ROWS, found) or reports.derived(found):
+    if found_here := _with_late(waits, late) or rows.first_of(rows.START_ROWS, found) or reports.derived(found):
         return found_here[:MAX_FINDINGS], None
     if (stop := _stopped(found)) is not None:
         return [], stop
@@ -139,7 +153,7 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
     return lost[:MAX_FINDINGS], _stopped_by(signal) if signal else None
 
 
-def _with_later(waits: list[Finding], late: list[Fact]) -> list[Finding]:
+def _with_late(waits: list[Finding], late: list[Fact]) -> list[Finding]:
     """Return the findings on timeouts; the first one names the failures that came after them."""
     if not waits or not late:
         return waits
@@ -172,6 +186,16 @@ def _world(found: Collected) -> int | None:
     return max(n for n in sizes if n <= MAX_RANKS) or None
 
 
+def _of_the_past(past: list[Fact]) -> str:
+    """Return a note on failures after which the job went on."""
+    e = next((f for f in past if f.role is Role.CAUSE), past[0])
+    who = f"rank {e.rank}" if e.rank is not None else e.who.name or "a process"
+    what = (
+        failures.text_of(e, MEANINGS[e.name]) if e.name in MEANINGS else f"printed `{shortened(e.text.strip(), 120)}`"
+    )
+    return f"{who} {what} on line {e.line:,}, and the job went on or ended well: it was probably caught, retried or quoted ({count(len(past), 'such line')})"
+
+
 def _notes(found: Collected, judged: bool) -> list[str]:
     notes = [f"{path}: {reason}" for path, reason in found.bad[:5]]
     if found.recorded.line is not None:
@@ -180,12 +204,8 @@ def _notes(found: Collected, judged: bool) -> list[str]:
         notes.append(f"distdiag recorded this job (line {found.recorded.line:,}){command}")
     if warned := found.named("nccl_warning"):
         notes.append(f"NCCL warns on line {warned[0].line:,}: {shortened(warned[0].fields['what'], 160)}")
-    if caught := failures.handled(found):
-        e = caught[0]
-        who = f"rank {e.rank}" if e.rank is not None else "a rank"
-        notes.append(
-            f"{who} printed {e.fields.get('type', 'CUDA out of memory')} on line {e.line:,} and kept running, so it was probably caught ({len(caught):,} such exceptions)"
-        )
+    if found.past:
+        notes.append(_of_the_past(found.past))
     if found.unknown and not judged:
         lines = "; ".join(f"line {number:,}: {shortened(text, 120)}" for _, number, text in found.unknown)
         notes.append(f"no message that distdiag knows; the last lines that look like errors: {lines}")

@@ -1,0 +1,167 @@
+"""What came later: a failure is one only if its process or the job ended by it.
+
+The end of each file is read for progress (steps, epochs) and for words that the job ended well. They come after a failure that was
+caught, retried, restarted from, or only quoted: such a failure is a note, not a finding. How launchers report an end counts more.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from distdiag.sources.logs.facts import Collected, Fact
+from distdiag.sources.logs.patterns import Role
+from distdiag.sources.logs.writers import Writer, messages, plain, writer
+from distdiag.terms.untrusted import bounded
+
+MOST_LINES, OF_FILE, LAST, LEAST = (
+    1 << 12,
+    256,
+    12,
+    4,
+)  # lines read: of all files, of one with a failure, of any other; at least
+OWN_LINES, NAMELESS, OTHERS = (
+    1,
+    3,
+    20,
+)  # lines of progress after which a failure is past: of its process, of no name, of others
+_ENDS = (Role.CAUSE, Role.WAIT, Role.VICTIM, Role.START, Role.EXIT)
+_FOLLOW = (Role.WAIT, Role.VICTIM, Role.START, Role.EXIT)
+_PROGRESS = bounded(
+    r"\b(?:[Ss]teps?|[Ee]poch|EPOCH|[Ii]ter(?:ation)?s?|it|[Bb]atch|global_step)\b\W{0,3}\d|\d%\||\d(?:it/s|s/it)\b|\bloss\W{1,3}\d|'loss': "
+)
+_NO_PROGRESS = bounded(r"(?:Error|Exception)(?::|$)|\b(?:ERROR|FATAL|[Ff]ailed|[Tt]imed? ?out|NCCL WARN|Loading)\b")
+_PREFIX = bounded(r"^(?:\[[^\]]*\]:? ?){0,3}")
+_TOOK = bounded(r"\b(?:in|took|after) (?P<s>\d{1,6}(?:\.\d{1,6})?) ?s(?:ec(?:onds)?)?\b")
+_BUT = r"(?!.{0,60}(?:error|fail|code:? ?-?[1-9]|killed|signal|cancel))"
+# words that a job ended well, by how much they say: of the whole job; of the lines before them; of one process
+_WELL = (
+    ("job", bounded(r"(?i:\b(?:Job)?State[=: ]{1,4}COMPLETED\b|\bCOMPLETED\s{1,9}0:0\b|\bjob '?[\w.-]{1,80}'? (?:succeeded|finished successfully)|\bphase: {1,9}Succeeded)")),
+    ("file", bounded(r"(?i:\b(?:train(?:ing|er)?|run|job|fit|workflow|experiment|all (?:epochs|steps|done))\b.{0,24}\b(?:finished|completed?|done|succeeded)\b)" + _BUT)),
+    ("file", bounded(r"max_(?:steps|epochs)=\d{1,9}`? reached|(?:^|=) ?\d{1,6} passed\b" + _BUT)),
+    ("process", bounded(r"(?i:\b(?:exit(?:s|ed|ing)?|return(?:ed)?|finished) ?(?:with )?(?:code|status)?[ =:]{0,9}(?:0\b(?![.:\d])|successfully))")),
+)  # fmt: skip
+
+
+@dataclass
+class Later:
+    """What the ends of the files show, by the numbers of their lines.
+
+    Attributes:
+        progress: Negative numbers of lines with progress, by file and process; those of all processes with None.
+        well: Last lines by (file, what they speak of) that say that it ended well.
+        restarts: The last line of each file by which a launcher started the ranks again, or a step was tried again.
+    """
+
+    progress: dict[tuple[Path, object], list[int]] = field(default_factory=dict)
+    well: dict[tuple[Path, str], int] = field(default_factory=dict)
+    restarts: dict[Path, int] = field(default_factory=dict)
+    took: dict[tuple[str, object], tuple[float, str]] = field(default_factory=dict)
+    left: int = MOST_LINES
+
+    def read(self, path: Path, tail: Sequence[tuple[int, bytes]], after: int | None) -> None:
+        """Read the end of a file, its last line first.
+
+        Args:
+            tail: (number of the first line, lines) of its last blocks.
+            after: The first line with a failure; None if the file has none: then only its last words count.
+        """
+        most = LAST if after is None else max(LEAST, min(OF_FILE, self.left // 8))
+        for first, block in reversed(tail):
+            raws = block.split(b"\n")
+            for number, raw in zip(range(first + len(raws) - 1, first - 1, -1), reversed(raws), strict=True):
+                if number <= (after or 0) or most <= 0:
+                    return
+                if raw.strip():
+                    most -= 1
+                    self.left -= after is not None
+                    last = raw[-2000:].rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace")
+                    for text, rank, pod in messages(plain(last)):
+                        self._line(path, number, text, rank, pod)
+
+    def _line(self, path: Path, number: int, text: str, rank: int | None, pod: str) -> None:
+        for scope, regex in _WELL:
+            if regex.search(text) is not None:
+                self.well.setdefault((path, scope), number)
+        if (m := _TOOK.search(text)) is not None:
+            for name in _names(writer(text), rank):
+                self.took.setdefault(name, (float(m["s"]), _PREFIX.sub("", text).strip()))
+        if _PROGRESS.search(text) is None or _NO_PROGRESS.search(text) is not None:
+            return
+        who = writer(text)
+        who.process = who.process or pod
+        for key in (*_names(who, who.rank if rank is None else rank), None):
+            self.progress.setdefault((path, key), []).append(-number)
+
+    def after(self, path: Path, line: int, key: object = None) -> int:
+        """Return how many lines of progress come after a line."""
+        return bisect.bisect_left(self.progress.get((path, key), ()), -line)
+
+
+def _names(who: Writer, rank: int | None) -> list[tuple[str, object]]:
+    """Return by what a process can be known in one file: its rank, its label, its number on the node; or that it has no name."""
+    names = (("rank", rank), ("process", who.process or None), ("task", who.task), ("local", who.local))
+    return [(kind, name) for kind, name in names if name is not None] or [("", None)]
+
+
+class _Ends:
+    """The last lines that show how files and processes ended."""
+
+    def __init__(self, facts: Sequence[Fact]) -> None:
+        self.last: dict[object, int] = {}  # by file, and by file and process
+        self.exits = {
+            name for f in facts if f.role is Role.EXIT for name in (f.rank, f.number("pid")) if name is not None
+        }
+        self.exit = {f.path for f in facts if f.role is Role.EXIT}
+        for f in (f for f in facts if f.role in _ENDS):
+            own = [(f.path, name) for name in _names(f.who, f.rank)] if f.role is not Role.EXIT else []
+            for key in (f.path, *own):
+                self.last[key] = max(f.line, self.last.get(key, 0))
+
+    def after(self, key: object, line: int) -> bool:
+        """True if a failure comes after a line."""
+        return self.last.get(key, 0) > line
+
+
+def split(found: Collected, later: Later) -> tuple[list[Fact], list[Fact]]:
+    """Return (facts that count, failures that are past): the process or the job went on after them, or ended well."""
+    facts = [f for f in found.facts if f.role in _ENDS or f.role is Role.STOP]
+    ends = _Ends(facts)
+    job = any(scope == "job" and not ends.after(path, line) for (path, scope), line in later.well.items())
+    past = {id(f) for f in facts if job or _ended_well(f, later, ends) or _went_on(f, later, ends)}
+    left = [f for f in facts if id(f) not in past]
+    if not any(f.role in _FOLLOW and later.after(f.path, f.line) < OTHERS for f in left if _names(f.who, f.rank)[0][0]):
+        past |= {id(f) for f in left if not f.uncaught and f.role is not Role.STOP and _others_went_on(f, later, ends)}
+    return [f for f in found.facts if id(f) not in past], [f for f in facts if id(f) in past]
+
+
+def _ended_well(f: Fact, later: Later, ends: _Ends) -> bool:
+    """True if the lines after a failure say that the job, or its file's part of it, ended well; or that it was started again."""
+    for scope in ("file", "process"):
+        line = later.well.get((f.path, scope), 0)
+        elsewhere = ends.exit if scope == "process" else ends.exit - {f.path}
+        if line > f.line and not ends.after(f.path, line) and not elsewhere:
+            return True
+    again = later.restarts.get(f.path, 0)
+    return again > f.line and not ends.after(f.path, again) and later.after(f.path, again) > 0
+
+
+def _went_on(f: Fact, later: Later, ends: _Ends) -> bool:
+    """True if the process that failed made progress later, and its end, if it is known, has another reason."""
+    if f.uncaught or f.role is Role.STOP:
+        return False
+    for name in _names(f.who, f.rank):
+        if name[0] and later.after(f.path, f.line, name) >= OWN_LINES:
+            if f.role is Role.EXIT:
+                return True
+            ended = f.rank in ends.exits or f.who.pid in ends.exits
+            return not ended or later.after(f.path, f.line, name) > later.after(f.path, ends.last[f.path, name], name)
+    return False
+
+
+def _others_went_on(f: Fact, later: Later, ends: _Ends) -> bool:
+    """True if any process made progress for so long that the job cannot have ended by a failure."""
+    nameless = not _names(f.who, f.rank)[0][0] and not ends.exit
+    return later.after(f.path, f.line) >= OTHERS or (nameless and later.after(f.path, f.line, ("", None)) >= NAMELESS)

@@ -1,0 +1,118 @@
+"""What came later clears what came before; one process has several names; who waits is not who failed. All texts are made up."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distdiag.sources.logs.verdict import diagnose_logs
+from tests.sources.test_logs import diagnose, only, raised, table, timeout
+
+OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3.00 GiB."
+STEPS = "".join(f"step {i} loss 0.5{i}\n" for i in range(40, 44))
+RESTART = "[default] Worker group FAILED. 2/3 attempts left; will restart worker group\n"
+LOST = "RuntimeError: [/p/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.9.0.4]:5131"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        raised(3, OOM) + "[rank3]: epoch 2 | batch 17 | loss 0.91\n",
+        raised(3, OOM) + "[rank3]: lowering the batch size\n[rank3]: iter 12: loss=2.2\n",
+        raised(1, "ConnectionResetError: [Errno 104] Connection reset by peer")
+        + "[rank1]: retrying in 5 s\n[rank1]: Epoch: 3\n",
+        raised(0, "ValueError: bad shard") + RESTART + STEPS,
+        raised(0, "ValueError: bad shard") + table(0, 1, "Signal 1") + RESTART + STEPS + "Training complete.\n",
+        raised(0, OOM, prefix="") + STEPS,
+        raised(0, OOM, prefix="") + "tests/test_oom.py .... [100%]\n======= 14 passed in 2.31s =======\n",
+        timeout(2) + "[rank0]: wrote the sample above\n[rank0]: Training finished in 3 h\n",
+        timeout(2) + raised(0, LOST) + "JobId=71 JobState=COMPLETED ExitCode=0:0\n",
+        raised(5, "KeyError: 'x'") + "72.batch  python  COMPLETED  0:0\n",
+        "kernel: Out of memory: Killed process 4711 (mysqld) total-vm:1kB\nstep 7 loss 0.1\n",
+        "kernel: Out of memory: Killed process 4711 (java) total-vm:1kB\n",
+        "worker-1 exited with code 137\n" + "".join(f"worker-0 | epoch 1 step {i}\n" for i in range(30)),
+        raised(4, OOM) + '{"level": "info", "rank": 4, "message": "step 18, loss 1.9"}\n',
+        raised(4, OOM) + "[rank4]: train:  15%|#  | 300/2000 [02:00<13:00,  2.39it/s]\n",
+        raised(0, LOST) + "[rank0]: store answered at the 2nd attempt\n[rank0]: step 3, lr 1e-4\n",
+        "Name:         w-1\n  State:      Running\n  Last State:  Terminated\n    Reason:    OOMKilled\n    Exit Code: 137\n",
+        "[rank0]: CUDA out of memory. Tried to allocate 1 GiB. Trying batch size 8\n[rank0]: trainer finished, all done\n",
+    ],
+)
+def test_a_failure_after_which_the_job_went_on_is_no_finding(tmp_path: Path, text: str) -> None:
+    report = diagnose(tmp_path, text)
+    assert [f for f in report.findings if f.severity == "error"] == []
+    assert report.state == "running" and any("the job went on" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "culprits"),
+    [
+        (STEPS + raised(3, OOM), (3,)),
+        (raised(3, OOM) + "[rank0]: step 41 loss 0.3\n", (3,)),
+        (raised(3, OOM) + "[rank3]: step 41 loss 0.3\n" + table(3, 1, "Signal 1"), (3,)),
+        (raised(3, "ValueError: 1") + "[rank3]: step 5\n" + raised(3, "KeyError: 'b'"), (3,)),
+        (raised(2, "KeyError: 'y'") + RESTART + raised(2, "KeyError: 'y'"), (2,)),
+        ("Training finished\n" + raised(2, "OSError: disk full"), (2,)),
+        (raised(2, OOM) + "=== 1 failed, 3 passed in 2 s ===\n", (2,)),
+        (raised(2, OOM) + "Training run done with errors, exit code: 1\n", (2,)),
+        (raised(2, OOM) + "n1 exited with code 0\nn2 exited with code 137\n", (2,)),
+    ],
+)
+def test_a_failure_that_ended_its_process_stays(tmp_path: Path, text: str, culprits: tuple[int, ...]) -> None:
+    assert diagnose(tmp_path, text).findings[0].culprits == culprits
+
+
+BARRIER = "torch.distributed.DistStoreError: Timed out initializing process group in store based barrier on rank: {}, for key: store_based_barrier_key:1 (world_size=4, num_workers_joined=3, timeout=0:30:00)"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "culprits", "says"),
+    [
+        ("I rank=6 pid=911 started\nI rank=7 pid=912 started\n" + STEPS + "Out of memory: Killed process 912 (python3) total-vm:1kB\n", "rank_lost", (7,), "out of memory"),
+        ("(T pid=31, ip=10.0.0.2) [rank4] ready\n(T pid=32, ip=10.0.0.2) [rank5] ready\nMemory on the node where the task (actor ID: 5, pid=32, memory used=90GB) was running was 7GB / 8GB, which exceeds the memory usage threshold of 0.95.\n", "rank_lost", (5,), "memory"),
+        ("process 51 spawned with command: ['python', '-u', 'a.py', '--local_rank=0']\nprocess 52 spawned with command: ['python', '-u', 'a.py', '--local_rank=1']\nOut of memory: Killed process 52 (pt_main_thread)\n", "rank_lost", (1,), "memory"),
+        ("(Worker_TP2 pid=9) INFO rank 2 in world size 4 is assigned as TP rank 2\n" + raised(0, OOM + " GPU 2 has 79 GiB. Process 444 has 30.50 GiB memory in use. Including non-PyTorch memory, this process has 40.00 GiB memory in use.", prefix="(Worker_TP2 pid=9) "), "rank_lost", (2,), "process 444"),
+        ("".join(raised(r, BARRIER.format(r), prefix="") for r in (0, 1, 3)), "rank_lost", (2,), "3 of 4"),
+        ("[1,0]<stderr>:stall_inspector.cc:107] One or more tensors are waiting\n[1,0]<stderr>:Missing ranks:\n[1,0]<stderr>:3: [allreduce.grad, allreduce.bias]\n", "stall", (3,), "did not submit"),
+        (raised(0, "TimeoutError: RPC call to profile timed out.", prefix="(EngineCore_DP0 pid=5) "), "timeout", (), "which worker"),
+        (raised(1, "RuntimeError: [enforce fail at /p/gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. 8192 vs 4096"), "mismatch", (), "8192"),
+        ("".join(timeout(r) for r in (1, 2, 3)) + "[rank0]: weights written in 950.4 s\n" + raised(0, "torch.distributed.DistBackendError: NCCL communicator was aborted on rank 0.", line=88), "timeout", (0,), "run.py:88"),
+        ('[rank1]: Fatal Python error: Bus error\n[rank1]: \n[rank1]: Thread 0x01 (most recent call first):\n[rank1]:   File "/a/other.py", line 3 in wait\n[rank1]: \n[rank1]: Current thread 0x02 (most recent call first):\n[rank1]:   File "/a/ext.py", line 61 in pack\n[rank1]:   File "/a/main.py", line 9 in <module>\n', "rank_lost", (1,), "ext.py:61"),
+    ],
+)  # fmt: skip
+def test_names_of_one_process_and_who_waits(
+    tmp_path: Path, text: str, kind: str, culprits: tuple[int, ...], says: str
+) -> None:
+    f = only(diagnose(tmp_path, text))
+    assert (f.kind, f.culprits) == (kind, culprits) and says in f.message, f
+
+
+def test_a_pod_and_the_environment_in_its_description(tmp_path: Path) -> None:
+    (tmp_path / "describe.txt").write_text(
+        "Name:         fox-worker-4\n    State:      Terminated\n      Reason:   OOMKilled\n    Environment:\n      RANK:     5\n"
+    )
+    (tmp_path / "worker-0.log").write_text("RANK=1 WORLD_SIZE=6\n" + raised(1, LOST))
+    report = diagnose_logs([str(tmp_path)])
+    assert report is not None and only(report).culprits == (5,)
+
+
+def test_the_smaller_side_of_two_models_is_named(tmp_path: Path) -> None:
+    text = "".join(
+        raised(
+            a,
+            f"RuntimeError: DDP expects same model across all ranks, but Rank {a} has {n} params, while rank {b} has inconsistent {m} params.",
+        )
+        for a, n, b, m in ((0, 40, 3, 42), (1, 40, 3, 42), (3, 42, 0, 40))
+    )
+    assert only(diagnose(tmp_path, text)).culprits == (3,)
+
+
+@pytest.mark.parametrize("name", ["-", "/dev/stdin"])
+def test_a_log_on_standard_input_is_read(name: str) -> None:
+    command = [sys.executable, "-m", "distdiag", "diagnose", name, "--json"]
+    done = subprocess.run(command, input=raised(3, OOM), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and json.loads(done.stdout)["findings"][0]["culprits"] == [3], done.stderr
