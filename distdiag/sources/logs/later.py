@@ -16,7 +16,12 @@ from distdiag.sources.logs.patterns import Role
 from distdiag.sources.logs.writers import Writer, messages, plain, writer
 from distdiag.terms.untrusted import bounded
 
-MOST_LINES, OF_FILE, LAST = 1 << 13, 512, 12  # lines read: of all files, of one with a failure, of any other
+MOST_LINES, OF_FILE, LAST, LEAST = (
+    1 << 12,
+    256,
+    12,
+    4,
+)  # lines read: of all files, of one with a failure, of any other; at least
 OWN_LINES, NAMELESS, OTHERS = (
     1,
     3,
@@ -63,7 +68,7 @@ class Later:
             tail: (number of the first line, lines) of its last blocks.
             after: The first line with a failure; None if the file has none: then only its last words count.
         """
-        most = LAST if after is None else min(OF_FILE, self.left)
+        most = LAST if after is None else max(LEAST, min(OF_FILE, self.left // 8))
         for first, block in reversed(tail):
             raws = block.split(b"\n")
             for number, raw in zip(range(first + len(raws) - 1, first - 1, -1), reversed(raws), strict=True):
