@@ -130,7 +130,7 @@ def test_a_file_that_grows_is_read_up_to_a_limit(tmp_path: Path) -> None:
     def write() -> None:
         with log.open("a") as file:
             while not ended.is_set() and file.tell() < 64 << 20:
-                file.write("step 1 loss 2\n" * 5000)
+                file.write("more of the same\n" * 5000)
 
     writer = threading.Thread(target=write)
     writer.start()
