@@ -70,7 +70,6 @@ def left_out(sent_before: int) -> Finding:
     def message(op: str, nth: int, peer: int, line: int, done: float | None) -> Call:
         return Call(op=op, group="default_pg", peer=peer, nth=nth, site=site(line), shape=(1,), completed_s=done)
 
-    both = {"groups": {"team": (0, 1)}}
     return only(
         snapshot(
             rank(
@@ -82,7 +81,7 @@ def left_out(sent_before: int) -> Finding:
                 2, message("send", 1, 0, 19, 1.0), message("recv", 1, 0, 20, None),
                 sites={19: 1 + sent_before, 20: 1}, p2p_issued={"send:0:0:default_pg": 1, "recv:0:0:default_pg": 1},
             ),
-            **both,
+            groups={"team": (0, 1)},
         )
     )  # fmt: skip
 
