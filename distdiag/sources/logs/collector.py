@@ -187,24 +187,7 @@ class Collector:
     def _add(self, name: str, role: Role, groups: Mapping[str, str | None], line: Line) -> Fact | None:
         out, who = self.result, line.who
         fields = {k: v for k, v in groups.items() if v is not None}
-        if name in ("nccl_rank", "lightning"):
-            self._size(int(fields["r"][:7]), int(fields["world"][:7]), who.process)
-        elif name == "torchrun":
-            out.torchrun = True
-        elif name == "joined":
-            out.joined |= set(filter(is_rank, [int(fields["r"][:7])]))
-        elif name == "spawned":
-            out.local_of[fields["pid"]] = int(fields["local"][:7])
-        elif name == "env" and is_rank(rank := int(fields["r"][:7])):
-            out.by_path.setdefault(line.path, set()).add(rank)
-            out.env.setdefault(line.path, set()).add(rank)
-            if who.process:
-                out.is_rank_of((who.process, who.host), rank)
-            self._size(rank, int(fields.get("world", "0")[:7]), "")
-        elif name in ("restart", "launch", "again"):
-            self.later.restarts[line.path] = line.number
-            if name != "again":
-                self._next_run(name == "launch")
+        self._learn(name, fields, line)
         if role is Role.FACT or (who.mild and role in (Role.CAUSE, Role.VICTIM, Role.START)):
             return None
         if any(len(v) > MAX_DIGITS and v.isdigit() for v in fields.values()):
@@ -228,6 +211,28 @@ class Collector:
         if name == "fatal":
             self._tracebacks.fatal(fact, line.source)
         return fact
+
+    def _learn(self, name: str, fields: Mapping[str, str], line: Line) -> None:
+        """Take what a line says about ranks, processes and runs, whether or not it is a fact of its own."""
+        out, who = self.result, line.who
+        if name in ("nccl_rank", "lightning"):
+            self._size(int(fields["r"][:7]), int(fields["world"][:7]), who.process)
+        elif name == "torchrun":
+            out.torchrun = True
+        elif name == "joined":
+            out.joined |= set(filter(is_rank, [int(fields["r"][:7])]))
+        elif name == "spawned":
+            out.local_of[fields["pid"]] = int(fields["local"][:7])
+        elif name == "env" and is_rank(rank := int(fields["r"][:7])):
+            out.by_path.setdefault(line.path, set()).add(rank)
+            out.env.setdefault(line.path, set()).add(rank)
+            if who.process:
+                out.is_rank_of((who.process, who.host), rank)
+            self._size(rank, int(fields.get("world", "0")[:7]), "")
+        elif name in ("restart", "launch", "again"):
+            self.later.restarts[line.path] = line.number
+            if name != "again":
+                self._next_run(name == "launch")
 
     def _end_rows(self, path: Path, at_end: bool = False) -> None:
         """Add how processes ended, from a launcher's table of several lines."""
