@@ -21,6 +21,7 @@ from distdiag.errors import DistdiagError, ExitCode, need_torch
 from distdiag.streams import say
 
 MOST_OUTPUT = 65_536  # bytes
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 VERDICT_WITHIN_S = 60.0  # of the start; on two busy cores torch alone takes ten to be imported
 
 
@@ -73,6 +74,8 @@ def _ended_by_signals() -> Iterator[None]:
     """Leave by an exception on SIGTERM and SIGHUP, so that the ranks end: they have a session of their own."""
 
     def leave(number: int, _frame: object) -> NoReturn:
+        for other in _ENDING:  # one that follows at once must not leave the ranks running
+            signal.signal(other, signal.SIG_IGN)
         raise SystemExit(128 + number)
 
     before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
@@ -110,8 +113,7 @@ def _show(run: Path) -> None:
 
 def _end(ranks: subprocess.Popen[bytes]) -> None:
     """End the launcher with its ranks; torchrun gives them a moment, and then kills them."""
-    ignored = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # a second Ctrl-C must not leave the ranks running
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _ENDING}  # nor a second Ctrl-C
     try:
         if ranks.poll() is None:
             ranks.send_signal(signal.SIGTERM)

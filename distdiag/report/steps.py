@@ -146,7 +146,7 @@ def quantiles(values_ms: Floats) -> Quantiles | None:
     return Quantiles(
         n=n,
         p50_ms=float(np.median(values_ms)),
-        mean_ms=float(values_ms.mean()),
+        mean_ms=_mean_of(values_ms),
         ci95_ms=(ci.low, ci.high) if ci else None,
         p95_ms=float(np.percentile(values_ms, 95)) if n >= ENOUGH_FOR_P95 else None,
         max_ms=float(values_ms.max()),
@@ -179,7 +179,7 @@ def series(job: JobSteps, points: int = MAX_SERIES) -> tuple[SeriesPoint, ...]:
                 step_ms=float(np.median(ms)),
                 low_ms=float(ms.min()),
                 high_ms=float(ms.max()),
-                loss=float(loss.mean()) if len(loss) else None,
+                loss=_mean_of(loss) if len(loss) else None,
             )
         )
     return tuple(out)
@@ -194,7 +194,13 @@ def median(values: Floats) -> float | None:
 def mean(values: Floats) -> float | None:
     """Return the mean of the measured values; None if there are none."""
     known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else None
+    return _mean_of(known) if len(known) else None
+
+
+def _mean_of(values: Floats) -> float:
+    """Return the mean; infinite where damaged values add up to more than a float holds."""
+    with np.errstate(over="ignore"):
+        return float(values.mean())
 
 
 def largest(values: Floats) -> float | None:

@@ -31,5 +31,8 @@ def test_a_terminated_demo_leaves_nothing_running(tmp_path: Path) -> None:
         wait_for(lambda: "demo_job" in str(marked(job.mark)), 60, "the launcher", job)
         os.kill(job.process.pid, signal.SIGTERM)
         os.kill(job.process.pid, signal.SIGHUP)
-        assert job.wait(40) == 128 + signal.SIGTERM
-        wait_for(lambda: not marked(job.mark), 40, "the end of all", job)
+        assert job.wait(40) in (
+            128 + signal.SIGTERM,
+            128 + signal.SIGHUP,
+        )  # Python runs the lower one first if both wait
+        wait_for(lambda: not marked(job.mark), 40, "the end of all")
