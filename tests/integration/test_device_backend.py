@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from torch.distributed import distributed_c10d
 
-from tests.jobs import REPOSITORY, launch, rows, wait_for
+from tests.jobs import REPOSITORY, Job, launch, rows, wait_for
 from tests.standins import needs_stream
 
 pytestmark = [
@@ -77,6 +77,7 @@ SCRIPT = """
         while any(g["last_completed_collective"] != g["last_enqueued_collective"] for g in groups()):
             time.sleep(0.01)
         device.freeze_watchdogs(True)
+        open(f"frozen{rank}", "w").close()
         threading.Thread(target=thaw, daemon=True).start()
 
     if what == "mismatch":
@@ -189,25 +190,47 @@ def test_a_group_split_off_the_default_one_needs_its_non_members_too(tmp_path: P
     assert {(0, line_of("split"), "waiting"), (1, line_of("average"), "waiting")} <= places(found)
 
 
+@pytest.mark.timeout(400)
 def test_a_mismatch_is_proved_before_and_after_the_watchdog_ends_the_job(tmp_path: Path) -> None:
-    with start(tmp_path, "mismatch", TORCH_FR_DUMP_TEMP_FILE=str(tmp_path / "dump_")) as job:
-        wait_for(lambda: findings(tmp_path, "severity = 'error'"), 90, "a proof", job)
-        (tmp_path / "thaw").touch()
-        assert job.wait() != 0
-        assert ("timeout watchdog detected" if NCCL2 else "Watchdog caught collective operation") in job.stderr()
-        wait_for(lambda: not job.monitor_pids(), 30, "the monitor to write its last rows")
-    (found,) = findings(tmp_path, "severity = 'error'")
+    for attempt in range(4):
+        where = tmp_path / str(attempt)
+        where.mkdir()
+        with start(where, "mismatch", TORCH_FR_DUMP_TEMP_FILE=str(where / "dump_")) as job:
+            if not _frozen(where, job):
+                continue
+            wait_for(lambda where=where: findings(where, "severity = 'error'"), 90, "a proof", job)
+            (where / "thaw").touch()
+            assert job.wait() != 0
+            assert ("timeout watchdog detected" if NCCL2 else "Watchdog caught collective operation") in job.stderr()
+            wait_for(lambda: not job.monitor_pids(), 30, "the monitor to write its last rows")
+        break
+    else:
+        pytest.fail("the watchdogs never noticed all operations")
+    (found,) = findings(where, "severity = 'error'")
     assert (found["kind"], found["cause"], found["certainty"]) == ("mismatch", "shape", "proved")
     assert {(0, line_of("all of it"), "waiting"), (1, line_of("a part"), "waiting")} <= places(found)
-    (first,) = diagnosed(tmp_path / "R")  # all ranks have ended
+    (first,) = diagnosed(where / "R")  # all ranks have ended
     assert (first["kind"], first["cause"], set(first["culprits"]) | set(first["victims"])) == (
         "mismatch",
         "shape",
         {0, 1},
     )
-    dumps = sorted(tmp_path.glob("dump_*"))  # at least that of the rank whose watchdog was first
+    dumps = sorted(where.glob("dump_*"))  # at least that of the rank whose watchdog was first
     shown = {w["file"] for f in diagnosed(*dumps) for w in (*f["where"], *f["waiting"]) if w["file"]}
-    assert dumps and shown <= {str(tmp_path / "train.py")}
+    assert dumps and shown <= {str(where / "train.py")}
+
+
+def _frozen(where: Path, job: Job) -> bool:
+    """True once both ranks have stopped their watchdogs.
+
+    On a busy machine torch's hook for nccl2 sometimes counts the last operation as complete only with the next one. Then a rank waits
+    for its counters for ever, and the job never comes to the calls that this test is about.
+    """
+    try:
+        wait_for(lambda: all((where / f"frozen{rank}").exists() for rank in (0, 1)), 45, "frozen watchdogs", job)
+    except AssertionError:
+        return False
+    return True
 
 
 def diagnosed(*left: Path) -> list[dict[str, Any]]:
