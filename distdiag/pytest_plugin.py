@@ -43,7 +43,8 @@ class Recording:
     def __init__(self) -> None:
         self._root: Path | None = None
         self._runs: list[Path] = []  # of tests whose ranks may live on: those of fixtures
-        self._kept: set[Path] = set()
+        self._judged: set[Path] = set()
+        self._kept: set[Path] = set()  # that a report names
         self._given: dict[str, str | None] = {}
         self._problems: list[str] = []  # why something was not recorded or judged; no test fails by it
         self._before = {name: os.environ.get(name) for name in ("DISTDIAG", "DISTDIAG_NOT_PID")}
@@ -70,11 +71,13 @@ class Recording:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
         report = yield
-        for run, finding in self._verdicts():
+        for run, finding, ended in self._verdicts():
             text = self._text(run, finding)
+            if ended or report.outcome == "failed":
+                self._kept.add(run)
             if report.outcome == "failed":
                 report.sections.append(("distdiag", text))
-            if not getattr(report, "wasxfail", None) and finding.certainty == "proved":
+            if ended and not getattr(report, "wasxfail", None):
                 before = f"\n\n{report.longreprtext}" if report.outcome == "failed" else ""
                 report.outcome, report.longrepr = "failed", text + before
         return report
@@ -99,11 +102,14 @@ class Recording:
         for problem in self._problems:
             terminalreporter.write_line(f"distdiag: not all tests were recorded or judged: {visible(problem)}")
 
-    def _verdicts(self) -> Iterator[tuple[Path, Finding]]:
-        """Yield new hangs that were proved, each once, in the runs of this test and of fixtures that live on."""
+    def _verdicts(self) -> Iterator[tuple[Path, Finding, bool]]:
+        """Yield (run, finding, the monitor ended its ranks) of new proofs, in the runs of this test and of fixtures that live on.
+
+        A job that was not ended failed, or went on, by itself: the test decides, which may expect that.
+        """
         for base in self._runs:
             for run in sorted(base.glob("**/run.db")) if base.exists() else ():
-                if run in self._kept:
+                if run in self._judged:
                     continue
                 from distdiag.diagnosis.model.findings import Certainty, Severity
                 from distdiag.store.opening import RunUnreadable
@@ -111,10 +117,10 @@ class Recording:
 
                 try:
                     with open_run(run) as opened:
+                        ended = opened.meta.get("hang_ended_s") is not None
                         hangs = [
                             f for f in opened.findings()
                             if f.severity == Severity.ERROR and f.certainty == Certainty.PROVED and f.cleared_s is None
-                            and f.kind in ("deadlock", "mismatch", "stall")
                         ]  # fmt: skip
                 except RunUnreadable:
                     continue
@@ -122,8 +128,8 @@ class Recording:
                     self._problem(e)
                     continue
                 if hangs:
-                    self._kept.add(run)
-                    yield run.parent, min(hangs, key=lambda f: f.detected_s or 0.0)
+                    self._judged.add(run)
+                    yield run.parent, min(hangs, key=lambda f: f.detected_s or 0.0), ended
 
     def _text(self, run: Path, finding: Finding) -> str:
         from distdiag.diagnosis.text.finding import finding_lines
@@ -147,7 +153,7 @@ class Recording:
 
     def pytest_sessionfinish(self) -> None:
         """Remove the runs of tests without a verdict."""
-        kept = {run.parent for run in self._kept}
+        kept = self._kept
         for run in self._runs:
             if not any(k == run or run in k.parents for k in kept):
                 shutil.rmtree(run, ignore_errors=True)

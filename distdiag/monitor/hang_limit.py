@@ -26,10 +26,10 @@ class HangLimit:
         if math.isfinite(limit_s) and limit_s >= 0:
             self.limit_s = limit_s
 
-    def apply(self, now_s: float, diagnosis: Diagnosis, views: Iterable[RankView]) -> str | None:
-        """End the ranks if it is time; return what was done, once."""
+    def apply(self, now_s: float, diagnosis: Diagnosis, views: Iterable[RankView]) -> list[int]:
+        """End the ranks if it is time; return those that this call ended."""
         if self.limit_s is None or diagnosis.state != State.DEADLOCKED:
-            return None
+            return []
         proved = [
             record.finding.detected_s
             for record in diagnosis.records.values()
@@ -38,7 +38,7 @@ class HangLimit:
             and record.finding.detected_s is not None
         ]  # fmt: skip
         if not proved or now_s - min(proved) < self.limit_s:
-            return None
+            return []
         self.limit_s = None
         ended = []
         for view in views:
@@ -48,4 +48,4 @@ class HangLimit:
                     ended.append(view.rank)
                 except OSError:  # gone meanwhile, or not ours
                     continue
-        return f"the hang is proved: ended ranks {ended} as {VARIABLE} asks"
+        return ended

@@ -14,10 +14,11 @@ import distdiag
 from distdiag import procfs
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.engine import Diagnosis, Record
-from distdiag.diagnosis.model.findings import Finding, Severity, State, at_least
+from distdiag.diagnosis.model.findings import Finding, Severity, State, at_least, rank_list
 from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.monitor.announce import Announcer
 from distdiag.monitor.evidence.on_suspicion import Gatherer
+from distdiag.monitor.hang_limit import VARIABLE as HANG_LIMIT
 from distdiag.monitor.hang_limit import HangLimit
 from distdiag.monitor.host import processes
 from distdiag.monitor.host.samples import Sampling
@@ -235,8 +236,11 @@ class Monitor:
             if q in self.views:
                 self.views[q].longest_delay_s = longest
         self._write(snapshot, changed, over)
-        if (ended := self.hang_limit.apply(now_s, self.diagnosis, self.views.values())) is not None:
-            self.writer.event(now_s, "monitor", "warning", ended)
+        if ended := self.hang_limit.apply(now_s, self.diagnosis, self.views.values()):
+            self.writer.meta(hang_ended_s=now_s)
+            self.writer.event(
+                now_s, "monitor", "warning", f"the hang is proved: ended {rank_list(ended)} as {HANG_LIMIT} asks"
+            )
         return over
 
     def _judge(self, snapshot: Snapshot, over: bool) -> list[Finding]:

@@ -48,6 +48,16 @@ def test_torchrun(tmp_path, hangs):
     subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                     str(tmp_path / "job.py"), hangs], timeout=120)
 
+def gives_up(rank, store):
+    from datetime import timedelta
+    group = dict(init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=2))
+    dist.init_process_group("gloo", **group)
+    with pytest.raises(RuntimeError):  # rank 1 leaves out what rank 0 waits for
+        dist.all_reduce(torch.ones(3)) if rank == 0 else dist.recv(torch.ones(5), src=0)
+
+def test_expected_timeout(tmp_path):
+    mp.start_processes(gives_up, (tmp_path / "store",), nprocs=2, start_method="fork")
+
 def test_group_of_pytest_itself(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     dist.all_reduce(torch.ones(1))
@@ -75,7 +85,7 @@ def test_skipped():
 EXPECTED = {
     "test_started[spawn-False]": "PASSED", "test_started[fork-False]": "PASSED", "test_torchrun[ends]": "PASSED",
     "test_started[spawn-True]": "FAILED", "test_started[fork-True]": "FAILED", "test_torchrun[hangs]": "FAILED",
-    "test_group_of_pytest_itself": "PASSED", "test_plain": "PASSED",
+    "test_group_of_pytest_itself": "PASSED", "test_expected_timeout": "PASSED", "test_plain": "PASSED",
     "test_fails": "FAILED", "test_off": "PASSED", "test_xfails": "XFAIL", "test_skipped": "SKIPPED",
 }  # fmt: skip
 
