@@ -18,17 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from distdiag.terms.launchers import launched
+
 if TYPE_CHECKING:
     from distdiag.diagnosis.model.findings import Finding
 
 VERDICT_S = "3"  # a proof must stand so long: a test may expect a timeout of a second or two
 _VARIABLES = ("DISTDIAG", "DISTDIAG_RUN_DIR", "DISTDIAG_QUIET", "DISTDIAG_END_HANGS_S", "DISTDIAG_NOT_PID")
-_LAUNCHED = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")  # pytest itself is a rank: whoever launched it decides
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "distdiag_off: distdiag does not record the ranks that this test starts")
-    if (os.environ.get("DISTDIAG") is None or _is_worker(config)) and not any(name in os.environ for name in _LAUNCHED):
+    # if pytest itself is a rank, whoever launched it decides
+    if (os.environ.get("DISTDIAG") is None or _is_worker(config)) and not launched(os.environ):
         config.pluginmanager.register(Recording(), "distdiag-recording")
 
 

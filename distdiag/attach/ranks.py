@@ -13,11 +13,9 @@ from pathlib import Path, PurePath
 
 from distdiag import procfs
 from distdiag.errors import DistdiagError, ExitCode
+from distdiag.terms.launchers import LAUNCHERS, MPICH, OPEN_MPI, RANKS, TORCHRUN
 from distdiag.terms.untrusted import is_rank, visible
 
-_RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-_WORLD = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
-_LOCAL = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _NAMES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "PMIX_NAMESPACE", "MASTER_PORT")
 _MAX_ENVIRONMENT, _MAX_MAPS = 1 << 20, 16 << 20  # bytes that are read of each
 _NO_RANK = re.compile(r"multiprocessing\.(resource_tracker|forkserver)")  # a helper of multiprocessing
@@ -39,7 +37,7 @@ class Candidate:
     @property
     def rank(self) -> int | None:
         """Its rank by its environment."""
-        return next((n for n in (_int(self.env.get(name)) for name in _RANK) if n is not None), None)
+        return next((n for n in (_int(self.env.get(name)) for name in RANKS) if n is not None), None)
 
     @cached_property
     def maps(self) -> bytes:
@@ -84,7 +82,11 @@ class Job:
     def world(self) -> int | None:
         """Number of its ranks on all hosts, as its environment has it."""
         by_launcher = self.processes[0].rank is not None
-        return next((n for n in (_int(self.env.get(name)) for name in _WORLD) if n), None) if by_launcher else None
+        return (
+            next((n for n in (_int(self.env.get(name)) for _, name, *_ in LAUNCHERS) if n), None)
+            if by_launcher
+            else None
+        )
 
     @property
     def title(self) -> str:
@@ -98,7 +100,7 @@ class Job:
         first = self.processes[0]
         local, size = (
             _int(first.env.get("LOCAL_RANK")),
-            next((n for k in _LOCAL if (n := _int(first.env.get(k)))), None),
+            next((n for *_, k in (TORCHRUN, OPEN_MPI, MPICH) if (n := _int(first.env.get(k)))), None),
         )
         if first.rank is not None and local is not None and size and size <= (self.world or 0):
             base = first.rank - local
@@ -142,7 +144,7 @@ def _launchers(named: Mapping[int, Candidate], everything: Mapping[int, Candidat
 
 
 def _source_of_rank(p: Candidate) -> str | None:
-    return next((name for name in _RANK if _int(p.env.get(name)) is not None), None)
+    return next((name for name in RANKS if _int(p.env.get(name)) is not None), None)
 
 
 def _spawned(everything: Mapping[int, Candidate], named: Collection[int]) -> dict[int, list[Candidate]]:

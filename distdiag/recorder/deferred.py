@@ -15,6 +15,7 @@ from distdiag.recorder import joining, run_claim, session, start_monitor, state
 from distdiag.recorder.after_import import after_import
 from distdiag.recorder.hooks.wrapping import hide_frame, wraps
 from distdiag.recorder.state import VARIABLE, guarded, switched_off
+from distdiag.terms.launchers import launched
 
 
 def record_process(run_dir: str | None, name: str | None, job: str | None = None) -> None:
@@ -28,7 +29,7 @@ def record_process(run_dir: str | None, name: str | None, job: str | None = None
     rank, world, local = session.from_environment()
     if job is not None:
         run_claim.belong_to(job)
-    if any(v in os.environ for v in run_claim.RANKS):
+    if launched(os.environ):
         started = session.start(run_dir, name, rank, world, local)
         if started is not None:
             after_import("torch", started.install)

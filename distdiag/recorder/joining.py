@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from distdiag.recorder import run_claim
+from distdiag.terms.launchers import RANKS
 from distdiag.terms.untrusted import is_rank
 
 KEY = "distdiag/job"
@@ -28,7 +29,7 @@ def launched() -> bool:
         given = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:
         return True
-    return any(v.partition(b"=")[0].decode() in run_claim.RANKS for v in given)
+    return any(os.fsdecode(v.partition(b"=")[0]) in RANKS for v in given)
 
 
 def join(store: Any, rank: int, run_dir: str | None) -> None:

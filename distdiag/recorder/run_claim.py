@@ -21,6 +21,7 @@ from pathlib import Path
 from distdiag import files, procfs
 from distdiag.page import directories
 from distdiag.page.layout import page_path
+from distdiag.terms.launchers import LAUNCHERS, OPEN_MPI, RANKS, launched
 
 ENV_DIR = "DISTDIAG_RUN_DIR"
 ENV_JOB = "DISTDIAG_JOB"
@@ -32,12 +33,11 @@ READ_S = 5.0  # timeout for the text of a decision on a file system without hard
 # Variables that a launcher sets equally for all ranks of one launch, and differently in other launches.
 _LAUNCH = (
     "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "SLURM_JOB_ID", "SLURM_RESTART_COUNT",
-    "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "JOBSET_RESTART_ATTEMPT",
+    "SLURM_STEP_ID", "PMIX_NAMESPACE", "PMI_JOBID", "OMPI_MCA_ess_base_jobid", "JOBSET_RESTART_ATTEMPT",
 )  # fmt: skip
 # Variables of one rank: an ancestor with the same values is a wrapper script inside the rank.
-RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")  # any of them: a launcher has numbered the ranks
+_RANK = (*RANKS, "LOCAL_RANK", "TORCHELASTIC_RUN_ID")
 _WORD = re.compile(r"[\w.:-]{1,64}", re.ASCII)
-_RANK = ("RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def job_token() -> str:
     parts = [*([given] if given else []), *(env(k, "") for k in _LAUNCH)]
     if int(env("GROUP_WORLD_SIZE", "1") or 1) == 1 and int(env("SLURM_NNODES", "1") or 1) == 1:
         parts.append(launcher_id())
-    if "RANK" not in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ and "SLURM_PROCID" not in os.environ:
+    if not launched(os.environ) and "TORCHELASTIC_RUN_ID" not in os.environ:
         parts.append(str(os.getpid()))
     # a restart may have the same ids, but another restart count
     return hashlib.sha256("|".join([*parts, restart]).encode()).hexdigest()[:16]
@@ -150,7 +150,7 @@ def node_number() -> int:
     if "RANK" not in os.environ:
         if env("SLURM_NODEID", "").isdigit():
             return int(env("SLURM_NODEID", ""))
-        rank, local = env("OMPI_COMM_WORLD_RANK", ""), env("OMPI_COMM_WORLD_LOCAL_SIZE", "")
+        rank, local = env(OPEN_MPI.rank, ""), env(OPEN_MPI.local_world, "")
         if rank.isdigit() and local.isdigit() and int(local):
             return int(rank) // int(local)
     return 0
@@ -158,9 +158,9 @@ def node_number() -> int:
 
 def local_ranks(world_size: int) -> int:
     """Return how many ranks this node will have by the launcher's variables; without them, the world size."""
-    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
-        if os.environ.get(name, "").isdigit():
-            return max(1, int(os.environ[name]))
+    for launcher in LAUNCHERS:
+        if os.environ.get(launcher.local_world, "").isdigit():
+            return max(1, int(os.environ[launcher.local_world]))
     return max(1, world_size)
 
 

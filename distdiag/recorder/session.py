@@ -33,6 +33,7 @@ from distdiag.recorder.frames import USER, absolute, kind_of_file, user_stack
 from distdiag.recorder.pulse import Pulse
 from distdiag.recorder.state import Recorder, guarded, now_ns, switched_off
 from distdiag.terms import secrets
+from distdiag.terms.launchers import LAUNCHERS
 from distdiag.terms.untrusted import cut, visible
 
 
@@ -347,11 +348,7 @@ def from_environment() -> tuple[int, int, int]:
         r, w = dist.get_rank(), dist.get_world_size()
         local_rank = os.environ.get("LOCAL_RANK", "")
         return r, w, int(local_rank) if local_rank.isdigit() else r
-    for rank, world, local in (
-        ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-        ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ):
+    for rank, world, local, _ in LAUNCHERS:
         if os.environ.get(rank, "").isdigit() and os.environ.get(world, "").isdigit():
             r = int(os.environ[rank])
             local_rank = os.environ.get(local, "")

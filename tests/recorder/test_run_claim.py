@@ -13,6 +13,7 @@ import pytest
 from distdiag.page import directories
 from distdiag.recorder import run_claim
 from distdiag.store import rundir
+from distdiag.terms.launchers import RANKS
 from tests.jobs import REPOSITORY, clean_env
 
 CLAIM = """
@@ -22,13 +23,13 @@ sys.stdout.write(f"{run_claim.claim(sys.argv[1] or None, 'job')}\\n")
 """
 
 
-def claims(tmp_path: Path, run_dir: str, ranks: int, **env: str) -> set[str]:
-    """Return the answers of `ranks` processes that ask at the same time."""
+def claims(tmp_path: Path, run_dir: str, ranks: int, variable: str = "RANK", **env: str) -> set[str]:
+    """Return the answers of `ranks` processes that ask at the same time; `variable` has the rank."""
     full = clean_env(tmp_path / "home", {"PYTHONPATH": str(REPOSITORY), "MASTER_PORT": "29500", **env})
 
     def ask(rank: int) -> str:
         done = subprocess.run(
-            [sys.executable, "-c", CLAIM, run_dir], cwd=tmp_path, env={**full, "RANK": str(rank)},
+            [sys.executable, "-c", CLAIM, run_dir], cwd=tmp_path, env={**full, variable: str(rank)},
             capture_output=True, text=True, timeout=60, check=True,
         )  # fmt: skip
         return done.stdout.strip()
@@ -39,6 +40,12 @@ def claims(tmp_path: Path, run_dir: str, ranks: int, **env: str) -> set[str]:
 
 def test_concurrent_ranks_get_the_same_directory(tmp_path: Path) -> None:
     assert claims(tmp_path, "R", 4, TORCHELASTIC_RUN_ID="a") == {str(tmp_path / "R")}
+
+
+@pytest.mark.parametrize("variable", RANKS)
+def test_the_ranks_of_every_launcher_get_the_same_directory(tmp_path: Path, variable: str) -> None:
+    (answer,) = claims(tmp_path, "", 3, variable)
+    assert Path(answer).parent == tmp_path / "reports"
 
 
 def test_without_a_directory_all_ranks_agree_on_a_new_one(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from enum import Enum, auto
 from functools import lru_cache
 from typing import NamedTuple
 
+from distdiag.terms.launchers import LAUNCHERS
+
 Source = Callable[[str], str | None]  # text of a source file by path, or None
 
 MAX_TEXT = 1 << 20  # characters of a file; a longer one is not read
@@ -330,7 +332,7 @@ def may_end_early(text: str, line: int) -> bool:
 # -- what a condition reads --------------------------------------------------------------------------------------------
 
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
-_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID", "OMPI_COMM_WORLD_RANK")  # environment variables
+_VARIABLES = tuple(name for launcher in LAUNCHERS for name in (launcher.rank, launcher.local))  # environment variables
 _FIRST = {"main", "master", "chief", "leader", "primary", "coordinator"}  # words for one rank
 _NO_RANK = {"thread", "lora", "low", "matrix", "full", "svd", "loss"}  # `lora_rank` is a size
 _COUNTERS = {

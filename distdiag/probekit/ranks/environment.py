@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from distdiag import procfs
 from distdiag.errors import DistdiagError
+from distdiag.terms.launchers import MPICH, OPEN_MPI
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +54,13 @@ def detect(env: Mapping[str, str] | None = None) -> RankPlace | None:
         host = first_host(node_list) if nodes > 1 else "127.0.0.1"
         port = 20000 + _int(e, "SLURM_JOB_ID", 0) % 10000
         return _place(e, "srun", _int(e, "SLURM_PROCID"), size, _int(e, "SLURM_LOCALID", 0), local_size, host, port)
-    for launcher_rank, launcher_size, local, local_size, job in (
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_NAMESPACE"),
-        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_JOBID"),
-    ):  # fmt: skip
-        if launcher_rank in e and launcher_size in e:
-            rank, size = _int(e, launcher_rank), _int(e, launcher_size)
-            ranks_here = _int(e, local_size, size)
+    for mpi, job in ((OPEN_MPI, "PMIX_NAMESPACE"), (MPICH, "PMI_JOBID")):
+        if mpi.rank in e and mpi.world in e:
+            rank, size = _int(e, mpi.rank), _int(e, mpi.world)
+            ranks_here = _int(e, mpi.local_world, size)
             port = 20000 + zlib.crc32(e.get(job, "").encode()) % 10000
             host = "127.0.0.1" if ranks_here == size else None
-            return _place(e, "mpirun", rank, size, _int(e, local, rank), ranks_here, host, port)
+            return _place(e, "mpirun", rank, size, _int(e, mpi.local, rank), ranks_here, host, port)
     return None
 
 
