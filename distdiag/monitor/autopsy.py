@@ -86,7 +86,7 @@ def _report(run_dir: Path, run: Run | None, left: Sequence[Path]) -> Report | No
     if killed:
         notes = [*_order(killed, seen), *deaths.killer(meta), *notes]
     if run is not None:
-        notes += deaths.who_grew(run)
+        notes += deaths.who_grew(run, max(seen.values()))
     world = base.world_size or snapshot.world_size
     if len(views) < world:
         notes.append(f"{world - len(views):,} of {world:,} ranks have left no page on this host")

@@ -51,8 +51,12 @@ def killer(meta: Mapping[str, str | None]) -> Iterator[str]:
         yield "the kernel killed no process of the job's cgroup for memory"
 
 
-def who_grew(run: Run) -> list[str]:
-    """Return whose memory grew in the last minute that was sampled, in a sentence; nothing without two samples."""
+def who_grew(run: Run, ended_s: float | None = None) -> list[str]:
+    """Return whose memory grew in the last minute that was sampled, in a sentence; nothing without two samples.
+
+    Args:
+        ended_s: When the ranks were last heard of: what grew after the last sample is not known.
+    """
     rows = run.query(
         "SELECT rank, t_s, rss_bytes FROM process WHERE rss_bytes IS NOT NULL"
         " AND t_s >= (SELECT max(t_s) FROM process) - ? ORDER BY t_s",
@@ -72,6 +76,8 @@ def who_grew(run: Run) -> list[str]:
     others = max((n for q, n in grew.items() if q != most), default=0)
     over = rough_duration(last[most][0] - first[most][0])
     at = f"(sampled until {rough_duration(last[most][0])} after the start)"
+    if ended_s is not None:
+        at = f"(the last sample is from {rough_duration(max(0.0, ended_s - last[most][0]))} before the end)"
     if grew[most] < GREW_BYTES:
         return [f"memory: no rank grew by more than {size_text(max(0, grew[most]))} in the last {over} {at}"]
     if others * 2 > grew[most]:

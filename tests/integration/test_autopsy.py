@@ -7,15 +7,19 @@ import os
 import random
 import re
 import signal
+import sys
 import textwrap
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from distdiag import cgroups
 from distdiag.page import directories
-from tests.jobs import Job, distdiag, kill_marked, launch, wait_for
+from tests.jobs import ONE_RANK, Job, distdiag, kill_marked, launch, rows, start, wait_for
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(180)]
 
@@ -132,3 +136,67 @@ def test_what_is_reported_of_a_job_that_was_killed_is_true(tmp_path: Path, seed:
     assert "last seen:" in text and "ended without a last word" in text, text
     for d in directories_left:
         assert directories.remove(d)
+
+
+GROWS = """
+import sys, time
+from pathlib import Path
+import distdiag
+run, kept = distdiag.attach(), []
+for step in range(4000):
+    run.step()
+    if sys.argv[1] == "1" and Path("go").exists():
+        kept.append(bytearray(b"x" * (8 << 20)))
+    time.sleep(0.1)  # slower than the samples of the monitor
+"""
+
+
+@pytest.fixture
+def limited() -> Iterator[Path]:
+    """A memory cgroup of 256 MiB in this process's own."""
+    above = cgroups.memory_cgroup()
+    folder = (above or Path("/nowhere")) / f"distdiag-test-{os.getpid()}"
+    limits = ("memory.limit_in_bytes", "memory.max", "memory.memsw.limit_in_bytes")
+    try:
+        folder.mkdir()
+    except OSError as e:
+        pytest.skip(f"no memory cgroup can be made here: {e}")
+    try:
+        for name in limits:
+            if (folder / name).exists():
+                (folder / name).write_text(str(256 << 20))
+        if cgroups.oom_kills(folder) is None or not any((folder / n).exists() for n in limits):
+            pytest.skip("this kernel counts no memory kills, or has no limit here")
+        yield folder
+    finally:
+        wait_for(lambda: not (folder / "cgroup.procs").read_text(), 20, "the cgroup to be empty")
+        folder.rmdir()
+
+
+def test_a_kill_for_memory_is_named_with_the_rank_that_grew(tmp_path: Path, limited: Path) -> None:
+    """The kernel kills the largest process; then everything else is killed, as with `memory.oom.group`."""
+    (tmp_path / "job.py").write_text(GROWS)
+    env = {**ONE_RANK, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29512", "DISTDIAG_RUN_DIR": "R"}
+    inside = f'echo $$ > {limited}/cgroup.procs; exec "$@"'
+    with ExitStack() as stack:
+        jobs = [
+            stack.enter_context(
+                start(["sh", "-c", inside, "sh", sys.executable, "job.py", str(q)], cwd=tmp_path,
+                      env={**env, "RANK": str(q), "LOCAL_RANK": str(q)})
+            )
+            for q in (0, 1)
+        ]  # fmt: skip
+        query = "SELECT count(DISTINCT rank) FROM process WHERE t_s > 1"
+        wait_for(lambda: rows(tmp_path / "R", query) == [(2,)], 60, "samples of both ranks")
+        (tmp_path / "go").touch()
+        end = time.monotonic() + 60
+        while not cgroups.oom_kills(limited):
+            assert time.monotonic() < end, "nothing was killed"
+            time.sleep(0.001)
+        for job in jobs:
+            kill_marked(job.mark)
+        found = verdict(tmp_path)
+    assert "the kernel's out-of-memory killer ended 1 process of their cgroup" in found["state_text"], found
+    assert any("memory: rank 1 grew by" in note for note in found["notes"]), found["notes"]
+    for pages in (d for dirs in directories.of_run(tmp_path / "R").values() for d in dirs):
+        directories.remove(pages)
