@@ -77,13 +77,16 @@ def _probed(command: list[str], deadline_s: float) -> tuple[str, int | None]:
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         errors="replace", start_new_session=True, env=env,
     )  # fmt: skip
+    assert process.stdout is not None
     try:
         return process.communicate(timeout=max(0.1, deadline_s - time.monotonic()))[0], process.returncode
     except subprocess.TimeoutExpired:
         return "", None
     finally:
-        with contextlib.suppress(OSError):
-            os.killpg(process.pid, signal.SIGKILL)  # not waited for: a process in a hung driver does not end
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(1.0)  # no longer: a process in a hung driver does not end
+        process.stdout.close()
 
 
 def _judged(output: str, code: int | None) -> tuple[str, str]:
