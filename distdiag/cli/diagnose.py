@@ -86,8 +86,10 @@ def _of_run(target: str | None) -> Report:
     if failed is not None:
         raise _failed_launch(path, target, failed)
     _finish(path)
-    with open_run(path) as run:
-        report = run.report()
+    report = _autopsy(path)
+    if report is None:
+        with open_run(path) as run:
+            report = run.report()
     if not report.ranks_seen:
         if (failure := failure_of(path)) is not None:
             hint = f"the traceback is in {path / MONITOR_LOG}; the job itself is not affected"
@@ -147,6 +149,24 @@ def _finish(path: Path) -> None:
         if meta.get("ended_s") is not None or (ranks and judged):
             return
         time.sleep(0.1)
+
+
+def _autopsy(path: Path) -> Report | None:
+    """Return the verdict on a job that was killed together with its monitor; None for any other run."""
+    from distdiag.page import directories
+    from distdiag.store.opening import RunUnreadable
+    from distdiag.store.reader import open_run
+
+    try:
+        with open_run(path) as run:
+            closed = run.meta.get("ended_s") is not None
+    except RunUnreadable:
+        closed = not directories.of_run(path)
+    if closed:
+        return None
+    from distdiag.monitor.autopsy import autopsy
+
+    return autopsy(path)
 
 
 def _is_run(target: str) -> bool:
@@ -276,7 +296,7 @@ def exit_code(report: Report, threshold: str) -> ExitCode:
 def print_text(report: Report, ascii: bool) -> None:
     from distdiag.diagnosis.model.findings import Severity
     from distdiag.diagnosis.text.checks import checked_lines
-    from distdiag.diagnosis.text.finding import finding_lines, in_the_past, printable
+    from distdiag.diagnosis.text.finding import finding_lines, in_the_past, last_seen_lines, printable
 
     plain, (_, colour) = ascii or needs_ascii(), wants_colour()
     width = min(shutil.get_terminal_size().columns, 140) if sys.stdout.isatty() else None
@@ -300,6 +320,11 @@ def print_text(report: Report, ascii: bool) -> None:
         say("\ncleared:")
     for f in cleared:
         say(f"  {finding_lines(f, ascii=plain)[0]}")
+    last = last_seen_lines(report.last_seen)
+    if last:
+        say("\nlast seen:")
+    for line in last:
+        say(f"  {show(printable(line))}")
     errors = any(f.severity == Severity.ERROR for f in open_ones)
     footer = [] if errors else checked_lines(report.checks, width)
     if footer:

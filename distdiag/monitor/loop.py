@@ -16,6 +16,7 @@ from distdiag.diagnosis import kinds
 from distdiag.diagnosis.engine import Diagnosis, Record
 from distdiag.diagnosis.model.findings import Finding, Severity, State, at_least, rank_list
 from distdiag.diagnosis.model.snapshot import Snapshot
+from distdiag.monitor import deaths
 from distdiag.monitor.announce import Announcer
 from distdiag.monitor.evidence.on_suspicion import Gatherer
 from distdiag.monitor.hang_limit import VARIABLE as HANG_LIMIT
@@ -103,7 +104,7 @@ class Monitor:
     def run(self) -> None:
         self.writer.meta(
             started_unix_s=self.started_unix_s, monitor_pid=os.getpid(), node=self.node, distdiag=distdiag.__version__,
-            state=State.WAITING, state_since_s=0,
+            state=State.WAITING, state_since_s=0, memory_cgroup=deaths.noted(),
         )  # fmt: skip
         directories.sweep(self.pages.directories[0])
         while True:

@@ -88,8 +88,7 @@ def take_over(run_dir: Path) -> tuple[list[Path], bool]:
     """Return the page directories of this run on this host whose monitor runs, and True if this call has started one.
 
     Called by readers, which change nothing of a run that somebody else made or that has ended. A monitor is started only for pages
-    that this user's ranks made for this very directory: pages in the user's directory in memory that name it, or pages in the run
-    itself that a living process of this user maps.
+    that a living rank of this user maps; `monitor.autopsy` judges those that were left.
     """
     if files.owner_of_other(run_dir) is not None:
         return [], False
@@ -98,7 +97,7 @@ def take_over(run_dir: Path) -> tuple[list[Path], bool]:
         pages = found[0]
         if not directories.is_marked(pages) or directories.ended_record(run_dir, node).exists():
             continue
-        if not directories.in_memory(pages) and not any(map(_is_mapped, pages.glob("*.page"))):
+        if not any(map(_is_mapped, pages.glob("*.page"))):
             continue
         with contextlib.suppress(OSError):
             started |= start_monitor(run_dir, pages, node, directories.overflow(run_dir, node), quiet=True)

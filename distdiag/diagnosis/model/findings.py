@@ -139,6 +139,20 @@ class Gradients(msgspec.Struct, frozen=True, kw_only=True):
     exposed_share: float | None = None  # of step time
 
 
+class LastSeen(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a rank was when it was last heard of: of a job that was killed together with its monitor."""
+
+    rank: int
+    t_s: float | None = None  # of its last sign of life
+    file: str | None = None
+    line: int | None = None
+    function: str | None = None
+    state: str | None = None  # a word as in `Where`, or a phase
+    collective: CollectiveRef | None = None  # that it waits in, else the last one that it called
+    waits: bool = False  # in this collective
+    since_s: float | None = None  # when it entered this collective
+
+
 STOPPED_BY = "stopped by"  # start of the state's text if only an external signal ended the ranks
 
 
@@ -159,6 +173,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     age_s: float | None = None  # since the run began
     ended_ago_s: float | None = None  # since its last rank ended; None if it runs, or for dumps
     gradients: Gradients | None = None  # None: no DDP module was measured
+    last_seen: tuple[LastSeen, ...] = ()  # of every rank, if the job was killed together with its monitor
 
 
 def rank_list(ranks: Collection[int]) -> str:
