@@ -37,7 +37,8 @@ def read(command: click.Command, argv: Sequence[str], prog: str) -> dict[str, An
 def usage_error(error: click.UsageError, prog: str) -> DistdiagError:
     """Return click's error as ours: one line, and the command whose help lists the options."""
     where = error.ctx.command_path if error.ctx else prog
-    return DistdiagError(error.format_message().rstrip("."), f"`{where} --help` lists the options")
+    message = " ".join(error.format_message().split()).rstrip(".")  # click lists choices on lines of their own
+    return DistdiagError(message, f"`{where} --help` lists the options")
 
 
 def option(default: Any = None, *flags: str, **attrs: Any) -> Any:
