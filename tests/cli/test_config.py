@@ -11,6 +11,8 @@ import pytest
 
 from distdiag import settings
 from distdiag.cli import main
+from distdiag.monitor.__main__ import kept_bytes
+from distdiag.store.writer import KEEP_BYTES
 from tests.jobs import ONE_RANK, clean_env, start
 from tests.report.runs import STRAGGLER, make_run
 
@@ -166,6 +168,17 @@ def test_readers_use_the_run_and_the_threshold_of_the_file(tmp_path: Path, capsy
     capsys.readouterr()
     assert main(["diagnose", str(tmp_path / "out" / "run")]) == 0
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [("500M", 500 * 2**20), ("104857600", 104857600), ("little", KEEP_BYTES), ("9", KEEP_BYTES), ("", KEEP_BYTES)],
+)
+def test_a_wrong_size_in_the_variable_does_not_end_the_monitor(
+    monkeypatch: pytest.MonkeyPatch, given: str, kept: int
+) -> None:
+    monkeypatch.setenv("DISTDIAG_KEEP_BYTES", given)
+    assert kept_bytes() == kept
 
 
 @pytest.mark.job

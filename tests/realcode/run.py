@@ -34,7 +34,11 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PACKAGES = ("torch", "transformers", "accelerate", "lightning", "torchmetrics")
 RANKS = {"tensor_parallel": 4}
-EPOCHS = {"accelerate_named": {0, 1, 2, 3}, "hf_named": {0, 1, 2}, "lightning_named": {0, 1, 2, 3}}  # that a callback names
+EPOCHS = {
+    "accelerate_named": {0, 1, 2, 3},
+    "hf_named": {0, 1, 2},
+    "lightning_named": {0, 1, 2, 3},
+}  # that a callback names
 DEADLINE_S = 150.0
 _RESULT = re.compile(r"^.*\b(?:loss|accuracy|norm|eval|done|generated|graphs)\b.*\d.*$", re.MULTILINE)
 

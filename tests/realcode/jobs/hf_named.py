@@ -8,7 +8,6 @@ from transformers import BertConfig, BertForMaskedLM, Trainer, TrainerCallback, 
 
 from distdiag.callbacks.transformers import DistdiagCallback
 
-
 callback = DistdiagCallback()
 phases = set()
 

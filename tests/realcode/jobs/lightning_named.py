@@ -9,7 +9,6 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from distdiag.callbacks.lightning import DistdiagCallback
 
-
 callback = DistdiagCallback()
 phases = set()
 
