@@ -33,23 +33,6 @@ LOCK = "monitor.lock"
 STARTS = 6  # most starts of one node's monitor: one that dies each time is a bug of ours, and costs the job CPU
 
 
-def parse_keep(text: str) -> int:
-    """Return the bytes of a `--keep` size: `500M`, `2G`, `1000000`.
-
-    Raises:
-        DistdiagError: no size, or below 1 MiB.
-    """
-    from distdiag.errors import DistdiagError
-    from distdiag.terms.units import parse_bytes
-
-    with contextlib.suppress(DistdiagError):
-        if (value := parse_bytes(text)) >= 1 << 20:
-            return value
-    raise DistdiagError(
-        f"--keep {text} is no size of at least 1M", "give bytes, or a number with K, M or G: --keep 500M"
-    )
-
-
 def start_monitor(run_dir: Path, pages: Path, node: int, overflow: Path, quiet: bool = False) -> bool:
     """Start this node's monitor unless one runs; True if this call started it.
 

@@ -200,6 +200,7 @@ class Step(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     h2d_ms: float | None = None  # on CUDA
     forward_wait_ms: float = 0.0
     arrived_s: Seconds | None = None
+    epoch: int | None = None
 
 
 class RankState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
