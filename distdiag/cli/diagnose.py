@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 TAKE_OVER_S = 40.0  # most for a monitor to judge the run, or close that of a job that ended
 JUDGED_S = 2.5  # for a new monitor to judge a running job
+SHOWN = 100  # findings as text, worst first
 _STDIN = {"-", "/dev/stdin"}
 _COLOURS = {"error": "red", "warning": "yellow", "info": "cyan"}
 
@@ -311,15 +312,19 @@ def print_text(report: Report, ascii: bool) -> None:
     order = [Severity.ERROR, Severity.WARNING, Severity.INFO]
     ordered = sorted(report.findings, key=lambda f: order.index(Severity(f.severity)))
     open_ones, cleared = ([f for f in ordered if (f.cleared_s is not None) == gone] for gone in (False, True))
-    for f in open_ones:
+    for f in open_ones[:SHOWN]:
         say()
         shown = in_the_past(f) if report.ended_ago_s is not None else f
         for i, line in enumerate(finding_lines(shown, ascii=plain, width=width)):
             say(click.style(line, fg=_COLOURS[f.severity]) if colour and i == 0 else line, drawn=True)
+    if len(open_ones) > SHOWN:
+        say(f"\nand {len(open_ones) - SHOWN:,} more findings: --json prints them all")
     if cleared:
         say("\ncleared:")
-    for f in cleared:
+    for f in cleared[:SHOWN]:
         say(f"  {finding_lines(f, ascii=plain)[0]}")
+    if len(cleared) > SHOWN:
+        say(f"  and {len(cleared) - SHOWN:,} more")
     last = last_seen_lines(report.last_seen)
     if last:
         say("\nlast seen:")
