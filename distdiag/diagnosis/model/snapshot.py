@@ -359,5 +359,6 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     host_memory_bytes: int | None = None  # total memory of the host
     host_available_bytes: int | None = None  # still available
     usual_step_s: float | None = None  # median of all ranks' recent steps
-    # time since which no rank has issued, completed or left an operation; None = not known
-    stable_since_s: Seconds | None = None
+    stable_since_s: Seconds | None = (
+        None  # since when no rank has made progress, by earlier snapshots; None = not known
+    )
