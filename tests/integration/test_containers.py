@@ -178,6 +178,37 @@ def test_ranks_that_nobody_may_trace_are_recorded(place: Path) -> None:
     recorded(job(place, readable_python(), start, "undumpable"))
 
 
+def test_two_users_record_in_one_working_directory_at_once(place: Path) -> None:
+    """As on a shared node: both start in the same directory, and neither reads or blocks the other's run."""
+    work, tmp = place / "work", place / "tmp"
+    for folder in (work, tmp):
+        folder.mkdir()
+        folder.chmod(0o1777)
+    script = (
+        f"{readable_python()}\n"
+        "for user in 12345 12346; do for q in 0 1; do\n"
+        f"RANK=$q LOCAL_RANK=$q MASTER_PORT=$user setpriv --reuid $user --regid $user --clear-groups "
+        f"{sys.executable} {place}/job.py >{place}/out.$user.$q 2>&1 &\ndone; done; wait\n"
+        "for user in 12345 12346; do\n"
+        f"setpriv --reuid $user --regid $user --clear-groups {sys.executable} -m distdiag diagnose --json >{place}/verdict.$user\ndone\n"
+    )
+    (place / "job.py").write_text(JOB.replace('open(attached, "w").close()', ""))
+    env = clean_env(
+        place / "home",
+        {**ONE_RANK, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "PYTHONPATH": str(REPOSITORY), "TMPDIR": str(tmp)},
+    )
+    for name in ("RANK", "LOCAL_RANK"):
+        env.pop(name)
+    done = subprocess.run(
+        ["unshare", "-m", "bash", "-c", script], cwd=work, env=env, capture_output=True, text=True, timeout=150
+    )
+    for user in (12345, 12346):
+        outputs = [(place / f"out.{user}.{q}").read_text() for q in (0, 1)]
+        assert all(text.startswith("done\n") for text in outputs), (outputs, done.stderr)
+        verdict = json.loads((place / f"verdict.{user}").read_text() or "{}")
+        assert verdict.get("state") == "ended" and verdict["ranks_seen"] == 2, (verdict, done.stderr)
+
+
 def test_where_nothing_can_be_written_the_job_runs_and_one_line_says_so(place: Path) -> None:
     (place / "cwd").mkdir()
     prepare = f"{shm('64k', '64k')}; mount --bind {place}/cwd {place}/cwd; mount -o remount,ro,bind {place}/cwd"
