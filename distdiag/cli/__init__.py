@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "probe": ("distdiag.cli.probe", "Measure this machine: collectives, data loading, steps, GPUs."),
     "report": ("distdiag.cli.report", "Write the findings as HTML, text, JSON or a Perfetto trace."),
     "compare": ("distdiag.cli.compare", "Compare runs: step time, phases, findings."),
+    "history": ("distdiag.cli.history", "Ask many runs: which host, which line, which figure changed."),
     "doctor": ("distdiag.cli.doctor", "Check that this machine can run distributed jobs; list what to fix."),
     "bench": ("distdiag.cli.bench", "Run the fault collection and print the scorecard."),
 }

@@ -53,7 +53,12 @@ def command(
         launcher = ["--standalone", "--nproc-per-node", str(_local_ranks()), *launcher]
     elif not any(a.split("=")[0].replace("_", "-") in _RENDEZVOUS for a in launcher):
         launcher = ["--standalone", *launcher]
-    ours = [x for k, v in (("--run-dir", run_dir), ("--name", name), ("--keep", keep), ("--metrics", metrics)) if v for x in (k, v)]
+    ours = [
+        x
+        for k, v in (("--run-dir", run_dir), ("--name", name), ("--keep", keep), ("--metrics", metrics))
+        if v
+        for x in (k, v)
+    ]
     flags = {"--quiet": quiet, "--share": share, "--tape": tape}
     ours += [flag for flag, given in flags.items() if given or later[flag.removeprefix("--")]]
     command_line = [sys.executable, "-m", "torch.distributed.run", *launcher, "-m", "distdiag.run", *ours, *script]

@@ -1,4 +1,4 @@
-"""Read the bus bandwidth out of a probe's recorded result."""
+"""Read the figures out of a probe's recorded result."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ class _Row(msgspec.Struct):
 
 class _Result(msgspec.Struct):
     rows: list[_Row] = []
+    hosts: list[str] = []
 
 
 _decode = msgspec.json.Decoder(_Result)
 
 
-def bus_bandwidth(result: str) -> float | None:
-    """Return the bus bandwidth of the largest message, bytes/s (GB = 10^9); None if the probe measures none."""
+def hosts_and_bandwidth(result: str) -> tuple[list[str], float | None]:
+    """Return the hosts of a probe, and the bus bandwidth of its largest message, bytes/s; None if it measures none."""
     try:
-        rates = [row.busbw_gbps for row in _decode.decode(result).rows if row.busbw_gbps is not None]
+        found = _decode.decode(result)
     except (msgspec.DecodeError, ValueError, RecursionError):
-        return None
-    return rates[-1] * 1e9 if rates else None
+        return [], None
+    rates = [row.busbw_gbps for row in found.rows if row.busbw_gbps is not None]
+    return found.hosts, rates[-1] * 1e9 if rates else None

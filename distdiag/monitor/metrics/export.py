@@ -18,7 +18,7 @@ from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.errors import DistdiagError
 from distdiag.monitor.metrics.table import Poll
 from distdiag.store.opening import RunUnreadable, size_of
-from distdiag.store.probes import bus_bandwidth
+from distdiag.store.probes import hosts_and_bandwidth
 from distdiag.store.reader import open_run
 from distdiag.terms.metrics_targets import Targets, need_packages, parse_metrics
 
@@ -128,6 +128,6 @@ class Exporters:
 def _recorded_probes(run_dir: Path) -> dict[str, tuple[float | None, bool]]:
     try:
         with open_run(run_dir) as run:
-            return {p.name: (bus_bandwidth(p.json), p.verdict == "pass") for p in run.probes()}
+            return {p.name: (hosts_and_bandwidth(p.json)[1], p.verdict == "pass") for p in run.probes()}
     except RunUnreadable:
         return {}
