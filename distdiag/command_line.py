@@ -162,6 +162,11 @@ def recording_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         click.option("--quiet", is_flag=True, help="Record findings but do not print them on stderr."),
         click.option("--tape", is_flag=True, help="Keep what the diagnosis is given as RUN/run.tape, at most 8 MiB."),
+        click.option(
+            "--metrics",
+            metavar="ADDRESS",
+            help="Serve Prometheus metrics at PORT or HOST:PORT; `otlp` sends them by OTLP.",
+        ),
         click.option("--keep", metavar="SIZE", help="Size bound of the run's database, e.g. 500M (default 2G)."),
         click.option(
             "--share", is_flag=True, help="Let other users read the run, as the umask allows (default: only you)."

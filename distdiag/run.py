@@ -43,6 +43,8 @@ def command(**_options: Any) -> None:
 
 def _parse(argv: list[str]) -> tuple[dict[str, Any], str | None, list[str]]:
     """Return our options, the module to run (if any), and the argv of the script or module."""
+    from distdiag.terms.metrics_targets import check_metrics
+
     options = read(command, argv, PROG)
     file = settings.read()
     settings.fill(options, file)
@@ -52,6 +54,7 @@ def _parse(argv: list[str]) -> tuple[dict[str, Any], str | None, list[str]]:
     usage = f"{PROG} [OPTIONS] SCRIPT|-m MODULE [ARGS]…"
     if options["keep"]:
         options["keep"] = parse_keep(options["keep"])
+    check_metrics(options["metrics"])
     if not script:
         raise DistdiagError("no script given", usage)
     if script[0] == "-m":
@@ -83,7 +86,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
     from distdiag.recorder import run_claim, start_monitor
     from distdiag.recorder.deferred import record_process
 
-    start_monitor.options = start_monitor.Options(options["quiet"], options["keep"], options["tape"])
+    start_monitor.options = start_monitor.Options(
+        options["quiet"], options["keep"], options["tape"], options["metrics"]
+    )
     if options["share"]:
         run_claim.share = True
     record_process(options["run_dir"], options["name"] or module or Path(rest[0]).stem)

@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "probe": ("distdiag.cli.probe", "Measure this machine: collectives, data loading, steps, GPUs."),
     "report": ("distdiag.cli.report", "Write the findings as HTML, text, JSON or a Perfetto trace."),
     "compare": ("distdiag.cli.compare", "Compare runs: step time, phases, findings."),
+    "history": ("distdiag.cli.history", "Ask many runs: which host, which line, which figure changed."),
     "doctor": ("distdiag.cli.doctor", "Check that this machine can run distributed jobs; list what to fix."),
     "config": ("distdiag.cli.config", "Print every setting, its value, and where that is from."),
     "mcp": ("distdiag.cli.mcp", "Serve a run to an assistant: read-only tools over stdio."),

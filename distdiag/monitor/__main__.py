@@ -39,6 +39,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--for-reader", action="store_true", help="a reader waits for its verdict: ordinary priority")
     parser.add_argument("--quiet", action="store_true", default=os.environ.get("DISTDIAG_QUIET") == "1")
     parser.add_argument("--tape", action="store_true", help="write RUN/run.tape")
+    parser.add_argument("--metrics", default=os.environ.get("DISTDIAG_METRICS", ""), help="PORT, HOST:PORT, otlp")
     parser.add_argument("--foreground", action="store_true")
     options = parser.parse_args(argv)
     # ignore the job's Ctrl-C: the monitor ends after the last rank, and reports how it ended
@@ -72,6 +73,7 @@ def main(argv: list[str]) -> int:
             options.overflow,
             priority,
             options.tape,
+            options.metrics,
         ).run()
     except Exception:
         # the job's output must not show our failure: it goes to the log, and readers see that the monitor is gone

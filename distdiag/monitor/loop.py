@@ -23,6 +23,7 @@ from distdiag.monitor.hang_limit import VARIABLE as HANG_LIMIT
 from distdiag.monitor.hang_limit import HangLimit
 from distdiag.monitor.host import processes
 from distdiag.monitor.host.samples import Sampling
+from distdiag.monitor.metrics.export import Exporters
 from distdiag.monitor.nodes import Nodes, shifted
 from distdiag.monitor.pages import Pages, described
 from distdiag.monitor.priority import Priority
@@ -65,6 +66,7 @@ class Monitor:
         overflow: Path | None = None,
         priority: Priority | None = None,
         tape: bool = False,
+        metrics: str = "",
     ) -> None:
         self.run_dir, self.node = run_dir, node
         self.priority = priority or Priority()
@@ -97,6 +99,7 @@ class Monitor:
         self._checked: set[int] = set()  # ranks whose CPU time was read in this poll
         self.own = OwnFaults()
         self.hang_limit = HangLimit()
+        self.metrics = Exporters(metrics, run_dir, node)
         self._failed_polls = 0
 
     # -- life ---------------------------------------------------------------------------------------------
@@ -106,6 +109,8 @@ class Monitor:
             started_unix_s=self.started_unix_s, monitor_pid=os.getpid(), node=self.node, distdiag=distdiag.__version__,
             state=State.WAITING, state_since_s=0, memory_cgroup=deaths.noted(),
         )  # fmt: skip
+        if self.metrics.where is not None:
+            self.writer.meta(metrics=f"http://{self.metrics.where}/metrics")
         directories.sweep(self.pages.directories[0])
         while True:
             began = time.monotonic()
@@ -213,6 +218,7 @@ class Monitor:
 
     def tick(self) -> bool:
         """Run one full poll; return True when the job is over."""
+        began = time.monotonic()
         self.pages.discover(self.now_s, self._opened)
         now_s = self.now_s
         for v in list(self.views.values()):
@@ -242,7 +248,17 @@ class Monitor:
             self.writer.event(
                 now_s, "monitor", "warning", f"the hang is proved: ended {rank_list(ended)} as {HANG_LIMIT} asks"
             )
+        self._export(snapshot, changed, began)
         return over
+
+    def _export(self, s: Snapshot, changed: list[Finding], began: float) -> None:
+        faults = [f for f in self.own.found if f.cleared_s is None]
+        self.metrics.publish(
+            s, self.views, self.started_unix_s, self.diagnosis, faults, [*changed, *faults], self.writer.path, began
+        )
+        for text in self.metrics.failures:
+            self.writer.event(s.t_s, "monitor", "warning", text)
+        self.metrics.failures.clear()
 
     def _judge(self, snapshot: Snapshot, over: bool) -> list[Finding]:
         changed = self.diagnosis.update(snapshot, final=over)
@@ -340,6 +356,7 @@ class Monitor:
         self.writer.commit()
         self.writer.close()
         self.gatherer.close()
+        self.metrics.close()
         self.sampling.gpus.close()
         finished = bool(self.views) and any(v.header.life != LifeWord.STARTING for v in self.views.values())
         if finished:

@@ -26,6 +26,7 @@ class Options:
     quiet: bool = False
     keep_bytes: int | None = None
     tape: bool = False
+    metrics: str | None = None
 
 
 options = Options()  # for this process and its children
@@ -125,6 +126,7 @@ def _start(run_dir: Path, pages: Path, node: int, overflow: Path, lock: int, qui
         sys.executable, "-P", "-m", "distdiag.monitor", str(run_dir), "--pages", str(pages), "--overflow", str(overflow),
         "--node", str(node), *["--for-reader"] * quiet, *["--quiet"] * (quiet or options.quiet),
         *(["--keep", str(options.keep_bytes)] if options.keep_bytes else []), *["--tape"] * options.tape,
+        *(["--metrics", options.metrics] if options.metrics is not None else []),
     ]  # fmt: skip
     process = subprocess.Popen(
         command,

@@ -6,6 +6,7 @@ CREATE TABLE IF NOT EXISTS meta (          -- one value per key; written once or
   key   TEXT PRIMARY KEY,                  -- schema_version, started_unix_s, name, world_size, backend, state,
   value TEXT                               -- state_since_s, ended_s, attempt, torch, distdiag, command, max_steps, monitor_pid …
                                            -- checks: JSON, which kinds of findings could be judged, and why not
+                                           -- metrics: address of /metrics, if the monitor serves it
                                            -- hang_ended_s: when the monitor ended the ranks of a proved hang, if it was asked to
 );
 
