@@ -133,7 +133,7 @@ class History:
             kept = kept_waiting(s, graph, rank)
             if kept is not None:
                 self._episodes[rank] = max(self._episodes.get(rank, 0.0), kept[1])
-                if kept[1] * 1e3 >= PAUSE_MS:
+                if kept[1] * 1e3 >= PAUSE_MS and rank in s.ranks:  # else it is on a node that is not seen from here
                     self._pauses.waits_for(s.ranks[rank])
         for rank in [q for q in self._episodes if q not in graph.sinks]:
             waited_s = self._episodes.pop(rank)

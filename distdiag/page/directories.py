@@ -25,7 +25,7 @@ RUN_MARK = f"{MARK}.run"  # device and inode of the run directory whose pages th
 RECORD_BYTES = 8192  # of a node record are read
 SPARE_BYTES = 64 * 1024  # in addition to the pages: mark, sockets, stacks written by signal handlers
 SWEEP_AGE_S = 60.0  # a younger directory may not be locked yet
-_OURS = re.compile(r"rank_\d+\.(page|new\d+)|\.?r\d+\.[a-z]+(\.\d+)?|monitor\.lock")
+_OURS = re.compile(r"rank_\d+\.(page|new\d+)|\.?(r\d+|nodes)\.[a-z]+(\.\d+)?|monitor\.lock")
 
 
 def memory_root() -> Path:
