@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import itertools
 import math
@@ -36,7 +37,8 @@ def read(command: click.Command, argv: Sequence[str], prog: str) -> dict[str, An
 def usage_error(error: click.UsageError, prog: str) -> DistdiagError:
     """Return click's error as ours: one line, and the command whose help lists the options."""
     where = error.ctx.command_path if error.ctx else prog
-    return DistdiagError(error.format_message().rstrip("."), f"`{where} --help` lists the options")
+    message = " ".join(error.format_message().split()).rstrip(".")  # click lists choices on lines of their own
+    return DistdiagError(message, f"`{where} --help` lists the options")
 
 
 def option(default: Any = None, *flags: str, **attrs: Any) -> Any:
@@ -137,6 +139,22 @@ class SectionedCommand(click.Command):
             if records := [record for one in shown if (record := one.get_help_record(ctx)) is not None]:
                 with formatter.section(title):
                     formatter.write_dl(records)
+
+
+def parse_keep(text: str) -> int:
+    """Return the bytes of a `--keep` size: `500M`, `2G`, `1000000`.
+
+    Raises:
+        DistdiagError: no size, or below 1 MiB.
+    """
+    from distdiag.terms.units import parse_bytes
+
+    with contextlib.suppress(DistdiagError):
+        if (value := parse_bytes(text)) >= 1 << 20:
+            return value
+    raise DistdiagError(
+        f"--keep {text} is no size of at least 1M", "give bytes, or a number with K, M or G: --keep 500M"
+    )
 
 
 def recording_options(command: Callable[..., Any]) -> Callable[..., Any]:

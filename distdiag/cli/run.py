@@ -8,9 +8,8 @@ from typing import Any
 
 import click
 
-from distdiag.command_line import SETTINGS, read, recording_options
+from distdiag.command_line import SETTINGS, parse_keep, read, recording_options
 from distdiag.errors import DistdiagError, need_torch
-from distdiag.recorder.start_monitor import parse_keep
 from distdiag.terms.metrics_targets import check_metrics
 
 
