@@ -22,7 +22,12 @@ REPORT = Report(incarnation=1, number=1, sent_ns=5, state=b"-state")
 
 def test_each_side_takes_only_what_the_other_sends() -> None:
     receipt = Receipt(number=1, report_sent_ns=1, received_ns=2, sent_ns=3)
-    for message, to_first in ((REPORT, True), (Answer(number=1), True), (receipt, False), (Ask(number=1, timeout_s=5), False)):
+    for message, to_first in (
+        (REPORT, True),
+        (Answer(number=1), True),
+        (receipt, False),
+        (Ask(number=1, timeout_s=5), False),
+    ):
         data = messages.encode(message)
         assert messages.decode(data, to_first) == message
         with pytest.raises(BadMessage):
@@ -106,7 +111,9 @@ def test_the_offset_of_the_clocks_is_that_of_the_shortest_round_trip() -> None:
     offset.add(50 * ms, 1051 * ms, 1052 * ms, 53 * ms)  # 3 ms, of which 1 ms at the other end
     assert offset.applied == (1000 * ms, 1 * ms)
     offset.add(60 * ms, 1075 * ms, 1075 * ms, 80 * ms)  # a slow one tells nothing
-    offset.add(90 * ms, 1090 * ms + 600_000, 1090 * ms + 600_000, 91 * ms + 200_000)  # not better by half: equal times stay equal
+    offset.add(
+        90 * ms, 1090 * ms + 600_000, 1090 * ms + 600_000, 91 * ms + 200_000
+    )  # not better by half: equal times stay equal
     assert offset.applied == (1000 * ms, 1 * ms)
 
 
@@ -118,7 +125,9 @@ def test_a_clock_that_was_stepped_is_followed_once_the_old_round_trips_are_too_o
     assert offset.applied is not None and offset.applied.offset_ns == 4999 * ms
 
 
-@pytest.mark.parametrize("times", [(5, 1, 1, 4), (0, 9, 8, 20), (0, 0, 100, 50), (0, 1 << 62, 1 << 62, 5), (-1, 0, 0, 1)])
+@pytest.mark.parametrize(
+    "times", [(5, 1, 1, 4), (0, 9, 8, 20), (0, 0, 100, 50), (0, 1 << 62, 1 << 62, 5), (-1, 0, 0, 1)]
+)
 def test_impossible_times_are_no_exchange(times: tuple[int, int, int, int]) -> None:
     offset = Offset()
     offset.add(*times)

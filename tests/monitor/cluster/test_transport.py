@@ -125,7 +125,11 @@ def test_a_stranger_is_refused_and_counted(two: tuple[Transport, Transport, Own]
     address = f"tcp://127.0.0.1:{own.port}"
     context = zmq.Context()
     try:
-        for key in (None, own.public, zmq.curve_keypair()[0].decode()):  # no CURVE; a key of its own; a wrong server's key
+        for key in (
+            None,
+            own.public,
+            zmq.curve_keypair()[0].decode(),
+        ):  # no CURVE; a key of its own; a wrong server's key
             s = context.socket(zmq.DEALER)
             s.linger = 0
             if key is not None:
@@ -276,13 +280,24 @@ def test_a_node_without_pyzmq_is_named_on_node_0(tmp_path: Path) -> None:
     node(tmp_path, 0, tmp_path / "run").exchange(store)
     t = Transport(pages(tmp_path, 0), 0)
     t.poll()
-    assert t.failed == "node 1 does not see this run directory: pyzmq is not installed there (pip install 'distdiag[cluster]')"
+    assert (
+        t.failed
+        == "node 1 does not see this run directory: pyzmq is not installed there (pip install 'distdiag[cluster]')"
+    )
     assert t.server is None
 
 
 @pytest.mark.parametrize(
     "line",
-    [b"", b"\xff\xfe", b"[]", b'[1, 1, "short"]', b'[-1, 1, "sees"]', b"[" * 50_000, b'[1, 1, "' + b"k" * 40 + b"\x1b]"],
+    [
+        b"",
+        b"\xff\xfe",
+        b"[]",
+        b'[1, 1, "short"]',
+        b'[-1, 1, "sees"]',
+        b"[" * 50_000,
+        b'[1, 1, "' + b"k" * 40 + b"\x1b]",
+    ],
 )
 def test_lines_of_others_in_the_store_are_passed_over(line: bytes, tmp_path: Path) -> None:
     good = b'[2, 1, "%s"]' % (b"k" * 40)
