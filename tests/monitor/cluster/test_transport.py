@@ -40,7 +40,7 @@ def first(tmp_path: Path, allowed: dict[int, str]) -> tuple[Transport, Own]:
     node_files.write(pages(tmp_path, 0), Peers(keys=allowed))
     t = Transport(pages(tmp_path, 0), 0)
     t.poll()
-    return t, wait_for(lambda: (o := node_files.read_own(pages(tmp_path, 0))) and o.port and o or None, 5, "the port")
+    return t, wait_for(lambda: ((o := node_files.read_own(pages(tmp_path, 0))) and o.port and o) or None, 5, "the port")
 
 
 def other(tmp_path: Path, node: int, own: Own) -> Transport:
