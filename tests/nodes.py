@@ -7,13 +7,16 @@ with Cluster(tmp_path, 2) as cluster, cluster.job(script) as nodes:
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -24,6 +27,7 @@ import pytest
 from tests.jobs import Job, distdiag, free_port, start
 
 LINK = "eth0"
+CLONE_NEWNET = 0x40000000
 
 
 def _ip(*args: str) -> None:
@@ -43,6 +47,26 @@ def why_not() -> str | None:
     except (OSError, subprocess.SubprocessError) as e:
         return f"no network namespace can be made: {getattr(e, 'stderr', '') or e}"
     return None
+
+
+@contextmanager
+def socket_in(name: str) -> Iterator[socket.socket]:
+    """Open a packet socket in a network namespace; a thread changes into it, and ends."""
+    made: list[socket.socket] = []
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def enter() -> None:
+        with open(f"/run/netns/{name}") as f:
+            if libc.setns(f.fileno(), CLONE_NEWNET) == 0:
+                made.append(socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3)))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    if not made:
+        pytest.skip(f"no packet socket in a namespace: {os.strerror(ctypes.get_errno())}")
+    with made[0] as s:
+        yield s
 
 
 class Cluster:
@@ -101,6 +125,39 @@ class Cluster:
         for pid in found.stdout.split():
             with suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
+
+    @contextmanager
+    def wire(self) -> Iterator[Callable[[int], bytes]]:
+        """Record what crosses the switch; yield a function that returns all payloads of one TCP port so far."""
+        with socket_in(self.switch) as s:
+            s.settimeout(0.2)
+            taken: list[bytes] = []
+            over = threading.Event()
+
+            def record() -> None:
+                while not over.is_set():
+                    with suppress(TimeoutError):
+                        taken.append(s.recv(65_535))
+
+            thread = threading.Thread(target=record)
+            thread.start()
+
+            def of_port(port: int) -> bytes:
+                found = []
+                for frame in list(taken):
+                    ip = frame[14:]
+                    if frame[12:14] != b"\x08\x00" or ip[9] != socket.IPPROTO_TCP:
+                        continue
+                    tcp = ip[(ip[0] & 15) * 4 : int.from_bytes(ip[2:4], "big")]
+                    if port.to_bytes(2, "big") in (tcp[:2], tcp[2:4]):
+                        found.append(tcp[(tcp[12] >> 4) * 4 :])
+                return b"".join(found)
+
+            try:
+                yield of_port
+            finally:
+                over.set()
+                thread.join()
 
     def inside(self, node: int) -> list[str]:
         """Return the start of a command that runs on a node."""

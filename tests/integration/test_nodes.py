@@ -124,3 +124,13 @@ def test_another_monitor_of_node_0_is_found_again(tmp_path: Path, script: Path, 
         f = wait_for(lambda: deadlock(cluster), 40, "the deadlock", jobs[0])
         assert f["culprits"] == [1] and f["certainty"] == "proved"
         assert json.loads(meta(cluster, "nodes"))["port"] == port
+
+
+def test_a_stranger_on_the_wire_reads_no_text_of_the_job(tmp_path: Path, script: Path) -> None:
+    with Cluster(tmp_path, 2) as cluster, cluster.wire() as wire, cluster.job(script) as jobs:
+        all_heard(cluster, jobs, 2)
+        nodes = json.loads(wait_for(lambda: meta(cluster, "nodes"), 20, "the port", jobs[0]))
+        of_port = wait_for(lambda: len(found := wire(nodes["port"])) > 5_000 and found, 30, "20 s of messages", jobs[0])
+        for text in (b"train.py", b"all_reduce", b"default_pg", b"running", b"secret", str(tmp_path).encode()):
+            assert text not in of_port, text
+        assert b"CURVE" in of_port  # the greeting of ZMTP: this is the right port

@@ -23,7 +23,7 @@ class Link(ABC):
         self.own = own
         self.lock = threading.Lock()
         self.failed: str | None = None
-        self.refused = self.dropped = 0  # connections; messages
+        self.refused = self.dropped = 0  # connections that were not admitted; messages
         self._zmq, self._context = zmq, zmq.Context(io_threads=1)
         self._wake, self._ends = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), False
         self._thread = threading.Thread(target=self._run, name=type(self).__name__, daemon=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -81,8 +82,7 @@ class Server(Link):
         self._router = keys.secured(self._context.socket(zmq.ROUTER), self.own, messages.MOST_BYTES)
         self._router.curve_server = True
         self._router.zap_domain = keys.DOMAIN.encode()
-        failures = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-        self._events = self._router.get_monitor_socket(failures | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+        self._events = self._router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         for s in (self._zap, self._router, self._events):
             poller.register(s, zmq.POLLIN)
         self._bind()
@@ -113,8 +113,8 @@ class Server(Link):
         if self._zap in ready:
             self._authenticate(self._zap.recv_multipart())
         if self._events in ready:
-            self._events.recv_multipart()
-            self.refused += 1
+            (event,) = struct.unpack_from("=H", self._events.recv_multipart()[0])
+            self.refused += 1 if event == self._zmq.EVENT_ACCEPTED else -1  # a connection is admitted by its handshake
         for _ in range(MOST_PER_TURN if self._router in ready else 0):
             try:
                 frames = self._router.recv_multipart(self._zmq.NOBLOCK, copy=False)
