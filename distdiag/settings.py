@@ -39,6 +39,17 @@ def _size(value: Any) -> str | None:
     return str(value)
 
 
+def _metrics(value: Any) -> str | None:
+    from distdiag.errors import DistdiagError
+    from distdiag.terms.metrics_targets import check_metrics
+
+    try:
+        check_metrics(str(value))
+    except DistdiagError:
+        return None
+    return str(value)
+
+
 def _seconds(value: Any) -> str | None:
     return f"{value:g}" if type(value) in (int, float) and 0 <= value < 1e9 else None
 
@@ -66,6 +77,13 @@ SETTINGS = {
         Setting("quiet", "false", "true or false", _flag, "DISTDIAG_QUIET"),
         Setting("share", "false", "true or false", _flag, "DISTDIAG_SHARE"),
         Setting("tape", "false", "true or false", _flag, "DISTDIAG_TAPE"),
+        Setting(
+            "metrics",
+            "off",
+            'a port, "HOST:PORT" or "otlp", with the extra fleet installed',
+            _metrics,
+            "DISTDIAG_METRICS",
+        ),
         Setting("end-hangs-s", "never", "a number of seconds", _seconds, "DISTDIAG_END_HANGS_S"),
         Setting("keep-secrets", "false", "true or false", _flag, "DISTDIAG_KEEP_SECRETS"),
         Setting("fail-on", "error", '"error", "warning" or "never"', _threshold),

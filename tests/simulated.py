@@ -69,7 +69,13 @@ class PageRank:
         self.page = PageWriter(page_path(pages, rank))
         page, h = self.page, self.page.header
         now = time.monotonic_ns()
-        h.pid, h.rank, h.local_rank, h.world_size, h.local_world_size = self.process.pid, rank, rank, job.world, job.local
+        h.pid, h.rank, h.local_rank, h.world_size, h.local_world_size = (
+            self.process.pid,
+            rank,
+            rank,
+            job.world,
+            job.local,
+        )
         h.started_wall_ns, h.started_mono_ns, h.phase_since_ns, h.heartbeat_ns = time.time_ns(), now, now, now
         h.process_start_ticks = procfs.start_ticks(self.process.pid) or 0
         h.host, h.script = page.text("sim0000"), page.text("train.py")
@@ -78,7 +84,12 @@ class PageRank:
         h.initialised = 1
         slot = page.page.groups[0]
         slot.name, slot.description, slot.backend = page.text("0"), page.text("default_pg"), page.text("gloo")
-        slot.ranks, slot.generation, slot.completed, slot.flight_recorder_id = page.text(fold_ranks(range(job.world))), 1, 0, -1
+        slot.ranks, slot.generation, slot.completed, slot.flight_recorder_id = (
+            page.text(fold_ranks(range(job.world))),
+            1,
+            0,
+            -1,
+        )
         h.n_groups = 1
         self.group = slot
         self.loop, self.save = page.site(SCRIPT, 40, "main"), page.site(SCRIPT, 52, "save")
@@ -151,7 +162,9 @@ class Simulation:
         self._step_at = time.monotonic()
         self._publish_at = {k: time.monotonic() + 2.0 * k / max(1, job.nodes) for k in self.others}
         command = [sys.executable, "-m", "distdiag.monitor", run_dir, "--pages", pages, "--foreground", "--quiet"]
-        self.monitor = subprocess.Popen(list(map(str, command)), env=clean_env(run_dir / "home"), start_new_session=True)
+        self.monitor = subprocess.Popen(
+            list(map(str, command)), env=clean_env(run_dir / "home"), start_new_session=True
+        )
         self.process = psutil.Process(self.monitor.pid)
 
     def run(self, seconds: float, until: Callable[[], bool] = lambda: False) -> bool:

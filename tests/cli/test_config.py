@@ -11,6 +11,7 @@ import pytest
 
 from distdiag import settings
 from distdiag.cli import main
+from distdiag.cli.config import command
 from distdiag.monitor.__main__ import kept_bytes
 from distdiag.store.writer import KEEP_BYTES
 from tests.jobs import ONE_RANK, clean_env, start
@@ -59,6 +60,7 @@ def test_each_origin_is_shown_in_the_declared_order(
         "quiet": ("0", "DISTDIAG_QUIET"),
         "share": ("false", "default"),
         "tape": ("false", "default"),
+        "metrics": ("off", "default"),
         "end-hangs-s": ("90", f"{path}:8"),
         "keep-secrets": ("false", "default"),
         "fail-on": ("error", "default"),
@@ -74,6 +76,7 @@ def test_each_origin_is_shown_in_the_declared_order(
         ("keep = 'little'", ':5: keep must be a size of at least 1M, e.g. "500M"'),
         ("quiet = 'yes'", ":5: quiet must be true or false"),
         ("end-hangs-s = nan", ":5: end-hangs-s must be a number of seconds"),
+        ("metrics = 'nowhere:x:y'", ':5: metrics must be a port, "HOST:PORT" or "otlp", with the extra fleet'),
         ("fail-on = 'info'", ':5: fail-on must be "error", "warning" or "never"'),
         ("run-dir = [[[]]]", ":5: run-dir must be a path"),
         ("keep = ", " is not read: Invalid value (at line 5"),
@@ -87,6 +90,11 @@ def test_a_fault_in_the_file_is_one_line(
     shown, errors = config(capsys)
     assert len(errors) == 1 and errors[0].startswith("distdiag: warning: ") and warning in errors[0]
     assert {origin for _, origin in shown.values()} == {"default"}
+
+
+def test_every_option_of_a_recorded_launch_is_a_setting() -> None:
+    options = {option.opts[0].removeprefix("--") for option in command.params}
+    assert len(options) > 6 and options <= set(settings.SETTINGS)
 
 
 def test_several_faults_are_one_line_at_a_launch(tmp_path: Path) -> None:
