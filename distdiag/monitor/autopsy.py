@@ -257,6 +257,13 @@ def _order(killed: Sequence[int], seen: dict[int, float]) -> Iterator[str]:
         )
 
 
+def _doing(r: RankState) -> str | None:
+    """Return the rank's activity; for user code its phase, where that says more."""
+    if r.life in (Life.RUNNING, Life.STARTING) and r.activity == "user_code":
+        return None if r.phase == "init" else r.phase
+    return r.activity
+
+
 def _last_seen(r: RankState, v: RankView, seen_s: float) -> LastSeen:
     calls = v.history.calls
     last: Call | None = r.blocked or (calls[-1] if calls else None)
@@ -264,7 +271,7 @@ def _last_seen(r: RankState, v: RankView, seen_s: float) -> LastSeen:
     return LastSeen(
         rank=r.rank, t_s=seen_s,
         file=site.file if site else None, line=site.line if site else None, function=site.function if site else None,
-        state=r.activity if r.life != Life.RUNNING or r.activity != "user_code" else r.phase,
+        state=_doing(r),
         collective=reference(last) if last is not None else None,
         waits=r.blocked is not None, since_s=last.entered_s if last is not None else None,
     )  # fmt: skip

@@ -90,7 +90,7 @@ class Monitor:
         self.sampling = Sampling(node, self.writer)
         self.recording = Recording(run_dir, node, self.writer, self.views)
         self.gatherer = Gatherer(run_dir)
-        self.nodes = Nodes(run_dir, node)
+        self.nodes = Nodes(run_dir, node, pages)
         self._host_at = -10.0
         self._poll_s = FULL_POLL_S
         self._readers_at = 0.0
@@ -230,14 +230,14 @@ class Monitor:
         if not self.views:
             return now_s > FIRST_PAGE_S and not self.pages.unjudged_alive()
         stopped = {q for q, (_, os_state) in self._idle.items() if os_state == "T"}
-        self.gatherer.gather(now_s, self.views, stopped)
+        self.gatherer.gather(now_s, self.views, stopped, elsewhere=self.nodes.urgent)
         snapshot = self.snapshot(now_s)
         over = self._over(snapshot)
         news = True
         if self.nodes.several(snapshot):
-            self.nodes.publish(snapshot, self.started_unix_s, closed=over)
+            self.nodes.publish(snapshot, self.started_unix_s, over, self.start_ns)
             if self.node == 0:
-                snapshot, news = self.nodes.merged(snapshot, self.started_unix_s)
+                snapshot, news = self.nodes.merged(snapshot, self.started_unix_s, self.start_ns)
         changed = self._judge(snapshot, over) if news or over else []
         for q, longest in self.diagnosis.recovered.items():
             if q in self.views:
@@ -319,6 +319,7 @@ class Monitor:
             self._poll_s = self._poll_interval_s(s.t_s)
         self.recording.write_state(s, self.diagnosis, now=over or bool(changed))
         self.recording.write_facts(s, self.started_unix_s)
+        self.recording.write_nodes(s.t_s, self.nodes)
         for f in self.own.faults(
             s.t_s, self.views, self.diagnosis.failures, self.writer, self.started_unix_s, self.nodes.failed,
             self.sampling.gpus.silent_s(), self.pages.damaged, self.diagnosis.contradicted, s,
@@ -352,6 +353,7 @@ class Monitor:
         now_s = self.now_s
         if self.tape is not None:
             self.tape.close()
+        self.nodes.close()
         self.writer.meta(ended_s=now_s)
         self.writer.commit()
         self.writer.close()

@@ -217,6 +217,7 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     exception: str | None = None  # "IndexError: list index out of range"
     ended_s: Seconds | None = None
     heartbeat_age_s: float | None = None  # of the pulse; None in dumps, which have no pulse
+    heard_at: str = ""  # time of day at which its node was last heard of; only of life SILENT
 
     phase: str = "init"
     phase_since_s: Seconds | None = None
