@@ -105,7 +105,9 @@ def _daemon(stack: ExitStack, directory: Path, name: str, *options: str) -> None
 
 
 def _idle(variables: dict[str, str]) -> bool:
-    asked = subprocess.run(["sinfo", "-h", "-o", "%T"], env={**os.environ, **variables}, capture_output=True, check=False)
+    asked = subprocess.run(
+        ["sinfo", "-h", "-o", "%T"], env={**os.environ, **variables}, capture_output=True, check=False
+    )
     return asked.stdout.strip() == b"idle"
 
 

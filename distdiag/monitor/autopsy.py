@@ -139,7 +139,8 @@ def _views(left: Sequence[Path], started_unix_s: float | None) -> tuple[dict[int
             v.refresh(0.0)
             v.history.forget_progress()
             v.refresh(seen_s := _last_sign_s(v))
-            if not -AHEAD_S <= seen_s <= time.time() - zero_s + AHEAD_S:
+            now_s = max(time.time() - zero_s, v.s(time.monotonic_ns()) or 0.0)  # the wall clock may have been set back
+            if not -AHEAD_S <= seen_s <= now_s + AHEAD_S:
                 raise PageError(f"{v.reader.path.name} is damaged: its times are impossible")
             _state(v, seen_s)
             v.decoder.groups()

@@ -140,6 +140,19 @@ def test_a_rank_that_was_silent_before_the_others_proves_nothing(run: Path) -> N
     assert found.last_seen[1].state == "silent"
 
 
+@pytest.mark.parametrize("step_s", [-3600.0, 3600.0])
+def test_a_wall_clock_that_was_set_changes_no_verdict(
+    run: Path, monkeypatch: pytest.MonkeyPatch, step_s: float
+) -> None:
+    waits_in(run, 0, "all_reduce", 4.0)
+    waits_in(run, 1, "broadcast", 4.0)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + step_s)
+    found = judged(run)
+    assert [f.certainty for f in found.findings if f.severity == "error"] == ["proved"]
+    assert [r.line for r in found.last_seen] == [20, 21]
+
+
 def test_a_run_that_a_process_still_uses_is_left_alone(run: Path) -> None:
     held = directories.hold(directories.overflow(run, 0))
     assert held is not None and autopsy(run) is None
