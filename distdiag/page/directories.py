@@ -26,7 +26,7 @@ RECORD_BYTES = 8192  # of a node record are read
 SPARE_BYTES = 64 * 1024  # in addition to the pages: mark, sockets, stacks written by signal handlers
 SWEEP_AGE_S = 60.0  # a younger directory may not be locked yet
 KEPT_S = 86_400.0  # pages of a job that was killed with its monitor are kept for its autopsy, if there is room
-_OURS = re.compile(r"rank_\d+\.(page|new\d+)|\.?r\d+\.[a-z]+(\.\d+)?|monitor\.lock")
+_OURS = re.compile(r"rank_\d+\.(page|new\d+)|\.?(r\d+|nodes)\.[a-z]+(\.\d+)?|monitor\.lock")
 
 
 def memory_root() -> Path:

@@ -26,28 +26,12 @@ class Options:
     quiet: bool = False
     keep_bytes: int | None = None
     tape: bool = False
+    metrics: str | None = None
 
 
 options = Options()  # for this process and its children
 LOCK = "monitor.lock"
 STARTS = 6  # most starts of one node's monitor: one that dies each time is a bug of ours, and costs the job CPU
-
-
-def parse_keep(text: str) -> int:
-    """Return the bytes of a `--keep` size: `500M`, `2G`, `1000000`.
-
-    Raises:
-        DistdiagError: no size, or below 1 MiB.
-    """
-    from distdiag.errors import DistdiagError
-    from distdiag.terms.units import parse_bytes
-
-    with contextlib.suppress(DistdiagError):
-        if (value := parse_bytes(text)) >= 1 << 20:
-            return value
-    raise DistdiagError(
-        f"--keep {text} is no size of at least 1M", "give bytes, or a number with K, M or G: --keep 500M"
-    )
 
 
 def start_monitor(run_dir: Path, pages: Path, node: int, overflow: Path, quiet: bool = False) -> bool:
@@ -142,6 +126,7 @@ def _start(run_dir: Path, pages: Path, node: int, overflow: Path, lock: int, qui
         sys.executable, "-P", "-m", "distdiag.monitor", str(run_dir), "--pages", str(pages), "--overflow", str(overflow),
         "--node", str(node), *["--for-reader"] * quiet, *["--quiet"] * (quiet or options.quiet),
         *(["--keep", str(options.keep_bytes)] if options.keep_bytes else []), *["--tape"] * options.tape,
+        *(["--metrics", options.metrics] if options.metrics is not None else []),
     ]  # fmt: skip
     process = subprocess.Popen(
         command,

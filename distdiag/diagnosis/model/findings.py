@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection
 from enum import StrEnum
 
@@ -78,6 +79,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     `where` has the site of each. Times are seconds since the run began; `None` is "not known".
     """
 
+    id: str = ""  # of `key`, so equal as long as the condition is the same; set here, never given
     kind: str
     cause: str | None = None
     certainty: str = Certainty.SUSPECTED
@@ -98,6 +100,10 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     evidence: tuple[str, ...] = ()
     # it completed although the ranks' calls differ: the job continues with wrong values
     collective_completed: bool = False
+
+    def __post_init__(self) -> None:
+        digest = hashlib.blake2b(self.key.encode("utf-8", "replace"), digest_size=4).hexdigest()
+        msgspec.structs.force_setattr(self, "id", f"{self.kind}-{digest}")
 
     @property
     def key(self) -> str:
