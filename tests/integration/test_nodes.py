@@ -83,6 +83,7 @@ def test_a_deadlock_over_nodes_without_a_shared_directory(n: int, tmp_path: Path
         for of_node in nodes["nodes"].values():  # one machine: the wall clocks are equal
             assert abs(of_node["clock_offset_s"]) <= of_node["clock_uncertainty_s"] + 1e-4 < 1.0
         assert not (cluster.run(0) / "nodes/1.state").exists()
+        assert json.loads((cluster.run(0) / "run.json").read_text())["nodes_by"] == "zeromq"
         answer = distdiag("dump", cluster.run(0), "--json", timeout=60)
         assert answer.returncode == 0, answer.stderr
         stacks = json.loads(answer.stdout)["ranks"]
