@@ -24,8 +24,10 @@ def command(run: str | None, as_json: bool, timeout_s: float, no_save: bool) -> 
 
     Asks each rank's C++ worker server, which answers even if Python is stuck. Merges the stacks into one tree and saves
     them in the run directory: stacks/latest.json, flight_recorder/rank_N.json, flight_recorder/torchfrtrace/ (readable by
-    torchfrtrace). RUN: default reports/latest.
+    torchfrtrace). On node 0, also the ranks of nodes that do not see RUN. RUN: default reports/latest.
     """
+    from concurrent.futures import ThreadPoolExecutor
+
     from distdiag.diagnosis.model.findings import rank_list
     from distdiag.diagnosis.text.finding import printable
     from distdiag.monitor.evidence import dump
@@ -36,7 +38,12 @@ def command(run: str | None, as_json: bool, timeout_s: float, no_save: bool) -> 
             f"--timeout {timeout_s:g} is not above 0", "give the time in seconds, for example --timeout 5"
         )
     run_dir = rundir.resolve(run)
-    now_s, dumps = dump.take(run_dir, timeout_s)
+    with ThreadPoolExecutor(1) as pool:
+        elsewhere = pool.submit(dump.of_other_nodes, run_dir, timeout_s)
+        now_s, dumps = dump.take(run_dir, timeout_s)
+        there, nodes_silent = elsewhere.result()
+    here = {d.rank for d in dumps}
+    dumps = sorted([*dumps, *(d for d in there if d.rank not in here)], key=lambda d: d.rank)
     silent = [d.rank for d in dumps if not d.answered]
     found = dump.merged(now_s, dumps)
     if as_json:
@@ -63,6 +70,8 @@ def command(run: str | None, as_json: bool, timeout_s: float, no_save: bool) -> 
             say(f"distdiag: not saved: {e.strerror or e}", err=True)
     if silent:
         say(f"distdiag: no answer from {rank_list(silent)} within {timeout_s:g} s", err=True)
+    for reason in nodes_silent:
+        say(f"distdiag: not asked: {printable(reason)}", err=True)
     if not no_save:
         say(f"next: distdiag diagnose {printable(shlex.quote(str(run_dir)))}", err=True)
-    return int(ExitCode.TIMEOUT if silent else ExitCode.OK)
+    return int(ExitCode.TIMEOUT if silent or nodes_silent else ExitCode.OK)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -20,6 +20,7 @@ from distdiag import files
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import DEAD, Group, Life, RankState, Seconds, Snapshot, Step
 from distdiag.monitor.cluster.transport import Transport
+from distdiag.monitor.evidence import dump
 
 VERSION = 1
 # between two files of a node; the latter while one of its ranks waits or has ended
@@ -57,9 +58,10 @@ class Nodes:
 
     def __init__(self, run_dir: Path, node: int, pages: Path | None = None) -> None:
         self.node = node
-        self.transport = Transport(pages, node) if pages is not None else None
         self.run_dir = run_dir.parent if node else run_dir
         self.directory = self.run_dir / "nodes"
+        take_dump = partial(dump.packed, self.run_dir)
+        self.transport = Transport(pages, node, take_dump) if pages is not None else None
         self._failed: str | None = None
         self._number = 0
         self._written_at = -1e9

@@ -30,9 +30,11 @@ class Recording:
         self.run_dir, self.node, self.writer, self.views = run_dir, node, writer, views
         self.steps, self.collectives = Steps(), Collectives()
         self._frame_at = self._loaders_at = self._nodes_at = -10.0
+        self._newest: dict[int, int] = {}  # step of each rank of another node
         self._groups: set[str] = set()
         self._windows: dict[int, Window] = {}
         self._facts: dict[str, Any] = {}
+        self._info: dict[str, Any] = {}  # of run.json
         self._backend = ""
 
     def write_calls_and_steps(self, s: Snapshot, over: bool) -> None:
@@ -44,7 +46,12 @@ class Recording:
             w.step_times(self.steps.measured(v.rank, v.history.ddp_times.taken()))
             self.collectives.add(v.rank, calls)
             w.add(v.history.scalars())
-        w.add(self.steps.rows(len(self.views), s.t_s, s, final=over))
+        for q, r in s.ranks.items():
+            if q not in self.views:  # of another node: its newest steps, as far as each of its states goes back
+                new = [x for x in r.steps if x.step > self._newest.get(q, -1)]
+                self.steps.add(q, new)
+                self._newest[q] = max((x.step for x in new), default=self._newest.get(q, -1))
+        w.add(self.steps.rows(len(s.ranks), s.t_s, s, final=over))
         step = max((r.step for r in s.ranks.values()), default=None)
         w.add(self.collectives.rows(s, step))
 
@@ -72,6 +79,9 @@ class Recording:
         if t_s - self._nodes_at >= NODES_S and nodes.transport is not None and (facts := nodes.transport.facts()):
             self._nodes_at = t_s
             w.meta(nodes=msgspec.json.encode(facts).decode())
+            if self._info and "nodes_by" not in self._info:
+                self._info["nodes_by"] = facts["by"]
+                rundir.write_run_json(self.run_dir, self._info)
 
     def write_facts(self, s: Snapshot, started_unix_s: float) -> None:
         """Write versions and groups if they have changed."""
@@ -91,6 +101,5 @@ class Recording:
         self._facts = dict(facts)
         known = {k: x for k, x in facts.items() if isinstance(x, (str, int, float))}
         w.meta(**known, name=v.text(v.header.script), attempt=v.header.attempt)
-        rundir.write_run_json(
-            self.run_dir, {"started_unix_s": started_unix_s, "world_size": s.world_size, "node": self.node, **known}
-        )
+        self._info |= {"started_unix_s": started_unix_s, "world_size": s.world_size, "node": self.node, **known}
+        rundir.write_run_json(self.run_dir, self._info)

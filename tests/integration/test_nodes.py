@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import Job, rows, wait_for
+from tests.jobs import Job, distdiag, rows, wait_for
 from tests.nodes import Cluster
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(300)]
@@ -83,6 +83,13 @@ def test_a_deadlock_over_nodes_without_a_shared_directory(n: int, tmp_path: Path
         for of_node in nodes["nodes"].values():  # one machine: the wall clocks are equal
             assert abs(of_node["clock_offset_s"]) <= of_node["clock_uncertainty_s"] + 1e-4 < 1.0
         assert not (cluster.run(0) / "nodes/1.state").exists()
+        assert json.loads((cluster.run(0) / "run.json").read_text())["nodes_by"] == "zeromq"
+        answer = distdiag("dump", cluster.run(0), "--json", timeout=60)
+        assert answer.returncode == 0, answer.stderr
+        stacks = json.loads(answer.stdout)["ranks"]
+        assert sorted(map(int, stacks)) == list(range(n))
+        assert all("train.py" in "".join(of_rank["stack"]) for of_rank in stacks.values())
+        assert "barrier" in stacks[str(n - 1)]["op"] and "all_reduce" in stacks["0"]["op"]
 
 
 def test_a_cut_link_is_silence_and_no_proof(tmp_path: Path, script: Path) -> None:

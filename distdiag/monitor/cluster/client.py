@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from distdiag.monitor.cluster import keys, messages
 from distdiag.monitor.cluster.clock import Offset
 from distdiag.monitor.cluster.link import Link
-from distdiag.monitor.cluster.messages import BadMessage, Receipt, Report
+from distdiag.monitor.cluster.messages import Answer, Ask, BadMessage, Receipt, Report
 from distdiag.page.node_files import Own, Server
 
 HELLOS = 4  # reports at once after the start, which only measure the clocks
 ALIVE_S = 1.0  # between two reports
 UNANSWERED_S = 2.0  # after which the next report does not wait for the receipt of the last one
+MARGIN_BYTES = 1024  # of a message around its data
 NEXT_ADDRESS_S = 5.0  # without a receipt, before another address is tried
 
 
 class Client(Link):
-    """Sends reports, one at a time: of several states that wait, only the newest is sent."""
+    """Sends reports, one at a time: of several states that wait, only the newest is sent.
 
-    def __init__(self, own: Own, server: Server) -> None:
+    Args:
+        dump: Returns a dump of this node's ranks, taken within so many seconds; called in a thread.
+    """
+
+    def __init__(self, own: Own, server: Server, dump: Callable[[float], bytes]) -> None:
         super().__init__(own)
+        self._dump, self._answers = dump, list[Answer]()
+        self._asked: threading.Thread | None = None
         self.server = server
         self.urgent = False
         self.offset = Offset()
@@ -80,6 +89,7 @@ class Client(Link):
                 self.dropped += 1
         now_s = time.monotonic()
         self._connect(now_s)
+        self._answer()
         with self.lock:
             state = self._state if self.offset.applied is not None else None
         waits = self._in_flight is not None and now_s - self._at_s < UNANSWERED_S
@@ -104,6 +114,12 @@ class Client(Link):
 
     def _take(self, data: bytes, now_ns: int) -> None:
         message = messages.decode(data, to_first=False)
+        if isinstance(message, Ask):
+            if self._asked is not None and self._asked.is_alive():
+                raise BadMessage("another question is being answered")
+            self._asked = threading.Thread(target=self._find, args=(message,), name="dump", daemon=True)
+            self._asked.start()
+            return
         if not isinstance(message, Receipt) or not self._received < message.number <= self._number:
             raise BadMessage("no receipt of ours")
         self._received, self._heard_s, self.urgent = message.number, now_ns / 1e9, message.urgent
@@ -114,3 +130,25 @@ class Client(Link):
                 if self._state is not None and self._state[0] <= self.sent:
                     self._state = None
             self._in_flight = None
+
+    def _find(self, question: Ask) -> None:
+        try:
+            answer = Answer(number=question.number, data=messages.pack(self._dump(question.timeout_s)))
+            if len(answer.data) > messages.MOST_BYTES - MARGIN_BYTES:
+                answer = Answer(number=question.number, error=f"its dump is too large ({len(answer.data):,} bytes)")
+        except Exception as e:  # no rank is alive, or a page is damaged
+            answer = Answer(number=question.number, error=str(e)[:200])
+        with self.lock:
+            self._answers.append(answer)
+        self.wake()
+
+    def _answer(self) -> None:
+        with self.lock:
+            answers, self._answers = self._answers, []
+        for i, answer in enumerate(answers):
+            try:
+                self._dealer.send(messages.encode(answer), self._zmq.NOBLOCK)
+            except self._zmq.Again:  # not connected: later
+                with self.lock:
+                    self._answers += answers[i:]
+                return

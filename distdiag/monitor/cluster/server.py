@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,8 @@ from typing import Any
 
 from distdiag.monitor.cluster import keys, messages
 from distdiag.monitor.cluster.link import Link
-from distdiag.monitor.cluster.messages import Answer, BadMessage, Order, Receipt, Report
+from distdiag.monitor.cluster.messages import Answer, Ask, BadMessage, Order, Receipt, Report
+from distdiag.monitor.cluster.questions import SPARE_S, Answers, Questions
 from distdiag.page import node_files
 from distdiag.page.node_files import Own
 
@@ -48,7 +50,7 @@ class Server(Link):
     """Receives reports and answers them at once.
 
     Args:
-        pages: Page directory of this node, where the port is noted for the rank and for the next monitor.
+        pages: Page directory of this node, where the port is noted for the rank and for the next monitor, and readers ask.
     """
 
     def __init__(self, own: Own, pages: Path) -> None:
@@ -56,10 +58,14 @@ class Server(Link):
         self.pages = pages
         self.urgent = False
         self.heard: dict[int, Heard] = {}
-        self.answers: dict[int, Answer] = {}
+        self._questions: Questions | None = None
         self._nodes: dict[bytes, int] = {}  # by public key
         self._bound, self._tried_s = False, -1e9
-        self._asked: set[int] = set()
+        self._to_ask: list[tuple[bytes, Ask]] = []
+        self._open: dict[int, int] = {}  # node by the number of a question
+        self._answers: dict[int, Answer] = {}  # by node
+        self._answered = threading.Condition(self.lock)
+        self._asked = 0
 
     def admit(self, nodes: Mapping[int, str]) -> None:
         """Admit these nodes by their public keys, and nobody else."""
@@ -75,6 +81,25 @@ class Server(Link):
                 h.state = None
             return out
 
+    def ask(self, timeout_s: float) -> Answers:
+        """Ask all nodes for a dump of their ranks; return what each answers in time."""
+        with self._answered:
+            self._open.clear()
+            self._answers.clear()
+            for node, heard in self.heard.items():
+                self._asked += 1
+                self._open[self._asked] = node
+                self._to_ask.append((heard.address, Ask(number=self._asked, timeout_s=timeout_s)))
+            self.wake()
+            self._answered.wait_for(lambda: not self._open, timeout_s + SPARE_S)
+            found: Answers = dict.fromkeys(self._nodes.values(), (b"", f"did not answer within {timeout_s:g} s"))
+            return found | {n: (a.data, a.error) for n, a in self._answers.items()}
+
+    def close(self, wait_s: float = 1.0) -> None:
+        if self._questions is not None:
+            self._questions.close()
+        super().close(wait_s)
+
     def opened(self, poller: Any) -> None:
         zmq = self._zmq
         self._zap = self._context.socket(zmq.REP)
@@ -86,6 +111,7 @@ class Server(Link):
         for s in (self._zap, self._router, self._events):
             poller.register(s, zmq.POLLIN)
         self._bind()
+        self._questions = Questions(self.pages, self.ask)
 
     def _bind(self) -> None:
         """Bind the port of the monitor before us, or any; try again later if it is taken."""
@@ -110,6 +136,10 @@ class Server(Link):
 
     def turn(self, ready: dict[Any, int]) -> None:
         self._bind()
+        with self.lock:
+            to_ask, self._to_ask = self._to_ask, []
+        for address, question in to_ask:
+            self._router.send_multipart([address, messages.encode(question)], self._zmq.NOBLOCK)
         if self._zap in ready:
             self._authenticate(self._zap.recv_multipart())
         if self._events in ready:
@@ -146,7 +176,7 @@ class Server(Link):
                 raise BadMessage("no listed key")
             message = messages.decode(frames[1].bytes, to_first=True)
             if isinstance(message, Answer):
-                self._take_answer(message)
+                self._take_answer(node, message)
             elif isinstance(message, Report):
                 self._take_report(node, frames[0].bytes, message, received_ns)
         except (BadMessage, self._zmq.ZMQError):
@@ -169,9 +199,10 @@ class Server(Link):
         )  # fmt: skip
         self._router.send_multipart([address, messages.encode(receipt)], self._zmq.NOBLOCK)
 
-    def _take_answer(self, answer: Answer) -> None:
-        with self.lock:
-            if answer.number not in self._asked:
-                raise BadMessage("nobody has asked")
-            self._asked.discard(answer.number)
-            self.answers[answer.number] = answer
+    def _take_answer(self, node: int, answer: Answer) -> None:
+        with self._answered:
+            if self._open.get(answer.number) != node:
+                raise BadMessage("it was not asked")
+            del self._open[answer.number]
+            self._answers[node] = answer
+            self._answered.notify_all()

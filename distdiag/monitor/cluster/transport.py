@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,11 @@ class Transport:
     Args:
         pages: Page directory of this node, in which its first rank leaves `node_files.PEERS`.
         node: Number of this node.
+        dump: Returns a dump of this node's ranks, for a reader on node 0.
     """
 
-    def __init__(self, pages: Path, node: int) -> None:
-        self.pages, self.node = pages, node
+    def __init__(self, pages: Path, node: int, dump: Callable[[float], bytes]) -> None:
+        self.pages, self.node, self.dump = pages, node, dump
         self.server: Server | None = None
         self.client: Client | None = None
         self.nodes: tuple[int, ...] = ()  # those that this one expects to hear of
@@ -87,7 +89,7 @@ class Transport:
                 self.server.start()
             self.server.admit(peers.keys)
         elif peers.server is not None and self.client is None and self.node:
-            self.client, self.since_s = Client(own, peers.server), time.monotonic()
+            self.client, self.since_s = Client(own, peers.server, self.dump), time.monotonic()
             self.client.start()
 
     @property

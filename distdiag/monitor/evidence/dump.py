@@ -1,4 +1,4 @@
-"""Get stacks and collectives in flight from every rank of this node, and save them in the run directory."""
+"""Get stacks and collectives in flight from every rank of this node, or of all nodes, and save them in the run directory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,16 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from distdiag import files
 from distdiag.errors import DistdiagError, ExitCode
+from distdiag.files import MOST_BYTES
+from distdiag.monitor.cluster.messages import BadMessage, unpack
+from distdiag.monitor.cluster.questions import ask_all
 from distdiag.monitor.evidence import ask
 from distdiag.monitor.host import processes
 from distdiag.monitor.ranks.state import RankView
@@ -20,6 +27,7 @@ from distdiag.page import directories
 from distdiag.page.reader import PageError
 from distdiag.recorder.frames import LIBRARY, kind_of_file
 from distdiag.store import stacks
+from distdiag.terms.untrusted import MAX_RANKS
 
 
 @dataclass(slots=True)
@@ -33,6 +41,63 @@ class RankDump:
     record: ask.FlightRecord | None
     groups: dict[str, dict[str, str]]
     answered: bool = True  # else the stack is the newest sample of its pulse
+
+
+class _Sent(msgspec.Struct, frozen=True, array_like=True):
+    """A dump of one rank, between nodes."""
+
+    rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+    frames: Annotated[tuple[Annotated[str, Meta(max_length=8192)], ...], Meta(max_length=1000)]
+    op: Annotated[str, Meta(max_length=8192)] | None
+    note: Annotated[str, Meta(max_length=8192)] | None
+    record: bytes | None
+    groups: dict[str, dict[str, str]]
+    answered: bool
+
+
+def packed(run_dir: Path, timeout_s: float) -> bytes:
+    """Return the dump of this node's ranks for another node.
+
+    Raises:
+        DistdiagError: NO_DATA if no rank of the run is alive here.
+    """
+    found = [
+        _Sent(d.rank, d.frames, d.op, d.note, d.record.raw if d.record else None, d.groups, d.answered)
+        for d in take(run_dir, timeout_s)[1]
+    ]
+    return msgspec.msgpack.encode(found)
+
+
+def of_other_nodes(run_dir: Path, timeout_s: float) -> tuple[list[RankDump], list[str]]:
+    """Ask the nodes that send their state to this host's monitor; return (their ranks' dumps, which did not answer and why)."""
+    try:
+        answers = ask_all(run_dir, timeout_s)
+    except OSError as e:
+        return [], [f"the other nodes could not be asked: {e.strerror or e}"]
+    dumps: dict[int, RankDump] = {}
+    silent = []
+    for node, (data, error) in sorted(answers.items()):
+        try:
+            sent = [] if error else msgspec.msgpack.decode(unpack(data, MOST_BYTES), type=list[_Sent])
+        except (BadMessage, msgspec.MsgspecError, ValueError, RecursionError):
+            error, sent = "what it sent cannot be read", []
+        if error:
+            silent.append(f"node {node}: {error}")
+        for d in sent:
+            record = ask.FlightRecord(0.0, raw=d.record) if d.record else None
+            dump = RankDump(d.rank, d.frames, d.op, d.note, record, d.groups, d.answered)
+            dumps.setdefault(d.rank, _without_bad_record(dump))
+    return [d for _, d in sorted(dumps.items())], silent
+
+
+def _without_bad_record(d: RankDump) -> RankDump:
+    """Return a dump from another node, without its flight record if that is not one."""
+    try:
+        if d.record is not None:
+            _for_torchfrtrace(d)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        d.record = None
+    return d
 
 
 def take(run_dir: Path, timeout_s: float = 5.0) -> tuple[float, list[RankDump]]:

@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from distdiag import files
 from distdiag.monitor.cluster import keys
 from distdiag.monitor.cluster.transport import Transport
-from distdiag.page import node_files
+from distdiag.monitor.evidence.dump import of_other_nodes
+from distdiag.page import directories, node_files
 from distdiag.page.node_files import Own, Peers, Server
 from distdiag.recorder.other_nodes import NONCE, OtherNodes
 from tests.jobs import wait_for
@@ -29,6 +31,10 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keys, "own_addresses", lambda: ("127.0.0.1", ("127.0.0.1",)))
 
 
+def dump(timeout_s: float) -> bytes:
+    return msgspec.msgpack.encode([[7, ["main a.py:1"], "all_reduce #3 g", None, None, {}, True]])
+
+
 def pages(tmp_path: Path, node: int) -> Path:
     path = tmp_path / f"pages_{node}"
     path.mkdir(mode=0o700, exist_ok=True)
@@ -38,14 +44,14 @@ def pages(tmp_path: Path, node: int) -> Path:
 def first(tmp_path: Path, allowed: dict[int, str]) -> tuple[Transport, Own]:
     """Return node 0's side, listening."""
     node_files.write(pages(tmp_path, 0), Peers(keys=allowed))
-    t = Transport(pages(tmp_path, 0), 0)
+    t = Transport(pages(tmp_path, 0), 0, dump)
     t.poll()
     return t, wait_for(lambda: ((o := node_files.read_own(pages(tmp_path, 0))) and o.port and o) or None, 5, "the port")
 
 
 def other(tmp_path: Path, node: int, own: Own) -> Transport:
     node_files.write(pages(tmp_path, node), Peers(Server(own.public, own.port, own.addresses)))
-    t = Transport(pages(tmp_path, node), node)
+    t = Transport(pages(tmp_path, node), node, dump)
     t.poll()
     return t
 
@@ -174,7 +180,7 @@ def test_a_listed_node_speaks_for_itself_only_and_its_damaged_messages_are_dropp
 def test_without_curve_nothing_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zmq, "has", lambda what: False)
     node_files.write(pages(tmp_path, 0), Peers(keys={1: "k" * 40}))
-    t = Transport(pages(tmp_path, 0), 0)
+    t = Transport(pages(tmp_path, 0), 0, dump)
     t.poll()
     assert t.server is None and "no CURVE, and nothing is sent in plain" in (t.failed or "")
     own = node_files.read_own(pages(tmp_path, 0))
@@ -198,6 +204,71 @@ def test_the_address_of_the_jobs_interface_is_bound(monkeypatch: pytest.MonkeyPa
         assert keys.own_addresses() == (every[0], (every[0],))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")  # what this host calls itself is no address for others
     assert keys.own_addresses()[0] is None
+
+
+# -- questions of readers -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run directory whose pages are those of node 0."""
+    directories.make(directories.overflow(tmp_path, 0), tmp_path)
+    files.write(
+        tmp_path, directories.node_record(tmp_path, 0).name, f"host {directories.overflow(tmp_path, 0)}\n".encode()
+    )
+    (tmp_path / "pages_0").symlink_to(directories.overflow(tmp_path, 0))
+    return tmp_path
+
+
+def test_a_reader_gets_the_dumps_of_other_nodes(run: Path, two: tuple[Transport, Transport, Own]) -> None:
+    a, b, _ = two
+    sent(b, b"here", a)
+    (found,), silent = of_other_nodes(run, 5.0)
+    assert (found.rank, found.frames, found.op, found.answered, silent) == (
+        7,
+        ("main a.py:1",),
+        "all_reduce #3 g",
+        True,
+        [],
+    )
+
+
+def test_a_node_that_does_not_answer_is_named(run: Path, two: tuple[Transport, Transport, Own]) -> None:
+    a, b, _ = two
+    sent(b, b"here", a)
+    assert b.client is not None
+    b.client.close()
+    assert of_other_nodes(run, 0.3) == ([], ["node 1: did not answer within 0.3 s"])
+
+
+@pytest.mark.parametrize(
+    "sent_back",
+    [b"", b"\xff", msgspec.msgpack.encode([[-1, [], None, None, None, {}, True]]), b"\x91" * 10_000],
+)
+def test_a_damaged_dump_is_not_used(
+    sent_back: bytes, run: Path, two: tuple[Transport, Transport, Own], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, _ = two
+    sent(b, b"here", a)
+    assert b.client is not None
+    monkeypatch.setattr(b.client, "_dump", lambda timeout_s: sent_back)
+    assert of_other_nodes(run, 5.0) == ([], ["node 1: what it sent cannot be read"])
+
+
+def test_a_record_that_is_none_is_left_out(
+    run: Path, two: tuple[Transport, Transport, Own], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, _ = two
+    sent(b, b"here", a)
+    assert b.client is not None
+    bad = msgspec.msgpack.encode([[7, [], None, None, b'{"entries": 5}', {}, True]])
+    monkeypatch.setattr(b.client, "_dump", lambda timeout_s: bad)
+    (found,), _ = of_other_nodes(run, 5.0)
+    assert found.record is None
+
+
+def test_without_other_nodes_nothing_is_asked(tmp_path: Path) -> None:
+    assert of_other_nodes(tmp_path, 5.0) == ([], [])
 
 
 # -- the exchange through the job's store ------------------------------------------------------------------------
@@ -243,7 +314,7 @@ def test_nodes_without_the_directory_are_connected_and_the_others_are_not(tmp_pa
     shared, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     nodes = [node(tmp_path, 0, shared), node(tmp_path, 1, shared), node(tmp_path, 2, elsewhere)]
     threads = [in_thread(lambda n=n: n.exchange(store)) for n in nodes]
-    sides = [Transport(pages(tmp_path, k), k) for k in range(3)]
+    sides = [Transport(pages(tmp_path, k), k, dump) for k in range(3)]
 
     def connected() -> bool:
         for t in sides:
@@ -278,7 +349,7 @@ def test_a_node_without_pyzmq_is_named_on_node_0(tmp_path: Path) -> None:
     store = Store()
     store.append("distdiag/nodes", json.dumps([1, 1, "no_pyzmq"]) + "\n" + json.dumps([2, 1, "sees"]) + "\n")
     node(tmp_path, 0, tmp_path / "run").exchange(store)
-    t = Transport(pages(tmp_path, 0), 0)
+    t = Transport(pages(tmp_path, 0), 0, dump)
     t.poll()
     assert (
         t.failed
@@ -340,11 +411,11 @@ def test_a_store_that_is_gone_at_the_end_of_the_job_is_no_failure(tmp_path: Path
 )  # fmt: skip
 def test_a_damaged_file_opens_nothing(text: str, tmp_path: Path) -> None:
     files.write(pages(tmp_path, 0), node_files.PEERS, text.encode())
-    t = Transport(pages(tmp_path, 0), 0)
+    t = Transport(pages(tmp_path, 0), 0, dump)
     t.poll()
     assert t.server is None and "is damaged" in (t.failed or "")
 
 
 def test_nothing_is_imported_for_a_job_on_one_node(tmp_path: Path) -> None:
-    t: Any = Transport(pages(tmp_path, 0), 0)
+    t: Any = Transport(pages(tmp_path, 0), 0, dump)
     assert t.poll() is False and t.failed is None and t.arrived() == [] and t.facts() == {}

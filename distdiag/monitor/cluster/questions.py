@@ -1,0 +1,95 @@
+"""Questions of readers to all nodes: a reader asks the monitor of node 0 on a unix socket, and it asks the others.
+
+Only this user can enter the directory of the socket. A reader needs no pyzmq and no key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from distdiag.page import directories, node_files
+
+MOST_QUESTION, MOST_ANSWER = 1000, 128 << 20
+MOST_S = 600.0
+SPARE_S = 2.0  # added to a reader's limit at each step of the way
+_PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
+
+Answers = dict[int, tuple[bytes, str]]  # by node: what it answered, or why it did not
+
+
+class Questions:
+    """Takes questions, one reader at a time, in a thread of its own.
+
+    Args:
+        ask: Asks all nodes, and waits at most so many seconds.
+    """
+
+    def __init__(self, pages: Path, ask: Callable[[float], Answers]) -> None:
+        self._ask = ask
+        self._path = pages / node_files.LOCAL
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        with contextlib.suppress(FileNotFoundError):  # of the monitor before us
+            os.unlink(self._path)
+        self._socket.bind(str(self._path))
+        os.chmod(self._path, 0o600)
+        self._socket.listen(4)
+        threading.Thread(target=self._serve, name="Questions", daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                reader, _ = self._socket.accept()
+            except OSError:
+                return
+            with reader, contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+                reader.settimeout(SPARE_S)
+                if _owner(reader) == os.getuid():
+                    timeout_s = float(json.loads(reader.recv(MOST_QUESTION))["timeout_s"])
+                    if 0 < timeout_s <= MOST_S:
+                        found = self._ask(timeout_s)
+                        reader.settimeout(timeout_s + SPARE_S)
+                        reader.sendall(msgspec.msgpack.encode(found))
+
+    def close(self) -> None:
+        """Take no more questions."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def ask_all(run_dir: Path, timeout_s: float) -> Answers:
+    """Return what the other nodes of a run answer; empty if none of them sends its state to this host's monitor.
+
+    Raises:
+        OSError: the monitor does not answer.
+    """
+    pages = next(iter(directories.of_run(run_dir).get(0, ())), None)
+    if pages is None or not directories.is_marked(pages) or not (pages / node_files.LOCAL).exists():
+        return {}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as s:
+        s.settimeout(timeout_s + 3 * SPARE_S)
+        s.connect(str(pages / node_files.LOCAL))
+        if _owner(s) != os.getuid():
+            return {}
+        s.sendall(json.dumps({"timeout_s": timeout_s}).encode())
+        data, end = bytearray(), time.monotonic() + timeout_s + 3 * SPARE_S
+        while (part := s.recv(1 << 20)) and len(data) <= MOST_ANSWER and time.monotonic() < end:
+            data += part
+    try:
+        return msgspec.msgpack.decode(data, type=Answers)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as e:
+        raise OSError(f"not an answer: {e}") from None
+
+
+def _owner(s: socket.socket) -> int:
+    return _PEER.unpack(s.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[1]
