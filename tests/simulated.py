@@ -112,7 +112,7 @@ class PageRank:
         slot.completed = number
         self.page.page.sites[0].count = number
         self.page.write_step(
-            number, 0, end_ns - step_ns, end_ns, step_ns // 50, 0, int(0.6 * step_ns) + late_ns, int(0.1 * step_ns),
+            number, 0, end_ns - step_ns, end_ns, step_ns // 50 + late_ns, 0, int(0.6 * step_ns), int(0.1 * step_ns),
             step_ns // 50, wait_ns, entered, 32, 32, 1.0, 0, 0, entered,
         )  # fmt: skip
         h.step, h.micro_steps, h.phase, h.phase_since_ns = number, number, Phase.FORWARD, end_ns
