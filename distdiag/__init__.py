@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from distdiag.report.run import Run
 
 __all__ = ["Handle", "Run", "__version__", "attach", "open_run"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def attach(run_dir: str | None = None, *, name: str | None = None) -> Handle:

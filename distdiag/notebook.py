@@ -74,8 +74,8 @@ def cell_magic(line: str, cell: str) -> Run | None:
 
 
 def _run(ranks: int, line: str, cell: str) -> Run:
-    from distdiag import open_run
-    from distdiag.store import rundir
+    from distdiag.report.run import Run
+    from distdiag.store import reader, rundir
 
     run = rundir.default_run_dir("cell").absolute()
     run.mkdir(parents=True)
@@ -104,7 +104,7 @@ def _run(ranks: int, line: str, cell: str) -> Run:
         print(f"exit code {job.returncode}")
     _wait_until_written(run)
     rundir.mark_latest(run)
-    return open_run(run)
+    return reader.open_run(run, Run)
 
 
 def _print_output(job: subprocess.Popen[bytes]) -> None:

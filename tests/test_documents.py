@@ -25,7 +25,7 @@ DOCUMENTS = [
 ]  # fmt: skip
 SOURCES = [
     f"/{path.relative_to(PROJECT)}"
-    for folder in ("distdiag", "tests", "probes", "benchmarks", "tools")
+    for folder in ("distdiag", "tests", "probes", "benchmarks", "tools", "examples")
     for path in (PROJECT / folder).rglob("*.*")
 ]
 SKIPPED = ("train.py", "KIND.py")  # a user's script, and a pattern
@@ -57,7 +57,7 @@ def test_files_and_links_in_a_document_exist(document: Path) -> None:
     text = document.read_text()
     named = re.findall(r"`([\w./-]+\.(?:py|sql|c))`", text)
     missing = [n for n in named if not n.endswith(SKIPPED) and not any(s.endswith(f"/{n}") for s in SOURCES)]
-    named = re.findall(r"`((?:benchmarks|tests|tools|docs|probes)/[\w./-]+)`", text)
+    named = re.findall(r"`((?:benchmarks|tests|tools|docs|probes|examples)/[\w./-]+)`", text)
     missing += [n for n in named if not re.search("ROOM|KIND", n) and not (PROJECT / n).exists()]
     for link in links(text):
         path, _, anchor = link.partition("#")

@@ -22,6 +22,8 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
+import matplotlib
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from distdiag import open_run
@@ -215,6 +217,17 @@ async def draw(case: Case) -> None:
         to.write_text(screen.app.canvas.picture(f"distdiag tui examples/cases/{case.name}"))
 
 
+def draw_figure() -> None:
+    """Write the figure of docs/howto/notebook.md, as a notebook draws it."""
+    with (
+        open_run(CASES / "dataloader_decode") as run,
+        matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "notebook"}),
+    ):
+        run.plot.ranks().savefig(
+            PROJECT / "docs" / "pictures" / "notebook.svg", metadata={"Date": None, "Creator": None}
+        )
+
+
 def main() -> None:
     options = {word for word in sys.argv[1:] if word.startswith("-")}
     names = [word for word in sys.argv[1:] if not word.startswith("-")] or [case.name for case in cases()]
@@ -228,6 +241,8 @@ def main() -> None:
         if options:
             with contextlib.chdir(PROJECT):  # the path of the run is on the screen
                 asyncio.run(draw(case))
+    if options:
+        draw_figure()
     PAGES.mkdir(parents=True, exist_ok=True)
     for name, text in pages().items():
         (PAGES / name).write_text(text)

@@ -27,7 +27,10 @@ from distdiag.run import command as run_command
 PROJECT = Path(__file__).resolve().parents[1]
 PAGES = PROJECT / "docs" / "reference"
 WIDTH = 100
-METHODS = {"Handle": ("step", "phase", "epoch", "log", "detach"), "Run": ("report", "findings", "steps_frame", "table", "plot")}
+METHODS = {
+    "Handle": ("step", "phase", "epoch", "log", "detach"),
+    "Run": ("report", "findings", "steps_frame", "table", "plot"),
+}
 PICTURES = ("steps", "heat", "ranks")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from distdiag import __version__
 from distdiag.cli.errors import report_error
 from distdiag.command_line import SETTINGS, usage_error
 from distdiag.errors import DistdiagError, ExitCode
@@ -63,7 +64,7 @@ class _LazyGroup(click.Group):
 
 
 @click.group(cls=_LazyGroup, epilog=EXIT_CODES, context_settings=SETTINGS)
-@click.version_option(package_name="distdiag")
+@click.version_option(__version__)
 def app() -> None:
     """Who is slow, who is stuck, at which line: diagnostics for distributed PyTorch jobs while they run.
 

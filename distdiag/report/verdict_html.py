@@ -21,7 +21,8 @@ def verdict_html(report: Report) -> str:
     cleared = len(report.findings) - len(shown)
     notes = [f"cleared: {cleared}"] * bool(cleared) + [f"note: {note}" for note in report.notes]
     parts += [f'<p style="margin:.2em 0">{_text(note)}</p>' for note in notes]
-    return f'<div style="max-width:60em;line-height:1.45">{"".join(parts)}</div>'
+    # a `$` in the job's text is no formula
+    return f'<div class="tex2jax_ignore mathjax_ignore" style="max-width:60em;line-height:1.45">{"".join(parts)}</div>'
 
 
 def _finding(f: Finding) -> str:

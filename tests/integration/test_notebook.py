@@ -19,14 +19,12 @@ from tests.jobs import REPOSITORY, TEST_MARK, clean_env, marked, wait_for
 pytestmark = [pytest.mark.job, pytest.mark.timeout(300)]
 EXAMPLES = REPOSITORY / "examples"
 ENDLESS = """
-import subprocess, sys, time, torch.distributed as dist
+import time, torch.distributed as dist
 dist.init_process_group("gloo")
-print("started", dist.get_rank())
 open(f"started{dist.get_rank()}", "w").close()
 time.sleep(600)
 """
 SESSION = f"""
-import os, signal, threading
 from IPython.testing.globalipapp import start_ipython
 ip = start_ipython()
 ip.run_line_magic("load_ext", "distdiag")
@@ -52,7 +50,7 @@ def test_the_example_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     NotebookClient(book, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
     code = {cell.source.splitlines()[0]: cell for cell in book.cells if cell.cell_type == "code"}
     assert "replica_drift" in outputs(code["import distdiag"]) and "<div" in outputs(code["import distdiag"])
-    assert "'step_ms': 'ms'" in outputs(code['steps = run.steps_frame()'])
+    assert "'step_ms': 'ms'" in outputs(code["steps = run.steps_frame()"])
     for name in ("steps", "heat", "ranks"):
         assert "image/png" in code[f"run.plot.{name}()"].outputs[0].data
     healthy, hang = [outputs(cell) for cell in book.cells if cell.source.startswith("%%distdiag")]
