@@ -57,8 +57,8 @@ def test_every_reader_opens_a_stored_run(tmp_path: Path) -> None:
 def test_a_case_can_be_recorded_again(name: str, fixed: bool, tmp_path: Path) -> None:
     (case,) = [case for case in CASES if case.name == name]
     (tmp_path / case.script.name).write_text(case.fixed_source() if fixed else case.script.read_text())
-    env = {"DISTDIAG": "1", "DISTDIAG_RUN_DIR": str(tmp_path / "R"), "DISTDIAG_END_HANGS_S": "1"}
-    with launch([case.script.name], nproc=2, cwd=tmp_path, env=env, fork_ranks=True) as job:
+    command = ["-m", "distdiag.run", "--run-dir", "R", case.script.name]
+    with launch(command, cwd=tmp_path, env={"DISTDIAG_END_HANGS_S": "1"}, fork_ranks=True) as job:
         assert (job.wait() == 0) == fixed, job.tail()
         closed(tmp_path / "R")
     found = names(tmp_path / "R")

@@ -34,7 +34,7 @@ from tests.tui.drive import showing
 PROJECT = Path(__file__).resolve().parents[1]
 CASES, PAGES = PROJECT / "examples" / "cases", PROJECT / "docs" / "cases"
 WORK = Path("/tmp/cases")  # where the scripts run: their path is in the run
-WIDTH, SIZE = 96, (118, 30)
+WIDTH, SIZE = 84, (118, 30)
 DEADLINE_S = 180
 MOST_BYTES = 300_000  # of a run; 2 MiB of all
 ABOUT = """\

@@ -37,6 +37,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
 def main() -> None:
     accelerator = Accelerator()
     model = nn.Linear(64, 64)
+    torch.manual_seed(dist.get_rank())  # other data on each rank
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(1, STEPS + 1):
         mean = torch.tensor(train_step(model, optimizer))

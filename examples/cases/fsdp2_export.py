@@ -24,6 +24,7 @@ def main() -> None:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    torch.manual_seed(dist.get_rank())  # other data on each rank
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     for step in range(1, 41):
         x = torch.randn(16, 48)

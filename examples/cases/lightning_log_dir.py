@@ -10,6 +10,7 @@ class Trainer:
     def __init__(self) -> None:
         dist.init_process_group("gloo")
         self.global_rank = dist.get_rank()
+        torch.manual_seed(self.global_rank)  # other data on each rank
 
     @property
     def log_dir(self) -> str:
