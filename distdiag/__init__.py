@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from distdiag.version import VERSION
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from distdiag.report.run import Run
 
 __all__ = ["Handle", "Run", "__version__", "attach", "open_run"]
-__version__ = "0.2.0"
+__version__ = VERSION
 
 
 def attach(run_dir: str | None = None, *, name: str | None = None) -> Handle:

@@ -27,7 +27,7 @@ import matplotlib
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from distdiag import open_run
-from distdiag.cli.diagnose import print_text
+from distdiag.cli.verdict import print_text
 from distdiag.tui.ui import Ui
 from tests.tui.drive import showing
 

@@ -79,7 +79,8 @@ def verdict(report: Report) -> str:
         for word, s in (("error", Severity.ERROR), ("warning", Severity.WARNING))
         if (n := sum(f.severity == s for f in open_ones))
     ]
-    stopped = report.state_text if (report.state_text or "").startswith(STOPPED_BY) else None
+    killed = bool(report.last_seen) and report.ended_ago_s is not None
+    stopped = report.state_text if killed or (report.state_text or "").startswith(STOPPED_BY) else None
     if not counts and stopped:
         return f"{report.state}: {stopped}; nothing else found, {seen}"
     if not counts and report.state in BAD_STATES:

@@ -50,7 +50,7 @@ def test_oldest_default_and_newest_torch_are_in_the_matrix_and_the_readme() -> N
 def test_the_version_is_in_one_place() -> None:
     citation = (REPOSITORY / "CITATION.cff").read_text()
     assert "version" not in PROJECT["project"]
-    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "distdiag.__version__"}
+    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "distdiag.version.VERSION"}
     assert f"\n## {distdiag.__version__}\n" in (REPOSITORY / "CHANGELOG.md").read_text()
     assert f"\nversion: {distdiag.__version__}\n" in citation
 
