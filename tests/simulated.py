@@ -1,16 +1,13 @@
 """A job of N simulated ranks: pages as real ranks write them on node 0, states as real monitors publish them for the other nodes.
 
-Node 0's monitor is the real one, in a process of its own; the ranks are sleeping processes without torch, whose pages this
-process writes. The other nodes have no process: their states are those of a rank of node 0, read from its page by the monitor's
-own code, with other numbers, and are published by `Nodes`, or by whatever `transport` returns.
+Node 0's monitor is the real one, in this process; its ranks are sleeping processes without torch, whose pages this process writes.
+The other nodes have no process: their states are those of a rank of node 0, read from its page by the monitor's own code, with
+other numbers, and are published by `Nodes`, or by whatever `transport` returns.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,21 +16,20 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
-import psutil
 
 from distdiag import procfs
+from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import RankState, Snapshot
-from distdiag.monitor.nodes import Nodes
+from distdiag.monitor.loop import TICK_S, Monitor
+from distdiag.monitor.nodes import PERIOD_S, WAITING_PERIOD_S, WAITING_S, Nodes
 from distdiag.monitor.ranks.state import RankView
 from distdiag.page import directories
 from distdiag.page.layout import Blocked, LifeWord, Phase, page_path
 from distdiag.page.writer import PageWriter
 from distdiag.terms.ranks import fold_ranks
-from tests.jobs import clean_env
+from tests.jobs import rows
 
 SCRIPT = "/job/train.py"
-TICK_S = 0.2
-WARM_UP = 8  # steps before the first is measured
 
 
 class Transport(Protocol):
@@ -144,94 +140,112 @@ class PageRank:
         self.process.wait()
 
 
-class Simulation:
-    """A running job; `run` moves it on in real time."""
+class Clock:
+    """Time as the monitor and the ranks see it: it moves by `advance` only, so that a loaded machine measures the same."""
 
-    def __init__(self, job: Job, run_dir: Path, pages: Path, transport: Callable[[Path, int], Transport]) -> None:
+    def __init__(self) -> None:
+        self._real = {name: getattr(time, name) for name in ("monotonic", "monotonic_ns", "time", "time_ns")}
+        self._start_ns = {name: self._real[name]() for name in ("monotonic_ns", "time_ns")}
+        self._passed_ns = 0
+
+    def __enter__(self) -> Clock:
+        time.monotonic_ns = lambda: self._start_ns["monotonic_ns"] + self._passed_ns
+        time.time_ns = lambda: self._start_ns["time_ns"] + self._passed_ns
+        time.monotonic = lambda: time.monotonic_ns() / 1e9
+        time.time = lambda: time.time_ns() / 1e9
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for name, function in self._real.items():
+            setattr(time, name, function)
+
+    def advance(self, seconds: float) -> None:
+        self._passed_ns += int(seconds * 1e9)
+
+
+class Simulation:
+    """A running job and node 0's monitor; `run` moves both on. A poll that takes longer than a tick delays the next one."""
+
+    def __init__(
+        self, job: Job, run_dir: Path, pages: Path, transport: Callable[[Path, int], Transport], keep_bytes: int
+    ) -> None:
         self.job, self.run_dir = job, run_dir
+        self.clock = Clock().__enter__()
         directories.make(pages, run_dir)
         self.ranks = [PageRank(job, pages, q) for q in range(job.local)]
         self.started_unix_s = time.time()
-        # two ranks of node 0 that stand for those of the other nodes: one of the many, and one that differs
-        self.views = [RankView(page_path(pages, q), self.ranks[0].page.header.started_mono_ns) for q in (1, 0)]
+        self.started_ns = time.monotonic_ns()
+        self.view = RankView(
+            page_path(pages, min(1, job.local - 1)), self.started_ns
+        )  # stands for those of other nodes
         self.others = {k: transport(run_dir, k) for k in range(1, job.nodes)}
+        self._publish_at = {k: time.monotonic() + PERIOD_S * k / job.nodes for k in self.others}
         self.lost: set[int] = set()
         self.late_ms = 0.0  # of rank 0
         self.blocked = False
         self.number = 0
         self._step_at = time.monotonic()
-        self._publish_at = {k: time.monotonic() + 2.0 * k / max(1, job.nodes) for k in self.others}
-        command = [sys.executable, "-m", "distdiag.monitor", run_dir, "--pages", pages, "--foreground", "--quiet"]
-        self.monitor = subprocess.Popen(
-            list(map(str, command)), env=clean_env(run_dir / "home"), start_new_session=True
-        )
-        self.process = psutil.Process(self.monitor.pid)
+        self.monitor = Monitor(run_dir, pages, 0, quiet=True, keep_bytes=keep_bytes)
 
-    def run(self, seconds: float, until: Callable[[], bool] = lambda: False) -> bool:
-        """Move on for so many seconds, or until something holds; True if it does."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            began = time.monotonic()
-            self._move(began)
+    def run(self, seconds: float, until: Callable[[], bool] = lambda: False) -> tuple[float, float, bool]:
+        """Move on for so many seconds, or until something holds; return (seconds, CPU seconds of the monitor, True if it holds)."""
+        began, used = time.monotonic(), 0.0
+        while time.monotonic() - began < seconds:
+            self._move(time.monotonic())
+            before = time.process_time()
+            self.monitor._poll()
+            poll_s = time.process_time() - before
+            used += poll_s
+            self.clock.advance(max(self.monitor._tick_s(poll_s), poll_s))
             if until():
-                return True
-            time.sleep(max(0.0, TICK_S - (time.monotonic() - began)))
-        return False
+                return time.monotonic() - began, used, True
+        return time.monotonic() - began, used, False
 
     def _move(self, now: float) -> None:
-        now_ns = time.monotonic_ns()
         while not self.blocked and now >= self._step_at + self.job.step_s:
             self._step_at += self.job.step_s
             self.number += 1
             for r in self.ranks:
                 r.step(self.number, int(self._step_at * 1e9), self.late_ms if r.rank == 0 else 0.0)
         for r in self.ranks:
-            r.beat(now_ns)
+            r.beat(time.monotonic_ns())
         self._publish(now)
 
     def _publish(self, now: float) -> None:
         due = [k for k, at in self._publish_at.items() if now >= at and k not in self.lost]
         if not due:
             return
-        t_s = (time.monotonic_ns() - self.ranks[0].page.header.started_mono_ns) / 1e9
-        view = self.views[0]
-        view.refresh(t_s)
-        view.decoder.start_ns = self.ranks[0].page.header.started_mono_ns
-        state = view.state(t_s, self.blocked, "S", None)
-        groups = {g.key: g for g in ()}
+        t_s = (time.monotonic_ns() - self.started_ns) / 1e9
+        self.view.refresh(t_s)
+        state = self.view.state(t_s, self.blocked, "S", None)
         for k in due:
-            first = k * self.job.local
-            ranks = {q: _as(state, q, k) for q in range(first, first + self.job.local)}
-            s = Snapshot(t_s=t_s, world_size=self.job.world, expected=self.job.local, ranks=ranks, groups=groups)
+            ranks = {q: _as(state, q, k) for q in range(k * self.job.local, (k + 1) * self.job.local)}
+            s = Snapshot(t_s=t_s, world_size=self.job.world, expected=self.job.local, ranks=ranks, groups={})
             self.others[k].publish(s, self.started_unix_s)
-            self._publish_at[k] = now + (0.5 if self.blocked else 2.0)
+            self._publish_at[k] = now + (WAITING_PERIOD_S if self.blocked else PERIOD_S)
 
     def hang(self) -> None:
         """Let rank 0 enter a barrier where all others enter an all-reduce."""
         self.blocked = True
         for r in self.ranks:
             r.block(self.number + 1, "barrier" if r.rank == 0 else "all_reduce")
-        now = time.monotonic()
-        self._publish_at = dict.fromkeys(self._publish_at, now)
+        # a node notices a wait after 0.4 s, at its next poll
+        self._publish_at = {k: time.monotonic() + WAITING_S + TICK_S * k / self.job.nodes for k in self._publish_at}
 
-    def cost(self, seconds: float) -> tuple[float, float, float]:
-        """Return (percent of one core, resident MiB, of them private) of node 0's monitor, over so many seconds from now."""
-        before, began = sum(self.process.cpu_times()[:2]), time.monotonic()
-        self.run(seconds)
-        used, passed = sum(self.process.cpu_times()[:2]) - before, time.monotonic() - began
-        memory = self.process.memory_full_info()
-        return 100 * used / passed, memory.rss / 2**20, memory.uss / 2**20
+    def found(self, kind: str) -> list[Finding]:
+        """Return the open findings of a kind."""
+        return [f for f in self.monitor.diagnosis.open() if f.kind == kind]
+
+    def not_heard_of(self, node: int) -> bool:
+        """True if the log of the run says that a node is not heard of: it is no finding, as its ranks may be well."""
+        return bool(rows(self.run_dir, f"SELECT 1 FROM event WHERE text LIKE 'node {node} (%not heard of since%'"))
 
     def close(self) -> None:
         for r in self.ranks:
             r.end()
-        for view in self.views:
-            view.reader.close()
-        try:
-            self.monitor.wait(20)
-        except subprocess.TimeoutExpired:
-            os.kill(self.monitor.pid, signal.SIGKILL)
-            self.monitor.wait()
+        self.view.reader.close()
+        self.monitor.close()
+        self.clock.__exit__()
 
 
 def _as(state: RankState, rank: int, node: int) -> RankState:
@@ -245,13 +259,13 @@ def shared_directory(run_dir: Path, node: int) -> Transport:
 
 @contextmanager
 def simulated(
-    job: Job, directory: Path, transport: Callable[[Path, int], Transport] = shared_directory
+    job: Job, directory: Path, transport: Callable[[Path, int], Transport] = shared_directory, keep_bytes: int = 2 << 30
 ) -> Iterator[Simulation]:
     """Start a job in a directory; everything is ended afterwards."""
     run_dir = directory / "run"
     run_dir.mkdir(parents=True)
     (run_dir / "nodes").mkdir()
-    simulation = Simulation(job, run_dir, directory / "pages", transport)
+    simulation = Simulation(job, run_dir, directory / "pages", transport, keep_bytes)
     try:
         yield simulation
     finally:

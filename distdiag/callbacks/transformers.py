@@ -9,7 +9,7 @@ from transformers import TrainerCallback  # type: ignore[import-not-found]
 from distdiag.callbacks import Names
 
 
-class DistdiagCallback(TrainerCallback):
+class DistdiagCallback(TrainerCallback):  # type: ignore[misc]  # pyright takes `transformers` for this file
     """Names the epoch, evaluation and prediction, and the saving of checkpoints."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from distdiag import guard
+from distdiag import files, guard
 from distdiag.diagnosis.engine import Diagnosis, Record
 from distdiag.diagnosis.history import SAME_S
 from distdiag.diagnosis.model.findings import CollectiveRef, LastSeen, Report, State, rank_list
@@ -37,7 +37,6 @@ from distdiag.terms.units import rough_duration
 BEATS_S = 1.5  # a rank that was silent for longer, while others beat, had ended earlier, was stopped or held the GIL
 AHEAD_S = 60.0  # no page was written later than this from now
 SOURCE_BYTES = 1 << 20
-_GONE = "the pages of its ranks are gone, too (a reboot, or the /dev/shm of a container that has ended)"
 
 
 def autopsy(run_dir: Path) -> Report | None:
@@ -139,7 +138,8 @@ def _views(left: Sequence[Path], started_unix_s: float | None) -> tuple[dict[int
             v.refresh(0.0)
             v.history.forget_progress()
             v.refresh(seen_s := _last_sign_s(v))
-            if not -AHEAD_S <= seen_s <= time.time() - zero_s + AHEAD_S:
+            now_s = max(time.time() - zero_s, v.s(time.monotonic_ns()) or 0.0)  # the wall clock may have been set back
+            if not -AHEAD_S <= seen_s <= now_s + AHEAD_S:
                 raise PageError(f"{v.reader.path.name} is damaged: its times are impossible")
             _state(v, seen_s)
             v.decoder.groups()
@@ -277,6 +277,20 @@ def _last_seen(r: RankState, v: RankView, seen_s: float) -> LastSeen:
     )  # fmt: skip
 
 
+def _pages_elsewhere(run_dir: Path) -> str:
+    """Return why the pages of a run cannot be read here."""
+    if (owner := files.owner_of_other(run_dir)) is not None:
+        return f"only {owner} may read the pages of its ranks"
+    record = directories.node_record(run_dir, 0).name
+    try:
+        host = files.text(run_dir, record, directories.RECORD_BYTES).partition(":")[0]
+    except OSError:
+        host = ""
+    if host and host != socket.gethostname():
+        return f"the pages of its ranks were on {host}, and can be read there only"
+    return "the pages of its ranks are gone, too (a reboot, or the /dev/shm of a container that has ended)"
+
+
 def _without_pages(run: Run, base: Report, notes: list[str]) -> Report:
     """Return the report of a run whose pages are gone: what its database knows, and up to when."""
     rows = run.ranks()
@@ -292,5 +306,5 @@ def _without_pages(run: Run, base: Report, notes: list[str]) -> Report:
         )
         for r in rows
     ]  # fmt: skip
-    found = [_GONE + until, *notes, *deaths.killer(run.meta), *deaths.who_grew(run)]
+    found = [_pages_elsewhere(run.path) + until, *notes, *deaths.killer(run.meta), *deaths.who_grew(run)]
     return msgspec.structs.replace(base, notes=(*base.notes, *found), last_seen=tuple(seen))

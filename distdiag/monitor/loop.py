@@ -42,6 +42,7 @@ from distdiag.store.writer import Writer
 from distdiag.tapes.writer import MAX_TAPE, TapeWriter, wanted_bytes
 
 TICK_S = 0.25
+MOST_OF_A_CORE, LONGEST_TICK_S = 0.2, 4.0  # of the monitor while nothing is suspected that is not yet reported
 SHORTEST_TICK_S = 0.05  # while a rank's native frames are awaited
 FULL_POLL_S = 0.9  # between two full polls while every rank changes phases, and between two samples of the host
 # Interval of full polls when all cores are busy and nothing is suspected, from this age of the run on; longer without a reader.
@@ -113,16 +114,23 @@ class Monitor:
             self.writer.meta(metrics=f"http://{self.metrics.where}/metrics")
         directories.sweep(self.pages.directories[0])
         while True:
-            began = time.monotonic()
+            began, used_s = time.monotonic(), time.process_time()
             if self.priority.run(self._poll, low=self._well()):
                 break
-            next_s, self.gatherer.host_waits.next_s = self.gatherer.host_waits.next_s, None
-            tick_s = TICK_S if next_s is None else min(TICK_S, max(SHORTEST_TICK_S, next_s - self.now_s))
-            left = tick_s - (time.monotonic() - began)
+            left = self._tick_s(time.process_time() - used_s) - (time.monotonic() - began)
             if left > 0:
                 self.endings.wake.wait(left)
             self.endings.wake.clear()
         self.close()
+
+    def _tick_s(self, poll_cpu_s: float) -> float:
+        """Return the time from the begin of a poll to the next one: a job of thousands of ranks must not cost a core."""
+        next_s, self.gatherer.host_waits.next_s = self.gatherer.host_waits.next_s, None
+        if next_s is not None:
+            return min(TICK_S, max(SHORTEST_TICK_S, next_s - self.now_s))
+        if self.diagnosis.suspects():
+            return TICK_S
+        return min(max(TICK_S, poll_cpu_s / MOST_OF_A_CORE), LONGEST_TICK_S)
 
     def _poll(self) -> bool:
         return self._survive(lambda: not self._all_moving() and self.tick())

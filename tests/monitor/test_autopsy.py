@@ -140,6 +140,19 @@ def test_a_rank_that_was_silent_before_the_others_proves_nothing(run: Path) -> N
     assert found.last_seen[1].state == "silent"
 
 
+@pytest.mark.parametrize("step_s", [-3600.0, 3600.0])
+def test_a_wall_clock_that_was_set_changes_no_verdict(
+    run: Path, monkeypatch: pytest.MonkeyPatch, step_s: float
+) -> None:
+    waits_in(run, 0, "all_reduce", 4.0)
+    waits_in(run, 1, "broadcast", 4.0)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + step_s)
+    found = judged(run)
+    assert [f.certainty for f in found.findings if f.severity == "error"] == ["proved"]
+    assert [r.line for r in found.last_seen] == [20, 21]
+
+
 def test_a_run_that_a_process_still_uses_is_left_alone(run: Path) -> None:
     held = directories.hold(directories.overflow(run, 0))
     assert held is not None and autopsy(run) is None
@@ -175,8 +188,17 @@ def test_pages_that_are_gone_leave_what_the_database_knows(run: Path) -> None:
     shutil.rmtree(directories.overflow(run, 0))
     found = judged(run)
     assert found.state == "running" and found.unjudged is not None  # exit code 3: no verdict
-    assert any("the pages of its ranks are gone" in n and "until 50 s after the start" in n for n in found.notes)
+    assert any("the pages of its ranks were on h, " in n and "until 50 s after the start" in n for n in found.notes)
+    directories.node_record(run, 0).write_text(f"{socket.gethostname()}:1:1 /nowhere\n")
+    assert any("the pages of its ranks are gone" in n for n in judged(run).notes)
     assert [(r.rank, r.line, r.t_s) for r in found.last_seen] == [(0, 7, 50.0), (1, 7, 50.0)]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a run to another user")
+def test_pages_of_another_user_are_not_called_gone(run: Path) -> None:
+    shutil.rmtree(directories.overflow(run, 0))
+    os.chown(run, 54_321, 54_321)
+    assert any(n.startswith("only uid 54321 may read the pages") for n in judged(run).notes)
 
 
 def test_a_closed_run_has_no_autopsy(run: Path) -> None:
