@@ -17,6 +17,7 @@ from distdiag.cli.errors import report_error
 from distdiag.command_line import SETTINGS, usage_error
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.streams import say, tolerate
+from distdiag.version import VERSION
 
 COMMANDS: dict[str, tuple[str, str]] = {
     # name: (module with an attribute `command`, one line for the overview)
@@ -69,7 +70,7 @@ class _LazyGroup(click.Group):
 
 
 @click.group(cls=_LazyGroup, epilog=EXIT_CODES, context_settings=SETTINGS)
-@click.version_option(package_name="distdiag")
+@click.version_option(VERSION)
 @click.pass_context
 def app(context: click.Context) -> None:
     """Who is slow, who is stuck, at which line: diagnostics for distributed PyTorch jobs while they run.

@@ -19,41 +19,6 @@ SHOWN = 100  # findings as text, worst first
 _COLOURS = {"error": "red", "warning": "yellow", "info": "cyan"}
 
 
-def verdict(report: Report) -> str:
-    """Return one line: the state of the job, the number of findings, and the ranks to look at."""
-    from distdiag.diagnosis.model.findings import BAD_STATES, NO_KNOWN_ERROR, STOPPED_BY, Severity, rank_list
-
-    open_ones = [f for f in report.findings if f.cleared_s is None]
-    world = "?" if report.world_size is None else f"{report.world_size:,}"
-    seen = f"{report.ranks_seen:,} of {world} ranks seen"
-    counts = [
-        f"{n} {word}{'s' if n > 1 else ''}"
-        for word, s in (("error", Severity.ERROR), ("warning", Severity.WARNING))
-        if (n := sum(f.severity == s for f in open_ones))
-    ]
-    killed = bool(report.last_seen) and report.ended_ago_s is not None
-    stopped = report.state_text if killed or (report.state_text or "").startswith(STOPPED_BY) else None
-    if not counts and stopped:
-        return f"{report.state}: {stopped}; nothing else found, {seen}"
-    if not counts and report.state in BAD_STATES:
-        why = f"; {report.state_text}" if report.state_text else ""
-        return f"{report.state}: the cause was not found, {seen}{why}"
-    cleared = sum(f.cleared_s is not None for f in report.findings)
-    if not counts and report.unjudged and (not report.ranks_seen or report.unjudged.startswith(NO_KNOWN_ERROR)):
-        return f"no verdict: {report.unjudged}"
-    if not counts and report.unjudged:
-        return f"{report.state}, only partly judged: {report.unjudged}" + (f"; {cleared} cleared" if cleared else "")
-    infos = sum(f.severity == Severity.INFO for f in open_ones)
-    if not counts and infos:
-        return f"{report.state}: no error or warning, {infos} info ({seen})"
-    if not counts:
-        return f"{report.state}: nothing found, {seen}" + (f"; {cleared} cleared" if cleared else "")
-    culprits = sorted({r for f in open_ones if f.severity == Severity.ERROR for r in f.culprits})
-    blame = f"; look at {rank_list(culprits)} first" if culprits else ""
-    how = f"{stopped}; " if stopped else ""
-    return f"{report.state}: {how}{', '.join(counts)}{blame} ({seen})"
-
-
 def source(report: Report) -> str | None:
     """Return the run, how long ago it began or ended, and its command; None for dumps."""
     from distdiag.diagnosis.text.finding import printable
@@ -93,6 +58,7 @@ def print_text(report: Report, ascii: bool) -> None:
     from distdiag.diagnosis.model.findings import Severity
     from distdiag.diagnosis.text.checks import checked_lines
     from distdiag.diagnosis.text.finding import finding_lines, in_the_past, last_seen_lines, printable
+    from distdiag.report.words import verdict
 
     plain, (_, colour) = ascii or needs_ascii(), wants_colour()
     width = min(shutil.get_terminal_size().columns, 140) if sys.stdout.isatty() else None

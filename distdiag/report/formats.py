@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -21,6 +20,7 @@ import msgspec
 
 from distdiag.diagnosis.model.findings import BAD_STATES, Finding, Report, Severity
 from distdiag.terms.untrusted import visible
+from distdiag.version import VERSION
 
 SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}
@@ -151,7 +151,7 @@ def sarif(report: Report, root: Path) -> str:
         })  # fmt: skip
     driver = {
         "name": "distdiag",
-        "version": metadata.version("distdiag"),
+        "version": VERSION,
         "rules": [{"id": rule} for rule in rules],
     }
     return json.dumps(

@@ -31,7 +31,8 @@ def where_text(w: Where) -> str:
     return f"{w.file}:{w.line}{inside}"
 
 
-def _listed(wheres: tuple[Where, ...]) -> str:
+def listed(wheres: tuple[Where, ...]) -> str:
+    """Return `train.py:88 in evaluate (ranks 0, 1); …`: each site with its ranks, the first four."""
     seen: dict[str, list[int]] = {}
     for w in wheres:
         text = where_text(w)
@@ -67,7 +68,7 @@ def finding_lines(f: Finding, ascii: bool = False, width: int | None = None) -> 
     gone = ""
     if f.cleared_s and f.first_seen_s is not None:
         gone = f" (cleared after {f.cleared_s - f.first_seen_s:.0f} s)"
-    where, waiting = _listed(f.where), _listed(f.waiting)
+    where, waiting = listed(f.where), listed(f.waiting)
     if waiting and where:
         where += f"; waiting: {waiting}"
     glyph = (ASCII_GLYPHS if ascii else GLYPHS)[severity]
