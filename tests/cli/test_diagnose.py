@@ -71,8 +71,8 @@ def test_the_verdict_comes_first_then_the_four_lines(tmp_path: Path, capsys: pyt
     assert lines[2].startswith(
         "█ ERROR stall/unknown (suspected)  rank 2 has not entered all_reduce #2 (default_pg, 4.0 KiB)"
     )
-    assert [line.split()[0] for line in lines[3:6]] == ["cost", "where", "do"]
-    assert "/home/user/train.py:91" in lines[4]
+    assert [line.split()[0] for line in lines[3:7]] == ["more", "cost", "where", "do"]
+    assert "/home/user/train.py:91" in lines[5]
     assert err == ""
 
 

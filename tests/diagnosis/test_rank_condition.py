@@ -26,9 +26,9 @@ def found(source: str, mine: list[tuple[str, str]], theirs: list[tuple[str, str]
     text, at = places(source)
     stacks = [[Site(FILE, at[m], f) for m, f in frames] for frames in (mine, theirs)]
     c = rank_condition(stacks[0], stacks[1], {FILE: text}.get)
-    assert c is None or c == Condition(
+    assert c is None or c[:3] == (
         FILE, text.splitlines().index(next(x for x in text.splitlines() if x.strip() == c.text)) + 1, c.text
-    )
+    )  # fmt: skip
     return c.text if c is not None else None
 
 
@@ -227,7 +227,7 @@ def test_the_finding_of_two_ranks_names_the_condition() -> None:
 
     f = verdict_with({FILE: text})
     assert (f.kind, f.cause, f.culprits, f.victims) == ("deadlock", "missing_rank", (0,), (1,))
-    assert f"only rank 0 runs it due to `if rank == 0:` at train.py:{at['B'] - 1}" in f.message
+    assert f.message.startswith("only rank 0 made ") and f": `if rank == 0` (line {at['B'] - 1}); " in f.message
     assert verdict_with({}).culprits == ()
 
 
@@ -299,8 +299,8 @@ def test_an_early_return_blames_the_rank_that_its_condition_names(guard: str, cu
     assert f.culprits == (culprit,)
     guarded = f"`{guard.removesuffix(':')}` at train.py:2"
     if culprit == 1:
-        assert f"rank 1 left before all_reduce at train.py:4 in validate due to `{guard}` at train.py:2" in f.message
+        assert f.message.startswith(f"rank 1 skipped all_reduce (train.py:4): `{guard.removesuffix(':')}` (line 2); ")
         assert f.advice.endswith(f"on all ranks or on none: {guarded} lets rank 1 leave before it")
     else:
-        assert f"only rank 0 runs it due to `{guard}` at train.py:2" in f.message
+        assert f.message.startswith("only rank 0 made ") and f": `{guard.removesuffix(':')}` (line 2); " in f.message
         assert f.advice.endswith(f"on all ranks or on none: {guarded} keeps it to rank 0")

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from distdiag.diagnosis.culprit import callers
 from distdiag.diagnosis.culprit.case import Case, Testimony
-from distdiag.diagnosis.culprit.parting import Condition, parting, parting_text
+from distdiag.diagnosis.culprit.parting import Condition, parting
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import Call, RankState, Site
-from distdiag.diagnosis.text.phrases import at
+from distdiag.diagnosis.text.phrases import at, op_at
 from distdiag.diagnosis.waits import compatible
 
 
@@ -28,11 +28,14 @@ def accuse(case: Case) -> Testimony | None:
     ((side, (made, due)),) = found
     conditions = _conditions(case, side, made, due)
     who, call = rank_list(side), f"{compatible.op_name(made.op)}{at(made.site)}"
-    text = (
-        f"; {who} had made one call more, {call}, which paired with {compatible.op_name(due.op)}{at(due.site)} of the "
-        f"others{parting_text(conditions)}"
+    text = f"; {who} had made one call more, {call}, which paired with {compatible.op_name(due.op)}{at(due.site)} of the others"
+    return Testimony(
+        ranks=tuple(side),
+        text=text,
+        head=f"only {who} made {op_at(made)}",
+        advice=_advice(call, who, conditions),
+        conditions=tuple(conditions),
     )
-    return Testimony(ranks=tuple(side), text=text, advice=_advice(call, who, conditions))
 
 
 def _first_pair(case: Case, side: Sequence[int]) -> tuple[Call, Call] | None:
