@@ -67,6 +67,14 @@ _DO = {
     "optimizer": "look for work in optimizer.step that only that rank does (hooks, logging)",
     "other": "move that work off the training step: do it in fewer steps, in the same step on all ranks, or in a thread",
 }
+_SAME_CODE = "the same code is fast on the other ranks: "
+_DO_SAME = {
+    "data": _SAME_CODE + "compare the files and samples that {who} reads there, its disk and its CPU load",
+    "forward": _SAME_CODE + _COMPUTES,
+    "backward": _SAME_CODE + _COMPUTES,
+    "other": _SAME_CODE
+    + "compare what {who} gets there (larger inputs, a longer list, another file), its disk and its host",
+}
 _DO_PAUSES = {
     "data": "look at what that rank loads in those steps: a new shard or file, a cache that is filled; let its workers prefetch it",
     "other": "do it less often, share it among the ranks in the same step, or copy the state and write or upload the copy in a "
@@ -84,6 +92,8 @@ def found(template: Template, s: Snapshot, window: Window, ranks: Collection[int
     ))  # fmt: skip
     no_workers = all(x.workers == 0 for q in ranks for x in s.ranks[q].loaders if x.in_training)
     do = _DO["no workers" if phase == "data" and no_workers else phase]
+    if stack and phase in _DO_SAME and _elsewhere(s, ranks, window.ranks, phase, stack[0]):
+        do = _DO_SAME[phase]
     own_code = f"{'its' if len(ranks) == 1 else 'their'} own code"
     facts.setdefault("what", f"{own_code} between steps" if phase == "other" else phase)
     return template(
@@ -91,6 +101,11 @@ def found(template: Template, s: Snapshot, window: Window, ranks: Collection[int
         n=len(window.columns), site=stack[0] if stack else None, **facts,
         do=do.format(who=rank_list(ranks), clocks="its device clocks and " if s.gpus else ""),
     )  # fmt: skip
+
+
+def _elsewhere(s: Snapshot, ranks: Collection[int], of: Collection[int], phase: str, site: Site) -> bool:
+    """True if other ranks were sampled at a line in this phase, too."""
+    return any(site.key in {x.key for x, _ in s.ranks[q].phase_sites.get(phase, ())} for q in of if q not in ranks)
 
 
 def slow(
