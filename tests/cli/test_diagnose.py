@@ -340,9 +340,25 @@ def test_bad_input_prints_an_error_and_a_hint(
     assert args or "cd to the directory in which the job was started" in lines[1]
 
 
-def test_a_run_among_files_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diagnose", a_run(tmp_path / "run"), hung(tmp_path / "d")]) == ExitCode.USAGE
-    assert "is a run" in capsys.readouterr().err
+def test_two_runs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diagnose", a_run(tmp_path / "run"), a_run(tmp_path / "b")]) == ExitCode.USAGE
+    assert "are both runs" in capsys.readouterr().err
+
+
+def test_a_run_is_read_with_its_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "job.log"
+    log.write_text("[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n")
+    assert main(["diagnose", a_run(tmp_path / "run"), str(log)]) == ExitCode.FAILED
+    out = capsys.readouterr().out
+    assert "rank 1 ran out of GPU memory" in out and f"note: from {log}: 1 error" in out
+
+
+def test_a_directory_that_a_launch_has_claimed_waits_for_its_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run" / ".jobs" / "0").mkdir(parents=True)
+    assert main(["diagnose", str(tmp_path / "run")]) == ExitCode.NO_DATA
+    assert f"no rank has written to {tmp_path / 'run'} yet" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("how", ["--ascii", "encoding"])

@@ -77,7 +77,7 @@ def history(state: RankState, here: Call | None, groups: Collection[str]) -> His
         gap, event = 0, STEP
         if call is not None:
             known = newest.get(call.group)
-            # without a listed call of its group, the end of the step stands for DDP's calls
+            # without a listed call of its group, the end of the step represents DDP's calls
             event = _event(call) if _name(call) in listed else STEP if known is None and len(groups) > 1 else COUNTED
             if call.seq is not None:
                 gap = call.seq - known - 1 if known else 0

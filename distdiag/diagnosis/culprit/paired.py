@@ -19,7 +19,7 @@ from distdiag.diagnosis.waits import compatible
 
 
 def accuse(case: Case) -> Testimony | None:
-    """Accuse the one side whose call at a site of its own paired with a call of the others at a site that it knows, too."""
+    """Accuse the one side whose call, at a site that only it has used, paired with a call of the others at a site that it has used, too."""
     if case.wait.p2p or case.wait.seq is None:
         return None
     found = [(side, pair) for side in case.sides if (pair := _first_pair(case, side)) is not None]

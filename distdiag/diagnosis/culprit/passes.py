@@ -73,7 +73,7 @@ def _states(case: Case) -> dict[int, RankState]:
 
 
 def _one_side(case: Case, counts: Mapping[int, int], most: int) -> int | None:
-    """Return the one rank whose count is above `most`, if it is a side of its own."""
+    """Return the one rank whose count is above `most`, if it is alone on its side."""
     odd = [rank for rank, count in counts.items() if count > most]
     return odd[0] if len(odd) == 1 and odd in case.sides else None
 

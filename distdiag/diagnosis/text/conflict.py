@@ -24,7 +24,7 @@ _SPLITS_ADVICE = (
     "compare the split sizes at {both}: what a rank sends to another must be what that rank expects of it; "
     "exchange the input splits with an all_to_all first, and change none of them afterwards"
 )
-# by cause; "message" is one of other size, "way" ranks that came to the call by another way
+# by cause; "message" is one of other size, "way" ranks whose calls are at different sites
 _ADVICE = {
     "message": "send and receive tensors of the same size, and in the same order: compare {both}",
     "way": "make the same calls in the same order on all ranks: compare {both}",

@@ -120,7 +120,7 @@ def slow(
     """
     if cores:
         children = s.ranks[x.rank].workers_busy or 0.0
-        own = f"{max(1, round(children))} busy child{'ren' if round(children) > 1 else ''} of its own"
+        own = f"its own {max(1, round(children))} busy child{'ren' if round(children) > 1 else ''}"
         return found(
             CROWDED, s, window, [x.rank], x.phase, x=x, slow=slow, count=len(slow.indices),
             of="its only core" if len(cores) == 1 else f"its {len(cores)} cores",

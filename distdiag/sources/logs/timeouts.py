@@ -36,7 +36,7 @@ class Waiting:
     Attributes:
         seq, op, size: Fields of the operation; None if only the counters were written.
         issued, completed: The newest operation, by the rank's own counters.
-        signalled: The rank whose timeout it was asked to dump for; it has reported none of its own.
+        signalled: The rank whose timeout it was asked to dump for; it has not timed out itself.
     """
 
     seq: int | None = None

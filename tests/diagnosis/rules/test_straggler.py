@@ -379,6 +379,6 @@ def test_a_rank_that_shares_its_core_with_children_of_its_own_is_no_slow_core() 
         return stragglers(job(other, mine, host_cpu_pct=100.0))
 
     f = only(found((1,), 2.0))
-    assert (f.cause, f.culprits) == ("cores", (1,)) and "its only core with 2 busy children of its own" in f.message
+    assert (f.cause, f.culprits) == ("cores", (1,)) and "its only core with its own 2 busy children" in f.message
     assert found((), 2.0) == [], "the host is busy, and nothing shows with what"
     assert found((1,), 0.0) == [], "it has its core for itself"
