@@ -94,6 +94,12 @@ def test_a_run_without_findings_exits_with_0(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().out.splitlines() == ["running: nothing found, 4 of 4 ranks seen"]
 
 
+def test_a_wait_that_is_not_judged_yet_is_in_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    waits = "rank 0 waits for rank 1 for 57 s (judged from 60 s on)"
+    assert main(["diagnose", a_run(tmp_path / "run", state_text=waits)]) == ExitCode.OK
+    assert capsys.readouterr().out.startswith(f"running: {waits}; nothing else found, 2 of 2 ranks seen")
+
+
 def test_files_and_folders_together(tmp_path: Path) -> None:
     hung(tmp_path / "d")
     (tmp_path / "e").mkdir()

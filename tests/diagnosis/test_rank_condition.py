@@ -213,6 +213,30 @@ def test_unreadable_source_gives_no_condition() -> None:
     assert rank_condition([site], [Site("/job/other.py", 9, "main")], {FILE: "if rank:\n\n  x()\n"}.get) is None
 
 
+BREAK = """
+    def main(rank):
+        for step in range(9):
+            dist.all_reduce(x)  # A
+            if rank == 1 and step == 5:
+                break
+        dist.barrier()  # B
+"""
+
+
+def test_a_rank_that_left_a_loop_is_not_the_only_one_that_makes_the_next_call() -> None:
+    text, at = places(BREAK)
+    a, b = (Site(FILE, at[m], "main") for m in ("A", "B"))
+    s = snapshot(
+        rank(0, call("all_reduce", 7, a), sites={key(a): 7}, user_stack=(a,)),
+        rank(1, call("barrier", 7, b), sites={key(a): 6, key(b): 1}, user_stack=(b,)),
+    )
+    (f,) = proved(s, source={FILE: text}.get)
+    assert (f.kind, f.culprits) == ("deadlock", (1,))
+    condition = f"`if rank == 1 and step == 5` (line {at['A'] + 1})"
+    assert f.message.startswith(f"rank 1 left the loop before all_reduce (train.py:{at['A']}): {condition}; ")
+    assert "both as call #7 of default_pg" in f.message and "leave that loop in the same round" in f.advice
+
+
 def test_the_finding_of_two_ranks_names_the_condition() -> None:
     text, at = places(SAVE)
     a, b, c, d = (Site(FILE, at[m], f) for m, f in (("A", "gather"), ("B", "save"), ("C", "save"), ("D", "main")))

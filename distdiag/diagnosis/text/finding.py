@@ -14,7 +14,7 @@ GLYPHS = {Severity.ERROR: "█", Severity.WARNING: "▲", Severity.INFO: "·"}
 ASCII_GLYPHS = {Severity.ERROR: "#", Severity.WARNING: "!", Severity.INFO: "."}
 WORDS = {Severity.ERROR: "ERROR", Severity.WARNING: "WARNING", Severity.INFO: "INFO"}
 SHOWN_SITES = 4
-LONG = 100  # characters of a message that are read at a glance
+LONG = 120  # characters of a message that are read at a glance
 _ASCII = str.maketrans({"–": "-", "…": "...", "×": "x", "Δ": "d", "█": "#", "▲": "!", "·": "."})
 
 

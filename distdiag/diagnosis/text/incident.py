@@ -62,11 +62,12 @@ def number_text(snapshot: Snapshot, wait: Wait) -> str:
 def collective_text(snapshot: Snapshot, wait: Wait, call: Call | None) -> str:
     """Return `all_reduce #417 (default_pg, 4.0 KiB)`, `recv from rank 3 (default_pg)`."""
     label = group_text(snapshot, wait.group)
-    size = f", {size_text(call.bytes)}" if call is not None and call.bytes is not None else ""
+    size = size_text(call.bytes) if call is not None and call.bytes is not None else ""
+    size = f"{';' if ' of rank' in label else ','} {size}" if size else ""
     op = (compatible.op_name(call.op) if call is not None else "") or "collective"
     if op == "new_group" and snapshot.source != "stacks":
         number, _, members = wait.group.removeprefix("new_group ").partition(" of ")
-        return f"new_group() of {members or 'all ranks'} (its group number {number})"
+        return f"new_group() number {number} (of {members or 'all ranks'})"
     if not wait.p2p:
         return f"{op}{number_text(snapshot, wait)} ({label}{size})"
     direction, peer = wait.key[2], wait.key[4]

@@ -21,17 +21,17 @@ from distdiag.terms.units import percent
 
 _row = partial(Template, kinds.STRAGGLER)
 SLOW = _row("host",
-    "{culprits}: {what} {up_to}+{x.phase_ms:.0f} ms per step against the others{queued}, {slower} in {count} of "
+    "{culprits}: {what} takes {up_to}{x.phase_ms:.0f} ms longer per step than on the others{queued}, {slower} in {count} of "
     "the last {n} steps{site}",
     "{victims} {victims:waits|wait} {slow.gain_ms:.0f} ms of a step of {slow.step_ms:.0f} ms{gain}",
     "{do}")  # fmt: skip
 CROWDED = _row("cores",
-    "{culprits} shares {of} with {who}, which want to run as well: {what} +{x.phase_ms:.0f} ms per step against the "
-    "others, slowest in {count} of the last {n} steps{site}",
+    "{culprits} shares {of} with {who}, which want to run as well: {what} takes {x.phase_ms:.0f} ms longer per step "
+    "than on the others, slowest in {count} of the last {n} steps{site}",
     "{victims} {victims:waits|wait} {slow.gain_ms:.0f} ms of a step of {slow.step_ms:.0f} ms{gain}",
     "give {them} other cores (`os.sched_setaffinity`, `taskset`), or start fewer; a child inherits the mask of its "
     "parent")  # fmt: skip
-STAGE = _row("stage", "{culprits}: the longest stage, {what} +{x.phase_ms:.0f} ms per step against the others",
+STAGE = _row("stage", "{culprits}: the longest stage, {what} takes {x.phase_ms:.0f} ms longer per step than on the others",
     "{victims} {victims:is|are} idle for {slow.gain_ms:.0f} ms per step because of it: {share:share} of step time",
     "if this pipeline is too slow, move layers from {culprits} to the others; more micro-batches shorten the "
     "idle time at the start and end of a step", severity=Severity.INFO)  # fmt: skip
@@ -42,7 +42,7 @@ DEVICE = _row("forward",
     "compare the input sizes of {culprits} with the others'; if they are equal, check its device: clocks, power "
     "limit, temperature, other processes")  # fmt: skip
 AT_TIMES = _row("host",
-    "{culprits}: {what} +{found.gain_ms:.0f} ms in {when}{found.indices:#} of the last {n}{steps}{site}",
+    "{culprits}: {what} takes {found.gain_ms:.0f} ms longer in {when}{found.indices:#} of the last {n}{steps}{site}",
     "{victims} {victims:waits|wait} {found.cost:share} of the time for it", "{do}")  # fmt: skip
 ROTATING = _row("rotating",
     "no single rank is slow: the slowest changed {changes} times in {n} steps, skew p50 {found.gain_ms:.0f} ms, "
