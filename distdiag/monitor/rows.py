@@ -51,7 +51,6 @@ class Steps:
                 r, measured = s.ranks.get(q), self._measured.pop((step, q), None)
                 changed = {
                     "rank": q,
-                    "epoch": r.epoch if r else None,
                     "t_end_s": x.end_s,
                     "self_ms": self_ms(x),
                     "late_ms": late_ms.get(q),
