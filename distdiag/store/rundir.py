@@ -141,10 +141,10 @@ def resolve(run: str | Path | None = None) -> Path:
     if not found and (path / "latest").is_dir():
         found = attempts(path / "latest")
     if not found:
-        if is_claimed(path):
-            raise no_rank_yet(path)
         if (runs := runs_below(path)) is not None:
             raise runs
+        if is_claimed(path):
+            raise no_rank_yet(path)
         raise DistdiagError(
             f"{path} holds no run (no {DATABASE})", f"`{CREATE}` records one", ExitCode.NO_DATA, "no_run"
         )

@@ -427,7 +427,7 @@ def test_thousands_of_findings_are_printed_worst_first_and_counted(
 ) -> None:
     import msgspec
 
-    from distdiag.cli.diagnose import SHOWN
+    from distdiag.cli.verdict import SHOWN
 
     many = [msgspec.structs.replace(FINDING, culprits=(k,)) for k in range(SHOWN + 1200)]
     worst = msgspec.structs.replace(FINDING, kind="deadlock", severity="error", message="the worst")
