@@ -30,8 +30,9 @@ def extra(case: Case) -> Testimony | None:
     state, caught = states[rank], swallowed(states[rank])
     return Testimony(
         ranks=(rank,),
-        text=f"; rank {rank} has made {state.models[0].synced_backwards:,} backward passes in {state.step:,} steps, "
-        "the others one for each step" + (f"; it caught {caught}" if caught else ""),
+        head=f"rank {rank} has made {state.models[0].synced_backwards:,} backward passes in {state.step:,} steps, the "
+        "others one for each",
+        text=f"; it caught {caught}" if caught else "",
         advice=f"let rank {rank} make one backward pass per step that exchanges gradients: the others "
         "under `no_sync()`; or let all ranks repeat the batch together",
     )

@@ -59,7 +59,7 @@ def op_text(call: Call) -> str:
     if call.op in ("init_process_group", "new_group"):
         return f"{call.op}()"
     number = f" #{call.seq}" if call.seq is not None else ""
-    return f"{call.op or 'a collective'}{number} ({call.group})"
+    return f"{call.op or ('collective' if number else 'a collective')}{number} ({call.group})"
 
 
 def op_at(call: Call) -> str:

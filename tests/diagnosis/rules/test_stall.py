@@ -149,8 +149,8 @@ def test_a_stall_names_an_open_collective_that_others_never_enter() -> None:
     s.groups["save"] = Group(name="save", ranks=(0, 1))
     f = only(findings(s, rank_lost, stall))
     assert f.kind == "stall" and f.culprits == (1,)
-    assert "while it has a collective #3 (save) in flight, which rank 0 has not entered" in f.message
-    assert "rank 0 must enter a collective #3 (save), too" in f.advice
+    assert "while it has collective #3 (save) in flight, which rank 0 has not entered" in f.message
+    assert "rank 0 must enter collective #3 (save), too" in f.advice
     come = msgspec.structs.replace(s.ranks[0], enqueued={**s.ranks[0].enqueued, "save": 3})
     s = msgspec.structs.replace(s, ranks={**s.ranks, 0: come})
     assert "in flight" not in only(findings(s, rank_lost, stall)).message
