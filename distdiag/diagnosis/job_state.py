@@ -63,7 +63,7 @@ def _ended(s: Snapshot, worst: list[Finding]) -> tuple[State, str]:
         return State.FAILED, worst[0].message
     steps = max((r.step for r in s.ranks.values()), default=0)
     how = "ended normally" if all(r.signal is None for r in s.ranks.values()) else "finished their scripts"
-    return State.ENDED, f"all ranks {how} after {steps:,} steps"
+    return State.ENDED, f"all ranks {how}" + (f" after {steps:,} steps" if steps else "")
 
 
 def _stopped_first(bad: list[RankState]) -> RankState | None:

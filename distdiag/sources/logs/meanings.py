@@ -29,7 +29,7 @@ class Meaning:
 _CUDA = "run once with CUDA_LAUNCH_BLOCKING=1: the line that fails may be an earlier one than the log shows"
 MEANINGS: Mapping[str, Meaning] = MappingProxyType({
     "cuda_oom": Meaning("rank_lost", "crashed", "ran out of GPU memory{others}", "lower the batch or sequence length of that rank's largest batch, or use checkpointing; "
-                        "other processes on that GPU: `nvidia-smi`"),
+                        "other processes on that GPU: `nvidia-smi` (`rocm-smi`, `npu-smi`)"),
     "cuda_error": Meaning("rank_lost", "crashed", "had a CUDA error: {what}", _CUDA),
     "hip_error": Meaning("rank_lost", "crashed", "had a GPU error: {what}", "see `dmesg -T` and `rocm-smi` on that host: a hang is the GPU or its driver, an access fault most often a kernel of the program"),
     "xpu_lost": Meaning("gpu", "lost", "lost its GPU ({what})", "see `dmesg -T` on that host: the driver (xe, i915) reset the GPU because a job did not end, or the GPU failed; if only this GPU has it, take it out"),
