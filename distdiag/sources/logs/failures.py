@@ -219,8 +219,9 @@ def of_exits(found: Collected, explained: set[int], waited: set[int], others: bo
     reasons: dict[tuple[str, str], Reason] = {}
     memory = found.named("host_oom")
     # a process may also be lost because it timed out: then nothing shows that it failed first
-    lost = {f.who.pid for f in found.facts if f.role is Role.VICTIM}
-    pids = {None} if any(f.role is Role.WAIT for f in found.facts) else lost
+    pids = {f.who.pid for f in found.facts if f.role is Role.VICTIM}
+    if any(f.role is Role.WAIT for f in found.facts):
+        pids.add(None)
     ends = _ends(found)
     killed = {id(end) for end in _killed_by_launcher(ends)}
     named = bool(explained) and any(end.rank is not None for end in ends)
