@@ -206,7 +206,9 @@ def test_the_rank_with_a_backward_pass_more_than_steps_is_the_culprit() -> None:
     )
     f = only(s)
     assert f.culprits == (1,) and f.message.endswith("; it caught OutOfMemoryError: 3")
-    assert f.message.startswith("rank 1 has made 81 backward passes in 79 steps, the others one for each; rank 1 is in ")
+    assert f.message.startswith(
+        "rank 1 has made 81 backward passes in 79 steps, the others one for each; rank 1 is in "
+    )
     assert "under `no_sync()`" in f.advice
     under_way = snapshot(repeated(0, log, 80, 80, "barrier"), repeated(1, BACKWARD, 80, 79, "all_reduce"))
     accumulates = snapshot(repeated(0, log, 160, 80, "barrier"), repeated(1, BACKWARD, 163, 79, "all_reduce"))
