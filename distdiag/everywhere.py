@@ -11,7 +11,7 @@ import os
 import sys
 from typing import Any
 
-NOT_ME = "DISTDIAG_NOT_PID"  # a process that starts recorded jobs, and may have a group of its own: pytest
+NOT_ME = "DISTDIAG_NOT_PID"  # a process that starts recorded jobs, and may have its own group: pytest
 
 
 def install() -> None:

@@ -94,12 +94,7 @@ def _of_run(target: str | None) -> Report:
         if (failure := failure_of(path)) is not None:
             hint = f"the traceback is in {path / MONITOR_LOG}; the job itself is not affected"
             raise DistdiagError(f"the monitor of {path} failed: {failure}", hint, ExitCode.NO_DATA, "no_rank")
-        raise DistdiagError(
-            f"no rank has written to {path} yet",
-            "wait for the job to start; `distdiag tui` shows its ranks as they start",
-            ExitCode.NO_DATA,
-            "no_rank",
-        )
+        raise rundir.no_rank_yet(path)
     note = _newer_launch(path) if path.is_symlink() else None
     return report if note is None else msgspec.structs.replace(report, notes=(*report.notes, note))
 
@@ -151,6 +146,23 @@ def _finish(path: Path) -> None:
         time.sleep(0.1)
 
 
+def _with_files(run: Report, others: tuple[str, ...]) -> Report:
+    """Return the verdict on a run and its logs or dumps: the run's own, unless only they show an error."""
+    import msgspec
+
+    from distdiag.diagnosis.model.findings import Severity, at_least
+    from distdiag.diagnosis.text.finding import printable
+
+    files = _of_files(others)
+    errors = [f for f in files.findings if at_least(f.severity, Severity.ERROR)]
+    names = printable(", ".join(others))
+    if any(f.cleared_s is None and at_least(f.severity, Severity.ERROR) for f in run.findings):
+        notes = [f"{names} has: {f.message}" for f in errors]
+        return msgspec.structs.replace(run, notes=(*run.notes, *notes))
+    note = f"from {names}: {len(errors)} error{'s' if len(errors) > 1 else ''}" if errors else f"{names}: nothing found"
+    return msgspec.structs.replace(run, findings=(*run.findings, *errors), notes=(*run.notes, note))
+
+
 def _autopsy(path: Path) -> Report | None:
     """Return the verdict on a job that was killed together with its monitor; None for any other run."""
     from distdiag.page import directories
@@ -178,7 +190,11 @@ def _is_run(target: str) -> bool:
         return True
     if not path.is_dir():
         return False
-    return bool(rundir.attempts(path)) or ((path / "latest").is_dir() and bool(rundir.attempts(path / "latest")))
+    return (
+        rundir.is_claimed(path)
+        or bool(rundir.attempts(path))
+        or ((path / "latest").is_dir() and bool(rundir.attempts(path / "latest")))
+    )
 
 
 @contextmanager
@@ -207,12 +223,12 @@ def _report(targets: tuple[str, ...]) -> Report:
             ExitCode.NO_DATA if len(targets) == 1 else ExitCode.USAGE,
             "no_run",
         )
-    mixed = [t for t in targets if _is_run(t)]
-    if mixed:
+    runs = [t for t in targets if _is_run(t)]
+    if len(runs) > 1:
         raise DistdiagError(
-            f"{mixed[0]} is a run; it cannot be combined with other files", "give one run, or only dumps"
+            f"{runs[0]} and {runs[1]} are both runs", "give one run, with or without its logs and dumps"
         )
-    return _of_files(targets)
+    return _with_files(_of_run(runs[0]), tuple(t for t in targets if t not in runs)) if runs else _of_files(targets)
 
 
 def _newer_launch(path: Path) -> str | None:

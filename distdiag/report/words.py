@@ -12,7 +12,9 @@ from distdiag.diagnosis.model.findings import (
     Gradients,
     Report,
     Severity,
+    State,
     rank_list,
+    ranks_seen,
 )
 from distdiag.terms import untrusted
 from distdiag.terms.units import MISSING, counted, decimal, percent, size_text
@@ -72,8 +74,7 @@ def gradient_times(g: Gradients) -> str:
 def verdict(report: Report) -> str:
     """Return one line: the state of the job, the number of findings, and the ranks to look at."""
     open_ones = [f for f in report.findings if f.cleared_s is None]
-    world = "?" if report.world_size is None else f"{report.world_size:,}"
-    seen = f"{report.ranks_seen:,} of {world} ranks seen"
+    seen = ranks_seen(report.ranks_seen, report.world_size)
     counts = [
         f"{n} {word}{'s' if n > 1 else ''}"
         for word, s in (("error", Severity.ERROR), ("warning", Severity.WARNING))
@@ -92,8 +93,11 @@ def verdict(report: Report) -> str:
     if not counts and report.unjudged:
         return f"{report.state}, only partly judged: {report.unjudged}" + (f"; {cleared} cleared" if cleared else "")
     infos = sum(f.severity == Severity.INFO for f in open_ones)
+    waits = report.state_text if report.state == State.RUNNING else None
     if not counts and infos:
-        return f"{report.state}: no error or warning, {infos} info ({seen})"
+        return f"{report.state}: {f'{waits}; ' if waits else ''}no error or warning, {infos} info ({seen})"
+    if not counts and waits:
+        return f"{report.state}: {waits}; nothing else found, {seen}" + (f"; {cleared} cleared" if cleared else "")
     if not counts:
         return f"{report.state}: nothing found, {seen}" + (f"; {cleared} cleared" if cleared else "")
     culprits = sorted({r for f in open_ones if f.severity == Severity.ERROR for r in f.culprits})

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from distdiag.diagnosis.model.findings import Certainty, Check, Finding, Report, Severity, State
+from distdiag.diagnosis.model.findings import Certainty, Check, Finding, Report, Severity, State, ranks_seen
 from distdiag.errors import need
 from distdiag.store import rundir
 from distdiag.store.database import Database
@@ -112,7 +112,7 @@ class Run(Database):
             unjudged = "the recording ended before the job"
             notes.append("the monitor was ended from outside while ranks ran: nothing after its last row is known")
         elif world is None or seen < world:
-            unjudged = f"{seen:,} of {'?' if world is None else f'{world:,.0f}'} ranks seen"
+            unjudged = ranks_seen(seen, None if world is None else int(world))
         if self.note:
             notes.append(self.note)
         started, ended_s = number(meta.get("started_unix_s")), number(meta.get("ended_s"))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from distdiag.diagnosis.culprit.case import Case, Testimony
-from distdiag.diagnosis.culprit.conditions import tied_text
+from distdiag.diagnosis.culprit.conditions import tied
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState
 from distdiag.diagnosis.text.phrases import both_sites, count
@@ -120,7 +120,8 @@ def reordered(case: Case, ranks: Sequence[int]) -> Testimony | None:
         return None
     first, second = (calls[side[0]].site for side in case.sides)
     return Testimony(
-        text="; both sides have made either call before: they make them in a different order" + tied_text(case),
+        text="; both sides have made either call before: they make them in a different order",
+        conditions=tuple(tied(case)),
         advice=f"compare {both_sites(first, second)}: make these calls in the same order on all ranks; loop over a sorted "
         "list, not over a set or a directory listing, whose order differs between processes",
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
+from distdiag.diagnosis.culprit.parting import Condition
 from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot
 from distdiag.diagnosis.waits.graph import WaitGraph
@@ -45,14 +46,18 @@ class Testimony:
     """One piece of evidence: the ranks that it names, and its wording.
 
     Attributes:
-        text: The end of a sentence, with its separator: `; rank 1 ran out of batches`.
+        text: The end of a sentence, with its separator: `; rank 1 caught OSError`.
+        head: What the ranks did, to begin the message: `rank 1 ran out of batches`. Default: from `conditions`.
         advice: What to do about it; empty if only the kind of the incident tells.
+        conditions: Those in the source at which the ranks diverged: they are shown apart from `text`.
         name: Set by `witnesses.decide`.
     """
 
     ranks: tuple[int, ...] = ()
     text: str = ""
+    head: str = ""
     advice: str = ""
+    conditions: tuple[Condition, ...] = ()
     name: Reason = Reason.NONE
 
 

@@ -39,7 +39,7 @@ def _left_out(case: Case) -> Testimony | None:
     return Testimony(
         ranks=(rank,),
         text=f"; rank {rank} made the {there} for rank {sent.peer} only, and rank {receiver}'s {here} has none",
-        advice=f"let rank {rank} make the {there} for rank {receiver}, too: every rank that comes to the {here} needs a message",
+        advice=f"let rank {rank} make the {there} for rank {receiver}, too: every rank that makes the {here} needs a message",
     )
 
 

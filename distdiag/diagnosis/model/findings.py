@@ -182,6 +182,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     last_seen: tuple[LastSeen, ...] = ()  # of every rank, if the job was killed together with its monitor
 
 
+def ranks_seen(seen: int, world_size: int | None) -> str:
+    """Return `4 of 8 ranks seen`; without the number of all ranks if that is not known."""
+    whole = f" of {world_size:,}" if world_size is not None else ""
+    return f"{seen:,}{whole} rank{'s' if (world_size or seen) != 1 else ''} seen"
+
+
 def rank_list(ranks: Collection[int]) -> str:
     """Return `rank 3`, `ranks 0, 1, 3`, `ranks 0–511, 600`: three or more consecutive ranks are folded."""
     n = len(set(ranks))

@@ -38,7 +38,7 @@ _WORKER = re.compile(r"DataLoader worker \(pid.{0,40}\) (exited|is killed)")
 _NATIVE_CRASHES = {signals.SIGABRT, signals.SIGSEGV, signals.SIGBUS, signals.SIGILL, signals.SIGFPE}
 KILLED = Template(kind, "killed", "{culprits} {culprits:was|were} killed by {signal}{site}", "{cost}", "{do}",
     proved=True)  # fmt: skip
-CRASHED = Template(kind, "crashed", "{culprits} ended by {how}{site}{condition}", "{cost}", "{do}", proved=True)
+CRASHED = Template(kind, "crashed", "{culprits} ended with {how}{site}{condition}", "{cost}", "{do}", proved=True)
 AT_EXIT = Template(kind, "killed",
     "{culprits} finished the script, then {signal} ended the process while Python shut down",
     "the job's work is done, but the launcher reports it as failed",

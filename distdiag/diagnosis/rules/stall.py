@@ -12,7 +12,7 @@ jit_warmup, main_eval, rate_limited, staged_team.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -116,10 +116,8 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         yield _finding(facts, together)
     for x in late:
         if x.state.rank not in named:
-            yield _trains_on(facts, x.state) or Abstained(
-                f"rank {x.state.rank} has kept the others waiting {rough_duration(x.waited_s)}; "
-                f"its limit is {rough_duration(x.limit_s)}", checked=True,
-            )  # fmt: skip
+            reason = waits_for(x.victims, x.state, x.waited_s)
+            yield _trains_on(facts, x.state) or Abstained(reason, checked=True)
 
 
 def _by_line(late: list[_Late]) -> Iterator[list[_Late]]:
@@ -196,6 +194,12 @@ def _nobody_moves(facts: Facts) -> Iterator[Finding]:
         victims=sorted(s.ranks), where=map(where, ranks), step=max(r.step for r in ranks),
         first_seen_s=s.t_s - still_s, still_s=still_s, places=places,
     )  # fmt: skip
+
+
+def waits_for(victims: Sequence[int], late: RankState, waited_s: float) -> str:
+    """Return `rank 0 waits for rank 1 for 57 s (judged from 60 s on)`."""
+    limit = rough_duration(patience_s(late))
+    return f"{rank_list(victims)} {verb(victims, 'waits', 'wait')} for rank {late.rank} for {rough_duration(waited_s)} (judged from {limit} on)"
 
 
 def patience_s(r: RankState) -> float:

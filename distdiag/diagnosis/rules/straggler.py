@@ -263,7 +263,7 @@ class Case:
 
     @cached_property
     def crowded(self) -> bool:
-        """True if the slow rank shares its few cores with children of its own, or with other ranks, and no other rank does.
+        """True if the slow rank shares its few cores with its own children, or with other ranks, and no other rank does.
 
         What it then waits for a CPU is no load of the host, but of the job.
         """

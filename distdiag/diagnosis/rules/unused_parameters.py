@@ -154,7 +154,7 @@ def _unused(case: _Case) -> Finding | None:
     having, states, severity = case.having, case.snapshot.ranks, case.severity
     unused, differs = dict(p for m in having.values() for p in m.unused), case.differs
     checks = min(m.unused_checks for m in having.values())
-    lack = f"got no gradient on {rank_list(having) if differs else 'all ranks'}"
+    lack = f"got no gradient on {rank_list(having) if differs else 'any rank'}"
     if case.expected:
         lack = f"never got a gradient on any rank ({checks} checks)"
     if case.expected and not case.refused:  # the flag is for branches that are skipped now and then

@@ -16,6 +16,7 @@ GLYPHS = {Severity.ERROR: "█", Severity.WARNING: "▲", Severity.INFO: "·"}
 ASCII_GLYPHS = {Severity.ERROR: "#", Severity.WARNING: "!", Severity.INFO: "."}
 WORDS = {Severity.ERROR: "ERROR", Severity.WARNING: "WARNING", Severity.INFO: "INFO"}
 SHOWN_SITES = 4
+LONG = 120  # characters of a message that are read at a glance
 LAST_SEEN = 16
 _ASCII = str.maketrans({"–": "-", "…": "...", "×": "x", "Δ": "d", "█": "#", "▲": "!", "·": "."})
 
@@ -57,11 +58,13 @@ def in_the_past(f: Finding) -> Finding:
 
 
 def finding_lines(f: Finding, ascii: bool = False, width: int | None = None) -> list[str]:
-    """Return the lines of a finding: message, cost, where, do. Empty ones are left out.
+    """Return the lines of a finding: message, more of it, cost, where, do. Empty ones are left out.
 
     Args:
         ascii: Glyphs and typography reduced to ASCII.
         width: Wrap to so many columns; None: one line each, however long.
+
+    A long message keeps its first clause on the first line.
     """
     severity, kind = Severity(f.severity), f.kind + (f"/{f.cause}" if f.cause else "")
     certain = "" if f.certainty == "proved" else " (suspected)"
@@ -72,8 +75,9 @@ def finding_lines(f: Finding, ascii: bool = False, width: int | None = None) -> 
     if waiting and where:
         where += f"; waiting: {waiting}"
     glyph = (ASCII_GLYPHS if ascii else GLYPHS)[severity]
-    lines = [("", f"{glyph} {WORDS[severity]} {kind}{certain}  {f.message}{gone}")]
-    rest = (("cost", f.cost), ("where", where or waiting), ("do", f.advice))
+    head, _, more = f.message.partition("; ") if len(f.message) > LONG else (f.message, "", "")
+    lines = [("", f"{glyph} {WORDS[severity]} {kind}{certain}  {head}{gone}")]
+    rest = (("more", more), ("cost", f.cost), ("where", where or waiting), ("do", f.advice))
     lines += [(label, text) for label, text in rest if text]
     out: list[str] = []
     for label, text in lines:
