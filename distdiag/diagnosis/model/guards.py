@@ -317,6 +317,25 @@ def other_branch_calls(guard: Guard) -> bool:
     return any(map(_called_in, other if isinstance(other, list) else [other]))
 
 
+def made_anew(text: str) -> Guard | None:
+    """Return the `if` under which a function returns a new tensor, which no gradient flows through, and else a computed one.
+
+    None if there is no such function in the file, or more than one such `if`.
+    """
+    found = []
+    for node in ast.walk(parsed(text) or ast.Module([], [])):
+        if isinstance(node, FUNCTIONS):
+            ways = [(way, guard) for way, guard in exits(node.body) if isinstance(way, ast.Return)]
+            new = [guard for way, guard in ways if _makes_tensor(way.value)]
+            if len(new) < len(ways):
+                found += [guard for guard in new if guard is not None and isinstance(guard.node, ast.If)]
+    return found[0] if len(found) == 1 else None
+
+
+def _makes_tensor(value: ast.expr | None) -> bool:
+    return isinstance(value, ast.Call) and name_of(value.func) in _NEW_TENSORS
+
+
 def may_end_early(text: str, line: int) -> bool:
     """True if the `for` statement at `line` may stop before its iterator does, or is not found.
 
@@ -342,6 +361,10 @@ _COUNTERS = {
 _SAME = {
     "dist", "torch", "distributed", "is_initialized", "is_available", "is_torchelastic_launched", "get_world_size", "world_size",
     "world", "num_replicas", "self", "len", "range", "enumerate",
+}  # fmt: skip
+# functions whose result has no graph
+_NEW_TENSORS = {
+    "zeros", "ones", "full", "empty", "tensor", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "detach",
 }  # fmt: skip
 # containers of submodules: the ranks of a job build the same module
 _OF_MODULES = {"ModuleList", "ModuleDict", "Sequential", "ParameterList"}
