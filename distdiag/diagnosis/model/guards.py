@@ -437,6 +437,17 @@ def names_one_rank(test: ast.expr | None) -> bool:
     return False
 
 
+def may_hold_on(test: ast.expr | None, rank: int) -> bool:
+    """False for a test that names one rank by its number, `rank == 1`, or as the first, `is_global_zero`, if that is another rank."""
+    for part in test.values if isinstance(test, ast.BoolOp) else [test]:
+        if isinstance(part, ast.Compare) and reads_rank(part) and isinstance(part.ops[0], ast.Eq):
+            numbers = [x.value for x in (part.left, *part.comparators) if isinstance(x, ast.Constant)]
+            return not numbers or rank in numbers
+        if names_one_rank(part):
+            return rank == 0
+    return True
+
+
 def _names(node: ast.AST) -> set[str]:
     return set(map(name_of, ast.walk(node))) - {""}
 
