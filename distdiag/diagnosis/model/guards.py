@@ -396,7 +396,11 @@ def can_end_unevenly(loop: ast.For | ast.AsyncFor | ast.While, constant: frozens
 
 @lru_cache(16)
 def constants(text: str) -> frozenset[str]:
-    """Return the names that a module assigns once, to a literal: `STEPS = 400`, or to a container of modules: `self.experts`."""
+    """Return the names that are equal on all ranks at one point of the program.
+
+    Those that a module assigns once, to a literal: `STEPS = 400`, or to a container of modules: `self.experts`; and those that only
+    count: `for k in range(9)`, `for k, x in enumerate(…)`, also where they are handed on under the same name.
+    """
     tree = parsed(text) or ast.Module([], [])
     values = (node for node in ast.walk(tree) if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call))
     modules = Counter(
@@ -414,8 +418,23 @@ def constants(text: str) -> frozenset[str]:
     }
     given = Counter(n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
     changed = {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
+    loops = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.For, ast.comprehension)) and isinstance(node.iter, ast.Call)
+    ]
+    counted = Counter(name_of(target) for node in loops if (target := _counter(node)) is not None)
+    counters = {name for name, times in counted.items() if name and times == given[name]}
     layers = {name for name, times in modules.items() if times == given[name] + stored[name]}
-    return frozenset(layers).union(name for name in literal - changed if given[name] == 1)
+    return frozenset(layers | counters).union(name for name in literal - changed if given[name] == 1)
+
+
+def _counter(loop: ast.For | ast.comprehension) -> ast.expr | None:
+    """Return the variable of a loop that counts its rounds."""
+    called = name_of(loop.iter.func) if isinstance(loop.iter, ast.Call) else ""
+    if called == "enumerate" and isinstance(loop.target, ast.Tuple):
+        return loop.target.elts[0]
+    return loop.target if called == "range" else None
 
 
 def reads_rank(test: ast.expr | None, variables: frozenset[str] = frozenset()) -> bool:
