@@ -15,7 +15,7 @@ from typing import Any
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState
-from distdiag.diagnosis.text.phrases import at
+from distdiag.diagnosis.text.phrases import at, count
 from distdiag.diagnosis.waits import compatible, messages
 
 NEVER = -1  # depth of an event that never happened before
@@ -213,8 +213,15 @@ def accuse(case: Case) -> Testimony | None:
         return None
     ((side, first),) = found
     made, due = (_word(call) for call in (first.made, first.due))
+    if made == due:  # one line, in a wrapper for all calls: the arguments differ
+        made, due = (word + _size(call) for word, call in ((made, first.made), (due, first.due)))
     text = f"; {rank_list(side)} left the order that all had kept: {made} came where {due} was due"
     return Testimony(ranks=tuple(side), text=text)
+
+
+def _size(call: Call | None) -> str:
+    elements = compatible.elements(call) if call is not None else None
+    return f" of {count(elements, 'element')}" if elements is not None else ""
 
 
 def _word(call: Call | None) -> str:
