@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from distdiag.recorder import Handle
     from distdiag.store.reader import Run
 
+    __version__: str
+
 __all__ = ["Handle", "Run", "__version__", "attach", "open_run"]
-__version__ = "0.1.0"
 
 
 def attach(run_dir: str | None = None, *, name: str | None = None) -> Handle:
@@ -48,7 +49,14 @@ def open_run(run: str | Path | None = None) -> Run:
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public types only when they are asked for: `import distdiag` costs nothing."""
+    """Import the public types, and the version of pyproject.toml, only when they are asked for: `import distdiag` costs nothing."""
+    if name == "__version__":
+        from importlib import metadata
+
+        try:
+            return metadata.version("distdiag")
+        except metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
+            return "unknown"
     if name == "Handle":
         from distdiag.recorder import Handle
 

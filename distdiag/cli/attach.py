@@ -38,7 +38,7 @@ def command(pids: tuple[int, ...], job: str | None, here: bool, as_json: bool, f
     from distdiag.attach import ranks
     from distdiag.attach.sample import py_spy
     from distdiag.attach.verdict import attach
-    from distdiag.cli.diagnose import exit_code, print_text
+    from distdiag.cli.verdict import exit_code, print_text
 
     if bool(pids) + (job is not None) + here != 1:
         raise DistdiagError(

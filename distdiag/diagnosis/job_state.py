@@ -7,7 +7,7 @@ import signal as signals
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.endings import ending_kind
 from distdiag.diagnosis.history import all_ended
-from distdiag.diagnosis.model.findings import STOPPED_BY, Finding, Severity, State, at_least
+from distdiag.diagnosis.model.findings import STOPPED_BY, Finding, Severity, State, at_least, rank_list
 from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot
 from distdiag.diagnosis.text.phrases import op_text, shortened
 from distdiag.diagnosis.waits.graph import WaitGraph
@@ -40,7 +40,7 @@ def job_state(s: Snapshot, graph: WaitGraph, findings: list[Finding], final: boo
         return State.WAITING, f"{len(s.ranks)} of {expected} ranks have reported{listed}"
     if worst:
         return State.DEGRADED, worst[0].message
-    return State.RUNNING, _waits(s, graph)
+    return State.RUNNING, _not_heard(s) or _waits(s, graph)
 
 
 def _decides(f: Finding) -> bool:
@@ -83,6 +83,18 @@ def _signal(r: RankState) -> str:
     if r.signal is None:
         return "SIGINT" if (r.exception or "").startswith("KeyboardInterrupt") else "a signal"
     return signals.Signals(r.signal).name if r.signal in set(signals.Signals) else f"signal {r.signal}"
+
+
+def _not_heard(s: Snapshot) -> str:
+    """Return which ranks are on nodes that are not heard of; they may be alive."""
+    silent = [r for r in s.ranks.values() if r.life == Life.SILENT and r.heard_at]
+    if not silent:
+        return ""
+    longest = max(silent, key=lambda r: r.heartbeat_age_s or 0.0)
+    return (
+        f"{rank_list([r.rank for r in silent])} not heard of since {longest.heard_at} "
+        f"({rough_duration(longest.heartbeat_age_s or 0.0)})"
+    )
 
 
 def _waits(s: Snapshot, graph: WaitGraph) -> str:

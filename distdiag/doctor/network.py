@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import ipaddress
 import socket
 import threading
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 
 import psutil
 
-from distdiag.doctor.check import Check, failed, passed, warned
+from distdiag.doctor.check import Check, failed, passed, skipped, warned
 
 RESOLVE_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 5.0
@@ -163,3 +164,17 @@ def reach(host: str, port: int) -> Check:
             name, f"connected, but {host} is {found[0]}, this host itself", "give the head node's real address"
         )
     return passed(name, f"connected to {found[0]} from {ours}")
+
+
+def other_nodes() -> Check:
+    """Check that monitors of nodes without a shared directory could talk to each other."""
+    name = "other nodes"
+    if importlib.util.find_spec("zmq") is None:
+        found = "pyzmq is not installed: nodes that do not see one run directory are judged each on its own"
+        return skipped(name, found)
+    import zmq
+
+    if not zmq.has("curve"):
+        found = f"libzmq {zmq.zmq_version()} has no CURVE, and nothing is sent in plain"
+        return warned(name, found, "install pyzmq from PyPI (pip install --force-reinstall pyzmq)")
+    return passed(name, f"pyzmq {zmq.pyzmq_version()} with CURVE: they need no shared run directory")

@@ -1,12 +1,11 @@
-"""Several nodes: each monitor writes the state of its ranks into the run directory, and node 0's monitor merges them.
+"""Several nodes: each monitor gives the state of its ranks to node 0's monitor, which merges them.
 
-Each node has a small file in `RUN/nodes`, replaced as a whole. This needs a run directory that all nodes share, but not the
-job's network or its TCPStore. Without a shared directory, each node judges its own ranks.
+A node that sees node 0's run directory has a small file in `RUN/nodes`, replaced as a whole; that needs neither the job's network nor its
+TCPStore. Any other node sends its state (`cluster`).
 """
 
 from __future__ import annotations
 
-import operator
 import os
 import time
 from collections.abc import Callable
@@ -18,13 +17,18 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import msgspec
 
 from distdiag import files
-from distdiag.diagnosis.model.snapshot import DEAD, Group, Life, RankState, Seconds, Snapshot
+from distdiag.diagnosis.model.findings import rank_list
+from distdiag.diagnosis.model.snapshot import DEAD, Group, Life, RankState, Seconds, Snapshot, Step
+from distdiag.monitor.cluster.transport import Transport
 
 VERSION = 1
 # between two files of a node; the latter while one of its ranks waits or has ended
 PERIOD_S, WAITING_PERIOD_S = 2.0, 0.5
 WAITING_S = 0.4  # from this time in a collective on, a rank waits
-STALE_S = 12.0  # an older file is ignored; network file systems show files seconds late
+STALE_S = 12.0  # an older state is ignored; network file systems show files seconds late
+RETURN_S = 5.0  # nothing is judged for so long, after another monitor of node 0, until every node is heard of again
+MOST_S = 1e10  # a time beyond it is none
+MOST_GROUPS = 4096  # of one node
 CALLS_SENT, SAMPLES_SENT = 16, 120
 
 
@@ -43,38 +47,60 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Nodes:
-    """Writes this node's file and reads those of the other nodes.
+    """Gives this node's state away, and takes those of the other nodes.
 
     Args:
         run_dir: This node's run directory: RUN, or RUN/node_k.
         node: Number of this node.
+        pages: Page directory of this node; None for a reader of the files.
     """
 
-    def __init__(self, run_dir: Path, node: int) -> None:
+    def __init__(self, run_dir: Path, node: int, pages: Path | None = None) -> None:
         self.node = node
+        self.transport = Transport(pages, node) if pages is not None else None
         self.run_dir = run_dir.parent if node else run_dir
         self.directory = self.run_dir / "nodes"
-        self.failed: str | None = None  # why the exchange does not work
+        self._failed: str | None = None
         self._number = 0
         self._written_at = -1e9
         self._seen: dict[int, NodeState] = {}
         self._mtimes: dict[str, tuple[int, int]] = {}
         self._judged: dict[int, int] = {}
-        self._known: set[int] = set()  # nodes that have had a fresh file
+        self._known: set[int] = set()  # nodes that have had a fresh state
+        self._silent: set[int] = set()
+        self.events: list[str] = []  # what has changed between the nodes, for the log of the run
+        self._owner: dict[int, int] = {}  # the node that reported a rank first
+        self._moved = _Moved()
+        self._sound: dict[int, tuple[int, float]] = {}  # the newest state of each node that may be used, or may not
+        self._unsound: dict[int, tuple[int, float]] = {}
+
+    @property
+    def failed(self) -> str | None:
+        """Why the exchange does not work."""
+        return self._failed or (self.transport.failed if self.transport is not None else None)
+
+    @property
+    def urgent(self) -> bool:
+        """True if a rank on another node waits."""
+        return self.transport is not None and self.transport.urgent
 
     def several(self, s: Snapshot) -> bool:
         """True if the job has ranks on other nodes."""
         return s.expected is not None and s.expected < s.world_size
 
-    def publish(self, s: Snapshot, started_unix_s: float, closed: bool = False) -> None:
-        """Write this node's state for node 0, if it is due."""
-        waiting = any(
-            r.blocked is not None and r.blocked.entered_s is not None and s.t_s - r.blocked.entered_s > WAITING_S
-            for r in s.ranks.values()
-        )
+    def publish(self, s: Snapshot, started_unix_s: float, closed: bool = False, start_ns: int = 0) -> None:
+        """Give this node's state to node 0, if it is due.
+
+        Args:
+            started_unix_s, start_ns: When this node's run began, by the wall clock and the monotonic one.
+            closed: The job is over.
+        """
+        if self.transport is not None and self.transport.poll():
+            self._written_at = -1e9
+        waiting = _waits(s)
         ended = any(r.life not in (Life.RUNNING, Life.STARTING) for r in s.ranks.values())
         now = time.monotonic()
-        if now - self._written_at < (WAITING_PERIOD_S if waiting or ended else PERIOD_S) and not closed:
+        if now - self._written_at < (WAITING_PERIOD_S if waiting or ended or self.urgent else PERIOD_S) and not closed:
             return
         self._written_at = now
         self._number += 1
@@ -83,10 +109,14 @@ class Nodes:
             local_world_size=s.expected or len(s.ranks), groups=s.groups,
             ranks={rank: _sent(state) for rank, state in s.ranks.items()},
         )  # fmt: skip
+        client = self.transport.client if self.transport is not None else None
+        if client is not None:
+            client.publish(msgspec.msgpack.encode(state), start_ns)
+            return
         try:
             files.write(self.run_dir, f"nodes/{self.node}.state", msgspec.msgpack.encode(state))
         except OSError as e:
-            self.failed = f"the state of node {self.node} could not be written to {self.directory}: {e.strerror}"
+            self._failed = f"the state of node {self.node} could not be written to {self.directory}: {e.strerror}"
 
     def read(self) -> None:
         """Read the new files of other nodes."""
@@ -102,40 +132,117 @@ class Nodes:
                     continue
                 state = msgspec.msgpack.decode(files.read(self.run_dir, f"nodes/{e.name}"), type=NodeState)
             except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as problem:
-                self.failed = f"{e.name} of another node cannot be read: {problem}"
+                self._failed = f"{e.name} of another node cannot be read: {problem}"
                 continue
             self._mtimes[e.name] = mark
             if state.version == VERSION:
                 self._seen[state.node] = state
 
-    def merged(self, s: Snapshot, started_unix_s: float) -> tuple[Snapshot, bool]:
+    def merged(self, s: Snapshot, started_unix_s: float, start_ns: int = 0) -> tuple[Snapshot, bool]:
         """Return (snapshot with the ranks of all known nodes, True if every node has written a new state since the last True).
 
         A proof needs two polls without progress, and two polls of the same files would count as such.
+
+        Args:
+            started_unix_s, start_ns: When this node's run began, by the wall clock and the monotonic one.
         """
         self.read()
+        self._receive(started_unix_s, start_ns)
         now = time.time()
-        fresh = {k: x for k, x in self._seen.items() if x.closed or now - x.written_unix_s < STALE_S}
+        seen = {k: x for k, x in self._seen.items() if self._is_sound(s, x, x.started_unix_s - started_unix_s)}
+        fresh = {k: x for k, x in seen.items() if x.closed or now - x.written_unix_s < STALE_S}
         self._known |= fresh.keys()
+        self._note_silence(self._known - fresh.keys(), now)
         ranks, groups, expected = dict(s.ranks), dict(s.groups), s.expected or len(s.ranks)
         for x in fresh.values():
-            later_s = x.started_unix_s - started_unix_s
-            ranks |= {q: shifted(r, later_s) for q, r in x.ranks.items() if q not in s.ranks}
+            moved = self._moved.of(x, x.started_unix_s - started_unix_s)
+            ranks |= {q: r for q, r in moved.items() if q not in ranks}
             for name, g in x.groups.items():
                 groups.setdefault(name, g)
             expected += x.local_world_size
-        for k in self._known - fresh.keys():
-            x = self._seen[k]
-            silent_s = now - x.written_unix_s
-            ranks |= {q: _silent(r, silent_s) for q, r in x.ranks.items() if q not in s.ranks and r.life not in DEAD}
+        for k in sorted((self._known - fresh.keys()) & seen.keys()):
+            x = seen[k]
+            ranks |= {
+                q: _silent(r, x.written_unix_s, now)
+                for q, r in x.ranks.items()
+                if q not in ranks and r.life not in DEAD
+            }
             expected += x.local_world_size
-        news = all(x.closed or self._judged.get(k) != x.number for k, x in fresh.items())
+        news = all(x.closed or self._judged.get(k) != x.number for k, x in fresh.items()) and not self._returns(fresh)
         if news:
             self._judged = {k: x.number for k, x in fresh.items()}
         whole = msgspec.structs.replace(
             s, ranks=dict(sorted(ranks.items())), groups=groups, expected=min(expected, s.world_size)
         )
+        if self.transport is not None and self.transport.server is not None:
+            self.transport.server.urgent = _waits(whole)
         return whole, news
+
+    def _note_silence(self, silent: set[int], now: float) -> None:
+        """Note which nodes are no longer heard of, and which are again."""
+        for k in sorted(silent ^ self._silent):
+            x = self._seen[k]
+            who = f"node {k} ({rank_list(sorted(x.ranks))})"
+            if k in silent:
+                since = time.strftime("%H:%M:%S", time.localtime(x.written_unix_s))
+                self.events.append(
+                    f"{who} not heard of since {since} ({now - x.written_unix_s:.0f} s): its ranks are not judged"
+                )
+            else:
+                self.events.append(f"{who} heard of again")
+        self._silent = silent
+
+    def _receive(self, started_unix_s: float, start_ns: int) -> None:
+        """Take the states that were sent, with their times by this host's clock."""
+        for a in self.transport.arrived() if self.transport is not None else ():
+            try:
+                state = msgspec.msgpack.decode(a.data, type=NodeState)
+            except (msgspec.MsgspecError, ValueError, RecursionError) as problem:
+                self._failed = f"the state that node {a.node} has sent cannot be read: {problem}"
+                continue
+            if state.version == VERSION and state.node == a.node:
+                self._seen[a.node] = msgspec.structs.replace(
+                    state, started_unix_s=started_unix_s + (a.started_ns - start_ns) / 1e9,
+                    written_unix_s=time.time() - a.age_s,
+                )  # fmt: skip
+
+    def _is_sound(self, s: Snapshot, x: NodeState, later_s: float) -> bool:
+        """True if a state holds only ranks that can be that node's, and times that are times; otherwise it is not used."""
+        mark = x.number, x.written_unix_s
+        if mark in (self._sound.get(x.node), self._unsound.get(x.node)):
+            return self._sound.get(x.node) == mark
+        try:
+            if x.node == self.node or len(x.ranks) > x.local_world_size or not 0 < x.local_world_size <= s.world_size:
+                raise ValueError("it has more ranks than it can")
+            if len(x.groups) > MOST_GROUPS or not abs(x.started_unix_s) < MOST_S or not abs(x.written_unix_s) < MOST_S:
+                raise ValueError("a number in it is out of range")
+            for q, r in x.ranks.items():
+                if (
+                    q != r.rank
+                    or not 0 <= q < s.world_size
+                    or self._owner.setdefault(q, x.node) != x.node
+                    or q in s.ranks
+                ):
+                    raise ValueError(f"rank {q} is not there")
+            self._moved.of(x, later_s)
+        except ValueError as problem:
+            self._failed = f"the state of node {x.node} is not used: {problem}"
+            self._unsound[x.node] = mark
+            return False
+        self._sound[x.node] = mark
+        return True
+
+    def _returns(self, fresh: dict[int, NodeState]) -> bool:
+        """True if this monitor has just begun to listen and has not heard of every node: what an earlier one proved may still hold."""
+        t = self.transport
+        if t is None or t.since_s is None or time.monotonic() - t.since_s > RETURN_S:
+            return False
+        return not fresh.keys() >= set(t.nodes)
+
+    def close(self) -> None:
+        """End the connection, if there is one."""
+        if self.transport is not None:
+            self.transport.close()
 
 
 def hosts(run_dir: Path) -> dict[int, str]:
@@ -156,9 +263,50 @@ def _sent(state: RankState) -> RankState:
     )
 
 
-def _silent(r: RankState, silent_s: float) -> RankState:
-    """Return the state of a rank whose node has stopped reporting: life SILENT, no wait."""
-    return msgspec.structs.replace(r, life=Life.SILENT, blocked=None, heartbeat_age_s=silent_s, steps=(), calls=())
+def _silent(r: RankState, heard_unix_s: float, now: float) -> RankState:
+    """Return the state of a rank whose node is not heard of: life SILENT, no wait, and nothing that a proof could use."""
+    return msgspec.structs.replace(
+        r, life=Life.SILENT, blocked=None, queued=(), heartbeat_age_s=now - heard_unix_s, steps=(), calls=(),
+        heard_at=time.strftime("%H:%M:%S", time.localtime(heard_unix_s)),
+    )  # fmt: skip
+
+
+def _waits(s: Snapshot) -> bool:
+    """True if a rank waits in a collective."""
+    return any(
+        r.blocked is not None and r.blocked.entered_s is not None and s.t_s - r.blocked.entered_s > WAITING_S
+        for r in s.ranks.values()
+    )
+
+
+class _Moved:
+    """The ranks of other nodes with times of this node: made once per state, and once per step however many states have it."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, tuple[tuple[int, float, float], dict[int, RankState]]] = {}
+        self._steps: dict[int, tuple[float, tuple[Step, ...], tuple[Step, ...]]] = {}  # of a rank: shift, sent, moved
+
+    def of(self, x: NodeState, later_s: float) -> dict[int, RankState]:
+        """Return the ranks of a state, `later_s` seconds later.
+
+        Raises:
+            ValueError: a time in it is out of range.
+        """
+        mark = x.number, x.written_unix_s, later_s
+        known = self._ranks.get(x.node)
+        if known is None or known[0] != mark:
+            known = self._ranks[x.node] = mark, {q: self._rank(r, later_s) for q, r in x.ranks.items()}
+        return known[1]
+
+    def _rank(self, r: RankState, by_s: float) -> RankState:
+        before_s, sent, moved = self._steps.get(r.rank, (by_s, (), ()))
+        last = next((i for i in range(len(r.steps) - 1, -1, -1) if sent and r.steps[i].step == sent[-1].step), -1)
+        same = 0 if before_s != by_s or r.steps[: last + 1] != sent[len(sent) - last - 1 :] else last + 1
+        move = _mover(tuple[Step, ...])
+        assert move is not None
+        steps = (*moved[len(moved) - same :], *move(r.steps[same:], by_s)) if same else move(r.steps, by_s)
+        self._steps[r.rank] = by_s, r.steps, steps
+        return msgspec.structs.replace(shifted(msgspec.structs.replace(r, steps=()), by_s), steps=steps)
 
 
 def shifted(state: RankState, by_s: float) -> RankState:
@@ -173,7 +321,7 @@ def _mover(kind: Any) -> Callable[[Any, float], Any] | None:
     """Return a function that adds seconds to every time in a value of this type; None if the type holds no time."""
     origin, parts = get_origin(kind), [_mover(part) for part in get_args(kind)]
     if kind == Seconds:
-        return operator.add
+        return _later
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         hints = get_type_hints(kind, include_extras=True)
         fields = [(name, of_field) for name, of in hints.items() if (of_field := _mover(of)) is not None]
@@ -188,6 +336,13 @@ def _mover(kind: Any) -> Callable[[Any, float], Any] | None:
     if get_args(kind)[-1] is Ellipsis:
         return lambda value, by_s: tuple(move(each, by_s) for each in value)
     return lambda value, by_s: tuple(f(x, by_s) if f else x for f, x in zip(parts, value, strict=True))
+
+
+def _later(t_s: float, by_s: float) -> float:
+    moved = t_s + by_s
+    if not abs(moved) < MOST_S:
+        raise ValueError("a time in it is out of range")
+    return moved
 
 
 def _with_fields(fields: list[tuple[str, Callable[[Any, float], Any]]]) -> Callable[[Any, float], Any]:

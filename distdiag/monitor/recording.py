@@ -6,16 +6,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.monitor.collectives import Collectives
+from distdiag.monitor.nodes import Nodes
 from distdiag.monitor.ranks.state import RankView
-from distdiag.monitor.rows import Steps, ddp_rows, loader_rows, rank_rows
+from distdiag.monitor.rows import Steps, Window, ddp_rows, loader_rows, rank_rows
 from distdiag.store import rundir
 from distdiag.store.rows import GroupRow
 from distdiag.store.writer import Writer
 
-FRAME_S = 0.5  # between two frames of the screen
+FRAME_S, RANKS_PER_S = 0.5, 1024  # between two frames of the screen; of large jobs, so many rows per second
+NODES_S = 2.0  # between two writes of the other nodes' clocks
 LOADERS_S = 2.0  # between two writes of loaders, DDP modules and checks
 
 
@@ -25,8 +29,9 @@ class Recording:
     def __init__(self, run_dir: Path, node: int, writer: Writer, views: Mapping[int, RankView]) -> None:
         self.run_dir, self.node, self.writer, self.views = run_dir, node, writer, views
         self.steps, self.collectives = Steps(), Collectives()
-        self._frame_at = self._loaders_at = -10.0
+        self._frame_at = self._loaders_at = self._nodes_at = -10.0
         self._groups: set[str] = set()
+        self._windows: dict[int, Window] = {}
         self._facts: dict[str, Any] = {}
         self._backend = ""
 
@@ -46,9 +51,9 @@ class Recording:
     def write_state(self, s: Snapshot, diagnosis: Diagnosis, now: bool) -> None:
         """Write the ranks' newest state, loaders, DDP modules and checks, each if it is due or `now`."""
         w = self.writer
-        if s.t_s - self._frame_at >= FRAME_S or now:
+        if s.t_s - self._frame_at >= max(FRAME_S, s.world_size / RANKS_PER_S) or now:
             self._frame_at = s.t_s
-            rows = rank_rows(s, self.views, diagnosis.open())
+            rows = rank_rows(s, self.views, diagnosis.open(), self._windows)
             w.add(rows)
             w.frame(s.t_s, diagnosis.state, diagnosis.state_text, rows)
             w.meta(state=diagnosis.state, state_text=diagnosis.state_text, world_size=s.world_size)
@@ -57,6 +62,16 @@ class Recording:
             w.add(loader_rows(s))
             w.add(ddp_rows(s))
             w.checks(diagnosis.checks.all)
+
+    def write_nodes(self, t_s: float, nodes: Nodes) -> None:
+        """Write which nodes came or went, and how they are connected, if that is by a connection."""
+        w = self.writer
+        for text in nodes.events:
+            w.event(t_s, "monitor", "warning", text)
+        nodes.events.clear()
+        if t_s - self._nodes_at >= NODES_S and nodes.transport is not None and (facts := nodes.transport.facts()):
+            self._nodes_at = t_s
+            w.meta(nodes=msgspec.json.encode(facts).decode())
 
     def write_facts(self, s: Snapshot, started_unix_s: float) -> None:
         """Write versions and groups if they have changed."""

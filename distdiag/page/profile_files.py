@@ -7,21 +7,19 @@ not read. Every number has a range. The request names no path: the rank writes i
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from distdiag import files
+from distdiag.page.small_files import count, read_object
 
 MAX_STEPS = 50
 MAX_NUMBER = 9_999
-MAX_BYTES = 256 * 1024  # of either file
 MAX_LINES = 400  # of the user's code, in an answer
 MAX_WAIT_NS = 3_600_000_000_000  # until a request's deadline
 WAITING, RECORDING, SAVING, DONE, FAILED = "waiting", "recording", "saving", "done", "failed"
 STATES = (WAITING, RECORDING, SAVING, DONE, FAILED)
-_MAX_INT = 1 << 62
 
 
 @dataclass(slots=True)
@@ -93,35 +91,6 @@ def write(path: Path, value: Request | Answer) -> None:
     files.write(path.parent, path.name, json.dumps(asdict(value)).encode())
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Return the object in a small file of this user that no other user can write.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it belongs to another user, is too large, or is not a JSON object.
-    """
-    with open(files.open_to_read(path.parent, path.name), "rb") as f:
-        found = os.fstat(f.fileno())
-        if found.st_uid != os.getuid() or found.st_mode & 0o022:
-            raise ValueError(f"{path.name} is not a file of this user, or others can write it")
-        data = f.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise ValueError(f"{path.name} is too large")
-    try:
-        value = json.loads(data)
-    except RecursionError:
-        raise ValueError(f"{path.name} is nested too deeply") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path.name} is not a JSON object")
-    return value
-
-
-def _count(value: Any, least: int = 0, most: int = _MAX_INT) -> int:
-    if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{value!r:.40} is not a whole number from {least} to {most}")
-    return value
-
-
 def take_request(path: Path, now_ns: int) -> Request:
     """Read a request and remove its file, whatever is in it.
 
@@ -129,37 +98,37 @@ def take_request(path: Path, now_ns: int) -> Request:
         OSError, ValueError: it is not a request of this user, or a number is out of range.
     """
     try:
-        value = _read(path)
+        value = read_object(path)
     finally:
         path.unlink(missing_ok=True)
     return Request(
-        number=_count(value.get("number"), 1, MAX_NUMBER),
-        first_step=_count(value.get("first_step"), 1),
-        steps=_count(value.get("steps"), 1, MAX_STEPS),
-        deadline_ns=_count(value.get("deadline_ns"), 1, now_ns + MAX_WAIT_NS),
+        number=count(value.get("number"), 1, MAX_NUMBER),
+        first_step=count(value.get("first_step"), 1),
+        steps=count(value.get("steps"), 1, MAX_STEPS),
+        deadline_ns=count(value.get("deadline_ns"), 1, now_ns + MAX_WAIT_NS),
     )
 
 
 def read_answer(path: Path) -> Answer | None:
     """Return a rank's answer; None if there is none, or it is damaged or not this user's."""
     try:
-        value = _read(path)
+        value = read_object(path)
         state, detail = value.get("state"), value.get("detail")
         if state not in STATES or not isinstance(detail, str):
             return None
-        boundaries = [[_count(step), _count(ns)] for step, ns in value["boundaries"][: MAX_STEPS + 2]]
+        boundaries = [[count(step), count(ns)] for step, ns in value["boundaries"][: MAX_STEPS + 2]]
         lines = [
-            [str(file)[:4096], _count(line), str(function)[:400], _count(n)]
+            [str(file)[:4096], count(line), str(function)[:400], count(n)]
             for file, line, function, n in value["lines"][:MAX_LINES]
         ]
         return Answer(
-            number=_count(value.get("number"), 1, MAX_NUMBER),
+            number=count(value.get("number"), 1, MAX_NUMBER),
             state=state,
             detail=detail[:400],
-            step=_count(value.get("step")),
+            step=count(value.get("step")),
             boundaries=boundaries,
             lines=lines,
-            samples=_count(value.get("samples")),
+            samples=count(value.get("samples")),
             **{key: _measure(value.get(key)) for key in ("start_ms", "stop_ms", "save_ms")},
             **{key: _bytes(value.get(key)) for key in ("rss_peak_bytes", "device_peak_bytes")},
         )
@@ -172,4 +141,4 @@ def _measure(value: Any) -> float | None:
 
 
 def _bytes(value: Any) -> int | None:
-    return None if value is None else _count(value)
+    return None if value is None else count(value)

@@ -45,6 +45,7 @@ class Pulse:
         self.accounting: Any = None
         self.checks: Any = None
         self.watch: Any = None  # the `Watch` of the monitor
+        self.other_nodes: Any = None  # the `OtherNodes` of this rank, until it has begun
         self.request = ""  # path of the file in which a reader asks for a profile
         self.asked: Any = None  # called when that file exists
         # held until the end: waiting for a lock is one call, waiting for an Event many
@@ -110,6 +111,8 @@ class Pulse:
             self._signals()
         if beats % WATCH_BEATS == WATCH_BEATS - 1 and self.watch is not None:
             self.watch.check()
+        if self.other_nodes is not None and self.other_nodes.begin():
+            self.other_nodes = None
         if self.asked is not None and os.access(self.request, os.F_OK):
             self.asked()
         words[_BEATS] = beats + 1

@@ -30,6 +30,7 @@ from distdiag.recorder import garbage, relayed_exceptions, run_claim, state
 from distdiag.recorder.after_import import after_import
 from distdiag.recorder.descriptors import KeptFile
 from distdiag.recorder.frames import USER, absolute, kind_of_file, user_stack
+from distdiag.recorder.other_nodes import OtherNodes
 from distdiag.recorder.pulse import Pulse
 from distdiag.recorder.state import Recorder, guarded, now_ns, switched_off
 from distdiag.terms import secrets
@@ -50,6 +51,7 @@ class Session:
         self.accounting: Any = None
         self.server: Any = None
         self.profile: Any = None  # the last profile that a reader requested
+        self.other_nodes: OtherNodes | None = None  # unless all ranks are on this node
         self._previous_excepthook = sys.excepthook
 
     # -- hooks ---------------------------------------------------------------------------------------
@@ -206,6 +208,8 @@ class Session:
         if self.profile is not None:
             self.profile.end()
         self.pulse.stop()
+        if self.other_nodes is not None:
+            self.other_nodes.stop()
 
     def close(self) -> None:
         self.exiting()
@@ -260,7 +264,9 @@ def start(run_dir: str | None, name: str | None, rank: int, world_size: int, loc
 
 def report_not_recorded(error: Exception, hint: str = "choose a writable directory with --run-dir") -> None:
     """Print on stderr why nothing is recorded and what to do, one line each; nothing if the job has closed its stderr."""
-    reason = error.strerror or error if isinstance(error, OSError) else error
+    reason: object = error
+    if isinstance(error, OSError) and error.strerror:
+        reason = f"{error.filename}: {error.strerror}" if isinstance(error.filename, str) else error.strerror
     lines = (f"distdiag: this job is not recorded: {reason}", f"hint: {hint}; the job itself continues")
     with contextlib.suppress(Exception):  # closed, on a full disk, or the script's own object
         if sys.stderr is not None:
@@ -311,6 +317,9 @@ def _start(run_dir: str | None, name: str | None, rank: int, world_size: int, lo
     session.pulse.watch = Watch(*of_node)
     session.pulse.request = str(profile_files.request_path(pages, rank))
     session.pulse.asked = session.take_profile
+    if 0 < h.local_world_size < world_size:
+        session.other_nodes = OtherNodes(directory, claim.pages, claim.node, h.local_world_size, world_size)
+        session.pulse.other_nodes = session.other_nodes
     session.pulse.start()
     return session
 
@@ -337,6 +346,7 @@ def _in_child(session: Session) -> None:
     for file in session.handler_files:
         file.mute()
     session.pulse.forked()
+    session.other_nodes = None
     atexit.unregister(session.close)
 
 

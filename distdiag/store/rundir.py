@@ -106,8 +106,9 @@ def resolve(run: str | Path | None = None) -> Path:
     """
     named = run or os.environ.get(ENV)
     path = Path(named) if named else ROOT / "latest"
-    if not named and not path.exists() and (own := directories.own_fallback_root()) and (own / "latest").is_dir():
-        path = own / "latest"  # the job's working directory was read-only
+    readable = path.exists() and os.access(path, os.R_OK | os.X_OK)
+    if not named and not readable and (own := directories.own_fallback_root()) and (own / "latest").is_dir():
+        path = own / "latest"  # the job's working directory was read-only, or `reports` is another user's
     check_readable(path)
     if path.name == DATABASE and (path.is_file() or not path.exists()):
         path = path.parent

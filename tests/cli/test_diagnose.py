@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from distdiag.cli import main
-from distdiag.diagnosis.model.findings import Check, Finding, Where
+from distdiag.diagnosis.model.findings import Check, CollectiveRef, Finding, LastSeen, Where
+from distdiag.diagnosis.text.finding import last_seen_lines
 from distdiag.errors import ExitCode
 from distdiag.store import rundir
 from distdiag.store.frames import RankRow
@@ -397,3 +398,33 @@ def test_the_last_lines_list_what_was_checked_and_what_was_not(
     assert json.loads(capsys.readouterr().out)["checks"][1] == {
         "kind": "straggler", "cause": None, "checked": False, "reason": few
     }  # fmt: skip
+
+
+def test_thousands_of_findings_are_printed_worst_first_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import msgspec
+
+    from distdiag.cli.verdict import SHOWN
+
+    many = [msgspec.structs.replace(FINDING, culprits=(k,)) for k in range(SHOWN + 1200)]
+    worst = msgspec.structs.replace(FINDING, kind="deadlock", severity="error", message="the worst")
+    main(["diagnose", a_run(tmp_path / "R", *many, worst)])
+    out = capsys.readouterr().out
+    assert "and 1,201 more findings: --json prints them all" in out and out.count("WARNING") == SHOWN - 1
+    assert "the worst" in out and "1 error, 1300 warnings" in out
+
+
+def test_ranks_of_a_killed_job_that_were_at_one_line_share_one(tmp_path: Path) -> None:
+    call = CollectiveRef("all_reduce", "default_pg", 417, 4096)
+    waiting = [LastSeen(rank=q, t_s=20.0, file="/job/train.py", line=88, function="evaluate", collective=call, waits=True, since_s=8.0) for q in (0, 1, 3)]  # fmt: skip
+    other = LastSeen(
+        rank=2, t_s=20.0, file="/job/train.py", line=70, function="step", state="gil_held", collective=call
+    )
+    assert last_seen_lines([*waiting[:2], other, waiting[2], LastSeen(rank=4)]) == [
+        "ranks 0, 1, 3: /job/train.py:88 in evaluate, waiting in all_reduce #417 (default_pg) for 12 s",
+        "rank 2: /job/train.py:70 in step (gil held); last collective: all_reduce #417 (default_pg)",
+        "rank 4: no line is known",
+    ]
+    lines = last_seen_lines([LastSeen(rank=q, file="x.py", line=q) for q in range(1024)])
+    assert len(lines) == 17 and lines[-1] == "and 1,008 more"

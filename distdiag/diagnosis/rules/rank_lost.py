@@ -54,9 +54,9 @@ UNCONNECTED = Template(kind, "crashed", "{victims} could not connect: {error}{si
     "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface; `distdiag doctor --reach HOST:PORT` tries it",
     proved=True)  # fmt: skip
 SILENT = Template(kind, "silent",
-    "{culprits} ({hosts}) {culprits:has|have} sent no heartbeat for {silent_s:time}; {victims} "
+    "{culprits} ({hosts}) {culprits:has|have} not been heard of{heard} ({silent_s:time}); {victims} "
     "{victims:waits|wait} for {culprits:it|them}", "{victims:#} of {world} ranks make no progress",
-    "check that the host is up and still sees the run directory; look at its console and its network")  # fmt: skip
+    "check that the host is up, and its network: it may be alive")  # fmt: skip
 _DO = {
     "SIGKILL": "look for the out-of-memory killer: `dmesg -T | grep -i oom`; else find who sent it",
     "SIGSEGV": "a native crash: run once with `python -X faulthandler` and check the extension called there",
@@ -103,6 +103,7 @@ def _silent(s: Snapshot, graph: WaitGraph) -> Iterator[Finding]:
         hosts = ", ".join(dict.fromkeys(s.ranks[q].host or f"node {s.ranks[q].node}" for q in silent))
         yield SILENT(
             culprits=silent, victims=victims, where=wheres(s, silent), waiting=wheres(s, victims), hosts=hosts,
+            heard=f" since {heard}" if (heard := min(s.ranks[q].heard_at for q in silent)) else "",
             first_seen_s=s.t_s - max(silent.values()), silent_s=max(silent.values()), world=s.world_size,
         )  # fmt: skip
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 
 import msgspec
 
-from distdiag.diagnosis.model.findings import Finding, Severity, Where
+from distdiag.diagnosis.model.findings import Finding, LastSeen, Severity, Where, rank_list
 from distdiag.diagnosis.text.phrases import NO_PROGRESS, NO_PROGRESS_MADE
+from distdiag.terms.units import rough_duration
 from distdiag.terms.untrusted import visible
 
 GLYPHS = {Severity.ERROR: "█", Severity.WARNING: "▲", Severity.INFO: "·"}
 ASCII_GLYPHS = {Severity.ERROR: "#", Severity.WARNING: "!", Severity.INFO: "."}
 WORDS = {Severity.ERROR: "ERROR", Severity.WARNING: "WARNING", Severity.INFO: "INFO"}
 SHOWN_SITES = 4
+LAST_SEEN = 16
 _ASCII = str.maketrans({"–": "-", "…": "...", "×": "x", "Δ": "d", "█": "#", "▲": "!", "·": "."})
 
 
@@ -82,3 +85,24 @@ def finding_lines(f: Finding, ascii: bool = False, width: int | None = None) -> 
         else:
             out += textwrap.wrap(text, width, initial_indent=head, subsequent_indent=" " * max(2, len(head))) or [head]
     return out
+
+
+def last_seen_lines(ranks: Sequence[LastSeen]) -> list[str]:
+    """Return where the ranks of a killed job were last seen; equal ones in one line, the first `LAST_SEEN` lines."""
+    seen: dict[str, list[int]] = {}
+    for r in ranks:
+        seen.setdefault(_last_seen(r), []).append(r.rank)
+    lines = [f"{rank_list(found)}: {text}" for text, found in seen.items()]
+    return lines[:LAST_SEEN] + ([f"and {len(lines) - LAST_SEEN:,} more"] if len(lines) > LAST_SEEN else [])
+
+
+def _last_seen(r: LastSeen) -> str:
+    where = where_text(Where(r.rank, r.file, r.line, r.function)) or "no line is known"
+    call = ""
+    if r.collective is not None:
+        number = f" #{r.collective.seq:,}" if r.collective.seq is not None else ""
+        name = f"{r.collective.op or 'a collective'}{number} ({r.collective.group})"
+        lasted = f" for {rough_duration(r.t_s - r.since_s)}" if r.t_s is not None and r.since_s is not None else ""
+        call = f", waiting in {name}{lasted}" if r.waits else f"; last collective: {name}"
+    state = "" if r.waits or not r.state else f" ({r.state.replace('_', ' ')})"
+    return f"{where}{state}{call}"

@@ -53,15 +53,21 @@ class Gatherer:
         self.host_waits = HostWaits()
         self.workers: dict[int, tuple[tuple[Any, ...], float, tuple[Site | None, ...]]] = {}
 
-    def gather(self, now_s: float, views: Mapping[int, RankView], stopped: Collection[int]) -> None:
-        """Ask stuck ranks for their flight record if a rank waits; those `stopped` by a signal cannot answer."""
+    def gather(
+        self, now_s: float, views: Mapping[int, RankView], stopped: Collection[int], elsewhere: bool = False
+    ) -> None:
+        """Ask stuck ranks for their flight record if a rank waits; those `stopped` by a signal cannot answer.
+
+        Args:
+            elsewhere: A rank of another node waits.
+        """
         self.host_waits.sample(now_s, views, stopped)
         for q, (mark, _) in list(self.records.items()):
             if q not in views or views[q].history.still_mark != mark:
                 del self.records[q]
         alive = [v for v in views.values() if v.ending is None]
         still = [v for v in alive if v.still_s(now_s) >= SUSPECT_S]
-        waiting = any(
+        waiting = elsewhere or any(
             v.header.blocked not in (Blocked.NO, Blocked.STORE)
             or v.history.in_cpp_wait()
             or self.host_waits.of(v.rank) is not None

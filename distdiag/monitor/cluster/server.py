@@ -1,0 +1,177 @@
+"""Node 0's side: one port, which takes the states of the nodes whose keys are listed and asks them on behalf of readers."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from distdiag.monitor.cluster import keys, messages
+from distdiag.monitor.cluster.link import Link
+from distdiag.monitor.cluster.messages import Answer, BadMessage, Order, Receipt, Report
+from distdiag.page import node_files
+from distdiag.page.node_files import Own
+
+ZAP = "inproc://zeromq.zap.01"  # where libzmq asks if a key is listed (RFC 27)
+REBIND_S = 1.0
+MOST_PER_TURN = 256  # messages that are read before anything else is done
+
+
+@dataclass
+class Heard:
+    """What is known of one node.
+
+    Attributes:
+        address: Its connection, for the router.
+        received_ns, state_ns: Our monotonic clock when its newest report, and its newest state, arrived.
+        started_ns: When its run began, by its monotonic clock.
+        offset_ns, uncertainty_ns: Our monotonic clock minus that of the node.
+        wall_offset_ns: Our wall clock minus that of the node.
+        state: Its newest state, unpacked; None once it has been taken.
+    """
+
+    order: Order = field(default_factory=Order)
+    address: bytes = b""
+    received_ns: int = 0
+    state_ns: int = 0
+    started_ns: int = 0
+    offset_ns: int = 0
+    uncertainty_ns: int = 0
+    wall_offset_ns: int = 0
+    state: bytes | None = None
+
+
+class Server(Link):
+    """Receives reports and answers them at once.
+
+    Args:
+        pages: Page directory of this node, where the port is noted for the rank and for the next monitor.
+    """
+
+    def __init__(self, own: Own, pages: Path) -> None:
+        super().__init__(own)
+        self.pages = pages
+        self.urgent = False
+        self.heard: dict[int, Heard] = {}
+        self.answers: dict[int, Answer] = {}
+        self._nodes: dict[bytes, int] = {}  # by public key
+        self._bound, self._tried_s = False, -1e9
+        self._asked: set[int] = set()
+
+    def admit(self, nodes: Mapping[int, str]) -> None:
+        """Admit these nodes by their public keys, and nobody else."""
+        with self.lock:
+            self._nodes = {key.encode(): node for node, key in nodes.items()}
+
+    def take(self) -> list[tuple[int, Heard]]:
+        """Return the nodes with a new state, each once."""
+        with self.lock:
+            new = [(node, h) for node, h in self.heard.items() if h.state is not None]
+            out = [(node, replace(h)) for node, h in new]
+            for _, h in new:
+                h.state = None
+            return out
+
+    def opened(self, poller: Any) -> None:
+        zmq = self._zmq
+        self._zap = self._context.socket(zmq.REP)
+        self._zap.bind(ZAP)
+        self._router = keys.secured(self._context.socket(zmq.ROUTER), self.own, messages.MOST_BYTES)
+        self._router.curve_server = True
+        self._router.zap_domain = keys.DOMAIN.encode()
+        self._events = self._router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        for s in (self._zap, self._router, self._events):
+            poller.register(s, zmq.POLLIN)
+        self._bind()
+
+    def _bind(self) -> None:
+        """Bind the port of the monitor before us, or any; try again later if it is taken."""
+        if self._bound or time.monotonic() - self._tried_s < REBIND_S:
+            return
+        self._tried_s = time.monotonic()
+        try:
+            address, others_use = keys.own_addresses()
+            if address is not None and ":" in address:
+                self._router.ipv6 = True
+            self._router.bind(keys.endpoint(address or "*", self.own.port or "*"))
+        except (self._zmq.ZMQError, OSError) as e:
+            self.failed = f"no port for the other nodes could be bound: {e}"
+            return
+        self._bound, self.failed = True, None
+        self.own.port = int(self._router.last_endpoint.rpartition(b":")[2])
+        self.own.addresses = others_use
+        try:
+            node_files.write(self.pages, self.own)
+        except OSError as e:
+            self.failed = f"the port for the other nodes could not be noted: {e.strerror}"
+
+    def turn(self, ready: dict[Any, int]) -> None:
+        self._bind()
+        if self._zap in ready:
+            self._authenticate(self._zap.recv_multipart())
+        if self._events in ready:
+            (event,) = struct.unpack_from("=H", self._events.recv_multipart()[0])
+            self.refused += 1 if event == self._zmq.EVENT_ACCEPTED else -1  # a connection is admitted by its handshake
+        for _ in range(MOST_PER_TURN if self._router in ready else 0):
+            try:
+                frames = self._router.recv_multipart(self._zmq.NOBLOCK, copy=False)
+            except self._zmq.Again:
+                break
+            self._take_message(frames, time.monotonic_ns())
+
+    def _authenticate(self, request: list[bytes]) -> None:
+        """Answer libzmq's question if a client may connect: yes for a listed key, whatever else it is."""
+        from zmq.utils import z85
+
+        known = len(request) == 7 and request[0] == b"1.0" and request[2] == keys.DOMAIN.encode()
+        user = b""
+        if known and request[5] == b"CURVE" and len(request[6]) == 32:
+            key = z85.encode(request[6])
+            with self.lock:
+                user = key if key in self._nodes else b""
+        number = request[1] if len(request) > 1 else b""
+        self._zap.send_multipart([b"1.0", number, *((b"200", b"OK") if user else (b"400", b"no")), user, b""])
+
+    def _take_message(self, frames: list[Any], received_ns: int) -> None:
+        try:
+            if len(frames) != 2:
+                raise BadMessage("not two frames")
+            key = frames[1].get("User-Id")
+            with self.lock:
+                node = self._nodes.get(key.encode() if isinstance(key, str) else key)
+            if node is None:
+                raise BadMessage("no listed key")
+            message = messages.decode(frames[1].bytes, to_first=True)
+            if isinstance(message, Answer):
+                self._take_answer(message)
+            elif isinstance(message, Report):
+                self._take_report(node, frames[0].bytes, message, received_ns)
+        except (BadMessage, self._zmq.ZMQError):
+            self.dropped += 1
+
+    def _take_report(self, node: int, address: bytes, report: Report, received_ns: int) -> None:
+        with self.lock:
+            heard = self.heard.setdefault(node, Heard())
+            heard.order.admit(report, received_ns / 1e9)
+            heard.address, heard.received_ns = address, received_ns
+            heard.offset_ns, heard.uncertainty_ns = report.offset_ns, report.uncertainty_ns
+            wall_ns = time.time_ns() - time.monotonic_ns()
+            heard.wall_offset_ns = report.offset_ns + wall_ns - report.wall_ns
+            if report.state:
+                heard.state, heard.started_ns = messages.unpack(report.state), report.started_ns
+                heard.state_ns = received_ns
+        receipt = Receipt(
+            number=report.number, report_sent_ns=report.sent_ns, received_ns=received_ns, sent_ns=time.monotonic_ns(),
+            urgent=self.urgent,
+        )  # fmt: skip
+        self._router.send_multipart([address, messages.encode(receipt)], self._zmq.NOBLOCK)
+
+    def _take_answer(self, answer: Answer) -> None:
+        with self.lock:
+            if answer.number not in self._asked:
+                raise BadMessage("nobody has asked")
+            self._asked.discard(answer.number)
+            self.answers[answer.number] = answer

@@ -1,0 +1,136 @@
+"""Nodes that share no directory, as network namespaces: one verdict over all ranks, by messages that only the job's monitors can read."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.jobs import Job, rows, wait_for
+from tests.nodes import Cluster
+
+pytestmark = [pytest.mark.job, pytest.mark.timeout(300)]
+
+LOOP = """
+    import os, time
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    x = torch.ones(10)
+    secret_of_the_job = "a text that nobody else may read"
+    for i in range(100_000):
+        dist.all_reduce(x)
+        x /= world
+        time.sleep(0.02)
+        if os.path.exists(HANG) and rank == world - 1:
+            dist.barrier()
+"""
+
+
+@pytest.fixture
+def hang(tmp_path: Path) -> Path:
+    """A file; once it exists, the last rank leaves the order of all others."""
+    return tmp_path / "hang"
+
+
+@pytest.fixture
+def script(tmp_path: Path, hang: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(LOOP).replace("HANG", repr(str(hang))))
+    return path
+
+
+def lives(cluster: Cluster) -> dict[int, str]:
+    return dict(rows(cluster.run(0), "SELECT rank, life FROM rank"))
+
+
+def meta(cluster: Cluster, key: str) -> str:
+    return dict(rows(cluster.run(0), "SELECT key, value FROM meta")).get(key) or ""
+
+
+def all_heard(cluster: Cluster, jobs: list[Job], world: int) -> None:
+    def heard() -> bool:
+        found = lives(cluster)
+        return len(found) == world and set(found.values()) == {"running"}
+
+    wait_for(heard, 90, "node 0 to see all ranks", jobs[0])
+
+
+def deadlock(cluster: Cluster) -> dict[str, Any] | None:
+    return next((f for f in cluster.findings() if f["kind"] == "deadlock"), None)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_deadlock_over_nodes_without_a_shared_directory(n: int, tmp_path: Path, script: Path, hang: Path) -> None:
+    with Cluster(tmp_path, n, {1: 1000}) as cluster, cluster.job(script) as jobs:
+        all_heard(cluster, jobs, n)
+        assert [f for f in cluster.findings() if f["severity"] != "info"] == []
+        hang.touch()
+        f = wait_for(lambda: deadlock(cluster), 30, "the deadlock", jobs[0])
+        assert (f["cause"], f["certainty"]) == ("missing_rank", "proved")
+        assert (f["culprits"], f["victims"]) == ([n - 1], list(range(n - 1)))
+        assert "deadlock/missing_rank" in wait_for(jobs[0].stderr, 10, "node 0 to print it", jobs[0])
+        assert "deadlock" not in jobs[1].stderr()
+        nodes = wait_for(lambda: json.loads(meta(cluster, "nodes") or "{}"), 10, "the clocks", jobs[0])
+        assert nodes["by"] == "zeromq" and set(nodes["nodes"]) == {str(k) for k in range(1, n)}
+        for of_node in nodes["nodes"].values():  # one machine: the wall clocks are equal
+            assert abs(of_node["clock_offset_s"]) <= of_node["clock_uncertainty_s"] + 1e-4 < 1.0
+        assert not (cluster.run(0) / "nodes/1.state").exists()
+
+
+def test_a_cut_link_is_silence_and_no_proof(tmp_path: Path, script: Path) -> None:
+    with Cluster(tmp_path, 2) as cluster, cluster.job(script) as jobs:
+        all_heard(cluster, jobs, 2)
+        cluster.cut(1)
+        wait_for(lambda: lives(cluster).get(1) == "silent", 40, "node 1 to fall silent", jobs[0])
+        assert lives(cluster)[0] == "running"
+        assert "rank 1 not heard of since" in wait_for(lambda: meta(cluster, "state_text"), 5, "the state")
+        (text,) = [t for (t,) in rows(cluster.run(0), "SELECT text FROM event") if "not heard of" in t]
+        assert text.startswith("node 1 (rank 1) not heard of since")
+        lost = wait_for(
+            lambda: next((f for f in cluster.findings() if f["kind"] == "rank_lost"), None), 60, "the finding", jobs[0]
+        )
+        assert (lost["cause"], lost["certainty"]) == ("silent", "suspected")
+        assert "not been heard of since" in lost["message"]
+        assert not [f for f in cluster.findings() if f["certainty"] == "proved" and f["kind"] != "recorder"]
+        cluster.mend(1)
+        wait_for(lambda: lives(cluster).get(1) == "running", 30, "node 1 to be heard of again", jobs[0])
+
+
+def test_a_killed_node_is_not_blamed_by_proof(tmp_path: Path, script: Path) -> None:
+    with Cluster(tmp_path, 2) as cluster, cluster.job(script) as jobs:
+        all_heard(cluster, jobs, 2)
+        cluster.cut(1)  # as with a power failure: nothing says goodbye
+        cluster.kill(1)
+        wait_for(lambda: lives(cluster).get(1) == "silent", 40, "node 1 to fall silent", jobs[0])
+        assert not [f for f in cluster.findings() if f["certainty"] == "proved" and f["kind"] != "recorder"]
+
+
+def test_another_monitor_of_node_0_is_found_again(tmp_path: Path, script: Path, hang: Path) -> None:
+    with Cluster(tmp_path, 2) as cluster, cluster.job(script) as jobs:
+        all_heard(cluster, jobs, 2)
+        port = json.loads(meta(cluster, "nodes"))["port"]
+        (before,) = jobs[0].monitor_pids()
+        os.kill(before, signal.SIGKILL)
+        wait_for(lambda: set(jobs[0].monitor_pids()) - {before}, 30, "another monitor", jobs[0])
+        hang.touch()
+        f = wait_for(lambda: deadlock(cluster), 40, "the deadlock", jobs[0])
+        assert f["culprits"] == [1] and f["certainty"] == "proved"
+        assert json.loads(meta(cluster, "nodes"))["port"] == port
+
+
+def test_a_stranger_on_the_wire_reads_no_text_of_the_job(tmp_path: Path, script: Path) -> None:
+    with Cluster(tmp_path, 2) as cluster, cluster.wire() as wire, cluster.job(script) as jobs:
+        all_heard(cluster, jobs, 2)
+        nodes = json.loads(wait_for(lambda: meta(cluster, "nodes"), 20, "the port", jobs[0]))
+        of_port = wait_for(lambda: len(found := wire(nodes["port"])) > 5_000 and found, 30, "20 s of messages", jobs[0])
+        for text in (b"train.py", b"all_reduce", b"default_pg", b"running", b"secret", str(tmp_path).encode()):
+            assert text not in of_port, text
+        assert b"CURVE" in of_port  # the greeting of ZMTP: this is the right port

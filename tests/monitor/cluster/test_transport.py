@@ -1,0 +1,350 @@
+"""Two monitors' connection over loopback: who is let in, what survives a restart, and how the ranks bring them together."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distdiag import files
+from distdiag.monitor.cluster import keys
+from distdiag.monitor.cluster.transport import Transport
+from distdiag.page import node_files
+from distdiag.page.node_files import Own, Peers, Server
+from distdiag.recorder.other_nodes import NONCE, OtherNodes
+from tests.jobs import wait_for
+
+zmq = pytest.importorskip("zmq", reason="pyzmq is not installed")
+
+
+@pytest.fixture(autouse=True)
+def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "own_addresses", lambda: ("127.0.0.1", ("127.0.0.1",)))
+
+
+def pages(tmp_path: Path, node: int) -> Path:
+    path = tmp_path / f"pages_{node}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    return path
+
+
+def first(tmp_path: Path, allowed: dict[int, str]) -> tuple[Transport, Own]:
+    """Return node 0's side, listening."""
+    node_files.write(pages(tmp_path, 0), Peers(keys=allowed))
+    t = Transport(pages(tmp_path, 0), 0)
+    t.poll()
+    return t, wait_for(lambda: ((o := node_files.read_own(pages(tmp_path, 0))) and o.port and o) or None, 5, "the port")
+
+
+def other(tmp_path: Path, node: int, own: Own) -> Transport:
+    node_files.write(pages(tmp_path, node), Peers(Server(own.public, own.port, own.addresses)))
+    t = Transport(pages(tmp_path, node), node)
+    t.poll()
+    return t
+
+
+def sent(of: Transport, data: bytes, to: Transport) -> int:
+    """Send a state; return the node that it came from."""
+    assert of.client is not None
+    of.client.publish(data, 5)
+    (found,) = wait_for(to.arrived, 10, "the state")
+    assert found.data == data
+    return found.node
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[tuple[Transport, Transport, Own]]:
+    public = keys.own_keys(pages(tmp_path, 1)).public
+    a, own = first(tmp_path, {1: public})
+    b = other(tmp_path, 1, own)
+    yield a, b, own
+    for t in (b, a):
+        t.close()
+
+
+def test_a_state_arrives_and_the_clocks_are_compared(two: tuple[Transport, Transport, Own]) -> None:
+    a, b, own = two
+    for data in (b"one", b"two" * 10_000):
+        assert sent(b, data, a) == 1
+    facts = wait_for(lambda: (f := a.facts())["nodes"]["1"].get("clock_uncertainty_s") and f, 5, "the clocks")
+    of_node = facts["nodes"]["1"]
+    assert abs(of_node["clock_offset_s"]) <= of_node["clock_uncertainty_s"] + 1e-4
+    assert (facts["by"], facts["port"], facts["dropped"]) == ("zeromq", own.port, 0)
+
+
+def test_only_the_newest_of_several_states_is_sent(tmp_path: Path) -> None:
+    public = keys.own_keys(pages(tmp_path, 1)).public
+    b = other(tmp_path, 1, Own(public=public, port=free(), addresses=("127.0.0.1",)))
+    assert b.client is not None
+    for n in range(1000):  # nobody listens yet
+        b.client.publish(b"%d" % n, 5)
+    assert b.client._state is not None and b.client._state[2] == b"-999"
+    b.close()
+
+
+def free() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def test_another_monitor_of_node_0_has_the_same_keys_and_port(
+    two: tuple[Transport, Transport, Own], tmp_path: Path
+) -> None:
+    a, b, own = two
+    sent(b, b"before", a)
+    a.close()
+    again, after = first(tmp_path, {1: keys.own_keys(pages(tmp_path, 1)).public})
+    try:
+        assert (after.public, after.secret, after.port) == (own.public, own.secret, own.port)
+        assert after.incarnation == own.incarnation + 1
+        assert sent(b, b"after", again) == 1
+    finally:
+        again.close()
+
+
+def test_another_monitor_of_another_node_goes_on(two: tuple[Transport, Transport, Own], tmp_path: Path) -> None:
+    a, b, own = two
+    sent(b, b"before", a)
+    b.close()
+    again = other(tmp_path, 1, own)
+    assert sent(again, b"after", a) == 1
+    again.close()
+
+
+def test_a_stranger_is_refused_and_counted(two: tuple[Transport, Transport, Own], tmp_path: Path) -> None:
+    a, b, own = two
+    sent(b, b"before", a)
+    address = f"tcp://127.0.0.1:{own.port}"
+    context = zmq.Context()
+    try:
+        for key in (
+            None,
+            own.public,
+            zmq.curve_keypair()[0].decode(),
+        ):  # no CURVE; a key of its own; a wrong server's key
+            s = context.socket(zmq.DEALER)
+            s.linger = 0
+            if key is not None:
+                s.curve_publickey, s.curve_secretkey = zmq.curve_keypair()
+                s.curve_serverkey = key.encode()
+            refused = a.facts()["refused"]
+            s.connect(address)
+            s.send(b"hello")
+            wait_for(lambda refused=refused: a.facts()["refused"] > refused, 10, f"the refusal of {key}")
+            assert s.poll(300) == 0
+            s.close()
+        refused = a.facts()["refused"]
+        with socket.create_connection(("127.0.0.1", own.port)) as plain:
+            plain.sendall(os.urandom(1000))
+            wait_for(lambda: a.facts()["refused"] > refused, 10, "the refusal of random bytes")
+    finally:
+        context.destroy(linger=0)
+    assert a.facts()["dropped"] == 0 and list(a.facts()["nodes"]) == ["1"]
+    assert sent(b, b"after", a) == 1
+
+
+def test_a_listed_node_speaks_for_itself_only_and_its_damaged_messages_are_dropped(
+    two: tuple[Transport, Transport, Own], tmp_path: Path
+) -> None:
+    a, _, own = two
+    mine = node_files.read_own(pages(tmp_path, 1))
+    assert mine is not None
+    context = zmq.Context()
+    s = context.socket(zmq.DEALER)
+    s.linger = 0
+    s.curve_publickey, s.curve_secretkey = mine.public.encode(), mine.secret.encode()
+    s.curve_serverkey = own.public.encode()
+    s.connect(f"tcp://127.0.0.1:{own.port}")
+    for data in (b"", b"\xff" * 100, b"\x91" * 5000):
+        s.send(data)
+    s.send_multipart([b"a", b"b"])
+    wait_for(lambda: a.facts()["dropped"] >= 4, 10, "them to be dropped")
+    assert a.failed is None
+    context.destroy(linger=0)
+
+
+def test_without_curve_nothing_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zmq, "has", lambda what: False)
+    node_files.write(pages(tmp_path, 0), Peers(keys={1: "k" * 40}))
+    t = Transport(pages(tmp_path, 0), 0)
+    t.poll()
+    assert t.server is None and "no CURVE, and nothing is sent in plain" in (t.failed or "")
+    own = node_files.read_own(pages(tmp_path, 0))
+    assert own is not None and own.error == "no_curve" and not own.secret
+
+
+def test_the_keys_can_be_read_by_this_user_alone(tmp_path: Path) -> None:
+    own = keys.own_keys(pages(tmp_path, 1))
+    assert (pages(tmp_path, 1) / node_files.OWN).stat().st_mode & 0o777 == 0o600
+    assert own.secret not in repr(own)
+
+
+def test_the_address_of_the_jobs_interface_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    bound, every = keys.own_addresses()
+    assert bound is None and "127.0.0.1" not in every
+    if every:
+        monkeypatch.setenv("MASTER_ADDR", every[0])
+        assert keys.own_addresses() == (every[0], (every[0],))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")  # what this host calls itself is no address for others
+    assert keys.own_addresses()[0] is None
+
+
+# -- the exchange through the job's store ------------------------------------------------------------------------
+
+
+class Store:
+    """A store in memory; `get` of what does not exist waits forever in torch, so it fails here."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value.encode()
+
+    def append(self, key: str, value: str) -> None:
+        self.values[key] = self.values.get(key, b"") + value.encode()
+
+    def check(self, names: list[str]) -> bool:
+        return all(n in self.values for n in names)
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+
+class Gone(Store):
+    def check(self, names: list[str]) -> bool:
+        raise RuntimeError("Connection reset by peer")
+
+
+def in_thread(f: Callable[[], None]) -> threading.Thread:
+    t = threading.Thread(target=f, daemon=True)
+    t.start()
+    return t
+
+
+def node(tmp_path: Path, number: int, run: Path) -> OtherNodes:
+    run.mkdir(exist_ok=True)
+    return OtherNodes(run, pages(tmp_path, number), number, 1, 3)
+
+
+def test_nodes_without_the_directory_are_connected_and_the_others_are_not(tmp_path: Path) -> None:
+    store = Store()
+    shared, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    nodes = [node(tmp_path, 0, shared), node(tmp_path, 1, shared), node(tmp_path, 2, elsewhere)]
+    threads = [in_thread(lambda n=n: n.exchange(store)) for n in nodes]
+    sides = [Transport(pages(tmp_path, k), k) for k in range(3)]
+
+    def connected() -> bool:
+        for t in sides:
+            t.poll()
+        return sides[2].client is not None and not any(t.is_alive() for t in threads)
+
+    wait_for(connected, 20, "the exchange")
+    assert sides[0].nodes == (2,) and sides[1].client is None
+    assert sides[2].client is not None
+    assert sent(sides[2], b"state", sides[0]) == 2
+    secrets = [o.secret for k in (0, 2) if (o := node_files.read_own(pages(tmp_path, k)))]
+    assert len(secrets) == 2 and not any(s.encode() in v for s in secrets for v in store.values.values())
+    for t in sides:
+        t.close()
+
+
+def test_if_all_see_the_directory_nothing_is_opened(tmp_path: Path) -> None:
+    store, run = Store(), tmp_path / "run"
+    threads = [in_thread(lambda k=k: node(tmp_path, k, run).exchange(store)) for k in range(3)]
+    for t in threads:
+        t.join(20)
+    assert not any(node_files.read_peers(pages(tmp_path, k)) for k in range(3))
+    assert set(store.values) == {"distdiag/nodes/0", "distdiag/nodes"}
+
+
+def test_a_file_of_another_job_is_not_the_nonce(tmp_path: Path) -> None:
+    files.write(tmp_path, NONCE, b"f" * 32)
+    assert not node(tmp_path, 1, tmp_path)._sees("0" * 32)
+
+
+def test_a_node_without_pyzmq_is_named_on_node_0(tmp_path: Path) -> None:
+    store = Store()
+    store.append("distdiag/nodes", json.dumps([1, 1, "no_pyzmq"]) + "\n" + json.dumps([2, 1, "sees"]) + "\n")
+    node(tmp_path, 0, tmp_path / "run").exchange(store)
+    t = Transport(pages(tmp_path, 0), 0)
+    t.poll()
+    assert (
+        t.failed
+        == "node 1 does not see this run directory: pyzmq is not installed there (pip install 'distdiag[cluster]')"
+    )
+    assert t.server is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[]",
+        b'[1, 1, "short"]',
+        b'[-1, 1, "sees"]',
+        b"[" * 50_000,
+        b'[1, 1, "' + b"k" * 40 + b"\x1b]",
+    ],
+)
+def test_lines_of_others_in_the_store_are_passed_over(line: bytes, tmp_path: Path) -> None:
+    good = b'[2, 1, "%s"]' % (b"k" * 40)
+    known, peers, changed = node(tmp_path, 0, tmp_path)._read_keys(line + b"\n" + good + b"\n", Peers(), -1)
+    assert peers.keys == {2: "k" * 40} and changed and known == 1
+
+
+def test_a_store_that_does_not_answer_keeps_nobody_waiting(tmp_path: Path) -> None:
+    begun = threading.Event()
+
+    class Stuck(Store):
+        def check(self, names: list[str]) -> bool:
+            begun.set()
+            time.sleep(60)
+            return False
+
+    n = node(tmp_path, 1, tmp_path)
+    n.store = Stuck()
+    n._running.acquire()
+    in_thread(n._run)
+    assert begun.wait(5)
+    t = time.monotonic()
+    n.stop()
+    assert time.monotonic() - t < 4
+
+
+def test_a_store_that_is_gone_at_the_end_of_the_job_is_no_failure(tmp_path: Path) -> None:
+    n = node(tmp_path, 1, tmp_path)
+    n.store = Gone()
+    n._going_on.release()  # the script ends
+    n._running.acquire()
+    n._run()
+    assert not n._running.locked()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"server": 5, "keys": {}, "errors": {}}', '{"server": null, "keys": {"x": "k"}, "errors": {}}',
+     '{"server": {"key": "k", "port": 1, "addresses": []}, "keys": {}, "errors": {}}'],
+)  # fmt: skip
+def test_a_damaged_file_opens_nothing(text: str, tmp_path: Path) -> None:
+    files.write(pages(tmp_path, 0), node_files.PEERS, text.encode())
+    t = Transport(pages(tmp_path, 0), 0)
+    t.poll()
+    assert t.server is None and "is damaged" in (t.failed or "")
+
+
+def test_nothing_is_imported_for_a_job_on_one_node(tmp_path: Path) -> None:
+    t: Any = Transport(pages(tmp_path, 0), 0)
+    assert t.poll() is False and t.failed is None and t.arrived() == [] and t.facts() == {}
