@@ -119,9 +119,12 @@ def reordered(case: Case, ranks: Sequence[int]) -> Testimony | None:
     if None in both or not all(both <= set(_earlier(case.states.get(r), calls[r], argument)) for r in case.compared):
         return None
     first, second = (calls[side[0]].site for side in case.sides)
+    parted = tuple(tied(case))  # if a condition is known, its advice is the better one
     return Testimony(
-        text="; both sides have made either call before: they make them in a different order",
-        conditions=tuple(tied(case)),
-        advice=f"compare {both_sites(first, second)}: make these calls in the same order on all ranks; loop over a sorted "
+        text="; both sides have made either call before: they make them in a different order, or one leaves some out",
+        conditions=parted,
+        advice=""
+        if parted
+        else f"compare {both_sites(first, second)}: make these calls in the same order on all ranks; loop over a sorted "
         "list, not over a set or a directory listing, whose order differs between processes",
     )

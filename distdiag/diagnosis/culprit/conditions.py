@@ -173,9 +173,16 @@ def _left_backward(case: Case, ranks: Sequence[int]) -> Testimony | None:
         return None
     who, function = rank_list(ranks), guarding.class_around(guarding.tree_of(theirs[0].file, source), theirs[0].line)
     what = f"the backward of {function}" if function else "that backward"
+    anew = guarding.made_anew(source(theirs[0].file) or "")
+    made = (
+        f"; {theirs[0].file.rsplit('/', 1)[-1]}:{anew.line} decides whether a new tensor, without a graph, is returned: "
+        if anew
+        else ""
+    )
+    made += f"`{guarding.text_of(anew, source(theirs[0].file) or '').removesuffix(':')}`" if anew else ""
     return Testimony(
         ranks=tuple(ranks),
-        text=f"; {who} has left `{_code(outer, source)}`{at(outer)} without that {compatible.op_name(call.op)}: {what} did not run",
+        text=f"; {who} has left `{_code(outer, source)}`{at(outer)} without that {compatible.op_name(call.op)}: {what} did not run{made}",
         advice=f"keep {who}'s result in the graph: {what} runs only where its forward's input needs a gradient; look for a "
         "tensor that the model makes anew (zeros, detach, no_grad) on some ranks, and add the computed one times 0",
     )

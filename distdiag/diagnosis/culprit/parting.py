@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
+from distdiag.diagnosis.culprit import callers
 from distdiag.diagnosis.culprit.callers import function_key
 from distdiag.diagnosis.model import guards as guarding
 from distdiag.diagnosis.model.findings import rank_list
@@ -18,6 +19,7 @@ from distdiag.diagnosis.model.guards import LOOPS, Guard, Kind, Source, tree_of
 from distdiag.diagnosis.model.snapshot import Site
 
 SHOWN = 2  # conditions, if several are possible
+CALLERS = 3  # functions around a wrapper that are looked at, from the inside
 
 
 AsOften = Callable[[str, ast.AST], bool]  # (file, statement)
@@ -253,6 +255,33 @@ def enclosing(site: Site | None, source: Source, callee: str = "") -> Condition 
         return None
     text = guarding.text_of(held[-1], source(site.file) or "").removesuffix(":")
     return Condition(site.file, held[-1].line, text)
+
+
+def call_under_rank(site: Site, files: Collection[str], rank: int, source: Source) -> Condition | None:
+    """Return the condition on the rank under which one of the calls of a function is, directly or through its callers.
+
+    Of a wrapper that every rank calls from several lines. None if there is no such condition, more than one, or one for another rank.
+
+    Args:
+        site: A line of the function.
+        files: Where it may be called from.
+    """
+    found: dict[Condition, bool] = {}
+    todo, seen = [(site, 0)], {(site.file, site.function)}
+    while todo:
+        callee, depth = todo.pop()
+        for caller in (c for file in files for c in callers.calls_of(callee, source, file)):
+            held = [
+                p
+                for p in _guards((caller, callee), 0, source, False)
+                if _keeps_to_some(p.guard) and _reads_rank(p, source)
+            ]
+            if held and (condition := _condition(held[0], source, Way.ALONE)) is not None:
+                found[condition] = guarding.may_hold_on(held[0].guard.test, rank)
+            elif (caller.file, caller.function) not in seen and depth < CALLERS:
+                seen.add((caller.file, caller.function))
+                todo.append((caller, depth + 1))
+    return next(iter(found)) if len(found) == 1 and all(found.values()) else None
 
 
 def only_under(name: str, file: str, source: Source) -> Condition | None:

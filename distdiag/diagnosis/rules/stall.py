@@ -23,6 +23,7 @@ from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, Snapshot
+from distdiag.diagnosis.polled import hidden_error, polled_loop
 from distdiag.diagnosis.text.incident import implicit_text, verb
 from distdiag.diagnosis.text.phrases import NO_PROGRESS, at, op_text, where, where_stack, wheres
 from distdiag.diagnosis.text.template import Template, filled
@@ -243,7 +244,7 @@ def _left_open(s: Snapshot, r: RankState) -> tuple[str, str] | None:
 
 _NO_PROGRESS_OF = "{victims:#} of {world} ranks make no progress"
 _warning = partial(Template, kind, severity=Severity.WARNING)
-STALL = _warning("user_code", "{missing}{size}{implicit}; {does}{worker}{open}{handling}; {victims} {victims:has|have} waited "
+STALL = _warning("user_code", "{missing}{size}{implicit}; {does}{loop}{worker}{open}{handling}; {victims} {victims:has|have} waited "
                  "{waited_s:time}{usual}", _NO_PROGRESS_OF, "{do}")  # fmt: skip
 TRAINS_ON = _warning("user_code",
     "{culprits} has not entered {collective}{called_at} and keeps training{site}, {ahead:,} steps ahead of "
@@ -260,6 +261,7 @@ NOBODY_MOVES = _warning("unknown",
     "threads that communicate at once, or a device that hangs")  # fmt: skip
 _OPEN = " while it has {call}{site} in flight, which {ranks} {ranks:has|have} not entered"
 _DO_OPEN = "{ranks} must enter {call}, too, or no rank may: find what started it, maybe a thread"
+_DO_POLL = "find who ends the loop `{loop}`: it may have failed, or caught an exception and gone on{hidden}"
 _DOES = {a.word: a.does for a in ACTIVITIES if a.does}
 _DO = {a.word: a.do for a in ACTIVITIES if a.do} | {
     "": "check that line; `distdiag dump` saves all stacks; this is cleared if the rank continues",
@@ -285,6 +287,15 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
     do = doing
     if doing == "data":
         do = "workers" if workers else "loads itself" if own and not any(own) else doing
+    polled = polled_loop(r.current_site, facts.source) if doing in ("sleep", "user_code") else None
+    advice = left_open[1] if left_open else _DO.get(do, _DO[""])
+    if polled is not None and not polled[2] and doing == "sleep" and not left_open:
+        hidden = hidden_error(r.user_stack, facts.source)
+        advice = filled(
+            _DO_POLL,
+            loop=polled[0],
+            hidden=f": look whether `{hidden[0]}`{at(hidden[1])} has hidden an error" if hidden else "",
+        )
     longest_s = r.longest_delay_s
     victims = sorted({v for x in late for v in x.victims})
     return STALL(
@@ -299,12 +310,13 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
         missing=_missing_text(ranks, call, victim.rank),
         size=f", {size_text(call.bytes)}" if call.bytes else "", implicit=implicit_text(victim, call),
         does=f"{'it' if len(late) == 1 else 'each'} {_DOES.get(doing, 'is busy')}{at(r.current_site)}",
+        loop=f", in the loop `{polled[0]}`{at(polled[1])}" if polled is not None else "",
         worker=f", and {whose} is{at(worker)}" if worker is not None else "",
         open=left_open[0] if left_open else "",
         handling=f", while it handles {pending_exception.handled(r)}" if r.handling else "",
         waited_s=first.waited_s,
         usual=f" (its longest so far: {rough_duration(longest_s)})" if longest_s > 0.5 else "",
-        world=s.world_size, do=left_open[1] if left_open else _DO.get(do, _DO[""]),
+        world=s.world_size, do=advice,
     )  # fmt: skip
 
 

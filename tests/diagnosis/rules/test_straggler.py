@@ -12,6 +12,8 @@ import pytest
 from distdiag.diagnosis import step_times
 from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.model.snapshot import (
+    Arrival,
+    Call,
     Loader,
     Sample,
     Site,
@@ -392,3 +394,13 @@ def test_a_rank_that_shares_its_core_with_children_of_its_own_is_no_slow_core() 
     assert (f.cause, f.culprits) == ("cores", (1,)) and "its only core with its own 2 busy children" in f.message
     assert found((), 2.0) == [], "the host is busy, and nothing shows with what"
     assert found((1,), 0.0) == [], "it has its core for itself"
+
+
+@pytest.mark.parametrize(("op", "found"), [("scatter", False), ("all_reduce", True)])
+def test_a_root_that_hands_out_what_it_reads_is_no_straggler(op: str, found: bool) -> None:
+    """The others wait for it in its scatter of the batches, not in a call that all prepare."""
+    calls = tuple(Call(op=op, group="default_pg", seq=k, root=0 if op == "scatter" else None) for k in range(1, 61))
+    arrivals = tuple(Arrival("default_pg", k, op, k * 0.1, 80.0, 0, 80.0) for k in range(1, 61))
+    slow = rank(0, steps=steps(80.0, "other"), calls=calls)
+    ranks = [slow, *(rank(q, steps=steps(wait_ms=80.0, seed=q), calls=calls) for q in (1, 2))]
+    assert bool(stragglers(job(*ranks, arrivals=arrivals))) is found
