@@ -22,7 +22,8 @@ def accuse(case: Case) -> Testimony | None:
     """Accuse the side that is ahead of the other."""
     if case.snapshot.source != "stacks" or not case.tie:
         return None
-    return between(case.states, *case.sides, case.source)
+    first, second = case.sides
+    return between(case.states, first, second, case.source)
 
 
 def between(states: States, first: Sequence[int], second: Sequence[int], source: Source | None) -> Testimony | None:
