@@ -30,6 +30,7 @@ DEADLINE_S, NATIVE_DEADLINE_S = 10.0, 20.0  # for one process
 AT_ONCE = 16
 _POLL_S = 0.001  # between two reads of a process's state
 STOPPED, TRACED = "T", "t"
+ENDED = "it has ended"
 
 
 @dataclass(slots=True)
@@ -73,8 +74,8 @@ def take(processes: Iterable[Candidate], native: bool = False) -> dict[int, Samp
 
 
 def _one(program: str, p: Candidate, native: bool) -> Sample:
-    if procfs.start_ticks(p.pid) != p.started:
-        return Sample(error="it has ended")
+    if _ended(p):
+        return Sample(error=ENDED)
     if _state(p.pid) == STOPPED:
         return Sample(error="it is stopped (SIGSTOP)")  # py-spy would let it continue
     sample = Sample(cpu_s=_cpu_s(p.pid))
@@ -93,8 +94,13 @@ def _one(program: str, p: Candidate, native: bool) -> Sample:
     try:
         sample.process = _absolute(from_json(out)[0], p.pid)
     except NoStacks:
-        sample.error = " ".join(err.decode("utf-8", "replace").split())[:300] or "no stack"
+        text = " ".join(err.decode("utf-8", "replace").split())[:300]
+        sample.error = ENDED if _ended(p) else text or "no stack"
     return sample
+
+
+def _ended(p: Candidate) -> bool:
+    return _state(p.pid) in ("", "Z", "X") or procfs.start_ticks(p.pid) != p.started
 
 
 class _Watch:

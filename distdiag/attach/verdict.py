@@ -60,6 +60,9 @@ def attach(job: Job) -> Report:
     )
     failed = {rank: taken[p.pid][-1].error for rank, p in ranks.items() if p.pid not in processes and p not in stopped}
     notes += [f"rank {rank}: no stack ({visible(why)})" for rank, why in list(failed.items())[:4]]
+    gone = [rank for rank, p in ranks.items() if p.pid in processes and taken[p.pid][-1].error == sample.ENDED]
+    if gone:
+        notes.append(f"{rank_list(sorted(gone))} ended while the job was sampled")
     world = job.world or len(seen)
     unjudged = None
     if failed:
@@ -127,7 +130,7 @@ def _seen(process: Process | None, samples: list[Sample], p: Candidate, source: 
     first, last = samples[0], samples[-1]
     waited_s = last.at_s - first.at_s
     busy = waited_s > 0 and (last.cpu_s - first.cpu_s) / waited_s > BUSY
-    moved = _moved(samples)
+    moved = _moved(samples) or last.error == sample.ENDED  # what has ended was not stuck
     return Seen(
         position=position(process.judged, source, still=not moved and not busy), pid=p.pid, moved=moved, busy=busy
     )

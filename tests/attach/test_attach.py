@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -142,7 +143,6 @@ def test_bad_pids_are_one_line_and_a_hint() -> None:
         pytest.skip(_no_py_spy())
     for given, words in (
         (["4194304"], "no such process"),
-        ([str(os.getppid())], ""),
         ([], "name the job"),
         (["--job", "x", "--here"], "name the job"),
         (["--job", "no-such-job"], "no"),
@@ -307,3 +307,38 @@ def test_pauses_are_printed_and_a_data_worker_is_no_rank(monkeypatch: pytest.Mon
     assert report.ranks_seen == report.world_size == 2
     assert any("rank 0 10 ms, rank 1 10 ms" in note for note in report.notes)
     assert any("order in which their processes started" in note for note in report.notes)
+
+
+def test_a_rank_that_ends_while_it_is_sampled_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    (job,) = here(monkeypatch, process(11, 1, rank(0, 2)), process(12, 1, rank(1, 2)))
+    waiting, leaving = in_all_reduce(11), in_all_reduce(12, line=9)
+    taken = iter([{11: waiting, 12: leaving}, {11: waiting, 12: Sample(error=sample.ENDED)}, {11: waiting}])
+    monkeypatch.setattr(sample, "take", lambda found, native=False: next(taken) if list(found) else {})
+    monkeypatch.setattr(verdict.time, "sleep", lambda s: None)
+    report = verdict.attach(job)
+    assert not [f for f in report.findings if f.severity != "info"]
+    assert "rank 1 ended while the job was sampled" in report.notes
+
+
+@needs_py_spy
+def test_a_process_that_has_ended_has_no_sample() -> None:
+    with start([sys.executable, "-c", "pass"]) as job:
+        job.wait()
+        gone = Candidate(job.process.pid, 1, "S", 5, {}, ("python",))
+        assert sample.take([gone])[gone.pid].error == sample.ENDED
+
+
+@pytest.mark.job
+@needs_py_spy
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="a namespace needs root and unshare")
+def test_ranks_in_a_pid_namespace_are_found_from_outside() -> None:
+    """As from the host of a container: by the pid that the host has for them."""
+    port = free_port()
+    one = [
+        f"RANK={r} WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={port} {sys.executable} {JOBS}/polite_night.py &"
+        for r in (0, 1)
+    ]
+    inside = ["unshare", "--pid", "--fork", "--mount-proc", "bash", "-c", " ".join([*one, "wait"])]
+    with start(inside, timeout=170) as job:
+        found = wait_for(lambda: (x := attach(job)).get("ranks_seen") == 2 and x, 120, "both ranks", job)
+        assert "error" not in found

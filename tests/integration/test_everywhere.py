@@ -88,7 +88,7 @@ def test_every_launcher_leads_to_one_run_with_its_verdict(script: Path, tmp_path
     with start(command(script, before, how, free_port()), cwd=tmp_path, env=env) as job:
         wait_for(lambda: runs_of(tmp_path), 60, "a run", job)
         (run,) = runs_of(tmp_path)
-        assert wait_for(lambda: verdict(run), 60, "the verdict") == ([1], 2)
+        assert wait_for(lambda: verdict(run), 60, "the verdict", job) == ([1], 2)
     assert runs_of(tmp_path) == [run]
 
 

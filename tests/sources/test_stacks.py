@@ -210,3 +210,70 @@ def test_a_condition_on_the_rank_decides_between_two() -> None:
     (finding,) = findings(two, lambda path: text)
     assert finding.culprits == (0,)
     assert finding.message.startswith("only rank 0 made broadcast (train.py:3): `if rank == 0` (line 2); ")
+
+
+LEFT = """def fit(rank):
+    for epoch in range(3):
+        for x in loader:
+            step(x)
+        barrier()
+        if plateau:
+            all_gather()
+    save()
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "ops", "culprits"),
+    [
+        ((4, 5), ("all_reduce", "barrier"), (1,)),  # past the loop that rank 0 is in
+        ((5, 4), ("barrier", "all_reduce"), (0,)),
+        ((4, 5), ("all_reduce", "all_reduce"), (1,)),  # one operation at two lines
+        ((5, 8), ("barrier", "broadcast"), (1,)),
+        ((5, 7), ("barrier", "all_gather"), ()),  # under a condition: rank 0 may have left it out, a round ago
+    ],
+)
+def test_of_two_ranks_the_one_that_has_passed_the_others_line(
+    lines: tuple[int, int], ops: tuple[str, str], culprits: tuple[int, ...]
+) -> None:
+    (finding,) = findings({r: seen(lines[r], ops[r]) for r in (0, 1)}, lambda path: LEFT)
+    assert finding.culprits == culprits
+    assert finding.certainty == Certainty.SUSPECTED
+    (unread,) = findings({r: seen(lines[r], ops[r]) for r in (0, 1)}, lambda path: None)
+    assert unread.culprits == ()
+
+
+def test_a_rank_in_the_next_forward_has_left_out_the_backward() -> None:
+    ddp = f"{LIBRARY}/nn/parallel/distributed.py"
+    forward = position(at(frame("_sync_buffers", ddp), frame("fit", "/home/me/train.py", 10)))
+    backward = position(
+        at(frame("_engine_run_backward", f"{LIBRARY}/autograd/graph.py"), frame("fit", "/home/me/train.py", 12))
+    )
+    (finding,) = findings({0: Seen(position=backward), 1: Seen(position=forward)}, None)
+    assert finding.culprits == (1,)
+    assert "rank 1 is in the next forward, without the backward at train.py:12" in finding.message
+
+
+def test_who_is_in_the_next_collective_has_not_sent() -> None:
+    recv = position(at(frame("recv", C10D, src="2", tag="0"), USER))
+    ranks = {0: Seen(position=recv), 1: seen(57, "broadcast"), 2: seen(57, "broadcast")}
+    (finding,) = findings(ranks, None)
+    assert (finding.kind, finding.culprits) == ("deadlock", (2,))
+    assert "rank 2 went on to the next collective at train.py:57" in finding.message
+
+
+def creating(ranks: str, number: str) -> Seen:
+    inner = frame("_new_group_with_tag", C10D, ranks=ranks, group_name=f'"{number}"')
+    return Seen(position=position(at(frame("_store_based_barrier", C10D), inner, frame("new_group", C10D), USER)))
+
+
+def test_ranks_that_create_different_groups() -> None:
+    (finding,) = findings(
+        {0: creating("[0, 1, 2]", "7"), 1: creating("[0, 1, 2]", "7"), 2: creating("[0, 2]", "7")}, None
+    )
+    assert (finding.culprits, finding.victims) == ((2,), (0, 1))
+    assert "ranks 0, 1: [0, 1, 2] as number 7; rank 2: [0, 2] as number 7" in finding.message
+    (later,) = findings({0: creating("[0, 1]", "7"), 1: creating("[0, 1]", "8")}, None)
+    assert (later.culprits, later.victims) == ((), (0, 1))
+    (same,) = findings({0: creating("[0, 1]", "7"), 1: creating("[0, 1]", "7")}, None)
+    assert "what they pass to it differs" in same.message

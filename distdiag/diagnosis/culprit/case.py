@@ -38,6 +38,7 @@ class Reason(StrEnum):
     COUNT = "count"  # it has used a site more, or less, often than all others
     ALONE = "alone"  # it waits alone, the others together
     ORDER = "order"  # all have made these calls before: only their order differs
+    AHEAD = "ahead"  # by places alone, it has gone past the call in which the others are
     PARTING = "parting"  # conditions on data through which the ranks can have parted
     NONE = "none"
 

@@ -161,6 +161,15 @@ def parting(
     return []
 
 
+def branches(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> list[str] | None:
+    """Return the conditions of the branches that only the first of two ranks is in; None if a source cannot be read."""
+    if any(tree_of(site.file, source) is None for site in (*mine, *theirs)):
+        return None
+    path, _ = _paths(mine, theirs, source)
+    inside = (p for p in path.own if p.guard.kind is Kind.HOLDS)
+    return [guarding.text_of(p.guard, source(p.site.file) or "") for p in inside]
+
+
 def _sorts(path: _Path, source: Source) -> tuple[list[_Placed], ...]:
     """Return the guards through which the other rank can have missed this rank's call, by sort: branches that only this one is in;
     what leaves before it; what leaves a loop that it is in; loops that have ended for the other."""

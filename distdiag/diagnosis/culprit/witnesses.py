@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from distdiag.diagnosis.culprit import (
+    ahead,
     arguments,
     call_order,
     conditions,
@@ -110,6 +111,7 @@ _CONFLICT = (
     Witness(Reason.SITE, sites.new),
     Witness(Reason.HISTORY, sites.history),
     Witness(Reason.RHYTHM, rhythm.accuse, applies=_tie),
+    Witness(Reason.AHEAD, ahead.accuse),
     Witness(Reason.ORDER, explain=arguments.reordered),
     Witness(Reason.PARTING, explain=conditions.between_sides),
     Witness(Reason.COUNT, explain=sites.more_calls),
@@ -133,6 +135,7 @@ ORDER: dict[Root, tuple[Witness, ...]] = {
         Witness(Reason.PATTERN, call_order.pattern),
         Witness(Reason.SITE, sites.new_in_cycle),
         Witness(Reason.COUNT, sites.visits_differ),
+        Witness(Reason.AHEAD, ahead.accuse_in_cycle),
         Witness(Reason.ALONE, _alone),
         Witness(Reason.DIVERGENCE, divergence.accuse),
         Witness(Reason.PARTING, explain=conditions.past_the_call),
@@ -146,7 +149,7 @@ WEAK = (
 # The culprits are at another point of the program, not in the same call with another operation.
 OTHER_PLACE = (
     Reason.EXHAUSTED, Reason.EXCEPTION, Reason.EXTRA, Reason.SKIPPED, Reason.PAIRED, Reason.DIVERGENCE, Reason.SITE, Reason.HISTORY,
-    Reason.RHYTHM, Reason.CONDITION,
+    Reason.RHYTHM, Reason.CONDITION, Reason.AHEAD,
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from distdiag.diagnosis.model.snapshot import Call, Site
 from distdiag.sources.stacks.frames import Frame, Stack
 from distdiag.terms.activity import by_frame, by_line, refined
 from distdiag.terms.operations import family, op_name
+from distdiag.terms.untrusted import visible
 
 Source = Callable[[str], str | None]
 DEFAULT_GROUP = "default_pg"
@@ -36,6 +37,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
         activity: What it does otherwise: the words of `Where.state`.
         phase: Phase of DDP whose operation the user's line does not name: forward, backward; else empty.
         stack: The user's frames, innermost first.
+        creates: The group that it creates, by torch's local variables: `[0, 1] as number 7`; else empty.
         unsure: True if only native frames can show what it waits for, and there are none.
     """
 
@@ -44,6 +46,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     call: Call | None = None
     activity: str = "user_code"
     phase: str = ""
+    creates: str = ""
     unsure: bool = False
 
 
@@ -61,7 +64,7 @@ def position(stack: Stack, source: Source | None = None, still: bool = True) -> 
     inner = stack.frames[:first]  # of libraries, inside the user's line
     call, phase = _call(inner, users, site, stack, still and stack.idle is not False)
     if call is not None:
-        return Position(site=site, stack=sites, call=call, activity="waiting", phase=phase)
+        return Position(site=site, stack=sites, call=call, activity="waiting", phase=phase, creates=_created(inner))
     innermost = stack.frames[0] if stack.frames else None
     unsure = innermost is not None and innermost.users and not stack.native
     return Position(site=site, stack=sites, activity=_activity(stack, site, source), unsure=unsure)
@@ -102,6 +105,15 @@ def _of_c10d(f: Frame, callers: tuple[Frame, ...], users: list[Frame], site: Sit
     known = family(op)
     root = _number(f, "src", "dst", "group_src", "group_dst") if known is not None and known.rooted else None
     return Call(op=op, group=group, seq=UNNUMBERED, site=site, root=root)
+
+
+def _created(inner: tuple[Frame, ...]) -> str:
+    """Return ranks and name of the group that new_group creates; torch numbers groups in the order of the calls on each rank."""
+    for f in inner:
+        if f.name == "_new_group_with_tag" and "ranks" in f.values:
+            number = f.values.get("group_name", "").strip("\"'")
+            return visible(f.values["ranks"] + (f" as number {number}" if number.isdecimal() else ""))
+    return ""
 
 
 def _number(f: Frame, *names: str) -> int | None:

@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.culprit import parting
+from distdiag.diagnosis.culprit import ahead, parting
 from distdiag.diagnosis.culprit.verdict import judge as judge_graph
 from distdiag.diagnosis.model.findings import Finding, Report, Severity, State, rank_list
 from distdiag.diagnosis.model.snapshot import Call, Group, Life, Model, RankState, Site, Snapshot
@@ -40,6 +40,9 @@ APART = _stall("unknown", "{odd} {are} in {own}{own_site} where {rest} wait in {
 TOGETHER = _stall("unknown", "{victims} are all in {what}{at}, and none has moved: what they pass to it differs (size, group, how "
                   "often they came there), or the network does not deliver", NO_PROGRESS,
                   "record the job (`-m distdiag.run`, or DISTDIAG=1): counts of calls decide", severity=Severity.WARNING)  # fmt: skip
+GROUPS = _stall("unknown", "the ranks create different groups in new_group(){at}, and none has moved: {texts}", NO_PROGRESS,
+                "let every rank call new_group with the same ranks, in the same order; agree on them first (broadcast the list)",
+                severity=Severity.WARNING)  # fmt: skip
 NOBODY = _stall("unknown", "no rank is in a collective, and none has moved: {places}", NO_PROGRESS,
                 "look for what they wait for at these lines: a lock, a key of a store, a file, another process",
                 severity=Severity.WARNING)  # fmt: skip
@@ -171,7 +174,11 @@ def _no_sink(s: Snapshot, seen: Mapping[int, Seen], source: Source | None) -> It
         ]
         yield NOBODY(victims=sorted(seen), where=wheres(s, sorted(seen)), places="; ".join(texts))
         return
-    sides = sorted(by_value({q: c.site for q, c in calls.items()}).values(), key=lambda side: (-len(side), side[0]))
+    sides = _sides({q: c.site for q, c in calls.items()})
+    created = _sides({q: x.position.creates for q, x in seen.items() if q in calls and x.position is not None})
+    if len(sides) == 1 and len(created) > 1:
+        yield _groups(s, seen, created)
+        return
     if len(sides) == 1:
         call = calls[sides[0][0]]
         yield TOGETHER(
@@ -179,15 +186,33 @@ def _no_sink(s: Snapshot, seen: Mapping[int, Seen], source: Source | None) -> It
         )  # fmt: skip
         return
     odd, rest = [q for side in sides[1:] for q in side], sides[0]
+    known = len(odd) < len(rest)
+    if len(sides) == 2 and not known and (found := ahead.between(s.ranks, odd, rest, source)) is not None:
+        known, odd, rest = True, list(found.ranks), [q for q in calls if q not in found.ranks]
     stacks = s.ranks[odd[0]].user_stack, s.ranks[rest[0]].user_stack
     parted = source and parting.parting_text(parting.parting(*stacks, source))
     own, other = calls[odd[0]], calls[rest[0]]
-    known = len(odd) < len(rest)
     yield APART(
         culprits=odd if known else (), victims=rest if known else sorted(calls), collective=_unnumbered(other),
         where=wheres(s, odd if known else sorted(calls)), waiting=wheres(s, rest if known else ()),
         odd=rank_list(odd), are=verb(odd, "is", "are"), rest=rank_list(rest), own=_op(own), own_site=own.site,
         other=_op(other), other_site=other.site, reason=_on_rank(*stacks, source) or parted or "",
+    )  # fmt: skip
+
+
+def _sides(values: Mapping[int, Any]) -> list[list[int]]:
+    """Return the ranks with equal values, the largest side first."""
+    return sorted(by_value(values).values(), key=lambda side: (-len(side), side[0]))
+
+
+def _groups(s: Snapshot, seen: Mapping[int, Seen], sides: Sequence[Sequence[int]]) -> Finding:
+    """Return that ranks wait for each other in one call of new_group for different groups."""
+    known = len(sides[0]) > len(sides[1])
+    odd = sorted(q for side in sides[1:] for q in side)
+    texts = [f"{rank_list(x)}: {p.creates}" for x in sides[:SHOWN] if (p := seen[x[0]].position) is not None]
+    return GROUPS(
+        culprits=odd if known else (), victims=sides[0] if known else sorted(seen), where=wheres(s, odd if known else sorted(seen)),
+        waiting=wheres(s, sides[0] if known else ()), at=_call(s, odd[0]).site, texts="; ".join(texts),
     )  # fmt: skip
 
 

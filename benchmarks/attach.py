@@ -1,0 +1,203 @@
+"""Measures `distdiag attach` on the jobs of tests/faults started as people start them, without distdiag in the command.
+
+    python benchmarks/attach.py hung --part 1/3       # attach to hung jobs: rank, line, seconds
+    python benchmarks/attach.py healthy --part 1/3    # attach to healthy jobs again and again: no finding, and equal results
+
+Each job is started by one of: torchrun, `torch.multiprocessing.spawn`, mpirun, plain python with torch's variables; the next job by the next.
+A hung job is attached to once its ranks are at the lines of its manifest. The rank is right if exactly the manifest's
+culprits are named, the line if all lines of the manifest are shown. Each row is kept in benchmarks/results/attach.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve()
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(ROOT))
+
+from distdiag.attach.sample import py_spy  # noqa: E402
+from tests.faults.collection import Job as Entry  # noqa: E402
+from tests.faults.collection import load  # noqa: E402
+from tests.jobs import Job, clean_env, free_port, marked, start  # noqa: E402
+
+FAULTS = ROOT / "tests" / "faults"
+RESULTS = ROOT / "benchmarks" / "results" / "attach.json"
+SHIM = HERE.with_name("_as_rank.py")
+WAYS = ("torchrun", "spawn", "mpirun", "environment")
+READY_S, SETTLED_S, LIMIT_S = 8.0, 120.0, 150.0
+GONE = ("exited", "finished", "crashed", "left_off", "stopped")
+HEALTHY = 20
+
+
+def jobs(part: str, kind: str) -> list[tuple[Entry, str]]:
+    """Return the jobs of a part, each with its launcher."""
+    entries = load(FAULTS / "manifest.json").jobs
+    hung = [(e, WAYS[i % len(WAYS)]) for i, e in enumerate(e for e in entries if e.plain_outcome.type == "hang")]
+    fine = [
+        e for e in entries if e.plain_outcome.type == "ok" and not e.faulty and e.name not in ("no_dist", "spawn_fine")
+    ]
+    every = len(fine) / HEALTHY
+    well = [(fine[int(i * every)], WAYS[i % len(WAYS)]) for i in range(HEALTHY)]
+    chosen = {"hung": hung, "healthy": well}[kind]
+    k, n = map(int, part.split("/"))
+    return [(e, "spawn" if e.launch == "python" else how) for e, how in chosen[k - 1 :: n]]
+
+
+@contextmanager
+def started(entry: Entry, how: str, env: dict[str, str]) -> Iterator[Job]:
+    """Start a job; its marked processes are killed at the end."""
+    script, n = str(FAULTS / entry.path), entry.nproc
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    if entry.launch == "python":
+        command = [sys.executable, script]
+    elif how == "torchrun":
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
+        command += [str(SHIM), "torchrun", script] if "DIGESTS" in env else [script]
+    elif how == "spawn":
+        command = [sys.executable, str(SHIM), f"spawn:{n}:{address['MASTER_PORT']}", script]
+    elif how == "mpirun":
+        command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", str(n)]
+        command += [sys.executable, str(SHIM), "mpi", script]
+        env = env | address
+    else:
+        given = " ".join(f"{k}={v}" for k, v in (address | {"WORLD_SIZE": str(n)}).items())
+        shim = f"{SHIM} environment " if "DIGESTS" in env else ""
+        one = [f"RANK={r} LOCAL_RANK={r} {given} {sys.executable} {shim}{script} &" for r in range(n)]
+        command = ["bash", "-c", " ".join([*one, "wait"])]
+    with start(command, env=env, timeout=600) as job:
+        yield job
+
+
+def attach(job: Job) -> tuple[dict[str, Any], float]:
+    """Return the verdict and the seconds that the command took."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as home:
+        done = subprocess.run(
+            [sys.executable, "-m", "distdiag", "attach", str(job.process.pid), "--json"],
+            env=clean_env(Path(home)), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+    return {"findings": [], **json.loads(done.stdout or "{}")}, time.monotonic() - began
+
+
+# -- hung --------------------------------------------------------------------------------------------------------------
+
+
+def settle(entry: Entry, job: Job) -> bool:
+    """Wait until the lines of the manifest are in the stacks of the job's processes; False if they never are."""
+    wanted = {(str(FAULTS / p.file), line) for p in entry.positions if p.state not in GONE
+              for line in [range(p.line, (p.last_line or p.line) + 1)]}  # fmt: skip
+    time.sleep(READY_S)
+    end, before, again = time.monotonic() + SETTLED_S, "", 0
+    while time.monotonic() < end and job.process.poll() is None:
+        text = "".join(_stacks(pid) for pid, command in marked(job.mark).items() if "python" in command)
+        at = {(Path(m[1]).name, int(m[2])) for m in re.finditer(r" \((\S+?):(\d+)\)$", text, re.MULTILINE)}
+        there = all(any((Path(file).name, line) in at for line in lines) for file, lines in wanted)
+        again = again + 1 if there and (text == before or any(p.last_line for p in entry.positions)) else 0
+        if again == 2:
+            return True
+        before = text
+        time.sleep(3)
+    return False
+
+
+def _stacks(pid: int) -> str:
+    """Return the main thread's stack with its local variables."""
+    command = [py_spy(), "dump", "--locals", "--nonblocking", "--pid", str(pid)]
+    text = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return next((t for t in text.split("\nThread ") if '"MainThread"' in t), "")
+
+
+def hung(entry: Entry, how: str) -> dict[str, Any]:
+    with started(entry, how, {}) as job:
+        ready = settle(entry, job)
+        found, seconds = attach(job)
+    findings = found["findings"]  # of a rank that computes: info
+    shown = {(w["rank"], w["line"]) for f in findings for w in (*f["where"], *f["waiting"])}
+    wanted = [p for p in entry.positions if p.state not in GONE]
+    named = [tuple(sorted(f["culprits"])) for f in findings]
+    right = tuple(sorted(entry.expected.culprits))
+    rank = len(named) == 1 and (named[0] == right or named[0] in entry.expected.culprits_any)
+    line = bool(findings) and all(
+        any((p.rank, n) in shown for n in range(p.line, (p.last_line or p.line) + 1)) for p in wanted
+    )
+    return {
+        "ready": ready, "rank": rank, "line": line, "seconds": round(seconds, 1),
+        "severity": [f["severity"] for f in findings], "named": named, "expected": right,
+        "message": [f["message"] for f in found["findings"]], "error": found.get("error"), "notes": found.get("notes"),
+    }  # fmt: skip
+
+
+# -- healthy -----------------------------------------------------------------------------------------------------------
+
+
+def healthy(entry: Entry, how: str) -> dict[str, Any]:
+    """Attach to one of two equal jobs until it ends, and compare what both computed and printed."""
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
+        with started(entry, how, {"DIGESTS": one}) as alone, started(entry, how, {"DIGESTS": other}) as job:
+            seen, bad, pauses = 0, [], []
+            while job.process.poll() is None:
+                found, _ = attach(job)
+                seen += found.get("ranks_seen", 0) == entry.nproc
+                bad += [f["message"] for f in found.get("findings", ()) if f["severity"] != "info"]
+                pauses += [
+                    int(ms)
+                    for note in found.get("notes", ())
+                    if "longest pause" in note
+                    for ms in re.findall(r"(\d+) ms", note)
+                ]
+            codes = job.wait(LIMIT_S), alone.wait(LIMIT_S)
+            texts = [_results(x) for x in (job, alone)]
+        digests = [{p.name: p.read_text() for p in Path(d).iterdir()} for d in (one, other)]
+    steps = sum(int(text.split()[0]) for text in digests[0].values())
+    return {
+        "attached": seen, "bad": bad, "codes": codes, "equal": digests[0] == digests[1] and texts[0] == texts[1],
+        "optimizer_steps": steps, "longest_pause_ms": max(pauses, default=0),
+    }  # fmt: skip
+
+
+def _results(job: Job) -> list[str]:
+    """Return the printed lines; of those with a time or a rate, which differ between any two runs, the words."""
+    timed = re.compile(r"\d(?: ?m?s\b|/s)|sec|time|took", re.IGNORECASE)
+    return sorted(re.sub(r"\d[\d.]*", "", line) if timed.search(line) else line for line in job.stdout().splitlines())
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+def keep(kind: str, name: str, how: str, row: dict[str, Any]) -> None:
+    found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    found.setdefault(kind, {})[name] = {"launcher": how, **row, "date": time.strftime("%Y-%m-%d")}
+    RESULTS.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=["hung", "healthy"])
+    parser.add_argument("--part", default="1/1", help="K/N: every N-th job from the K-th on")
+    parser.add_argument("--only", help="names of jobs, with commas between them")
+    given = parser.parse_args()
+    measure = {"hung": hung, "healthy": healthy}[given.kind]
+    assert shutil.which("mpirun"), "mpirun is missing (Debian: apt install openmpi-bin)"
+    for entry, how in jobs(given.part, given.kind):
+        if given.only and entry.name not in given.only.split(","):
+            continue
+        row = measure(entry, how)
+        print(entry.name, how, json.dumps(row), f"load {os.getloadavg()[0]:.1f}", flush=True)
+        keep(given.kind, entry.name, how, row)
+
+
+if __name__ == "__main__":
+    main()
