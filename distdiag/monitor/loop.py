@@ -108,6 +108,7 @@ class Monitor:
         directories.sweep(self.pages.directories[0])
         while True:
             began = time.monotonic()
+            self.nodes.connect()
             if self.priority.run(self._poll, low=self._well()):
                 break
             next_s, self.gatherer.host_waits.next_s = self.gatherer.host_waits.next_s, None

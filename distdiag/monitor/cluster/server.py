@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import threading
 import time
@@ -111,7 +112,8 @@ class Server(Link):
         for s in (self._zap, self._router, self._events):
             poller.register(s, zmq.POLLIN)
         self._bind()
-        self._questions = Questions(self.pages, self.ask)
+        with contextlib.suppress(OSError):  # the path is too long for a socket: readers ask this node's ranks only
+            self._questions = Questions(self.pages, self.ask)
 
     def _bind(self) -> None:
         """Bind the port of the monitor before us, or any; try again later if it is taken."""
