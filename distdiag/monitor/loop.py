@@ -115,6 +115,7 @@ class Monitor:
         directories.sweep(self.pages.directories[0])
         while True:
             began, used_s = time.monotonic(), time.process_time()
+            self.nodes.connect()
             if self.priority.run(self._poll, low=self._well()):
                 break
             left = self._tick_s(time.process_time() - used_s) - (time.monotonic() - began)

@@ -86,6 +86,14 @@ class Nodes:
         """True if a rank on another node waits."""
         return self.transport is not None and self.transport.urgent
 
+    def connect(self) -> None:
+        """Connect to node 0, or listen, once the first rank of this node has found out that it must.
+
+        Not called at low priority, which the threads would inherit.
+        """
+        if self.transport is not None and self.transport.poll():
+            self._written_at = -1e9  # the state is due at once
+
     def several(self, s: Snapshot) -> bool:
         """True if the job has ranks on other nodes."""
         return s.expected is not None and s.expected < s.world_size
@@ -97,8 +105,6 @@ class Nodes:
             started_unix_s, start_ns: When this node's run began, by the wall clock and the monotonic one.
             closed: The job is over.
         """
-        if self.transport is not None and self.transport.poll():
-            self._written_at = -1e9
         waiting = _waits(s)
         ended = any(r.life not in (Life.RUNNING, Life.STARTING) for r in s.ranks.values())
         now = time.monotonic()

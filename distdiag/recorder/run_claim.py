@@ -21,7 +21,7 @@ from pathlib import Path
 from distdiag import files, procfs
 from distdiag.page import directories
 from distdiag.page.layout import page_path
-from distdiag.terms.launchers import LAUNCHERS, OPEN_MPI, RANKS, launched
+from distdiag.terms.launchers import LAUNCHERS, OPEN_MPI, RANKS, SLURM, TORCHRUN, launched
 
 ENV_DIR = "DISTDIAG_RUN_DIR"
 ENV_JOB = "DISTDIAG_JOB"
@@ -163,6 +163,17 @@ def local_ranks(world_size: int) -> int:
         if os.environ.get(launcher.local_world, "").isdigit():
             return max(1, int(os.environ[launcher.local_world]))
     return max(1, world_size)
+
+
+def local_world_size(rank: int, world: int) -> int:
+    """Return how many ranks this node has, by the launcher that numbers the nodes (see `node_number`); 0 if none tells."""
+    env = os.environ.get
+    if (given := env(TORCHRUN.local_world, "")).isdigit():
+        return int(given)
+    for launcher in (OPEN_MPI, SLURM) if TORCHRUN.rank not in os.environ else ():
+        if (env(launcher.rank), env(launcher.world)) == (str(rank), str(world)):  # else it started something else
+            return int(given) if (given := env(launcher.local_world, "")).isdigit() else 0
+    return 0
 
 
 def launch_time() -> float:

@@ -290,7 +290,7 @@ def _start(run_dir: str | None, name: str | None, rank: int, world_size: int, lo
     h = writer.header
     h.pid = os.getpid()
     h.rank, h.local_rank, h.world_size = rank, local_rank, world_size
-    h.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "0") or 0)
+    h.local_world_size = run_claim.local_world_size(rank, world_size)
     h.node = claim.node
     h.attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0)
     h.started_wall_ns, h.started_mono_ns = time.time_ns(), now_ns()

@@ -14,7 +14,7 @@ import pytest
 from distdiag.page import directories
 from distdiag.recorder import run_claim
 from distdiag.store import rundir
-from distdiag.terms.launchers import RANKS
+from distdiag.terms.launchers import LAUNCHERS, RANKS
 from tests.jobs import REPOSITORY, clean_env
 
 CLAIM = """
@@ -271,3 +271,25 @@ def test_the_socket_of_a_rank_fits_into_a_socket_address(monkeypatch: pytest.Mon
         assert len(str(found.pages / "r4095.sock")) <= 107
     finally:
         directories.remove(found.pages)
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, 0),
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, 4),
+        ({"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 2),
+        ({"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4"}, 4),
+        ({"SLURM_PROCID": "5", "SLURM_NTASKS": "8"}, 0),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "1"}, 0),  # one task, which spawns 8 ranks
+        ({"RANK": "5", "SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4"}, 0),  # no node number
+    ],
+)
+def test_the_ranks_of_this_node_are_counted_by_the_launcher_that_numbers_nodes(
+    env: dict[str, str], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [n for v in LAUNCHERS for n in v]:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert run_claim.local_world_size(5 if "5" in env.values() else 0, 8) == expected

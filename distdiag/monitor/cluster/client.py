@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -68,12 +69,13 @@ class Client(Link):
         poller.register(self._dealer, zmq.POLLIN)
 
     def _connect(self, now_s: float) -> None:
-        """Connect to the next address, while none has answered."""
+        """Connect, and anew to the next address if none has answered: libzmq gives up after some failures of a handshake."""
         where = self.server.addresses
-        if not where or now_s - self._heard_s < NEXT_ADDRESS_S or (self._address >= 0 and len(where) == 1):
+        if not where or now_s - self._heard_s < NEXT_ADDRESS_S:
             return
         if self._address >= 0:
-            self._dealer.disconnect(keys.endpoint(where[self._address], self.server.port))
+            with contextlib.suppress(self._zmq.ZMQError):  # it has given up
+                self._dealer.disconnect(keys.endpoint(where[self._address], self.server.port))
         self._address, self._heard_s = (self._address + 1) % len(where), now_s
         self._dealer.connect(keys.endpoint(where[self._address], self.server.port))
 

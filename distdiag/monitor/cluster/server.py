@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import threading
 import time
@@ -111,7 +112,8 @@ class Server(Link):
         for s in (self._zap, self._router, self._events):
             poller.register(s, zmq.POLLIN)
         self._bind()
-        self._questions = Questions(self.pages, self.ask)
+        with contextlib.suppress(OSError):  # the path is too long for a socket: readers ask this node's ranks only
+            self._questions = Questions(self.pages, self.ask)
 
     def _bind(self) -> None:
         """Bind the port of the monitor before us, or any; try again later if it is taken."""
@@ -153,7 +155,10 @@ class Server(Link):
             self._take_message(frames, time.monotonic_ns())
 
     def _authenticate(self, request: list[bytes]) -> None:
-        """Answer libzmq's question if a client may connect: yes for a listed key, whatever else it is."""
+        """Answer libzmq's question if a client may connect: yes for a listed key, whatever else it is.
+
+        300 closes the connection without a word. After 400 a node would never try again, and its key may be listed a moment later.
+        """
         from zmq.utils import z85
 
         known = len(request) == 7 and request[0] == b"1.0" and request[2] == keys.DOMAIN.encode()
@@ -163,7 +168,7 @@ class Server(Link):
             with self.lock:
                 user = key if key in self._nodes else b""
         number = request[1] if len(request) > 1 else b""
-        self._zap.send_multipart([b"1.0", number, *((b"200", b"OK") if user else (b"400", b"no")), user, b""])
+        self._zap.send_multipart([b"1.0", number, *((b"200", b"OK") if user else (b"300", b"no")), user, b""])
 
     def _take_message(self, frames: list[Any], received_ns: int) -> None:
         try:

@@ -116,6 +116,19 @@ def test_another_monitor_of_node_0_has_the_same_keys_and_port(
         again.close()
 
 
+def test_a_node_that_connects_before_its_key_is_listed_is_heard_once_it_is(tmp_path: Path) -> None:
+    a, own = first(tmp_path, {2: "k" * 40})
+    b = other(tmp_path, 1, own)
+    try:
+        wait_for(lambda: a.facts()["refused"] >= 2, 10, "it to be refused twice")
+        node_files.write(pages(tmp_path, 0), Peers(keys={1: keys.own_keys(pages(tmp_path, 1)).public, 2: "k" * 40}))
+        a.poll()
+        assert sent(b, b"state", a) == 1
+    finally:
+        b.close()
+        a.close()
+
+
 def test_another_monitor_of_another_node_goes_on(two: tuple[Transport, Transport, Own], tmp_path: Path) -> None:
     a, b, own = two
     sent(b, b"before", a)
