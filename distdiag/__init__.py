@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from distdiag.version import VERSION
+
 if TYPE_CHECKING:
     from pathlib import Path
 
     from distdiag.recorder import Handle
-    from distdiag.store.reader import Run
+    from distdiag.report.run import Run
 
 __all__ = ["Handle", "Run", "__version__", "attach", "open_run"]
-__version__ = "0.1.0"
+__version__ = VERSION
 
 
 def attach(run_dir: str | None = None, *, name: str | None = None) -> Handle:
@@ -35,16 +37,26 @@ def attach(run_dir: str | None = None, *, name: str | None = None) -> Handle:
 def open_run(run: str | Path | None = None) -> Run:
     """Open a recorded run, live or finished, for reading: `with open_run() as run: run.steps_frame()`.
 
+    In a notebook, `open_run()` as the last line of a cell shows the verdict.
+
     Args:
         run: Run directory; default as for every command: `DISTDIAG_RUN_DIR`, else `reports/latest`.
 
     Raises:
         DistdiagError: there is no run, or it cannot be read; its `hint` says what to do.
     """
+    from distdiag.report.run import Run
     from distdiag.store import rundir
     from distdiag.store.reader import open_run as _open_run
 
-    return _open_run(rundir.resolve(str(run) if run is not None else None))
+    return _open_run(rundir.resolve(str(run) if run is not None else None), Run)
+
+
+def load_ipython_extension(ipython: Any) -> None:
+    """Add the cell command `%%distdiag`: `%load_ext distdiag` calls this."""
+    from distdiag.notebook import load
+
+    load(ipython)
 
 
 def __getattr__(name: str) -> Any:
@@ -54,7 +66,7 @@ def __getattr__(name: str) -> Any:
 
         return Handle
     if name == "Run":
-        from distdiag.store.reader import Run
+        from distdiag.report.run import Run
 
         return Run
     raise AttributeError(f"module 'distdiag' has no attribute {name!r}")

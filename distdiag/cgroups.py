@@ -47,6 +47,23 @@ def memory_limits(root: Path = ROOT, own: Path = OWN) -> list[MemoryLimit]:
     return list(found.values())
 
 
+def memory_cgroup(root: Path = ROOT, own: Path = OWN) -> Path | None:
+    """Return the directory of this process's own memory cgroup; None if none is visible."""
+    found = [folder for folder in _folders(root, own, "memory") if oom_kills(folder) is not None]
+    return max(found, key=lambda f: len(f.parts), default=None)
+
+
+def oom_kills(folder: Path) -> int | None:
+    """Return how many processes of a memory cgroup the kernel has killed for memory; None if it does not count."""
+    for name in ("memory.events", "memory.oom_control"):  # version 2, version 1
+        try:
+            counts = dict(line.split() for line in (folder / name).read_text().splitlines())
+            return int(counts["oom_kill"])
+        except (OSError, ValueError, KeyError):
+            continue
+    return None
+
+
 def _folders(root: Path, own: Path, controller: str) -> list[Path]:
     """Yield this process's cgroup and its parents, for both cgroup versions."""
     # in a container its own cgroup is the root it sees

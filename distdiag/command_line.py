@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import itertools
 import math
@@ -36,7 +37,8 @@ def read(command: click.Command, argv: Sequence[str], prog: str) -> dict[str, An
 def usage_error(error: click.UsageError, prog: str) -> DistdiagError:
     """Return click's error as ours: one line, and the command whose help lists the options."""
     where = error.ctx.command_path if error.ctx else prog
-    return DistdiagError(error.format_message().rstrip("."), f"`{where} --help` lists the options")
+    message = " ".join(error.format_message().split()).rstrip(".")  # click lists choices on lines of their own
+    return DistdiagError(message, f"`{where} --help` lists the options")
 
 
 def option(default: Any = None, *flags: str, **attrs: Any) -> Any:
@@ -139,11 +141,32 @@ class SectionedCommand(click.Command):
                     formatter.write_dl(records)
 
 
+def parse_keep(text: str) -> int:
+    """Return the bytes of a `--keep` size: `500M`, `2G`, `1000000`.
+
+    Raises:
+        DistdiagError: no size, or below 1 MiB.
+    """
+    from distdiag.terms.units import parse_bytes
+
+    with contextlib.suppress(DistdiagError):
+        if (value := parse_bytes(text)) >= 1 << 20:
+            return value
+    raise DistdiagError(
+        f"--keep {text} is no size of at least 1M", "give bytes, or a number with K, M or G: --keep 500M"
+    )
+
+
 def recording_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of a recorded launch, which `distdiag run` and `-m distdiag.run` share."""
     for option in (
         click.option("--quiet", is_flag=True, help="Record findings but do not print them on stderr."),
         click.option("--tape", is_flag=True, help="Keep what the diagnosis is given as RUN/run.tape, at most 8 MiB."),
+        click.option(
+            "--metrics",
+            metavar="ADDRESS",
+            help="Serve Prometheus metrics at PORT or HOST:PORT; `otlp` sends them by OTLP.",
+        ),
         click.option("--keep", metavar="SIZE", help="Size bound of the run's database, e.g. 500M (default 2G)."),
         click.option(
             "--share", is_flag=True, help="Let other users read the run, as the umask allows (default: only you)."

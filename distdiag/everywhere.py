@@ -6,11 +6,12 @@ recorder is imported in the first `init_process_group`.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from typing import Any
 
-NOT_ME = "DISTDIAG_NOT_PID"  # a process that starts recorded jobs, and may have a group of its own: pytest
+NOT_ME = "DISTDIAG_NOT_PID"  # a process that starts recorded jobs, and may have its own group: pytest
 
 
 def install() -> None:
@@ -21,6 +22,7 @@ def install() -> None:
     if public is None or private is None or original is None or hasattr(original, "_distdiag"):
         return
 
+    @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         if os.environ.get(NOT_ME) == str(os.getpid()):
             return original(*args, **kwargs)
@@ -39,9 +41,6 @@ def install() -> None:
             deferred.hide_frame(e)
             raise
 
-    init_process_group.__name__ = init_process_group.__qualname__ = "init_process_group"
-    init_process_group.__doc__, init_process_group.__module__ = original.__doc__, original.__module__
-    init_process_group.__wrapped__ = original  # type: ignore[attr-defined]
     init_process_group._distdiag = True  # type: ignore[attr-defined]
     for module in (public, private):
         if getattr(module, "init_process_group", None) is original:

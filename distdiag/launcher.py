@@ -29,11 +29,16 @@ def stream_id(fd: int) -> str:
     return f"{stat.st_dev}:{stat.st_ino}:{stat.st_rdev}"
 
 
-def run_dir_option(argv: list[str]) -> str | None:
-    """Return the value of --run-dir among the options of `-m distdiag.run`."""
+def options_of(argv: list[str]) -> dict[str, Any]:
+    """Return the options of `-m distdiag.run` as a rank has them: the command line's, the environment's, then the file's."""
+    from distdiag import settings
     from distdiag.run import command
 
-    return command.make_context("", argv[argv.index("distdiag.run") + 1 :], resilient_parsing=True).params["run_dir"]
+    options = command.make_context("", argv[argv.index("distdiag.run") + 1 :], resilient_parsing=True).params
+    settings.fill(options, settings.read())
+    options["run_dir"] = options["run_dir"] or os.environ.get("DISTDIAG_RUN_DIR")
+    options["quiet"] = options["quiet"] or os.environ.get("DISTDIAG_QUIET") == "1"
+    return options
 
 
 def started_run(argv: list[str], since_unix_s: float) -> Path | None:
@@ -41,7 +46,7 @@ def started_run(argv: list[str], since_unix_s: float) -> Path | None:
     from distdiag import files
     from distdiag.page import directories
 
-    chosen = run_dir_option(argv) or os.environ.get("DISTDIAG_RUN_DIR")
+    chosen = options_of(argv)["run_dir"]
     newest: tuple[float, Path] | None = None
     roots = [Path(chosen)] if chosen else [Path("reports"), directories.own_fallback_root()]
     for root, folder in itertools.product(filter(None, roots), (".jobs", f".jobs-{os.getuid()}")):
@@ -88,7 +93,7 @@ def at_end(argv: list[str], since_unix_s: float, before: bool) -> None:
         error = getattr(sys, "last_value", None)
         if found is None:
             _note(argv, error)
-        elif error is not None and "--quiet" not in argv and os.environ.get("DISTDIAG_QUIET") != "1":
+        elif error is not None and not options_of(argv)["quiet"]:
             end = time.monotonic() + VERDICT_S
             while not (found / VERDICT).exists() and time.monotonic() < end:
                 time.sleep(0.05)
@@ -127,6 +132,6 @@ def _printed_here(run_dir: Path) -> bool:
 def _note(argv: list[str], error: BaseException | None) -> None:
     from distdiag.store import rundir
 
-    chosen = run_dir_option(argv) or os.environ.get("DISTDIAG_RUN_DIR")
+    chosen = options_of(argv)["run_dir"]
     reason = _reason(error) if error is not None else "the launcher ended before any rank began"
     rundir.note_failed_launch(Path(chosen) if chosen else rundir.default_run_dir("launch-failed"), reason)

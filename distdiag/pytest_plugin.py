@@ -2,7 +2,7 @@
 
 Nothing in a test changes. DISTDIAG=1 in the environment has the processes recorded that a test starts and that join a process group;
 the monitor, which starts with the first of them, ends the ranks of a proved hang (DISTDIAG_END_HANGS_S). So a suite without ranks
-runs as before, and pytest gets no thread. Each test has a run directory of its own, below a temporary one.
+runs as before, and pytest gets no thread. Each test has its own run directory, below a temporary one.
 
 Off with `-p no:distdiag`, with DISTDIAG=0, and for a test with `@pytest.mark.distdiag_off`.
 """
@@ -23,7 +23,7 @@ from distdiag.terms.launchers import launched
 if TYPE_CHECKING:
     from distdiag.diagnosis.model.findings import Finding
 
-VERDICT_S = "3"  # a proof must stand so long: a test may expect a timeout of a second or two
+VERDICT_S = "3"  # a proof must hold so long: a test may expect a timeout of a second or two
 _VARIABLES = ("DISTDIAG", "DISTDIAG_RUN_DIR", "DISTDIAG_QUIET", "DISTDIAG_END_HANGS_S", "DISTDIAG_NOT_PID")
 
 

@@ -20,8 +20,10 @@ from typing import Any, NoReturn
 
 import click
 
-from distdiag.command_line import SETTINGS, read, recording_options
+from distdiag import settings
+from distdiag.command_line import SETTINGS, parse_keep, read, recording_options
 from distdiag.errors import DistdiagError
+from distdiag.streams import say
 
 RANK_ZERO_FIRST_S = 5.0  # for rank 0 to print what is wrong with the command line
 PROG = "torchrun [TORCHRUN OPTIONS] -m distdiag.run"
@@ -41,13 +43,18 @@ def command(**_options: Any) -> None:
 
 def _parse(argv: list[str]) -> tuple[dict[str, Any], str | None, list[str]]:
     """Return our options, the module to run (if any), and the argv of the script or module."""
-    from distdiag.recorder.start_monitor import parse_keep
+    from distdiag.terms.metrics_targets import check_metrics
 
     options = read(command, argv, PROG)
+    file = settings.read()
+    settings.fill(options, file)
+    if file.warnings and os.environ.get("RANK", "0") == "0":
+        say(file.warning(), err=True)
     script = list(options.pop("script"))
     usage = f"{PROG} [OPTIONS] SCRIPT|-m MODULE [ARGS]…"
     if options["keep"]:
         options["keep"] = parse_keep(options["keep"])
+    check_metrics(options["metrics"])
     if not script:
         raise DistdiagError("no script given", usage)
     if script[0] == "-m":
@@ -79,7 +86,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
     from distdiag.recorder import run_claim, start_monitor
     from distdiag.recorder.deferred import record_process
 
-    start_monitor.options = start_monitor.Options(options["quiet"], options["keep"], options["tape"])
+    start_monitor.options = start_monitor.Options(
+        options["quiet"], options["keep"], options["tape"], options["metrics"]
+    )
     if options["share"]:
         run_claim.share = True
     record_process(options["run_dir"], options["name"] or module or Path(rest[0]).stem)

@@ -69,7 +69,7 @@ def say(text: str = "", *, err: bool = False, drawn: bool = False, flush: bool =
 
 
 def say_error(message: str, hint: str, *, flush: bool = False) -> None:
-    """Print an error on stderr, as two lines whatever is in them: a name may hold lines of its own."""
+    """Print an error on stderr, as two lines whatever is in them: a name may contain newlines."""
     for line in (f"distdiag: error: {message}", f"hint: {hint}"):
         print(cut(visible(line)), file=sys.stderr, flush=flush)
 

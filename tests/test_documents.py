@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import shlex
+import tomllib
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ DOCUMENTS = [
 ]  # fmt: skip
 SOURCES = [
     f"/{path.relative_to(PROJECT)}"
-    for folder in ("distdiag", "tests", "probes", "benchmarks", "tools")
+    for folder in ("distdiag", "tests", "probes", "benchmarks", "tools", "examples")
     for path in (PROJECT / folder).rglob("*.*")
 ]
 SKIPPED = ("train.py", "KIND.py")  # a user's script, and a pattern
@@ -57,7 +58,7 @@ def test_files_and_links_in_a_document_exist(document: Path) -> None:
     text = document.read_text()
     named = re.findall(r"`([\w./-]+\.(?:py|sql|c))`", text)
     missing = [n for n in named if not n.endswith(SKIPPED) and not any(s.endswith(f"/{n}") for s in SOURCES)]
-    named = re.findall(r"`((?:benchmarks|tests|tools|docs|probes)/[\w./-]+)`", text)
+    named = re.findall(r"`((?:benchmarks|tests|tools|docs|probes|examples)/[\w./-]+)`", text)
     missing += [n for n in named if not re.search("ROOM|KIND", n) and not (PROJECT / n).exists()]
     for link in links(text):
         path, _, anchor = link.partition("#")
@@ -189,6 +190,36 @@ def test_command_lines_in_a_document_exist_with_their_options(document: Path) ->
         if (problem := wrong(program, words))
     }
     assert bad == {}
+
+
+EXTRAS = set(tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+
+
+@every_document
+def test_extras_and_tools_that_a_document_names_exist(document: Path) -> None:
+    for line in command_lines(document.read_text()):
+        for extras in re.findall(r"pip install .*?(?:distdiag|\.)\[([\w,]+)\]", line):
+            assert set(extras.split(",")) <= EXTRAS, line
+        for tool in re.findall(r"python ((?:tools|benchmarks|tests|probes)/[\w/]+\.py)", line):
+            assert (PROJECT / tool).exists(), line
+
+
+@every_document
+def test_python_in_a_document_compiles(document: Path) -> None:
+    """A call signature of the reference is no statement; a line of IPython's is left out."""
+    for language, block in FENCE.findall(document.read_text()):
+        if language == "python" and document.parent.name != "reference":
+            compile("\n".join(line for line in block.splitlines() if not line.startswith("%")), str(document), "exec")
+
+
+def test_variables_that_documents_name_are_read_by_the_code() -> None:
+    code = "".join(
+        path.read_text() for path in (PROJECT / "distdiag").rglob("*.*") if path.suffix in (".py", ".c", ".h")
+    )
+    code += "".join((PROJECT / name).read_text() for name in ("_distdiag_autoload.py", "setup.py"))
+    named = {name for document in DOCUMENTS for name in re.findall(r"\bDISTDIAG_[A-Z_]+[A-Z]\b", document.read_text())}
+    assert len(named) > 8
+    assert [name for name in sorted(named) if name not in code] == []
 
 
 @pytest.mark.parametrize(

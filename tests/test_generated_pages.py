@@ -1,4 +1,4 @@
-"""docs/findings and docs/reference are what their tools write today."""
+"""docs/findings, docs/reference and docs/cases are what their tools write today."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ PROJECT = Path(__file__).parents[1]
 PAGES = "import json, runpy, sys; print(json.dumps(runpy.run_path(sys.argv[1])['pages']()))"
 
 
-@pytest.mark.parametrize(("folder", "tool"), [("findings", "finding_pages.py"), ("reference", "reference.py")])
+@pytest.mark.parametrize(
+    ("folder", "tool"), [("findings", "finding_pages.py"), ("reference", "reference.py"), ("cases", "case_studies.py")]
+)
 def test_the_generated_pages_are_current(folder: str, tool: str, tmp_path: Path) -> None:
     # in a process of its own: what other tests have imported or set must not be in the pages
     made = subprocess.run(

@@ -123,16 +123,24 @@ def check_contents(sdist: Path, wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as z:
         found = {n for n in z.namelist() if ".dist-info/" not in n}
     compiled = {n for n in found if n.endswith(".so")}
+    man = {n for n in found if n.endswith(".data/data/share/man/man1/distdiag.1")}
+    if not man:
+        raise Failed("the man page is not in the wheel")
     if missing := sorted((package | probes) - found):
         raise Failed(f"not in the wheel: {', '.join(missing)}")
-    if extra := sorted(found - package - probes - compiled):
+    if extra := sorted(found - package - probes - compiled - man):
         raise Failed(f"in the wheel by mistake: {', '.join(extra)}")
     if has_compiler() and not any("/_hot." in n for n in compiled):
         raise Failed("a C compiler and Python.h are here, and the wheel has no compiled hooks")
     with tarfile.open(sdist) as tar:
         shipped = {n.partition("/")[2] for n in tar.getnames()}
     c_code = {str(p.relative_to(ROOT)) for p in (ROOT / "distdiag").rglob("*.[ch]")}
-    wanted = package | c_code | {f"probes/{Path(p).name}" for p in probes} | {"LICENSE", "README.md", "setup.py"}
+    wanted = (
+        package
+        | c_code
+        | {f"probes/{Path(p).name}" for p in probes}
+        | {"LICENSE", "README.md", "setup.py", "man/distdiag.1"}
+    )
     wanted |= {str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.*")} | {"mkdocs.yml", "CITATION.cff"}
     if missing := sorted(wanted - shipped):
         raise Failed(f"not in the sdist: {', '.join(missing)}")
@@ -252,6 +260,11 @@ def check_without_torch(env: Environment) -> None:
     (env.cwd / "job.py").write_text(JOB)
     (env.cwd / "job.log").write_text(LOG)
     env.run("distdiag", "--version")
+    env.run("distdiag", "config", shows="keep")
+    env.run("distdiag", "skill", shows="# Reading distdiag")
+    env.run("distdiag", "completion", "bash", shows="_DISTDIAG_COMPLETE=bash_complete")
+    if not (env.path / "share/man/man1/distdiag.1").exists():
+        raise Failed("`man distdiag` finds no page in the environment")
     where = env.run("python", "-c", "import distdiag; print(distdiag.__file__)").strip()
     if not Path(where).is_relative_to(env.path):
         raise Failed(f"the environment imports distdiag from {where}")
@@ -303,6 +316,7 @@ def check_readers(env: Environment) -> None:
         env.run("distdiag", "tui", code=2, shows="distdiag[tui]")
         env.run("distdiag", "tui", "--web", code=2, shows="distdiag[web]")
         env.run("distdiag", "report", code=2, shows="distdiag[report]")
+        env.run("distdiag", "mcp", code=2, shows="distdiag[mcp]")
 
 
 def wait_for_steps(env: Environment, job: subprocess.Popen[bytes], log: Path) -> None:
@@ -337,6 +351,7 @@ def check_commands(env: Environment) -> None:
     env.run("distdiag", "probe", "list", shows="allreduce")
     quick = ("distdiag", "probe", "allreduce", "--quick", "--nproc", "2", "--json")
     from_json(env.run(*quick, code=(0, 3)), "distdiag.probe/1")
+    env.run("distdiag", "mcp", "reports/wheel")  # stdin has ended
     env.run("distdiag", "bench", "faults", "--list", code=2, shows="hint: ")
     env.run("distdiag", "run", "--help", shows="torchrun")
     env.run("python", "-m", "distdiag.train", "--help", shows="--max-steps")

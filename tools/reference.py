@@ -15,17 +15,23 @@ from typing import Any
 import click
 
 import distdiag
+from distdiag import notebook
 from distdiag.cli import COMMANDS, EXIT_CODES, app
 from distdiag.probekit.command.catalog import PROBES
 from distdiag.probekit.command.options import build_command
 from distdiag.recorder.handle import Handle
+from distdiag.report.plot import Plot
+from distdiag.report.run import Run
 from distdiag.run import command as run_command
-from distdiag.store.reader import Run
 
 PROJECT = Path(__file__).resolve().parents[1]
 PAGES = PROJECT / "docs" / "reference"
 WIDTH = 100
-METHODS = {"Handle": ("step", "phase", "epoch", "log", "detach"), "Run": ("report", "findings", "steps_frame", "table")}
+METHODS = {
+    "Handle": ("step", "phase", "epoch", "log", "detach"),
+    "Run": ("report", "findings", "steps_frame", "table", "plot"),
+}
+PICTURES = ("steps", "heat", "ranks")
 
 
 def pages() -> dict[str, str]:
@@ -81,8 +87,17 @@ def _python() -> tuple[str, str]:
     parts += [_function("distdiag.attach", distdiag.attach), _function("distdiag.open_run", distdiag.open_run)]
     for kind in (Handle, Run):
         parts.append(f"## {kind.__name__}\n\n{inspect.getdoc(kind)}")
-        parts += [_function(f"{kind.__name__}.{m}", getattr(kind, m), "###") for m in METHODS[kind.__name__]]
+        for name in METHODS[kind.__name__]:
+            found = getattr(kind, name)
+            whole = f"{kind.__name__}.{name}"
+            parts.append(_property(whole, found) if isinstance(found, property) else _function(whole, found, "###"))
+    parts += [_function(f"Run.plot.{name}", getattr(Plot, name), "###") for name in PICTURES]
+    parts.append(f"## %%distdiag\n\n{inspect.getdoc(notebook)}\n\n{_help('%%distdiag', notebook.options)}")
     return "# Python", "\n\n".join(parts)
+
+
+def _property(name: str, found: property) -> str:
+    return f"### {name}\n\n{inspect.getdoc(found)}"
 
 
 def _function(name: str, function: Any, mark: str = "##") -> str:

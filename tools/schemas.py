@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from distdiag.diagnosis.model.findings import Report
 from distdiag.doctor.check import Examination
+from distdiag.history.answers import Answers
 from distdiag.probekit.verdict.result import Result
 from distdiag.report.compare import Comparison
 from distdiag.report.facts import RunFacts
@@ -33,6 +34,7 @@ SCHEMAS: dict[str, tuple[str, Any, dict[str, str], tuple[str, ...]]] = {
     "distdiag.profile/1": ("profile --json", Profile, {}, ()),
     "distdiag.compare/1": ("compare --json", Comparison, {}, ()),
     "distdiag.doctor/1": ("doctor --json", Examination, {}, ()),
+    "distdiag.history/1": ("history --output-format json", Answers, {}, ()),
     "distdiag.report/1": ("report --format json", RunFacts, {}, ()),
     "distdiag.probe/1": ("probe NAME --json", Result, {}, ("measures", "comparison")),
 }

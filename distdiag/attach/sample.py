@@ -1,4 +1,4 @@
-"""Takes the stacks of processes with py-spy, several at once, each with a deadline, and measures how long each stood still.
+"""Takes the stacks of processes with py-spy, several at once, each with a deadline, and measures how long each was stopped.
 
 py-spy stops a process by ptrace while it reads, changes nothing in it, and lets it continue. It is asked for native frames only
 where the Python frames leave open what a rank waits for: reading the symbols of libtorch takes seconds.
@@ -55,8 +55,8 @@ def py_spy() -> str:
     Raises:
         DistdiagError: it is not installed.
     """
-    beside = Path(sys.executable).parent / "py-spy"
-    found = str(beside) if os.access(beside, os.X_OK) else shutil.which("py-spy")
+    installed = Path(sys.executable).parent / "py-spy"
+    found = str(installed) if os.access(installed, os.X_OK) else shutil.which("py-spy")
     if found is None:
         raise DistdiagError(
             "attach needs py-spy, which is not installed", "pip install 'distdiag[attach]'", kind="missing_extra"

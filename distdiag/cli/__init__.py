@@ -17,6 +17,7 @@ from distdiag.cli.errors import report_error
 from distdiag.command_line import SETTINGS, usage_error
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.streams import say, tolerate
+from distdiag.version import VERSION
 
 COMMANDS: dict[str, tuple[str, str]] = {
     # name: (module with an attribute `command`, one line for the overview)
@@ -30,10 +31,16 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "probe": ("distdiag.cli.probe", "Measure this machine: collectives, data loading, steps, GPUs."),
     "report": ("distdiag.cli.report", "Write the findings as HTML, text, JSON or a Perfetto trace."),
     "compare": ("distdiag.cli.compare", "Compare runs: step time, phases, findings."),
+    "history": ("distdiag.cli.history", "Ask many runs: which host, which line, which figure changed."),
     "doctor": ("distdiag.cli.doctor", "Check that this machine can run distributed jobs; list what to fix."),
+    "config": ("distdiag.cli.config", "Print every setting, its value, and where that is from."),
+    "mcp": ("distdiag.cli.mcp", "Serve a run to an assistant: read-only tools over stdio."),
+    "skill": ("distdiag.cli.skill", "Print how an assistant reads distdiag's output."),
+    "completion": ("distdiag.cli.completion", "Print the completion script of a shell."),
     "bench": ("distdiag.cli.bench", "Run the fault collection and print the scorecard."),
 }
 
+READERS = ("tui", "diagnose", "dump", "attach", "profile", "report", "doctor", "mcp")  # [tool.distdiag] holds for them
 EXIT_CODES = "Exit codes: " + ", ".join(f"{c.value} {c.name}" for c in ExitCode) + "."
 
 
@@ -63,8 +70,9 @@ class _LazyGroup(click.Group):
 
 
 @click.group(cls=_LazyGroup, epilog=EXIT_CODES, context_settings=SETTINGS)
-@click.version_option(package_name="distdiag")
-def app() -> None:
+@click.version_option(VERSION)
+@click.pass_context
+def app(context: click.Context) -> None:
     """Who is slow, who is stuck, at which line: diagnostics for distributed PyTorch jobs while they run.
 
     \b
@@ -72,6 +80,21 @@ def app() -> None:
     distdiag tui                                             watch it
     distdiag diagnose                                        the verdict
     """
+    if context.invoked_subcommand in READERS:
+        _use_settings(context)
+
+
+def _use_settings(context: click.Context) -> None:
+    """Take the run directory and --fail-on from pyproject.toml, unless the command line or a variable has them."""
+    from distdiag import settings
+
+    file = settings.read()
+    if "run-dir" in file.values:
+        os.environ.setdefault(settings.SETTINGS["run-dir"].variable, file.values["run-dir"])
+    if "fail-on" in file.values:
+        context.default_map = {name: {"fail_on": file.values["fail-on"]} for name in ("diagnose", "attach")}
+    if file.warnings:
+        say(file.warning(), err=True)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -27,7 +27,7 @@ def command(pids: tuple[int, ...], job: str | None, here: bool, as_json: bool, f
     """Judge a running job that was not recorded, by the stacks of its ranks on this host.
 
     PID is a launcher (torchrun, the script that spawns) or any rank: all ranks of its job on this host are sampled with py-spy, for
-    about three seconds. Each stands still for some milliseconds per sample; nothing in it changes. Stacks have no
+    about three seconds. Each is stopped for some milliseconds per sample; nothing in it changes. Stacks have no
     counts, so what they show is suspected, not proved: record the job (`-m distdiag.run`) to know.
 
     Exit codes: 0 nothing at or above --fail-on, 1 found, 2 bad pid or name, or no permission, 3 not all ranks are on this host,
@@ -38,7 +38,7 @@ def command(pids: tuple[int, ...], job: str | None, here: bool, as_json: bool, f
     from distdiag.attach import ranks
     from distdiag.attach.sample import py_spy
     from distdiag.attach.verdict import attach
-    from distdiag.cli.diagnose import exit_code, print_text
+    from distdiag.cli.verdict import exit_code, print_text
 
     if bool(pids) + (job is not None) + here != 1:
         raise DistdiagError(

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from distdiag.cli.verdict import exit_code, print_text
 from distdiag.errors import DistdiagError, ExitCode
-from distdiag.streams import needs_ascii, say, say_json, wants_colour
+from distdiag.streams import say, say_json
 
 if TYPE_CHECKING:
     from distdiag.diagnosis.model.findings import Report
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 TAKE_OVER_S = 40.0  # most for a monitor to judge the run, or close that of a job that ended
 JUDGED_S = 2.5  # for a new monitor to judge a running job
 _STDIN = {"-", "/dev/stdin"}
-_COLOURS = {"error": "red", "warning": "yellow", "info": "cyan"}
 
 
 def _of_files(targets: tuple[str, ...]) -> Report:
@@ -86,18 +86,15 @@ def _of_run(target: str | None) -> Report:
     if failed is not None:
         raise _failed_launch(path, target, failed)
     _finish(path)
-    with open_run(path) as run:
-        report = run.report()
+    report = _autopsy(path)
+    if report is None:
+        with open_run(path) as run:
+            report = run.report()
     if not report.ranks_seen:
         if (failure := failure_of(path)) is not None:
             hint = f"the traceback is in {path / MONITOR_LOG}; the job itself is not affected"
             raise DistdiagError(f"the monitor of {path} failed: {failure}", hint, ExitCode.NO_DATA, "no_rank")
-        raise DistdiagError(
-            f"no rank has written to {path} yet",
-            "wait for the job to start; `distdiag tui` shows its ranks as they start",
-            ExitCode.NO_DATA,
-            "no_rank",
-        )
+        raise rundir.no_rank_yet(path)
     note = _newer_launch(path) if path.is_symlink() else None
     return report if note is None else msgspec.structs.replace(report, notes=(*report.notes, note))
 
@@ -149,6 +146,41 @@ def _finish(path: Path) -> None:
         time.sleep(0.1)
 
 
+def _with_files(run: Report, others: tuple[str, ...]) -> Report:
+    """Return the verdict on a run and its logs or dumps: the run's own, unless only they show an error."""
+    import msgspec
+
+    from distdiag.diagnosis.model.findings import Severity, at_least
+    from distdiag.diagnosis.text.finding import printable
+
+    files = _of_files(others)
+    errors = [f for f in files.findings if at_least(f.severity, Severity.ERROR)]
+    names = printable(", ".join(others))
+    if any(f.cleared_s is None and at_least(f.severity, Severity.ERROR) for f in run.findings):
+        notes = [f"{names} has: {f.message}" for f in errors]
+        return msgspec.structs.replace(run, notes=(*run.notes, *notes))
+    note = f"from {names}: {len(errors)} error{'s' if len(errors) > 1 else ''}" if errors else f"{names}: nothing found"
+    return msgspec.structs.replace(run, findings=(*run.findings, *errors), notes=(*run.notes, note))
+
+
+def _autopsy(path: Path) -> Report | None:
+    """Return the verdict on a job that was killed together with its monitor; None for any other run."""
+    from distdiag.page import directories
+    from distdiag.store.opening import RunUnreadable
+    from distdiag.store.reader import open_run
+
+    try:
+        with open_run(path) as run:
+            closed = run.meta.get("ended_s") is not None
+    except RunUnreadable:
+        closed = not directories.of_run(path)
+    if closed:
+        return None
+    from distdiag.monitor.autopsy import autopsy
+
+    return autopsy(path)
+
+
 def _is_run(target: str) -> bool:
     from distdiag.store import rundir
 
@@ -158,7 +190,11 @@ def _is_run(target: str) -> bool:
         return True
     if not path.is_dir():
         return False
-    return bool(rundir.attempts(path)) or ((path / "latest").is_dir() and bool(rundir.attempts(path / "latest")))
+    return (
+        rundir.is_claimed(path)
+        or bool(rundir.attempts(path))
+        or ((path / "latest").is_dir() and bool(rundir.attempts(path / "latest")))
+    )
 
 
 @contextmanager
@@ -187,64 +223,12 @@ def _report(targets: tuple[str, ...]) -> Report:
             ExitCode.NO_DATA if len(targets) == 1 else ExitCode.USAGE,
             "no_run",
         )
-    mixed = [t for t in targets if _is_run(t)]
-    if mixed:
+    runs = [t for t in targets if _is_run(t)]
+    if len(runs) > 1:
         raise DistdiagError(
-            f"{mixed[0]} is a run; it cannot be combined with other files", "give one run, or only dumps"
+            f"{runs[0]} and {runs[1]} are both runs", "give one run, with or without its logs and dumps"
         )
-    return _of_files(targets)
-
-
-def verdict(report: Report) -> str:
-    """Return one line: the state of the job, the number of findings, and the ranks to look at."""
-    from distdiag.diagnosis.model.findings import BAD_STATES, NO_KNOWN_ERROR, STOPPED_BY, Severity, rank_list
-
-    open_ones = [f for f in report.findings if f.cleared_s is None]
-    world = "?" if report.world_size is None else f"{report.world_size:,}"
-    seen = f"{report.ranks_seen:,} of {world} ranks seen"
-    counts = [
-        f"{n} {word}{'s' if n > 1 else ''}"
-        for word, s in (("error", Severity.ERROR), ("warning", Severity.WARNING))
-        if (n := sum(f.severity == s for f in open_ones))
-    ]
-    stopped = report.state_text if (report.state_text or "").startswith(STOPPED_BY) else None
-    if not counts and stopped:
-        return f"{report.state}: {stopped}; nothing else found, {seen}"
-    if not counts and report.state in BAD_STATES:
-        why = f"; {report.state_text}" if report.state_text else ""
-        return f"{report.state}: the cause was not found, {seen}{why}"
-    cleared = sum(f.cleared_s is not None for f in report.findings)
-    if not counts and report.unjudged and (not report.ranks_seen or report.unjudged.startswith(NO_KNOWN_ERROR)):
-        return f"no verdict: {report.unjudged}"
-    if not counts and report.unjudged:
-        return f"{report.state}, only partly judged: {report.unjudged}" + (f"; {cleared} cleared" if cleared else "")
-    infos = sum(f.severity == Severity.INFO for f in open_ones)
-    if not counts and infos:
-        return f"{report.state}: no error or warning, {infos} info ({seen})"
-    if not counts:
-        return f"{report.state}: nothing found, {seen}" + (f"; {cleared} cleared" if cleared else "")
-    culprits = sorted({r for f in open_ones if f.severity == Severity.ERROR for r in f.culprits})
-    blame = f"; look at {rank_list(culprits)} first" if culprits else ""
-    how = f"{stopped}; " if stopped else ""
-    return f"{report.state}: {how}{', '.join(counts)}{blame} ({seen})"
-
-
-def source(report: Report) -> str | None:
-    """Return the run, how long ago it began or ended, and its command; None for dumps."""
-    from distdiag.diagnosis.text.finding import printable
-    from distdiag.store import rundir
-    from distdiag.terms.units import rough_duration
-
-    if report.age_s is None:
-        return None
-    path = Path(report.run)
-    real = rundir.shown(path) if path.is_symlink() or path.parent.is_symlink() else report.run
-    latest = "" if real == report.run else " (latest)"
-    when = f"started {rough_duration(report.age_s)} ago"
-    if report.ended_ago_s is not None:
-        when = f"ended {rough_duration(report.ended_ago_s)} ago"
-    command = printable(report.command or "")
-    return f"run {printable(real)}{latest}, {when}" + (f": {command}" if command else "")
+    return _with_files(_of_run(runs[0]), tuple(t for t in targets if t not in runs)) if runs else _of_files(targets)
 
 
 def _newer_launch(path: Path) -> str | None:
@@ -254,62 +238,6 @@ def _newer_launch(path: Path) -> str | None:
 
     name = rundir.unreported_launch(path)
     return f"a newer launch ({printable(name)}) has not reported yet" if name is not None else None
-
-
-def exit_code(report: Report, threshold: str) -> ExitCode:
-    """Return FAILED for a finding at or above `threshold` or a failed job, INCONCLUSIVE if not all ranks were judged.
-
-    Args:
-        threshold: `error`, `warning`, or `never` to return OK in any case.
-    """
-    from distdiag.diagnosis.model.findings import BAD_STATES, at_least
-
-    if threshold == "never":
-        return ExitCode.OK
-    if report.state in BAD_STATES or any(
-        f.cleared_s is None and at_least(f.severity, threshold) for f in report.findings
-    ):
-        return ExitCode.FAILED
-    return ExitCode.INCONCLUSIVE if report.unjudged else ExitCode.OK
-
-
-def print_text(report: Report, ascii: bool) -> None:
-    from distdiag.diagnosis.model.findings import Severity
-    from distdiag.diagnosis.text.checks import checked_lines
-    from distdiag.diagnosis.text.finding import finding_lines, in_the_past, printable
-
-    plain, (_, colour) = ascii or needs_ascii(), wants_colour()
-    width = min(shutil.get_terminal_size().columns, 140) if sys.stdout.isatty() else None
-
-    def show(line: str) -> str:
-        return line.replace("–", "-").encode("ascii", "backslashreplace").decode() if plain else line
-
-    about = source(report)
-    if about is not None:
-        say(show(about))
-    say(show(printable(verdict(report))))
-    order = [Severity.ERROR, Severity.WARNING, Severity.INFO]
-    ordered = sorted(report.findings, key=lambda f: order.index(Severity(f.severity)))
-    open_ones, cleared = ([f for f in ordered if (f.cleared_s is not None) == gone] for gone in (False, True))
-    for f in open_ones:
-        say()
-        shown = in_the_past(f) if report.ended_ago_s is not None else f
-        for i, line in enumerate(finding_lines(shown, ascii=plain, width=width)):
-            say(click.style(line, fg=_COLOURS[f.severity]) if colour and i == 0 else line, drawn=True)
-    if cleared:
-        say("\ncleared:")
-    for f in cleared:
-        say(f"  {finding_lines(f, ascii=plain)[0]}")
-    errors = any(f.severity == Severity.ERROR for f in open_ones)
-    footer = [] if errors else checked_lines(report.checks, width)
-    if footer:
-        say()
-    for line in footer:
-        say(show(printable(line)))
-    if report.notes:
-        say()
-        for note in report.notes:
-            say(show(f"note: {printable(note)}"))
 
 
 def _print_why(report: Report, kind: str, ascii: bool) -> None:

@@ -51,6 +51,7 @@ def _examine(ranks: int, reach: tuple[str, ...], with_torch: bool) -> Examinatio
         host.clock(),
         host.run_directory(Path(os.environ.get(rundir.ENV) or rundir.ROOT)),
         host.variables(os.environ),
+        host.metrics(os.environ),
     ]
     checks += [network.reach(name, port) for name, port in endpoints]
     return examination(checks)

@@ -9,9 +9,6 @@ import click
 from distdiag.cli.options import ascii_option
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.streams import say, say_json
-from distdiag.terms.untrusted import cut, visible
-
-MAX_FRAME = 400  # characters of a frame in the tree; --json has all
 
 
 @click.command()
@@ -58,7 +55,7 @@ def command(run: str | None, as_json: bool, timeout_s: float, no_save: bool) -> 
             )
         )
     else:
-        for line in tree_lines(stacks.merge(found)):
+        for line in stacks.tree_lines(stacks.merge(found)):
             say(line)
     if not no_save:
         try:
@@ -78,17 +75,3 @@ def command(run: str | None, as_json: bool, timeout_s: float, no_save: bool) -> 
     if not no_save:
         say(f"next: distdiag diagnose {printable(shlex.quote(str(run_dir)))}", err=True)
     return int(ExitCode.TIMEOUT if silent or nodes_silent else ExitCode.OK)
-
-
-def tree_lines(branches: list, indent: int = 0, above: int = 0) -> list[str]:
-    """Return the merged tree as lines: `3 ranks  all_reduce …`. A branch omits the ranks if its parent has the same."""
-    out: list[str] = []
-    for b in branches:
-        ranks = b.ranks
-        head = ""
-        if len(ranks) != above:
-            shown = ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
-            head = f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''} ({shown})  "
-        out.append("  " * indent + head + cut(visible(b.frame), MAX_FRAME))
-        out += tree_lines(b.children, indent + 1, len(ranks))
-    return out

@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from distdiag.command_line import SETTINGS, read, recording_options
+from distdiag.command_line import SETTINGS, parse_keep, read, recording_options
 from distdiag.errors import DistdiagError, need_torch
-from distdiag.recorder.start_monitor import parse_keep
+from distdiag.terms.metrics_targets import check_metrics
 
 
 @click.command(context_settings=SETTINGS | {"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -20,6 +20,7 @@ def command(
     run_dir: str | None,
     name: str | None,
     keep: str | None,
+    metrics: str | None,
     tape: bool,
     quiet: bool,
     share: bool,
@@ -38,8 +39,10 @@ def command(
     later = read(_among_torchruns, launcher, "distdiag run")
     launcher = list(later["rest"])
     run_dir, name, keep = later["run_dir"] or run_dir, later["name"] or name, later["keep"] or keep
+    metrics = later["metrics"] or metrics
     if keep:
         parse_keep(keep)  # reported once here, not by each rank
+    check_metrics(metrics)
     if not script:
         raise DistdiagError("no script given", "distdiag run [torchrun options] SCRIPT [ARGS…]")
     if script[0] != "-m" and not os.path.exists(script[0]):
@@ -49,7 +52,12 @@ def command(
         launcher = ["--standalone", "--nproc-per-node", str(_local_ranks()), *launcher]
     elif not any(a.split("=")[0].replace("_", "-") in _RENDEZVOUS for a in launcher):
         launcher = ["--standalone", *launcher]
-    ours = [x for k, v in (("--run-dir", run_dir), ("--name", name), ("--keep", keep)) if v for x in (k, v)]
+    ours = [
+        x
+        for k, v in (("--run-dir", run_dir), ("--name", name), ("--keep", keep), ("--metrics", metrics))
+        if v
+        for x in (k, v)
+    ]
     flags = {"--quiet": quiet, "--share": share, "--tape": tape}
     ours += [flag for flag, given in flags.items() if given or later[flag.removeprefix("--")]]
     command_line = [sys.executable, "-m", "torch.distributed.run", *launcher, "-m", "distdiag.run", *ours, *script]

@@ -39,6 +39,7 @@ UNUSED = re.compile(r"finished reduction in the prior iteration|parameters that 
 MODEL = re.compile(
     r"expects same model across all ranks|params? .*inconsistent|verify_params|appears not to match", re.I
 )
+SPLITS = re.compile(r"alltoall\w*\.cc.*LengthPerRank")  # gloo's check of what a rank sends to itself
 MISMATCH = re.compile(r"mismatch between collectives|collective mismatch|Detected mismatch", re.IGNORECASE)
 REFUSED = ("unused", "model", "mismatch")  # by DDP or the backend
 ECHOES = ("echo", "timeout", "outside")  # ends that another rank's end caused

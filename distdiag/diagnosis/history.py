@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from distdiag.diagnosis import endings, kinds
 from distdiag.diagnosis.endings import Late
 from distdiag.diagnosis.facts import Facts
@@ -48,6 +50,8 @@ class History:
 
     recovered: dict[int, float] = field(default_factory=dict)
     without: frozenset[str] = frozenset()  # witnesses that are not asked
+    _progress_mark: tuple = ()
+    _progress_s: float = 0.0  # since when no rank has made progress
     _mark: tuple = ()
     _mark_s: float = 0.0  # since when it is unchanged
     _lock_mark: tuple = ()
@@ -68,12 +72,15 @@ class History:
             reported: Open findings.
             final: It is the last poll.
         """
+        if (mark := _progress(s)) != self._progress_mark:
+            self._progress_mark, self._progress_s = mark, s.t_s
+        s = replace(s, stable_since_s=self._progress_s)
         graph = build(s)
         self._follow_waits(s, graph)
         self._pauses.add(s)
         facts = Facts(s, source, self.without, reported=tuple(reported), pauses=self._pauses)
         waited = not graph.sinks and bool(self._waiting_mark)
-        facts.no_progress_since_wait = waited and self._waiting_mark == _progress(s)
+        facts.no_progress_since_wait = waited and self._waiting_mark == self._progress_mark
         facts.graph = graph
         facts.ends_settled = self._ends_settled(s, facts, final)
         if self._late is not None and self._first_end_s is not None and self._first_end_s - self._late[0] < LATE_S:
@@ -97,7 +104,7 @@ class History:
     def _settle_waits(self, s: Snapshot, facts: Facts) -> None:
         blocked = tuple(f for f in facts.reported if kinds.blocks(f))
         if facts.graph.stuck:
-            self._stuck_mark = _progress(s)
+            self._stuck_mark = self._progress_mark
         if blocked and facts.ends:
             facts.waits_settled, facts.repeated = False, blocked  # already proved; the ends of its ranks add nothing
             return
@@ -116,7 +123,7 @@ class History:
             facts.waits_settled = False
         else:
             facts.waits_settled = bool(mark) and s.t_s - self._mark_s >= SAME_S
-        if not mark and blocked and self._stuck_mark and self._stuck_mark == _progress(s):
+        if not mark and blocked and self._stuck_mark and self._stuck_mark == self._progress_mark:
             facts.repeated = blocked  # a rank that is being killed no longer sleeps in its call, and has not left it
             return
         died_in_conflict = any(wait.conflict and wait.died for wait in facts.graph.waits)
@@ -127,13 +134,13 @@ class History:
         """Remember whom the others wait for, past its end, and how long each rank typically keeps them waiting."""
         waiting = tuple(sorted(graph.victims_of(graph.sinks))) if graph.sinks else ()
         if waiting:
-            self._waiting_mark = _progress(s)
+            self._waiting_mark = self._progress_mark
             self._late = (s.t_s, (tuple(graph.sinks), waiting))
         for rank in graph.sinks:
             kept = kept_waiting(s, graph, rank)
             if kept is not None:
                 self._episodes[rank] = max(self._episodes.get(rank, 0.0), kept[1])
-                if kept[1] * 1e3 >= PAUSE_MS and rank in s.ranks:  # else it is on a node that is not seen from here
+                if kept[1] * 1e3 >= PAUSE_MS and rank in s.ranks:  # else its node has not been heard of
                     self._pauses.waits_for(s.ranks[rank])
         for rank in [q for q in self._episodes if q not in graph.sinks]:
             waited_s = self._episodes.pop(rank)

@@ -9,7 +9,9 @@ from distdiag.diagnosis.endings import ending_kind
 from distdiag.diagnosis.history import all_ended
 from distdiag.diagnosis.model.findings import STOPPED_BY, Finding, Severity, State, at_least, rank_list
 from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot
+from distdiag.diagnosis.rules.stall import waits_for
 from distdiag.diagnosis.text.phrases import op_text, shortened
+from distdiag.diagnosis.waits.delays import kept_waiting
 from distdiag.diagnosis.waits.graph import WaitGraph
 from distdiag.terms.units import rough_duration
 
@@ -61,7 +63,7 @@ def _ended(s: Snapshot, worst: list[Finding]) -> tuple[State, str]:
         return State.FAILED, worst[0].message
     steps = max((r.step for r in s.ranks.values()), default=0)
     how = "ended normally" if all(r.signal is None for r in s.ranks.values()) else "finished their scripts"
-    return State.ENDED, f"all ranks {how} after {steps:,} steps"
+    return State.ENDED, f"all ranks {how}" + (f" after {steps:,} steps" if steps else "")
 
 
 def _stopped_first(bad: list[RankState]) -> RankState | None:
@@ -98,6 +100,11 @@ def _not_heard(s: Snapshot) -> str:
 
 
 def _waits(s: Snapshot, graph: WaitGraph) -> str:
+    """Return who has waited how long for whom, and from when on that is judged; else in which call some ranks wait."""
+    late = [(*kept, q) for q in graph.sinks if q in s.ranks and (kept := kept_waiting(s, graph, q)) is not None]
+    waiting, waited_s, late_rank = max(late, key=lambda found: found[1], default=([], 0.0, -1))
+    if waited_s > LONG_WAIT_S:
+        return waits_for(waiting, s.ranks[late_rank], waited_s)
     waiting = [q for q in graph.of_rank if s.ranks[q].blocked is not None]
     call = s.ranks[waiting[0]].blocked if waiting and len(waiting) < len(s.ranks) else None
     if call is None or call.entered_s is None or s.t_s - call.entered_s <= LONG_WAIT_S:

@@ -8,6 +8,7 @@ import os
 import platform
 import resource
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -17,7 +18,9 @@ import psutil
 
 from distdiag import cgroups
 from distdiag.doctor.check import Check, failed, passed, skipped, warned
+from distdiag.errors import DistdiagError
 from distdiag.store import location
+from distdiag.terms.metrics_targets import VARIABLE, need_packages, parse_metrics
 from distdiag.terms.units import size_text
 
 GIB = 2**30
@@ -197,6 +200,31 @@ def clock() -> Check:
             "matters on several nodes only: start chronyd or systemd-timesyncd, or times of nodes cannot be compared",
         )
     return passed("clock", f"synchronized, error at most {timex.maxerror / 1000:.0f} ms")
+
+
+def metrics(env: Mapping[str, str]) -> Check:
+    """Check that the metrics that DISTDIAG_METRICS asks for can be exported."""
+    name, text = "metrics", env.get(VARIABLE, "")
+    try:
+        targets = parse_metrics(text)
+        need_packages(targets)
+    except DistdiagError as e:
+        return warned(name, f"{VARIABLE}={text}: {e.message}", e.hint)
+    found = []
+    if targets.address is not None:
+        host, port = targets.address
+        try:
+            with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+                pass
+        except OSError as e:
+            return warned(
+                name, f"{host}:{port} cannot be served: {e.strerror}", f"another port: {VARIABLE}=0.0.0.0:9465"
+            )
+        found.append(f"/metrics on {host}:{port}")
+    if targets.otlp:
+        where = env.get("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT") or env.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+        found.append(f"OTLP/HTTP to {where or 'localhost:4318'}")
+    return passed(name, ", ".join(found)) if found else skipped(name, f"off: {VARIABLE} is not set")
 
 
 # Variables that change a job and are easily forgotten in a shell, with what they do.

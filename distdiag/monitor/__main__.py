@@ -7,6 +7,19 @@ import os
 import sys
 
 
+def kept_bytes() -> int:
+    """Return the size bound of run.db that the environment sets; the default for what is no size of at least 1 MiB."""
+    from distdiag.errors import DistdiagError
+    from distdiag.store.writer import KEEP_BYTES
+    from distdiag.terms.units import parse_bytes
+
+    try:
+        given = parse_bytes(os.environ["DISTDIAG_KEEP_BYTES"])
+    except (KeyError, DistdiagError):
+        return KEEP_BYTES
+    return given if given >= 1 << 20 else KEEP_BYTES
+
+
 def main(argv: list[str]) -> int:
     if "--foreground" not in argv and os.fork():
         return 0
@@ -22,11 +35,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--pages", type=Path, required=True)
     parser.add_argument("--overflow", type=Path, help="second directory of pages, for ranks that found no room")
     parser.add_argument("--node", type=int, default=0)
-    keep = int(os.environ.get("DISTDIAG_KEEP_BYTES", "") or 2 * 2**30)
-    parser.add_argument("--keep", type=int, default=keep, help="size bound of run.db, bytes")
+    parser.add_argument("--keep", type=int, default=kept_bytes(), help="size bound of run.db, bytes")
     parser.add_argument("--for-reader", action="store_true", help="a reader waits for its verdict: ordinary priority")
     parser.add_argument("--quiet", action="store_true", default=os.environ.get("DISTDIAG_QUIET") == "1")
     parser.add_argument("--tape", action="store_true", help="write RUN/run.tape")
+    parser.add_argument("--metrics", default=os.environ.get("DISTDIAG_METRICS", ""), help="PORT, HOST:PORT, otlp")
     parser.add_argument("--foreground", action="store_true")
     options = parser.parse_args(argv)
     # ignore the job's Ctrl-C: the monitor ends after the last rank, and reports how it ended
@@ -60,6 +73,7 @@ def main(argv: list[str]) -> int:
             options.overflow,
             priority,
             options.tape,
+            options.metrics,
         ).run()
     except Exception:
         # the job's output must not show our failure: it goes to the log, and readers see that the monitor is gone

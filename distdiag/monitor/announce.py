@@ -65,8 +65,9 @@ class Announcer:
         Args:
             own: Findings about distdiag itself.
         """
-        found = [f for f in (*diagnosis.findings, *own) if at_least(f.severity, Severity.WARNING)]
-        found.sort(key=lambda f: (f.cleared_s is not None, f.severity != Severity.ERROR))
+        every = [f for f in (*diagnosis.findings, *own) if at_least(f.severity, Severity.WARNING)]
+        every.sort(key=lambda f: f.severity != Severity.ERROR)
+        found, cleared = ([f for f in every if (f.cleared_s is not None) == gone] for gone in (False, True))
         where = self.run_dir
         with contextlib.suppress(ValueError):
             where = self.run_dir.relative_to(Path.cwd())
@@ -81,8 +82,7 @@ class Announcer:
                 if i == 0 and f.severity == Severity.ERROR:
                     lines += finding_lines(in_the_past(f), ascii=self.ascii)
                     continue
-                cleared = " (cleared)" if f.cleared_s is not None else ""
-                lines.append(f"  {f.severity} {f.kind}: {printable(f.message)}{cleared}")
+                lines.append(f"  {f.severity} {f.kind}: {printable(f.message)}")
             if len(found) > 8:
                 lines.append(f"  … and {len(found) - 8} more")
         elif not node:
@@ -92,6 +92,9 @@ class Announcer:
             nothing = "no error or warning found" if infos else "nothing found"
             lines.append(nothing if diagnosis.state == State.ENDED or stopped else "no rule explains it")
             lines += [f"  {f.severity} {f.kind}: {printable(f.message)}" for f in infos[:8]]
+        if cleared:
+            lines.append("cleared before the end:")
+            lines += [f"  {f.severity} {f.kind}: {printable(f.message)} (cleared)" for f in cleared[:8]]
         if node:
             lines = [f"node {node}: {line}" for line in lines]
             where = where.parent

@@ -16,12 +16,14 @@ from distdiag.diagnosis import kinds
 from distdiag.diagnosis.engine import Diagnosis, Record
 from distdiag.diagnosis.model.findings import Finding, Severity, State, at_least, rank_list
 from distdiag.diagnosis.model.snapshot import Snapshot
+from distdiag.monitor import deaths
 from distdiag.monitor.announce import Announcer
 from distdiag.monitor.evidence.on_suspicion import Gatherer
 from distdiag.monitor.hang_limit import VARIABLE as HANG_LIMIT
 from distdiag.monitor.hang_limit import HangLimit
 from distdiag.monitor.host import processes
 from distdiag.monitor.host.samples import Sampling
+from distdiag.monitor.metrics.export import Exporters
 from distdiag.monitor.nodes import Nodes, shifted
 from distdiag.monitor.pages import Pages, described
 from distdiag.monitor.priority import Priority
@@ -40,6 +42,7 @@ from distdiag.store.writer import Writer
 from distdiag.tapes.writer import MAX_TAPE, TapeWriter, wanted_bytes
 
 TICK_S = 0.25
+MOST_OF_A_CORE, LONGEST_TICK_S = 0.2, 4.0  # of the monitor while nothing is suspected that is not yet reported
 SHORTEST_TICK_S = 0.05  # while a rank's native frames are awaited
 FULL_POLL_S = 0.9  # between two full polls while every rank changes phases, and between two samples of the host
 # Interval of full polls when all cores are busy and nothing is suspected, from this age of the run on; longer without a reader.
@@ -64,6 +67,7 @@ class Monitor:
         overflow: Path | None = None,
         priority: Priority | None = None,
         tape: bool = False,
+        metrics: str = "",
     ) -> None:
         self.run_dir, self.node = run_dir, node
         self.priority = priority or Priority()
@@ -96,6 +100,7 @@ class Monitor:
         self._checked: set[int] = set()  # ranks whose CPU time was read in this poll
         self.own = OwnFaults()
         self.hang_limit = HangLimit()
+        self.metrics = Exporters(metrics, run_dir, node)
         self._failed_polls = 0
 
     # -- life ---------------------------------------------------------------------------------------------
@@ -103,21 +108,30 @@ class Monitor:
     def run(self) -> None:
         self.writer.meta(
             started_unix_s=self.started_unix_s, monitor_pid=os.getpid(), node=self.node, distdiag=distdiag.__version__,
-            state=State.WAITING, state_since_s=0,
+            state=State.WAITING, state_since_s=0, memory_cgroup=deaths.noted(),
         )  # fmt: skip
+        if self.metrics.where is not None:
+            self.writer.meta(metrics=f"http://{self.metrics.where}/metrics")
         directories.sweep(self.pages.directories[0])
         while True:
-            began = time.monotonic()
+            began, used_s = time.monotonic(), time.process_time()
             self.nodes.connect()
             if self.priority.run(self._poll, low=self._well()):
                 break
-            next_s, self.gatherer.host_waits.next_s = self.gatherer.host_waits.next_s, None
-            tick_s = TICK_S if next_s is None else min(TICK_S, max(SHORTEST_TICK_S, next_s - self.now_s))
-            left = tick_s - (time.monotonic() - began)
+            left = self._tick_s(time.process_time() - used_s) - (time.monotonic() - began)
             if left > 0:
                 self.endings.wake.wait(left)
             self.endings.wake.clear()
         self.close()
+
+    def _tick_s(self, poll_cpu_s: float) -> float:
+        """Return the time from the begin of a poll to the next one: a job of thousands of ranks must not cost a core."""
+        next_s, self.gatherer.host_waits.next_s = self.gatherer.host_waits.next_s, None
+        if next_s is not None:
+            return min(TICK_S, max(SHORTEST_TICK_S, next_s - self.now_s))
+        if self.diagnosis.suspects():
+            return TICK_S
+        return min(max(TICK_S, poll_cpu_s / MOST_OF_A_CORE), LONGEST_TICK_S)
 
     def _poll(self) -> bool:
         return self._survive(lambda: not self._all_moving() and self.tick())
@@ -213,6 +227,7 @@ class Monitor:
 
     def tick(self) -> bool:
         """Run one full poll; return True when the job is over."""
+        began = time.monotonic()
         self.pages.discover(self.now_s, self._opened)
         now_s = self.now_s
         for v in list(self.views.values()):
@@ -242,7 +257,17 @@ class Monitor:
             self.writer.event(
                 now_s, "monitor", "warning", f"the hang is proved: ended {rank_list(ended)} as {HANG_LIMIT} asks"
             )
+        self._export(snapshot, changed, began)
         return over
+
+    def _export(self, s: Snapshot, changed: list[Finding], began: float) -> None:
+        faults = [f for f in self.own.found if f.cleared_s is None]
+        self.metrics.publish(
+            s, self.views, self.started_unix_s, self.diagnosis, faults, [*changed, *faults], self.writer.path, began
+        )
+        for text in self.metrics.failures:
+            self.writer.event(s.t_s, "monitor", "warning", text)
+        self.metrics.failures.clear()
 
     def _judge(self, snapshot: Snapshot, over: bool) -> list[Finding]:
         changed = self.diagnosis.update(snapshot, final=over)
@@ -342,6 +367,7 @@ class Monitor:
         self.writer.commit()
         self.writer.close()
         self.gatherer.close()
+        self.metrics.close()
         self.sampling.gpus.close()
         finished = bool(self.views) and any(v.header.life != LifeWord.STARTING for v in self.views.values())
         if finished:

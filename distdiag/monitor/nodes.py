@@ -18,7 +18,7 @@ import msgspec
 
 from distdiag import files
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.snapshot import DEAD, Group, Life, RankState, Seconds, Snapshot
+from distdiag.diagnosis.model.snapshot import DEAD, Group, Life, RankState, Seconds, Snapshot, Step
 from distdiag.monitor.cluster.transport import Transport
 from distdiag.monitor.evidence import dump
 
@@ -72,6 +72,7 @@ class Nodes:
         self._silent: set[int] = set()
         self.events: list[str] = []  # what has changed between the nodes, for the log of the run
         self._owner: dict[int, int] = {}  # the node that reported a rank first
+        self._moved = _Moved()
         self._sound: dict[int, tuple[int, float]] = {}  # the newest state of each node that may be used, or may not
         self._unsound: dict[int, tuple[int, float]] = {}
 
@@ -156,14 +157,14 @@ class Nodes:
         self.read()
         self._receive(started_unix_s, start_ns)
         now = time.time()
-        seen = {k: x for k, x in self._seen.items() if self._is_sound(s, x)}
+        seen = {k: x for k, x in self._seen.items() if self._is_sound(s, x, x.started_unix_s - started_unix_s)}
         fresh = {k: x for k, x in seen.items() if x.closed or now - x.written_unix_s < STALE_S}
         self._known |= fresh.keys()
         self._note_silence(self._known - fresh.keys(), now)
         ranks, groups, expected = dict(s.ranks), dict(s.groups), s.expected or len(s.ranks)
         for x in fresh.values():
-            later_s = x.started_unix_s - started_unix_s
-            ranks |= {q: shifted(r, later_s) for q, r in x.ranks.items() if q not in ranks}
+            moved = self._moved.of(x, x.started_unix_s - started_unix_s)
+            ranks |= {q: r for q, r in moved.items() if q not in ranks}
             for name, g in x.groups.items():
                 groups.setdefault(name, g)
             expected += x.local_world_size
@@ -213,7 +214,7 @@ class Nodes:
                     written_unix_s=time.time() - a.age_s,
                 )  # fmt: skip
 
-    def _is_sound(self, s: Snapshot, x: NodeState) -> bool:
+    def _is_sound(self, s: Snapshot, x: NodeState, later_s: float) -> bool:
         """True if a state holds only ranks that can be that node's, and times that are times; otherwise it is not used."""
         mark = x.number, x.written_unix_s
         if mark in (self._sound.get(x.node), self._unsound.get(x.node)):
@@ -231,7 +232,7 @@ class Nodes:
                     or q in s.ranks
                 ):
                     raise ValueError(f"rank {q} is not there")
-                shifted(r, 0.0)
+            self._moved.of(x, later_s)
         except ValueError as problem:
             self._failed = f"the state of node {x.node} is not used: {problem}"
             self._unsound[x.node] = mark
@@ -284,6 +285,36 @@ def _waits(s: Snapshot) -> bool:
         r.blocked is not None and r.blocked.entered_s is not None and s.t_s - r.blocked.entered_s > WAITING_S
         for r in s.ranks.values()
     )
+
+
+class _Moved:
+    """The ranks of other nodes with times of this node: made once per state, and once per step however many states have it."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, tuple[tuple[int, float, float], dict[int, RankState]]] = {}
+        self._steps: dict[int, tuple[float, tuple[Step, ...], tuple[Step, ...]]] = {}  # of a rank: shift, sent, moved
+
+    def of(self, x: NodeState, later_s: float) -> dict[int, RankState]:
+        """Return the ranks of a state, `later_s` seconds later.
+
+        Raises:
+            ValueError: a time in it is out of range.
+        """
+        mark = x.number, x.written_unix_s, later_s
+        known = self._ranks.get(x.node)
+        if known is None or known[0] != mark:
+            known = self._ranks[x.node] = mark, {q: self._rank(r, later_s) for q, r in x.ranks.items()}
+        return known[1]
+
+    def _rank(self, r: RankState, by_s: float) -> RankState:
+        before_s, sent, moved = self._steps.get(r.rank, (by_s, (), ()))
+        last = next((i for i in range(len(r.steps) - 1, -1, -1) if sent and r.steps[i].step == sent[-1].step), -1)
+        same = 0 if before_s != by_s or r.steps[: last + 1] != sent[len(sent) - last - 1 :] else last + 1
+        move = _mover(tuple[Step, ...])
+        assert move is not None
+        steps = (*moved[len(moved) - same :], *move(r.steps[same:], by_s)) if same else move(r.steps, by_s)
+        self._steps[r.rank] = by_s, r.steps, steps
+        return msgspec.structs.replace(shifted(msgspec.structs.replace(r, steps=()), by_s), steps=steps)
 
 
 def shifted(state: RankState, by_s: float) -> RankState:

@@ -1,7 +1,7 @@
 """The monitor's priority: low while the job runs well, so that the ranks come first; ordinary while something may be wrong.
 
 A process cannot raise its priority again without a privilege, but every thread of Linux has its own: what has low priority runs
-in a thread of its own. On a kernel with autogroups, only the nice value of the monitor's autogroup counts.
+in a separate thread. On a kernel with autogroups, only the nice value of the monitor's autogroup counts.
 """
 
 from __future__ import annotations

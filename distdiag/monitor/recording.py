@@ -13,12 +13,12 @@ from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.monitor.collectives import Collectives
 from distdiag.monitor.nodes import Nodes
 from distdiag.monitor.ranks.state import RankView
-from distdiag.monitor.rows import Steps, ddp_rows, loader_rows, rank_rows
+from distdiag.monitor.rows import Steps, Window, ddp_rows, loader_rows, rank_rows
 from distdiag.store import rundir
 from distdiag.store.rows import GroupRow
 from distdiag.store.writer import Writer
 
-FRAME_S = 0.5  # between two frames of the screen
+FRAME_S, RANKS_PER_S = 0.5, 1024  # between two frames of the screen; of large jobs, so many rows per second
 NODES_S = 2.0  # between two writes of the other nodes' clocks
 LOADERS_S = 2.0  # between two writes of loaders, DDP modules and checks
 
@@ -32,6 +32,7 @@ class Recording:
         self._frame_at = self._loaders_at = self._nodes_at = -10.0
         self._newest: dict[int, int] = {}  # step of each rank of another node
         self._groups: set[str] = set()
+        self._windows: dict[int, Window] = {}
         self._facts: dict[str, Any] = {}
         self._info: dict[str, Any] = {}  # of run.json
         self._backend = ""
@@ -57,9 +58,9 @@ class Recording:
     def write_state(self, s: Snapshot, diagnosis: Diagnosis, now: bool) -> None:
         """Write the ranks' newest state, loaders, DDP modules and checks, each if it is due or `now`."""
         w = self.writer
-        if s.t_s - self._frame_at >= FRAME_S or now:
+        if s.t_s - self._frame_at >= max(FRAME_S, s.world_size / RANKS_PER_S) or now:
             self._frame_at = s.t_s
-            rows = rank_rows(s, self.views, diagnosis.open())
+            rows = rank_rows(s, self.views, diagnosis.open(), self._windows)
             w.add(rows)
             w.frame(s.t_s, diagnosis.state, diagnosis.state_text, rows)
             w.meta(state=diagnosis.state, state_text=diagnosis.state_text, world_size=s.world_size)

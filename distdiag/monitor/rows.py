@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
@@ -51,7 +52,6 @@ class Steps:
                 r, measured = s.ranks.get(q), self._measured.pop((step, q), None)
                 changed = {
                     "rank": q,
-                    "epoch": r.epoch if r else None,
                     "t_end_s": x.end_s,
                     "self_ms": self_ms(x),
                     "late_ms": late_ms.get(q),
@@ -84,49 +84,85 @@ def _median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
-def rank_rows(s: Snapshot, views: Mapping[int, RankView], findings: list[Finding]) -> list[RankRow]:
-    """Return one row per rank of the job, also for ranks that have not reported."""
+class Window:
+    """What rows show of a rank's last steps; kept while they are the same."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self.first, self.last, self.length = (steps[0], steps[-1], len(steps)) if steps else (None, None, 0)
+        self.own = [(x.step, self_ms(x)) for x in steps]
+        self.self_ms = _median([ms for _, ms in self.own])
+        columns = zip(*map(attrgetter(*_TIMES), steps), strict=True)
+        self.medians = {
+            name: _median([v for v in column if v is not None] if None in column else column)
+            for name, column in zip(_TIMES, columns, strict=False)
+        }
+        timed = [x for x in steps if x.step > 1] or steps  # the first step has the start of DDP and compilation in it
+        total_s = sum(x.step_ms for x in timed) / 1e3
+        samples = sum(x.samples for x in timed)
+        self.samples_per_s = samples / total_s if samples and total_s else None
+        self.loss = steps[-1].loss if steps else None
+
+    def holds(self, steps: Sequence[Step]) -> bool:
+        """True if it was made of these steps."""
+        if not steps:
+            return not self.length
+        return self.length == len(steps) and self.last is steps[-1] and self.first is steps[0]
+
+
+def rank_rows(
+    s: Snapshot, views: Mapping[int, RankView], findings: list[Finding], windows: dict[int, Window] | None = None
+) -> list[RankRow]:
+    """Return one row per rank of the job, also for ranks that have not reported.
+
+    Args:
+        windows: Kept by the caller between calls.
+    """
+    windows = {} if windows is None else windows
     worst: dict[int, str] = {}
     for f in findings:
         for q in f.culprits or f.victims:
             if q not in worst or at_least(f.severity, worst[q]):
                 worst[q] = str(f.severity)
-    windows = {q: list(r.steps)[-WINDOW:] for q, r in s.ranks.items()}
-    own = {q: [(x.step, self_ms(x)) for x in xs] for q, xs in windows.items()}
-    selfs = {q: m for q, xs in own.items() if (m := _median([ms for _, ms in xs])) is not None}
-    slowest: dict[int, int] = dict.fromkeys(windows, 0)
-    by_step: dict[int, dict[int, float]] = {}
-    for q, xs in own.items():
-        for step, ms in xs:
-            by_step.setdefault(step, {})[q] = ms
-    for by_rank in by_step.values():
-        if len(by_rank) > 1:
-            slowest[max(by_rank, key=lambda q: by_rank[q])] += 1
-    rows = []
-    for q in range(max(s.world_size, max(s.ranks, default=0) + 1)):
-        r = s.ranks.get(q)
-        rows.append(
-            RankRow(rank=q) if r is None else _row(s, r, views.get(q), windows[q], selfs, slowest[q], worst.get(q))
-        )
-    return rows
+    for q, r in s.ranks.items():
+        steps = r.steps[-WINDOW:]
+        if q not in windows or not windows[q].holds(steps):
+            windows[q] = Window(steps)
+    selfs = sorted(m for q in s.ranks if (m := windows[q].self_ms) is not None)
+    slowest: dict[int, int] = dict.fromkeys(s.ranks, 0)
+    longest: dict[int, tuple[float, int]] = {}
+    seen: dict[int, int] = {}
+    for q in s.ranks:
+        for step, ms in windows[q].own:
+            seen[step] = seen.get(step, 0) + 1
+            if step not in longest or ms > longest[step][0]:
+                longest[step] = ms, q
+    for step, (_, q) in longest.items():
+        if seen[step] > 1:
+            slowest[q] += 1
+    return [
+        RankRow(rank=q)
+        if (r := s.ranks.get(q)) is None
+        else _row(s, r, views.get(q), windows[q], selfs, slowest[q], worst.get(q))
+        for q in range(max(s.world_size, max(s.ranks, default=0) + 1))
+    ]
+
+
+def _median_low_of_others(ordered: Sequence[float], own: float) -> float | None:
+    """Return the lower median of sorted values without one of them, without a list of the others for each rank."""
+    n = len(ordered) - 1
+    if n < 1:
+        return None
+    at = (n - 1) // 2
+    return ordered[at + (bisect_left(ordered, own) <= at)]
 
 
 def _row(
-    s: Snapshot, r: RankState, view: RankView | None, window: list[Step], selfs: dict[int, float], slowest: int, severity: str | None
+    s: Snapshot, r: RankState, view: RankView | None, window: Window, selfs: Sequence[float], slowest: int, severity: str | None
 ) -> RankRow:  # fmt: skip
-    others = [v for q, v in selfs.items() if q != r.rank]
-    own = selfs.get(r.rank)
-    delta = own - statistics.median_low(others) if own is not None and others else None
-    timed = [x for x in window if x.step > 1] or window  # the first step has the start of DDP and compilation in it
-    total_s = sum(x.step_ms for x in timed) / 1e3
-    samples = sum(x.samples for x in timed)
+    own = window.self_ms
+    others = _median_low_of_others(selfs, own) if own is not None else None
     last = r.calls[-1] if r.calls else None
     b = r.blocked
-    columns = zip(*map(attrgetter(*_TIMES), window), strict=True)
-    medians = {
-        name: _median([v for v in column if v is not None] if None in column else column)
-        for name, column in zip(_TIMES, columns, strict=False)
-    }
     changed = {
         "t_s": s.t_s,
         "phase": "collective" if b is not None else r.phase,
@@ -140,9 +176,9 @@ def _row(
         "waiting_bytes": b.bytes if b else None,
         "waiting_age_s": s.t_s - b.entered_s if b is not None and b.entered_s is not None else None,
         "self_ms": own,
-        "delta_self_ms": delta,
-        "samples_per_s": samples / total_s if samples and total_s else None,
-        "loss": window[-1].loss if window else None,
+        "delta_self_ms": own - others if own is not None and others is not None else None,
+        "samples_per_s": window.samples_per_s,
+        "loss": window.loss,
         "last_op": last.op if last else None,
         "last_group": last.group if last else None,
         "last_seq": max(r.enqueued.get(last.group, 0), last.seq or 0) or None if last else None,
@@ -151,7 +187,7 @@ def _row(
         "slowest_in": slowest if len(selfs) > 1 else None,
         "activity": r.activity if r.life != Life.MISSING else None,
     }
-    fields: dict[str, Any] = {**shared(RankRow, r), **medians, **changed}
+    fields: dict[str, Any] = {**shared(RankRow, r), **window.medians, **changed}
     return RankRow(**fields, **(view.recorder() if view is not None else {}))
 
 

@@ -27,12 +27,30 @@ def make_snapshot(
         idle: By rank: (main thread sleeps and has used no CPU since the last poll, its state in /proc).
     """
     ranks = {}
-    groups: dict[str, Group] = {}
-    headers = [v.header for v in views.values()]
-    world = _of_most([h.world_size for h in headers], least=max(views) + 1)
     for q, v in sorted(views.items()):
         state = v.state(now_s, *idle[q], gatherer.record(q), gatherer.host_waits.of(q))
         ranks[q] = _with_locks(now_s, gatherer.with_stack(state, now_s), views)
+    return msgspec.structs.replace(
+        of_pages(now_s, views, ranks),
+        arrivals=tuple(calls.arrivals),
+        completed_conflicts=tuple(calls.completed_conflicts),
+        gpus=sampled.gpus.states(),
+        host_cpu_pct=max(sampled.cpu_pct, default=None),
+        host_memory_bytes=sampled.hosts.memory_bytes,
+        host_available_bytes=sampled.hosts.available_bytes,
+    )
+
+
+def of_pages(now_s: float, views: Mapping[int, RankView], ranks: dict[int, RankState]) -> Snapshot:
+    """Return the state of the job as far as the pages have it.
+
+    Args:
+        ranks: The states of all ranks in `views`.
+    """
+    groups: dict[str, Group] = {}
+    headers = [v.header for v in views.values()]
+    world = _of_most([h.world_size for h in headers], least=max(views) + 1)
+    for v in views.values():
         for g in v.decoder.groups():
             groups.setdefault(g.key, Group(name=g.key, ranks=g.ranks, description=g.description, backend=g.backend))
         for name, (number, members, site) in v.history.new_groups.items():
@@ -54,12 +72,6 @@ def make_snapshot(
         expected=_of_most([h.local_world_size for h in headers]) or None,
         ranks=ranks,
         groups=groups,
-        arrivals=tuple(calls.arrivals),
-        completed_conflicts=tuple(calls.completed_conflicts),
-        gpus=sampled.gpus.states(),
-        host_cpu_pct=max(sampled.cpu_pct, default=None),
-        host_memory_bytes=sampled.hosts.memory_bytes,
-        host_available_bytes=sampled.hosts.available_bytes,
         usual_step_s=steps[len(steps) // 2] / 1e3 if steps else None,
     )
 

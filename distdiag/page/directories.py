@@ -25,6 +25,7 @@ RUN_MARK = f"{MARK}.run"  # device and inode of the run directory whose pages th
 RECORD_BYTES = 8192  # of a node record are read
 SPARE_BYTES = 64 * 1024  # in addition to the pages: mark, sockets, stacks written by signal handlers
 SWEEP_AGE_S = 60.0  # a younger directory may not be locked yet
+KEPT_S = 86_400.0  # pages of a job that was killed with its monitor are kept for its autopsy, if there is room
 _OURS = re.compile(r"rank_\d+\.(page|new\d+)|\.?(r\d+|nodes)\.[a-z]+(\.\d+)?|monitor\.lock")
 
 
@@ -206,6 +207,8 @@ def remove(directory: Path) -> bool:
 def sweep(directory: Path) -> list[Path]:
     """Remove the page directories in memory that earlier jobs of this user left; return what was removed.
 
+    They are kept for a day after the last sign of life in them, while half of the file system is free.
+
     Args:
         directory: This job's page directory; nothing is done unless it is in memory.
     """
@@ -219,14 +222,36 @@ def sweep(directory: Path) -> list[Path]:
         others = [Path(e.path) for e in os.scandir(root) if e.name != directory.name]
     except OSError:
         return []
-    return [other for other in others if _old(other) and remove(other)]
+    after_s = KEPT_S if _half_free(root) else SWEEP_AGE_S
+    return [other for other in others if _unused_s(other) > after_s and remove(other)]
 
 
-def _old(directory: Path) -> bool:
+def _half_free(root: Path) -> bool:
     try:
-        return time.time() - directory.lstat().st_mtime > SWEEP_AGE_S
+        found = os.statvfs(root)
     except OSError:
         return False
+    return 2 * found.f_bavail > found.f_blocks
+
+
+def _unused_s(directory: Path) -> float:
+    """Return the time since the last sign of life: a rank's heartbeat, as writing into a page changes no time of its file."""
+    from distdiag.page.reader import PageError, PageReader
+
+    try:
+        unused_s = time.time() - directory.lstat().st_mtime
+        paths = sorted(directory.glob("*.page"))
+    except OSError:
+        return 0.0
+    for path in paths:
+        try:
+            page = PageReader(path)
+        except (OSError, PageError, ValueError):
+            continue
+        if (beat_ns := page.header().heartbeat_ns) > 0:
+            unused_s = min(unused_s, max(0.0, (time.monotonic_ns() - beat_ns) / 1e9))
+        page.close()
+    return unused_s
 
 
 def is_marked(directory: Path) -> bool:

@@ -41,7 +41,7 @@ def record_process(run_dir: str | None, name: str | None, job: str | None = None
             run_claim.belong_to(job)
             if VARIABLE not in os.environ:
                 # For ranks that the script starts as other programs: they have no hook of ours. Below `os.environ`, which stays
-                # what the script was given; a child with an environment of its own is not recorded.
+                # what the script was given; a child that is given another environment is not recorded.
                 os.putenv(VARIABLE, "1")
         directory = str(run_claim.claim(run_dir, name or run_claim.script_name()))
     except Exception as e:

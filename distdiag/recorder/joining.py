@@ -1,4 +1,4 @@
-"""Which job a rank belongs to if no launcher has told: the job whose process group it is in, by the group's own store.
+"""Which job a rank belongs to if no launcher names it: the job whose process group it is in, by the group's own store.
 
 Rank 0 writes which run it records into; the other ranks read it once the group exists. An address or a parent process would not do:
 two jobs may use one port after each other, and two terminals have no parent in common.
@@ -37,7 +37,7 @@ def join(store: Any, rank: int, run_dir: str | None) -> None:
 
     Args:
         store: The store of that group.
-        run_dir: Run directory that this process was told to use; rank 0's counts.
+        run_dir: Run directory that this process was given; rank 0's counts.
 
     Raises:
         Exception: what the store raises; TimeoutError if rank 0 does not record.

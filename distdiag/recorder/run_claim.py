@@ -29,6 +29,7 @@ ENV_JOB = "DISTDIAG_JOB"
 _launcher_job: str | None = None
 _joined: Joined | None = None  # the job that this process joined by its process group
 share = os.environ.get("DISTDIAG_SHARE") == "1"  # others may read the runs of this process; also set by --share
+JOIN_S = 3600.0  # between the first and the last node of a job; the store's and the groups' own timeouts are shorter
 READ_S = 5.0  # timeout for the text of a decision on a file system without hard links
 # Variables that a launcher sets equally for all ranks of one launch, and differently in other launches.
 _LAUNCH = (
@@ -330,6 +331,8 @@ def _join(run_dir: Path, rank: int, world_size: int) -> Claim | None:
     found = files.text(run_dir, record, own=True).rstrip("\n")
     if not found.startswith(f"{launcher} "):
         return None
+    if _too_late(run_dir, record):
+        return None
     chosen = found[len(launcher) + 1 :]
     try:
         if str(rank) in files.text(run_dir, directories.ended_record(run_dir, node).name).split():
@@ -340,6 +343,25 @@ def _join(run_dir: Path, rank: int, world_size: int) -> Claim | None:
     if any(_has_page(d, rank) for d in (pages, overflow)):
         return None
     return Claim(run_dir, node, pages, overflow)
+
+
+def _too_late(run_dir: Path, record: str) -> bool:
+    """True if this node has claimed a directory whose job had ended, or had begun long before.
+
+    A job that is created again may have equal ids, and one of its nodes may never have joined the job before. Only times of files are
+    compared, which the file server sets and nobody changes: all ranks of this node get the same answer.
+    """
+    at = (run_dir / record).stat().st_mtime_ns
+    for name in files.names(run_dir):
+        if not name.startswith(".node_") or name in (record, f"{record}.ended"):
+            continue
+        try:
+            before_s = (at - (run_dir / name).lstat().st_mtime_ns) / 1e9
+        except OSError:
+            continue
+        if before_s > (0.0 if name.endswith(".ended") else JOIN_S):
+            return True
+    return False
 
 
 def _has_page(pages: Path, rank: int) -> bool:

@@ -264,7 +264,9 @@ def start(run_dir: str | None, name: str | None, rank: int, world_size: int, loc
 
 def report_not_recorded(error: Exception, hint: str = "choose a writable directory with --run-dir") -> None:
     """Print on stderr why nothing is recorded and what to do, one line each; nothing if the job has closed its stderr."""
-    reason = error.strerror or error if isinstance(error, OSError) else error
+    reason: object = error
+    if isinstance(error, OSError) and error.strerror:
+        reason = f"{error.filename}: {error.strerror}" if isinstance(error.filename, str) else error.strerror
     lines = (f"distdiag: this job is not recorded: {reason}", f"hint: {hint}; the job itself continues")
     with contextlib.suppress(Exception):  # closed, on a full disk, or the script's own object
         if sys.stderr is not None:

@@ -26,28 +26,12 @@ class Options:
     quiet: bool = False
     keep_bytes: int | None = None
     tape: bool = False
+    metrics: str | None = None
 
 
 options = Options()  # for this process and its children
 LOCK = "monitor.lock"
 STARTS = 6  # most starts of one node's monitor: one that dies each time is a bug of ours, and costs the job CPU
-
-
-def parse_keep(text: str) -> int:
-    """Return the bytes of a `--keep` size: `500M`, `2G`, `1000000`.
-
-    Raises:
-        DistdiagError: no size, or below 1 MiB.
-    """
-    from distdiag.errors import DistdiagError
-    from distdiag.terms.units import parse_bytes
-
-    with contextlib.suppress(DistdiagError):
-        if (value := parse_bytes(text)) >= 1 << 20:
-            return value
-    raise DistdiagError(
-        f"--keep {text} is no size of at least 1M", "give bytes, or a number with K, M or G: --keep 500M"
-    )
 
 
 def start_monitor(run_dir: Path, pages: Path, node: int, overflow: Path, quiet: bool = False) -> bool:
@@ -88,8 +72,7 @@ def take_over(run_dir: Path) -> tuple[list[Path], bool]:
     """Return the page directories of this run on this host whose monitor runs, and True if this call has started one.
 
     Called by readers, which change nothing of a run that somebody else made or that has ended. A monitor is started only for pages
-    that this user's ranks made for this very directory: pages in the user's directory in memory that name it, or pages in the run
-    itself that a living process of this user maps.
+    that a living rank of this user maps; `monitor.autopsy` judges those that were left.
     """
     if files.owner_of_other(run_dir) is not None:
         return [], False
@@ -98,7 +81,7 @@ def take_over(run_dir: Path) -> tuple[list[Path], bool]:
         pages = found[0]
         if not directories.is_marked(pages) or directories.ended_record(run_dir, node).exists():
             continue
-        if not directories.in_memory(pages) and not any(map(_is_mapped, pages.glob("*.page"))):
+        if not any(map(_is_mapped, pages.glob("*.page"))):
             continue
         with contextlib.suppress(OSError):
             started |= start_monitor(run_dir, pages, node, directories.overflow(run_dir, node), quiet=True)
@@ -143,6 +126,7 @@ def _start(run_dir: Path, pages: Path, node: int, overflow: Path, lock: int, qui
         sys.executable, "-P", "-m", "distdiag.monitor", str(run_dir), "--pages", str(pages), "--overflow", str(overflow),
         "--node", str(node), *["--for-reader"] * quiet, *["--quiet"] * (quiet or options.quiet),
         *(["--keep", str(options.keep_bytes)] if options.keep_bytes else []), *["--tape"] * options.tape,
+        *(["--metrics", options.metrics] if options.metrics is not None else []),
     ]  # fmt: skip
     process = subprocess.Popen(
         command,

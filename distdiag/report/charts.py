@@ -28,47 +28,63 @@ LABELS = {
     "hidden": "compute and communication",
     "transfer": "communication",
 }
+PHASES_AXIS = "ms per step (medians)"
 # placeholders, replaced by colours of the page's theme
 _INK, _LINE = "#010203", "#040506"
-_STYLE: Any = {
-    "svg.fonttype": "none",  # text stays text: small, searchable
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": _LINE,
-    "axes.axisbelow": True,
-    "text.color": _INK,
-    "axes.labelcolor": _INK,
-    "axes.edgecolor": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "savefig.transparent": True,
-}
+
+
+def style(ink: str, line: str) -> dict[str, Any]:
+    """Return matplotlib's settings for these charts, in a colour for text and axes and one for the grid."""
+    return {
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "grid.color": line,
+        "axes.axisbelow": True,
+        "text.color": ink,
+        "axes.labelcolor": ink,
+        "axes.edgecolor": ink,
+        "xtick.color": ink,
+        "ytick.color": ink,
+    }
+
+
+# text stays text: small, searchable
+_PAGE: Any = style(_INK, _LINE) | {"svg.fonttype": "none", "savefig.transparent": True}
 
 
 def step_time(points: Sequence[SeriesPoint], findings: Sequence[Finding] = ()) -> str:
     """Draw the job's step time, below it the loss if it was logged; the first step of each finding is marked."""
-    has_loss = any(p.loss is not None for p in points)
-    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": "step time"}):
-        figure = Figure(figsize=(9, 3.9 if has_loss else 2.6), layout="constrained")
-        rows = figure.subplots(2 if has_loss else 1, 1, sharex=True, squeeze=False)[:, 0]
-        x = np.array([p.step for p in points])
-        rows[0].fill_between(
-            x, [p.low_ms for p in points], [p.high_ms for p in points], color="#56B4E9", alpha=0.35, linewidth=0
-        )
-        rows[0].plot(x, [p.step_ms for p in points], color="#0072B2", linewidth=1.2)
-        rows[0].set_ylabel("step time, ms")
-        rows[0].set_ylim(0, top_of_axis([p.high_ms for p in points]))
-        for f in findings:
-            if f.step is not None and points[0].step <= f.step <= points[-1].step_end:
-                rows[0].axvline(f.step, color="#D55E00", linewidth=0.9, linestyle="--")
-        if has_loss:
-            known = [p for p in points if p.loss is not None]
-            rows[1].plot([p.step for p in known], [p.loss for p in known], color=_INK, linewidth=1.0)
-            rows[1].set_ylabel("loss")
-        rows[-1].set_xlabel("step")
+    with matplotlib.rc_context(_PAGE | {"svg.hashsalt": "step time"}):
+        figure = Figure(figsize=(9, 3.9 if has_loss(points) else 2.6), layout="constrained")
+        draw_step_time(figure, points, findings)
         return _svg(figure)
+
+
+def has_loss(points: Sequence[SeriesPoint]) -> bool:
+    return any(p.loss is not None for p in points)
+
+
+def draw_step_time(figure: Figure, points: Sequence[SeriesPoint], findings: Sequence[Finding]) -> None:
+    """Draw into an empty figure what `step_time` shows."""
+    rows = figure.subplots(2 if has_loss(points) else 1, 1, sharex=True, squeeze=False)[:, 0]
+    x = np.array([p.step for p in points])
+    rows[0].fill_between(
+        x, [p.low_ms for p in points], [p.high_ms for p in points], color="#56B4E9", alpha=0.35, linewidth=0
+    )
+    rows[0].plot(x, [p.step_ms for p in points], color="#0072B2", linewidth=1.2)
+    rows[0].set_ylabel("step time, ms")
+    rows[0].set_ylim(0, top_of_axis([p.high_ms for p in points]))
+    for f in findings:
+        if f.step is not None and points[0].step <= f.step <= points[-1].step_end:
+            rows[0].axvline(f.step, color="#D55E00", linewidth=0.9, linestyle="--")
+    if has_loss(points):
+        known = [p for p in points if p.loss is not None]
+        ink = matplotlib.rcParams["text.color"]
+        rows[1].plot([p.step for p in known], [p.loss for p in known], color=ink, linewidth=1.0)
+        rows[1].set_ylabel("loss")
+    rows[-1].set_xlabel("step")
 
 
 def top_of_axis(values: Sequence[float]) -> float:
@@ -79,7 +95,7 @@ def top_of_axis(values: Sequence[float]) -> float:
 
 def phases(ranks: Sequence[RankSummary]) -> str:
     """Draw a bar per rank: its step by phases. Waiting for other ranks is taken out of backward and drawn last."""
-    return _bars("phases", [r.rank for r in ranks], [steps.split(r) for r in ranks], "ms per step (medians)")
+    return _bars("phases", [r.rank for r in ranks], [steps.split(r) for r in ranks], PHASES_AXIS)
 
 
 def profile(ranks: Sequence[RankTimes]) -> str:
@@ -88,23 +104,27 @@ def profile(ranks: Sequence[RankTimes]) -> str:
 
 
 def _bars(salt: str, ranks: Sequence[int], parts: Sequence[Mapping[str, float]], axis: str) -> str:
-    """Draw a bar per rank of parts one after the other. The legend leaves out a part that no rank has."""
-    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": salt}):
+    with matplotlib.rc_context(_PAGE | {"svg.hashsalt": salt}):
         figure = Figure(figsize=(9, 0.9 + 0.3 * len(ranks)), layout="constrained")
-        axes = figure.subplots()
-        y, left = np.arange(len(ranks)), np.zeros(len(ranks))
-        for name in parts[0] if parts else ():
-            width = np.maximum(0.0, np.array([p[name] for p in parts]))
-            if width.any():
-                colour = steps.BY_NAME[name].colour[name in _PALE]
-                axes.barh(y, width, 0.62, left=left, color=colour, label=LABELS.get(name, name))
-            left += width
-        axes.set_yticks(y, [f"rank {rank}" for rank in ranks])
-        axes.invert_yaxis()
-        axes.set_xlabel(axis)
-        axes.grid(visible=False, axis="y")
-        axes.legend(ncols=4, loc="lower left", bbox_to_anchor=(0, 1.0), frameon=False)
+        draw_bars(figure, ranks, parts, axis)
         return _svg(figure)
+
+
+def draw_bars(figure: Figure, ranks: Sequence[int], parts: Sequence[Mapping[str, float]], axis: str) -> None:
+    """Draw a bar per rank of parts one after the other. The legend leaves out a part that no rank has."""
+    axes = figure.subplots()
+    y, left = np.arange(len(ranks)), np.zeros(len(ranks))
+    for name in parts[0] if parts else ():
+        width = np.maximum(0.0, np.array([p[name] for p in parts]))
+        if width.any():
+            colour = steps.BY_NAME[name].colour[name in _PALE]
+            axes.barh(y, width, 0.62, left=left, color=colour, label=LABELS.get(name, name))
+        left += width
+    axes.set_yticks(y, [f"rank {rank}" for rank in ranks])
+    axes.invert_yaxis()
+    axes.set_xlabel(axis)
+    axes.grid(visible=False, axis="y")
+    axes.legend(ncols=4, loc="lower left", bbox_to_anchor=(0, 1.0), frameon=False)
 
 
 def _svg(figure: Figure) -> str:

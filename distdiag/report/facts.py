@@ -32,7 +32,7 @@ ENOUGH_FOR_P99 = 100
 # Keys of table `meta` that the report shows elsewhere, or that only programs read.
 _KNOWN_META = frozenset({
     "schema_version", "monitor_host", "monitor_pid", "monitor_ended", "node", "distdiag", "torch", "python", "cuda",
-    "nccl", "state", "state_text", "state_since_s", "started_unix_s", "ended_s", "heartbeat_unix_s", "command",
+    "nccl", "state", "state_text", "state_since_s", "started_unix_s", "ended_s", "heartbeat_unix_s", "memory_cgroup", "command",
     "name", "attempt", "backend", "world_size", "checks",
 })  # fmt: skip
 

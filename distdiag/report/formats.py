@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -19,8 +18,9 @@ from xml.etree import ElementTree
 
 import msgspec
 
-from distdiag.diagnosis.model.findings import BAD_STATES, Finding, Report, Severity
+from distdiag.diagnosis.model.findings import BAD_STATES, Finding, Report, Severity, ranks_seen
 from distdiag.terms.untrusted import visible
+from distdiag.version import VERSION
 
 SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}
@@ -151,7 +151,7 @@ def sarif(report: Report, root: Path) -> str:
         })  # fmt: skip
     driver = {
         "name": "distdiag",
-        "version": metadata.version("distdiag"),
+        "version": VERSION,
         "rules": [{"id": rule} for rule in rules],
     }
     return json.dumps(
@@ -189,8 +189,7 @@ def junit(report: Report, root: Path) -> str:
 
 def markdown(report: Report, root: Path) -> str:
     """Return the verdict to paste into an issue."""
-    world = "?" if report.world_size is None else report.world_size
-    out = [f"**distdiag**: {_escaped(report.state)}, {report.ranks_seen} of {world} ranks seen", ""]
+    out = [f"**distdiag**: {_escaped(report.state)}, {ranks_seen(report.ranks_seen, report.world_size)}", ""]
     for finding in open_findings(report):
         out += [
             f"### {finding.severity}: {_escaped(rule_of(finding))} ({_escaped(finding.certainty)})",

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import time
 
-from distdiag.diagnosis.model.findings import Finding, Gradients
+from distdiag.diagnosis.model.findings import (
+    BAD_STATES,
+    NO_KNOWN_ERROR,
+    STOPPED_BY,
+    Finding,
+    Gradients,
+    Report,
+    Severity,
+    State,
+    rank_list,
+    ranks_seen,
+)
 from distdiag.terms import untrusted
 from distdiag.terms.units import MISSING, counted, decimal, percent, size_text
 
@@ -58,3 +69,38 @@ def gradient_times(g: Gradients) -> str:
         f"{milliseconds(g.comm_ms)} ms of communication a step, {milliseconds(g.exposed_ms)} ms of it exposed"
         f" ({percent(g.exposed_share)} of step time); medians of {number(g.steps)} measured steps, of the rank with the least"
     )
+
+
+def verdict(report: Report) -> str:
+    """Return one line: the state of the job, the number of findings, and the ranks to look at."""
+    open_ones = [f for f in report.findings if f.cleared_s is None]
+    seen = ranks_seen(report.ranks_seen, report.world_size)
+    counts = [
+        f"{n} {word}{'s' if n > 1 else ''}"
+        for word, s in (("error", Severity.ERROR), ("warning", Severity.WARNING))
+        if (n := sum(f.severity == s for f in open_ones))
+    ]
+    killed = bool(report.last_seen) and report.ended_ago_s is not None
+    stopped = report.state_text if killed or (report.state_text or "").startswith(STOPPED_BY) else None
+    if not counts and stopped:
+        return f"{report.state}: {stopped}; nothing else found, {seen}"
+    if not counts and report.state in BAD_STATES:
+        why = f"; {report.state_text}" if report.state_text else ""
+        return f"{report.state}: the cause was not found, {seen}{why}"
+    cleared = sum(f.cleared_s is not None for f in report.findings)
+    if not counts and report.unjudged and (not report.ranks_seen or report.unjudged.startswith(NO_KNOWN_ERROR)):
+        return f"no verdict: {report.unjudged}"
+    if not counts and report.unjudged:
+        return f"{report.state}, only partly judged: {report.unjudged}" + (f"; {cleared} cleared" if cleared else "")
+    infos = sum(f.severity == Severity.INFO for f in open_ones)
+    waits = report.state_text if report.state == State.RUNNING else None
+    if not counts and infos:
+        return f"{report.state}: {f'{waits}; ' if waits else ''}no error or warning, {infos} info ({seen})"
+    if not counts and waits:
+        return f"{report.state}: {waits}; nothing else found, {seen}" + (f"; {cleared} cleared" if cleared else "")
+    if not counts:
+        return f"{report.state}: nothing found, {seen}" + (f"; {cleared} cleared" if cleared else "")
+    culprits = sorted({r for f in open_ones if f.severity == Severity.ERROR for r in f.culprits})
+    blame = f"; look at {rank_list(culprits)} first" if culprits else ""
+    how = f"{stopped}; " if stopped else ""
+    return f"{report.state}: {how}{', '.join(counts)}{blame} ({seen})"

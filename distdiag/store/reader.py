@@ -11,11 +11,11 @@ import sqlite3
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from distdiag.diagnosis.model.findings import Certainty, Check, Finding, Report, Severity, State
+from distdiag.diagnosis.model.findings import Certainty, Check, Finding, Report, Severity, State, ranks_seen
 from distdiag.errors import need
 from distdiag.store import rundir
 from distdiag.store.database import Database
@@ -37,6 +37,7 @@ from distdiag.store.rows import (
 )
 from distdiag.terms import secrets
 from distdiag.terms.ranks import unfold_ranks
+from distdiag.terms.units import unit_of
 from distdiag.terms.untrusted import is_rank
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ class Run(Database):
             unjudged = "the recording ended before the job"
             notes.append("the monitor was ended from outside while ranks ran: nothing after its last row is known")
         elif world is None or seen < world:
-            unjudged = f"{seen:,} of {'?' if world is None else f'{world:,.0f}'} ranks seen"
+            unjudged = ranks_seen(seen, None if world is None else int(world))
         if self.note:
             notes.append(self.note)
         started, ended_s = number(meta.get("started_unix_s")), number(meta.get("ended_s"))
@@ -279,6 +280,8 @@ class Run(Database):
     def table(self, name: str) -> pd.DataFrame:
         """Return a whole table as a pandas frame: step, step_minute, collective, gpu, host, process, …
 
+        The frame's `attrs["units"]` has the unit of each column that has one, `{"step_ms": "ms"}`; what a column is: docs/reference/run-db.md.
+
         Raises:
             ValueError: there is no such table.
             DistdiagError: pandas is not installed.
@@ -289,15 +292,23 @@ class Run(Database):
         if name not in {n for (n,) in self.query("SELECT name FROM sqlite_master WHERE type = 'table'")}:
             raise ValueError(f"no table {name}")
         columns = [r[1] for r in self.query(f"PRAGMA main.table_info({name})")]
-        return pd.DataFrame(self.query(f"SELECT {', '.join(columns)} FROM {name}"), columns=columns)
+        frame = pd.DataFrame(self.query(f"SELECT {', '.join(columns)} FROM {name}"), columns=columns)
+        frame.attrs["units"] = {column: unit for column in columns if (unit := unit_of(column)) is not None}
+        return frame
 
     def steps_frame(self) -> pd.DataFrame:
-        """Return table `step` as a pandas frame: one row per rank and step, ms."""
+        """Return table `step` as a pandas frame: one row per rank and step; `attrs["units"]` has the unit of each column."""
         return self.table("step")
 
 
-def open_run(path: Path | str) -> Run:
+_Kind = TypeVar("_Kind", bound=Run)
+
+
+def open_run(path: Path | str, kind: type[_Kind] = Run) -> _Kind:
     """Open a run directory for reading.
+
+    Args:
+        kind: What is returned: `Run`, or a class with more methods.
 
     Raises:
         RunUnreadable: with its `status`; also if the monitor has not created the database yet.
@@ -315,4 +326,4 @@ def open_run(path: Path | str) -> Run:
             raise
     except sqlite3.Error as e:
         raise unreadable(e, path, database) from e
-    return Run(path, database, con, note)
+    return kind(path, database, con, note)

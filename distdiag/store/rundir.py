@@ -74,6 +74,21 @@ def has_run(path: Path) -> bool:
     return any(os.path.lexists(path / n) for n in (DATABASE, POINTER, "run.json", ".node_0"))
 
 
+def is_claimed(path: Path) -> bool:
+    """True if a launch has taken a directory for its run; no rank needs to have written."""
+    return has_run(path) or any((path / name).is_dir() for name in (".jobs", f".jobs-{os.getuid()}"))
+
+
+def no_rank_yet(path: Path) -> DistdiagError:
+    """Return the error for a run of which no rank has written."""
+    return DistdiagError(
+        visible(f"no rank has written to {path} yet"),
+        "wait for the job to start; `distdiag tui` shows its ranks as they start",
+        ExitCode.NO_DATA,
+        "no_rank",
+    )
+
+
 def check_readable(path: Path) -> None:
     """Check that this user may list a directory or read a file, if it exists.
 
@@ -97,7 +112,7 @@ def check_readable(path: Path) -> None:
 
 
 def resolve(run: str | Path | None = None) -> Path:
-    """Return the run directory for a reader: `run`, else DISTDIAG_RUN_DIR, else `reports/latest`; its newest attempt.
+    """Return the run directory for a reader: `run`, else DISTDIAG_RUN_DIR, else the newest run here; its newest attempt.
 
     `run` may also be a `run.db`, one attempt, or a directory of runs (then its `latest`).
 
@@ -105,9 +120,10 @@ def resolve(run: str | Path | None = None) -> Path:
         DistdiagError: NO_DATA, with the command that creates a run.
     """
     named = run or os.environ.get(ENV)
-    path = Path(named) if named else ROOT / "latest"
-    if not named and not path.exists() and (own := directories.own_fallback_root()) and (own / "latest").is_dir():
-        path = own / "latest"  # the job's working directory was read-only
+    path = Path(named) if named else _latest()
+    readable = path.exists() and os.access(path, os.R_OK | os.X_OK)
+    if not named and not readable and (own := directories.own_fallback_root()) and (own / "latest").is_dir():
+        path = own / "latest"  # the job's working directory was read-only, or `reports` is another user's
     check_readable(path)
     if path.name == DATABASE and (path.is_file() or not path.exists()):
         path = path.parent
@@ -127,10 +143,25 @@ def resolve(run: str | Path | None = None) -> Path:
     if not found:
         if (runs := runs_below(path)) is not None:
             raise runs
+        if is_claimed(path):
+            raise no_rank_yet(path)
         raise DistdiagError(
             f"{path} holds no run (no {DATABASE})", f"`{CREATE}` records one", ExitCode.NO_DATA, "no_run"
         )
     return found[-1]
+
+
+def _latest() -> Path:
+    """Return `reports/latest`, or `latest` in this directory if that run is newer: `--run-dir NAME` wrote it."""
+    usual, named = ROOT / "latest", Path("latest")
+    if named.is_symlink() and named.is_dir() and _replaceable(named) and _started_s(named) > _started_s(usual):
+        return named
+    return usual
+
+
+def _started_s(run_dir: Path) -> float:
+    started_s = read_run_json(run_dir).get("started_unix_s")
+    return float(started_s) if isinstance(started_s, int | float) else _changed(run_dir)
 
 
 def shown(path: Path) -> str:

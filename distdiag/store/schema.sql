@@ -6,6 +6,7 @@ CREATE TABLE IF NOT EXISTS meta (          -- one value per key; written once or
   key   TEXT PRIMARY KEY,                  -- schema_version, started_unix_s, name, world_size, backend, state,
   value TEXT                               -- state_since_s, ended_s, attempt, torch, distdiag, command, max_steps, monitor_pid …
                                            -- checks: JSON, which kinds of findings could be judged, and why not
+                                           -- metrics: address of /metrics, if the monitor serves it
                                            -- nodes: JSON, on node 0: when each node that sends its state was heard last, its
                                            -- wall clock minus node 0's, how wrong that may be; refused connections
                                            -- hang_ended_s: when the monitor ended the ranks of a proved hang, if it was asked to

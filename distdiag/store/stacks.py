@@ -9,9 +9,11 @@ from pathlib import Path
 import msgspec
 
 from distdiag import files
+from distdiag.terms.untrusted import cut, visible
 
 NAME = "stacks/latest.json"
 MAX_FRAMES = 400  # of one stack; each is a level of the tree
+MAX_FRAME = 400  # characters of a frame in the tree's lines
 _RANK = re.compile(r"[0-9]{1,6}")
 
 
@@ -57,6 +59,20 @@ def merge(stacks: Stacks) -> list[Branch]:
         path = s.stack or (s.note or "no stack",)
         paths.append((int(key), (*path, f"in {s.op}") if s.op else path))
     return grow(paths, 0)
+
+
+def tree_lines(branches: list[Branch], indent: int = 0, above: int = 0) -> list[str]:
+    """Return the merged tree as lines: `3 ranks  all_reduce …`. A branch omits the ranks if its parent has the same."""
+    out: list[str] = []
+    for b in branches:
+        ranks = b.ranks
+        head = ""
+        if len(ranks) != above:
+            shown = ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
+            head = f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''} ({shown})  "
+        out.append("  " * indent + head + cut(visible(b.frame), MAX_FRAME))
+        out += tree_lines(b.children, indent + 1, len(ranks))
+    return out
 
 
 def write(run_dir: Path, stacks: Stacks) -> Path:

@@ -215,3 +215,61 @@ def compare(before: Samples, after: Samples) -> Comparison:
     return Comparison(
         ratio=float(np.median(after) / np.median(before)), p_value=math.erfc(z / math.sqrt(2)), cliffs_delta=delta
     )
+
+
+def interval_of_share(count: int, n: int) -> Interval:
+    """Return the 95 % interval of a share of `n` independent cases (Wilson 1927); it fits small `n`, and shares of 0 and 1.
+
+    Raises:
+        ValueError: no cases.
+    """
+    if n <= 0:
+        raise ValueError("no cases")
+    z2 = 1.959964**2
+    centre, half = (count + z2 / 2) / (n + z2), math.sqrt(count * (n - count) / n + z2 / 4) * math.sqrt(z2) / (n + z2)
+    return Interval(max(0.0, centre - half), min(1.0, centre + half))
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A lasting change of a series: its values from `index` on differ from those before."""
+
+    index: int
+    before: float  # median
+    after: float
+    ratio: Interval  # after / before, 95 %
+    p_value: float  # of the place, by permutation
+
+
+FEWEST_EACH_SIDE = 3
+_PERMUTATIONS = 1999
+
+
+def find_change(values: Samples, seed: int = 0) -> Change | None:
+    """Return the most likely place where a series of independent positive values changed its level; None if it is too short.
+
+    The statistic is the largest CUSUM of ranks, scaled by its deviation at each place; its p-value is the share of permutations
+    that reach it. The interval is a bootstrap of the ratio of medians on both sides of that place.
+    """
+    n, each = len(values), FEWEST_EACH_SIDE
+    if n < 2 * each + 1:
+        return None
+    rng = np.random.default_rng(seed)
+    _, at, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts + 1) / 2)[at] - (n - 1) / 2  # ties share their mean rank
+    k = np.arange(1, n)
+    scale = np.sqrt(k * (n - k))
+    inside = slice(each - 1, n - each)
+
+    def largest(rows: Samples) -> tuple[Samples, NDArray[np.int64]]:
+        sums = np.abs(np.cumsum(rows, axis=1)[:, :-1]) / scale
+        return sums[:, inside].max(axis=1), sums[:, inside].argmax(axis=1) + each
+
+    found, where = largest(ranks[None, :])
+    others, _ = largest(rng.permuted(np.tile(ranks, (_PERMUTATIONS, 1)), axis=1))
+    p_value = (1 + int((others >= found[0] - 1e-9).sum())) / (_PERMUTATIONS + 1)
+    before, after = values[: where[0]], values[where[0] :]
+    medians = [np.median(rng.choice(side, (1000, len(side))), axis=1) for side in (before, after)]
+    low, high = np.percentile(medians[1] / medians[0], [2.5, 97.5])
+    interval = Interval(float(low), float(high))
+    return Change(int(where[0]), float(np.median(before)), float(np.median(after)), interval, p_value)

@@ -18,7 +18,7 @@ class StepPart:
     word: str = ""  # in a legend; the name if empty
     short: str = ""  # in the head of a narrow column
     letter: str = ""  # in a bar without colours
-    # of its area on dark and light ground (Okabe and Ito's: told apart with every kind of colour vision)
+    # of its area on dark and light ground (Okabe and Ito's: distinct with every kind of colour vision)
     colour: tuple[str, str] = ("", "")
     metric: str = ""  # title of the heat map that shows it; empty if none does
     # it is one of the parts that sum up to the step, which follow each other as in a training loop

@@ -23,6 +23,18 @@ DTYPE_ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp1
 _UNIT = {"": 1, "b": 1, "k": 2**10, "kib": 2**10, "m": 2**20, "mib": 2**20, "g": 2**30, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}  # fmt: skip
 
 
+# of a column or key, by the end of its name
+_OF_NAMES = (
+    ("_bytes_per_s", "bytes/s"), ("_per_s", "1/s"), ("_unix_s", "seconds since 1970"), ("_bytes", "bytes"), ("_ns", "ns"), ("_us", "µs"),
+    ("_ms", "ms"), ("_s", "s"), ("_pct", "%"), ("_mhz", "MHz"), ("_w", "W"), ("_c", "°C"), ("_gbps", "GB/s"),
+)  # fmt: skip
+
+
+def unit_of(name: str) -> str | None:
+    """Return the unit of a column or key, which is in its name: `ms` for `step_ms`; None if it has none."""
+    return next((unit for end, unit in _OF_NAMES if f"_{name}".endswith(end)), None)
+
+
 def is_number(value: float | None) -> TypeGuard[float]:
     """True if a value was measured: neither None nor NaN."""
     return value is not None and not math.isnan(value)

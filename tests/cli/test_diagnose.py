@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from distdiag.cli import main
-from distdiag.diagnosis.model.findings import Check, Finding, Where
+from distdiag.diagnosis.model.findings import Check, CollectiveRef, Finding, LastSeen, Where
+from distdiag.diagnosis.text.finding import last_seen_lines
 from distdiag.errors import ExitCode
 from distdiag.store import rundir
 from distdiag.store.frames import RankRow
@@ -71,8 +72,8 @@ def test_the_verdict_comes_first_then_the_four_lines(tmp_path: Path, capsys: pyt
     assert lines[2].startswith(
         "█ ERROR stall/unknown (suspected)  rank 2 has not entered all_reduce #2 (default_pg, 4.0 KiB)"
     )
-    assert [line.split()[0] for line in lines[3:6]] == ["cost", "where", "do"]
-    assert "/home/user/train.py:91" in lines[4]
+    assert [line.split()[0] for line in lines[3:7]] == ["more", "cost", "where", "do"]
+    assert "/home/user/train.py:91" in lines[5]
     assert err == ""
 
 
@@ -92,6 +93,12 @@ def test_json_is_one_object_with_the_schema_as_first_key(tmp_path: Path, capsys:
 def test_a_run_without_findings_exits_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diagnose", healthy(tmp_path / "d")]) == ExitCode.OK
     assert capsys.readouterr().out.splitlines() == ["running: nothing found, 4 of 4 ranks seen"]
+
+
+def test_a_wait_that_is_not_judged_yet_is_in_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    waits = "rank 0 waits for rank 1 for 57 s (judged from 60 s on)"
+    assert main(["diagnose", a_run(tmp_path / "run", state_text=waits)]) == ExitCode.OK
+    assert capsys.readouterr().out.startswith(f"running: {waits}; nothing else found, 2 of 2 ranks seen")
 
 
 def test_files_and_folders_together(tmp_path: Path) -> None:
@@ -340,9 +347,25 @@ def test_bad_input_prints_an_error_and_a_hint(
     assert args or "cd to the directory in which the job was started" in lines[1]
 
 
-def test_a_run_among_files_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diagnose", a_run(tmp_path / "run"), hung(tmp_path / "d")]) == ExitCode.USAGE
-    assert "is a run" in capsys.readouterr().err
+def test_two_runs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diagnose", a_run(tmp_path / "run"), a_run(tmp_path / "b")]) == ExitCode.USAGE
+    assert "are both runs" in capsys.readouterr().err
+
+
+def test_a_run_is_read_with_its_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "job.log"
+    log.write_text("[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n")
+    assert main(["diagnose", a_run(tmp_path / "run"), str(log)]) == ExitCode.FAILED
+    out = capsys.readouterr().out
+    assert "rank 1 ran out of GPU memory" in out and f"note: from {log}: 1 error" in out
+
+
+def test_a_directory_that_a_launch_has_claimed_waits_for_its_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run" / ".jobs" / "0").mkdir(parents=True)
+    assert main(["diagnose", str(tmp_path / "run")]) == ExitCode.NO_DATA
+    assert f"no rank has written to {tmp_path / 'run'} yet" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("how", ["--ascii", "encoding"])
@@ -397,3 +420,33 @@ def test_the_last_lines_list_what_was_checked_and_what_was_not(
     assert json.loads(capsys.readouterr().out)["checks"][1] == {
         "kind": "straggler", "cause": None, "checked": False, "reason": few
     }  # fmt: skip
+
+
+def test_thousands_of_findings_are_printed_worst_first_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import msgspec
+
+    from distdiag.cli.verdict import SHOWN
+
+    many = [msgspec.structs.replace(FINDING, culprits=(k,)) for k in range(SHOWN + 1200)]
+    worst = msgspec.structs.replace(FINDING, kind="deadlock", severity="error", message="the worst")
+    main(["diagnose", a_run(tmp_path / "R", *many, worst)])
+    out = capsys.readouterr().out
+    assert "and 1,201 more findings: --json prints them all" in out and out.count("WARNING") == SHOWN - 1
+    assert "the worst" in out and "1 error, 1300 warnings" in out
+
+
+def test_ranks_of_a_killed_job_that_were_at_one_line_share_one(tmp_path: Path) -> None:
+    call = CollectiveRef("all_reduce", "default_pg", 417, 4096)
+    waiting = [LastSeen(rank=q, t_s=20.0, file="/job/train.py", line=88, function="evaluate", collective=call, waits=True, since_s=8.0) for q in (0, 1, 3)]  # fmt: skip
+    other = LastSeen(
+        rank=2, t_s=20.0, file="/job/train.py", line=70, function="step", state="gil_held", collective=call
+    )
+    assert last_seen_lines([*waiting[:2], other, waiting[2], LastSeen(rank=4)]) == [
+        "ranks 0, 1, 3: /job/train.py:88 in evaluate, waiting in all_reduce #417 (default_pg) for 12 s",
+        "rank 2: /job/train.py:70 in step (gil held); last collective: all_reduce #417 (default_pg)",
+        "rank 4: no line is known",
+    ]
+    lines = last_seen_lines([LastSeen(rank=q, file="x.py", line=q) for q in range(1024)])
+    assert len(lines) == 17 and lines[-1] == "and 1,008 more"

@@ -43,6 +43,11 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["report", "absent"], 4, "no run directory absent", "`torchrun"),
         (["diagnose", "absent"], 4, "absent", ""),
         (["probe", "allredcue"], 2, "allredcue", "allreduce"),
+        (["completion"], 2, "Choose from: bash, zsh, fish", "`distdiag completion --help`"),
+        (["completion", "tcsh"], 2, "'tcsh' is not one of", "`distdiag completion --help`"),
+        (["mcp", "a", "b"], 2, "unexpected extra argument (b)", "`distdiag mcp --help`"),
+        (["config", "surplus"], 2, "unexpected extra argument (surplus)", "`distdiag config --help`"),
+        (["skill", "surplus"], 2, "unexpected extra argument (surplus)", "`distdiag skill --help`"),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
 )
@@ -65,6 +70,7 @@ def test_an_error_is_one_line_plus_one_hint(
         (["tui", "--web"], "textual_serve", "web"),
         (["report"], "jinja2", "report"),
         (["report"], "matplotlib", "report"),
+        (["mcp"], "mcp", "mcp"),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else v,
 )

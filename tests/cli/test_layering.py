@@ -35,6 +35,8 @@ OURS = frozenset(
         "train",
         "tapes",
         "attach",
+        "assistant",
+        "callbacks",
     )
 )
 
@@ -120,13 +122,15 @@ def test_the_recorder_imports_no_reader(tmp_path: Path) -> None:
         (["report", "--format", "perfetto", "-o", "-"], {"numpy"}),
         (["report", "-o", "-"], {"numpy", "matplotlib", "jinja2"}),
         (["compare", "--json"], {"numpy"}),
+        (["skill"], set()),
+        (["config"], set()),
     ],
     ids=lambda a: " ".join(a) if isinstance(a, list) else "",
 )
 def test_readers_import_no_torch(tmp_path: Path, args: list[str], allowed: set[str]) -> None:
     run = make_run(tmp_path / "run", ranks=2, steps=30, findings=(DEADLOCK,))
     name, *options = args
-    runs = [run, run] if name == "compare" else [run]
+    runs = {"compare": [run, run], "skill": [], "config": []}.get(name, [run])
     loaded = imported(command(name, *runs, *options), tmp_path, expect=1 if name == "diagnose" else 0)
     assert loaded & HEAVY <= allowed
     assert loaded & {"distdiag.recorder", "distdiag.train", "distdiag.monitor"} == set()

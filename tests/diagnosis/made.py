@@ -79,7 +79,9 @@ def shown(snapshot: Snapshot, verdict: Verdict) -> Finding:
     assert decided.ranks in ((), finding.culprits)
     if verdict.incident.root is not Root.GONE:  # there the message begins with how the ranks ended
         assert decided.text in finding.message
-        assert bool(decided.text) == (decided.name not in (Reason.NONE, Reason.MAJORITY))
+        assert bool(decided.text or decided.head or decided.conditions) == (
+            decided.name not in (Reason.NONE, Reason.MAJORITY)
+        )
     assert all(testimony.ranks == decided.ranks for testimony in verdict.also)
     return finding
 

@@ -1,6 +1,6 @@
 """Mutations of healthy histories: labelled cases for the choice of the culprit, as many as wanted.
 
-A training program is run by the model in `programs` after one event of one rank was dropped, doubled, swapped with the next one, moved
+A training program is run by the model in `programs` after one event (a call, a send) of one rank was dropped, doubled, swapped with the next one, moved
 to another line, given another argument, or made the last one. Who is to blame is known; the diagnosis sees the snapshot only.
 """
 
@@ -16,7 +16,7 @@ from distdiag.diagnosis.model.snapshot import Call, Life, Model, Snapshot, Step
 from tests.diagnosis.programs import Job, Op, Tape, run, snapshot
 
 GROUPS = ("world", "metrics")  # of the same ranks
-KINDS = ("drop", "double", "swap", "line", "root", "shape", "dtype", "end", "peer")
+KINDS = ("drop", "double", "swap", "line", "root", "shape", "dtype", "end", "peer", "unsent")
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,12 @@ def mutated(rng: random.Random, programs: list[list[Op]], mutation: str) -> tupl
     match mutation:
         case "drop":
             del mine[slice(*_unit(mine, at))]
+        case "unsent":
+            mine = [
+                op
+                for i, op in enumerate(mine)
+                if i != at and not (op.kind == "wait" and op.name == mine[at].name and i == at + 2)
+            ]
         case "double":
             first, last = _unit(mine, at)
             mine[first:first] = mine[first:last]
@@ -126,6 +132,8 @@ def _fits(program: list[Op], i: int, mutation: str) -> bool:
             return op.kind == "all_reduce" and not op.hidden
         case "peer":
             return op.kind == "recv"
+        case "unsent":
+            return op.kind == "send"
     return op.kind == "work"
 
 

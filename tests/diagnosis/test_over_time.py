@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from distdiag.diagnosis import kinds
+from distdiag.diagnosis.culprit.verdict import SETTLED_S
 from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding
@@ -59,6 +60,16 @@ def test_a_stall_stays_reported_while_its_ranks_are_being_killed() -> None:
     dying = waiting(40.0, "user_code")  # it has left its queue; nothing else is known about it
     dying.ranks[0] = rank(0, life=Life.KILLED, ended_s=39.9, signal=15, enqueued={"default_pg": 9})
     assert d.update(dying) == [] and only(d.open()) == f
+
+
+def test_a_tie_is_decided_once_nobody_has_moved_for_a_while() -> None:
+    """Ranks that are still on their way could change the majority."""
+    calls = [Call(op=op, group="default_pg", seq=7, entered_s=0.0, site=LOOP) for op in ("barrier", "all_reduce")]
+    ranks = [rank(q, blocked=c, enqueued={"default_pg": 7}, activity="waiting") for q, c in enumerate(calls)]
+    ranks += [rank(q, enqueued={"default_pg": 6}, activity="user_code") for q in (2, 3)]
+    d = Diagnosis(source=lambda _: None)
+    first = next(t for t in range(10) if any(f.kind in ("mismatch", "deadlock") for f in d.update(job(*ranks, t_s=t))))
+    assert first == SETTLED_S
 
 
 def test_a_proof_needs_two_polls_and_is_kept_when_the_job_is_killed() -> None:

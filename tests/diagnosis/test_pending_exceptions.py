@@ -27,7 +27,7 @@ def saved_early(mine: dict[str, Any], theirs: dict[str, Any]) -> Snapshot:
 def test_of_two_ranks_the_one_that_handles_an_exception_is_the_culprit() -> None:
     f = only(saved_early(RAISED, {}))
     assert summary(f) == ("deadlock", "missing_rank", (1,), (0,))
-    assert f.message.endswith("; rank 1 is handling KeyError: 'device', raised at data.py:27 in batch")
+    assert f.message.startswith("rank 1 is handling KeyError: 'device', raised at data.py:27 in batch; ")
     assert f.advice.startswith("fix the KeyError at data.py:27 in batch") and "let the exception end rank 1" in f.advice
 
 
@@ -66,7 +66,7 @@ def test_in_a_cycle_of_groups() -> None:
     )
     f = only(s)
     assert summary(f) == ("deadlock", "missing_rank", (1,), (0,))
-    assert f.message.endswith("; rank 1 is handling KeyError: 'device', raised at data.py:27 in batch")
+    assert f.message.startswith("rank 1 is handling KeyError: 'device', raised at data.py:27 in batch; ")
 
 
 def test_a_stall_shows_the_exception_that_its_rank_handles() -> None:

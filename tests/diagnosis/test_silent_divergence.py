@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from textwrap import dedent
 
+import pytest
+
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import Call, RankState, Sample, Site
 from tests.diagnosis import waits
@@ -150,3 +152,58 @@ def test_a_condition_that_the_others_have_not_reached_does_not_count() -> None:
     assert "p.grad is not None" not in found.message
     assert "rank 2 has left `loss.backward()` at train.py:14 in main without that all_gather" in found.message
     assert "the backward of Gather did not run" in found.message
+
+
+RELAY = dedent("""\
+    def relay(frames):
+        for _ in range(frames):
+            dist.recv(frame, src=0)
+            if frame.std() < 0.05:
+                continue
+            dist.send(frame, dst=2)
+""")
+
+
+def relay(frames: int, silent: set[int], expected: int, kept: int = 500) -> Finding:
+    """Return the finding of a relay (rank 1) that sends on all frames but the silent ones; the receiver (rank 2) expects so many."""
+
+    def message(op: str, nth: int, peer: int, line: int, done: float | None = 1.0) -> Call:
+        return Call(
+            op=op, group="default_pg", peer=peer, nth=nth, site=site(line, "relay"), shape=(1,), completed_s=done
+        )
+
+    calls: list[Call] = []
+    for k in range(frames):
+        calls.append(message("recv", k + 1, 0, 3))
+        if k not in silent:
+            calls.append(message("send", k + 1, 2, 6))
+    sent = frames - len(silent)
+    barrier = call("barrier", 1, site(20))
+    return only(
+        snapshot(
+            rank(0, barrier, sites={20: 1}, p2p_issued={"send:1:0:default_pg": frames}),
+            rank(
+                1, *calls[-kept:], barrier, sites={3: frames, 6: sent, 20: 1},
+                p2p_issued={"recv:0:0:default_pg": frames, "send:2:0:default_pg": sent},
+            ),
+            rank(2, message("recv", expected, 1, 9, None), sites={9: expected}, p2p_issued={"recv:1:0:default_pg": expected}),
+        ),
+        source={FILE: RELAY}.get,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kept", [500, 60])
+def test_the_relay_that_left_out_one_message_is_named_and_not_the_receiver(kept: int) -> None:
+    """Also if the round is longer ago than the calls are known: then the two lines' totals differ."""
+    found = relay(100, {30}, 100, kept)
+    assert found.culprits == (1,)
+    assert "after recv at train.py:3 in relay rank 1 left out the send at train.py:6 in relay once" in found.message
+    assert "`if frame.std() < 0.05` (train.py:4)" in found.message
+
+
+def test_a_receiver_that_expects_more_than_the_relay_got_accuses_nobody() -> None:
+    assert relay(100, set(), 101).culprits == ()
+
+
+def test_a_relay_that_often_sends_nothing_on_is_not_accused_of_the_last_time() -> None:
+    assert relay(100, {k for k in range(100) if k % 5 == 0}, 100).culprits == ()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import resource
+import socket
 from collections import namedtuple
 from pathlib import Path
 
@@ -208,3 +210,16 @@ def test_the_clock_check_has_a_result() -> None:
 def test_leftover_environment_variables_are_reported(env: dict[str, str], unset: str | None) -> None:
     check = host.variables(env)
     assert check.remedy == (f"unset {unset}" if unset else None)
+
+
+def test_metrics_that_cannot_be_served_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host.metrics({}).verdict == "skip"
+    assert host.metrics({"DISTDIAG_METRICS": "127.0.0.1:0,otlp"}).verdict == "pass"
+    assert host.metrics({"DISTDIAG_METRICS": "everywhere"}).verdict == "warn"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        check = host.metrics({"DISTDIAG_METRICS": str(port)})
+    assert check.verdict == "warn" and "in use" in check.found
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    check = host.metrics({"DISTDIAG_METRICS": "9464"})
+    assert check.verdict == "warn" and check.remedy == "pip install 'distdiag[fleet]'"

@@ -64,9 +64,9 @@ def test_the_reason_shown_is_the_reason_that_decided(path: Path, monkeypatch: py
             continue
         assert verdict.testimony.text in finding.message
         assert all(testimony.ranks == verdict.testimony.ranks == finding.culprits for testimony in verdict.evidence)
-        worded = next((testimony for testimony in verdict.evidence if testimony.text), None)
+        worded = next((t for t in verdict.evidence if t.text or t.head or t.conditions), None)
         if worded is not None:
-            assert worded.text in finding.message
+            assert worded.text in finding.message and worded.head in finding.message
             without = replay.judge(tape, without=[worded.name]).findings
             assert messages.text(without) != messages.text(found)
 

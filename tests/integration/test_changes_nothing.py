@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from distdiag import procfs
+from distdiag.assistant import answers
 from distdiag.cli import COMMANDS, main
+from distdiag.errors import DistdiagError
 from distdiag.monitor.loop import Monitor
 from distdiag.page import directories
 from distdiag.page.layout import page_path
@@ -102,6 +106,17 @@ def test_readers_of_a_prepared_run_change_and_signal_nothing_outside_it(
     assert bystander.stdin is not None
     received, _ = bystander.communicate("")
     assert received == ""  # no signal
+
+
+def test_the_tools_of_an_assistant_change_and_signal_nothing(tmp_path: Path, bystander: subprocess.Popen[str]) -> None:
+    run = prepared(tmp_path / "tree", bystander.pid)
+    before = tree(tmp_path)
+    ask = partial(answers.sql, query="SELECT count(*) FROM meta")
+    for tool in (answers.diagnose, answers.findings, answers.stack_tree, answers.steps, ask):
+        with contextlib.suppress(DistdiagError):
+            tool(str(run))
+    assert differing(before, tree(tmp_path)) == set()
+    assert bystander.communicate("")[0] == ""  # no signal
 
 
 def test_a_run_that_was_killed_is_read_without_a_trace(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,17 @@ def test_a_printed_error_that_is_cleared_is_corrected(tmp_path: Path, capfd: pyt
     assert capfd.readouterr().err == "", "one correction for one finding"
 
 
+def test_the_summary_counts_what_diagnose_counts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    stall = Finding(
+        kind="stall", cause="user_code", severity=Severity.ERROR, certainty=Certainty.SUSPECTED, culprits=(1,),
+        message="rank 1 is busy", first_seen_s=1.0, cleared_s=9.0,
+    )  # fmt: skip
+    Announcer(tmp_path, quiet=False).summary(Diagnosis(source=lambda file: None, state=State.ENDED), (stall,))
+    lines = capfd.readouterr().err.splitlines()
+    assert "[distdiag] nothing found" in lines and not any("error found" in line for line in lines)
+    assert "[distdiag]   error stall: rank 1 is busy (cleared)" in lines
+
+
 def test_a_stall_replaced_by_a_deadlock_needs_no_correction(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     announcer = Announcer(tmp_path, quiet=False)
     stall = Finding(

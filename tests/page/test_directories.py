@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,32 @@ def test_locked_pages_are_kept_whatever_pid_is_in_them(root: Path, tmp_path: Pat
         holder.kill()
         holder.wait()
     assert directories.sweep(own) == [other]
+
+
+def test_pages_of_a_killed_job_are_kept_for_a_day_if_there_is_room(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writing into a mapped page changes no time of its file: a job of a week has a week-old directory."""
+    own, killed = root / "own", root / "killed"
+    for directory in (own, killed):
+        directories.make(directory)
+    page = PageWriter(page_path(killed, 0))
+    page.header.heartbeat_ns = time.monotonic_ns()
+    page.publish()
+    old(killed)
+    monkeypatch.setattr(directories, "_half_free", lambda _: True)
+    monkeypatch.setattr(directories, "KEPT_S", 600.0)
+    assert directories.sweep(own) == []
+    page.header.heartbeat_ns -= 601 * 10**9
+    assert directories.sweep(own) == [killed]
+
+
+def test_pages_of_a_killed_job_make_room_for_the_next(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, killed = root / "own", abandoned(root / "killed")
+    directories.make(own)
+    monkeypatch.setattr(directories, "KEPT_S", 1e12)
+    monkeypatch.setattr(directories, "_half_free", lambda _: True)
+    assert directories.sweep(own) == []
+    monkeypatch.setattr(directories, "_half_free", lambda _: False)
+    assert directories.sweep(own) == [killed]
 
 
 def test_pages_in_a_run_directory_sweep_nothing(tmp_path: Path) -> None:

@@ -125,3 +125,30 @@ def test_a_difference_is_distinguished_from_none():
 def test_ties_are_neither_larger_nor_smaller():
     equal = st.compare(np.ones(10), np.ones(10))
     assert equal.cliffs_delta == 0 and equal.p_value == 1
+
+
+@pytest.mark.parametrize(
+    ("count", "n", "low", "high"),
+    # Newcombe 1998, table 1: 81 of 263, 15 of 148, 0 of 20, 1 of 29
+    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
+)
+def test_the_interval_of_a_share_is_wilsons(count: int, n: int, low: float, high: float) -> None:
+    found = st.interval_of_share(count, n)
+    assert (found.low, found.high) == pytest.approx((low, high), abs=5e-4)
+
+
+def test_a_change_is_found_at_its_place() -> None:
+    rng = np.random.default_rng(1)
+    values = np.concatenate([rng.normal(40, 1, 15), rng.normal(20, 1, 9)])
+    change = st.find_change(values)
+    assert change is not None and change.index == 15 and change.p_value < 0.01
+    assert change.ratio.low < 0.5 < change.ratio.high and change.ratio.high - change.ratio.low < 0.1
+
+
+def test_noise_is_rarely_a_change() -> None:
+    rng = np.random.default_rng(2)
+    found = [st.find_change(rng.lognormal(0, 0.2, 20)) for _ in range(200)]
+    assert sum(c is not None and c.p_value < 0.05 for c in found) <= 18  # 10 expected; P(19 or more) = 0.4 %
+    assert st.find_change(np.ones(6)) is None
+    level = st.find_change(np.ones(20))
+    assert level is not None and level.ratio.low == level.ratio.high == 1

@@ -27,12 +27,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.faults.collection import Expected, Job, Outcome, load, started
 from tests.faults.scorecard import Score, run_job
+from tests.jobs import rows
 from tests.realcode.bugs import BUGS, Bug
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PACKAGES = ("torch", "transformers", "accelerate", "lightning", "torchmetrics")
 RANKS = {"tensor_parallel": 4}
+EPOCHS = {
+    "accelerate_named": {0, 1, 2, 3},
+    "hf_named": {0, 1, 2},
+    "lightning_named": {0, 1, 2, 3},
+}  # that a callback names
 DEADLINE_S = 150.0
 _RESULT = re.compile(r"^.*\b(?:loss|accuracy|norm|eval|done|generated|graphs)\b.*\d.*$", re.MULTILINE)
 
@@ -76,7 +82,8 @@ def run_once(name: str, folder: Path, run_dir: Path | None) -> tuple[int | None,
         launch="python" if name == "spawn_ddp" else "torchrun",
     )  # fmt: skip
     folder.mkdir()
-    with started(job, HERE / "jobs" / f"{name}.py", folder, run_dir) as running:
+    off = {"DISTDIAG": "0"} if run_dir is None else {}  # a callback would record the job
+    with started(job, HERE / "jobs" / f"{name}.py", folder, run_dir, off) as running:
         with contextlib.suppress(subprocess.TimeoutExpired):
             running.process.wait(DEADLINE_S)
         return running.process.poll(), sorted(_RESULT.findall(running.output())), running.age_s()
@@ -98,6 +105,9 @@ def healthy(name: str, folder: Path) -> dict[str, Any]:
     except (ValueError, KeyError):
         findings = [{"kind": "unreadable", "severity": "error", "message": done.stderr[-300:]}]
     accused = [f for f in findings if f["severity"] != "info"]
+    named = {epoch for (epoch,) in rows(run_dir, "SELECT DISTINCT epoch FROM step")} if name in EPOCHS else None
+    if named != EPOCHS.get(name):
+        accused.append({"kind": "epochs", "message": f"{named} instead of {EPOCHS[name]}"})
     return {
         "name": name, "code": code, "identical": code == recorded_code == 0 and bool(results) and results == recorded,
         "recorded_code": recorded_code, "accused": [f"{f['kind']}: {f['message'][:160]}" for f in accused],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -167,6 +168,70 @@ def test_slurm_steps_and_requeues_are_different_jobs(tmp_path: Path, name: str) 
     (first,) = claims(tmp_path, "R", 2, **env, **{name: "0"})
     (second,) = claims(tmp_path, "R", 2, **env, **{name: "1"})
     assert first != second
+
+
+TWO_NODES = {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "train-0", "MASTER_PORT": "29500", "GROUP_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"JOBSET_RESTART_ATTEMPT": "1"},
+        {"DISTDIAG_JOB": "train-of-tuesday"},  # from the pod's uid or annotation, by the downward API
+        {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"},
+        {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1"},
+        {"WORLD_SIZE": "4"},
+    ],
+    ids=lambda env: next(iter(env)) if len(env) == 1 else list(env)[1],
+)
+@pytest.mark.parametrize("run_dir", ["R", ""])
+def test_a_job_with_another_identity_has_another_directory(tmp_path: Path, run_dir: str, other: dict[str, str]) -> None:
+    (first,) = claims(tmp_path, run_dir, 2, **TWO_NODES)
+    (again,) = claims(tmp_path, run_dir, 2, **TWO_NODES)
+    (second,) = claims(tmp_path, run_dir, 2, **TWO_NODES, **other)
+    assert first == again != second
+
+
+@pytest.mark.parametrize("run_dir", ["R", ""])
+@pytest.mark.parametrize("node_first", [True, False])
+def test_a_node_that_never_joined_an_ended_job_does_not_join_it_now(
+    tmp_path: Path, run_dir: str, node_first: bool
+) -> None:
+    """A pod that could not be scheduled: the job is deleted and created again with the same names, and this time it starts."""
+    (old, _), _ = joined(tmp_path, run_dir, **TWO_NODES, GROUP_RANK="0")
+    directories.note_ended(Path(old), 0, [0, 1])
+    nodes = ["1", "0"] if node_first else ["0", "1"]
+    found = {run for node in nodes for run, _ in joined(tmp_path, run_dir, **TWO_NODES, GROUP_RANK=node)}
+    assert len(found) == 1 and found != {old}
+
+
+def test_a_node_does_not_join_a_job_of_yesterday_that_was_killed(tmp_path: Path) -> None:
+    """Its monitor could not note the end."""
+    (old, _), _ = joined(tmp_path, "R", **TWO_NODES, GROUP_RANK="0")
+    os.utime(directories.node_record(Path(old), 0), (time.time() - 86_400,) * 2)
+    found = {run for node in "10" for run, _ in joined(tmp_path, "R", **TWO_NODES, GROUP_RANK=node)}
+    assert found == {str(tmp_path / "R" / "attempt_1")}
+
+
+def test_the_nodes_of_a_job_that_start_minutes_apart_share_a_directory(tmp_path: Path) -> None:
+    (first, _), _ = joined(tmp_path, "R", **TWO_NODES, GROUP_RANK="0")
+    os.utime(directories.node_record(Path(first), 0), (time.time() - 600,) * 2)
+    assert {run for run, _ in joined(tmp_path, "R", **TWO_NODES, GROUP_RANK="1")} == {first}
+
+
+def test_variables_of_kubeflow_do_not_split_a_job(tmp_path: Path) -> None:
+    """They are torchrun's options: each node has its own number, and the ranks inherit them."""
+    found = set()
+    for node in "01":
+        pet = {
+            "PET_NNODES": "2",
+            "PET_NPROC_PER_NODE": "2",
+            "PET_NODE_RANK": node,
+            "PET_MASTER_ADDR": "train-0",
+            "PET_MASTER_PORT": "29500",
+        }
+        found |= {run for run, _ in joined(tmp_path, "R", **TWO_NODES, **pet, GROUP_RANK=node)}
+    assert found == {str(tmp_path / "R")}
 
 
 def test_a_wrapper_script_around_each_rank_does_not_split_the_job(tmp_path: Path) -> None:

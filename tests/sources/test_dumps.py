@@ -152,7 +152,7 @@ def test_a_timeout_without_a_missing_rank_is_a_link_or_a_device(tmp_path: Path) 
         job.ranks[r].entries[-1]["retired"] = True
     f = only(diagnose(tmp_path, job))
     assert (f.kind, f.culprits, f.victims) == ("stall", (), (0, 1, 2, 3))
-    assert "timeout" in f.message
+    assert "timed out" in f.message
 
 
 # -- messages ---------------------------------------------------------------------------------------------------------

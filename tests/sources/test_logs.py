@@ -207,6 +207,13 @@ def test_how_processes_ended(tmp_path: Path, text: str, cause: str, culprits: tu
     assert (f.kind, f.cause, f.culprits) == ("rank_lost", cause, culprits) and word in f.message
 
 
+@pytest.mark.parametrize(("op", "kind"), [("_ALLGATHER_BASE", "mismatch"), ("ALLGATHER", "timeout")])
+def test_sizes_are_compared_where_the_operation_needs_equal_ones(tmp_path: Path, op: str, kind: str) -> None:
+    """A list of tensors may have different sizes in all_gather, one tensor may not."""
+    f = only(diagnose(tmp_path, timeout(4, op=op, numel=64) + timeout(5, op=op, numel=32)))
+    assert f.kind == kind and f.certainty == "suspected"
+
+
 def test_a_task_of_srun_is_a_node_where_torchrun_started_the_ranks(tmp_path: Path) -> None:
     text = "0: W1 torch/distributed/elastic/agent/server/api.py:1] hello\nsrun: error: n7: task 1: Out Of Memory\n"
     f = only(diagnose(tmp_path, text))
@@ -421,6 +428,16 @@ def test_what_distdiag_printed_while_the_job_ran_is_the_verdict(tmp_path: Path) 
     assert (second.kind, second.severity) == ("straggler", "warning")
     assert (report.state, report.ranks_seen) == ("failed", 3)
     assert any("distdiag diagnose reports/a" in n for n in report.notes)
+
+
+def test_a_message_of_two_lines_is_one_finding(tmp_path: Path) -> None:
+    first = "rank 2 skipped all_gather (train.py:38): `if rank < 2` (line 37)"
+    live = LIVE.replace(LIVE.splitlines()[1].partition("  ")[2], first, 1)
+    live = live.replace("[distdiag]   cost", "[distdiag]   more   rank 2 is in barrier\n[distdiag]   cost", 1)
+    f = only(diagnose(tmp_path, live + live))
+    assert f.message == f"{first}; rank 2 is in barrier" and f.cost == "the job makes no progress"
+    cleared = f"[distdiag] cleared, the job continues: error mismatch: {f.message}\n"
+    assert diagnose(tmp_path, live + cleared).findings == ()
 
 
 def test_what_distdiag_took_back_is_no_finding(tmp_path: Path) -> None:

@@ -52,6 +52,11 @@ def ends(*rows: tuple[int, int, str]) -> str:
         (raised(4, "KeyError: 'z'", prefix="{}: ") + SLURM.format(why=" DUE TO TASK FAILURE"), "rank_lost/crashed", (4,), "KeyError"),
         (ends((2, 1, "10:00:00"), (0, -9, "10:00:31")), "rank_lost/crashed", (2,), "exit code"),  # the launcher killed rank 0
         (raised(3, "IndexError: 9", prefix="[default{}]:") + ends((11, 1, "10:00:00")), "rank_lost/crashed", (11,), "IndexError"),
+        ("PRTE has lost communication with a remote daemon.\n\n  Remote daemon: [prterun-a-9@0,1] on node wk-2\n", "rank_lost/silent", (), "wk-2"),
+        ("prterun noticed that process rank 2 with PID 91 on node wk-7 exited on\nsignal 9 (Killed).\n", "rank_lost/killed", (2,), "SIGKILL wk-7"),
+        ("ERROR [core_client.py:564] Engine core proc EngineCore_DP1 died unexpectedly, shutting down client.\n" + raised(0, "EngineDeadError: EngineCore failed. See stack trace (above) for the root cause.", prefix=""), "rank_lost/crashed", (), "EngineCore_DP1 lost"),
+        ("(raylet) A worker died or was killed while executing a task by an unexpected system error. Worker IP address: 10.0.0.8 Worker port: 1 Worker PID: 90 x\n(W pid=92, ip=10.0.0.9) " + raised(1, REMOTE).splitlines()[-1] + "\n", "rank_lost/crashed", (), "process 90 10.0.0.8 lost"),
+        ("wk-0-1-q7w2a    0/1     OOMKilled   0          41m\n", "rank_lost/killed", (), "pod wk-0-1-q7w2a"),
         # one event, one finding
         (raised(0, "ValueError: negative", prefix="(WorkerDict pid=70, ip=10.0.0.2) ") + raised(0, "ValueError: negative", line=61, prefix=""), "rank_lost/crashed", (), "pid=70"),
         (raised(2, OOM, prefix="(VllmWorker rank={} pid=8) ") + raised(0, "RuntimeError: Engine core initialization failed. See root cause above.", prefix=""), "rank_lost/crashed", (2,), "GPU memory"),
@@ -63,6 +68,14 @@ def ends(*rows: tuple[int, int, str]) -> str:
         ("3m  Warning  NodeNotReady  pod/fit-3  Node is not ready\n" + raised(1, REMOTE), "rank_lost/silent", (), "fit-3"),
         (raised(2, "ValueError: bad batch") + raised(3, "BrokenPipeError: [Errno 32] Broken pipe"), "rank_lost/crashed", (2,), "bad batch"),
         # devices, libraries
+        (":0:rocdevice.cpp:3586: 74 us: [pid:81 tid:0x7] Callback: Queue 0x7f aborting with error : HSA_STATUS_ERROR_EXCEPTION: An HSAIL operation. code: 0x1016\nE0302 08:00:00.1 8 torch/distributed/elastic/multiprocessing/api.py:882] failed (exitcode: -6) local_rank: 5 (pid: 81) of binary: p\n", "rank_lost/crashed", (), "local rank 5 HSA_STATUS_ERROR_EXCEPTION"),
+        ("[rank2]: torch.OutOfMemoryError: HIP out of memory. Tried to allocate 2.00 GiB.\n", "rank_lost/crashed", (2,), "GPU memory"),
+        ("2031:03:02-09:16:18:(65) |CCL_ERROR| worker.cpp:338 ccl_worker_func: ze error at zeQueue, code: ZE_RESULT_ERROR_OUT_OF_DEVICE_MEMORY\n", "rank_lost/crashed", (), "GPU memory"),
+        (raised(1, "RuntimeError: level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)"), "gpu/lost", (1,), "lost its GPU"),
+        ("EJ0001: 2031-03-02-11:57:54 Failed to initialize the HCCP process. Reason: Maybe the last training process is running.\n", "rank_lost/crashed", (), "still holds the NPU"),
+        ("worker-1: rtDeviceSynchronize execute failed, reason=[task timeout][FUNC:FuncErrorReason]\n", "stall/unknown", (), "NPU in time"),
+        ("Exception in device=TPU:6: mesh_service.cc:294 : Failed to meet rendezvous 'x': Socket closed (14)\nException in device=TPU:0: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes\n", "rank_lost/crashed", (), "TPU:0 ran out"),
+        ("".join(f"[2031-03-02 00:57:15 TP{i}] Watchdog timeout (self.watchdog_timeout=300)\n" for i in (1, 0)), "stall/unknown", (), "TP1 TP0 no progress 5 minutes"),
         ("NVRM: GPU 0000:5e:00.0: RmInitAdapter failed! (0x26:0x56:1482)\n", "gpu/lost", (), "0000:5e:00"),
         ("nvidia-nvswitch3: SXid (PCI:0000:c4:00.0): 20034, Fatal, Link 32 LTSSM Fault Up\n", "gpu/nvlink", (), "20034"),
         ("g7:2:3 [4] NCCL WARN NET/IB : mlx5_3:1 Got async event : port error\n" + timeout(0), "rank_lost/silent", (), "port error"),

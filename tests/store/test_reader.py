@@ -247,6 +247,19 @@ def test_a_run_is_resolved_from_option_environment_and_latest(tmp_path: Path, mo
     assert e.value.code is ExitCode.NO_DATA
 
 
+def test_the_newest_run_here_may_have_a_name_of_its_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(rundir.ENV, raising=False)
+    for path, started_s in (
+        ("reports/20310302-090000-fit", 100.0),
+        ("mine", 200.0),
+        ("reports/20310302-090500-fit", 300.0),
+    ):
+        run = _run(tmp_path / path)
+        assert rundir.write_run_json(run, {"started_unix_s": started_s}) and rundir.mark_latest(run)
+        assert rundir.resolve().resolve() == run
+
+
 def test_latest_never_raises_and_never_replaces_a_real_directory(tmp_path: Path) -> None:
     (tmp_path / "latest").mkdir()
     assert rundir.mark_latest(tmp_path / "r") is False and (tmp_path / "latest").is_dir()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from distdiag.diagnosis.model.snapshot import Step
+from distdiag.diagnosis.model.snapshot import RankState, Snapshot, Step
+from distdiag.monitor.rows import Steps
 from distdiag.page.layout import StepRecord
 from distdiag.store import rows
 from distdiag.store.checked import schema
@@ -49,3 +50,15 @@ def test_the_screen_shows_columns_of_the_step_under_their_names() -> None:
 )
 def test_every_row_fits_a_table(kind: type[msgspec.Struct]) -> None:
     assert any(set(kind.__struct_fields__) <= set(columns) for columns in schema().values())
+
+
+def test_a_step_keeps_the_epoch_in_which_it_ended() -> None:
+    """Rows are written up to seconds later, when the rank may be in another epoch."""
+    step = Step(
+        step=3, end_s=1.0, step_ms=1.0, data_ms=0.0, forward_ms=0.0, backward_ms=0.0, optimizer_ms=0.0, wait_ms=0.0,
+        other_ms=0.0, ready_s=None, batch=1, samples=1, loss=None, epoch=1,
+    )  # fmt: skip
+    steps = Steps()
+    steps.add(0, [step])
+    now = Snapshot(t_s=9.0, world_size=1, ranks={0: RankState(rank=0, epoch=2)}, groups={})
+    assert [row.epoch for row in steps.rows(1, 9.0, now)] == [1]

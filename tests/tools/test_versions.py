@@ -47,7 +47,15 @@ def test_oldest_default_and_newest_torch_are_in_the_matrix_and_the_readme() -> N
     assert f"torch {oldest} is the oldest version" in readme
 
 
-def test_package_and_metadata_have_one_version() -> None:
+def test_the_version_is_in_one_place() -> None:
     citation = (REPOSITORY / "CITATION.cff").read_text()
-    assert PROJECT["project"]["version"] == distdiag.__version__
+    assert "version" not in PROJECT["project"]
+    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "distdiag.version.VERSION"}
+    assert f"\n## {distdiag.__version__}\n" in (REPOSITORY / "CHANGELOG.md").read_text()
     assert f"\nversion: {distdiag.__version__}\n" in citation
+
+
+def test_a_release_has_twelve_lines_at_most() -> None:
+    _, *releases = (REPOSITORY / "CHANGELOG.md").read_text().split("\n## ")
+    assert [r.partition("\n")[0] for r in releases][-2:] == ["0.2.0", "0.1.0"]
+    assert all(len(r.strip().splitlines()) - 2 <= 12 for r in releases)

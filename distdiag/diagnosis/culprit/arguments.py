@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from distdiag.diagnosis.culprit.case import Case, Testimony
-from distdiag.diagnosis.culprit.conditions import tied_text
+from distdiag.diagnosis.culprit.conditions import tied
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState
 from distdiag.diagnosis.text.phrases import both_sites, count
@@ -119,8 +119,12 @@ def reordered(case: Case, ranks: Sequence[int]) -> Testimony | None:
     if None in both or not all(both <= set(_earlier(case.states.get(r), calls[r], argument)) for r in case.compared):
         return None
     first, second = (calls[side[0]].site for side in case.sides)
+    parted = tuple(tied(case))  # if a condition is known, its advice is the better one
     return Testimony(
-        text="; both sides have made either call before: they make them in a different order" + tied_text(case),
-        advice=f"compare {both_sites(first, second)}: make these calls in the same order on all ranks; loop over a sorted "
+        text="; both sides have made either call before: they make them in a different order, or one leaves some out",
+        conditions=parted,
+        advice=""
+        if parted
+        else f"compare {both_sites(first, second)}: make these calls in the same order on all ranks; loop over a sorted "
         "list, not over a set or a directory listing, whose order differs between processes",
     )

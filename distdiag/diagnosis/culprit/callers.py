@@ -23,7 +23,7 @@ def with_callers(stack: Sequence[Site], source: Source) -> tuple[Site, ...]:
     while out and len(out) < len(stack) + 3 and not out[-1].function.startswith("<"):
         callee = out[-1]
         caller = rest.pop(0) if rest else None
-        calls = _calls_of(callee, source, callee.file)
+        calls = calls_of(callee, source, callee.file)
         if caller is None or (calls and caller.file == callee.file and caller.key not in {c.key for c in calls}):
             if len(calls) != 1 or calls[0] in out:
                 break
@@ -44,14 +44,14 @@ def call_stack(stack: Sequence[Site], host: Sequence[Site], source: Source) -> t
     callee = stack[0]
     for i, frame in enumerate(host):
         calls = {
-            c.line: c for c in _calls_of(callee, source, frame.file, by_name=True) if c.function == frame.function
+            c.line: c for c in calls_of(callee, source, frame.file, by_name=True) if c.function == frame.function
         }  # two calls in one line are one site
         if calls:
             return (callee, *calls.values(), *host[i + 1 :]) if len(calls) == 1 else (callee,)
     return (callee,)
 
 
-def _calls_of(callee: Site, source: Source, file: str, by_name: bool = False) -> list[Site]:
+def calls_of(callee: Site, source: Source, file: str, by_name: bool = False) -> list[Site]:
     """Return the sites in a file that call a function of this name; with `by_name` only `name`, `self.name`, `module.name`."""
     tree = tree_of(file, source)
     if tree is None:

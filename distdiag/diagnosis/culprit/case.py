@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
+from distdiag.diagnosis.culprit.parting import Condition
 from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot
 from distdiag.diagnosis.waits.graph import WaitGraph
@@ -32,7 +33,8 @@ class Reason(StrEnum):
     CONDITION = "condition"  # only its call is under a condition on the rank
     PATTERN = "pattern"  # it left the order that its calls had kept
     OUTSIDER = "outsider"  # it called a collective of a group that it is not a member of
-    MESSAGES = "messages"  # it has sent fewer messages than its peers, or left one receiver out
+    MESSAGES = "messages"  # it has sent fewer messages than its peers, or left one receiver out, or one message
+    EXCHANGE = "exchange"  # in an exchange with neighbours, only its messages do not fit those of the others
     COUNT = "count"  # it has used a site more, or less, often than all others
     ALONE = "alone"  # it waits alone, the others together
     ORDER = "order"  # all have made these calls before: only their order differs
@@ -45,14 +47,18 @@ class Testimony:
     """One piece of evidence: the ranks that it names, and its wording.
 
     Attributes:
-        text: The end of a sentence, with its separator: `; rank 1 ran out of batches`.
+        text: The end of a sentence, with its separator: `; rank 1 caught OSError`.
+        head: What the ranks did, to begin the message: `rank 1 ran out of batches`. Default: from `conditions`.
         advice: What to do about it; empty if only the kind of the incident tells.
+        conditions: Those in the source at which the ranks diverged: they are shown apart from `text`.
         name: Set by `witnesses.decide`.
     """
 
     ranks: tuple[int, ...] = ()
     text: str = ""
+    head: str = ""
     advice: str = ""
+    conditions: tuple[Condition, ...] = ()
     name: Reason = Reason.NONE
 
 

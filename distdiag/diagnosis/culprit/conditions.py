@@ -8,12 +8,12 @@ from functools import partial
 
 from distdiag.diagnosis.culprit import callers, parting
 from distdiag.diagnosis.culprit.case import Case, Testimony
-from distdiag.diagnosis.culprit.parting import Condition, parting_text
+from distdiag.diagnosis.culprit.parting import Condition, Way
 from distdiag.diagnosis.model import guards as guarding
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import Call, RankState, Site
-from distdiag.diagnosis.text.incident import implicit_text, verb
+from distdiag.diagnosis.text.incident import implicit_text
 from distdiag.diagnosis.text.phrases import at
 from distdiag.diagnosis.waits import compatible, messages
 from distdiag.diagnosis.waits.wait import call_at
@@ -30,35 +30,34 @@ def on_rank(case: Case) -> Testimony | None:
     if condition is None or all(found):
         return None
     under, other = case.sides if found[0] else case.sides[::-1]
-    ranks, rest = (other, under) if condition.names_leaver else (under, other)
-    text, advice = _words_on_rank(case, condition, ranks, rest)
-    return Testimony(ranks=tuple(ranks), text=text, advice=advice)
+    ranks, rest = (other, under) if condition.way is Way.SKIPPED else (under, other)
+    advice = _advice_on_rank(case, condition, ranks, rest)
+    return Testimony(ranks=tuple(ranks), advice=advice, conditions=(condition,))
 
 
-def _words_on_rank(case: Case, condition: Condition, ranks: Sequence[int], rest: Sequence[int]) -> tuple[str, str]:
-    """Return text and advice about a condition on the rank that keeps its call to `ranks`, or lets them leave before one."""
+def _advice_on_rank(case: Case, condition: Condition, ranks: Sequence[int], rest: Sequence[int]) -> str:
+    """Return what to do about a condition on the rank that keeps a call to `ranks`, or lets them leave before one."""
     who, own = rank_list(ranks), case.wait.calls[ranks[0]]
     place = at(Site(condition.file, condition.line))
     guard = f"`{condition.text.removesuffix(':')}`{place}"
-    if condition.names_leaver:
+    if condition.way is Way.LEFT:
+        return f"let all ranks leave that loop in the same round: {guard} lets {who} leave it alone"
+    if condition.way is Way.SKIPPED:
         other = case.wait.calls[rest[0]]
-        left = f"{compatible.op_name(other.op)}{at(other.site)}"
-        return (
-            f"; {who} left before {left} due to `{condition.text}`{place}",
-            f"make {left} on all ranks or on none: {guard} lets {who} leave before it",
-        )
+        missed = f"{compatible.op_name(other.op)}{at(other.site)}"
+        return f"make {missed} on all ranks or on none: {guard} lets {who} leave before it"
     advice = f"make {compatible.op_name(own.op)}{at(own.site)} on all ranks or on none: {guard} keeps it to {who}"
     if implicit_text(case.states.get(ranks[0]), own) and compatible.op_name(own.op) == "broadcast":
         advice = (
             f"on {who} call the module inside DDP (`model.module(...)`{at(own.site)}), which communicates nothing, or let "
             f"all ranks run what {guard} keeps to {who}"
         )
-    return f"; only {who} {verb(ranks, 'runs', 'run')} it due to `{condition.text}`{place}", advice
+    return advice
 
 
 def between_sides(case: Case, ranks: Sequence[int]) -> Testimony | None:
     """Return the conditions that can have led these ranks to another call than the rest; if none is accused, the two sides."""
-    found = _parting(case, ranks) if ranks else _tied(case)
+    found = _parting(case, ranks) if ranks else tied(case)
     if ranks or not found:
         return _testimony(found, ranks) or (_left_backward(case, ranks) if ranks else None)
     first, second = (case.wait.calls[side[0]].site for side in case.sides[:2])
@@ -67,7 +66,7 @@ def between_sides(case: Case, ranks: Sequence[int]) -> Testimony | None:
         f"find on which rank `{found[0].text.removesuffix(':')}` at line {found[0].line} had the wrong result, or let "
         "all ranks decide together (all_reduce what it tests)"
     )
-    return Testimony(text=parting_text(found), advice=advice if apart and len(found) == 1 else "")
+    return Testimony(conditions=tuple(found), advice=advice if apart and len(found) == 1 else "")
 
 
 def past_the_call(case: Case, ranks: Sequence[int]) -> Testimony | None:
@@ -103,24 +102,20 @@ def leaving(case: Case, ranks: Sequence[int]) -> Testimony | None:
     if case.source is None or not stacks:
         return None
     found = parting.leaving(ended.current_site, stacks[0], case.source)
-    return Testimony(ranks=tuple(ranks), text=parting_text(found)) if found else None
+    return Testimony(ranks=tuple(ranks), conditions=tuple(found)) if found else None
 
 
 def _testimony(found: Sequence[Condition], ranks: Sequence[int]) -> Testimony | None:
     if not found:
         return None
     advice = parting.decision_advice(found[0], ranks) if len(found) == 1 else ""
-    return Testimony(ranks=tuple(ranks), text=parting_text(found), advice=advice)
+    return Testimony(ranks=tuple(ranks), conditions=tuple(found), advice=advice)
 
 
-def tied_text(case: Case) -> str:
-    """Return where the paths of two sides diverge, if neither is known to be wrong; empty if that is not known."""
-    return parting_text(_tied(case))
-
-
-def _tied(case: Case) -> list[Condition]:
+def tied(case: Case) -> list[Condition]:
+    """Return where the paths of two sides diverge, if neither is known to be wrong; nothing if that is not known."""
     found = [condition for side in case.sides[:2] for condition in _parting(case, side)]
-    return list(dict.fromkeys(found))[-parting.SHOWN :]
+    return list({(c.file, c.line): c for c in found}.values())[-parting.SHOWN :]
 
 
 def _parting(case: Case, ranks: Sequence[int]) -> list[Condition]:
@@ -178,9 +173,16 @@ def _left_backward(case: Case, ranks: Sequence[int]) -> Testimony | None:
         return None
     who, function = rank_list(ranks), guarding.class_around(guarding.tree_of(theirs[0].file, source), theirs[0].line)
     what = f"the backward of {function}" if function else "that backward"
+    anew = guarding.made_anew(source(theirs[0].file) or "")
+    made = (
+        f"; {theirs[0].file.rsplit('/', 1)[-1]}:{anew.line} decides whether a new tensor, without a graph, is returned: "
+        if anew
+        else ""
+    )
+    made += f"`{guarding.text_of(anew, source(theirs[0].file) or '').removesuffix(':')}`" if anew else ""
     return Testimony(
         ranks=tuple(ranks),
-        text=f"; {who} has left `{_code(outer, source)}`{at(outer)} without that {compatible.op_name(call.op)}: {what} did not run",
+        text=f"; {who} has left `{_code(outer, source)}`{at(outer)} without that {compatible.op_name(call.op)}: {what} did not run{made}",
         advice=f"keep {who}'s result in the graph: {what} runs only where its forward's input needs a gradient; look for a "
         "tensor that the model makes anew (zeros, detach, no_grad) on some ranks, and add the computed one times 0",
     )

@@ -15,7 +15,7 @@ from typing import Any
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState
-from distdiag.diagnosis.text.phrases import at
+from distdiag.diagnosis.text.phrases import at, count
 from distdiag.diagnosis.waits import compatible, messages
 
 NEVER = -1  # depth of an event that never happened before
@@ -77,7 +77,7 @@ def history(state: RankState, here: Call | None, groups: Collection[str]) -> His
         gap, event = 0, STEP
         if call is not None:
             known = newest.get(call.group)
-            # without a listed call of its group, the end of the step stands for DDP's calls
+            # without a listed call of its group, the end of the step represents DDP's calls
             event = _event(call) if _name(call) in listed else STEP if known is None and len(groups) > 1 else COUNTED
             if call.seq is not None:
                 gap = call.seq - known - 1 if known else 0
@@ -213,8 +213,18 @@ def accuse(case: Case) -> Testimony | None:
         return None
     ((side, first),) = found
     made, due = (_word(call) for call in (first.made, first.due))
-    text = f"; {rank_list(side)} left the order that all had kept: {made} came where {due} was due"
+    if made == due:  # one line, in a wrapper for all calls: the arguments differ
+        made, due = (word + _size(call) for word, call in ((made, first.made), (due, first.due)))
+    did = "ended its step" if first.made is None else f"made {made}"
+    text = f"; all ranks had kept one order of calls; here {rank_list(side)} {did} where {due} was due"
+    if made == due:
+        text = f"; all ranks had passed the same sizes there in the same order; here {rank_list(side)} did not"
     return Testimony(ranks=tuple(side), text=text)
+
+
+def _size(call: Call | None) -> str:
+    elements = compatible.elements(call) if call is not None else None
+    return f" of {count(elements, 'element')}" if elements is not None else ""
 
 
 def _word(call: Call | None) -> str:

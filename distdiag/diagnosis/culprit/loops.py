@@ -22,7 +22,7 @@ def exhausted(case: Case) -> Testimony | None:
     out = tuple(sorted(ranks & set(case.exhausted)))
     if not out or len(out) == len(ranks):
         return None
-    return Testimony(ranks=out, text=f"; {rank_list(out)} ran out of batches", advice=EXHAUSTED_ADVICE)
+    return Testimony(ranks=out, head=f"{rank_list(out)} ran out of batches", advice=EXHAUSTED_ADVICE)
 
 
 def uneven(case: Case, ranks: Sequence[int]) -> Testimony | None:

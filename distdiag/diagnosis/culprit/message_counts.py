@@ -1,18 +1,106 @@
-"""Evidence from counts of messages: a rank has sent fewer than its peers, or a message to some of its receivers only."""
+"""Evidence from messages that were not sent: to one of several receivers, in one round of many, or fewer than the peers have sent."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 from distdiag.diagnosis.culprit.case import Case, Testimony
+from distdiag.diagnosis.culprit.parting import parting, parting_text
 from distdiag.diagnosis.model.findings import rank_list
+from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot
 from distdiag.diagnosis.text.phrases import at
-from distdiag.diagnosis.waits import messages
+from distdiag.diagnosis.waits import compatible, messages
 from distdiag.diagnosis.waits.wait import Wait
+
+ROUNDS = 8  # with the send, for each without it: then it was due in every round
 
 
 def accuse(case: Case) -> Testimony | None:
-    """Accuse a rank that left one receiver out, else one that has sent fewer messages than its peers."""
-    return _left_out(case) or _fewer(case)
+    """Accuse a rank that left one receiver out, or one message, else one that has sent fewer messages than its peers."""
+    return _left_out(case) or _one_round(case) or _fewer(case)
+
+
+def explain(case: Case, ranks: Sequence[int]) -> Testimony | None:
+    """Return the message that one of these ranks left out in one round."""
+    found = _one_round(case) if ranks else None
+    return found if found is not None and set(found.ranks) <= set(ranks) else None
+
+
+def _one_round(case: Case) -> Testimony | None:
+    """Accuse a rank that went from the call before a send to the call after it without the send, which had been between them in
+    all other rounds, if the receiver waits for a message of this rank."""
+    found: dict[int, tuple[int, Call, Call, int, int]] = {}
+    for wait in case.incident.waits:
+        call = wait.calls.get(wait.ranks[0]) if wait.p2p and len(wait.ranks) == 1 else None
+        sender = case.states.get(call.peer) if call is not None and call.peer is not None else None
+        if call is None or sender is None or not wait.missing or messages.direction_of(call) != "recv":
+            continue
+        omitted = _omitted(sender, wait.ranks[0], call)
+        if omitted is not None:
+            found[sender.rank] = (wait.ranks[0], *omitted)
+    if len(found) != 1:
+        return None
+    ((rank, (receiver, before, send, times, rounds)),) = found.items()
+    there, guard = f"send{at(send.site)}", _guard(before, send, case.source)
+    return Testimony(
+        ranks=(rank,),
+        text=f"; after {compatible.op_name(before.op)}{at(before.site)} rank {rank} left out the {there} {_often(times)}, and made "
+        f"it {_often(rounds)}{guard}",
+        advice=f"send rank {receiver} a message in every round{at(send.site)}, or tell it how many follow: it expects one for each",
+    )
+
+
+def _omitted(sender: RankState, receiver: int, call: Call) -> tuple[Call, Call, int, int] | None:
+    """Return (call before, send, rounds without the send, rounds with it), of the newest send to a receiver.
+
+    Rounds longer ago than the calls are known count by the sites' totals, if each of the two lines makes one call only.
+    """
+    calls = [*sender.calls]
+    if sender.blocked is not None and not (
+        calls and _key(calls[-1]) == _key(sender.blocked) and calls[-1].completed_s is None
+    ):
+        calls.append(sender.blocked)
+    keys = [_key(c) for c in calls]
+    sent = (c for c in reversed(calls) if c.p2p and messages.direction_of(c) == "send")
+    wanted = receiver, call.group, call.tag
+    send = next((c for c in sent if (c.peer, c.group, c.tag) == wanted and c.site is not None), None)
+    pairs = list(itertools.pairwise(keys))
+    around = {(a, c) for (a, b), (_, c) in itertools.pairwise(pairs) if send is not None and b == _key(send)}
+    if send is None or any(_key(send) in pair for pair in around):
+        return None
+    without, rounds = [a for a, c in pairs if (a, c) in around], sum(b == _key(send) for _, b in pairs)
+    times, before = len(without), without[-1] if without else next((a for a, _ in around), None)
+    first = next((c for c in calls if _key(c) == before), send)
+    sites = {c.site.key: _key(c) for c in (first, send) if c.site is not None}
+    alternate = len({a for a, _ in around}) == 1 and all(
+        b == _key(send) or (a, b) in around for a, b in pairs if a == before
+    )
+    if (
+        alternate
+        and len(sites) == 2
+        and {_key(c) for c in calls if c.site and c.site.key in sites} == set(sites.values())
+    ):
+        made, rounds = (sender.sites.get(site, 0) for site in sites)
+        times = max(times, made - rounds - (keys[-1] == before))
+    lacking = (call.nth or 0) - messages.count(sender, "send", receiver, call.tag, call.group)
+    return (first, send, times, rounds) if lacking <= times and 0 < times * ROUNDS <= rounds else None
+
+
+def _key(call: Call) -> tuple[object, ...]:
+    return compatible.op_name(call.op), call.group, call.peer, call.site
+
+
+def _guard(before: Call, send: Call, source: Source | None) -> str:
+    """Return where the path from the call before to the send parts, if the source shows it."""
+    if source is None or before.site is None or send.site is None:
+        return ""
+    return parting_text(parting((before.site,), (send.site,), source))
+
+
+def _often(times: int) -> str:
+    return "once" if times == 1 else f"{times:,} times"
 
 
 def _left_out(case: Case) -> Testimony | None:
@@ -39,7 +127,7 @@ def _left_out(case: Case) -> Testimony | None:
     return Testimony(
         ranks=(rank,),
         text=f"; rank {rank} made the {there} for rank {sent.peer} only, and rank {receiver}'s {here} has none",
-        advice=f"let rank {rank} make the {there} for rank {receiver}, too: every rank that comes to the {here} needs a message",
+        advice=f"let rank {rank} make the {there} for rank {receiver}, too: every rank that makes the {here} needs a message",
     )
 
 

@@ -10,16 +10,16 @@ from collections.abc import Sequence
 
 from distdiag.diagnosis.culprit import callers
 from distdiag.diagnosis.culprit.case import Case, Testimony
-from distdiag.diagnosis.culprit.parting import Condition, parting, parting_text
+from distdiag.diagnosis.culprit.parting import Condition, parting
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import Call, RankState, Site
-from distdiag.diagnosis.text.phrases import at
+from distdiag.diagnosis.text.phrases import at, op_at
 from distdiag.diagnosis.waits import compatible
 
 
 def accuse(case: Case) -> Testimony | None:
-    """Accuse the one side whose call at a site of its own paired with a call of the others at a site that it knows, too."""
+    """Accuse the one side whose call, at a site that only it has used, paired with a call of the others at a site that it has used, too."""
     if case.wait.p2p or case.wait.seq is None:
         return None
     found = [(side, pair) for side in case.sides if (pair := _first_pair(case, side)) is not None]
@@ -28,11 +28,14 @@ def accuse(case: Case) -> Testimony | None:
     ((side, (made, due)),) = found
     conditions = _conditions(case, side, made, due)
     who, call = rank_list(side), f"{compatible.op_name(made.op)}{at(made.site)}"
-    text = (
-        f"; {who} had made one call more, {call}, which paired with {compatible.op_name(due.op)}{at(due.site)} of the "
-        f"others{parting_text(conditions)}"
+    text = f"; {who} had made one call more, {call}, which paired with {compatible.op_name(due.op)}{at(due.site)} of the others"
+    return Testimony(
+        ranks=tuple(side),
+        text=text,
+        head=f"only {who} made {op_at(made)}",
+        advice=_advice(call, who, conditions),
+        conditions=tuple(conditions),
     )
-    return Testimony(ranks=tuple(side), text=text, advice=_advice(call, who, conditions))
 
 
 def _first_pair(case: Case, side: Sequence[int]) -> tuple[Call, Call] | None:

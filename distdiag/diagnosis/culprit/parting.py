@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Collection, Iterator, Sequence
+from enum import StrEnum
 from typing import NamedTuple
 
+from distdiag.diagnosis.culprit import callers
 from distdiag.diagnosis.culprit.callers import function_key
 from distdiag.diagnosis.model import guards as guarding
 from distdiag.diagnosis.model.findings import rank_list
@@ -17,23 +19,28 @@ from distdiag.diagnosis.model.guards import LOOPS, Guard, Kind, Source, tree_of
 from distdiag.diagnosis.model.snapshot import Site
 
 SHOWN = 2  # conditions, if several are possible
+CALLERS = 3  # functions around a wrapper that are looked at, from the inside
 
 
 AsOften = Callable[[str, ast.AST], bool]  # (file, statement)
 
 
-class Condition(NamedTuple):
-    """A condition's line number, and the text of that line.
+class Way(StrEnum):
+    """How a condition leads a rank away from the others."""
 
-    Attributes:
-        names_leaver: True if it names the rank that leaves before the call: `if rank == 1: return`. Else it names the rank that
-            makes the call: `if rank == 0:` around it, `if rank != 0: return` before it.
-    """
+    ALONE = "alone"  # to a call that they do not make: `if rank == 0:` around it, `if rank != 0: return` before it
+    SKIPPED = "skipped"  # past their call: `if rank == 1: return`, `continue`
+    LEFT = "left"  # out of the loop that they are in: `break`, or the loop's own condition
+    STAYED = "stayed"  # in a loop that they have left in the same way
+
+
+class Condition(NamedTuple):
+    """A condition's line number, the text of that line, and how the rank that it is asked of got to another call by it."""
 
     file: str
     line: int
     text: str
-    names_leaver: bool = False
+    way: Way = Way.ALONE
 
 
 class _Placed(NamedTuple):
@@ -108,9 +115,9 @@ def _reads_rank(placed: _Placed, source: Source) -> bool:
     return guarding.reads_rank(placed.guard.test, variables)
 
 
-def _condition(placed: _Placed, source: Source, names_leaver: bool = False) -> Condition | None:
+def _condition(placed: _Placed, source: Source, way: Way) -> Condition | None:
     text = guarding.text_of(placed.guard, source(placed.site.file) or "")
-    return Condition(placed.site.file, placed.guard.line, text, names_leaver) if text else None
+    return Condition(placed.site.file, placed.guard.line, text, way) if text else None
 
 
 # -- conditions on anything --------------------------------------------------------------------------------------------
@@ -139,13 +146,15 @@ def parting(
     held_there, *left_there = _sorts(their_path, source)
     # what ends a round early in a loop of both: one may have done so a round ago
     rounds = [p for p in their_path.common if isinstance(p.guard.way_out, ast.Continue)]
-    for sort in (held, *left_there, held_there, *left, rounds):
+    missed = zip((Way.SKIPPED, Way.LEFT, Way.LEFT), left_there, strict=False)
+    alone = zip((Way.ALONE, Way.STAYED, Way.STAYED), left, strict=False)
+    for way, sort in ((Way.ALONE, held), *missed, (Way.SKIPPED, held_there), *alone, (Way.SKIPPED, rounds)):
         found = [p for p in sort if _can_differ(p, source, alive=bool(mine))]
         if as_often is not None and any(sort is ended for ended in left_there):
             found = [p for p in found if not as_often(p.site.file, p.guard.node)]
         if found and found[0].guard.kind is Kind.INSIDE:
             found = found[:1]  # the outermost of nested loops
-        conditions = {c: _reads_rank(p, source) for p in found if (c := _condition(p, source)) is not None}
+        conditions = {c: _reads_rank(p, source) for p in found if (c := _condition(p, source, way)) is not None}
         if conditions:
             asked = [c for c, reads in conditions.items() if reads]
             return (asked or list(conditions))[-SHOWN:]
@@ -226,7 +235,8 @@ def rank_condition(mine: Sequence[Site], theirs: Sequence[Site], source: Source)
         return None
     guard = found.guard
     names_it = guarding.names_one_rank(guard.test) is (guard.branch == "body")
-    return _condition(found, source, guard.kind is Kind.PASSED and names_it)
+    leaves = guard.kind is Kind.PASSED and names_it
+    return _condition(found, source, Way.SKIPPED if leaves else Way.LEFT if guard.kind is Kind.ENDED else Way.ALONE)
 
 
 def enclosing(site: Site | None, source: Source, callee: str = "") -> Condition | None:
@@ -245,6 +255,33 @@ def enclosing(site: Site | None, source: Source, callee: str = "") -> Condition 
         return None
     text = guarding.text_of(held[-1], source(site.file) or "").removesuffix(":")
     return Condition(site.file, held[-1].line, text)
+
+
+def call_under_rank(site: Site, files: Collection[str], rank: int, source: Source) -> Condition | None:
+    """Return the condition on the rank under which one of the calls of a function is, directly or through its callers.
+
+    Of a wrapper that every rank calls from several lines. None if there is no such condition, more than one, or one for another rank.
+
+    Args:
+        site: A line of the function.
+        files: Where it may be called from.
+    """
+    found: dict[Condition, bool] = {}
+    todo, seen = [(site, 0)], {(site.file, site.function)}
+    while todo:
+        callee, depth = todo.pop()
+        for caller in (c for file in files for c in callers.calls_of(callee, source, file)):
+            held = [
+                p
+                for p in _guards((caller, callee), 0, source, False)
+                if _keeps_to_some(p.guard) and _reads_rank(p, source)
+            ]
+            if held and (condition := _condition(held[0], source, Way.ALONE)) is not None:
+                found[condition] = guarding.may_hold_on(held[0].guard.test, rank)
+            elif (caller.file, caller.function) not in seen and depth < CALLERS:
+                seen.add((caller.file, caller.function))
+                todo.append((caller, depth + 1))
+    return next(iter(found)) if len(found) == 1 and all(found.values()) else None
 
 
 def only_under(name: str, file: str, source: Source) -> Condition | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from distdiag.diagnosis.culprit.case import Case, Testimony
-from distdiag.diagnosis.culprit.parting import parting, parting_text
+from distdiag.diagnosis.culprit.parting import Condition, parting
 from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import RankState, Site
 
@@ -30,8 +30,9 @@ def extra(case: Case) -> Testimony | None:
     state, caught = states[rank], swallowed(states[rank])
     return Testimony(
         ranks=(rank,),
-        text=f"; rank {rank} has made {state.models[0].synced_backwards:,} backward passes in {state.step:,} steps, "
-        "the others one for each step" + (f"; it caught {caught}" if caught else ""),
+        head=f"rank {rank} has made {state.models[0].synced_backwards:,} backward passes in {state.step:,} steps, the "
+        "others one for each",
+        text=f"; it caught {caught}" if caught else "",
         advice=f"let rank {rank} make one backward pass per step that exchanges gradients: the others "
         "under `no_sync()`; or let all ranks repeat the batch together",
     )
@@ -58,7 +59,9 @@ def skipped(case: Case) -> Testimony | None:
     )
     return Testimony(
         ranks=(rank,),
-        text=text + _way_out(states[rank], model.forwards, model.synced_backwards, case.source),
+        text=text,
+        head=f"rank {rank} skipped {'a backward' if missing == 1 else f'{missing:,} backwards'}",
+        conditions=tuple(_way_out(states[rank], model.forwards, model.synced_backwards, case.source)),
         advice=f"run the backward of every forward on rank {rank}, too (of a loss times 0, if the batch is not "
         "to count), or skip the batch on all ranks together",
     )
@@ -71,7 +74,7 @@ def _states(case: Case) -> dict[int, RankState]:
 
 
 def _one_side(case: Case, counts: Mapping[int, int], most: int) -> int | None:
-    """Return the one rank whose count is above `most`, if it is a side of its own."""
+    """Return the one rank whose count is above `most`, if it is alone on its side."""
     odd = [rank for rank, count in counts.items() if count > most]
     return odd[0] if len(odd) == 1 and odd in case.sides else None
 
@@ -92,7 +95,7 @@ def swallowed(state: RankState) -> str:
     return text[0][:120] if text and not (state.exception or "").startswith(text[0][:60]) else ""
 
 
-def _way_out(state: RankState, forwards: int, backwards: int, source: Source | None) -> str:
+def _way_out(state: RankState, forwards: int, backwards: int, source: Source | None) -> list[Condition]:
     """Return the conditions through which the rank left between the forward and the backward: sites visited as often."""
     sites: dict[int, list[Site]] = {}
     for key, times in state.sites.items():
@@ -100,6 +103,6 @@ def _way_out(state: RankState, forwards: int, backwards: int, source: Source | N
         if file and line.isdigit():
             sites.setdefault(times, []).append(Site(file, int(line)))
     if source is None:
-        return ""
+        return []
     pairs = ((f, b) for f in sites.get(forwards, ()) for b in sites.get(backwards, ()) if f.file == b.file)
-    return next((text for f, b in pairs if (text := parting_text(parting((f,), (b,), source)))), "")
+    return next((found for f, b in pairs if (found := parting((f,), (b,), source))), [])

@@ -34,7 +34,7 @@ def explain(case: Case, ranks: Sequence[int]) -> Testimony | None:
         return None
     return Testimony(
         ranks=tuple(ranks),
-        text=f"; rank {state.rank} is handling {handled(state)}",
+        head=f"rank {state.rank} is handling {handled(state)}",
         advice=f"fix the {name(state)}{at(state.handling_site)}; and make no collective call in `finally` or "
         f"`except` that the other ranks do not make: let the exception end {rank_list(ranks)}, or let all ranks "
         "agree on the failure first (all_reduce a flag)",

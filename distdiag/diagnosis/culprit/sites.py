@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from distdiag.diagnosis.culprit.case import Case, Testimony, site_of
+from distdiag.diagnosis.culprit.parting import Condition, call_under_rank
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.snapshot import Life, RankState
+from distdiag.diagnosis.model.snapshot import Life, RankState, Site
 from distdiag.diagnosis.text.incident import verb
+from distdiag.diagnosis.text.phrases import at
 
 MORE_ADVICE = "look for what calls it on that rank alone: a module that communicates (a norm, a metric), run for a preview, a log or a check"
 
@@ -136,10 +138,35 @@ def more_calls(case: Case, ranks: Sequence[int]) -> Testimony | None:
     for site, count in case.states[ranks[0]].sites.items():
         theirs = {st.sites.get(site, 0) for st in states}
         if len(theirs) == 1 and 0 < min(theirs) < count:
-            found.append((site.rsplit("/", 1)[-1], count - min(theirs)))
+            found.append((site, count - min(theirs)))
     if len(found) != 1:
         return None
     ((site, more),) = found
     times = "once" if more == 1 else f"{more:,} times"
-    text = f"; in as many steps, rank {ranks[0]} has called the collective at {site} {times} more than the others"
-    return Testimony(ranks=tuple(ranks), text=text, advice=MORE_ADVICE)
+    text = f"; in as many steps, rank {ranks[0]} has called the collective at {site.rsplit('/', 1)[-1]} {times} more than the others"
+    condition = _called_under(case, site, ranks[0])
+    if condition is None:
+        return Testimony(ranks=tuple(ranks), text=text, advice=MORE_ADVICE)
+    place = at(Site(condition.file, condition.line))
+    guard = condition.text.removesuffix(":")
+    return Testimony(
+        ranks=tuple(ranks),
+        text=f"{text}: it calls it under `{guard}`{place}",
+        advice=f"make that call on all ranks or on none: `{guard}`{place} keeps it to rank {ranks[0]}",
+    )
+
+
+def _called_under(case: Case, key: str, rank: int) -> Condition | None:
+    """Return the condition on the rank under which the function with that line is called somewhere: a wrapper for many calls."""
+    stacks = [case.states[q].user_stack for q in case.compared if q in case.states]
+    frames = {frame for stack in stacks for frame in stack}
+    functions = {f for f in frames if f.key == key} | {
+        c.site
+        for q in case.compared
+        if q in case.states
+        for c in case.states[q].calls
+        if c.site is not None and c.site.key == key
+    }
+    if case.source is None or not functions:
+        return None
+    return call_under_rank(next(iter(functions)), sorted({f.file for f in frames}), rank, case.source)

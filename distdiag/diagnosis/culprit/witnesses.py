@@ -16,6 +16,7 @@ from distdiag.diagnosis.culprit import (
     call_order,
     conditions,
     divergence,
+    exchange,
     loops,
     message_counts,
     outsiders,
@@ -75,13 +76,22 @@ def _minority(case: Case) -> Testimony | None:
 
 
 def _alone(case: Case) -> Testimony | None:
-    """Accuse the rank that waits alone while at least two others wait in one collective that it does not enter."""
+    """Accuse the rank that waits alone while at least two others wait in one collective that it does not enter.
+
+    Not a rank that waits for a message: as often, another rank has left out the message.
+    """
     waits = case.incident.waits
     for lonely_in, together in (waits, waits[::-1]) if len(waits) == 2 else ():
         lonely = [r for r in lonely_in.ranks if r in case.incident.members]
-        if together.p2p or len(lonely) != 1 or together.missing != {lonely[0]} or len(together.ranks) < 2:
+        if (
+            lonely_in.p2p
+            or together.p2p
+            or len(lonely) != 1
+            or together.missing != {lonely[0]}
+            or len(together.ranks) < 2
+        ):
             continue
-        if lonely_in.p2p or lonely_in.missing <= set(together.ranks):
+        if lonely_in.missing <= set(together.ranks):
             return Testimony(ranks=tuple(lonely), text=f"; rank {lonely[0]:,} is alone, the others wait together")
     return None
 
@@ -110,6 +120,7 @@ ORDER: dict[Root, tuple[Witness, ...]] = {
     Root.GONE: (
         Witness(Reason.EXHAUSTED, loops.exhausted),
         Witness(Reason.HISTORY, sites.knows_more_than_ended),
+        Witness(Reason.MESSAGES, explain=message_counts.explain),
         Witness(Reason.PARTING, explain=conditions.leaving),
     ),
     Root.CYCLE: (
@@ -117,6 +128,7 @@ ORDER: dict[Root, tuple[Witness, ...]] = {
         Witness(Reason.EXCEPTION, pending_exception.accuse, pending_exception.explain),
         Witness(Reason.OUTSIDER, outsiders.accuse),
         Witness(Reason.MESSAGES, message_counts.accuse),
+        Witness(Reason.EXCHANGE, exchange.accuse),
         Witness(Reason.ARGUMENT, arguments.new_peer),
         Witness(Reason.PATTERN, call_order.pattern),
         Witness(Reason.SITE, sites.new_in_cycle),

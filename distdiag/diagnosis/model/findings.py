@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection
 from enum import StrEnum
 
@@ -78,6 +79,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     `where` has the site of each. Times are seconds since the run began; `None` is "not known".
     """
 
+    id: str = ""  # of `key`, so equal as long as the condition is the same; set here, never given
     kind: str
     cause: str | None = None
     certainty: str = Certainty.SUSPECTED
@@ -98,6 +100,10 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     evidence: tuple[str, ...] = ()
     # it completed although the ranks' calls differ: the job continues with wrong values
     collective_completed: bool = False
+
+    def __post_init__(self) -> None:
+        digest = hashlib.blake2b(self.key.encode("utf-8", "replace"), digest_size=4).hexdigest()
+        msgspec.structs.force_setattr(self, "id", f"{self.kind}-{digest}")
 
     @property
     def key(self) -> str:
@@ -139,6 +145,20 @@ class Gradients(msgspec.Struct, frozen=True, kw_only=True):
     exposed_share: float | None = None  # of step time
 
 
+class LastSeen(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a rank was when it was last heard of: of a job that was killed together with its monitor."""
+
+    rank: int
+    t_s: float | None = None  # of its last sign of life
+    file: str | None = None
+    line: int | None = None
+    function: str | None = None
+    state: str | None = None  # a word as in `Where`, or a phase
+    collective: CollectiveRef | None = None  # that it waits in, else the last one that it called
+    waits: bool = False  # in this collective
+    since_s: float | None = None  # when it entered this collective
+
+
 STOPPED_BY = "stopped by"  # start of the state's text if only an external signal ended the ranks
 
 
@@ -159,6 +179,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     age_s: float | None = None  # since the run began
     ended_ago_s: float | None = None  # since its last rank ended; None if it runs, or for dumps
     gradients: Gradients | None = None  # None: no DDP module was measured
+    last_seen: tuple[LastSeen, ...] = ()  # of every rank, if the job was killed together with its monitor
+
+
+def ranks_seen(seen: int, world_size: int | None) -> str:
+    """Return `4 of 8 ranks seen`; without the number of all ranks if that is not known."""
+    whole = f" of {world_size:,}" if world_size is not None else ""
+    return f"{seen:,}{whole} rank{'s' if (world_size or seen) != 1 else ''} seen"
 
 
 def rank_list(ranks: Collection[int]) -> str:

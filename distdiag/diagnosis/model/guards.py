@@ -317,6 +317,25 @@ def other_branch_calls(guard: Guard) -> bool:
     return any(map(_called_in, other if isinstance(other, list) else [other]))
 
 
+def made_anew(text: str) -> Guard | None:
+    """Return the `if` under which a function returns a new tensor, which no gradient flows through, and else a computed one.
+
+    None if there is no such function in the file, or more than one such `if`.
+    """
+    found = []
+    for node in ast.walk(parsed(text) or ast.Module([], [])):
+        if isinstance(node, FUNCTIONS):
+            ways = [(way, guard) for way, guard in exits(node.body) if isinstance(way, ast.Return)]
+            new = [guard for way, guard in ways if _makes_tensor(way.value)]
+            if len(new) < len(ways):
+                found += [guard for guard in new if guard is not None and isinstance(guard.node, ast.If)]
+    return found[0] if len(found) == 1 else None
+
+
+def _makes_tensor(value: ast.expr | None) -> bool:
+    return isinstance(value, ast.Call) and name_of(value.func) in _NEW_TENSORS
+
+
 def may_end_early(text: str, line: int) -> bool:
     """True if the `for` statement at `line` may stop before its iterator does, or is not found.
 
@@ -342,6 +361,10 @@ _COUNTERS = {
 _SAME = {
     "dist", "torch", "distributed", "is_initialized", "is_available", "is_torchelastic_launched", "get_world_size", "world_size",
     "world", "num_replicas", "self", "len", "range", "enumerate",
+}  # fmt: skip
+# functions whose result has no graph
+_NEW_TENSORS = {
+    "zeros", "ones", "full", "empty", "tensor", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "detach",
 }  # fmt: skip
 # containers of submodules: the ranks of a job build the same module
 _OF_MODULES = {"ModuleList", "ModuleDict", "Sequential", "ParameterList"}
@@ -373,7 +396,11 @@ def can_end_unevenly(loop: ast.For | ast.AsyncFor | ast.While, constant: frozens
 
 @lru_cache(16)
 def constants(text: str) -> frozenset[str]:
-    """Return the names that a module assigns once, to a literal: `STEPS = 400`, or to a container of modules: `self.experts`."""
+    """Return the names that are equal on all ranks at one point of the program.
+
+    Those that a module assigns once, to a literal: `STEPS = 400`, or to a container of modules: `self.experts`; and those that only
+    count: `for k in range(9)`, `for k, x in enumerate(…)`, also where they are handed on under the same name.
+    """
     tree = parsed(text) or ast.Module([], [])
     values = (node for node in ast.walk(tree) if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call))
     modules = Counter(
@@ -391,8 +418,23 @@ def constants(text: str) -> frozenset[str]:
     }
     given = Counter(n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
     changed = {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
+    loops = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.For, ast.comprehension)) and isinstance(node.iter, ast.Call)
+    ]
+    counted = Counter(name_of(target) for node in loops if (target := _counter(node)) is not None)
+    counters = {name for name, times in counted.items() if name and times == given[name]}
     layers = {name for name, times in modules.items() if times == given[name] + stored[name]}
-    return frozenset(layers).union(name for name in literal - changed if given[name] == 1)
+    return frozenset(layers | counters).union(name for name in literal - changed if given[name] == 1)
+
+
+def _counter(loop: ast.For | ast.comprehension) -> ast.expr | None:
+    """Return the variable of a loop that counts its rounds."""
+    called = name_of(loop.iter.func) if isinstance(loop.iter, ast.Call) else ""
+    if called == "enumerate" and isinstance(loop.target, ast.Tuple):
+        return loop.target.elts[0]
+    return loop.target if called == "range" else None
 
 
 def reads_rank(test: ast.expr | None, variables: frozenset[str] = frozenset()) -> bool:
@@ -412,6 +454,17 @@ def names_one_rank(test: ast.expr | None) -> bool:
         if _means_rank(name_of(part)) and "rank" not in _words(name_of(part)):
             return True
     return False
+
+
+def may_hold_on(test: ast.expr | None, rank: int) -> bool:
+    """False for a test that names one rank by its number, `rank == 1`, or as the first, `is_global_zero`, if that is another rank."""
+    for part in test.values if isinstance(test, ast.BoolOp) else [test]:
+        if isinstance(part, ast.Compare) and reads_rank(part) and isinstance(part.ops[0], ast.Eq):
+            numbers = [x.value for x in (part.left, *part.comparators) if isinstance(x, ast.Constant)]
+            return not numbers or rank in numbers
+        if names_one_rank(part):
+            return rank == 0
+    return True
 
 
 def _names(node: ast.AST) -> set[str]:

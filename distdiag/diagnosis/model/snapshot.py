@@ -200,6 +200,7 @@ class Step(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     h2d_ms: float | None = None  # on CUDA
     forward_wait_ms: float = 0.0
     arrived_s: Seconds | None = None
+    epoch: int | None = None
 
 
 class RankState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -360,5 +361,6 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     host_memory_bytes: int | None = None  # total memory of the host
     host_available_bytes: int | None = None  # still available
     usual_step_s: float | None = None  # median of all ranks' recent steps
-    # time since which no rank has issued, completed or left an operation; None = not known
-    stable_since_s: Seconds | None = None
+    stable_since_s: Seconds | None = (
+        None  # since when no rank has made progress, by earlier snapshots; None = not known
+    )

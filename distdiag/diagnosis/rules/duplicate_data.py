@@ -16,6 +16,7 @@ from distdiag.diagnosis.comparison import vetoed
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity
 from distdiag.diagnosis.model.snapshot import Loader, Snapshot
+from distdiag.diagnosis.rules.replica_drift import limits as averaged
 from distdiag.diagnosis.text.phrases import wheres
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.training_data import NOT_ONE_MODEL
@@ -29,6 +30,8 @@ class Limits:
     """Batches in a row that must have equal fingerprints: with few labels, one or two are equal by
     chance. Also the epochs after which a sampler that is still at epoch 0 has no `set_epoch`, and
     the equal checksums of ranks without a process group."""
+    losses: int = 16
+    """Different losses that must be equal on all ranks."""
     group_uses: int = 2
     """Up to this many collectives, a smaller group counts as not used."""
 
@@ -49,6 +52,9 @@ SAME_ORDER = Template(kind, "same_order_every_epoch",
     "every epoch has the same order on all ranks{site}: DistributedSampler shuffles by its epoch number, which "
     "is still {epoch}", "training sees the same batches in the same order in every epoch",
     "call sampler.set_epoch(epoch) at the start of each epoch", proved=True)  # fmt: skip
+EQUAL_LOSSES = Template(kind, "same_batches_on_ranks",
+    "{victims} had equal losses in each of {n} steps, to the last bit, and average their gradients: they train on the same batches",
+    _REPEATED, "{do}", severity=Severity.INFO)  # fmt: skip
 _DO = {
     "fed": "if the data are real: draw them with a seed that differs between ranks (seed + rank), or from one shard per rank",
     "labels": "compare a few samples of two ranks; nothing to do if each rank reads its own shards",
@@ -75,7 +81,13 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     elif any(1 < len(g.ranks) < s.world_size and used(name) for name, g in s.groups.items()):
         yield Abstained("the ranks use smaller groups: model-parallel ranks read the same batches by design")
     elif len(loaders) < 2:
-        yield Abstained("not every rank trains from a known DataLoader")
+        n = _equal_losses(s)
+        if n:
+            ranks = sorted(s.ranks)
+            yield EQUAL_LOSSES(victims=ranks, step=min(r.step for r in s.ranks.values()), n=n, do=_DO["fed"],
+                               where=wheres(s, ranks, "data"), repeated=len(ranks) - 1, world=s.world_size)  # fmt: skip
+        else:
+            yield Abstained("not every rank trains from a known DataLoader")
     else:
         if unknown := [q for q, x in loaders.items() if not _comparable(x.first_fingerprints)]:
             yield Abstained(
@@ -181,6 +193,25 @@ def _same_order(x: Loader) -> bool:
     later = x.sampler_epoch == 0 and x.iterations_started >= limits.times
     same_labels = n >= limits.times and labels[:n] == before[:n]
     return same_data(x.first_fingerprints, x.previous_fingerprints) or (later and same_labels)
+
+
+# -- batches that no loader shows -------------------------------------------------------------------------------------
+
+
+def _equal_losses(s: Snapshot) -> int:
+    """Return in how many steps all ranks had one loss, if they always had and it changes; 0 unless they average all gradients.
+
+    Ranks that split a module have one loss by design; what they reduce is no multiple of the gradients.
+    """
+    least, most = averaged.reduced
+    shares = {r.rank: [x.value for x in r.samples if x.kind == "reduced"] for r in s.ranks.values()}
+    if len(s.ranks) < max(2, s.world_size) or not all(x and least <= min(x) <= max(x) <= most for x in shares.values()):
+        return 0
+    losses = [{x.step: x.loss for x in r.steps if x.loss is not None} for r in s.ranks.values()]
+    common = set.intersection(*map(set, losses))
+    if any(len({x[k] for x in losses}) > 1 for k in common):
+        return 0
+    return len(common) if len({losses[0][k] for k in common}) >= limits.losses else 0
 
 
 # -- the same work on every rank, without a process group -------------------------------------------------------------

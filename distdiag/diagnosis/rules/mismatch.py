@@ -14,14 +14,15 @@ from collections.abc import Iterator
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.comparison import minority
-from distdiag.diagnosis.endings import Cascade, End, call_of_thread, model_shapes
+from distdiag.diagnosis.endings import SPLITS, Cascade, End, call_of_thread, model_shapes
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, CollectiveRef, Finding, rank_list
 from distdiag.diagnosis.model.snapshot import CompletedConflict, Life, Snapshot
 from distdiag.diagnosis.text.incident_finding import incident_findings
 from distdiag.diagnosis.text.phrases import at, count, wheres
 from distdiag.diagnosis.text.template import Template
-from distdiag.diagnosis.waits.compatible import op_name
+from distdiag.diagnosis.waits.compatible import elements, op_name
+from distdiag.diagnosis.waits.wait import last_wait
 from distdiag.terms.ranks import by_value
 
 kind = kinds.MISMATCH
@@ -36,6 +37,8 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         case End.ABORTED:
             if facts.cascade.incident is None:
                 yield _two_threads(facts.snapshot, facts.cascade)
+        case End.LOST if SPLITS.search(facts.snapshot.ranks[facts.cascade.ranks[0]].exception or ""):
+            yield _own_splits(facts.snapshot, facts.cascade)
     yield from (f for f in facts.repeated if f.kind == kind.name)
     yield from incident_findings(facts, kind)
     yield from completed(facts.snapshot)
@@ -60,6 +63,11 @@ TWO_THREADS = Template(kind, "shape",
     "two threads mix, and gloo aborted {killed}", "the job ended",
     "let the main thread make that call, or give the thread its own process group (`dist.new_group()`), and make "
     "the same calls in a thread on every rank")  # fmt: skip
+OWN_SPLITS = Template(kind, "shape",
+    "{culprits} called {op}{site} with split sizes that do not fit: what {culprits:it|each} sends to itself is "
+    "not what it expects from itself{sizes}", "the job ended",
+    "exchange the input splits with an all_to_all before every call{site}, and keep none from an earlier step: equal sums are "
+    "not enough, every entry of input_split_sizes and output_split_sizes must fit", proved=True)  # fmt: skip
 MODEL = Template(kind, "model", "the wrapped module differs between ranks: {each}", "DDP refuses to start",
     "build the same module, in the same order, on every rank; compare the ranks' configurations",
     proved=True)  # fmt: skip
@@ -93,6 +101,19 @@ def _two_threads(s: Snapshot, cascade: Cascade) -> Finding:
         first_seen_s=min((t for q in threads if (t := s.ranks[q].ended_s) is not None), default=s.t_s),
         op=op_name(call.op), site=call.site, main=first.current_site,
         killed=sorted(q for q in (*threads, *cascade.others) if s.ranks[q].life == Life.KILLED),
+    )  # fmt: skip
+
+
+def _own_splits(s: Snapshot, cascade: Cascade) -> Finding:
+    """Return the finding of ranks whose own two lists of split sizes gloo refused: it compares the rank's part in both."""
+    first = s.ranks[cascade.ranks[0]]
+    call = last_wait(first)
+    sent, received = (elements(call), call.received) if call is not None else (None, None)
+    sizes = f"; rank {first.rank} sends {sent:,} and expects {received:,} elements in all" if sent and received else ""
+    return OWN_SPLITS(
+        culprits=sorted(cascade.ranks), victims=cascade.others, where=wheres(s, sorted(cascade.ranks), "crashed"),
+        step=first.step, first_seen_s=first.ended_s, op=op_name(call.op) if call is not None and call.op else "all_to_all",
+        site=first.current_site, sizes=sizes,
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from distdiag.diagnosis import kinds
 from distdiag.diagnosis.culprit import parting
 from distdiag.diagnosis.endings import UNUSED, Cascade, End
 from distdiag.diagnosis.facts import Facts
+from distdiag.diagnosis.known_errors import known
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, at_least, rank_list
 from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot
 from distdiag.diagnosis.text.phrases import shortened, site_text, where_stack, wheres
@@ -38,7 +39,7 @@ _WORKER = re.compile(r"DataLoader worker \(pid.{0,40}\) (exited|is killed)")
 _NATIVE_CRASHES = {signals.SIGABRT, signals.SIGSEGV, signals.SIGBUS, signals.SIGILL, signals.SIGFPE}
 KILLED = Template(kind, "killed", "{culprits} {culprits:was|were} killed by {signal}{site}", "{cost}", "{do}",
     proved=True)  # fmt: skip
-CRASHED = Template(kind, "crashed", "{culprits} ended by {how}{site}{condition}", "{cost}", "{do}", proved=True)
+CRASHED = Template(kind, "crashed", "{culprits} ended with {how}{site}{condition}", "{cost}", "{do}", proved=True)
 AT_EXIT = Template(kind, "killed",
     "{culprits} finished the script, then {signal} ended the process while Python shut down",
     "the job's work is done, but the launcher reports it as failed",
@@ -115,13 +116,15 @@ def _lost(facts: Facts) -> Finding:
     echoes = {q for q, k in facts.ends.items() if k in ("echo", "timeout") and q not in culprits}
     left = parting.enclosing(first.current_site, facts.source) if not (killed or first.exception) else None
     state = "killed" if killed else "crashed"
+    shown = (known(first) or ("",))[0]
+    condition = f", under `{left.text}` at line {left.line}" if left is not None else f"; {shown}" if shown else ""
     return (KILLED if killed else CRASHED)(
         culprits=culprits, victims=victims,
         where=(w for q in facts.cascade.ranks for w in where_stack(s.ranks[q], s.ranks[q].user_stack, state, 3)),
         waiting=wheres(s, (q for q, r in s.ranks.items() if q in victims and (r.blocked or q in echoes))),
         step=first.step, first_seen_s=first.ended_s if first.ended_s is not None else s.t_s, signal=signal,
         how=shortened(first.exception or f"exit code {first.exit_code}", 200), site=first.current_site,
-        condition=f", under `{left.text}` at line {left.line}" if left is not None else "",
+        condition=condition,
         cost="the job cannot continue without it" if victims else "the job ended",
         do=_DO.get(signal, _DO["signal"]) if killed else _repair(first, culprits, victims, echoes, left),
     )  # fmt: skip
@@ -137,6 +140,8 @@ def _repair(
     if left is not None:
         together = ", and let all ranks leave together (all_reduce the decision)" if victims else ""
         return f"find why `{left.text.removeprefix('if ')}` held on {rank_list(culprits)}{together}"
+    if (row := known(first)) is not None:
+        return row[1] + ("; the other ranks' errors follow from it" if echoes else "")
     # a worker's end is raised wherever the main thread is
     do = _DO["worker"] if _WORKER.search(text) else f"fix {site_text(first.current_site) or 'the exception'}"
     return do + ("; the other ranks' errors follow from it" if echoes else "")

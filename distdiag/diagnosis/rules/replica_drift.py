@@ -291,7 +291,7 @@ def _finding(
     what += _not_through_ddp(s) if words == "gradients_not_synced" else ""
     odd, ranks = minority(rates or values), sorted(values)
     by_hand = cause in ("different_init", "partly_averaged") and not models
-    # a plain tensor beside DTensors may be a rank's own, such as its experts
+    # a plain tensor in a model of DTensors may be a rank's own, such as its experts
     certain = steps[-1] >= limits.certain_step and cause not in ("partly_averaged", "split_module")
     return DRIFT(
         cause=words if words in kind.causes else None, proved=certain or cause == "buffers",

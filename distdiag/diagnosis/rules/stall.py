@@ -12,7 +12,7 @@ jit_warmup, main_eval, rate_limited, staged_team.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -23,6 +23,7 @@ from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, Snapshot
+from distdiag.diagnosis.polled import hidden_error, polled_loop
 from distdiag.diagnosis.text.incident import implicit_text, verb
 from distdiag.diagnosis.text.phrases import NO_PROGRESS, at, op_text, where, where_stack, wheres
 from distdiag.diagnosis.text.template import Template, filled
@@ -116,10 +117,8 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         yield _finding(facts, together)
     for x in late:
         if x.state.rank not in named:
-            yield _trains_on(facts, x.state) or Abstained(
-                f"rank {x.state.rank} has kept the others waiting {rough_duration(x.waited_s)}; "
-                f"its limit is {rough_duration(x.limit_s)}", checked=True,
-            )  # fmt: skip
+            reason = waits_for(x.victims, x.state, x.waited_s)
+            yield _trains_on(facts, x.state) or Abstained(reason, checked=True)
 
 
 def _by_line(late: list[_Late]) -> Iterator[list[_Late]]:
@@ -198,6 +197,12 @@ def _nobody_moves(facts: Facts) -> Iterator[Finding]:
     )  # fmt: skip
 
 
+def waits_for(victims: Sequence[int], late: RankState, waited_s: float) -> str:
+    """Return `rank 0 waits for rank 1 for 57 s (judged from 60 s on)`."""
+    limit = rough_duration(patience_s(late))
+    return f"{rank_list(victims)} {verb(victims, 'waits', 'wait')} for rank {late.rank} for {rough_duration(waited_s)} (judged from {limit} on)"
+
+
 def patience_s(r: RankState) -> float:
     """Return the seconds that others may wait for this rank, by what it does and has done before."""
     doing = _doing(r)
@@ -239,7 +244,7 @@ def _left_open(s: Snapshot, r: RankState) -> tuple[str, str] | None:
 
 _NO_PROGRESS_OF = "{victims:#} of {world} ranks make no progress"
 _warning = partial(Template, kind, severity=Severity.WARNING)
-STALL = _warning("user_code", "{missing}{size}{implicit}; {does}{worker}{open}{handling}; {victims} {victims:has|have} waited "
+STALL = _warning("user_code", "{missing}{size}{implicit}; {does}{loop}{worker}{open}{handling}; {victims} {victims:has|have} waited "
                  "{waited_s:time}{usual}", _NO_PROGRESS_OF, "{do}")  # fmt: skip
 TRAINS_ON = _warning("user_code",
     "{culprits} has not entered {collective}{called_at} and keeps training{site}, {ahead:,} steps ahead of "
@@ -256,6 +261,7 @@ NOBODY_MOVES = _warning("unknown",
     "threads that communicate at once, or a device that hangs")  # fmt: skip
 _OPEN = " while it has {call}{site} in flight, which {ranks} {ranks:has|have} not entered"
 _DO_OPEN = "{ranks} must enter {call}, too, or no rank may: find what started it, maybe a thread"
+_DO_POLL = "find who ends the loop `{loop}`: it may have failed, or caught an exception and gone on{hidden}"
 _DOES = {a.word: a.does for a in ACTIVITIES if a.does}
 _DO = {a.word: a.do for a in ACTIVITIES if a.do} | {
     "": "check that line; `distdiag dump` saves all stacks; this is cleared if the rank continues",
@@ -281,6 +287,15 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
     do = doing
     if doing == "data":
         do = "workers" if workers else "loads itself" if own and not any(own) else doing
+    polled = polled_loop(r.current_site, facts.source) if doing in ("sleep", "user_code") else None
+    advice = left_open[1] if left_open else _DO.get(do, _DO[""])
+    if polled is not None and not polled[2] and doing == "sleep" and not left_open:
+        hidden = hidden_error(r.user_stack, facts.source)
+        advice = filled(
+            _DO_POLL,
+            loop=polled[0],
+            hidden=f": look whether `{hidden[0]}`{at(hidden[1])} has hidden an error" if hidden else "",
+        )
     longest_s = r.longest_delay_s
     victims = sorted({v for x in late for v in x.victims})
     return STALL(
@@ -295,12 +310,13 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
         missing=_missing_text(ranks, call, victim.rank),
         size=f", {size_text(call.bytes)}" if call.bytes else "", implicit=implicit_text(victim, call),
         does=f"{'it' if len(late) == 1 else 'each'} {_DOES.get(doing, 'is busy')}{at(r.current_site)}",
+        loop=f", in the loop `{polled[0]}`{at(polled[1])}" if polled is not None else "",
         worker=f", and {whose} is{at(worker)}" if worker is not None else "",
         open=left_open[0] if left_open else "",
         handling=f", while it handles {pending_exception.handled(r)}" if r.handling else "",
         waited_s=first.waited_s,
         usual=f" (its longest so far: {rough_duration(longest_s)})" if longest_s > 0.5 else "",
-        world=s.world_size, do=left_open[1] if left_open else _DO.get(do, _DO[""]),
+        world=s.world_size, do=advice,
     )  # fmt: skip
 
 

@@ -33,6 +33,7 @@ from distdiag.diagnosis.step_times import PHASES, Window, part_ms, self_ms
 from distdiag.diagnosis.text import straggler as text
 from distdiag.diagnosis.text.phrases import where, where_stack, wheres
 from distdiag.diagnosis.training_data import least_fetching
+from distdiag.diagnosis.waits.compatible import op_name
 from distdiag.terms.units import percent
 
 kind = kinds.STRAGGLER
@@ -88,6 +89,7 @@ class Limits:
 
 
 limits = Limits()
+HANDING_OUT = ("scatter", "broadcast")
 JUDGED_BY_ARRIVAL = (
     "all_reduce", "barrier", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all"
 )  # fmt: skip
@@ -263,7 +265,7 @@ class Case:
 
     @cached_property
     def crowded(self) -> bool:
-        """True if the slow rank shares its few cores with children of its own, or with other ranks, and no other rank does.
+        """True if the slow rank shares its few cores with its own children, or with other ranks, and no other rank does.
 
         What it then waits for a CPU is no load of the host, but of the job.
         """
@@ -356,6 +358,25 @@ class Case:
         at_collective = bool(sites) and sites[0][0].key in self.snapshot.ranks[self.most.rank].sites
         return self.phase == "other" and self.most.phase_ms < limits.jitter_ms and self.busy and at_collective
 
+    @property
+    def hands_out(self) -> str:
+        """The operation in which one rank hands out what only it reads, if the others wait for it there; empty if they do not.
+
+        They have no such work: the rank is not slower than the others at anything that all do.
+        """
+        rank = self.slow.ranks[0]
+        rooted = {
+            (call.group, call.seq): op_name(call.op)
+            for call in self.snapshot.ranks[rank].calls
+            if call.root == rank and op_name(call.op) in HANDING_OUT
+        }
+        late = [a for a in self.snapshot.arrivals if a.late_rank == rank]
+        waited_ms = {a.seq: a.waited_ms for a in late if (a.group, a.seq) in rooted}
+        if len(self.slow.ranks) > 1 or 2 * len(waited_ms) < len(self.window.columns):
+            return ""
+        most = statistics.median(waited_ms.values()) >= limits.concentrated * self.most.all_ms
+        return next(iter(rooted.values())) if most and self.phase in ("other", "data") else ""
+
 
 VETOES = (
     Veto(lambda c: c.small and c.ahead,
@@ -377,6 +398,8 @@ VETOES = (
     Veto(lambda c: c.loaders_at_limit,
          "the loaders of the other ranks are busy, too, {c.busiest:share} of the time: none could go much faster"),
     Veto(lambda c: c.lacks_cpu, "the loader workers of {c.slow.ranks} wait for a CPU, as those of all ranks may"),
+    Veto(lambda c: c.hands_out,
+         "{c.slow.ranks}: the others wait for it in {c.hands_out}, in which it hands out what it alone reads"),
     Veto(lambda c: c.shadows, "{c.shadows} ran out of data and only shadow the collectives"),
 )  # fmt: skip
 

@@ -19,7 +19,7 @@ from distdiag.terms.units import rough_duration
 kind = kinds.TIMEOUT
 limits = None  # the backend's own timeout is the limit
 LATE = Template(kind, "late_rank",
-    "{what} ran into its timeout on {victims}: {culprits} {culprits:was|were} alive and late{by}{site}",
+    "{what} timed out on {victims}: {culprits} {culprits:was|were} alive and late{by}{site}",
     "the job ended", "do that work on all ranks, or outside the step, or raise the group's timeout to cover it",
     proved=True)  # fmt: skip
 

@@ -58,6 +58,8 @@ _DO = {
     "frozen later": "freeze them before the model is wrapped in DDP, or wrap it again afterwards: DDP still expects their gradients",
     "expected": "freeze or remove them if they stay unused on purpose",
     "unused": "use their output in the loss, freeze them (requires_grad_(False)) before DDP, or pass find_unused_parameters=True",
+    "static": "leave out static_graph=True: it promises that every step uses the same parameters; pass "
+    "find_unused_parameters=True if steps differ, or let all steps and all ranks take the same path",
     "library": "switch it off in the library that wraps the model (for Hugging Face, ddp_find_unused_parameters=False)",
     "flag": "drop the flag if no branch of the model is ever skipped",
 }
@@ -117,8 +119,8 @@ class _Case:
 
     @property
     def expected(self) -> bool:
-        """True if DDP expects unused parameters."""
-        return bool(self.first.find_unused) or self.first.static_graph
+        """True if DDP expects unused parameters: of a static graph, the same in every step."""
+        return bool(self.first.find_unused) or (self.first.static_graph and not self.refused)
 
     @cached_property
     def lacking(self) -> list[int]:
@@ -154,7 +156,7 @@ def _unused(case: _Case) -> Finding | None:
     having, states, severity = case.having, case.snapshot.ranks, case.severity
     unused, differs = dict(p for m in having.values() for p in m.unused), case.differs
     checks = min(m.unused_checks for m in having.values())
-    lack = f"got no gradient on {rank_list(having) if differs else 'all ranks'}"
+    lack = f"got no gradient on {rank_list(having) if differs else 'any rank'}"
     if case.expected:
         lack = f"never got a gradient on any rank ({checks} checks)"
     if case.expected and not case.refused:  # the flag is for branches that are skipped now and then
@@ -164,6 +166,12 @@ def _unused(case: _Case) -> Finding | None:
         unused, differs = {n: k for n, k in case.first.never_trained if n in common}, False
         if not unused:
             return None
+    shown = _shown(tuple(unused), len(unused))
+    if differs and not case.lacking:  # each rank lacks others
+        lack = "got no gradient, not the same on each rank"
+        shown = "; ".join(
+            f"rank {q} {_shown(tuple(n for n, _ in m.unused), len(m.unused), 2)}" for q, m in [*having.items()][:4]
+        )
     culprits = sorted(having) if differs and case.lacking else []
     crash = "DDP refuses the next forward" if case.refused else "DDP will refuse the next forward"
     return UNUSED_TEXT(
@@ -173,10 +181,13 @@ def _unused(case: _Case) -> Finding | None:
             where(states[q], "crashed" if q in case.refused else None, having[q].unused_site) for q in sorted(having)
         ),
         names=unused, step=max(m.unused_step for m in having.values()), n=len(unused),
-        elements=sum(unused.values()), lack=lack, shown=_shown(tuple(unused), len(unused)),
+        elements=sum(unused.values()), lack=lack, shown=shown,
         site=next((m.unused_site for m in having.values() if m.unused_site), None), why=_why(case),
         branch=_branch(case, culprits), cost=crash if severity == Severity.ERROR else "they are never trained",
-        do=_DO["frozen later" if case.frozen_later else "expected" if case.expected else "unused"],
+        do=_DO[
+            "frozen later" if case.frozen_later else "expected" if case.expected
+            else "static" if case.first.static_graph else "unused"
+        ],
     )  # fmt: skip
 
 
@@ -184,6 +195,8 @@ def _why(case: _Case) -> str:
     """Return that they are frozen, or whether their modules were entered at all, if that was seen."""
     if case.frozen_later:
         return "; they were frozen (requires_grad False) after DDP was built"
+    if case.first.static_graph and case.refused:
+        return f"; static_graph=True allows no other graph than that of the first step, and step {case.first.unused_step:,} had one"
     m = case.first
     if m.never_called is None or m.unused_step > 1:
         return ""

@@ -14,7 +14,7 @@ from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.waits.wait import last_wait
 
 ABORT = Template(kinds.MISMATCH, "shape",
-    "ranks {what} of different sizes, and gloo aborted {killed}: {places}{why}", "the job ended", "{do}",
+    "{head}ranks {what} of different sizes, and gloo aborted {killed}: {places}{why}", "the job ended", "{do}",
     proved=True)  # fmt: skip
 SHOWN = 8  # tensors
 _STATES = {Life.KILLED: "killed", Life.CRASHED: "crashed"}  # while it waits: what it does
@@ -27,6 +27,7 @@ def finding(snapshot: Snapshot, verdict: Verdict) -> Finding:
     dead = sorted({*odd, *rest})
     killed = [rank for rank in dead if states[rank].life == Life.KILLED and states[rank].signal == signal.SIGABRT]
     what, why, advice = _text(snapshot, verdict, dead)
+    head = evidence.head_text(verdict) if len({states[rank].current_site for rank in dead}) > 1 else ""
     lines = {site.key: site for side in verdict.wait.sides if (site := states[min(side)].current_site) is not None}
     places = "; ".join(
         f"{rank_list([r for r in dead if (s := states[r].current_site) and s.key == key])}{at(site)}"
@@ -36,7 +37,7 @@ def finding(snapshot: Snapshot, verdict: Verdict) -> Finding:
         culprits=odd, victims=rest, where=(where(states[r], _STATES.get(Life(states[r].life))) for r in odd or dead),
         waiting=wheres(snapshot, rest) if odd else (), step=states[killed[0]].step if killed else None,
         first_seen_s=min((t for r in dead if (t := states[r].ended_s) is not None), default=snapshot.t_s),
-        what=what, killed=killed, places=places, why=why, do=advice, proved=_members(snapshot, verdict) <= set(dead),
+        head=head, what=what, killed=killed, places=places, why=why, do=advice, proved=_members(snapshot, verdict) <= set(dead),
     )  # fmt: skip
 
 

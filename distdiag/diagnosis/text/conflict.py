@@ -9,7 +9,7 @@ from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.diagnosis.text import evidence
-from distdiag.diagnosis.text.incident import group_label, implicit_text, number_text, verb
+from distdiag.diagnosis.text.incident import group_text, implicit_text, number_text, verb
 from distdiag.diagnosis.text.phrases import at, both_sites, count
 from distdiag.diagnosis.text.template import filled
 from distdiag.diagnosis.waits import compatible
@@ -24,7 +24,7 @@ _SPLITS_ADVICE = (
     "compare the split sizes at {both}: what a rank sends to another must be what that rank expects of it; "
     "exchange the input splits with an all_to_all first, and change none of them afterwards"
 )
-# by cause; "message" is one of other size, "way" ranks that came to the call by another way
+# by cause; "message" is one of other size, "way" ranks whose calls are at different sites
 _ADVICE = {
     "message": "send and receive tensors of the same size, and in the same order: compare {both}",
     "way": "make the same calls in the same order on all ranks: compare {both}",
@@ -48,7 +48,7 @@ def message(snapshot: Snapshot, verdict: Verdict) -> str:
         return _splits_text(snapshot, verdict)
     sides = _sides(verdict)[:3]
     texts = [f"{rank_list(set(s))} {verb(s, 'is', 'are')} in {_side_text(snapshot, wait, s, what)}" for s in sides]
-    number = "" if what == "op" else number_text(snapshot, wait)
+    number, group = number_text(snapshot, wait), group_text(snapshot, wait.group)
     end = "they cannot complete together" if snapshot.source == "stacks" else "it can never complete"
     reason = evidence.reason_text(verdict)
     if culprits:
@@ -57,7 +57,8 @@ def message(snapshot: Snapshot, verdict: Verdict) -> str:
         reason = "; they make these calls in a different order, or not equally often" + reason
     elif not any(testimony.name is Reason.ORDER for testimony in verdict.also):
         reason = "; cannot tell which side is wrong" + reason
-    return f"{', '.join(texts)}{number} ({group_label(snapshot, wait.group)}): {end}{reason}"
+    call = f", {'both' if len(sides) == 2 else 'each'} as call{number} of {group}" if number else f" ({group})"
+    return f"{', '.join(texts)}{call}: {end}{reason}"
 
 
 def _splits_text(snapshot: Snapshot, verdict: Verdict) -> str:
@@ -70,7 +71,7 @@ def _splits_text(snapshot: Snapshot, verdict: Verdict) -> str:
     op, site = compatible.op_name(calls[0][1].op), calls[0][1].site
     return filled(
         _SPLITS, each=", ".join(each[:SHOWN_RANKS]) + others, op=op, seq=verdict.wait.seq, site=site, sent=sent,
-        received=received, group=group_label(snapshot, verdict.wait.group),
+        received=received, group=group_text(snapshot, verdict.wait.group),
         reason=evidence.reason_text(verdict) if verdict.culprits else "",
     )  # fmt: skip
 
@@ -109,7 +110,7 @@ def _side_text(snapshot: Snapshot, wait: Wait, side: Collection[int], cause: str
     op = compatible.op_name(call.op)
     n, dtype = compatible.elements(call), compatible.dtype_name(call.dtype)
     what = {
-        "op": op + number_text(snapshot, wait),
+        "op": op,
         "root": f"{op} with root {call.root}",
         "dtype": f"{op} of {dtype}",
         "shape": f"{op} of {count(n, 'element')}" if n is not None else op,

@@ -2,25 +2,88 @@
 
 from __future__ import annotations
 
-from distdiag.diagnosis.culprit.case import Reason
+from collections.abc import Iterable, Sequence
+
+from distdiag.diagnosis.culprit.case import Reason, Testimony
+from distdiag.diagnosis.culprit.parting import Condition, Way, parting_text
 from distdiag.diagnosis.culprit.verdict import Verdict
+from distdiag.diagnosis.model.findings import rank_list
+from distdiag.diagnosis.model.snapshot import Call
+from distdiag.diagnosis.text.incident import calls_of
+from distdiag.diagnosis.text.phrases import op_at
+from distdiag.diagnosis.text.template import filled
+from distdiag.diagnosis.waits.incidents import Root
 
 # They state why, or at which condition in the source: no other adds anything.
 _COMPLETE = (
     Reason.EXHAUSTED, Reason.EXCEPTION, Reason.LOOP, Reason.EXTRA, Reason.SKIPPED, Reason.ORDER,
     Reason.CONDITION, Reason.PARTING,
 )  # fmt: skip
+_DID = {
+    Way.ALONE: "only {culprits} made {call}",
+    Way.SKIPPED: "{culprits} skipped {call}",
+    Way.LEFT: "{culprits} left the loop before {call}",
+    Way.STAYED: "{culprits} {culprits:is|are} still in the loop, in {call}",
+}
+
+
+def head_text(verdict: Verdict) -> str:
+    """Return what the culprits did and at which condition, with `; ` after it: `rank 1 skipped all_reduce (a.py:15): `if n > 0` (line 31)`.
+
+    It begins the message, because a narrow screen shows no more. Empty if no testimony has it.
+    """
+    if not verdict.culprits:
+        return ""
+    found = next((t for t in _shown(verdict) if t.head or t.conditions), None)
+    if found is None:
+        return ""
+    head, file = (found.head, "") if found.head else _head(verdict, found.conditions)
+    conditions = " or ".join(_short(condition, file) for condition in found.conditions)
+    return f"{head}: {conditions}; " if head and conditions else f"{head}; " if head else ""
 
 
 def reason_text(verdict: Verdict) -> str:
-    """Return the end of a sentence: what decided, and what explains it."""
-    worded = [testimony for testimony in verdict.evidence if testimony.text]
-    complete = [testimony for testimony in worded if testimony.name in _COMPLETE]
-    shown = worded[:1] if worded[:1] == complete[:1] else [*worded[:1], *complete[:1]]
-    return "".join(testimony.text for testimony in shown)
+    """Return the end of a sentence: what decided, and what explains it; without what `head_text` has."""
+    shown, head = _shown(verdict), head_text(verdict)
+    return "".join(t.text + ("" if head else parting_text(t.conditions)) for t in shown)
 
 
 def advice(verdict: Verdict) -> str:
     """Return what the evidence advises; empty if nothing does. The source is more exact than the rhythm of calls."""
     advised = [testimony for testimony in verdict.evidence if testimony.advice]
     return min(advised, key=lambda testimony: testimony.name is Reason.RHYTHM).advice if advised else ""
+
+
+def _shown(verdict: Verdict) -> Sequence[Testimony]:
+    worded = [testimony for testimony in verdict.evidence if testimony.text or testimony.head or testimony.conditions]
+    complete = [testimony for testimony in worded if testimony.name in _COMPLETE]
+    return worded[:1] if worded[:1] == complete[:1] else [*worded[:1], *complete[:1]]
+
+
+def _head(verdict: Verdict, conditions: Iterable[Condition]) -> tuple[str, str]:
+    """Return (what the culprits did by these conditions, the file of the call that it names); empty if that is not one thing."""
+    way, *others = {condition.way for condition in conditions}
+    gone = verdict.incident.root is Root.GONE
+    call = _own(verdict) if way in (Way.ALONE, Way.STAYED) and not gone else verdict.call
+    if others or call is None or call.site is None:
+        return "", ""
+    if call.p2p and way in (Way.SKIPPED, Way.LEFT):  # its own half of the message
+        half = "send to" if verdict.wait.key[2] == "recv" else "recv from"
+        return filled(
+            _DID[Way.SKIPPED], culprits=verdict.culprits, call=f"its {half} {rank_list(verdict.wait.ranks)}"
+        ), ""
+    text = "{culprits} ended before {call}" if gone else _DID[way]
+    return filled(text, culprits=verdict.culprits, call=op_at(call)), call.site.file
+
+
+def _short(condition: Condition, file: str) -> str:
+    line = (
+        f"line {condition.line}" if condition.file == file else f"{condition.file.rsplit('/', 1)[-1]}:{condition.line}"
+    )
+    return f"`{condition.text.removesuffix(':')}` ({line})"
+
+
+def _own(verdict: Verdict) -> Call | None:
+    calls = verdict.wait.calls if verdict.incident.root is not Root.CYCLE else {}
+    rank = verdict.culprits[0]
+    return calls.get(rank) or next((c for r, (_, c) in calls_of(verdict.waits).items() if r == rank), None)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 
 import msgspec
 
-from distdiag.diagnosis.model.findings import Finding, Severity, Where
+from distdiag.diagnosis.model.findings import Finding, LastSeen, Severity, Where, rank_list
 from distdiag.diagnosis.text.phrases import NO_PROGRESS, NO_PROGRESS_MADE
+from distdiag.terms.units import rough_duration
 from distdiag.terms.untrusted import visible
 
 GLYPHS = {Severity.ERROR: "█", Severity.WARNING: "▲", Severity.INFO: "·"}
 ASCII_GLYPHS = {Severity.ERROR: "#", Severity.WARNING: "!", Severity.INFO: "."}
 WORDS = {Severity.ERROR: "ERROR", Severity.WARNING: "WARNING", Severity.INFO: "INFO"}
 SHOWN_SITES = 4
+LONG = 120  # characters of a message that are read at a glance
+LAST_SEEN = 16
 _ASCII = str.maketrans({"–": "-", "…": "...", "×": "x", "Δ": "d", "█": "#", "▲": "!", "·": "."})
 
 
@@ -28,7 +32,8 @@ def where_text(w: Where) -> str:
     return f"{w.file}:{w.line}{inside}"
 
 
-def _listed(wheres: tuple[Where, ...]) -> str:
+def listed(wheres: tuple[Where, ...]) -> str:
+    """Return `train.py:88 in evaluate (ranks 0, 1); …`: each site with its ranks, the first four."""
     seen: dict[str, list[int]] = {}
     for w in wheres:
         text = where_text(w)
@@ -53,23 +58,26 @@ def in_the_past(f: Finding) -> Finding:
 
 
 def finding_lines(f: Finding, ascii: bool = False, width: int | None = None) -> list[str]:
-    """Return the lines of a finding: message, cost, where, do. Empty ones are left out.
+    """Return the lines of a finding: message, more of it, cost, where, do. Empty ones are left out.
 
     Args:
         ascii: Glyphs and typography reduced to ASCII.
         width: Wrap to so many columns; None: one line each, however long.
+
+    A long message keeps its first clause on the first line.
     """
     severity, kind = Severity(f.severity), f.kind + (f"/{f.cause}" if f.cause else "")
     certain = "" if f.certainty == "proved" else " (suspected)"
     gone = ""
     if f.cleared_s and f.first_seen_s is not None:
         gone = f" (cleared after {f.cleared_s - f.first_seen_s:.0f} s)"
-    where, waiting = _listed(f.where), _listed(f.waiting)
+    where, waiting = listed(f.where), listed(f.waiting)
     if waiting and where:
         where += f"; waiting: {waiting}"
     glyph = (ASCII_GLYPHS if ascii else GLYPHS)[severity]
-    lines = [("", f"{glyph} {WORDS[severity]} {kind}{certain}  {f.message}{gone}")]
-    rest = (("cost", f.cost), ("where", where or waiting), ("do", f.advice))
+    head, _, more = f.message.partition("; ") if len(f.message) > LONG else (f.message, "", "")
+    lines = [("", f"{glyph} {WORDS[severity]} {kind}{certain}  {head}{gone}")]
+    rest = (("more", more), ("cost", f.cost), ("where", where or waiting), ("do", f.advice))
     lines += [(label, text) for label, text in rest if text]
     out: list[str] = []
     for label, text in lines:
@@ -82,3 +90,24 @@ def finding_lines(f: Finding, ascii: bool = False, width: int | None = None) -> 
         else:
             out += textwrap.wrap(text, width, initial_indent=head, subsequent_indent=" " * max(2, len(head))) or [head]
     return out
+
+
+def last_seen_lines(ranks: Sequence[LastSeen]) -> list[str]:
+    """Return where the ranks of a killed job were last seen; equal ones in one line, the first `LAST_SEEN` lines."""
+    seen: dict[str, list[int]] = {}
+    for r in ranks:
+        seen.setdefault(_last_seen(r), []).append(r.rank)
+    lines = [f"{rank_list(found)}: {text}" for text, found in seen.items()]
+    return lines[:LAST_SEEN] + ([f"and {len(lines) - LAST_SEEN:,} more"] if len(lines) > LAST_SEEN else [])
+
+
+def _last_seen(r: LastSeen) -> str:
+    where = where_text(Where(r.rank, r.file, r.line, r.function)) or "no line is known"
+    call = ""
+    if r.collective is not None:
+        number = f" #{r.collective.seq:,}" if r.collective.seq is not None else ""
+        name = f"{r.collective.op or 'a collective'}{number} ({r.collective.group})"
+        lasted = f" for {rough_duration(r.t_s - r.since_s)}" if r.t_s is not None and r.since_s is not None else ""
+        call = f", waiting in {name}{lasted}" if r.waits else f"; last collective: {name}"
+    state = "" if r.waits or not r.state else f" ({r.state.replace('_', ' ')})"
+    return f"{where}{state}{call}"

@@ -38,7 +38,7 @@ def message(snapshot: Snapshot, verdict: Verdict) -> str:
             text = "{culprits} ran out of batches and {culprits:has|have} ended"
         text += waiting + " in {what}" if wait.p2p else " and {ended:has|have} not entered {what}" + waiting
         # how a rank left the loop that the others are in is only a question for one that ended normally
-        if not wait.p2p and verdict.reason is Reason.NONE and verdict.cause == "rank_finished":
+        if verdict.reason is Reason.NONE and verdict.cause == "rank_finished":
             left = evidence.reason_text(verdict)
     first, site = snapshot.ranks[ended[0]], call.site if call else None
     facts = {"signal": first.signal, "exception": first.exception, "code": first.exit_code, "what": what, "site": site}

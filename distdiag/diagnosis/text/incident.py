@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sized
 
 from distdiag.diagnosis.model.findings import CollectiveRef, Where, rank_list
@@ -12,6 +13,8 @@ from distdiag.diagnosis.waits.wait import Wait
 from distdiag.terms.ranks import by_value
 from distdiag.terms.units import size_text
 
+_NUMBER = re.compile(r"(?:group )?[0-9]+")
+
 
 def group_label(snapshot: Snapshot, name: str) -> str:
     """Return a process group's description; with its name if several groups share the description."""
@@ -21,6 +24,15 @@ def group_label(snapshot: Snapshot, name: str) -> str:
     if sum(g.description == group.description for g in snapshot.groups.values()) > 1:
         return name if name.startswith(f"{group.description}:") else f"{group.description} {name}"
     return group.description
+
+
+def group_text(snapshot: Snapshot, name: str) -> str:
+    """Return how a sentence names a process group: one that has only a number by its members, too."""
+    group, label = snapshot.groups.get(name), group_label(snapshot, name)
+    if group is None or not group.ranks or _NUMBER.fullmatch(label) is None:
+        return label
+    same = sum(g.ranks == group.ranks for g in snapshot.groups.values())
+    return f"the group of {rank_list(group.ranks)}" if same == 1 else f"{label} of {rank_list(group.ranks)}"
 
 
 def where_of(st: RankState | None, rank: int, call: Call | None = None) -> Where:
@@ -49,12 +61,13 @@ def number_text(snapshot: Snapshot, wait: Wait) -> str:
 
 def collective_text(snapshot: Snapshot, wait: Wait, call: Call | None) -> str:
     """Return `all_reduce #417 (default_pg, 4.0 KiB)`, `recv from rank 3 (default_pg)`."""
-    label = group_label(snapshot, wait.group)
-    size = f", {size_text(call.bytes)}" if call is not None and call.bytes is not None else ""
+    label = group_text(snapshot, wait.group)
+    size = size_text(call.bytes) if call is not None and call.bytes is not None else ""
+    size = f"{';' if ' of rank' in label else ','} {size}" if size else ""
     op = (compatible.op_name(call.op) if call is not None else "") or "collective"
     if op == "new_group" and snapshot.source != "stacks":
         number, _, members = wait.group.removeprefix("new_group ").partition(" of ")
-        return f"new_group() of {members or 'all ranks'} (its group number {number})"
+        return f"new_group() number {number} (of {members or 'all ranks'})"
     if not wait.p2p:
         return f"{op}{number_text(snapshot, wait)} ({label}{size})"
     direction, peer = wait.key[2], wait.key[4]

@@ -9,7 +9,7 @@ from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.kinds import Kind
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import Snapshot
-from distdiag.diagnosis.text import abort, conflict, cycle, gone
+from distdiag.diagnosis.text import abort, conflict, cycle, evidence, gone
 from distdiag.diagnosis.text.incident import calls_of, collective_ref, host_text, where_of_ranks
 from distdiag.diagnosis.text.phrases import NO_PROGRESS
 from distdiag.diagnosis.text.template import Template
@@ -50,11 +50,11 @@ def incident_finding(snapshot: Snapshot, verdict: Verdict) -> Finding:
     # it has existed since the last member entered its wait
     blocked = (snapshot.ranks[q].blocked for q in (*culprits, *victims) if q in snapshot.ranks)
     complete_s = max((b.entered_s for b in blocked if b is not None and b.entered_s is not None), default=None)
-    return Template(verdict.kind, verdict.cause, "{text}{hosts}", cost, "{do}", proved)(
+    return Template(verdict.kind, verdict.cause, "{head}{text}{hosts}", cost, "{do}", proved)(
         culprits=culprits, victims=victims, collective=collective_ref(snapshot, verdict.wait, verdict.call),
         where=where_of_ranks(snapshot, culprits or members, calls),
         waiting=where_of_ranks(snapshot, victims if culprits else outside, calls),
         step=max(stepping, default=0) or None,
         first_seen_s=None if snapshot.source == "dumps" else complete_s,
-        text=message, hosts=host_text(snapshot, (*culprits, *victims)), do=advice,
+        head=evidence.head_text(verdict), text=message, hosts=host_text(snapshot, (*culprits, *victims)), do=advice,
     )  # fmt: skip

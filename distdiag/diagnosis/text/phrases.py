@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from distdiag.diagnosis.model.findings import CollectiveRef, Where
 from distdiag.diagnosis.model.snapshot import Call, RankState, Site, Snapshot
+from distdiag.terms.operations import op_name
 
 NO_PROGRESS = "the job makes no progress"  # what stuck ranks cost
 NO_PROGRESS_MADE = "the job made no progress until it ended"  # the same, after the end
@@ -58,7 +59,13 @@ def op_text(call: Call) -> str:
     if call.op in ("init_process_group", "new_group"):
         return f"{call.op}()"
     number = f" #{call.seq}" if call.seq is not None else ""
-    return f"{call.op or 'a collective'}{number} ({call.group})"
+    return f"{call.op or ('collective' if number else 'a collective')}{number} ({call.group})"
+
+
+def op_at(call: Call) -> str:
+    """Return `all_reduce (train.py:88)`: shorter than `op_text`, for the first words of a message."""
+    site = f" ({call.site.file.rsplit('/', 1)[-1]}:{call.site.line})" if call.site is not None else ""
+    return f"{op_name(call.op) or 'a collective'}{site}"
 
 
 def reference(call: Call) -> CollectiveRef:

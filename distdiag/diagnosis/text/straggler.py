@@ -21,17 +21,17 @@ from distdiag.terms.units import percent
 
 _row = partial(Template, kinds.STRAGGLER)
 SLOW = _row("host",
-    "{culprits}: {what} {up_to}+{x.phase_ms:.0f} ms per step against the others{queued}, {slower} in {count} of "
+    "{culprits}: {what} takes {up_to}{x.phase_ms:.0f} ms longer per step than on the others{queued}, {slower} in {count} of "
     "the last {n} steps{site}",
     "{victims} {victims:waits|wait} {slow.gain_ms:.0f} ms of a step of {slow.step_ms:.0f} ms{gain}",
     "{do}")  # fmt: skip
 CROWDED = _row("cores",
-    "{culprits} shares {of} with {who}, which want to run as well: {what} +{x.phase_ms:.0f} ms per step against the "
-    "others, slowest in {count} of the last {n} steps{site}",
+    "{culprits} shares {of} with {who}, which want to run as well: {what} takes {x.phase_ms:.0f} ms longer per step "
+    "than on the others, slowest in {count} of the last {n} steps{site}",
     "{victims} {victims:waits|wait} {slow.gain_ms:.0f} ms of a step of {slow.step_ms:.0f} ms{gain}",
     "give {them} other cores (`os.sched_setaffinity`, `taskset`), or start fewer; a child inherits the mask of its "
     "parent")  # fmt: skip
-STAGE = _row("stage", "{culprits}: the longest stage, {what} +{x.phase_ms:.0f} ms per step against the others",
+STAGE = _row("stage", "{culprits}: the longest stage, {what} takes {x.phase_ms:.0f} ms longer per step than on the others",
     "{victims} {victims:is|are} idle for {slow.gain_ms:.0f} ms per step because of it: {share:share} of step time",
     "if this pipeline is too slow, move layers from {culprits} to the others; more micro-batches shorten the "
     "idle time at the start and end of a step", severity=Severity.INFO)  # fmt: skip
@@ -42,7 +42,7 @@ DEVICE = _row("forward",
     "compare the input sizes of {culprits} with the others'; if they are equal, check its device: clocks, power "
     "limit, temperature, other processes")  # fmt: skip
 AT_TIMES = _row("host",
-    "{culprits}: {what} +{found.gain_ms:.0f} ms in {when}{found.indices:#} of the last {n}{steps}{site}",
+    "{culprits}: {what} takes {found.gain_ms:.0f} ms longer in {when}{found.indices:#} of the last {n}{steps}{site}",
     "{victims} {victims:waits|wait} {found.cost:share} of the time for it", "{do}")  # fmt: skip
 ROTATING = _row("rotating",
     "no single rank is slow: the slowest changed {changes} times in {n} steps, skew p50 {found.gain_ms:.0f} ms, "
@@ -67,6 +67,14 @@ _DO = {
     "optimizer": "look for work in optimizer.step that only that rank does (hooks, logging)",
     "other": "move that work off the training step: do it in fewer steps, in the same step on all ranks, or in a thread",
 }
+_SAME_CODE = "the same code is fast on the other ranks: "
+_DO_SAME = {
+    "data": _SAME_CODE + "compare the files and samples that {who} reads there, its disk and its CPU load",
+    "forward": _SAME_CODE + _COMPUTES,
+    "backward": _SAME_CODE + _COMPUTES,
+    "other": _SAME_CODE
+    + "compare what {who} gets there (larger inputs, a longer list, another file), its disk and its host",
+}
 _DO_PAUSES = {
     "data": "look at what that rank loads in those steps: a new shard or file, a cache that is filled; let its workers prefetch it",
     "other": "do it less often, share it among the ranks in the same step, or copy the state and write or upload the copy in a "
@@ -84,6 +92,8 @@ def found(template: Template, s: Snapshot, window: Window, ranks: Collection[int
     ))  # fmt: skip
     no_workers = all(x.workers == 0 for q in ranks for x in s.ranks[q].loaders if x.in_training)
     do = _DO["no workers" if phase == "data" and no_workers else phase]
+    if stack and phase in _DO_SAME and _elsewhere(s, ranks, window.ranks, phase, stack[0]):
+        do = _DO_SAME[phase]
     own_code = f"{'its' if len(ranks) == 1 else 'their'} own code"
     facts.setdefault("what", f"{own_code} between steps" if phase == "other" else phase)
     return template(
@@ -91,6 +101,11 @@ def found(template: Template, s: Snapshot, window: Window, ranks: Collection[int
         n=len(window.columns), site=stack[0] if stack else None, **facts,
         do=do.format(who=rank_list(ranks), clocks="its device clocks and " if s.gpus else ""),
     )  # fmt: skip
+
+
+def _elsewhere(s: Snapshot, ranks: Collection[int], of: Collection[int], phase: str, site: Site) -> bool:
+    """True if other ranks were sampled at a line in this phase, too."""
+    return any(site.key in {x.key for x, _ in s.ranks[q].phase_sites.get(phase, ())} for q in of if q not in ranks)
 
 
 def slow(
@@ -105,7 +120,7 @@ def slow(
     """
     if cores:
         children = s.ranks[x.rank].workers_busy or 0.0
-        own = f"{max(1, round(children))} busy child{'ren' if round(children) > 1 else ''} of its own"
+        own = f"its own {max(1, round(children))} busy child{'ren' if round(children) > 1 else ''}"
         return found(
             CROWDED, s, window, [x.rank], x.phase, x=x, slow=slow, count=len(slow.indices),
             of="its only core" if len(cores) == 1 else f"its {len(cores)} cores",

@@ -1,7 +1,7 @@
 """An abort as an incident: gloo aborts a rank that receives more bytes than its own call has room for.
 
 The ranks are dead, so no graph shows their waits; but their pages keep the call and the line in which each ended. Ranks at one line
-are one side; in a wrapper, those that came to it by one path. If all made one call together, each is a side: its size is what may differ.
+are one side; in a wrapper, those that reached it by one path. If all made one call together, each is a side: its size is what may differ.
 """
 
 from __future__ import annotations

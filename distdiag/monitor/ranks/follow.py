@@ -238,6 +238,7 @@ class RankHistory:
                 h2d_ms=r.h2d_ns / 1e6 if r.h2d_ns else None,
                 forward_wait_ms=forward_wait_ms,
                 arrived_s=self._decoder.s(r.arrived_ns),
+                epoch=r.epoch if r.epoch >= 0 else None,
             )
             self.steps.append(step)
             if self.warm_since_s is None and step.step >= WARM_STEPS:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from distdiag.errors import DistdiagError, ExitCode, need_torch
-from distdiag.probekit.command import catalog
+from distdiag.probekit.command import catalog, node_check
 from distdiag.probekit.command.options import Options, check_backend, check_ranks, parse, place_ranks
 from distdiag.probekit.measure.probe import Probe, load_probe
 from distdiag.probekit.ranks import environment
@@ -37,6 +37,8 @@ def main(argv: list[str] | None = None, name: str | None = None) -> int:
     """
     tolerate()
     arguments = sys.argv[1:] if argv is None else argv
+    if (form := node_check.form_of(arguments)) is not None:
+        return node_check.run(arguments, name, form, environment.process_started_s())
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hides torch's warnings; must be set before its import
     as_json = "--json" in arguments or "--as=json" in arguments or ("--as", "json") in itertools.pairwise(arguments)
     place = None

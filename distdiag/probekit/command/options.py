@@ -11,7 +11,7 @@ import click
 
 from distdiag.command_line import Parsed, SectionedCommand, count, number, option, options_of, read
 from distdiag.errors import DistdiagError, ExitCode
-from distdiag.probekit.command import catalog
+from distdiag.probekit.command import catalog, node_check
 from distdiag.probekit.command.paper import FLAGS, RANKS, Paper, make_paper
 from distdiag.terms.units import DTYPE_ALIASES, ITEM_BYTES, parse_bytes, sweep
 
@@ -20,7 +20,7 @@ QUICK_BUDGET_S = 6.0
 ALL_BUDGET_S = 60.0
 RANKS_BUDGET_S = 150.0  # of `step --ranks`: some 13 cases in five rounds
 LEAST_BUDGET_S = 2.0  # the start of Python, torch and two ranks takes most of it
-FORMATS = ("table", "json", "csv", "junit", "nccl-tests")
+FORMATS = ("table", "json", "csv", "junit", "nccl-tests", *node_check.FORMS)
 
 # who uses an option; the help of the other probes omits it
 _LOADER, _STEP = ("dataloader",), ("step",)
@@ -152,7 +152,7 @@ class Options:
     as_json: bool = option(False, "--json", section="output")
     """one object on stdout"""
     output_format: str = option("table", "--as", type=click.Choice(FORMATS))
-    """format on stdout (default table)"""
+    """format on stdout (default table); prolog, healthcheck: one line, and exit 1 only for a proved fault"""
     svg: str | None = option(used_by=_STEP, metavar="FILE")
     """step --ranks: draw times, scaling and memory into FILE"""
     output: str | None = option(None, "-o", "--output", metavar="FILE")

@@ -304,7 +304,7 @@ UNMATCHED = Template(kinds.DEADLOCK, "p2p_cycle",
     "no matching call for {calls} ({group}), and the other {n:end has|ends have} issued later messages", NO_PROGRESS,
     "compare peers and tags at both ends of these messages: what one rank sends, the other must receive")  # fmt: skip
 TIMED_OUT = _stall(
-    "{what} ran into its timeout with no rank missing: a link or a device between these ranks stopped", NO_PROGRESS,
+    "{what} timed out with no rank missing: a link or a device between these ranks stopped", NO_PROGRESS,
     "check the network and the GPUs of these ranks: NCCL_DEBUG=INFO, `dmesg -T | grep -i xid`, "
     "`distdiag probe pairs`")  # fmt: skip
 IN_FLIGHT = _stall("{what} was in flight with no rank missing: a running job, or a link or device that stopped",

@@ -55,6 +55,7 @@ class Collector:
         self._missing: tuple[tuple[object, ...], int] = (), 0  # whose lines name missing ranks, and up to which
         self._run = (0, 0)
         self._order = 0
+        self._begun = ""  # of a message that the next line continues
         self._last_error: tuple[tuple[object, ...], int] | None = None  # whose line, and which, is NCCL's reason
 
     def read(
@@ -121,6 +122,10 @@ class Collector:
             self._run = (number + 1, 0) if launch else (number, attempt + 1)
 
     def _read_line(self, path: Path, number: int, text: str, rank: int | None, pod: str) -> None:
+        if text.rstrip().endswith(" exited on"):  # prterun: the signal is on the next line
+            self._begun = f"{text.rstrip()} "
+            return
+        text, self._begun = self._begun + text, ""
         self._order += 1
         out = self.result
         if MARK in text:
@@ -171,7 +176,7 @@ class Collector:
         text = line.text
         for row in TABLE:
             if row.needle in text and (m := row.regex.search(text)) is not None:
-                if row.role in (Role.CAUSE, Role.VICTIM, Role.EXIT) and _told(text[: m.start()], row.role):
+                if row.role in (Role.CAUSE, Role.VICTIM, Role.EXIT) and _mentioned(text[: m.start()], row.role):
                     continue
                 self._add(row.name, row.role, m.groupdict(), line)
                 if row.role is not Role.FACT:
@@ -213,7 +218,7 @@ class Collector:
         return fact
 
     def _learn(self, name: str, fields: Mapping[str, str], line: Line) -> None:
-        """Take what a line says about ranks, processes and runs, whether or not it is a fact of its own."""
+        """Take what a line says about ranks, processes and runs, whether or not it is also a fact."""
         out, who = self.result, line.who
         if name in ("nccl_rank", "lightning"):
             self._size(int(fields["r"][:7]), int(fields["world"][:7]), who.process)
@@ -250,9 +255,9 @@ class Collector:
             out.in_world[process] = max((world, rank), out.in_world.get(process, (0, 0)), key=itemgetter(0))
 
 
-def _told(before: str, role: Role) -> bool:
-    """True if a message is told, not given: in a sentence, a quotation, or a line of the program's log that is no error."""
-    told = PROSE.search(before)
-    if told is not None and (role is not Role.EXIT or told[0][-1] in "\"'"):
+def _mentioned(before: str, role: Role) -> bool:
+    """True if a message is only mentioned: in a sentence, a quotation, or a line of the program's log that is no error."""
+    prose = PROSE.search(before)
+    if prose is not None and (role is not Role.EXIT or prose[0][-1] in "\"'"):
         return True
     return role is Role.CAUSE and _MILD.search(before) is not None

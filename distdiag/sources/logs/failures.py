@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from distdiag.diagnosis.model.findings import Finding, rank_list
 from distdiag.diagnosis.model.snapshot import Site
+from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import at, shortened
 from distdiag.sources.logs import meanings
 from distdiag.sources.logs.build import Fields, finding, ranks_of, some
@@ -21,7 +22,7 @@ from distdiag.terms.ranks import unfold_ranks
 from distdiag.terms.untrusted import MAX_INT, bounded, is_rank
 
 # an exception that only reports another one
-_RETOLD = bounded(
+_REPORTS_ANOTHER = bounded(
     r"[Rr]oot cause|[Ss]ee (?:the )?(?:stack trace|logs? |error)|in a background process|previous error|sub-exception|Caught \w+ in DataLoader worker"
 )
 AFTER_FIRST_S = 5.0  # a launcher kills what has not ended by itself so long after the first failure, or later
@@ -74,7 +75,9 @@ def of_messages(found: Collected) -> tuple[list[Reason], list[Fact]]:
     of_device = {
         f.rank for f in found.facts if f.rank is not None and f.name in MEANINGS and MEANINGS[f.name].kind == "gpu"
     }
-    ended = {process(f) for f in found.facts if f.uncaught and f.role is Role.CAUSE and not _RETOLD.search(f.text)}
+    ended = {
+        process(f) for f in found.facts if f.uncaught and f.role is Role.CAUSE and not _REPORTS_ANOTHER.search(f.text)
+    }
     reasons: dict[tuple[str, str], Reason] = {}
     late: list[Fact] = []
     for f in found.facts:
@@ -93,7 +96,7 @@ def of_messages(found: Collected) -> tuple[list[Reason], list[Fact]]:
                 late.append(f)
                 continue
         _add(reasons, f, meaning, len(found.files) > 1)
-    return _not_retold(_by_time(list(reasons.values()))), late
+    return _without_reports(_by_time(list(reasons.values()))), late
 
 
 def _by_time(reasons: list[Reason]) -> list[Reason]:
@@ -104,9 +107,14 @@ def _by_time(reasons: list[Reason]) -> list[Reason]:
     return sorted(reasons, key=lambda r: r.order)
 
 
-def _not_retold(reasons: list[Reason]) -> list[Reason]:
+def only_reports(r: Reason) -> bool:
+    """True for an exception of no known process that only reports the failure of another."""
+    return not r.ranks and not r.unnamed and _REPORTS_ANOTHER.search(r.text) is not None
+
+
+def _without_reports(reasons: list[Reason]) -> list[Reason]:
     """Return the reasons without those that only report another one, or a connection that was lost after the first."""
-    first = [r for r in reasons if not _RETOLD.search(r.text)] or reasons
+    first = [r for r in reasons if not _REPORTS_ANOTHER.search(r.text)] or reasons
     known = {r.text for r in first if r.ranks or r.unnamed}
     own = [r for r in first if r.ranks or r.unnamed or r.text not in known]
     return [r for r in own if r is own[0] or not (r.facts[0].name == "exception" and LOST.search(r.text))]
@@ -193,8 +201,8 @@ class _End:
     @property
     def name(self) -> str:
         """Return the process, without a rank."""
-        local, pid, host = (self.fact.fields.get(key, "") for key in ("local", "pid", "host"))
-        name = f"local rank {local}" if local else f"process {pid}" if pid else "a process"
+        local, pid, host, label = (self.fact.fields.get(key, "") for key in ("local", "pid", "host", "label"))
+        name = f"local rank {local}" if local else f"process {pid}" if pid else label or "a process"
         if self.launcher == "srun":  # its task is a node
             name = "the ranks"
         return name + (f" on {host}" if host else "")
@@ -210,11 +218,15 @@ def of_exits(found: Collected, explained: set[int], waited: set[int], others: bo
     """
     reasons: dict[tuple[str, str], Reason] = {}
     memory = found.named("host_oom")
+    # a process may also be lost because it timed out: then nothing shows that it failed first
+    pids = {f.who.pid for f in found.facts if f.role is Role.VICTIM}
+    if any(f.role is Role.WAIT for f in found.facts):
+        pids.add(None)
     ends = _ends(found)
     killed = {id(end) for end in _killed_by_launcher(ends)}
     named = bool(explained) and any(end.rank is not None for end in ends)
     for nth, end in enumerate(ends):
-        if id(end) in killed or _followed(end, explained, waited, bool(memory)):
+        if id(end) in killed or (_followed(end, explained, waited, bool(memory)) and not _another(end, pids)):
             continue
         if end.rank is None and end.by == "SIGKILL" and ranks_of(memory):
             continue  # it is the process that the kernel names
@@ -231,7 +243,8 @@ def of_exits(found: Collected, explained: set[int], waited: set[int], others: bo
             r.hosts |= {end.fact.fields["host"]} if end.fact.fields.get("host") else set()
     if memory and not reasons and not explained:
         meaning = MEANINGS["host_oom"]
-        reasons["", ""] = Reason(meaning, meaning.text, meaning.advice, 0.0, {*ranks_of(memory)}, facts=memory)
+        pods = [f"pod {f.fields['pod']}" for f in memory if "pod" in f.fields]
+        reasons["", ""] = Reason(meaning, meaning.text, meaning.advice, 0.0, {*ranks_of(memory)}, pods, facts=memory)
     return list(reasons.values())
 
 
@@ -285,6 +298,12 @@ def _followed(end: _End, explained: set[int], waited: set[int], memory: bool) ->
         return True  # a process that has timed out was alive until then
     cleaned_up = end.by not in _BY_KERNEL or (end.by == "SIGKILL" and end.launcher == "srun" and not memory)
     return bool(explained) and not end.fact.fields.get("what") and cleaned_up
+
+
+def _another(end: _End, waiting: set[int | None]) -> bool:
+    """True if a process was lost whose pid is known not to be one of those that lost their connections."""
+    pid = end.fact.number("pid")
+    return end.launcher == "parent" and end.rank is None and pid is not None and not waiting & {None, pid}
 
 
 def _killed_by_launcher(ends: list[_End]) -> list[_End]:
@@ -392,8 +411,16 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
 def _in_what(waits: list[Fact]) -> str:
     """Return what ranks waited in, if that is one call; else that they waited."""
     calls = {(op_name(f.fields["op"]), f.number("seq")) for f in waits if f.name == "timeout"}
+    if all(f.name == "dump_signal" for f in waits):
+        return f"{verb(waits, 'was', 'were')} asked to dump because of it"
     if len(calls) != 1 or any(f.name != "timeout" for f in waits):
-        return "timed out waiting or lost their connections"
+        waited = "timed out waiting" if any(f.role is Role.WAIT for f in waits) else ""
+        lost = (
+            f"lost {verb(waits, 'its connection', 'their connections')}"
+            if any(f.role is Role.VICTIM for f in waits)
+            else ""
+        )
+        return " or ".join(filter(None, (waited, lost)))
     op, seq = calls.pop()
     return f"timed out in {op}" + (f" #{seq:,}" if seq is not None else "")
 

@@ -6,7 +6,7 @@ them, and kept apart where none has. Order is that of clocks where both lines ha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from distdiag.diagnosis.model.snapshot import Site
@@ -49,6 +49,10 @@ def join(found: Collected) -> Collected:
             f.rank, f.of_node = f.who.local, not one_node
         if f.rank is None and (local := found.local_of.get(f.fields.get("pid", ""))) is not None:
             f.rank, f.of_node = local, not one_node
+    ended = {f.fields["pid"]: f.fields["local"] for f in found.facts if {"pid", "local"} <= f.fields.keys()}
+    for f in found.facts:
+        if f.rank is None and not f.who.process and (local := ended.get(f.fields.get("pid", ""))) is not None:
+            f.who.process = f"local rank {local}"
     found.ranks |= {f.rank for f in found.facts if f.rank is not None and is_rank(f.rank)}
     found.ranks |= {r for ranks in found.by_path.values() for r in ranks if is_rank(r)}
     found.ranks |= {r for r in found.rank_of.values() if r is not None} | set(of_file.values())
@@ -82,7 +86,9 @@ def _of_another_job(f: Fact) -> bool:
     return f.rank is None and _OF_JOB.match(f.fields.get("comm", "python")) is None
 
 
-def _after_stop(f: Fact, stops: Iterable[Fact]) -> bool:
+def _after_stop(f: Fact, stops: Collection[Fact]) -> bool:
+    if f.name == "node_lost" and any(stop.name == "preempted" for stop in stops):
+        return True  # that is how the node was lost
     if f.role not in (Role.CAUSE, Role.START, Role.EXIT, *WAITED) or f.name in OWN:
         return False
     return any(before(stop, f) for stop in stops)

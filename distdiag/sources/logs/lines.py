@@ -102,7 +102,7 @@ class Bounds:
     def note_writers(self, block: bytes) -> None:
         """Note the ranks that write lines, and their pids."""
         self.ranks |= set(map(int, _RANKS.findall(block)))
-        for m in _PIDS.finditer(block):
+        for m in _PIDS.finditer(block) if b"pid" in block or b"PID" in block else ():
             rank, pid = int(m["rank"] or m["of_pid"]), int(m["after"] or m["pid"])
             self.pids[pid] = rank if self.pids.get(pid, rank) == rank else -1
 
@@ -209,7 +209,8 @@ def lines(path: Path, bounds: Bounds) -> Iterator[tuple[int, str]]:
         except OSError as e:
             ended = e
     for first, block in tail:
-        bounds.note_writers(block)
+        if first > 1:  # the first block is noted above
+            bounds.note_writers(block)
         yield from _of_block(first, block, bounds, at_end=True)
     if ended is not None:
         raise ended

@@ -25,7 +25,7 @@ _SHORT = bounded(
     r"  (?P<severity>error|warning|info) (?P<kind>[a-z_]{1,40}): (?P<message>.+?)(?P<cleared> \(cleared\))?$"
 )
 _CLEARED = bounded(r"cleared, the job continues: \w{1,10} (?P<kind>[a-z_]{1,40}): (?P<message>.+)")
-_DETAIL = bounded(r"  (?P<label>cost|where|do) +(?P<text>\S.*)")
+_DETAIL = bounded(r"  (?P<label>more|cost|where|do) +(?P<text>\S.*)")
 _SITE = bounded(
     r"(?:last seen at )?(?P<file>.{1,400}?):(?P<line>\d{1,7})(?: in (?P<function>[^(]{1,200}?))? \(ranks? (?P<ranks>[\d, ]{1,60})"
 )
@@ -94,7 +94,10 @@ class Recorded:
 
     def _detail(self, key: tuple[str, str], label: str, text: str) -> None:
         f = self.found[key]
-        if label == "cost":
+        if label == "more":
+            self._open = f.kind, f"{f.message}; {text}"
+            self.found[self._open] = msgspec.structs.replace(self.found.pop(key), message=self._open[1])
+        elif label == "cost":
             self.found[key] = msgspec.structs.replace(f, cost=text)
         elif label == "do":
             self.found[key] = msgspec.structs.replace(f, advice=text)

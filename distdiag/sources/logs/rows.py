@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from distdiag.diagnosis.model.findings import CollectiveRef, Finding, rank_list
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import at, rough_time, shortened
+from distdiag.sources.logs import meanings
 from distdiag.sources.logs.build import Fields, finding, ranks_of, some, who
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import absent_ranks, first_site
-from distdiag.sources.logs.meanings import IB_STATUS
 from distdiag.terms.untrusted import MAX_RANKS, bounded, is_rank, numbers
 
 # in the store, of gloo: the address of one rank of a group, e.g. /default_pg/0//cpu//0/3
@@ -90,6 +90,10 @@ LATE_ROWS = (
         "take the stacks of all workers the next time, before the timeout (`py-spy dump --pid …`), and read their own logs: the waiting process is not the cause"),
 )  # fmt: skip
 START_ROWS = (
+    Row("engine_watchdog", "stall/unknown", "{who} made no progress{stuck}, and SGLang's watchdog ended the server",
+        "take the stacks of all schedulers the next time before that (`py-spy dump --pid …`), and look at their GPUs (`dmesg -T | grep -i xid`): a collective that not all of them entered, or a kernel that hangs"),
+    Row("npu_task", "stall/unknown", "a task on the NPU of {who} did not end in time{at}",
+        "read the logs of the other ranks first: a collective waits for a rank that failed or is late; then the NPU's own log (plog, `npu-smi info`)"),
     Row("stuck_watchdog", "stall/unknown", "the watchdog of {who} made no progress{stuck}: a call to CUDA or NCCL does not return there, or a thread holds the GIL in one",
         "take the stacks of that process with native frames the next time (`py-spy dump --native --pid …`, gdb); look at its GPU (`dmesg -T | grep -i xid`)"),
     Row("clients", _LOST, "{left} of {expected} ranks had not joined{after}{at}: the log does not say which",
@@ -136,7 +140,7 @@ LOST_ROWS = (
         "read the lines after it (EI…, EJ…): they have the reason; often another rank failed first", when=lambda facts: facts[0].fields.get("what", "").startswith("Hccl")),
     Row("nccl_error own_error dist_error nccl_warning", "rank_lost/crashed", "{library} failed on {who}{at}: {what}: {warning}",
         "see the first NCCL WARN or `Last error` of each rank: it is the reason, the exceptions follow", when=lambda facts: len({f.name == "nccl_warning" for f in facts}) == 2),
-    Row("nccl_error own_error dist_error", "rank_lost/crashed", "{library} failed on {who}{at}: {what}", "run again with NCCL_DEBUG=WARN, which prints the reason"),
+    Row("nccl_error own_error dist_error", "rank_lost/crashed", "{library} failed on {who}{at}: {what}", "run again with {debug}, which prints the reason"),
     Row("store_wait", _LATE, "{who} waited {limit} in the job's store{at} for {key}, which no process has set",
         "see what the other side did: the rank or service that sets this key has failed, or never made the matching call",
         ("{culprits} did not join a gloo group{at} in {limit}, where {who} waited",
@@ -164,7 +168,7 @@ def _finding(found: Collected, row: Row, facts: list[Fact]) -> Finding:
         cause,
         facts,
         text.format_map(fields),
-        advice.format_map(fields),
+        meanings.advice_for(fields["warning"], advice.format_map(fields)),
         culprits=culprits,
         victims=victims,
         proved=row.proved,
@@ -229,13 +233,15 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
     limit, stuck, after = _most(facts, "limit"), _most(facts, "stuck_s"), _most(facts, "after")
     joined, expected = _most(facts, "joined") or 0, facts[0].number("expected") or 0
     ranks = tuple(victims) or ranks_of(facts)
+    library = "oneCCL" if "CCL_ERROR" in facts[0].text or "oneCCL" in facts[0].text else "NCCL"
     out |= {
         "who": rank_list(victims) if victims else who(facts),
         "at": at(first_site(facts)),
         "culprits": rank_list(culprits),
         "its": verb(culprits, "its", "their"),
         "report": verb(culprits, "reports", "report"),
-        "library": "oneCCL" if "CCL_ERROR" in facts[0].text or "oneCCL" in facts[0].text else "NCCL",
+        "library": library,
+        "debug": "CCL_LOG_LEVEL=info" if library == "oneCCL" else "NCCL_DEBUG=WARN",
         "tag": first.get("tag", "a connection"),
         "waits": verb(ranks or facts[:1], "waits", "wait"),
         "call": f" to {first['what']}" if "what" in first else "",
@@ -251,7 +257,7 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
         "all_peers": some(peers),
         "nodes": some([f.fields["node"] for f in facts if "node" in f.fields]),
         "on": f" on {some(hosts)}" if (hosts := [f.who.host for f in facts if f.who.host]) else "",
-        "meaning": IB_STATUS.get(first.get("status", ""), f"status {first.get('status')}"),
+        "meaning": meanings.IB_STATUS.get(first.get("status", ""), f"status {first.get('status')}"),
         "warning": shortened(next((f.fields["what"] for f in facts if f.name == "nccl_warning"), ""), 160),
     }
     return out

@@ -18,7 +18,9 @@ from distdiag.terms import operations
 
 NOT_RECORDED = {"18446744073709551615", "-1"}  # the size of coalesced operations
 LATE_FACTOR, LATE_S = 2.0, 60.0  # a running watchdog checks ten times a second
-SAME_SIZES = [operation.name for operation in operations.OPERATIONS if operation.same_size == "all"]
+SAME_SIZES = (
+    *(operation.name for operation in operations.OPERATIONS if operation.same_size == "all"), *operations.EVEN_FORMS,
+)  # fmt: skip
 MESSAGES = {"send", "recv"}
 DUMPS = "the flight recorder's dumps (TORCH_NCCL_TRACE_BUFFER_SIZE=2000, TORCH_NCCL_DUMP_ON_TIMEOUT=1)"
 PATH = (
@@ -36,7 +38,7 @@ class Waiting:
     Attributes:
         seq, op, size: Fields of the operation; None if only the counters were written.
         issued, completed: The newest operation, by the rank's own counters.
-        signalled: The rank whose timeout it was asked to dump for; it has reported none of its own.
+        signalled: The rank whose timeout it was asked to dump for; it has not timed out itself.
     """
 
     seq: int | None = None

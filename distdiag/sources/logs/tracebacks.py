@@ -195,7 +195,7 @@ class Tracebacks:
 
 
 def _quoted(before: str) -> bool:
-    """True if a message stands in quotes, in the text of another exception."""
+    """True if a message is in quotes, in the text of another exception."""
     return (m := PROSE.search(before)) is not None and m[0][-1] in "\"'"
 
 

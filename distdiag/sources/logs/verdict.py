@@ -137,7 +137,9 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
     if any(f.kind == "unused_parameters" for f in reported):
         own = [r for r in own if not all("finished reduction" in f.text for f in r.facts)]
     explained = {q for r in own for q in r.ranks} | {q for f in reported for q in (*f.culprits, *f.victims)}
-    ends = failures.of_exits(found, explained, {*waited}, bool(own))
+    ends = failures.of_exits(found, explained, {*waited}, any(not failures.only_reports(r) for r in own))
+    if failures.with_a_reason(ends):
+        own = [r for r in own if not failures.only_reports(r)]
     own += failures.with_a_reason(ends)
     codes = [r for r in ends if r not in own]
     if own or reported:

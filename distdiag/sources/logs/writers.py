@@ -27,6 +27,7 @@ _NCCL_IDS = bounded(r":\d+:\d+ \[\d+\] ")
 _NCCL = bounded(r"(?P<host>[\w.-]+):(?P<pid>\d+):\d+ \[(?P<device>\d+)\] ")
 _LABEL = bounded(
     r"\((?P<label>[A-Za-z_][\w ]*?(?:\([\w.-]{1,80}\))? pid=(?P<pid>\d{1,9}))[^)]*?(?:, ip=(?P<ip>[\w.:]+))?\)|\[[\d: -]{19}(?: (?P<tp>(?:DP|PP|TP|EP)\d+[\w ]*))\]|^\[pod/(?P<pod>[\w.-]+)/[\w.-]+\] "
+    r"|^Exception in device=(?P<xla>\w{1,20}:\d{1,6}): "
 )
 _MILD = bounded(r"\[[IW](?:\d{3,4} \d\d:| \w+\.(?:cpp|cc|hpp):)")  # information and warnings of torch's C++ code
 # month, day and time of day, as torch's C++ code writes them, and ISO 8601
@@ -157,8 +158,8 @@ def _process(head: str, out: Writer) -> None:
     if _NCCL_IDS.search(head) and (m := _NCCL.search(head)):
         out.host, out.device, out.process = m["host"], int(m["device"]), f"{m['host']}:{m['pid']}"
         out.pid = int(m["pid"])
-    elif ("pid=" in head or "P" in head or "[pod/" in head) and (m := _LABEL.search(head)):
-        out.process, out.host = m["label"] or m["tp"] or m["pod"], m["ip"] or ""
+    elif ("pid=" in head or "P" in head or "[pod/" in head or "device=" in head) and (m := _LABEL.search(head)):
+        out.process, out.host = m["label"] or m["tp"] or m["pod"] or m["xla"], m["ip"] or ""
         out.pid = int(m["pid"]) if m["pid"] else None
 
 

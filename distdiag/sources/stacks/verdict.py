@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.culprit import parting
 from distdiag.diagnosis.culprit.verdict import judge as judge_graph
-from distdiag.diagnosis.model.findings import BAD_STATES, Finding, Report, Severity, State, rank_list
+from distdiag.diagnosis.model.findings import Finding, Report, Severity, State, rank_list
 from distdiag.diagnosis.model.snapshot import Call, Group, Life, Model, RankState, Site, Snapshot
 from distdiag.diagnosis.text.incident import implicit_text, verb
 from distdiag.diagnosis.text.incident_finding import incident_finding
@@ -93,9 +93,7 @@ def findings(seen: Mapping[int, Seen], source: Source | None) -> list[Finding]:
     """Return what is suspected; nothing if every rank moves, or only waits for one that does."""
     s = snapshot_of(seen)
     graph = build(s)
-    # who waits alone for a message is as often the one that was left waiting
-    without = ("alone",) if any(wait.p2p for wait in graph.waits) else ()
-    found = [incident_finding(s, verdict) for verdict in judge_graph(s, graph, source=source, without=without)]
+    found = [incident_finding(s, verdict) for verdict in judge_graph(s, graph, source=source)]
     if not found:
         found = list(_silent(s, graph)) or list(_stalls(s, graph, seen, source))
     return found or list(_no_sink(s, seen, source))
@@ -110,7 +108,6 @@ def report(
     stuck = any(f.severity != Severity.INFO for f in found)
     lost = any(f.kind == kinds.RANK_LOST.name for f in found)
     state = State.DEGRADED if lost else State.STALLED if stuck else State.RUNNING
-    assert state not in BAD_STATES or lost
     there = sum(s.life != Life.MISSING for s in seen.values())
     return Report(
         run=run, state=state, world_size=world, ranks_seen=there, findings=tuple(found), notes=tuple(notes),
@@ -165,7 +162,7 @@ def _no_sink(s: Snapshot, seen: Mapping[int, Seen], source: Source | None) -> It
         return
     calls = {q: r.blocked for q, r in s.ranks.items() if r.blocked is not None}
     if not calls and any(r.activity in ("sleep", "user_code") for r in s.ranks.values()):
-        return  # that ends by itself, or cannot be told from work
+        return  # that ends by itself, or looks the same as work
     if not calls:
         places = by_value({q: r.current_site for q, r in s.ranks.items()})
         texts = [

@@ -22,7 +22,7 @@ def phases_of(row: object) -> list[tuple[str, float]]:
 def stacked(
     segments: Sequence[tuple[str, float]], scale: float, width: int, *, colour: bool = True, words: bool = True
 ) -> list[Part]:
-    """Return segments one after another in exactly `width` cells, where `width` stands for `scale`.
+    """Return segments one after another in exactly `width` cells, where `width` represents `scale`.
 
     Args:
         segments: Name of a phase, and its length.

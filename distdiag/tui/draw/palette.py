@@ -1,7 +1,7 @@
 """Fixed colours of areas: the phases of a step, small bars, heat cells. The same in every theme.
 
 A style of a line names them with a prefix: `area-data` draws in the colour, `on-data` draws on it, `in-data` writes a
-word on it. The phases are Okabe and Ito's colours and the heat scale is viridis: both are told apart with every kind
+word on it. The phases are Okabe and Ito's colours and the heat scale is viridis: both are distinct with every kind
 of colour vision.
 """
 

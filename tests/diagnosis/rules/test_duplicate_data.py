@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding
-from distdiag.diagnosis.model.snapshot import Call, Loader, Sample, Snapshot
+from distdiag.diagnosis.model.snapshot import Call, Loader, RankState, Sample, Snapshot
 from distdiag.diagnosis.rules import duplicate_data
-from tests.diagnosis.made import findings, job, loader, of_kind, only, rank
+from tests.diagnosis.made import findings, job, loader, of_kind, only, rank, steps
 
 
 def data(s: Snapshot, source: str | None) -> list[Finding]:
@@ -135,3 +136,19 @@ def test_what_has_no_fingerprint_is_not_claimed_to_be_checked() -> None:
     assert checked(prints(1), prints(2))
     assert not checked(prints(1), (0, 0, 0))
     assert not checked(prints(1), prints(2)[:2])
+
+
+def by_hand(q: int, losses: list[float], share: float = 1.0) -> RankState:
+    """Return a rank without a loader, which averages its gradients itself."""
+    each = tuple(msgspec.structs.replace(x, loss=loss) for x, loss in zip(steps(n=len(losses)), losses, strict=True))
+    return rank(q, models=(), steps=each, samples=(Sample("reduced", 8, share),))
+
+
+def test_ranks_that_average_gradients_and_always_have_equal_losses_train_on_the_same_batches() -> None:
+    mine, other = [k / 7 for k in range(20)], [k / 7 + (k == 12) for k in range(20)]
+    found = only(data(job(by_hand(0, mine), by_hand(1, mine)), None))
+    assert (found.cause, found.severity, found.certainty) == ("same_batches_on_ranks", "info", "suspected")
+    assert data(job(by_hand(0, mine), by_hand(1, other)), None) == []
+    assert data(job(by_hand(0, [0.0] * 20), by_hand(1, [0.0] * 20)), None) == []
+    # the ranks split a module: what they reduce are activations
+    assert data(job(by_hand(0, mine, 3.0), by_hand(1, mine, 3.0)), None) == []

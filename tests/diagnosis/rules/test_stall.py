@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from distdiag.diagnosis.engine import Diagnosis
+from distdiag.diagnosis.job_state import job_state
 from distdiag.diagnosis.locks import lock_cycles
 from distdiag.diagnosis.model.snapshot import Call, Group, Model, RankState, Site, Snapshot, Step
 from distdiag.diagnosis.rules import deadlock, rank_lost, stall
@@ -48,6 +49,12 @@ def test_what_a_rank_waits_for_is_read_from_its_line(activity: str, line: str, t
     s = waits_for_rank_one(85.0, 100.0, activity=activity)
     source = {LOOP.file: "\n" * (LOOP.line - 1) + "    " + line}.get
     assert text in only(findings(s, stall, source=source)).message
+
+
+def test_a_wait_that_is_too_short_for_a_stall_is_in_the_state_of_the_job() -> None:
+    s = waits_for_rank_one(70.0, 100.0, activity="checkpoint")
+    assert findings(s, rank_lost, stall) == []
+    assert job_state(s, build(s), [], False) == ("running", "rank 0 waits for rank 1 for 30 s (judged from 60 s on)")
 
 
 def _waiting_for(*late: RankState) -> Snapshot:
@@ -142,8 +149,8 @@ def test_a_stall_names_an_open_collective_that_others_never_enter() -> None:
     s.groups["save"] = Group(name="save", ranks=(0, 1))
     f = only(findings(s, rank_lost, stall))
     assert f.kind == "stall" and f.culprits == (1,)
-    assert "while it has a collective #3 (save) in flight, which rank 0 has not entered" in f.message
-    assert "rank 0 must enter a collective #3 (save), too" in f.advice
+    assert "while it has collective #3 (save) in flight, which rank 0 has not entered" in f.message
+    assert "rank 0 must enter collective #3 (save), too" in f.advice
     come = msgspec.structs.replace(s.ranks[0], enqueued={**s.ranks[0].enqueued, "save": 3})
     s = msgspec.structs.replace(s, ranks={**s.ranks, 0: come})
     assert "in flight" not in only(findings(s, rank_lost, stall)).message

@@ -12,6 +12,8 @@ import pytest
 from distdiag.diagnosis import step_times
 from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.model.snapshot import (
+    Arrival,
+    Call,
     Loader,
     Sample,
     Site,
@@ -42,6 +44,16 @@ def test_the_line_of_slow_code_is_not_from_before_the_first_step() -> None:
     )
     f = only(stragglers(job(rank(0, steps=steps(wait_ms=80.0, seed=0)), late)))
     assert (f.cause, f.where[0].line) == ("host", 14)
+
+
+@pytest.mark.parametrize("also", [False, True])
+def test_the_advice_tells_code_that_all_ranks_run_from_code_of_one(also: bool) -> None:
+    line = Site("/job/train.py", 14, "epoch")
+    seen = {"phase_sites": {"other": ((line, 9),)}, "phase_stacks": {"other": (line,)}}
+    late = rank(1, steps=steps(80.0, "other", seed=1), **seen)
+    other = rank(0, steps=steps(wait_ms=80.0, seed=0), **(seen if also else {}))
+    f = only(stragglers(job(other, late)))
+    assert f.advice.startswith("the same code is fast on the other ranks: compare what rank 1 gets there") is also
 
 
 def test_a_few_milliseconds_at_a_collective_call_of_a_busy_host_are_jitter() -> None:
@@ -138,7 +150,7 @@ def test_a_rank_that_is_slow_in_some_steps(
     assert [f.culprits for f in found] == culprits
     for f in found:
         assert (f.cause, f.severity) == ("host", "warning")
-        assert f"ms in {len(at[1])} of the last 50 steps" in f.message and "wait" in f.cost
+        assert f"ms longer in {len(at[1])} of the last 50 steps" in f.message and "wait" in f.cost
 
 
 def test_a_rank_that_never_arrives_last_is_no_straggler() -> None:
@@ -188,7 +200,7 @@ def node_of_two(slow: tuple[int, ...], world: int, *phases: str, **more: Any) ->
 
 def test_several_slow_ranks_are_named_together() -> None:
     f = only(node_of_two((2, 3), 4))
-    assert (f.cause, f.culprits, f.victims) == ("data", (2, 3), (0, 1)) and "ranks 2, 3: data up to +" in f.message
+    assert (f.cause, f.culprits, f.victims) == ("data", (2, 3), (0, 1)) and "ranks 2, 3: data takes up to " in f.message
     assert {w.rank for w in f.where} == {2, 3}
     assert only(node_of_two((0, 5, 6), 8)).culprits == (0, 5, 6)
 
@@ -379,6 +391,16 @@ def test_a_rank_that_shares_its_core_with_children_of_its_own_is_no_slow_core() 
         return stragglers(job(other, mine, host_cpu_pct=100.0))
 
     f = only(found((1,), 2.0))
-    assert (f.cause, f.culprits) == ("cores", (1,)) and "its only core with 2 busy children of its own" in f.message
+    assert (f.cause, f.culprits) == ("cores", (1,)) and "its only core with its own 2 busy children" in f.message
     assert found((), 2.0) == [], "the host is busy, and nothing shows with what"
     assert found((1,), 0.0) == [], "it has its core for itself"
+
+
+@pytest.mark.parametrize(("op", "found"), [("scatter", False), ("all_reduce", True)])
+def test_a_root_that_hands_out_what_it_reads_is_no_straggler(op: str, found: bool) -> None:
+    """The others wait for it in its scatter of the batches, not in a call that all prepare."""
+    calls = tuple(Call(op=op, group="default_pg", seq=k, root=0 if op == "scatter" else None) for k in range(1, 61))
+    arrivals = tuple(Arrival("default_pg", k, op, k * 0.1, 80.0, 0, 80.0) for k in range(1, 61))
+    slow = rank(0, steps=steps(80.0, "other"), calls=calls)
+    ranks = [slow, *(rank(q, steps=steps(wait_ms=80.0, seed=q), calls=calls) for q in (1, 2))]
+    assert bool(stragglers(job(*ranks, arrivals=arrivals))) is found

@@ -1,0 +1,103 @@
+"""What commands that judge print: the verdict on a job as text, and the exit code that follows from it."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from distdiag.errors import ExitCode
+from distdiag.streams import needs_ascii, say, wants_colour
+
+if TYPE_CHECKING:
+    from distdiag.diagnosis.model.findings import Report
+
+SHOWN = 100  # findings as text, worst first
+_COLOURS = {"error": "red", "warning": "yellow", "info": "cyan"}
+
+
+def source(report: Report) -> str | None:
+    """Return the run, how long ago it began or ended, and its command; None for dumps."""
+    from distdiag.diagnosis.text.finding import printable
+    from distdiag.store import rundir
+    from distdiag.terms.units import rough_duration
+
+    if report.age_s is None:
+        return None
+    path = Path(report.run)
+    real = rundir.shown(path) if path.is_symlink() or path.parent.is_symlink() else report.run
+    latest = "" if real == report.run else " (latest)"
+    when = f"started {rough_duration(report.age_s)} ago"
+    if report.ended_ago_s is not None:
+        when = f"ended {rough_duration(report.ended_ago_s)} ago"
+    command = printable(report.command or "")
+    return f"run {printable(real)}{latest}, {when}" + (f": {command}" if command else "")
+
+
+def exit_code(report: Report, threshold: str) -> ExitCode:
+    """Return FAILED for a finding at or above `threshold` or a failed job, INCONCLUSIVE if not all ranks were judged.
+
+    Args:
+        threshold: `error`, `warning`, or `never` to return OK in any case.
+    """
+    from distdiag.diagnosis.model.findings import BAD_STATES, at_least
+
+    if threshold == "never":
+        return ExitCode.OK
+    if report.state in BAD_STATES or any(
+        f.cleared_s is None and at_least(f.severity, threshold) for f in report.findings
+    ):
+        return ExitCode.FAILED
+    return ExitCode.INCONCLUSIVE if report.unjudged else ExitCode.OK
+
+
+def print_text(report: Report, ascii: bool) -> None:
+    from distdiag.diagnosis.model.findings import Severity
+    from distdiag.diagnosis.text.checks import checked_lines
+    from distdiag.diagnosis.text.finding import finding_lines, in_the_past, last_seen_lines, printable
+    from distdiag.report.words import verdict
+
+    plain, (_, colour) = ascii or needs_ascii(), wants_colour()
+    width = min(shutil.get_terminal_size().columns, 140) if sys.stdout.isatty() else None
+
+    def show(line: str) -> str:
+        return line.replace("–", "-").encode("ascii", "backslashreplace").decode() if plain else line
+
+    about = source(report)
+    if about is not None:
+        say(show(about))
+    say(show(printable(verdict(report))))
+    order = [Severity.ERROR, Severity.WARNING, Severity.INFO]
+    ordered = sorted(report.findings, key=lambda f: order.index(Severity(f.severity)))
+    open_ones, cleared = ([f for f in ordered if (f.cleared_s is not None) == gone] for gone in (False, True))
+    for f in open_ones[:SHOWN]:
+        say()
+        shown = in_the_past(f) if report.ended_ago_s is not None else f
+        for i, line in enumerate(finding_lines(shown, ascii=plain, width=width)):
+            say(click.style(line, fg=_COLOURS[f.severity]) if colour and i == 0 else line, drawn=True)
+    if len(open_ones) > SHOWN:
+        say(f"\nand {len(open_ones) - SHOWN:,} more findings: --json prints them all")
+    if cleared:
+        say("\ncleared:")
+    for f in cleared[:SHOWN]:
+        say(f"  {finding_lines(f, ascii=plain)[0]}")
+    if len(cleared) > SHOWN:
+        say(f"  and {len(cleared) - SHOWN:,} more")
+    last = last_seen_lines(report.last_seen)
+    if last:
+        say("\nlast seen:")
+    for line in last:
+        say(f"  {show(printable(line))}")
+    errors = any(f.severity == Severity.ERROR for f in open_ones)
+    footer = [] if errors else checked_lines(report.checks, width)
+    if footer:
+        say()
+    for line in footer:
+        say(show(printable(line)))
+    if report.notes:
+        say()
+        for note in report.notes:
+            say(show(f"note: {printable(note)}"))

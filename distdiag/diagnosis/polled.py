@@ -1,0 +1,65 @@
+"""A rank that polls: the loop that it is in, and where the branch of the other ranks may have hidden an error.
+
+One rank writes a file or a key, the others poll for it. If the writer caught an exception and went on, they poll for ever.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+
+from distdiag.diagnosis.model import guards as guarding
+from distdiag.diagnosis.model.guards import FUNCTIONS, Guard, Kind, Source, tree_of
+from distdiag.diagnosis.model.snapshot import Site
+
+CLOCKS = {"time", "monotonic", "perf_counter", "now"}  # a loop that tests them ends by itself
+
+
+def polled_loop(site: Site | None, source: Source) -> tuple[str, Site, bool] | None:
+    """Return (text, site, True if it ends by a clock) of the innermost `while` with a condition around a site."""
+    tree = tree_of(site.file, source) if site is not None else None
+    if site is None or tree is None:
+        return None
+    loop = next((g for g in reversed(guarding.guards(tree, site.line)) if g.kind is Kind.INSIDE), None)
+    if loop is None or not isinstance(loop.node, ast.While) or isinstance(loop.node.test, ast.Constant):
+        return None
+    text = guarding.text_of(loop, source(site.file) or "").removesuffix(":")
+    by_clock = any(guarding.name_of(x) in CLOCKS for x in ast.walk(loop.node.test))
+    return text, Site(site.file, loop.line, site.function), by_clock
+
+
+def hidden_error(stack: Sequence[Site], source: Source) -> tuple[str, Site] | None:
+    """Return (text, site) of the first `except` that goes on, in what the other branch of a condition on the rank calls.
+
+    Args:
+        stack: The user's frames of the rank that polls, innermost first.
+    """
+    for i, frame in enumerate(stack):
+        tree, text = tree_of(frame.file, source), source(frame.file) or ""
+        callee = stack[i - 1].function if i else ""
+        for guard in guarding.guards(tree, frame.line, callee) if tree is not None else ():
+            if tree is None or not guarding.reads_rank(guard.test, guarding.rank_variables(text)):
+                continue
+            handler = next(_handlers(tree, set(_called_instead(guard))), None)
+            if handler is not None:
+                return guarding.code_of_line(text, handler.lineno).removesuffix(":"), Site(frame.file, handler.lineno)
+    return None
+
+
+def _called_instead(guard: Guard) -> Iterator[str]:
+    """Yield the names that the other branch of an `if` calls."""
+    if guard.kind is Kind.HOLDS and isinstance(guard.node, ast.If):
+        for statement in getattr(guard.node, "orelse" if guard.branch == "body" else "body"):
+            yield from (guarding.name_of(x.func) for x in ast.walk(statement) if isinstance(x, ast.Call))
+
+
+def _handlers(tree: ast.Module, functions: set[str]) -> Iterator[ast.ExceptHandler]:
+    """Yield the handlers in these functions of a module after which the function goes on."""
+    for node in ast.walk(tree):
+        if isinstance(node, FUNCTIONS) and node.name in functions:
+            for inner in ast.walk(node):
+                leaves = isinstance(inner, ast.ExceptHandler) and any(
+                    isinstance(x, ast.Raise) or guarding.exits_process(x) for x in ast.walk(inner)
+                )
+                if isinstance(inner, ast.ExceptHandler) and not leaves:
+                    yield inner

@@ -1,0 +1,214 @@
+"""The questions that `distdiag history` always asks: which host, which line, which figure, in how many runs, with an interval.
+
+DuckDB counts; `terms/statistics` has the intervals.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from distdiag.terms.statistics import find_change, interval_of_share
+
+if TYPE_CHECKING:
+    from distdiag.history.database import History
+
+SCHEMA = "distdiag.history/1"
+SURE, LEAST_CHANGE = 0.05, 0.05  # p-value of all series together; smallest change worth a line
+SHOWN = 1000
+
+# A run counts once, however many findings or ranks it has. n: the runs in which the host took part.
+_HOSTS = """
+WITH took AS (SELECT host, count(DISTINCT run) AS n FROM ranks WHERE host IS NOT NULL GROUP BY host)
+SELECT host, kind, count(DISTINCT run) AS k, any_value(n), list(DISTINCT run ORDER BY run)[:5]
+FROM findings JOIN took USING (host) WHERE severity IN ('warning', 'error')
+GROUP BY host, kind ORDER BY k / any_value(n) DESC, k DESC, host, kind LIMIT ?
+"""
+# n: the runs of jobs of that name.
+_LINES = """
+WITH of_name AS (SELECT name, count(*) AS n FROM runs GROUP BY name)
+SELECT file, line, any_value(function), kind, name, count(DISTINCT run) AS k, any_value(n), list(DISTINCT run ORDER BY run)[:5]
+FROM findings JOIN of_name USING (name) WHERE file IS NOT NULL AND severity IN ('warning', 'error')
+GROUP BY file, line, kind, name ORDER BY k DESC, k / any_value(n) DESC, file, line, kind LIMIT ?
+"""
+_SERIES = """
+SELECT 'step time of ' || name AS what, 'ms' AS unit, world_size || ' ranks' AS whose, started_unix_s AS began, step_ms AS value
+FROM runs WHERE step_ms > 0 AND started_unix_s IS NOT NULL AND name IS NOT NULL
+UNION ALL
+SELECT 'bus bandwidth of ' || probe, 'bytes/s', coalesce(host, '?'), started_unix_s + coalesce(at_s, 0), bus_bandwidth_bytes_per_s
+FROM probes WHERE bus_bandwidth_bytes_per_s > 0 AND started_unix_s IS NOT NULL
+ORDER BY what, whose, began
+"""
+
+
+class HostAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """A host was named by findings of a kind in `count` of the `runs` runs in which it took part."""
+
+    host: str
+    kind: str
+    count: int
+    runs: int
+    share: float
+    ci95: tuple[float, float]
+    examples: tuple[str, ...]
+
+
+class LineAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """A line was the site of findings of a kind in `count` of the `runs` runs of that job."""
+
+    file: str
+    line: int | None
+    function: str | None
+    kind: str
+    name: str | None
+    count: int
+    runs: int
+    share: float
+    ci95: tuple[float, float]
+    examples: tuple[str, ...]
+
+
+class ChangeAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """A figure changed its level: medians before and from `since_unix_s` on, and their ratio with a 95 % interval."""
+
+    what: str
+    of: str
+    unit: str
+    since_unix_s: float
+    before: float
+    after: float
+    ratio_ci95: tuple[float, float]
+    p_value: float
+    runs: int
+    runs_after: int
+
+
+class Broken(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that was skipped, and why."""
+
+    run: str
+    reason: str
+
+
+class Answers(msgspec.Struct, frozen=True, kw_only=True):
+    """The output of `distdiag history --output-format json`."""
+
+    schema: str = SCHEMA
+    runs: int
+    rows: int
+    first_unix_s: float | None
+    last_unix_s: float | None
+    states: dict[str, int]
+    hosts: tuple[HostAnswer, ...]
+    lines: tuple[LineAnswer, ...]
+    changes: tuple[ChangeAnswer, ...]
+    series: int  # that were searched for changes
+    skipped: tuple[Broken, ...]
+
+
+def answers(history: History, skipped: tuple[Broken, ...] = ()) -> Answers:
+    """Ask all questions."""
+    (count, first, last), *_ = history.ask("SELECT count(*), min(started_unix_s), max(started_unix_s) FROM runs")[1]
+    (rows,), *_ = history.ask("SELECT count(*) FROM history")[1]
+    states = history.ask("SELECT state, count(*) FROM runs GROUP BY state ORDER BY 2 DESC, 1")[1]
+    hosts = tuple(
+        HostAnswer(host=host, kind=kind, count=k, runs=n, share=k / n, ci95=_ci95(k, n), examples=tuple(examples))
+        for host, kind, k, n, examples in history.ask(_HOSTS, [SHOWN])[1]
+    )
+    lines = tuple(
+        LineAnswer(
+            file=file, line=line, function=function, kind=kind, name=name, count=k, runs=n, share=k / n, ci95=_ci95(k, n),
+            examples=tuple(examples),
+        )
+        for file, line, function, kind, name, k, n, examples in history.ask(_LINES, [SHOWN])[1]
+    )  # fmt: skip
+    series = _series(history)
+    return Answers(
+        runs=count, rows=rows, first_unix_s=first, last_unix_s=last, states=dict(states), hosts=hosts, lines=lines,
+        changes=tuple(_changes(series)), series=len(series), skipped=skipped,
+    )  # fmt: skip
+
+
+def _ci95(count: int, n: int) -> tuple[float, float]:
+    found = interval_of_share(count, n)
+    return found.low, found.high
+
+
+Series = dict[tuple[str, str, str], list[tuple[float, float]]]
+
+
+def _series(history: History) -> Series:
+    found: Series = {}
+    for what, unit, of, at, value in history.ask(_SERIES)[1]:
+        found.setdefault((what, unit, of), []).append((at, value))
+    return found
+
+
+def _changes(series: Series) -> list[ChangeAnswer]:
+    out = []
+    for (what, unit, of), points in series.items():
+        change = find_change(np.array([value for _, value in points]))
+        if change is None or change.p_value > SURE / len(series):  # Bonferroni
+            continue
+        low, high = change.ratio.low, change.ratio.high
+        if low <= 1 <= high or abs(change.after / change.before - 1) < LEAST_CHANGE:
+            continue
+        out.append(
+            ChangeAnswer(
+                what=what, of=of, unit=unit, since_unix_s=points[change.index][0], before=change.before, after=change.after,
+                ratio_ci95=(low, high), p_value=change.p_value, runs=len(points), runs_after=len(points) - change.index,
+            )
+        )  # fmt: skip
+    return sorted(out, key=lambda c: c.p_value)
+
+
+def as_lines(found: Answers, day: Callable[[float], str] | None = None) -> list[str]:
+    """Return the answers as text, worst first; what one run alone shows is left to `distdiag diagnose`.
+
+    Args:
+        day: Returns the text of a Unix time; default: the weekday and date, UTC.
+    """
+    day = day or _day
+    states = ", ".join(f"{n} {state}" for state, n in found.states.items())
+    when = (
+        f", {day(found.first_unix_s)} to {day(found.last_unix_s)}" if found.first_unix_s and found.last_unix_s else ""
+    )
+    out = [f"{found.runs:,} runs{when}: {states or 'no state'}"]
+    hosts = [h for h in found.hosts if h.count > 1]
+    lines = [x for x in found.lines if x.count > 1]
+    out += ["", "Hosts named in more than one run:"] if hosts else []
+    out += [f"  {h.host}: {h.kind} in {_share(h.count, h.runs, h.ci95)} runs" for h in hosts]
+    out += ["", "Lines named in more than one run:"] if lines else []
+    out += [
+        f"  {x.file}:{x.line}{f' in {x.function}' if x.function else ''}: {x.kind} in {_share(x.count, x.runs, x.ci95)}"
+        f" runs of {x.name}"
+        for x in lines
+    ]
+    out += ["", "Figures that changed:"] if found.changes else []
+    out += [_change(c, day) for c in found.changes]
+    if not (hosts or lines or found.changes):
+        out += ["", "No host and no line is named in more than one run, and no figure has changed."]
+    return out
+
+
+def _share(count: int, n: int, ci95: tuple[float, float]) -> str:
+    return f"{count} of {n} ({100 * count / n:.0f} %, 95 % interval {100 * ci95[0]:.0f}–{100 * ci95[1]:.0f} %)"
+
+
+def _change(c: ChangeAnswer, day: Callable[[float], str]) -> str:
+    ratio = f"{100 * (c.after / c.before - 1):+.0f} %, 95 % interval {100 * (c.ratio_ci95[0] - 1):+.0f} to {100 * (c.ratio_ci95[1] - 1):+.0f} %"
+    word = "fell" if c.after < c.before else "rose"
+    before, after = (_figure(v, c.unit) for v in (c.before, c.after))
+    return f"  {c.what} ({c.of}) {word} on {day(c.since_unix_s)}: {before} to {after} ({ratio}; {c.runs - c.runs_after} runs before, {c.runs_after} since)"
+
+
+def _figure(value: float, unit: str) -> str:
+    return f"{value / 1e9:.2f} GB/s" if unit == "bytes/s" else f"{value:.1f} {unit}"
+
+
+def _day(unix_s: float) -> str:
+    return datetime.datetime.fromtimestamp(unix_s, datetime.UTC).strftime("%A %Y-%m-%d")

@@ -1,0 +1,120 @@
+"""Serve /metrics: a thread of its own, few connections, and text that is made once per poll.
+
+A scraper that sends slowly, never reads, or asks all the time costs a connection; the monitor's thread waits for none of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+
+from distdiag.monitor.metrics.table import METRICS, Poll, Ranks
+
+CONNECTIONS = 8  # at a time; the oldest is closed for the next
+PATIENCE_S = 5.0  # for a request to arrive, and for an answer to be taken
+PATH = "/metrics"
+
+
+def text_of(poll: Poll) -> bytes:
+    """Return a poll in Prometheus' text format."""
+    return generate_latest(_Families(poll))  # type: ignore[arg-type]
+
+
+class _Families:
+    """What `generate_latest` asks a registry for."""
+
+    def __init__(self, poll: Poll) -> None:
+        self._ranks = Ranks(poll)
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        for m in METRICS:
+            family = (CounterMetricFamily if m.counter else GaugeMetricFamily)(m.prometheus, m.help, labels=m.labels)
+            for labels, value in m.values(self._ranks):
+                family.add_metric(labels, value)
+            yield family
+
+
+class MetricsServer(ThreadingHTTPServer):
+    """The HTTP server of one monitor.
+
+    Args:
+        latest: Returns the newest poll, or None before the first.
+
+    Raises:
+        OSError: the address is in use, or not one of this host.
+    """
+
+    daemon_threads = True
+    request_queue_size = 2 * CONNECTIONS
+
+    def __init__(self, address: tuple[str, int], latest: Callable[[], Poll | None]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        super().__init__(address, _Handler)
+        self._latest = latest
+        self._open: list[Any] = []  # sockets, oldest first
+        self._open_lock, self._text_lock = threading.Lock(), threading.Lock()
+        self._text: tuple[Poll | None, bytes] = (None, b"")
+        threading.Thread(target=self.serve_forever, name="metrics", daemon=True).start()
+
+    @property
+    def where(self) -> str:
+        host, port = self.server_address[:2]
+        return f"[{host!s}]:{port}" if ":" in str(host) else f"{host!s}:{port}"
+
+    def server_bind(self) -> None:
+        """Bind as a TCP server does: HTTPServer also looks up the host's name, which may wait for a DNS server."""
+        TCPServer.server_bind(self)
+
+    def text(self) -> bytes:
+        """Return the newest poll as text; one thread makes it, once."""
+        poll = self._latest()
+        with self._text_lock:
+            if poll is not None and poll is not self._text[0]:
+                self._text = (poll, text_of(poll))
+            return self._text[1]
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._open_lock:
+            oldest = self._open.pop(0) if len(self._open) >= CONNECTIONS else None
+            self._open.append(request)
+        if oldest is not None:
+            with contextlib.suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)  # wakes its thread, which closes it
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._open_lock:
+            if request in self._open:
+                self._open.remove(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing: stderr is the job's, and a scraper that goes away is no event."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = PATIENCE_S
+    server: MetricsServer
+    server_version, sys_version = "distdiag", ""
+
+    def do_GET(self) -> None:
+        if self.path.partition("?")[0] != PATH:
+            self.send_error(404, explain=f"the metrics are at {PATH}")
+            return
+        text = self.server.text()
+        self.send_response(200)
+        self.send_header("Content-Type", CONTENT_TYPE_PLAIN_0_0_4)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing: stderr is the job's."""

@@ -1,0 +1,217 @@
+"""`[tool.distdiag]`: option > variable > file > default, and a file with faults costs one line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distdiag import settings
+from distdiag.cli import main
+from distdiag.cli.config import command
+from distdiag.monitor.__main__ import kept_bytes
+from distdiag.store.writer import KEEP_BYTES
+from tests.jobs import ONE_RANK, clean_env, start
+from tests.report.runs import STRAGGLER, make_run
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in an empty home, without our variables, and leave the environment as it was."""
+    for s in settings.SETTINGS.values():
+        if s.variable:
+            monkeypatch.setenv(s.variable, "")  # so that a later change is undone
+            monkeypatch.delenv(s.variable)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+
+def project(folder: Path, table: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "pyproject.toml"
+    path.write_text(f'[project]\nname = "x"\n\n[tool.distdiag]\n{table}\n\n[tool.other]\nkeep = "1"\n')
+    return path
+
+
+def config(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[dict[str, tuple[str, str]], list[str]]:
+    """Return (setting -> (value, origin), the lines on stderr)."""
+    assert main(["config", *options]) == 0
+    out, err = capsys.readouterr()
+    rows = [line.split(maxsplit=1) for line in out.splitlines()[1:]]
+    return {name: tuple(rest.rsplit(maxsplit=1)) for name, rest in rows}, err.splitlines()  # type: ignore[misc]
+
+
+def test_each_origin_is_shown_in_the_declared_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = project(tmp_path / "repo", 'keep = "500M"\nquiet = true\nrun-dir = "out/run"\nend-hangs-s = 90\nname = "a"')
+    (tmp_path / "repo" / "src").mkdir()
+    monkeypatch.chdir(tmp_path / "repo" / "src")
+    monkeypatch.setenv("DISTDIAG_QUIET", "0")
+    shown, errors = config(capsys, "--name", "mine")
+    assert errors == []
+    assert shown == {
+        "run-dir": (f"{tmp_path}/repo/out/run", f"{path}:7"),
+        "name": ("mine", "option"),
+        "keep": ("500M", f"{path}:5"),
+        "quiet": ("0", "DISTDIAG_QUIET"),
+        "share": ("false", "default"),
+        "tape": ("false", "default"),
+        "metrics": ("off", "default"),
+        "end-hangs-s": ("90", f"{path}:8"),
+        "keep-secrets": ("false", "default"),
+        "fail-on": ("error", "default"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("table", "warning"),
+    [
+        ("kep = 1", ":5: unknown setting 'kep': did you mean 'keep'?"),
+        ("run_dir = 'x'", ":5: unknown setting 'run_dir': did you mean 'run-dir'?"),
+        ("zzz = 1", ":5: unknown setting 'zzz'; known: run-dir, name, keep"),
+        ("keep = 'little'", ':5: keep must be a size of at least 1M, e.g. "500M"'),
+        ("quiet = 'yes'", ":5: quiet must be true or false"),
+        ("end-hangs-s = nan", ":5: end-hangs-s must be a number of seconds"),
+        ("metrics = 'nowhere:x:y'", ':5: metrics must be a port, "HOST:PORT" or "otlp", with the extra fleet'),
+        ("fail-on = 'info'", ':5: fail-on must be "error", "warning" or "never"'),
+        ("run-dir = [[[]]]", ":5: run-dir must be a path"),
+        ("keep = ", " is not read: Invalid value (at line 5"),
+        ('"\\u001b[31m" = 1', "unknown setting '\\x1b[31m'"),
+    ],
+)
+def test_a_fault_in_the_file_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], table: str, warning: str
+) -> None:
+    project(tmp_path, table)
+    shown, errors = config(capsys)
+    assert len(errors) == 1 and errors[0].startswith("distdiag: warning: ") and warning in errors[0]
+    assert {origin for _, origin in shown.values()} == {"default"}
+
+
+def test_every_option_of_a_recorded_launch_is_a_setting() -> None:
+    options = {option.opts[0].removeprefix("--") for option in command.params}
+    assert len(options) > 6 and options <= set(settings.SETTINGS)
+
+
+def test_several_faults_are_one_line_at_a_launch(tmp_path: Path) -> None:
+    project(tmp_path, "kep = 1\nquit = 2\nname = 'good'")
+    file = settings.read(tmp_path)
+    assert file.values == {"name": "good"}
+    assert file.warning().endswith("did you mean 'keep'? (and 1 more: `distdiag config`)")
+
+
+def test_the_nearest_table_counts_up_to_the_repository_or_home(tmp_path: Path) -> None:
+    home = project(tmp_path, "name = 'home'")
+    project(tmp_path.parent, "name = 'above home'")
+    inner = tmp_path / "repo" / "a" / "b"
+    inner.mkdir(parents=True)
+    assert settings.read(inner).path == home
+    (tmp_path / "repo" / "pyproject.toml").write_text("[tool.black]\n# no distdiag here\n")
+    assert settings.read(inner).path == home
+    (tmp_path / "repo" / ".git").mkdir()
+    assert settings.read(inner).path is None
+    assert settings.read(project(inner, "name = 'b'").parent).values == {"name": "b"}
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe[tool.distdiag]", b"[tool.distdiag]\nx = " + b"[" * 5000, b"tool = 1 # distdiag",
+                                     b"tool.distdiag = 3", b"[[tool.distdiag]]\nkeep = 1", b"\0distdiag"])  # fmt: skip
+def test_a_broken_file_gives_defaults(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "pyproject.toml").write_bytes(content)
+    assert settings.read(tmp_path).values == {}
+
+
+def test_what_is_no_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pyproject.toml")
+    assert settings.read(tmp_path) == settings.File()
+    os.unlink(tmp_path / "pyproject.toml")
+    (tmp_path / "pyproject.toml").mkdir()
+    assert settings.read(tmp_path) == settings.File()
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert settings.read() == settings.File()
+
+
+def test_another_users_file_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project(tmp_path, "share = true")
+    owner = (tmp_path / "pyproject.toml").stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    real = os.fstat
+
+    def theirs(fd: int) -> os.stat_result:
+        found = list(real(fd))
+        found[4] = owner + 2
+        return os.stat_result(found)
+
+    monkeypatch.setattr(os, "fstat", theirs)
+    file = settings.read(tmp_path)
+    assert file.values == {} and "belongs to another user" in file.warning()
+
+
+def test_options_and_variables_come_before_the_file(tmp_path: Path) -> None:
+    project(
+        tmp_path,
+        "quiet = true\ntape = true\nkeep = '3M'\nname = 'file'\nkeep-secrets = true\nend-hangs-s = 5\nfail-on = 'never'",
+    )
+    file = settings.read(tmp_path)
+    options = {"quiet": False, "tape": False, "keep": "7M", "name": None, "share": False, "run_dir": None}
+    environ = {"DISTDIAG_QUIET": "0", "DISTDIAG_END_HANGS_S": "9"}
+    settings.fill(options, file, environ)
+    assert options == {"quiet": False, "tape": True, "keep": "7M", "name": "file", "share": False, "run_dir": None}
+    assert environ == {"DISTDIAG_QUIET": "0", "DISTDIAG_END_HANGS_S": "9", "DISTDIAG_KEEP_SECRETS": "1"}
+
+
+def test_readers_use_the_run_and_the_threshold_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    warned = type(STRAGGLER)(kind="straggler", cause="data", severity="warning", culprits=(1,), message="slow")
+    make_run(tmp_path / "out" / "run", findings=(warned,))
+    path = project(tmp_path, 'run-dir = "out/run"\nfail-on = "warning"')
+    assert main(["diagnose"]) == 1
+    assert main(["diagnose", "--fail-on", "error"]) == 0, "the option comes first"
+    path.write_text("[tool.distdiag]\nfail-on = 3\n")
+    capsys.readouterr()
+    assert main(["diagnose", str(tmp_path / "out" / "run")]) == 0
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [("500M", 500 * 2**20), ("104857600", 104857600), ("little", KEEP_BYTES), ("9", KEEP_BYTES), ("", KEEP_BYTES)],
+)
+def test_a_wrong_size_in_the_variable_does_not_end_the_monitor(
+    monkeypatch: pytest.MonkeyPatch, given: str, kept: int
+) -> None:
+    monkeypatch.setenv("DISTDIAG_KEEP_BYTES", given)
+    assert kept_bytes() == kept
+
+
+@pytest.mark.job
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_launch_uses_the_file_and_survives_a_broken_one(tmp_path: Path, broken: bool) -> None:
+    project(tmp_path, "keep = " if broken else 'run-dir = "kept"\nname = "mine"')
+    (tmp_path / "train.py").write_text("print('trained')")
+    with start([sys.executable, "-m", "distdiag.run", "train.py"], cwd=tmp_path, env=ONE_RANK) as job:
+        assert job.wait() == 0, job.tail()
+        assert job.stdout() == "trained\n"
+        assert job.stderr().count("distdiag: warning: ") == int(broken)
+    assert (tmp_path / "kept").is_dir() is not broken
+    assert (tmp_path / "reports").is_dir() is broken
+
+
+def test_without_the_word_in_the_file_no_toml_is_parsed(tmp_path: Path) -> None:
+    """A rank reads the file before its script: it must not pay for files of other tools."""
+    (tmp_path / "pyproject.toml").write_text("[tool.black]\n")
+    program = "import sys; from distdiag import settings; settings.read(); print('tomllib' in sys.modules)"
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=clean_env(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.stdout == "False\n", ended.stderr

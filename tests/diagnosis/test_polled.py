@@ -1,0 +1,93 @@
+"""Conditions that the source shows about wrappers, polls and backwards that did not run."""
+
+from __future__ import annotations
+
+from textwrap import dedent
+
+import pytest
+
+from distdiag.diagnosis.culprit.parting import call_under_rank
+from distdiag.diagnosis.model.guards import made_anew
+from distdiag.diagnosis.model.snapshot import Site
+from distdiag.diagnosis.polled import hidden_error, polled_loop
+
+FILE = "/job/train.py"
+
+POLL = dedent("""\
+    def build(folder):
+        try:
+            write(folder)
+        except OSError as e:
+            problems.append(e)
+
+    def wait(ready):
+        while not os.path.exists(ready):
+            time.sleep(1)
+
+    def main():
+        if rank == 0:
+            build(folder)
+        else:
+            wait(ready)
+        dist.barrier()
+""")
+
+
+def test_the_loop_that_polls_and_the_handler_in_the_other_branch_are_named() -> None:
+    stack = (Site(FILE, 9, "wait"), Site(FILE, 15, "main"))
+    assert polled_loop(stack[0], {FILE: POLL}.get) == ("while not os.path.exists(ready)", Site(FILE, 8, "wait"), False)
+    assert hidden_error(stack, {FILE: POLL}.get) == ("except OSError as e", Site(FILE, 4))
+
+
+def test_a_handler_that_raises_again_hides_nothing_and_a_clock_ends_a_loop_by_itself() -> None:
+    raises = POLL.replace("problems.append(e)", "raise Failed from e")
+    assert hidden_error((Site(FILE, 9, "wait"), Site(FILE, 15, "main")), {FILE: raises}.get) is None
+    timed = POLL.replace("not os.path.exists(ready)", "time.time() < end")
+    found = polled_loop(Site(FILE, 9, "wait"), {FILE: timed}.get)
+    assert found is not None and found[2]
+    assert polled_loop(Site(FILE, 9, "wait"), {FILE: POLL.replace("not os.path.exists(ready)", "True")}.get) is None
+
+
+WRAPPER = dedent("""\
+    def barrier():
+        dist.barrier()
+
+    def save(loss):
+        if is_global_zero and loss < best:
+            barrier()
+
+    def run():
+        save(loss)
+        barrier()
+""")
+
+
+@pytest.mark.parametrize(
+    ("text", "rank", "line"),
+    [
+        (WRAPPER, 0, 5),
+        (WRAPPER, 1, None),  # it is not the first rank that made one call more
+        (WRAPPER.replace("is_global_zero and loss < best", "loss < best"), 0, None),
+        (WRAPPER.replace("is_global_zero and loss", "loss").replace("    save(loss)", "    if rank == 1: save(loss)"), 1, 9),
+        (WRAPPER.replace("    save(loss)\n", "    save(loss)\n    if rank == 0:\n        barrier()\n"), 0, None),
+    ],
+    ids=["around the call", "another rank", "not on the rank", "around the caller", "two"],
+)  # fmt: skip
+def test_the_condition_around_one_call_of_a_wrapper(text: str, rank: int, line: int | None) -> None:
+    found = call_under_rank(Site(FILE, 2, "barrier"), [FILE], rank, {FILE: text}.get)
+    assert (found.line if found is not None else None) == line
+
+
+ANEW = dedent("""\
+    def forward(self, piece):
+        if piece.abs().max() < 1e-6:
+            return torch.zeros(4)
+        return self.mix(piece)
+""")
+
+
+def test_the_condition_under_which_a_function_returns_a_new_tensor() -> None:
+    found = made_anew(ANEW)
+    assert found is not None and found.line == 2
+    assert made_anew(ANEW + ANEW) is None
+    assert made_anew(ANEW.replace("self.mix(piece)", "torch.ones(4)")) is None

@@ -1,0 +1,80 @@
+"""What a poll costs grows no faster than the number of ranks, and a fault among many simulated ranks is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distdiag.monitor import rows
+from distdiag.monitor.nodes import Nodes
+from distdiag.monitor.rows import _median_low_of_others
+from tests.simulated import Job, Simulation, simulated
+
+SMALL, LARGE = 32, 256
+
+
+def poll_cpu_s(s: Simulation, monkeypatch: pytest.MonkeyPatch) -> float:
+    """Return the CPU seconds per second of the job, with polls as often as those of a small one."""
+    monkeypatch.setattr(s.monitor, "_tick_s", lambda _: 0.5)
+    s.run(8)
+    passed, used, _ = s.run(10)
+    return used / passed
+
+
+def test_the_cost_grows_no_faster_than_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cost = {}
+    for world in (SMALL, LARGE):
+        with simulated(Job(world, 8), tmp_path / str(world)) as s:
+            cost[world] = poll_cpu_s(s, monkeypatch)
+            assert s.monitor.diagnosis.open() == [] and len(s.monitor.diagnosis.records) == 0
+    # fixed costs make it less than the ratio of the ranks, 8; quadratic cost makes it 64
+    assert cost[LARGE] < 1.5 * LARGE / SMALL * cost[SMALL]
+
+
+def test_a_large_job_costs_a_bounded_share_of_a_core(tmp_path: Path) -> None:
+    with simulated(Job(16, 8), tmp_path) as s:
+        s.run(2)
+        assert s.monitor._tick_s(0.001) == pytest.approx(0.25)
+        assert s.monitor._tick_s(0.2) == pytest.approx(1.0)
+        assert s.monitor._tick_s(60.0) == pytest.approx(4.0)
+        s.monitor.diagnosis.suspects = lambda: True  # type: ignore[method-assign]
+        assert s.monitor._tick_s(0.2) == pytest.approx(0.25)
+
+
+def test_faults_among_many_ranks_are_named(tmp_path: Path) -> None:
+    with simulated(Job(128, 8), tmp_path) as s:
+        s.run(12)
+        assert s.monitor.diagnosis.state == "running" and s.monitor.diagnosis.open() == []
+        s.lost = {7}
+        assert s.run(30, lambda: s.not_heard_of(7))[2]
+        assert s.found("deadlock") == []
+        s.lost = set()
+        s.run(6)
+        s.hang()
+        passed, _, found = s.run(10, lambda: bool(s.found("deadlock")))
+        assert found and passed < 5
+        (finding,) = s.found("deadlock")
+        assert finding.culprits == (0,) and finding.certainty == "proved" and len(finding.victims) == 127
+
+
+def test_a_state_that_is_read_again_is_not_moved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[int] = []
+    with simulated(Job(32, 8), tmp_path) as s:
+        s.run(10)
+        nodes: Nodes = s.monitor.nodes
+        snapshot = s.monitor.snapshot(s.monitor.now_s)
+        first, _ = nodes.merged(snapshot, s.monitor.started_unix_s)
+        monkeypatch.setattr("distdiag.monitor.nodes.shifted", lambda r, by_s: moved.append(r.rank) or r)
+        again, _ = nodes.merged(snapshot, s.monitor.started_unix_s)
+    assert moved == [] and all(again.ranks[q] is first.ranks[q] for q in range(8, 32))
+
+
+@pytest.mark.parametrize(
+    "values", [[1.0, 2.0], [3.0, 1.0, 2.0], [5.0, 5.0, 1.0, 9.0], [2.0] * 5, [4.0, 4.0, 7.0, 1.0, 3.0]]
+)
+def test_the_median_of_the_others_is_theirs(values: list[float]) -> None:
+    for i, own in enumerate(values):
+        others = values[:i] + values[i + 1 :]
+        assert _median_low_of_others(sorted(values), own) == rows.statistics.median_low(others)
+    assert _median_low_of_others([1.0], 1.0) is None

@@ -1,0 +1,272 @@
+"""A job of N simulated ranks: pages as real ranks write them on node 0, states as real monitors publish them for the other nodes.
+
+Node 0's monitor is the real one, in this process; its ranks are sleeping processes without torch, whose pages this process writes.
+The other nodes have no process: their states are those of a rank of node 0, read from its page by the monitor's own code, with
+other numbers, and are published by `Nodes`, or by whatever `transport` returns.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from distdiag import procfs
+from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.model.snapshot import RankState, Snapshot
+from distdiag.monitor.loop import TICK_S, Monitor
+from distdiag.monitor.nodes import PERIOD_S, WAITING_PERIOD_S, WAITING_S, Nodes
+from distdiag.monitor.ranks.state import RankView
+from distdiag.page import directories
+from distdiag.page.layout import Blocked, LifeWord, Phase, page_path
+from distdiag.page.writer import PageWriter
+from distdiag.terms.ranks import fold_ranks
+from tests.jobs import rows
+
+SCRIPT = "/job/train.py"
+
+
+class Transport(Protocol):
+    """What brings a node's state to node 0."""
+
+    def publish(self, s: Snapshot, started_unix_s: float, closed: bool = False) -> None: ...
+
+
+@dataclass
+class Job:
+    """Size and pace of a simulated job.
+
+    Attributes:
+        local: Ranks on node 0, which have pages; all other nodes have as many, and no pages.
+        step_s: Time of a step; all ranks end it together.
+    """
+
+    world: int
+    local: int
+    step_s: float = 0.4
+
+    @property
+    def nodes(self) -> int:
+        return self.world // self.local
+
+
+class PageRank:
+    """One rank of node 0: its page, and a process that sleeps."""
+
+    def __init__(self, job: Job, pages: Path, rank: int) -> None:
+        self.job, self.rank = job, rank
+        self.process = subprocess.Popen(["/bin/sleep", "3600"], stdin=subprocess.DEVNULL)
+        self.page = PageWriter(page_path(pages, rank))
+        page, h = self.page, self.page.header
+        now = time.monotonic_ns()
+        h.pid, h.rank, h.local_rank, h.world_size, h.local_world_size = (
+            self.process.pid,
+            rank,
+            rank,
+            job.world,
+            job.local,
+        )
+        h.started_wall_ns, h.started_mono_ns, h.phase_since_ns, h.heartbeat_ns = time.time_ns(), now, now, now
+        h.process_start_ticks = procfs.start_ticks(self.process.pid) or 0
+        h.host, h.script = page.text("sim0000"), page.text("train.py")
+        h.facts = page.text('{"torch": "2.13.0"}')
+        h.life = LifeWord.RUNNING
+        h.initialised = 1
+        slot = page.page.groups[0]
+        slot.name, slot.description, slot.backend = page.text("0"), page.text("default_pg"), page.text("gloo")
+        slot.ranks, slot.generation, slot.completed, slot.flight_recorder_id = (
+            page.text(fold_ranks(range(job.world))),
+            1,
+            0,
+            -1,
+        )
+        h.n_groups = 1
+        self.group = slot
+        self.loop, self.save = page.site(SCRIPT, 40, "main"), page.site(SCRIPT, 52, "save")
+        self.op = {name: page.text(name) for name in ("all_reduce", "barrier")}
+        self.float32 = page.text("float32")
+        site = page.page.sites[0]
+        site.site, site.op, site.count = self.loop, self.op["all_reduce"], 0
+        h.n_sites = 1
+        h.stack[0], h.stack_depth = self.loop, 1
+        page.publish()
+
+    def step(self, number: int, end_ns: int, late_ms: float) -> None:
+        """Write a step that ended now: 60 % of it in forward, an all-reduce, and `late_ms` of its own that the others wait for."""
+        step_ns, late_ns = int(self.job.step_s * 1e9), int(late_ms * 1e6)
+        wait_ns = max(0, int(0.2 * step_ns) - late_ns)
+        words, h, slot = self.page.words, self.page.header, self.group
+        slot.enqueued = number
+        entered = end_ns - wait_ns
+        call = self.page.write_call(
+            self.op["all_reduce"], 0, number, 0, -1, 0, self.float32, self.loop, 1, 1024, 0, 0, 0, 0, 0, 1024, 4096, -1,
+            entered, wait_ns, end_ns, 0, number,
+        )  # fmt: skip
+        assert words and call == number
+        slot.completed = number
+        self.page.page.sites[0].count = number
+        self.page.write_step(
+            number, 0, end_ns - step_ns, end_ns, step_ns // 50 + late_ns, 0, int(0.6 * step_ns), int(0.1 * step_ns),
+            step_ns // 50, wait_ns, entered, 32, 32, 1.0, 0, 0, entered,
+        )  # fmt: skip
+        h.step, h.micro_steps, h.phase, h.phase_since_ns = number, number, Phase.FORWARD, end_ns
+
+    def beat(self, now_ns: int) -> None:
+        h = self.page.header
+        h.heartbeat_ns = h.counted_ns = h.stack_ns = now_ns
+        h.beats += 1
+
+    def block(self, number: int, op: str) -> None:
+        """Enter a collective that never ends."""
+        now = time.monotonic_ns()
+        site = self.save if op == "barrier" else self.loop
+        self.group.enqueued = number
+        h = self.page.header
+        h.blocked_at = self.page.write_call(
+            self.op[op], 0, number, 0, -1, 0, self.float32, site, 1, 1024, 0, 0, 0, 0, 0, 1024, 4096, -1, now, 0, 0, 0, number,
+        )  # fmt: skip
+        h.blocked_site, h.blocked_since_ns, h.stack[0] = site, now, site
+        h.phase, h.phase_since_ns = Phase.COLLECTIVE, now
+        h.blocked = Blocked.WAIT
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+class Clock:
+    """Time as the monitor and the ranks see it: it moves by `advance` only, so that a loaded machine measures the same."""
+
+    def __init__(self) -> None:
+        self._real = {name: getattr(time, name) for name in ("monotonic", "monotonic_ns", "time", "time_ns")}
+        self._start_ns = {name: self._real[name]() for name in ("monotonic_ns", "time_ns")}
+        self._passed_ns = 0
+
+    def __enter__(self) -> Clock:
+        time.monotonic_ns = lambda: self._start_ns["monotonic_ns"] + self._passed_ns
+        time.time_ns = lambda: self._start_ns["time_ns"] + self._passed_ns
+        time.monotonic = lambda: time.monotonic_ns() / 1e9
+        time.time = lambda: time.time_ns() / 1e9
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for name, function in self._real.items():
+            setattr(time, name, function)
+
+    def advance(self, seconds: float) -> None:
+        self._passed_ns += int(seconds * 1e9)
+
+
+class Simulation:
+    """A running job and node 0's monitor; `run` moves both on. A poll that takes longer than a tick delays the next one."""
+
+    def __init__(
+        self, job: Job, run_dir: Path, pages: Path, transport: Callable[[Path, int], Transport], keep_bytes: int
+    ) -> None:
+        self.job, self.run_dir = job, run_dir
+        self.clock = Clock().__enter__()
+        directories.make(pages, run_dir)
+        self.ranks = [PageRank(job, pages, q) for q in range(job.local)]
+        self.started_unix_s = time.time()
+        self.started_ns = time.monotonic_ns()
+        self.view = RankView(
+            page_path(pages, min(1, job.local - 1)), self.started_ns
+        )  # stands for those of other nodes
+        self.others = {k: transport(run_dir, k) for k in range(1, job.nodes)}
+        self._publish_at = {k: time.monotonic() + PERIOD_S * k / job.nodes for k in self.others}
+        self.lost: set[int] = set()
+        self.late_ms = 0.0  # of rank 0
+        self.blocked = False
+        self.number = 0
+        self._step_at = time.monotonic()
+        self.monitor = Monitor(run_dir, pages, 0, quiet=True, keep_bytes=keep_bytes)
+
+    def run(self, seconds: float, until: Callable[[], bool] = lambda: False) -> tuple[float, float, bool]:
+        """Move on for so many seconds, or until something holds; return (seconds, CPU seconds of the monitor, True if it holds)."""
+        began, used = time.monotonic(), 0.0
+        while time.monotonic() - began < seconds:
+            self._move(time.monotonic())
+            before = time.process_time()
+            self.monitor._poll()
+            poll_s = time.process_time() - before
+            used += poll_s
+            self.clock.advance(max(self.monitor._tick_s(poll_s), poll_s))
+            if until():
+                return time.monotonic() - began, used, True
+        return time.monotonic() - began, used, False
+
+    def _move(self, now: float) -> None:
+        while not self.blocked and now >= self._step_at + self.job.step_s:
+            self._step_at += self.job.step_s
+            self.number += 1
+            for r in self.ranks:
+                r.step(self.number, int(self._step_at * 1e9), self.late_ms if r.rank == 0 else 0.0)
+        for r in self.ranks:
+            r.beat(time.monotonic_ns())
+        self._publish(now)
+
+    def _publish(self, now: float) -> None:
+        due = [k for k, at in self._publish_at.items() if now >= at and k not in self.lost]
+        if not due:
+            return
+        t_s = (time.monotonic_ns() - self.started_ns) / 1e9
+        self.view.refresh(t_s)
+        state = self.view.state(t_s, self.blocked, "S", None)
+        for k in due:
+            ranks = {q: _as(state, q, k) for q in range(k * self.job.local, (k + 1) * self.job.local)}
+            s = Snapshot(t_s=t_s, world_size=self.job.world, expected=self.job.local, ranks=ranks, groups={})
+            self.others[k].publish(s, self.started_unix_s)
+            self._publish_at[k] = now + (WAITING_PERIOD_S if self.blocked else PERIOD_S)
+
+    def hang(self) -> None:
+        """Let rank 0 enter a barrier where all others enter an all-reduce."""
+        self.blocked = True
+        for r in self.ranks:
+            r.block(self.number + 1, "barrier" if r.rank == 0 else "all_reduce")
+        # a node notices a wait after 0.4 s, at its next poll
+        self._publish_at = {k: time.monotonic() + WAITING_S + TICK_S * k / self.job.nodes for k in self._publish_at}
+
+    def found(self, kind: str) -> list[Finding]:
+        """Return the open findings of a kind."""
+        return [f for f in self.monitor.diagnosis.open() if f.kind == kind]
+
+    def not_heard_of(self, node: int) -> bool:
+        """True if the log of the run says that a node is not heard of: it is no finding, as its ranks may be well."""
+        return bool(rows(self.run_dir, f"SELECT 1 FROM event WHERE text LIKE 'node {node} (%not heard of since%'"))
+
+    def close(self) -> None:
+        for r in self.ranks:
+            r.end()
+        self.view.reader.close()
+        self.monitor.close()
+        self.clock.__exit__()
+
+
+def _as(state: RankState, rank: int, node: int) -> RankState:
+    return msgspec.structs.replace(state, rank=rank, node=node, local_rank=0, host=f"sim{node:04}", pid=100_000 + rank)
+
+
+def shared_directory(run_dir: Path, node: int) -> Transport:
+    """Return the transport by files in the run directory."""
+    return Nodes(run_dir / f"node_{node}", node)
+
+
+@contextmanager
+def simulated(
+    job: Job, directory: Path, transport: Callable[[Path, int], Transport] = shared_directory, keep_bytes: int = 2 << 30
+) -> Iterator[Simulation]:
+    """Start a job in a directory; everything is ended afterwards."""
+    run_dir = directory / "run"
+    run_dir.mkdir(parents=True)
+    (run_dir / "nodes").mkdir()
+    simulation = Simulation(job, run_dir, directory / "pages", transport, keep_bytes)
+    try:
+        yield simulation
+    finally:
+        simulation.close()
