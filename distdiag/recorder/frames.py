@@ -9,11 +9,20 @@ standard library is used.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import sysconfig
 from collections.abc import Collection
 from types import CodeType, FrameType
+from typing import Any
+
+_native: Any = None
+if os.environ.get("DISTDIAG_PURE") != "1" and not sysconfig.get_config_var("Py_GIL_DISABLED"):
+    try:
+        from distdiag.recorder.fast import _native  # type: ignore[no-redef]
+    except ImportError:  # not compiled, or for another Python
+        pass
 
 USER, PACKAGE, LIBRARY, BACKEND = 2, 1, 0, -1
 
@@ -100,6 +109,27 @@ def absolute(file: str) -> str:
     if path is None:
         path = _files[file] = os.path.abspath(file)
     return path
+
+
+def frames_of(thread: int | None) -> list[FrameType]:
+    """Return the frames of another thread, innermost first; empty if it has none.
+
+    On Python 3.11, asking for them in any other way may crash the job: see `frames_of` in fast/c/native.c.
+    """
+    if _native is not None:
+        return _native.frames_of(thread or 0)
+    collects = sys.version_info < (3, 12) and gc.isenabled()
+    if collects:
+        gc.disable()
+    try:
+        out, frame = [], sys._current_frames().get(thread or 0)
+        while frame is not None:
+            out.append(frame)
+            frame = frame.f_back
+        return out
+    finally:
+        if collects:
+            gc.enable()
 
 
 def user_frame(start: FrameType | None) -> FrameType | None:

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from distdiag import files
 from distdiag.page import profile_files
 from distdiag.page.profile_files import DONE, FAILED, MAX_LINES, RECORDING, SAVING, WAITING, Answer, Request
-from distdiag.recorder.frames import absolute, user_frame
+from distdiag.recorder.frames import absolute, frames_of, user_frame
 from distdiag.recorder.module_marks import ModuleMarks
 from distdiag.recorder.state import Recorder, guarded, now_ns
 
@@ -264,7 +264,8 @@ class Profile:
 
     def _sample(self) -> None:
         found = self._found
-        frame = user_frame(sys._current_frames().get(self.recorder.main_thread or 0))
+        frames = frames_of(self.recorder.main_thread)  # kept while they are read
+        frame = user_frame(frames[0]) if frames else None
         if found.samples % MEMORY_SAMPLES == 0:
             found.rss_peak_bytes = max(found.rss_peak_bytes or 0, _resident_bytes())
         found.samples += 1

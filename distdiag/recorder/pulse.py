@@ -17,7 +17,7 @@ from typing import Any
 
 from distdiag.page.layout import BACKEND_FRAME, STACK, STILL_NS, Blocked, Header, word
 from distdiag.recorder import garbage, state
-from distdiag.recorder.frames import USER, absolute, in_backend, kind_of, raw_name, user_stack
+from distdiag.recorder.frames import USER, absolute, frames_of, in_backend, kind_of, raw_name, user_stack
 from distdiag.recorder.state import guarded, now_ns
 
 PERIOD_S = 0.25
@@ -119,9 +119,10 @@ class Pulse:
         words[_HEARTBEAT] = now_ns()
 
     def _sample(self, still: bool) -> None:
-        frame = sys._current_frames().get(self.recorder.main_thread or 0)
-        if frame is None:
+        frames = frames_of(self.recorder.main_thread)
+        if not frames:
             return
+        frame = frames[0]
         code, waits = frame.f_code, in_backend(frame)
         known = self._raw.get((id(code), waits))
         if known is None:

@@ -18,7 +18,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { FRAMES = 62 };
+enum { FRAMES = 62, PYTHON_FRAMES = 1024 };
 
 typedef struct {
   uint64_t taken_ns; /* CLOCK_MONOTONIC */
@@ -65,13 +65,39 @@ static PyObject *install(PyObject *self, PyObject *args) {
   Py_RETURN_NONE;
 }
 
+/* Return the Python frames of a thread, innermost first, all taken while this thread keeps the GIL.
+
+   Python 3.11 makes a frame's object when somebody asks for it, and may collect garbage for that. A collection runs Python code
+   (destructors, gc.callbacks), the other thread can continue meanwhile, and the new object then refers to a frame that has returned:
+   reading it crashes. So no collection runs here. Afterwards f_back is safe: the objects exist, and a frame that returns keeps its link. */
+static PyObject *frames_of(PyObject *self, PyObject *thread) {
+  (void)self;
+  PyObject *current = PySys_GetObject("_current_frames"), *all = NULL, *out = NULL;
+  if (current == NULL) return PyList_New(0);
+  int collects = PyGC_Disable();
+  all = PyObject_CallNoArgs(current);
+  if (all != NULL) out = PyList_New(0);
+  PyObject *frame = out == NULL ? NULL : Py_XNewRef(PyDict_GetItemWithError(all, thread));
+  while (frame != NULL && PyList_GET_SIZE(out) < PYTHON_FRAMES) {
+    if (PyList_Append(out, frame) < 0) Py_CLEAR(out);
+    PyObject *back = out == NULL ? NULL : (PyObject *)PyFrame_GetBack((PyFrameObject *)frame);
+    Py_SETREF(frame, back);
+  }
+  Py_XDECREF(frame);
+  Py_XDECREF(all);
+  if (collects) PyGC_Enable();
+  if (PyErr_Occurred()) Py_CLEAR(out);
+  return out;
+}
+
 static PyMethodDef methods[] = {
+  {"frames_of", frames_of, METH_O, "frames_of(thread): the Python frames of a thread, innermost first; none if it has ended."},
   {"install", install, METH_VARARGS, "install(signal, fd): write the main thread's native frames to `fd` on this signal."},
   {NULL},
 };
 
 static struct PyModuleDef module = {
-  PyModuleDef_HEAD_INIT, .m_name = "distdiag.recorder.fast._native", .m_doc = "Native frames on a signal.", .m_size = -1, .m_methods = methods,
+  PyModuleDef_HEAD_INIT, .m_name = "distdiag.recorder.fast._native", .m_doc = "Frames of the main thread, for other threads.", .m_size = -1, .m_methods = methods,
 };
 
 PyMODINIT_FUNC PyInit__native(void) { return PyModule_Create(&module); }
