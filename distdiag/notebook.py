@@ -24,6 +24,7 @@ import click
 
 from distdiag.command_line import SETTINGS, read
 from distdiag.errors import DistdiagError, need_torch
+from distdiag.streams import say
 
 if TYPE_CHECKING:
     from distdiag.report.run import Run
@@ -101,7 +102,7 @@ def _run(ranks: int, line: str, cell: str) -> Run:
     finally:
         _end(job)
     if job.returncode:
-        print(f"exit code {job.returncode}")
+        say(f"exit code {job.returncode}")
     _wait_until_written(run)
     rundir.mark_latest(run)
     return reader.open_run(run, Run)

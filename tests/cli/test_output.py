@@ -30,6 +30,7 @@ NOT_READERS = (
     "train/",
     "run.py",
     "launcher.py",
+    "notebook.py",
     "doctor/torch_facts.py",
     "streams.py",
 )

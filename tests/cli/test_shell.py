@@ -16,6 +16,7 @@ from distdiag.assistant import skill
 from distdiag.cli import COMMANDS, main
 from distdiag.diagnosis.kinds import KINDS
 from distdiag.errors import ExitCode
+from distdiag.version import VERSION
 from tests.jobs import REPOSITORY, clean_env
 from tests.test_documents import calls, command_lines, wrong
 
@@ -48,13 +49,15 @@ def test_no_such_shell(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'tcsh' is not one of 'bash', 'zsh', 'fish'" in error and hint.startswith("hint: ")
 
 
-def test_the_version_is_pyprojects_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    version = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
+def test_the_version_is_in_one_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "version" in tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dynamic"]
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"distdiag, version {version}\n"
-    assert distdiag.__version__ == version
-    quoted = re.compile(rf"""["']{re.escape(version)}["']""")
-    assert [p for p in (REPOSITORY / "distdiag").rglob("*.py") if quoted.search(p.read_text())] == []
+    assert capsys.readouterr().out == f"distdiag, version {VERSION}\n"
+    assert distdiag.__version__ == VERSION
+    quoted = re.compile(rf"""["']{re.escape(VERSION)}["']""")
+    assert [p for p in (REPOSITORY / "distdiag").rglob("*.py") if quoted.search(p.read_text())] == [
+        REPOSITORY / "distdiag" / "version.py"
+    ]
 
 
 def test_the_man_page_is_current_and_renders() -> None:

@@ -60,7 +60,7 @@ RANK=1 LOCAL_RANK=1 $run "$@" >out.1 2>err.1 &
 second=$!
 wait $first; echo $? >code.0
 wait $second; echo $? >code.1
-for i in $(seq 200); do
+for i in $(seq 600); do
     found=$(ls -d "${DISTDIAG_RUN_DIR:-/nowhere}"/.node_0.ended "${TMPDIR:-/tmp}"/distdiag-*/reports/*/.node_0.ended 2>/dev/null)
     [ -n "$found" ] && break
     sleep 0.1

@@ -134,4 +134,4 @@ def test_a_process_without_a_group_imports_no_recorder(tmp_path: Path, value: st
     env = clean_env(tmp_path, {"DISTDIAG": value} if value else {})
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == ("['distdiag.everywhere']" if value == "1" else "[]")
+    assert done.stdout.strip() == ("['distdiag.version', 'distdiag.everywhere']" if value == "1" else "[]")

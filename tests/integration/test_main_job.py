@@ -128,7 +128,7 @@ def test_a_deadlock_is_proved_and_printed_while_the_job_hangs(tmp_path: Path, tr
     assert serious(run) == [("deadlock", "missing_rank", [1])]
     assert finding["evidence"] and all((run / path).exists() for path in finding["evidence"])
     assert dump.returncode == 0 and "1 rank (1)" in dump.stdout and "wait_for_the_others" in dump.stdout
-    assert [line.split()[1] for line in output[1:4]] == ["cost", "where", "do"]
+    assert [line.split()[1] for line in output[1:5]] == ["more", "cost", "where", "do"]
 
 
 def place(finding: dict[str, Any], rank: int) -> Path:

@@ -55,7 +55,7 @@ def test_the_example_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert "image/png" in code[f"run.plot.{name}()"].outputs[0].data
     healthy, hang = [outputs(cell) for cell in book.cells if cell.source.startswith("%%distdiag")]
     assert "rank 0 is done" in healthy and "rank 1 is done" in healthy and "nothing found" in healthy
-    assert "only rank 0 runs it due to `if step == 10 and dist.get_rank() == 0:` at cell.py:7" in hang
+    assert "only rank 0 made barrier (cell.py:8): `if step == 10 and dist.get_rank() == 0` (line 7)" in hang
     assert "Traceback" not in hang
     assert "('deadlock', (0,))" in outputs(code["hang = _"])
 
