@@ -16,6 +16,7 @@ import pytest
 
 from distdiag import files
 from distdiag.monitor.cluster import keys
+from distdiag.monitor.cluster.server import SPARE_CONNECTIONS
 from distdiag.monitor.cluster.transport import Transport
 from distdiag.monitor.evidence.dump import of_other_nodes
 from distdiag.page import directories, node_files
@@ -168,6 +169,30 @@ def test_a_stranger_is_refused_and_counted(two: tuple[Transport, Transport, Own]
         context.destroy(linger=0)
     assert a.facts()["dropped"] == 0 and list(a.facts()["nodes"]) == ["1"]
     assert sent(b, b"after", a) == 1
+
+
+def test_connections_without_a_key_are_few_and_cost_no_node_its_own(
+    two: tuple[Transport, Transport, Own], tmp_path: Path
+) -> None:
+    a, b, own = two
+    sent(b, b"before", a)
+    before, strangers = len(os.listdir("/proc/self/fd")), list[socket.socket]()
+    assert a.server is not None
+    try:
+        for _ in range(600):  # libzmq alone takes all of them, until this process can open no file
+            s = socket.socket()
+            s.setblocking(False)
+            s.connect_ex(("127.0.0.1", own.port))
+            strangers.append(s)
+        wait_for(lambda: a.facts()["refused"] > SPARE_CONNECTIONS, 10, "the flood")
+        assert sent(b, b"meanwhile", a) == 1
+        assert len(os.listdir("/proc/self/fd")) - before - len(strangers) < 400
+    finally:
+        for s in strangers:
+            s.close()
+    wait_for(lambda: len(a.server._connections) < SPARE_CONNECTIONS, 10, "their end")
+    b.close()
+    assert sent(other(tmp_path, 1, own), b"after", a) == 1
 
 
 def test_a_listed_node_speaks_for_itself_only_and_its_damaged_messages_are_dropped(
