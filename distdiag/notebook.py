@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from distdiag import files
 from distdiag.command_line import SETTINGS, read
 from distdiag.errors import DistdiagError, need_torch
 from distdiag.streams import say
@@ -79,9 +80,10 @@ def _run(ranks: int, line: str, cell: str) -> Run:
     from distdiag.store import reader, rundir
 
     run = rundir.default_run_dir("cell").absolute()
-    run.mkdir(parents=True)
-    script = run / "cell.py"
-    script.write_text(f"#%%distdiag {line}\n{cell}")  # lines have the numbers that they have in the cell
+    share = os.environ.get("DISTDIAG_SHARE") == "1"
+    files.make_run_directory(run, share, exist_ok=False)
+    # lines have the numbers that they have in the cell
+    script = files.write(run, "cell.py", f"#%%distdiag {line}\n{cell}".encode("utf-8", "backslashreplace"))
     command = [sys.executable, "-c", _LAUNCHER, "--standalone", "--nproc-per-node", str(ranks), str(script)]
     path = [os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {"DISTDIAG_END_HANGS_S": END_HANGS_S, "OMP_NUM_THREADS": "1"} | os.environ

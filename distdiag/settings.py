@@ -21,7 +21,7 @@ _KEY = re.compile(r"\s*[\"']?([\w-]+)[\"']?\s*=")
 
 
 def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) and value else None
+    return value if isinstance(value, str) and value and value.isprintable() else None
 
 
 def _flag(value: Any) -> bool | None:
@@ -145,6 +145,8 @@ def _read(path: Path) -> File | None:
         data = file.read(MOST_BYTES)
     if b"distdiag" not in data:
         return None
+    if os.geteuid() not in (0, about.st_uid) and about.st_uid:  # nor parsed: a hostile megabyte takes minutes
+        return File(path, warnings=(f"{path} belongs to another user: its [{TABLE}] is not used",))
     import tomllib
 
     try:
@@ -155,8 +157,6 @@ def _read(path: Path) -> File | None:
         return File(path, warnings=(f"{path} is not read: {reason}",)) if b"tool.distdiag" in data else None
     if table is None:
         return None
-    if os.geteuid() not in (0, about.st_uid) and about.st_uid:
-        return File(path, warnings=(f"{path} belongs to another user: its [{TABLE}] is not used",))
     if not isinstance(table, dict):
         return File(path, warnings=(f"{path}: {TABLE} is no table",))
     return _checked(path, table, _lines(text))

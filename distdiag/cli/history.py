@@ -102,6 +102,7 @@ def command(sources: tuple[str, ...], parquet: str | None, force: bool, sql: str
 
     from distdiag.history.answers import Broken, answers, as_lines
     from distdiag.history.database import History
+    from distdiag.terms.untrusted import encodable
 
     if not sources:
         raise DistdiagError("history needs a directory of runs", "distdiag history reports/")
@@ -123,7 +124,7 @@ def command(sources: tuple[str, ...], parquet: str | None, force: bool, sql: str
         if sql is not None:
             _print_rows(*history.ask_untrusted(sql, MOST_ROWS + 1, LIMIT_S), output_format == "json")
             return int(ExitCode.OK)
-        found = answers(history, tuple(Broken(run=str(path), reason=why) for path, why in broken))
+        found = answers(history, tuple(Broken(run=encodable(str(path)), reason=why) for path, why in broken))
     if output_format == "json":
         say_json(msgspec.json.encode(found))
     else:

@@ -211,4 +211,7 @@ def _figure(value: float, unit: str) -> str:
 
 
 def _day(unix_s: float) -> str:
-    return datetime.datetime.fromtimestamp(unix_s, datetime.UTC).strftime("%A %Y-%m-%d")
+    try:
+        return datetime.datetime.fromtimestamp(unix_s, datetime.UTC).strftime("%A %Y-%m-%d")
+    except (OSError, OverflowError, ValueError):  # of a damaged run
+        return "an impossible day"

@@ -20,7 +20,7 @@ from distdiag.store import rundir
 from distdiag.store.liveness import number
 from distdiag.store.probes import hosts_and_bandwidth
 from distdiag.store.reader import Run, open_run, state_of
-from distdiag.terms.untrusted import cut, visible
+from distdiag.terms.untrusted import cut, encodable, is_count, visible
 
 MOST_RUNS = 100_000
 MOST_ROWS = 200_000  # of one run: a crafted one must not fill the memory
@@ -85,14 +85,14 @@ def rows_of(run: Run) -> list[HistoryRow]:
     meta = run.meta
     started, ended_s, world = (number(meta.get(key)) for key in ("started_unix_s", "ended_s", "world_size"))
     about: dict[str, Any] = {
-        "run": str(run.path), "name": _text(meta.get("name")), "started_unix_s": started, "duration_s": ended_s,
+        "run": encodable(str(run.path)), "name": _text(meta.get("name")), "started_unix_s": started, "duration_s": ended_s,
         "state": state_of(meta), "world_size": None if world is None else int(world),
     }  # fmt: skip
     found = _by_rank(run.findings())
     medians = {}
     if (frame := run.latest_frame()) is not None:
         medians = {r.rank: (r.step_ms, r.wait_ms) for r in frame.ranks}
-    rows = []
+    rows: list[HistoryRow] = []
     for r in run.ranks():
         step_ms, wait_ms = medians.get(r.rank, (None, None))
         mine = about | {
@@ -118,19 +118,24 @@ def rows_of(run: Run) -> list[HistoryRow]:
 def _by_rank(findings: Iterable[Finding]) -> dict[int | None, list[dict[str, Any]]]:
     """Return by rank what `HistoryRow` shows of the findings that name it; by None those that name nobody."""
     found: dict[int | None, list[dict[str, Any]]] = defaultdict(list)
+    left = MOST_ROWS
     for f in findings:
         places = {w.rank: w for w in f.where}
         blocks = f.kind in kinds.KINDS and kinds.of(f).blocks
-        for rank in f.culprits or (f.victims if blocks else ()) or (None,):
+        ranks = dict.fromkeys(f.culprits or (f.victims if blocks else ()) or (None,))
+        left -= len(ranks)
+        if left < 0:
+            raise ValueError("too many findings")
+        about = {
+            "kind": _text(f.kind), "cause": _text(f.cause), "severity": str(f.severity), "certainty": str(f.certainty),
+            "first_seen_s": f.first_seen_s, "cleared_s": f.cleared_s, "message": _text(f.message),
+        }  # fmt: skip
+        for rank in ranks:
             place = places.get(rank) if rank is not None else None
-            found[rank].append(
-                {
-                    "kind": f.kind, "cause": f.cause, "severity": str(f.severity), "certainty": str(f.certainty),
-                    "file": _text(place.file) if place else None, "line": place.line if place else None,
-                    "function": _text(place.function) if place else None, "first_seen_s": f.first_seen_s,
-                    "cleared_s": f.cleared_s, "message": _text(f.message),
-                }
-            )  # fmt: skip
+            where = {
+                "file": _text(place.file), "line": place.line if is_count(place.line) else None, "function": _text(place.function),
+            } if place else {}  # fmt: skip
+            found[rank].append(about | where)
     return found
 
 

@@ -53,16 +53,24 @@ class History:
         self._con.close()
 
     def add(self, rows: Iterable[HistoryRow]) -> None:
-        """Insert rows; DuckDB reads JSON lines a hundred times faster than values."""
+        """Insert rows; DuckDB reads JSON lines a hundred times faster than values.
+
+        Raises:
+            DistdiagError: they do not fit into the memory.
+        """
         encode = msgspec.json.Encoder().encode
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
             file.writelines(encode(row) + b"\n" for row in rows)
             file.flush()
             columns = ", ".join(f"{n}: '{t}'" for n, t in COLUMNS.items())
-            self._con.execute(
-                f"INSERT INTO history SELECT * FROM read_json(?, format='newline_delimited', columns={{{columns}}})",
-                [file.name],
-            )
+            try:
+                self._con.execute(
+                    f"INSERT INTO history SELECT * FROM read_json(?, format='newline_delimited', columns={{{columns}}})",
+                    [file.name],
+                )
+            except duckdb.Error as e:
+                text = f"the rows of these runs cannot be loaded: {_first_line(e)}"
+                raise DistdiagError(visible(text), "give fewer directories at a time") from None
 
     def add_parquet(self, path: Path) -> None:
         """Insert the rows of a file that `write_parquet` made.

@@ -30,6 +30,7 @@ from distdiag.store.liveness import number
 from distdiag.store.reader import Run
 from distdiag.terms.statistics import bootstrap_medians, compare
 from distdiag.terms.steps import PHASES
+from distdiag.terms.untrusted import encodable
 
 SCHEMA = "distdiag.compare/1"
 WARM_UP_STEPS = 10  # left out if at least four times as many were recorded: compilation, caches, allocators
@@ -99,7 +100,7 @@ def compare_runs(runs: Sequence[Run], skip: int | None = None) -> Comparison:
         first = columns[0] if columns else None
         columns.append(
             Column(
-                run=str(run.path),
+                run=encodable(str(run.path)),
                 name=run.path.resolve().name,
                 state=run.meta.get("state") or "waiting",
                 world_size=None if (n := number(run.meta.get("world_size"))) is None else int(n),

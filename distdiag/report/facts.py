@@ -5,7 +5,6 @@ Medians, because one slow step is not a slow job; quantiles are left out where t
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 from distdiag.diagnosis.model.findings import Finding, Gradients, State
 from distdiag.report import steps as step_tables
 from distdiag.report.steps import Quantiles, SeriesPoint, Steps
+from distdiag.report.words import local_time
 from distdiag.store import rundir
 from distdiag.store.liveness import Monitor, number
 from distdiag.store.reader import Run
@@ -370,5 +370,5 @@ def verdict_words(facts: RunFacts) -> str:
     words = _STATE_WORDS.get(facts.state, "")
     if facts.monitor != Monitor.LIVE or facts.started_unix_s is None or facts.duration_s is None:
         return words
-    newest = time.strftime("%H:%M:%S", time.localtime(facts.started_unix_s + facts.duration_s))
+    newest = local_time(facts.started_unix_s + facts.duration_s, "%H:%M:%S")
     return f"{words}, as of {newest}".removeprefix(", ")

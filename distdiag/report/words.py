@@ -52,7 +52,15 @@ def number(value: float | None, digits: int = 0) -> str:
 
 def moment(unix_s: float | None) -> str:
     """Return local date and time with the offset from UTC, for readers in other time zones."""
-    return MISSING if unix_s is None else time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(unix_s))
+    return MISSING if unix_s is None else local_time(unix_s, "%Y-%m-%d %H:%M:%S %z")
+
+
+def local_time(unix_s: float, form: str) -> str:
+    """Return local time as `strftime` writes it; of a time beyond the calendar, in a damaged run, that it is missing."""
+    try:
+        return time.strftime(form, time.localtime(unix_s))
+    except (OSError, OverflowError, ValueError):
+        return MISSING
 
 
 def gradient_words(g: Gradients) -> str:

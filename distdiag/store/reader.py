@@ -38,7 +38,7 @@ from distdiag.store.rows import (
 from distdiag.terms import secrets
 from distdiag.terms.ranks import unfold_ranks
 from distdiag.terms.units import unit_of
-from distdiag.terms.untrusted import is_rank
+from distdiag.terms.untrusted import encodable, is_rank
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -118,7 +118,7 @@ class Run(Database):
         started, ended_s = number(meta.get("started_unix_s")), number(meta.get("ended_s"))
         age_s = None if started is None else max(0.0, time.time() - started)
         return Report(
-            run=str(self.path),
+            run=encodable(str(self.path)),
             state=state_of(meta),
             world_size=None if world is None or not is_rank(int(world)) else int(world),
             ranks_seen=seen,

@@ -16,6 +16,7 @@ from distdiag.errors import DistdiagError
 from distdiag.store.opening import RunUnreadable
 from distdiag.store.reader import open_run
 from distdiag.streams import say, wants_colour
+from distdiag.terms.untrusted import encodable
 from distdiag.tui.data.snapshot import Request, Snapshot, Taker
 from distdiag.tui.data.state import job_state
 from distdiag.tui.draw.lines import BLANK, Line, ascii_line, fitted, plain
@@ -166,7 +167,7 @@ def as_json(snap: Snapshot) -> bytes:
     s, job = snap.summary, job_state(snap)
     max_steps = snap.number("max_steps")
     body = SnapshotJson(
-        run=str(snap.run),
+        run=encodable(str(snap.run)),
         state=(snap.frame.state if snap.frame is not None else snap.meta.get("state") or "waiting"),
         state_text=job.text,
         next_command=job.do or None,

@@ -243,3 +243,35 @@ def test_another_parquet_file_is_refused(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_run_without_ranks_is_a_run(tmp_path: Path) -> None:
     write_run(tmp_path / "a", TUESDAY, hosts=())
     assert asked(tmp_path).runs == 1
+
+
+def forged(path: Path, line: int, culprits: int, started: str) -> Path:
+    write_run(path, TUESDAY)
+    finding = {
+        "kind": "deadlock", "cause": "order_mismatch", "severity": "error", "culprits": list(range(culprits)), "message": "m",
+        "where": [{"rank": 1, "file": "a.py", "line": line}],
+    }  # fmt: skip
+    with sqlite3.connect(path / "run.db") as con:
+        con.execute("INSERT INTO finding (id, json) VALUES (7, ?), (8, ?)", [json.dumps(finding)] * 2)
+        con.execute("UPDATE meta SET value = ? WHERE key = 'started_unix_s'", (started,))
+    return path
+
+
+@pytest.mark.parametrize("started", ["1e18", "-1e15"])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_run_with_impossible_numbers_in_a_name_that_is_no_text_costs_no_other_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], started: str, as_json: bool
+) -> None:
+    forged(tmp_path / os.fsdecode(b"run-\xff"), (1 << 63) + 5, 2, started)
+    (tmp_path / os.fsdecode(b"empty-\xff")).mkdir()
+    (tmp_path / os.fsdecode(b"empty-\xff") / "run.db").touch()
+    write_run(tmp_path / "sound", TUESDAY)
+    code, out, err = run(capsys, tmp_path, *(["--output-format", "json"] if as_json else []))
+    assert code == 0 and "\\udcff" in err
+    assert json.loads(out)["runs"] == 2 if as_json else out.startswith("2 runs, ")
+
+
+def test_a_finding_of_more_ranks_than_any_job_has_does_not_fill_the_memory(tmp_path: Path) -> None:
+    forged(tmp_path / "run", 1, 101_000, "1e9")
+    rows, ((_, why),) = read_runs(runs_in(tmp_path))
+    assert (rows, why) == ([], "damaged: ValueError")

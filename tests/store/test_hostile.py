@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from distdiag import procfs
+from distdiag.cli import main
 from distdiag.errors import DistdiagError
 from distdiag.monitor.evidence import dump
 from distdiag.page import directories
@@ -192,3 +193,16 @@ def test_a_dump_of_a_damaged_page_has_the_other_ranks(tmp_path: Path) -> None:
     assert [d.rank for d in found] == [0, 1]
     assert found[0].frames == ("main /job/train.py:7",)
     assert not found[1].frames and "damaged" in (found[1].note or "")
+
+
+@pytest.mark.parametrize(
+    "command", [("diagnose", "--json"), ("tui", "--once", "--json"), ("report", "--format", "text")]
+)
+def test_a_run_below_a_path_that_is_no_text_with_an_impossible_start_is_read(
+    tmp_path: Path, command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / os.fsdecode(b"run-\xff")
+    with Writer(path) as w:
+        w.meta(started_unix_s=1e18, state="ended", ended_s=1.0, monitor_ended=1, world_size=1, checks="[]")
+    assert main([*command, str(path)]) in (0, 3, 4)
+    assert capsys.readouterr().out

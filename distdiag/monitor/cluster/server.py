@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from distdiag.monitor.cluster import keys, messages
+from distdiag.monitor.cluster import keys, messages, port
 from distdiag.monitor.cluster.link import Link
 from distdiag.monitor.cluster.messages import Answer, Ask, BadMessage, Order, Receipt, Report
 from distdiag.monitor.cluster.questions import SPARE_S, Answers, Questions
@@ -21,6 +21,7 @@ from distdiag.page.node_files import Own
 ZAP = "inproc://zeromq.zap.01"  # where libzmq asks if a key is listed (RFC 27)
 REBIND_S = 1.0
 MOST_PER_TURN = 256  # messages that are read before anything else is done
+SPARE_CONNECTIONS = 64  # beyond two of each node; with more, nobody else can connect until some are gone
 
 
 @dataclass
@@ -62,6 +63,8 @@ class Server(Link):
         self._questions: Questions | None = None
         self._nodes: dict[bytes, int] = {}  # by public key
         self._bound, self._tried_s = False, -1e9
+        self._port = port.Port()
+        self._connections: set[int] = set()  # descriptors; whoever reaches the port can make one, and each costs us one
         self._to_ask: list[tuple[bytes, Ask]] = []
         self._open: dict[int, int] = {}  # node by the number of a question
         self._answers: dict[int, Answer] = {}  # by node
@@ -70,6 +73,7 @@ class Server(Link):
 
     def admit(self, nodes: Mapping[int, str]) -> None:
         """Admit these nodes by their public keys, and nobody else."""
+        port.allow_descriptors(2 * len(nodes) + SPARE_CONNECTIONS)
         with self.lock:
             self._nodes = {key.encode(): node for node, key in nodes.items()}
 
@@ -100,6 +104,7 @@ class Server(Link):
         if self._questions is not None:
             self._questions.close()
         super().close(wait_s)
+        self._port.close()
 
     def opened(self, poller: Any) -> None:
         zmq = self._zmq
@@ -108,7 +113,9 @@ class Server(Link):
         self._router = keys.secured(self._context.socket(zmq.ROUTER), self.own, messages.MOST_BYTES)
         self._router.curve_server = True
         self._router.zap_domain = keys.DOMAIN.encode()
-        self._events = self._router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._events = self._router.get_monitor_socket(
+            zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
         for s in (self._zap, self._router, self._events):
             poller.register(s, zmq.POLLIN)
         self._bind()
@@ -124,7 +131,9 @@ class Server(Link):
             address, others_use = keys.own_addresses()
             if address is not None and ":" in address:
                 self._router.ipv6 = True
-            self._router.bind(keys.endpoint(address or "*", self.own.port or "*"))
+            self._port.open(address or "", self.own.port)
+            self._router.setsockopt(self._zmq.USE_FD, self._port.for_libzmq())
+            self._router.bind(keys.endpoint(address or "*", "*"))
         except (self._zmq.ZMQError, OSError) as e:
             self.failed = f"no port for the other nodes could be bound: {e}"
             return
@@ -145,14 +154,30 @@ class Server(Link):
         if self._zap in ready:
             self._authenticate(self._zap.recv_multipart())
         if self._events in ready:
-            (event,) = struct.unpack_from("=H", self._events.recv_multipart()[0])
-            self.refused += 1 if event == self._zmq.EVENT_ACCEPTED else -1  # a connection is admitted by its handshake
+            self._count_connections()
         for _ in range(MOST_PER_TURN if self._router in ready else 0):
             try:
                 frames = self._router.recv_multipart(self._zmq.NOBLOCK, copy=False)
             except self._zmq.Again:
                 break
             self._take_message(frames, time.monotonic_ns())
+
+    def _count_connections(self) -> None:
+        """Follow who is connected; while these are too many, nobody else can connect, and the nodes that are stay connected.
+
+        libzmq has no limit of its own. It drops a connection without a handshake after `keys.HANDSHAKE_MS`.
+        """
+        with contextlib.suppress(self._zmq.Again):
+            while True:
+                event, fd = struct.unpack_from("=Hi", self._events.recv_multipart(self._zmq.NOBLOCK)[0])
+                if event == self._zmq.EVENT_ACCEPTED:
+                    self.refused += 1
+                    self._connections.add(fd)
+                elif event == self._zmq.EVENT_DISCONNECTED:
+                    self._connections.discard(fd)
+                else:  # a connection is admitted by its handshake
+                    self.refused -= 1
+                self._port.shut(len(self._connections) > 2 * len(self._nodes) + SPARE_CONNECTIONS)
 
     def _authenticate(self, request: list[bytes]) -> None:
         """Answer libzmq's question if a client may connect: yes for a listed key, whatever else it is.

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from distdiag import files
-from distdiag.monitor.cluster import keys
+from distdiag.monitor.cluster import keys, server
 from distdiag.monitor.cluster.transport import Transport
 from distdiag.monitor.evidence.dump import of_other_nodes
 from distdiag.page import directories, node_files
@@ -168,6 +168,35 @@ def test_a_stranger_is_refused_and_counted(two: tuple[Transport, Transport, Own]
         context.destroy(linger=0)
     assert a.facts()["dropped"] == 0 and list(a.facts()["nodes"]) == ["1"]
     assert sent(b, b"after", a) == 1
+
+
+def test_connections_without_a_key_are_few_and_cost_no_node_its_own(
+    two: tuple[Transport, Transport, Own], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, own = two
+    monkeypatch.setattr(server, "SPARE_CONNECTIONS", 4)
+    sent(b, b"before", a)
+    strangers = list[socket.socket]()
+
+    def connect(most: int) -> None:
+        for _ in range(most):
+            strangers.append(socket.create_connection(("127.0.0.1", own.port), timeout=1.0))
+
+    try:
+        connect(20)
+        assert a.server is not None
+        wait_for(lambda: len(a.server._connections) > 6, 10, "the limit")
+        with pytest.raises(TimeoutError):  # libzmq alone takes all of them
+            connect(100)
+        assert sent(b, b"meanwhile", a) == 1
+    finally:
+        for s in strangers:
+            s.close()
+    wait_for(lambda: len(a.server._connections) < 4, 10, "their end")
+    b.close()
+    again = other(tmp_path, 1, own)
+    assert sent(again, b"after", a) == 1
+    again.close()
 
 
 def test_a_listed_node_speaks_for_itself_only_and_its_damaged_messages_are_dropped(
