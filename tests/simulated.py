@@ -20,8 +20,9 @@ import msgspec
 from distdiag import procfs
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import RankState, Snapshot
-from distdiag.monitor.loop import TICK_S, Monitor
+from distdiag.monitor.loop import Monitor
 from distdiag.monitor.nodes import PERIOD_S, WAITING_PERIOD_S, WAITING_S, Nodes
+from distdiag.monitor.pace import TICK_S
 from distdiag.monitor.ranks.state import RankView
 from distdiag.page import directories
 from distdiag.page.layout import Blocked, LifeWord, Phase, page_path
@@ -192,11 +193,11 @@ class Simulation:
         began, used = time.monotonic(), 0.0
         while time.monotonic() - began < seconds:
             self._move(time.monotonic())
-            before = time.process_time()
+            before, now = time.process_time(), time.monotonic()
             self.monitor._poll()
             poll_s = time.process_time() - before
             used += poll_s
-            self.clock.advance(max(self.monitor._tick_s(poll_s), poll_s))
+            self.clock.advance(max(self.monitor.pace.pause_s(now), poll_s))
             if until():
                 return time.monotonic() - began, used, True
         return time.monotonic() - began, used, False

@@ -24,7 +24,9 @@ from distdiag.monitor.hang_limit import HangLimit
 from distdiag.monitor.host import processes
 from distdiag.monitor.host.samples import Sampling
 from distdiag.monitor.metrics.export import Exporters
-from distdiag.monitor.nodes import Nodes, shifted
+from distdiag.monitor.node_states import shifted
+from distdiag.monitor.nodes import Nodes
+from distdiag.monitor.pace import SHORTEST_TICK_S, TICK_S, Pace, stretched_s
 from distdiag.monitor.pages import Pages, described
 from distdiag.monitor.priority import Priority
 from distdiag.monitor.ranks.state import RankView
@@ -41,9 +43,6 @@ from distdiag.store.reader import open_run
 from distdiag.store.writer import Writer
 from distdiag.tapes.writer import MAX_TAPE, TapeWriter, wanted_bytes
 
-TICK_S = 0.25
-MOST_OF_A_CORE, LONGEST_TICK_S = 0.2, 4.0  # of the monitor while nothing is suspected that is not yet reported
-SHORTEST_TICK_S = 0.05  # while a rank's native frames are awaited
 FULL_POLL_S = 0.9  # between two full polls while every rank changes phases, and between two samples of the host
 # Interval of full polls when all cores are busy and nothing is suspected, from this age of the run on; longer without a reader.
 CALM_POLL_S, CALM_AFTER_S = 1.9, 30.0
@@ -93,6 +92,7 @@ class Monitor:
         self.gatherer = Gatherer(run_dir)
         self.nodes = Nodes(run_dir, node, pages)
         self._host_at = -10.0
+        self.pace = Pace()
         self._poll_s = FULL_POLL_S
         self._readers_at = 0.0
         self._gone_since: float | None = None
@@ -114,27 +114,32 @@ class Monitor:
             self.writer.meta(metrics=f"http://{self.metrics.where}/metrics")
         directories.sweep(self.pages.directories[0])
         while True:
-            began, used_s = time.monotonic(), time.process_time()
+            began = time.monotonic()
             self.nodes.connect()
             if self.priority.run(self._poll, low=self._well()):
                 break
-            left = self._tick_s(time.process_time() - used_s) - (time.monotonic() - began)
-            if left > 0:
-                self.endings.wake.wait(left)
+            left = self.pace.pause_s(began) - (time.monotonic() - began)
+            if left > 0 and self.endings.wake.wait(left):
+                self.pace.poll_at = 0.0
             self.endings.wake.clear()
         self.close()
 
     def _tick_s(self, poll_cpu_s: float) -> float:
-        """Return the time from the begin of a poll to the next one: a job of thousands of ranks must not cost a core."""
+        """Return the time from the begin of a poll to the next one."""
         next_s, self.gatherer.host_waits.next_s = self.gatherer.host_waits.next_s, None
         if next_s is not None:
             return min(TICK_S, max(SHORTEST_TICK_S, next_s - self.now_s))
         if self.diagnosis.suspects():
             return TICK_S
-        return min(max(TICK_S, poll_cpu_s / MOST_OF_A_CORE), LONGEST_TICK_S)
+        return stretched_s(poll_cpu_s)
 
     def _poll(self) -> bool:
-        return self._survive(lambda: not self._all_moving() and self.tick())
+        began, used_s = time.monotonic(), time.process_time()
+        if self.pace.rests(began, lambda: any(v.history.waits(time.monotonic_ns()) for v in self.views.values())):
+            return False
+        over = self._survive(lambda: not self._all_moving() and self.tick())
+        self.pace.poll_at = began + self._tick_s(time.process_time() - used_s)
+        return over
 
     def _well(self) -> bool:
         """True if, by the last poll, all ranks run and nothing is suspected: the CPU is theirs then."""

@@ -8,43 +8,25 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from functools import cache, partial
+from collections.abc import Iterator
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from distdiag import files
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.snapshot import DEAD, Group, Life, RankState, Seconds, Snapshot, Step
+from distdiag.diagnosis.model.snapshot import DEAD, Life, RankState, Snapshot
 from distdiag.monitor.cluster.transport import Transport
 from distdiag.monitor.evidence import dump
+from distdiag.monitor.node_states import MOST_GROUPS, MOST_S, UNREADABLE, VERSION, Heard, NodeState, Readings, parts
 
-VERSION = 1
 # between two files of a node; the latter while one of its ranks waits or has ended
 PERIOD_S, WAITING_PERIOD_S = 2.0, 0.5
 WAITING_S = 0.4  # from this time in a collective on, a rank waits
 STALE_S = 12.0  # an older state is ignored; network file systems show files seconds late
 RETURN_S = 5.0  # nothing is judged for so long, after another monitor of node 0, until every node is heard of again
-MOST_S = 1e10  # a time beyond it is none
-MOST_GROUPS = 4096  # of one node
-CALLS_SENT, SAMPLES_SENT = 16, 120
-
-
-class NodeState(msgspec.Struct, frozen=True, kw_only=True):
-    """The ranks of one node, as its monitor sees them; times in seconds since `started_unix_s`."""
-
-    version: int = VERSION
-    node: int
-    number: int  # of this file, increasing
-    started_unix_s: float
-    written_unix_s: float
-    closed: bool = False  # the job is over: this is the last file
-    local_world_size: int
-    ranks: dict[int, RankState]
-    groups: dict[str, Group]
 
 
 class Nodes:
@@ -65,16 +47,14 @@ class Nodes:
         self._failed: str | None = None
         self._number = 0
         self._written_at = -1e9
-        self._seen: dict[int, NodeState] = {}
+        self._seen: dict[int, Heard] = {}
         self._mtimes: dict[str, tuple[int, int]] = {}
         self._judged: dict[int, int] = {}
         self._known: set[int] = set()  # nodes that have had a fresh state
         self._silent: set[int] = set()
         self.events: list[str] = []  # what has changed between the nodes, for the log of the run
         self._owner: dict[int, int] = {}  # the node that reported a rank first
-        self._moved = _Moved()
-        self._sound: dict[int, tuple[int, float]] = {}  # the newest state of each node that may be used, or may not
-        self._unsound: dict[int, tuple[int, float]] = {}
+        self._readings = Readings()
 
     @property
     def failed(self) -> str | None:
@@ -114,8 +94,7 @@ class Nodes:
         self._number += 1
         state = NodeState(
             node=self.node, number=self._number, started_unix_s=started_unix_s, written_unix_s=time.time(), closed=closed,
-            local_world_size=s.expected or len(s.ranks), groups=s.groups,
-            ranks={rank: _sent(state) for rank, state in s.ranks.items()},
+            local_world_size=s.expected or len(s.ranks), **parts(s.ranks, s.groups),
         )  # fmt: skip
         client = self.transport.client if self.transport is not None else None
         if client is not None:
@@ -126,7 +105,7 @@ class Nodes:
         except OSError as e:
             self._failed = f"the state of node {self.node} could not be written to {self.directory}: {e.strerror}"
 
-    def read(self) -> None:
+    def new_files(self) -> Iterator[NodeState]:
         """Read the new files of other nodes."""
         try:
             entries = [e for e in os.scandir(self.directory) if e.name.endswith(".state") and not e.is_symlink()]
@@ -139,12 +118,12 @@ class Nodes:
                 if e.name == f"{self.node}.state" or self._mtimes.get(e.name) == mark:
                     continue
                 state = msgspec.msgpack.decode(files.read(self.run_dir, f"nodes/{e.name}"), type=NodeState)
-            except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as problem:
+            except (OSError, *UNREADABLE) as problem:
                 self._failed = f"{e.name} of another node cannot be read: {problem}"
                 continue
             self._mtimes[e.name] = mark
             if state.version == VERSION:
-                self._seen[state.node] = state
+                yield state
 
     def merged(self, s: Snapshot, started_unix_s: float, start_ns: int = 0) -> tuple[Snapshot, bool]:
         """Return (snapshot with the ranks of all known nodes, True if every node has written a new state since the last True).
@@ -154,17 +133,16 @@ class Nodes:
         Args:
             started_unix_s, start_ns: When this node's run began, by the wall clock and the monotonic one.
         """
-        self.read()
-        self._receive(started_unix_s, start_ns)
+        for state in chain(self.new_files(), self._sent(started_unix_s, start_ns)):
+            self._take(s, state, state.started_unix_s - started_unix_s)
         now = time.time()
-        seen = {k: x for k, x in self._seen.items() if self._is_sound(s, x, x.started_unix_s - started_unix_s)}
+        seen = self._seen
         fresh = {k: x for k, x in seen.items() if x.closed or now - x.written_unix_s < STALE_S}
         self._known |= fresh.keys()
         self._note_silence(self._known - fresh.keys(), now)
         ranks, groups, expected = dict(s.ranks), dict(s.groups), s.expected or len(s.ranks)
         for x in fresh.values():
-            moved = self._moved.of(x, x.started_unix_s - started_unix_s)
-            ranks |= {q: r for q, r in moved.items() if q not in ranks}
+            ranks |= {q: r for q, r in x.ranks.items() if q not in ranks}
             for name, g in x.groups.items():
                 groups.setdefault(name, g)
             expected += x.local_world_size
@@ -200,25 +178,22 @@ class Nodes:
                 self.events.append(f"{who} heard of again")
         self._silent = silent
 
-    def _receive(self, started_unix_s: float, start_ns: int) -> None:
-        """Take the states that were sent, with their times by this host's clock."""
+    def _sent(self, started_unix_s: float, start_ns: int) -> Iterator[NodeState]:
+        """Return the states that were sent, with their times by this host's clock."""
         for a in self.transport.arrived() if self.transport is not None else ():
             try:
                 state = msgspec.msgpack.decode(a.data, type=NodeState)
-            except (msgspec.MsgspecError, ValueError, RecursionError) as problem:
+            except UNREADABLE as problem:
                 self._failed = f"the state that node {a.node} has sent cannot be read: {problem}"
                 continue
             if state.version == VERSION and state.node == a.node:
-                self._seen[a.node] = msgspec.structs.replace(
+                yield msgspec.structs.replace(
                     state, started_unix_s=started_unix_s + (a.started_ns - start_ns) / 1e9,
                     written_unix_s=time.time() - a.age_s,
                 )  # fmt: skip
 
-    def _is_sound(self, s: Snapshot, x: NodeState, later_s: float) -> bool:
-        """True if a state holds only ranks that can be that node's, and times that are times; otherwise it is not used."""
-        mark = x.number, x.written_unix_s
-        if mark in (self._sound.get(x.node), self._unsound.get(x.node)):
-            return self._sound.get(x.node) == mark
+    def _take(self, s: Snapshot, x: NodeState, later_s: float) -> None:
+        """Use a state if it holds only ranks that can be that node's, and times that are times."""
         try:
             if x.node == self.node or len(x.ranks) > x.local_world_size or not 0 < x.local_world_size <= s.world_size:
                 raise ValueError("it has more ranks than it can")
@@ -232,15 +207,11 @@ class Nodes:
                     or q in s.ranks
                 ):
                     raise ValueError(f"rank {q} is not there")
-            self._moved.of(x, later_s)
-        except ValueError as problem:
+            self._seen[x.node] = self._readings.heard(x, later_s)
+        except UNREADABLE as problem:
             self._failed = f"the state of node {x.node} is not used: {problem}"
-            self._unsound[x.node] = mark
-            return False
-        self._sound[x.node] = mark
-        return True
 
-    def _returns(self, fresh: dict[int, NodeState]) -> bool:
+    def _returns(self, fresh: dict[int, Heard]) -> bool:
         """True if this monitor has just begun to listen and has not heard of every node: what an earlier one proved may still hold."""
         t = self.transport
         if t is None or t.since_s is None or time.monotonic() - t.since_s > RETURN_S:
@@ -257,18 +228,7 @@ def hosts(run_dir: Path) -> dict[int, str]:
     """Return the host of every rank that a node has reported into the run directory; empty if the job has one node."""
     nodes = Nodes(run_dir, 0)
     nodes.node = -1  # read all files
-    nodes.read()
-    return {q: r.host for state in nodes._seen.values() for q, r in state.ranks.items()}
-
-
-def _sent(state: RankState) -> RankState:
-    """Return a state without the older part of its histories."""
-    return msgspec.structs.replace(
-        state,
-        calls=state.calls[-CALLS_SENT:],
-        memory=state.memory[-SAMPLES_SENT:],
-        device_memory=state.device_memory[-SAMPLES_SENT:],
-    )
+    return {q: r.host for state in nodes.new_files() for q, r in state.ranks.items()}
 
 
 def _silent(r: RankState, heard_unix_s: float, now: float) -> RankState:
@@ -284,76 +244,4 @@ def _waits(s: Snapshot) -> bool:
     return any(
         r.blocked is not None and r.blocked.entered_s is not None and s.t_s - r.blocked.entered_s > WAITING_S
         for r in s.ranks.values()
-    )
-
-
-class _Moved:
-    """The ranks of other nodes with times of this node: made once per state, and once per step however many states have it."""
-
-    def __init__(self) -> None:
-        self._ranks: dict[int, tuple[tuple[int, float, float], dict[int, RankState]]] = {}
-        self._steps: dict[int, tuple[float, tuple[Step, ...], tuple[Step, ...]]] = {}  # of a rank: shift, sent, moved
-
-    def of(self, x: NodeState, later_s: float) -> dict[int, RankState]:
-        """Return the ranks of a state, `later_s` seconds later.
-
-        Raises:
-            ValueError: a time in it is out of range.
-        """
-        mark = x.number, x.written_unix_s, later_s
-        known = self._ranks.get(x.node)
-        if known is None or known[0] != mark:
-            known = self._ranks[x.node] = mark, {q: self._rank(r, later_s) for q, r in x.ranks.items()}
-        return known[1]
-
-    def _rank(self, r: RankState, by_s: float) -> RankState:
-        before_s, sent, moved = self._steps.get(r.rank, (by_s, (), ()))
-        last = next((i for i in range(len(r.steps) - 1, -1, -1) if sent and r.steps[i].step == sent[-1].step), -1)
-        same = 0 if before_s != by_s or r.steps[: last + 1] != sent[len(sent) - last - 1 :] else last + 1
-        move = _mover(tuple[Step, ...])
-        assert move is not None
-        steps = (*moved[len(moved) - same :], *move(r.steps[same:], by_s)) if same else move(r.steps, by_s)
-        self._steps[r.rank] = by_s, r.steps, steps
-        return msgspec.structs.replace(shifted(msgspec.structs.replace(r, steps=()), by_s), steps=steps)
-
-
-def shifted(state: RankState, by_s: float) -> RankState:
-    """Return the same state with times counted from an origin `by_s` seconds earlier."""
-    move = _mover(RankState)
-    assert move is not None
-    return move(state, by_s)
-
-
-@cache
-def _mover(kind: Any) -> Callable[[Any, float], Any] | None:
-    """Return a function that adds seconds to every time in a value of this type; None if the type holds no time."""
-    origin, parts = get_origin(kind), [_mover(part) for part in get_args(kind)]
-    if kind == Seconds:
-        return _later
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        hints = get_type_hints(kind, include_extras=True)
-        fields = [(name, of_field) for name, of in hints.items() if (of_field := _mover(of)) is not None]
-        return _with_fields(fields) if fields else None
-    move = next((part for part in parts if part is not None), None)
-    if move is None:
-        return None
-    if origin in (Union, UnionType):
-        return lambda value, by_s: None if value is None else move(value, by_s)
-    if origin is dict:
-        return lambda value, by_s: {key: move(each, by_s) for key, each in value.items()}
-    if get_args(kind)[-1] is Ellipsis:
-        return lambda value, by_s: tuple(move(each, by_s) for each in value)
-    return lambda value, by_s: tuple(f(x, by_s) if f else x for f, x in zip(parts, value, strict=True))
-
-
-def _later(t_s: float, by_s: float) -> float:
-    moved = t_s + by_s
-    if not abs(moved) < MOST_S:
-        raise ValueError("a time in it is out of range")
-    return moved
-
-
-def _with_fields(fields: list[tuple[str, Callable[[Any, float], Any]]]) -> Callable[[Any, float], Any]:
-    return lambda value, by_s: msgspec.structs.replace(
-        value, **{name: move(getattr(value, name), by_s) for name, move in fields}
     )

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from distdiag.diagnosis.engine import Diagnosis
-from distdiag.diagnosis.model.snapshot import Snapshot
+from distdiag.diagnosis.model.snapshot import Snapshot, Step
 from distdiag.monitor.collectives import Collectives
 from distdiag.monitor.nodes import Nodes
 from distdiag.monitor.ranks.state import RankView
@@ -48,9 +48,10 @@ class Recording:
             w.add(v.history.scalars())
         for q, r in s.ranks.items():
             if q not in self.views:  # of another node: its newest steps, as far as each of its states goes back
-                new = [x for x in r.steps if x.step > self._newest.get(q, -1)]
+                new = _newer(r.steps, self._newest.get(q, -1))
                 self.steps.add(q, new)
-                self._newest[q] = max((x.step for x in new), default=self._newest.get(q, -1))
+                if new:
+                    self._newest[q] = new[-1].step
         w.add(self.steps.rows(len(s.ranks), s.t_s, s, final=over))
         step = max((r.step for r in s.ranks.values()), default=None)
         w.add(self.collectives.rows(s, step))
@@ -103,3 +104,11 @@ class Recording:
         w.meta(**known, name=v.text(v.header.script), attempt=v.header.attempt)
         self._info |= {"started_unix_s": started_unix_s, "world_size": s.world_size, "node": self.node, **known}
         rundir.write_run_json(self.run_dir, self._info)
+
+
+def _newer(steps: tuple[Step, ...], than: int) -> list[Step]:
+    """Return the newest steps, as far back as their numbers are higher than this one."""
+    first = len(steps)
+    while first and steps[first - 1].step > than:
+        first -= 1
+    return list(steps[first:])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from distdiag.monitor import rows
+from distdiag.diagnosis.model.snapshot import Call, RankState
+from distdiag.monitor.node_states import NodeState, Readings, parts
 from distdiag.monitor.nodes import Nodes
+from distdiag.monitor.pace import Pace
 from distdiag.monitor.rows import _median_low_of_others
 from tests.simulated import Job, Simulation, simulated
 
@@ -58,6 +62,35 @@ def test_faults_among_many_ranks_are_named(tmp_path: Path) -> None:
         assert finding.culprits == (0,) and finding.certainty == "proved" and len(finding.victims) == 127
 
 
+def test_a_rank_that_begins_to_wait_ends_a_long_rest_once_a_minute() -> None:
+    pace = Pace()
+    pace.poll_at = 1004.0
+    assert pace.rests(1000.0, lambda: False)
+    assert not pace.rests(1000.5, lambda: True) and not pace.rests(1002.0, lambda: False)
+    pace.poll_at = 1010.0
+    assert pace.rests(1006.0, lambda: True)  # a job whose ranks often wait costs no more than a bounded share
+    assert not pace.rests(1010.0, lambda: False)
+    pace.poll_at = 1100.0
+    assert not pace.rests(1061.0, lambda: True)
+
+
+def test_what_is_known_of_a_history_is_not_decoded_again_and_a_changed_item_is() -> None:
+    def sent(*calls: Call) -> NodeState:
+        found = parts({5: RankState(rank=5, calls=calls)}, {})
+        return NodeState(node=1, number=1, started_unix_s=0.0, written_unix_s=0.0, local_world_size=1, **found)
+
+    readings = Readings()
+    one, two, three = (Call(op="barrier", group="g", seq=k, entered_s=float(k)) for k in (1, 2, 3))
+    first = readings.heard(sent(one, two), 10.0).ranks[5].calls
+    left = msgspec.structs.replace(two, completed_s=2.5)
+    second = readings.heard(sent(one, left, three), 10.0).ranks[5].calls
+    assert second[0] is first[0] and (second[1].completed_s, second[2].entered_s) == (12.5, 13.0)
+    third = readings.heard(sent(left, three), 10.0).ranks[5].calls
+    assert len(third) == 2 and third[0] is second[1] and third[1] is second[2]
+    assert readings.heard(sent(left), 20.0).ranks[5].calls[0].completed_s == 22.5
+    assert readings.heard(sent(), 20.0).ranks[5].calls == ()
+
+
 def test_a_state_that_is_read_again_is_not_moved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[int] = []
     with simulated(Job(32, 8), tmp_path) as s:
@@ -65,7 +98,7 @@ def test_a_state_that_is_read_again_is_not_moved_again(tmp_path: Path, monkeypat
         nodes: Nodes = s.monitor.nodes
         snapshot = s.monitor.snapshot(s.monitor.now_s)
         first, _ = nodes.merged(snapshot, s.monitor.started_unix_s)
-        monkeypatch.setattr("distdiag.monitor.nodes.shifted", lambda r, by_s: moved.append(r.rank) or r)
+        monkeypatch.setattr("distdiag.monitor.node_states.shifted", lambda r, by_s: moved.append(r.rank) or r)
         again, _ = nodes.merged(snapshot, s.monitor.started_unix_s)
     assert moved == [] and all(again.ranks[q] is first.ranks[q] for q in range(8, 32))
 
@@ -76,5 +109,5 @@ def test_a_state_that_is_read_again_is_not_moved_again(tmp_path: Path, monkeypat
 def test_the_median_of_the_others_is_theirs(values: list[float]) -> None:
     for i, own in enumerate(values):
         others = values[:i] + values[i + 1 :]
-        assert _median_low_of_others(sorted(values), own) == rows.statistics.median_low(others)
+        assert _median_low_of_others(sorted(values), own) == statistics.median_low(others)
     assert _median_low_of_others([1.0], 1.0) is None

@@ -18,6 +18,7 @@ from distdiag.terms.ranks import unfold_ranks
 
 CALLS_KEPT, STEPS_KEPT = 128, 64
 COMPUTES_NS = 500_000_000  # a main thread that uses the CPU counts as computing for this long
+LONG_NS = 400_000_000  # a wait that ranks that run well rarely have
 _SINCE, _BLOCKED, _BLOCKED_SINCE = map(word, ("phase_since_ns", "blocked", "blocked_since_ns"))
 _N_CALLS, _N_STEPS, _N_SAMPLES, _N_SCALARS = map(word, ("n_calls", "n_steps", "n_samples", "n_scalars"))
 _VERSION, _DEPTH, _STACK, _STACK_PHASE = map(word, ("stack_version", "stack_depth", "stack", "stack_phase"))
@@ -76,6 +77,11 @@ class RankHistory:
         return self._calls.missed + self._steps.missed + self._scalars.missed
 
     # -- reading ----------------------------------------------------------------------------------
+
+    def waits(self, now_ns: int) -> bool:
+        """True if the host has been waiting in a collective for longer than ranks that run well usually do."""
+        words = self._reader.words
+        return bool(words[_BLOCKED]) and now_ns - words[_BLOCKED_SINCE] > LONG_NS
 
     def moves_on(self, now_ns: int, idle: Callable[[], bool | None]) -> bool:
         """True if the main thread cannot be waiting for another rank, and its records can be read later.

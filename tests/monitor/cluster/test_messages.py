@@ -15,7 +15,8 @@ from distdiag.diagnosis.model.snapshot import Call, Group, RankState, Snapshot
 from distdiag.monitor.cluster import messages
 from distdiag.monitor.cluster.clock import WINDOW_NS, Offset
 from distdiag.monitor.cluster.messages import BURST, Answer, Ask, BadMessage, Order, Receipt, Report
-from distdiag.monitor.nodes import Nodes, NodeState
+from distdiag.monitor.node_states import NodeState
+from distdiag.monitor.nodes import Nodes
 
 REPORT = Report(incarnation=1, number=1, sent_ns=5, state=b"-state")
 
