@@ -24,7 +24,8 @@ from distdiag.monitor.hang_limit import HangLimit
 from distdiag.monitor.host import processes
 from distdiag.monitor.host.samples import Sampling
 from distdiag.monitor.metrics.export import Exporters
-from distdiag.monitor.nodes import Nodes, shifted
+from distdiag.monitor.moved_times import shifted
+from distdiag.monitor.nodes import Nodes
 from distdiag.monitor.pages import Pages, described
 from distdiag.monitor.priority import Priority
 from distdiag.monitor.ranks.state import RankView

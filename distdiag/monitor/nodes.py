@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from distdiag import files
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.snapshot import DEAD, Group, Life, RankState, Seconds, Snapshot, Step
+from distdiag.diagnosis.model.snapshot import DEAD, Group, Life, RankState, Snapshot
 from distdiag.monitor.cluster.transport import Transport
 from distdiag.monitor.evidence import dump
+from distdiag.monitor.moved_times import MOST_S, Moved
 
 VERSION = 1
 # between two files of a node; the latter while one of its ranks waits or has ended
@@ -28,7 +26,6 @@ PERIOD_S, WAITING_PERIOD_S = 2.0, 0.5
 WAITING_S = 0.4  # from this time in a collective on, a rank waits
 STALE_S = 12.0  # an older state is ignored; network file systems show files seconds late
 RETURN_S = 5.0  # nothing is judged for so long, after another monitor of node 0, until every node is heard of again
-MOST_S = 1e10  # a time beyond it is none
 MOST_GROUPS = 4096  # of one node
 CALLS_SENT, SAMPLES_SENT = 16, 120
 
@@ -46,9 +43,14 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
     ranks: dict[int, RankState]
     groups: dict[str, Group]
 
+    @property
+    def mark(self) -> tuple[int, float]:
+        """What two states of a node differ in."""
+        return self.number, self.written_unix_s
+
 
 class Nodes:
-    """Gives this node's state away, and takes those of the other nodes.
+    """Sends this node's state, and receives those of the other nodes.
 
     Args:
         run_dir: This node's run directory: RUN, or RUN/node_k.
@@ -72,7 +74,7 @@ class Nodes:
         self._silent: set[int] = set()
         self.events: list[str] = []  # what has changed between the nodes, for the log of the run
         self._owner: dict[int, int] = {}  # the node that reported a rank first
-        self._moved = _Moved()
+        self._moved = Moved()
         self._sound: dict[int, tuple[int, float]] = {}  # the newest state of each node that may be used, or may not
         self._unsound: dict[int, tuple[int, float]] = {}
 
@@ -132,17 +134,17 @@ class Nodes:
             entries = [e for e in os.scandir(self.directory) if e.name.endswith(".state") and not e.is_symlink()]
         except OSError:
             return
-        for e in entries:
+        for entry in entries:
             try:
-                stat = e.stat()
+                stat = entry.stat()
                 mark = (stat.st_mtime_ns, stat.st_ino)
-                if e.name == f"{self.node}.state" or self._mtimes.get(e.name) == mark:
+                if entry.name == f"{self.node}.state" or self._mtimes.get(entry.name) == mark:
                     continue
-                state = msgspec.msgpack.decode(files.read(self.run_dir, f"nodes/{e.name}"), type=NodeState)
+                state = msgspec.msgpack.decode(files.read(self.run_dir, f"nodes/{entry.name}"), type=NodeState)
             except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as problem:
-                self._failed = f"{e.name} of another node cannot be read: {problem}"
+                self._failed = f"{entry.name} of another node cannot be read: {problem}"
                 continue
-            self._mtimes[e.name] = mark
+            self._mtimes[entry.name] = mark
             if state.version == VERSION:
                 self._seen[state.node] = state
 
@@ -157,28 +159,29 @@ class Nodes:
         self.read()
         self._receive(started_unix_s, start_ns)
         now = time.time()
-        seen = {k: x for k, x in self._seen.items() if self._is_sound(s, x, x.started_unix_s - started_unix_s)}
-        fresh = {k: x for k, x in seen.items() if x.closed or now - x.written_unix_s < STALE_S}
+        seen = {
+            node: state for node, state in self._seen.items()
+            if self._is_sound(s, state, state.started_unix_s - started_unix_s)
+        }  # fmt: skip
+        fresh = {node: state for node, state in seen.items() if state.closed or now - state.written_unix_s < STALE_S}
         self._known |= fresh.keys()
         self._note_silence(self._known - fresh.keys(), now)
         ranks, groups, expected = dict(s.ranks), dict(s.groups), s.expected or len(s.ranks)
-        for x in fresh.values():
-            moved = self._moved.of(x, x.started_unix_s - started_unix_s)
-            ranks |= {q: r for q, r in moved.items() if q not in ranks}
-            for name, g in x.groups.items():
-                groups.setdefault(name, g)
-            expected += x.local_world_size
-        for k in sorted((self._known - fresh.keys()) & seen.keys()):
-            x = seen[k]
-            ranks |= {
-                q: _silent(r, x.written_unix_s, now)
-                for q, r in x.ranks.items()
-                if q not in ranks and r.life not in DEAD
-            }
-            expected += x.local_world_size
-        news = all(x.closed or self._judged.get(k) != x.number for k, x in fresh.items()) and not self._returns(fresh)
+        for node, state in fresh.items():
+            moved = self._moved.of(node, state.mark, state.ranks, state.started_unix_s - started_unix_s)
+            ranks |= {rank: moved[rank] for rank in moved.keys() - ranks.keys()}
+            groups |= {name: group for name, group in state.groups.items() if name not in groups}
+            expected += state.local_world_size
+        for node in sorted((self._known - fresh.keys()) & seen.keys()):
+            state = seen[node]
+            alive = {q: r for q, r in state.ranks.items() if q not in ranks and r.life not in DEAD}
+            ranks |= {q: _silent(r, state.written_unix_s, now) for q, r in alive.items()}
+            expected += state.local_world_size
+        news = all(x.closed or self._judged.get(x.node) != x.number for x in fresh.values()) and not self._returns(
+            fresh
+        )
         if news:
-            self._judged = {k: x.number for k, x in fresh.items()}
+            self._judged = {node: state.number for node, state in fresh.items()}
         whole = msgspec.structs.replace(
             s, ranks=dict(sorted(ranks.items())), groups=groups, expected=min(expected, s.world_size)
         )
@@ -188,64 +191,69 @@ class Nodes:
 
     def _note_silence(self, silent: set[int], now: float) -> None:
         """Note which nodes are no longer heard of, and which are again."""
-        for k in sorted(silent ^ self._silent):
-            x = self._seen[k]
-            who = f"node {k} ({rank_list(sorted(x.ranks))})"
-            if k in silent:
-                since = time.strftime("%H:%M:%S", time.localtime(x.written_unix_s))
-                self.events.append(
-                    f"{who} not heard of since {since} ({now - x.written_unix_s:.0f} s): its ranks are not judged"
-                )
+        for node in sorted(silent ^ self._silent):
+            state = self._seen[node]
+            who = f"node {node} ({rank_list(sorted(state.ranks))})"
+            if node in silent:
+                since = time.strftime("%H:%M:%S", time.localtime(state.written_unix_s))
+                age_s = now - state.written_unix_s
+                self.events.append(f"{who} not heard of since {since} ({age_s:.0f} s): its ranks are not judged")
             else:
                 self.events.append(f"{who} heard of again")
         self._silent = silent
 
     def _receive(self, started_unix_s: float, start_ns: int) -> None:
         """Take the states that were sent, with their times by this host's clock."""
-        for a in self.transport.arrived() if self.transport is not None else ():
+        for arrived in self.transport.arrived() if self.transport is not None else ():
             try:
-                state = msgspec.msgpack.decode(a.data, type=NodeState)
+                state = msgspec.msgpack.decode(arrived.data, type=NodeState)
             except (msgspec.MsgspecError, ValueError, RecursionError) as problem:
-                self._failed = f"the state that node {a.node} has sent cannot be read: {problem}"
+                self._failed = f"the state that node {arrived.node} has sent cannot be read: {problem}"
                 continue
-            if state.version == VERSION and state.node == a.node:
-                self._seen[a.node] = msgspec.structs.replace(
-                    state, started_unix_s=started_unix_s + (a.started_ns - start_ns) / 1e9,
-                    written_unix_s=time.time() - a.age_s,
+            if state.version == VERSION and state.node == arrived.node:
+                self._seen[arrived.node] = msgspec.structs.replace(
+                    state, started_unix_s=started_unix_s + (arrived.started_ns - start_ns) / 1e9,
+                    written_unix_s=time.time() - arrived.age_s,
                 )  # fmt: skip
 
-    def _is_sound(self, s: Snapshot, x: NodeState, later_s: float) -> bool:
-        """True if a state holds only ranks that can be that node's, and times that are times; otherwise it is not used."""
-        mark = x.number, x.written_unix_s
-        if mark in (self._sound.get(x.node), self._unsound.get(x.node)):
-            return self._sound.get(x.node) == mark
+    def _is_sound(self, s: Snapshot, state: NodeState, later_s: float) -> bool:
+        """True if a state holds only ranks that can be that node's, and times in range; otherwise it is not used."""
+        node = state.node
+        if state.mark in (self._sound.get(node), self._unsound.get(node)):
+            return self._sound.get(node) == state.mark
         try:
-            if x.node == self.node or len(x.ranks) > x.local_world_size or not 0 < x.local_world_size <= s.world_size:
-                raise ValueError("it has more ranks than it can")
-            if len(x.groups) > MOST_GROUPS or not abs(x.started_unix_s) < MOST_S or not abs(x.written_unix_s) < MOST_S:
-                raise ValueError("a number in it is out of range")
-            for q, r in x.ranks.items():
-                if (
-                    q != r.rank
-                    or not 0 <= q < s.world_size
-                    or self._owner.setdefault(q, x.node) != x.node
-                    or q in s.ranks
-                ):
-                    raise ValueError(f"rank {q} is not there")
-            self._moved.of(x, later_s)
+            self._check(s, state)
+            self._moved.of(node, state.mark, state.ranks, later_s)
         except ValueError as problem:
-            self._failed = f"the state of node {x.node} is not used: {problem}"
-            self._unsound[x.node] = mark
+            self._failed = f"the state of node {node} is not used: {problem}"
+            self._unsound[node] = state.mark
             return False
-        self._sound[x.node] = mark
+        self._sound[node] = state.mark
         return True
+
+    def _check(self, s: Snapshot, state: NodeState) -> None:
+        """Check the ranks and numbers of a state.
+
+        Raises:
+            ValueError: one of them is impossible.
+        """
+        size = state.local_world_size
+        if state.node == self.node or len(state.ranks) > size or not 0 < size <= s.world_size:
+            raise ValueError("it has more ranks than it can")
+        in_range = abs(state.started_unix_s) < MOST_S and abs(state.written_unix_s) < MOST_S
+        if len(state.groups) > MOST_GROUPS or not in_range:
+            raise ValueError("a number in it is out of range")
+        for rank, of_rank in state.ranks.items():
+            possible = rank == of_rank.rank and 0 <= rank < s.world_size and rank not in s.ranks
+            if not possible or self._owner.setdefault(rank, state.node) != state.node:
+                raise ValueError(f"rank {rank} is not there")
 
     def _returns(self, fresh: dict[int, NodeState]) -> bool:
         """True if this monitor has just begun to listen and has not heard of every node: what an earlier one proved may still hold."""
-        t = self.transport
-        if t is None or t.since_s is None or time.monotonic() - t.since_s > RETURN_S:
+        transport = self.transport
+        if transport is None or transport.since_s is None or time.monotonic() - transport.since_s > RETURN_S:
             return False
-        return not fresh.keys() >= set(t.nodes)
+        return not fresh.keys() >= set(transport.nodes)
 
     def close(self) -> None:
         """End the connection, if there is one."""
@@ -284,76 +292,4 @@ def _waits(s: Snapshot) -> bool:
     return any(
         r.blocked is not None and r.blocked.entered_s is not None and s.t_s - r.blocked.entered_s > WAITING_S
         for r in s.ranks.values()
-    )
-
-
-class _Moved:
-    """The ranks of other nodes with times of this node: made once per state, and once per step however many states have it."""
-
-    def __init__(self) -> None:
-        self._ranks: dict[int, tuple[tuple[int, float, float], dict[int, RankState]]] = {}
-        self._steps: dict[int, tuple[float, tuple[Step, ...], tuple[Step, ...]]] = {}  # of a rank: shift, sent, moved
-
-    def of(self, x: NodeState, later_s: float) -> dict[int, RankState]:
-        """Return the ranks of a state, `later_s` seconds later.
-
-        Raises:
-            ValueError: a time in it is out of range.
-        """
-        mark = x.number, x.written_unix_s, later_s
-        known = self._ranks.get(x.node)
-        if known is None or known[0] != mark:
-            known = self._ranks[x.node] = mark, {q: self._rank(r, later_s) for q, r in x.ranks.items()}
-        return known[1]
-
-    def _rank(self, r: RankState, by_s: float) -> RankState:
-        before_s, sent, moved = self._steps.get(r.rank, (by_s, (), ()))
-        last = next((i for i in range(len(r.steps) - 1, -1, -1) if sent and r.steps[i].step == sent[-1].step), -1)
-        same = 0 if before_s != by_s or r.steps[: last + 1] != sent[len(sent) - last - 1 :] else last + 1
-        move = _mover(tuple[Step, ...])
-        assert move is not None
-        steps = (*moved[len(moved) - same :], *move(r.steps[same:], by_s)) if same else move(r.steps, by_s)
-        self._steps[r.rank] = by_s, r.steps, steps
-        return msgspec.structs.replace(shifted(msgspec.structs.replace(r, steps=()), by_s), steps=steps)
-
-
-def shifted(state: RankState, by_s: float) -> RankState:
-    """Return the same state with times counted from an origin `by_s` seconds earlier."""
-    move = _mover(RankState)
-    assert move is not None
-    return move(state, by_s)
-
-
-@cache
-def _mover(kind: Any) -> Callable[[Any, float], Any] | None:
-    """Return a function that adds seconds to every time in a value of this type; None if the type holds no time."""
-    origin, parts = get_origin(kind), [_mover(part) for part in get_args(kind)]
-    if kind == Seconds:
-        return _later
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        hints = get_type_hints(kind, include_extras=True)
-        fields = [(name, of_field) for name, of in hints.items() if (of_field := _mover(of)) is not None]
-        return _with_fields(fields) if fields else None
-    move = next((part for part in parts if part is not None), None)
-    if move is None:
-        return None
-    if origin in (Union, UnionType):
-        return lambda value, by_s: None if value is None else move(value, by_s)
-    if origin is dict:
-        return lambda value, by_s: {key: move(each, by_s) for key, each in value.items()}
-    if get_args(kind)[-1] is Ellipsis:
-        return lambda value, by_s: tuple(move(each, by_s) for each in value)
-    return lambda value, by_s: tuple(f(x, by_s) if f else x for f, x in zip(parts, value, strict=True))
-
-
-def _later(t_s: float, by_s: float) -> float:
-    moved = t_s + by_s
-    if not abs(moved) < MOST_S:
-        raise ValueError("a time in it is out of range")
-    return moved
-
-
-def _with_fields(fields: list[tuple[str, Callable[[Any, float], Any]]]) -> Callable[[Any, float], Any]:
-    return lambda value, by_s: msgspec.structs.replace(
-        value, **{name: move(getattr(value, name), by_s) for name, move in fields}
     )

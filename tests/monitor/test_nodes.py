@@ -17,7 +17,8 @@ from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import Call, Group, Loader, Model, RankState, Sample, Seconds, Snapshot, Step
 from distdiag.diagnosis.rules import rank_lost, stall
 from distdiag.monitor.evidence.request_profile import absent_text
-from distdiag.monitor.nodes import STALE_S, Nodes, NodeState, hosts, shifted
+from distdiag.monitor.moved_times import shifted
+from distdiag.monitor.nodes import STALE_S, Nodes, NodeState, hosts
 from tests.jobs import Job, distdiag, free_port, launch, wait_for
 
 WORLD = Group(name="default_pg", ranks=(0, 1, 2, 3))

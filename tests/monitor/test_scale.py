@@ -65,7 +65,7 @@ def test_a_state_that_is_read_again_is_not_moved_again(tmp_path: Path, monkeypat
         nodes: Nodes = s.monitor.nodes
         snapshot = s.monitor.snapshot(s.monitor.now_s)
         first, _ = nodes.merged(snapshot, s.monitor.started_unix_s)
-        monkeypatch.setattr("distdiag.monitor.nodes.shifted", lambda r, by_s: moved.append(r.rank) or r)
+        monkeypatch.setattr("distdiag.monitor.moved_times.shifted", lambda r, by_s: moved.append(r.rank) or r)
         again, _ = nodes.merged(snapshot, s.monitor.started_unix_s)
     assert moved == [] and all(again.ranks[q] is first.ranks[q] for q in range(8, 32))
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from distdiag.diagnosis.culprit import parting
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import RankState
+from distdiag.diagnosis.model.syntax import Source
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import at
 

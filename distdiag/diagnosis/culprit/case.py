@@ -8,8 +8,8 @@ from enum import StrEnum
 from functools import cached_property
 
 from distdiag.diagnosis.culprit.parting import Condition
-from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot
+from distdiag.diagnosis.model.syntax import Source
 from distdiag.diagnosis.waits.graph import WaitGraph
 from distdiag.diagnosis.waits.incidents import Incident, Root
 from distdiag.diagnosis.waits.wait import Wait
