@@ -22,7 +22,6 @@ from distdiag.store.probes import hosts_and_bandwidth
 from distdiag.store.reader import Run, open_run, state_of
 from distdiag.terms.untrusted import cut, visible
 
-MOST_RUNS = 100_000
 MOST_ROWS = 200_000  # of one run: a crafted one must not fill the memory
 
 
@@ -119,15 +118,15 @@ def _by_rank(findings: Iterable[Finding]) -> dict[int | None, list[dict[str, Any
     """Return by rank what `HistoryRow` shows of the findings that name it; by None those that name nobody."""
     found: dict[int | None, list[dict[str, Any]]] = defaultdict(list)
     for f in findings:
-        places = {w.rank: w for w in f.where}
+        sites = {w.rank: w for w in f.where}
         blocks = f.kind in kinds.KINDS and kinds.of(f).blocks
         for rank in f.culprits or (f.victims if blocks else ()) or (None,):
-            place = places.get(rank) if rank is not None else None
+            site = sites.get(rank) if rank is not None else None
             found[rank].append(
                 {
                     "kind": f.kind, "cause": f.cause, "severity": str(f.severity), "certainty": str(f.certainty),
-                    "file": _text(place.file) if place else None, "line": place.line if place else None,
-                    "function": _text(place.function) if place else None, "first_seen_s": f.first_seen_s,
+                    "file": _text(site.file) if site else None, "line": site.line if site else None,
+                    "function": _text(site.function) if site else None, "first_seen_s": f.first_seen_s,
                     "cleared_s": f.cleared_s, "message": _text(f.message),
                 }
             )  # fmt: skip

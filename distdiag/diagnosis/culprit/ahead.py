@@ -1,4 +1,4 @@
-"""Evidence from places alone, for snapshots without counts: which of two sides has gone past the call in which the other waits.
+"""Evidence from sites alone, for snapshots without counts: which of two sides has gone past the call in which the other waits.
 
 Only stacks need it: where calls are counted, other witnesses know who made one call less. It can suspect, and prove nothing.
 """
@@ -64,7 +64,7 @@ def accuse_in_cycle(case: Case) -> Testimony | None:
 
 
 def _has_passed(mine: RankState, theirs: RankState, source: Source) -> bool:
-    """True if a rank is at a later line of the innermost function that it shares with another, and under no condition of its own.
+    """True if a rank is at a later line of the innermost function that it shares with another, and under no condition that only it has.
 
     Under one, the other may as well have left out this call.
     """

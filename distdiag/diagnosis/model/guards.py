@@ -195,7 +195,7 @@ def _in_expression(node: ast.stmt, callee: str) -> Iterator[Guard]:
             found = [x for x, names in zip(found, called, strict=True) if callee in names]
         else:
             found = [x for x, names in zip(found, called, strict=True) if names]
-        if len(found) == 1:  # two branches that call are one way as good as the other
+        if len(found) == 1:  # if both branches call something, either may be the line's
             ((test, branch, _),) = found
             yield Guard(Kind.HOLDS, part, branch, test)  # type: ignore[arg-type]
 
