@@ -43,7 +43,7 @@ def open_run(run: str | Path | None = None) -> Run:
         run: Run directory; default as for every command: `DISTDIAG_RUN_DIR`, else `reports/latest`.
 
     Raises:
-        DistdiagError: there is no run, or it cannot be read; its `hint` says what to do.
+        DistdiagError: there is no run, or it cannot be read; its `hint` is what to do.
     """
     from distdiag.report.run import Run
     from distdiag.store import rundir

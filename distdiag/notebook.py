@@ -1,7 +1,7 @@
 """`%load_ext distdiag`, then `%%distdiag -n 2`: run a cell as ranks, and end a hang with its verdict.
 
-The cell becomes a script that torchrun starts, so it has no variables of the notebook, and the notebook gets none of its own. Its
-processes end with the cell: also by an interrupt, and if the hang is proved (DISTDIAG_END_HANGS_S).
+The cell becomes a script that torchrun starts, so neither sees the other's variables. Its processes end with the cell: also by an
+interrupt, and if the hang is proved (DISTDIAG_END_HANGS_S).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from distdiag.streams import say
 if TYPE_CHECKING:
     from distdiag.report.run import Run
 
-END_HANGS_S = "2"  # a proof must stand so long before the ranks are ended
+END_HANGS_S = "2"  # from the proof of a hang to the end of its ranks
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
 WRITTEN_WITHIN_S = 15.0  # of the end of the ranks: the monitor's last rows
 _MONITOR = "distdiag.monitor"
-# torchrun; how it words the end of its ranks, a traceback of its own, is left out
+# torchrun, without the traceback that it adds when a rank has failed
 _LAUNCHER = """
 import sys
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -128,7 +128,7 @@ def _print_output(job: subprocess.Popen[bytes]) -> None:
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:
-    """End the launcher and all its ranks, which have sessions of their own; the monitor ends by itself."""
+    """End the launcher and all its ranks, which are in other sessions; the monitor ends by itself."""
     import psutil
 
     with _without_interrupts():
@@ -152,7 +152,7 @@ def _end(job: subprocess.Popen[bytes]) -> None:
 
 
 def _ranks(launcher: Any) -> set[Any]:
-    """Return the processes below the launcher, but the monitor."""
+    """Return the processes below the launcher, except the monitor."""
     import psutil
 
     found = set()
@@ -165,7 +165,7 @@ def _ranks(launcher: Any) -> set[Any]:
 
 @contextlib.contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Ignore further interrupts: the processes must end. Only the main thread has a say in signals."""
+    """Ignore further interrupts: the processes must end. Only the main thread may set signal handlers."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -30,24 +30,24 @@ def _flag(value: Any) -> bool | None:
 
 def _size(value: Any) -> str | None:
     from distdiag.command_line import parse_keep
-    from distdiag.errors import DistdiagError
 
-    try:
-        parse_keep(str(value))
-    except DistdiagError:
-        return None
-    return str(value)
+    return _accepted(parse_keep, str(value))
 
 
 def _metrics(value: Any) -> str | None:
-    from distdiag.errors import DistdiagError
     from distdiag.terms.metrics_targets import check_metrics
 
+    return _accepted(check_metrics, str(value))
+
+
+def _accepted(check: Callable[[str], object], value: str) -> str | None:
+    from distdiag.errors import DistdiagError
+
     try:
-        check_metrics(str(value))
+        check(value)
     except DistdiagError:
         return None
-    return str(value)
+    return value
 
 
 def _seconds(value: Any) -> str | None:
@@ -179,7 +179,7 @@ def _checked(path: Path, table: Mapping[str, Any], lines: dict[str, int]) -> Fil
 
 
 def _lines(text: str) -> dict[str, int]:
-    """Return the line of each key of our table; tomllib does not tell them."""
+    """Return the line of each key of our table; tomllib does not return them."""
     found, inside = {}, False
     for number, line in enumerate(text.splitlines(), 1):
         if header := _HEADER.match(line):

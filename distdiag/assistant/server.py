@@ -23,7 +23,7 @@ except ModuleNotFoundError:  # before mcp 2
 
 INSTRUCTIONS = f"""\
 distdiag judges distributed PyTorch jobs: which rank hangs, is slow or has crashed, at which line. Begin with `diagnose`; a finding of
-certainty "proved" holds, a "suspected" one is a hint. Then `findings` for places and evidence, `stacks`, `steps` for speed, `sql` for
+certainty "proved" holds, a "suspected" one is a hint. Then `findings` for sites and evidence, `stacks`, `steps` for speed, `sql` for
 the rest. The tools only read. {answers.UNTRUSTED}"""
 
 
@@ -40,7 +40,7 @@ def server(run: str | None) -> Any:
         return _json(answers.findings(run, id))
 
     def stacks() -> str:
-        """The newest saved Python stacks of all ranks as one tree, outermost frame first; ranks in equal places share a branch."""
+        """The newest saved Python stacks of all ranks as one tree, outermost frame first; ranks with equal frames share a branch."""
         return _json(answers.stack_tree(run))
 
     def steps(last: int = 50) -> str:

@@ -89,7 +89,7 @@ def elsewhere(job: Job) -> str:
 
 
 def _samples(job: Job) -> dict[int, list[Sample]]:
-    """Return the samples of each process: two, and of those that have not moved a third, with native frames where they tell more."""
+    """Return the samples of each process: two, and of those that have not moved a third, with native frames where they add something."""
     taken = {pid: [s] for pid, s in sample.take(job.processes).items()}
     time.sleep(GAP_S)
     for pid, s in sample.take([p for p in job.processes if taken[p.pid][0].process is not None]).items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,19 +58,38 @@ def exit_code(report: Report, threshold: str) -> ExitCode:
 def print_text(report: Report, ascii: bool) -> None:
     from distdiag.diagnosis.model.findings import Severity
     from distdiag.diagnosis.text.checks import checked_lines
-    from distdiag.diagnosis.text.finding import finding_lines, in_the_past, last_seen_lines, printable
+    from distdiag.diagnosis.text.finding import last_seen_lines, printable
     from distdiag.report.words import verdict
 
-    plain, (_, colour) = ascii or needs_ascii(), wants_colour()
+    plain = ascii or needs_ascii()
     width = min(shutil.get_terminal_size().columns, 140) if sys.stdout.isatty() else None
 
     def show(line: str) -> str:
         return line.replace("–", "-").encode("ascii", "backslashreplace").decode() if plain else line
 
+    def block(lines: Sequence[str], title: str = "") -> None:
+        """Print lines after an empty one; nothing without lines."""
+        if lines:
+            say(f"\n{title}" if title else "")
+        for line in lines:
+            say(f"{'  ' if title else ''}{show(printable(line))}")
+
     about = source(report)
     if about is not None:
         say(show(about))
     say(show(printable(verdict(report))))
+    _print_findings(report, plain, wants_colour()[1], width)
+    block(last_seen_lines(report.last_seen), "last seen:")
+    errors = any(f.severity == Severity.ERROR and f.cleared_s is None for f in report.findings)
+    block([] if errors else checked_lines(report.checks, width))
+    block([f"note: {note}" for note in report.notes])
+
+
+def _print_findings(report: Report, plain: bool, colour: bool, width: int | None) -> None:
+    """Print the open findings, worst first, then the first line of each that was cleared."""
+    from distdiag.diagnosis.model.findings import Severity
+    from distdiag.diagnosis.text.finding import finding_lines, in_the_past
+
     order = [Severity.ERROR, Severity.WARNING, Severity.INFO]
     ordered = sorted(report.findings, key=lambda f: order.index(Severity(f.severity)))
     open_ones, cleared = ([f for f in ordered if (f.cleared_s is not None) == gone] for gone in (False, True))
@@ -86,18 +106,3 @@ def print_text(report: Report, ascii: bool) -> None:
         say(f"  {finding_lines(f, ascii=plain)[0]}")
     if len(cleared) > SHOWN:
         say(f"  and {len(cleared) - SHOWN:,} more")
-    last = last_seen_lines(report.last_seen)
-    if last:
-        say("\nlast seen:")
-    for line in last:
-        say(f"  {show(printable(line))}")
-    errors = any(f.severity == Severity.ERROR for f in open_ones)
-    footer = [] if errors else checked_lines(report.checks, width)
-    if footer:
-        say()
-    for line in footer:
-        say(show(printable(line)))
-    if report.notes:
-        say()
-        for note in report.notes:
-            say(show(f"note: {printable(note)}"))

@@ -1,6 +1,6 @@
 """Errors of torch and of frameworks whose cause is known: one row per message, with what the rank's page knows about it.
 
-A row holds for every job: the message has one cause, or the recorder tells which of several it is.
+A row holds for every job: the message has one cause, or the recorder knows which of several it is.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Known(NamedTuple):
 
     Attributes:
         shows: What the rank's page knows about it; empty if nothing.
-        only_if_shown: The message has other causes, too: without that fact the row says nothing.
+        only_if_shown: The message has other causes, too: without that fact the row is not used.
     """
 
     message: re.Pattern[str]

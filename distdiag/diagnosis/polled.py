@@ -9,8 +9,10 @@ import ast
 from collections.abc import Iterator, Sequence
 
 from distdiag.diagnosis.model import guards as guarding
-from distdiag.diagnosis.model.guards import FUNCTIONS, Guard, Kind, Source, tree_of
+from distdiag.diagnosis.model import rank_tests, syntax
+from distdiag.diagnosis.model.guards import Guard, Kind
 from distdiag.diagnosis.model.snapshot import Site
+from distdiag.diagnosis.model.syntax import FUNCTIONS, Source, tree_of
 
 CLOCKS = {"time", "monotonic", "perf_counter", "now"}  # a loop that tests them ends by itself
 
@@ -24,7 +26,7 @@ def polled_loop(site: Site | None, source: Source) -> tuple[str, Site, bool] | N
     if loop is None or not isinstance(loop.node, ast.While) or isinstance(loop.node.test, ast.Constant):
         return None
     text = guarding.text_of(loop, source(site.file) or "").removesuffix(":")
-    by_clock = any(guarding.name_of(x) in CLOCKS for x in ast.walk(loop.node.test))
+    by_clock = any(syntax.name_of(x) in CLOCKS for x in ast.walk(loop.node.test))
     return text, Site(site.file, loop.line, site.function), by_clock
 
 
@@ -38,11 +40,11 @@ def hidden_error(stack: Sequence[Site], source: Source) -> tuple[str, Site] | No
         tree, text = tree_of(frame.file, source), source(frame.file) or ""
         callee = stack[i - 1].function if i else ""
         for guard in guarding.guards(tree, frame.line, callee) if tree is not None else ():
-            if tree is None or not guarding.reads_rank(guard.test, guarding.rank_variables(text)):
+            if tree is None or not rank_tests.reads_rank(guard.test, rank_tests.rank_variables(text)):
                 continue
             handler = next(_handlers(tree, set(_called_instead(guard))), None)
             if handler is not None:
-                return guarding.code_of_line(text, handler.lineno).removesuffix(":"), Site(frame.file, handler.lineno)
+                return syntax.code_of_line(text, handler.lineno).removesuffix(":"), Site(frame.file, handler.lineno)
     return None
 
 
@@ -50,7 +52,7 @@ def _called_instead(guard: Guard) -> Iterator[str]:
     """Yield the names that the other branch of an `if` calls."""
     if guard.kind is Kind.HOLDS and isinstance(guard.node, ast.If):
         for statement in getattr(guard.node, "orelse" if guard.branch == "body" else "body"):
-            yield from (guarding.name_of(x.func) for x in ast.walk(statement) if isinstance(x, ast.Call))
+            yield from (syntax.name_of(x.func) for x in ast.walk(statement) if isinstance(x, ast.Call))
 
 
 def _handlers(tree: ast.Module, functions: set[str]) -> Iterator[ast.ExceptHandler]:
@@ -59,7 +61,7 @@ def _handlers(tree: ast.Module, functions: set[str]) -> Iterator[ast.ExceptHandl
         if isinstance(node, FUNCTIONS) and node.name in functions:
             for inner in ast.walk(node):
                 leaves = isinstance(inner, ast.ExceptHandler) and any(
-                    isinstance(x, ast.Raise) or guarding.exits_process(x) for x in ast.walk(inner)
+                    isinstance(x, ast.Raise) or syntax.exits_process(x) for x in ast.walk(inner)
                 )
                 if isinstance(inner, ast.ExceptHandler) and not leaves:
                     yield inner

@@ -22,7 +22,6 @@ from distdiag.store.probes import hosts_and_bandwidth
 from distdiag.store.reader import Run, open_run, state_of
 from distdiag.terms.untrusted import cut, encodable, is_count, visible
 
-MOST_RUNS = 100_000
 MOST_ROWS = 200_000  # of one run: a crafted one must not fill the memory
 
 
@@ -120,7 +119,7 @@ def _by_rank(findings: Iterable[Finding]) -> dict[int | None, list[dict[str, Any
     found: dict[int | None, list[dict[str, Any]]] = defaultdict(list)
     left = MOST_ROWS
     for f in findings:
-        places = {w.rank: w for w in f.where}
+        sites = {w.rank: w for w in f.where}
         blocks = f.kind in kinds.KINDS and kinds.of(f).blocks
         ranks = dict.fromkeys(f.culprits or (f.victims if blocks else ()) or (None,))
         left -= len(ranks)
@@ -131,10 +130,10 @@ def _by_rank(findings: Iterable[Finding]) -> dict[int | None, list[dict[str, Any
             "first_seen_s": f.first_seen_s, "cleared_s": f.cleared_s, "message": _text(f.message),
         }  # fmt: skip
         for rank in ranks:
-            place = places.get(rank) if rank is not None else None
+            site = sites.get(rank) if rank is not None else None
             where = {
-                "file": _text(place.file), "line": place.line if is_count(place.line) else None, "function": _text(place.function),
-            } if place else {}  # fmt: skip
+                "file": _text(site.file), "line": site.line if is_count(site.line) else None, "function": _text(site.function),
+            } if site else {}  # fmt: skip
             found[rank].append(about | where)
     return found
 

@@ -20,6 +20,7 @@ from distdiag.terms.untrusted import visible
 
 MEMORY, THREADS = "1GB", 2
 MOST_DATABASE_BYTES = 2 << 30  # of one run.db in object storage, which is copied
+MOST_FETCHED = 100_000  # runs
 _TYPES = {"str": "VARCHAR", "int": "BIGINT", "float": "DOUBLE"}
 COLUMNS = {
     name: next(sql for kind, sql in _TYPES.items() if str(hint).startswith(kind))
@@ -166,7 +167,7 @@ def fetch_runs(url: str, folder: Path) -> tuple[list[Path], list[tuple[Path, str
             con.execute(_secret())
             pattern = f"{url.rstrip('/')}/**/{rundir.DATABASE}"
             found = con.execute(
-                "SELECT filename, size FROM read_blob(?) ORDER BY filename LIMIT 100000", [pattern]
+                "SELECT filename, size FROM read_blob(?) ORDER BY filename LIMIT ?", [pattern, MOST_FETCHED]
             ).fetchall()
             runs, broken = [], []
             for name, size in found:

@@ -258,7 +258,7 @@ def _order(killed: Sequence[int], seen: dict[int, float]) -> Iterator[str]:
 
 
 def _doing(r: RankState) -> str | None:
-    """Return the rank's activity; for user code its phase, where that says more."""
+    """Return the rank's activity; for user code its phase, where that is more exact."""
     if r.life in (Life.RUNNING, Life.STARTING) and r.activity == "user_code":
         return None if r.phase == "init" else r.phase
     return r.activity

@@ -41,7 +41,7 @@ def oom_kills(meta: Mapping[str, str | None]) -> int | None:
 
 
 def killer(meta: Mapping[str, str | None]) -> Iterator[str]:
-    """Yield what the kernel says of kills for memory."""
+    """Yield what the kernel's count of kills for memory shows."""
     kills = oom_kills(meta)
     if kills is None:
         yield "the kernel's count of memory kills in the job's cgroup cannot be read here"

@@ -1,4 +1,4 @@
-"""Small JSON files in a page directory, by which processes of one user ask and answer each other."""
+"""Small JSON files in a page directory, in which processes of one user ask and answer each other."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Tells the nodes of a job from each other's monitors: who sees node 0's run directory, and the public keys of those that do not.
+"""Exchange between the nodes of a job who sees node 0's run directory, and the public keys of those that do not.
 
-One rank of each node does it, through the store of the job's process group, in a thread of its own: a store that is slow or gone keeps
-nobody waiting. Whoever can write there can run code in the job anyway. A value is read only once it exists, because a `get` that waits
+One rank of each node does it, through the store of the job's process group, in a separate thread: nobody waits for a store that is slow
+or gone. Whoever can write there can run code in the job anyway. A value is read only once it exists, because a `get` that waits
 would hold the client's lock, which the script's own calls need.
 """
 
@@ -109,7 +109,7 @@ class OtherNodes:
                 return
 
     def _read_keys(self, written: bytes, before: Peers, known: int) -> tuple[int, Peers, bool]:
-        """Return (ranks of the nodes so far, their keys and errors, True if any is new). A line that is not ours is passed over."""
+        """Return (ranks of the nodes so far, their keys and errors, True if any is new). A line that is not ours is skipped."""
         peers, ranks = Peers(), {}
         for line in written[:MOST_BYTES].splitlines():
             try:

@@ -79,8 +79,33 @@ def gradient_times(g: Gradients) -> str:
     )
 
 
+def _verdict_without_findings(report: Report, stopped: str | None, infos: int, seen: str) -> str:
+    """Return the line for a job without an error or a warning.
+
+    Args:
+        stopped: What ended the job from outside, if that is known.
+        infos: Number of its infos.
+        seen: How many ranks were seen, in words.
+    """
+    if stopped:
+        return f"{report.state}: {stopped}; nothing else found, {seen}"
+    if report.state in BAD_STATES:
+        why = f"; {report.state_text}" if report.state_text else ""
+        return f"{report.state}: the cause was not found, {seen}{why}"
+    if report.unjudged and (not report.ranks_seen or report.unjudged.startswith(NO_KNOWN_ERROR)):
+        return f"no verdict: {report.unjudged}"
+    n = sum(f.cleared_s is not None for f in report.findings)
+    cleared = f"; {n} cleared" if n else ""
+    if report.unjudged:
+        return f"{report.state}, only partly judged: {report.unjudged}{cleared}"
+    waits = f"{report.state_text}; " if report.state == State.RUNNING and report.state_text else ""
+    if infos:
+        return f"{report.state}: {waits}no error or warning, {infos} info ({seen})"
+    return f"{report.state}: {waits}nothing {'else ' if waits else ''}found, {seen}{cleared}"
+
+
 def verdict(report: Report) -> str:
-    """Return one line: the state of the job, the number of findings, and the ranks to look at."""
+    """Return one line: the state of the job, the number of findings, and the ranks to examine first."""
     open_ones = [f for f in report.findings if f.cleared_s is None]
     seen = ranks_seen(report.ranks_seen, report.world_size)
     counts = [
@@ -90,24 +115,8 @@ def verdict(report: Report) -> str:
     ]
     killed = bool(report.last_seen) and report.ended_ago_s is not None
     stopped = report.state_text if killed or (report.state_text or "").startswith(STOPPED_BY) else None
-    if not counts and stopped:
-        return f"{report.state}: {stopped}; nothing else found, {seen}"
-    if not counts and report.state in BAD_STATES:
-        why = f"; {report.state_text}" if report.state_text else ""
-        return f"{report.state}: the cause was not found, {seen}{why}"
-    cleared = sum(f.cleared_s is not None for f in report.findings)
-    if not counts and report.unjudged and (not report.ranks_seen or report.unjudged.startswith(NO_KNOWN_ERROR)):
-        return f"no verdict: {report.unjudged}"
-    if not counts and report.unjudged:
-        return f"{report.state}, only partly judged: {report.unjudged}" + (f"; {cleared} cleared" if cleared else "")
-    infos = sum(f.severity == Severity.INFO for f in open_ones)
-    waits = report.state_text if report.state == State.RUNNING else None
-    if not counts and infos:
-        return f"{report.state}: {f'{waits}; ' if waits else ''}no error or warning, {infos} info ({seen})"
-    if not counts and waits:
-        return f"{report.state}: {waits}; nothing else found, {seen}" + (f"; {cleared} cleared" if cleared else "")
     if not counts:
-        return f"{report.state}: nothing found, {seen}" + (f"; {cleared} cleared" if cleared else "")
+        return _verdict_without_findings(report, stopped, infos=len(open_ones), seen=seen)
     culprits = sorted({r for f in open_ones if f.severity == Severity.ERROR for r in f.culprits})
     blame = f"; look at {rank_list(culprits)} first" if culprits else ""
     how = f"{stopped}; " if stopped else ""

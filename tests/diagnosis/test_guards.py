@@ -7,7 +7,7 @@ import textwrap
 import pytest
 
 from distdiag.diagnosis.culprit.parting import Condition, only_under, parting, rank_condition
-from distdiag.diagnosis.model import guards
+from distdiag.diagnosis.model import guards, syntax
 from distdiag.diagnosis.model.snapshot import Site
 from tests.diagnosis.test_rank_condition import FILE, places
 
@@ -15,7 +15,7 @@ from tests.diagnosis.test_rank_condition import FILE, places
 def texts(source: str) -> list[str]:
     """Return `KIND text` of the guards of the line that ends in `# A`."""
     text, at = places(source)
-    tree = guards.parsed(text)
+    tree = syntax.parsed(text)
     assert tree is not None
     return [f"{g.kind.name} {guards.text_of(g, text)}" for g in guards.guards(tree, at["A"])]
 
@@ -66,7 +66,7 @@ DEEP = "if a:\n" + "".join(f"{' ' * i}if a:\n" for i in range(1, 90)) + " " * 90
         "x = " + "(" * 5_000 + ")" * 5_000 + "\n",
         "x = a" + ".b" * 100_000 + "\n",
         "if a:\n    pass\n" + "elif a:\n    pass\n" * 5_000,
-        "x = 1\n" * (guards.MAX_TEXT // 6 + 1),
+        "x = 1\n" * (syntax.MAX_TEXT // 6 + 1),
         "\0",
         "def (:",
     ],

@@ -1,4 +1,4 @@
-"""Evidence from places alone, for snapshots without counts: which of two sides has gone past the call in which the other waits.
+"""Evidence from sites alone, for snapshots without counts: which of two sides has gone past the call in which the other waits.
 
 Only stacks need it: where calls are counted, other witnesses know who made one call less. It can suspect, and prove nothing.
 """
@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from distdiag.diagnosis.culprit import parting
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import RankState
+from distdiag.diagnosis.model.syntax import Source
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import at
 
@@ -64,7 +64,7 @@ def accuse_in_cycle(case: Case) -> Testimony | None:
 
 
 def _has_passed(mine: RankState, theirs: RankState, source: Source) -> bool:
-    """True if a rank is at a later line of the innermost function that it shares with another, and under no condition of its own.
+    """True if a rank is at a later line of the innermost function that it shares with another, and under no condition that only it has.
 
     Under one, the other may as well have left out this call.
     """

@@ -6,8 +6,8 @@ import ast
 import itertools
 from collections.abc import Mapping, Sequence
 
-from distdiag.diagnosis.model.guards import Source, function, name_of, tree_of
 from distdiag.diagnosis.model.snapshot import Site
+from distdiag.diagnosis.model.syntax import Source, function, name_of, tree_of
 
 COMPARED = 8  # ranks that wait, of which the one nearest to the culprit in the source is compared with it
 

@@ -8,8 +8,8 @@ from enum import StrEnum
 from functools import cached_property
 
 from distdiag.diagnosis.culprit.parting import Condition
-from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot
+from distdiag.diagnosis.model.syntax import Source
 from distdiag.diagnosis.waits.graph import WaitGraph
 from distdiag.diagnosis.waits.incidents import Incident, Root
 from distdiag.diagnosis.waits.wait import Wait
@@ -25,7 +25,7 @@ class Reason(StrEnum):
     ARGUMENT = "argument"  # its dtype, size, root or peer is new at its site
     EXTRA = "extra"  # it made more backward passes than steps
     SKIPPED = "skipped"  # it ran a forward without its backward
-    PAIRED = "paired"  # its call at a new line paired with the others' call at another line, before they met here
+    PAIRED = "paired"  # its call at a new line was paired with the others' call at another line, before this collective
     DIVERGENCE = "divergence"  # where histories part, its call was not the one that was due
     SITE = "site"  # it is at a site that the others never used
     HISTORY = "history"  # it has used a site that the others never used
@@ -38,7 +38,7 @@ class Reason(StrEnum):
     COUNT = "count"  # it has used a site more, or less, often than all others
     ALONE = "alone"  # it waits alone, the others together
     ORDER = "order"  # all have made these calls before: only their order differs
-    AHEAD = "ahead"  # by places alone, it has gone past the call in which the others are
+    AHEAD = "ahead"  # by sites alone, it has gone past the call in which the others are
     PARTING = "parting"  # conditions on data through which the ranks can have parted
     NONE = "none"
 
@@ -50,7 +50,7 @@ class Testimony:
     Attributes:
         text: The end of a sentence, with its separator: `; rank 1 caught OSError`.
         head: What the ranks did, to begin the message: `rank 1 ran out of batches`. Default: from `conditions`.
-        advice: What to do about it; empty if only the kind of the incident tells.
+        advice: What to do about it; empty if only the kind of the incident decides.
         conditions: Those in the source at which the ranks diverged: they are shown apart from `text`.
         name: Set by `witnesses.decide`.
     """

@@ -10,9 +10,10 @@ from distdiag.diagnosis.culprit import callers, parting
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.culprit.parting import Condition, Way
 from distdiag.diagnosis.model import guards as guarding
+from distdiag.diagnosis.model import syntax
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import Call, RankState, Site
+from distdiag.diagnosis.model.syntax import Source
 from distdiag.diagnosis.text.incident import implicit_text
 from distdiag.diagnosis.text.phrases import at
 from distdiag.diagnosis.waits import compatible, messages
@@ -143,7 +144,7 @@ def _ahead(case: Case, rank: int, other: int) -> bool:
 
 def _as_often(case: Case, rank: int, other: int, file: str, loop: ast.AST) -> bool:
     """True if a rank has made each call in the body of a loop at least as often as another rank that is still in it."""
-    if not isinstance(loop, guarding.LOOPS):
+    if not isinstance(loop, syntax.LOOPS):
         return False
     mine, theirs = case.states[rank].sites, case.states[other].sites
     inside = [
@@ -152,7 +153,7 @@ def _as_often(case: Case, rank: int, other: int, file: str, loop: ast.AST) -> bo
         if key != case.here.get(other)
         and (where := key.rpartition(":"))[0] == file
         and where[2].isdigit()
-        and any(guarding.within(node, int(where[2])) for node in loop.body)
+        and any(syntax.within(node, int(where[2])) for node in loop.body)
     ]
     return bool(inside) and all(mine.get(key, 0) >= theirs[key] for key in inside)
 
@@ -171,7 +172,7 @@ def _left_backward(case: Case, ranks: Sequence[int]) -> Testimony | None:
     outer = theirs[at_backward]
     if not any((x.file, x.function) == (outer.file, outer.function) and x.line > outer.line for x in mine):
         return None
-    who, function = rank_list(ranks), guarding.class_around(guarding.tree_of(theirs[0].file, source), theirs[0].line)
+    who, function = rank_list(ranks), syntax.class_around(syntax.tree_of(theirs[0].file, source), theirs[0].line)
     what = f"the backward of {function}" if function else "that backward"
     anew = guarding.made_anew(source(theirs[0].file) or "")
     made = (
@@ -189,7 +190,7 @@ def _left_backward(case: Case, ranks: Sequence[int]) -> Testimony | None:
 
 
 def _code(site: Site, source: Source) -> str:
-    return guarding.code_of_line(source(site.file) or "", site.line)
+    return syntax.code_of_line(source(site.file) or "", site.line)
 
 
 def _calls_backward(site: Site, source: Source) -> bool:

@@ -194,7 +194,7 @@ def accuse(case: Case) -> Testimony | None:
     """Accuse the one side of which every rank departed from the first rank of the others; nobody for messages.
 
     The number of messages in a step depends on its data (micro-batches): none of them is due. Ranks that are not members of the same
-    groups (of a mesh) have orders of their own.
+    groups (of a mesh) have separate orders.
     """
     groups = {wait.group for wait in case.incident.waits}
     known = [case.snapshot.groups[name] for name in groups if name in case.snapshot.groups]

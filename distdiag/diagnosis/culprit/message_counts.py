@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.culprit.parting import parting, parting_text
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot
+from distdiag.diagnosis.model.syntax import Source
 from distdiag.diagnosis.text.phrases import at
 from distdiag.diagnosis.waits import compatible, messages
 from distdiag.diagnosis.waits.wait import Wait

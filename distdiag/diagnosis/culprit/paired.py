@@ -12,8 +12,8 @@ from distdiag.diagnosis.culprit import callers
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.culprit.parting import Condition, parting
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import Call, RankState, Site
+from distdiag.diagnosis.model.syntax import Source
 from distdiag.diagnosis.text.phrases import at, op_at
 from distdiag.diagnosis.waits import compatible
 

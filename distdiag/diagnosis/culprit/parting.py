@@ -14,9 +14,11 @@ from typing import NamedTuple
 from distdiag.diagnosis.culprit import callers
 from distdiag.diagnosis.culprit.callers import function_key
 from distdiag.diagnosis.model import guards as guarding
+from distdiag.diagnosis.model import rank_tests, syntax
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.guards import LOOPS, Guard, Kind, Source, tree_of
+from distdiag.diagnosis.model.guards import Guard, Kind
 from distdiag.diagnosis.model.snapshot import Site
+from distdiag.diagnosis.model.syntax import LOOPS, Source, tree_of
 
 SHOWN = 2  # conditions, if several are possible
 CALLERS = 3  # functions around a wrapper that are looked at, from the inside
@@ -111,8 +113,8 @@ def _ways_out(loop: _Placed, by: tuple[type[ast.stmt], ...]) -> Iterator[_Placed
 
 
 def _reads_rank(placed: _Placed, source: Source) -> bool:
-    variables = guarding.rank_variables(source(placed.site.file) or "")
-    return guarding.reads_rank(placed.guard.test, variables)
+    variables = rank_tests.rank_variables(source(placed.site.file) or "")
+    return rank_tests.reads_rank(placed.guard.test, variables)
 
 
 def _condition(placed: _Placed, source: Source, way: Way) -> Condition | None:
@@ -182,7 +184,7 @@ def _sorts(path: _Path, source: Source) -> tuple[list[_Placed], ...]:
             case Kind.HOLDS:
                 holds.append(p)
             case Kind.PASSED if not isinstance(p.guard.way_out, ast.Raise):
-                if not any(guarding.within(loop, p.guard.line) for loop in still_in):
+                if not any(syntax.within(loop, p.guard.line) for loop in still_in):
                     skips.append(p)
             case Kind.INSIDE:
                 behind = p.shared and p.key(Kind.ENDED) in path.others  # in its function: no `return` leads there
@@ -198,9 +200,9 @@ def _can_differ(placed: _Placed, source: Source, alive: bool) -> bool:
     if guard.branch == "decorator":
         return _reads_rank(placed, source)
     if isinstance(guard.node, LOOPS):
-        return guarding.can_end_unevenly(guard.node, guarding.constants(text))
-    left = alive and guarding.exits_process(guard.way_out)
-    return not left and guarding.can_differ(guard.test, guarding.constants(text))
+        return rank_tests.can_end_unevenly(guard.node, rank_tests.constants(text))
+    left = alive and syntax.exits_process(guard.way_out)
+    return not left and rank_tests.can_differ(guard.test, rank_tests.constants(text))
 
 
 def leaving(site: Site | None, theirs: Sequence[Site], source: Source) -> list[Condition]:
@@ -211,7 +213,7 @@ def leaving(site: Site | None, theirs: Sequence[Site], source: Source) -> list[C
         theirs: The user's frames of the other rank, innermost first.
     """
     tree = tree_of(site.file, source) if site is not None else None
-    if site is not None and tree is not None and guarding.exits_process(guarding.statement(tree, site.line)):
+    if site is not None and tree is not None and syntax.exits_process(syntax.statement(tree, site.line)):
         around = enclosing(site, source)
         return [] if around is None else [around]
     return parting((), theirs, source)
@@ -243,7 +245,7 @@ def rank_condition(mine: Sequence[Site], theirs: Sequence[Site], source: Source)
     if found is None:
         return None
     guard = found.guard
-    names_it = guarding.names_one_rank(guard.test) is (guard.branch == "body")
+    names_it = rank_tests.names_one_rank(guard.test) is (guard.branch == "body")
     leaves = guard.kind is Kind.PASSED and names_it
     return _condition(found, source, Way.SKIPPED if leaves else Way.LEFT if guard.kind is Kind.ENDED else Way.ALONE)
 
@@ -286,7 +288,7 @@ def call_under_rank(site: Site, files: Collection[str], rank: int, source: Sourc
                 if _keeps_to_some(p.guard) and _reads_rank(p, source)
             ]
             if held and (condition := _condition(held[0], source, Way.ALONE)) is not None:
-                found[condition] = guarding.may_hold_on(held[0].guard.test, rank)
+                found[condition] = rank_tests.may_hold_on(held[0].guard.test, rank)
             elif (caller.file, caller.function) not in seen and depth < CALLERS:
                 seen.add((caller.file, caller.function))
                 todo.append((caller, depth + 1))

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.culprit.parting import Condition, parting
-from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import RankState, Site
+from distdiag.diagnosis.model.syntax import Source
 
 STEPS = 3  # from which on one backward for each forward and for each step is a habit
 UNDER_WAY = 1  # a pass whose step is not done yet

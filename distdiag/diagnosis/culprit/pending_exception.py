@@ -19,7 +19,7 @@ CONTROL_FLOW = frozenset({"StopIteration", "StopAsyncIteration", "GeneratorExit"
 
 
 def accuse(case: Case) -> Testimony | None:
-    """Accuse the side whose ranks all handle an exception of their own; nobody if one of another side handles one, too."""
+    """Accuse the side whose ranks all handle an exception; nobody if a rank of another side handles one, too."""
     odd = [side for side in case.sides if any(_handles(case, q) for q in side)]
     return explain(case, odd[0]) if len(odd) == 1 and all(_handles(case, q) for q in odd[0]) else None
 

@@ -14,8 +14,8 @@ from distdiag.diagnosis.culprit.case import Case, Reason, Testimony
 from distdiag.diagnosis.culprit.witnesses import OTHER_PLACE, WEAK, decide
 from distdiag.diagnosis.endings import ECHOES, ends
 from distdiag.diagnosis.kinds import Kind
-from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Snapshot
+from distdiag.diagnosis.model.syntax import Source
 from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.graph import WaitGraph
 from distdiag.diagnosis.waits.incidents import Incident, Root, find

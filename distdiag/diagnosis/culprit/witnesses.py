@@ -1,7 +1,7 @@
 """Witnesses: the declared order in which evidence decides who is the culprit of an incident, and explains it.
 
 A witness is one kind of evidence. `accuse` returns a testimony, which names ranks and words why; the first witness that accuses anybody
-decides. The others explain: what they say about the same ranks is evidence, too. If no witness names a rank, it is a true tie: no
+decides. The others explain: their testimony about the same ranks is evidence, too. If no witness names a rank, it is a true tie: no
 rank is blamed, and all members are listed.
 """
 
@@ -43,7 +43,7 @@ class Witness(NamedTuple):
 
     Attributes:
         accuse: Return whom it accuses, and why; None: it only explains ranks that others accuse.
-        explain: Return what it says about ranks that another witness named, or about nobody; by default its accusation of them.
+        explain: Return its testimony about ranks that another witness named, or about nobody; by default its accusation of them.
         applies: True if its accusation may decide this case.
     """
 
@@ -53,7 +53,7 @@ class Witness(NamedTuple):
     applies: Callable[[Case], bool] = _always
 
     def about(self, case: Case, ranks: Sequence[int]) -> Testimony | None:
-        """Return what it says about these ranks."""
+        """Return its testimony about these ranks."""
         if self.explain is not None:
             return self.explain(case, ranks)
         found = self.accuse(case) if self.accuse is not None and ranks else None

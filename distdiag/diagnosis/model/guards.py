@@ -8,25 +8,29 @@ it is in or that must have ended, an exception that must not have been raised, a
 from __future__ import annotations
 
 import ast
-import re
-import tokenize
-import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 from functools import lru_cache
 from typing import NamedTuple
 
-from distdiag.terms.launchers import LAUNCHERS
+from distdiag.diagnosis.model.rank_tests import can_differ, reads_rank
+from distdiag.diagnosis.model.syntax import (
+    FUNCTIONS,
+    LOOPS,
+    SCOPES,
+    Step,
+    code_of_line,
+    exits_process,
+    name_of,
+    parsed,
+    way,
+)
 
-Source = Callable[[str], str | None]  # text of a source file by path, or None
-
-MAX_TEXT = 1 << 20  # characters of a file; a longer one is not read
-LOOPS = (ast.For, ast.AsyncFor, ast.While)
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_SCOPES = (*FUNCTIONS, ast.ClassDef)
 _EXITS = (ast.Return, ast.Break, ast.Continue, ast.Raise)
+# functions whose result has no graph
+_NEW_TENSORS = {
+    "zeros", "ones", "full", "empty", "tensor", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "detach",
+}  # fmt: skip
 _Node = ast.stmt | ast.expr | ast.ExceptHandler | ast.match_case
 
 
@@ -60,89 +64,13 @@ class Guard(NamedTuple):
     @property
     def key(self) -> tuple[object, ...]:
         """What it has in common with the same guard of another line."""
-        place = self.node.pattern if isinstance(self.node, ast.match_case) else self.node
-        return self.kind, self.branch, type(self.node), place.lineno, place.col_offset
+        start = self.node.pattern if isinstance(self.node, ast.match_case) else self.node
+        return self.kind, self.branch, type(self.node), start.lineno, start.col_offset
 
     @property
     def line(self) -> int:
         """Line of the condition's text."""
         return self.node.pattern.lineno if isinstance(self.node, ast.match_case) else self.node.lineno
-
-
-# -- the syntax tree ---------------------------------------------------------------------------------------------------
-
-
-@lru_cache(16)
-def parsed(text: str) -> ast.Module | None:
-    """Return the syntax tree; None if the text is no program, too long, or nested too deeply."""
-    if len(text) > MAX_TEXT:
-        return None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the user's literals
-            return ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-
-
-def tree_of(file: str, source: Source) -> ast.Module | None:
-    """Return the syntax tree of a file, or None."""
-    text = source(file)
-    return parsed(text) if text else None
-
-
-def within(node: ast.AST, line: int) -> bool:
-    """True if a line lies in a statement, handler or case."""
-    first, last = (node.pattern, node.body[-1]) if isinstance(node, ast.match_case) else (node, node)
-    return first.lineno <= line <= (last.end_lineno or last.lineno)  # type: ignore[attr-defined]
-
-
-class _Step(NamedTuple):
-    owner: ast.AST
-    field: str
-    block: list[ast.stmt]
-    at: int
-
-    @property
-    def node(self) -> ast.stmt:
-        return self.block[self.at]
-
-
-def _way(tree: ast.Module, line: int) -> Iterator[_Step]:
-    """Yield the blocks around a line from the module inwards, each with the index of the statement that has the line."""
-    owner: ast.AST | None = tree
-    while owner is not None:
-        blocks = (
-            (field, getattr(owner, field, None)) for field in ("body", "orelse", "finalbody", "handlers", "cases")
-        )
-        steps = (
-            _Step(owner, field, block, i)
-            for field, block in blocks
-            if isinstance(block, list)
-            for i, child in enumerate(block)
-            if within(child, line)
-        )
-        step = next(steps, None)
-        if step is not None:
-            yield step
-        owner = step.node if step is not None else None
-
-
-def statement(tree: ast.Module, line: int) -> ast.stmt | None:
-    """Return the innermost statement with a line."""
-    return next((step.node for step in reversed(list(_way(tree, line)))), None)
-
-
-def function(tree: ast.Module, line: int) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    """Return the innermost function around a line; two classes may each have a `run`."""
-    around = [step.node for step in _way(tree, line)]
-    return next((node for node in reversed(around) if isinstance(node, FUNCTIONS)), None)
-
-
-def class_around(tree: ast.Module | None, line: int) -> str:
-    """Return the name of the innermost class around a line, or nothing."""
-    around = [step.node for step in _way(tree, line)] if tree is not None else []
-    return next((node.name for node in reversed(around) if isinstance(node, ast.ClassDef)), "")
 
 
 class Nested(NamedTuple):
@@ -171,7 +99,7 @@ def _nested(block: Sequence[ast.stmt]) -> Iterator[Nested]:
         about = todo.pop()
         yield about
         node, inner = about.statement, []
-        for field in ("body", "handlers", "orelse", "finalbody", "cases") if not isinstance(node, _SCOPES) else ():
+        for field in ("body", "handlers", "orelse", "finalbody", "cases") if not isinstance(node, SCOPES) else ():
             in_loop = about.in_loop or (isinstance(node, LOOPS) and field == "body")
             for child in getattr(node, field, ()):
                 guard = about.guard
@@ -185,30 +113,6 @@ def _nested(block: Sequence[ast.stmt]) -> Iterator[Nested]:
         todo += reversed(inner)
 
 
-def exits_process(node: ast.AST | None) -> bool:
-    """True for `sys.exit(…)`, `os._exit(…)`, `exit(…)`, `quit(…)`."""
-    call = node.value if isinstance(node, ast.Expr) else None
-    return isinstance(call, ast.Call) and name_of(call.func) in ("exit", "_exit", "quit")
-
-
-def name_of(node: ast.AST | None) -> str:
-    """Return the last part of a name: `c` of `a.b.c`."""
-    return getattr(node, "attr", None) or getattr(node, "id", None) or ""
-
-
-def code_of_line(text: str, line: int) -> str:
-    """Return a line of a program without its comment; an empty text if there is no such line."""
-    lines = text.splitlines()
-    code = lines[line - 1].strip() if 0 < line <= len(lines) else ""
-    if "#" not in code:
-        return code
-    with suppress(tokenize.TokenError, SyntaxError):  # the line may continue in the next one
-        for token in tokenize.generate_tokens(iter([code]).__next__):
-            if token.type == tokenize.COMMENT:
-                return code[: token.start[1]].rstrip()
-    return code
-
-
 def text_of(guard: Guard, text: str) -> str:
     """Return a condition as the program has it: the line of a statement or decorator, or what an expression tests."""
     node, test = guard.node, guard.test
@@ -217,9 +121,6 @@ def text_of(guard: Guard, text: str) -> str:
     if isinstance(node, (ast.expr, ast.With, ast.AsyncWith)) and test is not None and test is not node:
         return f"if {ast.get_source_segment(text, test)}"
     return code_of_line(text, guard.line)
-
-
-# -- guards ------------------------------------------------------------------------------------------------------------
 
 
 @lru_cache(512)
@@ -231,18 +132,18 @@ def guards(tree: ast.Module, line: int, callee: str = "") -> tuple[Guard, ...]:
     """
     out: list[Guard] = []
     node: ast.stmt | None = None
-    for step in _way(tree, line):
+    for step in way(tree, line):
         out += _around(step, line)
         if step.field not in ("handlers", "cases"):
             for earlier in step.block[: step.at]:
                 out += (guard for _, guard in exits([earlier]) if guard is not None)
                 out += (_loop(Kind.ENDED, x.statement) for x in _nested([earlier]) if isinstance(x.statement, LOOPS))
         node = step.node
-        if isinstance(node, _SCOPES):  # a condition around a function's definition does not apply to its calls
+        if isinstance(node, SCOPES):  # a condition around a function's definition does not apply to its calls
             out = [Guard(Kind.HOLDS, x, "decorator", x) for x in node.decorator_list]
     if isinstance(node, LOOPS) and line < node.body[0].lineno:
         out.append(_loop(Kind.INSIDE, node))
-    if node is not None and not isinstance(node, _SCOPES):
+    if node is not None and not isinstance(node, SCOPES):
         out += _in_expression(node, callee)
     return tuple(out)
 
@@ -251,7 +152,7 @@ def _loop(kind: Kind, node: ast.For | ast.AsyncFor | ast.While) -> Guard:
     return Guard(kind, node, test=node.test if isinstance(node, ast.While) else node.iter)
 
 
-def _around(step: _Step, line: int) -> Iterator[Guard]:
+def _around(step: Step, line: int) -> Iterator[Guard]:
     """Yield what the statement around a block lets it run by."""
     owner = step.owner
     match owner:
@@ -294,7 +195,7 @@ def _in_expression(node: ast.stmt, callee: str) -> Iterator[Guard]:
             found = [x for x, names in zip(found, called, strict=True) if callee in names]
         else:
             found = [x for x, names in zip(found, called, strict=True) if names]
-        if len(found) == 1:  # two branches that call are one way as good as the other
+        if len(found) == 1:  # if both branches call something, either may be the line's
             ((test, branch, _),) = found
             yield Guard(Kind.HOLDS, part, branch, test)  # type: ignore[arg-type]
 
@@ -325,8 +226,8 @@ def made_anew(text: str) -> Guard | None:
     found = []
     for node in ast.walk(parsed(text) or ast.Module([], [])):
         if isinstance(node, FUNCTIONS):
-            ways = [(way, guard) for way, guard in exits(node.body) if isinstance(way, ast.Return)]
-            new = [guard for way, guard in ways if _makes_tensor(way.value)]
+            ways = [(way_out, guard) for way_out, guard in exits(node.body) if isinstance(way_out, ast.Return)]
+            new = [guard for way_out, guard in ways if _makes_tensor(way_out.value)]
             if len(new) < len(ways):
                 found += [guard for guard in new if guard is not None and isinstance(guard.node, ast.If)]
     return found[0] if len(found) == 1 else None
@@ -346,169 +247,3 @@ def may_end_early(text: str, line: int) -> bool:
             ends = any(isinstance(way_out, (ast.Break, ast.Return)) for way_out, _ in exits(node.body))
             return ends or bool(_called_in(node.iter) & {"zip", "islice", "takewhile", "cycle"})
     return True
-
-
-# -- what a condition reads --------------------------------------------------------------------------------------------
-
-_WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
-_VARIABLES = tuple(name for launcher in LAUNCHERS for name in (launcher.rank, launcher.local))  # environment variables
-_FIRST = {"main", "master", "chief", "leader", "primary", "coordinator"}  # words for one rank
-_NO_RANK = {"thread", "lora", "low", "matrix", "full", "svd", "loss"}  # `lora_rank` is a size
-_COUNTERS = {
-    "step", "steps", "epoch", "i", "j", "it", "idx", "iteration", "batch_idx", "batch", "global_step", "__name__",
-}  # fmt: skip
-# functions and values that are equal on all ranks of a job
-_SAME = {
-    "dist", "torch", "distributed", "is_initialized", "is_available", "is_torchelastic_launched", "get_world_size", "world_size",
-    "world", "num_replicas", "self", "len", "range", "enumerate",
-}  # fmt: skip
-# functions whose result has no graph
-_NEW_TENSORS = {
-    "zeros", "ones", "full", "empty", "tensor", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "detach",
-}  # fmt: skip
-# containers of submodules: the ranks of a job build the same module
-_OF_MODULES = {"ModuleList", "ModuleDict", "Sequential", "ParameterList"}
-
-
-def can_differ(test: ast.expr | None, constant: frozenset[str] = frozenset()) -> bool:
-    """True if a condition can differ between ranks: not if it tests only a loop counter, or what is equal in a whole job."""
-    if test is None:
-        return True
-    same = _COUNTERS | _SAME | constant
-    intervals = (
-        n.right for n in ast.walk(test) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mod) and _counts(n.left)
-    )
-    interval = {id(n) for right in intervals for n in ast.walk(right)}  # `step % self.every`
-    return not {name_of(n) for n in ast.walk(test) if id(n) not in interval} - {""} <= same
-
-
-def _counts(value: ast.expr) -> bool:
-    names = _names(value)
-    return bool(names & _COUNTERS) and names <= _COUNTERS | _SAME
-
-
-def can_end_unevenly(loop: ast.For | ast.AsyncFor | ast.While, constant: frozenset[str] = frozenset()) -> bool:
-    """True if the number of rounds of a loop can differ between ranks; not in `range(9)`, `while True`."""
-    if isinstance(loop, ast.While):
-        return can_differ(loop.test, constant)
-    return not _names(loop.iter) <= _SAME | constant
-
-
-@lru_cache(16)
-def constants(text: str) -> frozenset[str]:
-    """Return the names that are equal on all ranks at one point of the program.
-
-    Those that a module assigns once, to a literal: `STEPS = 400`, or to a container of modules: `self.experts`; and those that only
-    count: `for k in range(9)`, `for k, x in enumerate(…)`, also where they are handed on under the same name.
-    """
-    tree = parsed(text) or ast.Module([], [])
-    values = (node for node in ast.walk(tree) if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call))
-    modules = Counter(
-        name_of(node.targets[0])
-        for node in values
-        if name_of(node.value.func) in _OF_MODULES  # type: ignore[attr-defined]
-    )
-    stored = Counter(n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
-    literal = {
-        node.targets[0].id
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.targets[0], ast.Name)
-    }
-    given = Counter(n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
-    changed = {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
-    loops = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.For, ast.comprehension)) and isinstance(node.iter, ast.Call)
-    ]
-    counted = Counter(name_of(target) for node in loops if (target := _counter(node)) is not None)
-    counters = {name for name, times in counted.items() if name and times == given[name]}
-    layers = {name for name, times in modules.items() if times == given[name] + stored[name]}
-    return frozenset(layers | counters).union(name for name in literal - changed if given[name] == 1)
-
-
-def _counter(loop: ast.For | ast.comprehension) -> ast.expr | None:
-    """Return the variable of a loop that counts its rounds."""
-    called = name_of(loop.iter.func) if isinstance(loop.iter, ast.Call) else ""
-    if called == "enumerate" and isinstance(loop.target, ast.Tuple):
-        return loop.target.elts[0]
-    return loop.target if called == "range" else None
-
-
-def reads_rank(test: ast.expr | None, variables: frozenset[str] = frozenset()) -> bool:
-    """True if a condition tests the rank. `variables`: names that hold it, see `rank_variables`."""
-    if test is None:
-        return False
-    names = _names(test)
-    variable = any(isinstance(n, ast.Constant) and n.value in _VARIABLES for n in ast.walk(test))
-    return variable or bool(names & variables) or any(map(_means_rank, names))
-
-
-def names_one_rank(test: ast.expr | None) -> bool:
-    """True if a test holds for the rank that it names: `rank == 1`, `is_main`; not for `rank`, `rank != 0`, `not is_main`."""
-    for part in test.values if isinstance(test, ast.BoolOp) else [test]:
-        if isinstance(part, ast.Compare) and reads_rank(part):
-            return all(isinstance(op, ast.Eq) for op in part.ops)
-        if _means_rank(name_of(part)) and "rank" not in _words(name_of(part)):
-            return True
-    return False
-
-
-def may_hold_on(test: ast.expr | None, rank: int) -> bool:
-    """False for a test that names one rank by its number, `rank == 1`, or as the first, `is_global_zero`, if that is another rank."""
-    for part in test.values if isinstance(test, ast.BoolOp) else [test]:
-        if isinstance(part, ast.Compare) and reads_rank(part) and isinstance(part.ops[0], ast.Eq):
-            numbers = [x.value for x in (part.left, *part.comparators) if isinstance(x, ast.Constant)]
-            return not numbers or rank in numbers
-        if names_one_rank(part):
-            return rank == 0
-    return True
-
-
-def _names(node: ast.AST) -> set[str]:
-    return set(map(name_of, ast.walk(node))) - {""}
-
-
-def _words(name: str) -> set[str]:
-    return {word.lower() for word in _WORDS.findall(name)}
-
-
-def _means_rank(name: str) -> bool:
-    """True for a name that holds the rank or whether it is a certain one: `local_rank`, `is_main_process`, `is_global_zero`."""
-    words = _words(name)
-    zero = {"zero"} < words and bool(words & {"global", "local", "world", "process"})
-    one = "rank" in words or bool(words & _FIRST) or zero or ("process" in words and bool(words & {"index", "id"}))
-    return (one or words == {"should", "save"}) and not words & _NO_RANK
-
-
-@lru_cache(16)
-def rank_variables(text: str) -> frozenset[str]:
-    """Return variables, properties and functions that hold the rank or a comparison with it.
-
-    `r = dist.get_rank()`, `first = rank == 0`, `def boss(self): return self.rank == 0`.
-    """
-    pairs: list[tuple[ast.AST | str, ast.expr | None]] = []
-    for node in ast.walk(parsed(text) or ast.Module([], [])):
-        if isinstance(node, ast.Assign) and len(node.targets) == 1:
-            target, value = node.targets[0], node.value
-            both = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
-            pairs += zip(target.elts, value.elts, strict=False) if both else [(target, value)]  # type: ignore[union-attr]
-        elif isinstance(node, FUNCTIONS) and isinstance(last := node.body[-1], ast.Return):
-            pairs.append((node.name, last.value))
-    return frozenset(
-        name
-        for given, value in pairs
-        if (name := given if isinstance(given, str) else name_of(given)) and _is_rank(value)
-    )
-
-
-def _is_rank(value: ast.expr | None) -> bool:
-    """True for a call that returns the rank, an environment variable with it, and a comparison of it."""
-    if isinstance(value, ast.Compare):
-        return reads_rank(value)
-    if isinstance(value, ast.Call):
-        variable = any(isinstance(n, ast.Constant) and n.value in _VARIABLES for n in ast.walk(value))
-        return variable or reads_rank(value.func)
-    return False

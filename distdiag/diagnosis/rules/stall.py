@@ -21,8 +21,8 @@ from distdiag.diagnosis import kinds
 from distdiag.diagnosis.culprit import pending_exception
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
-from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, Snapshot
+from distdiag.diagnosis.model.syntax import Source
 from distdiag.diagnosis.polled import hidden_error, polled_loop
 from distdiag.diagnosis.text.incident import implicit_text, verb
 from distdiag.diagnosis.text.phrases import NO_PROGRESS, at, op_text, where, where_stack, wheres

@@ -21,8 +21,8 @@ from distdiag.diagnosis.endings import UNUSED
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.gradient_cost import gradients
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
-from distdiag.diagnosis.model.guards import Source
 from distdiag.diagnosis.model.snapshot import Model, Snapshot
+from distdiag.diagnosis.model.syntax import Source
 from distdiag.diagnosis.text.phrases import where, wheres
 from distdiag.diagnosis.text.template import Template
 from distdiag.terms.units import percent

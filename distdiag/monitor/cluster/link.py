@@ -11,7 +11,7 @@ from typing import Any
 
 from distdiag.page.node_files import Own
 
-TURN_MS = 250  # the thread looks at its clock at least so often
+TURN_MS = 250  # the thread checks its clock at least so often
 
 
 class Link(ABC):

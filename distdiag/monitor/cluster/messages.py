@@ -61,7 +61,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, tag="receipt"):
         number: Of the report.
         report_sent_ns: Its `sent_ns`.
         received_ns, sent_ns: Monotonic clock of node 0.
-        urgent: A rank of the job waits: send states more often, and look for evidence.
+        urgent: A rank of the job waits: send states more often, and take evidence.
     """
 
     version: Count = VERSION

@@ -28,7 +28,7 @@ Answers = dict[int, tuple[bytes, str]]  # by node: what it answered, or why it d
 
 
 class Questions:
-    """Takes questions, one reader at a time, in a thread of its own.
+    """Takes questions, one reader at a time, in a thread.
 
     Args:
         ask: Asks all nodes, and waits at most so many seconds.

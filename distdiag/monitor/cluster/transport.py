@@ -112,7 +112,7 @@ class Transport:
         ]
 
     def facts(self) -> dict[str, Any]:
-        """Return what run.db says about the connection: who was heard when, and how far the clocks are apart."""
+        """Return what run.db has about the connection: who was heard when, and how far the clocks are apart."""
         if self.server is None:
             return {}
         wall_s, now_ns, server = time.time(), time.monotonic_ns(), self.server

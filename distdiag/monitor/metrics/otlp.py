@@ -1,4 +1,4 @@
-"""Send the metrics by OTLP/HTTP, to where the standard variables OTEL_EXPORTER_OTLP_* say; the SDK has a thread for it."""
+"""Send the metrics by OTLP/HTTP, to the address in the standard variables OTEL_EXPORTER_OTLP_*; the SDK has a thread for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Serve /metrics: a thread of its own, few connections, and text that is made once per poll.
+"""Serve /metrics in a separate thread: few connections, and a text that is made once per poll.
 
 A scraper that sends slowly, never reads, or asks all the time costs a connection; the monitor's thread waits for none of it.
 """

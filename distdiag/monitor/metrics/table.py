@@ -21,7 +21,7 @@ from distdiag.diagnosis.model.findings import Finding, Severity, State
 from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot
 from distdiag.diagnosis.step_times import self_ms
 
-MOST_RANKS = 256  # series of their own; a node has 8 or 16, and node 0's monitor serves its own node only
+MOST_RANKS = 256  # with separate series; a node has 8 or 16, and node 0's monitor serves its own node only
 OTHERS = "other"  # label `rank` of the series that the others share
 WINDOW = 50  # steps
 Value = tuple[tuple[str, ...], float]  # of the labels, in their order
@@ -234,7 +234,7 @@ METRICS = (
     Metric("distdiag.monitor.memory.usage", "By", "Resident memory of this monitor", _one(lambda p: p.memory_bytes)),
     Metric("distdiag.monitor.database.size", "By", "Size of run.db", _one(lambda p: p.database_bytes)),
     Metric(
-        "distdiag.monitor.shared_series.ranks", "{rank}", f'Ranks without series of their own: they are in rank="{OTHERS}"',
+        "distdiag.monitor.shared_series.ranks", "{rank}", f'Ranks without separate series: they are in rank="{OTHERS}"',
         lambda x: [((), max(0, len(x.states) - MOST_RANKS))],
     ),
 )  # fmt: skip

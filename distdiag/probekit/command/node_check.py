@@ -1,7 +1,7 @@
 """`--as prolog` and `--as healthcheck`: a probe as a check of a node, for Slurm and Kubernetes.
 
 A node is drained only for a proved fault. Whatever else happens (a busy host, no torch, no GPU, a wrong option, too little time, a
-crash of the probe) the exit code is 0, and the line gives the reason. The probe runs in a process of its own, which is killed at a
+crash of the probe) the exit code is 0, and the line gives the reason. The probe runs in a separate process, which is killed at a
 deadline: a driver that hangs must not hang slurmd.
 """
 

@@ -165,7 +165,7 @@ def _no_sink(s: Snapshot, seen: Mapping[int, Seen], source: Source | None) -> It
         return
     calls = {q: r.blocked for q, r in s.ranks.items() if r.blocked is not None}
     if not calls and any(r.activity in ("sleep", "user_code") for r in s.ranks.values()):
-        return  # that ends by itself, or looks the same as work
+        return  # that ends by itself, or is no different from work
     if not calls:
         places = by_value({q: r.current_site for q, r in s.ranks.items()})
         texts = [

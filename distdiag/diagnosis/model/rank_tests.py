@@ -1,0 +1,170 @@
+"""Reads from a condition's syntax whether it tests the rank, and whether it can differ between ranks."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from functools import lru_cache
+
+from distdiag.diagnosis.model.syntax import FUNCTIONS, name_of, parsed
+from distdiag.terms.launchers import LAUNCHERS
+
+_WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
+_VARIABLES = tuple(name for launcher in LAUNCHERS for name in (launcher.rank, launcher.local))  # environment variables
+_FIRST = {"main", "master", "chief", "leader", "primary", "coordinator"}  # words for one rank
+_NO_RANK = {"thread", "lora", "low", "matrix", "full", "svd", "loss"}  # `lora_rank` is a size
+_COUNTERS = {
+    "step", "steps", "epoch", "i", "j", "it", "idx", "iteration", "batch_idx", "batch", "global_step", "__name__",
+}  # fmt: skip
+# functions and values that are equal on all ranks of a job
+_SAME = {
+    "dist", "torch", "distributed", "is_initialized", "is_available", "is_torchelastic_launched", "get_world_size", "world_size",
+    "world", "num_replicas", "self", "len", "range", "enumerate",
+}  # fmt: skip
+# containers of submodules: the ranks of a job build the same module
+_OF_MODULES = {"ModuleList", "ModuleDict", "Sequential", "ParameterList"}
+
+
+def can_differ(test: ast.expr | None, constant: frozenset[str] = frozenset()) -> bool:
+    """True if a condition can differ between ranks: not if it tests only a loop counter, or what is equal in a whole job."""
+    if test is None:
+        return True
+    same = _COUNTERS | _SAME | constant
+    intervals = (
+        n.right for n in ast.walk(test) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mod) and _counts(n.left)
+    )
+    interval = {id(n) for right in intervals for n in ast.walk(right)}  # `step % self.every`
+    return not {name_of(n) for n in ast.walk(test) if id(n) not in interval} - {""} <= same
+
+
+def _counts(value: ast.expr) -> bool:
+    names = _names(value)
+    return bool(names & _COUNTERS) and names <= _COUNTERS | _SAME
+
+
+def can_end_unevenly(loop: ast.For | ast.AsyncFor | ast.While, constant: frozenset[str] = frozenset()) -> bool:
+    """True if the number of rounds of a loop can differ between ranks; not in `range(9)`, `while True`."""
+    if isinstance(loop, ast.While):
+        return can_differ(loop.test, constant)
+    return not _names(loop.iter) <= _SAME | constant
+
+
+@lru_cache(16)
+def constants(text: str) -> frozenset[str]:
+    """Return the names that are equal on all ranks at one point of the program.
+
+    Those that a module assigns once, to a literal: `STEPS = 400`, or to a container of modules: `self.experts`; and those that only
+    count: `for k in range(9)`, `for k, x in enumerate(…)`, also where they are handed on under the same name.
+    """
+    tree = parsed(text) or ast.Module([], [])
+    values = (node for node in ast.walk(tree) if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call))
+    modules = Counter(
+        name_of(node.targets[0])
+        for node in values
+        if name_of(node.value.func) in _OF_MODULES  # type: ignore[attr-defined]
+    )
+    stored = Counter(n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
+    literal = {
+        node.targets[0].id
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.targets[0], ast.Name)
+    }
+    given = Counter(n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+    changed = {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
+    loops = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.For, ast.comprehension)) and isinstance(node.iter, ast.Call)
+    ]
+    counted = Counter(name_of(target) for node in loops if (target := _counter(node)) is not None)
+    counters = {name for name, times in counted.items() if name and times == given[name]}
+    layers = {name for name, times in modules.items() if times == given[name] + stored[name]}
+    return frozenset(layers | counters).union(name for name in literal - changed if given[name] == 1)
+
+
+def _counter(loop: ast.For | ast.comprehension) -> ast.expr | None:
+    """Return the variable of a loop that counts its rounds."""
+    called = name_of(loop.iter.func) if isinstance(loop.iter, ast.Call) else ""
+    if called == "enumerate" and isinstance(loop.target, ast.Tuple):
+        return loop.target.elts[0]
+    return loop.target if called == "range" else None
+
+
+def reads_rank(test: ast.expr | None, variables: frozenset[str] = frozenset()) -> bool:
+    """True if a condition tests the rank. `variables`: names that hold it, see `rank_variables`."""
+    if test is None:
+        return False
+    names = _names(test)
+    variable = any(isinstance(n, ast.Constant) and n.value in _VARIABLES for n in ast.walk(test))
+    return variable or bool(names & variables) or any(map(_means_rank, names))
+
+
+def names_one_rank(test: ast.expr | None) -> bool:
+    """True if a test holds for the rank that it names: `rank == 1`, `is_main`; not for `rank`, `rank != 0`, `not is_main`."""
+    for part in test.values if isinstance(test, ast.BoolOp) else [test]:
+        if isinstance(part, ast.Compare) and reads_rank(part):
+            return all(isinstance(op, ast.Eq) for op in part.ops)
+        if _means_rank(name_of(part)) and "rank" not in _words(name_of(part)):
+            return True
+    return False
+
+
+def may_hold_on(test: ast.expr | None, rank: int) -> bool:
+    """False for a test that names one rank by its number, `rank == 1`, or as the first, `is_global_zero`, if that is another rank."""
+    for part in test.values if isinstance(test, ast.BoolOp) else [test]:
+        if isinstance(part, ast.Compare) and reads_rank(part) and isinstance(part.ops[0], ast.Eq):
+            numbers = [x.value for x in (part.left, *part.comparators) if isinstance(x, ast.Constant)]
+            return not numbers or rank in numbers
+        if names_one_rank(part):
+            return rank == 0
+    return True
+
+
+def _names(node: ast.AST) -> set[str]:
+    return set(map(name_of, ast.walk(node))) - {""}
+
+
+def _words(name: str) -> set[str]:
+    return {word.lower() for word in _WORDS.findall(name)}
+
+
+def _means_rank(name: str) -> bool:
+    """True for a name that holds the rank or whether it is a certain one: `local_rank`, `is_main_process`, `is_global_zero`."""
+    words = _words(name)
+    zero = {"zero"} < words and bool(words & {"global", "local", "world", "process"})
+    one = "rank" in words or bool(words & _FIRST) or zero or ("process" in words and bool(words & {"index", "id"}))
+    return (one or words == {"should", "save"}) and not words & _NO_RANK
+
+
+@lru_cache(16)
+def rank_variables(text: str) -> frozenset[str]:
+    """Return variables, properties and functions that hold the rank or a comparison with it.
+
+    `r = dist.get_rank()`, `first = rank == 0`, `def boss(self): return self.rank == 0`.
+    """
+    pairs: list[tuple[ast.AST | str, ast.expr | None]] = []
+    for node in ast.walk(parsed(text) or ast.Module([], [])):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1:
+            target, value = node.targets[0], node.value
+            both = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+            pairs += zip(target.elts, value.elts, strict=False) if both else [(target, value)]  # type: ignore[union-attr]
+        elif isinstance(node, FUNCTIONS) and isinstance(last := node.body[-1], ast.Return):
+            pairs.append((node.name, last.value))
+    return frozenset(
+        name
+        for given, value in pairs
+        if (name := given if isinstance(given, str) else name_of(given)) and _is_rank(value)
+    )
+
+
+def _is_rank(value: ast.expr | None) -> bool:
+    """True for a call that returns the rank, an environment variable with it, and a comparison of it."""
+    if isinstance(value, ast.Compare):
+        return reads_rank(value)
+    if isinstance(value, ast.Call):
+        variable = any(isinstance(n, ast.Constant) and n.value in _VARIABLES for n in ast.walk(value))
+        return variable or reads_rank(value.func)
+    return False

@@ -1,0 +1,117 @@
+"""The syntax tree of a user's source file: its statements around a line, and names. Nothing is executed."""
+
+from __future__ import annotations
+
+import ast
+import tokenize
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import lru_cache
+from typing import NamedTuple
+
+Source = Callable[[str], str | None]  # text of a source file by path, or None
+
+MAX_TEXT = 1 << 20  # characters of a file; a longer one is not read
+LOOPS = (ast.For, ast.AsyncFor, ast.While)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+SCOPES = (*FUNCTIONS, ast.ClassDef)
+
+
+@lru_cache(16)
+def parsed(text: str) -> ast.Module | None:
+    """Return the syntax tree; None if the text is no program, too long, or nested too deeply."""
+    if len(text) > MAX_TEXT:
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the user's literals
+            return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def tree_of(file: str, source: Source) -> ast.Module | None:
+    """Return the syntax tree of a file, or None."""
+    text = source(file)
+    return parsed(text) if text else None
+
+
+def within(node: ast.AST, line: int) -> bool:
+    """True if a line lies in a statement, handler or case."""
+    first, last = (node.pattern, node.body[-1]) if isinstance(node, ast.match_case) else (node, node)
+    return first.lineno <= line <= (last.end_lineno or last.lineno)  # type: ignore[attr-defined]
+
+
+class Step(NamedTuple):
+    """A block around a line: its owner's field, and the index of the statement that has the line."""
+
+    owner: ast.AST
+    field: str
+    block: list[ast.stmt]
+    at: int
+
+    @property
+    def node(self) -> ast.stmt:
+        return self.block[self.at]
+
+
+def way(tree: ast.Module, line: int) -> Iterator[Step]:
+    """Yield the blocks around a line from the module inwards, each with the index of the statement that has the line."""
+    owner: ast.AST | None = tree
+    while owner is not None:
+        blocks = (
+            (field, getattr(owner, field, None)) for field in ("body", "orelse", "finalbody", "handlers", "cases")
+        )
+        steps = (
+            Step(owner, field, block, i)
+            for field, block in blocks
+            if isinstance(block, list)
+            for i, child in enumerate(block)
+            if within(child, line)
+        )
+        step = next(steps, None)
+        if step is not None:
+            yield step
+        owner = step.node if step is not None else None
+
+
+def statement(tree: ast.Module, line: int) -> ast.stmt | None:
+    """Return the innermost statement with a line."""
+    return next((step.node for step in reversed(list(way(tree, line)))), None)
+
+
+def function(tree: ast.Module, line: int) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """Return the innermost function around a line; two classes may each have a `run`."""
+    around = [step.node for step in way(tree, line)]
+    return next((node for node in reversed(around) if isinstance(node, FUNCTIONS)), None)
+
+
+def class_around(tree: ast.Module | None, line: int) -> str:
+    """Return the name of the innermost class around a line, or nothing."""
+    around = [step.node for step in way(tree, line)] if tree is not None else []
+    return next((node.name for node in reversed(around) if isinstance(node, ast.ClassDef)), "")
+
+
+def name_of(node: ast.AST | None) -> str:
+    """Return the last part of a name: `c` of `a.b.c`."""
+    return getattr(node, "attr", None) or getattr(node, "id", None) or ""
+
+
+def code_of_line(text: str, line: int) -> str:
+    """Return a line of a program without its comment; an empty text if there is no such line."""
+    lines = text.splitlines()
+    code = lines[line - 1].strip() if 0 < line <= len(lines) else ""
+    if "#" not in code:
+        return code
+    with suppress(tokenize.TokenError, SyntaxError):  # the line may continue in the next one
+        for token in tokenize.generate_tokens(iter([code]).__next__):
+            if token.type == tokenize.COMMENT:
+                return code[: token.start[1]].rstrip()
+    return code
+
+
+def exits_process(node: ast.AST | None) -> bool:
+    """True for `sys.exit(…)`, `os._exit(…)`, `exit(…)`, `quit(…)`."""
+    call = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(call, ast.Call) and name_of(call.func) in ("exit", "_exit", "quit")
