@@ -147,10 +147,11 @@ def healthy(entry: Entry, how: str) -> dict[str, Any]:
     """Attach to one of two equal jobs until it ends, and compare what both computed and printed."""
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
         with started(entry, how, {"DIGESTS": one}) as alone, started(entry, how, {"DIGESTS": other}) as job:
-            seen, bad, pauses = 0, [], []
+            seen, unjudged, bad, pauses = 0, 0, [], []
             while job.process.poll() is None:
                 found, _ = attach(job)
                 seen += found.get("ranks_seen", 0) == entry.nproc
+                unjudged += "attach again" in (found.get("unjudged") or "")
                 bad += [f["message"] for f in found.get("findings", ()) if f["severity"] != "info"]
                 pauses += [
                     int(ms)
@@ -163,7 +164,7 @@ def healthy(entry: Entry, how: str) -> dict[str, Any]:
         digests = [{p.name: p.read_text() for p in Path(d).iterdir()} for d in (one, other)]
     steps = sum(int(text.split()[0]) for text in digests[0].values())
     return {
-        "attached": seen, "bad": bad, "codes": codes, "equal": digests[0] == digests[1] and texts[0] == texts[1],
+        "attached": seen, "unjudged": unjudged, "bad": bad, "codes": codes, "equal": digests[0] == digests[1] and texts[0] == texts[1],
         "optimizer_steps": steps, "longest_pause_ms": max(pauses, default=0),
     }  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Measures the pytest plugin on generated tests: hanging ones end early with their line, healthy ones as without it.
 
-    python benchmarks/pytest_plugin.py hanging            # 50 tests: seconds to their end, and the line in their failure
+    python benchmarks/pytest_plugin.py hanging            # 50 tests: seconds to their end, step by step, and the line in their failure
     python benchmarks/pytest_plugin.py healthy --pairs 6  # 500 tests with and without the plugin, in turn: outcomes and time
 
 The tests are written as people write them: torch.multiprocessing.spawn, multiprocessing.Process, torchrun in a subprocess, torch's own
@@ -41,6 +41,7 @@ FAULTS = {
     "extra_barrier": """
     for step in range({steps}):
         if step == {steps} - 1 and rank == {culprit}:
+            mark('call', rank)
             dist.barrier()  # HERE
         dist.all_reduce(x)
 """,
@@ -48,6 +49,7 @@ FAULTS = {
     for step in range({steps}):
         dist.all_reduce(x)
     if rank == {culprit}:
+        mark('call', rank)
         dist.broadcast(x, src={culprit})  # HERE
     dist.barrier()
 """,
@@ -55,31 +57,53 @@ FAULTS = {
     for step in range({steps}):
         if not (step == 1 and rank == {culprit}):
             dist.all_reduce(x)
+        mark('call', rank)
         dist.all_gather([torch.zeros(4) for _ in range(2)], x)  # HERE
 """,
     "no_sender": """
     for step in range({steps}):
         dist.all_reduce(x)
     if rank == {culprit}:
+        mark('call', rank)
         dist.recv(x, src=1 - {culprit})  # HERE
     dist.barrier()
 """,
     "one_step_less": """
     for step in range({steps} - (rank == {culprit})):
         dist.all_reduce(x)
+    mark('call', rank)
     dist.barrier()  # HERE
 """,
 }
-HEAD = """
-import os, subprocess, sys, time
+# Writes the wall-clock time at which a rank got somewhere.
+MARKS = """
+import os, time
+def mark(what, rank):
+    with open(os.environ["MARKS"], "a") as file:
+        file.write(f"{what} {rank} {time.time()}\\n")
+mark("python", os.environ.get("RANK", -1))
+"""
+CONFTEST = """
+import os, time
+def pytest_runtest_logreport(report):
+    with open(os.environ["MARKS"], "a") as file:
+        file.write(f"{report.when} {report.nodeid.rpartition('::')[2]} {time.time()}\\n")
+"""
+HEAD = (
+    MARKS
+    + """
+import subprocess, sys
 import pytest, torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+mark("torch", -1)
 
 def join(rank, store):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    mark("joined", rank)
     return torch.ones(4)
 """
+)
 KINDS = {
     "spawn": """
 def work_{n}(rank, store):
@@ -105,11 +129,13 @@ def test_{n}(tmp_path):
     assert [p.exitcode for p in ranks] == [0, 0]
 """,
     "torchrun": '''
-JOB_{n} = """
+JOB_{n} = """{marks}
 import torch
 import torch.distributed as dist
+mark("torch", -1)
 dist.init_process_group("gloo")
 rank, x = dist.get_rank(), torch.ones(4)
+mark("joined", rank)
 def main():
 {body}
 main()
@@ -162,7 +188,9 @@ def generated(n: int, kind: str, fault: str, steps: int, culprit: int) -> str:
     """Return the source of one test."""
     body = FAULTS[fault].format(steps=steps, culprit=culprit).strip("\n")
     deep = "\n".join(f"    {line}" for line in body.splitlines())
-    return HEAD + KINDS[kind].replace("{n}", str(n)).replace("{body}", body).replace("{deep}", deep)
+    return HEAD + KINDS[kind].replace("{marks}", MARKS.replace("\\", "\\\\")).replace("{n}", str(n)).replace(
+        "{body}", body
+    ).replace("{deep}", deep)
 
 
 def line_of(source: str, kind: str) -> tuple[str, int]:
@@ -178,9 +206,8 @@ def pytest(folder: Path, *options: str) -> tuple[dict[str, dict[str, Any]], floa
     """Run the tests of a folder; return (outcome, seconds and failure of each test, wall seconds, CPU seconds)."""
     mark = os.urandom(8).hex()
     report = folder / "report.xml"
-    env = clean_env(
-        folder / "home", {"TMPDIR": str(folder / "tmp"), MARK: mark, "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-    )
+    own = {"TMPDIR": str(folder / "tmp"), MARK: mark, "MARKS": str(folder / "marks")}
+    env = clean_env(folder / "home", own | {"PYTHONPATH": os.environ.get("PYTHONPATH", "")})
     (folder / "tmp").mkdir(exist_ok=True)
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     try:
@@ -220,6 +247,7 @@ def hanging(only: str | None) -> dict[str, Any]:
                 if ("plain", "xdist", "plain", "timeout", "plain")[n % 5] != way or (only and kind != only):
                     continue
                 source = generated(n, kind, fault, steps, culprit)
+                (folder / "conftest.py").write_text(CONFTEST)
                 (folder / f"test_of_{n}.py").write_text(source)
                 wanted[f"test_{n}"] = (kind, fault, culprit, *line_of(source, kind))
             found, *_ = pytest(folder, *options) if wanted else ({},)
@@ -229,7 +257,7 @@ def hanging(only: str | None) -> dict[str, Any]:
                 rows.append({
                     "kind": kind, "fault": fault, "culprit": culprit, "way": way, "outcome": got["outcome"],
                     "seconds": round(got["seconds"], 1), "line": re.search(rf"rank {culprit} .*?{re.escape(place)}", got["text"], re.DOTALL) is not None,
-                    "after_hang_s": after_hang(got["text"]), "text": next((x for x in got["text"].splitlines() if "ERROR" in x), got["text"][:200]),
+                    "steps_s": timeline(folder, name, culprit, got["text"]), "text": next((x for x in got["text"].splitlines() if "ERROR" in x), got["text"][:200]),
                 })  # fmt: skip
                 print(name, json.dumps(rows[-1]), flush=True)
     return summary(rows)
@@ -239,19 +267,34 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "n": len(rows), "ended_with_line": sum(r["line"] for r in rows), "failed": sum(r["outcome"] == "failure" for r in rows),
         "median_s": statistics.median(r["seconds"] for r in rows), "max_s": max(r["seconds"] for r in rows),
-        "median_after_hang_s": statistics.median([x for r in rows if (x := r["after_hang_s"]) is not None] or [0.0]),
+        **{f"median_after_call_{kind}_s": round(statistics.median(x), 1) for kind, x in after_call(rows).items()},
         "load": round(os.getloadavg()[0], 1), "rows": rows,
     }  # fmt: skip
 
 
-def after_hang(text: str) -> float | None:
-    """Return the seconds from the hang's first poll to the end of its ranks by the monitor, from the run that a failure names."""
-    named = re.search(r"^  run    (\S+)$", text, re.MULTILINE)
-    if named is None:
-        return None
-    ended = table(Path(named[1]), "SELECT value FROM meta WHERE key = 'hang_ended_s'")
-    since = table(Path(named[1]), "SELECT min(first_seen_s) FROM finding WHERE severity = 'error'")
-    return round(float(ended[0][0]) - since[0][0], 1) if ended and since and since[0][0] is not None else None
+def after_call(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Return the seconds from the wrong call to the test's failure, by the way to start ranks."""
+    out: dict[str, list[float]] = {"all": []}
+    for r in rows:
+        out["all"].append(took := r["steps_s"]["failed"] - r["steps_s"]["call"])
+        out.setdefault(r["kind"], []).append(took)
+    return out
+
+
+def timeline(folder: Path, name: str, culprit: int, text: str) -> dict[str, float]:
+    """Return the seconds from the test's begin to each step of it: of its ranks the last one, of the finding from the run."""
+    marks = [(what, who, float(at)) for what, who, at in map(str.split, (folder / "marks").read_text().splitlines())]
+    begin, end = (min(at for what, who, at in marks if (what, who) == (when, name)) for when in ("setup", "call"))
+    within = [(what, who, at) for what, who, at in marks if begin <= at <= end]
+    out = {what: max((at for w, _, at in within if w == what), default=begin) for what in ("python", "torch", "joined")}
+    out["call"] = max((at for what, who, at in within if (what, who) == ("call", str(culprit))), default=begin)
+    if named := re.search(r"^  run    (\S+)$", text, re.MULTILINE):
+        run = Path(named[1])
+        meta = dict(table(run, "SELECT key, value FROM meta WHERE key IN ('started_unix_s', 'hang_ended_s')"))
+        seen, found = table(run, "SELECT min(first_seen_s), min(detected_s) FROM finding WHERE severity = 'error'")[0]
+        zero = float(meta["started_unix_s"])
+        out |= {"seen": zero + seen, "found": zero + found, "ended": zero + float(meta.get("hang_ended_s", "nan"))}
+    return {what: round(at - begin, 1) for what, at in {**out, "failed": end}.items()}
 
 
 # -- healthy -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What the kernel reports about a process in /proc/PID/stat, proc(5)."""
+"""What the kernel reports about a process in /proc/PID, proc(5)."""
 
 from __future__ import annotations
 
@@ -37,6 +37,32 @@ def start_ticks(pid: int | str) -> int | None:
         return int(stat_fields(pid)[START_TICKS])
     except (OSError, IndexError, ValueError):
         return None
+
+
+def ran_and_waited_s(pid: int) -> tuple[float, float]:
+    """Return the seconds that a process's main thread has run and has waited for a CPU since it began, by /proc/PID/schedstat.
+
+    Raises:
+        OSError, ValueError: the process is gone, or the kernel has no schedstat.
+    """
+    ran_ns, waited_ns, _ = map(int, read(f"/proc/{pid}/schedstat").split())
+    return ran_ns / 1e9, waited_ns / 1e9
+
+
+def children(pid: int, *, of_any_thread: bool = False) -> list[int]:
+    """Return the children of a process's main thread (DataLoader workers), from the kernel's list.
+
+    With `of_any_thread`, also those of its other threads: one more file to read for each thread.
+    """
+    try:
+        threads = os.listdir(f"/proc/{pid}/task") if of_any_thread else [pid]
+        found = []
+        for t in threads:
+            with open(f"/proc/{pid}/task/{t}/children", "rb", buffering=0) as f:  # of any length
+                found += map(int, f.read().split())
+        return found
+    except (OSError, ValueError):
+        return []
 
 
 def maps(pid: int, page: Path) -> bool:

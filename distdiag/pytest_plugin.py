@@ -44,8 +44,8 @@ class Recording:
 
     def __init__(self) -> None:
         self._root: Path | None = None
-        self._runs: list[Path] = []  # of tests whose ranks may live on: those of fixtures
-        self._judged: set[Path] = set()
+        self._runs: dict[str, Path] = {}  # of tests, by name: also of earlier ones, as ranks of fixtures live on
+        self._judged: set[Path] = set()  # those that are closed or have a verdict: nothing is added to them
         self._kept: set[Path] = set()  # that a report names
         self._given: dict[str, str | None] = {}
         self._problems: list[str] = []  # why something was not recorded or judged; no test fails by it
@@ -59,8 +59,7 @@ class Recording:
         if root is None:
             self._set({"DISTDIAG": "0"})
         else:
-            run = root / str(len(self._runs))
-            self._runs.append(run)
+            run = self._runs.setdefault(name := str(len(self._runs)), root / name)
             self._set({
                 "DISTDIAG": "1", "DISTDIAG_RUN_DIR": str(run), "DISTDIAG_QUIET": "1", "DISTDIAG_END_HANGS_S": VERDICT_S,
                 "DISTDIAG_NOT_PID": str(os.getpid()),
@@ -109,8 +108,8 @@ class Recording:
 
         A job that was not ended failed, or went on, by itself: the test decides, which may expect that.
         """
-        for base in self._runs:
-            for run in sorted(base.glob("**/run.db")) if base.exists() else ():
+        for base in self._made():
+            for run in sorted(base.glob("**/run.db")):
                 if run in self._judged:
                     continue
                 from distdiag.diagnosis.model.findings import Certainty, Severity
@@ -120,6 +119,7 @@ class Recording:
                 try:
                     with open_run(run) as opened:
                         ended = opened.meta.get("hang_ended_s") is not None
+                        closed = opened.meta.get("monitor_ended") == "1"
                         hangs = [
                             f for f in opened.findings()
                             if f.severity == Severity.ERROR and f.certainty == Certainty.PROVED and f.cleared_s is None
@@ -129,9 +129,18 @@ class Recording:
                 except Exception as e:  # a defect of ours, and not of the test
                     self._problem(e)
                     continue
-                if hangs:
+                if hangs or closed:
                     self._judged.add(run)
+                if hangs:
                     yield run.parent, min(hangs, key=lambda f: f.detected_s or 0.0), ended
+
+    def _made(self) -> list[Path]:
+        """Return the runs that ranks have begun, by one listing: few tests start ranks."""
+        try:
+            names = set(os.listdir(self._root)) if self._root is not None else set()
+        except OSError:  # a test has removed it
+            return []
+        return [self._runs[name] for name in sorted(self._runs.keys() & names, key=int)]
 
     def _text(self, run: Path, finding: Finding) -> str:
         from distdiag.diagnosis.text.finding import finding_lines
@@ -156,7 +165,7 @@ class Recording:
     def pytest_sessionfinish(self) -> None:
         """Remove the runs of tests without a verdict."""
         kept = self._kept
-        for run in self._runs:
+        for run in self._runs.values():
             if not any(k == run or run in k.parents for k in kept):
                 shutil.rmtree(run, ignore_errors=True)
         if self._root is not None and not kept:

@@ -41,12 +41,16 @@ class Sample:
         process: Its stacks; None if they could not be read, with `error`.
         paused_s: How long its main thread was stopped.
         cpu_s: CPU time of its main thread so far.
+        queued_s: How long its main thread could have run so far, and had no CPU; 0 on a kernel that does not tell.
+        children_s: CPU time of its children so far and their time without a CPU: loader workers that still work.
     """
 
     process: Process | None = None
     error: str = ""
     paused_s: float = 0.0
     cpu_s: float = 0.0
+    queued_s: float = 0.0
+    children_s: float = 0.0
     at_s: float = field(default_factory=time.monotonic)
 
 
@@ -78,7 +82,9 @@ def _one(program: str, p: Candidate, native: bool) -> Sample:
         return Sample(error=ENDED)
     if _state(p.pid) == STOPPED:
         return Sample(error="it is stopped (SIGSTOP)")  # py-spy would let it continue
-    sample = Sample(cpu_s=_cpu_s(p.pid))
+    cpu_s, queued_s = _cpu_and_queued_s(p.pid)
+    children_s = sum(map(sum, map(_cpu_and_queued_s, procfs.children(p.pid, of_any_thread=True))))
+    sample = Sample(cpu_s=cpu_s, queued_s=queued_s, children_s=children_s)
     command = [program, "dump", "--json", "--locals", *(["--native"] if native else []), "--pid", str(p.pid)]
     with _Watch(p.pid) as watch, subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -135,12 +141,15 @@ def _state(pid: int) -> str:
         return ""
 
 
-def _cpu_s(pid: int) -> float:
+def _cpu_and_queued_s(pid: int) -> tuple[float, float]:
     try:
-        fields = procfs.stat_fields(f"{pid}/task/{pid}")
-        return (int(fields[procfs.USER_TICKS]) + int(fields[procfs.SYSTEM_TICKS])) / os.sysconf("SC_CLK_TCK")
+        cpu_s, queued_s = procfs.ran_and_waited_s(pid)
+        if cpu_s:
+            return cpu_s, queued_s
+        fields = procfs.stat_fields(f"{pid}/task/{pid}")  # zeros: a kernel without schedstat
+        return (int(fields[procfs.USER_TICKS]) + int(fields[procfs.SYSTEM_TICKS])) / os.sysconf("SC_CLK_TCK"), 0.0
     except (OSError, IndexError, ValueError):
-        return 0.0
+        return 0.0, 0.0
 
 
 def _resume(p: Candidate) -> None:

@@ -23,6 +23,9 @@ from distdiag.terms.untrusted import visible
 
 GAP_S = 1.0  # between the first two samples
 LONGER_S = 1.5  # until the third, of the ranks that have not moved by then
+AGAIN = 3  # more samples at most, of ranks that could not run or whose loader still works
+ABLE_S = 2.0  # a rank stands still if it has not moved in so long a time, in which it had a CPU or asked for none
+WORKING = 0.1  # share of a core that children of a rank use, or wait for: then it waits for their work
 BUSY = 0.3  # share of a core from which a rank counts as computing
 MAX_SOURCE = 1 << 20  # bytes of one source file
 _RANK_NAMES = ("rank", "global_rank", "local_rank")
@@ -64,7 +67,8 @@ def attach(job: Job) -> Report:
     if gone:
         notes.append(f"{rank_list(sorted(gone))} ended while the job was sampled")
     world = job.world or len(seen)
-    unjudged = None
+    unjudged = "; ".join([f"rank {rank} {s.open}" for rank, s in sorted(seen.items()) if s.open][:4]) or None
+    unjudged = f"{unjudged}: attach again" if unjudged else None
     if failed:
         unjudged = f"the stacks of {rank_list(failed)} could not be read"
     if world > len(seen):
@@ -101,7 +105,29 @@ def _samples(job: Job) -> dict[int, list[Sample]]:
         others = [p for p in still if p not in unsure]
         for pid, s in (sample.take(others) | sample.take(unsure, native=True)).items():
             taken[pid].append(s)
+    for _ in range(AGAIN):
+        open_ = [p for p in still if taken[p.pid][-1].process is not None and _open(taken[p.pid])]
+        if not open_:
+            break
+        time.sleep(LONGER_S)
+        for pid, s in sample.take(open_).items():
+            taken[pid].append(s)
     return taken
+
+
+def _open(samples: list[Sample]) -> str:
+    """Return why a process that has not moved may yet move: it had no CPU, or its children work for it; else an empty text."""
+    first, last = samples[0], samples[-1]
+    interval_s, queued_s = last.at_s - first.at_s, last.queued_s - first.queued_s
+    newest = _newest(samples)
+    if _moved(samples) or newest is None:
+        return ""
+    if queued_s > 0 and interval_s - queued_s < ABLE_S:
+        return f"waited for a CPU for {queued_s:.1f} of {interval_s:.1f} s"
+    children_s = abs(last.children_s - first.children_s)
+    if children_s > WORKING * interval_s and position(newest.judged).activity in ("data", "socket"):
+        return "waits for its child processes, which work"
+    return ""
 
 
 def _newest(samples: list[Sample]) -> Process | None:
@@ -128,12 +154,13 @@ def _seen(process: Process | None, samples: list[Sample], p: Candidate, source: 
     if process is None:
         return Seen(pid=p.pid, life=Life.STOPPED)
     first, last = samples[0], samples[-1]
-    waited_s = last.at_s - first.at_s
-    busy = waited_s > 0 and (last.cpu_s - first.cpu_s) / waited_s > BUSY
+    able_s = last.at_s - first.at_s - (last.queued_s - first.queued_s)
+    busy = last.cpu_s - first.cpu_s > BUSY * max(able_s, 0.0)
     moved = _moved(samples) or last.error == sample.ENDED  # what has ended was not stuck
     return Seen(
-        position=position(process.judged, source, still=not moved and not busy), pid=p.pid, moved=moved, busy=busy
-    )
+        position=position(process.judged, source, still=not moved and not busy), pid=p.pid, moved=moved, busy=busy,
+        open=_open(samples),
+    )  # fmt: skip
 
 
 def _ranks(members: list[Candidate], processes: Mapping[int, Process]) -> tuple[dict[int, Candidate], list[str]]:

@@ -17,6 +17,7 @@ from distdiag.attach import ranks, sample, verdict
 from distdiag.attach.ranks import Candidate, Job
 from distdiag.attach.sample import Sample, py_spy
 from distdiag.errors import DistdiagError
+from distdiag.sources.stacks.calls import position
 from distdiag.sources.stacks.frames import Frame, Process, Stack
 from tests.jobs import REPOSITORY, distdiag, free_port, start, wait_for
 from tests.jobs import Job as Started
@@ -312,6 +313,66 @@ def test_a_rank_that_ends_while_it_is_sampled_is_not_stuck(monkeypatch: pytest.M
     report = verdict.attach(job)
     assert not [f for f in report.findings if f.severity != "info"]
     assert "rank 1 ended while the job was sampled" in report.notes
+
+
+def taken_over_time(monkeypatch: pytest.MonkeyPatch, *rounds: dict[int, Sample]) -> list[float]:
+    """Let `sample.take` return these samples in turn, then the last ones again; return the list of pauses between them."""
+    left, slept = list(rounds), []
+
+    def take(found: list[Candidate], native: bool = False) -> dict[int, Sample]:
+        pids = [p.pid for p in found]
+        if not pids:
+            return {}
+        samples = left.pop(0) if len(left) > 1 else left[0]
+        return {pid: samples[pid] for pid in pids}
+
+    monkeypatch.setattr(sample, "take", take)
+    monkeypatch.setattr(verdict.time, "sleep", slept.append)
+    return slept
+
+
+def busy_sample(pid: int, line: int, **more: float) -> Sample:
+    user = Frame("fit", "/nowhere/train.py", line, {"i": "3"}, {"i": 5})
+    return Sample(Process(pid, (Stack((user,), (), False, "MainThread"),)), **more)
+
+
+def test_a_rank_without_a_cpu_is_sampled_again_and_then_left_unjudged(monkeypatch: pytest.MonkeyPatch) -> None:
+    (job,) = here(monkeypatch, process(11, 1, rank(0, 2)), process(12, 1, rank(1, 2)))
+
+    def at_s(t: float, queued_s: float) -> dict[int, Sample]:
+        waiting = in_all_reduce(11)
+        waiting.at_s = t
+        return {11: waiting, 12: busy_sample(12, 9, at_s=t, queued_s=queued_s, cpu_s=t - queued_s)}
+
+    slept = taken_over_time(monkeypatch, *(at_s(t, 0.9 * t) for t in (0.0, 1.0, 2.5, 4.0, 5.5, 7.0)))
+    report = verdict.attach(job)
+    assert len(slept) == 2 + verdict.AGAIN
+    assert report.unjudged == "rank 1 waited for a CPU for 6.3 of 7.0 s: attach again"
+    assert all(f.severity == "info" for f in report.findings)
+    # the same rank, when it gets a CPU and is still at that line
+    slept = taken_over_time(monkeypatch, at_s(0.0, 0.0), at_s(1.0, 0.9), at_s(2.5, 2.0), at_s(4.5, 2.1))
+    report = verdict.attach(job)
+    assert len(slept) == 3 and report.unjudged is None
+    (finding,) = report.findings
+    assert (finding.severity, finding.culprits) == ("warning", (1,))
+
+
+def test_ranks_whose_loader_workers_work_are_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    (job,) = here(monkeypatch, process(11, 1, rank(0, 2)), process(12, 1, rank(1, 2)))
+
+    def waits(pid: int, t: float, children_s: float) -> Sample:
+        recv = Frame("poll", "/opt/lib/python3.11/selectors.py", 415)
+        user = Frame("main", "/nowhere/train.py", 51, {"x": "t"}, {"x": 5})
+        stack = Stack((recv, user), ("recvmsg",), True, "MainThread")
+        return Sample(Process(pid, (stack,)), at_s=t, children_s=children_s)
+
+    assert position(waits(11, 0, 0).process.judged).activity == "socket"  # type: ignore[union-attr]
+    for share, severities in ((0.5, []), (0.0, ["warning"])):
+        times = [{pid: waits(pid, t, share * t) for pid in (11, 12)} for t in (0.0, 1.0, 2.5, 4.0, 5.5, 7.0)]
+        taken_over_time(monkeypatch, *times)
+        report = verdict.attach(job)
+        assert [f.severity for f in report.findings] == severities
+        assert (report.unjudged or "").startswith("rank 0 waits for its child processes" if share else "")
 
 
 @needs_py_spy

@@ -254,6 +254,56 @@ def test_a_rank_in_the_next_forward_has_left_out_the_backward() -> None:
     assert "rank 1 is in the next forward, without the backward at train.py:12" in finding.message
 
 
+def ddp(phase: str, **values: str) -> Seen:
+    """A rank in DDP's calls, in a function of the user with these local variables."""
+    engine = frame("_engine_run_backward", f"{LIBRARY}/autograd/graph.py")
+    inner = engine if phase == "backward" else frame("_sync_buffers", f"{LIBRARY}/nn/parallel/distributed.py")
+    return Seen(position=position(at(inner, frame("run_stage", "/home/me/train.py", 41, **values))))
+
+
+GROUP_VALUE = "<torch.distributed.distributed_c10d.ProcessGroup at 0x7f>"
+
+
+@pytest.mark.parametrize("phase", ["backward", "forward"])
+def test_a_group_that_ddp_may_have_been_given_accuses_nobody(phase: str) -> None:
+    barrier = {2: seen(62, "barrier"), 3: seen(62, "barrier")}
+    own = {r: ddp(phase, pg=GROUP_VALUE) for r in (0, 1)}
+    assert findings({**own, **barrier, 1: seen(41, moved=True)}, None)[0].severity == Severity.INFO
+    for f in findings({**own, **barrier}, None):  # nobody moves: it is reported, without a culprit
+        assert not f.culprits and f.certainty == Certainty.SUSPECTED
+    assert findings({**{r: ddp(phase) for r in (0, 1)}, 2: barrier[2]}, None)[0].culprits == (2,)
+
+
+def test_a_rank_in_a_group_may_wait_for_its_member_that_goes_on() -> None:
+    wrapper = frame("wrapper", f"{LIBRARY}/distributed/c10d_logger.py", kwargs=GROUP_VALUE)
+    call, user = Frame("all_reduce", C10D, 1, {}, {"group": 7}), Frame("fit", "/home/me/train.py", 45, {}, {"pg": 7})
+    inside = Seen(position=position(at(call, wrapper, user)))
+    ranks = {0: inside, 1: seen(39, moved=True), 2: seen(62, "barrier"), 3: seen(62, "barrier")}
+    assert all(f.severity == Severity.INFO for f in findings(ranks, None))
+    assert any(f.severity != Severity.INFO for f in findings({**ranks, 1: inside}, None))
+
+
+def test_the_group_of_ddps_constructor_is_in_its_frame() -> None:
+    verify = frame("_verify_param_shape_across_processes", f"{LIBRARY}/distributed/utils.py")
+    user = frame("main", "/home/me/train.py", 9, pg=GROUP_VALUE)
+    for value, group in (("None", "default_pg"), (GROUP_VALUE, "")):
+        init = frame("__init__", f"{LIBRARY}/nn/parallel/distributed.py", process_group=value)
+        call = position(at(verify, init, user)).call
+        assert call is not None and call.group == group
+
+
+def test_a_rank_that_may_yet_move_is_not_blamed() -> None:
+    waiting = seen(10, "all_reduce")
+    starved = Seen(position=waiting.position, open="waited for a CPU for 4.1 of 6.0 s")
+    (late,) = findings({0: waiting, 1: Seen(position=seen(20).position, open=starved.open)}, None)
+    assert (late.severity, late.culprits) == (Severity.INFO, (1,))
+    assert "moves" not in late.message
+    assert all(f.severity == Severity.INFO for f in findings({0: starved, 1: seen(20, "barrier")}, None))
+    data = at(frame("_try_get_data", f"{LIBRARY}/utils/data/dataloader.py"), USER)
+    loading = {r: Seen(position=position(data), open="waits for its child processes, which work") for r in range(2)}
+    assert findings(loading, None) == []
+
+
 def test_who_is_in_the_next_collective_has_not_sent() -> None:
     recv = position(at(frame("recv", C10D, src="2", tag="0"), USER))
     ranks = {0: Seen(position=recv), 1: seen(57, "broadcast"), 2: seen(57, "broadcast")}

@@ -59,7 +59,8 @@ def op_text(call: Call) -> str:
     if call.op in ("init_process_group", "new_group"):
         return f"{call.op}()"
     number = f" #{call.seq}" if call.seq is not None else ""
-    return f"{call.op or ('collective' if number else 'a collective')}{number} ({call.group})"
+    group = f" ({call.group})" if call.group else ""
+    return f"{call.op or ('collective' if number else 'a collective')}{number}{group}"
 
 
 def op_at(call: Call) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from distdiag import files
+from distdiag import files, procfs
 from distdiag.diagnosis.model.snapshot import Life, RankState, Site, Snapshot
 from distdiag.monitor.evidence import ask
 from distdiag.monitor.evidence.host_waits import HostWaits
@@ -111,7 +111,7 @@ class Gatherer:
             return
         found: list[Site | None] = []
         # the forked workers of its DataLoaders; a child without the handler would die of the signal
-        children = processes.children(h.pid, of_any_thread=True)
+        children = procfs.children(h.pid, of_any_thread=True)
         for pid in [c for c in children if processes.catches(c, h.trace_signal)][:MOST_WORKERS]:
             try:
                 threads = ask.stacks_by_signal(v.reader.path, h.pid, h.trace_signal, 0.2, worker=pid)

@@ -33,7 +33,7 @@ def send(pid: int, number: int, page: Path, worker: int | None = None) -> None:
             raise OSError(errno.EINVAL, f"signal {number} is not a real-time signal")
         if not procfs.maps(pid, page):
             raise OSError(errno.EPERM, "does not map its rank page")
-        if worker is not None and worker not in processes.children(pid, of_any_thread=True):
+        if worker is not None and worker not in procfs.children(pid, of_any_thread=True):
             raise OSError(errno.EPERM, "is no child of its rank")
         if not processes.catches(target, number):
             raise OSError(errno.ESRCH, "has no signal handler any more")

@@ -98,22 +98,6 @@ def zombie_status(pid: int) -> tuple[int | None, int | None] | None:
     return status >> 8, None
 
 
-def children(pid: int, *, of_any_thread: bool = False) -> list[int]:
-    """Return the children of a process's main thread (DataLoader workers), from the kernel's list.
-
-    With `of_any_thread`, also those of its other threads: one more file to read for each thread.
-    """
-    try:
-        threads = os.listdir(f"/proc/{pid}/task") if of_any_thread else [pid]
-        found = []
-        for t in threads:
-            with open(f"/proc/{pid}/task/{t}/children", "rb", buffering=0) as f:  # of any length
-                found += map(int, f.read().split())
-        return found
-    except (OSError, ValueError):
-        return []
-
-
 def allowed_cpus(pids: list[int]) -> tuple[int, ...]:
     """Return the CPUs that any of these processes may use, by their affinity masks."""
     found: set[int] = set()

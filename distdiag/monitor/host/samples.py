@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from distdiag import cgroups
+from distdiag import cgroups, procfs
 from distdiag.monitor.host import processes
 from distdiag.monitor.host.gpus import Gpus, Users
 from distdiag.monitor.ranks.state import RankView
@@ -84,7 +84,7 @@ class Hosts:
         self._queueing.setdefault(rank, deque(maxlen=SAMPLES_KEPT)).append(
             (_ran_and_waited([pid])[1], time.monotonic())
         )
-        children = processes.children(pid)
+        children = procfs.children(pid)
         allowed = processes.allowed_cpus([pid, *children])
         self.cpus[rank] = allowed if len(allowed) < (self.cores or 0) else ()
         self._loading.setdefault(rank, deque(maxlen=SAMPLES_KEPT)).append(
@@ -193,12 +193,11 @@ def _counters(read: Any) -> Any:
 
 def _ran_and_waited(pids: list[int]) -> tuple[float, float]:
     """Return the seconds that these processes' main threads ran and waited for a CPU since they began."""
-    ran = waited = 0
+    ran = waited = 0.0
     for pid in pids:
         try:
-            with open(f"/proc/{pid}/schedstat") as f:
-                on, queued, _ = map(int, f.read().split())
+            on, queued = procfs.ran_and_waited_s(pid)
         except (OSError, ValueError):  # gone, or a kernel without it
             continue
         ran, waited = ran + on, waited + queued
-    return ran / 1e9, waited / 1e9
+    return ran, waited

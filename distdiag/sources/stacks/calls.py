@@ -15,6 +15,7 @@ from distdiag.terms.untrusted import visible
 
 Source = Callable[[str], str | None]
 DEFAULT_GROUP = "default_pg"
+UNKNOWN_GROUP = ""  # such a wait accuses nobody
 UNNUMBERED = 1  # stacks have no sequence numbers: each rank is in its newest call of the group, whichever that is
 _C10D = "distributed/distributed_c10d.py"
 _INIT = {"init_process_group", "new_group", "_new_process_group_helper", "_store_based_barrier", "monitored_barrier"}
@@ -27,6 +28,7 @@ _NATIVE_DEVICE = re.compile(r"cuda(?:Stream|Event|Device)Synchronize|cu(?:Stream
 _NATIVE_SLEEP = re.compile(r"clock_nanosleep|time_sleep|nanosleep")
 _NUMBER = re.compile(r"-?\d{1,9}")
 _GROUP = "ProcessGroup at 0x"
+_GROUPS = re.compile(r"ProcessGroup at 0x|DeviceMesh")  # in local variables
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,16 +82,16 @@ def _call(
         if f.in_torch == "distributed/_functional_collectives.py" and family(f.name.removesuffix("_tensor")):
             return Call(op=op_name(f.name.removesuffix("_tensor")), group=DEFAULT_GROUP, seq=UNNUMBERED, site=site), ""
         if f.in_torch == "nn/parallel/distributed.py" and f.name in _DDP_FORWARD:
-            return Call(op="broadcast", group=DEFAULT_GROUP, seq=UNNUMBERED, site=site, root=0), "forward"
+            return Call(op="broadcast", group=_ddp_group(inner, users), seq=UNNUMBERED, site=site, root=0), "forward"
         if f.in_torch == "distributed/utils.py" and f.name in _DDP_INIT:
-            return Call(op="broadcast", group=DEFAULT_GROUP, seq=UNNUMBERED, site=site), ""
+            return Call(op="broadcast", group=_ddp_group(inner, users), seq=UNNUMBERED, site=site), ""
         if f.in_torch == "distributed/rendezvous.py":
             return Call(op="init_process_group", group=DEFAULT_GROUP, seq=UNNUMBERED, site=site), ""
     waits = any(map(_NATIVE_WAIT.search, stack.native))
     if (waits or still) and inner and inner[0].name == "_engine_run_backward":
-        return Call(op="all_reduce", group=DEFAULT_GROUP, seq=UNNUMBERED, site=site), "backward"
+        return Call(op="all_reduce", group=_ddp_group(inner, users), seq=UNNUMBERED, site=site), "backward"
     if waits:
-        return Call(op="", group=DEFAULT_GROUP, seq=UNNUMBERED, site=site), ""
+        return Call(op="", group=_ddp_group(inner, users), seq=UNNUMBERED, site=site), ""
     return None, ""
 
 
@@ -129,6 +131,18 @@ def _group(f: Frame, callers: tuple[Frame, ...], users: list[Frame]) -> str:
         return DEFAULT_GROUP
     names = (n for x in users for n, at in x.objects.items() if at == where)
     return next(names, DEFAULT_GROUP)
+
+
+def _ddp_group(inner: tuple[Frame, ...], users: list[Frame]) -> str:
+    """Return the group of a call that no Python frame of torch names: DDP keeps its group where no stack shows it.
+
+    It is the default group if DDP's constructor was given none, or if no function of the user that is on the stack has another.
+    """
+    for f in inner:
+        if f.name == "__init__" and f.values.get("process_group") == "None":
+            return DEFAULT_GROUP
+    has_others = any(_GROUPS.search(text) for x in users for text in x.values.values())
+    return UNKNOWN_GROUP if has_others else DEFAULT_GROUP
 
 
 def _activity(stack: Stack, site: Site | None, source: Source | None) -> str:

@@ -23,7 +23,7 @@ from distdiag.diagnosis.text.incident_finding import incident_finding
 from distdiag.diagnosis.text.phrases import NO_PROGRESS, at, op_text, where_stack, wheres
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.waits.graph import WaitGraph, build
-from distdiag.sources.stacks.calls import DEFAULT_GROUP, Position, Source
+from distdiag.sources.stacks.calls import DEFAULT_GROUP, UNKNOWN_GROUP, Position, Source
 from distdiag.terms.activity import ACTIVITIES
 from distdiag.terms.ranks import by_value
 
@@ -58,6 +58,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
         position: Where it is; None if that could not be read.
         moved: It was elsewhere, or had other local variables, in an earlier sample.
         busy: It used its CPU between the samples, or computes; False where not known.
+        open: Why it may yet move although it has not: `waited for a CPU for 4.1 of 6.0 s`; else empty.
         life: RUNNING, STOPPED, or MISSING for a rank without a process where all should be.
     """
 
@@ -65,15 +66,25 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     pid: int | None = None
     moved: bool = False
     busy: bool = False
+    open: str = ""
     life: Life = Life.RUNNING
+
+    @property
+    def goes_on(self) -> bool:
+        """True if it has not been shown to stand still: nobody is blamed by where it was."""
+        return self.moved or bool(self.open)
 
 
 def snapshot_of(seen: Mapping[int, Seen]) -> Snapshot:
     """Return the snapshot: ranks that have not moved wait in the operation that their stack shows."""
     ranks, names = {}, {DEFAULT_GROUP}
+    # whom a group of the user has is not known: a rank in it may wait for the very one that goes on
+    others_known = not any(s.goes_on for s in seen.values())
     for rank, s in seen.items():
         at_ = s.position
-        call = at_.call if at_ is not None and not s.moved else None
+        call = at_.call if at_ is not None and not s.goes_on else None
+        if call is not None and not (others_known or call.p2p or call.group == DEFAULT_GROUP):
+            call = replace(call, group=UNKNOWN_GROUP)
         state = RankState(rank=rank, life=s.life, pid=s.pid)
         if at_ is not None:
             state = replace(
@@ -82,7 +93,7 @@ def snapshot_of(seen: Mapping[int, Seen]) -> Snapshot:
                 models=(Model(),) if at_.phase else (), phase=at_.phase or "",
             )  # fmt: skip
         if call is not None:
-            names.add(call.group)
+            names |= {call.group} - {UNKNOWN_GROUP}
             if call.p2p:
                 way = "send" if call.op.endswith("send") else "recv"
                 state = replace(state, p2p_issued={f"{way}:{call.peer}:{call.tag}:{call.group}": 1})
@@ -136,7 +147,7 @@ def _stalls(s: Snapshot, graph: WaitGraph, seen: Mapping[int, Seen], source: Sou
         victims = sorted(graph.victims_of(ranks))
         if not victims:
             continue
-        first, call, moved = s.ranks[ranks[0]], _call(s, victims[0]), any(seen[q].moved for q in ranks)
+        first, call, moved = s.ranks[ranks[0]], _call(s, victims[0]), any(seen[q].goes_on for q in ranks)
         condition = _on_rank(first.user_stack, s.ranks[victims[0]].user_stack, source)
         word = first.activity
         op = op_text(_unnumbered(call))
@@ -151,7 +162,7 @@ def _stalls(s: Snapshot, graph: WaitGraph, seen: Mapping[int, Seen], source: Sou
             where=(w for q in ranks for w in where_stack(s.ranks[q], s.ranks[q].user_stack)), waiting=wheres(s, victims),
             missing=missing, implicit=implicit_text(s.ranks[victims[0]], call),
             does=f"{verb(ranks, 'it', 'each')} {_DOES.get(word, 'is busy')}{at(first.current_site)}",
-            moves=" and moves" if moved else "", reason=condition, do=_DO.get(word) or _LOOK,
+            moves=" and moves" if moved and not any(seen[q].open for q in ranks) else "", reason=condition, do=_DO.get(word) or _LOOK,
         )  # fmt: skip
 
 
@@ -161,7 +172,7 @@ def _severity(moved: bool) -> Severity:
 
 def _no_sink(s: Snapshot, seen: Mapping[int, Seen], source: Source | None) -> Iterator[Finding]:
     """Yield what is left where no rank is known to wait for another: ranks at several lines, or all at one, none of which moves."""
-    if any(x.moved or x.busy or x.position is None for x in seen.values()) or len(seen) < 2:
+    if any(x.goes_on or x.busy or x.position is None for x in seen.values()) or len(seen) < 2:
         return
     calls = {q: r.blocked for q, r in s.ranks.items() if r.blocked is not None}
     if not calls and any(r.activity in ("sleep", "user_code") for r in s.ranks.values()):
