@@ -39,7 +39,7 @@ venv: ## make .venv (TORCH=2.15.0: .venv-torch-2.15.0) with all that tests and b
 	fi; \
 	$$python tools/make_venv.py
 
-demo: venv ## a job that hangs and its verdict, within a minute; then a healthy training and its report
+demo: venv ## a job that hangs and its verdict, a minute after the environment is made; then a healthy training and its report
 	@$(PY) tools/demo.py --max-steps $(STEPS) $(ARGS)
 
 test: venv ## the whole test suite (ARGS='…' goes to pytest)

@@ -51,7 +51,10 @@ def main() -> int:
     wanted = fingerprint()
     if PYTHON.exists() and STAMP.exists() and STAMP.read_text() == wanted:
         return 0
-    print(f"making {VENV.name} with Python {sys.version.split()[0]} …", flush=True)
+    print(
+        f"making {VENV.name} with Python {sys.version.split()[0]}: some minutes, if torch must be installed …",
+        flush=True,
+    )
     STAMP.unlink(missing_ok=True)
     try:
         create(version)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -17,6 +18,7 @@ from distdiag.doctor.torch_facts import Rendezvous, TorchFacts
 from distdiag.probekit.measure import gpus as measure
 from distdiag.terms.units import size_text
 
+SOURCE = Path(__file__).resolve().parents[2]  # of a clone; site-packages once installed
 TIMEOUT_S = 90.0  # torch from a cold network disk takes half a minute
 OLDEST_TORCH = (2, 10)
 SLOW_INIT_MS = 3000.0
@@ -73,6 +75,8 @@ def torch(facts: TorchFacts) -> list[Check]:
     elif facts.compiled_hooks is not None:
         found = "its hooks are not compiled: each step costs about 0.2 ms more"
         remedy = "install a C compiler and Python's headers (apt-get install gcc python3-dev), then reinstall distdiag"
+        if (SOURCE / "setup.py").exists():
+            remedy = f"this is the source in {SOURCE}, not the installed package: start jobs in another directory"
         checks.append(warned("recorder", found, remedy))
     if facts.rendezvous is not None:
         checks.append(_rendezvous(facts.rendezvous))
