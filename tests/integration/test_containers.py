@@ -61,7 +61,9 @@ second=$!
 wait $first; echo $? >code.0
 wait $second; echo $? >code.1
 for i in $(seq 600); do
-    found=$(ls -d "${DISTDIAG_RUN_DIR:-/nowhere}"/.node_0.ended "${TMPDIR:-/tmp}"/distdiag-*/reports/*/.node_0.ended 2>/dev/null)
+    ended="${TMPDIR:-/tmp}/distdiag-*/reports/*/.node_0.ended"  # other tests may have left some there
+    [ -n "$DISTDIAG_RUN_DIR" ] && ended="$DISTDIAG_RUN_DIR/.node_0.ended"
+    found=$(ls -d $ended 2>/dev/null)
     [ -n "$found" ] && break
     sleep 0.1
 done
