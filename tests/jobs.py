@@ -144,19 +144,23 @@ def marked(mark: str) -> dict[int, str]:
 def kill_marked(mark: str, deadline_s: float = 10.0) -> None:
     """SIGKILL every process that has `mark`, and repeat until two checks in a row find none.
 
-    One check is not enough: the environment of a process reads as empty while it replaces its program.
+    One check is not enough: the environment of a process reads as empty while it replaces its program. And it reads as empty before a
+    killed process lets go of its files and locks, so all that were seen must have ended.
 
     Raises:
         TimeoutError: some did not end.
     """
     end = time.monotonic() + deadline_s
     clear = 0
+    seen: dict[int, str] = {}
     while clear < 2:
-        left = marked(mark)
+        alive = marked(mark)
+        seen |= alive
+        left = {pid: command for pid, command in seen.items() if runs(pid)}
         clear = 0 if left else clear + 1
         if left and time.monotonic() > end:
             raise TimeoutError(f"still alive after SIGKILL: {left}")
-        for pid in left:
+        for pid in alive:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:

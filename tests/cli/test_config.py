@@ -105,15 +105,17 @@ def test_several_faults_are_one_line_at_a_launch(tmp_path: Path) -> None:
     assert file.warning().endswith("did you mean 'keep'? (and 1 more: `distdiag config`)")
 
 
-def test_the_nearest_table_counts_up_to_the_repository_or_home(tmp_path: Path) -> None:
-    home = project(tmp_path, "name = 'home'")
-    project(tmp_path.parent, "name = 'above home'")
-    inner = tmp_path / "repo" / "a" / "b"
+def test_the_nearest_table_counts_up_to_the_repository_or_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "home"
+    monkeypatch.setenv("HOME", str(folder))
+    home = project(folder, "name = 'home'")
+    project(tmp_path, "name = 'above home'")
+    inner = folder / "repo" / "a" / "b"
     inner.mkdir(parents=True)
     assert settings.read(inner).path == home
-    (tmp_path / "repo" / "pyproject.toml").write_text("[tool.black]\n# no distdiag here\n")
+    (folder / "repo" / "pyproject.toml").write_text("[tool.black]\n# no distdiag here\n")
     assert settings.read(inner).path == home
-    (tmp_path / "repo" / ".git").mkdir()
+    (folder / "repo" / ".git").mkdir()
     assert settings.read(inner).path is None
     assert settings.read(project(inner, "name = 'b'").parent).values == {"name": "b"}
 
