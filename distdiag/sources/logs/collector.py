@@ -141,6 +141,8 @@ class Collector:
             self._section = int(named) if named and "--End" not in text else None
         elif who.rank is None:
             who.rank = self._section
+        if who.rank is not None and who.label and len(out.of_label) < MAX_WRITERS:
+            out.of_label.setdefault(who.label, set()).add(who.rank)
         if who.rank is not None and len(out.by_path) < MAX_WRITERS:
             out.by_path.setdefault(path, set()).add(who.rank)
             if who.process:
@@ -226,6 +228,8 @@ class Collector:
             out.torchrun = True
         elif name == "joined":
             out.joined |= set(filter(is_rank, [int(fields["r"][:7])]))
+        elif name == "torn_down" and len(out.pid_of) < MAX_WRITERS:
+            out.pid_of.setdefault((line.path, fields["pci"]), int(fields["pid"]))
         elif name == "spawned":
             out.local_of[fields["pid"]] = int(fields["local"][:7])
         elif name == "env" and is_rank(rank := int(fields["r"][:7])):

@@ -89,6 +89,8 @@ class Collected:
     in_world: dict[str, tuple[int, int]] = field(default_factory=dict)  # (size, rank)
     by_path: dict[Path, set[int]] = field(default_factory=dict)  # ranks named in the lines of a file
     env: dict[Path, set[int]] = field(default_factory=dict)  # the ranks that a file's environment gives
+    of_label: dict[str, set[int]] = field(default_factory=dict)  # ranks named in the lines with a launcher's label
+    pid_of: dict[tuple[Path, str], int] = field(default_factory=dict)  # process of a PCI device, by the driver's later lines
     local_of: dict[str, int] = field(default_factory=dict)  # rank on its node of a pid, by the launcher
     joined: set[int] = field(default_factory=set)  # ranks that have joined the job's store
     took: dict[int, tuple[float, str]] = field(default_factory=dict)  # of a rank's last lines: seconds, and for what
@@ -108,4 +110,4 @@ class Collected:
 
 def source_of(path: Path, who: Writer) -> tuple[object, ...]:
     """Return what the lines of one process have in common, as far as a line names it."""
-    return path, who.rank, who.process, who.task, who.local
+    return path, who.rank, who.process, who.task, who.local, who.label

@@ -51,6 +51,8 @@ class Reason:
         ranks: Ranks known to have failed for this reason.
         unnamed: Writers without a known rank, as text.
         times: When each rank ended, by the launcher.
+        inferred: True if its rank is that of the only process that reports the failure on its host.
+        after: What followed from it on other ranks.
     """
 
     meaning: Meaning
@@ -63,6 +65,8 @@ class Reason:
     facts: list[Fact] = field(default_factory=list)
     hosts: set[str] = field(default_factory=set)
     times: dict[int, str] = field(default_factory=dict)
+    inferred: bool = False
+    after: str = ""
 
 
 # -- messages of the ranks themselves --------------------------------------------------------------------------------
@@ -134,6 +138,9 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, seve
     r.ranks |= known
     where = f.fields.get("node"), f.fields.get("pod")
     name = f"node {where[0]}" if where[0] else f"the node of pod {where[1]}" if where[1] else f.who.name
+    if meaning.kind == "gpu" and f.who.host:
+        name = name or f"host {f.who.host}"
+        r.hosts |= {f.who.host} if f.rank is not None else set()
     if several_files:
         name = f"{name or ('the host' if meaning.kind == 'gpu' else 'a process')} of {f.path.name}"
     if not known and name and name not in r.unnamed:
@@ -144,6 +151,8 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, seve
         r.advice = meanings.advice_for(f.text, meanings.GENERAL[min(len(r.ranks), 2)])
     elif f.fields.get("xid") in meanings.PROGRAM_XIDS:
         r.advice = meanings.OF_PROGRAM
+    elif f.fields.get("xid") in meanings.XIDS:
+        r.advice = meanings.XIDS[f.fields["xid"]]
     elif f.name == "cuda_error":
         r.advice = meanings.advice_for(f.text, meaning.advice)
 
@@ -349,10 +358,15 @@ def with_a_reason(reasons: Iterable[Reason]) -> list[Reason]:
 
 def number(reasons: list[Reason], ended: list[Reason]) -> None:
     """Set the ranks of the one exception without ranks: those that ended with an exit code, if their number is equal."""
-    nameless = [r for r in reasons if not r.ranks and not r.unnamed and r.meaning.cause == "crashed"]
+    nameless = [r for r in reasons if r.meaning.cause == "crashed" and not r.ranks and not _has_process(r)]
     ranks = {q for r in ended for q in r.ranks}
     if len(nameless) == 1 and len(nameless[0].facts) == len(ranks):
         nameless[0].ranks |= ranks
+
+
+def _has_process(r: Reason) -> bool:
+    """True if its lines name a process, not only a node."""
+    return bool(r.unnamed) and any(f.who.name != f.who.label or not f.who.label for f in r.facts)
 
 
 def _first(r: Reason) -> str:
@@ -376,7 +390,7 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     of_node = bool(r.facts) and all(f.of_node for f in r.facts)
     unordered = any(before(r.facts[0], waited[q]) is None for q in others if waited[q].role is Role.WAIT)
     in_collective = bool(r.facts) and all(f.in_collective for f in r.facts)
-    message, advice = _who_failed(r, ranks, of_node), r.advice
+    message, advice = _who_failed(r, ranks, of_node) + r.after, r.advice
     if everyone and r.meaning.cause == "crashed":
         message += f": the same on all {len(ranks):,} ranks in the log"
     elif others:
@@ -403,7 +417,7 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
         proved=bool(ranks)
         and r.meaning.cause != "silent"
         and r.meaning.kind != "mismatch"
-        and not (of_node or in_collective or unordered),
+        and not (of_node or in_collective or unordered or r.inferred),
         cost="the job ended, or hangs without it",
     )
 

@@ -23,6 +23,7 @@ OWN = (
 )  # fmt: skip
 
 
+_NUMBER = bounded(r"\d{1,6}")
 # names of processes that can be of a job of torch
 _OF_JOB = bounded(r"(?i:python|pt_|torch|ray|train|deepspeed|accelerate|vllm|mpi|worker|rank|main)")
 
@@ -38,11 +39,14 @@ def join(found: Collected) -> Collected:
             found.is_rank_of((label, label.partition(":")[0] if ":" in label else ""), rank)
             if label.rpartition(":")[2].isdecimal():
                 found.is_rank_of(int(label.rpartition(":")[2]), rank)
+    numbered = _numbered(found)
     local = {f.who.local for f in found.facts if f.who.local is not None}
     tasks = {f.who.task for f in found.facts if f.who.task is not None}
     one_node = 0 < (found.world_size or 0) <= 1 + max(local, default=0)
     for f in found.facts:
         f.rank = _rank_of(found, f, of_file)
+        if f.rank is None and f.role is not Role.EXIT and _NUMBER.sub("#", f.who.label) in numbered:
+            f.rank = int(_NUMBER.findall(f.who.label)[-1])
         if f.rank is None and not found.torchrun and max(tasks, default=0) > 0 and f.name != "exit_tasks":
             f.rank = f.who.task
         if f.rank is None and f.who.local is not None and len(found.files) == 1:
@@ -64,9 +68,23 @@ def join(found: Collected) -> Collected:
     return found
 
 
+def _numbered(found: Collected) -> set[str]:
+    """Return the forms of launchers' labels whose number is the rank: each label of that form with known ranks has that one rank."""
+    forms: dict[str, set[bool]] = {}
+    several: dict[str, set[str]] = {}
+    for label, ranks in found.of_label.items():
+        numbers = _NUMBER.findall(label)
+        form = _NUMBER.sub("#", label)
+        forms.setdefault(form, set()).add(bool(numbers) and ranks == {int(numbers[-1])})
+        several.setdefault(form, set()).add(label)
+    return {form for form, same in forms.items() if same == {True} and len(several[form]) > 1}
+
+
 def _rank_of(found: Collected, f: Fact, of_file: Mapping[Path, int]) -> int | None:
     """Return the rank of the process that a fact is about, by the line, then by what names the process elsewhere."""
     pid, who = f.number("pid"), f.who
+    if pid is None and f.role is Role.CAUSE and "pci" in f.fields:  # what the driver says later of that device names the process
+        pid = found.pid_of.get((f.path, f.fields["pci"].rpartition(".")[0] or f.fields["pci"]))
     if f.role is Role.EXIT and (rank := f.number("r")) is not None:
         return rank
     if who.rank is not None:

@@ -41,7 +41,7 @@ _BOMS = ((b"\xff\xfe\x00\x00", "utf-32-le"), (b"\xff\xfe", "utf-16-le"), (b"\xfe
 _DIGITS = b"0123456789"
 _OF_WRITER = re.compile(rb"(?:ank|RANK|ask|ode|rocess|worker|gpu|GPU|pid|\[)[s :=]{0,3}(\d{1,9})")
 _PIDS = re.compile(
-    rb"pid=(?P<pid>\d{1,9})[^)\n]{0,60}\) ?\[rank ?(?P<of_pid>\d{1,6})\]|\b[Rr]ank[ =:]{1,2}(?P<rank>\d{1,6})\b[^\n\d]{0,20}\b(?:pid|PID)[ =:]{1,2}(?P<after>\d{1,9})"
+    rb"pid=(?P<pid>\d{1,9})[^)\n]{0,60}\)(?:\x1b\[[\d;]{0,9}m)? ?\[rank ?(?P<of_pid>\d{1,6})\]|\b[Rr]ank[ =:]{1,2}(?P<rank>\d{1,6})\b[^\n\d]{0,20}\b(?:pid|PID)[ =:]{1,2}(?P<after>\d{1,9})"
 )
 _RANKS = re.compile(rb"\[rank ?(\d{1,6})\]")
 

@@ -52,6 +52,14 @@ MEANINGS: Mapping[str, Meaning] = MappingProxyType({
     "exception": Meaning("rank_lost", "crashed", "raised {type}{what}", ""),
     "host_oom": Meaning("rank_lost", "killed", "was killed: the host or its memory limit ran out of memory", "give the job more host memory (--mem, resources.limits.memory), or use fewer DataLoader workers; pinned memory and checkpoints in /dev/shm count, too"),
 })  # fmt: skip
+_TAKE_OUT = "take the node out (drain it), keep `nvidia-bug-report.sh`"
+# errors of the hardware, or of the driver's own processor
+XIDS: Mapping[str, str] = MappingProxyType({
+    **dict.fromkeys(("48", "64", "94", "95"), f"it is the GPU's memory: {_TAKE_OUT}; reset the GPU, see `nvidia-smi -q -d ECC,ROW_REMAPPER`, replace it if it comes back"),
+    "74": f"it is an NVLink: {_TAKE_OUT}; see `nvidia-smi nvlink -e` and the fabric manager's log, reseat or replace the GPU or switch",
+    "79": f"it is the hardware (bus, power or GPU): {_TAKE_OUT}; power-cycle the node, reseat or replace the GPU",
+    **dict.fromkeys(("119", "120"), f"the GPU's own firmware (GSP) does not answer: {_TAKE_OUT}; reboot it, update the driver, or switch GSP off where NVIDIA supports that; a longer timeout does not help"),
+})  # fmt: skip
 PROGRAM_XIDS = ("13", "31", "43", "45", "69")
 OF_PROGRAM = "such an Xid is most often a fault of the program (a kernel reads or writes out of bounds): run once with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer; if only this GPU has it, test the GPU"
 # what stopped the job from outside
@@ -95,6 +103,9 @@ _BY_TEXT: tuple[tuple[re.Pattern[str], str], ...] = (
     (bounded(r"No module named|cannot import name"), "install it in the environment of all nodes"),
     (bounded(r"system not yet initialized"), "start NVIDIA's fabric manager on that host (`systemctl status nvidia-fabricmanager`); its version must be the driver's"),
     (bounded(r"No CUDA GPUs are available|no CUDA-capable device"), "see what the process may use: CUDA_VISIBLE_DEVICES, --gpus of the container, the scheduler's GPUs; `nvidia-smi` there"),
+    (bounded(r"driver on your system is too old"), "that node's NVIDIA driver is older than its torch needs: update the driver there, or take the node out; compare `nvidia-smi` on all nodes"),
+    (bounded(r"Free memory on device .{0,80}less than desired"), "something else holds memory of that GPU: see who with `nvidia-smi`, end it or use another GPU; or lower gpu_memory_utilization"),
+    (bounded(r"received 0 items of ancdata|Too many open files"), "raise the limit (`ulimit -n`), or torch.multiprocessing.set_sharing_strategy('file_system'); keep no batches of the loader alive"),
     (bounded(r"busy or unavailable"), "another process holds that GPU, in exclusive mode (`nvidia-smi -q -d COMPUTE`), or two ranks use one: check CUDA_VISIBLE_DEVICES and LOCAL_RANK"),
     (bounded(r"STATUS_ALLOC_FAILED|STATUS_NOT_INITIALIZED"), "most often the GPU's memory is full: lower the batch or sequence length; other processes on that GPU: `nvidia-smi`"),
     (bounded(r"undefined symbol|GLIBC|no kernel image"), "that library was built for another version of torch, CUDA, the GPU or the system: install the one that fits, on all nodes"),
@@ -110,7 +121,6 @@ _BY_TEXT: tuple[tuple[re.Pattern[str], str], ...] = (
     (bounded(r"loss scale already at minimum"), "fp16 gradients overflow in every step: look for NaN in the loss and the data, lower the learning rate, or train in bf16"),
     (bounded(r"%(?:veth|docker|cni|br-)|Connect to (?:fe80:|172\.17\.)"), "NCCL took an interface of a container or of this host alone: set NCCL_SOCKET_IFNAME (and GLOO_SOCKET_IFNAME) to the one that the nodes share: `ip -br addr`"),
     (bounded(r"No space left on device"), "make room there; if it is /dev/shm, give the container more shared memory"),
-    (bounded(r"Too many open files"), "raise the limit (`ulimit -n`), or torch.multiprocessing.set_sharing_strategy('file_system')"),
     (bounded(r"world[_ ]size|nproc|invalid device ordinal|MASTER_ADDR|LOCAL_RANK", re.IGNORECASE), "check how the ranks are started: as many per node as it has GPUs"),
     (bounded(r"Stale file handle|Input/output error|Transport endpoint"), "the file system failed: ask who runs it, and see other jobs of that node"),
     (bounded(r"Default process group has not been initialized"), "call init_process_group before it, on every rank"),

@@ -114,6 +114,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("ecc", C, "uncorrectable ECC error", r"CUDA (?:error|failure).{0,20}uncorrectable ECC error"),
     _row("xid", C, "caused by previous Xid", r"NVRM: Xid \(PCI:(?P<pci>[\w:.]+)\): \d+.{0,120}caused by previous Xid (?P<xid>\d+)"),
     _row("xid", C, "NVRM: Xid", r"NVRM: Xid \(PCI:(?P<pci>[\w:.]+)\): (?P<xid>(?!43\b|45\b)\d+)(?:, pid='?(?P<pid>\d+))?(?:.{0,40}?, (?P<text>[A-Z].{0,80}))?"),
+    _row("torn_down", F, "NVRM: Xid", r"NVRM: Xid \(PCI:(?P<pci>[\w:]+)(?:\.\d)?\): 4[35], pid='?(?P<pid>\d{1,9})"),
     _row("device_lost", C, "has fallen off the bus", r"(?:NVRM: GPU (?P<pci>[\w:.]+): )?GPU has fallen off the bus"),
     _row("gpu_init", C, "RmInitAdapter failed", r"NVRM: GPU (?P<pci>[\w:.]+): RmInitAdapter failed"),
     _row("sxid", C, "SXid (PCI:", r"SXid \(PCI:(?P<pci>[\w:.]+)\): (?P<xid>\d+), Fatal, (?P<text>.{1,80})"),

@@ -30,6 +30,7 @@ _OUTERMOST = ("<module>", "_run_module_as_main")
 _COLLECTIVE = "/torch/distributed/distributed_c10d.py"
 _INSIDE = bounded(r"/torch/(?:distributed|csrc|nn/parallel)/")
 LOST = bounded(r"reset by peer|Broken pipe|onnection refused|onnection closed|Socket Timeout|timed out", re.IGNORECASE)
+_PREFIX = bounded(r"^(?:\[[^\]]*\]:? ?){0,9}")
 _SPAWNED = bounded(r"-- Process (\d{1,6}) terminated with the following error")
 _OF_RANK = bounded(r"\(RANK (\d{1,6})\)")  # a checkpoint's exception, of another rank
 # exceptions of a launcher, or those by which a rank fails after others
@@ -73,6 +74,7 @@ class Tracebacks:
         self._spawned: int | None = None
         self._ignored = -1
         self._exceptions: dict[tuple[object, ...], Fact] = {}  # the last one of each process
+        self._unended: dict[tuple[object, ...], tuple[Fact, int]] = {}  # exceptions whose message ends with a colon
         self._before: dict[tuple[object, ...], Fact] = {}  # the one that was being handled when the next was raised
 
     def start(self, source: tuple[object, ...], rank: int | None) -> None:
@@ -81,7 +83,7 @@ class Tracebacks:
 
     def end_of_file(self) -> None:
         """Forget what belongs to the lines of one file."""
-        for of_file in (self._traces, self._exceptions, self._before, self._fatal):
+        for of_file in (self._traces, self._exceptions, self._before, self._fatal, self._unended):
             of_file.clear()
         self._spawned = None
 
@@ -97,6 +99,10 @@ class Tracebacks:
     def belongs(self, line: Line) -> bool:
         """True if a line begins a traceback, or is a frame of one, or the source of a frame."""
         source, text = line.source, line.text
+        unended, order = self._unended.pop(source, (None, -2))
+        if unended is not None and line.order - order <= len(self._traces) + 1:  # the message goes on
+            unended.fields["what"] += f" {_PREFIX.sub('', text).strip()}"[:300]
+            return True
         if "Exception ignored in" in text:
             self._ignored = line.order
             return True
@@ -106,7 +112,7 @@ class Tracebacks:
                 rank = int(other[1]) if other else self._spawned
                 self._traces[source] = _Trace(rank=rank, who=line.who, margin=text.index("Traceback ("))
                 self._traces[source].ignored = line.order == self._ignored + 1
-                self._traces[source_of(line.path, Writer())] = self._traces[
+                self._traces[_anonymous(line)] = self._traces[
                     source
                 ]  # its other lines may have no prefix
                 self._spawned = None
@@ -128,7 +134,7 @@ class Tracebacks:
             return True
         if 'File "' in text and (m := _FRAME.search(text)) is not None:
             trace = self._traces.setdefault(source, _Trace()) if len(self._traces) < MAX_WRITERS else _Trace()
-            anonymous = source_of(line.path, Writer())
+            anonymous = _anonymous(line)
             if source != anonymous and self._traces.get(anonymous) is trace:
                 del self._traces[anonymous]
             trace.uncaught = trace.uncaught or (not trace.frames and m["name"] in _OUTERMOST)
@@ -161,7 +167,7 @@ class Tracebacks:
             return True
         if trace.fatal is not None:
             return False
-        if trace.who is not None and line.source == source_of(line.path, Writer()):
+        if trace.who is not None and line.source == _anonymous(line):
             line.who = replace(trace.who, at=line.who.at or trace.who.at)
         if trace.rank is not None:
             line.who = replace(line.who, rank=trace.rank)
@@ -172,8 +178,15 @@ class Tracebacks:
             fact.uncaught = trace.uncaught
             fact.in_collective = innermost.endswith(_COLLECTIVE)
             earlier = self._before.pop(line.source, None)
-            if earlier is not None and earlier.name == "exception" and fact.role is earlier.role is Role.CAUSE:
-                self._found.facts.remove(earlier)  # one failure: the last exception is what the process ended with
+            if earlier is not None and fact.role is earlier.role is Role.CAUSE:
+                if earlier.name == "exception" or fact.name != "exception":
+                    self._found.facts.remove(earlier)  # one failure: the last exception is what the process ended with
+                else:  # the first one is known to be the reason
+                    self._found.facts.remove(fact)
+                    earlier.site, earlier.uncaught = fact.site or earlier.site, fact.uncaught
+                    fact = earlier
+            if fact.name == "exception" and fact.fields.get("what", "").endswith(":"):
+                self._unended[line.source] = fact, line.order
             self._exceptions[line.source] = fact
         return True
 
@@ -192,6 +205,11 @@ class Tracebacks:
         elif _INSIDE.search(innermost) is not None and LOST.search(text) is not None:
             name, role = ("dist_error" if short.startswith("Dist") else "lost"), Role.VICTIM
         return self._add(name, role, {"type": short, "what": (m["what"] or "")[:300]}, line)
+
+
+def _anonymous(line: Line) -> tuple[object, ...]:
+    """Return the source of a line that has only its launcher's label."""
+    return source_of(line.path, Writer(label=line.who.label))
 
 
 def _quoted(before: str) -> bool:

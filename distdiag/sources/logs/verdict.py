@@ -15,7 +15,7 @@ from distdiag import guard
 from distdiag.diagnosis.model.findings import NO_KNOWN_ERROR, STOPPED_BY, Finding, Report, Severity, State
 from distdiag.diagnosis.text.phrases import at, count, shortened
 from distdiag.errors import DistdiagError
-from distdiag.sources.logs import failures, later, reports, rows, timeouts
+from distdiag.sources.logs import events, failures, later, reports, rows, timeouts
 from distdiag.sources.logs.collector import Collector
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.files import find_logs, left_out
@@ -134,6 +134,7 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
             waited.setdefault(f.rank, f)
     reported = reports.findings(found)
     own, late = failures.of_messages(found)
+    own = events.merged(own, found)
     if any(f.kind == "unused_parameters" for f in reported):
         own = [r for r in own if not all("finished reduction" in f.text for f in r.facts)]
     explained = {q for r in own for q in r.ranks} | {q for f in reported for q in (*f.culprits, *f.victims)}

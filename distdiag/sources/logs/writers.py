@@ -29,6 +29,17 @@ _LABEL = bounded(
     r"\((?P<label>[A-Za-z_][\w ]*?(?:\([\w.-]{1,80}\))? pid=(?P<pid>\d{1,9}))[^)]*?(?:, ip=(?P<ip>[\w.:]+))?\)|\[[\d: -]{19}(?: (?P<tp>(?:DP|PP|TP|EP)\d+[\w ]*))\]|^\[pod/(?P<pod>[\w.-]+)/[\w.-]+\] "
     r"|^Exception in device=(?P<xla>\w{1,20}:\d{1,6}): "
 )
+# what pdsh, kubectl or a script puts in front of every line: the name of a node or worker, which ends in a number or a letter
+_LABEL_FIRST = bounded(
+    r"^\s?(?:\((?P<round>{0})\)|\[(?P<square>{0})\]|(?P<colon>{0}):)(?: |$)".format(
+        r"(?!(?i:rank|step|epoch|iter\w*|loss|layer|gpu|cuda|mlx\\w*|line|try|attempt|test|phase|level|block|default|none)\W?\d)"
+        r"(?!\d{1,9}\b(?!\.))[A-Za-z\d][\w.]{0,60}(?:-[\w.]{1,60}){0,9}(?<=\d)|[A-Za-z]\w{0,40}-[a-z]"
+    )
+)
+_JOURNAL = bounded(
+    r"^(?:[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d|\d{4}-\d\d-\d\dT\S{8,30}) (?P<host>[\w.-]{1,253}) (?P<unit>[\w.-]{1,60}(?:\[(?P<id>\d{1,9})\])?): "
+    r"|^\[k(?:msg|ern(?:el)?) (?P<of>[\w.-]{1,253})\] |^slurmstepd-(?P<slurm>[\w.-]{1,253}): "
+)
 _MILD = bounded(r"\[[IW](?:\d{3,4} \d\d:| \w+\.(?:cpp|cc|hpp):)")  # information and warnings of torch's C++ code
 # month, day and time of day, as torch's C++ code writes them, and ISO 8601
 _TIMES = (
@@ -49,6 +60,7 @@ class Writer:
         local: The rank on its node.
         task: Task of srun; a rank only if srun started the ranks, not torchrun.
         process: Host and pid, or a label with pid: the same for all lines of one process.
+        label: What a launcher or the journal puts in front of its lines: a node's or a worker's name, of one process or more.
         at: (clock, seconds); times of one clock can be compared.
     """
 
@@ -59,6 +71,7 @@ class Writer:
     host: str = ""
     device: int | None = None
     process: str = ""
+    label: str = ""
     pid: int | None = None
     at: tuple[str, float] | None = None
     mild: bool = False  # torch itself logs it as info or warning
@@ -71,7 +84,8 @@ class Writer:
             return f"GPU {self.device} of {self.host}"
         if self.local is not None:
             return f"local rank {self.local}"
-        return self.process or (f"task {self.task}" if self.task is not None else "")
+        where = self.label if not self.host or self.host == self.label else f"{self.label} on {self.host}"
+        return self.process or (f"task {self.task}" if self.task is not None else where)
 
 
 def plain(text: str) -> str:
@@ -150,7 +164,17 @@ def writer(text: str) -> Writer:
     if m := _SRUN.match(text):
         out.task = int(m[1])
     _process(head, out)
+    _label(head, out)
     return out
+
+
+def _label(head: str, out: Writer) -> None:
+    """Set what stands in front of each line of a node or worker; of the journal also the host."""
+    if (m := _JOURNAL.match(head)) is not None:
+        out.host = out.host or m["host"] or m["of"] or m["slurm"]
+        out.label = m["unit"] if m["id"] else ""
+    elif (m := _LABEL_FIRST.match(head)) is not None:
+        out.label = m["round"] or m["square"] or m["colon"]
 
 
 def _process(head: str, out: Writer) -> None:

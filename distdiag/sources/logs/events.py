@@ -1,0 +1,85 @@
+"""One event is one reason: the failures by which one device, one process or the host's memory shows itself several times."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from distdiag.diagnosis.model.findings import rank_list
+from distdiag.sources.logs.failures import Reason
+from distdiag.sources.logs.facts import Collected, Fact
+from distdiag.sources.logs.join import before
+from distdiag.sources.logs.meanings import GENERAL, MEANINGS, XIDS
+from distdiag.terms.untrusted import MAX_RANKS
+
+SAME_EVENT_S = 600.0  # a process reports its device's failure no later
+_OF_PROCESS = ("cuda_error", "ecc", "device_lost")  # how a process reports that a device failed
+
+
+def merged(reasons: list[Reason], found: Collected) -> list[Reason]:
+    """Return the reasons, each event once: the fact stays, what follows from it becomes a part of it."""
+    for r in reasons:
+        _of_memory(r, found)
+        _of_all(r, found)
+    return _of_devices(_of_one_remedy(reasons))
+
+
+def _of_memory(r: Reason, found: Collected) -> None:
+    """Name the reason of a loader's worker that was killed, if the log has the host's lack of memory."""
+    memory = found.named("host_oom")
+    if memory and r.facts[0].name == "loader_killed" and r.facts[0].fields.get("signal") == "Killed":
+        r.meaning = replace(r.meaning, cause="killed")
+        r.text = "lost a DataLoader worker, which the kernel killed: the host or its memory limit ran out of memory"
+        r.advice = MEANINGS["host_oom"].advice
+        r.hosts |= {f.who.host for f in memory if f.who.host}
+        r.facts = [*memory[:1], *r.facts]
+
+
+def _of_all(r: Reason, found: Collected) -> None:
+    """Give a reason all ranks of the job, if those that its lines name and those without a name are as many."""
+    nameless = [f for f in r.facts if f.rank is None and not f.who.name]
+    world = found.world_size or 0
+    if r.ranks and nameless and r.meaning.cause == "crashed" and len(r.ranks) + len(nameless) == world <= MAX_RANKS:
+        r.ranks = set(range(world)) if max(r.ranks) < world else r.ranks
+
+
+def _of_one_remedy(reasons: list[Reason]) -> list[Reason]:
+    """Return the reasons; an exception of an unknown process and that of the only known one with its remedy are one."""
+    for r in [r for r in reasons if not (r.ranks or r.unnamed) and r.facts[0].name == "exception"]:
+        same = [q for q in reasons if q is not r and q.advice == r.advice and q.facts[0].name == "exception"]
+        if r.advice in GENERAL or len(same) != 1 or not same[0].ranks:
+            continue
+        first, second = sorted((r, same[0]), key=lambda q: q.order)
+        first.ranks, first.sites = first.ranks | second.ranks, second.sites | first.sites
+        first.facts += second.facts
+        reasons = [q for q in reasons if q is not second]
+    return reasons
+
+
+def _of_devices(reasons: list[Reason]) -> list[Reason]:
+    """Return the reasons without what processes report of a device whose failure the driver reports."""
+    for first in [r for r in reasons if r.facts[0].fields.get("xid") in XIDS or r.facts[0].name == "sxid"]:
+        for r in [r for r in reasons if r is not first and _reports(r, first)]:
+            reasons = [q for q in reasons if q is not r]
+            here = {f.who.host for f in r.facts} == {f.who.host for f in first.facts} != {""}
+            if r.ranks == first.ranks or (not first.ranks and len(r.ranks) == 1 and here):
+                first.inferred = first.inferred or not first.ranks
+                first.ranks, first.sites, first.unnamed = first.ranks | r.ranks, first.sites | r.sites, []
+                first.facts += r.facts
+                first.hosts |= {f.who.host for f in first.facts if f.who.host}
+            else:
+                who = rank_list(sorted(r.ranks)) if r.ranks else "a process"
+                first.after += f"; {who} then {r.text}"
+    return reasons
+
+
+def _reports(r: Reason, first: Reason) -> bool:
+    """True if a reason is how processes saw the failure of this device."""
+    a = first.facts[0]
+    return all(f.name in _OF_PROCESS and "pci" not in f.fields and _near(a, f) for f in r.facts)
+
+
+def _near(a: Fact, b: Fact) -> bool:
+    if b.who.host and a.who.host and a.who.host != b.who.host:
+        return False
+    known = a.at is not None and b.at is not None and a.at[0] == b.at[0]
+    return before(b, a) is not True and not (known and b.at and a.at and b.at[1] - a.at[1] > SAME_EVENT_S)
