@@ -75,7 +75,7 @@ def ranks_of(facts: Iterable[Fact]) -> tuple[int, ...]:
 
 
 def who(facts: Collection[Fact]) -> str:
-    """Return `ranks 0, 2`, else the hosts with GPUs or processes that the lines name; `a rank` if they name none."""
+    """Return `ranks 0, 2`, else the hosts with GPUs, nodes or processes that the lines name; `a rank` if they name none."""
     if ranks := ranks_of(facts):
         return rank_list(ranks)
-    return some([name for f in facts if (name := f.who.process and f.who.name)]) or "a rank"
+    return some([name for f in facts if (name := (f.who.process or f.who.label) and f.who.name)]) or "a rank"

@@ -7,7 +7,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from distdiag.guard import TOGETHER, Announce
-from distdiag.sources.logs import lines
+from distdiag.sources.logs import later, lines
 from distdiag.sources.logs.facts import MAX_WRITERS, Collected, Fact, Line, source_of
 from distdiag.sources.logs.later import Later
 from distdiag.sources.logs.patterns import TABLE, Role
@@ -92,6 +92,8 @@ class Collector:
             out.facts[first:] = self._of_last_run(out.facts[first:])
             failed = min((f.line for f in out.facts[first:] if f.role not in (Role.FACT, Role.HINT)), default=None)
             self.later.read(path, self._bounds.tail, failed)
+            if any(f.name == "cancelled" for f in out.facts[first:]) and (pace := later.pace(self._bounds.tail)):
+                out.pace[path] = pace
             out.files.append(path)
             for pid, named in bounds.pids.items():
                 if is_rank(named):
@@ -230,6 +232,12 @@ class Collector:
             out.joined |= set(filter(is_rank, [int(fields["r"][:7])]))
         elif name == "torn_down" and len(out.pid_of) < MAX_WRITERS:
             out.pid_of.setdefault((line.path, fields["pci"]), int(fields["pid"]))
+        elif name == "no_name":
+            out.unreached[line.path, who.process or who.label] = f"the name does not resolve ({fields['why']})"
+        elif name == "no_answer":
+            out.unreached[line.path, who.process or who.label] = fields["why"].lower()
+        elif name == "master" and who.label:
+            out.masters[who.label] = fields["addr"]
         elif name == "spawned":
             out.local_of[fields["pid"]] = int(fields["local"][:7])
         elif name == "env" and is_rank(rank := int(fields["r"][:7])):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.sources.logs.failures import Reason
 from distdiag.sources.logs.facts import Collected, Fact
+from distdiag.sources.logs.failures import Reason
 from distdiag.sources.logs.join import before
 from distdiag.sources.logs.meanings import GENERAL, MEANINGS, XIDS
 from distdiag.terms.untrusted import MAX_RANKS
@@ -43,14 +43,15 @@ def _of_all(r: Reason, found: Collected) -> None:
 
 
 def _of_one_remedy(reasons: list[Reason]) -> list[Reason]:
-    """Return the reasons; an exception of an unknown process and that of the only known one with its remedy are one."""
+    """Return the reasons; an exception of an unknown process and the only other one with its remedy are one."""
     for r in [r for r in reasons if not (r.ranks or r.unnamed) and r.facts[0].name == "exception"]:
         same = [q for q in reasons if q is not r and q.advice == r.advice and q.facts[0].name == "exception"]
-        if r.advice in GENERAL or len(same) != 1 or not same[0].ranks:
+        if r not in reasons or r.advice in GENERAL or len(same) != 1 or same[0].unnamed:
             continue
         first, second = sorted((r, same[0]), key=lambda q: q.order)
         first.ranks, first.sites = first.ranks | second.ranks, second.sites | first.sites
         first.facts += second.facts
+        first.inferred = True
         reasons = [q for q in reasons if q is not second]
     return reasons
 

@@ -41,6 +41,7 @@ class Fact:
     run: tuple[int, int] = (0, 0)  # launch and attempt, of those appended to one file
     uncaught: bool = False  # its traceback begins at the script itself, so nothing in the script caught it
     in_collective: bool = False  # raised by a backend, inside a collective call
+    inferred: bool = False  # `rank` is the number of its launcher's label, as in the other labels
     of_node: bool = False  # `rank` is the rank on its node; the log does not show whether there are more nodes
 
     def number(self, key: str) -> int | None:
@@ -90,7 +91,14 @@ class Collected:
     by_path: dict[Path, set[int]] = field(default_factory=dict)  # ranks named in the lines of a file
     env: dict[Path, set[int]] = field(default_factory=dict)  # the ranks that a file's environment gives
     of_label: dict[str, set[int]] = field(default_factory=dict)  # ranks named in the lines with a launcher's label
-    pid_of: dict[tuple[Path, str], int] = field(default_factory=dict)  # process of a PCI device, by the driver's later lines
+    pid_of: dict[tuple[Path, str], int] = field(
+        default_factory=dict
+    )  # process of a PCI device, by the driver's later lines
+    unreached: dict[tuple[Path, str], str] = field(default_factory=dict)  # why a launcher's attempts to connect failed
+    masters: dict[str, str] = field(default_factory=dict)  # --master-addr of each launcher's label
+    pace: dict[Path, tuple[float, float]] = field(
+        default_factory=dict
+    )  # last time of progress, longest time between two
     local_of: dict[str, int] = field(default_factory=dict)  # rank on its node of a pid, by the launcher
     joined: set[int] = field(default_factory=set)  # ranks that have joined the job's store
     took: dict[int, tuple[float, str]] = field(default_factory=dict)  # of a rank's last lines: seconds, and for what

@@ -417,7 +417,7 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
         proved=bool(ranks)
         and r.meaning.cause != "silent"
         and r.meaning.kind != "mismatch"
-        and not (of_node or in_collective or unordered or r.inferred),
+        and not (of_node or in_collective or unordered or r.inferred or any(f.inferred for f in r.facts)),
         cost="the job ended, or hangs without it",
     )
 

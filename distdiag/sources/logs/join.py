@@ -46,13 +46,15 @@ def join(found: Collected) -> Collected:
     for f in found.facts:
         f.rank = _rank_of(found, f, of_file)
         if f.rank is None and f.role is not Role.EXIT and _NUMBER.sub("#", f.who.label) in numbered:
-            f.rank = int(_NUMBER.findall(f.who.label)[-1])
+            f.rank, f.inferred = int(_NUMBER.findall(f.who.label)[-1]), True
         if f.rank is None and not found.torchrun and max(tasks, default=0) > 0 and f.name != "exit_tasks":
             f.rank = f.who.task
         if f.rank is None and f.who.local is not None and len(found.files) == 1:
             f.rank, f.of_node = f.who.local, not one_node
         if f.rank is None and (local := found.local_of.get(f.fields.get("pid", ""))) is not None:
             f.rank, f.of_node = local, not one_node
+    for f in found.named("store_connect"):
+        _why_unreached(found, f)
     ended = {f.fields["pid"]: f.fields["local"] for f in found.facts if {"pid", "local"} <= f.fields.keys()}
     for f in found.facts:
         if f.rank is None and not f.who.process and (local := ended.get(f.fields.get("pid", ""))) is not None:
@@ -62,10 +64,19 @@ def join(found: Collected) -> Collected:
     found.ranks |= {r for r in found.rank_of.values() if r is not None} | set(of_file.values())
     found.past += [f for f in found.named("host_oom") if _of_another_job(f)]
     found.facts = [f for f in found.facts if f.name != "host_oom" or not _of_another_job(f)]
-    stops = found.named("cancelled", "terminated", "evicted", "preempted")
+    stops = found.named("cancelled", "terminated", "evicted", "evicted_pod", "preempted")
     if stops:
         found.facts = [f for f in found.facts if not _after_stop(f, stops)]
     return found
+
+
+def _why_unreached(found: Collected, f: Fact) -> None:
+    """Add to a failure to connect what its earlier attempts say, and which address the other nodes were given."""
+    if why := found.unreached.get((f.path, f.who.process or f.who.label)):
+        f.fields["why"] = why
+        others = {label: addr for label, addr in found.masters.items() if addr != f.fields["peer"]}
+        if found.masters.get(f.who.label) == f.fields["peer"] and others and len(set(others.values())) == 1:
+            f.fields["masters"] = f"; its --master-addr is {f.fields['peer']}, {min(others)}'s is {others[min(others)]}"
 
 
 def _numbered(found: Collected) -> set[str]:
@@ -83,7 +94,9 @@ def _numbered(found: Collected) -> set[str]:
 def _rank_of(found: Collected, f: Fact, of_file: Mapping[Path, int]) -> int | None:
     """Return the rank of the process that a fact is about, by the line, then by what names the process elsewhere."""
     pid, who = f.number("pid"), f.who
-    if pid is None and f.role is Role.CAUSE and "pci" in f.fields:  # what the driver says later of that device names the process
+    if (
+        pid is None and f.role is Role.CAUSE and "pci" in f.fields
+    ):  # what the driver says later of that device names the process
         pid = found.pid_of.get((f.path, f.fields["pci"].rpartition(".")[0] or f.fields["pci"]))
     if f.role is Role.EXIT and (rank := f.number("r")) is not None:
         return rank

@@ -7,13 +7,15 @@ caught, retried, restarted from, or only quoted: such a failure is a note, not a
 from __future__ import annotations
 
 import bisect
+import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.patterns import Role
-from distdiag.sources.logs.writers import Writer, messages, plain, writer
+from distdiag.sources.logs.writers import Writer, messages, plain, time_of, writer
 from distdiag.terms.untrusted import bounded
 
 MOST_LINES, OF_FILE, LAST, LEAST = (
@@ -27,6 +29,8 @@ OWN_LINES, NAMELESS, OTHERS = (
     3,
     20,
 )  # lines of progress after which a failure is past: of its process, of no name, of others
+FEW = 3  # lines of progress by which its pace is known; equal lines that are a monitor's
+_NUMBER = bounded(r"\d+")
 _ENDS = (Role.CAUSE, Role.WAIT, Role.VICTIM, Role.START, Role.EXIT)
 _FOLLOW = (Role.WAIT, Role.VICTIM, Role.START, Role.EXIT)
 _PROGRESS = bounded(
@@ -98,6 +102,26 @@ class Later:
     def after(self, path: Path, line: int, key: object = None) -> int:
         """Return how many lines of progress come after a line."""
         return bisect.bisect_left(self.progress.get((path, key), ()), -line)
+
+
+def pace(tail: Sequence[tuple[int, bytes]]) -> tuple[float, float] | None:
+    """Return (when the program wrote last, longest time between two lines of progress) of the end of a file.
+
+    What is repeated after the last progress, a monitor's heartbeat, is not the program's. None if there is too little progress,
+    or the lines have no time.
+    """
+    texts = [plain(raw[:2000].decode("utf-8", "replace")) for _, block in tail for raw in block.split(b"\n")]
+    steps = [i for i, text in enumerate(texts) if _PROGRESS.search(text) is not None and time_of(text) is not None]
+    times = [at[1] for i in steps if (at := time_of(texts[i])) is not None and at[0] == "iso"]
+    if len(times) < FEW or len(times) < len(steps):
+        return None
+    rest = texts[steps[-1] + 1 :]
+    shapes = Counter(_NUMBER.sub("#", text) for text in rest)
+    own = [text for text in rest if shapes[_NUMBER.sub("#", text)] < FEW and "CANCELLED" not in text]
+    if any(regex.search(text) is not None for text in own for _, regex in _WELL):
+        return None
+    later = [at[1] for text in own if (at := time_of(text)) is not None and at[0] == "iso"]
+    return max([times[-1], *later]), max(b - a for a, b in itertools.pairwise(times))
 
 
 def _names(who: Writer, rank: int | None) -> list[tuple[str, object]]:

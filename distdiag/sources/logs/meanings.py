@@ -66,6 +66,7 @@ OF_PROGRAM = "such an Xid is most often a fault of the program (a kernel reads o
 STOPS: Mapping[str, str] = MappingProxyType({
     "cancelled": "Slurm on {host} at {when}: {why}",
     "evicted": "Kubernetes: the pod was evicted, its node was low on {what}",
+    "evicted_pod": "Kubernetes: pod {pod} was evicted: {what}",
     "preempted": "a preemption ({what})",
     "SIGINT": "Ctrl-C (SIGINT)",
     "SIGHUP": "SIGHUP: its terminal or ssh session was closed; start it with nohup, in tmux or by the scheduler",

@@ -82,6 +82,9 @@ TABLE: tuple[Pattern, ...] = (
          r"(?:worker_count|num_workers_joined)=(?P<joined>\d+)"),
     _row("store_waiting", S, "in store based barrier", r"Waiting.{0,99}store based barrier(?:.{0,40}? rank: (?P<waiter>\d+))?.{0,200}?\(world_size=(?P<expected>\d+), "
          r"(?:worker_count|num_workers_joined)=(?P<joined>\d+)"),
+    _row("master", F, "--master", r"--master[-_]addr[= ](?P<addr>[\w.:-]{2,253})"),
+    _row("no_name", F, "cannot be retrieved", r"network addresses of \((?P<peer>[^,)\s]+), ?\d+\) cannot be retrieved \(gai error: (?P<why>.{1,60}?)\)"),
+    _row("no_answer", F, "failed to connect to [", r"client socket has failed to connect to \[(?P<peer>[^\]\s]+)\]:(?P<port>\d+) \(errno: \d+ - (?P<why>[^)]{1,60})\)"),
     _row("store_connect", S, "trying to connect", r"client socket has timed out after (?P<after>\w+) while trying to connect to \((?P<peer>[^,)]+), ?(?P<port>\d+)\)"),
     _row("store_connect", S, "failed to connect to any network address", r"client socket has failed to connect to any network address of \((?P<peer>[^,)]+), ?(?P<port>\d+)\)"),
     _row("keep_alive", V, "keep-alive heartbeat", r"The node '(?P<node>[^']{1,200})' has failed to send a keep-alive heartbeat to the rendezvous"),
@@ -108,6 +111,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("ddp_unused", C, "did not receive grad for rank", r"Parameters which did not receive grad for rank (?P<r>\d+): (?P<names>.+)"),
     _row("ddp_unused_index", C, "did not receive grad for rank", r"Parameter indices which did not receive grad for rank (?P<r>\d+): (?P<indices>[\d ]+)"),
     _row("nccl_mismatch", C, "Mismatched collective", r"NCCL WARN Mismatched collective detected.{0,80}rank (?P<near>\d+)"),
+    _row("nccl_version", C, "ismatched NCCL version", r"[Mm]ismatched NCCL version detected ?: rank (?P<a>\d+) version (?P<va>\d+) rank (?P<b>\d+) version (?P<vb>\d+)"),
     _row("duplicate_gpu", C, "Duplicate GPU detected", r"Duplicate GPU detected ?: rank (?P<a>\d+) and rank (?P<b>\d+) both on CUDA device (?P<bus>\w+)"),
     # -- devices
     _row("ecc", C, "cudaErrorECCUncorrectable", r"cudaErrorECCUncorrectable"),
@@ -176,6 +180,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("exit_shell", E, "segfault at ", r"\w\[(?P<pid>\d+)\]: (?P<how>segfault) at "),
     _row("exit_shell", E, ": line ", r": line \d+:\s+(?P<pid>\d+) (?P<how>Killed|Segmentation fault|Bus error)\b"),
     _row("cancelled", X, "CANCELLED AT", r"(?:STEP|JOB) (?P<job>[\w.]+) ON (?P<host>\S+) CANCELLED AT (?P<when>\S+)(?: DUE TO (?P<why>[A-Z][A-Z ]+[A-Z]))?"),
+    _row("evicted_pod", X, "victed", r"\bEvicted\b.{0,80}?\bpod/(?P<pod>[\w.-]{1,253})\W{1,20}(?!The node was low)(?P<what>[A-Z].{1,160}?)\.?\s*$"),
     _row("evicted", X, "The node was low on resource", r"The node was low on resource: (?P<what>[\w-]+)"),
     _row("preempted", X, "Preempted by ", r"(?P<what>Preempted by .{1,60})"),
     _row("preempted", X, "node was preempted", r"(?P<what>node was preempted(?:: .{1,80})?)"),
@@ -188,6 +193,7 @@ TABLE: tuple[Pattern, ...] = (
     # -- connections
     _row("port_error", C, "Got async event", r"NCCL WARN NET/\w+ ?: (?P<what>\S{1,40} Got async event : .*(?:error|down).*)"),
     _row("ib", H, "Got completion", r"NET/\w+ ?: ?Got (?:async event|completion) from peer (?P<peer>[^\s<]+)(?:<\d+>)? with (?:status=|error )(?P<status>\d+)"),
+    _row("efa", H, "Peer host id", r"NET/OFI .{0,120}Error: \d+ \((?P<what>[A-Z].{1,160}?)\.? My (?:host id|EFA addr).{0,200}?Peer host id: (?P<peer>[\w.-]+)"),
     _row("nccl_error", V, "|CCL_ERROR|", r"\|CCL_ERROR\| (?P<what>.{1,160})"),
     _row("nccl_error", V, "oneCCL: ", r"(?P<what>oneCCL: .{1,160})"),
     _row("closed", V, "losed by", r"Connection closed by (?:remote )?peer \[?" + _PEER),

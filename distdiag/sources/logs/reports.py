@@ -31,6 +31,8 @@ def findings(found: Collected) -> list[Finding]:
         out.append(_fingerprints(calls))
     if models := found.named("ddp_shape") or _counted(found, real=True):
         out.append(_shapes(models) if models[0].name == "ddp_shape" else _counts(models))
+    if versions := found.named("nccl_version"):
+        out.append(_versions(found, versions))
     if found.named("ddp_unused", "ddp_unused_index"):
         out.append(_unused(found, found.named("ddp_unused"), found.named("ddp_unused_index")))
     return out
@@ -39,6 +41,34 @@ def findings(found: Collected) -> list[Finding]:
 def derived(found: Collected) -> list[Finding]:
     """Return what shows only that other ranks were elsewhere: DDP read the data of another collective as their counts."""
     return [_counts(counts)] if (counts := _counted(found, real=False)) else []
+
+
+def _versions(found: Collected, facts: list[Fact]) -> Finding:
+    """Return the finding on ranks with different versions of NCCL; the fewer ones are the culprits."""
+    by_version: dict[int, set[int]] = {}
+    for f in facts:
+        for rank, version in (("a", "va"), ("b", "vb")):
+            by_version.setdefault(f.number(version) or 0, set()).add(int(f.fields[rank]))
+    few, *many = sorted(by_version.values(), key=len)
+    culprits = few if len(many) == 1 and len(few) < len(many[0]) else set()
+    of_label = {min(ranks): label for label, ranks in found.of_label.items() if len(ranks) == 1}
+    texts = []
+    for v, ranks in sorted(by_version.items(), key=lambda item: len(item[1])):
+        on = f" on {of_label[min(ranks)]}" if len(ranks) == 1 and min(ranks) in of_label else ""
+        texts.append(
+            f"{rank_list(sorted(ranks))}{on} {verb(ranks, 'has', 'have')} NCCL {v // 10000}.{v // 100 % 100}.{v % 100}"
+        )
+    return finding(
+        "rank_lost",
+        "crashed",
+        facts,
+        f"{', '.join(texts)}: NCCL does not mix versions",
+        "install the same torch (and NCCL) on all nodes, or use one image; compare `python -c 'import torch; print(torch.__version__, torch.cuda.nccl.version())'`",
+        culprits=culprits,
+        victims=set().union(*by_version.values()),
+        proved=bool(culprits),
+        cost="the job ends before its first step",
+    )
 
 
 def _call(text: str) -> dict[str, str]:

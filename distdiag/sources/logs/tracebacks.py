@@ -31,6 +31,8 @@ _COLLECTIVE = "/torch/distributed/distributed_c10d.py"
 _INSIDE = bounded(r"/torch/(?:distributed|csrc|nn/parallel)/")
 LOST = bounded(r"reset by peer|Broken pipe|onnection refused|onnection closed|Socket Timeout|timed out", re.IGNORECASE)
 _PREFIX = bounded(r"^(?:\[[^\]]*\]:? ?){0,9}")
+# a logger's line before the traceback of `logger.exception`
+_ANNOUNCES = bounded(r"^(?=.{0,200}\b(?:ERROR|CRITICAL|[Ee]xception)\b).{0,200}\b[Rr]ank[ =:]{0,2}(?P<rank>\d{1,6})\b")
 _SPAWNED = bounded(r"-- Process (\d{1,6}) terminated with the following error")
 _OF_RANK = bounded(r"\(RANK (\d{1,6})\)")  # a checkpoint's exception, of another rank
 # exceptions of a launcher, or those by which a rank fails after others
@@ -72,6 +74,7 @@ class Tracebacks:
         self._stacks: dict[tuple[object, ...], list[dict[str, object]]] = {}
         self._fatal: dict[tuple[object, ...], Fact] = {}  # the fatal error of each process, until its stack was read
         self._spawned: int | None = None
+        self._announced = -1, -1  # the rank that a logger's line reports to have failed, and which line
         self._ignored = -1
         self._exceptions: dict[tuple[object, ...], Fact] = {}  # the last one of each process
         self._unended: dict[tuple[object, ...], tuple[Fact, int]] = {}  # exceptions whose message ends with a colon
@@ -110,16 +113,18 @@ class Tracebacks:
             if len(self._traces) < MAX_WRITERS:
                 other = _OF_RANK.search(text)
                 rank = int(other[1]) if other else self._spawned
+                if rank is None and line.who.rank is None and self._announced[1] == line.order - 1:
+                    rank = self._announced[0]
                 self._traces[source] = _Trace(rank=rank, who=line.who, margin=text.index("Traceback ("))
                 self._traces[source].ignored = line.order == self._ignored + 1
-                self._traces[_anonymous(line)] = self._traces[
-                    source
-                ]  # its other lines may have no prefix
+                self._traces[_anonymous(line)] = self._traces[source]  # its other lines may have no prefix
                 self._spawned = None
             return True
         if "above exception" in text and (earlier := self._exceptions.pop(source, None)) is not None:
             self._before[source] = earlier
             return True
+        if "ank" in text and (of_logger := _ANNOUNCES.search(text)) is not None:
+            self._announced = int(of_logger["rank"]), line.order
         if (found := _SPAWNED.search(text)) is not None:
             self._spawned = int(found[1])
             return True

@@ -13,9 +13,10 @@ import msgspec
 
 from distdiag import guard
 from distdiag.diagnosis.model.findings import NO_KNOWN_ERROR, STOPPED_BY, Finding, Report, Severity, State
-from distdiag.diagnosis.text.phrases import at, count, shortened
+from distdiag.diagnosis.text.phrases import at, count, rough_time, shortened
 from distdiag.errors import DistdiagError
 from distdiag.sources.logs import events, failures, later, reports, rows, timeouts
+from distdiag.sources.logs.build import finding
 from distdiag.sources.logs.collector import Collector
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.files import find_logs, left_out
@@ -23,9 +24,11 @@ from distdiag.sources.logs.join import WAITED, join
 from distdiag.sources.logs.lines import wrapped_at
 from distdiag.sources.logs.meanings import MEANINGS, STOPS
 from distdiag.sources.logs.patterns import Role
+from distdiag.sources.logs.writers import time_of
 from distdiag.terms.untrusted import MAX_RANKS, all_encodable
 
 MAX_FINDINGS = 6
+HUNG_S, HUNG_STEPS = 600.0, 20.0  # without a line, at least and as a multiple of the longest step, a job hangs
 LIMITS = guard.Limits(cpu_s=12.0, cpu_s_per_byte=2e-6, memory_per_byte=1)  # beyond those of `lines.Bounds`
 
 
@@ -150,7 +153,7 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
     if found_here := _with_late(waits, late) or rows.first_of(rows.START_ROWS, found) or reports.derived(found):
         return found_here[:MAX_FINDINGS], None
     if (stop := _stopped(found)) is not None:
-        return [], stop
+        return _hung(found), stop
     lost = rows.first_of(rows.LOST_ROWS, found) or [failures.of_reason(r, found, waited) for r in codes]
     signal = "" if lost else failures.sent(found)
     return lost[:MAX_FINDINGS], _stopped_by(signal) if signal else None
@@ -167,14 +170,32 @@ def _with_late(waits: list[Finding], late: list[Fact]) -> list[Finding]:
     return [msgspec.structs.replace(waits[0], message=message), *waits[1:]]
 
 
+def _hung(found: Collected) -> list[Finding]:
+    """Return the finding on a job that had made no progress for long when the scheduler stopped it."""
+    for f in found.named("cancelled"):
+        end, known = time_of(f.fields["when"]), found.pace.get(f.path)
+        if end is None or known is None or end[0] != "iso":
+            continue
+        last_s, longest_s = known
+        if (silent_s := end[1] - last_s) > max(HUNG_S, HUNG_STEPS * longest_s):
+            message = f"the job wrote nothing for {rough_time(silent_s)} before Slurm stopped it, after a step every {rough_time(longest_s)} at most: it hung, and the log does not show where"
+            advice = f"more time does not help: take the stacks of all ranks while it hangs (`py-spy dump --pid PID`), leave TORCH_NCCL_ASYNC_ERROR_HANDLING on, and keep {timeouts.DUMPS}"
+            return [finding("stall", "unknown", [f], message, advice)]
+    return []
+
+
 def _stopped(found: Collected) -> str | None:
     """Return what ended the job from outside, if a line says so: the scheduler before the signal that it sent."""
     for f in (
-        found.named("cancelled", "evicted", "preempted") or found.named("terminated") or found.named("interrupted")
+        found.named("cancelled", "evicted", "evicted_pod", "preempted")
+        or found.named("terminated")
+        or found.named("interrupted")
     ):
         fields = {key: value.lower() if key == "why" else value for key, value in f.fields.items()}
         if f.name == "terminated":
             return _stopped_by(fields.get("name") or failures.signal_name(f.number("signal") or 0))
+        rank = found.rank_of.get((fields.get("pod", ""), ""))
+        fields["pod"] = fields.get("pod", "") + (f" (rank {rank})" if rank is not None else "")
         return f"{STOPPED_BY} {STOPS[f.name].format_map({'why': 'cancelled'} | fields)}"
     return None
 

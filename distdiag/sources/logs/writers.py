@@ -33,7 +33,7 @@ _LABEL = bounded(
 _LABEL_FIRST = bounded(
     r"^\s?(?:\((?P<round>{0})\)|\[(?P<square>{0})\]|(?P<colon>{0}):)(?: |$)".format(
         r"(?!(?i:rank|step|epoch|iter\w*|loss|layer|gpu|cuda|mlx\\w*|line|try|attempt|test|phase|level|block|default|none)\W?\d)"
-        r"(?!\d{1,9}\b(?!\.))[A-Za-z\d][\w.]{0,60}(?:-[\w.]{1,60}){0,9}(?<=\d)|[A-Za-z]\w{0,40}-[a-z]"
+        r"(?!\d{1,9}\b(?!\.)|[A-Z]{1,3}\d{3,9}\b)[A-Za-z\d][\w.]{0,60}(?:-[\w.]{1,60}){0,9}(?<=\d)|[A-Za-z]\w{0,40}-[a-z]"
     )
 )
 _JOURNAL = bounded(
@@ -84,7 +84,7 @@ class Writer:
             return f"GPU {self.device} of {self.host}"
         if self.local is not None:
             return f"local rank {self.local}"
-        where = self.label if not self.host or self.host == self.label else f"{self.label} on {self.host}"
+        where = f"{self.label} on {self.host}" if self.label and self.host not in ("", self.label) else self.label
         return self.process or (f"task {self.task}" if self.task is not None else where)
 
 
@@ -102,6 +102,7 @@ def messages(text: str) -> list[tuple[str, int | None, str]]:
     if not record:
         return [(text, None, "")]
     texts = [encodable(record[key]) for key in _keys_of(record) if isinstance(record.get(key), str)]
+    texts = [_event(record) + t for t in texts]
     rank = next((record[k] for k in ("rank", "global_rank", "RANK") if k in record), None)
     if isinstance(rank, str) and rank.isdecimal() and len(rank) < 7:
         rank = int(rank)
@@ -109,6 +110,15 @@ def messages(text: str) -> list[tuple[str, int | None, str]]:
     within = record.get("kubernetes")
     pod = (within if isinstance(within, dict) else record).get("pod_name") or record.get("pod")
     return [(line, known, pod if isinstance(pod, str) else "") for t in texts for line in t.splitlines() if line]
+
+
+def _event(record: dict[str, Any]) -> str:
+    """Return `Evicted pod/worker-3: ` of an event of Kubernetes; empty of any other record."""
+    reason = record.get("reason")
+    of = next((record[k] for k in ("involvedObject", "regarding", "object") if k in record), None)
+    if isinstance(of, dict):
+        of = f"{str(of.get('kind', '')).lower()}/{of.get('name', '')}"
+    return f"{reason} {of}: " if isinstance(reason, str) and isinstance(of, str) else ""
 
 
 def _keys_of(record: dict[str, Any]) -> tuple[str, ...]:
