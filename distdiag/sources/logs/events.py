@@ -7,12 +7,13 @@ from dataclasses import replace
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.failures import Reason
-from distdiag.sources.logs.join import before
+from distdiag.sources.logs.join import before, earlier
 from distdiag.sources.logs.meanings import GENERAL, MEANINGS, XIDS
-from distdiag.terms.untrusted import MAX_RANKS
+from distdiag.terms.untrusted import MAX_RANKS, bounded
 
 SAME_EVENT_S = 600.0  # a process reports its device's failure no later
 _OF_PROCESS = ("cuda_error", "ecc", "device_lost")  # how a process reports that a device failed
+_DEVICE = bounded(r"NVLink|ECC|fallen off the bus")
 
 
 def merged(reasons: list[Reason], found: Collected) -> list[Reason]:
@@ -62,8 +63,9 @@ def _of_devices(reasons: list[Reason]) -> list[Reason]:
         for r in [r for r in reasons if r is not first and _reports(r, first)]:
             reasons = [q for q in reasons if q is not r]
             here = {f.who.host for f in r.facts} == {f.who.host for f in first.facts} != {""}
+            here = here or all(_DEVICE.search(f.text) for f in r.facts)
             if r.ranks == first.ranks or (not first.ranks and len(r.ranks) == 1 and here):
-                first.inferred = first.inferred or not first.ranks
+                first.inferred |= not first.ranks
                 first.ranks, first.sites, first.unnamed = first.ranks | r.ranks, first.sites | r.sites, []
                 first.facts += r.facts
                 first.hosts |= {f.who.host for f in first.facts if f.who.host}
@@ -83,4 +85,6 @@ def _near(a: Fact, b: Fact) -> bool:
     if b.who.host and a.who.host and a.who.host != b.who.host:
         return False
     known = a.at is not None and b.at is not None and a.at[0] == b.at[0]
-    return before(b, a) is not True and not (known and b.at and a.at and b.at[1] - a.at[1] > SAME_EVENT_S)
+    if not known and before(b, a) and _DEVICE.search(b.text) is None:
+        return False  # a log keeps the order of one writer only: a message that names the device may stand before the driver's
+    return not earlier(b, a) and not (known and b.at and a.at and b.at[1] - a.at[1] > SAME_EVENT_S)

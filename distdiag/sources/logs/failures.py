@@ -41,6 +41,7 @@ _OF_TEXT = {
     "Aborted": -6,
 }
 EXIT_CODE = "ended with exit code"
+BY_PROGRAM = "by the program (MPI_Abort)"
 
 
 @dataclass(slots=True)
@@ -335,7 +336,7 @@ def _meaning(end: _End, memory: bool, others: bool) -> Meaning:
     if end.launcher == "parent":
         return Meaning("rank_lost", "crashed", "was lost: killed, or crashed in native code", meanings.KILLED)
     if end.launcher == "mpi":
-        why = shortened(end.fact.fields.get("how", "by the program (MPI_Abort)"), 160)
+        why = shortened(end.fact.fields.get("how", BY_PROGRAM), 160)
         return Meaning("rank_lost", "crashed", f"aborted MPI: {why}", meanings.SEE_LOG)
     if by == "SIGKILL" and memory:
         return Meaning("rank_lost", "killed", "was killed by SIGKILL: out of memory", MEANINGS["host_oom"].advice)
@@ -353,7 +354,7 @@ def _meaning(end: _End, memory: bool, others: bool) -> Meaning:
 
 def with_a_reason(reasons: Iterable[Reason]) -> list[Reason]:
     """Return the ends that show what ended the process: a signal or an exception, not only an exit code."""
-    return [r for r in reasons if not r.text.startswith(EXIT_CODE)]
+    return [r for r in reasons if not r.text.startswith(EXIT_CODE) and not r.text.endswith(BY_PROGRAM)]
 
 
 def number(reasons: list[Reason], ended: list[Reason]) -> None:

@@ -132,6 +132,8 @@ LOST_ROWS = (
         "look at that instance: its process, `dmesg -T`, its status in the cloud's console; if it is well, the security group and the subnet"),
     Row("ray_head", _LOST, "Ray lost its head node (GCS): it ended, or somebody stopped it",
         "see the head's gcs_server.out, its memory and `dmesg -T`, and whether `ray stop` was called"),
+    Row("coordination", _LOST, "{nodes} sent no heartbeats to the coordination service any more: it ended, or hangs",
+        "read the log of {nodes}: its failure came before this message, which the others only repeat"),
     Row("keep_alive", _LOST, "torchrun on {nodes} lost the rendezvous: the node that serves it, the first one, has ended",
         "read the log of the first node (--rdzv-endpoint): its failure came before these"),
     Row("ib", _LOST, "NCCL on {who} lost its RDMA connection to {all_peers} (status {status}: {meaning})",

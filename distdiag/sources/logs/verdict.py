@@ -194,8 +194,9 @@ def _stopped(found: Collected) -> str | None:
         fields = {key: value.lower() if key == "why" else value for key, value in f.fields.items()}
         if f.name == "terminated":
             return _stopped_by(fields.get("name") or failures.signal_name(f.number("signal") or 0))
-        rank = found.rank_of.get((fields.get("pod", ""), ""))
-        fields["pod"] = fields.get("pod", "") + (f" (rank {rank})" if rank is not None else "")
+        pod = fields.get("pod", "")
+        rank = found.rank_of.get((pod, ""))
+        fields["pod"] = (f"pod {pod}" if pod else "the pod") + (f" (rank {rank})" if rank is not None else "")
         return f"{STOPPED_BY} {STOPS[f.name].format_map({'why': 'cancelled'} | fields)}"
     return None
 
