@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import grp
 import os
+import pwd
 import subprocess
 import sys
 import time
@@ -140,23 +142,55 @@ def test_what_is_no_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert settings.read() == settings.File()
 
 
-def test_another_users_file_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    project(tmp_path, "share = true")
-    owner = (tmp_path / "pyproject.toml").stat().st_uid
-    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-    real = os.fstat
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
+@pytest.mark.parametrize("user", [0, 54_321])
+def test_a_file_that_another_user_can_write_is_not_used(
+    user: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by root either, whose commands it would steer: where they write, what they serve, whom they end."""
+    path = project(tmp_path, "share = true")
 
-    def theirs(fd: int) -> os.stat_result:
-        found = list(real(fd))
-        found[4] = owner + 2
-        return os.stat_result(found)
+    def warning(owner: int, group: int, mode: int) -> str:
+        os.chown(path, owner, group)
+        path.chmod(mode)
+        file = settings.read(tmp_path)
+        assert bool(file.values) != bool(file.warning())
+        return file.warning()
 
-    monkeypatch.setattr(os, "fstat", theirs)
-    file = settings.read(tmp_path)
-    assert file.values == {} and "belongs to another user" in file.warning()
-    project(tmp_path, "a" + ".a" * 100_000 + " = 1")  # tomllib takes minutes for it
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    for owner in {0, user}:
+        assert warning(owner, owner, 0o644) == "" and warning(owner, 0, 0o664) == ""
+        assert "can be written by a group" in warning(owner, 54_322, 0o664)
+        assert "can be written by every user" in warning(owner, owner, 0o666)
+    assert "belongs to uid 54322" in warning(54_322, 54_322, 0o644)
+    link = tmp_path / "below" / "pyproject.toml"
+    link.parent.mkdir()
+    assert warning(user, user, 0o644) == ""
+    link.symlink_to(path)
+    assert settings.read(link.parent).values
+    os.chown(link, 54_322, 54_322, follow_symlinks=False)
+    assert "belongs to uid 54322" in settings.read(link.parent).warning()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
+def test_a_users_own_group_may_write_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default of Debian and Fedora: each user has a group, and the umask is 002."""
+    path = project(tmp_path, "share = true")
+    os.chown(path, 54_321, 54_323)
+    path.chmod(0o664)
+    monkeypatch.setattr(os, "geteuid", lambda: 54_321)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: pwd.struct_passwd(("ann", "", uid, 54_323, "", "/", "")))
+    for members, used in (([], True), (["ann"], True), (["ann", "bob"], False)):
+        monkeypatch.setattr(grp, "getgrgid", lambda gid, m=members: grp.struct_group(("ann", "", gid, m)))
+        assert bool(settings.read(tmp_path).values) == used
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
+def test_another_users_file_is_not_parsed(tmp_path: Path) -> None:
+    path = project(tmp_path, "a" + ".a" * 100_000 + " = 1")  # tomllib takes minutes for it
+    os.chown(path, 54_322, 54_322)
     began_s = time.process_time()
-    assert "belongs to another user" in settings.read(tmp_path).warning() and time.process_time() - began_s < 5
+    assert "belongs to uid 54322" in settings.read(tmp_path).warning() and time.process_time() - began_s < 5
 
 
 def test_options_and_variables_come_before_the_file(tmp_path: Path) -> None:

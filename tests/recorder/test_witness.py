@@ -60,6 +60,7 @@ def test_a_request_in_progress_does_not_hang_the_end_of_the_process() -> None:
         assert answer.endswith(b"answered")
         assert list(Path(folder).iterdir()) == []
 
+
 CLOSES_ALL = """
 import os, select, socket, sys, time
 from pathlib import Path
