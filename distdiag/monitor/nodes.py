@@ -200,14 +200,13 @@ class Nodes:
             if len(x.groups) > MOST_GROUPS or not abs(x.started_unix_s) < MOST_S or not abs(x.written_unix_s) < MOST_S:
                 raise ValueError("a number in it is out of range")
             for q, r in x.ranks.items():
-                if (
-                    q != r.rank
-                    or not 0 <= q < s.world_size
-                    or self._owner.setdefault(q, x.node) != x.node
-                    or q in s.ranks
-                ):
+                if q != r.rank or not 0 <= q < s.world_size:
                     raise ValueError(f"rank {q} is not there")
+                owner = self.node if q in s.ranks else self._owner.get(q, x.node)
+                if owner != x.node:  # which of them has it is not known here: its node must be looked at
+                    raise ValueError(f"node {owner} reports rank {q}, too")
             self._seen[x.node] = self._readings.heard(x, later_s)
+            self._owner |= dict.fromkeys(x.ranks, x.node)
         except UNREADABLE as problem:
             self._failed = f"the state of node {x.node} is not used: {problem}"
 
