@@ -51,7 +51,8 @@ def start_monitor(run_dir: Path, pages: Path, node: int, overflow: Path, quiet: 
     Raises:
         OSError: no process could be started.
     """
-    lock = files.open_own(pages, LOCK, os.O_RDWR | os.O_APPEND)
+    # not the lowest number: where the script has closed its standard streams, it is that of one of the monitor's
+    lock = KeptFile(files.open_own(pages, LOCK, os.O_RDWR | os.O_APPEND)).fd
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
