@@ -20,19 +20,12 @@ def kept_bytes() -> int:
     return given if given >= 1 << 20 else KEEP_BYTES
 
 
-def open_standard_streams() -> None:
-    """Open what is closed of them: else run.db could get the number 2, and verdicts would be printed into it."""
-    for fd in range(3):
-        try:
-            os.fstat(fd)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)
-
-
 def main(argv: list[str]) -> int:
-    open_standard_streams()
     if "--foreground" not in argv and os.fork():
         return 0
+    from distdiag.streams import open_closed
+
+    open_closed()
     import argparse
     import faulthandler
     import signal

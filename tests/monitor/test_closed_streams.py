@@ -14,8 +14,8 @@ OPENED = """
 import os
 for fd in range({first}, 3):
     os.close(fd)
-from distdiag.monitor.__main__ import open_standard_streams
-open_standard_streams()
+from distdiag.streams import open_closed
+open_closed()
 file = os.open("file", os.O_RDWR | os.O_CREAT)
 os.write(2, b"a verdict")
 assert file > 2 and os.fstat(file).st_size == 0
