@@ -331,7 +331,7 @@ class Monitor:
             self._host_at = s.t_s
             self.sampling.sample(s.t_s, self.views)
             self._poll_s = self._poll_interval_s(s.t_s)
-        self.recording.write_state(s, self.diagnosis, now=over or bool(changed))
+        self.recording.write_state(s, self.diagnosis, self.nodes.windows, now=over or bool(changed))
         self.recording.write_facts(s, self.started_unix_s)
         self.recording.write_nodes(s.t_s, self.nodes)
         for f in self.own.faults(
