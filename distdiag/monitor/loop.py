@@ -67,6 +67,7 @@ class Monitor:
         priority: Priority | None = None,
         tape: bool = False,
         metrics: str = "",
+        nodes_port: int = 0,
     ) -> None:
         self.run_dir, self.node = run_dir, node
         self.priority = priority or Priority()
@@ -90,7 +91,7 @@ class Monitor:
         self.sampling = Sampling(node, self.writer)
         self.recording = Recording(run_dir, node, self.writer, self.views)
         self.gatherer = Gatherer(run_dir)
-        self.nodes = Nodes(run_dir, node, pages)
+        self.nodes = Nodes(run_dir, node, pages, nodes_port)
         self._host_at = -10.0
         self.pace = Pace()
         self._poll_s = FULL_POLL_S

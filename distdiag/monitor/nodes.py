@@ -18,8 +18,9 @@ import msgspec
 from distdiag import files
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import DEAD, Life, RankState, Snapshot
+from distdiag.monitor.cluster.messages import Ask
 from distdiag.monitor.cluster.transport import Transport
-from distdiag.monitor.evidence import dump
+from distdiag.monitor.evidence import dump, profile_of_nodes
 from distdiag.monitor.node_states import MOST_GROUPS, MOST_S, UNREADABLE, VERSION, Heard, NodeState, Readings, Sender
 from distdiag.monitor.windows import Windows
 
@@ -37,14 +38,14 @@ class Nodes:
         run_dir: This node's run directory: RUN, or RUN/node_k.
         node: Number of this node.
         pages: Page directory of this node; None for a reader of the files.
+        port: Of node 0, for nodes that do not see its run directory; 0: any.
     """
 
-    def __init__(self, run_dir: Path, node: int, pages: Path | None = None) -> None:
+    def __init__(self, run_dir: Path, node: int, pages: Path | None = None, port: int = 0) -> None:
         self.node = node
         self.run_dir = run_dir.parent if node else run_dir
         self.directory = self.run_dir / "nodes"
-        take_dump = partial(dump.packed, self.run_dir)
-        self.transport = Transport(pages, node, take_dump) if pages is not None else None
+        self.transport = Transport(pages, node, partial(_answer, self.run_dir), port) if pages is not None else None
         self._failed: str | None = None
         self._number = 0
         self._written_at = -1e9
@@ -234,6 +235,17 @@ class Nodes:
         """End the connection, if there is one."""
         if self.transport is not None:
             self.transport.close()
+
+
+def _answer(run_dir: Path, question: Ask) -> bytes:
+    """Return what this node's ranks answer to a reader on node 0.
+
+    Raises:
+        DistdiagError: no rank is alive, or a profile is being taken.
+    """
+    if question.profile is not None:
+        return profile_of_nodes.packed(run_dir, question.profile)
+    return dump.packed(run_dir, question.timeout_s)
 
 
 def hosts(run_dir: Path) -> dict[int, str]:

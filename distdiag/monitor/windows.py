@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
+from typing import NamedTuple
 
 import msgspec
 
@@ -63,11 +64,21 @@ def window_of(steps: Sequence[Step]) -> Window:
     )
 
 
+class _Computed(NamedTuple):
+    steps: Sequence[Step]
+    window: Window
+
+    def holds(self, steps: Sequence[Step]) -> bool:
+        """True if it was made of these steps."""
+        known = self.steps
+        return len(known) == len(steps) and (not steps or (known[0] is steps[0] and known[-1] is steps[-1]))
+
+
 class Windows:
     """The windows of all ranks; those of this node are computed if their steps have changed, the others are taken as sent."""
 
     def __init__(self) -> None:
-        self._own: dict[int, tuple[Step | None, Step | None, int, Window]] = {}
+        self._own: dict[int, _Computed] = {}
         self._sent: dict[int, Window] = {}
 
     def take(self, sent: dict[int, Window]) -> None:
@@ -80,8 +91,7 @@ class Windows:
         if sent is not None:
             return sent if r.steps else Window()
         steps = r.steps[-WINDOW:]
-        ends = (steps[0], steps[-1]) if steps else (None, None)
         known = self._own.get(r.rank)
-        if known is None or known[0] is not ends[0] or known[1] is not ends[1] or known[2] != len(steps):
-            known = self._own[r.rank] = (*ends, len(steps), window_of(steps))
-        return known[3]
+        if known is None or not known.holds(steps):
+            known = self._own[r.rank] = _Computed(steps, window_of(steps))
+        return known.window
