@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     from distdiag.recorder.deferred import record_process
 
     start_monitor.options = start_monitor.Options(
-        options["quiet"], options["keep"], options["tape"], options["metrics"]
+        options["quiet"], options["keep"], options["tape"], options["metrics"], options["nodes_port"]
     )
     if options["share"]:
         run_claim.share = True

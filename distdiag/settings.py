@@ -58,6 +58,10 @@ def _seconds(value: Any) -> str | None:
     return f"{value:g}" if type(value) in (int, float) and 0 <= value < 1e9 else None
 
 
+def _port(value: Any) -> int | None:
+    return value if type(value) is int and 0 < value < 65536 else None
+
+
 def _threshold(value: Any) -> str | None:
     return value if value in ("error", "warning", "never") else None
 
@@ -88,6 +92,7 @@ SETTINGS = {
             _metrics,
             "DISTDIAG_METRICS",
         ),
+        Setting("nodes-port", "any", "a port from 1 to 65535", _port, "DISTDIAG_NODES_PORT"),
         Setting("end-hangs-s", "never", "a number of seconds", _seconds, "DISTDIAG_END_HANGS_S"),
         Setting("keep-secrets", "false", "true or false", _flag, "DISTDIAG_KEEP_SECRETS"),
         Setting("fail-on", "error", '"error", "warning" or "never"', _threshold),

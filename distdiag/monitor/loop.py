@@ -66,6 +66,7 @@ class Monitor:
         priority: Priority | None = None,
         tape: bool = False,
         metrics: str = "",
+        nodes_port: int = 0,
     ) -> None:
         self.run_dir, self.node = run_dir, node
         self.priority = priority or Priority()
@@ -89,7 +90,7 @@ class Monitor:
         self.sampling = Sampling(node, self.writer)
         self.recording = Recording(run_dir, node, self.writer, self.views)
         self.gatherer = Gatherer(run_dir)
-        self.nodes = Nodes(run_dir, node, pages)
+        self.nodes = Nodes(run_dir, node, pages, nodes_port)
         self._host_at = -10.0
         self.pace = Pace()
         self._poll_s = FULL_POLL_S
@@ -330,7 +331,7 @@ class Monitor:
             self._host_at = s.t_s
             self.sampling.sample(s.t_s, self.views)
             self._poll_s = self._poll_interval_s(s.t_s)
-        self.recording.write_state(s, self.diagnosis, now=over or bool(changed))
+        self.recording.write_state(s, self.diagnosis, self.nodes.windows, now=over or bool(changed))
         self.recording.write_facts(s, self.started_unix_s)
         self.recording.write_nodes(s.t_s, self.nodes)
         for f in self.own.faults(
