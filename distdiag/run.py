@@ -21,9 +21,10 @@ from typing import Any, NoReturn
 import click
 
 from distdiag import settings
-from distdiag.command_line import SETTINGS, parse_keep, read, recording_options
+from distdiag.command_line import SETTINGS, read, recording_options
 from distdiag.errors import DistdiagError
 from distdiag.streams import say
+from distdiag.terms.units import parse_keep
 
 RANK_ZERO_FIRST_S = 5.0  # for rank 0 to print what is wrong with the command line
 PROG = "torchrun [TORCHRUN OPTIONS] -m distdiag.run"
@@ -43,7 +44,7 @@ def command(**_options: Any) -> None:
 
 def _parse(argv: list[str]) -> tuple[dict[str, Any], str | None, list[str]]:
     """Return our options, the module to run (if any), and the argv of the script or module."""
-    from distdiag.terms.metrics_targets import check_metrics
+    from distdiag.terms.metrics_targets import parse_metrics
 
     options = read(command, argv, PROG)
     file = settings.read()
@@ -54,7 +55,7 @@ def _parse(argv: list[str]) -> tuple[dict[str, Any], str | None, list[str]]:
     usage = f"{PROG} [OPTIONS] SCRIPT|-m MODULE [ARGS]…"
     if options["keep"]:
         options["keep"] = parse_keep(options["keep"])
-    check_metrics(options["metrics"])
+    parse_metrics(options["metrics"])
     if not script:
         raise DistdiagError("no script given", usage)
     if script[0] == "-m":

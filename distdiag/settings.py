@@ -29,15 +29,15 @@ def _flag(value: Any) -> bool | None:
 
 
 def _size(value: Any) -> str | None:
-    from distdiag.command_line import parse_keep
+    from distdiag.terms.units import parse_keep
 
     return _accepted(parse_keep, str(value))
 
 
 def _metrics(value: Any) -> str | None:
-    from distdiag.terms.metrics_targets import check_metrics
+    from distdiag.terms.metrics_targets import parse_metrics
 
-    return _accepted(check_metrics, str(value))
+    return _accepted(parse_metrics, str(value))
 
 
 def _accepted(check: Callable[[str], object], value: str) -> str | None:

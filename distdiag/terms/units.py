@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from typing import TypeGuard
@@ -56,6 +57,20 @@ def parse_bytes(text: str, option: str = "size") -> int:
             f"{option} {text} is not a whole number of bytes above 0", "the least is one element, e.g. 4 for float32"
         )
     return int(size)
+
+
+def parse_keep(text: str) -> int:
+    """Return the bytes of a `--keep` size: `500M`, `2G`, `1000000`.
+
+    Raises:
+        DistdiagError: no size, or below 1 MiB.
+    """
+    with contextlib.suppress(DistdiagError):
+        if (value := parse_bytes(text)) >= 1 << 20:
+            return value
+    raise DistdiagError(
+        f"--keep {text} is no size of at least 1M", "give bytes, or a number with K, M or G: --keep 500M"
+    )
 
 
 def size_text(size_bytes: float | None) -> str:
