@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from distdiag.cli.options import ascii_option
 from distdiag.errors import DistdiagError
 from distdiag.streams import say_json
 
@@ -22,8 +23,8 @@ from distdiag.streams import say_json
     show_default=True,
     help="Exit 1 if a finding is at least this bad.",
 )
-@click.option("--ascii", "ascii", is_flag=True, help="Print ASCII characters only.")
-def command(pids: tuple[int, ...], job: str | None, here: bool, as_json: bool, fail_on: str, ascii: bool) -> int:
+@ascii_option
+def command(pids: tuple[int, ...], job: str | None, here: bool, as_json: bool, fail_on: str) -> int:
     """Judge a running job that was not recorded, by the stacks of its ranks on this host.
 
     PID is a launcher (torchrun, the script that spawns) or any rank: all ranks of its job on this host are sampled with py-spy, for
@@ -49,5 +50,5 @@ def command(pids: tuple[int, ...], job: str | None, here: bool, as_json: bool, f
     if as_json:
         say_json(msgspec.json.encode(report))
     else:
-        print_text(report, ascii)
+        print_text(report)
     return int(exit_code(report, fail_on))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from distdiag.cli.options import ascii_option
 from distdiag.cli.verdict import exit_code, print_text
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.streams import say, say_json
@@ -240,17 +241,17 @@ def _newer_launch(path: Path) -> str | None:
     return f"a newer launch ({printable(name)}) has not reported yet" if name is not None else None
 
 
-def _print_why(report: Report, kind: str, ascii: bool) -> None:
+def _print_why(report: Report, kind: str) -> None:
     from distdiag.diagnosis.text.checks import known_kinds, why_lines
     from distdiag.diagnosis.text.finding import finding_lines, printable
 
     if kind not in known_kinds():
         raise DistdiagError(f"there is no kind of finding '{kind}'", f"one of {', '.join(known_kinds())}")
     for line in why_lines(kind, report.checks, report.findings):
-        say(printable(line).encode("ascii", "backslashreplace").decode() if ascii else printable(line))
+        say(printable(line))
     for f in report.findings:
         if f.kind == kind:
-            say("\n".join(["", *finding_lines(f, ascii=ascii)]))
+            say("\n".join(["", *finding_lines(f)]))
 
 
 def _traces(targets: tuple[str, ...]) -> list[Path]:
@@ -324,10 +325,8 @@ def _diagnose_traces(targets: tuple[str, ...], traces: list[Path], as_json: bool
     help="Exit 1 if a finding is at least this bad, or the job failed.",
 )
 @click.option("--why", metavar="KIND", help="Print why this kind of finding was found or not, e.g. straggler.")
-@click.option("--ascii", "ascii", is_flag=True, help="Print ASCII characters only.")
-def command(
-    targets: tuple[str, ...], as_json: bool, output_format: str, fail_on: str, why: str | None, ascii: bool
-) -> int:
+@ascii_option
+def command(targets: tuple[str, ...], as_json: bool, output_format: str, fail_on: str, why: str | None) -> int:
     """Print the verdict on a running job, a finished one, or flight-recorder dumps and logs from any cluster.
 
     RUN is a run directory (default: reports/latest). Dumps are JSON or pickle, plain or gzipped, from any torch 2.x, with
@@ -349,12 +348,10 @@ def command(
 
     as_json = as_json or output_format == "json"
     with _with_stdin(targets) as files:
-        return _command(files, as_json, output_format, fail_on, why, ascii)
+        return _command(files, as_json, output_format, fail_on, why)
 
 
-def _command(
-    targets: tuple[str, ...], as_json: bool, output_format: str, fail_on: str, why: str | None, ascii: bool
-) -> int:
+def _command(targets: tuple[str, ...], as_json: bool, output_format: str, fail_on: str, why: str | None) -> int:
     """Print the verdict on files; returns the exit code."""
     import msgspec
 
@@ -375,5 +372,5 @@ def _command(
         written = FORMATS[output_format](report, repository(Path.cwd()))
         (say_json if output_format in ("gitlab", "sarif") else say)(written)
     else:
-        print_text(report, ascii)
+        print_text(report)
     return int(exit_code(report, fail_on))

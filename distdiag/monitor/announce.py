@@ -14,6 +14,7 @@ from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.model.findings import STOPPED_BY, Finding, Severity, State, at_least
 from distdiag.diagnosis.text.finding import finding_lines, in_the_past, printable
 from distdiag.launcher import PRINTED_ON, VERDICT, stream_id
+from distdiag.streams import PLAINER, needs_ascii
 
 
 class Announcer:
@@ -24,14 +25,13 @@ class Announcer:
         self.quiet = quiet
         self._printed: set[str] = set()
         self._corrected: set[str] = set()
-        encoding = (sys.stderr.encoding or "ascii").lower() if sys.stderr else "ascii"
-        self.ascii = "utf" not in encoding
+        self.encoding = "ascii" if needs_ascii(sys.stderr) else "utf-8"
 
     def _write(self, text: str) -> None:
         if self.quiet:
             return
         try:
-            os.write(2, text.encode("utf-8", "replace"))
+            os.write(2, text.encode(self.encoding, PLAINER))
         except OSError:
             self.quiet = True
 
@@ -52,7 +52,7 @@ class Announcer:
         if f.key in self._printed:
             return
         self._printed.add(f.key)
-        lines = finding_lines(f, ascii=self.ascii)
+        lines = finding_lines(f)
         # begin with a newline: a progress bar may have left the cursor at the end of its line
         self._write("\n" + "\n".join(["[distdiag]" + (" " + line).rstrip() for line in lines]) + "\n")
 
@@ -80,7 +80,7 @@ class Announcer:
             lines.append(", ".join(f"{n} {s}{'s' if n > 1 else ''}" for s, n in counts.items() if n) + " found:")
             for i, f in enumerate(found[:8]):
                 if i == 0 and f.severity == Severity.ERROR:
-                    lines += finding_lines(in_the_past(f), ascii=self.ascii)
+                    lines += finding_lines(in_the_past(f))
                     continue
                 lines.append(f"  {f.severity} {f.kind}: {printable(f.message)}")
             if len(found) > 8:
@@ -104,4 +104,4 @@ class Announcer:
         with contextlib.suppress(OSError):
             if not self.quiet:  # first: the launcher reads it once there is a verdict
                 files.write(self.run_dir, PRINTED_ON, stream_id(2).encode())
-            files.write(self.run_dir, VERDICT, text.encode("utf-8", "replace"))
+            files.write(self.run_dir, VERDICT, text.encode(self.encoding, PLAINER))
