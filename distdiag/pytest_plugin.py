@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.model.findings import Finding
 
 VERDICT_S = "3"  # a proof must hold so long: a test may expect a timeout of a second or two
-_VARIABLES = ("DISTDIAG", "DISTDIAG_RUN_DIR", "DISTDIAG_QUIET", "DISTDIAG_END_HANGS_S", "DISTDIAG_NOT_PID")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,27 +46,26 @@ class Recording:
         self._runs: dict[str, Path] = {}  # of tests, by name: also of earlier ones, as ranks of fixtures live on
         self._judged: set[Path] = set()  # those that are closed or have a verdict: nothing is added to them
         self._kept: set[Path] = set()  # that a report names
-        self._given: dict[str, str | None] = {}
         self._problems: list[str] = []  # why something was not recorded or judged; no test fails by it
-        self._before = {name: os.environ.get(name) for name in ("DISTDIAG", "DISTDIAG_NOT_PID")}
+        self._environment = pytest.MonkeyPatch()
         # torch is perhaps imported by a conftest: ranks that are forked have the hook of this process
-        os.environ["DISTDIAG"], os.environ["DISTDIAG_NOT_PID"] = "1", str(os.getpid())
+        self._environment.setenv("DISTDIAG", "1")
+        self._environment.setenv("DISTDIAG_NOT_PID", str(os.getpid()))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         root = None if item.get_closest_marker("distdiag_off") is not None else self._directory()
-        if root is None:
-            self._set({"DISTDIAG": "0"})
-        else:
+        variables = {"DISTDIAG": "0"}
+        if root is not None:
             run = self._runs.setdefault(name := str(len(self._runs)), root / name)
-            self._set({
+            variables = {
                 "DISTDIAG": "1", "DISTDIAG_RUN_DIR": str(run), "DISTDIAG_QUIET": "1", "DISTDIAG_END_HANGS_S": VERDICT_S,
                 "DISTDIAG_NOT_PID": str(os.getpid()),
-            })  # fmt: skip
-        try:
+            }  # fmt: skip
+        with pytest.MonkeyPatch.context() as environment:
+            for name, value in variables.items():
+                environment.setenv(name, value)
             return (yield)
-        finally:
-            self._restore()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
@@ -147,21 +145,6 @@ class Recording:
 
         return "\n".join([*finding_lines(finding), f"  run    {run}"])
 
-    def _set(self, variables: dict[str, str]) -> None:
-        self._given = {name: os.environ.get(name) for name in _VARIABLES}
-        os.environ.update(variables)
-
-    def _restore(self) -> None:
-        self._put(self._given)
-
-    @staticmethod
-    def _put(variables: dict[str, str | None]) -> None:
-        for name, value in variables.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
     def pytest_sessionfinish(self) -> None:
         """Remove the runs of tests without a verdict."""
         kept = self._kept
@@ -173,4 +156,4 @@ class Recording:
 
     def pytest_unconfigure(self) -> None:
         """Leave the environment as it was: pytest may run inside a program (`pytest.main`)."""
-        self._put(self._before)
+        self._environment.undo()
