@@ -244,7 +244,7 @@ class Monitor:
         if not self.views:
             return now_s > FIRST_PAGE_S and not self.pages.unjudged_alive()
         stopped = {q for q, (_, os_state) in self._idle.items() if os_state == "T"}
-        self.gatherer.gather(now_s, self.views, stopped, elsewhere=self.nodes.urgent)
+        self.gatherer.gather(now_s, self.views, stopped, elsewhere=self.nodes.transport.urgent)
         snapshot = self.snapshot(now_s)
         over = self._over(snapshot)
         news = True
@@ -367,7 +367,7 @@ class Monitor:
         now_s = self.now_s
         if self.tape is not None:
             self.tape.close()
-        self.nodes.close()
+        self.nodes.transport.close()
         self.writer.meta(ended_s=now_s)
         self.writer.commit()
         self.writer.close()

@@ -7,7 +7,7 @@ import struct
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,23 @@ class Heard:
     state: bytes | None = None
 
 
+@dataclass(frozen=True)
+class Arrived:
+    """A state of another node.
+
+    Attributes:
+        node: As its key shows.
+        data: The state, not yet decoded.
+        started_ns: When its run began, by our monotonic clock.
+        age_s: Since it arrived.
+    """
+
+    node: int
+    data: bytes
+    started_ns: int
+    age_s: float
+
+
 class Server(Link):
     """Receives reports and answers them at once.
 
@@ -77,14 +94,15 @@ class Server(Link):
         with self.lock:
             self._nodes = {key.encode(): node for node, key in nodes.items()}
 
-    def take(self) -> list[tuple[int, Heard]]:
-        """Return the nodes with a new state, each once."""
+    def take(self) -> list[Arrived]:
+        """Return the new states, each once."""
+        now_ns, out = time.monotonic_ns(), []
         with self.lock:
-            new = [(node, h) for node, h in self.heard.items() if h.state is not None]
-            out = [(node, replace(h)) for node, h in new]
-            for _, h in new:
-                h.state = None
-            return out
+            for node, h in self.heard.items():
+                if h.state is not None:
+                    out.append(Arrived(node, h.state, h.started_ns + h.offset_ns, (now_ns - h.state_ns) / 1e9))
+                    h.state = None
+        return out
 
     def ask(self, timeout_s: float) -> Answers:
         """Ask all nodes for a dump of their ranks; return what each answers in time."""
@@ -165,7 +183,7 @@ class Server(Link):
     def _count_connections(self) -> None:
         """Follow who is connected; while these are too many, nobody else can connect, and the nodes that are stay connected.
 
-        libzmq has no limit of its own. It drops a connection without a handshake after `keys.HANDSHAKE_MS`.
+        libzmq sets no limit. It drops a connection without a handshake after `keys.HANDSHAKE_MS`.
         """
         with contextlib.suppress(self._zmq.Again):
             while True:
