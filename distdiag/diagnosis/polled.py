@@ -25,7 +25,7 @@ def polled_loop(site: Site | None, source: Source) -> tuple[str, Site, bool] | N
     loop = next((g for g in reversed(guarding.guards(tree, site.line)) if g.kind is Kind.INSIDE), None)
     if loop is None or not isinstance(loop.node, ast.While) or isinstance(loop.node.test, ast.Constant):
         return None
-    text = guarding.text_of(loop, source(site.file) or "").removesuffix(":")
+    text = guarding.text_of(loop, source(site.file) or "")
     by_clock = any(syntax.name_of(x) in CLOCKS for x in ast.walk(loop.node.test))
     return text, Site(site.file, loop.line, site.function), by_clock
 

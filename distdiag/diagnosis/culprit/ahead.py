@@ -26,7 +26,7 @@ def accuse(case: Case) -> Testimony | None:
     return between(case.states, first, second, case.source)
 
 
-def between(states: States, first: Sequence[int], second: Sequence[int], source: Source | None) -> Testimony | None:
+def between(states: States, first: Sequence[int], second: Sequence[int], source: Source) -> Testimony | None:
     """Accuse the one of two sides that is ahead of the other; nobody if both, or neither, can be."""
     sides = (first, second), (second, first)
     for odd, rest in sides:
@@ -34,8 +34,6 @@ def between(states: States, first: Sequence[int], second: Sequence[int], source:
         if mine.phase == "forward" and theirs.phase == "backward":  # the forward of that step came before
             is_in = f"{rank_list(odd)} {verb(odd, 'is', 'are')} in the next forward"
             return Testimony(ranks=tuple(odd), text=f"; {is_in}, without the backward{at(theirs.current_site)}")
-    if source is None:
-        return None
     found = [(odd, rest) for odd, rest in sides if _has_passed(states[odd[0]], states[rest[0]], source)]
     if len(found) != 1:
         return None
@@ -71,5 +69,5 @@ def _has_passed(mine: RankState, theirs: RankState, source: Source) -> bool:
     for a, b in zip(mine.user_stack[::-1], theirs.user_stack[::-1], strict=False):
         if a != b:
             later = (a.file, a.function) == (b.file, b.function) and a.line > b.line
-            return later and parting.branches(mine.user_stack, theirs.user_stack, source) == []
+            return later and parting.in_no_branch(mine.user_stack, theirs.user_stack, source)
     return False

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from distdiag.diagnosis.culprit.parting import Condition
 from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot
-from distdiag.diagnosis.model.syntax import Source
+from distdiag.diagnosis.model.syntax import Source, no_source
 from distdiag.diagnosis.waits.graph import WaitGraph
 from distdiag.diagnosis.waits.incidents import Incident, Root
 from distdiag.diagnosis.waits.wait import Wait
@@ -71,7 +71,7 @@ class Case:
     graph: WaitGraph
     incident: Incident
     exhausted: Collection[int] = ()  # ranks that ran out of batches while others have some left
-    source: Source | None = None
+    source: Source = no_source
     without: Collection[str] = ()  # names of witnesses that are not asked, to measure what each is worth
 
     @property

@@ -92,9 +92,9 @@ def _key(call: Call) -> tuple[object, ...]:
     return compatible.op_name(call.op), call.group, call.peer, call.site
 
 
-def _guard(before: Call, send: Call, source: Source | None) -> str:
+def _guard(before: Call, send: Call, source: Source) -> str:
     """Return where the path from the call before to the send parts, if the source shows it."""
-    if source is None or before.site is None or send.site is None:
+    if before.site is None or send.site is None:
         return ""
     return parting_text(parting((before.site,), (send.site,), source))
 

@@ -71,7 +71,7 @@ def _at(state: RankState, call: Call) -> str | None:
 def _conditions(case: Case, side: Sequence[int], made: Call, due: Call) -> list[Condition]:
     """Return the conditions that lead to its site and not to that of the others."""
     source = case.source
-    if source is None or made.site is None or due.site is None:
+    if made.site is None or due.site is None:
         return []
     other = next(rank for rank in case.compared if rank not in side)
     mine, theirs = (_stack(site, case.states[rank], source) for site, rank in ((made.site, side[0]), (due.site, other)))
@@ -92,5 +92,5 @@ def _advice(call: str, who: str, conditions: Sequence[Condition]) -> str:
             f"make no collective call in `except` that the other ranks do not make: leave out {call}, or let all ranks agree "
             "on the failure first (all_reduce a flag) and try again together"
         )
-    around = f": `{conditions[0].text.removesuffix(':')}` keeps it to {who}" if conditions else ""
+    around = f": `{conditions[0].text}` keeps it to {who}" if conditions else ""
     return f"make {call} on all ranks or on none{around}"

@@ -19,6 +19,7 @@ from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.guards import Guard, Kind
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.model.syntax import LOOPS, Source, tree_of
+from distdiag.diagnosis.text.phrases import site_text
 
 SHOWN = 2  # conditions, if several are possible
 CALLERS = 3  # functions around a wrapper that are looked at, from the inside
@@ -43,6 +44,10 @@ class Condition(NamedTuple):
     line: int
     text: str
     way: Way = Way.ALONE
+
+    @property
+    def site(self) -> Site:
+        return Site(self.file, self.line)
 
 
 class _Placed(NamedTuple):
@@ -163,13 +168,12 @@ def parting(
     return []
 
 
-def branches(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> list[str] | None:
-    """Return the conditions of the branches that only the first of two ranks is in; None if a source cannot be read."""
+def in_no_branch(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> bool:
+    """True if the first of two ranks is in no branch that the other is not in; False if a source cannot be read."""
     if any(tree_of(site.file, source) is None for site in (*mine, *theirs)):
-        return None
+        return False
     path, _ = _paths(mine, theirs, source)
-    inside = (p for p in path.own if p.guard.kind is Kind.HOLDS)
-    return [guarding.text_of(p.guard, source(p.site.file) or "") for p in inside]
+    return not any(p.guard.kind is Kind.HOLDS for p in path.own)
 
 
 def _sorts(path: _Path, source: Source) -> tuple[list[_Placed], ...]:
@@ -264,8 +268,7 @@ def enclosing(site: Site | None, source: Source, callee: str = "") -> Condition 
     held = [g for g in around if g.branch == "body"]
     if not held:
         return None
-    text = guarding.text_of(held[-1], source(site.file) or "").removesuffix(":")
-    return Condition(site.file, held[-1].line, text)
+    return Condition(site.file, held[-1].line, guarding.text_of(held[-1], source(site.file) or ""))
 
 
 def call_under_rank(site: Site, files: Collection[str], rank: int, source: Source) -> Condition | None:
@@ -309,13 +312,13 @@ def parting_text(conditions: Sequence[Condition]) -> str:
     """Return the end of a sentence: `; they diverge at `if loss < 0.2` (train.py:6)`; empty if there is no condition."""
     if not conditions:
         return ""
-    names = [f"`{c.text.removesuffix(':')}` ({c.file.rsplit('/', 1)[-1]}:{c.line})" for c in conditions]
+    names = [f"`{c.text}` ({site_text(c.site)})" for c in conditions]
     return f"; they diverge at {' or '.join(names)}"
 
 
 def decision_advice(condition: Condition, culprits: Collection[int]) -> str:
     """Return what to do about a condition that held on some ranks only."""
-    text = condition.text.removesuffix(":")
+    text = condition.text
     if text.startswith("except"):
         return (
             f"make the calls that `{text}` at line {condition.line} skips on {rank_list(culprits)}, too (for example with "

@@ -95,14 +95,12 @@ def swallowed(state: RankState) -> str:
     return text[0][:120] if text and not (state.exception or "").startswith(text[0][:60]) else ""
 
 
-def _way_out(state: RankState, forwards: int, backwards: int, source: Source | None) -> list[Condition]:
+def _way_out(state: RankState, forwards: int, backwards: int, source: Source) -> list[Condition]:
     """Return the conditions through which the rank left between the forward and the backward: sites visited as often."""
     sites: dict[int, list[Site]] = {}
     for key, times in state.sites.items():
         file, _, line = key.rpartition(":")
         if file and line.isdigit():
             sites.setdefault(times, []).append(Site(file, int(line)))
-    if source is None:
-        return []
     pairs = ((f, b) for f in sites.get(forwards, ()) for b in sites.get(backwards, ()) if f.file == b.file)
     return next((found for f, b in pairs if (found := parting((f,), (b,), source))), [])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from distdiag.diagnosis.culprit.case import Case, Testimony, site_of
 from distdiag.diagnosis.culprit.parting import Condition, call_under_rank
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.snapshot import Life, RankState, Site
+from distdiag.diagnosis.model.snapshot import Life, RankState
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import at
 
@@ -147,12 +147,11 @@ def more_calls(case: Case, ranks: Sequence[int]) -> Testimony | None:
     condition = _called_under(case, site, ranks[0])
     if condition is None:
         return Testimony(ranks=tuple(ranks), text=text, advice=MORE_ADVICE)
-    place = at(Site(condition.file, condition.line))
-    guard = condition.text.removesuffix(":")
+    guard = f"`{condition.text}`{at(condition.site)}"
     return Testimony(
         ranks=tuple(ranks),
-        text=f"{text}: it calls it under `{guard}`{place}",
-        advice=f"make that call on all ranks or on none: `{guard}`{place} keeps it to rank {ranks[0]}",
+        text=f"{text}: it calls it under {guard}",
+        advice=f"make that call on all ranks or on none: {guard} keeps it to rank {ranks[0]}",
     )
 
 
@@ -167,6 +166,6 @@ def _called_under(case: Case, key: str, rank: int) -> Condition | None:
         for c in case.states[q].calls
         if c.site is not None and c.site.key == key
     }
-    if case.source is None or not functions:
+    if not functions:
         return None
     return call_under_rank(next(iter(functions)), sorted({f.file for f in frames}), rank, case.source)

@@ -15,7 +15,7 @@ from distdiag.diagnosis.culprit.witnesses import OTHER_PLACE, WEAK, decide
 from distdiag.diagnosis.endings import ECHOES, ends
 from distdiag.diagnosis.kinds import Kind
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Snapshot
-from distdiag.diagnosis.model.syntax import Source
+from distdiag.diagnosis.model.syntax import Source, no_source
 from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.graph import WaitGraph
 from distdiag.diagnosis.waits.incidents import Incident, Root, find
@@ -77,7 +77,7 @@ def judge(
     snapshot: Snapshot,
     graph: WaitGraph,
     exhausted: Collection[int] = (),
-    source: Source | None = None,
+    source: Source = no_source,
     without: Collection[str] = (),
 ) -> list[Verdict]:
     """Return one or more verdicts for every incident of a wait-for graph.
@@ -96,7 +96,7 @@ def judge_incident(
     graph: WaitGraph,
     incident: Incident,
     exhausted: Collection[int] = (),
-    source: Source | None = None,
+    source: Source = no_source,
     without: Collection[str] = (),
 ) -> list[Verdict]:
     """Return the verdict on an incident; nothing while evidence is incomplete, several if ranks ended for different reasons."""

@@ -114,13 +114,13 @@ def _nested(block: Sequence[ast.stmt]) -> Iterator[Nested]:
 
 
 def text_of(guard: Guard, text: str) -> str:
-    """Return a condition as the program has it: the line of a statement or decorator, or what an expression tests."""
+    """Return a condition as the program has it, without its colon: the line of a statement or decorator, or what an expression tests."""
     node, test = guard.node, guard.test
     if isinstance(node, ast.BoolOp) and test is not None:
         return f"{ast.get_source_segment(text, test)} {'and' if isinstance(node.op, ast.And) else 'or'} …"
     if isinstance(node, (ast.expr, ast.With, ast.AsyncWith)) and test is not None and test is not node:
         return f"if {ast.get_source_segment(text, test)}"
-    return code_of_line(text, guard.line)
+    return code_of_line(text, guard.line).removesuffix(":")
 
 
 @lru_cache(512)

@@ -10,7 +10,7 @@ from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call
 from distdiag.diagnosis.text.incident import calls_of
-from distdiag.diagnosis.text.phrases import op_at
+from distdiag.diagnosis.text.phrases import op_at, site_text
 from distdiag.diagnosis.text.template import filled
 from distdiag.diagnosis.waits.incidents import Root
 
@@ -77,10 +77,8 @@ def _head(verdict: Verdict, conditions: Iterable[Condition]) -> tuple[str, str]:
 
 
 def _short(condition: Condition, file: str) -> str:
-    line = (
-        f"line {condition.line}" if condition.file == file else f"{condition.file.rsplit('/', 1)[-1]}:{condition.line}"
-    )
-    return f"`{condition.text.removesuffix(':')}` ({line})"
+    place = f"line {condition.line}" if condition.file == file else site_text(condition.site)
+    return f"`{condition.text}` ({place})"
 
 
 def _own(verdict: Verdict) -> Call | None:
