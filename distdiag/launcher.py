@@ -17,13 +17,13 @@ from typing import Any
 
 VERDICT_S = 3.0  # for the monitor to write its verdict, after a launch that failed
 VERDICT = "verdict.txt"  # in the run directory: the monitor's last lines
-PRINTED_ON = ".verdict.stream"  # the stream that the monitor has printed them on, as `stream_id` names it
+PRINTED_ON = ".verdict.stream"  # the stream that the monitor has printed them on, as `stderr_id` names it
 
 
-def stream_id(fd: int) -> str:
-    """Return which file, pipe or terminal a file descriptor is, equal in all processes of a host; empty if it is closed."""
+def stderr_id() -> str:
+    """Return which file, pipe or terminal standard error is, equal in all processes of a host; empty if it is closed."""
     try:
-        stat = os.fstat(fd)
+        stat = os.fstat(2)
     except OSError:
         return ""
     return f"{stat.st_dev}:{stat.st_ino}:{stat.st_rdev}"
@@ -124,7 +124,7 @@ def _printed_here(run_dir: Path) -> bool:
     from distdiag import files
 
     try:
-        return files.text(run_dir, PRINTED_ON) == stream_id(2) != ""
+        return files.text(run_dir, PRINTED_ON) == stderr_id() != ""
     except OSError:
         return False
 

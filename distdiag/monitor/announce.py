@@ -13,7 +13,7 @@ from distdiag.diagnosis import kinds
 from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.model.findings import STOPPED_BY, Finding, Severity, State, at_least
 from distdiag.diagnosis.text.finding import finding_lines, in_the_past, printable
-from distdiag.launcher import PRINTED_ON, VERDICT, stream_id
+from distdiag.launcher import PRINTED_ON, VERDICT, stderr_id
 from distdiag.streams import PLAINER, needs_ascii
 
 
@@ -103,5 +103,5 @@ class Announcer:
         self._write("\n" + text)
         with contextlib.suppress(OSError):
             if not self.quiet:  # first: the launcher reads it once there is a verdict
-                files.write(self.run_dir, PRINTED_ON, stream_id(2).encode())
+                files.write(self.run_dir, PRINTED_ON, stderr_id().encode())
             files.write(self.run_dir, VERDICT, text.encode(self.encoding, PLAINER))
