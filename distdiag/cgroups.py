@@ -47,9 +47,9 @@ def memory_limits(root: Path = ROOT, own: Path = OWN) -> list[MemoryLimit]:
     return list(found.values())
 
 
-def memory_cgroup(root: Path = ROOT, own: Path = OWN) -> Path | None:
+def memory_cgroup() -> Path | None:
     """Return the directory of this process's own memory cgroup; None if none is visible."""
-    found = [folder for folder in _folders(root, own, "memory") if oom_kills(folder) is not None]
+    found = [folder for folder in _folders(ROOT, OWN, "memory") if oom_kills(folder) is not None]
     return max(found, key=lambda f: len(f.parts), default=None)
 
 

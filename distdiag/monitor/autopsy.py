@@ -238,10 +238,7 @@ def _source(path: str) -> str | None:
 
 
 def _state_text(killed: Sequence[int], kills: int | None) -> str:
-    who = f"{rank_list(killed)} and the monitor were killed"
-    if kills:
-        return f"{who}; the kernel's out-of-memory killer ended {kills:,} process{'es' * (kills > 1)} of their cgroup"
-    return f"{who}; by whom is not known"
+    return f"{rank_list(killed)} and the monitor were killed; {deaths.killed_text(kills) if kills else 'by whom is not known'}"
 
 
 def _order(killed: Sequence[int], seen: dict[int, float]) -> Iterator[str]:

@@ -245,7 +245,7 @@ FEWEST_EACH_SIDE = 3
 _PERMUTATIONS = 1999
 
 
-def find_change(values: Samples, seed: int = 0) -> Change | None:
+def find_change(values: Samples) -> Change | None:
     """Return the most likely place where a series of independent positive values changed its level; None if it is too short.
 
     The statistic is the largest CUSUM of ranks, scaled by its deviation at each place; its p-value is the share of permutations
@@ -254,7 +254,7 @@ def find_change(values: Samples, seed: int = 0) -> Change | None:
     n, each = len(values), FEWEST_EACH_SIDE
     if n < 2 * each + 1:
         return None
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     _, at, counts = np.unique(values, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts + 1) / 2)[at] - (n - 1) / 2  # ties share their mean rank
     k = np.arange(1, n)

@@ -149,8 +149,8 @@ def integer(v: float | None, grouped: bool = False) -> str:
     return f"{int(v):,}" if grouped else str(int(v))
 
 
-def decimal(v: float | None, digits: int = 1, unit: str = "") -> str:
-    return f"{v:,.{digits}f}{unit}" if is_number(v) else MISSING
+def decimal(v: float | None, digits: int = 1) -> str:
+    return f"{v:,.{digits}f}" if is_number(v) else MISSING
 
 
 def counted(n: float | None, word: str, plural: str = "") -> str:

@@ -255,7 +255,7 @@ def source_blocks(blocks: Sequence[tuple[Line, excerpt.Excerpt]], width: int, ro
             [fitted(title, width // across - 2), *source_lines(source.near(each), width // across - 2, 3)]
             for title, source in blocks[first : first + across]
         ]
-        out += [BLANK, *side_by_side([*made, *[[]] * (across - len(made))], width, 2)]
+        out += [BLANK, *side_by_side([*made, *[[]] * (across - len(made))], width)]
     return out[:room]
 
 
