@@ -151,13 +151,13 @@ def _with_files(run: Report, others: tuple[str, ...]) -> Report:
     """Return the verdict on a run and its logs or dumps: the run's own, unless only they show an error."""
     import msgspec
 
-    from distdiag.diagnosis.model.findings import Severity, at_least
+    from distdiag.diagnosis.model.findings import Severity, at_least, still_open
     from distdiag.diagnosis.text.finding import printable
 
     files = _of_files(others)
     errors = [f for f in files.findings if at_least(f.severity, Severity.ERROR)]
     names = printable(", ".join(others))
-    if any(f.cleared_s is None and at_least(f.severity, Severity.ERROR) for f in run.findings):
+    if any(at_least(f.severity, Severity.ERROR) for f in still_open(run.findings)):
         notes = [f"{names} has: {f.message}" for f in errors]
         return msgspec.structs.replace(run, notes=(*run.notes, *notes))
     note = f"from {names}: {len(errors)} error{'s' if len(errors) > 1 else ''}" if errors else f"{names}: nothing found"

@@ -44,19 +44,17 @@ def exit_code(report: Report, threshold: str) -> ExitCode:
     Args:
         threshold: `error`, `warning`, or `never` to return OK in any case.
     """
-    from distdiag.diagnosis.model.findings import BAD_STATES, at_least
+    from distdiag.diagnosis.model.findings import BAD_STATES, at_least, still_open
 
     if threshold == "never":
         return ExitCode.OK
-    if report.state in BAD_STATES or any(
-        f.cleared_s is None and at_least(f.severity, threshold) for f in report.findings
-    ):
+    if report.state in BAD_STATES or any(at_least(f.severity, threshold) for f in still_open(report.findings)):
         return ExitCode.FAILED
     return ExitCode.INCONCLUSIVE if report.unjudged else ExitCode.OK
 
 
 def print_text(report: Report) -> None:
-    from distdiag.diagnosis.model.findings import Severity
+    from distdiag.diagnosis.model.findings import Severity, still_open
     from distdiag.diagnosis.text.checks import checked_lines
     from distdiag.diagnosis.text.finding import last_seen_lines, printable
     from distdiag.report.words import verdict
@@ -76,19 +74,17 @@ def print_text(report: Report) -> None:
     say(printable(verdict(report)))
     _print_findings(report, wants_colour()[1], width)
     block(last_seen_lines(report.last_seen), "last seen:")
-    errors = any(f.severity == Severity.ERROR and f.cleared_s is None for f in report.findings)
+    errors = any(f.severity == Severity.ERROR for f in still_open(report.findings))
     block([] if errors else checked_lines(report.checks, width))
     block([f"note: {note}" for note in report.notes])
 
 
 def _print_findings(report: Report, colour: bool, width: int | None) -> None:
     """Print the open findings, worst first, then the first line of each that was cleared."""
-    from distdiag.diagnosis.model.findings import Severity
+    from distdiag.diagnosis.model.findings import still_open
     from distdiag.diagnosis.text.finding import finding_lines, in_the_past
 
-    order = [Severity.ERROR, Severity.WARNING, Severity.INFO]
-    ordered = sorted(report.findings, key=lambda f: order.index(Severity(f.severity)))
-    open_ones, cleared = ([f for f in ordered if (f.cleared_s is not None) == gone] for gone in (False, True))
+    open_ones, cleared = still_open(report.findings), [f for f in report.findings if f.cleared_s is not None]
     for f in open_ones[:SHOWN]:
         say()
         shown = in_the_past(f) if report.ended_ago_s is not None else f

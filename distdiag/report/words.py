@@ -8,13 +8,13 @@ from distdiag.diagnosis.model.findings import (
     BAD_STATES,
     NO_KNOWN_ERROR,
     STOPPED_BY,
-    Finding,
     Gradients,
     Report,
     Severity,
     State,
     rank_list,
     ranks_seen,
+    still_open,
 )
 from distdiag.terms import untrusted
 from distdiag.terms.units import MISSING, counted, decimal, percent, size_text
@@ -23,11 +23,6 @@ from distdiag.terms.units import MISSING, counted, decimal, percent, size_text
 def visible(text: object) -> str:
     """Return `text` with control, bidirectional and invisible characters written as escapes (`\\x1b`)."""
     return untrusted.visible(str(text))
-
-
-def title(f: Finding) -> str:
-    """Return `deadlock/missing_rank`."""
-    return f"{f.kind}/{f.cause}" if f.cause else f.kind
 
 
 def milliseconds(value: float | None) -> str:
@@ -106,7 +101,7 @@ def _verdict_without_findings(report: Report, stopped: str | None, infos: int, s
 
 def verdict(report: Report) -> str:
     """Return one line: the state of the job, the number of findings, and the ranks to examine first."""
-    open_ones = [f for f in report.findings if f.cleared_s is None]
+    open_ones = still_open(report.findings)
     seen = ranks_seen(report.ranks_seen, report.world_size)
     counts = [
         f"{n} {word}{'s' if n > 1 else ''}"

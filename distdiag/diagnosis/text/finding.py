@@ -62,7 +62,7 @@ def finding_lines(f: Finding, width: int | None = None) -> list[str]:
 
     A long message keeps its first clause on the first line.
     """
-    severity, kind = Severity(f.severity), f.kind + (f"/{f.cause}" if f.cause else "")
+    severity = Severity(f.severity)
     certain = "" if f.certainty == "proved" else " (suspected)"
     gone = ""
     if f.cleared_s and f.first_seen_s is not None:
@@ -71,7 +71,7 @@ def finding_lines(f: Finding, width: int | None = None) -> list[str]:
     if waiting and where:
         where += f"; waiting: {waiting}"
     head, _, more = f.message.partition("; ") if len(f.message) > LONG else (f.message, "", "")
-    lines = [("", f"{GLYPHS[severity]} {WORDS[severity]} {kind}{certain}  {head}{gone}")]
+    lines = [("", f"{GLYPHS[severity]} {WORDS[severity]} {f.title}{certain}  {head}{gone}")]
     rest = (("more", more), ("cost", f.cost), ("where", where or waiting), ("do", f.advice))
     lines += [(label, text) for label, text in rest if text]
     out: list[str] = []
