@@ -17,7 +17,7 @@ class MemoryLimit:
     limit_bytes: int
 
     def used_bytes(self) -> int | None:
-        """Return the memory that counts against the limit and cannot be dropped (without cached file pages); None if unreadable."""
+        """Return the memory that counts against the limit, without cached file pages; None if unreadable."""
         current = _number(self.folder / "memory.current")
         if current is None:
             current = _number(self.folder / "memory.usage_in_bytes")
@@ -31,7 +31,7 @@ class MemoryLimit:
 
 
 def cores(root: Path = ROOT, own: Path = OWN) -> float | None:
-    """Return the CPU quota of this process in cores, the smallest of its cgroup and its parents; None without a quota."""
+    """Return the smallest CPU quota of this process's cgroup and its parents, in cores; None without one."""
     found = [q for folder in _folders(root, own, "cpu") if (q := _quota(folder)) is not None]
     return min(found, default=None)
 

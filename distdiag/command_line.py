@@ -45,7 +45,8 @@ def option(default: Any = None, *flags: str, **attrs: Any) -> Any:
 
     Args:
         flags: Names of the option; default: the field's.
-        attrs: click's, and `section`, `used_by`, `low` (the least number), which the caller reads from the field's metadata.
+        attrs: click's, and `section`, `used_by`, `low` (the least number), which the caller reads from the
+            field's metadata.
     """
     given: dict[str, Any] = {"default_factory": list} if default == [] else {"default": default}
     return field(**given, metadata={"flags": flags, "attrs": attrs})

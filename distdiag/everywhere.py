@@ -1,7 +1,7 @@
 """`DISTDIAG=1`: record every process that joins a process group, whatever launched it; no command changes.
 
-`import torch` calls `install` (by way of `_distdiag_autoload`). A process that never joins a group costs one wrapped function; the
-recorder is imported in the first `init_process_group`.
+`import torch` calls `install` (by way of `_distdiag_autoload`). A process that never joins a group costs one
+wrapped function; the recorder is imported in the first `init_process_group`.
 """
 
 from __future__ import annotations

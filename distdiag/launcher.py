@@ -1,8 +1,8 @@
-"""Runs in torchrun's process at its exit: prints the verdict after torchrun's tracebacks, or notes that no rank started.
+"""Runs at torchrun's exit: prints the verdict after its tracebacks, or notes that no rank started.
 
-The monitor prints its summary when the last rank has ended. If torchrun prints its traceback after that, the lines that people
-copy would end without the verdict: it is printed again. If the summary came after the traceback, it is not. `torchrun_compat.autoload`
-calls `watch` in a launcher of `distdiag.run`.
+The monitor prints its summary when the last rank has ended. If torchrun prints its traceback after that, the
+lines that people copy would end without the verdict: it is printed again. If the summary came after the
+traceback, it is not. `torchrun_compat.autoload` calls `watch` in a launcher of `distdiag.run`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PRINTED_ON = ".verdict.stream"  # the stream that the monitor has printed them o
 
 
 def stderr_id() -> str:
-    """Return which file, pipe or terminal standard error is, equal in all processes of a host; empty if it is closed."""
+    """Return an identifier of stderr's file, equal in all processes of a host; empty if it is closed."""
     try:
         stat = os.fstat(2)
     except OSError:
@@ -30,7 +30,7 @@ def stderr_id() -> str:
 
 
 def options_of(argv: list[str]) -> dict[str, Any]:
-    """Return the options of `-m distdiag.run` as a rank has them: the command line's, the environment's, then the file's."""
+    """Return the options of `-m distdiag.run`: from the command line, the environment, then the file."""
     from distdiag import settings
     from distdiag.run import command
 

@@ -1,7 +1,7 @@
 """`torchrun … -m distdiag.run [--run-dir DIR] SCRIPT|-m MODULE [ARGS…]`: record any script, no line changed.
 
-The script gets the argv, `__main__`, `__file__`, sys.path, working directory, signals and exit code that it would have alone.
-A traceback shows its own frames only.
+The script gets the argv, `__main__`, `__file__`, sys.path, working directory, signals and exit code that it
+would have alone. A traceback shows its own frames only.
 """
 
 from __future__ import annotations

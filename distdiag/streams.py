@@ -1,6 +1,6 @@
-"""What the commands print. All text goes through `say`, errors through `say_error`, JSON through `say_json`: nothing from a job reaches the terminal raw.
+"""What the commands print: text by `say`, errors by `say_error`, JSON by `say_json`; nothing from a job is raw.
 
-Where not every character can be shown, a plainer one is in its place, never an error.
+Where not every character can be shown, a plainer one or an escape is in its place, never an error.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def say_error(message: str, hint: str, *, flush: bool = False) -> None:
 
 
 def say_json(encoded: bytes | str, *, flush: bool = False) -> None:
-    """Print a JSON text on stdout, with escapes for what a terminal may obey or cannot show: it is read as what it was."""
+    """Print a JSON text on stdout, with escapes for what a terminal may obey or cannot show."""
     text = json_ascii_controls(encoded)
     if needs_ascii():
         text = _OTHERS.sub(lambda m: "".join(map(_json_escape, m[0])), text)

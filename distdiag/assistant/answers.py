@@ -1,7 +1,7 @@
 """What the tools of `distdiag mcp` answer: plain dicts, bounded in size, from a run that is opened for each call.
 
-Nothing is written, started or asked: a run may be another user's, and its job may be running. Every text in an answer comes from the
-job: it is data, and each answer has a line about that.
+Nothing is written, started or asked: a run may be another user's, and its job may be running. Every text in
+an answer comes from the job: it is data, and each answer has a line about that.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Answers:
     """The tools, for one run. Its methods are what an assistant calls, and their docstrings what it reads about them.
 
     Args:
-        run: As for every command; the run is found and opened anew for each call, so it may begin later or end meanwhile.
+        run: As for every command; the run is found and opened anew for each call, so it may begin later or
+            end meanwhile.
     """
 
     def __init__(self, run: str | None) -> None:
@@ -55,7 +56,7 @@ class Answers:
         }  # fmt: skip
 
     def findings(self, id: str = "") -> dict[str, Any]:
-        """Findings in full: file and line of each rank, the collective, cost, evidence. `id` (from diagnose) chooses one."""
+        """Findings in full: site of each rank, collective, cost, evidence. `id` (from diagnose) chooses one."""
         with self._opened() as found:
             report = found.report()
         chosen = [f for f in report.findings if not id or f.id == id]
@@ -67,7 +68,7 @@ class Answers:
         return {**_head(report.run), "findings": _findings(chosen[:MOST_FINDINGS]), "left_out": left_out}
 
     def stacks(self) -> dict[str, Any]:
-        """The newest saved Python stacks of all ranks as one tree, outermost frame first; ranks with equal frames share a branch."""
+        """The newest saved Python stacks of all ranks, as one tree. Ranks with equal frames share a branch."""
         with self._opened() as found:
             saved = stacks.read(found.path)
             shown = saved or _lines_of(found)
@@ -99,7 +100,7 @@ class Answers:
         }  # fmt: skip
 
     def sql(self, query: str, limit: int = 100) -> dict[str, Any]:
-        """Rows of one SELECT on the run's SQLite database (at most 1000 rows and 2 s of CPU). Units are in the column names."""
+        """Rows of one SELECT on the run's SQLite database: at most 1000, in 2 s of CPU. Column names have units."""
         with self._opened() as found:
             return {**_head(str(found.path)), **select(found, query, limit)}
 

@@ -27,12 +27,13 @@ from distdiag.streams import say_json
 def command(pids: tuple[int, ...], job: str | None, here: bool, as_json: bool, fail_on: str) -> int:
     """Judge a running job that was not recorded, by the stacks of its ranks on this host.
 
-    PID is a launcher (torchrun, the script that spawns) or any rank: all ranks of its job on this host are sampled with py-spy, for
-    about three seconds. Each is stopped for some milliseconds per sample; nothing in it changes. Stacks have no
-    counts, so what they show is suspected, not proved: record the job (`-m distdiag.run`) to know.
+    PID is a launcher (torchrun, the script that spawns) or any rank: all ranks of its job on this host are
+    sampled with py-spy, for about three seconds. Each is stopped for some milliseconds per sample; nothing in
+    it changes. Stacks have no counts, so what they show is suspected, not proved: record the job (`-m
+    distdiag.run`) to know.
 
-    Exit codes: 0 nothing at or above --fail-on, 1 found, 2 bad pid or name, or no permission, 3 not all ranks are on this host,
-    4 no job.
+    Exit codes: 0 nothing at or above --fail-on, 1 found, 2 bad pid or name, or no permission, 3 not all ranks
+    are on this host, 4 no job.
     """
     import msgspec
 

@@ -28,7 +28,7 @@ _STDIN = {"-", "/dev/stdin"}
 
 
 def _of_files(targets: tuple[str, ...]) -> Report:
-    """Return the verdict on flight-recorder dumps and log files; with both, the dumps show who waits, the logs who failed."""
+    """Return the verdict on dumps and logs; with both, the dumps show who waits, the logs who failed."""
     import msgspec
 
     from distdiag.sources.dumps.verdict import NoDumps, diagnose_dumps
@@ -329,21 +329,23 @@ def _diagnose_traces(targets: tuple[str, ...], traces: list[Path], as_json: bool
 def command(targets: tuple[str, ...], as_json: bool, output_format: str, fail_on: str, why: str | None) -> int:
     """Print the verdict on a running job, a finished one, or flight-recorder dumps and logs from any cluster.
 
-    RUN is a run directory (default: reports/latest). Dumps are JSON or pickle, plain or gzipped, from any torch 2.x, with
-    the rank in their name or content. No code in them is run. Ranks without a dump are listed.
+    RUN is a run directory (default: reports/latest). Dumps are JSON or pickle, plain or gzipped, from any
+    torch 2.x, with the rank in their name or content. No code in them is run. Ranks without a dump are
+    listed.
 
-    Logs are text of the ranks, torchrun, Slurm or Kubernetes, plain or gzipped: what torch, NCCL, the launcher and the kernel
-    report in them is put in order. `-` is standard input.
+    Logs are text of the ranks, torchrun, Slurm or Kubernetes, plain or gzipped: what torch, NCCL, the
+    launcher and the kernel report in them is put in order. `-` is standard input.
 
-    Stacks are what `py-spy dump` (text or --json) and faulthandler print, one file per rank or several in one. They show where each
-    rank is, so their verdict is suspected, not proved; `distdiag attach` takes them itself.
+    Stacks are what `py-spy dump` (text or --json) and faulthandler print, one file per rank or several in
+    one. They show where each rank is, so their verdict is suspected, not proved; `distdiag attach` takes them
+    itself.
 
-    Exit codes: 0 nothing at or above --fail-on, 1 found or the job failed, 2 bad option or file, 3 not all ranks could be
-    judged, 4 no run, no dump, no rank has written. --fail-on never always exits 0.
+    Exit codes: 0 nothing at or above --fail-on, 1 found or the job failed, 2 bad option or file, 3 not all
+    ranks could be judged, 4 no run, no dump, no rank has written. --fail-on never always exits 0.
 
-    Kineto traces (torch.profiler's JSON, one per rank) are analysed together: compute, communication, overlap, waits for
-    other ranks, and which rank comes last; --json prints distdiag.profile/1. If dumps or logs given with them show a failure,
-    that comes first, and the traces are not analysed.
+    Kineto traces (torch.profiler's JSON, one per rank) are analysed together: compute, communication,
+    overlap, waits for other ranks, and which rank comes last; --json prints distdiag.profile/1. If dumps or
+    logs given with them show a failure, that comes first, and the traces are not analysed.
     """
 
     as_json = as_json or output_format == "json"

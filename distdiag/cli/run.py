@@ -29,8 +29,8 @@ def command(
 ) -> None:
     """Launch an unchanged training script on all local ranks with torchrun, and record it.
 
-    torchrun's options (--nproc-per-node, --nnodes, …) go before the script, next to distdiag's. Without them, distdiag starts one rank per GPU,
-    or two ranks on a machine without GPUs.
+    torchrun's options (--nproc-per-node, --nnodes, …) go before the script, next to distdiag's. Without them,
+    distdiag starts one rank per GPU, or two ranks on a machine without GPUs.
 
     \b
     distdiag run --nproc-per-node 4 train.py --epochs 3

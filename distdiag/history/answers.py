@@ -1,4 +1,4 @@
-"""The questions that `distdiag history` always asks: which host, which line, which figure, in how many runs, with an interval.
+"""The questions that `distdiag history` always asks: which host, which line, which figure, in how many runs.
 
 DuckDB counts; `terms/statistics` has the intervals.
 """

@@ -1,4 +1,4 @@
-"""Print on the job's stderr: errors and stalls when they happen, a correction if one is cleared, a summary at the end."""
+"""Print on the job's stderr: errors and stalls when they happen, corrections, a summary at the end."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Announcer:
         self._printed.add(key)
 
     def finding(self, f: Finding) -> None:
-        """Print an error once, and a correction once if it is cleared; the same for a warning that the job makes no progress."""
+        """Print an error, or a warning that the job makes no progress, once; and a correction if it is cleared."""
         stalled = kinds.of(f).state is State.STALLED and at_least(f.severity, Severity.WARNING)
         if not stalled and not at_least(f.severity, Severity.ERROR):
             return
@@ -59,8 +59,9 @@ class Announcer:
     def summary(self, diagnosis: Diagnosis, own: Sequence[Finding] = (), node: int = 0) -> None:
         """Print how the job ended, the first error in full, one line per other finding, and the command for the rest.
 
-        The same lines go into `verdict.txt`; the launcher prints them again if its traceback came after them. Nodes other than
-        the first judge only their own ranks and name the directory of the verdict on all ranks.
+        The same lines go into `verdict.txt`; the launcher prints them again if its traceback came after them.
+        Nodes other than the first judge only their own ranks and name the directory of the verdict on all
+        ranks.
 
         Args:
             own: Findings about distdiag itself.

@@ -1,8 +1,8 @@
 """Judge a job that was killed together with its monitor, from the pages and the database as they were left.
 
-It runs in a reader, and changes nothing. The pages are untrusted, as always: one that cannot be read costs only its rank. The rules
-are those of the running job. Each page is the rank's state at its last sign of life, so a wait is proved only if all ranks in it were
-alive in it for long enough, by the times in their pages.
+It runs in a reader, and changes nothing. The pages are untrusted, as always: one that cannot be read costs
+only its rank. The rules are those of the running job. Each page is the rank's state at its last sign of life,
+so a wait is proved only if all ranks in it were alive in it for long enough, by the times in their pages.
 """
 
 from __future__ import annotations
@@ -202,7 +202,8 @@ def _states(views: dict[int, RankView], seen: dict[int, float]) -> dict[int, Ran
 def _proof_times(views: dict[int, RankView], s: Snapshot) -> tuple[float, ...]:
     """Return the times of the snapshots to judge: two if all waits lasted long enough for a proof, else one.
 
-    From the last change of any waiting rank until the first of their last beats, every one of them was alive in its wait.
+    From the last change of any waiting rank until the first of their last beats, every one of them was alive
+    in its wait.
     """
     waiting = [views[q] for q, r in s.ranks.items() if r.blocked is not None]
     one_clock = len({r.host for r in s.ranks.values()}) == 1

@@ -25,7 +25,7 @@ def noted() -> str:
 
 
 def oom_kills(meta: Mapping[str, str | None]) -> int | None:
-    """Return how many processes of the job's cgroup the kernel has killed for memory since the monitor began; None if not known.
+    """Return how many processes of the job's cgroup the kernel has killed for memory; None if not known.
 
     The cgroup must be the very directory that the monitor saw: a container's is another after its restart.
     """

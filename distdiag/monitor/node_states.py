@@ -1,4 +1,4 @@
-"""What the monitor of one node tells that of node 0, as bytes; a state that has arrived becomes ranks with times of node 0.
+"""The state that a node's monitor sends to node 0's, as bytes, and how it becomes ranks with node 0's times.
 
 Most of a state is histories, of which most was in the state before: their items are bytes of their own, and an item that has the
 bytes of a known one is not decoded again. So a state needs no earlier one, and each costs what is new in it.

@@ -1,7 +1,7 @@
 """Several nodes: each monitor gives the state of its ranks to node 0's monitor, which merges them.
 
-A node that sees node 0's run directory has a small file in `RUN/nodes`, replaced as a whole; that needs neither the job's network nor its
-TCPStore. Any other node sends its state (`cluster`).
+A node that sees node 0's run directory has a small file in `RUN/nodes`, replaced as a whole; that needs
+neither the job's network nor its TCPStore. Any other node sends its state (`cluster`).
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Nodes:
             self.files.write(msgspec.msgpack.encode(state))
 
     def merged(self, s: Snapshot, started_unix_s: float, start_ns: int = 0) -> tuple[Snapshot, bool]:
-        """Return (snapshot with the ranks of all known nodes, True if every node has written a new state since the last True).
+        """Return (snapshot with the ranks of all known nodes, True if every node has given a new state since).
 
         A proof needs two polls without progress, and two polls of the same files would count as such.
 
@@ -225,7 +225,7 @@ class Nodes:
             self._failed = f"the state of node {x.node} is not used: {problem}"
 
     def _returns(self, fresh: dict[int, Heard]) -> bool:
-        """True if this monitor has just begun to listen and has not heard of every node: what an earlier one proved may still hold."""
+        """True while a new monitor has not heard of every node: what an earlier one proved may still hold."""
         t = self.transport
         if t.since_s is None or time.monotonic() - t.since_s > RETURN_S:
             return False
@@ -238,7 +238,7 @@ def hosts(run_dir: Path) -> dict[int, str]:
 
 
 def _silent(r: RankState, heard_unix_s: float, now: float) -> RankState:
-    """Return the state of a rank whose node is not heard of: life SILENT, no wait, and nothing that a proof could use."""
+    """Return the state of a rank whose node is silent: no wait, and nothing that a proof could use."""
     return msgspec.structs.replace(
         r, life=Life.SILENT, blocked=None, queued=(), heartbeat_age_s=now - heard_unix_s, steps=(), calls=(),
         heard_at=time.strftime("%H:%M:%S", time.localtime(heard_unix_s)),

@@ -1,7 +1,8 @@
 """The verdict in the forms that other programs show on the user's line: GitHub, GitLab, SARIF 2.1.0, JUnit, Markdown.
 
-Each function takes the report of `diagnose`, in which all text is visible, and returns the whole output. Only files below `root`, the repository, are named as places in
-it: a path outside says nothing to a reader of the repository, and shows how the machine is laid out.
+Each function takes the report of `diagnose`, in which all text is visible, and returns the whole output. Only
+files below `root`, the repository, are named as places in it: a path outside says nothing to a reader of the
+repository, and shows how the machine is laid out.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def _visible(value: Any) -> Any:
 
 
 def _of_visible(write: Callable[[Report, Path], str]) -> Callable[[Report, Path], str]:
-    """Return `write`, which then gets no text of the job as it was: also names of kinds, states and files may be forged."""
+    """Return `write` for a report with visible text: names of kinds, states and files may be forged, too."""
 
     @functools.wraps(write)
     def written(report: Report, root: Path) -> str:

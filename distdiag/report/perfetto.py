@@ -1,8 +1,8 @@
 """A run as Chrome trace events, for ui.perfetto.dev and chrome://tracing.
 
-One process per rank with its steps; the phases of a step are drawn one after the other in the order of a training loop,
-because what was recorded is how long each took, not when. Collectives have a process of their own with a track per group,
-hosts and GPUs have counters, findings are marks over all tracks.
+One process per rank with its steps; the phases of a step are drawn one after the other in the order of a
+training loop, because what was recorded is how long each took, not when. Collectives have a process of their
+own with a track per group, hosts and GPUs have counters, findings are marks over all tracks.
 """
 
 from __future__ import annotations

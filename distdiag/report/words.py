@@ -51,7 +51,7 @@ def moment(unix_s: float | None) -> str:
 
 
 def local_time(unix_s: float, form: str) -> str:
-    """Return local time as `strftime` writes it; of a time beyond the calendar, in a damaged run, that it is missing."""
+    """Return local time by `strftime`; MISSING for a time beyond the calendar, in a damaged run."""
     try:
         return time.strftime(form, time.localtime(unix_s))
     except (OSError, OverflowError, ValueError):
@@ -67,7 +67,7 @@ def gradient_words(g: Gradients) -> str:
 
 
 def gradient_times(g: Gradients) -> str:
-    """Return `31.0 ms of communication a step, 14.2 ms of it exposed (12 % of step time); medians of 21 measured steps`."""
+    """Return `31.0 ms of communication a step, 14.2 ms of it exposed (12 % of step time); medians of …`."""
     return (
         f"{milliseconds(g.comm_ms)} ms of communication a step, {milliseconds(g.exposed_ms)} ms of it exposed"
         f" ({percent(g.exposed_share)} of step time); medians of {number(g.steps)} measured steps, of the rank with the least"

@@ -18,9 +18,9 @@ class Targets(NamedTuple):
 
 
 def parse_metrics(text: str | None) -> Targets:
-    """Return the targets of `PORT`, `HOST:PORT`, `otlp`, or an address and `otlp` with a comma; none of an empty text or `0`.
+    """Return the targets of `PORT`, `HOST:PORT`, `otlp`, or an address and `otlp` with a comma.
 
-    Port 0, as in `127.0.0.1:0`, is any free port.
+    An empty text and `0` have none. Port 0, as in `127.0.0.1:0`, is any free port.
 
     Raises:
         DistdiagError: it is none of them, or its package is not installed; the hint installs it.

@@ -177,7 +177,7 @@ def clock(t_s: float | None) -> str:
 
 
 def sweep(min_bytes: int, max_bytes: int, factor: float, item_bytes: int, multiple: int = 1) -> list[int]:
-    """Return message sizes from `min_bytes` to `max_bytes`, each `factor` times the one before; the last is `max_bytes`.
+    """Return message sizes from `min_bytes` to `max_bytes`, each `factor` times the one before.
 
     Args:
         item_bytes: Bytes of one element.

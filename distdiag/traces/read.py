@@ -111,8 +111,8 @@ class Trace:
     """One rank's trace.
 
     Attributes:
-        world_size: Of the job; None if the file does not tell.
-        base_ns: Wall clock of time 0; 0 if the file does not tell.
+        world_size: Of the job; None if not in the file.
+        base_ns: Wall clock of time 0; 0 if not in the file.
         device: (start, end) of kernels and copies that compute; empty if only the host was traced.
         marks: ProfilerStep annotations: (number, start, end).
         compute, operators: Taken from `ops` and `device` by `analyse.condense`, which empties both.

@@ -1,6 +1,7 @@
-"""Evidence from sites alone, for snapshots without counts: which of two sides has gone past the call in which the other waits.
+"""Evidence from sites alone, for snapshots without counts: which side is past the call that the other is in.
 
-Only stacks need it: where calls are counted, other witnesses know who made one call less. It can suspect, and prove nothing.
+Only stacks need it: where calls are counted, other witnesses know who made one call less. It can suspect, and
+prove nothing.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ def accuse_in_cycle(case: Case) -> Testimony | None:
 
 
 def _has_passed(mine: RankState, theirs: RankState, source: Source) -> bool:
-    """True if a rank is at a later line of the innermost function that it shares with another, and under no condition that only it has.
+    """True if a rank is at a later line of the innermost function that it shares with another.
 
-    Under one, the other may as well have left out this call.
+    Not if it is under a condition that the other is not under: then the other may have left out this call.
     """
     for a, b in zip(mine.user_stack[::-1], theirs.user_stack[::-1], strict=False):
         if a != b:

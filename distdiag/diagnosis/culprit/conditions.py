@@ -1,4 +1,4 @@
-"""Evidence from the source: a condition on the rank that leads to one side's call, and conditions on data at which ranks part."""
+"""Evidence from the source: conditions on the rank that lead to one side's call, and conditions on data."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _advice_on_rank(case: Case, condition: Condition, ranks: Sequence[int], rest
 
 
 def between_sides(case: Case, ranks: Sequence[int]) -> Testimony | None:
-    """Return the conditions that can have led these ranks to another call than the rest; if none is accused, the two sides."""
+    """Return the conditions that can have led these ranks, or without any the two sides, to another call."""
     found = _parting(case, ranks) if ranks else tied(case)
     if ranks or not found:
         return _testimony(found, ranks) or (_left_backward(case, ranks) if ranks else None)
@@ -70,7 +70,7 @@ def between_sides(case: Case, ranks: Sequence[int]) -> Testimony | None:
 
 
 def past_the_call(case: Case, ranks: Sequence[int]) -> Testimony | None:
-    """Return the conditions that can have led the first of these ranks past the call that another rank of the cycle waits for."""
+    """Return the conditions that can have led the first of these ranks past the call that others wait for."""
     state, source = case.states.get(ranks[0]) if ranks else None, case.source
     main = case.main(ranks)
     if state is None or not main.ranks:
@@ -127,7 +127,7 @@ def _parting(case: Case, ranks: Sequence[int]) -> list[Condition]:
 
 
 def _ahead(case: Case, rank: int, other: int) -> bool:
-    """True if two ranks made the same call last, and `rank` has not been in the other's call since: both are in one round."""
+    """True if both ranks are in one round: they made the same call last, and `rank` not yet the other's."""
     group, seq, state = case.wait.group, case.wait.seq, case.states[rank]
     there = case.here.get(other)
     if case.wait.p2p or seq is None or there is None:

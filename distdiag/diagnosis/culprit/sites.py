@@ -49,7 +49,7 @@ def history(case: Case) -> Testimony | None:
 
 
 def knows_more_than_ended(case: Case) -> Testimony | None:
-    """Accuse the only rank that waits for ranks which all ended normally, if it has made calls that those never made."""
+    """Accuse the only rank that waits for ranks that ended normally, if it made calls that they never made."""
     waiting, states, ended = case.waiting, case.states, case.compared
     normally = all(states[q].life == Life.FINISHED and not states[q].exit_code for q in ended)
     if len(waiting) != 1 or not normally or not case.incident.victims <= case.graph.victims_of(waiting) | set(waiting):
@@ -130,7 +130,7 @@ def visits_differ(case: Case) -> Testimony | None:
 
 
 def more_calls(case: Case, ranks: Sequence[int]) -> Testimony | None:
-    """Return the one site that this rank has used more often than the others in as many steps, if they used it equally often."""
+    """Return the one site that this rank used more often in as many steps than the others, which agree."""
     states = [case.states[q] for q in case.compared if q not in ranks and q in case.states]
     if len(ranks) != 1 or not states or len({st.step for st in states} | {case.states[ranks[0]].step}) != 1:
         return None
@@ -156,7 +156,7 @@ def more_calls(case: Case, ranks: Sequence[int]) -> Testimony | None:
 
 
 def _called_under(case: Case, key: str, rank: int) -> Condition | None:
-    """Return the condition on the rank under which the function with that line is called somewhere: a wrapper for many calls."""
+    """Return the condition on the rank under which a wrapper, the function with that line, is called."""
     stacks = [case.states[q].user_stack for q in case.compared if q in case.states]
     frames = {frame for stack in stacks for frame in stack}
     functions = {f for f in frames if f.key == key} | {

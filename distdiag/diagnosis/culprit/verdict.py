@@ -1,7 +1,7 @@
 """Judges one incident of the wait-for graph: kind, cause, culprits, and the wait it is about.
 
-Different operations in one collective are a mismatch if the ranks do different things with the same data, and a deadlock
-if the ranks are at different points of the program.
+Different operations in one collective are a mismatch if the ranks do different things with the same data, and
+a deadlock if the ranks are at different points of the program.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def judge_incident(
     source: Source = no_source,
     without: Collection[str] = (),
 ) -> list[Verdict]:
-    """Return the verdict on an incident; nothing while evidence is incomplete, several if ranks ended for different reasons."""
+    """Return the verdicts on an incident: none while evidence is incomplete, several for several ends."""
     case = Case(snapshot, graph, incident, exhausted, source, without)
     if incident.root is Root.GONE:
         return list(_gone(case))
@@ -163,7 +163,7 @@ def _kind_of_conflict(case: Case, culprits: tuple[int, ...], reason: Reason) -> 
 
 
 def _same_data(wait: Wait) -> bool:
-    """True if both sides are in one function with equal tensors: operations were swapped, and the program's path is the same."""
+    """True if both sides are in one function with equal tensors: operations were swapped on one path."""
     calls = [next(wait.calls[r] for r in sorted(side)) for side in wait.sides]
     first = calls[0]
     return all(

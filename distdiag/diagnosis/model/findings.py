@@ -56,7 +56,8 @@ class Where(msgspec.Struct, frozen=True, omit_defaults=False):
     file: str | None = None  # absolute path
     line: int | None = None
     function: str | None = None
-    # waiting user_code data lock queue socket stdin gil_held stopped exited killed crashed finished device waits_for_device
+    # waiting user_code data lock queue socket stdin gil_held stopped exited killed crashed finished device
+    # waits_for_device
     state: str | None = None
 
 
@@ -131,7 +132,8 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 class Gradients(msgspec.Struct, frozen=True, kw_only=True):
     """Communication of DDP's gradients, as measured by its reducers over the steps that DDP timed on all ranks.
 
-    Times are medians over these steps, of the rank with the smallest: what every rank pays, without waiting for a late one.
+    Times are medians over these steps, of the rank with the smallest: what every rank pays, without waiting
+    for a late one.
     """
 
     ranks: int

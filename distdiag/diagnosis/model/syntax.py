@@ -62,7 +62,7 @@ class Step(NamedTuple):
 
 
 def way(tree: ast.Module, line: int) -> Iterator[Step]:
-    """Yield the blocks around a line from the module inwards, each with the index of the statement that has the line."""
+    """Yield the blocks around a line, from the module inwards, each with the index of the line's statement."""
     owner: ast.AST | None = tree
     while owner is not None:
         blocks = (

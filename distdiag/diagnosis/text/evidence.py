@@ -28,7 +28,7 @@ _DID = {
 
 
 def head_text(verdict: Verdict) -> str:
-    """Return what the culprits did and at which condition, with `; ` after it: `rank 1 skipped all_reduce (a.py:15): `if n > 0` (line 31)`.
+    """Return `rank 1 skipped all_reduce (a.py:15): `if n > 0` (line 31); `: what the culprits did, and why.
 
     It begins the message, because a narrow screen shows no more. Empty if no testimony has it.
     """
@@ -61,7 +61,7 @@ def _shown(verdict: Verdict) -> Sequence[Testimony]:
 
 
 def _head(verdict: Verdict, conditions: Iterable[Condition]) -> tuple[str, str]:
-    """Return (what the culprits did by these conditions, the file of the call that it names); empty if that is not one thing."""
+    """Return (what the culprits did, the file of the call that it names); empty if that is not one thing."""
     way, *others = {condition.way for condition in conditions}
     gone = verdict.incident.root is Root.GONE
     call = _own(verdict) if way in (Way.ALONE, Way.STAYED) and not gone else verdict.call

@@ -1,4 +1,4 @@
-"""Formats a finding as plain text: what and who, cost, where, what to do. Control characters in the job's text are escaped."""
+"""Formats a finding as plain text: what and who, cost, where, what to do. Control characters are escaped."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def refusal() -> str:
 
 
 def own_keys(pages: Path) -> Own:
-    """Return the keys of this node, which an earlier monitor has left, or new ones; this monitor is the next incarnation.
+    """Return the keys that an earlier monitor of this node has left, or new ones, for the next incarnation.
 
     Raises:
         OSError: they cannot be written.
@@ -74,8 +74,8 @@ def endpoint(address: str, port: int | str) -> str:
 def own_addresses() -> tuple[str | None, tuple[str, ...]]:
     """Return (the address to bind, None for all; the addresses at which other nodes may reach this one).
 
-    The job's own choice counts: the interface that it names for gloo or NCCL, else the address of this host that others know as
-    MASTER_ADDR.
+    The job's own choice counts: the interface that it names for gloo or NCCL, else the address of this host
+    that others know as MASTER_ADDR.
     """
     by_name = routable_addresses()
     for variable in _INTERFACES:

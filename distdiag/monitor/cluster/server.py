@@ -1,4 +1,4 @@
-"""Node 0's side: one port, which takes the states of the nodes whose keys are listed and asks them on behalf of readers."""
+"""Node 0's side: one port, which takes the states of the listed nodes and asks them for readers."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ class Server(Link):
     """Receives reports and answers them at once.
 
     Args:
-        pages: Page directory of this node, where the port is noted for the rank and for the next monitor, and readers ask.
+        pages: Page directory of this node, where the port is noted for the rank and for the next monitor, and
+            readers ask.
     """
 
     def __init__(self, own: Own, pages: Path) -> None:
@@ -181,7 +182,7 @@ class Server(Link):
             self._take_message(frames, time.monotonic_ns())
 
     def _count_connections(self) -> None:
-        """Follow who is connected; while these are too many, nobody else can connect, and the nodes that are stay connected.
+        """Count the connections. While there are too many, nobody else can connect; those that exist go on.
 
         libzmq sets no limit. It drops a connection without a handshake after `keys.HANDSHAKE_MS`.
         """
@@ -200,7 +201,8 @@ class Server(Link):
     def _authenticate(self, request: list[bytes]) -> None:
         """Answer libzmq's question if a client may connect: yes for a listed key, whatever else it is.
 
-        300 closes the connection without a word. After 400 a node would never try again, and its key may be listed a moment later.
+        300 closes the connection without a word. After 400 a node would never try again, and its key may be
+        listed a moment later.
         """
         from zmq.utils import z85
 

@@ -1,4 +1,4 @@
-"""Carries the states of nodes that do not see node 0's run directory; which nodes those are, the first rank of each has found out."""
+"""Carries the states of nodes that do not see node 0's run directory, as the first rank of each has noted."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Transport:
         self._failed: str | None = None
 
     def poll(self) -> bool:
-        """Open the connection, or admit more nodes, if the rank has noted something new; True if this one sends from now on."""
+        """Open the connection or admit more nodes, as the rank has noted; True if this node sends from now on."""
         try:
             found = os.stat(self.pages / node_files.PEERS)
         except OSError:

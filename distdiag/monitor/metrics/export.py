@@ -96,7 +96,7 @@ class Exporters:
             self._fail(f"OTLP: {first}")
 
     def latest(self) -> Poll | None:
-        """Return the newest poll; called by the exporters' threads, which also read the probes that the next one will have."""
+        """Return the newest poll. The exporters' threads call this, and read the probes for the next one."""
         if time.monotonic() - self._probes[0] >= PROBES_S:
             self._probes = (time.monotonic(), _recorded_probes(self.run_dir))
         return self._latest

@@ -84,7 +84,7 @@ class RankView:
         self._issued_s: IssueTimes = {}
 
     def file(self, kind: str) -> Path:
-        """Return the path of a file next to the page: `trace`, `native` (stacks on request), `fatal` (stacks at a fatal signal)."""
+        """Return the path of a file next to the page: `trace`, `native` (on request), `fatal` (at a signal)."""
         return self.reader.path.with_name(f"r{self.rank}.{kind}")
 
     def still_s(self, now_s: float) -> float:
@@ -232,7 +232,7 @@ class RankView:
         }
 
     def _stack_and_site(self, life: str, blocked: Call | None, on_device: bool) -> tuple[tuple[Site, ...], Site | None]:
-        """Return (the user's stack, the host's site): from the newest sample, the call it waits in, or where it ended."""
+        """Return (the user's stack, the host's site), from the newest sample, the call it waits in, or its end."""
         h, stack = self.header, self.decoder.stack()
         wait_site = blocked.site if blocked is not None else None
         if wait_site is not None and not on_device and (not stack or stack[0] != wait_site):
@@ -248,7 +248,7 @@ class RankView:
         return stack, site
 
     def _entered(self, sampled_s: float) -> Site | None:
-        """Return where the main thread entered a collective, or a pass of DDP, after its last sample; None if it did not.
+        """Return where the main thread entered a collective or a pass of DDP since its last sample, or None.
 
         The page has it from the main thread itself: a rank may be killed before the next sample.
         """

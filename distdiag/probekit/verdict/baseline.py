@@ -87,10 +87,11 @@ def compare(
 ) -> None:  # fmt: skip
     """Compare `result` with its entry of the baseline; add `comparison` and the verdict.
 
-    A value is slower if the difference is significant (Mann-Whitney on block medians, Holm over the sizes), larger
-    than `tolerance`, and a large effect (Cliff's delta). Blocks of one run share its placement and neighbours, so their
-    spread is too narrow for a verdict: slower values are measured again, and only those that are slower both times fail.
-    Without a second measurement, or on a noisy host, the verdict is inconclusive.
+    A value is slower if the difference is significant (Mann-Whitney on block medians, Holm over the sizes),
+    larger than `tolerance`, and a large effect (Cliff's delta). Blocks of one run share its placement and
+    neighbours, so their spread is too narrow for a verdict: slower values are measured again, and only those
+    that are slower both times fail. Without a second measurement, or on a noisy host, the verdict is
+    inconclusive.
 
     Args:
         tolerance: Share, 0.1 = 10 %.

@@ -53,7 +53,7 @@ class Reason:
 
 
 def of_messages(found: Collected) -> tuple[list[Reason], list[Fact]]:
-    """Return the reasons of ranks whose first fact is a failure of their own, and the failures that came after a timeout."""
+    """Return (reasons of ranks whose first fact is a failure of their own, failures after a timeout)."""
     waits = first_waits(found)
     timeouts = [f for f in waits.values() if f.role is Role.WAIT]
     of_device = {
@@ -147,7 +147,7 @@ def text_of(f: Fact, meaning: Meaning) -> str:
 
 
 def _memory_of_others(f: Fact) -> str:
-    """Return what other processes hold of the GPU whose memory was not enough, by the message; empty if they are not known."""
+    """Return what other processes hold of the full GPU, by the message; empty if that is not known."""
     what = f.fields.get("what", "")
     held = {pid: gib for pid, gib in _MEMORY.findall(what) if pid != str(f.who.pid)}
     if not held or ("this process has" not in what and f.who.pid is None):
@@ -160,7 +160,7 @@ def _memory_of_others(f: Fact) -> str:
 
 
 def number(reasons: list[Reason], ended: list[Reason]) -> None:
-    """Set the ranks of the one exception without ranks: those that ended with an exit code, if their number is equal."""
+    """Give the one exception without ranks those that ended with an exit code, if their number is equal."""
     nameless = [r for r in reasons if not r.ranks and not r.unnamed and r.meaning.cause == "crashed"]
     ranks = {q for r in ended for q in r.ranks}
     if len(nameless) == 1 and len(nameless[0].facts) == len(ranks):

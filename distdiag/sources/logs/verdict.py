@@ -1,7 +1,8 @@
 """Judges the logs of a job that distdiag has not recorded: `diagnose_logs(FILES)` returns findings.
 
-What distdiag itself printed into the log is the verdict: it saw the job. Else, first come ranks that raised, were killed, or whose GPU failed; then what torch reports about several ranks; then who waited
-for whom; then lost connections. A later kind is reported only if no earlier one explains it.
+What distdiag itself printed into the log is the verdict: it saw the job. Else, first come ranks that raised,
+were killed, or whose GPU failed; then what torch reports about several ranks; then who waited for whom; then
+lost connections. A later kind is reported only if no earlier one explains it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ LIMITS = guard.Limits(cpu_s=12.0, cpu_s_per_byte=2e-6, memory_per_byte=1)  # bey
 def diagnose_logs(given: Sequence[str], paths: Sequence[Path] | None = None) -> Report | None:
     """Return what the logs show; None if none of the files is a log.
 
-    They are read and judged in a child process with limits, as dumps are: a file that crashes it is listed, and the others count.
+    They are read and judged in a child process with limits, as dumps are: a file that crashes it is listed,
+    and the others count.
 
     Args:
         paths: The log files, if they are known already.

@@ -109,7 +109,7 @@ def _of_c10d(f: Frame, callers: tuple[Frame, ...], users: list[Frame], site: Sit
 
 
 def _created(inner: tuple[Frame, ...]) -> str:
-    """Return ranks and name of the group that new_group creates; torch numbers groups in the order of the calls on each rank."""
+    """Return ranks and number of the group that new_group creates; each rank numbers its calls in order."""
     for f in inner:
         if f.name == "_new_group_with_tag" and "ranks" in f.values:
             number = f.values.get("group_name", "").strip("\"'")
@@ -123,7 +123,7 @@ def _number(f: Frame, *names: str) -> int | None:
 
 
 def _group(f: Frame, callers: tuple[Frame, ...], users: list[Frame]) -> str:
-    """Return the name of the user's variable that holds the group of a call; else the default group, as of `group.WORLD`."""
+    """Return the user's variable that holds the group of a call; else the default group, as `group.WORLD`."""
     passed = any(_GROUP in x.values.get(n, "") for x in callers if x.name == "wrapper" for n in ("args", "kwargs"))
     where = f.objects.get("group")
     if not passed or where is None:
@@ -135,7 +135,8 @@ def _group(f: Frame, callers: tuple[Frame, ...], users: list[Frame]) -> str:
 def _ddp_group(inner: tuple[Frame, ...], users: list[Frame]) -> str:
     """Return the group of a call that no Python frame of torch names: DDP keeps its group where no stack shows it.
 
-    It is the default group if DDP's constructor was given none, or if no function of the user that is on the stack has another.
+    It is the default group if DDP's constructor was given none, or if no function of the user that is on the
+    stack has another.
     """
     for f in inner:
         if f.name == "__init__" and f.values.get("process_group") == "None":

@@ -1,7 +1,7 @@
 """Judges where ranks are: by the rules of a snapshot, as far as places alone go.
 
-Stacks show no sequence numbers. So every rank is taken to be in one and the same collective of its group, the newest: ranks in
-different operations, or some in one and one elsewhere, are *suspected*; nothing is proved.
+Stacks show no sequence numbers. So every rank is taken to be in one and the same collective of its group, the
+newest: ranks in different operations, or some in one and one elsewhere, are *suspected*; nothing is proved.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _severity(moved: bool) -> Severity:
 
 
 def _no_sink(s: Snapshot, seen: Mapping[int, Seen], source: Source) -> Iterator[Finding]:
-    """Yield what is left where no rank is known to wait for another: ranks at several lines, or all at one, none of which moves."""
+    """Yield the finding on ranks of which none moves and none waits for another: at one line, or several."""
     if any(x.goes_on or x.busy or x.position is None for x in seen.values()) or len(seen) < 2:
         return
     calls = {q: r.blocked for q, r in s.ranks.items() if r.blocked is not None}
@@ -229,7 +229,7 @@ def _groups(s: Snapshot, seen: Mapping[int, Seen], sides: Sequence[Sequence[int]
 
 
 def _on_rank(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> str:
-    """Return the end of a sentence: the condition on the rank that leads one rank elsewhere than another; often empty."""
+    """Return `; due to `if rank == 0` at a.py:3`: the condition that leads one rank elsewhere; often empty."""
     for a, b in ((mine, theirs), (theirs, mine)):
         if (found := parting.rank_condition(a, b, source)) is not None:
             return f"; due to `{found.text}`{at(found.site)}"

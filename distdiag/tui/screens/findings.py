@@ -102,7 +102,7 @@ class FindingsPage(Page[FindingsData]):
         return out, cursor
 
     def _blocks(self, snap: Snapshot, ui: Ui, width: int, room: int) -> tuple[list[Line], int | None]:
-        """Return all findings: the one under the cursor in full, four lines of each other; scrolled so that it is visible."""
+        """Return all findings: the one under the cursor in full and in view, four lines of each other."""
         items = self.items(snap, ui)
         chosen = ui.index("findings", items) if ui.interactive else None
         blocks: list[list[Line]] = []
