@@ -364,7 +364,7 @@ def _command(targets: tuple[str, ...], as_json: bool, output_format: str, fail_o
     if report is None:
         return _diagnose_traces(targets, traces, as_json)
     if why is not None:
-        _print_why(report, why, ascii)
+        _print_why(report, why)
         return int(ExitCode.OK)
     if as_json:
         say_json(msgspec.json.encode(report))
