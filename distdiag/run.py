@@ -183,9 +183,8 @@ def _show(error: BaseException, current: object) -> None:
     while tb is not None and _is_ours(tb):
         tb = tb.tb_next
     error.__traceback__ = tb
-    if (
-        current is not None
-    ):  # here, and not only by our `sys.excepthook`: the script may have put its own in place of it
+    # here, and not only by our `sys.excepthook`: the script may have put its own in place of it
+    if current is not None:
         current.record_exception(error, tb)  # type: ignore[attr-defined]
     sys.excepthook(type(error), error, tb)
 

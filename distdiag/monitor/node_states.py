@@ -20,12 +20,8 @@ from distdiag.diagnosis.model.snapshot import Group, RankState, Seconds
 VERSION = 2
 MOST_S = 1e10  # a time beyond it is none
 MOST_GROUPS = 4096  # of one node
-HISTORIES = {
-    "steps": 64,
-    "calls": 16,
-    "memory": 120,
-    "device_memory": 120,
-}  # fields of a rank, with the most items sent
+# fields of a rank, with the most items sent
+HISTORIES = {"steps": 64, "calls": 16, "memory": 120, "device_memory": 120}
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 
 

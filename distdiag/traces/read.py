@@ -231,9 +231,8 @@ def _sort(trace: Trace, events: Iterable[_Event]) -> None:
                 marks.append(Mark(m[1] or ROOT, e.ts, end, e.tid))
             elif (m := _MODULE.fullmatch(e.name)) is not None:
                 forwards.append(Mark(m[1], e.ts, end, e.tid))
-    if (
-        trace.device or device_comms
-    ):  # then the annotations of the host show when a collective was issued, not when it ran
+    # then the annotations of the host show when a collective was issued, not when it ran
+    if trace.device or device_comms:
         trace.comms = device_comms
     trace.comms.sort(key=lambda c: c.start)
     trace.marks.sort()
