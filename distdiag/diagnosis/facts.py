@@ -7,6 +7,7 @@ from functools import cached_property
 
 from distdiag.diagnosis import endings, kinds, step_times
 from distdiag.diagnosis.culprit import verdict
+from distdiag.diagnosis.culprit.case import Case
 from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.endings import NO_CASCADE, Cascade, End
 from distdiag.diagnosis.locks import LockCycle
@@ -75,8 +76,8 @@ class Facts:
         incident = self.cascade.incident
         if incident is None or any(v.kind is kinds.MISMATCH for v in waiting):
             return waiting
-        aborted = verdict.judge_incident(self.snapshot, self.graph, incident, self.exhausted, self.source, self.without)
-        return (*waiting, *aborted)
+        case = Case(self.snapshot, self.graph, incident, self.exhausted, self.source, self.without)
+        return (*waiting, *verdict.judge_incident(case))
 
     def _waiting_verdicts(self) -> tuple[Verdict, ...]:
         if self.repeated or self.locks:

@@ -87,20 +87,13 @@ def judge(
         source: Text of a source file by path, or None: conditions on the rank are read from it.
         without: Witnesses that are not asked.
     """
-    found = (judge_incident(snapshot, graph, i, exhausted, source, without) for i in find(graph))
+    found = (judge_incident(Case(snapshot, graph, i, exhausted, source, without)) for i in find(graph))
     return [verdict for verdicts in found for verdict in verdicts]
 
 
-def judge_incident(
-    snapshot: Snapshot,
-    graph: WaitGraph,
-    incident: Incident,
-    exhausted: Collection[int] = (),
-    source: Source = no_source,
-    without: Collection[str] = (),
-) -> list[Verdict]:
+def judge_incident(case: Case) -> list[Verdict]:
     """Return the verdicts on an incident: none while evidence is incomplete, several for several ends."""
-    case = Case(snapshot, graph, incident, exhausted, source, without)
+    incident = case.incident
     if incident.root is Root.GONE:
         return list(_gone(case))
     testimony, also = decide(case)

@@ -158,17 +158,13 @@ def _stalls(s: Snapshot, graph: WaitGraph, seen: Mapping[int, Seen], source: Sou
                 f"{rank_list(ranks)} {verb(ranks, 'keeps', 'keep')} rank {victims[0]} waiting in {op}{at(call.site)}"
             )
         yield STALL(
-            cause=word if word in ("data", "checkpoint") else "user_code", severity=_severity(moved),
+            cause=word if word in ("data", "checkpoint") else "user_code", severity=Severity.INFO if moved else Severity.WARNING,
             culprits=ranks, victims=victims, collective=_unnumbered(call) if call.op else None,
             where=(w for q in ranks for w in where_stack(s.ranks[q], s.ranks[q].user_stack)), waiting=wheres(s, victims),
             missing=missing, implicit=implicit_text(s.ranks[victims[0]], call),
             does=f"{verb(ranks, 'it', 'each')} {_DOES.get(word, 'is busy')}{at(first.current_site)}",
             moves=" and moves" if moved and not any(seen[q].open for q in ranks) else "", reason=condition, do=_DO.get(word) or _LOOK,
         )  # fmt: skip
-
-
-def _severity(moved: bool) -> Severity:
-    return Severity.INFO if moved else Severity.WARNING
 
 
 def _no_sink(s: Snapshot, seen: Mapping[int, Seen], source: Source) -> Iterator[Finding]:
