@@ -45,10 +45,9 @@ ORDER BY what, whose, began
 """
 
 
-class HostAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A host was named by findings of a kind in `count` of the `runs` runs in which it took part."""
+class Named(msgspec.Struct, frozen=True, kw_only=True):
+    """What findings of a kind named in `count` of `runs` runs."""
 
-    host: str
     kind: str
     count: int
     runs: int
@@ -57,19 +56,19 @@ class HostAnswer(msgspec.Struct, frozen=True, kw_only=True):
     examples: tuple[str, ...]
 
 
-class LineAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A line was the site of findings of a kind in `count` of the `runs` runs of that job."""
+class HostAnswer(Named, frozen=True, kw_only=True):
+    """A host, in the runs in which it took part."""
+
+    host: str
+
+
+class LineAnswer(Named, frozen=True, kw_only=True):
+    """A line, in the runs of that job."""
 
     file: str
     line: int | None
     function: str | None
-    kind: str
     name: str | None
-    count: int
-    runs: int
-    share: float
-    ci95: tuple[float, float]
-    examples: tuple[str, ...]
 
 
 class ChangeAnswer(msgspec.Struct, frozen=True, kw_only=True):
