@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import inspect
 import itertools
 import math
@@ -46,7 +45,8 @@ def option(default: Any = None, *flags: str, **attrs: Any) -> Any:
 
     Args:
         flags: Names of the option; default: the field's.
-        attrs: click's, and `section`, `used_by`, `low` (the least number), which the caller reads from the field's metadata.
+        attrs: click's, and `section`, `used_by`, `low` (the least number), which the caller reads from the
+            field's metadata.
     """
     given: dict[str, Any] = {"default_factory": list} if default == [] else {"default": default}
     return field(**given, metadata={"flags": flags, "attrs": attrs})
@@ -139,22 +139,6 @@ class SectionedCommand(click.Command):
             if records := [record for one in shown if (record := one.get_help_record(ctx)) is not None]:
                 with formatter.section(title):
                     formatter.write_dl(records)
-
-
-def parse_keep(text: str) -> int:
-    """Return the bytes of a `--keep` size: `500M`, `2G`, `1000000`.
-
-    Raises:
-        DistdiagError: no size, or below 1 MiB.
-    """
-    from distdiag.terms.units import parse_bytes
-
-    with contextlib.suppress(DistdiagError):
-        if (value := parse_bytes(text)) >= 1 << 20:
-            return value
-    raise DistdiagError(
-        f"--keep {text} is no size of at least 1M", "give bytes, or a number with K, M or G: --keep 500M"
-    )
 
 
 def recording_options(command: Callable[..., Any]) -> Callable[..., Any]:

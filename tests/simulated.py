@@ -255,7 +255,7 @@ def _as(state: RankState, rank: int, node: int) -> RankState:
 
 def shared_directory(run_dir: Path, node: int) -> Transport:
     """Return the transport by files in the run directory."""
-    return Nodes(run_dir / f"node_{node}", node)
+    return Nodes(run_dir / f"node_{node}", node, run_dir)
 
 
 @contextmanager

@@ -41,7 +41,7 @@ class Sample:
         process: Its stacks; None if they could not be read, with `error`.
         paused_s: How long its main thread was stopped.
         cpu_s: CPU time of its main thread so far.
-        queued_s: How long its main thread could have run so far, and had no CPU; 0 on a kernel that does not tell.
+        queued_s: How long its main thread has waited for a CPU so far; 0 on a kernel without schedstat.
         children_s: CPU time of its children so far and their time without a CPU: loader workers that still work.
     """
 

@@ -29,7 +29,7 @@ from distdiag.terms.untrusted import visible
 GAP_S = 1.0  # between the first two samples
 LONGER_S = 1.5  # until the third, of the ranks that have not moved by then
 AGAIN = 3  # more samples at most, of ranks that could not run or whose loader still works
-ABLE_S = 2.0  # a rank stands still if it has not moved in so long a time, in which it had a CPU or asked for none
+ABLE_S = 2.0  # a rank is stuck if it has not moved for so long while it had a CPU or asked for none
 WORKING = 0.1  # share of a core that children of a rank use, or wait for: then it waits for their work
 BUSY = 0.3  # share of a core from which a rank counts as computing
 MAX_SOURCE = 1 << 20  # bytes of one source file
@@ -145,7 +145,7 @@ def elsewhere(job: Job) -> str:
 
 
 def _samples(job: Job) -> dict[int, list[Sample]]:
-    """Return the samples of each process: two, and of those that have not moved a third, with native frames where they add something."""
+    """Return two samples of each process, and more of those that have not moved."""
     taken = {pid: [s] for pid, s in sample.take(job.processes).items()}
     time.sleep(GAP_S)
     for pid, s in sample.take([p for p in job.processes if taken[p.pid][0].process is not None]).items():
@@ -168,7 +168,7 @@ def _samples(job: Job) -> dict[int, list[Sample]]:
 
 
 def _open(samples: list[Sample]) -> str:
-    """Return why a process that has not moved may yet move: it had no CPU, or its children work for it; else an empty text."""
+    """Return why a process that has not moved may yet move: no CPU, or its children work; else empty."""
     first, last = samples[0], samples[-1]
     interval_s, queued_s = last.at_s - first.at_s, last.queued_s - first.queued_s
     newest = _newest(samples)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from distdiag.cli.options import ascii_option
 from distdiag.errors import DistdiagError
 from distdiag.streams import say_json
 
@@ -23,19 +24,18 @@ from distdiag.streams import say_json
     show_default=True,
     help="Exit 1 if a finding is at least this bad.",
 )
-@click.option("--ascii", "ascii", is_flag=True, help="Print ASCII characters only.")
-def command(
-    pids: tuple[int, ...], job: str | None, here: bool, ras: bool, as_json: bool, fail_on: str, ascii: bool
-) -> int:
+@ascii_option
+def command(pids: tuple[int, ...], job: str | None, here: bool, ras: bool, as_json: bool, fail_on: str) -> int:
     """Judge a running job that was not recorded, by the stacks of its ranks on this host.
 
-    PID is a launcher (torchrun, the script that spawns) or any rank: all ranks of its job on this host are sampled with py-spy, for
-    about three seconds. Each is stopped for some milliseconds per sample; nothing in it changes. Stacks have no
-    counts, so what they show is suspected, not proved: record the job (`-m distdiag.run`) to know. Where the job serves its flight
-    recorder (TORCH_WORKER_SERVER_SOCKET, TORCH_NCCL_DEBUG_INFO_PIPE_FILE), a suspicion is checked with its counts.
+    PID is a launcher (torchrun, the script that spawns) or any rank: all ranks of its job on this host are
+    sampled with py-spy, for about three seconds. Each is stopped for some milliseconds per sample; nothing in
+    it changes. Stacks have no counts, so what they show is suspected, not proved: record the job (`-m
+    distdiag.run`) to know. Where the job serves its flight recorder (TORCH_WORKER_SERVER_SOCKET,
+    TORCH_NCCL_DEBUG_INFO_PIPE_FILE), a suspicion is checked with its counts.
 
-    Exit codes: 0 nothing at or above --fail-on, 1 found, 2 bad pid or name, or no permission, 3 not all ranks are on this host,
-    4 no job.
+    Exit codes: 0 nothing at or above --fail-on, 1 found, 2 bad pid or name, or no permission, 3 not all ranks
+    are on this host, 4 no job.
     """
     import msgspec
 
@@ -53,5 +53,5 @@ def command(
     if as_json:
         say_json(msgspec.json.encode(report))
     else:
-        print_text(report, ascii)
+        print_text(report)
     return int(exit_code(report, fail_on))

@@ -8,9 +8,10 @@ from typing import Any
 
 import click
 
-from distdiag.command_line import SETTINGS, parse_keep, read, recording_options
+from distdiag.command_line import SETTINGS, read, recording_options
 from distdiag.errors import DistdiagError, need_torch
-from distdiag.terms.metrics_targets import check_metrics
+from distdiag.terms.metrics_targets import parse_metrics
+from distdiag.terms.units import parse_keep
 
 
 @click.command(context_settings=SETTINGS | {"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -29,8 +30,8 @@ def command(
 ) -> None:
     """Launch an unchanged training script on all local ranks with torchrun, and record it.
 
-    torchrun's options (--nproc-per-node, --nnodes, …) go before the script, next to distdiag's. Without them, distdiag starts one rank per GPU,
-    or two ranks on a machine without GPUs.
+    torchrun's options (--nproc-per-node, --nnodes, …) go before the script, next to distdiag's. Without them,
+    distdiag starts one rank per GPU, or two ranks on a machine without GPUs.
 
     \b
     distdiag run --nproc-per-node 4 train.py --epochs 3
@@ -43,7 +44,7 @@ def command(
     metrics, nodes_port = later["metrics"] or metrics, later["nodes_port"] or nodes_port
     if keep:
         parse_keep(keep)  # reported once here, not by each rank
-    check_metrics(metrics)
+    parse_metrics(metrics)
     if not script:
         raise DistdiagError("no script given", "distdiag run [torchrun options] SCRIPT [ARGS…]")
     if script[0] != "-m" and not os.path.exists(script[0]):

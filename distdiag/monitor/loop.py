@@ -1,4 +1,4 @@
-"""The monitor of one node: polls the pages four times a second, judges them and writes run.db until the last rank ends."""
+"""The monitor of one node: polls the pages, judges them and writes run.db until the last rank ends."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ from distdiag.store.writer import Writer
 from distdiag.tapes.writer import MAX_TAPE, TapeWriter, wanted_bytes
 
 FULL_POLL_S = 0.9  # between two full polls while every rank changes phases, and between two samples of the host
-# Interval of full polls when all cores are busy and nothing is suspected, from this age of the run on; longer without a reader.
+# Interval of full polls when all cores are busy and nothing is suspected, from this age of the run on; longer
+# without a reader.
 CALM_POLL_S, CALM_AFTER_S = 1.9, 30.0
 UNREAD_POLL_S, UNREAD_AFTER_S = 7.9, 120.0
 READERS_S = 0.9  # between two checks for a reader of run.db, if there is none
@@ -244,7 +245,7 @@ class Monitor:
         if not self.views:
             return now_s > FIRST_PAGE_S and not self.pages.unjudged_alive()
         stopped = {q for q, (_, os_state) in self._idle.items() if os_state == "T"}
-        self.gatherer.gather(now_s, self.views, stopped, elsewhere=self.nodes.urgent)
+        self.gatherer.gather(now_s, self.views, stopped, elsewhere=self.nodes.transport.urgent)
         snapshot = self.snapshot(now_s)
         over = self._over(snapshot)
         news = True
@@ -367,7 +368,7 @@ class Monitor:
         now_s = self.now_s
         if self.tape is not None:
             self.tape.close()
-        self.nodes.close()
+        self.nodes.transport.close()
         self.writer.meta(ended_s=now_s)
         self.writer.commit()
         self.writer.close()

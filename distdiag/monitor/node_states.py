@@ -1,4 +1,4 @@
-"""What the monitor of one node tells that of node 0, as bytes; a state that has arrived becomes ranks with times of node 0.
+"""The state that a node's monitor sends to node 0's, as bytes, and how it becomes ranks with node 0's times.
 
 Most of a state is histories, of which most was in the state before. Each item has the number of the state in which it was new, so
 that what node 0 knows already is not decoded again. A state needs no earlier one: some may be lost, or replaced by a newer one.
@@ -24,12 +24,8 @@ from distdiag.monitor.windows import Window, Windows
 VERSION = 3
 MOST_S = 1e10  # a time beyond it is none
 MOST_GROUPS = 4096  # of one node
-HISTORIES = {
-    "steps": 64,
-    "calls": 16,
-    "memory": 120,
-    "device_memory": 120,
-}  # fields of a rank, with the most items sent
+# fields of a rank, with the most items sent
+HISTORIES = {"steps": 64, "calls": 16, "memory": 120, "device_memory": 120}
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 
 

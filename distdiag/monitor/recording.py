@@ -77,7 +77,7 @@ class Recording:
         for text in nodes.events:
             w.event(t_s, "monitor", "warning", text)
         nodes.events.clear()
-        if t_s - self._nodes_at >= NODES_S and nodes.transport is not None and (facts := nodes.transport.facts()):
+        if t_s - self._nodes_at >= NODES_S and (facts := nodes.transport.facts()):
             self._nodes_at = t_s
             w.meta(nodes=msgspec.json.encode(facts).decode())
             if self._info and "nodes_by" not in self._info:

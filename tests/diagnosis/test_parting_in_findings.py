@@ -264,5 +264,5 @@ def test_the_condition_is_in_the_code_of_the_rank_nearest_to_the_culprit() -> No
     """)
     send, actor, learner = (Site(FILE, at[m], "run") for m in "SAL")
     assert callers.nearest((send,), {0: (learner,), 2: (actor,)}, {FILE: text}.get) == 2
-    assert [c.text for c in parting.parting((send,), (actor,), {FILE: text}.get)] == ["if not rows:"]
+    assert [c.text for c in parting.parting((send,), (actor,), {FILE: text}.get)] == ["if not rows"]
     assert parting.parting((send,), (learner,), {FILE: text}.get) == []

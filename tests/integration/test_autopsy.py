@@ -196,7 +196,7 @@ def test_a_kill_for_memory_is_named_with_the_rank_that_grew(tmp_path: Path, limi
         for job in jobs:
             kill_marked(job.mark)
         found = verdict(tmp_path)
-    assert "the kernel's out-of-memory killer ended 1 process of their cgroup" in found["state_text"], found
+    assert "the kernel's out-of-memory killer ended 1 process of the job's cgroup" in found["state_text"], found
     assert any("memory: rank 1 grew by" in note for note in found["notes"]), found["notes"]
     for pages in (d for dirs in directories.of_run(tmp_path / "R").values() for d in dirs):
         directories.remove(pages)

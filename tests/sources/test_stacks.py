@@ -119,7 +119,7 @@ def test_hostile_text_ends_in_an_answer(tmp_path: Path) -> None:
             processes = from_text(text)
         except NoStacks:
             continue
-        findings({i: Seen(position=position(p.judged)) for i, p in enumerate(processes)}, None)
+        findings({i: Seen(position=position(p.judged)) for i, p in enumerate(processes)})
     long = "Thread 1 (idle)\n" + "    f (" + "x" * 100_000 + ":1)\n" * 3
     diagnose_stacks([str(write(tmp_path, long=long, esc=SPY.replace("unet.py", "un\x1bet.py")))])
 
@@ -182,25 +182,25 @@ def seen(line: int, op: str | None = None, **more: bool) -> Seen:
 
 def test_ranks_that_move_are_healthy_and_one_that_is_awaited_is_named() -> None:
     moving = {r: seen(10, "all_reduce", moved=True) for r in range(3)}
-    assert findings(moving, None) == []
-    (slow,) = findings({0: seen(10, "all_reduce"), 1: seen(20, moved=True)}, None)
+    assert findings(moving) == []
+    (slow,) = findings({0: seen(10, "all_reduce"), 1: seen(20, moved=True)})
     assert (slow.kind, slow.severity, slow.culprits) == ("stall", Severity.INFO, (1,))
-    (stuck,) = findings({0: seen(10, "all_reduce"), 1: seen(20)}, None)
+    (stuck,) = findings({0: seen(10, "all_reduce"), 1: seen(20)})
     assert (stuck.kind, stuck.severity, stuck.culprits) == ("stall", Severity.WARNING, (1,))
 
 
 def test_ranks_that_all_sleep_are_healthy_and_that_all_wait_for_a_lock_are_not() -> None:
     asleep = {r: Seen(position=position(at(USER), lambda path: "time.sleep(9)\n" * 50)) for r in range(2)}
-    assert findings(asleep, None) == []
+    assert findings(asleep) == []
     lock = at(frame("acquire", "/opt/lib/python3.12/threading.py"), USER)
-    (finding,) = findings({r: Seen(position=position(lock)) for r in range(2)}, None)
+    (finding,) = findings({r: Seen(position=position(lock)) for r in range(2)})
     assert (finding.severity, finding.culprits, finding.victims) == (Severity.WARNING, (), (0, 1))
 
 
 def test_one_operation_at_two_lines_names_the_minority_and_of_two_ranks_none() -> None:
-    (odd,) = findings({0: seen(10, "all_reduce"), 1: seen(20, "all_reduce"), 2: seen(20, "all_reduce")}, None)
+    (odd,) = findings({0: seen(10, "all_reduce"), 1: seen(20, "all_reduce"), 2: seen(20, "all_reduce")})
     assert (odd.severity, odd.culprits, odd.victims) == (Severity.WARNING, (0,), (1, 2))
-    (tie,) = findings({0: seen(10, "all_reduce"), 1: seen(20, "all_reduce")}, None)
+    (tie,) = findings({0: seen(10, "all_reduce"), 1: seen(20, "all_reduce")})
     assert (tie.culprits, tie.victims) == ((), (0, 1))
 
 
@@ -249,7 +249,7 @@ def test_a_rank_in_the_next_forward_has_left_out_the_backward() -> None:
     backward = position(
         at(frame("_engine_run_backward", f"{LIBRARY}/autograd/graph.py"), frame("fit", "/home/me/train.py", 12))
     )
-    (finding,) = findings({0: Seen(position=backward), 1: Seen(position=forward)}, None)
+    (finding,) = findings({0: Seen(position=backward), 1: Seen(position=forward)})
     assert finding.culprits == (1,)
     assert "rank 1 is in the next forward, without the backward at train.py:12" in finding.message
 
@@ -268,10 +268,10 @@ GROUP_VALUE = "<torch.distributed.distributed_c10d.ProcessGroup at 0x7f>"
 def test_a_group_that_ddp_may_have_been_given_accuses_nobody(phase: str) -> None:
     barrier = {2: seen(62, "barrier"), 3: seen(62, "barrier")}
     own = {r: ddp(phase, pg=GROUP_VALUE) for r in (0, 1)}
-    assert findings({**own, **barrier, 1: seen(41, moved=True)}, None)[0].severity == Severity.INFO
-    for f in findings({**own, **barrier}, None):  # nobody moves: it is reported, without a culprit
+    assert findings({**own, **barrier, 1: seen(41, moved=True)})[0].severity == Severity.INFO
+    for f in findings({**own, **barrier}):  # nobody moves: it is reported, without a culprit
         assert not f.culprits and f.certainty == Certainty.SUSPECTED
-    assert findings({**{r: ddp(phase) for r in (0, 1)}, 2: barrier[2]}, None)[0].culprits == (2,)
+    assert findings({**{r: ddp(phase) for r in (0, 1)}, 2: barrier[2]})[0].culprits == (2,)
 
 
 def test_a_rank_in_a_group_may_wait_for_its_member_that_goes_on() -> None:
@@ -279,8 +279,8 @@ def test_a_rank_in_a_group_may_wait_for_its_member_that_goes_on() -> None:
     call, user = Frame("all_reduce", C10D, 1, {}, {"group": 7}), Frame("fit", "/home/me/train.py", 45, {}, {"pg": 7})
     inside = Seen(position=position(at(call, wrapper, user)))
     ranks = {0: inside, 1: seen(39, moved=True), 2: seen(62, "barrier"), 3: seen(62, "barrier")}
-    assert all(f.severity == Severity.INFO for f in findings(ranks, None))
-    assert any(f.severity != Severity.INFO for f in findings({**ranks, 1: inside}, None))
+    assert all(f.severity == Severity.INFO for f in findings(ranks))
+    assert any(f.severity != Severity.INFO for f in findings({**ranks, 1: inside}))
 
 
 def test_the_group_of_ddps_constructor_is_in_its_frame() -> None:
@@ -295,19 +295,19 @@ def test_the_group_of_ddps_constructor_is_in_its_frame() -> None:
 def test_a_rank_that_may_yet_move_is_not_blamed() -> None:
     waiting = seen(10, "all_reduce")
     starved = Seen(position=waiting.position, open="waited for a CPU for 4.1 of 6.0 s")
-    (late,) = findings({0: waiting, 1: Seen(position=seen(20).position, open=starved.open)}, None)
+    (late,) = findings({0: waiting, 1: Seen(position=seen(20).position, open=starved.open)})
     assert (late.severity, late.culprits) == (Severity.INFO, (1,))
     assert "moves" not in late.message
-    assert all(f.severity == Severity.INFO for f in findings({0: starved, 1: seen(20, "barrier")}, None))
+    assert all(f.severity == Severity.INFO for f in findings({0: starved, 1: seen(20, "barrier")}))
     data = at(frame("_try_get_data", f"{LIBRARY}/utils/data/dataloader.py"), USER)
     loading = {r: Seen(position=position(data), open="waits for its child processes, which work") for r in range(2)}
-    assert findings(loading, None) == []
+    assert findings(loading) == []
 
 
 def test_who_is_in_the_next_collective_has_not_sent() -> None:
     recv = position(at(frame("recv", C10D, src="2", tag="0"), USER))
     ranks = {0: Seen(position=recv), 1: seen(57, "broadcast"), 2: seen(57, "broadcast")}
-    (finding,) = findings(ranks, None)
+    (finding,) = findings(ranks)
     assert (finding.kind, finding.culprits) == ("deadlock", (2,))
     assert "rank 2 went on to the next collective at train.py:57" in finding.message
 
@@ -323,9 +323,9 @@ def test_ranks_that_create_different_groups() -> None:
     )
     assert (finding.culprits, finding.victims) == ((2,), (0, 1))
     assert "ranks 0, 1: [0, 1, 2] as number 7; rank 2: [0, 2] as number 7" in finding.message
-    (later,) = findings({0: creating("[0, 1]", "7"), 1: creating("[0, 1]", "8")}, None)
+    (later,) = findings({0: creating("[0, 1]", "7"), 1: creating("[0, 1]", "8")})
     assert (later.culprits, later.victims) == ((), (0, 1))
-    (same,) = findings({0: creating("[0, 1]", "7"), 1: creating("[0, 1]", "7")}, None)
+    (same,) = findings({0: creating("[0, 1]", "7"), 1: creating("[0, 1]", "7")})
     assert "what they pass to it differs" in same.message
 
 

@@ -108,13 +108,8 @@ def parting(first: History, second: History) -> tuple[int, int] | None:
     if i is None or j is None or first.events[i] != second.events[j]:
         return None
     i, j = i + 1, j + 1
-    while i < len(first.events) and j < len(second.events) and _same(first, i, second, j):
-        i, j = i + 1, j + 1
-    return (i, j) if i < len(first.events) and j < len(second.events) else None
-
-
-def _same(first: History, i: int, second: History, j: int) -> bool:
-    return (first.events[i], first.gaps[i]) == (second.events[j], second.gaps[j])
+    rest = (zip(h.events[k:], h.gaps[k:], strict=False) for h, k in ((first, i), (second, j)))
+    return next(((i + n, j + n) for n, (a, b) in enumerate(zip(*rest, strict=False)) if a != b), None)
 
 
 def _index_of(history: History, wanted: Call) -> int | None:

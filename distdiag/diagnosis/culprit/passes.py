@@ -1,8 +1,9 @@
 """Evidence from DDP's passes: who ran a forward without its backward, or more backwards than optimizer steps.
 
-A batch that is skipped after its forward (a loss that is not finite, an exception that is caught) leaves a rank's collectives one step
-ahead of the others'. DDP averages gradients in every backward: a rank that repeats a batch (in two halves after an exception, for
-example) makes one more, and its next passes meet the others' passes of the step after.
+A batch that is skipped after its forward (a loss that is not finite, an exception that is caught) leaves a
+rank's collectives one step ahead of the others'. DDP averages gradients in every backward: a rank that
+repeats a batch (in two halves after an exception, for example) makes one more, and its next passes meet the
+others' passes of the step after.
 """
 
 from __future__ import annotations
@@ -95,14 +96,12 @@ def swallowed(state: RankState) -> str:
     return text[0][:120] if text and not (state.exception or "").startswith(text[0][:60]) else ""
 
 
-def _way_out(state: RankState, forwards: int, backwards: int, source: Source | None) -> list[Condition]:
-    """Return the conditions through which the rank left between the forward and the backward: sites visited as often."""
+def _way_out(state: RankState, forwards: int, backwards: int, source: Source) -> list[Condition]:
+    """Return the conditions by which the rank left between forward and backward: sites visited as often."""
     sites: dict[int, list[Site]] = {}
     for key, times in state.sites.items():
         file, _, line = key.rpartition(":")
         if file and line.isdigit():
             sites.setdefault(times, []).append(Site(file, int(line)))
-    if source is None:
-        return []
     pairs = ((f, b) for f in sites.get(forwards, ()) for b in sites.get(backwards, ()) if f.file == b.file)
     return next((found for f, b in pairs if (found := parting((f,), (b,), source))), [])

@@ -1,4 +1,4 @@
-"""Node 0's side: one port, which takes the states of the nodes whose keys are listed and asks them on behalf of readers."""
+"""Node 0's side: one port, which takes the states of the listed nodes and asks them for readers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import struct
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +50,29 @@ class Heard:
     state: bytes | None = None
 
 
+@dataclass(frozen=True)
+class Arrived:
+    """A state of another node.
+
+    Attributes:
+        node: As its key shows.
+        data: The state, not yet decoded.
+        started_ns: When its run began, by our monotonic clock.
+        age_s: Since it arrived.
+    """
+
+    node: int
+    data: bytes
+    started_ns: int
+    age_s: float
+
+
 class Server(Link):
     """Receives reports and answers them at once.
 
     Args:
-        pages: Page directory of this node, where the port is noted for the rank and for the next monitor, and readers ask.
+        pages: Page directory of this node, where the port is noted for the rank and for the next monitor, and
+            readers ask.
         fixed: The port to bind; 0: that of the monitor before us, or any.
     """
 
@@ -80,14 +98,15 @@ class Server(Link):
         with self.lock:
             self._nodes = {key.encode(): node for node, key in nodes.items()}
 
-    def take(self) -> list[tuple[int, Heard]]:
-        """Return the nodes with a new state, each once."""
+    def take(self) -> list[Arrived]:
+        """Return the new states, each once."""
+        now_ns, out = time.monotonic_ns(), []
         with self.lock:
-            new = [(node, h) for node, h in self.heard.items() if h.state is not None]
-            out = [(node, replace(h)) for node, h in new]
-            for _, h in new:
-                h.state = None
-            return out
+            for node, h in self.heard.items():
+                if h.state is not None:
+                    out.append(Arrived(node, h.state, h.started_ns + h.offset_ns, (now_ns - h.state_ns) / 1e9))
+                    h.state = None
+        return out
 
     def ask(self, question: Ask) -> Answers:
         """Ask all nodes; return what each answers in time."""
@@ -170,9 +189,9 @@ class Server(Link):
             self._take_message(frames, time.monotonic_ns())
 
     def _count_connections(self) -> None:
-        """Follow who is connected; while these are too many, nobody else can connect, and the nodes that are stay connected.
+        """Count the connections. While there are too many, nobody else can connect; those that exist go on.
 
-        libzmq has no limit of its own. It drops a connection without a handshake after `keys.HANDSHAKE_MS`.
+        libzmq sets no limit. It drops a connection without a handshake after `keys.HANDSHAKE_MS`.
         """
         with contextlib.suppress(self._zmq.Again):
             while True:
@@ -189,7 +208,8 @@ class Server(Link):
     def _authenticate(self, request: list[bytes]) -> None:
         """Answer libzmq's question if a client may connect: yes for a listed key, whatever else it is.
 
-        300 closes the connection without a word. After 400 a node would never try again, and its key may be listed a moment later.
+        300 closes the connection without a word. After 400 a node would never try again, and its key may be
+        listed a moment later.
         """
         from zmq.utils import z85
 

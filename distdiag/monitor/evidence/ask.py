@@ -51,9 +51,8 @@ class FlightRecord:
     completed: dict[str, int] = field(default_factory=dict)  # newest seq up to which all are complete
     # (group name, send or recv, peer's rank in the group) -> number of incomplete messages
     open_messages: dict[tuple[str, str, int], int] = field(default_factory=dict)
-    hooked: set[str] = field(
-        default_factory=set
-    )  # groups of which all incomplete operations are here, and nothing else
+    # groups of which all incomplete operations are here, and nothing else
+    hooked: set[str] = field(default_factory=set)
     raw: bytes = b""
 
 
