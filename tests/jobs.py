@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from tests.launchers import Launcher
+from tests.launchers import Launcher, Place
 
 T = TypeVar("T")
 
@@ -203,7 +203,17 @@ class Job:
             raise AssertionError(f"the job did not end\n{self.tail()}") from None
 
     def rank_pids(self) -> dict[int, int]:
-        """Return the process ids of the living ranks: the launcher's own children, by RANK."""
+        """Return the process ids of the living ranks: the launcher's own children, by RANK.
+
+        Forked ranks, whose variables no other process can read, are numbered from 0, and only while all of them live.
+        """
+        if isinstance(self.process, Launcher) and self.process.forked_ranks:
+            pid = self.process.pid
+            try:
+                children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()  # in the order of their start
+            except OSError:
+                children = []
+            return dict(enumerate(map(int, children))) if len(children) == self.process.forked_ranks else {}
         pids: dict[int, int] = {}
         for pid in marked(self.mark):
             try:
@@ -265,6 +275,7 @@ def launch(
     *,
     torchrun_args: Sequence[str] = ("--standalone",),
     fork_ranks: bool = False,
+    place: Place | None = None,
 ) -> Iterator[Job]:
     """Run `torchrun TORCHRUN_ARGS --nproc-per-node NPROC ARGS…` as a `Job`; the launcher is forked, see `tests/launchers.py`.
 
@@ -276,6 +287,7 @@ def launch(
         timeout: Seconds from the start after which `Job.wait` fails.
         torchrun_args: Other options of torchrun.
         fork_ranks: Fork the ranks as well, without torchrun: for jobs whose start and end are not asserted.
+        place: Where forked ranks run; None: here.
     """
     program = [str(a) for a in args]
     arguments = program if fork_ranks else [*torchrun_args, "--nproc-per-node", str(nproc), *program]
@@ -283,7 +295,7 @@ def launch(
     def begin(where: Path, variables: dict[str, str], out: Path, err: Path) -> Launcher:
         out.touch()
         err.touch()
-        return Launcher(arguments, where, variables, out, err, forked_ranks=nproc if fork_ranks else 0)
+        return Launcher(arguments, where, variables, out, err, forked_ranks=nproc if fork_ranks else 0, place=place)
 
     with _job(begin, cwd, env, timeout) as job:
         yield job
