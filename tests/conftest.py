@@ -1,8 +1,8 @@
 """For every test: a fresh mark in the environment, and a check for processes that outlived the test.
 
-With `-n 2`, the tests of files with real jobs (marked `job`) run one after another on one worker, since each of them wants both
-cores. All other files run on the second worker, which takes over job tests at the end. Job tests are assigned one by one: with whole
-files, one worker would end minutes before the other.
+Files with real jobs (marked `job`) mostly wait: two job tests at a time and the other files, which compute, keep two cores busy. So
+`make test` has three workers: the first and the third start with job tests, the second with all other files, and takes over job tests
+at the end. Job tests are assigned one by one: with whole files, one worker would end minutes before the others.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _orphans(mark: str) -> dict[int, str]:
 
 
 class _JobsInARow(LoadScopeScheduling):
-    """Assigns files and single job tests to workers: the job worker starts with job tests, the others run them last."""
+    """Assigns files and single job tests to workers: every second one starts with job tests, the others run them last."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
