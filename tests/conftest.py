@@ -46,9 +46,10 @@ settings.load_profile("ours")
 _GRACE_S = 5.0  # a monitor writes its last rows after the last rank has ended
 
 
-def _orphans(mark: str) -> dict[int, str]:
+def _orphans(mark: str, older: set[str]) -> dict[int, str]:
     # Python's own helper for shared memory lives as long as the process that started it.
-    return {pid: command for pid, command in marked(mark).items() if "multiprocessing.resource_tracker" not in command}
+    found = marked(mark, older)
+    return {pid: command for pid, command in found.items() if "multiprocessing.resource_tracker" not in command}
 
 
 class _JobsInARow(LoadScopeScheduling):
@@ -85,6 +86,7 @@ def no_orphans() -> Iterator[None]:
     """Fail a test that leaves a process behind, and kill the process."""
     before = os.environ.get(TEST_MARK)
     mark = os.environ[TEST_MARK] = uuid.uuid4().hex
+    older = set(os.listdir("/proc"))
     try:
         yield
     finally:
@@ -93,7 +95,7 @@ def no_orphans() -> Iterator[None]:
         else:
             os.environ[TEST_MARK] = before
     end = time.monotonic() + _GRACE_S
-    while left := _orphans(mark):
+    while left := _orphans(mark, older):
         if time.monotonic() > end:
             kill_marked(mark)
             pytest.fail(f"processes outlived the test: {left}")
