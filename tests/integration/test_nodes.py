@@ -110,7 +110,7 @@ TRAINING = """
 
 def test_a_profile_has_the_ranks_of_all_nodes(tmp_path: Path, script: Path) -> None:
     script.write_text(textwrap.dedent(TRAINING))
-    with Cluster(tmp_path, 2) as cluster, cluster.job(script) as jobs:
+    with Cluster(tmp_path, 2) as cluster, cluster.job(script, fork_ranks=True) as jobs:
         all_heard(cluster, jobs, 2)
         answer = distdiag("profile", cluster.run(0), "--json", timeout=120)
         assert answer.returncode == 0, answer.stderr
