@@ -57,6 +57,6 @@ def need_packages(targets: Targets) -> None:
         DistdiagError: one is missing; the hint installs it.
     """
     if targets.address is not None:
-        need("fleet", ("prometheus_client",), "/metrics")
+        need(("prometheus_client",), "/metrics")
     if targets.otlp:
-        need("fleet", ("opentelemetry",), "OTLP")
+        need(("opentelemetry",), "OTLP")
