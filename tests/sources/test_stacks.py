@@ -99,6 +99,26 @@ def test_other_text_is_none(tmp_path: Path) -> None:
             from_json(data)
 
 
+RECORDED = """Process 22843: /x/python -u -m distdiag.run train.py
+Thread 22843 (idle): "MainThread"
+    _wrap_wait.<locals>.wait (distdiag/recorder/hooks/wrap_collectives.py:44)
+    barrier (torch/distributed/distributed_c10d.py:5356)
+    <module> (train.py:29)
+    _run_script (distdiag/run.py:122)
+    _run_module_as_main (<frozen runpy>:198)
+Thread 22891 (idle)
+    Pulse._run (distdiag/recorder/pulse.py:70)
+"""
+
+
+def test_frames_of_the_recorder_are_left_out() -> None:
+    """A rank in a barrier that distdiag records was taken for one that is busy in `wrap_collectives.py`."""
+    (process,) = from_text(RECORDED)
+    (thread,) = process.threads
+    assert [f.name for f in thread.frames] == ["barrier", "<module>", "_run_module_as_main"]
+    assert Frame("f", "/home/me/distdiag/train.py", 3).users
+
+
 def test_native_frames_of_json_are_no_lines_of_the_user() -> None:
     native = {"name": "sock_call_ex", "filename": "socketmodule.c", "line": 921, "module": "/x/libpython3.12.so"}
     python = {"name": "Logger.send", "filename": "/home/me/train.py", "line": 29, "module": None, "locals": None}
