@@ -130,6 +130,23 @@ def test_native_frames_of_json_are_no_lines_of_the_user() -> None:
     assert [f.site.key for f in process.judged.frames] == ["/home/me/train.py:29"]
 
 
+def test_frames_of_the_recorder_are_left_out_of_json() -> None:
+    """So is a thread that has no others; only native frames are none, either."""
+    wait = {
+        "name": "wait",
+        "filename": "/src/distdiag/recorder/hooks/wrap_collectives.py",
+        "line": 44,
+        "module": None,
+        "locals": None,
+    }
+    pulse = wait | {"name": "_run", "filename": "/src/distdiag/recorder/pulse.py"}
+    user = wait | {"name": "main", "filename": "/home/me/train.py"}
+    native = wait | {"name": "futex_wait", "filename": "futex.c", "module": "/lib/libc.so.6"}
+    threads = [[wait, user], [pulse], [native]]
+    (process,) = from_json(json.dumps([{"pid": 3, "frames": frames} for frames in threads]))
+    assert [[f.name for f in thread.frames] for thread in process.threads] == [["main"]]
+
+
 def test_hostile_text_ends_in_an_answer(tmp_path: Path) -> None:
     rng = random.Random(4)
     lines = (SPY + FAULT).splitlines()
