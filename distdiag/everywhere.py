@@ -29,8 +29,10 @@ def install() -> None:
         for module in (public, private):
             if getattr(module, "init_process_group", None) is init_process_group:
                 module.init_process_group = original  # type: ignore[attr-defined]
-        from distdiag.recorder import deferred
+        from distdiag.recorder import deferred, session
 
+        if session.current is not None:  # recorded in another way, whose hooks are around this function
+            return original(*args, **kwargs)
         try:
             # a script that kept this function, and calls it for a second group, reaches the recorder's
             return deferred.enter_group(private, args, kwargs)
@@ -41,7 +43,7 @@ def install() -> None:
             deferred.hide_frame(e)
             raise
 
-    init_process_group._distdiag = True  # type: ignore[attr-defined]
+    init_process_group._distdiag = original  # type: ignore[attr-defined]
     for module in (public, private):
         if getattr(module, "init_process_group", None) is original:
             module.init_process_group = init_process_group  # type: ignore[attr-defined]
