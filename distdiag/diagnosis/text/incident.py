@@ -81,8 +81,8 @@ def implicit_text(state: RankState | None, call: Call) -> str:
     if state is None or not state.models or any((c.group, c.seq) == (call.group, call.seq) for c in state.calls):
         return ""
     return {
-        ("forward", "broadcast"): " (DDP's buffers, before the forward)",
-        ("validate", "broadcast"): " (DDP's buffers, before the forward)",
+        ("forward", "broadcast"): " (by DDP, before the forward)",
+        ("validate", "broadcast"): " (by DDP, before the forward)",
         ("backward", "all_reduce"): " (DDP's gradients, in backward)",
     }.get((state.phase, compatible.op_name(call.op)), "")
 
