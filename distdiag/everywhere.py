@@ -34,7 +34,6 @@ def install() -> None:
         put(original, init_process_group)
         from distdiag.recorder import deferred, session
 
-
         if session.current is not None:  # recorded in another way, whose hooks are around this function
             return original(*args, **kwargs)
         try:

@@ -1,4 +1,4 @@
-"""A Slurm of one machine for tests: munged, slurmctld and slurmd as children of the test, below a directory of its own."""
+"""A Slurm of one machine for tests: munged, slurmctld and slurmd as children of the test, below one directory."""
 
 from __future__ import annotations
 

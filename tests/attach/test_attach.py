@@ -38,7 +38,7 @@ needs_py_spy = pytest.mark.skipif(bool(_no_py_spy()), reason=_no_py_spy() or "py
 
 @contextmanager
 def plain(name: str, ranks: int, how: str) -> Iterator[Started]:
-    """Start a job of the collection without distdiag: by torchrun, by itself, or each rank with variables of its own.
+    """Start a job of the collection without distdiag: by torchrun, by itself, or each rank with its variables set.
 
     A forked launcher is torchrun without its import, and its ranks are started as always; forked ranks cannot be attached to.
     """

@@ -1,6 +1,6 @@
 """Recorded jobs in what containers offer: a small, full or read-only /dev/shm, a read-only root, no HOME, an unknown user, no ptrace.
 
-Each job is two recorded processes without torch in a mount namespace of their own; each is recorded, or says in one line why not.
+Each job is two recorded processes without torch in a new mount namespace; each is recorded, or says in one line why not.
 """
 
 from __future__ import annotations

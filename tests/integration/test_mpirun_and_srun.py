@@ -1,4 +1,4 @@
-"""DISTDIAG=1 under mpirun and srun, which number ranks in variables of their own: one run, right ranks, its verdict; attach, too."""
+"""DISTDIAG=1 under mpirun and srun, each with its own variables for the rank: one run, right ranks, its verdict; attach, too."""
 
 from __future__ import annotations
 

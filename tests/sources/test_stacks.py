@@ -57,7 +57,7 @@ def test_py_spy_and_faulthandler_in_one_file_per_rank(tmp_path: Path) -> None:
     assert finding.certainty == Certainty.SUSPECTED
     assert report.state == State.STALLED
     assert [(w.file, w.line, w.function) for w in finding.where] == [("unet.py", 88, "evaluate")]
-    assert "broadcast at unet.py:88 in evaluate (DDP's buffers, before the forward)" in finding.message
+    assert "broadcast at unet.py:88 in evaluate (by DDP, before the forward)" in finding.message
     assert "#" not in finding.message and "never" not in finding.message
 
 

@@ -151,7 +151,7 @@ def test_a_stranger_is_refused_and_counted(two: tuple[Transport, Transport, Own]
             None,
             own.public,
             zmq.curve_keypair()[0].decode(),
-        ):  # no CURVE; a key of its own; a wrong server's key
+        ):  # no CURVE; a key that nobody listed; a wrong server's key
             s = context.socket(zmq.DEALER)
             s.linger = 0
             if key is not None:
