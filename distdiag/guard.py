@@ -36,6 +36,7 @@ except ImportError:  # this system has no such limits: only the deadline applies
     resource = None
 
 WALL_FACTOR, WALL_S = 10.0, 60.0  # the deadline: for a disk that does not respond, or an overloaded machine
+MAX_SOURCE = 1 << 20  # bytes of one source file
 DEATHS = 2  # of the child, after which each file is first tried alone
 TOGETHER = ""  # name of the step that judges all files at once
 HEADS = 64  # files of which only the head is read share the limits of one step
@@ -87,6 +88,16 @@ def regular(path: Path) -> Iterator[IO[bytes]]:
         if not S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(f"{path} is not a file")
         yield file
+
+
+def source_text(path: str) -> str | None:
+    """Return the text of a source file that a page or a stack names; None if it is too long, or no regular file."""
+    try:
+        with regular(Path(path)) as file:
+            data = file.read(MAX_SOURCE + 1)
+    except (OSError, ValueError):
+        return None
+    return data.decode("utf-8", "replace") if len(data) <= MAX_SOURCE else None
 
 
 @contextmanager

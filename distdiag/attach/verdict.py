@@ -6,7 +6,6 @@ import os
 import shlex
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 from distdiag import guard
 from distdiag.attach import sample
@@ -27,7 +26,6 @@ AGAIN = 3  # more samples at most, of ranks that could not run or whose loader s
 ABLE_S = 2.0  # a rank is stuck if it has not moved for so long while it had a CPU or asked for none
 WORKING = 0.1  # share of a core that children of a rank use, or wait for: then it waits for their work
 BUSY = 0.3  # share of a core from which a rank counts as computing
-MAX_SOURCE = 1 << 20  # bytes of one source file
 _RANK_NAMES = ("rank", "global_rank", "local_rank")
 
 
@@ -195,15 +193,8 @@ class _Source:
 
     def __call__(self, path: str) -> str | None:
         if path not in self._known:
-            self._known[path] = self._read(path) if path.startswith("/") else None
+            self._known[path] = guard.source_text(self._root + path) if path.startswith("/") else None
         return self._known[path]
-
-    def _read(self, path: str) -> str | None:
-        try:
-            with guard.regular(Path(self._root + path)) as file:
-                return file.read(MAX_SOURCE).decode("utf-8", "replace")
-        except OSError:
-            return None
 
 
 def _unreadable(job: Job, taken: Mapping[int, list[Sample]]) -> DistdiagError:

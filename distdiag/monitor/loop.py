@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 import distdiag
-from distdiag import procfs
+from distdiag import guard, procfs
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.engine import Diagnosis, Record
 from distdiag.diagnosis.model.findings import Finding, Severity, State, at_least, rank_list
@@ -52,6 +52,9 @@ READERS_S = 0.9  # between two checks for a reader of run.db, if there is none
 LAST_RANK_S = 2.0  # from the end of the last known rank to the end of the run, if some ranks never reported
 FIRST_PAGE_S = 60.0
 FAILED_POLLS = 20  # failed polls in a row, with every page readable, after which the monitor gives up
+
+
+_source = lru_cache(maxsize=64)(guard.source_text)
 
 
 class Monitor:
@@ -392,11 +395,3 @@ def _earlier_findings(run_dir: Path) -> tuple[Finding, ...]:
             return () if run.meta.get("monitor_ended") == "1" else run.findings()
     except RunUnreadable:
         return ()
-
-
-@lru_cache(maxsize=64)
-def _source(path: str) -> str | None:
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
