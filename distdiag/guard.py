@@ -22,6 +22,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from stat import S_ISREG
 from typing import IO, Any
@@ -98,6 +99,12 @@ def source_text(path: str) -> str | None:
     except (OSError, ValueError):
         return None
     return data.decode("utf-8", "replace") if len(data) <= MAX_SOURCE else None
+
+
+@lru_cache(maxsize=64)
+def source_lines(path: str) -> list[str]:
+    """Return the lines of `source_text`, read once; none if there is no text."""
+    return (source_text(path) or "").splitlines()
 
 
 @contextmanager

@@ -173,5 +173,7 @@ def test_a_source_is_the_text_of_a_regular_file_of_bounded_length(tmp_path: Path
     (tmp_path / "long.py").write_bytes(b"#" * (guard.MAX_SOURCE + 1))
     os.mkfifo(tmp_path / "fifo.py")  # a page may name one: reading it would block the monitor
     assert guard.source_text(str(tmp_path / "train.py")) == "x = '\ufffd'\n"
+    assert guard.source_lines(str(tmp_path / "train.py")) == ["x = '\ufffd'"]
     for name in ("long.py", "fifo.py", "missing.py", "", "nul\0.py"):
         assert guard.source_text(str(tmp_path / name)) is None, name
+        assert guard.source_lines(str(tmp_path / name)) == [], name

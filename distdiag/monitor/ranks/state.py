@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import linecache
 from collections import deque
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from distdiag import guard
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, issue_stack
 from distdiag.monitor.evidence.ask import FlightRecord
 from distdiag.monitor.evidence.native import HostWait
@@ -284,7 +284,8 @@ class RankView:
             return "waiting"
         if silent_s is not None and silent_s > 1.5:
             return "gil_held"
-        line = linecache.getline(site.file, site.line).strip() if site else ""
+        lines = guard.source_lines(site.file) if site is not None else []
+        line = lines[site.line - 1].strip() if site is not None and 0 < site.line <= len(lines) else ""
         return activity_of(self.text(self.header.raw_innermost), line, Phase(self.header.phase), bool(idle))
 
 
