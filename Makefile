@@ -89,8 +89,9 @@ realcode: venv ## scripts on transformers, accelerate and lightning, and their b
 	@[ -f $(REALCODE)/.installed ] || { $(PY) -m venv $(REALCODE) && \
 	  $(PY) -c "import sys, sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
 	    > $$(echo $(REALCODE)/lib/python3.*/site-packages)/base.pth && \
-	  $(REALCODE)/bin/python -m pip install -q transformers accelerate lightning torchmetrics && touch $(REALCODE)/.installed; }
+	  $(REALCODE)/bin/python -m pip install -q transformers accelerate lightning torchmetrics 'ray[train]' deepspeed && touch $(REALCODE)/.installed; }
 	@$(REALCODE)/bin/python tests/realcode/run.py --write
+	@$(REALCODE)/bin/python -m pytest -n 0 -p no:cacheprovider tests/realcode
 
 pictures: venv ## the pictures of README and site, drawn by the app itself
 	@$(PY) tools/pictures.py docs/pictures

@@ -32,8 +32,10 @@ def install() -> None:
         if os.environ.get(NOT_ME) == str(os.getpid()):
             return original(*args, **kwargs)
         put(original, init_process_group)
-        from distdiag.recorder import deferred
+        from distdiag.recorder import deferred, session
 
+        if session.current is not None:  # recorded in another way, whose hooks are around this function
+            return original(*args, **kwargs)
         try:
             # a script that kept this function, and calls it for a second group, reaches the recorder's
             return deferred.enter_group(private, args, kwargs)
@@ -42,5 +44,5 @@ def install() -> None:
             deferred.hide_frame(e)
             raise
 
-    init_process_group._distdiag = True  # type: ignore[attr-defined]
+    init_process_group._distdiag = original  # type: ignore[attr-defined]
     put(init_process_group, original)

@@ -22,7 +22,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from stat import S_ISREG
 from typing import IO, Any
@@ -37,7 +36,6 @@ except ImportError:  # this system has no such limits: only the deadline applies
     resource = None
 
 WALL_FACTOR, WALL_S = 10.0, 60.0  # the deadline: for a disk that does not respond, or an overloaded machine
-MAX_SOURCE = 1 << 20  # bytes of one source file
 DEATHS = 2  # of the child, after which each file is first tried alone
 TOGETHER = ""  # name of the step that judges all files at once
 HEADS = 64  # files of which only the head is read share the limits of one step
@@ -89,22 +87,6 @@ def regular(path: Path) -> Iterator[IO[bytes]]:
         if not S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(f"{path} is not a file")
         yield file
-
-
-def source_text(path: str) -> str | None:
-    """Return the text of a source file that a page or a stack names; None if it is too long, or no regular file."""
-    try:
-        with regular(Path(path)) as file:
-            data = file.read(MAX_SOURCE + 1)
-    except (OSError, ValueError):
-        return None
-    return data.decode("utf-8", "replace") if len(data) <= MAX_SOURCE else None
-
-
-@lru_cache(maxsize=64)
-def source_lines(path: str) -> list[str]:
-    """Return the lines of `source_text`, read once; none if there is no text."""
-    return (source_text(path) or "").splitlines()
 
 
 @contextmanager

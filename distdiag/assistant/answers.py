@@ -101,8 +101,8 @@ class Answers:
 
     def sql(self, query: str, limit: int = 100) -> dict[str, Any]:
         """Rows of one SELECT on the run's SQLite database: at most 1000, in 2 s of CPU. Column names have units."""
-        with self._opened() as found:
-            return {**_head(str(found.path)), **select(found, query, limit)}
+        path = rundir.resolve(self._run)
+        return {**_head(str(path)), **msgspec.structs.asdict(select(path, query, limit))}
 
 
 def _lines_of(run: Run) -> stacks.Stacks:

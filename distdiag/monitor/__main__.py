@@ -25,6 +25,12 @@ def kept_bytes() -> int:
         return KEEP_BYTES
 
 
+def nodes_port() -> int:
+    """Return the port for other nodes that the environment sets; 0, any, for what is none."""
+    given = os.environ.get("DISTDIAG_NODES_PORT", "")
+    return int(given) if given.isascii() and given.isdigit() and len(given) <= 5 and int(given) < 65536 else 0
+
+
 def _options(argv: list[str]) -> Namespace:
     import argparse
     from pathlib import Path
@@ -39,6 +45,7 @@ def _options(argv: list[str]) -> Namespace:
     parser.add_argument("--quiet", action="store_true", default=os.environ.get("DISTDIAG_QUIET") == "1")
     parser.add_argument("--tape", action="store_true", help="write RUN/run.tape")
     parser.add_argument("--metrics", default=os.environ.get("DISTDIAG_METRICS", ""), help="PORT, HOST:PORT, otlp")
+    parser.add_argument("--nodes-port", type=int, default=nodes_port(), help="port of node 0 for other nodes; 0: any")
     parser.add_argument("--foreground", action="store_true")
     return parser.parse_args(argv)
 
@@ -46,6 +53,9 @@ def _options(argv: list[str]) -> Namespace:
 def main(argv: list[str]) -> int:
     if "--foreground" not in argv and os.fork():
         return 0
+    from distdiag.streams import open_closed
+
+    open_closed()
     import faulthandler
     import signal
     import traceback
@@ -75,6 +85,7 @@ def main(argv: list[str]) -> int:
         Monitor(
             options.run_dir, options.pages, options.node, options.quiet, options.keep, overflow=options.overflow,
             priority=Priority(always_ordinary=options.for_reader), tape=options.tape, metrics=options.metrics,
+            nodes_port=options.nodes_port,
         ).run()  # fmt: skip
     except Exception:
         # the job's output must not show our failure: it goes to the log, and readers see that the monitor is gone

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import msgspec
 
-from distdiag import files, guard
+from distdiag import files
 from distdiag.diagnosis.engine import Diagnosis, Record
 from distdiag.diagnosis.history import SAME_S
 from distdiag.diagnosis.model.findings import CollectiveRef, LastSeen, Report, State, rank_list
 from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Site, Snapshot
 from distdiag.diagnosis.text.phrases import reference
-from distdiag.monitor import deaths
+from distdiag.monitor import deaths, source_files
 from distdiag.monitor.pages import described
 from distdiag.monitor.ranks.state import RankView
 from distdiag.monitor.snapshot import of_pages
@@ -219,7 +219,7 @@ def _proof_times(views: dict[int, RankView], s: Snapshot) -> tuple[float, ...]:
 
 def _judged(s: Snapshot, base: Report, times: Sequence[float]) -> Diagnosis:
     """Return the diagnosis of the last moment, which continues that of the monitor."""
-    diagnosis = Diagnosis(source=guard.source_text)
+    diagnosis = Diagnosis(source=source_files.text)
     for f in base.findings:
         if f.cleared_s is None:
             diagnosis.records[f.key] = Record(f, reported=True)

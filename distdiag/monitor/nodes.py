@@ -18,9 +18,11 @@ import msgspec
 from distdiag import files
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import DEAD, Life, RankState, Snapshot
+from distdiag.monitor.cluster.messages import Ask
 from distdiag.monitor.cluster.transport import Transport
-from distdiag.monitor.evidence import dump
-from distdiag.monitor.node_states import MOST_GROUPS, MOST_S, UNREADABLE, VERSION, Heard, NodeState, Readings, parts
+from distdiag.monitor.evidence import dump, profile_of_nodes
+from distdiag.monitor.node_states import MOST_GROUPS, MOST_S, UNREADABLE, VERSION, Heard, NodeState, Readings, Sender
+from distdiag.monitor.windows import Windows
 
 # between two files of a node; the latter while one of its ranks waits or has ended
 PERIOD_S, WAITING_PERIOD_S = 2.0, 0.5
@@ -50,24 +52,28 @@ class StateFiles:
     def new(self) -> Iterator[NodeState]:
         """Read the files that have changed."""
         try:
-            entries = [
-                e for e in os.scandir(self.run_dir / "nodes") if e.name.endswith(".state") and not e.is_symlink()
-            ]
+            with files.entered(self.run_dir, "nodes") as directory, os.scandir(directory) as entries:
+                for e in entries:
+                    if e.name.endswith(".state") and e.name != f"{self.own}.state":
+                        state = self._new_file(directory, e)
+                        if state is not None and state.version == VERSION:
+                            yield state
         except OSError:
             return
-        for e in entries:
-            try:
-                stat = e.stat()
-                mark = (stat.st_mtime_ns, stat.st_ino)
-                if e.name == f"{self.own}.state" or self._mtimes.get(e.name) == mark:
-                    continue
-                state = msgspec.msgpack.decode(files.read(self.run_dir, f"nodes/{e.name}"), type=NodeState)
-            except (OSError, *UNREADABLE) as problem:
-                self.failed = f"{e.name} of another node cannot be read: {problem}"
-                continue
-            self._mtimes[e.name] = mark
-            if state.version == VERSION:
-                yield state
+
+    def _new_file(self, directory: int, e: os.DirEntry[str]) -> NodeState | None:
+        """Return the state in a file, None if it is not new or cannot be read."""
+        try:
+            stat = e.stat(follow_symlinks=False)
+            mark = (stat.st_mtime_ns, stat.st_ino)
+            if self._mtimes.get(e.name) == mark or e.is_symlink():
+                return None
+            state = msgspec.msgpack.decode(files.read_in(directory, e.name), type=NodeState)
+        except (OSError, *UNREADABLE) as problem:
+            self.failed = f"{e.name} of another node cannot be read: {problem}"
+            return None
+        self._mtimes[e.name] = mark
+        return state
 
 
 class Nodes:
@@ -77,13 +83,14 @@ class Nodes:
         run_dir: This node's run directory: RUN, or RUN/node_k.
         node: Number of this node.
         pages: Page directory of this node.
+        port: Of node 0, for nodes that do not see its run directory; 0: any.
     """
 
-    def __init__(self, run_dir: Path, node: int, pages: Path) -> None:
+    def __init__(self, run_dir: Path, node: int, pages: Path, port: int = 0) -> None:
         self.node = node
         self.run_dir = run_dir.parent if node else run_dir
         self.files = StateFiles(self.run_dir, node)
-        self.transport = Transport(pages, node, partial(dump.packed, self.run_dir))
+        self.transport = Transport(pages, node, partial(_answer, self.run_dir), port)
         self._failed: str | None = None
         self._number = 0
         self._written_at = -1e9
@@ -93,7 +100,8 @@ class Nodes:
         self._silent: set[int] = set()
         self.events: list[str] = []  # what has changed between the nodes, for the log of the run
         self._owner: dict[int, int] = {}  # the node that reported a rank first
-        self._readings = Readings()
+        self._readings, self._sender = Readings(), Sender()
+        self.windows = Windows()  # of all ranks of the job
 
     @property
     def failed(self) -> str | None:
@@ -130,8 +138,9 @@ class Nodes:
         self._written_at = now
         self._number += 1
         state = NodeState(
-            node=self.node, number=self._number, started_unix_s=started_unix_s, written_unix_s=time.time(), closed=closed,
-            local_world_size=s.expected or len(s.ranks), **parts(s.ranks, s.groups),
+            node=self.node, started_unix_s=started_unix_s, written_unix_s=time.time(), closed=closed,
+            local_world_size=s.expected or len(s.ranks),
+            **self._sender.parts(self._number, s.ranks, s.groups, self.windows),
         )  # fmt: skip
         if self.transport.client is not None:
             self.transport.client.publish(msgspec.msgpack.encode(state), start_ns)
@@ -213,14 +222,16 @@ class Nodes:
             if len(x.groups) > MOST_GROUPS or not abs(x.started_unix_s) < MOST_S or not abs(x.written_unix_s) < MOST_S:
                 raise ValueError("a number in it is out of range")
             for q, r in x.ranks.items():
-                if (
-                    q != r.rank
-                    or not 0 <= q < s.world_size
-                    or self._owner.setdefault(q, x.node) != x.node
-                    or q in s.ranks
-                ):
+                if q != r.rank or not 0 <= q < s.world_size:
                     raise ValueError(f"rank {q} is not there")
+                owner = self.node if q in s.ranks else self._owner.get(q, x.node)
+                if owner != x.node:  # which of them has it is not known here: its node must be looked at
+                    raise ValueError(f"node {owner} reports rank {q}, too")
+            if not x.windows.keys() <= x.ranks.keys():
+                raise ValueError("what is shown of a rank is of another node's")
             self._seen[x.node] = self._readings.heard(x, later_s)
+            self._owner |= dict.fromkeys(x.ranks, x.node)
+            self.windows.take(x.windows)
         except UNREADABLE as problem:
             self._failed = f"the state of node {x.node} is not used: {problem}"
 
@@ -230,6 +241,17 @@ class Nodes:
         if t.since_s is None or time.monotonic() - t.since_s > RETURN_S:
             return False
         return not fresh.keys() >= set(t.nodes)
+
+
+def _answer(run_dir: Path, question: Ask) -> bytes:
+    """Return what this node's ranks answer to a reader on node 0.
+
+    Raises:
+        DistdiagError: no rank is alive, or a profile is being taken.
+    """
+    if question.profile is not None:
+        return profile_of_nodes.packed(run_dir, question.profile)
+    return dump.packed(run_dir, question.timeout_s)
 
 
 def hosts(run_dir: Path) -> dict[int, str]:

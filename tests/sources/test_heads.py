@@ -166,14 +166,3 @@ def test_the_ranks_of_four_times_as_many_files_take_no_sixteen_times_as_long() -
 
     few, many = (min(seconds(count) for _ in range(2)) for count in (1500, 6000))
     assert many < 9 * few
-
-
-def test_a_source_is_the_text_of_a_regular_file_of_bounded_length(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_bytes(b"x = '\xff'\n")
-    (tmp_path / "long.py").write_bytes(b"#" * (guard.MAX_SOURCE + 1))
-    os.mkfifo(tmp_path / "fifo.py")  # a page may name one: reading it would block the monitor
-    assert guard.source_text(str(tmp_path / "train.py")) == "x = '\ufffd'\n"
-    assert guard.source_lines(str(tmp_path / "train.py")) == ["x = '\ufffd'"]
-    for name in ("long.py", "fifo.py", "missing.py", "", "nul\0.py"):
-        assert guard.source_text(str(tmp_path / name)) is None, name
-        assert guard.source_lines(str(tmp_path / name)) == [], name

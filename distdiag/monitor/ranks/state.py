@@ -9,8 +9,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from distdiag import guard
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, issue_stack
+from distdiag.monitor import source_files
 from distdiag.monitor.evidence.ask import FlightRecord
 from distdiag.monitor.evidence.native import HostWait
 from distdiag.monitor.host.processes import Ending
@@ -284,8 +284,7 @@ class RankView:
             return "waiting"
         if silent_s is not None and silent_s > 1.5:
             return "gil_held"
-        lines = guard.source_lines(site.file) if site is not None else []
-        line = lines[site.line - 1].strip() if site is not None and 0 < site.line <= len(lines) else ""
+        line = source_files.line(site.file, site.line) if site else ""
         return activity_of(self.text(self.header.raw_innermost), line, Phase(self.header.phase), bool(idle))
 
 

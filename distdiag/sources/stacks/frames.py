@@ -96,10 +96,16 @@ class Process(msgspec.Struct, frozen=True):
 
     @property
     def judged(self) -> Stack:
-        """The thread that the verdict is about: the main one, unless it only waits while another is in a collective."""
+        """The thread that the verdict is about: the main one, unless it only waits while another is in a collective.
+
+        In a worker of Ray Train the main thread has no line of the user's: it runs tasks, and the training is in another thread.
+        """
         main = next((t for t in self.threads if t.main), self.threads[0])
-        others = [t for t in self.threads if t is not main and _in_collective(t)]
+        rest = [t for t in self.threads if t is not main]
+        others = [t for t in rest if _in_collective(t)]
         waits = bool(main.frames) and main.frames[0].raw_name.startswith("threading.")
+        if main.frames and not any(f.users for f in main.frames):
+            waits, others = True, others or [t for t in rest if any(f.users for f in t.frames)]
         return others[0] if len(others) == 1 and waits and not _in_collective(main) else main
 
     @property
