@@ -1,9 +1,8 @@
 """pytest plugin: a test whose ranks hang fails within seconds, with rank, file, line and condition as its failure.
 
-Nothing in a test changes. DISTDIAG=1 in the environment has the processes recorded that a test starts and
-that join a process group; the monitor, which starts with the first of them, ends the ranks of a proved hang
-(DISTDIAG_END_HANGS_S). So a suite without ranks runs as before, and pytest gets no thread. Each test has its
-own run directory, below a temporary one.
+Nothing in a test changes. DISTDIAG=1 in the environment has the processes recorded that a test starts and that join a process group;
+the monitor, which starts with the first of them, ends the ranks of a proved hang (DISTDIAG_END_HANGS_S). So a suite without ranks
+runs as before, and pytest gets no thread. Each test has its own run directory, below a temporary one.
 
 Off with `-p no:distdiag`, with DISTDIAG=0, and for a test with `@pytest.mark.distdiag_off`.
 """
@@ -109,7 +108,7 @@ class Recording:
             terminalreporter.write_line(f"distdiag: not all tests were recorded or judged: {visible(problem)}")
 
     def _verdicts(self) -> Iterator[tuple[Path, Finding, bool]]:
-        """Yield (run, finding, True if the monitor ended its ranks) of new proofs, also in runs of fixtures.
+        """Yield (run, finding, the monitor ended its ranks) of new proofs, in the runs of this test and of fixtures that live on.
 
         A job that was not ended failed, or went on, by itself: the test decides, which may expect that.
         """
@@ -176,4 +175,4 @@ class Recording:
 
     def pytest_unconfigure(self) -> None:
         """Leave the environment as it was: pytest may run inside a program (`pytest.main`)."""
-        self._environment.undo()
+        self._put(self._before)

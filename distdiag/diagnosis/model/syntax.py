@@ -10,6 +10,8 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import NamedTuple
 
+from distdiag.diagnosis.model.snapshot import Site
+
 Source = Callable[[str], str | None]  # text of a source file by path, or None
 
 
@@ -114,6 +116,12 @@ def code_of_line(text: str, line: int) -> str:
             if token.type == tokenize.COMMENT:
                 return code[: token.start[1]].rstrip()
     return code
+
+
+def line_at(site: Site | None, source: Source) -> str:
+    """Return the line of a site; an empty text if it is not known or cannot be read."""
+    lines = ((source(site.file) if site is not None else None) or "").splitlines()
+    return lines[site.line - 1].strip() if site is not None and 0 < site.line <= len(lines) else ""
 
 
 def exits_process(node: ast.AST | None) -> bool:

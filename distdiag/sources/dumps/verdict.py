@@ -8,6 +8,7 @@ from pathlib import Path
 from distdiag import guard
 from distdiag.diagnosis.culprit.verdict import judge
 from distdiag.diagnosis.model.findings import Certainty, Finding, Report, Severity, State
+from distdiag.diagnosis.model.syntax import Source, no_source
 from distdiag.diagnosis.text.incident_finding import incident_finding
 from distdiag.diagnosis.text.template import filled
 from distdiag.diagnosis.waits.graph import build
@@ -21,7 +22,7 @@ from distdiag.sources.dumps.load import load
 from distdiag.sources.dumps.load_report import LoadReport
 from distdiag.sources.dumps.places import with_places
 from distdiag.sources.dumps.running import was_running
-from distdiag.sources.stacks.calls import Position, Source
+from distdiag.sources.stacks.calls import Position
 
 LIMITS = guard.Limits()
 # what the child sends: the verdict; if there is none, the files that should have been dumps, and those that were not read
@@ -30,7 +31,7 @@ __all__ = ["LoadReport", "NoDumps", "diagnose_dumps", "load"]
 
 
 def diagnose_dumps(
-    paths: str | Path | Iterable[str | Path], places: Mapping[int, Position] | None = None, source: Source | None = None
+    paths: str | Path | Iterable[str | Path], places: Mapping[int, Position] | None = None, source: Source = no_source
 ) -> Report:
     """Return a report from flight-recorder dumps of any cluster: who is missing, who is stuck, what could not be read.
 
@@ -69,7 +70,7 @@ def diagnose_dumps(
 
 def _judge(
     given: list[str | Path], announce: guard.Announce, refused: Mapping[str, str], places: Mapping[int, Position],
-    source: Source | None,
+    source: Source,
 ) -> Report:  # fmt: skip
     """Return the verdict, in this process.
 

@@ -7,7 +7,7 @@ import re
 import msgspec
 
 from distdiag.diagnosis.model.snapshot import Call, Site
-from distdiag.diagnosis.model.syntax import Source, no_source
+from distdiag.diagnosis.model.syntax import Source, line_at, no_source
 from distdiag.sources.stacks.frames import Frame, Stack
 from distdiag.terms.activity import by_frame, by_line, refined
 from distdiag.terms.operations import family, op_name
@@ -152,7 +152,7 @@ def _activity(stack: Stack, site: Site | None, source: Source) -> str:
         return "socket"
     if any(map(_NATIVE_DEVICE.search, native)):
         return "device"
-    line = _line(site, source)
+    line = line_at(site, source)
     idle = stack.idle is not False
     word = by_frame(stack.frames[0].raw_name) if stack.frames else None
     word = word or next((w for f in stack.frames[:4] if not f.users and (w := by_frame(f.raw_name))), None)
@@ -161,9 +161,3 @@ def _activity(stack: Stack, site: Site | None, source: Source) -> str:
     if (idle and "sleep(" in line) or any(map(_NATIVE_SLEEP.search, native)):
         return "sleep"
     return by_line(line, idle) or "user_code"
-
-
-def _line(site: Site | None, source: Source) -> str:
-    lines = (source(site.file) if site is not None else None) or ""
-    found = lines.splitlines()
-    return found[site.line - 1].strip() if site is not None and 0 < site.line <= len(found) else ""

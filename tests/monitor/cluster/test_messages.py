@@ -191,7 +191,7 @@ def test_a_rank_belongs_to_the_node_that_reported_it_first(tmp_path: Path) -> No
 
 
 def test_a_state_that_is_not_used_claims_no_rank(tmp_path: Path) -> None:
-    here = Nodes(tmp_path, 0)
+    here = Nodes(tmp_path, 0, tmp_path)
     own = Snapshot(t_s=5.0, world_size=4, expected=1, ranks={0: RankState(rank=0)}, groups={})
     (tmp_path / "nodes").mkdir()
     bad = state(node=2, ranks={3: RankState(rank=3), 0: RankState(rank=0)}, local_world_size=2)
