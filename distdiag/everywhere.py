@@ -1,7 +1,7 @@
 """`DISTDIAG=1`: record every process that joins a process group, whatever launched it; no command changes.
 
-`import torch` calls `install` (by way of `_distdiag_autoload`). A process that never joins a group costs one wrapped function; the
-recorder is imported in the first `init_process_group`.
+`import torch` calls `install` (by way of `_distdiag_autoload`). A process that never joins a group costs one
+wrapped function; the recorder is imported in the first `init_process_group`.
 """
 
 from __future__ import annotations
@@ -22,26 +22,27 @@ def install() -> None:
     if public is None or private is None or original is None or hasattr(original, "_distdiag"):
         return
 
+    def put(function: Any, instead_of: Any) -> None:
+        for module in (public, private):
+            if getattr(module, "init_process_group", None) is instead_of:
+                module.init_process_group = function  # type: ignore[attr-defined]
+
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         if os.environ.get(NOT_ME) == str(os.getpid()):
             return original(*args, **kwargs)
-        for module in (public, private):
-            if getattr(module, "init_process_group", None) is init_process_group:
-                module.init_process_group = original  # type: ignore[attr-defined]
-        from distdiag.recorder import deferred
+        put(original, init_process_group)
+        from distdiag.recorder import deferred, session
 
+        if session.current is not None:  # recorded in another way, whose hooks are around this function
+            return original(*args, **kwargs)
         try:
             # a script that kept this function, and calls it for a second group, reaches the recorder's
             return deferred.enter_group(private, args, kwargs)
         except BaseException as e:
-            for module in (public, private):  # the script may try again
-                if getattr(module, "init_process_group", None) is original:
-                    module.init_process_group = init_process_group  # type: ignore[attr-defined]
+            put(init_process_group, original)  # the script may try again
             deferred.hide_frame(e)
             raise
 
-    init_process_group._distdiag = True  # type: ignore[attr-defined]
-    for module in (public, private):
-        if getattr(module, "init_process_group", None) is original:
-            module.init_process_group = init_process_group  # type: ignore[attr-defined]
+    init_process_group._distdiag = original  # type: ignore[attr-defined]
+    put(init_process_group, original)

@@ -1,7 +1,7 @@
 """`torchrun … -m distdiag.run [--run-dir DIR] SCRIPT|-m MODULE [ARGS…]`: record any script, no line changed.
 
-The script gets the argv, `__main__`, `__file__`, sys.path, working directory, signals and exit code that it would have alone.
-A traceback shows its own frames only.
+The script gets the argv, `__main__`, `__file__`, sys.path, working directory, signals and exit code that it
+would have alone. A traceback shows its own frames only.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from typing import Any, NoReturn
 import click
 
 from distdiag import settings
-from distdiag.command_line import SETTINGS, parse_keep, read, recording_options
+from distdiag.command_line import SETTINGS, read, recording_options
 from distdiag.errors import DistdiagError
 from distdiag.streams import say
+from distdiag.terms.units import parse_keep
 
 RANK_ZERO_FIRST_S = 5.0  # for rank 0 to print what is wrong with the command line
 PROG = "torchrun [TORCHRUN OPTIONS] -m distdiag.run"
@@ -43,7 +44,7 @@ def command(**_options: Any) -> None:
 
 def _parse(argv: list[str]) -> tuple[dict[str, Any], str | None, list[str]]:
     """Return our options, the module to run (if any), and the argv of the script or module."""
-    from distdiag.terms.metrics_targets import check_metrics
+    from distdiag.terms.metrics_targets import parse_metrics
 
     options = read(command, argv, PROG)
     file = settings.read()
@@ -54,7 +55,7 @@ def _parse(argv: list[str]) -> tuple[dict[str, Any], str | None, list[str]]:
     usage = f"{PROG} [OPTIONS] SCRIPT|-m MODULE [ARGS]…"
     if options["keep"]:
         options["keep"] = parse_keep(options["keep"])
-    check_metrics(options["metrics"])
+    parse_metrics(options["metrics"])
     if not script:
         raise DistdiagError("no script given", usage)
     if script[0] == "-m":
@@ -87,7 +88,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     from distdiag.recorder.deferred import record_process
 
     start_monitor.options = start_monitor.Options(
-        options["quiet"], options["keep"], options["tape"], options["metrics"]
+        options["quiet"], options["keep"], options["tape"], options["metrics"], options["nodes_port"]
     )
     if options["share"]:
         run_claim.share = True
@@ -201,9 +202,8 @@ def _show(error: BaseException, current: object) -> None:
     while tb is not None and _is_ours(tb):
         tb = tb.tb_next
     error.__traceback__ = tb
-    if (
-        current is not None
-    ):  # here, and not only by our `sys.excepthook`: the script may have put its own in place of it
+    # here, and not only by our `sys.excepthook`: the script may have put its own in place of it
+    if current is not None:
         current.record_exception(error, tb)  # type: ignore[attr-defined]
     sys.excepthook(type(error), error, tb)
 

@@ -1,7 +1,8 @@
 """`[tool.distdiag]` in pyproject.toml: what a project sets once. An option comes first, then a variable, then the file.
 
-The file is read when a recorded launch starts (`distdiag.run`, in each rank before the script) and by the readers' command line;
-never by a process that DISTDIAG=1 records. What is wrong with the file costs one line and the setting.
+The file is read when a recorded launch starts (`distdiag.run`, in each rank before the script) and by the
+readers' command line; never by a process that DISTDIAG=1 records. What is wrong with the file costs one line
+and the setting.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ def _flag(value: Any) -> bool | None:
 
 
 def _size(value: Any) -> str | None:
-    from distdiag.command_line import parse_keep
+    from distdiag.terms.units import parse_keep
 
     return _accepted(parse_keep, str(value))
 
 
 def _metrics(value: Any) -> str | None:
-    from distdiag.terms.metrics_targets import check_metrics
+    from distdiag.terms.metrics_targets import parse_metrics
 
-    return _accepted(check_metrics, str(value))
+    return _accepted(parse_metrics, str(value))
 
 
 def _accepted(check: Callable[[str], object], value: str) -> str | None:
@@ -56,6 +57,10 @@ def _accepted(check: Callable[[str], object], value: str) -> str | None:
 
 def _seconds(value: Any) -> str | None:
     return f"{value:g}" if type(value) in (int, float) and 0 <= value < 1e9 else None
+
+
+def _port(value: Any) -> int | None:
+    return value if type(value) is int and 0 < value < 65536 else None
 
 
 def _threshold(value: Any) -> str | None:
@@ -88,6 +93,7 @@ SETTINGS = {
             _metrics,
             "DISTDIAG_METRICS",
         ),
+        Setting("nodes-port", "any", "a port from 1 to 65535", _port, "DISTDIAG_NODES_PORT"),
         Setting("end-hangs-s", "never", "a number of seconds", _seconds, "DISTDIAG_END_HANGS_S"),
         Setting("keep-secrets", "false", "true or false", _flag, "DISTDIAG_KEEP_SECRETS"),
         Setting("fail-on", "error", '"error", "warning" or "never"', _threshold),
@@ -118,7 +124,7 @@ class Shown(NamedTuple):
 
 
 def read(start: Path | None = None) -> File:
-    """Return the nearest file with our table, from `start` (default: the working directory) up to the repository's root or home."""
+    """Return the nearest file with our table, from `start` (default: here) up to the repository's root or home."""
     try:
         for folder in _folders(start or Path.cwd()):
             if (found := _read(folder / NAME)) is not None:

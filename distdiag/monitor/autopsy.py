@@ -1,8 +1,8 @@
 """Judge a job that was killed together with its monitor, from the pages and the database as they were left.
 
-It runs in a reader, and changes nothing. The pages are untrusted, as always: one that cannot be read costs only its rank. The rules
-are those of the running job. Each page is the rank's state at its last sign of life, so a wait is proved only if all ranks in it were
-alive in it for long enough, by the times in their pages.
+It runs in a reader, and changes nothing. The pages are untrusted, as always: one that cannot be read costs
+only its rank. The rules are those of the running job. Each page is the rank's state at its last sign of life,
+so a wait is proved only if all ranks in it were alive in it for long enough, by the times in their pages.
 """
 
 from __future__ import annotations
@@ -201,7 +201,8 @@ def _states(views: dict[int, RankView], seen: dict[int, float]) -> dict[int, Ran
 def _proof_times(views: dict[int, RankView], s: Snapshot) -> tuple[float, ...]:
     """Return the times of the snapshots to judge: two if all waits lasted long enough for a proof, else one.
 
-    From the last change of any waiting rank until the first of their last beats, every one of them was alive in its wait.
+    From the last change of any waiting rank until the first of their last beats, every one of them was alive
+    in its wait.
     """
     waiting = [views[q] for q, r in s.ranks.items() if r.blocked is not None]
     one_clock = len({r.host for r in s.ranks.values()}) == 1
@@ -228,10 +229,7 @@ def _judged(s: Snapshot, base: Report, times: Sequence[float]) -> Diagnosis:
 
 
 def _state_text(killed: Sequence[int], kills: int | None) -> str:
-    who = f"{rank_list(killed)} and the monitor were killed"
-    if kills:
-        return f"{who}; the kernel's out-of-memory killer ended {kills:,} process{'es' * (kills > 1)} of their cgroup"
-    return f"{who}; by whom is not known"
+    return f"{rank_list(killed)} and the monitor were killed; {deaths.killed_text(kills) if kills else 'by whom is not known'}"
 
 
 def _order(killed: Sequence[int], seen: dict[int, float]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The monitor of one node: polls the pages four times a second, judges them and writes run.db until the last rank ends."""
+"""The monitor of one node: polls the pages, judges them and writes run.db until the last rank ends."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ from distdiag.store.writer import Writer
 from distdiag.tapes.writer import MAX_TAPE, TapeWriter, wanted_bytes
 
 FULL_POLL_S = 0.9  # between two full polls while every rank changes phases, and between two samples of the host
-# Interval of full polls when all cores are busy and nothing is suspected, from this age of the run on; longer without a reader.
+# Interval of full polls when all cores are busy and nothing is suspected, from this age of the run on; longer
+# without a reader.
 CALM_POLL_S, CALM_AFTER_S = 1.9, 30.0
 UNREAD_POLL_S, UNREAD_AFTER_S = 7.9, 120.0
 READERS_S = 0.9  # between two checks for a reader of run.db, if there is none
@@ -66,6 +67,7 @@ class Monitor:
         priority: Priority | None = None,
         tape: bool = False,
         metrics: str = "",
+        nodes_port: int = 0,
     ) -> None:
         self.run_dir, self.node = run_dir, node
         self.priority = priority or Priority()
@@ -89,7 +91,7 @@ class Monitor:
         self.sampling = Sampling(node, self.writer)
         self.recording = Recording(run_dir, node, self.writer, self.views)
         self.gatherer = Gatherer(run_dir)
-        self.nodes = Nodes(run_dir, node, pages)
+        self.nodes = Nodes(run_dir, node, pages, nodes_port)
         self._host_at = -10.0
         self.pace = Pace()
         self._poll_s = FULL_POLL_S
@@ -243,7 +245,7 @@ class Monitor:
         if not self.views:
             return now_s > FIRST_PAGE_S and not self.pages.unjudged_alive()
         stopped = {q for q, (_, os_state) in self._idle.items() if os_state == "T"}
-        self.gatherer.gather(now_s, self.views, stopped, elsewhere=self.nodes.urgent)
+        self.gatherer.gather(now_s, self.views, stopped, elsewhere=self.nodes.transport.urgent)
         snapshot = self.snapshot(now_s)
         over = self._over(snapshot)
         news = True
@@ -330,7 +332,7 @@ class Monitor:
             self._host_at = s.t_s
             self.sampling.sample(s.t_s, self.views)
             self._poll_s = self._poll_interval_s(s.t_s)
-        self.recording.write_state(s, self.diagnosis, now=over or bool(changed))
+        self.recording.write_state(s, self.diagnosis, self.nodes.windows, now=over or bool(changed))
         self.recording.write_facts(s, self.started_unix_s)
         self.recording.write_nodes(s.t_s, self.nodes)
         for f in self.own.faults(
@@ -366,7 +368,7 @@ class Monitor:
         now_s = self.now_s
         if self.tape is not None:
             self.tape.close()
-        self.nodes.close()
+        self.nodes.transport.close()
         self.writer.meta(ended_s=now_s)
         self.writer.commit()
         self.writer.close()

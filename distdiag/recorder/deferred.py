@@ -107,7 +107,8 @@ def _becomes_rank(run_dir: str | None, name: str | None, spawned: bool) -> None:
     if torch.distributed.is_available():
         from torch.distributed import distributed_c10d as dist
 
-        original = dist.init_process_group
+        # without the wrapper of DISTDIAG=1, which this one replaces: children that are spawned have both
+        original = getattr(dist.init_process_group, "_distdiag", dist.init_process_group)
 
         @wraps(original)
         def init_process_group(*args: Any, **kwargs: Any) -> Any:

@@ -27,6 +27,7 @@ class Options:
     keep_bytes: int | None = None
     tape: bool = False
     metrics: str | None = None
+    nodes_port: int | None = None
 
 
 options = Options()  # for this process and its children
@@ -128,6 +129,7 @@ def _start(run_dir: Path, pages: Path, node: int, overflow: Path, lock: int, qui
         "--node", str(node), *["--for-reader"] * quiet, *["--quiet"] * (quiet or options.quiet),
         *(["--keep", str(options.keep_bytes)] if options.keep_bytes else []), *["--tape"] * options.tape,
         *(["--metrics", options.metrics] if options.metrics is not None else []),
+        *(["--nodes-port", str(options.nodes_port)] if options.nodes_port else []),
     ]  # fmt: skip
     process = subprocess.Popen(
         command,

@@ -15,7 +15,7 @@ import pytest
 from distdiag import settings
 from distdiag.cli import main
 from distdiag.cli.config import command
-from distdiag.monitor.__main__ import kept_bytes
+from distdiag.monitor.__main__ import kept_bytes, nodes_port
 from distdiag.store.writer import KEEP_BYTES
 from tests.jobs import ONE_RANK, clean_env, start
 from tests.report.runs import STRAGGLER, make_run
@@ -64,6 +64,7 @@ def test_each_origin_is_shown_in_the_declared_order(
         "share": ("false", "default"),
         "tape": ("false", "default"),
         "metrics": ("off", "default"),
+        "nodes-port": ("any", "default"),
         "end-hangs-s": ("90", f"{path}:8"),
         "keep-secrets": ("false", "default"),
         "fail-on": ("error", "default"),
@@ -255,3 +256,20 @@ def test_without_the_word_in_the_file_no_toml_is_parsed(tmp_path: Path) -> None:
         timeout=60,
     )
     assert ended.stdout == "False\n", ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "port"), [("29777", 29777), ("0", 0), ("", 0), ("70000", 0), ("0000029777", 0), ("any", 0), ("-1", 0)]
+)
+def test_a_port_that_is_none_ends_no_monitor(given: str, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTDIAG_NODES_PORT", given)
+    assert nodes_port() == port
+
+
+def test_the_port_of_the_file_reaches_the_options_of_a_launch(tmp_path: Path) -> None:
+    project(tmp_path, "nodes-port = 29777")
+    options: dict[str, object] = {"nodes_port": None}
+    settings.fill(options, settings.read(tmp_path), {})
+    assert options == {"nodes_port": 29777}
+    project(tmp_path, "nodes-port = 70000")
+    assert settings.read(tmp_path).values == {} and settings.read(tmp_path).warnings

@@ -54,6 +54,8 @@ WAYS = {
     "spawn": ([], "spawn", "1"),
     "by_hand": ([], "0", "1"),
     "run_by_hand": (["-m", "distdiag.run"], "0", None),
+    "run_and_spawn": (["-m", "distdiag.run"], "spawn", None),  # children that are spawned inherit DISTDIAG=1
+    "run_and_variable": ([*TORCHRUN, "-m", "distdiag.run"], "launcher", "1"),
 }
 
 

@@ -12,6 +12,11 @@ from typing import NamedTuple
 
 Source = Callable[[str], str | None]  # text of a source file by path, or None
 
+
+def no_source(_file: str) -> None:
+    """Return that no file can be read."""
+
+
 MAX_TEXT = 1 << 20  # characters of a file; a longer one is not read
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -57,7 +62,7 @@ class Step(NamedTuple):
 
 
 def way(tree: ast.Module, line: int) -> Iterator[Step]:
-    """Yield the blocks around a line from the module inwards, each with the index of the statement that has the line."""
+    """Yield the blocks around a line, from the module inwards, each with the index of the line's statement."""
     owner: ast.AST | None = tree
     while owner is not None:
         blocks = (

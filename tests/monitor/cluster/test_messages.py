@@ -165,7 +165,7 @@ BAD_CALL = Call(op="all_reduce", group="default_pg", seq=1, entered_s=math.inf)
     ],
 )
 def test_a_state_with_ranks_or_times_that_cannot_be_is_not_used(bad: NodeState, tmp_path: Path) -> None:
-    here = Nodes(tmp_path, 0)
+    here = Nodes(tmp_path, 0, tmp_path)
     own = Snapshot(t_s=5.0, world_size=4, expected=2, ranks={q: RankState(rank=q) for q in (0, 1)}, groups={})
     (tmp_path / "nodes").mkdir()
     (tmp_path / "nodes/1.state").write_bytes(msgspec.msgpack.encode(bad))
@@ -176,7 +176,7 @@ def test_a_state_with_ranks_or_times_that_cannot_be_is_not_used(bad: NodeState, 
 
 
 def test_a_rank_belongs_to_the_node_that_reported_it_first(tmp_path: Path) -> None:
-    here = Nodes(tmp_path, 0)
+    here = Nodes(tmp_path, 0, tmp_path)
     own = Snapshot(t_s=5.0, world_size=4, expected=1, ranks={0: RankState(rank=0)}, groups={})
     (tmp_path / "nodes").mkdir()
     (tmp_path / "nodes/1.state").write_bytes(msgspec.msgpack.encode(state()))
