@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,8 @@ from distdiag.store.frames import RankRow
 from distdiag.store.rows import DdpRow, LoaderRow, StepRow, StepTimesRow
 
 LATE_STEP_S = 5.0  # the rows of a step wait this long for the slowest rank
+# Of a job whose steps are more rows than this in a second, every second, third, … step is written, and every long one.
+ROWS_PER_S, LONG_STEP = 4096, 2.0
 
 
 class Steps:
@@ -52,7 +55,10 @@ class Steps:
             by_rank = self._waiting[step]
             if len(by_rank) < world and not final and now_s - max(x.end_s for x in by_rank.values()) < LATE_STEP_S:
                 continue
-            self._of_step(step, by_rank, s, out)
+            if _written(step, by_rank, s):
+                self._of_step(step, by_rank, s, out)
+            elif self._measured:
+                self._measured = {key: x for key, x in self._measured.items() if key[0] != step}
             del self._waiting[step]
         return out
 
@@ -76,6 +82,15 @@ class Steps:
             )  # fmt: skip
         if len(by_rank) > 1:
             self._slowest.append(slowest)
+
+
+def _written(step: int, by_rank: Mapping[int, Step], s: Snapshot) -> bool:
+    """True if the rows of a step are written: always, but for a job of thousands of ranks."""
+    usual_s = s.usual_step_s
+    if not usual_s or len(by_rank) <= ROWS_PER_S * usual_s:
+        return True
+    long = next(iter(by_rank.values())).step_ms >= LONG_STEP * usual_s * 1e3  # a pause is in the step of every rank
+    return long or step % math.ceil(len(by_rank) / usual_s / ROWS_PER_S) == 0
 
 
 def _late_ms(step: dict[int, Step]) -> dict[int, float]:

@@ -235,7 +235,7 @@ def _steps_during(run: Run, rows: list[CollectiveRow]) -> int:
     if not seen or not times:
         return 0
     return run.query(
-        "SELECT count(DISTINCT step) FROM step WHERE step > ? AND step <= ? AND t_end_s >= ? AND t_end_s <= ?",
+        "SELECT coalesce(max(step) - min(step) + 1, 0) FROM step WHERE step > ? AND step <= ? AND t_end_s >= ? AND t_end_s <= ?",
         (min(seen) - 1000, max(seen), min(times), max(times)),
     )[0][0]
 
