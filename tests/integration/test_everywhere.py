@@ -22,7 +22,8 @@ import torch, torch.distributed as dist
 how, port, extra = sys.argv[1], sys.argv[2], sys.argv[3] == "hangs"
 
 def train(**group):
-    dist.init_process_group("gloo", **group)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", **group)
     x = torch.ones(10)
     for step in range(20):
         time.sleep(0.02)
@@ -38,6 +39,9 @@ def spawned(rank):
 if __name__ == "__main__":
     if how == "launcher":
         train()
+    elif how == "mesh":
+        torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+        train()
     elif how == "spawn":
         torch.multiprocessing.spawn(spawned, nprocs=2)
     else:
@@ -51,6 +55,7 @@ WAYS = {
     "torchrun": (["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], "launcher", "1"),
     "logs_specs": ([*TORCHRUN, "--logs-specs", "distdiag"], "launcher", None),
     "launch": (["-m", "torch.distributed.launch", "--use-env", "--nproc_per_node", "2"], "launcher", "1"),
+    "mesh": (TORCHRUN, "mesh", "1"),  # init_device_mesh makes the process group
     "spawn": ([], "spawn", "1"),
     "by_hand": ([], "0", "1"),
     "run_by_hand": (["-m", "distdiag.run"], "0", None),
