@@ -167,6 +167,12 @@ def recording_options(command: Callable[..., Any]) -> Callable[..., Any]:
             metavar="ADDRESS",
             help="Serve Prometheus metrics at PORT or HOST:PORT; `otlp` sends them by OTLP.",
         ),
+        click.option(
+            "--nodes-port",
+            type=click.IntRange(1, 65535),
+            metavar="PORT",
+            help="Port of node 0 for nodes that do not see RUN (default: any).",
+        ),
         click.option("--keep", metavar="SIZE", help="Size bound of the run's database, e.g. 500M (default 2G)."),
         click.option(
             "--share", is_flag=True, help="Let other users read the run, as the umask allows (default: only you)."

@@ -32,6 +32,18 @@ def _plain(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error(_ERRORS, _plain)
 
 
+def open_closed() -> None:
+    """Open those of stdin, stdout and stderr that are closed: else a file gets their number, and what is printed is written into it."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  for the life of the process
+
+
 def tolerate(ascii_only: bool = False) -> None:
     """Make stdout and stderr escape what they cannot encode; with `ascii_only` everything beyond ASCII."""
     for stream in (sys.stdout, sys.stderr):

@@ -124,8 +124,8 @@ def sql(run: str | None, query: str, limit: int = 100) -> dict[str, Any]:
     Raises:
         DistdiagError: it is no SELECT, SQLite refuses it, or it takes too long.
     """
-    with opened(run) as found:
-        return {**_head(str(found.path)), **select(found, query, limit)}
+    path = rundir.resolve(run)
+    return {**_head(str(path)), **msgspec.structs.asdict(select(path, query, limit))}
 
 
 def _head(run: str) -> dict[str, str]:

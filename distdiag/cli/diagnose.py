@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 import sys
 import tempfile
 import time
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 
 TAKE_OVER_S = 40.0  # most for a monitor to judge the run, or close that of a job that ended
 JUDGED_S = 2.5  # for a new monitor to judge a running job
+MOST_STDIN = 4 << 30  # bytes; it is copied into the temporary directory
 _STDIN = {"-", "/dev/stdin"}
 
 
@@ -206,7 +206,13 @@ def _with_stdin(targets: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     with tempfile.TemporaryDirectory(prefix="distdiag-") as folder:
         path = Path(folder, "stdin.log")
         with path.open("wb") as file:
-            shutil.copyfileobj(sys.stdin.buffer, file)
+            left = MOST_STDIN
+            while left and (chunk := sys.stdin.buffer.read(min(left, 1 << 20))):
+                left -= file.write(chunk)
+        if not left:
+            raise DistdiagError(
+                f"standard input has more than {MOST_STDIN >> 20:,} MiB", "write it into a file, and name that"
+            )
         yield tuple(str(path) if t in _STDIN else t for t in targets)
 
 

@@ -21,6 +21,7 @@ def command(
     name: str | None,
     keep: str | None,
     metrics: str | None,
+    nodes_port: int | None,
     tape: bool,
     quiet: bool,
     share: bool,
@@ -39,7 +40,7 @@ def command(
     later = read(_among_torchruns, launcher, "distdiag run")
     launcher = list(later["rest"])
     run_dir, name, keep = later["run_dir"] or run_dir, later["name"] or name, later["keep"] or keep
-    metrics = later["metrics"] or metrics
+    metrics, nodes_port = later["metrics"] or metrics, later["nodes_port"] or nodes_port
     if keep:
         parse_keep(keep)  # reported once here, not by each rank
     check_metrics(metrics)
@@ -52,14 +53,12 @@ def command(
         launcher = ["--standalone", "--nproc-per-node", str(_local_ranks()), *launcher]
     elif not any(a.split("=")[0].replace("_", "-") in _RENDEZVOUS for a in launcher):
         launcher = ["--standalone", *launcher]
-    ours = [
-        x
-        for k, v in (("--run-dir", run_dir), ("--name", name), ("--keep", keep), ("--metrics", metrics))
-        if v
-        for x in (k, v)
-    ]
+    given = {
+        "--run-dir": run_dir, "--name": name, "--keep": keep, "--metrics": metrics, "--nodes-port": nodes_port,
+    }  # fmt: skip
+    ours = [x for option, value in given.items() if value for x in (option, str(value))]
     flags = {"--quiet": quiet, "--share": share, "--tape": tape}
-    ours += [flag for flag, given in flags.items() if given or later[flag.removeprefix("--")]]
+    ours += [flag for flag, is_set in flags.items() if is_set or later[flag.removeprefix("--")]]
     command_line = [sys.executable, "-m", "torch.distributed.run", *launcher, "-m", "distdiag.run", *ours, *script]
     sys.stdout.flush()
     os.execv(sys.executable, command_line)  # signals and the exit code are torchrun's own

@@ -20,9 +20,18 @@ def kept_bytes() -> int:
     return given if given >= 1 << 20 else KEEP_BYTES
 
 
+def nodes_port() -> int:
+    """Return the port for other nodes that the environment sets; 0, any, for what is none."""
+    given = os.environ.get("DISTDIAG_NODES_PORT", "")
+    return int(given) if given.isascii() and given.isdigit() and len(given) <= 5 and int(given) < 65536 else 0
+
+
 def main(argv: list[str]) -> int:
     if "--foreground" not in argv and os.fork():
         return 0
+    from distdiag.streams import open_closed
+
+    open_closed()
     import argparse
     import faulthandler
     import signal
@@ -40,6 +49,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--quiet", action="store_true", default=os.environ.get("DISTDIAG_QUIET") == "1")
     parser.add_argument("--tape", action="store_true", help="write RUN/run.tape")
     parser.add_argument("--metrics", default=os.environ.get("DISTDIAG_METRICS", ""), help="PORT, HOST:PORT, otlp")
+    parser.add_argument("--nodes-port", type=int, default=nodes_port(), help="port of node 0 for other nodes; 0: any")
     parser.add_argument("--foreground", action="store_true")
     options = parser.parse_args(argv)
     # ignore the job's Ctrl-C: the monitor ends after the last rank, and reports how it ended
@@ -74,6 +84,7 @@ def main(argv: list[str]) -> int:
             priority,
             options.tape,
             options.metrics,
+            options.nodes_port,
         ).run()
     except Exception:
         # the job's output must not show our failure: it goes to the log, and readers see that the monitor is gone

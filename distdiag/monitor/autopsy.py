@@ -16,13 +16,13 @@ from pathlib import Path
 
 import msgspec
 
-from distdiag import files, guard
+from distdiag import files
 from distdiag.diagnosis.engine import Diagnosis, Record
 from distdiag.diagnosis.history import SAME_S
 from distdiag.diagnosis.model.findings import CollectiveRef, LastSeen, Report, State, rank_list
 from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Site, Snapshot
 from distdiag.diagnosis.text.phrases import reference
-from distdiag.monitor import deaths
+from distdiag.monitor import deaths, source_files
 from distdiag.monitor.pages import described
 from distdiag.monitor.ranks.state import RankView
 from distdiag.monitor.snapshot import of_pages
@@ -36,7 +36,6 @@ from distdiag.terms.units import rough_duration
 
 BEATS_S = 1.5  # a rank that was silent for longer, while others beat, had ended earlier, was stopped or held the GIL
 AHEAD_S = 60.0  # no page was written later than this from now
-SOURCE_BYTES = 1 << 20
 
 
 def autopsy(run_dir: Path) -> Report | None:
@@ -219,22 +218,13 @@ def _proof_times(views: dict[int, RankView], s: Snapshot) -> tuple[float, ...]:
 
 def _judged(s: Snapshot, base: Report, times: Sequence[float]) -> Diagnosis:
     """Return the diagnosis of the last moment, which continues that of the monitor."""
-    diagnosis = Diagnosis(source=_source)
+    diagnosis = Diagnosis(source=source_files.text)
     for f in base.findings:
         if f.cleared_s is None:
             diagnosis.records[f.key] = Record(f, reported=True)
     for t_s in times:
         diagnosis.update(msgspec.structs.replace(s, t_s=t_s), final=t_s == times[-1])
     return diagnosis
-
-
-def _source(path: str) -> str | None:
-    """Return a source file that a page names; None for anything but a regular file."""
-    try:
-        with guard.regular(Path(path)) as f:
-            return f.read(SOURCE_BYTES).decode("utf-8", "replace")
-    except (OSError, ValueError):
-        return None
 
 
 def _state_text(killed: Sequence[int], kills: int | None) -> str:

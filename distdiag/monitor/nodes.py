@@ -18,9 +18,11 @@ import msgspec
 from distdiag import files
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import DEAD, Life, RankState, Snapshot
+from distdiag.monitor.cluster.messages import Ask
 from distdiag.monitor.cluster.transport import Transport
-from distdiag.monitor.evidence import dump
-from distdiag.monitor.node_states import MOST_GROUPS, MOST_S, UNREADABLE, VERSION, Heard, NodeState, Readings, parts
+from distdiag.monitor.evidence import dump, profile_of_nodes
+from distdiag.monitor.node_states import MOST_GROUPS, MOST_S, UNREADABLE, VERSION, Heard, NodeState, Readings, Sender
+from distdiag.monitor.windows import Windows
 
 # between two files of a node; the latter while one of its ranks waits or has ended
 PERIOD_S, WAITING_PERIOD_S = 2.0, 0.5
@@ -36,14 +38,14 @@ class Nodes:
         run_dir: This node's run directory: RUN, or RUN/node_k.
         node: Number of this node.
         pages: Page directory of this node; None for a reader of the files.
+        port: Of node 0, for nodes that do not see its run directory; 0: any.
     """
 
-    def __init__(self, run_dir: Path, node: int, pages: Path | None = None) -> None:
+    def __init__(self, run_dir: Path, node: int, pages: Path | None = None, port: int = 0) -> None:
         self.node = node
         self.run_dir = run_dir.parent if node else run_dir
         self.directory = self.run_dir / "nodes"
-        take_dump = partial(dump.packed, self.run_dir)
-        self.transport = Transport(pages, node, take_dump) if pages is not None else None
+        self.transport = Transport(pages, node, partial(_answer, self.run_dir), port) if pages is not None else None
         self._failed: str | None = None
         self._number = 0
         self._written_at = -1e9
@@ -54,7 +56,8 @@ class Nodes:
         self._silent: set[int] = set()
         self.events: list[str] = []  # what has changed between the nodes, for the log of the run
         self._owner: dict[int, int] = {}  # the node that reported a rank first
-        self._readings = Readings()
+        self._readings, self._sender = Readings(), Sender()
+        self.windows = Windows()  # of all ranks of the job
 
     @property
     def failed(self) -> str | None:
@@ -93,8 +96,9 @@ class Nodes:
         self._written_at = now
         self._number += 1
         state = NodeState(
-            node=self.node, number=self._number, started_unix_s=started_unix_s, written_unix_s=time.time(), closed=closed,
-            local_world_size=s.expected or len(s.ranks), **parts(s.ranks, s.groups),
+            node=self.node, started_unix_s=started_unix_s, written_unix_s=time.time(), closed=closed,
+            local_world_size=s.expected or len(s.ranks),
+            **self._sender.parts(self._number, s.ranks, s.groups, self.windows),
         )  # fmt: skip
         client = self.transport.client if self.transport is not None else None
         if client is not None:
@@ -108,22 +112,28 @@ class Nodes:
     def new_files(self) -> Iterator[NodeState]:
         """Read the new files of other nodes."""
         try:
-            entries = [e for e in os.scandir(self.directory) if e.name.endswith(".state") and not e.is_symlink()]
+            with files.entered(self.run_dir, "nodes") as directory, os.scandir(directory) as entries:
+                for e in entries:
+                    if e.name.endswith(".state") and e.name != f"{self.node}.state":
+                        state = self._new_file(directory, e)
+                        if state is not None and state.version == VERSION:
+                            yield state
         except OSError:
             return
-        for e in entries:
-            try:
-                stat = e.stat()
-                mark = (stat.st_mtime_ns, stat.st_ino)
-                if e.name == f"{self.node}.state" or self._mtimes.get(e.name) == mark:
-                    continue
-                state = msgspec.msgpack.decode(files.read(self.run_dir, f"nodes/{e.name}"), type=NodeState)
-            except (OSError, *UNREADABLE) as problem:
-                self._failed = f"{e.name} of another node cannot be read: {problem}"
-                continue
-            self._mtimes[e.name] = mark
-            if state.version == VERSION:
-                yield state
+
+    def _new_file(self, directory: int, e: os.DirEntry[str]) -> NodeState | None:
+        """Return the state in a file, None if it is not new or cannot be read."""
+        try:
+            stat = e.stat(follow_symlinks=False)
+            mark = (stat.st_mtime_ns, stat.st_ino)
+            if self._mtimes.get(e.name) == mark or e.is_symlink():
+                return None
+            state = msgspec.msgpack.decode(files.read_in(directory, e.name), type=NodeState)
+        except (OSError, *UNREADABLE) as problem:
+            self._failed = f"{e.name} of another node cannot be read: {problem}"
+            return None
+        self._mtimes[e.name] = mark
+        return state
 
     def merged(self, s: Snapshot, started_unix_s: float, start_ns: int = 0) -> tuple[Snapshot, bool]:
         """Return (snapshot with the ranks of all known nodes, True if every node has written a new state since the last True).
@@ -200,14 +210,16 @@ class Nodes:
             if len(x.groups) > MOST_GROUPS or not abs(x.started_unix_s) < MOST_S or not abs(x.written_unix_s) < MOST_S:
                 raise ValueError("a number in it is out of range")
             for q, r in x.ranks.items():
-                if (
-                    q != r.rank
-                    or not 0 <= q < s.world_size
-                    or self._owner.setdefault(q, x.node) != x.node
-                    or q in s.ranks
-                ):
+                if q != r.rank or not 0 <= q < s.world_size:
                     raise ValueError(f"rank {q} is not there")
+                owner = self.node if q in s.ranks else self._owner.get(q, x.node)
+                if owner != x.node:  # which of them has it is not known here: its node must be looked at
+                    raise ValueError(f"node {owner} reports rank {q}, too")
+            if not x.windows.keys() <= x.ranks.keys():
+                raise ValueError("what is shown of a rank is of another node's")
             self._seen[x.node] = self._readings.heard(x, later_s)
+            self._owner |= dict.fromkeys(x.ranks, x.node)
+            self.windows.take(x.windows)
         except UNREADABLE as problem:
             self._failed = f"the state of node {x.node} is not used: {problem}"
 
@@ -222,6 +234,17 @@ class Nodes:
         """End the connection, if there is one."""
         if self.transport is not None:
             self.transport.close()
+
+
+def _answer(run_dir: Path, question: Ask) -> bytes:
+    """Return what this node's ranks answer to a reader on node 0.
+
+    Raises:
+        DistdiagError: no rank is alive, or a profile is being taken.
+    """
+    if question.profile is not None:
+        return profile_of_nodes.packed(run_dir, question.profile)
+    return dump.packed(run_dir, question.timeout_s)
 
 
 def hosts(run_dir: Path) -> dict[int, str]:

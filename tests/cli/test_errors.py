@@ -172,6 +172,52 @@ def test_a_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
     assert ended.stderr == ""
 
 
+@pytest.mark.parametrize(
+    "arguments", ["skill", "--help", "skill | head -c 0; true", "diagnose absent --json", "completion bash"]
+)
+def test_a_full_disk_below_the_output_is_one_error(arguments: str, tmp_path: Path) -> None:
+    arguments, _, after = arguments.partition(" | ")
+    ended = subprocess.run(
+        f"{sys.executable} -m distdiag {arguments} {f'| {after}' if after else '> /dev/full'}",
+        shell=True,
+        cwd=tmp_path,
+        env=clean_env(tmp_path / "home"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    error = "distdiag: error: the output cannot be written: No space left on device"
+    assert ended.returncode == 2 * (not after) and ended.stdout == ""
+    assert [line for line in ended.stderr.splitlines() if line.startswith("distdiag:")][-1:] == (
+        [] if after else [error]
+    )
+    assert "Traceback" not in ended.stderr and "Exception ignored" not in ended.stderr
+
+
+def test_a_command_without_standard_streams_reads_and_prints_as_with_them(tmp_path: Path) -> None:
+    """As cron and daemons start it: a file must not get the number of a stream, nor an error go to stdout."""
+    (tmp_path / "job.log").write_text("[rank1]: ValueError: x\n")
+
+    def run(arguments: str) -> tuple[int, str]:
+        ended = subprocess.run(
+            ["sh", "-c", f"{sys.executable} -m distdiag {arguments}"],
+            cwd=tmp_path,
+            env=clean_env(tmp_path / "home"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        return ended.returncode, ended.stdout
+
+    with_them = run("diagnose job.log")
+    assert with_them[0] in (1, 3) and run("diagnose job.log 0<&- 2>&-") == with_them
+    assert run("diagnose job.log 0<&- 1>&- 2>&-") == (with_them[0], "")
+    assert run("diagnose absent 2>&-") == (4, "")
+
+
 def test_interrupted_by_the_keyboard(tmp_path: Path) -> None:
     # the doctor resolves the host name; Ctrl-C arrives while it waits for the answer
     code = (

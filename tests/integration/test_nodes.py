@@ -92,6 +92,39 @@ def test_a_deadlock_over_nodes_without_a_shared_directory(n: int, tmp_path: Path
         assert "barrier" in stacks[str(n - 1)]["op"] and "all_reduce" in stacks["0"]["op"]
 
 
+TRAINING = """
+    import time
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), 0.001)
+    for step in range(100_000):
+        optimizer.zero_grad()
+        model(torch.randn(16, 64)).sum().backward()
+        time.sleep(0.1)
+        optimizer.step()
+"""
+
+
+def test_a_profile_has_the_ranks_of_all_nodes(tmp_path: Path, script: Path) -> None:
+    script.write_text(textwrap.dedent(TRAINING))
+    with Cluster(tmp_path, 2) as cluster, cluster.job(script) as jobs:
+        all_heard(cluster, jobs, 2)
+        answer = distdiag("profile", cluster.run(0), "--json", timeout=120)
+        assert answer.returncode == 0, answer.stderr
+        found = json.loads(answer.stdout)
+        assert [r["rank"] for r in found["ranks"]] == [0, 1] and found["missing"] == []
+        first = found["first_step"]
+        assert f"recording steps {first} to {first + 2} of rank 0 and other nodes" in answer.stderr
+        assert {p.name for p in (cluster.run(0) / "profile/1").iterdir()} >= {"rank_0.json", "rank_1.json"}
+        one = distdiag("profile", cluster.run(0), "--ranks", "1", "--json", timeout=120)
+        assert [r["rank"] for r in json.loads(one.stdout)["ranks"]] == [1], one.stderr
+        none = distdiag("profile", cluster.run(0), "--ranks", "1,7", "--json", timeout=120)
+        assert [m["rank"] for m in json.loads(none.stdout)["missing"]] == [7], none.stderr
+
+
 def test_a_cut_link_is_silence_and_no_proof(tmp_path: Path, script: Path) -> None:
     with Cluster(tmp_path, 2) as cluster, cluster.job(script) as jobs:
         all_heard(cluster, jobs, 2)

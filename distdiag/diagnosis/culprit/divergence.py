@@ -202,13 +202,19 @@ def accuse(case: Case) -> Testimony | None:
         return None
     if len(case.sides) < 2 or not all(r in case.states for r in case.compared):
         return None
-    histories = {r: history(case.states[r], case.calls.get(r), groups) for r in case.compared}
+    known_of: dict[int, History] = {}
+
+    def of(rank: int) -> History:  # most ranks need none: of thousands, each costs a millisecond
+        if rank not in known_of:
+            known_of[rank] = history(case.states[rank], case.calls.get(rank), groups)
+        return known_of[rank]
+
     found: list[tuple[list[int], Departure]] = []
     for side in case.sides:
-        other = case.sides[1] if side is case.sides[0] else case.sides[0]
-        departed = [departure(histories[r], histories[other[0]]) for r in side]
-        if departed[0] is not None and [d.rank for d in departed if d is not None] == side:
-            found.append((side, departed[0]))
+        other = of((case.sides[1] if side is case.sides[0] else case.sides[0])[0])
+        first = departure(of(side[0]), other)
+        if first is not None and all((d := departure(of(r), other)) is not None and d.rank == r for r in side):
+            found.append((side, first))
     if len(found) != 1:
         return None
     ((side, first),) = found

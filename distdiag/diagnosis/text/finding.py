@@ -34,18 +34,16 @@ def where_text(w: Where) -> str:
 
 def listed(wheres: tuple[Where, ...]) -> str:
     """Return `train.py:88 in evaluate (ranks 0, 1); …`: each site with its ranks, the first four."""
-    seen: dict[str, list[int]] = {}
+    seen: dict[str, dict[int, None]] = {}  # ranks in order, each once
     for w in wheres:
         text = where_text(w)
         if text and w.state == "finished":  # its site at the last sample: the line by which it left is not known
             text = f"last seen at {text}"
         if text:
-            ranks = seen.setdefault(text, [])
-            if w.rank not in ranks:
-                ranks.append(w.rank)
+            seen.setdefault(text, {})[w.rank] = None
     parts = []
     for text, ranks in list(seen.items())[:SHOWN_SITES]:
-        shown = ", ".join(map(str, ranks[:6])) + (" …" if len(ranks) > 6 else "")
+        shown = ", ".join(map(str, list(ranks)[:6])) + (" …" if len(ranks) > 6 else "")
         parts.append(f"{text} (rank{'s' if len(ranks) > 1 else ''} {shown})")
     if len(seen) > SHOWN_SITES:
         parts.append(f"and {len(seen) - SHOWN_SITES} more")

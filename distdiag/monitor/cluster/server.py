@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from distdiag.monitor.cluster import keys, messages, port
 from distdiag.monitor.cluster.link import Link
 from distdiag.monitor.cluster.messages import Answer, Ask, BadMessage, Order, Receipt, Report
@@ -53,11 +55,12 @@ class Server(Link):
 
     Args:
         pages: Page directory of this node, where the port is noted for the rank and for the next monitor, and readers ask.
+        fixed: The port to bind; 0: that of the monitor before us, or any.
     """
 
-    def __init__(self, own: Own, pages: Path) -> None:
+    def __init__(self, own: Own, pages: Path, fixed: int = 0) -> None:
         super().__init__(own)
-        self.pages = pages
+        self.pages, self.fixed = pages, fixed
         self.urgent = False
         self.heard: dict[int, Heard] = {}
         self._questions: Questions | None = None
@@ -86,18 +89,20 @@ class Server(Link):
                 h.state = None
             return out
 
-    def ask(self, timeout_s: float) -> Answers:
-        """Ask all nodes for a dump of their ranks; return what each answers in time."""
+    def ask(self, question: Ask) -> Answers:
+        """Ask all nodes; return what each answers in time."""
         with self._answered:
             self._open.clear()
             self._answers.clear()
             for node, heard in self.heard.items():
                 self._asked += 1
                 self._open[self._asked] = node
-                self._to_ask.append((heard.address, Ask(number=self._asked, timeout_s=timeout_s)))
+                self._to_ask.append((heard.address, msgspec.structs.replace(question, number=self._asked)))
             self.wake()
-            self._answered.wait_for(lambda: not self._open, timeout_s + SPARE_S)
-            found: Answers = dict.fromkeys(self._nodes.values(), (b"", f"did not answer within {timeout_s:g} s"))
+            self._answered.wait_for(lambda: not self._open, question.timeout_s + SPARE_S)
+            found: Answers = dict.fromkeys(
+                self._nodes.values(), (b"", f"did not answer within {question.timeout_s:g} s")
+            )
             return found | {n: (a.data, a.error) for n, a in self._answers.items()}
 
     def close(self, wait_s: float = 1.0) -> None:
@@ -123,7 +128,7 @@ class Server(Link):
             self._questions = Questions(self.pages, self.ask)
 
     def _bind(self) -> None:
-        """Bind the port of the monitor before us, or any; try again later if it is taken."""
+        """Bind the port that is asked for, else that of the monitor before us, or any; try again later if it is taken."""
         if self._bound or time.monotonic() - self._tried_s < REBIND_S:
             return
         self._tried_s = time.monotonic()
@@ -131,11 +136,13 @@ class Server(Link):
             address, others_use = keys.own_addresses()
             if address is not None and ":" in address:
                 self._router.ipv6 = True
-            self._port.open(address or "", self.own.port)
+            self._port.open(address or "", self.fixed or self.own.port)
             self._router.setsockopt(self._zmq.USE_FD, self._port.for_libzmq())
             self._router.bind(keys.endpoint(address or "*", "*"))
         except (self._zmq.ZMQError, OSError) as e:
             self.failed = f"no port for the other nodes could be bound: {e}"
+            if self.fixed:
+                self.failed = f"port {self.fixed} for the other nodes could not be bound: {e}"
             return
         self._bound, self.failed = True, None
         self.own.port = int(self._router.last_endpoint.rpartition(b":")[2])

@@ -11,6 +11,7 @@ from typing import Any
 
 from distdiag.monitor.cluster import keys
 from distdiag.monitor.cluster.client import Client
+from distdiag.monitor.cluster.messages import Ask
 from distdiag.monitor.cluster.server import Server
 from distdiag.page import node_files
 from distdiag.page.node_files import ERRORS, Own
@@ -41,11 +42,12 @@ class Transport:
     Args:
         pages: Page directory of this node, in which its first rank leaves `node_files.PEERS`.
         node: Number of this node.
-        dump: Returns a dump of this node's ranks, for a reader on node 0.
+        ask: Returns what this node's ranks answer to a reader on node 0.
+        port: On which node 0 listens; 0: any.
     """
 
-    def __init__(self, pages: Path, node: int, dump: Callable[[float], bytes]) -> None:
-        self.pages, self.node, self.dump = pages, node, dump
+    def __init__(self, pages: Path, node: int, ask: Callable[[Ask], bytes], port: int = 0) -> None:
+        self.pages, self.node, self.ask, self.port = pages, node, ask, port
         self.server: Server | None = None
         self.client: Client | None = None
         self.nodes: tuple[int, ...] = ()  # those that this one expects to hear of
@@ -84,12 +86,12 @@ class Transport:
         if peers.keys and self.node == 0:
             self.nodes = tuple(sorted(peers.keys))
             if self.server is None:
-                self.server, self.since_s = Server(own, self.pages), time.monotonic()
+                self.server, self.since_s = Server(own, self.pages, self.port), time.monotonic()
                 self.server.admit(peers.keys)
                 self.server.start()
             self.server.admit(peers.keys)
         elif peers.server is not None and self.client is None and self.node:
-            self.client, self.since_s = Client(own, peers.server, self.dump), time.monotonic()
+            self.client, self.since_s = Client(own, peers.server, self.ask), time.monotonic()
             self.client.start()
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import linecache
 from collections import deque
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, issue_stack
+from distdiag.monitor import source_files
 from distdiag.monitor.evidence.ask import FlightRecord
 from distdiag.monitor.evidence.native import HostWait
 from distdiag.monitor.host.processes import Ending
@@ -270,7 +270,7 @@ class RankView:
             return "waiting"
         if silent_s is not None and silent_s > 1.5:
             return "gil_held"
-        line = linecache.getline(site.file, site.line).strip() if site else ""
+        line = source_files.line(site.file, site.line) if site else ""
         return activity_of(self.text(self.header.raw_innermost), line, Phase(self.header.phase), bool(idle))
 
 
