@@ -1,7 +1,7 @@
 """`DISTDIAG=1`: record every process that joins a process group, whatever launched it; no command changes.
 
-`import torch` calls `install` (by way of `_distdiag_autoload`). A process that never joins a group costs one
-wrapped function; the recorder is imported in the first `init_process_group`.
+`import torch` calls `install` (by way of `_distdiag_autoload`). A process that never joins a group costs one wrapped function; the
+recorder is imported in the first `init_process_group`.
 """
 
 from __future__ import annotations
@@ -14,24 +14,25 @@ from typing import Any
 NOT_ME = "DISTDIAG_NOT_PID"  # a process that starts recorded jobs, and may have its own group: pytest
 
 
+def replace(old: Any, new: Any) -> None:
+    """Give every module of torch that has `init_process_group` another one: `init_device_mesh` calls it by a name of its own."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.") and getattr(module, "__dict__", {}).get("init_process_group") is old:
+            module.init_process_group = new  # type: ignore[attr-defined]
+
+
 def install() -> None:
     """Wrap `init_process_group` until its first call that succeeds."""
-    public = sys.modules.get("torch.distributed")
     private = sys.modules.get("torch.distributed.distributed_c10d")
-    original = getattr(public, "init_process_group", None)
-    if public is None or private is None or original is None or hasattr(original, "_distdiag"):
+    original = getattr(private, "init_process_group", None)
+    if private is None or original is None or hasattr(original, "_distdiag"):
         return
-
-    def put(function: Any, instead_of: Any) -> None:
-        for module in (public, private):
-            if getattr(module, "init_process_group", None) is instead_of:
-                module.init_process_group = function  # type: ignore[attr-defined]
 
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         if os.environ.get(NOT_ME) == str(os.getpid()):
             return original(*args, **kwargs)
-        put(original, init_process_group)
+        replace(init_process_group, original)
         from distdiag.recorder import deferred, session
 
         if session.current is not None:  # recorded in another way, whose hooks are around this function
@@ -40,9 +41,9 @@ def install() -> None:
             # a script that kept this function, and calls it for a second group, reaches the recorder's
             return deferred.enter_group(private, args, kwargs)
         except BaseException as e:
-            put(init_process_group, original)  # the script may try again
+            replace(original, init_process_group)  # the script may try again
             deferred.hide_frame(e)
             raise
 
     init_process_group._distdiag = original  # type: ignore[attr-defined]
-    put(init_process_group, original)
+    replace(original, init_process_group)

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from distdiag import everywhere
 from distdiag.recorder import joining, run_claim, session, start_monitor, state
 from distdiag.recorder.after_import import after_import
 from distdiag.recorder.hooks.wrapping import hide_frame, wraps
@@ -112,17 +113,15 @@ def _becomes_rank(run_dir: str | None, name: str | None, spawned: bool) -> None:
 
         @wraps(original)
         def init_process_group(*args: Any, **kwargs: Any) -> Any:
-            if dist.init_process_group is init_process_group:
-                dist.init_process_group = torch.distributed.init_process_group = original
+            everywhere.replace(init_process_group, original)
             try:
                 return enter_group(dist, args, kwargs, run_dir, name, spawned)
             except BaseException as e:
-                if dist.init_process_group is original:  # the script may try again
-                    dist.init_process_group = torch.distributed.init_process_group = init_process_group
+                everywhere.replace(original, init_process_group)  # the script may try again
                 hide_frame(e)
                 raise
 
-        dist.init_process_group = torch.distributed.init_process_group = init_process_group
+        everywhere.replace(dist.init_process_group, init_process_group)
     plain = torch.autograd.backward
 
     @wraps(plain)

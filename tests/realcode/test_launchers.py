@@ -71,8 +71,7 @@ def results(job: Job) -> list[str]:
     return re.findall(r"loss -?\d+\.\d+", job.stdout())
 
 
-# not ray: its workers train in a thread, and the recorder follows the main thread
-@pytest.mark.parametrize("command", [way for way in WAYS if way != "ray"], indirect=True)
+@pytest.mark.parametrize("command", WAYS, indirect=True)
 def test_a_hang_is_named_in_one_run(command: list[str], tmp_path: Path) -> None:
     script = next(Path(c) for c in command if c.endswith(".py"))
     line = next(n for n, text in enumerate(script.read_text().splitlines(), 1) if "# HERE" in text)
