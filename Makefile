@@ -15,7 +15,7 @@ RUFF := $(VENV)/bin/ruff
 DISTDIAG := $(VENV)/bin/distdiag
 ARGS ?=
 STEPS ?= 200
-WORKERS ?= 2
+WORKERS ?= 3
 export TORCH VENV
 # pyright must not look for a newer self, nor keep anything in the person's home
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
@@ -46,7 +46,7 @@ test: venv ## the whole test suite (ARGS='…' goes to pytest)
 	@$(PY) -m pytest -q -n $(WORKERS) $(ARGS)
 
 replay: venv ## the verdict on every tape of the fault collection (also part of `make test`)
-	@$(PY) -m pytest -q -n $(WORKERS) tests/faults/test_replay.py
+	@$(PY) -m pytest -q tests/faults/test_replay.py
 
 check: venv ## lint, format, types, layering
 	@$(RUFF) check --quiet . && echo "lint: ok"

@@ -119,7 +119,7 @@ def command(sources: tuple[str, ...], parquet: str | None, force: bool, sql: str
 
     Exit codes: 0 asked, 2 bad option, file or SQL, 4 no run, 5 --sql took too long.
     """
-    need("fleet", ("duckdb",), "history")
+    need(("duckdb",), "history")
     import msgspec
 
     from distdiag.history.answers import Broken, answers, as_lines

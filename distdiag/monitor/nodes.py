@@ -55,13 +55,13 @@ class StateFiles:
             with files.entered(self.run_dir, "nodes") as directory, os.scandir(directory) as entries:
                 for e in entries:
                     if e.name.endswith(".state") and e.name != f"{self.own}.state":
-                        state = self._new_file(directory, e)
+                        state = self._new(directory, e)
                         if state is not None and state.version == VERSION:
                             yield state
         except OSError:
             return
 
-    def _new_file(self, directory: int, e: os.DirEntry[str]) -> NodeState | None:
+    def _new(self, directory: int, e: os.DirEntry[str]) -> NodeState | None:
         """Return the state in a file, None if it is not new or cannot be read."""
         try:
             stat = e.stat(follow_symlinks=False)

@@ -27,7 +27,7 @@ class Run(reader.Run):
         """
         from distdiag.errors import need
 
-        need("report", ("matplotlib",), "a picture")
+        need(("matplotlib",), "a picture")
         from distdiag.report.plot import Plot
 
         return Plot(self)

@@ -39,7 +39,7 @@ def parse_metrics(text: str | None) -> Targets:
             )
         targets = targets._replace(address=(host.strip("[]") or LOOPBACK, int(port)))
     if targets.address is not None:
-        need("fleet", ("prometheus_client",), "/metrics")
+        need(("prometheus_client",), "/metrics")
     if targets.otlp:
-        need("fleet", ("opentelemetry",), "OTLP")
+        need(("opentelemetry",), "OTLP")
     return targets

@@ -71,6 +71,19 @@ def test_a_shorter_run_of_equal_calls_names_its_rank() -> None:
     assert call_order.departed([state(0, first_stage(15)), state(1, last(left_out=False))]) is None
 
 
+def test_a_round_with_fewer_messages_of_several_lines_names_its_rank() -> None:
+    def first(micro: int) -> tuple[Call, ...]:
+        full = [message("send", 1, 10), message("send", 1, 11)] * 4 + [message("recv", 1, 50)] * 4
+        return tuple(full * 9 + full[: 2 * micro] + full[8:9])
+
+    def last() -> tuple[Call, ...]:
+        each = [message("recv", 0, 16), message("recv", 0, 18)]
+        return tuple((each * 4 + [message("send", 0, 22)] * 4) * 9 + each * 3 + each[:1])
+
+    assert call_order.departed([state(0, first(micro=3)), state(1, last())]) == 0
+    assert call_order.departed([state(0, first(micro=4)), state(1, last())]) is None
+
+
 def test_without_a_pattern_nobody_is_blamed() -> None:
     short = [state(0, first_stage(6)), state(1, last_stage(6, left_out=22))]
     assert call_order.departed(short) is None

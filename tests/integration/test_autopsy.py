@@ -57,6 +57,8 @@ JOB = """
         os.write(out, b"G %d\\n" % time.monotonic_ns()); time.sleep(0.02)  # G
 """
 PHASES = ("forward", "hang", "growing", "steps")
+# Each phase is killed and evicted once, and the hang twice: before and after it is explained. AUTOPSY_SEEDS=20 tests the first 20.
+SEEDS = range(int(os.environ.get("AUTOPSY_SEEDS", "0"))) or (0, 1, 3, 4, 5, 9, 14, 18, 19)
 _TEXT = textwrap.dedent(JOB).splitlines()
 COMPUTES = {_TEXT.index("def compute(seconds):") + n for n in (2, 3, 4)}  # called by A and B
 LINES = {m[1]: n for n, line in enumerate(_TEXT, 1) if (m := re.search(r"# ([A-H])$", line))}
@@ -108,7 +110,7 @@ def verdict(tmp_path: Path) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_what_is_reported_of_a_job_that_was_killed_is_true(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     phase = PHASES[seed % len(PHASES)]

@@ -275,7 +275,7 @@ def test_a_bad_value_or_a_missing_package_is_one_line(tmp_path: Path, monkeypatc
     )
     without = Exporters("0.0.0.0:0", tmp_path, 0)
     assert without.failures == [
-        "metrics are not exported: /metrics needs prometheus_client, which is not installed; pip install 'distdiag[fleet]'"
+        "metrics are not exported: /metrics needs prometheus_client, which is not installed; pip install prometheus-client"
     ]
 
 

@@ -57,7 +57,7 @@ def test_py_spy_and_faulthandler_in_one_file_per_rank(tmp_path: Path) -> None:
     assert finding.certainty == Certainty.SUSPECTED
     assert report.state == State.STALLED
     assert [(w.file, w.line, w.function) for w in finding.where] == [("unet.py", 88, "evaluate")]
-    assert "broadcast at unet.py:88 in evaluate (DDP's buffers, before the forward)" in finding.message
+    assert "broadcast at unet.py:88 in evaluate (by DDP, before the forward)" in finding.message
     assert "#" not in finding.message and "never" not in finding.message
 
 
@@ -99,6 +99,26 @@ def test_other_text_is_none(tmp_path: Path) -> None:
             from_json(data)
 
 
+RECORDED = """Process 22843: /x/python -u -m distdiag.run train.py
+Thread 22843 (idle): "MainThread"
+    _wrap_wait.<locals>.wait (distdiag/recorder/hooks/wrap_collectives.py:44)
+    barrier (torch/distributed/distributed_c10d.py:5356)
+    <module> (train.py:29)
+    _run_script (distdiag/run.py:122)
+    _run_module_as_main (<frozen runpy>:198)
+Thread 22891 (idle)
+    Pulse._run (distdiag/recorder/pulse.py:70)
+"""
+
+
+def test_frames_of_the_recorder_are_left_out() -> None:
+    """A rank in a barrier that distdiag records was taken for one that is busy in `wrap_collectives.py`."""
+    (process,) = from_text(RECORDED)
+    (thread,) = process.threads
+    assert [f.name for f in thread.frames] == ["barrier", "<module>", "_run_module_as_main"]
+    assert Frame("f", "/home/me/distdiag/train.py", 3).users
+
+
 def test_native_frames_of_json_are_no_lines_of_the_user() -> None:
     native = {"name": "sock_call_ex", "filename": "socketmodule.c", "line": 921, "module": "/x/libpython3.12.so"}
     python = {"name": "Logger.send", "filename": "/home/me/train.py", "line": 29, "module": None, "locals": None}
@@ -108,6 +128,23 @@ def test_native_frames_of_json_are_no_lines_of_the_user() -> None:
     (process,) = from_json(data)
     assert process.judged.native == ("sock_call_ex",)
     assert [f.site.key for f in process.judged.frames] == ["/home/me/train.py:29"]
+
+
+def test_frames_of_the_recorder_are_left_out_of_json() -> None:
+    """So is a thread that has no others; only native frames are none, either."""
+    wait = {
+        "name": "wait",
+        "filename": "/src/distdiag/recorder/hooks/wrap_collectives.py",
+        "line": 44,
+        "module": None,
+        "locals": None,
+    }
+    pulse = wait | {"name": "_run", "filename": "/src/distdiag/recorder/pulse.py"}
+    user = wait | {"name": "main", "filename": "/home/me/train.py"}
+    native = wait | {"name": "futex_wait", "filename": "futex.c", "module": "/lib/libc.so.6"}
+    threads = [[wait, user], [pulse], [native]]
+    (process,) = from_json(json.dumps([{"pid": 3, "frames": frames} for frames in threads]))
+    assert [[f.name for f in thread.frames] for thread in process.threads] == [["main"]]
 
 
 def test_hostile_text_ends_in_an_answer(tmp_path: Path) -> None:

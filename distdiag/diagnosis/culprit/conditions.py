@@ -12,7 +12,7 @@ from distdiag.diagnosis.culprit.parting import Condition, Way
 from distdiag.diagnosis.model import guards as guarding
 from distdiag.diagnosis.model import syntax
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.snapshot import Call, RankState, Site
+from distdiag.diagnosis.model.snapshot import Call, RankState, Site, lines_of
 from distdiag.diagnosis.model.syntax import Source
 from distdiag.diagnosis.text.incident import implicit_text
 from distdiag.diagnosis.text.phrases import at, site_text
@@ -148,9 +148,7 @@ def _as_often(case: Case, rank: int, other: int, file: str, loop: ast.AST) -> bo
         key
         for key in theirs
         if key != case.here.get(other)
-        and (where := key.rpartition(":"))[0] == file
-        and where[2].isdigit()
-        and any(syntax.within(node, int(where[2])) for node in loop.body)
+        and any(f == file and syntax.within(node, line) for f, line in lines_of(key) for node in loop.body)
     ]
     return bool(inside) and all(mine.get(key, 0) >= theirs[key] for key in inside)
 
@@ -195,6 +193,6 @@ def _calls_backward(site: Site, source: Source) -> bool:
 
 def _stack(state: RankState, call: Call | None, source: Source) -> tuple[Site, ...]:
     site = call.site if call is not None else None
-    if site is None or state.user_stack[:1] == (site,):
+    if site is None or [(f.file, f.line) for f in state.user_stack[: len(site.path)]] == lines_of(site.key):
         return callers.call_stack(state.user_stack, state.host_stack, source)
-    return callers.with_callers((site, *state.user_stack[1:]), source)
+    return callers.with_callers((*site.path, *state.user_stack[len(site.path) :]), source)

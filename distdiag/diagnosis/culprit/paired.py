@@ -12,7 +12,7 @@ from distdiag.diagnosis.culprit import callers
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.culprit.parting import Condition, parting
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.snapshot import Call, RankState, Site
+from distdiag.diagnosis.model.snapshot import Call, RankState, Site, issue_stack
 from distdiag.diagnosis.model.syntax import Source
 from distdiag.diagnosis.text.phrases import at, op_at
 from distdiag.diagnosis.waits import compatible
@@ -81,10 +81,8 @@ def _conditions(case: Case, side: Sequence[int], made: Call, due: Call) -> list[
 
 def _stack(site: Site, state: RankState, source: Source) -> tuple[Site, ...]:
     """Return the frames at an earlier call, with the callers that its rank is still in."""
-    for i, frame in enumerate(state.user_stack):
-        if (frame.file, frame.function) == (site.file, site.function):
-            return (site, *state.user_stack[i + 1 :])
-    return callers.with_callers((site, *state.user_stack[-1:]), source)
+    found = issue_stack(site, state.user_stack)
+    return found if len(found) > 1 else callers.with_callers((site, *state.user_stack[-1:]), source)
 
 
 def _advice(call: str, who: str, conditions: Sequence[Condition]) -> str:

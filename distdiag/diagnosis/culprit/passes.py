@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.culprit.parting import Condition, parting
-from distdiag.diagnosis.model.snapshot import RankState, Site
+from distdiag.diagnosis.model.snapshot import RankState, Site, lines_of
 from distdiag.diagnosis.model.syntax import Source
 
 STEPS = 3  # from which on one backward for each forward and for each step is a habit
@@ -100,8 +100,6 @@ def _way_out(state: RankState, forwards: int, backwards: int, source: Source) ->
     """Return the conditions by which the rank left between forward and backward: sites visited as often."""
     sites: dict[int, list[Site]] = {}
     for key, times in state.sites.items():
-        file, _, line = key.rpartition(":")
-        if file and line.isdigit():
-            sites.setdefault(times, []).append(Site(file, int(line)))
+        sites.setdefault(times, []).extend(Site(*line) for line in lines_of(key)[:1])
     pairs = ((f, b) for f in sites.get(forwards, ()) for b in sites.get(backwards, ()) if f.file == b.file)
     return next((found for f, b in pairs if (found := parting((f,), (b,), source))), [])

@@ -10,7 +10,7 @@ from distdiag.diagnosis.culprit.parting import Condition, call_under_rank
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Life, RankState
 from distdiag.diagnosis.text.incident import verb
-from distdiag.diagnosis.text.phrases import at
+from distdiag.diagnosis.text.phrases import at, places_text
 
 MORE_ADVICE = "look for what calls it on that rank alone: a module that communicates (a norm, a metric), run for a preview, a log or a check"
 
@@ -143,7 +143,7 @@ def more_calls(case: Case, ranks: Sequence[int]) -> Testimony | None:
         return None
     ((site, more),) = found
     times = "once" if more == 1 else f"{more:,} times"
-    text = f"; in as many steps, rank {ranks[0]} has called the collective at {site.rsplit('/', 1)[-1]} {times} more than the others"
+    text = f"; in as many steps, rank {ranks[0]} has called the collective at {places_text(site)} {times} more than the others"
     condition = _called_under(case, site, ranks[0])
     if condition is None:
         return Testimony(ranks=tuple(ranks), text=text, advice=MORE_ADVICE)

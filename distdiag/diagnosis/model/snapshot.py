@@ -40,11 +40,23 @@ class Site(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     file: str
     line: int
     function: str = ""
+    caller: Site | None = None  # of a collective call, if it is in no loop of its function: a helper, with many callers
 
     @property
     def key(self) -> str:
-        """`file:line`, by which sites are compared and counted."""
-        return f"{self.file}:{self.line}"
+        """`file:line`, and that of its callers, by which sites are compared and counted."""
+        return " < ".join(f"{site.file}:{site.line}" for site in self.path)
+
+    @property
+    def path(self) -> tuple[Site, ...]:
+        """The site and its known callers, innermost first."""
+        return (self, *self.caller.path) if self.caller is not None else (self,)
+
+
+def lines_of(key: str) -> list[tuple[str, int]]:
+    """Return (file, line) of the site with this key, and of its callers."""
+    pairs = (part.rpartition(":") for part in key.split(" < "))
+    return [(file, int(line)) for file, _, line in pairs if file and line.isascii() and line.isdigit()]
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
@@ -126,10 +138,11 @@ class DdpTime(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 def issue_stack(site: Site, host: tuple[Site, ...]) -> tuple[Site, ...]:
     """Return the user's frames at a call that has returned: `site`, and its callers if the host is still in that function."""
+    *_, last = path = site.path
     for i, frame in enumerate(host):
-        if (frame.file, frame.function) == (site.file, site.function):
-            return (site, *host[i + 1 :])
-    return (site,)
+        if (frame.file, frame.function) == (last.file, last.function):
+            return (*path, *host[i + 1 :])
+    return path
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):

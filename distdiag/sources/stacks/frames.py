@@ -15,6 +15,7 @@ from distdiag.diagnosis.model.snapshot import Site
 # of the Python that the job uses, which need not be ours: by its paths
 _LIBRARY = re.compile(r"^<|/(?:site|dist)-packages/|/lib(?:64)?/python3\.\d+/|^torch/")
 _TORCH = re.compile(r"(?:^|-packages/|/)torch/(?=[\w/]+\.py$)")
+_RECORDER = re.compile(r"(?:^|/)distdiag/(?:(?:recorder|page)/[\w/]+|run|everywhere)\.py$")
 _CONSOLE_SCRIPT = re.compile(r"(?:^|/)bin/[\w.-]+$")  # torchrun itself: no rank's code
 
 
@@ -51,6 +52,11 @@ class Frame(msgspec.Struct, frozen=True):
     def raw_name(self) -> str:
         """Module and function, by which `terms.activity` knows what a frame does: `queue.get`."""
         return f"{PurePosixPath(self.file).stem}.{self.name}"
+
+    @property
+    def recorders(self) -> bool:
+        """True for distdiag's own frames in a recorded rank: around a call that it records, around the script, in its threads."""
+        return _RECORDER.search(self.file) is not None
 
     @property
     def users(self) -> bool:
