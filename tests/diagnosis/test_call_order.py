@@ -227,8 +227,8 @@ def test_a_call_is_due_only_if_it_always_followed() -> None:
     assert metric_against_gradients(*irregular) == ("group_cycle", ())
 
 
-def test_no_rank_is_blamed_if_a_batch_splits_into_fewer_micro_batches() -> None:
-    """The last batch has three instead of four; one stage shortened it, the other expects four: either could be changed."""
+def test_the_rank_whose_batch_splits_into_fewer_micro_batches_is_named() -> None:
+    """The last batch has three instead of four: that stage sends less than in every earlier round, and the other expects four."""
 
     def stage(rank: int, steps: list[int]) -> RankState:
         peer, calls = 1 - rank, []
@@ -244,4 +244,4 @@ def test_no_rank_is_blamed_if_a_batch_splits_into_fewer_micro_batches() -> None:
     ranks = {0: stage(0, [4] * 12 + [3]), 1: stage(1, [4] * 12 + [4])}
     s = Snapshot(t_s=9.0, world_size=2, ranks=ranks, groups={"default_pg": Group(name="default_pg", ranks=(0, 1))})
     (f,) = proved(s)
-    assert (f.kind, f.cause, f.culprits) == ("deadlock", "p2p_cycle", ())
+    assert (f.kind, f.cause, f.culprits) == ("deadlock", "missing_rank", (0,))
