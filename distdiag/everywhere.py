@@ -11,14 +11,9 @@ import os
 import sys
 from typing import Any
 
+from distdiag.torch_modules import replace
+
 NOT_ME = "DISTDIAG_NOT_PID"  # a process that starts recorded jobs, and may have its own group: pytest
-
-
-def replace(old: Any, new: Any) -> None:
-    """Give every module of torch that has `init_process_group` another one: `init_device_mesh` calls it by a name of its own."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("torch.") and getattr(module, "__dict__", {}).get("init_process_group") is old:
-            module.init_process_group = new  # type: ignore[attr-defined]
 
 
 def install() -> None:

@@ -11,12 +11,12 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from distdiag import everywhere
 from distdiag.recorder import joining, run_claim, session, start_monitor, state
 from distdiag.recorder.after_import import after_import
 from distdiag.recorder.hooks.wrapping import hide_frame, wraps
 from distdiag.recorder.state import VARIABLE, guarded, switched_off
 from distdiag.terms.launchers import launched
+from distdiag.torch_modules import replace
 
 
 def record_process(run_dir: str | None, name: str | None, job: str | None = None) -> None:
@@ -113,15 +113,15 @@ def _becomes_rank(run_dir: str | None, name: str | None, spawned: bool) -> None:
 
         @wraps(original)
         def init_process_group(*args: Any, **kwargs: Any) -> Any:
-            everywhere.replace(init_process_group, original)
+            replace(init_process_group, original)
             try:
                 return enter_group(dist, args, kwargs, run_dir, name, spawned)
             except BaseException as e:
-                everywhere.replace(original, init_process_group)  # the script may try again
+                replace(original, init_process_group)  # the script may try again
                 hide_frame(e)
                 raise
 
-        everywhere.replace(dist.init_process_group, init_process_group)
+        replace(dist.init_process_group, init_process_group)
     plain = torch.autograd.backward
 
     @wraps(plain)

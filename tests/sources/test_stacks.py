@@ -331,9 +331,13 @@ def test_ranks_that_create_different_groups() -> None:
 
 def test_a_rank_that_trains_in_a_thread_is_judged_by_it() -> None:
     """Ray Train: the main thread runs tasks in a package, and the user's function is in another."""
-    loop = Stack((Frame("main_loop", "/env/lib/python3.11/site-packages/ray/_private/worker.py", 1069),), name="MainThread")
+    loop = Stack(
+        (Frame("main_loop", "/env/lib/python3.11/site-packages/ray/_private/worker.py", 1069),), name="MainThread"
+    )
     idle = Stack((Frame("wait", "/usr/lib/python3.11/threading.py", 320),), name="pulse")
-    users = Stack((Frame("train", "/home/me/train.py", 20), Frame("run", "/usr/lib/python3.11/threading.py", 900)), name="T")
+    users = Stack(
+        (Frame("train", "/home/me/train.py", 20), Frame("run", "/usr/lib/python3.11/threading.py", 900)), name="T"
+    )
     log = Stack((Frame("flush", "/home/me/log.py", 3),), name="log")
     assert Process(1, (loop, idle, users)).judged is users
     assert Process(1, (loop, idle, users, log)).judged is loop, "nothing tells which"
