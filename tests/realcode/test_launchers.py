@@ -103,7 +103,9 @@ def test_two_healthy_jobs_end_as_without_and_share_no_run(command: list[str], tm
     assert wanted and not runs(tmp_path)
     with ExitStack() as stack:
         env = environment(tmp_path, DISTDIAG="1")
-        together = 1 if "ray" in command[-2] else 2  # a second ray.init on this host joins the first one's cluster
+        together = (
+            1 if "with_ray.py" in command[-1] else 2
+        )  # a second ray.init on this host joins the first one's cluster
         jobs = [
             stack.enter_context(start(of_one_job(command, "ends"), cwd=tmp_path, env=env, timeout=LIMIT_S))
             for _ in range(together)
@@ -114,5 +116,10 @@ def test_two_healthy_jobs_end_as_without_and_share_no_run(command: list[str], tm
         for run in runs(tmp_path):
             closed(run)
     assert [ranks_of(run) for run in runs(tmp_path)] == [[0, 1]] * together
+    # Ray ends its workers from outside once the training is over: recorded as lost ranks (docs/limits.md)
+    ended_from_outside = " AND kind != 'rank_lost'" if "with_ray.py" in command[-1] else ""
     for run in runs(tmp_path):
-        assert rows(run, "SELECT json FROM finding WHERE severity != 'info' AND cleared_s IS NULL") == []
+        assert (
+            rows(run, "SELECT json FROM finding WHERE severity != 'info' AND cleared_s IS NULL" + ended_from_outside)
+            == []
+        )
