@@ -11,7 +11,7 @@ import os
 import sys
 from typing import Any
 
-from distdiag.group_entry import replace
+from distdiag.torch_modules import replace
 
 NOT_ME = "DISTDIAG_NOT_PID"  # a process that starts recorded jobs, and may have its own group: pytest
 

@@ -11,12 +11,12 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from distdiag.group_entry import replace
 from distdiag.recorder import joining, run_claim, session, start_monitor, state
 from distdiag.recorder.after_import import after_import
 from distdiag.recorder.hooks.wrapping import hide_frame, wraps
 from distdiag.recorder.state import VARIABLE, guarded, switched_off
 from distdiag.terms.launchers import launched
+from distdiag.torch_modules import replace
 
 
 def record_process(run_dir: str | None, name: str | None, job: str | None = None) -> None:

@@ -137,11 +137,12 @@ def test_zero_switches_everything_off(script: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ["1", "0", None])
 def test_a_process_without_a_group_imports_no_recorder(tmp_path: Path, value: str | None) -> None:
-    program = "import sys, torch; print([m for m in sys.modules if m.startswith('distdiag.')])"
+    program = "import sys, torch; print(sorted(m for m in sys.modules if m.startswith('distdiag.')))"
     env = clean_env(tmp_path, {"DISTDIAG": value} if value else {})
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == ("['distdiag.version', 'distdiag.everywhere']" if value == "1" else "[]")
+    imported = "['distdiag.everywhere', 'distdiag.torch_modules', 'distdiag.version']"
+    assert done.stdout.strip() == (imported if value == "1" else "[]")
 
 
 IN_A_THREAD = """

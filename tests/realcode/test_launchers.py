@@ -49,8 +49,11 @@ def command(request: pytest.FixtureRequest) -> list[str]:
     module, before, script, arguments = WAYS[request.param]
     if missing(module):
         pytest.skip(f"{module} is not installed here; .venv-realcode (`make realcode`) has it")
-    before = [str(free_port()) if word == "PORT" else word for word in before]
     return [sys.executable, *before, str(HERE / script), *arguments]
+
+
+def of_one_job(command: list[str], fate: str) -> list[str]:
+    return [*(str(free_port()) if word == "PORT" else word for word in command), fate]
 
 
 def environment(tmp_path: Path, **more: str) -> dict[str, str]:
@@ -81,7 +84,7 @@ def test_a_hang_is_named_in_one_run(command: list[str], tmp_path: Path) -> None:
         return [json.loads(text) for of_run in found for (text,) in of_run]
 
     env = environment(tmp_path, DISTDIAG="1", DISTDIAG_RUN_DIR=str(tmp_path / "run"))
-    with start([*command, "hangs"], cwd=tmp_path, env=env, timeout=2 * LIMIT_S) as job:
+    with start(of_one_job(command, "hangs"), cwd=tmp_path, env=env, timeout=2 * LIMIT_S) as job:
         (finding,) = wait_for(errors, LIMIT_S, "the verdict", job)
         (run,) = runs(tmp_path)
         assert ranks_of(run) == [0, 1]
@@ -92,15 +95,19 @@ def test_a_hang_is_named_in_one_run(command: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", WAYS, indirect=True)
 def test_two_healthy_jobs_end_as_without_and_share_no_run(command: list[str], tmp_path: Path) -> None:
-    with start([*command, "ends"], cwd=tmp_path, env=environment(tmp_path, DISTDIAG="0"), timeout=LIMIT_S) as job:
+    with start(
+        of_one_job(command, "ends"), cwd=tmp_path, env=environment(tmp_path, DISTDIAG="0"), timeout=LIMIT_S
+    ) as job:
         assert job.wait() == 0, job.tail()
         wanted = results(job)
     assert wanted and not runs(tmp_path)
     with ExitStack() as stack:
         env = environment(tmp_path, DISTDIAG="1")
-        together = 1 if "ray" in command[-2] else 2  # a second ray.init on this host joins the first one's cluster
+        together = (
+            1 if "with_ray.py" in command[-1] else 2
+        )  # a second ray.init on this host joins the first one's cluster
         jobs = [
-            stack.enter_context(start([*command, "ends"], cwd=tmp_path, env=env, timeout=LIMIT_S))
+            stack.enter_context(start(of_one_job(command, "ends"), cwd=tmp_path, env=env, timeout=LIMIT_S))
             for _ in range(together)
         ]
         for job in jobs:
@@ -109,5 +116,10 @@ def test_two_healthy_jobs_end_as_without_and_share_no_run(command: list[str], tm
         for run in runs(tmp_path):
             closed(run)
     assert [ranks_of(run) for run in runs(tmp_path)] == [[0, 1]] * together
+    # Ray ends its workers from outside once the training is over: recorded as lost ranks (docs/limits.md)
+    ended_from_outside = " AND kind != 'rank_lost'" if "with_ray.py" in command[-1] else ""
     for run in runs(tmp_path):
-        assert rows(run, "SELECT json FROM finding WHERE severity != 'info' AND cleared_s IS NULL") == []
+        assert (
+            rows(run, "SELECT json FROM finding WHERE severity != 'info' AND cleared_s IS NULL" + ended_from_outside)
+            == []
+        )

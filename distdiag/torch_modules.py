@@ -1,4 +1,4 @@
-"""Where a process joins its first group: `init_process_group`, under each name that torch has for it."""
+"""Replaces `init_process_group` in every module of torch that has it: `init_device_mesh` calls it by a name of its own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def replace(old: Any, new: Any) -> None:
-    """Give every module of torch that has `init_process_group` another one: `init_device_mesh` calls it by another name."""
+    """Give the modules of torch whose `init_process_group` is `old` the function `new`."""
     for name, module in list(sys.modules.items()):
         if name.startswith("torch.") and getattr(module, "__dict__", {}).get("init_process_group") is old:
             module.init_process_group = new  # type: ignore[attr-defined]
