@@ -15,7 +15,7 @@ RUFF := $(VENV)/bin/ruff
 DISTDIAG := $(VENV)/bin/distdiag
 ARGS ?=
 STEPS ?= 200
-WORKERS ?= 2
+WORKERS ?= 3
 export TORCH VENV
 # pyright must not look for a newer self, nor keep anything in the person's home
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
@@ -46,7 +46,7 @@ test: venv ## the whole test suite (ARGS='…' goes to pytest)
 	@$(PY) -m pytest -q -n $(WORKERS) $(ARGS)
 
 replay: venv ## the verdict on every tape of the fault collection (also part of `make test`)
-	@$(PY) -m pytest -q -n $(WORKERS) tests/faults/test_replay.py
+	@$(PY) -m pytest -q tests/faults/test_replay.py
 
 check: venv ## lint, format, types, layering
 	@$(RUFF) check --quiet . && echo "lint: ok"
@@ -89,8 +89,9 @@ realcode: venv ## scripts on transformers, accelerate and lightning, and their b
 	@[ -f $(REALCODE)/.installed ] || { $(PY) -m venv $(REALCODE) && \
 	  $(PY) -c "import sys, sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
 	    > $$(echo $(REALCODE)/lib/python3.*/site-packages)/base.pth && \
-	  $(REALCODE)/bin/python -m pip install -q transformers accelerate lightning torchmetrics && touch $(REALCODE)/.installed; }
+	  $(REALCODE)/bin/python -m pip install -q transformers accelerate lightning torchmetrics 'ray[train]' deepspeed && touch $(REALCODE)/.installed; }
 	@$(REALCODE)/bin/python tests/realcode/run.py --write
+	@$(REALCODE)/bin/python -m pytest -n 0 -p no:cacheprovider tests/realcode
 
 pictures: venv ## the pictures of README and site, drawn by the app itself
 	@$(PY) tools/pictures.py docs/pictures

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,15 +42,15 @@ GONE = ("exited", "finished", "crashed", "left_off", "stopped")
 HEALTHY = 20
 
 
-def jobs(part: str, kind: str) -> list[tuple[Entry, str]]:
+def jobs(part: str, kind: str, ways: Sequence[str] = WAYS) -> list[tuple[Entry, str]]:
     """Return the jobs of a part, each with its launcher."""
     entries = load(FAULTS / "manifest.json").jobs
-    hung = [(e, WAYS[i % len(WAYS)]) for i, e in enumerate(e for e in entries if e.plain_outcome.type == "hang")]
+    hung = [(e, ways[i % len(ways)]) for i, e in enumerate(e for e in entries if e.plain_outcome.type == "hang")]
     fine = [
         e for e in entries if e.plain_outcome.type == "ok" and not e.faulty and e.name not in ("no_dist", "spawn_fine")
     ]
     every = len(fine) / HEALTHY
-    well = [(fine[int(i * every)], WAYS[i % len(WAYS)]) for i in range(HEALTHY)]
+    well = [(fine[int(i * every)], ways[i % len(ways)]) for i in range(HEALTHY)]
     chosen = {"hung": hung, "healthy": well}[kind]
     k, n = map(int, part.split("/"))
     return [(e, "spawn" if e.launch == "python" else how) for e, how in chosen[k - 1 :: n]]
@@ -66,6 +66,11 @@ def started(entry: Entry, how: str, env: dict[str, str]) -> Iterator[Job]:
     elif how == "torchrun":
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
         command += [str(SHIM), "torchrun", script] if "DIGESTS" in env else [script]
+    elif how == "accelerate":
+        # its launcher of several processes on one host; with --cpu it starts one, or mpirun
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(n)]
+        command += ["--main_process_port", address["MASTER_PORT"], "--num_machines", "1", "--mixed_precision", "no"]
+        command += ["--dynamo_backend", "no", "--num_cpu_threads_per_process", "1", script]
     elif how == "spawn":
         command = [sys.executable, str(SHIM), f"spawn:{n}:{address['MASTER_PORT']}", script]
     elif how == "mpirun":

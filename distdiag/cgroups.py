@@ -17,7 +17,7 @@ class MemoryLimit:
     limit_bytes: int
 
     def used_bytes(self) -> int | None:
-        """Return the memory that counts against the limit and cannot be dropped (without cached file pages); None if unreadable."""
+        """Return the memory that counts against the limit, without cached file pages; None if unreadable."""
         current = _number(self.folder / "memory.current")
         if current is None:
             current = _number(self.folder / "memory.usage_in_bytes")
@@ -31,7 +31,7 @@ class MemoryLimit:
 
 
 def cores(root: Path = ROOT, own: Path = OWN) -> float | None:
-    """Return the CPU quota of this process in cores, the smallest of its cgroup and its parents; None without a quota."""
+    """Return the smallest CPU quota of this process's cgroup and its parents, in cores; None without one."""
     found = [q for folder in _folders(root, own, "cpu") if (q := _quota(folder)) is not None]
     return min(found, default=None)
 
@@ -47,9 +47,9 @@ def memory_limits(root: Path = ROOT, own: Path = OWN) -> list[MemoryLimit]:
     return list(found.values())
 
 
-def memory_cgroup(root: Path = ROOT, own: Path = OWN) -> Path | None:
+def memory_cgroup() -> Path | None:
     """Return the directory of this process's own memory cgroup; None if none is visible."""
-    found = [folder for folder in _folders(root, own, "memory") if oom_kills(folder) is not None]
+    found = [folder for folder in _folders(ROOT, OWN, "memory") if oom_kills(folder) is not None]
     return max(found, key=lambda f: len(f.parts), default=None)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import inspect
 import itertools
 import math
@@ -46,7 +45,8 @@ def option(default: Any = None, *flags: str, **attrs: Any) -> Any:
 
     Args:
         flags: Names of the option; default: the field's.
-        attrs: click's, and `section`, `used_by`, `low` (the least number), which the caller reads from the field's metadata.
+        attrs: click's, and `section`, `used_by`, `low` (the least number), which the caller reads from the
+            field's metadata.
     """
     given: dict[str, Any] = {"default_factory": list} if default == [] else {"default": default}
     return field(**given, metadata={"flags": flags, "attrs": attrs})
@@ -141,22 +141,6 @@ class SectionedCommand(click.Command):
                     formatter.write_dl(records)
 
 
-def parse_keep(text: str) -> int:
-    """Return the bytes of a `--keep` size: `500M`, `2G`, `1000000`.
-
-    Raises:
-        DistdiagError: no size, or below 1 MiB.
-    """
-    from distdiag.terms.units import parse_bytes
-
-    with contextlib.suppress(DistdiagError):
-        if (value := parse_bytes(text)) >= 1 << 20:
-            return value
-    raise DistdiagError(
-        f"--keep {text} is no size of at least 1M", "give bytes, or a number with K, M or G: --keep 500M"
-    )
-
-
 def recording_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of a recorded launch, which `distdiag run` and `-m distdiag.run` share."""
     for option in (
@@ -166,6 +150,12 @@ def recording_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--metrics",
             metavar="ADDRESS",
             help="Serve Prometheus metrics at PORT or HOST:PORT; `otlp` sends them by OTLP.",
+        ),
+        click.option(
+            "--nodes-port",
+            type=click.IntRange(1, 65535),
+            metavar="PORT",
+            help="Port of node 0 for nodes that do not see RUN (default: any).",
         ),
         click.option("--keep", metavar="SIZE", help="Size bound of the run's database, e.g. 500M (default 2G)."),
         click.option(

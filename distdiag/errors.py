@@ -39,22 +39,34 @@ class DistdiagError(Exception):
         return type(self), (self.message, self.hint, self.code, self.kind)  # it is sent between ranks
 
 
-def need(extra: str, modules: tuple[str, ...], what: str) -> None:
-    """Check that the packages of an optional extra are installed.
+# Packages of modules with another name. Hints name packages, not extras: distdiag itself is on no package index.
+PACKAGES = {
+    "textual_serve": "textual-serve",
+    "prometheus_client": "prometheus-client",
+    "opentelemetry": "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http",
+}
+
+
+def need(modules: tuple[str, ...], what: str) -> None:
+    """Check that modules of an optional extra are installed.
 
     Args:
-        extra: Name of the extra in pyproject.toml.
-        modules: Top-level modules that the extra brings.
+        modules: Top-level modules.
         what: What needs them, as the start of the error: "the live view".
 
     Raises:
-        DistdiagError: one of them is missing; the hint is the command that installs it.
+        DistdiagError: some are missing; the hint is the command that installs them.
     """
-    for name in modules:
-        if importlib.util.find_spec(name) is None:
-            raise DistdiagError(
-                f"{what} needs {name}, which is not installed", f"pip install 'distdiag[{extra}]'", kind="missing_extra"
-            )
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise missing_package(what, *missing)
+
+
+def missing_package(what: str, *modules: str) -> DistdiagError:
+    """Return the error for missing modules, with the command that installs them as its hint."""
+    text = f"{what} needs {' and '.join(modules)}, which {'is' if len(modules) == 1 else 'are'} not installed"
+    packages = " ".join(PACKAGES.get(name, name) for name in modules)
+    return DistdiagError(text, f"pip install {packages}", kind="missing_extra")
 
 
 def need_torch(what: str) -> None:

@@ -11,37 +11,34 @@ import os
 import sys
 from typing import Any
 
+from distdiag.torch_modules import replace
+
 NOT_ME = "DISTDIAG_NOT_PID"  # a process that starts recorded jobs, and may have its own group: pytest
 
 
 def install() -> None:
     """Wrap `init_process_group` until its first call that succeeds."""
-    public = sys.modules.get("torch.distributed")
     private = sys.modules.get("torch.distributed.distributed_c10d")
-    original = getattr(public, "init_process_group", None)
-    if public is None or private is None or original is None or hasattr(original, "_distdiag"):
+    original = getattr(private, "init_process_group", None)
+    if private is None or original is None or hasattr(original, "_distdiag"):
         return
 
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         if os.environ.get(NOT_ME) == str(os.getpid()):
             return original(*args, **kwargs)
-        for module in (public, private):
-            if getattr(module, "init_process_group", None) is init_process_group:
-                module.init_process_group = original  # type: ignore[attr-defined]
-        from distdiag.recorder import deferred
+        replace(init_process_group, original)
+        from distdiag.recorder import deferred, session
 
+        if session.current is not None:  # recorded in another way, whose hooks are around this function
+            return original(*args, **kwargs)
         try:
             # a script that kept this function, and calls it for a second group, reaches the recorder's
             return deferred.enter_group(private, args, kwargs)
         except BaseException as e:
-            for module in (public, private):  # the script may try again
-                if getattr(module, "init_process_group", None) is original:
-                    module.init_process_group = init_process_group  # type: ignore[attr-defined]
+            replace(original, init_process_group)  # the script may try again
             deferred.hide_frame(e)
             raise
 
-    init_process_group._distdiag = True  # type: ignore[attr-defined]
-    for module in (public, private):
-        if getattr(module, "init_process_group", None) is original:
-            module.init_process_group = init_process_group  # type: ignore[attr-defined]
+    init_process_group._distdiag = original  # type: ignore[attr-defined]
+    replace(original, init_process_group)

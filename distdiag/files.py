@@ -147,8 +147,18 @@ def open_to_read(folder: Path, name: str) -> int:
     """
     below, last = _split(name)
     with entered(folder, below) as directory:
-        fd = os.open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
+        return _open_in(directory, last)
+
+
+def _open_in(directory: int, name: str) -> int:
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
     return _regular(fd, name)
+
+
+def read_in(directory: int, name: str, most: int = MOST_BYTES) -> bytes:
+    """Return the content of a file in an open directory (`entered`); see `read`."""
+    with open(_open_in(directory, name), "rb", buffering=0) as file:
+        return file.read(most)
 
 
 def _regular(fd: int, name: str) -> int:

@@ -1,8 +1,8 @@
-"""Runs in torchrun's process at its exit: prints the verdict after torchrun's tracebacks, or notes that no rank started.
+"""Runs at torchrun's exit: prints the verdict after its tracebacks, or notes that no rank started.
 
-The monitor prints its summary when the last rank has ended. If torchrun prints its traceback after that, the lines that people
-copy would end without the verdict: it is printed again. If the summary came after the traceback, it is not. `torchrun_compat.autoload`
-calls `watch` in a launcher of `distdiag.run`.
+The monitor prints its summary when the last rank has ended. If torchrun prints its traceback after that, the
+lines that people copy would end without the verdict: it is printed again. If the summary came after the
+traceback, it is not. `torchrun_compat.autoload` calls `watch` in a launcher of `distdiag.run`.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import Any
 
 VERDICT_S = 3.0  # for the monitor to write its verdict, after a launch that failed
 VERDICT = "verdict.txt"  # in the run directory: the monitor's last lines
-PRINTED_ON = ".verdict.stream"  # the stream that the monitor has printed them on, as `stream_id` names it
+PRINTED_ON = ".verdict.stream"  # the stream that the monitor has printed them on, as `stderr_id` names it
 
 
-def stream_id(fd: int) -> str:
-    """Return which file, pipe or terminal a file descriptor is, equal in all processes of a host; empty if it is closed."""
+def stderr_id() -> str:
+    """Return an identifier of stderr's file, equal in all processes of a host; empty if it is closed."""
     try:
-        stat = os.fstat(fd)
+        stat = os.fstat(2)
     except OSError:
         return ""
     return f"{stat.st_dev}:{stat.st_ino}:{stat.st_rdev}"
 
 
 def options_of(argv: list[str]) -> dict[str, Any]:
-    """Return the options of `-m distdiag.run` as a rank has them: the command line's, the environment's, then the file's."""
+    """Return the options of `-m distdiag.run`: from the command line, the environment, then the file."""
     from distdiag import settings
     from distdiag.run import command
 
@@ -124,7 +124,7 @@ def _printed_here(run_dir: Path) -> bool:
     from distdiag import files
 
     try:
-        return files.text(run_dir, PRINTED_ON) == stream_id(2) != ""
+        return files.text(run_dir, PRINTED_ON) == stderr_id() != ""
     except OSError:
         return False
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.model.findings import Finding
 
 VERDICT_S = "3"  # a proof must hold so long: a test may expect a timeout of a second or two
+TICK_NS = 10**9  # two changes of a directory within it may have the same time
 _VARIABLES = ("DISTDIAG", "DISTDIAG_RUN_DIR", "DISTDIAG_QUIET", "DISTDIAG_END_HANGS_S", "DISTDIAG_NOT_PID")
 
 
@@ -47,27 +49,29 @@ class Recording:
         self._runs: dict[str, Path] = {}  # of tests, by name: also of earlier ones, as ranks of fixtures live on
         self._judged: set[Path] = set()  # those that are closed or have a verdict: nothing is added to them
         self._kept: set[Path] = set()  # that a report names
-        self._given: dict[str, str | None] = {}
+        self._begun: list[Path] = []  # the runs in the root when it changed last
+        self._changed_ns = -1
         self._problems: list[str] = []  # why something was not recorded or judged; no test fails by it
-        self._before = {name: os.environ.get(name) for name in ("DISTDIAG", "DISTDIAG_NOT_PID")}
+        self._before = {name: os.environ.get(name) for name in _VARIABLES}
         # torch is perhaps imported by a conftest: ranks that are forked have the hook of this process
-        os.environ["DISTDIAG"], os.environ["DISTDIAG_NOT_PID"] = "1", str(os.getpid())
+        os.environ.update(
+            DISTDIAG="1", DISTDIAG_QUIET="1", DISTDIAG_END_HANGS_S=VERDICT_S, DISTDIAG_NOT_PID=str(os.getpid())
+        )
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         root = None if item.get_closest_marker("distdiag_off") is not None else self._directory()
         if root is None:
-            self._set({"DISTDIAG": "0"})
+            os.environ["DISTDIAG"] = "0"
         else:
-            run = self._runs.setdefault(name := str(len(self._runs)), root / name)
-            self._set({
-                "DISTDIAG": "1", "DISTDIAG_RUN_DIR": str(run), "DISTDIAG_QUIET": "1", "DISTDIAG_END_HANGS_S": VERDICT_S,
-                "DISTDIAG_NOT_PID": str(os.getpid()),
-            })  # fmt: skip
+            name = str(len(self._runs))
+            run = self._runs[name] = root / name
+            os.environ["DISTDIAG_RUN_DIR"] = str(run)
         try:
             return (yield)
         finally:
-            self._restore()
+            os.environ["DISTDIAG"] = "1"
+            self._put({"DISTDIAG_RUN_DIR": self._before["DISTDIAG_RUN_DIR"]})
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
@@ -135,24 +139,22 @@ class Recording:
                     yield run.parent, min(hangs, key=lambda f: f.detected_s or 0.0), ended
 
     def _made(self) -> list[Path]:
-        """Return the runs that ranks have begun, by one listing: few tests start ranks."""
+        """Return the runs that ranks have begun: one system call after a test of a suite without ranks."""
+        if self._root is None:
+            return []
         try:
-            names = set(os.listdir(self._root)) if self._root is not None else set()
+            changed_ns = os.stat(self._root).st_mtime_ns
+            if changed_ns != self._changed_ns or time.time_ns() - changed_ns < TICK_NS:
+                names = self._runs.keys() & set(os.listdir(self._root))
+                self._changed_ns, self._begun = changed_ns, [self._runs[name] for name in sorted(names, key=int)]
         except OSError:  # a test has removed it
             return []
-        return [self._runs[name] for name in sorted(self._runs.keys() & names, key=int)]
+        return self._begun
 
     def _text(self, run: Path, finding: Finding) -> str:
         from distdiag.diagnosis.text.finding import finding_lines
 
         return "\n".join([*finding_lines(finding), f"  run    {run}"])
-
-    def _set(self, variables: dict[str, str]) -> None:
-        self._given = {name: os.environ.get(name) for name in _VARIABLES}
-        os.environ.update(variables)
-
-    def _restore(self) -> None:
-        self._put(self._given)
 
     @staticmethod
     def _put(variables: dict[str, str | None]) -> None:
@@ -165,7 +167,7 @@ class Recording:
     def pytest_sessionfinish(self) -> None:
         """Remove the runs of tests without a verdict."""
         kept = self._kept
-        for run in self._runs.values():
+        for run in self._made():
             if not any(k == run or run in k.parents for k in kept):
                 shutil.rmtree(run, ignore_errors=True)
         if self._root is not None and not kept:

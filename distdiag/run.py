@@ -1,7 +1,7 @@
 """`torchrun … -m distdiag.run [--run-dir DIR] SCRIPT|-m MODULE [ARGS…]`: record any script, no line changed.
 
-The script gets the argv, `__main__`, `__file__`, sys.path, working directory, signals and exit code that it would have alone.
-A traceback shows its own frames only.
+The script gets the argv, `__main__`, `__file__`, sys.path, working directory, signals and exit code that it
+would have alone. A traceback shows its own frames only.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from typing import Any, NoReturn
 import click
 
 from distdiag import settings
-from distdiag.command_line import SETTINGS, parse_keep, read, recording_options
+from distdiag.command_line import SETTINGS, read, recording_options
 from distdiag.errors import DistdiagError
 from distdiag.streams import say
+from distdiag.terms.units import parse_keep
 
 RANK_ZERO_FIRST_S = 5.0  # for rank 0 to print what is wrong with the command line
 PROG = "torchrun [TORCHRUN OPTIONS] -m distdiag.run"
@@ -43,7 +44,7 @@ def command(**_options: Any) -> None:
 
 def _parse(argv: list[str]) -> tuple[dict[str, Any], str | None, list[str]]:
     """Return our options, the module to run (if any), and the argv of the script or module."""
-    from distdiag.terms.metrics_targets import check_metrics
+    from distdiag.terms.metrics_targets import parse_metrics
 
     options = read(command, argv, PROG)
     file = settings.read()
@@ -54,7 +55,7 @@ def _parse(argv: list[str]) -> tuple[dict[str, Any], str | None, list[str]]:
     usage = f"{PROG} [OPTIONS] SCRIPT|-m MODULE [ARGS]…"
     if options["keep"]:
         options["keep"] = parse_keep(options["keep"])
-    check_metrics(options["metrics"])
+    parse_metrics(options["metrics"])
     if not script:
         raise DistdiagError("no script given", usage)
     if script[0] == "-m":
@@ -65,8 +66,8 @@ def _parse(argv: list[str]) -> tuple[dict[str, Any], str | None, list[str]]:
         raise DistdiagError(f"unknown option {script[0]} before the script", usage)
     if not Path(script[0]).exists():
         raise DistdiagError(f"no script {script[0]}", NO_FILE_HINT)
-    if Path(script[0]).is_dir():
-        raise DistdiagError(f"{script[0]} is a directory", NO_FILE_HINT)
+    if Path(script[0]).is_dir() and not Path(script[0], "__main__.py").exists():
+        raise DistdiagError(f"{script[0]} is a directory without __main__.py", NO_FILE_HINT)
     return options, None, script
 
 
@@ -87,12 +88,14 @@ def main(argv: list[str] | None = None) -> NoReturn:
     from distdiag.recorder.deferred import record_process
 
     start_monitor.options = start_monitor.Options(
-        options["quiet"], options["keep"], options["tape"], options["metrics"]
+        options["quiet"], options["keep"], options["tape"], options["metrics"], options["nodes_port"]
     )
     if options["share"]:
         run_claim.share = True
     record_process(options["run_dir"], options["name"] or module or Path(rest[0]).stem)
-    if module is None:
+    if module is None and _is_application(rest[0]):
+        _run_application(rest)
+    elif module is None:
         _run_script(rest)
     else:
         _run_module(module, rest)
@@ -120,6 +123,23 @@ def _run_script(argv: list[str]) -> NoReturn:
     main_module.__loader__ = SourceFileLoader("__main__", path)
     sys.modules["__main__"] = main_module
     _finish(lambda: exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), main_module.__dict__))
+
+
+def _is_application(path: str) -> bool:
+    """True for a directory or a zip archive, whose `__main__.py` Python runs."""
+    import zipfile
+
+    return os.path.isdir(path) or (os.path.isfile(path) and zipfile.is_zipfile(path))  # not a pipe: it is read once
+
+
+def _run_application(argv: list[str]) -> NoReturn:
+    import runpy
+
+    sys.argv[:] = argv
+    path = os.path.join(os.getcwd(), argv[0])  # not normalised, as Python does; in place of our directory
+    sys.path[:] = [path, *sys.path[not sys.flags.safe_path :]]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    _finish(lambda: runpy._run_module_as_main("__main__", alter_argv=False))  # type: ignore[attr-defined]
 
 
 def _run_module(module: str, argv: list[str]) -> NoReturn:
@@ -182,9 +202,8 @@ def _show(error: BaseException, current: object) -> None:
     while tb is not None and _is_ours(tb):
         tb = tb.tb_next
     error.__traceback__ = tb
-    if (
-        current is not None
-    ):  # here, and not only by our `sys.excepthook`: the script may have put its own in place of it
+    # here, and not only by our `sys.excepthook`: the script may have put its own in place of it
+    if current is not None:
         current.record_exception(error, tb)  # type: ignore[attr-defined]
     sys.excepthook(type(error), error, tb)
 

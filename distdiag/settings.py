@@ -1,18 +1,23 @@
 """`[tool.distdiag]` in pyproject.toml: what a project sets once. An option comes first, then a variable, then the file.
 
-The file is read when a recorded launch starts (`distdiag.run`, in each rank before the script) and by the readers' command line;
-never by a process that DISTDIAG=1 records. What is wrong with the file costs one line and the setting.
+The file is read when a recorded launch starts (`distdiag.run`, in each rank before the script) and by the
+readers' command line; never by a process that DISTDIAG=1 records. What is wrong with the file costs one line
+and the setting.
 """
 
 from __future__ import annotations
 
 import difflib
+import grp
 import os
+import pwd
 import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from distdiag.files import user_name
 
 NAME, TABLE = "pyproject.toml", "tool.distdiag"
 MOST_BYTES = 1 << 20
@@ -29,15 +34,15 @@ def _flag(value: Any) -> bool | None:
 
 
 def _size(value: Any) -> str | None:
-    from distdiag.command_line import parse_keep
+    from distdiag.terms.units import parse_keep
 
     return _accepted(parse_keep, str(value))
 
 
 def _metrics(value: Any) -> str | None:
-    from distdiag.terms.metrics_targets import check_metrics
+    from distdiag.terms.metrics_targets import parse_metrics
 
-    return _accepted(check_metrics, str(value))
+    return _accepted(parse_metrics, str(value))
 
 
 def _accepted(check: Callable[[str], object], value: str) -> str | None:
@@ -52,6 +57,10 @@ def _accepted(check: Callable[[str], object], value: str) -> str | None:
 
 def _seconds(value: Any) -> str | None:
     return f"{value:g}" if type(value) in (int, float) and 0 <= value < 1e9 else None
+
+
+def _port(value: Any) -> int | None:
+    return value if type(value) is int and 0 < value < 65536 else None
 
 
 def _threshold(value: Any) -> str | None:
@@ -84,6 +93,7 @@ SETTINGS = {
             _metrics,
             "DISTDIAG_METRICS",
         ),
+        Setting("nodes-port", "any", "a port from 1 to 65535", _port, "DISTDIAG_NODES_PORT"),
         Setting("end-hangs-s", "never", "a number of seconds", _seconds, "DISTDIAG_END_HANGS_S"),
         Setting("keep-secrets", "false", "true or false", _flag, "DISTDIAG_KEEP_SECRETS"),
         Setting("fail-on", "error", '"error", "warning" or "never"', _threshold),
@@ -114,7 +124,7 @@ class Shown(NamedTuple):
 
 
 def read(start: Path | None = None) -> File:
-    """Return the nearest file with our table, from `start` (default: the working directory) up to the repository's root or home."""
+    """Return the nearest file with our table, from `start` (default: here) up to the repository's root or home."""
     try:
         for folder in _folders(start or Path.cwd()):
             if (found := _read(folder / NAME)) is not None:
@@ -145,8 +155,8 @@ def _read(path: Path) -> File | None:
         data = file.read(MOST_BYTES)
     if b"distdiag" not in data:
         return None
-    if os.geteuid() not in (0, about.st_uid) and about.st_uid:  # nor parsed: a hostile megabyte takes minutes
-        return File(path, warnings=(f"{path} belongs to another user: its [{TABLE}] is not used",))
+    if who := _other_writer(path, about):  # nor parsed: a hostile megabyte takes minutes
+        return File(path, warnings=(f"{path} {who}: its [{TABLE}] is not used",))
     import tomllib
 
     try:
@@ -160,6 +170,32 @@ def _read(path: Path) -> File | None:
     if not isinstance(table, dict):
         return File(path, warnings=(f"{path}: {TABLE} is no table",))
     return _checked(path, table, _lines(text))
+
+
+def _other_writer(path: Path, found: os.stat_result) -> str:
+    """Return who else than this user and root decides what is in the file; empty: nobody.
+
+    As OpenSSH judges ~/.ssh/config: a group that only this user is in, the default of many systems, may write it.
+    """
+    for uid in (found.st_uid, path.lstat().st_uid):  # of the file, and of a link to it
+        if uid not in (0, os.geteuid()):
+            return f"belongs to {user_name(uid)}"
+    if found.st_mode & stat.S_IWOTH:
+        return "can be written by every user"
+    if found.st_mode & stat.S_IWGRP and not _private(found.st_gid):
+        return "can be written by a group"
+    return ""
+
+
+def _private(gid: int) -> bool:
+    """True for root's group, and for the group of this user's name and no other member."""
+    if gid == 0:
+        return True
+    try:
+        name, group = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return group.gr_name == name and set(group.gr_mem) <= {name}
 
 
 def _checked(path: Path, table: Mapping[str, Any], lines: dict[str, int]) -> File:

@@ -1,6 +1,6 @@
-"""What the commands print. All text goes through `say`, errors through `say_error`, JSON through `say_json`: nothing from a job reaches the terminal raw.
+"""What the commands print: text by `say`, errors by `say_error`, JSON by `say_json`; nothing from a job is raw.
 
-Where not every character can be shown, a plainer one is in its place, never an error.
+Where not every character can be shown, a plainer one or an escape is in its place, never an error.
 """
 
 from __future__ import annotations
@@ -17,33 +17,44 @@ from distdiag.terms.untrusted import INVISIBLE, cut, visible
 
 _PLAIN = {
     "–": "-", "—": "-", "…": "...", "→": "->", "←": "<-", "·": ".", "×": "x", "µ": "u", "≥": ">=", "≤": "<=", "±": "+-",
-    "Δ": "d", "█": "#", "▓": "%", "▒": "+", "░": ".", "╲": "\\", "✓": "ok", "✗": "x", "“": '"', "”": '"', "’": "'",
+    "Δ": "d", "█": "#", "▲": "!", "▓": "%", "▒": "+", "░": ".", "╲": "\\", "✓": "ok", "✗": "x", "“": '"', "”": '"', "’": "'",
 }  # fmt: skip
-_ERRORS = "distdiag-plain"
+PLAINER = "distdiag-plain"  # how text is encoded: what cannot be shown becomes a plainer character, or an escape
 
 
 def _plain(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
     part = error.object[error.start : error.end]
-    return "".join(_PLAIN.get(c, "?") for c in part), error.end
+    return "".join(_PLAIN.get(c) or c.encode("ascii", "backslashreplace").decode() for c in part), error.end
 
 
-codecs.register_error(_ERRORS, _plain)
+codecs.register_error(PLAINER, _plain)
+
+
+def open_closed() -> None:
+    """Open those of stdin, stdout and stderr that are closed: else a file gets their number, and what is printed is written into it."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  for the life of the process
 
 
 def tolerate(ascii_only: bool = False) -> None:
     """Make stdout and stderr escape what they cannot encode; with `ascii_only` everything beyond ASCII."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # not where a test or a notebook has put something else
-            stream.reconfigure(encoding="ascii" if ascii_only else None, errors=_ERRORS)
+            stream.reconfigure(encoding="ascii" if ascii_only else None, errors=PLAINER)
 
 
-def wants_colour(stream: Any = None) -> tuple[bool, bool]:
+def wants_colour() -> tuple[bool, bool]:
     """Return (escapes, colours) by NO_COLOR, FORCE_COLOR, TERM and whether the output is a terminal."""
-    stream = stream or sys.stdout
     forced = os.environ.get("FORCE_COLOR", "") not in ("", "0")
-    terminal = (stream.isatty() and os.environ.get("TERM") != "dumb") or forced
+    terminal = (sys.stdout.isatty() and os.environ.get("TERM") != "dumb") or forced
     return terminal, terminal and (forced or not os.environ.get("NO_COLOR"))
 
 
@@ -75,18 +86,21 @@ def say_error(message: str, hint: str, *, flush: bool = False) -> None:
 
 
 def say_json(encoded: bytes | str, *, flush: bool = False) -> None:
-    """Print a JSON text on stdout, with the same characters as JSON's escapes: it is read as what it was."""
-    print(json_ascii_controls(encoded), flush=flush)
+    """Print a JSON text on stdout, with escapes for what a terminal may obey or cannot show."""
+    text = json_ascii_controls(encoded)
+    if needs_ascii():
+        text = _OTHERS.sub(lambda m: "".join(map(_json_escape, m[0])), text)
+    print(text, flush=flush)
 
 
 def json_ascii_controls(encoded: bytes | str) -> str:
     """Return a JSON text in which characters that a terminal may obey are escapes (`\\u009b`)."""
     text = encoded if isinstance(encoded, str) else encoded.decode()
-    return _OTHERS.sub(lambda m: "".join(map(_json_escape, m[0])), text)
+    return _OTHERS.sub(
+        lambda m: "".join(_json_escape(c) if unicodedata.category(c) in INVISIBLE else c for c in m[0]), text
+    )
 
 
 def _json_escape(char: str) -> str:
-    if unicodedata.category(char) not in INVISIBLE:
-        return char
     units = char.encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[i]:02x}{units[i + 1]:02x}" for i in range(0, len(units), 2))

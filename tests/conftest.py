@@ -1,8 +1,8 @@
 """For every test: a fresh mark in the environment, and a check for processes that outlived the test.
 
-With `-n 2`, the tests of files with real jobs (marked `job`) run one after another on one worker, since each of them wants both
-cores. All other files run on the second worker, which takes over job tests at the end. Job tests are assigned one by one: with whole
-files, one worker would end minutes before the other.
+Files with real jobs (marked `job`) mostly wait: two job tests at a time and the other files, which compute, keep two cores busy. So
+`make test` has three workers: the first and the third start with job tests, the second with all other files, and takes over job tests
+at the end. Job tests are assigned one by one: with whole files, one worker would end minutes before the others.
 """
 
 from __future__ import annotations
@@ -46,13 +46,14 @@ settings.load_profile("ours")
 _GRACE_S = 5.0  # a monitor writes its last rows after the last rank has ended
 
 
-def _orphans(mark: str) -> dict[int, str]:
+def _orphans(mark: str, older: set[str]) -> dict[int, str]:
     # Python's own helper for shared memory lives as long as the process that started it.
-    return {pid: command for pid, command in marked(mark).items() if "multiprocessing.resource_tracker" not in command}
+    found = marked(mark, older)
+    return {pid: command for pid, command in found.items() if "multiprocessing.resource_tracker" not in command}
 
 
 class _JobsInARow(LoadScopeScheduling):
-    """Assigns files and single job tests to workers: the job worker starts with job tests, the others run them last."""
+    """Assigns files and single job tests to workers: every second one starts with job tests, the others run them last."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
@@ -85,6 +86,7 @@ def no_orphans() -> Iterator[None]:
     """Fail a test that leaves a process behind, and kill the process."""
     before = os.environ.get(TEST_MARK)
     mark = os.environ[TEST_MARK] = uuid.uuid4().hex
+    older = set(os.listdir("/proc"))
     try:
         yield
     finally:
@@ -93,7 +95,7 @@ def no_orphans() -> Iterator[None]:
         else:
             os.environ[TEST_MARK] = before
     end = time.monotonic() + _GRACE_S
-    while left := _orphans(mark):
+    while left := _orphans(mark, older):
         if time.monotonic() > end:
             kill_marked(mark)
             pytest.fail(f"processes outlived the test: {left}")

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from tests.launchers import Launcher
+from tests.launchers import Launcher, Place
 
 T = TypeVar("T")
 
@@ -123,19 +123,24 @@ def clean_env(home: Path, extra: Mapping[str, str] | None = None) -> dict[str, s
     return env | dict(extra or {})
 
 
-def marked(mark: str) -> dict[int, str]:
-    """Return the living processes (pid: command line) whose environment has `mark`; zombies are not alive."""
+def marked(mark: str, older: Container[str] = ()) -> dict[int, str]:
+    """Return the living processes (pid: command line) whose environment has `mark`; zombies are not alive.
+
+    Args:
+        older: Names in /proc from before the mark was made; to read only what is new takes a tenth of the time.
+    """
     found: dict[int, str] = {}
     needle = mark.encode()
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+    for name in os.listdir("/proc"):
+        if name in older or not name.isdigit() or int(name) == os.getpid():
             continue
+        entry = Path("/proc") / name
         try:
             if needle not in (entry / "environ").read_bytes():
                 continue
             command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
             if (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                found[int(entry.name)] = command
+                found[int(name)] = command
         except OSError:  # it has ended, or belongs to another user
             continue
     return found
@@ -203,7 +208,17 @@ class Job:
             raise AssertionError(f"the job did not end\n{self.tail()}") from None
 
     def rank_pids(self) -> dict[int, int]:
-        """Return the process ids of the living ranks: the launcher's own children, by RANK."""
+        """Return the process ids of the living ranks: the launcher's own children, by RANK.
+
+        Forked ranks, whose variables no other process can read, are numbered from 0, and only while all of them live.
+        """
+        if isinstance(self.process, Launcher) and self.process.forked_ranks:
+            pid = self.process.pid
+            try:
+                children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()  # in the order of their start
+            except OSError:
+                children = []
+            return dict(enumerate(map(int, children))) if len(children) == self.process.forked_ranks else {}
         pids: dict[int, int] = {}
         for pid in marked(self.mark):
             try:
@@ -265,6 +280,7 @@ def launch(
     *,
     torchrun_args: Sequence[str] = ("--standalone",),
     fork_ranks: bool = False,
+    place: Place | None = None,
 ) -> Iterator[Job]:
     """Run `torchrun TORCHRUN_ARGS --nproc-per-node NPROC ARGS…` as a `Job`; the launcher is forked, see `tests/launchers.py`.
 
@@ -276,6 +292,7 @@ def launch(
         timeout: Seconds from the start after which `Job.wait` fails.
         torchrun_args: Other options of torchrun.
         fork_ranks: Fork the ranks as well, without torchrun: for jobs whose start and end are not asserted.
+        place: Where forked ranks run; None: here.
     """
     program = [str(a) for a in args]
     arguments = program if fork_ranks else [*torchrun_args, "--nproc-per-node", str(nproc), *program]
@@ -283,7 +300,7 @@ def launch(
     def begin(where: Path, variables: dict[str, str], out: Path, err: Path) -> Launcher:
         out.touch()
         err.touch()
-        return Launcher(arguments, where, variables, out, err, forked_ranks=nproc if fork_ranks else 0)
+        return Launcher(arguments, where, variables, out, err, forked_ranks=nproc if fork_ranks else 0, place=place)
 
     with _job(begin, cwd, env, timeout) as job:
         yield job

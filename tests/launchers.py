@@ -10,6 +10,7 @@ and nothing watches them as torchrun would: for jobs whose start is not asserted
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import runpy
@@ -20,11 +21,26 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 NOTICED_S, GRACE_S = 0.1, 30.0  # torchrun's: between two looks at the ranks, and between SIGTERM and SIGKILL
+CLONE_NEWTIME, CLONE_NEWNET = 0x80, 0x40000000
 REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where forked ranks run, see `tests/nodes.py`.
+
+    Attributes:
+        network: Name of their network namespace.
+        ahead_s: Seconds by which their monotonic clock is ahead.
+    """
+
+    network: str
+    ahead_s: int = 0
 
 
 class Server:
@@ -84,6 +100,8 @@ class Launcher:
         arguments: Arguments of torchrun; with `forked_ranks`, the program and its arguments.
         stdout, stderr: Existing files.
         forked_ranks: If not 0: this many ranks are forked instead of torchrun and run the program, in the session of the launcher.
+            They are a whole job, unless `env` has the WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT of a larger one.
+        place: Where forked ranks run; None: here.
     """
 
     stdin = None  # the server keeps it open
@@ -96,12 +114,14 @@ class Launcher:
         stdout: Path,
         stderr: Path,
         forked_ranks: int = 0,
+        place: Place | None = None,
     ) -> None:
         path = env.get("PYTHONPATH", "") if forked_ranks else ""
         if path not in _servers or _servers[path].closed:
             _servers[path] = Server(path)
         self._server = _servers[path]
         self.returncode: int | None = None
+        self.forked_ranks = forked_ranks
         pid = self._server.ask(
             arguments=list(arguments),
             cwd=str(cwd),
@@ -109,6 +129,7 @@ class Launcher:
             stdout=str(stdout),
             stderr=str(stderr),
             forked_ranks=forked_ranks,
+            place=asdict(place) if place else None,
         )
         assert pid is not None
         self.pid = pid
@@ -172,19 +193,35 @@ def _become(request: dict[str, Any]) -> None:
         os.dup2(fd, number)
         os.close(fd)
     sys.argv = ["torchrun", *request["arguments"]]
+    if request["place"]:
+        _enter(Place(**request["place"]))
+
+
+def _enter(place: Place) -> None:
+    """Change into the network namespace of `place`; processes that are forked from now on have its clock, too."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{place.network}") as network:
+        failed = libc.setns(network.fileno(), CLONE_NEWNET)
+    if place.ahead_s and not failed:
+        failed = libc.unshare(CLONE_NEWTIME)
+        Path("/proc/self/timens_offsets").write_text(f"monotonic {place.ahead_s} 0\n")
+    if failed:
+        raise OSError(ctypes.get_errno(), f"cannot enter {place}")
 
 
 def _fork_ranks(number: int) -> int | None:
-    """Fork the ranks of a job on this host; return None in each rank, and in the parent the exit code once all have ended."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    sizes = {"WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
-    os.environ.update(sizes, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    """Fork the ranks of this host; return None in each rank, and in the parent the exit code once all have ended."""
+    if "WORLD_SIZE" not in os.environ:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        os.environ.update(WORLD_SIZE=str(number), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ["LOCAL_WORLD_SIZE"] = str(number)
+    first = number * int(os.environ.get("GROUP_RANK", "0"))
     ranks: set[int] = set()
-    for rank in range(number):
+    for local in range(number):
         pid = os.fork()
         if pid == 0:
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            os.environ.update(RANK=str(first + local), LOCAL_RANK=str(local))
             return None
         ranks.add(pid)
     code, kill_at = 0, float("inf")

@@ -24,10 +24,10 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import Job, distdiag, free_port, start
+from tests.jobs import Job, distdiag, free_port, launch, start
+from tests.launchers import CLONE_NEWNET, Place
 
 LINK = "eth0"
-CLONE_NEWNET = 0x40000000
 
 
 def _ip(*args: str) -> None:
@@ -165,20 +165,33 @@ class Cluster:
         return ["ip", "netns", "exec", self.names[node], *shifted]
 
     @contextmanager
-    def job(self, script: Path, nproc: int = 1, timeout: float = 200.0) -> Iterator[list[Job]]:
-        """Run a script under torchrun on all nodes, recorded."""
+    def job(
+        self, script: Path, nproc: int = 1, timeout: float = 200.0, *, fork_ranks: bool = False
+    ) -> Iterator[list[Job]]:
+        """Run a script on all nodes, recorded: under torchrun, or in forked ranks (see `tests/launchers.py`)."""
         port = str(free_port())
         with ExitStack() as stack:
             jobs = []
             for k in range(self.n):
-                command = [
-                    *self.inside(k), sys.executable, "-m", "torch.distributed.run", "--nnodes", str(self.n),
-                    "--node-rank", str(k), "--master-addr", self.address(0), "--master-port", port,
-                    "--nproc-per-node", str(nproc), "-m", "distdiag.run", "--run-dir", str(self.run(k)), str(script),
-                ]  # fmt: skip
-                self.run(k).parent.mkdir(parents=True, exist_ok=True)
-                env = {"GLOO_SOCKET_IFNAME": LINK, "TMPDIR": str(self.run(k).parent)}
-                jobs.append(stack.enter_context(start(command, cwd=self.run(k).parent, env=env, timeout=timeout)))
+                here = self.run(k).parent
+                here.mkdir(parents=True, exist_ok=True)
+                env = {"GLOO_SOCKET_IFNAME": LINK, "TMPDIR": str(here)}
+                program = ["-m", "distdiag.run", "--run-dir", str(self.run(k)), str(script)]
+                if fork_ranks:
+                    env |= {
+                        "WORLD_SIZE": str(self.n * nproc), "GROUP_RANK": str(k), "GROUP_WORLD_SIZE": str(self.n),
+                        "MASTER_ADDR": self.address(0), "MASTER_PORT": port,
+                    }  # fmt: skip
+                    place = Place(self.names[k], self.offsets_s.get(k, 0))
+                    job = launch(program, nproc, here, env, timeout, fork_ranks=True, place=place)
+                else:
+                    command = [
+                        *self.inside(k), sys.executable, "-m", "torch.distributed.run", "--nnodes", str(self.n),
+                        "--node-rank", str(k), "--master-addr", self.address(0), "--master-port", port,
+                        "--nproc-per-node", str(nproc), *program,
+                    ]  # fmt: skip
+                    job = start(command, cwd=here, env=env, timeout=timeout)
+                jobs.append(stack.enter_context(job))
             yield jobs
 
     def findings(self) -> list[dict[str, Any]]:

@@ -99,7 +99,7 @@ class PageRank:
         page.publish()
 
     def step(self, number: int, end_ns: int, late_ms: float) -> None:
-        """Write a step that ended now: 60 % of it in forward, an all-reduce, and `late_ms` of its own that the others wait for."""
+        """Write a step that ended now: 60 % of it in forward, an all-reduce, and `late_ms` of other work for which the others wait."""
         step_ns, late_ns = int(self.job.step_s * 1e9), int(late_ms * 1e6)
         wait_ns = max(0, int(0.2 * step_ns) - late_ns)
         words, h, slot = self.page.words, self.page.header, self.group
@@ -176,9 +176,8 @@ class Simulation:
         self.ranks = [PageRank(job, pages, q) for q in range(job.local)]
         self.started_unix_s = time.time()
         self.started_ns = time.monotonic_ns()
-        self.view = RankView(
-            page_path(pages, min(1, job.local - 1)), self.started_ns
-        )  # stands for those of other nodes
+        # sent as the page of every other node, too
+        self.view = RankView(page_path(pages, min(1, job.local - 1)), self.started_ns)
         self.others = {k: transport(run_dir, k) for k in range(1, job.nodes)}
         self._publish_at = {k: time.monotonic() + PERIOD_S * k / job.nodes for k in self.others}
         self.lost: set[int] = set()
@@ -255,7 +254,7 @@ def _as(state: RankState, rank: int, node: int) -> RankState:
 
 def shared_directory(run_dir: Path, node: int) -> Transport:
     """Return the transport by files in the run directory."""
-    return Nodes(run_dir / f"node_{node}", node)
+    return Nodes(run_dir / f"node_{node}", node, run_dir)
 
 
 @contextmanager

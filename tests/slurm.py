@@ -1,4 +1,4 @@
-"""A Slurm of one machine for tests: munged, slurmctld and slurmd as children of the test, below a directory of its own."""
+"""A Slurm of one machine for tests: munged, slurmctld and slurmd as children of the test, below one directory."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerType=sched/builtin
 SlurmdParameters=config_overrides
+FirstJobId={first_job}
 MpiDefault=none
 ReturnToService=2
 KillWait=2
@@ -55,6 +56,8 @@ def missing() -> str:
 def slurm(directory: Path, cpus: int = 4) -> Iterator[dict[str, str]]:
     """Start a Slurm with one node of `cpus` CPUs, however many the machine has; yield the variables by which `srun` finds it.
 
+    Its first job has the number of this process: other tests may have a Slurm, too.
+
     Args:
         directory: An empty one, of at most 80 characters: it holds a unix socket.
     """
@@ -68,7 +71,7 @@ def slurm(directory: Path, cpus: int = 4) -> Iterator[dict[str, str]]:
             s.bind(("127.0.0.1", 0))
         ports = {"ctld": one.getsockname()[1], "d": other.getsockname()[1]}
     config = directory / "slurm.conf"
-    config.write_text(_CONFIG.format(host=host, at=directory, cpus=cpus, **ports))
+    config.write_text(_CONFIG.format(host=host, at=directory, cpus=cpus, first_job=os.getpid(), **ports))
     # version 22.05 knows no `disabled`; v1 changes no cgroup unless a plugin of tracking or tasks asks for it
     (directory / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     munge = [f"--{name}={directory}/munge/{file}" for name, file in (

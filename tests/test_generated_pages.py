@@ -19,7 +19,7 @@ PAGES = "import json, runpy, sys; print(json.dumps(runpy.run_path(sys.argv[1])['
     ("folder", "tool"), [("findings", "finding_pages.py"), ("reference", "reference.py"), ("cases", "case_studies.py")]
 )
 def test_the_generated_pages_are_current(folder: str, tool: str, tmp_path: Path) -> None:
-    # in a process of its own: what other tests have imported or set must not be in the pages
+    # in a new process: what other tests have imported or set must not be in the pages
     made = subprocess.run(
         [sys.executable, "-c", PAGES, str(PROJECT / "tools" / tool)],
         cwd=PROJECT, env=clean_env(tmp_path), capture_output=True, text=True, timeout=120, check=True,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import JOB_MARK, launch, marked, start, wait_for
+from tests.jobs import JOB_MARK, launch, marked, runs, start, wait_for
 
 DAEMON = """
 import os, subprocess, sys
@@ -48,18 +48,20 @@ def test_a_wait_that_times_out_shows_the_output() -> None:
 
 
 @pytest.mark.job
-def test_ranks_are_found_by_number_and_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("forked", [False, True])
+def test_ranks_are_found_by_number_and_killed(tmp_path: Path, forked: bool) -> None:
     script = tmp_path / "hang.py"
     script.write_text(
         textwrap.dedent("""
         import os, sys, time
+        open(f"pid.{os.environ['RANK']}", "w").write(str(os.getpid()))
         sys.stdout.write(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}\\n")
         sys.stdout.flush()
         time.sleep(600)
         """)
     )
-    with launch([script], nproc=2, cwd=tmp_path) as job:
-        pids = {job.rank_pid(0), job.rank_pid(1)}
-        assert len(pids) == 2
+    with launch([script], nproc=2, cwd=tmp_path, fork_ranks=forked) as job:
         wait_for(lambda: job.stdout().count("of 2") == 2, 60, "both ranks to speak", job)
-    assert marked(job.mark) == {}
+        pids = [job.rank_pid(rank) for rank in (0, 1)]
+        assert pids == [int((tmp_path / f"pid.{rank}").read_text()) for rank in (0, 1)]
+    assert marked(job.mark) == {} and not any(runs(pid) for pid in pids)

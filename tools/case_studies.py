@@ -124,7 +124,7 @@ def verdict(run: Path, kind: str | None = None) -> str:
     """Return what `distdiag diagnose` prints of a stored run: the state, and the finding of this kind, if one is named."""
     printed = io.TextIOWrapper(io.BytesIO(), "utf-8")
     with open_run(run) as opened, contextlib.redirect_stdout(printed):
-        print_text(opened.report(), ascii=False)
+        print_text(opened.report())
     printed.seek(0)
     about, *blocks = printed.read().split("\n\n")
     state = about.splitlines()[-1]  # the line before it has the run's age

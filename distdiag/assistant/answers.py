@@ -1,7 +1,7 @@
 """What the tools of `distdiag mcp` answer: plain dicts, bounded in size, from a run that is opened for each call.
 
-Nothing is written, started or asked: a run may be another user's, and its job may be running. Every text in an answer comes from the
-job: it is data, and each answer has a line about that.
+Nothing is written, started or asked: a run may be another user's, and its job may be running. Every text in
+an answer comes from the job: it is data, and each answer has a line about that.
 """
 
 from __future__ import annotations
@@ -28,57 +28,81 @@ STEP_COLUMNS = (
 )  # fmt: skip
 
 
-def opened(run: str | None) -> Run:
-    """Return the run, open for reading; default as for every command.
+class Answers:
+    """The tools, for one run. Its methods are what an assistant calls, and their docstrings what it reads about them.
 
-    Raises:
-        DistdiagError: there is none, it cannot be read, or it went away meanwhile.
+    Args:
+        run: As for every command; the run is found and opened anew for each call, so it may begin later or
+            end meanwhile.
     """
-    return open_run(rundir.resolve(run))
 
+    def __init__(self, run: str | None) -> None:
+        self._run = run
 
-def diagnose(run: str | None) -> dict[str, Any]:
-    """Return the verdict: state, notes, and each finding with its message and advice."""
-    with opened(run) as found:
-        report = found.report()
-    keep = ("id", "kind", "cause", "severity", "certainty", "culprits", "message", "advice", "cleared_s")
-    brief = [{k: v for k, v in f.items() if k in keep} for f in _findings(report.findings)]
-    return {
-        **_head(report.run), "state": report.state, "state_text": report.state_text, "world_size": report.world_size,
-        "ranks_seen": report.ranks_seen, "unjudged": report.unjudged, "ended_ago_s": report.ended_ago_s, "notes": report.notes,
-        "findings": brief[:MOST_FINDINGS], "findings_left_out": max(0, len(brief) - MOST_FINDINGS),
-        "not_checked": [{"kind": c.kind, "cause": c.cause, "reason": c.reason} for c in report.checks if not c.checked],
-    }  # fmt: skip
+    def _opened(self) -> Run:
+        return open_run(rundir.resolve(self._run))
 
+    def diagnose(self) -> dict[str, Any]:
+        """The verdict on the job: its state, and each finding with its ranks, message and advice. Call this first."""
+        with self._opened() as found:
+            report = found.report()
+        keep = ("id", "kind", "cause", "severity", "certainty", "culprits", "message", "advice", "cleared_s")
+        brief = [{k: v for k, v in f.items() if k in keep} for f in _findings(report.findings)]
+        return {
+            **_head(report.run), "state": report.state, "state_text": report.state_text, "world_size": report.world_size,
+            "ranks_seen": report.ranks_seen, "unjudged": report.unjudged, "ended_ago_s": report.ended_ago_s,
+            "notes": report.notes, "findings": brief[:MOST_FINDINGS], "findings_left_out": max(0, len(brief) - MOST_FINDINGS),
+            "not_checked": [{"kind": c.kind, "cause": c.cause, "reason": c.reason} for c in report.checks if not c.checked],
+        }  # fmt: skip
 
-def findings(run: str | None, id: str = "") -> dict[str, Any]:
-    """Return findings in full: sites, collective, cost, evidence; all, or the one with this id.
+    def findings(self, id: str = "") -> dict[str, Any]:
+        """Findings in full: site of each rank, collective, cost, evidence. `id` (from diagnose) chooses one."""
+        with self._opened() as found:
+            report = found.report()
+        chosen = [f for f in report.findings if not id or f.id == id]
+        if id and not chosen:
+            known = ", ".join(f.id for f in report.findings[:10]) or "none"
+            text = f"no finding has the id {cut(id, 100)}"
+            raise DistdiagError(text, f"known: {known}", ExitCode.NO_DATA, "no_finding")
+        left_out = max(0, len(chosen) - MOST_FINDINGS)
+        return {**_head(report.run), "findings": _findings(chosen[:MOST_FINDINGS]), "left_out": left_out}
 
-    Raises:
-        DistdiagError: there is no such finding.
-    """
-    with opened(run) as found:
-        report = found.report()
-    chosen = [f for f in report.findings if not id or f.id == id]
-    if id and not chosen:
-        known = ", ".join(f.id for f in report.findings[:10]) or "none"
-        raise DistdiagError(f"no finding has the id {cut(id, 100)}", f"known: {known}", ExitCode.NO_DATA, "no_finding")
-    return {
-        **_head(report.run), "findings": _findings(chosen[:MOST_FINDINGS]), "left_out": max(0, len(chosen) - MOST_FINDINGS)
-    }  # fmt: skip
+    def stacks(self) -> dict[str, Any]:
+        """The newest saved Python stacks of all ranks, as one tree. Ranks with equal frames share a branch."""
+        with self._opened() as found:
+            saved = stacks.read(found.path)
+            shown = saved or _lines_of(found)
+        lines = stacks.tree_lines(stacks.merge(shown))
+        return {
+            **_head(str(found.path)), "saved_stacks": saved is not None, "taken_at_s": shown.t_s if saved else None,
+            "tree": lines[:MOST_LINES], "lines_left_out": max(0, len(lines) - MOST_LINES),
+        }  # fmt: skip
 
+    def steps(self, last: int = 50) -> dict[str, Any]:
+        """Median times of each rank over the last steps (at most 200), in ms. The slow rank has the largest self_ms."""
+        last = max(1, min(last, MOST_STEPS))
+        with self._opened() as found:
+            span = found.step_range()
+            last = min(last, max(1, MOST_ROWS // max(1, len(found.ranks()))))
+            rows = [] if span is None else found.steps(max(span[0], span[1] - last + 1), span[1])
+        by_rank: dict[int, list[Any]] = {}
+        for row in rows:
+            by_rank.setdefault(row.rank, []).append(row)
+        out = []
+        for rank, mine in by_rank.items():
+            known = {name: [v for r in mine if (v := getattr(r, name)) is not None] for name in STEP_COLUMNS}
+            medians = {name: round(median(values), 3) if values else None for name, values in known.items()}
+            out.append({"rank": rank, "steps": len(mine), **medians})
+        out.sort(key=lambda r: (-(r["self_ms"] or 0.0), r["rank"]))
+        return {
+            **_head(str(found.path)), "first_step": rows[0].step if rows else None, "last_step": rows[-1].step if rows else None,
+            "ranks": out[:MOST_RANKS], "ranks_left_out": max(0, len(out) - MOST_RANKS),
+        }  # fmt: skip
 
-def stack_tree(run: str | None) -> dict[str, Any]:
-    """Return the newest saved stacks of all ranks as one indented tree; without any, the line that each rank is at."""
-    with opened(run) as found:
-        saved = stacks.read(found.path)
-        shown = saved or _lines_of(found)
-        path = str(found.path)
-    lines = stacks.tree_lines(stacks.merge(shown))
-    return {
-        **_head(path), "saved_stacks": saved is not None, "taken_at_s": shown.t_s if saved else None,
-        "tree": lines[:MOST_LINES], "lines_left_out": max(0, len(lines) - MOST_LINES),
-    }  # fmt: skip
+    def sql(self, query: str, limit: int = 100) -> dict[str, Any]:
+        """Rows of one SELECT on the run's SQLite database: at most 1000, in 2 s of CPU. Column names have units."""
+        path = rundir.resolve(self._run)
+        return {**_head(str(path)), **msgspec.structs.asdict(select(path, query, limit))}
 
 
 def _lines_of(run: Run) -> stacks.Stacks:
@@ -91,41 +115,6 @@ def _lines_of(run: Run) -> stacks.Stacks:
         for r in run.ranks()
     }
     return stacks.Stacks(t_s=0.0, ranks=ranks)
-
-
-def steps(run: str | None, last: int = 50) -> dict[str, Any]:
-    """Return the medians of each rank over the last steps, in ms; the ranks with the largest self_ms first.
-
-    self_ms = step_ms - wait_ms: the slow rank of a synchronous job has the largest self_ms and the smallest wait_ms.
-    """
-    last = max(1, min(last, MOST_STEPS))
-    with opened(run) as found:
-        span = found.step_range()
-        last = min(last, max(1, MOST_ROWS // max(1, len(found.ranks()))))
-        rows = [] if span is None else found.steps(max(span[0], span[1] - last + 1), span[1])
-    by_rank: dict[int, list[Any]] = {}
-    for row in rows:
-        by_rank.setdefault(row.rank, []).append(row)
-    out = []
-    for rank, mine in by_rank.items():
-        known = {name: [v for r in mine if (v := getattr(r, name)) is not None] for name in STEP_COLUMNS}
-        medians = {name: round(median(values), 3) if values else None for name, values in known.items()}
-        out.append({"rank": rank, "steps": len(mine), **medians})
-    out.sort(key=lambda r: (-(r["self_ms"] or 0.0), r["rank"]))
-    return {
-        **_head(str(found.path)), "first_step": rows[0].step if rows else None, "last_step": rows[-1].step if rows else None,
-        "ranks": out[:MOST_RANKS], "ranks_left_out": max(0, len(out) - MOST_RANKS),
-    }  # fmt: skip
-
-
-def sql(run: str | None, query: str, limit: int = 100) -> dict[str, Any]:
-    """Return the rows of one SELECT on run.db.
-
-    Raises:
-        DistdiagError: it is no SELECT, SQLite refuses it, or it takes too long.
-    """
-    with opened(run) as found:
-        return {**_head(str(found.path)), **select(found, query, limit)}
 
 
 def _head(run: str) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """One SELECT on a run's database, written by somebody who may have been misled: it can read the run, and nothing else.
 
 The connection is read-only and refuses untrusted schemas (`store/checked.py`). Here SQLite's authorizer also refuses whatever is not
-reading: PRAGMA, ATTACH, transactions, writes. Rows, bytes, CPU time and memory are limited.
+reading: PRAGMA, ATTACH, transactions, writes. Rows, bytes, CPU time and memory are limited. The query runs in a child process: SQLite
+checks the time between its instructions, and one call of instr can take minutes.
 """
 
 from __future__ import annotations
@@ -9,11 +10,15 @@ from __future__ import annotations
 import math
 import sqlite3
 import time
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from distdiag import guard
 from distdiag.errors import DistdiagError
 from distdiag.store.checked import Connection, schema
-from distdiag.store.reader import Run
+from distdiag.store.reader import Run, open_run
 from distdiag.terms.untrusted import cut
 
 MOST_ROWS = 1000
@@ -22,6 +27,7 @@ MOST_CELL = 2000  # of one text
 MOST_VALUE_BYTES = 1 << 20  # of a value inside the query; only frames have larger ones, and nobody can read those
 MOST_HEAP_BYTES = 256 << 20  # of SQLite, in the whole process
 CPU_S = 2.0
+_LIMITS = guard.Limits(cpu_s=2 * CPU_S, memory_bytes=2 * MOST_HEAP_BYTES)  # for a call that SQLite does not interrupt
 _READS = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE})
 _NOT = frozenset({"load_extension", "fts3_tokenizer"})
 
@@ -31,14 +37,56 @@ def tables() -> str:
     return "\n".join(f"{table}({', '.join(columns)})" for table, columns in schema().items())
 
 
-def select(run: Run, query: str, limit: int) -> dict[str, Any]:
-    """Return `columns` and `rows` of one SELECT, at most `limit` of them; `truncated` if there are more.
+class Rows(msgspec.Struct, frozen=True, tag=True):
+    """The answer to a query; `truncated` if there are more rows."""
+
+    columns: list[str]
+    rows: list[list[Any]]
+    truncated: bool
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """Why there is no answer."""
+
+    message: str
+    hint: str
+    kind: str
+
+
+_TOO_LONG = Refused(
+    f"the query takes more than {CPU_S:g} s of CPU", "narrow it: WHERE step > …, or a range of ranks", "too_long"
+)
+_TOO_LARGE = Refused("the query needs too much memory", "select fewer columns and rows", "too_large")
+
+
+def select(run_dir: Path, query: str, limit: int) -> Rows:
+    """Return the rows of one SELECT on a run's database, at most `limit` of them.
 
     Raises:
-        DistdiagError: it is not allowed, wrong, or exceeds the limits.
+        DistdiagError: the run cannot be read; the query is not allowed, wrong, or exceeds the limits.
     """
+
+    def work(announce: guard.Announce) -> bytes:
+        announce("ask", 0)
+        try:
+            with open_run(run_dir) as run:
+                return msgspec.msgpack.encode(_select(run, query, limit))
+        except DistdiagError as e:
+            return msgspec.msgpack.encode(Refused(e.message, e.hint, e.kind))
+
+    try:
+        answer = msgspec.msgpack.decode(guard.run(work, _LIMITS), type=Rows | Refused)
+    except guard.Died as e:
+        if e.details:  # an error of ours
+            raise
+        answer = _TOO_LARGE if "memory" in e.reason else _TOO_LONG
+    if isinstance(answer, Refused):
+        raise DistdiagError(answer.message, answer.hint, kind=answer.kind)
+    return answer
+
+
+def _select(run: Run, query: str, limit: int) -> Rows | Refused:
     con = run._con
-    limit = max(1, min(limit, MOST_ROWS))
     refused: list[str] = []
     con.execute(f"PRAGMA hard_heap_limit = {MOST_HEAP_BYTES}")
     con.execute("PRAGMA temp_store = MEMORY")  # a sort writes no file
@@ -46,9 +94,9 @@ def select(run: Run, query: str, limit: int) -> dict[str, Any]:
     con.text_factory = lambda data: data.decode("utf-8", "replace")
     con.set_authorizer(_authorizer(refused))
     try:
-        return _rows(con, query, limit)
+        return _rows(con, query, max(1, min(limit, MOST_ROWS)))
     except (sqlite3.Error, sqlite3.Warning, MemoryError, ValueError, OverflowError) as e:
-        raise _error(e, refused) from None
+        return _reason(e, refused)
     finally:
         con.until_s = math.inf
         con.set_authorizer(None)
@@ -64,7 +112,7 @@ def _authorizer(refused: list[str]) -> Any:
     return allow
 
 
-def _rows(con: Connection, query: str, limit: int) -> dict[str, Any]:
+def _rows(con: Connection, query: str, limit: int) -> Rows:
     con.until_s = time.thread_time() + CPU_S
     cursor = con.execute(query)
     if cursor.description is None:
@@ -77,7 +125,7 @@ def _rows(con: Connection, query: str, limit: int) -> dict[str, Any]:
         if more := len(rows) == limit or left < 0:
             break
         rows.append(values)
-    return {"columns": [cut(c[0], 200) for c in cursor.description], "rows": rows, "truncated": more}
+    return Rows([cut(c[0], 200) for c in cursor.description], rows, more)
 
 
 def _value(value: Any) -> Any:
@@ -88,20 +136,13 @@ def _value(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _error(error: Exception, refused: list[str]) -> DistdiagError:
+def _reason(error: Exception, refused: list[str]) -> Refused:
     text = str(error)
     if refused or "readonly" in text:
-        return DistdiagError(
-            "only SELECT is allowed", "the run is read-only: no PRAGMA, ATTACH or writes", kind="not_allowed"
-        )
+        return Refused("only SELECT is allowed", "the run is read-only: no PRAGMA, ATTACH or writes", "not_allowed")
     if "interrupted" in text:
-        return DistdiagError(
-            f"the query takes more than {CPU_S:g} s of CPU",
-            "narrow it: WHERE step > …, or a range of ranks",
-            kind="too_long",
-        )
+        return _TOO_LONG
     if isinstance(error, MemoryError) or "too big" in text:
-        return DistdiagError("the query needs too much memory", "select fewer columns and rows", kind="too_large")
-    return DistdiagError(
-        f"SQLite: {cut(text, 300)}", "`SELECT name, sql FROM main.sqlite_master` lists the tables", kind="bad_query"
-    )
+        return _TOO_LARGE
+    hint = "`SELECT name, sql FROM main.sqlite_master` lists the tables"
+    return Refused(f"SQLite: {cut(text, 300)}", hint, "bad_query")

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from distdiag import procfs
 from distdiag.attach.ranks import Candidate
-from distdiag.errors import DistdiagError
+from distdiag.errors import missing_package
 from distdiag.sources.stacks.frames import Frame, Process, Stack
 from distdiag.sources.stacks.read import NoStacks, from_json
 
@@ -41,7 +41,7 @@ class Sample:
         process: Its stacks; None if they could not be read, with `error`.
         paused_s: How long its main thread was stopped.
         cpu_s: CPU time of its main thread so far.
-        queued_s: How long its main thread could have run so far, and had no CPU; 0 on a kernel that does not tell.
+        queued_s: How long its main thread has waited for a CPU so far; 0 on a kernel without schedstat.
         children_s: CPU time of its children so far and their time without a CPU: loader workers that still work.
     """
 
@@ -63,9 +63,7 @@ def py_spy() -> str:
     installed = Path(sys.executable).parent / "py-spy"
     found = str(installed) if os.access(installed, os.X_OK) else shutil.which("py-spy")
     if found is None:
-        raise DistdiagError(
-            "attach needs py-spy, which is not installed", "pip install 'distdiag[attach]'", kind="missing_extra"
-        )
+        raise missing_package("attach", "py-spy")
     return found
 
 

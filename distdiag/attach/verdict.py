@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 import shlex
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from distdiag import guard
-from distdiag.attach import sample
+from distdiag.attach import ras as ncclras
+from distdiag.attach import recorders, sample
 from distdiag.attach.ranks import Candidate, Job
 from distdiag.attach.sample import Sample
-from distdiag.diagnosis.model.findings import Report, rank_list
+from distdiag.diagnosis.model.findings import Certainty, Report, Severity, State, rank_list
 from distdiag.diagnosis.model.snapshot import Life
 from distdiag.errors import DistdiagError, ExitCode
+from distdiag.sources.dumps.verdict import NoDumps, diagnose_dumps
 from distdiag.sources.stacks.calls import position
 from distdiag.sources.stacks.frames import Process
 from distdiag.sources.stacks.verdict import Seen, report
@@ -24,15 +29,18 @@ from distdiag.terms.untrusted import visible
 GAP_S = 1.0  # between the first two samples
 LONGER_S = 1.5  # until the third, of the ranks that have not moved by then
 AGAIN = 3  # more samples at most, of ranks that could not run or whose loader still works
-ABLE_S = 2.0  # a rank stands still if it has not moved in so long a time, in which it had a CPU or asked for none
+ABLE_S = 2.0  # a rank is stuck if it has not moved for so long while it had a CPU or asked for none
 WORKING = 0.1  # share of a core that children of a rank use, or wait for: then it waits for their work
 BUSY = 0.3  # share of a core from which a rank counts as computing
 MAX_SOURCE = 1 << 20  # bytes of one source file
 _RANK_NAMES = ("rank", "global_rank", "local_rank")
 
 
-def attach(job: Job) -> Report:
+def attach(job: Job, ras: bool = False) -> Report:
     """Return the verdict on a running job.
+
+    Args:
+        ras: Ask NCCL's RAS, too, where counts are missing.
 
     Raises:
         DistdiagError: it is recorded, or no stack could be read.
@@ -76,10 +84,54 @@ def attach(job: Job) -> Report:
         notes.append(f"on each of them run: {elsewhere(job)}")
     for rank in failed:
         del seen[rank]
-    return report(
+    found = report(
         seen, source, run=f"job {job.names[0]}", world=world, notes=notes, unjudged=unjudged,
         command=visible(" ".join(mask(list(members[0].command)))),
     )  # fmt: skip
+    stuck = any(f.severity != Severity.INFO for f in found.findings) and len(ranks) == len(seen) == world
+    return _with_counts(found, ranks, seen, source, ras) if stuck else found
+
+
+def _with_counts(
+    found: Report, ranks: Mapping[int, Candidate], seen: Mapping[int, Seen], source: _Source, ras: bool
+) -> Report:
+    """Return the verdict with the numbers of the flight records; they decide, where every rank has one."""
+    with tempfile.TemporaryDirectory(prefix="distdiag-") as made:
+        folder = Path(made)
+        taken, notes = recorders.take(ranks, folder)
+        if ras and len(taken) < len(ranks):
+            by_ras, more = ncclras.take(ranks, folder)
+            taken, notes = taken | by_ras, notes + more
+        if taken and len(taken) < len(ranks):
+            notes.append(f"only {rank_list(sorted(taken))} gave a flight record: not used")
+        if len(taken) < len(ranks):
+            return replace(found, notes=(*found.notes, *notes))
+        places = {rank: s.position for rank, s in seen.items() if s.position is not None}
+        try:
+            counted = diagnose_dumps(folder, places, source)
+        except (NoDumps, DistdiagError) as e:
+            return replace(found, notes=(*found.notes, *notes, f"the flight records cannot be judged: {e}"))
+    notes += [n for n in counted.notes if made not in n]
+    decided = [
+        replace(f, evidence=(), severity=f.severity if f.certainty == Certainty.PROVED else Severity.WARNING)
+        for f in counted.findings
+        if f.kind not in ("recorder", "rank_lost") and f.severity == Severity.ERROR and (f.culprits or f.victims)
+    ]  # fmt: skip
+    if not decided:
+        notes.append("the flight records of all ranks show no other reason")
+        return replace(found, notes=(*found.notes, *notes))
+    first, of_stacks = decided[0], found.findings[0]
+    if first.certainty != Certainty.PROVED and set(first.culprits) == set(of_stacks.culprits):
+        # the same ranks: stacks have the better text, the records the number
+        number = first.collective.seq if first.collective is not None else None
+        notes.append(f"the flight records agree: {first.message}")
+        numbered = of_stacks.collective and replace(of_stacks.collective, seq=number)
+        decided = [replace(of_stacks, collective=numbered), *found.findings[1:]]
+    else:
+        notes.append(f"by stacks alone: {of_stacks.message}")
+    proved = any(f.certainty == Certainty.PROVED for f in decided)
+    state = State.DEADLOCKED if proved else found.state
+    return replace(found, state=state, findings=tuple(decided), notes=(*found.notes, *notes))
 
 
 def elsewhere(job: Job) -> str:
@@ -93,7 +145,7 @@ def elsewhere(job: Job) -> str:
 
 
 def _samples(job: Job) -> dict[int, list[Sample]]:
-    """Return the samples of each process: two, and of those that have not moved a third, with native frames where they add something."""
+    """Return two samples of each process, and more of those that have not moved."""
     taken = {pid: [s] for pid, s in sample.take(job.processes).items()}
     time.sleep(GAP_S)
     for pid, s in sample.take([p for p in job.processes if taken[p.pid][0].process is not None]).items():
@@ -116,7 +168,7 @@ def _samples(job: Job) -> dict[int, list[Sample]]:
 
 
 def _open(samples: list[Sample]) -> str:
-    """Return why a process that has not moved may yet move: it had no CPU, or its children work for it; else an empty text."""
+    """Return why a process that has not moved may yet move: no CPU, or its children work; else empty."""
     first, last = samples[0], samples[-1]
     interval_s, queued_s = last.at_s - first.at_s, last.queued_s - first.queued_s
     newest = _newest(samples)

@@ -16,7 +16,7 @@ import click
 from distdiag.cli.errors import report_error
 from distdiag.command_line import SETTINGS, usage_error
 from distdiag.errors import DistdiagError, ExitCode
-from distdiag.streams import say, tolerate
+from distdiag.streams import open_closed, say, tolerate
 from distdiag.version import VERSION
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -99,31 +99,54 @@ def _use_settings(context: click.Context) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the `distdiag` command and return its exit code; a known error shows no traceback."""
+    open_closed()
     tolerate()
     arguments = sys.argv[1:] if argv is None else argv
     json_of = arguments[0] if "--json" in arguments and arguments[0] in COMMANDS else None
     try:
-        result = app.main(args=arguments, prog_name="distdiag", standalone_mode=False)
-        code = int(result) if isinstance(result, int) else 0
-    except DistdiagError as e:
-        code = report_error(e, json_of)
-    except click.exceptions.NoArgsIsHelpError as e:
-        say(e.format_message())
-        code = int(ExitCode.USAGE)
-    except click.UsageError as e:
-        code = report_error(usage_error(e, "distdiag"), json_of)
-    except click.exceptions.Exit as e:
-        code = e.exit_code
-    except (KeyboardInterrupt, click.Abort):
-        code = int(ExitCode.INTERRUPTED)
-    except BrokenPipeError:
-        # the reader of stdout (head, less) has ended; without this, Python reports it again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = _run(arguments, json_of)
+        sys.stdout.flush()  # a full disk shows here, not when Python ends
+    except BrokenPipeError:  # the reader of stdout (head, less) has ended
+        _discard_output()
         code = 0
     except OSError as e:
-        if e.errno != errno.ENAMETOOLONG:
-            raise
-        code = report_error(
-            DistdiagError(f"{e.filename}: {e.strerror}", "give the path of a file or a directory"), json_of
-        )
+        code = report_error(_of_system(e), json_of)
     return code
+
+
+def _run(arguments: list[str], json_of: str | None) -> int:
+    try:
+        result = app.main(args=arguments, prog_name="distdiag", standalone_mode=False)
+        return int(result) if isinstance(result, int) else 0
+    except DistdiagError as e:
+        return report_error(e, json_of)
+    except click.exceptions.NoArgsIsHelpError as e:
+        say(e.format_message())
+        return int(ExitCode.USAGE)
+    except click.UsageError as e:
+        return report_error(usage_error(e, "distdiag"), json_of)
+    except click.exceptions.Exit as e:
+        return e.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        return int(ExitCode.INTERRUPTED)
+
+
+def _of_system(error: OSError) -> DistdiagError:
+    """Return an error of a file, or of the output on a full or broken disk, in one line.
+
+    Raises:
+        OSError: it is neither.
+    """
+    if error.filename is not None:
+        return DistdiagError(f"{error.filename}: {error.strerror}", "give the path of a file or a directory")
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG):
+        raise error
+    _discard_output()
+    return DistdiagError(
+        f"the output cannot be written: {error.strerror}", "check the disk that it goes to, and TMPDIR"
+    )
+
+
+def _discard_output() -> None:
+    """Let what is still to be written on stdout go nowhere: Python would report the failure again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from distdiag.cli.options import ascii_option
 from distdiag.errors import DistdiagError
 from distdiag.streams import say_json
 
@@ -14,6 +15,7 @@ from distdiag.streams import say_json
     "--job", metavar="NAME", help="The job with this run id, Slurm job id, MASTER_PORT, script or launcher's pid."
 )
 @click.option("--here", is_flag=True, help="The only job that runs here as this user.")
+@click.option("--ras", is_flag=True, help="Ask NCCL's RAS for counts, too (NCCL 2.28.9 or newer).")
 @click.option("--json", "as_json", is_flag=True, help="Print one object (distdiag.findings/1).")
 @click.option(
     "--fail-on",
@@ -22,16 +24,18 @@ from distdiag.streams import say_json
     show_default=True,
     help="Exit 1 if a finding is at least this bad.",
 )
-@click.option("--ascii", "ascii", is_flag=True, help="Print ASCII characters only.")
-def command(pids: tuple[int, ...], job: str | None, here: bool, as_json: bool, fail_on: str, ascii: bool) -> int:
+@ascii_option
+def command(pids: tuple[int, ...], job: str | None, here: bool, ras: bool, as_json: bool, fail_on: str) -> int:
     """Judge a running job that was not recorded, by the stacks of its ranks on this host.
 
-    PID is a launcher (torchrun, the script that spawns) or any rank: all ranks of its job on this host are sampled with py-spy, for
-    about three seconds. Each is stopped for some milliseconds per sample; nothing in it changes. Stacks have no
-    counts, so what they show is suspected, not proved: record the job (`-m distdiag.run`) to know.
+    PID is a launcher (torchrun, the script that spawns) or any rank: all ranks of its job on this host are
+    sampled with py-spy, for about three seconds. Each is stopped for some milliseconds per sample; nothing in
+    it changes. Stacks have no counts, so what they show is suspected, not proved: record the job (`-m
+    distdiag.run`) to know. Where the job serves its flight recorder (TORCH_WORKER_SERVER_SOCKET,
+    TORCH_NCCL_DEBUG_INFO_PIPE_FILE), a suspicion is checked with its counts.
 
-    Exit codes: 0 nothing at or above --fail-on, 1 found, 2 bad pid or name, or no permission, 3 not all ranks are on this host,
-    4 no job.
+    Exit codes: 0 nothing at or above --fail-on, 1 found, 2 bad pid or name, or no permission, 3 not all ranks
+    are on this host, 4 no job.
     """
     import msgspec
 
@@ -45,9 +49,9 @@ def command(pids: tuple[int, ...], job: str | None, here: bool, as_json: bool, f
             "name the job: PID…, --job NAME or --here", "`distdiag attach --here` takes the only job of this user"
         )
     py_spy()
-    report = attach(ranks.chosen(pids, job, ranks.jobs_here()))
+    report = attach(ranks.chosen(pids, job, ranks.jobs_here()), ras)
     if as_json:
         say_json(msgspec.json.encode(report))
     else:
-        print_text(report, ascii)
+        print_text(report)
     return int(exit_code(report, fail_on))

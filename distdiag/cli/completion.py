@@ -14,6 +14,8 @@ SHELLS = ("bash", "zsh", "fish")
 def command(shell: str) -> None:
     """Print the script that completes commands and options in a shell.
 
+    Create the directory first if it is missing.
+
     \b
     distdiag completion bash > ~/.local/share/bash-completion/completions/distdiag
     distdiag completion zsh > ~/.zfunc/_distdiag          # ~/.zfunc must be in fpath

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 import sys
 import tempfile
 import time
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from distdiag.cli.options import ascii_option
 from distdiag.cli.verdict import exit_code, print_text
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.streams import say, say_json
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 
 TAKE_OVER_S = 40.0  # most for a monitor to judge the run, or close that of a job that ended
 JUDGED_S = 2.5  # for a new monitor to judge a running job
+MOST_STDIN = 4 << 30  # bytes; it is copied into the temporary directory
 _STDIN = {"-", "/dev/stdin"}
 
 
 def _of_files(targets: tuple[str, ...]) -> Report:
-    """Return the verdict on flight-recorder dumps and log files; with both, the dumps show who waits, the logs who failed."""
+    """Return the verdict on dumps and logs; with both, the dumps show who waits, the logs who failed."""
     import msgspec
 
     from distdiag.sources.dumps.verdict import NoDumps, diagnose_dumps
@@ -150,13 +151,13 @@ def _with_files(run: Report, others: tuple[str, ...]) -> Report:
     """Return the verdict on a run and its logs or dumps: the run's own, unless only they show an error."""
     import msgspec
 
-    from distdiag.diagnosis.model.findings import Severity, at_least
+    from distdiag.diagnosis.model.findings import Severity, at_least, still_open
     from distdiag.diagnosis.text.finding import printable
 
     files = _of_files(others)
     errors = [f for f in files.findings if at_least(f.severity, Severity.ERROR)]
     names = printable(", ".join(others))
-    if any(f.cleared_s is None and at_least(f.severity, Severity.ERROR) for f in run.findings):
+    if any(at_least(f.severity, Severity.ERROR) for f in still_open(run.findings)):
         notes = [f"{names} has: {f.message}" for f in errors]
         return msgspec.structs.replace(run, notes=(*run.notes, *notes))
     note = f"from {names}: {len(errors)} error{'s' if len(errors) > 1 else ''}" if errors else f"{names}: nothing found"
@@ -206,7 +207,13 @@ def _with_stdin(targets: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     with tempfile.TemporaryDirectory(prefix="distdiag-") as folder:
         path = Path(folder, "stdin.log")
         with path.open("wb") as file:
-            shutil.copyfileobj(sys.stdin.buffer, file)
+            left = MOST_STDIN
+            while left and (chunk := sys.stdin.buffer.read(min(left, 1 << 20))):
+                left -= file.write(chunk)
+        if not left:
+            raise DistdiagError(
+                f"standard input has more than {MOST_STDIN >> 20:,} MiB", "write it into a file, and name that"
+            )
         yield tuple(str(path) if t in _STDIN else t for t in targets)
 
 
@@ -240,17 +247,17 @@ def _newer_launch(path: Path) -> str | None:
     return f"a newer launch ({printable(name)}) has not reported yet" if name is not None else None
 
 
-def _print_why(report: Report, kind: str, ascii: bool) -> None:
+def _print_why(report: Report, kind: str) -> None:
     from distdiag.diagnosis.text.checks import known_kinds, why_lines
     from distdiag.diagnosis.text.finding import finding_lines, printable
 
     if kind not in known_kinds():
         raise DistdiagError(f"there is no kind of finding '{kind}'", f"one of {', '.join(known_kinds())}")
     for line in why_lines(kind, report.checks, report.findings):
-        say(printable(line).encode("ascii", "backslashreplace").decode() if ascii else printable(line))
+        say(printable(line))
     for f in report.findings:
         if f.kind == kind:
-            say("\n".join(["", *finding_lines(f, ascii=ascii)]))
+            say("\n".join(["", *finding_lines(f)]))
 
 
 def _traces(targets: tuple[str, ...]) -> list[Path]:
@@ -324,37 +331,35 @@ def _diagnose_traces(targets: tuple[str, ...], traces: list[Path], as_json: bool
     help="Exit 1 if a finding is at least this bad, or the job failed.",
 )
 @click.option("--why", metavar="KIND", help="Print why this kind of finding was found or not, e.g. straggler.")
-@click.option("--ascii", "ascii", is_flag=True, help="Print ASCII characters only.")
-def command(
-    targets: tuple[str, ...], as_json: bool, output_format: str, fail_on: str, why: str | None, ascii: bool
-) -> int:
+@ascii_option
+def command(targets: tuple[str, ...], as_json: bool, output_format: str, fail_on: str, why: str | None) -> int:
     """Print the verdict on a running job, a finished one, or flight-recorder dumps and logs from any cluster.
 
-    RUN is a run directory (default: reports/latest). Dumps are JSON or pickle, plain or gzipped, from any torch 2.x, with
-    the rank in their name or content. No code in them is run. Ranks without a dump are listed.
+    RUN is a run directory (default: reports/latest). Dumps are JSON or pickle, plain or gzipped, from any
+    torch 2.x, with the rank in their name or content. No code in them is run. Ranks without a dump are
+    listed.
 
-    Logs are text of the ranks, torchrun, Slurm or Kubernetes, plain or gzipped: what torch, NCCL, the launcher and the kernel
-    report in them is put in order. `-` is standard input.
+    Logs are text of the ranks, torchrun, Slurm or Kubernetes, plain or gzipped: what torch, NCCL, the
+    launcher and the kernel report in them is put in order. `-` is standard input.
 
-    Stacks are what `py-spy dump` (text or --json) and faulthandler print, one file per rank or several in one. They show where each
-    rank is, so their verdict is suspected, not proved; `distdiag attach` takes them itself.
+    Stacks are what `py-spy dump` (text or --json) and faulthandler print, one file per rank or several in
+    one. They show where each rank is, so their verdict is suspected, not proved; `distdiag attach` takes them
+    itself.
 
-    Exit codes: 0 nothing at or above --fail-on, 1 found or the job failed, 2 bad option or file, 3 not all ranks could be
-    judged, 4 no run, no dump, no rank has written. --fail-on never always exits 0.
+    Exit codes: 0 nothing at or above --fail-on, 1 found or the job failed, 2 bad option or file, 3 not all
+    ranks could be judged, 4 no run, no dump, no rank has written. --fail-on never always exits 0.
 
-    Kineto traces (torch.profiler's JSON, one per rank) are analysed together: compute, communication, overlap, waits for
-    other ranks, and which rank comes last; --json prints distdiag.profile/1. If dumps or logs given with them show a failure,
-    that comes first, and the traces are not analysed.
+    Kineto traces (torch.profiler's JSON, one per rank) are analysed together: compute, communication,
+    overlap, waits for other ranks, and which rank comes last; --json prints distdiag.profile/1. If dumps or
+    logs given with them show a failure, that comes first, and the traces are not analysed.
     """
 
     as_json = as_json or output_format == "json"
     with _with_stdin(targets) as files:
-        return _command(files, as_json, output_format, fail_on, why, ascii)
+        return _command(files, as_json, output_format, fail_on, why)
 
 
-def _command(
-    targets: tuple[str, ...], as_json: bool, output_format: str, fail_on: str, why: str | None, ascii: bool
-) -> int:
+def _command(targets: tuple[str, ...], as_json: bool, output_format: str, fail_on: str, why: str | None) -> int:
     """Print the verdict on files; returns the exit code."""
     import msgspec
 
@@ -365,7 +370,7 @@ def _command(
     if report is None:
         return _diagnose_traces(targets, traces, as_json)
     if why is not None:
-        _print_why(report, why, ascii)
+        _print_why(report, why)
         return int(ExitCode.OK)
     if as_json:
         say_json(msgspec.json.encode(report))
@@ -375,5 +380,5 @@ def _command(
         written = FORMATS[output_format](report, repository(Path.cwd()))
         (say_json if output_format in ("gitlab", "sarif") else say)(written)
     else:
-        print_text(report, ascii)
+        print_text(report)
     return int(exit_code(report, fail_on))

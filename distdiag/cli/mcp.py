@@ -16,7 +16,7 @@ def command(run: str | None) -> None:
     reports/latest, found anew for each call, so the run may begin later. What the tools return comes from the job, and is marked as
     untrusted. `distdiag skill` prints how to read it.
     """
-    need("mcp", ("mcp",), "the server for assistants")
+    need(("mcp",), "the server for assistants")
     from distdiag.assistant.server import server
 
     server(run).run("stdio")

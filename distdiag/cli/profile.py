@@ -40,21 +40,24 @@ def _culprit(run_dir: Path, views: list[RankView]) -> tuple[int, int, str]:
     Raises:
         DistdiagError: NO_DATA if fewer than two ranks have recorded a step.
     """
+    from distdiag.monitor.cluster.questions import asked_at
     from distdiag.monitor.evidence.request_profile import self_times
     from distdiag.store.opening import RunUnreadable
     from distdiag.store.reader import open_run
 
-    times = self_times(views)
+    times, found = self_times(views), []
+    try:
+        with open_run(run_dir) as run:
+            found = [f for f in run.findings() if f.kind == "straggler" and f.cleared_s is None and f.culprits]
+            if asked_at(run_dir) is not None and (frame := run.latest_frame()) is not None:
+                times = {r.rank: r.self_ms for r in frame.ranks if r.self_ms is not None} | times
+    except RunUnreadable:
+        pass
     if len(times) < 2:
         raise DistdiagError(
             "fewer than two ranks on this node have recorded a step", "name the ranks: --ranks 0,1", ExitCode.NO_DATA
         )
     slowest, reason = max(times, key=lambda q: times[q]), ""
-    try:
-        with open_run(run_dir) as run:
-            found = [f for f in run.findings() if f.kind == "straggler" and f.cleared_s is None and f.culprits]
-    except RunUnreadable:
-        found = []
     if found and found[0].culprits[0] in times:
         slowest, reason = found[0].culprits[0], "finding: straggler"
     others = sorted((q for q in times if q != slowest), key=lambda q: times[q])
@@ -64,7 +67,7 @@ def _culprit(run_dir: Path, views: list[RankView]) -> tuple[int, int, str]:
 
 @click.command()
 @click.argument("run", required=False)
-@click.option("--ranks", metavar="LIST", help="Ranks to profile, e.g. 0,3 or 0-7 (default: all on this node).")
+@click.option("--ranks", metavar="LIST", help="Ranks to profile, e.g. 0,3 or 0-7 (default: all).")
 @click.option("--steps", default=3, show_default=True, metavar="N", help="Steps to record, at most 50.")
 @click.option("--culprit", is_flag=True, help="Profile the straggler and one peer; show the differences.")
 @click.option(
@@ -76,10 +79,12 @@ def command(run: str | None, ranks: str | None, steps: int, culprit: bool, timeo
     """Profile the running job for a few steps. The job is not changed.
 
     torch.profiler starts in each rank at the end of the same step. Results in RUN/profile/N: trace.json.gz of all ranks for
-    ui.perfetto.dev, rank_R.json (Kineto), profile.json. The script's lines are sampled 100 times a second.
+    ui.perfetto.dev, rank_R.json (Kineto), profile.json. The script's lines are sampled 100 times a second. On node 0, also
+    the ranks of nodes that do not see RUN.
     RUN: default reports/latest.
     """
-    from distdiag.monitor.evidence import dump, request_profile
+    from distdiag.monitor import nodes
+    from distdiag.monitor.evidence import dump, profile_of_nodes, request_profile
     from distdiag.page.profile_files import MAX_STEPS
     from distdiag.store import rundir
 
@@ -98,15 +103,11 @@ def command(run: str | None, ranks: str | None, steps: int, culprit: bool, timeo
     if culprit:
         chosen = _culprit(run_dir, views)
         wanted = sorted(chosen[:2])
-    taken = request_profile.take(
-        run_dir,
-        request_profile.choose(views, wanted),
-        steps,
-        timeout_s,
-        lambda line: say(f"recording {line}", err=True),
+    taken = profile_of_nodes.take(
+        run_dir, views, wanted, steps, timeout_s, lambda line: say(f"recording {line}", err=True)
     )
-    if ranks is None:
-        taken.absent = request_profile.not_here(run_dir, views)
+    if ranks is None and taken.absent is None:
+        taken.absent = request_profile.not_here(views, {a.rank for a in taken.ranks}, nodes.hosts(run_dir))
     return _show(run_dir, taken, chosen, as_json, timeout_s)
 
 

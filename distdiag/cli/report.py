@@ -92,7 +92,7 @@ def command(
     if tape is not None:
         return _write_tape(rundir.resolve(run), tape, force)
     if format == "html":
-        need("report", ("jinja2", "matplotlib"), "the HTML report")
+        need(("jinja2", "matplotlib"), "the HTML report")
     run_dir = rundir.resolve(run)
     default = FORMATS[format]
     if output == "-" or (output is None and default is None):

@@ -8,9 +8,10 @@ from typing import Any
 
 import click
 
-from distdiag.command_line import SETTINGS, parse_keep, read, recording_options
+from distdiag.command_line import SETTINGS, read, recording_options
 from distdiag.errors import DistdiagError, need_torch
-from distdiag.terms.metrics_targets import check_metrics
+from distdiag.terms.metrics_targets import parse_metrics
+from distdiag.terms.units import parse_keep
 
 
 @click.command(context_settings=SETTINGS | {"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -21,6 +22,7 @@ def command(
     name: str | None,
     keep: str | None,
     metrics: str | None,
+    nodes_port: int | None,
     tape: bool,
     quiet: bool,
     share: bool,
@@ -28,8 +30,8 @@ def command(
 ) -> None:
     """Launch an unchanged training script on all local ranks with torchrun, and record it.
 
-    torchrun's options (--nproc-per-node, --nnodes, …) go before the script, next to distdiag's. Without them, distdiag starts one rank per GPU,
-    or two ranks on a machine without GPUs.
+    torchrun's options (--nproc-per-node, --nnodes, …) go before the script, next to distdiag's. Without them,
+    distdiag starts one rank per GPU, or two ranks on a machine without GPUs.
 
     \b
     distdiag run --nproc-per-node 4 train.py --epochs 3
@@ -39,10 +41,10 @@ def command(
     later = read(_among_torchruns, launcher, "distdiag run")
     launcher = list(later["rest"])
     run_dir, name, keep = later["run_dir"] or run_dir, later["name"] or name, later["keep"] or keep
-    metrics = later["metrics"] or metrics
+    metrics, nodes_port = later["metrics"] or metrics, later["nodes_port"] or nodes_port
     if keep:
         parse_keep(keep)  # reported once here, not by each rank
-    check_metrics(metrics)
+    parse_metrics(metrics)
     if not script:
         raise DistdiagError("no script given", "distdiag run [torchrun options] SCRIPT [ARGS…]")
     if script[0] != "-m" and not os.path.exists(script[0]):
@@ -52,14 +54,12 @@ def command(
         launcher = ["--standalone", "--nproc-per-node", str(_local_ranks()), *launcher]
     elif not any(a.split("=")[0].replace("_", "-") in _RENDEZVOUS for a in launcher):
         launcher = ["--standalone", *launcher]
-    ours = [
-        x
-        for k, v in (("--run-dir", run_dir), ("--name", name), ("--keep", keep), ("--metrics", metrics))
-        if v
-        for x in (k, v)
-    ]
+    given = {
+        "--run-dir": run_dir, "--name": name, "--keep": keep, "--metrics": metrics, "--nodes-port": nodes_port,
+    }  # fmt: skip
+    ours = [x for option, value in given.items() if value for x in (option, str(value))]
     flags = {"--quiet": quiet, "--share": share, "--tape": tape}
-    ours += [flag for flag, given in flags.items() if given or later[flag.removeprefix("--")]]
+    ours += [flag for flag, is_set in flags.items() if is_set or later[flag.removeprefix("--")]]
     command_line = [sys.executable, "-m", "torch.distributed.run", *launcher, "-m", "distdiag.run", *ours, *script]
     sys.stdout.flush()
     os.execv(sys.executable, command_line)  # signals and the exit code are torchrun's own

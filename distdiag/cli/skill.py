@@ -12,6 +12,7 @@ def command() -> None:
     """Print how an assistant reads distdiag's output, as Markdown with the header of a skill.
 
     \b
+    mkdir -p .claude/skills/distdiag
     distdiag skill > .claude/skills/distdiag/SKILL.md
     """
     from distdiag.assistant.skill import page

@@ -164,7 +164,7 @@ def _once(path: Path, ui: Ui, shape: tuple[int, int] | None, as_json: bool) -> i
 
 
 def _watch(path: Path, ui: Ui, hz: float, theme: str | None, follow_attempts: bool) -> int:
-    need("tui", ("textual",), "the live view")
+    need(("textual",), "the live view")
     served = bool(os.environ.get("TEXTUAL_DRIVER"))  # by --web: its terminal is the browser
     if not served and not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise DistdiagError(

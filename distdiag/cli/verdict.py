@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from distdiag.errors import ExitCode
-from distdiag.streams import needs_ascii, say, wants_colour
+from distdiag.streams import say, wants_colour
 
 if TYPE_CHECKING:
     from distdiag.diagnosis.model.findings import Report
@@ -44,65 +44,57 @@ def exit_code(report: Report, threshold: str) -> ExitCode:
     Args:
         threshold: `error`, `warning`, or `never` to return OK in any case.
     """
-    from distdiag.diagnosis.model.findings import BAD_STATES, at_least
+    from distdiag.diagnosis.model.findings import BAD_STATES, at_least, still_open
 
     if threshold == "never":
         return ExitCode.OK
-    if report.state in BAD_STATES or any(
-        f.cleared_s is None and at_least(f.severity, threshold) for f in report.findings
-    ):
+    if report.state in BAD_STATES or any(at_least(f.severity, threshold) for f in still_open(report.findings)):
         return ExitCode.FAILED
     return ExitCode.INCONCLUSIVE if report.unjudged else ExitCode.OK
 
 
-def print_text(report: Report, ascii: bool) -> None:
-    from distdiag.diagnosis.model.findings import Severity
+def print_text(report: Report) -> None:
+    from distdiag.diagnosis.model.findings import Severity, still_open
     from distdiag.diagnosis.text.checks import checked_lines
     from distdiag.diagnosis.text.finding import last_seen_lines, printable
     from distdiag.report.words import verdict
 
-    plain = ascii or needs_ascii()
     width = min(shutil.get_terminal_size().columns, 140) if sys.stdout.isatty() else None
-
-    def show(line: str) -> str:
-        return line.replace("–", "-").encode("ascii", "backslashreplace").decode() if plain else line
 
     def block(lines: Sequence[str], title: str = "") -> None:
         """Print lines after an empty one; nothing without lines."""
         if lines:
             say(f"\n{title}" if title else "")
         for line in lines:
-            say(f"{'  ' if title else ''}{show(printable(line))}")
+            say(f"{'  ' if title else ''}{printable(line)}")
 
     about = source(report)
     if about is not None:
-        say(show(about))
-    say(show(printable(verdict(report))))
-    _print_findings(report, plain, wants_colour()[1], width)
+        say(about)
+    say(printable(verdict(report)))
+    _print_findings(report, wants_colour()[1], width)
     block(last_seen_lines(report.last_seen), "last seen:")
-    errors = any(f.severity == Severity.ERROR and f.cleared_s is None for f in report.findings)
+    errors = any(f.severity == Severity.ERROR for f in still_open(report.findings))
     block([] if errors else checked_lines(report.checks, width))
     block([f"note: {note}" for note in report.notes])
 
 
-def _print_findings(report: Report, plain: bool, colour: bool, width: int | None) -> None:
+def _print_findings(report: Report, colour: bool, width: int | None) -> None:
     """Print the open findings, worst first, then the first line of each that was cleared."""
-    from distdiag.diagnosis.model.findings import Severity
+    from distdiag.diagnosis.model.findings import still_open
     from distdiag.diagnosis.text.finding import finding_lines, in_the_past
 
-    order = [Severity.ERROR, Severity.WARNING, Severity.INFO]
-    ordered = sorted(report.findings, key=lambda f: order.index(Severity(f.severity)))
-    open_ones, cleared = ([f for f in ordered if (f.cleared_s is not None) == gone] for gone in (False, True))
+    open_ones, cleared = still_open(report.findings), [f for f in report.findings if f.cleared_s is not None]
     for f in open_ones[:SHOWN]:
         say()
         shown = in_the_past(f) if report.ended_ago_s is not None else f
-        for i, line in enumerate(finding_lines(shown, ascii=plain, width=width)):
+        for i, line in enumerate(finding_lines(shown, width)):
             say(click.style(line, fg=_COLOURS[f.severity]) if colour and i == 0 else line, drawn=True)
     if len(open_ones) > SHOWN:
         say(f"\nand {len(open_ones) - SHOWN:,} more findings: --json prints them all")
     if cleared:
         say("\ncleared:")
     for f in cleared[:SHOWN]:
-        say(f"  {finding_lines(f, ascii=plain)[0]}")
+        say(f"  {finding_lines(f)[0]}")
     if len(cleared) > SHOWN:
         say(f"  and {len(cleared) - SHOWN:,} more")

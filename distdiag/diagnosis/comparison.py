@@ -150,8 +150,10 @@ def occasional(window: Window) -> Subset | None:
     usual_ms = sorted(x.step_ms for x in first)[len(first) // 4]  # slow steps may be most of them
     slow: dict[int, tuple[int, float]] = {}
     for i, (at_top, gain_ms) in enumerate(leads(window.columns)):
+        if gain_ms < max(OCCASIONAL_MS, OCCASIONAL_FACTOR * usual_ms):
+            continue
         waited_ms = min(steps[q][i].wait_ms for q in ranks if q != ranks[at_top])
-        if gain_ms >= max(OCCASIONAL_MS, OCCASIONAL_FACTOR * usual_ms) and waited_ms >= 0.5 * gain_ms:
+        if waited_ms >= 0.5 * gain_ms:
             slow[i] = ranks[at_top], gain_ms
     if not OCCASIONAL_TIMES <= len(slow) <= MOST_SHARE * len(first) or len({q for q, _ in slow.values()}) > 1:
         return None

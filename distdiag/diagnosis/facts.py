@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from distdiag.diagnosis import endings, kinds, step_times
 from distdiag.diagnosis.culprit import verdict
+from distdiag.diagnosis.culprit.case import Case
 from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.endings import NO_CASCADE, Cascade, End
 from distdiag.diagnosis.locks import LockCycle
 from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.model.snapshot import Loader, Snapshot
+from distdiag.diagnosis.model.syntax import Source, no_source
 from distdiag.diagnosis.pauses import Pauses
 from distdiag.diagnosis.training_data import exhausted_ranks, only_shadows, training_loaders, uneven_ranks
 from distdiag.diagnosis.waits.graph import WaitGraph, build
@@ -23,7 +24,7 @@ class Facts:
     """Input of every rule. Fields that depend on earlier polls default to what a single snapshot shows."""
 
     snapshot: Snapshot
-    source: Callable[[str], str | None] = lambda file: None  # text of a source file by path; None: cannot be read
+    source: Source = no_source
     without: frozenset[str] = frozenset()  # witnesses to leave out
     late: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # (late ranks, ranks waiting) just before the first end
     ends_settled: bool = True  # the first abnormal end was long enough ago that its cause is known, too
@@ -75,8 +76,8 @@ class Facts:
         incident = self.cascade.incident
         if incident is None or any(v.kind is kinds.MISMATCH for v in waiting):
             return waiting
-        aborted = verdict.judge_incident(self.snapshot, self.graph, incident, self.exhausted, self.source, self.without)
-        return (*waiting, *aborted)
+        case = Case(self.snapshot, self.graph, incident, self.exhausted, self.source, self.without)
+        return (*waiting, *verdict.judge_incident(case))
 
     def _waiting_verdicts(self) -> tuple[Verdict, ...]:
         if self.repeated or self.locks:

@@ -47,9 +47,8 @@ class Pauses:
     of: dict[int, Lost] = field(default_factory=dict)
     begun_s: float | None = None  # when the first step that is included began
     end_s: float = 0.0
-    gc_before: dict[int, tuple[float, float, int]] = field(
-        default_factory=dict
-    )  # (t_s, gc_s, gc_count) after the warm-up
+    # (t_s, gc_s, gc_count) after the warm-up
+    gc_before: dict[int, tuple[float, float, int]] = field(default_factory=dict)
     _step: int = LIMITS.warm_up  # the newest that is included
 
     @property

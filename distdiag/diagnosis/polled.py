@@ -1,6 +1,7 @@
 """A rank that polls: the loop that it is in, and where the branch of the other ranks may have hidden an error.
 
-One rank writes a file or a key, the others poll for it. If the writer caught an exception and went on, they poll for ever.
+One rank writes a file or a key, the others poll for it. If the writer caught an exception and went on, they
+poll for ever.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ def polled_loop(site: Site | None, source: Source) -> tuple[str, Site, bool] | N
     loop = next((g for g in reversed(guarding.guards(tree, site.line)) if g.kind is Kind.INSIDE), None)
     if loop is None or not isinstance(loop.node, ast.While) or isinstance(loop.node.test, ast.Constant):
         return None
-    text = guarding.text_of(loop, source(site.file) or "").removesuffix(":")
+    text = guarding.text_of(loop, source(site.file) or "")
     by_clock = any(syntax.name_of(x) in CLOCKS for x in ast.walk(loop.node.test))
     return text, Site(site.file, loop.line, site.function), by_clock
 
 
 def hidden_error(stack: Sequence[Site], source: Source) -> tuple[str, Site] | None:
-    """Return (text, site) of the first `except` that goes on, in what the other branch of a condition on the rank calls.
+    """Return (text, site) of the first `except` that goes on, in what the other ranks' branch calls.
 
     Args:
         stack: The user's frames of the rank that polls, innermost first.

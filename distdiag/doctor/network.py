@@ -9,9 +9,8 @@ import threading
 import time
 from collections.abc import Mapping
 
-import psutil
-
 from distdiag.doctor.check import Check, failed, passed, skipped, warned
+from distdiag.interfaces import routable_addresses
 
 RESOLVE_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 5.0
@@ -72,25 +71,7 @@ def resolve(name: str, timeout_s: float = RESOLVE_TIMEOUT_S) -> tuple[list[str] 
 
 def addresses() -> dict[str, str]:
     """Return the IPv4 (else IPv6) address of every interface that is up, without loopback and link-local ones."""
-    stats = psutil.net_if_stats()
-    found: dict[str, str] = {}
-    for name, entries in psutil.net_if_addrs().items():
-        if name not in stats or not stats[name].isup:
-            continue
-        for family in (socket.AF_INET, socket.AF_INET6):
-            usable = [e.address for e in entries if e.family == family and _reachable(e.address)]
-            if usable:
-                found[name] = usable[0]
-                break
-    return found
-
-
-def _reachable(address: str) -> bool:
-    try:
-        ip = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return False
-    return not (ip.is_loopback or ip.is_link_local)
+    return {name: found[0] for name, found in routable_addresses().items()}
 
 
 def is_virtual(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""The questions that `distdiag history` always asks: which host, which line, which figure, in how many runs, with an interval.
+"""The questions that `distdiag history` always asks: which host, which line, which figure, in how many runs.
 
 DuckDB counts; `terms/statistics` has the intervals.
 """
@@ -6,8 +6,8 @@ DuckDB counts; `terms/statistics` has the intervals.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -45,10 +45,9 @@ ORDER BY what, whose, began
 """
 
 
-class HostAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A host was named by findings of a kind in `count` of the `runs` runs in which it took part."""
+class Named(msgspec.Struct, frozen=True, kw_only=True):
+    """What findings of a kind named in `count` of `runs` runs."""
 
-    host: str
     kind: str
     count: int
     runs: int
@@ -57,19 +56,19 @@ class HostAnswer(msgspec.Struct, frozen=True, kw_only=True):
     examples: tuple[str, ...]
 
 
-class LineAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A line was the site of findings of a kind in `count` of the `runs` runs of that job."""
+class HostAnswer(Named, frozen=True, kw_only=True):
+    """A host, in the runs in which it took part."""
+
+    host: str
+
+
+class LineAnswer(Named, frozen=True, kw_only=True):
+    """A line, in the runs of that job."""
 
     file: str
     line: int | None
     function: str | None
-    kind: str
     name: str | None
-    count: int
-    runs: int
-    share: float
-    ci95: tuple[float, float]
-    examples: tuple[str, ...]
 
 
 class ChangeAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,16 +115,13 @@ def answers(history: History, skipped: tuple[Broken, ...] = ()) -> Answers:
     (rows,), *_ = history.ask("SELECT count(*) FROM history")[1]
     states = history.ask("SELECT state, count(*) FROM runs GROUP BY state ORDER BY 2 DESC, 1")[1]
     hosts = tuple(
-        HostAnswer(host=host, kind=kind, count=k, runs=n, share=k / n, ci95=_ci95(k, n), examples=tuple(examples))
+        HostAnswer(host=host, kind=kind, **_counted(k, n, examples))
         for host, kind, k, n, examples in history.ask(_HOSTS, [SHOWN])[1]
     )
     lines = tuple(
-        LineAnswer(
-            file=file, line=line, function=function, kind=kind, name=name, count=k, runs=n, share=k / n, ci95=_ci95(k, n),
-            examples=tuple(examples),
-        )
+        LineAnswer(file=file, line=line, function=function, kind=kind, name=name, **_counted(k, n, examples))
         for file, line, function, kind, name, k, n, examples in history.ask(_LINES, [SHOWN])[1]
-    )  # fmt: skip
+    )
     series = _series(history)
     return Answers(
         runs=count, rows=rows, first_unix_s=first, last_unix_s=last, states=dict(states), hosts=hosts, lines=lines,
@@ -133,9 +129,10 @@ def answers(history: History, skipped: tuple[Broken, ...] = ()) -> Answers:
     )  # fmt: skip
 
 
-def _ci95(count: int, n: int) -> tuple[float, float]:
+def _counted(count: int, n: int, examples: Iterable[str]) -> dict[str, Any]:
     found = interval_of_share(count, n)
-    return found.low, found.high
+    ci95 = found.low, found.high
+    return {"count": count, "runs": n, "share": count / n, "ci95": ci95, "examples": tuple(examples)}
 
 
 Series = dict[tuple[str, str, str], list[tuple[float, float]]]
@@ -166,16 +163,11 @@ def _changes(series: Series) -> list[ChangeAnswer]:
     return sorted(out, key=lambda c: c.p_value)
 
 
-def as_lines(found: Answers, day: Callable[[float], str] | None = None) -> list[str]:
-    """Return the answers as text, worst first; what one run alone shows is left to `distdiag diagnose`.
-
-    Args:
-        day: Returns the text of a Unix time; default: the weekday and date, UTC.
-    """
-    day = day or _day
+def as_lines(found: Answers) -> list[str]:
+    """Return the answers as text, worst first; what one run alone shows is left to `distdiag diagnose`."""
     states = ", ".join(f"{n} {state}" for state, n in found.states.items())
     when = (
-        f", {day(found.first_unix_s)} to {day(found.last_unix_s)}" if found.first_unix_s and found.last_unix_s else ""
+        f", {_day(found.first_unix_s)} to {_day(found.last_unix_s)}" if found.first_unix_s and found.last_unix_s else ""
     )
     out = [f"{found.runs:,} runs{when}: {states or 'no state'}"]
     hosts = [h for h in found.hosts if h.count > 1]
@@ -189,7 +181,7 @@ def as_lines(found: Answers, day: Callable[[float], str] | None = None) -> list[
         for x in lines
     ]
     out += ["", "Figures that changed:"] if found.changes else []
-    out += [_change(c, day) for c in found.changes]
+    out += [_change(c) for c in found.changes]
     if not (hosts or lines or found.changes):
         out += ["", "No host and no line is named in more than one run, and no figure has changed."]
     return out
@@ -199,11 +191,13 @@ def _share(count: int, n: int, ci95: tuple[float, float]) -> str:
     return f"{count} of {n} ({100 * count / n:.0f} %, 95 % interval {100 * ci95[0]:.0f}–{100 * ci95[1]:.0f} %)"
 
 
-def _change(c: ChangeAnswer, day: Callable[[float], str]) -> str:
-    ratio = f"{100 * (c.after / c.before - 1):+.0f} %, 95 % interval {100 * (c.ratio_ci95[0] - 1):+.0f} to {100 * (c.ratio_ci95[1] - 1):+.0f} %"
+def _change(c: ChangeAnswer) -> str:
+    change, low, high = (100 * (ratio - 1) for ratio in (c.after / c.before, *c.ratio_ci95))
+    ratio = f"{change:+.0f} %, 95 % interval {low:+.0f} to {high:+.0f} %"
     word = "fell" if c.after < c.before else "rose"
     before, after = (_figure(v, c.unit) for v in (c.before, c.after))
-    return f"  {c.what} ({c.of}) {word} on {day(c.since_unix_s)}: {before} to {after} ({ratio}; {c.runs - c.runs_after} runs before, {c.runs_after} since)"
+    runs = f"{c.runs - c.runs_after} runs before, {c.runs_after} since"
+    return f"  {c.what} ({c.of}) {word} on {_day(c.since_unix_s)}: {before} to {after} ({ratio}; {runs})"
 
 
 def _figure(value: float, unit: str) -> str:
@@ -211,6 +205,7 @@ def _figure(value: float, unit: str) -> str:
 
 
 def _day(unix_s: float) -> str:
+    """Return the weekday and date, UTC."""
     try:
         return datetime.datetime.fromtimestamp(unix_s, datetime.UTC).strftime("%A %Y-%m-%d")
     except (OSError, OverflowError, ValueError):  # of a damaged run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import tempfile
 import threading
@@ -79,10 +80,12 @@ class History:
         Raises:
             DistdiagError: it is none.
         """
+        if path.exists() and not path.is_file():  # it would wait for a pipe
+            raise DistdiagError(f"{path} is not a file", "`distdiag history DIR --parquet FILE` writes one")
         named = ", ".join(f"CAST({n} AS {t})" for n, t in COLUMNS.items())
         try:
             self._con.execute(
-                f"INSERT INTO history SELECT {named} FROM read_parquet([{_quoted(str(path.absolute()))}])"
+                f"INSERT INTO history SELECT {named} FROM read_parquet([{_quoted(glob.escape(str(path.absolute())))}])"
             )
         except duckdb.Error as e:
             raise DistdiagError(

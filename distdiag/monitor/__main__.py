@@ -3,32 +3,37 @@
 It forks before it imports anything: the rank waits only for the fork, and has no child process afterwards.
 """
 
+from __future__ import annotations
+
 import os
 import sys
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from argparse import Namespace
 
 
 def kept_bytes() -> int:
     """Return the size bound of run.db that the environment sets; the default for what is no size of at least 1 MiB."""
     from distdiag.errors import DistdiagError
     from distdiag.store.writer import KEEP_BYTES
-    from distdiag.terms.units import parse_bytes
+    from distdiag.terms.units import parse_keep
 
     try:
-        given = parse_bytes(os.environ["DISTDIAG_KEEP_BYTES"])
+        return parse_keep(os.environ["DISTDIAG_KEEP_BYTES"])
     except (KeyError, DistdiagError):
         return KEEP_BYTES
-    return given if given >= 1 << 20 else KEEP_BYTES
 
 
-def main(argv: list[str]) -> int:
-    if "--foreground" not in argv and os.fork():
-        return 0
+def nodes_port() -> int:
+    """Return the port for other nodes that the environment sets; 0, any, for what is none."""
+    given = os.environ.get("DISTDIAG_NODES_PORT", "")
+    return int(given) if given.isascii() and given.isdigit() and len(given) <= 5 and int(given) < 65536 else 0
+
+
+def _options(argv: list[str]) -> Namespace:
     import argparse
-    import faulthandler
-    import signal
-    import traceback
     from pathlib import Path
-    from typing import TextIO
 
     parser = argparse.ArgumentParser(prog="distdiag.monitor")
     parser.add_argument("run_dir", type=Path)
@@ -40,8 +45,22 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--quiet", action="store_true", default=os.environ.get("DISTDIAG_QUIET") == "1")
     parser.add_argument("--tape", action="store_true", help="write RUN/run.tape")
     parser.add_argument("--metrics", default=os.environ.get("DISTDIAG_METRICS", ""), help="PORT, HOST:PORT, otlp")
+    parser.add_argument("--nodes-port", type=int, default=nodes_port(), help="port of node 0 for other nodes; 0: any")
     parser.add_argument("--foreground", action="store_true")
-    options = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    if "--foreground" not in argv and os.fork():
+        return 0
+    from distdiag.streams import open_closed
+
+    open_closed()
+    import faulthandler
+    import signal
+    import traceback
+
+    options = _options(argv)
     # ignore the job's Ctrl-C: the monitor ends after the last rank, and reports how it ended
     for s in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(s, signal.SIG_IGN)
@@ -63,18 +82,11 @@ def main(argv: list[str]) -> int:
         if not options.node:  # the runs of other nodes are inside the run of node 0
             base = options.run_dir.parent if options.run_dir.name.startswith("attempt_") else options.run_dir
             rundir.mark_latest(base)
-        priority = Priority(always_ordinary=options.for_reader)
         Monitor(
-            options.run_dir,
-            options.pages,
-            options.node,
-            options.quiet,
-            options.keep,
-            options.overflow,
-            priority,
-            options.tape,
-            options.metrics,
-        ).run()
+            options.run_dir, options.pages, options.node, options.quiet, options.keep, overflow=options.overflow,
+            priority=Priority(always_ordinary=options.for_reader), tape=options.tape, metrics=options.metrics,
+            nodes_port=options.nodes_port,
+        ).run()  # fmt: skip
     except Exception:
         # the job's output must not show our failure: it goes to the log, and readers see that the monitor is gone
         try:

@@ -1,4 +1,4 @@
-"""Print on the job's stderr: errors and stalls when they happen, a correction if one is cleared, a summary at the end."""
+"""Print on the job's stderr: errors and stalls when they happen, corrections, a summary at the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from distdiag.diagnosis import kinds
 from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.model.findings import STOPPED_BY, Finding, Severity, State, at_least
 from distdiag.diagnosis.text.finding import finding_lines, in_the_past, printable
-from distdiag.launcher import PRINTED_ON, VERDICT, stream_id
+from distdiag.launcher import PRINTED_ON, VERDICT, stderr_id
+from distdiag.streams import PLAINER, needs_ascii
 
 
 class Announcer:
@@ -24,14 +25,13 @@ class Announcer:
         self.quiet = quiet
         self._printed: set[str] = set()
         self._corrected: set[str] = set()
-        encoding = (sys.stderr.encoding or "ascii").lower() if sys.stderr else "ascii"
-        self.ascii = "utf" not in encoding
+        self.encoding = "ascii" if needs_ascii(sys.stderr) else "utf-8"
 
     def _write(self, text: str) -> None:
         if self.quiet:
             return
         try:
-            os.write(2, text.encode("utf-8", "replace"))
+            os.write(2, text.encode(self.encoding, PLAINER))
         except OSError:
             self.quiet = True
 
@@ -40,7 +40,7 @@ class Announcer:
         self._printed.add(key)
 
     def finding(self, f: Finding) -> None:
-        """Print an error once, and a correction once if it is cleared; the same for a warning that the job makes no progress."""
+        """Print an error, or a warning that the job makes no progress, once; and a correction if it is cleared."""
         stalled = kinds.of(f).state is State.STALLED and at_least(f.severity, Severity.WARNING)
         if not stalled and not at_least(f.severity, Severity.ERROR):
             return
@@ -52,15 +52,16 @@ class Announcer:
         if f.key in self._printed:
             return
         self._printed.add(f.key)
-        lines = finding_lines(f, ascii=self.ascii)
+        lines = finding_lines(f)
         # begin with a newline: a progress bar may have left the cursor at the end of its line
         self._write("\n" + "\n".join(["[distdiag]" + (" " + line).rstrip() for line in lines]) + "\n")
 
     def summary(self, diagnosis: Diagnosis, own: Sequence[Finding] = (), node: int = 0) -> None:
         """Print how the job ended, the first error in full, one line per other finding, and the command for the rest.
 
-        The same lines go into `verdict.txt`; the launcher prints them again if its traceback came after them. Nodes other than
-        the first judge only their own ranks and name the directory of the verdict on all ranks.
+        The same lines go into `verdict.txt`; the launcher prints them again if its traceback came after them.
+        Nodes other than the first judge only their own ranks and name the directory of the verdict on all
+        ranks.
 
         Args:
             own: Findings about distdiag itself.
@@ -80,7 +81,7 @@ class Announcer:
             lines.append(", ".join(f"{n} {s}{'s' if n > 1 else ''}" for s, n in counts.items() if n) + " found:")
             for i, f in enumerate(found[:8]):
                 if i == 0 and f.severity == Severity.ERROR:
-                    lines += finding_lines(in_the_past(f), ascii=self.ascii)
+                    lines += finding_lines(in_the_past(f))
                     continue
                 lines.append(f"  {f.severity} {f.kind}: {printable(f.message)}")
             if len(found) > 8:
@@ -103,5 +104,5 @@ class Announcer:
         self._write("\n" + text)
         with contextlib.suppress(OSError):
             if not self.quiet:  # first: the launcher reads it once there is a verdict
-                files.write(self.run_dir, PRINTED_ON, stream_id(2).encode())
-            files.write(self.run_dir, VERDICT, text.encode("utf-8", "replace"))
+                files.write(self.run_dir, PRINTED_ON, stderr_id().encode())
+            files.write(self.run_dir, VERDICT, text.encode(self.encoding, PLAINER))

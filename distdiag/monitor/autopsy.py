@@ -1,8 +1,8 @@
 """Judge a job that was killed together with its monitor, from the pages and the database as they were left.
 
-It runs in a reader, and changes nothing. The pages are untrusted, as always: one that cannot be read costs only its rank. The rules
-are those of the running job. Each page is the rank's state at its last sign of life, so a wait is proved only if all ranks in it were
-alive in it for long enough, by the times in their pages.
+It runs in a reader, and changes nothing. The pages are untrusted, as always: one that cannot be read costs
+only its rank. The rules are those of the running job. Each page is the rank's state at its last sign of life,
+so a wait is proved only if all ranks in it were alive in it for long enough, by the times in their pages.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 
 import msgspec
 
-from distdiag import files, guard
+from distdiag import files
 from distdiag.diagnosis.engine import Diagnosis, Record
 from distdiag.diagnosis.history import SAME_S
 from distdiag.diagnosis.model.findings import CollectiveRef, LastSeen, Report, State, rank_list
 from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Site, Snapshot
 from distdiag.diagnosis.text.phrases import reference
-from distdiag.monitor import deaths
+from distdiag.monitor import deaths, source_files
 from distdiag.monitor.pages import described
 from distdiag.monitor.ranks.state import RankView
 from distdiag.monitor.snapshot import of_pages
@@ -36,7 +36,6 @@ from distdiag.terms.units import rough_duration
 
 BEATS_S = 1.5  # a rank that was silent for longer, while others beat, had ended earlier, was stopped or held the GIL
 AHEAD_S = 60.0  # no page was written later than this from now
-SOURCE_BYTES = 1 << 20
 
 
 def autopsy(run_dir: Path) -> Report | None:
@@ -202,7 +201,8 @@ def _states(views: dict[int, RankView], seen: dict[int, float]) -> dict[int, Ran
 def _proof_times(views: dict[int, RankView], s: Snapshot) -> tuple[float, ...]:
     """Return the times of the snapshots to judge: two if all waits lasted long enough for a proof, else one.
 
-    From the last change of any waiting rank until the first of their last beats, every one of them was alive in its wait.
+    From the last change of any waiting rank until the first of their last beats, every one of them was alive
+    in its wait.
     """
     waiting = [views[q] for q, r in s.ranks.items() if r.blocked is not None]
     one_clock = len({r.host for r in s.ranks.values()}) == 1
@@ -219,7 +219,7 @@ def _proof_times(views: dict[int, RankView], s: Snapshot) -> tuple[float, ...]:
 
 def _judged(s: Snapshot, base: Report, times: Sequence[float]) -> Diagnosis:
     """Return the diagnosis of the last moment, which continues that of the monitor."""
-    diagnosis = Diagnosis(source=_source)
+    diagnosis = Diagnosis(source=source_files.text)
     for f in base.findings:
         if f.cleared_s is None:
             diagnosis.records[f.key] = Record(f, reported=True)
@@ -228,20 +228,8 @@ def _judged(s: Snapshot, base: Report, times: Sequence[float]) -> Diagnosis:
     return diagnosis
 
 
-def _source(path: str) -> str | None:
-    """Return a source file that a page names; None for anything but a regular file."""
-    try:
-        with guard.regular(Path(path)) as f:
-            return f.read(SOURCE_BYTES).decode("utf-8", "replace")
-    except (OSError, ValueError):
-        return None
-
-
 def _state_text(killed: Sequence[int], kills: int | None) -> str:
-    who = f"{rank_list(killed)} and the monitor were killed"
-    if kills:
-        return f"{who}; the kernel's out-of-memory killer ended {kills:,} process{'es' * (kills > 1)} of their cgroup"
-    return f"{who}; by whom is not known"
+    return f"{rank_list(killed)} and the monitor were killed; {deaths.killed_text(kills) if kills else 'by whom is not known'}"
 
 
 def _order(killed: Sequence[int], seen: dict[int, float]) -> Iterator[str]:

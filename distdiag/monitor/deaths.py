@@ -9,7 +9,7 @@ from pathlib import Path
 from distdiag import cgroups
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.store.reader import Run
-from distdiag.terms.units import is_number, rough_duration, size_text
+from distdiag.terms.units import counted, is_number, rough_duration, size_text
 from distdiag.terms.untrusted import is_rank
 
 WINDOW_S = 60.0  # before the last sample
@@ -25,7 +25,7 @@ def noted() -> str:
 
 
 def oom_kills(meta: Mapping[str, str | None]) -> int | None:
-    """Return how many processes of the job's cgroup the kernel has killed for memory since the monitor began; None if not known.
+    """Return how many processes of the job's cgroup the kernel has killed for memory; None if not known.
 
     The cgroup must be the very directory that the monitor saw: a container's is another after its restart.
     """
@@ -40,13 +40,18 @@ def oom_kills(meta: Mapping[str, str | None]) -> int | None:
         return None
 
 
+def killed_text(kills: int) -> str:
+    """Return that the kernel has killed so many processes of the job for memory."""
+    return f"the kernel's out-of-memory killer ended {counted(kills, 'process', 'processes')} of the job's cgroup"
+
+
 def killer(meta: Mapping[str, str | None]) -> Iterator[str]:
     """Yield what the kernel's count of kills for memory shows."""
     kills = oom_kills(meta)
     if kills is None:
         yield "the kernel's count of memory kills in the job's cgroup cannot be read here"
     elif kills:
-        yield f"the kernel's out-of-memory killer ended {kills:,} process{'es' * (kills > 1)} of the job's cgroup"
+        yield killed_text(kills)
     else:
         yield "the kernel killed no process of the job's cgroup for memory"
 

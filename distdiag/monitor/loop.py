@@ -1,11 +1,10 @@
-"""The monitor of one node: polls the pages four times a second, judges them and writes run.db until the last rank ends."""
+"""The monitor of one node: polls the pages, judges them and writes run.db until the last rank ends."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
 
 import msgspec
@@ -16,7 +15,7 @@ from distdiag.diagnosis import kinds
 from distdiag.diagnosis.engine import Diagnosis, Record
 from distdiag.diagnosis.model.findings import Finding, Severity, State, at_least, rank_list
 from distdiag.diagnosis.model.snapshot import Snapshot
-from distdiag.monitor import deaths
+from distdiag.monitor import deaths, source_files
 from distdiag.monitor.announce import Announcer
 from distdiag.monitor.evidence.on_suspicion import Gatherer
 from distdiag.monitor.hang_limit import VARIABLE as HANG_LIMIT
@@ -44,7 +43,8 @@ from distdiag.store.writer import Writer
 from distdiag.tapes.writer import MAX_TAPE, TapeWriter, wanted_bytes
 
 FULL_POLL_S = 0.9  # between two full polls while every rank changes phases, and between two samples of the host
-# Interval of full polls when all cores are busy and nothing is suspected, from this age of the run on; longer without a reader.
+# Interval of full polls when all cores are busy and nothing is suspected, from this age of the run on; longer
+# without a reader.
 CALM_POLL_S, CALM_AFTER_S = 1.9, 30.0
 UNREAD_POLL_S, UNREAD_AFTER_S = 7.9, 120.0
 READERS_S = 0.9  # between two checks for a reader of run.db, if there is none
@@ -67,6 +67,7 @@ class Monitor:
         priority: Priority | None = None,
         tape: bool = False,
         metrics: str = "",
+        nodes_port: int = 0,
     ) -> None:
         self.run_dir, self.node = run_dir, node
         self.priority = priority or Priority()
@@ -80,7 +81,7 @@ class Monitor:
         without = os.environ.get("DISTDIAG_WITHOUT_WITNESSES", "")  # set by `distdiag bench faults --without`
         size = MAX_TAPE if tape else wanted_bytes()
         self.tape = TapeWriter(run_dir, size, earlier, distdiag.__version__) if size else None
-        source = self.tape.source(_source) if self.tape else _source
+        source = self.tape.source(source_files.text) if self.tape else source_files.text
         self.diagnosis = Diagnosis(source=source, without=frozenset(without.split(",")) - {""})
         for f in earlier:  # open findings of a killed monitor: judged again, and cleared if they no longer hold
             self.diagnosis.records[f.key] = Record(f, reported=True)
@@ -90,7 +91,7 @@ class Monitor:
         self.sampling = Sampling(node, self.writer)
         self.recording = Recording(run_dir, node, self.writer, self.views)
         self.gatherer = Gatherer(run_dir)
-        self.nodes = Nodes(run_dir, node, pages)
+        self.nodes = Nodes(run_dir, node, pages, nodes_port)
         self._host_at = -10.0
         self.pace = Pace()
         self._poll_s = FULL_POLL_S
@@ -244,7 +245,7 @@ class Monitor:
         if not self.views:
             return now_s > FIRST_PAGE_S and not self.pages.unjudged_alive()
         stopped = {q for q, (_, os_state) in self._idle.items() if os_state == "T"}
-        self.gatherer.gather(now_s, self.views, stopped, elsewhere=self.nodes.urgent)
+        self.gatherer.gather(now_s, self.views, stopped, elsewhere=self.nodes.transport.urgent)
         snapshot = self.snapshot(now_s)
         over = self._over(snapshot)
         news = True
@@ -331,7 +332,7 @@ class Monitor:
             self._host_at = s.t_s
             self.sampling.sample(s.t_s, self.views)
             self._poll_s = self._poll_interval_s(s.t_s)
-        self.recording.write_state(s, self.diagnosis, now=over or bool(changed))
+        self.recording.write_state(s, self.diagnosis, self.nodes.windows, now=over or bool(changed))
         self.recording.write_facts(s, self.started_unix_s)
         self.recording.write_nodes(s.t_s, self.nodes)
         for f in self.own.faults(
@@ -367,7 +368,7 @@ class Monitor:
         now_s = self.now_s
         if self.tape is not None:
             self.tape.close()
-        self.nodes.close()
+        self.nodes.transport.close()
         self.writer.meta(ended_s=now_s)
         self.writer.commit()
         self.writer.close()
@@ -391,11 +392,3 @@ def _earlier_findings(run_dir: Path) -> tuple[Finding, ...]:
             return () if run.meta.get("monitor_ended") == "1" else run.findings()
     except RunUnreadable:
         return ()
-
-
-@lru_cache(maxsize=64)
-def _source(path: str) -> str | None:
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None

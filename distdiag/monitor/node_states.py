@@ -1,32 +1,48 @@
-"""What the monitor of one node tells that of node 0, as bytes; a state that has arrived becomes ranks with times of node 0.
+"""The state that a node's monitor sends to node 0's, as bytes, and how it becomes ranks with node 0's times.
 
-Most of a state is histories, of which most was in the state before: their items are bytes of their own, and an item that has the
-bytes of a known one is not decoded again. So a state needs no earlier one, and each costs what is new in it.
+Most of a state is histories, of which most was in the state before. Each item has the number of the state in which it was new, so
+that what node 0 knows already is not decoded again. A state needs no earlier one: some may be lost, or replaced by a newer one.
 """
 
 from __future__ import annotations
 
+import secrets
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import accumulate
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from distdiag.diagnosis.model.snapshot import Group, RankState, Seconds
+from distdiag.monitor.windows import Window, Windows
 
-VERSION = 2
+VERSION = 3
 MOST_S = 1e10  # a time beyond it is none
 MOST_GROUPS = 4096  # of one node
-HISTORIES = {
-    "steps": 64,
-    "calls": 16,
-    "memory": 120,
-    "device_memory": 120,
-}  # fields of a rank, with the most items sent
+# fields of a rank, with the most items sent
+HISTORIES = {"steps": 64, "calls": 16, "memory": 120, "device_memory": 120}
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+
+
+class History(msgspec.Struct, frozen=True, array_like=True):
+    """The newest items of one history, oldest first.
+
+    Attributes:
+        first: How many items came before.
+        new_in: Of each item the number of the state in which it, or one before it, was new or changed; 32 bits, little-endian.
+        begins: Where the item begins in `items`, in the same way.
+        items: The items, encoded, one after the other.
+    """
+
+    first: int
+    new_in: bytes
+    begins: bytes
+    items: bytes
 
 
 class NodeState(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,12 +51,14 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
     version: int = VERSION
     node: int
     number: int  # of this state, increasing
+    sender: int = 0  # a random number of the monitor: another one numbers anew
     started_unix_s: float
     written_unix_s: float
     closed: bool = False  # the job is over: this is the last state
     local_world_size: int
     ranks: dict[int, RankState]  # without their histories
-    histories: dict[int, dict[str, tuple[bytes, ...]]] = {}  # of each rank, oldest first, each item encoded
+    histories: dict[int, dict[str, History]] = {}
+    windows: dict[int, Window] = {}
     groups: dict[str, msgspec.Raw]  # encoded: all nodes of a job have the same large ones
 
 
@@ -57,26 +75,77 @@ class Heard:
     groups: dict[str, Group]
 
 
-def parts(ranks: dict[int, RankState], groups: dict[str, Group]) -> dict[str, Any]:
-    """Return `ranks`, `histories` and `groups` of a `NodeState`."""
-    encode = msgspec.msgpack.encode
-    without = dict.fromkeys(HISTORIES, ())
-    return {
-        "ranks": {q: msgspec.structs.replace(r, **without) for q, r in ranks.items()},
-        "histories": {
-            q: {name: tuple(map(encode, getattr(r, name)[-most:])) for name, most in HISTORIES.items()}
-            for q, r in ranks.items()
-        },
-        "groups": {name: msgspec.Raw(encode(g)) for name, g in groups.items()},
-    }
+class Sent(NamedTuple):
+    """What was sent last of a history."""
+
+    first: int
+    items: tuple[Any, ...]
+    new_in: list[int]
+
+
+class Sender:
+    """Makes the parts of this node's states."""
+
+    def __init__(self) -> None:
+        self.id = secrets.randbits(62)
+        self._sent: dict[tuple[int, str], Sent] = {}
+
+    def parts(
+        self, number: int, ranks: dict[int, RankState], groups: dict[str, Group], windows: Windows
+    ) -> dict[str, Any]:
+        """Return `number`, `sender`, `ranks`, `histories`, `windows` and `groups` of a `NodeState`."""
+        without = dict.fromkeys(HISTORIES, ())
+        return {
+            "number": number,
+            "sender": self.id,
+            "ranks": {q: msgspec.structs.replace(r, **without) for q, r in ranks.items()},
+            "histories": {
+                q: {name: self._history(number, q, name, found) for name in HISTORIES if (found := getattr(r, name))}
+                for q, r in ranks.items()
+            },
+            "windows": {q: windows.of(r) for q, r in ranks.items()},
+            "groups": {name: msgspec.Raw(msgspec.msgpack.encode(g)) for name, g in groups.items()},
+        }
+
+    def _history(self, number: int, rank: int, name: str, every: tuple[Any, ...]) -> History:
+        items = every[-HISTORIES[name] :]
+        before = self._sent.get((rank, name)) or Sent(0, (), [])
+        gone = next((i for i, item in enumerate(before.items) if item == items[0]), len(before.items))
+        pairs = zip(before.items[gone:], items, strict=False)
+        same = next((i for i, (old, new) in enumerate(pairs) if old != new), len(before.items) - gone)
+        same = min(same, len(items))
+        new_in = [*before.new_in[gone : gone + same], *[number] * (len(items) - same)]
+        self._sent[rank, name] = Sent(before.first + gone, items, new_in)
+        encoded = [msgspec.msgpack.encode(item) for item in items]
+        begins = list(accumulate(map(len, encoded[:-1]), initial=0))
+        return History(before.first + gone, _packed(new_in), _packed(begins), b"".join(encoded))
+
+
+def _packed(numbers: list[int]) -> bytes:
+    return array("I", numbers).tobytes()
+
+
+def _unpacked(data: bytes) -> array[int]:
+    found = array("I")
+    found.frombytes(data)
+    return found
+
+
+class Known(NamedTuple):
+    """What is known of a rank's history: whose numbers these are, the shift of its times, and its newest state's number."""
+
+    sender: int
+    by_s: float
+    number: int
+    first: int
+    items: tuple[Any, ...]
 
 
 class Readings:
     """Makes ranks with times of this node of the states that arrive."""
 
     def __init__(self) -> None:
-        # of a rank's history: shift, hashes of the items' bytes (randomised by Python), items
-        self._known: dict[tuple[int, str], tuple[float, array[int], tuple[Any, ...]]] = {}
+        self._known: dict[tuple[int, str], Known] = {}
 
     def heard(self, x: NodeState, later_s: float) -> Heard:
         """Return a state whose times are `later_s` seconds later.
@@ -87,26 +156,33 @@ class Readings:
         ranks = {}
         for q, r in x.ranks.items():
             sent = x.histories.get(q, {})
-            found = {name: self._history(q, name, sent[name], later_s) for name in HISTORIES if sent.get(name)}
+            found = {name: self._history(x, q, name, sent[name], later_s) for name in HISTORIES if name in sent}
             ranks[q] = msgspec.structs.replace(shifted(r, later_s), **found)
         groups = {name: _group(bytes(raw)) for name, raw in x.groups.items()}
         return Heard(x.node, x.number, x.written_unix_s, x.closed, x.local_world_size, ranks, groups)
 
-    def _history(self, rank: int, name: str, sent: tuple[bytes, ...], by_s: float) -> tuple[Any, ...]:
-        marks = array("q", map(hash, sent))
-        before_s, known, items = self._known.get((rank, name), (by_s, marks[:0], ()))
-        first = same = 0
-        if before_s == by_s and marks[0] in known:
-            first = known.index(marks[0])
-            most = min(len(known) - first, len(marks))
-            same = most
-            if marks[:most] != known[first : first + most]:
-                same = next(i for i in range(most) if marks[i] != known[first + i])
-        decode, move = _item(name)
-        new = tuple(move(decode(data), by_s) for data in sent[same:])
-        items = (*items[first : first + same], *new)
-        self._known[rank, name] = by_s, marks, items
-        return items
+    def _history(self, x: NodeState, rank: int, name: str, sent: History, by_s: float) -> tuple[Any, ...]:
+        new_in, n = _unpacked(sent.new_in), len(sent.new_in) // 4
+        if not 0 < n <= HISTORIES[name] or len(sent.begins) != len(sent.new_in):
+            raise ValueError("a history of another length")
+        known, same, old = self._known.get((rank, name)), 0, ()
+        if known is not None and (known.sender, known.by_s) == (x.sender, by_s):
+            gone = sent.first - known.first
+            same = bisect_right(new_in, known.number)
+            old = known.items[gone : gone + same] if gone >= 0 else ()
+        if len(old) != same:  # not what the sender takes for known: begin anew
+            same, old = 0, ()
+        new: tuple[Any, ...] = ()
+        if same < n:
+            decode, move = _items(name)
+            begin = _unpacked(sent.begins)[same]
+            decoded = decode(_ARRAY + (n - same).to_bytes(2, "big") + sent.items[begin:])
+            new = tuple([move(item, by_s) for item in decoded])
+        self._known[rank, name] = Known(x.sender, by_s, x.number, sent.first, old + new)
+        return old + new
+
+
+_ARRAY = b"\xdc"  # of msgpack: an array, its length follows in 16 bits
 
 
 @lru_cache(maxsize=MOST_GROUPS)
@@ -115,12 +191,32 @@ def _group(data: bytes) -> Group:
 
 
 @cache
-def _item(name: str) -> tuple[Callable[[bytes], Any], Callable[[Any, float], Any]]:
-    """Return what decodes one item of a history, and what moves its times."""
+def _items(name: str) -> tuple[Callable[[bytes], list[Any]], Callable[[Any, float], Any]]:
+    """Return what decodes items of a history, and what moves the times of one that was just decoded."""
     kind = get_args(get_type_hints(RankState, include_extras=True)[name])[0]
-    move = _mover(kind)
+    move = _in_place(kind) if issubclass(get_origin(kind) or kind, msgspec.Struct) else _mover(kind)
     assert move is not None
-    return msgspec.msgpack.Decoder(kind).decode, move
+    return msgspec.msgpack.Decoder(list[kind]).decode, move
+
+
+def _in_place(kind: Any) -> Callable[[Any, float], Any]:
+    """Return a function that adds seconds to every time in a struct that nobody else has yet: ten thousand steps a second."""
+    hints = get_type_hints(kind, include_extras=True)
+    fields = [name for name, of in hints.items() if _mover(of) is not None]
+    times = [name for name in fields if Seconds in (hints[name], *get_args(hints[name]))]
+    assert fields == times  # none holds structs with times
+    set_field = msgspec.structs.force_setattr
+
+    def moved(value: Any, by_s: float) -> Any:
+        for name in times:
+            if (old := getattr(value, name)) is not None:
+                t_s = old + by_s
+                if not -MOST_S < t_s < MOST_S:
+                    raise ValueError("a time in it is out of range")
+                set_field(value, name, t_s)
+        return value
+
+    return moved
 
 
 def shifted(state: RankState, by_s: float) -> RankState:
@@ -161,7 +257,7 @@ def _later(t_s: float, by_s: float) -> float:
 
 def _with_fields(fields: list[tuple[str, Callable[[Any, float], Any]]]) -> Callable[[Any, float], Any]:
     def moved(value: Any, by_s: float) -> Any:
-        # written for ten thousand steps a second: most fields are empty or a number
+        # written for thousands of ranks: most fields are empty or a number
         new = {}
         for name, move in fields:
             old = getattr(value, name)

@@ -1,7 +1,7 @@
 """Several nodes: each monitor gives the state of its ranks to node 0's monitor, which merges them.
 
-A node that sees node 0's run directory has a small file in `RUN/nodes`, replaced as a whole; that needs neither the job's network nor its
-TCPStore. Any other node sends its state (`cluster`).
+A node that sees node 0's run directory has a small file in `RUN/nodes`, replaced as a whole; that needs
+neither the job's network nor its TCPStore. Any other node sends its state (`cluster`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import msgspec
 from distdiag import files
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import DEAD, Life, RankState, Snapshot
+from distdiag.monitor.cluster.messages import Ask
 from distdiag.monitor.cluster.transport import Transport
-from distdiag.monitor.evidence import dump
-from distdiag.monitor.node_states import MOST_GROUPS, MOST_S, UNREADABLE, VERSION, Heard, NodeState, Readings, parts
+from distdiag.monitor.evidence import dump, profile_of_nodes
+from distdiag.monitor.node_states import MOST_GROUPS, MOST_S, UNREADABLE, VERSION, Heard, NodeState, Readings, Sender
+from distdiag.monitor.windows import Windows
 
 # between two files of a node; the latter while one of its ranks waits or has ended
 PERIOD_S, WAITING_PERIOD_S = 2.0, 0.5
@@ -29,49 +31,89 @@ STALE_S = 12.0  # an older state is ignored; network file systems show files sec
 RETURN_S = 5.0  # nothing is judged for so long, after another monitor of node 0, until every node is heard of again
 
 
+class StateFiles:
+    """The states in `RUN/nodes`, one file of each node that sees it.
+
+    Args:
+        own: Number of this node, whose file is not read; None for a reader.
+    """
+
+    def __init__(self, run_dir: Path, own: int | None = None) -> None:
+        self.run_dir, self.own = run_dir, own
+        self.failed: str | None = None
+        self._mtimes: dict[str, tuple[int, int]] = {}
+
+    def write(self, state: bytes) -> None:
+        try:
+            files.write(self.run_dir, f"nodes/{self.own}.state", state)
+        except OSError as e:
+            self.failed = f"the state of node {self.own} could not be written to {self.run_dir}/nodes: {e.strerror}"
+
+    def new(self) -> Iterator[NodeState]:
+        """Read the files that have changed."""
+        try:
+            with files.entered(self.run_dir, "nodes") as directory, os.scandir(directory) as entries:
+                for e in entries:
+                    if e.name.endswith(".state") and e.name != f"{self.own}.state":
+                        state = self._new_file(directory, e)
+                        if state is not None and state.version == VERSION:
+                            yield state
+        except OSError:
+            return
+
+    def _new_file(self, directory: int, e: os.DirEntry[str]) -> NodeState | None:
+        """Return the state in a file, None if it is not new or cannot be read."""
+        try:
+            stat = e.stat(follow_symlinks=False)
+            mark = (stat.st_mtime_ns, stat.st_ino)
+            if self._mtimes.get(e.name) == mark or e.is_symlink():
+                return None
+            state = msgspec.msgpack.decode(files.read_in(directory, e.name), type=NodeState)
+        except (OSError, *UNREADABLE) as problem:
+            self.failed = f"{e.name} of another node cannot be read: {problem}"
+            return None
+        self._mtimes[e.name] = mark
+        return state
+
+
 class Nodes:
     """Gives this node's state away, and takes those of the other nodes.
 
     Args:
         run_dir: This node's run directory: RUN, or RUN/node_k.
         node: Number of this node.
-        pages: Page directory of this node; None for a reader of the files.
+        pages: Page directory of this node.
+        port: Of node 0, for nodes that do not see its run directory; 0: any.
     """
 
-    def __init__(self, run_dir: Path, node: int, pages: Path | None = None) -> None:
+    def __init__(self, run_dir: Path, node: int, pages: Path, port: int = 0) -> None:
         self.node = node
         self.run_dir = run_dir.parent if node else run_dir
-        self.directory = self.run_dir / "nodes"
-        take_dump = partial(dump.packed, self.run_dir)
-        self.transport = Transport(pages, node, take_dump) if pages is not None else None
+        self.files = StateFiles(self.run_dir, node)
+        self.transport = Transport(pages, node, partial(_answer, self.run_dir), port)
         self._failed: str | None = None
         self._number = 0
         self._written_at = -1e9
         self._seen: dict[int, Heard] = {}
-        self._mtimes: dict[str, tuple[int, int]] = {}
         self._judged: dict[int, int] = {}
         self._known: set[int] = set()  # nodes that have had a fresh state
         self._silent: set[int] = set()
         self.events: list[str] = []  # what has changed between the nodes, for the log of the run
         self._owner: dict[int, int] = {}  # the node that reported a rank first
-        self._readings = Readings()
+        self._readings, self._sender = Readings(), Sender()
+        self.windows = Windows()  # of all ranks of the job
 
     @property
     def failed(self) -> str | None:
         """Why the exchange does not work."""
-        return self._failed or (self.transport.failed if self.transport is not None else None)
-
-    @property
-    def urgent(self) -> bool:
-        """True if a rank on another node waits."""
-        return self.transport is not None and self.transport.urgent
+        return self._failed or self.files.failed or self.transport.failed
 
     def connect(self) -> None:
         """Connect to node 0, or listen, once the first rank of this node has found out that it must.
 
         Not called at low priority, which the threads would inherit.
         """
-        if self.transport is not None and self.transport.poll():
+        if self.transport.poll():
             self._written_at = -1e9  # the state is due at once
 
     def several(self, s: Snapshot) -> bool:
@@ -88,52 +130,32 @@ class Nodes:
         waiting = _waits(s)
         ended = any(r.life not in (Life.RUNNING, Life.STARTING) for r in s.ranks.values())
         now = time.monotonic()
-        if now - self._written_at < (WAITING_PERIOD_S if waiting or ended or self.urgent else PERIOD_S) and not closed:
+        if (
+            now - self._written_at < (WAITING_PERIOD_S if waiting or ended or self.transport.urgent else PERIOD_S)
+            and not closed
+        ):
             return
         self._written_at = now
         self._number += 1
         state = NodeState(
-            node=self.node, number=self._number, started_unix_s=started_unix_s, written_unix_s=time.time(), closed=closed,
-            local_world_size=s.expected or len(s.ranks), **parts(s.ranks, s.groups),
+            node=self.node, started_unix_s=started_unix_s, written_unix_s=time.time(), closed=closed,
+            local_world_size=s.expected or len(s.ranks),
+            **self._sender.parts(self._number, s.ranks, s.groups, self.windows),
         )  # fmt: skip
-        client = self.transport.client if self.transport is not None else None
-        if client is not None:
-            client.publish(msgspec.msgpack.encode(state), start_ns)
-            return
-        try:
-            files.write(self.run_dir, f"nodes/{self.node}.state", msgspec.msgpack.encode(state))
-        except OSError as e:
-            self._failed = f"the state of node {self.node} could not be written to {self.directory}: {e.strerror}"
-
-    def new_files(self) -> Iterator[NodeState]:
-        """Read the new files of other nodes."""
-        try:
-            entries = [e for e in os.scandir(self.directory) if e.name.endswith(".state") and not e.is_symlink()]
-        except OSError:
-            return
-        for e in entries:
-            try:
-                stat = e.stat()
-                mark = (stat.st_mtime_ns, stat.st_ino)
-                if e.name == f"{self.node}.state" or self._mtimes.get(e.name) == mark:
-                    continue
-                state = msgspec.msgpack.decode(files.read(self.run_dir, f"nodes/{e.name}"), type=NodeState)
-            except (OSError, *UNREADABLE) as problem:
-                self._failed = f"{e.name} of another node cannot be read: {problem}"
-                continue
-            self._mtimes[e.name] = mark
-            if state.version == VERSION:
-                yield state
+        if self.transport.client is not None:
+            self.transport.client.publish(msgspec.msgpack.encode(state), start_ns)
+        else:
+            self.files.write(msgspec.msgpack.encode(state))
 
     def merged(self, s: Snapshot, started_unix_s: float, start_ns: int = 0) -> tuple[Snapshot, bool]:
-        """Return (snapshot with the ranks of all known nodes, True if every node has written a new state since the last True).
+        """Return (snapshot with the ranks of all known nodes, True if every node has given a new state since).
 
         A proof needs two polls without progress, and two polls of the same files would count as such.
 
         Args:
             started_unix_s, start_ns: When this node's run began, by the wall clock and the monotonic one.
         """
-        for state in chain(self.new_files(), self._sent(started_unix_s, start_ns)):
+        for state in chain(self.files.new(), self._sent(started_unix_s, start_ns)):
             self._take(s, state, state.started_unix_s - started_unix_s)
         now = time.time()
         seen = self._seen
@@ -160,7 +182,7 @@ class Nodes:
         whole = msgspec.structs.replace(
             s, ranks=dict(sorted(ranks.items())), groups=groups, expected=min(expected, s.world_size)
         )
-        if self.transport is not None and self.transport.server is not None:
+        if self.transport.server is not None:
             self.transport.server.urgent = _waits(whole)
         return whole, news
 
@@ -180,7 +202,7 @@ class Nodes:
 
     def _sent(self, started_unix_s: float, start_ns: int) -> Iterator[NodeState]:
         """Return the states that were sent, with their times by this host's clock."""
-        for a in self.transport.arrived() if self.transport is not None else ():
+        for a in self.transport.arrived():
             try:
                 state = msgspec.msgpack.decode(a.data, type=NodeState)
             except UNREADABLE as problem:
@@ -200,39 +222,45 @@ class Nodes:
             if len(x.groups) > MOST_GROUPS or not abs(x.started_unix_s) < MOST_S or not abs(x.written_unix_s) < MOST_S:
                 raise ValueError("a number in it is out of range")
             for q, r in x.ranks.items():
-                if (
-                    q != r.rank
-                    or not 0 <= q < s.world_size
-                    or self._owner.setdefault(q, x.node) != x.node
-                    or q in s.ranks
-                ):
+                if q != r.rank or not 0 <= q < s.world_size:
                     raise ValueError(f"rank {q} is not there")
+                owner = self.node if q in s.ranks else self._owner.get(q, x.node)
+                if owner != x.node:  # which of them has it is not known here: its node must be looked at
+                    raise ValueError(f"node {owner} reports rank {q}, too")
+            if not x.windows.keys() <= x.ranks.keys():
+                raise ValueError("what is shown of a rank is of another node's")
             self._seen[x.node] = self._readings.heard(x, later_s)
+            self._owner |= dict.fromkeys(x.ranks, x.node)
+            self.windows.take(x.windows)
         except UNREADABLE as problem:
             self._failed = f"the state of node {x.node} is not used: {problem}"
 
     def _returns(self, fresh: dict[int, Heard]) -> bool:
-        """True if this monitor has just begun to listen and has not heard of every node: what an earlier one proved may still hold."""
+        """True while a new monitor has not heard of every node: what an earlier one proved may still hold."""
         t = self.transport
-        if t is None or t.since_s is None or time.monotonic() - t.since_s > RETURN_S:
+        if t.since_s is None or time.monotonic() - t.since_s > RETURN_S:
             return False
         return not fresh.keys() >= set(t.nodes)
 
-    def close(self) -> None:
-        """End the connection, if there is one."""
-        if self.transport is not None:
-            self.transport.close()
+
+def _answer(run_dir: Path, question: Ask) -> bytes:
+    """Return what this node's ranks answer to a reader on node 0.
+
+    Raises:
+        DistdiagError: no rank is alive, or a profile is being taken.
+    """
+    if question.profile is not None:
+        return profile_of_nodes.packed(run_dir, question.profile)
+    return dump.packed(run_dir, question.timeout_s)
 
 
 def hosts(run_dir: Path) -> dict[int, str]:
     """Return the host of every rank that a node has reported into the run directory; empty if the job has one node."""
-    nodes = Nodes(run_dir, 0)
-    nodes.node = -1  # read all files
-    return {q: r.host for state in nodes.new_files() for q, r in state.ranks.items()}
+    return {q: r.host for state in StateFiles(run_dir).new() for q, r in state.ranks.items()}
 
 
 def _silent(r: RankState, heard_unix_s: float, now: float) -> RankState:
-    """Return the state of a rank whose node is not heard of: life SILENT, no wait, and nothing that a proof could use."""
+    """Return the state of a rank whose node is silent: no wait, and nothing that a proof could use."""
     return msgspec.structs.replace(
         r, life=Life.SILENT, blocked=None, queued=(), heartbeat_age_s=now - heard_unix_s, steps=(), calls=(),
         heard_at=time.strftime("%H:%M:%S", time.localtime(heard_unix_s)),

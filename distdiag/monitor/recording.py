@@ -13,7 +13,8 @@ from distdiag.diagnosis.model.snapshot import Snapshot, Step
 from distdiag.monitor.collectives import Collectives
 from distdiag.monitor.nodes import Nodes
 from distdiag.monitor.ranks.state import RankView
-from distdiag.monitor.rows import Steps, Window, ddp_rows, loader_rows, rank_rows
+from distdiag.monitor.rows import Steps, ddp_rows, loader_rows, rank_rows
+from distdiag.monitor.windows import Windows
 from distdiag.store import rundir
 from distdiag.store.rows import GroupRow
 from distdiag.store.writer import Writer
@@ -32,7 +33,6 @@ class Recording:
         self._frame_at = self._loaders_at = self._nodes_at = -10.0
         self._newest: dict[int, int] = {}  # step of each rank of another node
         self._groups: set[str] = set()
-        self._windows: dict[int, Window] = {}
         self._facts: dict[str, Any] = {}
         self._info: dict[str, Any] = {}  # of run.json
         self._backend = ""
@@ -56,12 +56,12 @@ class Recording:
         step = max((r.step for r in s.ranks.values()), default=None)
         w.add(self.collectives.rows(s, step))
 
-    def write_state(self, s: Snapshot, diagnosis: Diagnosis, now: bool) -> None:
+    def write_state(self, s: Snapshot, diagnosis: Diagnosis, windows: Windows, now: bool) -> None:
         """Write the ranks' newest state, loaders, DDP modules and checks, each if it is due or `now`."""
         w = self.writer
         if s.t_s - self._frame_at >= max(FRAME_S, s.world_size / RANKS_PER_S) or now:
             self._frame_at = s.t_s
-            rows = rank_rows(s, self.views, diagnosis.open(), self._windows)
+            rows = rank_rows(s, self.views, diagnosis.open(), windows, self.steps.slowest)
             w.add(rows)
             w.frame(s.t_s, diagnosis.state, diagnosis.state_text, rows)
             w.meta(state=diagnosis.state, state_text=diagnosis.state_text, world_size=s.world_size)
@@ -77,7 +77,7 @@ class Recording:
         for text in nodes.events:
             w.event(t_s, "monitor", "warning", text)
         nodes.events.clear()
-        if t_s - self._nodes_at >= NODES_S and nodes.transport is not None and (facts := nodes.transport.facts()):
+        if t_s - self._nodes_at >= NODES_S and (facts := nodes.transport.facts()):
             self._nodes_at = t_s
             w.meta(nodes=msgspec.json.encode(facts).decode())
             if self._info and "nodes_by" not in self._info:

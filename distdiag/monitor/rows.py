@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
 from typing import Any
 
 from distdiag.diagnosis.model.findings import Finding, at_least
 from distdiag.diagnosis.model.snapshot import DdpTime, Life, RankState, Snapshot, Step
 from distdiag.diagnosis.step_times import self_ms
-from distdiag.monitor.fields import names, shared
+from distdiag.monitor.fields import shared
 from distdiag.monitor.ranks.state import RankView
+from distdiag.monitor.windows import WINDOW, Window, Windows
 from distdiag.store.frames import RankRow
 from distdiag.store.rows import DdpRow, LoaderRow, StepRow, StepTimesRow
 
-WINDOW = 50
 LATE_STEP_S = 5.0  # the rows of a step wait this long for the slowest rank
+# Of a job whose steps are more rows than this in a second, every second, third, … step is written, and every long one.
+ROWS_PER_S, LONG_STEP = 4096, 2.0
 
 
 class Steps:
@@ -25,6 +28,7 @@ class Steps:
     def __init__(self) -> None:
         self._waiting: dict[int, dict[int, Step]] = {}
         self._measured: dict[tuple[int, int], DdpTime] = {}  # by step and rank, of steps without rows
+        self._slowest: deque[int] = deque(maxlen=WINDOW)  # the rank that worked longest in each of the last steps
 
     def add(self, rank: int, steps: list[Step]) -> None:
         for x in steps:
@@ -40,31 +44,53 @@ class Steps:
                 written.append(StepTimesRow(rank=rank, step=x.step, comm_ms=x.comm_ms, exposed_ms=x.exposed_ms))
         return written
 
+    @property
+    def slowest(self) -> Mapping[int, int]:
+        """Of the last steps with rows, how many each rank was the slowest of."""
+        return Counter(self._slowest)
+
     def rows(self, world: int, now_s: float, s: Snapshot, final: bool = False) -> list[StepRow]:
         out: list[StepRow] = []
         for step in list(self._waiting):
             by_rank = self._waiting[step]
             if len(by_rank) < world and not final and now_s - max(x.end_s for x in by_rank.values()) < LATE_STEP_S:
                 continue
-            late_ms = _late_ms(by_rank)
-            for q, x in by_rank.items():
-                r = s.ranks.get(q)
-                measured = self._measured.pop((step, q), None) if self._measured else None
-                fields = shared(StepRow, x)
-                fields.update(
-                    rank=q,
-                    t_end_s=x.end_s,
-                    self_ms=self_ms(x),
-                    late_ms=late_ms.get(q),
-                    samples=x.samples or None,
-                    rss_bytes=r.rss_bytes if r else None,
-                    device_bytes=r.device_bytes if r else None,
-                    comm_ms=measured.comm_ms if measured else None,
-                    exposed_ms=measured.exposed_ms if measured else None,
-                )
-                out.append(StepRow(**fields))
+            if _written(step, by_rank, s):
+                self._of_step(step, by_rank, s, out)
+            elif self._measured:
+                self._measured = {key: x for key, x in self._measured.items() if key[0] != step}
             del self._waiting[step]
         return out
+
+    def _of_step(self, step: int, by_rank: dict[int, Step], s: Snapshot, out: list[StepRow]) -> None:
+        late_ms, longest, slowest = _late_ms(by_rank), -1.0, 0
+        for q, x in by_rank.items():
+            r = s.ranks.get(q)
+            measured = self._measured.pop((step, q), None) if self._measured else None
+            own = self_ms(x)
+            if own > longest:
+                longest, slowest = own, q
+            # written out: ten thousand rows a second
+            out.append(
+                StepRow(
+                    rank=q, step=step, epoch=x.epoch, t_end_s=x.end_s, step_ms=x.step_ms, data_ms=x.data_ms, h2d_ms=x.h2d_ms,
+                    forward_ms=x.forward_ms, backward_ms=x.backward_ms, optimizer_ms=x.optimizer_ms, other_ms=x.other_ms,
+                    wait_ms=x.wait_ms, self_ms=own, late_ms=late_ms.get(q), samples=x.samples or None, loss=x.loss,
+                    rss_bytes=r.rss_bytes if r else None, device_bytes=r.device_bytes if r else None,
+                    comm_ms=measured.comm_ms if measured else None, exposed_ms=measured.exposed_ms if measured else None,
+                )
+            )  # fmt: skip
+        if len(by_rank) > 1:
+            self._slowest.append(slowest)
+
+
+def _written(step: int, by_rank: Mapping[int, Step], s: Snapshot) -> bool:
+    """True if the rows of a step are written: always, but for a job of thousands of ranks."""
+    usual_s = s.usual_step_s
+    if not usual_s or len(by_rank) <= ROWS_PER_S * usual_s:
+        return True
+    long = next(iter(by_rank.values())).step_ms >= LONG_STEP * usual_s * 1e3  # a pause is in the step of every rank
+    return long or step % math.ceil(len(by_rank) / usual_s / ROWS_PER_S) == 0
 
 
 def _late_ms(step: dict[int, Step]) -> dict[int, float]:
@@ -73,82 +99,41 @@ def _late_ms(step: dict[int, Step]) -> dict[int, float]:
     Ranks that wait for each other in the forward (DDP's buffers) leave it together: the last synchronisation hides that wait.
     """
     late: dict[int, float] = {}
-    for times in ({q: x.arrived_s for q, x in step.items()}, {q: x.ready_s for q, x in step.items()}):
-        known = {q: t for q, t in times.items() if t is not None}
-        if len(known) == len(step) > 1:
-            first = min(known.values())
-            late = {q: max(late.get(q, 0.0), (t - first) * 1e3) for q, t in known.items()}
+    if len(step) < 2:
+        return late
+    for times in ([x.arrived_s for x in step.values()], [x.ready_s for x in step.values()]):
+        known = [t for t in times if t is not None]
+        if len(known) == len(step):
+            first = min(known)
+            late = {q: max(late.get(q, 0.0), (t - first) * 1e3) for q, t in zip(step, known, strict=True)}
     return late
 
 
-def _median(values: Sequence[float]) -> float | None:
-    # written out: `statistics.median` doubles the time of a frame of thousands of ranks
-    if not values:
-        return None
-    ordered, half = sorted(values), len(values) // 2
-    return ordered[half] if len(values) % 2 else (ordered[half - 1] + ordered[half]) / 2
-
-
-class Window:
-    """What rows show of a rank's last steps; kept while they are the same."""
-
-    def __init__(self, steps: Sequence[Step]) -> None:
-        self.first, self.last, self.length = (steps[0], steps[-1], len(steps)) if steps else (None, None, 0)
-        # written out: of thousands of ranks, function calls would take a third of the time
-        self.own = [(x.step, ms if (ms := x.step_ms - x.wait_ms) > 0.0 else 0.0) for x in steps]
-        self.self_ms = _median([ms for _, ms in self.own])
-        columns = zip(*map(attrgetter(*_TIMES), steps), strict=True)
-        self.medians = {
-            name: _median([v for v in column if v is not None] if None in column else column)
-            for name, column in zip(_TIMES, columns, strict=False)
-        }
-        timed = [x for x in steps if x.step > 1] or steps  # the first step has the start of DDP and compilation in it
-        total_s = sum([x.step_ms for x in timed]) / 1e3
-        samples = sum([x.samples for x in timed])
-        self.samples_per_s = samples / total_s if samples and total_s else None
-        self.loss = steps[-1].loss if steps else None
-
-    def holds(self, steps: Sequence[Step]) -> bool:
-        """True if it was made of these steps."""
-        if not steps:
-            return not self.length
-        return self.length == len(steps) and self.last is steps[-1] and self.first is steps[0]
-
-
 def rank_rows(
-    s: Snapshot, views: Mapping[int, RankView], findings: list[Finding], windows: dict[int, Window] | None = None
+    s: Snapshot,
+    views: Mapping[int, RankView],
+    findings: list[Finding],
+    windows: Windows | None = None,
+    slowest: Mapping[int, int] | None = None,
 ) -> list[RankRow]:
     """Return one row per rank of the job, also for ranks that have not reported.
 
     Args:
         windows: Kept by the caller between calls.
+        slowest: Of the last steps, how many each rank was the slowest of (`Steps.slowest`).
     """
-    windows = {} if windows is None else windows
+    windows = windows or Windows()
     worst: dict[int, str] = {}
     for f in findings:
         for q in f.culprits or f.victims:
             if q not in worst or at_least(f.severity, worst[q]):
                 worst[q] = str(f.severity)
-    for q, r in s.ranks.items():
-        steps = r.steps[-WINDOW:]
-        if q not in windows or not windows[q].holds(steps):
-            windows[q] = Window(steps)
-    selfs = sorted(m for q in s.ranks if (m := windows[q].self_ms) is not None)
-    slowest: dict[int, int] = dict.fromkeys(s.ranks, 0)
-    longest: dict[int, tuple[float, int]] = {}
-    seen: dict[int, int] = {}
-    for q in s.ranks:
-        for step, ms in windows[q].own:
-            seen[step] = seen.get(step, 0) + 1
-            if step not in longest or ms > longest[step][0]:
-                longest[step] = ms, q
-    for step, (_, q) in longest.items():
-        if seen[step] > 1:
-            slowest[q] += 1
+    of = {q: windows.of(r) for q, r in s.ranks.items()}
+    selfs = sorted(w.self_ms for w in of.values() if w.self_ms is not None)
     return [
         RankRow(rank=q)
         if (r := s.ranks.get(q)) is None
-        else _row(s, r, views.get(q), windows[q], selfs, slowest[q], worst.get(q))
+        else _row(s, r, views.get(q), of[q], selfs, (slowest or {}).get(q, 0), worst.get(q))
         for q in range(max(s.world_size, max(s.ranks, default=0) + 1))
     ]
 
@@ -181,10 +166,7 @@ def _row(
         "waiting_seq": b.seq if b else None,
         "waiting_bytes": b.bytes if b else None,
         "waiting_age_s": s.t_s - b.entered_s if b is not None and b.entered_s is not None else None,
-        "self_ms": own,
         "delta_self_ms": own - others if own is not None and others is not None else None,
-        "samples_per_s": window.samples_per_s,
-        "loss": window.loss,
         "last_op": last.op if last else None,
         "last_group": last.group if last else None,
         "last_seq": max(r.enqueued.get(last.group, 0), last.seq or 0) or None if last else None,
@@ -193,11 +175,8 @@ def _row(
         "slowest_in": slowest if len(selfs) > 1 else None,
         "activity": r.activity if r.life != Life.MISSING else None,
     }
-    fields: dict[str, Any] = {**shared(RankRow, r), **window.medians, **changed}
+    fields: dict[str, Any] = {**shared(RankRow, r), **shared(RankRow, window), **changed}
     return RankRow(**fields, **(view.recorder() if view is not None else {}))
-
-
-_TIMES = tuple(name for name in names(RankRow, Step) if name.endswith("_ms"))
 
 
 def loader_rows(s: Snapshot) -> list[LoaderRow]:

@@ -12,6 +12,7 @@ MAGIC = b"DISTDIAG"
 VERSION = 12
 HEAP_BYTES = 192 * 1024
 CALLS, STEPS, SAMPLES, SCALARS, DDP_TIMES = 1024, 256, 128, 64, 32
+CALLERS = 3  # most callers of a call's site
 BACKEND_FRAME = "backend:"
 STILL_NS = 100_000_000  # time in the same phase or wait after which a rank may be waiting
 GROUPS, PEERS, SITES, LOADERS, MODELS, STACK = 64, 512, 256, 12, 6, 8

@@ -18,7 +18,7 @@ OWN, PEERS, FIRST = "nodes.own", "nodes.peers", "nodes.first"
 LOCAL = "nodes.sock"  # the unix socket on which the monitor of node 0 takes requests of readers
 MOST_NODES, MOST_ADDRESSES = 65_536, 16
 ERRORS = {
-    "no_pyzmq": "pyzmq is not installed there (pip install 'distdiag[cluster]')",
+    "no_pyzmq": "pyzmq is not installed there (pip install pyzmq)",
     "no_curve": "its libzmq has no CURVE, and nothing is sent in plain (pip install pyzmq has it)",
     "no_port": "no port could be bound there",
 }

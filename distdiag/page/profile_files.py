@@ -112,7 +112,14 @@ def take_request(path: Path, now_ns: int) -> Request:
 def read_answer(path: Path) -> Answer | None:
     """Return a rank's answer; None if there is none, or it is damaged or not this user's."""
     try:
-        value = read_object(path)
+        return answer_of(read_object(path))
+    except (OSError, ValueError):
+        return None
+
+
+def answer_of(value: dict[str, Any]) -> Answer | None:
+    """Return the answer in an object of JSON; None if it is damaged."""
+    try:
         state, detail = value.get("state"), value.get("detail")
         if state not in STATES or not isinstance(detail, str):
             return None
@@ -132,7 +139,7 @@ def read_answer(path: Path) -> Answer | None:
             **{key: _measure(value.get(key)) for key in ("start_ms", "stop_ms", "save_ms")},
             **{key: _bytes(value.get(key)) for key in ("rss_peak_bytes", "device_peak_bytes")},
         )
-    except (OSError, ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError):
         return None
 
 

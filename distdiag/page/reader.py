@@ -10,6 +10,7 @@ from pathlib import Path
 
 from distdiag import files, procfs
 from distdiag.page.layout import (
+    CALLERS,
     GROUPS,
     HEAP_BYTES,
     LOADERS,
@@ -132,14 +133,19 @@ class PageReader:
             self._texts[offset] = s
         return s
 
-    def site(self, offset: int) -> tuple[str, int, str] | None:
-        """Return (file, line, function) of a site, or None."""
+    def site(self, offset: int) -> list[tuple[str, int, str]]:
+        """Return (file, line, function) of a site and of its callers, innermost first; empty if there is none."""
         if not offset:
-            return None
+            return []
         parts = self.text(offset).split("\0")
-        if len(parts) != 3 or not parts[1].isascii() or not parts[1].isdigit() or len(parts[1]) > 9:
+        lines = parts[1::3]
+        if (
+            len(parts) % 3
+            or len(parts) > 3 * (1 + CALLERS)
+            or not all(n.isascii() and n.isdigit() and len(n) <= 9 for n in lines)
+        ):
             raise PageError(f"{self.path.name} is damaged: no site at {offset}")
-        return parts[0], int(parts[1]), parts[2]
+        return [(file, int(n), function) for file, n, function in zip(parts[::3], lines, parts[2::3], strict=True)]
 
     def close(self) -> None:
         self._from.release()

@@ -129,8 +129,9 @@ class PageWriter:
             self._strings[s] = at
         return at
 
-    def site(self, file: str, line: int, function: str) -> int:
-        return self.text(f"{file}\0{line}\0{function}")
+    def site(self, file: str, line: int, function: str, *callers: tuple[str, int, str]) -> int:
+        """Add a site, with up to `CALLERS` callers, innermost first; return its offset."""
+        return self.text("\0".join(f"{a}\0{b}\0{c}" for a, b, c in ((file, line, function), *callers)))
 
     def write_call(self, *fields: object) -> int:
         """Add a call record and return its number; `fields` are those of CallRecord after `number`."""

@@ -16,6 +16,7 @@ from distdiag.recorder.after_import import after_import
 from distdiag.recorder.hooks.wrapping import hide_frame, wraps
 from distdiag.recorder.state import VARIABLE, guarded, switched_off
 from distdiag.terms.launchers import launched
+from distdiag.torch_modules import replace
 
 
 def record_process(run_dir: str | None, name: str | None, job: str | None = None) -> None:
@@ -107,21 +108,20 @@ def _becomes_rank(run_dir: str | None, name: str | None, spawned: bool) -> None:
     if torch.distributed.is_available():
         from torch.distributed import distributed_c10d as dist
 
-        original = dist.init_process_group
+        # without the wrapper of DISTDIAG=1, which this one replaces: children that are spawned have both
+        original = getattr(dist.init_process_group, "_distdiag", dist.init_process_group)
 
         @wraps(original)
         def init_process_group(*args: Any, **kwargs: Any) -> Any:
-            if dist.init_process_group is init_process_group:
-                dist.init_process_group = torch.distributed.init_process_group = original
+            replace(init_process_group, original)
             try:
                 return enter_group(dist, args, kwargs, run_dir, name, spawned)
             except BaseException as e:
-                if dist.init_process_group is original:  # the script may try again
-                    dist.init_process_group = torch.distributed.init_process_group = init_process_group
+                replace(original, init_process_group)  # the script may try again
                 hide_frame(e)
                 raise
 
-        dist.init_process_group = torch.distributed.init_process_group = init_process_group
+        replace(dist.init_process_group, init_process_group)
     plain = torch.autograd.backward
 
     @wraps(plain)

@@ -9,6 +9,7 @@ standard library is used.
 
 from __future__ import annotations
 
+import dis
 import gc
 import os
 import sys
@@ -25,6 +26,8 @@ if os.environ.get("DISTDIAG_PURE") != "1" and not sysconfig.get_config_var("Py_G
         pass
 
 USER, PACKAGE, LIBRARY, BACKEND = 2, 1, 0, -1
+HELPER_LINES = 15  # of a helper, at most
+_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _WATCHED = (
@@ -164,6 +167,14 @@ def user_stack(start: FrameType | None, depth: int) -> list[FrameType]:
             packages.append(f)
         f = f.f_back
     return out or packages
+
+
+def in_helper(code: CodeType, instruction: int) -> bool:
+    """True if a call is in a short function, but in none of its loops: its callers say more than it does."""
+    if code.co_name == "<module>" or max(n or 0 for _, _, n in code.co_lines()) - code.co_firstlineno > HELPER_LINES:
+        return False
+    jumps = (i for i in dis.get_instructions(code) if i.opcode in _JUMPS and i.offset > instruction)
+    return not any(isinstance(i.argval, int) and i.argval <= instruction for i in jumps)  # none jumps back over it
 
 
 def raw_name(frame: FrameType) -> str:

@@ -166,7 +166,7 @@ def local_ranks(world_size: int) -> int:
 
 
 def local_world_size(rank: int, world: int) -> int:
-    """Return how many ranks this node has, by the launcher that numbers the nodes (see `node_number`); 0 if none tells."""
+    """Return how many ranks this node has, by the launcher that `node_number` uses; 0 if not known."""
     env = os.environ.get
     if (given := env(TORCHRUN.local_world, "")).isdigit():
         return int(given)

@@ -27,6 +27,7 @@ class Options:
     keep_bytes: int | None = None
     tape: bool = False
     metrics: str | None = None
+    nodes_port: int | None = None
 
 
 options = Options()  # for this process and its children
@@ -51,7 +52,8 @@ def start_monitor(run_dir: Path, pages: Path, node: int, overflow: Path, quiet: 
     Raises:
         OSError: no process could be started.
     """
-    lock = files.open_own(pages, LOCK, os.O_RDWR | os.O_APPEND)
+    # not the lowest number: where the script has closed its standard streams, it is that of one of the monitor's
+    lock = KeptFile(files.open_own(pages, LOCK, os.O_RDWR | os.O_APPEND)).fd
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -127,6 +129,7 @@ def _start(run_dir: Path, pages: Path, node: int, overflow: Path, lock: int, qui
         "--node", str(node), *["--for-reader"] * quiet, *["--quiet"] * (quiet or options.quiet),
         *(["--keep", str(options.keep_bytes)] if options.keep_bytes else []), *["--tape"] * options.tape,
         *(["--metrics", options.metrics] if options.metrics is not None else []),
+        *(["--nodes-port", str(options.nodes_port)] if options.nodes_port else []),
     ]  # fmt: skip
     process = subprocess.Popen(
         command,

@@ -16,9 +16,10 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar
 
+from distdiag.page.layout import CALLERS
 from distdiag.page.writer import PageWriter
 from distdiag.recorder import unseen
-from distdiag.recorder.frames import USER, absolute, kind_of, user_frame
+from distdiag.recorder.frames import USER, absolute, in_helper, kind_of, user_frame
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -39,6 +40,8 @@ class Recorder:
         self.device: int | None = None
         # by id of the code and instruction: a line number must be decoded, and hashing a code object is slow
         self._sites: dict[tuple[int, int], tuple[int, CodeType]] = {}
+        self._helpers: dict[tuple[int, int], tuple[bool, CodeType]] = {}
+        self._paths: dict[tuple[int, ...], tuple[int, tuple[CodeType, ...]]] = {}
         self.facts: dict[str, Any] = {}
 
     def site(self, frame: FrameType | None) -> int:
@@ -53,6 +56,35 @@ class Recorder:
             if len(self._sites) >= 16_384:
                 self._sites.clear()
             known = self._sites[key] = (off, code)  # the code is kept, so that its id is not reused
+        return known[0]
+
+    def call_site(self, frame: FrameType | None) -> int:
+        """Return the heap offset of the site of a collective call at `frame`, with the callers of a helper; 0 for None."""
+        if frame is None or not self._in_helper(frame):
+            return self.site(frame)
+        frames, key = [frame], (id(frame.f_code), frame.f_lasti)
+        while len(frames) <= CALLERS and self._in_helper(frames[-1]):
+            caller = user_frame(frames[-1].f_back)
+            if caller is None or kind_of(caller.f_code) != USER:
+                break
+            frames.append(caller)
+            key += (id(caller.f_code), caller.f_lasti)
+        known = self._paths.get(key)
+        if known is None:
+            if len(self._paths) >= 16_384:
+                self._paths.clear()
+            path = ((absolute(f.f_code.co_filename), f.f_lineno or 0, f.f_code.co_name) for f in frames)
+            known = self._paths[key] = self.page.site(*next(path), *path), tuple(f.f_code for f in frames)
+        return known[0]
+
+    def _in_helper(self, frame: FrameType) -> bool:
+        code = frame.f_code
+        key = (id(code), frame.f_lasti)
+        known = self._helpers.get(key)
+        if known is None:
+            if len(self._helpers) >= 16_384:
+                self._helpers.clear()
+            known = self._helpers[key] = in_helper(code, frame.f_lasti), code
         return known[0]
 
     def user_site(self, frame: FrameType | None) -> int:

@@ -1,10 +1,14 @@
 """The witness: torch's C++ worker server on a unix socket. It responds even while a thread holds the GIL and does not return.
 
 It serves the flight recorder and all stacks to the monitor. The socket is in a directory of mode 0700.
+
+The server's thread aborts the process if its socket is closed, and a script may close descriptors that it did not open
+(`os.closerange`). So the server has a descriptor table of its own, in which nothing but its sockets is open.
 """
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import os
 import socket
@@ -19,9 +23,62 @@ FATAL = 3  # a log level of c10
 ANSWER_S = 1.0
 BUSY_S = 2.0  # for requests in progress to end
 LISTENS = "00010000"  # flags of a listening socket in /proc/net/unix
+CLOSE_RANGE, UNSHARE = 436, 2  # number of the system call on all architectures (Linux 5.9); its flag
 
 
-def start(path: Path) -> Any:
+class Server:
+    """The server, and the thread that made it: a descriptor table belongs to a thread, and only this one has the server's.
+
+    The thread is started below `threading`, as the pulse is, and waits in one call until the server is to be shut down.
+    """
+
+    def __init__(self, server_class: Any, path: Path, level: ctypes.c_int) -> None:
+        self._error: BaseException | None = None
+        self._made, self._ending, self._ended = (_thread.allocate_lock() for _ in range(3))
+        for lock in (self._made, self._ending, self._ended):
+            lock.acquire()
+        _thread.start_new_thread(self._run, (server_class, str(path), level))
+        self._made.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self, server_class: Any, path: str, level: ctypes.c_int) -> None:
+        try:
+            _own_descriptors()
+            with _only_fatal(level):
+                server = server_class(path)
+            # Shut down, never destroyed: run in a forked child (a DataLoader worker that drops its copy), its destructor would
+            # close the listening socket under the parent's thread, which aborts the parent.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
+        except BaseException as e:
+            self._error = e
+            return
+        finally:
+            self._made.release()
+        self._ending.acquire()
+        try:
+            with _only_fatal(level):
+                server.shutdown()
+        finally:
+            self._ended.release()
+
+    def shutdown(self) -> None:
+        """End the server; it must have no request in progress."""
+        self._ending.release()
+        self._ended.acquire()
+
+
+def _own_descriptors() -> None:
+    """Give this thread an empty descriptor table; where the kernel has no such call, it keeps that of the process.
+
+    Empty, because a copy of the script's pipes would keep them open after the script has closed them.
+    """
+    if ctypes.CDLL(None).syscall(CLOSE_RANGE, ctypes.c_uint(0), ctypes.c_uint(0xFFFFFFFF), ctypes.c_uint(UNSHARE)) == 0:
+        for _ in range(3):  # what is printed there goes nowhere
+            os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+
+
+def start(path: Path) -> Server | None:
     """Start the server on `path` and return it, to be shut down later; None if this version of torch has no server.
 
     Raises:
@@ -39,31 +96,24 @@ def start(path: Path) -> Any:
     if level is None:  # the server would print into the job's stderr
         return None
     path.unlink(missing_ok=True)
-    with _only_fatal(level):
-        server = server_class(str(path))
-    # Shut down, never destroyed: run in a forked child (a DataLoader worker that drops its copy), its destructor would close the
-    # listening socket under the parent's thread, which aborts the parent.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
-    return server
+    return Server(server_class, path, level)
 
 
-def stop(server: Any, path: Path) -> None:
+def stop(server: Server, path: Path) -> None:
     """Shut the server down; leave it to the end of the process if it does not respond, or stays busy.
 
     `shutdown` waits for requests in progress while it holds the GIL, and most handlers need the GIL. So first the socket is
     renamed, which no new request survives, and those in progress end. A shutdown before the server's thread has started to serve
     never returns, either.
     """
-    level = _log_level()
     closing = path.with_suffix(".closing")
     try:
         path.rename(closing)
     except OSError:  # the directory is gone: nobody can ask, but it is not known who is being answered
         return
     try:
-        if level is not None and _answers(closing) and _idle(path):
-            with _only_fatal(level):
-                server.shutdown()
+        if _answers(closing) and _idle(path):
+            server.shutdown()
     finally:
         closing.unlink(missing_ok=True)
 

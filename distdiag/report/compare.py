@@ -25,7 +25,6 @@ from distdiag.report.steps import (
     read_steps,
     throughput,
 )
-from distdiag.report.words import title
 from distdiag.store.liveness import number
 from distdiag.store.reader import Run
 from distdiag.terms.statistics import bootstrap_medians, compare
@@ -116,7 +115,7 @@ def compare_runs(runs: Sequence[Run], skip: int | None = None) -> Comparison:
                 }
                 if first
                 else {},
-                findings={title(f): _who(f) for f in reversed(run.findings()) if f.severity != "info"},
+                findings={f.title: _who(f) for f in reversed(run.findings()) if f.severity != "info"},
             )
         )
         if baseline is None:

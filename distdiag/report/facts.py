@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from distdiag.diagnosis.model.findings import Finding, Gradients, State
+from distdiag.diagnosis.model.findings import Finding, Gradients, State, still_open
 from distdiag.report import steps as step_tables
 from distdiag.report.steps import Quantiles, SeriesPoint, Steps
 from distdiag.report.words import local_time
@@ -169,7 +169,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def open_findings(self) -> tuple[Finding, ...]:
-        return tuple(f for f in self.findings if f.cleared_s is None)
+        return still_open(self.findings)
 
     @property
     def cleared_findings(self) -> tuple[Finding, ...]:

@@ -1,7 +1,8 @@
 """The verdict in the forms that other programs show on the user's line: GitHub, GitLab, SARIF 2.1.0, JUnit, Markdown.
 
-Each function takes the report of `diagnose`, in which all text is visible, and returns the whole output. Only files below `root`, the repository, are named as places in
-it: a path outside says nothing to a reader of the repository, and shows how the machine is laid out.
+Each function takes the report of `diagnose`, in which all text is visible, and returns the whole output. Only
+files below `root`, the repository, are named as places in it: a path outside says nothing to a reader of the
+repository, and shows how the machine is laid out.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from xml.etree import ElementTree
 
 import msgspec
 
-from distdiag.diagnosis.model.findings import BAD_STATES, Finding, Report, Severity, ranks_seen
+from distdiag.diagnosis.model.findings import BAD_STATES, Finding, Report, Severity, ranks_seen, still_open
 from distdiag.terms.untrusted import visible
 from distdiag.version import VERSION
 
@@ -32,12 +33,6 @@ class Place(NamedTuple):
 
     path: str
     line: int
-
-
-def open_findings(report: Report) -> list[Finding]:
-    """Return the findings that still hold, worst first."""
-    order = [Severity.ERROR, Severity.WARNING, Severity.INFO]
-    return sorted((f for f in report.findings if f.cleared_s is None), key=lambda f: order.index(Severity(f.severity)))
 
 
 def places(finding: Finding, root: Path) -> Iterator[Place]:
@@ -63,11 +58,6 @@ def fingerprint(finding: Finding, root: Path) -> str:
     return hashlib.sha256(json.dumps([finding.kind, finding.cause, files, functions]).encode()).hexdigest()[:32]
 
 
-def rule_of(finding: Finding) -> str:
-    """Return `deadlock/missing_rank`."""
-    return finding.kind + (f"/{finding.cause}" if finding.cause else "")
-
-
 def _text(finding: Finding) -> str:
     parts = (
         finding.message,
@@ -89,7 +79,7 @@ def _visible(value: Any) -> Any:
 
 
 def _of_visible(write: Callable[[Report, Path], str]) -> Callable[[Report, Path], str]:
-    """Return `write`, which then gets no text of the job as it was: also names of kinds, states and files may be forged."""
+    """Return `write` for a report with visible text: names of kinds, states and files may be forged, too."""
 
     @functools.wraps(write)
     def written(report: Report, root: Path) -> str:
@@ -101,11 +91,11 @@ def _of_visible(write: Callable[[Report, Path], str]) -> Callable[[Report, Path]
 def github(report: Report, root: Path) -> str:
     """Return workflow commands: GitHub shows each finding on its line in a pull request."""
     lines = []
-    for finding in open_findings(report):
+    for finding in still_open(report.findings):
         level = "notice" if finding.severity == Severity.INFO else str(finding.severity)
         place = next(places(finding, root), None)
         where = f"file={_property(place.path)},line={place.line}," if place is not None else ""
-        lines.append(f"::{level} {where}title={_property(f'distdiag {rule_of(finding)}')}::{_data(_text(finding))}")
+        lines.append(f"::{level} {where}title={_property(f'distdiag {finding.title}')}::{_data(_text(finding))}")
     return "\n".join(lines)
 
 
@@ -122,12 +112,12 @@ def gitlab(report: Report, root: Path) -> str:
     issues = [
         {
             "description": _text(finding),
-            "check_name": rule_of(finding),
+            "check_name": finding.title,
             "fingerprint": fingerprint(finding, root),
             "severity": _GITLAB[Severity(finding.severity)],
             "location": {"path": place.path, "lines": {"begin": place.line}},
         }
-        for finding in open_findings(report)
+        for finding in still_open(report.findings)
         if (place := next(places(finding, root), None)) is not None
     ]
     return json.dumps(issues, indent=2)
@@ -135,13 +125,13 @@ def gitlab(report: Report, root: Path) -> str:
 
 def sarif(report: Report, root: Path) -> str:
     """Return a SARIF 2.1.0 log."""
-    findings = open_findings(report)
-    rules = sorted({rule_of(f) for f in findings})
+    findings = still_open(report.findings)
+    rules = sorted({f.title for f in findings})
     results: list[dict[str, Any]] = []
     for finding in findings:
         found = [_sarif_location(place) for place in places(finding, root)]
         results.append({
-            "ruleId": rule_of(finding),
+            "ruleId": finding.title,
             "level": _LEVELS[Severity(finding.severity)],
             "message": {"text": _text(finding)},
             "locations": found[:1],
@@ -166,12 +156,12 @@ def _sarif_location(place: Place) -> dict[str, Any]:
 
 def junit(report: Report, root: Path) -> str:
     """Return a JUnit report: a failed test per error or warning; without any, one test of the job's state."""
-    bad = [f for f in open_findings(report) if f.severity != Severity.INFO]
+    bad = [f for f in still_open(report.findings) if f.severity != Severity.INFO]
     failures = len(bad) or int(report.state in BAD_STATES)
     suite = ElementTree.Element("testsuite", name="distdiag", tests=str(len(bad) or 1), failures=str(failures))
     for finding in bad:
         place = next(places(finding, root), None)
-        attributes = {"classname": "distdiag", "name": rule_of(finding)}
+        attributes = {"classname": "distdiag", "name": finding.title}
         if place is not None:
             attributes |= {"file": place.path, "line": str(place.line)}
         case = ElementTree.SubElement(suite, "testcase", attributes)
@@ -190,9 +180,9 @@ def junit(report: Report, root: Path) -> str:
 def markdown(report: Report, root: Path) -> str:
     """Return the verdict to paste into an issue."""
     out = [f"**distdiag**: {_escaped(report.state)}, {ranks_seen(report.ranks_seen, report.world_size)}", ""]
-    for finding in open_findings(report):
+    for finding in still_open(report.findings):
         out += [
-            f"### {finding.severity}: {_escaped(rule_of(finding))} ({_escaped(finding.certainty)})",
+            f"### {finding.severity}: {_escaped(finding.title)} ({_escaped(finding.certainty)})",
             "",
             _escaped(finding.message),
             "",
@@ -201,7 +191,7 @@ def markdown(report: Report, root: Path) -> str:
         rows += [("where", ", ".join(f"`{_code(p.path)}:{p.line}`" for p in places(finding, root)))]
         out += [f"- **{name}**: {text if name == 'where' else _escaped(text)}" for name, text in rows if text]
         out.append("")
-    if not open_findings(report):
+    if not still_open(report.findings):
         out += ["Nothing found.", ""]
     out += [f"- {_escaped(note)}" for note in report.notes]
     return "\n".join(out).rstrip()

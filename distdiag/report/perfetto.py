@@ -1,8 +1,8 @@
 """A run as Chrome trace events, for ui.perfetto.dev and chrome://tracing.
 
-One process per rank with its steps; the phases of a step are drawn one after the other in the order of a training loop,
-because what was recorded is how long each took, not when. Collectives have a process of their own with a track per group,
-hosts and GPUs have counters, findings are marks over all tracks.
+One process per rank with its steps; the phases of a step are drawn one after the other in the order of a
+training loop, because what was recorded is how long each took, not when. Collectives have a process of their
+own with a track per group, hosts and GPUs have counters, findings are marks over all tracks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import IO, Any
 
 import msgspec
 
-from distdiag.report.words import title, visible
+from distdiag.report.words import visible
 from distdiag.store.reader import Run
 from distdiag.streams import json_ascii_controls
 from distdiag.terms.steps import DDP_TIMES, PHASES
@@ -81,7 +81,7 @@ def _findings(run: Run) -> Iterator[Event]:
         began = finding.first_seen_s if finding.first_seen_s is not None else finding.detected_s
         if began is None:
             continue
-        name = visible(f"{finding.severity}: {title(finding)}")
+        name = visible(f"{finding.severity}: {finding.title}")
         args = {"message": visible(finding.message), "culprits": list(finding.culprits), "do": visible(finding.advice)}
         yield track((FINDINGS, i), finding.kind)
         yield {"ph": "i", "s": "g", "name": name, "pid": FINDINGS, "tid": i, "ts": _us(began), "args": args}

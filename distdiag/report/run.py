@@ -27,7 +27,7 @@ class Run(reader.Run):
         """
         from distdiag.errors import need
 
-        need("report", ("matplotlib",), "a picture")
+        need(("matplotlib",), "a picture")
         from distdiag.report.plot import Plot
 
         return Plot(self)
@@ -38,9 +38,9 @@ class Run(reader.Run):
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """Print the verdict where IPython shows text only."""
+        from distdiag.diagnosis.model.findings import still_open
         from distdiag.diagnosis.text.finding import finding_lines, printable
 
         report = self.report()
-        open_ones = [f for f in report.findings if f.cleared_s is None]
-        lines = [printable(verdict(report)), *(line for f in open_ones for line in finding_lines(f))]
+        lines = [printable(verdict(report)), *(line for f in still_open(report.findings) for line in finding_lines(f))]
         printer.text("\n".join(lines))

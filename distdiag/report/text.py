@@ -9,7 +9,7 @@ from typing import Any
 
 from distdiag.diagnosis.model.findings import Finding, Where, rank_list
 from distdiag.report.facts import RunFacts, notable_ranks, verdict_words
-from distdiag.report.words import from_us, gradient_times, gradient_words, milliseconds, moment, number, title, visible
+from distdiag.report.words import from_us, gradient_times, gradient_words, milliseconds, moment, number, visible
 from distdiag.terms.tables import table
 from distdiag.terms.units import MISSING, duration, percent, rate_text, size_text
 from distdiag.traces.text import lines as profile_lines
@@ -72,7 +72,7 @@ def _places(label: str, places: Sequence[Where]) -> list[str]:
 
 def _finding(f: Finding) -> list[str]:
     cleared = "" if f.cleared_s is None else f", cleared at {duration(f.cleared_s)}"
-    lines = [f"{f.severity.upper()}  {title(f)}  ({f.certainty}{cleared})"]
+    lines = [f"{f.severity.upper()}  {f.title}  ({f.certainty}{cleared})"]
     lines += _wrap("what", f.message)
     if f.culprits:
         lines += _wrap("who", rank_list(f.culprits))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from html import escape
 
-from distdiag.diagnosis.model.findings import Finding, Report, Severity
+from distdiag.diagnosis.model.findings import Finding, Report, Severity, still_open
 from distdiag.diagnosis.text.finding import GLYPHS, WORDS, in_the_past, listed
-from distdiag.report.words import title, verdict, visible
+from distdiag.report.words import verdict, visible
 
 COLOURS = {Severity.ERROR: "#d55e00", Severity.WARNING: "#e69f00", Severity.INFO: "#8a8a8a"}
 _HEAD = "font-weight:600;margin:0 0 .4em 0"
@@ -16,7 +16,7 @@ _ROW = "display:flex;gap:.8em;margin:.15em 0"
 
 def verdict_html(report: Report) -> str:
     """Return the verdict as one HTML element; its colours suit a dark and a light notebook."""
-    shown = [in_the_past(f) if report.ended_ago_s is not None else f for f in report.findings if f.cleared_s is None]
+    shown = [in_the_past(f) if report.ended_ago_s is not None else f for f in still_open(report.findings)]
     parts = [f'<p style="{_HEAD}">{_text(verdict(report))}</p>', *map(_finding, shown)]
     cleared = len(report.findings) - len(shown)
     notes = [f"cleared: {cleared}"] * bool(cleared) + [f"note: {note}" for note in report.notes]
@@ -28,7 +28,7 @@ def verdict_html(report: Report) -> str:
 def _finding(f: Finding) -> str:
     severity = Severity(f.severity)
     certain = "proved" if f.certainty == "proved" else "suspected"
-    head = f"{GLYPHS[severity]} {WORDS[severity]} {title(f)} ({certain})"
+    head = f"{GLYPHS[severity]} {WORDS[severity]} {f.title} ({certain})"
     where = listed(f.where or f.waiting)
     rows = [("cost", f.cost), ("where", where), ("do", f.advice)]
     lines = [

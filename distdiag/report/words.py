@@ -8,13 +8,13 @@ from distdiag.diagnosis.model.findings import (
     BAD_STATES,
     NO_KNOWN_ERROR,
     STOPPED_BY,
-    Finding,
     Gradients,
     Report,
     Severity,
     State,
     rank_list,
     ranks_seen,
+    still_open,
 )
 from distdiag.terms import untrusted
 from distdiag.terms.units import MISSING, counted, decimal, percent, size_text
@@ -23,11 +23,6 @@ from distdiag.terms.units import MISSING, counted, decimal, percent, size_text
 def visible(text: object) -> str:
     """Return `text` with control, bidirectional and invisible characters written as escapes (`\\x1b`)."""
     return untrusted.visible(str(text))
-
-
-def title(f: Finding) -> str:
-    """Return `deadlock/missing_rank`."""
-    return f"{f.kind}/{f.cause}" if f.cause else f.kind
 
 
 def milliseconds(value: float | None) -> str:
@@ -56,7 +51,7 @@ def moment(unix_s: float | None) -> str:
 
 
 def local_time(unix_s: float, form: str) -> str:
-    """Return local time as `strftime` writes it; of a time beyond the calendar, in a damaged run, that it is missing."""
+    """Return local time by `strftime`; MISSING for a time beyond the calendar, in a damaged run."""
     try:
         return time.strftime(form, time.localtime(unix_s))
     except (OSError, OverflowError, ValueError):
@@ -72,7 +67,7 @@ def gradient_words(g: Gradients) -> str:
 
 
 def gradient_times(g: Gradients) -> str:
-    """Return `31.0 ms of communication a step, 14.2 ms of it exposed (12 % of step time); medians of 21 measured steps`."""
+    """Return `31.0 ms of communication a step, 14.2 ms of it exposed (12 % of step time); medians of …`."""
     return (
         f"{milliseconds(g.comm_ms)} ms of communication a step, {milliseconds(g.exposed_ms)} ms of it exposed"
         f" ({percent(g.exposed_share)} of step time); medians of {number(g.steps)} measured steps, of the rank with the least"
@@ -106,7 +101,7 @@ def _verdict_without_findings(report: Report, stopped: str | None, infos: int, s
 
 def verdict(report: Report) -> str:
     """Return one line: the state of the job, the number of findings, and the ranks to examine first."""
-    open_ones = [f for f in report.findings if f.cleared_s is None]
+    open_ones = still_open(report.findings)
     seen = ranks_seen(report.ranks_seen, report.world_size)
     counts = [
         f"{n} {word}{'s' if n > 1 else ''}"

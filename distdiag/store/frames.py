@@ -16,7 +16,7 @@ from distdiag.store.rows import Row
 from distdiag.terms.untrusted import MAX_INT, MAX_RANKS
 
 
-class RankRow(Row, frozen=True, kw_only=True):
+class RankRow(Row, frozen=True, kw_only=True, gc=False):
     """Newest state of one rank: the columns of table `rank`, then those that only the screen needs.
 
     Frames are stored by column name. A column that is None for all ranks takes no space.

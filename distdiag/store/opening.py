@@ -212,14 +212,10 @@ def check_version(con: Connection, database: Path) -> None:
     found = int(version[0]) if re.fullmatch(r"[0-9]{1,6}", str(version[0])) else 0
     if found == SCHEMA_VERSION:
         return
-    status, whose, hint = ReadStatus.NEWER, "a newer", "`pip install -U distdiag`"
+    status, whose, hint = ReadStatus.NEWER, "a newer", "read it with a newer distdiag"
     if found < SCHEMA_VERSION:
         wrote = (con.execute("SELECT value FROM meta WHERE key = 'distdiag'").fetchone() or ["?"])[0]
-        status, whose, hint = (
-            ReadStatus.OLDER,
-            "an older",
-            f"`pip install {shlex.quote(f'distdiag=={wrote}')}` reads it",
-        )
+        status, whose, hint = ReadStatus.OLDER, "an older", f"read it with distdiag {wrote}"
     text = f"{database} was written by {whose} distdiag (schema {found}, this one reads {SCHEMA_VERSION})"
     raise RunUnreadable(status, text, hint)
 

@@ -286,7 +286,7 @@ class Run(Database):
             ValueError: there is no such table.
             DistdiagError: pandas is not installed.
         """
-        need("report", ("pandas",), "a table as a frame")
+        need(("pandas",), "a table as a frame")
         import pandas as pd
 
         if name not in {n for (n,) in self.query("SELECT name FROM sqlite_master WHERE type = 'table'")}:

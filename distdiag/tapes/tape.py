@@ -28,7 +28,6 @@ LENGTH = struct.Struct("<I")
 MAX_FILE = 64 << 20  # bytes of a file that is read
 MAX_BYTES = 512 << 20  # of its contents
 MAX_RECORD = 64 << 20
-MAX_SOURCE = 1 << 20  # of one source file
 MAX_FRAMES = 1_000_000
 # a window of 4 MiB: preset 9 takes 0.7 GiB to compress anything
 _FILTER = {"id": lzma.FILTER_LZMA2, "preset": 6 | lzma.PRESET_EXTREME, "dict_size": 4 << 20}

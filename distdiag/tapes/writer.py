@@ -17,7 +17,7 @@ from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.tapes.delta import difference
-from distdiag.tapes.tape import EMPTY, MAX_SOURCE, ZLIB, Frame, Head, Source, encoded
+from distdiag.tapes.tape import EMPTY, ZLIB, Frame, Head, Source, encoded
 from distdiag.terms import secrets
 
 NAME = "run.tape"
@@ -68,10 +68,8 @@ class TapeWriter:
             text = read(path)
             if path not in self._sources and len(self._sources) < 256:
                 self._sources.add(path)
-                text_kept = None if text is None or len(text) > MAX_SOURCE else text
-                if text_kept is not None and not secrets.kept():
-                    text_kept = secrets.mask_source(text_kept)
-                self._write(encoded(Source(path, text_kept)))
+                masked = text if text is None or secrets.kept() else secrets.mask_source(text)
+                self._write(encoded(Source(path, masked)))
             return text
 
         return kept

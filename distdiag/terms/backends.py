@@ -16,7 +16,7 @@ def in_group_communicator(tag: int) -> int:
     """Return what is recorded as the tag of a message of a device backend that the whole group's communicator carries.
 
     Those are the messages of batch_isend_irecv, and all messages of a group that connected at its start. A single send or recv
-    uses a communicator of its two ranks, and messages never match across communicators: a tag below 0 tells them apart.
+    uses a communicator of its two ranks, and messages never match across communicators: a tag below 0 distinguishes them.
     """
     return ~tag  # its own inverse
 

@@ -15,9 +15,8 @@ class Variables(NamedTuple):
     local_world: str
 
 
-TORCHRUN = Variables(
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
-)  # deepspeed, accelerate and most operators, too
+# deepspeed, accelerate and most operators, too
+TORCHRUN = Variables("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 OPEN_MPI = Variables(
     "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
 )

@@ -17,16 +17,16 @@ class Targets(NamedTuple):
     otlp: bool = False
 
 
-def parse_metrics(text: str) -> Targets:
-    """Return the targets of `PORT`, `HOST:PORT`, `otlp`, or an address and `otlp` with a comma; none of an empty text or `0`.
+def parse_metrics(text: str | None) -> Targets:
+    """Return the targets of `PORT`, `HOST:PORT`, `otlp`, or an address and `otlp` with a comma.
 
-    Port 0, as in `127.0.0.1:0`, is any free port.
+    An empty text and `0` have none. Port 0, as in `127.0.0.1:0`, is any free port.
 
     Raises:
-        DistdiagError: it is none of them.
+        DistdiagError: it is none of them, or its package is not installed; the hint installs it.
     """
     targets = Targets()
-    for word in filter(None, (part.strip() for part in text.split(","))):
+    for word in filter(None, (part.strip() for part in (text or "").split(","))):
         if word == "0":
             continue  # as for DISTDIAG=0: off
         if word == "otlp":
@@ -38,25 +38,8 @@ def parse_metrics(text: str) -> Targets:
                 f"--metrics {text} is no address for /metrics", "give PORT, HOST:PORT or otlp: --metrics 9464"
             )
         targets = targets._replace(address=(host.strip("[]") or LOOPBACK, int(port)))
-    return targets
-
-
-def check_metrics(text: str | None) -> None:
-    """Check a value of `--metrics`, and that its packages are installed.
-
-    Raises:
-        DistdiagError: as `parse_metrics` and `need_packages`.
-    """
-    need_packages(parse_metrics(text or ""))
-
-
-def need_packages(targets: Targets) -> None:
-    """Check that the packages for these targets are installed.
-
-    Raises:
-        DistdiagError: one is missing; the hint installs it.
-    """
     if targets.address is not None:
-        need("fleet", ("prometheus_client",), "/metrics")
+        need(("prometheus_client",), "/metrics")
     if targets.otlp:
-        need("fleet", ("opentelemetry",), "OTLP")
+        need(("opentelemetry",), "OTLP")
+    return targets

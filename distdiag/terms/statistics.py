@@ -59,7 +59,7 @@ class Comparison:
 
 
 def correlation_length(samples: Samples) -> int:
-    """Return the length of a bootstrap block: three times the integrated autocorrelation time, at least n^(1/3), at most n/4."""
+    """Return the length of a bootstrap block: 3 x the integrated autocorrelation time, from n^(1/3) to n/4."""
     n = len(samples)
     least = max(1, round(n ** (1 / 3)))
     if n < 16:
@@ -218,7 +218,7 @@ def compare(before: Samples, after: Samples) -> Comparison:
 
 
 def interval_of_share(count: int, n: int) -> Interval:
-    """Return the 95 % interval of a share of `n` independent cases (Wilson 1927); it fits small `n`, and shares of 0 and 1.
+    """Return the 95 % interval of a share of `n` independent cases (Wilson 1927), also for small `n`.
 
     Raises:
         ValueError: no cases.
@@ -245,16 +245,17 @@ FEWEST_EACH_SIDE = 3
 _PERMUTATIONS = 1999
 
 
-def find_change(values: Samples, seed: int = 0) -> Change | None:
-    """Return the most likely place where a series of independent positive values changed its level; None if it is too short.
+def find_change(values: Samples) -> Change | None:
+    """Return where a series of independent positive values most likely changed its level; None if too short.
 
-    The statistic is the largest CUSUM of ranks, scaled by its deviation at each place; its p-value is the share of permutations
-    that reach it. The interval is a bootstrap of the ratio of medians on both sides of that place.
+    The statistic is the largest CUSUM of ranks, scaled by its deviation at each place; its p-value is the
+    share of permutations that reach it. The interval is a bootstrap of the ratio of medians on both sides of
+    that place.
     """
     n, each = len(values), FEWEST_EACH_SIDE
     if n < 2 * each + 1:
         return None
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     _, at, counts = np.unique(values, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts + 1) / 2)[at] - (n - 1) / 2  # ties share their mean rank
     k = np.arange(1, n)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from typing import TypeGuard
@@ -56,6 +57,20 @@ def parse_bytes(text: str, option: str = "size") -> int:
             f"{option} {text} is not a whole number of bytes above 0", "the least is one element, e.g. 4 for float32"
         )
     return int(size)
+
+
+def parse_keep(text: str) -> int:
+    """Return the bytes of a `--keep` size: `500M`, `2G`, `1000000`.
+
+    Raises:
+        DistdiagError: no size, or below 1 MiB.
+    """
+    with contextlib.suppress(DistdiagError):
+        if (value := parse_bytes(text)) >= 1 << 20:
+            return value
+    raise DistdiagError(
+        f"--keep {text} is no size of at least 1M", "give bytes, or a number with K, M or G: --keep 500M"
+    )
 
 
 def size_text(size_bytes: float | None) -> str:
@@ -134,8 +149,8 @@ def integer(v: float | None, grouped: bool = False) -> str:
     return f"{int(v):,}" if grouped else str(int(v))
 
 
-def decimal(v: float | None, digits: int = 1, unit: str = "") -> str:
-    return f"{v:,.{digits}f}{unit}" if is_number(v) else MISSING
+def decimal(v: float | None, digits: int = 1) -> str:
+    return f"{v:,.{digits}f}" if is_number(v) else MISSING
 
 
 def counted(n: float | None, word: str, plural: str = "") -> str:
@@ -162,7 +177,7 @@ def clock(t_s: float | None) -> str:
 
 
 def sweep(min_bytes: int, max_bytes: int, factor: float, item_bytes: int, multiple: int = 1) -> list[int]:
-    """Return message sizes from `min_bytes` to `max_bytes`, each `factor` times the one before; the last is `max_bytes`.
+    """Return message sizes from `min_bytes` to `max_bytes`, each `factor` times the one before.
 
     Args:
         item_bytes: Bytes of one element.

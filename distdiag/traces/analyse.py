@@ -31,7 +31,7 @@ LEAST_SAMPLES = 3  # of a line; fewer show nothing
 
 @dataclass(slots=True)
 class Entry:
-    """One collective by the flight recorder: what the trace of a gloo job does not tell."""
+    """One collective by the flight recorder, which the trace of a gloo job lacks."""
 
     op: str
     group: str
@@ -42,7 +42,7 @@ class Entry:
 
 @dataclass(slots=True)
 class Message:
-    """One send or recv as the recorder saw its call: what the trace of a gloo job does not tell."""
+    """One send or recv as the recorder saw its call, which the trace of a gloo job lacks."""
 
     op: str  # send or recv
     group: str

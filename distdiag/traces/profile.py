@@ -10,7 +10,7 @@ import msgspec
 
 from distdiag.terms.ranks import fold_ranks
 from distdiag.traces import analyse
-from distdiag.traces.analyse import Entry, Key, Message, Window
+from distdiag.traces.analyse import Entry, Key, Message, Spans, Window
 from distdiag.traces.critical_path import critical_path
 from distdiag.traces.model import CollectiveTimes, Comparison, Difference, Missing, Profile, RankTimes
 from distdiag.traces.read import Comm, Trace, is_message
@@ -78,13 +78,7 @@ def profile_of(
         r.trace.shift(offsets[q])
         windows[q] = windows[q][0] + offsets[q], windows[q][1] + offsets[q]
     computes = {q: analyse.compute_of(r.trace, windows[q]) for q, r in usable.items()}
-    ranks = []
-    shared = [(max(c.start for c in by.values()), by) for by in collectives.values()]
-    for q, r in sorted(usable.items()):
-        times = analyse.rank_times(q, r.trace, windows[q], steps, computes[q], shared)
-        recorded_ms = (r.boundaries[-1][1] - r.boundaries[0][1]) / 1e6 / max(1, len(r.boundaries) - 1)
-        lines = analyse.line_times(r.lines, r.samples, recorded_ms)
-        ranks.append(msgspec.structs.replace(times, lines=lines[: analyse.TOP], **r.measured))
+    ranks = _rank_times(usable, windows, steps, computes, collectives)
     by_kind = analyse.collective_times(collectives, steps)
     profile = Profile(
         run=run,
@@ -102,6 +96,20 @@ def profile_of(
         notes=notes,
     )
     return profile, collectives, offsets
+
+
+def _rank_times(
+    recorded: Mapping[int, Recorded], windows: Mapping[int, Window], steps: int, computes: Mapping[int, Spans],
+    collectives: Mapping[Key, Mapping[int, Comm]],
+) -> list[RankTimes]:  # fmt: skip
+    shared = [(max(c.start for c in by.values()), by) for by in collectives.values()]
+    out = []
+    for q, r in sorted(recorded.items()):
+        times = analyse.rank_times(q, r.trace, windows[q], steps, computes[q], shared)
+        recorded_ms = (r.boundaries[-1][1] - r.boundaries[0][1]) / 1e6 / max(1, len(r.boundaries) - 1)
+        lines = analyse.line_times(r.lines, r.samples, recorded_ms)
+        out.append(msgspec.structs.replace(times, lines=lines[: analyse.TOP], **r.measured))
+    return out
 
 
 def _common_steps(recorded: Mapping[int, Recorded]) -> tuple[int, int] | None:

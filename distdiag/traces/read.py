@@ -111,8 +111,8 @@ class Trace:
     """One rank's trace.
 
     Attributes:
-        world_size: Of the job; None if the file does not tell.
-        base_ns: Wall clock of time 0; 0 if the file does not tell.
+        world_size: Of the job; None if not in the file.
+        base_ns: Wall clock of time 0; 0 if not in the file.
         device: (start, end) of kernels and copies that compute; empty if only the host was traced.
         marks: ProfilerStep annotations: (number, start, end).
         compute, operators: Taken from `ops` and `device` by `analyse.condense`, which empties both.
@@ -231,9 +231,8 @@ def _sort(trace: Trace, events: Iterable[_Event]) -> None:
                 marks.append(Mark(m[1] or ROOT, e.ts, end, e.tid))
             elif (m := _MODULE.fullmatch(e.name)) is not None:
                 forwards.append(Mark(m[1], e.ts, end, e.tid))
-    if (
-        trace.device or device_comms
-    ):  # then the annotations of the host show when a collective was issued, not when it ran
+    # then the annotations of the host show when a collective was issued, not when it ran
+    if trace.device or device_comms:
         trace.comms = device_comms
     trace.comms.sort(key=lambda c: c.start)
     trace.marks.sort()

@@ -104,7 +104,7 @@ def why_unreachable(url: str, deadline_s: float = NETWORK_DEADLINE_S) -> str | N
     The request runs in a thread: without a network, name resolution may take minutes and ignores timeouts.
     """
     try:
-        need("train", ("pooch",), "the download")
+        need(("pooch",), "the download")
     except DistdiagError as e:
         return f"{e.message}; {e.hint}"
     import requests  # as pooch does: the same proxies and certificates as the download

@@ -46,8 +46,8 @@ def start_recording(config: TrainConfig) -> Recording:
     if not config.monitor:
         return NotRecorded()
     import distdiag
-    from distdiag.command_line import parse_keep
     from distdiag.recorder import start_monitor
+    from distdiag.terms.units import parse_keep
 
     if config.keep:
         start_monitor.options = start_monitor.Options(keep_bytes=parse_keep(config.keep))

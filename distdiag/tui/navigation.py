@@ -20,7 +20,7 @@ from distdiag.tui.ui import Ui
 
 
 class Viewer(Protocol):
-    """What the parts of the app need of it: what is known and chosen, and how to show and tell it."""
+    """What the parts of the app need of it: what is known and chosen, and how to show it."""
 
     snap: Snapshot
     ui: Ui

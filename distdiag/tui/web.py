@@ -129,7 +129,7 @@ def serve(run_dir: Path, port: int, arguments: list[str], token: str | None = No
     Raises:
         DistdiagError: textual-serve is not installed; the port is taken.
     """
-    need("web", ("textual", "textual_serve"), "--web")
+    need(("textual", "textual_serve"), "--web")
     from aiohttp import web
     from textual_serve import server as textual_server
 

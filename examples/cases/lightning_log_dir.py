@@ -14,7 +14,7 @@ class Trainer:
 
     @property
     def log_dir(self) -> str:
-        """The directory of this run: rank 0 chooses it, the others are told."""
+        """The directory of this run: rank 0 chooses it and broadcasts it."""
         name = [f"version_{torch.randint(100, ()).item()}"]
         dist.broadcast_object_list(name, src=0)
         return f"lightning_logs/{name[0]}"

@@ -108,6 +108,7 @@ def test_the_tools_answer_and_change_nothing(tmp_path: Path) -> None:
         ("WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t) SELECT count(*) FROM t", "2 s of CPU"),
         ("WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t) SELECT n, zeroblob(900000) FROM t ORDER BY n DESC", "memory"),
         ("SELECT zeroblob(100000000)", "memory"),
+        ("SELECT instr(printf('%.*c', 1000000, 'a'), printf('%.*c', 500000, 'a') || 'b')", "2 s of CPU"),
     ],
 )  # fmt: skip
 def test_sql_reads_the_run_and_nothing_else(tmp_path: Path, query: str, error: str) -> None:
@@ -117,21 +118,21 @@ def test_sql_reads_the_run_and_nothing_else(tmp_path: Path, query: str, error: s
     run, other = make_run(tmp_path / "run", ranks=2, steps=5), tmp_path / "other.db"
     before = contents(tmp_path)
     with pytest.raises(DistdiagError) as raised:
-        answers.sql(str(run), query.replace("{other}", str(other)))
+        answers.Answers(str(run)).sql(query.replace("{other}", str(other)))
     assert error in f"{raised.value.message} {raised.value.hint}" and "\n" not in raised.value.message
     assert contents(tmp_path) == before
-    assert answers.sql(str(run), "SELECT count(*) FROM step")["rows"] == [[10]], "the next query works"
+    assert answers.Answers(str(run)).sql("SELECT count(*) FROM step")["rows"] == [[10]], "the next query works"
 
 
 def test_a_huge_result_is_cut(tmp_path: Path) -> None:
     from distdiag.assistant import answers, query
 
     run = str(make_run(tmp_path / "run", ranks=4, steps=400))
-    many = answers.sql(run, "SELECT * FROM step", limit=10**9)
+    many = answers.Answers(run).sql("SELECT * FROM step", limit=10**9)
     assert len(many["rows"]) <= query.MOST_ROWS and many["truncated"]
     assert len(json.dumps(many)) < 4 * query.MOST_CHARACTERS
-    assert len(answers.sql(run, "SELECT * FROM step", limit=-5)["rows"]) == 1
-    wide = answers.sql(run, "SELECT hex(zeroblob(400000)), zeroblob(5), 9e999 FROM step LIMIT 2")
+    assert len(answers.Answers(run).sql("SELECT * FROM step", limit=-5)["rows"]) == 1
+    wide = answers.Answers(run).sql("SELECT hex(zeroblob(400000)), zeroblob(5), 9e999 FROM step LIMIT 2")
     assert len(wide["rows"][0][0]) <= query.MOST_CELL and wide["rows"][0][1:] == ["<5 bytes>", "inf"]
 
 
@@ -140,7 +141,7 @@ def test_a_finding_of_many_ranks_is_cut_and_says_so(tmp_path: Path) -> None:
 
     wide = msgspec.structs.replace(DEADLOCK, victims=tuple(range(2, 5000)), message="x" * 10_000)
     run = str(make_run(tmp_path / "run", ranks=4, steps=5, findings=(wide,)))
-    found = answers.findings(run)["findings"][0]
+    found = answers.Answers(run).findings()["findings"][0]
     assert found["victims"][-1] == "… and 4934 more" and len(found["message"]) <= answers.MOST_TEXT
 
 

@@ -19,7 +19,7 @@ from distdiag.attach.sample import Sample, py_spy
 from distdiag.errors import DistdiagError
 from distdiag.sources.stacks.calls import position
 from distdiag.sources.stacks.frames import Frame, Process, Stack
-from tests.jobs import REPOSITORY, distdiag, free_port, start, wait_for
+from tests.jobs import REPOSITORY, distdiag, free_port, launch, start, wait_for
 from tests.jobs import Job as Started
 
 JOBS = REPOSITORY / "tests" / "faults" / "jobs"
@@ -38,8 +38,15 @@ needs_py_spy = pytest.mark.skipif(bool(_no_py_spy()), reason=_no_py_spy() or "py
 
 @contextmanager
 def plain(name: str, ranks: int, how: str) -> Iterator[Started]:
-    """Start a job of the collection without distdiag: by torchrun, by itself, or each rank with variables of its own."""
+    """Start a job of the collection without distdiag: by torchrun, by itself, or each rank with its variables set.
+
+    A forked launcher is torchrun without its import, and its ranks are started as always; forked ranks cannot be attached to.
+    """
     script = JOBS / f"{name}.py"
+    if how.startswith("forked"):
+        with launch([script], nproc=ranks, timeout=170, fork_ranks=how == "forked ranks") as job:
+            yield job
+        return
     command: list[str | Path] = [
         sys.executable,
         "-m",
@@ -67,12 +74,12 @@ def attach(job: Started, *options: str) -> dict[str, Any]:
 
 HUNG = [  # job, ranks, launch; who is named, at which lines
     ("unet_cells", 3, "environment", {0}, {(0, 88), (1, 101), (2, 101)}),
-    ("grad_reduce", 3, "torchrun", {0}, {(0, 32), (1, 34), (2, 34)}),
+    ("grad_reduce", 3, "forked launcher", {0}, {(0, 32), (1, 34), (2, 34)}),
     ("spawn_early", 2, "spawn", {1}, {(0, 44), (1, 51)}),
     ("polite_night", 2, "torchrun", {1}, {(0, 50)}),
     ("nfs_tiles", 2, "environment", {1}, {(1, 53), (0, 56)}),
-    ("tensor_rows", 4, "torchrun", set(), {(0, 53), (1, 56), (2, 56), (3, 53)}),
-    ("registry_retry", 2, "torchrun", {1}, {(1, 30), (0, 41)}),
+    ("tensor_rows", 4, "forked launcher", set(), {(0, 53), (1, 56), (2, 56), (3, 53)}),
+    ("registry_retry", 2, "forked launcher", {1}, {(1, 30), (0, 41)}),
 ]
 
 
@@ -109,9 +116,9 @@ def test_hung_job(name: str, size: int, how: str, culprits: set[int], sites: set
     ("name", "size", "how"), [("kmeans", 2, "torchrun"), ("spawn_fine", 2, "spawn"), ("micro_accum", 2, "environment")]
 )
 def test_healthy_job_goes_on_and_ends_as_without(name: str, size: int, how: str) -> None:
-    with plain(name, size, how) as alone, plain(name, size, how) as job:
+    with plain(name, size, "spawn" if how == "spawn" else "forked ranks") as alone, plain(name, size, how) as job:
         seen = 0
-        while job.process.poll() is None:
+        while job.process.poll() is None and seen < 3:
             found = attach(job)
             seen += found.get("ranks_seen", 0) == size and "error" not in found
             bad = [f for f in found.get("findings", ()) if f["severity"] == "error"]
@@ -161,12 +168,12 @@ def test_a_process_without_torch_is_refused() -> None:
         assert "has not loaded torch" in ended.stderr
 
 
-def test_missing_py_spy_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_py_spy_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(DistdiagError, match="py-spy") as e:
         py_spy()
-    assert "distdiag[attach]" in e.value.hint
+    assert e.value.hint == "pip install py-spy"
 
 
 def process(pid: int, parent: int = 1, env: dict[str, str] | None = None, *command: str) -> Candidate:

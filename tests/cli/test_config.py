@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import grp
 import os
+import pwd
 import subprocess
 import sys
 import time
@@ -13,7 +15,7 @@ import pytest
 from distdiag import settings
 from distdiag.cli import main
 from distdiag.cli.config import command
-from distdiag.monitor.__main__ import kept_bytes
+from distdiag.monitor.__main__ import kept_bytes, nodes_port
 from distdiag.store.writer import KEEP_BYTES
 from tests.jobs import ONE_RANK, clean_env, start
 from tests.report.runs import STRAGGLER, make_run
@@ -62,6 +64,7 @@ def test_each_origin_is_shown_in_the_declared_order(
         "share": ("false", "default"),
         "tape": ("false", "default"),
         "metrics": ("off", "default"),
+        "nodes-port": ("any", "default"),
         "end-hangs-s": ("90", f"{path}:8"),
         "keep-secrets": ("false", "default"),
         "fail-on": ("error", "default"),
@@ -140,23 +143,55 @@ def test_what_is_no_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert settings.read() == settings.File()
 
 
-def test_another_users_file_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    project(tmp_path, "share = true")
-    owner = (tmp_path / "pyproject.toml").stat().st_uid
-    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-    real = os.fstat
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
+@pytest.mark.parametrize("user", [0, 54_321])
+def test_a_file_that_another_user_can_write_is_not_used(
+    user: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by root either, whose commands it would steer: where they write, what they serve, whom they end."""
+    path = project(tmp_path, "share = true")
 
-    def theirs(fd: int) -> os.stat_result:
-        found = list(real(fd))
-        found[4] = owner + 2
-        return os.stat_result(found)
+    def warning(owner: int, group: int, mode: int) -> str:
+        os.chown(path, owner, group)
+        path.chmod(mode)
+        file = settings.read(tmp_path)
+        assert bool(file.values) != bool(file.warning())
+        return file.warning()
 
-    monkeypatch.setattr(os, "fstat", theirs)
-    file = settings.read(tmp_path)
-    assert file.values == {} and "belongs to another user" in file.warning()
-    project(tmp_path, "a" + ".a" * 100_000 + " = 1")  # tomllib takes minutes for it
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    for owner in {0, user}:
+        assert warning(owner, owner, 0o644) == "" and warning(owner, 0, 0o664) == ""
+        assert "can be written by a group" in warning(owner, 54_322, 0o664)
+        assert "can be written by every user" in warning(owner, owner, 0o666)
+    assert "belongs to uid 54322" in warning(54_322, 54_322, 0o644)
+    link = tmp_path / "below" / "pyproject.toml"
+    link.parent.mkdir()
+    assert warning(user, user, 0o644) == ""
+    link.symlink_to(path)
+    assert settings.read(link.parent).values
+    os.chown(link, 54_322, 54_322, follow_symlinks=False)
+    assert "belongs to uid 54322" in settings.read(link.parent).warning()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
+def test_a_users_own_group_may_write_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default of Debian and Fedora: each user has a group, and the umask is 002."""
+    path = project(tmp_path, "share = true")
+    os.chown(path, 54_321, 54_323)
+    path.chmod(0o664)
+    monkeypatch.setattr(os, "geteuid", lambda: 54_321)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: pwd.struct_passwd(("ann", "", uid, 54_323, "", "/", "")))
+    for members, used in (([], True), (["ann"], True), (["ann", "bob"], False)):
+        monkeypatch.setattr(grp, "getgrgid", lambda gid, m=members: grp.struct_group(("ann", "", gid, m)))
+        assert bool(settings.read(tmp_path).values) == used
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
+def test_another_users_file_is_not_parsed(tmp_path: Path) -> None:
+    path = project(tmp_path, "a" + ".a" * 100_000 + " = 1")  # tomllib takes minutes for it
+    os.chown(path, 54_322, 54_322)
     began_s = time.process_time()
-    assert "belongs to another user" in settings.read(tmp_path).warning() and time.process_time() - began_s < 5
+    assert "belongs to uid 54322" in settings.read(tmp_path).warning() and time.process_time() - began_s < 5
 
 
 def test_options_and_variables_come_before_the_file(tmp_path: Path) -> None:
@@ -221,3 +256,20 @@ def test_without_the_word_in_the_file_no_toml_is_parsed(tmp_path: Path) -> None:
         timeout=60,
     )
     assert ended.stdout == "False\n", ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "port"), [("29777", 29777), ("0", 0), ("", 0), ("70000", 0), ("0000029777", 0), ("any", 0), ("-1", 0)]
+)
+def test_a_port_that_is_none_ends_no_monitor(given: str, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTDIAG_NODES_PORT", given)
+    assert nodes_port() == port
+
+
+def test_the_port_of_the_file_reaches_the_options_of_a_launch(tmp_path: Path) -> None:
+    project(tmp_path, "nodes-port = 29777")
+    options: dict[str, object] = {"nodes_port": None}
+    settings.fill(options, settings.read(tmp_path), {})
+    assert options == {"nodes_port": 29777}
+    project(tmp_path, "nodes-port = 70000")
+    assert settings.read(tmp_path).values == {} and settings.read(tmp_path).warnings

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from distdiag.cli import COMMANDS, main
-from distdiag.errors import DistdiagError, ExitCode
+from distdiag.errors import PACKAGES, DistdiagError, ExitCode, need
 from distdiag.store.reader import open_run
-from tests.jobs import clean_env, distdiag
+from tests.jobs import REPOSITORY, clean_env, distdiag
 from tests.report.runs import make_run
 
 
@@ -64,23 +66,23 @@ def test_an_error_is_one_line_plus_one_hint(
 
 
 @pytest.mark.parametrize(
-    ("args", "module", "extra"),
+    ("args", "module", "package"),
     [
-        (["tui"], "textual", "tui"),
-        (["tui", "--web"], "textual_serve", "web"),
-        (["report"], "jinja2", "report"),
-        (["report"], "matplotlib", "report"),
+        (["tui"], "textual", "textual"),
+        (["tui", "--web"], "textual_serve", "textual-serve"),
+        (["report"], "jinja2", "jinja2"),
+        (["report"], "matplotlib", "matplotlib"),
         (["mcp"], "mcp", "mcp"),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else v,
 )
-def test_a_missing_extra_is_named_with_its_install_command(
+def test_a_missing_package_is_named_with_its_install_command(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     args: list[str],
     module: str,
-    extra: str,
+    package: str,
 ) -> None:
     make_run(tmp_path / "run")
     monkeypatch.setitem(sys.modules, module, None)  # simulates a missing package
@@ -89,15 +91,33 @@ def test_a_missing_extra_is_named_with_its_install_command(
     assert output.out == ""
     error, hint = output.err.splitlines()
     assert error.endswith(f"needs {module}, which is not installed")
-    assert hint == f"hint: pip install 'distdiag[{extra}]'"
+    assert hint == f"hint: pip install {package}"
 
 
-def test_a_frame_without_pandas_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frame_without_pandas_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(tmp_path / "run")
     monkeypatch.setitem(sys.modules, "pandas", None)
     with open_run(tmp_path / "run") as run, pytest.raises(DistdiagError, match="needs pandas") as raised:
         run.steps_frame()
-    assert raised.value.hint == "pip install 'distdiag[report]'"
+    assert raised.value.hint == "pip install pandas"
+
+
+def test_all_missing_packages_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("jinja2", "opentelemetry"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(DistdiagError, match=r"x needs jinja2 and opentelemetry, which are not installed$") as raised:
+        need(("jinja2", "click", "opentelemetry"), "x")
+    assert raised.value.hint == "pip install jinja2 opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
+
+
+def test_packages_that_hints_name_are_those_of_the_extras() -> None:
+    """distdiag is on no package index: no hint may name it, or a package that no extra has."""
+    sources = "".join(path.read_text() for path in (REPOSITORY / "distdiag").rglob("*.py"))
+    asked = {name for group in re.findall(r"\bneed\(\((.*?),?\), ", sources) for name in re.findall(r'"(\w+)"', group)}
+    named = {package for name in asked for package in PACKAGES.get(name, name).split()}
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert len(asked) > 7 and named <= {re.split("[>=[]", entry)[0] for entries in extras.values() for entry in entries}
+    assert re.findall(r"pip install[^\n]*distdiag", sources) == []
 
 
 @pytest.mark.parametrize("name", ["diagnose", "tui", "compare", "doctor", "probe", "dump"])
@@ -170,6 +190,52 @@ def test_a_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
         timeout=60,
     )
     assert ended.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "arguments", ["skill", "--help", "skill | head -c 0; true", "diagnose absent --json", "completion bash"]
+)
+def test_a_full_disk_below_the_output_is_one_error(arguments: str, tmp_path: Path) -> None:
+    arguments, _, after = arguments.partition(" | ")
+    ended = subprocess.run(
+        f"{sys.executable} -m distdiag {arguments} {f'| {after}' if after else '> /dev/full'}",
+        shell=True,
+        cwd=tmp_path,
+        env=clean_env(tmp_path / "home"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    error = "distdiag: error: the output cannot be written: No space left on device"
+    assert ended.returncode == 2 * (not after) and ended.stdout == ""
+    assert [line for line in ended.stderr.splitlines() if line.startswith("distdiag:")][-1:] == (
+        [] if after else [error]
+    )
+    assert "Traceback" not in ended.stderr and "Exception ignored" not in ended.stderr
+
+
+def test_a_command_without_standard_streams_reads_and_prints_as_with_them(tmp_path: Path) -> None:
+    """As cron and daemons start it: a file must not get the number of a stream, nor an error go to stdout."""
+    (tmp_path / "job.log").write_text("[rank1]: ValueError: x\n")
+
+    def run(arguments: str) -> tuple[int, str]:
+        ended = subprocess.run(
+            ["sh", "-c", f"{sys.executable} -m distdiag {arguments}"],
+            cwd=tmp_path,
+            env=clean_env(tmp_path / "home"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        return ended.returncode, ended.stdout
+
+    with_them = run("diagnose job.log")
+    assert with_them[0] in (1, 3) and run("diagnose job.log 0<&- 2>&-") == with_them
+    assert run("diagnose job.log 0<&- 1>&- 2>&-") == (with_them[0], "")
+    assert run("diagnose absent 2>&-") == (4, "")
 
 
 def test_interrupted_by_the_keyboard(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_json_is_read_as_what_it_was(hostile: Path, capsys: pytest.CaptureFixtur
     assert json.loads(capsys.readouterr().out)["findings"][0]["message"] == HOSTILE
 
 
-FORGED = f"{HOSTILE}\r\nhint: rm -r ~\n"  # a name with lines of its own
+FORGED = f"{HOSTILE}\r\nhint: rm -r ~\n"  # a name that adds lines
 
 
 @pytest.mark.parametrize(

@@ -151,28 +151,26 @@ ROUNDS = """
 @pytest.mark.parametrize(
     ("source", "mine", "theirs", "conditions"),
     [
+        pytest.param(STEP, "A train_step C main", "B train_step C main", ["if loss.item() < 0.2"], id="returns before"),
+        pytest.param(FIT, "C main", "A fit B main", ["if self.should_stop"], id="breaks out of the outer loop"),
         pytest.param(
-            STEP, "A train_step C main", "B train_step C main", ["if loss.item() < 0.2:"], id="returns before"
+            FIT, "A fit B main", "C main", ["if self.should_stop"], id="the others break out of the outer loop"
         ),
-        pytest.param(FIT, "C main", "A fit B main", ["if self.should_stop:"], id="breaks out of the outer loop"),
-        pytest.param(
-            FIT, "A fit B main", "C main", ["if self.should_stop:"], id="the others break out of the outer loop"
-        ),
-        pytest.param(FLUSH, "A flush D main", "C main", ["if self.items:"], id="enters a block"),
-        pytest.param(FLUSH, "C main", "B sync E main", ["if self.n == 0:"], id="leaves a function"),
-        pytest.param(STREAM, "B main", "A main", ["except StopIteration:"], id="an exception ends the loop"),
-        pytest.param(FIT, "", "A fit B main", ["if self.should_stop:"], id="has ended"),
+        pytest.param(FLUSH, "A flush D main", "C main", ["if self.items"], id="enters a block"),
+        pytest.param(FLUSH, "C main", "B sync E main", ["if self.n == 0"], id="leaves a function"),
+        pytest.param(STREAM, "B main", "A main", ["except StopIteration"], id="an exception ends the loop"),
+        pytest.param(FIT, "", "A fit B main", ["if self.should_stop"], id="has ended"),
         pytest.param(STEP, "C main", "C main", [], id="one site"),
-        pytest.param(SKIPS, "A main", "B main", ["except ValueError:"], id="a round earlier, an exception skipped it"),
-        pytest.param(CAUGHT, "A fit", "B fit", ["except RuntimeError as e:"], id="an exception between two calls"),
-        pytest.param(TRIES, "B main", "A main", ["except KeyboardInterrupt:"], id="an exception ended it, caught"),
-        pytest.param(ROUNDS, "A main", "B main", ["while tokens < 256:"], id="one more round of an inner loop"),
-        pytest.param(ROUNDS, "D main", "C main", ["for epoch in range(start, 5):"], id="its loop ended earlier"),
+        pytest.param(SKIPS, "A main", "B main", ["except ValueError"], id="a round earlier, an exception skipped it"),
+        pytest.param(CAUGHT, "A fit", "B fit", ["except RuntimeError as e"], id="an exception between two calls"),
+        pytest.param(TRIES, "B main", "A main", ["except KeyboardInterrupt"], id="an exception ended it, caught"),
+        pytest.param(ROUNDS, "A main", "B main", ["while tokens < 256"], id="one more round of an inner loop"),
+        pytest.param(ROUNDS, "D main", "C main", ["for epoch in range(start, 5)"], id="its loop ended earlier"),
         pytest.param(
             RETURNS,
             "G main",
             "A finetune D main",
-            ["for epoch in range(first, 9):"],
+            ["for epoch in range(first, 9)"],
             id="a callee's loop ended earlier",
         ),
         pytest.param(RETURNS, "A finetune D main", "G main", [], id="it is still in a callee's loop"),
@@ -181,7 +179,7 @@ ROUNDS = """
             RETURNS,
             "G main",
             "C fetch E main",
-            ["except StopIteration:", "except (RuntimeError, OSError):"],
+            ["except StopIteration", "except (RuntimeError, OSError)"],
             id="two handlers",
         ),
     ],
@@ -231,7 +229,7 @@ def test_callers_of_a_call_on_a_device_are_found_after_its_function_has_returned
     assert callers("A push", "G learner") == []  # two calls: which of them is not known
     assert callers("B update", "D actor") == []  # the method of another object
     stack = call_stack(sites("A push"), sites("D actor"), {FILE: text}.get)
-    assert [c.text for c in parting(stack, sites("E actor"), {FILE: text}.get)] == ["if len(episode) < 2:"]
+    assert [c.text for c in parting(stack, sites("E actor"), {FILE: text}.get)] == ["if len(episode) < 2"]
 
 
 def test_the_condition_around_sys_exit_is_found() -> None:
@@ -250,7 +248,7 @@ def test_the_condition_around_sys_exit_is_found() -> None:
     theirs = (Site(FILE, at["B"], "main"),)
 
     def left_at(place: Site | None) -> list[str]:
-        return [c.text.removesuffix(":") for c in leaving(place, theirs, {FILE: text}.get)]
+        return [c.text for c in leaving(place, theirs, {FILE: text}.get)]
 
     assert left_at(Site(FILE, at["A"], "check")) == ["if not isfinite(loss)"]
     assert left_at(Site(FILE, at["B"], "main")) == left_at(None) == ["if done(x)"]

@@ -36,7 +36,7 @@ def test_a_forward_without_backward_decides_a_tie_and_its_condition_is_named() -
     )
     f = only(s, source={FILE: text}.get)
     assert (f.kind, f.cause, f.culprits) == ("deadlock", "missing_rank", (0,))
-    assert "in broadcast at train.py:2 in train_step (DDP's buffers, before the forward) where" in f.message
+    assert "in broadcast at train.py:2 in train_step (by DDP, before the forward) where" in f.message
     assert "all_reduce at train.py:5 in train_step (DDP's gradients, in backward), both as call #90 of" in f.message
     assert "rank 0 ran 1 forward without backward (72 forwards, 70 backwards)" in f.message
     assert "`if loss.item() < 0.2` (train.py:3)" in f.message
@@ -264,5 +264,5 @@ def test_the_condition_is_in_the_code_of_the_rank_nearest_to_the_culprit() -> No
     """)
     send, actor, learner = (Site(FILE, at[m], "run") for m in "SAL")
     assert callers.nearest((send,), {0: (learner,), 2: (actor,)}, {FILE: text}.get) == 2
-    assert [c.text for c in parting.parting((send,), (actor,), {FILE: text}.get)] == ["if not rows:"]
+    assert [c.text for c in parting.parting((send,), (actor,), {FILE: text}.get)] == ["if not rows"]
     assert parting.parting((send,), (learner,), {FILE: text}.get) == []

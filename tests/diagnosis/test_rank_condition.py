@@ -22,14 +22,15 @@ def places(source: str) -> tuple[str, dict[str, int]]:
 
 
 def found(source: str, mine: list[tuple[str, str]], theirs: list[tuple[str, str]]) -> str | None:
-    """Return the condition's text; frames are (mark, function), innermost first."""
+    """Return the condition's line; frames are (mark, function), innermost first."""
     text, at = places(source)
     stacks = [[Site(FILE, at[m], f) for m, f in frames] for frames in (mine, theirs)]
     c = rank_condition(stacks[0], stacks[1], {FILE: text}.get)
-    assert c is None or c[:3] == (
-        FILE, text.splitlines().index(next(x for x in text.splitlines() if x.strip() == c.text)) + 1, c.text
-    )  # fmt: skip
-    return c.text if c is not None else None
+    if c is None:
+        return None
+    line = text.splitlines()[c.line - 1].strip()
+    assert (c.file, f"{c.text}:") == (FILE, line)
+    return line
 
 
 SAVE = """

@@ -222,4 +222,4 @@ def test_metrics_that_cannot_be_served_are_reported(monkeypatch: pytest.MonkeyPa
     assert check.verdict == "warn" and "in use" in check.found
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     check = host.metrics({"DISTDIAG_METRICS": "9464"})
-    assert check.verdict == "warn" and check.remedy == "pip install 'distdiag[fleet]'"
+    assert check.verdict == "warn" and check.remedy == "pip install prometheus-client"

@@ -190,7 +190,7 @@ def run_job(
         work, run_dir = root / "work", root / "run"
         work.mkdir(parents=True, exist_ok=True)
         with started(job, (folder / job.path).resolve(), work, run_dir, environment) as running:
-            observed, found_at = _watch(job, folder, running, run_dir)
+            observed, found_at = watch(job, folder, running, run_dir)
             seconds = running.age_s()
             exit_code = running.process.poll()
         if ended is not None and observed.readable:
@@ -210,7 +210,7 @@ def run_job(
         return result
 
 
-def _watch(job: Job, folder: Path, running: Running, run_dir: Path) -> tuple[Observed, float | None]:
+def watch(job: Job, folder: Path, running: Running, run_dir: Path) -> tuple[Observed, float | None]:
     """Poll until the right finding has settled, the job and its monitor have ended, or the limit is reached."""
     found_at = right_at = ended_at = None
     while True:

@@ -6,6 +6,9 @@ import hashlib
 import json
 import os
 import sqlite3
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from distdiag.history.answers import Answers, answers
 from distdiag.history.collect import HistoryRow, read_runs, runs_in
 from distdiag.history.database import COLUMNS, History
 from tests.history.runs import DAY, STRAGGLER, TUESDAY, hang, write_fleet, write_run
+from tests.jobs import REPOSITORY, clean_env
 
 
 @pytest.fixture(scope="module")
@@ -212,6 +216,40 @@ def test_sql_has_limits_on_time_and_rows(
     assert code == 0 and len(out.splitlines()) == 11 and "the first 10 rows" in err
 
 
+def test_a_query_that_duckdb_does_not_interrupt_ends_the_command(fleet: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys, distdiag.cli.history as h; from distdiag.cli import main; h.LIMIT_S = h.GRACE_S = 0.5;"
+        "sys.exit(main(['history', sys.argv[1], '--sql', 'SELECT list_sort(range(90000000))']))"
+    )
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(fleet)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env=clean_env(tmp_path / "home"),
+        cwd=REPOSITORY,
+    )
+    assert (done.returncode, done.stdout) == (5, ""), done.stderr
+    assert done.stderr.splitlines() == ["distdiag: error: --sql takes longer than 0.5 s", "hint: ask for less"]
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.timeout(60)
+def test_the_name_of_a_parquet_file_is_no_pattern(
+    fleet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a[b]*'.parquet", "ab1.parquet"):
+        assert run(capsys, fleet, "--parquet", Path(name))[0] == 0
+    one, both = (run(capsys, *names, "--output-format", "json")[1] for names in (["a[b]*'.parquet"], ["ab1.parquet"]))
+    assert json.loads(one)["rows"] == json.loads(both)["rows"]
+    os.mkfifo("pipe.parquet")
+    code, _, err = run(capsys, Path("pipe.parquet"))
+    assert code == 2 and "is not a file" in err
+
+
 # -- exit codes ----------------------------------------------------------------------------------------------------
 
 
@@ -228,7 +266,7 @@ def test_exit_codes_are_those_of_the_contract(
     assert run(capsys, fleet, "--output-format", "json")[0] == 0
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     code, _, err = run(capsys, fleet)
-    assert code == 2 and "pip install 'distdiag[fleet]'" in err
+    assert code == 2 and "pip install duckdb" in err
 
 
 def test_another_parquet_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

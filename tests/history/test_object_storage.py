@@ -1,4 +1,4 @@
-"""`distdiag history s3://…` against a local S3 server: moto, and DuckDB's extension httpfs of its own version; skipped without them."""
+"""`distdiag history s3://…` against a local S3 server: moto, and the extension httpfs of the installed DuckDB; skipped without them."""
 
 from __future__ import annotations
 

@@ -111,10 +111,11 @@ def test_readers_of_a_prepared_run_change_and_signal_nothing_outside_it(
 def test_the_tools_of_an_assistant_change_and_signal_nothing(tmp_path: Path, bystander: subprocess.Popen[str]) -> None:
     run = prepared(tmp_path / "tree", bystander.pid)
     before = tree(tmp_path)
-    ask = partial(answers.sql, query="SELECT count(*) FROM meta")
-    for tool in (answers.diagnose, answers.findings, answers.stack_tree, answers.steps, ask):
+    tools = answers.Answers(str(run))
+    ask = partial(tools.sql, "SELECT count(*) FROM meta")
+    for tool in (tools.diagnose, tools.findings, tools.stacks, tools.steps, ask):
         with contextlib.suppress(DistdiagError):
-            tool(str(run))
+            tool()
     assert differing(before, tree(tmp_path)) == set()
     assert bystander.communicate("")[0] == ""  # no signal
 

@@ -1,6 +1,6 @@
 """Recorded jobs in what containers offer: a small, full or read-only /dev/shm, a read-only root, no HOME, an unknown user, no ptrace.
 
-Each job is two recorded processes without torch in a mount namespace of their own; each is recorded, or says in one line why not.
+Each job is two recorded processes without torch in a new mount namespace; each is recorded, or says in one line why not.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ print("done")
 # $1: what to prepare; $2: how the ranks and the reader are started; then the command of a rank
 INSIDE = """
 set -e
+mount -t tmpfs -o mode=1777 none /dev/shm
 eval "$1"
 cd "$PWD"  # what was mounted over it
 run="$2"; shift 2
@@ -60,8 +61,8 @@ RANK=1 LOCAL_RANK=1 $run "$@" >out.1 2>err.1 &
 second=$!
 wait $first; echo $? >code.0
 wait $second; echo $? >code.1
-for i in $(seq 600); do
-    ended="${TMPDIR:-/tmp}/distdiag-*/reports/*/.node_0.ended"  # other tests may have left some there
+for i in $(seq $TENTHS_FOR_THE_END); do
+    ended="$TMPDIR/distdiag-*/reports/*/.node_0.ended"
     [ -n "$DISTDIAG_RUN_DIR" ] && ended="$DISTDIAG_RUN_DIR/.node_0.ended"
     found=$(ls -d $ended 2>/dev/null)
     [ -n "$found" ] && break
@@ -100,10 +101,12 @@ def job(
 ) -> tuple[int, dict]:
     """Run the two ranks; return the exit code and the object of `distdiag diagnose`. The ranks must end normally, in silence."""
     (place / "job.py").write_text(JOB)
-    (place / "home").mkdir(exist_ok=True)
-    os.chown(place / "home", USER, USER)
+    for name in ("home", "tmp"):
+        (place / name).mkdir(exist_ok=True)
+        os.chown(place / name, USER, USER)
+    given = {"DISTDIAG_RUN_DIR": str(place / "R"), "TMPDIR": str(place / "tmp"), "TENTHS_FOR_THE_END": "600", **env}
     full = clean_env(place / "home", {**ONE_RANK, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29513",
-                                      "PYTHONPATH": str(REPOSITORY), "DISTDIAG_RUN_DIR": str(place / "R"), **env})  # fmt: skip
+                                      "PYTHONPATH": str(REPOSITORY), **given})  # fmt: skip
     for name in ("RANK", "LOCAL_RANK", *drop):  # each rank has its own
         full.pop(name)
     done = subprocess.run(
@@ -156,16 +159,13 @@ def test_a_read_only_dev_shm_is_not_needed(place: Path) -> None:
 
 def test_a_read_only_root_needs_only_the_run_directory(place: Path) -> None:
     root = f"mount --bind {place} {place}; mount -t tmpfs none /var/tmp; mount -o remount,ro,bind /"
-    recorded(job(place, root))
+    recorded(job(place, root, TMPDIR="/tmp"))  # which is read-only, too
 
 
 def test_a_working_directory_that_is_read_only_has_its_run_in_the_temporary_directory(place: Path) -> None:
     (place / "cwd").mkdir()
-    prepare = f"mkdir -p {place}/t; mount --bind {place}/cwd {place}/cwd"
-    wrap = f"env -C {place}/cwd"
-    ready = f"{prepare}; mount -o remount,ro,bind {place}/cwd"
-    found = job(place, ready, wrap, drop=("DISTDIAG_RUN_DIR",), TMPDIR=f"{place}/t")
-    recorded(found)
+    ready = f"mount --bind {place}/cwd {place}/cwd; mount -o remount,ro,bind {place}/cwd"
+    recorded(job(place, ready, f"env -C {place}/cwd", drop=("DISTDIAG_RUN_DIR",)))
 
 
 @pytest.mark.parametrize("home", [None, "/", "/nowhere"])
@@ -187,7 +187,7 @@ def test_two_users_record_in_one_working_directory_at_once(place: Path) -> None:
         folder.mkdir()
         folder.chmod(0o1777)
     script = (
-        f"{readable_python()}\n"
+        f"mount -t tmpfs -o mode=1777 none /dev/shm; {readable_python()}\n"
         "for user in 12345 12346; do for q in 0 1; do\n"
         f"RANK=$q LOCAL_RANK=$q MASTER_PORT=$user setpriv --reuid $user --regid $user --clear-groups "
         f"{sys.executable} {place}/job.py >{place}/out.$user.$q 2>&1 &\ndone; done; wait\n"
@@ -214,7 +214,8 @@ def test_two_users_record_in_one_working_directory_at_once(place: Path) -> None:
 def test_where_nothing_can_be_written_the_job_runs_and_one_line_says_so(place: Path) -> None:
     (place / "cwd").mkdir()
     prepare = f"{shm('64k', '64k')}; mount --bind {place}/cwd {place}/cwd; mount -o remount,ro,bind {place}/cwd"
-    code, answer = job(place, prepare, f"env -C {place}/cwd", drop=("DISTDIAG_RUN_DIR",), TMPDIR="/proc")
+    wrap, nothing = f"env -C {place}/cwd", {"TMPDIR": "/proc", "TENTHS_FOR_THE_END": "0"}
+    code, answer = job(place, prepare, wrap, drop=("DISTDIAG_RUN_DIR",), **nothing)
     assert code == 4 and answer["error"]["kind"] == "no_run"
     lines = (place / "errors").read_text().splitlines()
     assert len(lines) == 2 and lines[0].startswith("distdiag: this job is not recorded: /proc/"), lines

@@ -224,7 +224,7 @@ def _frozen(where: Path, job: Job) -> bool:
     """True once both ranks have stopped their watchdogs.
 
     On a busy machine torch's hook for nccl2 sometimes counts the last operation as complete only with the next one. Then a rank waits
-    for its counters for ever, and the job never comes to the calls that this test is about.
+    for its counters for ever, before the calls that this test is about.
     """
     try:
         wait_for(lambda: all((where / f"frozen{rank}").exists() for rank in (0, 1)), 45, "frozen watchdogs", job)

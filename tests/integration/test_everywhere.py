@@ -22,7 +22,8 @@ import torch, torch.distributed as dist
 how, port, extra = sys.argv[1], sys.argv[2], sys.argv[3] == "hangs"
 
 def train(**group):
-    dist.init_process_group("gloo", **group)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", **group)
     x = torch.ones(10)
     for step in range(20):
         time.sleep(0.02)
@@ -38,6 +39,9 @@ def spawned(rank):
 if __name__ == "__main__":
     if how == "launcher":
         train()
+    elif how == "mesh":
+        torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+        train()
     elif how == "spawn":
         torch.multiprocessing.spawn(spawned, nprocs=2)
     else:
@@ -51,9 +55,12 @@ WAYS = {
     "torchrun": (["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], "launcher", "1"),
     "logs_specs": ([*TORCHRUN, "--logs-specs", "distdiag"], "launcher", None),
     "launch": (["-m", "torch.distributed.launch", "--use-env", "--nproc_per_node", "2"], "launcher", "1"),
+    "mesh": (TORCHRUN, "mesh", "1"),  # init_device_mesh makes the process group
     "spawn": ([], "spawn", "1"),
     "by_hand": ([], "0", "1"),
     "run_by_hand": (["-m", "distdiag.run"], "0", None),
+    "run_and_spawn": (["-m", "distdiag.run"], "spawn", None),  # children that are spawned inherit DISTDIAG=1
+    "run_and_variable": ([*TORCHRUN, "-m", "distdiag.run"], "launcher", "1"),
 }
 
 
@@ -130,8 +137,44 @@ def test_zero_switches_everything_off(script: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ["1", "0", None])
 def test_a_process_without_a_group_imports_no_recorder(tmp_path: Path, value: str | None) -> None:
-    program = "import sys, torch; print([m for m in sys.modules if m.startswith('distdiag.')])"
+    program = "import sys, torch; print(sorted(m for m in sys.modules if m.startswith('distdiag.')))"
     env = clean_env(tmp_path, {"DISTDIAG": value} if value else {})
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == ("['distdiag.version', 'distdiag.everywhere']" if value == "1" else "[]")
+    imported = "['distdiag.everywhere', 'distdiag.torch_modules', 'distdiag.version']"
+    assert done.stdout.strip() == (imported if value == "1" else "[]")
+
+
+IN_A_THREAD = """
+import sys
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def train():
+    model = DDP(torch.nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(20):
+        optimizer.zero_grad()
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+        if step == 10 and dist.get_rank() == 1:
+            dist.barrier()  # HERE
+"""
+
+
+def test_a_worker_that_trains_in_a_thread_is_judged_by_that_thread(tmp_path: Path) -> None:
+    """As in Ray Train: the main thread has no line of the user's, makes the group, and runs the training elsewhere."""
+    (tmp_path / "training.py").write_text(IN_A_THREAD)
+    program = (
+        "from concurrent.futures import ThreadPoolExecutor; import training; training.dist.init_process_group('gloo'); "
+        "ThreadPoolExecutor(1).submit(training.train).result()"
+    )
+    given = f"WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port()} PYTHONPATH={tmp_path} exec {sys.executable}"
+    ranks = [f'(RANK={r} LOCAL_RANK={r} {given} -c "{program}") &' for r in range(2)]
+    with start(["bash", "-c", " ".join([*ranks, "wait"])], cwd=tmp_path, env={"DISTDIAG": "1"}) as job:
+        wait_for(lambda: runs_of(tmp_path), 60, "a run", job)
+        (run,) = runs_of(tmp_path)
+        assert wait_for(lambda: verdict(run), 60, "the verdict", job) == ([1], 2)
+        found = json.loads(rows(run, "SELECT json FROM finding WHERE severity = 'error'")[0][0])
+        line = IN_A_THREAD[: IN_A_THREAD.index("# HERE")].count("\n") + 1
+        assert (1, line) in {(w["rank"], w["line"]) for w in (*found["where"], *found["waiting"])}

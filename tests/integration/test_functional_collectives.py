@@ -52,7 +52,9 @@ def test_tensor_parallel_collectives_have_lines_waits_and_times(tmp_path: Path) 
         found = [json.loads(text) for (text,) in rows(tmp_path / "R", "SELECT json FROM finding")]
         return {f["kind"]: f for f in found if f["severity"] != "info"}
 
-    with launch(["-m", "distdiag.run", "--run-dir", tmp_path / "R", script], nproc=2, cwd=tmp_path) as job:
+    with launch(
+        ["-m", "distdiag.run", "--run-dir", tmp_path / "R", script], nproc=2, cwd=tmp_path, fork_ranks=True
+    ) as job:
         stuck = ("mismatch", "deadlock")
         wait_for(lambda: set(findings()) & set(stuck), 120, "a finding about the validation on rank 0", job)
         found = findings()

@@ -152,7 +152,7 @@ def test_uneven_batches_and_a_nan_are_found(tmp_path: Path, train: Train) -> Non
 
 def test_unused_parameters_are_named(tmp_path: Path, train: Train) -> None:
     run = tmp_path / "R"
-    with train("--max-steps", "60", "--inject", "unused") as job:
+    with train("--max-steps", "60", "--inject", "unused", fork_ranks=True) as job:
         finding = wait_for(lambda: found(run, ["unused_parameters"]), 150, "unused parameters to be found", job)
     assert (finding["cause"], finding["culprits"]) == ("never_used", [])
     assert sorted(finding["names"]) == ["auxiliary_head.bias", "auxiliary_head.weight"]

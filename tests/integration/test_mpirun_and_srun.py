@@ -1,8 +1,9 @@
-"""DISTDIAG=1 under mpirun and srun, which number ranks in variables of their own: one run, right ranks, its verdict; attach, too."""
+"""DISTDIAG=1 under mpirun and srun, each with its own variables for the rank: one run, right ranks, its verdict; attach, too."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -62,7 +63,7 @@ def launched(tmp_path: Path, launcher: str, init: str, fate: str, env: dict[str,
 
 def attach_to(job: Job, launcher: str) -> dict[str, Any]:
     """Attach by the launcher's pid; srun's is no parent of its ranks, which have the job's number in their environment."""
-    named = str(job.process.pid) if launcher == "mpirun" else "--job=1"
+    named = str(job.process.pid) if launcher == "mpirun" else f"--job={os.getpid()}"
     return json.loads(distdiag("attach", named, "--json", timeout=90).stdout or "{}")
 
 

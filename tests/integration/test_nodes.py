@@ -69,7 +69,7 @@ def deadlock(cluster: Cluster) -> dict[str, Any] | None:
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_a_deadlock_over_nodes_without_a_shared_directory(n: int, tmp_path: Path, script: Path, hang: Path) -> None:
-    with Cluster(tmp_path, n, {1: 1000}) as cluster, cluster.job(script) as jobs:
+    with Cluster(tmp_path, n, {1: 1000}) as cluster, cluster.job(script, fork_ranks=n > 2) as jobs:
         all_heard(cluster, jobs, n)
         assert [f for f in cluster.findings() if f["severity"] != "info"] == []
         hang.touch()
@@ -92,8 +92,41 @@ def test_a_deadlock_over_nodes_without_a_shared_directory(n: int, tmp_path: Path
         assert "barrier" in stacks[str(n - 1)]["op"] and "all_reduce" in stacks["0"]["op"]
 
 
+TRAINING = """
+    import time
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), 0.001)
+    for step in range(100_000):
+        optimizer.zero_grad()
+        model(torch.randn(16, 64)).sum().backward()
+        time.sleep(0.1)
+        optimizer.step()
+"""
+
+
+def test_a_profile_has_the_ranks_of_all_nodes(tmp_path: Path, script: Path) -> None:
+    script.write_text(textwrap.dedent(TRAINING))
+    with Cluster(tmp_path, 2) as cluster, cluster.job(script, fork_ranks=True) as jobs:
+        all_heard(cluster, jobs, 2)
+        answer = distdiag("profile", cluster.run(0), "--json", timeout=120)
+        assert answer.returncode == 0, answer.stderr
+        found = json.loads(answer.stdout)
+        assert [r["rank"] for r in found["ranks"]] == [0, 1] and found["missing"] == []
+        first = found["first_step"]
+        assert f"recording steps {first} to {first + 2} of rank 0 and other nodes" in answer.stderr
+        assert {p.name for p in (cluster.run(0) / "profile/1").iterdir()} >= {"rank_0.json", "rank_1.json"}
+        one = distdiag("profile", cluster.run(0), "--ranks", "1", "--json", timeout=120)
+        assert [r["rank"] for r in json.loads(one.stdout)["ranks"]] == [1], one.stderr
+        none = distdiag("profile", cluster.run(0), "--ranks", "1,7", "--json", timeout=120)
+        assert [m["rank"] for m in json.loads(none.stdout)["missing"]] == [7], none.stderr
+
+
 def test_a_cut_link_is_silence_and_no_proof(tmp_path: Path, script: Path) -> None:
-    with Cluster(tmp_path, 2) as cluster, cluster.job(script) as jobs:
+    with Cluster(tmp_path, 2) as cluster, cluster.job(script, fork_ranks=True) as jobs:
         all_heard(cluster, jobs, 2)
         cluster.cut(1)
         wait_for(lambda: lives(cluster).get(1) == "silent", 40, "node 1 to fall silent", jobs[0])
@@ -113,7 +146,7 @@ def test_a_cut_link_is_silence_and_no_proof(tmp_path: Path, script: Path) -> Non
 
 @pytest.mark.parametrize("power", [True, False])
 def test_a_killed_node_is_not_blamed_by_proof(power: bool, tmp_path: Path, script: Path) -> None:
-    with Cluster(tmp_path, 2) as cluster, cluster.job(script) as jobs:
+    with Cluster(tmp_path, 2) as cluster, cluster.job(script, fork_ranks=True) as jobs:
         all_heard(cluster, jobs, 2)
         if power:  # it fails: nothing says goodbye
             cluster.cut(1)
@@ -127,7 +160,7 @@ def test_a_killed_node_is_not_blamed_by_proof(power: bool, tmp_path: Path, scrip
 
 
 def test_another_monitor_of_node_0_is_found_again(tmp_path: Path, script: Path, hang: Path) -> None:
-    with Cluster(tmp_path, 2) as cluster, cluster.job(script) as jobs:
+    with Cluster(tmp_path, 2) as cluster, cluster.job(script, fork_ranks=True) as jobs:
         all_heard(cluster, jobs, 2)
         port = json.loads(meta(cluster, "nodes"))["port"]
         (before,) = jobs[0].monitor_pids()
@@ -140,7 +173,7 @@ def test_another_monitor_of_node_0_is_found_again(tmp_path: Path, script: Path, 
 
 
 def test_a_stranger_on_the_wire_reads_no_text_of_the_job(tmp_path: Path, script: Path) -> None:
-    with Cluster(tmp_path, 2) as cluster, cluster.wire() as wire, cluster.job(script) as jobs:
+    with Cluster(tmp_path, 2) as cluster, cluster.wire() as wire, cluster.job(script, fork_ranks=True) as jobs:
         all_heard(cluster, jobs, 2)
         nodes = json.loads(wait_for(lambda: meta(cluster, "nodes"), 20, "the port", jobs[0]))
         of_port = wait_for(lambda: len(found := wire(nodes["port"])) > 5_000 and found, 30, "20 s of messages", jobs[0])

@@ -125,7 +125,7 @@ def test_a_child_that_was_forked_after_the_start_is_no_rank(tmp_path: Path) -> N
     assert distdiag("diagnose", "R", cwd=tmp_path).returncode == 0
 
 
-# in a pid namespace of its own, whose next pid can be set
+# in a new pid namespace, whose next pid can be set
 REUSED = """
 import json, os, pathlib, signal, subprocess, sys, time
 env = {**os.environ, "DISTDIAG_RUN_DIR": "R"}

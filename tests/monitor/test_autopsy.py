@@ -176,9 +176,9 @@ def test_a_damaged_page_costs_only_its_rank(run: Path, seed: int) -> None:
     rng = random.Random(seed)
     path = page_path(directories.overflow(run, 0), 1)
     path.write_bytes(changed(path.read_bytes(), rng))
-    began = time.monotonic()
+    began_s = time.process_time()
     found = autopsy(run)
-    assert time.monotonic() - began < 5.0
+    assert time.process_time() - began_s < 5.0
     if found is not None:  # None: its host is another now, on which it may live
         assert 0 in [r.rank for r in found.last_seen]
         assert not [f for f in found.findings if f.certainty == "proved" and f.kind == "deadlock"]

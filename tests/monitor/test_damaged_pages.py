@@ -16,7 +16,7 @@ from distdiag.page.writer import PageWriter
 
 HEADER = Page.header.offset, Page.header.offset + Header.heartbeat_ns.offset
 TIMES, SEED = 150, 20260101
-LIMIT_S = 5.0  # for one poll
+LIMIT_S = 5.0  # of CPU, for one poll
 
 
 def a_page(pages: Path, rank: int) -> PageWriter:
@@ -75,9 +75,9 @@ def test_a_damaged_page_costs_only_its_rank(
             assert not monitor._survive(monitor.tick) and set(monitor.views) == {0, 1}, (SEED, k)
             second._map[:] = changed(whole, rng)  # … which is damaged during the read
             for _ in range(2):
-                began = time.monotonic()
+                began_s = time.process_time()
                 monitor._survive(lambda: not monitor._all_moving() and monitor.tick())
-                assert time.monotonic() - began < LIMIT_S, (SEED, k)
+                assert time.process_time() - began_s < LIMIT_S, (SEED, k)
             assert 0 in monitor.views, (SEED, k)
             given_up += 1 not in monitor.views
             if 1 not in monitor.views:

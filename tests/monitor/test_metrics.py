@@ -172,6 +172,41 @@ def test_metrics_are_served_and_nothing_else(served: MetricsServer) -> None:
     assert get(served, "/../../etc/passwd")[0] == 404 and get(served, "/")[0] == 404
 
 
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost:9464", 200), ("LOCALHOST", 200), ("127.0.0.1", 200), ("127.1.2.3:1", 200), ("[::1]:9464", 200), ("", 200),
+        ("evil.example:9464", 403), ("localhost.evil.example", 403), ("127.0.0.1.evil.example", 403), ("192.168.1.2", 403),
+        ("[::1", 403), ("//", 403),
+    ],
+)  # fmt: skip
+def test_a_web_page_cannot_reach_the_loopback_by_another_name(served: MetricsServer, host: str, status: int) -> None:
+    """DNS rebinding: a browser on this host sends the page's name, which resolves to 127.0.0.1 by then."""
+    with socket.create_connection(served.server_address[:2]) as s:  # type: ignore[arg-type]
+        s.sendall(f"GET /metrics HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+        answer = b"".join(iter(lambda: s.recv(65536), b""))
+    assert int(answer.split()[1]) == status and (b"distdiag_job_state" in answer) == (status == 200)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "Node7.cluster"])
+def test_a_host_that_was_named_is_reached_by_its_name(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many systems give their own name to 127.0.1.1."""
+    bind = prometheus.TCPServer.server_bind
+
+    def resolved(server: MetricsServer) -> None:
+        server.server_address = ("127.0.0.1" if host == "Node7.cluster" else host, 0)
+        bind(server)
+
+    monkeypatch.setattr(prometheus.TCPServer, "server_bind", resolved)
+    newest = poll()
+    server = MetricsServer((host, 0), lambda: newest)
+    with socket.create_connection(("127.0.0.1", server.server_address[1])) as s:  # type: ignore[index]
+        s.sendall(b"GET /metrics HTTP/1.1\r\nHost: node7.cluster:9464\r\n\r\n")
+        assert s.makefile("rb").readline().split()[1] == b"200"
+    server.shutdown()
+    server.server_close()
+
+
 def test_connections_that_never_ask_do_not_keep_a_scraper_out(
     served: MetricsServer, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -240,7 +275,7 @@ def test_a_bad_value_or_a_missing_package_is_one_line(tmp_path: Path, monkeypatc
     )
     without = Exporters("0.0.0.0:0", tmp_path, 0)
     assert without.failures == [
-        "metrics are not exported: /metrics needs prometheus_client, which is not installed; pip install 'distdiag[fleet]'"
+        "metrics are not exported: /metrics needs prometheus_client, which is not installed; pip install prometheus-client"
     ]
 
 

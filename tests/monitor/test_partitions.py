@@ -104,7 +104,7 @@ def judged(
     truth = Truth(rng, broken_s)
     (tmp_path / "there" / "node_1").mkdir(parents=True)
     (tmp_path / "here" / "nodes").mkdir(parents=True)
-    here, there = Nodes(tmp_path / "here", 0), Nodes(tmp_path / "there" / "node_1", 1)
+    here, there = Nodes(tmp_path / "here", 0, tmp_path), Nodes(tmp_path / "there" / "node_1", 1, tmp_path)
     network = Network(rng, tmp_path / "there" / "nodes" / "1.state", tmp_path / "here" / "nodes" / "1.state")
     skew_s = rng.uniform(-1.0, 1.0)  # node 1's wall clock
     diagnosis, reported = Diagnosis(source=lambda _: None), []

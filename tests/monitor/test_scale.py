@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from pathlib import Path
 
@@ -9,10 +10,11 @@ import msgspec
 import pytest
 
 from distdiag.diagnosis.model.snapshot import Call, RankState
-from distdiag.monitor.node_states import NodeState, Readings, parts
+from distdiag.monitor.node_states import NodeState, Readings, Sender
 from distdiag.monitor.nodes import Nodes
 from distdiag.monitor.pace import Pace
 from distdiag.monitor.rows import _median_low_of_others
+from distdiag.monitor.windows import Windows
 from tests.simulated import Job, Simulation, simulated
 
 SMALL, LARGE = 32, 256
@@ -75,9 +77,11 @@ def test_a_rank_that_begins_to_wait_ends_a_long_rest_once_a_minute() -> None:
 
 
 def test_what_is_known_of_a_history_is_not_decoded_again_and_a_changed_item_is() -> None:
+    sender, windows, numbers = Sender(), Windows(), itertools.count(1)
+
     def sent(*calls: Call) -> NodeState:
-        found = parts({5: RankState(rank=5, calls=calls)}, {})
-        return NodeState(node=1, number=1, started_unix_s=0.0, written_unix_s=0.0, local_world_size=1, **found)
+        found = sender.parts(next(numbers), {5: RankState(rank=5, calls=calls)}, {}, windows)
+        return NodeState(node=1, started_unix_s=0.0, written_unix_s=0.0, local_world_size=1, **found)
 
     readings = Readings()
     one, two, three = (Call(op="barrier", group="g", seq=k, entered_s=float(k)) for k in (1, 2, 3))

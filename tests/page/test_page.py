@@ -36,7 +36,19 @@ def test_texts_are_stored_once_and_read_back(tmp_path: Path) -> None:
     assert w.text("train.py") == first
     r = PageReader(w.path)
     assert (r.text(first), r.text(second), r.text(0)) == ("train.py", "Δ self – ünïcödé", "")
-    assert r.site(w.site("/a/b c.py", 12, "f")) == ("/a/b c.py", 12, "f")
+    assert r.site(0) == [] and r.site(w.site("/a/b c.py", 12, "f")) == [("/a/b c.py", 12, "f")]
+    callers = [("/a/d.py", 7, "g"), ("/a/e.py", 1, "<module>")]
+    assert r.site(w.site("/a/b c.py", 12, "f", *callers)) == [("/a/b c.py", 12, "f"), *callers]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["/a.py\0x\0f", "/a.py\x007", "/a.py\x007\0f\0", "\0".join(["/a.py", "7", "f"] * 9), "/a.py\0" + "9" * 10 + "\0f"],
+)
+def test_a_damaged_site_is_recognised(tmp_path: Path, text: str) -> None:
+    w = fresh(tmp_path)
+    with pytest.raises(PageError, match="no site"):
+        PageReader(w.path).site(w.text(text))
 
 
 def test_a_full_heap_drops_and_counts_instead_of_failing(tmp_path: Path) -> None:

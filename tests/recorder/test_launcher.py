@@ -56,7 +56,7 @@ if sys.argv[2] == "after":
     time.sleep(0.5)
 print("distdiag: rank 1 crashed", file=sys.stderr, flush=True)
 stream = os.stat(sys.argv[3]) if len(sys.argv) > 3 else None
-(run / launcher.PRINTED_ON).write_text("another file" if stream else launcher.stream_id(2))
+(run / launcher.PRINTED_ON).write_text("another file" if stream else launcher.stderr_id())
 (run / ".part").write_text("distdiag: rank 1 crashed\\n")
 os.replace(run / ".part", run / "verdict.txt")
 """

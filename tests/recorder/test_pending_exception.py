@@ -40,7 +40,7 @@ def beaten(page: PageWriter) -> tuple[str, str | None]:
     reader = PageReader(page.path)
     h = reader.header()
     site = reader.site(h.handling_site)
-    found = reader.text(h.handling), site[2] if site else None
+    found = reader.text(h.handling), site[0][2] if site else None
     reader.close()
     return found
 

@@ -10,6 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -235,6 +237,31 @@ def test_a_module_runs_as_with_python_dash_m(tmp_path: Path) -> None:
     assert frames.sub("", watched[2]) == frames.sub("", alone[2])
 
 
+@pytest.mark.parametrize("name", ["./application", "application.zip"])
+@pytest.mark.parametrize("flags", [[], ["-P"]])
+def test_a_directory_and_a_zip_archive_run_as_with_python(name: str, flags: list[str], tmp_path: Path) -> None:
+    source = "import helper, os, sys\nprint(__name__, __file__, __package__, sys.argv, sys.path[:2])\nsys.exit(helper.code)\n"
+    path = tmp_path / name
+    if name.endswith(".zip"):
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("__main__.py", source)
+            archive.writestr("helper.py", "code = 3\n")
+    else:
+        path.mkdir()
+        (path / "__main__.py").write_text(source)
+        (path / "helper.py").write_text("code = 3\n")
+    env = clean_env(tmp_path / "home", {"DISTDIAG_QUIET": "1", **ONE_RANK})
+    alone = run([sys.executable, *flags, name, "v"], tmp_path, env)
+    watched = run([sys.executable, *flags, "-m", "distdiag.run", "--run-dir", "R", name, "v"], tmp_path, env)
+    assert watched == alone and alone[0] == 3, alone
+
+
+def test_a_script_may_come_from_a_pipe(tmp_path: Path) -> None:
+    env = clean_env(tmp_path / "home", {"DISTDIAG_QUIET": "1", **ONE_RANK})
+    code = f"{sys.executable} -m distdiag.run --run-dir R <(echo 'print(7)') v"
+    assert run(["bash", "-c", code], tmp_path, env) == (0, "7\n", "")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -242,7 +269,7 @@ def test_a_module_runs_as_with_python_dash_m(tmp_path: Path) -> None:
         (["missing.py"], "no script missing.py"),
         (["--frobnicate", "x.py"], "unknown option --frobnicate"),
         (["--run-dir"], "'--run-dir' requires an argument"),
-        (["."], ". is a directory"),
+        (["."], ". is a directory without __main__.py"),
         (["-m"], "-m needs the name of a module"),
     ],
 )
@@ -322,10 +349,20 @@ def test_stderr_is_not_redirected_while_the_witness_starts(
 
     from distdiag.recorder import witness
 
+    starting, written = threading.Event(), threading.Event()
+
+    def write() -> None:
+        assert starting.wait(20)
+        os.write(2, b"another thread's words\n")
+        written.set()
+
     class Server:
         def __init__(self, path: str) -> None:
-            os.write(2, b"another thread's words\n")
+            os.write(2, b"words of the server\n")
+            starting.set()
+            assert written.wait(20)
 
+    threading.Thread(target=write).start()
     monkeypatch.setattr(c10d, "_WorkerServer", Server)
     assert witness.start(tmp_path / "r1.sock") is not None
     assert capfd.readouterr().err == "another thread's words\n"

@@ -118,7 +118,7 @@ dist.destroy_process_group()
 
 
 def test_only_this_ranks_part_of_sharded_parameters_is_read(tmp_path: Path) -> None:
-    """A DTensor with dispatch off has no memory of its own: reading it would crash the process."""
+    """A DTensor with dispatch off has no memory: reading it would crash the process."""
     (tmp_path / "script.py").write_text(SHARDED)
     with launch([*RECORDED, "script.py"], nproc=1, cwd=tmp_path, timeout=120, fork_ranks=True) as job:
         assert job.wait() == 0, job.tail()

@@ -59,3 +59,71 @@ def test_a_request_in_progress_does_not_hang_the_end_of_the_process() -> None:
         assert (process.returncode, out) == (0, "stopped\n")
         assert answer.endswith(b"answered")
         assert list(Path(folder).iterdir()) == []
+
+
+CLOSES_ALL = """
+import os, select, socket, sys, time
+from pathlib import Path
+import torch.distributed
+from distdiag.recorder import witness
+
+reading, writing = os.pipe()
+before = set(os.listdir("/proc/self/fd"))
+path = Path(sys.argv[1])
+server = witness.start(path)
+assert set(os.listdir("/proc/self/fd")) == before  # it takes no number from the script
+os.close(writing)
+assert os.read(reading, 1) == b""  # nobody else has the other end
+os.closerange(3, 4096)
+mine = socket.create_server(("127.0.0.1", 0), reuse_port=True)
+others = [os.open(os.devnull, os.O_RDONLY) for _ in range(100)]
+time.sleep(0.5)  # the server checks its socket ten times a second
+for fd in others:
+    os.fstat(fd)
+with socket.create_connection(mine.getsockname()):
+    mine.accept()
+assert witness._answers(path)
+witness.stop(server, path)
+print("stopped", flush=True)
+"""
+
+
+def test_a_script_that_closes_all_its_files_goes_on() -> None:
+    """torch's server aborts its process if its socket is closed, and would take over the script's if that gets the same number."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, "-c", CLOSES_ALL, str(Path(folder) / "r0.sock")],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "stopped\n", "")
+
+
+def test_without_the_system_call_the_server_runs_among_the_files_of_the_script() -> None:
+    """Linux before 5.9, or a sandbox."""
+    with tempfile.TemporaryDirectory() as folder:
+        code = f"import distdiag.recorder.witness as w; w.CLOSE_RANGE = 100_000; exec({ENDS_AT_ONCE!r})"
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(Path(folder) / "r0.sock")],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\nstopped\n", "")
+
+
+ENDS_AT_ONCE = """
+import sys
+from pathlib import Path
+import torch.distributed
+from distdiag.recorder import witness
+
+path = Path(sys.argv[1])
+server = witness.start(path)
+print(witness._answers(path), flush=True)
+witness.stop(server, path)
+print("stopped", flush=True)
+"""

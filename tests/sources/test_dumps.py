@@ -119,7 +119,7 @@ def test_a_rank_whose_device_stopped_is_named(tmp_path: Path) -> None:
 
 
 def test_two_ranks_that_stopped_at_different_collectives_are_both_named(tmp_path: Path) -> None:
-    """Rank 1 stopped first; rank 2 issued fewer calls than 0, 3, 4 and 5, with nothing of its own to wait for."""
+    """Rank 1 stopped first; rank 2 issued fewer calls than 0, 3, 4 and 5, and waits for nobody."""
     job = trained(Job(6))
     for ranks in ((0, 2, 3, 4, 5), (0, 2, 3, 4, 5), (0, 3, 4, 5), (0, 3, 4, 5)):
         job.collective(ranks=ranks, done=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -116,3 +117,19 @@ def test_a_log_on_standard_input_is_read(name: str) -> None:
     command = [sys.executable, "-m", "distdiag", "diagnose", name, "--json"]
     done = subprocess.run(command, input=raised(3, OOM), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1 and json.loads(done.stdout)["findings"][0]["culprits"] == [3], done.stderr
+
+
+def test_endless_standard_input_does_not_fill_the_disk(tmp_path: Path) -> None:
+    code = "import sys, distdiag.cli.diagnose as d; d.MOST_STDIN = 3 << 20; from distdiag.cli import main; sys.exit(main(['diagnose', '-']))"
+    with subprocess.Popen(["yes", "[rank0]: a line"], stdout=subprocess.PIPE) as yes:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdin=yes.stdout, capture_output=True, text=True, timeout=60, check=False,
+            env=os.environ | {"TMPDIR": str(tmp_path)},
+        )  # fmt: skip
+        yes.kill()
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.splitlines() == [
+        "distdiag: error: standard input has more than 3 MiB",
+        "hint: write it into a file, and name that",
+    ]
+    assert list(tmp_path.iterdir()) == []

@@ -57,7 +57,7 @@ def test_py_spy_and_faulthandler_in_one_file_per_rank(tmp_path: Path) -> None:
     assert finding.certainty == Certainty.SUSPECTED
     assert report.state == State.STALLED
     assert [(w.file, w.line, w.function) for w in finding.where] == [("unet.py", 88, "evaluate")]
-    assert "broadcast at unet.py:88 in evaluate (DDP's buffers, before the forward)" in finding.message
+    assert "broadcast at unet.py:88 in evaluate (by DDP, before the forward)" in finding.message
     assert "#" not in finding.message and "never" not in finding.message
 
 
@@ -99,6 +99,26 @@ def test_other_text_is_none(tmp_path: Path) -> None:
             from_json(data)
 
 
+RECORDED = """Process 22843: /x/python -u -m distdiag.run train.py
+Thread 22843 (idle): "MainThread"
+    _wrap_wait.<locals>.wait (distdiag/recorder/hooks/wrap_collectives.py:44)
+    barrier (torch/distributed/distributed_c10d.py:5356)
+    <module> (train.py:29)
+    _run_script (distdiag/run.py:122)
+    _run_module_as_main (<frozen runpy>:198)
+Thread 22891 (idle)
+    Pulse._run (distdiag/recorder/pulse.py:70)
+"""
+
+
+def test_frames_of_the_recorder_are_left_out() -> None:
+    """A rank in a barrier that distdiag records was taken for one that is busy in `wrap_collectives.py`."""
+    (process,) = from_text(RECORDED)
+    (thread,) = process.threads
+    assert [f.name for f in thread.frames] == ["barrier", "<module>", "_run_module_as_main"]
+    assert Frame("f", "/home/me/distdiag/train.py", 3).users
+
+
 def test_native_frames_of_json_are_no_lines_of_the_user() -> None:
     native = {"name": "sock_call_ex", "filename": "socketmodule.c", "line": 921, "module": "/x/libpython3.12.so"}
     python = {"name": "Logger.send", "filename": "/home/me/train.py", "line": 29, "module": None, "locals": None}
@@ -110,6 +130,23 @@ def test_native_frames_of_json_are_no_lines_of_the_user() -> None:
     assert [f.site.key for f in process.judged.frames] == ["/home/me/train.py:29"]
 
 
+def test_frames_of_the_recorder_are_left_out_of_json() -> None:
+    """So is a thread that has no others; only native frames are none, either."""
+    wait = {
+        "name": "wait",
+        "filename": "/src/distdiag/recorder/hooks/wrap_collectives.py",
+        "line": 44,
+        "module": None,
+        "locals": None,
+    }
+    pulse = wait | {"name": "_run", "filename": "/src/distdiag/recorder/pulse.py"}
+    user = wait | {"name": "main", "filename": "/home/me/train.py"}
+    native = wait | {"name": "futex_wait", "filename": "futex.c", "module": "/lib/libc.so.6"}
+    threads = [[wait, user], [pulse], [native]]
+    (process,) = from_json(json.dumps([{"pid": 3, "frames": frames} for frames in threads]))
+    assert [[f.name for f in thread.frames] for thread in process.threads] == [["main"]]
+
+
 def test_hostile_text_ends_in_an_answer(tmp_path: Path) -> None:
     rng = random.Random(4)
     lines = (SPY + FAULT).splitlines()
@@ -119,7 +156,7 @@ def test_hostile_text_ends_in_an_answer(tmp_path: Path) -> None:
             processes = from_text(text)
         except NoStacks:
             continue
-        findings({i: Seen(position=position(p.judged)) for i, p in enumerate(processes)}, None)
+        findings({i: Seen(position=position(p.judged)) for i, p in enumerate(processes)})
     long = "Thread 1 (idle)\n" + "    f (" + "x" * 100_000 + ":1)\n" * 3
     diagnose_stacks([str(write(tmp_path, long=long, esc=SPY.replace("unet.py", "un\x1bet.py")))])
 
@@ -182,25 +219,25 @@ def seen(line: int, op: str | None = None, **more: bool) -> Seen:
 
 def test_ranks_that_move_are_healthy_and_one_that_is_awaited_is_named() -> None:
     moving = {r: seen(10, "all_reduce", moved=True) for r in range(3)}
-    assert findings(moving, None) == []
-    (slow,) = findings({0: seen(10, "all_reduce"), 1: seen(20, moved=True)}, None)
+    assert findings(moving) == []
+    (slow,) = findings({0: seen(10, "all_reduce"), 1: seen(20, moved=True)})
     assert (slow.kind, slow.severity, slow.culprits) == ("stall", Severity.INFO, (1,))
-    (stuck,) = findings({0: seen(10, "all_reduce"), 1: seen(20)}, None)
+    (stuck,) = findings({0: seen(10, "all_reduce"), 1: seen(20)})
     assert (stuck.kind, stuck.severity, stuck.culprits) == ("stall", Severity.WARNING, (1,))
 
 
 def test_ranks_that_all_sleep_are_healthy_and_that_all_wait_for_a_lock_are_not() -> None:
     asleep = {r: Seen(position=position(at(USER), lambda path: "time.sleep(9)\n" * 50)) for r in range(2)}
-    assert findings(asleep, None) == []
+    assert findings(asleep) == []
     lock = at(frame("acquire", "/opt/lib/python3.12/threading.py"), USER)
-    (finding,) = findings({r: Seen(position=position(lock)) for r in range(2)}, None)
+    (finding,) = findings({r: Seen(position=position(lock)) for r in range(2)})
     assert (finding.severity, finding.culprits, finding.victims) == (Severity.WARNING, (), (0, 1))
 
 
 def test_one_operation_at_two_lines_names_the_minority_and_of_two_ranks_none() -> None:
-    (odd,) = findings({0: seen(10, "all_reduce"), 1: seen(20, "all_reduce"), 2: seen(20, "all_reduce")}, None)
+    (odd,) = findings({0: seen(10, "all_reduce"), 1: seen(20, "all_reduce"), 2: seen(20, "all_reduce")})
     assert (odd.severity, odd.culprits, odd.victims) == (Severity.WARNING, (0,), (1, 2))
-    (tie,) = findings({0: seen(10, "all_reduce"), 1: seen(20, "all_reduce")}, None)
+    (tie,) = findings({0: seen(10, "all_reduce"), 1: seen(20, "all_reduce")})
     assert (tie.culprits, tie.victims) == ((), (0, 1))
 
 
@@ -249,7 +286,7 @@ def test_a_rank_in_the_next_forward_has_left_out_the_backward() -> None:
     backward = position(
         at(frame("_engine_run_backward", f"{LIBRARY}/autograd/graph.py"), frame("fit", "/home/me/train.py", 12))
     )
-    (finding,) = findings({0: Seen(position=backward), 1: Seen(position=forward)}, None)
+    (finding,) = findings({0: Seen(position=backward), 1: Seen(position=forward)})
     assert finding.culprits == (1,)
     assert "rank 1 is in the next forward, without the backward at train.py:12" in finding.message
 
@@ -268,10 +305,10 @@ GROUP_VALUE = "<torch.distributed.distributed_c10d.ProcessGroup at 0x7f>"
 def test_a_group_that_ddp_may_have_been_given_accuses_nobody(phase: str) -> None:
     barrier = {2: seen(62, "barrier"), 3: seen(62, "barrier")}
     own = {r: ddp(phase, pg=GROUP_VALUE) for r in (0, 1)}
-    assert findings({**own, **barrier, 1: seen(41, moved=True)}, None)[0].severity == Severity.INFO
-    for f in findings({**own, **barrier}, None):  # nobody moves: it is reported, without a culprit
+    assert findings({**own, **barrier, 1: seen(41, moved=True)})[0].severity == Severity.INFO
+    for f in findings({**own, **barrier}):  # nobody moves: it is reported, without a culprit
         assert not f.culprits and f.certainty == Certainty.SUSPECTED
-    assert findings({**{r: ddp(phase) for r in (0, 1)}, 2: barrier[2]}, None)[0].culprits == (2,)
+    assert findings({**{r: ddp(phase) for r in (0, 1)}, 2: barrier[2]})[0].culprits == (2,)
 
 
 def test_a_rank_in_a_group_may_wait_for_its_member_that_goes_on() -> None:
@@ -279,8 +316,8 @@ def test_a_rank_in_a_group_may_wait_for_its_member_that_goes_on() -> None:
     call, user = Frame("all_reduce", C10D, 1, {}, {"group": 7}), Frame("fit", "/home/me/train.py", 45, {}, {"pg": 7})
     inside = Seen(position=position(at(call, wrapper, user)))
     ranks = {0: inside, 1: seen(39, moved=True), 2: seen(62, "barrier"), 3: seen(62, "barrier")}
-    assert all(f.severity == Severity.INFO for f in findings(ranks, None))
-    assert any(f.severity != Severity.INFO for f in findings({**ranks, 1: inside}, None))
+    assert all(f.severity == Severity.INFO for f in findings(ranks))
+    assert any(f.severity != Severity.INFO for f in findings({**ranks, 1: inside}))
 
 
 def test_the_group_of_ddps_constructor_is_in_its_frame() -> None:
@@ -295,19 +332,19 @@ def test_the_group_of_ddps_constructor_is_in_its_frame() -> None:
 def test_a_rank_that_may_yet_move_is_not_blamed() -> None:
     waiting = seen(10, "all_reduce")
     starved = Seen(position=waiting.position, open="waited for a CPU for 4.1 of 6.0 s")
-    (late,) = findings({0: waiting, 1: Seen(position=seen(20).position, open=starved.open)}, None)
+    (late,) = findings({0: waiting, 1: Seen(position=seen(20).position, open=starved.open)})
     assert (late.severity, late.culprits) == (Severity.INFO, (1,))
     assert "moves" not in late.message
-    assert all(f.severity == Severity.INFO for f in findings({0: starved, 1: seen(20, "barrier")}, None))
+    assert all(f.severity == Severity.INFO for f in findings({0: starved, 1: seen(20, "barrier")}))
     data = at(frame("_try_get_data", f"{LIBRARY}/utils/data/dataloader.py"), USER)
     loading = {r: Seen(position=position(data), open="waits for its child processes, which work") for r in range(2)}
-    assert findings(loading, None) == []
+    assert findings(loading) == []
 
 
 def test_who_is_in_the_next_collective_has_not_sent() -> None:
     recv = position(at(frame("recv", C10D, src="2", tag="0"), USER))
     ranks = {0: Seen(position=recv), 1: seen(57, "broadcast"), 2: seen(57, "broadcast")}
-    (finding,) = findings(ranks, None)
+    (finding,) = findings(ranks)
     assert (finding.kind, finding.culprits) == ("deadlock", (2,))
     assert "rank 2 went on to the next collective at train.py:57" in finding.message
 
@@ -323,7 +360,23 @@ def test_ranks_that_create_different_groups() -> None:
     )
     assert (finding.culprits, finding.victims) == ((2,), (0, 1))
     assert "ranks 0, 1: [0, 1, 2] as number 7; rank 2: [0, 2] as number 7" in finding.message
-    (later,) = findings({0: creating("[0, 1]", "7"), 1: creating("[0, 1]", "8")}, None)
+    (later,) = findings({0: creating("[0, 1]", "7"), 1: creating("[0, 1]", "8")})
     assert (later.culprits, later.victims) == ((), (0, 1))
-    (same,) = findings({0: creating("[0, 1]", "7"), 1: creating("[0, 1]", "7")}, None)
+    (same,) = findings({0: creating("[0, 1]", "7"), 1: creating("[0, 1]", "7")})
     assert "what they pass to it differs" in same.message
+
+
+def test_a_rank_that_trains_in_a_thread_is_judged_by_it() -> None:
+    """Ray Train: the main thread runs tasks in a package, and the user's function is in another."""
+    loop = Stack(
+        (Frame("main_loop", "/env/lib/python3.11/site-packages/ray/_private/worker.py", 1069),), name="MainThread"
+    )
+    idle = Stack((Frame("wait", "/usr/lib/python3.11/threading.py", 320),), name="pulse")
+    users = Stack(
+        (Frame("train", "/home/me/train.py", 20), Frame("run", "/usr/lib/python3.11/threading.py", 900)), name="T"
+    )
+    log = Stack((Frame("flush", "/home/me/log.py", 3),), name="log")
+    assert Process(1, (loop, idle, users)).judged is users
+    assert Process(1, (loop, idle, users, log)).judged is loop, "nothing tells which"
+    own = Stack((Frame("main", "/home/me/train.py", 5),), name="MainThread")
+    assert Process(1, (own, users)).judged is own

@@ -61,7 +61,7 @@ x.sum().item()
 dist.barrier()
 assert newest(1)[0][0] == "nccl2:barrier" and entries()[-1]["input_sizes"] == []
 
-# lists as the caller gave them; an uneven exchange has a name of its own
+# lists as the caller gave them; an uneven exchange has another name
 split = [1, 3] if rank == 0 else [3, 1]
 dist.all_gather([torch.zeros(4), torch.zeros(4)], x)
 dist.all_to_all_single(torch.zeros(4), x, split, split)
@@ -82,7 +82,7 @@ halves = dist.split_group(split_ranks=[[0], [1]])
 assert halves.size() == 1
 dist.all_reduce(x, group=halves)
 
-# the operations of a batch are complete at once; a coalesced collective takes a number of its own
+# the operations of a batch are complete at once; a coalesced collective takes a number
 before = world._get_sequence_number_for_group()
 got = torch.zeros(4)
 if rank == 0:
@@ -102,7 +102,7 @@ with dist._coalescing_manager(device=torch.device("cpu")):
 assert world._get_sequence_number_for_group() == before + 2
 got.sum().item()
 
-# the watchdog has no name of its own
+# the watchdog's thread is not named
 names = {p.read_text().strip() for p in Path("/proc/self/task").glob("*/comm")}
 assert "pt_nccl_watchdg" not in names, names
 

@@ -1,6 +1,6 @@
 /* A libnvidia-ml.so.1 for machines without a GPU: nvidia-ml-py's own calls run against it.
  *
- * What the cards answer stands in the file $FAKE_NVML, read again at every call, one answer a line:
+ * The file $FAKE_NVML has what the cards answer. It is read again at every call, one answer a line:
  *     count 2
  *     0.nvmlDeviceGetTemperature 41
  *     0/1.nvmlDeviceGetMemoryInfo 8589934592 1073741824      (MIG instance 1 of card 0: total, used)

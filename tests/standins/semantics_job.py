@@ -145,7 +145,7 @@ else:
     dist.barrier()
 
 entries = recorded()["entries"]
-# the worker server answers with the same, also in builds of torch that have handlers of their own
+# the worker server answers with the same, also in builds of torch with their own handlers
 with tempfile.TemporaryDirectory() as folder:
     server = c10d._WorkerServer(f"{folder}/s", -1)
     assert len(json.loads(ask(f"{folder}/s", "dump_nccl_trace_json"))["entries"]) == len(entries)

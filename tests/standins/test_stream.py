@@ -61,7 +61,7 @@ def test_the_standins_results_equal_gloos() -> None:
 
 
 def test_all_pairs_of_ranks_can_make_their_communicators_at_once() -> None:
-    with launch([HERE / "pairs_job.py"], env=STREAM, nproc=6, timeout=90) as job:
+    with launch([HERE / "pairs_job.py"], env=STREAM, nproc=6, timeout=90, fork_ranks=True) as job:
         assert job.wait() == 0, job.tail()
 
 

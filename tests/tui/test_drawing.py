@@ -72,7 +72,7 @@ def test_a_chart_fits_and_names_its_scale(width: int, height: int, ascii_only: b
     if len(values) > 1:
         assert plain(made[-2]).lstrip().startswith("0.0") or height <= 4
         assert "00:00:" in plain(made[-1])
-    joined = side_by_side([made, made], 2 * width + 2, 2)
+    joined = side_by_side([made, made], 2 * width + 2)
     assert all(width_of(x) <= 2 * width + 2 for x in joined)
 
 

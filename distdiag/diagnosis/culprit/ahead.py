@@ -1,6 +1,7 @@
-"""Evidence from sites alone, for snapshots without counts: which of two sides has gone past the call in which the other waits.
+"""Evidence from sites alone, for snapshots without counts: which side is past the call that the other is in.
 
-Only stacks need it: where calls are counted, other witnesses know who made one call less. It can suspect, and prove nothing.
+Only stacks need it: where calls are counted, other witnesses know who made one call less. It can suspect, and
+prove nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def accuse(case: Case) -> Testimony | None:
     return between(case.states, first, second, case.source)
 
 
-def between(states: States, first: Sequence[int], second: Sequence[int], source: Source | None) -> Testimony | None:
+def between(states: States, first: Sequence[int], second: Sequence[int], source: Source) -> Testimony | None:
     """Accuse the one of two sides that is ahead of the other; nobody if both, or neither, can be."""
     sides = (first, second), (second, first)
     for odd, rest in sides:
@@ -34,8 +35,6 @@ def between(states: States, first: Sequence[int], second: Sequence[int], source:
         if mine.phase == "forward" and theirs.phase == "backward":  # the forward of that step came before
             is_in = f"{rank_list(odd)} {verb(odd, 'is', 'are')} in the next forward"
             return Testimony(ranks=tuple(odd), text=f"; {is_in}, without the backward{at(theirs.current_site)}")
-    if source is None:
-        return None
     found = [(odd, rest) for odd, rest in sides if _has_passed(states[odd[0]], states[rest[0]], source)]
     if len(found) != 1:
         return None
@@ -64,12 +63,12 @@ def accuse_in_cycle(case: Case) -> Testimony | None:
 
 
 def _has_passed(mine: RankState, theirs: RankState, source: Source) -> bool:
-    """True if a rank is at a later line of the innermost function that it shares with another, and under no condition that only it has.
+    """True if a rank is at a later line of the innermost function that it shares with another.
 
-    Under one, the other may as well have left out this call.
+    Not if it is under a condition that the other is not under: then the other may have left out this call.
     """
     for a, b in zip(mine.user_stack[::-1], theirs.user_stack[::-1], strict=False):
         if a != b:
             later = (a.file, a.function) == (b.file, b.function) and a.line > b.line
-            return later and parting.branches(mine.user_stack, theirs.user_stack, source) == []
+            return later and parting.in_no_branch(mine.user_stack, theirs.user_stack, source)
     return False

@@ -8,7 +8,8 @@ different calls: no histories of two ranks can be compared there, as `divergence
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from distdiag.diagnosis.culprit.case import Case, Testimony
@@ -17,6 +18,7 @@ from distdiag.diagnosis.model.snapshot import Call, RankState
 
 LATELY = 32  # calls; the cycle closes some calls after the rank broke its sequence
 HISTORY = 48  # minimum of earlier calls
+ROUNDS = 4  # earlier passages or rounds, at least
 KINDS = 0.25  # most distinct transitions per transition; above this there is no pattern
 
 
@@ -49,11 +51,25 @@ def departed(members: Iterable[RankState], others: Iterable[RankState] = ()) -> 
 
 
 def _has_departed(st: RankState) -> bool | None:
-    """True if its recent calls have a transition that it never made before; None if there is no pattern."""
+    """True if its recent calls have a transition that it never made before, or its last round has other calls than every earlier
+    one; None if there is no pattern.
+    """
     before, now = _passages(st.calls)
-    if len(before) < 4 or sum(n for _, n, _ in before) < HISTORY or len(set(before)) > max(2, KINDS * len(before)):
+    if len(before) < ROUNDS or sum(n for _, n, _ in before) < HISTORY or not _repeat(before):
         return None
-    return bool(set(now) - set(before))
+    return bool(set(now) - set(before)) or _other_round(st.calls)
+
+
+def _repeat(seen: Sequence[Any]) -> bool:
+    return len(seen) >= ROUNDS and len(set(seen)) <= max(2, KINDS * len(seen))
+
+
+def _other_round(calls: tuple[Call, ...]) -> bool:
+    """True if the calls between the last two times that it came to its newest call are others than in every earlier round."""
+    kinds = [kind for kind, _ in _with_tags(calls)]
+    starts = [i for i, kind in enumerate(kinds) if kind == kinds[-1] and (i == 0 or kinds[i - 1] != kind)]
+    *before, last = (frozenset(Counter(kinds[a:b]).items()) for a, b in itertools.pairwise([0, *starts]))
+    return _repeat(before[1:]) and last not in before[1:]  # the first round may have begun earlier
 
 
 def _with_tags(calls: tuple[Call, ...]) -> list[Any]:

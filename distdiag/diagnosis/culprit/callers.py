@@ -43,9 +43,8 @@ def call_stack(stack: Sequence[Site], host: Sequence[Site], source: Source) -> t
         return tuple(stack)
     callee = stack[0]
     for i, frame in enumerate(host):
-        calls = {
-            c.line: c for c in calls_of(callee, source, frame.file, by_name=True) if c.function == frame.function
-        }  # two calls in one line are one site
+        # two calls in one line are one site
+        calls = {c.line: c for c in calls_of(callee, source, frame.file, by_name=True) if c.function == frame.function}
         if calls:
             return (callee, *calls.values(), *host[i + 1 :]) if len(calls) == 1 else (callee,)
     return (callee,)

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from distdiag.diagnosis.culprit.parting import Condition
 from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot
-from distdiag.diagnosis.model.syntax import Source
+from distdiag.diagnosis.model.syntax import Source, no_source
 from distdiag.diagnosis.waits.graph import WaitGraph
 from distdiag.diagnosis.waits.incidents import Incident, Root
 from distdiag.diagnosis.waits.wait import Wait
@@ -71,7 +71,7 @@ class Case:
     graph: WaitGraph
     incident: Incident
     exhausted: Collection[int] = ()  # ranks that ran out of batches while others have some left
-    source: Source | None = None
+    source: Source = no_source
     without: Collection[str] = ()  # names of witnesses that are not asked, to measure what each is worth
 
     @property
@@ -83,7 +83,7 @@ class Case:
         return self.incident.waits[0]
 
     def main(self, culprits: Collection[int]) -> Wait:
-        """Return the wait that the finding is about: of a cycle, one for a culprit, in which none waits, of the most ranks."""
+        """Return the wait that the finding is about: in a cycle the largest one that only waits for culprits."""
         if self.incident.root is Root.GONE:
             return next((wait for wait in self.incident.waits if not wait.p2p), self.wait)
         awaited = [wait for wait in self.incident.waits if not wait.missing.isdisjoint(culprits)]
@@ -93,7 +93,7 @@ class Case:
 
     @cached_property
     def sides(self) -> list[list[int]]:
-        """Return the ranks with equal calls in a conflict, the largest side first; of a cycle, each member is a side."""
+        """Return the sides: in a conflict the ranks with equal calls, largest first; in a cycle each member."""
         if self.incident.root in (Root.CONFLICT, Root.ABORT):
             return [sorted(side) for side in self.wait.sides]
         return [[rank] for rank in sorted(self.incident.members)]
@@ -120,7 +120,7 @@ class Case:
 
     @property
     def tie(self) -> bool:
-        """True for two sides if the history of every rank is known; of unequal size, the majority has decided before."""
+        """True for two sides if the history of every rank is known. Sides of unequal size were decided before."""
         return len(self.sides) == 2 and all(r in self.states for r in self.compared) and not self.one_call
 
     @cached_property

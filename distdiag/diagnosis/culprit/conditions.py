@@ -1,4 +1,4 @@
-"""Evidence from the source: a condition on the rank that leads to one side's call, and conditions on data at which ranks part."""
+"""Evidence from the source: conditions on the rank that lead to one side's call, and conditions on data."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from distdiag.diagnosis.culprit.parting import Condition, Way
 from distdiag.diagnosis.model import guards as guarding
 from distdiag.diagnosis.model import syntax
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.snapshot import Call, RankState, Site
+from distdiag.diagnosis.model.snapshot import Call, RankState, Site, lines_of
 from distdiag.diagnosis.model.syntax import Source
 from distdiag.diagnosis.text.incident import implicit_text
-from distdiag.diagnosis.text.phrases import at
+from distdiag.diagnosis.text.phrases import at, site_text
 from distdiag.diagnosis.waits import compatible, messages
 from distdiag.diagnosis.waits.wait import call_at
 
@@ -23,7 +23,7 @@ from distdiag.diagnosis.waits.wait import call_at
 def on_rank(case: Case) -> Testimony | None:
     """Accuse the ranks that a condition on the rank names, if exactly one of two sides is under one."""
     source, firsts = case.source, [side[0] for side in case.sides]
-    if source is None or len(firsts) != 2 or not all(rank in case.states for rank in firsts):
+    if len(firsts) != 2 or not all(rank in case.states for rank in firsts):
         return None
     stacks = [_stack(case.states[rank], case.wait.calls.get(rank), source) for rank in firsts]
     found = [parting.rank_condition(mine, theirs, source) for mine, theirs in (stacks, stacks[::-1])]
@@ -39,8 +39,7 @@ def on_rank(case: Case) -> Testimony | None:
 def _advice_on_rank(case: Case, condition: Condition, ranks: Sequence[int], rest: Sequence[int]) -> str:
     """Return what to do about a condition on the rank that keeps a call to `ranks`, or lets them leave before one."""
     who, own = rank_list(ranks), case.wait.calls[ranks[0]]
-    place = at(Site(condition.file, condition.line))
-    guard = f"`{condition.text.removesuffix(':')}`{place}"
+    guard = f"`{condition.text}`{at(condition.site)}"
     if condition.way is Way.LEFT:
         return f"let all ranks leave that loop in the same round: {guard} lets {who} leave it alone"
     if condition.way is Way.SKIPPED:
@@ -57,24 +56,24 @@ def _advice_on_rank(case: Case, condition: Condition, ranks: Sequence[int], rest
 
 
 def between_sides(case: Case, ranks: Sequence[int]) -> Testimony | None:
-    """Return the conditions that can have led these ranks to another call than the rest; if none is accused, the two sides."""
+    """Return the conditions that can have led these ranks, or without any the two sides, to another call."""
     found = _parting(case, ranks) if ranks else tied(case)
     if ranks or not found:
         return _testimony(found, ranks) or (_left_backward(case, ranks) if ranks else None)
     first, second = (case.wait.calls[side[0]].site for side in case.sides[:2])
     apart = first is not None and second is not None and first.key != second.key
     advice = (
-        f"find on which rank `{found[0].text.removesuffix(':')}` at line {found[0].line} had the wrong result, or let "
+        f"find on which rank `{found[0].text}` at line {found[0].line} had the wrong result, or let "
         "all ranks decide together (all_reduce what it tests)"
     )
     return Testimony(conditions=tuple(found), advice=advice if apart and len(found) == 1 else "")
 
 
 def past_the_call(case: Case, ranks: Sequence[int]) -> Testimony | None:
-    """Return the conditions that can have led the first of these ranks past the call that another rank of the cycle waits for."""
+    """Return the conditions that can have led the first of these ranks past the call that others wait for."""
     state, source = case.states.get(ranks[0]) if ranks else None, case.source
     main = case.main(ranks)
-    if source is None or state is None or not main.ranks:
+    if state is None or not main.ranks:
         return None
     stack = callers.call_stack(state.user_stack, state.host_stack, source)
     if main.p2p:
@@ -100,9 +99,7 @@ def leaving(case: Case, ranks: Sequence[int]) -> Testimony | None:
     """Return the conditions through which a rank that ended normally can have left the loop that another rank is in."""
     wait, ended = case.main(()), case.states[min(case.incident.members)]
     stacks = [stack for rank in wait.ranks if not wait.p2p and (stack := case.states[rank].user_stack)]
-    if case.source is None or not stacks:
-        return None
-    found = parting.leaving(ended.current_site, stacks[0], case.source)
+    found = parting.leaving(ended.current_site, stacks[0], case.source) if stacks else []
     return Testimony(ranks=tuple(ranks), conditions=tuple(found)) if found else None
 
 
@@ -122,7 +119,7 @@ def tied(case: Case) -> list[Condition]:
 def _parting(case: Case, ranks: Sequence[int]) -> list[Condition]:
     known = [rank for rank in sorted(case.wait.calls) if rank in case.states]
     mine, others = [q for q in known if q in ranks], [q for q in known if q not in ranks]
-    if case.source is None or not mine or not others:
+    if not mine or not others:
         return []
     stacks = [_stack(case.states[rank], case.wait.calls.get(rank), case.source) for rank in (mine[0], others[0])]
     as_often = partial(_as_often, case, mine[0], others[0])
@@ -130,7 +127,7 @@ def _parting(case: Case, ranks: Sequence[int]) -> list[Condition]:
 
 
 def _ahead(case: Case, rank: int, other: int) -> bool:
-    """True if two ranks made the same call last, and `rank` has not been in the other's call since: both are in one round."""
+    """True if both ranks are in one round: they made the same call last, and `rank` not yet the other's."""
     group, seq, state = case.wait.group, case.wait.seq, case.states[rank]
     there = case.here.get(other)
     if case.wait.p2p or seq is None or there is None:
@@ -151,9 +148,7 @@ def _as_often(case: Case, rank: int, other: int, file: str, loop: ast.AST) -> bo
         key
         for key in theirs
         if key != case.here.get(other)
-        and (where := key.rpartition(":"))[0] == file
-        and where[2].isdigit()
-        and any(syntax.within(node, int(where[2])) for node in loop.body)
+        and any(f == file and syntax.within(node, line) for f, line in lines_of(key) for node in loop.body)
     ]
     return bool(inside) and all(mine.get(key, 0) >= theirs[key] for key in inside)
 
@@ -162,7 +157,7 @@ def _left_backward(case: Case, ranks: Sequence[int]) -> Testimony | None:
     """Return that a rank has left a `backward()` in which another rank is, in the backward of an autograd function."""
     others = [rank for rank in sorted(case.wait.calls) if rank in case.states and rank not in ranks]
     source = case.source
-    if source is None or not others or ranks[0] not in case.states or not _ahead(case, ranks[0], others[0]):
+    if not others or ranks[0] not in case.states or not _ahead(case, ranks[0], others[0]):
         return None
     call = case.wait.calls[others[0]]
     mine, theirs = (_stack(case.states[q], case.wait.calls.get(q), source) for q in (ranks[0], others[0]))
@@ -175,12 +170,11 @@ def _left_backward(case: Case, ranks: Sequence[int]) -> Testimony | None:
     who, function = rank_list(ranks), syntax.class_around(syntax.tree_of(theirs[0].file, source), theirs[0].line)
     what = f"the backward of {function}" if function else "that backward"
     anew = guarding.made_anew(source(theirs[0].file) or "")
-    made = (
-        f"; {theirs[0].file.rsplit('/', 1)[-1]}:{anew.line} decides whether a new tensor, without a graph, is returned: "
-        if anew
-        else ""
-    )
-    made += f"`{guarding.text_of(anew, source(theirs[0].file) or '').removesuffix(':')}`" if anew else ""
+    made = ""
+    if anew is not None:
+        test = guarding.text_of(anew, source(theirs[0].file) or "")
+        place = site_text(Site(theirs[0].file, anew.line))
+        made = f"; {place} decides whether a new tensor, without a graph, is returned: `{test}`"
     return Testimony(
         ranks=tuple(ranks),
         text=f"; {who} has left `{_code(outer, source)}`{at(outer)} without that {compatible.op_name(call.op)}: {what} did not run{made}",
@@ -199,6 +193,6 @@ def _calls_backward(site: Site, source: Source) -> bool:
 
 def _stack(state: RankState, call: Call | None, source: Source) -> tuple[Site, ...]:
     site = call.site if call is not None else None
-    if site is None or state.user_stack[:1] == (site,):
+    if site is None or [(f.file, f.line) for f in state.user_stack[: len(site.path)]] == lines_of(site.key):
         return callers.call_stack(state.user_stack, state.host_stack, source)
-    return callers.with_callers((site, *state.user_stack[1:]), source)
+    return callers.with_callers((*site.path, *state.user_stack[len(site.path) :]), source)

@@ -108,13 +108,8 @@ def parting(first: History, second: History) -> tuple[int, int] | None:
     if i is None or j is None or first.events[i] != second.events[j]:
         return None
     i, j = i + 1, j + 1
-    while i < len(first.events) and j < len(second.events) and _same(first, i, second, j):
-        i, j = i + 1, j + 1
-    return (i, j) if i < len(first.events) and j < len(second.events) else None
-
-
-def _same(first: History, i: int, second: History, j: int) -> bool:
-    return (first.events[i], first.gaps[i]) == (second.events[j], second.gaps[j])
+    rest = (zip(h.events[k:], h.gaps[k:], strict=False) for h, k in ((first, i), (second, j)))
+    return next(((i + n, j + n) for n, (a, b) in enumerate(zip(*rest, strict=False)) if a != b), None)
 
 
 def _index_of(history: History, wanted: Call) -> int | None:
@@ -202,13 +197,19 @@ def accuse(case: Case) -> Testimony | None:
         return None
     if len(case.sides) < 2 or not all(r in case.states for r in case.compared):
         return None
-    histories = {r: history(case.states[r], case.calls.get(r), groups) for r in case.compared}
+    known_of: dict[int, History] = {}
+
+    def of(rank: int) -> History:  # most ranks need none: of thousands, each costs a millisecond
+        if rank not in known_of:
+            known_of[rank] = history(case.states[rank], case.calls.get(rank), groups)
+        return known_of[rank]
+
     found: list[tuple[list[int], Departure]] = []
     for side in case.sides:
-        other = case.sides[1] if side is case.sides[0] else case.sides[0]
-        departed = [departure(histories[r], histories[other[0]]) for r in side]
-        if departed[0] is not None and [d.rank for d in departed if d is not None] == side:
-            found.append((side, departed[0]))
+        other = of((case.sides[1] if side is case.sides[0] else case.sides[0])[0])
+        first = departure(of(side[0]), other)
+        if first is not None and all((d := departure(of(r), other)) is not None and d.rank == r for r in side):
+            found.append((side, first))
     if len(found) != 1:
         return None
     ((side, first),) = found

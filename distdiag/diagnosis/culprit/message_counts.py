@@ -1,4 +1,4 @@
-"""Evidence from messages that were not sent: to one of several receivers, in one round of many, or fewer than the peers have sent."""
+"""Evidence from messages that were not sent: to one receiver, in one round, or fewer than the peers sent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROUNDS = 8  # with the send, for each without it: then it was due in every round
 
 
 def accuse(case: Case) -> Testimony | None:
-    """Accuse a rank that left one receiver out, or one message, else one that has sent fewer messages than its peers."""
+    """Accuse a rank that left out a receiver or a message, else one that has sent fewer than its peers."""
     return _left_out(case) or _one_round(case) or _fewer(case)
 
 
@@ -29,8 +29,10 @@ def explain(case: Case, ranks: Sequence[int]) -> Testimony | None:
 
 
 def _one_round(case: Case) -> Testimony | None:
-    """Accuse a rank that went from the call before a send to the call after it without the send, which had been between them in
-    all other rounds, if the receiver waits for a message of this rank."""
+    """Accuse a rank that left out a send in one round, if the receiver waits for a message of this rank.
+
+    It went from the call before the send to the call after it; in all other rounds the send was between them.
+    """
     found: dict[int, tuple[int, Call, Call, int, int]] = {}
     for wait in case.incident.waits:
         call = wait.calls.get(wait.ranks[0]) if wait.p2p and len(wait.ranks) == 1 else None
@@ -92,9 +94,9 @@ def _key(call: Call) -> tuple[object, ...]:
     return compatible.op_name(call.op), call.group, call.peer, call.site
 
 
-def _guard(before: Call, send: Call, source: Source | None) -> str:
+def _guard(before: Call, send: Call, source: Source) -> str:
     """Return where the path from the call before to the send parts, if the source shows it."""
-    if source is None or before.site is None or send.site is None:
+    if before.site is None or send.site is None:
         return ""
     return parting_text(parting((before.site,), (send.site,), source))
 
@@ -104,7 +106,7 @@ def _often(times: int) -> str:
 
 
 def _left_out(case: Case) -> Testimony | None:
-    """Accuse a rank that has sent a message at some site to one rank, but not to another which waits for its own at the same recv."""
+    """Accuse a rank that has sent a message to one rank, but not to another that waits at the same recv."""
     found: dict[int, tuple[int, Call, Call]] = {}
     for wait in case.incident.waits:
         call = wait.calls.get(wait.ranks[0]) if wait.p2p and len(wait.ranks) == 1 else None
@@ -139,8 +141,9 @@ def _newest_recv(state: RankState, call: Call) -> Call | None:
 
 
 def _fewer(case: Case) -> Testimony | None:
-    """Accuse a rank that has sent fewer messages than all that have issued a collective which it waits in, if another rank waits
-    for one of its messages. If a message of any of them would do, the others must have sent equally many, at least two of them.
+    """Accuse a rank that another one waits for, if it has sent fewer messages than all others in its collective.
+
+    If a message of any of them would do, the others must have sent equally many, at least two of them.
     """
     snapshot, waits = case.snapshot, case.incident.waits
     for wait in waits:

@@ -1,7 +1,7 @@
-"""Evidence from calls that paired silently: equal operations from different lines complete together, and the ranks part there.
+"""Evidence from calls that were paired silently: equal operations from different lines complete together.
 
-A barrier in a retry pairs with the barrier after it. The job hangs later, in calls that are innocent; the first pair of calls from
-different sites is the divergence.
+A barrier in a retry pairs with the barrier after it. The job hangs later, in calls that are innocent; the
+first pair of calls from different sites is the divergence.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from distdiag.diagnosis.culprit import callers
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.culprit.parting import Condition, parting
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.snapshot import Call, RankState, Site
+from distdiag.diagnosis.model.snapshot import Call, RankState, Site, issue_stack
 from distdiag.diagnosis.model.syntax import Source
 from distdiag.diagnosis.text.phrases import at, op_at
 from distdiag.diagnosis.waits import compatible
 
 
 def accuse(case: Case) -> Testimony | None:
-    """Accuse the one side whose call, at a site that only it has used, paired with a call of the others at a site that it has used, too."""
+    """Accuse the one side whose call at a new site was paired with a call of the others at another site."""
     if case.wait.p2p or case.wait.seq is None:
         return None
     found = [(side, pair) for side in case.sides if (pair := _first_pair(case, side)) is not None]
@@ -39,8 +39,9 @@ def accuse(case: Case) -> Testimony | None:
 
 
 def _first_pair(case: Case, side: Sequence[int]) -> tuple[Call, Call] | None:
-    """Return (its call, that of the others) of the newest pair from different sites, if all of the side made it and no other rank
-    has ever been at its site; None if the others' call has not followed on it since: it then replaced that call."""
+    """Return (its call, that of the others) of the newest pair from different sites, if all of the side made
+    it and no other rank has ever been at its site; None if the others' call has not followed on it since: it
+    then replaced that call."""
     group, now = case.wait.group, case.wait.seq
     others = [rank for rank in case.compared if rank not in side]
     first, rest = case.states[side[0]], [case.states[rank] for rank in others]
@@ -71,7 +72,7 @@ def _at(state: RankState, call: Call) -> str | None:
 def _conditions(case: Case, side: Sequence[int], made: Call, due: Call) -> list[Condition]:
     """Return the conditions that lead to its site and not to that of the others."""
     source = case.source
-    if source is None or made.site is None or due.site is None:
+    if made.site is None or due.site is None:
         return []
     other = next(rank for rank in case.compared if rank not in side)
     mine, theirs = (_stack(site, case.states[rank], source) for site, rank in ((made.site, side[0]), (due.site, other)))
@@ -80,10 +81,8 @@ def _conditions(case: Case, side: Sequence[int], made: Call, due: Call) -> list[
 
 def _stack(site: Site, state: RankState, source: Source) -> tuple[Site, ...]:
     """Return the frames at an earlier call, with the callers that its rank is still in."""
-    for i, frame in enumerate(state.user_stack):
-        if (frame.file, frame.function) == (site.file, site.function):
-            return (site, *state.user_stack[i + 1 :])
-    return callers.with_callers((site, *state.user_stack[-1:]), source)
+    found = issue_stack(site, state.user_stack)
+    return found if len(found) > 1 else callers.with_callers((site, *state.user_stack[-1:]), source)
 
 
 def _advice(call: str, who: str, conditions: Sequence[Condition]) -> str:
@@ -92,5 +91,5 @@ def _advice(call: str, who: str, conditions: Sequence[Condition]) -> str:
             f"make no collective call in `except` that the other ranks do not make: leave out {call}, or let all ranks agree "
             "on the failure first (all_reduce a flag) and try again together"
         )
-    around = f": `{conditions[0].text.removesuffix(':')}` keeps it to {who}" if conditions else ""
+    around = f": `{conditions[0].text}` keeps it to {who}" if conditions else ""
     return f"make {call} on all ranks or on none{around}"

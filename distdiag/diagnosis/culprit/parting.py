@@ -1,7 +1,7 @@
 """Finds where the paths of two ranks diverge: the guards of one rank's call that are not guards of the other's.
 
-`rank_condition` reads only guards on the rank and can decide who the culprit is. `parting` reads guards on anything (a loss, an
-exception, a loop that ends earlier): it explains a culprit and never decides who it is.
+`rank_condition` reads only guards on the rank and can decide who the culprit is. `parting` reads guards on
+anything (a loss, an exception, a loop that ends earlier): it explains a culprit and never decides who it is.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.guards import Guard, Kind
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.model.syntax import LOOPS, Source, tree_of
+from distdiag.diagnosis.text.phrases import site_text
 
 SHOWN = 2  # conditions, if several are possible
 CALLERS = 3  # functions around a wrapper that are looked at, from the inside
@@ -37,12 +38,16 @@ class Way(StrEnum):
 
 
 class Condition(NamedTuple):
-    """A condition's line number, the text of that line, and how the rank that it is asked of got to another call by it."""
+    """A condition in the source, its text, and how it led a rank to another call."""
 
     file: str
     line: int
     text: str
     way: Way = Way.ALONE
+
+    @property
+    def site(self) -> Site:
+        return Site(self.file, self.line)
 
 
 class _Placed(NamedTuple):
@@ -57,7 +62,7 @@ class _Placed(NamedTuple):
     shared: bool
 
     def key(self, kind: Kind) -> object:
-        """Return the key that the same statement has as a guard of this kind: a loop that a line is in, or that has ended."""
+        """Return the key of the same statement as a guard of this kind: a loop around a line, or one that ended."""
         return self.guard._replace(kind=kind).key
 
 
@@ -67,7 +72,8 @@ class _Path(NamedTuple):
     Attributes:
         common: The guards of both, in their common function.
         others: Keys of all guards of the other rank in the common function.
-        returned: True if the other has gone on to a later line of the common function, from what this rank is in below it.
+        returned: True if the other has gone on to a later line of the common function, from what this rank is
+            in below it.
     """
 
     own: list[_Placed]
@@ -133,8 +139,8 @@ def parting(
     Args:
         mine, theirs: The user's frames of two ranks, innermost first. `mine` is empty if that rank has ended.
         source: Text of a source file by path, or None.
-        ahead: The ranks are in the same round of their loops, so the one further down has passed the other's call. The other
-            has not evaluated what leads from there on.
+        ahead: The ranks are in the same round of their loops, so the one further down has passed the other's
+            call. The other has not evaluated what leads from there on.
         as_often: True for a loop of a file that this rank has run as often as the other: it has not ended early.
     """
     if not theirs or (mine and function_key(mine[-1], source) != function_key(theirs[-1], source)):
@@ -163,18 +169,20 @@ def parting(
     return []
 
 
-def branches(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> list[str] | None:
-    """Return the conditions of the branches that only the first of two ranks is in; None if a source cannot be read."""
+def in_no_branch(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> bool:
+    """True if the first of two ranks is in no branch that the other is not in; False if a source cannot be read."""
     if any(tree_of(site.file, source) is None for site in (*mine, *theirs)):
-        return None
+        return False
     path, _ = _paths(mine, theirs, source)
-    inside = (p for p in path.own if p.guard.kind is Kind.HOLDS)
-    return [guarding.text_of(p.guard, source(p.site.file) or "") for p in inside]
+    return not any(p.guard.kind is Kind.HOLDS for p in path.own)
 
 
 def _sorts(path: _Path, source: Source) -> tuple[list[_Placed], ...]:
-    """Return the guards through which the other rank can have missed this rank's call, by sort: branches that only this one is in;
-    what leaves before it; what leaves a loop that it is in; loops that have ended for the other."""
+    """Return the guards through which the other rank can have missed this rank's call, by sort.
+
+    Branches that only this one is in; what leaves before it; what leaves a loop that it is in; loops that have
+    ended for the other.
+    """
     on_rank = (i for i, p in enumerate(path.own) if _keeps_to_some(p.guard) and _reads_rank(p, source))
     own = path.own[: next(on_rank, len(path.own)) + 1]  # the other never evaluates what is in a branch for some ranks
     still_in = [p.guard.node for p in own if p.guard.kind is Kind.ENDED and p.key(Kind.INSIDE) in path.others]
@@ -209,7 +217,8 @@ def leaving(site: Site | None, theirs: Sequence[Site], source: Source) -> list[C
     """Return the conditions through which a rank that ended normally can have left the loop that another rank is in.
 
     Args:
-        site: Its last site. If that is a call of `sys.exit`, the rank left there, and the `if` around it is the condition.
+        site: Its last site. If that is a call of `sys.exit`, the rank left there, and the `if` around it is
+            the condition.
         theirs: The user's frames of the other rank, innermost first.
     """
     tree = tree_of(site.file, source) if site is not None else None
@@ -264,14 +273,14 @@ def enclosing(site: Site | None, source: Source, callee: str = "") -> Condition 
     held = [g for g in around if g.branch == "body"]
     if not held:
         return None
-    text = guarding.text_of(held[-1], source(site.file) or "").removesuffix(":")
-    return Condition(site.file, held[-1].line, text)
+    return Condition(site.file, held[-1].line, guarding.text_of(held[-1], source(site.file) or ""))
 
 
 def call_under_rank(site: Site, files: Collection[str], rank: int, source: Source) -> Condition | None:
     """Return the condition on the rank under which one of the calls of a function is, directly or through its callers.
 
-    Of a wrapper that every rank calls from several lines. None if there is no such condition, more than one, or one for another rank.
+    Of a wrapper that every rank calls from several lines. None if there is no such condition, more than one,
+    or one for another rank.
 
     Args:
         site: A line of the function.
@@ -296,7 +305,7 @@ def call_under_rank(site: Site, files: Collection[str], rank: int, source: Sourc
 
 
 def only_under(name: str, file: str, source: Source) -> Condition | None:
-    """Return the `if` around the only call of a module in a file: `self.name(…)` or `model.name(…)`; None if there is none."""
+    """Return the `if` around the only call of a module in a file, `self.name(…)`; None if there is none."""
     calls = [n for n in ast.walk(tree_of(file, source) or ast.Module([], [])) if isinstance(n, ast.Call)]
     calls = [n for n in calls if isinstance(n.func, ast.Attribute) and n.func.attr == name]
     return enclosing(Site(file, calls[0].lineno), source, name) if len(calls) == 1 else None
@@ -306,16 +315,16 @@ def only_under(name: str, file: str, source: Source) -> Condition | None:
 
 
 def parting_text(conditions: Sequence[Condition]) -> str:
-    """Return the end of a sentence: `; they diverge at `if loss < 0.2` (train.py:6)`; empty if there is no condition."""
+    """Return `; they diverge at `if loss < 0.2` (train.py:6)`; empty without a condition."""
     if not conditions:
         return ""
-    names = [f"`{c.text.removesuffix(':')}` ({c.file.rsplit('/', 1)[-1]}:{c.line})" for c in conditions]
+    names = [f"`{c.text}` ({site_text(c.site)})" for c in conditions]
     return f"; they diverge at {' or '.join(names)}"
 
 
 def decision_advice(condition: Condition, culprits: Collection[int]) -> str:
     """Return what to do about a condition that held on some ranks only."""
-    text = condition.text.removesuffix(":")
+    text = condition.text
     if text.startswith("except"):
         return (
             f"make the calls that `{text}` at line {condition.line} skips on {rank_list(culprits)}, too (for example with "

@@ -1,8 +1,9 @@
 """Evidence from DDP's passes: who ran a forward without its backward, or more backwards than optimizer steps.
 
-A batch that is skipped after its forward (a loss that is not finite, an exception that is caught) leaves a rank's collectives one step
-ahead of the others'. DDP averages gradients in every backward: a rank that repeats a batch (in two halves after an exception, for
-example) makes one more, and its next passes meet the others' passes of the step after.
+A batch that is skipped after its forward (a loss that is not finite, an exception that is caught) leaves a
+rank's collectives one step ahead of the others'. DDP averages gradients in every backward: a rank that
+repeats a batch (in two halves after an exception, for example) makes one more, and its next passes meet the
+others' passes of the step after.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.culprit.parting import Condition, parting
-from distdiag.diagnosis.model.snapshot import RankState, Site
+from distdiag.diagnosis.model.snapshot import RankState, Site, lines_of
 from distdiag.diagnosis.model.syntax import Source
 
 STEPS = 3  # from which on one backward for each forward and for each step is a habit
@@ -95,14 +96,10 @@ def swallowed(state: RankState) -> str:
     return text[0][:120] if text and not (state.exception or "").startswith(text[0][:60]) else ""
 
 
-def _way_out(state: RankState, forwards: int, backwards: int, source: Source | None) -> list[Condition]:
-    """Return the conditions through which the rank left between the forward and the backward: sites visited as often."""
+def _way_out(state: RankState, forwards: int, backwards: int, source: Source) -> list[Condition]:
+    """Return the conditions by which the rank left between forward and backward: sites visited as often."""
     sites: dict[int, list[Site]] = {}
     for key, times in state.sites.items():
-        file, _, line = key.rpartition(":")
-        if file and line.isdigit():
-            sites.setdefault(times, []).append(Site(file, int(line)))
-    if source is None:
-        return []
+        sites.setdefault(times, []).extend(Site(*line) for line in lines_of(key)[:1])
     pairs = ((f, b) for f in sites.get(forwards, ()) for b in sites.get(backwards, ()) if f.file == b.file)
     return next((found for f, b in pairs if (found := parting((f,), (b,), source))), [])

@@ -26,9 +26,8 @@ def accuse(case: Case) -> Testimony | None:
     due = [found[1] if found is not None and found[0] == found[1] else 0 for found in gaps]
     if len(early) == 2 or (not early and due[0] == due[1]):
         return None
-    there = (
-        early[0] if early else due.index(max(due))
-    )  # the side at the site where they are early, or the others missing
+    # the side at the site where they are early, or the others missing
+    there = early[0] if early else due.index(max(due))
     odd = case.sides[there if early else 1 - there]
     gap, usual = gaps[there] or (0, 0)
     who, call = rank_list(odd), case.wait.calls[case.sides[there][0]]

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from distdiag.diagnosis.culprit.case import Case, Testimony, site_of
 from distdiag.diagnosis.culprit.parting import Condition, call_under_rank
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.snapshot import Life, RankState, Site
+from distdiag.diagnosis.model.snapshot import Life, RankState
 from distdiag.diagnosis.text.incident import verb
-from distdiag.diagnosis.text.phrases import at
+from distdiag.diagnosis.text.phrases import at, places_text
 
 MORE_ADVICE = "look for what calls it on that rank alone: a module that communicates (a norm, a metric), run for a preview, a log or a check"
 
@@ -49,7 +49,7 @@ def history(case: Case) -> Testimony | None:
 
 
 def knows_more_than_ended(case: Case) -> Testimony | None:
-    """Accuse the only rank that waits for ranks which all ended normally, if it has made calls that those never made."""
+    """Accuse the only rank that waits for ranks that ended normally, if it made calls that they never made."""
     waiting, states, ended = case.waiting, case.states, case.compared
     normally = all(states[q].life == Life.FINISHED and not states[q].exit_code for q in ended)
     if len(waiting) != 1 or not normally or not case.incident.victims <= case.graph.victims_of(waiting) | set(waiting):
@@ -130,7 +130,7 @@ def visits_differ(case: Case) -> Testimony | None:
 
 
 def more_calls(case: Case, ranks: Sequence[int]) -> Testimony | None:
-    """Return the one site that this rank has used more often than the others in as many steps, if they used it equally often."""
+    """Return the one site that this rank used more often in as many steps than the others, which agree."""
     states = [case.states[q] for q in case.compared if q not in ranks and q in case.states]
     if len(ranks) != 1 or not states or len({st.step for st in states} | {case.states[ranks[0]].step}) != 1:
         return None
@@ -143,21 +143,20 @@ def more_calls(case: Case, ranks: Sequence[int]) -> Testimony | None:
         return None
     ((site, more),) = found
     times = "once" if more == 1 else f"{more:,} times"
-    text = f"; in as many steps, rank {ranks[0]} has called the collective at {site.rsplit('/', 1)[-1]} {times} more than the others"
+    text = f"; in as many steps, rank {ranks[0]} has called the collective at {places_text(site)} {times} more than the others"
     condition = _called_under(case, site, ranks[0])
     if condition is None:
         return Testimony(ranks=tuple(ranks), text=text, advice=MORE_ADVICE)
-    place = at(Site(condition.file, condition.line))
-    guard = condition.text.removesuffix(":")
+    guard = f"`{condition.text}`{at(condition.site)}"
     return Testimony(
         ranks=tuple(ranks),
-        text=f"{text}: it calls it under `{guard}`{place}",
-        advice=f"make that call on all ranks or on none: `{guard}`{place} keeps it to rank {ranks[0]}",
+        text=f"{text}: it calls it under {guard}",
+        advice=f"make that call on all ranks or on none: {guard} keeps it to rank {ranks[0]}",
     )
 
 
 def _called_under(case: Case, key: str, rank: int) -> Condition | None:
-    """Return the condition on the rank under which the function with that line is called somewhere: a wrapper for many calls."""
+    """Return the condition on the rank under which a wrapper, the function with that line, is called."""
     stacks = [case.states[q].user_stack for q in case.compared if q in case.states]
     frames = {frame for stack in stacks for frame in stack}
     functions = {f for f in frames if f.key == key} | {
@@ -167,6 +166,6 @@ def _called_under(case: Case, key: str, rank: int) -> Condition | None:
         for c in case.states[q].calls
         if c.site is not None and c.site.key == key
     }
-    if case.source is None or not functions:
+    if not functions:
         return None
     return call_under_rank(next(iter(functions)), sorted({f.file for f in frames}), rank, case.source)

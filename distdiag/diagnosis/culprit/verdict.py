@@ -1,7 +1,7 @@
 """Judges one incident of the wait-for graph: kind, cause, culprits, and the wait it is about.
 
-Different operations in one collective are a mismatch if the ranks do different things with the same data, and a deadlock
-if the ranks are at different points of the program.
+Different operations in one collective are a mismatch if the ranks do different things with the same data, and
+a deadlock if the ranks are at different points of the program.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from distdiag.diagnosis.culprit.witnesses import OTHER_PLACE, WEAK, decide
 from distdiag.diagnosis.endings import ECHOES, ends
 from distdiag.diagnosis.kinds import Kind
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Snapshot
-from distdiag.diagnosis.model.syntax import Source
+from distdiag.diagnosis.model.syntax import Source, no_source
 from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.graph import WaitGraph
 from distdiag.diagnosis.waits.incidents import Incident, Root, find
@@ -77,7 +77,7 @@ def judge(
     snapshot: Snapshot,
     graph: WaitGraph,
     exhausted: Collection[int] = (),
-    source: Source | None = None,
+    source: Source = no_source,
     without: Collection[str] = (),
 ) -> list[Verdict]:
     """Return one or more verdicts for every incident of a wait-for graph.
@@ -87,20 +87,13 @@ def judge(
         source: Text of a source file by path, or None: conditions on the rank are read from it.
         without: Witnesses that are not asked.
     """
-    found = (judge_incident(snapshot, graph, i, exhausted, source, without) for i in find(graph))
+    found = (judge_incident(Case(snapshot, graph, i, exhausted, source, without)) for i in find(graph))
     return [verdict for verdicts in found for verdict in verdicts]
 
 
-def judge_incident(
-    snapshot: Snapshot,
-    graph: WaitGraph,
-    incident: Incident,
-    exhausted: Collection[int] = (),
-    source: Source | None = None,
-    without: Collection[str] = (),
-) -> list[Verdict]:
-    """Return the verdict on an incident; nothing while evidence is incomplete, several if ranks ended for different reasons."""
-    case = Case(snapshot, graph, incident, exhausted, source, without)
+def judge_incident(case: Case) -> list[Verdict]:
+    """Return the verdicts on an incident: none while evidence is incomplete, several for several ends."""
+    incident = case.incident
     if incident.root is Root.GONE:
         return list(_gone(case))
     testimony, also = decide(case)
@@ -163,7 +156,7 @@ def _kind_of_conflict(case: Case, culprits: tuple[int, ...], reason: Reason) -> 
 
 
 def _same_data(wait: Wait) -> bool:
-    """True if both sides are in one function with equal tensors: operations were swapped, and the program's path is the same."""
+    """True if both sides are in one function with equal tensors: operations were swapped on one path."""
     calls = [next(wait.calls[r] for r in sorted(side)) for side in wait.sides]
     first = calls[0]
     return all(

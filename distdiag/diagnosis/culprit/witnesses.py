@@ -141,11 +141,8 @@ ORDER: dict[Root, tuple[Witness, ...]] = {
         Witness(Reason.PARTING, explain=conditions.past_the_call),
     ),
 }
-WEAK = (
-    Reason.NONE,
-    Reason.ALONE,
-    Reason.DIVERGENCE,
-)  # in a cycle: a call with the wrong group is also made alone, and not due
+# in a cycle: a call with the wrong group is also made alone, and not due
+WEAK = (Reason.NONE, Reason.ALONE, Reason.DIVERGENCE)
 # The culprits are at another point of the program, not in the same call with another operation.
 OTHER_PLACE = (
     Reason.EXHAUSTED, Reason.EXCEPTION, Reason.EXTRA, Reason.SKIPPED, Reason.PAIRED, Reason.DIVERGENCE, Reason.SITE, Reason.HISTORY,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from enum import StrEnum
 
 import msgspec
@@ -14,7 +14,7 @@ SCHEMA = "distdiag.findings/1"
 
 
 class Severity(StrEnum):
-    """How much a finding matters to the job; ordered by `rank_of`."""
+    """How much a finding matters to the job; ordered by `at_least`."""
 
     INFO = "info"
     WARNING = "warning"
@@ -56,7 +56,8 @@ class Where(msgspec.Struct, frozen=True, omit_defaults=False):
     file: str | None = None  # absolute path
     line: int | None = None
     function: str | None = None
-    # waiting user_code data lock queue socket stdin gil_held stopped exited killed crashed finished device waits_for_device
+    # waiting user_code data lock queue socket stdin gil_held stopped exited killed crashed finished device
+    # waits_for_device
     state: str | None = None
 
 
@@ -106,6 +107,11 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         msgspec.structs.force_setattr(self, "id", f"{self.kind}-{digest}")
 
     @property
+    def title(self) -> str:
+        """Return `deadlock/missing_rank`."""
+        return f"{self.kind}/{self.cause}" if self.cause else self.kind
+
+    @property
     def key(self) -> str:
         """Identity over time: the same condition seen again updates its record instead of making a new one."""
         who = ",".join(map(str, self.culprits or self.victims))
@@ -126,7 +132,8 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 class Gradients(msgspec.Struct, frozen=True, kw_only=True):
     """Communication of DDP's gradients, as measured by its reducers over the steps that DDP timed on all ranks.
 
-    Times are medians over these steps, of the rank with the smallest: what every rank pays, without waiting for a late one.
+    Times are medians over these steps, of the rank with the smallest: what every rank pays, without waiting
+    for a late one.
     """
 
     ranks: int
@@ -180,6 +187,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     ended_ago_s: float | None = None  # since its last rank ended; None if it runs, or for dumps
     gradients: Gradients | None = None  # None: no DDP module was measured
     last_seen: tuple[LastSeen, ...] = ()  # of every rank, if the job was killed together with its monitor
+
+
+def still_open(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Return the findings that were not cleared, worst first."""
+    found = (f for f in findings if f.cleared_s is None)
+    return tuple(sorted(found, key=lambda f: _ORDER[Severity(f.severity)], reverse=True))
 
 
 def ranks_seen(seen: int, world_size: int | None) -> str:

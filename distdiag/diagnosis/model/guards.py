@@ -1,8 +1,9 @@
 """Reads from a source which conditions decide whether a line runs: its guards (control dependence on the syntax tree).
 
-A guard is a statement or expression and the branch of it that the line needs, in program order from the start of the function:
-the `if` around the line, an earlier `if` whose arm leaves (`return`, `continue`, `break`, `raise`, `sys.exit`), a loop that
-it is in or that must have ended, an exception that must not have been raised, a decorator. Nothing is executed.
+A guard is a statement or expression and the branch of it that the line needs, in program order from the start
+of the function: the `if` around the line, an earlier `if` whose arm leaves (`return`, `continue`, `break`,
+`raise`, `sys.exit`), a loop that it is in or that must have ended, an exception that must not have been
+raised, a decorator. Nothing is executed.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Guard(NamedTuple):
         node: The `if`, loop, handler, case, `with`, conditional expression or decorator.
         branch: The branch that the line is in, or that leaves before it: "body" or "orelse".
         test: What is tested; None for an exception.
-        way_out: The statement that leaves in the branch of a PASSED guard; None if an exception skips the rest of a block.
+        way_out: The statement that leaves in the branch of a PASSED guard; None if an exception skips the
+            rest of a block.
         upto: For an exception that skips the rest of a `try` or `with`: the line that it skips, else 0.
     """
 
@@ -74,7 +76,7 @@ class Guard(NamedTuple):
 
 
 class Nested(NamedTuple):
-    """A statement in a block: the condition that it is under there, and whether a loop inside the block is around it."""
+    """A statement in a block, the condition that it is under, and whether an inner loop is around it."""
 
     statement: ast.AST
     guard: Guard | None = None
@@ -82,7 +84,7 @@ class Nested(NamedTuple):
 
 
 def exits(block: Sequence[ast.stmt]) -> Iterator[tuple[ast.stmt, Guard | None]]:
-    """Yield the statements in a block that leave it, in program order, each with what it passes; None if it always leaves.
+    """Yield the statements that leave a block, in program order, each with its guard; None if it always leaves.
 
     A `break` or `continue` leaves only a loop around the block.
     """
@@ -114,13 +116,13 @@ def _nested(block: Sequence[ast.stmt]) -> Iterator[Nested]:
 
 
 def text_of(guard: Guard, text: str) -> str:
-    """Return a condition as the program has it: the line of a statement or decorator, or what an expression tests."""
+    """Return a condition as in the program: a statement's line without its colon, or what an expression tests."""
     node, test = guard.node, guard.test
     if isinstance(node, ast.BoolOp) and test is not None:
         return f"{ast.get_source_segment(text, test)} {'and' if isinstance(node.op, ast.And) else 'or'} …"
     if isinstance(node, (ast.expr, ast.With, ast.AsyncWith)) and test is not None and test is not node:
         return f"if {ast.get_source_segment(text, test)}"
-    return code_of_line(text, guard.line)
+    return code_of_line(text, guard.line).removesuffix(":")
 
 
 @lru_cache(512)
@@ -178,7 +180,7 @@ def _around(step: Step, line: int) -> Iterator[Guard]:
 
 
 def _in_expression(node: ast.stmt, callee: str) -> Iterator[Guard]:
-    """Yield expressions that call something in one branch: `f() if first else None`, `first and f()`, `[f(x) for … if …]`."""
+    """Yield expressions that call something in one branch: `f() if a else None`, `a and f()`, `[f(x) for … if …]`."""
     own = [x for x in ast.iter_child_nodes(node) if isinstance(x, (ast.expr, ast.withitem))]  # not the blocks inside
     in_all = set().union(*map(_called_in, own))
     for part in (x for child in own for x in ast.walk(child)):
@@ -206,7 +208,7 @@ def _called_in(node: ast.AST) -> set[str]:
 
 
 def _calls_other(test: ast.expr) -> bool:
-    """True if a test calls more than what asks for the rank or is the same on all ranks: that may be the call in its line."""
+    """True if a test calls anything that can differ between ranks and is not the rank: maybe the line's call."""
     return any(isinstance(x, ast.Call) and not reads_rank(x.func) and can_differ(x.func) for x in ast.walk(test))
 
 
@@ -219,7 +221,7 @@ def other_branch_calls(guard: Guard) -> bool:
 
 
 def made_anew(text: str) -> Guard | None:
-    """Return the `if` under which a function returns a new tensor, which no gradient flows through, and else a computed one.
+    """Return the `if` under which a function returns a new tensor without a graph, and else a computed one.
 
     None if there is no such function in the file, or more than one such `if`.
     """

@@ -1,6 +1,7 @@
 """Snapshot: everything known about a job at one moment; the only input of every rule.
 
-The monitor makes snapshots of a live job; `sources.dumps` makes them of flight-recorder dumps from any cluster.
+The monitor makes snapshots of a live job; `sources.dumps` makes them of flight-recorder dumps from any cluster. Nothing in them forms
+a cycle (`gc=False`): of thousands of ranks the garbage collector would take a fifth of the monitor's time.
 A field that was not measured is None (or empty), and the rule that needs it abstains. Times are seconds since the
 run began.
 """
@@ -33,20 +34,32 @@ class Life(StrEnum):
 DEAD = frozenset({Life.FINISHED, Life.CRASHED, Life.KILLED})
 
 
-class Site(msgspec.Struct, frozen=True, omit_defaults=True):
+class Site(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """File, line and function in the user's code."""
 
     file: str
     line: int
     function: str = ""
+    caller: Site | None = None  # of a collective call, if it is in no loop of its function: a helper, with many callers
 
     @property
     def key(self) -> str:
-        """`file:line`, by which sites are compared and counted."""
-        return f"{self.file}:{self.line}"
+        """`file:line`, and that of its callers, by which sites are compared and counted."""
+        return " < ".join(f"{site.file}:{site.line}" for site in self.path)
+
+    @property
+    def path(self) -> tuple[Site, ...]:
+        """The site and its known callers, innermost first."""
+        return (self, *self.caller.path) if self.caller is not None else (self,)
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+def lines_of(key: str) -> list[tuple[str, int]]:
+    """Return (file, line) of the site with this key, and of its callers."""
+    pairs = (part.rpartition(":") for part in key.split(" < "))
+    return [(file, int(line)) for file, _, line in pairs if file and line.isascii() and line.isdigit()]
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
     """One collective or point-to-point operation as one rank issued it."""
 
     op: str  # torch.distributed's name: all_reduce, broadcast, barrier, send, recv, …
@@ -78,7 +91,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.op in ("send", "recv", "isend", "irecv")
 
 
-class Loader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Loader(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
     """One DataLoader (or batch iterator) of one rank, in its current epoch."""
 
     site: Site | None = None  # where it is iterated
@@ -102,7 +115,7 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     previous_fingerprints: tuple[int, ...] = ()  # of the epoch before; equal to the above = same order every epoch
 
 
-class Buckets(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Buckets(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
     """How a DDP module sends its gradients."""
 
     bytes: int = 0  # of all gradients
@@ -125,13 +138,14 @@ class DdpTime(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 def issue_stack(site: Site, host: tuple[Site, ...]) -> tuple[Site, ...]:
     """Return the user's frames at a call that has returned: `site`, and its callers if the host is still in that function."""
+    *_, last = path = site.path
     for i, frame in enumerate(host):
-        if (frame.file, frame.function) == (site.file, site.function):
-            return (site, *host[i + 1 :])
-    return (site,)
+        if (frame.file, frame.function) == (last.file, last.function):
+            return (*path, *host[i + 1 :])
+    return path
 
 
-class Model(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Model(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
     """One DDP-wrapped module of one rank."""
 
     name: str = ""
@@ -163,7 +177,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     batch: int | None = None  # first dimension of what entered it; sampled
 
 
-class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
+class Sample(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """One sampled check; `kind` is the name of a `SampleKind` in lower case."""
 
     kind: str
@@ -203,7 +217,7 @@ class Step(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     epoch: int | None = None
 
 
-class RankState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RankState(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
     """One rank at the moment of the snapshot."""
 
     rank: int
@@ -287,7 +301,7 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     longest_delay_s: float = 0.0  # longest wait in seconds that it has caused so far without hanging
 
 
-class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Group(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
     """One process group."""
 
     name: str

@@ -10,7 +10,14 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import NamedTuple
 
+from distdiag.diagnosis.model.snapshot import Site
+
 Source = Callable[[str], str | None]  # text of a source file by path, or None
+
+
+def no_source(_file: str) -> None:
+    """Return that no file can be read."""
+
 
 MAX_TEXT = 1 << 20  # characters of a file; a longer one is not read
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
@@ -57,7 +64,7 @@ class Step(NamedTuple):
 
 
 def way(tree: ast.Module, line: int) -> Iterator[Step]:
-    """Yield the blocks around a line from the module inwards, each with the index of the statement that has the line."""
+    """Yield the blocks around a line, from the module inwards, each with the index of the line's statement."""
     owner: ast.AST | None = tree
     while owner is not None:
         blocks = (
@@ -109,6 +116,12 @@ def code_of_line(text: str, line: int) -> str:
             if token.type == tokenize.COMMENT:
                 return code[: token.start[1]].rstrip()
     return code
+
+
+def line_at(site: Site | None, source: Source) -> str:
+    """Return the line of a site; an empty text if it is not known or cannot be read."""
+    lines = ((source(site.file) if site is not None else None) or "").splitlines()
+    return lines[site.line - 1].strip() if site is not None and 0 < site.line <= len(lines) else ""
 
 
 def exits_process(node: ast.AST | None) -> bool:

@@ -54,9 +54,8 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
 def _found(s: Snapshot, window: Window) -> Iterator[Finding]:
     columns = list(zip(*window.steps.values(), strict=True))
     share = share_of_all(window, lambda x: x.data_ms, limits.share)
-    if (
-        not share and least_fetching(s) >= limits.fetching
-    ):  # all loaders are at their limit: the slowest of each step counts
+    # all loaders are at their limit: the slowest of each step counts
+    if not share and least_fetching(s) >= limits.fetching:
         share = min(1.0, statistics.median(max(x.data_ms / max(x.step_ms, 1e-3) for x in column) for column in columns))
     if share < limits.share:
         return

@@ -18,6 +18,7 @@ from distdiag.diagnosis.endings import SPLITS, Cascade, End, call_of_thread, mod
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, CollectiveRef, Finding, rank_list
 from distdiag.diagnosis.model.snapshot import CompletedConflict, Life, Snapshot
+from distdiag.diagnosis.text.conflict import THREADS_ADVICE
 from distdiag.diagnosis.text.incident_finding import incident_findings
 from distdiag.diagnosis.text.phrases import at, count, wheres
 from distdiag.diagnosis.text.template import Template
@@ -61,8 +62,7 @@ COMPLETED = Template(kind, "dtype",
 TWO_THREADS = Template(kind, "shape",
     "another thread of {culprits} is in {op}{site} while the main thread uses the same group{main}: the calls of "
     "two threads mix, and gloo aborted {killed}", "the job ended",
-    "let the main thread make that call, or give the thread its own process group (`dist.new_group()`), and make "
-    "the same calls in a thread on every rank")  # fmt: skip
+    THREADS_ADVICE)  # fmt: skip
 OWN_SPLITS = Template(kind, "shape",
     "{culprits} called {op}{site} with split sizes that do not fit: what {culprits:it|each} sends to itself is "
     "not what it expects from itself{sizes}", "the job ended",

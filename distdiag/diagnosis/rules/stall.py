@@ -21,8 +21,8 @@ from distdiag.diagnosis import kinds
 from distdiag.diagnosis.culprit import pending_exception
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
-from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, Snapshot
-from distdiag.diagnosis.model.syntax import Source
+from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Snapshot
+from distdiag.diagnosis.model.syntax import line_at
 from distdiag.diagnosis.polled import hidden_error, polled_loop
 from distdiag.diagnosis.text.incident import implicit_text, verb
 from distdiag.diagnosis.text.phrases import NO_PROGRESS, at, op_text, where, where_stack, wheres
@@ -184,7 +184,7 @@ def _nobody_moves(facts: Facts) -> Iterator[Finding]:
     ranks = list(s.ranks.values())
     idle = all(r.host_blocked or r.host_wait is not None for r in ranks)
     limit_s = max(limits.long_s if idle else limits.nobody_busy_s, limits.factor * (s.usual_step_s or 0.0))
-    if still_s is None or still_s < limit_s or any("sleep(" in _line(r.current_site, facts.source) for r in ranks):
+    if still_s is None or still_s < limit_s or any("sleep(" in line_at(r.current_site, facts.source) for r in ranks):
         return
     at_site = by_value({r.rank: r.current_site for r in ranks})
     places = "; ".join(
@@ -276,7 +276,7 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
     r, victim = first.state, s.ranks[first.victims[0]]
     call = victim.blocked
     assert call is not None
-    doing = refined(_doing(r), _line(r.current_site, facts.source))
+    doing = refined(_doing(r), line_at(r.current_site, facts.source))
     states = sorted((x.state for x in late), key=lambda state: state.rank)
     ranks = [state.rank for state in states]
     workers = [(state, w) for state in states if doing == "data" for w in dict.fromkeys(state.workers) if w is not None]
@@ -318,11 +318,6 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
         usual=f" (its longest so far: {rough_duration(longest_s)})" if longest_s > 0.5 else "",
         world=s.world_size, do=advice,
     )  # fmt: skip
-
-
-def _line(site: Site | None, source: Source) -> str:
-    lines = ((source(site.file) if site is not None else None) or "").splitlines()
-    return lines[site.line - 1] if site is not None and 0 < site.line <= len(lines) else ""
 
 
 def _missing_text(ranks: list[int], call: Call, victim: int) -> str:

@@ -26,7 +26,7 @@ from distdiag.diagnosis import comparison, kinds
 from distdiag.diagnosis.comparison import COSTLY, Subset, Veto, leads, others
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity
-from distdiag.diagnosis.model.snapshot import Arrival, RankState, Snapshot
+from distdiag.diagnosis.model.snapshot import Arrival, RankState, Snapshot, lines_of
 from distdiag.diagnosis.pauses import Pauses
 from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import PHASES, Window, part_ms, self_ms
@@ -355,7 +355,8 @@ class Case:
     def jitters(self) -> bool:
         """True if it spends little time, on a busy host, at a collective call: all ranks make it."""
         sites = self.snapshot.ranks[self.most.rank].phase_sites.get("other", ())
-        at_collective = bool(sites) and sites[0][0].key in self.snapshot.ranks[self.most.rank].sites
+        called = {lines_of(key)[0] for key in self.snapshot.ranks[self.most.rank].sites}
+        at_collective = bool(sites) and (sites[0][0].file, sites[0][0].line) in called
         return self.phase == "other" and self.most.phase_ms < limits.jitter_ms and self.busy and at_collective
 
     @property

@@ -23,7 +23,7 @@ from distdiag.diagnosis.gradient_cost import gradients
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Model, Snapshot
 from distdiag.diagnosis.model.syntax import Source
-from distdiag.diagnosis.text.phrases import where, wheres
+from distdiag.diagnosis.text.phrases import site_text, where, wheres
 from distdiag.diagnosis.text.template import Template
 from distdiag.terms.units import percent
 
@@ -214,7 +214,7 @@ def _branch(case: _Case, culprits: list[int]) -> str:
     places = [m.unused_site or case.snapshot.ranks[q].current_site for q, m in case.having.items() if q in culprits]
     files = {x.file for x in (*places, *(m.site for m in case.having.values())) if x is not None}
     found = {c for name in modules - {""} for file in files if (c := only_under(name, file, case.source)) is not None}
-    texts = [f"`{c.text}` ({c.file.rsplit('/', 1)[-1]}:{c.line})" for c in sorted(found)[:2]]
+    texts = [f"`{c.text}` ({site_text(c.site)})" for c in sorted(found)[:2]]
     return f"; they are used only {' or '.join(texts)}" if texts else ""
 
 

@@ -16,6 +16,10 @@ from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.wait import Wait
 
 SHOWN_RANKS = 4
+THREADS_ADVICE = (
+    "let the main thread make that call, or give the thread its own process group (`dist.new_group()`), and make "
+    "the same calls in a thread on every rank"
+)
 _SPLITS = (
     "{each} in {op} #{seq:,}{site} ({group}): it can never complete, as all ranks together send {sent:,} and "
     "expect {received:,}{reason}"
@@ -37,6 +41,7 @@ _ADVICE = {
     "Python or NumPy numbers, autocast, or a cast on some ranks only",
     "root": "pass the same src/dst on all ranks: compare {both}",
     "op": "make all ranks call the same operation: compare {both}",
+    "threads": THREADS_ADVICE,
 }
 
 
@@ -51,7 +56,10 @@ def message(snapshot: Snapshot, verdict: Verdict) -> str:
     number, group = number_text(snapshot, wait), group_text(snapshot, wait.group)
     end = "they cannot complete together" if snapshot.source == "stacks" else "it can never complete"
     reason = evidence.reason_text(verdict)
-    if culprits:
+    threads = _threads(wait)
+    if threads:
+        reason = f"; two threads of {rank_list(threads)} use this group: which one calls first is chance"
+    elif culprits:
         texts = [texts[0] + f" where {texts[1]}", *texts[2:]]
     elif verdict.cause == "order_mismatch":
         reason = "; they make these calls in a different order, or not equally often" + reason
@@ -84,6 +92,8 @@ def advice(verdict: Verdict) -> str:
     if cause == "shape" and compatible.splits_disagree(wait.calls.values()):
         return filled(_SPLITS_ADVICE, both=both)
     apart = a.site is not None and b.site is not None and a.site.key != b.site.key
+    if _threads(wait):
+        return _ADVICE["threads"]
     row = cause if cause in _ADVICE else "op"
     if wait.p2p and cause == "shape":
         row = "message"
@@ -115,5 +125,12 @@ def _side_text(snapshot: Snapshot, wait: Wait, side: Collection[int], cause: str
         "dtype": f"{op} of {dtype}",
         "shape": f"{op} of {count(n, 'element')}" if n is not None else op,
     }[cause]
+    if call.other_thread:
+        return f"{what}{at(call.site)}, in another thread"
     implicit = implicit_text(snapshot.ranks.get(min(side)), call) if cause == "op" else ""
     return f"{what}{at(call.site)}{implicit}"
+
+
+def _threads(wait: Wait) -> list[int]:
+    """Return the ranks of which another thread than the main one made the call."""
+    return sorted(rank for rank, call in wait.calls.items() if call.other_thread)

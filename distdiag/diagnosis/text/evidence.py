@@ -10,7 +10,7 @@ from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call
 from distdiag.diagnosis.text.incident import calls_of
-from distdiag.diagnosis.text.phrases import op_at
+from distdiag.diagnosis.text.phrases import op_at, site_text
 from distdiag.diagnosis.text.template import filled
 from distdiag.diagnosis.waits.incidents import Root
 
@@ -28,7 +28,7 @@ _DID = {
 
 
 def head_text(verdict: Verdict) -> str:
-    """Return what the culprits did and at which condition, with `; ` after it: `rank 1 skipped all_reduce (a.py:15): `if n > 0` (line 31)`.
+    """Return `rank 1 skipped all_reduce (a.py:15): `if n > 0` (line 31); `: what the culprits did, and why.
 
     It begins the message, because a narrow screen shows no more. Empty if no testimony has it.
     """
@@ -61,7 +61,7 @@ def _shown(verdict: Verdict) -> Sequence[Testimony]:
 
 
 def _head(verdict: Verdict, conditions: Iterable[Condition]) -> tuple[str, str]:
-    """Return (what the culprits did by these conditions, the file of the call that it names); empty if that is not one thing."""
+    """Return (what the culprits did, the file of the call that it names); empty if that is not one thing."""
     way, *others = {condition.way for condition in conditions}
     gone = verdict.incident.root is Root.GONE
     call = _own(verdict) if way in (Way.ALONE, Way.STAYED) and not gone else verdict.call
@@ -77,10 +77,8 @@ def _head(verdict: Verdict, conditions: Iterable[Condition]) -> tuple[str, str]:
 
 
 def _short(condition: Condition, file: str) -> str:
-    line = (
-        f"line {condition.line}" if condition.file == file else f"{condition.file.rsplit('/', 1)[-1]}:{condition.line}"
-    )
-    return f"`{condition.text.removesuffix(':')}` ({line})"
+    place = f"line {condition.line}" if condition.file == file else site_text(condition.site)
+    return f"`{condition.text}` ({place})"
 
 
 def _own(verdict: Verdict) -> Call | None:

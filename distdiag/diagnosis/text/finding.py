@@ -1,4 +1,4 @@
-"""Formats a finding as plain text: what and who, cost, where, what to do. Control characters in the job's text are escaped."""
+"""Formats a finding as plain text: what and who, cost, where, what to do. Control characters are escaped."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ from distdiag.terms.units import rough_duration
 from distdiag.terms.untrusted import visible
 
 GLYPHS = {Severity.ERROR: "█", Severity.WARNING: "▲", Severity.INFO: "·"}
-ASCII_GLYPHS = {Severity.ERROR: "#", Severity.WARNING: "!", Severity.INFO: "."}
 WORDS = {Severity.ERROR: "ERROR", Severity.WARNING: "WARNING", Severity.INFO: "INFO"}
 SHOWN_SITES = 4
 LONG = 120  # characters of a message that are read at a glance
 LAST_SEEN = 16
-_ASCII = str.maketrans({"–": "-", "…": "...", "×": "x", "Δ": "d", "█": "#", "▲": "!", "·": "."})
-
 
 printable = visible  # the same escapes on a terminal, in a report and on the screen
 
@@ -34,18 +31,16 @@ def where_text(w: Where) -> str:
 
 def listed(wheres: tuple[Where, ...]) -> str:
     """Return `train.py:88 in evaluate (ranks 0, 1); …`: each site with its ranks, the first four."""
-    seen: dict[str, list[int]] = {}
+    seen: dict[str, dict[int, None]] = {}  # ranks in order, each once
     for w in wheres:
         text = where_text(w)
         if text and w.state == "finished":  # its site at the last sample: the line by which it left is not known
             text = f"last seen at {text}"
         if text:
-            ranks = seen.setdefault(text, [])
-            if w.rank not in ranks:
-                ranks.append(w.rank)
+            seen.setdefault(text, {})[w.rank] = None
     parts = []
     for text, ranks in list(seen.items())[:SHOWN_SITES]:
-        shown = ", ".join(map(str, ranks[:6])) + (" …" if len(ranks) > 6 else "")
+        shown = ", ".join(map(str, list(ranks)[:6])) + (" …" if len(ranks) > 6 else "")
         parts.append(f"{text} (rank{'s' if len(ranks) > 1 else ''} {shown})")
     if len(seen) > SHOWN_SITES:
         parts.append(f"and {len(seen) - SHOWN_SITES} more")
@@ -57,16 +52,15 @@ def in_the_past(f: Finding) -> Finding:
     return msgspec.structs.replace(f, cost=NO_PROGRESS_MADE) if f.cost == NO_PROGRESS else f
 
 
-def finding_lines(f: Finding, ascii: bool = False, width: int | None = None) -> list[str]:
+def finding_lines(f: Finding, width: int | None = None) -> list[str]:
     """Return the lines of a finding: message, more of it, cost, where, do. Empty ones are left out.
 
     Args:
-        ascii: Glyphs and typography reduced to ASCII.
         width: Wrap to so many columns; None: one line each, however long.
 
     A long message keeps its first clause on the first line.
     """
-    severity, kind = Severity(f.severity), f.kind + (f"/{f.cause}" if f.cause else "")
+    severity = Severity(f.severity)
     certain = "" if f.certainty == "proved" else " (suspected)"
     gone = ""
     if f.cleared_s and f.first_seen_s is not None:
@@ -74,16 +68,13 @@ def finding_lines(f: Finding, ascii: bool = False, width: int | None = None) -> 
     where, waiting = listed(f.where), listed(f.waiting)
     if waiting and where:
         where += f"; waiting: {waiting}"
-    glyph = (ASCII_GLYPHS if ascii else GLYPHS)[severity]
     head, _, more = f.message.partition("; ") if len(f.message) > LONG else (f.message, "", "")
-    lines = [("", f"{glyph} {WORDS[severity]} {kind}{certain}  {head}{gone}")]
+    lines = [("", f"{GLYPHS[severity]} {WORDS[severity]} {f.title}{certain}  {head}{gone}")]
     rest = (("more", more), ("cost", f.cost), ("where", where or waiting), ("do", f.advice))
     lines += [(label, text) for label, text in rest if text]
     out: list[str] = []
     for label, text in lines:
         text = printable(text)
-        if ascii:
-            text = text.translate(_ASCII).encode("ascii", "backslashreplace").decode()
         head = f"  {label:<7}" if label else ""
         if width is None:
             out.append(head + text)

@@ -81,8 +81,8 @@ def implicit_text(state: RankState | None, call: Call) -> str:
     if state is None or not state.models or any((c.group, c.seq) == (call.group, call.seq) for c in state.calls):
         return ""
     return {
-        ("forward", "broadcast"): " (DDP's buffers, before the forward)",
-        ("validate", "broadcast"): " (DDP's buffers, before the forward)",
+        ("forward", "broadcast"): " (by DDP, before the forward)",
+        ("validate", "broadcast"): " (by DDP, before the forward)",
         ("backward", "all_reduce"): " (DDP's gradients, in backward)",
     }.get((state.phase, compatible.op_name(call.op)), "")
 
@@ -95,13 +95,19 @@ def calls_of(waits: Collection[Wait]) -> dict[int, tuple[Wait, Call]]:
 def where_of_ranks(
     snapshot: Snapshot, ranks: Collection[int], calls: dict[int, tuple[Wait, Call]]
 ) -> tuple[Where, ...]:
-    """Return where each rank is: at its call, and where its host waits for the device, if that is another site."""
+    """Return where each rank is: at its call, with the callers of a helper, and where its host waits for the device, if that is
+    another site.
+    """
     out = []
     for r in sorted(ranks):
         state = snapshot.ranks.get(r)
-        out.append(where_of(state, r, calls[r][1] if r in calls else None))
+        call = calls[r][1] if r in calls else None
+        first = where_of(state, r, call)
+        made = call or (state.blocked if state is not None else None)
+        callers = made.site.path[1:] if made is not None and made.site is not None else ()
+        out += [first, *(where_at(r, caller, first.state) for caller in callers)]
         host = host_site(state)
-        if host is not None and (host.file, host.line) != (out[-1].file, out[-1].line):
+        if host is not None and (host.file, host.line) != (first.file, first.line):
             out.append(where_at(r, host, "waits_for_device"))
     return tuple(out)
 

@@ -5,20 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from distdiag.diagnosis.model.findings import CollectiveRef, Where
-from distdiag.diagnosis.model.snapshot import Call, RankState, Site, Snapshot
+from distdiag.diagnosis.model.snapshot import Call, RankState, Site, Snapshot, lines_of
 from distdiag.terms.operations import op_name
 
 NO_PROGRESS = "the job makes no progress"  # what stuck ranks cost
 NO_PROGRESS_MADE = "the job made no progress until it ended"  # the same, after the end
 
 
+def _line(site: Site) -> str:
+    return f"{site.file.rsplit('/', 1)[-1]}:{site.line}"
+
+
+def _line_in(site: Site) -> str:
+    return _line(site) + (f" in {site.function}" if site.function and site.function != "<module>" else "")
+
+
 def site_text(site: Site | None) -> str:
-    """Return `train.py:88 in evaluate`; empty if the site is not known."""
+    """Return `train.py:88 in evaluate`, with the callers of a helper; empty if the site is not known."""
     if site is None:
         return ""
-    name = site.file.rsplit("/", 1)[-1]
-    inside = f" in {site.function}" if site.function and site.function != "<module>" else ""
-    return f"{name}:{site.line}{inside}"
+    first, *callers = map(_line_in, site.path)
+    return first + (f" (called at {', from '.join(callers)})" if callers else "")
+
+
+def places_text(key: str) -> str:
+    """Return `comm.py:9, called at train.py:88` for the key of a site."""
+    return ", called at ".join(_line(Site(*line)) for line in lines_of(key))
 
 
 def at(site: Site | None) -> str:
@@ -65,7 +77,7 @@ def op_text(call: Call) -> str:
 
 def op_at(call: Call) -> str:
     """Return `all_reduce (train.py:88)`: shorter than `op_text`, for the first words of a message."""
-    site = f" ({call.site.file.rsplit('/', 1)[-1]}:{call.site.line})" if call.site is not None else ""
+    site = f" ({', called at '.join(map(_line, call.site.path))})" if call.site is not None else ""
     return f"{op_name(call.op) or 'a collective'}{site}"
 
 

@@ -17,7 +17,6 @@ from distdiag.page.node_files import Own, Server
 HELLOS = 4  # reports at once after the start, which only measure the clocks
 ALIVE_S = 1.0  # between two reports
 UNANSWERED_S = 2.0  # after which the next report does not wait for the receipt of the last one
-MARGIN_BYTES = 1024  # of a message around its data
 NEXT_ADDRESS_S = 5.0  # without a receipt, before another address is tried
 
 
@@ -25,12 +24,12 @@ class Client(Link):
     """Sends reports, one at a time: of several states that wait, only the newest is sent.
 
     Args:
-        dump: Returns a dump of this node's ranks, taken within so many seconds; called in a thread.
+        ask: Returns what this node's ranks answer to a question; called in a thread.
     """
 
-    def __init__(self, own: Own, server: Server, dump: Callable[[float], bytes]) -> None:
+    def __init__(self, own: Own, server: Server, ask: Callable[[Ask], bytes]) -> None:
         super().__init__(own)
-        self._dump, self._answers = dump, list[Answer]()
+        self._ask, self._answers = ask, list[Answer]()
         self._asked: threading.Thread | None = None
         self.server = server
         self.urgent = False
@@ -119,7 +118,7 @@ class Client(Link):
         if isinstance(message, Ask):
             if self._asked is not None and self._asked.is_alive():
                 raise BadMessage("another question is being answered")
-            self._asked = threading.Thread(target=self._find, args=(message,), name="dump", daemon=True)
+            self._asked = threading.Thread(target=self._find, args=(message,), name="ask", daemon=True)
             self._asked.start()
             return
         if not isinstance(message, Receipt) or not self._received < message.number <= self._number:
@@ -135,9 +134,9 @@ class Client(Link):
 
     def _find(self, question: Ask) -> None:
         try:
-            answer = Answer(number=question.number, data=messages.pack(self._dump(question.timeout_s)))
-            if len(answer.data) > messages.MOST_BYTES - MARGIN_BYTES:
-                answer = Answer(number=question.number, error=f"its dump is too large ({len(answer.data):,} bytes)")
+            answer = Answer(number=question.number, data=messages.pack(self._ask(question)))
+            if len(answer.data) > messages.MOST_BYTES - messages.MARGIN_BYTES:
+                answer = Answer(number=question.number, error=f"its answer is too large ({len(answer.data):,} bytes)")
         except Exception as e:  # no rank is alive, or a page is damaged
             answer = Answer(number=question.number, error=str(e)[:200])
         with self.lock:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import ipaddress
 import os
 import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from distdiag.interfaces import routable_addresses
 from distdiag.page import node_files
 from distdiag.page.node_files import Own
 
@@ -31,7 +31,7 @@ def refusal() -> str:
 
 
 def own_keys(pages: Path) -> Own:
-    """Return the keys of this node, which an earlier monitor has left, or new ones; this monitor is the next incarnation.
+    """Return the keys that an earlier monitor of this node has left, or new ones, for the next incarnation.
 
     Raises:
         OSError: they cannot be written.
@@ -74,21 +74,14 @@ def endpoint(address: str, port: int | str) -> str:
 def own_addresses() -> tuple[str | None, tuple[str, ...]]:
     """Return (the address to bind, None for all; the addresses at which other nodes may reach this one).
 
-    The job's own choice counts: the interface that it names for gloo or NCCL, else the address of this host that others know as
-    MASTER_ADDR.
+    The job's own choice counts: the interface that it names for gloo or NCCL, else the address of this host
+    that others know as MASTER_ADDR.
     """
-    import psutil
-
-    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    by_name = {
-        name: [a.address for a in found if a.family in (socket.AF_INET, socket.AF_INET6) and _is_routable(a.address)]
-        for name, found in psutil.net_if_addrs().items()
-        if name in up
-    }
+    by_name = routable_addresses()
     for variable in _INTERFACES:
         wanted = tuple(n.strip(" =") for n in os.environ.get(variable, "").split(",") if n.strip(" ="))  # prefixes
         for name, found in by_name.items():
-            if found and wanted and name.startswith(wanted):
+            if wanted and name.startswith(wanted):
                 return found[0], (found[0],)
     every = [a for found in by_name.values() for a in found]
     master = os.environ.get("MASTER_ADDR", "")
@@ -98,11 +91,3 @@ def own_addresses() -> tuple[str | None, tuple[str, ...]]:
         known = []
     mine = next((a for a in known if a in every), None)
     return mine, (mine,) if mine else tuple(every[: node_files.MOST_ADDRESSES])
-
-
-def _is_routable(address: str) -> bool:
-    try:
-        found = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return False
-    return not (found.is_loopback or found.is_link_local)

@@ -16,7 +16,9 @@ from distdiag.monitor.cluster.clock import MOST_NS
 
 VERSION = 1
 MOST_BYTES = 8 << 20  # of a message, and of a state once it is unpacked
+MARGIN_BYTES = 1024  # of a message around its data
 MOST_PACKED = 4096  # a longer state is compressed
+MOST_S = 3600.0  # until a question is answered
 MOST_PER_S, BURST = 20.0, 40.0  # messages of one node
 _PACKED = b"z"
 
@@ -72,12 +74,27 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, tag="receipt"):
     urgent: bool = False
 
 
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reader wants profiled.
+
+    Attributes:
+        ranks: Folded, as "0-3,8"; empty for all.
+        timeout_s: Time until the last step must be recorded.
+    """
+
+    first_step: Annotated[int, Meta(ge=1, le=1 << 53)]
+    steps: Annotated[int, Meta(ge=1, le=50)]
+    ranks: Annotated[str, Meta(max_length=4000)] = ""
+    timeout_s: Annotated[float, Meta(gt=0, le=3000)]
+
+
 class Ask(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):
-    """Node 0 to a node, for a reader: take a dump of its ranks."""
+    """Node 0 to a node, for a reader: take a dump of its ranks, or a profile; answer in so many seconds."""
 
     version: Count = VERSION
-    number: Count
-    timeout_s: Annotated[float, Meta(gt=0, le=600)]
+    number: Count = 0
+    timeout_s: Annotated[float, Meta(gt=0, le=MOST_S)]
+    profile: Profile | None = None
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, tag="answer"):

@@ -15,9 +15,8 @@ import struct
 BACKLOG = 128
 SPARE_DESCRIPTORS = 512  # for everything else that a monitor opens
 _ATTACH_FILTER, _DETACH_FILTER = 26, 27  # SO_…, asm-generic/socket.h
-_DROP = ctypes.create_string_buffer(
-    struct.pack("=HBBI", 0x06, 0, 0, 0)
-)  # struct sock_filter: BPF_RET, 0 bytes are kept
+# struct sock_filter: BPF_RET, 0 bytes are kept
+_DROP = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0))
 _PROGRAM = struct.pack("@HP", 1, ctypes.addressof(_DROP))  # struct sock_fprog
 
 

@@ -6,7 +6,6 @@ Only this user can enter the directory of the socket. A reader needs no pyzmq an
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import struct
@@ -17,10 +16,10 @@ from pathlib import Path
 
 import msgspec
 
+from distdiag.monitor.cluster.messages import Ask
 from distdiag.page import directories, node_files
 
-MOST_QUESTION, MOST_ANSWER = 1000, 128 << 20
-MOST_S = 600.0
+MOST_QUESTION, MOST_ANSWER = 8000, 128 << 20
 SPARE_S = 2.0  # added to a reader's limit at each step of the way
 _PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
@@ -31,10 +30,10 @@ class Questions:
     """Takes questions, one reader at a time, in a thread.
 
     Args:
-        ask: Asks all nodes, and waits at most so many seconds.
+        ask: Asks all nodes, and waits as long as the question says.
     """
 
-    def __init__(self, pages: Path, ask: Callable[[float], Answers]) -> None:
+    def __init__(self, pages: Path, ask: Callable[[Ask], Answers]) -> None:
         self._ask = ask
         self._path = pages / node_files.LOCAL
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -51,14 +50,13 @@ class Questions:
                 reader, _ = self._socket.accept()
             except OSError:
                 return
-            with reader, contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+            with reader, contextlib.suppress(OSError, ValueError, msgspec.MsgspecError, RecursionError):
                 reader.settimeout(SPARE_S)
                 if _owner(reader) == os.getuid():
-                    timeout_s = float(json.loads(reader.recv(MOST_QUESTION))["timeout_s"])
-                    if 0 < timeout_s <= MOST_S:
-                        found = self._ask(timeout_s)
-                        reader.settimeout(timeout_s + SPARE_S)
-                        reader.sendall(msgspec.msgpack.encode(found))
+                    question = msgspec.json.decode(reader.recv(MOST_QUESTION), type=Ask)
+                    found = self._ask(question)
+                    reader.settimeout(question.timeout_s + SPARE_S)
+                    reader.sendall(msgspec.msgpack.encode(found))
 
     def close(self) -> None:
         """Take no more questions."""
@@ -67,22 +65,30 @@ class Questions:
         self._socket.close()
 
 
-def ask_all(run_dir: Path, timeout_s: float) -> Answers:
-    """Return what the other nodes of a run answer; empty if none of them sends its state to this host's monitor.
+def asked_at(run_dir: Path) -> Path | None:
+    """Return where this host's monitor takes questions to other nodes; None if none of them sends its state to it."""
+    pages = next(iter(directories.of_run(run_dir).get(0, ())), None)
+    if pages is None or not directories.is_marked(pages) or not (pages / node_files.LOCAL).exists():
+        return None
+    return pages / node_files.LOCAL
+
+
+def ask_all(run_dir: Path, question: Ask) -> Answers:
+    """Return what the other nodes of a run answer; empty if there is nobody to ask.
 
     Raises:
         OSError: the monitor does not answer.
     """
-    pages = next(iter(directories.of_run(run_dir).get(0, ())), None)
-    if pages is None or not directories.is_marked(pages) or not (pages / node_files.LOCAL).exists():
+    where = asked_at(run_dir)
+    if where is None:
         return {}
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as s:
-        s.settimeout(timeout_s + 3 * SPARE_S)
-        s.connect(str(pages / node_files.LOCAL))
+        s.settimeout(question.timeout_s + 3 * SPARE_S)
+        s.connect(str(where))
         if _owner(s) != os.getuid():
             return {}
-        s.sendall(json.dumps({"timeout_s": timeout_s}).encode())
-        data, end = bytearray(), time.monotonic() + timeout_s + 3 * SPARE_S
+        s.sendall(msgspec.json.encode(question))
+        data, end = bytearray(), time.monotonic() + question.timeout_s + 3 * SPARE_S
         while (part := s.recv(1 << 20)) and len(data) <= MOST_ANSWER and time.monotonic() < end:
             data += part
     try:

@@ -1,4 +1,4 @@
-"""Node 0's side: one port, which takes the states of the nodes whose keys are listed and asks them on behalf of readers."""
+"""Node 0's side: one port, which takes the states of the listed nodes and asks them for readers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import struct
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from distdiag.monitor.cluster import keys, messages, port
 from distdiag.monitor.cluster.link import Link
@@ -48,16 +50,35 @@ class Heard:
     state: bytes | None = None
 
 
+@dataclass(frozen=True)
+class Arrived:
+    """A state of another node.
+
+    Attributes:
+        node: As its key shows.
+        data: The state, not yet decoded.
+        started_ns: When its run began, by our monotonic clock.
+        age_s: Since it arrived.
+    """
+
+    node: int
+    data: bytes
+    started_ns: int
+    age_s: float
+
+
 class Server(Link):
     """Receives reports and answers them at once.
 
     Args:
-        pages: Page directory of this node, where the port is noted for the rank and for the next monitor, and readers ask.
+        pages: Page directory of this node, where the port is noted for the rank and for the next monitor, and
+            readers ask.
+        fixed: The port to bind; 0: that of the monitor before us, or any.
     """
 
-    def __init__(self, own: Own, pages: Path) -> None:
+    def __init__(self, own: Own, pages: Path, fixed: int = 0) -> None:
         super().__init__(own)
-        self.pages = pages
+        self.pages, self.fixed = pages, fixed
         self.urgent = False
         self.heard: dict[int, Heard] = {}
         self._questions: Questions | None = None
@@ -77,27 +98,30 @@ class Server(Link):
         with self.lock:
             self._nodes = {key.encode(): node for node, key in nodes.items()}
 
-    def take(self) -> list[tuple[int, Heard]]:
-        """Return the nodes with a new state, each once."""
+    def take(self) -> list[Arrived]:
+        """Return the new states, each once."""
+        now_ns, out = time.monotonic_ns(), []
         with self.lock:
-            new = [(node, h) for node, h in self.heard.items() if h.state is not None]
-            out = [(node, replace(h)) for node, h in new]
-            for _, h in new:
-                h.state = None
-            return out
+            for node, h in self.heard.items():
+                if h.state is not None:
+                    out.append(Arrived(node, h.state, h.started_ns + h.offset_ns, (now_ns - h.state_ns) / 1e9))
+                    h.state = None
+        return out
 
-    def ask(self, timeout_s: float) -> Answers:
-        """Ask all nodes for a dump of their ranks; return what each answers in time."""
+    def ask(self, question: Ask) -> Answers:
+        """Ask all nodes; return what each answers in time."""
         with self._answered:
             self._open.clear()
             self._answers.clear()
             for node, heard in self.heard.items():
                 self._asked += 1
                 self._open[self._asked] = node
-                self._to_ask.append((heard.address, Ask(number=self._asked, timeout_s=timeout_s)))
+                self._to_ask.append((heard.address, msgspec.structs.replace(question, number=self._asked)))
             self.wake()
-            self._answered.wait_for(lambda: not self._open, timeout_s + SPARE_S)
-            found: Answers = dict.fromkeys(self._nodes.values(), (b"", f"did not answer within {timeout_s:g} s"))
+            self._answered.wait_for(lambda: not self._open, question.timeout_s + SPARE_S)
+            found: Answers = dict.fromkeys(
+                self._nodes.values(), (b"", f"did not answer within {question.timeout_s:g} s")
+            )
             return found | {n: (a.data, a.error) for n, a in self._answers.items()}
 
     def close(self, wait_s: float = 1.0) -> None:
@@ -123,7 +147,7 @@ class Server(Link):
             self._questions = Questions(self.pages, self.ask)
 
     def _bind(self) -> None:
-        """Bind the port of the monitor before us, or any; try again later if it is taken."""
+        """Bind the port that is asked for, else that of the monitor before us, or any; try again later if it is taken."""
         if self._bound or time.monotonic() - self._tried_s < REBIND_S:
             return
         self._tried_s = time.monotonic()
@@ -131,11 +155,13 @@ class Server(Link):
             address, others_use = keys.own_addresses()
             if address is not None and ":" in address:
                 self._router.ipv6 = True
-            self._port.open(address or "", self.own.port)
+            self._port.open(address or "", self.fixed or self.own.port)
             self._router.setsockopt(self._zmq.USE_FD, self._port.for_libzmq())
             self._router.bind(keys.endpoint(address or "*", "*"))
         except (self._zmq.ZMQError, OSError) as e:
             self.failed = f"no port for the other nodes could be bound: {e}"
+            if self.fixed:
+                self.failed = f"port {self.fixed} for the other nodes could not be bound: {e}"
             return
         self._bound, self.failed = True, None
         self.own.port = int(self._router.last_endpoint.rpartition(b":")[2])
@@ -163,9 +189,9 @@ class Server(Link):
             self._take_message(frames, time.monotonic_ns())
 
     def _count_connections(self) -> None:
-        """Follow who is connected; while these are too many, nobody else can connect, and the nodes that are stay connected.
+        """Count the connections. While there are too many, nobody else can connect; those that exist go on.
 
-        libzmq has no limit of its own. It drops a connection without a handshake after `keys.HANDSHAKE_MS`.
+        libzmq sets no limit. It drops a connection without a handshake after `keys.HANDSHAKE_MS`.
         """
         with contextlib.suppress(self._zmq.Again):
             while True:
@@ -182,7 +208,8 @@ class Server(Link):
     def _authenticate(self, request: list[bytes]) -> None:
         """Answer libzmq's question if a client may connect: yes for a listed key, whatever else it is.
 
-        300 closes the connection without a word. After 400 a node would never try again, and its key may be listed a moment later.
+        300 closes the connection without a word. After 400 a node would never try again, and its key may be
+        listed a moment later.
         """
         from zmq.utils import z85
 

@@ -1,38 +1,21 @@
-"""Carries the states of nodes that do not see node 0's run directory; which nodes those are, the first rank of each has found out."""
+"""Carries the states of nodes that do not see node 0's run directory, as the first rank of each has noted."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from distdiag.monitor.cluster import keys
 from distdiag.monitor.cluster.client import Client
-from distdiag.monitor.cluster.server import Server
+from distdiag.monitor.cluster.messages import Ask
+from distdiag.monitor.cluster.server import Arrived, Server
 from distdiag.page import node_files
 from distdiag.page.node_files import ERRORS, Own
 
 LAST_STATE_S = 1.0  # for the last state to arrive, when the job is over
-
-
-@dataclass(frozen=True)
-class Arrived:
-    """A state of another node.
-
-    Attributes:
-        node: As its key shows.
-        data: The state, not yet decoded.
-        started_ns: When its run began, by our monotonic clock.
-        age_s: Since it arrived.
-    """
-
-    node: int
-    data: bytes
-    started_ns: int
-    age_s: float
 
 
 class Transport:
@@ -41,11 +24,12 @@ class Transport:
     Args:
         pages: Page directory of this node, in which its first rank leaves `node_files.PEERS`.
         node: Number of this node.
-        dump: Returns a dump of this node's ranks, for a reader on node 0.
+        ask: Returns what this node's ranks answer to a reader on node 0.
+        port: On which node 0 listens; 0: any.
     """
 
-    def __init__(self, pages: Path, node: int, dump: Callable[[float], bytes]) -> None:
-        self.pages, self.node, self.dump = pages, node, dump
+    def __init__(self, pages: Path, node: int, ask: Callable[[Ask], bytes], port: int = 0) -> None:
+        self.pages, self.node, self.ask, self.port = pages, node, ask, port
         self.server: Server | None = None
         self.client: Client | None = None
         self.nodes: tuple[int, ...] = ()  # those that this one expects to hear of
@@ -55,7 +39,7 @@ class Transport:
         self._failed: str | None = None
 
     def poll(self) -> bool:
-        """Open the connection, or admit more nodes, if the rank has noted something new; True if this one sends from now on."""
+        """Open the connection or admit more nodes, as the rank has noted; True if this node sends from now on."""
         try:
             found = os.stat(self.pages / node_files.PEERS)
         except OSError:
@@ -84,12 +68,12 @@ class Transport:
         if peers.keys and self.node == 0:
             self.nodes = tuple(sorted(peers.keys))
             if self.server is None:
-                self.server, self.since_s = Server(own, self.pages), time.monotonic()
+                self.server, self.since_s = Server(own, self.pages, self.port), time.monotonic()
                 self.server.admit(peers.keys)
                 self.server.start()
             self.server.admit(peers.keys)
         elif peers.server is not None and self.client is None and self.node:
-            self.client, self.since_s = Client(own, peers.server, self.dump), time.monotonic()
+            self.client, self.since_s = Client(own, peers.server, self.ask), time.monotonic()
             self.client.start()
 
     @property
@@ -105,11 +89,7 @@ class Transport:
 
     def arrived(self) -> list[Arrived]:
         """Return the states that have arrived since the last call, one of each node at most."""
-        now_ns = time.monotonic_ns()
-        found = self.server.take() if self.server is not None else []
-        return [
-            Arrived(node, h.state or b"", h.started_ns + h.offset_ns, (now_ns - h.state_ns) / 1e9) for node, h in found
-        ]
+        return self.server.take() if self.server is not None else []
 
     def facts(self) -> dict[str, Any]:
         """Return what run.db has about the connection: who was heard when, and how far the clocks are apart."""

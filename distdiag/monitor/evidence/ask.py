@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import http.client
 import json
 import math
 import os
 import re
 import signal
-import socket
-import struct
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -24,43 +21,9 @@ from distdiag.monitor.evidence import signals
 from distdiag.recorder.frames import USER, kind_of_file
 from distdiag.sources.dumps.pickles import BadDump, load_pickle
 from distdiag.terms.units import SCALAR_TYPES
+from distdiag.worker_server import MOST_BYTES, TIMEOUT_S, ask
 
-TIMEOUT_S = 3.0
-MOST_BYTES = 64 << 20  # of an answer
-_PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
 MOST_STACKS = 200  # entries for which a rank may be asked for stacks: it needs its GIL for them
-
-
-class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: str, timeout_s: float) -> None:
-        super().__init__("localhost", timeout=timeout_s)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
-        _, owner, _ = _PEER.unpack(self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-        if owner != os.getuid():  # the path comes from a page, which may be another user's
-            raise PermissionError(errno.EACCES, "is served by another user")
-
-
-def ask(socket_path: str, handler: str, timeout_s: float = TIMEOUT_S) -> bytes:
-    """Return the body of the witness's answer.
-
-    Raises:
-        OSError, http.client.HTTPException: no answer, an error, or another user's server.
-    """
-    connection = _UnixConnection(socket_path, timeout_s)
-    try:
-        connection.request("POST", f"/handler/{handler}")
-        response = connection.getresponse()
-        body = response.read(MOST_BYTES)
-        if response.status != 200:
-            raise http.client.HTTPException(f"{handler}: HTTP {response.status}")
-        return body
-    finally:
-        connection.close()
 
 
 @dataclass(slots=True)
@@ -88,9 +51,8 @@ class FlightRecord:
     completed: dict[str, int] = field(default_factory=dict)  # newest seq up to which all are complete
     # (group name, send or recv, peer's rank in the group) -> number of incomplete messages
     open_messages: dict[tuple[str, str, int], int] = field(default_factory=dict)
-    hooked: set[str] = field(
-        default_factory=set
-    )  # groups of which all incomplete operations are here, and nothing else
+    # groups of which all incomplete operations are here, and nothing else
+    hooked: set[str] = field(default_factory=set)
     raw: bytes = b""
 
 

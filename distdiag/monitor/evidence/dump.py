@@ -18,7 +18,7 @@ from msgspec import Meta
 from distdiag import files
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.files import MOST_BYTES
-from distdiag.monitor.cluster.messages import BadMessage, unpack
+from distdiag.monitor.cluster.messages import Ask, BadMessage, unpack
 from distdiag.monitor.cluster.questions import ask_all
 from distdiag.monitor.evidence import ask
 from distdiag.monitor.host import processes
@@ -71,7 +71,7 @@ def packed(run_dir: Path, timeout_s: float) -> bytes:
 def of_other_nodes(run_dir: Path, timeout_s: float) -> tuple[list[RankDump], list[str]]:
     """Ask the nodes that send their state to this host's monitor; return (their ranks' dumps, which did not answer and why)."""
     try:
-        answers = ask_all(run_dir, timeout_s)
+        answers = ask_all(run_dir, Ask(timeout_s=timeout_s))
     except OSError as e:
         return [], [f"the other nodes could not be asked: {e.strerror or e}"]
     dumps: dict[int, RankDump] = {}

@@ -13,7 +13,7 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,6 @@ from pathlib import Path
 from distdiag import files
 from distdiag.diagnosis.model.snapshot import Call
 from distdiag.errors import DistdiagError, ExitCode
-from distdiag.monitor import nodes
 from distdiag.monitor.evidence import ask
 from distdiag.monitor.ranks.state import RankView
 from distdiag.page import profile_files
@@ -30,6 +29,7 @@ from distdiag.page.profile_files import DONE, FAILED, MAX_NUMBER, RECORDING, SAV
 from distdiag.terms.ranks import fold_ranks
 
 LEAD_S = 1.0  # between the request and its first step; the pulse beats four times a second
+NODES_LEAD_S = 2.0  # the same, if other nodes are asked, too
 POLL_S = 0.05
 SAVE_S = 30.0  # added to the deadline for a trace that is being saved
 
@@ -63,15 +63,18 @@ class Taken:
     absent: str | None = None  # which ranks of the job cannot be asked from this node
 
 
-def choose(views: Collection[RankView], wanted: Collection[int] | None) -> list[RankView]:
+def choose(views: Collection[RankView], wanted: Collection[int] | None, elsewhere: bool = False) -> list[RankView]:
     """Return the views of the wanted ranks, all if None.
+
+    Args:
+        elsewhere: Other nodes can be asked for the ranks that are not here.
 
     Raises:
         DistdiagError: a wanted rank is not alive on this node.
     """
     by_rank = {v.rank: v for v in views}
     missing = sorted(set(wanted or ()) - set(by_rank))
-    if missing:
+    if missing and not elsewhere:
         raise DistdiagError(
             f"rank {fold_ranks(missing)} is not alive on this node",
             f"choose from {fold_ranks(sorted(by_rank))}; for ranks of another node run the command there",
@@ -79,12 +82,17 @@ def choose(views: Collection[RankView], wanted: Collection[int] | None) -> list[
     return [v for q, v in sorted(by_rank.items()) if wanted is None or q in wanted]
 
 
-def not_here(run_dir: Path, views: Collection[RankView]) -> str | None:
-    """Return which ranks of the job cannot be asked from this node, and on which hosts to ask them; None if all can be."""
+def not_here(views: Collection[RankView], asked: Collection[int], host_of: Mapping[int, str]) -> str | None:
+    """Return which ranks of the job cannot be asked from this node, and on which hosts to ask them; None if all can be.
+
+    Args:
+        asked: Ranks that were asked.
+        host_of: Hosts of ranks on other nodes, as far as they are known.
+    """
     headers = [v.reader.header() for v in views]
     own = {v.text(h.host) for v, h in zip(views, headers, strict=True)}
-    missing = sorted(set(range(max(h.world_size for h in headers))) - {v.rank for v in views})
-    return absent_text(missing, nodes.hosts(run_dir), own) if missing else None
+    missing = sorted(set(range(max(h.world_size for h in headers))) - set(asked))
+    return absent_text(missing, host_of, own) if missing else None
 
 
 def absent_text(missing: Collection[int], host_of: Mapping[int, str], own_hosts: Collection[str | None]) -> str:
@@ -162,28 +170,27 @@ def _number(run_dir: Path) -> int:
     return number
 
 
-def take(
-    run_dir: Path, views: Collection[RankView], steps: int, timeout_s: float, report: Callable[[str], None]
-) -> Taken:
+def first_step(views: Collection[RankView], lead_s: float = LEAD_S) -> int:
+    """Return a step that the ranks begin in so many seconds, by the furthest of these ranks and their pace."""
+    step_s = _step_s(views)
+    lead = 2 + (math.ceil(lead_s / max(step_s, 1e-4)) if step_s else 1)
+    return max(v.reader.header().step for v in views) + min(lead, 10_000)
+
+
+def take(run_dir: Path, views: Collection[RankView], first: int, steps: int, timeout_s: float) -> Taken:
     """Ask these ranks, and return when each has saved its trace, failed, or timed out.
 
     Args:
+        first: The first step to be recorded.
         timeout_s: Time until the last step must be recorded.
-        report: Called with a line about the steps and ranks.
 
     Raises:
         DistdiagError: another profile is being taken, or the run directory cannot be written.
     """
     with _alone(run_dir):
-        newest = max(v.reader.header().step for v in views)
-        step_s = _step_s(views)
-        lead = 2 + (math.ceil(LEAD_S / max(step_s, 1e-4)) if step_s else 1)
-        taken = Taken(_number(run_dir), newest + min(lead, 10_000), steps, [])
+        taken = Taken(_number(run_dir), first, steps, [])
         deadline_ns = time.monotonic_ns() + int(timeout_s * 1e9)
         request = Request(taken.number, taken.first_step, steps, deadline_ns)
-        report(
-            f"steps {taken.first_step} to {taken.first_step + steps - 1} of rank {fold_ranks([v.rank for v in views])}"
-        )
         for v in views:
             asked = Asked(v.rank, v.text(v.reader.header().host) or "")
             taken.ranks.append(asked)

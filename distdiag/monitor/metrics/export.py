@@ -20,7 +20,7 @@ from distdiag.monitor.metrics.table import Poll
 from distdiag.store.opening import RunUnreadable, size_of
 from distdiag.store.probes import hosts_and_bandwidth
 from distdiag.store.reader import open_run
-from distdiag.terms.metrics_targets import Targets, need_packages, parse_metrics
+from distdiag.terms.metrics_targets import Targets, parse_metrics
 
 PROBES_S = 15.0  # between two reads of the probes that a person has recorded into the run
 
@@ -48,9 +48,7 @@ class Exporters:
         self._reported: Counter[tuple[str, str]] = Counter()
         self._counted: set[object] = set()
         with self._guarded("metrics are not exported"):
-            targets = parse_metrics(text)
-            need_packages(targets)
-            self._start(targets)
+            self._start(parse_metrics(text))
 
     def _start(self, targets: Targets) -> None:
         if targets.address is not None:
@@ -98,7 +96,7 @@ class Exporters:
             self._fail(f"OTLP: {first}")
 
     def latest(self) -> Poll | None:
-        """Return the newest poll; called by the exporters' threads, which also read the probes that the next one will have."""
+        """Return the newest poll. The exporters' threads call this, and read the probes for the next one."""
         if time.monotonic() - self._probes[0] >= PROBES_S:
             self._probes = (time.monotonic(), _recorded_probes(self.run_dir))
         return self._latest

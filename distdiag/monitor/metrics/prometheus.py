@@ -6,12 +6,14 @@ A scraper that sends slowly, never reads, or asks all the time costs a connectio
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from typing import Any
+from urllib.parse import urlsplit
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
@@ -57,6 +59,7 @@ class MetricsServer(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], latest: Callable[[], Poll | None]) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self.named = address[0].lower()
         super().__init__(address, _Handler)
         self._latest = latest
         self._open: list[Any] = []  # sockets, oldest first
@@ -100,12 +103,31 @@ class MetricsServer(ThreadingHTTPServer):
         """Print nothing: stderr is the job's, and a scraper that goes away is no event."""
 
 
+def _host(header: str) -> str:
+    """Return the host in a Host header, without its port; that of a request without one is this one."""
+    try:
+        return (urlsplit(f"//{header}").hostname or "") if header else "localhost"
+    except ValueError:
+        return ""
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False
+
+
 class _Handler(BaseHTTPRequestHandler):
     timeout = PATIENCE_S
     server: MetricsServer
     server_version, sys_version = "distdiag", ""
 
     def do_GET(self) -> None:
+        asked = _host(self.headers.get("Host", ""))
+        if _is_loopback(str(self.server.server_address[0])) and not (asked == self.server.named or _is_loopback(asked)):
+            self.send_error(403, explain="the metrics are for this host only")  # a web page, by DNS rebinding
+            return
         if self.path.partition("?")[0] != PATH:
             self.send_error(404, explain=f"the metrics are at {PATH}")
             return

@@ -54,7 +54,10 @@ class PageDecoder:
     def site(self, offset: int) -> Site | None:
         if offset not in self._sites:
             found = self.reader.site(offset)
-            self._sites[offset] = Site(*found) if found else None
+            site = None
+            for frame in reversed(found):
+                site = Site(*frame, caller=site)
+            self._sites[offset] = site
         return self._sites[offset]
 
     def stack(self) -> tuple[Site, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import linecache
 from collections import deque
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, issue_stack
+from distdiag.monitor import source_files
 from distdiag.monitor.evidence.ask import FlightRecord
 from distdiag.monitor.evidence.native import HostWait
 from distdiag.monitor.host.processes import Ending
@@ -84,7 +84,7 @@ class RankView:
         self._issued_s: IssueTimes = {}
 
     def file(self, kind: str) -> Path:
-        """Return the path of a file next to the page: `trace`, `native` (stacks on request), `fatal` (stacks at a fatal signal)."""
+        """Return the path of a file next to the page: `trace`, `native` (on request), `fatal` (at a signal)."""
         return self.reader.path.with_name(f"r{self.rank}.{kind}")
 
     def still_s(self, now_s: float) -> float:
@@ -144,7 +144,7 @@ class RankView:
             record: Its flight record, taken since it last made progress.
             host_wait: From its native frames: (a `HostWait`, the function it waits in).
         """
-        h, decoder, history, gauges = self.header, self.decoder, self.history, self.gauges
+        h, decoder, history = self.header, self.decoder, self.history
         life, exit_code, signal = self.life(os_state)
         heartbeat_s = self.s(h.heartbeat_ns)
         waits = RankWaits(decoder, history, self.device, record, self._issued_s)
@@ -163,22 +163,16 @@ class RankView:
         doing = self._activity(life, blocked, site, idle, silent_s)
         if doing not in ("waiting", "stopped", "gil_held") and kind == HostWait.DEVICE and life == Life.RUNNING:
             doing = "device"
-        known: dict[str, Any] = dict(zip((*_WRITTEN, *_SAMPLED), (*_written(h), *_sampled(gauges)), strict=True))
         return RankState(
-            **known,
-            host=self.text(h.host),
+            **self._of_page(),
+            **self._of_history(),
             life=life,
             exit_code=exit_code,
             signal=signal,
-            exception=self.text(h.exception) or None,
             ended_s=self._ended_s(life),
             heartbeat_age_s=silent_s,
-            phase=Phase(h.phase).name.lower(),
-            phase_since_s=self.s(h.phase_since_ns),
-            epoch=h.epoch if h.epoch >= 0 else None,
             current_site=site,
             activity=doing,
-            activity_since_s=history.still_since_s,
             enqueued=waits.enqueued,
             completed=waits.completed,
             blocked=blocked,
@@ -187,38 +181,58 @@ class RankView:
             host_wait_in=function,
             wait_measured=not self.device.used(),
             calls=calls,
-            p2p_issued=decoder.p2p(),
-            sites=decoder.sites(),
-            visits=history.visits.known(),
             host_blocked=idle,
             user_stack=stack,
             host_stack=decoder.stack() if on_device else (),
-            loaders=decoder.loaders(),
-            models=decoder.models(),
-            samples=tuple(history.samples),
-            steps=tuple(history.steps),
-            ddp_times=tuple(history.ddp_times.kept),
             ended_waiting=life == Life.KILLED and self._died_waiting(),
-            in_join=bool(h.in_join),
-            logged={name: tuple(values) for name, values in history.logged.items()},
-            caught=self.text(h.caught) or None,
-            caught_s=self.s(h.caught_ns),
-            handling=self.text(h.handling) or None,
-            handling_site=decoder.site(h.handling_site),
-            memory=tuple(gauges.memory),
-            device_memory=tuple(gauges.device_memory),
-            warm_since_s=history.warm_since_s,
-            gc_s=h.gc_ns / 1e9,
-            gc_count=h.gc_count,
-            gc_off=bool(h.gc_off),
-            device_bytes=h.device_peak_bytes or None,
-            device_total_bytes=h.device_total_bytes or None,
             longest_delay_s=self.longest_delay_s,
-            **history.phases(),
         )
 
+    def _of_page(self) -> dict[str, Any]:
+        """Return the fields of the state that the rank itself has written."""
+        h, decoder = self.header, self.decoder
+        return {
+            **dict(zip(_WRITTEN, _written(h), strict=True)),
+            "host": self.text(h.host),
+            "exception": self.text(h.exception) or None,
+            "phase": Phase(h.phase).name.lower(),
+            "phase_since_s": self.s(h.phase_since_ns),
+            "epoch": h.epoch if h.epoch >= 0 else None,
+            "p2p_issued": decoder.p2p(),
+            "sites": decoder.sites(),
+            "loaders": decoder.loaders(),
+            "models": decoder.models(),
+            "in_join": bool(h.in_join),
+            "caught": self.text(h.caught) or None,
+            "caught_s": self.s(h.caught_ns),
+            "handling": self.text(h.handling) or None,
+            "handling_site": decoder.site(h.handling_site),
+            "gc_s": h.gc_ns / 1e9,
+            "gc_count": h.gc_count,
+            "gc_off": bool(h.gc_off),
+            "device_bytes": h.device_peak_bytes or None,
+            "device_total_bytes": h.device_total_bytes or None,
+        }
+
+    def _of_history(self) -> dict[str, Any]:
+        """Return the fields of the state that earlier polls and the samples of the host have shown."""
+        history, gauges = self.history, self.gauges
+        return {
+            **dict(zip(_SAMPLED, _sampled(gauges), strict=True)),
+            **history.phases(),
+            "activity_since_s": history.still_since_s,
+            "visits": history.visits.known(),
+            "samples": tuple(history.samples),
+            "steps": tuple(history.steps),
+            "ddp_times": tuple(history.ddp_times.kept),
+            "logged": {name: tuple(values) for name, values in history.logged.items()},
+            "warm_since_s": history.warm_since_s,
+            "memory": tuple(gauges.memory),
+            "device_memory": tuple(gauges.device_memory),
+        }
+
     def _stack_and_site(self, life: str, blocked: Call | None, on_device: bool) -> tuple[tuple[Site, ...], Site | None]:
-        """Return (the user's stack, the host's site): from the newest sample, the call it waits in, or where it ended."""
+        """Return (the user's stack, the host's site), from the newest sample, the call it waits in, or its end."""
         h, stack = self.header, self.decoder.stack()
         wait_site = blocked.site if blocked is not None else None
         if wait_site is not None and not on_device and (not stack or stack[0] != wait_site):
@@ -234,7 +248,7 @@ class RankView:
         return stack, site
 
     def _entered(self, sampled_s: float) -> Site | None:
-        """Return where the main thread entered a collective, or a pass of DDP, after its last sample; None if it did not.
+        """Return where the main thread entered a collective or a pass of DDP since its last sample, or None.
 
         The page has it from the main thread itself: a rank may be killed before the next sample.
         """
@@ -270,7 +284,7 @@ class RankView:
             return "waiting"
         if silent_s is not None and silent_s > 1.5:
             return "gil_held"
-        line = linecache.getline(site.file, site.line).strip() if site else ""
+        line = source_files.line(site.file, site.line) if site else ""
         return activity_of(self.text(self.header.raw_innermost), line, Phase(self.header.phase), bool(idle))
 
 

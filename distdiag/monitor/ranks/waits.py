@@ -123,6 +123,8 @@ class RankWaits:
         entry = self._entry(group, done + 1)
         calls = reversed(self._history.calls)
         seen = next((c for c in calls if (c.group, c.seq) == (key, done + 1) and not c.p2p), None)
+        if seen is not None and seen.other_thread:  # it came before the main thread's own call
+            return replace(seen, entered_s=since, left_s=since, completed_s=None)
         if entry is None and seen is not None:  # C++ issued it through a process group written in Python
             return replace(seen, site=site or seen.site, entered_s=since, left_s=since, completed_s=None)
         call = Call(op="", group=key, seq=done + 1, site=site, entered_s=since)

@@ -87,10 +87,11 @@ def compare(
 ) -> None:  # fmt: skip
     """Compare `result` with its entry of the baseline; add `comparison` and the verdict.
 
-    A value is slower if the difference is significant (Mann-Whitney on block medians, Holm over the sizes), larger
-    than `tolerance`, and a large effect (Cliff's delta). Blocks of one run share its placement and neighbours, so their
-    spread is too narrow for a verdict: slower values are measured again, and only those that are slower both times fail.
-    Without a second measurement, or on a noisy host, the verdict is inconclusive.
+    A value is slower if the difference is significant (Mann-Whitney on block medians, Holm over the sizes),
+    larger than `tolerance`, and a large effect (Cliff's delta). Blocks of one run share its placement and
+    neighbours, so their spread is too narrow for a verdict: slower values are measured again, and only those
+    that are slower both times fail. Without a second measurement, or on a noisy host, the verdict is
+    inconclusive.
 
     Args:
         tolerance: Share, 0.1 = 10 %.
@@ -99,18 +100,9 @@ def compare(
     Raises:
         DistdiagError: the baseline is of another probe, host class, backend, world size, type or torch.
     """
-    mine = key_of(result)
-    of_probe = [e for e in entries if e.key.get("probe") == result.probe]
-    if not of_probe:
-        if not result.measures:
-            return  # not possible here or on the baseline's host
-        had = ", ".join(sorted({str(e.key.get("probe")) for e in entries})) or "nothing"
-        raise DistdiagError(f"the baseline has no {result.probe} (it has {had})", "save one with --save")
-    entry = next((e for e in of_probe if e.key == mine), None)
+    entry = _entry_of(result, entries)
     if entry is None:
-        theirs = of_probe[0].key
-        differs = "; ".join(f"{k}: {theirs.get(k)} there, {v} here" for k, v in mine.items() if theirs.get(k) != v)
-        raise DistdiagError(f"the baseline was made under other conditions ({differs})", "save one here with --save")
+        return  # not possible here or on the baseline's host
     rows = _compare_measures(result.measures, entry.measures, tolerance)
     result.comparison = rows
     noisy = entry.noisy or bool(result.host_noise and result.host_noise.noisy)
@@ -143,6 +135,27 @@ def compare(
     else:
         ratio = float(np.median([r["ratio"] for r in tested]))
         result.reasons.append(f"no slower than the baseline (median ratio {ratio:.2f} over {len(tested)})")
+
+
+def _entry_of(result: Result, entries: list[Entry]) -> Entry | None:
+    """Return the entry that was measured under the same conditions; None if the result has nothing to compare.
+
+    Raises:
+        DistdiagError: there is none.
+    """
+    mine = key_of(result)
+    of_probe = [e for e in entries if e.key.get("probe") == result.probe]
+    if not of_probe:
+        if not result.measures:
+            return None
+        had = ", ".join(sorted({str(e.key.get("probe")) for e in entries})) or "nothing"
+        raise DistdiagError(f"the baseline has no {result.probe} (it has {had})", "save one with --save")
+    entry = next((e for e in of_probe if e.key == mine), None)
+    if entry is None:
+        theirs = of_probe[0].key
+        differs = "; ".join(f"{k}: {theirs.get(k)} there, {v} here" for k, v in mine.items() if theirs.get(k) != v)
+        raise DistdiagError(f"the baseline was made under other conditions ({differs})", "save one here with --save")
+    return entry
 
 
 def _name(key: str) -> str:

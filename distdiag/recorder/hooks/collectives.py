@@ -108,7 +108,7 @@ class Collectives(CallEntries):
         if g is None:
             return None
         op, tensor_at = METHODS[method]
-        site = self.recorder.site(user_frame(sys._getframe(3)))
+        site = self.recorder.call_site(user_frame(sys._getframe(3)))
         main = get_ident() == self.recorder.main_thread
         opts = args[-1] if args else kwargs.get("opts")
         asynchronous = getattr(opts, "asyncOp", None)  # point-to-point calls have no such option
@@ -303,7 +303,7 @@ class Collectives(CallEntries):
         page = self.page
         if page.words[_BLOCKED] != _NO or get_ident() != self.recorder.main_thread or not page.has_call(number):
             return number, False
-        self.block(_WAIT, number, site or self.recorder.site(user_frame(sys._getframe(4))))
+        self.block(_WAIT, number, site or self.recorder.call_site(user_frame(sys._getframe(4))))
         self.ledger.last_ready_ns = began = page.words[_BLOCKED_SINCE]
         self.ledger.arrived_ns = self.ledger.arrived_ns or began
         return number, True

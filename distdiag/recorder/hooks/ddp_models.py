@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import json
 import zlib
+from threading import get_ident
 from types import FrameType
 from typing import Any
 
 import torch
 
-from distdiag.page.layout import MODELS, ModelSlot
+from distdiag.page.layout import MODELS, ModelSlot, word
+from distdiag.recorder.frames import USER, frames_of, kind_of
 from distdiag.recorder.hooks.ddp_times import DdpTimes
 from distdiag.recorder.hooks.device_clock import cuda_index
 from distdiag.recorder.hooks.step_accounting import StepAccounting
@@ -23,6 +25,7 @@ from distdiag.recorder.unseen import unseen
 @guarded
 def constructing(accounting: StepAccounting, module: Any, kwargs: dict, caller: FrameType) -> ModelSlot | None:
     """Record what is about to be wrapped, before DDP's constructor communicates."""
+    _follow_this_thread(accounting)
     site = accounting.recorder.user_site(caller)
     n = accounting.header.n_models
     if n >= MODELS:
@@ -48,6 +51,17 @@ def constructing(accounting: StepAccounting, module: Any, kwargs: dict, caller: 
         accounting.collectives.mark_site("DDP", site)
         accounting.collectives.block_ddp(pg, site)
     return slot
+
+
+def _follow_this_thread(accounting: StepAccounting) -> None:
+    """Record this thread as the main one, if that has no line of the user's and has not trained: a worker of Ray Train runs tasks in
+    its main thread, and the training in another.
+    """
+    recorder, ledger = accounting.recorder, accounting.ledger
+    if get_ident() == recorder.main_thread or ledger.models or accounting.page.words[word("step")]:
+        return
+    if not any(kind_of(f.f_code) == USER for f in frames_of(recorder.main_thread)):
+        recorder.main_thread = ledger.main_thread = get_ident()
 
 
 @guarded

@@ -18,6 +18,7 @@ from torch.utils.data import dataloader as loader_module
 
 from distdiag.recorder import state
 from distdiag.recorder.frames import PACKAGE, kind_of
+from distdiag.recorder.hooks.bucket_rebuilds import BucketRebuilds
 from distdiag.recorder.hooks.collectives import Collectives, note_caught
 from distdiag.recorder.hooks.ddp_models import constructed, constructing
 from distdiag.recorder.hooks.step import autograd_backward, ddp_forward, ddp_sync_buffers, loader_next
@@ -59,6 +60,8 @@ def _not_traced(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _wrap_ddp(accounting: StepAccounting) -> None:
+    rebuilds = BucketRebuilds(accounting)
+
     @guarded
     def begins(ddp: Any, module: Any, *_args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
         by_library = kind_of(sys._getframe(3).f_code) == PACKAGE  # the caller of DDP's constructor
@@ -71,6 +74,7 @@ def _wrap_ddp(accounting: StepAccounting) -> None:
             note_caught(accounting.recorder, error)
         elif began is not None and began[1] is not None:
             constructed(accounting, *began)
+            rebuilds.watch(began[0])
             if began[1].find_unused > 0:
                 _time_searches(accounting)
 

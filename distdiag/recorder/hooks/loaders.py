@@ -185,12 +185,8 @@ class Loaders:
             if iterator._data_queue is not iterator._worker_result_queue:  # a thread pins memory
                 ready += len(iterator._data_queue.queue)  # without its lock, which a fork could copy while it is held
             fetching = iterator._tasks_outstanding - ready
-        except (
-            AttributeError,
-            NotImplementedError,
-            OSError,
-            ValueError,
-        ):  # another version of torch, macOS, or the loader is being closed
+        # another version of torch, macOS, or the loader is being closed
+        except (AttributeError, NotImplementedError, OSError, ValueError):
             return
         share = 1000 * min(max(fetching, 0), slot.workers) // slot.workers
         n = slot.polls = slot.polls + 1

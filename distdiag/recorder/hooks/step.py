@@ -207,8 +207,8 @@ def _forward_failed(accounting: StepAccounting, m: Model | None, error: BaseExce
         accounting.checks.unused.forward_failed(m, error, m.forward_site)
 
 
-def ddp_sync_buffers(accounting: StepAccounting, original: Method) -> Method:
-    """Return the hook of `DistributedDataParallel._sync_buffers`, in which ranks wait for the rank that broadcasts its buffers."""
+def forward_waits(accounting: StepAccounting) -> tuple[Callable[[Any], int], Callable[[int], None]]:
+    """Return what to call before and after a broadcast of DDP in its forward: with the DDP module; with what that returned."""
     ledger, words, models = accounting.ledger, accounting.words, accounting.ledger.models
 
     def slow_begins(module: Any) -> int:
@@ -229,7 +229,12 @@ def ddp_sync_buffers(accounting: StepAccounting, original: Method) -> Method:
         if words[_PHASE] == _FORWARD:  # the forward of a validation is not in forward_ns
             ledger.forward_wait_ns += waited
 
-    begins, ends = fast_hook(ledger, "sync_begins", slow_begins), fast_hook(ledger, "sync_ends", slow_ends)
+    return fast_hook(ledger, "sync_begins", slow_begins), fast_hook(ledger, "sync_ends", slow_ends)
+
+
+def ddp_sync_buffers(accounting: StepAccounting, original: Method) -> Method:
+    """Return the hook of `DistributedDataParallel._sync_buffers`, in which ranks wait for the rank that broadcasts its buffers."""
+    begins, ends = forward_waits(accounting)
 
     @wraps(original)
     def _sync_buffers(self: Any) -> Any:

@@ -8,6 +8,7 @@ from pathlib import Path
 from distdiag import guard
 from distdiag.diagnosis.culprit.verdict import judge
 from distdiag.diagnosis.model.findings import Certainty, Finding, Report, Severity, State
+from distdiag.diagnosis.model.syntax import Source, no_source
 from distdiag.diagnosis.text.incident_finding import incident_finding
 from distdiag.diagnosis.text.template import filled
 from distdiag.diagnosis.waits.graph import build
@@ -19,7 +20,9 @@ from distdiag.sources.dumps.findings import Findings
 from distdiag.sources.dumps.late_ranks import LateRanks
 from distdiag.sources.dumps.load import load
 from distdiag.sources.dumps.load_report import LoadReport
+from distdiag.sources.dumps.places import with_places
 from distdiag.sources.dumps.running import was_running
+from distdiag.sources.stacks.calls import Position
 
 LIMITS = guard.Limits()
 # what the child sends: the verdict; if there is none, the files that should have been dumps, and those that were not read
@@ -27,11 +30,17 @@ Answer = tuple[Report | None, list[tuple[str, str]], list[str]]
 __all__ = ["LoadReport", "NoDumps", "diagnose_dumps", "load"]
 
 
-def diagnose_dumps(paths: str | Path | Iterable[str | Path]) -> Report:
+def diagnose_dumps(
+    paths: str | Path | Iterable[str | Path], places: Mapping[int, Position] | None = None, source: Source = no_source
+) -> Report:
     """Return a report from flight-recorder dumps of any cluster: who is missing, who is stuck, what could not be read.
 
     The dumps are read and judged in a child process with limits. A file that crashes the child is listed as unreadable, with the
     reason, and the others are judged without it.
+
+    Args:
+        places: Where ranks of the running job are, by their stacks.
+        source: Text of a source file by path, or None: conditions on the rank are read from it.
 
     Raises:
         NoDumps: none of the files is a dump.
@@ -41,7 +50,7 @@ def diagnose_dumps(paths: str | Path | Iterable[str | Path]) -> Report:
 
     def work(announce: guard.Announce, refused: Mapping[str, str], only: str | None) -> Answer:
         try:
-            return _judge(given if only is None else [only], announce, refused), [], []
+            return _judge(given if only is None else [only], announce, refused, places or {}, source), [], []
         except NoDumps as e:
             return None, e.report.bad, e.report.others
 
@@ -59,7 +68,10 @@ def diagnose_dumps(paths: str | Path | Iterable[str | Path]) -> Report:
     return report
 
 
-def _judge(given: list[str | Path], announce: guard.Announce, refused: Mapping[str, str]) -> Report:
+def _judge(
+    given: list[str | Path], announce: guard.Announce, refused: Mapping[str, str], places: Mapping[int, Position],
+    source: Source,
+) -> Report:  # fmt: skip
     """Return the verdict, in this process.
 
     Raises:
@@ -68,8 +80,9 @@ def _judge(given: list[str | Path], announce: guard.Announce, refused: Mapping[s
     snapshot, loaded = load(given, announce, refused)
     if not loaded.files:
         raise NoDumps(loaded)
+    snapshot = with_places(snapshot, places)
     graph = build(snapshot)
-    proofs = [incident_finding(snapshot, verdict) for verdict in judge(snapshot, graph)]
+    proofs = [incident_finding(snapshot, verdict) for verdict in judge(snapshot, graph, source=source)]
     found = [f for f in proofs if f.certainty == Certainty.PROVED]
     blame = dump_stalls.judge(snapshot, graph, loaded.stale)
     findings = Findings(snapshot, loaded, blame)

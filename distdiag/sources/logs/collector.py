@@ -31,9 +31,8 @@ _SECTION = bounded(
 )
 _POD = bounded(r"^Name:\s{2,40}(?P<pod>\S{1,253})\s*$")  # `kubectl describe`: what follows is of one pod
 _STATE = bounded(r"^\s{2,99}(?P<last>Last )?State:\s{2,40}(?P<state>\w+)")
-_MISSING = bounded(
-    r"(?:^|[:\s])(?P<ranks>\d{1,6}): \[[\w.]"
-)  # Horovod's stall inspector: a rank, and what the others wait for
+# Horovod's stall inspector: a rank, and what the others wait for
+_MISSING = bounded(r"(?:^|[:\s])(?P<ranks>\d{1,6}): \[[\w.]")
 _STATE_LINES = 5
 _DIGIT = bounded(r"\d+")
 

@@ -1,9 +1,7 @@
-"""Ranks that failed by themselves, by their own messages and their launchers: one finding for each reason."""
+"""Ranks that failed by themselves: the reasons in their own messages, and one finding for each reason."""
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from distdiag.diagnosis.model.findings import Finding, rank_list
@@ -11,37 +9,22 @@ from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import at, shortened
 from distdiag.sources.logs import meanings
-from distdiag.sources.logs.build import Fields, finding, ranks_of, some
+from distdiag.sources.logs.build import Fields, finding, some
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import OWN, before, earlier, first_waits, process
 from distdiag.sources.logs.meanings import MEANINGS, Meaning
 from distdiag.sources.logs.patterns import Role
 from distdiag.sources.logs.timeouts import op_name
 from distdiag.sources.logs.tracebacks import LOST
-from distdiag.terms.ranks import unfold_ranks
-from distdiag.terms.untrusted import MAX_INT, bounded, is_rank
+from distdiag.terms.untrusted import bounded, is_rank
 
 # an exception that only reports another one
 _REPORTS_ANOTHER = bounded(
     r"[Rr]oot cause|[Ss]ee (?:the )?(?:stack trace|logs? |error)|in a background process|previous error|sub-exception|Caught \w+ in DataLoader worker"
 )
-AFTER_FIRST_S = 5.0  # a launcher kills what has not ended by itself so long after the first failure, or later
 _MEMORY = bounded(r"Process (\d{1,9}) has (\d{1,6}(?:\.\d{1,4})?) GiB memory in use")
 _NUMBER = bounded(r"0x[0-9a-f]+|\d+")
 _OF_THE_LINE = {"duplicate_gpu": ("a", "b"), "rank_twice": ("a",), "nccl_mismatch": ("near",)}  # ranks it is about
-# signals of a rank that was ended, or aborted by its watchdog; and those of a fault
-_SENT = ("SIGTERM", "SIGINT", "SIGABRT", "SIGHUP")
-_BY_KERNEL = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
-_OF_TEXT = {
-    "Out Of Memory": -9,
-    "Killed": -9,
-    "Segmentation fault": -11,
-    "segfault": -11,
-    "Bus error": -7,
-    "Aborted": -6,
-}
-EXIT_CODE = "ended with exit code"
-BY_PROGRAM = "by the program (MPI_Abort)"
 
 
 @dataclass(slots=True)
@@ -74,7 +57,7 @@ class Reason:
 
 
 def of_messages(found: Collected) -> tuple[list[Reason], list[Fact]]:
-    """Return the reasons of ranks whose first fact is a failure of their own, and the failures that came after a timeout."""
+    """Return (reasons of ranks whose first fact is a failure of their own, failures after a timeout)."""
     waits = first_waits(found)
     timeouts = [f for f in waits.values() if f.role is Role.WAIT]
     of_device = {
@@ -173,7 +156,7 @@ def text_of(f: Fact, meaning: Meaning) -> str:
 
 
 def _memory_of_others(f: Fact) -> str:
-    """Return what other processes hold of the GPU whose memory was not enough, by the message; empty if they are not known."""
+    """Return what other processes hold of the full GPU, by the message; empty if that is not known."""
     what = f.fields.get("what", "")
     held = {pid: gib for pid, gib in _MEMORY.findall(what) if pid != str(f.who.pid)}
     if not held or ("this process has" not in what and f.who.pid is None):
@@ -182,183 +165,11 @@ def _memory_of_others(f: Fact) -> str:
     return f": process {pid}, which is not this rank, holds {float(held[pid]):.3g} GiB of that GPU"
 
 
-# -- how processes ended, by their launchers -------------------------------------------------------------------------
-
-
-def signal_name(number: int) -> str:
-    """Return `SIGTERM` of 15."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-@dataclass(frozen=True, slots=True)
-class _End:
-    """How one process ended."""
-
-    fact: Fact
-    rank: int | None
-    code: int
-    launcher: str
-
-    @property
-    def by(self) -> str:
-        """Return the name of the signal that ended it; empty if it exited."""
-        number = -self.code if self.code < 0 else self.code - 128 if 128 < self.code < 160 else 0
-        return signal_name(number) if number else ""
-
-    @property
-    def name(self) -> str:
-        """Return the process, without a rank."""
-        local, pid, host, label = (self.fact.fields.get(key, "") for key in ("local", "pid", "host", "label"))
-        name = f"local rank {local}" if local else f"process {pid}" if pid else label or "a process"
-        if self.launcher == "srun":  # its task is a node
-            name = "the ranks"
-        return name + (f" on {host}" if host else "")
-
-
-def of_exits(found: Collected, explained: set[int], waited: set[int], others: bool) -> list[Reason]:
-    """Return the reasons that launchers give for ranks that left no message of their own.
-
-    Args:
-        explained: Ranks whose failure is known.
-        waited: Ranks that timed out or lost a connection: their own end follows from that.
-        others: True if a process failed by itself, whether its rank is known or not.
-    """
-    reasons: dict[tuple[str, str], Reason] = {}
-    memory = found.named("host_oom")
-    # a process may also be lost because it timed out: then nothing shows that it failed first
-    pids = {f.who.pid for f in found.facts if f.role is Role.VICTIM}
-    if any(f.role is Role.WAIT for f in found.facts):
-        pids.add(None)
-    ends = _ends(found)
-    killed = {id(end) for end in _killed_by_launcher(ends)}
-    named = bool(explained) and any(end.rank is not None for end in ends)
-    for nth, end in enumerate(ends):
-        if id(end) in killed or (_followed(end, explained, waited, bool(memory)) and not _another(end, pids)):
-            continue
-        if end.rank is None and end.by == "SIGKILL" and ranks_of(memory):
-            continue  # it is the process that the kernel names
-        if end.rank is None and (named or (others and end.launcher in ("line", "parent"))):
-            continue  # the end of a process that failed by itself
-        meaning = _meaning(end, bool(memory), others)
-        r = reasons.setdefault((meaning.cause, meaning.text), Reason(meaning, meaning.text, meaning.advice, nth))
-        r.facts.append(end.fact)
-        if end.rank is None:
-            r.unnamed.append(end.name)
-        else:
-            r.ranks.add(end.rank)
-            r.times.setdefault(end.rank, end.fact.fields.get("time", ""))
-            r.hosts |= {end.fact.fields["host"]} if end.fact.fields.get("host") else set()
-    if memory and not reasons and not explained:
-        meaning = MEANINGS["host_oom"]
-        pods = [f"pod {f.fields['pod']}" for f in memory if "pod" in f.fields]
-        reasons["", ""] = Reason(meaning, meaning.text, meaning.advice, 0.0, {*ranks_of(memory)}, pods, facts=memory)
-    return list(reasons.values())
-
-
-def _ends(found: Collected) -> list[_End]:
-    """Return how processes ended, those in launchers' tables first; what one line repeats is left out."""
-    tables = found.named("ended")
-    known = {f.fields["pid"] for f in tables if "pid" in f.fields}
-    lines = [f for f in found.facts if f.role is Role.EXIT and f.name not in ("ended", "host_oom")]
-    out: list[_End] = []
-    for f in (*tables, *(f for f in lines if f.fields.get("pid") not in known)):
-        launcher = {"exit_tasks": "srun", "lost_worker": "parent", "mpi_abort": "mpi"}.get(
-            f.name, f.fields.get("launcher", "line")
-        )
-        ranks: list[int | None] = [f.rank]
-        if f.name == "exit_tasks":  # a task is a node, if torchrun started the ranks
-            ranks = [None] if found.torchrun else [*_tasks(f.fields["tasks"])]
-        if (code := _code(f)) or f.name == "ended":
-            out += [_End(f, rank, code, launcher) for rank in ranks]
-    return out
-
-
-def sent(found: Collected) -> str:
-    """Return the signal by which processes were ended from outside; empty if none was."""
-    return next((end.by for end in _ends(found) if end.by in ("SIGTERM", "SIGINT", "SIGHUP")), "")
-
-
-def _code(f: Fact) -> int:
-    """Return the exit code that a launcher reports; negative for a signal."""
-    how, name = f.fields.get("how", ""), f.fields.get("signal", "")
-    if how in _OF_TEXT:
-        return _OF_TEXT[how]
-    if name:
-        return -(int(name[:4]) if name.isdecimal() else int(getattr(signal, name, 0)))
-    last = how.rpartition(" ")[2]
-    return int(last[:6]) if last.isdecimal() else (f.number("code") if "code" in f.fields else 1) or 0
-
-
-def _tasks(text: str) -> tuple[int, ...]:
-    """Return the tasks in `1-3`, `[0,2]`."""
-    try:
-        return unfold_ranks(text.replace("[", "").replace("]", ""))
-    except ValueError:
-        return ()
-
-
-def _followed(end: _End, explained: set[int], waited: set[int], memory: bool) -> bool:
-    """True if this process ended, or was ended, after another had failed."""
-    if end.rank in explained or (end.by in _SENT and (waited or end.by != "SIGABRT")):
-        return True
-    if end.rank in waited or (end.launcher == "parent" and end.rank is None and waited):
-        return True  # a process that has timed out was alive until then
-    cleaned_up = end.by not in _BY_KERNEL or (end.by == "SIGKILL" and end.launcher == "srun" and not memory)
-    return bool(explained) and not end.fact.fields.get("what") and cleaned_up
-
-
-def _another(end: _End, waiting: set[int | None]) -> bool:
-    """True if a process was lost whose pid is known not to be one of those that lost their connections."""
-    pid = end.fact.number("pid")
-    return end.launcher == "parent" and end.rank is None and pid is not None and not waiting & {None, pid}
-
-
-def _killed_by_launcher(ends: list[_End]) -> list[_End]:
-    """Return the processes that a launcher killed because another had failed before."""
-    at = [end.fact.who.at[1] for end in ends if end.fact.who.at and end.by not in _SENT]
-    first_s = min(at, default=0.0)
-    first = min((end.fact.order for end in ends if end.launcher == "srun" and not end.by), default=MAX_INT)
-    killed = [end for end in ends if end.by == "SIGKILL"]
-    return [
-        end
-        for end in killed
-        if (end.launcher == "srun" and end.fact.order > first)  # its lines are in the order of time
-        or (end.fact.who.at is not None and end.fact.who.at[1] - first_s > AFTER_FIRST_S)
-    ]
-
-
-def _meaning(end: _End, memory: bool, others: bool) -> Meaning:
-    """Return what one end is reported as."""
-    by, what = end.by, end.fact.fields.get("what", "")
-    if end.launcher == "parent":
-        return Meaning("rank_lost", "crashed", "was lost: killed, or crashed in native code", meanings.KILLED)
-    if end.launcher == "mpi":
-        why = shortened(end.fact.fields.get("how", BY_PROGRAM), 160)
-        return Meaning("rank_lost", "crashed", f"aborted MPI: {why}", meanings.SEE_LOG)
-    if by == "SIGKILL" and memory:
-        return Meaning("rank_lost", "killed", "was killed by SIGKILL: out of memory", MEANINGS["host_oom"].advice)
-    if by and not (by == "SIGABRT" and others):  # it aborted after its message
-        return Meaning("rank_lost", "killed", f"was killed by {by}", meanings.SIGNALS.get(by, meanings.SEE_LOG))
-    if what:
-        return Meaning(
-            "rank_lost", "crashed", f"raised {shortened(what, 160)}", meanings.advice_for(what, meanings.GENERAL[1])
-        )
-    return Meaning("rank_lost", "crashed", f"{EXIT_CODE} {end.code}, without an exception in the log", meanings.SEE_LOG)
-
-
 # -- findings --------------------------------------------------------------------------------------------------------
 
 
-def with_a_reason(reasons: Iterable[Reason]) -> list[Reason]:
-    """Return the ends that show what ended the process: a signal or an exception, not only an exit code."""
-    return [r for r in reasons if not r.text.startswith(EXIT_CODE) and not r.text.endswith(BY_PROGRAM)]
-
-
 def number(reasons: list[Reason], ended: list[Reason]) -> None:
-    """Set the ranks of the one exception without ranks: those that ended with an exit code, if their number is equal."""
+    """Give the one exception without ranks those that ended with an exit code, if their number is equal."""
     nameless = [r for r in reasons if r.meaning.cause == "crashed" and not r.ranks and not _has_process(r)]
     ranks = {q for r in ended for q in r.ranks}
     if len(nameless) == 1 and len(nameless[0].facts) == len(ranks):

@@ -18,17 +18,10 @@ from distdiag.sources.logs.patterns import Role
 from distdiag.sources.logs.writers import Writer, messages, plain, time_of, writer
 from distdiag.terms.untrusted import bounded
 
-MOST_LINES, OF_FILE, LAST, LEAST = (
-    1 << 12,
-    256,
-    12,
-    4,
-)  # lines read: of all files, of one with a failure, of any other; at least
-OWN_LINES, NAMELESS, OTHERS = (
-    1,
-    3,
-    20,
-)  # lines of progress after which a failure is past: of its process, of no name, of others
+# lines read: of all files, of one with a failure, of any other; at least
+MOST_LINES, OF_FILE, LAST, LEAST = (1 << 12, 256, 12, 4)
+# lines of progress after which a failure is past: of its process, of no name, of others
+OWN_LINES, NAMELESS, OTHERS = (1, 3, 20)
 FEW = 3  # lines of progress by which its pace is known; equal lines that are a monitor's
 _NUMBER = bounded(r"\d+")
 _ENDS = (Role.CAUSE, Role.WAIT, Role.VICTIM, Role.START, Role.EXIT)

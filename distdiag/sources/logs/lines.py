@@ -31,10 +31,8 @@ MAX_EQUAL = 1 << 15  # lines of a shape; those of further ranks are not judged
 # of shapes with the same needles: after so many lines, of each further shape the first ones, and two of each writer
 LINES_OF_GROUP, SHAPES_OF_GROUP, FIRST, MAX_LOOKED_AT = 1 << 11, 1 << 12, 4, 1 << 14
 WRITER_BYTES, SHAPE_BYTES, MAX_SHAPES = 160, 512, 1 << 15
-MAX_DETAIL, LINE_COST = (
-    64 << 20,
-    400,
-)  # bytes of all files that are read in detail; each line takes as long as so many more
+# bytes of all files that are read in detail; each line takes as long as so many more
+MAX_DETAIL, LINE_COST = (64 << 20, 400)
 MAX_BYTES = 32 << 30  # limit of one unpacked file
 WRAPPED_LINES, TERMINALS = 4, (60, 400)  # lines of exactly the largest length; usual widths of terminals
 _BOMS = ((b"\xff\xfe\x00\x00", "utf-32-le"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))

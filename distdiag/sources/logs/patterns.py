@@ -247,11 +247,5 @@ _WORDS = tuple(dict.fromkeys((*(p.needle for p in TABLE), *_BEGINS, *_MORE, *_WE
 NEEDLES: tuple[bytes, ...] = tuple(word.encode() for word in _WORDS)
 WEAK = frozenset(word.encode() for word in _WEAK)
 BEGINS = frozenset(word.encode() for word in _BEGINS)
-HEADS = (
-    b'File "',
-    b'File \\"',
-    b"Last error:",
-    b"noticed that process rank",
-    b"Missing ranks:",
-    b"traceback :",
-)  # the next lines belong to it, whatever they contain
+# the next lines belong to it, whatever they contain
+HEADS = (b'File "', b'File \\"', b"Last error:", b"noticed that process rank", b"Missing ranks:", b"traceback :")

@@ -17,9 +17,8 @@ MAX_FRAMES = 64  # most frames of one traceback
 
 _FAILURES = tuple(row for row in TABLE if row.role is not Role.FACT)
 _FRAME = re.compile(r'File "(?P<filename>[^"]{1,500})", line (?P<line>\d{1,7})(?:,? in (?P<name>.{1,200}))?\s*$')
-_RICH = bounded(
-    r"^\S* ?│ (?P<filename>/\S{1,400}):(?P<line>\d{1,7}) in (?P<name>\S{1,200})"
-)  # a frame of rich's tracebacks
+# a frame of rich's tracebacks
+_RICH = bounded(r"^\S* ?│ (?P<filename>/\S{1,400}):(?P<line>\d{1,7}) in (?P<name>\S{1,200})")
 _CALL = bounded(r"#\d+ (?P<name>\S+) from (?P<filename>\S{1,500}):(?P<line>\d{1,7})\s*$")
 _EXCEPTION = bounded(
     r"(?:^|[\]:|)]\s?)(?P<type>(?:[A-Za-z_]\w*\.){0,8}(?:[A-Z]\w*(?:Error|Exception|Expired|Killed|Timeout|Exit)))(?:: (?P<what>.*))?$"

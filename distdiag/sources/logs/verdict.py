@@ -1,7 +1,8 @@
 """Judges the logs of a job that distdiag has not recorded: `diagnose_logs(FILES)` returns findings.
 
-What distdiag itself printed into the log is the verdict: it saw the job. Else, first come ranks that raised, were killed, or whose GPU failed; then what torch reports about several ranks; then who waited
-for whom; then lost connections. A later kind is reported only if no earlier one explains it.
+What distdiag itself printed into the log is the verdict: it saw the job. Else, first come ranks that raised,
+were killed, or whose GPU failed; then what torch reports about several ranks; then who waited for whom; then
+lost connections. A later kind is reported only if no earlier one explains it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from distdiag import guard
 from distdiag.diagnosis.model.findings import NO_KNOWN_ERROR, STOPPED_BY, Finding, Report, Severity, State
 from distdiag.diagnosis.text.phrases import at, count, rough_time, shortened
 from distdiag.errors import DistdiagError
-from distdiag.sources.logs import events, failures, later, reports, rows, timeouts
+from distdiag.sources.logs import events, exits, failures, later, reports, rows, timeouts
 from distdiag.sources.logs.build import finding
 from distdiag.sources.logs.collector import Collector
 from distdiag.sources.logs.facts import Collected, Fact
@@ -25,7 +26,7 @@ from distdiag.sources.logs.lines import wrapped_at
 from distdiag.sources.logs.meanings import MEANINGS, STOPS
 from distdiag.sources.logs.patterns import Role
 from distdiag.sources.logs.writers import time_of
-from distdiag.terms.untrusted import MAX_RANKS, all_encodable
+from distdiag.terms.untrusted import MAX_RANKS
 
 MAX_FINDINGS = 6
 HUNG_S, HUNG_STEPS = 600.0, 20.0  # without a line, at least and as a multiple of the longest step, a job hangs
@@ -35,7 +36,8 @@ LIMITS = guard.Limits(cpu_s=12.0, cpu_s_per_byte=2e-6, memory_per_byte=1)  # bey
 def diagnose_logs(given: Sequence[str], paths: Sequence[Path] | None = None) -> Report | None:
     """Return what the logs show; None if none of the files is a log.
 
-    They are read and judged in a child process with limits, as dumps are: a file that crashes it is listed, and the others count.
+    They are read and judged in a child process with limits, as dumps are: a file that crashes it is listed,
+    and the others count.
 
     Args:
         paths: The log files, if they are known already.
@@ -47,23 +49,16 @@ def diagnose_logs(given: Sequence[str], paths: Sequence[Path] | None = None) -> 
     if not logs:
         return None
 
-    def work(announce: guard.Announce, refused: Mapping[str, str], only: str | None) -> bytes:
-        return _encoded(judge_logs(given, logs if only is None else [Path(only)], announce, refused))
+    def work(announce: guard.Announce, refused: Mapping[str, str], only: str | None) -> Report:
+        return judge_logs(given, logs if only is None else [Path(only)], announce, refused)
 
     try:
-        report = msgspec.msgpack.decode(guard.survivors(work, lambda: map(str, logs), LIMITS), type=Report)
+        report = guard.judged(work, lambda: map(str, logs), LIMITS, Report)
     except guard.Died as e:
         raise DistdiagError(
             f"the logs cannot be judged together: {e.reason}", "give fewer of them, or those of one launch"
         ) from e
     return msgspec.structs.replace(report, notes=(*report.notes, *left_out(given, logs)))
-
-
-def _encoded(report: Report) -> bytes:
-    try:
-        return msgspec.msgpack.encode(report)
-    except UnicodeEncodeError:  # a path that is not UTF-8
-        return msgspec.msgpack.encode(all_encodable(msgspec.to_builtins(report)))
 
 
 def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str, str] | None) -> Collected:
@@ -141,10 +136,10 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
     if any(f.kind == "unused_parameters" for f in reported):
         own = [r for r in own if not all("finished reduction" in f.text for f in r.facts)]
     explained = {q for r in own for q in r.ranks} | {q for f in reported for q in (*f.culprits, *f.victims)}
-    ends = failures.of_exits(found, explained, {*waited}, any(not failures.only_reports(r) for r in own))
-    if failures.with_a_reason(ends):
+    ends = exits.of_exits(found, explained, {*waited}, any(not failures.only_reports(r) for r in own))
+    if exits.with_a_reason(ends):
         own = [r for r in own if not failures.only_reports(r)]
-    own += failures.with_a_reason(ends)
+    own += exits.with_a_reason(ends)
     codes = [r for r in ends if r not in own]
     if own or reported:
         failures.number(own, codes)
@@ -155,7 +150,7 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
     if (stop := _stopped(found)) is not None:
         return _hung(found), stop
     lost = rows.first_of(rows.LOST_ROWS, found) or [failures.of_reason(r, found, waited) for r in codes]
-    signal = "" if lost else failures.sent(found)
+    signal = "" if lost else exits.sent(found)
     return lost[:MAX_FINDINGS], _stopped_by(signal) if signal else None
 
 
@@ -193,7 +188,7 @@ def _stopped(found: Collected) -> str | None:
     ):
         fields = {key: value.lower() if key == "why" else value for key, value in f.fields.items()}
         if f.name == "terminated":
-            return _stopped_by(fields.get("name") or failures.signal_name(f.number("signal") or 0))
+            return _stopped_by(fields.get("name") or exits.signal_name(f.number("signal") or 0))
         pod = fields.get("pod", "")
         rank = found.rank_of.get((pod, ""))
         fields["pod"] = (f"pod {pod}" if pod else "the pod") + (f" (rank {rank})" if rank is not None else "")

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import msgspec
 
 from distdiag.diagnosis.model.snapshot import Call, Site
+from distdiag.diagnosis.model.syntax import Source, line_at, no_source
 from distdiag.sources.stacks.frames import Frame, Stack
 from distdiag.terms.activity import by_frame, by_line, refined
 from distdiag.terms.operations import family, op_name
 from distdiag.terms.untrusted import visible
 
-Source = Callable[[str], str | None]
 DEFAULT_GROUP = "default_pg"
 UNKNOWN_GROUP = ""  # such a wait accuses nobody
 UNNUMBERED = 1  # stacks have no sequence numbers: each rank is in its newest call of the group, whichever that is
@@ -52,7 +51,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     unsure: bool = False
 
 
-def position(stack: Stack, source: Source | None = None, still: bool = True) -> Position:
+def position(stack: Stack, source: Source = no_source, still: bool = True) -> Position:
     """Return where a thread is.
 
     Args:
@@ -110,7 +109,7 @@ def _of_c10d(f: Frame, callers: tuple[Frame, ...], users: list[Frame], site: Sit
 
 
 def _created(inner: tuple[Frame, ...]) -> str:
-    """Return ranks and name of the group that new_group creates; torch numbers groups in the order of the calls on each rank."""
+    """Return ranks and number of the group that new_group creates; each rank numbers its calls in order."""
     for f in inner:
         if f.name == "_new_group_with_tag" and "ranks" in f.values:
             number = f.values.get("group_name", "").strip("\"'")
@@ -124,7 +123,7 @@ def _number(f: Frame, *names: str) -> int | None:
 
 
 def _group(f: Frame, callers: tuple[Frame, ...], users: list[Frame]) -> str:
-    """Return the name of the user's variable that holds the group of a call; else the default group, as of `group.WORLD`."""
+    """Return the user's variable that holds the group of a call; else the default group, as `group.WORLD`."""
     passed = any(_GROUP in x.values.get(n, "") for x in callers if x.name == "wrapper" for n in ("args", "kwargs"))
     where = f.objects.get("group")
     if not passed or where is None:
@@ -136,7 +135,8 @@ def _group(f: Frame, callers: tuple[Frame, ...], users: list[Frame]) -> str:
 def _ddp_group(inner: tuple[Frame, ...], users: list[Frame]) -> str:
     """Return the group of a call that no Python frame of torch names: DDP keeps its group where no stack shows it.
 
-    It is the default group if DDP's constructor was given none, or if no function of the user that is on the stack has another.
+    It is the default group if DDP's constructor was given none, or if no function of the user that is on the
+    stack has another.
     """
     for f in inner:
         if f.name == "__init__" and f.values.get("process_group") == "None":
@@ -145,14 +145,14 @@ def _ddp_group(inner: tuple[Frame, ...], users: list[Frame]) -> str:
     return UNKNOWN_GROUP if has_others else DEFAULT_GROUP
 
 
-def _activity(stack: Stack, site: Site | None, source: Source | None) -> str:
+def _activity(stack: Stack, site: Site | None, source: Source) -> str:
     """Return what a thread does that is in no operation."""
     native = stack.native
     if any(map(_NATIVE_STORE.search, native)):
         return "socket"
     if any(map(_NATIVE_DEVICE.search, native)):
         return "device"
-    line = _line(site, source)
+    line = line_at(site, source)
     idle = stack.idle is not False
     word = by_frame(stack.frames[0].raw_name) if stack.frames else None
     word = word or next((w for f in stack.frames[:4] if not f.users and (w := by_frame(f.raw_name))), None)
@@ -161,9 +161,3 @@ def _activity(stack: Stack, site: Site | None, source: Source | None) -> str:
     if (idle and "sleep(" in line) or any(map(_NATIVE_SLEEP.search, native)):
         return "sleep"
     return by_line(line, idle) or "user_code"
-
-
-def _line(site: Site | None, source: Source | None) -> str:
-    lines = (source(site.file) if site is not None and source is not None else None) or ""
-    found = lines.splitlines()
-    return found[site.line - 1].strip() if site is not None and 0 < site.line <= len(found) else ""

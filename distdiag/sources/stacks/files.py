@@ -9,6 +9,7 @@ from pathlib import Path
 
 from distdiag import guard
 from distdiag.diagnosis.model.findings import Report
+from distdiag.diagnosis.model.syntax import no_source
 from distdiag.errors import DistdiagError
 from distdiag.sources.dumps.content import DumpFile
 from distdiag.sources.dumps.files import find, likely
@@ -74,7 +75,7 @@ def _judge(run: str, files: Iterable[Path], announce: guard.Announce, refused: M
     seen = {rank: _seen(samples) for rank, samples in by_rank.items()}
     absent = sorted(set(range(max(seen) + 1)) - set(seen))
     unjudged = f"there is no stack of {len(absent)} ranks below rank {max(seen)}" if absent else None
-    return report(seen, None, run=run, world=max(seen) + 1, notes=notes, unjudged=unjudged)
+    return report(seen, no_source, run=run, world=max(seen) + 1, notes=notes, unjudged=unjudged)
 
 
 def _seen(samples: list[Process]) -> Seen:

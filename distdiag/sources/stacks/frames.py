@@ -15,6 +15,7 @@ from distdiag.diagnosis.model.snapshot import Site
 # of the Python that the job uses, which need not be ours: by its paths
 _LIBRARY = re.compile(r"^<|/(?:site|dist)-packages/|/lib(?:64)?/python3\.\d+/|^torch/")
 _TORCH = re.compile(r"(?:^|-packages/|/)torch/(?=[\w/]+\.py$)")
+_RECORDER = re.compile(r"(?:^|/)distdiag/(?:(?:recorder|page)/[\w/]+|run|everywhere)\.py$")
 _CONSOLE_SCRIPT = re.compile(r"(?:^|/)bin/[\w.-]+$")  # torchrun itself: no rank's code
 
 
@@ -51,6 +52,11 @@ class Frame(msgspec.Struct, frozen=True):
     def raw_name(self) -> str:
         """Module and function, by which `terms.activity` knows what a frame does: `queue.get`."""
         return f"{PurePosixPath(self.file).stem}.{self.name}"
+
+    @property
+    def recorders(self) -> bool:
+        """True for distdiag's own frames in a recorded rank: around a call that it records, around the script, in its threads."""
+        return _RECORDER.search(self.file) is not None
 
     @property
     def users(self) -> bool:
@@ -96,10 +102,16 @@ class Process(msgspec.Struct, frozen=True):
 
     @property
     def judged(self) -> Stack:
-        """The thread that the verdict is about: the main one, unless it only waits while another is in a collective."""
+        """The thread that the verdict is about: the main one, unless it only waits while another is in a collective.
+
+        In a worker of Ray Train the main thread has no line of the user's: it runs tasks, and the training is in another thread.
+        """
         main = next((t for t in self.threads if t.main), self.threads[0])
-        others = [t for t in self.threads if t is not main and _in_collective(t)]
+        rest = [t for t in self.threads if t is not main]
+        others = [t for t in rest if _in_collective(t)]
         waits = bool(main.frames) and main.frames[0].raw_name.startswith("threading.")
+        if main.frames and not any(f.users for f in main.frames):
+            waits, others = True, others or [t for t in rest if any(f.users for f in t.frames)]
         return others[0] if len(others) == 1 and waits and not _in_collective(main) else main
 
     @property

@@ -66,7 +66,8 @@ def from_json(data: bytes | str) -> list[Process]:
     for t in threads[:MAX_THREADS]:
         native = [f.module is not None or _SOURCE_OF_C.search(f.filename) is not None for f in t.frames]
         inner = native.index(False) if False in native else len(native)
-        frames = tuple(_frame(f) for f, is_native in zip(t.frames, native, strict=True) if not is_native)
+        python = (_frame(f) for f, is_native in zip(t.frames, native, strict=True) if not is_native)
+        frames = tuple(f for f in python if not f.recorders)
         stack = Stack(frames[:MAX_FRAMES], tuple(f.name for f in t.frames[:inner]), not t.active, t.thread_name or "")
         if frames:
             by_pid.setdefault(t.pid, []).append(stack)
@@ -133,7 +134,7 @@ class _Open:
         self.native: list[str] = []
 
     def add(self, frame: Frame) -> None:
-        if len(self.frames) < MAX_FRAMES:
+        if len(self.frames) < MAX_FRAMES and not frame.recorders:
             self.frames.append(frame)
 
 

@@ -1,7 +1,7 @@
 """Judges where ranks are: by the rules of a snapshot, as far as places alone go.
 
-Stacks show no sequence numbers. So every rank is taken to be in one and the same collective of its group, the newest: ranks in
-different operations, or some in one and one elsewhere, are *suspected*; nothing is proved.
+Stacks show no sequence numbers. So every rank is taken to be in one and the same collective of its group, the
+newest: ranks in different operations, or some in one and one elsewhere, are *suspected*; nothing is proved.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from distdiag.diagnosis.culprit import ahead, parting
 from distdiag.diagnosis.culprit.verdict import judge as judge_graph
 from distdiag.diagnosis.model.findings import Finding, Report, Severity, State, rank_list
 from distdiag.diagnosis.model.snapshot import Call, Group, Life, Model, RankState, Site, Snapshot
+from distdiag.diagnosis.model.syntax import Source, no_source
 from distdiag.diagnosis.text.incident import implicit_text, verb
 from distdiag.diagnosis.text.incident_finding import incident_finding
 from distdiag.diagnosis.text.phrases import NO_PROGRESS, at, op_text, where_stack, wheres
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.waits.graph import WaitGraph, build
-from distdiag.sources.stacks.calls import DEFAULT_GROUP, UNKNOWN_GROUP, Position, Source
+from distdiag.sources.stacks.calls import DEFAULT_GROUP, UNKNOWN_GROUP, Position
 from distdiag.terms.activity import ACTIVITIES
 from distdiag.terms.ranks import by_value
 
@@ -103,7 +104,7 @@ def snapshot_of(seen: Mapping[int, Seen]) -> Snapshot:
     return Snapshot(t_s=SETTLED_S, world_size=world, ranks=ranks, groups=groups, source="stacks", stable_since_s=0.0)
 
 
-def findings(seen: Mapping[int, Seen], source: Source | None) -> list[Finding]:
+def findings(seen: Mapping[int, Seen], source: Source = no_source) -> list[Finding]:
     """Return what is suspected; nothing if every rank moves, or only waits for one that does."""
     s = snapshot_of(seen)
     graph = build(s)
@@ -114,7 +115,7 @@ def findings(seen: Mapping[int, Seen], source: Source | None) -> list[Finding]:
 
 
 def report(
-    seen: Mapping[int, Seen], source: Source | None, *, run: str, world: int | None, notes: Sequence[str] = (),
+    seen: Mapping[int, Seen], source: Source, *, run: str, world: int | None, notes: Sequence[str] = (),
     unjudged: str | None = None, **more: Any,
 ) -> Report:  # fmt: skip
     """Return the verdict as `distdiag diagnose` prints it."""
@@ -140,7 +141,7 @@ def _silent(s: Snapshot, graph: WaitGraph) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _stalls(s: Snapshot, graph: WaitGraph, seen: Mapping[int, Seen], source: Source | None) -> Iterator[Finding]:
+def _stalls(s: Snapshot, graph: WaitGraph, seen: Mapping[int, Seen], source: Source) -> Iterator[Finding]:
     """Yield the ranks that others wait for and that are in no collective, by their line."""
     late = {q: s.ranks[q].current_site for q in graph.sinks if seen[q].position is not None}
     for ranks in by_value(late).values():
@@ -157,7 +158,7 @@ def _stalls(s: Snapshot, graph: WaitGraph, seen: Mapping[int, Seen], source: Sou
                 f"{rank_list(ranks)} {verb(ranks, 'keeps', 'keep')} rank {victims[0]} waiting in {op}{at(call.site)}"
             )
         yield STALL(
-            cause=word if word in ("data", "checkpoint") else "user_code", severity=_severity(moved),
+            cause=word if word in ("data", "checkpoint") else "user_code", severity=Severity.INFO if moved else Severity.WARNING,
             culprits=ranks, victims=victims, collective=_unnumbered(call) if call.op else None,
             where=(w for q in ranks for w in where_stack(s.ranks[q], s.ranks[q].user_stack)), waiting=wheres(s, victims),
             missing=missing, implicit=implicit_text(s.ranks[victims[0]], call),
@@ -166,12 +167,8 @@ def _stalls(s: Snapshot, graph: WaitGraph, seen: Mapping[int, Seen], source: Sou
         )  # fmt: skip
 
 
-def _severity(moved: bool) -> Severity:
-    return Severity.INFO if moved else Severity.WARNING
-
-
-def _no_sink(s: Snapshot, seen: Mapping[int, Seen], source: Source | None) -> Iterator[Finding]:
-    """Yield what is left where no rank is known to wait for another: ranks at several lines, or all at one, none of which moves."""
+def _no_sink(s: Snapshot, seen: Mapping[int, Seen], source: Source) -> Iterator[Finding]:
+    """Yield the finding on ranks of which none moves and none waits for another: at one line, or several."""
     if any(x.goes_on or x.busy or x.position is None for x in seen.values()) or len(seen) < 2:
         return
     calls = {q: r.blocked for q, r in s.ranks.items() if r.blocked is not None}
@@ -201,13 +198,13 @@ def _no_sink(s: Snapshot, seen: Mapping[int, Seen], source: Source | None) -> It
     if len(sides) == 2 and not known and (found := ahead.between(s.ranks, odd, rest, source)) is not None:
         known, odd, rest = True, list(found.ranks), [q for q in calls if q not in found.ranks]
     stacks = s.ranks[odd[0]].user_stack, s.ranks[rest[0]].user_stack
-    parted = source and parting.parting_text(parting.parting(*stacks, source))
+    parted = parting.parting_text(parting.parting(*stacks, source))
     own, other = calls[odd[0]], calls[rest[0]]
     yield APART(
         culprits=odd if known else (), victims=rest if known else sorted(calls), collective=_unnumbered(other),
         where=wheres(s, odd if known else sorted(calls)), waiting=wheres(s, rest if known else ()),
         odd=rank_list(odd), are=verb(odd, "is", "are"), rest=rank_list(rest), own=_op(own), own_site=own.site,
-        other=_op(other), other_site=other.site, reason=_on_rank(*stacks, source) or parted or "",
+        other=_op(other), other_site=other.site, reason=_on_rank(*stacks, source) or parted,
     )  # fmt: skip
 
 
@@ -227,13 +224,11 @@ def _groups(s: Snapshot, seen: Mapping[int, Seen], sides: Sequence[Sequence[int]
     )  # fmt: skip
 
 
-def _on_rank(mine: Sequence[Site], theirs: Sequence[Site], source: Source | None) -> str:
-    """Return the end of a sentence: the condition on the rank that leads one rank elsewhere than another; often empty."""
-    if source is None:
-        return ""
+def _on_rank(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> str:
+    """Return `; due to `if rank == 0` at a.py:3`: the condition that leads one rank elsewhere; often empty."""
     for a, b in ((mine, theirs), (theirs, mine)):
         if (found := parting.rank_condition(a, b, source)) is not None:
-            return f"; due to `{found.text.removesuffix(':')}`{at(Site(found.file, found.line))}"
+            return f"; due to `{found.text}`{at(found.site)}"
     return ""
 
 

@@ -229,13 +229,13 @@ def probe_for(data: CommData, op: OpStats) -> float | None:
 def _steps_during(run: Run, rows: list[CollectiveRow]) -> int:
     """Return how many steps ended between the first and the last of these collectives.
 
-    The step of a row is that of the poll which saw it complete, and tells only roughly where to look.
+    The step of a row is that of the poll which saw it complete: a rough place to look.
     """
     seen, times = [r.step for r in rows if r.step is not None], [r.t_s for r in rows if r.t_s is not None]
     if not seen or not times:
         return 0
     return run.query(
-        "SELECT count(DISTINCT step) FROM step WHERE step > ? AND step <= ? AND t_end_s >= ? AND t_end_s <= ?",
+        "SELECT coalesce(max(step) - min(step) + 1, 0) FROM step WHERE step > ? AND step <= ? AND t_end_s >= ? AND t_end_s <= ?",
         (min(seen) - 1000, max(seen), min(times), max(times)),
     )[0][0]
 

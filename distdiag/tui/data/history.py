@@ -61,9 +61,8 @@ class History:
                 continue
             ms = max(times, default=None)
             waiting = _percent_of(sum(waits) / len(waits) if waits else None, ms)
-            exposed_pct = _percent_of(
-                min(exposed, default=None), ms
-            )  # waiting for a late rank is in all but that rank's
+            # waiting for a late rank is in all but that rank's
+            exposed_pct = _percent_of(min(exposed, default=None), ms)
             rate = sum(samples) / len(columns[0]) * world / ms * 1000 if any(samples) and ms else None
             loss = sum(losses) / len(losses) if losses else None
             self.points.append(Point(step, max(ends), ms, waiting, exposed_pct, rate, loss))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.model.findings import Finding, still_open
 from distdiag.store.frames import Frame
 from distdiag.store.liveness import Monitor, heartbeat_age_s, number
 from distdiag.store.opening import RunUnreadable
@@ -68,7 +68,7 @@ class Snapshot:
 
     @property
     def open_findings(self) -> tuple[Finding, ...]:
-        return tuple(f for f in self.findings if f.cleared_s is None)
+        return still_open(self.findings)
 
     @property
     def finding_marks(self) -> tuple[tuple[float, str], ...]:

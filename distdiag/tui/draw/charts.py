@@ -14,6 +14,7 @@ from distdiag.tui.draw.text import clock, fit
 LABEL = 7  # cells left of the axis
 MIN_HEIGHT, MIN_WIDTH = 5, 34  # of one chart
 TALLEST = 22  # lines of one chart
+GAP = 2  # cells between two charts
 # seconds of one dot: the smallest that shows the whole span is taken, so that the picture changes seldom
 _STEPS = tuple(f * 10**k for k in range(-2, 5) for f in (1, 1.2, 1.5, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9))
 _TOPS = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10)
@@ -210,16 +211,16 @@ def _axis(chart: Chart, start: float, end: float, now: float, columns: int) -> L
     return tuple(parts)
 
 
-def side_by_side(blocks: Sequence[list[Line]], width: int, gap: int = 1) -> list[Line]:
+def side_by_side(blocks: Sequence[list[Line]], width: int) -> list[Line]:
     """Return several blocks of equal height in columns of equal width."""
-    each = (width - gap * (len(blocks) - 1)) // len(blocks)
+    each = (width - GAP * (len(blocks) - 1)) // len(blocks)
     out = []
     for row in range(max(map(len, blocks))):
         parts: list[Part] = []
         for i, block in enumerate(blocks):
             text = fitted(block[row], each) if row < len(block) else ()
             last = i == len(blocks) - 1
-            parts += text if last else [*text, (" " * (each - width_of(text) + gap), "", "")]
+            parts += text if last else [*text, (" " * (each - width_of(text) + GAP), "", "")]
         out.append(tuple(parts))
     return out
 
@@ -241,5 +242,5 @@ def grid(
     for first in range(0, min(len(charts), across * rows), across):
         blocks = [draw(c, start, now, cell, each, ascii_only) for c in charts[first : first + across]]
         blocks += [[] for _ in range(across - len(blocks))]
-        out += ([BLANK] if out else []) + side_by_side(blocks, width, 2)
+        out += ([BLANK] if out else []) + side_by_side(blocks, width)
     return out[:height]

@@ -92,8 +92,8 @@ def within(parts: Sequence[str], width: int) -> str:
     return "   ".join(parts[:n])
 
 
-def wrap(text: str, width: int, indent: str = "") -> list[str]:
-    """Return `text` on lines of at most `width` cells, broken at spaces if possible; continued lines are indented."""
+def wrap(text: str, width: int) -> list[str]:
+    """Return `text` on lines of at most `width` cells, broken at spaces if possible."""
     lines: list[str] = []
     current = ""
     for word in text.split(" "):
@@ -104,11 +104,11 @@ def wrap(text: str, width: int, indent: str = "") -> list[str]:
                 break
             if current.strip():
                 lines.append(current)
-                current = indent
+                current = ""
                 continue
-            head = clip(word, max(2, width - cells(indent)))[:-1] or word[:1]  # a word longer than the line
-            lines.append(current + head)
-            current, word = indent, word[len(head) :]
+            head = clip(word, max(2, width))[:-1] or word[:1]  # a word longer than the line
+            lines.append(head)
+            current, word = "", word[len(head) :]
     lines.append(current)
     return lines
 

@@ -102,7 +102,7 @@ class FindingsPage(Page[FindingsData]):
         return out, cursor
 
     def _blocks(self, snap: Snapshot, ui: Ui, width: int, room: int) -> tuple[list[Line], int | None]:
-        """Return all findings: the one under the cursor in full, four lines of each other; scrolled so that it is visible."""
+        """Return all findings: the one under the cursor in full and in view, four lines of each other."""
         items = self.items(snap, ui)
         chosen = ui.index("findings", items) if ui.interactive else None
         blocks: list[list[Line]] = []
@@ -255,7 +255,7 @@ def source_blocks(blocks: Sequence[tuple[Line, excerpt.Excerpt]], width: int, ro
             [fitted(title, width // across - 2), *source_lines(source.near(each), width // across - 2, 3)]
             for title, source in blocks[first : first + across]
         ]
-        out += [BLANK, *side_by_side([*made, *[[]] * (across - len(made))], width, 2)]
+        out += [BLANK, *side_by_side([*made, *[[]] * (across - len(made))], width)]
     return out[:room]
 
 

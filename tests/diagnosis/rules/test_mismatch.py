@@ -168,7 +168,7 @@ def test_an_abort_counts_the_ranks_that_still_wait_and_waits_for_those_under_way
         f = only(verdict(99.5, **third))
         assert (f.kind, f.cause, f.culprits) == ("mismatch", "shape", (2,)), f
         assert "train.py:17" in f.message and "train.py:34" in f.message
-    late = only(verdict(105.0))  # it goes on, in code of its own: the rank that gloo aborted is a victim
+    late = only(verdict(105.0))  # it goes on in other code: the rank that gloo aborted is a victim
     assert late.culprits == () and late.certainty == "suspected"  # its page shows no call
 
 

@@ -260,7 +260,7 @@ def test_a_stall_stays_open_when_its_ranks_are_killed() -> None:
 @pytest.mark.parametrize(
     ("phase", "op", "name"),
     [
-        ("forward", "broadcast", "DDP's buffers, before the forward"),
+        ("forward", "broadcast", "by DDP, before the forward"),
         ("backward", "all_reduce", "DDP's gradients, in backward"),
     ],
 )

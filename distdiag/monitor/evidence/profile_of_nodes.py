@@ -1,0 +1,167 @@
+"""Profiles of ranks of other nodes: each node takes its own, and sends it to node 0, where the reader is.
+
+Traces are untrusted there, as any trace file is, and are read with the same limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from distdiag import files
+from distdiag.diagnosis.model.snapshot import Call
+from distdiag.files import MOST_BYTES
+from distdiag.monitor.cluster.messages import MARGIN_BYTES, Ask, BadMessage, Profile, pack, unpack
+from distdiag.monitor.cluster.messages import MOST_BYTES as MOST_SENT
+from distdiag.monitor.cluster.questions import ask_all, asked_at
+from distdiag.monitor.evidence import ask, dump, request_profile
+from distdiag.monitor.evidence.request_profile import LEAD_S, NODES_LEAD_S, SAVE_S, Asked, Taken
+from distdiag.monitor.ranks.state import RankView
+from distdiag.page.profile_files import answer_of
+from distdiag.terms.ranks import fold_ranks, unfold_ranks
+from distdiag.terms.untrusted import MAX_RANKS
+
+SPARE_BYTES = 64 << 10  # of an answer, for what is not a trace
+
+
+class _Sent(msgspec.Struct, frozen=True, array_like=True):
+    """The profile of one rank, between nodes."""
+
+    rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+    host: Annotated[str, Meta(max_length=1000)]
+    answer: dict[str, Any] | None
+    entries: list[ask.Entry]
+    messages: list[tuple[Call, int]]
+    problem: Annotated[str, Meta(max_length=4000)]
+    in_time: bool
+    trace: bytes  # packed
+
+
+def packed(run_dir: Path, wanted: Profile) -> bytes:
+    """Take a profile of this node's ranks; return it for node 0, without the traces that are too large.
+
+    Raises:
+        DistdiagError: no rank of the run is alive here, or another profile is being taken.
+    """
+    chosen = request_profile.choose(
+        dump.living(run_dir), unfold_ranks(wanted.ranks) if wanted.ranks else None, elsewhere=True
+    )
+    if not chosen:
+        return msgspec.msgpack.encode([])
+    taken = request_profile.take(run_dir, chosen, wanted.first_step, wanted.steps, wanted.timeout_s)
+    left, found = MOST_SENT - MARGIN_BYTES - SPARE_BYTES * len(taken.ranks), []
+    for a in taken.ranks:
+        trace, problem = b"", a.problem
+        if not problem:
+            path = a.trace(run_dir, taken.number)
+            try:
+                trace = pack(files.read(run_dir, str(path.relative_to(run_dir))))
+            except OSError as e:
+                problem = f"its trace cannot be read: {e.strerror or e}"
+            if len(trace) > left:
+                trace, problem = (
+                    b"",
+                    f"its trace is too large to be sent ({len(trace):,} bytes): it is on its host, {path}",
+                )
+        left -= len(trace)
+        found.append(
+            _Sent(
+                a.rank,
+                a.host,
+                asdict(a.answer) if a.answer else None,
+                list(a.entries.values()),
+                a.messages,
+                problem,
+                a.in_time,
+                trace,
+            )
+        )
+    return msgspec.msgpack.encode(found)
+
+
+def take(
+    run_dir: Path,
+    views: list[RankView],
+    wanted: list[int] | None,
+    steps: int,
+    timeout_s: float,
+    report: Callable[[str], None],
+) -> Taken:
+    """Take a profile of ranks of this node and of those whose monitors can be asked from here.
+
+    Args:
+        views: The living ranks of this node.
+        wanted: Ranks; None for all.
+        report: Called with a line about the steps and ranks.
+
+    Raises:
+        DistdiagError: a wanted rank cannot be asked, another profile is being taken, or the run directory cannot be written.
+    """
+    here, elsewhere = {v.rank for v in views}, asked_at(run_dir) is not None
+    chosen = request_profile.choose(views, wanted, elsewhere)
+    alone = not elsewhere or (wanted is not None and here.issuperset(wanted))
+    first = request_profile.first_step(views, LEAD_S if alone else NODES_LEAD_S)
+    names = [f"rank {fold_ranks([v.rank for v in chosen])}"] if chosen else []
+    whose = " and ".join([*names, *([] if alone else ["other nodes"])])
+    report(f"steps {first} to {first + steps - 1} of {whose}")
+    if alone:
+        return request_profile.take(run_dir, chosen, first, steps, timeout_s)
+    there = "" if wanted is None else fold_ranks(sorted(set(wanted) - here))
+    profile = Profile(first_step=first, steps=steps, ranks=there, timeout_s=timeout_s)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(_of_other_nodes, run_dir, Ask(timeout_s=timeout_s + SAVE_S, profile=profile))
+        taken = request_profile.take(run_dir, chosen, first, steps, timeout_s)
+        sent, silent = asked.result()
+    taken.ranks += [_kept(run_dir, taken.number, d) for q, d in sorted(sent.items()) if q not in here]
+    known = {a.rank for a in taken.ranks}
+    taken.ranks += [
+        Asked(q, "", problem="it is not alive on any node that could be asked")
+        for q in sorted(wanted or ())
+        if q not in known
+    ]
+    if silent:
+        taken.absent = "not all nodes could be asked: " + "; ".join(silent)
+    return taken
+
+
+def _of_other_nodes(run_dir: Path, question: Ask) -> tuple[dict[int, _Sent], list[str]]:
+    """Return (what the ranks of other nodes recorded, which nodes did not answer and why)."""
+    try:
+        answers = ask_all(run_dir, question)
+    except OSError as e:
+        return {}, [e.strerror or str(e)]
+    found: dict[int, _Sent] = {}
+    silent = []
+    for node, (data, error) in sorted(answers.items()):
+        try:
+            sent = [] if error else msgspec.msgpack.decode(unpack(data, MOST_BYTES), type=list[_Sent])
+        except (BadMessage, msgspec.MsgspecError, ValueError, RecursionError):
+            error, sent = "what it sent cannot be read", []
+        if error:
+            silent.append(f"node {node}: {error}")
+        for d in sent:
+            found.setdefault(d.rank, d)
+    return found, silent
+
+
+def _kept(run_dir: Path, number: int, d: _Sent) -> Asked:
+    """Write the trace of a rank of another node where this node's ranks write theirs."""
+    answer = answer_of(d.answer) if d.answer is not None else None
+    a = Asked(d.rank, d.host, answer, {(e.group, e.seq): e for e in d.entries}, d.messages, d.problem, d.in_time)
+    if answer is None:
+        a.problem = a.problem or "what it recorded cannot be read"
+    try:
+        if not a.problem:
+            path = a.trace(run_dir, number)
+            files.write(run_dir, str(path.relative_to(run_dir)), unpack(d.trace, MOST_BYTES))
+    except OSError as e:
+        a.problem = f"its trace was not saved: {e.strerror or e}"
+    except BadMessage:
+        a.problem = "its trace was damaged on the way"
+    return a

@@ -1,0 +1,97 @@
+"""What the screens show of a rank's last steps: medians, throughput, loss. Each node computes it for its own ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+import msgspec
+
+from distdiag.diagnosis.model.snapshot import RankState, Step
+from distdiag.monitor.fields import names
+from distdiag.store.frames import RankRow
+
+WINDOW = 50  # steps
+
+
+class Window(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
+    """Of a rank's last steps: medians in ms, and the fields of `RankRow` with these names."""
+
+    self_ms: float | None = None
+    step_ms: float | None = None
+    wait_ms: float | None = None
+    data_ms: float | None = None
+    h2d_ms: float | None = None
+    forward_ms: float | None = None
+    backward_ms: float | None = None
+    optimizer_ms: float | None = None
+    other_ms: float | None = None
+    samples_per_s: float | None = None
+    loss: float | None = None
+
+
+_TIMES = tuple(name for name in names(Window, Step) if name.endswith("_ms"))
+_times = attrgetter(*_TIMES)
+assert set(Window.__struct_fields__) <= set(RankRow.__struct_fields__)
+
+
+def _median(values: Sequence[float]) -> float | None:
+    # written out: `statistics.median` doubles the time of a frame of thousands of ranks
+    if not values:
+        return None
+    ordered, half = sorted(values), len(values) // 2
+    return ordered[half] if len(values) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+def window_of(steps: Sequence[Step]) -> Window:
+    """Return what is shown of these steps."""
+    if not steps:
+        return Window()
+    columns = zip(*map(_times, steps), strict=True)
+    medians = {
+        name: _median([v for v in column if v is not None] if None in column else column)
+        for name, column in zip(_TIMES, columns, strict=True)
+    }
+    timed = [x for x in steps if x.step > 1] or steps  # the first step has the start of DDP and compilation in it
+    total_s = sum([x.step_ms for x in timed]) / 1e3
+    samples = sum([x.samples for x in timed])
+    return Window(
+        self_ms=_median([ms if (ms := x.step_ms - x.wait_ms) > 0.0 else 0.0 for x in steps]),
+        samples_per_s=samples / total_s if samples and total_s else None,
+        loss=steps[-1].loss,
+        **medians,
+    )
+
+
+class _Computed(NamedTuple):
+    steps: Sequence[Step]
+    window: Window
+
+    def holds(self, steps: Sequence[Step]) -> bool:
+        """True if it was made of these steps."""
+        known = self.steps
+        return len(known) == len(steps) and (not steps or (known[0] is steps[0] and known[-1] is steps[-1]))
+
+
+class Windows:
+    """The windows of all ranks; those of this node are computed if their steps have changed, the others are taken as sent."""
+
+    def __init__(self) -> None:
+        self._own: dict[int, _Computed] = {}
+        self._sent: dict[int, Window] = {}
+
+    def take(self, sent: dict[int, Window]) -> None:
+        """Take the windows of another node's ranks."""
+        self._sent |= sent
+
+    def of(self, r: RankState) -> Window:
+        """Return the window of a rank; of one without steps, as of a node that is not heard of, it is empty."""
+        sent = self._sent.get(r.rank)
+        if sent is not None:
+            return sent if r.steps else Window()
+        steps = r.steps[-WINDOW:]
+        known = self._own.get(r.rank)
+        if known is None or not known.holds(steps):
+            known = self._own[r.rank] = _Computed(steps, window_of(steps))
+        return known.window
