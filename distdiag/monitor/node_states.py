@@ -234,7 +234,10 @@ def _mover(kind: Any) -> Callable[[Any, float], Any] | None:
         return _later
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         hints = get_type_hints(kind, include_extras=True)
-        fields = [(name, of_field) for name, of in hints.items() if (of_field := _mover(of)) is not None]
+        others = {
+            name: of for name, of in hints.items() if kind not in get_args(of)
+        }  # not the caller of a site: a site
+        fields = [(name, of_field) for name, of in others.items() if (of_field := _mover(of)) is not None]
         return _with_fields(fields) if fields else None
     move = next((part for part in parts if part is not None), None)
     if move is None:
