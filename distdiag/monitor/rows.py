@@ -18,8 +18,9 @@ from distdiag.store.frames import RankRow
 from distdiag.store.rows import DdpRow, LoaderRow, StepRow, StepTimesRow
 
 LATE_STEP_S = 5.0  # the rows of a step wait this long for the slowest rank
-# Of a job whose steps are more rows than this in a second, every second, third, … step is written, and every long one.
-ROWS_PER_S, LONG_STEP = 4096, 2.0
+# Of a job of so many ranks whose steps are more rows than this in a second, every second, third, … step is written, and
+# every long one.
+MANY_RANKS, ROWS_PER_S, LONG_STEP = 512, 4096, 2.0
 
 
 class Steps:
@@ -87,7 +88,7 @@ class Steps:
 def _written(step: int, by_rank: Mapping[int, Step], s: Snapshot) -> bool:
     """True if the rows of a step are written: always, but for a job of thousands of ranks."""
     usual_s = s.usual_step_s
-    if not usual_s or len(by_rank) <= ROWS_PER_S * usual_s:
+    if len(by_rank) < MANY_RANKS or not usual_s or len(by_rank) <= ROWS_PER_S * usual_s:
         return True
     long = next(iter(by_rank.values())).step_ms >= LONG_STEP * usual_s * 1e3  # a pause is in the step of every rank
     return long or step % math.ceil(len(by_rank) / usual_s / ROWS_PER_S) == 0
