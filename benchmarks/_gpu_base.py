@@ -58,14 +58,31 @@ def need(*modules: str) -> None:
         raise NotPossible(f"not installed: {', '.join(missing)}")
 
 
+def nccl_version() -> tuple[int, ...] | None:
+    """Return the version of the NCCL library that torch has loaded; torch's own answer is the one it was built with.
+
+    None if torch has none, or has linked it into itself.
+    """
+    import ctypes
+
+    with open("/proc/self/maps") as f:
+        loaded = {line.split(maxsplit=5)[-1].strip() for line in f if "libnccl.so" in line}
+    number = ctypes.c_int()
+    for path in loaded:
+        if ctypes.CDLL(path).ncclGetVersion(ctypes.byref(number)) == 0:
+            return number.value // 10_000, number.value // 100 % 100, number.value % 100
+    return None
+
+
 def finished(
     command: list[str], limit_s: float, env: dict[str, str] | None = None, cwd: Path | None = None
 ) -> tuple[int, str, str]:
     """Return (exit code, stdout, stderr) of a command in its own session, which is killed at the limit with all its children."""
     launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "DISTDIAG_", "SLURM_", "OMPI_")
+    paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = (
         {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
-        | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        | {"PYTHONPATH": os.pathsep.join(p for p in dict.fromkeys(paths) if p), "OMP_NUM_THREADS": "1"}
         | (env or {})
     )
     p = subprocess.Popen(

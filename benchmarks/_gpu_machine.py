@@ -13,15 +13,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from _gpu_base import FAIL, PASS, ROOT, NotPossible, Outcome, finished, need, need_gpu
+from _gpu_base import FAIL, PASS, ROOT, NotPossible, Outcome, finished, nccl_version, need, need_gpu
 from _gpu_recorder import two_ranks
 
 
 def device_facts() -> Outcome:
     torch = need_gpu()
     p = torch.cuda.get_device_properties(0)
-    from torch.cuda import nccl
-
+    version = nccl_version()
     data = {
         "name": p.name,
         "count": torch.cuda.device_count(),
@@ -30,7 +29,7 @@ def device_facts() -> Outcome:
         "multiprocessors": p.multi_processor_count,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, nccl.version())) if torch.distributed.is_nccl_available() else None,
+        "nccl": ".".join(map(str, version)) if version else None,
         "python": platform.python_version(),
     }
     return Outcome(

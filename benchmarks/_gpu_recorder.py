@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _gpu_base import FAIL, PASS, NotPossible, Outcome, finished, free_port, need, need_gpu
+from _gpu_base import FAIL, PASS, NotPossible, Outcome, finished, free_port, nccl_version, need, need_gpu
 
 OVERHEAD_ALLOWED = 1.02
 
@@ -296,13 +296,12 @@ def verdicts() -> Outcome:
 
 def two_ranks(torch: Any) -> dict[str, str]:
     """Return the environment for two NCCL ranks on this machine."""
-    from torch.cuda import nccl
-
     if torch.cuda.device_count() >= 2:
         return {}
-    version = nccl.version()
-    if version < (2, 30):
-        raise NotPossible(f"one GPU, and NCCL {'.'.join(map(str, version))}: two ranks on one GPU need 2.30")
+    version = nccl_version()
+    if version is None or version < (2, 30):
+        found = "of unknown version" if version is None else ".".join(map(str, version))
+        raise NotPossible(f"one GPU, and NCCL {found}: two ranks on one GPU need 2.30")
     # Experimental there, off by default; few CTAs so that both ranks' kernels fit on the card at once.
     return {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "8"}
 

@@ -1,4 +1,4 @@
-"""Replaces `init_process_group` in every module of torch that has it: `init_device_mesh` calls it by a name of its own."""
+"""Replaces `init_process_group` in every module of torch that has it: `init_device_mesh` has imported it by name."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 It serves the flight recorder and all stacks to the monitor. The socket is in a directory of mode 0700.
 
 The server's thread aborts the process if its socket is closed, and a script may close descriptors that it did not open
-(`os.closerange`). So the server has a descriptor table of its own, in which nothing but its sockets is open.
+(`os.closerange`). So the server has a separate descriptor table, in which only its sockets are open.
 """
 
 from __future__ import annotations

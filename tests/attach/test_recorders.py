@@ -50,7 +50,7 @@ main()
 
 @contextmanager
 def served(tmp_path: Path, how: str) -> Iterator[Any]:
-    """Start two ranks by hand, each with a worker server of its own."""
+    """Start two ranks by hand, each with its worker server."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     given = f"WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port()} exec {sys.executable} {script} {how}"

@@ -13,14 +13,16 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
-from distdiag.monitor.cluster.messages import Ask
+from distdiag.monitor.cluster.messages import Ask, BadMessage, unpack
 from distdiag.page import directories, node_files
 
 MOST_QUESTION, MOST_ANSWER = 8000, 128 << 20
 SPARE_S = 2.0  # added to a reader's limit at each step of the way
+T = TypeVar("T")
 _PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 Answers = dict[int, tuple[bytes, str]]  # by node: what it answered, or why it did not
@@ -95,6 +97,24 @@ def ask_all(run_dir: Path, question: Ask) -> Answers:
         return msgspec.msgpack.decode(data, type=Answers)
     except (msgspec.MsgspecError, ValueError, RecursionError) as e:
         raise OSError(f"not an answer: {e}") from None
+
+
+def ask_each(run_dir: Path, question: Ask, kind: type[T], most_bytes: int) -> tuple[list[T], list[str]]:
+    """Ask the other nodes; return (what their ranks have sent, by node, which nodes did not answer and why).
+
+    Raises:
+        OSError: the monitor does not answer.
+    """
+    found: list[T] = []
+    silent = []
+    for node, (data, error) in sorted(ask_all(run_dir, question).items()):
+        try:
+            found += [] if error else msgspec.msgpack.decode(unpack(data, most_bytes), type=list[kind])
+        except (BadMessage, msgspec.MsgspecError, ValueError, RecursionError):
+            error = "what it sent cannot be read"
+        if error:
+            silent.append(f"node {node}: {error}")
+    return found, silent
 
 
 def _owner(s: socket.socket) -> int:

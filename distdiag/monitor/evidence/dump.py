@@ -18,8 +18,8 @@ from msgspec import Meta
 from distdiag import files
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.files import MOST_BYTES
-from distdiag.monitor.cluster.messages import Ask, BadMessage, unpack
-from distdiag.monitor.cluster.questions import ask_all
+from distdiag.monitor.cluster.messages import Ask
+from distdiag.monitor.cluster.questions import ask_each
 from distdiag.monitor.evidence import ask
 from distdiag.monitor.host import processes
 from distdiag.monitor.ranks.state import RankView
@@ -71,22 +71,14 @@ def packed(run_dir: Path, timeout_s: float) -> bytes:
 def of_other_nodes(run_dir: Path, timeout_s: float) -> tuple[list[RankDump], list[str]]:
     """Ask the nodes that send their state to this host's monitor; return (their ranks' dumps, which did not answer and why)."""
     try:
-        answers = ask_all(run_dir, Ask(timeout_s=timeout_s))
+        found, silent = ask_each(run_dir, Ask(timeout_s=timeout_s), _Sent, MOST_BYTES)
     except OSError as e:
         return [], [f"the other nodes could not be asked: {e.strerror or e}"]
     dumps: dict[int, RankDump] = {}
-    silent = []
-    for node, (data, error) in sorted(answers.items()):
-        try:
-            sent = [] if error else msgspec.msgpack.decode(unpack(data, MOST_BYTES), type=list[_Sent])
-        except (BadMessage, msgspec.MsgspecError, ValueError, RecursionError):
-            error, sent = "what it sent cannot be read", []
-        if error:
-            silent.append(f"node {node}: {error}")
-        for d in sent:
-            record = ask.FlightRecord(0.0, raw=d.record) if d.record else None
-            dump = RankDump(d.rank, d.frames, d.op, d.note, record, d.groups, d.answered)
-            dumps.setdefault(d.rank, _without_bad_record(dump))
+    for d in found:
+        record = ask.FlightRecord(0.0, raw=d.record) if d.record else None
+        dump = RankDump(d.rank, d.frames, d.op, d.note, record, d.groups, d.answered)
+        dumps.setdefault(d.rank, _without_bad_record(dump))
     return [d for _, d in sorted(dumps.items())], silent
 
 

@@ -19,7 +19,7 @@ from distdiag.diagnosis.model.snapshot import Call
 from distdiag.files import MOST_BYTES
 from distdiag.monitor.cluster.messages import MARGIN_BYTES, Ask, BadMessage, Profile, pack, unpack
 from distdiag.monitor.cluster.messages import MOST_BYTES as MOST_SENT
-from distdiag.monitor.cluster.questions import ask_all, asked_at
+from distdiag.monitor.cluster.questions import ask_each, asked_at
 from distdiag.monitor.evidence import ask, dump, request_profile
 from distdiag.monitor.evidence.request_profile import LEAD_S, NODES_LEAD_S, SAVE_S, Asked, Taken
 from distdiag.monitor.ranks.state import RankView
@@ -133,20 +133,12 @@ def take(
 def _of_other_nodes(run_dir: Path, question: Ask) -> tuple[dict[int, _Sent], list[str]]:
     """Return (what the ranks of other nodes recorded, which nodes did not answer and why)."""
     try:
-        answers = ask_all(run_dir, question)
+        sent, silent = ask_each(run_dir, question, _Sent, MOST_BYTES)
     except OSError as e:
         return {}, [e.strerror or str(e)]
     found: dict[int, _Sent] = {}
-    silent = []
-    for node, (data, error) in sorted(answers.items()):
-        try:
-            sent = [] if error else msgspec.msgpack.decode(unpack(data, MOST_BYTES), type=list[_Sent])
-        except (BadMessage, msgspec.MsgspecError, ValueError, RecursionError):
-            error, sent = "what it sent cannot be read", []
-        if error:
-            silent.append(f"node {node}: {error}")
-        for d in sent:
-            found.setdefault(d.rank, d)
+    for d in sent:
+        found.setdefault(d.rank, d)
     return found, silent
 
 

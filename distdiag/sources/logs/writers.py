@@ -179,7 +179,7 @@ def writer(text: str) -> Writer:
 
 
 def _label(head: str, out: Writer) -> None:
-    """Set what stands in front of each line of a node or worker; of the journal also the host."""
+    """Set the label before each line of a node or worker; for the journal also the host."""
     if (m := _JOURNAL.match(head)) is not None:
         out.host = out.host or m["host"] or m["of"] or m["slurm"]
         out.label = m["unit"] if m["id"] else ""
