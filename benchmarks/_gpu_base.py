@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,6 +100,7 @@ def finished(
         out, err = p.communicate(timeout=limit_s)
         return p.returncode, out, err
     except subprocess.TimeoutExpired:
+        _kill_tree(p.pid)
         return 124, "", f"no end within {limit_s:g} s"
     finally:
         try:
@@ -106,6 +108,25 @@ def finished(
         except ProcessLookupError:
             pass
         p.communicate()
+
+
+def _kill_tree(pid: int) -> None:
+    """Kill a launcher and its ranks, which are in sessions of their own; one that is left would share the GPU with the next check."""
+    sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]
+    from distdiag import procfs
+
+    children = procfs.children(pid, of_any_thread=True)
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    for child in children:
+        try:
+            is_monitor = "distdiag.monitor" in procfs.read(f"/proc/{child}/cmdline")
+        except OSError:  # gone meanwhile
+            continue
+        if not is_monitor:
+            _kill_tree(child)
 
 
 def free_port() -> int:

@@ -285,8 +285,9 @@ def verdicts() -> Outcome:
         for what, kinds in EXPECTED.items():
             run_dir = Path(folder) / what
             launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "distdiag.run"]
-            # a hang is killed at the limit: the verdict must not need the watchdog, which acts after ten minutes
-            finished([sys.executable, *launch, "--run-dir", str(run_dir), str(file), what], 35, env)
+            # the verdict must not need the watchdog, which acts after ten minutes
+            hang = {"DISTDIAG_END_HANGS_S": "2"}
+            finished([sys.executable, *launch, "--run-dir", str(run_dir), str(file), what], 50, env | hang)
             found = loud(diagnose(run_dir))
             data[what] = found
             if ({f.partition("/")[0] for f in found} & kinds) != ({f.partition("/")[0] for f in found} or kinds):

@@ -30,7 +30,7 @@ TOTAL_S = 580.0
 CHECKS = (
     Check("device", "torch sees the GPU", 60, machine.device_facts),
     Check("nvml", "NVML's facts and health", 30, machine.nvml_facts),
-    Check("verdicts", "missing rank, mismatch, straggler and a healthy job on two NCCL ranks", 160, recorder.verdicts),
+    Check("verdicts", "missing rank, mismatch, straggler and a healthy job on two NCCL ranks", 180, recorder.verdicts),
     Check("capture", "a step with an all_reduce in a CUDA graph, with and without distdiag", 80, recorder.captured),
     Check("compile", "graphs and graph breaks of compiled code, with and without distdiag", 120, recorder.compiled),
     Check("recorder", "the recorder's times and memory against CUDA events", 90, recorder.recorder_events),

@@ -49,6 +49,11 @@ class Candidate:
         return b"/libtorch" in self.maps
 
     @property
+    def has_device(self) -> bool:
+        """True if it has loaded the driver of a GPU: a thread that waits for the device may then spin, and looks busy."""
+        return any(driver in self.maps for driver in (b"/libcuda.so", b"/libamdhip64.so"))
+
+    @property
     def recorded(self) -> bool:
         """True if it maps a rank page of distdiag."""
         return _PAGE.search(self.maps) is not None

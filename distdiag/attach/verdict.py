@@ -88,8 +88,8 @@ def attach(job: Job, ras: bool = False) -> Report:
         seen, source, run=f"job {job.names[0]}", world=world, notes=notes, unjudged=unjudged,
         command=visible(" ".join(mask(list(members[0].command)))),
     )  # fmt: skip
-    stuck = any(f.severity != Severity.INFO for f in found.findings) and len(ranks) == len(seen) == world
-    return _with_counts(found, ranks, seen, source, ras) if stuck else found
+    stuck = any(f.severity != Severity.INFO for f in found.findings) or any(s.waits_for_device for s in seen.values())
+    return _with_counts(found, ranks, seen, source, ras) if stuck and len(ranks) == len(seen) == world else found
 
 
 def _with_counts(
@@ -120,8 +120,10 @@ def _with_counts(
     if not decided:
         notes.append("the flight records of all ranks show no other reason")
         return replace(found, notes=(*found.notes, *notes))
-    first, of_stacks = decided[0], found.findings[0]
-    if first.certainty != Certainty.PROVED and set(first.culprits) == set(of_stacks.culprits):
+    first, of_stacks = decided[0], next(iter(found.findings), None)
+    if of_stacks is None:
+        pass
+    elif first.certainty != Certainty.PROVED and set(first.culprits) == set(of_stacks.culprits):
         # the same ranks: stacks have the better text, the records the number
         number = first.collective.seq if first.collective is not None else None
         notes.append(f"the flight records agree: {first.message}")
@@ -153,7 +155,7 @@ def _samples(job: Job) -> dict[int, list[Sample]]:
     still = [p for p in job.processes if taken[p.pid][-1].process is not None and not _moved(taken[p.pid])]
     if still:
         time.sleep(LONGER_S)
-        unsure = [p for p in still if _unsure(taken[p.pid])]
+        unsure = [p for p in still if _unsure(p, taken[p.pid])]
         others = [p for p in still if p not in unsure]
         for pid, s in (sample.take(others) | sample.take(unsure, native=True)).items():
             taken[pid].append(s)
@@ -183,12 +185,15 @@ def _open(samples: list[Sample]) -> str:
 
 
 def _newest(samples: list[Sample]) -> Process | None:
-    return next((s.process for s in reversed(samples) if s.process is not None), None)
+    """Return the newest sample that could be read, preferably one with native frames: it shows most."""
+    read = [s.process for s in reversed(samples) if s.process is not None]
+    return next((p for p in read if p.judged.native), read[0] if read else None)
 
 
-def _unsure(samples: list[Sample]) -> bool:
+def _unsure(p: Candidate, samples: list[Sample]) -> bool:
     newest = _newest(samples)
-    return newest is not None and newest.judged.idle is not False and position(newest.judged).unsure
+    may_wait = newest is not None and (newest.judged.idle is not False or p.has_device)
+    return newest is not None and may_wait and position(newest.judged).unsure
 
 
 def _moved(samples: list[Sample]) -> bool:
@@ -209,9 +214,9 @@ def _seen(process: Process | None, samples: list[Sample], p: Candidate, source: 
     able_s = last.at_s - first.at_s - (last.queued_s - first.queued_s)
     busy = last.cpu_s - first.cpu_s > BUSY * max(able_s, 0.0)
     moved = _moved(samples) or last.error == sample.ENDED  # what has ended was not stuck
+    where = position(process.judged, source, still=not moved and not busy)
     return Seen(
-        position=position(process.judged, source, still=not moved and not busy), pid=p.pid, moved=moved, busy=busy,
-        open=_open(samples),
+        position=where, pid=p.pid, moved=moved, busy=busy and not where.device, open=_open(samples),
     )  # fmt: skip
 
 

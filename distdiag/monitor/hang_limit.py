@@ -40,12 +40,4 @@ class HangLimit:
         if not proved or now_s - min(proved) < self.limit_s:
             return []
         self.limit_s = None
-        ended = []
-        for view in views:
-            if view.ending is None:
-                try:
-                    signals.end(view.header.pid, view.reader.path)
-                    ended.append(view.rank)
-                except OSError:  # gone meanwhile, or not ours
-                    continue
-        return ended
+        return signals.end({v.rank: (v.header.pid, v.reader.path) for v in views if v.ending is None})

@@ -21,6 +21,7 @@ from distdiag.sources.stacks.calls import position
 from distdiag.sources.stacks.frames import Frame, Process, Stack
 from tests.jobs import REPOSITORY, distdiag, free_port, launch, start, wait_for
 from tests.jobs import Job as Started
+from tests.standins import needs_stream
 
 JOBS = REPOSITORY / "tests" / "faults" / "jobs"
 
@@ -108,6 +109,24 @@ def test_hung_job(name: str, size: int, how: str, culprits: set[int], sites: set
         assert all(w["file"] == str(JOBS / f"{name}.py") for w in (*finding["where"], *finding["waiting"]) if w["file"])
         assert "#" not in finding["message"]
         assert any("longest pause" in note for note in found["notes"])
+
+
+@pytest.mark.job
+@needs_py_spy
+@needs_stream
+def test_a_host_that_spins_for_its_device_counts_as_waiting() -> None:
+    """NCCL's calls return at once; the host waits later, and a waiting host looks busy."""
+    env = {"PYTHONPATH": str(REPOSITORY / "tests" / "standins" / "stream")}
+    with launch([JOBS / "grad_reduce.py"], nproc=3, timeout=170, env=env) as job:
+
+        def verdict() -> dict[str, Any] | None:
+            found = attach(job)
+            return found if found.get("findings") else None
+
+        found = wait_for(verdict, 150, "the verdict", job)
+    (finding,) = found["findings"]
+    assert (finding["kind"], finding["certainty"]) == ("stall", "suspected")
+    assert {w["rank"] for w in (*finding["where"], *finding["waiting"])} == {0, 1, 2}
 
 
 @pytest.mark.job

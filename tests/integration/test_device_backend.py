@@ -86,7 +86,8 @@ SCRIPT = """
         if rank == 0:
             dist.all_reduce(x)  # all of it
         else:
-            dist.all_reduce(x[:4].clone())  # a part
+            dist.all_reduce(x[:4].clone())  # a part: completes alone, with the first half of the other
+            dist.all_reduce(x)
         x.sum().item()
     if what == "messages":
         big = torch.ones(2_000_000)  # more than a send can leave in a buffer

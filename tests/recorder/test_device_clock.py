@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -40,37 +41,52 @@ class Event:
         return other.at_ms - self.at_ms
 
 
-def step(clock: DeviceClock, out: list[dict[Phase, int]]) -> None:
+Out = list[tuple[dict[Phase, int], int | None]]
+
+
+def step(clock: DeviceClock, out: Out) -> None:
     for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.FORWARD):
         clock.begin(phase)
         clock.end(phase)
-    clock.close(out.append)
+    clock.close(lambda times, step_ns: out.append((times, step_ns)))
 
 
 def test_device_times_arrive_in_order_once_the_device_is_done() -> None:
     Event.now_ms = Event.done_until_ms = 0.0
-    clock, out = DeviceClock(Event), []
+    clock, out = DeviceClock(Event), cast("Out", [])
     step(clock, out)
     step(clock, out)
     assert out == []
     Event.done_until_ms = 6.0
     clock.poll()
-    assert out == [{Phase.FORWARD: 2_000_000, Phase.BACKWARD: 1_000_000}]
+    assert out == [({Phase.FORWARD: 2_000_000, Phase.BACKWARD: 1_000_000}, None)]
     Event.done_until_ms = 100.0
     clock.poll()
     assert len(out) == 2
 
 
+def test_a_step_of_the_device_lasts_from_the_end_of_the_one_before() -> None:
+    Event.now_ms, Event.done_until_ms = 0.0, 1e9
+    clock, out = DeviceClock(Event), cast("Out", [])
+    step(clock, out)  # ends at 6
+    Event.now_ms += 10.0  # the device has nothing to do
+    step(clock, out)  # ends at 22
+    step(clock, out)
+    clock.close(lambda times, step_ns: out.append((times, step_ns)))  # without any event
+    step(clock, out)
+    assert [step_ns for _, step_ns in out] == [None, 16_000_000, 6_000_000, None, None]
+
+
 def test_events_are_reused_and_a_stuck_device_has_a_bounded_queue() -> None:
     Event.now_ms, Event.done_until_ms, Event.made = 0.0, 1e9, 0
-    clock, out = DeviceClock(Event), []
+    clock, out = DeviceClock(Event), cast("Out", [])
     for _ in range(50):
         step(clock, out)
-    assert Event.made == 6 and len(out) == 50
+    assert Event.made == 7 and len(out) == 50
     Event.done_until_ms = 0.0
     for _ in range(PENDING + 10):
         step(clock, out)
-    assert clock.given_up == 10 and out[-1] == {} and len(out) == 60
+    assert clock.given_up == 10 and out[-1] == ({}, None) and len(out) == 60
 
 
 SCRIPT = """
@@ -136,9 +152,14 @@ def test_device_times_replace_host_times_from_the_first_forward_on(pure: str, tm
     with launch([script], nproc=1, cwd=tmp_path, timeout=60, env=env, fork_ranks=True) as job:
         assert job.wait() == 0, job.tail()
         closed(run)
-    steps = rows(run, "SELECT step, forward_ms, backward_ms, optimizer_ms FROM step ORDER BY step")
+    columns = "step, forward_ms, backward_ms, optimizer_ms, step_ms"
+    *steps, whole = zip(*rows(run, f"SELECT {columns} FROM step ORDER BY step"), strict=True)
+    steps = list(zip(*steps, strict=True))
     assert [s[0] for s in steps] == list(range(1, 101))
     assert {s[1:] for s in steps[80:95] + steps[97:]} == {(1.0, 1.0, 1.0)}
+    assert set(whole[81:95] + whole[98:]) == {6.0} and 6.0 not in whole[:81], (
+        "from the end of a step to the end of the next"
+    )
     assert (1.0, 1.0, 1.0) not in {s[1:] for s in steps[95:97]}, "nothing is measured in a capture"
     assert (1.0, 1.0, 1.0) not in {s[1:] for s in steps[:80]}
     assert rows(run, "SELECT json FROM finding WHERE kind = 'recorder'") == []

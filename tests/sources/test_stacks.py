@@ -183,6 +183,8 @@ C10D = f"{LIBRARY}/distributed/distributed_c10d.py"
         (at(USER, native=("pthread_cond_wait", "c10d::Work::wait")), "", "waiting"),
         (at(USER, native=("poll", "c10d::TCPStore::get")), None, "socket"),
         (at(USER, native=("cudaStreamSynchronize",)), None, "device"),
+        (at(frame("_engine_run_backward", f"{LIBRARY}/autograd/graph.py"), USER, idle=False,
+            native=("cuStreamSynchronize", "c10d::Reducer::finalize_backward")), "all_reduce", "waiting"),
         (at(frame("_try_get_data", f"{LIBRARY}/utils/data/dataloader.py"), USER), None, "data"),
         (at(frame("wait", "/opt/lib/python3.12/threading.py"), USER), None, "lock"),
         (at(USER), None, "user_code"),
@@ -232,6 +234,14 @@ def test_ranks_that_all_sleep_are_healthy_and_that_all_wait_for_a_lock_are_not()
     lock = at(frame("acquire", "/opt/lib/python3.12/threading.py"), USER)
     (finding,) = findings({r: Seen(position=position(lock)) for r in range(2)})
     assert (finding.severity, finding.culprits, finding.victims) == (Severity.WARNING, (), (0, 1))
+
+
+def test_ranks_that_all_wait_for_their_devices_are_named_and_not_accused() -> None:
+    spins = position(at(USER, idle=False, native=("cuStreamSynchronize",)))
+    (found,) = findings({r: Seen(position=spins) for r in range(2)})
+    assert (found.severity, found.culprits, found.victims) == (Severity.INFO, (), (0, 1))
+    assert found.message == "every rank waits for its device, and none has moved: ranks 0, 1 at train.py:40 in fit"
+    assert findings({0: Seen(position=spins), 1: Seen(position=spins, moved=True)}) == []
 
 
 def test_one_operation_at_two_lines_names_the_minority_and_of_two_ranks_none() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
-from distdiag.diagnosis.model.snapshot import Life, Sample, Snapshot
+from distdiag.diagnosis.model.snapshot import Life, RankState, Sample, Snapshot
 from distdiag.diagnosis.text.phrases import where
 from distdiag.diagnosis.text.template import Template
 
@@ -65,8 +65,13 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         yield HARMLESS(victims=sorted({q for q, _ in chosen}) if common["on"] == "all ranks" else (), **common)
     elif logged := list(_logged(s)):
         yield from logged
-    elif not any(r.logged or any(x.loss is not None for x in r.steps) for r in s.ranks.values()):
+    elif not any(r.logged or any(x.loss is not None for x in r.steps) or _on_device(r) for r in s.ranks.values()):
         yield Abstained("no scalar loss has gone through backward, and handle.log() was not called")
+
+
+def _on_device(r: RankState) -> bool:
+    """True if losses were read on a device: every eighth, which is not kept as the step's loss."""
+    return bool(r.device_bytes) and (r.step or 0) >= 8
 
 
 def _logged(s: Snapshot) -> Iterator[Finding]:

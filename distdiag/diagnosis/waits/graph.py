@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Snapshot
 from distdiag.diagnosis.waits import compatible, messages
-from distdiag.diagnosis.waits.wait import Wait, call_at, find_conflict
+from distdiag.diagnosis.waits.wait import Wait, call_at, differ, find_conflict
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +151,14 @@ def _blocked_in(snapshot: Snapshot, state: RankState, completed_by_any: Mapping[
 
 
 def _completed_elsewhere(snapshot: Snapshot, call: Call, seq: int) -> bool:
-    """True if another rank has completed this very collective. One that called another operation may get through alone."""
+    """True if another rank has completed this very collective.
+
+    A call that does not match it may get through alone: NCCL's kernel for 4 bytes needs only the first packet of a larger one.
+    """
     for other in snapshot.ranks.values():
         if other.completed.get(call.group, 0) >= seq:
             there = call_at(other, call.group, seq)
-            if there is None or not there.op or not call.op or there.op == call.op:
+            if there is None or not there.op or not call.op or not differ(snapshot, call, there):
                 return True
     return False
 

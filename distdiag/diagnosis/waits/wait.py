@@ -62,6 +62,18 @@ def conflict_at(snapshot: Snapshot, group: str, seq: int) -> str | None:
     return wait.conflict
 
 
+def differ(snapshot: Snapshot, a: Call, b: Call) -> bool:
+    """True if two calls of one group cannot be the same collective."""
+    return (
+        compatible.conflict(compatible.signature(a), compatible.signature(b), _backend(snapshot, a.group)) is not None
+    )
+
+
+def _backend(snapshot: Snapshot, name: str) -> str:
+    group = snapshot.groups.get(name)
+    return group.backend.rpartition(":")[2] if group is not None else ""
+
+
 def find_conflict(snapshot: Snapshot, w: Wait) -> None:
     """Set `conflict` and `sides` if the calls that have arrived cannot complete together."""
     if w.p2p:
@@ -82,7 +94,7 @@ def find_conflict(snapshot: Snapshot, w: Wait) -> None:
         return
     if len(by_signature) < 2:
         return
-    backend = group.backend.rpartition(":")[2]
+    backend = _backend(snapshot, w.group)
     sides: list[tuple[Signature, list[int]]] = []
     causes: set[str] = set()
     for sig, members in sorted(by_signature.items(), key=lambda kv: (-len(kv[1]), kv[1][0])):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from distdiag import procfs
@@ -42,19 +43,35 @@ def send(pid: int, number: int, page: Path, worker: int | None = None) -> None:
         close()
 
 
-def end(pid: int, page: Path) -> None:
-    """SIGKILL the rank that maps `page`, for a job that hangs and was started to be ended then.
+def end(ranks: Mapping[int, tuple[int, Path]]) -> list[int]:
+    """SIGKILL ranks of a job that hangs and was started to be ended then; return those that were.
 
-    Raises:
-        OSError: it does not map the page, or is gone.
+    All are stopped before the first is killed: a rank whose peer dies first would raise an error that hides the hang.
+
+    Args:
+        ranks: By rank, its pid and the page that it must map; one that does not, or is gone, is left out.
     """
-    send_now, close = _handle(pid)
+    held: dict[int, tuple[Callable[[int], None], Callable[[], None]]] = {}
     try:
-        if not procfs.maps(pid, page):
-            raise OSError(errno.EPERM, "does not map its rank page")
-        send_now(signal.SIGKILL)
+        for rank, (pid, page) in ranks.items():
+            with contextlib.suppress(OSError):
+                held[rank] = send_now, _ = _handle(pid)
+                if procfs.maps(pid, page):
+                    send_now(signal.SIGSTOP)
+                else:
+                    held.pop(rank)[1]()
+        return [rank for rank, (send_now, _) in held.items() if _killed(send_now)]
     finally:
-        close()
+        for _, close in held.values():
+            close()
+
+
+def _killed(send_now: Callable[[int], None]) -> bool:
+    try:
+        send_now(signal.SIGKILL)
+    except OSError:  # gone meanwhile
+        return False
+    return True
 
 
 def _handle(pid: int) -> tuple[Callable[[int], None], Callable[[], None]]:

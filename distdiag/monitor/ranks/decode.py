@@ -138,6 +138,12 @@ class PageDecoder:
             if s.peer != BARRIER_PEER
         }
 
+    def sites_of(self, op: str) -> list[Site]:
+        """Return where `op` was called (of DDP: forward, backward), most calls first."""
+        slots = [s for s in self.page.sites[: self.header.n_sites] if self.text(s.op) == op]
+        found = (self.site(s.site) for s in sorted(slots, key=lambda s: -s.count))
+        return [site for site in found if site is not None]
+
     def sites(self) -> dict[str, int]:
         """Return how many collectives were called at each site."""
         out: dict[str, int] = {}

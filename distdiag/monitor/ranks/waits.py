@@ -177,16 +177,20 @@ class RankWaits:
     def _issue_site(self, call: Call) -> Site | None:
         """Return the user's line at which C++ issued this operation, if the flight recorder has no stack of it.
 
-        DDP broadcasts buffers in forward and reduces gradients in backward. Other operations are functional collectives:
-        the host is at the line that called them, or close to it.
+        DDP broadcasts buffers in forward and reduces gradients in backward: the rank counts both by their sites. Of several,
+        the one seen most often by the pulse is taken; a device may leave it no time to see any. Other operations are functional
+        collectives: the host is at the line that called them, or close to it.
         """
         h = self._header
         if h.blocked == Blocked.DDP:
             return self._decoder.site(h.blocked_site)
         if h.n_models and call.op in ("all_reduce", "broadcast", ""):
-            sites = self._history.site_counts.get("forward" if call.op == "broadcast" else "backward")
-            if sites:
-                return sites.most_common(1)[0][0]
+            phase = "forward" if call.op == "broadcast" else "backward"
+            counted, seen = self._decoder.sites_of(phase), self._history.site_counts.get(phase)
+            if len(counted) == 1 or (counted and not seen):
+                return counted[0]
+            if seen:
+                return seen.most_common(1)[0][0]
         return next(iter(self._decoder.stack()), None)
 
     def for_device(self, kind: str | None, queued: tuple[Call, ...]) -> Call | None:

@@ -1,7 +1,8 @@
 """Measures the device time of a step's phases on CUDA: pooled events that are queried, never synchronised.
 
-The host runs ahead of the device, so a phase's host time is the time to launch it. Events are recorded on the current
-stream where a phase begins and ends; the step's record waits in a queue until its last event is seen to be done.
+The host runs ahead of the device, so a phase's host time is the time to launch it, and the host's time of a step is short until
+the script waits for the device, in which step it is long. Events are recorded on the current stream where a phase begins and ends.
+A step ends with its last event. Its record waits in a queue until that event is seen to be done.
 
 While a CUDA graph is captured, no event is recorded or queried: either would become part of the graph or abort its capture.
 Events are recorded with the model's device as the current one: if a script never sets the current device, every rank would
@@ -21,6 +22,10 @@ from distdiag.page.layout import Phase
 
 PENDING = 64  # most steps with outstanding events; beyond that, the device times of a step are dropped
 
+Pairs = list[tuple[Phase, Any, Any]]
+# takes the device times of phases, and the time from the end of the previous step to the end of this one, ns
+Write = Callable[[dict[Phase, int], int | None], None]
+
 
 class DeviceClock:
     """Pairs of events by phase, read when the device has passed them.
@@ -39,9 +44,10 @@ class DeviceClock:
     ) -> None:
         self._make, self._on_device, self._capturing = make_event, on_device, capturing
         self._free: list[Any] = []
-        self._pairs: list[tuple[Phase, Any, Any]] = []
+        self._pairs: Pairs = []
         self._open: dict[Phase, Any] = {}
-        self._pending: deque[tuple[list[tuple[Phase, Any, Any]], Callable[[dict[Phase, int]], None]]] = deque()
+        self._pending: deque[tuple[Pairs, Write]] = deque()
+        self._end: Any = None  # the last event of the step that was written last
         self.given_up = 0
 
     def _event(self) -> Any:
@@ -63,16 +69,16 @@ class DeviceClock:
         else:
             self._pairs.append((phase, begun, self._event()))
 
-    def close(self, write: Callable[[dict[Phase, int]], None]) -> None:
-        """End the step: `write` is called with the phases' device times (ns), in order, once they are known."""
+    def close(self, write: Write) -> None:
+        """End the step: `write` is called, in order, once its times are known; without any if they will not be."""
         self._pending.append((self._pairs, write))
         self._pairs = []
         self.poll()
         if len(self._pending) > PENDING:
             pairs, late = self._pending.popleft()
-            self._free += [e for _, a, b in pairs for e in (a, b)]
+            self._ended(pairs)
             self.given_up += 1
-            late({})
+            late({}, None)
 
     def poll(self) -> None:
         """Pass on every step whose last event is done; never waits."""
@@ -84,8 +90,18 @@ class DeviceClock:
             times: dict[Phase, int] = {}
             for phase, a, b in pairs:
                 times[phase] = times.get(phase, 0) + int(a.elapsed_time(b) * 1e6)
-                self._free += (a, b)
-            write(times)
+            step_ns = None
+            if pairs and self._end is not None and self._end.query():
+                step_ns = int(self._end.elapsed_time(pairs[-1][2]) * 1e6)
+            self._ended(pairs)
+            write(times, step_ns)
+
+    def _ended(self, pairs: Pairs) -> None:
+        """Free the events of a step that is written, except the last: the next step begins there."""
+        if self._end is not None:
+            self._free.append(self._end)
+        self._free += [e for _, a, b in pairs for e in (a, b)]
+        self._end = self._free.pop() if pairs else None
 
 
 def cuda_clock(device: int) -> DeviceClock:

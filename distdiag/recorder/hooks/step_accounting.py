@@ -17,7 +17,7 @@ from distdiag.page.layout import Phase, word
 from distdiag.recorder import state
 from distdiag.recorder.fast.accounts import LastCallSite, Ledger, fast_hook
 from distdiag.recorder.hooks.collectives import Collectives
-from distdiag.recorder.hooks.device_clock import DeviceClock, cuda_index
+from distdiag.recorder.hooks.device_clock import DeviceClock, Write, cuda_index
 from distdiag.recorder.hooks.loaders import Loaders
 from distdiag.recorder.hooks.nonfinite import NonFinite
 from distdiag.recorder.hooks.replica_checksums import ReplicaChecksums
@@ -170,7 +170,7 @@ class StepAccounting:
         self._watcher = watcher
         self.ledger.on_device = watcher is not None or self.device is not None
 
-    def _step_of_device(self, step: int, t: int) -> Callable[[dict[Phase, int]], None]:
+    def _step_of_device(self, step: int, t: int) -> Write:
         """Return a function that writes the record of the step that ends now, with the device's times in place of the host's."""
         ledger = self.ledger
         start_ns, data_ns, wait_ns, loss = ledger.step_start_ns, ledger.data_ns, ledger.wait_ns, ledger.loss
@@ -187,10 +187,11 @@ class StepAccounting:
         ready = ledger.ready_ns or ledger.last_ready_ns
         ready = ready if ready > start_ns else 0
 
-        def write(of_device: dict[Phase, int]) -> None:  # empty: they are not known
+        def write(of_device: dict[Phase, int], step_ns: int | None) -> None:
             of = of_host | of_device
+            begun_ns = start_ns if step_ns is None else t - min(step_ns, t)
             self.page.write_step(
-                step, epoch, start_ns, t, data_ns, 0, of[Phase.FORWARD], of[Phase.BACKWARD], of[Phase.OPTIMIZER], wait_ns,
+                step, epoch, begun_ns, t, data_ns, 0, of[Phase.FORWARD], of[Phase.BACKWARD], of[Phase.OPTIMIZER], wait_ns,
                 ready, samples, batch, loss, device_bytes, forward_wait_ns, arrived_ns,
             )  # fmt: skip
 

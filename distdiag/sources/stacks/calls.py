@@ -39,6 +39,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
         phase: Phase of DDP whose operation the user's line does not name: forward, backward; else empty.
         stack: The user's frames, innermost first.
         creates: The group that it creates, by torch's local variables: `[0, 1] as number 7`; else empty.
+        device: Its native frames wait for the device; such a wait spins, and looks busy.
         unsure: True if only native frames can show what it waits for, and there are none.
     """
 
@@ -48,6 +49,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     activity: str = "user_code"
     phase: str = ""
     creates: str = ""
+    device: bool = False
     unsure: bool = False
 
 
@@ -64,11 +66,13 @@ def position(stack: Stack, source: Source = no_source, still: bool = True) -> Po
     first = next((i for i, f in enumerate(stack.frames) if users and f is users[0]), len(stack.frames))
     inner = stack.frames[:first]  # of libraries, inside the user's line
     call, phase = _call(inner, users, site, stack, still and stack.idle is not False)
+    device = any(map(_NATIVE_DEVICE.search, stack.native))
     if call is not None:
-        return Position(site=site, stack=sites, call=call, activity="waiting", phase=phase, creates=_created(inner))
-    innermost = stack.frames[0] if stack.frames else None
-    unsure = innermost is not None and innermost.users and not stack.native
-    return Position(site=site, stack=sites, activity=_activity(stack, site, source), unsure=unsure)
+        return Position(
+            site=site, stack=sites, call=call, activity="waiting", phase=phase, creates=_created(inner), device=device
+        )
+    unsure = bool(stack.frames) and not stack.native and (stack.frames[0].users or stack.idle is False)
+    return Position(site=site, stack=sites, activity=_activity(stack, site, source), device=device, unsure=unsure)
 
 
 def _call(

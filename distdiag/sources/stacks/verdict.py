@@ -47,6 +47,10 @@ GROUPS = _stall("unknown", "the ranks create different groups in new_group(){at}
 NOBODY = _stall("unknown", "no rank is in a collective, and none has moved: {places}", NO_PROGRESS,
                 "look for what they wait for at these lines: a lock, a key of a store, a file, another process",
                 severity=Severity.WARNING)  # fmt: skip
+DEVICES = _stall("unknown", "every rank waits for its device, and none has moved{places}", "",
+                 "attach again: if none has moved by then, it is a kernel or a collective that does not end; with "
+                 "TORCH_NCCL_DEBUG_INFO_PIPE_FILE set, or recorded by distdiag, counts of calls decide",
+                 severity=Severity.INFO)  # fmt: skip
 SILENT = Template(kinds.RANK_LOST, "silent", "{culprits} {culprits:has|have} no process on this host; {victims} {victims:waits|wait} "
                   "in {what}{at}", "the job cannot continue without it",
                   "see the log of {culprits} for how {culprits:it|they} ended")  # fmt: skip
@@ -74,6 +78,11 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     def goes_on(self) -> bool:
         """True if it has not been shown to stand still: nobody is blamed by where it was."""
         return self.moved or bool(self.open)
+
+    @property
+    def waits_for_device(self) -> bool:
+        """True if its host has not moved and waits for its device, as hosts do while a collective runs there."""
+        return not self.goes_on and self.position is not None and self.position.device
 
 
 def snapshot_of(seen: Mapping[int, Seen]) -> Snapshot:
@@ -176,6 +185,10 @@ def _no_sink(s: Snapshot, seen: Mapping[int, Seen], source: Source) -> Iterator[
         return  # that ends by itself, or is no different from work
     if not calls:
         places = by_value({q: r.current_site for q, r in s.ranks.items()})
+        if all(x.waits_for_device for x in seen.values()):  # as in a step with a long kernel
+            texts = ", ".join(f"{rank_list(ranks)}{at(site)}" for site, ranks in list(places.items())[:SHOWN])
+            yield DEVICES(victims=sorted(seen), where=wheres(s, sorted(seen)), places=f": {texts}")
+            return
         texts = [
             f"{rank_list(ranks)}: {verb(ranks, 'it', 'each')} {_DOES.get(s.ranks[ranks[0]].activity, 'is busy')}{at(site)}"
             for site, ranks in list(places.items())[:SHOWN]
