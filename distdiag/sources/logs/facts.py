@@ -82,6 +82,7 @@ class Collected:
     ranks: set[int] = field(default_factory=set)
     world_size: int | None = None
     left_out: int = 0  # runs and attempts in the files before those that are judged
+    before: list[Fact] = field(default_factory=list)  # the first failure of each of these
     torchrun: bool = False  # torchrun started the ranks, so a task of srun is a node
     late: bool = False  # not all lines of a file were read in detail: it took too long
     files: list[Path] = field(default_factory=list)

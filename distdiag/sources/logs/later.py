@@ -15,7 +15,7 @@ from pathlib import Path
 
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.patterns import Role
-from distdiag.sources.logs.writers import Writer, messages, plain, time_of, writer
+from distdiag.sources.logs.writers import Writer, messages, plain, time_of
 from distdiag.terms.untrusted import bounded
 
 # lines read: of all files, of one with a failure, of any other; at least
@@ -75,21 +75,19 @@ class Later:
                     most -= 1
                     self.left -= after is not None
                     last = raw[-2000:].rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace")
-                    for text, rank, pod in messages(plain(last)):
-                        self._line(path, number, text, rank, pod)
+                    for text, who in messages(plain(last)):
+                        self._line(path, number, text, who)
 
-    def _line(self, path: Path, number: int, text: str, rank: int | None, pod: str) -> None:
+    def _line(self, path: Path, number: int, text: str, who: Writer) -> None:
         for scope, regex in _WELL:
             if regex.search(text) is not None:
                 self.well.setdefault((path, scope), number)
         if (m := _TOOK.search(text)) is not None:
-            for name in _names(writer(text), rank):
+            for name in _names(who, who.rank):
                 self.took.setdefault(name, (float(m["s"]), _PREFIX.sub("", text).strip()))
         if _PROGRESS.search(text) is None or _NO_PROGRESS.search(text) is not None:
             return
-        who = writer(text)
-        who.process = who.process or pod
-        for key in (*_names(who, who.rank if rank is None else rank), None):
+        for key in (*_names(who, who.rank), None):
             self.progress.setdefault((path, key), []).append(-number)
 
     def after(self, path: Path, line: int, key: object = None) -> int:

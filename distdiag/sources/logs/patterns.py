@@ -47,6 +47,7 @@ def _row(name: str, role: Role, needle: str, regex: str) -> Pattern:
 C, W, V, S, X, E, F, H = (
     Role.CAUSE, Role.WAIT, Role.VICTIM, Role.START, Role.STOP, Role.EXIT, Role.FACT, Role.HINT,
 )  # fmt: skip
+_UNIQUE_ID = r"\[(?P<waiter>\d+)\] is setting up NCCL communicator and retr\w+ ncclUniqueId from \[(?P<awaited>\d+)\].{0,200}?got error: "
 _PEER = r"(?P<peer>[^\s<>\]]+?)(?:<\d+>|\]?:\d+|\s|$)"
 
 TABLE: tuple[Pattern, ...] = (
@@ -66,11 +67,11 @@ TABLE: tuple[Pattern, ...] = (
     _row("store_wait", W, "wait timeout after", r"(?<!error: )wait timeout after (?P<limit>\d+)ms, keys: (?P<key>\S{1,200})"),
     _row("npu_task", W, "reason=[task timeout]", r"execute failed, reason=\[task timeout\]"),
     _row("hccl_socket", W, "Getting socket times out", r"Getting socket times out"),
-    _row("hccl_wait", W, "from remote rank", r"has not received the Notify record from remote rank \[(?P<awaited>\d+)\](?:.{0,120}?tag\[(?P<tag>[A-Za-z]+))?"),
+    _row("hccl_wait", W, "from remote rank", r"has not received the Notify record from remote rank:? ?\[(?P<awaited>\d+)\](?:.{0,120}?tag\[(?P<tag>[A-Za-z]+))?(?:.{0,600}?\bgroup:\[(?P<group>(?!hccl_world)[\w.-]{1,120})\])?"),
     _row("hccl_wait", W, "wait socket establish timeout", r"wait socket establish timeout, role\[\d\] rank\[(?P<awaited>\d+)\]"),
     # -- the communicator could not be created
-    _row("unique_id", W, "ncclUniqueId from", r"\[(?P<waiter>\d+)\] is setting up NCCL communicator and retr\w+ ncclUniqueId from \[(?P<awaited>\d+)\]"
-         r".{0,200}?got error: (?P<reason>.*)"),
+    _row("unique_id", V, "ncclUniqueId from", _UNIQUE_ID + r"(?P<reason>.{0,99}(?:[Rr]eset by peer|[Bb]roken [Pp]ipe|[Gg]ot 0 bytes|[Cc]onnection closed).*)"),
+    _row("unique_id", W, "ncclUniqueId from", _UNIQUE_ID + r"(?P<reason>.*)"),
     _row("barrier_late", W, "failed to pass monitoredBarrier", r"Ranks? (?P<ranks>\d+(?:, \d+)*) failed to pass monitoredBarrier in (?P<limit>\d+) ms"),
     _row("rpc_late", W, "RPC ", r"RPC (?:call to (?P<what>\S{1,80}) timed out|ran for more than set timeout)"),
     _row("message_size", W, "op.preamble.length", r"op\.preamble\.length <= op\.nbytes\. (?P<got>\d+) vs (?P<has>\d+)"),
@@ -88,6 +89,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("store_connect", S, "trying to connect", r"client socket has timed out after (?P<after>\w+) while trying to connect to \((?P<peer>[^,)]+), ?(?P<port>\d+)\)"),
     _row("store_connect", S, "failed to connect to any network address", r"client socket has failed to connect to any network address of \((?P<peer>[^,)]+), ?(?P<port>\d+)\)"),
     _row("coordination", V, "stopped sending heartbeats", r"The following tasks are unhealthy \(stopped sending heartbeats\): (?P<node>\S{1,200}[\w)])"),
+    _row("coordination", V, " heartbeat timeout", r"\bTask (?P<node>/job:\S{1,200}) heartbeat timeout"),
     _row("keep_alive", V, "keep-alive heartbeat", r"The node '(?P<node>[^']{1,200})' has failed to send a keep-alive heartbeat to the rendezvous"),
     _row("rendezvous", S, "Rendezvous", r"\b(?P<what>Rendezvous(?:Timeout|Connection|Closed)Error)\b"),
     _row("not_started", S, "ssh exited with exit code", r"(?P<what>\S+: ssh exited with exit code 255)"),
@@ -150,9 +152,9 @@ TABLE: tuple[Pattern, ...] = (
     _row("host_oom", E, "killed due to memory pressure", r"(?<!\b0) Workers \(tasks / actors\) killed due to memory pressure"),
     _row("host_oom", E, "Task was killed due to the node", r"Task was killed due to the node running low on memory"),
     _row("host_oom", E, "Killed process", r"(?:[Oo]ut of memory|Memory cgroup out of memory): Killed process (?P<pid>\d+)(?: \((?P<comm>[^)]{1,60})\))?"),
-    _row("host_oom", E, "memory used=", r"where the task \([^)]{0,200}?\bpid=(?P<pid>\d+), memory used=.{0,300}exceeds the memory usage threshold"),
+    _row("host_oom", E, "memory used=", r"(?:\(IP: (?P<host>[\w.:]{1,60}),.{0,99}?)?where the task \([^)]{0,200}?\bpid=(?P<pid>\d+), memory used=.{0,300}exceeds the memory usage threshold"),
     _row("host_oom", E, "OOMKilled", r"^(?P<pod>[\w.-]{1,253})\s{1,40}\d+/\d+\s{1,40}OOMKilled\b"),
-    _row("host_oom", E, "OOMKilled", r"\bOOMKilled\b"),
+    _row("host_oom", E, "OOMKilled", r"(?:^|[^\s\w,] ?|\s{2})OOMKilled\b|\bOOMKilled(?:[.!]?\s*$|[ ,]{1,2}\(?exit|.{0,20}\b137\b)"),
     # -- launchers: torchrun, DeepSpeed, mpirun, multiprocessing, Slurm
     _row("exit", E, "failed (exitcode", r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: (?P<pid>\d+)\)"),
     _row("exit", E, "Child process with PID", r"\[rank: (?P<r>\d+)\] Child process with PID (?P<pid>\d+) terminated with code (?P<code>-?\d+)"),

@@ -16,11 +16,11 @@ from distdiag.sources.logs import meanings
 from distdiag.sources.logs.build import Fields, finding, ranks_of, some, who
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import absent_ranks, first_site
+from distdiag.sources.logs.patterns import Role
 from distdiag.terms.untrusted import MAX_RANKS, bounded, is_rank, numbers
 
 # in the store, of gloo: the address of one rank of a group, e.g. /default_pg/0//cpu//0/3
 _ADDRESS_KEY = bounded(r"default_pg/\d+//\w+//\d+/(\d{1,6})\W*$")
-_GONE = bounded(r"[Rr]eset by peer|[Bb]roken [Pp]ipe|[Gg]ot 0 bytes|[Cc]onnection closed")
 _HERE = ("127.0.0.1", "127.0.1.1", "localhost", "::1")
 _NO_WAY = bounded(r"Connection refused|No route to host|Network is unreachable")
 
@@ -49,7 +49,7 @@ class Row:
 
 
 def _lost_store(facts: Sequence[Fact]) -> bool:
-    return _GONE.search(facts[0].fields.get("reason", "")) is not None
+    return facts[0].role is Role.VICTIM
 
 
 def _refused(facts: Sequence[Fact]) -> bool:
@@ -75,6 +75,9 @@ LATE_ROWS = (
         "see what {culprits} did meanwhile (`py-spy dump --pid …`): a longer branch, no data left, or a collective that only the others call"),
     Row("horovod_late", _LATE, "{culprits} did not submit what Horovod's other ranks wait for",
         "see what {culprits} did meanwhile (`py-spy dump --pid …`): a longer branch, an exception that was caught, or a collective that only the others call"),
+    Row("message_size", "rank_lost/crashed", "{who} received a message of {got} bytes instead of {has} while NCCL set up a communicator: the nodes have different versions of NCCL, or different settings",
+        "install the same torch (and NCCL) on all nodes, or use one image; compare the lines `NCCL version` of each node (NCCL_DEBUG=VERSION) and its NCCL_* variables",
+        when=lambda facts: "bootstrap" in facts[0].text),
     Row("message_size", "mismatch/shape", "{who} received a message of {got} bytes where its own call expected {has}{at}: the ranks called one collective with different sizes",
         "compare the shapes that the ranks pass there: the last, smaller batch, or an input that is padded differently"),
     Row("unique_id", _LATE, "{who} lost the store while a communicator was made{at} ({reason}): the process that serves it, rank 0 or torchrun's, ended first",
@@ -82,8 +85,10 @@ LATE_ROWS = (
     Row("unique_id", _LATE, "rank {awaited} did not reach the first collective of a group, where {who} {waits} for it{at} ({reason})",
         "see what rank {awaited} did meanwhile: long work before the first collective (data, a download, a model), an exception, "
         "or a collective that only the others call; give long work a longer timeout in init_process_group"),
-    Row("hccl_wait", _LATE, "{culprits} did not come to {tag}, where {who} {waits} for it in HCCL{at}",
-        "read the log of {culprits}, and take {its} stack the next time: another failure there, a longer branch, or another call"),
+    Row("hccl_wait", _LATE, "{who} {waits} in HCCL's {tag}{at} for rank {awaited} of {group}, which did not come; its rank in the job is not in the log",
+        "read the logs of that group's ranks for an error before this one; give the logs of all ranks",
+        ("{culprits} did not come to {tag}, where {who} {waits} for it in HCCL{at}",
+         "read the log of {culprits}, and take {its} stack the next time: another failure there, a longer branch, or another call")),
     Row("hccl_socket", _LATE, "{who} waited in HCCL{at} for a connection that the rank at the other end did not make in time",
         "read the logs of the ranks that do not report it: one failed, or is late (HCCL_CONNECT_TIMEOUT is the limit); then the network of the NPUs: `hccn_tool`"),
     Row("rpc_late", _LATE, "{who} waited for a worker's answer{call}{at} until the timeout; which worker did not answer is not in the log",
@@ -215,7 +220,7 @@ def _blamed(found: Collected, name: str, facts: list[Fact]) -> tuple[Collection[
             absent = set(range(expected)) - here
             return (absent, here) if len(absent) == expected - (_most(facts, "joined") or 0) else ((), ranks)
         case "hccl_wait":
-            return {awaited for f in facts if (awaited := f.number("awaited")) is not None}, ranks
+            return {n for f in facts if "group" not in f.fields and (n := f.number("awaited")) is not None}, ranks
         case "stuck_watchdog":
             alone = len(ranks) == 1 or (found.world_size is not None and 0 < len(ranks) <= found.world_size // 2)
             return (ranks if alone else ()), ranks

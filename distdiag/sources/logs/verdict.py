@@ -139,10 +139,10 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
     ends = exits.of_exits(found, explained, {*waited}, any(not failures.only_reports(r) for r in own))
     if exits.with_a_reason(ends):
         own = [r for r in own if not failures.only_reports(r)]
+    ends = exits.joined(own, ends)
     own += exits.with_a_reason(ends)
     codes = [r for r in ends if r not in own]
     if own or reported:
-        failures.number(own, codes)
         return [*reported, *(failures.of_reason(r, found, waited) for r in own)][:MAX_FINDINGS], None
     waits = rows.first_of(rows.LATE_ROWS, found) or timeouts.findings(found)
     if found_here := _with_late(waits, late) or rows.first_of(rows.START_ROWS, found) or reports.derived(found):
@@ -209,11 +209,16 @@ def _world(found: Collected) -> int | None:
 def _of_the_past(past: list[Fact]) -> str:
     """Return a note on failures after which the job went on."""
     e = next((f for f in past if f.role is Role.CAUSE), past[0])
-    who = f"rank {e.rank}" if e.rank is not None else e.who.name or "a process"
-    what = (
-        failures.text_of(e, MEANINGS[e.name]) if e.name in MEANINGS else f"printed `{shortened(e.text.strip(), 120)}`"
-    )
-    return f"{who} {what} on line {e.line:,}, and the job went on or ended well: it was probably caught, retried or quoted ({count(len(past), 'such line')})"
+    return f"{_in_short(e)}, and the job went on or ended well: it was probably caught, retried or quoted ({count(len(past), 'such line')})"
+
+
+def _in_short(f: Fact) -> str:
+    """Return who failed, how, and on which line."""
+    rank = f.rank if f.rank is not None else f.who.rank
+    who = f"rank {rank}" if rank is not None else f.who.name or "a process"
+    known = MEANINGS.get(f.name)
+    what = failures.text_of(f, known) if known else f"printed `{shortened(f.text.strip(), 120)}`"
+    return f"{who} {what} on line {f.line:,}"
 
 
 def _notes(found: Collected, judged: bool) -> list[str]:
@@ -230,8 +235,9 @@ def _notes(found: Collected, judged: bool) -> list[str]:
         lines = "; ".join(f"line {number:,}: {shortened(text, 120)}" for _, number, text in found.unknown)
         notes.append(f"no message that distdiag knows; the last lines that look like errors: {lines}")
     if found.left_out:
+        how = f": {'; '.join(map(_in_short, found.before[-2:]))}" if found.before else ""
         notes.append(
-            f"judged: the last run in the log; {count(found.left_out, 'run')} before it (restarted, or appended) failed, too"
+            f"judged: the last run in the log; {count(found.left_out, 'run')} before it (restarted, or appended) failed, too{how}"
         )
     if found.recorded.line is None:
         seen = "" if judged else "if the job hangs, `py-spy dump --pid PID` shows where each rank is; "
