@@ -155,3 +155,51 @@ def test_other_messages(tmp_path: Path) -> None:
     lost = "[rank3]: DistBackendError: [3] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but store->get('0') got error: Connection reset by peer\n"
     f = only(diagnose(tmp_path, raised(0, "ImportError: no y") + lost))
     assert f.culprits == (0,) and "rank 3 then lost its connection" in f.message
+
+
+def test_a_programs_xid_and_the_exception_of_its_process_are_one_event(tmp_path: Path) -> None:
+    text = "NVRM: Xid (PCI:0000:8d:00): 31, pid=551, name=python, MMU Fault: at 0x7f\n"
+    text += raised(3, "RuntimeError: CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling x")
+    text += "E304 api.py:874] failed (exitcode: 1) local_rank: 3 (pid: 551) of binary: python\n"
+    f = only(diagnose(tmp_path, text))
+    assert about(f)[:3] == ("gpu", "xid", (3,)) and f.certainty == "suspected"
+
+
+IB = "n8:2:3 [{gpu}] transport/net_ib.cc:9 NCCL WARN NET/IB : "
+
+
+def test_an_rdma_error_of_the_host_that_reports_it_is_not_its_peers(tmp_path: Path) -> None:
+    line = (
+        IB.format(gpu=0) + "Got completion from peer 10.2.0.3<3> with status={} opcode=0 len=0 vendor err 83 (Send)\n"
+    )
+    assert "failed on GPU 0 of n8 itself" in only(diagnose(tmp_path, line.format(4))).message
+    assert "lost its RDMA connection to 10.2.0.3" in only(diagnose(tmp_path, line.format(12))).message
+
+
+def test_a_port_that_failed_comes_before_the_connections_through_it(tmp_path: Path) -> None:
+    port = "".join(IB.format(gpu=g) + "Got async event : port error\n" for g in range(2))
+    lost = "n9:2:3 [4] net_ib.cc:9 NCCL WARN NET/IB : Got completion from peer 10.2.0.8<3> with error 12, opcode 2, len 1, vendor err 129\n"
+    f = only(diagnose(tmp_path, port + lost))
+    assert f.message.startswith("GPU 0 of n8, GPU 1 of n8 lost a port")
+    queue = IB.format(gpu=0) + "mlx5_0:1 Got async event : local access violation work queue error\n"
+    assert "lost a port" not in "".join(x.message for x in diagnose(tmp_path, queue).findings)
+
+
+def test_a_connection_that_timed_out_names_its_peer(tmp_path: Path) -> None:
+    line = "[2031-06-17 06:48:31 TP{}] RuntimeError: [gloo/transport/tcp/pair.cc:538] Read error [10.0.0.11]:21204: Connection timed out\n"
+    f = only(diagnose(tmp_path, line.format(4) + line.format(5)))
+    assert f.message.startswith("TP4, TP5 lost a connection to 10.0.0.11")
+
+
+def test_the_launchers_of_a_cray_and_kubernetes_name_who_was_killed(tmp_path: Path) -> None:
+    f = only(diagnose(tmp_path, "x1s2.hsn: rank 12 died from signal 9\nx1s3.hsn: rank 3 died from signal 15\n"))
+    assert f.culprits == (12,) and "on x1s2.hsn was killed by SIGKILL" in f.message
+    pod = "Name:             w-2\n    State:          Terminated\n      Reason:       OOMKilled\n      Exit Code:    137\n"
+    assert only(diagnose(tmp_path, pod)).message.startswith("w-2 was killed: the host or its memory limit")
+
+
+@pytest.mark.parametrize(("last", "noted"), [("nan", True), ("1.5", False)])
+def test_a_loss_that_stays_nan_is_a_note(tmp_path: Path, last: str, noted: bool) -> None:
+    steps = "".join(f"{{'loss': {loss}, 'epoch': {i}}}\n" for i, loss in enumerate(("2.1", "nan", last)))
+    report = diagnose(tmp_path, steps + "val_loss: nan\n{'train_runtime': 9.1}\n")
+    assert report.findings == () and any("is NaN (line 3)" in note for note in report.notes) is noted

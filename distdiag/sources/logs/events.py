@@ -8,7 +8,7 @@ from distdiag.diagnosis.model.findings import rank_list
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.failures import Reason
 from distdiag.sources.logs.join import before, earlier
-from distdiag.sources.logs.meanings import GENERAL, MEANINGS, XIDS
+from distdiag.sources.logs.meanings import GENERAL, MEANINGS
 from distdiag.terms.untrusted import MAX_RANKS, bounded
 
 SAME_EVENT_S = 600.0  # a process reports its device's failure no later
@@ -71,11 +71,12 @@ def _same_message(a: Fact, b: Fact) -> bool:
 
 def _of_devices(reasons: list[Reason]) -> list[Reason]:
     """Return the reasons without what processes report of a device whose failure the driver reports."""
-    for first in [r for r in reasons if r.facts[0].fields.get("xid") in XIDS or r.facts[0].name == "sxid"]:
+    for first in [r for r in reasons if "xid" in r.facts[0].fields or r.facts[0].name == "sxid"]:
         for r in [r for r in reasons if r is not first and _reports(r, first)]:
             reasons = [q for q in reasons if q is not r]
             here = {f.who.host for f in r.facts} == {f.who.host for f in first.facts} != {""}
             here = here or all(_DEVICE.search(f.text) for f in r.facts)
+            here = here or [f"local rank {q}" for q in r.ranks] == first.unnamed
             if r.ranks == first.ranks or (not first.ranks and len(r.ranks) == 1 and here):
                 first.inferred |= not first.ranks
                 first.ranks, first.sites, first.unnamed = first.ranks | r.ranks, first.sites | r.sites, []

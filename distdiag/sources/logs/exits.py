@@ -99,14 +99,16 @@ def of_exits(found: Collected, explained: set[int], waited: set[int], others: bo
             r.hosts |= {end.fact.fields["host"]} if end.fact.fields.get("host") else set()
     if memory and not reasons and not explained:
         meaning = MEANINGS["host_oom"]
-        named = [f"pod {f.fields['pod']}" for f in memory if "pod" in f.fields]
-        named += [
-            f"process {f.fields['pid']} on {f.fields['host']}"
-            for f in memory
-            if {"pid", "host"} <= f.fields.keys() and f.rank is None
-        ]
+        named = list(dict.fromkeys(filter(None, (_whose(f) for f in memory if f.rank is None))))
         reasons["", ""] = Reason(meaning, meaning.text, meaning.advice, 0.0, {*ranks_of(memory)}, named, facts=memory)
     return list(reasons.values())
+
+
+def _whose(f: Fact) -> str:
+    """Return which process or pod ran out of the host's memory; empty if the line does not say it."""
+    if pod := f.fields.get("pod"):
+        return f"pod {pod}"
+    return f"process {f.fields['pid']} on {f.fields['host']}" if {"pid", "host"} <= f.fields.keys() else f.who.process
 
 
 def _ends(found: Collected) -> list[_End]:

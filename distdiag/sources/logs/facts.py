@@ -103,6 +103,7 @@ class Collected:
     local_of: dict[str, int] = field(default_factory=dict)  # rank on its node of a pid, by the launcher
     joined: set[int] = field(default_factory=set)  # ranks that have joined the job's store
     took: dict[int, tuple[float, str]] = field(default_factory=dict)  # of a rank's last lines: seconds, and for what
+    nan: dict[Path, int] = field(default_factory=dict)  # line of the last loss of a file, where it is NaN
     of_nodes: set[Path] = field(default_factory=set)  # files that name ranks on their node
 
     def named(self, *names: str) -> list[Fact]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ _PROGRESS = bounded(
 _NO_PROGRESS = bounded(r"(?:Error|Exception)(?::|$)|\b(?:ERROR|FATAL|[Ff]ailed|[Tt]imed? ?out|NCCL WARN|Loading)\b")
 _PREFIX = bounded(r"^(?:\[[^\]]*\]:? ?){0,3}")
 _TOOK = bounded(r"\b(?:in|took|after) (?P<s>\d{1,6}(?:\.\d{1,6})?) ?s(?:ec(?:onds)?)?\b")
+_LOSS = bounded(r"(?<!\w)(?:lm |train[_/ ]?)?loss['\"]?[\s:=]{1,4}(nan|[-+]?(?:inf|\d))", re.IGNORECASE)
 _BUT = r"(?!.{0,60}(?:error|fail|code:? ?-?[1-9]|killed|signal|cancel))"
 # words that a job ended well, by how much they say: of the whole job; of the lines before them; of one process
 _WELL = (
@@ -56,6 +58,9 @@ class Later:
     well: dict[tuple[Path, str], int] = field(default_factory=dict)
     restarts: dict[Path, int] = field(default_factory=dict)
     took: dict[tuple[str, object], tuple[float, str]] = field(default_factory=dict)
+    loss: dict[Path, tuple[int, bool]] = field(
+        default_factory=dict
+    )  # line of a file's last loss, and whether it is NaN
     left: int = MOST_LINES
 
     def read(self, path: Path, tail: Sequence[tuple[int, bytes]], after: int | None) -> None:
@@ -87,6 +92,8 @@ class Later:
                 self.took.setdefault(name, (float(m["s"]), _PREFIX.sub("", text).strip()))
         if _PROGRESS.search(text) is None or _NO_PROGRESS.search(text) is not None:
             return
+        if (m := _LOSS.search(text)) is not None:
+            self.loss.setdefault(path, (number, m[1].lower() == "nan"))
         for key in (*_names(who, who.rank), None):
             self.progress.setdefault((path, key), []).append(-number)
 

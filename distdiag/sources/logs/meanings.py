@@ -94,10 +94,14 @@ SEE_LOG = "see that rank's own log (torchrun keeps it with --log-dir DIR --tee 3
 IB_STATUS: Mapping[str, str] = MappingProxyType({
     "12": "no answer after all retries: a link, switch or port is down, or the peer's process ended",
     "5": "flushed: the connection was broken before",
+    "1": "local length error",
+    "2": "local queue pair error",
     "4": "local protection error: a memory registration is invalid",
+    "9": "the peer refused the request as invalid",
     "10": "remote access error",
     "13": "receiver not ready, after all retries",
 })  # fmt: skip
+LOCAL = ("1", "2", "4")  # of these: errors of the host that reports them
 
 # what to do, by the text of an exception or of an error of CUDA
 _BY_TEXT: tuple[tuple[re.Pattern[str], str], ...] = (

@@ -173,6 +173,8 @@ TABLE: tuple[Pattern, ...] = (
     _row("node_lost", C, "Node failure on", r"srun: error: Node failure on (?P<node>\S+)"),
     _row("exit_unnamed", E, "exits with return code", r"exits with return code = (?P<code>-?\d+)"),
     _row("exit", E, "noticed that process rank", r"noticed that process rank (?P<r>\d+) with PID \d+ on node (?P<host>\S+) exited on signal (?P<signal>\d+)"),
+    _row("exit", E, " died from signal ", r"^(?P<host>[\w.-]{1,253}): rank (?P<r>\d+) died from signal (?P<signal>\d+)"),
+    _row("exit", E, ": rank ", r"^(?P<host>[\w.-]{1,253}): rank (?P<r>\d+) exited with code (?P<code>[1-9]\d*)"),
     _row("exit", E, " terminated with ", r"(?:ProcessExitedException|Exception): process (?P<r>\d+) terminated with (?:signal (?P<signal>\w+)|exit code (?P<code>\d+))"),
     _row("lost_worker", E, "A worker died or was killed", r"A worker died or was killed while executing a task by an unexpected system error"
          r"(?:.{0,400}?Worker IP address: (?P<host>\S+).{0,60}?Worker PID: (?P<pid>\d+))?"),
@@ -194,7 +196,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("terminated", X, "got signal: ", r"SignalException: Process \d+ got signal: (?P<signal>\d+)"),
     _row("interrupted", X, "KeyboardInterrupt", r"^(?:.*[\]:)|] ?)?KeyboardInterrupt\s*$"),
     # -- connections
-    _row("port_error", C, "Got async event", r"NCCL WARN NET/\w+ ?: (?P<what>\S{1,40} Got async event : .*(?:error|down).*)"),
+    _row("port_error", C, "Got async event", r"NCCL WARN NET/\w+ ?: (?P<what>(?:\S{1,40} )?Got async event : .{0,60}(?:port error|down|catastrophic|fatal).*)"),
     _row("ib", H, "Got completion", r"NET/\w+ ?: ?Got (?:async event|completion) from peer (?P<peer>[^\s<]+)(?:<\d+>)? with (?:status=|error )(?P<status>\d+)"),
     _row("efa", H, "Peer host id", r"NET/OFI .{0,120}Error: \d+ \((?P<what>[A-Z].{1,160}?)\.? My (?:host id|EFA addr).{0,200}?Peer host id: (?P<peer>[\w.-]+)"),
     _row("nccl_error", V, "|CCL_ERROR|", r"\|CCL_ERROR\| (?P<what>.{1,160})"),
@@ -207,6 +209,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("closed", V, "Connect to ", r"NCCL WARN .{0,40}Connect to " + _PEER + r".{0,30}?failed ?: (?P<reason>.*)"),
     _row("refused", V, "returned Connection refused", r"^(?!.*retrying).*NCCL WARN .{0,60}returned Connection refused"),
     _row("closed", V, "Connection reset by peer", r"gloo/transport/.{0,120}\] (?:Read|Write) error \[?" + _PEER + r".{0,20}Connection reset by peer"),
+    _row("closed", V, "onnection timed out", r"gloo/transport/.{0,120}\] (?:Read|Write) error \[?" + _PEER + r".{0,20}Connection timed out"),
     _row("nccl_error", V, ", error code is ", r"(?P<what>Hccl\w+, error code is \d+)"),
     _row("nccl_error", V, "communicator was aborted", r"(?P<what>NCCL communicator was aborted)"),
     _row("nccl_error", V, "NCCL error", r"NCCL error(?: in)?: ?(?:\S+\.[ch]pp:\d+, |(?!\s*\S+\.[ch]pp:))(?P<what>(?!unhandled cuda|invalid|\{|$)[^,]{1,120})"),

@@ -66,6 +66,7 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
     found = join(reader.read(announce, refused))
     found.facts, past = later.split(found, reader.later)
     found.past += past
+    found.nan = {path: number for path, (number, nan) in reader.later.loss.items() if nan}
     found.took = {
         name: took for (kind, name), took in reader.later.took.items() if kind == "rank" and isinstance(name, int)
     }
@@ -231,6 +232,10 @@ def _notes(found: Collected, judged: bool) -> list[str]:
         notes.append(f"NCCL warns on line {warned[0].line:,}: {shortened(warned[0].fields['what'], 160)}")
     if found.past:
         notes.append(_of_the_past(found.past))
+    for path, number in list(found.nan.items())[:1]:
+        notes.append(
+            f"{path}: the last loss that it shows is NaN (line {number:,}); a job that distdiag records names the rank and the step where that began"
+        )
     if found.unknown and not judged:
         lines = "; ".join(f"line {number:,}: {shortened(text, 120)}" for _, number, text in found.unknown)
         notes.append(f"no message that distdiag knows; the last lines that look like errors: {lines}")
