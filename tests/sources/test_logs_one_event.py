@@ -203,3 +203,32 @@ def test_a_loss_that_stays_nan_is_a_note(tmp_path: Path, last: str, noted: bool)
     steps = "".join(f"{{'loss': {loss}, 'epoch': {i}}}\n" for i, loss in enumerate(("2.1", "nan", last)))
     report = diagnose(tmp_path, steps + "val_loss: nan\n{'train_runtime': 9.1}\n")
     assert report.findings == () and any("is NaN (line 3)" in note for note in report.notes) is noted
+
+
+def test_a_single_task_that_srun_names_is_the_rank_of_its_lines(tmp_path: Path) -> None:
+    fault = '0: Fatal Python error: Bus error\n0: Current thread 0x0f (most recent call first):\n0:   File "/u/d.py", line 4 in read\n'
+    f = only(diagnose(tmp_path, fault + "srun: error: n2: task 0: Bus error\n"))
+    assert f.culprits == (0,) and "truncated" in f.advice
+
+
+def test_memory_that_another_process_holds_is_not_saved_by_a_smaller_batch(tmp_path: Path) -> None:
+    full = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1 GiB. Process 99 has 20.10 GiB memory in use. Including non-PyTorch memory, this process has 3.10 GiB memory in use."
+    f = only(diagnose(tmp_path, raised(2, full)))
+    assert "process 99, which is not this rank" in f.message and "end it" in f.advice
+    assert "lower the batch" in only(diagnose(tmp_path, raised(2, full.partition(" Process")[0]))).advice
+
+
+def test_what_did_not_start_comes_before_those_that_could_not_reach_it(tmp_path: Path) -> None:
+    late = "n2: [E420 10:05:00.1 socket.cpp:1019] [c10d] The client socket has timed out after 300000ms while trying to connect to (n1, 29400).\n"
+    f = only(
+        diagnose(tmp_path, late + "n1: python3: can't open file '/run/t.py': [Errno 2] No such file or directory\n")
+    )
+    assert "did not start on n1: can't open file '/run/t.py'" in f.message
+    beat = "W603 1 rdzv.py:9] The node 'n7_1_0' has failed to send a keep-alive heartbeat to the rendezvous 'j' due to an error of type RendezvousTimeoutError.\n"
+    f = only(
+        diagnose(
+            tmp_path,
+            beat + "elastic.rendezvous.api.RendezvousConnectionError: The connection to the C10d store has failed.\n",
+        )
+    )
+    assert "torchrun on n7_1_0 lost the rendezvous" in f.message

@@ -137,8 +137,8 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, seve
         r.advice = meanings.OF_PROGRAM
     elif f.fields.get("xid") in meanings.XIDS:
         r.advice = meanings.XIDS[f.fields["xid"]]
-    elif f.name == "cuda_error":
-        r.advice = meanings.advice_for(f.text, meaning.advice)
+    elif f.name in ("cuda_error", "fatal") or _memory_of_others(f):
+        r.advice = meanings.advice_for(text, meaning.advice)
 
 
 def text_of(f: Fact, meaning: Meaning) -> str:

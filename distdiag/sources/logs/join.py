@@ -42,12 +42,14 @@ def join(found: Collected) -> Collected:
     numbered = _numbered(found)
     local = {f.who.local for f in found.facts if f.who.local is not None}
     tasks = {f.who.task for f in found.facts if f.who.task is not None}
+    ended_tasks = {f.fields["tasks"] for f in found.named("exit_tasks")}
     one_node = 0 < (found.world_size or 0) <= 1 + max(local, default=0)
     for f in found.facts:
         f.rank = _rank_of(found, f, of_file)
         if f.rank is None and f.role is not Role.EXIT and _NUMBER.sub("#", f.who.label) in numbered:
             f.rank, f.inferred = int(_NUMBER.findall(f.who.label)[-1]), True
-        if f.rank is None and not found.torchrun and max(tasks, default=0) > 0 and f.name != "exit_tasks":
+        is_task = max(tasks, default=0) > 0 or str(f.who.task) in ended_tasks  # else `0: ` may be anything
+        if f.rank is None and not found.torchrun and is_task and f.name != "exit_tasks":
             f.rank = f.who.task
         if f.rank is None and f.who.local is not None and len(found.files) == 1:
             f.rank, f.of_node = f.who.local, not one_node

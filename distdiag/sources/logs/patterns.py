@@ -93,6 +93,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("keep_alive", V, "keep-alive heartbeat", r"The node '(?P<node>[^']{1,200})' has failed to send a keep-alive heartbeat to the rendezvous"),
     _row("rendezvous", S, "Rendezvous", r"\b(?P<what>Rendezvous(?:Timeout|Connection|Closed)Error)\b"),
     _row("not_started", S, "ssh exited with exit code", r"(?P<what>\S+: ssh exited with exit code 255)"),
+    _row("not_started", S, "can't open file", r"python[\d.]{0,9}: (?P<what>can't open file '.{1,300}?': \[Errno \d+\] [\w ]{1,40})"),
     _row("not_started", S, "Unable to create step", r"srun: error: (?P<what>Unable to create step for job .+)"),
     _row("not_started", S, "execve(): ", r"slurmstepd: error: execve\(\): (?P<what>.+)"),
     _row("not_started", S, "nodes are available: ", r"(?P<what>\d+/\d+ nodes are available: .+)"),
