@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from distdiag.sources.logs.verdict import diagnose_logs
 from distdiag.sources.logs.writers import time_of, writer
 from tests.sources.test_logs import about, diagnose, only, raised, timeout
 
@@ -232,3 +233,46 @@ def test_what_did_not_start_comes_before_those_that_could_not_reach_it(tmp_path:
         )
     )
     assert "torchrun on n7_1_0 lost the rendezvous" in f.message
+
+
+def test_ranks_that_only_report_the_one_without_data_are_not_the_cause(tmp_path: Path) -> None:
+    others = "".join(
+        raised(r, "RuntimeError: Detected at least one rank that exhausted inputs. Throwing across all ranks.")
+        for r in (0, 1)
+    )
+    f = only(diagnose(tmp_path, others + raised(3, "RuntimeError: Rank 3 exhausted all inputs.")))
+    assert f.culprits == (3,) and "drop_last" in f.advice
+
+
+def test_what_accelerate_compared_is_a_mismatch_of_the_ranks_not_a_failure_of_the_one_that_prints_it(
+    tmp_path: Path,
+) -> None:
+    text = raised(
+        0,
+        "accelerate.utils.operations.DistributedOperationException: Cannot apply desired operation due to shape mismatches.",
+    )
+    text += "[rank0]: Operation: `accelerate.utils.operations.gather`\n[rank0]: Input shapes:\n"
+    shapes = "".join(f"[rank0]:   - Process {r}: [4, {131 if r == 2 else 128}]\n" for r in range(3))
+    f = only(diagnose(tmp_path, text + shapes))
+    assert about(f) == ("mismatch", "shape", (2,), (0, 1)) and "[4, 131] on rank 2" in f.message
+
+
+def test_amds_driver_names_the_gpu_that_it_reset(tmp_path: Path) -> None:
+    f = only(diagnose(tmp_path, "[ 31.3] amdgpu 0000:c1:00.0: amdgpu: GPU reset begin!\n" + timeout(0) + timeout(1)))
+    assert about(f)[:2] == ("gpu", "lost") and "0000:c1:00.0" in f.message and f.victims == (0, 1)
+
+
+def test_the_child_that_a_shell_reports_is_that_of_its_files_task(tmp_path: Path) -> None:
+    lost = "[rank{r}]: RuntimeError: [gloo/transport/tcp/pair.cc:544] Connection closed by peer [10.1.0.5]:4\n"
+    for r in (0, 1, 3):
+        (tmp_path / f"slurm-7_{r}.out").write_text(lost.format(r=r))
+    (tmp_path / "slurm-7_2.out").write_text("/var/job7/script: line 8: 611 Killed     python train.py\n")
+    report = diagnose_logs([str(tmp_path)])
+    assert report is not None
+    f = only(report)
+    assert f.culprits == (2,) and f.certainty == "suspected"
+
+
+def test_zero_3_that_waits_for_another_module(tmp_path: Path) -> None:
+    f = only(diagnose(tmp_path, raised(2, "AssertionError: {'id': 1, 'status': 'INFLIGHT', 'numel': 0}")))
+    assert "same modules" in f.advice

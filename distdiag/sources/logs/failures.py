@@ -20,7 +20,7 @@ from distdiag.terms.untrusted import bounded, is_rank
 
 # an exception that only reports another one
 _REPORTS_ANOTHER = bounded(
-    r"[Rr]oot cause|[Ss]ee (?:the )?(?:stack trace|logs? |error)|in a background process|previous error|sub-exception|Caught \w+ in DataLoader worker"
+    r"at least one rank that exhausted|[Rr]oot cause|[Ss]ee (?:the )?(?:stack trace|logs? |error)|in a background process|previous error|sub-exception|Caught \w+ in DataLoader worker"
 )
 _MEMORY = bounded(r"Process (\d{1,9}) has (\d{1,6}(?:\.\d{1,4})?) GiB memory in use")
 _NUMBER = bounded(r"0x[0-9a-f]+|\d+")

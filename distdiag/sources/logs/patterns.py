@@ -110,6 +110,7 @@ TABLE: tuple[Pattern, ...] = (
     # -- calls that differ: ProcessGroupWrapper.cpp, DDP's reducer, NCCL
     _row("fingerprints", C, "Detected mismatch between collectives", r"Detected mismatch between collectives on ranks\. Rank (?P<a>\d+) is running (?:inconsistent )?collective: "
          r"CollectiveFingerPrint\((?P<fa>.*?)\)?(?:, but Rank (?P<b>\d+) is running (?:inconsistent )?collective: CollectiveFingerPrint\((?P<fb>.*))?$"),
+    _row("process_shape", C, "- Process ", r"^(?:\[[^\]]*\]:? ?){0,9}\s{0,9}- Process (?P<a>\d{1,6}): (?P<shape>\[[\d, \[\]]{0,200}\])\s*$"),
     _row("ddp_params", C, "DDP expects same model", r"DDP expects same model across all ranks, but Rank (?P<a>\d+) has (?P<na>\d+) params, while rank (?P<b>\d+) has inconsistent (?P<nb>-?\d+) params"),
     _row("ddp_shape", C, "appears not to match", r"\[(?P<a>\d+)\]: params\[(?P<index>\d+)\] in this process with (?P<what>sizes|strides) (?P<sa>\[[^\]]{0,99}\]) appears not to match (?:sizes|strides) of the same param in process (?P<b>\d+)"),
     _row("ddp_unused", C, "did not receive grad for rank", r"Parameters which did not receive grad for rank (?P<r>\d+): (?P<names>.+)"),
@@ -124,6 +125,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("xid", C, "NVRM: Xid", r"NVRM: Xid \(PCI:(?P<pci>[\w:.]+)\): (?P<xid>(?!43\b|45\b)\d+)(?:, pid='?(?P<pid>\d+))?(?:.{0,40}?, (?P<text>[A-Z].{0,80}))?"),
     _row("torn_down", F, "NVRM: Xid", r"NVRM: Xid \(PCI:(?P<pci>[\w:]+)(?:\.\d)?\): 4[35], pid='?(?P<pid>\d{1,9})"),
     _row("device_lost", C, "has fallen off the bus", r"(?:NVRM: GPU (?P<pci>[\w:.]+): )?GPU has fallen off the bus"),
+    _row("gpu_reset", C, "GPU reset begin", r"amdgpu (?P<pci>[\w:.]+): (?:amdgpu: )?GPU reset begin"),
     _row("gpu_init", C, "RmInitAdapter failed", r"NVRM: GPU (?P<pci>[\w:.]+): RmInitAdapter failed"),
     _row("sxid", C, "SXid (PCI:", r"SXid \(PCI:(?P<pci>[\w:.]+)\): (?P<xid>\d+), Fatal, (?P<text>.{1,80})"),
     _row("cuda_oom", C, "CUDA out of memory", r"CUDA out of memory\. ?(?P<what>.{0,600})"),
@@ -150,7 +152,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("loader_killed", C, "is killed by signal", r"DataLoader worker \(pid[^)]{0,20}\) is killed by signal: (?P<signal>(?!Bus)\w[\w ]*)"),
     _row("host_oom", E, "oom_kill event", r"[1-9]\d* oom_kill event"),
     _row("host_oom", E, "oom-kill event", r"[1-9]\d* oom-kill event"),
-    _row("host_oom", E, "killed due to memory pressure", r"(?<!\b0) Workers \(tasks / actors\) killed due to memory pressure"),
+    _row("host_oom", E, "killed due to memory pressure", r"(?<!\b0) Workers \(tasks / actors\) killed due to memory pressure(?:.{0,200}?\bIP: (?P<host>[\w.:]{1,60})\))?"),
     _row("host_oom", E, "Task was killed due to the node", r"Task was killed due to the node running low on memory"),
     _row("host_oom", E, "Killed process", r"(?:[Oo]ut of memory|Memory cgroup out of memory): Killed process (?P<pid>\d+)(?: \((?P<comm>[^)]{1,60})\))?"),
     _row("host_oom", E, "memory used=", r"(?:\(IP: (?P<host>[\w.:]{1,60}),.{0,99}?)?where the task \([^)]{0,200}?\bpid=(?P<pid>\d+), memory used=.{0,300}exceeds the memory usage threshold"),

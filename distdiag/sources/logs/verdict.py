@@ -29,6 +29,8 @@ from distdiag.sources.logs.writers import time_of
 from distdiag.terms.untrusted import MAX_RANKS
 
 MAX_FINDINGS = 6
+# words of the exception by which a rank ends after such a report
+_REPORTED = (("unused_parameters", "finished reduction"), ("mismatch", "Cannot apply desired operation"))
 HUNG_S, HUNG_STEPS = 600.0, 20.0  # without a line, at least and as a multiple of the longest step, a job hangs
 LIMITS = guard.Limits(cpu_s=12.0, cpu_s_per_byte=2e-6, memory_per_byte=1)  # beyond those of `lines.Bounds`
 
@@ -134,8 +136,8 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
     reported = reports.findings(found)
     own, late = failures.of_messages(found)
     own = events.merged(own, found)
-    if any(f.kind == "unused_parameters" for f in reported):
-        own = [r for r in own if not all("finished reduction" in f.text for f in r.facts)]
+    for words in (text for f in reported for kind, text in _REPORTED if f.kind == kind):
+        own = [r for r in own if not all(words in f.text for f in r.facts)]
     explained = {q for r in own for q in r.ranks} | {q for f in reported for q in (*f.culprits, *f.victims)}
     ends = exits.of_exits(found, explained, {*waited}, any(not failures.only_reports(r) for r in own))
     if exits.with_a_reason(ends):
