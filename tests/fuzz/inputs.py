@@ -140,7 +140,7 @@ class Inputs:
         """Return the state that node 1 leaves for node 0, as plain data: its ranks are 2 and 3."""
         monitor = _monitor(folder, self._two_pages(folder, world_size=4, first=2))
         monitor.tick()
-        monitor.nodes.node = 1
+        monitor.nodes.node = monitor.nodes.files.own = 1
         monitor.nodes.publish(monitor.snapshot(0.0), time.time(), closed=True)
         state = msgspec.msgpack.decode((folder / "run" / "nodes" / "1.state").read_bytes())
         assert state["node"] == 1 and list(state["ranks"]) == [2, 3], state

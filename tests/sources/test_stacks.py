@@ -390,3 +390,47 @@ def test_a_rank_that_trains_in_a_thread_is_judged_by_it() -> None:
     assert Process(1, (loop, idle, users, log)).judged is loop, "nothing tells which"
     own = Stack((Frame("main", "/home/me/train.py", 5),), name="MainThread")
     assert Process(1, (own, users)).judged is own
+
+
+def test_a_file_named_by_its_pid_names_no_rank_and_the_command_names_the_local_one(tmp_path: Path) -> None:
+    texts = {
+        str(900 + r): SPY.replace("25886", str(900 + r)).replace("train.py", f"train.py --local-rank={3 - r}")
+        for r in range(4)
+    }
+    texts["903"] = (
+        texts["903"].replace("DistributedDataParallel", "Other").replace("torch/nn/parallel/distributed.py", "unet.py")
+    )
+    report = diagnose_stacks([str(write(tmp_path, **texts))])
+    assert report is not None
+    assert (report.world_size, report.findings[0].culprits) == (4, (0,))
+    plain = {name: text.replace("--local-rank", "--x") for name, text in texts.items()}
+    report = diagnose_stacks([str(write(tmp_path, **plain))])
+    assert report is not None and report.world_size == 4
+
+
+def test_a_thread_waits_for_what_the_library_around_its_lock_needs(tmp_path: Path) -> None:
+    loader = "torch/utils/data/dataloader.py"
+    frames = (
+        "wait (threading.py:331)",
+        "get (queue.py:180)",
+        f"_try_get_data ({loader}:9)",
+        f"__next__ ({loader}:7)",
+        "fit (a.py:5)",
+    )
+    text = "".join(
+        f'Process {p}: x\nThread {p} (idle): "MainThread"\n' + "".join(f"    {f}\n" for f in frames) for p in (71, 72)
+    )
+    report = diagnose_stacks([str(write(tmp_path, all=text))])
+    assert report is not None
+    (finding,) = report.findings
+    assert "waits for its data loader" in finding.message and "workers" in finding.advice
+
+
+def test_stacks_in_a_file_of_errors_of_a_torch_built_in_its_sources(tmp_path: Path) -> None:
+    waits = FAULT.replace(LIBRARY, "/src/pytorch/torch")
+    busy = 'Timeout (0:05:00)!\nThread 0x0a (most recent call first):\n  File "/home/me/io.py", line 31 in lock\n  File "/home/me/unet.py", line 9 in <module>\n'
+    (tmp_path / "rank0.err").write_text(waits)
+    (tmp_path / "rank1.err").write_text(busy)
+    report = diagnose_stacks([str(tmp_path)])
+    assert report is not None
+    assert (report.findings[0].culprits, report.findings[0].victims) == ((1,), (0,))

@@ -120,13 +120,16 @@ class Findings:
         blame, culprits, main = self.blame, self.blame.culprits, self.blame.main
         group = None if main is None else self.snapshot.groups[main.group]
         members = culprits if main is None or group is None or main.p2p else group.ranks
+        if main is not None and main.p2p and main.key[4] in culprits:
+            members = (main.key[4],)  # a message has one other end
         here, elsewhere = [q for q in culprits if q in members], [q for q in culprits if q not in members]
         if blame.behind == culprits:
             lack = "{culprits} {culprits:has|have} issued {what} but not begun it"
         elif here and elsewhere:
-            lack = "{here} {here:has|have} not entered {what}, nor {elsewhere} what other groups wait in"
+            lack = "{here} {here:has|have} not entered {what}, nor {elsewhere} {theirs}"
         else:
             lack = "{culprits} {culprits:has|have} not entered {what}"
+        theirs = "the other end of another message" if main is not None and main.p2p else "what other groups wait in"
         waiters = "{victims:#} ranks wait" if len(blame.victims) > 8 else "{victims} {victims:waits|wait}"
         on_host = group is not None and group.backend == "gloo"
         stopped = "" if on_host else ": the device stopped"
@@ -140,7 +143,7 @@ class Findings:
             advice = HOST_ADVICE if blame.idle and not blame.device else EITHER_ADVICE
         whose = {ranks: "" if len(ranks) == len(culprits) else f" ({rank_list(ranks)})" for ranks, _ in parts}
         return {
-            "lack": filled(lack, culprits=culprits, here=here, elsewhere=elsewhere, what=what),
+            "lack": filled(lack, culprits=culprits, here=here, elsewhere=elsewhere, what=what, theirs=theirs),
             "waiters": filled(waiters, victims=blame.victims),
             "condition": "".join("; " + filled(text, whose=whose[ranks]) for ranks, text in parts if ranks),
             "advice": filled(advice, who=culprits),
@@ -312,9 +315,9 @@ IN_FLIGHT = _stall("{what} was in flight with no rank missing: a running job, or
     "take a second set of dumps: if the numbers have not moved, check the network between these ranks",
     severity=Severity.INFO)  # fmt: skip
 SILENT = Template(kinds.RANK_LOST, "silent",
-    "{culprits} left no {readable}dump: dead, or stuck outside torch{waits}", "{cost}",
-    "see how the {culprits:process|processes} of {culprits} ended: exit code, `dmesg -T` for oom-kill or Xid, the "
-    "launcher's log")  # fmt: skip
+    "{culprits} left no {readable}dump: dead, stuck outside torch, or it was not collected{waits}", "{cost}",
+    "give the dumps of {culprits}, too; if there are none, see how the {culprits:process|processes} ended: exit code, `dmesg -T` "
+    "for oom-kill or Xid, the launcher's log")  # fmt: skip
 NOT_GIVEN = Template(kinds.RECORDER, "missing_dump",
     "{ranks} left no dump: {why}", "what {ranks} did is not known",
     "add the missing files, or see how those processes ended", severity=Severity.WARNING)  # fmt: skip

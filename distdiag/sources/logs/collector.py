@@ -14,7 +14,7 @@ from distdiag.sources.logs.patterns import TABLE, Role
 from distdiag.sources.logs.recorded import MARK
 from distdiag.sources.logs.tables import Tables
 from distdiag.sources.logs.tracebacks import PROSE, Tracebacks
-from distdiag.sources.logs.writers import Writer, messages, plain, time_of, writer
+from distdiag.sources.logs.writers import Writer, messages, plain, time_of
 from distdiag.terms.untrusted import MAX_RANKS, bounded, is_rank
 
 MAX_FACTS = 50_000
@@ -78,8 +78,8 @@ class Collector:
                 for number, text in (
                     lines.lines(path, bounds) if column is None else lines.unwrapped(path, column, bounds)
                 ):
-                    for message, rank, pod in messages(plain(text)):
-                        self._read_line(path, number, message[:MAX_MESSAGE], rank, pod)
+                    for message, who in messages(plain(text)):
+                        self._read_line(path, number, message[:MAX_MESSAGE], who)
             except OSError as e:
                 out.bad.append((str(path), e.strerror or str(e)))
             if bounds.late:
@@ -114,6 +114,8 @@ class Collector:
         attempts = {f.run[1] for f in facts if f.run[0] == launch and f.role in (Role.CAUSE, Role.WAIT)}
         attempt = max(attempts, default=0)
         self.result.left_out += len(launches) - 1 + attempt if launches else 0
+        causes = (f for f in facts if f.role is Role.CAUSE and (f.run[0] < launch or f.run[1] < attempt))
+        self.result.before += {f.run: f for f in reversed(list(causes))}.values()
         return [f for f in facts if f.run[0] == launch and f.run[1] >= attempt]
 
     def _next_run(self, launch: bool) -> None:
@@ -122,7 +124,7 @@ class Collector:
             number, attempt = self._run
             self._run = (number + 1, 0) if launch else (number, attempt + 1)
 
-    def _read_line(self, path: Path, number: int, text: str, rank: int | None, pod: str) -> None:
+    def _read_line(self, path: Path, number: int, text: str, who: Writer) -> None:
         if text.rstrip().endswith(" exited on"):  # prterun: the signal is on the next line
             self._begun = f"{text.rstrip()} "
             return
@@ -132,11 +134,8 @@ class Collector:
         if MARK in text:
             out.recorded.add(text, number)
             return
-        who = writer(text)
-        if rank is not None:
-            who.rank = rank
         self._describe(text, number)
-        who.process = who.process or pod or self._pod
+        who.process = who.process or self._pod
         if (section := _SECTION.search(text)) is not None:
             named = section["r"] or section["of_file"]
             self._section = int(named) if named and "--End" not in text else None
@@ -206,7 +205,7 @@ class Collector:
         about = {int(fields[k]) for k in _RANK_FIELDS if fields.get(k, "").isdigit()}
         if not all(map(is_rank, about)):
             return None
-        if name != "unique_id":  # there the numbers are those of the group
+        if name != "unique_id" and "group" not in fields:  # there the numbers are those of the group
             out.ranks |= about
         kind = fields.get("type", "") + _DIGIT.sub("#", fields.get("what", "")[:60]) if name == "exception" else ""
         key = (name, kind, line.path, who.rank, who.process, who.task, who.group)

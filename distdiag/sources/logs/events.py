@@ -8,11 +8,12 @@ from distdiag.diagnosis.model.findings import rank_list
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.failures import Reason
 from distdiag.sources.logs.join import before, earlier
-from distdiag.sources.logs.meanings import GENERAL, MEANINGS, XIDS
+from distdiag.sources.logs.meanings import GENERAL, MEANINGS
 from distdiag.terms.untrusted import MAX_RANKS, bounded
 
 SAME_EVENT_S = 600.0  # a process reports its device's failure no later
 _OF_PROCESS = ("cuda_error", "ecc", "device_lost")  # how a process reports that a device failed
+_LOADER = bounded(r"DataLoader worker \(pid\(s\) (\d{1,9}(?:, \d{1,9})*)\) exited unexpectedly")
 _DEVICE = bounded(r"NVLink|ECC|fallen off the bus")
 
 
@@ -26,8 +27,12 @@ def merged(reasons: list[Reason], found: Collected) -> list[Reason]:
 
 def _of_memory(r: Reason, found: Collected) -> None:
     """Name the reason of a loader's worker that was killed, if the log has the host's lack of memory."""
-    memory = found.named("host_oom")
-    if memory and r.facts[0].name == "loader_killed" and r.facts[0].fields.get("signal") == "Killed":
+    memory, first = found.named("host_oom"), r.facts[0]
+    killed = {f.fields["pid"] for f in memory if "pid" in f.fields}
+    loader = _LOADER.search(first.text) if first.name == "exception" else None
+    if (memory and first.name == "loader_killed" and first.fields.get("signal") == "Killed") or (
+        loader is not None and not killed.isdisjoint(loader[1].split(", "))
+    ):
         r.meaning = replace(r.meaning, cause="killed")
         r.text = "lost a DataLoader worker, which the kernel killed: the host or its memory limit ran out of memory"
         r.advice = MEANINGS["host_oom"].advice
@@ -44,26 +49,34 @@ def _of_all(r: Reason, found: Collected) -> None:
 
 
 def _of_one_remedy(reasons: list[Reason]) -> list[Reason]:
-    """Return the reasons; an exception of an unknown process and the only other one with its remedy are one."""
-    for r in [r for r in reasons if not (r.ranks or r.unnamed) and r.facts[0].name == "exception"]:
-        same = [q for q in reasons if q is not r and q.advice == r.advice and q.facts[0].name == "exception"]
+    """Return the reasons; a failure of an unknown process and the only other one with its message or remedy are one."""
+    for r in [r for r in reasons if not (r.ranks or r.unnamed)]:
+        same = [q for q in reasons if q is not r and q.advice == r.advice and _same_message(r.facts[0], q.facts[0])]
         if r not in reasons or r.advice in GENERAL or len(same) != 1 or same[0].unnamed:
             continue
         first, second = sorted((r, same[0]), key=lambda q: q.order)
         first.ranks, first.sites = first.ranks | second.ranks, second.sites | first.sites
         first.facts += second.facts
         first.inferred = True
+        if first.facts[0].name != "exception":  # a library logs it, and raises it with more detail
+            first.text, first.facts = same[0].text, same[0].facts
         reasons = [q for q in reasons if q is not second]
     return reasons
 
 
+def _same_message(a: Fact, b: Fact) -> bool:
+    """True if all that one message says is in the other; exceptions are compared by their remedies."""
+    return a.name == b.name and (a.name == "exception" or a.fields.items() <= b.fields.items())
+
+
 def _of_devices(reasons: list[Reason]) -> list[Reason]:
     """Return the reasons without what processes report of a device whose failure the driver reports."""
-    for first in [r for r in reasons if r.facts[0].fields.get("xid") in XIDS or r.facts[0].name == "sxid"]:
+    for first in [r for r in reasons if "xid" in r.facts[0].fields or r.facts[0].name == "sxid"]:
         for r in [r for r in reasons if r is not first and _reports(r, first)]:
             reasons = [q for q in reasons if q is not r]
             here = {f.who.host for f in r.facts} == {f.who.host for f in first.facts} != {""}
             here = here or all(_DEVICE.search(f.text) for f in r.facts)
+            here = here or [f"local rank {q}" for q in r.ranks] == first.unnamed
             if r.ranks == first.ranks or (not first.ranks and len(r.ranks) == 1 and here):
                 first.inferred |= not first.ranks
                 first.ranks, first.sites, first.unnamed = first.ranks | r.ranks, first.sites | r.sites, []

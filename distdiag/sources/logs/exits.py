@@ -14,15 +14,17 @@ from distdiag.sources.logs.failures import Reason
 from distdiag.sources.logs.meanings import MEANINGS, Meaning
 from distdiag.sources.logs.patterns import Role
 from distdiag.terms.ranks import unfold_ranks
-from distdiag.terms.untrusted import MAX_INT
+from distdiag.terms.untrusted import MAX_INT, bounded
 
 AFTER_FIRST_S = 5.0  # a launcher kills what has not ended by itself so long after the first failure, or later
 # signals of a rank that was ended, or aborted by its watchdog; and those of a fault
 _SENT = ("SIGTERM", "SIGINT", "SIGABRT", "SIGHUP")
 _BY_KERNEL = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
 _OF_TEXT = {
-    "Out Of Memory": -9, "Killed": -9, "Segmentation fault": -11, "segfault": -11, "Bus error": -7, "Aborted": -6,
+    "Out Of Memory": -9, "Killed": -9, "Segmentation fault": -11, "segfault": -11, "Bus error": -7, "Aborted": -6, "Floating point exception": -8,
+    "Illegal instruction": -4,
 }  # fmt: skip
+_ARGUMENT = bounded(r"--local[-_]rank[=', ]{1,4}(\d{1,6})\b")
 EXIT_CODE = "ended with exit code"
 BY_PROGRAM = "by the program (MPI_Abort)"
 
@@ -54,6 +56,8 @@ class _End:
     def name(self) -> str:
         """Return the process, without a rank."""
         local, pid, host, label = (self.fact.fields.get(key, "") for key in ("local", "pid", "host", "label"))
+        if not local and (m := _ARGUMENT.search(self.fact.text)) is not None:  # of the command that ended
+            local = m[1]
         name = f"local rank {local}" if local else f"process {pid}" if pid else label or "a process"
         if self.launcher == "srun":  # its task is a node
             name = "the ranks"
@@ -95,9 +99,18 @@ def of_exits(found: Collected, explained: set[int], waited: set[int], others: bo
             r.hosts |= {end.fact.fields["host"]} if end.fact.fields.get("host") else set()
     if memory and not reasons and not explained:
         meaning = MEANINGS["host_oom"]
-        pods = [f"pod {f.fields['pod']}" for f in memory if "pod" in f.fields]
-        reasons["", ""] = Reason(meaning, meaning.text, meaning.advice, 0.0, {*ranks_of(memory)}, pods, facts=memory)
+        named = list(dict.fromkeys(filter(None, (_whose(f) for f in memory if f.rank is None))))
+        reasons["", ""] = Reason(meaning, meaning.text, meaning.advice, 0.0, {*ranks_of(memory)}, named, facts=memory)
     return list(reasons.values())
+
+
+def _whose(f: Fact) -> str:
+    """Return which process or pod ran out of the host's memory; empty if the line does not say it."""
+    if pod := f.fields.get("pod"):
+        return f"pod {pod}"
+    if host := f.fields.get("host"):
+        return f"process {f.fields['pid']} on {host}" if "pid" in f.fields else f"a process on {host}"
+    return f.who.process
 
 
 def _ends(found: Collected) -> list[_End]:
@@ -194,3 +207,27 @@ def _meaning(end: _End, memory: bool, others: bool) -> Meaning:
 def with_a_reason(reasons: Iterable[Reason]) -> list[Reason]:
     """Return the ends that show what ended the process: a signal or an exception, not only an exit code."""
     return [r for r in reasons if not r.text.startswith(EXIT_CODE) and not r.text.endswith(BY_PROGRAM)]
+
+
+def joined(reasons: list[Reason], ended: list[Reason]) -> list[Reason]:
+    """Give the one failure without ranks those that ended as it says, if their number is equal; return the other ends.
+
+    An exception ends a process with an exit code, a fault in native code by its signal.
+    """
+    nameless = [r for r in reasons if r.meaning.cause == "crashed" and not r.ranks and not _has_process(r)]
+    if len(nameless) != 1:
+        return ended
+    number = _OF_TEXT.get(nameless[0].facts[0].fields.get("what", ""))
+    signals = with_a_reason(ended)
+    fitting = [r for r in ended if r not in signals or (number and r.text.endswith(signal_name(-number)))]
+    ranks = {q for r in fitting for q in r.ranks}
+    if len(nameless[0].facts) != len(ranks):
+        return ended
+    nameless[0].ranks |= ranks
+    nameless[0].hosts |= {h for r in fitting for h in r.hosts}
+    return [r for r in ended if r not in fitting]
+
+
+def _has_process(r: Reason) -> bool:
+    """True if its lines name a process, not only a node."""
+    return bool(r.unnamed) and any(f.who.name != f.who.label or not f.who.label for f in r.facts)

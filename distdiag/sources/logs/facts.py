@@ -82,6 +82,7 @@ class Collected:
     ranks: set[int] = field(default_factory=set)
     world_size: int | None = None
     left_out: int = 0  # runs and attempts in the files before those that are judged
+    before: list[Fact] = field(default_factory=list)  # the first failure of each of these
     torchrun: bool = False  # torchrun started the ranks, so a task of srun is a node
     late: bool = False  # not all lines of a file were read in detail: it took too long
     files: list[Path] = field(default_factory=list)
@@ -102,6 +103,7 @@ class Collected:
     local_of: dict[str, int] = field(default_factory=dict)  # rank on its node of a pid, by the launcher
     joined: set[int] = field(default_factory=set)  # ranks that have joined the job's store
     took: dict[int, tuple[float, str]] = field(default_factory=dict)  # of a rank's last lines: seconds, and for what
+    nan: dict[Path, int] = field(default_factory=dict)  # line of the last loss of a file, where it is NaN
     of_nodes: set[Path] = field(default_factory=set)  # files that name ranks on their node
 
     def named(self, *names: str) -> list[Fact]:

@@ -20,7 +20,7 @@ from distdiag.terms.untrusted import bounded, is_rank
 
 # an exception that only reports another one
 _REPORTS_ANOTHER = bounded(
-    r"[Rr]oot cause|[Ss]ee (?:the )?(?:stack trace|logs? |error)|in a background process|previous error|sub-exception|Caught \w+ in DataLoader worker"
+    r"at least one rank that exhausted|[Rr]oot cause|[Ss]ee (?:the )?(?:stack trace|logs? |error)|in a background process|previous error|sub-exception|Caught \w+ in DataLoader worker"
 )
 _MEMORY = bounded(r"Process (\d{1,9}) has (\d{1,6}(?:\.\d{1,4})?) GiB memory in use")
 _NUMBER = bounded(r"0x[0-9a-f]+|\d+")
@@ -137,8 +137,8 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, seve
         r.advice = meanings.OF_PROGRAM
     elif f.fields.get("xid") in meanings.XIDS:
         r.advice = meanings.XIDS[f.fields["xid"]]
-    elif f.name == "cuda_error":
-        r.advice = meanings.advice_for(f.text, meaning.advice)
+    elif f.name in ("cuda_error", "fatal") or _memory_of_others(f):
+        r.advice = meanings.advice_for(text, meaning.advice)
 
 
 def text_of(f: Fact, meaning: Meaning) -> str:
@@ -166,19 +166,6 @@ def _memory_of_others(f: Fact) -> str:
 
 
 # -- findings --------------------------------------------------------------------------------------------------------
-
-
-def number(reasons: list[Reason], ended: list[Reason]) -> None:
-    """Give the one exception without ranks those that ended with an exit code, if their number is equal."""
-    nameless = [r for r in reasons if r.meaning.cause == "crashed" and not r.ranks and not _has_process(r)]
-    ranks = {q for r in ended for q in r.ranks}
-    if len(nameless) == 1 and len(nameless[0].facts) == len(ranks):
-        nameless[0].ranks |= ranks
-
-
-def _has_process(r: Reason) -> bool:
-    """True if its lines name a process, not only a node."""
-    return bool(r.unnamed) and any(f.who.name != f.who.label or not f.who.label for f in r.facts)
 
 
 def _first(r: Reason) -> str:
@@ -216,7 +203,7 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     if of_node:
         advice += "; the log does not name the node: the rank is the same only on the first one"
     sites = r.sites or {}
-    common = next((f.site for f in r.facts if f.site is not None), None)
+    common = next((f.site for f in r.facts if f.site is not None and f.role is not Role.EXIT), None)
     return finding(
         r.meaning.kind,
         r.meaning.cause,
@@ -263,6 +250,7 @@ def _who_failed(r: Reason, ranks: tuple[int, ...], of_node: bool) -> str:
         text = text.replace("was killed", "were killed").replace("has a GPU", "have GPUs")
     if len(r.hosts) == 1 and not r.hosts <= {"localhost"}:
         who += f" on {min(r.hosts)}"
-    site = next((f.site for f in r.facts if f.site is not None), None)
+    # a launcher's own stack shows where it learned of an end
+    site = next((f.site for f in r.facts if f.site is not None and f.role is not Role.EXIT), None)
     times = f" ({len(r.facts):,} times)" if who is nobody and len(r.facts) > 1 and r.meaning.cause != "killed" else ""
     return f"{who} {text}{_first(r)}{at(site)}{times}"

@@ -19,7 +19,7 @@ LATER_S = 2.0  # the clocks of hosts differ by less
 WAITED = (Role.WAIT, Role.VICTIM)
 # failures of the device, of the launch or of the host's memory: never a consequence of another failure
 OWN = (
-    "xid", "sxid", "gpu_init", "node_lost", "ecc", "device_lost", "shm_full", "duplicate_gpu", "rank_twice", "host_oom",
+    "xid", "sxid", "gpu_init", "gpu_reset", "node_lost", "ecc", "device_lost", "shm_full", "duplicate_gpu", "rank_twice", "host_oom",
 )  # fmt: skip
 
 
@@ -42,12 +42,15 @@ def join(found: Collected) -> Collected:
     numbered = _numbered(found)
     local = {f.who.local for f in found.facts if f.who.local is not None}
     tasks = {f.who.task for f in found.facts if f.who.task is not None}
+    ended_tasks = {f.fields["tasks"] for f in found.named("exit_tasks")}
     one_node = 0 < (found.world_size or 0) <= 1 + max(local, default=0)
     for f in found.facts:
         f.rank = _rank_of(found, f, of_file)
+        f.inferred = f.name == "exit_shell" and f.rank is not None and found.rank_of.get(f.number("pid")) is None
         if f.rank is None and f.role is not Role.EXIT and _NUMBER.sub("#", f.who.label) in numbered:
             f.rank, f.inferred = int(_NUMBER.findall(f.who.label)[-1]), True
-        if f.rank is None and not found.torchrun and max(tasks, default=0) > 0 and f.name != "exit_tasks":
+        is_task = max(tasks, default=0) > 0 or str(f.who.task) in ended_tasks  # else `0: ` may be anything
+        if f.rank is None and not found.torchrun and is_task and f.name != "exit_tasks":
             f.rank = f.who.task
         if f.rank is None and f.who.local is not None and len(found.files) == 1:
             f.rank, f.of_node = f.who.local, not one_node
@@ -103,7 +106,8 @@ def _rank_of(found: Collected, f: Fact, of_file: Mapping[Path, int]) -> int | No
     if who.rank is not None:
         return who.rank
     if pid is not None:  # it is about that process, whoever wrote it
-        return found.rank_of.get(pid)
+        own = of_file.get(f.path) if f.name == "exit_shell" else None  # of a shell's child, in the file of one rank
+        return found.rank_of.get(pid, own)
     if (of_pod := [r for p, r in of_file.items() if who.process.endswith(p.name.partition(".")[0])]) and len(
         of_pod
     ) == 1:

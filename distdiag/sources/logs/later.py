@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.patterns import Role
-from distdiag.sources.logs.writers import Writer, messages, plain, time_of, writer
+from distdiag.sources.logs.writers import Writer, messages, plain, time_of
 from distdiag.terms.untrusted import bounded
 
 # lines read: of all files, of one with a failure, of any other; at least
@@ -32,6 +33,7 @@ _PROGRESS = bounded(
 _NO_PROGRESS = bounded(r"(?:Error|Exception)(?::|$)|\b(?:ERROR|FATAL|[Ff]ailed|[Tt]imed? ?out|NCCL WARN|Loading)\b")
 _PREFIX = bounded(r"^(?:\[[^\]]*\]:? ?){0,3}")
 _TOOK = bounded(r"\b(?:in|took|after) (?P<s>\d{1,6}(?:\.\d{1,6})?) ?s(?:ec(?:onds)?)?\b")
+_LOSS = bounded(r"(?<!\w)(?:lm |train[_/ ]?)?loss['\"]?[\s:=]{1,4}(nan|[-+]?(?:inf|\d))", re.IGNORECASE)
 _BUT = r"(?!.{0,60}(?:error|fail|code:? ?-?[1-9]|killed|signal|cancel))"
 # words that a job ended well, by how much they say: of the whole job; of the lines before them; of one process
 _WELL = (
@@ -56,6 +58,9 @@ class Later:
     well: dict[tuple[Path, str], int] = field(default_factory=dict)
     restarts: dict[Path, int] = field(default_factory=dict)
     took: dict[tuple[str, object], tuple[float, str]] = field(default_factory=dict)
+    loss: dict[Path, tuple[int, bool]] = field(
+        default_factory=dict
+    )  # line of a file's last loss, and whether it is NaN
     left: int = MOST_LINES
 
     def read(self, path: Path, tail: Sequence[tuple[int, bytes]], after: int | None) -> None:
@@ -75,21 +80,21 @@ class Later:
                     most -= 1
                     self.left -= after is not None
                     last = raw[-2000:].rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace")
-                    for text, rank, pod in messages(plain(last)):
-                        self._line(path, number, text, rank, pod)
+                    for text, who in messages(plain(last)):
+                        self._line(path, number, text, who)
 
-    def _line(self, path: Path, number: int, text: str, rank: int | None, pod: str) -> None:
+    def _line(self, path: Path, number: int, text: str, who: Writer) -> None:
         for scope, regex in _WELL:
             if regex.search(text) is not None:
                 self.well.setdefault((path, scope), number)
         if (m := _TOOK.search(text)) is not None:
-            for name in _names(writer(text), rank):
+            for name in _names(who, who.rank):
                 self.took.setdefault(name, (float(m["s"]), _PREFIX.sub("", text).strip()))
         if _PROGRESS.search(text) is None or _NO_PROGRESS.search(text) is not None:
             return
-        who = writer(text)
-        who.process = who.process or pod
-        for key in (*_names(who, who.rank if rank is None else rank), None):
+        if (m := _LOSS.search(text)) is not None:
+            self.loss.setdefault(path, (number, m[1].lower() == "nan"))
+        for key in (*_names(who, who.rank), None):
             self.progress.setdefault((path, key), []).append(-number)
 
     def after(self, path: Path, line: int, key: object = None) -> int:

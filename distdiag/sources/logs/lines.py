@@ -37,6 +37,7 @@ MAX_BYTES = 32 << 30  # limit of one unpacked file
 WRAPPED_LINES, TERMINALS = 4, (60, 400)  # lines of exactly the largest length; usual widths of terminals
 _BOMS = ((b"\xff\xfe\x00\x00", "utf-32-le"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
 _DIGITS = b"0123456789"
+_COLOURS = re.compile(rb"\x1b\[[\d;]{0,30}[A-Za-z]")  # they may stand inside a needle
 _OF_WRITER = re.compile(rb"(?:ank|RANK|ask|ode|rocess|worker|gpu|GPU|pid|\[)[s :=]{0,3}(\d{1,9})")
 _PIDS = re.compile(
     rb"pid=(?P<pid>\d{1,9})[^)\n]{0,60}\)(?:\x1b\[[\d;]{0,9}m)? ?\[rank ?(?P<of_pid>\d{1,6})\]|\b[Rr]ank[ =:]{1,2}(?P<rank>\d{1,6})\b[^\n\d]{0,20}\b(?:pid|PID)[ =:]{1,2}(?P<after>\d{1,9})"
@@ -110,6 +111,7 @@ class Bounds:
         A shape is a line without its digits; whether a shape can matter is judged once. A line that only looks like an error
         counts near a frame of a traceback; of the others, the last one of each block.
         """
+        block = _COLOURS.sub(b"", block) if b"\x1b" in block else block
         shapes = block.translate(None, _DIGITS).split(b"\n")
         if max(map(len, shapes)) > SHAPE_BYTES:
             keys = [shape if len(shape) <= SHAPE_BYTES else b"%d" % hash(shape) for shape in shapes]

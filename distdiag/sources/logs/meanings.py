@@ -45,6 +45,7 @@ MEANINGS: Mapping[str, Meaning] = MappingProxyType({
     "rank_twice": Meaning("rank_lost", "crashed", "exists twice: two processes have this rank in one job of {world}", "check how the ranks are started: RANK must differ between processes; one launcher per node, with its own --node-rank"),
     "nccl_mismatch": Meaning("mismatch", "op", "or a neighbour made a different call from the rest (NCCL found mismatched collectives)", "run again with NCCL_DEBUG_SUBSYS=COLL, or TORCH_DISTRIBUTED_DEBUG=DETAIL"),
     "gpu_init": Meaning("gpu", "lost", "has a GPU that its driver could not start, at PCI {pci}", "it is the hardware or the driver: see `dmesg -T | grep NVRM`, take the node out, reset the GPU or reboot"),
+    "gpu_reset": Meaning("gpu", "lost", "has a GPU that its driver (amdgpu) reset, at PCI {pci}", "what ran on it is lost: see the lines before it in `dmesg -T` (a ring that timed out: a kernel that hangs; RAS: the memory), and `rocm-smi`; if only this GPU has it, take it out"),
     "sxid": Meaning("gpu", "nvlink", "has a fatal NVSwitch error: SXid {xid} at PCI {pci}: {text}", "it is the NVLink fabric: take the node out, and restart nvidia-fabricmanager; `nvidia-smi nvlink -e`"),
     "node_lost": Meaning("rank_lost", "silent", "was lost with all its processes", "see whether that node is up, and why it failed: `sinfo -R` or `kubectl describe node`, its console and `dmesg -T`; start again without it"),
     "port_error": Meaning("rank_lost", "silent", "lost a port of the network: {what}", "see that host's `ibstat`, `dmesg -T` and the switch: cable, transceiver or port; NCCL does not recover from it"),
@@ -94,18 +95,25 @@ SEE_LOG = "see that rank's own log (torchrun keeps it with --log-dir DIR --tee 3
 IB_STATUS: Mapping[str, str] = MappingProxyType({
     "12": "no answer after all retries: a link, switch or port is down, or the peer's process ended",
     "5": "flushed: the connection was broken before",
+    "1": "local length error",
+    "2": "local queue pair error",
     "4": "local protection error: a memory registration is invalid",
+    "9": "the peer refused the request as invalid",
     "10": "remote access error",
     "13": "receiver not ready, after all retries",
 })  # fmt: skip
+LOCAL = ("1", "2", "4")  # of these: errors of the host that reports them
 
 # what to do, by the text of an exception or of an error of CUDA
 _BY_TEXT: tuple[tuple[re.Pattern[str], str], ...] = (
+    (bounded(r"'status': '(?:NOT_AVAILABLE|INFLIGHT)'"), "ZeRO-3 gathers parameters in the order of its first step: every rank must run the same modules in the same order (no branch on the data, mixture of experts: set_z3_leaf_modules)"),
+    (bounded(r"exhausted (?:all )?inputs"), "the ranks have different numbers of batches: use drop_last=True or a sampler that pads (DistributedSampler), or Join without throw_on_early_termination"),
     (bounded(r"No module named|cannot import name"), "install it in the environment of all nodes"),
     (bounded(r"system not yet initialized"), "start NVIDIA's fabric manager on that host (`systemctl status nvidia-fabricmanager`); its version must be the driver's"),
     (bounded(r"No CUDA GPUs are available|no CUDA-capable device"), "see what the process may use: CUDA_VISIBLE_DEVICES, --gpus of the container, the scheduler's GPUs; `nvidia-smi` there"),
     (bounded(r"driver on your system is too old"), "that node's NVIDIA driver is older than its torch needs: update the driver there, or take the node out; compare `nvidia-smi` on all nodes"),
-    (bounded(r"Free memory on device .{0,80}less than desired|memory capacity is unbalanced"), "something else holds memory of that GPU: see who with `nvidia-smi`, end it or use another GPU; or lower the share of memory (gpu_memory_utilization, mem-fraction-static)"),
+    (bounded(r"native code: Bus error"), SIGNALS["SIGBUS"]),
+    (bounded(r"which is not this rank, holds|Free memory on device .{0,80}less than desired|memory capacity is unbalanced"), "something else holds memory of that GPU: see who with `nvidia-smi`, end it or use another GPU; or lower the share of memory (gpu_memory_utilization, mem-fraction-static)"),
     (bounded(r"received 0 items of ancdata|Too many open files"), "raise the limit (`ulimit -n`), or torch.multiprocessing.set_sharing_strategy('file_system'); keep no batches of the loader alive"),
     (bounded(r"busy or unavailable"), "another process holds that GPU, in exclusive mode (`nvidia-smi -q -d COMPUTE`), or two ranks use one: check CUDA_VISIBLE_DEVICES and LOCAL_RANK"),
     (bounded(r"Check batch related parameters"), "make the three numbers of DeepSpeed's config fit: train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks, or leave one of them out; see that all ranks were launched"),

@@ -47,6 +47,7 @@ def _row(name: str, role: Role, needle: str, regex: str) -> Pattern:
 C, W, V, S, X, E, F, H = (
     Role.CAUSE, Role.WAIT, Role.VICTIM, Role.START, Role.STOP, Role.EXIT, Role.FACT, Role.HINT,
 )  # fmt: skip
+_UNIQUE_ID = r"\[(?P<waiter>\d+)\] is setting up NCCL communicator and retr\w+ ncclUniqueId from \[(?P<awaited>\d+)\].{0,200}?got error: "
 _PEER = r"(?P<peer>[^\s<>\]]+?)(?:<\d+>|\]?:\d+|\s|$)"
 
 TABLE: tuple[Pattern, ...] = (
@@ -66,11 +67,11 @@ TABLE: tuple[Pattern, ...] = (
     _row("store_wait", W, "wait timeout after", r"(?<!error: )wait timeout after (?P<limit>\d+)ms, keys: (?P<key>\S{1,200})"),
     _row("npu_task", W, "reason=[task timeout]", r"execute failed, reason=\[task timeout\]"),
     _row("hccl_socket", W, "Getting socket times out", r"Getting socket times out"),
-    _row("hccl_wait", W, "from remote rank", r"has not received the Notify record from remote rank \[(?P<awaited>\d+)\](?:.{0,120}?tag\[(?P<tag>[A-Za-z]+))?"),
+    _row("hccl_wait", W, "from remote rank", r"has not received the Notify record from remote rank:? ?\[(?P<awaited>\d+)\](?:.{0,120}?tag\[(?P<tag>[A-Za-z]+))?(?:.{0,600}?\bgroup:\[(?P<group>(?!hccl_world)[\w.-]{1,120})\])?"),
     _row("hccl_wait", W, "wait socket establish timeout", r"wait socket establish timeout, role\[\d\] rank\[(?P<awaited>\d+)\]"),
     # -- the communicator could not be created
-    _row("unique_id", W, "ncclUniqueId from", r"\[(?P<waiter>\d+)\] is setting up NCCL communicator and retr\w+ ncclUniqueId from \[(?P<awaited>\d+)\]"
-         r".{0,200}?got error: (?P<reason>.*)"),
+    _row("unique_id", V, "ncclUniqueId from", _UNIQUE_ID + r"(?P<reason>.{0,99}(?:[Rr]eset by peer|[Bb]roken [Pp]ipe|[Gg]ot 0 bytes|[Cc]onnection closed).*)"),
+    _row("unique_id", W, "ncclUniqueId from", _UNIQUE_ID + r"(?P<reason>.*)"),
     _row("barrier_late", W, "failed to pass monitoredBarrier", r"Ranks? (?P<ranks>\d+(?:, \d+)*) failed to pass monitoredBarrier in (?P<limit>\d+) ms"),
     _row("rpc_late", W, "RPC ", r"RPC (?:call to (?P<what>\S{1,80}) timed out|ran for more than set timeout)"),
     _row("message_size", W, "op.preamble.length", r"op\.preamble\.length <= op\.nbytes\. (?P<got>\d+) vs (?P<has>\d+)"),
@@ -88,9 +89,11 @@ TABLE: tuple[Pattern, ...] = (
     _row("store_connect", S, "trying to connect", r"client socket has timed out after (?P<after>\w+) while trying to connect to \((?P<peer>[^,)]+), ?(?P<port>\d+)\)"),
     _row("store_connect", S, "failed to connect to any network address", r"client socket has failed to connect to any network address of \((?P<peer>[^,)]+), ?(?P<port>\d+)\)"),
     _row("coordination", V, "stopped sending heartbeats", r"The following tasks are unhealthy \(stopped sending heartbeats\): (?P<node>\S{1,200}[\w)])"),
+    _row("coordination", V, " heartbeat timeout", r"\bTask (?P<node>/job:\S{1,200}) heartbeat timeout"),
     _row("keep_alive", V, "keep-alive heartbeat", r"The node '(?P<node>[^']{1,200})' has failed to send a keep-alive heartbeat to the rendezvous"),
     _row("rendezvous", S, "Rendezvous", r"\b(?P<what>Rendezvous(?:Timeout|Connection|Closed)Error)\b"),
     _row("not_started", S, "ssh exited with exit code", r"(?P<what>\S+: ssh exited with exit code 255)"),
+    _row("not_started", S, "can't open file", r"python[\d.]{0,9}: (?P<what>can't open file '.{1,300}?': \[Errno \d+\] [\w ]{1,40})"),
     _row("not_started", S, "Unable to create step", r"srun: error: (?P<what>Unable to create step for job .+)"),
     _row("not_started", S, "execve(): ", r"slurmstepd: error: execve\(\): (?P<what>.+)"),
     _row("not_started", S, "nodes are available: ", r"(?P<what>\d+/\d+ nodes are available: .+)"),
@@ -107,6 +110,7 @@ TABLE: tuple[Pattern, ...] = (
     # -- calls that differ: ProcessGroupWrapper.cpp, DDP's reducer, NCCL
     _row("fingerprints", C, "Detected mismatch between collectives", r"Detected mismatch between collectives on ranks\. Rank (?P<a>\d+) is running (?:inconsistent )?collective: "
          r"CollectiveFingerPrint\((?P<fa>.*?)\)?(?:, but Rank (?P<b>\d+) is running (?:inconsistent )?collective: CollectiveFingerPrint\((?P<fb>.*))?$"),
+    _row("process_shape", C, "- Process ", r"^(?:\[[^\]]*\]:? ?){0,9}\s{0,9}- Process (?P<a>\d{1,6}): (?P<shape>\[[\d, \[\]]{0,200}\])\s*$"),
     _row("ddp_params", C, "DDP expects same model", r"DDP expects same model across all ranks, but Rank (?P<a>\d+) has (?P<na>\d+) params, while rank (?P<b>\d+) has inconsistent (?P<nb>-?\d+) params"),
     _row("ddp_shape", C, "appears not to match", r"\[(?P<a>\d+)\]: params\[(?P<index>\d+)\] in this process with (?P<what>sizes|strides) (?P<sa>\[[^\]]{0,99}\]) appears not to match (?:sizes|strides) of the same param in process (?P<b>\d+)"),
     _row("ddp_unused", C, "did not receive grad for rank", r"Parameters which did not receive grad for rank (?P<r>\d+): (?P<names>.+)"),
@@ -121,6 +125,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("xid", C, "NVRM: Xid", r"NVRM: Xid \(PCI:(?P<pci>[\w:.]+)\): (?P<xid>(?!43\b|45\b)\d+)(?:, pid='?(?P<pid>\d+))?(?:.{0,40}?, (?P<text>[A-Z].{0,80}))?"),
     _row("torn_down", F, "NVRM: Xid", r"NVRM: Xid \(PCI:(?P<pci>[\w:]+)(?:\.\d)?\): 4[35], pid='?(?P<pid>\d{1,9})"),
     _row("device_lost", C, "has fallen off the bus", r"(?:NVRM: GPU (?P<pci>[\w:.]+): )?GPU has fallen off the bus"),
+    _row("gpu_reset", C, "GPU reset begin", r"amdgpu (?P<pci>[\w:.]+): (?:amdgpu: )?GPU reset begin"),
     _row("gpu_init", C, "RmInitAdapter failed", r"NVRM: GPU (?P<pci>[\w:.]+): RmInitAdapter failed"),
     _row("sxid", C, "SXid (PCI:", r"SXid \(PCI:(?P<pci>[\w:.]+)\): (?P<xid>\d+), Fatal, (?P<text>.{1,80})"),
     _row("cuda_oom", C, "CUDA out of memory", r"CUDA out of memory\. ?(?P<what>.{0,600})"),
@@ -147,12 +152,12 @@ TABLE: tuple[Pattern, ...] = (
     _row("loader_killed", C, "is killed by signal", r"DataLoader worker \(pid[^)]{0,20}\) is killed by signal: (?P<signal>(?!Bus)\w[\w ]*)"),
     _row("host_oom", E, "oom_kill event", r"[1-9]\d* oom_kill event"),
     _row("host_oom", E, "oom-kill event", r"[1-9]\d* oom-kill event"),
-    _row("host_oom", E, "killed due to memory pressure", r"(?<!\b0) Workers \(tasks / actors\) killed due to memory pressure"),
+    _row("host_oom", E, "killed due to memory pressure", r"(?<!\b0) Workers \(tasks / actors\) killed due to memory pressure(?:.{0,200}?\bIP: (?P<host>[\w.:]{1,60})\))?"),
     _row("host_oom", E, "Task was killed due to the node", r"Task was killed due to the node running low on memory"),
     _row("host_oom", E, "Killed process", r"(?:[Oo]ut of memory|Memory cgroup out of memory): Killed process (?P<pid>\d+)(?: \((?P<comm>[^)]{1,60})\))?"),
-    _row("host_oom", E, "memory used=", r"where the task \([^)]{0,200}?\bpid=(?P<pid>\d+), memory used=.{0,300}exceeds the memory usage threshold"),
+    _row("host_oom", E, "memory used=", r"(?:\(IP: (?P<host>[\w.:]{1,60}),.{0,99}?)?where the task \([^)]{0,200}?\bpid=(?P<pid>\d+), memory used=.{0,300}exceeds the memory usage threshold"),
     _row("host_oom", E, "OOMKilled", r"^(?P<pod>[\w.-]{1,253})\s{1,40}\d+/\d+\s{1,40}OOMKilled\b"),
-    _row("host_oom", E, "OOMKilled", r"\bOOMKilled\b"),
+    _row("host_oom", E, "OOMKilled", r"(?:^|[^\s\w,] ?|\s{2})OOMKilled\b|\bOOMKilled(?:[.!]?\s*$|[ ,]{1,2}\(?exit|.{0,20}\b137\b)"),
     # -- launchers: torchrun, DeepSpeed, mpirun, multiprocessing, Slurm
     _row("exit", E, "failed (exitcode", r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: (?P<pid>\d+)\)"),
     _row("exit", E, "Child process with PID", r"\[rank: (?P<r>\d+)\] Child process with PID (?P<pid>\d+) terminated with code (?P<code>-?\d+)"),
@@ -171,6 +176,8 @@ TABLE: tuple[Pattern, ...] = (
     _row("node_lost", C, "Node failure on", r"srun: error: Node failure on (?P<node>\S+)"),
     _row("exit_unnamed", E, "exits with return code", r"exits with return code = (?P<code>-?\d+)"),
     _row("exit", E, "noticed that process rank", r"noticed that process rank (?P<r>\d+) with PID \d+ on node (?P<host>\S+) exited on signal (?P<signal>\d+)"),
+    _row("exit", E, " died from signal ", r"^(?P<host>[\w.-]{1,253}): rank (?P<r>\d+) died from signal (?P<signal>\d+)"),
+    _row("exit", E, ": rank ", r"^(?P<host>[\w.-]{1,253}): rank (?P<r>\d+) exited with code (?P<code>[1-9]\d*)"),
     _row("exit", E, " terminated with ", r"(?:ProcessExitedException|Exception): process (?P<r>\d+) terminated with (?:signal (?P<signal>\w+)|exit code (?P<code>\d+))"),
     _row("lost_worker", E, "A worker died or was killed", r"A worker died or was killed while executing a task by an unexpected system error"
          r"(?:.{0,400}?Worker IP address: (?P<host>\S+).{0,60}?Worker PID: (?P<pid>\d+))?"),
@@ -192,7 +199,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("terminated", X, "got signal: ", r"SignalException: Process \d+ got signal: (?P<signal>\d+)"),
     _row("interrupted", X, "KeyboardInterrupt", r"^(?:.*[\]:)|] ?)?KeyboardInterrupt\s*$"),
     # -- connections
-    _row("port_error", C, "Got async event", r"NCCL WARN NET/\w+ ?: (?P<what>\S{1,40} Got async event : .*(?:error|down).*)"),
+    _row("port_error", C, "Got async event", r"NCCL WARN NET/\w+ ?: (?P<what>(?:\S{1,40} )?Got async event : .{0,60}(?:port error|down|catastrophic|fatal).*)"),
     _row("ib", H, "Got completion", r"NET/\w+ ?: ?Got (?:async event|completion) from peer (?P<peer>[^\s<]+)(?:<\d+>)? with (?:status=|error )(?P<status>\d+)"),
     _row("efa", H, "Peer host id", r"NET/OFI .{0,120}Error: \d+ \((?P<what>[A-Z].{1,160}?)\.? My (?:host id|EFA addr).{0,200}?Peer host id: (?P<peer>[\w.-]+)"),
     _row("nccl_error", V, "|CCL_ERROR|", r"\|CCL_ERROR\| (?P<what>.{1,160})"),
@@ -205,6 +212,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("closed", V, "Connect to ", r"NCCL WARN .{0,40}Connect to " + _PEER + r".{0,30}?failed ?: (?P<reason>.*)"),
     _row("refused", V, "returned Connection refused", r"^(?!.*retrying).*NCCL WARN .{0,60}returned Connection refused"),
     _row("closed", V, "Connection reset by peer", r"gloo/transport/.{0,120}\] (?:Read|Write) error \[?" + _PEER + r".{0,20}Connection reset by peer"),
+    _row("closed", V, "onnection timed out", r"gloo/transport/.{0,120}\] (?:Read|Write) error \[?" + _PEER + r".{0,20}Connection timed out"),
     _row("nccl_error", V, ", error code is ", r"(?P<what>Hccl\w+, error code is \d+)"),
     _row("nccl_error", V, "communicator was aborted", r"(?P<what>NCCL communicator was aborted)"),
     _row("nccl_error", V, "NCCL error", r"NCCL error(?: in)?: ?(?:\S+\.[ch]pp:\d+, |(?!\s*\S+\.[ch]pp:))(?P<what>(?!unhandled cuda|invalid|\{|$)[^,]{1,120})"),

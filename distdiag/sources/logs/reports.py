@@ -29,6 +29,8 @@ def findings(found: Collected) -> list[Finding]:
     out: list[Finding] = []
     if calls := found.named("fingerprints"):
         out.append(_fingerprints(calls))
+    if len(_by_shape(found.named("process_shape"))) > 1:
+        out.append(_shapes_given(found.named("process_shape")))
     if models := found.named("ddp_shape") or _counted(found, real=True):
         out.append(_shapes(models) if models[0].name == "ddp_shape" else _counts(models))
     if versions := found.named("nccl_version"):
@@ -36,6 +38,30 @@ def findings(found: Collected) -> list[Finding]:
     if found.named("ddp_unused", "ddp_unused_index"):
         out.append(_unused(found, found.named("ddp_unused"), found.named("ddp_unused_index")))
     return out
+
+
+def _by_shape(facts: Iterable[Fact]) -> dict[str, set[int]]:
+    """Return the ranks that gave each shape to an operation of Accelerate, which compared them."""
+    sides: dict[str, set[int]] = {}
+    for f in facts:
+        sides.setdefault(f.fields["shape"], set()).add(int(f.fields["a"]))
+    return sides
+
+
+def _shapes_given(facts: list[Fact]) -> Finding:
+    sides = _by_shape(facts)
+    few, *many = sorted(sides.values(), key=len)
+    texts = [f"{shape} on {rank_list(sorted(ranks))}" for shape, ranks in list(sides.items())[:4]]
+    return finding(
+        "mismatch",
+        "shape",
+        facts,
+        f"the ranks passed different shapes to one operation of Accelerate: {', '.join(texts)}",
+        "pad them to one shape first (accelerator.pad_across_processes), or use gather_for_metrics for the last, smaller batch",
+        culprits=few if len(many) == 1 and len(few) < len(many[0]) else (),
+        victims=set().union(*sides.values()),
+        proved=True,
+    )
 
 
 def derived(found: Collected) -> list[Finding]:

@@ -16,11 +16,11 @@ from distdiag.sources.logs import meanings
 from distdiag.sources.logs.build import Fields, finding, ranks_of, some, who
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import absent_ranks, first_site
+from distdiag.sources.logs.patterns import Role
 from distdiag.terms.untrusted import MAX_RANKS, bounded, is_rank, numbers
 
 # in the store, of gloo: the address of one rank of a group, e.g. /default_pg/0//cpu//0/3
 _ADDRESS_KEY = bounded(r"default_pg/\d+//\w+//\d+/(\d{1,6})\W*$")
-_GONE = bounded(r"[Rr]eset by peer|[Bb]roken [Pp]ipe|[Gg]ot 0 bytes|[Cc]onnection closed")
 _HERE = ("127.0.0.1", "127.0.1.1", "localhost", "::1")
 _NO_WAY = bounded(r"Connection refused|No route to host|Network is unreachable")
 
@@ -49,7 +49,7 @@ class Row:
 
 
 def _lost_store(facts: Sequence[Fact]) -> bool:
-    return _GONE.search(facts[0].fields.get("reason", "")) is not None
+    return facts[0].role is Role.VICTIM
 
 
 def _refused(facts: Sequence[Fact]) -> bool:
@@ -75,6 +75,9 @@ LATE_ROWS = (
         "see what {culprits} did meanwhile (`py-spy dump --pid …`): a longer branch, no data left, or a collective that only the others call"),
     Row("horovod_late", _LATE, "{culprits} did not submit what Horovod's other ranks wait for",
         "see what {culprits} did meanwhile (`py-spy dump --pid …`): a longer branch, an exception that was caught, or a collective that only the others call"),
+    Row("message_size", "rank_lost/crashed", "{who} received a message of {got} bytes instead of {has} while NCCL set up a communicator: the nodes have different versions of NCCL, or different settings",
+        "install the same torch (and NCCL) on all nodes, or use one image; compare the lines `NCCL version` of each node (NCCL_DEBUG=VERSION) and its NCCL_* variables",
+        when=lambda facts: "bootstrap" in facts[0].text),
     Row("message_size", "mismatch/shape", "{who} received a message of {got} bytes where its own call expected {has}{at}: the ranks called one collective with different sizes",
         "compare the shapes that the ranks pass there: the last, smaller batch, or an input that is padded differently"),
     Row("unique_id", _LATE, "{who} lost the store while a communicator was made{at} ({reason}): the process that serves it, rank 0 or torchrun's, ended first",
@@ -82,8 +85,10 @@ LATE_ROWS = (
     Row("unique_id", _LATE, "rank {awaited} did not reach the first collective of a group, where {who} {waits} for it{at} ({reason})",
         "see what rank {awaited} did meanwhile: long work before the first collective (data, a download, a model), an exception, "
         "or a collective that only the others call; give long work a longer timeout in init_process_group"),
-    Row("hccl_wait", _LATE, "{culprits} did not come to {tag}, where {who} {waits} for it in HCCL{at}",
-        "read the log of {culprits}, and take {its} stack the next time: another failure there, a longer branch, or another call"),
+    Row("hccl_wait", _LATE, "{who} {waits} in HCCL's {tag}{at} for rank {awaited} of {group}, which did not come; its rank in the job is not in the log",
+        "read the logs of that group's ranks for an error before this one; give the logs of all ranks",
+        ("{culprits} did not come to {tag}, where {who} {waits} for it in HCCL{at}",
+         "read the log of {culprits}, and take {its} stack the next time: another failure there, a longer branch, or another call")),
     Row("hccl_socket", _LATE, "{who} waited in HCCL{at} for a connection that the rank at the other end did not make in time",
         "read the logs of the ranks that do not report it: one failed, or is late (HCCL_CONNECT_TIMEOUT is the limit); then the network of the NPUs: `hccn_tool`"),
     Row("rpc_late", _LATE, "{who} waited for a worker's answer{call}{at} until the timeout; which worker did not answer is not in the log",
@@ -96,6 +101,8 @@ START_ROWS = (
         "read the logs of the other ranks first: a collective waits for a rank that failed or is late; then the NPU's own log (plog, `npu-smi info`)"),
     Row("stuck_watchdog", "stall/unknown", "the watchdog of {who} made no progress{stuck}: a call to CUDA or NCCL does not return there, or a thread holds the GIL in one",
         "take the stacks of that process with native frames the next time (`py-spy dump --native --pid …`, gdb); look at its GPU (`dmesg -T | grep -i xid`)"),
+    Row("not_started", _LOST, "the job, or a part of it, did not start{there}: {what}",
+        "correct that on the node it names, then start again: the environment and its paths must be the same on all nodes, and the request must fit the cluster"),
     Row("store_connect", _LOST, "{who} could not reach the job's store at {peer}:{port}{at}: {why}{masters}",
         "correct that name or address there: all nodes need the same MASTER_ADDR (--master-addr, --rdzv-endpoint), which `getent hosts {peer}` resolves; on Kubernetes, look at the master's headless service",
         when=lambda facts: facts[0].fields.get("why", "").startswith("the name")),
@@ -122,8 +129,8 @@ START_ROWS = (
         "check MASTER_ADDR (--rdzv-endpoint) with `getent hosts NAME` on that node; on Kubernetes, that the master's pod runs and its headless service exists"),
     Row("full_mesh", _LOST, "gloo on {who}{on} could not connect to every other rank: {reason}",
         "give gloo the interface that the nodes share (GLOO_SOCKET_IFNAME=eth0): a host name that resolves to 127.0.1.1 is the most common reason"),
-    Row("not_started", _LOST, "the job, or a part of it, did not start: {what}",
-        "correct that on the node it names, then start again: the environment and its paths must be the same on all nodes, and the request must fit the cluster"),
+    Row("keep_alive", _LOST, "torchrun on {nodes} lost the rendezvous: the node that serves it, the first one, has ended",
+        "read the log of the first node (--rdzv-endpoint): its failure came before these"),
     Row("rendezvous", _LOST, "{who} did not complete torchrun's rendezvous ({what})",
         "see whether all nodes have started with one --rdzv-endpoint, --rdzv-id and --nnodes, and reach that address"),
 )  # fmt: skip
@@ -134,8 +141,9 @@ LOST_ROWS = (
         "see the head's gcs_server.out, its memory and `dmesg -T`, and whether `ray stop` was called"),
     Row("coordination", _LOST, "{nodes} sent no heartbeats to the coordination service any more: it ended, or hangs",
         "read the log of {nodes}: its failure came before this message, which the others only repeat"),
-    Row("keep_alive", _LOST, "torchrun on {nodes} lost the rendezvous: the node that serves it, the first one, has ended",
-        "read the log of the first node (--rdzv-endpoint): its failure came before these"),
+    Row("ib", "rank_lost/crashed", "NCCL's RDMA failed on {who} itself, not at its peer {all_peers} (status {status}: {meaning})",
+        "GPU memory could not be registered or read there: the driver and nvidia-peermem or DMA-BUF, IOMMU and ACS, a buffer freed too early; run once with NCCL_NET_GDR_LEVEL=LOC, and see `dmesg -T | grep mlx5`",
+        when=lambda facts: facts[0].fields["status"] in meanings.LOCAL),
     Row("ib", _LOST, "NCCL on {who} lost its RDMA connection to {all_peers} (status {status}: {meaning})",
         "check that link: `ibstat`, `perfquery`, switch counters, RoCE's GID and flow control (NCCL_IB_GID_INDEX); see first whether the peer's process ended"),
     Row("gloo_timeout closed store_lost refused lost", _LATE, _GLOO + "; the log does not show which rank they waited for",
@@ -215,7 +223,7 @@ def _blamed(found: Collected, name: str, facts: list[Fact]) -> tuple[Collection[
             absent = set(range(expected)) - here
             return (absent, here) if len(absent) == expected - (_most(facts, "joined") or 0) else ((), ranks)
         case "hccl_wait":
-            return {awaited for f in facts if (awaited := f.number("awaited")) is not None}, ranks
+            return {n for f in facts if "group" not in f.fields and (n := f.number("awaited")) is not None}, ranks
         case "stuck_watchdog":
             alone = len(ranks) == 1 or (found.world_size is not None and 0 < len(ranks) <= found.world_size // 2)
             return (ranks if alone else ()), ranks
@@ -269,6 +277,7 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
         "first": f"look at {', '.join(named)} first: " if named else "",
         "all_peers": some(peers),
         "nodes": some([f.fields["node"] for f in facts if "node" in f.fields]),
+        "there": f" on {name}" if (name := facts[0].who.label or facts[0].who.host) else "",
         "on": f" on {some(hosts)}" if (hosts := [f.who.host for f in facts if f.who.host]) else "",
         "meaning": meanings.IB_STATUS.get(first.get("status", ""), f"status {first.get('status')}"),
         "warning": shortened(next((f.fields["what"] for f in facts if f.name == "nccl_warning"), ""), 160),

@@ -29,6 +29,8 @@ from distdiag.sources.logs.writers import time_of
 from distdiag.terms.untrusted import MAX_RANKS
 
 MAX_FINDINGS = 6
+# words of the exception by which a rank ends after such a report
+_REPORTED = (("unused_parameters", "finished reduction"), ("mismatch", "Cannot apply desired operation"))
 HUNG_S, HUNG_STEPS = 600.0, 20.0  # without a line, at least and as a multiple of the longest step, a job hangs
 LIMITS = guard.Limits(cpu_s=12.0, cpu_s_per_byte=2e-6, memory_per_byte=1)  # beyond those of `lines.Bounds`
 
@@ -66,6 +68,7 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
     found = join(reader.read(announce, refused))
     found.facts, past = later.split(found, reader.later)
     found.past += past
+    found.nan = {path: number for path, (number, nan) in reader.later.loss.items() if nan}
     found.took = {
         name: took for (kind, name), took in reader.later.took.items() if kind == "rank" and isinstance(name, int)
     }
@@ -133,16 +136,16 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
     reported = reports.findings(found)
     own, late = failures.of_messages(found)
     own = events.merged(own, found)
-    if any(f.kind == "unused_parameters" for f in reported):
-        own = [r for r in own if not all("finished reduction" in f.text for f in r.facts)]
+    for words in (text for f in reported for kind, text in _REPORTED if f.kind == kind):
+        own = [r for r in own if not all(words in f.text for f in r.facts)]
     explained = {q for r in own for q in r.ranks} | {q for f in reported for q in (*f.culprits, *f.victims)}
     ends = exits.of_exits(found, explained, {*waited}, any(not failures.only_reports(r) for r in own))
     if exits.with_a_reason(ends):
         own = [r for r in own if not failures.only_reports(r)]
+    ends = exits.joined(own, ends)
     own += exits.with_a_reason(ends)
     codes = [r for r in ends if r not in own]
     if own or reported:
-        failures.number(own, codes)
         return [*reported, *(failures.of_reason(r, found, waited) for r in own)][:MAX_FINDINGS], None
     waits = rows.first_of(rows.LATE_ROWS, found) or timeouts.findings(found)
     if found_here := _with_late(waits, late) or rows.first_of(rows.START_ROWS, found) or reports.derived(found):
@@ -209,11 +212,16 @@ def _world(found: Collected) -> int | None:
 def _of_the_past(past: list[Fact]) -> str:
     """Return a note on failures after which the job went on."""
     e = next((f for f in past if f.role is Role.CAUSE), past[0])
-    who = f"rank {e.rank}" if e.rank is not None else e.who.name or "a process"
-    what = (
-        failures.text_of(e, MEANINGS[e.name]) if e.name in MEANINGS else f"printed `{shortened(e.text.strip(), 120)}`"
-    )
-    return f"{who} {what} on line {e.line:,}, and the job went on or ended well: it was probably caught, retried or quoted ({count(len(past), 'such line')})"
+    return f"{_in_short(e)}, and the job went on or ended well: it was probably caught, retried or quoted ({count(len(past), 'such line')})"
+
+
+def _in_short(f: Fact) -> str:
+    """Return who failed, how, and on which line."""
+    rank = f.rank if f.rank is not None else f.who.rank
+    who = f"rank {rank}" if rank is not None else f.who.name or "a process"
+    known = MEANINGS.get(f.name)
+    what = failures.text_of(f, known) if known else f"printed `{shortened(f.text.strip(), 120)}`"
+    return f"{who} {what} on line {f.line:,}"
 
 
 def _notes(found: Collected, judged: bool) -> list[str]:
@@ -226,12 +234,17 @@ def _notes(found: Collected, judged: bool) -> list[str]:
         notes.append(f"NCCL warns on line {warned[0].line:,}: {shortened(warned[0].fields['what'], 160)}")
     if found.past:
         notes.append(_of_the_past(found.past))
+    for path, number in list(found.nan.items())[:1]:
+        notes.append(
+            f"{path}: the last loss that it shows is NaN (line {number:,}); a job that distdiag records names the rank and the step where that began"
+        )
     if found.unknown and not judged:
         lines = "; ".join(f"line {number:,}: {shortened(text, 120)}" for _, number, text in found.unknown)
         notes.append(f"no message that distdiag knows; the last lines that look like errors: {lines}")
     if found.left_out:
+        how = f": {'; '.join(map(_in_short, found.before[-2:]))}" if found.before else ""
         notes.append(
-            f"judged: the last run in the log; {count(found.left_out, 'run')} before it (restarted, or appended) failed, too"
+            f"judged: the last run in the log; {count(found.left_out, 'run')} before it (restarted, or appended) failed, too{how}"
         )
     if found.recorded.line is None:
         seen = "" if judged else "if the job hangs, `py-spy dump --pid PID` shows where each rank is; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from datetime import date
 from typing import Any
 
 import msgspec
@@ -27,8 +28,9 @@ _NCCL_IDS = bounded(r":\d+:\d+ \[\d+\] ")
 _NCCL = bounded(r"(?P<host>[\w.-]+):(?P<pid>\d+):\d+ \[(?P<device>\d+)\] ")
 _LABEL = bounded(
     r"\((?P<label>[A-Za-z_][\w ]*?(?:\([\w.-]{1,80}\))? pid=(?P<pid>\d{1,9}))[^)]*?(?:, ip=(?P<ip>[\w.:]+))?\)|\[[\d: -]{19}(?: (?P<tp>(?:DP|PP|TP|EP)\d+[\w ]*))\]|^\[pod/(?P<pod>[\w.-]+)/[\w.-]+\] "
-    r"|^Exception in device=(?P<xla>\w{1,20}:\d{1,6}): "
+    r"|^\S{1,40} \{[^{}]{0,400}?\bpod=\"(?P<loki>[\w.-]{1,253})\"[^{}]{0,400}\} |^Exception in device=(?P<xla>\w{1,20}:\d{1,6}): "
 )
+_STERN = bounded(r"^(?P<pod>[a-z][\w.-]{0,250}-\w{1,20}) [\w.-]{1,63} (?=\d{4}-\d\d-\d\dT)")  # pod, container, time
 # what pdsh, kubectl or a script puts in front of every line: the name of a node or worker, which ends in a number or a letter
 _LABEL_FIRST = bounded(
     r"^\s?(?:\((?P<round>{0})\)|\[(?P<square>{0})\]|(?P<colon>{0}):)(?: |$)".format(
@@ -42,12 +44,13 @@ _JOURNAL = bounded(
 )
 _MILD = bounded(r"\[[IW](?:\d{3,4} \d\d:| \w+\.(?:cpp|cc|hpp):)")  # information and warnings of torch's C++ code
 # month, day and time of day, as torch's C++ code writes them, and ISO 8601
-_TIMES = (
-    ("c10", bounded(r"\[[EWIF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)")),
-    ("iso", bounded(r"\b\d{4}-(\d\d)-(\d\d)[T_ ](\d\d):(\d\d):(\d\d)")),
+_C10 = bounded(r"\[[EWIF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)")
+_ISO = bounded(
+    r"\b(\d{4}-\d\d-\d\d)[T_ ](\d\d):(\d\d):(\d\d)(?:[.,]\d{1,9})?(?: ?(?P<zone>Z\b|[+-]\d\d:?\d\d\b(?!-)))?"
 )
-_MESSAGE_KEYS = ("message", "msg", "log", "text", "event", "textPayload", "exc_info", "stack")
-_SIGNS = {"time", "timestamp", "ts", "@timestamp", "asctime", "level", "levelname", "severity", "stream", "rank", "global_rank", "RANK"}  # fmt: skip
+_MESSAGE_KEYS = ("message", "msg", "log", "text", "event", "textPayload", "exc_info", "stack", "line")
+_TIME_KEYS = ("timestamp", "@timestamp", "time", "ts", "asctime")
+_SIGNS = {*_TIME_KEYS, "level", "levelname", "severity", "stream", "rank", "global_rank", "RANK"}
 
 
 @dataclass(slots=True)
@@ -93,23 +96,41 @@ def plain(text: str) -> str:
     return _ANSI.sub("", text) if not text.isprintable() else text
 
 
-def messages(text: str) -> list[tuple[str, int | None, str]]:
-    """Return (message, rank, pod) of a line: of a JSON record its message, which may have several lines, its rank and its pod.
+def messages(text: str) -> list[tuple[str, Writer]]:
+    """Return (message, who wrote it) of a line: of a JSON record its message, which may have several lines.
 
-    Any other JSON object is data of the program: it has no message.
+    The rank, pod and time of a record come before those of its message. Any other JSON object is data of the program: it has no
+    message.
     """
     record = _record(text)
     if not record:
-        return [(text, None, "")]
+        return [(text, writer(text))]
     texts = [encodable(record[key]) for key in _keys_of(record) if isinstance(record.get(key), str)]
     texts = [_event(record) + t for t in texts]
     rank = next((record[k] for k in ("rank", "global_rank", "RANK") if k in record), None)
     if isinstance(rank, str) and rank.isdecimal() and len(rank) < 7:
         rank = int(rank)
     known = rank if isinstance(rank, int) and is_rank(rank) else None
-    within = record.get("kubernetes")
-    pod = (within if isinstance(within, dict) else record).get("pod_name") or record.get("pod")
-    return [(line, known, pod if isinstance(pod, str) else "") for t in texts for line in t.splitlines() if line]
+    at = next((at for k in _TIME_KEYS if isinstance(t := record.get(k), str) and (at := time_of(t))), None)
+    pod = next((p for r in _within(record) for k in ("pod_name", "pod") if isinstance(p := r.get(k), str)), "")
+    out = []
+    for line in (line for t in texts for line in t.splitlines() if line):
+        who = writer(line)
+        who.rank = known if known is not None else who.rank
+        who.at, who.process = at or who.at, who.process or pod
+        out.append((line, who))
+    return out
+
+
+def _within(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the objects of a record that may name its pod: itself, and the labels of a collector."""
+    resource = record.get("resource")
+    inner = (
+        record.get("kubernetes"),
+        record.get("labels"),
+        resource.get("labels") if isinstance(resource, dict) else None,
+    )
+    return [record, *(x for x in inner if isinstance(x, dict))]
 
 
 def _event(record: dict[str, Any]) -> str:
@@ -192,15 +213,35 @@ def _process(head: str, out: Writer) -> None:
     if _NCCL_IDS.search(head) and (m := _NCCL.search(head)):
         out.host, out.device, out.process = m["host"], int(m["device"]), f"{m['host']}:{m['pid']}"
         out.pid = int(m["pid"])
-    elif ("pid=" in head or "P" in head or "[pod/" in head or "device=" in head) and (m := _LABEL.search(head)):
-        out.process, out.host = m["label"] or m["tp"] or m["pod"] or m["xla"], m["ip"] or ""
+    elif ("pid=" in head or "P" in head or "[pod/" in head or "device=" in head or 'pod="' in head) and (
+        m := _LABEL.search(head)
+    ):
+        while (inner := _LABEL.match(head, m.end() + (head[m.end() : m.end() + 1] == " "))) is not None:
+            m = inner  # a process passes on the lines of its children, which are named next
+        out.process, out.host = m["label"] or m["tp"] or m["pod"] or m["loki"] or m["xla"], m["ip"] or ""
         out.pid = int(m["pid"]) if m["pid"] else None
+    elif (m := _STERN.match(head)) is not None:
+        out.process = m["pod"]
 
 
 def time_of(text: str) -> tuple[str, float] | None:
-    """Return the clock and the seconds since the year began that the begin of a line shows; None if it shows none."""
-    for clock, regex in _TIMES:
-        if (m := regex.search(text[:120])) is not None:
-            month, day, hour, minute, second = map(int, m.groups())
-            return clock, ((month * 31 + day) * 24 + hour) * 3600.0 + minute * 60 + second
-    return None
+    """Return the clock and the seconds that the begin of a line shows; None if it shows none.
+
+    Times of one clock can be compared: those of torch's C++ code, those with a zone (`utc`), and those without.
+    """
+    head = text[:120]
+    if (m := _C10.search(head)) is not None:
+        month, day, hour, minute, second = map(int, m.groups())
+        return "c10", ((month * 31 + day) * 24 + hour) * 3600.0 + minute * 60 + second
+    if (m := _ISO.search(head)) is None:
+        return None
+    try:
+        days = date.fromisoformat(m[1]).toordinal()
+    except ValueError:
+        return None
+    seconds = (days * 24 + int(m[2])) * 3600.0 + int(m[3]) * 60 + int(m[4])
+    zone = m["zone"]
+    if not zone:
+        return "iso", seconds
+    ahead = 0 if zone == "Z" else (int(zone[1:3]) * 60 + int(zone[-2:])) * 60
+    return "utc", seconds + (ahead if zone[0] == "-" else -ahead)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import msgspec
@@ -25,6 +26,7 @@ _NATIVE_WAIT = re.compile(r"c10d::(?:Work|ProcessGroup|Reducer|broadcast_coalesc
 _NATIVE_STORE = re.compile(r"c10d::\w*Store")
 _NATIVE_DEVICE = re.compile(r"cuda(?:Stream|Event|Device)Synchronize|cu(?:Stream|Event|Ctx)Synchronize|hipStreamSync")
 _NATIVE_SLEEP = re.compile(r"clock_nanosleep|time_sleep|nanosleep")
+_GENERAL, _SPECIAL = ("lock", "queue", "socket"), ("data", "checkpoint")  # what a thread waits in, and for
 _NUMBER = re.compile(r"-?\d{1,9}")
 _GROUP = "ProcessGroup at 0x"
 _GROUPS = re.compile(r"ProcessGroup at 0x|DeviceMesh")  # in local variables
@@ -158,8 +160,11 @@ def _activity(stack: Stack, site: Site | None, source: Source) -> str:
         return "device"
     line = line_at(site, source)
     idle = stack.idle is not False
-    word = by_frame(stack.frames[0].raw_name) if stack.frames else None
-    word = word or next((w for f in stack.frames[:4] if not f.users and (w := by_frame(f.raw_name))), None)
+    inner = list(itertools.takewhile(lambda f: not f.users, stack.frames)) or list(stack.frames[:1])
+    words = [by_frame(f.raw_name) for f in inner]
+    word = next(filter(None, words[:4]), None)
+    if word in _GENERAL:  # the library that waits so shows what for
+        word = next((w for w in words if w in _SPECIAL), word)
     if word is not None:
         return refined(word, line)
     if (idle and "sleep(" in line) or any(map(_NATIVE_SLEEP.search, native)):

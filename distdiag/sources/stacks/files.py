@@ -21,6 +21,7 @@ from distdiag.sources.stacks.verdict import Seen, report
 
 LIMITS = guard.Limits()
 MAX_FILES, MAX_BYTES, HEAD_BYTES = 16_384, 64 << 20, 1 << 16
+_TEXTS = (".txt", ".log", ".err", ".out")
 _STACK = re.compile(rb'\(most recent call first\):|^Thread \S+ \((?:idle|active)|"thread_id"', re.MULTILINE)
 _MORE = "ranks are numbered in the order of their stacks: the files name none"
 
@@ -31,7 +32,7 @@ def diagnose_stacks(targets: Sequence[str]) -> Report | None:
     Raises:
         DistdiagError: the files together exceed the limits.
     """
-    candidates = (p for p, named in find(map(Path, targets)) if named or p.suffix in (".txt", ".log") or likely(p))
+    candidates = (p for p, named in find(map(Path, targets)) if named or p.suffix in _TEXTS or likely(p))
     files = guard.matching(itertools.islice(candidates, MAX_FILES), _has_stacks)
     if not files:
         return None
@@ -90,11 +91,14 @@ def _by_rank(found: list[tuple[Path, list[Process]]]) -> tuple[dict[int, list[Pr
     single = [DumpFile(path=path) for path, own in found if len({p.pid for p in own}) == 1 and own[0].rank is None]
     name_ranks(single)
     names = {f.path: f.rank for f in single}
-    numbered = len(set(names.values())) == len(names) and None not in names.values()
+    by_pid = names == {path: own[0].pid for path, own in found}  # such names are no ranks
+    numbered = len(set(names.values())) == len(names) and None not in names.values() and not by_pid
+    locals_ = {p.pid: p.local for _, own in found for p in own}
+    of_command = None not in locals_.values() and len(set(locals_.values())) == len(locals_)  # of one node
     loose: dict[tuple[str, int], list[Process]] = {}
     for path, own in found:
         for nth, p in enumerate(own):
-            rank = p.rank if p.rank is not None else names.get(path) if numbered else None
+            rank = p.rank if p.rank is not None else p.local if of_command else names.get(path) if numbered else None
             if rank is not None:
                 out.setdefault(rank, []).append(p)
             else:

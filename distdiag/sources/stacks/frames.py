@@ -15,6 +15,12 @@ from distdiag.diagnosis.model.snapshot import Site
 # of the Python that the job uses, which need not be ours: by its paths
 _LIBRARY = re.compile(r"^<|/(?:site|dist)-packages/|/lib(?:64)?/python3\.\d+/|^torch/")
 _TORCH = re.compile(r"(?:^|-packages/|/)torch/(?=[\w/]+\.py$)")
+_OF_TORCH = (
+    "distributed/",
+    "nn/modules/",
+    "nn/parallel/",
+    "utils/data/",
+)  # also of a torch that was built in its sources
 _RECORDER = re.compile(r"(?:^|/)distdiag/(?:(?:recorder|page)/[\w/]+|run|everywhere)\.py$")
 _CONSOLE_SCRIPT = re.compile(r"(?:^|/)bin/[\w.-]+$")  # torchrun itself: no rank's code
 
@@ -63,6 +69,8 @@ class Frame(msgspec.Struct, frozen=True):
         """True if the file is neither Python's nor torch's nor an installed package's."""
         if os.sep not in self.file and PurePosixPath(self.file).stem in sys.stdlib_module_names:
             return False  # a short name, as `py-spy dump` prints it
+        if self.in_torch.startswith(_OF_TORCH):
+            return False
         return not _LIBRARY.search(self.file) and not _CONSOLE_SCRIPT.search(self.file)
 
 
@@ -99,6 +107,7 @@ class Process(msgspec.Struct, frozen=True):
     pid: int
     threads: tuple[Stack, ...]
     rank: int | None = None
+    local: int | None = None  # the rank on its node, by its command
 
     @property
     def judged(self) -> Stack:

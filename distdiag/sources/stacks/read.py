@@ -14,7 +14,7 @@ from distdiag.terms.untrusted import MAX_INT, MAX_RANKS, MAX_TEXT, bounded
 MAX_FRAMES = 1024  # of one thread; Python's own limit of recursion is 1,000
 MAX_THREADS = 1024
 _PREFIX = bounded(r"^\[?(?:rank|default)(\d+)\]?: ?")  # of torch's exceptions, and of torchrun --tee
-_PROCESS = bounded(r"^Process (\d+)(?:: |$)")
+_PROCESS = bounded(r"^Process (\d+)(?:: |$)(?:.{0,4000}--local[-_]rank[= ](?P<local>\d{1,6})\b)?")
 _SPY_THREAD = bounded(r'^Thread (?:0x[0-9A-Fa-f]+|\d+) \((idle|active)[^)]{0,40}\)(?:: "(.{0,200})")?')
 _SPY_FRAME = re.compile(r"^    (\S.*) \((\S.*):(\d{1,9})\)$")
 _NATIVE = re.compile(r"^    (\S.*) \(([^():]*)\)$")
@@ -103,17 +103,17 @@ def from_text(text: str) -> list[Process]:
 
 def _processes(lines: list[str], rank: int | None) -> Iterator[Process]:
     """Yield the processes; without a line that names the next, the first thread of a dump follows a frame `<module>`."""
-    pid, threads = 0, [_Open()]
+    pid, threads, local = 0, [_Open()], None
     for line in lines:
         if m := _PROCESS.match(line):
-            yield from _done(pid, threads, rank)
-            pid, threads = int(m[1]), [_Open()]
+            yield from _done(pid, threads, rank, local)
+            pid, threads, local = int(m[1]), [_Open()], int(m["local"]) if m["local"] else None
         elif m := _SPY_THREAD.match(line):
             threads.append(_Open(m[2] or "", m[1] == "idle"))
         elif _FAULT_THREAD.match(line):
             # faulthandler lists the main thread last
             if (last := threads[-1].frames) and last[-1].function == "<module>":
-                yield from _done(pid, threads, rank)
+                yield from _done(pid, threads, rank, local)
                 pid, threads = 0, [_Open()]
             threads.append(_Open())
         elif m := _SPY_FRAME.match(line):
@@ -122,7 +122,7 @@ def _processes(lines: list[str], rank: int | None) -> Iterator[Process]:
             threads[-1].add(Frame(m[3], m[1], int(m[2])))
         elif (m := _NATIVE.match(line)) and not threads[-1].frames:
             threads[-1].native.append(m[1][:MAX_TEXT])
-    yield from _done(pid, threads, rank)
+    yield from _done(pid, threads, rank, local)
 
 
 class _Open:
@@ -138,7 +138,7 @@ class _Open:
             self.frames.append(frame)
 
 
-def _done(pid: int, threads: list[_Open], rank: int | None) -> Iterator[Process]:
+def _done(pid: int, threads: list[_Open], rank: int | None, local: int | None) -> Iterator[Process]:
     stacks = [Stack(tuple(t.frames), tuple(t.native), t.idle, t.name) for t in threads[:MAX_THREADS] if t.frames]
     if stacks:
-        yield Process(pid, tuple(stacks), rank)
+        yield Process(pid, tuple(stacks), rank, local)

@@ -32,6 +32,7 @@ SETTLED_S = 60.0  # the snapshot counts as stable: what has not moved between tw
 SHOWN = 4  # places in one message
 _DOES = {a.word: a.does for a in ACTIVITIES if a.does}
 _DO = {a.word: a.do for a in ACTIVITIES if a.do}
+_LOOK_FOR = "look for what they wait for at these lines: a lock, a key of a store, a file, another process"
 _LOOK = "check that line; if it is only slow, the others continue when it is done"
 _stall = partial(Template, kinds.STALL)
 STALL = _stall("user_code", "{missing}{implicit}; {does}{moves}{reason}; {victims} {victims:waits|wait}", "", "{do}")
@@ -44,8 +45,7 @@ TOGETHER = _stall("unknown", "{victims} are all in {what}{at}, and none has move
 GROUPS = _stall("unknown", "the ranks create different groups in new_group(){at}, and none has moved: {texts}", NO_PROGRESS,
                 "let every rank call new_group with the same ranks, in the same order; agree on them first (broadcast the list)",
                 severity=Severity.WARNING)  # fmt: skip
-NOBODY = _stall("unknown", "no rank is in a collective, and none has moved: {places}", NO_PROGRESS,
-                "look for what they wait for at these lines: a lock, a key of a store, a file, another process",
+NOBODY = _stall("unknown", "no rank is in a collective, and none has moved: {places}", NO_PROGRESS, "{do}",
                 severity=Severity.WARNING)  # fmt: skip
 DEVICES = _stall("unknown", "every rank waits for its device, and none has moved{places}", "",
                  "attach again: if none has moved by then, it is a kernel or a collective that does not end; with "
@@ -193,7 +193,9 @@ def _no_sink(s: Snapshot, seen: Mapping[int, Seen], source: Source) -> Iterator[
             f"{rank_list(ranks)}: {verb(ranks, 'it', 'each')} {_DOES.get(s.ranks[ranks[0]].activity, 'is busy')}{at(site)}"
             for site, ranks in list(places.items())[:SHOWN]
         ]
-        yield NOBODY(victims=sorted(seen), where=wheres(s, sorted(seen)), places="; ".join(texts))
+        words = {r.activity for r in s.ranks.values()}
+        do = (_DO.get(min(words)) if len(words) == 1 else None) or _LOOK_FOR
+        yield NOBODY(victims=sorted(seen), where=wheres(s, sorted(seen)), places="; ".join(texts), do=do)
         return
     sides = _sides({q: c.site for q, c in calls.items()})
     created = _sides({q: x.position.creates for q, x in seen.items() if q in calls and x.position is not None})

@@ -1,0 +1,278 @@
+"""One event is one finding, and one process has one name, whatever launchers and collectors put around its lines. All texts are made up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from distdiag.sources.logs.verdict import diagnose_logs
+from distdiag.sources.logs.writers import time_of, writer
+from tests.sources.test_logs import about, diagnose, only, raised, timeout
+
+KILLED = "Memory cgroup out of memory: Killed process {pid} (pt_data_worker) total-vm:9kB, anon-rss:9kB\n"
+
+
+def test_of_nested_labels_the_innermost_is_the_process(tmp_path: Path) -> None:
+    line = "(Engine_0 pid=40) (Worker TP2 pid=52) RuntimeError: CUDA error: misaligned address\n"
+    assert (writer(line).process, writer(line).pid) == ("Worker TP2 pid=52", 52)
+    assert only(diagnose(tmp_path, line)).message.startswith("Worker TP2 pid=52 had a CUDA error")
+
+
+def test_a_loaders_worker_is_the_process_that_the_kernel_killed(tmp_path: Path) -> None:
+    lost = raised(1, "RuntimeError: DataLoader worker (pid(s) 70, 71) exited unexpectedly")
+    f = only(diagnose(tmp_path, lost + KILLED.format(pid=71) + timeout(0)))
+    assert about(f) == ("rank_lost", "killed", (1,), (0,)) and "which the kernel killed" in f.message
+    assert about(only(diagnose(tmp_path, lost + KILLED.format(pid=99))))[1] == "crashed"
+
+
+def test_a_fault_and_the_signal_that_it_names_are_one_event(tmp_path: Path) -> None:
+    fault = 'Fatal Python error: Segmentation fault\n\nCurrent thread 0x0f (most recent call first):\n  File "/u/d.py", line 4 in read\n'
+    table = "  time      : 2031-02-03_04:05:06\n  host      : h7\n  rank      : 9 (local_rank: 1)\n  exitcode  : {code} (pid: 8)\n  traceback : Signal\n"
+    f = only(diagnose(tmp_path, fault + table.format(code=-11)))
+    assert f.culprits == (9,) and f.message == "rank 9 on h7 died in native code: Segmentation fault at d.py:4 in read"
+    assert len(diagnose(tmp_path, fault + table.format(code=-9)).findings) == 2
+
+
+def test_a_message_that_is_logged_and_raised_is_one_event_of_the_task_that_ended(tmp_path: Path) -> None:
+    listen = "The server socket has failed to listen on any local network address."
+    text = f"[E203 04:05:06.1 socket.cpp:462] [c10d] {listen}\n"
+    text += raised(0, f"DistNetworkError: {listen} port: 29511, useIpv6: false, code: -98", prefix="")
+    f = only(diagnose(tmp_path, text + "srun: error: n4: task 2: Exited with exit code 1\n"))
+    assert f.culprits == (2,) and "rank 2 on n4 could not listen: port 29511 is in use" in f.message
+    assert f.certainty == "suspected"
+
+
+def test_rays_memory_monitor_names_the_process_and_the_drivers_line_is_not_where_it_died(tmp_path: Path) -> None:
+    text = raised(
+        0, "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.", prefix=""
+    )
+    text += (
+        "Memory on the node (IP: 10.9.0.4, ID: 5f) where the task (actor ID: 7, name=W, pid=312, memory used=40.1GB) was running was "
+        "95.2GB / 100.0GB (0.952), which exceeds the memory usage threshold of 0.95.\n"
+    )
+    f = only(diagnose(tmp_path, text))
+    assert f.message.startswith("process 312 on 10.9.0.4 was killed") and "run.py" not in f.message
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("['/usr/bin/python', '-u', 't.py', '--local_rank=3', '--x'] exits with return code = -7\n", "local rank 3"),
+        ("['/usr/bin/python', '-u', 't.py'] exits with return code = -7\n", "a process"),
+    ],
+)
+def test_the_command_that_ended_names_its_local_rank(tmp_path: Path, line: str, code: str) -> None:
+    assert only(diagnose(tmp_path, line)).message.startswith(f"{code} was killed by SIGBUS")
+
+
+def test_colours_inside_a_message_hide_nothing(tmp_path: Path) -> None:
+    red, off = "\x1b[1;31m", "\x1b[0m"
+    text = f"╭─── {red}Traceback {off}{red}(most recent call last){off} ───╮\n│{off} {red}/home/u/{off}cb.py:{red}51{off} in end    │\n╰───╯\n"
+    f = only(diagnose(tmp_path, text + f"{red}KeyError: {off}'dice'\n" + timeout(1) + timeout(2)))
+    assert "raised KeyError: 'dice' at cb.py:51 in end" in f.message
+
+
+def test_a_collectors_record_has_the_time_and_the_pod_of_a_line(tmp_path: Path) -> None:
+    rows = [
+        (
+            "11:02:10",
+            "ft-3",
+            "2031-05-05 13:02:10 [rank25] RuntimeError: CUDA error: uncorrectable ECC error encountered",
+        ),
+        ("11:02:11", "ft-3", "NVRM: Xid (PCI:0000:1b:00): 48, pid=4012, name=python, DBE (double bit error)"),
+        ("11:12:12", "ft-0", timeout(1).strip()),
+    ]
+    text = "".join(
+        json.dumps({"timestamp": f"2031-05-05T{t}.1Z", "labels": {"pod": pod}, "line": line}) + "\n"
+        for t, pod, line in rows
+    )
+    f = only(diagnose(tmp_path, text))
+    assert about(f) == ("gpu", "xid", (25,), (1,)) and "then timed out" in f.message
+
+
+@pytest.mark.parametrize(
+    ("line", "pod"),
+    [
+        ('2031-05-05T11:02:10Z {app="t", pod="ft-3"} RuntimeError: x', "ft-3"),
+        ("ft-3 trainer 2031-05-05T11:02:10.1Z RuntimeError: x", "ft-3"),
+        ("epoch-3 done 2031-05-05 11:02:10", ""),
+    ],
+)
+def test_the_pod_that_loki_and_stern_put_in_front_of_a_line(line: str, pod: str) -> None:
+    assert writer(line).process == pod
+
+
+def test_times_with_zones_are_of_one_clock() -> None:
+    zulu, east, local = map(
+        time_of, ("2031-04-30T22:30:00.5Z x", "2031-05-01T00:30:00+0200 x", "2031-04-30 22:30:00,5 x")
+    )
+    assert zulu == east and zulu is not None and local is not None
+    assert zulu[0] != local[0]
+    assert time_of("2031-02-31 10:00:00 x") is None
+
+
+def test_what_failed_in_the_runs_before_is_a_note(tmp_path: Path) -> None:
+    again = "I203 api.py:926] Worker group FAILED. 2/3 attempts left; will restart worker group\n"
+    first = "[rank6]: RuntimeError: CUDA error: uncorrectable ECC error encountered\n"
+    report = diagnose(tmp_path, first + again + raised(1, "KeyError: 'x'"))
+    assert report.findings[0].culprits == (1,)
+    assert any("rank 6 has a GPU with an uncorrectable memory error (ECC) on line 1" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("line", "failed"),
+    [
+        ("It usually means the container was OOMKilled by the kernel, that is, it got a signal.", False),
+        ("    Reason:       OOMKilled", True),
+        ('"reason":"OOMKilled"', True),
+        ("pod w-1 was OOMKilled", True),
+        ("container OOMKilled (exit code 137)", True),
+    ],
+)
+def test_a_status_is_evidence_and_a_sentence_about_it_is_not(tmp_path: Path, line: str, failed: bool) -> None:
+    assert bool(diagnose(tmp_path, line + "\n").findings) is failed
+
+
+def test_a_rank_number_of_a_group_is_no_rank_of_the_job(tmp_path: Path) -> None:
+    text = (
+        "[rank37]: EI0002: has not received the Notify record from remote rank{}: [24]. base information: [tag[AllReduce_x]]. "
+        "group information: [group:[{}], rankSize[32]]\n"
+    )
+    f = only(diagnose(tmp_path, text.format("", "group_7")))
+    assert (f.culprits, f.victims) == ((), (37,)) and "rank 24 of group_7" in f.message
+    assert only(diagnose(tmp_path, text.format("", "hccl_world_group"))).culprits == (24,)
+
+
+def test_other_messages(tmp_path: Path) -> None:
+    beat = (
+        "UNAVAILABLE: Task /job:w/replica:0/task:3 heartbeat timeout. This indicates that the remote task has failed.\n"
+    )
+    assert about(only(diagnose(tmp_path, beat)))[:2] == ("rank_lost", "silent")
+    boot = "n2:7:9 [0] bootstrap.cc:131 NCCL WARN Message truncated : received 1024 bytes instead of 256\n"
+    f = only(diagnose(tmp_path, boot))
+    assert f.kind == "rank_lost" and "different versions of NCCL" in f.message
+    lost = "[rank3]: DistBackendError: [3] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but store->get('0') got error: Connection reset by peer\n"
+    f = only(diagnose(tmp_path, raised(0, "ImportError: no y") + lost))
+    assert f.culprits == (0,) and "rank 3 then lost its connection" in f.message
+
+
+def test_a_programs_xid_and_the_exception_of_its_process_are_one_event(tmp_path: Path) -> None:
+    text = "NVRM: Xid (PCI:0000:8d:00): 31, pid=551, name=python, MMU Fault: at 0x7f\n"
+    text += raised(3, "RuntimeError: CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling x")
+    text += "E304 api.py:874] failed (exitcode: 1) local_rank: 3 (pid: 551) of binary: python\n"
+    f = only(diagnose(tmp_path, text))
+    assert about(f)[:3] == ("gpu", "xid", (3,)) and f.certainty == "suspected"
+
+
+IB = "n8:2:3 [{gpu}] transport/net_ib.cc:9 NCCL WARN NET/IB : "
+
+
+def test_an_rdma_error_of_the_host_that_reports_it_is_not_its_peers(tmp_path: Path) -> None:
+    line = (
+        IB.format(gpu=0) + "Got completion from peer 10.2.0.3<3> with status={} opcode=0 len=0 vendor err 83 (Send)\n"
+    )
+    assert "failed on GPU 0 of n8 itself" in only(diagnose(tmp_path, line.format(4))).message
+    assert "lost its RDMA connection to 10.2.0.3" in only(diagnose(tmp_path, line.format(12))).message
+
+
+def test_a_port_that_failed_comes_before_the_connections_through_it(tmp_path: Path) -> None:
+    port = "".join(IB.format(gpu=g) + "Got async event : port error\n" for g in range(2))
+    lost = "n9:2:3 [4] net_ib.cc:9 NCCL WARN NET/IB : Got completion from peer 10.2.0.8<3> with error 12, opcode 2, len 1, vendor err 129\n"
+    f = only(diagnose(tmp_path, port + lost))
+    assert f.message.startswith("GPU 0 of n8, GPU 1 of n8 lost a port")
+    queue = IB.format(gpu=0) + "mlx5_0:1 Got async event : local access violation work queue error\n"
+    assert "lost a port" not in "".join(x.message for x in diagnose(tmp_path, queue).findings)
+
+
+def test_a_connection_that_timed_out_names_its_peer(tmp_path: Path) -> None:
+    line = "[2031-06-17 06:48:31 TP{}] RuntimeError: [gloo/transport/tcp/pair.cc:538] Read error [10.0.0.11]:21204: Connection timed out\n"
+    f = only(diagnose(tmp_path, line.format(4) + line.format(5)))
+    assert f.message.startswith("TP4, TP5 lost a connection to 10.0.0.11")
+
+
+def test_the_launchers_of_a_cray_and_kubernetes_name_who_was_killed(tmp_path: Path) -> None:
+    f = only(diagnose(tmp_path, "x1s2.hsn: rank 12 died from signal 9\nx1s3.hsn: rank 3 died from signal 15\n"))
+    assert f.culprits == (12,) and "on x1s2.hsn was killed by SIGKILL" in f.message
+    pod = "Name:             w-2\n    State:          Terminated\n      Reason:       OOMKilled\n      Exit Code:    137\n"
+    assert only(diagnose(tmp_path, pod)).message.startswith("w-2 was killed: the host or its memory limit")
+
+
+@pytest.mark.parametrize(("last", "noted"), [("nan", True), ("1.5", False)])
+def test_a_loss_that_stays_nan_is_a_note(tmp_path: Path, last: str, noted: bool) -> None:
+    steps = "".join(f"{{'loss': {loss}, 'epoch': {i}}}\n" for i, loss in enumerate(("2.1", "nan", last)))
+    report = diagnose(tmp_path, steps + "val_loss: nan\n{'train_runtime': 9.1}\n")
+    assert report.findings == () and any("is NaN (line 3)" in note for note in report.notes) is noted
+
+
+def test_a_single_task_that_srun_names_is_the_rank_of_its_lines(tmp_path: Path) -> None:
+    fault = '0: Fatal Python error: Bus error\n0: Current thread 0x0f (most recent call first):\n0:   File "/u/d.py", line 4 in read\n'
+    f = only(diagnose(tmp_path, fault + "srun: error: n2: task 0: Bus error\n"))
+    assert f.culprits == (0,) and "truncated" in f.advice
+
+
+def test_memory_that_another_process_holds_is_not_saved_by_a_smaller_batch(tmp_path: Path) -> None:
+    full = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1 GiB. Process 99 has 20.10 GiB memory in use. Including non-PyTorch memory, this process has 3.10 GiB memory in use."
+    f = only(diagnose(tmp_path, raised(2, full)))
+    assert "process 99, which is not this rank" in f.message and "end it" in f.advice
+    assert "lower the batch" in only(diagnose(tmp_path, raised(2, full.partition(" Process")[0]))).advice
+
+
+def test_what_did_not_start_comes_before_those_that_could_not_reach_it(tmp_path: Path) -> None:
+    late = "n2: [E420 10:05:00.1 socket.cpp:1019] [c10d] The client socket has timed out after 300000ms while trying to connect to (n1, 29400).\n"
+    f = only(
+        diagnose(tmp_path, late + "n1: python3: can't open file '/run/t.py': [Errno 2] No such file or directory\n")
+    )
+    assert "did not start on n1: can't open file '/run/t.py'" in f.message
+    beat = "W603 1 rdzv.py:9] The node 'n7_1_0' has failed to send a keep-alive heartbeat to the rendezvous 'j' due to an error of type RendezvousTimeoutError.\n"
+    f = only(
+        diagnose(
+            tmp_path,
+            beat + "elastic.rendezvous.api.RendezvousConnectionError: The connection to the C10d store has failed.\n",
+        )
+    )
+    assert "torchrun on n7_1_0 lost the rendezvous" in f.message
+
+
+def test_ranks_that_only_report_the_one_without_data_are_not_the_cause(tmp_path: Path) -> None:
+    others = "".join(
+        raised(r, "RuntimeError: Detected at least one rank that exhausted inputs. Throwing across all ranks.")
+        for r in (0, 1)
+    )
+    f = only(diagnose(tmp_path, others + raised(3, "RuntimeError: Rank 3 exhausted all inputs.")))
+    assert f.culprits == (3,) and "drop_last" in f.advice
+
+
+def test_what_accelerate_compared_is_a_mismatch_of_the_ranks_not_a_failure_of_the_one_that_prints_it(
+    tmp_path: Path,
+) -> None:
+    text = raised(
+        0,
+        "accelerate.utils.operations.DistributedOperationException: Cannot apply desired operation due to shape mismatches.",
+    )
+    text += "[rank0]: Operation: `accelerate.utils.operations.gather`\n[rank0]: Input shapes:\n"
+    shapes = "".join(f"[rank0]:   - Process {r}: [4, {131 if r == 2 else 128}]\n" for r in range(3))
+    f = only(diagnose(tmp_path, text + shapes))
+    assert about(f) == ("mismatch", "shape", (2,), (0, 1)) and "[4, 131] on rank 2" in f.message
+
+
+def test_amds_driver_names_the_gpu_that_it_reset(tmp_path: Path) -> None:
+    f = only(diagnose(tmp_path, "[ 31.3] amdgpu 0000:c1:00.0: amdgpu: GPU reset begin!\n" + timeout(0) + timeout(1)))
+    assert about(f)[:2] == ("gpu", "lost") and "0000:c1:00.0" in f.message and f.victims == (0, 1)
+
+
+def test_the_child_that_a_shell_reports_is_that_of_its_files_task(tmp_path: Path) -> None:
+    lost = "[rank{r}]: RuntimeError: [gloo/transport/tcp/pair.cc:544] Connection closed by peer [10.1.0.5]:4\n"
+    for r in (0, 1, 3):
+        (tmp_path / f"slurm-7_{r}.out").write_text(lost.format(r=r))
+    (tmp_path / "slurm-7_2.out").write_text("/var/job7/script: line 8: 611 Killed     python train.py\n")
+    report = diagnose_logs([str(tmp_path)])
+    assert report is not None
+    f = only(report)
+    assert f.culprits == (2,) and f.certainty == "suspected"
+
+
+def test_zero_3_that_waits_for_another_module(tmp_path: Path) -> None:
+    f = only(diagnose(tmp_path, raised(2, "AssertionError: {'id': 1, 'status': 'INFLIGHT', 'numel': 0}")))
+    assert "same modules" in f.advice
