@@ -83,8 +83,14 @@ def _by_watchdog(r: RankState) -> bool:
 
 
 def ends(s: Snapshot) -> dict[int, str]:
-    """Return the kind of every abnormal end. A rank killed after another had failed was killed by launcher cleanup."""
+    """Return the kind of every abnormal end. A rank killed after another had failed was killed by launcher cleanup.
+
+    A rank that ended at rest, while no other waits or failed, is none: its launcher ends idle workers when the work is done.
+    """
     kinds = {r.rank: k for r in s.ranks.values() if (k := ending_kind(r))}
+    hurt = any(r.blocked or r.ended_waiting or (r.rank in kinds and not r.ended_at_rest) for r in s.ranks.values())
+    if not hurt:
+        return {}
     swept = [
         q
         for q, k in kinds.items()

@@ -181,7 +181,7 @@ class Diagnosis:
         """Clear records that enough consecutive evaluations have not found."""
         changed = []
         stopped = any(map(kinds.stops_job, now.values()))
-        succeeded = all(r.life == Life.FINISHED and not r.exit_code for r in s.ranks.values())
+        succeeded = all(r.ended_at_rest or (r.life == Life.FINISHED and not r.exit_code) for r in s.ranks.values())
         for key, record in list(self.records.items()):
             f, kind = record.finding, kinds.of(record.finding)
             if key in now or f.cleared_s is not None or f.kind not in evaluated:

@@ -51,7 +51,7 @@ def _decides(f: Finding) -> bool:
 
 
 def _ended(s: Snapshot, worst: list[Finding]) -> tuple[State, str]:
-    bad = [r for r in s.ranks.values() if r.life != Life.FINISHED]
+    bad = [r for r in s.ranks.values() if r.life != Life.FINISHED and not r.ended_at_rest]
     if bad:
         blamed = {q for f in worst[:1] for q in f.culprits}  # a victim may end before the rank that failed
         first = min(bad, key=lambda r: (r.rank not in blamed, r.ended_s if r.ended_s is not None else s.t_s))
@@ -63,6 +63,7 @@ def _ended(s: Snapshot, worst: list[Finding]) -> tuple[State, str]:
         return State.FAILED, worst[0].message
     steps = max((r.step for r in s.ranks.values()), default=0)
     how = "ended normally" if all(r.signal is None for r in s.ranks.values()) else "finished their scripts"
+    how = how if all(r.life == Life.FINISHED for r in s.ranks.values()) else "were idle when they were ended"
     return State.ENDED, f"all ranks {how}" + (f" after {steps:,} steps" if steps else "")
 
 

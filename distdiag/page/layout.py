@@ -108,7 +108,7 @@ class Header(Structure):
         ("stack_phase", c_uint64),  # the phase in which the stack was sampled
         # "queue.get": the innermost Python frame of all, torch's and stdlib's included; BACKEND_FRAME before it: in a backend's code
         ("raw_innermost", c_uint64),
-        ("stack_ns", c_uint64),
+        ("stack_ns", c_uint64),  # 0: none was sampled since the rank left its groups
         # the exception that the main thread is handling while it waits, and the user's line that raised it; 0 = none
         ("handling", c_uint64),
         ("handling_site", c_uint64),

@@ -14,6 +14,7 @@ import gc
 import os
 import sys
 import sysconfig
+import threading
 from collections.abc import Collection
 from types import CodeType, FrameType
 from typing import Any
@@ -25,7 +26,13 @@ if os.environ.get("DISTDIAG_PURE") != "1" and not sysconfig.get_config_var("Py_G
     except ImportError:  # not compiled, or for another Python
         pass
 
-USER, PACKAGE, LIBRARY, BACKEND = 2, 1, 0, -1
+USER, PACKAGE, LIBRARY, BACKEND, BOOTSTRAP = 2, 1, 0, -1, -2
+_BOOTSTRAP = (
+    f"{os.sep}multiprocessing{os.sep}process.py",
+    "_bootstrap",
+)  # outside of it are the frames of a forked child's parent
+# Packages, or parts, that run tasks of others in a worker: while a worker waits for the next one, none of the job's code runs.
+_RUNNERS = tuple(f"-packages{os.sep}{name}{os.sep}" for name in (f"ray{os.sep}_private", "execnet", "ipykernel"))
 HELPER_LINES = 15  # of a helper, at most
 _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 
@@ -89,7 +96,8 @@ def kind_of_file(file: str) -> int:
     if path.startswith(_OURS):
         return LIBRARY
     if f"{os.sep}site-packages{os.sep}" in path or f"{os.sep}dist-packages{os.sep}" in path:
-        return LIBRARY if f"-packages{os.sep}torch{os.sep}" in path else PACKAGE
+        library = f"-packages{os.sep}torch{os.sep}" in path or any(part in path for part in _RUNNERS)
+        return LIBRARY if library else PACKAGE
     return LIBRARY if path.startswith(_STDLIB) else USER
 
 
@@ -102,7 +110,8 @@ def kind_of(code: CodeType) -> int:
     if known is None:
         if len(_kinds) >= _KINDS_MOST:
             _kinds.clear()
-        known = _kinds[id(code)] = (kind_of_file(code.co_filename), code)
+        first = code.co_name == _BOOTSTRAP[1] and code.co_filename.endswith(_BOOTSTRAP[0])
+        known = _kinds[id(code)] = (BOOTSTRAP if first else kind_of_file(code.co_filename), code)
     return known[0]
 
 
@@ -147,7 +156,7 @@ def user_frame(start: FrameType | None) -> FrameType | None:
             return f
         if k == PACKAGE and package is None:
             package = f
-        f = f.f_back
+        f = f.f_back if k != BOOTSTRAP else None
     return package
 
 
@@ -165,8 +174,14 @@ def user_stack(start: FrameType | None, depth: int) -> list[FrameType]:
             out.append(f)
         elif k == PACKAGE and len(packages) < depth:
             packages.append(f)
-        f = f.f_back
+        f = f.f_back if k != BOOTSTRAP else None
     return out or packages
+
+
+def other_thread_works(main: int | None) -> bool:
+    """True if a thread other than this one has a frame of the user's or of a package."""
+    threads = (ident for ident in list(threading._active) if ident not in (main, threading.get_ident()))  # type: ignore[attr-defined]
+    return any(frames and user_stack(frames[0], 1) for frames in map(frames_of, threads))
 
 
 def in_helper(code: CodeType, instruction: int) -> bool:

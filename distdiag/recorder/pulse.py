@@ -12,12 +12,21 @@ import os
 import signal
 import sys
 import threading
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 from distdiag.page.layout import BACKEND_FRAME, STACK, STILL_NS, Blocked, Header, word
 from distdiag.recorder import garbage, state
-from distdiag.recorder.frames import USER, absolute, frames_of, in_backend, kind_of, raw_name, user_stack
+from distdiag.recorder.frames import (
+    USER,
+    absolute,
+    frames_of,
+    in_backend,
+    kind_of,
+    other_thread_works,
+    raw_name,
+    user_stack,
+)
 from distdiag.recorder.state import guarded, now_ns
 
 PERIOD_S = 0.25
@@ -120,19 +129,14 @@ class Pulse:
 
     def _sample(self, still: bool) -> None:
         frames = frames_of(self.recorder.main_thread)
-        if not frames:
+        users = user_stack(frames[0], STACK) if frames else []
+        if not users and other_thread_works(self.recorder.main_thread):
             return
-        frame = frames[0]
-        code, waits = frame.f_code, in_backend(frame)
-        known = self._raw.get((id(code), waits))
-        if known is None:
-            if len(self._raw) >= 4096:
-                self._raw.clear()
-            name = BACKEND_FRAME + raw_name(frame) if waits else raw_name(frame)
-            known = self._raw[id(code), waits] = self.recorder.page.text(name), code
+        # no frame: the thread that trained has ended, as in a worker of Ray Train
+        raw = self._raw_of(frames[0]) if frames else 0
         words, at = self.recorder.page.words, _STACK
         phase = words[_PHASE]
-        sites = [self.recorder.site(f) for f in user_stack(frame, STACK)]
+        sites = [self.recorder.site(f) for f in users]
         exception = _handled(self.recorder) if still else _NONE
         words[_VERSION] += 1  # odd: being written
         for s in sites:
@@ -140,10 +144,21 @@ class Pulse:
             at += 1
         words[_DEPTH] = len(sites)
         words[_STACK_PHASE] = phase
-        words[_RAW] = known[0]
+        words[_RAW] = raw
         words[_HANDLING], words[_HANDLING_SITE] = exception
         words[_STACK_NS] = now_ns()
         words[_VERSION] += 1
+
+    def _raw_of(self, frame: FrameType) -> int:
+        """Return the heap offset of the name of a thread's innermost frame."""
+        code, waits = frame.f_code, in_backend(frame)
+        known = self._raw.get((id(code), waits))
+        if known is None:
+            if len(self._raw) >= 4096:
+                self._raw.clear()
+            name = BACKEND_FRAME + raw_name(frame) if waits else raw_name(frame)
+            known = self._raw[id(code), waits] = self.recorder.page.text(name), code
+        return known[0]
 
     def _signals(self) -> None:
         """Stop using a signal once the script has its own handler for it."""

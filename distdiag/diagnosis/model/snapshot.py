@@ -270,6 +270,8 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaul
     steps: tuple[Step, ...] = ()  # the last 64, oldest first
     ddp_times: tuple[DdpTime, ...] = ()  # of the last 32 steps that DDP measured, oldest first
     ended_waiting: bool = False  # killed inside a collective call, or inside DDP's backward or buffer broadcast
+    # by a signal or `_exit` while no line of the script ran: a worker that waited for a task
+    ended_at_rest: bool = False
     in_join: bool = False  # inside torch's Join context: uneven inputs are legal
     logged: dict[
         str, tuple[tuple[int, float], ...]

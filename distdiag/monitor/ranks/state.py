@@ -9,7 +9,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, issue_stack
+from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Site, issue_stack
 from distdiag.monitor import source_files
 from distdiag.monitor.evidence.ask import FlightRecord
 from distdiag.monitor.evidence.native import HostWait
@@ -111,6 +111,8 @@ class RankView:
             if h.life == LifeWord.EXITING:
                 code = h.exit_code  # the script's; a signal afterwards came during interpreter shutdown
                 return (Life.FINISHED if code == 0 else Life.CRASHED), code, end.signal
+            if h.life == LifeWord.LEFT_GROUP and self._at_rest():
+                return Life.FINISHED, None, None
             if end.exit_code is not None:
                 return (Life.FINISHED if end.exit_code == 0 else Life.CRASHED), end.exit_code, None
             if h.life == LifeWord.LEFT_GROUP and end.signal in (None, 6):
@@ -127,6 +129,16 @@ class RankView:
         if h.life == LifeWord.LEFT_GROUP and not h.blocked:
             return Life.FINISHED, None, None
         return (Life.STARTING if h.life == LifeWord.STARTING and not h.step else Life.RUNNING), None, None
+
+    def _at_rest(self) -> bool:
+        """True if no line of the script has run since the rank joined, or left, its groups: its task is done.
+
+        By the newest sample; before the first one after it left, the line that leaves them may be the last.
+        """
+        h = self.header
+        if h.life == LifeWord.LEFT_GROUP:
+            return not (h.stack_ns and h.stack_depth)
+        return h.life == LifeWord.RUNNING and bool(h.stack_ns) and not h.stack_depth and not h.blocked
 
     def state(
         self,
@@ -185,6 +197,7 @@ class RankView:
             user_stack=stack,
             host_stack=decoder.stack() if on_device else (),
             ended_waiting=life == Life.KILLED and self._died_waiting(),
+            ended_at_rest=life in DEAD and self._at_rest(),
             longest_delay_s=self.longest_delay_s,
         )
 

@@ -363,6 +363,7 @@ class Collectives(CallEntries):
             self.in_flight.clear()
             self.results.clear()
             self.header.life = LifeWord.LEFT_GROUP
+            self.header.stack_ns = 0  # what the stack shows was before
         else:
             self.unfollowed.pop(id(group), None)
             if (g := self.groups.pop(id(group), None)) is not None:
