@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -45,7 +45,7 @@ def command(run_dir: str | None) -> int:
         f"Two ranks train on this machine until rank 0 evaluates alone:\n  torchrun {shlex.join([*launcher[2:], *job])}\n"
     )
     env = {"OMP_NUM_THREADS": "1"} | os.environ
-    with tempfile.TemporaryFile() as output, _ended_by_signals():
+    with tempfile.TemporaryFile() as output, _on_signals(_leave, signal.SIGTERM, signal.SIGHUP):
         ranks = subprocess.Popen(
             [sys.executable, *launcher, *job],
             env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
@@ -70,20 +70,20 @@ def command(run_dir: str | None) -> int:
 
 
 @contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Leave by an exception on SIGTERM and SIGHUP, so that the ranks end: they have a session of their own."""
-
-    def leave(number: int, _frame: object) -> NoReturn:
-        for other in _ENDING:  # one that follows at once must not leave the ranks running
-            signal.signal(other, signal.SIG_IGN)
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+def _on_signals(handler: Any, *numbers: int) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+def _leave(number: int, _frame: object) -> NoReturn:
+    """Leave by an exception, so that the ranks end: they have a session of their own."""
+    for other in _ENDING:  # one that follows at once must not leave the ranks running
+        signal.signal(other, signal.SIG_IGN)
+    raise SystemExit(128 + number)
 
 
 def _wait_for_error(ranks: subprocess.Popen[bytes], run: Path) -> bool:
@@ -113,8 +113,7 @@ def _show(run: Path) -> None:
 
 def _end(ranks: subprocess.Popen[bytes]) -> None:
     """End the launcher with its ranks; torchrun gives them a moment, and then kills them."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in _ENDING}  # nor a second Ctrl-C
-    try:
+    with _on_signals(signal.SIG_IGN, *_ENDING):  # nor a second Ctrl-C
         if ranks.poll() is None:
             ranks.send_signal(signal.SIGTERM)
             try:
@@ -122,6 +121,3 @@ def _end(ranks: subprocess.Popen[bytes]) -> None:
             except subprocess.TimeoutExpired:
                 os.killpg(ranks.pid, signal.SIGKILL)
                 ranks.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

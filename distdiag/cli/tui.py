@@ -34,15 +34,7 @@ def _size(text: str | None) -> tuple[int, int] | None:
 
 
 def _ui(
-    screen: str,
-    rank: int | None,
-    sort: str,
-    reverse: bool,
-    filter_text: str,
-    at_s: float | None,
-    ascii_only: bool,
-    warn: float,
-    error: float,
+    screen: str, rank: int | None, sort: str, reverse: bool, filter_text: str, at_s: float | None, ascii_only: bool
 ) -> Ui:
     from distdiag.tui.data import filters
     from distdiag.tui.data.order import BY_KEY
@@ -58,7 +50,7 @@ def _ui(
         screen = "rank"
     return Ui(
         page=screen, rank=rank if rank is not None else 0, sort=sort, reverse=reverse, filter=chosen, paused_at_s=at_s,
-        ascii=ascii_only or needs_ascii(), warn_pct=warn, error_pct=error,
+        ascii=ascii_only or needs_ascii(),
     )  # fmt: skip
 
 
@@ -98,27 +90,11 @@ def _ui(
 @click.option("--size", metavar="WxH", help="With --once: size in cells, for example 120x30.")
 @click.option("--ascii", "ascii_only", is_flag=True, help="ASCII glyphs only (automatic if the locale is not UTF-8).")
 @click.option("--theme", metavar="NAME", help="Colours: textual-dark, textual-light, ansi-dark, ansi-light, nord, …")
-@click.option(
-    "--warn",
-    type=click.FloatRange(0, 100),
-    default=5.0,
-    show_default=True,
-    help="Colour Δ self as a warning from this share of the step time, %.",
-)
-@click.option(
-    "--error",
-    "--crit",
-    "error",
-    type=click.FloatRange(0, 100),
-    default=20.0,
-    show_default=True,
-    help="Colour Δ self as an error from this share, %.",
-)
 @click.option("--web", is_flag=True, help="Serve the view to a browser on this machine, protected by a token.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="With --web: the port (default: any free one).")
 def command(
     run: Path | None, once: bool, as_json: bool, screen: str, rank: int | None, at_s: float | None, filter_text: str, sort: str,
-    reverse: bool, hz: float, size: str | None, ascii_only: bool, theme: str | None, warn: float, error: float, web: bool, port: int,
+    reverse: bool, hz: float, size: str | None, ascii_only: bool, theme: str | None, web: bool, port: int,
 ) -> int:  # fmt: skip
     """Watch a run live, or replay a finished one. Read-only: the job is not affected.
 
@@ -137,7 +113,7 @@ def command(
 
     if as_json and not once:
         raise DistdiagError("--json needs --once", "`distdiag tui --once --json` prints one snapshot")
-    ui = _ui(screen, rank, sort, reverse, filter_text, at_s, ascii_only, warn, error)
+    ui = _ui(screen, rank, sort, reverse, filter_text, at_s, ascii_only)
     shape = _size(size)
     path = rundir.resolve(run)
     explicit_attempt = run is not None and Path(run).name.startswith("attempt_")

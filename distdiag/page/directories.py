@@ -236,21 +236,16 @@ def _half_free(root: Path) -> bool:
 
 def _unused_s(directory: Path) -> float:
     """Return the time since the last sign of life: a rank's heartbeat, as writing into a page changes no time of its file."""
-    from distdiag.page.reader import PageError, PageReader
+    from distdiag.page.reader import header_of
 
     try:
         unused_s = time.time() - directory.lstat().st_mtime
         paths = sorted(directory.glob("*.page"))
     except OSError:
         return 0.0
-    for path in paths:
-        try:
-            page = PageReader(path)
-        except (OSError, PageError, ValueError):
-            continue
-        if (beat_ns := page.header().heartbeat_ns) > 0:
-            unused_s = min(unused_s, max(0.0, (time.monotonic_ns() - beat_ns) / 1e9))
-        page.close()
+    for header in filter(None, map(header_of, paths)):
+        if header.heartbeat_ns > 0:
+            unused_s = min(unused_s, max(0.0, (time.monotonic_ns() - header.heartbeat_ns) / 1e9))
     return unused_s
 
 

@@ -54,6 +54,17 @@ def is_mapped(header: Header, path: Path) -> bool:
     return procfs.start_ticks(header.pid) == header.process_start_ticks and procfs.maps(header.pid, path)
 
 
+def header_of(path: Path) -> Header | None:
+    """Return the header of a page, which is not mapped any more then; None if there is no valid page."""
+    try:
+        page = PageReader(path)
+    except (OSError, ValueError):
+        return None
+    header = page.header()
+    page.close()
+    return header
+
+
 class PageReader:
     """Reads a page in the monitor: a read-only map and copies of it."""
 

@@ -52,7 +52,6 @@ class Pulse:
         self.recorder, self.header = recorder, recorder.header
         self.collectives: Any = None
         self.accounting: Any = None
-        self.checks: Any = None
         self.watch: Any = None  # the `Watch` of the monitor
         self.other_nodes: Any = None  # the `OtherNodes` of this rank, until it has begun
         self.request = ""  # path of the file in which a reader asks for a profile

@@ -366,12 +366,10 @@ def _too_late(run_dir: Path, record: str) -> bool:
 
 def _has_page(pages: Path, rank: int) -> bool:
     """True if another process has already published a page of this rank here."""
-    from distdiag.page.reader import PageError, PageReader
+    from distdiag.page.reader import header_of
 
-    try:
-        return PageReader(page_path(pages, rank)).header().pid != os.getpid()
-    except (OSError, PageError):
-        return False
+    header = header_of(page_path(pages, rank))
+    return header is not None and header.pid != os.getpid()
 
 
 def _choose_page_directory(run_dir: Path, node: int, overflow: Path, ranks: int) -> Path:

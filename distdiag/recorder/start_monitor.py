@@ -94,15 +94,10 @@ def take_over(run_dir: Path) -> tuple[list[Path], bool]:
 
 def _is_mapped(page: Path) -> bool:
     """True if the process that a page names lives and maps it."""
-    from distdiag.page.reader import PageError, PageReader, is_mapped
+    from distdiag.page.reader import header_of, is_mapped
 
-    try:
-        reader = PageReader(page)
-    except (OSError, PageError, ValueError):
-        return False
-    header = reader.header()
-    reader.close()  # else a page that names this process would be mapped by it
-    return is_mapped(header, page)
+    header = header_of(page)
+    return header is not None and is_mapped(header, page)
 
 
 def monitor_runs(pages: Path) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from distdiag import files, procfs
 from distdiag.page import directories
 from distdiag.page.layout import Header
-from distdiag.page.reader import PageError, PageReader, is_mapped
+from distdiag.page.reader import header_of, is_mapped
 from distdiag.store.liveness import MONITOR_LOG, failure_of
 
 LAUNCHING_S = 600.0  # between the creation of a directory by the launcher and the first rank
@@ -82,17 +82,9 @@ def _age_s(path: Path) -> float:
 
 def _pages(run_dir: Path) -> list[tuple[Header, bool]]:
     """Return the headers of the pages of this run on this host; True with those that a living process maps."""
-    found = []
-    for directory in itertools.chain(*directories.of_run(run_dir).values()):
-        for path in itertools.islice(directory.glob("*.page"), MAX_PAGES):
-            try:
-                page = PageReader(path)
-            except (OSError, PageError, ValueError):
-                continue
-            header = page.header()
-            page.close()  # else a page that names this process would be mapped by it
-            found.append((header, is_mapped(header, path)))
-    return found
+    folders = itertools.chain(*directories.of_run(run_dir).values())
+    paths = (path for folder in folders for path in itertools.islice(folder.glob("*.page"), MAX_PAGES))
+    return [(header, is_mapped(header, path)) for path in paths if (header := header_of(path)) is not None]
 
 
 def _steps(pages: list[tuple[Header, bool]]) -> str:

@@ -31,8 +31,6 @@ class Ui:
     paused_at_s: float | None = None  # moment of the run that is shown instead of the newest
     ascii: bool = False
     colour: bool = True  # False: phases are letters, heat is digits
-    warn_pct: float = 5.0  # from this share of the step time on, a rank's Δ self is drawn as a warning
-    error_pct: float = 20.0  # from this share on, as an error
     interactive: bool = True  # False for --once: no cursor, no key bar
     message: str = ""  # answers the last key; gone with the next
     explained: tuple[str, ...] = ()  # what was on the screen `explained_page` when `?` was pressed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from distdiag.diagnosis.model.snapshot import Loader, RankState
@@ -58,6 +59,24 @@ def test_without_a_collective_between_passes_the_steps_of_all_passes_count() -> 
 )
 def test_other_loops_are_no_reason(ranks: list[RankState]) -> None:
     assert all("the loop at" not in f.message for f in proved(snapshot(*ranks)))
+
+
+def test_a_loop_that_divides_the_ranks_otherwise_than_the_verdict_is_no_reason() -> None:
+    """Ranks 0 and 1 are in the loop, and rank 1 alone gathers another size: the loop does not explain rank 1."""
+    inside = [
+        rank(
+            q,
+            call("all_reduce", 9, TRAIN, shape=(700 + q,)),
+            loaders=(msgspec.structs.replace(VALIDATION, batches=6, exhausted=False),),
+            user_stack=(EVAL,),
+        )
+        for q in (0, 1)
+    ]
+    f = only(snapshot(*inside, *(validating(q, 5, True) for q in (2, 3, 4))))
+    assert f.culprits == (1,) and "the loop at" not in f.message
+    inside[0] = msgspec.structs.replace(inside[0], blocked=call("all_reduce", 9, TRAIN, shape=(701,)))
+    f = only(snapshot(*inside, *(validating(q, 5, True) for q in (2, 3, 4))))
+    assert f.culprits == (0, 1) and "the loop at" in f.message
 
 
 def test_a_size_that_is_new_on_all_ranks_is_a_last_batch() -> None:

@@ -13,10 +13,11 @@ from xml.etree import ElementTree
 from distdiag.errors import DistdiagError
 from distdiag.probekit.command import catalog
 from distdiag.probekit.command.options import Options
-from distdiag.probekit.measure.probe import Table, load_probe
+from distdiag.probekit.measure.probe import load_probe
 from distdiag.probekit.verdict.decide import NOISE
 from distdiag.probekit.verdict.result import SCHEMA, Result, Row, Verdict, worst
 from distdiag.streams import say, say_json
+from distdiag.terms import tables
 from distdiag.terms.operations import family
 
 _COLOURS = {Verdict.PASS: "32", Verdict.FAIL: "31", Verdict.INCONCLUSIVE: "33"}
@@ -102,7 +103,7 @@ def as_table(result: Result, options: Options) -> str:
         lines.append(f"      {ranks}, {where}{dtype}{hosts}{versions}, {result.elapsed_s:.1f} s{noise}")
     table = probe.table(result, options.ascii)
     if table.rows:
-        lines += ["", *format_table(table), ""]
+        lines += ["", *tables.table([table.headers, *table.rows], table.left), ""]
     lines += probe.drawing(result, options.ascii)
     lines += [f"note: {note}" for note in result.notes]
     text = "\n".join(lines)
@@ -131,18 +132,6 @@ def as_summary(results: list[Result], options: Options) -> str:
             lines += [f"{'':13s} {'':14s}         {reason}" for reason in r.reasons if not reason.startswith(NOISE)]
     text = "\n".join(lines)
     return text.replace("–", "-").encode("ascii", "replace").decode() if options.ascii else text
-
-
-def format_table(table: Table) -> list[str]:
-    """Return aligned lines: numbers right, text left."""
-    widths = [max(len(row[i]) for row in [table.headers, *table.rows]) for i in range(len(table.headers))]
-    lines = []
-    for row in [table.headers, *table.rows]:
-        cells = [
-            c.ljust(w) if i in table.left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines
 
 
 def as_csv(results: list[Result]) -> str:

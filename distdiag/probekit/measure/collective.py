@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,13 +16,11 @@ from distdiag.probekit.measure.ceilings import measure_ceilings
 from distdiag.probekit.measure.patterns import Pattern, Segment, wrong_elements
 from distdiag.probekit.measure.probe import Probe
 from distdiag.probekit.measure.sampling import Stamped, sample
+from distdiag.probekit.ranks.job import Job, Ranks
 from distdiag.probekit.verdict import collective_result
 from distdiag.probekit.verdict.result import Result, WrongValues
 from distdiag.terms.operations import family
 from distdiag.terms.units import message_size
-
-if TYPE_CHECKING:
-    from distdiag.probekit.ranks.job import Job
 
 # the new names of torch 2.13 if there are any, which avoids a FutureWarning
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -56,25 +54,6 @@ class Buffers:
     sent: torch.Tensor
     received: torch.Tensor
     parts: list[torch.Tensor] | None = None  # views of the root's buffer, for calls that take lists; None elsewhere
-
-
-class Ranks(Protocol):
-    """The ranks as an operation needs them: a `Job`, or a probe inside a training."""
-
-    rank: int
-    world_size: int
-    group: Any
-    device: torch.device
-    dtype: torch.dtype
-
-    def empty(self, elements: int) -> torch.Tensor:
-        """Return zeros of the probed type on the probed device: their sums stay exact and finite."""
-        return torch.zeros(elements, dtype=self.dtype, device=self.device)
-
-    def synchronize(self) -> None:
-        """Wait until the device has done all enqueued work; does nothing on the CPU."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
 
 
 class Collective(Probe):

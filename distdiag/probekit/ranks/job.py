@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -49,7 +49,26 @@ class Arrival:
     network: str
 
 
-class Job:
+class Ranks(Protocol):
+    """The ranks as an operation needs them: a `Job`, or a probe inside a training."""
+
+    rank: int
+    world_size: int
+    group: Any
+    device: torch.device
+    dtype: torch.dtype
+
+    def empty(self, elements: int) -> torch.Tensor:
+        """Return zeros of the probed type on the probed device: their sums stay exact and finite."""
+        return torch.zeros(elements, dtype=self.dtype, device=self.device)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all enqueued work; does nothing on the CPU."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+
+
+class Job(Ranks):
     """One rank of a probe; use `joined(...)`, which always destroys the process group."""
 
     def __init__(self, place: RankPlace, options: Options, device: torch.device) -> None:
@@ -60,7 +79,7 @@ class Job:
         self.local_rank = place.local_rank
         self.device = device
         self.backend = options.backend or ("nccl" if device.type == "cuda" else "gloo")
-        self.dtype: torch.dtype = getattr(torch, options.dtype)
+        self.dtype = getattr(torch, options.dtype)
         self.store: dist.Store | None = None  # the rendezvous, if there are two ranks or more
         self.progress = Progress(limit_s=options.timeout_s)
         self.control: Any = None  # gloo group for control traffic
@@ -91,15 +110,6 @@ class Job:
             raise DistdiagError("drop injected", "this rank took no part", ExitCode.TIMEOUT, "dropped")
         with self.progress.step(label, counter):
             yield
-
-    def empty(self, elements: int) -> torch.Tensor:
-        """Return zeros of the probed type on the probed device: their sums stay exact and finite."""
-        return torch.zeros(elements, dtype=self.dtype, device=self.device)
-
-    def synchronize(self) -> None:
-        """Wait until the device has done all enqueued work; does nothing on the CPU."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
 
     def left_s(self) -> float:
         """Return the seconds left for measuring."""

@@ -14,7 +14,7 @@ from torch._C import _distributed_c10d as c10d
 
 from distdiag.recorder.hooks.collectives import METHODS, Collectives
 from distdiag.recorder.hooks.group_counters import Group
-from distdiag.recorder.hooks.wrap_collectives import local
+from distdiag.recorder.hooks.wrap_collectives import local, wrap_wait
 from distdiag.recorder.hooks.wrapping import hide_frame, wraps
 from distdiag.recorder.state import guarded
 from distdiag.recorder.unseen import has_memory
@@ -113,25 +113,11 @@ def _wrap_wait(collectives: Collectives, original: Any) -> Any:
     """Return `original`, torch's `wait_tensor`, with the wait recorded."""
 
     @guarded
-    def begin(tensor: Any) -> tuple[int, bool] | None:
-        address = _address(getattr(tensor, "elem", tensor))
+    def begins(tensor: Any) -> tuple[int, bool] | None:
+        address = _address(getattr(tensor, "elem", tensor)) if collectives.results else 0
         return collectives.functional_wait_begins(address) if address else None
 
-    @wraps(original)
-    def wait_tensor(tensor: Any) -> Any:
-        began = begin(tensor) if collectives.results else None
-        try:
-            done = original(tensor)
-        except BaseException as e:
-            hide_frame(e)
-            if began is not None:
-                collectives.wait_ends(*began, e)
-            raise
-        if began is not None and began[0]:
-            collectives.wait_ends(*began, None)
-        return done
-
-    return wait_tensor
+    return wraps(original)(wrap_wait(collectives, original, begins))
 
 
 def _is_real(module: Any, value: Any) -> bool:

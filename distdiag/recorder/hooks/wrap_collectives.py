@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -30,16 +31,16 @@ def install(recorder: state.Recorder) -> Collectives:
     ):
         setattr(pg_class, method, around(getattr(pg_class, method), begins, ends, c_method=True))
     work_class = c10d.Work
-    work_class.wait = as_c_method(_wrap_wait(collectives, work_class.wait), work_class.wait)  # type: ignore[method-assign]
+    work_class.wait = as_c_method(wrap_wait(collectives, work_class.wait, collectives.wait_begins), work_class.wait)  # type: ignore[method-assign]
     collectives.wrap_work = lambda cls: _wrap_python_wait(collectives, cls)
     return collectives
 
 
-def _wrap_wait(collectives: Collectives, original: Any) -> Any:
-    """Return `original`, the method `wait` of a class of Work, with the wait recorded."""
+def wrap_wait(collectives: Collectives, original: Any, begins: Callable[[Any], tuple[int, bool] | None]) -> Any:
+    """Return `original`, the method `wait` of a class of Work or `wait_tensor`, with the wait recorded."""
 
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-        began = collectives.wait_begins(self)
+        began = begins(self)
         try:
             done = original(self, *args, **kwargs)
         except BaseException as e:  # not kept in a variable: its traceback holds this frame, and so the tensors
@@ -61,7 +62,7 @@ def _wrap_python_wait(collectives: Collectives, cls: type) -> None:
             return
         original = base.__dict__.get("wait")
         if isinstance(original, FunctionType) and not hasattr(original, "__wrapped__"):
-            base.wait = wraps(original)(_wrap_wait(collectives, original))  # type: ignore[attr-defined]
+            base.wait = wraps(original)(wrap_wait(collectives, original, collectives.wait_begins))  # type: ignore[attr-defined]
 
 
 def _wrap_subclass(collectives: Collectives, cls: Any) -> None:

@@ -13,14 +13,12 @@ from distdiag.tui.draw.lines import BLANK, Line, Screenful, labelled, line
 from distdiag.tui.draw.text import cells, fit, wrap
 from distdiag.tui.keys import KEYS
 from distdiag.tui.screens.page import Page, Sheet
-from distdiag.tui.screens.ranks_columns import all_columns
+from distdiag.tui.screens.ranks_columns import ERROR_PCT, WARN_PCT, all_columns
 from distdiag.tui.ui import Ui
 
 
 @lru_cache(maxsize=8)
-def help_lines(
-    width: int, warn_pct: float, error_pct: float, screen: str = "", terms: tuple[str, ...] = ()
-) -> tuple[Line, ...]:
+def help_lines(width: int, screen: str = "", terms: tuple[str, ...] = ()) -> tuple[Line, ...]:
     """Return all lines: first what is on the screen that `?` was pressed on, then what is the same on all of them."""
     out: list[Line] = []
 
@@ -45,7 +43,7 @@ def help_lines(
     section("keys", [(k.shown, k.help + (f" (on {', '.join(k.pages)})" if k.pages else "")) for k in KEYS], 8)
     marks = [(f"{m.glyph}  {m.ascii}  {m.word}", m.meaning) for m in severity.MARKS]
     section("severity: glyph, --ascii, word", marks, 14, "")
-    text = f"Δ self is coloured: yellow from {warn_pct:g}% of the step time, red from {error_pct:g}% (--warn, --error)."
+    text = f"Δ self is coloured: yellow from {WARN_PCT:g}% of the step time, red from {ERROR_PCT:g}%."
     text += " The state column shows findings: a straggler needs a sustained share of steps."
     out[-1:] = [*(line((f"   {piece}", "muted")) for piece in wrap(text, width - 4)), BLANK]
     section("columns of the rank table", [(c.title, c.help) for c in all_columns() if c.help], 16, "bold")
@@ -62,7 +60,7 @@ class HelpPage(Page[None]):
         return range(200)
 
     def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
-        every = help_lines(width, ui.warn_pct, ui.error_pct, ui.explained_page, ui.explained)
+        every = help_lines(width, ui.explained_page, ui.explained)
         sheet = Sheet(width, height if ui.interactive else len(every) + 2, (), [self.head(snap, ui, width), BLANK])
         items, room = range(len(every)), height - 3 if ui.interactive else len(every)
         sheet.list(ui, "help", items, room, lambda some: (every[nth] for nth in some), "   lines")

@@ -33,6 +33,7 @@ from distdiag.tui.screens.page import Sheet, lead
 from distdiag.tui.ui import Ui
 
 GAUGE = 6  # cells of a small bar after a number
+WARN_PCT, ERROR_PCT = 5.0, 20.0  # of the step time, from which on a rank's Δ self is coloured
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def _delta(s: Shown) -> Cell:
     if d is None or not step:
         return delta(d)
     share = 100 * d / step
-    style = "error" if share >= s.ui.error_pct else "warning" if share >= s.ui.warn_pct else ""
+    style = "error" if share >= ERROR_PCT else "warning" if share >= WARN_PCT else ""
     return delta(d), style
 
 
