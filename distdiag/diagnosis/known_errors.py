@@ -88,6 +88,11 @@ ROWS = (
     Known(bounded(r"Forward order differs across ranks"),
           "let every rank call the same submodules in the same order: a branch on data, or a module that only some ranks have, changes "
           "what FSDP gathers"),
+    Known(bounded(r"Global rank \d+ is not part of group|Group rank \d+ is not part of group"),
+          "give src and dst as ranks of the whole job (dist.get_global_rank(group, 0)), or pass group_src or group_dst: they number the "
+          "members of the group"),
+    Known(bounded(r"Incorrect (input|output) list size"),
+          "give the list one entry for each rank of the group, in every case: pad it with empty entries"),
     Known(bounded(r"Default process group has not been initialized"), "call init_process_group before that line, on every rank"),
 )  # fmt: skip
 

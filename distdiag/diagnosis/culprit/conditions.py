@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Sequence
 from functools import partial
 
-from distdiag.diagnosis.culprit import callers, parting
+from distdiag.diagnosis.culprit import callers, message_counts, parting
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.culprit.parting import Condition, Way
 from distdiag.diagnosis.model import guards as guarding
@@ -59,7 +60,7 @@ def between_sides(case: Case, ranks: Sequence[int]) -> Testimony | None:
     """Return the conditions that can have led these ranks, or without any the two sides, to another call."""
     found = _parting(case, ranks) if ranks else tied(case)
     if ranks or not found:
-        return _testimony(found, ranks) or (_left_backward(case, ranks) if ranks else None)
+        return _testimony(case, found, ranks) or (_left_backward(case, ranks) if ranks else None)
     first, second = (case.wait.calls[side[0]].site for side in case.sides[:2])
     apart = first is not None and second is not None and first.key != second.key
     advice = (
@@ -77,14 +78,15 @@ def past_the_call(case: Case, ranks: Sequence[int]) -> Testimony | None:
         return None
     stack = callers.call_stack(state.user_stack, state.host_stack, source)
     if main.p2p:
-        # the site of its newest message of this kind, if that is in a function on its stack
+        # the site of its newest message of this kind, else of another rank of the ring, if that is in a function on its stack
         wanted = main.ranks[0], main.group, messages.OPPOSITE[main.key[2]]
-        sent = (c for c in state.calls[::-1] if c.p2p and (c.peer, c.group, messages.direction_of(c)) == wanted)
-        site = next((call.site for call in sent if call.site is not None), None)
+        own = (c for c in state.calls[::-1] if c.p2p and (c.peer, c.group, messages.direction_of(c)) == wanted)
+        ring = (message_counts.other_end(case, q, c) for q, c in case.calls.items() if c is not None and c.p2p)
+        site = next((c.site for c in itertools.chain(own, ring) if c is not None and c.site is not None), None)
         here = [i for i, x in enumerate(stack) if site and (x.file, x.function) == (site.file, site.function)]
         if site is None or not here:
             return None
-        return _testimony(parting.parting(stack[: here[0] + 1], (site,), source), ranks)
+        return _testimony(case, parting.parting(stack[: here[0] + 1], (site,), source), ranks)
     site = next((call.site for rank in main.ranks if (call := main.calls.get(rank)) is not None), None)
     victims = (case.states[q] for q in sorted(case.incident.victims - set(ranks)))
     there = [v.rank for v in victims if v.blocked is not None and v.blocked.site == site]
@@ -92,7 +94,8 @@ def past_the_call(case: Case, ranks: Sequence[int]) -> Testimony | None:
     waiting = {v.rank: callers.call_stack(v.user_stack, v.host_stack, source) for v in known}
     if not waiting:
         return None
-    return _testimony(parting.parting(stack, waiting[callers.nearest(stack, waiting, source)], source), ranks)
+    found = parting.parting(stack, waiting[callers.nearest(stack, waiting, source)], source)
+    return _testimony(case, found, ranks)
 
 
 def leaving(case: Case, ranks: Sequence[int]) -> Testimony | None:
@@ -103,10 +106,12 @@ def leaving(case: Case, ranks: Sequence[int]) -> Testimony | None:
     return Testimony(ranks=tuple(ranks), conditions=tuple(found)) if found else None
 
 
-def _testimony(found: Sequence[Condition], ranks: Sequence[int]) -> Testimony | None:
+def _testimony(case: Case, found: Sequence[Condition], ranks: Sequence[int]) -> Testimony | None:
     if not found:
         return None
-    advice = parting.decision_advice(found[0], ranks) if len(found) == 1 else ""
+    others = ((case.states.get(q), call) for q, call in case.calls.items() if q not in ranks and call is not None)
+    ddp = any(implicit_text(state, call) for state, call in others)
+    advice = parting.decision_advice(found[0], ranks, ddp) if len(found) == 1 else ""
     return Testimony(ranks=tuple(ranks), conditions=tuple(found), advice=advice)
 
 
@@ -127,14 +132,17 @@ def _parting(case: Case, ranks: Sequence[int]) -> list[Condition]:
 
 
 def _ahead(case: Case, rank: int, other: int) -> bool:
-    """True if both ranks are in one round: they made the same call last, and `rank` not yet the other's."""
+    """True if both ranks are in one round: they made the same call last, and `rank` not yet the other's.
+
+    A rank that has ended a step since that call is a round further.
+    """
     group, seq, state = case.wait.group, case.wait.seq, case.states[rank]
     there = case.here.get(other)
     if case.wait.p2p or seq is None or there is None:
         return False
     last = [call_at(case.states[q], group, seq - 1) for q in (rank, other)]
     sites = {call.site.key if call is not None and call.site is not None else None for call in last}
-    if len(sites) != 1 or (site := sites.pop()) is None or there == site:
+    if len(sites) != 1 or (site := sites.pop()) is None or there == site or case.states[other].step > state.step:
         return False
     return state.sites.get(site, 0) > state.sites.get(there, 0) > 0
 

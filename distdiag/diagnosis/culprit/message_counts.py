@@ -5,21 +5,23 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from distdiag.diagnosis.culprit import sites
 from distdiag.diagnosis.culprit.case import Case, Testimony
-from distdiag.diagnosis.culprit.parting import parting, parting_text
+from distdiag.diagnosis.culprit.parting import Condition, parting, parting_text
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot
+from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot, lines_of
 from distdiag.diagnosis.model.syntax import Source
-from distdiag.diagnosis.text.phrases import at
+from distdiag.diagnosis.text.phrases import at, count, places_text
 from distdiag.diagnosis.waits import compatible, messages
 from distdiag.diagnosis.waits.wait import Wait
 
+RING = 3  # waits of a cycle, so that at least two others show what is usual
 ROUNDS = 8  # with the send, for each without it: then it was due in every round
 
 
 def accuse(case: Case) -> Testimony | None:
-    """Accuse a rank that left out a receiver or a message, else one that has sent fewer than its peers."""
-    return _left_out(case) or _one_round(case) or _fewer(case)
+    """Accuse a rank that left out a receiver or a message, else one that has sent fewer than its peers, or none in a ring, or makes more."""
+    return _left_out(case) or _one_round(case) or _never(case) or _fewer(case) or _more(case)
 
 
 def explain(case: Case, ranks: Sequence[int]) -> Testimony | None:
@@ -75,16 +77,16 @@ def _omitted(sender: RankState, receiver: int, call: Call) -> tuple[Call, Call, 
     without, rounds = [a for a, c in pairs if (a, c) in around], sum(b == _key(send) for _, b in pairs)
     times, before = len(without), without[-1] if without else next((a for a, _ in around), None)
     first = next((c for c in calls if _key(c) == before), send)
-    sites = {c.site.key: _key(c) for c in (first, send) if c.site is not None}
+    made_at = {c.site.key: _key(c) for c in (first, send) if c.site is not None}
     alternate = len({a for a, _ in around}) == 1 and all(
         b == _key(send) or (a, b) in around for a, b in pairs if a == before
     )
     if (
         alternate
-        and len(sites) == 2
-        and {_key(c) for c in calls if c.site and c.site.key in sites} == set(sites.values())
+        and len(made_at) == 2
+        and {_key(c) for c in calls if c.site and c.site.key in made_at} == set(made_at.values())
     ):
-        made, rounds = (sender.sites.get(site, 0) for site in sites)
+        made, rounds = (sender.sites.get(site, 0) for site in made_at)
         times = max(times, made - rounds - (keys[-1] == before))
     lacking = (call.nth or 0) - messages.count(sender, "send", receiver, call.tag, call.group)
     return (first, send, times, rounds) if lacking <= times and 0 < times * ROUNDS <= rounds else None
@@ -140,6 +142,37 @@ def _newest_recv(state: RankState, call: Call) -> Call | None:
     return newest if newest is not None and newest.completed_s is not None and newest.site is not None else None
 
 
+def _never(case: Case) -> Testimony | None:
+    """Accuse the one rank of a ring that has never sent to its receiver, where the others send from one line."""
+    waits = case.incident.waits
+    calls = {wait.ranks[0]: wait.calls.get(wait.ranks[0]) for wait in waits if wait.p2p and len(wait.ranks) == 1}
+    newest = {q: other_end(case, q, call) for q, call in calls.items() if call is not None}
+    silent = [q for q, send in newest.items() if send is None]
+    lines = {send.site for send in newest.values() if send is not None}
+    if len(calls) != len(waits) or len(newest) != len(waits) or len(waits) < RING or len(silent) != 1 or len(lines) != 1:
+        return None
+    (receiver,), (site,), call = silent, lines, calls[silent[0]]
+    sender = case.states.get(call.peer) if call is not None and call.peer is not None else None
+    if call is None or sender is None or site is None or site.key in sender.sites or site.key not in case.states[receiver].sites:
+        return None
+    if messages.direction_of(call) != "recv" or messages.count(sender, "send", receiver, call.tag, call.group):
+        return None
+    there, here = f"send{at(site)}", f"recv{at(call.site)}"
+    return Testimony(
+        ranks=(sender.rank,),
+        text=f"; rank {sender.rank} has never made the {there}, which serves the {here} of the other ranks",
+        advice=f"let rank {sender.rank} make the {there} for rank {receiver}, too, or let rank {receiver} expect nothing of it",
+    )
+
+
+def other_end(case: Case, rank: int, call: Call) -> Call | None:
+    """Return the newest message of the peer that can be the other end of such a call of `rank`."""
+    peer = case.states.get(call.peer) if call.peer is not None else None
+    wanted = rank, call.group, call.tag, messages.OPPOSITE[messages.direction_of(call)]
+    made = (c for c in reversed(peer.calls) if c.p2p) if peer is not None else ()
+    return next((c for c in made if (c.peer, c.group, c.tag, messages.direction_of(c)) == wanted), None)
+
+
 def _fewer(case: Case) -> Testimony | None:
     """Accuse a rank that another one waits for, if it has sent fewer messages than all others in its collective.
 
@@ -161,6 +194,31 @@ def _fewer(case: Case) -> Testimony | None:
             if others and equal and sent.get(p, 0) < min(others) and 2 * sent[p] > max(others):
                 return Testimony(ranks=(p,), text=f"; {rank_list([p])} has sent fewer messages than the others")
     return None
+
+
+def _more(case: Case) -> Testimony | None:
+    """Accuse the rank that waits for a message in a wrapper which it alone also enters by a call under a condition on the rank."""
+    found: dict[int, tuple[str, int, Condition]] = {}
+    for wait in case.incident.waits:
+        rank = wait.ranks[0]
+        call, key = wait.calls.get(rank), case.here.get(rank)
+        if not wait.p2p or len(wait.ranks) != 1 or call is None or call.peer not in case.states or key is None:
+            continue
+        (line, *_), mine, theirs = lines_of(key), case.states[rank].sites, case.states[call.peer].sites
+        by_others = {x for other in theirs for x in lines_of(other)}
+        extra = [k for k in mine if k != key and lines_of(k)[:1] == [line] and by_others.isdisjoint(lines_of(k))]
+        condition = sites.called_under(case, key, rank) if len(extra) == 1 else None
+        if condition is not None:
+            found[rank] = (extra[0], mine[extra[0]], condition)
+    if len(found) != 1:
+        return None
+    ((rank, (extra, times, condition)),) = found.items()
+    return Testimony(
+        ranks=(rank,),
+        head=f"only rank {rank} communicates at {places_text(extra)} ({count(times, 'message')})",
+        conditions=(condition,),
+        advice=f"let all ranks run what `{condition.text}`{at(condition.site)} keeps to rank {rank}: each message needs its other end",
+    )
 
 
 def _arrived(snapshot: Snapshot, wait: Wait) -> list[int]:

@@ -55,11 +55,13 @@ class _Placed(NamedTuple):
 
     Attributes:
         shared: The other rank is in the same function.
+        given: Names that files of the stack hand on with a comparison of the rank: `Log(enabled=rank == 0)`.
     """
 
     guard: Guard
     site: Site
     shared: bool
+    given: frozenset[str]
 
     def key(self, kind: Kind) -> object:
         """Return the key of the same statement as a guard of this kind: a loop around a line, or one that ended."""
@@ -103,7 +105,10 @@ def _paths(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> list
 def _guards(frames: Sequence[Site], i: int, source: Source, shared: bool) -> list[_Placed]:
     site, callee = frames[i], frames[i + 1].function if i + 1 < len(frames) else ""
     tree = tree_of(site.file, source)
-    return [_Placed(g, site, shared) for g in guarding.guards(tree, site.line, callee)] if tree is not None else []
+    if tree is None:
+        return []
+    given = frozenset().union(*(rank_tests.given(source(file) or "") for file in {frame.file for frame in frames}))
+    return [_Placed(g, site, shared, given) for g in guarding.guards(tree, site.line, callee)]
 
 
 def _keeps_to_some(guard: Guard) -> bool:
@@ -120,7 +125,7 @@ def _ways_out(loop: _Placed, by: tuple[type[ast.stmt], ...]) -> Iterator[_Placed
 
 def _reads_rank(placed: _Placed, source: Source) -> bool:
     variables = rank_tests.rank_variables(source(placed.site.file) or "")
-    return rank_tests.reads_rank(placed.guard.test, variables)
+    return rank_tests.reads_rank(placed.guard.test, variables | placed.given)
 
 
 def _condition(placed: _Placed, source: Source, way: Way) -> Condition | None:
@@ -180,7 +185,7 @@ def in_no_branch(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -
 def _sorts(path: _Path, source: Source) -> tuple[list[_Placed], ...]:
     """Return the guards through which the other rank can have missed this rank's call, by sort.
 
-    Branches that only this one is in; what leaves before it; what leaves a loop that it is in; loops that have
+    Branches that only this one is in, with what leaves a function before them; what leaves before it; what leaves a loop that it is in; loops that have
     ended for the other.
     """
     on_rank = (i for i, p in enumerate(path.own) if _keeps_to_some(p.guard) and _reads_rank(p, source))
@@ -199,6 +204,9 @@ def _sorts(path: _Path, source: Source) -> tuple[list[_Placed], ...]:
                 breaks += _ways_out(p, (ast.Break,) if behind else (ast.Break, ast.Return, ast.Expr))
                 if behind or (path.returned and not p.shared):
                     ends.append(p)
+    if holds:  # a rank that has left the function before has not evaluated the branch
+        before = own[: own.index(holds[-1])]
+        holds = [p for p in own if p in holds or (p in skips and p in before and not p.shared)]
     return holds, skips, breaks, ends
 
 
@@ -206,7 +214,7 @@ def _can_differ(placed: _Placed, source: Source, alive: bool) -> bool:
     """True if a guard can be what differs; a rank that is alive has not ended its process."""
     guard, text = placed.guard, source(placed.site.file) or ""
     if guard.branch == "decorator":
-        return _reads_rank(placed, source)
+        return _reads_rank(placed, source) or guarding.caches(guarding.text_of(guard, text))
     if isinstance(guard.node, LOOPS):
         return rank_tests.can_end_unevenly(guard.node, rank_tests.constants(text))
     left = alive and syntax.exits_process(guard.way_out)
@@ -322,13 +330,19 @@ def parting_text(conditions: Sequence[Condition]) -> str:
     return f"; they diverge at {' or '.join(names)}"
 
 
-def decision_advice(condition: Condition, culprits: Collection[int]) -> str:
-    """Return what to do about a condition that held on some ranks only."""
+def decision_advice(condition: Condition, culprits: Collection[int], ddp: bool = False) -> str:
+    """Return what to do about a condition that held on some ranks only. `ddp`: the others are in a call of DDP's own."""
     text = condition.text
     if text.startswith("except"):
+        example = " (for example with a loss times 0)" if ddp else ""
         return (
-            f"make the calls that `{text}` at line {condition.line} skips on {rank_list(culprits)}, too (for example with "
-            "a loss times 0), or skip them on all ranks together (all_reduce a flag)"
+            f"make the calls that `{text}` at line {condition.line} skips on {rank_list(culprits)}, too{example}, "
+            "or skip them on all ranks together (all_reduce a flag)"
+        )
+    if guarding.caches(text):
+        return (
+            f"make no collective in a function under `{text}` (line {condition.line}): it runs only where its result is not "
+            "in the rank's own cache; communicate outside it, in the same step on all ranks"
         )
     if text.startswith(("for ", "while ", "async for ")):
         return (

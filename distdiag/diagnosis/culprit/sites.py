@@ -144,7 +144,7 @@ def more_calls(case: Case, ranks: Sequence[int]) -> Testimony | None:
     ((site, more),) = found
     times = "once" if more == 1 else f"{more:,} times"
     text = f"; in as many steps, rank {ranks[0]} has called the collective at {places_text(site)} {times} more than the others"
-    condition = _called_under(case, site, ranks[0])
+    condition = called_under(case, site, ranks[0])
     if condition is None:
         return Testimony(ranks=tuple(ranks), text=text, advice=MORE_ADVICE)
     guard = f"`{condition.text}`{at(condition.site)}"
@@ -155,7 +155,7 @@ def more_calls(case: Case, ranks: Sequence[int]) -> Testimony | None:
     )
 
 
-def _called_under(case: Case, key: str, rank: int) -> Condition | None:
+def called_under(case: Case, key: str, rank: int) -> Condition | None:
     """Return the condition on the rank under which a wrapper, the function with that line, is called."""
     stacks = [case.states[q].user_stack for q in case.compared if q in case.states]
     frames = {frame for stack in stacks for frame in stack}

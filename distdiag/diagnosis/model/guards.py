@@ -9,6 +9,7 @@ raised, a decorator. Nothing is executed.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 from functools import lru_cache
@@ -32,6 +33,7 @@ _EXITS = (ast.Return, ast.Break, ast.Continue, ast.Raise)
 _NEW_TENSORS = {
     "zeros", "ones", "full", "empty", "tensor", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "detach",
 }  # fmt: skip
+_CACHES = re.compile(r"@[\w.]*(cache|memo)", re.IGNORECASE)
 _Node = ast.stmt | ast.expr | ast.ExceptHandler | ast.match_case
 
 
@@ -218,6 +220,11 @@ def other_branch_calls(guard: Guard) -> bool:
         return False
     other = getattr(guard.node, "orelse" if guard.branch == "body" else "body")
     return any(map(_called_in, other if isinstance(other, list) else [other]))
+
+
+def caches(text: str) -> bool:
+    """True for a decorator whose function does not run if its result is known: `@functools.lru_cache(9)`, `@memoize`."""
+    return _CACHES.match(text) is not None
 
 
 def made_anew(text: str) -> Guard | None:

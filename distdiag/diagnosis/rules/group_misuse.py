@@ -73,7 +73,7 @@ def _order(s: Snapshot) -> Finding | Abstained:
     most = len(made[0].ranks)
     odd = tuple(sorted(q for g in made[1:] for q in g.ranks)) if len(made[1].ranks) < most else ()
     every = tuple(sorted({q for g in made for q in g.ranks}))
-    each = "; ".join(f"{rank_list(g.ranks)}: a group of themselves{at(g.site)}" for g in made[:4])
+    each = "; ".join(f"a group of {rank_list(g.ranks)}{at(g.site)}" for g in made[:4])
     shown = (q for q in odd or every if q in s.ranks)
     return ORDER(
         culprits=odd, victims=[q for q in every if q not in odd],

@@ -24,9 +24,7 @@ _MESSAGE_MISSING = (
     "{first}{reason}"
 )
 _FIRST = "; it is enough that rank {rank} calls {op}{site} before {other}{own}"
-_FIRST_MESSAGE = (
-    "; it is enough that rank {rank} makes the {end} that {ranks} {ranks:waits|wait} for before its {other}{own}"
-)
+_FIRST_OF_A_PAIR = {"recv": ", or let one rank send before it receives", "send": ", or let one rank receive before it sends"}
 
 
 def message(snapshot: Snapshot, verdict: Verdict) -> str:
@@ -70,10 +68,9 @@ def advice(snapshot: Snapshot, verdict: Verdict, calls: dict[int, tuple[Wait, Ca
             tags = _tags_that_never_match(calls)
             if tags is not None:
                 return f"tags {tags[0]} and {tags[1]} never match: a message needs the same tag at both of its ends"
-            pair = (
-                "pair sends with receives: isend/irecv or batch_isend_irecv, or let one side receive first; check tags"
-            )
-            return pair + _first_text(verdict, calls)
+            ends = {messages.direction_of(c) if c.p2p else c.op for _, c in calls.values()}
+            first = _FIRST_OF_A_PAIR.get(ends.pop(), "") if len(ends) == 1 else ""
+            return f"pair sends with receives: isend/irecv or batch_isend_irecv{first}; check peers, tags and how many each side makes"
         case "group":
             return "pass the same process group on all ranks at this call"
     if any(c.op == "new_group" for _, c in calls.values()):
@@ -92,14 +89,10 @@ def _first_text(verdict: Verdict, calls: dict[int, tuple[Wait, Call]]) -> str:
             continue
         wait, own = awaited[0], calls[rank][1]
         call = next((wait.calls[r] for r in wait.ranks if r in wait.calls), None)
-        if call is None:
+        if call is None or call.p2p:  # whether that rank will make a message's other end at all is not known
             continue
         op, other = (compatible.op_name(c.op) for c in (call, own))
-        end = "recv" if wait.p2p and wait.key[2] == "send" else "send"
-        return filled(
-            _FIRST_MESSAGE if call.p2p else _FIRST, rank=rank, op=op, site=call.site, other=other, own=own.site,
-            end=end, ranks=wait.ranks,
-        )  # fmt: skip
+        return filled(_FIRST, rank=rank, op=op, site=call.site, other=other, own=own.site)
     return ""
 
 
