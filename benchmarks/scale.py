@@ -90,7 +90,7 @@ def main() -> int:
         "| ranks | nodes | % of a core, median | 95 % interval | n | % in a hang | private MiB | deadlock | straggler | lost node |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
-    jobs = [Job(world, min(8, world)) for world in o.world]
+    jobs = [Job(world, min(8, world), sent=True) for world in o.world]
     for job in jobs + ([Job(o.one_node, o.one_node)] if o.one_node else []):
         lines.append(measure(job, o.seconds))
         print(lines[-1], flush=True)

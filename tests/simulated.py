@@ -2,30 +2,35 @@
 
 Node 0's monitor is the real one, in this process; its ranks are sleeping processes without torch, whose pages this process writes.
 The other nodes have no process: their states are those of a rank of node 0, read from its page by the monitor's own code, with
-other numbers, and are published by `Nodes`, or by whatever `transport` returns.
+other numbers. They are published by `Nodes`: as files, or as packed messages that node 0's monitor finds as if they had just arrived.
 """
 
 from __future__ import annotations
 
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import cast
 
 import msgspec
 
 from distdiag import procfs
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import RankState, Snapshot
+from distdiag.monitor.cluster import messages
+from distdiag.monitor.cluster.client import ALIVE_S, Client
+from distdiag.monitor.cluster.server import Arrived, Server
 from distdiag.monitor.loop import Monitor
 from distdiag.monitor.nodes import PERIOD_S, WAITING_PERIOD_S, WAITING_S, Nodes
 from distdiag.monitor.pace import TICK_S
 from distdiag.monitor.ranks.state import RankView
 from distdiag.page import directories
 from distdiag.page.layout import Blocked, LifeWord, Phase, page_path
+from distdiag.page.node_files import Own
 from distdiag.page.writer import PageWriter
 from distdiag.terms.ranks import fold_ranks
 from tests.jobs import rows
@@ -33,10 +38,46 @@ from tests.jobs import rows
 SCRIPT = "/job/train.py"
 
 
-class Transport(Protocol):
-    """What brings a node's state to node 0."""
+class Inbox:
+    """Stands for node 0's server: what it has received, and when. Encryption and its thread are not simulated."""
 
-    def publish(self, s: Snapshot, started_unix_s: float, closed: bool = False) -> None: ...
+    urgent = False
+    failed = None
+    refused = dropped = 0
+
+    def __init__(self) -> None:
+        self.lock, self.own, self.heard = threading.Lock(), Own(), {}
+        self.states: dict[int, tuple[bytes, int, int]] = {}
+        self.reported_s: dict[int, float] = {}
+
+    def take(self) -> list[Arrived]:
+        taken, self.states = self.states, {}
+        now_ns = time.monotonic_ns()
+        return [
+            Arrived(node, messages.unpack(packed), started_ns, (now_ns - at_ns) / 1e9)
+            for node, (packed, started_ns, at_ns) in taken.items()
+        ]
+
+    def silent_s(self) -> dict[int, float]:
+        now_s = time.monotonic()
+        return {node: now_s - at_s for node, at_s in self.reported_s.items()}
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Sent:
+    """Stands for the client of another node."""
+
+    inbox: Inbox
+    node: int
+
+    @property
+    def urgent(self) -> bool:
+        return self.inbox.urgent
+
+    def publish(self, state: bytes, started_ns: int) -> None:
+        self.inbox.states[self.node] = messages.pack(state), started_ns, time.monotonic_ns()
 
 
 @dataclass
@@ -46,11 +87,13 @@ class Job:
     Attributes:
         local: Ranks on node 0, which have pages; all other nodes have as many, and no pages.
         step_s: Time of a step; all ranks end it together.
+        sent: Other nodes send their states; else they leave them as files.
     """
 
     world: int
     local: int
     step_s: float = 0.4
+    sent: bool = False
 
     @property
     def nodes(self) -> int:
@@ -167,9 +210,7 @@ class Clock:
 class Simulation:
     """A running job and node 0's monitor; `run` moves both on. A poll that takes longer than a tick delays the next one."""
 
-    def __init__(
-        self, job: Job, run_dir: Path, pages: Path, transport: Callable[[Path, int], Transport], keep_bytes: int
-    ) -> None:
+    def __init__(self, job: Job, run_dir: Path, pages: Path, keep_bytes: int) -> None:
         self.job, self.run_dir = job, run_dir
         self.clock = Clock().__enter__()
         directories.make(pages, run_dir)
@@ -178,7 +219,8 @@ class Simulation:
         self.started_ns = time.monotonic_ns()
         # sent as the page of every other node, too
         self.view = RankView(page_path(pages, min(1, job.local - 1)), self.started_ns)
-        self.others = {k: transport(run_dir, k) for k in range(1, job.nodes)}
+        self.inbox = Inbox()
+        self.others = {k: Nodes(run_dir / f"node_{k}", k, run_dir) for k in range(1, job.nodes)}
         self._publish_at = {k: time.monotonic() + PERIOD_S * k / job.nodes for k in self.others}
         self.lost: set[int] = set()
         self.late_ms = 0.0  # of rank 0
@@ -186,6 +228,10 @@ class Simulation:
         self.number = 0
         self._step_at = time.monotonic()
         self.monitor = Monitor(run_dir, pages, 0, quiet=True, keep_bytes=keep_bytes)
+        if job.sent:
+            self.monitor.nodes.transport.server = cast("Server", self.inbox)
+            for k, nodes in self.others.items():
+                nodes.transport.client = cast("Client", Sent(self.inbox, k))
 
     def run(self, seconds: float, until: Callable[[], bool] = lambda: False) -> tuple[float, float, bool]:
         """Move on for so many seconds, or until something holds; return (seconds, CPU seconds of the monitor, True if it holds)."""
@@ -212,7 +258,11 @@ class Simulation:
         self._publish(now)
 
     def _publish(self, now: float) -> None:
-        due = [k for k, at in self._publish_at.items() if now >= at and k not in self.lost]
+        there = self._publish_at.keys() - self.lost
+        if self.job.sent:
+            # between its states, a node reports that it is there
+            self.inbox.reported_s |= dict.fromkeys(there, now - ALIVE_S / 2)
+        due = [k for k in there if now >= self._publish_at[k]]
         if not due:
             return
         t_s = (time.monotonic_ns() - self.started_ns) / 1e9
@@ -221,7 +271,7 @@ class Simulation:
         for k in due:
             ranks = {q: _as(state, q, k) for q in range(k * self.job.local, (k + 1) * self.job.local)}
             s = Snapshot(t_s=t_s, world_size=self.job.world, expected=self.job.local, ranks=ranks, groups={})
-            self.others[k].publish(s, self.started_unix_s)
+            self.others[k].publish(s, self.started_unix_s, start_ns=self.started_ns)
             self._publish_at[k] = now + (WAITING_PERIOD_S if self.blocked else PERIOD_S)
 
     def hang(self) -> None:
@@ -252,20 +302,13 @@ def _as(state: RankState, rank: int, node: int) -> RankState:
     return msgspec.structs.replace(state, rank=rank, node=node, local_rank=0, host=f"sim{node:04}", pid=100_000 + rank)
 
 
-def shared_directory(run_dir: Path, node: int) -> Transport:
-    """Return the transport by files in the run directory."""
-    return Nodes(run_dir / f"node_{node}", node, run_dir)
-
-
 @contextmanager
-def simulated(
-    job: Job, directory: Path, transport: Callable[[Path, int], Transport] = shared_directory, keep_bytes: int = 2 << 30
-) -> Iterator[Simulation]:
+def simulated(job: Job, directory: Path, keep_bytes: int = 2 << 30) -> Iterator[Simulation]:
     """Start a job in a directory; everything is ended afterwards."""
     run_dir = directory / "run"
     run_dir.mkdir(parents=True)
     (run_dir / "nodes").mkdir()
-    simulation = Simulation(job, run_dir, directory / "pages", transport, keep_bytes)
+    simulation = Simulation(job, run_dir, directory / "pages", keep_bytes)
     try:
         yield simulation
     finally:

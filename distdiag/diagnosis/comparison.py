@@ -14,6 +14,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 from distdiag.diagnosis.model.findings import Abstained
@@ -43,6 +44,20 @@ def vetoed(vetoes: Iterable[Veto], case: object) -> Abstained | None:
         if veto.applies(case):
             return Abstained(filled(veto.why, c=case), checked=veto.checked)
     return None
+
+
+@cache
+def fewest_steps(ranks: int, recurrence: float, chance: float) -> int:
+    """Return how many steps there must be for a rank that works longest in this share of them to be no accident.
+
+    Args:
+        chance: Of any one of `ranks` equal ranks to do so, at most.
+    """
+    for n in itertools.count(8):
+        times = range(math.ceil(recurrence * n), n + 1)
+        if ranks * sum(math.comb(n, k) * (ranks - 1) ** (n - k) / ranks**n for k in times) <= chance:
+            return n
+    raise AssertionError
 
 
 # -- ranks that differ in one column ---------------------------------------------------------------------------------

@@ -57,7 +57,8 @@ class Record:
     """One finding and its history.
 
     Attributes:
-        seen: Consecutive evaluations that found it. For a kind judged by steps, only evaluations after which the job continued.
+        seen: Consecutive evaluations that found it, one a second: one after two seconds counts as two. For a kind judged by steps,
+            only evaluations after which the job continued.
         progress: The job's steps and collectives when `seen` last increased.
         absent: Consecutive evaluations that did not find it.
     """
@@ -89,6 +90,9 @@ class Diagnosis:
     rules: tuple[Rule, ...] = RULES
     _history: History = field(init=False)
     _slow_at: float = -1.0
+    _seconds: int = (
+        1  # evaluations of the last one's kinds that it stands for: polls may be further apart than a second
+    )
 
     def __post_init__(self) -> None:
         self._history = History(without=self.without)
@@ -101,6 +105,7 @@ class Diagnosis:
         evaluated = self._evaluate(facts, [rule for rule in self.rules if rule.kind.every_poll])
         fresh = any(f.key not in self.records for f in facts.found)  # its cause may be among the others
         if s.t_s - self._slow_at >= SLOW_PERIOD_S or final or fresh:
+            self._seconds = max(1, round((s.t_s - self._slow_at) / SLOW_PERIOD_S))
             self._slow_at = s.t_s
             evaluated |= self._evaluate(facts, [rule for rule in self.rules if not rule.kind.every_poll])
         now = self._one_incident({f.key: f for f in facts.found})
@@ -162,7 +167,8 @@ class Diagnosis:
         else:
             if record.finding.cleared_s is not None:
                 record.seen = 0
-            record.seen += kinds.of(f).while_blocked or progress > record.progress
+            if kinds.of(f).while_blocked or progress > record.progress:
+                record.seen += 1 if kinds.of(f).every_poll else self._seconds
             record.progress, record.absent = progress, 0
         first = record.finding.first_seen_s if record.reported else f.first_seen_s
         fresh = msgspec.structs.replace(

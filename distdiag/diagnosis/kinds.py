@@ -46,7 +46,7 @@ class Kind:
     every_poll: bool = False  # evaluated at every poll (4 per second); else once a second
     while_blocked: bool = True  # evaluated although ranks stall or the job has stopped
     suspends: bool = False  # while one is open, kinds without `while_blocked` are not evaluated
-    hold: int = 1  # evaluations in a row that must find it before it is reported
+    hold: int = 1  # evaluations in a row, or seconds of them, that must find it before it is reported
     hold_of_cause: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))  # overrides `hold`
     release: int = 5  # evaluations in a row that no longer find it before it is cleared
     sticky: bool = False  # never cleared

@@ -136,11 +136,15 @@ class Monitor:
 
     def _poll(self) -> bool:
         began, used_s = time.monotonic(), time.process_time()
-        if self.pace.rests(began, lambda: any(v.history.waits(time.monotonic_ns()) for v in self.views.values())):
+        if self.pace.rests(began, self._some_rank_waits) and not self.nodes.fell_silent():
             return False
         over = self._survive(lambda: not self._all_moving() and self.tick())
         self.pace.poll_at = began + self._tick_s(time.process_time() - used_s)
         return over
+
+    def _some_rank_waits(self) -> bool:
+        """True if a rank of this node waits, as its page shows now."""
+        return any(v.history.waits(time.monotonic_ns()) for v in self.views.values())
 
     def _well(self) -> bool:
         """True if, by the last poll, all ranks run and nothing is suspected: the CPU is theirs then."""

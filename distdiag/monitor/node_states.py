@@ -68,7 +68,6 @@ class Heard:
 
     node: int
     number: int
-    written_unix_s: float
     closed: bool
     local_world_size: int
     ranks: dict[int, RankState]
@@ -159,7 +158,7 @@ class Readings:
             found = {name: self._history(x, q, name, sent[name], later_s) for name in HISTORIES if name in sent}
             ranks[q] = msgspec.structs.replace(shifted(r, later_s), **found)
         groups = {name: _group(bytes(raw)) for name, raw in x.groups.items()}
-        return Heard(x.node, x.number, x.written_unix_s, x.closed, x.local_world_size, ranks, groups)
+        return Heard(x.node, x.number, x.closed, x.local_world_size, ranks, groups)
 
     def _history(self, x: NodeState, rank: int, name: str, sent: History, by_s: float) -> tuple[Any, ...]:
         new_in, n = _unpacked(sent.new_in), len(sent.new_in) // 4

@@ -27,7 +27,9 @@ from distdiag.monitor.windows import Windows
 # between two files of a node; the latter while one of its ranks waits or has ended
 PERIOD_S, WAITING_PERIOD_S = 2.0, 0.5
 WAITING_S = 0.4  # from this time in a collective on, a rank waits
-STALE_S = 12.0  # an older state is ignored; network file systems show files seconds late
+# An older state is ignored: on a busy host a calm monitor polls every eight seconds, and network file systems show files late.
+STALE_S = 12.0
+SILENT_S = 4.0  # without a report over a connection, on which each node sends one a second: three or four are missing
 RETURN_S = 5.0  # nothing is judged for so long, after another monitor of node 0, until every node is heard of again
 
 
@@ -95,6 +97,9 @@ class Nodes:
         self._number = 0
         self._written_at = -1e9
         self._seen: dict[int, Heard] = {}
+        # by the monotonic clock: when each node's newest state was made, and when files were read
+        self._made_s: dict[int, float] = {}
+        self._read_s = -1e9
         self._judged: dict[int, int] = {}
         self._known: set[int] = set()  # nodes that have had a fresh state
         self._silent: set[int] = set()
@@ -155,26 +160,21 @@ class Nodes:
         Args:
             started_unix_s, start_ns: When this node's run began, by the wall clock and the monotonic one.
         """
-        for state in chain(self.files.new(), self._sent(started_unix_s, start_ns)):
-            self._take(s, state, state.started_unix_s - started_unix_s)
-        now = time.time()
-        seen = self._seen
-        fresh = {k: x for k, x in seen.items() if x.closed or now - x.written_unix_s < STALE_S}
+        for state, age_s in chain(self._left(), self._sent(started_unix_s, start_ns)):
+            self._take(s, state, state.started_unix_s - started_unix_s, age_s)
+        seen, silent_s = self._seen, self._silent_s()
+        fresh = {k: x for k, x in seen.items() if k not in silent_s}
         self._known |= fresh.keys()
-        self._note_silence(self._known - fresh.keys(), now)
+        self._note_silence({k: x for k, x in silent_s.items() if k in self._known})
         ranks, groups, expected = dict(s.ranks), dict(s.groups), s.expected or len(s.ranks)
         for x in fresh.values():
             ranks |= {q: r for q, r in x.ranks.items() if q not in ranks}
             for name, g in x.groups.items():
                 groups.setdefault(name, g)
             expected += x.local_world_size
-        for k in sorted((self._known - fresh.keys()) & seen.keys()):
+        for k in sorted(self._silent):
             x = seen[k]
-            ranks |= {
-                q: _silent(r, x.written_unix_s, now)
-                for q, r in x.ranks.items()
-                if q not in ranks and r.life not in DEAD
-            }
+            ranks |= {q: _silent(r, silent_s[k]) for q, r in x.ranks.items() if q not in ranks and r.life not in DEAD}
             expected += x.local_world_size
         news = all(x.closed or self._judged.get(k) != x.number for k, x in fresh.items()) and not self._returns(fresh)
         if news:
@@ -186,22 +186,44 @@ class Nodes:
             self.transport.server.urgent = _waits(whole)
         return whole, news
 
-    def _note_silence(self, silent: set[int], now: float) -> None:
+    def fell_silent(self) -> bool:
+        """True if a node is no longer heard of, and was at the last `merged`."""
+        return not self._silent >= self._silent_s().keys() & self._known
+
+    def _silent_s(self) -> dict[int, float]:
+        """Return for how many seconds nodes have not been heard of, if that is too long for their states to be used.
+
+        The wall clock plays no part: it may be set while a job runs.
+        """
+        now_s, links = time.monotonic(), self.transport.silent_s()
+        found = {}
+        for k, x in self._seen.items():
+            age_s, silent_s = now_s - self._made_s[k], links.get(k, 0.0)
+            if not x.closed and (silent_s >= SILENT_S or age_s >= STALE_S):
+                found[k] = silent_s if silent_s >= SILENT_S else age_s
+        return found
+
+    def _note_silence(self, silent: dict[int, float]) -> None:
         """Note which nodes are no longer heard of, and which are again."""
-        for k in sorted(silent ^ self._silent):
+        for k in sorted(silent.keys() ^ self._silent):
             x = self._seen[k]
             who = f"node {k} ({rank_list(sorted(x.ranks))})"
             if k in silent:
-                since = time.strftime("%H:%M:%S", time.localtime(x.written_unix_s))
                 self.events.append(
-                    f"{who} not heard of since {since} ({now - x.written_unix_s:.0f} s): its ranks are not judged"
+                    f"{who} not heard of since {_clock(silent[k])} ({silent[k]:.0f} s): its ranks are not judged"
                 )
             else:
                 self.events.append(f"{who} heard of again")
-        self._silent = silent
+        self._silent = set(silent)
 
-    def _sent(self, started_unix_s: float, start_ns: int) -> Iterator[NodeState]:
-        """Return the states that were sent, with their times by this host's clock."""
+    def _left(self) -> Iterator[tuple[NodeState, float]]:
+        """Yield (state, seconds since it was made) of the files that have changed since the last call."""
+        before_s, self._read_s = self._read_s, time.monotonic()
+        for state in self.files.new():
+            yield state, min(max(0.0, time.time() - state.written_unix_s), self._read_s - before_s)
+
+    def _sent(self, started_unix_s: float, start_ns: int) -> Iterator[tuple[NodeState, float]]:
+        """Yield (state, seconds since it arrived) of those that were sent, with their times by this host's clock."""
         for a in self.transport.arrived():
             try:
                 state = msgspec.msgpack.decode(a.data, type=NodeState)
@@ -209,12 +231,10 @@ class Nodes:
                 self._failed = f"the state that node {a.node} has sent cannot be read: {problem}"
                 continue
             if state.version == VERSION and state.node == a.node:
-                yield msgspec.structs.replace(
-                    state, started_unix_s=started_unix_s + (a.started_ns - start_ns) / 1e9,
-                    written_unix_s=time.time() - a.age_s,
-                )  # fmt: skip
+                started_unix_s_here = started_unix_s + (a.started_ns - start_ns) / 1e9
+                yield msgspec.structs.replace(state, started_unix_s=started_unix_s_here), a.age_s
 
-    def _take(self, s: Snapshot, x: NodeState, later_s: float) -> None:
+    def _take(self, s: Snapshot, x: NodeState, later_s: float, age_s: float) -> None:
         """Use a state if it holds only ranks that can be that node's, and times that are times."""
         try:
             if x.node == self.node or len(x.ranks) > x.local_world_size or not 0 < x.local_world_size <= s.world_size:
@@ -230,6 +250,7 @@ class Nodes:
             if not x.windows.keys() <= x.ranks.keys():
                 raise ValueError("what is shown of a rank is of another node's")
             self._seen[x.node] = self._readings.heard(x, later_s)
+            self._made_s[x.node] = time.monotonic() - age_s
             self._owner |= dict.fromkeys(x.ranks, x.node)
             self.windows.take(x.windows)
         except UNREADABLE as problem:
@@ -259,12 +280,16 @@ def hosts(run_dir: Path) -> dict[int, str]:
     return {q: r.host for state in StateFiles(run_dir).new() for q, r in state.ranks.items()}
 
 
-def _silent(r: RankState, heard_unix_s: float, now: float) -> RankState:
+def _silent(r: RankState, silent_s: float) -> RankState:
     """Return the state of a rank whose node is silent: no wait, and nothing that a proof could use."""
     return msgspec.structs.replace(
-        r, life=Life.SILENT, blocked=None, queued=(), heartbeat_age_s=now - heard_unix_s, steps=(), calls=(),
-        heard_at=time.strftime("%H:%M:%S", time.localtime(heard_unix_s)),
+        r, life=Life.SILENT, blocked=None, queued=(), heartbeat_age_s=silent_s, steps=(), calls=(),
+        heard_at=_clock(silent_s),
     )  # fmt: skip
+
+
+def _clock(ago_s: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(time.time() - ago_s))
 
 
 def _waits(s: Snapshot) -> bool:

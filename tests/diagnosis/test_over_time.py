@@ -198,3 +198,21 @@ def test_a_proof_whose_victims_come_to_wait_one_by_one_is_one_finding() -> None:
         )  # fmt: skip
     assert [(f.kind, f.cause, f.cleared_s) for f in d.findings] == [("mismatch", "shape", None)]
     assert not d.contradicted
+
+
+@pytest.mark.parametrize("apart_s", [1, 2, 4])
+def test_a_finding_is_held_for_seconds_however_far_apart_polls_are(apart_s: int) -> None:
+    """Nodes send their state every two seconds, and a calm monitor polls every eight."""
+    d = Diagnosis(source=lambda _: None)
+    reported = None
+    for t in range(10, 30, apart_s):
+        d.update(
+            job(
+                rank(0, step=100 + t, steps=steps(wait_ms=80.0, seed=0)),
+                rank(1, step=100 + t, steps=steps(80.0, "other", seed=1)),
+                t_s=float(t),
+            )
+        )
+        if reported is None and d.open():
+            reported = t
+    assert reported is not None and reported - 10 == max(2, apart_s)

@@ -129,12 +129,12 @@ def test_ranks_of_a_node_that_falls_silent_are_named_once_others_wait_for_them(
 ) -> None:
     (tmp_path / "node_1").mkdir()
     here, there = Nodes(tmp_path, 0, tmp_path), Nodes(tmp_path / "node_1", 1, tmp_path)
-    began = time.time()
+    began, began_s = time.time(), time.monotonic()
     there.publish(snapshot(2, 3), began)
     assert here.merged(snapshot(0, 1), began)[0].ranks[3].life == "running"
 
     def later(by_s: float) -> list[Finding]:
-        monkeypatch.setattr(time, "time", lambda: began + by_s)
+        monkeypatch.setattr(time, "monotonic", lambda: began_s + by_s)
         waiting = msgspec.structs.replace(snapshot(0, 1, entered_s=1.0), t_s=by_s)
         whole = here.merged(waiting, began)[0]
         assert sorted(whole.ranks) == [0, 1, 2, 3] and whole.expected == 4
@@ -145,6 +145,31 @@ def test_ranks_of_a_node_that_falls_silent_are_named_once_others_wait_for_them(
     (f,) = later(40.0)
     assert (f.kind, f.cause, f.certainty, f.culprits) == ("rank_lost", "silent", "suspected", (2, 3))
     assert f.victims and set(f.victims) <= {0, 1}
+
+
+@pytest.mark.parametrize("step_s", [-3600.0, 3600.0])
+def test_a_wall_clock_that_is_set_makes_no_node_silent_and_hides_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_s: float
+) -> None:
+    (tmp_path / "node_1").mkdir()
+    here, there = Nodes(tmp_path, 0, tmp_path), Nodes(tmp_path / "node_1", 1, tmp_path)
+    began, began_s, wall = time.time(), time.monotonic(), time.time
+    there.publish(snapshot(2, 3), began)
+    here.merged(snapshot(0, 1), began)
+    monkeypatch.setattr(time, "time", lambda: wall() + step_s)
+
+    def lives(after_s: float) -> set[str]:
+        monkeypatch.setattr(time, "monotonic", lambda: began_s + after_s)
+        return {r.life.value for q, r in here.merged(snapshot(0, 1), began)[0].ranks.items() if q > 1}
+
+    assert lives(STALE_S / 2) == {"running"} and not here.fell_silent() and not here.events
+    monkeypatch.setattr(time, "monotonic", lambda: began_s + STALE_S + 1)
+    assert here.fell_silent()
+    assert lives(STALE_S + 1) == {"silent"} and not here.fell_silent()
+    (text,) = here.events
+    assert text.startswith("node 1 (ranks 2, 3) not heard of since") and "(13 s)" in text
+    there.publish(snapshot(2, 3), began, closed=True)
+    assert lives(STALE_S + 2) == {"running"} and here.events[1:] == ["node 1 (ranks 2, 3) heard of again"]
 
 
 def test_an_unwritable_nodes_directory_is_reported_once(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from distdiag.diagnosis.model.snapshot import Call, RankState
 from distdiag.monitor.node_states import NodeState, Readings, Sender
-from distdiag.monitor.nodes import Nodes
+from distdiag.monitor.nodes import SILENT_S, STALE_S, Nodes
 from distdiag.monitor.pace import Pace
 from distdiag.monitor.rows import _median_low_of_others
 from distdiag.monitor.windows import Windows
@@ -48,12 +48,14 @@ def test_a_large_job_costs_a_bounded_share_of_a_core(tmp_path: Path) -> None:
         assert s.monitor._tick_s(0.2) == pytest.approx(0.25)
 
 
-def test_faults_among_many_ranks_are_named(tmp_path: Path) -> None:
-    with simulated(Job(128, 8), tmp_path) as s:
+@pytest.mark.parametrize(("sent", "lost_s"), [(False, STALE_S), (True, SILENT_S)])
+def test_faults_among_many_ranks_are_named(tmp_path: Path, sent: bool, lost_s: float) -> None:
+    with simulated(Job(128, 8, sent=sent), tmp_path) as s:
         s.run(12)
         assert s.monitor.diagnosis.state == "running" and s.monitor.diagnosis.open() == []
         s.lost = {7}
-        assert s.run(30, lambda: s.not_heard_of(7))[2]
+        passed, _, found = s.run(30, lambda: s.not_heard_of(7))
+        assert found and passed < lost_s + 1
         assert s.found("deadlock") == []
         s.lost = set()
         s.run(6)

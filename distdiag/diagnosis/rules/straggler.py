@@ -43,6 +43,10 @@ kind = kinds.STRAGGLER
 class Limits:
     recurrence: float = 0.75
     """Share of the window's steps in which the rank is the slowest. Chance gives 1 / ranks."""
+    sustained_s: float = 4.0
+    """Seconds of steps that are enough, if they are not too few for chance. 30 steps of a fast job take less; of a slow one, minutes."""
+    chance: float = 0.005
+    """That a rank of equal ones is the slowest in such a share of the steps: as that of two ranks in 30 steps."""
     least_ms: float = 3.0
     """Milliseconds per step that the others would gain. An idle host's jitter is below this."""
     shares: tuple[tuple[float, float], ...] = ((3.0, 0.05), (1.6, 0.15), (1.3, 0.10))
@@ -142,10 +146,14 @@ def _in_window(facts: Facts) -> Iterator[Finding | Abstained]:
     if isinstance(window, Abstained):
         yield _by_arrivals(s) or window
         return
-    several = not any(r.p2p_issued for r in s.ranks.values())  # the stages of a pipeline differ by design
-    slow = comparison.persistent(window, limits.recurrence, limits.least_ms, several)
-    case = Case(s, window, slow, facts.shadows, facts.pauses)
+    case = _case(facts, window)
     veto = comparison.vetoed(VETOES, case)
+    newest = _newest(window)
+    if veto is not None and newest is not None:
+        case_of_newest = _case(facts, newest)
+        if comparison.vetoed(VETOES, case_of_newest) is None and not case_of_newest.stages:
+            case, veto, window = case_of_newest, None, newest
+    slow = case.slow
     if veto is None:
         if case.phase != "data" and case.stages:
             yield text.found(
@@ -159,6 +167,20 @@ def _in_window(facts: Facts) -> Iterator[Finding | Abstained]:
             yield _explained(found, s, facts.pauses, slow.gain_ms / slow.step_ms)
     else:
         yield _slow_device(s, window) or _rotating(case) or _at_times(case) or veto
+
+
+def _case(facts: Facts, window: Window) -> Case:
+    s = facts.snapshot
+    several = not any(r.p2p_issued for r in s.ranks.values())  # the stages of a pipeline differ by design
+    slow = comparison.persistent(window, limits.recurrence, limits.least_ms, several)
+    return Case(s, window, slow, facts.shadows, facts.pauses)
+
+
+def _newest(window: Window) -> Window | None:
+    """Return the steps that show a rank that became slow lately, if they are fewer than those of the window."""
+    n = comparison.fewest_steps(len(window.ranks), limits.recurrence, limits.chance)
+    n = max(n, math.ceil(limits.sustained_s * 1e3 / max(1.0, window.step_ms(window.ranks[0]))))
+    return window.newest(n) if n < STEPS.least else None
 
 
 # -- one rank, or those of one node, in nearly every step ------------------------------------------------------------

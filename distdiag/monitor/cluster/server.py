@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from distdiag.monitor.cluster import keys, messages, port
-from distdiag.monitor.cluster.link import Link
+from distdiag.monitor.cluster.link import TURN_MS, Link
 from distdiag.monitor.cluster.messages import Answer, Ask, BadMessage, Order, Receipt, Report
 from distdiag.monitor.cluster.questions import SPARE_S, Answers, Questions
 from distdiag.page import node_files
@@ -33,6 +33,7 @@ class Heard:
     Attributes:
         address: Its connection, for the router.
         received_ns, state_ns: Our monotonic clock when its newest report, and its newest state, arrived.
+        listened_s: How long this side had listened when its newest report arrived.
         started_ns: When its run began, by its monotonic clock.
         offset_ns, uncertainty_ns: Our monotonic clock minus that of the node.
         wall_offset_ns: Our wall clock minus that of the node.
@@ -42,6 +43,7 @@ class Heard:
     order: Order = field(default_factory=Order)
     address: bytes = b""
     received_ns: int = 0
+    listened_s: float = 0.0
     state_ns: int = 0
     started_ns: int = 0
     offset_ns: int = 0
@@ -91,6 +93,7 @@ class Server(Link):
         self._answers: dict[int, Answer] = {}  # by node
         self._answered = threading.Condition(self.lock)
         self._asked = 0
+        self._turned_ns, self._listened_s = time.monotonic_ns(), 0.0
 
     def admit(self, nodes: Mapping[int, str]) -> None:
         """Admit these nodes by their public keys, and nobody else."""
@@ -107,6 +110,14 @@ class Server(Link):
                     out.append(Arrived(node, h.state, h.started_ns + h.offset_ns, (now_ns - h.state_ns) / 1e9))
                     h.state = None
         return out
+
+    def silent_s(self) -> dict[int, float]:
+        """Return for how long this side has listened without a report, by node.
+
+        Time in which this process did not run is no silence of others.
+        """
+        with self.lock:
+            return {node: self._listened_s - h.listened_s for node, h in self.heard.items()}
 
     def ask(self, question: Ask) -> Answers:
         """Ask all nodes; return what each answers in time."""
@@ -172,6 +183,9 @@ class Server(Link):
             self.failed = f"the port for the other nodes could not be noted: {e.strerror}"
 
     def turn(self, ready: dict[Any, int]) -> None:
+        now_ns = time.monotonic_ns()
+        self._listened_s += min((now_ns - self._turned_ns) / 1e9, 2 * TURN_MS / 1e3)
+        self._turned_ns = now_ns
         self._bind()
         with self.lock:
             to_ask, self._to_ask = self._to_ask, []
@@ -243,7 +257,7 @@ class Server(Link):
         with self.lock:
             heard = self.heard.setdefault(node, Heard())
             heard.order.admit(report, received_ns / 1e9)
-            heard.address, heard.received_ns = address, received_ns
+            heard.address, heard.received_ns, heard.listened_s = address, received_ns, self._listened_s
             heard.offset_ns, heard.uncertainty_ns = report.offset_ns, report.uncertainty_ns
             wall_ns = time.time_ns() - time.monotonic_ns()
             heard.wall_offset_ns = report.offset_ns + wall_ns - report.wall_ns

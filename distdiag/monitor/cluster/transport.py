@@ -91,6 +91,10 @@ class Transport:
         """Return the states that have arrived since the last call, one of each node at most."""
         return self.server.take() if self.server is not None else []
 
+    def silent_s(self) -> dict[int, float]:
+        """Return for how long nodes that have sent before have sent nothing, not even that they are there."""
+        return self.server.silent_s() if self.server is not None else {}
+
     def facts(self) -> dict[str, Any]:
         """Return what run.db has about the connection: who was heard when, and how far the clocks are apart."""
         if self.server is None:

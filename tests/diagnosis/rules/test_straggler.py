@@ -36,6 +36,35 @@ def test_the_rank_that_waits_least_is_the_straggler(phase: str, cause: str, worl
     assert (f.cause, f.culprits) == (cause, (late,))
 
 
+def late_in_its_last_steps(q: int, n: int, factor: float) -> tuple[Step, ...]:
+    """Return steps of `factor` times 68 ms, in whose last `n` rank 1 takes longer by more than half, and the others wait for it."""
+    late = steps(40.0, "other", seed=q) if q == 1 else steps(wait_ms=40.0, seed=q)
+    return tuple(
+        msgspec.structs.replace(
+            x,
+            end_s=x.end_s * factor,
+            **{name: factor * ms for name in x.__struct_fields__ if name.endswith("_ms") and (ms := getattr(x, name))},
+        )
+        for x in (*steps(seed=q)[:-n], *late[-n:])
+    )
+
+
+@pytest.mark.parametrize(
+    ("world", "n", "factor", "found"),
+    [
+        (8, 10, 6.0, True),  # 4 s
+        (8, 8, 150.0, True),  # not only after 30 steps: minutes
+        (8, 10, 0.6, False),  # 0.4 s: it may be the machine
+        (2, 20, 6.0, False),  # one of two ranks is slower by chance
+    ],
+)
+def test_a_rank_that_became_slow_lately_is_named_after_seconds_if_steps_are_slow(
+    world: int, n: int, factor: float, found: bool
+) -> None:
+    outcome = stragglers(job(*(rank(q, steps=late_in_its_last_steps(q, n, factor)) for q in range(world))))
+    assert [f.culprits for f in outcome] == ([(1,)] if found else [])
+
+
 def test_the_line_of_slow_code_is_not_from_before_the_first_step() -> None:
     index, logging = Site("/job/train.py", 8, "__init__"), Site("/job/train.py", 14, "epoch")
     seen = {"init": ((index, 26),), "other": ((logging, 5),)}

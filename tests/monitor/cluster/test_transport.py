@@ -88,6 +88,29 @@ def test_a_state_arrives_and_the_clocks_are_compared(two: tuple[Transport, Trans
     assert (facts["by"], facts["port"], facts["dropped"]) == ("zeromq", own.port, 0)
 
 
+def test_a_node_is_silent_only_while_this_side_listens(
+    two: tuple[Transport, Transport, Own], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, _ = two
+    sent(b, b"state", a)
+    b.close()
+    before = a.silent_s()[1]
+    wait_for(lambda: a.silent_s()[1] > before + 0.5, 10, "a node that has ended to be silent")
+    assert a.server is not None
+    bind, began = a.server._bind, threading.Event()
+
+    def paused() -> None:  # as by SIGSTOP
+        monkeypatch.setattr(a.server, "_bind", bind)
+        began.set()
+        time.sleep(4.0)
+
+    monkeypatch.setattr(a.server, "_bind", paused)
+    assert began.wait(10)
+    before = a.silent_s()[1]
+    time.sleep(4.0)
+    assert a.silent_s()[1] - before < 2.0
+
+
 def test_only_the_newest_of_several_states_is_sent(tmp_path: Path) -> None:
     public = keys.own_keys(pages(tmp_path, 1)).public
     b = other(tmp_path, 1, Own(public=public, port=free(), addresses=("127.0.0.1",)))
