@@ -4,7 +4,8 @@ If several ranks ended, the first end that no other end explains is the cause; s
 
 Faulty jobs: video_oom, oom_rank, fused_norm, parquet_rows, custom_grad, label_guard, resume_opt, quiet_except,
 ckpt_parts.
-Healthy look-alikes: exit_zero, spawn_fine, no_dist; idle workers that their launcher ends (tests/integration/test_ended_at_rest.py).
+Healthy look-alikes: exit_zero, spawn_fine, no_dist.
+Idle workers that their launcher ends are no lost ranks, either.
 """
 
 from __future__ import annotations

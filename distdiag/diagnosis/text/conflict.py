@@ -52,7 +52,7 @@ def message(snapshot: Snapshot, verdict: Verdict) -> str:
     if what == "shape" and compatible.splits_disagree(wait.calls.values()):
         return _splits_text(snapshot, verdict)
     sides = _sides(verdict)[:3]
-    texts = [f"{rank_list(set(s))} {verb(s, 'is', 'are')} in {_side_text(snapshot, wait, s, what)}" for s in sides]
+    texts = [f"{rank_list(set(s))} {_does(snapshot, wait, s)} {_side_text(snapshot, wait, s, what)}" for s in sides]
     number, group = number_text(snapshot, wait), group_text(snapshot, wait.group)
     end = "they cannot complete together" if snapshot.source == "stacks" else "it can never complete"
     reason = evidence.reason_text(verdict)
@@ -112,6 +112,15 @@ def advice(verdict: Verdict) -> str:
 def _sides(verdict: Verdict) -> list[frozenset[int]]:
     """Return the sides of a conflict, the culprits' side first."""
     return sorted(verdict.wait.sides, key=lambda s: (not (s & set(verdict.culprits)), -len(s), min(s)))
+
+
+def _does(snapshot: Snapshot, wait: Wait, side: Collection[int]) -> str:
+    """Return `is in`, or `has completed`: on a device the smaller of two calls may end alone."""
+    ended = all(
+        q in wait.calls and wait.calls[q].on_device and snapshot.ranks[q].completed.get(wait.group, 0) >= wait.seq
+        for q in side
+    )
+    return verb(side, "has completed", "have completed") if ended else verb(side, "is in", "are in")
 
 
 def _side_text(snapshot: Snapshot, wait: Wait, side: Collection[int], cause: str) -> str:
