@@ -26,7 +26,10 @@ def test_calls_of_different_sizes_are_proved_although_one_of_them_completed(name
     assert (found.kind, found.cause, found.certainty) == ("mismatch", "shape", Certainty.PROVED)
     assert found.detected_s is not None and found.detected_s - (newest[1].blocked.entered_s or 0.0) < 3.0
     assert found.collective is not None and found.collective.seq == 47
-    assert found.message.startswith("rank 0 has completed all_reduce of ") and "rank 1 is in all_reduce of" in found.message
+    assert (
+        found.message.startswith("rank 0 has completed all_reduce of ")
+        and "rank 1 is in all_reduce of" in found.message
+    )
 
 
 @pytest.mark.parametrize(("name", "culprits"), [("missing_rank", (0,)), ("mismatch", ())])
