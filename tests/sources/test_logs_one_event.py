@@ -276,3 +276,15 @@ def test_the_child_that_a_shell_reports_is_that_of_its_files_task(tmp_path: Path
 def test_zero_3_that_waits_for_another_module(tmp_path: Path) -> None:
     f = only(diagnose(tmp_path, raised(2, "AssertionError: {'id': 1, 'status': 'INFLIGHT', 'numel': 0}")))
     assert "same modules" in f.advice
+
+
+def test_torchs_own_prefix_marks_an_exception_that_nobody_caught_also_without_its_frames(tmp_path: Path) -> None:
+    waits = "[rank0]: DistStoreError: wait timeout after 600000ms, keys: /default_pg/0//cuda//1\n"
+    f = only(diagnose(tmp_path, "n-1: [rank1]: ModuleNotFoundError: No module named 'x'\n" + waits))
+    assert about(f) == ("rank_lost", "crashed", (1,), (0,))
+    assert diagnose(tmp_path, "[rank1] ERROR sample: ValueError: odd size\n").findings == ()
+
+
+def test_the_pod_that_did_not_start_is_named(tmp_path: Path) -> None:
+    f = only(diagnose(tmp_path, 'Warning Failed pod/w-2 Failed to pull image "reg/x:9": not found\n'))
+    assert "did not start on w-2: Failed to pull image" in f.message
