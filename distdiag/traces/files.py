@@ -107,7 +107,10 @@ def _judged(name: str, paths: Sequence[Path], announce: guard.Announce, refused:
         notes.append(f"traces of {len(recorded)} of {world:,} ranks: what the others did is not known")
     if unmarked:
         notes.append("no ProfilerStep in a trace (prof.step() in the script): the whole trace counts as one step")
-    return msgspec.structs.replace(found, notes=[*found.notes, *notes])
+    verdict = found.verdict
+    if verdict and world > len(recorded):
+        verdict = f"of the {len(recorded)} ranks with a trace, of {world:,}, {verdict}"
+    return msgspec.structs.replace(found, notes=[*found.notes, *notes], verdict=verdict)
 
 
 def _rank(trace: Trace, path: Path, alone: bool) -> int | None:

@@ -260,6 +260,9 @@ def test_what_accelerate_compared_is_a_mismatch_of_the_ranks_not_a_failure_of_th
 def test_amds_driver_names_the_gpu_that_it_reset(tmp_path: Path) -> None:
     f = only(diagnose(tmp_path, "[ 31.3] amdgpu 0000:c1:00.0: amdgpu: GPU reset begin!\n" + timeout(0) + timeout(1)))
     assert about(f)[:2] == ("gpu", "lost") and "0000:c1:00.0" in f.message and f.victims == (0, 1)
+    fault = "[ 13.9] amdgpu 0000:1c:00.0: {1}uncorrectable hardware error(ERREVENT_ATHUB_INTERRUPT) detected!\n"
+    f = only(diagnose(tmp_path, fault + "HW Exception by GPU node-3 (Agent handle: 0x55b2) reason :GPU Hang\n"))
+    assert "0000:1c:00.0: uncorrectable hardware error" in f.message
 
 
 def test_the_child_that_a_shell_reports_is_that_of_its_files_task(tmp_path: Path) -> None:
@@ -276,3 +279,41 @@ def test_the_child_that_a_shell_reports_is_that_of_its_files_task(tmp_path: Path
 def test_zero_3_that_waits_for_another_module(tmp_path: Path) -> None:
     f = only(diagnose(tmp_path, raised(2, "AssertionError: {'id': 1, 'status': 'INFLIGHT', 'numel': 0}")))
     assert "same modules" in f.advice
+
+
+def test_torchs_own_prefix_marks_an_exception_that_nobody_caught_also_without_its_frames(tmp_path: Path) -> None:
+    waits = "[rank0]: DistStoreError: wait timeout after 600000ms, keys: /default_pg/0//cuda//1\n"
+    f = only(diagnose(tmp_path, "n-1: [rank1]: ModuleNotFoundError: No module named 'x'\n" + waits))
+    assert about(f) == ("rank_lost", "crashed", (1,), (0,))
+    assert diagnose(tmp_path, "[rank1] ERROR sample: ValueError: odd size\n").findings == ()
+
+
+def test_the_pod_that_did_not_start_is_named(tmp_path: Path) -> None:
+    f = only(diagnose(tmp_path, 'Warning Failed pod/w-2 Failed to pull image "reg/x:9": not found\n'))
+    assert "did not start on w-2: Failed to pull image" in f.message
+
+
+def test_what_nccl_prints_again_without_a_name_is_no_other_rank(tmp_path: Path) -> None:
+    text = "h:{pid}:9 [{r}] NCCL INFO ncclCommInitRank comm 0x5 rank {r} nranks 2 cudaDev {r} - Init START\n"
+    text = text.format(pid=1, r=0) + text.format(pid=2, r=1)
+    text += "h:1:9 [0] include/alloc.h:112 NCCL WARN Cuda failure 999 'unknown error'\nLast error:\nCuda failure 999 'unknown error'\n"
+    f = only(diagnose(tmp_path, text))
+    assert f.culprits == (0,) and "same on all" not in f.message and "NCCL_CUMEM_ENABLE=0" in f.advice
+
+
+def test_rays_description_of_an_actor_names_the_process_that_was_lost(tmp_path: Path) -> None:
+    actor = "        class_name: Worker\n        actor_id: 5066\n        pid: 8768\n        name: W_0:3\n        namespace: b88\n        ip: 10.9.4.5\n"
+    died = "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR\n"
+    assert only(diagnose(tmp_path, actor + died)).message.startswith("process 8768 on 10.9.4.5 was lost")
+    assert only(diagnose(tmp_path, died)).message.startswith("a process was lost")
+
+
+def test_counters_alone_do_not_show_that_a_collective_timed_out(tmp_path: Path) -> None:
+    line = "[rank1]:[E909 08:45:30.1 ProcessGroupNCCL.cpp:2252] [PG ID 2 PG GUID 3 Rank 1] {} PG status: last enqueued work: 67, last completed work: 30\n"
+    unknown = line.format("failure detected by watchdog at work sequence id: 31")
+    assert "failed or timed out" in only(diagnose(tmp_path, unknown)).message
+
+
+def test_a_shell_reports_that_a_process_aborted(tmp_path: Path) -> None:
+    f = only(diagnose(tmp_path, "/x/run.sh: line 36:    14 Aborted                 (core dumped) python3 t.py\n"))
+    assert f.message == "process 14 was killed by SIGABRT"

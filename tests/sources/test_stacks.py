@@ -434,3 +434,17 @@ def test_stacks_in_a_file_of_errors_of_a_torch_built_in_its_sources(tmp_path: Pa
     report = diagnose_stacks([str(tmp_path)])
     assert report is not None
     assert (report.findings[0].culprits, report.findings[0].victims) == ((1,), (0,))
+
+
+def test_stacks_as_json_in_a_folder_are_no_dumps(tmp_path: Path) -> None:
+    def thread(pid: int, *frames: tuple[str, str, int]) -> str:
+        named = [{"name": n, "filename": f, "line": line} for n, f, line in frames]
+        return json.dumps([{"pid": pid, "thread_id": 1, "thread_name": "MainThread", "active": False, "frames": named}])
+
+    waits = ("barrier", f"{LIBRARY}/distributed/distributed_c10d.py", 9), ("merge", "/p/m.py", 14)
+    for rank in range(3):
+        upload = ("readline", "/usr/lib/python3.11/socket.py", 7), ("upload", "/p/s3.py", 22)
+        (tmp_path / f"rank{rank}.json").write_text(thread(50 + rank, *(upload if rank == 2 else waits)))
+    found = distdiag("diagnose", "--json", str(tmp_path))
+    (finding,) = json.loads(found.stdout)["findings"]
+    assert finding["culprits"] == [2] and "s3.py:22" in finding["message"]

@@ -70,7 +70,9 @@ def test_time_stamps_since_1970_are_read_and_ranks_without_a_trace_counted(tmp_p
         path.write_bytes(gzip.compress(json.dumps(whole).encode()))
     found = diagnose("traces", find([str(tmp_path)]))
     assert [round(r.compute_ms, 3) for r in found.ranks] == [0.3, 0.6]
-    assert found.verdict is not None and found.verdict.startswith("rank 1 comes last")
+    assert found.verdict is not None and found.verdict.startswith(
+        "of the 2 ranks with a trace, of 128, rank 1 comes last"
+    )
     assert "traces of 2 of 128 ranks" in "\n".join(found.notes)
 
 
@@ -92,7 +94,7 @@ def test_the_command_prints_tables_or_one_valid_object(
     (tmp_path / "other.json").write_text('{"epochs": 3}')
     assert main(["diagnose", str(tmp_path)]) == 0
     shown = capfd.readouterr().out
-    assert shown.startswith("rank 2 comes last")
+    assert shown.startswith("of the 2 ranks with a trace, of 3, rank 2 comes last")
     assert "rank 1: no profile: no trace of it was given" in shown
     assert "note: rank_1.json is no Kineto trace" in shown
     assert main(["diagnose", str(tmp_path), "--json"]) == 0

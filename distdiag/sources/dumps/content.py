@@ -14,6 +14,7 @@ from distdiag.sources.dumps.pickles import BadDump
 from distdiag.terms.untrusted import MAX_RANKS, is_count, is_rank, numbers, short_text
 
 MAX_ENTRIES = 1 << 20  # the largest ring in use has some 20,000
+_KEYS = {"profiling_name", "pg_id", "process_group", "collective_seq_id", "seq_id"}  # of an entry, in any version
 MAX_GROUPS = 1 << 16
 _COUNTER = re.compile(r"-1|[0-9]{1,18}")
 MAX_MEMBERS_TEXT = 8 * MAX_RANKS  # characters of "[0, 1, …]"
@@ -62,6 +63,8 @@ def parse(path: Path, content: Any) -> DumpFile:
     entries = [] if entries is None else entries
     if not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries[:1] + entries[-1:]):
         raise BadDump("not a flight-recorder dump: its entries are no list of records")
+    if entries and not any(_KEYS & e.keys() for e in entries[:1] + entries[-1:]):
+        raise BadDump("not a flight-recorder dump: its records are of something else")
     if len(entries) > MAX_ENTRIES:
         raise BadDump(f"{len(entries):,} entries; no recorder keeps more than {MAX_ENTRIES:,}")
     rank = content.get("rank")

@@ -34,6 +34,8 @@ _STATE = bounded(r"^\s{2,99}(?P<last>Last )?State:\s{2,40}(?P<state>\w+)")
 # Horovod's stall inspector: a rank, and what the others wait for
 _MISSING = bounded(r"(?:^|[:\s])(?P<ranks>\d{1,6}): \[[\w.]")
 _STATE_LINES = 5
+# how Ray describes an actor that died, before it says how
+_ACTOR = bounded(r"^\s{1,16}(?P<key>actor_id|pid|ip): \[?(?P<value>[\w.:]{1,60})")
 _DIGIT = bounded(r"\d+")
 
 
@@ -50,6 +52,7 @@ class Collector:
         self._table = Tables()
         self._tracebacks = Tracebacks(self.result, self._add)
         self._section: int | None = None  # the rank whose lines follow
+        self._actor: dict[str, str] = {}
         self._pod, self._earlier = "", 0  # of `kubectl describe`: the pod, and the last line on its earlier container
         self._missing: tuple[tuple[object, ...], int] = (), 0  # whose lines name missing ranks, and up to which
         self._run = (0, 0)
@@ -99,7 +102,7 @@ class Collector:
                     out.is_rank_of(pid, named)
             self._tracebacks.end_of_file()
             self._times.clear()
-            self._section, self._pod, self._earlier = None, "", 0
+            self._section, self._pod, self._earlier, self._actor = None, "", 0, {}
             self._run = (0, 0)
         for fact in out.named("timeout"):
             fact.site = fact.site or self._tracebacks.site(fact)
@@ -167,7 +170,12 @@ class Collector:
             self._look_up(line)
 
     def _describe(self, text: str, number: int) -> None:
-        """Note which pod a description is of, and which lines are on a container that was restarted since."""
+        """Note which pod or actor a description is of, and which lines are on a container that was restarted since."""
+        if (m := _ACTOR.match(text)) is not None:
+            if m["key"] == "actor_id":
+                self._actor = {"actor_id": m["value"]}
+            elif self._actor:
+                self._actor["host" if m["key"] == "ip" else "pid"] = m["value"]
         if (m := _POD.match(text)) is not None:
             self._pod, self._earlier = m["pod"], 0
         elif self._pod and (m := _STATE.match(text)) is not None:
@@ -194,6 +202,9 @@ class Collector:
     def _add(self, name: str, role: Role, groups: Mapping[str, str | None], line: Line) -> Fact | None:
         out, who = self.result, line.who
         fields = {k: v for k, v in groups.items() if v is not None}
+        if name == "lost_worker" and "pid" not in fields:
+            fields |= {key: value for key, value in self._actor.items() if key in ("pid", "host")}
+            self._actor = {}
         self._learn(name, fields, line)
         if role is Role.FACT or (who.mild and role in (Role.CAUSE, Role.VICTIM, Role.START)):
             return None

@@ -12,7 +12,7 @@ from distdiag.sources.logs.meanings import GENERAL, MEANINGS
 from distdiag.terms.untrusted import MAX_RANKS, bounded
 
 SAME_EVENT_S = 600.0  # a process reports its device's failure no later
-_OF_PROCESS = ("cuda_error", "ecc", "device_lost")  # how a process reports that a device failed
+_OF_PROCESS = ("cuda_error", "ecc", "device_lost", "hip_error")  # how a process reports that a device failed
 _LOADER = bounded(r"DataLoader worker \(pid\(s\) (\d{1,9}(?:, \d{1,9})*)\) exited unexpectedly")
 _DEVICE = bounded(r"NVLink|ECC|fallen off the bus")
 
@@ -44,7 +44,16 @@ def _of_all(r: Reason, found: Collected) -> None:
     """Give a reason all ranks of the job, if those that its lines name and those without a name are as many."""
     nameless = [f for f in r.facts if f.rank is None and not f.who.name]
     world = found.world_size or 0
-    if r.ranks and nameless and r.meaning.cause == "crashed" and len(r.ranks) + len(nameless) == world <= MAX_RANKS:
+    once = (
+        r.facts[0].name == "exception"
+    )  # each process prints it once; NCCL's messages are printed again without a name
+    if (
+        r.ranks
+        and nameless
+        and once
+        and r.meaning.cause == "crashed"
+        and len(r.ranks) + len(nameless) == world <= MAX_RANKS
+    ):
         r.ranks = set(range(world)) if max(r.ranks) < world else r.ranks
 
 
@@ -71,7 +80,7 @@ def _same_message(a: Fact, b: Fact) -> bool:
 
 def _of_devices(reasons: list[Reason]) -> list[Reason]:
     """Return the reasons without what processes report of a device whose failure the driver reports."""
-    for first in [r for r in reasons if "xid" in r.facts[0].fields or r.facts[0].name == "sxid"]:
+    for first in [r for r in reasons if "xid" in r.facts[0].fields or r.facts[0].name in ("sxid", "amd_fault")]:
         for r in [r for r in reasons if r is not first and _reports(r, first)]:
             reasons = [q for q in reasons if q is not r]
             here = {f.who.host for f in r.facts} == {f.who.host for f in first.facts} != {""}

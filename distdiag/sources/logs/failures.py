@@ -138,7 +138,7 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, seve
     elif f.fields.get("xid") in meanings.XIDS:
         r.advice = meanings.XIDS[f.fields["xid"]]
     elif f.name in ("cuda_error", "fatal") or _memory_of_others(f):
-        r.advice = meanings.advice_for(text, meaning.advice)
+        r.advice = meanings.advice_for(f"{f.text} {text}", r.advice)  # one of its lines may say more than the others
 
 
 def text_of(f: Fact, meaning: Meaning) -> str:

@@ -19,7 +19,7 @@ LATER_S = 2.0  # the clocks of hosts differ by less
 WAITED = (Role.WAIT, Role.VICTIM)
 # failures of the device, of the launch or of the host's memory: never a consequence of another failure
 OWN = (
-    "xid", "sxid", "gpu_init", "gpu_reset", "node_lost", "ecc", "device_lost", "shm_full", "duplicate_gpu", "rank_twice", "host_oom",
+    "xid", "sxid", "gpu_init", "amd_fault", "node_lost", "ecc", "device_lost", "shm_full", "duplicate_gpu", "rank_twice", "host_oom",
 )  # fmt: skip
 
 

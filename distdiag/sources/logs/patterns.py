@@ -98,7 +98,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("not_started", S, "execve(): ", r"slurmstepd: error: execve\(\): (?P<what>.+)"),
     _row("not_started", S, "nodes are available: ", r"(?P<what>\d+/\d+ nodes are available: .+)"),
     _row("not_started", S, "No available node types", r"(?P<what>No available node types can fulfill .+)"),
-    _row("not_started", S, "pull", r"(?P<what>Failed to pull image .{1,160}|Back-off pulling image .{1,160})"),
+    _row("not_started", S, "pull", r"(?:\bpod/(?P<pod>[\w.-]{1,253})\W.{0,40}?)?(?P<what>Failed to pull image .{1,160}|Back-off pulling image .{1,160})"),
     _row("ray_head", V, "Failed to connect to GCS", r"Failed to connect to GCS within"),
     _row("name", S, "not known", r"(?:host not found: )?Name or service not known"),
     _row("name", S, "name resolution", r"Temporary failure in name resolution"),
@@ -125,7 +125,8 @@ TABLE: tuple[Pattern, ...] = (
     _row("xid", C, "NVRM: Xid", r"NVRM: Xid \(PCI:(?P<pci>[\w:.]+)\): (?P<xid>(?!43\b|45\b)\d+)(?:, pid='?(?P<pid>\d+))?(?:.{0,40}?, (?P<text>[A-Z].{0,80}))?"),
     _row("torn_down", F, "NVRM: Xid", r"NVRM: Xid \(PCI:(?P<pci>[\w:]+)(?:\.\d)?\): 4[35], pid='?(?P<pid>\d{1,9})"),
     _row("device_lost", C, "has fallen off the bus", r"(?:NVRM: GPU (?P<pci>[\w:.]+): )?GPU has fallen off the bus"),
-    _row("gpu_reset", C, "GPU reset begin", r"amdgpu (?P<pci>[\w:.]+): (?:amdgpu: )?GPU reset begin"),
+    _row("amd_fault", C, "GPU reset begin", r"amdgpu (?P<pci>[\w:.]+): (?:amdgpu: )?(?P<what>GPU reset) begin"),
+    _row("amd_fault", C, "uncorrectable hardware error", r"amdgpu (?P<pci>[\w:.]+): .{0,20}?(?P<what>uncorrectable hardware error)"),
     _row("gpu_init", C, "RmInitAdapter failed", r"NVRM: GPU (?P<pci>[\w:.]+): RmInitAdapter failed"),
     _row("sxid", C, "SXid (PCI:", r"SXid \(PCI:(?P<pci>[\w:.]+)\): (?P<xid>\d+), Fatal, (?P<text>.{1,80})"),
     _row("cuda_oom", C, "CUDA out of memory", r"CUDA out of memory\. ?(?P<what>.{0,600})"),
@@ -186,7 +187,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("exit_unnamed", E, "xitCode: ", r"exitCode: (?P<code>13[4-9])\b"),
     _row("exit_unnamed", E, "exited with code", r"^(?P<host>[\w.-]+) exited with code (?P<code>13[4-9])\b"),
     _row("exit_shell", E, "segfault at ", r"\w\[(?P<pid>\d+)\]: (?P<how>segfault) at "),
-    _row("exit_shell", E, ": line ", r": line \d+:\s+(?P<pid>\d+) (?P<how>Killed|Segmentation fault|Bus error)\b"),
+    _row("exit_shell", E, ": line ", r": line \d+:\s+(?P<pid>\d+) (?P<how>Killed|Segmentation fault|Bus error|Aborted)\b"),
     _row("cancelled", X, "CANCELLED AT", r"(?:STEP|JOB) (?P<job>[\w.]+) ON (?P<host>\S+) CANCELLED AT (?P<when>\S+)(?: DUE TO (?P<why>[A-Z][A-Z ]+[A-Z]))?"),
     _row("evicted_pod", X, "victed", r"\bEvicted\b.{0,80}?\bpod/(?P<pod>[\w.-]{1,253})\W{1,20}(?!The node was low)(?P<what>[A-Z].{1,160}?)\.?\s*$"),
     _row("evicted", X, "The node was low on resource", r"(?:\bpod/(?P<pod>[\w.-]{1,253})\W.{0,40}?)?The node was low on resource: (?P<what>[\w-]+)"),
@@ -247,7 +248,7 @@ _BEGINS = ("Traceback (most recent call last)", "│ /", 'File "', 'File \\"', "
 _MORE = (
     "Root Cause", "exitcode", "local_rank:", "Missing ranks:", "Name:  ", "State:  ", "Process name: [[", "Exit code:", " RUNNING AT ", "EXIT CODE:", "KILLED BY SIGNAL:",
     "terminated with the following error", " global rank ", "==> ",
-    "rank      :", "host      :", "time      :", "traceback :", "Last error:", "Exception ignored in", "[distdiag] ", "(most recent call first)",
+    "actor_id: ", "namespace: ", "rank      :", "host      :", "time      :", "traceback :", "Last error:", "Exception ignored in", "[distdiag] ", "(most recent call first)",
 )  # fmt: skip
 # They matter near a traceback only; far from one, such a line is shown if nothing else is found.
 _WEAK = ("Error", "Exception", " from /", "above exception", "Interrupt", "Expired", "Exit", "frame #")
@@ -256,4 +257,13 @@ NEEDLES: tuple[bytes, ...] = tuple(word.encode() for word in _WORDS)
 WEAK = frozenset(word.encode() for word in _WEAK)
 BEGINS = frozenset(word.encode() for word in _BEGINS)
 # the next lines belong to it, whatever they contain
-HEADS = (b'File "', b'File \\"', b"Last error:", b"noticed that process rank", b"Missing ranks:", b"traceback :")
+HEADS = (
+    b'File "',
+    b'File \\"',
+    b"Last error:",
+    b"noticed that process rank",
+    b"Missing ranks:",
+    b"traceback :",
+    b"actor_id: ",
+    b"namespace: ",
+)

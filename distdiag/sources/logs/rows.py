@@ -277,7 +277,7 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
         "first": f"look at {', '.join(named)} first: " if named else "",
         "all_peers": some(peers),
         "nodes": some([f.fields["node"] for f in facts if "node" in f.fields]),
-        "there": f" on {name}" if (name := facts[0].who.label or facts[0].who.host) else "",
+        "there": f" on {name}" if (name := facts[0].who.label or facts[0].who.host or first.get("pod")) else "",
         "on": f" on {some(hosts)}" if (hosts := [f.who.host for f in facts if f.who.host]) else "",
         "meaning": meanings.IB_STATUS.get(first.get("status", ""), f"status {first.get('status')}"),
         "warning": shortened(next((f.fields["what"] for f in facts if f.name == "nccl_warning"), ""), 160),

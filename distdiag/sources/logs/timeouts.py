@@ -216,7 +216,11 @@ def _late(found: Collected, group: Group, waiting: Waits, late: Mapping[int, int
     ranks = tuple(sorted(waiting))
     limit_s = next((w.limit_s for w in waiting.values() if w.limit_s), 0.0)
     after = f" after {rough_time(limit_s)}" if limit_s else ""
-    start = f"{_op(waiting) or 'collective'}{_number(waiting, group)} timed out{after}: {rank_list(ranks)} waited in it"
+    known = limit_s or any(
+        "imeout at" in f.text for w in waiting.values() for f in w.facts
+    )  # else: "an error or timeout"
+    how = "timed out" if known else "failed or timed out"
+    start = f"{_op(waiting) or 'collective'}{_number(waiting, group)} {how}{after}: {rank_list(ranks)} waited in it"
     site = at(next((w.site for w in waiting.values() if w.site is not None), None))
     elsewhere, unknown = _in_gloo(found, waiting)
     absent = () if late or unknown else _absent(found, group, ranks)

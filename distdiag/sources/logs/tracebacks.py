@@ -29,6 +29,9 @@ _OUTERMOST = ("<module>", "_run_module_as_main")
 _COLLECTIVE = "/torch/distributed/distributed_c10d.py"
 _INSIDE = bounded(r"/torch/(?:distributed|csrc|nn/parallel)/")
 LOST = bounded(r"reset by peer|Broken pipe|onnection refused|onnection closed|Socket Timeout|timed out", re.IGNORECASE)
+_HOOK = bounded(
+    r"\[rank\d{1,6}\]: $"
+)  # torch puts it before the lines of an exception that nobody caught, as `grep Error` leaves them
 _PREFIX = bounded(r"^(?:\[[^\]]*\]:? ?){0,9}")
 # a logger's line before the traceback of `logger.exception`
 _ANNOUNCES = bounded(r"^(?=.{0,200}\b(?:ERROR|CRITICAL|[Ee]xception)\b).{0,200}\b[Rr]ank[ =:]{0,2}(?P<rank>\d{1,6})\b")
@@ -195,13 +198,17 @@ class Tracebacks:
         return True
 
     def _exception(self, m: re.Match[str], innermost: str, line: Line) -> Fact | None:
-        """Add an exception by the row for its message; by its type if it has no row and ended a traceback."""
+        """Add an exception by the row for its message; by its type if it has no row, and ended a traceback or was not caught."""
         text = line.text
         for row in _FAILURES:
             if row.needle in text and (f := row.regex.search(text)) is not None and not _quoted(text[: f.start()]):
                 return self._add(row.name, row.role, f.groupdict(), line)
         short = m["type"].rpartition(".")[2]
-        if not innermost or short in _FOLLOWERS or m["type"].endswith("Warning"):
+        if (
+            not (innermost or _HOOK.search(text[: m.start("type")]))
+            or short in _FOLLOWERS
+            or m["type"].endswith("Warning")
+        ):
             return None
         name, role = "exception", Role.CAUSE
         if short in ("DistBackendError", "DistNetworkError"):
