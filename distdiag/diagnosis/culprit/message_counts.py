@@ -149,11 +149,23 @@ def _never(case: Case) -> Testimony | None:
     newest = {q: other_end(case, q, call) for q, call in calls.items() if call is not None}
     silent = [q for q, send in newest.items() if send is None]
     lines = {send.site for send in newest.values() if send is not None}
-    if len(calls) != len(waits) or len(newest) != len(waits) or len(waits) < RING or len(silent) != 1 or len(lines) != 1:
+    if (
+        len(calls) != len(waits)
+        or len(newest) != len(waits)
+        or len(waits) < RING
+        or len(silent) != 1
+        or len(lines) != 1
+    ):
         return None
     (receiver,), (site,), call = silent, lines, calls[silent[0]]
     sender = case.states.get(call.peer) if call is not None and call.peer is not None else None
-    if call is None or sender is None or site is None or site.key in sender.sites or site.key not in case.states[receiver].sites:
+    if (
+        call is None
+        or sender is None
+        or site is None
+        or site.key in sender.sites
+        or site.key not in case.states[receiver].sites
+    ):
         return None
     if messages.direction_of(call) != "recv" or messages.count(sender, "send", receiver, call.tag, call.group):
         return None

@@ -164,7 +164,9 @@ def rank_variables(text: str) -> frozenset[str]:
 def given(text: str) -> frozenset[str]:
     """Return the parameters that calls in a file hand on with a comparison of the rank: `Log(enabled=rank == 0)`."""
     words = (node for node in ast.walk(parsed(text) or ast.Module([], [])) if isinstance(node, ast.keyword))
-    return frozenset(word.arg for word in words if word.arg and isinstance(word.value, ast.Compare) and _is_rank(word.value))
+    return frozenset(
+        word.arg for word in words if word.arg and isinstance(word.value, ast.Compare) and _is_rank(word.value)
+    )
 
 
 def _is_rank(value: ast.expr | None) -> bool:

@@ -24,7 +24,10 @@ _MESSAGE_MISSING = (
     "{first}{reason}"
 )
 _FIRST = "; it is enough that rank {rank} calls {op}{site} before {other}{own}"
-_FIRST_OF_A_PAIR = {"recv": ", or let one rank send before it receives", "send": ", or let one rank receive before it sends"}
+_FIRST_OF_A_PAIR = {
+    "recv": ", or let one rank send before it receives",
+    "send": ", or let one rank receive before it sends",
+}
 
 
 def message(snapshot: Snapshot, verdict: Verdict) -> str:
