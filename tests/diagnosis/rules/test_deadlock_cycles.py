@@ -7,6 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from distdiag.diagnosis.culprit.conditions import past_the_call
+from distdiag.diagnosis.culprit.verdict import judge
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site
 from distdiag.diagnosis.waits import graph
 from tests.diagnosis.made import proved
@@ -147,6 +149,48 @@ def test_the_stage_that_alone_runs_the_pipeline_at_another_line_is_the_culprit()
     assert "let all ranks run" in f.advice
     both = msgspec.structs.replace(ended, sites={send.key: 8, Site(FILE, at["A"], "run", other.caller).key: 4})
     assert only(snapshot(both, waiting), source={FILE: text}.get).culprits == ()
+
+
+ROLES = """
+    def learn(self, it):
+        recv(obs, self.worker)
+        if self.rank == 0:
+            broadcast(self.weights)  # A
+
+    def roll(self, it):
+        send(obs, self.learner)  # B
+        self.refresh()  # C
+
+    def refresh(self):
+        if self.spread < 0.1:
+            return
+        broadcast(self.weights)  # D
+
+    def main():
+        for it in range(9):
+            role.iteration(it)  # E
+"""
+
+
+def test_a_rank_that_left_out_the_call_of_its_own_role_is_told_of_its_own_line() -> None:
+    """The learner waits at its line, where no worker ever is: the condition is the one before the worker's own broadcast."""
+    text, at = places(ROLES)
+    main = Site(FILE, at["E"], "main")
+    push, send = Site(FILE, at["A"], "learn", main), Site(FILE, at["B"], "roll", main)
+    pull = Site(FILE, at["D"], "refresh", Site(FILE, at["C"], "roll", main))
+    earlier = call("broadcast", 6, pull, group="weights")
+    s = snapshot(
+        rank(0, call("broadcast", 7, push, group="weights"), sites={push.key: 7}, user_stack=push.path),
+        messaging(1, p2p("send", 0, 8, send), calls=(earlier,), sites={pull.key: 6, send.key: 8}, user_stack=send.path,
+                  enqueued={"weights": 6}),
+        groups={"weights": (0, 1)},
+    )  # fmt: skip
+    (verdict,) = judge(s, graph.build(s), source={FILE: text}.get)
+    own = verdict.case.own_call(1, verdict.case.main((1,)))
+    assert own is not None and own.site == pull
+    told = past_the_call(verdict.case, (1,))
+    assert told is not None and [c.text for c in told.conditions] == ["if self.spread < 0.1"]
+    assert verdict.case.own_call(0, verdict.case.main((0,))) is None, "a message has no line of a role"
 
 
 def test_tags_that_never_match_are_named() -> None:
