@@ -43,26 +43,21 @@ def hidden_error(stack: Sequence[Site], source: Source) -> tuple[str, Site] | No
         for guard in guarding.guards(tree, frame.line, callee) if tree is not None else ():
             if tree is None or not rank_tests.reads_rank(guard.test, rank_tests.rank_variables(text)):
                 continue
-            handler = next(_handlers(tree, set(_called_instead(guard))), None)
+            handler = next(_handlers(tree, guard), None)
             if handler is not None:
                 return syntax.code_of_line(text, handler.lineno).removesuffix(":"), Site(frame.file, handler.lineno)
     return None
 
 
-def _called_instead(guard: Guard) -> Iterator[str]:
-    """Yield the names that the other branch of an `if` calls."""
-    if guard.kind is Kind.HOLDS and isinstance(guard.node, ast.If):
-        for statement in getattr(guard.node, "orelse" if guard.branch == "body" else "body"):
-            yield from (syntax.name_of(x.func) for x in ast.walk(statement) if isinstance(x, ast.Call))
-
-
-def _handlers(tree: ast.Module, functions: set[str]) -> Iterator[ast.ExceptHandler]:
-    """Yield the handlers in these functions of a module after which the function goes on."""
-    for node in ast.walk(tree):
-        if isinstance(node, FUNCTIONS) and node.name in functions:
-            for inner in ast.walk(node):
-                leaves = isinstance(inner, ast.ExceptHandler) and any(
-                    isinstance(x, ast.Raise) or syntax.exits_process(x) for x in ast.walk(inner)
-                )
-                if isinstance(inner, ast.ExceptHandler) and not leaves:
-                    yield inner
+def _handlers(tree: ast.Module, guard: Guard) -> Iterator[ast.ExceptHandler]:
+    """Yield the handlers after which a function goes on, in the other branch of an `if` and in the functions that it calls."""
+    if guard.kind is not Kind.HOLDS or not isinstance(guard.node, ast.If):
+        return
+    branch = getattr(guard.node, "orelse" if guard.branch == "body" else "body")
+    called = {syntax.name_of(x.func) for node in branch for x in ast.walk(node) if isinstance(x, ast.Call)}
+    functions = (x for x in ast.walk(tree) if isinstance(x, FUNCTIONS) and x.name in called)
+    for inner in (x for node in (*branch, *functions) for x in ast.walk(node)):
+        if isinstance(inner, ast.ExceptHandler) and not any(
+            isinstance(x, ast.Raise) or syntax.exits_process(x) for x in ast.walk(inner)
+        ):
+            yield inner

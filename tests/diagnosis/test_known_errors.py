@@ -44,6 +44,8 @@ def test_the_last_smaller_batch_explains_an_error_about_sizes() -> None:
         ("RuntimeError: one of the variables needed for gradient computation has been modified by an inplace operation",
          replace(MODEL, forwards=102), "broadcast_buffers=False", "has run 2 forwards since its last backward"),
         ("RuntimeError: You can't use batches of different size with `dispatch_batches=True`", MODEL, "drop_last=True", ""),
+        ("ValueError: Global rank 0 is not part of group <ProcessGroup>", MODEL, "group_src", ""),
+        ("RuntimeError: ProcessGroupGloo::scatter: Incorrect input list size 2.", MODEL, "one entry for each rank", ""),
         ("RuntimeError: Forward order differs across ranks: rank 0 is all-gathering 4 parameters", MODEL, "same order", ""),
     ],
 )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distdiag.diagnosis.culprit.callers import call_stack, with_callers
-from distdiag.diagnosis.culprit.parting import leaving, parting
+from distdiag.diagnosis.culprit.parting import leaving, parting, rank_condition
 from distdiag.diagnosis.model.snapshot import Site
 from tests.diagnosis.test_rank_condition import FILE, places
 
@@ -148,6 +148,28 @@ ROUNDS = """
 """
 
 
+LOGGED = """
+    @functools.lru_cache(maxsize=3)
+    def words(lang):
+        broadcast(lang)  # A
+
+    def log(self, values):
+        if not self.enabled:
+            return
+        for v in values:
+            if callable(v):
+                v()  # B
+
+    def compute():
+        gather(states)  # C
+
+    def main():
+        words(lang)  # D
+        log(values)  # E
+        loss.backward()  # F
+"""
+
+
 @pytest.mark.parametrize(
     ("source", "mine", "theirs", "conditions"),
     [
@@ -175,6 +197,14 @@ ROUNDS = """
         ),
         pytest.param(RETURNS, "A finetune D main", "G main", [], id="it is still in a callee's loop"),
         pytest.param(RETURNS, "B update F main", "G main", [], id="a condition that is the same on all ranks"),
+        pytest.param(LOGGED, "F main", "A words D main", ["@functools.lru_cache(maxsize=3)"], id="a cached result"),
+        pytest.param(
+            LOGGED,
+            "C compute B log E main",
+            "F main",
+            ["if not self.enabled", "if callable(v)"],
+            id="which of two kept the other away is not known",
+        ),
         pytest.param(
             RETURNS,
             "G main",
@@ -189,6 +219,17 @@ def test_conditions_at_which_two_paths_diverge_are_found(
 ) -> None:
     a, b = (list(zip(x.split()[::2], x.split()[1::2], strict=True)) for x in (mine, theirs))
     assert part(source, a, b) == conditions
+
+
+def test_a_parameter_that_a_caller_gives_a_comparison_of_the_rank_is_a_condition_on_the_rank() -> None:
+    text, at = places(LOGGED)
+    main = "log = Log(enabled=rank == 0)\nlog.log(values)\nloss.backward()\n"
+    sources = {FILE: text, "/job/main.py": main}
+    mine = (Site(FILE, at["C"], "compute"), Site(FILE, at["B"], "log"), Site("/job/main.py", 2, "<module>"))
+    theirs = (Site("/job/main.py", 3, "<module>"),)
+    assert [c.text for c in parting(mine, theirs, sources.get)] == ["if not self.enabled"]
+    found = rank_condition(mine, theirs, sources.get)
+    assert found is not None and found.line == at["B"] - 4
 
 
 ACTOR = """

@@ -73,6 +73,29 @@ def test_forwards_under_accumulation_are_not_skipped_backwards() -> None:
     assert "without backward" not in only(s).message
 
 
+def test_a_rank_whose_others_have_ended_a_step_since_its_last_call_is_not_ahead() -> None:
+    """FSDP2: several collectives in the line of the backward; rank 0 is in the next step's forward, above rank 1's line."""
+    text, at = places("""
+        def main():
+            for step in range(9):
+                loss = model(x)  # A
+                loss.backward()  # B
+                if guard.spiked(loss.item()):
+                    clip(model)  # C
+                opt.step()
+    """)
+    forward, backward, clip = (Site(FILE, at[m], "main") for m in "ABC")
+    last = call("reduce_scatter", 89, backward)
+    sites = {key(forward): 40, key(backward): 49}
+    s = snapshot(
+        rank(0, call("all_gather", 90, forward), calls=(last,), sites=sites, step=8, user_stack=(forward,)),
+        rank(1, call("all_reduce", 90, clip), calls=(last,), sites={**sites, key(clip): 1}, step=7, user_stack=(clip,)),
+    )
+    f = only(s, source={FILE: text}.get)
+    assert f.culprits == (1,)
+    assert f.message.startswith("only rank 1 made all_reduce (train.py:6): `if guard.spiked(loss.item())` (line 5)")
+
+
 def test_an_abort_by_gloo_names_the_condition_of_the_extra_call() -> None:
     text, at = places(FLUSH)
     flush, loop, main = (Site(FILE, at[m], f) for m, f in (("A", "flush"), ("C", "main"), ("D", "main")))

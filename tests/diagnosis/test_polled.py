@@ -39,6 +39,16 @@ def test_the_loop_that_polls_and_the_handler_in_the_other_branch_are_named() -> 
     assert hidden_error(stack, {FILE: POLL}.get) == ("except OSError as e", Site(FILE, 4))
 
 
+def test_the_handler_may_be_in_the_other_branch_itself() -> None:
+    inline = POLL.replace(
+        "        build(folder)\n",
+        "        try:\n            write(folder)\n        except OSError:\n            pass\n",
+    )
+    assert hidden_error((Site(FILE, 9, "wait"), Site(FILE, 18, "main")), {FILE: inline}.get) == (
+        "except OSError", Site(FILE, 15),
+    )  # fmt: skip
+
+
 def test_a_handler_that_raises_again_hides_nothing_and_a_clock_ends_a_loop_by_itself() -> None:
     raises = POLL.replace("problems.append(e)", "raise Failed from e")
     assert hidden_error((Site(FILE, 9, "wait"), Site(FILE, 15, "main")), {FILE: raises}.get) is None

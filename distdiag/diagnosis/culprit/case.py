@@ -91,6 +91,19 @@ class Case:
         waits = sorted(waits, key=lambda wait: (-len(wait.ranks), wait.p2p, min(wait.ranks, default=0)))
         return next((wait for wait in waits if not set(culprits) & set(wait.ranks)), waits[0])
 
+    def own_call(self, rank: int, wait: Wait) -> Call | None:
+        """Return the call of a rank at another line that belongs to the one that others wait in, if roles have their own lines.
+
+        It has made that call as often as one of them has completed the other.
+        """
+        state = self.states.get(rank)
+        call, q = next(((call, q) for q in wait.ranks if (call := wait.calls.get(q)) is not None), (None, rank))
+        if state is None or call is None or call.p2p or call.site is None or call.site.key in state.sites:
+            return None
+        times = self.states[q].sites.get(call.site.key, 0) - 1 if q in self.states else 0
+        same = (c for c in reversed(state.calls) if (c.op, c.group) == (call.op, call.group) and c.site is not None)
+        return next((c for c in same if c.site is not None and 0 < times == state.sites.get(c.site.key)), None)
+
     @cached_property
     def sides(self) -> list[list[int]]:
         """Return the sides: in a conflict the ranks with equal calls, largest first; in a cycle each member."""

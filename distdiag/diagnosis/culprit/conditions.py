@@ -87,6 +87,9 @@ def past_the_call(case: Case, ranks: Sequence[int]) -> Testimony | None:
         if site is None or not here:
             return None
         return _testimony(case, parting.parting(stack[: here[0] + 1], (site,), source), ranks)
+    own = case.own_call(ranks[0], main)
+    if own is not None and own.site is not None:
+        return _testimony(case, parting.parting(stack, (*own.site.path, *stack[-1:]), source), ranks)
     site = next((call.site for rank in main.ranks if (call := main.calls.get(rank)) is not None), None)
     victims = (case.states[q] for q in sorted(case.incident.victims - set(ranks)))
     there = [v.rank for v in victims if v.blocked is not None and v.blocked.site == site]

@@ -52,7 +52,10 @@ class Verdict:
 
     @property
     def call(self) -> Call | None:
-        """One call in it; of a conflict, the one that the culprits should have made."""
+        """One call in it; of a conflict, the one that the culprits should have made; where roles differ, the culprit's own."""
+        own = self.case.own_call(self.culprits[0], self.wait) if self.culprits and not self.wait.conflict else None
+        if own is not None:
+            return own
         ranks = [r for side in self.wait.sides for r in sorted(side) if r not in self.culprits]
         return next((self.wait.calls[r] for r in ranks or self.wait.ranks if r in self.wait.calls), None)
 

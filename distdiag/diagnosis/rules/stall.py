@@ -18,7 +18,7 @@ from functools import partial
 from types import MappingProxyType
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.culprit import pending_exception
+from distdiag.diagnosis.culprit import parting, pending_exception
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Snapshot
@@ -226,8 +226,9 @@ def _doing(r: RankState) -> str:
     return "sleep" if asleep else r.activity
 
 
-def _left_open(s: Snapshot, r: RankState) -> tuple[str, str] | None:
+def _left_open(facts: Facts, r: RankState) -> tuple[str, str] | None:
     """Return (text, advice) about an open collective that this rank issued without waiting in it."""
+    s = facts.snapshot
     for name, issued in r.enqueued.items():
         done, group = r.completed.get(name, issued), s.groups.get(name)
         if done >= issued or group is None:
@@ -236,7 +237,13 @@ def _left_open(s: Snapshot, r: RankState) -> tuple[str, str] | None:
         if missing:
             known = (c for c in r.calls if c.group == name and c.seq == done + 1)
             call = next(known, Call(op="", group=name, seq=done + 1))
-            return filled(_OPEN, call=call, site=call.site, ranks=missing), filled(_DO_OPEN, call=call, ranks=missing)
+            theirs = s.ranks[missing[0]].user_stack
+            guard = parting.rank_condition(r.user_stack, theirs, facts.source)
+            why = ": find what started it, maybe a thread"
+            if guard is not None and guard.way is parting.Way.ALONE:
+                why = f": only rank {r.rank} is under `{guard.text}`{at(guard.site)}"
+            do = filled(_DO_OPEN, call=call, ranks=missing, why=why)
+            return filled(_OPEN, call=call, site=call.site, ranks=missing), do
     return None
 
 
@@ -260,7 +267,7 @@ NOBODY_MOVES = _warning("unknown",
     "`distdiag dump` saves the stacks of all threads: look for a lock or a native call that two of them need, "
     "threads that communicate at once, or a device that hangs")  # fmt: skip
 _OPEN = " while it has {call}{site} in flight, which {ranks} {ranks:has|have} not entered"
-_DO_OPEN = "{ranks} must enter {call}, too, or no rank may: find what started it, maybe a thread"
+_DO_OPEN = "{ranks} must enter {call}, too, or no rank may{why}"
 _DO_POLL = "find who ends the loop `{loop}`: it may have failed, or caught an exception and gone on{hidden}"
 _DOES = {a.word: a.does for a in ACTIVITIES if a.does}
 _DO = {a.word: a.do for a in ACTIVITIES if a.do} | {
@@ -280,7 +287,7 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
     states = sorted((x.state for x in late), key=lambda state: state.rank)
     ranks = [state.rank for state in states]
     workers = [(state, w) for state in states if doing == "data" for w in dict.fromkeys(state.workers) if w is not None]
-    left_open = _left_open(s, r) if doing in ("lock", "queue", "worker") else None
+    left_open = _left_open(facts, r) if doing in ("lock", "queue", "worker") else None
     worker = next((w for w in r.workers if w is not None), None) if doing == "data" else None
     whose = "one of its workers" if len(r.workers) > 1 else "its worker"
     own = [x.workers for x in r.loaders if x.in_training]

@@ -7,9 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from distdiag.diagnosis.culprit.conditions import past_the_call
+from distdiag.diagnosis.culprit.verdict import judge
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site
 from distdiag.diagnosis.waits import graph
 from tests.diagnosis.made import proved
+from tests.diagnosis.test_rank_condition import FILE, places
 from tests.diagnosis.waits import EVAL, SAVE, SEND, TRAIN, call, key, only, rank, snapshot, summary
 
 
@@ -70,6 +73,124 @@ def test_a_ring_of_receives_is_a_cycle() -> None:
     assert f.collective is not None and f.collective.seq is None
     tagged = snapshot(*(messaging(r, p2p("recv", (r - 1) % 4, tag=r)) for r in range(4)))
     assert "never match" not in only(tagged).advice  # the tags may still match: nobody has sent yet
+
+
+RING = """
+    def exchange(self, periodic):
+        reqs = []
+        if self.rank > 0 or periodic:
+            reqs.append(dist.irecv(self.ghost, self.left))  # A
+        if self.rank < self.world - 1:
+            reqs.append(dist.isend(self.u, self.right))  # B
+        for r in reqs:
+            r.wait()  # C
+"""
+
+
+def test_the_rank_of_a_ring_that_never_sends_is_the_culprit() -> None:
+    """An open chain becomes a ring: rank 0 waits for the last rank, which has no neighbour to send to."""
+    text, at = places(RING)
+    recv, send, wait = (Site(FILE, at[m], "exchange") for m in "ABC")
+    n = 81
+
+    def state(r: int) -> RankState:
+        sent = p2p("send", (r + 1) % 3, n + r, send)
+        more = {"calls": (sent,), "issued": {f"send:{(r + 1) % 3}:0:default_pg": n + r}} if r < 2 else {}
+        sites = {key(recv): n, key(send): n} if r < 2 else {key(recv): n}
+        got = 1 if r == 0 else n + r
+        return messaging(r, p2p("recv", (r - 1) % 3, got, recv), user_stack=(wait,), sites=sites, **more)
+
+    f = only(snapshot(*map(state, range(3))), source={FILE: text}.get)
+    assert summary(f) == ("deadlock", "missing_rank", (2,), (0, 1))
+    assert f.message.startswith(
+        f"rank 2 skipped its send to rank 0: `if self.rank < self.world - 1` (train.py:{at['B'] - 1})"
+    )
+    assert "let rank 2 make the send" in f.advice
+    served = {**state(2).p2p_issued, "send:0:0:default_pg": 1}  # it has sent before: not that it never does
+    s = snapshot(state(0), state(1), msgspec.structs.replace(state(2), p2p_issued=served))
+    assert all(found.culprits != (2,) for found in proved(s, source={FILE: text}.get))
+
+
+PREVIEW = """
+    def run(self, x):
+        if self.rank == 0:
+            self.schedule.step(x)  # A
+        else:
+            self.schedule.step()  # B
+
+    def validate(self):
+        return self.run(batch())  # C
+
+    def fit(self):
+        for step in range(9):
+            self.run(batch())  # D
+            if self.last and step % 4 == 0:
+                print(self.validate())  # E
+
+    def __init__(self):
+        self.last = self.rank == 1
+"""
+
+
+def test_the_stage_that_alone_runs_the_pipeline_at_another_line_is_the_culprit() -> None:
+    text, at = places(PREVIEW)
+    main = Site(FILE, at["D"], "fit")
+    recv, other = (Site(FILE, at["B"], "run", Site(FILE, at[m], f)) for m, f in (("D", "fit"), ("C", "validate")))
+    send = Site(FILE, at["A"], "run", main)
+    stack, sites = (Site(FILE, at["B"], "run"), main), {recv.key: 8, other.key: 4}
+    newest = p2p("recv", 0, 9, recv)
+    waiting = messaging(1, newest, user_stack=stack, sites=sites, calls=(newest,))
+    ended = rank(0, call("barrier", 1, SAVE), sites={send.key: 8}, p2p_issued={"send:1:0:default_pg": 8})
+    f = only(snapshot(ended, waiting), source={FILE: text}.get)
+    assert summary(f) == ("deadlock", "missing_rank", (1,), (0,))
+    assert f.message.startswith(
+        "only rank 1 communicates at train.py:5, called at train.py:8 (4 messages): `if self.last and"
+    )
+    assert "let all ranks run" in f.advice
+    both = msgspec.structs.replace(ended, sites={send.key: 8, Site(FILE, at["A"], "run", other.caller).key: 4})
+    assert only(snapshot(both, waiting), source={FILE: text}.get).culprits == ()
+
+
+ROLES = """
+    def learn(self, it):
+        recv(obs, self.worker)
+        if self.rank == 0:
+            broadcast(self.weights)  # A
+
+    def roll(self, it):
+        send(obs, self.learner)  # B
+        self.refresh()  # C
+
+    def refresh(self):
+        if self.spread < 0.1:
+            return
+        broadcast(self.weights)  # D
+
+    def main():
+        for it in range(9):
+            role.iteration(it)  # E
+"""
+
+
+def test_a_rank_that_left_out_the_call_of_its_own_role_is_told_of_its_own_line() -> None:
+    """The learner waits at its line, where no worker ever is: the condition is the one before the worker's own broadcast."""
+    text, at = places(ROLES)
+    main = Site(FILE, at["E"], "main")
+    push, send = Site(FILE, at["A"], "learn", main), Site(FILE, at["B"], "roll", main)
+    pull = Site(FILE, at["D"], "refresh", Site(FILE, at["C"], "roll", main))
+    earlier = call("broadcast", 6, pull, group="weights")
+    s = snapshot(
+        rank(0, call("broadcast", 7, push, group="weights"), sites={push.key: 7}, user_stack=push.path),
+        messaging(1, p2p("send", 0, 8, send), calls=(earlier,), sites={pull.key: 6, send.key: 8}, user_stack=send.path,
+                  enqueued={"weights": 6}),
+        groups={"weights": (0, 1)},
+    )  # fmt: skip
+    (verdict,) = judge(s, graph.build(s), source={FILE: text}.get)
+    own = verdict.case.own_call(1, verdict.case.main((1,)))
+    assert own is not None and own.site == pull
+    told = past_the_call(verdict.case, (1,))
+    assert told is not None and [c.text for c in told.conditions] == ["if self.spread < 0.1"]
+    assert verdict.case.own_call(0, verdict.case.main((0,))) is None, "a message has no line of a role"
 
 
 def test_tags_that_never_match_are_named() -> None:

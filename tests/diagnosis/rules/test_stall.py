@@ -151,6 +151,11 @@ def test_a_stall_names_an_open_collective_that_others_never_enter() -> None:
     assert f.kind == "stall" and f.culprits == (1,)
     assert "while it has collective #3 (save) in flight, which rank 0 has not entered" in f.message
     assert "rank 0 must enter collective #3 (save), too" in f.advice
+    text = "\ndef save():\n    if get_rank() == 0:\n        future.result()\n\ndef main():\n    save()\n    step()\n"
+    stacks = {0: (Site("/t.py", 8, "main"),), 1: (Site("/t.py", 4, "save"), Site("/t.py", 7, "main"))}
+    alone = {q: msgspec.structs.replace(s.ranks[q], user_stack=stack) for q, stack in stacks.items()}
+    f = only(findings(msgspec.structs.replace(s, ranks=alone), rank_lost, stall, source={"/t.py": text}.get))
+    assert "or no rank may: only rank 1 is under `if get_rank() == 0` at t.py:3" in f.advice
     come = msgspec.structs.replace(s.ranks[0], enqueued={**s.ranks[0].enqueued, "save": 3})
     s = msgspec.structs.replace(s, ranks={**s.ranks, 0: come})
     assert "in flight" not in only(findings(s, rank_lost, stall)).message
