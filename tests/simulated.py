@@ -54,7 +54,7 @@ class Inbox:
         taken, self.states = self.states, {}
         now_ns = time.monotonic_ns()
         return [
-            Arrived(node, messages.unpack(packed), started_ns, (now_ns - at_ns) / 1e9)
+            Arrived(node, packed, started_ns, (now_ns - at_ns) / 1e9)
             for node, (packed, started_ns, at_ns) in taken.items()
         ]
 

@@ -26,7 +26,7 @@ MISSED_AFTER = 2_000  # steps
 MISSED = 0.05
 ADVICE = {
     "missed": "leave the monitor a core; the job is not slowed, and its findings use the steps that were read",
-    "disk_full": "free the disk",
+    "disk_full": "free the disk, or see in `dmesg` what is wrong with it",
     "device_waits": "keep the flight recorder on (TORCH_FR_BUFFER_SIZE), and install distdiag with a C compiler",
     "unfollowed": "see where its ranks are with `distdiag dump`",
     "driver_silent": "see if `nvidia-smi` answers on this node; if not, drain it",

@@ -39,7 +39,7 @@ CREATE TABLE IF NOT EXISTS step (          -- one row per rank and optimizer ste
   PRIMARY KEY (step, rank)                 -- in the order of writing: one page a step, not one page a rank
 ) WITHOUT ROWID;
 
-CREATE TABLE IF NOT EXISTS step_minute (   -- what remains of step rows older than the size bound allows
+CREATE TABLE IF NOT EXISTS step_minute (   -- what remains of step rows older than the size bound allows; of the oldest, 10 or 60 minutes together
   rank INTEGER, minute INTEGER, steps INTEGER, step_ms REAL, data_ms REAL, h2d_ms REAL, forward_ms REAL,
   backward_ms REAL, optimizer_ms REAL, other_ms REAL, wait_ms REAL, self_ms REAL, samples INTEGER, loss REAL,
   PRIMARY KEY (minute, rank)

@@ -12,6 +12,7 @@ LOW_WATER = 0.9  # thinning continues until the database is this fraction of the
 SLICE_ROWS = 20_000  # step rows at a time: about 60 ms
 NEWEST_S = 600.0  # raw rows and frames of the newest ten minutes are touched last
 FRAME_EVERY_S = (10.0, 60.0, 600.0)  # spacing of the remaining older frames, coarser in each round
+MINUTES_TOGETHER = (10, 60)  # a month of per-minute means of a thousand ranks is 3 GB: then fewer, over longer
 GAUGE_EVERY_S = 60.0  # spacing of the remaining host, process and GPU rows
 
 _MEANS = [c for c in schema()["step_minute"] if c not in ("rank", "minute", "steps", "samples")]
@@ -24,6 +25,11 @@ ON CONFLICT (minute, rank) DO UPDATE SET
   samples = coalesce(samples + excluded.samples, samples, excluded.samples),
   steps = steps + excluded.steps
 """
+_TOGETHER = f"""
+SELECT rank, :minute, sum(steps), sum(samples), {", ".join(f"sum({c} * steps) / sum(CASE WHEN {c} IS NULL THEN 0 ELSE steps END)" for c in _MEANS)}
+FROM step_minute WHERE minute >= :minute AND minute < :end GROUP BY rank
+"""
+_MINUTE_ROW = f"INSERT INTO step_minute (rank, minute, steps, samples, {', '.join(_MEANS)}) VALUES ({', '.join('?' * (4 + len(_MEANS)))})"
 
 
 def database_bytes(con: sqlite3.Connection) -> int:
@@ -44,6 +50,7 @@ class Keeper:
         self._thinning = False
         self._full_reported = False
         self._frame_round = 0
+        self._minute_round, self._minutes_from = 0, 0  # minutes before the latter are already together
         self._newest_s = NEWEST_S
         self._gauge_from: dict[str, float] = {}  # rows before this time are already thinned
 
@@ -102,6 +109,8 @@ class Keeper:
         if not changed and self._frame_round < len(FRAME_EVERY_S) - 1:
             self._frame_round += 1
             return True
+        if not changed and self._minutes(con, old):
+            return True
         if not changed and self._newest_s > 30.0:
             # even the newest ten minutes exceed the bound: keep less of them
             self._newest_s /= 2
@@ -135,6 +144,26 @@ class Keeper:
             (every, old),
         ).rowcount
         return gone > 0
+
+    def _minutes(self, con: sqlite3.Connection, old: float) -> bool:
+        """Put the means of the oldest minutes together that are not yet; False if there are none."""
+        together = MINUTES_TOGETHER[self._minute_round]
+        first = con.execute("SELECT min(minute) FROM step_minute WHERE minute >= ?", (self._minutes_from,)).fetchone()[
+            0
+        ]
+        minute = (first or 0) // together * together
+        end = minute + together
+        if first is None or end * 60 > old:
+            if self._minute_round == len(MINUTES_TOGETHER) - 1:
+                return False
+            self._minute_round, self._minutes_from = self._minute_round + 1, 0
+            return self._minutes(con, old)
+        span = {"minute": minute, "end": end}
+        rows = con.execute(_TOGETHER, span).fetchall()
+        con.execute("DELETE FROM step_minute WHERE minute >= :minute AND minute < :end", span)
+        con.executemany(_MINUTE_ROW, rows)
+        self._minutes_from = end
+        return True
 
     def _gauges(self, con: sqlite3.Connection, old: float) -> bool:
         changed = False

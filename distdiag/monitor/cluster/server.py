@@ -37,7 +37,7 @@ class Heard:
         started_ns: When its run began, by its monotonic clock.
         offset_ns, uncertainty_ns: Our monotonic clock minus that of the node.
         wall_offset_ns: Our wall clock minus that of the node.
-        state: Its newest state, unpacked; None once it has been taken.
+        state: Its newest state, packed; None once it has been taken.
     """
 
     order: Order = field(default_factory=Order)
@@ -58,15 +58,24 @@ class Arrived:
 
     Attributes:
         node: As its key shows.
-        data: The state, not yet decoded.
+        packed: The state, as `messages.pack` returns it: thousands of ranks are not unpacked all at once.
         started_ns: When its run began, by our monotonic clock.
         age_s: Since it arrived.
     """
 
     node: int
-    data: bytes
+    packed: bytes
     started_ns: int
     age_s: float
+
+    @property
+    def data(self) -> bytes:
+        """The state, not yet decoded.
+
+        Raises:
+            BadMessage: it was not packed, or is too long.
+        """
+        return messages.unpack(self.packed)
 
 
 class Server(Link):
@@ -262,7 +271,7 @@ class Server(Link):
             wall_ns = time.time_ns() - time.monotonic_ns()
             heard.wall_offset_ns = report.offset_ns + wall_ns - report.wall_ns
             if report.state:
-                heard.state, heard.started_ns = messages.unpack(report.state), report.started_ns
+                heard.state, heard.started_ns = report.state, report.started_ns
                 heard.state_ns = received_ns
         receipt = Receipt(
             number=report.number, report_sent_ns=report.sent_ns, received_ns=received_ns, sent_ns=time.monotonic_ns(),
