@@ -21,7 +21,7 @@ from distdiag.diagnosis import kinds
 from distdiag.diagnosis.culprit import parting, pending_exception
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
-from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Snapshot
+from distdiag.diagnosis.model.snapshot import Call, Life, RankState
 from distdiag.diagnosis.model.syntax import line_at
 from distdiag.diagnosis.polled import hidden_error, polled_loop
 from distdiag.diagnosis.text.incident import implicit_text, verb
