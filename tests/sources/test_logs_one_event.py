@@ -317,3 +317,21 @@ def test_counters_alone_do_not_show_that_a_collective_timed_out(tmp_path: Path) 
 def test_a_shell_reports_that_a_process_aborted(tmp_path: Path) -> None:
     f = only(diagnose(tmp_path, "/x/run.sh: line 36:    14 Aborted                 (core dumped) python3 t.py\n"))
     assert f.message == "process 14 was killed by SIGABRT"
+
+
+def test_a_failure_that_ray_passes_on_is_of_the_process_that_it_names(tmp_path: Path) -> None:
+    text = "ray.exceptions.RayTaskError(RuntimeError): ray::W.run() (pid=40, ip=10.1.1.2, actor_id=7, repr=<W>)\n"
+    text += '  File "/a/r.py", line 2, in run\nray::Inner.step() (pid=71, ip=10.1.1.3)\n  File "/a/d.py", line 8, in collate\n    raise x\n'
+    f = only(diagnose(tmp_path, text + "RuntimeError: bad sample 9\n"))
+    assert f.message.startswith("process 71 on 10.1.1.3 raised RuntimeError: bad sample 9 at d.py:8")
+    assert only(
+        diagnose(tmp_path, "(Inner pid=71, ip=10.1.1.3) [rank5]: ready\n" + text + "RuntimeError: bad sample 9\n")
+    ).culprits == (5,)
+
+
+def test_of_several_reports_of_lost_memory_the_one_with_the_process_counts(tmp_path: Path) -> None:
+    raylet = "(raylet) node_manager.cc:9: 1 Workers (tasks / actors) killed due to memory pressure (OOM) at node (ID: 5f, IP: 10.9.0.4) over\n"
+    assert only(diagnose(tmp_path, raylet)).message.startswith("a process on 10.9.0.4 was killed")
+    task = "where the task (actor ID: 7, name=W, pid=312, memory used=40.1GB) was running was 9GB, which exceeds the memory usage threshold\n"
+    f = only(diagnose(tmp_path, raylet + f"Memory on the node (IP: 10.9.0.4, ID: 5f) {task}"))
+    assert f.message.startswith("process 312 on 10.9.0.4 was killed")

@@ -99,7 +99,8 @@ def of_exits(found: Collected, explained: set[int], waited: set[int], others: bo
             r.hosts |= {end.fact.fields["host"]} if end.fact.fields.get("host") else set()
     if memory and not reasons and not explained:
         meaning = MEANINGS["host_oom"]
-        named = list(dict.fromkeys(filter(None, (_whose(f) for f in memory if f.rank is None))))
+        exact = [f for f in memory if "pid" in f.fields] or memory  # the others report the same event
+        named = list(dict.fromkeys(filter(None, (_whose(f) for f in exact if f.rank is None))))
         reasons["", ""] = Reason(meaning, meaning.text, meaning.advice, 0.0, {*ranks_of(memory)}, named, facts=memory)
     return list(reasons.values())
 

@@ -113,6 +113,8 @@ def _rank_of(found: Collected, f: Fact, of_file: Mapping[Path, int]) -> int | No
     ) == 1:
         return of_pod[0] if f.path not in of_file else of_file[f.path]
     known = found.rank_of.get((who.process, who.host)) if who.process else found.rank_of.get((f.path, who.local))
+    if known is None and who.pid is not None:
+        known = found.rank_of.get(who.pid)
     return of_file.get(f.path) if known is None else known
 
 

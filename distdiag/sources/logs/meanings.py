@@ -128,6 +128,8 @@ _BY_TEXT: tuple[tuple[re.Pattern[str], str], ...] = (
     (bounded(r"device-side assert"), "most often an index out of range (labels, embeddings): check the inputs of that step, and run once with CUDA_LAUNCH_BLOCKING=1"),
     (bounded(r"\b(?:NaN|nan|Inf)\b|not finite"), "the numbers diverged on that rank: look at its batch and the loss before, lower the learning rate, clip gradients; if a restart from the same checkpoint passes, test that GPU"),
     (bounded(r"inline_container|PytorchStreamWriter"), "the file could not be written whole: look for space and quota where checkpoints go (`df -h`)"),
+    (bounded(r"DataLoader timed out"), "a worker of the loader did not deliver in time: take the workers' stacks while it waits (`py-spy dump --pid`), look at the storage; the loader's timeout= is the limit"),
+    (bounded(r"peer mapping resources exhausted"), "a GPU can map the memory of eight others at most: on hosts with more GPUs use NCCL_P2P_LEVEL=PIX, or NCCL_P2P_DISABLE=1"),
     (bounded(r"DataLoader worker .{0,80}exited unexpectedly"), "a DataLoader worker died: see `dmesg -T | grep -i oom` and /dev/shm; run once with num_workers=0 to see its exception"),
     (bounded(r"state_dict|size mismatch for|Missing key"), "the checkpoint does not fit this model: check its configuration, and the parallel sizes it was saved with"),
     (bounded(r"Max retries|Too Many Requests|429 Client|ConnectTimeout|ReadTimeout"), "download once before the job starts (HF_HUB_OFFLINE=1), or on one rank only, with retries"),

@@ -244,7 +244,7 @@ TABLE: tuple[Pattern, ...] = (
 )  # fmt: skip
 
 # Lines that the collector reads itself: tables and tracebacks of several lines.
-_BEGINS = ("Traceback (most recent call last)", "│ /", 'File "', 'File \\"', "Stack trace of the failed")
+_BEGINS = ("Traceback (most recent call last)", "ray::", "│ /", 'File "', 'File \\"', "Stack trace of the failed")
 _MORE = (
     "Root Cause", "exitcode", "local_rank:", "Missing ranks:", "Name:  ", "State:  ", "Process name: [[", "Exit code:", " RUNNING AT ", "EXIT CODE:", "KILLED BY SIGNAL:",
     "terminated with the following error", " global rank ", "==> ",

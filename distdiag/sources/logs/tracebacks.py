@@ -36,6 +36,9 @@ _PREFIX = bounded(r"^(?:\[[^\]]*\]:? ?){0,9}")
 # a logger's line before the traceback of `logger.exception`
 _ANNOUNCES = bounded(r"^(?=.{0,200}\b(?:ERROR|CRITICAL|[Ee]xception)\b).{0,200}\b[Rr]ank[ =:]{0,2}(?P<rank>\d{1,6})\b")
 _SPAWNED = bounded(r"-- Process (\d{1,6}) terminated with the following error")
+_RAY = bounded(
+    r"\bray::[^\s(]{1,200}(?:\(\))? \(pid=(?P<pid>\d{1,9}), ip=(?P<ip>[\w.:]{3,60})"
+)  # what follows is its traceback
 _OF_RANK = bounded(r"\(RANK (\d{1,6})\)")  # a checkpoint's exception, of another rank
 # exceptions of a launcher, or those by which a rank fails after others
 _FOLLOWERS = ("CheckpointException", "ChildFailedError", "SignalException", "CalledProcessError", "ProcessRaisedException", "RayTaskError", "RayActorError",
@@ -121,6 +124,10 @@ class Tracebacks:
                 self._traces[source].ignored = line.order == self._ignored + 1
                 self._traces[_anonymous(line)] = self._traces[source]  # its other lines may have no prefix
                 self._spawned = None
+            return True
+        if "ray::" in text and (m := _RAY.search(text)) is not None and len(self._traces) < MAX_WRITERS:
+            there = replace(line.who, pid=int(m["pid"]), process=f"process {m['pid']} on {m['ip']}")
+            self._traces[source] = self._traces[_anonymous(line)] = _Trace(who=there)
             return True
         if "above exception" in text and (earlier := self._exceptions.pop(source, None)) is not None:
             self._before[source] = earlier
