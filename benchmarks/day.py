@@ -23,7 +23,7 @@ import msgspec
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from benchmarks.endurance import Clock, resident_bytes
+from benchmarks.endurance import Clock, resident_bytes  # noqa: E402
 
 RESULT = ROOT / "benchmarks" / "results" / "day.md"
 S = 10**9
