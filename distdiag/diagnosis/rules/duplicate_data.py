@@ -32,8 +32,6 @@ class Limits:
     the equal checksums of ranks without a process group."""
     losses: int = 16
     """Different losses that must be equal on all ranks."""
-    group_uses: int = 2
-    """Up to this many collectives, a smaller group counts as not used."""
 
 
 limits = Limits()
@@ -70,15 +68,12 @@ _DO = {
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     """Yield findings about data that several ranks or epochs share."""
     s, loaders = facts.snapshot, facts.loaders
-
-    def used(group: str) -> bool:
-        return any(r.enqueued.get(group, 0) > limits.group_uses for r in s.ranks.values())
-
+    used = {group for r in s.ranks.values() for group, calls in r.enqueued.items() if calls}
     if s.world_size > 1 and _same_work(s, loaders):
         yield _found(SAME_WORK, s, loaders, sorted(s.ranks), repeated=len(s.ranks) - 1)
     elif (veto := vetoed(NOT_ONE_MODEL, s)) is not None:
         yield veto
-    elif any(1 < len(g.ranks) < s.world_size and used(name) for name, g in s.groups.items()):
+    elif any(1 < len(g.ranks) < s.world_size and name in used for name, g in s.groups.items()):
         yield Abstained("the ranks use smaller groups: model-parallel ranks read the same batches by design")
     elif len(loaders) < 2:
         n = _equal_losses(s)

@@ -9,7 +9,7 @@ import pytest
 
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding
-from distdiag.diagnosis.model.snapshot import Call, Loader, RankState, Sample, Snapshot
+from distdiag.diagnosis.model.snapshot import Call, Group, Loader, RankState, Sample, Snapshot
 from distdiag.diagnosis.rules import duplicate_data
 from tests.diagnosis.made import findings, job, loader, of_kind, only, rank, steps
 
@@ -62,6 +62,19 @@ def test_synthetic_inputs_that_are_equal_are_info() -> None:
     f = only(duplicates(fed, fed))
     assert (f.severity, f.victims) == ("info", (0, 1)) and "seed" in f.advice
     assert duplicates(fed, loader(fed=True, length=None, first_fingerprints=prints(2))) == []
+
+
+def test_ranks_of_smaller_groups_that_are_used_may_share_batches() -> None:
+    """Tensor-parallel ranks read the same batches by design; a mesh also makes groups that nobody uses."""
+    same = (loader(first_fingerprints=prints(1)),)
+
+    def of_four(**made: int) -> list[Finding]:
+        s = job(*(rank(q, loaders=same, enqueued=made) for q in range(4)))
+        half = Group(name="half", ranks=(0, 1), backend="gloo")
+        return of_kind(data(msgspec.structs.replace(s, groups={**s.groups, "half": half}), PLAIN), "duplicate_data")
+
+    assert of_four(half=1) == []
+    assert only(of_four(default_pg=1, half=0)).victims == (0, 1, 2, 3)
 
 
 def test_a_loader_is_preferred_to_inputs_recorded_without_one() -> None:

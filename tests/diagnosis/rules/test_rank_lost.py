@@ -14,9 +14,9 @@ from distdiag.diagnosis.model.snapshot import (
     Site,
     Snapshot,
 )
-from distdiag.diagnosis.rules import deadlock, mismatch, rank_lost, timeout
+from distdiag.diagnosis.rules import deadlock, mismatch, rank_lost, stall, timeout
 from distdiag.diagnosis.waits.graph import build
-from tests.diagnosis.made import findings, job, only, rank
+from tests.diagnosis.made import findings, job, only, rank, waits_for_rank_one
 
 
 def ended(s: Snapshot, **known: Any) -> list[Finding]:
@@ -164,3 +164,12 @@ def test_an_exit_is_reported_with_the_condition_that_guards_it() -> None:
     f = only(ended(s, source=lambda _: source))
     assert (f.kind, f.culprits) == ("rank_lost", (1,))
     assert "exit code 1 at engine.py:4 in train, under `if not isfinite(loss)` at line 2" in f.message
+
+
+@pytest.mark.parametrize(("silent_s", "reported"), [(9.0, False), (31.0, True)])
+def test_a_rank_without_heartbeat_that_others_wait_for_is_lost(silent_s: float, reported: bool) -> None:
+    s = waits_for_rank_one(
+        100.0 - silent_s, 100.0, life="silent", heartbeat_age_s=silent_s, host="node-b", heard_at="12:00:00"
+    )
+    found = findings(s, rank_lost, stall)
+    assert [(f.kind, f.cause, f.culprits) for f in found] == [("rank_lost", "silent", (1,))] * reported

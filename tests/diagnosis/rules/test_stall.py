@@ -51,6 +51,19 @@ def test_what_a_rank_waits_for_is_read_from_its_line(activity: str, line: str, t
     assert text in only(findings(s, stall, source=source)).message
 
 
+@pytest.mark.parametrize(
+    ("calls", "waited_s", "reported"),
+    [(0, 40.0, False), (0, 70.0, True), (8, 25.0, False), (8, 40.0, True), (40, 25.0, True)],
+)
+def test_before_the_first_step_others_wait_longer_the_fewer_collectives_there_were(
+    calls: int, waited_s: float, reported: bool
+) -> None:
+    """Compilation, lazy initialisation and the reading of an index come first."""
+    before = tuple(Call(op="barrier", group="default_pg", seq=n, completed_s=0.0) for n in range(calls))
+    s = waits_for_rank_one(100.0 - waited_s, 100.0, activity="user_code", step=0, calls=before)
+    assert bool(findings(s, stall)) is reported
+
+
 def test_a_wait_that_is_too_short_for_a_stall_is_in_the_state_of_the_job() -> None:
     s = waits_for_rank_one(70.0, 100.0, activity="checkpoint")
     assert findings(s, rank_lost, stall) == []
