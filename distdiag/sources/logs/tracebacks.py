@@ -106,24 +106,25 @@ class Tracebacks:
 
     def belongs(self, line: Line) -> bool:
         """True if a line begins a traceback, or is a frame of one, or the source of a frame."""
+        return self._goes_on(line) or self._begins(line) or self._in_stack(line) or self._is_frame(line)
+
+    def _goes_on(self, line: Line) -> bool:
+        """True if the line continues the message of an exception."""
+        unended, order = self._unended.pop(line.source, (None, -2))
+        if unended is None or line.order - order > len(self._traces) + 1:
+            return False
+        unended.fields["what"] += f" {_PREFIX.sub('', line.text).strip()}"[:300]
+        return True
+
+    def _begins(self, line: Line) -> bool:
+        """True if the line begins a traceback, or announces one."""
         source, text = line.source, line.text
-        unended, order = self._unended.pop(source, (None, -2))
-        if unended is not None and line.order - order <= len(self._traces) + 1:  # the message goes on
-            unended.fields["what"] += f" {_PREFIX.sub('', text).strip()}"[:300]
-            return True
         if "Exception ignored in" in text:
             self._ignored = line.order
             return True
         if "Traceback (most recent call last)" in text:
             if len(self._traces) < MAX_WRITERS:
-                other = _OF_RANK.search(text)
-                rank = int(other[1]) if other else self._spawned
-                if rank is None and line.who.rank is None and self._announced[1] == line.order - 1:
-                    rank = self._announced[0]
-                self._traces[source] = _Trace(rank=rank, who=line.who, margin=text.index("Traceback ("))
-                self._traces[source].ignored = line.order == self._ignored + 1
-                self._traces[_anonymous(line)] = self._traces[source]  # its other lines may have no prefix
-                self._spawned = None
+                self._traceback(line)
             return True
         if "ray::" in text and (m := _RAY.search(text)) is not None and len(self._traces) < MAX_WRITERS:
             there = replace(line.who, pid=int(m["pid"]), process=f"process {m['pid']} on {m['ip']}")
@@ -137,6 +138,21 @@ class Tracebacks:
         if (found := _SPAWNED.search(text)) is not None:
             self._spawned = int(found[1])
             return True
+        return False
+
+    def _traceback(self, line: Line) -> None:
+        other = _OF_RANK.search(line.text)
+        rank = int(other[1]) if other else self._spawned
+        if rank is None and line.who.rank is None and self._announced[1] == line.order - 1:
+            rank = self._announced[0]
+        trace = _Trace(rank=rank, who=line.who, margin=line.text.index("Traceback ("))
+        trace.ignored = line.order == self._ignored + 1
+        self._traces[line.source] = self._traces[_anonymous(line)] = trace  # its other lines may have no prefix
+        self._spawned = None
+
+    def _in_stack(self, line: Line) -> bool:
+        """True if the line begins the stack of a thread or of C++, or is a frame of the latter."""
+        source, text = line.source, line.text
         if source in self._fatal and "(most recent call first)" in text and (m := _THREAD.search(text)) is not None:
             self._traces[source] = _Trace(fatal=self._fatal[source], other_thread=m["current"] == "Thread")
             return True
@@ -146,6 +162,11 @@ class Tracebacks:
         if "#" in text and source in self._stacks and (m := _CALL.search(text)) is not None:
             _keep_frame(self._stacks[source], m, innermost_first=True)
             return True
+        return False
+
+    def _is_frame(self, line: Line) -> bool:
+        """True if the line is a frame of a traceback, or the source of a frame."""
+        source, text = line.source, line.text
         if 'File "' in text and (m := _FRAME.search(text)) is not None:
             trace = self._traces.setdefault(source, _Trace()) if len(self._traces) < MAX_WRITERS else _Trace()
             anonymous = _anonymous(line)
