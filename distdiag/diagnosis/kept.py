@@ -40,15 +40,16 @@ def _puts(function: ast.AST, own: set[str], called: bool) -> Iterator[ast.Call]:
         called: A function that is called in every step: its own containers die with it. Else they live if the call is in a loop.
     """
     bodies = [function] if called else [x for x in ast.walk(function) if isinstance(x, LOOPS)]
-    for node in (x for x in ast.walk(function) if isinstance(x, ast.Call) and isinstance(x.func, ast.Attribute)):
-        if node.func.attr not in _PUTS or node.func.attr in own or not any(map(_large, node.args)):
+    for node in (x for x in ast.walk(function) if isinstance(x, ast.Call)):
+        method = node.func
+        if not isinstance(method, ast.Attribute) or method.attr not in _PUTS - own or not any(map(_large, node.args)):
             continue
-        root = node.func.value
+        root = method.value
         while isinstance(root, (ast.Attribute, ast.Subscript)):
             root = root.value
         around = [loop for loop in bodies if any(x is node for x in ast.walk(loop))]
         inside = {syntax.name_of(x) for body in around for x in ast.walk(body) if _stored(x)}
-        in_object = root is not node.func.value
+        in_object = root is not method.value
         if (around or in_object) and isinstance(root, ast.Name) and root.id not in inside:
             yield node
 
