@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from distdiag.diagnosis.model import syntax
 from distdiag.diagnosis.model.snapshot import Site
-from distdiag.diagnosis.model.syntax import FUNCTIONS, LOOPS, Source, tree_of
+from distdiag.diagnosis.model.syntax import FUNCTIONS, LOOPS, SCOPES, Source, tree_of
 
 SHOWN = 2  # statements; of more, none is named
+LONGEST = 60  # characters of a statement that are shown
 _PUTS = {"append", "appendleft", "extend", "insert", "add"}
 _SMALL = {"item", "float", "int", "len", "str", "round", "time", "perf_counter", "monotonic"}
 
@@ -21,14 +22,16 @@ def kept(stacks: Iterable[Sequence[Site]], source: Source) -> list[tuple[str, Si
         tree, text = tree_of(frame.file, source), source(frame.file) or ""
         if tree is None:
             continue
-        scope = syntax.function(tree, frame.line) or tree
+        own_lines = [x for x in tree.body if not isinstance(x, SCOPES)]
+        scope = syntax.function(tree, frame.line) or ast.Module(own_lines, [])
         called = {syntax.name_of(x.func) for x in ast.walk(scope) if isinstance(x, ast.Call)}
         others = [x for x in ast.walk(tree) if isinstance(x, FUNCTIONS) and x.name in called and x is not scope]
         own = {x.name for x in ast.walk(tree) if isinstance(x, FUNCTIONS)}
         for function, again in ((scope, False), *((x, True) for x in others)):
             for node in _puts(function, own, again):
                 site = Site(frame.file, node.lineno, getattr(function, "name", "<module>"))
-                out[syntax.code_of_line(text, node.lineno), site] = None
+                code = syntax.code_of_line(text, node.lineno)
+                out[code if len(code) <= LONGEST else code[:LONGEST] + "…", site] = None
     return list(out) if len(out) <= SHOWN else []
 
 

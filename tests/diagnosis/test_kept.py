@@ -69,8 +69,9 @@ def test_none_of_many_is_named_and_an_unreadable_source_shows_none() -> None:
 def test_the_finding_of_growing_memory_names_the_line() -> None:
     points = tuple((float(t), int(4e8 + 10e6 * t)) for t in range(60))
     flat = tuple((t, 400_000_000) for t, _ in points)
-    stack = (Site(FILE, 20, "main"),)
+    stack = (Site(FILE, 20, "main"), Site(FILE, 22, "<module>"))
     s = job(rank(0, memory=points, warm_since_s=5.0, user_stack=stack), rank(1, memory=flat, warm_since_s=5.0))
-    (found,) = (f for f in findings(s, memory, source={FILE: BANK}.get) if f.cause == "growth")
+    (found,) = (f for f in findings(s, memory, source={FILE: BANK + "\nmain()\n"}.get) if f.cause == "growth")
+    assert found.advice.count("self.rows.append") == 1
     assert "`self.rows.append(feats.repeat(1, 16))` at train.py:5 in push" in found.advice
     assert "train.py" not in found.message, "memory does not grow where the rank happens to be"
