@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.comparison import Veto, above, vetoed
 from distdiag.diagnosis.facts import Facts
+from distdiag.diagnosis.kept import kept
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot
-from distdiag.diagnosis.text.phrases import rough_time, wheres
+from distdiag.diagnosis.text.phrases import at, rough_time, wheres
 from distdiag.diagnosis.text.template import Template
 from distdiag.terms.units import size_text
 
@@ -78,8 +79,8 @@ _VETOES = (
 
 GROWTH = Template(
     kind, "growth",
-    "{place} memory of {who} grows by {pace} ({minute:size} a minute), now {now:size}{left}{site}", "{cost}",
-    "{do}look for tensors kept across steps: a list of losses or outputs without .item() or .detach()")  # fmt: skip
+    "{place} memory of {who} grows by {pace} ({minute:size} a minute), now {now:size}{left}", "{cost}",
+    "{do}look for what is kept across steps: {kept}a list of losses or outputs without .item() or .detach(), a cache or a log without a limit")  # fmt: skip
 _GC_OFF = (
     "garbage collection is off there (`gc.disable()`), so objects in reference cycles are never freed: call `gc.collect()` at "
     "the same step on all ranks, or break the cycles; else "
@@ -107,7 +108,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     s = facts.snapshot
     if (veto := vetoed(_VETOES, s)) is not None:
         yield veto
-    if (growth := _on_host(s) or _on_device(s)) is not None:
+    if (growth := _on_host(facts) or _on_device(facts)) is not None:
         yield growth
     yield from _imbalance(s, HOST_IMBALANCE, _late(s), limits.imbalance_share_of_host * (s.host_memory_bytes or 0))
     used = {q: r.device_bytes for q, r in s.ranks.items() if r.device_bytes and r.device_total_bytes}
@@ -171,8 +172,9 @@ def _alone(s: Snapshot, growing: Mapping[int, float]) -> bool:
     return all(len(p) > 1 and p[-1][1] - p[0][1] < rate * (p[-1][0] - p[0][0]) for p in recent)
 
 
-def _on_host(s: Snapshot) -> Finding | None:
+def _on_host(facts: Facts) -> Finding | None:
     """Return the finding of host memory that grows steadily."""
+    s = facts.snapshot
 
     def growing(ranks: Mapping[int, RankState], least: int, patience_s: float = 0.0) -> dict[int, float]:
         rates = {q: _growing(r, r.memory, limits.growth, least, patience_s) for q, r in ranks.items()}
@@ -189,33 +191,35 @@ def _on_host(s: Snapshot) -> Finding | None:
     found = growing({q: s.ranks[q] for q in found}, least, patience_s)
     now = {q: s.ranks[q].memory[-1][1] for q in found}
     cost = "the job is killed when the host's memory is used up"
-    return _grows(s, "host", found, now, left_s, cost) if found else None
+    return _grows(facts, "host", found, now, left_s, cost) if found else None
 
 
-def _on_device(s: Snapshot) -> Finding | None:
+def _on_device(facts: Facts) -> Finding | None:
     """Return the finding of device memory that grows steadily."""
+    s = facts.snapshot
     rates = {q: _growing(r, r.device_memory, limits.device_growth, limits.growth_bytes) for q, r in s.ranks.items()}
     found = {q: rate for q, rate in rates.items() if rate is not None}
     now = {q: s.ranks[q].device_memory[-1][1] for q in found}
     left = (((s.ranks[q].device_total_bytes or now[q]) - now[q]) / rate for q, rate in found.items())
     cost = "an out-of-memory error ends the job when the card is full"
-    return _grows(s, "device", found, now, min(left), cost) if found else None
+    return _grows(facts, "device", found, now, min(left), cost) if found else None
 
 
 def _grows(
-    s: Snapshot, place: str, rates: dict[int, float], now: dict[int, int], left_s: float | None, cost: str
+    facts: Facts, place: str, rates: dict[int, float], now: dict[int, int], left_s: float | None, cost: str
 ) -> Finding:
+    s = facts.snapshot
     ranks, most = sorted(rates), max(rates, key=lambda q: rates[q])
     r, rate = s.ranks[most], rates[most]
     per_step = rate * (s.usual_step_s or 0.0)
     backward = {q: stack[0] for q in ranks if (stack := s.ranks[q].phase_stacks.get("backward"))}
-    stack = r.phase_stacks.get("backward") or r.user_stack
+    puts = kept([r.user_stack, *r.phase_stacks.values()], facts.source)
     return GROWTH(
-        culprits=ranks, where=wheres(s, ranks, None, backward), step=r.step, site=stack[0] if stack else None,
-        place=place, who="every rank" if len(ranks) == len(s.ranks) > 1 else rank_list(ranks),
+        culprits=ranks, where=wheres(s, ranks, None, backward), step=r.step, place=place, who="every rank" if len(ranks) == len(s.ranks) > 1 else rank_list(ranks),
         pace=f"{size_text(int(per_step))} per step" if per_step else f"{size_text(int(rate))} per second",
         minute=rate * 60, now=now[most], left="" if left_s is None else f", full in {rough_time(left_s)} at this rate",
         cost=cost, do=_GC_OFF if all(s.ranks[q].gc_off for q in ranks) else "",
+        kept="".join(f"`{text}`{at(site)}, " for text, site in puts),
     )  # fmt: skip
 
 

@@ -37,6 +37,8 @@ _ADVICE = {
     "it is enough that {second} {second:calls|call} {a} first, or {first} {b}",
     "shape": "compare the tensors at {both}: a parameter, bucket or last batch differs between ranks, or the order "
     "of the calls does (a loop over a set, or over names that each rank collects itself)",
+    "activations": "give all ranks of the group inputs of the same size: a collective in a module's `forward` is as large as the rank's own "
+    "batch, and ranks that share one (tensor, sequence or context parallel) must not leave out or load batches by themselves: compare the batches of {both}",
     "dtype": "on {first} cast the tensor to {theirs} before the call{either}: the tensors at {both} come from "
     "Python or NumPy numbers, autocast, or a cast on some ranks only",
     "root": "pass the same src/dst on all ranks: compare {both}",
@@ -101,6 +103,8 @@ def advice(verdict: Verdict) -> str:
         return advised
     elif cause == "shape" and verdict.culprits and apart:
         row = "way"
+    elif cause == "shape" and a.site is not None and not apart and a.site.function == "forward":
+        row = "activations"
     mine, theirs = (compatible.dtype_name(call.dtype) for call in (a, b))
     return filled(
         _ADVICE[row], both=both, first=first, second=second, theirs=theirs,

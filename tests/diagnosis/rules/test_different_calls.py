@@ -260,3 +260,11 @@ def test_split_sizes_of_an_all_to_all_that_disagree_are_a_mismatch() -> None:
 )
 def test_split_sizes_are_judged_only_if_all_are_known(ranks: list[RankState]) -> None:
     assert proved(snapshot(*ranks)) == []
+
+
+def test_sizes_that_differ_in_a_forward_are_those_of_the_batches() -> None:
+    layer = Site("/job/model.py", 23, "forward")
+    s = snapshot(*(rank(r, call(shape=(n, 64), site=layer)) for r, n in ((0, 104), (1, 89))))
+    f = only(s)
+    assert (f.kind, f.cause, f.culprits) == ("mismatch", "shape", ())
+    assert "the batches of the ranks at model.py:23 in forward" in f.advice and "tensor, sequence" in f.advice

@@ -1,0 +1,67 @@
+"""Reads from the source which statements put something into a container that outlives a step: where memory may grow."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Sequence
+
+from distdiag.diagnosis.model import syntax
+from distdiag.diagnosis.model.snapshot import Site
+from distdiag.diagnosis.model.syntax import FUNCTIONS, LOOPS, SCOPES, Source, tree_of
+
+SHOWN = 2  # statements; of more, none is named
+LONGEST = 60  # characters of a statement that are shown
+_PUTS = {"append", "appendleft", "extend", "insert", "add"}
+_SMALL = {"item", "float", "int", "len", "str", "round", "time", "perf_counter", "monotonic"}
+
+
+def kept(stacks: Iterable[Sequence[Site]], source: Source) -> list[tuple[str, Site]]:
+    """Return (text, site) of each such statement in the functions on these stacks and in those of their files that these call."""
+    out: dict[tuple[str, Site], None] = {}
+    for frame in dict.fromkeys(frame for stack in stacks for frame in stack):
+        tree, text = tree_of(frame.file, source), source(frame.file) or ""
+        if tree is None:
+            continue
+        own_lines = [x for x in tree.body if not isinstance(x, SCOPES)]
+        scope = syntax.function(tree, frame.line) or ast.Module(own_lines, [])
+        called = {syntax.name_of(x.func) for x in ast.walk(scope) if isinstance(x, ast.Call)}
+        others = [x for x in ast.walk(tree) if isinstance(x, FUNCTIONS) and x.name in called and x is not scope]
+        own = {x.name for x in ast.walk(tree) if isinstance(x, FUNCTIONS)}
+        for function, again in ((scope, False), *((x, True) for x in others)):
+            for node in _puts(function, own, again):
+                site = Site(frame.file, node.lineno, getattr(function, "name", "<module>"))
+                code = syntax.code_of_line(text, node.lineno)
+                out[code if len(code) <= LONGEST else code[:LONGEST] + "…", site] = None
+    return list(out) if len(out) <= SHOWN else []
+
+
+def _puts(function: ast.AST, own: set[str], called: bool) -> Iterator[ast.Call]:
+    """Yield the calls in a function that put something large into a container of its object, its caller or its module.
+
+    Args:
+        own: Names of functions in the file: `log.add(…)` calls one of them.
+        called: A function that is called in every step: its own containers die with it. Else they live if the call is in a loop.
+    """
+    bodies = [function] if called else [x for x in ast.walk(function) if isinstance(x, LOOPS)]
+    for node in (x for x in ast.walk(function) if isinstance(x, ast.Call)):
+        method = node.func
+        if not isinstance(method, ast.Attribute) or method.attr not in _PUTS - own or not any(map(_large, node.args)):
+            continue
+        root = method.value
+        while isinstance(root, (ast.Attribute, ast.Subscript)):
+            root = root.value
+        around = [loop for loop in bodies if any(x is node for x in ast.walk(loop))]
+        inside = {syntax.name_of(x) for body in around for x in ast.walk(body) if _stored(x)}
+        in_object = root is not method.value
+        if (around or in_object) and isinstance(root, ast.Name) and root.id not in inside:
+            yield node
+
+
+def _stored(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+
+
+def _large(value: ast.expr) -> bool:
+    """True unless a value is a number or a text."""
+    called = syntax.name_of(value.func) if isinstance(value, ast.Call) else ""
+    return not isinstance(value, (ast.Constant, ast.JoinedStr)) and called not in _SMALL
