@@ -117,7 +117,7 @@ class Job:
 
 def jobs_here() -> list[Job]:
     """Return all jobs of this user on this host."""
-    everything = dict(_processes())
+    everything = {p.pid: p for p in living()}
     named = {
         p.pid: p
         for p in everything.values()
@@ -199,7 +199,7 @@ def _listed(jobs: list[Job]) -> str:
 
 
 def _of_pids(pids: Collection[int], jobs: list[Job]) -> Job:
-    everything = dict(_processes())
+    everything = {p.pid: p for p in living()}
     hit: list[Job] = []
     loose: list[Candidate] = []
     for pid in dict.fromkeys(pids):
@@ -244,7 +244,7 @@ def _own(pid: int, everything: Mapping[int, Candidate]) -> Candidate:
         name = pwd.getpwuid(owner).pw_name
     except KeyError:
         name = f"uid {owner}"
-    raise DistdiagError(f"pid {pid} belongs to {visible(name)}", "attach as the user of the job")
+    raise DistdiagError(f"pid {pid} belongs to the user {visible(name)}", "attach as the user of the job")
 
 
 def _job(processes: list[Candidate], everything: Mapping[int, Candidate]) -> Job:
@@ -277,7 +277,7 @@ def _ancestors(p: Candidate, everything: Mapping[int, Candidate]) -> Iterator[Ca
         p = parent
 
 
-def _processes() -> Iterator[tuple[int, Candidate]]:
+def living() -> Iterator[Candidate]:
     """Yield the living processes of this user."""
     me = os.geteuid()
     for name in os.listdir("/proc"):
@@ -293,7 +293,7 @@ def _processes() -> Iterator[tuple[int, Candidate]]:
             env = _read(where / "environ", _MAX_ENVIRONMENT).decode("utf-8", "replace").split("\0")
             command = _read(where / "cmdline", _MAX_ENVIRONMENT).decode("utf-8", "replace").split("\0")
             variables = dict(v.split("=", 1) for v in env if "=" in v)
-            yield int(name), Candidate(
+            yield Candidate(
                 int(name), int(fields[procfs.PARENT]), fields[procfs.STATE], int(fields[procfs.START_TICKS]),
                 variables, tuple(command[:-1] or command),
             )  # fmt: skip

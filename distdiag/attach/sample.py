@@ -99,7 +99,7 @@ def _one(program: str, p: Candidate, native: bool) -> Sample:
         sample.process = _absolute(from_json(out)[0], p.pid)
     except NoStacks:
         text = " ".join(err.decode("utf-8", "replace").split())[:300]
-        sample.error = ENDED if _ended(p) else text or "no stack"
+        sample.error = ENDED if _ended(p) else text or "it has no frame, as at its start or end"
     return sample
 
 

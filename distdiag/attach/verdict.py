@@ -14,10 +14,10 @@ from msgspec.structs import replace
 from distdiag import guard
 from distdiag.attach import ras as ncclras
 from distdiag.attach import recorders, sample
-from distdiag.attach.ranks import Candidate, Job
+from distdiag.attach.ranks import Candidate, Job, living
 from distdiag.attach.sample import Sample
 from distdiag.diagnosis.model.findings import Certainty, Report, Severity, State, rank_list
-from distdiag.diagnosis.model.snapshot import Life
+from distdiag.diagnosis.model.snapshot import Life, Site
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.sources.dumps.verdict import NoDumps, diagnose_dumps
 from distdiag.sources.stacks.calls import position
@@ -62,6 +62,7 @@ def attach(job: Job, ras: bool = False) -> Report:
     source = _Source(members[0].pid)
     seen = {rank: _seen(processes.get(p.pid), taken[p.pid], p, source) for rank, p in ranks.items()}
     expected = job.expected(ranks)
+    seen |= _with_workers(seen)
     seen |= {rank: Seen(life=Life.MISSING) for rank in expected - set(ranks)}
     pauses = {p.pid: max(s.paused_s for s in taken[p.pid]) for p in members}
     notes.append(
@@ -220,6 +221,21 @@ def _seen(process: Process | None, samples: list[Sample], p: Candidate, source: 
     )  # fmt: skip
 
 
+def _with_workers(seen: Mapping[int, Seen]) -> dict[int, Seen]:
+    """Return the ranks that stand still because of their data loader, with the lines in which its workers are."""
+    waits = {
+        s.pid: rank
+        for rank, s in seen.items()
+        if s.pid is not None and s.position is not None and s.position.activity == "data" and not s.goes_on
+    }
+    found: dict[int, list[Site | None]] = {}
+    children = {p.pid: p for p in living() if p.parent in waits} if waits else {}
+    for pid, taken in sample.take(children.values()).items():
+        if taken.process is not None and taken.process.data_worker:
+            found.setdefault(waits[children[pid].parent], []).append(position(taken.process.judged).site)
+    return {rank: replace(seen[rank], workers=tuple(sites)) for rank, sites in found.items()}
+
+
 def _ranks(members: list[Candidate], processes: Mapping[int, Process]) -> tuple[dict[int, Candidate], list[str]]:
     """Return the processes by rank: by environment, else by their local variables, else in the order of their start."""
     known = {p.pid: p.rank if p.rank is not None else _by_locals(processes.get(p.pid)) for p in members}
@@ -265,8 +281,8 @@ class _Source:
 
 def _unreadable(job: Job, taken: Mapping[int, list[Sample]]) -> DistdiagError:
     """Return the error for a job of which no stack could be read, with what to do."""
-    pid, first = next((pid, s[0]) for pid, s in taken.items())
-    error = first.error.lower()
+    pid, why = next((pid, x.error) for pid, samples in taken.items() for x in reversed(samples) if x.error)
+    error = why.lower()
     if "permi" in error or "eperm" in error:
         return DistdiagError(
             f"pid {pid}: no permission to read its stack (ptrace)",
@@ -279,11 +295,14 @@ def _unreadable(job: Job, taken: Mapping[int, list[Sample]]) -> DistdiagError:
         )
     if "python" in error:
         return DistdiagError(
-            f"pid {pid} is no Python process that py-spy can read: {visible(first.error)[:160]}",
+            f"pid {pid} is no Python process that py-spy can read: {visible(why)[:160]}",
             "name a rank, or its launcher",
         )
     return DistdiagError(
-        f"pid {pid}: no stack: {visible(first.error)[:160]}", f"py-spy dump --pid {pid}", ExitCode.NO_DATA, "no_stack"
+        f"pid {pid}: no stack: {visible(why)[:160]}",
+        f"attach again; if that fails: py-spy dump --pid {pid}",
+        ExitCode.NO_DATA,
+        "no_stack",
     )
 
 

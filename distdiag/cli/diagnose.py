@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from distdiag.cli.options import ascii_option
-from distdiag.cli.verdict import exit_code, print_text
+from distdiag.cli.verdict import exit_code, notes_on_latest, print_text
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.streams import say, say_json
 
@@ -96,8 +96,9 @@ def _of_run(target: str | None) -> Report:
             hint = f"the traceback is in {path / MONITOR_LOG}; the job itself is not affected"
             raise DistdiagError(f"the monitor of {path} failed: {failure}", hint, ExitCode.NO_DATA, "no_rank")
         raise rundir.no_rank_yet(path)
-    note = _newer_launch(path) if path.is_symlink() else None
-    return report if note is None else msgspec.structs.replace(report, notes=(*report.notes, note))
+    return (
+        msgspec.structs.replace(report, notes=(*report.notes, *notes_on_latest(path))) if path.is_symlink() else report
+    )
 
 
 def _failed_launch(path: Path, target: str | None, reason: str) -> DistdiagError:
@@ -236,15 +237,6 @@ def _report(targets: tuple[str, ...]) -> Report:
             f"{runs[0]} and {runs[1]} are both runs", "give one run, with or without its logs and dumps"
         )
     return _with_files(_of_run(runs[0]), tuple(t for t in targets if t not in runs)) if runs else _of_files(targets)
-
-
-def _newer_launch(path: Path) -> str | None:
-    """Return a note if a newer launch than `latest` has a directory and has not reported yet."""
-    from distdiag.diagnosis.text.finding import printable
-    from distdiag.store import rundir
-
-    name = rundir.unreported_launch(path)
-    return f"a newer launch ({printable(name)}) has not reported yet" if name is not None else None
 
 
 def _print_why(report: Report, kind: str) -> None:

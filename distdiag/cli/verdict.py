@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -98,3 +100,23 @@ def _print_findings(report: Report, colour: bool, width: int | None) -> None:
         say(f"  {finding_lines(f)[0]}")
     if len(cleared) > SHOWN:
         say(f"  and {len(cleared) - SHOWN:,} more")
+
+
+def notes_on_latest(path: Path) -> Iterator[str]:
+    """Yield what `latest` is not: a newer launch that has not reported yet, and other runs here that are not over.
+
+    Two jobs may share a working directory.
+    """
+    from distdiag.diagnosis.text.finding import printable
+    from distdiag.store import rundir
+    from distdiag.store.liveness import Monitor, monitor_of
+    from distdiag.store.opening import RunUnreadable
+    from distdiag.store.reader import open_run
+
+    if (name := rundir.unreported_launch(path)) is not None:
+        yield f"a newer launch ({printable(name)}) has not reported yet"
+    for other in rundir.recorded_beside(path):
+        with suppress(RunUnreadable), open_run(other) as run:
+            if monitor_of(run.meta) is Monitor.LIVE:
+                command = f"distdiag diagnose {shlex.quote(rundir.shown(other))}"
+                yield f"another run here is not over ({printable(run.meta.get('state') or 'running')}): {printable(command)}"

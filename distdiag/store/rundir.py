@@ -24,6 +24,7 @@ DATABASE = "run.db"
 POINTER = "run.db.where"  # JSON {"host", "path"}: the database is on a local disk while the run lasts
 _RECORDED = {DATABASE, POINTER, ".node_0"}  # any of them marks a run directory
 _DEFAULT_NAME = re.compile(r"\d{8}-\d{6}-")
+BESIDE = 16  # other runs of a directory that are asked whether they run
 STARTING_S = 600.0  # an older directory without a database belongs to a launch that failed early
 CREATE = "torchrun --standalone --nproc-per-node 2 -m distdiag.run train.py"
 
@@ -198,6 +199,15 @@ def unreported_launch(latest: Path) -> str | None:
         if newest is not None and starting and not (path / DATABASE).exists():
             return _DEFAULT_NAME.sub("", newest)
     return None
+
+
+def recorded_beside(latest: Path) -> list[Path]:
+    """Return the other runs in the directory of `latest`, the newest first, at most `BESIDE`."""
+    with contextlib.suppress(OSError):
+        current = latest.resolve().name
+        runs = (p for p in latest.parent.iterdir() if _DEFAULT_NAME.match(p.name) and p.name != current and has_run(p))
+        return sorted(runs, key=lambda p: p.name, reverse=True)[:BESIDE]
+    return []
 
 
 def runs_below(directory: Path) -> DistdiagError | None:

@@ -78,7 +78,7 @@ HUNG = [  # job, ranks, launch; who is named, at which lines
     ("grad_reduce", 3, "forked launcher", {0}, {(0, 32), (1, 34), (2, 34)}),
     ("spawn_early", 2, "spawn", {1}, {(0, 44), (1, 51)}),
     ("polite_night", 2, "torchrun", {1}, {(0, 50)}),
-    ("nfs_tiles", 2, "environment", {1}, {(1, 53), (0, 56)}),
+    ("nfs_tiles", 2, "environment", {1}, {(1, 53), (1, 29), (0, 56)}),  # line 29: in a worker of its loader
     ("tensor_rows", 4, "forked launcher", set(), {(0, 53), (1, 56), (2, 56), (3, 53)}),
     ("registry_retry", 2, "forked launcher", {1}, {(1, 30), (0, 41)}),
 ]
@@ -202,7 +202,7 @@ def process(pid: int, parent: int = 1, env: dict[str, str] | None = None, *comma
 
 
 def here(monkeypatch: pytest.MonkeyPatch, *found: Candidate) -> list[Job]:
-    monkeypatch.setattr(ranks, "_processes", lambda: iter([(p.pid, p) for p in found]))
+    monkeypatch.setattr(ranks, "living", lambda: iter(found))
     return ranks.jobs_here()
 
 

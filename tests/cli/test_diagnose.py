@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -225,6 +227,23 @@ def test_the_latest_run_is_named_by_its_directory_and_a_newer_launch_is_noted(
     assert "note: a newer launch (train_slow) has not reported yet" in capsys.readouterr().out
     main(["diagnose", str(run)])
     assert "newer launch" not in capsys.readouterr().out
+
+
+def test_another_job_of_this_directory_that_still_runs_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two jobs were started here at the same time; the one that hangs is not the latest."""
+    hangs, ended = (tmp_path / "reports" / f"20250101-12000{n}-train" for n in (0, 1))
+    a_run(hangs, heartbeat_unix_s=time.time(), monitor_pid=os.getpid(), state="deadlocked")
+    with closing(sqlite3.connect(hangs / "run.db")) as con, con:
+        con.execute("DELETE FROM meta WHERE key = 'monitor_ended'")
+    a_run(ended, started_unix_s=time.time() - 200, ended_s=100, state="ended")
+    rundir.mark_latest(ended)
+    main(["diagnose"])
+    out = capsys.readouterr().out
+    assert f"note: another run here is not over (deadlocked): distdiag diagnose reports/{hangs.name}\n" in out
+    main(["diagnose", str(ended)])
+    assert "not over" not in capsys.readouterr().out
 
 
 def test_a_recording_that_ended_before_the_job_is_no_good_news(

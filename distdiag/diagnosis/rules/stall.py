@@ -25,7 +25,16 @@ from distdiag.diagnosis.model.snapshot import Call, Life, RankState
 from distdiag.diagnosis.model.syntax import line_at
 from distdiag.diagnosis.polled import hidden_error, polled_loop
 from distdiag.diagnosis.text.incident import implicit_text, verb
-from distdiag.diagnosis.text.phrases import NO_PROGRESS, at, op_text, where, where_stack, wheres
+from distdiag.diagnosis.text.phrases import (
+    NO_PROGRESS,
+    at,
+    op_text,
+    where,
+    where_stack,
+    wheres,
+    worker_text,
+    workers_of,
+)
 from distdiag.diagnosis.text.template import Template, filled
 from distdiag.diagnosis.waits.delays import incomplete, kept_waiting, motionless_s, outpaced
 from distdiag.diagnosis.waits.uncounted import unseen
@@ -286,10 +295,8 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
     doing = refined(_doing(r), line_at(r.current_site, facts.source))
     states = sorted((x.state for x in late), key=lambda state: state.rank)
     ranks = [state.rank for state in states]
-    workers = [(state, w) for state in states if doing == "data" for w in dict.fromkeys(state.workers) if w is not None]
+    workers = workers_of(s.ranks, ranks) if doing == "data" else ()
     left_open = _left_open(facts, r) if doing in ("lock", "queue", "worker") else None
-    worker = next((w for w in r.workers if w is not None), None) if doing == "data" else None
-    whose = "one of its workers" if len(r.workers) > 1 else "its worker"
     own = [x.workers for x in r.loaders if x.in_training]
     do = doing
     if doing == "data":
@@ -311,14 +318,14 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
         culprits=ranks, victims=victims, collective=call if call.op else None,
         where=(
             *(w for state in states for w in where_stack(state, state.user_stack, state.activity)),
-            *(where(state, "data_worker", w) for state, w in workers),
+            *workers,
         ),
         waiting=wheres(s, victims), step=r.step, first_seen_s=s.t_s - first.waited_s,
         missing=_missing_text(ranks, call, victim.rank),
         size=f", {size_text(call.bytes)}" if call.bytes else "", implicit=implicit_text(victim, call),
         does=f"{'it' if len(late) == 1 else 'each'} {_DOES.get(doing, 'is busy')}{at(r.current_site)}",
         loop=f", in the loop `{polled[0]}`{at(polled[1])}" if polled is not None else "",
-        worker=f", and {whose} is{at(worker)}" if worker is not None else "",
+        worker=worker_text(r) if doing == "data" else "",
         open=left_open[0] if left_open else "",
         handling=f", while it handles {pending_exception.handled(r)}" if r.handling else "",
         waited_s=first.waited_s,

@@ -103,6 +103,17 @@ def wheres(
     return tuple(where(snapshot.ranks[q], state, (sites or {}).get(q)) for q in ranks)
 
 
+def workers_of(states: Mapping[int, RankState], ranks: Iterable[int]) -> tuple[Where, ...]:
+    """Return the lines in which workers of these ranks' data loaders are."""
+    return tuple(where(states[q], "data_worker", w) for q in ranks for w in dict.fromkeys(states[q].workers) if w)
+
+
+def worker_text(r: RankState) -> str:
+    """Return `, and its worker is at data.py:14 in read`: the first worker of its data loader that is in a line of the user's."""
+    worker = next((w for w in r.workers if w is not None), None)
+    return f", and {'one of its workers' if len(r.workers) > 1 else 'its worker'} is{at(worker)}" if worker else ""
+
+
 def where_stack(r: RankState, stack: tuple[Site, ...], state: str | None = None, depth: int = 4) -> tuple[Where, ...]:
     """Return one rank's user frames, innermost first: the line that works, and the loop that called it."""
     out = []

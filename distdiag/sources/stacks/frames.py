@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import sys
@@ -96,9 +97,13 @@ class Stack(msgspec.Struct, frozen=True):
         return bool(self.frames) and self.frames[-1].name not in ("_bootstrap", "_bootstrap_inner")
 
     def users(self) -> Iterator[Frame]:
-        """Yield the user's frames, innermost first; those of packages only if there are no others."""
-        found = [f for f in self.frames if f.users]
-        yield from found or [f for f in self.frames if "-packages/" in f.file and not f.in_torch]
+        """Yield the user's frames, innermost first; those of packages only if there are no others.
+
+        Of a forked process only its own: the frames outside of its bootstrap are its parent's.
+        """
+        own = list(itertools.takewhile(lambda f: f.raw_name != "process._bootstrap", self.frames))
+        found = [f for f in own if f.users]
+        yield from found or [f for f in own if "-packages/" in f.file and not f.in_torch]
 
 
 class Process(msgspec.Struct, frozen=True):

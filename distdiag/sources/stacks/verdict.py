@@ -21,7 +21,7 @@ from distdiag.diagnosis.model.snapshot import Call, Group, Life, Model, RankStat
 from distdiag.diagnosis.model.syntax import Source, no_source
 from distdiag.diagnosis.text.incident import implicit_text, verb
 from distdiag.diagnosis.text.incident_finding import incident_finding
-from distdiag.diagnosis.text.phrases import NO_PROGRESS, at, op_text, where_stack, wheres
+from distdiag.diagnosis.text.phrases import NO_PROGRESS, at, op_text, where_stack, wheres, worker_text, workers_of
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.waits.graph import WaitGraph, build
 from distdiag.sources.stacks.calls import DEFAULT_GROUP, UNKNOWN_GROUP, Position
@@ -35,7 +35,9 @@ _DO = {a.word: a.do for a in ACTIVITIES if a.do}
 _LOOK_FOR = "look for what they wait for at these lines: a lock, a key of a store, a file, another process"
 _LOOK = "check that line; if it is only slow, the others continue when it is done"
 _stall = partial(Template, kinds.STALL)
-STALL = _stall("user_code", "{missing}{implicit}; {does}{moves}{reason}; {victims} {victims:waits|wait}", "", "{do}")
+STALL = _stall(
+    "user_code", "{missing}{implicit}; {does}{moves}{worker}{reason}; {victims} {victims:waits|wait}", "", "{do}"
+)
 APART = _stall("unknown", "{odd} {are} in {own}{own_site} where {rest} wait in {other}{other_site}, and none has moved{reason}",
                NO_PROGRESS, "compare the paths of the ranks to both lines: each must make as many of these calls as the others",
                severity=Severity.WARNING)  # fmt: skip
@@ -64,6 +66,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
         moved: It was elsewhere, or had other local variables, in an earlier sample.
         busy: It used its CPU between the samples, or computes; False where not known.
         open: Why it may yet move although it has not: `waited for a CPU for 4.1 of 6.0 s`; else empty.
+        workers: Where the workers of its data loader are, if it waits for them; None: in no line of the user's.
         life: RUNNING, STOPPED, or MISSING for a rank without a process where all should be.
     """
 
@@ -72,6 +75,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     moved: bool = False
     busy: bool = False
     open: str = ""
+    workers: tuple[Site | None, ...] = ()
     life: Life = Life.RUNNING
 
     @property
@@ -100,7 +104,7 @@ def snapshot_of(seen: Mapping[int, Seen]) -> Snapshot:
             state = replace(
                 state, blocked=call, current_site=at_.site, user_stack=at_.stack, host_blocked=not s.busy,
                 activity=at_.activity if call is not None or at_.call is None else "user_code",
-                models=(Model(),) if at_.phase else (), phase=at_.phase or "",
+                models=(Model(),) if at_.phase else (), phase=at_.phase or "", workers=s.workers,
             )  # fmt: skip
         if call is not None:
             names |= {call.group} - {UNKNOWN_GROUP}
@@ -169,7 +173,8 @@ def _stalls(s: Snapshot, graph: WaitGraph, seen: Mapping[int, Seen], source: Sou
         yield STALL(
             cause=word if word in ("data", "checkpoint") else "user_code", severity=Severity.INFO if moved else Severity.WARNING,
             culprits=ranks, victims=victims, collective=_unnumbered(call) if call.op else None,
-            where=(w for q in ranks for w in where_stack(s.ranks[q], s.ranks[q].user_stack)), waiting=wheres(s, victims),
+            where=(*(w for q in ranks for w in where_stack(s.ranks[q], s.ranks[q].user_stack)), *workers_of(s.ranks, ranks)),
+            waiting=wheres(s, victims), worker=worker_text(first),
             missing=missing, implicit=implicit_text(s.ranks[victims[0]], call),
             does=f"{verb(ranks, 'it', 'each')} {_DOES.get(word, 'is busy')}{at(first.current_site)}",
             moves=" and moves" if moved and not any(seen[q].open for q in ranks) else "", reason=condition, do=_DO.get(word) or _LOOK,
