@@ -21,11 +21,11 @@ from pathlib import Path
 
 import msgspec
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from benchmarks.endurance import Clock, resident_bytes
 
-RESULT = ROOT / "benchmarks" / "results" / "day.md"
+RESULT = Path(__file__).parent / "results" / "day.md"
 S = 10**9
 POLL_S = 8.0
 SPARE = 1.1  # of the bound: what one poll writes before a slice is thinned, and SQLite's log
