@@ -4,7 +4,7 @@
 
 The rows of the steps, of the state of all ranks (one frame per poll) and of one collective a step go through the code that makes and
 writes them in node 0's monitor, into a real database that is thinned as in a job; only the clock is faked. The polls are those of a
-calm job, eight seconds apart. Asserted: the database stays within its bound, once it has reached it, and memory does not grow after
+calm job, eight seconds apart, or once a step. Asserted: the database stays within its bound, once it has reached it, and memory does not grow after
 the first quarter. The result is written to benchmarks/results/day.md.
 """
 
@@ -21,11 +21,11 @@ from pathlib import Path
 
 import msgspec
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-from benchmarks.endurance import Clock, resident_bytes  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-RESULT = ROOT / "benchmarks" / "results" / "day.md"
+from benchmarks.endurance import Clock, resident_bytes
+
+RESULT = Path(__file__).parent / "results" / "day.md"
 S = 10**9
 POLL_S = 8.0
 SPARE = 1.1  # of the bound: what one poll writes before a slice is thinned, and SQLite's log
@@ -75,9 +75,10 @@ def day(ranks: int, hours: float, step_s: float, keep: int) -> list[tuple[float,
         writer = Writer(Path(folder) / "R", keep_bytes=keep)
         job, steps, windows, spent = Job(ranks, step_s), Steps(), Windows(), 0.0
         windows.take({q: window_of(job.kinds[q : q + 1]) for q in job.ranks})  # other nodes send theirs
-        polls, newest = round(hours * 3600 / POLL_S), dict.fromkeys(job.ranks, ())
+        poll_s = max(POLL_S, step_s)
+        polls, newest = round(hours * 3600 / poll_s), dict.fromkeys(job.ranks, ())
         for k in range(polls + 1):
-            clock.forward(int(POLL_S * S))
+            clock.forward(int(poll_s * S))
             t_s = (clock.now_ns - began_ns) / S
             for q, new in job.until(t_s).items():
                 steps.add(q, new)

@@ -10,6 +10,7 @@ from distdiag.store.checked import schema
 CHECK_S = 5.0  # between two checks of the size while it is within the bound
 LOW_WATER = 0.9  # thinning continues until the database is this fraction of the bound
 SLICE_ROWS = 20_000  # step rows at a time: about 60 ms
+SLICE_FRAMES = 500
 NEWEST_S = 600.0  # raw rows and frames of the newest ten minutes are touched last
 FRAME_EVERY_S = (10.0, 60.0, 600.0)  # spacing of the remaining older frames, coarser in each round
 MINUTES_TOGETHER = (10, 60)  # a month of per-minute means of a thousand ranks is 3 GB: then fewer, over longer
@@ -99,7 +100,11 @@ class Keeper:
         return lines
 
     def _slice(self, con: sqlite3.Connection, t_s: float) -> bool:
-        """Thin one slice of each table; False if nothing is left to thin."""
+        """Thin one slice of each table; False if nothing is left to thin.
+
+        Rows that have just become old are thinned, too, but are too few to matter: only a whole slice counts as change, or a
+        trickle of them would hide that the bound is not kept.
+        """
         old = t_s - self._newest_s
         changed = self._steps(con, old)
         changed |= self._frames(con, old)
@@ -140,10 +145,10 @@ class Keeper:
             " SELECT t_s, state, CAST(t_s / ?1 AS INTEGER) AS slot,"
             " lead(CAST(t_s / ?1 AS INTEGER)) OVER w AS next_slot, lag(state) OVER w AS before FROM frame"
             " WHERE t_s < ?2 WINDOW w AS (ORDER BY t_s))"
-            " WHERE slot = next_slot AND state = before LIMIT 500)",
-            (every, old),
+            " WHERE slot = next_slot AND state = before LIMIT ?3)",
+            (every, old, SLICE_FRAMES),
         ).rowcount
-        return gone > 0
+        return gone == SLICE_FRAMES
 
     def _minutes(self, con: sqlite3.Connection, old: float) -> bool:
         """Put the means of the oldest minutes together that are not yet; False if there are none."""
@@ -188,4 +193,4 @@ class Keeper:
             f"DELETE FROM {table} WHERE ({key}) IN (SELECT {key} FROM {table} WHERE t_s < ? LIMIT ?)",
             (old, SLICE_ROWS // 4),
         ).rowcount
-        return gone > 0
+        return gone == SLICE_ROWS // 4

@@ -259,7 +259,8 @@ def test_minutes_of_a_long_run_are_put_together_before_the_bound_is_exceeded(tmp
     before = database_bytes(con)
     keeper = Keeper(keep_bytes=before // 12, check_s=0.0)
     reported: list[str] = []
-    for _ in range(1000):
+    for seq in range(1000):
+        con.execute("INSERT INTO collective (pgroup, seq, t_s) VALUES ('g', ?, 0.0)", (seq,))  # rows always become old
         reported += keeper.tick(con, minutes * 60.0)
         keeper._check_at = 0.0
     assert database_bytes(con) <= before // 12 and not any("stays at" in s for s in reported)
