@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -209,7 +210,8 @@ def test_connections_without_a_key_are_few_and_cost_no_node_its_own(
             strangers.append(socket.create_connection(("127.0.0.1", own.port), timeout=1.0))
 
     try:
-        connect(20)
+        with contextlib.suppress(TimeoutError):  # the port may be shut before the last of them
+            connect(20)
         assert a.server is not None
         wait_for(lambda: len(a.server._connections) > 6, 10, "the limit")
         with pytest.raises(TimeoutError):  # libzmq alone takes all of them
