@@ -135,7 +135,7 @@ class Keeper:
             return False
         con.execute(_TO_MINUTES, {"cut": cut})
         con.execute("DELETE FROM step WHERE step < ?", (cut,))
-        return True
+        return row is not None and cut == row[0]
 
     def _frames(self, con: sqlite3.Connection, old: float) -> bool:
         every = FRAME_EVERY_S[self._frame_round]
