@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+from distdiag import files
 from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import Snapshot
@@ -55,7 +56,7 @@ class TapeWriter:
         try:
             if path.exists():  # of a monitor that was killed
                 path.replace(path.with_name("before." + NAME))
-            self._file = path.open("wb", buffering=0)
+            self._file = os.fdopen(files.open_own(run_dir, NAME, os.O_WRONLY | os.O_TRUNC), "wb", buffering=0)
             self._file.write(ZLIB)
         except OSError as e:
             self._fail(e.strerror or str(e))

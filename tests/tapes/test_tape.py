@@ -101,6 +101,18 @@ def test_a_tape_has_every_snapshot_and_leads_to_the_same_findings(tmp_path: Path
     assert judge_file(tmp_path / NAME).findings == tuple(live.findings)
 
 
+def test_a_tape_is_the_users_alone_and_follows_no_link(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_text("kept")
+    (tmp_path / "run").mkdir(mode=0o700)
+    (tmp_path / "run" / "run.tape").symlink_to(other)
+    writer = TapeWriter(tmp_path / "run", 1 << 20)
+    writer.close()
+    assert other.read_text() == "kept"
+    tape = tmp_path / "run" / "run.tape"
+    assert tape.stat().st_mode & 0o777 == 0o600 and not tape.is_symlink()
+
+
 def test_secrets_in_sources_are_masked(tmp_path: Path) -> None:
     written(tmp_path, WAITING[:2])
     text = read_tape(tmp_path / NAME).sources["/job/train.py"]
