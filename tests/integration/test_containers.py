@@ -191,6 +191,9 @@ def test_two_users_record_in_one_working_directory_at_once(place: Path) -> None:
         "for user in 12345 12346; do for q in 0 1; do\n"
         f"RANK=$q LOCAL_RANK=$q MASTER_PORT=$user setpriv --reuid $user --regid $user --clear-groups "
         f"{sys.executable} {place}/job.py >{place}/out.$user.$q 2>&1 &\ndone; done; wait\n"
+        # the monitors write the end after the ranks have ended
+        f"for i in $(seq 600); do [ $(ls -d {work}/reports/[0-9]*/.node_0.ended {tmp}/distdiag-*/reports/[0-9]*/.node_0.ended 2>/dev/null | wc -l)"
+        " = 2 ] && break; sleep 0.1; done\n"
         "for user in 12345 12346; do\n"
         f"setpriv --reuid $user --regid $user --clear-groups {sys.executable} -m distdiag diagnose --json >{place}/verdict.$user\ndone\n"
     )
