@@ -91,9 +91,9 @@ def command(
         )
     if tape is not None:
         return _write_tape(rundir.resolve(run), tape, force)
+    run_dir = rundir.resolve(run)
     if format == "html":
         need(("jinja2", "matplotlib"), "the HTML report")
-    run_dir = rundir.resolve(run)
     default = FORMATS[format]
     if output == "-" or (output is None and default is None):
         _write(run_dir, format, sys.stdout.buffer, last_steps)

@@ -440,6 +440,14 @@ def test_a_message_of_two_lines_is_one_finding(tmp_path: Path) -> None:
     assert diagnose(tmp_path, live + cleared).findings == ()
 
 
+def test_a_job_that_distdiag_saw_end_has_ended(tmp_path: Path) -> None:
+    end = "step 768\n\n[distdiag] the job ended: all ranks ended normally after 768 steps\n"
+    report = diagnose(tmp_path, end + "[distdiag] nothing found\n")
+    assert (report.state, report.findings, report.unjudged) == ("ended", (), None)
+    late = diagnose(tmp_path, end + "[distdiag]   warning straggler: rank 1 is 40 ms slower\n")
+    assert late.state == "ended" and only(late).kind == "straggler"
+
+
 def test_what_distdiag_took_back_is_no_finding(tmp_path: Path) -> None:
     message = LIVE.splitlines()[1].partition("  ")[2]
     report = diagnose(tmp_path, LIVE + f"[distdiag] cleared, the job continues: error mismatch: {message}\n")

@@ -30,6 +30,7 @@ _SITE = bounded(
     r"(?:last seen at )?(?P<file>.{1,400}?):(?P<line>\d{1,7})(?: in (?P<function>[^(]{1,200}?))? \(ranks? (?P<ranks>[\d, ]{1,60})"
 )
 _VERDICT = bounded(r"verdict: distdiag diagnose (?P<run>\S.{0,400}?)    report: ")
+_ENDED = "the job ended"
 _NODE = bounded(r"node \d{1,6}: ")
 
 
@@ -39,11 +40,13 @@ class Recorded:
 
     Attributes:
         run: The run directory that the last summary names.
+        ended: The job ended, and no rank failed.
         line: Number of the first line of distdiag's in its file.
         found: By (kind, message), so that the summary does not repeat what was printed before.
     """
 
     run: str | None = None
+    ended: bool = False
     line: int | None = None
     found: dict[tuple[str, str], Finding] = field(default_factory=dict)
     _open: tuple[str, str] | None = None  # the finding whose details may follow
@@ -69,6 +72,8 @@ class Recorded:
                     self._keep(m, None, Certainty.SUSPECTED)
             elif (m := _VERDICT.match(text)) is not None:
                 self.run = m["run"]
+            elif text == _ENDED or text.startswith(f"{_ENDED}: "):
+                self.ended = True
 
     def findings(self) -> list[Finding]:
         """Return the errors and warnings, errors first.

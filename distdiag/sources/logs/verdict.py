@@ -91,14 +91,15 @@ def judge_logs(
         findings, text = judge(found)
     found.ranks |= {w.rank for f in findings for w in (*f.where, *f.waiting)}
     error = any(f.severity == Severity.ERROR for f in findings)
+    ended = found.recorded.ended
     return Report(
         run=", ".join(map(str, given)),
-        state=State.FAILED if error or text else State.RUNNING,
+        state=State.FAILED if error or text else State.ENDED if ended else State.RUNNING,
         world_size=_world(found),
         ranks_seen=len(found.ranks),
         findings=tuple(findings),
         notes=tuple(_notes(found, bool(findings or text))),
-        unjudged=None if findings or text else f"{NO_KNOWN_ERROR} in {count(len(found.files), 'log')}",
+        unjudged=None if findings or text or ended else f"{NO_KNOWN_ERROR} in {count(len(found.files), 'log')}",
         state_text=text,
     )
 

@@ -65,6 +65,8 @@ def test_the_advice_fits_the_buckets() -> None:
         gradient_as_bucket_view=True
     )
     assert "below 100" in advice(buckets=1) and "raise `bucket_cap_mb`" in advice(buckets=200)
+    # of a small model neither: each would lead to the other
+    assert all("bucket_cap_mb" not in advice(buckets=n, bytes=MIB * 5 // 4) for n in (1, 2))
 
 
 def test_the_advice_has_the_gain_and_its_limits() -> None:
