@@ -122,15 +122,13 @@ def _with_counts(
         notes.append("the flight records of all ranks show no other reason")
         return replace(found, notes=(*found.notes, *notes))
     first, of_stacks = decided[0], next(iter(found.findings), None)
-    if of_stacks is None:
-        pass
-    elif first.certainty != Certainty.PROVED and set(first.culprits) == set(of_stacks.culprits):
+    if of_stacks is not None and first.certainty != Certainty.PROVED and set(first.culprits) == set(of_stacks.culprits):
         # the same ranks: stacks have the better text, the records the number
         number = first.collective.seq if first.collective is not None else None
         notes.append(f"the flight records agree: {first.message}")
         numbered = of_stacks.collective and replace(of_stacks.collective, seq=number)
         decided = [replace(of_stacks, collective=numbered), *found.findings[1:]]
-    else:
+    elif of_stacks is not None:
         notes.append(f"by stacks alone: {of_stacks.message}")
     proved = any(f.certainty == Certainty.PROVED for f in decided)
     state = State.DEADLOCKED if proved else found.state
@@ -193,8 +191,9 @@ def _newest(samples: list[Sample]) -> Process | None:
 
 def _unsure(p: Candidate, samples: list[Sample]) -> bool:
     newest = _newest(samples)
-    may_wait = newest is not None and (newest.judged.idle is not False or p.has_device)
-    return newest is not None and may_wait and position(newest.judged).unsure
+    if newest is None or (newest.judged.idle is False and not p.has_device):
+        return False
+    return position(newest.judged).unsure
 
 
 def _moved(samples: list[Sample]) -> bool:

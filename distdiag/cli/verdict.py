@@ -115,7 +115,7 @@ def notes_on_latest(path: Path) -> Iterator[str]:
 
     if (name := rundir.unreported_launch(path)) is not None:
         yield f"a newer launch ({printable(name)}) has not reported yet"
-    for other in rundir.recorded_beside(path):
+    for other in rundir.other_runs(path):
         with suppress(RunUnreadable), open_run(other) as run:
             if monitor_of(run.meta) is Monitor.LIVE:
                 command = f"distdiag diagnose {shlex.quote(rundir.shown(other))}"

@@ -90,9 +90,7 @@ class Diagnosis:
     rules: tuple[Rule, ...] = RULES
     _history: History = field(init=False)
     _slow_at: float = -1.0
-    _seconds: int = (
-        1  # evaluations of the last one's kinds that it stands for: polls may be further apart than a second
-    )
+    _seconds: int = 1  # from the last evaluation of slow kinds to this one: polls may be further apart than a second
 
     def __post_init__(self) -> None:
         self._history = History(without=self.without)

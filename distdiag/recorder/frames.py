@@ -27,10 +27,8 @@ if os.environ.get("DISTDIAG_PURE") != "1" and not sysconfig.get_config_var("Py_G
         pass
 
 USER, PACKAGE, LIBRARY, BACKEND, BOOTSTRAP = 2, 1, 0, -1, -2
-_BOOTSTRAP = (
-    f"{os.sep}multiprocessing{os.sep}process.py",
-    "_bootstrap",
-)  # outside of it are the frames of a forked child's parent
+# outside of this function are the frames of a forked child's parent
+_BOOTSTRAP = f"{os.sep}multiprocessing{os.sep}process.py", "_bootstrap"
 # Packages, or parts, that run tasks of others in a worker: while a worker waits for the next one, none of the job's code runs.
 _RUNNERS = tuple(f"-packages{os.sep}{name}{os.sep}" for name in (f"ray{os.sep}_private", "execnet", "ipykernel"))
 HELPER_LINES = 15  # of a helper, at most

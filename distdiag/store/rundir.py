@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import shlex
@@ -24,7 +25,7 @@ DATABASE = "run.db"
 POINTER = "run.db.where"  # JSON {"host", "path"}: the database is on a local disk while the run lasts
 _RECORDED = {DATABASE, POINTER, ".node_0"}  # any of them marks a run directory
 _DEFAULT_NAME = re.compile(r"\d{8}-\d{6}-")
-BESIDE = 16  # other runs of a directory that are asked whether they run
+MOST_OTHERS = 16  # runs of a directory that are checked for one that is not over
 STARTING_S = 600.0  # an older directory without a database belongs to a launch that failed early
 CREATE = "torchrun --standalone --nproc-per-node 2 -m distdiag.run train.py"
 
@@ -201,12 +202,14 @@ def unreported_launch(latest: Path) -> str | None:
     return None
 
 
-def recorded_beside(latest: Path) -> list[Path]:
-    """Return the other runs in the directory of `latest`, the newest first, at most `BESIDE`."""
+def other_runs(latest: Path) -> list[Path]:
+    """Return the other runs in the directory of `latest`, the newest first, at most `MOST_OTHERS`."""
     with contextlib.suppress(OSError):
         current = latest.resolve().name
-        runs = (p for p in latest.parent.iterdir() if _DEFAULT_NAME.match(p.name) and p.name != current and has_run(p))
-        return sorted(runs, key=lambda p: p.name, reverse=True)[:BESIDE]
+        names = (p.name for p in latest.parent.iterdir() if _DEFAULT_NAME.match(p.name) and p.name != current)
+        # by name first: a directory may have thousands of runs
+        runs = (latest.parent / name for name in sorted(names, reverse=True))
+        return list(itertools.islice(filter(has_run, runs), MOST_OTHERS))
     return []
 
 

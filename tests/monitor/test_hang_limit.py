@@ -34,7 +34,7 @@ def test_only_a_time_is_a_limit(monkeypatch: pytest.MonkeyPatch, value: str, lim
 
 
 def test_no_rank_runs_on_when_the_first_is_ended(tmp_path: Path) -> None:
-    """A rank that outlived its peer, if only for a moment, would print an error of its own."""
+    """A rank that outlives its peer prints an error, which would hide the hang."""
     ranks, pages = [], {}
     try:
         for i in range(12):
