@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -98,7 +98,11 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-if __name__ == "__main__":
+def run() -> NoReturn:
     code = main(sys.argv[1:])
     sys.stdout.flush()
     os._exit(code)  # its threads wait on pidfds and sockets and need no cleanup
+
+
+if __name__ == "__main__":
+    run()

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
-import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,18 @@ class Options:
 
 options = Options()  # for this process and its children
 LOCK = "monitor.lock"
+STARTED_S = 20.0  # the monitor's first half ends at once
+# What the job has open is not the monitor's. Python's own library comes first on the path: a package may have a module of the same name.
+_PROGRAM = """\
+import contextlib, json, os, sys
+for fd in {int(fd) for fd in os.listdir("/proc/self/fd")} - {0, 1, 2, int(sys.argv[2])}:
+    with contextlib.suppress(OSError):
+        os.close(fd)
+sys.path += json.loads(sys.argv[1])
+sys.argv[:] = ["distdiag.monitor", *sys.argv[3:]]
+import distdiag.monitor.__main__ as program
+program.run()
+"""
 STARTS = 6  # most starts of one node's monitor: one that dies each time is a bug of ours, and costs the job CPU
 
 
@@ -116,28 +129,45 @@ def monitor_runs(pages: Path) -> bool:
 
 
 def _start(run_dir: Path, pages: Path, node: int, overflow: Path, lock: int, quiet: bool) -> None:
-    package_root = str(Path(__file__).resolve().parents[2])
-    env = {k: v for k, v in os.environ.items() if k not in ("LD_PRELOAD", "PYTHONSTARTUP", "PYTHONINSPECT")}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, env.get("PYTHONPATH", "")]))
+    """Start the monitor below `subprocess` and without `site`, by which debuggers, tracers and profilers follow a process's children.
+
+    A monitor that they traced would cost the job time, and one that waits for its children (viztracer) would wait for the monitor, which
+    waits for it.
+
+    Raises:
+        OSError: no process could be started, or its first half did not end.
+    """
+    env = {k: v for k, v in os.environ.items() if k not in ("LD_PRELOAD", "PYTHONPATH", "PYTHONINSPECT")}
     command = [
-        sys.executable, "-P", "-m", "distdiag.monitor", str(run_dir), "--pages", str(pages), "--overflow", str(overflow),
-        "--node", str(node), *["--for-reader"] * quiet, *["--quiet"] * (quiet or options.quiet),
+        _interpreter(), "-P", "-S", "-c", _PROGRAM, json.dumps(_import_path()), str(lock), str(run_dir), "--pages", str(pages),
+        "--overflow", str(overflow), "--node", str(node), *["--for-reader"] * quiet, *["--quiet"] * (quiet or options.quiet),
         *(["--keep", str(options.keep_bytes)] if options.keep_bytes else []), *["--tape"] * options.tape,
         *(["--metrics", options.metrics] if options.metrics is not None else []),
         *(["--nodes-port", str(options.nodes_port)] if options.nodes_port else []),
     ]  # fmt: skip
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        # the job's: findings of severity error are printed there, when they happen
-        stderr=subprocess.DEVNULL if quiet else None,
-        env=env,
-        start_new_session=True,
-        close_fds=True,
-        pass_fds=(lock,),
-    )
-    process.wait(timeout=20)
+    # stderr is the job's: findings of severity error are printed there, when they happen
+    actions = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in range(2 + quiet)]
+    actions.append((os.POSIX_SPAWN_DUP2, lock, lock))  # a descriptor duplicated onto itself is inherited
+    pid = os.posix_spawn(command[0], command, env, file_actions=actions, setsid=True)
+    deadline = time.monotonic() + STARTED_S
+    with contextlib.suppress(ChildProcessError):  # the script's own handler of SIGCHLD has waited for it
+        while not os.waitpid(pid, os.WNOHANG)[0]:
+            if time.monotonic() > deadline:
+                raise TimeoutError("the monitor did not start")
+            time.sleep(0.005)
+
+
+def _interpreter() -> str:
+    """Return the running interpreter; sys.executable may be a tool's wrapper (scalene), or the process no interpreter."""
+    running = os.path.realpath("/proc/self/exe")
+    return running if "python" in os.path.basename(running) or not sys.executable else sys.executable
+
+
+def _import_path() -> list[str]:
+    """Return where this process finds packages: distdiag's own directory first, the script's after all that are installed."""
+    found = [p for p in sys.path if isinstance(p, str) and os.path.isabs(p)]
+    installed = ("site-packages", "dist-packages")
+    return [str(Path(__file__).resolve().parents[2]), *sorted(found, key=lambda p: not p.endswith(installed))]
 
 
 class Watch:

@@ -1,6 +1,7 @@
 """The witness: torch's C++ worker server on a unix socket. It responds even while a thread holds the GIL and does not return.
 
-It serves the flight recorder and all stacks to the monitor. The socket is in a directory of mode 0700.
+It serves the flight recorder and all stacks to the monitor. The socket is in a directory of mode 0700. Its handlers are C++'s:
+`torch.distributed.debug` adds one in Python, which C++ destroys when Python is gone (ddtrace: SIGABRT).
 
 The server's thread aborts the process if its socket is closed, and a script may close descriptors that it did not open
 (`os.closerange`). So the server has a separate descriptor table, in which only its sockets are open.
@@ -89,9 +90,6 @@ def start(path: Path) -> Server | None:
     server_class = getattr(c10d, "_WorkerServer", None)
     if server_class is None or len(os.fsencode(path)) > MAX_SOCKET_PATH:
         return None
-    # importing it registers the handlers and starts nothing
-    import torch.distributed.debug  # noqa: F401
-
     level = _log_level()
     if level is None:  # the server would print into the job's stderr
         return None

@@ -64,6 +64,7 @@ _DO = {
     "SIGBUS": "a full /dev/shm or a truncated mapped file: check `df /dev/shm`",
     "signal": "read the rank's own stderr above: what did the library print before the rank died?",
     "worker": "read what the DataLoader's worker printed before it ended (code or signal above), or run once with num_workers=0",
+    "exit": "search the script for what exits with this code; started by `-m distdiag.run`, the verdict has its line",
     "unused": "use the output of every parameter in the loss, freeze those that are not used before DDP, or pass "
     "find_unused_parameters=True",
 }
@@ -144,7 +145,9 @@ def _repair(
     if (row := known(first)) is not None:
         return row[1] + ("; the other ranks' errors follow from it" if echoes else "")
     # a worker's end is raised wherever the main thread is
-    do = _DO["worker"] if _WORKER.search(text) else f"fix {site_text(first.current_site) or 'the exception'}"
+    do = _DO["worker"] if _WORKER.search(text) else _DO["exit"] if not (text or first.current_site) else (
+        f"fix {site_text(first.current_site) or 'the exception'}"
+    )  # fmt: skip
     return do + ("; the other ranks' errors follow from it" if echoes else "")
 
 

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
+from signal import SIGHUP, SIGINT, SIGQUIT, SIGTERM
 from typing import Any
 
 from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Site, issue_stack
@@ -56,6 +57,15 @@ class Gauges:
 _SAMPLED = ("rss_bytes", "cpu_pct", "queued_share", "workers_starved", "workers_busy", "cpus")
 _WRITTEN = ("rank", "node", "local_rank", "pid", "step")  # in the header, under the same names
 _sampled, _written = attrgetter(*_SAMPLED), attrgetter(*_WRITTEN)
+# A handler of these signals that ends the script does so with 128 + their number, by convention.
+_BY_HANDLER = {128 + n: int(n) for n in (SIGTERM, SIGINT, SIGHUP, SIGQUIT)}
+
+
+def _of_exit(code: int) -> tuple[str, int | None, int | None]:
+    """Return (life, exit code, signal) of a process that ended with this code."""
+    if code in _BY_HANDLER:
+        return Life.KILLED, None, _BY_HANDLER[code]
+    return (Life.CRASHED if code else Life.FINISHED), code, None
 
 
 class RankView:
@@ -109,12 +119,13 @@ class RankView:
             if h.life == LifeWord.RAISED:
                 return Life.CRASHED, end.exit_code if end.exit_code is not None else 1, None
             if h.life == LifeWord.EXITING:
-                code = h.exit_code  # the script's; a signal afterwards came during interpreter shutdown
-                return (Life.FINISHED if code == 0 else Life.CRASHED), code, end.signal
+                # the recorder knows the code only where it runs the script
+                life, code, signal = _of_exit(h.exit_code or end.exit_code or 0)
+                return life, code, signal or end.signal  # a signal afterwards came during interpreter shutdown
             if h.life == LifeWord.LEFT_GROUP and self._at_rest():
                 return Life.FINISHED, None, None
             if end.exit_code is not None:
-                return (Life.FINISHED if end.exit_code == 0 else Life.CRASHED), end.exit_code, None
+                return _of_exit(end.exit_code)
             if h.life == LifeWord.LEFT_GROUP and end.signal in (None, 6):
                 return Life.FINISHED, None, None
             return Life.KILLED, None, end.signal
@@ -125,7 +136,7 @@ class RankView:
         if h.life == LifeWord.DETACHED:
             return Life.DETACHED, None, None
         if h.life == LifeWord.EXITING:
-            return (Life.FINISHED if h.exit_code == 0 else Life.CRASHED), h.exit_code, None
+            return _of_exit(h.exit_code)
         if h.life == LifeWord.LEFT_GROUP and not h.blocked:
             return Life.FINISHED, None, None
         return (Life.STARTING if h.life == LifeWord.STARTING and not h.step else Life.RUNNING), None, None
@@ -256,6 +267,8 @@ class RankView:
         if life in (Life.CRASHED, Life.FINISHED) and h.exception_depth:  # where it raised, or called sys.exit
             stack = tuple(s for i in range(h.exception_depth) if (s := self.decoder.site(h.exception_stack[i])))
             return stack, stack[0] if stack else site
+        if h.life == LifeWord.EXITING:
+            return (), None  # where it called sys.exit is known only where the recorder runs the script
         if life == Life.KILLED and (entered := self._entered(self.s(h.stack_ns) or 0.0)) is not None:
             return (entered, *(frame for frame in stack if frame.function != entered.function)), entered
         return stack, site
