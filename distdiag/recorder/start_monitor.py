@@ -33,6 +33,7 @@ class Options:
 
 options = Options()  # for this process and its children
 LOCK = "monitor.lock"
+MAX_PATHS = 200  # of a build system's; the kernel takes arguments of up to 128 KiB
 STARTED_S = 20.0  # the monitor's first half ends at once
 # What the job has open is not the monitor's. Python's own library comes first on the path: a package may have a module of the same name.
 _PROGRAM = """\
@@ -167,7 +168,8 @@ def _import_path() -> list[str]:
     """Return where this process finds packages: distdiag's own directory first, the script's after all that are installed."""
     found = [p for p in sys.path if isinstance(p, str) and os.path.isabs(p)]
     installed = ("site-packages", "dist-packages")
-    return [str(Path(__file__).resolve().parents[2]), *sorted(found, key=lambda p: not p.endswith(installed))]
+    found.sort(key=lambda p: not p.endswith(installed))
+    return [str(Path(__file__).resolve().parents[2]), *found[:MAX_PATHS]]
 
 
 class Watch:
