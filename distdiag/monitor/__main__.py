@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
     from distdiag.store.liveness import MONITOR_LOG
 
     def log() -> TextIO:
-        return open(files.open_own(options.run_dir, MONITOR_LOG, os.O_WRONLY | os.O_APPEND), "a")
+        return open(files.open_own(options.run_dir, MONITOR_LOG, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8")
 
     try:
         faulthandler.enable(log())

@@ -140,7 +140,7 @@ def _start(run_dir: Path, pages: Path, node: int, overflow: Path, lock: int, qui
     """
     env = {k: v for k, v in os.environ.items() if k not in ("LD_PRELOAD", "PYTHONPATH", "PYTHONINSPECT")}
     command = [
-        _interpreter(), "-P", "-S", "-c", _PROGRAM, json.dumps(_import_path()), str(lock), str(run_dir), "--pages", str(pages),
+        _interpreter(), "-P", "-S", "-X", "utf8", "-c", _PROGRAM, json.dumps(_import_path()), str(lock), str(run_dir), "--pages", str(pages),
         "--overflow", str(overflow), "--node", str(node), *["--for-reader"] * quiet, *["--quiet"] * (quiet or options.quiet),
         *(["--keep", str(options.keep_bytes)] if options.keep_bytes else []), *["--tape"] * options.tape,
         *(["--metrics", options.metrics] if options.metrics is not None else []),

@@ -52,7 +52,7 @@ def schema() -> dict[str, dict[str, tuple[str, bool]]]:
     """Return table -> column -> (declared type, True if a row needs it), by schema.sql."""
     con = sqlite3.connect(":memory:")
     try:
-        con.executescript(SCHEMA.read_text())
+        con.executescript(SCHEMA.read_text("utf-8"))
         tables = [n for (n,) in con.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
         return {
             t: {r[1]: (r[2], bool(r[5]) or r[1] in _NEEDED.get(t, ())) for r in con.execute(f"PRAGMA table_info({t})")}

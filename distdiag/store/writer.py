@@ -145,7 +145,7 @@ class Writer:
                 con.execute("PRAGMA journal_mode = WAL")
                 con.execute("PRAGMA synchronous = NORMAL")
                 con.execute(f"PRAGMA journal_size_limit = {64 * 2**20}")
-                con.executescript(SCHEMA.read_text())
+                con.executescript(SCHEMA.read_text("utf-8"))
             except BaseException:
                 con.close()
                 raise

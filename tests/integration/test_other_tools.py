@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import textwrap
 from pathlib import Path
@@ -61,6 +62,18 @@ ENDS_BY_ITSELF = """
     time.sleep(60)
 """
 
+ABORTS = """
+    import os, time
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method="file://" + os.path.abspath("store"), rank=0, world_size=1)
+    dist.all_reduce(torch.ones(1))
+    while not os.path.exists("run/run.db"):
+        time.sleep(0.1)
+    time.sleep(2)
+    os.abort()  # – as gloo does
+"""
 WAITS = """
 import subprocess, sys, time
 job = subprocess.Popen(sys.argv[1:])
@@ -99,3 +112,19 @@ def test_the_exit_code_says_how_a_rank_ended(tmp_path: Path, code: int, shown: s
         closed(tmp_path / "run")
     told = distdiag("diagnose", tmp_path / "run").stdout
     assert shown in told and absent not in told
+
+
+def test_a_script_that_a_tool_executes_has_its_absolute_path_in_any_locale(tmp_path: Path) -> None:
+    """Profilers compile a script under the name in their arguments, and faulthandler writes that name when a signal kills the rank."""
+    (tmp_path / "job.py").write_text(textwrap.dedent(ABORTS), "utf-8")
+    env = {
+        "DISTDIAG": "1", "DISTDIAG_RUN_DIR": str(tmp_path / "run"),
+        "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0",
+    }  # fmt: skip
+    executes = "exec(compile(open('job.py', encoding='utf-8').read(), 'job.py', 'exec'))"
+    with start([sys.executable, "-c", executes], cwd=tmp_path, env=env) as job:
+        assert job.wait() == -6, job.tail()
+        closed(tmp_path / "run")
+    told = distdiag("diagnose", "--json", tmp_path / "run", env=env)
+    (found,) = json.loads(told.stdout)["findings"]
+    assert found["where"][0]["file"] == str(tmp_path / "job.py"), told.stdout + told.stderr

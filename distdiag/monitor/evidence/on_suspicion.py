@@ -134,7 +134,8 @@ class Gatherer:
         self._keep_stack(v, now_s, ask.main_stack(threads))
 
     def _keep_stack(self, v: RankView, now_s: float, frames: list[tuple[str, int, str]]) -> None:
-        mine = tuple(Site(f, n, name) for f, n, name in frames if is_users(f, v.decoder.backend_files))
+        known = v.decoder.path_of
+        mine = tuple(Site(known(f), n, name) for f, n, name in frames if is_users(f, v.decoder.backend_files))
         if mine:
             self.stuck_stacks[v.rank] = (now_s, mine)
 

@@ -60,6 +60,11 @@ class PageDecoder:
             self._sites[offset] = site
         return self._sites[offset]
 
+    def path_of(self, file: str) -> str:
+        """Return the absolute path of a file that Python names relative to a directory of the job; itself if it is not known."""
+        known = {s.file for s in self._sites.values() if s is not None and s.file.endswith(f"/{file}")}
+        return known.pop() if len(known) == 1 else file
+
     def stack(self) -> tuple[Site, ...]:
         """Return the user's frames of the main thread, innermost first, from the newest sample of the pulse."""
         return self.stack_of(bytes(self.header.stack)[: self.header.stack_depth * 8])

@@ -30,7 +30,7 @@ def write(results: list[Result], options: Options) -> None:
         say_json(text) if options.output_format == "json" else say(text, drawn=True)
         return
     try:
-        Path(options.output).write_text(text + "\n")
+        Path(options.output).write_text(text + "\n", "utf-8")
     except OSError as e:
         raise DistdiagError(f"cannot write {options.output}: {e.strerror}", "choose another file with --output") from e
     say(f"written: {options.output}", err=True)

@@ -174,7 +174,7 @@ def read_link(text: str) -> Link:
 
 def _measured_link(path: str, hint: str) -> Link:
     try:
-        data = json.loads(Path(path).read_text())
+        data = json.loads(Path(path).read_text("utf-8"))
     except OSError as e:
         raise DistdiagError(f"--link {path}: neither a number nor a file ({e.strerror})", hint) from None
     except ValueError:

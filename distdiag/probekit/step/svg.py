@@ -23,7 +23,7 @@ _MOST_OF_AXIS = 2.0  # a wide interval is cut off instead of compressing the cha
 def write(result: Result, path: str) -> None:
     """Write the charts."""
     try:
-        Path(path).write_text(draw(result))
+        Path(path).write_text(draw(result), "utf-8")
     except OSError as e:
         raise DistdiagError(f"cannot write {path}: {e.strerror}", "choose another file with --svg") from e
 
