@@ -12,7 +12,7 @@ def autoload() -> None:
         import sys
 
         named = "distdiag.run" in sys.argv or "distdiag.train" in sys.argv
-        if os.environ.get("DISTDIAG", "0") != "0" and not named:
+        if (os.environ.get("DISTDIAG") or "0") != "0" and not named:
             from distdiag import everywhere
 
             everywhere.install()

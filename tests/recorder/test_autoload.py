@@ -33,3 +33,12 @@ def test_torch_is_imported_where_distdiag_cannot_be(tmp_path: Path, package: str
     )
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
+
+
+@pytest.mark.parametrize(("value", "installed"), [("1", True), ("0", False), ("", False), (None, False)])
+def test_an_empty_variable_is_as_one_that_is_not_set(value: str | None, installed: bool) -> None:
+    """A template of a cluster has `DISTDIAG=${RECORD:-}`."""
+    program = f"from {MODULE.stem} import autoload\nimport sys\nautoload()\nprint('distdiag.everywhere' in sys.modules)"
+    env = {"PYTHONPATH": str(REPOSITORY), **({} if value is None else {"DISTDIAG": value})}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{installed}\n", done.stderr
