@@ -171,10 +171,10 @@ def test_a_file_that_kills_its_reader_is_listed_and_the_others_are_judged(
 ) -> None:
     real = lines.lines
 
-    def deadly(path: Path, bounds: lines.Bounds) -> Iterator[tuple[int, str]]:
+    def deadly(path: Path, bounds: lines.Bounds, column: int | None) -> Iterator[tuple[int, str]]:
         if path.name == "bad.log":
             os.abort()
-        return real(path, bounds)
+        return real(path, bounds, column)
 
     monkeypatch.setattr(lines, "lines", deadly)
     (tmp_path / "bad.log").write_text("Error\n")

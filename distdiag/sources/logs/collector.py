@@ -77,10 +77,7 @@ class Collector:
                     raise OSError(refused[str(path)])
                 announce(str(path), path.stat().st_size)
                 bounds.start(path)
-                column = self._wrapped.get(path)
-                for number, text in (
-                    lines.lines(path, bounds) if column is None else lines.unwrapped(path, column, bounds)
-                ):
+                for number, text in lines.lines(path, bounds, self._wrapped.get(path)):
                     for message, who in messages(plain(text)):
                         self._read_line(path, number, message[:MAX_MESSAGE], who)
             except OSError as e:

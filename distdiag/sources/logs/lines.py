@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from distdiag import guard
+from distdiag.sources.logs import folded
 from distdiag.sources.logs.patterns import BEGINS, HEADS, NEEDLES, WEAK
 
 BLOCK_BYTES = 1 << 16
@@ -37,7 +38,8 @@ MAX_BYTES = 32 << 30  # limit of one unpacked file
 WRAPPED_LINES, TERMINALS = 4, (60, 400)  # lines of exactly the largest length; usual widths of terminals
 _BOMS = ((b"\xff\xfe\x00\x00", "utf-32-le"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
 _DIGITS = b"0123456789"
-_COLOURS = re.compile(rb"\x1b\[[\d;]{0,30}[A-Za-z]")  # they may stand inside a needle
+_COLOURS = re.compile(rb"\x1b\[[;]{0,30}[A-Za-z]")  # without digits; they may stand inside a needle
+_COMMON = (b"\x1b[m", b"\x1b[;m", b"\x1b[K")  # of these; cheaper to remove
 _OF_WRITER = re.compile(rb"(?:ank|RANK|ask|ode|rocess|worker|gpu|GPU|pid|\[)[s :=]{0,3}(\d{1,9})")
 _PIDS = re.compile(
     rb"pid=(?P<pid>\d{1,9})[^)\n]{0,60}\)(?:\x1b\[[\d;]{0,9}m)? ?\[rank ?(?P<of_pid>\d{1,6})\]|\b[Rr]ank[ =:]{1,2}(?P<rank>\d{1,6})\b[^\n\d]{0,20}\b(?:pid|PID)[ =:]{1,2}(?P<after>\d{1,9})"
@@ -111,8 +113,12 @@ class Bounds:
         A shape is a line without its digits; whether a shape can matter is judged once. A line that only looks like an error
         counts near a frame of a traceback; of the others, the last one of each block.
         """
-        block = _COLOURS.sub(b"", block) if b"\x1b" in block else block
-        shapes = block.translate(None, _DIGITS).split(b"\n")
+        text = block.translate(None, _DIGITS)
+        if b"\x1b" in text:
+            for colour in _COMMON:
+                text = text.replace(colour, b"")
+            text = _COLOURS.sub(b"", text) if b"\x1b" in text else text
+        shapes = text.split(b"\n")
         if max(map(len, shapes)) > SHAPE_BYTES:
             keys = [shape if len(shape) <= SHAPE_BYTES else b"%d" % hash(shape) for shape in shapes]
         else:
@@ -187,23 +193,29 @@ class Bounds:
         return True
 
 
-def lines(path: Path, bounds: Bounds) -> Iterator[tuple[int, str]]:
+def lines(path: Path, bounds: Bounds, column: int | None = None) -> Iterator[tuple[int, str]]:
     """Yield (number, text) of the lines that hold a needle, and of those that may belong to one before; last an empty one.
 
     A carriage return ends a line, too: a progress bar writes the next message after it.
 
+    Args:
+        column: That at which a terminal has wrapped the lines.
+
     Raises:
         OSError: the file cannot be read any further; lines before that were yielded.
     """
-    number, ended = 1, None
+    number, ended, rich = 1, None, False
     tail = bounds.tail
     with guard.opened(path) as f:
         try:
-            for block in _blocks(f):
+            for block in _blocks(f) if column is None else folded.at_column(_blocks(f), column):
+                if number == 1:
+                    bounds.note_writers(block)
+                    rich = folded.is_rich(block)
+                if rich or folded.RICH in block:
+                    block = folded.of_rich(block)
                 tail.append((number, block))
                 number += block.count(b"\n")
-                if number == 1 + block.count(b"\n"):
-                    bounds.note_writers(block)
                 if len(tail) > TAIL_BLOCKS:
                     yield from _of_block(*tail.popleft(), bounds, at_end=False)
         except OSError as e:
@@ -227,38 +239,18 @@ def _of_block(number: int, block: bytes, bounds: Bounds, at_end: bool) -> Iterat
 
 
 def wrapped_at(path: Path) -> int | None:
-    """Return the column at which a terminal has wrapped the lines of a file; None if it has not."""
+    """Return the column at which a terminal has wrapped the lines of a file; None if it has not.
+
+    JSON records are whole, and may be equally long.
+    """
     try:
         with guard.opened(path) as f:
-            lengths = Counter(map(len, f.read(BLOCK_BYTES).split(b"\n")))
+            lengths = Counter(len(raw) for raw in f.read(BLOCK_BYTES).split(b"\n") if not raw.endswith(b"}"))
     except (OSError, *guard.DAMAGED):
         return None
-    column = max(lengths)
+    column = max(lengths, default=0)
     wrapped = WRAPPED_LINES <= lengths[column] <= lengths.total() * 0.8
     return column if wrapped and TERMINALS[0] <= column <= TERMINALS[1] else None
-
-
-def unwrapped(path: Path, column: int, bounds: Bounds) -> Iterator[tuple[int, str]]:
-    """Yield (number of the first, text) of lines that a terminal has wrapped at a column, joined again; last an empty one.
-
-    Raises:
-        OSError: as `lines`.
-    """
-    number, whole, first = 0, b"", 1
-    with guard.opened(path) as f:
-        for block in itertools.chain(_blocks(f), [b""]):  # the last one ends the last line
-            joined: list[tuple[int, bytes]] = []
-            for raw in block.removesuffix(b"\n").split(b"\n"):
-                number += bool(block)
-                first = first if whole else number
-                whole += raw
-                if len(raw) != column or len(whole) >= MAX_LINE_BYTES:
-                    joined.append((first, whole))
-                    whole = b""
-            raws = [raw for _, raw in joined]
-            for i in bounds.keep(b"\n".join(raws), raws, all_of_them=False):
-                yield joined[i][0], raws[i].decode("utf-8", "replace")
-    yield number, ""
 
 
 def _blocks(f: IO[bytes]) -> Iterator[bytes]:
