@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from distdiag.sources.logs.verdict import diagnose_logs
 from distdiag.sources.logs.writers import writer
 from tests.sources.test_logs import diagnose, only, raised, timeout
 
@@ -137,3 +138,67 @@ def test_an_eviction_in_kubernetes_events(tmp_path: Path, key: str) -> None:
     text = "\n".join([json.dumps(event), raised(0, "RuntimeError: Connection closed by peer [10.0.0.1]:9")])
     report = diagnose(tmp_path, text)
     assert report.findings == () and "pod w-3 was evicted: Pod ephemeral" in (report.state_text or "")
+
+
+def test_what_rich_wraps_is_joined(tmp_path: Path) -> None:
+    indent = " " * 29
+    handler = (
+        f"[03/02/31 08:00:01] INFO     [rank 0] step 9 loss 2.1             fit.py:88\n{' ' * 20}ERROR    [rank 2] step failed: CUDA error: an       fit.py:97\n"
+        f"{indent}illegal memory access was encountered\n"
+        f"{indent}╭──────── Traceback (most recent call last) ───────╮\n{indent}│ /w/fit.py:71 in step                             │\n"
+        f"{indent}│ ❱ 71     loss.backward()                         │\n{indent}╰──────────────────────────────────────────────────╯\n"
+        f"{indent}AcceleratorError: CUDA error: an illegal memory\n{indent}access was encountered\n"
+    )
+    f = only(diagnose(tmp_path, handler))
+    assert (
+        f.culprits == (2,)
+        and f.message == "rank 2 had a CUDA error: an illegal memory access was encountered at fit.py:71 in step"
+    )
+    box = (
+        "[rank1]: ╭──── Traceback (most recent call last) ────╮\n[rank1]: │ /w/a/folder/with/a/name/that/is/too/long/f │\n[rank1]: │ it.py:61 in main                           │\n"
+        "[rank1]: ╰────────────────────────────────────────────╯\n[rank1]: RuntimeError: The size of a tensor, a (604)\n[rank1]: must match the size of tensor b (512)\n[rank1]: next line\n"
+    )
+    f = only(diagnose(tmp_path, box))
+    assert f.culprits == (1,) and "(604) must match the size of tensor b (512) at fit.py:61 in main" in f.message
+
+
+def test_an_empty_file_among_others_is_a_rank_that_wrote_nothing(tmp_path: Path) -> None:
+    for r in range(3):
+        (tmp_path / f"rank_{r}.log").write_text(timeout(r) if r < 2 else "")
+    report = diagnose_logs([str(tmp_path)])
+    assert report is not None and only(report).culprits == (2,)
+    assert any("written nothing" in note and "rank_2.log" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("helper", ["main_process_first", "torch_distributed_zero_first", "rank_zero_first"])
+def test_ranks_wait_in_a_helper_for_the_rank_that_goes_first(tmp_path: Path, helper: str) -> None:
+    stack = "[rank1]:[E302 08:00:09.1 P.cpp:7] [PG ID 0 PG GUID 0(default_pg) Rank 1] Stack trace of the failed collective: \n#0 barrier from /v/torch/distributed/distributed_c10d.py:4\n"
+    stack += f"#1 {helper} from /v/site-packages/lib/state.py:5\n#2 load from /w/data.py:55\n"
+    f = only(diagnose(tmp_path, timeout(1) + stack + timeout(2) + timeout(3)))
+    assert f.culprits == (0,) and f"inside {helper}" in f.message and "before the job starts" in f.advice
+    assert f.waiting[0].line == 55
+
+
+@pytest.mark.parametrize(("host", "culprits"), [("h3 kernel: ", (9,)), ("h4 kernel: ", ()), ("", (9,))])
+def test_nccl_names_the_rank_of_a_device(tmp_path: Path, host: str, culprits: tuple[int, ...]) -> None:
+    line = "h3:{}:7 [{}] NCCL INFO ncclCommInitRank comm 0x5 rank {} nranks 16 cudaDev {} nvmlDev 0 busId {} commId 0x7 - Init COMPLETE\n"
+    text = line.format(40, 0, 8, 0, "1b000") + line.format(41, 1, 9, 1, "c7000")
+    clock = "Jul 08 14:25:35 " if host else ""
+    f = diagnose(tmp_path, text + clock + host + XID.format(79, 1, "GPU has fallen off the bus.")).findings[0]
+    assert (f.kind, f.culprits) == ("gpu", culprits)
+
+
+def test_the_process_that_starts_the_ranks_is_none_of_them(tmp_path: Path) -> None:
+    text = raised(0, "AttributeError: Can't get local object 'main.<locals>.<lambda>'", prefix="").replace(
+        "Traceback (most recent call last):\n", 'Traceback (most recent call last):\n  File "/v/torch/multiprocessing/spawn.py", line 3, in start_processes\n'
+    )  # fmt: skip
+    f = only(diagnose(tmp_path, text))
+    assert f.culprits == () and f.message.startswith("the process that spawns") and "importable" in f.advice
+
+
+def test_a_launcher_names_the_rank_of_a_pid(tmp_path: Path) -> None:
+    text = (
+        "(T pid=9) - (node_id=5f, ip=10.0.0.7, pid=311) world_rank=3, local_rank=1, node_rank=1\n"
+        "Out of memory: Killed process 311 (ray::W) total-vm:9kB\n"
+    )
+    assert only(diagnose(tmp_path, text)).culprits == (3,)

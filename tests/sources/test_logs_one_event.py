@@ -56,15 +56,9 @@ def test_rays_memory_monitor_names_the_process_and_the_drivers_line_is_not_where
     assert f.message.startswith("process 312 on 10.9.0.4 was killed") and "run.py" not in f.message
 
 
-@pytest.mark.parametrize(
-    ("line", "code"),
-    [
-        ("['/usr/bin/python', '-u', 't.py', '--local_rank=3', '--x'] exits with return code = -7\n", "local rank 3"),
-        ("['/usr/bin/python', '-u', 't.py'] exits with return code = -7\n", "a process"),
-    ],
-)
-def test_the_command_that_ended_names_its_local_rank(tmp_path: Path, line: str, code: str) -> None:
-    assert only(diagnose(tmp_path, line)).message.startswith(f"{code} was killed by SIGBUS")
+def test_the_command_in_deepspeeds_last_line_is_that_of_its_last_process(tmp_path: Path) -> None:
+    line = "['/usr/bin/python', '-u', 't.py', '--local_rank=3', '--x'] exits with return code = -7\n"
+    assert only(diagnose(tmp_path, line)).message.startswith("a process was killed by SIGBUS")
 
 
 def test_colours_inside_a_message_hide_nothing(tmp_path: Path) -> None:
@@ -199,11 +193,29 @@ def test_the_launchers_of_a_cray_and_kubernetes_name_who_was_killed(tmp_path: Pa
     assert only(diagnose(tmp_path, pod)).message.startswith("w-2 was killed: the host or its memory limit")
 
 
-@pytest.mark.parametrize(("last", "noted"), [("nan", True), ("1.5", False)])
-def test_a_loss_that_stays_nan_is_a_note(tmp_path: Path, last: str, noted: bool) -> None:
-    steps = "".join(f"{{'loss': {loss}, 'epoch': {i}}}\n" for i, loss in enumerate(("2.1", "nan", last)))
-    report = diagnose(tmp_path, steps + "val_loss: nan\n{'train_runtime': 9.1}\n")
-    assert report.findings == () and any("is NaN (line 3)" in note for note in report.notes) is noted
+@pytest.mark.parametrize(
+    ("losses", "culprits"),
+    [
+        ({0: "2.1 nan nan"}, None),
+        ({0: "2.1 nan 1.5"}, ()),  # a step that was skipped
+        ({0: "2.1 2.0 nan nan", 1: "2.1 nan nan nan", 2: "2.1 2.0 nan nan"}, (1,)),
+        ({0: "2.1 nan nan", 1: "2.1 nan nan"}, None),
+        ({0: "2.1 2.0 1.9", 1: "2.1 nan nan"}, (1,)),
+    ],
+)
+def test_a_loss_that_stays_nan_is_the_reason_if_there_is_no_other(
+    tmp_path: Path, losses: dict[int, str], culprits: tuple[int, ...] | None
+) -> None:
+    rows = zip(*(text.split() for text in losses.values()), strict=True)
+    text = "".join(
+        f"[rank{r}]: step {i} loss: {x}\n" for i, row in enumerate(rows) for r, x in zip(losses, row, strict=True)
+    )
+    report = diagnose(tmp_path, text + "val_loss: nan\n{'train_runtime': 9.1}\n")
+    assert [(f.kind, f.culprits) for f in report.findings] == (
+        [] if culprits == () else [("nonfinite", culprits or ())]
+    )
+    failed = only(diagnose(tmp_path, text + raised(2, "KeyError: 'x'")))
+    assert "KeyError" in failed.message
 
 
 def test_a_single_task_that_srun_names_is_the_rank_of_its_lines(tmp_path: Path) -> None:

@@ -239,10 +239,13 @@ class Findings:
             among = sorted(main.ranks) if decided and main is not None else blame.victims
             waiting = [r for r in among if r not in blamed]
             waits = "; {waiting:#} {waiting:rank waits|ranks wait}, in {what}" if waiting else ""
-            out.append(SILENT(
+            world = self.snapshot.world_size
+            # most of the job, or whole nodes: their files were not collected, most likely
+            part = not decided and (2 * len(blamed) > world or _whole_nodes(tuple(blamed), world))
+            out.append((PART if part else SILENT)(
                 severity=Severity.WARNING if decided and main is not None and main.p2p else Severity.ERROR,
-                culprits=blamed, victims=waiting, collective=self.ref(main) if waiting else None,
-                where=map(Where, blamed), waiting=self.where(waiting), readable="readable " if damaged else "",
+                culprits=() if part else blamed, ranks=blamed, victims=waiting, collective=self.ref(main) if waiting else None,
+                where=() if part else map(Where, blamed), waiting=self.where(waiting), readable="readable " if damaged else "",
                 waits=filled(waits, waiting=waiting, what=self.text(main) if main is not None else ""),
                 cost=NO_PROGRESS if waiting else "what these ranks did is not known",
             ))  # fmt: skip
@@ -318,6 +321,9 @@ SILENT = Template(kinds.RANK_LOST, "silent",
     "{culprits} left no {readable}dump: dead, stuck outside torch, or it was not collected{waits}", "{cost}",
     "give the dumps of {culprits}, too; if there are none, see how the {culprits:process|processes} ended: exit code, `dmesg -T` "
     "for oom-kill or Xid, the launcher's log")  # fmt: skip
+PART = _stall(
+    "the dumps of {ranks} are not here, so these do not show who is missing{waits}", "{cost}",
+    "give the dumps of {ranks}, too; if there are none, see whether those hosts are up: exit code, `dmesg -T`, the launcher's log")  # fmt: skip
 NOT_GIVEN = Template(kinds.RECORDER, "missing_dump",
     "{ranks} left no dump: {why}", "what {ranks} did is not known",
     "add the missing files, or see how those processes ended", severity=Severity.WARNING)  # fmt: skip

@@ -103,6 +103,7 @@ class Collector:
             self._run = (0, 0)
         for fact in out.named("timeout"):
             fact.site = fact.site or self._tracebacks.site(fact)
+            fact.within = fact.within or self._tracebacks.helper(fact)
         out.ranks |= set(filter(is_rank, bounds.ranks))
         announce(TOGETHER, 0)
         return out
@@ -232,6 +233,9 @@ class Collector:
         out, who = self.result, line.who
         if name in ("nccl_rank", "lightning"):
             self._size(int(fields["r"][:7]), int(fields["world"][:7]), who.process)
+            if "bus" in fields and who.process and len(out.devices) < MAX_WRITERS:
+                bus = int(fields["bus"], 16)
+                out.devices[who.host, f"{bus >> 20:04x}:{bus >> 12 & 255:02x}:{bus >> 4 & 255:02x}"] = who.process
         elif name == "torchrun":
             out.torchrun = True
         elif name == "joined":

@@ -14,7 +14,7 @@ from distdiag.sources.logs.failures import Reason
 from distdiag.sources.logs.meanings import MEANINGS, Meaning
 from distdiag.sources.logs.patterns import Role
 from distdiag.terms.ranks import unfold_ranks
-from distdiag.terms.untrusted import MAX_INT, bounded
+from distdiag.terms.untrusted import MAX_INT
 
 AFTER_FIRST_S = 5.0  # a launcher kills what has not ended by itself so long after the first failure, or later
 # signals of a rank that was ended, or aborted by its watchdog; and those of a fault
@@ -24,7 +24,6 @@ _OF_TEXT = {
     "Out Of Memory": -9, "Killed": -9, "Segmentation fault": -11, "segfault": -11, "Bus error": -7, "Aborted": -6, "Floating point exception": -8,
     "Illegal instruction": -4,
 }  # fmt: skip
-_ARGUMENT = bounded(r"--local[-_]rank[=', ]{1,4}(\d{1,6})\b")
 EXIT_CODE = "ended with exit code"
 BY_PROGRAM = "by the program (MPI_Abort)"
 
@@ -56,8 +55,6 @@ class _End:
     def name(self) -> str:
         """Return the process, without a rank."""
         local, pid, host, label = (self.fact.fields.get(key, "") for key in ("local", "pid", "host", "label"))
-        if not local and (m := _ARGUMENT.search(self.fact.text)) is not None:  # of the command that ended
-            local = m[1]
         name = f"local rank {local}" if local else f"process {pid}" if pid else label or "a process"
         if self.launcher == "srun":  # its task is a node
             name = "the ranks"
@@ -91,8 +88,9 @@ def of_exits(found: Collected, explained: set[int], waited: set[int], others: bo
         meaning = _meaning(end, bool(memory), others)
         r = reasons.setdefault((meaning.cause, meaning.text), Reason(meaning, meaning.text, meaning.advice, nth))
         r.facts.append(end.fact)
+        of_file = f" of {end.fact.path.name}" if len(found.files) > 1 else ""
         if end.rank is None:
-            r.unnamed.append(end.name)
+            r.unnamed.append(end.name + of_file * (" on " not in end.name))
         else:
             r.ranks.add(end.rank)
             r.times.setdefault(end.rank, end.fact.fields.get("time", ""))

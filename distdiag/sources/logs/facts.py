@@ -41,6 +41,7 @@ class Fact:
     run: tuple[int, int] = (0, 0)  # launch and attempt, of those appended to one file
     uncaught: bool = False  # its traceback begins at the script itself, so nothing in the script caught it
     in_collective: bool = False  # raised by a backend, inside a collective call
+    within: str = ""  # the helper in which it waits for the rank that goes first
     inferred: bool = False  # `rank` is the number of its launcher's label, as in the other labels
     of_node: bool = False  # `rank` is the rank on its node; the log does not show whether there are more nodes
 
@@ -49,6 +50,15 @@ class Fact:
         text = self.fields.get(key, "")
         digits = text.removeprefix("-")
         return int(text) if digits.isdecimal() and len(digits) <= 18 and int(digits) < MAX_INT else None
+
+
+@dataclass(slots=True)
+class Loss:
+    """How often a rank's last losses are NaN, from which line on, and whether one before them is finite."""
+
+    line: int = 0
+    times: int = 0
+    finite: bool = False
 
 
 @dataclass(slots=True)
@@ -95,6 +105,7 @@ class Collected:
     pid_of: dict[tuple[Path, str], int] = field(
         default_factory=dict
     )  # process of a PCI device, by the driver's later lines
+    devices: dict[tuple[str, str], str] = field(default_factory=dict)  # process of a (host, PCI device), by NCCL
     unreached: dict[tuple[Path, str], str] = field(default_factory=dict)  # why a launcher's attempts to connect failed
     masters: dict[str, str] = field(default_factory=dict)  # --master-addr of each launcher's label
     pace: dict[Path, tuple[float, float]] = field(
@@ -103,7 +114,7 @@ class Collected:
     local_of: dict[str, int] = field(default_factory=dict)  # rank on its node of a pid, by the launcher
     joined: set[int] = field(default_factory=set)  # ranks that have joined the job's store
     took: dict[int, tuple[float, str]] = field(default_factory=dict)  # of a rank's last lines: seconds, and for what
-    nan: dict[Path, int] = field(default_factory=dict)  # line of the last loss of a file, where it is NaN
+    losses: dict[tuple[Path, int | None], Loss] = field(default_factory=dict)  # the last ones of each file and rank
     of_nodes: set[Path] = field(default_factory=set)  # files that name ranks on their node
 
     def named(self, *names: str) -> list[Fact]:

@@ -35,7 +35,10 @@ def find_logs(given: Sequence[str]) -> list[Path]:
     files = list(find(map(Path, given)))
     named = {path for path, by_name in files if by_name}
     candidates = [path for path, by_name in files if by_name or _may_be_a_log(path)]
-    return guard.matching(itertools.islice(candidates, MAX_FILES), lambda path: no_log(path, path in named) is None)
+    logs = guard.matching(itertools.islice(candidates, MAX_FILES), lambda path: no_log(path, path in named) is None)
+    return (
+        [*logs, *filter(is_empty, candidates)] if logs else []
+    )  # an empty one among others says that its process wrote nothing
 
 
 def left_out(given: Sequence[str], logs: Iterable[Path], shown: int = 5) -> list[str]:
@@ -69,6 +72,14 @@ def no_log(path: Path, named: bool) -> str | None:
     like = named or _named_like_a_log(path)
     reason = _not_text(path)
     return "it has no message that distdiag knows" if reason is None and not like and not _has_message(path) else reason
+
+
+def is_empty(path: Path) -> bool:
+    """True for a file without a byte."""
+    try:
+        return path.stat().st_size == 0
+    except OSError:
+        return False
 
 
 def _named_like_a_log(path: Path) -> bool:

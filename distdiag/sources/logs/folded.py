@@ -60,15 +60,22 @@ def of_rich(block: bytes) -> bytes:
             width, left, last = len(text), AFTER_BOX if text[0] == "╰" else 0, -1
             if path >= 0:
                 cut = length == width and not lines[path][:-2].endswith(" ") and not _NUMBER.search(lines[path])
-                text = f"{lines[path].rstrip('│ ')}{'' if cut else ' '}{text.lstrip('│ ')}"
+                text = f"{lines[path].removeprefix(prefix).rstrip('│ ')}{'' if cut else ' '}{text.lstrip('│ ')}"
                 lines[path] = ""
             lines[i], length = prefix + text, len(text)
-            path = i if (path >= 0 or text.startswith("│ /")) and not _FRAME.search(text) and length < MAX_JOINED else -1
+            path = (
+                i if (path >= 0 or text.startswith("│ /")) and not _FRAME.search(text) and length < MAX_JOINED else -1
+            )
             continue
         word = len(text.lstrip().partition(" ")[0])
         whole = bool(left) and not length <= width < length + 1 + word  # it had room for the next word
         if last >= 0 and (column or left) and not (left and not column and whole):
             text, lines[last] = f"{lines[last].rstrip()} {text.strip()}"[:MAX_JOINED], ""
         if column or left:
-            lines[i], length, last, left = prefix + text, len(line[column or len(prefix) :].rstrip()), i, max(left - 1, 0)
+            lines[i], length, last, left = (
+                prefix + text,
+                len(line[column or len(prefix) :].rstrip()),
+                i,
+                max(left - 1, 0),
+            )
     return "\n".join(lines).encode()

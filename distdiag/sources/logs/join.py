@@ -23,6 +23,7 @@ OWN = (
 )  # fmt: skip
 
 
+_FUNCTION = bounded(r"\.\d$")  # of a PCI device
 _NUMBER = bounded(r"\d{1,6}")
 # names of processes that can be of a job of torch
 _OF_JOB = bounded(r"(?i:python|pt_|torch|ray|train|deepspeed|accelerate|vllm|mpi|worker|rank|main)")
@@ -105,6 +106,8 @@ def _rank_of(found: Collected, f: Fact, of_file: Mapping[Path, int]) -> int | No
         return rank
     if who.rank is not None:
         return who.rank
+    if found.rank_of.get(pid) is None and "pci" in f.fields and (named := _process_of_device(found, f)):
+        return found.rank_of.get((named, named.partition(":")[0]))
     if pid is not None:  # it is about that process, whoever wrote it
         own = of_file.get(f.path) if f.name == "exit_shell" else None  # of a shell's child, in the file of one rank
         return found.rank_of.get(pid, own)
@@ -116,6 +119,14 @@ def _rank_of(found: Collected, f: Fact, of_file: Mapping[Path, int]) -> int | No
     if known is None and who.pid is not None:
         known = found.rank_of.get(who.pid)
     return of_file.get(f.path) if known is None else known
+
+
+def _process_of_device(found: Collected, f: Fact) -> str:
+    """Return the process that NCCL names with a device of the driver's line; empty if none, or of several hosts."""
+    pci = _FUNCTION.sub("", f.fields["pci"].lower())
+    hosts = {host for host, device in found.devices if device == pci}
+    host = f.who.host or (min(hosts) if len(hosts) == 1 else "")
+    return found.devices.get((host, pci), "")
 
 
 def _of_another_job(f: Fact) -> bool:

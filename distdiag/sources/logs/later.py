@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from distdiag.sources.logs.facts import Collected, Fact
+from distdiag.sources.logs.facts import Collected, Fact, Loss
 from distdiag.sources.logs.patterns import Role
 from distdiag.sources.logs.writers import Writer, messages, plain, time_of
 from distdiag.terms.untrusted import bounded
@@ -33,7 +33,9 @@ _PROGRESS = bounded(
 _NO_PROGRESS = bounded(r"(?:Error|Exception)(?::|$)|\b(?:ERROR|FATAL|[Ff]ailed|[Tt]imed? ?out|NCCL WARN|Loading)\b")
 _PREFIX = bounded(r"^(?:\[[^\]]*\]:? ?){0,3}")
 _TOOK = bounded(r"\b(?:in|took|after) (?P<s>\d{1,6}(?:\.\d{1,6})?) ?s(?:ec(?:onds)?)?\b")
-_LOSS = bounded(r"(?<!\w)(?:lm |train[_/ ]?)?loss['\"]?[\s:=]{1,4}(nan|[-+]?(?:inf|\d))", re.IGNORECASE)
+_LOSS = bounded(
+    r"(?<!\w)(?:lm |train[_/ ]?)?loss['\"]?(?: is |[\s:=]{1,4})(?:tensor\()?(nan|[-+]?(?:inf|\d))", re.IGNORECASE
+)
 _BUT = r"(?!.{0,60}(?:error|fail|code:? ?-?[1-9]|killed|signal|cancel))"
 # words that a job ended well, by how much they say: of the whole job; of the lines before them; of one process
 _WELL = (
@@ -58,10 +60,9 @@ class Later:
     well: dict[tuple[Path, str], int] = field(default_factory=dict)
     restarts: dict[Path, int] = field(default_factory=dict)
     took: dict[tuple[str, object], tuple[float, str]] = field(default_factory=dict)
-    loss: dict[Path, tuple[int, bool]] = field(
-        default_factory=dict
-    )  # line of a file's last loss, and whether it is NaN
+    loss: dict[tuple[Path, int | None], Loss] = field(default_factory=dict)  # the last ones of each rank
     left: int = MOST_LINES
+    nan: bool = False  # all losses of the file that is read, so far
 
     def read(self, path: Path, tail: Sequence[tuple[int, bytes]], after: int | None) -> None:
         """Read the end of a file, its last line first.
@@ -71,17 +72,33 @@ class Later:
             after: The first line with a failure; None if the file has none: then only its last words count.
         """
         most = LAST if after is None else max(LEAST, min(OF_FILE, self.left // 8))
+        self.nan, before = False, False
         for first, block in reversed(tail):
             raws = block.split(b"\n")
             for number, raw in zip(range(first + len(raws) - 1, first - 1, -1), reversed(raws), strict=True):
-                if number <= (after or 0) or most <= 0:
+                if number <= (after or 0) and not before:  # what came before a failure is asked for its loss only
+                    most, before = LAST, True
+                if self.nan and most < LAST and self.left > 0:
+                    most, self.left = most + 1, self.left - 1
+                if most <= 0:
                     return
                 if raw.strip():
                     most -= 1
                     self.left -= after is not None
                     last = raw[-2000:].rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace")
                     for text, who in messages(plain(last)):
-                        self._line(path, number, text, who)
+                        self._loss(path, number, text, who)
+                        if not before:
+                            self._line(path, number, text, who)
+
+    def _loss(self, path: Path, number: int, text: str, who: Writer) -> None:
+        if "oss" not in text or (m := _LOSS.search(text)) is None:
+            return
+        loss = self.loss.setdefault((path, who.rank), Loss())
+        loss.finite |= m[1].lower() != "nan"
+        if not loss.finite:
+            loss.line, loss.times = number, loss.times + 1
+        self.nan = not all(loss.finite for (of, _), loss in self.loss.items() if of == path)
 
     def _line(self, path: Path, number: int, text: str, who: Writer) -> None:
         for scope, regex in _WELL:
@@ -92,8 +109,6 @@ class Later:
                 self.took.setdefault(name, (float(m["s"]), _PREFIX.sub("", text).strip()))
         if _PROGRESS.search(text) is None or _NO_PROGRESS.search(text) is not None:
             return
-        if (m := _LOSS.search(text)) is not None:
-            self.loss.setdefault(path, (number, m[1].lower() == "nan"))
         for key in (*_names(who, who.rank), None):
             self.progress.setdefault((path, key), []).append(-number)
 

@@ -228,7 +228,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("env", F, "RANK=", r"(?<![_\w])RANK=(?P<r>\d+)\b(?:.{0,200}?\bWORLD_SIZE=(?P<world>\d+))?"),
     _row("env", F, "RANK: ", r"^\s{2,99}RANK:\s{1,40}(?P<r>\d+)\s*$"),
     _row("spawned", F, " spawned with command", r"process (?P<pid>\d+) spawned with command.{0,4000}?--local[_-]rank[= ](?P<local>\d+)"),
-    _row("nccl_rank", F, " nranks ", r"\brank (?P<r>\d+) nranks (?P<world>\d+)"),
+    _row("nccl_rank", F, " nranks ", r"\brank (?P<r>\d+) nranks (?P<world>\d+)(?:.{0,60}?\bbusId (?P<bus>[\da-f]{1,12})\b)?"),
     _row("lightning", F, "MEMBER: ", r"GLOBAL_RANK: (?P<r>\d+), MEMBER: \d+/(?P<world>\d+)"),
     _row("torchrun", F, "distributed/elastic", r"torch/distributed/elastic"),
     _row("torchrun", F, "distributed.elastic", r"torch\.distributed\.elastic"),

@@ -28,6 +28,11 @@ PATH = (
     "firewall, `dmesg -T | grep -i xid`"
 )
 
+FIRST = (
+    "do that work once before the job starts (download, tokenize, cache), or give the process group a longer timeout (timeout= of "
+    "init_process_group, InitProcessGroupKwargs, ddp_timeout); if it takes seconds as a rule, see why {who} did not leave {where}"
+)
+
 Group = tuple[str, str]  # number and description; ("", "") if the lines do not name it
 
 
@@ -232,6 +237,10 @@ def _late(found: Collected, group: Group, waiting: Waits, late: Mapping[int, int
     if elsewhere:
         return _timed_out(group, waiting, start + elsewhere, "compare what leads to the two calls: a condition on the rank, an exception that was "
                      "caught; the logs of all ranks show who is in which", absent)  # fmt: skip
+    if within := next((f.within for w in waiting.values() for f in w.facts if f.within), ""):
+        first = (0,) if 0 not in ranks and "local" not in within else ()
+        return _timed_out(group, waiting, f"{start}, inside {within}: they wait there until the rank that goes first has done its work",
+                     FIRST.format(who="rank 0" if first else "the rank that goes first", where=within), first)  # fmt: skip
     if absent:
         who = rank_list(absent)
         if (came := _came_later(found, absent, waiting)) is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from distdiag.diagnosis.model.snapshot import Site
@@ -27,6 +27,13 @@ _EXCEPTION = bounded(
 _ANY = bounded(r"(?:^\s{0,3}|[\]:|)]\s?)(?P<type>(?:[A-Za-z_]\w*\.){0,8}[A-Z]\w*)(?:: (?P<what>.*))?$")
 _OUTERMOST = ("<module>", "_run_module_as_main")
 _COLLECTIVE = "/torch/distributed/distributed_c10d.py"
+# frames of processes that start ranks, and are none
+_LAUNCHERS = {
+    "/torch/distributed/launcher/api.py": "torchrun",
+    "/torch/multiprocessing/spawn.py": "the process that spawns the ranks",
+}
+# helpers in which one rank, most often rank 0, works first, and the others wait for it
+_FIRST = bounded(r"\b\w{0,40}(?:main|master|process|zero|rank_?0)_first\b")
 _INSIDE = bounded(r"/torch/(?:distributed|csrc|nn/parallel)/")
 LOST = bounded(r"reset by peer|Broken pipe|onnection refused|onnection closed|Socket Timeout|timed out", re.IGNORECASE)
 _HOOK = bounded(
@@ -100,6 +107,10 @@ class Tracebacks:
         stack = self._stacks.get(source_of(fact.path, fact.who))
         return user_site(stack) if stack else None
 
+    def helper(self, fact: Fact) -> str:
+        """Return the helper inside which a collective was called, by the stack that its watchdog printed."""
+        return _helper(self._stacks.get(source_of(fact.path, fact.who), ()))
+
     def fatal(self, fact: Fact, source: tuple[object, ...]) -> None:
         """Note a fatal error: its stack may follow."""
         self._fatal[source] = fact
@@ -157,7 +168,7 @@ class Tracebacks:
             self._traces[source] = _Trace(fatal=self._fatal[source], other_thread=m["current"] == "Thread")
             return True
         if "Stack trace of the failed" in text and len(self._stacks) < MAX_WRITERS:
-            self._stacks[source] = []
+            self._stacks[source] = self._stacks[_anonymous(line)] = []  # its other lines may have no prefix
             return True
         if "#" in text and source in self._stacks and (m := _CALL.search(text)) is not None:
             _keep_frame(self._stacks[source], m, innermost_first=True)
@@ -210,6 +221,9 @@ class Tracebacks:
         fact = self._exception(m, innermost, line)
         if fact is not None:
             fact.site = user_site(trace.frames[::-1])
+            fact.within = _helper(trace.frames)
+            if (launcher := _launcher(trace.frames)) and fact.who.rank is None and not fact.who.process:
+                fact.who, fact.site = replace(fact.who, process=launcher), None if launcher == "torchrun" else fact.site
             fact.uncaught = trace.uncaught
             fact.in_collective = innermost.endswith(_COLLECTIVE)
             earlier = self._before.pop(line.source, None)
@@ -249,6 +263,19 @@ class Tracebacks:
 def _anonymous(line: Line) -> tuple[object, ...]:
     """Return the source of a line that has only its launcher's label."""
     return source_of(line.path, Writer(label=line.who.label))
+
+
+def _helper(frames: Iterable[dict[str, object]]) -> str:
+    """Return the function on a stack in which one rank goes first; empty if there is none."""
+    return next((m[0] for frame in frames if (m := _FIRST.search(str(frame["name"]))) is not None), "")
+
+
+def _launcher(frames: Sequence[dict[str, object]]) -> str:
+    """Return what the process is, if it raised an exception while it started the ranks; else empty."""
+    if any(frame["name"] in ("_wrap", "join") for frame in frames):  # in the child, or of one
+        return ""
+    files = [str(frame["filename"]) for frame in frames]
+    return next((name for end, name in _LAUNCHERS.items() if any(f.endswith(end) for f in files)), "")
 
 
 def _quoted(before: str) -> bool:

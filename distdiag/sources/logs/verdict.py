@@ -13,19 +13,19 @@ from pathlib import Path
 import msgspec
 
 from distdiag import guard
-from distdiag.diagnosis.model.findings import NO_KNOWN_ERROR, STOPPED_BY, Finding, Report, Severity, State
+from distdiag.diagnosis.model.findings import NO_KNOWN_ERROR, STOPPED_BY, Finding, Report, Severity, State, rank_list
 from distdiag.diagnosis.text.phrases import at, count, rough_time, shortened
 from distdiag.errors import DistdiagError
 from distdiag.sources.logs import events, exits, failures, later, reports, rows, timeouts
-from distdiag.sources.logs.build import finding
+from distdiag.sources.logs.build import finding, some
 from distdiag.sources.logs.collector import Collector
 from distdiag.sources.logs.facts import Collected, Fact
-from distdiag.sources.logs.files import find_logs, left_out
+from distdiag.sources.logs.files import find_logs, is_empty, left_out, ranks_of
 from distdiag.sources.logs.join import WAITED, join
 from distdiag.sources.logs.lines import wrapped_at
 from distdiag.sources.logs.meanings import MEANINGS, STOPS
 from distdiag.sources.logs.patterns import Role
-from distdiag.sources.logs.writers import time_of
+from distdiag.sources.logs.writers import Writer, time_of
 from distdiag.terms.untrusted import MAX_RANKS
 
 MAX_FINDINGS = 6
@@ -68,7 +68,7 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
     found = join(reader.read(announce, refused))
     found.facts, past = later.split(found, reader.later)
     found.past += past
-    found.nan = {path: number for path, (number, nan) in reader.later.loss.items() if nan}
+    found.losses = reader.later.loss
     found.took = {
         name: took for (kind, name), took in reader.later.took.items() if kind == "rank" and isinstance(name, int)
     }
@@ -98,7 +98,7 @@ def judge_logs(
         world_size=_world(found),
         ranks_seen=len(found.ranks),
         findings=tuple(findings),
-        notes=tuple(_notes(found, bool(findings or text))),
+        notes=tuple(_notes(found, bool(findings or text), any(f.kind == "nonfinite" for f in findings))),
         unjudged=None if findings or text or ended else f"{NO_KNOWN_ERROR} in {count(len(found.files), 'log')}",
         state_text=text,
     )
@@ -152,8 +152,9 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
     if found_here := _with_late(waits, late) or rows.first_of(rows.START_ROWS, found) or reports.derived(found):
         return found_here[:MAX_FINDINGS], None
     if (stop := _stopped(found)) is not None:
-        return _hung(found), stop
-    lost = rows.first_of(rows.LOST_ROWS, found) or [failures.of_reason(r, found, waited) for r in codes]
+        return _hung(found) or _nan(found), stop
+    lost = rows.first_of(rows.LOST_ROWS, found) or _nan(found, bool(codes))
+    lost = lost or [failures.of_reason(r, found, waited) for r in codes]
     signal = "" if lost else exits.sent(found)
     return lost[:MAX_FINDINGS], _stopped_by(signal) if signal else None
 
@@ -181,6 +182,29 @@ def _hung(found: Collected) -> list[Finding]:
             advice = f"more time does not help: take the stacks of all ranks while it hangs (`py-spy dump --pid PID`), leave TORCH_NCCL_ASYNC_ERROR_HANDLING on, and keep {timeouts.DUMPS}"
             return [finding("stall", "unknown", [f], message, advice)]
     return []
+
+
+def _nan(found: Collected, failed: bool = False) -> list[Finding]:
+    """Return the finding on a loss that became NaN; one NaN counts only if the job failed."""
+    of_rank = ranks_of(found.files)
+    nan = {key: loss for key, loss in found.losses.items() if loss.times > 1 - failed}
+    if not nan:
+        return []
+    first = min(nan, key=lambda key: (-nan[key].times, nan[key].line))
+    ranks = {rank if rank is not None else of_rank.get(path): nan.get((path, rank)) for path, rank in found.losses}
+    if len(nan) < len(found.losses):
+        blamed = [r for r, loss in ranks.items() if loss is not None]
+    else:
+        most = [r for r, loss in ranks.items() if loss is not None and loss.times == nan[first].times]
+        blamed = most if len(most) < len(ranks) and all(loss.finite for loss in nan.values()) else []
+    culprits = [] if None in blamed else [r for r in blamed if r is not None]
+    path, line = first[0], nan[first].line
+    who = f" on {rank_list(sorted(culprits))}{' first' if len(nan) == len(found.losses) else ''}" if culprits else ""
+    what = Fact("nan", Role.CAUSE, {}, Writer(), path, line, 0)
+    return [finding("nonfinite", "loss", [what], f"the loss is NaN{who}, from line {line:,} of {path.name} on",
+                    "look at the batch and the loss before it, lower the learning rate, clip gradients, and see the loss scale of fp16; a run that "
+                    "distdiag records names the rank and the step where it began", culprits=culprits,
+                    cost="what was trained since then is lost")]  # fmt: skip
 
 
 def _stopped(found: Collected) -> str | None:
@@ -225,8 +249,12 @@ def _in_short(f: Fact) -> str:
     return f"{who} {what} on line {f.line:,}"
 
 
-def _notes(found: Collected, judged: bool) -> list[str]:
+def _notes(found: Collected, judged: bool, nan: bool) -> list[str]:
     notes = [f"{path}: {reason}" for path, reason in found.bad[:5]]
+    if empty := [str(p) for p in found.files if is_empty(p)]:
+        notes.append(f"empty, so its process has written nothing: {some(empty)}")
+    for (path, _), loss in [x for x in found.losses.items() if x[1].times and not nan][:1]:
+        notes.append(f"{path}: the last loss that it shows is NaN (since line {loss.line:,})")
     if found.recorded.line is not None:
         run = found.recorded.run
         command = f": `distdiag diagnose {run}` has the whole verdict" if run else ""
@@ -235,10 +263,6 @@ def _notes(found: Collected, judged: bool) -> list[str]:
         notes.append(f"NCCL warns on line {warned[0].line:,}: {shortened(warned[0].fields['what'], 160)}")
     if found.past:
         notes.append(_of_the_past(found.past))
-    for path, number in list(found.nan.items())[:1]:
-        notes.append(
-            f"{path}: the last loss that it shows is NaN (line {number:,}); a job that distdiag records names the rank and the step where that began"
-        )
     if found.unknown and not judged:
         lines = "; ".join(f"line {number:,}: {shortened(text, 120)}" for _, number, text in found.unknown)
         notes.append(f"no message that distdiag knows; the last lines that look like errors: {lines}")

@@ -15,7 +15,7 @@ _ANSI = bounded(
     r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]{0,200}(?:\x07|\x1b\\)?|[@-Z\\-_])|[\x00-\x08\x0b\x0c\x0e-\x1a]"
 )
 _RANK = bounded(
-    r"\[rank ?(\d{1,6})\]|\[RANK (\d{1,6})\]|\[Rank (\d{1,6})\]|(?:^|\s)rank[=:](\d{1,6})[\]:,\s)]|\bRankID:(\d{1,6})\b"
+    r"\[rank ?(\d{1,6})\]|\[RANK (\d{1,6})\]|\[Rank (\d{1,6})\]|(?:^|\s)(?:world_|global_)?rank[=:](\d{1,6})[\]:,\s)]|\bRankID:(\d{1,6})\b"
 )
 _GROUP = bounded(
     r"\[PG (?:ID )?(?P<pg>\d+)(?: PG GUID (?P<guid>[^\s(\]]*))?\s*(?:\((?P<desc>[^)]*)\))? Rank (?P<rank>\d{1,6})\]"
