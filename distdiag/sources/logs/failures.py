@@ -84,7 +84,22 @@ def of_messages(found: Collected) -> tuple[list[Reason], list[Fact]]:
                 late.append(f)
                 continue
         _add(reasons, f, meaning, len(found.files) > 1)
-    return _without_reports(_by_time(list(reasons.values()))), late
+    return _without_reports(_by_time(_of_one_text(reasons))), late
+
+
+def _of_one_text(reasons: dict[tuple[str, str], Reason]) -> list[Reason]:
+    """Return the reasons; what was printed without its traceback belongs to the first one with its text."""
+    out: list[Reason] = []
+    for r in sorted(reasons.values(), key=lambda r: not any(f.site for f in r.facts)):
+        text = _NUMBER.sub("#", r.text)
+        same = next((q for q in out if q.facts[0].name == r.facts[0].name and _NUMBER.sub("#", q.text) == text), None)
+        if same is None or r.facts[0].name != "exception" or any(f.site for f in r.facts) or not (r.ranks or r.unnamed):
+            out.append(r)
+            continue
+        same.ranks, same.order, same.facts = same.ranks | r.ranks, min(same.order, r.order), same.facts + r.facts
+        same.unnamed += [name for name in r.unnamed if name not in same.unnamed]
+        same.advice = meanings.advice_for(same.facts[0].text, meanings.GENERAL[min(len(same.ranks), 2)])
+    return out
 
 
 def _by_time(reasons: list[Reason]) -> list[Reason]:

@@ -5,6 +5,7 @@ The whole line takes the place of its last part; those of the others become empt
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 
 from distdiag.terms.untrusted import bounded
@@ -12,6 +13,7 @@ from distdiag.terms.untrusted import bounded
 MAX_JOINED = 1 << 15  # bytes of one line
 AFTER_BOX = 12  # lines of an exception's message
 RICH = b"\xe2\x95\xb0\xe2\x94\x80"  # the begin of the last line of a box
+_COLOURS = re.compile(rb"\x1b\[[\d;]{0,30}[A-Za-z]")
 _PREFIX = bounded(r"^(?:\[\w{1,20}\]: ?)?")  # of a launcher
 # rich's handler: the time, or as much space; the level, eight characters wide; the message; at the right its place in the code
 _HANDLER = bounded(
@@ -37,13 +39,13 @@ def at_column(blocks: Iterable[bytes], column: int) -> Iterator[bytes]:
 
 def is_rich(block: bytes) -> bool:
     """True if rich's handler has written some lines of a block."""
-    lines = block.decode("utf-8", "replace").split("\n")
+    lines = _COLOURS.sub(b"", block).decode("utf-8", "replace").split("\n")
     return any(_HANDLER.match(line) and (line[0] == " " or _PLACE.search(line)) for line in lines)
 
 
 def of_rich(block: bytes) -> bytes:
     """Return a block of lines, those of rich joined: messages of its logging handler, paths in a box, what follows the box."""
-    lines = block.decode("utf-8", "replace").split("\n")
+    lines = _COLOURS.sub(b"", block).decode("utf-8", "replace").split("\n")
     column = width = 0  # of the handler's messages; of the last box
     last, path = -1, -1  # the line that the next one may continue; the same in a box
     length = left = 0  # of the line before; lines after a box that may be wrapped
@@ -68,7 +70,7 @@ def of_rich(block: bytes) -> bytes:
             )
             continue
         word = len(text.lstrip().partition(" ")[0])
-        whole = bool(left) and not length <= width < length + 1 + word  # it had room for the next word
+        whole = bool(left) and not length <= 1.25 * width < 1.25 * (length + 1 + word)  # it had room for the next word
         if last >= 0 and (column or left) and not (left and not column and whole):
             text, lines[last] = f"{lines[last].rstrip()} {text.strip()}"[:MAX_JOINED], ""
         if column or left:

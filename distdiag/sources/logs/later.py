@@ -37,11 +37,15 @@ _LOSS = bounded(
     r"(?<!\w)(?:lm |train[_/ ]?)?loss['\"]?(?: is |[\s:=]{1,4})(?:tensor\()?(nan|[-+]?(?:inf|\d))", re.IGNORECASE
 )
 _BUT = r"(?!.{0,60}(?:error|fail|code:? ?-?[1-9]|killed|signal|cancel))"
+_AGENT = bounded(
+    r"worker group successfully finished|WorkerState\.SUCCEEDED"
+)  # of torchrun: then only its shutdown follows
 # words that a job ended well, by how much they say: of the whole job; of the lines before them; of one process
 _WELL = (
     ("job", bounded(r"(?i:\b(?:Job)?State[=: ]{1,4}COMPLETED\b|\bCOMPLETED\s{1,9}0:0\b|\bjob '?[\w.-]{1,80}'? (?:succeeded|finished successfully)|\bphase: {1,9}Succeeded)")),
-    ("file", bounded(r"(?i:\b(?:train(?:ing|er)?|run|job|fit|workflow|experiment|all (?:epochs|steps|done))\b.{0,24}\b(?:finished|completed?|done|succeeded)\b)" + _BUT)),
+    ("file", bounded(r"(?i:\b(?:train(?:ing|er)?|run|job|fit|workflow|experiment|all (?:epochs|steps|done))\b.{0,24}\b(?:finished|(?<!to )completed?|done|succeeded)\b)" + _BUT)),
     ("file", bounded(r"max_(?:steps|epochs)=\d{1,9}`? reached|(?:^|=) ?\d{1,6} passed\b" + _BUT)),
+    ("agent", _AGENT),
     ("process", bounded(r"(?i:\b(?:exit(?:s|ed|ing)?|return(?:ed)?|finished) ?(?:with )?(?:code|status)?[ =:]{0,9}(?:0\b(?![.:\d])|successfully))")),
 )  # fmt: skip
 
@@ -90,6 +94,8 @@ class Later:
                         self._loss(path, number, text, who)
                         if not before:
                             self._line(path, number, text, who)
+                        elif _AGENT.search(text) is not None:
+                            self.well.setdefault((path, "agent"), number)
 
     def _loss(self, path: Path, number: int, text: str, who: Writer) -> None:
         if "oss" not in text or (m := _LOSS.search(text)) is None:
@@ -146,12 +152,13 @@ def _names(who: Writer, rank: int | None) -> list[tuple[str, object]]:
 class _Ends:
     """The last lines that show how files and processes ended."""
 
-    def __init__(self, facts: Sequence[Fact]) -> None:
+    def __init__(self, facts: Sequence[Fact], later: Later) -> None:
         self.last: dict[object, int] = {}  # by file, and by file and process
         self.exits = {
             name for f in facts if f.role is Role.EXIT for name in (f.rank, f.number("pid")) if name is not None
         }
         self.exit = {f.path for f in facts if f.role is Role.EXIT}
+        self.began = _begins(facts, later)
         for f in (f for f in facts if f.role in _ENDS):
             own = [(f.path, name) for name in _names(f.who, f.rank)] if f.role is not Role.EXIT else []
             for key in (f.path, *own):
@@ -162,10 +169,21 @@ class _Ends:
         return self.last.get(key, 0) > line
 
 
+def _begins(facts: Sequence[Fact], later: Later) -> dict[Path, int]:
+    """Return the line of each file at which its last run begins: steps follow after a launcher has reported its ranks' end."""
+    out: dict[Path, int] = {}
+    for f in (f for f in facts if f.role is Role.EXIT and f.name in ("exit", "ended", "exit_unnamed")):
+        failed = min((g.line for g in facts if g.path == f.path and g.line > f.line and g.role in _ENDS), default=None)
+        keys = [key for path, key in later.progress if path == f.path and key is not None] if failed else []
+        if failed and any(later.after(f.path, f.line, k) - later.after(f.path, failed, k) >= FEW for k in keys):
+            out[f.path] = max(f.line + 1, out.get(f.path, 0))
+    return out
+
+
 def split(found: Collected, later: Later) -> tuple[list[Fact], list[Fact]]:
     """Return (facts that count, failures that are past): the process or the job went on after them, or ended well."""
     facts = [f for f in found.facts if f.role in _ENDS or f.role is Role.STOP]
-    ends = _Ends(facts)
+    ends = _Ends(facts, later)
     job = any(scope == "job" and not ends.after(path, line) for (path, scope), line in later.well.items())
     past = {id(f) for f in facts if job or _ended_well(f, later, ends) or _went_on(f, later, ends)}
     left = [f for f in facts if id(f) not in past]
@@ -181,7 +199,11 @@ def _ended_well(f: Fact, later: Later, ends: _Ends) -> bool:
         elsewhere = ends.exit if scope == "process" else ends.exit - {f.path}
         if line > f.line and not ends.after(f.path, line) and not elsewhere:
             return True
-    again = later.restarts.get(f.path, 0)
+    if (f.path, "agent") in later.well and f.role in (Role.VICTIM, Role.START) and f.who.rank is None:
+        return True
+    again = max(later.restarts.get(f.path, 0), ends.began.get(f.path, 0))
+    if again == ends.began.get(f.path) and f.line < again:
+        return True
     return again > f.line and not ends.after(f.path, again) and later.after(f.path, again) > 0
 
 

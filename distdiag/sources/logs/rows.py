@@ -22,6 +22,7 @@ from distdiag.terms.untrusted import MAX_RANKS, bounded, is_rank, numbers
 # in the store, of gloo: the address of one rank of a group, e.g. /default_pg/0//cpu//0/3
 _ADDRESS_KEY = bounded(r"default_pg/\d+//\w+//\d+/(\d{1,6})\W*$")
 _HERE = ("127.0.0.1", "127.0.1.1", "localhost", "::1")
+_FOLLOWS = bounded(r"remote process exited|ncclRemoteError|NCCL communicator was aborted")
 _NO_WAY = bounded(r"Connection refused|No route to host|Network is unreachable")
 
 
@@ -80,11 +81,12 @@ LATE_ROWS = (
         when=lambda facts: "bootstrap" in facts[0].text),
     Row("message_size", "mismatch/shape", "{who} received a message of {got} bytes where its own call expected {has}{at}: the ranks called one collective with different sizes",
         "compare the shapes that the ranks pass there: the last, smaller batch, or an input that is padded differently"),
-    Row("unique_id", _LATE, "{who} lost the store while a communicator was made{at} ({reason}): the process that serves it, rank 0 or torchrun's, ended first",
-        "read the log of rank 0 and of its node's launcher: its failure came before these", when=_lost_store),
     Row("unique_id", _LATE, "rank {awaited} did not reach the first collective of a group, where {who} {waits} for it{at} ({reason})",
         "see what rank {awaited} did meanwhile: long work before the first collective (data, a download, a model), an exception, "
-        "or a collective that only the others call; give long work a longer timeout in init_process_group"),
+        "or a collective that only the others call; give long work a longer timeout in init_process_group", when=lambda facts: not _lost_store(facts)),
+    Row("hccl_wait hccl_heartbeat", _LATE, "{culprits} did not come to {tag}, where {who} {waits} for it in HCCL{at}, and HCCL lost the heartbeat of device {device} on {host}",
+        "see how the process of {culprits} on {host} ended: its log and exit code, plog, `dmesg -T`, `npu-smi info`; if it is alive, the network between the hosts",
+        when=lambda facts: any(f.name == "hccl_heartbeat" for f in facts) and "awaited" in facts[0].fields and "group" not in facts[0].fields),
     Row("hccl_wait", _LATE, "{who} {waits} in HCCL's {tag}{at} for rank {awaited} of {group}, which did not come; its rank in the job is not in the log",
         "read the logs of that group's ranks for an error before this one; give the logs of all ranks",
         ("{culprits} did not come to {tag}, where {who} {waits} for it in HCCL{at}",
@@ -101,6 +103,9 @@ START_ROWS = (
         "read the logs of the other ranks first: a collective waits for a rank that failed or is late; then the NPU's own log (plog, `npu-smi info`)"),
     Row("stuck_watchdog", "stall/unknown", "the watchdog of {who} made no progress{stuck}: a call to CUDA or NCCL does not return there, or a thread holds the GIL in one",
         "take the stacks of that process with native frames the next time (`py-spy dump --native --pid …`, gdb); look at its GPU (`dmesg -T | grep -i xid`)"),
+    Row("not_started", _LOST, "the job, or a part of it, did not start{there}: {what}",
+        "compare that node's clock (`chronyc tracking`) and its munge (`munge -n | ssh NODE unmunge`) with the controller's; start again without the node",
+        when=lambda facts: any("credential" in f.text for f in facts)),
     Row("not_started", _LOST, "the job, or a part of it, did not start{there}: {what}",
         "correct that on the node it names, then start again: the environment and its paths must be the same on all nodes, and the request must fit the cluster"),
     Row("store_connect", _LOST, "{who} could not reach the job's store at {peer}:{port}{at}: {why}{masters}",
@@ -151,6 +156,8 @@ LOST_ROWS = (
         (_GLOO + "; {culprits} reported no timeout, and may be what they waited for",
          "read the log of {culprits}, and take {its} stack the next time: it did not make that call"),
         when=lambda facts: any(f.name == "gloo_timeout" for f in facts)),
+    Row("unique_id", _LOST, "{who} lost the store while a communicator was made{at} ({reason}): the process that serves it, rank 0 or torchrun's, ended first",
+        "read the log of rank 0 and of its node's launcher: its failure came before these"),
     Row("closed store_lost refused lost", _LOST, "{who} could not make a connection{to}{at}: nothing listens there (any more), or a firewall is between them", _ENDED,
         ("{who} could not make a connection{to}{at}: nothing listens there (any more), or a firewall is between them" + _NOTHING, _ENDED), when=_refused),
     Row("closed store_lost refused lost", _LOST, "{who} lost the job's store{to}{at}: the process that serves it, rank 0 or torchrun's, had ended", _ENDED,
@@ -158,8 +165,8 @@ LOST_ROWS = (
         when=lambda facts: all(f.name == "store_lost" for f in facts)),
     Row("closed store_lost refused lost", _LOST, "{who} lost a connection{to}{at}: " + _PROCESS, _ENDED, ("{who} lost a connection{to}{at}: " + _PROCESS + _NOTHING, _ENDED)),
     Row("nccl_error own_error dist_error", "rank_lost/crashed", "HCCL failed on {who}{at}: {what}",
-        "read the lines after it (EI…, EJ…): they have the reason; often another rank failed first", when=lambda facts: facts[0].fields.get("what", "").startswith("Hccl")),
-    Row("nccl_error own_error dist_error nccl_warning", "rank_lost/crashed", "{library} failed on {who}{at}: {what}: {warning}",
+        "read the lines after it (EI…, EJ…, ERR…): they have the reason; often another rank failed first", when=lambda facts: facts[0].fields.get("what", "").startswith(("Hccl", "Acl", "acl"))),
+    Row("nccl_error own_error dist_error nccl_warning", "rank_lost/crashed", "{library} failed on {who}{on_host}{at}: {what}: {warning}",
         "see the first NCCL WARN or `Last error` of each rank: it is the reason, the exceptions follow", when=lambda facts: len({f.name == "nccl_warning" for f in facts}) == 2),
     Row("nccl_error own_error dist_error", "rank_lost/crashed", "{library} failed on {who}{at}: {what}", "run again with {debug}, which prints the reason"),
     Row("store_wait", _LATE, "{who} waited {limit} in the job's store{at} for {key}, which no process has set",
@@ -174,6 +181,8 @@ def first_of(rows: Sequence[Row], found: Collected) -> list[Finding]:
     for row in rows:
         names = row.names.split()
         facts = [f for name in names for f in found.named(name) if row.pick(f)]
+        if names[0] == "nccl_error":  # what only follows from another's failure
+            facts = [f for f in facts if not _FOLLOWS.search(f.text)] or facts
         if facts and row.when(facts):
             return [_finding(found, row, facts)]
     return []
@@ -248,7 +257,7 @@ def _most(facts: Sequence[Fact], key: str) -> int | None:
 def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collection[int]) -> Fields:
     """Return what a row's text may name: the first fact's fields, and what all facts together give."""
     first = facts[0].fields
-    out = Fields({k: shortened(v, 160 if k == "what" else 120) for k, v in first.items()})
+    out = Fields({k: shortened(v, 160 if k == "what" else 120) for f in reversed(facts) for k, v in f.fields.items()})
     peers = [p for f in facts if (p := f.fields.get("peer", "").rstrip(".,")) and p not in _HERE]
     named = [p for p, _ in Counter(peers).most_common(3)]
     limit, stuck, after = _most(facts, "limit"), _most(facts, "stuck_s"), _most(facts, "after")
@@ -277,8 +286,11 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
         "first": f"look at {', '.join(named)} first: " if named else "",
         "all_peers": some(peers),
         "nodes": some([f.fields["node"] for f in facts if "node" in f.fields]),
-        "there": f" on {name}" if (name := facts[0].who.label or facts[0].who.host or first.get("pod")) else "",
-        "on": f" on {some(hosts)}" if (hosts := [f.who.host for f in facts if f.who.host]) else "",
+        "there": f" on {name}"
+        if (name := facts[0].who.label or facts[0].who.host or first.get("pod") or first.get("host"))
+        else "",
+        "on": f" on {some(names)}" if (names := [f.who.host for f in facts if f.who.host]) else "",
+        "on_host": f" on {hosts.pop()}" if len(hosts := {f.who.host for f in facts if f.who.host}) == 1 else "",
         "meaning": meanings.IB_STATUS.get(first.get("status", ""), f"status {first.get('status')}"),
         "warning": shortened(next((f.fields["what"] for f in facts if f.name == "nccl_warning"), ""), 160),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -140,6 +141,15 @@ def _of_group(found: Collected, group: Group, waits: Waits) -> Finding | None:
             w.seq = w.completed + 1
     if not waiting:
         return None
+    if {w.op for w in waiting.values()} == {"recv"} and (first := _first_stage(waiting)) is not None:
+        message = f"{rank_list(waiting)} waited in recv{f' ({label(group)})' if label(group) else ''}, each for the stage before; rank {first}, the first of that group, reported no timeout"
+        return _timed_out(
+            group,
+            waiting,
+            message,
+            f"read the log of rank {first}, and take its stack the next time: it did not send (data, a longer branch, an exception)",
+            (first,),
+        )
     seq, most = Counter(w.seq for w in waiting.values()).most_common(1)[0]
     if any(w.seq != seq for w in waiting.values()):
         return _apart(group, waiting, seq if most > len(waiting) / 2 else None)
@@ -292,6 +302,17 @@ def _messages(group: Group, waiting: Waits, ops: Mapping[str, Collection[int]]) 
     )  # fmt: skip
     return _timed_out(group, waiting, f"messages{_number(waiting, group)} timed out: {texts}; {tail}",
                  f"compare the peers and the order of the messages on both sides; then {PATH}", kind="stall/unknown")  # fmt: skip
+
+
+def _first_stage(waiting: Waits) -> int | None:
+    """Return the rank of the first member of a group, if all others up to the last one that waits do; None if it is not known."""
+    inside = {f.who.group_rank: r for r, w in waiting.items() for f in w.facts if f.who.group_rank is not None}
+    if len(inside) < 2 or sorted(inside) != list(range(1, len(inside) + 1)):
+        return None
+    ranks = [inside[i] for i in sorted(inside)]
+    strides = {b - a for a, b in itertools.pairwise(ranks)}
+    first = ranks[0] - min(strides)
+    return first if len(strides) == 1 and first >= 0 else None
 
 
 def _different(group: Group, waiting: Waits, sides: Mapping[str, set[int]], cause: str) -> Finding:

@@ -65,8 +65,15 @@ def diagnose_logs(given: Sequence[str], paths: Sequence[Path] | None = None) -> 
 
 def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str, str] | None) -> Collected:
     """Return what files contain, without the failures after which the job went on."""
-    found = join(reader.read(announce, refused))
+    found = reader.read(announce, refused)
+    earlier, found.past = found.past, []  # ends of containers that were started again
+    found = join(found)
     found.facts, past = later.split(found, reader.later)
+    roles = {f.role for f in found.facts}
+    if not roles.isdisjoint(WAITED) and roles.isdisjoint((Role.CAUSE, Role.EXIT)):  # they are what the others met
+        found.facts += earlier
+    else:
+        found.past += earlier
     found.past += past
     found.losses = reader.later.loss
     found.took = {

@@ -48,9 +48,24 @@ _C10 = bounded(r"\[[EWIF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)")
 _ISO = bounded(
     r"\b(\d{4}-\d\d-\d\d)[T_ ](\d\d):(\d\d):(\d\d)(?:[.,]\d{1,9})?(?: ?(?P<zone>Z\b|[+-]\d\d:?\d\d\b(?!-)))?"
 )
-_MESSAGE_KEYS = ("message", "msg", "log", "text", "event", "textPayload", "exc_info", "stack", "line")
-_TIME_KEYS = ("timestamp", "@timestamp", "time", "ts", "asctime")
-_SIGNS = {*_TIME_KEYS, "level", "levelname", "severity", "stream", "rank", "global_rank", "RANK"}
+_MESSAGE_KEYS = (
+    "message",
+    "msg",
+    "log",
+    "text",
+    "event",
+    "textPayload",
+    "exc",
+    "exc_info",
+    "exception",
+    "error",
+    "traceback",
+    "stack",
+    "stack_trace",
+    "line",
+)
+_TIME_KEYS = ("timestamp", "@timestamp", "time", "ts", "t", "asctime")
+_SIGNS = {*_TIME_KEYS, "level", "lvl", "levelname", "severity", "stream", "rank", "global_rank", "RANK"}
 
 
 @dataclass(slots=True)
@@ -69,6 +84,7 @@ class Writer:
 
     rank: int | None = None
     group: tuple[str, str] | None = None
+    group_rank: int | None = None  # in that group
     local: int | None = None
     task: int | None = None
     host: str = ""
@@ -177,7 +193,7 @@ def writer(text: str) -> Writer:
     own = list(_RANK.finditer(text[:400])) if "ank" in text or "RANK" in text else []
     exact = next((m for m in own if m[1] is not None), None)
     if "[PG " in text and (group := _GROUP.search(text[:600])):
-        out.group = (group["pg"], group["desc"] or "")
+        out.group, out.group_rank = (group["pg"], group["desc"] or ""), int(group["rank"])
         if group["desc"] == "default_pg":
             out.rank = int(group["rank"])
     if exact is not None or own:
