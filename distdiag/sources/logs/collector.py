@@ -34,6 +34,7 @@ _STATE = bounded(r"^\s{2,99}(?P<last>Last )?State:\s{2,40}(?P<state>\w+)")
 # Horovod's stall inspector: a rank, and what the others wait for
 _MISSING = bounded(r"(?:^|[:\s])(?P<ranks>\d{1,6}): \[[\w.]")
 _STATE_LINES = 5
+_GOES_ON = (" exited on", "(stopped sending heartbeats):")  # of prterun, jax
 # how Ray describes an actor that died, before it says how
 _ACTOR = bounded(r"^\s{1,16}(?P<key>actor_id|pid|ip): \[?(?P<value>[\w.:]{1,60})")
 _DIGIT = bounded(r"\d+")
@@ -71,7 +72,7 @@ class Collector:
         """
         out, bounds = self.result, self._bounds
         for path in self.paths:
-            first = len(out.facts)
+            first, number = len(out.facts), 0
             try:
                 if refused and str(path) in refused:
                     raise OSError(refused[str(path)])
@@ -88,6 +89,10 @@ class Collector:
                     (str(path), "only its first and last lines were read in detail: it has too many different errors")
                 )
             self._end_rows(path, at_end=True)
+            cut = [
+                f for f in out.facts[first:] if f.name == "timeout_cut" and f.line + 1 < number
+            ]  # wrapped, or interleaved
+            out.facts[first:] = [f for f in out.facts[first:] if f not in cut]
             out.facts[first:] = self._of_last_run(out.facts[first:])
             failed = min((f.line for f in out.facts[first:] if f.role not in (Role.FACT, Role.HINT)), default=None)
             self.later.read(path, self._bounds.tail, failed)
@@ -105,6 +110,8 @@ class Collector:
             fact.site = fact.site or self._tracebacks.site(fact)
             fact.within = fact.within or self._tracebacks.helper(fact)
         out.ranks |= set(filter(is_rank, bounds.ranks))
+        for host, ranks in bounds.on_host.items():
+            out.on_host.setdefault(host, set()).update(filter(is_rank, ranks))
         announce(TOGETHER, 0)
         return out
 
@@ -126,7 +133,7 @@ class Collector:
             self._run = (number + 1, 0) if launch else (number, attempt + 1)
 
     def _read_line(self, path: Path, number: int, text: str, who: Writer) -> None:
-        if text.rstrip().endswith(" exited on"):  # prterun: the signal is on the next line
+        if text.rstrip().endswith(_GOES_ON):  # the rest is on the next line
             self._begun = f"{text.rstrip()} "
             return
         text, self._begun = self._begun + text, ""
@@ -150,6 +157,8 @@ class Collector:
                 out.is_rank_of((who.process, who.host), who.rank)
             if who.pid is not None:
                 out.is_rank_of(who.pid, who.rank)
+        if who.rank is not None and who.host and len(out.on_host) < MAX_WRITERS:
+            out.on_host.setdefault(who.host, set()).add(who.rank)
         if who.local is not None or " local_rank: " in text:
             out.of_nodes.add(path)
         out.torchrun = out.torchrun or who.by_torchrun
@@ -200,8 +209,12 @@ class Collector:
     def _add(self, name: str, role: Role, groups: Mapping[str, str | None], line: Line) -> Fact | None:
         out, who = self.result, line.who
         fields = {k: v for k, v in groups.items() if v is not None}
-        if name == "lost_worker" and "pid" not in fields:
-            fields |= {key: value for key, value in self._actor.items() if key in ("pid", "host")}
+        if name in ("lost_worker", "node_lost") and "pid" not in fields:
+            fields |= {
+                key: value
+                for key, value in self._actor.items()
+                if key == "host" or (key, name) == ("pid", "lost_worker")
+            }
             self._actor = {}
         self._learn(name, fields, line)
         if role is Role.FACT or (who.mild and role in (Role.CAUSE, Role.VICTIM, Role.START)):

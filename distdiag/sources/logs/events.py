@@ -85,7 +85,7 @@ def _of_devices(reasons: list[Reason]) -> list[Reason]:
             reasons = [q for q in reasons if q is not r]
             here = {f.who.host for f in r.facts} == {f.who.host for f in first.facts} != {""}
             here = here or all(_DEVICE.search(f.text) for f in r.facts)
-            here = here or [f"local rank {q}" for q in r.ranks] == first.unnamed
+            here = here or [f"local rank {q}" for q in r.ranks] == [name.partition(" of ")[0] for name in first.unnamed]
             if r.ranks == first.ranks or (not first.ranks and len(r.ranks) == 1 and here):
                 first.inferred |= not first.ranks
                 first.ranks, first.sites, first.unnamed = first.ranks | r.ranks, first.sites | r.sites, []

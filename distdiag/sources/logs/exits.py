@@ -174,7 +174,8 @@ def _killed_by_launcher(ends: list[_End]) -> list[_End]:
     """Return the processes that a launcher killed because another had failed before."""
     at = [end.fact.who.at[1] for end in ends if end.fact.who.at and end.by not in _SENT]
     first_s = min(at, default=0.0)
-    first = min((end.fact.order for end in ends if end.launcher == "srun" and not end.by), default=MAX_INT)
+    failed = (end for end in ends if end.launcher == "srun" and end.by not in ("SIGKILL", "SIGTERM"))
+    first = min((end.fact.order for end in failed), default=MAX_INT)
     killed = [end for end in ends if end.by == "SIGKILL"]
     return [
         end

@@ -98,6 +98,7 @@ class Collected:
     files: list[Path] = field(default_factory=list)
     bad: list[tuple[str, str]] = field(default_factory=list)
     rank_of: dict[object, int | None] = field(default_factory=dict)
+    on_host: dict[str, set[int]] = field(default_factory=dict)  # ranks whose lines name a host
     in_world: dict[str, tuple[int, int]] = field(default_factory=dict)  # (size, rank)
     by_path: dict[Path, set[int]] = field(default_factory=dict)  # ranks named in the lines of a file
     env: dict[Path, set[int]] = field(default_factory=dict)  # the ranks that a file's environment gives

@@ -20,7 +20,7 @@ from distdiag.terms.untrusted import bounded, is_rank
 
 # an exception that only reports another one
 _REPORTS_ANOTHER = bounded(
-    r"at least one rank that exhausted|[Rr]oot cause|[Ss]ee (?:the )?(?:stack trace|logs? |error)|in a background process|previous error|sub-exception|Caught \w+ in DataLoader worker"
+    r"torch_extensions/.{0,200}cannot open shared object|at least one rank that exhausted|[Rr]oot cause|[Ss]ee (?:the )?(?:stack trace|logs? |error)|in a background process|previous error|sub-exception|Caught \w+ in DataLoader worker"
 )
 _MEMORY = bounded(r"Process (\d{1,9}) has (\d{1,6}(?:\.\d{1,4})?) GiB memory in use")
 _NUMBER = bounded(r"0x[0-9a-f]+|\d+")
@@ -83,7 +83,7 @@ def of_messages(found: Collected) -> tuple[list[Reason], list[Fact]]:
             if any(earlier(wait, f) for wait in timeouts):
                 late.append(f)
                 continue
-        _add(reasons, f, meaning, len(found.files) > 1)
+        _add(reasons, f, meaning, found)
     return _without_reports(_by_time(_of_one_text(reasons))), late
 
 
@@ -123,7 +123,7 @@ def _without_reports(reasons: list[Reason]) -> list[Reason]:
     return [r for r in own if r is own[0] or not (r.facts[0].name == "exception" and LOST.search(r.text))]
 
 
-def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, several_files: bool) -> None:
+def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, found: Collected) -> None:
     text = text_of(f, meaning)
     place = f"{f.site.file}:{f.site.line}" if f.site is not None and f.name == "exception" else ""
     key = (f.name, _NUMBER.sub("#", text) + place)
@@ -133,16 +133,24 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, seve
     r.facts.append(f)
     keys = _OF_THE_LINE.get(f.name)
     ranks = {f.number(k) for k in keys} if keys else {f.rank}
+    if f.name == "node_lost":
+        ranks = {*found.on_host.get(f.fields.get("host", f.fields.get("node", "")), ())}
     known = {q for q in ranks if q is not None and is_rank(q)}
     r.ranks |= known
     where = f.fields.get("node"), f.fields.get("pod")
-    name = f"node {where[0]}" if where[0] else f"the node of pod {where[1]}" if where[1] else f.who.name
+    name = (
+        f"node {f.fields.get('host', where[0])}"
+        if where[0]
+        else f"the node of pod {where[1]}"
+        if where[1]
+        else f.who.name
+    )
     if meaning.kind == "gpu" and f.who.host:
         name = name or f"host {f.who.host}"
         r.hosts |= {f.who.host} if f.rank is not None else set()
-    if several_files:
+    if len(found.files) > 1:
         name = f"{name or ('the host' if meaning.kind == 'gpu' else 'a process')} of {f.path.name}"
-    if not known and name and name not in r.unnamed:
+    if (not known or f.name == "node_lost") and name and name not in r.unnamed:
         r.unnamed.append(name)
     if f.site is not None and f.rank is not None:
         r.sites.setdefault(f.rank, f.site)
@@ -176,8 +184,11 @@ def _memory_of_others(f: Fact) -> str:
     held = {pid: gib for pid, gib in _MEMORY.findall(what) if pid != str(f.who.pid)}
     if not held or ("this process has" not in what and f.who.pid is None):
         return ""
-    pid = max(held, key=lambda pid: float(held[pid]))
-    return f": process {pid}, which is not this rank, holds {float(held[pid]):.3g} GiB of that GPU"
+    pids = sorted(held, key=lambda pid: -float(held[pid]))
+    many = len(pids) > 1 and what.count("this process has") > 1  # two messages in one line
+    if many:
+        return f": processes {', '.join(pids[:4])}, which are not these ranks, hold {float(held[pids[0]]):.3g} GiB and less of their GPUs"
+    return f": process {pids[0]}, which is not this rank, holds {float(held[pids[0]]):.3g} GiB of that GPU"
 
 
 # -- findings --------------------------------------------------------------------------------------------------------
@@ -258,6 +269,8 @@ def _who_failed(r: Reason, ranks: tuple[int, ...], of_node: bool) -> str:
     shown = some(r.unnamed)
     nobody = "the host" if r.meaning.kind == "gpu" else "a rank"
     who = rank_list(ranks) if ranks else shown or nobody
+    if ranks and shown and r.facts[0].name == "node_lost":
+        who = f"{shown} ({who})"
     if of_node:
         who = who.replace("rank", "local rank", 1)
     text = r.text

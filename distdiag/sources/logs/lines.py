@@ -42,7 +42,7 @@ _COLOURS = re.compile(rb"\x1b\[[;]{0,30}[A-Za-z]")  # without digits; they may s
 _COMMON = (b"\x1b[m", b"\x1b[;m", b"\x1b[K")  # of these; cheaper to remove
 _OF_WRITER = re.compile(rb"(?:ank|RANK|ask|ode|rocess|worker|gpu|GPU|pid|\[)[s :=]{0,3}(\d{1,9})")
 _PIDS = re.compile(
-    rb"pid=(?P<pid>\d{1,9})[^)\n]{0,60}\)(?:\x1b\[[\d;]{0,9}m)?(?: ?\[rank ?|[^\n(]{0,40}\b(?:world|global)_rank[=:] ?)(?P<of_pid>\d{1,6})\b"
+    rb"pid=(?P<pid>\d{1,9})(?:, ip=(?P<ip>[\w.:]{3,60}))?[^)\n]{0,60}\)(?:\x1b\[[\d;]{0,9}m)?(?: ?\[rank ?|[^\n(]{0,40}\b(?:world|global)_rank[=:] ?)(?P<of_pid>\d{1,6})\b"
     rb"|\b[Rr]ank[ =:]{1,2}(?P<rank>\d{1,6})\b[^\n\d]{0,20}\b(?:pid|PID)[ =:]{1,2}(?P<after>\d{1,9})"
 )
 _RANKS = re.compile(rb"\[rank ?(\d{1,6})\]")
@@ -77,7 +77,7 @@ class Bounds:
     Attributes:
         late: True if lines of the file were left out that differ from those before; its end is read even so.
         ranks: Those that write lines at the begin and the end of the files.
-        pids: Rank of each pid that such a line names with it.
+        pids, on_host: Rank of each pid, and ranks of each address, that such a line names with it.
         tail: The last blocks of the file, each with the number of its first line.
     """
 
@@ -94,6 +94,7 @@ class Bounds:
         self.late = False
         self.ranks: set[int] = set()
         self.pids: dict[int, int] = {}
+        self.on_host: dict[str, set[int]] = {}
         self.tail: deque[tuple[int, bytes]] = deque()
 
     def start(self, path: Path) -> None:
@@ -107,6 +108,8 @@ class Bounds:
         for m in _PIDS.finditer(block) if b"pid" in block or b"PID" in block else ():
             rank, pid = int(m["rank"] or m["of_pid"]), int(m["after"] or m["pid"])
             self.pids[pid] = rank if self.pids.get(pid, rank) == rank else -1
+            if m["ip"] and len(self.on_host) < MAX_SHAPES:
+                self.on_host.setdefault(m["ip"].decode(), set()).add(rank)
 
     def keep(self, block: bytes, raws: Sequence[bytes], all_of_them: bool) -> list[int]:
         """Return the indices of a block's lines to read: those that can matter, unless enough equal ones were read before.

@@ -55,6 +55,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("timeout", W, "Watchdog caught", r"Watchdog caught collective operation timeout: Work\w+\((?:SeqNum=(?P<seq>\d+), )?"
          r"OpType=(?P<op>\w+)(?:, TensorShape=\[(?P<shape>[^\]]{0,99})\])?(?:, NumelIn=(?P<nin>\d+), NumelOut=(?P<nout>\d+))?"
          r", Timeout\(ms\)=(?P<limit>\d+)\) ran for (?P<ran>\d+) milliseconds"),
+    _row("timeout_cut", W, "Watchdog caught", r"Watchdog caught coll[^)]{0,200}$"),
     _row("counters", W, "last enqueued", r"(?:detected by watchdog at work(?: sequence id)?|Timeout at NCCL work): (?P<at>\d+).{0,40}?"
          r"last enqueued (?:NCCL )?work: (?P<enq>-?\d+)(?:.{0,60}?)last completed (?:NCCL )?work: (?P<done>-?\d+)"),
     _row("dump_signal", W, "Received a dump signal", r"Received a dump signal due to a collective timeout from\s+(?:this local rank|rank (?P<first>\d+))"
@@ -89,7 +90,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("no_answer", F, "failed to connect to [", r"client socket has failed to connect to \[(?P<peer>[^\]\s]+)\]:(?P<port>\d+) \(errno: \d+ - (?P<why>[^)]{1,60})\)"),
     _row("store_connect", S, "trying to connect", r"client socket has timed out after (?P<after>\w+) while trying to connect to \((?P<peer>[^,)]+), ?(?P<port>\d+)\)"),
     _row("store_connect", S, "failed to connect to any network address", r"client socket has failed to connect to any network address of \((?P<peer>[^,)]+), ?(?P<port>\d+)\)"),
-    _row("coordination", V, "stopped sending heartbeats", r"The following tasks are unhealthy \(stopped sending heartbeats\): (?P<node>\S{1,200}[\w)])"),
+    _row("coordination", V, "stopped sending heartbeats", r"The following tasks are unhealthy \(stopped sending heartbeats\): (?:\w{1,9}: )?(?P<node>\S{1,200}[\w)])"),
     _row("coordination", V, " heartbeat timeout", r"\bTask (?P<node>/job:\S{1,200}) heartbeat timeout"),
     _row("keep_alive", V, "keep-alive heartbeat", r"The node '(?P<node>[^']{1,200})' has failed to send a keep-alive heartbeat to the rendezvous"),
     _row("rendezvous", S, "Rendezvous", r"\b(?P<what>Rendezvous(?:Timeout|Connection|Closed)Error)\b"),
@@ -131,7 +132,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("amd_fault", C, "uncorrectable hardware error", r"amdgpu (?P<pci>[\w:.]+): .{0,20}?(?P<what>uncorrectable hardware error)"),
     _row("gpu_init", C, "RmInitAdapter failed", r"NVRM: GPU (?P<pci>[\w:.]+): RmInitAdapter failed"),
     _row("sxid", C, "SXid (PCI:", r"SXid \(PCI:(?P<pci>[\w:.]+)\): (?P<xid>\d+), Fatal, (?P<text>.{1,80})"),
-    _row("cuda_oom", C, "CUDA out of memory", r"CUDA out of memory\. ?(?P<what>.{0,600})"),
+    _row("cuda_oom", C, "CUDA out of memory", r"CUDA out of memory\. ?(?P<what>.{0,900})"),
     _row("cuda_oom", C, " out of memory. Tried", r"\b(?:HIP|XPU|NPU) out of memory\. ?(?P<what>.{0,600})"),
     _row("cuda_oom", C, "OUT_OF_DEVICE_MEMORY", r"\b(?:ZE|UR)_RESULT_ERROR_OUT_OF_DEVICE_MEMORY\b"),
     _row("cuda_oom", C, "ut of memory", r"(?:RESOURCE_EXHAUSTED: |Resource exhausted: |(?<=: ))(?:Out of memory while trying to allocate|Ran out of memory in memory space)"),
@@ -173,10 +174,12 @@ TABLE: tuple[Pattern, ...] = (
     _row("mpi_abort", E, " in comm ", r"Abort\(\d+\) on node \d+ \(rank (?P<r>\d+) in comm \d+\): (?P<how>.{1,160})"),
     _row("mpi_abort", E, "An error occurred in MPI_", r"\*\*\* (?P<how>An error occurred in MPI_\w+)"),
     _row("node_lost", C, "Remote daemon: ", r"Remote daemon: \[\S{1,200}\] on node (?P<node>\S+)"),
-    _row("node_lost", C, "its node has died", r"died because its node has died\. Node Id: (?P<node>\w{1,12})"),
+    _row("node_lost", C, "its node has died", r"(?:The actor )?died because its node has died\. Node Id: (?P<node>\w{1,12})"),
     _row("node_lost", C, "has been marked dead", r"The node with node id: \w+ and address: (?P<node>[\w.:-]+).{0,120} has been marked dead"),
     _row("node_lost", C, "  pod/", r"(?:NodeNotReady|TaintManagerEviction)\s{1,20}pod/(?P<pod>\S+)"),
     _row("node_lost", C, "Node failure on", r"srun: error: Node failure on (?P<node>\S+)"),
+    _row("exit_unnamed", E, "died with <Signals", r"died with <Signals\.(?P<signal>SIG\w+): \d+>"),
+    _row("exit_unnamed", E, "non-zero exit status", r"CalledProcessError: Command .{1,400} returned non-zero exit status (?P<code>\d+)"),
     _row("exit_unnamed", E, "exits with return code", r"exits with return code = (?P<code>-?\d+)"),
     _row("exit", E, "noticed that process rank", r"noticed that process rank (?P<r>\d+) with PID \d+ on node (?P<host>\S+) exited on signal (?P<signal>\d+)"),
     _row("exit", E, " died from signal ", r"^(?P<host>[\w.-]{1,253}): rank (?P<r>\d+) died from signal (?P<signal>\d+)"),
@@ -269,5 +272,6 @@ HEADS = (
     b"Missing ranks:",
     b"traceback :",
     b"actor_id: ",
+    b"stopped sending heartbeats",
     b"namespace: ",
 )

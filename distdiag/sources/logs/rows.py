@@ -23,6 +23,7 @@ from distdiag.terms.untrusted import MAX_RANKS, bounded, is_rank, numbers
 _ADDRESS_KEY = bounded(r"default_pg/\d+//\w+//\d+/(\d{1,6})\W*$")
 _HERE = ("127.0.0.1", "127.0.1.1", "localhost", "::1")
 _FOLLOWS = bounded(r"remote process exited|ncclRemoteError|NCCL communicator was aborted")
+_TASK = bounded(r"/task:(\d{1,6})$")  # of jax: the number of the process
 _NO_WAY = bounded(r"Connection refused|No route to host|Network is unreachable")
 
 
@@ -169,6 +170,8 @@ LOST_ROWS = (
     Row("nccl_error own_error dist_error nccl_warning", "rank_lost/crashed", "{library} failed on {who}{on_host}{at}: {what}: {warning}",
         "see the first NCCL WARN or `Last error` of each rank: it is the reason, the exceptions follow", when=lambda facts: len({f.name == "nccl_warning" for f in facts}) == 2),
     Row("nccl_error own_error dist_error", "rank_lost/crashed", "{library} failed on {who}{at}: {what}", "run again with {debug}, which prints the reason"),
+    Row("timeout_cut", _LATE, "the log ends inside a message of {who}, which reports that a collective timed out: which one, and whom it waited for, is not in it",
+        "give the rest of this log, and the logs of all ranks"),
     Row("store_wait", _LATE, "{who} waited {limit} in the job's store{at} for {key}, which no process has set",
         "see what the other side did: the rank or service that sets this key has failed, or never made the matching call",
         ("{culprits} did not join a gloo group{at} in {limit}, where {who} waited",
@@ -181,8 +184,8 @@ def first_of(rows: Sequence[Row], found: Collected) -> list[Finding]:
     for row in rows:
         names = row.names.split()
         facts = [f for name in names for f in found.named(name) if row.pick(f)]
-        if names[0] == "nccl_error":  # what only follows from another's failure
-            facts = [f for f in facts if not _FOLLOWS.search(f.text)] or facts
+        if any(f.name != "nccl_warning" and not _FOLLOWS.search(f.text) for f in facts):
+            facts = [f for f in facts if not _FOLLOWS.search(f.text)]  # the rest only follows from another's failure
         if facts and row.when(facts):
             return [_finding(found, row, facts)]
     return []
@@ -240,6 +243,8 @@ def _blamed(found: Collected, name: str, facts: list[Fact]) -> tuple[Collection[
             return {int(m[1]) for f in facts if (m := _ADDRESS_KEY.search(f.fields["key"]))}, ranks
         case "gloo_timeout":
             return absent_ranks(found, ranks) if len(ranks) > 1 else (), ranks
+        case "coordination":
+            return {int(m[1]) for f in facts if (m := _TASK.search(f.fields["node"]))} - set(ranks), ranks
         case "closed":
             whole = bool(found.world_size or found.named("ended"))  # else the log may be a part of the job's
             return absent_ranks(found, ranks) if whole and len(ranks) > 1 else (), ranks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -127,11 +126,47 @@ def label(group: Group) -> str:
 def findings(found: Collected) -> list[Finding]:
     """Return one finding on each group whose collective timed out; only the first if groups share the ranks."""
     by_group = groups_of(found.facts)
+    if (chain := _chain(by_group)) is not None:
+        return [chain]
     out = [f for g, waits in by_group.items() if (f := _of_group(found, g, waits)) is not None]
     if not out:
         return [_elsewhere(by_group)] if by_group else []
     out.sort(key=lambda f: (not f.culprits, -len(f.victims)))
     return out[:3]
+
+
+def _chain(by_group: Mapping[Group, Waits]) -> Finding | None:
+    """Return the finding on ranks that others wait for in their groups, and that wait in none; None if no group shows one."""
+    waiting = {r: w for waits in by_group.values() for r, w in waits.items() if w.timed_out}
+    missing = {group: _missing(group, waits) - waiting.keys() for group, waits in by_group.items()}
+    late = sorted(set().union(*missing.values()))
+    if not late or 2 * len(late) > len(waiting):
+        return None
+    texts = []
+    for group, waits in by_group.items():
+        if missing[group]:
+            ranks = sorted(r for r in waits if waits[r].timed_out)
+            texts.append(
+                f"{rank_list(ranks)} in {_op(waits) or 'a collective'} ({label(group)}), without {rank_list(sorted(missing[group]))}"
+            )
+    who = rank_list(late)
+    return _timed_out(("", ""), waiting, f"{who} reported no timeout, and may be what the others wait for: {'; '.join(texts[:3])}",
+                 f"read the log of {who}, and see its GPU and host; take {verb(late, 'its', 'their')} stack the next time: it did not make the call", late)  # fmt: skip
+
+
+def _missing(group: Group, waits: Waits) -> set[int]:
+    """Return the members of a group that are not among those that wait, by the others' ranks in it: members are equally far apart."""
+    inside = {
+        f.who.group_rank: r for r, w in waits.items() if w.timed_out for f in w.facts if f.who.group == group and f.who.group_rank is not None
+    }  # fmt: skip
+    if len(inside) < 2 or group[1] in ("default_pg", "undefined"):
+        return set()
+    (first, rank), *others = sorted(inside.items())
+    apart = {(r - rank) / (nth - first) for nth, r in others}
+    step = int(min(apart))
+    if apart != {step} or step < 1:
+        return set()
+    return {r for nth in range(max(inside)) if nth not in inside and (r := rank + (nth - first) * step) >= 0}
 
 
 def _of_group(found: Collected, group: Group, waits: Waits) -> Finding | None:
@@ -141,15 +176,6 @@ def _of_group(found: Collected, group: Group, waits: Waits) -> Finding | None:
             w.seq = w.completed + 1
     if not waiting:
         return None
-    if {w.op for w in waiting.values()} == {"recv"} and (first := _first_stage(waiting)) is not None:
-        message = f"{rank_list(waiting)} waited in recv{f' ({label(group)})' if label(group) else ''}, each for the stage before; rank {first}, the first of that group, reported no timeout"
-        return _timed_out(
-            group,
-            waiting,
-            message,
-            f"read the log of rank {first}, and take its stack the next time: it did not send (data, a longer branch, an exception)",
-            (first,),
-        )
     seq, most = Counter(w.seq for w in waiting.values()).most_common(1)[0]
     if any(w.seq != seq for w in waiting.values()):
         return _apart(group, waiting, seq if most > len(waiting) / 2 else None)
@@ -302,17 +328,6 @@ def _messages(group: Group, waiting: Waits, ops: Mapping[str, Collection[int]]) 
     )  # fmt: skip
     return _timed_out(group, waiting, f"messages{_number(waiting, group)} timed out: {texts}; {tail}",
                  f"compare the peers and the order of the messages on both sides; then {PATH}", kind="stall/unknown")  # fmt: skip
-
-
-def _first_stage(waiting: Waits) -> int | None:
-    """Return the rank of the first member of a group, if all others up to the last one that waits do; None if it is not known."""
-    inside = {f.who.group_rank: r for r, w in waiting.items() for f in w.facts if f.who.group_rank is not None}
-    if len(inside) < 2 or sorted(inside) != list(range(1, len(inside) + 1)):
-        return None
-    ranks = [inside[i] for i in sorted(inside)]
-    strides = {b - a for a, b in itertools.pairwise(ranks)}
-    first = ranks[0] - min(strides)
-    return first if len(strides) == 1 and first >= 0 else None
 
 
 def _different(group: Group, waiting: Waits, sides: Mapping[str, set[int]], cause: str) -> Finding:

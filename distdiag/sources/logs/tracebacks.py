@@ -30,6 +30,7 @@ _COLLECTIVE = "/torch/distributed/distributed_c10d.py"
 # frames of processes that start ranks, and are none
 _LAUNCHERS = {
     "/torch/distributed/launcher/api.py": "torchrun",
+    "/accelerate/commands/launch.py": "accelerate",
     "/torch/multiprocessing/spawn.py": "the process that spawns the ranks",
 }
 # helpers in which one rank, most often rank 0, works first, and the others wait for it

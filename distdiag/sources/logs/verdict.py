@@ -258,7 +258,9 @@ def _in_short(f: Fact) -> str:
 
 def _notes(found: Collected, judged: bool, nan: bool) -> list[str]:
     notes = [f"{path}: {reason}" for path, reason in found.bad[:5]]
-    if empty := [str(p) for p in found.files if is_empty(p)]:
+    of_file = ranks_of(found.files)
+    written = {of_file.get(p) for p in found.files if not is_empty(p)}
+    if empty := [str(p) for p in found.files if is_empty(p) and of_file.get(p) not in written]:
         notes.append(f"empty, so its process has written nothing: {some(empty)}")
     for (path, _), loss in [x for x in found.losses.items() if x[1].times and not nan][:1]:
         notes.append(f"{path}: the last loss that it shows is NaN (since line {loss.line:,})")

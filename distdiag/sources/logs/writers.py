@@ -193,7 +193,7 @@ def writer(text: str) -> Writer:
     own = list(_RANK.finditer(text[:400])) if "ank" in text or "RANK" in text else []
     exact = next((m for m in own if m[1] is not None), None)
     if "[PG " in text and (group := _GROUP.search(text[:600])):
-        out.group, out.group_rank = (group["pg"], group["desc"] or ""), int(group["rank"])
+        out.group, out.group_rank = (group["guid"] or group["pg"], group["desc"] or ""), int(group["rank"])
         if group["desc"] == "default_pg":
             out.rank = int(group["rank"])
     if exact is not None or own:
