@@ -33,6 +33,13 @@ _PROGRESS = bounded(
 _NO_PROGRESS = bounded(r"(?:Error|Exception)(?::|$)|\b(?:ERROR|FATAL|[Ff]ailed|[Tt]imed? ?out|NCCL WARN|Loading)\b")
 _PREFIX = bounded(r"^(?:\[[^\]]*\]:? ?){0,3}")
 _TOOK = bounded(r"\b(?:in|took|after) (?P<s>\d{1,6}(?:\.\d{1,6})?) ?s(?:ec(?:onds)?)?\b")
+# an error of the last lines: an exception, or what a tool reports; a program that tries again, or only warns, has not ended by it
+_LAST_ERROR = bounded(
+    r"^(?:\[[^\]]*\]:? ?){0,3}(?:[A-Za-z_][\w.]{0,80}(?:Error|Exception)(?:: |$)|(?!wandb)[a-z][\w./-]{0,60}(?:\[\d+\])?: (?:fatal |internal )?(?i:error|fatal)\b)"
+)
+_NO_END = bounded(
+    r"(?i:\bretr(?:y|ies|ying)\b|\bignor|\bwarn|\bskip|\b(?:no|0) errors?\b|error_|['\"][^'\"]{0,60}error)"
+)
 _LOSS = bounded(
     r"(?<!\w)(?:lm |train[_/ ]?)?loss['\"]?(?: is |[\s:=]{1,4})(?:tensor\()?(nan|[-+]?(?:inf|\d))", re.IGNORECASE
 )
@@ -65,6 +72,7 @@ class Later:
     restarts: dict[Path, int] = field(default_factory=dict)
     took: dict[tuple[str, object], tuple[float, str]] = field(default_factory=dict)
     loss: dict[tuple[Path, int | None], Loss] = field(default_factory=dict)  # the last ones of each rank
+    errors: dict[Path, tuple[int, str, Writer]] = field(default_factory=dict)  # of a file's last lines
     left: int = MOST_LINES
     nan: bool = False  # all losses of the file that is read, so far
 
@@ -76,7 +84,7 @@ class Later:
             after: The first line with a failure; None if the file has none: then only its last words count.
         """
         most = LAST if after is None else max(LEAST, min(OF_FILE, self.left // 8))
-        self.nan, before = False, False
+        self.nan, before, nth = False, False, 0
         for first, block in reversed(tail):
             raws = block.split(b"\n")
             for number, raw in zip(range(first + len(raws) - 1, first - 1, -1), reversed(raws), strict=True):
@@ -87,11 +95,13 @@ class Later:
                 if most <= 0:
                     return
                 if raw.strip():
-                    most -= 1
+                    most, nth = most - 1, nth + 1
                     self.left -= after is not None
                     last = raw[-2000:].rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace")
                     for text, who in messages(plain(last)):
                         self._loss(path, number, text, who)
+                        if nth <= FEW and _LAST_ERROR.search(text) and not (who.mild or _NO_END.search(text)):
+                            self.errors[path] = number, text.strip(), who
                         if not before:
                             self._line(path, number, text, who)
                         elif _AGENT.search(text) is not None:

@@ -76,6 +76,12 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
         found.past += earlier
     found.past += past
     found.losses = reader.later.loss
+    ended_well = {path for path, _ in reader.later.well}
+    found.errors = {
+        p: error
+        for p, error in reader.later.errors.items()
+        if p not in ended_well and not reader.later.after(p, error[0])
+    }
     found.took = {
         name: took for (kind, name), took in reader.later.took.items() if kind == "rank" and isinstance(name, int)
     }
@@ -105,7 +111,7 @@ def judge_logs(
         world_size=_world(found),
         ranks_seen=len(found.ranks),
         findings=tuple(findings),
-        notes=tuple(_notes(found, bool(findings or text), any(f.kind == "nonfinite" for f in findings))),
+        notes=tuple(_notes(found, findings, bool(findings or text))),
         unjudged=None if findings or text or ended else f"{NO_KNOWN_ERROR} in {count(len(found.files), 'log')}",
         state_text=text,
     )
@@ -162,6 +168,7 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
         return _hung(found) or _nan(found), stop
     lost = rows.first_of(rows.LOST_ROWS, found) or _nan(found, bool(codes))
     lost = lost or [failures.of_reason(r, found, waited) for r in codes]
+    lost = lost or _last_error(found)
     signal = "" if lost else exits.sent(found)
     return lost[:MAX_FINDINGS], _stopped_by(signal) if signal else None
 
@@ -188,6 +195,21 @@ def _hung(found: Collected) -> list[Finding]:
             message = f"the job wrote nothing for {rough_time(silent_s)} before Slurm stopped it, after a step every {rough_time(longest_s)} at most: it hung, and the log does not show where"
             advice = f"more time does not help: take the stacks of all ranks while it hangs (`py-spy dump --pid PID`), leave TORCH_NCCL_ASYNC_ERROR_HANDLING on, and keep {timeouts.DUMPS}"
             return [finding("stall", "unknown", [f], message, advice)]
+    return []
+
+
+def _last_error(found: Collected) -> list[Finding]:
+    """Return the finding on a log whose last lines are an error that no row knows."""
+    if found.past or found.recorded.line is not None:
+        return []
+    of_rank = ranks_of(found.files)
+    for path, (number, text, who) in found.errors.items():
+        fact = Fact("error", Role.CAUSE, {}, who, path, number, 0)
+        rank = who.rank if who.rank is not None else of_rank.get(path)
+        whose = f"the log of rank {rank}" if rank is not None else f"the log ({who.name})" if who.name else "the log"
+        return [finding("rank_lost", "crashed", [fact], f"{whose} ends with an error: {shortened(text, 200)}",
+                        "distdiag does not know this message: read it, and the lines before it", victims=[rank] if rank is not None else (),
+                        cost="the job ended, or hangs without it")]  # fmt: skip
     return []
 
 
@@ -256,13 +278,17 @@ def _in_short(f: Fact) -> str:
     return f"{who} {what} on line {f.line:,}"
 
 
-def _notes(found: Collected, judged: bool, nan: bool) -> list[str]:
+def _notes(found: Collected, findings: Sequence[Finding], judged: bool) -> list[str]:
     notes = [f"{path}: {reason}" for path, reason in found.bad[:5]]
     of_file = ranks_of(found.files)
     written = {of_file.get(p) for p in found.files if not is_empty(p)}
+    if judged:  # then only those of the culprits matter
+        written |= set(of_file.values()) - {r for f in findings for r in f.culprits}
     if empty := [str(p) for p in found.files if is_empty(p) and of_file.get(p) not in written]:
         notes.append(f"empty, so its process has written nothing: {some(empty)}")
-    for (path, _), loss in [x for x in found.losses.items() if x[1].times and not nan][:1]:
+    for (path, _), loss in [
+        x for x in found.losses.items() if x[1].times and not any(f.kind == "nonfinite" for f in findings)
+    ][:1]:
         notes.append(f"{path}: the last loss that it shows is NaN (since line {loss.line:,})")
     if found.recorded.line is not None:
         run = found.recorded.run
