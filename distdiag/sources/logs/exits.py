@@ -55,6 +55,7 @@ class _End:
     def name(self) -> str:
         """Return the process, without a rank."""
         local, pid, host, label = (self.fact.fields.get(key, "") for key in ("local", "pid", "host", "label"))
+        host = host or self.fact.who.label or self.fact.who.host
         name = f"local rank {local}" if local else f"process {pid}" if pid else label or "a process"
         if self.launcher == "srun":  # its task is a node
             name = "the ranks"
@@ -98,7 +99,8 @@ def of_exits(found: Collected, explained: set[int], waited: set[int], others: bo
     if memory and not reasons and not explained:
         meaning = MEANINGS["host_oom"]
         exact = [f for f in memory if "pid" in f.fields] or memory  # the others report the same event
-        named = list(dict.fromkeys(filter(None, (_whose(f) for f in exact if f.rank is None))))
+        named = [filter(None, (_whose(f) for f in facts if f.rank is None)) for facts in (exact, memory)]
+        named = list(dict.fromkeys(named[0])) or ([] if ranks_of(memory) else list(dict.fromkeys(named[1])))
         reasons["", ""] = Reason(meaning, meaning.text, meaning.advice, 0.0, {*ranks_of(memory)}, named, facts=memory)
     return list(reasons.values())
 

@@ -12,7 +12,10 @@ from distdiag.terms.untrusted import bounded
 
 MAX_JOINED = 1 << 15  # bytes of one line
 AFTER_BOX = 12  # lines of an exception's message
-RICH = b"\xe2\x95\xb0\xe2\x94\x80"  # the begin of the last line of a box
+RICH, RARE = (
+    b"\xe2\x95\xb0\xe2\x94\x80",
+    b"\xb0",
+)  # the begin of the last line of a box; its byte that is seldom elsewhere
 _COLOURS = re.compile(rb"\x1b\[[\d;]{0,30}[A-Za-z]")
 _PREFIX = bounded(r"^(?:\[\w{1,20}\]: ?)?")  # of a launcher
 # rich's handler: the time, or as much space; the level, eight characters wide; the message; at the right its place in the code

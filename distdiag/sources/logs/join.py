@@ -68,7 +68,7 @@ def join(found: Collected) -> Collected:
     found.ranks |= {r for r in found.rank_of.values() if r is not None} | set(of_file.values())
     found.past += [f for f in found.named("host_oom") if _of_another_job(f)]
     found.facts = [f for f in found.facts if f.name != "host_oom" or not _of_another_job(f)]
-    stops = found.named("cancelled", "terminated", "evicted", "evicted_pod", "preempted")
+    stops = found.named("cancelled", "limit", "terminated", "evicted", "evicted_pod", "preempted")
     if stops:
         found.facts = [f for f in found.facts if not _after_stop(f, stops)]
     return found

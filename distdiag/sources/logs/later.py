@@ -16,6 +16,7 @@ from pathlib import Path
 
 from distdiag.sources.logs.facts import Collected, Fact, Loss
 from distdiag.sources.logs.patterns import Role
+from distdiag.sources.logs.tracebacks import FOLLOWERS
 from distdiag.sources.logs.writers import Writer, messages, plain, time_of
 from distdiag.terms.untrusted import bounded
 
@@ -35,7 +36,9 @@ _PREFIX = bounded(r"^(?:\[[^\]]*\]:? ?){0,3}")
 _TOOK = bounded(r"\b(?:in|took|after) (?P<s>\d{1,6}(?:\.\d{1,6})?) ?s(?:ec(?:onds)?)?\b")
 # an error of the last lines: an exception, or what a tool reports; a program that tries again, or only warns, has not ended by it
 _LAST_ERROR = bounded(
-    r"^(?:\[[^\]]*\]:? ?){0,3}(?:[A-Za-z_][\w.]{0,80}(?:Error|Exception)(?:: |$)|(?!wandb)[a-z][\w./-]{0,60}(?:\[\d+\])?: (?:fatal |internal )?(?i:error|fatal)\b)"
+    r"^(?!.{0,99}\b(?:"
+    + "|".join(FOLLOWERS)
+    + r"))(?:\[[^\]]*\]:? ?){0,3}(?:[A-Za-z_][\w.]{0,80}(?:Error|Exception)(?:: |$)|(?!wandb)[a-z][\w./-]{0,60}(?:\[\d+\])?: (?:fatal |internal )?(?i:error|fatal)\b)"
 )
 _NO_END = bounded(
     r"(?i:\bretr(?:y|ies|ying)\b|\bignor|\bwarn|\bskip|\b(?:no|0) errors?\b|error_|['\"][^'\"]{0,60}error)"
@@ -100,6 +103,8 @@ class Later:
                     last = raw[-2000:].rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace")
                     for text, who in messages(plain(last)):
                         self._loss(path, number, text, who)
+                        if "Exception ignored in" in text:
+                            self.errors.pop(path, None)
                         if nth <= FEW and _LAST_ERROR.search(text) and not (who.mild or _NO_END.search(text)):
                             self.errors[path] = number, text.strip(), who
                         if not before:

@@ -36,6 +36,7 @@ WRITER_BYTES, SHAPE_BYTES, MAX_SHAPES = 160, 512, 1 << 15
 MAX_DETAIL, LINE_COST = (64 << 20, 400)
 MAX_BYTES = 32 << 30  # limit of one unpacked file
 WRAPPED_LINES, TERMINALS = 4, (60, 400)  # lines of exactly the largest length; usual widths of terminals
+BEGIN = 4  # bytes by which the begin of a whole line is known
 _BOMS = ((b"\xff\xfe\x00\x00", "utf-32-le"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
 _DIGITS = b"0123456789"
 _COLOURS = re.compile(rb"\x1b\[[;]{0,30}[A-Za-z]")  # without digits; they may stand inside a needle
@@ -216,7 +217,7 @@ def lines(path: Path, bounds: Bounds, column: int | None = None) -> Iterator[tup
                 if number == 1:
                     bounds.note_writers(block)
                     rich = folded.is_rich(block)
-                if rich or folded.RICH in block:
+                if rich or (folded.RARE in block and folded.RICH in block):
                     block = folded.of_rich(block)
                 tail.append((number, block))
                 number += block.count(b"\n")
@@ -249,11 +250,13 @@ def wrapped_at(path: Path) -> int | None:
     """
     try:
         with guard.opened(path) as f:
-            lengths = Counter(len(raw) for raw in f.read(BLOCK_BYTES).split(b"\n") if not raw.endswith(b"}"))
+            raws = f.read(BLOCK_BYTES).split(b"\n")
     except (OSError, *guard.DAMAGED):
         return None
-    column = max(lengths, default=0)
-    wrapped = WRAPPED_LINES <= lengths[column] <= lengths.total() * 0.8
+    column = max((len(raw) for raw in raws if not raw.endswith(b"}")), default=0)
+    rests = [rest[:BEGIN] for raw, rest in itertools.pairwise(raws) if len(raw) == column]
+    begin = Counter(raw[:BEGIN] for raw in raws).most_common(1)[0][0]  # of a whole line: the rest of one seldom has it
+    wrapped = WRAPPED_LINES <= len(rests) <= len(raws) * 0.8 and rests.count(begin) * 2 < len(rests)
     return column if wrapped and TERMINALS[0] <= column <= TERMINALS[1] else None
 
 

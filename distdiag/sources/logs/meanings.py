@@ -69,6 +69,7 @@ STOPS: Mapping[str, str] = MappingProxyType({
     "evicted": "Kubernetes: {pod} was evicted, its node was low on {what}",
     "evicted_pod": "Kubernetes: {pod} was evicted: {what}",
     "preempted": "a preemption ({what})",
+    "limit": "the scheduler: {what}",
     "SIGINT": "Ctrl-C (SIGINT)",
     "SIGHUP": "SIGHUP: its terminal or ssh session was closed; start it with nohup, in tmux or by the scheduler",
     "terminated": "{name} from outside: the scheduler, a person, or a launcher whose other node failed",
@@ -83,6 +84,10 @@ SIGNALS: Mapping[str, str] = MappingProxyType({
     "SIGILL": "the binary is built for a different CPU from this node's",
     "SIGFPE": "a division by zero in native code: run with faulthandler",
 })  # fmt: skip
+GOES_FIRST = (
+    "do that work once before the job starts (download, tokenize, cache), or give the process group a longer timeout (timeout= of "
+    "init_process_group, InitProcessGroupKwargs, ddp_timeout); if it takes seconds as a rule, see why {who} did not leave {where}"
+)
 IN_COLLECTIVE = "it was raised inside a collective, where a rank fails after another, too: read the others' logs first"
 SAME_EVERYWHERE = "the cause is not one rank: correct the program or the environment"
 # about an exception of no, one or more ranks, if its text says nothing
@@ -112,10 +117,17 @@ _BY_TEXT: tuple[tuple[re.Pattern[str], str], ...] = (
     (bounded(r"system not yet initialized"), "start NVIDIA's fabric manager on that host (`systemctl status nvidia-fabricmanager`); its version must be the driver's"),
     (bounded(r"No CUDA GPUs are available|no CUDA-capable device"), "see what the process may use: CUDA_VISIBLE_DEVICES, --gpus of the container, the scheduler's GPUs; `nvidia-smi` there"),
     (bounded(r"driver on your system is too old"), "that node's NVIDIA driver is older than its torch needs: update the driver there, or take the node out; compare `nvidia-smi` on all nodes"),
+    (bounded(r"environment variable \w+ expected"), "start it with torchrun (or srun, mpirun with these variables set): python alone sets no RANK, WORLD_SIZE, MASTER_ADDR"),
+    (bounded(r"can't start new thread|pthread_create failed|Resource temporarily unavailable"), "the limit of processes and threads is reached: `ulimit -u`, pids.max of the container; set OMP_NUM_THREADS=1 and use fewer DataLoader workers"),
+    (bounded(r"gated repo|40[13] Client Error|Invalid (?:username or password|credentials)"), "the job has no access to it: log in there (HF_TOKEN, `huggingface-cli login`), accept the licence, or use a local copy"),
+    (bounded(r"Unable to find address for"), "no interface has the name in GLOO_SOCKET_IFNAME there, or it has no address: compare it with `ip -br addr` on that host"),
+    (bounded(r"peer access is not supported|peer mapping"), "these GPUs cannot reach each other's memory: NCCL_P2P_DISABLE=1; see `nvidia-smi topo -p2p r`"),
+    (bounded(r"CUDA unknown error|initialization error"), "CUDA cannot start there: see `nvidia-smi`, `dmesg -T | grep -i nvrm`, whether nvidia-uvm is loaded, and CUDA_VISIBLE_DEVICES; reboot the node if its driver was updated"),
     (bounded(r"number of tasks per node configured|SLURM .{0,40}does not match"), "make the two numbers equal: devices= and num_nodes= of the Trainer, --ntasks-per-node and --nodes of sbatch"),
     (bounded(r"size of tensor a|[Ss]izes of tensors must match|shapes cannot be multiplied|must match the existing size|is invalid for input of size"), "the shapes do not fit: if one rank alone raised it, look at its batch (a longer sample, a smaller last batch): truncate or pad (max_length=), check collate_fn, drop_last=True"),
     (bounded(r"[Nn]o available memory for the cache blocks|KV cache .{0,80}(?:larger than|needed)"), "nothing is left for the KV cache after the weights: a higher gpu_memory_utilization, a smaller max_model_len or max_num_seqs, more GPUs (tensor parallel), or quantized weights"),
     (bounded(r"ibv_(?:reg_mr|create)\w* failed.{0,40}annot allocate memory"), "the limit of locked memory is too low on that host: `ulimit -l` in the job, then limits.conf, LimitMEMLOCK of slurmd or the container (--ulimit memlock=-1)"),
+    (bounded(r"\b(?:_Array)?MemoryError|Cannot allocate memory|unable to mmap"), "the host's memory, or the job's limit of it, is used up: give the job more (--mem, resources.limits.memory), use fewer DataLoader workers, load less per rank"),
     (bounded(r"native code: Bus error"), SIGNALS["SIGBUS"]),
     (bounded(r"Error building extension"), "the compiler failed: read the lines of ninja and nvcc above it; use an image with nvcc of torch's CUDA version, or prebuilt extensions, and delete torch_extensions in the cache"),
     (bounded(r"MetadataIncompleteBuffer|deserializing header|central directory|invalid load key|Ran out of input|unexpected EOF"), "that file is cut off or damaged there: delete it and fetch it again (was the disk full?), and compare its size with another node's"),
@@ -138,7 +150,7 @@ _BY_TEXT: tuple[tuple[re.Pattern[str], str], ...] = (
     (bounded(r"peer mapping resources exhausted"), "a GPU can map the memory of eight others at most: on hosts with more GPUs use NCCL_P2P_LEVEL=PIX, or NCCL_P2P_DISABLE=1"),
     (bounded(r"DataLoader worker .{0,80}exited unexpectedly"), "a DataLoader worker died: see `dmesg -T | grep -i oom` and /dev/shm; run once with num_workers=0 to see its exception"),
     (bounded(r"state_dict|size mismatch for|Missing key"), "the checkpoint does not fit this model: check its configuration, and the parallel sizes it was saved with"),
-    (bounded(r"Max retries|Too Many Requests|429 Client|ConnectTimeout|ReadTimeout"), "download once before the job starts (HF_HUB_OFFLINE=1), or on one rank only, with retries"),
+    (bounded(r"Max retries|Could not connect to the endpoint|Too Many Requests|429 Client|ConnectTimeout|ReadTimeout"), "download once before the job starts (HF_HUB_OFFLINE=1), or on one rank only, with retries"),
     (bounded(r"Permission denied|Read-only file system"), "check the rights on that path for the job's user, on all nodes"),
     (bounded(r"Disk quota exceeded"), "the user's or project's quota is used up, of bytes or of files: see `quota -s` (`lfs quota` on Lustre), delete old checkpoints, or write elsewhere"),
     (bounded(r"loss scale already at minimum"), "fp16 gradients overflow in every step: look for NaN in the loss and the data, lower the learning rate, or train in bf16"),

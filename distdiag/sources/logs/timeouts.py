@@ -10,6 +10,7 @@ from distdiag.diagnosis.model.findings import CollectiveRef, Finding, rank_list
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import at, count, rough_time, shortened
+from distdiag.sources.logs import meanings
 from distdiag.sources.logs.build import finding, ranks_of
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import absent_ranks, first_site
@@ -26,11 +27,6 @@ DUMPS = "the flight recorder's dumps (TORCH_NCCL_TRACE_BUFFER_SIZE=2000, TORCH_N
 PATH = (
     "look at the path between the GPUs: NCCL_DEBUG=INFO, once with NCCL_P2P_DISABLE=1, the interface (NCCL_SOCKET_IFNAME), the "
     "firewall, `dmesg -T | grep -i xid`"
-)
-
-FIRST = (
-    "do that work once before the job starts (download, tokenize, cache), or give the process group a longer timeout (timeout= of "
-    "init_process_group, InitProcessGroupKwargs, ddp_timeout); if it takes seconds as a rule, see why {who} did not leave {where}"
 )
 
 Group = tuple[str, str]  # number and description; ("", "") if the lines do not name it
@@ -276,7 +272,7 @@ def _late(found: Collected, group: Group, waiting: Waits, late: Mapping[int, int
     if within := next((f.within for w in waiting.values() for f in w.facts if f.within), ""):
         first = (0,) if 0 not in ranks and "local" not in within else ()
         return _timed_out(group, waiting, f"{start}, inside {within}: they wait there until the rank that goes first has done its work",
-                     FIRST.format(who="rank 0" if first else "the rank that goes first", where=within), first)  # fmt: skip
+                     meanings.GOES_FIRST.format(who="rank 0" if first else "the rank that goes first", where=within), first)  # fmt: skip
     if absent:
         who = rank_list(absent)
         if (came := _came_later(found, absent, waiting)) is not None:

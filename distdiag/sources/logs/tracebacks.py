@@ -21,17 +21,18 @@ _FRAME = re.compile(r'File "(?P<filename>[^"]{1,500})", line (?P<line>\d{1,7})(?
 _RICH = bounded(r"^\S* ?│ (?P<filename>/\S{1,400}):(?P<line>\d{1,7}) in (?P<name>\S{1,200})")
 _CALL = bounded(r"#\d+ (?P<name>\S+) from (?P<filename>\S{1,500}):(?P<line>\d{1,7})\s*$")
 _EXCEPTION = bounded(
-    r"(?:^|[\]:|)]\s?)(?P<type>(?:[A-Za-z_]\w*\.){0,8}(?:[A-Z]\w*(?:Error|Exception|Expired|Killed|Timeout|Exit)))(?:: (?P<what>.*))?$"
+    r"(?:^|[\]:|)]\s?)(?P<type>(?:[A-Za-z_]\w*\.){0,8}(?:_?[A-Z]\w*(?:Error|Exception|Expired|Killed|Timeout|Exit)))(?:: (?P<what>.*))?$"
 )
 # the end of a traceback whose frames were printed: any class
 _ANY = bounded(r"(?:^\s{0,3}|[\]:|)]\s?)(?P<type>(?:[A-Za-z_]\w*\.){0,8}[A-Z]\w*)(?:: (?P<what>.*))?$")
 _OUTERMOST = ("<module>", "_run_module_as_main")
 _COLLECTIVE = "/torch/distributed/distributed_c10d.py"
+_SPAWNS = "the process that spawns the ranks"
 # frames of processes that start ranks, and are none
 _LAUNCHERS = {
     "/torch/distributed/launcher/api.py": "torchrun",
     "/accelerate/commands/launch.py": "accelerate",
-    "/torch/multiprocessing/spawn.py": "the process that spawns the ranks",
+    "/torch/multiprocessing/spawn.py": _SPAWNS,
 }
 # helpers in which one rank, most often rank 0, works first, and the others wait for it
 _FIRST = bounded(r"\b\w{0,40}(?:main|master|process|zero|rank_?0)_first\b")
@@ -49,7 +50,7 @@ _RAY = bounded(
 )  # what follows is its traceback
 _OF_RANK = bounded(r"\(RANK (\d{1,6})\)")  # a checkpoint's exception, of another rank
 # exceptions of a launcher, or those by which a rank fails after others
-_FOLLOWERS = ("CheckpointException", "ChildFailedError", "SignalException", "CalledProcessError", "ProcessRaisedException", "RayTaskError", "RayActorError",
+FOLLOWERS = ("CheckpointException", "ChildFailedError", "SignalException", "CalledProcessError", "ProcessRaisedException", "RayTaskError", "RayActorError",
               "ActorDiedError", "SystemExit", "ProcessExitedException")  # fmt: skip
 # an open quotation in a sentence, a list or a call, a raise statement, or the middle of a sentence
 PROSE = bounded(r"(?:\w |[\[{,] ?|[a-z_]\()[\"'](?=[^\"']{0,400}$)|\braise \w|[a-z] $")
@@ -224,7 +225,7 @@ class Tracebacks:
             fact.site = user_site(trace.frames[::-1])
             fact.within = _helper(trace.frames)
             if (launcher := _launcher(trace.frames)) and fact.who.rank is None and not fact.who.process:
-                fact.who, fact.site = replace(fact.who, process=launcher), None if launcher == "torchrun" else fact.site
+                fact.who, fact.site = replace(fact.who, process=launcher), fact.site if launcher == _SPAWNS else None
             fact.uncaught = trace.uncaught
             fact.in_collective = innermost.endswith(_COLLECTIVE)
             earlier = self._before.pop(line.source, None)
@@ -249,7 +250,7 @@ class Tracebacks:
         short = m["type"].rpartition(".")[2]
         if (
             not (innermost or _HOOK.search(text[: m.start("type")]))
-            or short in _FOLLOWERS
+            or short in FOLLOWERS
             or m["type"].endswith("Warning")
         ):
             return None

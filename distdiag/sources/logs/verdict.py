@@ -239,7 +239,7 @@ def _nan(found: Collected, failed: bool = False) -> list[Finding]:
 def _stopped(found: Collected) -> str | None:
     """Return what ended the job from outside, if a line says so: the scheduler before the signal that it sent."""
     for f in (
-        found.named("cancelled", "evicted", "evicted_pod", "preempted")
+        found.named("cancelled", "limit", "evicted", "evicted_pod", "preempted")
         or found.named("terminated")
         or found.named("interrupted")
     ):

@@ -17,6 +17,10 @@ _ANSI = bounded(
 _RANK = bounded(
     r"\[rank ?(\d{1,6})\]|\[RANK (\d{1,6})\]|\[Rank (\d{1,6})\]|(?:^|\s)(?:world_|global_)?rank[=:](\d{1,6})[\]:,\s)]|\bRankID:(\d{1,6})\b"
 )
+# at the begin of a message, after its time and level
+_RANK_FIRST = bounded(
+    r"^(?:[\d:.,/T -]{8,32}Z? )?(?:\[?[A-Z]{4,8}\]?:? )?[\[(<]?[Rr]ank[ _-]?(\d{1,6})(?:[\])>]| ?\||:)(?= )"
+)
 _GROUP = bounded(
     r"\[PG (?:ID )?(?P<pg>\d+)(?: PG GUID (?P<guid>[^\s(\]]*))?\s*(?:\((?P<desc>[^)]*)\))? Rank (?P<rank>\d{1,6})\]"
 )
@@ -201,6 +205,14 @@ def writer(text: str) -> Writer:
         number = next(int(x) for x in m.groups() if x is not None)
         if (exact is not None or out.group is None) and is_rank(number):
             out.rank = number
+    if (
+        out.rank is None
+        and out.group is None
+        and "ank" in head
+        and (m := _RANK_FIRST.match(head))
+        and is_rank(int(m[1]))
+    ):
+        out.rank = int(m[1])
     if out.rank is None and "]<std" in text and (m := _MPI.search(text)):
         out.rank = int(m[1])
     if out.rank is None and (m := _BRACKET.match(text)):
