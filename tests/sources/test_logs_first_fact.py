@@ -112,3 +112,18 @@ def test_two_launchers_with_one_local_rank(tmp_path: Path) -> None:
         )
     report = diagnose_logs([str(tmp_path)])
     assert report is not None and only(report).message.startswith("local rank 0 of b.log was killed")
+
+
+@pytest.mark.parametrize("prefix", ["[rank2]: ", "2: ", "Rank 2: "])
+def test_the_last_line_of_the_rank_that_the_others_wait_for(tmp_path: Path, prefix: str) -> None:
+    said = "".join(f"{prefix}shard {n} of 40\n" for n in range(3))
+    f = only(diagnose(tmp_path, said + "".join(timeout(r) for r in (0, 1, 3, 4))))
+    assert f.culprits == (2,) and "its last line is `" in f.message and "shard 2 of 40`" in f.message
+
+
+def test_wrong_arguments_and_a_rank_before_each_line(tmp_path: Path) -> None:
+    wrong = "".join(f"[rank{r}]: fit.py: error: unrecognized arguments: --local-rank={r}\n" for r in (0, 1))
+    f = only(diagnose(tmp_path, wrong))
+    assert f.culprits == (0, 1) and "LOCAL_RANK" in f.advice
+    f = only(diagnose(tmp_path, raised(1, "ValueError: The other worker has failed") + raised(3, "KeyError: 'x'")))
+    assert f.culprits == (3,)

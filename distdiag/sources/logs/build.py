@@ -8,9 +8,9 @@ from typing import Any
 from distdiag.diagnosis.kinds import KINDS
 from distdiag.diagnosis.model.findings import Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Site
-from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, where_at
+from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, shortened, where_at
 from distdiag.diagnosis.text.template import Template
-from distdiag.sources.logs.facts import Fact
+from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.patterns import Role
 
 EVIDENCE = 8  # most lines that a finding names
@@ -79,3 +79,9 @@ def who(facts: Collection[Fact]) -> str:
     if ranks := ranks_of(facts):
         return rank_list(ranks)
     return some([name for f in facts if (name := (f.who.process or f.who.label) and f.who.name)]) or "a rank"
+
+
+def last_words(found: Collected, ranks: Collection[int]) -> str:
+    """Return the last line of the one rank that the others wait for, if the log has it."""
+    text = found.said.get(next(iter(ranks)), "") if len(ranks) == 1 else ""
+    return f"; its last line is `{shortened(text, 100)}`" if text else ""

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Iterator
 
 from distdiag.terms.untrusted import bounded
 
-MAX_JOINED = 1 << 15  # bytes of one line
+MAX_JOINED = 1 << 13  # bytes of one line that are read
 AFTER_BOX = 12  # lines of an exception's message
+ERROR = b"ERROR   "  # of the handler; a block without one is not joined
 RICH, RARE = (
     b"\xe2\x95\xb0\xe2\x94\x80",
     b"\xb0",
@@ -75,7 +76,7 @@ def of_rich(block: bytes) -> bytes:
         word = len(text.lstrip().partition(" ")[0])
         whole = bool(left) and not length <= 1.25 * width < 1.25 * (length + 1 + word)  # it had room for the next word
         if last >= 0 and (column or left) and not (left and not column and whole):
-            text, lines[last] = f"{lines[last].rstrip()} {text.strip()}"[:MAX_JOINED], ""
+            text, lines[last] = f"{lines[last].removeprefix(prefix).rstrip()} {text.strip()}"[:MAX_JOINED], ""
         if column or left:
             lines[i], length, last, left = (
                 prefix + text,

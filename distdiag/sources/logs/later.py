@@ -20,8 +20,8 @@ from distdiag.sources.logs.tracebacks import FOLLOWERS
 from distdiag.sources.logs.writers import Writer, messages, plain, time_of
 from distdiag.terms.untrusted import bounded
 
-# lines read: of all files, of one with a failure, of any other; at least
-MOST_LINES, OF_FILE, LAST, LEAST = (1 << 12, 256, 12, 4)
+# lines read: of all files, of one with a failure, of any other, at least, before a failure
+MOST_LINES, OF_FILE, LAST, LEAST, BEFORE = (1 << 12, 256, 12, 4, 48)
 # lines of progress after which a failure is past: of its process, of no name, of others
 OWN_LINES, NAMELESS, OTHERS = (1, 3, 20)
 FEW = 3  # lines of progress by which its pace is known; equal lines that are a monitor's
@@ -32,7 +32,7 @@ _PROGRESS = bounded(
     r"\b(?:[Ss]teps?|[Ee]poch|EPOCH|[Ii]ter(?:ation)?s?|it|[Bb]atch|global_step)\b\W{0,3}\d|\d%\||\d(?:it/s|s/it)\b|\bloss\W{1,3}\d|'loss': "
 )
 _NO_PROGRESS = bounded(r"(?:Error|Exception)(?::|$)|\b(?:ERROR|FATAL|[Ff]ailed|[Tt]imed? ?out|NCCL WARN|Loading)\b")
-_PREFIX = bounded(r"^(?:\[[^\]]*\]:? ?){0,3}")
+PREFIX = bounded(r"^(?:\d{1,6}: )?(?:\[[^\]]*\]:? ?){0,3}")
 _TOOK = bounded(r"\b(?:in|took|after) (?P<s>\d{1,6}(?:\.\d{1,6})?) ?s(?:ec(?:onds)?)?\b")
 # an error of the last lines: an exception, or what a tool reports; a program that tries again, or only warns, has not ended by it
 _LAST_ERROR = bounded(
@@ -75,6 +75,7 @@ class Later:
     restarts: dict[Path, int] = field(default_factory=dict)
     took: dict[tuple[str, object], tuple[float, str]] = field(default_factory=dict)
     loss: dict[tuple[Path, int | None], Loss] = field(default_factory=dict)  # the last ones of each rank
+    said: dict[tuple[Path, int | None, int | None], str] = field(default_factory=dict)  # the last line by rank and task
     errors: dict[Path, tuple[int, str, Writer]] = field(default_factory=dict)  # of a file's last lines
     left: int = MOST_LINES
     nan: bool = False  # all losses of the file that is read, so far
@@ -92,7 +93,7 @@ class Later:
             raws = block.split(b"\n")
             for number, raw in zip(range(first + len(raws) - 1, first - 1, -1), reversed(raws), strict=True):
                 if number <= (after or 0) and not before:  # what came before a failure is asked for its loss only
-                    most, before = LAST, True
+                    most, before = BEFORE, True
                 if self.nan and most < LAST and self.left > 0:
                     most, self.left = most + 1, self.left - 1
                 if most <= 0:
@@ -103,6 +104,7 @@ class Later:
                     last = raw[-2000:].rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace")
                     for text, who in messages(plain(last)):
                         self._loss(path, number, text, who)
+                        self.said.setdefault((path, who.rank, who.task), text)
                         if "Exception ignored in" in text:
                             self.errors.pop(path, None)
                         if nth <= FEW and _LAST_ERROR.search(text) and not (who.mild or _NO_END.search(text)):
@@ -127,7 +129,7 @@ class Later:
                 self.well.setdefault((path, scope), number)
         if (m := _TOOK.search(text)) is not None:
             for name in _names(who, who.rank):
-                self.took.setdefault(name, (float(m["s"]), _PREFIX.sub("", text).strip()))
+                self.took.setdefault(name, (float(m["s"]), PREFIX.sub("", text).strip()))
         if _PROGRESS.search(text) is None or _NO_PROGRESS.search(text) is not None:
             return
         for key in (*_names(who, who.rank), None):

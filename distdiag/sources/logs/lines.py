@@ -44,7 +44,7 @@ _COMMON = (b"\x1b[m", b"\x1b[;m", b"\x1b[K")  # of these; cheaper to remove
 _OF_WRITER = re.compile(rb"(?:ank|RANK|ask|ode|rocess|worker|gpu|GPU|pid|\[)[s :=]{0,3}(\d{1,9})")
 _PIDS = re.compile(
     rb"pid=(?P<pid>\d{1,9})(?:, ip=(?P<ip>[\w.:]{3,60}))?[^)\n]{0,60}\)(?:\x1b\[[\d;]{0,9}m)?(?: ?\[rank ?|[^\n(]{0,40}\b(?:world|global)_rank[=:] ?)(?P<of_pid>\d{1,6})\b"
-    rb"|\b[Rr]ank[ =:]{1,2}(?P<rank>\d{1,6})\b[^\n\d]{0,20}\b(?:pid|PID)[ =:]{1,2}(?P<after>\d{1,9})"
+    rb"|\b[Rr]ank[ =:]{0,2}(?P<rank>\d{1,6})\b[^\n\d]{0,20}\b(?:pid|PID)[ =:]{1,2}(?P<after>\d{1,9})"
 )
 _RANKS = re.compile(rb"\[rank ?(\d{1,6})\]")
 
@@ -217,7 +217,7 @@ def lines(path: Path, bounds: Bounds, column: int | None = None) -> Iterator[tup
                 if number == 1:
                     bounds.note_writers(block)
                     rich = folded.is_rich(block)
-                if rich or (folded.RARE in block and folded.RICH in block):
+                if (rich and folded.ERROR in block) or (folded.RARE in block and folded.RICH in block):
                     block = folded.of_rich(block)
                 tail.append((number, block))
                 number += block.count(b"\n")

@@ -42,6 +42,7 @@ MEANINGS: Mapping[str, Meaning] = MappingProxyType({
     "port_in_use": Meaning("rank_lost", "crashed", "could not listen: {port} is in use", "end the job that holds the port, or give this one another --master-port (or --rdzv-endpoint)"),
     "duplicate_gpu": Meaning("rank_lost", "crashed", "share one GPU (device {bus})", "call torch.cuda.set_device(LOCAL_RANK) before the first collective, and check CUDA_VISIBLE_DEVICES"),
     "fatal": Meaning("rank_lost", "crashed", "died in native code: {what}", "read the stack below it (the innermost frame comes first); check that torch, CUDA and extensions fit each other"),
+    "usage": Meaning("rank_lost", "crashed", "did not accept its arguments: {what}", "correct the command line; torchrun passes no --local-rank: read LOCAL_RANK from the environment"),
     "rank_twice": Meaning("rank_lost", "crashed", "exists twice: two processes have this rank in one job of {world}", "check how the ranks are started: RANK must differ between processes; one launcher per node, with its own --node-rank"),
     "nccl_mismatch": Meaning("mismatch", "op", "or a neighbour made a different call from the rest (NCCL found mismatched collectives)", "run again with NCCL_DEBUG_SUBSYS=COLL, or TORCH_DISTRIBUTED_DEBUG=DETAIL"),
     "gpu_init": Meaning("gpu", "lost", "has a GPU that its driver could not start, at PCI {pci}", "it is the hardware or the driver: see `dmesg -T | grep NVRM`, take the node out, reset the GPU or reboot"),

@@ -120,6 +120,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("ddp_shape", C, "appears not to match", r"\[(?P<a>\d+)\]: params\[(?P<index>\d+)\] in this process with (?P<what>sizes|strides) (?P<sa>\[[^\]]{0,99}\]) appears not to match (?:sizes|strides) of the same param in process (?P<b>\d+)"),
     _row("ddp_unused", C, "did not receive grad for rank", r"Parameters which did not receive grad for rank (?P<r>\d+): (?P<names>.+)"),
     _row("ddp_unused_index", C, "did not receive grad for rank", r"Parameter indices which did not receive grad for rank (?P<r>\d+): (?P<indices>[\d ]+)"),
+    _row("usage", C, ".py: error: ", r"^(?:\[[^\]]*\]:? ?){0,9}[\w./-]{1,200}\.py: error: (?P<what>.{1,160})"),
     _row("nccl_mismatch", C, "Mismatched collective", r"NCCL WARN Mismatched collective detected.{0,80}rank (?P<near>\d+)"),
     _row("nccl_version", C, "ismatched NCCL version", r"[Mm]ismatched NCCL version detected ?: rank (?P<a>\d+) version (?P<va>\d+) rank (?P<b>\d+) version (?P<vb>\d+)"),
     _row("duplicate_gpu", C, "Duplicate GPU detected", r"Duplicate GPU detected ?: rank (?P<a>\d+) and rank (?P<b>\d+) both on CUDA device (?P<bus>\w+)"),

@@ -13,7 +13,7 @@ from distdiag.diagnosis.model.findings import CollectiveRef, Finding, rank_list
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import at, rough_time, shortened
 from distdiag.sources.logs import meanings
-from distdiag.sources.logs.build import Fields, finding, ranks_of, some, who
+from distdiag.sources.logs.build import Fields, finding, last_words, ranks_of, some, who
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import absent_ranks, first_site
 from distdiag.sources.logs.patterns import Role
@@ -204,7 +204,7 @@ def _finding(found: Collected, row: Row, facts: list[Fact]) -> Finding:
         kind,
         cause,
         facts,
-        text.format_map(fields),
+        text.format_map(fields) + (last_words(found, culprits) if row.kind == _LATE else ""),
         meanings.advice_for(fields["warning"], advice.format_map(fields)),
         culprits=culprits,
         victims=victims,

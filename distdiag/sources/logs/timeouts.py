@@ -11,7 +11,7 @@ from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import at, count, rough_time, shortened
 from distdiag.sources.logs import meanings
-from distdiag.sources.logs.build import finding, ranks_of
+from distdiag.sources.logs.build import finding, last_words, ranks_of
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import absent_ranks, first_site
 from distdiag.sources.logs.patterns import Role
@@ -280,7 +280,7 @@ def _late(found: Collected, group: Group, waiting: Waits, late: Mapping[int, int
             what = f" (it printed `{shortened(took[1], 80)}`)" if took[0] > LATE_S else ""
             return _timed_out(group, waiting, f"{start}; {who} came{at(came)} only after that{what}",
                          f"do what {who} did before that call asynchronously or on all ranks, or give the group a longer timeout (init_process_group, new_group)", absent)  # fmt: skip
-        return _timed_out(group, waiting, f"{start}; {who} reported no timeout, and may be what they waited for",
+        return _timed_out(group, waiting, f"{start}; {who} reported no timeout, and may be what they waited for{last_words(found, absent)}",
                      f"read the log of {who}, and take {verb(absent, 'its', 'their')} stack the next time: it did not make the call{site}", absent)  # fmt: skip
     if everybody or (len(ranks) > 1 and ranks == tuple(range(len(ranks)))):
         if (seq or 0) <= 1 and all(w.completed is not None and w.completed < 1 for w in waiting.values()):

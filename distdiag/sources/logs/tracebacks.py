@@ -38,6 +38,9 @@ _LAUNCHERS = {
 _FIRST = bounded(r"\b\w{0,40}(?:main|master|process|zero|rank_?0)_first\b")
 _INSIDE = bounded(r"/torch/(?:distributed|csrc|nn/parallel)/")
 LOST = bounded(r"reset by peer|Broken pipe|onnection refused|onnection closed|Socket Timeout|timed out", re.IGNORECASE)
+_OF_OTHERS = bounded(
+    r"\b(?:remote|another|other) (?:process|rank|task|worker)(?:e?s)? (?:has |have )?(?:exited|failed|died|crashed)|NCCL communicator was aborted"
+)
 _HOOK = bounded(
     r"\[rank\d{1,6}\]: $"
 )  # torch puts it before the lines of an exception that nobody caught, as `grep Error` leaves them
@@ -255,7 +258,7 @@ class Tracebacks:
         ):
             return None
         name, role = "exception", Role.CAUSE
-        if short in ("DistBackendError", "DistNetworkError"):
+        if short in ("DistBackendError", "DistNetworkError") or _OF_OTHERS.search(text) is not None:
             name, role = "dist_error", Role.VICTIM
         elif _INSIDE.search(innermost) is not None and LOST.search(text) is not None:
             name, role = ("dist_error" if short.startswith("Dist") else "lost"), Role.VICTIM

@@ -76,6 +76,13 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
         found.past += earlier
     found.past += past
     found.losses = reader.later.loss
+    of_rank = ranks_of(found.files)
+    said = {}
+    for (p, rank, task), text in reader.later.said.items():
+        q = rank if rank is not None else task if task is not None and not found.torchrun else of_rank.get(p)
+        if q is not None:
+            said.setdefault(q, text)
+    found.said = {q: clean for q, text in said.items() if (clean := later.PREFIX.sub("", text).strip())}
     ended_well = {path for path, _ in reader.later.well}
     found.errors = {
         p: error
