@@ -12,7 +12,7 @@ from distdiag.terms.untrusted import bounded
 
 MAX_JOINED = 1 << 13  # bytes of one line that are read
 AFTER_BOX = 12  # lines of an exception's message
-ERROR = b"ERROR   "  # of the handler; a block without one is not joined
+ERROR = b"ERROR"  # of the handler; a block without one is not joined
 RICH, RARE = (
     b"\xe2\x95\xb0\xe2\x94\x80",
     b"\xb0",

@@ -250,13 +250,15 @@ def wrapped_at(path: Path) -> int | None:
     """
     try:
         with guard.opened(path) as f:
-            raws = f.read(BLOCK_BYTES).split(b"\n")
+            head = f.read(BLOCK_BYTES)
     except (OSError, *guard.DAMAGED):
         return None
+    raws = head.split(b"\n")
     column = max((len(raw) for raw in raws if not raw.endswith(b"}")), default=0)
     rests = [rest[:BEGIN] for raw, rest in itertools.pairwise(raws) if len(raw) == column]
     begin = Counter(raw[:BEGIN] for raw in raws).most_common(1)[0][0]  # of a whole line: the rest of one seldom has it
     wrapped = WRAPPED_LINES <= len(rests) <= len(raws) * 0.8 and rests.count(begin) * 2 < len(rests)
+    wrapped = wrapped and not folded.is_rich(head)
     return column if wrapped and TERMINALS[0] <= column <= TERMINALS[1] else None
 
 
