@@ -310,6 +310,20 @@ def test_a_rank_without_a_dump_is_the_culprit_if_no_other_is(tmp_path: Path) -> 
     assert (report.world_size, report.ranks_seen) == (4, 3)
 
 
+@pytest.mark.parametrize(("world", "given"), [(8, 2), (8, 4)])
+def test_most_of_the_dumps_missing_is_no_rank_lost(tmp_path: Path, world: int, given: int) -> None:
+    job = trained(Job(world))
+    job.collective(done=False)
+    write(tmp_path / "dumps", job)
+    for rank in range(given, world):
+        (tmp_path / "dumps" / f"_dump_{rank}").unlink()
+    f = only(diagnose_dumps(tmp_path / "dumps"))
+    assert (
+        summary(f) == ("stall", "unknown", ()) and f"the dumps of ranks {given}–{world - 1} are not here" in f.message
+    )
+    assert f.victims == tuple(range(given))
+
+
 def test_a_missing_dump_is_always_reported(tmp_path: Path) -> None:
     write(tmp_path / "dumps", trained(Job(4)))
     (tmp_path / "dumps" / "_dump_1").unlink()

@@ -78,6 +78,12 @@ def test_other_schedulers_limits(tmp_path: Path, line: str, words: str) -> None:
     assert report.findings == () and words in (report.state_text or "")
 
 
+def test_ranks_that_wait_after_a_launchers_line_are_of_the_same_run(tmp_path: Path) -> None:
+    killed = EXIT.replace("exitcode: 1", "exitcode: -9")
+    f = only(diagnose(tmp_path, killed + STEPS + timeout(1) + timeout(2)))
+    assert "killed by SIGKILL" in f.message
+
+
 def in_group(rank: int, group: str, member: int, op: str = "ALLREDUCE") -> str:
     """Return a timeout in a group, of the member with this number."""
     told = f"[rank{rank}]:[E302 08:00:01.2 P.cpp:9] [PG ID 3 PG GUID {group} Rank {member}] failure detected by watchdog at work sequence id: 40 PG status: last enqueued work: 41, last completed work: 39\n"

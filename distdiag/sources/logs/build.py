@@ -83,5 +83,6 @@ def who(facts: Collection[Fact]) -> str:
 
 def last_words(found: Collected, ranks: Collection[int]) -> str:
     """Return the last line of the one rank that the others wait for, if the log has it."""
-    text = found.said.get(next(iter(ranks)), "") if len(ranks) == 1 else ""
+    silent = len(ranks) == 1 and all(f.rank not in ranks for f in found.facts)
+    text = found.said.get(next(iter(ranks)), "") if silent else ""
     return f"; its last line is `{shortened(text, 100)}`" if text else ""

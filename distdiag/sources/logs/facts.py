@@ -117,6 +117,7 @@ class Collected:
     took: dict[int, tuple[float, str]] = field(default_factory=dict)  # of a rank's last lines: seconds, and for what
     said: dict[int, str] = field(default_factory=dict)  # the last line of a rank
     errors: dict[Path, tuple[int, str, Writer]] = field(default_factory=dict)  # of the last lines of files
+    of_file: dict[Path, int] = field(default_factory=dict)  # rank of each file with one rank's lines
     losses: dict[tuple[Path, int | None], Loss] = field(default_factory=dict)  # the last ones of each file and rank
     of_nodes: set[Path] = field(default_factory=set)  # files that name ranks on their node
 

@@ -31,9 +31,8 @@ _OF_JOB = bounded(r"(?i:python|pt_|torch|ray|train|deepspeed|accelerate|vllm|mpi
 
 def join(found: Collected) -> Collected:
     """Set the rank of every fact, drop those that came after the job was stopped from outside, and return what is left."""
-    of_file = {
-        p: r for p, r in ranks_of(found.files).items() if found.by_path.get(p, set()) <= {r} and p not in found.of_nodes
-    }
+    found.of_file = ranks_of(found.files)
+    of_file = {p: r for p, r in found.of_file.items() if found.by_path.get(p, set()) <= {r} and p not in found.of_nodes}
     of_file = {p: min(r) for p, r in found.env.items() if len(r) == 1 and found.by_path[p] == r} | of_file
     for label, (world, rank) in found.in_world.items():
         if world == found.world_size:

@@ -27,6 +27,7 @@ OWN_LINES, NAMELESS, OTHERS = (1, 3, 20)
 FEW = 3  # lines of progress by which its pace is known; equal lines that are a monitor's
 _NUMBER = bounded(r"\d+")
 _ENDS = (Role.CAUSE, Role.WAIT, Role.VICTIM, Role.START, Role.EXIT)
+_OF_LAUNCHERS = ("exit", "ended", "exit_unnamed")  # how torchrun and its like report the end of ranks
 _FOLLOW = (Role.WAIT, Role.VICTIM, Role.START, Role.EXIT)
 _PROGRESS = bounded(
     r"\b(?:[Ss]teps?|[Ee]poch|EPOCH|[Ii]ter(?:ation)?s?|it|[Bb]atch|global_step)\b\W{0,3}\d|\d%\||\d(?:it/s|s/it)\b|\bloss\W{1,3}\d|'loss': "
@@ -104,7 +105,8 @@ class Later:
                     last = raw[-2000:].rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace")
                     for text, who in messages(plain(last)):
                         self._loss(path, number, text, who)
-                        self.said.setdefault((path, who.rank, who.task), text)
+                        if _NO_PROGRESS.search(text) is None and "File " not in text:
+                            self.said.setdefault((path, who.rank, who.task), text)
                         if "Exception ignored in" in text:
                             self.errors.pop(path, None)
                         if nth <= FEW and _LAST_ERROR.search(text) and not (who.mild or _NO_END.search(text)):
@@ -138,6 +140,10 @@ class Later:
     def after(self, path: Path, line: int, key: object = None) -> int:
         """Return how many lines of progress come after a line."""
         return bisect.bisect_left(self.progress.get((path, key), ()), -line)
+
+    def between(self, path: Path, first: int, last: int, key: object = None) -> int:
+        """Return how many lines of progress are between two lines."""
+        return self.after(path, first, key) - self.after(path, last, key)
 
 
 def pace(tail: Sequence[tuple[int, bytes]]) -> tuple[float, float] | None:
@@ -187,13 +193,23 @@ class _Ends:
 
 
 def _begins(facts: Sequence[Fact], later: Later) -> dict[Path, int]:
-    """Return the line of each file at which its last run begins: steps follow after a launcher has reported its ranks' end."""
+    """Return the line of each file at which its last run begins: steps follow after a launcher has reported its ranks' end.
+
+    Ranks that wait or lose a connection later may be of the same run.
+    """
     out: dict[Path, int] = {}
-    for f in (f for f in facts if f.role is Role.EXIT and f.name in ("exit", "ended", "exit_unnamed")):
-        failed = min((g.line for g in facts if g.path == f.path and g.line > f.line and g.role in _ENDS), default=None)
-        keys = [key for path, key in later.progress if path == f.path and key is not None] if failed else []
-        if failed and any(later.after(f.path, f.line, k) - later.after(f.path, failed, k) >= FEW for k in keys):
-            out[f.path] = max(f.line + 1, out.get(f.path, 0))
+    failed: dict[Path, Fact] = {}  # the next failure, read backward
+    for f in sorted((f for f in facts if f.role in _ENDS), key=lambda f: -f.line):
+        after = failed.get(f.path)
+        failed[f.path] = f
+        if f.name not in _OF_LAUNCHERS or after is None or after.role not in (Role.CAUSE, Role.EXIT) or f.path in out:
+            continue
+        if later.between(f.path, f.line, after.line) >= FEW and any(
+            later.between(path, f.line, after.line, key) >= FEW
+            for path, key in later.progress
+            if path == f.path and key
+        ):
+            out[f.path] = f.line + 1
     return out
 
 

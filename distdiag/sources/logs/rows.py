@@ -151,8 +151,6 @@ LOST_ROWS = (
         "GPU memory could not be registered or read there: the driver and nvidia-peermem or DMA-BUF, IOMMU and ACS, a buffer freed too early; run once with NCCL_NET_GDR_LEVEL=LOC, and see `dmesg -T | grep mlx5`",
         when=lambda facts: facts[0].fields["status"] in meanings.LOCAL),
     Row("ib", _LOST, "NCCL on {who} lost its RDMA connection to {all_peers} (status {status}: {meaning})",
-        "check that link: `ibstat`, `perfquery`, switch counters, RoCE's GID and flow control (NCCL_IB_GID_INDEX); see first whether the peer's process ended", pick=lambda f: f.fields["status"] != "5"),
-    Row("ib", _LOST, "NCCL on {who} lost its RDMA connection to {all_peers} (status {status}: {meaning})",
         "check that link: `ibstat`, `perfquery`, switch counters, RoCE's GID and flow control (NCCL_IB_GID_INDEX); see first whether the peer's process ended"),
     Row("gloo_timeout", _LATE, _GLOO + ", inside {within}: they wait there until the rank that goes first has done its work",
         meanings.GOES_FIRST.format(who="that rank", where="it"), when=lambda facts: any(f.within for f in facts)),
@@ -188,6 +186,7 @@ def first_of(rows: Sequence[Row], found: Collected) -> list[Finding]:
     for row in rows:
         names = row.names.split()
         facts = [f for name in names for f in found.named(name) if row.pick(f)]
+        facts.sort(key=lambda f: f.fields.get("status") == "5")  # flushed: another completion has the reason
         if any(f.name != "nccl_warning" and not _FOLLOWS.search(f.text) for f in facts):
             facts = [f for f in facts if not _FOLLOWS.search(f.text)]  # the rest only follows from another's failure
         if facts and row.when(facts):

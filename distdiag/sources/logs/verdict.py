@@ -20,7 +20,7 @@ from distdiag.sources.logs import events, exits, failures, later, reports, rows,
 from distdiag.sources.logs.build import finding, some
 from distdiag.sources.logs.collector import Collector
 from distdiag.sources.logs.facts import Collected, Fact
-from distdiag.sources.logs.files import find_logs, is_empty, left_out, ranks_of
+from distdiag.sources.logs.files import find_logs, is_empty, left_out
 from distdiag.sources.logs.join import WAITED, join
 from distdiag.sources.logs.lines import wrapped_at
 from distdiag.sources.logs.meanings import MEANINGS, STOPS
@@ -76,10 +76,9 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
         found.past += earlier
     found.past += past
     found.losses = reader.later.loss
-    of_rank = ranks_of(found.files)
-    said = {}
+    said: dict[int, str] = {}
     for (p, rank, task), text in reader.later.said.items():
-        q = rank if rank is not None else task if task is not None and not found.torchrun else of_rank.get(p)
+        q = rank if rank is not None else task if task is not None and not found.torchrun else found.of_file.get(p)
         if q is not None:
             said.setdefault(q, text)
     found.said = {q: clean for q, text in said.items() if (clean := later.PREFIX.sub("", text).strip())}
@@ -209,10 +208,9 @@ def _last_error(found: Collected) -> list[Finding]:
     """Return the finding on a log whose last lines are an error that no row knows."""
     if found.past or found.recorded.line is not None:
         return []
-    of_rank = ranks_of(found.files)
     for path, (number, text, who) in found.errors.items():
         fact = Fact("error", Role.CAUSE, {}, who, path, number, 0)
-        rank = who.rank if who.rank is not None else of_rank.get(path)
+        rank = who.rank if who.rank is not None else found.of_file.get(path)
         whose = f"the log of rank {rank}" if rank is not None else f"the log ({who.name})" if who.name else "the log"
         return [finding("rank_lost", "crashed", [fact], f"{whose} ends with an error: {shortened(text, 200)}",
                         "distdiag does not know this message: read it, and the lines before it", victims=[rank] if rank is not None else (),
@@ -222,12 +220,13 @@ def _last_error(found: Collected) -> list[Finding]:
 
 def _nan(found: Collected, failed: bool = False) -> list[Finding]:
     """Return the finding on a loss that became NaN; one NaN counts only if the job failed."""
-    of_rank = ranks_of(found.files)
     nan = {key: loss for key, loss in found.losses.items() if loss.times > 1 - failed}
     if not nan:
         return []
     first = min(nan, key=lambda key: (-nan[key].times, nan[key].line))
-    ranks = {rank if rank is not None else of_rank.get(path): nan.get((path, rank)) for path, rank in found.losses}
+    ranks = {
+        rank if rank is not None else found.of_file.get(path): nan.get((path, rank)) for path, rank in found.losses
+    }
     if len(nan) < len(found.losses):
         blamed = [r for r, loss in ranks.items() if loss is not None]
     else:
@@ -287,7 +286,7 @@ def _in_short(f: Fact) -> str:
 
 def _notes(found: Collected, findings: Sequence[Finding], judged: bool) -> list[str]:
     notes = [f"{path}: {reason}" for path, reason in found.bad[:5]]
-    of_file = ranks_of(found.files)
+    of_file = found.of_file
     written = {of_file.get(p) for p in found.files if not is_empty(p)}
     if judged:  # then only those of the culprits matter
         written |= set(of_file.values()) - {r for f in findings for r in f.culprits}
