@@ -133,3 +133,11 @@ def test_wrong_arguments_and_a_rank_before_each_line(tmp_path: Path) -> None:
     assert f.culprits == (0, 1) and "LOCAL_RANK" in f.advice
     f = only(diagnose(tmp_path, raised(1, "ValueError: The other worker has failed") + raised(3, "KeyError: 'x'")))
     assert f.culprits == (3,)
+
+
+@pytest.mark.parametrize("stamp", ["2031-03-02T09:00:00.123456Z ", "2031-03-02T09:00:00+01:00 "])
+def test_a_time_that_a_container_puts_in_front_hides_nothing(tmp_path: Path, stamp: str) -> None:
+    text = "".join(map(JAX.format, (0, 1, 2))) + "srun: error: t1: task 2: Aborted\n"
+    assert only(diagnose(tmp_path, "".join(f"{stamp}{line}\n" for line in text.splitlines()))).culprits == (3,)
+    node = "".join(f"{stamp}{line}\n" for line in (RUN + NODE + timeout(0)).splitlines())
+    assert only(diagnose(tmp_path, node)).culprits == (2, 3)

@@ -52,6 +52,8 @@ _C10 = bounded(r"\[[EWIF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)")
 _ISO = bounded(
     r"\b(\d{4}-\d\d-\d\d)[T_ ](\d\d):(\d\d):(\d\d)(?:[.,]\d{1,9})?(?: ?(?P<zone>Z\b|[+-]\d\d:?\d\d\b(?!-)))?"
 )
+# what a container's log, or `ts`, puts in front of each line
+_STAMP = bounded(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d) ")
 _MESSAGE_KEYS = (
     "message",
     "msg",
@@ -124,7 +126,12 @@ def messages(text: str) -> list[tuple[str, Writer]]:
     """
     record = _record(text)
     if not record:
-        return [(text, writer(text))]
+        who = writer(text)
+        if text[10:11] == "T" and (m := _STAMP.match(text)) is not None and not who.host:
+            at, text = who.at, text[m.end() :]
+            who = writer(text)
+            who.at = who.at or at
+        return [(text, who)]
     texts = [encodable(record[key]) for key in _keys_of(record) if isinstance(record.get(key), str)]
     texts = [_event(record) + t for t in texts]
     rank = next((record[k] for k in ("rank", "global_rank", "RANK") if k in record), None)
