@@ -36,7 +36,7 @@ WRITER_BYTES, SHAPE_BYTES, MAX_SHAPES = 160, 512, 1 << 15
 MAX_DETAIL, LINE_COST = (64 << 20, 400)
 MAX_BYTES = 32 << 30  # limit of one unpacked file
 WRAPPED_LINES, TERMINALS = 4, (60, 400)  # lines of exactly the largest length; usual widths of terminals
-BEGIN = 4  # bytes by which the begin of a whole line is known
+BEGIN, RULES = 4, b"=-*#+|~"  # bytes by which the begin of a whole line is known; ends of lines that draw a rule
 _BOMS = ((b"\xff\xfe\x00\x00", "utf-32-le"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
 _DIGITS = b"0123456789"
 _COLOURS = re.compile(rb"\x1b\[[;]{0,30}[A-Za-z]")  # without digits; they may stand inside a needle
@@ -256,8 +256,9 @@ def wrapped_at(path: Path) -> int | None:
     raws = head.split(b"\n")
     column = max((len(raw) for raw in raws if not raw.endswith(b"}")), default=0)
     rests = [rest[:BEGIN] for raw, rest in itertools.pairwise(raws) if len(raw) == column]
+    rules = sum(len(raw) == column and (raw[-1:] in RULES or raw[-1] > 127) for raw in raws)  # of a table or a box
     begin = Counter(raw[:BEGIN] for raw in raws).most_common(1)[0][0]  # of a whole line: the rest of one seldom has it
-    wrapped = WRAPPED_LINES <= len(rests) <= len(raws) * 0.8 and rests.count(begin) * 2 < len(rests)
+    wrapped = WRAPPED_LINES <= len(rests) <= len(raws) * 0.8 and rests.count(begin) * 2 < len(rests) > 2 * rules
     wrapped = wrapped and not folded.is_rich(head)
     return column if wrapped and TERMINALS[0] <= column <= TERMINALS[1] else None
 

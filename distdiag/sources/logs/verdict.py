@@ -102,12 +102,11 @@ def judge_logs(
 ) -> Report:
     """Return what log files show; in this process."""
     found = _collected(Collector(logs), announce, refused)
+    if not found.late and (wrapped := {p: n for p in logs if (n := wrapped_at(p)) is not None}):
+        joined = _collected(Collector(logs, wrapped), announce, refused)
+        if len(joined.facts) + len(joined.past) > len(found.facts) + len(found.past):  # it was wrapped: more is known
+            found = joined
     findings, text = judge(found)
-    if not (findings or text or found.late or found.past) and (
-        wrapped := {p: n for p in logs if (n := wrapped_at(p)) is not None}
-    ):
-        found = _collected(Collector(logs, wrapped), announce, refused)
-        findings, text = judge(found)
     found.ranks |= {w.rank for f in findings for w in (*f.where, *f.waiting)}
     error = any(f.severity == Severity.ERROR for f in findings)
     ended = found.recorded.ended
