@@ -6,6 +6,7 @@ to another line, given another argument, or made the last one. Who is to blame i
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -76,7 +77,7 @@ def mutated(rng: random.Random, programs: list[list[Op]], mutation: str) -> tupl
     op, end = mine[at], str(Life.FINISHED)
     match mutation:
         case "drop":
-            del mine[slice(*_unit(mine, at))]
+            del mine[slice(*_unit(mine, at, mutation))]
         case "unsent":
             mine = [
                 op
@@ -84,7 +85,7 @@ def mutated(rng: random.Random, programs: list[list[Op]], mutation: str) -> tupl
                 if i != at and not (op.kind == "wait" and op.name == mine[at].name and i == at + 2)
             ]
         case "double":
-            first, last = _unit(mine, at)
+            first, last = _unit(mine, at, mutation)
             mine[first:first] = mine[first:last]
         case "swap":
             mine[at], mine[at + 1] = mine[at + 1], mine[at]
@@ -103,13 +104,15 @@ def mutated(rng: random.Random, programs: list[list[Op]], mutation: str) -> tupl
     return [mine if q == rank else p for q, p in enumerate(programs)], rank, at, end
 
 
-def _unit(program: list[Op], i: int) -> tuple[int, int]:
-    """Return the bounds of the calls that go together: those of one forward or backward of DDP, else one."""
+def _unit(program: list[Op], i: int, mutation: str) -> tuple[int, int]:
+    """Return the bounds of the calls that go together: of DDP's, a backward or a forward; a backward needs its forward."""
     first, last = i, i + 1
-    while program[i].hidden and program[first - 1].hidden and program[first - 1].kind == program[i].kind:
+    while program[i].hidden and program[first - 1].hidden:
         first -= 1
-    while program[i].hidden and program[last].hidden and program[last].kind == program[i].kind:
+    while program[i].hidden and program[last].hidden:
         last += 1
+    if program[i].hidden and (program[i].kind == "broadcast") == (mutation == "double"):
+        return (first, first + 1) if mutation == "double" else (first + 1, last)
     return first, last
 
 
@@ -174,9 +177,7 @@ def seen(job: Job) -> Snapshot:
         )
         step_ends = [job.times[rank][n] for n, op in enumerate(done) if op.step]
         forwards = sum(i.op.kind == "broadcast" for i in hidden)
-        backwards = sum(op.step for op in done) + (
-            state.blocked is not None and bool(hidden) and hidden[-1].op.kind == "all_reduce"
-        )
+        backwards = sum(kind == "all_reduce" for kind, _ in itertools.groupby(i.op.kind for i in hidden))
         waiting = job.waiting[rank]
         blocked = _timed(state.blocked, waiting.at) if state.blocked is not None and waiting is not None else None
         site = blocked.site if blocked is not None else (state.calls[-1].site if state.calls else None)

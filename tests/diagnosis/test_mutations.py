@@ -13,8 +13,20 @@ from tests.diagnosis.made import shown
 from tests.diagnosis.mutations import GROUPS, cases, seen, training
 from tests.diagnosis.programs import Job, Tape, run
 
-RIGHT = 0.92  # share of cases, over all seeds about 0.95: two ranks inside DDP leave the rest open
-KINDS = ("deadlock", "mismatch")
+RIGHT = (
+    0.94  # share of cases, over ten seeds 0.968: a first change of root, and two ranks inside DDP, leave the rest open
+)
+_MISSING, _TIES = (
+    ("deadlock", "missing_rank"),
+    {("deadlock", f"{tie}") for tie in ("group_cycle", "p2p_cycle", "order_mismatch")},
+)
+# by mutation, what it is where its rank is named: calls that shifted may meet others of another size
+EXPECTED = {
+    "end": {("deadlock", "rank_finished")},
+    **{argument: {("mismatch", argument)} for argument in ("root", "shape", "dtype")},
+    **{event: {_MISSING, ("mismatch", "shape")} for event in ("drop", "double", "swap")},
+    **{event: {_MISSING} for event in ("line", "peer", "unsent")},
+}
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3, 4])
@@ -24,8 +36,9 @@ def test_the_rank_with_the_mutated_event_is_named(seed: int) -> None:
     for case in cases(seed, 90):
         snapshot = seen(case.job)
         found = [shown(snapshot, verdict) for verdict in judge(snapshot, build(snapshot))]
-        assert found and all(finding.kind in KINDS for finding in found), case.name
         named = {rank for finding in found for rank in finding.culprits}
+        what = {(finding.kind, finding.cause) for finding in found}
+        assert what and what <= EXPECTED[case.mutation] | (set() if named else _TIES), (case.name, what)
         answers["right" if named == {case.rank} else "nobody" if not named else "wrong"] += 1
         if named - {case.rank}:
             wrong.append((case.name, found[0].message))

@@ -8,6 +8,7 @@ sides, so it predicts: of the two events, the one that followed the longer equal
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -124,8 +125,12 @@ def departure(first: History, second: History) -> Departure | None:
     if at_index is None:
         return None
     i, j = at_index
+    both = first.calls[i], second.calls[j]
     if {first.events[i], second.events[j]} <= {STEP, COUNTED}:
         return None  # a step holds DDP's collectives, but where in it they are is not known
+    messages_only = all(call is not None and call.p2p for call in both)
+    if messages_only or (any(call is not None and call.p2p for call in both) and _shared(first, i, second, j) < LEAST):
+        return None  # how many messages are due depends on the data, and stages of a pipeline differ in theirs
     if _lost(first, i, second) or _lost(second, j, first):
         return None
     here, there = _contexts(first, i, first, i), _contexts(first, i, second, j)
@@ -134,7 +139,11 @@ def departure(first: History, second: History) -> Departure | None:
     if deeper < other:
         odd, right, k, n, deeper, other, here, there = first, second, i, j, other, deeper, there, here
     made = odd.calls[k]
-    if made is not None and odd.events[k] in (STEP, COUNTED) and _passes_open(right.state):
+    if (
+        made is not None
+        and odd.events[k] in (STEP, COUNTED)
+        and _may_be_due(odd.state, made, right.state, right.calls[n])
+    ):
         return None  # the other rank may have skipped DDP's call, instead of this one the call that was due
     weight = sum(max(0, length - max(other, 0)) for length, _ in here)
     if weight < LEAST or any(cut and length == other for length, cut in there):
@@ -144,8 +153,23 @@ def departure(first: History, second: History) -> Departure | None:
     return Departure(odd.state.rank, made, right.calls[n])
 
 
-def _passes_open(state: RankState) -> bool:
-    return any(model.forwards > model.synced_backwards for model in state.models)
+def _shared(first: History, i: int, second: History, j: int) -> int:
+    """Return how many events before two are equal."""
+    pairs = zip(reversed(first.events[:i]), reversed(second.events[:j]), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _may_be_due(state: RankState, made: Call, other: RankState, due: Call | None) -> bool:
+    """True if another rank may have left out the pass of DDP that a rank is in.
+
+    Where in a step the pass is due shows only in the gaps between calls of its own group.
+    """
+    if any(model.forwards > model.synced_backwards for model in other.models):
+        return True
+    in_pass = any(
+        model.forwards > model.synced_backwards or model.synced_backwards > state.step for model in state.models
+    )
+    return in_pass and due is not None and (due.p2p or due.group != made.group)
 
 
 def _contexts(before: History, i: int, of: History, k: int) -> list[tuple[int, bool]]:
@@ -193,7 +217,7 @@ def accuse(case: Case) -> Testimony | None:
     """
     groups = {wait.group for wait in case.incident.waits}
     known = [case.snapshot.groups[name] for name in groups if name in case.snapshot.groups]
-    if any(wait.p2p for wait in case.incident.waits) or any(not set(case.compared) <= set(g.ranks) for g in known):
+    if any(not set(case.compared) <= set(g.ranks) for g in known):
         return None
     if len(case.sides) < 2 or not all(r in case.states for r in case.compared):
         return None

@@ -20,23 +20,32 @@ UNDER_WAY = 1  # a pass whose step is not done yet
 
 
 def extra(case: Case) -> Testimony | None:
-    """Accuse the one rank with more backward passes than optimizer steps, if the others made one for each."""
+    """Accuse the one rank with more, or fewer, backward passes than optimizer steps, if the others made one for each."""
     states = _states(case)
     if any(len(state.models) != 1 or state.step < STEPS for state in states.values()):
         return None
-    over = {rank: state.models[0].synced_backwards - state.step for rank, state in states.items()}
-    rank = _one_side(case, over, UNDER_WAY)
-    if rank is None or min(over.values()) < 0:
+    over = {rank: _over(state) for rank, state in states.items()}
+    odd = {rank for rank, (least, most) in over.items() if least > 0 or most < 0}
+    if len(odd) != 1 or [rank := odd.pop()] not in case.sides:
         return None
     state, caught = states[rank], swallowed(states[rank])
+    advice = f"let rank {rank} make one backward pass per step that exchanges gradients: the others under `no_sync()`; or let all ranks repeat the batch together"
+    if over[rank][1] < 0:
+        advice = f"let rank {rank} skip a batch together with all ranks, or run its forward and backward, too (of a loss times 0)"
     return Testimony(
         ranks=(rank,),
         head=f"rank {rank} has made {state.models[0].synced_backwards:,} backward passes in {state.step:,} steps, the "
         "others one for each",
         text=f"; it caught {caught}" if caught else "",
-        advice=f"let rank {rank} make one backward pass per step that exchanges gradients: the others "
-        "under `no_sync()`; or let all ranks repeat the batch together",
+        advice=advice,
     )
+
+
+def _over(state: RankState) -> tuple[int, int]:
+    """Return the fewest and the most passes by which a rank may have more than steps: one may be under way."""
+    (model,) = state.models
+    over = model.synced_backwards - state.step
+    return (over, over) if model.forwards == model.synced_backwards + 1 else (over - UNDER_WAY, over)
 
 
 def skipped(case: Case) -> Testimony | None:
