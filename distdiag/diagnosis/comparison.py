@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from distdiag.diagnosis.model.findings import Abstained
-from distdiag.diagnosis.step_times import Window
+from distdiag.diagnosis.step_times import LIMITS, Window
 from distdiag.diagnosis.text.template import filled
 
 # -- vetoes ----------------------------------------------------------------------------------------------------------
@@ -48,16 +48,23 @@ def vetoed(vetoes: Iterable[Veto], case: object) -> Abstained | None:
 
 @cache
 def fewest_steps(ranks: int, recurrence: float, chance: float) -> int:
-    """Return how many steps there must be for a rank that works longest in this share of them to be no accident.
+    """Return how many steps show that a rank which works longest in this share of them is no accident; at most those of a window.
 
     Args:
         chance: Of any one of `ranks` equal ranks to do so, at most.
     """
-    for n in itertools.count(8):
+    for n in range(8, LIMITS.least):
         times = range(math.ceil(recurrence * n), n + 1)
         if ranks * sum(math.comb(n, k) * (ranks - 1) ** (n - k) / ranks**n for k in times) <= chance:
             return n
-    raise AssertionError
+    return LIMITS.least
+
+
+def newest(window: Window, recurrence: float, chance: float, sustained_s: float) -> Window | None:
+    """Return the steps that show a rank which became slow lately, if they are fewer than a window needs."""
+    n = fewest_steps(len(window.ranks), recurrence, chance)
+    n = max(n, math.ceil(sustained_s * 1e3 / max(1.0, window.step_ms(window.ranks[0]))))
+    return Window({q: steps[-n:] for q, steps in window.steps.items()}, window.inferred) if n < LIMITS.least else None
 
 
 # -- ranks that differ in one column ---------------------------------------------------------------------------------

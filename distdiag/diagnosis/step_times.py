@@ -64,10 +64,6 @@ class Window:
         """`self_ms` of every step, by rank."""
         return list(zip(*self.rows, strict=True))
 
-    def newest(self, n: int) -> Window:
-        """Return the same without the steps before the last `n`."""
-        return Window({q: steps[-n:] for q, steps in self.steps.items()}, self.inferred)
-
     def parts(self, phase: str) -> list[tuple[float, ...]]:
         """Return `part_ms` of every step, by rank."""
         return list(zip(*([part_ms(x, phase) for x in self.steps[q]] for q in self.ranks), strict=True))

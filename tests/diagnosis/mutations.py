@@ -193,6 +193,9 @@ def seen(job: Job) -> Snapshot:
             )
             if hidden
             else (),
+            phase={"broadcast": "forward", "all_reduce": "backward"}[waiting.op.kind]
+            if waiting and waiting.op.hidden
+            else state.phase,
             current_site=site,
             user_stack=(site,) if site is not None else (),
             ended_s=90.0 if state.life in (Life.FINISHED, Life.CRASHED, Life.KILLED) else None,

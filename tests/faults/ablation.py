@@ -1,7 +1,7 @@
 """What each witness and each limit of the diagnosis is worth on tapes: `distdiag bench faults --replay --ablate`.
 
 Each witness is left out, each number of a rule's limits is halved and doubled, and every tape is judged again. A limit that is not
-read while a tape is judged is not varied on it.
+read, or a witness that is not asked, while a tape is judged is not varied on it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from typing import Any
 import msgspec
 
 from distdiag.diagnosis import step_times
-from distdiag.diagnosis.culprit.witnesses import Reason
+from distdiag.diagnosis.culprit import verdict as verdicts
+from distdiag.diagnosis.culprit.case import Case, Testimony
+from distdiag.diagnosis.culprit.witnesses import ORDER, Reason
 from distdiag.diagnosis.rules import RULES
 from distdiag.tapes.tape import Verdict, judge, read_tape
 from tests.faults.replay import spread
@@ -100,9 +102,15 @@ def applied(variant: Variant) -> Iterator[tuple[str, ...]]:
 
 @contextmanager
 def _watched() -> Iterator[set[tuple[str, str]]]:
-    """Collect the limits that are read, as (module, field)."""
+    """Collect the limits that are read, and the witnesses that are asked, as (module, field)."""
     seen: set[tuple[str, str]] = set()
-    before = []
+    before, decide = [], verdicts.decide
+
+    def asked(case: Case) -> tuple[Testimony, tuple[Testimony, ...]]:
+        seen.update(("witness", witness.name) for witness in ORDER[case.incident.root])
+        return decide(case)
+
+    verdicts.decide = asked
     for where, limits in _limits().items():
         kind = type(limits)
 
@@ -115,6 +123,7 @@ def _watched() -> Iterator[set[tuple[str, str]]]:
     try:
         yield seen
     finally:
+        verdicts.decide = decide
         for kind in before:
             del kind.__getattribute__
 
@@ -159,7 +168,7 @@ def ablated(path: Path) -> Effects:
     name = f"{path.parent.name}/{path.stem}"
     with _watched() as used:
         before = judge(tape)
-    tried = [v for v in variants() if v.factor is None or (v.where, v.name) in used]
+    tried = [v for v in variants() if (v.where, v.name) in used]
     out = []
     for variant in tried:
         with applied(variant) as without:

@@ -45,7 +45,7 @@ def _over(state: RankState) -> tuple[int, int]:
     """Return the fewest and the most passes by which a rank may have more than steps: one may be under way."""
     (model,) = state.models
     over = model.synced_backwards - state.step
-    return (over, over) if model.forwards == model.synced_backwards + 1 else (over - UNDER_WAY, over)
+    return (over, over) if state.phase == "forward" else (over - UNDER_WAY, over)
 
 
 def skipped(case: Case) -> Testimony | None:

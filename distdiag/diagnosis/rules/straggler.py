@@ -148,8 +148,10 @@ def _in_window(facts: Facts) -> Iterator[Finding | Abstained]:
         return
     case = _case(facts, window)
     veto = comparison.vetoed(VETOES, case)
-    newest = _newest(window)
-    if veto is not None and newest is not None:
+    newest = (
+        comparison.newest(window, limits.recurrence, limits.chance, limits.sustained_s) if veto is not None else None
+    )
+    if newest is not None:
         case_of_newest = _case(facts, newest)
         if comparison.vetoed(VETOES, case_of_newest) is None and not case_of_newest.stages:
             case, veto, window = case_of_newest, None, newest
@@ -174,13 +176,6 @@ def _case(facts: Facts, window: Window) -> Case:
     several = not any(r.p2p_issued for r in s.ranks.values())  # the stages of a pipeline differ by design
     slow = comparison.persistent(window, limits.recurrence, limits.least_ms, several)
     return Case(s, window, slow, facts.shadows, facts.pauses)
-
-
-def _newest(window: Window) -> Window | None:
-    """Return the steps that show a rank that became slow lately, if they are fewer than those of the window."""
-    n = comparison.fewest_steps(len(window.ranks), limits.recurrence, limits.chance)
-    n = max(n, math.ceil(limits.sustained_s * 1e3 / max(1.0, window.step_ms(window.ranks[0]))))
-    return window.newest(n) if n < STEPS.least else None
 
 
 # -- one rank, or those of one node, in nearly every step ------------------------------------------------------------
