@@ -19,6 +19,8 @@ from collections.abc import Collection
 from types import CodeType, FrameType
 from typing import Any
 
+from distdiag.terms.frames import LIBRARY, PACKAGE, USER, owner
+
 _native: Any = None
 if os.environ.get("DISTDIAG_PURE") != "1" and not sysconfig.get_config_var("Py_GIL_DISABLED"):
     try:
@@ -26,7 +28,7 @@ if os.environ.get("DISTDIAG_PURE") != "1" and not sysconfig.get_config_var("Py_G
     except ImportError:  # not compiled, or for another Python
         pass
 
-USER, PACKAGE, LIBRARY, BACKEND, BOOTSTRAP = 2, 1, 0, -1, -2
+BACKEND, BOOTSTRAP = -1, -2  # and the owners of `terms.frames`
 # outside of this function are the frames of a forked child's parent
 _BOOTSTRAP = f"{os.sep}multiprocessing{os.sep}process.py", "_bootstrap"
 # Packages, or parts, that run tasks of others in a worker: while a worker waits for the next one, none of the job's code runs.
@@ -93,10 +95,10 @@ def kind_of_file(file: str) -> int:
         return USER
     if path.startswith(_OURS):
         return LIBRARY
-    if f"{os.sep}site-packages{os.sep}" in path or f"{os.sep}dist-packages{os.sep}" in path:
-        library = f"-packages{os.sep}torch{os.sep}" in path or any(part in path for part in _RUNNERS)
-        return LIBRARY if library else PACKAGE
-    return LIBRARY if path.startswith(_STDLIB) else USER
+    whose = owner(path)
+    if whose == PACKAGE:
+        return LIBRARY if any(part in path for part in _RUNNERS) else PACKAGE
+    return LIBRARY if path.startswith(_STDLIB) else whose
 
 
 def _in_stdlib(path: str) -> bool:

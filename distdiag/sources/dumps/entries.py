@@ -6,13 +6,13 @@ The fields are described in torch/csrc/distributed/c10d/FlightRecorderDetail.hpp
 from __future__ import annotations
 
 import math
-import re
 from typing import Annotated, Any
 
 import msgspec
 
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.waits import compatible
+from distdiag.terms.frames import PACKAGE, USER, owner
 from distdiag.terms.untrusted import MAX_INT, MAX_TEXT, is_count, short_text
 
 MAX_TENSORS, MAX_DIMENSIONS = 1 << 14, 64  # limits of one operation
@@ -158,17 +158,9 @@ def _older(record: Any) -> Entry | None:
 
 # -- sites ------------------------------------------------------------------------------------------------------------
 
-_LIBRARY = re.compile(
-    r"(^|/)(torch|site-packages|dist-packages|lib/python[\d.]+)/|(^|/)distdiag/recorder/"
-    r"|^<frozen|^<string>$|\.(cpp|h|hpp|so|cc)$"
-)
-_TORCH = re.compile(
-    r"(^|/)torch/|(^|/)distdiag/recorder/|^<frozen|(^|/)lib/python[\d.]+/(?!site-packages|dist-packages)|\.(cpp|h|hpp|so|cc)$"
-)
-
 
 def user_site(frames: Any) -> Site | None:
-    """Return the user's innermost frame: the first that is in no library, else the first that is not torch's."""
+    """Return the user's innermost frame; of packages only if there is no other."""
     second = None
     for frame in frames[:MAX_FRAMES] if isinstance(frames, list) else ():
         if not isinstance(frame, dict):
@@ -177,8 +169,8 @@ def user_site(frames: Any) -> Site | None:
         if not is_count(line) or not file or file == "??":
             continue
         site = Site(file, line, short_text(frame.get("name")))  # type: ignore[arg-type]
-        if not _LIBRARY.search(file):
+        if (whose := owner(file)) == USER:
             return site
-        if second is None and not _TORCH.search(file):
+        if second is None and whose == PACKAGE:
             second = site
     return second

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 import msgspec
 
 from distdiag.diagnosis.model.snapshot import Site
+from distdiag.terms.frames import PACKAGE, USER, in_torch, owner
 
-# of the Python that the job uses, which need not be ours: by its paths
-_LIBRARY = re.compile(r"^<|/(?:site|dist)-packages/|/lib(?:64)?/python3\.\d+/|^torch/")
-_TORCH = re.compile(r"(?:^|-packages/|/)torch/(?=[\w/]+\.py$)")
-_OF_TORCH = (
-    "distributed/",
-    "nn/modules/",
-    "nn/parallel/",
-    "utils/data/",
-)  # also of a torch that was built in its sources
-_RECORDER = re.compile(r"(?:^|/)distdiag/(?:(?:recorder|page)/[\w/]+|run|everywhere)\.py$")
 _CONSOLE_SCRIPT = re.compile(r"(?:^|/)bin/[\w.-]+$")  # torchrun itself: no rank's code
+_RECORDER = re.compile(r"(?:^|/)distdiag/(?:(?:recorder|page)/[\w/]+|run|everywhere)\.py$")
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -52,8 +42,7 @@ class Frame(msgspec.Struct, frozen=True):
     @property
     def in_torch(self) -> str:
         """Path of the file below torch's package; empty if it is not torch's."""
-        found = _TORCH.search(self.file)
-        return self.file[found.end() :] if found else ""
+        return in_torch(self.file)
 
     @property
     def raw_name(self) -> str:
@@ -68,11 +57,7 @@ class Frame(msgspec.Struct, frozen=True):
     @property
     def users(self) -> bool:
         """True if the file is neither Python's nor torch's nor an installed package's."""
-        if os.sep not in self.file and PurePosixPath(self.file).stem in sys.stdlib_module_names:
-            return False  # a short name, as `py-spy dump` prints it
-        if self.in_torch.startswith(_OF_TORCH):
-            return False
-        return not _LIBRARY.search(self.file) and not _CONSOLE_SCRIPT.search(self.file)
+        return owner(self.file) == USER and not _CONSOLE_SCRIPT.search(self.file)
 
 
 class Stack(msgspec.Struct, frozen=True):
@@ -103,7 +88,7 @@ class Stack(msgspec.Struct, frozen=True):
         """
         own = list(itertools.takewhile(lambda f: f.raw_name != "process._bootstrap", self.frames))
         found = [f for f in own if f.users]
-        yield from found or [f for f in own if "-packages/" in f.file and not f.in_torch]
+        yield from found or [f for f in own if owner(f.file) == PACKAGE]
 
 
 class Process(msgspec.Struct, frozen=True):

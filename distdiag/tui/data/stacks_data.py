@@ -9,11 +9,11 @@ from typing import Any
 from distdiag.store import stacks as store
 from distdiag.store.frames import Frame
 from distdiag.store.reader import Run
+from distdiag.terms.frames import USER, owner
 from distdiag.tui.data.snapshot import Request
 from distdiag.tui.draw import excerpt
 
 MAX_SITES = 6
-_LIBRARY = re.compile(r"(^|/)(torch|site-packages|dist-packages|lib/python[\d.]+)/|^<")  # not the job's own code
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def _sites(run: Run, found: store.Stacks, cache: dict[Any, Any]) -> tuple[Site, 
     """Return the lines that ranks are at, those of the fewest ranks first, with their source."""
     ranks: dict[tuple[str, str, int], list[int]] = {}
     for rank, each in found.ranks.items():
-        own = (f for f in map(parsed, reversed(each.stack)) if f is not None and not _LIBRARY.search(f[1]))
+        own = (f for f in map(parsed, reversed(each.stack)) if f is not None and owner(f[1]) == USER)
         if (site := next(own, None)) is not None:
             ranks.setdefault(site, []).append(int(rank))
     few = sorted(ranks.items(), key=lambda item: (len(item[1]), item[1]))[:MAX_SITES]

@@ -1,0 +1,34 @@
+"""Whose code a file is, by its path alone: also of another process, another host, or another Python than ours."""
+
+from __future__ import annotations
+
+import re
+import sys
+from functools import lru_cache
+from pathlib import PurePosixPath
+
+USER, PACKAGE, LIBRARY = 2, 1, 0
+_TORCH = re.compile(r"(?:^|-packages/|/)torch/(?=[\w/]+\.py$)")
+# also of a torch that was built in its sources
+_OF_TORCH = ("distributed/", "nn/modules/", "nn/parallel/", "utils/data/", "autograd/", "optim/", "_")
+# Python's own, generated and native code, and the recorder around it
+_LIBRARY = re.compile(
+    r"^<|/lib(?:64)?/python3[\d.]*/(?!(?:site|dist)-packages/)|^torch/|-packages/torch/|\.(?:cpp|cc|h|hpp|so)$"
+    r"|(?:^|/)distdiag/(?:(?:recorder|page)/[\w/]+|run|everywhere)\.py$"
+)
+
+
+def in_torch(file: str) -> str:
+    """Return the path of a file below torch's package; empty if it is not torch's."""
+    found = _TORCH.search(file)
+    return file[found.end() :] if found else ""
+
+
+@lru_cache(4096)
+def owner(file: str) -> int:
+    """Return USER, PACKAGE (an installed one) or LIBRARY (Python's, torch's, ours) for a frame's file."""
+    if "/" not in file and PurePosixPath(file).stem in sys.stdlib_module_names:
+        return LIBRARY  # a short name, as `py-spy dump` prints it
+    if _LIBRARY.search(file) or in_torch(file).startswith(_OF_TORCH):
+        return LIBRARY
+    return PACKAGE if "-packages/" in file else USER
