@@ -103,6 +103,14 @@ def test_equal_varying_or_unknown_batch_sizes_are_no_finding() -> None:
     assert of_sizes(of_size(8), of_size(4), models=(apart,)) == []  # nothing is averaged
 
 
+def test_a_loss_that_is_a_sum_over_samples_weighs_unequal_batches_itself() -> None:
+    def losses(xs: tuple[Step, ...], power: float) -> tuple[Step, ...]:
+        return tuple(msgspec.structs.replace(x, loss=0.3 * x.batch**power) for x in xs)
+
+    assert of_sizes(losses(of_size(8), 1.0), losses(of_size(2), 1.0)) == []
+    assert [f.cause for f in of_sizes(losses(of_size(8), 0.2), losses(of_size(2), 0.2))] == ["size"]
+
+
 def test_the_rank_that_ran_out_first_is_named_although_lengths_are_equal() -> None:
     """Rank 0 has left the loop after 45 batches; rank 1 is in the step of its 45th and has more."""
     out, more = loader(length=None, batches=45, exhausted=True), loader(length=None, batches=45)
