@@ -149,16 +149,8 @@ class Collector:
             self._section = int(named) if named and "--End" not in text else None
         elif who.rank is None:
             who.rank = self._section
-        if who.rank is not None and who.label and len(out.of_label) < MAX_WRITERS:
-            out.of_label.setdefault(who.label, set()).add(who.rank)
-        if who.rank is not None and len(out.by_path) < MAX_WRITERS:
-            out.by_path.setdefault(path, set()).add(who.rank)
-            if who.process:
-                out.is_rank_of((who.process, who.host), who.rank)
-            if who.pid is not None:
-                out.is_rank_of(who.pid, who.rank)
-        if who.rank is not None and who.host and len(out.on_host) < MAX_WRITERS:
-            out.on_host.setdefault(who.host, set()).add(who.rank)
+        if who.rank is not None:
+            self._learn_rank(path, who, who.rank)
         if who.local is not None or " local_rank: " in text:
             out.of_nodes.add(path)
         out.torchrun = out.torchrun or who.by_torchrun
@@ -175,6 +167,20 @@ class Collector:
             self._missing = line.source, self._order + lines.LINES_AFTER
         elif not self._tracebacks.belongs(line) and not self._tracebacks.ends(line):
             self._look_up(line)
+
+    def _learn_rank(self, path: Path, who: Writer, rank: int) -> None:
+        """Note what else a line that shows its rank names: label, host, file, process."""
+        out = self.result
+        if who.label and len(out.of_label) < MAX_WRITERS:
+            out.of_label.setdefault(who.label, set()).add(rank)
+        if who.host and len(out.on_host) < MAX_WRITERS:
+            out.on_host.setdefault(who.host, set()).add(rank)
+        if len(out.by_path) < MAX_WRITERS:
+            out.by_path.setdefault(path, set()).add(rank)
+            if who.process:
+                out.is_rank_of((who.process, who.host), rank)
+            if who.pid is not None:
+                out.is_rank_of(who.pid, rank)
 
     def _describe(self, text: str, number: int) -> None:
         """Note which pod or actor a description is of, and which lines are on a container that was restarted since."""
