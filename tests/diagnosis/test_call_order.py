@@ -245,3 +245,40 @@ def test_the_rank_whose_batch_splits_into_fewer_micro_batches_is_named() -> None
     s = Snapshot(t_s=9.0, world_size=2, ranks=ranks, groups={"default_pg": Group(name="default_pg", ranks=(0, 1))})
     (f,) = proved(s)
     assert (f.kind, f.cause, f.culprits) == ("deadlock", "missing_rank", (0,))
+
+
+PREVIEW = """
+def last(stages):
+    for step in range(99):
+        x = recv(before)  # 3
+        if step % 60 == 59 and stages.last:
+            sample(recv(before))  # 5
+        send(before, x.grad)  # 6
+"""
+
+
+def test_a_message_that_one_stage_makes_more_is_named_with_its_condition() -> None:
+    assert all(line.endswith(f"# {n}") for n, line in enumerate(PREVIEW.strip().splitlines(), 1) if "#" in line)
+    theirs = [c for n in range(65) for c in (message("send", 1, 10, nth=n + 1), message("recv", 1, 11, nth=n + 1))]
+    mine = []
+    for step in range(64):
+        mine += [message("recv", 0, 3, nth=step + 1 + (step > 59))]
+        mine += [message("recv", 0, 5, nth=61)] if step == 59 else []
+        mine += [message("send", 0, 6, nth=step + 1)]
+    mine += [message("recv", 0, 3, nth=66)]
+    messages = {
+        0: {"send:1:0:default_pg": 65, "recv:1:0:default_pg": 65},
+        1: {"recv:0:0:default_pg": 66, "send:0:0:default_pg": 64},
+    }
+    ranks = {
+        rank: RankState(rank=rank, calls=tuple(calls), blocked=calls[-1], p2p_issued=messages[rank])
+        for rank, calls in enumerate((theirs, mine))
+    }
+    groups = {"default_pg": Group(name="default_pg", ranks=(0, 1))}
+    source = {"pipe.py": PREVIEW.strip()}.get
+    (found,) = proved(Snapshot(t_s=9.0, world_size=2, ranks=ranks, groups=groups), source=source)
+    assert found.culprits == (1,)
+    assert found.message.startswith(
+        "rank 1 alone made recv (pipe.py:5): `if step % 60 == 59 and stages.last` (pipe.py:4); "
+    )
+    assert "keeps to rank 1, or none: each message needs its other end" in (found.advice or "")

@@ -308,3 +308,42 @@ def test_a_source_that_cannot_be_read_has_no_conditions() -> None:
     mine, theirs = [Site(FILE, 3, "main")], [Site(FILE, 9, "main")]
     for source in ({}.get, {FILE: "def (:"}.get, {FILE: ""}.get):
         assert parting(mine, theirs, source) == []
+
+
+SHARED_HELPER = """
+    def fetch(first):
+        if first is None:
+            recv(x)  # A
+
+    def train():
+        for step in range(9):
+            fetch(None)  # B
+            if step % 3 == 0 and stage.last:
+                preview()  # C
+
+    def preview():
+        fetch(None)  # D
+"""
+
+SHORT_ROUNDS = """
+    def main():
+        for step in range({rounds}):
+            y = model(x)  # A
+            if y.isnan().any():
+                continue
+            y.backward()
+        barrier()  # B
+"""
+
+
+def test_a_condition_in_a_helper_that_both_ranks_are_in_has_led_neither_away() -> None:
+    mine = [("A", "fetch"), ("D", "preview"), ("C", "train")]
+    assert part(SHARED_HELPER, mine, [("A", "fetch"), ("B", "train")]) == ["if step % 3 == 0 and stage.last"]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "found"),
+    [("9", ["if y.isnan().any()"]), ("len(loader.dataset)", ["for step in range(len(loader.dataset))"])],
+)
+def test_a_rank_past_a_loop_with_as_many_rounds_everywhere_has_ended_one_early(rounds: str, found: list[str]) -> None:
+    assert part(SHORT_ROUNDS.format(rounds=rounds), [("B", "main")], [("A", "main")]) == found

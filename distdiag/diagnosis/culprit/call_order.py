@@ -10,11 +10,14 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from distdiag.diagnosis.culprit import callers
 from distdiag.diagnosis.culprit.case import Case, Testimony
+from distdiag.diagnosis.culprit.parting import Condition, Way, decision_advice, parting
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState
+from distdiag.diagnosis.text.phrases import at, op_at
 
 LATELY = 32  # calls; the cycle closes some calls after the rank broke its sequence
 HISTORY = 48  # minimum of earlier calls
@@ -28,9 +31,65 @@ def pattern(case: Case) -> Testimony | None:
     rank = departed((case.states[r] for r in case.compared), others)
     if rank is None:
         return None
+    text = f"; {rank_list([rank])} has left the order of its earlier calls, the others kept theirs"
+    turn = _turn(case.states[rank].calls)
+    if turn is None:
+        return Testimony(ranks=(rank,), text=text)
+    made, due = (callers.stack_at(call.site, case.states[rank], case.source) for call in (turn.made, turn.due))
+    conditions = tuple(parting(made, due, case.source))
+    text += f": after {op_at(turn.after)} it made {op_at(turn.made)}, where {op_at(turn.due)} had always followed ({turn.times:,} times)"
+    if not turn.left_out and not turn.returned and {c.way for c in conditions} != {Way.ALONE}:
+        return Testimony(ranks=(rank,), text=text)  # it may have come to the end of its loop, or of its epoch
+    did, call = ("left out", turn.due) if turn.left_out else ("alone made", turn.made)
     return Testimony(
-        ranks=(rank,), text=f"; {rank_list([rank])} has left the order of its earlier calls, the others kept theirs"
-    )
+        ranks=(rank,), head=f"rank {rank} {did} {op_at(call)}", text=text, conditions=conditions, advice=_advice(rank, turn, conditions)
+    )  # fmt: skip
+
+
+def _advice(rank: int, turn: Turn, conditions: Sequence[Condition]) -> str:
+    if turn.left_out:
+        known = len(conditions) == 1
+        return decision_advice(conditions[0], (rank,)) if known else f"find why rank {rank} left out {op_at(turn.due)}"
+    if not conditions:
+        return f"make {op_at(turn.made)} on all ranks that it concerns, or on none"
+    half = ": each message needs its other end" if turn.made.p2p else ""
+    return f"let all ranks run what `{conditions[0].text}`{at(conditions[0].site)} keeps to rank {rank}, or none{half}"
+
+
+class Turn(NamedTuple):
+    """Where a rank left the order of its calls.
+
+    Attributes:
+        after, made: Two calls of which the second had never followed the first.
+        due: The call that had always followed, `times` times.
+        left_out: The call made had followed the due one; else it is new.
+        returned: The due call has followed since.
+    """
+
+    after: Call
+    made: Call
+    due: Call
+    times: int
+    left_out: bool
+    returned: bool
+
+
+def _turn(calls: tuple[Call, ...]) -> Turn | None:
+    """Return the first transition that a rank had never made before; None if it is not clear what was due, or done instead."""
+    kinds = _with_tags(calls)
+    before, now = _passages(calls)
+    new = next((passage for passage in now if passage not in before), None)
+    if new is None:
+        return None
+    kind, n, made = new
+    followed = Counter(c for k, m, c in before if (k, m) == (kind, n)) or Counter(c for k, _, c in before if k == kind)
+    left_out, known = [(d, c) for d, _, c in before if c == made and d in followed], {k for k, _, _ in before}
+    if len(followed) != 1 or made in followed or (made in known and not left_out):
+        return None
+    ((due, times),) = followed.items()
+    at_due = len(kinds) - 1 - kinds[::-1].index(due)
+    at_made = max(i for i in range(1, len(kinds)) if (kinds[i - 1], kinds[i]) == (kind, made))
+    return Turn(calls[at_made - 1], calls[at_made], calls[at_due], times, bool(left_out), at_due > at_made)
 
 
 def departed(members: Iterable[RankState], others: Iterable[RankState] = ()) -> int | None:

@@ -35,6 +35,7 @@ class Way(StrEnum):
     SKIPPED = "skipped"  # past their call: `if rank == 1: return`, `continue`
     LEFT = "left"  # out of the loop that they are in: `break`, or the loop's own condition
     STAYED = "stayed"  # in a loop that they have left in the same way
+    ROUND = "round"  # to the end of a round of a loop that has as many rounds on all ranks: `continue`
 
 
 class Condition(NamedTuple):
@@ -93,10 +94,20 @@ def _paths(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> list
     together = start < min(len(a), len(b)) and function_key(a[start], source) == function_key(b[start], source)
     both = [[_guards(s, i, source, together and i == start) for i in range(start, len(s))] for s in (a, b)]
     keys = [{p.guard.key: p.guard.upto for p in frames[0]} if together else {} for frames in both]
+    # a helper that both ranks run has led neither away
+    passed = [{(p.site.file, p.guard.key): p.guard.upto for f in frames for p in f if not p.shared} for frames in both]
     returned = together and a[start].line > b[start].line
     out = []
-    for frames, others, has_returned in ((both[0], keys[1], False), (both[1], keys[0], returned)):
-        own = [p for f in frames for p in f if not p.shared or others.get(p.guard.key, -1) < p.guard.upto]
+    for frames, others, helped, has_returned in (
+        (both[0], keys[1], passed[1], False),
+        (both[1], keys[0], passed[0], returned),
+    ):
+        own = [
+            p
+            for f in frames
+            for p in f
+            if (others.get(p.guard.key, -1) if p.shared else helped.get((p.site.file, p.guard.key), -1)) < p.guard.upto
+        ]
         common = [p for p in frames[0] if p.guard.key in others] if together else []
         out.append(_Path(own, common, frozenset(others), has_returned))
     return out
@@ -161,7 +172,8 @@ def parting(
     rounds = [p for p in their_path.common if isinstance(p.guard.way_out, ast.Continue)]
     missed = zip((Way.SKIPPED, Way.LEFT, Way.LEFT), left_there, strict=False)
     alone = zip((Way.ALONE, Way.STAYED, Way.STAYED), left, strict=False)
-    for way, sort in ((Way.ALONE, held), *missed, (Way.SKIPPED, held_there), *alone, (Way.SKIPPED, rounds)):
+    tries = (Way.ALONE, held), *missed, (Way.SKIPPED, held_there), *alone, (Way.SKIPPED, rounds)
+    for way, sort in (*tries, (Way.ROUND, _shorter_rounds(their_path, source))):
         found = [p for p in sort if _can_differ(p, source, alive=bool(mine))]
         if as_often is not None and any(sort is ended for ended in left_there):
             found = [p for p in found if not as_often(p.site.file, p.guard.node)]
@@ -208,6 +220,13 @@ def _sorts(path: _Path, source: Source) -> tuple[list[_Placed], ...]:
         before = own[: own.index(holds[-1])]
         holds = [p for p in own if p in holds or (p in skips and p in before and not p.shared)]
     return holds, skips, breaks, ends
+
+
+def _shorter_rounds(path: _Path, source: Source) -> list[_Placed]:
+    """Return what ends a round early in a loop which has ended for the other rank: it has as many rounds on every rank."""
+    loops = [p for p in path.own if p.guard.kind is Kind.INSIDE and p.shared and p.key(Kind.ENDED) in path.others]
+    even = [p for p in loops if not _can_differ(p, source, alive=True)]
+    return [p for loop in even for p in _ways_out(loop, (ast.Continue,))]
 
 
 def _can_differ(placed: _Placed, source: Source, alive: bool) -> bool:

@@ -170,7 +170,11 @@ def given(text: str) -> frozenset[str]:
 
 
 def _is_rank(value: ast.expr | None) -> bool:
-    """True for a call that returns the rank, an environment variable with it, and a comparison of it."""
+    """True for a call that returns the rank, an environment variable with it, and a comparison of it, alone or with `and`, `or`, `not`."""
+    if isinstance(value, ast.BoolOp):
+        return any(map(_is_rank, value.values))
+    if isinstance(value, ast.UnaryOp):
+        return isinstance(value.op, ast.Not) and reads_rank(value.operand)
     if isinstance(value, ast.Compare):
         return reads_rank(value)
     if isinstance(value, ast.Call):
