@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from distdiag.diagnosis.culprit import callers
 from distdiag.diagnosis.culprit.case import Case, Testimony
-from distdiag.diagnosis.culprit.parting import Condition, Way, decision_advice, parting
+from distdiag.diagnosis.culprit.parting import Condition, Way, decision_advice, parting, short_rounds
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState
 from distdiag.diagnosis.text.phrases import at, op_at
@@ -36,7 +36,7 @@ def pattern(case: Case) -> Testimony | None:
     if turn is None:
         return Testimony(ranks=(rank,), text=text)
     made, due = (callers.stack_at(call.site, case.states[rank], case.source) for call in (turn.made, turn.due))
-    conditions = tuple(parting(made, due, case.source))
+    conditions = tuple(short_rounds(made, case.source) if turn.again else parting(made, due, case.source, changed=True))
     text += f": after {op_at(turn.after)} it made {op_at(turn.made)}, where {op_at(turn.due)} had always followed ({turn.times:,} times)"
     if not turn.left_out and not turn.returned and {c.way for c in conditions} != {Way.ALONE}:
         return Testimony(ranks=(rank,), text=text)  # it may have come to the end of its loop, or of its epoch
@@ -73,23 +73,30 @@ class Turn(NamedTuple):
     left_out: bool
     returned: bool
 
+    @property
+    def again(self) -> bool:
+        return self.made.site == self.after.site
+
 
 def _turn(calls: tuple[Call, ...]) -> Turn | None:
     """Return the first transition that a rank had never made before; None if it is not clear what was due, or done instead."""
-    kinds = _with_tags(calls)
+    kinds, runs = _with_tags(calls), _runs(calls)
     before, now = _passages(calls)
-    new = next((passage for passage in now if passage not in before), None)
-    if new is None:
-        return None
-    kind, n, made = new
-    followed = Counter(c for k, m, c in before if (k, m) == (kind, n)) or Counter(c for k, _, c in before if k == kind)
-    left_out, known = [(d, c) for d, _, c in before if c == made and d in followed], {k for k, _, _ in before}
-    if len(followed) != 1 or made in followed or (made in known and not left_out):
-        return None
-    ((due, times),) = followed.items()
-    at_due = len(kinds) - 1 - kinds[::-1].index(due)
-    at_made = max(i for i in range(1, len(kinds)) if (kinds[i - 1], kinds[i]) == (kind, made))
-    return Turn(calls[at_made - 1], calls[at_made], calls[at_due], times, bool(left_out), at_due > at_made)
+    known, most = {k for k, _, _ in before}, _most(before)
+    for (kind, n, start), (following, *_) in itertools.pairwise([*runs, (None, 0, 0)]):
+        again = 0 < most.get(kind, 0) < n  # it made the call again, where another was due
+        if start + n <= len(calls) - LATELY or not (again or (kind, n, following) in set(now) - set(before)):
+            continue
+        at_made = start + most[kind] if again else start + n
+        made = kind if again else following
+        followed = Counter(c for k, _, c in before if k == kind)
+        left_out = any(k in followed and c == made for k, _, c in before)
+        if len(followed) != 1 or (made in followed and not again) or (made in known and not left_out):
+            return None
+        ((due, times),) = followed.items()
+        at_due = len(kinds) - 1 - kinds[::-1].index(due)
+        return Turn(calls[at_made - 1], calls[at_made], calls[at_due], times, left_out, at_due > at_made)
+    return None
 
 
 def departed(members: Iterable[RankState], others: Iterable[RankState] = ()) -> int | None:
@@ -116,7 +123,14 @@ def _has_departed(st: RankState) -> bool | None:
     before, now = _passages(st.calls)
     if len(before) < ROUNDS or sum(n for _, n, _ in before) < HISTORY or not _repeat(before):
         return None
-    return bool(set(now) - set(before)) or _other_round(st.calls)
+    kind, n, _ = _runs(st.calls)[-1]
+    return bool(set(now) - set(before)) or 0 < _most(before).get(kind, 0) < n or _other_round(st.calls)
+
+
+def _most(passages: Sequence[Any]) -> dict[Any, int]:
+    """Return how often each call was made in a row, at most; of calls that were made often enough."""
+    times = Counter(kind for kind, _, _ in passages)
+    return {kind: max(n for k, n, _ in passages if k == kind) for kind, often in times.items() if often >= ROUNDS}
 
 
 def _repeat(seen: Sequence[Any]) -> bool:
@@ -142,14 +156,21 @@ def _with_tags(calls: tuple[Call, ...]) -> list[Any]:
     return kinds
 
 
+def _runs(calls: tuple[Call, ...]) -> list[tuple[Any, int, int]]:
+    """Return (call, repetitions, index of the first) of equal calls in a row."""
+    runs: list[tuple[Any, int, int]] = []
+    start = 0
+    for kind, same in itertools.groupby(_with_tags(calls)):
+        n = sum(1 for _ in same)
+        runs.append((kind, n, start))
+        start += n
+    return runs
+
+
 def _passages(calls: tuple[Call, ...]) -> tuple[list[Any], list[Any]]:
-    """Return the (call, repetitions, next call) transitions, earlier and recent."""
-    runs = [(kind, sum(1 for _ in same)) for kind, same in itertools.groupby(_with_tags(calls))]
+    """Return the (call, repetitions, next call) transitions, earlier and recent; the first run may have begun earlier."""
     before: list[Any] = []
     now: list[Any] = []
-    end = 0
-    for i, (kind, n) in enumerate(runs[:-1]):
-        end += n
-        if i:  # the first run may have begun earlier
-            (now if end > len(calls) - LATELY else before).append((kind, n, runs[i + 1][0]))
+    for (kind, n, start), (following, *_) in itertools.pairwise(_runs(calls)[1:]):
+        (now if start + n > len(calls) - LATELY else before).append((kind, n, following))
     return before, now

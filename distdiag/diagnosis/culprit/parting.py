@@ -148,7 +148,12 @@ def _condition(placed: _Placed, source: Source, way: Way) -> Condition | None:
 
 
 def parting(
-    mine: Sequence[Site], theirs: Sequence[Site], source: Source, ahead: bool = False, as_often: AsOften | None = None
+    mine: Sequence[Site],
+    theirs: Sequence[Site],
+    source: Source,
+    ahead: bool = False,
+    as_often: AsOften | None = None,
+    changed: bool = False,
 ) -> list[Condition]:
     """Return the conditions that can lead to one site and not to another; only those of the most likely sort.
 
@@ -158,6 +163,7 @@ def parting(
         ahead: The ranks are in the same round of their loops, so the one further down has passed the other's
             call. The other has not evaluated what leads from there on.
         as_often: True for a loop of a file that this rank has run as often as the other: it has not ended early.
+        changed: Both are of one rank, which went the other way before: what never changes in a rank did not lead it away.
     """
     if not theirs or (mine and function_key(mine[-1], source) != function_key(theirs[-1], source)):
         return []
@@ -174,7 +180,7 @@ def parting(
     alone = zip((Way.ALONE, Way.STAYED, Way.STAYED), left, strict=False)
     tries = (Way.ALONE, held), *missed, (Way.SKIPPED, held_there), *alone, (Way.SKIPPED, rounds)
     for way, sort in (*tries, (Way.ROUND, _shorter_rounds(their_path, source))):
-        found = [p for p in sort if _can_differ(p, source, alive=bool(mine))]
+        found = [p for p in sort if _can_differ(p, source, bool(mine)) and not (changed and _is_fixed(p, source))]
         if as_often is not None and any(sort is ended for ended in left_there):
             found = [p for p in found if not as_often(p.site.file, p.guard.node)]
         if found and found[0].guard.kind is Kind.INSIDE:
@@ -183,6 +189,17 @@ def parting(
         if conditions:
             asked = [c for c, reads in conditions.items() if reads]
             return (asked or list(conditions))[-SHOWN:]
+    return []
+
+
+def short_rounds(stack: Sequence[Site], source: Source) -> list[Condition]:
+    """Return what ends a round early in the innermost loop around a call that was made twice, without what follows in the round."""
+    for i in range(len(stack)):
+        loops = [p for p in _guards(stack, i, source, False) if p.guard.kind is Kind.INSIDE]
+        if loops:
+            ways = _ways_out(loops[-1], (ast.Continue,))
+            found = [p for p in ways if _can_differ(p, source, alive=True) and not _is_fixed(p, source)]
+            return [c for p in found if (c := _condition(p, source, Way.ROUND)) is not None][-SHOWN:]
     return []
 
 
@@ -220,6 +237,11 @@ def _sorts(path: _Path, source: Source) -> tuple[list[_Placed], ...]:
         before = own[: own.index(holds[-1])]
         holds = [p for p in own if p in holds or (p in skips and p in before and not p.shared)]
     return holds, skips, breaks, ends
+
+
+def _is_fixed(placed: _Placed, source: Source) -> bool:
+    """True if a guard tests only what is set once in a rank: `if self.last`."""
+    return placed.guard.test is not None and rank_tests.fixed(placed.guard.test, source(placed.site.file) or "")
 
 
 def _shorter_rounds(path: _Path, source: Source) -> list[_Placed]:

@@ -247,7 +247,7 @@ _WHAT = {
     "split_module": "they split one module between them (DTensor), and differ in the parameters that each of them has whole",
     "buffers": "their buffers differ, and broadcast_buffers is off",
     "mild": "their buffers were equal before and differ now, and broadcast_buffers is off",
-    "rates": "gradients are averaged, but learning rates differ",
+    "learning_rates": "gradients are averaged, but learning rates differ",
     "update": "gradients are averaged and the replicas were equal before, but not every rank updates its parameters in the same way",
     "accumulated": "the replicas were equal before, and gradients are averaged in one of several backward passes per step: those of the "
     "passes after it stay local, or not every rank updates its parameters in the same way",
@@ -264,7 +264,7 @@ _ADVICE = {
     "split_module": "give these ranks the same batches: seed and shard the data by the data parallel rank, not by the global one, or "
     "broadcast each batch among them; and begin with equal values (the same seed), also of dropout",
     "buffers": "leave broadcast_buffers=True, or reduce the buffers by hand",
-    "rates": "give the scheduler the same input on all ranks: a reduced metric, steps instead of a rank's samples or tokens, "
+    "learning_rates": "give the scheduler the same input on all ranks: a reduced metric, steps instead of a rank's samples or tokens, "
     "the same epoch length; and load the same optimizer state on all ranks",
     "update": "check whether one rank alone decides to load weights, or to skip, clip or scale a step; let all ranks decide together "
     "(all_reduce, broadcast), and reduce in the same order on all ranks: a set is ordered differently on each",
@@ -283,7 +283,7 @@ def _finding(
     rates = _rates(s, steps) if averaged else {}
     words = cause
     if rates:
-        words = "rates"
+        words = "learning_rates"
     elif averaged and began_equal:
         accumulates = models and all(2 * m.forwards > 3 * m.synced_backwards > 0 for m in models)
         words = "accumulated" if accumulates else "update"

@@ -106,7 +106,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     pauses = [f for f in _pauses(facts) if f.culprits not in known]
     summed = {f.culprits for f in pauses}
     yield from (x for x in outcomes if isinstance(x, Abstained) or x.culprits not in summed)
-    yield from pauses
+    yield from pauses or _in_turn(facts)
 
 
 def _warns(f: Finding) -> bool:
@@ -124,6 +124,21 @@ def _pauses(facts: Facts) -> Iterator[Finding]:
             severity = Severity.WARNING if severe else Severity.INFO
             found = text.pauses(facts.snapshot, rank, lost, facts.pauses, severity)
             yield _explained(found, facts.snapshot, facts.pauses, share)
+
+
+def _in_turn(facts: Facts) -> Iterator[Finding]:
+    """Yield ranks that pause one after the other: none of them has cost the others much, all together have.
+
+    On a busy host ranks pause by chance; garbage collections are none.
+    """
+    s, pauses = facts.snapshot, facts.pauses
+    of = {q: lost for q, lost in sorted(pauses.of.items()) if lost.times >= limits.pauses and q in s.ranks}
+    lost_ms = sum(lost.ms for lost in of.values())
+    enough = pauses.span_s > 0 and lost_ms / 1e3 / pauses.span_s >= limits.pauses_share
+    if len(of) > 1 and enough and lost_ms >= limits.pauses_ms:
+        found = text.in_turn(s, list(of), pauses)
+        if found.cause == "gc" or not (s.host_cpu_pct is None or s.host_cpu_pct > STEPS.busy_host_pct):
+            yield found
 
 
 def _explained(found: Finding, s: Snapshot, pauses: Pauses, cost: float) -> Finding:

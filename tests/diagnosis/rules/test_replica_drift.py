@@ -166,7 +166,7 @@ def test_independent_models_may_differ() -> None:
 def test_different_init_needs_a_model_that_is_averaged_as_a_whole() -> None:
     assert only(drifting(lambda q, k: float(q), 1.0, models=())).cause == "different_init"
     later = only(drifting(lambda q, k: float(q == 1 and k > 4), 1.0, models=()))  # equal at first: one skips a step
-    assert (later.cause, later.culprits, later.step) == ("gradients_not_synced", (1,), 8)
+    assert (later.cause, later.culprits, later.step) == ("update", (1,), 8)
     assert "updates its parameters in the same way" in later.message
     assert drifting(lambda q, k: float(q), 0.6, models=()) == []  # a rank's own experts next to shared parameters
     assert drifting(lambda q, k: float(q), 1.7, models=()) == []  # activations of a model split over the ranks
