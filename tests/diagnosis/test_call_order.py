@@ -284,3 +284,13 @@ def test_a_message_that_one_stage_makes_more_is_named_with_its_condition() -> No
         "rank 1 alone made recv (pipe.py:5): `if step % 60 == 59 and stages.last` (pipe.py:4); "
     )
     assert "keeps to rank 1, or none: each message needs its other end" in (found.advice or "")
+
+
+def test_a_message_received_once_more_than_ever_in_a_row_names_its_rank() -> None:
+    """The last round is not over: the rank is still in the calls that it makes too often."""
+    each = [message("recv", 0, 49), message("send", 2, 60)] * 3 + [message("recv", 2, 70), message("send", 0, 80)] * 3
+    other = tuple(([message("send", 1, 10)] * 3 + [message("recv", 1, 11)] * 3) * 14)
+    for more, culprit in ((1, None), (4, 1)):
+        assert (
+            call_order.departed([state(0, other), state(1, (*each * 8, *[message("recv", 0, 49)] * more))]) == culprit
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distdiag.diagnosis.culprit.callers import call_stack, with_callers
-from distdiag.diagnosis.culprit.parting import leaving, parting, rank_condition
+from distdiag.diagnosis.culprit.parting import leaving, parting, rank_condition, short_rounds
 from distdiag.diagnosis.model.snapshot import Site
 from tests.diagnosis.test_rank_condition import FILE, places
 
@@ -347,3 +347,39 @@ def test_a_condition_in_a_helper_that_both_ranks_are_in_has_led_neither_away() -
 )
 def test_a_rank_past_a_loop_with_as_many_rounds_everywhere_has_ended_one_early(rounds: str, found: list[str]) -> None:
     assert part(SHORT_ROUNDS.format(rounds=rounds), [("B", "main")], [("A", "main")]) == found
+
+
+RELAYED = """
+    class Node:
+        def __init__(self, place):
+            self.tail, self.heard = place == 3, None
+
+        def incoming(self):
+            for _ in range(4):
+                x = recv(self.before)  # A
+                if self.tail:
+                    continue
+                if x.numel() == 0:
+                    continue
+                self.heard = x
+                yield x
+
+        def work(self):
+            for x in self.incoming():  # B
+                if not self.tail:
+                    send(self.after, x)  # C
+                if self.heard is x:
+                    send(self.log, x)  # D
+"""
+
+
+def test_what_never_changes_in_a_rank_did_not_lead_it_away_this_time() -> None:
+    text, at = places(RELAYED)
+    stack = (Site(FILE, at["A"], "incoming"), Site(FILE, at["B"], "work"))
+    assert [c.text for c in short_rounds(stack, {FILE: text}.get)] == ["if x.numel() == 0"]
+    sends = {mark: (Site(FILE, at[mark], "work"),) for mark in "CD"}
+    texts = {
+        mark: [c.text for c in parting((stack[1],), to, {FILE: text}.get, changed=True)] for mark, to in sends.items()
+    }
+    assert texts == {"C": [], "D": ["if self.heard is x"]}
+    assert [c.text for c in parting((stack[1],), sends["C"], {FILE: text}.get)] == ["if not self.tail"]
