@@ -35,6 +35,9 @@ def pattern(case: Case) -> Testimony | None:
     turn = _turn(case.states[rank].calls)
     if turn is None:
         return Testimony(ranks=(rank,), text=text)
+    if turn.made.site == turn.due.site and turn.made.peer == turn.due.peer and not turn.again:
+        rose = f"; the tag of its {op_at(turn.made)} rose more, or less, than in {turn.times:,} earlier messages, the others' as always"
+        return Testimony(ranks=(rank,), text=rose)
     made, due = (callers.stack_at(call.site, case.states[rank], case.source) for call in (turn.made, turn.due))
     conditions = tuple(short_rounds(made, case.source) if turn.again else parting(made, due, case.source, changed=True))
     text += f": after {op_at(turn.after)} it made {op_at(turn.made)}, where {op_at(turn.due)} had always followed ({turn.times:,} times)"

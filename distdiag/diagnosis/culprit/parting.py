@@ -119,7 +119,14 @@ def _guards(frames: Sequence[Site], i: int, source: Source, shared: bool) -> lis
     if tree is None:
         return []
     given = frozenset().union(*(rank_tests.given(source(file) or "") for file in {frame.file for frame in frames}))
-    return [_Placed(g, site, shared, given) for g in guarding.guards(tree, site.line, callee)]
+    found = guarding.guards(tree, site.line, callee)
+    return [_Placed(g, site, shared, given) for g in found if not guarding.takes_turns(tree, g, site.line)]
+
+
+def takes_turns(site: Site, source: Source) -> bool:
+    """True if a call at a site is under a condition whose opposite has the same call in that function."""
+    tree = tree_of(site.file, source)
+    return tree is not None and any(guarding.takes_turns(tree, g, site.line) for g in guarding.guards(tree, site.line))
 
 
 def _keeps_to_some(guard: Guard) -> bool:
