@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import msgspec
@@ -294,3 +295,20 @@ def test_a_message_received_once_more_than_ever_in_a_row_names_its_rank() -> Non
         assert (
             call_order.departed([state(0, other), state(1, (*each * 8, *[message("recv", 0, 49)] * more))]) == culprit
         )
+
+
+def test_a_tag_that_jumps_is_told_as_a_tag_and_not_as_another_call() -> None:
+    """The line is the same: to say that it made this call instead of this call would be absurd."""
+
+    def half(peer: int, jump: bool) -> tuple[Call, ...]:
+        tags = itertools.accumulate(2 if jump and i == 58 else 1 for i in range(60))
+        out = [(message("recv", peer, 27, tag, nth=1), message("send", peer, 28, tag + 500, nth=1)) for tag in tags]
+        return tuple(c for pair in out for c in pair)
+
+    ranks = {q: state(q, half(1 - q, jump=q == 1)) for q in range(2)}
+    issued = {q: {f"send:{1 - q}:{c.tag}:default_pg": 1 for c in st.calls if c.op == "send"} for q, st in ranks.items()}
+    ranks = {q: msgspec.structs.replace(st, p2p_issued=issued[q]) for q, st in ranks.items()}
+    groups = {"default_pg": Group(name="default_pg", ranks=(0, 1))}
+    (found,) = proved(Snapshot(t_s=9.0, world_size=2, ranks=ranks, groups=groups))
+    assert found.culprits == (1,) and "had always followed" not in found.message
+    assert "the tag of its" in found.message

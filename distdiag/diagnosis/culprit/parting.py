@@ -85,6 +85,19 @@ class _Path(NamedTuple):
     returned: bool
 
 
+def _from_one_caller(mine: Sequence[Site], theirs: Sequence[Site]) -> tuple[Sequence[Site], Sequence[Site]]:
+    """Return both stacks from their outermost common function on: a traceback begins where a launcher in Python runs the script."""
+
+    def within(stack: Sequence[Site], outer: Sequence[Site]) -> Sequence[Site]:
+        last = next(
+            (i for i, x in enumerate(stack) if outer and (x.file, x.function) == (outer[-1].file, outer[-1].function)),
+            None,
+        )
+        return stack if last is None else stack[: last + 1]
+
+    return within(mine, theirs), within(theirs, mine)
+
+
 def _paths(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> list[_Path]:
     """Return the paths of two ranks from the point where their stacks differ."""
     a, b = list(reversed(mine)), list(reversed(theirs))
@@ -172,6 +185,7 @@ def parting(
         as_often: True for a loop of a file that this rank has run as often as the other: it has not ended early.
         changed: Both are of one rank, which went the other way before: what never changes in a rank did not lead it away.
     """
+    mine, theirs = _from_one_caller(mine, theirs)
     if not theirs or (mine and function_key(mine[-1], source) != function_key(theirs[-1], source)):
         return []
     if mine and mine[0] == theirs[0] and (set(mine) <= set(theirs) or set(theirs) <= set(mine)):
@@ -294,6 +308,7 @@ def rank_condition(mine: Sequence[Site], theirs: Sequence[Site], source: Source)
         mine, theirs: The user's frames of two ranks, innermost first.
         source: Text of a source file by path, or None.
     """
+    mine, theirs = _from_one_caller(mine, theirs)
     if not mine or not theirs or (mine[-1].file, mine[-1].function) != (theirs[-1].file, theirs[-1].function):
         return None
     found: _Placed | None = None
