@@ -135,13 +135,13 @@ def test_a_warning_is_reported_once_by_the_engine() -> None:
 def in_turn(share_gc: float, busy_pct: float) -> list[Finding]:
     """Return what is found of three ranks that pause for a second each, one after the other, every 20 steps."""
     pauses = Pauses()
-    of = {late: snapshots({n: 1.0 for n in range(60 + 20 * late, N, 60)}, polls=40, late=late) for late in range(3)}
+    of = {late: snapshots(dict.fromkeys(range(60 + 20 * late, N, 60), 1.0), polls=40, late=late) for late in range(3)}
     last = of[0][-1]
     for states in of.values():
         pauses_of = followed(states)
         pauses.of |= {q: lost for q, lost in pauses_of.of.items() if lost.times}
         pauses.begun_s, pauses.end_s = pauses_of.begun_s, pauses_of.end_s
-    pauses.gc_before = {q: (0.0, 0.0, 0) for q in last.ranks}
+    pauses.gc_before = dict.fromkeys(last.ranks, (0.0, 0.0, 0))
     ranks = {q: replace(r, gc_s=share_gc * last.t_s, gc_count=6) for q, r in last.ranks.items()}
     last = replace(last, ranks=ranks, host_cpu_pct=busy_pct)
     return [f for f in findings(last, straggler, pauses=pauses) if f.cause in ("rotating", "gc", "pauses")]

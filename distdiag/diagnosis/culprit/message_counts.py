@@ -46,12 +46,12 @@ def _one_round(case: Case) -> Testimony | None:
     if len(found) != 1:
         return None
     ((rank, (receiver, before, send, times, rounds)),) = found.items()
-    stacks = (callers.stack_at(call.site, case.states[rank], case.source) for call in (before, send))
+    mine, theirs = (callers.stack_at(call.site, case.states[rank], case.source) for call in (before, send))
     return Testimony(
         ranks=(rank,),
         head=f"rank {rank} left out its {op_at(send)} to rank {receiver}",
         text=f"; it did so {_often(times)} after {compatible.op_name(before.op)}{at(before.site)}, and made that send {_often(rounds)}",
-        conditions=tuple(parting(*stacks, case.source)),
+        conditions=tuple(parting(mine, theirs, case.source)),
         advice=f"send rank {receiver} a message in every round{at(send.site)}, or tell it how many follow: it expects one for each",
     )
 

@@ -15,7 +15,6 @@ from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import at, places_text
 from distdiag.diagnosis.waits import compatible
 
-
 ROUNDS = 3  # earlier ones in which a rank was at each of two sites
 
 
