@@ -85,11 +85,12 @@ bench: venv ## every figure of docs/performance.md, one benchmark after the othe
 	done
 	@echo "== distdiag bench faults"; $(DISTDIAG) bench faults
 
-realcode: venv ## scripts on transformers, accelerate and lightning, and their bugs (20 minutes; writes docs/realcode.md)
+realcode: venv ## scripts on transformers, accelerate, lightning, timm and open_clip, and their bugs (20 minutes; writes docs/realcode.md)
 	@[ -f $(REALCODE)/.installed ] || { $(PY) -m venv $(REALCODE) && \
 	  $(PY) -c "import sys, sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
 	    > $$(echo $(REALCODE)/lib/python3.*/site-packages)/base.pth && \
-	  $(REALCODE)/bin/python -m pip install -q transformers accelerate lightning torchmetrics 'ray[train]' deepspeed && touch $(REALCODE)/.installed; }
+	  $(REALCODE)/bin/python -m pip install -q "torch==$$($(PY) -c 'import torch; print(torch.__version__)')" transformers accelerate \
+	    lightning torchmetrics 'ray[train]' deepspeed timm open_clip_torch && touch $(REALCODE)/.installed; }
 	@$(REALCODE)/bin/python tests/realcode/run.py --write
 	@$(REALCODE)/bin/python -m pytest -n 0 -p no:cacheprovider tests/realcode
 

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterable, Iterator, Sequence
 
 from distdiag.diagnosis.model import syntax
+from distdiag.diagnosis.model.rank_tests import COUNTERS
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.model.syntax import FUNCTIONS, LOOPS, SCOPES, Source, tree_of
 
@@ -35,13 +36,14 @@ def kept(stacks: Iterable[Sequence[Site]], source: Source) -> list[tuple[str, Si
     return list(out) if len(out) <= SHOWN else []
 
 
-def _puts(function: ast.AST, own: set[str], called: bool) -> Iterator[ast.Call]:
+def _puts(function: ast.AST, own: set[str], called: bool) -> Iterator[ast.Call | ast.stmt]:
     """Yield the calls in a function that put something large into a container of its object, its caller or its module.
 
     Args:
         own: Names of functions in the file: `log.add(…)` calls one of them.
         called: A function that is called in every step: its own containers die with it. Else they live if the call is in a loop.
     """
+    yield from _adds_up(function)
     bodies = [function] if called else [x for x in ast.walk(function) if isinstance(x, LOOPS)]
     for node in (x for x in ast.walk(function) if isinstance(x, ast.Call)):
         method = node.func
@@ -57,11 +59,33 @@ def _puts(function: ast.AST, own: set[str], called: bool) -> Iterator[ast.Call]:
             yield node
 
 
+def _adds_up(function: ast.AST) -> Iterator[ast.stmt]:
+    """Yield the statements that add a loss to an attribute, with its graph: `self.mean = 0.9 * self.mean + 0.1 * loss`."""
+    for node in ast.walk(function):
+        target = (
+            node.target
+            if isinstance(node, ast.AugAssign)
+            else node.targets[0]
+            if isinstance(node, ast.Assign)
+            else None
+        )
+        if not isinstance(node, (ast.Assign, ast.AugAssign)) or not isinstance(target, ast.Attribute):
+            continue
+        read = {ast.dump(x) for x in ast.walk(node.value) if isinstance(x, ast.Attribute)}
+        again = isinstance(node, ast.AugAssign) or ast.dump(target).replace("Store()", "Load()") in read
+        parts = [x for x in ast.walk(node.value) if isinstance(x, ast.Name) and "loss" in x.id.lower()]
+        calls = {syntax.name_of(x.func) for x in ast.walk(node.value) if isinstance(x, ast.Call)}
+        if again and parts and not calls & (_SMALL | {"detach"}):
+            yield node
+
+
 def _stored(node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
 
 
 def _large(value: ast.expr) -> bool:
-    """True unless a value is a number or a text."""
+    """True unless a value is a number or a text, or a tuple of those and of counters."""
+    if isinstance(value, ast.Tuple):
+        return any(_large(x) and syntax.name_of(x) not in COUNTERS for x in value.elts)
     called = syntax.name_of(value.func) if isinstance(value, ast.Call) else ""
     return not isinstance(value, (ast.Constant, ast.JoinedStr)) and called not in _SMALL

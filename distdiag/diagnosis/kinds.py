@@ -120,7 +120,7 @@ DUPLICATE_DATA = Kind(
 REPLICA_DRIFT = Kind(
     name="replica_drift",
     severities=(_WARNING, _ERROR),
-    causes=("gradients_not_synced", "different_init", "buffers", "split_module", "logged"),
+    causes=("gradients_not_synced", "different_init", "learning_rates", "update", "buffers", "split_module", "logged"),
     sticky=True,
 )
 NONFINITE = Kind(

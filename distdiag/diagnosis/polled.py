@@ -1,7 +1,7 @@
 """A rank that polls: the loop that it is in, and where the branch of the other ranks may have hidden an error.
 
 One rank writes a file or a key, the others poll for it. If the writer caught an exception and went on, they
-poll for ever.
+poll for ever. So they do if it left the function before it wrote the file.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from distdiag.diagnosis.model.guards import Guard, Kind
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.model.syntax import FUNCTIONS, Source, tree_of
 
+_WRITES = {"save", "dump", "touch", "write_text", "write_bytes", "savez", "save_file"}
 CLOCKS = {"time", "monotonic", "perf_counter", "now"}  # a loop that tests them ends by itself
 
 
@@ -47,6 +48,27 @@ def hidden_error(stack: Sequence[Site], source: Source) -> tuple[str, Site] | No
             if handler is not None:
                 return syntax.code_of_line(text, handler.lineno).removesuffix(":"), Site(frame.file, handler.lineno)
     return None
+
+
+def left_unwritten(stack: Sequence[Site], source: Source) -> tuple[str, Site] | None:
+    """Return (text, site) of the `if` by which a function leaves before it writes a file; None if there is not exactly one.
+
+    Args:
+        stack: The user's frames of the rank that polls for a file.
+    """
+    found: set[tuple[str, Site]] = set()
+    for file in {frame.file for frame in stack}:
+        tree, text = tree_of(file, source), source(file) or ""
+        for function in (x for x in ast.walk(tree or ast.Module([], [])) if isinstance(x, FUNCTIONS)):
+            written = [
+                x.lineno for x in ast.walk(function) if isinstance(x, ast.Call) and syntax.name_of(x.func) in _WRITES
+            ]
+            for guard in guarding.guards(tree, min(written)) if tree is not None and written else ():
+                if isinstance(guard.way_out, ast.Return) and rank_tests.can_differ(
+                    guard.test, rank_tests.constants(text)
+                ):
+                    found.add((guarding.text_of(guard, text), Site(file, guard.line, function.name)))
+    return found.pop() if len(found) == 1 else None
 
 
 def _handlers(tree: ast.Module, guard: Guard) -> Iterator[ast.ExceptHandler]:

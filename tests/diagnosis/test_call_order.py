@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import msgspec
@@ -104,7 +105,9 @@ def test_the_finding_names_the_culprit_and_the_skipped_call() -> None:
     )  # fmt: skip
     (f,) = proved(s)
     assert (f.kind, f.cause, f.culprits, f.certainty) == ("deadlock", "missing_rank", (1,), "proved")
-    assert f.message.startswith("rank 1 has not sent what rank 0 waits for in recv from rank 1")
+    assert f.message.startswith(
+        "rank 1 left out send (pipe.py:60); rank 1 has not sent what rank 0 waits for in recv from rank 1"
+    )
 
 
 def test_ranks_stuck_behind_a_cycle_of_messages_are_not_compared() -> None:
@@ -245,3 +248,67 @@ def test_the_rank_whose_batch_splits_into_fewer_micro_batches_is_named() -> None
     s = Snapshot(t_s=9.0, world_size=2, ranks=ranks, groups={"default_pg": Group(name="default_pg", ranks=(0, 1))})
     (f,) = proved(s)
     assert (f.kind, f.cause, f.culprits) == ("deadlock", "missing_rank", (0,))
+
+
+PREVIEW = """
+def last(stages):
+    for step in range(99):
+        x = recv(before)  # 3
+        if step % 60 == 59 and stages.last:
+            sample(recv(before))  # 5
+        send(before, x.grad)  # 6
+"""
+
+
+def test_a_message_that_one_stage_makes_more_is_named_with_its_condition() -> None:
+    assert all(line.endswith(f"# {n}") for n, line in enumerate(PREVIEW.strip().splitlines(), 1) if "#" in line)
+    theirs = [c for n in range(65) for c in (message("send", 1, 10, nth=n + 1), message("recv", 1, 11, nth=n + 1))]
+    mine = []
+    for step in range(64):
+        mine += [message("recv", 0, 3, nth=step + 1 + (step > 59))]
+        mine += [message("recv", 0, 5, nth=61)] if step == 59 else []
+        mine += [message("send", 0, 6, nth=step + 1)]
+    mine += [message("recv", 0, 3, nth=66)]
+    messages = {
+        0: {"send:1:0:default_pg": 65, "recv:1:0:default_pg": 65},
+        1: {"recv:0:0:default_pg": 66, "send:0:0:default_pg": 64},
+    }
+    ranks = {
+        rank: RankState(rank=rank, calls=tuple(calls), blocked=calls[-1], p2p_issued=messages[rank])
+        for rank, calls in enumerate((theirs, mine))
+    }
+    groups = {"default_pg": Group(name="default_pg", ranks=(0, 1))}
+    source = {"pipe.py": PREVIEW.strip()}.get
+    (found,) = proved(Snapshot(t_s=9.0, world_size=2, ranks=ranks, groups=groups), source=source)
+    assert found.culprits == (1,)
+    assert found.message.startswith(
+        "rank 1 alone made recv (pipe.py:5): `if step % 60 == 59 and stages.last` (pipe.py:4); "
+    )
+    assert "keeps to rank 1, or none: each message needs its other end" in (found.advice or "")
+
+
+def test_a_message_received_once_more_than_ever_in_a_row_names_its_rank() -> None:
+    """The last round is not over: the rank is still in the calls that it makes too often."""
+    each = [message("recv", 0, 49), message("send", 2, 60)] * 3 + [message("recv", 2, 70), message("send", 0, 80)] * 3
+    other = tuple(([message("send", 1, 10)] * 3 + [message("recv", 1, 11)] * 3) * 14)
+    for more, culprit in ((1, None), (4, 1)):
+        assert (
+            call_order.departed([state(0, other), state(1, (*each * 8, *[message("recv", 0, 49)] * more))]) == culprit
+        )
+
+
+def test_a_tag_that_jumps_is_told_as_a_tag_and_not_as_another_call() -> None:
+    """The line is the same: to say that it made this call instead of this call would be absurd."""
+
+    def half(peer: int, jump: bool) -> tuple[Call, ...]:
+        tags = itertools.accumulate(2 if jump and i == 58 else 1 for i in range(60))
+        out = [(message("recv", peer, 27, tag, nth=1), message("send", peer, 28, tag + 500, nth=1)) for tag in tags]
+        return tuple(c for pair in out for c in pair)
+
+    ranks = {q: state(q, half(1 - q, jump=q == 1)) for q in range(2)}
+    issued = {q: {f"send:{1 - q}:{c.tag}:default_pg": 1 for c in st.calls if c.op == "send"} for q, st in ranks.items()}
+    ranks = {q: msgspec.structs.replace(st, p2p_issued=issued[q]) for q, st in ranks.items()}
+    groups = {"default_pg": Group(name="default_pg", ranks=(0, 1))}
+    (found,) = proved(Snapshot(t_s=9.0, world_size=2, ranks=ranks, groups=groups))
+    assert found.culprits == (1,) and "had always followed" not in found.message
+    assert "the tag of its" in found.message

@@ -51,6 +51,13 @@ def test_only_what_outlives_the_step_is_named() -> None:
         ("losses.append(loss.item())", False),
         ("batch.append(loss)", False),  # made anew in every step
         ("self.outputs[name].append(out)", True),
+        ("self.points.append((step, loss.item()))", False),
+        ("self.points.append((step, loss))", True),
+        ("self.mean = 0.9 * self.mean + 0.1 * loss", True),
+        ("self.total += loss", True),
+        ("self.total += loss.item()", False),
+        ("self.mean = 0.9 * self.mean + 0.1 * loss.detach()", False),
+        ("self.last = loss", False),
     ],
 )
 def test_a_list_is_kept_if_it_was_made_before_the_loop(line: str, found: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distdiag.diagnosis.culprit.callers import call_stack, with_callers
-from distdiag.diagnosis.culprit.parting import leaving, parting, rank_condition
+from distdiag.diagnosis.culprit.parting import leaving, parting, rank_condition, short_rounds
 from distdiag.diagnosis.model.snapshot import Site
 from tests.diagnosis.test_rank_condition import FILE, places
 
@@ -308,3 +308,78 @@ def test_a_source_that_cannot_be_read_has_no_conditions() -> None:
     mine, theirs = [Site(FILE, 3, "main")], [Site(FILE, 9, "main")]
     for source in ({}.get, {FILE: "def (:"}.get, {FILE: ""}.get):
         assert parting(mine, theirs, source) == []
+
+
+SHARED_HELPER = """
+    def fetch(first):
+        if first is None:
+            recv(x)  # A
+
+    def train():
+        for step in range(9):
+            fetch(None)  # B
+            if step % 3 == 0 and stage.last:
+                preview()  # C
+
+    def preview():
+        fetch(None)  # D
+"""
+
+SHORT_ROUNDS = """
+    def main():
+        for step in range({rounds}):
+            y = model(x)  # A
+            if y.isnan().any():
+                continue
+            y.backward()
+        barrier()  # B
+"""
+
+
+def test_a_condition_in_a_helper_that_both_ranks_are_in_has_led_neither_away() -> None:
+    mine = [("A", "fetch"), ("D", "preview"), ("C", "train")]
+    assert part(SHARED_HELPER, mine, [("A", "fetch"), ("B", "train")]) == ["if step % 3 == 0 and stage.last"]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "found"),
+    [("9", ["if y.isnan().any()"]), ("len(loader.dataset)", ["for step in range(len(loader.dataset))"])],
+)
+def test_a_rank_past_a_loop_with_as_many_rounds_everywhere_has_ended_one_early(rounds: str, found: list[str]) -> None:
+    assert part(SHORT_ROUNDS.format(rounds=rounds), [("B", "main")], [("A", "main")]) == found
+
+
+RELAYED = """
+    class Node:
+        def __init__(self, place):
+            self.tail, self.heard = place == 3, None
+
+        def incoming(self):
+            for _ in range(4):
+                x = recv(self.before)  # A
+                if self.tail:
+                    continue
+                if x.numel() == 0:
+                    continue
+                self.heard = x
+                yield x
+
+        def work(self):
+            for x in self.incoming():  # B
+                if not self.tail:
+                    send(self.after, x)  # C
+                if self.heard is x:
+                    send(self.log, x)  # D
+"""
+
+
+def test_what_never_changes_in_a_rank_did_not_lead_it_away_this_time() -> None:
+    text, at = places(RELAYED)
+    stack = (Site(FILE, at["A"], "incoming"), Site(FILE, at["B"], "work"))
+    assert [c.text for c in short_rounds(stack, {FILE: text}.get)] == ["if x.numel() == 0"]
+    sends = {mark: (Site(FILE, at[mark], "work"),) for mark in "CD"}
+    texts = {
+        mark: [c.text for c in parting((stack[1],), to, {FILE: text}.get, changed=True)] for mark, to in sends.items()
+    }
+    assert texts == {"C": [], "D": ["if self.heard is x"]}
+    assert [c.text for c in parting((stack[1],), sends["C"], {FILE: text}.get)] == ["if not self.tail"]

@@ -130,3 +130,32 @@ def test_a_warning_is_reported_once_by_the_engine() -> None:
     of = snapshots({60: 9.0, 160: 9.0, 260: 9.0}, polls=40)
     reported = list(itertools.chain(*(diagnosis.update(s) for s in of)))
     assert [f.cause for f in reported if f.kind == "straggler" and f.severity == "warning"] == ["pauses"]
+
+
+def in_turn(share_gc: float, busy_pct: float) -> list[Finding]:
+    """Return what is found of three ranks that pause for a second each, one after the other, every 20 steps."""
+    pauses = Pauses()
+    of = {late: snapshots(dict.fromkeys(range(60 + 20 * late, N, 60), 1.0), polls=40, late=late) for late in range(3)}
+    last = of[0][-1]
+    for states in of.values():
+        pauses_of = followed(states)
+        pauses.of |= {q: lost for q, lost in pauses_of.of.items() if lost.times}
+        pauses.begun_s, pauses.end_s = pauses_of.begun_s, pauses_of.end_s
+    pauses.gc_before = dict.fromkeys(last.ranks, (0.0, 0.0, 0))
+    ranks = {q: replace(r, gc_s=share_gc * last.t_s, gc_count=6) for q, r in last.ranks.items()}
+    last = replace(last, ranks=ranks, host_cpu_pct=busy_pct)
+    return [f for f in findings(last, straggler, pauses=pauses) if f.cause in ("rotating", "gc", "pauses")]
+
+
+def test_pauses_of_another_rank_each_time_are_summed() -> None:
+    f = only(in_turn(share_gc=0.0, busy_pct=20.0))
+    assert (f.cause, f.culprits, f.victims) == ("rotating", (), (0, 1, 2))
+    assert "rank 0 6 times for 6.0 s, rank 1 6 times" in f.message and "in the same step" in (f.advice or "")
+    each = in_turn(share_gc=0.0, busy_pct=100.0)
+    assert [f.culprits for f in each] == [(0,), (1,), (2,)], "on a busy host ranks pause by chance at different times"
+
+
+def test_pauses_for_garbage_collection_in_turn_want_the_same_step() -> None:
+    f = only(in_turn(share_gc=0.2, busy_pct=100.0))
+    assert f.cause == "gc" and "full garbage collections took" in f.message
+    assert "`gc.collect()` at the same step on all ranks" in (f.advice or "") and "gc.freeze()" in (f.advice or "")

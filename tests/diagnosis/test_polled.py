@@ -9,7 +9,7 @@ import pytest
 from distdiag.diagnosis.culprit.parting import call_under_rank
 from distdiag.diagnosis.model.guards import made_anew
 from distdiag.diagnosis.model.snapshot import Site
-from distdiag.diagnosis.polled import hidden_error, polled_loop
+from distdiag.diagnosis.polled import hidden_error, left_unwritten, polled_loop
 
 FILE = "/job/train.py"
 
@@ -47,6 +47,26 @@ def test_the_handler_may_be_in_the_other_branch_itself() -> None:
     assert hidden_error((Site(FILE, 9, "wait"), Site(FILE, 18, "main")), {FILE: inline}.get) == (
         "except OSError", Site(FILE, 15),
     )  # fmt: skip
+
+
+PUBLISH = dedent("""\
+    class Out:
+        def put(self, score):
+            if score {test} self.best:
+                return
+            torch.save(net, path)
+
+    def take():
+        while not os.path.exists(path):
+            time.sleep(1)
+""")
+
+
+def test_a_function_that_may_leave_before_it_writes_the_file_is_named() -> None:
+    stack, text = (Site(FILE, 9, "take"),), PUBLISH.format(test="<")
+    assert left_unwritten(stack, {FILE: text}.get) == ("if score < self.best", Site(FILE, 3, "put"))
+    assert left_unwritten(stack, {FILE: text.replace("return", "self.n += 1")}.get) is None
+    assert left_unwritten(stack, {FILE: text + text.replace("Out", "In")}.get) is None, "which of two is not known"
 
 
 def test_a_handler_that_raises_again_hides_nothing_and_a_clock_ends_a_loop_by_itself() -> None:

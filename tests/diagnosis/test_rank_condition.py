@@ -56,6 +56,12 @@ def test_a_call_under_if_rank_is_found() -> None:
     assert found(SAVE, outside, inside) is None
 
 
+def test_the_frames_of_a_launcher_that_one_stack_has_are_left_out() -> None:
+    """A crashed rank has a traceback from the script on, a killed one the stack of its last sample."""
+    launched = [("C", "save"), ("D", "main"), ("D", "run_script")]
+    assert found(SAVE, [("A", "gather"), ("B", "save"), ("D", "main")], launched) == "if rank == 0:"
+
+
 @pytest.mark.parametrize(
     "condition",
     [
@@ -106,6 +112,9 @@ def test_conditions_on_other_values_are_ignored(condition: str) -> None:
         ("r = int(os.environ['RANK'])", True),
         ("w, r = dist.get_world_size(), dist.get_rank()", True),
         ("r = args.local_rank == 0", True),
+        ("r = args.rank == 0 and args.epoch > 3", True),
+        ("r = not self.is_main", True),
+        ("r = not finished", False),
         ("r = DDP(net, device_ids=[rank])", False),
         ("r = dist.get_world_size()", False),
         ("r, w = pair(rank)", False),
@@ -329,3 +338,39 @@ def test_an_early_return_blames_the_rank_that_its_condition_names(guard: str, cu
     else:
         assert f.message.startswith("only rank 0 made ") and f": `{guard.removesuffix(':')}` (line 2); " in f.message
         assert f.advice.endswith(f"on all ranks or on none: {guarded} keeps it to rank 0")
+
+
+FIRST_ON_ONE = """
+    @contextmanager
+    def one_by_one():
+        if {before}:
+            dist.{call}()
+        yield
+        if dist.get_rank() == 0:
+            work()
+            dist.barrier()  # A
+
+    def main():
+        for part in parts:
+            if stale(part):
+                with one_by_one():  # B
+                    prepare(part)
+            loss.backward()  # C
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "call", "asked"),
+    [
+        ("dist.get_rank() != 0", "barrier", False),
+        ("not dist.get_rank() == 0", "barrier", False),
+        ("dist.get_rank() != 0", "monitor", True),  # another call
+        ("dist.get_rank() == 1", "barrier", True),  # not for all other ranks
+    ],
+)
+def test_a_call_that_every_rank_makes_under_its_own_test_of_the_rank_is_no_call_of_one_rank(
+    before: str, call: str, asked: bool
+) -> None:
+    inside, outside = [("A", "one_by_one"), ("B", "main")], [("C", "main")]
+    condition = found(FIRST_ON_ONE.format(before=before, call=call), inside, outside)
+    assert condition == ("if dist.get_rank() == 0:" if asked else None)

@@ -32,7 +32,7 @@ COVERED = {
     "comm_bound": set(),
     "duplicate_data": {"same_batches_on_ranks", "same_order_every_epoch"},
     "group_misuse": {"not_a_member"},
-    "replica_drift": {"gradients_not_synced", "different_init", "buffers"},
+    "replica_drift": {"gradients_not_synced", "different_init", "learning_rates", "buffers"},
     "nonfinite": {"loss", "gradient"},
     "memory": {"growth", "imbalance"},
 }  # fmt: skip

@@ -154,4 +154,23 @@ BUGS = (
         "metric_learning_rates", "metric_callbacks", "the ranks have different learning rates",
         (("lr=2e-3", "lr=2e-3 * (rank + 1)"),), ("replica_drift",), any_rank=True, ends="ok",
     ),
+    Bug(
+        "timm_distribute_on_zero", "timm_images", "only rank 0 distributes the statistics of batch norm, which all-reduces them",
+        (("        distribute_bn(", "        if rank == 0:\n            distribute_bn("),), ANY_END, (0,), "distribute_bn(model, world",
+    ),
+    Bug(
+        "timm_odd_batch", "timm_images", "one rank leaves out a batch by its labels, and with it forward and backward",
+        (("            images, targets = mixup", "            if rank == 1 and epoch == 2 and labels[0] == labels[1]:\n                continue\n            images, targets = mixup"),),
+        (*HANG, "uneven_batches"), (1,),
+    ),
+    Bug(
+        "open_clip_last_batch", "open_clip_pairs", "one rank gets a smaller batch, and the loss gathers equal shapes",
+        (("            features =", "            if rank == 1 and text[0, 0] == text[1, 0]:\n                image, text = image[:5], text[:5]\n            features ="),),
+        ANY_END, (1,), "loss = loss_of(*features)",
+    ),
+    Bug(
+        "open_clip_loss_on_zero", "open_clip_pairs", "rank 0 computes the loss once more for its log, and the loss gathers",
+        (("            optimizer.step()\n", "            optimizer.step()\n            if rank == 0 and loss < 1.5:\n                print('low', loss_of(*(f.detach() for f in features)).item())\n"),),
+        ANY_END, (0,), "print('low'",
+    ),
 )  # fmt: skip

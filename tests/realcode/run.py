@@ -32,7 +32,7 @@ from tests.realcode.bugs import BUGS, Bug
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-PACKAGES = ("torch", "transformers", "accelerate", "lightning", "torchmetrics")
+PACKAGES = ("torch", "transformers", "accelerate", "lightning", "torchmetrics", "timm", "open_clip_torch")
 RANKS = {"tensor_parallel": 4}
 EPOCHS = {
     "accelerate_named": {0, 1, 2, 3},

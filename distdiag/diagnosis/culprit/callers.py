@@ -6,7 +6,7 @@ import ast
 import itertools
 from collections.abc import Mapping, Sequence
 
-from distdiag.diagnosis.model.snapshot import Site
+from distdiag.diagnosis.model.snapshot import RankState, Site, issue_stack
 from distdiag.diagnosis.model.syntax import Source, function, name_of, tree_of
 
 COMPARED = 8  # ranks that wait, of which the one nearest to the culprit in the source is compared with it
@@ -48,6 +48,14 @@ def call_stack(stack: Sequence[Site], host: Sequence[Site], source: Source) -> t
         if calls:
             return (callee, *calls.values(), *host[i + 1 :]) if len(calls) == 1 else (callee,)
     return (callee,)
+
+
+def stack_at(site: Site | None, state: RankState, source: Source) -> tuple[Site, ...]:
+    """Return the frames at an earlier call, with the callers that its rank is still in."""
+    if site is None:
+        return ()
+    found = issue_stack(site, state.user_stack)
+    return found if len(found) > 1 else with_callers((site, *state.user_stack[-1:]), source)
 
 
 def calls_of(callee: Site, source: Source, file: str, by_name: bool = False) -> list[Site]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from distdiag.diagnosis.culprit import sites
+from distdiag.diagnosis.culprit import callers, sites
 from distdiag.diagnosis.culprit.case import Case, Testimony
-from distdiag.diagnosis.culprit.parting import Condition, parting, parting_text
+from distdiag.diagnosis.culprit.parting import Condition, parting
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot, lines_of
-from distdiag.diagnosis.model.syntax import Source
-from distdiag.diagnosis.text.phrases import at, count, places_text
+from distdiag.diagnosis.text.phrases import at, count, op_at, places_text
 from distdiag.diagnosis.waits import compatible, messages
 from distdiag.diagnosis.waits.wait import Wait
 
@@ -47,11 +46,12 @@ def _one_round(case: Case) -> Testimony | None:
     if len(found) != 1:
         return None
     ((rank, (receiver, before, send, times, rounds)),) = found.items()
-    there, guard = f"send{at(send.site)}", _guard(before, send, case.source)
+    mine, theirs = (callers.stack_at(call.site, case.states[rank], case.source) for call in (before, send))
     return Testimony(
         ranks=(rank,),
-        text=f"; after {compatible.op_name(before.op)}{at(before.site)} rank {rank} left out the {there} {_often(times)}, and made "
-        f"it {_often(rounds)}{guard}",
+        head=f"rank {rank} left out its {op_at(send)} to rank {receiver}",
+        text=f"; it did so {_often(times)} after {compatible.op_name(before.op)}{at(before.site)}, and made that send {_often(rounds)}",
+        conditions=tuple(parting(mine, theirs, case.source)),
         advice=f"send rank {receiver} a message in every round{at(send.site)}, or tell it how many follow: it expects one for each",
     )
 
@@ -94,13 +94,6 @@ def _omitted(sender: RankState, receiver: int, call: Call) -> tuple[Call, Call, 
 
 def _key(call: Call) -> tuple[object, ...]:
     return compatible.op_name(call.op), call.group, call.peer, call.site
-
-
-def _guard(before: Call, send: Call, source: Source) -> str:
-    """Return where the path from the call before to the send parts, if the source shows it."""
-    if before.site is None or send.site is None:
-        return ""
-    return parting_text(parting((before.site,), (send.site,), source))
 
 
 def _often(times: int) -> str:

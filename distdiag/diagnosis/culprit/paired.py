@@ -12,8 +12,7 @@ from distdiag.diagnosis.culprit import callers
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.culprit.parting import Condition, parting
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.snapshot import Call, RankState, Site, issue_stack
-from distdiag.diagnosis.model.syntax import Source
+from distdiag.diagnosis.model.snapshot import Call, RankState
 from distdiag.diagnosis.text.phrases import at, op_at
 from distdiag.diagnosis.waits import compatible
 
@@ -75,14 +74,10 @@ def _conditions(case: Case, side: Sequence[int], made: Call, due: Call) -> list[
     if made.site is None or due.site is None:
         return []
     other = next(rank for rank in case.compared if rank not in side)
-    mine, theirs = (_stack(site, case.states[rank], source) for site, rank in ((made.site, side[0]), (due.site, other)))
+    mine, theirs = (
+        callers.stack_at(site, case.states[rank], source) for site, rank in ((made.site, side[0]), (due.site, other))
+    )
     return parting(mine, theirs, source)
-
-
-def _stack(site: Site, state: RankState, source: Source) -> tuple[Site, ...]:
-    """Return the frames at an earlier call, with the callers that its rank is still in."""
-    found = issue_stack(site, state.user_stack)
-    return found if len(found) > 1 else callers.with_callers((site, *state.user_stack[-1:]), source)
 
 
 def _advice(call: str, who: str, conditions: Sequence[Condition]) -> str:

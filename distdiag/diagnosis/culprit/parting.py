@@ -35,6 +35,7 @@ class Way(StrEnum):
     SKIPPED = "skipped"  # past their call: `if rank == 1: return`, `continue`
     LEFT = "left"  # out of the loop that they are in: `break`, or the loop's own condition
     STAYED = "stayed"  # in a loop that they have left in the same way
+    ROUND = "round"  # to the end of a round of a loop that has as many rounds on all ranks: `continue`
 
 
 class Condition(NamedTuple):
@@ -84,6 +85,19 @@ class _Path(NamedTuple):
     returned: bool
 
 
+def _from_one_caller(mine: Sequence[Site], theirs: Sequence[Site]) -> tuple[Sequence[Site], Sequence[Site]]:
+    """Return both stacks from their outermost common function on: a traceback begins where a launcher in Python runs the script."""
+
+    def within(stack: Sequence[Site], outer: Sequence[Site]) -> Sequence[Site]:
+        last = next(
+            (i for i, x in enumerate(stack) if outer and (x.file, x.function) == (outer[-1].file, outer[-1].function)),
+            None,
+        )
+        return stack if last is None else stack[: last + 1]
+
+    return within(mine, theirs), within(theirs, mine)
+
+
 def _paths(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> list[_Path]:
     """Return the paths of two ranks from the point where their stacks differ."""
     a, b = list(reversed(mine)), list(reversed(theirs))
@@ -93,10 +107,20 @@ def _paths(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> list
     together = start < min(len(a), len(b)) and function_key(a[start], source) == function_key(b[start], source)
     both = [[_guards(s, i, source, together and i == start) for i in range(start, len(s))] for s in (a, b)]
     keys = [{p.guard.key: p.guard.upto for p in frames[0]} if together else {} for frames in both]
+    # a helper that both ranks run has led neither away
+    passed = [{(p.site.file, p.guard.key): p.guard.upto for f in frames for p in f if not p.shared} for frames in both]
     returned = together and a[start].line > b[start].line
     out = []
-    for frames, others, has_returned in ((both[0], keys[1], False), (both[1], keys[0], returned)):
-        own = [p for f in frames for p in f if not p.shared or others.get(p.guard.key, -1) < p.guard.upto]
+    for frames, others, helped, has_returned in (
+        (both[0], keys[1], passed[1], False),
+        (both[1], keys[0], passed[0], returned),
+    ):
+        own = [
+            p
+            for f in frames
+            for p in f
+            if (others.get(p.guard.key, -1) if p.shared else helped.get((p.site.file, p.guard.key), -1)) < p.guard.upto
+        ]
         common = [p for p in frames[0] if p.guard.key in others] if together else []
         out.append(_Path(own, common, frozenset(others), has_returned))
     return out
@@ -108,7 +132,14 @@ def _guards(frames: Sequence[Site], i: int, source: Source, shared: bool) -> lis
     if tree is None:
         return []
     given = frozenset().union(*(rank_tests.given(source(file) or "") for file in {frame.file for frame in frames}))
-    return [_Placed(g, site, shared, given) for g in guarding.guards(tree, site.line, callee)]
+    found = guarding.guards(tree, site.line, callee)
+    return [_Placed(g, site, shared, given) for g in found if not guarding.takes_turns(tree, g, site.line)]
+
+
+def takes_turns(site: Site, source: Source) -> bool:
+    """True if a call at a site is under a condition whose opposite has the same call in that function."""
+    tree = tree_of(site.file, source)
+    return tree is not None and any(guarding.takes_turns(tree, g, site.line) for g in guarding.guards(tree, site.line))
 
 
 def _keeps_to_some(guard: Guard) -> bool:
@@ -137,7 +168,12 @@ def _condition(placed: _Placed, source: Source, way: Way) -> Condition | None:
 
 
 def parting(
-    mine: Sequence[Site], theirs: Sequence[Site], source: Source, ahead: bool = False, as_often: AsOften | None = None
+    mine: Sequence[Site],
+    theirs: Sequence[Site],
+    source: Source,
+    ahead: bool = False,
+    as_often: AsOften | None = None,
+    changed: bool = False,
 ) -> list[Condition]:
     """Return the conditions that can lead to one site and not to another; only those of the most likely sort.
 
@@ -147,7 +183,9 @@ def parting(
         ahead: The ranks are in the same round of their loops, so the one further down has passed the other's
             call. The other has not evaluated what leads from there on.
         as_often: True for a loop of a file that this rank has run as often as the other: it has not ended early.
+        changed: Both are of one rank, which went the other way before: what never changes in a rank did not lead it away.
     """
+    mine, theirs = _from_one_caller(mine, theirs)
     if not theirs or (mine and function_key(mine[-1], source) != function_key(theirs[-1], source)):
         return []
     if mine and mine[0] == theirs[0] and (set(mine) <= set(theirs) or set(theirs) <= set(mine)):
@@ -161,8 +199,9 @@ def parting(
     rounds = [p for p in their_path.common if isinstance(p.guard.way_out, ast.Continue)]
     missed = zip((Way.SKIPPED, Way.LEFT, Way.LEFT), left_there, strict=False)
     alone = zip((Way.ALONE, Way.STAYED, Way.STAYED), left, strict=False)
-    for way, sort in ((Way.ALONE, held), *missed, (Way.SKIPPED, held_there), *alone, (Way.SKIPPED, rounds)):
-        found = [p for p in sort if _can_differ(p, source, alive=bool(mine))]
+    tries = (Way.ALONE, held), *missed, (Way.SKIPPED, held_there), *alone, (Way.SKIPPED, rounds)
+    for way, sort in (*tries, (Way.ROUND, _shorter_rounds(their_path, source))):
+        found = [p for p in sort if _can_differ(p, source, bool(mine)) and not (changed and _is_fixed(p, source))]
         if as_often is not None and any(sort is ended for ended in left_there):
             found = [p for p in found if not as_often(p.site.file, p.guard.node)]
         if found and found[0].guard.kind is Kind.INSIDE:
@@ -171,6 +210,17 @@ def parting(
         if conditions:
             asked = [c for c, reads in conditions.items() if reads]
             return (asked or list(conditions))[-SHOWN:]
+    return []
+
+
+def short_rounds(stack: Sequence[Site], source: Source) -> list[Condition]:
+    """Return what ends a round early in the innermost loop around a call that was made twice, without what follows in the round."""
+    for i in range(len(stack)):
+        loops = [p for p in _guards(stack, i, source, False) if p.guard.kind is Kind.INSIDE]
+        if loops:
+            ways = _ways_out(loops[-1], (ast.Continue,))
+            found = [p for p in ways if _can_differ(p, source, alive=True) and not _is_fixed(p, source)]
+            return [c for p in found if (c := _condition(p, source, Way.ROUND)) is not None][-SHOWN:]
     return []
 
 
@@ -210,6 +260,18 @@ def _sorts(path: _Path, source: Source) -> tuple[list[_Placed], ...]:
     return holds, skips, breaks, ends
 
 
+def _is_fixed(placed: _Placed, source: Source) -> bool:
+    """True if a guard tests only what is set once in a rank: `if self.last`."""
+    return placed.guard.test is not None and rank_tests.fixed(placed.guard.test, source(placed.site.file) or "")
+
+
+def _shorter_rounds(path: _Path, source: Source) -> list[_Placed]:
+    """Return what ends a round early in a loop which has ended for the other rank: it has as many rounds on every rank."""
+    loops = [p for p in path.own if p.guard.kind is Kind.INSIDE and p.shared and p.key(Kind.ENDED) in path.others]
+    even = [p for p in loops if not _can_differ(p, source, alive=True)]
+    return [p for loop in even for p in _ways_out(loop, (ast.Continue,))]
+
+
 def _can_differ(placed: _Placed, source: Source, alive: bool) -> bool:
     """True if a guard can be what differs; a rank that is alive has not ended its process."""
     guard, text = placed.guard, source(placed.site.file) or ""
@@ -246,6 +308,7 @@ def rank_condition(mine: Sequence[Site], theirs: Sequence[Site], source: Source)
         mine, theirs: The user's frames of two ranks, innermost first.
         source: Text of a source file by path, or None.
     """
+    mine, theirs = _from_one_caller(mine, theirs)
     if not mine or not theirs or (mine[-1].file, mine[-1].function) != (theirs[-1].file, theirs[-1].function):
         return None
     found: _Placed | None = None

@@ -12,11 +12,50 @@ from collections.abc import Collection
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.text.incident import verb
-from distdiag.diagnosis.text.phrases import at
+from distdiag.diagnosis.text.phrases import at, places_text
 from distdiag.diagnosis.waits import compatible
+
+ROUNDS = 3  # earlier ones in which a rank was at each of two sites
 
 
 def accuse(case: Case) -> Testimony | None:
+    """Accuse the side that is early or missing by the numbers of collectives between visits, else by how often it was at each site."""
+    return _by_gaps(case) or _by_turns(case)
+
+
+def _by_turns(case: Case) -> Testimony | None:
+    """Accuse the side that is at the second of two sites, if all ranks have been at both equally often, and first at the other.
+
+    Of DDP's collectives only the lines are listed.
+    """
+    if len(case.sides) != 2 or case.wait.p2p:
+        return None
+    sites = [{case.here[rank] for rank in side} for side in case.sides]
+    if any(len(there) != 1 or None in there for there in sites) or sites[0] == sites[1]:
+        return None
+    here = [str(*there) for there in sites]
+    for odd, (due, made) in ((1, here), (0, here[::-1])):
+        rounds = {_rounds(case, rank, due, made) for rank in case.compared}
+        if None not in rounds:
+            who, call = rank_list(case.sides[odd]), case.wait.calls[case.sides[1 - odd][0]]
+            text = f"; in {min(n or 0 for n in rounds):,} earlier rounds every rank was at {places_text(due)} before {places_text(made)}"
+            return Testimony(
+                ranks=tuple(case.sides[odd]),
+                text=text,
+                advice=f"find why {who} left out {compatible.op_name(call.op)}{at(call.site)} in this round",
+            )
+    return None
+
+
+def _rounds(case: Case, rank: int, due: str, made: str) -> int | None:
+    """Return how often a rank has left each of two sites, if it was first at `due`; None unless that is equally often."""
+    seen = case.states[rank].sites
+    left = {seen.get(site, 0) - (site == case.here[rank]) for site in (due, made)}
+    order = [site for site in seen if site in (due, made)]  # in the order of the first visits
+    return left.pop() if len(left) == 1 and min(left) >= ROUNDS and order == [due, made] else None
+
+
+def _by_gaps(case: Case) -> Testimony | None:
     """Accuse the one of two sides that is at its site after fewer collectives than all ranks were before, or is missing at
     the other's, where all came after as many."""
     if case.wait.p2p or case.wait.seq is None or len(case.sides) != 2:

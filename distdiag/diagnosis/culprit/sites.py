@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from distdiag.diagnosis.culprit.case import Case, Testimony, site_of
-from distdiag.diagnosis.culprit.parting import Condition, call_under_rank
+from distdiag.diagnosis.culprit.parting import Condition, call_under_rank, takes_turns
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Life, RankState
 from distdiag.diagnosis.text.incident import verb
@@ -19,8 +19,10 @@ MORE_ADVICE = "look for what calls it on that rank alone: a module that communic
 
 
 def new(case: Case) -> Testimony | None:
-    """Accuse the one side of a tie at a site that the other never visited."""
-    return _only_there(_one_side(case, _is_new))
+    """Accuse the one side of a tie at a site that the other never visited; not where each has a line of its own for that call."""
+    ranks = _one_side(case, _is_new)
+    at_line = case.wait.calls[ranks[0]].site if ranks else None
+    return None if at_line is not None and takes_turns(at_line, case.source) else _only_there(ranks)
 
 
 def new_in_cycle(case: Case) -> Testimony | None:

@@ -15,6 +15,7 @@ from enum import Enum, auto
 from functools import lru_cache
 from typing import NamedTuple
 
+from distdiag.diagnosis.model import syntax
 from distdiag.diagnosis.model.rank_tests import can_differ, reads_rank
 from distdiag.diagnosis.model.syntax import (
     FUNCTIONS,
@@ -220,6 +221,32 @@ def other_branch_calls(guard: Guard) -> bool:
         return False
     other = getattr(guard.node, "orelse" if guard.branch == "body" else "body")
     return any(map(_called_in, other if isinstance(other, list) else [other]))
+
+
+_OPPOSITE = {ast.Eq: ast.NotEq, ast.Is: ast.IsNot, ast.Lt: ast.GtE, ast.Gt: ast.LtE}
+
+
+def takes_turns(tree: ast.Module, guard: Guard, line: int) -> bool:
+    """True if another `if` of the function with the opposite test makes the same call: `main_process_first` has a barrier for either."""
+    around, node = syntax.function(tree, line), syntax.statement(tree, line)
+    if guard.kind is not Kind.HOLDS or not isinstance(guard.node, ast.If) or around is None or node is None:
+        return False
+    others = (x for x in ast.walk(around) if isinstance(x, ast.If) and _opposite(x.test, guard.node.test))
+    return any(_called_in(node) <= _called_in(statement) for x in others for statement in x.body) and bool(
+        _called_in(node)
+    )
+
+
+def _opposite(a: ast.expr, b: ast.expr) -> bool:
+    for x, y in ((a, b), (b, a)):
+        if isinstance(x, ast.UnaryOp) and isinstance(x.op, ast.Not) and ast.dump(x.operand) == ast.dump(y):
+            return True
+        if isinstance(x, ast.Compare) and isinstance(y, ast.Compare) and len(x.ops) == len(y.ops) == 1:
+            same = ast.dump(x.left), ast.dump(x.comparators[0])
+            opposite = _OPPOSITE.get(type(x.ops[0])) is type(y.ops[0])
+            if opposite and same == (ast.dump(y.left), ast.dump(y.comparators[0])):
+                return True
+    return False
 
 
 def caches(text: str) -> bool:

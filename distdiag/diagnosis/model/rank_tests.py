@@ -14,7 +14,7 @@ _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 _VARIABLES = tuple(name for launcher in LAUNCHERS for name in (launcher.rank, launcher.local))  # environment variables
 _FIRST = {"main", "master", "chief", "leader", "primary", "coordinator"}  # words for one rank
 _NO_RANK = {"thread", "lora", "low", "matrix", "full", "svd", "loss"}  # `lora_rank` is a size
-_COUNTERS = {
+COUNTERS = {
     "step", "steps", "epoch", "i", "j", "it", "idx", "iteration", "batch_idx", "batch", "global_step", "__name__",
 }  # fmt: skip
 # functions and values that are equal on all ranks of a job
@@ -30,7 +30,7 @@ def can_differ(test: ast.expr | None, constant: frozenset[str] = frozenset()) ->
     """True if a condition can differ between ranks: not if it tests only a loop counter, or what is equal in a whole job."""
     if test is None:
         return True
-    same = _COUNTERS | _SAME | constant
+    same = COUNTERS | _SAME | constant
     intervals = (
         n.right for n in ast.walk(test) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mod) and _counts(n.left)
     )
@@ -40,7 +40,7 @@ def can_differ(test: ast.expr | None, constant: frozenset[str] = frozenset()) ->
 
 def _counts(value: ast.expr) -> bool:
     names = _names(value)
-    return bool(names & _COUNTERS) and names <= _COUNTERS | _SAME
+    return bool(names & COUNTERS) and names <= COUNTERS | _SAME
 
 
 def can_end_unevenly(loop: ast.For | ast.AsyncFor | ast.While, constant: frozenset[str] = frozenset()) -> bool:
@@ -83,6 +83,20 @@ def constants(text: str) -> frozenset[str]:
     counters = {name for name, times in counted.items() if name and times == given[name]}
     layers = {name for name, times in modules.items() if times == given[name] + stored[name]}
     return frozenset(layers | counters).union(name for name in literal - changed if given[name] == 1)
+
+
+def fixed(test: ast.expr, text: str) -> bool:
+    """True if a condition tests only attributes that one `__init__` sets once, and names of a module: `self.last`, not `self.loss`."""
+    tree = parsed(text) or ast.Module([], [])
+    stored = Counter(n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
+    made = {n for n in ast.walk(tree) if isinstance(n, FUNCTIONS) and n.name == "__init__"}
+    once = {
+        n.attr
+        for function in made
+        for n in ast.walk(function)
+        if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store) and stored[n.attr] == 1
+    }
+    return bool(_names(test) & once) and _names(test) <= once | _SAME
 
 
 def _counter(loop: ast.For | ast.comprehension) -> ast.expr | None:
@@ -170,7 +184,11 @@ def given(text: str) -> frozenset[str]:
 
 
 def _is_rank(value: ast.expr | None) -> bool:
-    """True for a call that returns the rank, an environment variable with it, and a comparison of it."""
+    """True for a call that returns the rank, an environment variable with it, and a comparison of it, alone or with `and`, `or`, `not`."""
+    if isinstance(value, ast.BoolOp):
+        return any(map(_is_rank, value.values))
+    if isinstance(value, ast.UnaryOp):
+        return isinstance(value.op, ast.Not) and reads_rank(value.operand)
     if isinstance(value, ast.Compare):
         return reads_rank(value)
     if isinstance(value, ast.Call):

@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from distdiag.diagnosis import kinds
+from distdiag.diagnosis import comparison, kinds
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.gradient_cost import Gradients, gradients
-from distdiag.diagnosis.model.findings import Abstained, Finding
+from distdiag.diagnosis.model.findings import Abstained, Finding, rank_list
 from distdiag.diagnosis.model.snapshot import Buckets, Snapshot
+from distdiag.diagnosis.rules.straggler import limits as straggling
 from distdiag.diagnosis.step_times import LIMITS as STEPS
-from distdiag.diagnosis.step_times import share_of_all
+from distdiag.diagnosis.step_times import Window, share_of_all
 from distdiag.diagnosis.text.phrases import count
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.training_data import only_shadow
@@ -43,7 +44,7 @@ class Limits:
 limits = Limits()
 COMM_BOUND = Template(
     kind, None,
-    "exposed communication: at least {share:share} of {of} on every rank, with no rank late{gradients}{cores}",
+    "exposed communication: at least {share:share} of {of} on every rank{late}{gradients}{cores}",
     "{share:share} of {of}", "{do}")  # fmt: skip
 _PROBE = "`distdiag probe allreduce` measures what this machine can do"
 
@@ -67,7 +68,8 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     else:
         share = share_of_all(window, lambda x: x.wait_ms, limits.share)
     if share >= limits.share:
-        yield _finding(s, sorted(s.ranks) if isinstance(window, Abstained) else window.ranks, share, of, ddp)
+        late = ", with no rank late" if isinstance(window, Abstained) else _late(window)
+        yield _finding(s, sorted(s.ranks) if isinstance(window, Abstained) else window.ranks, share, of, ddp, late)
     elif why is not None:
         yield why
 
@@ -82,20 +84,35 @@ def _shared_waits(s: Snapshot) -> float:
     return min(sum(a.shared_ms for a in recent[:-1]) / span_ms, 1.0) if span_ms > limits.least_span_ms else 0.0
 
 
-def _finding(s: Snapshot, ranks: list[int], share: float, of: str, ddp: Gradients | None) -> Finding:
+def _late(window: Window) -> str:
+    """Return whether a rank works longest in most steps, which may be its host's load; nothing if it does in more than half."""
+    most = comparison.persistent(window, 1.0, 0.0, several=False)
+    n, often = len(window.columns), len(most.indices)
+    if often >= straggling.recurrence * n:
+        return f"; {rank_list(most.ranks)} works longest in {often} of {n} steps"
+    return ", with no rank late" if 2 * often <= n else ""
+
+
+def _finding(s: Snapshot, ranks: list[int], share: float, of: str, ddp: Gradients | None, late: str) -> Finding:
     share = max(share, ddp.share if ddp is not None else 0.0)  # both are lower limits
     text, do = "", f"{_PROBE}; communicate less often, or in larger messages"
     if ddp is not None and ddp.share >= share / 2:  # the gradients are most of it
         b = ddp.buckets
         text = f"; DDP's gradients, {size_text(b.bytes)} in {count(b.buckets, 'bucket')}, take {percent(ddp.share)}"
         on_nccl = all(any(word in g.backend for word in BF16_BACKENDS) for g in s.groups.values())
-        do = "; ".join(_advice(ddp, b, on_nccl))
+        do = "; ".join(_advice(ddp, b, on_nccl, _passes(s)))
     busy = (s.host_cpu_pct or 0.0) > STEPS.busy_host_pct
     cores = "; the host's cores are all in use, so ranks also wait for a CPU" if busy else ""
-    return COMM_BOUND(victims=ranks, share=share, of=of, gradients=text, cores=cores, do=do)
+    return COMM_BOUND(victims=ranks, share=share, of=of, gradients=text, cores=cores, do=do, late=late)
 
 
-def _advice(ddp: Gradients, b: Buckets, on_nccl: bool) -> Iterator[str]:
+def _passes(s: Snapshot) -> int:
+    """Return how many backward passes of each step exchange gradients, if that are as many on all ranks."""
+    each = {m.synced_backwards // r.step for r in s.ranks.values() for m in r.models if r.step and m.synced_backwards}
+    return each.pop() if len(each) == 1 else 1
+
+
+def _advice(ddp: Gradients, b: Buckets, on_nccl: bool, passes: int) -> Iterator[str]:
     """Yield what reduces the exposed time of gradients, with the gain.
 
     A gain is at most what is exposed: communication that overlaps with the computation of gradients costs no
@@ -104,10 +121,14 @@ def _advice(ddp: Gradients, b: Buckets, on_nccl: bool) -> Iterator[str]:
     """
     low, high = ddp.interval or (0.0, 0.0)
     interval = f" (95 % interval {percent(low / 2).removesuffix(' %')} to {percent(high / 2)})" if ddp.interval else ""
-    yield (
-        "accumulate gradients over 2 batches, the first under `no_sync()`: "
-        f"about {percent(ddp.share / 2)} less time per batch{interval}"
-    )
+    if passes > 1:
+        saved = percent(ddp.share * (passes - 1) / passes)
+        yield f"each of the {passes} backward passes of a step exchanges gradients: make all but the last under `no_sync()`: about {saved} less time"
+    else:
+        yield (
+            "accumulate gradients over 2 batches, the first under `no_sync()`: "
+            f"about {percent(ddp.share / 2)} less time per batch{interval}"
+        )
     if b.comm_hook is None and "float" in b.dtypes.replace("bfloat16", "").split(", "):
         hook = "bf16_compress_hook" if on_nccl else "fp16_compress_hook"  # torch refuses bf16 on other backends
         saved = percent(min(ddp.share, ddp.comm_share / 2))

@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
+from distdiag.diagnosis.culprit import parting
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Group, Sample, Snapshot
+from distdiag.diagnosis.model.syntax import Source
 from distdiag.diagnosis.text.phrases import at, wheres
 from distdiag.diagnosis.text.template import Template
 
@@ -33,7 +35,7 @@ NOT_A_MEMBER = Template(kind, "not_a_member",
     "returns at once and does nothing", "these ranks continue with their own values; the members have the group's",
     "call it on the members only, and send the result to the other ranks if they need it", proved=True,
     severity=Severity.WARNING)  # fmt: skip
-ORDER = Template(kind, "order", "ranks create different groups in call {number} of new_group: {each}",
+ORDER = Template(kind, "order", "{head}ranks create different groups in call {number} of new_group: {each}",
     "these groups have the same name, by which their members find each other: ranks may hang, or connect to "
     "another group",
     "call new_group for every group on all ranks in the same order, also for groups that a rank is not a member "
@@ -55,10 +57,10 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         ranks = sorted(callers)
         first, where = callers[ranks[0]], wheres(s, ranks, None, {q: x.site for q, x in callers.items()})
         yield NOT_A_MEMBER(culprits=ranks, where=where, step=first.step, first_seen_s=first.t_s, op=op)
-    yield _order(s)
+    yield _order(s, facts.source)
 
 
-def _order(s: Snapshot) -> Finding | Abstained:
+def _order(s: Snapshot, source: Source) -> Finding | Abstained:
     """Return the first `new_group` call in which ranks created different groups."""
     by_number: dict[int, dict[tuple[int, ...], Group]] = {}
     for group in s.groups.values():
@@ -72,11 +74,17 @@ def _order(s: Snapshot) -> Finding | Abstained:
     made = sorted(by_number[number].values(), key=lambda g: (-len(g.ranks), g.ranks))
     most = len(made[0].ranks)
     odd = tuple(sorted(q for g in made[1:] for q in g.ranks)) if len(made[1].ranks) < most else ()
+    alone, head = made[1], ""
+    if len(made) == 2 and set(alone.ranks) < set(made[0].ranks):  # the others have gone on to the next group
+        odd = tuple(sorted(set(made[0].ranks) - set(alone.ranks)))
+        condition = parting.enclosing(alone.site, source)
+        guard = f": `{condition.text}` (line {condition.line})" if condition is not None else ""
+        head = f"{rank_list(odd)} did not create the group of {rank_list(alone.ranks)}{at(alone.site)}{guard}; "
     every = tuple(sorted({q for g in made for q in g.ranks}))
     each = "; ".join(f"a group of {rank_list(g.ranks)}{at(g.site)}" for g in made[:4])
     shown = (q for q in odd or every if q in s.ranks)
     return ORDER(
         culprits=odd, victims=[q for q in every if q not in odd],
-        where=wheres(s, shown, None, {q: g.site for g in made for q in g.ranks}), first_seen_s=s.t_s,
-        number=number, each=each,
+        where=wheres(s, shown, None, {q: g.site for g in reversed(made) for q in g.ranks}), first_seen_s=s.t_s,
+        head=head, number=number, each=each,
     )  # fmt: skip

@@ -132,6 +132,14 @@ def _drift(s: Snapshot, kind_of: str, ranks: list[int], split: bool) -> Finding 
     # as far apart as at the first sample: drifting replicas move apart with each step
     if averaged and not began_equal and _spread(first) >= limits.constant * _spread(last):
         cause = "different_init"
+    distances = [_spread({q: samples[q][k].value for q in ranks}) for k in steps]
+    if (
+        cause == "different_init"
+        and not averaged
+        and not began_equal
+        and min(distances) < limits.constant * max(distances)
+    ):
+        cause = "unequal"
     return _finding(s, cause, steps, last, began_equal, mild)
 
 
@@ -247,8 +255,9 @@ _WHAT = {
     "split_module": "they split one module between them (DTensor), and differ in the parameters that each of them has whole",
     "buffers": "their buffers differ, and broadcast_buffers is off",
     "mild": "their buffers were equal before and differ now, and broadcast_buffers is off",
-    "rates": "gradients are averaged, but learning rates differ",
+    "learning_rates": "gradients are averaged, but learning rates differ",
     "update": "gradients are averaged and the replicas were equal before, but not every rank updates its parameters in the same way",
+    "unequal": "gradients are reduced in every step, but the replicas do not keep one distance: they step with different gradients",
     "accumulated": "the replicas were equal before, and gradients are averaged in one of several backward passes per step: those of the "
     "passes after it stay local, or not every rank updates its parameters in the same way",
 }
@@ -264,10 +273,12 @@ _ADVICE = {
     "split_module": "give these ranks the same batches: seed and shard the data by the data parallel rank, not by the global one, or "
     "broadcast each batch among them; and begin with equal values (the same seed), also of dropout",
     "buffers": "leave broadcast_buffers=True, or reduce the buffers by hand",
-    "rates": "give the scheduler the same input on all ranks: a reduced metric, steps instead of a rank's samples or tokens, "
+    "learning_rates": "give the scheduler the same input on all ranks: a reduced metric, steps instead of a rank's samples or tokens, "
     "the same epoch length; and load the same optimizer state on all ranks",
     "update": "check whether one rank alone decides to load weights, or to skip, clip or scale a step; let all ranks decide together "
     "(all_reduce, broadcast), and reduce in the same order on all ranks: a set is ordered differently on each",
+    "unequal": "wait for every all_reduce (`work.wait()`) before the optimizer steps; reduce a gradient once backward has finished it, in "
+    "the same order on all ranks; and begin with equal values",
     "accumulated": "leave `no_sync()` for the last backward pass before the optimizer step, which averages the sum of all; if it is "
     "so already, check whether one rank alone decides to load weights, or to skip, clip or scale a step",
 }
@@ -283,18 +294,18 @@ def _finding(
     rates = _rates(s, steps) if averaged else {}
     words = cause
     if rates:
-        words = "rates"
+        words = "learning_rates"
     elif averaged and began_equal:
         accumulates = models and all(2 * m.forwards > 3 * m.synced_backwards > 0 for m in models)
         words = "accumulated" if accumulates else "update"
     what = _WHAT["mild" if mild else words] + (f" ({_rates_text(rates)})" if rates else "")
-    what += _not_through_ddp(s) if words == "gradients_not_synced" else ""
+    what += _not_through_ddp(s) if words == "gradients_not_synced" else _not_waited_for(s) if words == "unequal" else ""
     odd, ranks = minority(rates or values), sorted(values)
-    by_hand = cause in ("different_init", "partly_averaged") and not models
+    by_hand = cause in ("different_init", "partly_averaged", "unequal") and not models
     # a plain tensor in a model of DTensors may be a rank's own, such as its experts
     certain = steps[-1] >= limits.certain_step and cause not in ("partly_averaged", "split_module")
     return DRIFT(
-        cause=words if words in kind.causes else None, proved=certain or cause == "buffers",
+        cause="update" if words == "unequal" else words if words in kind.causes else None, proved=certain or cause == "buffers",
         severity=Severity.INFO if mild else None,
         culprits=odd, victims=[q for q in ranks if q not in odd], step=steps[0], last=steps[-1],
         where=wheres(s, ranks, None, {q: _site(s.ranks[q], by_hand) for q in ranks}),
@@ -313,6 +324,14 @@ def _not_through_ddp(s: Snapshot) -> str:
         return ""
     shown = [f"{name or 'module'} of {count(n, 'element')}, wrapped{at(site)}" for name, n, site in per_rank[0][:3]]
     return f"; DDP has averaged no backward pass of {'; '.join(shown)}"
+
+
+def _not_waited_for(s: Snapshot) -> str:
+    """Return the line whose asynchronous all_reduces no rank waits for; an empty text if there is none."""
+    per_rank = [[c for c in r.calls if c.asynchronous and c.op == "all_reduce"] for r in s.ranks.values()]
+    if not all(per_rank) or any(c.completed_s is not None for calls in per_rank for c in calls):
+        return ""
+    return f"; no rank waits for the all_reduce{at(per_rank[0][-1].site)} (`async_op`), so far as is seen"
 
 
 def _unfrozen(s: Snapshot) -> Finding | None:

@@ -23,7 +23,7 @@ from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState
 from distdiag.diagnosis.model.syntax import line_at
-from distdiag.diagnosis.polled import hidden_error, polled_loop
+from distdiag.diagnosis.polled import hidden_error, left_unwritten, polled_loop
 from distdiag.diagnosis.text.incident import implicit_text, verb
 from distdiag.diagnosis.text.phrases import (
     NO_PROGRESS,
@@ -305,11 +305,11 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
     advice = left_open[1] if left_open else _DO.get(do, _DO[""])
     if polled is not None and not polled[2] and doing == "sleep" and not left_open:
         hidden = hidden_error(r.user_stack, facts.source)
-        advice = filled(
-            _DO_POLL,
-            loop=polled[0],
-            hidden=f": look whether `{hidden[0]}`{at(hidden[1])} has hidden an error" if hidden else "",
-        )
+        unwritten = left_unwritten(r.user_stack, facts.source) if hidden is None and "exists" in polled[0] else None
+        why = f": look whether `{hidden[0]}`{at(hidden[1])} has hidden an error" if hidden else ""
+        if unwritten is not None:
+            why = f": `{unwritten[0]}`{at(unwritten[1])} may leave before it writes the file; tell the others (broadcast), and poll with a time limit"
+        advice = filled(_DO_POLL, loop=polled[0], hidden=why)
     longest_s = r.longest_delay_s
     victims = sorted({v for x in late for v in x.victims})
     return STALL(

@@ -103,7 +103,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     """Yield the straggler, or why there is none, and the ranks whose pauses sum up."""
     outcomes = list(_in_window(facts))
     known = {f.culprits for f in (*outcomes, *facts.reported) if isinstance(f, Finding) and _warns(f)}
-    pauses = [f for f in _pauses(facts) if f.culprits not in known]
+    pauses = [f for f in list(_in_turn(facts)) or _pauses(facts) if not f.culprits or f.culprits not in known]
     summed = {f.culprits for f in pauses}
     yield from (x for x in outcomes if isinstance(x, Abstained) or x.culprits not in summed)
     yield from pauses
@@ -124,6 +124,22 @@ def _pauses(facts: Facts) -> Iterator[Finding]:
             severity = Severity.WARNING if severe else Severity.INFO
             found = text.pauses(facts.snapshot, rank, lost, facts.pauses, severity)
             yield _explained(found, facts.snapshot, facts.pauses, share)
+
+
+def _in_turn(facts: Facts) -> Iterator[Finding]:
+    """Yield ranks that pause one after the other: none of them costs most of what all cost.
+
+    On a busy host ranks pause by chance; garbage collections are none.
+    """
+    s, pauses = facts.snapshot, facts.pauses
+    of = {q: lost for q, lost in sorted(pauses.of.items()) if lost.times >= limits.pauses and q in s.ranks}
+    lost_ms = sum(lost.ms for lost in of.values())
+    enough = pauses.span_s > 0 and lost_ms / 1e3 / pauses.span_s >= limits.pauses_share
+    alone = any(lost.ms >= limits.recurrence * lost_ms for lost in of.values())
+    if len(of) > 1 and enough and lost_ms >= limits.pauses_ms and not alone:
+        found = text.in_turn(s, list(of), pauses)
+        if found.cause == "gc" or not (s.host_cpu_pct is None or s.host_cpu_pct > STEPS.busy_host_pct):
+            yield found
 
 
 def _explained(found: Finding, s: Snapshot, pauses: Pauses, cost: float) -> Finding:

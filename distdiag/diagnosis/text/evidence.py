@@ -24,6 +24,7 @@ _DID = {
     Way.SKIPPED: "{culprits} skipped {call}",
     Way.LEFT: "{culprits} left the loop before {call}",
     Way.STAYED: "{culprits} {culprits:is|are} still in the loop, in {call}",
+    Way.ROUND: "{culprits} ended a round of the loop around {call} early",
 }
 
 

@@ -52,6 +52,9 @@ PAUSES = _row("pauses",
     "{culprits} kept the others waiting {n} times, for {total_s:time} in all, {share:share} of the training time{site}",
     "{victims} {victims:waits|wait} {mean_s:.1f} s on average, at most {longest_s:.1f} s, in {culprits}'s pauses",
     "{do}", proved=True)  # fmt: skip
+IN_TURN = _row("rotating",
+    "no single rank is slow, but they pause in turn: {each}; {share:share} of the training time in all{gc}",
+    "in each pause all other ranks wait: {total_s:time} so far", "{do}", proved=True)  # fmt: skip
 BY_ARRIVAL = _row("host",
     "{culprits} enters {op} last in {count} of the last {n}, {skew_ms:.0f} ms after the first{site}",
     "the others wait {skew_ms:.0f} ms of every {period_ms:.0f} ms",
@@ -141,8 +144,9 @@ def slow(
 def _gain_text(window: Window, slow: Subset, loader_gain: float | None) -> str:
     """Return `; if rank 1 were as fast as the others, a step would take 22 % less (95 % interval …)`."""
     if loader_gain is not None:
-        # the others' queues are full: their workers show how fast their loaders are, their steps do not
-        return f"; with a loader like the others' a step would take at most {percent(loader_gain)} less"
+        # the others' queues are full: their workers show how fast their loaders are, their steps do not; no step gains more than they wait
+        most = min(loader_gain, slow.gain_ms / slow.step_ms)
+        return f"; with a loader like the others' a step would take at most {percent(most)} less"
     found = gain(window, slow.ranks)
     if found is None or found.low <= 0:
         return ""
@@ -182,6 +186,32 @@ def pauses(s: Snapshot, rank: int, lost: Lost, of_job: Pauses, severity: Severit
     )  # fmt: skip
 
 
+_FREEZE = (
+    "call `gc.freeze()` once the model and the data are built: collections then leave those objects out; keep a large index in "
+    "arrays instead of Python objects"
+)
+_TOGETHER = "`gc.collect()` at the same step on all ranks"
+
+
+def in_turn(s: Snapshot, ranks: Sequence[int], of_job: Pauses) -> Finding:
+    """Return the finding of ranks that pause one after the other, so that all wait for each; with garbage collection as its cause."""
+    of, longest = of_job.of, max(ranks, key=lambda q: of_job.of[q].ms)
+    total_ms = sum(of[q].ms for q in ranks)
+    stacks = {q: of[q].stack or stack_of(s.ranks[q], of[q].phase) for q in ranks}
+    collect = {q: of_job.collecting(s, q) for q in ranks}
+    gc = min(share for share, _ in collect.values()) >= min(map(of_job.share, (of[q] for q in ranks))) / 2
+    seconds = sum(s.ranks[q].gc_s for q in ranks) / len(ranks)
+    return IN_TURN(
+        cause="gc" if gc else None, victims=sorted(s.ranks), step=s.ranks[longest].step,
+        where=[where(s.ranks[q], "user_code", next(iter(stacks[q]), None)) for q in ranks],
+        each=", ".join(f"{rank_list([q])} {count(of[q].times, 'time')} for {of[q].ms / 1e3:.1f} s" for q in ranks[:4]),
+        share=total_ms / 1e3 / of_job.span_s, total_s=total_ms / 1e3,
+        gc=f"; full garbage collections took {seconds:.1f} s of each" if gc else "",
+        do=f"let the ranks pause together: {_TOGETHER}; {_FREEZE}" if gc
+        else "let all ranks do that work in the same step, so that it costs one pause and not one for each rank; or do it less often",
+    )  # fmt: skip
+
+
 def collecting(found: Finding, r: RankState, share: float, others: float, n: int) -> Finding:
     """Return the finding of a slow rank with garbage collection as its cause.
 
@@ -190,15 +220,10 @@ def collecting(found: Finding, r: RankState, share: float, others: float, n: int
         others: The same of a typical other rank.
     """
     took = f"{count(n, 'full garbage collection')} {'take' if n > 1 else 'takes'} {percent(share)} of its time"
-    at_once = (
-        ""
-        if r.gc_off
-        else "; `gc.disable()`, and `gc.collect()` at the same step on all ranks, let them pause together"
-    )
+    at_once = "" if r.gc_off else f"; `gc.disable()`, and {_TOGETHER}, let them pause together"
     return msgspec.structs.replace(
         found, cause="gc", message=f"{found.message}: {took}, {percent(others)} on the others",
-        advice="call `gc.freeze()` once the model and the data are built: collections then leave those objects out; keep a large "
-        f"index in arrays instead of Python objects{at_once}",
+        advice=f"{_FREEZE}{at_once}",
     )  # fmt: skip
 
 

@@ -141,3 +141,27 @@ def test_comm_bound_in_a_loop_without_an_optimizer_uses_the_waits_of_all_ranks()
     assert (f.kind, f.severity, f.victims) == ("comm_bound", "info", (0, 1)) and "60 %" in f.message
     assert speeds(job(rank(0), rank(1), arrivals=arrivals(5.0))) == []
     assert speeds(job(rank(0), rank(1), arrivals=arrivals(5.0, period_ms=8.0))) == []  # half a second is too little
+
+
+def test_passes_that_each_exchange_gradients_want_no_sync_on_all_but_the_last() -> None:
+    def advice(backwards: int) -> str:
+        model = Model(buckets=BUCKETS, forwards=backwards, synced_backwards=backwards)
+        times = tuple(DdpTime(8 * k, 100.0, 70.0, 60.0) for k in range(1, 5))
+        ranks = [
+            rank(q, step=60, steps=steps(wait_ms=45.0, seed=q), models=(model,), ddp_times=times) for q in range(2)
+        ]
+        return str(only(findings(job(*ranks, host_cpu_pct=40.0), comm_bound)).advice)
+
+    assert advice(240).startswith(
+        "each of the 4 backward passes of a step exchanges gradients: make all but the last under `no_sync()`"
+    )
+    assert "about 45 % less time" in advice(240)
+    assert advice(60).startswith("accumulate gradients over 2 batches")
+
+
+def test_a_rank_that_works_longest_in_most_steps_is_named_and_no_rank_is_called_on_time() -> None:
+    def message(late_ms: float) -> str:
+        ranks = [rank(q, steps=steps(ms, wait_ms=45.0, seed=q)) for q, ms in enumerate((10.0, 10.0 + late_ms))]
+        return only(findings(job(*ranks, host_cpu_pct=40.0), comm_bound)).message
+
+    assert "rank 1 works longest in 50 of 50 steps" in message(20.0) and "no rank late" not in message(20.0)

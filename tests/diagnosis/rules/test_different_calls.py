@@ -268,3 +268,27 @@ def test_sizes_that_differ_in_a_forward_are_those_of_the_batches() -> None:
     f = only(s)
     assert (f.kind, f.cause, f.culprits) == ("mismatch", "shape", ())
     assert "the batches of the ranks at model.py:23 in forward" in f.advice and "tensor, sequence" in f.advice
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "culprits"),
+    [
+        ({SAVE: 9, TRAIN: 8}, {SAVE: 8, TRAIN: 9}, (1,)),  # each is in round 9: rank 1 came to TRAIN without SAVE
+        (
+            {SAVE: 9, TRAIN: 8},
+            {SAVE: 9, TRAIN: 9},
+            (),
+        ),  # rank 1 has been at SAVE in this round, rank 0 is there once more
+        ({SAVE: 3, TRAIN: 2}, {SAVE: 2, TRAIN: 3}, ()),  # too few rounds
+        ({SAVE: 9, TRAIN: 4}, {SAVE: 8, TRAIN: 5}, ()),  # not in every round
+    ],
+)
+def test_the_side_at_the_second_of_two_lines_that_took_turns_left_out_the_first(
+    first: dict[Site, int], second: dict[Site, int], culprits: tuple[int, ...]
+) -> None:
+    """Nothing else is known: DDP's own collectives are no calls of Python, only their lines are counted."""
+    s = snapshot(
+        rank(0, call("all_reduce", 17, SAVE, shape=(90,)), sites={key(site): n for site, n in first.items()}),
+        rank(1, call("all_reduce", 17, TRAIN, shape=(40,)), sites={key(site): n for site, n in second.items()}),
+    )
+    assert only(s).culprits == culprits

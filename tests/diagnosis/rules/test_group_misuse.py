@@ -39,6 +39,12 @@ def test_the_smaller_group_of_two_with_one_number_is_the_culprit() -> None:
     assert only(findings(groups(made(1, 0, 1, 2), made(1, 3, 4), world=5), group_misuse)).culprits == (3, 4)
 
 
+def test_ranks_that_left_out_a_group_of_others_are_the_culprits() -> None:
+    f = only(findings(groups(made(1, 0, 1, 2, 3), made(1, 2, 3)), group_misuse))
+    assert (f.culprits, f.victims) == ((0, 1), (2, 3))
+    assert f.message.startswith("ranks 0, 1 did not create the group of ranks 2, 3 at train.py:40")
+
+
 def test_groups_in_the_same_order_are_no_finding() -> None:
     assert findings(groups(made(1, 0, 1), made(2, 2, 3), made(3, 0, 2)), group_misuse) == []
     alone = [made(1, q) for q in range(4)]

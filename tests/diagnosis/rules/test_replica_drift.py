@@ -165,8 +165,15 @@ def test_independent_models_may_differ() -> None:
 
 def test_different_init_needs_a_model_that_is_averaged_as_a_whole() -> None:
     assert only(drifting(lambda q, k: float(q), 1.0, models=())).cause == "different_init"
+    apart = only(drifting(lambda q, k: 1.0 + 0.1 * q * k**0.5, 1.0, models=()))  # averaged gradients keep the distance
+    assert (
+        apart.cause == "update"
+        and "they step with different gradients" in apart.message
+        and "work.wait()" in (apart.advice or "")
+    )
+    assert "no rank waits" not in apart.message
     later = only(drifting(lambda q, k: float(q == 1 and k > 4), 1.0, models=()))  # equal at first: one skips a step
-    assert (later.cause, later.culprits, later.step) == ("gradients_not_synced", (1,), 8)
+    assert (later.cause, later.culprits, later.step) == ("update", (1,), 8)
     assert "updates its parameters in the same way" in later.message
     assert drifting(lambda q, k: float(q), 0.6, models=()) == []  # a rank's own experts next to shared parameters
     assert drifting(lambda q, k: float(q), 1.7, models=()) == []  # activations of a model split over the ranks
