@@ -147,7 +147,9 @@ def _start(run_dir: Path, pages: Path, node: int, overflow: Path, lock: int, qui
         *(["--nodes-port", str(options.nodes_port)] if options.nodes_port else []),
     ]  # fmt: skip
     # stderr is the job's: findings of severity error are printed there, when they happen
-    actions = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in range(2 + quiet)]
+    actions: list[tuple[int | str, ...]] = [
+        (os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in range(2 + quiet)
+    ]
     actions.append((os.POSIX_SPAWN_DUP2, lock, lock))  # a descriptor duplicated onto itself is inherited
     pid = os.posix_spawn(command[0], command, env, file_actions=actions, setsid=True)
     deadline = time.monotonic() + STARTED_S
