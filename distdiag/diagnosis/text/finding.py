@@ -1,7 +1,8 @@
-"""Formats a finding as plain text: what and who, cost, where, what to do. Control characters are escaped."""
+"""Formats a finding as plain text: what and who, cost, where, what to do. Control characters are escaped, lines wrapped."""
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 
@@ -17,6 +18,8 @@ WORDS = {Severity.ERROR: "ERROR", Severity.WARNING: "WARNING", Severity.INFO: "I
 SHOWN_SITES = 4
 LONG = 120  # characters of a message that are read at a glance
 LAST_SEEN = 16
+WIDTH = 80  # columns, unless a terminal has more
+_CODE, _KEPT = re.compile("`[^`]{1,44}`"), "\xa0"  # a space that is no place to break a line
 
 printable = visible  # the same escapes on a terminal, in a report and on the screen
 
@@ -52,11 +55,21 @@ def in_the_past(f: Finding) -> Finding:
     return msgspec.structs.replace(f, cost=NO_PROGRESS_MADE) if f.cost == NO_PROGRESS else f
 
 
-def finding_lines(f: Finding, width: int | None = None) -> list[str]:
-    """Return the lines of a finding: message, more of it, cost, where, do. Empty ones are left out.
+def wrapped(text: str, width: int = WIDTH, head: str = "") -> list[str]:
+    """Return the lines of a text in so many columns. A longer word, as a path may be, and a short piece of code stay whole.
 
-    Args:
-        width: Wrap to so many columns; None: one line each, however long.
+    Each line after the first begins with as many spaces as `head` has characters, at least four: by
+    them a reader of logs joins the lines again.
+    """
+    lines = textwrap.wrap(
+        _CODE.sub(lambda m: m[0].replace(" ", _KEPT), printable(text)), width, initial_indent=head,
+        subsequent_indent=" " * max(4, len(head)), break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+    return [line.replace(_KEPT, " ") for line in lines] or [head]
+
+
+def finding_lines(f: Finding, width: int = WIDTH) -> list[str]:
+    """Return the lines of a finding: message, more of it, cost, where, do. Empty ones are left out.
 
     A long message keeps its first clause on the first line.
     """
@@ -74,12 +87,7 @@ def finding_lines(f: Finding, width: int | None = None) -> list[str]:
     lines += [(label, text) for label, text in rest if text]
     out: list[str] = []
     for label, text in lines:
-        text = printable(text)
-        head = f"  {label:<7}" if label else ""
-        if width is None:
-            out.append(head + text)
-        else:
-            out += textwrap.wrap(text, width, initial_indent=head, subsequent_indent=" " * max(2, len(head))) or [head]
+        out += wrapped(text, width, f"  {label:<7}" if label else "")
     return out
 
 

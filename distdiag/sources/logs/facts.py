@@ -70,14 +70,14 @@ class Collected:
     Attributes:
         ranks: Ranks that wrote a line, or that a line is about.
         world_size: The largest number of ranks that a line gives.
-        recorded: What distdiag printed into the log, if it recorded the job.
+        recorded: What distdiag printed into each log, if it recorded the job.
         rank_of: Rank of a process, by its label and host, or its pid; None if several ranks have it.
         in_world: Rank of a process, by NCCL's label, in the largest communicator that its lines show, and its size.
     """
 
     facts: list[Fact] = field(default_factory=list)
     past: list[Fact] = field(default_factory=list)  # failures after which the process or the job went on
-    recorded: Recorded = field(default_factory=Recorded)
+    recorded: dict[Path, Recorded] = field(default_factory=dict)
     unknown: deque[tuple[Path, int, str]] = field(default_factory=lambda: deque(maxlen=3))  # last lines like errors
     ranks: set[int] = field(default_factory=set)
     world_size: int | None = None

@@ -29,6 +29,7 @@ from distdiag.sources.logs.writers import time_of
 from distdiag.terms.untrusted import MAX_RANKS
 
 MAX_FINDINGS = 6
+SHOWN_RUNS = 5  # that distdiag recorded
 # words of the exception by which a rank ends after such a report
 _REPORTED = (("unused_parameters", "finished reduction"), ("mismatch", "Cannot apply desired operation"))
 HUNG_S, HUNG_STEPS = 600.0, 20.0  # without a line, at least and as a multiple of the longest step, a job hangs
@@ -91,7 +92,7 @@ def judge_logs(
         findings, text = judge(found)
     found.ranks |= {w.rank for f in findings for w in (*f.where, *f.waiting)}
     error = any(f.severity == Severity.ERROR for f in findings)
-    ended = found.recorded.ended
+    ended = bool(found.recorded) and all(r.ended for r in found.recorded.values())
     return Report(
         run=", ".join(map(str, given)),
         state=State.FAILED if error or text else State.ENDED if ended else State.RUNNING,
@@ -128,8 +129,9 @@ def failures_first(dumps: Report, logs: Report) -> Report:
 
 def judge(found: Collected) -> tuple[list[Finding], str | None]:
     """Return (findings, what stopped the job from outside)."""
-    if printed := found.recorded.findings():
-        return printed[:MAX_FINDINGS], None
+    printed = {(f.kind, f.message): f for r in found.recorded.values() for f in r.findings()}
+    if printed:
+        return sorted(printed.values(), key=lambda f: f.severity != Severity.ERROR)[:MAX_FINDINGS], None
     waited: dict[int, Fact] = {}
     for f in found.facts:
         if f.role in WAITED and f.rank is not None:
@@ -227,10 +229,13 @@ def _in_short(f: Fact) -> str:
 
 def _notes(found: Collected, judged: bool) -> list[str]:
     notes = [f"{path}: {reason}" for path, reason in found.bad[:5]]
-    if found.recorded.line is not None:
-        run = found.recorded.run
-        command = f": `distdiag diagnose {run}` has the whole verdict" if run else ""
-        notes.append(f"distdiag recorded this job (line {found.recorded.line:,}){command}")
+    runs = {r.run or path: (path, r) for path, r in found.recorded.items()}
+    for path, printed in list(runs.values())[:SHOWN_RUNS]:
+        command = f": `distdiag diagnose {printed.run}` has the whole verdict" if printed.run else ""
+        where = f"line {printed.line:,}" if len(found.files) == 1 else f"{path.name} line {printed.line:,}"
+        notes.append(f"distdiag recorded {'this job' if len(runs) == 1 else 'a job'} ({where}){command}")
+    if (jobs := sum(r.run is not None for _, r in runs.values())) > 1:
+        notes.append(f"these logs are of {jobs:,} recorded runs: give those of one run for its verdict alone")
     if warned := found.named("nccl_warning"):
         notes.append(f"NCCL warns on line {warned[0].line:,}: {shortened(warned[0].fields['what'], 160)}")
     if found.past:
@@ -247,7 +252,7 @@ def _notes(found: Collected, judged: bool) -> list[str]:
         notes.append(
             f"judged: the last run in the log; {count(found.left_out, 'run')} before it (restarted, or appended) failed, too{how}"
         )
-    if found.recorded.line is None:
+    if not found.recorded:
         seen = "" if judged else "if the job hangs, `py-spy dump --pid PID` shows where each rank is; "
         notes.append(
             f"read from a log: it shows what was printed, not what each rank did; {seen}`-m distdiag.run` records the next run"
