@@ -16,7 +16,6 @@ from distdiag.diagnosis.text.finding import WIDTH, finding_lines, in_the_past, w
 from distdiag.launcher import PRINTED_ON, VERDICT, stderr_id
 from distdiag.streams import PLAINER, needs_ascii
 
-
 _MARK = "[distdiag] "
 _WIDTH = WIDTH - len(_MARK)
 

@@ -433,7 +433,10 @@ def test_the_last_lines_list_what_was_checked_and_what_was_not(
         f"not checked: straggler, input_bound ({few}); uneven_batches/count (the length of a loader is not known)",
     ]
     assert main(["diagnose", run, "--why", "straggler"]) == ExitCode.OK
-    assert unwrapped(capsys.readouterr().out).splitlines() == ["straggler: not checked", f"  straggler: not checked: {few}"]
+    assert unwrapped(capsys.readouterr().out).splitlines() == [
+        "straggler: not checked",
+        f"  straggler: not checked: {few}",
+    ]
     assert main(["diagnose", run, "--why", "memory"]) == ExitCode.OK
     assert unwrapped(capsys.readouterr().out).splitlines() == ["memory: not found", "  memory: no growth"]
     assert main(["diagnose", run, "--why", "nonsense"]) == ExitCode.USAGE

@@ -461,7 +461,9 @@ def test_logs_of_several_recorded_runs_are_told_apart(tmp_path: Path) -> None:
         "distdiag recorded a job (b.log line 2): `distdiag diagnose reports/b` has the whole verdict",
         "these logs are of 2 recorded runs: give those of one run for its verdict alone",
     ]
-    (tmp_path / "b.log").write_text("".join(f"[distdiag] node 1: {line[11:]}\n" for line in SUMMARY.splitlines() if line))
+    (tmp_path / "b.log").write_text(
+        "".join(f"[distdiag] node 1: {line[11:]}\n" for line in SUMMARY.splitlines() if line)
+    )
     again = diagnose_logs([str(tmp_path)])
     assert again is not None and any("recorded this job" in n for n in again.notes)
 

@@ -32,7 +32,9 @@ _SITE = bounded(
 )
 _VERDICT = bounded(r"verdict: distdiag diagnose (?P<run>\S.{0,400}?)(?:    report: |$)")
 _ENDED = "the job ended"
-_SUMMARY = bounded(r"(?:\d{1,9} (?:error|warning)s?(?:, )?){1,2} found:|nothing found|no error or warning found|no rule explains it")
+_SUMMARY = bounded(
+    r"(?:\d{1,9} (?:error|warning)s?(?:, )?){1,2} found:|nothing found|no error or warning found|no rule explains it"
+)
 _NODE = bounded(r"node \d{1,6}: ")
 
 
