@@ -28,7 +28,7 @@ def _print(found: Comparison) -> None:
     rows.append(["step ms, median", *(milliseconds(c.step.p50_ms if c.step else None) for c in runs)])
     rows.append(["  95 % interval", *(_interval(c.step.ci95_ms if c.step else None) for c in runs)])
     rows.append(["  p95", *(milliseconds(c.step.p95_ms if c.step else None) for c in runs)])
-    rows.append(["samples/s", *(number(c.samples_per_s) for c in runs)])
+    rows.append(["training samples/s", *(number(c.samples_per_s) for c in runs)])
     for name in runs[0].phases_ms:
         cells = []
         for c in runs:

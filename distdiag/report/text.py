@@ -10,6 +10,7 @@ from distdiag.diagnosis.model.findings import Finding, Where, rank_list
 from distdiag.diagnosis.text.finding import wrapped
 from distdiag.report.facts import RunFacts, notable_ranks, verdict_words
 from distdiag.report.words import from_us, gradient_times, gradient_words, milliseconds, moment, number, visible
+from distdiag.terms.steps import RATE
 from distdiag.terms.tables import table
 from distdiag.terms.units import MISSING, duration, percent, rate_text, size_text
 from distdiag.traces.text import lines as profile_lines
@@ -103,7 +104,7 @@ def _job(f: RunFacts) -> list[str]:
         text += f", p95 {milliseconds(f.step.p95_ms)} ms" if f.step.p95_ms is not None else ""
         lines += _wrap("step", f"{text}, largest {milliseconds(f.step.max_ms)} ms, n = {f.step.n:,}")
     if f.samples_per_s is not None:
-        lines += _wrap("rate", f"{f.samples_per_s:,.0f} samples/s, pauses included")
+        lines += _wrap("rate", f"{f.samples_per_s:,.0f} samples/s over the run ({RATE})")
     if f.command:
         lines += _wrap("command", f.command)
     if f.details:

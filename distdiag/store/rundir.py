@@ -131,6 +131,11 @@ def resolve(run: str | Path | None = None) -> Path:
         path = path.parent
         if has_run(path):
             return path  # this attempt
+    if path.is_file():
+        raise DistdiagError(
+            visible(f"{path} is a file, not a run directory"),
+            visible(f"`distdiag diagnose {shlex.quote(str(path))}` reads logs and dumps"), kind="no_run",
+        )  # fmt: skip
     if not path.is_dir():
         what = f"no run directory {path}" if named else f"no run here: {path} does not exist"
         hint = f"`{CREATE}` records one" + (

@@ -43,6 +43,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["tui", "--once"], 4, "no run", "`torchrun"),
         (["dump"], 4, "no run", "`torchrun"),
         (["report", "absent"], 4, "no run directory absent", "`torchrun"),
+        (["report", __file__], 2, "is a file, not a run directory", "`distdiag diagnose"),
         (["diagnose", "absent"], 4, "absent", ""),
         (["probe", "allredcue"], 2, "allredcue", "allreduce"),
         (["completion"], 2, "Choose from: bash, zsh, fish", "`distdiag completion --help`"),

@@ -468,6 +468,14 @@ def test_logs_of_several_recorded_runs_are_told_apart(tmp_path: Path) -> None:
     assert again is not None and any("recorded this job" in n for n in again.notes)
 
 
+@pytest.mark.parametrize(
+    ("text", "odd"), [("flour\n200 g of butter\n", True), ("[rank0]: step 3 loss 0.2\n", False), (LIVE, False)]
+)
+def test_a_text_of_something_else_does_not_look_like_a_log(tmp_path: Path, text: str, odd: bool) -> None:
+    report = diagnose(tmp_path, text)
+    assert any("does not look like a log of a distributed job" in note for note in report.notes) == odd
+
+
 def test_a_job_that_distdiag_saw_end_has_ended(tmp_path: Path) -> None:
     end = "step 768\n\n[distdiag] the job ended: all ranks ended normally after 768 steps\n"
     report = diagnose(tmp_path, end + "[distdiag] nothing found\n")

@@ -110,6 +110,11 @@ class Collected:
         """Return the facts of these names."""
         return [f for f in self.facts if f.name in names]
 
+    def names_a_job(self) -> bool:
+        """True if a line names a rank, a launcher, an error, or distdiag."""
+        known = (self.ranks, self.facts, self.past, self.unknown, self.recorded, self.rank_of, self.by_path, self.took)
+        return any(known) or bool(self.world_size or self.torchrun)
+
     def is_rank_of(self, process: object, rank: int) -> None:
         """Note the rank of a process, which a line names together."""
         if process in self.rank_of:

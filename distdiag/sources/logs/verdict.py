@@ -229,6 +229,8 @@ def _in_short(f: Fact) -> str:
 
 def _notes(found: Collected, judged: bool) -> list[str]:
     notes = [f"{path}: {reason}" for path, reason in found.bad[:5]]
+    if not (judged or found.names_a_job()):
+        notes.append("no line names a rank, a launcher or an error: this does not look like a log of a distributed job")
     runs = {r.run or path: (path, r) for path, r in found.recorded.items()}
     for path, printed in list(runs.values())[:SHOWN_RUNS]:
         command = f": `distdiag diagnose {printed.run}` has the whole verdict" if printed.run else ""
