@@ -192,6 +192,14 @@ def test_exit_0_requires_that_all_ranks_were_judged_and_the_job_did_not_fail(
     assert main(["diagnose", run, "--fail-on", "never"]) == ExitCode.OK
 
 
+@pytest.mark.parametrize(("age_s", "early"), [(2, True), (100, False)])
+def test_a_young_job_without_findings_is_too_young_to_judge(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], age_s: float, early: bool
+) -> None:
+    main(["diagnose", a_run(tmp_path / "run", started_unix_s=time.time() - age_s)])
+    assert ("running: too early to tell, nothing found in" in capsys.readouterr().out) == early
+
+
 def test_the_first_line_names_the_run_its_age_and_its_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

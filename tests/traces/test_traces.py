@@ -180,7 +180,9 @@ def test_the_comparison_shows_the_culprits_extra_work() -> None:
     more = {d.name: d.culprit_ms - d.peer_ms for d in profile.comparison.rows}
     assert more["idle"] == pytest.approx(0.3)
     assert more["slow.py:3 sleeps"] == pytest.approx(0.4)
-    assert more["exposed"] == pytest.approx(-0.3)
+    assert more["waiting"] + more["communication"] == pytest.approx(-0.3)
+    assert sum(d.culprit_ms - d.peer_ms for d in profile.comparison.rows if d.kind == "time") == pytest.approx(0.0)
+    assert all(d.culprit_ms > d.peer_ms for d in profile.comparison.rows if d.kind != "time")
     shown = "\n".join(text.lines(profile))
     assert "rank 1 (most self time) compared with rank 0" in shown
     assert "slow.py:3 sleeps" in shown
