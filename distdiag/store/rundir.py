@@ -27,7 +27,7 @@ _RECORDED = {DATABASE, POINTER, ".node_0"}  # any of them marks a run directory
 _DEFAULT_NAME = re.compile(r"\d{8}-\d{6}-")
 MOST_OTHERS = 16  # runs of a directory that are checked for one that is not over
 STARTING_S = 600.0  # an older directory without a database belongs to a launch that failed early
-CREATE = "torchrun --standalone --nproc-per-node 2 -m distdiag.run train.py"
+CREATE = "DISTDIAG=1 torchrun --nproc-per-node 2 train.py"
 
 
 def default_run_dir(name: str = "run", root: Path | str | None = None) -> Path:

@@ -157,7 +157,7 @@ def test_distdiag_run_exits_with_the_code_of_its_script(tmp_path: Path) -> None:
     shown = unwrapped(distdiag("diagnose", tmp_path / "R").stdout)
     printed = [line.removeprefix("[distdiag] ") for line in unwrapped(text).splitlines()]
     block = printed[printed.index("1 error found:") + 1 : -2]
-    assert len(block) >= 3 and all(line in shown for line in block), "the summary and diagnose have one text"
+    assert len(block) == 4 and all(line in shown for line in block), "the summary and diagnose have one text"
     line = next(i for i, text in enumerate(script.read_text().splitlines(), 1) if "raise KeyError" in text)
     assert {(w["file"], w["line"]) for w in report["findings"][0]["where"]} == {(str(script), line)}
     sent = distdiag("report", tmp_path / "R", "--tape", tmp_path / "sent.tape")

@@ -257,6 +257,6 @@ def _notes(found: Collected, judged: bool) -> list[str]:
     if not found.recorded:
         seen = "" if judged else "if the job hangs, `py-spy dump --pid PID` shows where each rank is; "
         notes.append(
-            f"read from a log: it shows what was printed, not what each rank did; {seen}`-m distdiag.run` records the next run"
+            f"read from a log: it shows what was printed, not what each rank did; {seen}`DISTDIAG=1` records the next run"
         )
     return notes
