@@ -57,8 +57,9 @@ def exit_code(report: Report, threshold: str) -> ExitCode:
 def print_text(report: Report) -> None:
     from distdiag.diagnosis.model.findings import Severity, still_open
     from distdiag.diagnosis.text.checks import checked_lines
-    from distdiag.diagnosis.text.finding import last_seen_lines, wrapped
+    from distdiag.diagnosis.text.finding import last_seen_lines
     from distdiag.report.words import verdict
+    from distdiag.terms.tables import wrapped
 
     width = max(40, min(shutil.get_terminal_size().columns, 140))
 
@@ -81,7 +82,8 @@ def print_text(report: Report) -> None:
 def _print_findings(report: Report, colour: bool, width: int) -> None:
     """Print the open findings, worst first, then the first line of each that was cleared."""
     from distdiag.diagnosis.model.findings import still_open
-    from distdiag.diagnosis.text.finding import finding_lines, in_the_past, wrapped
+    from distdiag.diagnosis.text.finding import finding_lines, in_the_past
+    from distdiag.terms.tables import wrapped
 
     open_ones, cleared = still_open(report.findings), [f for f in report.findings if f.cleared_s is not None]
     for f in open_ones[:SHOWN]:

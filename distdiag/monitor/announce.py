@@ -12,9 +12,10 @@ from distdiag import files
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.model.findings import STOPPED_BY, Finding, Severity, State, at_least
-from distdiag.diagnosis.text.finding import WIDTH, finding_lines, in_the_past, wrapped
+from distdiag.diagnosis.text.finding import finding_lines, in_the_past
 from distdiag.launcher import PRINTED_ON, VERDICT, stderr_id
 from distdiag.streams import PLAINER, needs_ascii
+from distdiag.terms.tables import WIDTH, wrapped
 
 _MARK = "[distdiag] "
 _WIDTH = WIDTH - len(_MARK)

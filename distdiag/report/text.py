@@ -7,11 +7,10 @@ from functools import partial
 from typing import Any
 
 from distdiag.diagnosis.model.findings import Finding, Where, rank_list
-from distdiag.diagnosis.text.finding import wrapped
 from distdiag.report.facts import RunFacts, notable_ranks, verdict_words
 from distdiag.report.words import from_us, gradient_times, gradient_words, milliseconds, moment, number, visible
 from distdiag.terms.steps import RATE
-from distdiag.terms.tables import table
+from distdiag.terms.tables import table, wrapped
 from distdiag.terms.units import MISSING, duration, percent, rate_text, size_text
 from distdiag.traces.text import lines as profile_lines
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from distdiag.diagnosis.kinds import KINDS
 from distdiag.diagnosis.model.findings import Check, Finding
-from distdiag.diagnosis.text.finding import WIDTH, wrapped
+from distdiag.terms.tables import WIDTH, wrapped
 
 
 def checked_lines(checks: Sequence[Check], width: int = WIDTH) -> list[str]:
@@ -32,8 +32,8 @@ def why_lines(kind: str, checks: Iterable[Check], findings: Iterable[Finding]) -
     head = f"found {len(found)} time{'s' if len(found) > 1 else ''}" + (f", {cleared} cleared" if cleared else "")
     if not found:
         head = "not found" if any(c.checked for c in mine) else "not checked" if mine else "not evaluated in this run"
-    reasons = [f"  {_name(c)}: {'' if c.checked else 'not checked: '}{c.reason}" for c in mine if c.reason]
-    return [f"{kind}: {head}", *reasons]
+    reasons = [f"{_name(c)}: {'' if c.checked else 'not checked: '}{c.reason}" for c in mine if c.reason]
+    return [f"{kind}: {head}", *(line for reason in reasons for line in wrapped(reason, head="  "))]
 
 
 def _name(c: Check) -> str:

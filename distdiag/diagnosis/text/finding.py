@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
-import textwrap
 from collections.abc import Sequence
 
 import msgspec
 
 from distdiag.diagnosis.model.findings import Finding, LastSeen, Severity, Where, rank_list
 from distdiag.diagnosis.text.phrases import NO_PROGRESS, NO_PROGRESS_MADE
+from distdiag.terms.tables import WIDTH, wrapped
 from distdiag.terms.units import rough_duration
 from distdiag.terms.untrusted import visible
 
@@ -18,8 +17,6 @@ WORDS = {Severity.ERROR: "ERROR", Severity.WARNING: "WARNING", Severity.INFO: "I
 SHOWN_SITES = 4
 LONG = 120  # characters of a message that are read at a glance
 LAST_SEEN = 16
-WIDTH = 80  # columns, unless a terminal has more
-_CODE, _KEPT = re.compile("`[^`]{1,44}`"), "\xa0"  # a space that is no place to break a line
 
 printable = visible  # the same escapes on a terminal, in a report and on the screen
 
@@ -53,19 +50,6 @@ def listed(wheres: tuple[Where, ...]) -> str:
 def in_the_past(f: Finding) -> Finding:
     """Return an open finding in the past tense, for after the job's end."""
     return msgspec.structs.replace(f, cost=NO_PROGRESS_MADE) if f.cost == NO_PROGRESS else f
-
-
-def wrapped(text: str, width: int = WIDTH, head: str = "") -> list[str]:
-    """Return the lines of a text in so many columns. A longer word, as a path may be, and a short piece of code stay whole.
-
-    Each line after the first begins with as many spaces as `head` has characters, at least four: by
-    them a reader of logs joins the lines again.
-    """
-    lines = textwrap.wrap(
-        _CODE.sub(lambda m: m[0].replace(" ", _KEPT), printable(text)), width, initial_indent=head,
-        subsequent_indent=" " * max(4, len(head)), break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip
-    return [line.replace(_KEPT, " ") for line in lines] or [head]
 
 
 def finding_lines(f: Finding, width: int = WIDTH) -> list[str]:
