@@ -248,7 +248,10 @@ def test_the_page_on_killed_jobs_shows_what_is_printed(tmp_path: Path) -> None:
     with launch(command, nproc=2, cwd=tmp_path, timeout=120, fork_ranks=True) as job:
         wait_for(lambda: "ERROR deadlock" in job.stderr(), 90, "the deadlock", job)
         time.sleep(HANG_S)  # not for luck: the age of the wait when everything is killed
-        killed(job, random.Random(0), evicted=False)
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # at once: no rank sees another end
+            for pid in (*job.monitor_pids(), job.process.pid, *job.rank_pids().values()):
+                os.kill(pid, number)
+        kill_marked(job.mark)
         shown = distdiag("diagnose", "R", cwd=tmp_path).stdout
     page = (REPOSITORY / "docs/howto/gone.md").read_text().partition("```text\n")[2].partition("```\n")[0]
     first, *rest = judged_of(shown)
