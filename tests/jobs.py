@@ -11,6 +11,7 @@ descendants inherit, not by its process group.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import sqlite3
@@ -100,6 +101,11 @@ def closed(run_dir: Path, deadline_s: float = 60.0) -> dict[str, str]:
         return meta if meta.get("monitor_ended") == "1" and not runs(int(meta["monitor_pid"])) else None
 
     return wait_for(ended, deadline_s, "the monitor to close the run")
+
+
+def unwrapped(text: str) -> str:
+    """Return what distdiag printed with its wrapped lines joined."""
+    return re.sub(r"\n(?:\[distdiag\] )? {4,}", " ", text)
 
 
 def runs(pid: int) -> bool:

@@ -16,7 +16,6 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-import textwrap
 import tomllib
 import zlib
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from tests.tui.drive import showing
 PROJECT = Path(__file__).resolve().parents[1]
 CASES, PAGES = PROJECT / "examples" / "cases", PROJECT / "docs" / "cases"
 WORK = Path("/tmp/cases")  # where the scripts run: their path is in the run
-WIDTH, SIZE = 84, (118, 30)
+SIZE = (118, 30)
 DEADLINE_S = 180
 MOST_BYTES = 300_000  # of a run; 2 MiB of all
 ABOUT = """\
@@ -127,17 +126,10 @@ def verdict(run: Path, kind: str | None = None) -> str:
         print_text(opened.report())
     printed.seek(0)
     about, *blocks = printed.read().split("\n\n")
-    state = about.splitlines()[-1]  # the line before it has the run's age
+    lines = about.splitlines()
+    at = max(i for i, line in enumerate(lines) if not line.startswith(" "))  # the line before it has the run's age
     chosen = [block for block in blocks if kind is not None and block.splitlines()[0].split()[2].startswith(kind)]
-    return "\n".join([state, *("\n" + _wrapped(block) for block in chosen)])
-
-
-def _wrapped(block: str) -> str:
-    out = []
-    for line in block.splitlines():
-        indent = "         " if line.startswith("  ") else "  "
-        out += textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(out)
+    return "\n".join([*lines[at:], *("\n" + block.rstrip() for block in chosen)])
 
 
 def _diff(case: Case) -> str:

@@ -30,8 +30,8 @@ def command(pids: tuple[int, ...], job: str | None, here: bool, ras: bool, as_js
 
     PID is a launcher (torchrun, the script that spawns) or any rank: all ranks of its job on this host are
     sampled with py-spy, for about three seconds. Each is stopped for some milliseconds per sample; nothing in
-    it changes. Stacks have no counts, so what they show is suspected, not proved: record the job (`-m
-    distdiag.run`) to know. Where the job serves its flight recorder (TORCH_WORKER_SERVER_SOCKET,
+    it changes. Stacks have no counts, so what they show is suspected, not proved: start the next run
+    with DISTDIAG=1 to know. Where the job serves its flight recorder (TORCH_WORKER_SERVER_SOCKET,
     TORCH_NCCL_DEBUG_INFO_PIPE_FILE), a suspicion is checked with its counts.
 
     Exit codes: 0 nothing at or above --fail-on, 1 found, 2 bad pid or name, or no permission, 3 not all ranks

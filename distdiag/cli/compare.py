@@ -19,7 +19,7 @@ _EFFECTS = ((0.147, "negligible"), (0.33, "small"), (0.474, "medium"), (2.0, "la
 
 def _print(found: Comparison) -> None:
     from distdiag.report.words import milliseconds, number, visible
-    from distdiag.terms.tables import table
+    from distdiag.terms.tables import table, wrapped
 
     runs = found.runs
     rows: list[list[str]] = [["", *(visible(c.name) for c in runs)], ["state", *(visible(c.state) for c in runs)]]
@@ -28,7 +28,7 @@ def _print(found: Comparison) -> None:
     rows.append(["step ms, median", *(milliseconds(c.step.p50_ms if c.step else None) for c in runs)])
     rows.append(["  95 % interval", *(_interval(c.step.ci95_ms if c.step else None) for c in runs)])
     rows.append(["  p95", *(milliseconds(c.step.p95_ms if c.step else None) for c in runs)])
-    rows.append(["samples/s", *(number(c.samples_per_s) for c in runs)])
+    rows.append(["training samples/s", *(number(c.samples_per_s) for c in runs)])
     for name in runs[0].phases_ms:
         cells = []
         for c in runs:
@@ -42,10 +42,10 @@ def _print(found: Comparison) -> None:
     if not kinds:
         say("no findings of severity warning or above in any run")
     for note in found.notes:
-        say(f"note: {note}")
+        say("\n".join(wrapped(f"note: {note}")))
     say()
     for c in runs[1:]:
-        say(f"{visible(c.name)} against {visible(runs[0].name)}: {_sentence(c.against_baseline)}")
+        say("\n".join(wrapped(f"{c.name} against {runs[0].name}: {_sentence(c.against_baseline)}")))
 
 
 def _interval(ci: tuple[float, float] | None) -> str:

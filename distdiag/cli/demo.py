@@ -63,9 +63,7 @@ def command(run_dir: str | None) -> int:
         return int(ExitCode.TIMEOUT)
     where = shlex.quote(str(run))
     say(f"\nThe job was ended. Its run can still be read:\n  distdiag diagnose {where}\n  distdiag tui {where}")
-    say(
-        "For your own job, write `-m distdiag.run` in front of its script:\n  torchrun --nproc-per-node 8 -m distdiag.run train.py"
-    )
+    say("For your own job, set one variable:\n  DISTDIAG=1 torchrun --nproc-per-node 8 train.py")
     return int(ExitCode.OK)
 
 

@@ -82,6 +82,8 @@ def command(ranks: int, reach: tuple[str, ...], no_torch: bool, fail_on: str, as
     """
     import msgspec
 
+    from distdiag.terms.tables import wrapped
+
     found = _examine(ranks, reach, not no_torch)
     if as_json:
         say_json(msgspec.json.encode(found))
@@ -92,7 +94,7 @@ def command(ranks: int, reach: tuple[str, ...], no_torch: bool, fail_on: str, as
             word = click.style(c.verdict.value, fg=_COLOURS[c.verdict]) if colour else c.verdict.value
             say(f"{word}  {visible(c.name):<{width}}  {visible(c.found)}", drawn=True)
             if c.remedy:
-                say(f"{'':<{width + 6}}  → {c.remedy}")
+                say("\n".join(wrapped(f"→ {c.remedy}", head=" " * (width + 8))))
         count = {v: sum(c.verdict == v for c in found.checks) for v in ("pass", "warn", "fail")}
         say(f"\n{count['fail']} failed, {count['warn']} warnings, {count['pass']} passed")
     bad = {"fail"} if fail_on == "fail" else {"fail", "warn"}

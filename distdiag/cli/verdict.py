@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -58,22 +57,21 @@ def exit_code(report: Report, threshold: str) -> ExitCode:
 def print_text(report: Report) -> None:
     from distdiag.diagnosis.model.findings import Severity, still_open
     from distdiag.diagnosis.text.checks import checked_lines
-    from distdiag.diagnosis.text.finding import last_seen_lines, printable
+    from distdiag.diagnosis.text.finding import last_seen_lines
     from distdiag.report.words import verdict
+    from distdiag.terms.tables import wrapped
 
-    width = min(shutil.get_terminal_size().columns, 140) if sys.stdout.isatty() else None
+    width = max(40, min(shutil.get_terminal_size().columns, 140))
 
     def block(lines: Sequence[str], title: str = "") -> None:
         """Print lines after an empty one; nothing without lines."""
         if lines:
             say(f"\n{title}" if title else "")
         for line in lines:
-            say(f"{'  ' if title else ''}{printable(line)}")
+            say("\n".join(wrapped(line, width, "  " if title else "")))
 
-    about = source(report)
-    if about is not None:
-        say(about)
-    say(printable(verdict(report)))
+    for line in filter(None, (source(report), verdict(report))):
+        say("\n".join(wrapped(line, width)))
     _print_findings(report, wants_colour()[1], width)
     block(last_seen_lines(report.last_seen), "last seen:")
     errors = any(f.severity == Severity.ERROR for f in still_open(report.findings))
@@ -81,10 +79,11 @@ def print_text(report: Report) -> None:
     block([f"note: {note}" for note in report.notes])
 
 
-def _print_findings(report: Report, colour: bool, width: int | None) -> None:
+def _print_findings(report: Report, colour: bool, width: int) -> None:
     """Print the open findings, worst first, then the first line of each that was cleared."""
     from distdiag.diagnosis.model.findings import still_open
     from distdiag.diagnosis.text.finding import finding_lines, in_the_past
+    from distdiag.terms.tables import wrapped
 
     open_ones, cleared = still_open(report.findings), [f for f in report.findings if f.cleared_s is not None]
     for f in open_ones[:SHOWN]:
@@ -97,7 +96,7 @@ def _print_findings(report: Report, colour: bool, width: int | None) -> None:
     if cleared:
         say("\ncleared:")
     for f in cleared[:SHOWN]:
-        say(f"  {finding_lines(f)[0]}")
+        say("\n".join(wrapped(finding_lines(f, 1 << 20)[0], width, "  ")))
     if len(cleared) > SHOWN:
         say(f"  and {len(cleared) - SHOWN:,} more")
 

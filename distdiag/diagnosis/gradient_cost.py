@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from distdiag.diagnosis.comparison import BLOCKS, blocks, half_interval
 from distdiag.diagnosis.model.snapshot import Buckets, DdpTime, Snapshot
 from distdiag.diagnosis.step_times import LIMITS as STEPS
+from distdiag.terms.steps import exposed_share
 
 LEAST = 3  # steps after the warm-up that DDP must have timed on all ranks
 LEAST_OF_INTERVAL = 2 * BLOCKS
@@ -40,7 +41,7 @@ def gradients(s: Snapshot) -> Gradients | None:
 
 
 def _share(times: Sequence[DdpTime]) -> float:
-    return sum(x.exposed_ms for x in times) / sum(x.step_ms for x in times)
+    return exposed_share((x.exposed_ms, x.step_ms) for x in times)
 
 
 def _interval(times: Sequence[DdpTime]) -> tuple[float, float] | None:

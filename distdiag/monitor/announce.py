@@ -1,4 +1,4 @@
-"""Print on the job's stderr: errors and stalls when they happen, corrections, a summary at the end."""
+"""Print on the job's stderr: errors and warnings when they are found, corrections, a summary at the end."""
 
 from __future__ import annotations
 
@@ -12,9 +12,22 @@ from distdiag import files
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.model.findings import STOPPED_BY, Finding, Severity, State, at_least
-from distdiag.diagnosis.text.finding import finding_lines, in_the_past, printable
+from distdiag.diagnosis.text.finding import finding_lines, in_the_past
 from distdiag.launcher import PRINTED_ON, VERDICT, stderr_id
 from distdiag.streams import PLAINER, needs_ascii
+from distdiag.terms.tables import WIDTH, wrapped
+
+_MARK = "[distdiag] "
+_WIDTH = WIDTH - len(_MARK)
+
+
+def _marked(lines: Sequence[str]) -> str:
+    """Return lines, each behind the mark, as text."""
+    return "".join(f"{_MARK}{line}".rstrip() + "\n" for line in lines)
+
+
+def _short(f: Finding) -> str:
+    return f"{f.severity} {f.kind}: {f.message}"
 
 
 class Announcer:
@@ -40,21 +53,23 @@ class Announcer:
         self._printed.add(key)
 
     def finding(self, f: Finding) -> None:
-        """Print an error, or a warning that the job makes no progress, once; and a correction if it is cleared."""
-        stalled = kinds.of(f).state is State.STALLED and at_least(f.severity, Severity.WARNING)
-        if not stalled and not at_least(f.severity, Severity.ERROR):
+        """Print an error once, and a correction if it is cleared; likewise a warning that the job makes no progress.
+
+        Of other warnings the first of each kind is printed: who is slow may change all the time.
+        """
+        if not at_least(f.severity, Severity.WARNING):
             return
+        passing = f.severity == Severity.WARNING and kinds.of(f).state is not State.STALLED
         if f.cleared_s is not None:
-            if f.key in self._printed and f.key not in self._corrected:
+            if not passing and f.key in self._printed and f.key not in self._corrected:
                 self._corrected.add(f.key)
-                self._write(f"\n[distdiag] cleared, the job continues: {f.severity} {f.kind}: {printable(f.message)}\n")
+                self._write("\n" + _marked(wrapped(f"cleared, the job continues: {_short(f)}", _WIDTH)))
             return
-        if f.key in self._printed:
+        if f.key in self._printed or (passing and f.kind in self._printed):
             return
-        self._printed.add(f.key)
-        lines = finding_lines(f)
+        self._printed |= {f.key, f.kind} if passing else {f.key}
         # begin with a newline: a progress bar may have left the cursor at the end of its line
-        self._write("\n" + "\n".join(["[distdiag]" + (" " + line).rstrip() for line in lines]) + "\n")
+        self._write("\n" + _marked(finding_lines(f, _WIDTH)))
 
     def summary(self, diagnosis: Diagnosis, own: Sequence[Finding] = (), node: int = 0) -> None:
         """Print how the job ended, the first error in full, one line per other finding, and the command for the rest.
@@ -75,15 +90,15 @@ class Announcer:
         state = "the job ended" if diagnosis.state == State.ENDED else f"the job {diagnosis.state}"
         text = diagnosis.state_text
         stopped = text.startswith(STOPPED_BY)
-        lines = [f"the job was {text}" if stopped else f"{state}: {text}" if text else state]
+        lines = wrapped(f"the job was {text}" if stopped else f"{state}: {text}" if text else state, _WIDTH)
         if found:
             counts = {s: sum(f.severity == s for f in found) for s in (Severity.ERROR, Severity.WARNING)}
             lines.append(", ".join(f"{n} {s}{'s' if n > 1 else ''}" for s, n in counts.items() if n) + " found:")
             for i, f in enumerate(found[:8]):
                 if i == 0 and f.severity == Severity.ERROR:
-                    lines += finding_lines(in_the_past(f))
+                    lines += finding_lines(in_the_past(f), _WIDTH)
                     continue
-                lines.append(f"  {f.severity} {f.kind}: {printable(f.message)}")
+                lines += wrapped(_short(f), _WIDTH, "  ")
             if len(found) > 8:
                 lines.append(f"  … and {len(found) - 8} more")
         elif not node:
@@ -92,15 +107,15 @@ class Announcer:
                 infos += {f.key: f for f in own if f.cause == "device_waits"}.values()
             nothing = "no error or warning found" if infos else "nothing found"
             lines.append(nothing if diagnosis.state == State.ENDED or stopped else "no rule explains it")
-            lines += [f"  {f.severity} {f.kind}: {printable(f.message)}" for f in infos[:8]]
+            lines += [line for f in infos[:8] for line in wrapped(_short(f), _WIDTH, "  ")]
         if cleared:
             lines.append("cleared before the end:")
-            lines += [f"  {f.severity} {f.kind}: {printable(f.message)} (cleared)" for f in cleared[:8]]
+            lines += [line for f in cleared[:8] for line in wrapped(f"{_short(f)} (cleared)", _WIDTH, "  ")]
         if node:
             lines = [f"node {node}: {line}" for line in lines]
             where = where.parent
-        lines.append(f"verdict: distdiag diagnose {where}    report: distdiag report {where}")
-        text = "".join(f"[distdiag] {line}\n" for line in lines)
+        lines += [f"verdict: distdiag diagnose {where}", f"report:  distdiag report {where}"]
+        text = _marked(lines)
         self._write("\n" + text)
         with contextlib.suppress(OSError):
             if not self.quiet:  # first: the launcher reads it once there is a verdict

@@ -17,11 +17,12 @@ from pathlib import Path
 import msgspec
 
 from distdiag import files
+from distdiag.diagnosis.endings import ending_kind
 from distdiag.diagnosis.engine import Diagnosis, Record
 from distdiag.diagnosis.history import SAME_S
 from distdiag.diagnosis.model.findings import CollectiveRef, LastSeen, Report, State, rank_list
 from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Site, Snapshot
-from distdiag.diagnosis.text.phrases import reference
+from distdiag.diagnosis.text.phrases import reference, shortened
 from distdiag.monitor import deaths, source_files
 from distdiag.monitor.pages import described
 from distdiag.monitor.ranks.state import RankView
@@ -82,7 +83,7 @@ def _report(run_dir: Path, run: Run | None, left: Sequence[Path]) -> Report | No
     diagnosis = _judged(snapshot, base, _proof_times(views, snapshot))
     killed = sorted(q for q, r in states.items() if r.life not in DEAD)
     if killed:
-        notes = [*_order(killed, seen), *deaths.killer(meta), *notes]
+        notes = [*_order(killed, seen), *_cut_off(states), *deaths.killer(meta), *notes]
     if run is not None:
         notes += deaths.who_grew(run, max(seen.values()))
     world = base.world_size or snapshot.world_size
@@ -245,8 +246,17 @@ def _order(killed: Sequence[int], seen: dict[int, float]) -> Iterator[str]:
         )
 
 
+def _cut_off(states: dict[int, RankState]) -> Iterator[str]:
+    """Yield which ranks did not crash by themselves: they had the error that follows when another rank is killed."""
+    if ranks := [q for q, r in states.items() if ending_kind(r) == "echo"]:
+        error = shortened(states[ranks[0]].exception or "", 120)
+        yield f"{rank_list(ranks)} failed because a rank that {'it' if len(ranks) == 1 else 'they'} needed was gone: {error}"
+
+
 def _doing(r: RankState) -> str | None:
     """Return the rank's activity; for user code its phase, where that is more exact."""
+    if ending_kind(r) == "echo":
+        return "cut_off"
     if r.life in (Life.RUNNING, Life.STARTING) and r.activity == "user_code":
         return None if r.phase == "init" else r.phase
     return r.activity
@@ -254,7 +264,8 @@ def _doing(r: RankState) -> str | None:
 
 def _last_seen(r: RankState, v: RankView, seen_s: float) -> LastSeen:
     calls = v.history.calls
-    last: Call | None = r.blocked or (calls[-1] if calls else None)
+    made = (c for c in reversed(calls) if c.op not in ("init_process_group", "new_group"))
+    last: Call | None = r.blocked or next(made, None)
     site: Site | None = r.current_site
     return LastSeen(
         rank=r.rank, t_s=seen_s,

@@ -332,6 +332,8 @@ class Monitor:
     def _write(self, s: Snapshot, changed: list[Finding], over: bool) -> None:
         self.recording.write_calls_and_steps(s, over)
         self._write_findings(s, changed)
+        for f in self.diagnosis.findings if over else ():  # as the summary has them, whose numbers are newer
+            self.writer.finding(f)
         if s.t_s - self._host_at >= FULL_POLL_S or over:
             self._host_at = s.t_s
             self.sampling.sample(s.t_s, self.views)

@@ -21,11 +21,7 @@ from distdiag.terms.backends import blocks_host
 CLOCK_JUMP_S = 2.0  # of the wall clock against the monotonic one
 DRIVER_SILENT_S = 20.0  # NVML calls take milliseconds; initialising eight cards without persistence mode takes seconds
 DISK = re.compile(r"full|no space|quota|disk i/o|read-?only|unable to open|permission", re.IGNORECASE)
-MISSED_AFTER = 2_000  # steps
-# share of a rank's steps from which on their loss is reported: a busy machine delays the monitor now and then
-MISSED = 0.05
 ADVICE = {
-    "missed": "leave the monitor a core; the job is not slowed, and its findings use the steps that were read",
     "disk_full": "free the disk, or see in `dmesg` what is wrong with it",
     "device_waits": "keep the flight recorder on (TORCH_FR_BUFFER_SIZE), and install distdiag with a C compiler",
     "unfollowed": "see where its ranks are with `distdiag dump`",
@@ -230,9 +226,6 @@ class OwnFaults:
         if h.dropped:
             text = f"rank {q} dropped {h.dropped} records or more; its numbers are incomplete"
             yield Fault(f"dropped/{q}", "dropped", text, q)
-        if h.n_steps > MISSED_AFTER and v.history.missed_steps > MISSED * h.n_steps:
-            text = f"{v.history.missed_steps:,} of {h.n_steps:,} steps of rank {q} were overwritten before they were read: the monitor was too slow"
-            yield Fault(f"missed/{q}", "missed", text, q)
         texts = [
             f"rank {q} {did} {group}{at(site)}: {lost}"
             for what, group, site in v.decoder.unfollowed

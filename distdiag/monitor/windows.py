@@ -11,6 +11,7 @@ import msgspec
 from distdiag.diagnosis.model.snapshot import RankState, Step
 from distdiag.monitor.fields import names
 from distdiag.store.frames import RankRow
+from distdiag.terms.steps import throughput
 
 WINDOW = 50  # steps
 
@@ -53,12 +54,10 @@ def window_of(steps: Sequence[Step]) -> Window:
         name: _median([v for v in column if v is not None] if None in column else column)
         for name, column in zip(_TIMES, columns, strict=True)
     }
-    timed = [x for x in steps if x.step > 1] or steps  # the first step has the start of DDP and compilation in it
-    total_s = sum([x.step_ms for x in timed]) / 1e3
-    samples = sum([x.samples for x in timed])
+    timed = [x for x in steps if x.step > 1] or steps
     return Window(
         self_ms=_median([ms if (ms := x.step_ms - x.wait_ms) > 0.0 else 0.0 for x in steps]),
-        samples_per_s=samples / total_s if samples and total_s else None,
+        samples_per_s=throughput(sum([x.samples for x in timed]), sum([x.step_ms for x in timed]) / 1e3),
         loss=steps[-1].loss,
         **medians,
     )

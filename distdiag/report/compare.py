@@ -23,7 +23,7 @@ from distdiag.report.steps import (
     median,
     quantiles,
     read_steps,
-    throughput,
+    samples_per_s,
 )
 from distdiag.store.liveness import number
 from distdiag.store.reader import Run
@@ -106,7 +106,7 @@ def compare_runs(runs: Sequence[Run], skip: int | None = None) -> Comparison:
                 torch=versions(run).get("torch"),
                 skipped_steps=left_out,
                 step=quantiles(times),
-                samples_per_s=throughput(job_steps(used)),
+                samples_per_s=samples_per_s(job_steps(used)),
                 phases_ms=phases,
                 against_baseline=None if baseline is None else difference(baseline, times),
                 phases_change_ms={

@@ -11,6 +11,7 @@ from distdiag.diagnosis.model.findings import Certainty, Severity, rank_list
 from distdiag.report import words
 from distdiag.report.facts import RunFacts, notable_ranks, verdict_words
 from distdiag.terms import units
+from distdiag.terms.steps import RATE
 from distdiag.traces.text import ms_text, path_text, place
 
 MAX_RANKS = 64
@@ -33,7 +34,7 @@ def render(facts: RunFacts) -> str:
     )
     environment.globals.update(
         ms=words.milliseconds, from_us=words.from_us, number=words.number, percent=units.percent, size=units.size_text, rate=units.rate_text,
-        duration=units.duration, gradient_times=words.gradient_times, gradient_words=words.gradient_words, moment=words.moment,
+        duration=units.duration, gradient_times=words.gradient_times, of_rate=RATE, gradient_words=words.gradient_words, moment=words.moment,
          rank_list=rank_list, trace_ms=ms_text, place=place, path_text=path_text, Certainty=Certainty, Severity=Severity,
     )  # fmt: skip
     shown = notable_ranks(facts.ranks, MAX_RANKS)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from distdiag.store.reader import Run
 from distdiag.terms.statistics import interval_of_median
-from distdiag.terms.steps import DDP_TIMES, TIMES
+from distdiag.terms.steps import DDP_TIMES, TIMES, throughput
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -153,13 +153,13 @@ def quantiles(values_ms: Floats) -> Quantiles | None:
     )
 
 
-def throughput(job: JobSteps) -> float | None:
-    """Samples per second over the run, its pauses (validation, checkpoints) included."""
+def samples_per_s(job: JobSteps) -> float | None:
+    """Return the throughput of these steps, as `terms.steps` defines it."""
     known = ~(np.isnan(job.samples) | np.isnan(job.t_end_s))
     samples, ends = job.samples[known], job.t_end_s[known]
-    if len(samples) < 2 or ends[-1] <= ends[0]:
+    if len(samples) < 2:
         return None
-    return float(samples[1:].sum() * job.every / (ends[-1] - ends[0]))
+    return throughput(float(samples[1:].sum() * job.every), float(ends[-1] - ends[0]))
 
 
 def series(job: JobSteps, points: int = MAX_SERIES) -> tuple[SeriesPoint, ...]:

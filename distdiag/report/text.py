@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -10,17 +9,17 @@ from typing import Any
 from distdiag.diagnosis.model.findings import Finding, Where, rank_list
 from distdiag.report.facts import RunFacts, notable_ranks, verdict_words
 from distdiag.report.words import from_us, gradient_times, gradient_words, milliseconds, moment, number, visible
-from distdiag.terms.tables import table
+from distdiag.terms.steps import RATE
+from distdiag.terms.tables import table, wrapped
 from distdiag.terms.units import MISSING, duration, percent, rate_text, size_text
 from distdiag.traces.text import lines as profile_lines
 
-WIDTH = 110
 MAX_RANKS = 32
 MAX_COLLECTIVES = 20
 
 
 def render(facts: RunFacts) -> str:
-    """Return the report as lines of at most `WIDTH` columns, unless a name of the run is longer."""
+    """Return the report: prose wrapped at 80 columns, tables as wide as they are."""
     sections = [
         _head(facts),
         *(_finding(f) for f in facts.open_findings),
@@ -41,17 +40,14 @@ def render(facts: RunFacts) -> str:
 
 
 def _wrap(label: str, text: str, indent: str = "  ") -> list[str]:
-    return textwrap.wrap(
-        visible(text), WIDTH, initial_indent=f"{indent}{label:<9}", subsequent_indent=" " * (len(indent) + 9),
-        break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip
+    return wrapped(text, head=f"{indent}{label:<9}")
 
 
 def _head(f: RunFacts) -> list[str]:
     words = verdict_words(f)
     lines = [f"{f.name}  {f.state.upper()}" + (f": {words}" if words else "")]
     lines.append(f"{f.run}, {moment(f.started_unix_s)}, {duration(f.duration_s)}")
-    lines += [f"note: {n}" for n in f.notes]
+    lines += [part for n in f.notes for part in wrapped(f"note: {n}")]
     if not f.findings:
         lines.append("No findings.")
     return lines
@@ -107,7 +103,7 @@ def _job(f: RunFacts) -> list[str]:
         text += f", p95 {milliseconds(f.step.p95_ms)} ms" if f.step.p95_ms is not None else ""
         lines += _wrap("step", f"{text}, largest {milliseconds(f.step.max_ms)} ms, n = {f.step.n:,}")
     if f.samples_per_s is not None:
-        lines += _wrap("rate", f"{f.samples_per_s:,.0f} samples/s, pauses included")
+        lines += _wrap("rate", f"{f.samples_per_s:,.0f} samples/s over the run ({RATE})")
     if f.command:
         lines += _wrap("command", f.command)
     if f.details:

@@ -17,7 +17,9 @@ from distdiag.diagnosis.model.findings import (
     still_open,
 )
 from distdiag.terms import untrusted
-from distdiag.terms.units import MISSING, counted, decimal, percent, size_text
+from distdiag.terms.units import MISSING, counted, decimal, percent, rough_duration, size_text
+
+EARLY_S = 10.0  # a job this young has too few steps to judge
 
 
 def visible(text: object) -> str:
@@ -67,10 +69,10 @@ def gradient_words(g: Gradients) -> str:
 
 
 def gradient_times(g: Gradients) -> str:
-    """Return `31.0 ms of communication a step, 14.2 ms of it exposed (12 % of step time); medians of …`."""
+    """Return `31.0 ms of communication a step, 14.2 ms of it exposed (medians of …); …`."""
     return (
-        f"{milliseconds(g.comm_ms)} ms of communication a step, {milliseconds(g.exposed_ms)} ms of it exposed"
-        f" ({percent(g.exposed_share)} of step time); medians of {number(g.steps)} measured steps, of the rank with the least"
+        f"{milliseconds(g.comm_ms)} ms of communication a step, {milliseconds(g.exposed_ms)} ms of it exposed (medians of"
+        f" {number(g.steps)} measured steps of the rank with the least); {percent(g.exposed_share)} of their time is exposed"
     )
 
 
@@ -93,6 +95,8 @@ def _verdict_without_findings(report: Report, stopped: str | None, infos: int, s
     cleared = f"; {n} cleared" if n else ""
     if report.unjudged:
         return f"{report.state}, only partly judged: {report.unjudged}{cleared}"
+    if report.state == State.RUNNING and report.ended_ago_s is None and (report.age_s or EARLY_S) < EARLY_S:
+        return f"{report.state}: too early to tell, nothing found in {rough_duration(report.age_s or 0.0)}, {seen}"
     waits = f"{report.state_text}; " if report.state == State.RUNNING and report.state_text else ""
     if infos:
         return f"{report.state}: {waits}no error or warning, {infos} info ({seen})"

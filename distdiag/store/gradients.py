@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from distdiag.diagnosis.model.findings import Gradients
 from distdiag.store.rows import DdpRow
+from distdiag.terms.steps import exposed_share
 
 LAST_STEPS = 1000  # DDP times one step in 8, 32 or 100
 WARM_UP = 5  # first steps, left out if there are others: buckets are rebuilt, caches are cold
@@ -57,26 +58,31 @@ def read_gradients(run: Rows, t_s: float | None = None) -> Gradients | None:
 
 
 def _times(run: Rows, ranks: int, t_s: float | None, last_steps: int) -> list[tuple[float, float, float]]:
-    """Return (step, communication, exposed) in ms of the last steps that all ranks measured."""
+    """Return (step, communication, exposed) in ms of the last steps that DDP timed on the rank with the least exposed.
+
+    The others also wait for late ranks. Empty if a rank has timed none.
+    """
     comm, exposed = run.named("step", ("comm_ms", "exposed_ms"))
     if comm == "NULL":
         return []
     found = run.step_range(t_s)
     if found is None:
         return []
-    rows = run.query(
-        f"SELECT step, max(step_ms), min({comm}), min({exposed}), count({comm}) FROM step"
-        f" WHERE step BETWEEN ? AND ? AND {comm} IS NOT NULL AND step_ms IS NOT NULL GROUP BY step ORDER BY step",
-        (max(found[0], found[1] - last_steps + 1), found[1]),
-    )
-    whole = [r[:4] for r in rows if r[4] >= ranks and None not in r]
-    return [r[1:] for r in whole if r[0] > WARM_UP] or [r[1:] for r in whole]
+    first, last = max(found[0], found[1] - last_steps + 1), found[1]
+    timed = f"FROM step WHERE step BETWEEN ? AND ? AND {comm} IS NOT NULL AND {exposed} IS NOT NULL AND step_ms > 0"
+    for begin in (max(first, WARM_UP + 1), first):
+        by_share = run.query(
+            f"SELECT rank {timed} GROUP BY rank ORDER BY sum({exposed}) / sum(step_ms), rank", (begin, last)
+        )
+        if by_share and len(by_share) >= ranks:
+            query = f"SELECT step_ms, {comm}, {exposed} {timed} AND rank = ? ORDER BY step"
+            return run.query(query, (begin, last, by_share[0][0]))
+    return []
 
 
 def _medians(times: list[tuple[float, float, float]]) -> dict[str, float]:
     if not times:
         return {}
     step_ms, comm_ms, exposed_ms = (statistics.median(column) for column in zip(*times, strict=True))
-    total_ms = sum(t[0] for t in times)
-    share = sum(t[2] for t in times) / total_ms if total_ms > 0 else 0.0
+    share = exposed_share((exposed, step) for step, _, exposed in times)
     return {"step_ms": step_ms, "comm_ms": comm_ms, "exposed_ms": exposed_ms, "exposed_share": share}

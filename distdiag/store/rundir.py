@@ -27,7 +27,7 @@ _RECORDED = {DATABASE, POINTER, ".node_0"}  # any of them marks a run directory
 _DEFAULT_NAME = re.compile(r"\d{8}-\d{6}-")
 MOST_OTHERS = 16  # runs of a directory that are checked for one that is not over
 STARTING_S = 600.0  # an older directory without a database belongs to a launch that failed early
-CREATE = "torchrun --standalone --nproc-per-node 2 -m distdiag.run train.py"
+CREATE = "DISTDIAG=1 torchrun --nproc-per-node 2 train.py"
 
 
 def default_run_dir(name: str = "run", root: Path | str | None = None) -> Path:
@@ -131,6 +131,11 @@ def resolve(run: str | Path | None = None) -> Path:
         path = path.parent
         if has_run(path):
             return path  # this attempt
+    if path.is_file():
+        raise DistdiagError(
+            visible(f"{path} is a file, not a run directory"),
+            visible(f"`distdiag diagnose {shlex.quote(str(path))}` reads logs and dumps"), kind="no_run",
+        )  # fmt: skip
     if not path.is_dir():
         what = f"no run directory {path}" if named else f"no run here: {path} does not exist"
         hint = f"`{CREATE}` records one" + (

@@ -32,7 +32,7 @@ def explain(run_dir: Path, what: str) -> tuple[str, str]:
     if owner is not None:
         return what, f"it belongs to {owner}, who can see whether its job is starting"
     if record is None:
-        hint = "was it started with `-m distdiag.run`, or does it call distdiag.attach()?"
+        hint = "was it started with `DISTDIAG=1`, or does it call distdiag.attach()?"
         if _age_s(run_dir) < LAUNCHING_S:
             return f"{what} yet", f"the job is starting; {hint}"
         return f"{what}, and no rank has claimed it", _else(

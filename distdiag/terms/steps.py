@@ -5,6 +5,7 @@ A step is recorded as how long each part took, not when. The column of a time is
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,9 +87,31 @@ PROFILE_PARTS = (
 )  # fmt: skip
 
 BY_NAME = {p.name: p for p in (*PROFILE_PARTS, *STEP_PARTS)}
+RATE = "training samples of all ranks; pauses count as time, the first step does not"  # what `throughput` is
 PHASES = tuple(p.name for p in STEP_PARTS if p.part)
 TIMES = tuple(p.column for p in STEP_PARTS if not p.ddp)  # columns of every step, ms
 DDP_TIMES = tuple(p.column for p in STEP_PARTS if p.ddp)  # columns of the steps that DDP timed, ms
+
+
+def throughput(samples: float, seconds: float) -> float | None:
+    """Return samples per second; None if none were counted.
+
+    Args:
+        samples: Of the steps after the first one, which has the start of DDP and compilation in it, if there are others.
+            Batches of a validation are not among them.
+        seconds: Those steps took, from end to end: with validations and checkpoints between them.
+    """
+    return samples / seconds if samples > 0 and seconds > 0 else None
+
+
+def exposed_share(times: Iterable[tuple[float, float]]) -> float:
+    """Return the share of step time that communication takes which no computation hides: the sum of the times by that of the steps.
+
+    Args:
+        times: Of the steps that DDP timed, those times on the rank with the least, and of the step, ms.
+    """
+    exposed_ms, step_ms = (sum(column) for column in zip(*times, strict=True))
+    return exposed_ms / step_ms if step_ms > 0 else 0.0
 
 
 def split(step: Any) -> dict[str, float]:

@@ -293,13 +293,16 @@ def _sum(sizes: Sequence[int | None], steps: int) -> float | None:
 def differences(
     culprit: Mapping[str, float], peer: Mapping[str, float], least_ms: float, kind: str
 ) -> list[Difference]:
-    """Return what takes the culprit at least `least_ms` per step more (or less) than its peer, largest first."""
+    """Return what takes the culprit at least `least_ms` per step more than its peer, largest first.
+
+    What takes the peer longer is its wait for the culprit.
+    """
     out = [
         Difference(kind=kind, name=name, culprit_ms=culprit.get(name, 0.0), peer_ms=peer.get(name, 0.0))
         for name in {*culprit, *peer}
     ]
-    out = [d for d in out if abs(d.culprit_ms - d.peer_ms) >= least_ms]
-    return sorted(out, key=lambda d: -abs(d.culprit_ms - d.peer_ms))[:TOP]
+    out = [d for d in out if d.culprit_ms - d.peer_ms >= least_ms]
+    return sorted(out, key=lambda d: d.peer_ms - d.culprit_ms)[:TOP]
 
 
 def line_times(lines: Sequence[tuple[str, int, str, int]], samples: int, step_ms: float) -> list[LineTime]:

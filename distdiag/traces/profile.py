@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 
 from distdiag.terms.ranks import fold_ranks
+from distdiag.terms.steps import BY_NAME
 from distdiag.traces import analyse
 from distdiag.traces.analyse import Entry, Key, Message, Spans, Window
 from distdiag.traces.critical_path import critical_path
-from distdiag.traces.model import CollectiveTimes, Comparison, Difference, Missing, Profile, RankTimes
+from distdiag.traces.model import CollectiveTimes, Comparison, Difference, Missing, Profile, RankTimes, parts_of
 from distdiag.traces.read import Comm, Trace, is_message
 from distdiag.traces.text import ms_text, place
 
@@ -136,10 +137,10 @@ def _comparison(
     culprit, peer, reason = chosen
     a, b = by_rank[culprit], by_rank[peer]
     least = max(LEAST_MS, LEAST_SHARE * max(a.step_ms, b.step_ms))
-    names = ("compute", "exposed", "idle")
+    parts = zip(parts_of(a).items(), parts_of(b).values(), strict=True)  # together they are the step
     rows = [
-        Difference(kind="time", name=name, culprit_ms=getattr(a, f"{name}_ms"), peer_ms=getattr(b, f"{name}_ms"))
-        for name in names
+        Difference(kind="time", name=BY_NAME[name].word or name, culprit_ms=ms, peer_ms=peer_ms)
+        for (name, ms), peer_ms in parts
     ]
     by_operator, by_line = [], []
     for q in (culprit, peer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from distdiag.terms.tables import table
+from distdiag.terms.tables import table, wrapped
 from distdiag.terms.units import MISSING, percent, size_text
 from distdiag.terms.untrusted import visible
 from distdiag.traces.model import CollectiveTimes, Comparison, CriticalPath, ModuleTimes, Profile, RankTimes
@@ -21,7 +21,7 @@ def ms_text(value: float | None) -> str:
 
 def lines(p: Profile) -> list[str]:
     """Return the profile as lines of plain text; times are ms per step."""
-    out = [p.verdict, ""] if p.verdict else []
+    out = [*wrapped(p.verdict), ""] if p.verdict else []
     if p.ranks:
         last = (p.first_step or 0) + p.steps - 1
         steps = f"step {p.first_step}, ms" if p.steps == 1 else f"steps {p.first_step} to {last}, ms per step"
@@ -30,7 +30,7 @@ def lines(p: Profile) -> list[str]:
     if p.comparison is not None:
         out += ["", *_compared(p.comparison)]
     if p.critical_path is not None and p.critical_path.step_ms > 0:
-        out += ["", path_text(p.critical_path)]
+        out += ["", *wrapped(path_text(p.critical_path))]
     if p.collectives:
         out += ["", *table([_COLLECTIVE_HEAD, *map(_collective, p.collectives[:TOP])], left=(0, 1))]
     if p.modules:
@@ -47,11 +47,13 @@ def lines(p: Profile) -> list[str]:
         saving = max(r.save_ms or 0.0 for r in measured)
         out += [
             "",
-            f"cost, once: {ms_text(control)} ms to start and stop; {ms_text(saving)} ms to write the trace, in which the script mostly waits",
+            *wrapped(
+                f"cost, once: {ms_text(control)} ms to start and stop; {ms_text(saving)} ms to write the trace, "
+                "in which the script mostly waits"
+            ),
         ]
-    out += [f"rank {m.rank}: no profile: {visible(m.reason)}" for m in p.missing]
-    out += [f"note: {visible(n)}" for n in p.notes]
-    return out
+    notes = [f"rank {m.rank}: no profile: {m.reason}" for m in p.missing] + [f"note: {n}" for n in p.notes]
+    return out + [line for note in notes for line in wrapped(note)]
 
 
 def place(file: str, line: int, function: str) -> str:

@@ -22,6 +22,7 @@ from distdiag.store import rundir
 from distdiag.store.frames import RankRow
 from distdiag.store.writer import Writer
 from tests.diagnosis.recordings import Job, write
+from tests.jobs import unwrapped
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +70,7 @@ def a_run(path: Path, *findings: Finding, ranks: int = 2, **meta: object) -> str
 def test_the_verdict_comes_first_then_the_four_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diagnose", hung(tmp_path / "d")]) == ExitCode.FAILED
     out, err = capsys.readouterr()
+    out = unwrapped(out)
     lines = out.splitlines()
     assert lines[0] == "stalled: 1 error; look at rank 2 first (4 of 4 ranks seen)"
     assert lines[2].startswith(
@@ -100,7 +102,7 @@ def test_a_run_without_findings_exits_with_0(tmp_path: Path, capsys: pytest.Capt
 def test_a_wait_that_is_not_judged_yet_is_in_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     waits = "rank 0 waits for rank 1 for 57 s (judged from 60 s on)"
     assert main(["diagnose", a_run(tmp_path / "run", state_text=waits)]) == ExitCode.OK
-    assert capsys.readouterr().out.startswith(f"running: {waits}; nothing else found, 2 of 2 ranks seen")
+    assert unwrapped(capsys.readouterr().out).startswith(f"running: {waits}; nothing else found, 2 of 2 ranks seen")
 
 
 def test_files_and_folders_together(tmp_path: Path) -> None:
@@ -148,7 +150,7 @@ def test_a_cleared_finding_does_not_fail(tmp_path: Path, capsys: pytest.CaptureF
 
     gone = msgspec.structs.replace(FINDING, severity="error", cleared_s=9.0)
     assert main(["diagnose", a_run(tmp_path / "run", gone)]) == ExitCode.OK
-    out = capsys.readouterr().out
+    out = unwrapped(capsys.readouterr().out)
     assert out.startswith("running: nothing found, 2 of 2 ranks seen; 1 cleared")
     assert "cleared after 8 s" in out
 
@@ -190,12 +192,20 @@ def test_exit_0_requires_that_all_ranks_were_judged_and_the_job_did_not_fail(
     assert main(["diagnose", run, "--fail-on", "never"]) == ExitCode.OK
 
 
+@pytest.mark.parametrize(("age_s", "early"), [(2, True), (100, False)])
+def test_a_young_job_without_findings_is_too_young_to_judge(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], age_s: float, early: bool
+) -> None:
+    main(["diagnose", a_run(tmp_path / "run", started_unix_s=time.time() - age_s)])
+    assert ("running: too early to tell, nothing found in" in capsys.readouterr().out) == early
+
+
 def test_the_first_line_names_the_run_its_age_and_its_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = a_run(tmp_path / "run", started_unix_s=time.time() - 100, command="python train.py --lr 1")
     main(["diagnose", run])
-    first, second, *_ = capsys.readouterr().out.splitlines()
+    first, second, *_ = unwrapped(capsys.readouterr().out).splitlines()
     assert re.fullmatch(rf"run {re.escape(run)}, started 1\d\d s ago: python train.py --lr 1", first)
     assert second.startswith("running: ")
 
@@ -240,10 +250,10 @@ def test_another_job_of_this_directory_that_still_runs_is_named(
     a_run(ended, started_unix_s=time.time() - 200, ended_s=100, state="ended")
     rundir.mark_latest(ended)
     main(["diagnose"])
-    out = capsys.readouterr().out
+    out = unwrapped(capsys.readouterr().out)
     assert f"note: another run here is not over (deadlocked): distdiag diagnose reports/{hangs.name}\n" in out
     main(["diagnose", str(ended)])
-    assert "not over" not in capsys.readouterr().out
+    assert "not over" not in unwrapped(capsys.readouterr().out)
 
 
 def test_a_recording_that_ended_before_the_job_is_no_good_news(
@@ -272,14 +282,14 @@ def test_cleared_findings_are_one_line_each_and_an_error_comes_without_the_list_
     with Writer(tmp_path / "run") as w:
         w.checks((Check(kind="straggler", reason="fewer than two ranks are running"),))
     assert main(["diagnose", run]) == ExitCode.FAILED
-    lines = capsys.readouterr().out.splitlines()
+    lines = unwrapped(capsys.readouterr().out).splitlines()
     assert lines[1].startswith("failed: stopped by SIGTERM (from the launcher or a person); 1 error; look at rank 1")
     assert "the job made no progress until it ended" in "".join(lines)
     at = lines.index("cleared:")
     assert "deadlock" in "".join(lines[:at])
     assert lines[at + 1 :] == ["  ▲ WARNING straggler/data (suspected)  rank 1  data +62 ms/step (cleared after 8 s)"]
     main(["diagnose", run, "--why", "straggler"])
-    assert capsys.readouterr().out.splitlines()[:2] == [
+    assert unwrapped(capsys.readouterr().out).splitlines()[:2] == [
         "straggler: found 1 time, 1 cleared",
         "  straggler: not checked: fewer than two ranks are running",
     ]
@@ -375,7 +385,7 @@ def test_a_run_is_read_with_its_log(tmp_path: Path, capsys: pytest.CaptureFixtur
     log = tmp_path / "job.log"
     log.write_text("[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n")
     assert main(["diagnose", a_run(tmp_path / "run"), str(log)]) == ExitCode.FAILED
-    out = capsys.readouterr().out
+    out = unwrapped(capsys.readouterr().out)
     assert "rank 1 ran out of GPU memory" in out and f"note: from {log}: 1 error" in out
 
 
@@ -426,17 +436,20 @@ def test_the_last_lines_list_what_was_checked_and_what_was_not(
     with Writer(tmp_path / "run") as w:
         w.checks(checks)
     assert main(["diagnose", run]) == ExitCode.OK
-    assert capsys.readouterr().out.splitlines()[-2:] == [
+    assert unwrapped(capsys.readouterr().out).splitlines()[-2:] == [
         "checked: deadlock, uneven_batches, memory",
         f"not checked: straggler, input_bound ({few}); uneven_batches/count (the length of a loader is not known)",
     ]
     assert main(["diagnose", run, "--why", "straggler"]) == ExitCode.OK
-    assert capsys.readouterr().out.splitlines() == ["straggler: not checked", f"  straggler: not checked: {few}"]
+    assert unwrapped(capsys.readouterr().out).splitlines() == [
+        "straggler: not checked",
+        f"  straggler: not checked: {few}",
+    ]
     assert main(["diagnose", run, "--why", "memory"]) == ExitCode.OK
-    assert capsys.readouterr().out.splitlines() == ["memory: not found", "  memory: no growth"]
+    assert unwrapped(capsys.readouterr().out).splitlines() == ["memory: not found", "  memory: no growth"]
     assert main(["diagnose", run, "--why", "nonsense"]) == ExitCode.USAGE
     assert main(["diagnose", run, "--json"]) == ExitCode.OK
-    assert json.loads(capsys.readouterr().out)["checks"][1] == {
+    assert json.loads(unwrapped(capsys.readouterr().out))["checks"][1] == {
         "kind": "straggler", "cause": None, "checked": False, "reason": few
     }  # fmt: skip
 

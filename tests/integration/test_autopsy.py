@@ -19,7 +19,7 @@ import pytest
 
 from distdiag import cgroups
 from distdiag.page import directories
-from tests.jobs import ONE_RANK, Job, distdiag, kill_marked, launch, rows, start, wait_for
+from tests.jobs import ONE_RANK, REPOSITORY, Job, distdiag, kill_marked, launch, rows, start, unwrapped, wait_for
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(180)]
 
@@ -56,6 +56,36 @@ JOB = """
         x.fill_(1.0)
         os.write(out, b"G %d\\n" % time.monotonic_ns()); time.sleep(0.02)  # G
 """
+BROADCASTS = """
+    import time
+
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+
+    def main() -> None:
+        dist.init_process_group("gloo")
+        model = DDP(torch.nn.Linear(8, 2))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        torch.manual_seed(dist.get_rank())
+        best = torch.zeros(1)
+        for step in range(10000):
+            loss = model(torch.randn(4, 8)).sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            time.sleep(0.05)
+            if step % 20 < 19:
+                dist.all_reduce(best)
+                continue
+            if dist.get_rank() == 0 and step > 50:
+                dist.broadcast(best, 0)
+            dist.all_reduce(best)
+
+
+    main()
+"""  # the job of docs/howto/gone.md
 PHASES = ("forward", "hang", "growing", "steps")
 # Each phase is killed and evicted once, and the hang twice: before and after it is explained. AUTOPSY_SEEDS=20 tests the first 20.
 SEEDS = range(int(os.environ.get("AUTOPSY_SEEDS", "0"))) or (0, 1, 3, 4, 5, 9, 14, 18, 19)
@@ -202,3 +232,27 @@ def test_a_kill_for_memory_is_named_with_the_rank_that_grew(tmp_path: Path, limi
     assert any("memory: rank 1 grew by" in note for note in found["notes"]), found["notes"]
     for pages in (d for dirs in directories.of_run(tmp_path / "R").values() for d in dirs):
         directories.remove(pages)
+
+
+def judged_of(text: str) -> list[str]:
+    """Return the lines above the notes, joined, without folders, line numbers, times and counts."""
+    lines = unwrapped(text).partition("\nnote: ")[0].splitlines()
+    return [
+        re.sub(r"\d+(\.\d+)? s\b|#\d+|(?<=:)\d+|(?<=line )\d+", "~", re.sub(r"[^\s`(]*/", "", line)) for line in lines
+    ]
+
+
+def test_the_page_on_killed_jobs_shows_what_is_printed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(BROADCASTS))
+    command = ["-m", "distdiag.run", "--run-dir", "R", "train.py"]
+    with launch(command, nproc=2, cwd=tmp_path, timeout=120, fork_ranks=True) as job:
+        wait_for(lambda: "ERROR deadlock" in job.stderr(), 90, "the deadlock", job)
+        time.sleep(HANG_S)  # not for luck: the age of the wait when everything is killed
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # at once: no rank sees another end
+            for pid in (*job.monitor_pids(), job.process.pid, *job.rank_pids().values()):
+                os.kill(pid, number)
+        kill_marked(job.mark)
+        shown = distdiag("diagnose", "R", cwd=tmp_path).stdout
+    page = (REPOSITORY / "docs/howto/gone.md").read_text().partition("```text\n")[2].partition("```\n")[0]
+    first, *rest = judged_of(shown)
+    assert first.startswith("run R, ended ~ ago: ") and rest == judged_of(page)[1:]

@@ -23,7 +23,7 @@ from distdiag.page import directories
 from distdiag.page.layout import page_path
 from distdiag.recorder.start_monitor import take_over
 from tests import watch
-from tests.jobs import REPOSITORY, TEST_MARK, closed, marked
+from tests.jobs import REPOSITORY, TEST_MARK, closed, marked, unwrapped
 from tests.monitor.test_damaged_pages import a_page
 from tests.monitor.test_killed_monitor import two_ranks
 from tests.report.runs import make_run
@@ -133,7 +133,7 @@ def test_a_run_that_was_killed_is_read_without_a_trace(tmp_path: Path, capfd: py
     before = tree(run)
     assert main(["diagnose", str(run)]) == 0
     assert main(["tui", "--once", "--json", str(run)]) == 0
-    assert "from the log" in capfd.readouterr().out
+    assert "from the log" in unwrapped(capfd.readouterr().out)
     assert differing(before, tree(run)) == set()
 
 

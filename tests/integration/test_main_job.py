@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import REPOSITORY, Job, closed, launch, rows, shared, wait_for
+from tests.jobs import REPOSITORY, Job, closed, launch, rows, shared, unwrapped, wait_for
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(240)]
 
@@ -118,7 +118,7 @@ def test_a_deadlock_is_proved_and_printed_while_the_job_hangs(tmp_path: Path, tr
         finding = wait_for(lambda: found(run, ["deadlock"]), 150, "the deadlock to be found", job)
         wait_for(lambda: "ERROR deadlock" in job.stderr(), 10, "the deadlock to be reported", job)
         dump = distdiag("dump", "R", cwd=tmp_path)
-        output = [line for line in job.stderr().splitlines() if line.startswith("[distdiag]")]
+        output = [line for line in unwrapped(job.stderr()).splitlines() if line.startswith("[distdiag]")]
     assert (finding["cause"], finding["certainty"], finding["severity"]) == ("missing_rank", "proved", "error")
     assert (finding["culprits"], finding["victims"]) == ([1], [0])
     place = finding["where"][0]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import REPOSITORY, closed, distdiag, start
+from tests.jobs import REPOSITORY, closed, distdiag, start, unwrapped
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(180)]
 
@@ -110,7 +110,7 @@ def test_the_exit_code_says_how_a_rank_ended(tmp_path: Path, code: int, shown: s
     with start([sys.executable, "-c", WAITS, sys.executable, "job.py", str(code)], cwd=tmp_path, env=env) as job:
         assert job.wait() == code, job.tail()
         closed(tmp_path / "run")
-    told = distdiag("diagnose", tmp_path / "run").stdout
+    told = unwrapped(distdiag("diagnose", tmp_path / "run").stdout)
     assert shown in told and absent not in told
 
 

@@ -103,7 +103,7 @@ def test_a_job_with_a_straggler_is_profiled_while_it_runs(tmp_path: Path, images
         assert (compared["culprit"], compared["peer"]) == (1, 0)
         more = {d["name"]: d["culprit_ms"] - d["peer_ms"] for d in compared["rows"]}
         assert more["idle"] > 100  # it sleeps
-        assert more["exposed"] < -100  # the other rank waits for it
+        assert more["waiting"] < -100  # the other rank waits for it
         assert max(v for k, v in more.items() if k.startswith("faults.py:")) > 100
 
         screen = distdiag("tui", "run", "--once", "--screen", "profile", "--size", "140x40", cwd=tmp_path).stdout

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import clean_env
+from tests.jobs import clean_env, unwrapped
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(400)]
 
@@ -99,7 +99,7 @@ def test_hanging_tests_fail_with_their_line_and_others_as_they_did(tmp_path: Pat
     )  # fmt: skip
     outcomes = dict(re.findall(r"^test_suite\.py::(\S+) (\w+)", done.stdout, re.MULTILINE))
     assert outcomes == EXPECTED, done.stdout
-    verdicts = [line for line in done.stdout.splitlines() if line.startswith("█ ERROR")]
+    verdicts = [line for line in unwrapped(done.stdout).splitlines() if line.startswith("█ ERROR")]
     started = [
         v for v in verdicts if "rank 1 is in barrier at test_suite.py" in v or "rank 1 made barrier (test_suite.py" in v
     ]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from distdiag.tapes.tape import judge_file
-from tests.jobs import closed, distdiag, launch, rows, start, wait_for
+from tests.jobs import closed, distdiag, launch, rows, start, unwrapped, wait_for
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(180)]
 
@@ -154,6 +154,10 @@ def test_distdiag_run_exits_with_the_code_of_its_script(tmp_path: Path) -> None:
         wait_for(lambda: job.stderr().endswith(text), 30, "the verdict to be printed last")
     code, report = verdict(tmp_path / "R")
     assert (code, serious(report)) == (1, [("rank_lost", "crashed", [1])])
+    shown = unwrapped(distdiag("diagnose", tmp_path / "R").stdout)
+    printed = [line.removeprefix("[distdiag] ") for line in unwrapped(text).splitlines()]
+    block = printed[printed.index("1 error found:") + 1 : -2]
+    assert len(block) == 4 and all(line in shown for line in block), "the summary and diagnose have one text"
     line = next(i for i, text in enumerate(script.read_text().splitlines(), 1) if "raise KeyError" in text)
     assert {(w["file"], w["line"]) for w in report["findings"][0]["where"]} == {(str(script), line)}
     sent = distdiag("report", tmp_path / "R", "--tape", tmp_path / "sent.tape")

@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from distdiag.diagnosis.engine import Diagnosis
-from distdiag.diagnosis.model.findings import STOPPED_BY, Certainty, Finding, Severity, State
+from distdiag.diagnosis.model.findings import STOPPED_BY, Certainty, Finding, Severity, State, Where
 from distdiag.monitor.announce import Announcer
+from distdiag.sources.logs.verdict import diagnose_logs
 
 
 def test_a_printed_error_that_is_cleared_is_corrected(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -65,15 +66,59 @@ def test_a_warning_that_the_job_makes_no_progress_is_printed_at_once(
         kind="stall", cause="user_code", severity=Severity.WARNING, certainty=Certainty.SUSPECTED, culprits=(1,),
         message="rank 1 is in a loop",
     )  # fmt: skip
-    slow = msgspec.structs.replace(stall, kind="straggler", cause="host", message="rank 1 is slow")
-    announcer.finding(slow)  # waits for the end of the job
-    assert capfd.readouterr().err == ""
     announcer.finding(stall)
     assert "WARNING stall/user_code (suspected)  rank 1 is in a loop" in capfd.readouterr().err
     announcer.finding(msgspec.structs.replace(stall, severity=Severity.ERROR))
     assert capfd.readouterr().err == "", "printed once"
     announcer.finding(msgspec.structs.replace(stall, cleared_s=9.0))
     assert "cleared, the job continues: warning stall" in capfd.readouterr().err
+
+
+def test_the_first_warning_of_a_kind_is_printed_while_the_job_runs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    announcer = Announcer(tmp_path, quiet=False)
+    slow = Finding(kind="straggler", cause="host", culprits=(1,), severity=Severity.INFO, message="rank 1 is slow")
+    announcer.finding(slow)
+    assert capfd.readouterr().err == ""
+    warning = msgspec.structs.replace(slow, severity=Severity.WARNING)
+    announcer.finding(warning)
+    assert "WARNING straggler/host (suspected)  rank 1 is slow" in capfd.readouterr().err
+    announcer.finding(msgspec.structs.replace(warning, culprits=(2,), message="rank 2 is slow"))
+    announcer.finding(msgspec.structs.replace(warning, cleared_s=9.0))
+    assert capfd.readouterr().err == "", "the rest is in the summary"
+
+
+def test_what_is_printed_fits_80_columns_and_a_log_of_it_has_the_same_findings(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = "/home/someone/projects/a_repository_with_a_long_name/src/package/train.py"
+    error = Finding(
+        kind="deadlock", cause="missing_rank", severity=Severity.ERROR, certainty=Certainty.PROVED, culprits=(1,),
+        message="rank 1 skipped all_reduce (train.py:15): `if n_tokens > 0 and rank == 1` (line 31); rank 1 is in barrier"
+        " at train.py:27 in main where rank 0 is in all_reduce at train.py:14 in main, both as call #48 of default_pg",
+        cost="the job makes no progress", advice="make all_reduce on all ranks or on none: " + "or so, " * 20,
+        victims=(0,), where=(Where(1, path, 27, "main"),), waiting=(Where(0, path, 14, "main"),),
+    )  # fmt: skip
+    slow = Finding(
+        kind="straggler", cause="host", severity=Severity.WARNING, culprits=(1,),
+        message="rank 1: its own code takes 41 ms longer per step than on the others, in 50 of the last 50 steps",
+    )  # fmt: skip
+    announcer = Announcer(tmp_path, quiet=False)
+    announcer.finding(msgspec.structs.replace(slow, message=slow.message.replace("41", "39")))
+    announcer.finding(error)
+    diagnosis = Diagnosis(source=lambda file: None, state=State.FAILED, state_text="rank 1 exited; " + "words " * 20)
+    announcer.summary(diagnosis, (slow, error))
+    printed = capfd.readouterr().err
+    assert all(len(line) <= 80 or path in line for line in printed.splitlines())
+    (tmp_path / "job.err").write_text(printed)
+    report = diagnose_logs([str(tmp_path / "job.err")])
+    assert report is not None
+    first, second = report.findings
+    assert (first.message, first.culprits, first.victims) == (error.message, (1,), (0,))
+    assert (first.where, first.waiting) == (error.where, error.waiting) and first.advice == error.advice.rstrip()
+    assert (second.message, second.severity) == (slow.message, "warning")
 
 
 @pytest.mark.parametrize(("state", "shown"), [(State.FAILED, True), (State.ENDED, False)])

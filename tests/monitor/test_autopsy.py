@@ -18,7 +18,7 @@ from distdiag.diagnosis.model.findings import Report
 from distdiag.monitor import deaths
 from distdiag.monitor.autopsy import BEATS_S, autopsy
 from distdiag.page import directories
-from distdiag.page.layout import Blocked, page_path
+from distdiag.page.layout import Blocked, LifeWord, page_path
 from distdiag.page.writer import PageWriter
 from distdiag.store.frames import RankRow
 from distdiag.store.rows import ProcessRow
@@ -126,6 +126,17 @@ def test_a_wait_is_proved_only_if_all_its_ranks_were_alive_in_it(run: Path, sinc
     found = judged(run)
     assert [f.certainty for f in found.findings if f.severity == "error"] == ["proved"] * proved
     assert [r.waits for r in found.last_seen] == [True, True] and [r.line for r in found.last_seen] == [20, 21]
+
+
+def test_an_error_that_follows_from_a_killed_rank_is_no_crash(run: Path) -> None:
+    made = reopened(run, 0)
+    made.header.life = LifeWord.RAISED
+    made.header.exception = made.text("RuntimeError: Connection closed by peer [127.0.0.1]:25494")
+    made.header.exception_ns = ns(3)
+    found = judged(run)
+    assert found.last_seen[0].state == "cut_off"
+    assert "rank 1 and the monitor were killed" in (found.state_text or "")
+    assert any(note.startswith("rank 0 failed because a rank that it needed was gone") for note in found.notes)
 
 
 def test_a_rank_that_was_silent_before_the_others_proves_nothing(run: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from distdiag.report import steps as step_tables
-from distdiag.report.steps import Steps, job_steps, quantiles, read_steps, series, slowest_share, throughput
+from distdiag.report.steps import Steps, job_steps, quantiles, read_steps, samples_per_s, series, slowest_share
 from distdiag.store.reader import open_run
 from distdiag.store.rows import StepRow
 from distdiag.store.writer import Writer
@@ -67,7 +67,7 @@ def test_long_runs_are_sampled_by_whole_steps(tmp_path: Path) -> None:
         steps = read_steps(run, max_rows=400)
         assert steps.every == 3 and set(steps.step % 3) == {0}
         assert len(steps) == 400
-        assert throughput(job_steps(steps)) == pytest.approx(throughput(job_steps(read_steps(run))), rel=0.01)
+        assert samples_per_s(job_steps(steps)) == pytest.approx(samples_per_s(job_steps(read_steps(run))), rel=0.01)
 
 
 def test_a_step_that_is_not_complete_on_all_ranks_does_not_count(tmp_path: Path) -> None:

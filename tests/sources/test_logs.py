@@ -441,6 +441,42 @@ def test_a_message_of_two_lines_is_one_finding(tmp_path: Path) -> None:
     assert diagnose(tmp_path, live + cleared).findings == ()
 
 
+def test_the_last_of_two_recorded_runs_in_one_log_is_judged(tmp_path: Path) -> None:
+    later = "[distdiag] █ ERROR deadlock/missing_rank  rank 1 has not entered barrier\n"
+    report = diagnose(tmp_path, LIVE + SUMMARY + SUMMARY + later)
+    assert only(report).kind == "deadlock"
+    report = diagnose(tmp_path, LIVE + SUMMARY + later + SUMMARY.replace("reports/a", "reports/b"))
+    assert [f.kind for f in report.findings] == ["mismatch", "straggler"]
+    assert [n for n in report.notes if "recorded" in n] == [
+        "distdiag recorded this job (line 2): `distdiag diagnose reports/b` has the whole verdict"
+    ]
+
+
+def test_logs_of_several_recorded_runs_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text(LIVE + SUMMARY)
+    (tmp_path / "b.log").write_text(SUMMARY.replace("reports/a", "reports/b"))
+    report = diagnose_logs([str(tmp_path)])
+    assert report is not None
+    assert [n for n in report.notes if "recorded" in n] == [
+        "distdiag recorded a job (a.log line 2): `distdiag diagnose reports/a` has the whole verdict",
+        "distdiag recorded a job (b.log line 2): `distdiag diagnose reports/b` has the whole verdict",
+        "these logs are of 2 recorded runs: give those of one run for its verdict alone",
+    ]
+    (tmp_path / "b.log").write_text(
+        "".join(f"[distdiag] node 1: {line[11:]}\n" for line in SUMMARY.splitlines() if line)
+    )
+    again = diagnose_logs([str(tmp_path)])
+    assert again is not None and any("recorded this job" in n for n in again.notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "odd"), [("flour\n200 g of butter\n", True), ("[rank0]: step 3 loss 0.2\n", False), (LIVE, False)]
+)
+def test_a_text_of_something_else_does_not_look_like_a_log(tmp_path: Path, text: str, odd: bool) -> None:
+    report = diagnose(tmp_path, text)
+    assert any("does not look like a log of a distributed job" in note for note in report.notes) == odd
+
+
 def test_a_job_that_distdiag_saw_end_has_ended(tmp_path: Path) -> None:
     end = "step 768\n\n[distdiag] the job ended: all ranks ended normally after 768 steps\n"
     report = diagnose(tmp_path, end + "[distdiag] nothing found\n")

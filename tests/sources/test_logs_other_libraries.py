@@ -8,6 +8,7 @@ import pytest
 
 from distdiag.cli import main
 from distdiag.sources.logs.verdict import diagnose_logs
+from tests.jobs import unwrapped
 from tests.sources.test_logs import about, diagnose, only, timeout
 
 HEARTBEAT = (
@@ -180,6 +181,6 @@ def test_a_log_without_a_known_message_shows_its_last_errors(
     (tmp_path / "workerlog.0").write_text("rank=0: starting\n2026-01-01 E coordination: Error: task 37 left\nepoch 3\n")
     (tmp_path / "job.e12345").write_text("nothing here\n")
     assert main(["diagnose", str(tmp_path)]) == 3
-    shown = capsys.readouterr().out
+    shown = unwrapped(capsys.readouterr().out)
     assert shown.startswith("no verdict: no error that distdiag knows in 2 logs")
     assert "look like errors: line 2: 2026-01-01 E coordination: Error: task 37 left" in shown

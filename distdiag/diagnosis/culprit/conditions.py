@@ -42,7 +42,7 @@ def _advice_on_rank(case: Case, condition: Condition, ranks: Sequence[int], rest
     who, own = rank_list(ranks), case.wait.calls[ranks[0]]
     guard = f"`{condition.text}`{at(condition.site)}"
     if condition.way is Way.LEFT:
-        return f"let all ranks leave that loop in the same round: {guard} lets {who} leave it alone"
+        return f"let all ranks leave that loop in the same round (all_reduce what {guard} tests): it lets {who} leave alone"
     if condition.way is Way.SKIPPED:
         other = case.wait.calls[rest[0]]
         missed = f"{compatible.op_name(other.op)}{at(other.site)}"

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Sequence
 
 from distdiag.diagnosis.kinds import KINDS
 from distdiag.diagnosis.model.findings import Check, Finding
+from distdiag.terms.tables import WIDTH, wrapped
 
 
-def checked_lines(checks: Sequence[Check], width: int | None = None) -> list[str]:
-    """Return two lines: the kinds that were checked, and those that could not be, with the reason.
-
-    Args:
-        width: Wrap to so many columns; None: one line each.
-    """
+def checked_lines(checks: Sequence[Check], width: int = WIDTH) -> list[str]:
+    """Return the kinds that were checked, and those that could not be, with the reason."""
     missing = [c for c in checks if not c.checked]
     partly = {c.kind for c in missing if c.cause is None}
     judged = [kind for kind in dict.fromkeys(c.kind for c in checks) if kind not in partly]
@@ -25,9 +21,7 @@ def checked_lines(checks: Sequence[Check], width: int | None = None) -> list[str
     reasons = [f"{', '.join(names)} ({reason})" for reason, names in by_reason.items()]
     lines = [f"checked: {', '.join(judged)}"] if judged else []
     lines += [f"not checked: {'; '.join(reasons)}"] if reasons else []
-    if width is None:
-        return lines
-    return [part for line in lines for part in textwrap.wrap(line, width, subsequent_indent="  ")]
+    return [part for line in lines for part in wrapped(line, width)]
 
 
 def why_lines(kind: str, checks: Iterable[Check], findings: Iterable[Finding]) -> list[str]:
@@ -38,8 +32,8 @@ def why_lines(kind: str, checks: Iterable[Check], findings: Iterable[Finding]) -
     head = f"found {len(found)} time{'s' if len(found) > 1 else ''}" + (f", {cleared} cleared" if cleared else "")
     if not found:
         head = "not found" if any(c.checked for c in mine) else "not checked" if mine else "not evaluated in this run"
-    reasons = [f"  {_name(c)}: {'' if c.checked else 'not checked: '}{c.reason}" for c in mine if c.reason]
-    return [f"{kind}: {head}", *reasons]
+    reasons = [f"{_name(c)}: {'' if c.checked else 'not checked: '}{c.reason}" for c in mine if c.reason]
+    return [f"{kind}: {head}", *(line for reason in reasons for line in wrapped(reason, head="  "))]
 
 
 def _name(c: Check) -> str:

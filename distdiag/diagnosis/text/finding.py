@@ -1,14 +1,14 @@
-"""Formats a finding as plain text: what and who, cost, where, what to do. Control characters are escaped."""
+"""Formats a finding as plain text: what and who, cost, where, what to do. Control characters are escaped, lines wrapped."""
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 
 import msgspec
 
 from distdiag.diagnosis.model.findings import Finding, LastSeen, Severity, Where, rank_list
 from distdiag.diagnosis.text.phrases import NO_PROGRESS, NO_PROGRESS_MADE
+from distdiag.terms.tables import WIDTH, wrapped
 from distdiag.terms.units import rough_duration
 from distdiag.terms.untrusted import visible
 
@@ -52,11 +52,8 @@ def in_the_past(f: Finding) -> Finding:
     return msgspec.structs.replace(f, cost=NO_PROGRESS_MADE) if f.cost == NO_PROGRESS else f
 
 
-def finding_lines(f: Finding, width: int | None = None) -> list[str]:
+def finding_lines(f: Finding, width: int = WIDTH) -> list[str]:
     """Return the lines of a finding: message, more of it, cost, where, do. Empty ones are left out.
-
-    Args:
-        width: Wrap to so many columns; None: one line each, however long.
 
     A long message keeps its first clause on the first line.
     """
@@ -74,12 +71,7 @@ def finding_lines(f: Finding, width: int | None = None) -> list[str]:
     lines += [(label, text) for label, text in rest if text]
     out: list[str] = []
     for label, text in lines:
-        text = printable(text)
-        head = f"  {label:<7}" if label else ""
-        if width is None:
-            out.append(head + text)
-        else:
-            out += textwrap.wrap(text, width, initial_indent=head, subsequent_indent=" " * max(2, len(head))) or [head]
+        out += wrapped(text, width, f"  {label:<7}" if label else "")
     return out
 
 

@@ -15,8 +15,9 @@ _HISTORY = (
 )
 _ADVICE = {
     "rank_stopped": "resume it with `kill -CONT` on {culprits}'s process, or end the job",
-    "rank_finished": "find why {culprits} left the loop before the others: fewer batches, an early return or break, "
-    "or an exit (sys.exit, os._exit in a thread) on some ranks only",
+    "rank_finished": "let all ranks leave the loop in the same step: {culprits} left it before the others (fewer batches, "
+    "an early return or break, or an exit on some ranks only); reduce the condition over the ranks (all_reduce a flag), "
+    "and leave where it holds on any",
     "missing_rank": "look for {op} (or a forward of the wrapped model) that only {culprits} runs",
     "rank_exited": "see the error of {culprits}, then restart the job: the others cannot continue without it",
 }

@@ -68,10 +68,6 @@ class RankHistory:
         self.logged: dict[str, deque[tuple[int, float]]] = {}  # of handle.log(), by name
 
     @property
-    def missed_steps(self) -> int:
-        return self._steps.missed
-
-    @property
     def missed(self) -> int:
         """Return how many records were overwritten before they were read; counts of calls are exact nevertheless."""
         return self._calls.missed + self._steps.missed + self._scalars.missed

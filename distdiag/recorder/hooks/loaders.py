@@ -53,7 +53,7 @@ class Loaders:
         self._words = recorder.page.words
         self._iterators: dict[int, ref[Any]] = {}  # by site, of loaders with workers
         self._last: LoaderSlot | None = None  # the loader whose batch came last
-        self._trained: LoaderSlot | None = None  # the loader last marked as training
+        self._trained = 0  # id of the iterator whose batch a backward pass last followed
 
     def _slot(self, site: int) -> LoaderSlot | None:
         slot = self._slots.get(site)
@@ -119,6 +119,8 @@ class Loaders:
         slot.exhausted = 0
         slot.iterations += 1
         self.ledger.loader = 0  # ids of iterators are reused
+        if self._trained == id(iterator):
+            self._trained = 0
         if len(self._by_iterator) > 64:
             self._by_iterator.clear()
         self._by_iterator[id(iterator)] = slot, self.page.word_of(slot, "batches")
@@ -135,8 +137,11 @@ class Loaders:
             words = self._words
             words[batches_at] = n = words[batches_at] + 1
             ledger = self.ledger
-            self._last, ledger.trained = slot, slot is self._trained
-            ledger.loader, ledger.batches_at = id(iterator), batches_at
+            if id(iterator) != ledger.loader:
+                if not ledger.trained:  # batches of a validation are no samples of the training step
+                    ledger.samples = ledger.batch = 0
+                self._last, ledger.trained = slot, id(iterator) == self._trained
+                ledger.loader, ledger.batches_at = id(iterator), batches_at
             if n <= FINGERPRINTS:
                 with unseen():
                     slot.first[n - 1] = fingerprint(batch)
@@ -194,7 +199,7 @@ class Loaders:
 
     def trains(self) -> None:
         """Record that a backward pass followed the last batch: its loader is for training."""
-        self._trained, self.ledger.trained = self._last, True
+        self._trained, self.ledger.trained = self.ledger.loader, True
         if self._last is not None:
             self._last.in_training = 1
 

@@ -11,7 +11,7 @@ from distdiag.sources.logs import later, lines
 from distdiag.sources.logs.facts import MAX_WRITERS, Collected, Fact, Line, source_of
 from distdiag.sources.logs.later import Later
 from distdiag.sources.logs.patterns import TABLE, Role
-from distdiag.sources.logs.recorded import MARK
+from distdiag.sources.logs.recorded import MARK, Recorded
 from distdiag.sources.logs.tables import Tables
 from distdiag.sources.logs.tracebacks import PROSE, Tracebacks
 from distdiag.sources.logs.writers import Writer, messages, plain, time_of
@@ -103,6 +103,8 @@ class Collector:
                 if is_rank(named):
                     out.is_rank_of(pid, named)
             self._tracebacks.end_of_file()
+            if path in out.recorded:
+                out.recorded[path].flush()
             self._times.clear()
             self._section, self._pod, self._earlier, self._actor = None, "", 0, {}
             self._run = (0, 0)
@@ -140,7 +142,7 @@ class Collector:
         self._order += 1
         out = self.result
         if MARK in text:
-            out.recorded.add(text, number)
+            out.recorded.setdefault(path, Recorded()).add(text, number)
             return
         self._describe(text, number)
         who.process = who.process or self._pod

@@ -80,14 +80,14 @@ class Collected:
     Attributes:
         ranks: Ranks that wrote a line, or that a line is about.
         world_size: The largest number of ranks that a line gives.
-        recorded: What distdiag printed into the log, if it recorded the job.
+        recorded: What distdiag printed into each log, if it recorded the job.
         rank_of: Rank of a process, by its label and host, or its pid; None if several ranks have it.
         in_world: Rank of a process, by NCCL's label, in the largest communicator that its lines show, and its size.
     """
 
     facts: list[Fact] = field(default_factory=list)
     past: list[Fact] = field(default_factory=list)  # failures after which the process or the job went on
-    recorded: Recorded = field(default_factory=Recorded)
+    recorded: dict[Path, Recorded] = field(default_factory=dict)
     unknown: deque[tuple[Path, int, str]] = field(default_factory=lambda: deque(maxlen=3))  # last lines like errors
     ranks: set[int] = field(default_factory=set)
     world_size: int | None = None
@@ -124,6 +124,11 @@ class Collected:
     def named(self, *names: str) -> list[Fact]:
         """Return the facts of these names."""
         return [f for f in self.facts if f.name in names]
+
+    def names_a_job(self) -> bool:
+        """True if a line names a rank, a launcher, an error, or distdiag."""
+        known = (self.ranks, self.facts, self.past, self.unknown, self.recorded, self.rank_of, self.by_path, self.took)
+        return any(known) or bool(self.world_size or self.torchrun)
 
     def is_rank_of(self, process: object, rank: int) -> None:
         """Note the rank of a process, which a line names together."""

@@ -1,6 +1,7 @@
 """Findings that distdiag printed on the job's stderr while it ran: a log with them needs no other judgement.
 
-The format is that of `monitor/announce.py`: lines behind `[distdiag]`, one finding of several lines or one line each in the summary.
+The format is that of `monitor/announce.py`: lines behind `[distdiag]`, one finding of several lines or one line each in the summary;
+a line that begins with four spaces goes on with the one before it.
 """
 
 from __future__ import annotations
@@ -29,20 +30,23 @@ _DETAIL = bounded(r"  (?P<label>more|cost|where|do) +(?P<text>\S.*)")
 _SITE = bounded(
     r"(?:last seen at )?(?P<file>.{1,400}?):(?P<line>\d{1,7})(?: in (?P<function>[^(]{1,200}?))? \(ranks? (?P<ranks>[\d, ]{1,60})"
 )
-_VERDICT = bounded(r"verdict: distdiag diagnose (?P<run>\S.{0,400}?)    report: ")
+_VERDICT = bounded(r"verdict: distdiag diagnose (?P<run>\S.{0,400}?)(?:    report: |$)")
 _ENDED = "the job ended"
+_SUMMARY = bounded(
+    r"(?:\d{1,9} (?:error|warning)s?(?:, )?){1,2} found:|nothing found|no error or warning found|no rule explains it"
+)
 _NODE = bounded(r"node \d{1,6}: ")
 
 
 @dataclass
 class Recorded:
-    """What distdiag printed.
+    """What distdiag printed into one file.
 
     Attributes:
-        run: The run directory that the last summary names.
+        run: The run directory that the last summary names; None after later findings, which are of another run.
         ended: The job ended, and no rank failed.
-        line: Number of the first line of distdiag's in its file.
-        found: By (kind, message), so that the summary does not repeat what was printed before.
+        line: Number of the first line of distdiag's in the file.
+        found: By (kind, message). What the summary lists replaces what was printed before, whose numbers may have changed.
     """
 
     run: str | None = None
@@ -50,13 +54,27 @@ class Recorded:
     line: int | None = None
     found: dict[tuple[str, str], Finding] = field(default_factory=dict)
     _open: tuple[str, str] | None = None  # the finding whose details may follow
+    _over: bool = False  # a summary has ended: what follows, except the same again, is of another run
+    _held: str = ""  # the last line, which may go on
+    _live: dict[tuple[str, str], Finding] = field(default_factory=dict)  # printed before the summary
 
     def add(self, text: str, number: int) -> None:
         """Read one line that has `MARK` in it."""
-        text = text[text.index(MARK) + len(MARK) :].rstrip()[:MAX_TEXT]
-        if (node := _NODE.match(text)) is not None:
-            text = text[node.end() :]
+        text = text[text.index(MARK) + len(MARK) :].rstrip()
+        node = _NODE.match(text)
+        text = text[node.end() :] if node is not None else text
         self.line = number if self.line is None else self.line
+        if text.startswith("    ") and self._held:
+            self._held = f"{self._held} {text.lstrip()}"[:MAX_TEXT]
+            return
+        self.flush()
+        self._held = text[:MAX_TEXT]
+        if node is None and _SUMMARY.match(text) is not None:
+            self._live, self.found = self.found, {}
+
+    def flush(self) -> None:
+        """Read the last line of the file."""
+        text, self._held = self._held, ""
         if (m := _DETAIL.match(text)) is not None and self._open is not None:
             self._detail(self._open, m["label"], m["text"])
         elif (m := _HEAD.match(text)) is not None:
@@ -71,7 +89,7 @@ class Recorded:
                 else:
                     self._keep(m, None, Certainty.SUSPECTED)
             elif (m := _VERDICT.match(text)) is not None:
-                self.run = m["run"]
+                self.run, self._over = m["run"], True
             elif text == _ENDED or text.startswith(f"{_ENDED}: "):
                 self.ended = True
 
@@ -92,9 +110,17 @@ class Recorded:
         if kind not in KINDS or (cause is not None and cause not in KINDS[kind].causes):
             return None  # of another version
         key = kind, message
+        if self._over and key not in self.found:
+            self.found, self.run, self.ended = {}, None, False
+        self._over = False
         if key not in self.found and len(self.found) < MOST:
             severity = Severity(m["severity"].lower())
-            self.found[key] = Finding(kind=kind, cause=cause, certainty=certainty, severity=severity, message=message)
+            before = next((k for k in self._live if k == key), next((k for k in self._live if k[0] == kind), None))
+            new = Finding(kind=kind, cause=cause, certainty=certainty, severity=severity, message=message)
+            if before is not None and cause in (None, self._live[before].cause):
+                old = self._live.pop(before)
+                new = msgspec.structs.replace(old, severity=severity, message=message)
+            self.found[key] = new
         return key if key in self.found else None
 
     def _detail(self, key: tuple[str, str], label: str, text: str) -> None:

@@ -29,6 +29,7 @@ from distdiag.sources.logs.writers import Writer, time_of
 from distdiag.terms.untrusted import MAX_RANKS
 
 MAX_FINDINGS = 6
+SHOWN_RUNS = 5  # that distdiag recorded
 # words of the exception by which a rank ends after such a report
 _REPORTED = (("unused_parameters", "finished reduction"), ("mismatch", "Cannot apply desired operation"))
 HUNG_S, HUNG_STEPS = 600.0, 20.0  # without a line, at least and as a multiple of the longest step, a job hangs
@@ -109,7 +110,7 @@ def judge_logs(
     findings, text = judge(found)
     found.ranks |= {w.rank for f in findings for w in (*f.where, *f.waiting)}
     error = any(f.severity == Severity.ERROR for f in findings)
-    ended = found.recorded.ended
+    ended = bool(found.recorded) and all(r.ended for r in found.recorded.values())
     return Report(
         run=", ".join(map(str, given)),
         state=State.FAILED if error or text else State.ENDED if ended else State.RUNNING,
@@ -146,8 +147,9 @@ def failures_first(dumps: Report, logs: Report) -> Report:
 
 def judge(found: Collected) -> tuple[list[Finding], str | None]:
     """Return (findings, what stopped the job from outside)."""
-    if printed := found.recorded.findings():
-        return printed[:MAX_FINDINGS], None
+    printed = {(f.kind, f.message): f for r in found.recorded.values() for f in r.findings()}
+    if printed:
+        return sorted(printed.values(), key=lambda f: f.severity != Severity.ERROR)[:MAX_FINDINGS], None
     waited: dict[int, Fact] = {}
     for f in found.facts:
         if f.role in WAITED and f.rank is not None:
@@ -205,7 +207,7 @@ def _hung(found: Collected) -> list[Finding]:
 
 def _last_error(found: Collected) -> list[Finding]:
     """Return the finding on a log whose last lines are an error that no row knows."""
-    if found.past or found.recorded.line is not None:
+    if found.past or found.recorded:
         return []
     for path, (number, text, who) in found.errors.items():
         fact = Fact("error", Role.CAUSE, {}, who, path, number, 0)
@@ -285,6 +287,8 @@ def _in_short(f: Fact) -> str:
 
 def _notes(found: Collected, findings: Sequence[Finding], judged: bool) -> list[str]:
     notes = [f"{path}: {reason}" for path, reason in found.bad[:5]]
+    if not (judged or found.names_a_job()):
+        notes.append("no line names a rank, a launcher or an error: this does not look like a log of a distributed job")
     of_file = found.of_file
     written = {of_file.get(p) for p in found.files if not is_empty(p)}
     if judged:  # then only those of the culprits matter
@@ -295,10 +299,13 @@ def _notes(found: Collected, findings: Sequence[Finding], judged: bool) -> list[
         x for x in found.losses.items() if x[1].times and not any(f.kind == "nonfinite" for f in findings)
     ][:1]:
         notes.append(f"{path}: the last loss that it shows is NaN (since line {loss.line:,})")
-    if found.recorded.line is not None:
-        run = found.recorded.run
-        command = f": `distdiag diagnose {run}` has the whole verdict" if run else ""
-        notes.append(f"distdiag recorded this job (line {found.recorded.line:,}){command}")
+    runs = {r.run or path: (path, r) for path, r in found.recorded.items()}
+    for path, printed in list(runs.values())[:SHOWN_RUNS]:
+        command = f": `distdiag diagnose {printed.run}` has the whole verdict" if printed.run else ""
+        where = f"line {printed.line:,}" if len(found.files) == 1 else f"{path.name} line {printed.line:,}"
+        notes.append(f"distdiag recorded {'this job' if len(runs) == 1 else 'a job'} ({where}){command}")
+    if (jobs := sum(r.run is not None for _, r in runs.values())) > 1:
+        notes.append(f"these logs are of {jobs:,} recorded runs: give those of one run for its verdict alone")
     if warned := found.named("nccl_warning"):
         notes.append(f"NCCL warns on line {warned[0].line:,}: {shortened(warned[0].fields['what'], 160)}")
     if found.past:
@@ -311,9 +318,9 @@ def _notes(found: Collected, findings: Sequence[Finding], judged: bool) -> list[
         notes.append(
             f"judged: the last run in the log; {count(found.left_out, 'run')} before it (restarted, or appended) failed, too{how}"
         )
-    if found.recorded.line is None:
+    if not found.recorded:
         seen = "" if judged else "if the job hangs, `py-spy dump --pid PID` shows where each rank is; "
         notes.append(
-            f"read from a log: it shows what was printed, not what each rank did; {seen}`-m distdiag.run` records the next run"
+            f"read from a log: it shows what was printed, not what each rank did; {seen}`DISTDIAG=1` records the next run"
         )
     return notes

@@ -43,7 +43,7 @@ APART = _stall("unknown", "{odd} {are} in {own}{own_site} where {rest} wait in {
                severity=Severity.WARNING)  # fmt: skip
 TOGETHER = _stall("unknown", "{victims} are all in {what}{at}, and none has moved: what they pass to it differs (size, group, how "
                   "often they came there), or the network does not deliver", NO_PROGRESS,
-                  "record the job (`-m distdiag.run`, or DISTDIAG=1): counts of calls decide", severity=Severity.WARNING)  # fmt: skip
+                  "record the next run (`DISTDIAG=1`): counts of calls decide", severity=Severity.WARNING)  # fmt: skip
 GROUPS = _stall("unknown", "the ranks create different groups in new_group(){at}, and none has moved: {texts}", NO_PROGRESS,
                 "let every rank call new_group with the same ranks, in the same order; agree on them first (broadcast the list)",
                 severity=Severity.WARNING)  # fmt: skip

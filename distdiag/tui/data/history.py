@@ -10,6 +10,7 @@ from typing import Any
 
 from distdiag.store.frames import Frame
 from distdiag.store.reader import Run
+from distdiag.terms.steps import RATE, throughput
 from distdiag.tui.draw.charts import Chart, Curve, grid
 from distdiag.tui.draw.lines import Line
 from distdiag.tui.draw.text import MISSING, decimal, milliseconds, percent, quantile
@@ -63,7 +64,7 @@ class History:
             waiting = _percent_of(sum(waits) / len(waits) if waits else None, ms)
             # waiting for a late rank is in all but that rank's
             exposed_pct = _percent_of(min(exposed, default=None), ms)
-            rate = sum(samples) / len(columns[0]) * world / ms * 1000 if any(samples) and ms else None
+            rate = throughput(sum(samples) / len(columns[0]) * world, (ms or 0.0) / 1e3)
             loss = sum(losses) / len(losses) if losses else None
             self.points.append(Point(step, max(ends), ms, waiting, exposed_pct, rate, loss))
         self.points.sort(key=lambda p: p.t_s)
@@ -109,7 +110,7 @@ def charts(points: tuple[Point, ...], marks: tuple[tuple[float, str], ...], with
     ]  # fmt: skip
     more = (
         ("waiting", "of step time", [p.wait_pct for p in points], "area-hot", percent, 0.0, "ranks waiting for other ranks in collectives"),
-        ("throughput", "samples/s", [p.samples_per_s for p in points], "area-optimizer", _short, 0.0, "samples of all ranks"),
+        ("throughput", "samples/s", [p.samples_per_s for p in points], "area-optimizer", _short, 0.0, RATE),
         ("loss", "", [p.loss for p in points], "accent", _loss, None, "as the job logged it, mean of its ranks"),
         ("exposed communication", "of step time", [p.exposed_pct for p in points], "area-transfer", percent, 0.0, "averaging gradients that no computation hides, as DDP timed it"),
     )  # fmt: skip

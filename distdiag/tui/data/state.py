@@ -92,7 +92,7 @@ def _from_frame(snap: Snapshot) -> JobState:
         reported = f"{s.reported:,} of {world:,} ranks have reported" if world else "no rank has reported yet"
         if s.missing and world and s.reported:
             reported += f"; missing {rank_list(s.missing).split(' ', 1)[1]}"
-        start = "did the launcher start every rank? do they all run `-m distdiag.run`, with the same run directory?"
+        start = "did the launcher start every rank? do they all have `DISTDIAG=1`, and the same run directory?"
         do = CREATE if not world else start if s.missing or s.reported < world else ""
         return JobState(*_WORDS[state], text or reported, do)
     if state == State.RUNNING:

@@ -66,7 +66,7 @@ class RanksPage(RankedPage[RanksData]):
             if snap.problem is None:
                 sheet.add(BLANK)
                 sheet.note("   Nothing to show yet: rows appear when the first rank has attached to the recorder.")
-                sheet.note("   Was the script started with `-m distdiag.run`, or does it call distdiag.attach()?")
+                sheet.note("   Was the job started with `DISTDIAG=1`, or does it call distdiag.attach()?")
             return sheet.done()
         sheet = Sheet(width, height, footer_panel(snap, ui, job, width, _panel_height(height)), top)
         sheet.add(_spread_line(snap, ui, job, width))
