@@ -146,7 +146,7 @@ class PageRank:
         slot = page.page.groups[0]
         slot.name, slot.description, slot.backend = page.text("0"), page.text("default_pg"), page.text("gloo")
         slot.ranks, slot.generation, slot.completed, slot.flight_recorder_id = (
-            page.text(fold_ranks(range(job.world))),
+            page.text(fold_ranks([*range(job.world)])),
             1,
             0,
             -1,
