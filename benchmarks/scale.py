@@ -1,10 +1,14 @@
 """Measures what node 0's monitor costs for jobs of N simulated ranks, and how soon planted faults are named.
 
-    python benchmarks/scale.py [--world 8 64 256 1024 4096] [--seconds 20]
+    python benchmarks/scale.py [--world 8 64 256 1024 4096] [--seconds 20] [--connected]
 
-Eight ranks a node, and once 1,024 ranks on one node. Ranks and other nodes are simulated (tests/simulated.py); monitor, state files,
-diagnosis and run.db are the real ones. Time is the job's own: a poll takes its CPU time, so other load on the machine changes
-nothing. Memory is private memory of the simulating process above what it had before the monitor started.
+Eight ranks a node, and once 1,024 ranks on one node. Ranks and other nodes are simulated (tests/simulated.py); monitor, states,
+diagnosis and run.db are the real ones. Time is the job's own: a poll takes its CPU time, so other load on the machine changes no
+latency; it does change the CPU time that a poll takes. Memory is private memory of the simulating process above what it had before the
+monitor started.
+
+With --connected, node 0's monitor is a process of its own, to which a real client of every other node is connected, and time is real: that
+needs as many free cores as two. Memory is then that of the whole process.
 """
 
 from __future__ import annotations
@@ -22,40 +26,46 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from distdiag.diagnosis import kinds
 from distdiag.terms.statistics import interval_of_median
-from tests.simulated import Job, Simulation, simulated
+from tests.simulated import Connected, Job, Simulation, connected, simulated
 
-RESULTS = Path(__file__).parent / "results"
-WINDOW_S = 4.0  # of one sample of the cost
+RESULTS = Path(__file__).parent / "results" / "scale.md"
+BEGIN, END = "<!-- by benchmarks/scale.py: begin -->", "<!-- end -->"  # the rest of the file is written by hand
+WINDOW_S = 12.0  # of one sample of the cost: two polls of thousands of ranks
 LATE_MS = 60.0
 
 
-def private_mib() -> float:
+def private_mib(s: Simulation | Connected | None = None) -> float:
     gc.collect()
-    return psutil.Process().memory_full_info().uss / 2**20
+    process = s.monitor if isinstance(s, Connected) else psutil.Process()
+    return process.memory_full_info().uss / 2**20
 
 
-def after(s: Simulation, kind: str, limit_s: float) -> str:
-    """Return after how many seconds a finding of this kind names rank 0, or the log of the run the lost node."""
+def after(s: Simulation | Connected, kind: str, limit_s: float) -> str:
+    """Return after how many seconds a finding of this kind names the rank at fault, or the log of the run the lost node."""
     named = (
-        (lambda: any(map(s.not_heard_of, s.lost))) if s.lost else lambda: any(0 in f.culprits for f in s.found(kind))
+        (lambda: any(map(s.not_heard_of, s.lost)))
+        if s.lost
+        else lambda: any(s.odd in f.culprits for f in s.found(kind))
     )
     passed, _, found = s.run(limit_s, named)
     return f"{passed:.1f} s" if found else f"not in {limit_s:.0f} s"
 
 
-def measure(job: Job, seconds: float) -> str:
+def measure(job: Job, seconds: float, real: bool) -> str:
     """Return one row of the table."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as made, simulated(job, Path(made)) as s:
-        before = private_mib()
+    start = connected if real else simulated
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as made, start(job, Path(made)) as s:
+        before = 0.0 if real else private_mib()
         s.run(15)
         shares = []
         for _ in range(max(3, round(seconds / WINDOW_S))):
             passed, used, _ = s.run(WINDOW_S)
             shares.append(100 * used / passed)
-        if s.monitor.diagnosis.open():
-            sys.exit(f"a healthy job has findings: {[f.message for f in s.monitor.diagnosis.open()]}")
-        memory = private_mib() - before
+        if wrong := [f.message for kind in kinds.KINDS for f in s.found(kind)]:
+            sys.exit(f"a healthy job has findings: {wrong}")
+        memory = private_mib(s) - before
         interval = interval_of_median(np.asarray(shares))
         lost = "–"
         if job.nodes > 1:
@@ -76,26 +86,33 @@ def measure(job: Job, seconds: float) -> str:
         )
 
 
+def write(lines: list[str]) -> None:
+    """Replace what an earlier call has written."""
+    before, _, rest = RESULTS.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    RESULTS.write_text("\n".join([before + BEGIN, *lines, END]) + after)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world", type=int, nargs="*", default=[8, 64, 256, 1024, 4096])
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--one-node", type=int, default=1024, help="ranks of the job on one node; 0: none")
+    parser.add_argument("--connected", action="store_true", help="in real time, through the encrypted connection")
     o = parser.parse_args()
     where = f"{os.cpu_count()} cores ({platform.machine()}, {platform.system()}), Python {platform.python_version()}"
+    how = " --connected" * o.connected
     lines = [
-        "# What node 0's monitor costs with N ranks", "",
-        f"`python benchmarks/scale.py --seconds {o.seconds:g}` on {where}; steps of 0.4 s, state files in a directory in memory.", "",
-        f"The straggler is {LATE_MS:.0f} ms late in each step. Times are from the fault to the finding that names its rank, and to the line in the run's log that a node is not heard of.", "",
+        f"`python benchmarks/scale.py --seconds {o.seconds:g}{how}` on {where}; steps of 0.4 s.", "",
+        f"The straggler is {LATE_MS:.0f} ms late in each step, on another node than node 0. Times are from the fault to the finding that names its rank, and to the line in the run's log that a node is not heard of.", "",
         "| ranks | nodes | % of a core, median | 95 % interval | n | % in a hang | private MiB | deadlock | straggler | lost node |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     jobs = [Job(world, min(8, world), sent=True) for world in o.world]
-    for job in jobs + ([Job(o.one_node, o.one_node)] if o.one_node else []):
-        lines.append(measure(job, o.seconds))
+    for job in jobs + ([Job(o.one_node, o.one_node)] if o.one_node and not o.connected else []):
+        lines.append(measure(job, o.seconds, o.connected))
         print(lines[-1], flush=True)
-        (RESULTS / "scale.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+        write([*lines, "", f"load {os.getloadavg()[0]:.0f}"])
     return 0
 
 

@@ -117,6 +117,20 @@ class Cluster:
         """Bring it up again."""
         _ip("-n", self.switch, "link", "set", f"port{node}", "up")
 
+    def slow(self, a: int, b: int, rate: str) -> None:
+        """Limit what two nodes send each other, as "50mbit"; both are fast with all others. Skips the test if the kernel cannot."""
+        for here, there in ((a, b), (b, a)):
+            tc = ["ip", "netns", "exec", self.names[here], "tc"]
+            for words in (
+                "qdisc add dev {} root handle 1: htb default 1",
+                "class add dev {} parent 1: classid 1:1 htb rate 10gbit",
+                f"class add dev {{}} parent 1: classid 1:2 htb rate {rate}",
+                f"filter add dev {{}} parent 1: protocol ip u32 match ip dst {self.address(there)}/32 flowid 1:2",
+            ):
+                done = subprocess.run([*tc, *words.format(LINK).split()], capture_output=True, text=True, timeout=30)
+                if done.returncode:
+                    pytest.skip(f"no link can be made slow: {done.stderr.strip()}")
+
     def kill(self, node: int) -> None:
         """SIGKILL every process of a node at once."""
         found = subprocess.run(

@@ -176,7 +176,8 @@ class Diagnosis:
         )  # fmt: skip
         changed = not record.reported or _differs(fresh, record.finding) or record.finding.cleared_s is not None
         record.finding = fresh
-        if record.seen < kinds.hold(f):
+        steps = s.ranks[f.culprits[0]].steps if f.culprits and f.culprits[0] in s.ranks else ()
+        if record.seen < kinds.hold(f, steps[-1].end_s - (fresh.first_seen_s or 0.0) if steps else 0.0):
             return None
         record.reported = True
         return fresh if changed else None

@@ -48,6 +48,7 @@ class Kind:
     suspends: bool = False  # while one is open, kinds without `while_blocked` are not evaluated
     hold: int = 1  # evaluations in a row, or seconds of them, that must find it before it is reported
     hold_of_cause: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))  # overrides `hold`
+    lasting_s: float | None = None  # two evaluations are enough if its steps so far have lasted so long
     release: int = 5  # evaluations in a row that no longer find it before it is cleared
     sticky: bool = False  # never cleared
     fatal: bool = False  # it stops the job for good (unless the collective it is about has completed)
@@ -105,7 +106,7 @@ UNEVEN_BATCHES = Kind(
     hold_of_cause=MappingProxyType({"size": 2}),
 )  # fmt: skip
 STRAGGLER = Kind(
-    name="straggler", severities=(_INFO, _WARNING), while_blocked=False, hold=3, release=20,
+    name="straggler", severities=(_INFO, _WARNING), while_blocked=False, hold=3, lasting_s=3.0, release=20,
     causes=("data", "forward", "backward", "optimizer", "host", "rotating", "stage", "pauses", "cores", "gc"),
     # a sum of what was measured, no estimate; the kernel's masks
     hold_of_cause=MappingProxyType({"pauses": 1, "cores": 1}),
@@ -153,10 +154,15 @@ def of(finding: Finding) -> Kind:
     return KINDS[finding.kind]
 
 
-def hold(finding: Finding) -> int:
-    """Return how many evaluations in a row must find it before it is reported."""
+def hold(finding: Finding, lasted_s: float) -> int:
+    """Return how many evaluations in a row must find it before it is reported.
+
+    Args:
+        lasted_s: From when it was first seen, as the rule says, to the end of its culprit's newest step.
+    """
     kind = of(finding)
-    return kind.hold_of_cause.get(finding.cause or "", kind.hold)
+    held = kind.hold_of_cause.get(finding.cause or "", kind.hold)
+    return min(held, 2) if kind.lasting_s is not None and lasted_s >= kind.lasting_s else held
 
 
 def stops_job(finding: Finding) -> bool:

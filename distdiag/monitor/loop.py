@@ -136,7 +136,7 @@ class Monitor:
 
     def _poll(self) -> bool:
         began, used_s = time.monotonic(), time.process_time()
-        if self.pace.rests(began, self._some_rank_waits) and not self.nodes.fell_silent():
+        if self.pace.rests(began, self._some_rank_waits, self.nodes.differs) and not self.nodes.fell_silent():
             return False
         over = self._survive(lambda: not self._all_moving() and self.tick())
         self.pace.poll_at = began + self._tick_s(time.process_time() - used_s)

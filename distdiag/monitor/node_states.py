@@ -1,7 +1,8 @@
 """The state that a node's monitor sends to node 0's, as bytes, and how it becomes ranks with node 0's times.
 
 Most of a state is histories, of which most was in the state before. Each item has the number of the state in which it was new, so
-that what node 0 knows already is not decoded again. A state needs no earlier one: some may be lost, or replaced by a newer one.
+that what node 0 knows already is not decoded again, and not sent again to a node 0 that has said so: it names the newest state that
+it has read. Any other state may be lost, or replaced by a newer one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import msgspec
 from distdiag.diagnosis.model.snapshot import Group, RankState, Seconds
 from distdiag.monitor.windows import Window, Windows
 
-VERSION = 3
+VERSION = 4
 MOST_S = 1e10  # a time beyond it is none
 MOST_GROUPS = 4096  # of one node
 # fields of a rank, with the most items sent
@@ -35,8 +36,8 @@ class History(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         first: How many items came before.
         new_in: Of each item the number of the state in which it, or one before it, was new or changed; 32 bits, little-endian.
-        begins: Where the item begins in `items`, in the same way.
-        items: The items, encoded, one after the other.
+        begins: Where the item begins in `items`, in the same way, without the oldest items that node 0 knows.
+        items: Those items, encoded, one after the other.
     """
 
     first: int
@@ -90,23 +91,27 @@ class Sender:
         self._sent: dict[tuple[int, str], Sent] = {}
 
     def parts(
-        self, number: int, ranks: dict[int, RankState], groups: dict[str, Group], windows: Windows
+        self, number: int, ranks: dict[int, RankState], groups: dict[str, Group], windows: Windows, known: int = 0
     ) -> dict[str, Any]:
-        """Return `number`, `sender`, `ranks`, `histories`, `windows` and `groups` of a `NodeState`."""
+        """Return `number`, `sender`, `ranks`, `histories`, `windows` and `groups` of a `NodeState`.
+
+        Args:
+            known: Number of the newest state that node 0 has read; 0: none.
+        """
         without = dict.fromkeys(HISTORIES, ())
         return {
             "number": number,
             "sender": self.id,
             "ranks": {q: msgspec.structs.replace(r, **without) for q, r in ranks.items()},
             "histories": {
-                q: {name: self._history(number, q, name, found) for name in HISTORIES if (found := getattr(r, name))}
+                q: {n: self._history(number, q, n, found, known) for n in HISTORIES if (found := getattr(r, n))}
                 for q, r in ranks.items()
             },
             "windows": {q: windows.of(r) for q, r in ranks.items()},
             "groups": {name: msgspec.Raw(msgspec.msgpack.encode(g)) for name, g in groups.items()},
         }
 
-    def _history(self, number: int, rank: int, name: str, every: tuple[Any, ...]) -> History:
+    def _history(self, number: int, rank: int, name: str, every: tuple[Any, ...], known: int) -> History:
         items = every[-HISTORIES[name] :]
         before = self._sent.get((rank, name)) or Sent(0, (), [])
         gone = next((i for i, item in enumerate(before.items) if item == items[0]), len(before.items))
@@ -115,8 +120,8 @@ class Sender:
         same = min(same, len(items))
         new_in = [*before.new_in[gone : gone + same], *[number] * (len(items) - same)]
         self._sent[rank, name] = Sent(before.first + gone, items, new_in)
-        encoded = [msgspec.msgpack.encode(item) for item in items]
-        begins = list(accumulate(map(len, encoded[:-1]), initial=0))
+        encoded = [msgspec.msgpack.encode(item) for item in items[bisect_right(new_in, known) :]]
+        begins = list(accumulate(map(len, encoded[:-1]), initial=0))[: len(encoded)]
         return History(before.first + gone, _packed(new_in), _packed(begins), b"".join(encoded))
 
 
@@ -128,6 +133,10 @@ def _unpacked(data: bytes) -> array[int]:
     found = array("I")
     found.frombytes(data)
     return found
+
+
+class Incomplete(Exception):
+    """A state lacks what its sender takes for known: another monitor read it, or its times are moved by more or less now."""
 
 
 class Known(NamedTuple):
@@ -150,6 +159,7 @@ class Readings:
         """Return a state whose times are `later_s` seconds later.
 
         Raises:
+            Incomplete: it must be sent whole.
             msgspec.MsgspecError, ValueError, RecursionError: a history or a group cannot be read, or a time is out of range.
         """
         ranks = {}
@@ -162,7 +172,8 @@ class Readings:
 
     def _history(self, x: NodeState, rank: int, name: str, sent: History, by_s: float) -> tuple[Any, ...]:
         new_in, n = _unpacked(sent.new_in), len(sent.new_in) // 4
-        if not 0 < n <= HISTORIES[name] or len(sent.begins) != len(sent.new_in):
+        left_out = n - len(sent.begins) // 4
+        if not 0 < n <= HISTORIES[name] or left_out < 0:
             raise ValueError("a history of another length")
         known, same, old = self._known.get((rank, name)), 0, ()
         if known is not None and (known.sender, known.by_s) == (x.sender, by_s):
@@ -171,10 +182,12 @@ class Readings:
             old = known.items[gone : gone + same] if gone >= 0 else ()
         if len(old) != same:  # not what the sender takes for known: begin anew
             same, old = 0, ()
+        if same < left_out:
+            raise Incomplete
         new: tuple[Any, ...] = ()
         if same < n:
             decode, move = _items(name)
-            begin = _unpacked(sent.begins)[same]
+            begin = _unpacked(sent.begins)[same - left_out]
             decoded = decode(_ARRAY + (n - same).to_bytes(2, "big") + sent.items[begin:])
             new = tuple([move(item, by_s) for item in decoded])
         self._known[rank, name] = Known(x.sender, by_s, x.number, sent.first, old + new)

@@ -18,18 +18,32 @@ import msgspec
 from distdiag import files
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import DEAD, Life, RankState, Snapshot
+from distdiag.diagnosis.step_times import self_ms
 from distdiag.monitor.cluster.messages import Ask
 from distdiag.monitor.cluster.transport import Transport
 from distdiag.monitor.evidence import dump, profile_of_nodes
-from distdiag.monitor.node_states import MOST_GROUPS, MOST_S, UNREADABLE, VERSION, Heard, NodeState, Readings, Sender
+from distdiag.monitor.node_states import (
+    MOST_GROUPS,
+    MOST_S,
+    UNREADABLE,
+    VERSION,
+    Heard,
+    Incomplete,
+    NodeState,
+    Readings,
+    Sender,
+)
 from distdiag.monitor.windows import Windows
 
-# between two files of a node; the latter while one of its ranks waits or has ended
-PERIOD_S, WAITING_PERIOD_S = 2.0, 0.5
+# Between two states of a node: sent, at each full poll, in place of a report without one; left as files; the last while one of
+# its ranks waits or has ended.
+PERIOD_S, FILE_PERIOD_S, WAITING_PERIOD_S = 0.9, 2.0, 0.5
 WAITING_S = 0.4  # from this time in a collective on, a rank waits
 # An older state is ignored: on a busy host a calm monitor polls every eight seconds, and network file systems show files late.
 STALE_S = 12.0
 SILENT_S = 4.0  # without a report over a connection, on which each node sends one a second: three or four are missing
+# Polls are not stretched if one rank has worked longer than any other in each of so many steps, by so many ms and by this share.
+LATELY, DIFFERS_MS, DIFFERS = 3, 3.0, 0.05
 RETURN_S = 5.0  # nothing is judged for so long, after another monitor of node 0, until every node is heard of again
 
 
@@ -106,6 +120,7 @@ class Nodes:
         self.events: list[str] = []  # what has changed between the nodes, for the log of the run
         self._owner: dict[int, int] = {}  # the node that reported a rank first
         self._readings, self._sender = Readings(), Sender()
+        self._works_ms = (0.0, 0.0)  # of this node's ranks
         self.windows = Windows()  # of all ranks of the job
 
     @property
@@ -132,11 +147,12 @@ class Nodes:
             started_unix_s, start_ns: When this node's run began, by the wall clock and the monotonic one.
             closed: The job is over.
         """
-        waiting = _waits(s)
+        waiting, client = _waits(s), self.transport.client
+        usual_s = FILE_PERIOD_S if client is None else PERIOD_S
         ended = any(r.life not in (Life.RUNNING, Life.STARTING) for r in s.ranks.values())
         now = time.monotonic()
         if (
-            now - self._written_at < (WAITING_PERIOD_S if waiting or ended or self.transport.urgent else PERIOD_S)
+            now - self._written_at < (WAITING_PERIOD_S if waiting or ended or self.transport.urgent else usual_s)
             and not closed
         ):
             return
@@ -145,10 +161,10 @@ class Nodes:
         state = NodeState(
             node=self.node, started_unix_s=started_unix_s, written_unix_s=time.time(), closed=closed,
             local_world_size=s.expected or len(s.ranks),
-            **self._sender.parts(self._number, s.ranks, s.groups, self.windows),
+            **self._sender.parts(self._number, s.ranks, s.groups, self.windows, client.known if client else 0),
         )  # fmt: skip
-        if self.transport.client is not None:
-            self.transport.client.publish(msgspec.msgpack.encode(state), start_ns)
+        if client is not None:
+            client.publish(msgspec.msgpack.encode(state), start_ns, _works_ms(s))
         else:
             self.files.write(msgspec.msgpack.encode(state))
 
@@ -183,8 +199,16 @@ class Nodes:
             s, ranks=dict(sorted(ranks.items())), groups=groups, expected=min(expected, s.world_size)
         )
         if self.transport.server is not None:
-            self.transport.server.urgent = _waits(whole)
+            self.transport.server.urgent, self._works_ms = _waits(whole), _works_ms(s)
         return whole, news
+
+    def differs(self) -> bool:
+        """True if one rank works longer than any other, by what has arrived so far: that must be judged soon."""
+        found = sorted([self._works_ms, *self.transport.works_ms()])
+        if len(found) < 2 or not found[0][0]:
+            return False
+        longest_ms, next_ms = found[-1]
+        return longest_ms - max(next_ms, found[-2][0]) > max(DIFFERS_MS, DIFFERS * longest_ms)
 
     def fell_silent(self) -> bool:
         """True if a node is no longer heard of, and was at the last `merged`."""
@@ -253,6 +277,9 @@ class Nodes:
             self._made_s[x.node] = time.monotonic() - age_s
             self._owner |= dict.fromkeys(x.ranks, x.node)
             self.windows.take(x.windows)
+            self.transport.knows(x.node, x.number)
+        except Incomplete:
+            self.transport.knows(x.node, 0)
         except UNREADABLE as problem:
             self._failed = f"the state of node {x.node} is not used: {problem}"
 
@@ -286,6 +313,13 @@ def _silent(r: RankState, silent_s: float) -> RankState:
         r, life=Life.SILENT, blocked=None, queued=(), heartbeat_age_s=silent_s, steps=(), calls=(),
         heard_at=_clock(silent_s),
     )  # fmt: skip
+
+
+def _works_ms(s: Snapshot) -> tuple[float, float]:
+    """Return how long the slowest rank has worked in each of its newest steps at least, and the next one."""
+    newest = [r.steps[-LATELY:] for r in s.ranks.values()]
+    ordered = sorted([min(map(self_ms, steps)) for steps in newest if len(steps) == LATELY], reverse=True)
+    return (ordered[0], ordered[1] if len(ordered) > 1 else 0.0) if ordered else (0.0, 0.0)
 
 
 def _clock(ago_s: float) -> str:

@@ -1,13 +1,14 @@
-"""When the monitor polls: a poll of thousands of ranks takes a second, so polls are stretched, unless a rank begins to wait."""
+"""When the monitor polls: a poll of thousands of ranks takes a second, so polls are stretched, unless a rank begins to wait or to differ."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 TICK_S = 0.25
-MOST_OF_A_CORE, LONGEST_TICK_S = 0.2, 4.0  # of the monitor while nothing is suspected that is not yet reported
+MOST_OF_A_CORE, LONGEST_TICK_S = 0.15, 6.0  # of the monitor while nothing is suspected that is not yet reported
 SHORTEST_TICK_S = 0.05  # while a rank's native frames are awaited
-# When a rank begins to wait, polls are not stretched for the first time; at most once in the second.
+# When a rank begins to wait, or to differ, polls are not stretched for the first time; at most once in the second,
+# each.
 HASTE_S, HASTE_EVERY_S = 4.0, 60.0
 
 
@@ -21,18 +22,17 @@ class Pace:
 
     def __init__(self) -> None:
         self.poll_at = 0.0
-        self._hasty_from = -HASTE_EVERY_S
+        self._hasty_from: dict[int, float] = {}  # by what was new
 
     def pause_s(self, began: float) -> float:
         """Return the time from the begin of a poll to the next look at the ranks: short, even if polls are far apart."""
         return max(SHORTEST_TICK_S, min(TICK_S, self.poll_at - began))
 
-    def rests(self, now: float, waits: Callable[[], bool]) -> bool:
-        """True if no poll is due, and no rank of this node has begun to wait lately."""
+    def rests(self, now: float, *news: Callable[[], bool]) -> bool:
+        """True if no poll is due, and none of this has begun lately; a straggler's haste costs a hang none of its own."""
         if now + SHORTEST_TICK_S / 2 >= self.poll_at:
             return False
-        since_s = now - self._hasty_from
-        if since_s >= HASTE_EVERY_S and waits():
-            self._hasty_from = now
-            return False
-        return since_s >= HASTE_S
+        for i, begun in enumerate(news):
+            if now - self._hasty_from.get(i, -HASTE_EVERY_S) >= HASTE_EVERY_S and begun():
+                self._hasty_from[i] = now
+        return all(now - since >= HASTE_S for since in self._hasty_from.values())

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
 import textwrap
+import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.jobs import Job, closed, distdiag, rows, wait_for
-from tests.nodes import Cluster
+from tests.jobs import Job, closed, distdiag, free_port, rows, start, wait_for
+from tests.nodes import LINK, Cluster
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(300)]
 
@@ -180,3 +185,79 @@ def test_a_stranger_on_the_wire_reads_no_text_of_the_job(tmp_path: Path, script:
         for text in (b"train.py", b"all_reduce", b"default_pg", b"running", b"secret", str(tmp_path).encode()):
             assert text not in of_port, text
         assert b"CURVE" in of_port  # the greeting of ZMTP: this is the right port
+
+
+def torchrun(cluster: Cluster, stack: ExitStack, program: list[str]) -> list[Job]:
+    """Start one process of a program on each node, not recorded."""
+    jobs, port = [], str(free_port())
+    for k in range(cluster.n):
+        here = cluster.run(k).parent
+        here.mkdir(parents=True, exist_ok=True)
+        command = [
+            *cluster.inside(k), sys.executable, "-m", "torch.distributed.run", "--nnodes", str(cluster.n), "--node-rank", str(k),
+            "--master-addr", cluster.address(0), "--master-port", port, "--nproc-per-node", "1", *program,
+        ]  # fmt: skip
+        jobs.append(stack.enter_context(start(command, cwd=here, env={"GLOO_SOCKET_IFNAME": LINK}, timeout=200)))
+    return jobs
+
+
+def test_a_slow_link_between_two_nodes_is_named_by_the_probe(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 4) as cluster, ExitStack() as stack:
+        cluster.slow(1, 2, "20mbit")
+        jobs = torchrun(cluster, stack, ["-m", "distdiag.probes.pairs", "--json", "--budget", "40"])
+        jobs[0].wait(180)
+        found = json.loads(jobs[0].stdout())
+        # on a busy host the probe suspects only
+        assert found["verdict"] in ("fail", "inconclusive"), found
+        # a busy host delays other pairs, too, by a few times
+        slow = re.findall(
+            r"the link between ranks (\d) and (\d) is slow \(transfer ([\d.]+) times", str(found["reasons"])
+        )
+        assert [(a, b) for a, b, times in slow if float(times) > 20] == [("1", "2")], found["reasons"]
+
+
+def test_a_slow_link_shows_in_the_live_run_as_time_that_all_ranks_communicate(tmp_path: Path, script: Path) -> None:
+    script.write_text(textwrap.dedent(TRAINING).replace("64, 64", "500, 500").replace("16, 64", "16, 500"))
+    with Cluster(tmp_path, 2) as cluster:
+        cluster.slow(0, 1, "50mbit")  # a megabyte of gradients takes 0.16 s
+        with cluster.job(script, fork_ranks=True) as jobs:
+            all_heard(cluster, jobs, 2)
+            found = wait_for(
+                lambda: next((f for f in cluster.findings() if f["kind"] == "comm_bound"), None), 120, "it", jobs[0]
+            )
+            assert found["severity"] == "info" and "distdiag probe" in found["advice"], found
+            assert not [f for f in cluster.findings() if f["severity"] == "error"]
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_full_disk_of_one_node_costs_no_verdict(full: int, tmp_path: Path, script: Path, hang: Path) -> None:
+    place = tmp_path / f"node_{full}"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", place], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"no small file system can be made: {mounted.stderr.strip()}")
+    try:
+        with Cluster(tmp_path, 2) as cluster, cluster.job(script, fork_ranks=True) as jobs:
+            all_heard(cluster, jobs, 2)
+            filling = place / "filling"
+            with suppress(OSError), open(filling, "wb", buffering=0) as f:
+                while f.write(b"0" * 4096):
+                    pass
+            assert os.statvfs(place).f_bavail == 0
+
+            time.sleep(3)
+            hang.touch()
+            # node 0 names it meanwhile, whichever disk is full
+            wait_for(lambda: "deadlock/missing_rank" in jobs[0].stderr(), 40, "the verdict", jobs[0])
+            assert all(job.process.poll() is None for job in jobs)
+            filling.unlink()
+            f = wait_for(lambda: deadlock(cluster), 40, "the verdict in run.db", jobs[0])
+            assert (f["certainty"], f["culprits"]) == ("proved", [1])
+
+            def noted() -> bool:
+                return any((f["kind"], f["cause"]) == ("recorder", "disk_full") for f in cluster.findings())
+
+            if full == 0:  # the other node writes less: the room that its database has may last
+                wait_for(noted, 40, "the full disk in the run of node 0", jobs[0])
+    finally:
+        subprocess.run(["umount", "-l", place], check=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.failing_disk import failing_disk
 from tests.integration.test_autopsy import JOB
 from tests.jobs import ONE_RANK, REPOSITORY, clean_env, closed, distdiag, launch, rows, start, wait_for
 
@@ -174,32 +174,6 @@ def test_a_pid_that_another_process_gets_is_not_the_rank(tmp_path: Path, killed:
     assert found["verdict"]["state"] == "failed", found["verdict"]
 
 
-EIO = r"""
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <errno.h>
-#include <stdio.h>
-#include <string.h>
-#include <stdlib.h>
-#include <unistd.h>
-static int fails(int fd) {
-    char link[64], path[4096];
-    const char *flag = getenv("FAILING");
-    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
-    ssize_t n = readlink(link, path, sizeof path - 1);
-    if (n < 0 || !flag || access(flag, F_OK)) return 0;
-    path[n] = 0;
-    if (!strstr(path, "run.db")) return 0;
-    errno = EIO;
-    return 1;
-}
-#define REAL(type, name, args) ((type (*) args)dlsym(RTLD_NEXT, #name))
-ssize_t write(int fd, const void *b, size_t n) { return fails(fd) ? -1 : REAL(ssize_t, write, (int, const void *, size_t))(fd, b, n); }
-ssize_t pwrite(int fd, const void *b, size_t n, off_t o) { return fails(fd) ? -1 : REAL(ssize_t, pwrite, (int, const void *, size_t, off_t))(fd, b, n, o); }
-ssize_t pwrite64(int fd, const void *b, size_t n, off64_t o) { return fails(fd) ? -1 : REAL(ssize_t, pwrite64, (int, const void *, size_t, off64_t))(fd, b, n, o); }
-int fsync(int fd) { return fails(fd) ? -1 : REAL(int, fsync, (int))(fd); }
-int fdatasync(int fd) { return fails(fd) ? -1 : REAL(int, fdatasync, (int))(fd); }
-"""
 WRITES = """
 import pathlib, sys
 from distdiag.diagnosis.model.findings import Finding
@@ -221,12 +195,9 @@ w.close()
 """
 
 
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
 def test_a_disk_that_fails_for_a_while_loses_no_row(tmp_path: Path) -> None:
     """EIO from every write to the database and its log, by a preloaded library: this needs no device mapper."""
-    (tmp_path / "eio.c").write_text(EIO)
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", "eio.so", "eio.c", "-ldl"], cwd=tmp_path, check=True, timeout=60)
-    env = clean_env(tmp_path / "home", {"PYTHONPATH": str(REPOSITORY), "LD_PRELOAD": str(tmp_path / "eio.so"), "FAILING": str(tmp_path / "failing")})  # fmt: skip
+    env = clean_env(tmp_path / "home", {"PYTHONPATH": str(REPOSITORY), **failing_disk(tmp_path, tmp_path / "failing")})
     done = subprocess.run(
         [sys.executable, "-c", WRITES], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100
     )

@@ -43,7 +43,7 @@ kind = kinds.STRAGGLER
 class Limits:
     recurrence: float = 0.75
     """Share of the window's steps in which the rank is the slowest. Chance gives 1 / ranks."""
-    sustained_s: float = 4.0
+    sustained_s: float = 3.0
     """Seconds of steps that are enough, if they are not too few for chance. 30 steps of a fast job take less; of a slow one, minutes."""
     chance: float = 0.005
     """That a rank of equal ones is the slowest in such a share of the steps: as that of two ranks in 30 steps."""
@@ -264,11 +264,13 @@ class Case:
         Hosts that run ahead until their launch queue is full wait there, in any phase, and not for the last
         to arrive. How far they are ahead is then constant, and is not what a step costs them.
         """
+        if not self.window.inferred:
+            return None
         steps, ranks = self.window.steps, self.window.ranks
         arrivals = leads(zip(*([x.ready_s or 0.0 for x in steps[q]] for q in ranks), strict=True))
         index, count = Counter(at_top for at_top, _ in arrivals).most_common(1)[0]
         lead_ms = statistics.median(lead_s if at_top == index else -lead_s for at_top, lead_s in arrivals) * 1e3
-        always = self.window.inferred and count >= limits.recurrence * len(arrivals)
+        always = count >= limits.recurrence * len(arrivals)
         return (ranks[index], lead_ms) if always and lead_ms >= limits.least_ms else None
 
     @cached_property

@@ -133,11 +133,12 @@ def slow(
     alone, count = len(slow.ranks) == 1, len(slow.indices)
     # what the tables' `self` includes and the excess does not
     queued = f" (and {x.queued_ms:.0f} ms in which it waits for a CPU)" if x.queued_ms >= 0.1 * x.phase_ms else ""
+    first = window.steps[x.rank][slow.indices[0]]
     return found(
         SLOW, s, window, [x.rank, *(q for q in slow.ranks if q != x.rank)], x.phase,
         cause="host" if x.phase == "other" else x.phase, x=x, slow=slow, count=count, queued=queued,
         up_to="" if alone else "up to ", slower="slowest" if alone else "slower than all of them",
-        gain=_gain_text(window, slow, loader_gain),
+        gain=_gain_text(window, slow, loader_gain), first_seen_s=first.end_s - first.step_ms / 1e3,
     )  # fmt: skip
 
 

@@ -32,17 +32,19 @@ class Client(Link):
         self._ask, self._answers = ask, list[Answer]()
         self._asked: threading.Thread | None = None
         self.server = server
-        self.urgent = False
+        self.urgent, self.known = False, 0
         self.offset = Offset()
         self.sent = 0  # number of the newest state that node 0 has received
-        self._state: tuple[int, int, bytes] | None = None  # number of the state, start of the run, packed
+        # number of the state, start of the run, packed; how long ranks work
+        self._state: tuple[int, int, bytes] | None = None
+        self._works_ms = (0.0, 0.0)
         self._states = 0
         self._number = self._received = 0  # reports
         self._in_flight: tuple[int, int] | None = None  # numbers of a report and of its state
         self._at_s = self._heard_s = -1e9
         self._address = -1
 
-    def publish(self, state: bytes, started_ns: int) -> None:
+    def publish(self, state: bytes, started_ns: int, works_ms: tuple[float, float] = (0.0, 0.0)) -> None:
         """Send a state in place of any older one that waits."""
         packed = messages.pack(state)
         if len(packed) > messages.MOST_BYTES // 2:
@@ -50,7 +52,7 @@ class Client(Link):
             return
         with self.lock:
             self._states += 1
-            self._state = (self._states, started_ns, packed)
+            self._state, self._works_ms = (self._states, started_ns, packed), works_ms
         self.wake()
 
     def flush(self, wait_s: float) -> None:
@@ -105,7 +107,7 @@ class Client(Link):
         report = Report(
             incarnation=self.own.incarnation, number=self._number + 1, sent_ns=sent_ns, started_ns=started_ns,
             offset_ns=estimate.offset_ns if estimate else 0, uncertainty_ns=estimate.uncertainty_ns if estimate else 0,
-            wall_ns=time.time_ns() - time.monotonic_ns(), state=packed,
+            wall_ns=time.time_ns() - time.monotonic_ns(), works_ms=self._works_ms, state=packed,
         )  # fmt: skip
         try:
             self._dealer.send(messages.encode(report), self._zmq.NOBLOCK)
@@ -123,7 +125,8 @@ class Client(Link):
             return
         if not isinstance(message, Receipt) or not self._received < message.number <= self._number:
             raise BadMessage("no receipt of ours")
-        self._received, self._heard_s, self.urgent = message.number, now_ns / 1e9, message.urgent
+        self._received, self._heard_s = message.number, now_ns / 1e9
+        self.urgent, self.known = message.urgent, message.known
         self.offset.add(message.report_sent_ns, message.received_ns, message.sent_ns, now_ns)
         if self._in_flight is not None and self._in_flight[0] == message.number:
             with self.lock:

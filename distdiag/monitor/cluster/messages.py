@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from distdiag.monitor.cluster.clock import MOST_NS
 
-VERSION = 1
+VERSION = 2
 MOST_BYTES = 8 << 20  # of a message, and of a state once it is unpacked
 MARGIN_BYTES = 1024  # of a message around its data
 MOST_PACKED = 4096  # a longer state is compressed
@@ -42,6 +42,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
         offset_ns, uncertainty_ns: Monotonic clock of node 0 minus that of the sender.
         wall_ns: The sender's wall clock minus its monotonic clock.
         started_ns: When its run began, by its monotonic clock.
+        works_ms: How long its slowest rank has worked in each of its newest steps at least, and the next one; 0: not known.
         state: A `NodeState`, as `pack` returns it; empty if the node has nothing new.
     """
 
@@ -53,6 +54,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     uncertainty_ns: Clock = 0
     wall_ns: Offset = 0
     started_ns: Clock = 0
+    works_ms: tuple[float, float] = (0.0, 0.0)
     state: bytes = b""
 
 
@@ -64,6 +66,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, tag="receipt"):
         report_sent_ns: Its `sent_ns`.
         received_ns, sent_ns: Monotonic clock of node 0.
         urgent: A rank of the job waits: send states more often, and take evidence.
+        known: Number of the newest state that node 0 has read, so that the next one holds what is new since; 0: none.
     """
 
     version: Count = VERSION
@@ -72,6 +75,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, tag="receipt"):
     received_ns: Clock
     sent_ns: Clock
     urgent: bool = False
+    known: Count = 0
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):

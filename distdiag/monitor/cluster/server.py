@@ -37,7 +37,9 @@ class Heard:
         started_ns: When its run began, by its monotonic clock.
         offset_ns, uncertainty_ns: Our monotonic clock minus that of the node.
         wall_offset_ns: Our wall clock minus that of the node.
+        works_ms: See `Report`.
         state: Its newest state, packed; None once it has been taken.
+        known: Number of the newest state that was read.
     """
 
     order: Order = field(default_factory=Order)
@@ -49,7 +51,9 @@ class Heard:
     offset_ns: int = 0
     uncertainty_ns: int = 0
     wall_offset_ns: int = 0
+    works_ms: tuple[float, float] = (0.0, 0.0)
     state: bytes | None = None
+    known: int = 0
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,16 @@ class Server(Link):
         """
         with self.lock:
             return {node: self._listened_s - h.listened_s for node, h in self.heard.items()}
+
+    def knows(self, node: int, number: int) -> None:
+        """Let a node know the newest of its states that was read; 0: its next one must be whole."""
+        with self.lock:
+            self.heard[node].known = number
+
+    def works_ms(self) -> list[tuple[float, float]]:
+        """Return of each node how long its slowest rank works, and the next one."""
+        with self.lock:
+            return [h.works_ms for h in self.heard.values()]
 
     def ask(self, question: Ask) -> Answers:
         """Ask all nodes; return what each answers in time."""
@@ -269,13 +283,14 @@ class Server(Link):
             heard.address, heard.received_ns, heard.listened_s = address, received_ns, self._listened_s
             heard.offset_ns, heard.uncertainty_ns = report.offset_ns, report.uncertainty_ns
             wall_ns = time.time_ns() - time.monotonic_ns()
-            heard.wall_offset_ns = report.offset_ns + wall_ns - report.wall_ns
+            heard.wall_offset_ns, heard.works_ms = report.offset_ns + wall_ns - report.wall_ns, report.works_ms
             if report.state:
                 heard.state, heard.started_ns = report.state, report.started_ns
                 heard.state_ns = received_ns
+            known = heard.known
         receipt = Receipt(
             number=report.number, report_sent_ns=report.sent_ns, received_ns=received_ns, sent_ns=time.monotonic_ns(),
-            urgent=self.urgent,
+            urgent=self.urgent, known=known,
         )  # fmt: skip
         self._router.send_multipart([address, messages.encode(receipt)], self._zmq.NOBLOCK)
 

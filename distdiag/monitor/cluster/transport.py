@@ -91,6 +91,15 @@ class Transport:
         """Return the states that have arrived since the last call, one of each node at most."""
         return self.server.take() if self.server is not None else []
 
+    def knows(self, node: int, number: int) -> None:
+        """Let a node know the newest of its states that was read; 0: its next one must be whole."""
+        if self.server is not None:
+            self.server.knows(node, number)
+
+    def works_ms(self) -> list[tuple[float, float]]:
+        """Return of each node that sends how long its slowest rank works, and the next one."""
+        return self.server.works_ms() if self.server is not None else []
+
     def silent_s(self) -> dict[int, float]:
         """Return for how long nodes that have sent before have sent nothing, not even that they are there."""
         return self.server.silent_s() if self.server is not None else {}
