@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from distdiag import files, procfs
+from distdiag.everywhere import NOT_ME
 from distdiag.page import directories, profile_files
 from distdiag.page.layout import STACK, LifeWord, Phase, page_path
 from distdiag.page.writer import PageWriter
@@ -36,6 +37,7 @@ from distdiag.recorder.state import Recorder, guarded, now_ns, switched_off
 from distdiag.terms import secrets
 from distdiag.terms.launchers import LAUNCHERS
 from distdiag.terms.untrusted import cut, visible
+from distdiag.torch_modules import no_collection
 
 
 class Session:
@@ -57,6 +59,7 @@ class Session:
     # -- hooks ---------------------------------------------------------------------------------------
 
     @guarded
+    @no_collection()
     def install(self) -> None:
         """Install the hooks; torch has been imported."""
         if self.accounting is not None:
@@ -313,7 +316,10 @@ def _start(run_dir: str | None, name: str | None, rank: int, world_size: int, lo
 
     session.stacks_on_signals()
     of_node = directory, claim.pages, claim.node, claim.overflow
-    start_monitor(*of_node)
+    if (
+        NOT_ME not in os.environ
+    ):  # else a test, and most end within a second: sooner than a monitor starts, and for less CPU time
+        start_monitor(*of_node)
     session.pulse.watch = Watch(*of_node)
     session.pulse.request = str(profile_files.request_path(pages, rank))
     session.pulse.asked = session.take_profile
