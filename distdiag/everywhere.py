@@ -33,6 +33,7 @@ def install() -> None:
 
         if session.current is not None:  # recorded in another way, whose hooks are around this function
             return original(*args, **kwargs)
+        session.of_test = NOT_ME in os.environ
         try:
             # a script that kept this function, and calls it for a second group, reaches the recorder's
             return deferred.enter_group(private, args, kwargs)

@@ -1,9 +1,9 @@
 """pytest plugin: a test whose ranks hang fails within seconds, with rank, file, line and condition as its failure.
 
 Nothing in a test changes. DISTDIAG=1 in the environment has the processes recorded that a test starts and that join a process group;
-the monitor, which starts with the first of them, ends the ranks of a proved hang (DISTDIAG_END_HANGS_S). So a suite without ranks
-runs as before, and pytest gets no thread. A test without ranks costs one system call: the next test gets another run directory
-only after ranks have made this one, below a temporary directory.
+the monitor, which starts once one of them has lived for a second, ends the ranks of a proved hang (DISTDIAG_END_HANGS_S). So a suite
+without ranks runs as before, and pytest gets no thread. A test costs one system call: whether ranks have made the run directory
+that is named to them. If so, the next test names another.
 
 Off with `-p no:distdiag`, with DISTDIAG=0, and for a test with `@pytest.mark.distdiag_off`.
 """
@@ -48,9 +48,7 @@ class Recording:
     def __init__(self) -> None:
         self._run = ""  # the directory for ranks that start now: they make it
         self._begun: list[Path] = []  # those that ranks have made
-        self._open: list[
-            Path
-        ] = []  # those in which ranks or a monitor may live: also of earlier tests, as those of fixtures live on
+        self._open: list[Path] = []  # those in which a rank or a monitor may live: of fixtures also after the test
         self._judged: set[Path] = set()  # runs that are closed or have a verdict: nothing is added to them
         self._kept: set[Path] = set()  # that a report names
         self._problems: list[str] = []  # why something was not recorded or judged; no test fails by it

@@ -23,7 +23,6 @@ from types import TracebackType
 from typing import Any
 
 from distdiag import files, procfs
-from distdiag.everywhere import NOT_ME
 from distdiag.page import directories, profile_files
 from distdiag.page.layout import STACK, LifeWord, Phase, page_path
 from distdiag.page.writer import PageWriter
@@ -237,6 +236,7 @@ class Session:
 
 
 current: Session | None = None
+of_test = False  # a rank of a pytest: most end within a second, for less CPU time than a monitor takes to start; the pulse starts it
 _lock = threading.Lock()
 
 
@@ -316,9 +316,7 @@ def _start(run_dir: str | None, name: str | None, rank: int, world_size: int, lo
 
     session.stacks_on_signals()
     of_node = directory, claim.pages, claim.node, claim.overflow
-    if (
-        NOT_ME not in os.environ
-    ):  # else a test, and most end within a second: sooner than a monitor starts, and for less CPU time
+    if not of_test:
         start_monitor(*of_node)
     session.pulse.watch = Watch(*of_node)
     session.pulse.request = str(profile_files.request_path(pages, rank))
