@@ -79,8 +79,8 @@ def _judge(run: str, files: Iterable[Path], announce: guard.Announce, refused: M
     seen = {rank: _seen(samples) for rank, samples in by_rank.items()}
     absent = sorted(set(range(max(seen) + 1)) - set(seen))
     unjudged = f"there is no stack of {len(absent)} ranks below rank {max(seen)}" if absent else None
-    found = report(seen, no_source, run=run, world=max(seen) + 1, notes=notes, unjudged=unjudged)
-    return replace(found, notes=(*found.notes, _NO_SOURCE)) if found.findings else found
+    verdict = report(seen, no_source, run=run, world=max(seen) + 1, notes=notes, unjudged=unjudged)
+    return replace(verdict, notes=(*verdict.notes, _NO_SOURCE)) if verdict.findings else verdict
 
 
 def _seen(samples: list[Process]) -> Seen:
