@@ -1,9 +1,10 @@
 """Measures `distdiag attach` on the jobs of tests/faults started as people start them, without distdiag in the command.
 
-    python benchmarks/attach.py hung --part 1/3       # attach to hung jobs: rank, line, seconds
-    python benchmarks/attach.py healthy --part 1/3    # attach to healthy jobs again and again: no finding, and equal results
+    python benchmarks/attach.py hung --part 1/3       # attach to 20 hung jobs: rank, line, seconds
+    python benchmarks/attach.py healthy --part 1/3    # attach to 20 healthy jobs again and again: no finding, and equal results
 
-Each job is started by one of: torchrun, `torch.multiprocessing.spawn`, mpirun, plain python with torch's variables; the next job by the next.
+Each job is started by one of: torchrun, `torch.multiprocessing.spawn`, plain python with torch's variables, `accelerate launch`; the next job
+by the next. It needs accelerate. benchmarks/one_variable.py starts the same jobs in the same way.
 A hung job is attached to once its ranks are at the lines of its manifest. The rank is right if exactly the manifest's
 culprits are named, the line if all lines of the manifest are shown. Each row is kept in benchmarks/results/attach.json.
 """
@@ -11,15 +12,18 @@ culprits are named, the line if all lines of the manifest are shown. Each row is
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
+import random
 import re
-import shutil
+import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,24 +40,26 @@ from tests.jobs import Job, clean_env, free_port, marked, start  # noqa: E402
 FAULTS = ROOT / "tests" / "faults"
 RESULTS = ROOT / "benchmarks" / "results" / "attach.json"
 SHIM = HERE.with_name("_as_rank.py")
-WAYS = ("torchrun", "spawn", "mpirun", "environment")
+WAYS = ("torchrun", "spawn", "environment", "accelerate")
 READY_S, SETTLED_S, LIMIT_S = 8.0, 120.0, 150.0
 GONE = ("exited", "finished", "crashed", "left_off", "stopped")
-HEALTHY = 20
+SEED, JOBS = 41, 20
 
 
-def jobs(part: str, kind: str, ways: Sequence[str] = WAYS) -> list[tuple[Entry, str]]:
+def jobs(part: str, kind: str) -> list[tuple[Entry, str]]:
     """Return the jobs of a part, each with its launcher."""
     entries = load(FAULTS / "manifest.json").jobs
-    hung = [(e, ways[i % len(ways)]) for i, e in enumerate(e for e in entries if e.plain_outcome.type == "hang")]
-    fine = [
-        e for e in entries if e.plain_outcome.type == "ok" and not e.faulty and e.name not in ("no_dist", "spawn_fine")
-    ]
-    every = len(fine) / HEALTHY
-    well = [(fine[int(i * every)], ways[i % len(ways)]) for i in range(HEALTHY)]
-    chosen = {"hung": hung, "healthy": well}[kind]
+    if kind == "hung":
+        drawn = random.Random(SEED).sample([e for e in entries if e.plain_outcome.type == "hang"], JOBS)
+    else:
+        fine = [
+            e
+            for e in entries
+            if e.plain_outcome.type == "ok" and not e.faulty and e.name not in ("no_dist", "spawn_fine")
+        ]
+        drawn = [fine[int(i * len(fine) / JOBS)] for i in range(JOBS)]
     k, n = map(int, part.split("/"))
-    return [(e, "spawn" if e.launch == "python" else how) for e, how in chosen[k - 1 :: n]]
+    return [(e, "python" if e.launch == "python" else WAYS[i % len(WAYS)]) for i, e in enumerate(drawn)][k - 1 :: n]
 
 
 @contextmanager
@@ -61,26 +67,22 @@ def started(entry: Entry, how: str, env: dict[str, str]) -> Iterator[Job]:
     """Start a job; its marked processes are killed at the end."""
     script, n = str(FAULTS / entry.path), entry.nproc
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    if entry.launch == "python":
+    shim = [str(SHIM), how] if "DIGESTS" in env else []
+    if how == "python":
         command = [sys.executable, script]
     elif how == "torchrun":
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
-        command += [str(SHIM), "torchrun", script] if "DIGESTS" in env else [script]
+        command += [*shim, script]
     elif how == "accelerate":
         # its launcher of several processes on one host; with --cpu it starts one, or mpirun
         command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(n)]
         command += ["--main_process_port", address["MASTER_PORT"], "--num_machines", "1", "--mixed_precision", "no"]
-        command += ["--dynamo_backend", "no", "--num_cpu_threads_per_process", "1", script]
+        command += ["--dynamo_backend", "no", "--num_cpu_threads_per_process", "1", *shim, script]
     elif how == "spawn":
         command = [sys.executable, str(SHIM), f"spawn:{n}:{address['MASTER_PORT']}", script]
-    elif how == "mpirun":
-        command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", str(n)]
-        command += [sys.executable, str(SHIM), "mpi", script]
-        env = env | address
     else:
         given = " ".join(f"{k}={v}" for k, v in (address | {"WORLD_SIZE": str(n)}).items())
-        shim = f"{SHIM} environment " if "DIGESTS" in env else ""
-        one = [f"RANK={r} LOCAL_RANK={r} {given} {sys.executable} {shim}{script} &" for r in range(n)]
+        one = [f"RANK={r} LOCAL_RANK={r} {given} {shlex.join([sys.executable, *shim, script])} &" for r in range(n)]
         command = ["bash", "-c", " ".join([*one, "wait"])]
     with start(command, env=env, timeout=600) as job:
         yield job
@@ -185,8 +187,26 @@ def _results(job: Job) -> list[str]:
 
 def keep(kind: str, name: str, how: str, row: dict[str, Any]) -> None:
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    found.setdefault(kind, {})[name] = {"launcher": how, **row, "date": time.strftime("%Y-%m-%d")}
+    found.setdefault(kind, {})[name] = {
+        "launcher": how, **row, "load": round(os.getloadavg()[0], 1), "date": time.strftime("%Y-%m-%d"),
+    }  # fmt: skip
     RESULTS.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+
+
+def summary(kind: str) -> dict[str, Any]:
+    """Return what the kept rows of this sample amount to."""
+    kept = json.loads(RESULTS.read_text()).get(kind, {})
+    of = [kept[e.name] for e, how in jobs("1/1", kind) if kept.get(e.name, {}).get("launcher") == how]
+    if kind == "healthy":
+        return {
+            "jobs": len(of), "attached": sum(r["attached"] for r in of), "no_finding": sum(not r["bad"] for r in of),
+            "equal": sum(r["equal"] and r["codes"] == [0, 0] for r in of),
+        }  # fmt: skip
+    seconds = [r["seconds"] for r in of]
+    return {
+        "jobs": len(of), "ready": sum(r["ready"] for r in of), "rank": sum(r["rank"] for r in of), "line": sum(r["line"] for r in of),
+        "within_5_s": sum(x <= 5 for x in seconds), "median_s": statistics.median(seconds or [0]), "max_s": max(seconds, default=0),
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -195,14 +215,20 @@ def main() -> None:
     parser.add_argument("--part", default="1/1", help="K/N: every N-th job from the K-th on")
     parser.add_argument("--only", help="names of jobs, with commas between them")
     given = parser.parse_args()
+    need_accelerate(parser)
     measure = {"hung": hung, "healthy": healthy}[given.kind]
-    assert shutil.which("mpirun"), "mpirun is missing (Debian: apt install openmpi-bin)"
     for entry, how in jobs(given.part, given.kind):
         if given.only and entry.name not in given.only.split(","):
             continue
         row = measure(entry, how)
-        print(entry.name, how, json.dumps(row), f"load {os.getloadavg()[0]:.1f}", flush=True)
+        print(entry.name, how, json.dumps(row), flush=True)
         keep(given.kind, entry.name, how, row)
+    print(json.dumps(summary(given.kind)))
+
+
+def need_accelerate(parser: argparse.ArgumentParser) -> None:
+    if importlib.util.find_spec("accelerate") is None:
+        parser.error("accelerate is not installed: make realcode, then take .venv-realcode/bin/python")
 
 
 if __name__ == "__main__":

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
 import json
 import os
-import random
 import re
 import sys
 import tempfile
@@ -35,20 +33,8 @@ from tests.faults.scorecard import best, run_job, watch  # noqa: E402
 from tests.jobs import rows  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "one_variable.json"
-WAYS = ("torchrun", "spawn", "environment", "accelerate")
-SEED, HUNG = 41, 20
 # not in the launcher of the tests, which forks the ranks of `distdiag.run`
 _CONDITION = re.compile(r"`((?:if|elif|while|for) [^`]*)`(?! \(launchers\.py)")
-
-
-def chosen(kind: str, part: str) -> list[tuple[Entry, str]]:
-    """Return the jobs of a part, each with its launcher."""
-    found = attach.jobs("1/1", kind, WAYS)
-    if kind == "hung":
-        drawn = random.Random(SEED).sample([e for e, _ in found], HUNG)
-        found = [(e, "python" if e.launch == "python" else WAYS[i % len(WAYS)]) for i, e in enumerate(drawn)]
-    k, n = map(int, part.split("/"))
-    return found[k - 1 :: n]
 
 
 def verdict(entry: Entry, findings: list[Finding]) -> dict[str, Any]:
@@ -116,11 +102,8 @@ def main() -> None:
     parser.add_argument("--part", default="1/1", help="K/N: every N-th job from the K-th on")
     parser.add_argument("--only", help="names of jobs, with commas between them")
     given = parser.parse_args()
-    if importlib.util.find_spec("accelerate") is None:
-        parser.error(
-            "accelerate is not installed: make realcode, then .venv-realcode/bin/python benchmarks/one_variable.py"
-        )
-    for entry, how in chosen(given.kind, given.part):
+    attach.need_accelerate(parser)
+    for entry, how in attach.jobs(given.part, given.kind):
         if given.only and entry.name not in given.only.split(","):
             continue
         row = compare(entry, how)

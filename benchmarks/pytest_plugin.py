@@ -10,6 +10,8 @@ MultiProcessTestCase and MultiProcContinuousTest; with pytest-xdist, and with py
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import json
 import os
 import random
@@ -21,7 +23,9 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 HERE = Path(__file__).resolve()
@@ -33,8 +37,11 @@ from tests.jobs import rows as table  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "pytest_plugin.json"
 MARK = "PLUGIN_BENCH_MARK"
-LIMIT_S = 840
+LIMIT_S = 400
 STEPS = 3
+# MultiProcContinuousTest asks every quarter of it, and not within 10 s, whether its ranks live
+TORCH_TIMEOUT = {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "40"}
+PR_SET_CHILD_SUBREAPER = 36
 
 # Each is the body of a rank; its marked line is where the culprit hangs. CULPRIT is 0 or 1.
 FAULTS = {
@@ -74,7 +81,88 @@ FAULTS = {
     mark('call', rank)
     dist.barrier()  # HERE
 """,
+    "early_break": """
+    for step in range({steps}):
+        if step == 2 and rank == {culprit}:
+            break
+        dist.all_reduce(x)
+    mark('call', rank)
+    dist.barrier()  # HERE
+""",
+    "swallowed_exception": """
+    for step in range({steps}):
+        try:
+            if step == 1 and rank == {culprit}:
+                raise ValueError("bad sample")
+            dist.all_reduce(x)
+        except ValueError:
+            pass
+    mark('call', rank)
+    dist.barrier()  # HERE
+""",
+    "other_tag": """
+    dist.all_reduce(x)
+    if rank == {culprit}:
+        mark('call', rank)
+        dist.recv(x, src=1 - {culprit}, tag=7)  # HERE
+    else:
+        dist.send(x, dst={culprit}, tag=8)
+    dist.barrier()
+""",
+    "group_on_one": """
+    dist.all_reduce(x)
+    if rank == {culprit}:
+        mark('call', rank)
+        dist.new_group([0, 1])  # HERE
+    dist.all_reduce(x)
+""",
+    "eval_on_one": """
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)))
+    for step in range({steps}):
+        model(torch.ones(2, 4)).sum().backward()
+    if rank == {culprit}:
+        mark('call', rank)
+        model(torch.ones(2, 4))  # HERE
+    dist.barrier()
+""",
+    "own_root": """
+    for step in range({steps}):
+        dist.all_reduce(x)
+    mark('call', rank)
+    dist.broadcast(x, src=rank)  # HERE
+    dist.barrier()
+""",
+    "unused_head": """
+    body, head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = body, head
+        def forward(self, x, use_head):
+            out = self.body(x)
+            return self.head(out) if use_head else out
+    model = torch.nn.parallel.DistributedDataParallel(Net())
+    model(torch.ones(2, 4), rank != {culprit}).sum().backward()
+    mark('call', rank)
+    dist.barrier()  # HERE
+""",
+    "object_on_one": """
+    dist.all_reduce(x)
+    if rank == {culprit}:
+        mark('call', rank)
+        dist.all_gather_object([None, None], "checkpoint")  # HERE
+    dist.barrier()
+""",
+    "async_on_one": """
+    for step in range({steps}):
+        dist.all_reduce(x)
+    if rank == {culprit}:
+        mark('call', rank)
+        dist.all_reduce(x, async_op=True).wait()  # HERE
+    dist.barrier()
+""",
 }
+EACH = 10  # faults of each way to start ranks
 # Writes the wall-clock time at which a rank got somewhere.
 MARKS = """
 import os, time
@@ -184,11 +272,17 @@ class Test_{n}(MultiProcContinuousTest):
 }
 
 
+NEXT = """
+def test_{n}_next():
+    pass
+"""
+
+
 def generated(n: int, kind: str, fault: str, steps: int, culprit: int) -> str:
     """Return the source of one test."""
     body = FAULTS[fault].format(steps=steps, culprit=culprit).strip("\n")
     deep = "\n".join(f"    {line}" for line in body.splitlines())
-    return HEAD + KINDS[kind].replace("{marks}", MARKS.replace("\\", "\\\\")).replace("{n}", str(n)).replace(
+    return HEAD + (KINDS[kind] + NEXT).replace("{marks}", MARKS.replace("\\", "\\\\")).replace("{n}", str(n)).replace(
         "{body}", body
     ).replace("{deep}", deep)
 
@@ -202,11 +296,13 @@ def line_of(source: str, kind: str) -> tuple[str, int]:
     return "", next(i for i, line in enumerate(lines) if "# HERE" in line) + 1
 
 
-def pytest(folder: Path, *options: str) -> tuple[dict[str, dict[str, Any]], float, float]:
+def pytest(
+    folder: Path, *options: str, limit_s: float = LIMIT_S, variables: Mapping[str, str] = MappingProxyType({})
+) -> tuple[dict[str, dict[str, Any]], float, float]:
     """Run the tests of a folder; return (outcome, seconds and failure of each test, wall seconds, CPU seconds)."""
     mark = os.urandom(8).hex()
     report = folder / "report.xml"
-    own = {"TMPDIR": str(folder / "tmp"), MARK: mark, "MARKS": str(folder / "marks")}
+    own = {**variables, "TMPDIR": str(folder / "tmp"), MARK: mark, "MARKS": str(folder / "marks")}
     env = clean_env(folder / "home", own | {"PYTHONPATH": os.environ.get("PYTHONPATH", "")})
     (folder / "tmp").mkdir(exist_ok=True)
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
@@ -214,11 +310,18 @@ def pytest(folder: Path, *options: str) -> tuple[dict[str, dict[str, Any]], floa
         subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *options, str(folder)],
             cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            timeout=LIMIT_S, check=False,
+            timeout=limit_s, check=False,
         )  # fmt: skip
-        wall, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+        wall = time.monotonic() - began
+        end = time.monotonic() + 30
+        while time.monotonic() < end:  # monitors end after the suite; their CPU time counts
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                time.sleep(0.05)
+    except ChildProcessError:
+        pass
     finally:
         kill_marked(mark)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     out: dict[str, dict[str, Any]] = {}
     for case in ElementTree.parse(report).iter("testcase"):
         bad = [x for x in case if x.tag in ("failure", "error", "skipped")]
@@ -233,41 +336,48 @@ def pytest(folder: Path, *options: str) -> tuple[dict[str, dict[str, Any]], floa
 
 
 def hanging(only: str | None) -> dict[str, Any]:
-    """Run 50 hanging tests: of each way to start ranks 10, in turn alone, with xdist and with pytest-timeout."""
-    chosen = [(kind, fault, STEPS + 4 * culprit, culprit) for kind in KINDS for fault in FAULTS for culprit in (0, 1)]
+    """Run 50 hanging tests: of each way to start ranks 10 with different faults, in turn alone, with xdist and with pytest-timeout."""
+    names = list(FAULTS)
+    chosen = [
+        (kind, names[(3 * k + i) % len(names)], STEPS + 4 * (i % 2), i % 2)
+        for i in range(EACH)
+        for k, kind in enumerate(KINDS)
+    ]
+    ways = {"plain": ("-p", "no:xdist"), "xdist": ("-n", "1"), "timeout": ("-p", "no:xdist", "--timeout=80")}
     rows = []
-    for way, options in (
-        ("plain", ("-p", "no:xdist")),
-        ("xdist", ("-n", "1")),
-        ("timeout", ("-p", "no:xdist", "--timeout=120")),
-    ):
+    for n, (kind, fault, steps, culprit) in enumerate(chosen):
+        if only and kind != only:
+            continue
+        way = ("plain", "xdist", "plain", "timeout", "plain")[(n + n // 5) % 5]
         with tempfile.TemporaryDirectory(prefix="plugin-") as made:
-            folder, wanted = Path(made), {}
-            for n, (kind, fault, steps, culprit) in enumerate(chosen):
-                if ("plain", "xdist", "plain", "timeout", "plain")[n % 5] != way or (only and kind != only):
-                    continue
-                source = generated(n, kind, fault, steps, culprit)
-                (folder / "conftest.py").write_text(CONFTEST)
-                (folder / f"test_of_{n}.py").write_text(source)
-                wanted[f"test_{n}"] = (kind, fault, culprit, *line_of(source, kind))
-            found, *_ = pytest(folder, *options) if wanted else ({},)
-            for name, (kind, fault, culprit, file, line) in wanted.items():
-                got = found.get(name, {"outcome": "none", "seconds": LIMIT_S, "text": ""})
-                place = f"{file or f'test_of_{name[5:]}.py'}:{line}"
-                rows.append({
-                    "kind": kind, "fault": fault, "culprit": culprit, "way": way, "outcome": got["outcome"],
-                    "seconds": round(got["seconds"], 1), "line": re.search(rf"rank {culprit} .*?{re.escape(place)}", got["text"], re.DOTALL) is not None,
-                    "steps_s": timeline(folder, name, culprit, got["text"]), "text": next((x for x in got["text"].splitlines() if "ERROR" in x), got["text"][:200]),
-                })  # fmt: skip
-                print(name, json.dumps(rows[-1]), flush=True)
+            folder, name, source = Path(made), f"test_{n}", generated(n, kind, fault, steps, culprit)
+            (folder / "conftest.py").write_text(CONFTEST)
+            (folder / f"test_of_{n}.py").write_text(source)
+            found: dict[str, dict[str, Any]] = {}
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                found, *_ = pytest(
+                    folder, *ways[way], limit_s=100, variables=TORCH_TIMEOUT if kind == "continuous" else {}
+                )
+            got = found.get(name, {"outcome": "none", "seconds": 100.0, "text": ""})
+            file, line = line_of(source, kind)
+            place = re.escape(f"{file or f'test_of_{n}.py'}:{line}")
+            rows.append({
+                "kind": kind, "fault": fault, "culprit": culprit, "way": way, "outcome": got["outcome"],
+                "seconds": round(got["seconds"], 1), "line": re.search(rf"rank {culprit} .*?{place}", got["text"], re.DOTALL) is not None,
+                "next": found.get(f"{name}_next", {}).get("outcome") == "passed",
+                "steps_s": timeline(folder, name, culprit, got["text"]) if name in found else {},
+                "text": next((x for x in got["text"].splitlines() if "ERROR" in x), got["text"][:200]),
+            })  # fmt: skip
+        print(name, json.dumps(rows[-1] | {"load": os.getloadavg()[0]}), flush=True)
+        keep("hanging", summary(rows))
     return summary(rows)
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
-        "n": len(rows), "ended_with_line": sum(r["line"] for r in rows), "failed": sum(r["outcome"] == "failure" for r in rows),
+        "n": len(rows), "next_ran": sum(r["next"] for r in rows), "ended_with_line": sum(r["line"] for r in rows), "failed": sum(r["outcome"] == "failure" for r in rows),
         "median_s": statistics.median(r["seconds"] for r in rows), "max_s": max(r["seconds"] for r in rows),
-        **{f"median_after_call_{kind}_s": round(statistics.median(x), 1) for kind, x in after_call(rows).items()},
+        **{f"median_after_call_{kind}_s": round(statistics.median(x), 1) for kind, x in after_call(rows).items() if x},
         "load": round(os.getloadavg()[0], 1), "rows": rows,
     }  # fmt: skip
 
@@ -275,7 +385,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def after_call(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
     """Return the seconds from the wrong call to the test's failure, by the way to start ranks."""
     out: dict[str, list[float]] = {"all": []}
-    for r in rows:
+    for r in (r for r in rows if r["steps_s"]):
         out["all"].append(took := r["steps_s"]["failed"] - r["steps_s"]["call"])
         out.setdefault(r["kind"], []).append(took)
     return out
@@ -344,10 +454,12 @@ def test_torchrun(tmp_path, n):
 '''
 
 
-def healthy(pairs: int) -> dict[str, Any]:
+def healthy(pairs: int, only: str | None) -> dict[str, Any]:
     """Run 500 healthy tests with and without the plugin in turn: 493 plain ones, and 7 that start ranks."""
-    out: dict[str, Any] = {"n": 500, "pairs": pairs}
+    out: dict[str, Any] = {"n": 0, "pairs": pairs}
     for part, source in (("plain", PLAIN), ("ranks", HEAD + RANKS)):
+        if only not in (None, part):
+            continue
         rows = []
         for pair in range(pairs):
             row: dict[str, Any] = {}
@@ -370,10 +482,13 @@ def healthy(pairs: int) -> dict[str, Any]:
             "wall_s": [[r[how]["wall_s"] for how in ("with", "without")] for r in rows],
             "cpu_s": [[r[how]["cpu_s"] for how in ("with", "without")] for r in rows],
         }  # fmt: skip
+        out["n"] += out[part]["tests"]
         for unit in ("wall_s", "cpu_s"):
             out[part][f"{unit[:-2]}_pct"] = interval([(a / b - 1) * 100 for a, b in out[part][unit]])
-    total = [[p[i] + r[i] for i in (0, 1)] for p, r in zip(out["plain"]["wall_s"], out["ranks"]["wall_s"], strict=True)]
-    out["wall_pct"] = interval([(a / b - 1) * 100 for a, b in total])
+    if only is None:
+        for unit in ("wall_s", "cpu_s"):
+            both = zip(out["plain"][unit], out["ranks"][unit], strict=True)
+            out[f"{unit[:-2]}_pct"] = interval([((p[0] + r[0]) / (p[1] + r[1]) - 1) * 100 for p, r in both])
     return out
 
 
@@ -384,20 +499,23 @@ def interval(values: list[float]) -> list[float]:
     return [round(statistics.median(values), 2), round(medians[50], 2), round(medians[1949], 2)]
 
 
+def keep(what: str, found: dict[str, Any]) -> None:
+    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    kept[what] = {**found, "date": time.strftime("%Y-%m-%d"), "cpus": os.cpu_count()}
+    RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+
+
 def main() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # monitors have no parent otherwise
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["hanging", "healthy"])
-    parser.add_argument("--only", help="one way to start ranks: " + ", ".join(KINDS))
+    parser.add_argument(
+        "--only", help="one way to start ranks: " + ", ".join(KINDS) + "; of healthy tests: plain, ranks"
+    )
     parser.add_argument("--pairs", type=int, default=6)
     given = parser.parse_args()
-    found = hanging(given.only) if given.what == "hanging" else healthy(given.pairs)
-    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    if given.only is not None:
-        found = summary(
-            [*(r for r in kept.get("hanging", {}).get("rows", ()) if r["kind"] != given.only), *found["rows"]]
-        )
-    kept[given.what] = {**found, "date": time.strftime("%Y-%m-%d"), "cpus": os.cpu_count()}
-    RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+    found = hanging(given.only) if given.what == "hanging" else healthy(given.pairs, given.only)
+    keep(given.what, found)
     print(json.dumps({k: v for k, v in found.items() if k != "rows"}))
 
 

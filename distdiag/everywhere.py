@@ -11,7 +11,7 @@ import os
 import sys
 from typing import Any
 
-from distdiag.torch_modules import replace
+from distdiag.torch_modules import no_collection, replace
 
 NOT_ME = "DISTDIAG_NOT_PID"  # a process that starts recorded jobs, and may have its own group: pytest
 
@@ -28,10 +28,12 @@ def install() -> None:
         if os.environ.get(NOT_ME) == str(os.getpid()):
             return original(*args, **kwargs)
         replace(init_process_group, original)
-        from distdiag.recorder import deferred, session
+        with no_collection():
+            from distdiag.recorder import deferred, session
 
         if session.current is not None:  # recorded in another way, whose hooks are around this function
             return original(*args, **kwargs)
+        session.of_test = NOT_ME in os.environ
         try:
             # a script that kept this function, and calls it for a second group, reaches the recorder's
             return deferred.enter_group(private, args, kwargs)

@@ -1,8 +1,9 @@
 """pytest plugin: a test whose ranks hang fails within seconds, with rank, file, line and condition as its failure.
 
 Nothing in a test changes. DISTDIAG=1 in the environment has the processes recorded that a test starts and that join a process group;
-the monitor, which starts with the first of them, ends the ranks of a proved hang (DISTDIAG_END_HANGS_S). So a suite without ranks
-runs as before, and pytest gets no thread. Each test has its own run directory, below a temporary one.
+the monitor, which starts once one of them has lived for a second, ends the ranks of a proved hang (DISTDIAG_END_HANGS_S). So a suite
+without ranks runs as before, and pytest gets no thread. A test costs one system call: whether ranks have made the run directory
+that is named to them. If so, the next test names another.
 
 Off with `-p no:distdiag`, with DISTDIAG=0, and for a test with `@pytest.mark.distdiag_off`.
 """
@@ -11,8 +12,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,13 +25,13 @@ from distdiag.terms.launchers import launched
 if TYPE_CHECKING:
     from distdiag.diagnosis.model.findings import Finding
 
-VERDICT_S = "3"  # a proof must hold so long: a test may expect a timeout of a second or two
-TICK_NS = 10**9  # two changes of a directory within it may have the same time
+VERDICT_S = 3  # a proof must hold so long: a test may expect a timeout of a second or two
+OFF = "distdiag_off"
 _VARIABLES = ("DISTDIAG", "DISTDIAG_RUN_DIR", "DISTDIAG_QUIET", "DISTDIAG_END_HANGS_S", "DISTDIAG_NOT_PID")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "distdiag_off: distdiag does not record the ranks that this test starts")
+    config.addinivalue_line("markers", f"{OFF}: distdiag does not record the ranks that this test starts")
     # if pytest itself is a rank, whoever launched it decides
     if (os.environ.get("DISTDIAG") is None or _is_worker(config)) and not launched(os.environ):
         config.pluginmanager.register(Recording(), "distdiag-recording")
@@ -42,41 +43,51 @@ def _is_worker(config: pytest.Config) -> bool:
 
 
 class Recording:
-    """Names a run directory for each test, and turns the verdicts in it into the failure of the test."""
+    """Names a run directory for the ranks of each test, and turns the verdicts in it into the failure of the test."""
 
     def __init__(self) -> None:
-        self._root: Path | None = None
-        self._runs: dict[str, Path] = {}  # of tests, by name: also of earlier ones, as ranks of fixtures live on
-        self._judged: set[Path] = set()  # those that are closed or have a verdict: nothing is added to them
+        self._run = ""  # the directory for ranks that start now: they make it
+        self._begun: list[Path] = []  # those that ranks have made
+        self._open: list[Path] = []  # those in which a rank or a monitor may live: of fixtures also after the test
+        self._judged: set[Path] = set()  # runs that are closed or have a verdict: nothing is added to them
         self._kept: set[Path] = set()  # that a report names
-        self._begun: list[Path] = []  # the runs in the root when it changed last
-        self._changed_ns = -1
         self._problems: list[str] = []  # why something was not recorded or judged; no test fails by it
         self._before = {name: os.environ.get(name) for name in _VARIABLES}
-        # torch is perhaps imported by a conftest: ranks that are forked have the hook of this process
-        os.environ.update(
-            DISTDIAG="1", DISTDIAG_QUIET="1", DISTDIAG_END_HANGS_S=VERDICT_S, DISTDIAG_NOT_PID=str(os.getpid())
-        )
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        root = None if item.get_closest_marker("distdiag_off") is not None else self._directory()
-        if root is None:
-            os.environ["DISTDIAG"] = "0"
-        else:
-            name = str(len(self._runs))
-            run = self._runs[name] = root / name
-            os.environ["DISTDIAG_RUN_DIR"] = str(run)
+        self._root: Path | None = None
         try:
-            return (yield)
-        finally:
-            os.environ["DISTDIAG"] = "1"
-            self._put({"DISTDIAG_RUN_DIR": self._before["DISTDIAG_RUN_DIR"]})
+            self._root = Path(tempfile.mkdtemp(prefix="distdiag-pytest-"))
+        except OSError as e:
+            self._problem(e)
+            os.environ["DISTDIAG"] = "0"
+            return
+        os.environ.update(
+            DISTDIAG="1", DISTDIAG_QUIET="1", DISTDIAG_END_HANGS_S=str(VERDICT_S), DISTDIAG_NOT_PID=str(os.getpid())
+        )
+        if "torch" in sys.modules:  # by a conftest; ranks that are forked have the hook of this process
+            from distdiag import everywhere
+
+            everywhere.install()
+        self._next()
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        if self._root is not None and any(OFF in item.keywords for item in session.items):
+            session.config.pluginmanager.register(Off())
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
         report = yield
-        for run, finding, ended in self._verdicts():
+        # a hang that was ended took longer; what a test ended by itself is shown only if it failed
+        if call.duration >= VERDICT_S or report.outcome == "failed":
+            self._next()
+            self._judge(report, self._begun)
+        elif call.when == "teardown" and self._next():
+            self._judge(report, self._open)
+        if call.when == "teardown":
+            self._open = [base for base in self._open if not _ended(base)]
+        return report
+
+    def _judge(self, report: pytest.TestReport, bases: list[Path]) -> None:
+        for run, finding, ended in self._verdicts(bases):
             text = self._text(run, finding)
             if ended or report.outcome == "failed":
                 self._kept.add(run)
@@ -85,16 +96,18 @@ class Recording:
             if ended and not getattr(report, "wasxfail", None):
                 before = f"\n\n{report.longreprtext}" if report.outcome == "failed" else ""
                 report.outcome, report.longrepr = "failed", text + before
-        return report
 
-    def _directory(self) -> Path | None:
-        """Return the directory of this session's runs; None if none can be made."""
+    def _next(self) -> bool:
+        """Name another directory if ranks have made the present one, or none is named; True if they have."""
         if self._root is None:
-            try:
-                self._root = Path(tempfile.mkdtemp(prefix="distdiag-pytest-"))
-            except OSError as e:
-                self._problem(e)
-        return self._root
+            return False
+        made = os.path.lexists(self._run)
+        if made:
+            self._begun.append(Path(self._run))
+            self._open.append(Path(self._run))
+        if made or not self._run:
+            self._run = os.environ["DISTDIAG_RUN_DIR"] = os.path.join(self._root, str(len(self._begun)))
+        return made
 
     def _problem(self, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"
@@ -107,12 +120,12 @@ class Recording:
         for problem in self._problems:
             terminalreporter.write_line(f"distdiag: not all tests were recorded or judged: {visible(problem)}")
 
-    def _verdicts(self) -> Iterator[tuple[Path, Finding, bool]]:
+    def _verdicts(self, bases: list[Path]) -> Iterator[tuple[Path, Finding, bool]]:
         """Yield (run, finding, the monitor ended its ranks) of new proofs, in the runs of this test and of fixtures that live on.
 
         A job that was not ended failed, or went on, by itself: the test decides, which may expect that.
         """
-        for base in self._made():
+        for base in bases:
             for run in sorted(base.glob("**/run.db")):
                 if run in self._judged:
                     continue
@@ -138,41 +151,44 @@ class Recording:
                 if hangs:
                     yield run.parent, min(hangs, key=lambda f: f.detected_s or 0.0), ended
 
-    def _made(self) -> list[Path]:
-        """Return the runs that ranks have begun: one system call after a test of a suite without ranks."""
-        if self._root is None:
-            return []
-        try:
-            changed_ns = os.stat(self._root).st_mtime_ns
-            if changed_ns != self._changed_ns or time.time_ns() - changed_ns < TICK_NS:
-                names = self._runs.keys() & set(os.listdir(self._root))
-                self._changed_ns, self._begun = changed_ns, [self._runs[name] for name in sorted(names, key=int)]
-        except OSError:  # a test has removed it
-            return []
-        return self._begun
-
     def _text(self, run: Path, finding: Finding) -> str:
         from distdiag.diagnosis.text.finding import finding_lines
 
         return "\n".join([*finding_lines(finding), f"  run    {run}"])
 
-    @staticmethod
-    def _put(variables: dict[str, str | None]) -> None:
-        for name, value in variables.items():
+    def pytest_unconfigure(self) -> None:
+        """Remove the runs without a verdict, and leave the environment as it was: pytest may run inside a program (`pytest.main`)."""
+        self._next()
+        for run in self._begun:
+            _ended(run)
+            if not any(k == run or run in k.parents for k in self._kept):
+                shutil.rmtree(run, ignore_errors=True)
+        if self._root is not None and not self._kept:
+            shutil.rmtree(self._root, ignore_errors=True)
+        for name, value in self._before.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
 
-    def pytest_sessionfinish(self) -> None:
-        """Remove the runs of tests without a verdict."""
-        kept = self._kept
-        for run in self._made():
-            if not any(k == run or run in k.parents for k in kept):
-                shutil.rmtree(run, ignore_errors=True)
-        if self._root is not None and not kept:
-            shutil.rmtree(self._root, ignore_errors=True)
 
-    def pytest_unconfigure(self) -> None:
-        """Leave the environment as it was: pytest may run inside a program (`pytest.main`)."""
-        self._put(self._before)
+def _ended(base: Path) -> bool:
+    """Remove the pages in memory of ranks that have ended; True if all have. A monitor does so, but not every rank lives to get one."""
+    from distdiag.page import directories
+
+    found = [d for run in (base, *base.glob("attempt_*")) for pages in directories.of_run(run).values() for d in pages]
+    return not [d for d in found if directories.monitor_runs(d) or not directories.remove(d)]
+
+
+class Off:
+    """Switches distdiag off for the tests that are marked so; registered only if there are any."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        before = os.environ["DISTDIAG"]
+        if OFF in item.keywords:
+            os.environ["DISTDIAG"] = "0"
+        try:
+            return (yield)
+        finally:
+            os.environ["DISTDIAG"] = before

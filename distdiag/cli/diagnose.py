@@ -129,13 +129,13 @@ def _finish(path: Path) -> None:
 
     if not directories.of_run(path):
         return  # closed, or on another host
-    from distdiag.recorder.start_monitor import monitor_runs, take_over
+    from distdiag.recorder.start_monitor import take_over
     from distdiag.store.opening import RunUnreadable
     from distdiag.store.reader import open_run
 
     pages, taken = take_over(path)
     started = time.time()
-    while time.time() - started < TAKE_OVER_S and any(map(monitor_runs, pages)):
+    while time.time() - started < TAKE_OVER_S and any(map(directories.monitor_runs, pages)):
         try:
             with open_run(path) as run:
                 meta, ranks = run.meta, run.ranks()

@@ -21,6 +21,7 @@ from distdiag.page.layout import PAGE_BYTES
 
 SHM = Path("/dev/shm")
 MARK, MARK_TEXT = ".distdiag-pages", b"distdiag rank pages, version 1\n"
+MONITOR_LOCK = "monitor.lock"  # held by the monitor, from its rank's decision to start it
 RUN_MARK = f"{MARK}.run"  # device and inode of the run directory whose pages these are
 RECORD_BYTES = 8192  # of a node record are read
 SPARE_BYTES = 64 * 1024  # in addition to the pages: mark, sockets, stacks written by signal handlers
@@ -179,6 +180,21 @@ def hold(directory: Path, lock: int = fcntl.LOCK_SH) -> int | None:
         os.close(fd)
         return None
     return fd
+
+
+def monitor_runs(pages: Path) -> bool:
+    """True if a monitor of these pages lives."""
+    try:
+        lock = files.open_to_read(pages, MONITOR_LOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
 
 
 def remove(directory: Path) -> bool:

@@ -31,6 +31,7 @@ from distdiag.recorder.state import guarded, now_ns
 
 PERIOD_S = 0.25
 WATCH_BEATS = 8  # between two checks that the monitor runs
+FIRST_WATCH = 3  # the beat of the first one, a second after the start
 END_S = 10.0  # how long the end of the script waits for a running beat; on busy cores one takes seconds
 _SINCE, _BLOCKED_SINCE = word("phase_since_ns"), word("blocked_since_ns")
 _BEATS, _HEARTBEAT, _COUNTED = word("beats"), word("heartbeat_ns"), word("counted_ns")
@@ -117,7 +118,7 @@ class Pulse:
             garbage.poll(self.recorder)
             self._device()
             self._signals()
-        if beats % WATCH_BEATS == WATCH_BEATS - 1 and self.watch is not None:
+        if beats % WATCH_BEATS == FIRST_WATCH and self.watch is not None:
             self.watch.check()
         if self.other_nodes is not None and self.other_nodes.begin():
             self.other_nodes = None

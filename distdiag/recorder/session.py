@@ -36,6 +36,7 @@ from distdiag.recorder.state import Recorder, guarded, now_ns, switched_off
 from distdiag.terms import secrets
 from distdiag.terms.launchers import LAUNCHERS
 from distdiag.terms.untrusted import cut, visible
+from distdiag.torch_modules import no_collection
 
 
 class Session:
@@ -57,6 +58,7 @@ class Session:
     # -- hooks ---------------------------------------------------------------------------------------
 
     @guarded
+    @no_collection()
     def install(self) -> None:
         """Install the hooks; torch has been imported."""
         if self.accounting is not None:
@@ -234,6 +236,7 @@ class Session:
 
 
 current: Session | None = None
+of_test = False  # a rank of a pytest: most end within a second, for less CPU time than a monitor takes to start; the pulse starts it
 _lock = threading.Lock()
 
 
@@ -313,7 +316,8 @@ def _start(run_dir: str | None, name: str | None, rank: int, world_size: int, lo
 
     session.stacks_on_signals()
     of_node = directory, claim.pages, claim.node, claim.overflow
-    start_monitor(*of_node)
+    if not of_test:
+        start_monitor(*of_node)
     session.pulse.watch = Watch(*of_node)
     session.pulse.request = str(profile_files.request_path(pages, rank))
     session.pulse.asked = session.take_profile

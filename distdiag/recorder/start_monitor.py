@@ -32,7 +32,6 @@ class Options:
 
 
 options = Options()  # for this process and its children
-LOCK = "monitor.lock"
 MAX_PATHS = 200  # of a build system's; the kernel takes arguments of up to 128 KiB
 STARTED_S = 20.0  # the monitor's first half ends at once
 # What the job has open is not the monitor's. Python's own library comes first on the path: a package may have a module of the same name.
@@ -67,7 +66,7 @@ def start_monitor(run_dir: Path, pages: Path, node: int, overflow: Path, quiet: 
         OSError: no process could be started.
     """
     # not the lowest number: where the script has closed its standard streams, it is that of one of the monitor's
-    lock = KeptFile(files.open_own(pages, LOCK, os.O_RDWR | os.O_APPEND)).fd
+    lock = KeptFile(files.open_own(pages, directories.MONITOR_LOCK, os.O_RDWR | os.O_APPEND)).fd
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -101,7 +100,7 @@ def take_over(run_dir: Path) -> tuple[list[Path], bool]:
             continue
         with contextlib.suppress(OSError):
             started |= start_monitor(run_dir, pages, node, directories.overflow(run_dir, node), quiet=True)
-            if monitor_runs(pages):
+            if directories.monitor_runs(pages):
                 out.append(pages)
     return out, started
 
@@ -112,21 +111,6 @@ def _is_mapped(page: Path) -> bool:
 
     header = header_of(page)
     return header is not None and is_mapped(header, page)
-
-
-def monitor_runs(pages: Path) -> bool:
-    """True if a monitor of these pages lives."""
-    try:
-        lock = files.open_to_read(pages, LOCK)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(lock)
 
 
 def _start(run_dir: Path, pages: Path, node: int, overflow: Path, lock: int, quiet: bool) -> None:
@@ -183,7 +167,7 @@ class Watch:
 
     def __init__(self, run_dir: Path, pages: Path, node: int, overflow: Path) -> None:
         self._of = run_dir, pages, node, overflow
-        self._lock: KeptFile | None = KeptFile(files.open_own(pages, LOCK, os.O_RDWR | os.O_APPEND))
+        self._lock: KeptFile | None = KeptFile(files.open_own(pages, directories.MONITOR_LOCK, os.O_RDWR | os.O_APPEND))
 
     def check(self) -> None:
         """Start a monitor if none runs."""

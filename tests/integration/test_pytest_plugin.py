@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import clean_env, unwrapped
+from tests.jobs import clean_env, unwrapped, wait_for
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(400)]
 
@@ -91,6 +91,7 @@ EXPECTED = {
 
 
 def test_hanging_tests_fail_with_their_line_and_others_as_they_did(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text("import torch\n")  # before any plugin is configured
     (tmp_path / "test_suite.py").write_text(SUITE)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:xdist", "-rN", "test_suite.py"],
@@ -110,6 +111,38 @@ def test_hanging_tests_fail_with_their_line_and_others_as_they_did(tmp_path: Pat
     assert len(kept) == 3 and all((run / "run.db").exists() for run in kept)
     left = {p.name for p in next(tmp_path.glob("distdiag-pytest-*")).iterdir()} - {"latest"}
     assert left == {run.name for run in kept}
+
+
+SHORT = """
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def train(rank, store, recorded):
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    from distdiag.recorder import session
+    (recorded / str(rank)).write_text(str(session.current.pages))
+    dist.destroy_process_group()
+
+@pytest.mark.parametrize("n", range(2))
+def test_short(tmp_path, n):
+    mp.start_processes(train, (tmp_path / "store", tmp_path), nprocs=2, start_method="fork")
+"""
+
+
+def test_ranks_that_end_leave_no_pages_in_memory(tmp_path: Path) -> None:
+    """No monitor removes those of ranks that end before they have one."""
+    (tmp_path / "test_suite.py").write_text(SHORT)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "--basetemp", tmp_path / "tests", "test_suite.py"],
+        cwd=tmp_path, env=clean_env(tmp_path / "home", {"TMPDIR": str(tmp_path)}), stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=350,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    pages = {Path(file.read_text()) for file in tmp_path.glob("tests/*/[01]")}
+    assert len(pages) == 2
+    wait_for(lambda: not any(p.exists() for p in pages), 60, "the pages to be removed")  # of a slow test by its monitor
+    assert not list(tmp_path.glob("distdiag-pytest-*"))
 
 
 WORKER = """

@@ -90,6 +90,21 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     assert report.unjudged == "there is no stack of 2 ranks below rank 3"
 
 
+def test_one_rank_that_waits_is_no_healthy_job(tmp_path: Path) -> None:
+    """It was reported as running, with nothing found."""
+    report = diagnose_stacks([str(write(tmp_path, rank0=FAULT))])
+    assert report is not None
+    assert report.state == State.WAITING and not report.findings
+    assert report.unjudged is not None and "rank 0 waits in barrier (default_pg) at unet.py:101" in report.unjudged
+    alone = distdiag("diagnose", tmp_path)
+    assert alone.returncode == 3 and "waits in barrier" in alone.stdout
+
+
+def test_a_text_says_why_it_shows_no_condition(tmp_path: Path) -> None:
+    report = diagnose_stacks([str(write(tmp_path, rank0=SPY, rank1=FAULT))])
+    assert report is not None and any("no source file" in note and "attach" in note for note in report.notes)
+
+
 def test_other_text_is_none(tmp_path: Path) -> None:
     assert diagnose_stacks([str(write(tmp_path, train="epoch 1 loss 0.3\n"))]) is None
     with pytest.raises(NoStacks):

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from distdiag import guard
 from distdiag.diagnosis.model.findings import Report
 from distdiag.diagnosis.model.syntax import no_source
@@ -23,6 +25,7 @@ LIMITS = guard.Limits()
 MAX_FILES, MAX_BYTES, HEAD_BYTES = 16_384, 64 << 20, 1 << 16
 _TEXTS = (".txt", ".log", ".err", ".out")
 _STACK = re.compile(rb'\(most recent call first\):|^Thread \S+ \((?:idle|active)|"thread_id"', re.MULTILINE)
+_NO_SOURCE = "no source file that a stack names is opened, so no condition is shown: `distdiag attach` on the job's host reads them"
 _MORE = "ranks are numbered in the order of their stacks: the files name none"
 
 
@@ -76,7 +79,8 @@ def _judge(run: str, files: Iterable[Path], announce: guard.Announce, refused: M
     seen = {rank: _seen(samples) for rank, samples in by_rank.items()}
     absent = sorted(set(range(max(seen) + 1)) - set(seen))
     unjudged = f"there is no stack of {len(absent)} ranks below rank {max(seen)}" if absent else None
-    return report(seen, no_source, run=run, world=max(seen) + 1, notes=notes, unjudged=unjudged)
+    verdict = report(seen, no_source, run=run, world=max(seen) + 1, notes=notes, unjudged=unjudged)
+    return replace(verdict, notes=(*verdict.notes, _NO_SOURCE)) if verdict.findings else verdict
 
 
 def _seen(samples: list[Process]) -> Seen:

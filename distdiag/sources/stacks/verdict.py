@@ -133,14 +133,23 @@ def report(
 ) -> Report:  # fmt: skip
     """Return the verdict as `distdiag diagnose` prints it."""
     found = findings(seen, source)
+    alone = "" if found else _alone(seen)
     stuck = any(f.severity != Severity.INFO for f in found)
     lost = any(f.kind == kinds.RANK_LOST.name for f in found)
-    state = State.DEGRADED if lost else State.STALLED if stuck else State.RUNNING
+    state = State.DEGRADED if lost else State.STALLED if stuck else State.WAITING if alone else State.RUNNING
     there = sum(s.life != Life.MISSING for s in seen.values())
     return Report(
         run=run, state=state, world_size=world, ranks_seen=there, findings=tuple(found), notes=tuple(notes),
-        unjudged=unjudged, **more,
+        unjudged="; ".join(filter(None, (alone, unjudged))) or None, **more,
     )  # fmt: skip
+
+
+def _alone(seen: Mapping[int, Seen]) -> str:
+    """Return where the only rank with a stack waits for others, of which nothing is known; else empty."""
+    there = [(rank, s.position) for rank, s in seen.items() if s.position is not None and not s.goes_on]
+    if len(there) != 1 or (where := there[0][1]).call is None:
+        return ""
+    return f"rank {there[0][0]} waits in {_op(where.call)}{at(where.site)}, and the stacks of the ranks that it waits for are missing"
 
 
 def _silent(s: Snapshot, graph: WaitGraph) -> Iterator[Finding]:
