@@ -105,20 +105,21 @@ def harden(con: Connection, database: Path) -> None:
     con.file, con.held_bytes = database, _size(database)
     con.cpu_s = QUERY_S + con.held_bytes * QUERY_S_PER_BYTE
     con.set_progress_handler(lambda: time.thread_time() > con.until_s, STEPS)
-    ours = schema()
-    found = fetch(con, "SELECT name, type, sql FROM main.sqlite_master WHERE type IN ('table', 'view') LIMIT 1000")
-    for name, kind, sql in found:
-        if name not in ours:
-            continue
-        if kind != "table" or "virtual" in str(sql)[:200].lower():
-            raise sqlite3.DatabaseError(f"malformed: {name} is no table")
+    found = fetch(con, "SELECT lower(name), type, sql FROM main.sqlite_master WHERE type IN ('table', 'view')")
+    stored = {name: (kind, str(sql)) for name, kind, sql in found}  # SQLite's names have no case
+    for name in schema():
         columns = fetch(con, f"PRAGMA main.table_xinfo({name})")
+        if not columns:
+            continue
+        kind, sql = stored.get(name, ("", ""))
+        if kind != "table" or not sql.startswith("CREATE TABLE "):
+            raise sqlite3.DatabaseError(f"malformed: {name} is no table")
         if any(r[6] for r in columns):
             raise sqlite3.DatabaseError(f"malformed: {name} has computed columns")
-        names = [str(r[1]) for r in columns]
-        if any('"' in n or n.lower() == "rowid" for n in names):
+        names = [str(r[1]).lower() for r in columns]
+        if any('"' in n or n == "rowid" for n in names):
             raise sqlite3.DatabaseError(f"malformed: {name} has columns that no version has")
-        con.execute(_view(name, names, "without rowid" not in str(sql).lower()))
+        con.execute(_view(name, names, "without rowid" not in sql.lower()))
 
 
 def fetch(con: Connection, sql: str, args: Sequence[Any] | dict[str, Any] = ()) -> list[tuple[Any, ...]]:
