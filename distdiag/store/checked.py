@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from distdiag.guard import stored_bytes
 from distdiag.terms.untrusted import MAX_INT, MAX_RANKS
 
 QUERY_S, QUERY_S_PER_BYTE = 3.0, 2e-7  # CPU time of one query: a scan takes 0.01 µs a byte on a slow core
@@ -88,7 +89,7 @@ def _size(database: Path) -> int:
     total = SLACK_BYTES
     for p in (database, database.with_name(database.name + "-wal")):
         with contextlib.suppress(OSError):
-            total += p.stat().st_size
+            total += stored_bytes(p)
     return total
 
 

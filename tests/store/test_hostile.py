@@ -94,6 +94,12 @@ def test_an_endless_query_is_stopped(tmp_path: Path) -> None:
         run.query(f"{ENDLESS} SELECT count(*) FROM n")
 
 
+def test_a_sparse_database_has_the_limits_of_what_the_disk_holds(tmp_path: Path) -> None:
+    os.truncate(run_with(tmp_path, "PRAGMA journal_mode = DELETE") / "run.db", 1 << 40)
+    with open_run(tmp_path) as run, pytest.raises(RunUnreadable, match=r"more than [3-9] s"):
+        run.query(f"{ENDLESS} SELECT count(*) FROM n")
+
+
 def test_values_of_another_type_are_not_measured(tmp_path: Path) -> None:
     path = run_with(
         tmp_path,

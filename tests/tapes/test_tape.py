@@ -32,7 +32,7 @@ from distdiag.tapes.tape import (
     read_tape,
     to_bytes,
 )
-from distdiag.tapes.writer import NAME, TapeWriter
+from distdiag.tapes.writer import NAME, ON, TapeWriter, wanted_bytes
 from tests.diagnosis.made import job, rank, steps, waits_for_rank_one
 from tests.fuzz.inputs import flip, somewhere
 
@@ -233,3 +233,9 @@ def _encodable(change: Any) -> bool:
 
 def test_an_empty_tape_has_no_findings() -> None:
     assert judge(Tape(snapshots=())).findings == ()
+
+
+def test_a_size_of_a_tape_that_is_no_number_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("9" * 5000, "-1", "nan", "²", ""):
+        monkeypatch.setenv(ON, text)
+        assert wanted_bytes() == 0
