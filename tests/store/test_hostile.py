@@ -168,8 +168,13 @@ def test_commands_to_copy_are_quoted(tmp_path: Path) -> None:
     assert shlex.split(" ".join(there)) == ["distdiag", "tui", str(folder)]
 
 
-def test_a_fifo_is_refused_as_a_database(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "run.db")
+@pytest.mark.parametrize("end", ["", "-journal", "-wal", "-shm"])
+def test_a_fifo_is_refused_as_a_database(tmp_path: Path, end: str) -> None:
+    """SQLite would wait for its writer forever."""
+    if end:
+        run_with(tmp_path, f"PRAGMA journal_mode = {'DELETE' if end == '-journal' else 'WAL'}")
+    (tmp_path / f"run.db{end}").unlink(missing_ok=True)
+    os.mkfifo(tmp_path / f"run.db{end}")
     with pytest.raises(RunUnreadable, match="is not a file"):
         open_run(tmp_path)
 
