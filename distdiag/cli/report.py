@@ -109,22 +109,26 @@ def command(
 
 def _write_tape(run_dir: Path, path: Path, force: bool) -> int:
     """Write a copy of the run's tape, as small as possible, after reading it: a tape that cannot be read helps nobody."""
+    from distdiag import files
     from distdiag.report.output import new_file
-    from distdiag.tapes.tape import read_tape, to_bytes
+    from distdiag.tapes.tape import guarded, to_bytes
     from distdiag.tapes.writer import NAME
 
-    if not (run_dir / NAME).is_file():
+    if not files.is_file(run_dir, NAME):
         raise DistdiagError(
             f"{run_dir} has no tape",
             "record the job with `distdiag run --tape`, or with DISTDIAG_TAPE=1",
             ExitCode.NO_DATA,
         )
-    tape = read_tape(run_dir / NAME)
+    data, snapshots, paths = guarded(
+        run_dir / NAME,
+        lambda tape: (to_bytes(tape), len(tape.snapshots), sorted(tape.sources)),
+        tuple[bytes, int, list[str]],
+    )
     with new_file(path, force) as out:
-        out.write(to_bytes(tape))
+        out.write(data)
     say(str(path))
-    sources = ", ".join(sorted(tape.sources)) or "none"
-    say(f"{len(tape.snapshots)} snapshots of the ranks; text of source files: {sources}", err=True)
+    say(f"{snapshots} snapshots of the ranks; text of source files: {', '.join(paths) or 'none'}", err=True)
     return 0
 
 

@@ -133,7 +133,7 @@ def sarif(report: Report, root: Path) -> str:
         results.append({
             "ruleId": finding.title,
             "level": _LEVELS[Severity(finding.severity)],
-            "message": {"text": _text(finding)},
+            "message": {"text": _text(finding).replace("](", "] (")},  # SARIF reads [text](address) as a link
             "locations": found[:1],
             "relatedLocations": found[1:],
             "partialFingerprints": {"distdiag/v1": fingerprint(finding, root)},

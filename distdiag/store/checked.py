@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from distdiag.guard import stored_bytes
 from distdiag.terms.untrusted import MAX_INT, MAX_RANKS
 
 QUERY_S, QUERY_S_PER_BYTE = 3.0, 2e-7  # CPU time of one query: a scan takes 0.01 µs a byte on a slow core
@@ -88,7 +89,7 @@ def _size(database: Path) -> int:
     total = SLACK_BYTES
     for p in (database, database.with_name(database.name + "-wal")):
         with contextlib.suppress(OSError):
-            total += p.stat().st_size
+            total += stored_bytes(p)
     return total
 
 
@@ -105,20 +106,21 @@ def harden(con: Connection, database: Path) -> None:
     con.file, con.held_bytes = database, _size(database)
     con.cpu_s = QUERY_S + con.held_bytes * QUERY_S_PER_BYTE
     con.set_progress_handler(lambda: time.thread_time() > con.until_s, STEPS)
-    ours = schema()
-    found = fetch(con, "SELECT name, type, sql FROM main.sqlite_master WHERE type IN ('table', 'view') LIMIT 1000")
-    for name, kind, sql in found:
-        if name not in ours:
-            continue
-        if kind != "table" or "virtual" in str(sql)[:200].lower():
-            raise sqlite3.DatabaseError(f"malformed: {name} is no table")
+    found = fetch(con, "SELECT lower(name), type, sql FROM main.sqlite_master WHERE type IN ('table', 'view')")
+    stored = {name: (kind, str(sql)) for name, kind, sql in found}  # SQLite's names have no case
+    for name in schema():
         columns = fetch(con, f"PRAGMA main.table_xinfo({name})")
+        if not columns:
+            continue
+        kind, sql = stored.get(name, ("", ""))
+        if kind != "table" or not sql.startswith("CREATE TABLE "):
+            raise sqlite3.DatabaseError(f"malformed: {name} is no table")
         if any(r[6] for r in columns):
             raise sqlite3.DatabaseError(f"malformed: {name} has computed columns")
-        names = [str(r[1]) for r in columns]
-        if any('"' in n or n.lower() == "rowid" for n in names):
+        names = [str(r[1]).lower() for r in columns]
+        if any('"' in n or n == "rowid" for n in names):
             raise sqlite3.DatabaseError(f"malformed: {name} has columns that no version has")
-        con.execute(_view(name, names, "without rowid" not in str(sql).lower()))
+        con.execute(_view(name, names, "without rowid" not in sql.lower()))
 
 
 def fetch(con: Connection, sql: str, args: Sequence[Any] | dict[str, Any] = ()) -> list[tuple[Any, ...]]:

@@ -96,17 +96,19 @@ def _not_permitted(path: Path, error: OSError) -> RunUnreadable:
 
 
 def _regular(database: Path) -> Path:
-    """Return the path if it is a regular file; a FIFO could block the reader, and a link leave the run.
+    """Return the path if it and the files that SQLite opens with it are regular; a FIFO could block the reader, and a link leave the run.
 
     Raises:
-        RunUnreadable: it is not a regular file.
+        RunUnreadable: one of them is not a regular file.
     """
-    try:
-        regular = S_ISREG(database.lstat().st_mode)
-    except OSError:
-        return database  # opening it reports the error
-    if not regular:
-        raise RunUnreadable(ReadStatus.CORRUPT, f"{database} is not a file", CORRUPT_HINT)
+    for end in ("", "-journal", "-wal", "-shm"):
+        path = database.with_name(database.name + end)
+        try:
+            regular = S_ISREG(path.lstat().st_mode)
+        except OSError:
+            continue  # opening it reports the error
+        if not regular:
+            raise RunUnreadable(ReadStatus.CORRUPT, f"{path} is not a file", CORRUPT_HINT)
     return database
 
 

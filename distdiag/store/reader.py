@@ -43,6 +43,7 @@ from distdiag.terms.untrusted import encodable, is_rank
 if TYPE_CHECKING:
     import pandas as pd
 
+MOST_META = 1 << 20  # characters of a value: `checks` of all kinds has some thousand
 _finding = msgspec.json.Decoder(Finding)
 _STATES, _SEVERITIES, _CERTAINTIES = (frozenset(map(str, e)) for e in (State, Severity, Certainty))
 
@@ -73,7 +74,7 @@ class Run(Database):
     @property
     def meta(self) -> dict[str, str | None]:
         """Table `meta` as text, without secrets in the command line; see schema.sql for the keys."""
-        rows = self.query("SELECT CAST(key AS TEXT), CAST(value AS TEXT) FROM meta LIMIT 1000")
+        rows = self.query(f"SELECT CAST(key AS TEXT), substr(CAST(value AS TEXT), 1, {MOST_META}) FROM meta LIMIT 1000")
         found: dict[str, str | None] = {k: v for k, v in rows if k is not None}
         if (command := found.get("command")) and not secrets.kept():
             found["command"] = secrets.mask_text(command)

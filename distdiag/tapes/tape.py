@@ -9,7 +9,7 @@ from __future__ import annotations
 import lzma
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ LENGTH = struct.Struct("<I")
 MAX_FILE = 64 << 20  # bytes of a file that is read
 MAX_BYTES = 512 << 20  # of its contents
 MAX_RECORD = 64 << 20
+MAX_MEMORY = 4 << 30  # of the process that reads and judges it
 MAX_FRAMES = 1_000_000
 # a window of 4 MiB: preset 9 takes 0.7 GiB to compress anything
 _FILTER = {"id": lzma.FILTER_LZMA2, "preset": 6 | lzma.PRESET_EXTREME, "dict_size": 4 << 20}
@@ -155,21 +156,33 @@ def judge(tape: Tape, without: Sequence[str] = (), every_poll: bool = False) -> 
 
 
 def judge_file(path: Path, every_poll: bool = False) -> Verdict:
-    """Read and judge a tape that may come from anybody, in a process with limits.
+    """Read and judge a tape that may come from anybody; see `guarded`."""
+    return guarded(path, lambda tape: judge(tape, every_poll=every_poll), Verdict)
+
+
+def guarded(path: Path, work: Callable[[Tape], Any], kind: Any) -> Any:
+    """Return what `work` makes of a tape that may come from anybody, of type `kind`; in a process with limits.
+
+    A difference of ten bytes makes a snapshot of all ranks: a file of 40 KB can ask for all memory.
 
     Raises:
-        DistdiagError: it cannot be read, or judging it failed.
+        DistdiagError: it cannot be read, or exceeds the limits.
     """
-    read_tape(path)
 
-    def work(announce: guard.Announce) -> bytes:
+    def child(announce: guard.Announce) -> bytes:
         announce("judge it", path.stat().st_size * 64)
-        return _ENCODER.encode(judge(read_tape(path), every_poll=every_poll))
+        try:
+            return b"+" + _ENCODER.encode(work(read_tape(path)))
+        except DistdiagError as e:
+            return b"-" + e.message.encode("utf-8", "backslashreplace")
 
     try:
-        return msgspec.msgpack.decode(guard.run(work, guard.Limits()), type=Verdict)
-    except guard.Died as e:
-        raise DistdiagError(f"{path} cannot be judged: {e.reason}", _HINT) from e
+        answer = guard.run(child, guard.Limits(memory_bytes=MAX_MEMORY, memory_per_byte=0))
+    except (guard.Died, OSError) as e:
+        raise DistdiagError(f"{path} cannot be judged: {getattr(e, 'reason', e)}", _HINT) from e
+    if answer[:1] == b"-":
+        raise DistdiagError(answer[1:].decode(), _HINT)
+    return msgspec.msgpack.decode(answer[1:], type=kind)
 
 
 # -- bytes ------------------------------------------------------------------------------------------------
@@ -197,10 +210,10 @@ def read_tape(path: Path) -> Tape:
         DistdiagError: it cannot be read, is not a tape, is too large, or its snapshots cannot be decoded.
     """
     try:
-        with path.open("rb") as file:
+        with guard.regular(path) as file:
             data = file.read(MAX_FILE + 1)
     except OSError as e:
-        raise DistdiagError(f"no tape at {path} ({e.strerror})", _HINT) from e
+        raise DistdiagError(f"no tape at {path} ({e.strerror or e})", _HINT) from e
     try:
         return from_bytes(data)
     except (msgspec.MsgspecError, ValueError, zlib.error, lzma.LZMAError, EOFError, RecursionError) as e:

@@ -144,6 +144,6 @@ class TapeWriter:
 def wanted_bytes() -> int:
     """Return the largest size of the tape that the environment asks for; 0: none."""
     asked = os.environ.get(ON, "")
-    if not asked.isdecimal():
+    if not asked.isdecimal() or len(asked) > 18:
         return 0
     return MAX_TAPE if asked == "1" else int(asked)

@@ -33,7 +33,7 @@ def parse_metrics(text: str | None) -> Targets:
             targets = targets._replace(otlp=True)
             continue
         host, _, port = word.rpartition(":")
-        if targets.address or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        if targets.address or not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535):
             raise DistdiagError(
                 f"--metrics {text} is no address for /metrics", "give PORT, HOST:PORT or otlp: --metrics 9464"
             )

@@ -52,9 +52,10 @@ def parse_bytes(text: str, option: str = "size") -> int:
     if match is None or unit is None:
         raise DistdiagError(f"{option} '{text}' is not a size", "write bytes, or 64K, 1M, 1GiB (powers of 1,024)")
     size = float(match[1]) * unit
-    if size < 1 or (unit == 1 and size != int(size)):
+    if not 1 <= size < 1 << 63 or (unit == 1 and size != int(size)):
         raise DistdiagError(
-            f"{option} {text} is not a whole number of bytes above 0", "the least is one element, e.g. 4 for float32"
+            f"{option} {text} is not a whole number of bytes from 1 to 2^63",
+            "the least is one element, e.g. 4 for float32",
         )
     return int(size)
 

@@ -84,7 +84,7 @@ def _judged(name: str, paths: Sequence[Path], announce: guard.Announce, refused:
             continue
         try:
             trace = read(path, announce)
-            total += path.stat().st_size
+            total += guard.stored_bytes(path)
         except (BadTrace, OSError) as e:
             notes.append(f"{path.name} {e}" if isinstance(e, BadTrace) else f"{path.name}: {e.strerror or e}")
             continue

@@ -175,7 +175,7 @@ def read(path: Path, announce: Announce = lambda _step, _bytes: None) -> Trace:
         BadTrace: it is no Kineto trace, too large, or damaged.
         OSError: it cannot be read.
     """
-    announce(str(path), path.stat().st_size)
+    announce(str(path), guard.stored_bytes(path))
     data = load(path)
     announce(str(path), len(data))
     return parse(data)

@@ -144,6 +144,12 @@ def test_no_text_of_a_run_breaks_a_format(form: str, text: str) -> None:
         assert "&\\#" not in written
 
 
+def test_a_message_has_no_link_in_sarif() -> None:
+    odd = msgspec.structs.replace(HANG, message="[all is well](https://example.org)")
+    (result,) = json.loads(FORMATS["sarif"](Report(findings=(odd,)), ROOT))["runs"][0]["results"]
+    assert "](" not in result["message"]["text"] and "all is well" in result["message"]["text"]
+
+
 def test_a_path_is_a_uri_in_sarif() -> None:
     odd = msgspec.structs.replace(HANG, where=(where("/repo/a b:c%.py", 3),), waiting=())
     (result,) = json.loads(FORMATS["sarif"](Report(findings=(odd,)), ROOT))["runs"][0]["results"]

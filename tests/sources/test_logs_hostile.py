@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
+from distdiag import guard
 from distdiag.diagnosis.model.findings import Report
 from distdiag.sources import logs
-from distdiag.sources.logs import lines
+from distdiag.sources.logs import lines, verdict
 from distdiag.sources.logs.collector import Collector
 from distdiag.sources.logs.join import join
 from distdiag.sources.logs.patterns import TABLE
@@ -223,3 +224,15 @@ def test_a_line_of_twice_the_length_takes_no_four_times_as_long(tmp_path: Path) 
 
     short, long = (min(seconds(pieces) for _ in range(3)) for pieces in (LINES_OF_DEEP // 2, LINES_OF_DEEP))
     assert long < 3 * short + 0.1
+
+
+def test_a_sparse_log_has_the_limits_of_what_the_disk_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An archive of some kilobytes brings it; reading all its zeros would take minutes."""
+    monkeypatch.setattr(verdict, "LIMITS", guard.Limits(cpu_s=0.2, cpu_s_per_byte=2e-6, memory_per_byte=1))
+    (tmp_path / "job.log").write_text("[rank0]: step 1\n" * 8192)
+    assert guard.stored_bytes(tmp_path / "job.log") == (tmp_path / "job.log").stat().st_size
+    os.truncate(tmp_path / "job.log", 1 << 40)
+    began_s = os.times().children_user
+    report = diagnose_logs([str(tmp_path)])
+    assert report is not None and "takes too long" in "".join(report.notes)
+    assert os.times().children_user - began_s < 30

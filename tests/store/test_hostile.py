@@ -28,6 +28,7 @@ from distdiag.store.reader import open_run
 from distdiag.store.writer import Writer
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"
+MORE_TABLES = [f"CREATE TABLE more_{n} (x)" for n in range(1000)]
 
 
 def run_with(path: Path, *statements: str) -> Path:
@@ -47,12 +48,33 @@ def run_with(path: Path, *statements: str) -> Path:
         ("DROP TABLE rank", f"CREATE VIEW rank AS {ENDLESS} SELECT i AS rank FROM n"),
         ("DROP TABLE meta", f"CREATE VIEW meta AS {ENDLESS} SELECT i AS key, i AS value FROM n"),
         ("ALTER TABLE event ADD COLUMN x TEXT AS (hex(zeroblob(100000000)))",),
+        ("DROP TABLE rank", "CREATE VIEW RANK AS SELECT 'no number' AS rank"),
+        ("DROP TABLE event", "CREATE VIRTUAL TABLE EVENT USING fts5(t_s, source, level, text)"),
+        ("DROP TABLE rank", *MORE_TABLES, "CREATE VIEW rank AS SELECT 'no number' AS rank"),
     ],
 )
 def test_views_and_computed_columns_are_refused(tmp_path: Path, statements: tuple[str, ...]) -> None:
     with pytest.raises(RunUnreadable) as e:
         open_run(run_with(tmp_path, *statements))
     assert e.value.status is ReadStatus.CORRUPT
+
+
+def test_names_in_upper_case_have_checked_types(tmp_path: Path) -> None:
+    """SQLite finds them by their names in lower case."""
+    run_with(
+        tmp_path,
+        "DROP TABLE event",
+        "CREATE TABLE EVENT (T_S, SOURCE, LEVEL, TEXT)",
+        "INSERT INTO event VALUES (1.0, 'monitor', 'info', 'whole'), ('late', 'monitor', 'info', 'whole'), (1.0, 2, 3, x'00')",
+    )
+    with open_run(tmp_path) as run:
+        assert [(e.t_s, e.text) for e in run.events()] == [(1.0, "whole"), (None, "whole")]
+
+
+def test_a_value_of_meta_is_limited_in_size(tmp_path: Path) -> None:
+    run_with(tmp_path, "INSERT OR REPLACE INTO meta VALUES ('command', printf('%.*c', 30000000, 'x'))")
+    with open_run(tmp_path) as run:
+        assert 0 < len(run.meta["command"] or "") <= 1 << 20
 
 
 def test_a_schema_that_is_not_text_is_damage(tmp_path: Path) -> None:
@@ -69,6 +91,12 @@ def test_a_schema_that_is_not_text_is_damage(tmp_path: Path) -> None:
 
 def test_an_endless_query_is_stopped(tmp_path: Path) -> None:
     with open_run(run_with(tmp_path)) as run, pytest.raises(RunUnreadable, match="more than"):
+        run.query(f"{ENDLESS} SELECT count(*) FROM n")
+
+
+def test_a_sparse_database_has_the_limits_of_what_the_disk_holds(tmp_path: Path) -> None:
+    os.truncate(run_with(tmp_path, "PRAGMA journal_mode = DELETE") / "run.db", 1 << 40)
+    with open_run(tmp_path) as run, pytest.raises(RunUnreadable, match=r"more than [3-9] s"):
         run.query(f"{ENDLESS} SELECT count(*) FROM n")
 
 
@@ -140,8 +168,13 @@ def test_commands_to_copy_are_quoted(tmp_path: Path) -> None:
     assert shlex.split(" ".join(there)) == ["distdiag", "tui", str(folder)]
 
 
-def test_a_fifo_is_refused_as_a_database(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "run.db")
+@pytest.mark.parametrize("end", ["", "-journal", "-wal", "-shm"])
+def test_a_fifo_is_refused_as_a_database(tmp_path: Path, end: str) -> None:
+    """SQLite would wait for its writer forever."""
+    if end:
+        run_with(tmp_path, f"PRAGMA journal_mode = {'DELETE' if end == '-journal' else 'WAL'}")
+    (tmp_path / f"run.db{end}").unlink(missing_ok=True)
+    os.mkfifo(tmp_path / f"run.db{end}")
     with pytest.raises(RunUnreadable, match="is not a file"):
         open_run(tmp_path)
 

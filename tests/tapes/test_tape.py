@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import lzma
+import os
 import random
 import zlib
 from pathlib import Path
@@ -25,12 +26,13 @@ from distdiag.tapes.tape import (
     Tape,
     encoded,
     from_bytes,
+    guarded,
     judge,
     judge_file,
     read_tape,
     to_bytes,
 )
-from distdiag.tapes.writer import NAME, TapeWriter
+from distdiag.tapes.writer import NAME, ON, TapeWriter, wanted_bytes
 from tests.diagnosis.made import job, rank, steps, waits_for_rank_one
 from tests.fuzz.inputs import flip, somewhere
 
@@ -188,6 +190,23 @@ def test_a_small_file_with_huge_contents_is_refused(
         read_tape(tmp_path / "x.tape")
 
 
+def test_a_small_tape_that_asks_for_all_memory_costs_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its frames changes one rank of 1,000: 40 bytes, and a new table of all ranks."""
+    monkeypatch.setattr(tapes, "MAX_MEMORY", 256 << 20)
+    ranks = {rank: [{"rank": rank}] for rank in range(1000)}
+    frames = [{"world_size": [1000], "ranks": ranks}, *[{"ranks": {0: None}}, {"ranks": {0: ranks[0]}}] * 10_000]
+    (tmp_path / NAME).write_bytes(ZLIB + zlib.compress(b"".join(encoded(Frame(change=change)) for change in frames)))
+    for command in (lambda: judge_file(tmp_path / NAME), lambda: guarded(tmp_path / NAME, to_bytes, bytes)):
+        with pytest.raises(DistdiagError, match="memory"):
+            command()
+
+
+def test_a_pipe_is_no_tape(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / NAME)
+    with pytest.raises(DistdiagError, match="not a file"):
+        read_tape(tmp_path / NAME)
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_a_damaged_tape_is_judged_or_refused(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
@@ -214,3 +233,9 @@ def _encodable(change: Any) -> bool:
 
 def test_an_empty_tape_has_no_findings() -> None:
     assert judge(Tape(snapshots=())).findings == ()
+
+
+def test_a_size_of_a_tape_that_is_no_number_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("9" * 5000, "-1", "nan", "²", ""):
+        monkeypatch.setenv(ON, text)
+        assert wanted_bytes() == 0

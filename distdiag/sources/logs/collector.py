@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from operator import itemgetter
 from pathlib import Path
 
-from distdiag.guard import TOGETHER, Announce
+from distdiag.guard import TOGETHER, Announce, stored_bytes
 from distdiag.sources.logs import later, lines
 from distdiag.sources.logs.facts import MAX_WRITERS, Collected, Fact, Line, source_of
 from distdiag.sources.logs.later import Later
@@ -76,7 +76,7 @@ class Collector:
             try:
                 if refused and str(path) in refused:
                     raise OSError(refused[str(path)])
-                announce(str(path), path.stat().st_size)
+                announce(str(path), stored_bytes(path))
                 bounds.start(path)
                 for number, text in lines.lines(path, bounds, self._wrapped.get(path)):
                     for message, who in messages(plain(text)):
