@@ -34,6 +34,7 @@ BUILD = raised(1, "RuntimeError: Error building extension 'fused'") + raised(
         (POD + raised(4, REMOTE), "rank_lost/killed", (), "fit-2 memory"),
         (RUN + NODE + timeout(0), "rank_lost/silent", (2, 3), "node 10.9.0.6 (ranks 2, 3)"),
         (raised(0, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.") + EXIT + STEPS + raised(1, "KeyError: 'y'"), "rank_lost/crashed", (1,), "KeyError"),
+        (raised(0, "RuntimeError: cancelled") + raised(2, "v.EngineDeadError: see above") + raised(1, "KeyError: 'z'"), "rank_lost/crashed", (1,), "KeyError"),
         (BUILD, "rank_lost/crashed", (1,), "Error building extension"),
         (raised(1, "ImportError: /x.so: undefined symbol: _Z3") + "[rank0]: ImportError: /x.so: undefined symbol: _Z3\n", "rank_lost/crashed", (0, 1), "symbol run.py:7"),
         ("srun: error: Task launch for StepId=7.0 failed on node g11: Job credential expired\nsrun: error: Timed out waiting for job step to complete\n", "rank_lost/silent", (), "g11 credential"),

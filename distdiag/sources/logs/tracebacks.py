@@ -39,7 +39,7 @@ _FIRST = bounded(r"\b\w{0,40}(?:main|master|process|zero|rank_?0)_first\b")
 _INSIDE = bounded(r"/torch/(?:distributed|csrc|nn/parallel)/")
 LOST = bounded(r"reset by peer|Broken pipe|onnection refused|onnection closed|Socket Timeout|timed out", re.IGNORECASE)
 _OF_OTHERS = bounded(
-    r"\b(?:remote|another|other) (?:process|rank|task|worker)(?:e?s)? (?:has |have )?(?:exited|failed|died|crashed)|NCCL communicator was aborted"
+    r"\b(?:remote|another|other) (?:process|rank|task|worker)(?:e?s)? (?:has |have )?(?:exited|failed|died|crashed)|NCCL communicator was aborted|Error: cancelled$"
 )
 _HOOK = bounded(
     r"\[rank\d{1,6}\]: $"
@@ -54,7 +54,7 @@ _RAY = bounded(
 _OF_RANK = bounded(r"\(RANK (\d{1,6})\)")  # a checkpoint's exception, of another rank
 # exceptions of a launcher, or those by which a rank fails after others
 FOLLOWERS = ("CheckpointException", "ChildFailedError", "SignalException", "CalledProcessError", "ProcessRaisedException", "RayTaskError", "RayActorError",
-              "ActorDiedError", "SystemExit", "ProcessExitedException")  # fmt: skip
+              "ActorDiedError", "EngineDeadError", "CancelledError", "SystemExit", "ProcessExitedException")  # fmt: skip
 # an open quotation in a sentence, a list or a call, a raise statement, or the middle of a sentence
 PROSE = bounded(r"(?:\w |[\[{,] ?|[a-z_]\()[\"'](?=[^\"']{0,400}$)|\braise \w|[a-z] $")
 # the frames that faulthandler prints, innermost first; of the thread that failed, or of another one
