@@ -19,7 +19,7 @@ from distdiag.probekit.measure.probe import load_probe
     [
         (["allredcue"], "unknown probe 'allredcue'", "allreduce"),
         (["zzz"], "unknown probe 'zzz'", "list"),
-        (["allreduce", "--min-bytes", "0"], "above 0", "element"),
+        (["allreduce", "--min-bytes", "0"], "from 1 to 2^63", "element"),
         (["allreduce", "--min-bytes", "1023"], "not a multiple", "1020"),
         (["allreduce", "--dtype", "int64", "--max-bytes", "1028"], "not a multiple", "1024"),
         (["allreduce", "--budget", "0.5"], "too small", "2 s"),
