@@ -7,9 +7,9 @@ from collections.abc import Callable
 TICK_S = 0.25
 MOST_OF_A_CORE, LONGEST_TICK_S = 0.15, 6.0  # of the monitor while nothing is suspected that is not yet reported
 SHORTEST_TICK_S = 0.05  # while a rank's native frames are awaited
-# When a rank begins to wait, or to differ, polls are not stretched for the first time; at most once in the second,
-# each.
-HASTE_S, HASTE_EVERY_S = 4.0, 60.0
+# When a rank begins to wait long, or to differ, polls are not stretched for the first time; at most once in the second,
+# each: a hang may follow another long wait, that of the start, within seconds.
+HASTE_S, HASTE_EVERY_S = 4.0, (15.0, 60.0)
 
 
 def stretched_s(poll_cpu_s: float) -> float:
@@ -32,7 +32,7 @@ class Pace:
         """True if no poll is due, and none of this has begun lately; a straggler's haste costs a hang none of its own."""
         if now + SHORTEST_TICK_S / 2 >= self.poll_at:
             return False
-        for i, begun in enumerate(news):
-            if now - self._hasty_from.get(i, -HASTE_EVERY_S) >= HASTE_EVERY_S and begun():
+        for i, (begun, every_s) in enumerate(zip(news, HASTE_EVERY_S, strict=False)):
+            if now - self._hasty_from.get(i, -every_s) >= every_s and begun():
                 self._hasty_from[i] = now
         return all(now - since >= HASTE_S for since in self._hasty_from.values())

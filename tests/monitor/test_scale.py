@@ -68,7 +68,7 @@ def test_faults_among_many_ranks_are_named(tmp_path: Path, sent: bool, lost_s: f
         assert finding.culprits == (s.odd,) and finding.certainty == "proved" and len(finding.victims) == 127
 
 
-def test_a_rank_that_begins_to_wait_ends_a_long_rest_once_a_minute() -> None:
+def test_a_rank_that_begins_to_wait_ends_a_long_rest_now_and_then() -> None:
     pace = Pace()
     pace.poll_at = 1004.0
     assert pace.rests(1000.0, lambda: False)
@@ -78,7 +78,7 @@ def test_a_rank_that_begins_to_wait_ends_a_long_rest_once_a_minute() -> None:
     assert not pace.rests(1010.0, lambda: False)
     pace.poll_at = 1100.0
     assert not pace.rests(1050.0, lambda: True, lambda: True)  # each kind of news has its own haste
-    assert not pace.rests(1061.0, lambda: True)
+    assert not pace.rests(1065.0, lambda: True)  # a hang after another long wait
 
 
 def test_what_is_known_of_a_history_is_not_decoded_again_and_a_changed_item_is() -> None:
