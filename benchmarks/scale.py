@@ -7,8 +7,8 @@ diagnosis and run.db are the real ones. Time is the job's own: a poll takes its 
 latency; it does change the CPU time that a poll takes. Memory is private memory of the simulating process above what it had before the
 monitor started.
 
-With --connected, node 0's monitor is a process of its own, to which a real client of every other node is connected, and time is real: that
-needs as many free cores as two. Memory is then that of the whole process.
+With --connected, node 0's monitor is a real process, each other node has a real client, and time is real. That needs two free cores. Memory is
+then that of the whole process.
 """
 
 from __future__ import annotations

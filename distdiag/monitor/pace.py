@@ -29,7 +29,7 @@ class Pace:
         return max(SHORTEST_TICK_S, min(TICK_S, self.poll_at - began))
 
     def rests(self, now: float, *news: Callable[[], bool]) -> bool:
-        """True if no poll is due, and none of this has begun lately; a straggler's haste costs a hang none of its own."""
+        """True if no poll is due and no news is fresh. Each kind of news has its own haste: a straggler does not use up that of a hang."""
         if now + SHORTEST_TICK_S / 2 >= self.poll_at:
             return False
         for i, (begun, every_s) in enumerate(zip(news, HASTE_EVERY_S, strict=False)):

@@ -1,4 +1,4 @@
-"""What a job has beside distdiag: tracers, profilers and agents that patch what starts a process, handlers that end the script."""
+"""Tracers, profilers and agents that patch how processes start, and scripts that end by a handler: distdiag beside them."""
 
 from __future__ import annotations
 

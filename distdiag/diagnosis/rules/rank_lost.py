@@ -144,10 +144,12 @@ def _repair(
         return f"find why `{left.text.removeprefix('if ')}` held on {rank_list(culprits)}{together}"
     if (row := known(first)) is not None:
         return row[1] + ("; the other ranks' errors follow from it" if echoes else "")
-    # a worker's end is raised wherever the main thread is
-    do = _DO["worker"] if _WORKER.search(text) else _DO["exit"] if not (text or first.current_site) else (
-        f"fix {site_text(first.current_site) or 'the exception'}"
-    )  # fmt: skip
+    if _WORKER.search(text):  # a worker's end is raised wherever the main thread is
+        do = _DO["worker"]
+    elif text or first.current_site:
+        do = f"fix {site_text(first.current_site) or 'the exception'}"
+    else:
+        do = _DO["exit"]
     return do + ("; the other ranks' errors follow from it" if echoes else "")
 
 
