@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.launchers import Launcher, Place
+from tests.ports import free_port as free_port
 
 T = TypeVar("T")
 
@@ -67,13 +67,6 @@ def shared(*parts: str) -> Path:
 
 # The environment that a launcher sets for the only rank of a job; a job with collectives also needs a MASTER_PORT.
 ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-
-
-def free_port() -> int:
-    """Return a port that was free a moment ago."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def rows(run_dir: Path, query: str) -> list[tuple[Any, ...]]:

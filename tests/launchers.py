@@ -25,6 +25,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.ports import free_port
+
 NOTICED_S, GRACE_S = 0.1, 30.0  # torchrun's: between two looks at the ranks, and between SIGTERM and SIGKILL
 CLONE_NEWTIME, CLONE_NEWNET = 0x80, 0x40000000
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -212,9 +214,7 @@ def _enter(place: Place) -> None:
 def _fork_ranks(number: int) -> int | None:
     """Fork the ranks of this host; return None in each rank, and in the parent the exit code once all have ended."""
     if "WORLD_SIZE" not in os.environ:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        os.environ.update(WORLD_SIZE=str(number), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.update(WORLD_SIZE=str(number), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     os.environ["LOCAL_WORLD_SIZE"] = str(number)
     first = number * int(os.environ.get("GROUP_RANK", "0"))
     ranks: set[int] = set()

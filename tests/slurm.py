@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from tests.ports import free_port
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sinfo")
 READY_S = 30.0
 _CONFIG = """
@@ -66,10 +68,7 @@ def slurm(directory: Path, cpus: int = 4) -> Iterator[dict[str, str]]:
     key, host = directory / "munge" / "key", socket.gethostname().partition(".")[0]
     key.write_bytes(os.urandom(1024))
     key.chmod(0o600)
-    with socket.socket() as one, socket.socket() as other:
-        for s in (one, other):
-            s.bind(("127.0.0.1", 0))
-        ports = {"ctld": one.getsockname()[1], "d": other.getsockname()[1]}
+    ports = {"ctld": (port := free_port()), "d": port + 1}
     config = directory / "slurm.conf"
     config.write_text(_CONFIG.format(host=host, at=directory, cpus=cpus, first_job=os.getpid(), **ports))
     # version 22.05 knows no `disabled`; v1 changes no cgroup unless a plugin of tracking or tasks asks for it
