@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 from functools import partial
 
-from distdiag.diagnosis.culprit import callers, message_counts, parting
+from distdiag.diagnosis.culprit import callers, parting
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.culprit.parting import Condition, Way
 from distdiag.diagnosis.model import guards as guarding
@@ -81,7 +81,11 @@ def past_the_call(case: Case, ranks: Sequence[int]) -> Testimony | None:
         # the site of its newest message of this kind, else of another rank of the ring, if that is in a function on its stack
         wanted = main.ranks[0], main.group, messages.OPPOSITE[main.key[2]]
         own = (c for c in state.calls[::-1] if c.p2p and (c.peer, c.group, messages.direction_of(c)) == wanted)
-        ring = (message_counts.other_end(case, q, c) for q, c in case.calls.items() if c is not None and c.p2p)
+        ring = (
+            messages.other_end(case.states.get(-1 if c.peer is None else c.peer), q, c)
+            for q, c in case.calls.items()
+            if c and c.p2p
+        )
         site = next((c.site for c in itertools.chain(own, ring) if c is not None and c.site is not None), None)
         here = [i for i, x in enumerate(stack) if site and (x.file, x.function) == (site.file, site.function)]
         if site is None or not here:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from distdiag.diagnosis.culprit import callers, sites
 from distdiag.diagnosis.culprit.case import Case, Testimony
@@ -29,20 +29,22 @@ def explain(case: Case, ranks: Sequence[int]) -> Testimony | None:
     return found if found is not None and set(found.ranks) <= set(ranks) else None
 
 
+def _unserved(case: Case) -> Iterator[tuple[int, Call, RankState]]:
+    """Yield (receiver, its call, the sender) of every wait for a message of one rank that it has not sent."""
+    for wait in case.incident.waits:
+        call = wait.calls.get(wait.ranks[0]) if wait.p2p and wait.ranks else None
+        sender = case.states.get(call.peer) if call is not None and call.peer is not None else None
+        if call is not None and sender is not None and wait.missing and messages.direction_of(call) == "recv":
+            yield wait.ranks[0], call, sender
+
+
 def _one_round(case: Case) -> Testimony | None:
     """Accuse a rank that left out a send in one round, if the receiver waits for a message of this rank.
 
     It went from the call before the send to the call after it; in all other rounds the send was between them.
     """
-    found: dict[int, tuple[int, Call, Call, int, int]] = {}
-    for wait in case.incident.waits:
-        call = wait.calls.get(wait.ranks[0]) if wait.p2p and len(wait.ranks) == 1 else None
-        sender = case.states.get(call.peer) if call is not None and call.peer is not None else None
-        if call is None or sender is None or not wait.missing or messages.direction_of(call) != "recv":
-            continue
-        omitted = _omitted(sender, wait.ranks[0], call)
-        if omitted is not None:
-            found[sender.rank] = (wait.ranks[0], *omitted)
+    waiting = ((receiver, sender, _omitted(sender, receiver, call)) for receiver, call, sender in _unserved(case))
+    found = {sender.rank: (receiver, *omitted) for receiver, sender, omitted in waiting if omitted is not None}
     if len(found) != 1:
         return None
     ((rank, (receiver, before, send, times, rounds)),) = found.items()
@@ -61,31 +63,26 @@ def _omitted(sender: RankState, receiver: int, call: Call) -> tuple[Call, Call, 
 
     Rounds longer ago than the calls are known count by the sites' totals, if each of the two lines makes one call only.
     """
-    calls = [*sender.calls]
-    if sender.blocked is not None and not (
-        calls and _key(calls[-1]) == _key(sender.blocked) and calls[-1].completed_s is None
-    ):
-        calls.append(sender.blocked)
-    keys = [_key(c) for c in calls]
-    sent = (c for c in reversed(calls) if c.p2p and messages.direction_of(c) == "send")
-    wanted = receiver, call.group, call.tag
-    send = next((c for c in sent if (c.peer, c.group, c.tag) == wanted and c.site is not None), None)
-    pairs = list(itertools.pairwise(keys))
-    around = {(a, c) for (a, b), (_, c) in itertools.pairwise(pairs) if send is not None and b == _key(send)}
-    if send is None or any(_key(send) in pair for pair in around):
+    calls, blocked = [*sender.calls], sender.blocked
+    if blocked is not None and not (calls and _key(calls[-1]) == _key(blocked) and calls[-1].completed_s is None):
+        calls.append(blocked)
+    send = messages.other_end(sender, receiver, call)
+    if send is None or send.site is None:
         return None
-    without, rounds = [a for a, c in pairs if (a, c) in around], sum(b == _key(send) for _, b in pairs)
+    keys, due = [_key(c) for c in calls], _key(send)
+    pairs = list(itertools.pairwise(keys))
+    around = {(a, c) for (a, b), (_, c) in itertools.pairwise(pairs) if b == due}
+    if any(due in pair for pair in around):
+        return None
+    without, rounds = [a for a, c in pairs if (a, c) in around], keys[1:].count(due)
     times, before = len(without), without[-1] if without else next((a for a, _ in around), None)
     first = next((c for c in calls if _key(c) == before), send)
     made_at = {c.site.key: _key(c) for c in (first, send) if c.site is not None}
-    alternate = len({a for a, _ in around}) == 1 and all(
-        b == _key(send) or (a, b) in around for a, b in pairs if a == before
+    alternate = {a for a, _ in around} == {before} and all(
+        b == due or (a, b) in around for a, b in pairs if a == before
     )
-    if (
-        alternate
-        and len(made_at) == 2
-        and {_key(c) for c in calls if c.site and c.site.key in made_at} == set(made_at.values())
-    ):
+    one_call_each = {_key(c) for c in calls if c.site and c.site.key in made_at} == set(made_at.values())
+    if alternate and len(made_at) == 2 and one_call_each:
         made, rounds = (sender.sites.get(site, 0) for site in made_at)
         times = max(times, made - rounds - (keys[-1] == before))
     lacking = (call.nth or 0) - messages.count(sender, "send", receiver, call.tag, call.group)
@@ -103,19 +100,12 @@ def _often(times: int) -> str:
 def _left_out(case: Case) -> Testimony | None:
     """Accuse a rank that has sent a message to one rank, but not to another that waits at the same recv."""
     found: dict[int, tuple[int, Call, Call]] = {}
-    for wait in case.incident.waits:
-        call = wait.calls.get(wait.ranks[0]) if wait.p2p and len(wait.ranks) == 1 else None
-        if call is None or call.peer is None or wait.missing != {call.peer} or messages.direction_of(call) != "recv":
-            continue
-        receiver, sender = wait.ranks[0], case.states.get(call.peer)
-        for other in case.states.values() if sender is not None else ():
+    for receiver, call, sender in _unserved(case):
+        for other in case.states.values():
             served = _newest_recv(other, call) if other.rank != receiver else None
-            sent = (
-                messages.other_end(sender, other.rank, "recv", served, served.nth or 0) if served and sender else None
-            )
-            if sent is None or sent.site is None or sender is None or sender.sites.get(sent.site.key, 0) > 1:
-                continue
-            if not any(c.site == sent.site and c.peer == receiver for c in sender.calls):
+            sent = messages.other_end(sender, other.rank, served, served.nth or 0) if served is not None else None
+            once = sent is not None and sent.site is not None and sender.sites.get(sent.site.key, 0) <= 1
+            if sent is not None and once and not any((c.site, c.peer) == (sent.site, receiver) for c in sender.calls):
                 found.setdefault(sender.rank, (receiver, call, sent))
     if len(found) != 1:
         return None
@@ -137,30 +127,17 @@ def _newest_recv(state: RankState, call: Call) -> Call | None:
 
 def _never(case: Case) -> Testimony | None:
     """Accuse the one rank of a ring that has never sent to its receiver, where the others send from one line."""
-    waits = case.incident.waits
-    calls = {wait.ranks[0]: wait.calls.get(wait.ranks[0]) for wait in waits if wait.p2p and len(wait.ranks) == 1}
-    newest = {q: other_end(case, q, call) for q, call in calls.items() if call is not None}
-    silent = [q for q, send in newest.items() if send is None]
-    lines = {send.site for send in newest.values() if send is not None}
-    if (
-        len(calls) != len(waits)
-        or len(newest) != len(waits)
-        or len(waits) < RING
-        or len(silent) != 1
-        or len(lines) != 1
-    ):
+    ring = {receiver: (call, sender) for receiver, call, sender in _unserved(case)}
+    sends = {receiver: messages.other_end(sender, receiver, call) for receiver, (call, sender) in ring.items()}
+    silent = [receiver for receiver, send in sends.items() if send is None]
+    lines = {send.site for send in sends.values() if send is not None}
+    if not RING <= len(ring) == len(case.incident.waits) or len(silent) != 1 or len(lines) != 1:
         return None
-    (receiver,), (site,), call = silent, lines, calls[silent[0]]
-    sender = case.states.get(call.peer) if call is not None and call.peer is not None else None
-    if (
-        call is None
-        or sender is None
-        or site is None
-        or site.key in sender.sites
-        or site.key not in case.states[receiver].sites
-    ):
+    (receiver,), (site,) = silent, lines
+    call, sender = ring[receiver]
+    if site is None or site.key in sender.sites or site.key not in case.states[receiver].sites:
         return None
-    if messages.direction_of(call) != "recv" or messages.count(sender, "send", receiver, call.tag, call.group):
+    if messages.count(sender, "send", receiver, call.tag, call.group):
         return None
     there, here = f"send{at(site)}", f"recv{at(call.site)}"
     return Testimony(
@@ -168,14 +145,6 @@ def _never(case: Case) -> Testimony | None:
         text=f"; rank {sender.rank} has never made the {there}, which serves the {here} of the other ranks",
         advice=f"let rank {sender.rank} make the {there} for rank {receiver}, too, or let rank {receiver} expect nothing of it",
     )
-
-
-def other_end(case: Case, rank: int, call: Call) -> Call | None:
-    """Return the newest message of the peer that can be the other end of such a call of `rank`."""
-    peer = case.states.get(call.peer) if call.peer is not None else None
-    wanted = rank, call.group, call.tag, messages.OPPOSITE[messages.direction_of(call)]
-    made = (c for c in reversed(peer.calls) if c.p2p) if peer is not None else ()
-    return next((c for c in made if (c.peer, c.group, c.tag, messages.direction_of(c)) == wanted), None)
 
 
 def _fewer(case: Case) -> Testimony | None:

@@ -56,13 +56,11 @@ def _name(c: Call) -> tuple[str | int | None, ...]:
     return c.group, c.seq, *((direction_of(c), c.peer, c.tag, c.nth) if c.p2p else ())
 
 
-def other_end(peer: RankState, rank: int, direction: str, call: Call, nth: int) -> Call | None:
-    """Return the peer's call that matches the `nth` message of `rank`; None if it is not known any more."""
-    for c in reversed(peer.calls):
-        same = (c.peer, c.tag, c.group, c.nth) == (rank, call.tag, call.group, nth)
-        if c.p2p and same and direction_of(c) == OPPOSITE[direction]:
-            return c
-    return None
+def other_end(peer: RankState | None, rank: int, call: Call, nth: int | None = None) -> Call | None:
+    """Return the peer's call that matches the `nth` such message of `rank`, by default its newest; None if none is known."""
+    wanted = rank, call.tag, call.group, OPPOSITE[direction_of(call)]
+    made = (c for c in reversed(peer.calls) if c.p2p and nth in (None, c.nth)) if peer is not None else ()
+    return next((c for c in made if (c.peer, c.tag, c.group, direction_of(c)) == wanted), None)
 
 
 def other_end_issued(st: RankState, peer: RankState, call: Call, nth: int) -> bool:
@@ -74,7 +72,7 @@ def other_end_issued(st: RankState, peer: RankState, call: Call, nth: int) -> bo
     if peer.life == Life.STOPPED:
         return False
     direction = direction_of(call)
-    if peer.queued and held_up(peer, other_end(peer, st.rank, direction, call, nth)):
+    if peer.queued and held_up(peer, other_end(peer, st.rank, call, nth)):
         return False
     there = count(peer, OPPOSITE[direction], st.rank, call.tag, call.group)
     receiver = peer if direction == "send" else st

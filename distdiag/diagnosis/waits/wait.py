@@ -148,8 +148,8 @@ def _waits_in_other_end(snapshot: Snapshot, w: Wait) -> Call | None:
 def other_end_of(s: Snapshot, wait: Wait) -> Call | None:
     """Return the matching call of the message that ranks wait in; None if it is not known, or the source is any rank."""
     rank, peer = wait.key[3], wait.key[4]
-    call, other = wait.calls.get(rank), s.ranks.get(peer) if peer is not None else None
-    return None if call is None or other is None else messages.other_end(other, rank, wait.key[2], call, wait.seq)
+    call = wait.calls.get(rank)
+    return None if call is None or peer is None else messages.other_end(s.ranks.get(peer), rank, call, wait.seq)
 
 
 def last_wait(state: RankState) -> Call | None:
