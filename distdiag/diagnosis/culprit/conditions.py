@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from functools import partial
 
 from distdiag.diagnosis.culprit import callers, parting
-from distdiag.diagnosis.culprit.case import Case, Testimony
+from distdiag.diagnosis.culprit.case import Case, Testimony, site_of
 from distdiag.diagnosis.culprit.parting import Condition, Way
 from distdiag.diagnosis.model import guards as guarding
 from distdiag.diagnosis.model import syntax
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.snapshot import Call, RankState, Site, lines_of
-from distdiag.diagnosis.model.syntax import Source
+from distdiag.diagnosis.model.snapshot import Site, lines_of
+from distdiag.diagnosis.model.syntax import line_at
 from distdiag.diagnosis.text.incident import implicit_text
 from distdiag.diagnosis.text.phrases import at, site_text
 from distdiag.diagnosis.waits import compatible, messages
@@ -26,7 +26,7 @@ def on_rank(case: Case) -> Testimony | None:
     source, firsts = case.source, [side[0] for side in case.sides]
     if len(firsts) != 2 or not all(rank in case.states for rank in firsts):
         return None
-    stacks = [_stack(case.states[rank], case.wait.calls.get(rank), source) for rank in firsts]
+    stacks = [_stack(case, rank) for rank in firsts]
     found = [parting.rank_condition(mine, theirs, source) for mine, theirs in (stacks, stacks[::-1])]
     condition = found[0] or found[1]
     if condition is None or all(found):
@@ -58,9 +58,10 @@ def _advice_on_rank(case: Case, condition: Condition, ranks: Sequence[int], rest
 
 def between_sides(case: Case, ranks: Sequence[int]) -> Testimony | None:
     """Return the conditions that can have led these ranks, or without any the two sides, to another call."""
-    found = _parting(case, ranks) if ranks else tied(case)
-    if ranks or not found:
-        return _testimony(case, found, ranks) or (_left_backward(case, ranks) if ranks else None)
+    if ranks:
+        return _testimony(case, _parting(case, ranks), ranks) or _left_backward(case, ranks)
+    if not (found := tied(case)):
+        return None
     first, second = (case.wait.calls[side[0]].site for side in case.sides[:2])
     apart = first is not None and second is not None and first.key != second.key
     advice = (
@@ -133,9 +134,9 @@ def _parting(case: Case, ranks: Sequence[int]) -> list[Condition]:
     mine, others = [q for q in known if q in ranks], [q for q in known if q not in ranks]
     if not mine or not others:
         return []
-    stacks = [_stack(case.states[rank], case.wait.calls.get(rank), case.source) for rank in (mine[0], others[0])]
-    as_often = partial(_as_often, case, mine[0], others[0])
-    return parting.parting(stacks[0], stacks[1], case.source, _ahead(case, mine[0], others[0]), as_often)
+    both = mine[0], others[0]
+    first, second = (_stack(case, rank) for rank in both)
+    return parting.parting(first, second, case.source, _ahead(case, *both), partial(_as_often, case, *both))
 
 
 def _ahead(case: Case, rank: int, other: int) -> bool:
@@ -147,8 +148,7 @@ def _ahead(case: Case, rank: int, other: int) -> bool:
     there = case.here.get(other)
     if case.wait.p2p or seq is None or there is None:
         return False
-    last = [call_at(case.states[q], group, seq - 1) for q in (rank, other)]
-    sites = {call.site.key if call is not None and call.site is not None else None for call in last}
+    sites = {site_of(None, call_at(case.states[q], group, seq - 1)) for q in (rank, other)}
     if len(sites) != 1 or (site := sites.pop()) is None or there == site or case.states[other].step > state.step:
         return False
     return state.sites.get(site, 0) > state.sites.get(there, 0) > 0
@@ -159,13 +159,12 @@ def _as_often(case: Case, rank: int, other: int, file: str, loop: ast.AST) -> bo
     if not isinstance(loop, syntax.LOOPS):
         return False
     mine, theirs = case.states[rank].sites, case.states[other].sites
-    inside = [
-        key
-        for key in theirs
-        if key != case.here.get(other)
-        and any(f == file and syntax.within(node, line) for f, line in lines_of(key) for node in loop.body)
-    ]
-    return bool(inside) and all(mine.get(key, 0) >= theirs[key] for key in inside)
+
+    def inside(key: str) -> bool:
+        return any(f == file and syntax.within(node, line) for f, line in lines_of(key) for node in loop.body)
+
+    keys = [key for key in theirs if key != case.here.get(other) and inside(key)]
+    return bool(keys) and all(mine.get(key, 0) >= theirs[key] for key in keys)
 
 
 def _left_backward(case: Case, ranks: Sequence[int]) -> Testimony | None:
@@ -174,40 +173,33 @@ def _left_backward(case: Case, ranks: Sequence[int]) -> Testimony | None:
     source = case.source
     if not others or ranks[0] not in case.states or not _ahead(case, ranks[0], others[0]):
         return None
-    call = case.wait.calls[others[0]]
-    mine, theirs = (_stack(case.states[q], case.wait.calls.get(q), source) for q in (ranks[0], others[0]))
-    at_backward = next((i for i, frame in enumerate(theirs) if i and _calls_backward(frame, source)), None)
-    if at_backward is None or theirs[at_backward - 1].function != "backward":
+    mine, theirs = (_stack(case, q) for q in (ranks[0], others[0]))
+    calling = (pair for pair in itertools.pairwise(theirs) if ".backward(" in line_at(pair[1], source))
+    callee, outer = next(calling, (None, None))
+    if callee is None or outer is None or callee.function != "backward":
         return None
-    outer = theirs[at_backward]
     if not any((x.file, x.function) == (outer.file, outer.function) and x.line > outer.line for x in mine):
         return None
-    who, function = rank_list(ranks), syntax.class_around(syntax.tree_of(theirs[0].file, source), theirs[0].line)
-    what = f"the backward of {function}" if function else "that backward"
-    anew = guarding.made_anew(source(theirs[0].file) or "")
-    made = ""
-    if anew is not None:
-        test = guarding.text_of(anew, source(theirs[0].file) or "")
-        place = site_text(Site(theirs[0].file, anew.line))
-        made = f"; {place} decides whether a new tensor, without a graph, is returned: `{test}`"
+    who, op, file = rank_list(ranks), compatible.op_name(case.wait.calls[others[0]].op), theirs[0].file
+    function = syntax.class_around(syntax.tree_of(file, source), theirs[0].line)
+    what, made = f"the backward of {function}" if function else "that backward", ""
+    if (anew := guarding.made_anew(source(file) or "")) is not None:
+        test = guarding.text_of(anew, source(file) or "")
+        made = (
+            f"; {site_text(Site(file, anew.line))} decides whether a new tensor, without a graph, is returned: `{test}`"
+        )
     return Testimony(
         ranks=tuple(ranks),
-        text=f"; {who} has left `{_code(outer, source)}`{at(outer)} without that {compatible.op_name(call.op)}: {what} did not run{made}",
+        text=f"; {who} has left `{line_at(outer, source)}`{at(outer)} without that {op}: {what} did not run{made}",
         advice=f"keep {who}'s result in the graph: {what} runs only where its forward's input needs a gradient; look for a "
         "tensor that the model makes anew (zeros, detach, no_grad) on some ranks, and add the computed one times 0",
     )
 
 
-def _code(site: Site, source: Source) -> str:
-    return syntax.code_of_line(source(site.file) or "", site.line)
-
-
-def _calls_backward(site: Site, source: Source) -> bool:
-    return ".backward(" in _code(site, source)
-
-
-def _stack(state: RankState, call: Call | None, source: Source) -> tuple[Site, ...]:
+def _stack(case: Case, rank: int) -> tuple[Site, ...]:
+    """Return the user's frames at the call that a rank is in."""
+    state, call = case.states[rank], case.wait.calls.get(rank)
     site = call.site if call is not None else None
     if site is None or [(f.file, f.line) for f in state.user_stack[: len(site.path)]] == lines_of(site.key):
-        return callers.call_stack(state.user_stack, state.host_stack, source)
-    return callers.with_callers((*site.path, *state.user_stack[len(site.path) :]), source)
+        return callers.call_stack(state.user_stack, state.host_stack, case.source)
+    return callers.with_callers((*site.path, *state.user_stack[len(site.path) :]), case.source)

@@ -7,6 +7,7 @@ anything (a loss, an exception, a loop that ends earlier): it explains a culprit
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from enum import StrEnum
 from typing import NamedTuple
@@ -23,9 +24,6 @@ from distdiag.diagnosis.text.phrases import site_text
 
 SHOWN = 2  # conditions, if several are possible
 CALLERS = 3  # functions around a wrapper that are looked at, from the inside
-
-
-AsOften = Callable[[str, ast.AST], bool]  # (file, statement)
 
 
 class Way(StrEnum):
@@ -89,41 +87,30 @@ def _from_one_caller(mine: Sequence[Site], theirs: Sequence[Site]) -> tuple[Sequ
     """Return both stacks from their outermost common function on: a traceback begins where a launcher in Python runs the script."""
 
     def within(stack: Sequence[Site], outer: Sequence[Site]) -> Sequence[Site]:
-        last = next(
-            (i for i, x in enumerate(stack) if outer and (x.file, x.function) == (outer[-1].file, outer[-1].function)),
-            None,
-        )
-        return stack if last is None else stack[: last + 1]
+        places = [(x.file, x.function) for x in stack]
+        last = (outer[-1].file, outer[-1].function) if outer else None
+        return stack[: places.index(last) + 1] if last in places else stack
 
     return within(mine, theirs), within(theirs, mine)
 
 
-def _paths(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> list[_Path]:
-    """Return the paths of two ranks from the point where their stacks differ."""
+def _path(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> _Path:
+    """Return the path of the first of two ranks from the point where their stacks differ."""
     a, b = list(reversed(mine)), list(reversed(theirs))
-    start = 0
-    while start < min(len(a), len(b)) and a[start] == b[start]:
-        start += 1
+    start = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
     together = start < min(len(a), len(b)) and function_key(a[start], source) == function_key(b[start], source)
-    both = [[_guards(s, i, source, together and i == start) for i in range(start, len(s))] for s in (a, b)]
-    keys = [{p.guard.key: p.guard.upto for p in frames[0]} if together else {} for frames in both]
+    frames, others = ([_guards(s, i, source, together and i == start) for i in range(start, len(s))] for s in (a, b))
+    shared = {p.guard.key: p.guard.upto for p in others[0]} if together else {}
     # a helper that both ranks run has led neither away
-    passed = [{(p.site.file, p.guard.key): p.guard.upto for f in frames for p in f if not p.shared} for frames in both]
-    returned = together and a[start].line > b[start].line
-    out = []
-    for frames, others, helped, has_returned in (
-        (both[0], keys[1], passed[1], False),
-        (both[1], keys[0], passed[0], returned),
-    ):
-        own = [
-            p
-            for f in frames
-            for p in f
-            if (others.get(p.guard.key, -1) if p.shared else helped.get((p.site.file, p.guard.key), -1)) < p.guard.upto
-        ]
-        common = [p for p in frames[0] if p.guard.key in others] if together else []
-        out.append(_Path(own, common, frozenset(others), has_returned))
-    return out
+    helped = {(p.site.file, p.guard.key): p.guard.upto for p in itertools.chain(*others) if not p.shared}
+
+    def passed_by_both(p: _Placed) -> bool:
+        upto = shared.get(p.guard.key) if p.shared else helped.get((p.site.file, p.guard.key))
+        return upto is not None and upto >= p.guard.upto
+
+    own = [p for p in itertools.chain(*frames) if not passed_by_both(p)]
+    common = [p for p in frames[0] if p.guard.key in shared] if together else []
+    return _Path(own, common, frozenset(shared), together and b[start].line > a[start].line)
 
 
 def _guards(frames: Sequence[Site], i: int, source: Source, shared: bool) -> list[_Placed]:
@@ -172,7 +159,7 @@ def parting(
     theirs: Sequence[Site],
     source: Source,
     ahead: bool = False,
-    as_often: AsOften | None = None,
+    as_often: Callable[[str, ast.AST], bool] = lambda file, statement: False,
     changed: bool = False,
 ) -> list[Condition]:
     """Return the conditions that can lead to one site and not to another; only those of the most likely sort.
@@ -190,20 +177,24 @@ def parting(
         return []
     if mine and mine[0] == theirs[0] and (set(mine) <= set(theirs) or set(theirs) <= set(mine)):
         return []  # one place, and the callers of a rank that was killed are not all known
-    my_path, their_path = _paths(mine, theirs, source)
-    held, *left = _sorts(my_path, source)
+    my_path, their_path = _path(mine, theirs, source), _path(theirs, mine, source)
+    # a rank that is still in a helper, which the other has left, may only be later
+    held, *left = _sorts(my_path._replace(returned=False), source)
     if ahead and their_path.returned:
         held, left = [], []
     held_there, *left_there = _sorts(their_path, source)
+    left_there = [[p for p in sort if not as_often(p.site.file, p.guard.node)] for sort in left_there]
     # what ends a round early in a loop of both: one may have done so a round ago
     rounds = [p for p in their_path.common if isinstance(p.guard.way_out, ast.Continue)]
     missed = zip((Way.SKIPPED, Way.LEFT, Way.LEFT), left_there, strict=False)
     alone = zip((Way.ALONE, Way.STAYED, Way.STAYED), left, strict=False)
-    tries = (Way.ALONE, held), *missed, (Way.SKIPPED, held_there), *alone, (Way.SKIPPED, rounds)
-    for way, sort in (*tries, (Way.ROUND, _shorter_rounds(their_path, source))):
+    # the same in a loop that has ended for this rank, and has as many rounds on every rank
+    ended = (p for p in their_path.own if p.guard.kind is Kind.INSIDE and p.key(Kind.ENDED) in their_path.others)
+    even = (p for p in ended if p.shared and not _can_differ(p, source, alive=True))
+    shorter = [p for loop in even for p in _ways_out(loop, (ast.Continue,))]
+    tries = (Way.ALONE, held), *missed, (Way.SKIPPED, held_there), *alone, (Way.SKIPPED, rounds), (Way.ROUND, shorter)
+    for way, sort in tries:
         found = [p for p in sort if _can_differ(p, source, bool(mine)) and not (changed and _is_fixed(p, source))]
-        if as_often is not None and any(sort is ended for ended in left_there):
-            found = [p for p in found if not as_often(p.site.file, p.guard.node)]
         if found and found[0].guard.kind is Kind.INSIDE:
             found = found[:1]  # the outermost of nested loops
         conditions = {c: _reads_rank(p, source) for p in found if (c := _condition(p, source, way)) is not None}
@@ -215,21 +206,18 @@ def parting(
 
 def short_rounds(stack: Sequence[Site], source: Source) -> list[Condition]:
     """Return what ends a round early in the innermost loop around a call that was made twice, without what follows in the round."""
-    for i in range(len(stack)):
-        loops = [p for p in _guards(stack, i, source, False) if p.guard.kind is Kind.INSIDE]
-        if loops:
-            ways = _ways_out(loops[-1], (ast.Continue,))
-            found = [p for p in ways if _can_differ(p, source, alive=True) and not _is_fixed(p, source)]
-            return [c for p in found if (c := _condition(p, source, Way.ROUND)) is not None][-SHOWN:]
-    return []
+    guards = (p for i in range(len(stack)) for p in reversed(_guards(stack, i, source, False)))
+    loop = next((p for p in guards if p.guard.kind is Kind.INSIDE), None)
+    ways = _ways_out(loop, (ast.Continue,)) if loop is not None else ()
+    found = (p for p in ways if _can_differ(p, source, alive=True) and not _is_fixed(p, source))
+    return [c for p in found if (c := _condition(p, source, Way.ROUND)) is not None][-SHOWN:]
 
 
 def in_no_branch(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> bool:
     """True if the first of two ranks is in no branch that the other is not in; False if a source cannot be read."""
     if any(tree_of(site.file, source) is None for site in (*mine, *theirs)):
         return False
-    path, _ = _paths(mine, theirs, source)
-    return not any(p.guard.kind is Kind.HOLDS for p in path.own)
+    return not any(p.guard.kind is Kind.HOLDS for p in _path(mine, theirs, source).own)
 
 
 def _sorts(path: _Path, source: Source) -> tuple[list[_Placed], ...]:
@@ -241,19 +229,14 @@ def _sorts(path: _Path, source: Source) -> tuple[list[_Placed], ...]:
     on_rank = (i for i, p in enumerate(path.own) if _keeps_to_some(p.guard) and _reads_rank(p, source))
     own = path.own[: next(on_rank, len(path.own)) + 1]  # the other never evaluates what is in a branch for some ranks
     still_in = [p.guard.node for p in own if p.guard.kind is Kind.ENDED and p.key(Kind.INSIDE) in path.others]
-    holds, skips, breaks, ends = [], [], [], []
+    holds, breaks, ends = [p for p in own if p.guard.kind is Kind.HOLDS], [], []
+    passed = (p for p in own if p.guard.kind is Kind.PASSED and not isinstance(p.guard.way_out, ast.Raise))
+    skips = [p for p in passed if not any(syntax.within(loop, p.guard.line) for loop in still_in)]
     for p in own:
-        match p.guard.kind:
-            case Kind.HOLDS:
-                holds.append(p)
-            case Kind.PASSED if not isinstance(p.guard.way_out, ast.Raise):
-                if not any(syntax.within(loop, p.guard.line) for loop in still_in):
-                    skips.append(p)
-            case Kind.INSIDE:
-                behind = p.shared and p.key(Kind.ENDED) in path.others  # in its function: no `return` leads there
-                breaks += _ways_out(p, (ast.Break,) if behind else (ast.Break, ast.Return, ast.Expr))
-                if behind or (path.returned and not p.shared):
-                    ends.append(p)
+        if p.guard.kind is Kind.INSIDE:
+            behind = p.shared and p.key(Kind.ENDED) in path.others  # in its function: no `return` leads there
+            breaks += _ways_out(p, (ast.Break,) if behind else (ast.Break, ast.Return, ast.Expr))
+            ends += [p] * (behind or (path.returned and not p.shared))
     if holds:  # a rank that has left the function before has not evaluated the branch
         before = own[: own.index(holds[-1])]
         holds = [p for p in own if p in holds or (p in skips and p in before and not p.shared)]
@@ -263,13 +246,6 @@ def _sorts(path: _Path, source: Source) -> tuple[list[_Placed], ...]:
 def _is_fixed(placed: _Placed, source: Source) -> bool:
     """True if a guard tests only what is set once in a rank: `if self.last`."""
     return placed.guard.test is not None and rank_tests.fixed(placed.guard.test, source(placed.site.file) or "")
-
-
-def _shorter_rounds(path: _Path, source: Source) -> list[_Placed]:
-    """Return what ends a round early in a loop which has ended for the other rank: it has as many rounds on every rank."""
-    loops = [p for p in path.own if p.guard.kind is Kind.INSIDE and p.shared and p.key(Kind.ENDED) in path.others]
-    even = [p for p in loops if not _can_differ(p, source, alive=True)]
-    return [p for loop in even for p in _ways_out(loop, (ast.Continue,))]
 
 
 def _can_differ(placed: _Placed, source: Source, alive: bool) -> bool:
@@ -293,8 +269,7 @@ def leaving(site: Site | None, theirs: Sequence[Site], source: Source) -> list[C
     """
     tree = tree_of(site.file, source) if site is not None else None
     if site is not None and tree is not None and syntax.exits_process(syntax.statement(tree, site.line)):
-        around = enclosing(site, source)
-        return [] if around is None else [around]
+        return [around] if (around := enclosing(site, source)) is not None else []
     return parting((), theirs, source)
 
 
@@ -312,15 +287,15 @@ def rank_condition(mine: Sequence[Site], theirs: Sequence[Site], source: Source)
     if not mine or not theirs or (mine[-1].file, mine[-1].function) != (theirs[-1].file, theirs[-1].function):
         return None
     found: _Placed | None = None
-    path, _ = _paths(mine, theirs, source)
+    path = _path(mine, theirs, source)
     for placed in path.own:
         if found is not None and placed.site != found.site:
             break  # the innermost condition in the outermost function with one
-        guard, ways = placed.guard, iter(())
+        guard, ways = placed.guard, []
         if guard.kind is Kind.ENDED and placed.key(Kind.INSIDE) in path.others:  # a loop that ended, by its `break`
-            ways = (p._replace(guard=p.guard._replace(kind=Kind.ENDED)) for p in _ways_out(placed, (ast.Break,)))
+            ways = [p._replace(guard=p.guard._replace(kind=Kind.ENDED)) for p in _ways_out(placed, (ast.Break,))]
         elif guard.kind is Kind.PASSED or _keeps_to_some(guard):
-            ways = iter((placed,))
+            ways = [placed]
         found = next((p for p in ways if _reads_rank(p, source)), found)
     if found is None:
         return None
@@ -362,13 +337,10 @@ def call_under_rank(site: Site, files: Collection[str], rank: int, source: Sourc
     while todo:
         callee, depth = todo.pop()
         for caller in (c for file in files for c in callers.calls_of(callee, source, file)):
-            held = [
-                p
-                for p in _guards((caller, callee), 0, source, False)
-                if _keeps_to_some(p.guard) and _reads_rank(p, source)
-            ]
-            if held and (condition := _condition(held[0], source, Way.ALONE)) is not None:
-                found[condition] = rank_tests.may_hold_on(held[0].guard.test, rank)
+            guards = _guards((caller, callee), 0, source, False)
+            held = next((p for p in guards if _keeps_to_some(p.guard) and _reads_rank(p, source)), None)
+            if held is not None and (condition := _condition(held, source, Way.ALONE)) is not None:
+                found[condition] = rank_tests.may_hold_on(held.guard.test, rank)
             elif (caller.file, caller.function) not in seen and depth < CALLERS:
                 seen.add((caller.file, caller.function))
                 todo.append((caller, depth + 1))
@@ -387,10 +359,8 @@ def only_under(name: str, file: str, source: Source) -> Condition | None:
 
 def parting_text(conditions: Sequence[Condition]) -> str:
     """Return `; they diverge at `if loss < 0.2` (train.py:6)`; empty without a condition."""
-    if not conditions:
-        return ""
     names = [f"`{c.text}` ({site_text(c.site)})" for c in conditions]
-    return f"; they diverge at {' or '.join(names)}"
+    return f"; they diverge at {' or '.join(names)}" if names else ""
 
 
 def decision_advice(condition: Condition, culprits: Collection[int], ddp: bool = False) -> str:

@@ -78,14 +78,6 @@ class Guard(NamedTuple):
         return self.node.pattern.lineno if isinstance(self.node, ast.match_case) else self.node.lineno
 
 
-class Nested(NamedTuple):
-    """A statement in a block, the condition that it is under, and whether an inner loop is around it."""
-
-    statement: ast.AST
-    guard: Guard | None = None
-    in_loop: bool = False
-
-
 def exits(block: Sequence[ast.stmt]) -> Iterator[tuple[ast.stmt, Guard | None]]:
     """Yield the statements that leave a block, in program order, each with its guard; None if it always leaves.
 
@@ -97,24 +89,24 @@ def exits(block: Sequence[ast.stmt]) -> Iterator[tuple[ast.stmt, Guard | None]]:
             yield node, guard._replace(way_out=node) if guard is not None else None
 
 
-def _nested(block: Sequence[ast.stmt]) -> Iterator[Nested]:
-    """Yield the statements in a block and in blocks inside it, in program order."""
-    todo = [Nested(node) for node in reversed(block)]
+def _nested(block: Sequence[ast.stmt]) -> Iterator[tuple[ast.AST, Guard | None, bool]]:
+    """Yield the statements in a block and in blocks inside it, in program order: each with the condition that it is under, and whether
+    an inner loop is around it."""
+    todo: list[tuple[ast.AST, Guard | None, bool]] = [(node, None, False) for node in reversed(block)]
     while todo:
-        about = todo.pop()
-        yield about
-        node, inner = about.statement, []
+        yield (about := todo.pop())
+        (node, around, looping), inner = about, []
         for field in ("body", "handlers", "orelse", "finalbody", "cases") if not isinstance(node, SCOPES) else ():
-            in_loop = about.in_loop or (isinstance(node, LOOPS) and field == "body")
+            in_loop = looping or (isinstance(node, LOOPS) and field == "body")
             for child in getattr(node, field, ()):
-                guard = about.guard
+                guard = around
                 if isinstance(node, ast.If):
                     guard = Guard(Kind.PASSED, node, field, node.test)
                 elif isinstance(child, ast.ExceptHandler):
                     guard = Guard(Kind.PASSED, child)
                 elif isinstance(child, ast.match_case) and isinstance(node, ast.Match):
                     guard = Guard(Kind.PASSED, child, test=node.subject)
-                inner.append(Nested(child, guard, in_loop))
+                inner.append((child, guard, in_loop))
         todo += reversed(inner)
 
 
@@ -142,7 +134,7 @@ def guards(tree: ast.Module, line: int, callee: str = "") -> tuple[Guard, ...]:
         if step.field not in ("handlers", "cases"):
             for earlier in step.block[: step.at]:
                 out += (guard for _, guard in exits([earlier]) if guard is not None)
-                out += (_loop(Kind.ENDED, x.statement) for x in _nested([earlier]) if isinstance(x.statement, LOOPS))
+                out += (_loop(Kind.ENDED, inner) for inner, _, _ in _nested([earlier]) if isinstance(inner, LOOPS))
         node = step.node
         if isinstance(node, SCOPES):  # a condition around a function's definition does not apply to its calls
             out = [Guard(Kind.HOLDS, x, "decorator", x) for x in node.decorator_list]
@@ -195,13 +187,10 @@ def _in_expression(node: ast.stmt, callee: str) -> Iterator[Guard]:
                 found = [(part.values[0], "body", part.values[1:])]
             case ast.ListComp() | ast.SetComp() | ast.GeneratorExp():
                 found = [(test, "body", [part.elt]) for loop in part.generators for test in loop.ifs]
-        called = [set().union(*map(_called_in, arm)) for _, _, arm in found]
-        if callee in in_all:
-            found = [x for x, names in zip(found, called, strict=True) if callee in names]
-        else:
-            found = [x for x, names in zip(found, called, strict=True) if names]
-        if len(found) == 1:  # if both branches call something, either may be the line's
-            ((test, branch, _),) = found
+        called = [(test, branch, set().union(*map(_called_in, arm))) for test, branch, arm in found]
+        fits = [(test, branch) for test, branch, names in called if (callee in names if callee in in_all else names)]
+        if len(fits) == 1:  # if both branches call something, either may be the line's
+            ((test, branch),) = fits
             yield Guard(Kind.HOLDS, part, branch, test)  # type: ignore[arg-type]
 
 
@@ -231,22 +220,22 @@ def takes_turns(tree: ast.Module, guard: Guard, line: int) -> bool:
     around, node = syntax.function(tree, line), syntax.statement(tree, line)
     if guard.kind is not Kind.HOLDS or not isinstance(guard.node, ast.If) or around is None or node is None:
         return False
-    others = (x for x in ast.walk(around) if isinstance(x, ast.If) and _opposite(x.test, guard.node.test))
-    return any(_called_in(node) <= _called_in(statement) for x in others for statement in x.body) and bool(
-        _called_in(node)
-    )
+    test, called = guard.node.test, _called_in(node)
+    others = (x for x in ast.walk(around) if isinstance(x, ast.If) and _opposite(x.test, test))
+    return bool(called) and any(called <= _called_in(statement) for x in others for statement in x.body)
 
 
 def _opposite(a: ast.expr, b: ast.expr) -> bool:
-    for x, y in ((a, b), (b, a)):
-        if isinstance(x, ast.UnaryOp) and isinstance(x.op, ast.Not) and ast.dump(x.operand) == ast.dump(y):
-            return True
-        if isinstance(x, ast.Compare) and isinstance(y, ast.Compare) and len(x.ops) == len(y.ops) == 1:
-            same = ast.dump(x.left), ast.dump(x.comparators[0])
-            opposite = _OPPOSITE.get(type(x.ops[0])) is type(y.ops[0])
-            if opposite and same == (ast.dump(y.left), ast.dump(y.comparators[0])):
-                return True
-    return False
+    return _negated(a) == ast.dump(b) or _negated(b) == ast.dump(a)
+
+
+def _negated(test: ast.expr) -> str:
+    """Return the syntax of the opposite of a test."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return ast.dump(test.operand)
+    if isinstance(test, ast.Compare) and (opposite := _OPPOSITE.get(type(test.ops[0]))) and len(test.ops) == 1:
+        return ast.dump(ast.Compare(test.left, [opposite()], test.comparators))
+    return ast.dump(ast.UnaryOp(ast.Not(), test))
 
 
 def caches(text: str) -> bool:
@@ -263,14 +252,11 @@ def made_anew(text: str) -> Guard | None:
     for node in ast.walk(parsed(text) or ast.Module([], [])):
         if isinstance(node, FUNCTIONS):
             ways = [(way_out, guard) for way_out, guard in exits(node.body) if isinstance(way_out, ast.Return)]
-            new = [guard for way_out, guard in ways if _makes_tensor(way_out.value)]
+            made = [(way_out.value, guard) for way_out, guard in ways]
+            new = [g for value, g in made if isinstance(value, ast.Call) and name_of(value.func) in _NEW_TENSORS]
             if len(new) < len(ways):
                 found += [guard for guard in new if guard is not None and isinstance(guard.node, ast.If)]
     return found[0] if len(found) == 1 else None
-
-
-def _makes_tensor(value: ast.expr | None) -> bool:
-    return isinstance(value, ast.Call) and name_of(value.func) in _NEW_TENSORS
 
 
 def may_end_early(text: str, line: int) -> bool:

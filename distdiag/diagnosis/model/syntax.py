@@ -65,39 +65,38 @@ class Step(NamedTuple):
 
 def way(tree: ast.Module, line: int) -> Iterator[Step]:
     """Yield the blocks around a line, from the module inwards, each with the index of the line's statement."""
-    owner: ast.AST | None = tree
-    while owner is not None:
-        blocks = (
+    owner: ast.AST = tree
+    while True:
+        fields = (
             (field, getattr(owner, field, None)) for field in ("body", "orelse", "finalbody", "handlers", "cases")
         )
+        blocks = ((field, block) for field, block in fields if isinstance(block, list))
         steps = (
-            Step(owner, field, block, i)
-            for field, block in blocks
-            if isinstance(block, list)
-            for i, child in enumerate(block)
-            if within(child, line)
+            Step(owner, field, block, i) for field, block in blocks for i, x in enumerate(block) if within(x, line)
         )
-        step = next(steps, None)
-        if step is not None:
-            yield step
-        owner = step.node if step is not None else None
+        if (step := next(steps, None)) is None:
+            return
+        yield step
+        owner = step.node
 
 
 def statement(tree: ast.Module, line: int) -> ast.stmt | None:
     """Return the innermost statement with a line."""
-    return next((step.node for step in reversed(list(way(tree, line)))), None)
+    return next(iter(_around(tree, line)), None)
+
+
+def _around(tree: ast.Module | None, line: int) -> list[ast.stmt]:
+    return [step.node for step in way(tree, line)][::-1] if tree is not None else []
 
 
 def function(tree: ast.Module, line: int) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     """Return the innermost function around a line; two classes may each have a `run`."""
-    around = [step.node for step in way(tree, line)]
-    return next((node for node in reversed(around) if isinstance(node, FUNCTIONS)), None)
+    return next((node for node in _around(tree, line) if isinstance(node, FUNCTIONS)), None)
 
 
 def class_around(tree: ast.Module | None, line: int) -> str:
     """Return the name of the innermost class around a line, or nothing."""
-    around = [step.node for step in way(tree, line)] if tree is not None else []
-    return next((node.name for node in reversed(around) if isinstance(node, ast.ClassDef)), "")
+    return next((node.name for node in _around(tree, line) if isinstance(node, ast.ClassDef)), "")
 
 
 def name_of(node: ast.AST | None) -> str:
@@ -119,9 +118,8 @@ def code_of_line(text: str, line: int) -> str:
 
 
 def line_at(site: Site | None, source: Source) -> str:
-    """Return the line of a site; an empty text if it is not known or cannot be read."""
-    lines = ((source(site.file) if site is not None else None) or "").splitlines()
-    return lines[site.line - 1].strip() if site is not None and 0 < site.line <= len(lines) else ""
+    """Return the line of a site without its comment; an empty text if it is not known or cannot be read."""
+    return code_of_line(source(site.file) or "", site.line) if site is not None else ""
 
 
 def exits_process(node: ast.AST | None) -> bool:
