@@ -81,16 +81,44 @@ class Turn(NamedTuple):
         return self.made.site == self.after.site
 
 
-def _turn(calls: tuple[Call, ...]) -> Turn | None:
+class _Order:
+    """The order of a rank's calls.
+
+    Attributes:
+        kinds: Of each call: operation, group, peer, site, and the tag's increment since the last call of its kind.
+        runs: (kind, repetitions, index of the first) of equal calls in a row.
+        before, now: The (kind, repetitions, next kind) transitions, earlier and recent; the first run may have begun earlier.
+        most: How often each call was made in a row, at most; of calls that were made often enough.
+    """
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self.kinds: list[Any] = []
+        tags: dict[Any, int] = {}
+        for c in calls:
+            kind = (c.op, c.group, c.peer, c.site.key if c.site else None)
+            self.kinds.append((kind, c.tag - tags.get(kind, c.tag)))
+            tags[kind] = c.tag
+        self.runs: list[tuple[Any, int, int]] = []
+        for kind, same in itertools.groupby(range(len(calls)), self.kinds.__getitem__):
+            first, *more = same
+            self.runs.append((kind, 1 + len(more), first))
+        passages = [(kind, n, then, start + n) for (kind, n, start), (then, *_) in itertools.pairwise(self.runs[1:])]
+        self.recent = len(calls) - LATELY
+        self.before = [(kind, n, then) for kind, n, then, end in passages if end <= self.recent]
+        self.now = [(kind, n, then) for kind, n, then, end in passages if end > self.recent]
+        often = (kind for kind, n in Counter(kind for kind, _, _ in self.before).items() if n >= ROUNDS)
+        self.most = {kind: max(n for k, n, _ in self.before if k == kind) for kind in often}
+
+
+def _turn(calls: Sequence[Call]) -> Turn | None:
     """Return the first transition that a rank had never made before; None if it is not clear what was due, or done instead."""
-    kinds, runs = _with_tags(calls), _runs(calls)
-    before, now = _passages(calls)
-    known, most = {k for k, _, _ in before}, _most(before)
-    for (kind, n, start), (following, *_) in itertools.pairwise([*runs, (None, 0, 0)]):
-        again = 0 < most.get(kind, 0) < n  # it made the call again, where another was due
-        if start + n <= len(calls) - LATELY or not (again or (kind, n, following) in set(now) - set(before)):
+    order = _Order(calls)
+    kinds, before, known = order.kinds, order.before, {k for k, _, _ in order.before}
+    for (kind, n, start), (following, *_) in itertools.pairwise([*order.runs, (None, 0, 0)]):
+        again = 0 < order.most.get(kind, 0) < n  # it made the call again, where another was due
+        if start + n <= order.recent or not (again or (kind, n, following) in set(order.now) - set(before)):
             continue
-        at_made = start + most[kind] if again else start + n
+        at_made = start + order.most[kind] if again else start + n
         made = kind if again else following
         followed = Counter(c for k, _, c in before if k == kind)
         left_out = any(k in followed and c == made for k, _, c in before)
@@ -109,71 +137,27 @@ def departed(members: Iterable[RankState], others: Iterable[RankState] = ()) -> 
         members: The ranks of the cycle.
         others: The rest of the job: if one of them broke its sequence, too, the program has entered something new.
     """
-    found = []
-    for st in members:
-        new = _has_departed(st)
-        if new is None:
-            return None
-        if new:
-            found.append(st.rank)
-    return found[0] if len(found) == 1 and not any(map(_has_departed, others)) else None
+    found = {state.rank: _has_departed(state) for state in members}
+    odd = [rank for rank, new in found.items() if new]
+    return odd[0] if len(odd) == 1 and None not in found.values() and not any(map(_has_departed, others)) else None
 
 
-def _has_departed(st: RankState) -> bool | None:
+def _has_departed(state: RankState) -> bool | None:
     """True if its recent calls have a transition that it never made before, or its last round has other calls than every earlier
     one; None if there is no pattern.
     """
-    before, now = _passages(st.calls)
+    order = _Order(state.calls)
+    before = order.before
     if len(before) < ROUNDS or sum(n for _, n, _ in before) < HISTORY or not _repeat(before):
         return None
-    kind, n, _ = _runs(st.calls)[-1]
-    return bool(set(now) - set(before)) or 0 < _most(before).get(kind, 0) < n or _other_round(st.calls)
-
-
-def _most(passages: Sequence[Any]) -> dict[Any, int]:
-    """Return how often each call was made in a row, at most; of calls that were made often enough."""
-    times = Counter(kind for kind, _, _ in passages)
-    return {kind: max(n for k, n, _ in passages if k == kind) for kind, often in times.items() if often >= ROUNDS}
+    kind, n, _ = order.runs[-1]
+    if not set(order.now) <= set(before) or 0 < order.most.get(kind, 0) < n:
+        return True
+    # the calls between the times that it came to its newest call; the first round may have begun earlier
+    starts = [start for k, _, start in order.runs if k == order.kinds[-1]]
+    rounds = [frozenset(Counter(order.kinds[a:b]).items()) for a, b in itertools.pairwise(starts)]
+    return _repeat(rounds[:-1]) and rounds[-1] not in rounds[:-1]
 
 
 def _repeat(seen: Sequence[Any]) -> bool:
     return len(seen) >= ROUNDS and len(set(seen)) <= max(2, KINDS * len(seen))
-
-
-def _other_round(calls: tuple[Call, ...]) -> bool:
-    """True if the calls between the last two times that it came to its newest call are others than in every earlier round."""
-    kinds = [kind for kind, _ in _with_tags(calls)]
-    starts = [i for i, kind in enumerate(kinds) if kind == kinds[-1] and (i == 0 or kinds[i - 1] != kind)]
-    *before, last = (frozenset(Counter(kinds[a:b]).items()) for a, b in itertools.pairwise([0, *starts]))
-    return _repeat(before[1:]) and last not in before[1:]  # the first round may have begun earlier
-
-
-def _with_tags(calls: tuple[Call, ...]) -> list[Any]:
-    """Return for each call: operation, peer, site, and the tag's increment since the last call of its kind."""
-    kinds: list[Any] = []
-    tags: dict[Any, int] = {}
-    for c in calls:
-        kind = (c.op, c.group, c.peer, c.site.key if c.site else None)
-        kinds.append((kind, c.tag - tags.get(kind, c.tag)))
-        tags[kind] = c.tag
-    return kinds
-
-
-def _runs(calls: tuple[Call, ...]) -> list[tuple[Any, int, int]]:
-    """Return (call, repetitions, index of the first) of equal calls in a row."""
-    runs: list[tuple[Any, int, int]] = []
-    start = 0
-    for kind, same in itertools.groupby(_with_tags(calls)):
-        n = sum(1 for _ in same)
-        runs.append((kind, n, start))
-        start += n
-    return runs
-
-
-def _passages(calls: tuple[Call, ...]) -> tuple[list[Any], list[Any]]:
-    """Return the (call, repetitions, next call) transitions, earlier and recent; the first run may have begun earlier."""
-    before: list[Any] = []
-    now: list[Any] = []
-    for (kind, n, start), (following, *_) in itertools.pairwise(_runs(calls)[1:]):
-        (now if start + n > len(calls) - LATELY else before).append((kind, n, following))
-    return before, now

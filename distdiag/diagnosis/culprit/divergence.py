@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from distdiag.diagnosis.culprit.case import Case, Testimony
@@ -135,15 +136,12 @@ def departure(first: History, second: History) -> Departure | None:
         return None
     here, there = _contexts(first, i, first, i), _contexts(first, i, second, j)
     deeper, other = (max((length for length, _ in found), default=NEVER) for found in (here, there))
-    odd, right, k, n = (second, first, j, i)
+    odd, right, k, n = second, first, j, i
     if deeper < other:
-        odd, right, k, n, deeper, other, here, there = first, second, i, j, other, deeper, there, here
+        odd, right, k, n, other, here, there = first, second, i, j, deeper, there, here
     made = odd.calls[k]
-    if (
-        made is not None
-        and odd.events[k] in (STEP, COUNTED)
-        and _may_be_due(odd.state, made, right.state, right.calls[n])
-    ):
+    in_ddp = made is not None and odd.events[k] in (STEP, COUNTED)
+    if made is not None and in_ddp and _may_be_due(odd.state, made, right.state, right.calls[n]):
         return None  # the other rank may have skipped DDP's call, instead of this one the call that was due
     weight = sum(max(0, length - max(other, 0)) for length, _ in here)
     if weight < LEAST or any(cut and length == other for length, cut in there):
@@ -221,12 +219,10 @@ def accuse(case: Case) -> Testimony | None:
         return None
     if len(case.sides) < 2 or not all(r in case.states for r in case.compared):
         return None
-    known_of: dict[int, History] = {}
 
+    @cache
     def of(rank: int) -> History:  # most ranks need none: of thousands, each costs a millisecond
-        if rank not in known_of:
-            known_of[rank] = history(case.states[rank], case.calls.get(rank), groups)
-        return known_of[rank]
+        return history(case.states[rank], case.calls.get(rank), groups)
 
     found: list[tuple[list[int], Departure]] = []
     for side in case.sides:
@@ -239,7 +235,8 @@ def accuse(case: Case) -> Testimony | None:
     ((side, first),) = found
     made, due = (_word(call) for call in (first.made, first.due))
     if made == due:  # one line, in a wrapper for all calls: the arguments differ
-        made, due = (word + _size(call) for word, call in ((made, first.made), (due, first.due)))
+        sizes = (compatible.elements(call) if call is not None else None for call in (first.made, first.due))
+        made, due = (f"{made} of {count(n, 'element')}" if n is not None else made for n in sizes)
     did = "ended its step" if first.made is None else f"made {made}"
     text = f"; all ranks had kept one order of calls; here {rank_list(side)} {did} where {due} was due"
     if made == due:
@@ -247,12 +244,6 @@ def accuse(case: Case) -> Testimony | None:
     return Testimony(ranks=tuple(side), text=text)
 
 
-def _size(call: Call | None) -> str:
-    elements = compatible.elements(call) if call is not None else None
-    return f" of {count(elements, 'element')}" if elements is not None else ""
-
-
 def _word(call: Call | None) -> str:
-    return (
-        f"{compatible.op_name(call.op) or 'a collective'}{at(call.site)}" if call is not None else "the end of a step"
-    )
+    op = compatible.op_name(call.op) or "a collective" if call is not None else ""
+    return f"{op}{at(call.site)}" if call is not None else "the end of a step"

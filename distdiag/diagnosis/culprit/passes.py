@@ -8,8 +8,6 @@ others' passes of the step after.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.culprit.parting import Condition, parting
 from distdiag.diagnosis.model.snapshot import RankState, Site, lines_of
@@ -32,13 +30,9 @@ def extra(case: Case) -> Testimony | None:
     advice = f"let rank {rank} make one backward pass per step that exchanges gradients: the others under `no_sync()`; or let all ranks repeat the batch together"
     if over[rank][1] < 0:
         advice = f"let rank {rank} skip a batch together with all ranks, or run its forward and backward, too (of a loss times 0)"
-    return Testimony(
-        ranks=(rank,),
-        head=f"rank {rank} has made {state.models[0].synced_backwards:,} backward passes in {state.step:,} steps, the "
-        "others one for each",
-        text=f"; it caught {caught}" if caught else "",
-        advice=advice,
-    )
+    made = f"{state.models[0].synced_backwards:,} backward passes in {state.step:,} steps, the others one for each"
+    text = f"; it caught {caught}" if caught else ""
+    return Testimony(ranks=(rank,), head=f"rank {rank} has made {made}", text=text, advice=advice)
 
 
 def _over(state: RankState) -> tuple[int, int]:
@@ -56,9 +50,9 @@ def skipped(case: Case) -> Testimony | None:
     found: dict[int, tuple[int, int]] = {}  # rank -> (index of its model, forwards without backward)
     for i in range(len(next(iter(states.values())).models)):
         if all(state.models[i].synced_backwards >= STEPS for state in states.values()):
-            missing = {rank: _open(state, i) for rank, state in states.items()}
-            if (odd := _one_side(case, missing, 0)) is not None:
-                found.setdefault(odd, (i, missing[odd]))
+            missing = {rank: n for rank, state in states.items() if (n := _open(state, i))}
+            if len(missing) == 1 and list(missing) in case.sides:
+                found = {rank: (i, n) for rank, n in missing.items()} | found
     if len(found) != 1:
         return None
     ((rank, (i, missing)),) = found.items()
@@ -81,12 +75,6 @@ def _states(case: Case) -> dict[int, RankState]:
     """Return the states of the compared ranks; nothing unless all are known."""
     known = {rank: case.states[rank] for rank in case.compared if rank in case.states}
     return known if len(known) == len(case.compared) > 1 else {}
-
-
-def _one_side(case: Case, counts: Mapping[int, int], most: int) -> int | None:
-    """Return the one rank whose count is above `most`, if it is alone on its side."""
-    odd = [rank for rank, count in counts.items() if count > most]
-    return odd[0] if len(odd) == 1 and odd in case.sides else None
 
 
 def _open(state: RankState, i: int) -> int:

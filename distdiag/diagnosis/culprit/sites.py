@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -136,14 +137,13 @@ def more_calls(case: Case, ranks: Sequence[int]) -> Testimony | None:
     states = [case.states[q] for q in case.compared if q not in ranks and q in case.states]
     if len(ranks) != 1 or not states or len({st.step for st in states} | {case.states[ranks[0]].step}) != 1:
         return None
-    found = []
-    for site, count in case.states[ranks[0]].sites.items():
-        theirs = {st.sites.get(site, 0) for st in states}
-        if len(theirs) == 1 and 0 < min(theirs) < count:
-            found.append((site, count - min(theirs)))
+    mine = case.states[ranks[0]].sites
+    theirs = {site: {st.sites.get(site, 0) for st in states} for site in mine}
+    found = [site for site, times in theirs.items() if len(times) == 1 and 0 < min(times) < mine[site]]
     if len(found) != 1:
         return None
-    ((site, more),) = found
+    (site,) = found
+    more = mine[site] - min(theirs[site])
     times = "once" if more == 1 else f"{more:,} times"
     text = f"; in as many steps, rank {ranks[0]} has called the collective at {places_text(site)} {times} more than the others"
     condition = called_under(case, site, ranks[0])
@@ -159,15 +159,9 @@ def more_calls(case: Case, ranks: Sequence[int]) -> Testimony | None:
 
 def called_under(case: Case, key: str, rank: int) -> Condition | None:
     """Return the condition on the rank under which a wrapper, the function with that line, is called."""
-    stacks = [case.states[q].user_stack for q in case.compared if q in case.states]
-    frames = {frame for stack in stacks for frame in stack}
-    functions = {f for f in frames if f.key == key} | {
-        c.site
-        for q in case.compared
-        if q in case.states
-        for c in case.states[q].calls
-        if c.site is not None and c.site.key == key
-    }
-    if not functions:
-        return None
-    return call_under_rank(next(iter(functions)), sorted({f.file for f in frames}), rank, case.source)
+    states = [case.states[q] for q in case.compared if q in case.states]
+    frames = {frame for state in states for frame in state.user_stack}
+    known = itertools.chain(frames, (c.site for state in states for c in state.calls))
+    site = next((site for site in known if site is not None and site.key == key), None)
+    files = sorted({frame.file for frame in frames})
+    return call_under_rank(site, files, rank, case.source) if site is not None else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import NamedTuple
 
 from distdiag.diagnosis.culprit import (
@@ -34,10 +35,6 @@ Accuse = Callable[[Case], Testimony | None]
 Explain = Callable[[Case, Sequence[int]], Testimony | None]
 
 
-def _always(_: Case) -> bool:
-    return True
-
-
 class Witness(NamedTuple):
     """One kind of evidence.
 
@@ -50,7 +47,7 @@ class Witness(NamedTuple):
     name: Reason
     accuse: Accuse | None = None
     explain: Explain | None = None
-    applies: Callable[[Case], bool] = _always
+    applies: Callable[[Case], bool] = lambda _: True
 
     def about(self, case: Case, ranks: Sequence[int]) -> Testimony | None:
         """Return its testimony about these ranks."""
@@ -60,8 +57,7 @@ class Witness(NamedTuple):
         return found if found is not None and found.ranks == tuple(ranks) else None
 
 
-def _tie(case: Case) -> bool:
-    return case.tie
+_tie = attrgetter("tie")
 
 
 def _different_calls(case: Case) -> bool:
@@ -83,17 +79,10 @@ def _alone(case: Case) -> Testimony | None:
     """
     waits = case.incident.waits
     for lonely_in, together in (waits, waits[::-1]) if len(waits) == 2 else ():
-        lonely = [r for r in lonely_in.ranks if r in case.incident.members]
-        if (
-            lonely_in.p2p
-            or together.p2p
-            or len(lonely) != 1
-            or together.missing != {lonely[0]}
-            or len(together.ranks) < 2
-        ):
-            continue
-        if lonely_in.missing <= set(together.ranks):
-            return Testimony(ranks=tuple(lonely), text=f"; rank {lonely[0]:,} is alone, the others wait together")
+        lonely = {r for r in lonely_in.ranks if r in case.incident.members}
+        collectives = not lonely_in.p2p and not together.p2p and lonely_in.missing <= set(together.ranks)
+        if collectives and len(lonely) == 1 < len(together.ranks) and together.missing == lonely:
+            return Testimony(ranks=tuple(lonely), text=f"; rank {min(lonely):,} is alone, the others wait together")
     return None
 
 
