@@ -22,16 +22,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+import msgspec
+
 from distdiag.diagnosis import comparison, kinds
 from distdiag.diagnosis.comparison import COSTLY, Subset, Veto, leads, others
 from distdiag.diagnosis.facts import Facts
-from distdiag.diagnosis.model.findings import Abstained, Finding, Severity
+from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Arrival, RankState, Snapshot, lines_of
 from distdiag.diagnosis.pauses import Pauses
 from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import PHASES, Window, part_ms, self_ms
 from distdiag.diagnosis.text import straggler as text
-from distdiag.diagnosis.text.phrases import where, where_stack, wheres
+from distdiag.diagnosis.text.phrases import count, where, where_stack, wheres
 from distdiag.diagnosis.training_data import least_fetching
 from distdiag.diagnosis.waits.compatible import op_name
 from distdiag.terms.units import percent
@@ -116,14 +118,21 @@ def _warns(f: Finding) -> bool:
 
 def _pauses(facts: Facts) -> Iterator[Finding]:
     """Yield the ranks whose pauses have cost the others enough, whatever those are for."""
-    for rank, lost in facts.pauses.of.items():
-        share = facts.pauses.share(lost)
+    s, pauses = facts.snapshot, facts.pauses
+    for rank, lost in pauses.of.items():
+        share, total_s = pauses.share(lost), lost.ms / 1e3
         enough = share >= limits.pauses_info and lost.ms >= limits.pauses_ms
-        if lost.times >= limits.pauses and enough and rank in facts.snapshot.ranks:
-            severe = share >= limits.pauses_share
-            severity = Severity.WARNING if severe else Severity.INFO
-            found = text.pauses(facts.snapshot, rank, lost, facts.pauses, severity)
-            yield _explained(found, facts.snapshot, facts.pauses, share)
+        if lost.times < limits.pauses or not enough or rank not in s.ranks:
+            continue
+        stack = lost.stack or text.stack_of(s.ranks[rank], lost.phase)
+        found = text.PAUSES(
+            severity=Severity.WARNING if share >= limits.pauses_share else Severity.INFO,
+            culprits=(rank,), victims=[q for q in sorted(s.ranks) if q != rank], step=s.ranks[rank].step,
+            where=where_stack(s.ranks[rank], stack, "user_code"), site=stack[0] if stack else None,
+            n=lost.times, total_s=total_s, share=share, mean_s=total_s / lost.times, longest_s=lost.longest_ms / 1e3,
+            do=text.DO_PAUSES.get(lost.phase, text.DO_PAUSES["other"]),
+        )  # fmt: skip
+        yield _explained(found, s, pauses, share)
 
 
 def _in_turn(facts: Facts) -> Iterator[Finding]:
@@ -136,10 +145,25 @@ def _in_turn(facts: Facts) -> Iterator[Finding]:
     lost_ms = sum(lost.ms for lost in of.values())
     enough = pauses.span_s > 0 and lost_ms / 1e3 / pauses.span_s >= limits.pauses_share
     alone = any(lost.ms >= limits.recurrence * lost_ms for lost in of.values())
-    if len(of) > 1 and enough and lost_ms >= limits.pauses_ms and not alone:
-        found = text.in_turn(s, list(of), pauses)
-        if found.cause == "gc" or not (s.host_cpu_pct is None or s.host_cpu_pct > STEPS.busy_host_pct):
-            yield found
+    if len(of) < 2 or not enough or lost_ms < limits.pauses_ms or alone:
+        return
+    gc = min(pauses.collecting(s, q)[0] for q in of) >= min(map(pauses.share, of.values())) / 2
+    if not gc and _busy(s):
+        return
+    sites = {q: next(iter(lost.stack or text.stack_of(s.ranks[q], lost.phase)), None) for q, lost in of.items()}
+    each = (f"{rank_list([q])} {count(of[q].times, 'time')} for {of[q].ms / 1e3:.1f} s" for q in [*of][:4])
+    seconds = sum(s.ranks[q].gc_s for q in of) / len(of)
+    yield text.IN_TURN(
+        cause="gc" if gc else None, victims=sorted(s.ranks), step=s.ranks[max(of, key=lambda q: of[q].ms)].step,
+        where=wheres(s, of, "user_code", sites), each=", ".join(each), share=lost_ms / 1e3 / pauses.span_s,
+        total_s=lost_ms / 1e3, gc=f"; full garbage collections took {seconds:.1f} s of each" if gc else "",
+        do=text.DO_IN_TURN["gc" if gc else "work"],
+    )  # fmt: skip
+
+
+def _busy(s: Snapshot) -> bool:
+    """True if ranks compete for cores, or if that is not known."""
+    return s.host_cpu_pct is None or s.host_cpu_pct > STEPS.busy_host_pct
 
 
 def _explained(found: Finding, s: Snapshot, pauses: Pauses, cost: float) -> Finding:
@@ -150,10 +174,13 @@ def _explained(found: Finding, s: Snapshot, pauses: Pauses, cost: float) -> Find
     """
     rank, *more = found.culprits
     share, n = pauses.collecting(s, rank)
-    others = statistics.median_low(pauses.collecting(s, q)[0] for q in s.ranks if q != rank)
-    if more or not n or share - others < limits.collecting * cost:
+    usual = statistics.median_low(pauses.collecting(s, q)[0] for q in s.ranks if q != rank)
+    if more or not n or share - usual < limits.collecting * cost:
         return found
-    return text.collecting(found, s.ranks[rank], share, others, n)
+    took = f"{count(n, 'full garbage collection')} {'take' if n > 1 else 'takes'} {percent(share)} of its time"
+    at_once = "" if s.ranks[rank].gc_off else f"; `gc.disable()`, and {text.TOGETHER}, let them pause together"
+    message = f"{found.message}: {took}, {percent(usual)} on the others"
+    return msgspec.structs.replace(found, cause="gc", message=message, advice=f"{text.FREEZE}{at_once}")
 
 
 def _in_window(facts: Facts) -> Iterator[Finding | Abstained]:
@@ -164,34 +191,28 @@ def _in_window(facts: Facts) -> Iterator[Finding | Abstained]:
         return
     case = _case(facts, window)
     veto = comparison.vetoed(VETOES, case)
-    newest = (
-        comparison.newest(window, limits.recurrence, limits.chance, limits.sustained_s) if veto is not None else None
-    )
-    if newest is not None:
-        case_of_newest = _case(facts, newest)
-        if comparison.vetoed(VETOES, case_of_newest) is None and not case_of_newest.stages:
-            case, veto, window = case_of_newest, None, newest
+    if veto is not None:
+        newest = comparison.newest(window, limits.recurrence, limits.chance, limits.sustained_s)
+        of_newest = _case(facts, newest) if newest is not None else case
+        if comparison.vetoed(VETOES, of_newest) is None and not of_newest.stages:
+            case, veto = of_newest, None
     slow = case.slow
-    if veto is None:
-        if case.phase != "data" and case.stages:
-            yield text.found(
-                text.STAGE, s, window, [case.most.rank], case.phase, share=slow.gain_ms / slow.step_ms,
-                where=[where(s.ranks[case.most.rank], "user_code")], x=case.most, slow=slow,
-                what="its own code" if case.phase == "other" else case.phase,
-            )  # fmt: skip
-        else:
-            cores = s.ranks[case.most.rank].cpus if case.crowded else ()
-            found = text.slow(s, window, slow, case.most, case.loader_gain, cores)
-            yield _explained(found, s, facts.pauses, slow.gain_ms / slow.step_ms)
-    else:
+    if veto is not None:
         yield _slow_device(s, window) or _rotating(case) or _at_times(case) or veto
+    elif case.phase != "data" and case.stages:
+        yield text.found(
+            text.STAGE, s, case.window, [case.most.rank], case.phase, share=slow.gain_ms / slow.step_ms,
+            where=[where(s.ranks[case.most.rank], "user_code")], x=case.most, slow=slow,
+            what="its own code" if case.phase == "other" else case.phase,
+        )  # fmt: skip
+    else:
+        yield _explained(text.slow(case), s, facts.pauses, slow.gain_ms / slow.step_ms)
 
 
 def _case(facts: Facts, window: Window) -> Case:
-    s = facts.snapshot
-    several = not any(r.p2p_issued for r in s.ranks.values())  # the stages of a pipeline differ by design
+    several = not any(r.p2p_issued for r in facts.snapshot.ranks.values())  # the stages of a pipeline differ by design
     slow = comparison.persistent(window, limits.recurrence, limits.least_ms, several)
-    return Case(s, window, slow, facts.shadows, facts.pauses)
+    return Case(facts.snapshot, window, slow, facts.shadows, facts.pauses)
 
 
 # -- one rank, or those of one node, in nearly every step ------------------------------------------------------------
@@ -232,10 +253,9 @@ class Case:
         rest = [q for q in self.window.ranks if q not in self.slow.ranks]
         return rest[:: max(1, len(rest) // limits.enough)]
 
-    @cached_property
+    @property
     def busy(self) -> bool:
-        """True if ranks compete for cores, or if that is not known."""
-        return self.snapshot.host_cpu_pct is None or self.snapshot.host_cpu_pct > STEPS.busy_host_pct
+        return _busy(self.snapshot)
 
     @cached_property
     def stages(self) -> bool:
@@ -538,7 +558,7 @@ def _by_arrivals(s: Snapshot) -> Finding | None:
         stack = next((r.phase_stacks[name] for name in ("other", "init") if r.phase_sites.get(name)), stack)
         return text.BY_ARRIVAL(
             culprits=(rank,), victims=[q for q in sorted(s.ranks) if q != rank],
-            where=where_stack(r, stack) if stack else (where(r),), site=stack[0] if stack else None,
+            where=where_stack(r, stack), site=stack[0] if stack else None,
             op=recent[-1].op, count=count, n=len(recent), skew_ms=skew_ms, period_ms=period_ms,
         )  # fmt: skip
     return None

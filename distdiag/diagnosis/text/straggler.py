@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from functools import partial
 from typing import Any
-
-import msgspec
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.comparison import Subset, gain
 from distdiag.diagnosis.model.findings import Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import RankState, Site, Snapshot
-from distdiag.diagnosis.pauses import Lost, Pauses
 from distdiag.diagnosis.step_times import PHASES, Window, part_ms
-from distdiag.diagnosis.text.phrases import count, ordinal, where, where_stack
+from distdiag.diagnosis.text.phrases import ordinal, where, where_stack
 from distdiag.diagnosis.text.template import Template
 from distdiag.terms.units import percent
 
@@ -78,10 +75,19 @@ _DO_SAME = {
     "other": _SAME_CODE
     + "compare what {who} gets there (larger inputs, a longer list, another file), its disk and its host",
 }
-_DO_PAUSES = {
+DO_PAUSES = {
     "data": "look at what that rank loads in those steps: a new shard or file, a cache that is filled; let its workers prefetch it",
     "other": "do it less often, share it among the ranks in the same step, or copy the state and write or upload the copy in a "
     "thread or another process while training goes on",
+}
+FREEZE = (
+    "call `gc.freeze()` once the model and the data are built: collections then leave those objects out; keep a large index in "
+    "arrays instead of Python objects"
+)
+TOGETHER = "`gc.collect()` at the same step on all ranks"
+DO_IN_TURN = {
+    "gc": f"let the ranks pause together: {TOGETHER}; {FREEZE}",
+    "work": "let all ranks do that work in the same step, so that it costs one pause and not one for each rank; or do it less often",
 }
 
 
@@ -90,12 +96,13 @@ def found(template: Template, s: Snapshot, window: Window, ranks: Collection[int
     first, *more = ranks
     r, stack = s.ranks[first], stack_of(s.ranks[first], phase)
     facts.setdefault("where", (
-        *(where_stack(r, stack, "user_code") if stack else (where(r, "user_code"),)),
+        *where_stack(r, stack, "user_code"),
         *(where(s.ranks[q], "user_code", next(iter(stack_of(s.ranks[q], phase)), None)) for q in more),
     ))  # fmt: skip
     no_workers = all(x.workers == 0 for q in ranks for x in s.ranks[q].loaders if x.in_training)
     do = _DO["no workers" if phase == "data" and no_workers else phase]
-    if stack and phase in _DO_SAME and _elsewhere(s, ranks, window.ranks, phase, stack[0]):
+    others = (s.ranks[q].phase_sites.get(phase, ()) for q in window.ranks if q not in ranks)
+    if stack and phase in _DO_SAME and any(stack[0].key == site.key for sites in others for site, _ in sites):
         do = _DO_SAME[phase]
     own_code = f"{'its' if len(ranks) == 1 else 'their'} own code"
     facts.setdefault("what", f"{own_code} between steps" if phase == "other" else phase)
@@ -106,39 +113,26 @@ def found(template: Template, s: Snapshot, window: Window, ranks: Collection[int
     )  # fmt: skip
 
 
-def _elsewhere(s: Snapshot, ranks: Collection[int], of: Collection[int], phase: str, site: Site) -> bool:
-    """True if other ranks were sampled at a line in this phase, too."""
-    return any(site.key in {x.key for x, _ in s.ranks[q].phase_sites.get(phase, ())} for q in of if q not in ranks)
-
-
-def slow(
-    s: Snapshot, window: Window, slow: Subset, x: Any, loader_gain: float | None, cores: Sequence[int] = ()
-) -> Finding:
-    """Return the finding of ranks that work longest in most steps.
-
-    Args:
-        x: What the slowest of them, which is named first, works beyond the others.
-        loader_gain: Share of a step that a loader like the others' would save, if that is the limit.
-        cores: Those that the rank is confined to, if too many processes want to run there.
-    """
-    if cores:
-        children = s.ranks[x.rank].workers_busy or 0.0
+def slow(case: Any) -> Finding:
+    """Return the finding of ranks that work longest in most steps, of a case of the rule; the slowest of them is named first."""
+    s, window, slow, x = case.snapshot, case.window, case.slow, case.most
+    alone, facts = len(slow.ranks) == 1, {"x": x, "slow": slow, "count": len(slow.indices)}
+    if case.crowded:
+        cores, children = s.ranks[x.rank].cpus, s.ranks[x.rank].workers_busy or 0.0
         own = f"its own {max(1, round(children))} busy child{'ren' if round(children) > 1 else ''}"
         return found(
-            CROWDED, s, window, [x.rank], x.phase, x=x, slow=slow, count=len(slow.indices),
+            CROWDED, s, window, [x.rank], x.phase, **facts, gain=_gain_text(window, slow, None),
             of="its only core" if len(cores) == 1 else f"its {len(cores)} cores",
             who=own if children >= 0.5 else "other ranks", them="those" if children >= 0.5 else "each rank",
-            gain=_gain_text(window, slow, None),
         )  # fmt: skip
-    alone, count = len(slow.ranks) == 1, len(slow.indices)
     # what the tables' `self` includes and the excess does not
     queued = f" (and {x.queued_ms:.0f} ms in which it waits for a CPU)" if x.queued_ms >= 0.1 * x.phase_ms else ""
     first = window.steps[x.rank][slow.indices[0]]
     return found(
-        SLOW, s, window, [x.rank, *(q for q in slow.ranks if q != x.rank)], x.phase,
-        cause="host" if x.phase == "other" else x.phase, x=x, slow=slow, count=count, queued=queued,
-        up_to="" if alone else "up to ", slower="slowest" if alone else "slower than all of them",
-        gain=_gain_text(window, slow, loader_gain), first_seen_s=first.end_s - first.step_ms / 1e3,
+        SLOW, s, window, [x.rank, *(q for q in slow.ranks if q != x.rank)], x.phase, **facts, queued=queued,
+        cause="host" if x.phase == "other" else x.phase, up_to="" if alone else "up to ",
+        slower="slowest" if alone else "slower than all of them", gain=_gain_text(window, slow, case.loader_gain),
+        first_seen_s=first.end_s - first.step_ms / 1e3,
     )  # fmt: skip
 
 
@@ -171,60 +165,6 @@ def at_times(s: Snapshot, window: Window, subset: Subset, severity: Severity) ->
     return found(
         AT_TIMES, s, window, [rank], phase, severity=severity, found=subset, when=when,
         steps="" if when else " steps", cause="host" if phase == "other" else phase,
-    )  # fmt: skip
-
-
-def pauses(s: Snapshot, rank: int, lost: Lost, of_job: Pauses, severity: Severity) -> Finding:
-    """Return the finding of a rank whose pauses are summed."""
-    r, phase = s.ranks[rank], lost.phase
-    stack = lost.stack or stack_of(r, phase)
-    do = _DO_PAUSES.get(phase, _DO_PAUSES["other"])
-    return PAUSES(
-        severity=severity, culprits=(rank,), victims=[q for q in sorted(s.ranks) if q != rank], step=r.step,
-        where=where_stack(r, stack, "user_code") if stack else (where(r, "user_code"),),
-        site=stack[0] if stack else None, n=lost.times, total_s=lost.ms / 1e3, share=of_job.share(lost),
-        mean_s=lost.ms / 1e3 / lost.times, longest_s=lost.longest_ms / 1e3, do=do,
-    )  # fmt: skip
-
-
-_FREEZE = (
-    "call `gc.freeze()` once the model and the data are built: collections then leave those objects out; keep a large index in "
-    "arrays instead of Python objects"
-)
-_TOGETHER = "`gc.collect()` at the same step on all ranks"
-
-
-def in_turn(s: Snapshot, ranks: Sequence[int], of_job: Pauses) -> Finding:
-    """Return the finding of ranks that pause one after the other, so that all wait for each; with garbage collection as its cause."""
-    of, longest = of_job.of, max(ranks, key=lambda q: of_job.of[q].ms)
-    total_ms = sum(of[q].ms for q in ranks)
-    stacks = {q: of[q].stack or stack_of(s.ranks[q], of[q].phase) for q in ranks}
-    collect = {q: of_job.collecting(s, q) for q in ranks}
-    gc = min(share for share, _ in collect.values()) >= min(map(of_job.share, (of[q] for q in ranks))) / 2
-    seconds = sum(s.ranks[q].gc_s for q in ranks) / len(ranks)
-    return IN_TURN(
-        cause="gc" if gc else None, victims=sorted(s.ranks), step=s.ranks[longest].step,
-        where=[where(s.ranks[q], "user_code", next(iter(stacks[q]), None)) for q in ranks],
-        each=", ".join(f"{rank_list([q])} {count(of[q].times, 'time')} for {of[q].ms / 1e3:.1f} s" for q in ranks[:4]),
-        share=total_ms / 1e3 / of_job.span_s, total_s=total_ms / 1e3,
-        gc=f"; full garbage collections took {seconds:.1f} s of each" if gc else "",
-        do=f"let the ranks pause together: {_TOGETHER}; {_FREEZE}" if gc
-        else "let all ranks do that work in the same step, so that it costs one pause and not one for each rank; or do it less often",
-    )  # fmt: skip
-
-
-def collecting(found: Finding, r: RankState, share: float, others: float, n: int) -> Finding:
-    """Return the finding of a slow rank with garbage collection as its cause.
-
-    Args:
-        share: Of its time, in `n` full collections.
-        others: The same of a typical other rank.
-    """
-    took = f"{count(n, 'full garbage collection')} {'take' if n > 1 else 'takes'} {percent(share)} of its time"
-    at_once = "" if r.gc_off else f"; `gc.disable()`, and {_TOGETHER}, let them pause together"
-    return msgspec.structs.replace(
-        found, cause="gc", message=f"{found.message}: {took}, {percent(others)} on the others",
-        advice=f"{_FREEZE}{at_once}",
     )  # fmt: skip
 
 
