@@ -17,7 +17,7 @@ def test_a_wait_for_a_living_rank_is_not_a_deadlock() -> None:
     g = graph.build(s)
     assert g.stuck == frozenset()
     assert g.sinks == (2,)
-    assert {r: g.waited_for(*waits, r) for r, waits in g.of_rank.items()} == {0: {2}, 1: {2}}
+    assert {r: waits[0].missing for r, waits in g.of_rank.items()} == {0: {2}, 1: {2}}
     assert g.victims_of(2) == {0, 1}
     assert proved(s, g) == []
 
@@ -40,7 +40,7 @@ def test_waits_are_followed_through_other_ranks() -> None:
 def test_a_call_written_before_its_counter_counts_as_issued() -> None:
     s = snapshot(rank(0, call()), rank(1, call(), enqueued={"default_pg": 6}))
     g = graph.build(s)
-    assert {r: g.waited_for(*waits, r) for r, waits in g.of_rank.items()} == {0: set(), 1: set()}
+    assert {r: waits[0].missing for r, waits in g.of_rank.items()} == {0: set(), 1: set()}
 
 
 def test_a_call_already_completed_blocks_nobody() -> None:

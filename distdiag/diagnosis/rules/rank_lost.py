@@ -24,6 +24,7 @@ from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, at_l
 from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot
 from distdiag.diagnosis.text.phrases import shortened, site_text, where_stack, wheres
 from distdiag.diagnosis.text.template import Template
+from distdiag.diagnosis.waits.delays import waiting_since
 from distdiag.diagnosis.waits.graph import WaitGraph
 
 kind = kinds.RANK_LOST
@@ -99,8 +100,8 @@ def _silent(s: Snapshot, graph: WaitGraph) -> Iterator[Finding]:
         for q in sorted(graph.sinks)
         if (r := s.ranks.get(q)) is not None and r.life == Life.SILENT and (r.heartbeat_age_s or 0.0) >= limits.silent_s
     }
-    victims = sorted({v for q in silent for v in graph.victims_of(q) if s.ranks[v].blocked is not None})
-    since = [b.entered_s for v in victims if (b := s.ranks[v].blocked) and b.entered_s is not None]
+    victims = waiting_since(s, graph, silent)
+    since = [t for t in victims.values() if t is not None]
     if since and s.t_s - min(since) >= limits.silent_s:
         hosts = ", ".join(dict.fromkeys(s.ranks[q].host or f"node {s.ranks[q].node}" for q in silent))
         yield SILENT(

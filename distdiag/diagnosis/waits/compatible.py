@@ -11,7 +11,7 @@ from collections.abc import Collection
 from functools import lru_cache
 
 from distdiag.diagnosis.model.snapshot import Call
-from distdiag.terms.operations import EVEN_FORMS, bare, family, op_name, synchronizes
+from distdiag.terms.operations import EVEN_FORMS, bare, family, op_name
 
 # torch's scalar types as C++ names them (flight recorder) -> as Python does
 _DTYPES = {
@@ -19,11 +19,6 @@ _DTYPES = {
     "char": "int8", "short": "int16", "int": "int32", "long": "int64", "bool": "bool",
     "complexfloat": "complex64", "complexdouble": "complex128", "complexhalf": "complex32",
 }  # fmt: skip
-
-
-def needs_everybody(op: str) -> bool:
-    """True for operations that complete on no rank before every member has issued them; false for rooted ones."""
-    return synchronizes(op)
 
 
 def dtype_name(dtype: str | None) -> str | None:

@@ -8,7 +8,7 @@ make their steps together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Snapshot
 from distdiag.diagnosis.waits.graph import WaitGraph
@@ -19,8 +19,8 @@ _IN_STEP = ("forward", "backward", "optimizer")
 
 def kept_waiting(s: Snapshot, graph: WaitGraph, rank: int) -> tuple[list[int], float] | None:
     """Return (ranks that wait for this one, seconds that it has kept them waiting); None if the start is not known."""
-    victims = sorted(v for v in graph.victims_of(rank) if s.ranks[v].blocked is not None)
-    since = {v: b.entered_s for v in victims if (b := s.ranks[v].blocked) and b.entered_s is not None}
+    victims = waiting_since(s, graph, rank)
+    since = {v: t for v, t in victims.items() if t is not None}
     if not since:
         return None
     state = s.ranks.get(rank)
@@ -30,7 +30,13 @@ def kept_waiting(s: Snapshot, graph: WaitGraph, rank: int) -> tuple[list[int], f
         direct = {v for w in graph.waits if rank in w.missing for v in w.ranks if v in since}
         in_step = [since[v] for v in direct if s.ranks[v].phase in _IN_STEP]
         begun_s = min([max(begun_s, moved_s), *in_step])
-    return victims, s.t_s - begun_s
+    return list(victims), s.t_s - begun_s
+
+
+def waiting_since(s: Snapshot, graph: WaitGraph, ranks: int | Iterable[int]) -> dict[int, float | None]:
+    """Return since when each rank waits, directly or through others, for any of these; None if that is not known."""
+    waiting = ((v, s.ranks[v].blocked) for v in sorted(graph.victims_of(ranks)))
+    return {v: call.entered_s for v, call in waiting if call is not None}
 
 
 def outpaced(s: Snapshot, graph: WaitGraph, rank: int) -> tuple[list[int], float, int] | None:
@@ -39,18 +45,15 @@ def outpaced(s: Snapshot, graph: WaitGraph, rank: int) -> tuple[list[int], float
     None unless it trains on alone: the others have trained, too, it has made more steps than any of them, and it has used no
     group without them. A stage that only some ranks train, or a team of some ranks, does not count.
     """
-    state = s.ranks.get(rank)
-    victims = sorted(v for v in graph.victims_of(rank) if s.ranks[v].blocked is not None)
-    since = [b.entered_s for v in victims if (b := s.ranks[v].blocked) and b.entered_s is not None]
+    state, victims = s.ranks.get(rank), waiting_since(s, graph, rank)
+    since = [t for t in victims.values() if t is not None]
     if state is None or not victims or len(since) < len(victims) or not state.steps:
         return None
     ahead = state.step - max(s.ranks[v].step for v in victims)
-    with_others = (name for name, issued in state.enqueued.items() if issued and name in s.groups)
-    if ahead <= 0 or not all(s.ranks[v].step for v in victims):
+    used = (s.groups[name] for name, issued in state.enqueued.items() if issued and name in s.groups)
+    if ahead <= 0 or not all(s.ranks[v].step for v in victims) or not all(victims.keys() <= {*g.ranks} for g in used):
         return None
-    if any(not set(victims) <= set(s.groups[name].ranks) for name in with_others):
-        return None
-    return victims, s.t_s - max(since), ahead
+    return list(victims), s.t_s - max(since), ahead
 
 
 def incomplete(s: Snapshot, graph: WaitGraph) -> Iterator[tuple[dict[int, Call], float]]:
@@ -59,7 +62,7 @@ def incomplete(s: Snapshot, graph: WaitGraph) -> Iterator[tuple[dict[int, Call],
     for wait in graph.waits:
         if wait.missing or wait.conflict or wait.any_of or not wait.ranks:
             continue
-        calls = _ends(s, wait) if wait.p2p else _members(s, wait)
+        calls = _ends(s, wait) if wait.p2p else wait.calls if {*wait.ranks} == {*s.groups[wait.group].ranks} else {}
         name = (wait.group, wait.seq, *sorted((r, c.op, c.tag) for r, c in calls.items() if wait.p2p))
         if name in seen:  # both ends of a message wait in it
             continue
@@ -82,11 +85,6 @@ def motionless_s(s: Snapshot) -> float | None:
     return s.t_s - max(known) if len(known) == len(ranks) else None
 
 
-def _members(s: Snapshot, wait: Wait) -> dict[int, Call]:
-    group = s.groups.get(wait.group)
-    return dict(wait.calls) if group is not None and set(wait.ranks) == set(group.ranks) else {}
-
-
 def _ends(s: Snapshot, wait: Wait) -> dict[int, Call]:
     """Return both ends of a message; nothing if the other one is not known, or its process has ended."""
     rank, peer = wait.key[3], wait.key[4]
@@ -96,7 +94,6 @@ def _ends(s: Snapshot, wait: Wait) -> dict[int, Call]:
 
 def _moved_s(r: RankState) -> float | None:
     """Return when this rank last ended a step or called a collective."""
-    times = [x.end_s for x in r.steps[-1:]] + [
-        t for c in r.calls[-1:] for t in (c.entered_s, c.completed_s) if t is not None
-    ]
+    times = [x.end_s for x in r.steps[-1:]]
+    times += (t for c in r.calls[-1:] for t in (c.entered_s, c.completed_s) if t is not None)
     return max(times, default=None)

@@ -17,8 +17,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Snapshot
-from distdiag.diagnosis.waits import compatible, messages
+from distdiag.diagnosis.waits import messages
 from distdiag.diagnosis.waits.wait import Wait, call_at, differ, find_conflict
+from distdiag.terms.operations import synchronizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +42,6 @@ class WaitGraph:
     gone: frozenset[int]
     sinks: tuple[int, ...]
     unknown: frozenset[int]
-
-    def waited_for(self, wait: Wait, rank: int) -> frozenset[int]:
-        """Return the ranks that `rank` waits for in `wait`; in a collective that cannot complete, also the other side's ranks."""
-        if wait.conflict is None:
-            return wait.missing
-        others = frozenset().union(*(s for s in wait.sides if rank not in s))
-        return others | wait.missing
 
     def victims_of(self, ranks: int | Iterable[int]) -> frozenset[int]:
         """Return the blocked ranks that wait, directly or through others, for any of `ranks` (which are left out)."""
@@ -92,8 +86,7 @@ def build(snapshot: Snapshot) -> WaitGraph:
     for rank, state in ranks.items():
         if rank in gone:
             last = _last_call(state)
-            wait = _wait_for(snapshot, state, last, waits) if last is not None else None
-            if wait is not None and last is not None:
+            if last is not None and (wait := _wait_for(snapshot, state, last, waits)) is not None:
                 wait.died = (*wait.died, rank)
                 wait.calls[rank] = last
             continue
@@ -120,14 +113,7 @@ def build(snapshot: Snapshot) -> WaitGraph:
         if q not in gone and q in free
     }
     idle = tuple(sorted(q for q in sinks if q not in of_rank and q not in unknown))
-    return WaitGraph(
-        waits=tuple(waits.values()),
-        of_rank=of_rank,
-        stuck=stuck,
-        gone=gone,
-        sinks=idle,
-        unknown=frozenset(unknown),
-    )
+    return WaitGraph(tuple(waits.values()), of_rank, stuck, gone, idle, frozenset(unknown))
 
 
 # -- what a rank waits in ------------------------------------------------------------------------------------------
@@ -137,15 +123,11 @@ def _blocked_in(snapshot: Snapshot, state: RankState, completed_by_any: Mapping[
     call = state.blocked
     if call is None:
         return
-    if (
-        call.on_device
-        and call.seq is not None
-        and compatible.needs_everybody(call.op)
-        and completed_by_any.get(call.group, 0) >= call.seq
-        and _completed_elsewhere(snapshot, call, call.seq)
-    ):
+    seq = call.seq or 0
+    late = call.on_device and completed_by_any.get(call.group, 0) >= seq > 0 and synchronizes(call.op)
+    if late and _completed_elsewhere(snapshot, call, seq):
         return  # this rank's counters are late: no rank completes it before all have arrived
-    if not call.p2p and call.seq is not None and state.completed.get(call.group, 0) >= call.seq:
+    if not call.p2p and state.completed.get(call.group, 0) >= seq > 0:
         return  # completed between two reads of the page
     yield call
 

@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from distdiag.diagnosis.waits.graph import WaitGraph
 from distdiag.diagnosis.waits.wait import Wait
+from distdiag.terms.ranks import by_value
 
 
 class Root(StrEnum):
@@ -135,26 +136,16 @@ def _conflict(graph: WaitGraph, waits: list[Wait]) -> Incident:
 
 def _gone(graph: WaitGraph, ranks: list[int]) -> list[Incident]:
     """Merge the incidents of gone ranks that the same ranks wait for."""
-    by_waits: dict[frozenset[int], list[int]] = {}  # gone ranks by the waits for them: hundreds may be gone
-    for q in ranks:
-        by_waits.setdefault(frozenset(id(w) for w in graph.waits if q in w.missing), []).append(q)
+    # gone ranks by the waits for them: hundreds may be gone
+    by_waits = by_value({q: frozenset(id(w) for w in graph.waits if q in w.missing) for q in ranks})
     merged: list[tuple[set[int], set[int]]] = []
     for qs in by_waits.values():
-        together, victims = set(qs), set(graph.victims_of(qs) & graph.stuck)
-        rest = []
-        for others, theirs in merged:
-            if theirs & victims:
-                together |= others
-                victims |= theirs
-            else:
-                rest.append((others, theirs))
-        merged = [*rest, (together, victims)]
+        found = [(set(qs), set(graph.victims_of(qs) & graph.stuck))]
+        found += (one for one in merged if one[1] & found[0][1])
+        together, victims = (set().union(*sets) for sets in zip(*found, strict=True))
+        merged = [*(one for one in merged if one not in found), (together, victims)]
+    stuck = [w for w in graph.waits if not graph.stuck.isdisjoint(w.ranks)]
     return [
-        Incident(
-            Root.GONE,
-            frozenset(members),
-            tuple(w for w in graph.waits if w.missing & members and any(r in graph.stuck for r in w.ranks)),
-            frozenset(victims),
-        )
+        Incident(Root.GONE, frozenset(members), tuple(w for w in stuck if w.missing & members), frozenset(victims))
         for members, victims in merged
     ]

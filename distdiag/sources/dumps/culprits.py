@@ -12,10 +12,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Snapshot
-from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.graph import WaitGraph
 from distdiag.diagnosis.waits.incidents import components
 from distdiag.diagnosis.waits.wait import Wait, other_end_of
+from distdiag.terms.operations import synchronizes
 
 Crossed = tuple[tuple[Wait, frozenset[int]], ...]
 
@@ -125,7 +125,7 @@ def _link(snapshot: Snapshot, w: Wait, dumped: set[int], stale: Collection[int])
         known = len(begun) == len(also) and any(begun.values())
         not_begun = frozenset(q for q, b in begun.items() if not b) if known else frozenset()
         # a member has completed it, which proves that all had issued it
-        arrived = call is not None and compatible.needs_everybody(call.op)
+        arrived = call is not None and synchronizes(call.op)
         arrived = arrived and any(states[q].completed.get(w.group, 0) >= w.seq for q in members)
     if not w.missing:
         return _Link(w, not_begun, frozenset(), also)

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Snapshot
 from distdiag.diagnosis.model.visits import Visits
-from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.wait import conflict_at
 from distdiag.sources.dumps import late_ranks
 from distdiag.sources.dumps.content import DumpFile
@@ -23,6 +22,7 @@ from distdiag.sources.dumps.load_report import LoadReport
 from distdiag.sources.dumps.messages import match
 from distdiag.sources.dumps.scan import Scan
 from distdiag.sources.dumps.times import timeout_s, times_of
+from distdiag.terms.operations import synchronizes
 from distdiag.terms.untrusted import short_text
 
 # Up to this many entries all are read, to break ties; of more, only those from the oldest in flight on.
@@ -151,7 +151,7 @@ class SnapshotBuilder(Groups):
                     seq
                     for scan in self.scans[ahead]
                     for _, seq, e in scan.collectives({key: least + 1})
-                    if seq <= done and compatible.needs_everybody(e.profiling_name)
+                    if seq <= done and synchronizes(e.profiling_name)
                 ]
                 stale |= {q for q in behind if any(s > here[q][0] for s in between)}
         return tuple(sorted(stale))
