@@ -189,35 +189,33 @@ def _on_host(facts: Facts) -> Finding | None:
     left_s = s.host_available_bytes / sum(found.values()) if s.host_available_bytes else None
     patience_s = min(limits.patience * (left_s or 0.0), limits.alone_s if alone else limits.patience_s)
     found = growing({q: s.ranks[q] for q in found}, least, patience_s)
-    now = {q: s.ranks[q].memory[-1][1] for q in found}
-    cost = "the job is killed when the host's memory is used up"
-    return _grows(facts, "host", found, now, left_s, cost) if found else None
+    return (
+        _grows(facts, "host", found, left_s, "the job is killed when the host's memory is used up") if found else None
+    )
 
 
 def _on_device(facts: Facts) -> Finding | None:
     """Return the finding of device memory that grows steadily."""
-    s = facts.snapshot
-    rates = {q: _growing(r, r.device_memory, limits.device_growth, limits.growth_bytes) for q, r in s.ranks.items()}
+    ranks = facts.snapshot.ranks
+    rates = {q: _growing(r, r.device_memory, limits.device_growth, limits.growth_bytes) for q, r in ranks.items()}
     found = {q: rate for q, rate in rates.items() if rate is not None}
-    now = {q: s.ranks[q].device_memory[-1][1] for q in found}
-    left = (((s.ranks[q].device_total_bytes or now[q]) - now[q]) / rate for q, rate in found.items())
+    left_s = (max(0, (ranks[q].device_total_bytes or 0) - ranks[q].device_memory[-1][1]) / found[q] for q in found)
     cost = "an out-of-memory error ends the job when the card is full"
-    return _grows(facts, "device", found, now, min(left), cost) if found else None
+    return _grows(facts, "device", found, min(left_s), cost) if found else None
 
 
-def _grows(
-    facts: Facts, place: str, rates: dict[int, float], now: dict[int, int], left_s: float | None, cost: str
-) -> Finding:
+def _grows(facts: Facts, place: str, rates: dict[int, float], left_s: float | None, cost: str) -> Finding:
     s = facts.snapshot
     ranks, most = sorted(rates), max(rates, key=lambda q: rates[q])
     r, rate = s.ranks[most], rates[most]
+    ((_, now), *_) = (r.memory if place == "host" else r.device_memory)[::-1]
     per_step = rate * (s.usual_step_s or 0.0)
     backward = {q: stack[0] for q in ranks if (stack := s.ranks[q].phase_stacks.get("backward"))}
     puts = kept([r.user_stack, *r.phase_stacks.values()], facts.source)
     return GROWTH(
         culprits=ranks, where=wheres(s, ranks, None, backward), step=r.step, place=place, who="every rank" if len(ranks) == len(s.ranks) > 1 else rank_list(ranks),
         pace=f"{size_text(int(per_step))} per step" if per_step else f"{size_text(int(rate))} per second",
-        minute=rate * 60, now=now[most], left="" if left_s is None else f", full in {rough_time(left_s)} at this rate",
+        minute=rate * 60, now=now, left="" if left_s is None else f", full in {rough_time(left_s)} at this rate",
         cost=cost, do=_GC_OFF if all(s.ranks[q].gc_off for q in ranks) else "",
         kept="".join(f"`{text}`{at(site)}, " for text, site in puts),
     )  # fmt: skip

@@ -117,30 +117,23 @@ def _drift(s: Snapshot, kind_of: str, ranks: list[int], split: bool) -> Finding 
     def differing(relative: float) -> list[int]:
         return [k for k in common if _differ([samples[q][k].value for q in ranks], relative)]
 
-    steps = differing(limits.buffers_relative if is_buffers else limits.relative)
+    steps = differing(limits.buffers_relative) if is_buffers else []
     mild = is_buffers and not steps  # statistics of different batches differ a little from the first step on
-    if mild:
-        steps = differing(limits.relative)
+    steps = steps or differing(limits.relative)
     if len(steps) < limits.samples or steps[-limits.samples :] != common[-limits.samples :]:
         return abstained(f"the checksums of {kind_of} agree", checked=True)
     cause = "split_module" if split else _cause(s, kind_of, steps)
     began_equal = len([k for k in common if k < steps[0]]) >= limits.samples
     if cause is None or (mild and not began_equal):
         return abstained(f"{kind_of} differ, as the structure of the model allows", checked=True)
-    first, last = ({q: samples[q][k].value for q in ranks} for k in (steps[0], steps[-1]))
+    distances = [_spread({q: samples[q][k].value for q in ranks}) for k in steps]
+    if cause == "different_init" and not began_equal and min(distances) < limits.constant * max(distances):
+        cause = "unequal"
     averaged = cause == "gradients_not_synced" and all(map(_averages, s.ranks.values()))
     # as far apart as at the first sample: drifting replicas move apart with each step
-    if averaged and not began_equal and _spread(first) >= limits.constant * _spread(last):
+    if averaged and not began_equal and distances[0] >= limits.constant * distances[-1]:
         cause = "different_init"
-    distances = [_spread({q: samples[q][k].value for q in ranks}) for k in steps]
-    if (
-        cause == "different_init"
-        and not averaged
-        and not began_equal
-        and min(distances) < limits.constant * max(distances)
-    ):
-        cause = "unequal"
-    return _finding(s, cause, steps, last, began_equal, mild)
+    return _finding(s, cause, steps, {q: samples[q][steps[-1]].value for q in ranks}, began_equal, mild)
 
 
 def _spread(values: Mapping[int, float]) -> float:

@@ -169,17 +169,14 @@ def _unused(case: _Case) -> Finding | None:
     shown = _shown(tuple(unused), len(unused))
     if differs and not case.lacking:  # each rank lacks others
         lack = "got no gradient, not the same on each rank"
-        shown = "; ".join(
-            f"rank {q} {_shown(tuple(n for n, _ in m.unused), len(m.unused), 2)}" for q, m in [*having.items()][:4]
-        )
+        names = {q: tuple(n for n, _ in m.unused) for q, m in [*having.items()][:4]}
+        shown = "; ".join(f"rank {q} {_shown(mine, len(mine), 2)}" for q, mine in names.items())
     culprits = sorted(having) if differs and case.lacking else []
-    crash = "DDP refuses the next forward" if case.refused else "DDP will refuse the next forward"
+    crash = f"DDP {'refuses' if case.refused else 'will refuse'} the next forward"
     return UNUSED_TEXT(
         cause="differs_between_ranks" if differs else "never_used", severity=severity, culprits=culprits,
         victims=sorted(q for q, r in states.items() if r.models and q not in culprits),
-        where=(
-            where(states[q], "crashed" if q in case.refused else None, having[q].unused_site) for q in sorted(having)
-        ),
+        where=(where(states[q], "crashed" if q in case.refused else None, having[q].unused_site) for q in sorted(having)),
         names=unused, step=max(m.unused_step for m in having.values()), n=len(unused),
         elements=sum(unused.values()), lack=lack, shown=shown,
         site=next((m.unused_site for m in having.values() if m.unused_site), None), why=_why(case),
