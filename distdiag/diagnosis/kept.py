@@ -53,7 +53,8 @@ def _puts(function: ast.AST, own: set[str], called: bool) -> Iterator[ast.Call |
         while isinstance(root, (ast.Attribute, ast.Subscript)):
             root = root.value
         around = [loop for loop in bodies if any(x is node for x in ast.walk(loop))]
-        inside = {syntax.name_of(x) for body in around for x in ast.walk(body) if _stored(x)}
+        names = (x for body in around for x in ast.walk(body) if isinstance(x, ast.Name))
+        inside = {x.id for x in names if isinstance(x.ctx, ast.Store)}
         in_object = root is not method.value
         if (around or in_object) and isinstance(root, ast.Name) and root.id not in inside:
             yield node
@@ -62,14 +63,10 @@ def _puts(function: ast.AST, own: set[str], called: bool) -> Iterator[ast.Call |
 def _adds_up(function: ast.AST) -> Iterator[ast.stmt]:
     """Yield the statements that add a loss to an attribute, with its graph: `self.mean = 0.9 * self.mean + 0.1 * loss`."""
     for node in ast.walk(function):
-        target = (
-            node.target
-            if isinstance(node, ast.AugAssign)
-            else node.targets[0]
-            if isinstance(node, ast.Assign)
-            else None
-        )
-        if not isinstance(node, (ast.Assign, ast.AugAssign)) or not isinstance(target, ast.Attribute):
+        if not isinstance(node, (ast.Assign, ast.AugAssign)):
+            continue
+        target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+        if not isinstance(target, ast.Attribute):
             continue
         read = {ast.dump(x) for x in ast.walk(node.value) if isinstance(x, ast.Attribute)}
         again = isinstance(node, ast.AugAssign) or ast.dump(target).replace("Store()", "Load()") in read
@@ -77,10 +74,6 @@ def _adds_up(function: ast.AST) -> Iterator[ast.stmt]:
         calls = {syntax.name_of(x.func) for x in ast.walk(node.value) if isinstance(x, ast.Call)}
         if again and parts and not calls & (_SMALL | {"detach"}):
             yield node
-
-
-def _stored(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
 
 
 def _large(value: ast.expr) -> bool:

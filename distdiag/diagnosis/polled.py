@@ -58,15 +58,13 @@ def left_unwritten(stack: Sequence[Site], source: Source) -> tuple[str, Site] | 
     """
     found: set[tuple[str, Site]] = set()
     for file in {frame.file for frame in stack}:
-        tree, text = tree_of(file, source), source(file) or ""
-        for function in (x for x in ast.walk(tree or ast.Module([], [])) if isinstance(x, FUNCTIONS)):
-            written = [
-                x.lineno for x in ast.walk(function) if isinstance(x, ast.Call) and syntax.name_of(x.func) in _WRITES
-            ]
-            for guard in guarding.guards(tree, min(written)) if tree is not None and written else ():
-                if isinstance(guard.way_out, ast.Return) and rank_tests.can_differ(
-                    guard.test, rank_tests.constants(text)
-                ):
+        tree, text = tree_of(file, source) or ast.Module([], []), source(file) or ""
+        for function in (x for x in ast.walk(tree) if isinstance(x, FUNCTIONS)):
+            calls = (x for x in ast.walk(function) if isinstance(x, ast.Call))
+            written = min((x.lineno for x in calls if syntax.name_of(x.func) in _WRITES), default=None)
+            before = guarding.guards(tree, written) if written is not None else ()
+            for guard in (g for g in before if isinstance(g.way_out, ast.Return)):
+                if rank_tests.can_differ(guard.test, rank_tests.constants(text)):
                     found.add((guarding.text_of(guard, text), Site(file, guard.line, function.name)))
     return found.pop() if len(found) == 1 else None
 

@@ -31,10 +31,8 @@ def can_differ(test: ast.expr | None, constant: frozenset[str] = frozenset()) ->
     if test is None:
         return True
     same = COUNTERS | _SAME | constant
-    intervals = (
-        n.right for n in ast.walk(test) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mod) and _counts(n.left)
-    )
-    interval = {id(n) for right in intervals for n in ast.walk(right)}  # `step % self.every`
+    modulos = (n for n in ast.walk(test) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mod))
+    interval = {id(n) for x in modulos if _counts(x.left) for n in ast.walk(x.right)}  # `step % self.every`
     return not {name_of(n) for n in ast.walk(test) if id(n) not in interval} - {""} <= same
 
 
@@ -58,50 +56,41 @@ def constants(text: str) -> frozenset[str]:
     count: `for k in range(9)`, `for k, x in enumerate(…)`, also where they are handed on under the same name.
     """
     tree = parsed(text) or ast.Module([], [])
-    values = (node for node in ast.walk(tree) if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call))
-    modules = Counter(
-        name_of(node.targets[0])
-        for node in values
-        if name_of(node.value.func) in _OF_MODULES  # type: ignore[attr-defined]
-    )
-    stored = Counter(n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
-    literal = {
-        node.targets[0].id
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.targets[0], ast.Name)
-    }
-    given = Counter(n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
-    changed = {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
-    loops = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.For, ast.comprehension)) and isinstance(node.iter, ast.Call)
-    ]
-    counted = Counter(name_of(target) for node in loops if (target := _counter(node)) is not None)
+    nodes = list(ast.walk(tree))
+    made = (x for x in nodes if isinstance(x, ast.Assign))
+    modules = Counter(name_of(x.targets[0]) for x in made if _called(x.value) in _OF_MODULES)
+    stored = _stored(tree)
+    given = Counter(n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+    at_top = (x for x in tree.body if isinstance(x, ast.Assign) and isinstance(x.value, ast.Constant))
+    literal = {x.targets[0].id for x in at_top if isinstance(x.targets[0], ast.Name)}
+    changed = {n.arg for n in nodes if isinstance(n, ast.arg)}
+    loops = (x for x in nodes if isinstance(x, (ast.For, ast.comprehension)))
+    counted = Counter(name_of(_counter(loop)) for loop in loops)
     counters = {name for name, times in counted.items() if name and times == given[name]}
     layers = {name for name, times in modules.items() if times == given[name] + stored[name]}
     return frozenset(layers | counters).union(name for name in literal - changed if given[name] == 1)
 
 
+def _called(value: ast.expr) -> str:
+    return name_of(value.func) if isinstance(value, ast.Call) else ""
+
+
+def _stored(node: ast.AST) -> Counter[str]:
+    """Return how often each attribute is set."""
+    return Counter(n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
+
+
 def fixed(test: ast.expr, text: str) -> bool:
     """True if a condition tests only attributes that one `__init__` sets once, and names of a module: `self.last`, not `self.loss`."""
     tree = parsed(text) or ast.Module([], [])
-    stored = Counter(n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
-    made = {n for n in ast.walk(tree) if isinstance(n, FUNCTIONS) and n.name == "__init__"}
-    once = {
-        n.attr
-        for function in made
-        for n in ast.walk(function)
-        if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store) and stored[n.attr] == 1
-    }
+    stored, made = _stored(tree), (n for n in ast.walk(tree) if isinstance(n, FUNCTIONS) and n.name == "__init__")
+    once = {name for function in made for name in _stored(function) if stored[name] == 1}
     return bool(_names(test) & once) and _names(test) <= once | _SAME
 
 
 def _counter(loop: ast.For | ast.comprehension) -> ast.expr | None:
     """Return the variable of a loop that counts its rounds."""
-    called = name_of(loop.iter.func) if isinstance(loop.iter, ast.Call) else ""
+    called = _called(loop.iter)
     if called == "enumerate" and isinstance(loop.target, ast.Tuple):
         return loop.target.elts[0]
     return loop.target if called == "range" else None
@@ -167,20 +156,15 @@ def rank_variables(text: str) -> frozenset[str]:
             pairs += zip(target.elts, value.elts, strict=False) if both else [(target, value)]  # type: ignore[union-attr]
         elif isinstance(node, FUNCTIONS) and isinstance(last := node.body[-1], ast.Return):
             pairs.append((node.name, last.value))
-    return frozenset(
-        name
-        for given, value in pairs
-        if (name := given if isinstance(given, str) else name_of(given)) and _is_rank(value)
-    )
+    named = ((given if isinstance(given, str) else name_of(given), value) for given, value in pairs)
+    return frozenset(name for name, value in named if name and _is_rank(value))
 
 
 @lru_cache(16)
 def given(text: str) -> frozenset[str]:
     """Return the parameters that calls in a file hand on with a comparison of the rank: `Log(enabled=rank == 0)`."""
     words = (node for node in ast.walk(parsed(text) or ast.Module([], [])) if isinstance(node, ast.keyword))
-    return frozenset(
-        word.arg for word in words if word.arg and isinstance(word.value, ast.Compare) and _is_rank(word.value)
-    )
+    return frozenset(x.arg for x in words if x.arg and isinstance(x.value, ast.Compare) and _is_rank(x.value))
 
 
 def _is_rank(value: ast.expr | None) -> bool:
