@@ -7,12 +7,14 @@ makes all of them fit.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping
 
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import RankState
+from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import at
 from distdiag.diagnosis.waits import messages
 
@@ -31,14 +33,12 @@ def accuse(case: Case) -> Testimony | None:
     if rank is None:
         return None
     others = sorted({q for pair in _unfitting(rounds) for q in pair} - {rank})
-    own = [f"{n} to rank {peer}" for (way, peer), n in sorted(rounds[rank].items(), key=str) if way == "send"]
+    own = ", ".join(f"{n} to rank {peer}" for (way, peer), n in sorted(rounds[rank].items(), key=str) if way == "send")
+    due = f"{verb(others, 'expects', 'expect')} {' and '.join(str(rounds[q]['recv', rank]) for q in others)} of it"
     site = next(c.site for c in reversed(case.states[rank].calls) if c.p2p)
     return Testimony(
         ranks=(rank,),
-        text=f"; only rank {rank}'s messages do not fit: in a round it sends {', '.join(own)}, where {rank_list(others)} "
-        f"{'expects' if len(others) == 1 else 'expect'} "
-        + " and ".join(str(rounds[q]["recv", rank]) for q in others)
-        + " of it",
+        text=f"; only rank {rank}'s messages do not fit: in a round it sends {own}, where {rank_list(others)} {due}",
         advice=f"check the peers that rank {rank} computes for the messages{at(site)}: a neighbour is wrong on that rank only",
     )
 
@@ -52,12 +52,8 @@ def odd_one(rounds: Mapping[int, Round]) -> int | None:
 
 def _unfitting(rounds: Mapping[int, Round]) -> list[tuple[int, int]]:
     """Return the pairs of ranks in which one sends the other another number of messages than the other expects."""
-    return [
-        (a, b)
-        for a in sorted(rounds)
-        for b in sorted(rounds)
-        if a < b and any(rounds[x]["send", y] != rounds[y]["recv", x] for x, y in ((a, b), (b, a)))
-    ]
+    pairs = itertools.combinations(sorted(rounds), 2)
+    return [pair for pair in pairs if any(rounds[x]["send", y] != rounds[y]["recv", x] for x, y in (pair, pair[::-1]))]
 
 
 def _newest_round(state: RankState) -> Round:
@@ -68,7 +64,6 @@ def _newest_round(state: RankState) -> Round:
         if not call.p2p or call.site != site:
             break
         ends.append((messages.direction_of(call), call.peer))
-    period = next(
-        (n for n in range(1, len(ends)) if len(ends) % n == 0 and ends == ends[:n] * (len(ends) // n)), len(ends)
-    )
-    return Counter(ends[:period])
+    whole = len(ends)
+    repeated = (n for n in range(1, whole) if whole % n == 0 and ends == ends[:n] * (whole // n))
+    return Counter(ends[: next(repeated, whole)])

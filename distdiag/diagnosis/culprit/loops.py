@@ -5,11 +5,11 @@ A loop explains a culprit and does not decide who it is: in validation, for exam
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.snapshot import Loader, Site, Snapshot
+from distdiag.diagnosis.model.snapshot import Loader, RankState, Site
 from distdiag.diagnosis.waits.incidents import Root
 
 EXHAUSTED_ADVICE = "give every rank the same number of batches (drop_last, DistributedSampler), or use Join"
@@ -33,26 +33,21 @@ def uneven(case: Case, ranks: Sequence[int]) -> Testimony | None:
             if loader.site is not None:
                 by_site.setdefault(loader.site.key, {})[q] = loader
     for loaders in by_site.values():
-        inside = tuple(q for q, x in loaders.items() if not x.exhausted and _is_in(case.snapshot, q, x.site))
+        inside = tuple(q for q, x in loaders.items() if not x.exhausted and _is_in(case.states[q], x.site))
         outside = tuple(q for q, x in loaders.items() if x.exhausted)
         if not inside or not outside or len(inside) + len(outside) < len(case.compared):
             continue
-        rounds = _rounds(case.snapshot, loaders, inside, outside)
-        if rounds is None:
-            continue
-        if tuple(ranks) not in (inside, outside):
-            return None
-        (unit, fewest, most), site = rounds, loaders[inside[0]].site
-        text = (
-            f"; the loop at {site.key.rsplit('/', 1)[-1] if site else ''} is at {unit} {fewest:,} on {rank_list(inside)}, "
-            f"and ended after {most:,} on {rank_list(outside)}"
-        )
-        return Testimony(ranks=tuple(ranks), text=text, advice=ADVICE)
+        if (rounds := _rounds(case.states, loaders, inside, outside)) is not None:
+            (unit, fewest, most), site = rounds, loaders[inside[0]].site
+            loop = f"the loop at {site.key.rsplit('/', 1)[-1] if site else ''} is at {unit} {fewest:,} on {rank_list(inside)}"
+            text = f"; {loop}, and ended after {most:,} on {rank_list(outside)}"
+            named = tuple(ranks) in (inside, outside)
+            return Testimony(ranks=tuple(ranks), text=text, advice=ADVICE) if named else None
     return None
 
 
 def _rounds(
-    snapshot: Snapshot, loaders: dict[int, Loader], inside: Sequence[int], outside: Sequence[int]
+    states: Mapping[int, RankState], loaders: dict[int, Loader], inside: Sequence[int], outside: Sequence[int]
 ) -> tuple[str, int, int] | None:
     """Return (unit, rounds so far of those inside, rounds of those outside), in batches of this pass or steps of all passes."""
     passes = {loader.iterations_started for loader in loaders.values()}
@@ -62,11 +57,10 @@ def _rounds(
     if fewest > most:
         return "batch", fewest, most
     # without a collective between two passes, ranks may have been in different ones: their steps in all count
-    fewest, most = 1 + min(snapshot.ranks[q].step for q in inside), max(snapshot.ranks[q].step for q in outside)
+    fewest, most = 1 + min(states[q].step for q in inside), max(states[q].step for q in outside)
     all_train = min(passes) > 1 and all(loader.in_training for loader in loaders.values())
     return ("step", fewest, most) if fewest > most and all_train else None
 
 
-def _is_in(snapshot: Snapshot, rank: int, site: Site | None) -> bool:
-    frames = snapshot.ranks[rank].user_stack
-    return site is not None and any((f.file, f.function) == (site.file, site.function) for f in frames)
+def _is_in(state: RankState, site: Site | None) -> bool:
+    return site is not None and (site.file, site.function) in {(f.file, f.function) for f in state.user_stack}

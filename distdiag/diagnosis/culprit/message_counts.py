@@ -178,9 +178,9 @@ def _more(case: Case) -> Testimony | None:
         call, key = wait.calls.get(rank), case.here.get(rank)
         if not wait.p2p or len(wait.ranks) != 1 or call is None or call.peer not in case.states or key is None:
             continue
-        (line, *_), mine, theirs = lines_of(key), case.states[rank].sites, case.states[call.peer].sites
-        by_others = {x for other in theirs for x in lines_of(other)}
-        extra = [k for k in mine if k != key and lines_of(k)[:1] == [line] and by_others.isdisjoint(lines_of(k))]
+        mine, by_peer = case.states[rank].sites, {x for site in case.states[call.peer].sites for x in lines_of(site)}
+        at_line = (k for k in mine if k != key and lines_of(k)[:1] == lines_of(key)[:1])
+        extra = [k for k in at_line if by_peer.isdisjoint(lines_of(k))]
         condition = sites.called_under(case, key, rank) if len(extra) == 1 else None
         if condition is not None:
             found[rank] = (extra[0], mine[extra[0]], condition)

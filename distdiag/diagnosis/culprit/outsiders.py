@@ -14,13 +14,9 @@ from distdiag.diagnosis.text.phrases import at
 def accuse(case: Case) -> Testimony | None:
     """Accuse the ranks of a cycle that passed another group at the site where a rank of the cycle waits, if not all did."""
     waited = {call.site.key for call in case.calls.values() if call is not None and call.site is not None}
-    found = {
-        state.rank: sample
-        for rank in case.compared
-        if (state := case.states.get(rank)) is not None
-        for sample in state.samples
-        if sample.kind == "not_a_member" and sample.site is not None and sample.site.key in waited
-    }
+    states = (case.states[rank] for rank in case.compared if rank in case.states)
+    outside = ((state.rank, x) for state in states for x in state.samples if x.kind == "not_a_member" and x.site)
+    found = {rank: sample for rank, sample in outside if sample.site is not None and sample.site.key in waited}
     if not found or len(found) == len(case.compared):
         return None
     ranks = tuple(sorted(found))

@@ -20,6 +20,8 @@ ROUNDS = 3  # earlier ones in which a rank was at each of two sites
 
 def accuse(case: Case) -> Testimony | None:
     """Accuse the side that is early or missing by the numbers of collectives between visits, else by how often it was at each site."""
+    if len(case.sides) != 2 or case.wait.p2p:
+        return None
     return _by_gaps(case) or _by_turns(case)
 
 
@@ -28,22 +30,17 @@ def _by_turns(case: Case) -> Testimony | None:
 
     Of DDP's collectives only the lines are listed.
     """
-    if len(case.sides) != 2 or case.wait.p2p:
-        return None
     sites = [{case.here[rank] for rank in side} for side in case.sides]
-    if any(len(there) != 1 or None in there for there in sites) or sites[0] == sites[1]:
+    here = [site for there in sites for site in there if site is not None]
+    if len(here) != 2 or any(len(there) != 1 for there in sites) or here[0] == here[1]:
         return None
-    here = [str(*there) for there in sites]
     for odd, (due, made) in ((1, here), (0, here[::-1])):
         rounds = {_rounds(case, rank, due, made) for rank in case.compared}
         if None not in rounds:
             who, call = rank_list(case.sides[odd]), case.wait.calls[case.sides[1 - odd][0]]
             text = f"; in {min(n or 0 for n in rounds):,} earlier rounds every rank was at {places_text(due)} before {places_text(made)}"
-            return Testimony(
-                ranks=tuple(case.sides[odd]),
-                text=text,
-                advice=f"find why {who} left out {compatible.op_name(call.op)}{at(call.site)} in this round",
-            )
+            advice = f"find why {who} left out {compatible.op_name(call.op)}{at(call.site)} in this round"
+            return Testimony(ranks=tuple(case.sides[odd]), text=text, advice=advice)
     return None
 
 
@@ -58,8 +55,6 @@ def _rounds(case: Case, rank: int, due: str, made: str) -> int | None:
 def _by_gaps(case: Case) -> Testimony | None:
     """Accuse the one of two sides that is at its site after fewer collectives than all ranks were before, or is missing at
     the other's, where all came after as many."""
-    if case.wait.p2p or case.wait.seq is None or len(case.sides) != 2:
-        return None
     gaps = [_gaps(case, side, other) for side, other in (case.sides, case.sides[::-1])]
     early = [i for i, found in enumerate(gaps) if found is not None and found[0] < found[1]]
     due = [found[1] if found is not None and found[0] == found[1] else 0 for found in gaps]
@@ -74,12 +69,9 @@ def _by_gaps(case: Case) -> Testimony | None:
         text = f"; {who} got there after {gap:,} collectives; earlier, all ranks got there after {usual:,}"
     else:
         text = f"; {who} should be in the other call, too: at earlier visits it followed after {usual:,} collectives"
-    return Testimony(
-        ranks=tuple(odd),
-        text=text,
-        advice=f"find why {who} {verb(odd, 'is', 'are')} {'early' if early else 'not'} in "
-        f"{compatible.op_name(call.op)}{at(call.site)}: fewer or more batches, a break, return or skipped batch on some ranks only",
-    )
+    there = f"{verb(odd, 'is', 'are')} {'early' if early else 'not'} in {compatible.op_name(call.op)}{at(call.site)}"
+    advice = f"find why {who} {there}: fewer or more batches, a break, return or skipped batch on some ranks only"
+    return Testimony(ranks=tuple(odd), text=text, advice=advice)
 
 
 def _gaps(case: Case, side: Collection[int], others: Collection[int]) -> tuple[int, int] | None:
