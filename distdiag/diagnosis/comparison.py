@@ -62,8 +62,8 @@ def fewest_steps(ranks: int, recurrence: float, chance: float) -> int:
 
 def newest(window: Window, recurrence: float, chance: float, sustained_s: float) -> Window | None:
     """Return the steps that show a rank which became slow lately, if they are fewer than a window needs."""
-    n = fewest_steps(len(window.ranks), recurrence, chance)
-    n = max(n, math.ceil(sustained_s * 1e3 / max(1.0, window.step_ms(window.ranks[0]))))
+    lasting = math.ceil(sustained_s * 1e3 / max(1.0, window.step_ms(window.ranks[0])))
+    n = max(fewest_steps(len(window.ranks), recurrence, chance), lasting)
     return Window({q: steps[-n:] for q, steps in window.steps.items()}, window.inferred) if n < LIMITS.least else None
 
 

@@ -66,7 +66,7 @@ def ending_kind(r: RankState) -> str:
             return kind
     if _TIMEOUT.search(text) and _IN_TORCH.search(text):
         return "timeout"
-    return "echo" if _ECHO.search(text) else "cause"
+    return "echo" if is_echo(text) else "cause"
 
 
 def is_echo(exception: str) -> bool:
@@ -91,12 +91,11 @@ def ends(s: Snapshot) -> dict[int, str]:
     hurt = any(r.blocked or r.ended_waiting or (r.rank in kinds and not r.ended_at_rest) for r in s.ranks.values())
     if not hurt:
         return {}
-    swept = [
-        q
-        for q, k in kinds.items()
-        if k == "cause" and any(_outlived(s, s.ranks[q], s.ranks[o], kinds[o]) for o in kinds if o != q)
-    ]
-    return kinds | dict.fromkeys(swept, "outside")
+
+    def swept(rank: int) -> bool:
+        return any(_outlived(s, s.ranks[rank], s.ranks[o], k) for o, k in kinds.items() if o != rank)
+
+    return {q: "outside" if k == "cause" and swept(q) else k for q, k in kinds.items()}
 
 
 def _outlived(s: Snapshot, killed: RankState, failed: RankState, kind: str) -> bool:

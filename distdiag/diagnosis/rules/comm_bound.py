@@ -125,10 +125,8 @@ def _advice(ddp: Gradients, b: Buckets, on_nccl: bool, passes: int) -> Iterator[
         saved = percent(ddp.share * (passes - 1) / passes)
         yield f"each of the {passes} backward passes of a step exchanges gradients: make all but the last under `no_sync()`: about {saved} less time"
     else:
-        yield (
-            "accumulate gradients over 2 batches, the first under `no_sync()`: "
-            f"about {percent(ddp.share / 2)} less time per batch{interval}"
-        )
+        saved = f"about {percent(ddp.share / 2)} less time per batch{interval}"
+        yield f"accumulate gradients over 2 batches, the first under `no_sync()`: {saved}"
     if b.comm_hook is None and "float" in b.dtypes.replace("bfloat16", "").split(", "):
         hook = "bf16_compress_hook" if on_nccl else "fp16_compress_hook"  # torch refuses bf16 on other backends
         saved = percent(min(ddp.share, ddp.comm_share / 2))
@@ -139,9 +137,7 @@ def _advice(ddp: Gradients, b: Buckets, on_nccl: bool, passes: int) -> Iterator[
             f"all gradients are one bucket, so nothing overlaps: set `bucket_cap_mb` below {b.bytes >> 20}; "
             f"{PARTS} buckets save at most {percent(split)}"
         )
-    elif (
-        b.buckets > 2 and b.bytes / b.buckets < limits.small_bucket_bytes
-    ):  # DDP makes the first of two small by itself
+    elif b.buckets > 2 and b.bytes / b.buckets < limits.small_bucket_bytes:  # DDP makes the first of two small
         yield f"buckets of {size_text(b.bytes // b.buckets)} are small: raise `bucket_cap_mb`"
     if not b.gradient_as_bucket_view:
         yield "`gradient_as_bucket_view=True` saves a copy of the gradients"

@@ -102,15 +102,10 @@ def _card(g: GpuState) -> Iterator[Finding]:
     new = (g.ecc_uncorrected or 0) - (g.ecc_before or 0)
     down = g.nvlink_active is not None and g.nvlink_before is not None and g.nvlink_active < g.nvlink_before
     narrow = g.pcie_width and g.pcie_width_max and g.pcie_width < g.pcie_width_max
-    facts = {
-        "g": g,
-        "new": new,
-        "card": f"GPU {g.gpu} of node {g.node}" + (f" (rank {g.rank})" if who else ""),
-        "errors": ", ".join(f"{x} ({XIDS.get(x, 'see the list of Xid errors')})" for x in sorted(set(g.xids))),
-        "do": "run again with CUDA_LAUNCH_BLOCKING=1 to find the kernel"
-        if set(g.xids) <= XIDS_OF_PROGRAM
-        else _DRAIN_LOG,
-    }
+    card = f"GPU {g.gpu} of node {g.node}" + (f" (rank {g.rank})" if who else "")
+    errors = ", ".join(f"{x} ({XIDS.get(x, 'see the list of Xid errors')})" for x in sorted(set(g.xids)))
+    by_program = set(g.xids) <= XIDS_OF_PROGRAM
+    do = "run again with CUDA_LAUNCH_BLOCKING=1 to find the kernel" if by_program else _DRAIN_LOG
     for name, holds in {
         "lost": g.lost,
         "links_down": down,
@@ -123,7 +118,7 @@ def _card(g: GpuState) -> Iterator[Finding]:
         "pcie": narrow,
     }.items():
         if holds:
-            yield TEXTS[name](culprits=who, **facts)
+            yield TEXTS[name](culprits=who, g=g, new=new, card=card, errors=errors, do=do)
 
 
 def _idle(s: Snapshot, g: GpuState) -> bool:

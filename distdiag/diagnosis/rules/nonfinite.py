@@ -65,13 +65,13 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         yield HARMLESS(victims=sorted({q for q, _ in chosen}) if common["on"] == "all ranks" else (), **common)
     elif logged := list(_logged(s)):
         yield from logged
-    elif not any(r.logged or any(x.loss is not None for x in r.steps) or _on_device(r) for r in s.ranks.values()):
+    elif not any(map(_seen, s.ranks.values())):
         yield Abstained("no scalar loss has gone through backward, and handle.log() was not called")
 
 
-def _on_device(r: RankState) -> bool:
-    """True if losses were read on a device: every eighth, which is not kept as the step's loss."""
-    return bool(r.device_bytes) and (r.step or 0) >= 8
+def _seen(r: RankState) -> bool:
+    """True if a loss was seen; on a device every eighth is read, and not kept as the step's."""
+    return bool(r.logged) or any(x.loss is not None for x in r.steps) or (bool(r.device_bytes) and r.step >= 8)
 
 
 def _logged(s: Snapshot) -> Iterator[Finding]:
@@ -80,15 +80,11 @@ def _logged(s: Snapshot) -> Iterator[Finding]:
     for r in s.ranks.values():
         for name, values in r.logged.items():
             runs = [(ok, list(run)) for ok, run in itertools.groupby(values, lambda x: math.isfinite(x[1]))]
-            bad = [run for ok, run in runs if not ok]
+            *earlier, (ok, newest) = runs or [(True, [])]
+            longest = max((len(run) for good, run in earlier if not good), default=0)
             # a value that is logged in some steps only is NaN in between
-            if (
-                bad
-                and not runs[-1][0]
-                and len(runs) > 1
-                and len(bad[-1]) >= limits.times > max(map(len, bad[:-1]), default=0)
-            ):
-                first.setdefault(name, {})[r.rank] = bad[-1][0]
+            if earlier and not ok and len(newest) >= limits.times > longest:
+                first.setdefault(name, {})[r.rank] = newest[0]
     for name, of in first.items():
         step = min(step for step, _ in of.values())
         ranks = sorted(q for q in of if of[q][0] == step)
@@ -113,10 +109,9 @@ def _deciding(s: Snapshot, found: Found) -> tuple[Found, bool]:
 
 def _common(s: Snapshot, chosen: Found) -> dict[str, Any]:
     """Return what both findings share, of the samples that decide: each at its site, or at its backward."""
-    backward = {
-        q: next(iter(s.ranks[q].phase_stacks.get("backward") or ()), s.ranks[q].current_site) for q, _ in chosen
-    }
-    x, ranks = chosen[0][1], tuple(sorted({q for q, _ in chosen}))
+    states = {q: s.ranks[q] for q, _ in chosen}
+    backward = {q: next(iter(r.phase_stacks.get("backward") or ()), r.current_site) for q, r in states.items()}
+    x, ranks = chosen[0][1], tuple(sorted(states))
     everywhere = len(ranks) == s.world_size
     return {
         # on all ranks at once: it came through a collective of forward, or from what all have in common

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.comparison import vetoed
+from distdiag.diagnosis.comparison import minority, vetoed
 from distdiag.diagnosis.endings import End
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, Where, rank_list
@@ -164,14 +164,12 @@ def _size(s: Snapshot) -> Finding | Abstained:
     if len(set(usual.values())) < 2:
         return Abstained("all ranks have the same batch size", checked=True)
     if (entered := _equal_inputs(s)) is not None:
-        return Abstained(
-            f"the loaders' batches differ, but {entered:,} samples enter the module on every rank", checked=True
-        )
+        why = f"the loaders' batches differ, but {entered:,} samples enter the module on every rank"
+        return Abstained(why, checked=True)
     if _weighted(s, usual):
         return Abstained("the losses are weighted by batch size", checked=True)
     most = Counter(usual.values()).most_common()
-    majority = most[0][0] if len(most) == 1 or most[0][1] > most[1][1] else None
-    odd = sorted(q for q, n in usual.items() if majority is not None and n != majority)
+    odd = minority(usual) if most[0][1] > most[1][1] else ()
     sites = {q: next((x.site for x in s.ranks[q].loaders if x.in_training), None) for q in usual}
     return SIZE(
         culprits=odd, victims=sorted(set(usual) - set(odd)),

@@ -118,22 +118,12 @@ class Template:
         facts |= {"culprits": culprits, "victims": victims}
         if isinstance(collective, Call):
             collective = reference(collective)
+        certain = self.proved if proved is None else proved
+        message, cost, advice = (filled(text, **facts) for text in (self.message, self.cost, self.advice))
         return Finding(
-            kind=self.kind.name,
-            cause=cause or self.cause,
-            certainty=Certainty.PROVED if (self.proved if proved is None else proved) else Certainty.SUSPECTED,
-            severity=severity or self.severity or self.kind.severities[-1],
-            culprits=culprits,
-            victims=victims,
-            collective=collective,
-            where=where,
-            waiting=tuple(waiting),
-            names=tuple(names),
-            step=step,
-            first_seen_s=first_seen_s,
-            message=filled(self.message, **facts),
-            cost=filled(self.cost, **facts),
-            advice=filled(self.advice, **facts),
-            evidence=tuple(evidence),
+            kind=self.kind.name, cause=cause or self.cause, severity=severity or self.severity or self.kind.severities[-1],
+            certainty=Certainty.PROVED if certain else Certainty.SUSPECTED, culprits=culprits, victims=victims,
+            collective=collective, where=where, waiting=tuple(waiting), names=tuple(names), step=step,
+            first_seen_s=first_seen_s, message=message, cost=cost, advice=advice, evidence=tuple(evidence),
             collective_completed=completed,
-        )
+        )  # fmt: skip

@@ -14,15 +14,14 @@ from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot
 from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.incidents import Incident, Root
 from distdiag.diagnosis.waits.wait import Wait, last_wait
+from distdiag.terms.ranks import by_value
 
 
 def incident(snapshot: Snapshot, ended: Iterable[int]) -> Incident | None:
     """Return the incident of ranks that ended in calls that did not fit; None if it is not known where they ended."""
     states = [snapshot.ranks[rank] for rank in ended if snapshot.ranks[rank].current_site is not None]
     calls = {state.rank: _call(state) for state in states}
-    by_site: dict[str, list[int]] = {}
-    for state in states:
-        by_site.setdefault(state.current_site.key if state.current_site else "", []).append(state.rank)
+    by_site = by_value({state.rank: state.current_site.key if state.current_site else "" for state in states})
     sides = [frozenset(ranks) for ranks in by_site.values()]
     if len(sides) == 1 and (by_path := _by_path(states, calls)) is not None:
         sides = by_path
@@ -45,13 +44,9 @@ def _by_path(states: Sequence[RankState], calls: dict[int, Call]) -> list[frozen
 
     The callers of a killed rank are from its last sample, and alone prove nothing.
     """
-    partitions: list[dict[object, set[int]]] = [{}, {}]
-    for state in states:
-        call = calls[state.rank]
-        size = compatible.op_name(call.op), compatible.elements(call), call.bytes
-        for partition, key in zip(partitions, (state.user_stack, size), strict=True):
-            partition.setdefault(key, set()).add(state.rank)
-    paths, sizes = ({frozenset(side) for side in partition.values()} for partition in partitions)
+    paths = set(map(frozenset, by_value({state.rank: state.user_stack for state in states}).values()))
+    of_call = {q: (compatible.op_name(c.op), compatible.elements(c), c.bytes) for q, c in calls.items()}
+    sizes = set(map(frozenset, by_value(of_call).values()))
     return list(paths) if paths == sizes and 1 < len(paths) < len(states) else None
 
 

@@ -12,13 +12,11 @@ from functools import lru_cache
 
 from distdiag.diagnosis.model.snapshot import Call
 from distdiag.terms.operations import EVEN_FORMS, bare, family, op_name
+from distdiag.terms.units import SCALAR_TYPES
 
 # torch's scalar types as C++ names them (flight recorder) -> as Python does
-_DTYPES = {
-    "float": "float32", "double": "float64", "half": "float16", "bfloat16": "bfloat16", "byte": "uint8",
-    "char": "int8", "short": "int16", "int": "int32", "long": "int64", "bool": "bool",
-    "complexfloat": "complex64", "complexdouble": "complex128", "complexhalf": "complex32",
-}  # fmt: skip
+_COMPLEX = {"complexfloat": "complex64", "complexdouble": "complex128", "complexhalf": "complex32"}
+_DTYPES = {name.lower(): python for name, (python, _) in SCALAR_TYPES.items()} | _COMPLEX
 
 
 def dtype_name(dtype: str | None) -> str | None:
