@@ -39,9 +39,9 @@ def between(states: States, first: Sequence[int], second: Sequence[int], source:
     if len(found) != 1:
         return None
     ((odd, rest),) = found
-    place = at(states[rest[0]].current_site).removeprefix(" at")
-    who = f"{rank_list(odd)} {verb(odd, 'has', 'have')} passed"
-    return Testimony(ranks=tuple(odd), text=f"; {who}{place}, where {rank_list(rest)} still {verb(rest, 'is', 'are')}")
+    passed = f"{verb(odd, 'has', 'have')} passed{at(states[rest[0]].current_site).removeprefix(' at')}"
+    text = f"; {rank_list(odd)} {passed}, where {rank_list(rest)} still {verb(rest, 'is', 'are')}"
+    return Testimony(ranks=tuple(odd), text=text)
 
 
 def accuse_in_cycle(case: Case) -> Testimony | None:

@@ -85,17 +85,12 @@ def explain(case: Case, ranks: Sequence[int]) -> Testimony | None:
         return None
     everywhere = _of_ranks(case, [rank for rank in case.wait.calls if rank in case.states])
     all_changed = {u.value if u is not None and u.changed else None for u in everywhere} == {found.value}
-    value = found.value
+    value = f"root {found.value}" if argument == "root" else found.value
     if argument == "shape" and isinstance(value, int):
         value = count(value, "element")
-    elif argument == "root":
-        value = f"root {value}"
     times = "twice" if found.times == 2 else f"{found.times:,} times"
-    return Testimony(
-        ranks=tuple(ranks),
-        text=f"; before, {'all ranks' if all_changed else rank_list(ranks)} called it with {value} ({times})",
-        advice=LAST_BATCH if all_changed and argument == "shape" else "",
-    )
+    text = f"; before, {'all ranks' if all_changed else rank_list(ranks)} called it with {value} ({times})"
+    return Testimony(ranks=tuple(ranks), text=text, advice=LAST_BATCH if all_changed and argument == "shape" else "")
 
 
 def new_peer(case: Case) -> Testimony | None:
@@ -120,11 +115,9 @@ def reordered(case: Case, ranks: Sequence[int]) -> Testimony | None:
         return None
     first, second = (calls[side[0]].site for side in case.sides)
     parted = tuple(tied(case))  # if a condition is known, its advice is the better one
-    return Testimony(
-        text="; both sides have made either call before: they make them in a different order, or one leaves some out",
-        conditions=parted,
-        advice=""
-        if parted
-        else f"compare {both_sites(first, second)}: make these calls in the same order on all ranks; loop over a sorted "
-        "list, not over a set or a directory listing, whose order differs between processes",
+    text = "; both sides have made either call before: they make them in a different order, or one leaves some out"
+    advice = (
+        f"compare {both_sites(first, second)}: make these calls in the same order on all ranks; loop over a sorted "
+        "list, not over a set or a directory listing, whose order differs between processes"
     )
+    return Testimony(text=text, conditions=parted, advice="" if parted else advice)

@@ -63,12 +63,8 @@ def calls_of(callee: Site, source: Source, file: str, by_name: bool = False) -> 
     tree = tree_of(file, source)
     if tree is None:
         return []
-    modules = {
-        (a.asname or a.name).split(".")[0]
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.Import, ast.ImportFrom))
-        for a in node.names
-    }
+    imports = (node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom)))
+    modules = {(a.asname or a.name).split(".")[0] for node in imports for a in node.names}
     out = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or name_of(node.func) != callee.function:

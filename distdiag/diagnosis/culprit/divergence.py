@@ -9,7 +9,7 @@ sides, so it predicts: of the two events, the one that followed the longer equal
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -130,7 +130,8 @@ def departure(first: History, second: History) -> Departure | None:
     if {first.events[i], second.events[j]} <= {STEP, COUNTED}:
         return None  # a step holds DDP's collectives, but where in it they are is not known
     messages_only = all(call is not None and call.p2p for call in both)
-    if messages_only or (any(call is not None and call.p2p for call in both) and _shared(first, i, second, j) < LEAST):
+    mixed = any(call is not None and call.p2p for call in both)
+    if messages_only or (mixed and _shared(first.events[:i], second.events[:j]) < LEAST):
         return None  # how many messages are due depends on the data, and stages of a pipeline differ in theirs
     if _lost(first, i, second) or _lost(second, j, first):
         return None
@@ -151,9 +152,9 @@ def departure(first: History, second: History) -> Departure | None:
     return Departure(odd.state.rank, made, right.calls[n])
 
 
-def _shared(first: History, i: int, second: History, j: int) -> int:
-    """Return how many events before two are equal."""
-    pairs = zip(reversed(first.events[:i]), reversed(second.events[:j]), strict=False)
+def _shared(first: Sequence[Event], second: Sequence[Event]) -> int:
+    """Return how many of the last events of two histories are equal."""
+    pairs = zip(reversed(first), reversed(second), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
@@ -178,9 +179,7 @@ def _contexts(before: History, i: int, of: History, k: int) -> list[tuple[int, b
     for end in range(1, i):
         again = before.gaps[end] > gap if event == COUNTED else (events[end], before.gaps[end]) == (event, gap)
         if again:
-            length = 0
-            while length < end and events[end - 1 - length] == events[i - 1 - length]:
-                length += 1
+            length = _shared(events[:end], events[:i])
             found.append((length, length == end))
     return found
 

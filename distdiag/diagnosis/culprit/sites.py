@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
+from statistics import mode
 
 from distdiag.diagnosis.culprit.case import Case, Testimony, site_of
 from distdiag.diagnosis.culprit.parting import Condition, call_under_rank, takes_turns
@@ -119,8 +120,8 @@ def visits_differ(case: Case) -> Testimony | None:
         others = [state for q, state in states.items() if q not in members and state.sites.get(site or "")]
         if site is None or not others:
             continue
-        usual = Counter(state.sites[site] for state in others).most_common(1)[0][0]
-        before = Counter(st.sites[site] - (site_of(st, st.blocked) == site) for st in others).most_common(1)[0][0]
+        usual = mode(state.sites[site] for state in others)
+        before = mode(state.sites[site] - (site_of(state, state.blocked) == site) for state in others)
         n_m, n_p = states[m].sites.get(site, 0), states[p].sites.get(site, 0)
         if n_m > usual:
             found.add(m)

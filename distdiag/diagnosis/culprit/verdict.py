@@ -147,12 +147,12 @@ def _kind_of_conflict(case: Case, culprits: tuple[int, ...], reason: Reason) -> 
     sides = [[r for r in side if r in states] for side in wait.sides]
     if any(not side or any(here[r] is None for r in side) for side in sides) or _same_data(wait):
         return mismatch
-    known = [
-        all(here[b] in states[a].sites for a in sides[i] for b in sides[j] if here[b] != here[a])
-        for i, j in ((0, 1), (1, 0))
-    ]
     if len({here[r] for side in sides for r in side}) == 1:
         return mismatch
+    known = [
+        all(here[b] in states[a].sites for a in first for b in second if here[b] != here[a])
+        for first, second in (sides[:2], sides[1::-1])
+    ]
     if culprits:
         return missing if any(known) else mismatch
     return (kinds.DEADLOCK, "order_mismatch") if all(known) else mismatch
