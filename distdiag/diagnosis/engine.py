@@ -35,16 +35,13 @@ class Checks:
     def take(self, kind: str, outcomes: Sequence[Finding | Abstained]) -> None:
         """Add one evaluation of a rule."""
         abstained = [x for x in outcomes if isinstance(x, Abstained)]
-        if not any(x.cause is None for x in abstained):
-            self._set(kind, Abstained("", checked=True))
+        if all(x.cause is not None for x in abstained):
+            abstained.insert(0, Abstained("", checked=True))
         for x in abstained:
-            self._set(kind, x)
-
-    def _set(self, kind: str, x: Abstained) -> None:
-        before = self._known.get((kind, x.cause))
-        if before is not None and before.checked and not x.checked:
-            return  # what was judged last says more than that the job has ended, or stalls
-        self._known[kind, x.cause] = Check(kind=kind, cause=x.cause, checked=x.checked, reason=x.reason)
+            before = self._known.get((kind, x.cause))
+            # what was judged last says more than that the job has ended, or stalls
+            if before is None or x.checked or not before.checked:
+                self._known[kind, x.cause] = Check(kind=kind, cause=x.cause, checked=x.checked, reason=x.reason)
 
     @property
     def all(self) -> tuple[Check, ...]:

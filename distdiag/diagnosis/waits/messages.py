@@ -25,17 +25,11 @@ def count(st: RankState, direction: str, peer: int | None, tag: int, group: str)
 def _in_flight(st: RankState, direction: str, peer: int, tag: int, group: str, any_source: bool = True) -> bool:
     """True if a rank has a message of this kind open: its host waits in it, or it was issued and not completed."""
 
-    def fits(c: Call | None) -> bool:
-        return (
-            c is not None
-            and c.p2p
-            and direction_of(c) == direction
-            and c.tag == tag
-            and c.group == group
-            and (c.peer == peer or (c.peer is None and any_source and direction == "recv"))
-        )
-
-    return fits(st.blocked) or any(c.completed_s is None and fits(c) for c in st.calls)
+    peers = (peer, None) if any_source and direction == "recv" else (peer,)
+    wanted = direction, tag, group
+    open_calls = (st.blocked, *(c for c in st.calls if c.completed_s is None))
+    made = (c for c in open_calls if c is not None and c.p2p and c.peer in peers)
+    return any((direction_of(c), c.tag, c.group) == wanted for c in made)
 
 
 def held_up(st: RankState, call: Call | None) -> bool:

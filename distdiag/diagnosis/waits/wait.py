@@ -64,9 +64,8 @@ def conflict_at(snapshot: Snapshot, group: str, seq: int) -> str | None:
 
 def differ(snapshot: Snapshot, a: Call, b: Call) -> bool:
     """True if two calls of one group cannot be the same collective."""
-    return (
-        compatible.conflict(compatible.signature(a), compatible.signature(b), _backend(snapshot, a.group)) is not None
-    )
+    both = compatible.signature(a), compatible.signature(b)
+    return compatible.conflict(*both, _backend(snapshot, a.group)) is not None
 
 
 def _backend(snapshot: Snapshot, name: str) -> str:
