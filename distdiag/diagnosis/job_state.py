@@ -94,10 +94,8 @@ def _not_heard(s: Snapshot) -> str:
     if not silent:
         return ""
     longest = max(silent, key=lambda r: r.heartbeat_age_s or 0.0)
-    return (
-        f"{rank_list([r.rank for r in silent])} not heard of since {longest.heard_at} "
-        f"({rough_duration(longest.heartbeat_age_s or 0.0)})"
-    )
+    since = f"{longest.heard_at} ({rough_duration(longest.heartbeat_age_s or 0.0)})"
+    return f"{rank_list([r.rank for r in silent])} not heard of since {since}"
 
 
 def _waits(s: Snapshot, graph: WaitGraph) -> str:

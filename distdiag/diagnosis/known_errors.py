@@ -28,21 +28,15 @@ def _last_batch(state: RankState) -> str:
 
 def _search(state: RankState) -> str:
     """Return the flags of its wrapped modules that make DDP visit parameters more than once."""
-    flags = [
-        ("find_unused_parameters", any(m.find_unused for m in state.models)),
-        ("static_graph", any(m.static_graph for m in state.models)),
-    ]
-    return ", ".join(f"{name}={on}" for name, on in flags) if state.models else ""
+    unused, static = any(m.find_unused for m in state.models), any(m.static_graph for m in state.models)
+    return f"find_unused_parameters={unused}, static_graph={static}" if state.models else ""
 
 
 def _forwards(state: RankState) -> str:
     """Return that a wrapped module ran several forwards since its last backward, each of which broadcasts buffers."""
-    ahead = [m.forwards - m.synced_backwards for m in state.models if m.broadcast_buffers]
-    return (
-        f"the wrapped module has run {max(ahead)} forwards since its last backward, with broadcast_buffers=True"
-        if max(ahead, default=0) > 1
-        else ""
-    )
+    ahead = max((m.forwards - m.synced_backwards for m in state.models if m.broadcast_buffers), default=0)
+    text = f"the wrapped module has run {ahead} forwards since its last backward, with broadcast_buffers=True"
+    return text if ahead > 1 else ""
 
 
 class Known(NamedTuple):

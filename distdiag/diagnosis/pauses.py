@@ -36,8 +36,7 @@ class Lost:
         at: Counter[Site] = Counter()
         for stack, n in self.stacks.items():
             at[stack[0]] += n
-        most = at.most_common(1)
-        return max((s for s in self.stacks if s[0] == most[0][0]), key=lambda s: self.stacks[s]) if most else ()
+        return max(self.stacks, key=lambda stack: (at[stack[0]], self.stacks[stack]), default=())
 
 
 @dataclass

@@ -75,19 +75,14 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         yield veto
     elif any(1 < len(g.ranks) < s.world_size and name in used for name, g in s.groups.items()):
         yield Abstained("the ranks use smaller groups: model-parallel ranks read the same batches by design")
+    elif len(loaders) < 2 and (n := _equal_losses(s)):
+        yield _found(EQUAL_LOSSES, s, {}, sorted(s.ranks), n=n, do=_DO["fed"], repeated=len(s.ranks) - 1)
     elif len(loaders) < 2:
-        n = _equal_losses(s)
-        if n:
-            ranks = sorted(s.ranks)
-            yield EQUAL_LOSSES(victims=ranks, step=min(r.step for r in s.ranks.values()), n=n, do=_DO["fed"],
-                               where=wheres(s, ranks, "data"), repeated=len(ranks) - 1, world=s.world_size)  # fmt: skip
-        else:
-            yield Abstained("not every rank trains from a known DataLoader")
+        yield Abstained("not every rank trains from a known DataLoader")
     else:
         if unknown := [q for q, x in loaders.items() if not _comparable(x.first_fingerprints)]:
-            yield Abstained(
-                f"the first batches of rank {unknown[0]} have no fingerprints yet, or no tensor that has one"
-            )
+            why = f"the first batches of rank {unknown[0]} have no fingerprints yet, or no tensor that has one"
+            yield Abstained(why)
         yield from _same_batches(s, loaders)
         ranks = sorted(q for q, x in loaders.items() if _same_order(x))
         if ranks and len(ranks) == len(loaders):
@@ -121,9 +116,8 @@ def same_data(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
 
 def _only_labels_equal(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
     """True if the labels are equal while the values of the same batches are known and differ."""
-    n = min(len(a), len(b))
-    x, y = _halves(a[:n])[1], _halves(b[:n])[1]
-    return 0 not in (*x, *y) and x != y
+    values = [(x & 0xFFFFFFFF, y & 0xFFFFFFFF) for x, y in zip(a, b, strict=False)]
+    return all(all(pair) for pair in values) and any(x != y for x, y in values)
 
 
 def _comparable(prints: tuple[int, ...]) -> bool:

@@ -38,6 +38,7 @@ from distdiag.diagnosis.text.phrases import (
 from distdiag.diagnosis.text.template import Template, filled
 from distdiag.diagnosis.waits.delays import incomplete, kept_waiting, motionless_s, outpaced
 from distdiag.diagnosis.waits.uncounted import unseen
+from distdiag.diagnosis.waits.wait import call_at
 from distdiag.terms.activity import ACTIVITIES, refined
 from distdiag.terms.ranks import by_value
 from distdiag.terms.units import rough_duration, size_text
@@ -195,14 +196,11 @@ def _nobody_moves(facts: Facts) -> Iterator[Finding]:
     limit_s = max(limits.long_s if idle else limits.nobody_busy_s, limits.factor * (s.usual_step_s or 0.0))
     if still_s is None or still_s < limit_s or any("sleep(" in line_at(r.current_site, facts.source) for r in ranks):
         return
-    at_site = by_value({r.rank: r.current_site for r in ranks})
-    places = "; ".join(
-        f"{rank_list(q)} {verb(q, 'is', 'are')}{at(site) or ' at an unknown line'}"
-        for site, q in [*at_site.items()][:4]
-    )
+    at_site = [*by_value({r.rank: r.current_site for r in ranks}).items()][:4]
+    places = (f"{rank_list(q)} {verb(q, 'is', 'are')}{at(site) or ' at an unknown line'}" for site, q in at_site)
     yield NOBODY_MOVES(
         victims=sorted(s.ranks), where=map(where, ranks), step=max(r.step for r in ranks),
-        first_seen_s=s.t_s - still_s, still_s=still_s, places=places,
+        first_seen_s=s.t_s - still_s, still_s=still_s, places="; ".join(places),
     )  # fmt: skip
 
 
@@ -244,8 +242,7 @@ def _left_open(facts: Facts, r: RankState) -> tuple[str, str] | None:
             continue
         missing = tuple(q for q in group.ranks if q in s.ranks and s.ranks[q].enqueued.get(name, 0) <= done)
         if missing:
-            known = (c for c in r.calls if c.group == name and c.seq == done + 1)
-            call = next(known, Call(op="", group=name, seq=done + 1))
+            call = call_at(r, name, done + 1) or Call(op="", group=name, seq=done + 1)
             theirs = s.ranks[missing[0]].user_stack
             guard = parting.rank_condition(r.user_stack, theirs, facts.source)
             why = ": find what started it, maybe a thread"
@@ -316,10 +313,7 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
         cause=_CAUSE.get(doing, "user_code" if r.current_site else "unknown"),
         severity=Severity.ERROR if any(x.waited_s > limits.factor * x.limit_s for x in late) else None,
         culprits=ranks, victims=victims, collective=call if call.op else None,
-        where=(
-            *(w for state in states for w in where_stack(state, state.user_stack, state.activity)),
-            *workers,
-        ),
+        where=(*(w for state in states for w in where_stack(state, state.user_stack, state.activity)), *workers),
         waiting=wheres(s, victims), step=r.step, first_seen_s=s.t_s - first.waited_s,
         missing=_missing_text(ranks, call, victim.rank),
         size=f", {size_text(call.bytes)}" if call.bytes else "", implicit=implicit_text(victim, call),

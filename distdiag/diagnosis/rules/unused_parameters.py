@@ -181,10 +181,8 @@ def _unused(case: _Case) -> Finding | None:
         elements=sum(unused.values()), lack=lack, shown=shown,
         site=next((m.unused_site for m in having.values() if m.unused_site), None), why=_why(case),
         branch=_branch(case, culprits), cost=crash if severity == Severity.ERROR else "they are never trained",
-        do=_DO[
-            "frozen later" if case.frozen_later else "expected" if case.expected
-            else "static" if case.first.static_graph else "unused"
-        ],
+        do=_DO["frozen later" if case.frozen_later else "expected" if case.expected
+               else "static" if case.first.static_graph else "unused"],
     )  # fmt: skip
 
 

@@ -121,12 +121,11 @@ def _sides(verdict: Verdict) -> list[frozenset[int]]:
 def _does(snapshot: Snapshot, wait: Wait, side: Collection[int]) -> str:
     """Return `is in`, or `has completed`: on a device the smaller of two calls may end alone."""
     calls = [wait.calls.get(q) for q in side]
+    ended = all(call is not None and call.on_device for call in calls)
     if wait.p2p:  # the number is that of the message, and no count of the group's collectives
-        ended = all(call is not None and call.on_device and call.completed_s is not None for call in calls)
+        ended = ended and all(call is not None and call.completed_s is not None for call in calls)
     else:
-        ended = all(call is not None and call.on_device for call in calls) and all(
-            snapshot.ranks[q].completed.get(wait.group, 0) >= wait.seq for q in side
-        )
+        ended = ended and all(snapshot.ranks[q].completed.get(wait.group, 0) >= wait.seq for q in side)
     return verb(side, "has completed", "have completed") if ended else verb(side, "is in", "are in")
 
 

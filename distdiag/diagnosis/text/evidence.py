@@ -39,7 +39,8 @@ def head_text(verdict: Verdict) -> str:
     if found is None:
         return ""
     head, file = (found.head, "") if found.head else _head(verdict, found.conditions)
-    conditions = " or ".join(_short(condition, file) for condition in found.conditions)
+    places = {c: f"line {c.line}" if c.file == file else site_text(c.site) for c in found.conditions}
+    conditions = " or ".join(f"`{condition.text}` ({place})" for condition, place in places.items())
     return f"{head}: {conditions}; " if head and conditions else f"{head}; " if head else ""
 
 
@@ -70,16 +71,10 @@ def _head(verdict: Verdict, conditions: Iterable[Condition]) -> tuple[str, str]:
         return "", ""
     if call.p2p and way in (Way.SKIPPED, Way.LEFT):  # its own half of the message
         half = "send to" if verdict.wait.key[2] == "recv" else "recv from"
-        return filled(
-            _DID[Way.SKIPPED], culprits=verdict.culprits, call=f"its {half} {rank_list(verdict.wait.ranks)}"
-        ), ""
+        half = f"its {half} {rank_list(verdict.wait.ranks)}"
+        return filled(_DID[Way.SKIPPED], culprits=verdict.culprits, call=half), ""
     text = "{culprits} ended before {call}" if gone else _DID[way]
     return filled(text, culprits=verdict.culprits, call=op_at(call)), call.site.file
-
-
-def _short(condition: Condition, file: str) -> str:
-    place = f"line {condition.line}" if condition.file == file else site_text(condition.site)
-    return f"`{condition.text}` ({place})"
 
 
 def _own(verdict: Verdict) -> Call | None:

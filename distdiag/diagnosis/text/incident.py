@@ -123,11 +123,9 @@ def host_text(snapshot: Snapshot, ranks: Collection[int]) -> str:
     states = [st for r in sorted(ranks) if (st := snapshot.ranks.get(r)) and st.blocked and st.blocked.on_device]
     hosts = {st.rank: host for st in states if (host := host_site(st)) is not None}
     calls = {st.rank: st.blocked.site for st in states if st.blocked}
-    sites = {  # the message has the line of the call already
-        r: site_text(host)
-        for r, host in hosts.items()
-        if (call := calls[r]) is None or (host.file, host.line) != (call.file, call.line)
-    }
+    at_call = {r: (call.file, call.line) for r, call in calls.items() if call is not None}
+    # the message has the line of the call already
+    sites = {r: site_text(host) for r, host in hosts.items() if (host.file, host.line) != at_call.get(r)}
     texts = [
         f"the {verb(rs, 'host', 'hosts')} of {rank_list(rs)} {verb(rs, 'waits', 'wait')} for the device at {site}"
         for site, rs in list(by_value(sites).items())[:3]
