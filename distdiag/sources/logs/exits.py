@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from distdiag.diagnosis.known_errors import remedy
 from distdiag.diagnosis.text.phrases import shortened
 from distdiag.sources.logs import meanings
 from distdiag.sources.logs.build import ranks_of
@@ -200,9 +201,7 @@ def _meaning(end: _End, memory: bool, others: bool) -> Meaning:
     if by and not (by == "SIGABRT" and others):  # it aborted after its message
         return Meaning("rank_lost", "killed", f"was killed by {by}", meanings.SIGNALS.get(by, meanings.SEE_LOG))
     if what:
-        return Meaning(
-            "rank_lost", "crashed", f"raised {shortened(what, 160)}", meanings.advice_for(what, meanings.GENERAL[1])
-        )
+        return Meaning("rank_lost", "crashed", f"raised {shortened(what, 160)}", remedy(what, meanings.GENERAL[1]))
     return Meaning("rank_lost", "crashed", f"{EXIT_CODE} {end.code}, without an exception in the log", meanings.SEE_LOG)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from distdiag.diagnosis.known_errors import remedy
 from distdiag.diagnosis.model.findings import Finding, rank_list
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.incident import verb
@@ -98,7 +99,7 @@ def _of_one_text(reasons: dict[tuple[str, str], Reason]) -> list[Reason]:
             continue
         same.ranks, same.order, same.facts = same.ranks | r.ranks, min(same.order, r.order), same.facts + r.facts
         same.unnamed += [name for name in r.unnamed if name not in same.unnamed]
-        same.advice = meanings.advice_for(same.facts[0].text, meanings.GENERAL[min(len(same.ranks), 2)])
+        same.advice = remedy(same.facts[0].text, meanings.GENERAL[min(len(same.ranks), 2)])
     return out
 
 
@@ -155,13 +156,13 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, foun
     if f.site is not None and f.rank is not None:
         r.sites.setdefault(f.rank, f.site)
     if f.name == "exception":
-        r.advice = meanings.advice_for(f.text, meanings.GENERAL[min(len(r.ranks), 2)])
+        r.advice = remedy(f.text, meanings.GENERAL[min(len(r.ranks), 2)])
     elif f.fields.get("xid") in meanings.PROGRAM_XIDS:
         r.advice = meanings.OF_PROGRAM
     elif f.fields.get("xid") in meanings.XIDS:
         r.advice = meanings.XIDS[f.fields["xid"]]
     elif f.name in ("cuda_error", "fatal") or _memory_of_others(f):
-        r.advice = meanings.advice_for(f"{f.text} {text}", r.advice)  # one of its lines may say more than the others
+        r.advice = remedy(f"{f.text} {text}", r.advice)  # one of its lines may say more than the others
 
 
 def text_of(f: Fact, meaning: Meaning) -> str:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from distdiag.diagnosis.known_errors import remedy
 from distdiag.diagnosis.model.findings import CollectiveRef, Finding, rank_list
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import at, rough_time, shortened
@@ -204,7 +205,7 @@ def _finding(found: Collected, row: Row, facts: list[Fact]) -> Finding:
         cause,
         facts,
         text.format_map(fields) + (last_words(found, culprits) if row.kind == _LATE else ""),
-        meanings.advice_for(fields["warning"], advice.format_map(fields)),
+        remedy(fields["warning"], advice.format_map(fields)),
         culprits=culprits,
         victims=victims,
         proved=row.proved,
