@@ -92,7 +92,10 @@ def test_an_exception_of_all_ranks_of_which_one_has_no_prefix(tmp_path: Path) ->
     error = "RuntimeError: Error(s) in loading state_dict for Net:"
     text = world + raised(1, error) + f"[rank1]: {detail}" + raised(0, error, prefix="") + detail
     finding = only(diagnose(tmp_path, text + raised(2, error) + f"[rank2]: {detail}"))
-    assert finding.culprits == (0, 1, 2) and "size mismatch for head.weight" in finding.message
+    assert (
+        finding.message.startswith("all 3 ranks raised the same error")
+        and "size mismatch for head.weight" in finding.message
+    )
 
 
 def test_attempts_to_connect_say_why_a_node_did_not_join(tmp_path: Path) -> None:

@@ -267,6 +267,8 @@ class Collector:
             out.unreached[line.path, who.process or who.label] = f"the name does not resolve ({fields['why']})"
         elif name == "no_answer":
             out.unreached[line.path, who.process or who.label] = fields["why"].lower()
+        elif name == "closing":
+            out.closed.add(fields["pid"])
         elif name == "master" and who.label:
             out.masters[who.label] = fields["addr"]
         elif name == "spawned":

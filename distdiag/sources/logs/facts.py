@@ -113,6 +113,7 @@ class Collected:
         default_factory=dict
     )  # last time of progress, longest time between two
     local_of: dict[str, int] = field(default_factory=dict)  # rank on its node of a pid, by the launcher
+    closed: set[str] = field(default_factory=set)  # pids of ranks that torchrun ended
     joined: set[int] = field(default_factory=set)  # ranks that have joined the job's store
     took: dict[int, tuple[float, str]] = field(default_factory=dict)  # of a rank's last lines: seconds, and for what
     said: dict[int, str] = field(default_factory=dict)  # the last line of a rank
@@ -124,6 +125,14 @@ class Collected:
     def named(self, *names: str) -> list[Fact]:
         """Return the facts of these names."""
         return [f for f in self.facts if f.name in names]
+
+    def all_of(self, ranks: set[int]) -> str:
+        """Return `all 8 ranks` if these are all of the job, as far as the log shows it; empty if they are not."""
+        pids = self.closed | {f.fields["pid"] for f in self.facts if f.role is Role.EXIT and "pid" in f.fields}
+        most = max(len(pids), self.world_size or 0)
+        if not ranks >= self.ranks or len(ranks) < max(most, 2) or len(ranks) <= max(ranks):
+            return ""
+        return f"all {len(ranks):,} ranks" + (" in the log" if not most else "")
 
     def names_a_job(self) -> bool:
         """True if a line names a rank, a launcher, an error, or distdiag."""

@@ -25,6 +25,11 @@ _REPORTS_ANOTHER = bounded(
 )
 _MEMORY = bounded(r"Process (\d{1,9}) has (\d{1,6}(?:\.\d{1,4})?) GiB memory in use")
 _NUMBER = bounded(r"0x[0-9a-f]+|\d+")
+_OF_ALL = (
+    MEANINGS["exception"],
+    MEANINGS["usage"],
+    MEANINGS["port_in_use"],
+)  # of the program or its settings, if all ranks have it
 _OF_THE_LINE = {"duplicate_gpu": ("a", "b"), "rank_twice": ("a",), "nccl_mismatch": ("near",)}  # ranks it is about
 
 
@@ -212,14 +217,13 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
         waited: The first timeout, or lost connection, of each rank that has one.
     """
     ranks, others = tuple(sorted(r.ranks)), tuple(sorted(waited.keys() - r.ranks))
-    everyone = len(ranks) > 1 and set(ranks) >= found.ranks and not others
+    of_line = bool(r.facts) and r.facts[0].name in _OF_THE_LINE
+    everyone = "" if others or of_line or r.meaning.cause != "crashed" else found.all_of(r.ranks)
     of_node = bool(r.facts) and all(f.of_node for f in r.facts)
     unordered = any(before(r.facts[0], waited[q]) is None for q in others if waited[q].role is Role.WAIT)
     in_collective = bool(r.facts) and all(f.in_collective for f in r.facts)
-    message, advice = _who_failed(r, ranks, of_node) + r.after, r.advice
-    if everyone and r.meaning.cause == "crashed":
-        message += f": the same on all {len(ranks):,} ranks in the log"
-    elif others:
+    message, advice = _who_failed(r, ranks, of_node, everyone) + r.after, r.advice
+    if others:
         waits = [waited[q] for q in others]
         after = all(before(f, wait) for f in r.facts[:1] for wait in waits)
         message += f"; {rank_list(others)} {'then ' if after else ''}{_in_what(waits)}"
@@ -233,12 +237,12 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     common = next((f.site for f in r.facts if f.site is not None and f.role is not Role.EXIT), None)
     return finding(
         r.meaning.kind,
-        r.meaning.cause,
+        "configuration" if everyone and r.meaning in _OF_ALL else r.meaning.cause,
         r.facts,
         message,
         advice,
-        culprits=ranks,
-        victims=others,
+        culprits=() if everyone else ranks,
+        victims=ranks if everyone else others,
         sites={q: site for q in ranks if (site := sites.get(q, common)) is not None},
         proved=bool(ranks)
         and r.meaning.cause != "silent"
@@ -265,7 +269,7 @@ def _in_what(waits: list[Fact]) -> str:
     return f"timed out in {op}" + (f" #{seq:,}" if seq is not None else "")
 
 
-def _who_failed(r: Reason, ranks: tuple[int, ...], of_node: bool) -> str:
+def _who_failed(r: Reason, ranks: tuple[int, ...], of_node: bool, everyone: str) -> str:
     """Return who failed, how, and where."""
     shown = some(r.unnamed)
     nobody = "the host" if r.meaning.kind == "gpu" else "a rank"
@@ -275,6 +279,8 @@ def _who_failed(r: Reason, ranks: tuple[int, ...], of_node: bool) -> str:
     if of_node:
         who = who.replace("rank", "local rank", 1)
     text = r.text
+    if everyone:
+        who, text = everyone, text.replace("raised ", "raised the same error: ", 1)
     if (len(ranks) > 1 or shown.startswith("the ranks")) and r.meaning.kind != "mismatch":
         text = text.replace("was killed", "were killed").replace("has a GPU", "have GPUs")
     if len(r.hosts) == 1 and not r.hosts <= {"localhost"}:

@@ -253,6 +253,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("launch", F, "Setting OMP_NUM_THREADS", r"Setting OMP_NUM_THREADS environment variable for each process"),
     _row("launch", F, "WORLD INFO DICT", r"WORLD INFO DICT"),
     _row("launch", F, "Initializing distributed: GLOBAL_RANK", r"Initializing distributed: GLOBAL_RANK: 0,"),
+    _row("closing", F, " closing signal", r"Sending process (?P<pid>\d+) closing signal"),
     _row("restart", F, "estarting worker group", r"[Rr]estarting worker group"),
     _row("again", F, "esum", r"\b[Rr]esum(?:ing|ed) (?:training |run )?(?:from|at)\b"),
     _row("again", F, "etry", r"\b[Rr]etrying\b|\b[Rr]etry (?:#|attempt )?\d"),

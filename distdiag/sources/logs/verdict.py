@@ -128,7 +128,9 @@ def failures_first(dumps: Report, logs: Report) -> Report:
     own = tuple(
         f
         for f in logs.findings
-        if (f.kind == "rank_lost" and f.cause in ("killed", "crashed") and f.culprits) or f.kind == "gpu"
+        if (f.kind == "rank_lost" and f.cause in ("killed", "crashed") and f.culprits)
+        or f.cause == "configuration"
+        or f.kind == "gpu"
     )
     failed = {r for f in own for r in f.culprits}
     rest = tuple(
