@@ -78,7 +78,8 @@ def who(facts: Collection[Fact]) -> str:
     """Return `ranks 0, 2`, else the hosts with GPUs, nodes or processes that the lines name; `a rank` if they name none."""
     if ranks := ranks_of(facts):
         return rank_list(ranks)
-    return some([name for f in facts if (name := (f.who.process or f.who.label) and f.who.name)]) or "a rank"
+    names = [(f.who.process or f.who.label) and f.who.name for f in facts]
+    return some([name for name in names if name] or [f"a rank of {f.file}" for f in facts if f.file]) or "a rank"
 
 
 def last_words(found: Collected, ranks: Collection[int]) -> str:

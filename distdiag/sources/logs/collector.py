@@ -269,10 +269,12 @@ class Collector:
             out.unreached[line.path, who.process or who.label] = fields["why"].lower()
         elif name == "closing":
             out.closed.add(fields["pid"])
-        elif name == "master" and who.label:
-            out.masters[who.label] = fields["addr"]
-        elif name == "spawned":
-            out.local_of[fields["pid"]] = int(fields["local"][:7])
+        elif name == "master" and len(out.masters) < MAX_WRITERS:
+            out.masters[who.label or line.path.name] = fields["addr"]
+        elif name == "first_rank" and len(out.first_rank) < MAX_WRITERS:
+            out.first_rank[line.path, who.label] = int(fields["node"][:7]) * int(fields.get("local", "1")[:7])
+        elif name == "spawned" and len(out.local_of) < MAX_WRITERS:
+            out.local_of[who.label, fields["pid"]] = int(fields["local"][:7])
         elif name == "env" and is_rank(rank := int(fields["r"][:7])):
             out.by_path.setdefault(line.path, set()).add(rank)
             out.env.setdefault(line.path, set()).add(rank)

@@ -12,9 +12,9 @@ from distdiag.sources.logs import meanings
 from distdiag.sources.logs.build import ranks_of
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.failures import Reason
+from distdiag.sources.logs.join import tasks_of
 from distdiag.sources.logs.meanings import MEANINGS, Meaning
 from distdiag.sources.logs.patterns import Role
-from distdiag.terms.ranks import unfold_ranks
 from distdiag.terms.untrusted import MAX_INT
 
 AFTER_FIRST_S = 5.0  # a launcher kills what has not ended by itself so long after the first failure, or later
@@ -22,7 +22,7 @@ AFTER_FIRST_S = 5.0  # a launcher kills what has not ended by itself so long aft
 _SENT = ("SIGTERM", "SIGINT", "SIGABRT", "SIGHUP")
 _BY_KERNEL = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
 _OF_TEXT = {
-    "Out Of Memory": -9, "Killed": -9, "Segmentation fault": -11, "segfault": -11, "Bus error": -7, "Aborted": -6, "Floating point exception": -8,
+    "Out Of Memory": -9, "Killed": -9, "Segmentation fault": -11, "segfault": -11, "Bus error": -7, "Aborted": -6, "Terminated": -15, "Floating point exception": -8,
     "Illegal instruction": -4,
 }  # fmt: skip
 EXIT_CODE = "ended with exit code"
@@ -127,7 +127,7 @@ def _ends(found: Collected) -> list[_End]:
         )
         ranks: list[int | None] = [f.rank]
         if f.name == "exit_tasks":  # a task is a node, if torchrun started the ranks
-            ranks = [None] if found.torchrun else [*_tasks(f.fields["tasks"])]
+            ranks = [None] if found.torchrun else [*tasks_of(f.fields["tasks"])]
         if (code := _code(f)) or f.name == "ended":
             out += [_End(f, rank, code, launcher) for rank in ranks]
     return out
@@ -147,14 +147,6 @@ def _code(f: Fact) -> int:
         return -(int(name[:4]) if name.isdecimal() else int(getattr(signal, name, 0)))
     last = how.rpartition(" ")[2]
     return int(last[:6]) if last.isdecimal() else (f.number("code") if "code" in f.fields else 1) or 0
-
-
-def _tasks(text: str) -> tuple[int, ...]:
-    """Return the tasks in `1-3`, `[0,2]`."""
-    try:
-        return unfold_ranks(text.replace("[", "").replace("]", ""))
-    except ValueError:
-        return ()
 
 
 def _followed(end: _End, explained: set[int], waited: set[int], memory: bool) -> bool:

@@ -43,7 +43,8 @@ class Fact:
     in_collective: bool = False  # raised by a backend, inside a collective call
     within: str = ""  # the helper in which it waits for the rank that goes first
     inferred: bool = False  # `rank` is the number of its launcher's label, as in the other labels
-    of_node: bool = False  # `rank` is the rank on its node; the log does not show whether there are more nodes
+    of_node: bool = False  # `rank` is the rank on its node; the log does not show which ranks that node has
+    file: str = ""  # the name of its file, if there are several
 
     def number(self, key: str) -> int | None:
         """Return a field as a number; None if the line lacks it, or it exceeds any count."""
@@ -108,11 +109,14 @@ class Collected:
     )  # process of a PCI device, by the driver's later lines
     devices: dict[tuple[str, str], str] = field(default_factory=dict)  # process of a (host, PCI device), by NCCL
     unreached: dict[tuple[Path, str], str] = field(default_factory=dict)  # why a launcher's attempts to connect failed
-    masters: dict[str, str] = field(default_factory=dict)  # --master-addr of each launcher's label
+    masters: dict[str, str] = field(default_factory=dict)  # --master-addr of each launcher, by its label or its file
+    first_rank: dict[tuple[Path, str], int] = field(default_factory=dict)  # of each launcher's node
     pace: dict[Path, tuple[float, float]] = field(
         default_factory=dict
     )  # last time of progress, longest time between two
-    local_of: dict[str, int] = field(default_factory=dict)  # rank on its node of a pid, by the launcher
+    local_of: dict[tuple[str, str], int] = field(
+        default_factory=dict
+    )  # rank on its node of (label, pid), by the launcher
     closed: set[str] = field(default_factory=set)  # pids of ranks that torchrun ended
     joined: set[int] = field(default_factory=set)  # ranks that have joined the job's store
     took: dict[int, tuple[float, str]] = field(default_factory=dict)  # of a rank's last lines: seconds, and for what
@@ -125,6 +129,11 @@ class Collected:
     def named(self, *names: str) -> list[Fact]:
         """Return the facts of these names."""
         return [f for f in self.facts if f.name in names]
+
+    def host_of(self, ranks: set[int]) -> set[str]:
+        """Return the one host of these ranks; empty if they have several, or the log does not show it."""
+        hosts = {host for host, of_host in self.on_host.items() if of_host & ranks}
+        return hosts if len(hosts) == 1 and ranks <= self.on_host[min(hosts)] else set()
 
     def all_of(self, ranks: set[int]) -> str:
         """Return `all 8 ranks` if these are all of the job, as far as the log shows it; empty if they are not."""

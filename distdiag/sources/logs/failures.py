@@ -154,8 +154,8 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, foun
     if meaning.kind == "gpu" and f.who.host:
         name = name or f"host {f.who.host}"
         r.hosts |= {f.who.host} if f.rank is not None else set()
-    if len(found.files) > 1:
-        name = f"{name or ('the host' if meaning.kind == 'gpu' else 'a process')} of {f.path.name}"
+    if f.file:
+        name = f"{name or ('the host' if meaning.kind == 'gpu' else 'a process')} of {f.file}"
     if (not known or f.name == "node_lost") and name and name not in r.unnamed:
         r.unnamed.append(name)
     if f.site is not None and f.rank is not None:
@@ -222,6 +222,8 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     of_node = bool(r.facts) and all(f.of_node for f in r.facts)
     unordered = any(before(r.facts[0], waited[q]) is None for q in others if waited[q].role is Role.WAIT)
     in_collective = bool(r.facts) and all(f.in_collective for f in r.facts)
+    if len(found.on_host) > 1 or r.meaning.kind == "gpu":
+        r.hosts = r.hosts or found.host_of(r.ranks)
     message, advice = _who_failed(r, ranks, of_node, everyone) + r.after, r.advice
     if others:
         waits = [waited[q] for q in others]
@@ -231,7 +233,8 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
         advice = meanings.SAME_EVERYWHERE
     if in_collective and advice in meanings.GENERAL:
         advice = meanings.IN_COLLECTIVE
-    if of_node:
+    nodes = {f.who.label for f in r.facts} if of_node else set()
+    if nodes == {""}:
         advice += "; the log does not name the node: the rank is the same only on the first one"
     sites = r.sites or {}
     common = next((f.site for f in r.facts if f.site is not None and f.role is not Role.EXIT), None)
@@ -241,7 +244,7 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
         r.facts,
         message,
         advice,
-        culprits=() if everyone else ranks,
+        culprits=() if everyone or nodes - {""} else ranks,
         victims=ranks if everyone else others,
         sites={q: site for q in ranks if (site := sites.get(q, common)) is not None},
         proved=bool(ranks)
@@ -278,6 +281,7 @@ def _who_failed(r: Reason, ranks: tuple[int, ...], of_node: bool, everyone: str)
         who = f"{shown} ({who})"
     if of_node:
         who = who.replace("rank", "local rank", 1)
+        who += f" on {label}" if (label := some([f.who.label for f in r.facts if f.who.label])) else ""
     text = r.text
     if everyone:
         who, text = everyone, text.replace("raised ", "raised the same error: ", 1)

@@ -13,6 +13,7 @@ from distdiag.diagnosis.model.snapshot import Site
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.files import ranks_of
 from distdiag.sources.logs.patterns import Role
+from distdiag.terms.ranks import unfold_ranks
 from distdiag.terms.untrusted import bounded, is_rank
 
 LATER_S = 2.0  # the clocks of hosts differ by less
@@ -45,6 +46,7 @@ def join(found: Collected) -> Collected:
     ended_tasks = {f.fields["tasks"] for f in found.named("exit_tasks")}
     one_node = 0 < (found.world_size or 0) <= 1 + max(local, default=0)
     for f in found.facts:
+        f.file = f.path.name if len(found.files) > 1 else ""
         f.rank = _rank_of(found, f, of_file)
         f.inferred = f.name == "exit_shell" and f.rank is not None and found.rank_of.get(f.number("pid")) is None
         if f.rank is None and f.role is not Role.EXIT and _NUMBER.sub("#", f.who.label) in numbered:
@@ -52,10 +54,14 @@ def join(found: Collected) -> Collected:
         is_task = max(tasks, default=0) > 0 or str(f.who.task) in ended_tasks  # else `0: ` may be anything
         if f.rank is None and not found.torchrun and is_task and f.name != "exit_tasks":
             f.rank = f.who.task
-        if f.rank is None and f.who.local is not None and len(found.files) == 1:
-            f.rank, f.of_node = f.who.local, not one_node
-        if f.rank is None and (local := found.local_of.get(f.fields.get("pid", ""))) is not None:
-            f.rank, f.of_node = local, not one_node
+        on_node = f.who.local if f.who.local is not None else found.local_of.get((f.who.label, f.fields.get("pid", "")))
+        if f.rank is None and on_node is not None:
+            first = found.first_rank.get((f.path, f.who.label))
+            if first is not None and is_rank(first + on_node):
+                f.rank = first + on_node
+            elif f.who.local is None or len(found.files) == 1:
+                f.rank, f.of_node = on_node, not one_node
+    _learn_hosts(found)
     for f in found.named("store_connect"):
         _why_unreached(found, f)
     ended = {f.fields["pid"]: f.fields["local"] for f in found.facts if {"pid", "local"} <= f.fields.keys()}
@@ -73,12 +79,32 @@ def join(found: Collected) -> Collected:
     return found
 
 
+def tasks_of(text: str) -> tuple[int, ...]:
+    """Return the tasks in `1-3`, `[0,2]`."""
+    try:
+        return unfold_ranks(text.replace("[", "").replace("]", ""))
+    except ValueError:
+        return ()
+
+
+def _learn_hosts(found: Collected) -> None:
+    """Note the host of each rank that a launcher reports the end of."""
+    for f in found.facts:
+        if (host := f.fields.get("host", "")) and f.role is Role.EXIT:
+            tasks = tasks_of(f.fields.get("tasks", "")) if not found.torchrun else ()
+            found.on_host.setdefault(host, set()).update(q for q in (f.rank, *tasks) if q is not None and is_rank(q))
+
+
 def _why_unreached(found: Collected, f: Fact) -> None:
     """Add to a failure to connect what its earlier attempts say, and which address the other nodes were given."""
     if why := found.unreached.get((f.path, f.who.process or f.who.label)):
         f.fields["why"] = why
-        others = {label: addr for label, addr in found.masters.items() if addr != f.fields["peer"]}
-        if found.masters.get(f.who.label) == f.fields["peer"] and others and len(set(others.values())) == 1:
+        others = {name: addr for name, addr in found.masters.items() if addr != f.fields["peer"]}
+        if (
+            found.masters.get(f.who.label or f.path.name) == f.fields["peer"]
+            and others
+            and len(set(others.values())) == 1
+        ):
             f.fields["masters"] = f"; its --master-addr is {f.fields['peer']}, {min(others)}'s is {others[min(others)]}"
 
 

@@ -86,6 +86,10 @@ TABLE: tuple[Pattern, ...] = (
     _row("store_waiting", S, "in store based barrier", r"Waiting.{0,99}store based barrier(?:.{0,40}? rank: (?P<waiter>\d+))?.{0,200}?\(world_size=(?P<expected>\d+), "
          r"(?:worker_count|num_workers_joined)=(?P<joined>\d+)"),
     _row("master", F, "--master", r"--master[-_]addr[= ](?P<addr>[\w.:-]{2,253})"),
+    _row("master", F, "MASTER_ADDR", r"\bMASTER_ADDR[=:] ?['\"]?(?P<addr>[\w.:-]{2,253})"),
+    _row("master", F, "--rdzv", r"--rdzv[-_]endpoint[= ](?P<addr>[\w.-]{2,253})"),
+    _row("first_rank", F, "node_rank=", r"num_local_procs=(?P<local>\d+), node_rank=(?P<node>\d+)"),
+    _row("first_rank", F, "global_ranks=[", r"^\W*global_ranks=\[(?P<node>\d+)"),
     _row("no_name", F, "cannot be retrieved", r"network addresses of \((?P<peer>[^,)\s]+), ?\d+\) cannot be retrieved \(gai error: (?P<why>.{1,60}?)\)"),
     _row("no_answer", F, "failed to connect to [", r"client socket has failed to connect to \[(?P<peer>[^\]\s]+)\]:(?P<port>\d+) \(errno: \d+ - (?P<why>[^)]{1,60})\)"),
     _row("store_connect", S, "trying to connect", r"client socket has timed out after (?P<after>\w+) while trying to connect to \((?P<peer>[^,)]+), ?(?P<port>\d+)\)"),
@@ -193,7 +197,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("exit", E, " terminated with ", r"(?:ProcessExitedException|Exception): process (?P<r>\d+) terminated with (?:signal (?P<signal>\w+)|exit code (?P<code>\d+))"),
     _row("lost_worker", E, "A worker died or was killed", r"A worker died or was killed while executing a task by an unexpected system error"
          r"(?:.{0,400}?Worker IP address: (?P<host>\S+).{0,60}?Worker PID: (?P<pid>\d+))?"),
-    _row("exit_tasks", E, "srun: error: ", r"(?:^|[\d\]>|Z]:? )srun: error: (?P<host>[\w.-]+): tasks? (?P<tasks>[\d,\[\]-]+): (?P<how>Out Of Memory|Killed|Segmentation fault|Bus error|Aborted|Exited with exit code \d+)"),
+    _row("exit_tasks", E, "srun: error: ", r"(?:^|[\d\]>|Z]:? )srun: error: (?P<host>[\w.-]+): tasks? (?P<tasks>[\d,\[\]-]+): (?P<how>Out Of Memory|Killed|Segmentation fault|Bus error|Aborted|Terminated|Exited with exit code \d+)"),
     _row("exit_unnamed", E, "xit code ", r"(?:terminated|exited|failed|died|returned)\b.{0,30} exit code (?P<code>13[4-9])\b"),
     _row("exit_unnamed", E, "xitCode: ", r"exitCode: (?P<code>13[4-9])\b"),
     _row("exit_unnamed", E, "exited with code", r"^(?P<host>[\w.-]+) exited with code (?P<code>13[4-9])\b"),
