@@ -24,6 +24,9 @@ _REPORTS_ANOTHER = bounded(
     r"torch_extensions/.{0,200}cannot open shared object|at least one rank that exhausted|[Rr]oot cause|[Ss]ee (?:the )?(?:stack trace|logs? |error)|in a background process|previous error|sub-exception|Caught \w+ in DataLoader worker"
 )
 _MEMORY = bounded(r"Process (\d{1,9}) has (\d{1,6}(?:\.\d{1,4})?) GiB memory in use")
+# of the GPU, and of what this process itself has there; torch leaves out "this process has" in a container, whose pids are others
+_USED = bounded(r"capacity of ([\d.]{1,9}) GiB of which ([\d.]{1,9}) ([MG])iB is free")
+_OWN = bounded(r"memory ([\d.]{1,9}) ([MG])iB is allocated by PyTorch")
 _NUMBER = bounded(r"0x[0-9a-f]+|\d+")
 _OF_ALL = (
     MEANINGS["exception"],
@@ -188,13 +191,22 @@ def _memory_of_others(f: Fact) -> str:
     """Return what other processes hold of the full GPU, by the message; empty if that is not known."""
     what = f.fields.get("what", "")
     held = {pid: gib for pid, gib in _MEMORY.findall(what) if pid != str(f.who.pid)}
-    if not held or ("this process has" not in what and f.who.pid is None):
+    if not held or ("this process has" not in what and not _holds_no_own(what, max(map(float, held.values())))):
         return ""
     pids = sorted(held, key=lambda pid: -float(held[pid]))
     many = len(pids) > 1 and what.count("this process has") > 1  # two messages in one line
     if many:
         return f": processes {', '.join(pids[:4])}, which are not these ranks, hold {float(held[pids[0]]):.3g} GiB and less of their GPUs"
     return f": process {pids[0]}, which is not this rank, holds {float(held[pids[0]]):.3g} GiB of that GPU"
+
+
+def _holds_no_own(what: str, held: float) -> bool:
+    """True if the GPU holds so much beside what this process has, that it cannot be the memory of this process."""
+    used, own = _USED.search(what), _OWN.search(what)
+    if used is None or own is None:
+        return False
+    free, mine = (float(n) / (1024 if unit == "M" else 1) for n, unit in ((used[2], used[3]), (own[1], own[2])))
+    return held + mine <= float(used[1]) - free
 
 
 # -- findings --------------------------------------------------------------------------------------------------------
