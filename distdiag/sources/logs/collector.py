@@ -267,6 +267,10 @@ class Collector:
             out.unreached[line.path, who.process or who.label] = f"the name does not resolve ({fields['why']})"
         elif name == "no_answer":
             out.unreached[line.path, who.process or who.label] = fields["why"].lower()
+        elif name == "port_active":
+            back = [f for f in out.named("port_error") if _same_port(f, fields, line)]
+            out.facts = [f for f in out.facts if f not in back] if back else out.facts
+            out.past += back
         elif name == "closing":
             out.closed.add(fields["pid"])
         elif name == "master" and len(out.masters) < MAX_WRITERS:
@@ -300,6 +304,12 @@ class Collector:
         out.world_size = max(out.world_size or 0, world)
         if process and len(out.in_world) < MAX_WRITERS:
             out.in_world[process] = max((world, rank), out.in_world.get(process, (0, 0)), key=itemgetter(0))
+
+
+def _same_port(f: Fact, fields: Mapping[str, str], line: Line) -> bool:
+    """True if a line says that the port of an error before it is active again."""
+    of = (f.path, f.who.host, f.who.process, f.fields.get("dev"))
+    return of == (line.path, line.who.host, line.who.process, fields.get("dev"))
 
 
 def _mentioned(before: str, role: Role) -> bool:

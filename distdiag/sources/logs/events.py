@@ -61,11 +61,12 @@ def _of_one_remedy(reasons: list[Reason]) -> list[Reason]:
     """Return the reasons; a failure of an unknown process and the only other one with its message or remedy are one."""
     for r in [r for r in reasons if not (r.ranks or r.unnamed)]:
         same = [q for q in reasons if q is not r and q.advice == r.advice and _same_message(r.facts[0], q.facts[0])]
-        if r not in reasons or r.advice in GENERAL or len(same) != 1 or same[0].unnamed:
+        if r not in reasons or r.advice in GENERAL or len(same) != 1:
             continue
         first, second = sorted((r, same[0]), key=lambda q: q.order)
         first.ranks, first.sites = first.ranks | second.ranks, second.sites | first.sites
         first.facts += second.facts
+        first.unnamed = first.unnamed or second.unnamed
         first.inferred = True
         if first.facts[0].name != "exception":  # a library logs it, and raises it with more detail
             first.text, first.facts = same[0].text, same[0].facts

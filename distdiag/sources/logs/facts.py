@@ -40,6 +40,7 @@ class Fact:
     at: tuple[str, float] | None = None
     run: tuple[int, int] = (0, 0)  # launch and attempt, of those appended to one file
     uncaught: bool = False  # its traceback begins at the script itself, so nothing in the script caught it
+    warned: bool = False  # a warning of the program's own log has its traceback
     in_collective: bool = False  # raised by a backend, inside a collective call
     within: str = ""  # the helper in which it waits for the rank that goes first
     inferred: bool = False  # `rank` is the number of its launcher's label, as in the other labels
@@ -119,6 +120,7 @@ class Collected:
     )  # rank on its node of (label, pid), by the launcher
     closed: set[str] = field(default_factory=set)  # pids of ranks that torchrun ended
     joined: set[int] = field(default_factory=set)  # ranks that have joined the job's store
+    steps: bool = False  # lines show progress
     took: dict[int, tuple[float, str]] = field(default_factory=dict)  # of a rank's last lines: seconds, and for what
     said: dict[int, str] = field(default_factory=dict)  # the last line of a rank
     errors: dict[Path, tuple[int, str, Writer]] = field(default_factory=dict)  # of the last lines of files
@@ -146,7 +148,7 @@ class Collected:
     def names_a_job(self) -> bool:
         """True if a line names a rank, a launcher, an error, or distdiag."""
         known = (self.ranks, self.facts, self.past, self.unknown, self.recorded, self.rank_of, self.by_path, self.took)
-        return any(known) or bool(self.world_size or self.torchrun)
+        return any(known) or bool(self.world_size or self.torchrun or self.steps)
 
     def is_rank_of(self, process: object, rank: int) -> None:
         """Note the rank of a process, which a line names together."""

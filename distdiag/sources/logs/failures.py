@@ -21,7 +21,7 @@ from distdiag.terms.untrusted import bounded, is_rank
 
 # an exception that only reports another one
 _REPORTS_ANOTHER = bounded(
-    r"torch_extensions/.{0,200}cannot open shared object|at least one rank that exhausted|[Rr]oot cause|[Ss]ee (?:the )?(?:stack trace|logs? |error)|in a background process|previous error|sub-exception|Caught \w+ in DataLoader worker"
+    r"torch_extensions/.{0,200}cannot open shared object|at least one rank that exhausted|[Rr]oot cause|Worker failed with error|[Ss]ee (?:the )?(?:stack trace|logs? |error)|in a background process|previous error|sub-exception|Caught \w+ in DataLoader worker"
 )
 _MEMORY = bounded(r"Process (\d{1,9}) has (\d{1,6}(?:\.\d{1,4})?) GiB memory in use")
 # of the GPU, and of what this process itself has there; torch leaves out "this process has" in a container, whose pids are others
@@ -154,8 +154,8 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, foun
         if where[1]
         else f.who.name
     )
+    name = name or (f"host {f.who.host}" if f.who.host else "")
     if meaning.kind == "gpu" and f.who.host:
-        name = name or f"host {f.who.host}"
         r.hosts |= {f.who.host} if f.rank is not None else set()
     if f.file:
         name = f"{name or ('the host' if meaning.kind == 'gpu' else 'a process')} of {f.file}"

@@ -20,7 +20,7 @@ LATER_S = 2.0  # the clocks of hosts differ by less
 WAITED = (Role.WAIT, Role.VICTIM)
 # failures of the device, of the launch or of the host's memory: never a consequence of another failure
 OWN = (
-    "xid", "sxid", "gpu_init", "amd_fault", "node_lost", "ecc", "device_lost", "shm_full", "duplicate_gpu", "rank_twice", "host_oom",
+    "xid", "sxid", "gpu_init", "amd_fault", "node_lost", "ecc", "device_lost", "shm_full", "port_error", "duplicate_gpu", "rank_twice", "host_oom",
 )  # fmt: skip
 
 
@@ -71,8 +71,8 @@ def join(found: Collected) -> Collected:
     found.ranks |= {f.rank for f in found.facts if f.rank is not None and is_rank(f.rank)}
     found.ranks |= {r for ranks in found.by_path.values() for r in ranks if is_rank(r)}
     found.ranks |= {r for r in found.rank_of.values() if r is not None} | set(of_file.values())
-    found.past += [f for f in found.named("host_oom") if _of_another_job(f)]
-    found.facts = [f for f in found.facts if f.name != "host_oom" or not _of_another_job(f)]
+    found.past += [f for f in found.facts if _of_another_job(f)]
+    found.facts = [f for f in found.facts if not _of_another_job(f)]
     stops = found.named("cancelled", "limit", "terminated", "evicted", "evicted_pod", "preempted")
     if stops:
         found.facts = [f for f in found.facts if not _after_stop(f, stops)]

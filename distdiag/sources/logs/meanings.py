@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from distdiag.diagnosis.known_errors import BUS_ERROR, FULL_GPU, FULL_SHM, TAKEN_PORT
+from distdiag.terms.untrusted import bounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,10 @@ MEANINGS: Mapping[str, Meaning] = MappingProxyType({
     "rank_twice": Meaning("rank_lost", "crashed", "exists twice: two processes have this rank in one job of {world}", "check how the ranks are started: RANK must differ between processes; one launcher per node, with its own --node-rank"),
     "nccl_mismatch": Meaning("mismatch", "op", "or a neighbour made a different call from the rest (NCCL found mismatched collectives)", "run again with NCCL_DEBUG_SUBSYS=COLL, or TORCH_DISTRIBUTED_DEBUG=DETAIL"),
     "gpu_init": Meaning("gpu", "lost", "has a GPU that its driver could not start, at PCI {pci}", "it is the hardware or the driver: see `dmesg -T | grep NVRM`, take the node out, reset the GPU or reboot"),
-    "amd_fault": Meaning("gpu", "lost", "has a GPU of which the driver (amdgpu) reports, at PCI {pci}: {what}", "what ran on it is lost: see the lines before it in `dmesg -T` (a ring that timed out: a kernel that hangs; RAS: the memory), and `rocm-smi`; if only this GPU has it, take it out"),
+    "amd_fault": Meaning("gpu", "lost", "has a GPU of which the driver (amdgpu) reports, at PCI {pci}: {what}", "what ran on it is lost: see the lines before it in `dmesg -T` (a ring that timed out: a kernel that hangs; a page fault: most often a kernel of the program that reads out of bounds; RAS: the memory), and `rocm-smi`; if only this GPU has it, take it out"),
     "sxid": Meaning("gpu", "nvlink", "has a fatal NVSwitch error: SXid {xid} at PCI {pci}: {text}", "it is the NVLink fabric: take the node out, and restart nvidia-fabricmanager; `nvidia-smi nvlink -e`"),
     "node_lost": Meaning("rank_lost", "silent", "was lost with all its processes", "see whether that node is up, and why it failed: `sinfo -R` or `kubectl describe node`, its console and `dmesg -T`; start again without it"),
-    "port_error": Meaning("rank_lost", "silent", "lost a port of the network: {what}", "see that host's `ibstat`, `dmesg -T` and the switch: cable, transceiver or port; NCCL does not recover from it"),
+    "port_error": Meaning("rank_lost", "silent", "lost a port of the network: {what}", "see that host's `ibstat`, `dmesg -T` and the switch: cable, transceiver or port; NCCL does not recover from an outage of some seconds"),
     "bad_alloc": Meaning("rank_lost", "crashed", "could not get host memory (std::bad_alloc)", "give the job more host memory (--mem, resources.limits.memory, `ulimit -v`), or use fewer DataLoader workers"),
     "exception": Meaning("rank_lost", "crashed", "raised {type}{what}", ""),
     "host_oom": Meaning("rank_lost", "killed", "was killed: the host or its memory limit ran out of memory", "give the job more host memory (--mem, resources.limits.memory), or use fewer DataLoader workers; pinned memory and checkpoints in /dev/shm count, too"),
@@ -75,6 +76,11 @@ STOPS: Mapping[str, str] = MappingProxyType({
     "terminated": "{name} from outside: the scheduler, a person, or a launcher whose other node failed",
     "interrupted": "Ctrl-C (KeyboardInterrupt)",
 })  # fmt: skip
+_AFTER_STOP = (
+    (bounded(r"time limit|[Dd]eadline|RUNLIMIT|walltime"), "give the job more time (--time, activeDeadlineSeconds), or save a checkpoint before the limit (sbatch --signal=USR1@120) and requeue it"),
+    (bounded(r"preempt|PREEMPT|interruption"), "a preempted job is not faulty: requeue it (sbatch --requeue), and let it resume from its newest checkpoint"),
+    (bounded(r"was low on"), "give the pods a request and a limit of what ran out (resources.requests), or use less of it: caches and checkpoints on a volume"),
+)  # fmt: skip
 KILLED = "the kernel kills for memory: `dmesg -T | grep -i oom`, memory.events of the cgroup; else a person or the scheduler did"
 SIGNALS: Mapping[str, str] = MappingProxyType({
     "SIGKILL": KILLED,
@@ -108,3 +114,8 @@ IB_STATUS: Mapping[str, str] = MappingProxyType({
     "13": "receiver not ready, after all retries",
 })  # fmt: skip
 LOCAL = ("1", "2", "4")  # of these: errors of the host that reports them
+
+
+def advice_on_stop(text: str) -> list[str]:
+    """Return what to do about a stop from outside, by what is said of it."""
+    return [advice for regex, advice in _AFTER_STOP if regex.search(text)]

@@ -25,7 +25,7 @@ _ADDRESS_KEY = bounded(r"default_pg/\d+//\w+//\d+/(\d{1,6})\W*$")
 _HERE = ("127.0.0.1", "127.0.1.1", "localhost", "::1")
 _FOLLOWS = bounded(r"remote process exited|ncclRemoteError|NCCL communicator was aborted")
 _TASK = bounded(r"/task:(\d{1,6})$")  # of jax: the number of the process
-_NO_WAY = bounded(r"Connection refused|No route to host|Network is unreachable")
+_NO_ROUTE = bounded(r"No route to host|Network is unreachable")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,11 @@ def _lost_store(facts: Sequence[Fact]) -> bool:
 
 
 def _refused(facts: Sequence[Fact]) -> bool:
-    return all(_NO_WAY.search(f.fields.get("reason", f.text)) for f in facts)
+    return all("Connection refused" in f.fields.get("reason", f.text) for f in facts)
+
+
+def _no_route(facts: Sequence[Fact]) -> bool:
+    return all(_NO_ROUTE.search(f.fields.get("reason", f.text)) for f in facts)
 
 
 def _too_many(fact: Fact) -> bool:
@@ -162,6 +166,8 @@ LOST_ROWS = (
         when=lambda facts: any(f.name == "gloo_timeout" for f in facts)),
     Row("unique_id", _LOST, "{who} lost the store while a communicator was made{at} ({reason}): the process that serves it, rank 0 or torchrun's, ended first",
         "read the log of rank 0 and of its node's launcher: its failure came before these"),
+    Row("closed store_lost refused lost", _LOST, "{who} could not make a connection{to}{at}: a firewall rejects it, or no route leads there",
+        "open the ports between these hosts (iptables, firewalld, security groups: NCCL and gloo use any port), and see the route: `ip route get ADDRESS`; or choose another interface: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME", when=_no_route),
     Row("closed store_lost refused lost", _LOST, "{who} could not make a connection{to}{at}: nothing listens there (any more), or a firewall is between them", _ENDED,
         ("{who} could not make a connection{to}{at}: nothing listens there (any more), or a firewall is between them" + _NOTHING, _ENDED), when=_refused),
     Row("closed store_lost refused lost", _LOST, "{who} lost the job's store{to}{at}: the process that serves it, rank 0 or torchrun's, had ended", _ENDED,
