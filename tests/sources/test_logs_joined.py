@@ -22,6 +22,7 @@ LIMIT = "slurmstepd: error: *** JOB 7 ON b-7 CANCELLED AT 2026-08-20T08:20:10 DU
         ("(blade03) ImportError: x", "blade03", ""),
         ("[worker-5] x", "worker-5", ""),
         ("node-2  | x", "node-2", ""),
+        ("[3120481.032001] amdgpu 0000:d6:00.0: x", "", ""),
         ("10.0.0.3: [rank13]: KeyError: 'a'", "10.0.0.3", ""),
         ("Jul 08 14:25:35 dgx-06 trainer[21]: x", "trainer[21]", "dgx-06"),
         ("2026-07-08T14:25:35+0000 dgx-06 kernel: x", "", "dgx-06"),

@@ -214,7 +214,8 @@ def joined(reasons: list[Reason], ended: list[Reason]) -> list[Reason]:
     signals = with_a_reason(ended)
     fitting = [r for r in ended if r not in signals or (number and r.text.endswith(signal_name(-number)))]
     ranks = {q for r in fitting for q in r.ranks}
-    if len(nameless[0].facts) != len(ranks):
+    pids = {f.fields["pid"] for f in nameless[0].facts if "pid" in f.fields}
+    if (len(pids) or len(nameless[0].facts)) != len(ranks):
         return ended
     nameless[0].ranks |= ranks
     nameless[0].hosts |= {h for r in fitting for h in r.hosts}
@@ -223,4 +224,4 @@ def joined(reasons: list[Reason], ended: list[Reason]) -> list[Reason]:
 
 def _has_process(r: Reason) -> bool:
     """True if its lines name a process, not only a node."""
-    return bool(r.unnamed) and any(f.who.name != f.who.label or not f.who.label for f in r.facts)
+    return bool(r.unnamed) and any(f.who.name not in ("", f.who.label) for f in r.facts)

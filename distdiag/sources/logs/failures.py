@@ -138,6 +138,8 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, foun
     key = (f.name, _NUMBER.sub("#", text) + place)
     if pci := f.fields.get("pci"):  # all that the driver reports of one device is one event
         key = ("gpu", f"{f.path} {pci.rpartition('.')[0] or pci}")
+    if f.name == "hip_error":  # the driver, HSA and HIP report one fault
+        key = (f.name, "")
     r = reasons.setdefault(key, Reason(meaning, text, meaning.advice, f.order))
     r.facts.append(f)
     keys = _OF_THE_LINE.get(f.name)
@@ -157,7 +159,7 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, foun
     name = name or (f"host {f.who.host}" if f.who.host else "")
     if meaning.kind == "gpu" and f.who.host:
         r.hosts |= {f.who.host} if f.rank is not None else set()
-    if f.file:
+    if f.file and not f.who.host:
         name = f"{name or ('the host' if meaning.kind == 'gpu' else 'a process')} of {f.file}"
     if (not known or f.name == "node_lost") and name and name not in r.unnamed:
         r.unnamed.append(name)
@@ -234,7 +236,7 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     of_node = bool(r.facts) and all(f.of_node for f in r.facts)
     unordered = any(before(r.facts[0], waited[q]) is None for q in others if waited[q].role is Role.WAIT)
     in_collective = bool(r.facts) and all(f.in_collective for f in r.facts)
-    if len(found.on_host) > 1 or r.meaning.kind == "gpu":
+    if (len(found.on_host) > 1 or r.meaning.kind == "gpu") and r.facts[0].name != "node_lost":
         r.hosts = r.hosts or found.host_of(r.ranks)
     message, advice = _who_failed(r, ranks, of_node, everyone) + r.after, r.advice
     if others:

@@ -137,7 +137,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("device_lost", C, "has fallen off the bus", r"(?:NVRM: GPU (?P<pci>[\w:.]+): )?GPU has fallen off the bus"),
     _row("amd_fault", C, "GPU reset begin", r"amdgpu (?P<pci>[\w:.]+): (?:amdgpu: )?(?P<what>GPU reset) begin"),
     _row("amd_fault", C, "uncorrectable hardware error", r"amdgpu (?P<pci>[\w:.]+): .{0,20}?(?P<what>uncorrectable hardware error)"),
-    _row("amd_fault", C, "page fault (", r"amdgpu (?P<pci>[\w:.]+): (?:amdgpu: )?\[\w+\] (?:\w[\w-]{1,12} )?(?P<what>page fault) \(.{0,60}?for process (?P<comm>\S{1,20}) pid (?P<pid>[1-9]\d*)"),
+    _row("hip_error", C, "page fault (", r"amdgpu (?P<what>[\w:.]+: (?:amdgpu: )?\[\w+\] (?:\w[\w-]{1,12} )?page fault) \(.{0,60}?for process (?P<comm>\S{1,20}) pid (?P<pid>[1-9]\d*)"),
     _row("gpu_init", C, "RmInitAdapter failed", r"NVRM: GPU (?P<pci>[\w:.]+): RmInitAdapter failed"),
     _row("sxid", C, "SXid (PCI:", r"SXid \(PCI:(?P<pci>[\w:.]+)\): (?P<xid>\d+), Fatal, (?P<text>.{1,80})"),
     _row("cuda_oom", C, "CUDA out of memory", r"CUDA out of memory\. ?(?P<what>.{0,900})"),
