@@ -242,7 +242,7 @@ def test_the_node_with_another_master_is_named_by_its_file(tmp_path: Path) -> No
         "a rank of n4.log could not reach the job's store at n3:29500"
     )
     assert (
-        "its --master-addr is n3, n1.log's is n1" in only(report).message and "one MASTER_ADDR" in only(report).advice
+        "its master address is n3, n1.log's is n1" in only(report).message and "one MASTER_ADDR" in only(report).advice
     )
 
 

@@ -105,7 +105,7 @@ def _why_unreached(found: Collected, f: Fact) -> None:
             and others
             and len(set(others.values())) == 1
         ):
-            f.fields["masters"] = f"; its --master-addr is {f.fields['peer']}, {min(others)}'s is {others[min(others)]}"
+            f.fields["masters"] = f"; its master address is {f.fields['peer']}, {min(others)}'s is {others[min(others)]}"
 
 
 def _numbered(found: Collected) -> set[str]:
