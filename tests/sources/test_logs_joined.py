@@ -227,6 +227,8 @@ def test_a_local_rank_is_a_rank_where_the_launcher_gives_the_node_s_first(tmp_pa
         "  global_ranks=[8, 9, 10]\n[default2]:RuntimeError: CUDA error: an illegal memory access was encountered\n"
     )
     assert only(diagnose(tmp_path, elastic)).culprits == (10,)
+    mixed = only(diagnose(tmp_path, "  global_ranks=[0, 1, 2]\n" + elastic))
+    assert mixed.message.startswith("local rank 2 had") and mixed.certainty == "suspected"
 
 
 def test_the_node_with_another_master_is_named_by_its_file(tmp_path: Path) -> None:

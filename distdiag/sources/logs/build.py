@@ -82,6 +82,12 @@ def who(facts: Collection[Fact]) -> str:
     return some([name for name in names if name] or [f"a rank of {f.file}" for f in facts if f.file]) or "a rank"
 
 
+def fewer(sides: Iterable[Collection[int]]) -> Collection[int]:
+    """Return the ranks of the smaller one of two sides; empty if they are equal, or more."""
+    few, *many = sorted(sides, key=len)
+    return few if len(many) == 1 and len(few) < len(many[0]) else ()
+
+
 def last_words(found: Collected, ranks: Collection[int]) -> str:
     """Return the last line of the one rank that the others wait for, if the log has it."""
     silent = len(ranks) == 1 and all(f.rank not in ranks for f in found.facts)

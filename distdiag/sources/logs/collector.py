@@ -12,7 +12,7 @@ from distdiag.sources.logs.facts import MAX_WRITERS, Collected, Fact, Line, sour
 from distdiag.sources.logs.later import Later
 from distdiag.sources.logs.patterns import TABLE, Role
 from distdiag.sources.logs.recorded import MARK, Recorded
-from distdiag.sources.logs.tables import Tables
+from distdiag.sources.logs.tables import Tables, rank_of
 from distdiag.sources.logs.tracebacks import PROSE, Tracebacks
 from distdiag.sources.logs.writers import Writer, messages, plain, time_of
 from distdiag.terms.untrusted import MAX_RANKS, bounded, is_rank
@@ -276,7 +276,8 @@ class Collector:
         elif name == "master" and len(out.masters) < MAX_WRITERS:
             out.masters[who.label or line.path.name] = fields["addr"]
         elif name == "first_rank" and len(out.first_rank) < MAX_WRITERS:
-            out.first_rank[line.path, who.label] = int(fields["node"][:7]) * int(fields.get("local", "1")[:7])
+            first, launcher = int(fields["node"][:7]) * int(fields.get("local", "1")[:7]), (line.path, who.label)
+            out.first_rank[launcher] = first if out.first_rank.get(launcher, first) == first else -1
         elif name == "spawned" and len(out.local_of) < MAX_WRITERS:
             out.local_of[who.label, fields["pid"]] = int(fields["local"][:7])
         elif name == "env" and is_rank(rank := int(fields["r"][:7])):
@@ -292,9 +293,9 @@ class Collector:
 
     def _end_rows(self, path: Path, at_end: bool = False) -> None:
         """Add how processes ended, from a launcher's table of several lines."""
-        for row in self._table.take(at_end):
-            who = Writer(rank=row.rank, host=row.fields.get("host", ""), at=time_of(row.fields.get("time", "")))
-            self._add("ended", Role.EXIT, row.fields, Line(path, row.line, "", who, (path,), self._order))
+        for line, row in self._table.take(at_end):
+            who = Writer(rank=rank_of(row), host=row.get("host", ""), at=time_of(row.get("time", "")))
+            self._add("ended", Role.EXIT, row, Line(path, line, "", who, (path,), self._order))
 
     def _size(self, rank: int, world: int, process: str) -> None:
         """Note the number of ranks, and the rank of a process, from the line of a communicator."""

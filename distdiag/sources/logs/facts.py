@@ -111,7 +111,9 @@ class Collected:
     devices: dict[tuple[str, str], str] = field(default_factory=dict)  # process of a (host, PCI device), by NCCL
     unreached: dict[tuple[Path, str], str] = field(default_factory=dict)  # why a launcher's attempts to connect failed
     masters: dict[str, str] = field(default_factory=dict)  # --master-addr of each launcher, by its label or its file
-    first_rank: dict[tuple[Path, str], int] = field(default_factory=dict)  # of each launcher's node
+    first_rank: dict[tuple[Path, str], int] = field(
+        default_factory=dict
+    )  # of each launcher's node; -1 of several nodes
     pace: dict[Path, tuple[float, float]] = field(
         default_factory=dict
     )  # last time of progress, longest time between two

@@ -196,9 +196,6 @@ def _memory_of_others(f: Fact) -> str:
     if not held or ("this process has" not in what and not _holds_no_own(what, max(map(float, held.values())))):
         return ""
     pids = sorted(held, key=lambda pid: -float(held[pid]))
-    many = len(pids) > 1 and what.count("this process has") > 1  # two messages in one line
-    if many:
-        return f": processes {', '.join(pids[:4])}, which are not these ranks, hold {float(held[pids[0]]):.3g} GiB and less of their GPUs"
     return f": process {pids[0]}, which is not this rank, holds {float(held[pids[0]]):.3g} GiB of that GPU"
 
 
@@ -243,8 +240,6 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
         waits = [waited[q] for q in others]
         after = all(before(f, wait) for f in r.facts[:1] for wait in waits)
         message += f"; {rank_list(others)} {'then ' if after else ''}{_in_what(waits)}"
-    if everyone and not advice:
-        advice = meanings.SAME_EVERYWHERE
     if in_collective and advice in meanings.GENERAL:
         advice = meanings.IN_COLLECTIVE
     nodes = {f.who.label for f in r.facts} if of_node else set()

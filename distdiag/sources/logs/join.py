@@ -7,6 +7,7 @@ them, and kept apart where none has. Order is that of clocks where both lines ha
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from distdiag.diagnosis.model.snapshot import Site
@@ -56,12 +57,15 @@ def join(found: Collected) -> Collected:
             f.rank = f.who.task
         on_node = f.who.local if f.who.local is not None else found.local_of.get((f.who.label, f.fields.get("pid", "")))
         if f.rank is None and on_node is not None:
-            first = found.first_rank.get((f.path, f.who.label))
-            if first is not None and is_rank(first + on_node):
+            first = found.first_rank.get((f.path, f.who.label), -1)
+            if first >= 0 and is_rank(first + on_node):
                 f.rank = first + on_node
             elif f.who.local is None or len(found.files) == 1:
                 f.rank, f.of_node = on_node, not one_node
-    _learn_hosts(found)
+    found.facts = [part for f in found.facts for part in _by_task(found, f)]
+    for f in found.facts:
+        if f.role is Role.EXIT and f.rank is not None and (host := f.fields.get("host")):
+            found.on_host.setdefault(host, set()).add(f.rank)
     for f in found.named("store_connect"):
         _why_unreached(found, f)
     ended = {f.fields["pid"]: f.fields["local"] for f in found.facts if {"pid", "local"} <= f.fields.keys()}
@@ -79,7 +83,7 @@ def join(found: Collected) -> Collected:
     return found
 
 
-def tasks_of(text: str) -> tuple[int, ...]:
+def _tasks(text: str) -> tuple[int, ...]:
     """Return the tasks in `1-3`, `[0,2]`."""
     try:
         return unfold_ranks(text.replace("[", "").replace("]", ""))
@@ -87,12 +91,12 @@ def tasks_of(text: str) -> tuple[int, ...]:
         return ()
 
 
-def _learn_hosts(found: Collected) -> None:
-    """Note the host of each rank that a launcher reports the end of."""
-    for f in found.facts:
-        if (host := f.fields.get("host", "")) and f.role is Role.EXIT:
-            tasks = tasks_of(f.fields.get("tasks", "")) if not found.torchrun else ()
-            found.on_host.setdefault(host, set()).update(q for q in (f.rank, *tasks) if q is not None and is_rank(q))
+def _by_task(found: Collected, f: Fact) -> list[Fact]:
+    """Return a fact of srun's once for each task; a task is a node, if torchrun started the ranks."""
+    if f.name != "exit_tasks":
+        return [f]
+    tasks = () if found.torchrun else _tasks(f.fields["tasks"])
+    return [replace(f, rank=q) for q in tasks if is_rank(q)] or [replace(f, rank=None)]
 
 
 def _why_unreached(found: Collected, f: Fact) -> None:
@@ -105,7 +109,9 @@ def _why_unreached(found: Collected, f: Fact) -> None:
             and others
             and len(set(others.values())) == 1
         ):
-            f.fields["masters"] = f"; its master address is {f.fields['peer']}, {min(others)}'s is {others[min(others)]}"
+            f.fields["masters"] = (
+                f"; its master address is {f.fields['peer']}, {min(others)}'s is {others[min(others)]}"
+            )
 
 
 def _numbered(found: Collected) -> set[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from distdiag.diagnosis.model.findings import CollectiveRef, Finding, rank_list
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import at, count
-from distdiag.sources.logs.build import finding
+from distdiag.sources.logs.build import fewer, finding
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import first_site
 from distdiag.sources.logs.timeouts import op_name
@@ -50,7 +50,6 @@ def _by_shape(facts: Iterable[Fact]) -> dict[str, set[int]]:
 
 def _shapes_given(facts: list[Fact]) -> Finding:
     sides = _by_shape(facts)
-    few, *many = sorted(sides.values(), key=len)
     texts = [f"{shape} on {rank_list(sorted(ranks))}" for shape, ranks in list(sides.items())[:4]]
     return finding(
         "mismatch",
@@ -58,7 +57,7 @@ def _shapes_given(facts: list[Fact]) -> Finding:
         facts,
         f"the ranks passed different shapes to one operation of Accelerate: {', '.join(texts)}",
         "pad them to one shape first (accelerator.pad_across_processes), or use gather_for_metrics for the last, smaller batch",
-        culprits=few if len(many) == 1 and len(few) < len(many[0]) else (),
+        culprits=fewer(sides.values()),
         victims=set().union(*sides.values()),
         proved=True,
     )
@@ -75,8 +74,7 @@ def _versions(found: Collected, facts: list[Fact]) -> Finding:
     for f in facts:
         for rank, version in (("a", "va"), ("b", "vb")):
             by_version.setdefault(f.number(version) or 0, set()).add(int(f.fields[rank]))
-    few, *many = sorted(by_version.values(), key=len)
-    culprits = few if len(many) == 1 and len(few) < len(many[0]) else set()
+    culprits = fewer(by_version.values())
     of_label = {min(ranks): label for label, ranks in found.of_label.items() if len(ranks) == 1}
     texts = []
     for v, ranks in sorted(by_version.items(), key=lambda item: len(item[1])):
@@ -121,8 +119,7 @@ def _fingerprints(facts: list[Fact]) -> Finding:
     texts = [f"{rank_list(sorted(rs))} in {shown}" for shown, rs in sorted(sides.items(), key=lambda s: min(s[1]))[:4]]
     if len(sides) < 2:
         texts.append("the other side is not in the message")
-    few, *many = sorted(sides.values(), key=len)
-    culprits = few if len(many) == 1 and len(few) < len(many[0]) else set()
+    culprits = fewer(sides.values())
     site = next((f.site for f in facts if f.rank in culprits and f.site is not None), first_site(facts))
     skipped = "; their numbers differ, so one rank has made one call more or fewer before"
     return finding(
@@ -179,8 +176,7 @@ def _counts(facts: list[Fact]) -> Finding:
     known = theirs | own
     if len(set(known.values())) > 1:
         texts = [f"{n:,} on {rank_list([r for r, m in known.items() if m == n])}" for n in sorted(set(known.values()))]
-        few, *many = sorted(([r for r, m in known.items() if m == n] for n in set(known.values())), key=len)
-        culprits = few if len(many) == 1 and len(few) < len(many[0]) else ()
+        culprits = fewer([r for r, m in known.items() if m == n] for n in set(known.values()))
         message = f"the wrapped model differs: DDP found {', '.join(texts)} parameters"
         advice = "build the same model on every rank: the same arguments, and the same parameters with requires_grad"
         return _model(facts, message, advice, proved=True, culprits=culprits)

@@ -70,8 +70,6 @@ def _too_many(fact: Fact) -> bool:
 _LATE, _LOST = "timeout/late_rank", "rank_lost/silent"
 _GLOO = "a gloo collective timed out{after}: {who} waited in it{at}"
 _ENDED = "{first}see how that process ended: its log, exit code, `dmesg -T` for oom-kill or Xid; if it is alive, the network: interface (NCCL_SOCKET_IFNAME), firewall, MTU"
-_PROCESS = "the process at the other end had ended, or the network broke"
-_NOTHING = "; {culprits} {report} nothing"
 LATE_ROWS = (
     Row("barrier_late barrier_reached", _LATE, "{culprits} did not reach monitored_barrier in {limit}{at}",
         "read the log of {culprits}, and take {its} stack the next time before the barrier times out",
@@ -168,12 +166,10 @@ LOST_ROWS = (
         "read the log of rank 0 and of its node's launcher: its failure came before these"),
     Row("closed store_lost refused lost", _LOST, "{who} could not make a connection{to}{at}: a firewall rejects it, or no route leads there",
         "open the ports between these hosts (iptables, firewalld, security groups: NCCL and gloo use any port), and see the route: `ip route get ADDRESS`; or choose another interface: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME", when=_no_route),
-    Row("closed store_lost refused lost", _LOST, "{who} could not make a connection{to}{at}: nothing listens there (any more), or a firewall is between them", _ENDED,
-        ("{who} could not make a connection{to}{at}: nothing listens there (any more), or a firewall is between them" + _NOTHING, _ENDED), when=_refused),
-    Row("closed store_lost refused lost", _LOST, "{who} lost the job's store{to}{at}: the process that serves it, rank 0 or torchrun's, had ended", _ENDED,
-        ("{who} lost the job's store{to}{at}: the process that serves it, rank 0 or torchrun's, had ended" + _NOTHING, _ENDED),
+    Row("closed store_lost refused lost", _LOST, "{who} could not make a connection{to}{at}: nothing listens there (any more), or a firewall is between them{nothing}", _ENDED, when=_refused),
+    Row("closed store_lost refused lost", _LOST, "{who} lost the job's store{to}{at}: the process that serves it, rank 0 or torchrun's, had ended{nothing}", _ENDED,
         when=lambda facts: all(f.name == "store_lost" for f in facts)),
-    Row("closed store_lost refused lost", _LOST, "{who} lost a connection{to}{at}: " + _PROCESS, _ENDED, ("{who} lost a connection{to}{at}: " + _PROCESS + _NOTHING, _ENDED)),
+    Row("closed store_lost refused lost", _LOST, "{who} lost a connection{to}{at}: the process at the other end had ended, or the network broke{nothing}", _ENDED),
     Row("nccl_error own_error dist_error", "rank_lost/crashed", "HCCL failed on {who}{at}: {what}",
         "read the lines after it (EI…, EJ…, ERR…): they have the reason; often another rank failed first", when=lambda facts: facts[0].fields.get("what", "").startswith(("Hccl", "Acl", "acl"))),
     Row("nccl_error own_error dist_error nccl_warning", "rank_lost/crashed", "{library} failed on {who}{on_host}{at}: {what}: {warning}",
@@ -284,7 +280,7 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
         "at": at(first_site(facts)),
         "culprits": rank_list(culprits),
         "its": verb(culprits, "its", "their"),
-        "report": verb(culprits, "reports", "report"),
+        "nothing": f"; {rank_list(culprits)} {verb(culprits, 'reports', 'report')} nothing" if culprits else "",
         "library": library,
         "debug": "CCL_LOG_LEVEL=info" if library == "oneCCL" else "NCCL_DEBUG=WARN",
         "tag": first.get("tag", "a connection"),
