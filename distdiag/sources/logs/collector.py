@@ -89,11 +89,10 @@ class Collector:
                     (str(path), "only its first and last lines were read in detail: it has too many different errors")
                 )
             self._end_rows(path, at_end=True)
-            cut = [
-                f for f in out.facts[first:] if f.name == "timeout_cut" and f.line + 1 < number
-            ]  # wrapped, or interleaved
-            out.facts[first:] = [f for f in out.facts[first:] if f not in cut]
-            out.facts[first:] = self._of_last_run(out.facts[first:])
+            new = (
+                f for f in out.facts[first:] if f.name != "timeout_cut" or f.line + 1 >= number
+            )  # else it is wrapped
+            out.facts[first:] = self._of_last_run(list(new))
             failed = min((f.line for f in out.facts[first:] if f.role not in (Role.FACT, Role.HINT)), default=None)
             self.later.read(path, self._bounds.tail, failed)
             if any(f.name == "cancelled" for f in out.facts[first:]) and (pace := later.pace(self._bounds.tail)):
@@ -218,11 +217,8 @@ class Collector:
         out, who = self.result, line.who
         fields = {k: v for k, v in groups.items() if v is not None}
         if name in ("lost_worker", "node_lost") and "pid" not in fields:
-            fields |= {
-                key: value
-                for key, value in self._actor.items()
-                if key == "host" or (key, name) == ("pid", "lost_worker")
-            }
+            keys = ("host", "pid") if name == "lost_worker" else ("host",)
+            fields |= {key: self._actor[key] for key in keys if key in self._actor}
             self._actor = {}
         self._learn(name, fields, line)
         if role is Role.FACT or (who.mild and role in (Role.CAUSE, Role.VICTIM, Role.START)):

@@ -44,17 +44,11 @@ def _of_all(r: Reason, found: Collected) -> None:
     """Give a reason all ranks of the job, if those that its lines name and those without a name are as many."""
     nameless = [f for f in r.facts if f.rank is None and not f.who.name]
     world = found.world_size or 0
-    once = (
-        r.facts[0].name == "exception"
-    )  # each process prints it once; NCCL's messages are printed again without a name
-    if (
-        r.ranks
-        and nameless
-        and once
-        and r.meaning.cause == "crashed"
-        and len(r.ranks) + len(nameless) == world <= MAX_RANKS
-    ):
-        r.ranks = set(range(world)) if max(r.ranks) < world else r.ranks
+    # each process prints an exception once; NCCL's messages are printed again without a name
+    once = r.facts[0].name == "exception" and r.meaning.cause == "crashed"
+    whole = len(r.ranks) + len(nameless) == world <= MAX_RANKS
+    if r.ranks and nameless and once and whole and max(r.ranks) < world:
+        r.ranks = set(range(world))
 
 
 def _of_one_remedy(reasons: list[Reason]) -> list[Reason]:

@@ -105,21 +105,13 @@ class Collected:
     by_path: dict[Path, set[int]] = field(default_factory=dict)  # ranks named in the lines of a file
     env: dict[Path, set[int]] = field(default_factory=dict)  # the ranks that a file's environment gives
     of_label: dict[str, set[int]] = field(default_factory=dict)  # ranks named in the lines with a launcher's label
-    pid_of: dict[tuple[Path, str], int] = field(
-        default_factory=dict
-    )  # process of a PCI device, by the driver's later lines
+    pid_of: dict[tuple[Path, str], int] = field(default_factory=dict)  # of a PCI device, by the driver's later lines
     devices: dict[tuple[str, str], str] = field(default_factory=dict)  # process of a (host, PCI device), by NCCL
     unreached: dict[tuple[Path, str], str] = field(default_factory=dict)  # why a launcher's attempts to connect failed
     masters: dict[str, str] = field(default_factory=dict)  # --master-addr of each launcher, by its label or its file
-    first_rank: dict[tuple[Path, str], int] = field(
-        default_factory=dict
-    )  # of each launcher's node; -1 of several nodes
-    pace: dict[Path, tuple[float, float]] = field(
-        default_factory=dict
-    )  # last time of progress, longest time between two
-    local_of: dict[tuple[str, str], int] = field(
-        default_factory=dict
-    )  # rank on its node of (label, pid), by the launcher
+    first_rank: dict[tuple[Path, str], int] = field(default_factory=dict)  # of a launcher's node; -1 of several
+    pace: dict[Path, tuple[float, float]] = field(default_factory=dict)  # of progress: last time, longest pause
+    local_of: dict[tuple[str, str], int] = field(default_factory=dict)  # rank on its node of (label, pid)
     closed: set[str] = field(default_factory=set)  # pids of ranks that torchrun ended
     joined: set[int] = field(default_factory=set)  # ranks that have joined the job's store
     steps: bool = False  # lines show progress

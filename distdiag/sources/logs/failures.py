@@ -148,15 +148,9 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, foun
         ranks = {*found.on_host.get(f.fields.get("host", f.fields.get("node", "")), ())}
     known = {q for q in ranks if q is not None and is_rank(q)}
     r.ranks |= known
-    where = f.fields.get("node"), f.fields.get("pod")
-    name = (
-        f"node {f.fields.get('host', where[0])}"
-        if where[0]
-        else f"the node of pod {where[1]}"
-        if where[1]
-        else f.who.name
-    )
-    name = name or (f"host {f.who.host}" if f.who.host else "")
+    node, pod = f.fields.get("node"), f.fields.get("pod")
+    name = f.who.name or (f"host {f.who.host}" if f.who.host else "")
+    name = f"node {f.fields.get('host', node)}" if node else f"the node of pod {pod}" if pod else name
     if meaning.kind == "gpu" and f.who.host:
         r.hosts |= {f.who.host} if f.rank is not None else set()
     if f.file and not f.who.host:
@@ -270,13 +264,11 @@ def _in_what(waits: list[Fact]) -> str:
     if all(f.name == "dump_signal" for f in waits):
         return f"{verb(waits, 'was', 'were')} asked to dump because of it"
     if len(calls) != 1 or any(f.name != "timeout" for f in waits):
-        waited = "timed out waiting" if any(f.role is Role.WAIT for f in waits) else ""
-        lost = (
-            f"lost {verb(waits, 'its connection', 'their connections')}"
-            if any(f.role is Role.VICTIM for f in waits)
-            else ""
-        )
-        return " or ".join(filter(None, (waited, lost)))
+        how = {
+            Role.WAIT: "timed out waiting",
+            Role.VICTIM: f"lost {verb(waits, 'its connection', 'their connections')}",
+        }
+        return " or ".join(text for role, text in how.items() if any(f.role is role for f in waits))
     op, seq = calls.pop()
     return f"timed out in {op}" + (f" #{seq:,}" if seq is not None else "")
 

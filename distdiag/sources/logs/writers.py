@@ -55,21 +55,9 @@ _ISO = bounded(
 # what a container's log, or `ts`, puts in front of each line
 _STAMP = bounded(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d) ")
 _MESSAGE_KEYS = (
-    "message",
-    "msg",
-    "log",
-    "text",
-    "event",
-    "textPayload",
-    "exc",
-    "exc_info",
-    "exception",
-    "error",
-    "traceback",
-    "stack",
-    "stack_trace",
-    "line",
-)
+    "message", "msg", "log", "text", "event", "textPayload", "exc", "exc_info", "exception", "error", "traceback", "stack",
+    "stack_trace", "line",
+)  # fmt: skip
 _TIME_KEYS = ("timestamp", "@timestamp", "time", "ts", "t", "asctime")
 _SIGNS = {*_TIME_KEYS, "level", "lvl", "levelname", "severity", "stream", "rank", "global_rank", "RANK"}
 
