@@ -42,11 +42,18 @@ def findings(found: Collected) -> list[Finding]:
 
 
 def _differ(
-    kind: str, cause: str, facts: list[Fact], sides: Collection[Collection[int]], message: str, advice: str, **more: Any
+    kind: str,
+    cause: str,
+    facts: list[Fact],
+    sides: Collection[Collection[int]],
+    message: str,
+    advice: str,
+    proved: bool = True,
+    **more: Any,
 ) -> Finding:
     """Return the finding on ranks that differ; the fewer ones of two sides are the culprits."""
     ranks = set().union(*sides)
-    return finding(kind, cause, facts, message, advice, culprits=fewer(sides), victims=ranks, **{"proved": True} | more)
+    return finding(kind, cause, facts, message, advice, culprits=fewer(sides), victims=ranks, proved=proved, **more)
 
 
 def _by_shape(facts: Iterable[Fact]) -> dict[str, set[int]]:
