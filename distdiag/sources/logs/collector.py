@@ -263,19 +263,6 @@ class Collector:
             out.unreached[line.path, who.process or who.label] = f"the name does not resolve ({fields['why']})"
         elif name == "no_answer":
             out.unreached[line.path, who.process or who.label] = fields["why"].lower()
-        elif name == "port_active":
-            back = [f for f in out.named("port_error") if _same_port(f, fields, line)]
-            out.facts = [f for f in out.facts if f not in back] if back else out.facts
-            out.past += back
-        elif name == "closing":
-            out.closed.add(fields["pid"])
-        elif name == "master" and len(out.masters) < MAX_WRITERS:
-            out.masters[who.label or line.path.name] = fields["addr"]
-        elif name == "first_rank" and len(out.first_rank) < MAX_WRITERS:
-            first, launcher = int(fields["node"][:7]) * int(fields.get("local", "1")[:7]), (line.path, who.label)
-            out.first_rank[launcher] = first if out.first_rank.get(launcher, first) == first else -1
-        elif name == "spawned" and len(out.local_of) < MAX_WRITERS:
-            out.local_of[who.label, fields["pid"]] = int(fields["local"][:7])
         elif name == "env" and is_rank(rank := int(fields["r"][:7])):
             out.by_path.setdefault(line.path, set()).add(rank)
             out.env.setdefault(line.path, set()).add(rank)
@@ -286,6 +273,25 @@ class Collector:
             self.later.restarts[line.path] = line.number
             if name != "again":
                 self._next_run(name == "launch")
+        else:
+            self._learn_of_node(name, fields, line)
+
+    def _learn_of_node(self, name: str, fields: Mapping[str, str], line: Line) -> None:
+        """Take what a line of a launcher or the driver says about a node: its ports, its ranks, its address of the first node."""
+        out, who = self.result, line.who
+        if name == "port_active":
+            back = [f for f in out.named("port_error") if _same_port(f, fields, line)]
+            out.facts = [f for f in out.facts if f.name != "port_error" or f not in back]
+            out.past += back
+        elif name == "closing" and len(out.closed) < MAX_WRITERS:
+            out.closed.add(fields["pid"])
+        elif name == "master" and len(out.masters) < MAX_WRITERS:
+            out.masters[who.label or line.path.name] = fields["addr"]
+        elif name == "first_rank" and len(out.first_rank) < MAX_WRITERS:
+            first, launcher = int(fields["node"][:7]) * int(fields.get("local", "1")[:7]), (line.path, who.label)
+            out.first_rank[launcher] = first if out.first_rank.get(launcher, first) == first else -1
+        elif name == "spawned" and len(out.local_of) < MAX_WRITERS:
+            out.local_of[who.label, fields["pid"]] = int(fields["local"][:7])
 
     def _end_rows(self, path: Path, at_end: bool = False) -> None:
         """Add how processes ended, from a launcher's table of several lines."""
