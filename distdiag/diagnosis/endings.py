@@ -23,8 +23,8 @@ Late = tuple[tuple[int, ...], tuple[int, ...]]  # (late ranks, ranks that waited
 _ECHO = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|reset by peer|broken pipe|closed by peer|socket (is )?closed"
     r"|remote process exited|remote rank|communicator was aborted|nccl ?(communicator|comm).*abort|ncclRemoteError"
-    r"|recvValue failed|sendBytes failed|failed to recv|peer may have|unhandled system error|DistNetworkError"
-    r"|The server socket|heartbeat|store->get|SocketTimeout|CheckpointException: rank \d+ failed",
+    r"|recvValue failed|sendBytes failed|failed to recv|peer may have|unhandled system error"
+    r"|DistNetworkError(?!: The server socket)|heartbeat|store->get|SocketTimeout|CheckpointException: rank \d+ failed",
     re.IGNORECASE,
 )
 _TIMEOUT = re.compile(r"timed? ?out|timeout|wait timeout|deadline|failed to pass monitoredBarrier", re.IGNORECASE)

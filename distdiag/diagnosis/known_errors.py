@@ -1,6 +1,6 @@
-"""Errors of torch and of frameworks whose cause is known: one row per message, with what the rank's page knows about it.
+"""Errors of torch, of frameworks and of the system whose cause is known: one row per message, for runs and for logs.
 
-A row holds for every job: the message has one cause, or the recorder knows which of several it is.
+A row holds for every job: the message has one cause, or the recorder knows which of several it is. The first row that fits counts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Known(NamedTuple):
 
     Attributes:
         shows: What the rank's page knows about it; empty if nothing.
-        only_if_shown: The message has other causes, too: without that fact the row is not used.
+        only_if_shown: The message has other causes, too: without that fact, as in a log, the row is not used.
     """
 
     message: re.Pattern[str]
@@ -52,6 +52,11 @@ class Known(NamedTuple):
     shows: Callable[[RankState], str] | None = None
     only_if_shown: bool = False
 
+
+FULL_GPU = "lower the batch or sequence length of that rank's largest batch, or use checkpointing; other processes on that GPU: `nvidia-smi` (`rocm-smi`, `npu-smi`)"
+FULL_SHM = "give the container more shared memory (docker --shm-size, a Memory emptyDir at /dev/shm), or use fewer DataLoader workers"
+TAKEN_PORT = "end the job that holds the port, or give this one another --master-port (or --rdzv-endpoint)"
+BUS_ERROR = "most often /dev/shm is full (`df -h /dev/shm`), or a mapped file was truncated; give the container more shared memory"
 
 ROWS = (
     Known(bounded(r"mark a variable ready only once|marked as ready twice"),
@@ -66,17 +71,9 @@ ROWS = (
     Known(bounded(r"modified by an inplace operation"),
           "run one forward for both inputs (concatenate them), or pass broadcast_buffers=False: DDP writes the buffers (BatchNorm) in "
           "every forward, in place, and the first forward's graph still needs them", _forwards, only_if_shown=True),
-    Known(bounded(r"Sizes of tensors must match|stack expects each tensor to be equal size|must match the size of tensor|is invalid for input of size"),
-          "pass drop_last=True to that loader, or take the sizes from the batch", _last_batch, only_if_shown=True),
     Known(bounded(r"does not require grad and does not have a grad_fn"),
           "let the loss depend on a parameter in every step, also where a batch has nothing to learn (add 0 times the output): the "
           "other ranks wait for this rank's gradients"),
-    Known(bounded(r"received 0 items of ancdata|Too many open files"),
-          "raise the limit of open files (`ulimit -n`), or torch.multiprocessing.set_sharing_strategy('file_system')"),
-    Known(bounded(r"unable to write to file </torch_|No space left on device.{0,40}(/dev/shm|torch_)|unable to mmap|insufficient shared memory"),
-          "give the job more /dev/shm (docker --shm-size, a Memory emptyDir), or use fewer DataLoader workers"),
-    Known(bounded(r"out of memory"),
-          "lower that rank's largest batch or sequence length, or use checkpointing; see who else uses the GPU: `nvidia-smi`"),
     Known(bounded(r"(Missing|Unexpected) key\(s\) in state_dict.{0,400}module\."),
           "save and load `model.module.state_dict()`: the names begin with `module.` because DDP's own state was saved"),
     Known(bounded(r"Forward order differs across ranks"),
@@ -87,7 +84,59 @@ ROWS = (
           "members of the group"),
     Known(bounded(r"Incorrect (input|output) list size"),
           "give the list one entry for each rank of the group, in every case: pad it with empty entries"),
-    Known(bounded(r"Default process group has not been initialized"), "call init_process_group before that line, on every rank"),
+    Known(bounded(r"EADDRINUSE|[Aa]ddress already in use|server socket has failed to listen"), TAKEN_PORT),
+    Known(bounded(r"unable to write to file </torch_|No space left on device.{0,40}(/dev/shm|torch_)|unable to mmap|insufficient shared memory"), FULL_SHM),
+    Known(bounded(r"received 0 items of ancdata|Too many open files"), "raise the limit (`ulimit -n`), or torch.multiprocessing.set_sharing_strategy('file_system'); keep no batches of the loader alive"),
+    Known(bounded(r"'status': '(?:NOT_AVAILABLE|INFLIGHT)'"), "ZeRO-3 gathers parameters in the order of its first step: every rank must run the same modules in the same order (no branch on the data, mixture of experts: set_z3_leaf_modules)"),
+    Known(bounded(r"exhausted (?:all )?inputs"), "the ranks have different numbers of batches: use drop_last=True or a sampler that pads (DistributedSampler), or Join without throw_on_early_termination"),
+    Known(bounded(r"No module named|cannot import name"), "install it in the environment of all nodes"),
+    Known(bounded(r"system not yet initialized"), "start NVIDIA's fabric manager on that host (`systemctl status nvidia-fabricmanager`); its version must be the driver's"),
+    Known(bounded(r"No CUDA GPUs are available|no CUDA-capable device"), "see what the process may use: CUDA_VISIBLE_DEVICES, --gpus of the container, the scheduler's GPUs; `nvidia-smi` there"),
+    Known(bounded(r"driver on your system is too old"), "that node's NVIDIA driver is older than its torch needs: update the driver there, or take the node out; compare `nvidia-smi` on all nodes"),
+    Known(bounded(r"environment variable \w+ expected"), "start it with torchrun (or srun, mpirun with these variables set): python alone sets no RANK, WORLD_SIZE, MASTER_ADDR"),
+    Known(bounded(r"can't start new thread|pthread_create failed|Resource temporarily unavailable"), "the limit of processes and threads is reached: `ulimit -u`, pids.max of the container; set OMP_NUM_THREADS=1 and use fewer DataLoader workers"),
+    Known(bounded(r"gated repo|40[13] Client Error|Invalid (?:username or password|credentials)"), "the job has no access to it: log in there (HF_TOKEN, `huggingface-cli login`), accept the licence, or use a local copy"),
+    Known(bounded(r"Unable to find address for"), "no interface has the name in GLOO_SOCKET_IFNAME there, or it has no address: compare it with `ip -br addr` on that host"),
+    Known(bounded(r"peer access is not supported"), "these GPUs cannot reach each other's memory: NCCL_P2P_DISABLE=1; see `nvidia-smi topo -p2p r`"),
+    Known(bounded(r"CUDA unknown error|initialization error"), "CUDA cannot start there: see `nvidia-smi`, `dmesg -T | grep -i nvrm`, whether nvidia-uvm is loaded, and CUDA_VISIBLE_DEVICES; reboot the node if its driver was updated"),
+    Known(bounded(r"number of tasks per node configured|SLURM .{0,40}does not match"), "make the two numbers equal: devices= and num_nodes= of the Trainer, --ntasks-per-node and --nodes of sbatch"),
+    Known(bounded(r"size of tensor|[Ss]izes of tensors must match|stack expects each tensor to be equal size|must match the existing size|is invalid for input of size"), "the shapes do not fit: if one rank alone raised it, look at its batch (a longer sample, a smaller last batch): truncate or pad (max_length=), check collate_fn, drop_last=True", _last_batch),
+    Known(bounded(r"[Nn]o available memory for the cache blocks|KV cache .{0,80}(?:larger than|needed)"), "nothing is left for the KV cache after the weights: a higher gpu_memory_utilization, a smaller max_model_len or max_num_seqs, more GPUs (tensor parallel), or quantized weights"),
+    Known(bounded(r"ibv_(?:reg_mr|create)\w* failed.{0,40}annot allocate memory"), "the limit of locked memory is too low on that host: `ulimit -l` in the job, then limits.conf, LimitMEMLOCK of slurmd or the container (--ulimit memlock=-1)"),
+    Known(bounded(r"\b(?:_Array)?MemoryError|Cannot allocate memory"), "the host's memory, or the job's limit of it, is used up: give the job more (--mem, resources.limits.memory), use fewer DataLoader workers, load less per rank"),
+    Known(bounded(r"native code: Bus error"), BUS_ERROR),
+    Known(bounded(r"Error building extension"), "the compiler failed: read the lines of ninja and nvcc above it; use an image with nvcc of torch's CUDA version, or prebuilt extensions, and delete torch_extensions in the cache"),
+    Known(bounded(r"MetadataIncompleteBuffer|deserializing header|central directory|invalid load key|Ran out of input|unexpected EOF"), "that file is cut off or damaged there: delete it and fetch it again (was the disk full?), and compare its size with another node's"),
+    Known(bounded(r"which is not this rank, holds|Free memory on device .{0,80}less than desired|memory capacity is unbalanced"), "something else holds memory of that GPU: see who with `nvidia-smi`, end it or use another GPU; or lower the share of memory (gpu_memory_utilization, mem-fraction-static)"),
+    Known(bounded(r"busy or unavailable"), "another process holds that GPU, in exclusive mode (`nvidia-smi -q -d COMPUTE`), or two ranks use one: check CUDA_VISIBLE_DEVICES and LOCAL_RANK"),
+    Known(bounded(r"Check batch related parameters"), "make the three numbers of DeepSpeed's config fit: train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks, or leave one of them out; see that all ranks were launched"),
+    Known(bounded(r"[Cc]an't (?:pickle|get local object)|[Cc]annot pickle"), "what is passed to spawned processes and loaders' workers must be importable: a function of a module instead of a lambda or a local one"),
+    Known(bounded(r"IpcGetMemHandle|IpcOpenMemHandle"), "memory cannot be shared between the GPUs of that host: start the container with --ipc=host, compare the driver and HSA_ENABLE_IPC_MODE_LEGACY (ROCm), and run once with NCCL_P2P_DISABLE=1"),
+    Known(bounded(r"NCCL WARN .{0,20}Cuda failure .{0,6}'(?:invalid argument|unknown error|operation not supported)"), "it is a call of NCCL's own: see the GPU with `nvidia-smi` and `dmesg -T | grep -i xid`, and whether that host's driver is as new as NCCL's CUDA; then run once each with NCCL_CUMEM_ENABLE=0, NCCL_NVLS_ENABLE=0, NCCL_P2P_DISABLE=1"),
+    Known(bounded(r"CUDNN_STATUS_(?:INTERNAL|EXECUTION)"), "most often the GPU's memory is full, or cuDNN, driver and torch do not fit: `nvidia-smi` there, once with torch.backends.cudnn.benchmark=False, once with CUDA_LAUNCH_BLOCKING=1"),
+    Known(bounded(r"No such file or directory"), "check that this path exists on that node: a mount that is missing there, or data that is not copied to all nodes"),
+    Known(bounded(r"STATUS_ALLOC_FAILED|STATUS_NOT_INITIALIZED"), "most often the GPU's memory is full: lower the batch or sequence length; other processes on that GPU: `nvidia-smi`"),
+    Known(bounded(r"undefined symbol|GLIBC|no kernel image"), "that library was built for another version of torch, CUDA, the GPU or the system: install the one that fits, on all nodes"),
+    Known(bounded(r"NVLink"), "it is the hardware: see `dmesg -T | grep -i xid` and `nvidia-smi nvlink -e` on that host, and take the node out"),
+    Known(bounded(r"device-side assert"), "most often an index out of range (labels, embeddings): check the inputs of that step, and run once with CUDA_LAUNCH_BLOCKING=1"),
+    Known(bounded(r"\b(?:NaN|nan|Inf)\b|not finite"), "the numbers diverged on that rank: look at its batch and the loss before, lower the learning rate, clip gradients; if a restart from the same checkpoint passes, test that GPU"),
+    Known(bounded(r"inline_container|PytorchStreamWriter"), "the file could not be written whole: look for space and quota where checkpoints go (`df -h`)"),
+    Known(bounded(r"DataLoader timed out"), "a worker of the loader did not deliver in time: take the workers' stacks while it waits (`py-spy dump --pid`), look at the storage; the loader's timeout= is the limit"),
+    Known(bounded(r"peer mapping resources exhausted"), "a GPU can map the memory of eight others at most: on hosts with more GPUs use NCCL_P2P_LEVEL=PIX, or NCCL_P2P_DISABLE=1"),
+    Known(bounded(r"DataLoader worker .{0,80}(?:exited unexpectedly|is killed)"), "a DataLoader worker died: read what it printed before it ended; see `dmesg -T | grep -i oom` and /dev/shm; run once with num_workers=0 to see its exception"),
+    Known(bounded(r"state_dict|size mismatch for|Missing key"), "the checkpoint does not fit this model: check its configuration, and the parallel sizes it was saved with"),
+    Known(bounded(r"Max retries|Could not connect to the endpoint|Too Many Requests|429 Client|ConnectTimeout|ReadTimeout"), "download once before the job starts (HF_HUB_OFFLINE=1), or on one rank only, with retries"),
+    Known(bounded(r"Permission denied|Read-only file system"), "check the rights on that path for the job's user, on all nodes"),
+    Known(bounded(r"Disk quota exceeded"), "the user's or project's quota is used up, of bytes or of files: see `quota -s` (`lfs quota` on Lustre), delete old checkpoints, or write elsewhere"),
+    Known(bounded(r"loss scale already at minimum"), "fp16 gradients overflow in every step: look for NaN in the loss and the data, lower the learning rate, or train in bf16"),
+    Known(bounded(r"%(?:veth|docker|cni|br-)|Connect to (?:fe80:|172\.17\.)"), "NCCL took an interface of a container or of this host alone: set NCCL_SOCKET_IFNAME (and GLOO_SOCKET_IFNAME) to the one that the nodes share: `ip -br addr`"),
+    Known(bounded(r"no socket interface found"), "no interface has the name in NCCL_SOCKET_IFNAME there, or none has an address: compare it with `ip -br addr` on that host"),
+    Known(bounded(r"No space left on device"), "make room there; if it is /dev/shm, give the container more shared memory"),
+    Known(bounded(r"(?:not|be) divisible by|not a multiple of"), "correct the numbers that it names: the parallel sizes (tensor, pipeline, context, data) multiply to the number of ranks and divide the model's and the batch's; see that all nodes were launched"),
+    Known(bounded(r"world[_ ]size|nproc|invalid device ordinal|MASTER_ADDR|LOCAL_RANK", re.IGNORECASE), "check how the ranks are started: as many per node as it has GPUs"),
+    Known(bounded(r"Stale file handle|Input/output error|Transport endpoint"), "the file system failed: ask who runs it, and see other jobs of that node"),
+    Known(bounded(r"Default process group has not been initialized"), "call init_process_group before it, on every rank"),
+    Known(bounded(r"out of memory"), FULL_GPU),
 )  # fmt: skip
 
 
@@ -99,3 +148,8 @@ def known(state: RankState) -> tuple[str, str] | None:
             if shown or not row.only_if_shown:
                 return shown, row.do
     return None
+
+
+def remedy(text: str, otherwise: str) -> str:
+    """Return what to do about an error, by its text alone."""
+    return next((row.do for row in ROWS if not row.only_if_shown and row.message.search(text)), otherwise)

@@ -11,10 +11,10 @@ USER, PACKAGE, LIBRARY = 2, 1, 0
 _TORCH = re.compile(r"(?:^|-packages/|/)torch/(?=[\w/]+\.py$)")
 # also of a torch that was built in its sources
 _OF_TORCH = ("distributed/", "nn/modules/", "nn/parallel/", "utils/data/", "autograd/", "optim/", "_")
-# Python's own, generated and native code, and the recorder around it
+# Python's own, generated and native code, the recorder around it, and what starts the ranks
 _LIBRARY = re.compile(
     r"^<|/lib(?:64)?/python3[\d.]*/(?!(?:site|dist)-packages/)|^torch/|-packages/torch/|\.(?:cpp|cc|h|hpp|so)$"
-    r"|(?:^|/)distdiag/(?:(?:recorder|page)/[\w/]+|run|everywhere)\.py$"
+    r"|(?:^|/)distdiag/(?:(?:recorder|page)/[\w/]+|run|everywhere)\.py$|(?:^|/)bin/(?:torchrun|accelerate|deepspeed|ray|vllm|lightning|fabric|tune)$"
 )
 
 

@@ -177,7 +177,20 @@ def test_what_a_rank_raises_after_its_timeout_is_no_cause(tmp_path: Path) -> Non
 
 def test_the_same_exception_on_all_ranks(tmp_path: Path) -> None:
     f = only(diagnose(tmp_path, "".join(raised(r, "ModuleNotFoundError: No module named 'abc'") for r in range(3))))
-    assert about(f) == ("rank_lost", "crashed", (0, 1, 2), ()) and "all 3 ranks" in f.message
+    assert (
+        about(f) == ("rank_lost", "configuration", (), (0, 1, 2))
+        and "all 3 ranks in the log raised the same" in f.message
+    )
+
+
+def test_an_error_of_some_ranks_is_not_one_of_all(tmp_path: Path) -> None:
+    text = "".join(raised(r, "AssertionError: 12 heads are not divisible by 8") for r in (0, 1))
+    ends = table(0, 1, "To enable traceback") + table(1, 1, "To enable traceback")
+    rest = "".join(f"W0 api.py:897] Sending process {7 + r} closing signal SIGTERM\n" for r in (2, 3))
+    assert about(only(diagnose(tmp_path, text)))[1:3] == ("configuration", ())
+    assert about(only(diagnose(tmp_path, text + ends)))[1:3] == ("configuration", ())
+    for more in (rest, "h:7:8 [0] NCCL INFO comm 0x1 rank 0 nranks 4 cudaDev 0\n", "[rank2]: done\n"):
+        assert about(only(diagnose(tmp_path, text + more + ends)))[1:3] == ("crashed", (0, 1))
 
 
 def test_frames_of_libraries_are_not_the_site(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ BUILD = raised(1, "RuntimeError: Error building extension 'fused'") + raised(
         (raised(0, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.") + EXIT + STEPS + raised(1, "KeyError: 'y'"), "rank_lost/crashed", (1,), "KeyError"),
         (raised(0, "RuntimeError: cancelled") + raised(2, "v.EngineDeadError: see above") + raised(1, "KeyError: 'z'"), "rank_lost/crashed", (1,), "KeyError"),
         (BUILD, "rank_lost/crashed", (1,), "Error building extension"),
-        (raised(1, "ImportError: /x.so: undefined symbol: _Z3") + "[rank0]: ImportError: /x.so: undefined symbol: _Z3\n", "rank_lost/crashed", (0, 1), "symbol run.py:7"),
+        (raised(1, "ImportError: /x.so: undefined symbol: _Z3") + "[rank0]: ImportError: /x.so: undefined symbol: _Z3\n", "rank_lost/configuration", (), "symbol run.py:7"),
         ("srun: error: Task launch for StepId=7.0 failed on node g11: Job credential expired\nsrun: error: Timed out waiting for job step to complete\n", "rank_lost/silent", (), "g11 credential"),
         ("subprocess.CalledProcessError: Command '['p', 't.py']' died with <Signals.SIGSEGV: 11>.\n", "rank_lost/killed", (), "SIGSEGV"),
         ("step 1 loss 2.0\nSegmentation fault (core dumped)\n", "rank_lost/killed", (), "SIGSEGV"),
@@ -131,7 +131,7 @@ def test_the_last_line_of_the_rank_that_the_others_wait_for(tmp_path: Path, pref
 def test_wrong_arguments_and_a_rank_before_each_line(tmp_path: Path) -> None:
     wrong = "".join(f"[rank{r}]: fit.py: error: unrecognized arguments: --local-rank={r}\n" for r in (0, 1))
     f = only(diagnose(tmp_path, wrong))
-    assert f.culprits == (0, 1) and "LOCAL_RANK" in f.advice
+    assert (f.cause, f.culprits, f.victims) == ("configuration", (), (0, 1)) and "LOCAL_RANK" in f.advice
     f = only(diagnose(tmp_path, raised(1, "ValueError: The other worker has failed") + raised(3, "KeyError: 'x'")))
     assert f.culprits == (3,)
 

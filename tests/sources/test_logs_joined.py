@@ -21,6 +21,8 @@ LIMIT = "slurmstepd: error: *** JOB 7 ON b-7 CANCELLED AT 2026-08-20T08:20:10 DU
         ("n4: Traceback (most recent call last):", "n4", ""),
         ("(blade03) ImportError: x", "blade03", ""),
         ("[worker-5] x", "worker-5", ""),
+        ("node-2  | x", "node-2", ""),
+        ("[3120481.032001] amdgpu 0000:d6:00.0: x", "", ""),
         ("10.0.0.3: [rank13]: KeyError: 'a'", "10.0.0.3", ""),
         ("Jul 08 14:25:35 dgx-06 trainer[21]: x", "trainer[21]", "dgx-06"),
         ("2026-07-08T14:25:35+0000 dgx-06 kernel: x", "", "dgx-06"),
@@ -92,7 +94,10 @@ def test_an_exception_of_all_ranks_of_which_one_has_no_prefix(tmp_path: Path) ->
     error = "RuntimeError: Error(s) in loading state_dict for Net:"
     text = world + raised(1, error) + f"[rank1]: {detail}" + raised(0, error, prefix="") + detail
     finding = only(diagnose(tmp_path, text + raised(2, error) + f"[rank2]: {detail}"))
-    assert finding.culprits == (0, 1, 2) and "size mismatch for head.weight" in finding.message
+    assert (
+        finding.message.startswith("all 3 ranks raised the same error")
+        and "size mismatch for head.weight" in finding.message
+    )
 
 
 def test_attempts_to_connect_say_why_a_node_did_not_join(tmp_path: Path) -> None:
@@ -202,3 +207,49 @@ def test_a_launcher_names_the_rank_of_a_pid(tmp_path: Path) -> None:
         "Out of memory: Killed process 311 (ray::W) total-vm:9kB\n"
     )
     assert only(diagnose(tmp_path, text)).culprits == (3,)
+
+
+SPAWNED = (
+    "{0}: [INFO] [launch.py:256:main] process {1} spawned with command: ['python', '-u', 'x.py', '--local_rank={2}']\n"
+)
+CGROUP = "w-1: [99.7] Memory cgroup out of memory: Killed process 71 (python3) total-vm:9kB\n"
+
+
+def test_a_local_rank_is_a_rank_where_the_launcher_gives_the_node_s_first(tmp_path: Path) -> None:
+    text = SPAWNED.format("w-0", 71, 0) + SPAWNED.format("w-1", 71, 2)
+    f = only(diagnose(tmp_path, text + CGROUP))
+    assert (
+        f.message.startswith("local rank 2 on w-1 was killed") and f.culprits == () and "name the node" not in f.advice
+    )
+    nodes = "".join(f"w-{n}: [INFO] [launch.py:164:main] nnodes=2, num_local_procs=4, node_rank={n}\n" for n in (0, 1))
+    assert only(diagnose(tmp_path, text + nodes + CGROUP)).culprits == (6,)
+    elastic = (
+        "  global_ranks=[8, 9, 10]\n[default2]:RuntimeError: CUDA error: an illegal memory access was encountered\n"
+    )
+    assert only(diagnose(tmp_path, elastic)).culprits == (10,)
+    mixed = only(diagnose(tmp_path, "  global_ranks=[0, 1, 2]\n" + elastic))
+    assert mixed.message.startswith("local rank 2 had") and mixed.certainty == "suspected"
+
+
+def test_the_node_with_another_master_is_named_by_its_file(tmp_path: Path) -> None:
+    for node, master in (("n1", "n1"), ("n4", "n3")):
+        (tmp_path / f"{node}.log").write_text(f"+ export MASTER_ADDR={master} MASTER_PORT=29500\n")
+    with (tmp_path / "n4.log").open("a") as f:
+        f.write(
+            "[E303 10:11:05.9 socket.cpp:819] [c10d] The client socket has timed out after 60000ms while trying to connect to (n3, 29500).\n"
+        )
+        f.write("[c10d] The client socket has failed to connect to [n3]:29500 (errno: 111 - Connection refused).\n")
+    report = diagnose_logs([str(tmp_path)])
+    assert report is not None and only(report).message.startswith(
+        "a rank of n4.log could not reach the job's store at n3:29500"
+    )
+    assert (
+        "its master address is n3, n1.log's is n1" in only(report).message and "one MASTER_ADDR" in only(report).advice
+    )
+
+
+def test_the_one_host_of_the_failed_ranks_is_named(tmp_path: Path) -> None:
+    error = "".join(raised(r, "OSError: [Errno 116] Stale file handle") for r in (4, 5))
+    ends = "srun: error: c2: tasks 4-5: Exited with exit code 1\nsrun: error: c1: tasks 0-3: Terminated\n"
+    f = only(diagnose(tmp_path, error + ends))
+    assert f.message.startswith("ranks 4, 5 on c2 raised OSError") and f.culprits == (4, 5)

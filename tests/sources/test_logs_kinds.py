@@ -67,7 +67,7 @@ def ends(*rows: tuple[int, int, str]) -> str:
         (raised(3, OOM) + "Exception ignored in: <function Loader.__del__ at 0x7f>\n" + raised(0, "AttributeError: pool", prefix=""), "rank_lost/crashed", (3,), "GPU memory"),
         ("3m  Warning  NodeNotReady  pod/fit-3  Node is not ready\n" + raised(1, REMOTE), "rank_lost/silent", (), "fit-3"),
         (raised(2, "ValueError: bad batch") + raised(3, "BrokenPipeError: [Errno 32] Broken pipe"), "rank_lost/crashed", (2,), "bad batch"),
-        # devices, libraries
+        # devices, libraries, networks
         (":0:rocdevice.cpp:3586: 74 us: [pid:81 tid:0x7] Callback: Queue 0x7f aborting with error : HSA_STATUS_ERROR_EXCEPTION: An HSAIL operation. code: 0x1016\nE0302 08:00:00.1 8 torch/distributed/elastic/multiprocessing/api.py:882] failed (exitcode: -6) local_rank: 5 (pid: 81) of binary: p\n", "rank_lost/crashed", (), "local rank 5 HSA_STATUS_ERROR_EXCEPTION"),
         ("[rank2]: torch.OutOfMemoryError: HIP out of memory. Tried to allocate 2.00 GiB.\n", "rank_lost/crashed", (2,), "GPU memory"),
         ("2031:03:02-09:16:18:(65) |CCL_ERROR| worker.cpp:338 ccl_worker_func: ze error at zeQueue, code: ZE_RESULT_ERROR_OUT_OF_DEVICE_MEMORY\n", "rank_lost/crashed", (), "GPU memory"),
@@ -79,6 +79,12 @@ def ends(*rows: tuple[int, int, str]) -> str:
         ("NVRM: GPU 0000:5e:00.0: RmInitAdapter failed! (0x26:0x56:1482)\n", "gpu/lost", (), "0000:5e:00"),
         ("nvidia-nvswitch3: SXid (PCI:0000:c4:00.0): 20034, Fatal, Link 32 LTSSM Fault Up\n", "gpu/nvlink", (), "20034"),
         ("g7:2:3 [4] NCCL WARN NET/IB : mlx5_3:1 Got async event : port error\n" + timeout(0), "rank_lost/silent", (), "port error"),
+        ("2031-03-02T08:00:00+00:00 n7 kernel: mlx5_core 0000:5e:00.0 mlx5_2: Port: 1 Link DOWN\n" + raised(1, REMOTE), "rank_lost/silent", (), "n7 mlx5_2"),
+        ("[  9.1] bnxt_en 0000:3b:00.0 eth2: NIC Link is Down\n", "rank_lost/silent", (), "eth2"),
+        ("[327.1] amdgpu 0000:65:00.0: amdgpu: [gfxhub] page fault (src_id:0 ring:24 vmid:8 pasid:3, for process python3 pid 71 thread python3 pid 71)\nMemory access fault by GPU node-4\n" + table(2, -6, NO_TRACE).replace("pid: 902", "pid: 71"), "rank_lost/crashed", (2,), "0000:65:00.0 page fault"),
+        ("h1:7:8 [0] misc/socket.cc:495 NCCL WARN socketStartConnect: Connect to 10.3.0.22<43117> failed : No route to host\n", "rank_lost/silent", (), "10.3.0.22 firewall"),
+        (raised(1, OOM) + "(EngineCore pid=9) RuntimeError: Worker failed with error 'CUDA out of memory'\n", "rank_lost/crashed", (1,), "GPU memory"),
+        ("[E707 09:12:33.1 socket.cpp:496] [c10d] The server socket has failed to listen on any local network address.\n" + raised(0, "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. port: 29500, code: -98, name: EADDRINUSE", prefix=""), "rank_lost/crashed", (), "port 29500"),
         ("[rank3]: EI0002: The Notify register has not received the Notify record from remote rank [7].\n", "timeout/late_rank", (7,), "rank 3 HCCL"),
         ("[rank3]: EI0006: Getting socket times out. Reason: Remote Rank did not send the data in time.\n", "timeout/late_rank", (), "HCCL connection"),
         (raised(1, "RuntimeError: oneCCL: atl_ofi.cpp:133 recv: EXCEPTION: recv failed"), "rank_lost/crashed", (), "oneCCL"),

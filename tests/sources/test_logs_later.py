@@ -40,6 +40,12 @@ LOST = "RuntimeError: [/p/gloo/transport/tcp/pair.cc:547] Connection closed by p
         raised(4, OOM) + "[rank4]: train:  15%|#  | 300/2000 [02:00<13:00,  2.39it/s]\n",
         raised(0, LOST) + "[rank0]: store answered at the 2nd attempt\n[rank0]: step 3, lr 1e-4\n",
         "Name:         w-1\n  State:      Running\n  Last State:  Terminated\n    Reason:    OOMKilled\n    Exit Code: 137\n",
+        "5: h:4:7 [1] NCCL WARN NET/IB : mlx5_1:1 Got async event : port error\n5: h:4:7 [1] NCCL WARN NET/IB : mlx5_1:1 Got async event : port active\n",
+        "W0302 08:00:00.123456 44 wds.py:88] skipping a sample\n"
+        + raised(0, "OSError: image file is truncated", prefix="")
+        + "[rank 1] step 30, loss 1.9\n",
+        raised(0, OOM) + "[rank0]: Decreasing batch size to: 32\n 10%|# | 20/200 [00:09<01:00, 4.0it/s]\n",
+        raised(0, OOM) + "{'train_runtime': 51.2, 'train_loss': 0.81, 'epoch': 1.0}\n",
         "[rank0]: CUDA out of memory. Tried to allocate 1 GiB. Trying batch size 8\n[rank0]: trainer finished, all done\n",
     ],
 )
@@ -53,6 +59,7 @@ def test_a_failure_after_which_the_job_went_on_is_no_finding(tmp_path: Path, tex
     ("text", "culprits"),
     [
         (STEPS + raised(3, OOM), (3,)),
+        ("W0302 08:00:00.1 44 wds.py:8] skipping a sample\n" + raised(3, "OSError: x"), (3,)),
         (raised(3, OOM) + "[rank0]: step 41 loss 0.3\n", (3,)),
         (raised(3, OOM) + "[rank3]: step 41 loss 0.3\n" + table(3, 1, "Signal 1"), (3,)),
         (raised(3, "ValueError: 1") + "[rank3]: step 5\n" + raised(3, "KeyError: 'b'"), (3,)),
@@ -133,3 +140,20 @@ def test_endless_standard_input_does_not_fill_the_disk(tmp_path: Path) -> None:
         "hint: write it into a file, and name that",
     ]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("why", "advice"), [("TIME LIMIT", "more time (--time"), ("PREEMPTION", "requeue it"), ("NODE FAILURE", "")]
+)
+def test_a_stop_from_outside_says_what_to_do(tmp_path: Path, why: str, advice: str) -> None:
+    report = diagnose(
+        tmp_path, f"slurmstepd: error: *** JOB 7 ON g1 CANCELLED AT 2031-03-02T09:00:00 DUE TO {why} ***\n"
+    )
+    assert report.findings == () and (report.state_text or "").startswith("stopped by Slurm")
+    assert any(advice in note for note in report.notes) if advice else len(report.notes) == 1
+
+
+def test_a_log_without_an_error_says_what_to_collect_and_claims_nothing(tmp_path: Path) -> None:
+    report = diagnose(tmp_path, "rank0 step 40 loss 2.1\nrank0 step 80 loss 2.0\n")
+    assert report.findings == () and "sacct" in report.notes[-1] and "py-spy" in report.notes[-1]
+    assert not any("no line names a rank" in note for note in report.notes)

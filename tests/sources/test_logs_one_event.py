@@ -228,6 +228,17 @@ def test_memory_that_another_process_holds_is_not_saved_by_a_smaller_batch(tmp_p
     full = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1 GiB. Process 99 has 20.10 GiB memory in use. Including non-PyTorch memory, this process has 3.10 GiB memory in use."
     f = only(diagnose(tmp_path, raised(2, full)))
     assert "process 99, which is not this rank" in f.message and "end it" in f.advice
+
+
+@pytest.mark.parametrize(("held", "other"), [("74.12", False), ("40.00", True)])
+def test_a_process_with_the_memory_of_the_rank_is_the_rank(tmp_path: Path, held: str, other: bool) -> None:
+    full = (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 9 GiB. GPU 3 has a total capacity of 79.00 GiB of which 512.00 MiB is "
+        f"free. Process 88 has {held} GiB memory in use. Of the allocated memory 30.00 GiB is allocated by PyTorch, and 1.90 GiB is reserved"
+    )
+    text = f"(W pid=7, ip=10.0.0.2) [init] rank=3 local_rank=3 world_size=8\n(W pid=7, ip=10.0.0.2) {full}\n"
+    f = only(diagnose(tmp_path, text + raised(3, full)))
+    assert f.culprits == (3,) and ("which is not this rank" in f.message) is other
     assert "lower the batch" in only(diagnose(tmp_path, raised(2, full.partition(" Process")[0]))).advice
 
 

@@ -10,7 +10,6 @@ Idle workers that their launcher ends are no lost ranks, either.
 
 from __future__ import annotations
 
-import re
 import signal as signals
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,7 +36,6 @@ class Limits:
 
 
 limits = Limits()
-_WORKER = re.compile(r"DataLoader worker \(pid.{0,40}\) (exited|is killed)")
 _NATIVE_CRASHES = {signals.SIGABRT, signals.SIGSEGV, signals.SIGBUS, signals.SIGILL, signals.SIGFPE}
 KILLED = Template(kind, "killed", "{culprits} {culprits:was|were} killed by {signal}{site}", "{cost}", "{do}",
     proved=True)  # fmt: skip
@@ -64,7 +62,6 @@ _DO = {
     "SIGSEGV": "a native crash: run once with `python -X faulthandler` and check the extension called there",
     "SIGBUS": "a full /dev/shm or a truncated mapped file: check `df /dev/shm`",
     "signal": "read the rank's own stderr above: what did the library print before the rank died?",
-    "worker": "read what the DataLoader's worker printed before it ended (code or signal above), or run once with num_workers=0",
     "exit": "search the script for what exits with this code; started by `-m distdiag.run`, the verdict has its line",
     "unused": "use the output of every parameter in the loss, freeze those that are not used before DDP, or pass "
     "find_unused_parameters=True",
@@ -145,9 +142,7 @@ def _repair(
         return f"find why `{left.text.removeprefix('if ')}` held on {rank_list(culprits)}{together}"
     if (row := known(first)) is not None:
         return row[1] + ("; the other ranks' errors follow from it" if echoes else "")
-    if _WORKER.search(text):  # a worker's end is raised wherever the main thread is
-        do = _DO["worker"]
-    elif text or first.current_site:
+    if text or first.current_site:
         do = f"fix {site_text(first.current_site) or 'the exception'}"
     else:
         do = _DO["exit"]

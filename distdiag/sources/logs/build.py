@@ -78,7 +78,14 @@ def who(facts: Collection[Fact]) -> str:
     """Return `ranks 0, 2`, else the hosts with GPUs, nodes or processes that the lines name; `a rank` if they name none."""
     if ranks := ranks_of(facts):
         return rank_list(ranks)
-    return some([name for f in facts if (name := (f.who.process or f.who.label) and f.who.name)]) or "a rank"
+    names = [(f.who.process or f.who.label) and f.who.name for f in facts]
+    return some([name for name in names if name] or [f"a rank of {f.file}" for f in facts if f.file]) or "a rank"
+
+
+def fewer(sides: Iterable[Collection[int]]) -> Collection[int]:
+    """Return the ranks of the smaller one of two sides; empty if they are equal, or more."""
+    few, *many = sorted(sides, key=len)
+    return few if len(many) == 1 and len(few) < len(many[0]) else ()
 
 
 def last_words(found: Collected, ranks: Collection[int]) -> str:

@@ -12,7 +12,7 @@ from distdiag.sources.logs.facts import MAX_WRITERS, Collected, Fact, Line, sour
 from distdiag.sources.logs.later import Later
 from distdiag.sources.logs.patterns import TABLE, Role
 from distdiag.sources.logs.recorded import MARK, Recorded
-from distdiag.sources.logs.tables import Tables
+from distdiag.sources.logs.tables import Tables, rank_of
 from distdiag.sources.logs.tracebacks import PROSE, Tracebacks
 from distdiag.sources.logs.writers import Writer, messages, plain, time_of
 from distdiag.terms.untrusted import MAX_RANKS, bounded, is_rank
@@ -89,11 +89,10 @@ class Collector:
                     (str(path), "only its first and last lines were read in detail: it has too many different errors")
                 )
             self._end_rows(path, at_end=True)
-            cut = [
-                f for f in out.facts[first:] if f.name == "timeout_cut" and f.line + 1 < number
-            ]  # wrapped, or interleaved
-            out.facts[first:] = [f for f in out.facts[first:] if f not in cut]
-            out.facts[first:] = self._of_last_run(out.facts[first:])
+            new = (
+                f for f in out.facts[first:] if f.name != "timeout_cut" or f.line + 1 >= number
+            )  # else it is wrapped
+            out.facts[first:] = self._of_last_run(list(new))
             failed = min((f.line for f in out.facts[first:] if f.role not in (Role.FACT, Role.HINT)), default=None)
             self.later.read(path, self._bounds.tail, failed)
             if any(f.name == "cancelled" for f in out.facts[first:]) and (pace := later.pace(self._bounds.tail)):
@@ -218,11 +217,8 @@ class Collector:
         out, who = self.result, line.who
         fields = {k: v for k, v in groups.items() if v is not None}
         if name in ("lost_worker", "node_lost") and "pid" not in fields:
-            fields |= {
-                key: value
-                for key, value in self._actor.items()
-                if key == "host" or (key, name) == ("pid", "lost_worker")
-            }
+            keys = ("host", "pid") if name == "lost_worker" else ("host",)
+            fields |= {key: self._actor[key] for key in keys if key in self._actor}
             self._actor = {}
         self._learn(name, fields, line)
         if role is Role.FACT or (who.mild and role in (Role.CAUSE, Role.VICTIM, Role.START)):
@@ -267,10 +263,6 @@ class Collector:
             out.unreached[line.path, who.process or who.label] = f"the name does not resolve ({fields['why']})"
         elif name == "no_answer":
             out.unreached[line.path, who.process or who.label] = fields["why"].lower()
-        elif name == "master" and who.label:
-            out.masters[who.label] = fields["addr"]
-        elif name == "spawned":
-            out.local_of[fields["pid"]] = int(fields["local"][:7])
         elif name == "env" and is_rank(rank := int(fields["r"][:7])):
             out.by_path.setdefault(line.path, set()).add(rank)
             out.env.setdefault(line.path, set()).add(rank)
@@ -281,12 +273,31 @@ class Collector:
             self.later.restarts[line.path] = line.number
             if name != "again":
                 self._next_run(name == "launch")
+        else:
+            self._learn_of_node(name, fields, line)
+
+    def _learn_of_node(self, name: str, fields: Mapping[str, str], line: Line) -> None:
+        """Take what a line of a launcher or the driver says about a node: its ports, its ranks, its address of the first node."""
+        out, who = self.result, line.who
+        if name == "port_active":
+            back = [f for f in out.named("port_error") if _same_port(f, fields, line)]
+            out.facts = [f for f in out.facts if f.name != "port_error" or f not in back]
+            out.past += back
+        elif name == "closing" and len(out.closed) < MAX_WRITERS:
+            out.closed.add(fields["pid"])
+        elif name == "master" and len(out.masters) < MAX_WRITERS:
+            out.masters[who.label or line.path.name] = fields["addr"]
+        elif name == "first_rank" and len(out.first_rank) < MAX_WRITERS:
+            first, launcher = int(fields["node"][:7]) * int(fields.get("local", "1")[:7]), (line.path, who.label)
+            out.first_rank[launcher] = first if out.first_rank.get(launcher, first) == first else -1
+        elif name == "spawned" and len(out.local_of) < MAX_WRITERS:
+            out.local_of[who.label, fields["pid"]] = int(fields["local"][:7])
 
     def _end_rows(self, path: Path, at_end: bool = False) -> None:
         """Add how processes ended, from a launcher's table of several lines."""
-        for row in self._table.take(at_end):
-            who = Writer(rank=row.rank, host=row.fields.get("host", ""), at=time_of(row.fields.get("time", "")))
-            self._add("ended", Role.EXIT, row.fields, Line(path, row.line, "", who, (path,), self._order))
+        for line, row in self._table.take(at_end):
+            who = Writer(rank=rank_of(row), host=row.get("host", ""), at=time_of(row.get("time", "")))
+            self._add("ended", Role.EXIT, row, Line(path, line, "", who, (path,), self._order))
 
     def _size(self, rank: int, world: int, process: str) -> None:
         """Note the number of ranks, and the rank of a process, from the line of a communicator."""
@@ -296,6 +307,12 @@ class Collector:
         out.world_size = max(out.world_size or 0, world)
         if process and len(out.in_world) < MAX_WRITERS:
             out.in_world[process] = max((world, rank), out.in_world.get(process, (0, 0)), key=itemgetter(0))
+
+
+def _same_port(f: Fact, fields: Mapping[str, str], line: Line) -> bool:
+    """True if a line says that the port of an error before it is active again."""
+    of = (f.path, f.who.host, f.who.process, f.fields.get("dev"))
+    return of == (line.path, line.who.host, line.who.process, fields.get("dev"))
 
 
 def _mentioned(before: str, role: Role) -> bool:

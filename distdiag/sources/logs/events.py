@@ -44,28 +44,23 @@ def _of_all(r: Reason, found: Collected) -> None:
     """Give a reason all ranks of the job, if those that its lines name and those without a name are as many."""
     nameless = [f for f in r.facts if f.rank is None and not f.who.name]
     world = found.world_size or 0
-    once = (
-        r.facts[0].name == "exception"
-    )  # each process prints it once; NCCL's messages are printed again without a name
-    if (
-        r.ranks
-        and nameless
-        and once
-        and r.meaning.cause == "crashed"
-        and len(r.ranks) + len(nameless) == world <= MAX_RANKS
-    ):
-        r.ranks = set(range(world)) if max(r.ranks) < world else r.ranks
+    # each process prints an exception once; NCCL's messages are printed again without a name
+    once = r.facts[0].name == "exception" and r.meaning.cause == "crashed"
+    whole = len(r.ranks) + len(nameless) == world <= MAX_RANKS
+    if r.ranks and nameless and once and whole and max(r.ranks) < world:
+        r.ranks = set(range(world))
 
 
 def _of_one_remedy(reasons: list[Reason]) -> list[Reason]:
     """Return the reasons; a failure of an unknown process and the only other one with its message or remedy are one."""
     for r in [r for r in reasons if not (r.ranks or r.unnamed)]:
         same = [q for q in reasons if q is not r and q.advice == r.advice and _same_message(r.facts[0], q.facts[0])]
-        if r not in reasons or r.advice in GENERAL or len(same) != 1 or same[0].unnamed:
+        if r not in reasons or r.advice in GENERAL or len(same) != 1:
             continue
         first, second = sorted((r, same[0]), key=lambda q: q.order)
         first.ranks, first.sites = first.ranks | second.ranks, second.sites | first.sites
         first.facts += second.facts
+        first.unnamed = first.unnamed or second.unnamed
         first.inferred = True
         if first.facts[0].name != "exception":  # a library logs it, and raises it with more detail
             first.text, first.facts = same[0].text, same[0].facts

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable
-from dataclasses import dataclass
 
+from distdiag.diagnosis.known_errors import remedy
 from distdiag.diagnosis.text.phrases import shortened
 from distdiag.sources.logs import meanings
 from distdiag.sources.logs.build import ranks_of
@@ -13,7 +13,6 @@ from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.failures import Reason
 from distdiag.sources.logs.meanings import MEANINGS, Meaning
 from distdiag.sources.logs.patterns import Role
-from distdiag.terms.ranks import unfold_ranks
 from distdiag.terms.untrusted import MAX_INT
 
 AFTER_FIRST_S = 5.0  # a launcher kills what has not ended by itself so long after the first failure, or later
@@ -21,7 +20,7 @@ AFTER_FIRST_S = 5.0  # a launcher kills what has not ended by itself so long aft
 _SENT = ("SIGTERM", "SIGINT", "SIGABRT", "SIGHUP")
 _BY_KERNEL = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
 _OF_TEXT = {
-    "Out Of Memory": -9, "Killed": -9, "Segmentation fault": -11, "segfault": -11, "Bus error": -7, "Aborted": -6, "Floating point exception": -8,
+    "Out Of Memory": -9, "Killed": -9, "Segmentation fault": -11, "segfault": -11, "Bus error": -7, "Aborted": -6, "Terminated": -15, "Floating point exception": -8,
     "Illegal instruction": -4,
 }  # fmt: skip
 EXIT_CODE = "ended with exit code"
@@ -36,30 +35,27 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-@dataclass(frozen=True, slots=True)
-class _End:
-    """How one process ended."""
+def _launcher(end: Fact) -> str:
+    return {"exit_tasks": "srun", "lost_worker": "parent", "mpi_abort": "mpi"}.get(
+        end.name, end.fields.get("launcher", "line")
+    )
 
-    fact: Fact
-    rank: int | None
-    code: int
-    launcher: str
 
-    @property
-    def by(self) -> str:
-        """Return the name of the signal that ended it; empty if it exited."""
-        number = -self.code if self.code < 0 else self.code - 128 if 128 < self.code < 160 else 0
-        return signal_name(number) if number else ""
+def _by(end: Fact) -> str:
+    """Return the name of the signal that ended a process; empty if it exited."""
+    code = _code(end)
+    number = -code if code < 0 else code - 128 if 128 < code < 160 else 0
+    return signal_name(number) if number else ""
 
-    @property
-    def name(self) -> str:
-        """Return the process, without a rank."""
-        local, pid, host, label = (self.fact.fields.get(key, "") for key in ("local", "pid", "host", "label"))
-        host = host or self.fact.who.label or self.fact.who.host
-        name = f"local rank {local}" if local else f"process {pid}" if pid else label or "a process"
-        if self.launcher == "srun":  # its task is a node
-            name = "the ranks"
-        return name + (f" on {host}" if host else "")
+
+def _name(end: Fact) -> str:
+    """Return a process, without a rank."""
+    local, pid, host, label = (end.fields.get(key, "") for key in ("local", "pid", "host", "label"))
+    host = host or end.who.label or end.who.host
+    name = f"local rank {local}" if local else f"process {pid}" if pid else label or "a process"
+    if end.name == "exit_tasks":  # its task is a node
+        name = "the ranks"
+    return name + (f" on {host}" if host else "")
 
 
 def of_exits(found: Collected, explained: set[int], waited: set[int], others: bool) -> list[Reason]:
@@ -82,20 +78,20 @@ def of_exits(found: Collected, explained: set[int], waited: set[int], others: bo
     for nth, end in enumerate(ends):
         if id(end) in killed or (_followed(end, explained, waited, bool(memory)) and not _another(end, pids)):
             continue
-        if end.rank is None and end.by == "SIGKILL" and ranks_of(memory):
+        if end.rank is None and _by(end) == "SIGKILL" and ranks_of(memory):
             continue  # it is the process that the kernel names
-        if end.rank is None and (named or (others and end.launcher in ("line", "parent"))):
+        if end.rank is None and (named or (others and _launcher(end) in ("line", "parent"))):
             continue  # the end of a process that failed by itself
         meaning = _meaning(end, bool(memory), others)
         r = reasons.setdefault((meaning.cause, meaning.text), Reason(meaning, meaning.text, meaning.advice, nth))
-        r.facts.append(end.fact)
-        of_file = f" of {end.fact.path.name}" if len(found.files) > 1 else ""
+        r.facts.append(end)
+        of_file = f" of {end.path.name}" if len(found.files) > 1 else ""
         if end.rank is None:
-            r.unnamed.append(end.name + of_file * (" on " not in end.name))
+            r.unnamed.append(_name(end) + of_file * (" on " not in _name(end)))
         else:
             r.ranks.add(end.rank)
-            r.times.setdefault(end.rank, end.fact.fields.get("time", ""))
-            r.hosts |= {end.fact.fields["host"]} if end.fact.fields.get("host") else set()
+            r.times.setdefault(end.rank, end.fields.get("time", ""))
+            r.hosts |= {end.fields["host"]} if end.fields.get("host") else set()
     if memory and not reasons and not explained:
         meaning = MEANINGS["host_oom"]
         exact = [f for f in memory if "pid" in f.fields] or memory  # the others report the same event
@@ -114,27 +110,17 @@ def _whose(f: Fact) -> str:
     return f.who.process
 
 
-def _ends(found: Collected) -> list[_End]:
+def _ends(found: Collected) -> list[Fact]:
     """Return how processes ended, those in launchers' tables first; what one line repeats is left out."""
     tables = found.named("ended")
     known = {f.fields["pid"] for f in tables if "pid" in f.fields}
-    lines = [f for f in found.facts if f.role is Role.EXIT and f.name not in ("ended", "host_oom")]
-    out: list[_End] = []
-    for f in (*tables, *(f for f in lines if f.fields.get("pid") not in known)):
-        launcher = {"exit_tasks": "srun", "lost_worker": "parent", "mpi_abort": "mpi"}.get(
-            f.name, f.fields.get("launcher", "line")
-        )
-        ranks: list[int | None] = [f.rank]
-        if f.name == "exit_tasks":  # a task is a node, if torchrun started the ranks
-            ranks = [None] if found.torchrun else [*_tasks(f.fields["tasks"])]
-        if (code := _code(f)) or f.name == "ended":
-            out += [_End(f, rank, code, launcher) for rank in ranks]
-    return out
+    lines = [f for f in found.facts if f.role is Role.EXIT and f.name not in ("ended", "host_oom") and _code(f)]
+    return [*tables, *(f for f in lines if f.fields.get("pid") not in known)]
 
 
 def sent(found: Collected) -> str:
     """Return the signal by which processes were ended from outside; empty if none was."""
-    return next((end.by for end in _ends(found) if end.by in ("SIGTERM", "SIGINT", "SIGHUP")), "")
+    return next((_by(end) for end in _ends(found) if _by(end) in ("SIGTERM", "SIGINT", "SIGHUP")), "")
 
 
 def _code(f: Fact) -> int:
@@ -148,62 +134,54 @@ def _code(f: Fact) -> int:
     return int(last[:6]) if last.isdecimal() else (f.number("code") if "code" in f.fields else 1) or 0
 
 
-def _tasks(text: str) -> tuple[int, ...]:
-    """Return the tasks in `1-3`, `[0,2]`."""
-    try:
-        return unfold_ranks(text.replace("[", "").replace("]", ""))
-    except ValueError:
-        return ()
-
-
-def _followed(end: _End, explained: set[int], waited: set[int], memory: bool) -> bool:
+def _followed(end: Fact, explained: set[int], waited: set[int], memory: bool) -> bool:
     """True if this process ended, or was ended, after another had failed."""
-    if end.rank in explained or (end.by in _SENT and (waited or end.by != "SIGABRT")):
+    if end.rank in explained or (_by(end) in _SENT and (waited or _by(end) != "SIGABRT")):
         return True
-    if end.rank in waited or (end.launcher == "parent" and end.rank is None and waited):
+    if end.rank in waited or (_launcher(end) == "parent" and end.rank is None and waited):
         return True  # a process that has timed out was alive until then
-    cleaned_up = end.by not in _BY_KERNEL or (end.by == "SIGKILL" and end.launcher == "srun" and not memory)
-    return bool(explained) and not end.fact.fields.get("what") and cleaned_up
+    cleaned_up = _by(end) not in _BY_KERNEL or (_by(end) == "SIGKILL" and _launcher(end) == "srun" and not memory)
+    return bool(explained) and not end.fields.get("what") and cleaned_up
 
 
-def _another(end: _End, waiting: set[int | None]) -> bool:
+def _another(end: Fact, waiting: set[int | None]) -> bool:
     """True if a process was lost whose pid is known not to be one of those that lost their connections."""
-    pid = end.fact.number("pid")
-    return end.launcher == "parent" and end.rank is None and pid is not None and not waiting & {None, pid}
+    pid = end.number("pid")
+    return _launcher(end) == "parent" and end.rank is None and pid is not None and not waiting & {None, pid}
 
 
-def _killed_by_launcher(ends: list[_End]) -> list[_End]:
+def _killed_by_launcher(ends: list[Fact]) -> list[Fact]:
     """Return the processes that a launcher killed because another had failed before."""
-    at = [end.fact.who.at[1] for end in ends if end.fact.who.at and end.by not in _SENT]
+    at = [end.who.at[1] for end in ends if end.who.at and _by(end) not in _SENT]
     first_s = min(at, default=0.0)
-    failed = (end for end in ends if end.launcher == "srun" and end.by not in ("SIGKILL", "SIGTERM"))
-    first = min((end.fact.order for end in failed), default=MAX_INT)
-    killed = [end for end in ends if end.by == "SIGKILL"]
+    failed = (end for end in ends if _launcher(end) == "srun" and _by(end) not in ("SIGKILL", "SIGTERM"))
+    first = min((end.order for end in failed), default=MAX_INT)
+    killed = [end for end in ends if _by(end) == "SIGKILL"]
     return [
         end
         for end in killed
-        if (end.launcher == "srun" and end.fact.order > first)  # its lines are in the order of time
-        or (end.fact.who.at is not None and end.fact.who.at[1] - first_s > AFTER_FIRST_S)
+        if (_launcher(end) == "srun" and end.order > first)  # its lines are in the order of time
+        or (end.who.at is not None and end.who.at[1] - first_s > AFTER_FIRST_S)
     ]
 
 
-def _meaning(end: _End, memory: bool, others: bool) -> Meaning:
+def _meaning(end: Fact, memory: bool, others: bool) -> Meaning:
     """Return what one end is reported as."""
-    by, what = end.by, end.fact.fields.get("what", "")
-    if end.launcher == "parent":
+    by, what = _by(end), end.fields.get("what", "")
+    if _launcher(end) == "parent":
         return Meaning("rank_lost", "crashed", "was lost: killed, or crashed in native code", meanings.KILLED)
-    if end.launcher == "mpi":
-        why = shortened(end.fact.fields.get("how", BY_PROGRAM), 160)
+    if _launcher(end) == "mpi":
+        why = shortened(end.fields.get("how", BY_PROGRAM), 160)
         return Meaning("rank_lost", "crashed", f"aborted MPI: {why}", meanings.SEE_LOG)
     if by == "SIGKILL" and memory:
         return Meaning("rank_lost", "killed", "was killed by SIGKILL: out of memory", MEANINGS["host_oom"].advice)
     if by and not (by == "SIGABRT" and others):  # it aborted after its message
         return Meaning("rank_lost", "killed", f"was killed by {by}", meanings.SIGNALS.get(by, meanings.SEE_LOG))
     if what:
-        return Meaning(
-            "rank_lost", "crashed", f"raised {shortened(what, 160)}", meanings.advice_for(what, meanings.GENERAL[1])
-        )
-    return Meaning("rank_lost", "crashed", f"{EXIT_CODE} {end.code}, without an exception in the log", meanings.SEE_LOG)
+        return Meaning("rank_lost", "crashed", f"raised {shortened(what, 160)}", remedy(what, meanings.GENERAL[1]))
+    return Meaning(
+        "rank_lost", "crashed", f"{EXIT_CODE} {_code(end)}, without an exception in the log", meanings.SEE_LOG
+    )
 
 
 def with_a_reason(reasons: Iterable[Reason]) -> list[Reason]:
@@ -223,7 +201,8 @@ def joined(reasons: list[Reason], ended: list[Reason]) -> list[Reason]:
     signals = with_a_reason(ended)
     fitting = [r for r in ended if r not in signals or (number and r.text.endswith(signal_name(-number)))]
     ranks = {q for r in fitting for q in r.ranks}
-    if len(nameless[0].facts) != len(ranks):
+    pids = {f.fields["pid"] for f in nameless[0].facts if "pid" in f.fields}
+    if (len(pids) or len(nameless[0].facts)) != len(ranks):
         return ended
     nameless[0].ranks |= ranks
     nameless[0].hosts |= {h for r in fitting for h in r.hosts}
@@ -232,4 +211,4 @@ def joined(reasons: list[Reason], ended: list[Reason]) -> list[Reason]:
 
 def _has_process(r: Reason) -> bool:
     """True if its lines name a process, not only a node."""
-    return bool(r.unnamed) and any(f.who.name != f.who.label or not f.who.label for f in r.facts)
+    return bool(r.unnamed) and any(f.who.name not in ("", f.who.label) for f in r.facts)

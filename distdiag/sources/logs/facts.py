@@ -40,10 +40,12 @@ class Fact:
     at: tuple[str, float] | None = None
     run: tuple[int, int] = (0, 0)  # launch and attempt, of those appended to one file
     uncaught: bool = False  # its traceback begins at the script itself, so nothing in the script caught it
+    warned: bool = False  # a warning of the program's own log has its traceback
     in_collective: bool = False  # raised by a backend, inside a collective call
     within: str = ""  # the helper in which it waits for the rank that goes first
     inferred: bool = False  # `rank` is the number of its launcher's label, as in the other labels
-    of_node: bool = False  # `rank` is the rank on its node; the log does not show whether there are more nodes
+    of_node: bool = False  # `rank` is the rank on its node; the log does not show which ranks that node has
+    file: str = ""  # the name of its file, if there are several
 
     def number(self, key: str) -> int | None:
         """Return a field as a number; None if the line lacks it, or it exceeds any count."""
@@ -103,17 +105,16 @@ class Collected:
     by_path: dict[Path, set[int]] = field(default_factory=dict)  # ranks named in the lines of a file
     env: dict[Path, set[int]] = field(default_factory=dict)  # the ranks that a file's environment gives
     of_label: dict[str, set[int]] = field(default_factory=dict)  # ranks named in the lines with a launcher's label
-    pid_of: dict[tuple[Path, str], int] = field(
-        default_factory=dict
-    )  # process of a PCI device, by the driver's later lines
+    pid_of: dict[tuple[Path, str], int] = field(default_factory=dict)  # of a PCI device, by the driver's later lines
     devices: dict[tuple[str, str], str] = field(default_factory=dict)  # process of a (host, PCI device), by NCCL
     unreached: dict[tuple[Path, str], str] = field(default_factory=dict)  # why a launcher's attempts to connect failed
-    masters: dict[str, str] = field(default_factory=dict)  # --master-addr of each launcher's label
-    pace: dict[Path, tuple[float, float]] = field(
-        default_factory=dict
-    )  # last time of progress, longest time between two
-    local_of: dict[str, int] = field(default_factory=dict)  # rank on its node of a pid, by the launcher
+    masters: dict[str, str] = field(default_factory=dict)  # --master-addr of each launcher, by its label or its file
+    first_rank: dict[tuple[Path, str], int] = field(default_factory=dict)  # of a launcher's node; -1 of several
+    pace: dict[Path, tuple[float, float]] = field(default_factory=dict)  # of progress: last time, longest pause
+    local_of: dict[tuple[str, str], int] = field(default_factory=dict)  # rank on its node of (label, pid)
+    closed: set[str] = field(default_factory=set)  # pids of ranks that torchrun ended
     joined: set[int] = field(default_factory=set)  # ranks that have joined the job's store
+    steps: bool = False  # lines show progress
     took: dict[int, tuple[float, str]] = field(default_factory=dict)  # of a rank's last lines: seconds, and for what
     said: dict[int, str] = field(default_factory=dict)  # the last line of a rank
     errors: dict[Path, tuple[int, str, Writer]] = field(default_factory=dict)  # of the last lines of files
@@ -125,10 +126,23 @@ class Collected:
         """Return the facts of these names."""
         return [f for f in self.facts if f.name in names]
 
+    def host_of(self, ranks: set[int]) -> set[str]:
+        """Return the one host of these ranks; empty if they have several, or the log does not show it."""
+        hosts = {host for host, of_host in self.on_host.items() if of_host & ranks}
+        return hosts if len(hosts) == 1 and ranks <= self.on_host[min(hosts)] else set()
+
+    def all_of(self, ranks: set[int]) -> str:
+        """Return `all 8 ranks` if these are all of the job, as far as the log shows it; empty if they are not."""
+        pids = self.closed | {f.fields["pid"] for f in self.facts if f.role is Role.EXIT and "pid" in f.fields}
+        most = max(len(pids), self.world_size or 0)
+        if not ranks >= self.ranks or len(ranks) < max(most, 2) or len(ranks) <= max(ranks):
+            return ""
+        return f"all {len(ranks):,} ranks" + (" in the log" if not most else "")
+
     def names_a_job(self) -> bool:
         """True if a line names a rank, a launcher, an error, or distdiag."""
         known = (self.ranks, self.facts, self.past, self.unknown, self.recorded, self.rank_of, self.by_path, self.took)
-        return any(known) or bool(self.world_size or self.torchrun)
+        return any(known) or bool(self.world_size or self.torchrun or self.steps)
 
     def is_rank_of(self, process: object, rank: int) -> None:
         """Note the rank of a process, which a line names together."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from distdiag.diagnosis.known_errors import remedy
 from distdiag.diagnosis.model.findings import Finding, rank_list
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.incident import verb
@@ -20,10 +21,18 @@ from distdiag.terms.untrusted import bounded, is_rank
 
 # an exception that only reports another one
 _REPORTS_ANOTHER = bounded(
-    r"torch_extensions/.{0,200}cannot open shared object|at least one rank that exhausted|[Rr]oot cause|[Ss]ee (?:the )?(?:stack trace|logs? |error)|in a background process|previous error|sub-exception|Caught \w+ in DataLoader worker"
+    r"torch_extensions/.{0,200}cannot open shared object|at least one rank that exhausted|[Rr]oot cause|Worker failed with error|[Ss]ee (?:the )?(?:stack trace|logs? |error)|in a background process|previous error|sub-exception|Caught \w+ in DataLoader worker"
 )
 _MEMORY = bounded(r"Process (\d{1,9}) has (\d{1,6}(?:\.\d{1,4})?) GiB memory in use")
+# of the GPU, and of what this process itself has there; torch leaves out "this process has" in a container, whose pids are others
+_USED = bounded(r"capacity of ([\d.]{1,9}) GiB of which ([\d.]{1,9}) ([MG])iB is free")
+_OWN = bounded(r"memory ([\d.]{1,9}) ([MG])iB is allocated by PyTorch")
 _NUMBER = bounded(r"0x[0-9a-f]+|\d+")
+_OF_ALL = (
+    MEANINGS["exception"],
+    MEANINGS["usage"],
+    MEANINGS["port_in_use"],
+)  # of the program or its settings, if all ranks have it
 _OF_THE_LINE = {"duplicate_gpu": ("a", "b"), "rank_twice": ("a",), "nccl_mismatch": ("near",)}  # ranks it is about
 
 
@@ -98,7 +107,7 @@ def _of_one_text(reasons: dict[tuple[str, str], Reason]) -> list[Reason]:
             continue
         same.ranks, same.order, same.facts = same.ranks | r.ranks, min(same.order, r.order), same.facts + r.facts
         same.unnamed += [name for name in r.unnamed if name not in same.unnamed]
-        same.advice = meanings.advice_for(same.facts[0].text, meanings.GENERAL[min(len(same.ranks), 2)])
+        same.advice = remedy(same.facts[0].text, meanings.GENERAL[min(len(same.ranks), 2)])
     return out
 
 
@@ -129,6 +138,8 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, foun
     key = (f.name, _NUMBER.sub("#", text) + place)
     if pci := f.fields.get("pci"):  # all that the driver reports of one device is one event
         key = ("gpu", f"{f.path} {pci.rpartition('.')[0] or pci}")
+    if f.name == "hip_error":  # the driver, HSA and HIP report one fault
+        key = (f.name, "")
     r = reasons.setdefault(key, Reason(meaning, text, meaning.advice, f.order))
     r.facts.append(f)
     keys = _OF_THE_LINE.get(f.name)
@@ -137,31 +148,25 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, foun
         ranks = {*found.on_host.get(f.fields.get("host", f.fields.get("node", "")), ())}
     known = {q for q in ranks if q is not None and is_rank(q)}
     r.ranks |= known
-    where = f.fields.get("node"), f.fields.get("pod")
-    name = (
-        f"node {f.fields.get('host', where[0])}"
-        if where[0]
-        else f"the node of pod {where[1]}"
-        if where[1]
-        else f.who.name
-    )
+    node, pod = f.fields.get("node"), f.fields.get("pod")
+    name = f.who.name or (f"host {f.who.host}" if f.who.host else "")
+    name = f"node {f.fields.get('host', node)}" if node else f"the node of pod {pod}" if pod else name
     if meaning.kind == "gpu" and f.who.host:
-        name = name or f"host {f.who.host}"
         r.hosts |= {f.who.host} if f.rank is not None else set()
-    if len(found.files) > 1:
-        name = f"{name or ('the host' if meaning.kind == 'gpu' else 'a process')} of {f.path.name}"
+    if f.file and not f.who.host:
+        name = f"{name or ('the host' if meaning.kind == 'gpu' else 'a process')} of {f.file}"
     if (not known or f.name == "node_lost") and name and name not in r.unnamed:
         r.unnamed.append(name)
     if f.site is not None and f.rank is not None:
         r.sites.setdefault(f.rank, f.site)
     if f.name == "exception":
-        r.advice = meanings.advice_for(f.text, meanings.GENERAL[min(len(r.ranks), 2)])
+        r.advice = remedy(f.text, meanings.GENERAL[min(len(r.ranks), 2)])
     elif f.fields.get("xid") in meanings.PROGRAM_XIDS:
         r.advice = meanings.OF_PROGRAM
     elif f.fields.get("xid") in meanings.XIDS:
         r.advice = meanings.XIDS[f.fields["xid"]]
     elif f.name in ("cuda_error", "fatal") or _memory_of_others(f):
-        r.advice = meanings.advice_for(f"{f.text} {text}", r.advice)  # one of its lines may say more than the others
+        r.advice = remedy(f"{f.text} {text}", r.advice)  # one of its lines may say more than the others
 
 
 def text_of(f: Fact, meaning: Meaning) -> str:
@@ -182,13 +187,19 @@ def _memory_of_others(f: Fact) -> str:
     """Return what other processes hold of the full GPU, by the message; empty if that is not known."""
     what = f.fields.get("what", "")
     held = {pid: gib for pid, gib in _MEMORY.findall(what) if pid != str(f.who.pid)}
-    if not held or ("this process has" not in what and f.who.pid is None):
+    if not held or ("this process has" not in what and not _holds_no_own(what, max(map(float, held.values())))):
         return ""
     pids = sorted(held, key=lambda pid: -float(held[pid]))
-    many = len(pids) > 1 and what.count("this process has") > 1  # two messages in one line
-    if many:
-        return f": processes {', '.join(pids[:4])}, which are not these ranks, hold {float(held[pids[0]]):.3g} GiB and less of their GPUs"
     return f": process {pids[0]}, which is not this rank, holds {float(held[pids[0]]):.3g} GiB of that GPU"
+
+
+def _holds_no_own(what: str, held: float) -> bool:
+    """True if the GPU holds so much beside what this process has, that it cannot be the memory of this process."""
+    used, own = _USED.search(what), _OWN.search(what)
+    if used is None or own is None:
+        return False
+    free, mine = (float(n) / (1024 if unit == "M" else 1) for n, unit in ((used[2], used[3]), (own[1], own[2])))
+    return held + mine <= float(used[1]) - free
 
 
 # -- findings --------------------------------------------------------------------------------------------------------
@@ -211,33 +222,33 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
         waited: The first timeout, or lost connection, of each rank that has one.
     """
     ranks, others = tuple(sorted(r.ranks)), tuple(sorted(waited.keys() - r.ranks))
-    everyone = len(ranks) > 1 and set(ranks) >= found.ranks and not others
+    of_line = bool(r.facts) and r.facts[0].name in _OF_THE_LINE
+    everyone = "" if others or of_line or r.meaning.cause != "crashed" else found.all_of(r.ranks)
     of_node = bool(r.facts) and all(f.of_node for f in r.facts)
     unordered = any(before(r.facts[0], waited[q]) is None for q in others if waited[q].role is Role.WAIT)
     in_collective = bool(r.facts) and all(f.in_collective for f in r.facts)
-    message, advice = _who_failed(r, ranks, of_node) + r.after, r.advice
-    if everyone and r.meaning.cause == "crashed":
-        message += f": the same on all {len(ranks):,} ranks in the log"
-    elif others:
+    if (len(found.on_host) > 1 or r.meaning.kind == "gpu") and r.facts[0].name != "node_lost":
+        r.hosts = r.hosts or found.host_of(r.ranks)
+    message, advice = _who_failed(r, ranks, of_node, everyone) + r.after, r.advice
+    if others:
         waits = [waited[q] for q in others]
         after = all(before(f, wait) for f in r.facts[:1] for wait in waits)
         message += f"; {rank_list(others)} {'then ' if after else ''}{_in_what(waits)}"
-    if everyone and not advice:
-        advice = meanings.SAME_EVERYWHERE
     if in_collective and advice in meanings.GENERAL:
         advice = meanings.IN_COLLECTIVE
-    if of_node:
+    nodes = {f.who.label for f in r.facts} if of_node else set()
+    if nodes == {""}:
         advice += "; the log does not name the node: the rank is the same only on the first one"
     sites = r.sites or {}
     common = next((f.site for f in r.facts if f.site is not None and f.role is not Role.EXIT), None)
     return finding(
         r.meaning.kind,
-        r.meaning.cause,
+        "configuration" if everyone and r.meaning in _OF_ALL else r.meaning.cause,
         r.facts,
         message,
         advice,
-        culprits=ranks,
-        victims=others,
+        culprits=() if everyone or nodes - {""} else ranks,
+        victims=ranks if everyone else others,
         sites={q: site for q in ranks if (site := sites.get(q, common)) is not None},
         proved=bool(ranks)
         and r.meaning.cause != "silent"
@@ -253,18 +264,16 @@ def _in_what(waits: list[Fact]) -> str:
     if all(f.name == "dump_signal" for f in waits):
         return f"{verb(waits, 'was', 'were')} asked to dump because of it"
     if len(calls) != 1 or any(f.name != "timeout" for f in waits):
-        waited = "timed out waiting" if any(f.role is Role.WAIT for f in waits) else ""
-        lost = (
-            f"lost {verb(waits, 'its connection', 'their connections')}"
-            if any(f.role is Role.VICTIM for f in waits)
-            else ""
-        )
-        return " or ".join(filter(None, (waited, lost)))
+        how = {
+            Role.WAIT: "timed out waiting",
+            Role.VICTIM: f"lost {verb(waits, 'its connection', 'their connections')}",
+        }
+        return " or ".join(text for role, text in how.items() if any(f.role is role for f in waits))
     op, seq = calls.pop()
     return f"timed out in {op}" + (f" #{seq:,}" if seq is not None else "")
 
 
-def _who_failed(r: Reason, ranks: tuple[int, ...], of_node: bool) -> str:
+def _who_failed(r: Reason, ranks: tuple[int, ...], of_node: bool, everyone: str) -> str:
     """Return who failed, how, and where."""
     shown = some(r.unnamed)
     nobody = "the host" if r.meaning.kind == "gpu" else "a rank"
@@ -273,7 +282,10 @@ def _who_failed(r: Reason, ranks: tuple[int, ...], of_node: bool) -> str:
         who = f"{shown} ({who})"
     if of_node:
         who = who.replace("rank", "local rank", 1)
+        who += f" on {label}" if (label := some([f.who.label for f in r.facts if f.who.label])) else ""
     text = r.text
+    if everyone:
+        who, text = everyone, text.replace("raised ", "raised the same error: ", 1)
     if (len(ranks) > 1 or shown.startswith("the ranks")) and r.meaning.kind != "mismatch":
         text = text.replace("was killed", "were killed").replace("has a GPU", "have GPUs")
     if len(r.hosts) == 1 and not r.hosts <= {"localhost"}:

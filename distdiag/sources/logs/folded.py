@@ -13,10 +13,8 @@ from distdiag.terms.untrusted import bounded
 MAX_JOINED = 1 << 13  # bytes of one line that are read
 AFTER_BOX = 12  # lines of an exception's message
 ERROR = b"ERROR"  # of the handler; a block without one is not joined
-RICH, RARE = (
-    b"\xe2\x95\xb0\xe2\x94\x80",
-    b"\xb0",
-)  # the begin of the last line of a box; its byte that is seldom elsewhere
+# the begin of the last line of a box; its byte that is seldom elsewhere
+RICH, RARE = b"\xe2\x95\xb0\xe2\x94\x80", b"\xb0"
 _COLOURS = re.compile(rb"\x1b\[[\d;]{0,30}[A-Za-z]")
 _PREFIX = bounded(r"^(?:\[\w{1,20}\]: ?)?")  # of a launcher
 # rich's handler: the time, or as much space; the level, eight characters wide; the message; at the right its place in the code

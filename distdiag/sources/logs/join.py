@@ -7,19 +7,21 @@ them, and kept apart where none has. Order is that of clocks where both lines ha
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.files import ranks_of
 from distdiag.sources.logs.patterns import Role
+from distdiag.terms.ranks import unfold_ranks
 from distdiag.terms.untrusted import bounded, is_rank
 
 LATER_S = 2.0  # the clocks of hosts differ by less
 WAITED = (Role.WAIT, Role.VICTIM)
 # failures of the device, of the launch or of the host's memory: never a consequence of another failure
 OWN = (
-    "xid", "sxid", "gpu_init", "amd_fault", "node_lost", "ecc", "device_lost", "shm_full", "duplicate_gpu", "rank_twice", "host_oom",
+    "xid", "sxid", "gpu_init", "amd_fault", "node_lost", "ecc", "device_lost", "shm_full", "port_error", "duplicate_gpu", "rank_twice", "host_oom",
 )  # fmt: skip
 
 
@@ -45,6 +47,7 @@ def join(found: Collected) -> Collected:
     ended_tasks = {f.fields["tasks"] for f in found.named("exit_tasks")}
     one_node = 0 < (found.world_size or 0) <= 1 + max(local, default=0)
     for f in found.facts:
+        f.file = f.path.name if len(found.files) > 1 else ""
         f.rank = _rank_of(found, f, of_file)
         f.inferred = f.name == "exit_shell" and f.rank is not None and found.rank_of.get(f.number("pid")) is None
         if f.rank is None and f.role is not Role.EXIT and _NUMBER.sub("#", f.who.label) in numbered:
@@ -52,10 +55,17 @@ def join(found: Collected) -> Collected:
         is_task = max(tasks, default=0) > 0 or str(f.who.task) in ended_tasks  # else `0: ` may be anything
         if f.rank is None and not found.torchrun and is_task and f.name != "exit_tasks":
             f.rank = f.who.task
-        if f.rank is None and f.who.local is not None and len(found.files) == 1:
-            f.rank, f.of_node = f.who.local, not one_node
-        if f.rank is None and (local := found.local_of.get(f.fields.get("pid", ""))) is not None:
-            f.rank, f.of_node = local, not one_node
+        on_node = f.who.local if f.who.local is not None else found.local_of.get((f.who.label, f.fields.get("pid", "")))
+        if f.rank is None and on_node is not None:
+            first = found.first_rank.get((f.path, f.who.label), -1)
+            if first >= 0 and is_rank(first + on_node):
+                f.rank = first + on_node
+            elif f.who.local is None or len(found.files) == 1:
+                f.rank, f.of_node = on_node, not one_node
+    found.facts = [part for f in found.facts for part in _by_task(found, f)]
+    for f in found.facts:
+        if f.role is Role.EXIT and f.rank is not None and (host := f.fields.get("host")):
+            found.on_host.setdefault(host, set()).add(f.rank)
     for f in found.named("store_connect"):
         _why_unreached(found, f)
     ended = {f.fields["pid"]: f.fields["local"] for f in found.facts if {"pid", "local"} <= f.fields.keys()}
@@ -65,21 +75,43 @@ def join(found: Collected) -> Collected:
     found.ranks |= {f.rank for f in found.facts if f.rank is not None and is_rank(f.rank)}
     found.ranks |= {r for ranks in found.by_path.values() for r in ranks if is_rank(r)}
     found.ranks |= {r for r in found.rank_of.values() if r is not None} | set(of_file.values())
-    found.past += [f for f in found.named("host_oom") if _of_another_job(f)]
-    found.facts = [f for f in found.facts if f.name != "host_oom" or not _of_another_job(f)]
+    found.past += [f for f in found.facts if _of_another_job(f)]
+    found.facts = [f for f in found.facts if not _of_another_job(f)]
     stops = found.named("cancelled", "limit", "terminated", "evicted", "evicted_pod", "preempted")
     if stops:
         found.facts = [f for f in found.facts if not _after_stop(f, stops)]
     return found
 
 
+def _tasks(text: str) -> tuple[int, ...]:
+    """Return the tasks in `1-3`, `[0,2]`."""
+    try:
+        return unfold_ranks(text.replace("[", "").replace("]", ""))
+    except ValueError:
+        return ()
+
+
+def _by_task(found: Collected, f: Fact) -> list[Fact]:
+    """Return a fact of srun's once for each task; a task is a node, if torchrun started the ranks."""
+    if f.name != "exit_tasks":
+        return [f]
+    tasks = () if found.torchrun else _tasks(f.fields["tasks"])
+    return [replace(f, rank=q) for q in tasks if is_rank(q)] or [replace(f, rank=None)]
+
+
 def _why_unreached(found: Collected, f: Fact) -> None:
     """Add to a failure to connect what its earlier attempts say, and which address the other nodes were given."""
     if why := found.unreached.get((f.path, f.who.process or f.who.label)):
         f.fields["why"] = why
-        others = {label: addr for label, addr in found.masters.items() if addr != f.fields["peer"]}
-        if found.masters.get(f.who.label) == f.fields["peer"] and others and len(set(others.values())) == 1:
-            f.fields["masters"] = f"; its --master-addr is {f.fields['peer']}, {min(others)}'s is {others[min(others)]}"
+        others = {name: addr for name, addr in found.masters.items() if addr != f.fields["peer"]}
+        if (
+            found.masters.get(f.who.label or f.path.name) == f.fields["peer"]
+            and others
+            and len(set(others.values())) == 1
+        ):
+            f.fields["masters"] = (
+                f"; its master address is {f.fields['peer']}, {min(others)}'s is {others[min(others)]}"
+            )
 
 
 def _numbered(found: Collected) -> set[str]:

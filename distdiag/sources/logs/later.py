@@ -55,7 +55,7 @@ _AGENT = bounded(
 _WELL = (
     ("job", bounded(r"(?i:\b(?:Job)?State[=: ]{1,4}COMPLETED\b|\bCOMPLETED\s{1,9}0:0\b|\bjob '?[\w.-]{1,80}'? (?:succeeded|finished successfully)|\bphase: {1,9}Succeeded)")),
     ("file", bounded(r"(?i:\b(?:train(?:ing|er)?|run|job|fit|workflow|experiment|all (?:epochs|steps|done))\b.{0,24}\b(?:finished|(?<!to )completed?|done|succeeded)\b)" + _BUT)),
-    ("file", bounded(r"max_(?:steps|epochs)=\d{1,9}`? reached|(?:^|=) ?\d{1,6} passed\b" + _BUT)),
+    ("file", bounded(r"max_(?:steps|epochs)=\d{1,9}`? reached|(?:^|=) ?\d{1,6} passed\b|^\{'train_runtime': " + _BUT)),
     ("agent", _AGENT),
     ("process", bounded(r"(?i:\b(?:exit(?:s|ed|ing)?|return(?:ed)?|finished) ?(?:with )?(?:code|status)?[ =:]{0,9}(?:0\b(?![.:\d])|successfully))")),
 )  # fmt: skip
@@ -244,6 +244,8 @@ def _went_on(f: Fact, later: Later, ends: _Ends) -> bool:
     """True if the process that failed made progress later, and its end, if it is known, has another reason."""
     if f.uncaught or f.role is Role.STOP:
         return False
+    if f.warned and later.after(f.path, f.line):
+        return True
     for name in _names(f.who, f.rank):
         if name[0] and later.after(f.path, f.line, name) >= OWN_LINES:
             if f.role is Role.EXIT:

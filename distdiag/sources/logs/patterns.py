@@ -86,6 +86,10 @@ TABLE: tuple[Pattern, ...] = (
     _row("store_waiting", S, "in store based barrier", r"Waiting.{0,99}store based barrier(?:.{0,40}? rank: (?P<waiter>\d+))?.{0,200}?\(world_size=(?P<expected>\d+), "
          r"(?:worker_count|num_workers_joined)=(?P<joined>\d+)"),
     _row("master", F, "--master", r"--master[-_]addr[= ](?P<addr>[\w.:-]{2,253})"),
+    _row("master", F, "MASTER_ADDR", r"\bMASTER_ADDR[=:] ?['\"]?(?P<addr>[\w.:-]{2,253})"),
+    _row("master", F, "--rdzv", r"--rdzv[-_]endpoint[= ](?P<addr>[\w.-]{2,253})"),
+    _row("first_rank", F, "node_rank=", r"num_local_procs=(?P<local>\d+), node_rank=(?P<node>\d+)"),
+    _row("first_rank", F, "global_ranks=[", r"^\W*global_ranks=\[(?P<node>\d+)"),
     _row("no_name", F, "cannot be retrieved", r"network addresses of \((?P<peer>[^,)\s]+), ?\d+\) cannot be retrieved \(gai error: (?P<why>.{1,60}?)\)"),
     _row("no_answer", F, "failed to connect to [", r"client socket has failed to connect to \[(?P<peer>[^\]\s]+)\]:(?P<port>\d+) \(errno: \d+ - (?P<why>[^)]{1,60})\)"),
     _row("store_connect", S, "trying to connect", r"client socket has timed out after (?P<after>\w+) while trying to connect to \((?P<peer>[^,)]+), ?(?P<port>\d+)\)"),
@@ -133,9 +137,10 @@ TABLE: tuple[Pattern, ...] = (
     _row("device_lost", C, "has fallen off the bus", r"(?:NVRM: GPU (?P<pci>[\w:.]+): )?GPU has fallen off the bus"),
     _row("amd_fault", C, "GPU reset begin", r"amdgpu (?P<pci>[\w:.]+): (?:amdgpu: )?(?P<what>GPU reset) begin"),
     _row("amd_fault", C, "uncorrectable hardware error", r"amdgpu (?P<pci>[\w:.]+): .{0,20}?(?P<what>uncorrectable hardware error)"),
+    _row("hip_error", C, "page fault (", r"amdgpu (?P<what>[\w:.]+: (?:amdgpu: )?\[\w+\] (?:\w[\w-]{1,12} )?page fault) \(.{0,60}?for process (?P<comm>\S{1,20}) pid (?P<pid>[1-9]\d*)"),
     _row("gpu_init", C, "RmInitAdapter failed", r"NVRM: GPU (?P<pci>[\w:.]+): RmInitAdapter failed"),
     _row("sxid", C, "SXid (PCI:", r"SXid \(PCI:(?P<pci>[\w:.]+)\): (?P<xid>\d+), Fatal, (?P<text>.{1,80})"),
-    _row("cuda_oom", C, "CUDA out of memory", r"CUDA out of memory\. ?(?P<what>.{0,900})"),
+    _row("cuda_oom", C, "CUDA out of memory", r"CUDA out of memory\. ?(?P<what>(?:(?!CUDA out of memory).){0,900})"),
     _row("cuda_oom", C, " out of memory. Tried", r"\b(?:HIP|XPU|NPU) out of memory\. ?(?P<what>.{0,600})"),
     _row("cuda_oom", C, "OUT_OF_DEVICE_MEMORY", r"\b(?:ZE|UR)_RESULT_ERROR_OUT_OF_DEVICE_MEMORY\b"),
     _row("cuda_oom", C, "ut of memory", r"(?:RESOURCE_EXHAUSTED: |Resource exhausted: |(?<=: ))(?:Out of memory while trying to allocate|Ran out of memory in memory space)"),
@@ -193,7 +198,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("exit", E, " terminated with ", r"(?:ProcessExitedException|Exception): process (?P<r>\d+) terminated with (?:signal (?P<signal>\w+)|exit code (?P<code>\d+))"),
     _row("lost_worker", E, "A worker died or was killed", r"A worker died or was killed while executing a task by an unexpected system error"
          r"(?:.{0,400}?Worker IP address: (?P<host>\S+).{0,60}?Worker PID: (?P<pid>\d+))?"),
-    _row("exit_tasks", E, "srun: error: ", r"(?:^|[\d\]>|Z]:? )srun: error: (?P<host>[\w.-]+): tasks? (?P<tasks>[\d,\[\]-]+): (?P<how>Out Of Memory|Killed|Segmentation fault|Bus error|Aborted|Exited with exit code \d+)"),
+    _row("exit_tasks", E, "srun: error: ", r"(?:^|[\d\]>|Z]:? )srun: error: (?P<host>[\w.-]+): tasks? (?P<tasks>[\d,\[\]-]+): (?P<how>Out Of Memory|Killed|Segmentation fault|Bus error|Aborted|Terminated|Exited with exit code \d+)"),
     _row("exit_unnamed", E, "xit code ", r"(?:terminated|exited|failed|died|returned)\b.{0,30} exit code (?P<code>13[4-9])\b"),
     _row("exit_unnamed", E, "xitCode: ", r"exitCode: (?P<code>13[4-9])\b"),
     _row("exit_unnamed", E, "exited with code", r"^(?P<host>[\w.-]+) exited with code (?P<code>13[4-9])\b"),
@@ -216,7 +221,10 @@ TABLE: tuple[Pattern, ...] = (
     _row("terminated", X, "got signal: ", r"SignalException: Process \d+ got signal: (?P<signal>\d+)"),
     _row("interrupted", X, "KeyboardInterrupt", r"^(?:.*[\]:)|] ?)?KeyboardInterrupt\s*$"),
     # -- connections
-    _row("port_error", C, "Got async event", r"NCCL WARN NET/\w+ ?: (?P<what>(?:\S{1,40} )?Got async event : .{0,60}(?:port error|down|catastrophic|fatal).*)"),
+    _row("port_active", F, "ort active", r"NCCL WARN NET/\w+ ?: (?:(?P<dev>\S{1,40}) )?Got async event : port active"),
+    _row("port_active", F, "ink ", r"\b(?:mlx|bnxt|ice|ixgbe|i40e|ib|en|et|bond)\w* .{0,40}?(?P<dev>[\w.]{2,40}): (?:Port: \d+ |NIC )?Link (?:is )?(?:ACTIVE|[Uu]p)\b"),
+    _row("port_error", C, "ink ", r"\b(?P<what>(?:mlx|bnxt|ice|ixgbe|i40e|ib|en|et|bond)\w* .{0,40}?(?P<dev>[\w.]{2,40}): (?:Port: \d+ |NIC )?Link (?:is )?(?:DOWN|[Dd]own))\b"),
+    _row("port_error", C, "Got async event", r"NCCL WARN NET/\w+ ?: (?P<what>(?:(?P<dev>\S{1,40}) )?Got async event : .{0,60}(?:port error|down|catastrophic|fatal).*)"),
     _row("ib", H, "Got completion", r"NET/\w+ ?: ?Got (?:async event|completion) from peer (?P<peer>[^\s<]+)(?:<\d+>)? with (?:status=|error )(?P<status>\d+)"),
     _row("efa", H, "Peer host id", r"NET/OFI .{0,120}Error: \d+ \((?P<what>[A-Z].{1,160}?)\.? My (?:host id|EFA addr).{0,200}?Peer host id: (?P<peer>[\w.-]+)"),
     _row("nccl_error", V, "|CCL_ERROR|", r"\|CCL_ERROR\| (?P<what>.{1,160})"),
@@ -253,9 +261,11 @@ TABLE: tuple[Pattern, ...] = (
     _row("launch", F, "Setting OMP_NUM_THREADS", r"Setting OMP_NUM_THREADS environment variable for each process"),
     _row("launch", F, "WORLD INFO DICT", r"WORLD INFO DICT"),
     _row("launch", F, "Initializing distributed: GLOBAL_RANK", r"Initializing distributed: GLOBAL_RANK: 0,"),
+    _row("closing", F, " closing signal", r"Sending process (?P<pid>\d+) closing signal"),
     _row("restart", F, "estarting worker group", r"[Rr]estarting worker group"),
     _row("again", F, "esum", r"\b[Rr]esum(?:ing|ed) (?:training |run )?(?:from|at)\b"),
     _row("again", F, "etry", r"\b[Rr]etrying\b|\b[Rr]etry (?:#|attempt )?\d"),
+    _row("again", F, "batch size", r"\b(?:[Dd]ecreas|[Rr]educ|[Ll]ower|[Tt]ry)ing batch size"),
     _row("again", F, "equeue", r"\b[Rr]equeued?\b"),
     _row("again", F, "estart", r"\b[Rr]estart(?:ing|ed)\b.{0,40}\b(?:actor|pod|worker|container|task|job|training|attempt|process)"),
     _row("restart", F, "will restart worker group", r"will restart worker group"),
@@ -276,13 +286,6 @@ WEAK = frozenset(word.encode() for word in _WEAK)
 BEGINS = frozenset(word.encode() for word in _BEGINS)
 # the next lines belong to it, whatever they contain
 HEADS = (
-    b'File "',
-    b'File \\"',
-    b"Last error:",
-    b"noticed that process rank",
-    b"Missing ranks:",
-    b"traceback :",
-    b"actor_id: ",
-    b"stopped sending heartbeats",
-    b"namespace: ",
-)
+    b'File "', b'File \\"', b"Last error:", b"noticed that process rank", b"Missing ranks:", b"traceback :", b"actor_id: ",
+    b"stopped sending heartbeats", b"namespace: ",
+)  # fmt: skip

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import Any
 
 from distdiag.diagnosis.model.findings import CollectiveRef, Finding, rank_list
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import at, count
-from distdiag.sources.logs.build import finding
+from distdiag.sources.logs.build import fewer, finding
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import first_site
 from distdiag.sources.logs.timeouts import op_name
@@ -40,6 +41,21 @@ def findings(found: Collected) -> list[Finding]:
     return out
 
 
+def _differ(
+    kind: str,
+    cause: str,
+    facts: list[Fact],
+    sides: Collection[Collection[int]],
+    message: str,
+    advice: str,
+    proved: bool = True,
+    **more: Any,
+) -> Finding:
+    """Return the finding on ranks that differ; the fewer ones of two sides are the culprits."""
+    ranks = set().union(*sides)
+    return finding(kind, cause, facts, message, advice, culprits=fewer(sides), victims=ranks, proved=proved, **more)
+
+
 def _by_shape(facts: Iterable[Fact]) -> dict[str, set[int]]:
     """Return the ranks that gave each shape to an operation of Accelerate, which compared them."""
     sides: dict[str, set[int]] = {}
@@ -50,18 +66,10 @@ def _by_shape(facts: Iterable[Fact]) -> dict[str, set[int]]:
 
 def _shapes_given(facts: list[Fact]) -> Finding:
     sides = _by_shape(facts)
-    few, *many = sorted(sides.values(), key=len)
     texts = [f"{shape} on {rank_list(sorted(ranks))}" for shape, ranks in list(sides.items())[:4]]
-    return finding(
-        "mismatch",
-        "shape",
-        facts,
-        f"the ranks passed different shapes to one operation of Accelerate: {', '.join(texts)}",
-        "pad them to one shape first (accelerator.pad_across_processes), or use gather_for_metrics for the last, smaller batch",
-        culprits=few if len(many) == 1 and len(few) < len(many[0]) else (),
-        victims=set().union(*sides.values()),
-        proved=True,
-    )
+    message = f"the ranks passed different shapes to one operation of Accelerate: {', '.join(texts)}"
+    advice = "pad them to one shape first (accelerator.pad_across_processes), or use gather_for_metrics for the last, smaller batch"
+    return _differ("mismatch", "shape", facts, sides.values(), message, advice)
 
 
 def derived(found: Collected) -> list[Finding]:
@@ -75,8 +83,6 @@ def _versions(found: Collected, facts: list[Fact]) -> Finding:
     for f in facts:
         for rank, version in (("a", "va"), ("b", "vb")):
             by_version.setdefault(f.number(version) or 0, set()).add(int(f.fields[rank]))
-    few, *many = sorted(by_version.values(), key=len)
-    culprits = few if len(many) == 1 and len(few) < len(many[0]) else set()
     of_label = {min(ranks): label for label, ranks in found.of_label.items() if len(ranks) == 1}
     texts = []
     for v, ranks in sorted(by_version.items(), key=lambda item: len(item[1])):
@@ -84,17 +90,10 @@ def _versions(found: Collected, facts: list[Fact]) -> Finding:
         texts.append(
             f"{rank_list(sorted(ranks))}{on} {verb(ranks, 'has', 'have')} NCCL {v // 10000}.{v // 100 % 100}.{v % 100}"
         )
-    return finding(
-        "rank_lost",
-        "crashed",
-        facts,
-        f"{', '.join(texts)}: NCCL does not mix versions",
-        "install the same torch (and NCCL) on all nodes, or use one image; compare `python -c 'import torch; print(torch.__version__, torch.cuda.nccl.version())'`",
-        culprits=culprits,
-        victims=set().union(*by_version.values()),
-        proved=bool(culprits),
-        cost="the job ends before its first step",
-    )
+    advice = "install the same torch (and NCCL) on all nodes, or use one image; compare `python -c 'import torch; print(torch.__version__, torch.cuda.nccl.version())'`"
+    message, sides = f"{', '.join(texts)}: NCCL does not mix versions", by_version.values()
+    cost = "the job ends before its first step"
+    return _differ("rank_lost", "crashed", facts, sides, message, advice, proved=bool(fewer(sides)), cost=cost)
 
 
 def _call(text: str) -> dict[str, str]:
@@ -121,22 +120,14 @@ def _fingerprints(facts: list[Fact]) -> Finding:
     texts = [f"{rank_list(sorted(rs))} in {shown}" for shown, rs in sorted(sides.items(), key=lambda s: min(s[1]))[:4]]
     if len(sides) < 2:
         texts.append("the other side is not in the message")
-    few, *many = sorted(sides.values(), key=len)
-    culprits = few if len(many) == 1 and len(few) < len(many[0]) else set()
+    culprits = fewer(sides.values())
     site = next((f.site for f in facts if f.rank in culprits and f.site is not None), first_site(facts))
     skipped = "; their numbers differ, so one rank has made one call more or fewer before"
-    return finding(
-        "mismatch",
-        cause,
-        facts,
-        f"ranks made different calls in one collective: {', '.join(texts)}"
-        f"{skipped if len({c['number'] for c in (a, b) if 'number' in c}) > 1 else ''}{at(site)}",
-        "look for a condition on the rank, or on the rank's data, before that call; all ranks must make the same calls in the same order",
-        culprits=culprits,
-        victims=set().union(*sides.values()),
-        proved=True,
-        collective=CollectiveRef(a["op"], "", int(a["number"]) if "number" in a else None) if "op" in a else None,
-    )
+    numbers_differ = len({c["number"] for c in (a, b) if "number" in c}) > 1
+    message = f"ranks made different calls in one collective: {', '.join(texts)}{skipped * numbers_differ}{at(site)}"
+    advice = "look for a condition on the rank, or on the rank's data, before that call; all ranks must make the same calls in the same order"
+    call = CollectiveRef(a["op"], "", int(a["number"]) if "number" in a else None) if "op" in a else None
+    return _differ("mismatch", cause, facts, sides.values(), message, advice, collective=call)
 
 
 def _model(facts: list[Fact], message: str, advice: str, proved: bool, culprits: Iterable[int] = ()) -> Finding:
@@ -179,8 +170,7 @@ def _counts(facts: list[Fact]) -> Finding:
     known = theirs | own
     if len(set(known.values())) > 1:
         texts = [f"{n:,} on {rank_list([r for r, m in known.items() if m == n])}" for n in sorted(set(known.values()))]
-        few, *many = sorted(([r for r, m in known.items() if m == n] for n in set(known.values())), key=len)
-        culprits = few if len(many) == 1 and len(few) < len(many[0]) else ()
+        culprits = fewer([r for r, m in known.items() if m == n] for n in set(known.values()))
         message = f"the wrapped model differs: DDP found {', '.join(texts)} parameters"
         advice = "build the same model on every rank: the same arguments, and the same parameters with requires_grad"
         return _model(facts, message, advice, proved=True, culprits=culprits)

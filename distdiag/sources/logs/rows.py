@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from distdiag.diagnosis.known_errors import remedy
 from distdiag.diagnosis.model.findings import CollectiveRef, Finding, rank_list
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import at, rough_time, shortened
@@ -24,7 +25,7 @@ _ADDRESS_KEY = bounded(r"default_pg/\d+//\w+//\d+/(\d{1,6})\W*$")
 _HERE = ("127.0.0.1", "127.0.1.1", "localhost", "::1")
 _FOLLOWS = bounded(r"remote process exited|ncclRemoteError|NCCL communicator was aborted")
 _TASK = bounded(r"/task:(\d{1,6})$")  # of jax: the number of the process
-_NO_WAY = bounded(r"Connection refused|No route to host|Network is unreachable")
+_NO_ROUTE = bounded(r"No route to host|Network is unreachable")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,11 @@ def _lost_store(facts: Sequence[Fact]) -> bool:
 
 
 def _refused(facts: Sequence[Fact]) -> bool:
-    return all(_NO_WAY.search(f.fields.get("reason", f.text)) for f in facts)
+    return all("Connection refused" in f.fields.get("reason", f.text) for f in facts)
+
+
+def _no_route(facts: Sequence[Fact]) -> bool:
+    return all(_NO_ROUTE.search(f.fields.get("reason", f.text)) for f in facts)
 
 
 def _too_many(fact: Fact) -> bool:
@@ -65,8 +70,6 @@ def _too_many(fact: Fact) -> bool:
 _LATE, _LOST = "timeout/late_rank", "rank_lost/silent"
 _GLOO = "a gloo collective timed out{after}: {who} waited in it{at}"
 _ENDED = "{first}see how that process ended: its log, exit code, `dmesg -T` for oom-kill or Xid; if it is alive, the network: interface (NCCL_SOCKET_IFNAME), firewall, MTU"
-_PROCESS = "the process at the other end had ended, or the network broke"
-_NOTHING = "; {culprits} {report} nothing"
 LATE_ROWS = (
     Row("barrier_late barrier_reached", _LATE, "{culprits} did not reach monitored_barrier in {limit}{at}",
         "read the log of {culprits}, and take {its} stack the next time before the barrier times out",
@@ -161,12 +164,12 @@ LOST_ROWS = (
         when=lambda facts: any(f.name == "gloo_timeout" for f in facts)),
     Row("unique_id", _LOST, "{who} lost the store while a communicator was made{at} ({reason}): the process that serves it, rank 0 or torchrun's, ended first",
         "read the log of rank 0 and of its node's launcher: its failure came before these"),
-    Row("closed store_lost refused lost", _LOST, "{who} could not make a connection{to}{at}: nothing listens there (any more), or a firewall is between them", _ENDED,
-        ("{who} could not make a connection{to}{at}: nothing listens there (any more), or a firewall is between them" + _NOTHING, _ENDED), when=_refused),
-    Row("closed store_lost refused lost", _LOST, "{who} lost the job's store{to}{at}: the process that serves it, rank 0 or torchrun's, had ended", _ENDED,
-        ("{who} lost the job's store{to}{at}: the process that serves it, rank 0 or torchrun's, had ended" + _NOTHING, _ENDED),
+    Row("closed store_lost refused lost", _LOST, "{who} could not make a connection{to}{at}: a firewall rejects it, or no route leads there",
+        "open the ports between these hosts (iptables, firewalld, security groups: NCCL and gloo use any port), and see the route: `ip route get ADDRESS`; or choose another interface: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME", when=_no_route),
+    Row("closed store_lost refused lost", _LOST, "{who} could not make a connection{to}{at}: nothing listens there (any more), or a firewall is between them{nothing}", _ENDED, when=_refused),
+    Row("closed store_lost refused lost", _LOST, "{who} lost the job's store{to}{at}: the process that serves it, rank 0 or torchrun's, had ended{nothing}", _ENDED,
         when=lambda facts: all(f.name == "store_lost" for f in facts)),
-    Row("closed store_lost refused lost", _LOST, "{who} lost a connection{to}{at}: " + _PROCESS, _ENDED, ("{who} lost a connection{to}{at}: " + _PROCESS + _NOTHING, _ENDED)),
+    Row("closed store_lost refused lost", _LOST, "{who} lost a connection{to}{at}: the process at the other end had ended, or the network broke{nothing}", _ENDED),
     Row("nccl_error own_error dist_error", "rank_lost/crashed", "HCCL failed on {who}{at}: {what}",
         "read the lines after it (EI…, EJ…, ERR…): they have the reason; often another rank failed first", when=lambda facts: facts[0].fields.get("what", "").startswith(("Hccl", "Acl", "acl"))),
     Row("nccl_error own_error dist_error nccl_warning", "rank_lost/crashed", "{library} failed on {who}{on_host}{at}: {what}: {warning}",
@@ -204,7 +207,7 @@ def _finding(found: Collected, row: Row, facts: list[Fact]) -> Finding:
         cause,
         facts,
         text.format_map(fields) + (last_words(found, culprits) if row.kind == _LATE else ""),
-        meanings.advice_for(fields["warning"], advice.format_map(fields)),
+        remedy(fields["warning"], advice.format_map(fields)),
         culprits=culprits,
         victims=victims,
         proved=row.proved,
@@ -277,7 +280,7 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
         "at": at(first_site(facts)),
         "culprits": rank_list(culprits),
         "its": verb(culprits, "its", "their"),
-        "report": verb(culprits, "reports", "report"),
+        "nothing": f"; {rank_list(culprits)} {verb(culprits, 'reports', 'report')} nothing" if culprits else "",
         "library": library,
         "debug": "CCL_LOG_LEVEL=info" if library == "oneCCL" else "NCCL_DEBUG=WARN",
         "tag": first.get("tag", "a connection"),

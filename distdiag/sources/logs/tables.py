@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 
 from distdiag.terms.untrusted import bounded, is_rank
 
@@ -23,18 +22,10 @@ _NO_EXCEPTION = ("Signal ", "To enable traceback", "Traceback (most recent")  # 
 _MAX_ROWS = 20_000
 
 
-@dataclass(slots=True)
-class Row:
-    """One process in a table; `fields` are named as those of a line."""
-
-    launcher: str
-    line: int
-    fields: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def rank(self) -> int | None:
-        text = self.fields.get("rank", "")
-        return int(text) if text.isdecimal() and len(text) < 7 and is_rank(int(text)) else None
+def rank_of(fields: dict[str, str]) -> int | None:
+    """Return the rank that a row of a table names."""
+    text = fields.get("rank", "")
+    return int(text) if text.isdecimal() and len(text) < 7 and is_rank(int(text)) else None
 
 
 def _given(m: re.Match[str]) -> dict[str, str]:
@@ -42,15 +33,19 @@ def _given(m: re.Match[str]) -> dict[str, str]:
 
 
 class Tables:
-    """Reads the tables of one file at a time; `take` returns the rows that have ended since its last call."""
+    """Reads the tables of one file at a time; `take` returns (line, fields) of the processes that have ended since its last call.
+
+    The fields are named as those of a line; `launcher` is whose table it is.
+    """
 
     def __init__(self) -> None:
-        self._now: Row | None = None
+        self._now: dict[str, str] | None = None
+        self._line = 0  # of the row's first line
         self._seen: set[tuple[object, ...]] = set()
-        self._ended: list[Row] = []
+        self._ended: list[tuple[int, dict[str, str]]] = []
         self.rank: int | None = None  # of the newest row
 
-    def take(self, at_end: bool = False) -> list[Row]:
+    def take(self, at_end: bool = False) -> list[tuple[int, dict[str, str]]]:
         """Return the rows that have ended; with `at_end`, that of the last lines, too."""
         if at_end:
             self._close()
@@ -60,42 +55,41 @@ class Tables:
     def line(self, text: str, number: int) -> bool:
         """Read a line; True if it belongs to a table."""
         if (m := _FIELD.search(text)) is not None and (self._now is not None or m["key"] in ("time", "host", "rank")):
-            if m["key"] == "time" or self._now is None or self._now.launcher != "torchrun":
+            if m["key"] == "time" or self._now is None or self._now["launcher"] != "torchrun":
                 self._close()
-                self._now = Row("torchrun", number)
+                self._now, self._line = {"launcher": "torchrun"}, number
             self._field(self._now, m["key"], m["value"].strip())
         elif (m := _NAME.search(text)) is not None:
             self._close()
-            self._now = Row("mpirun", number, _given(m))
-            self._now.fields.setdefault("rank", self._now.fields.get("r", ""))
-        elif self._now is not None and self._now.launcher == "mpirun" and (m := _STATUS.search(text)) is not None:
-            self._now.fields |= _given(m)
-            raw = self._now.fields.get("raw", "1")
+            self._now, self._line = {"launcher": "mpirun", **_given(m)}, number
+            self._now.setdefault("rank", self._now.get("r", ""))
+        elif self._now is not None and self._now["launcher"] == "mpirun" and (m := _STATUS.search(text)) is not None:
+            self._now |= _given(m)
+            raw = self._now.get("raw", "1")
             if raw in _RAW_SIGNALS:
-                self._now.fields["signal"] = raw
-            self._now.fields.setdefault("code", raw)
+                self._now["signal"] = raw
+            self._now.setdefault("code", raw)
             self._close()
         else:
             return False
         return True
 
-    def _field(self, row: Row, key: str, value: str) -> None:
+    def _field(self, row: dict[str, str], key: str, value: str) -> None:
         if key in ("time", "host"):
-            row.fields[key] = value[:200]
+            row[key] = value[:200]
         elif key in _NUMBERS and (m := _NUMBERS[key].search(value)) is not None:
-            row.fields |= m.groupdict()
-            self.rank = row.rank
+            row |= m.groupdict()
+            self.rank = rank_of(row)
         elif key == "traceback":
-            row.fields["what"] = "" if value.startswith(_NO_EXCEPTION) else value[:300]
+            row["what"] = "" if value.startswith(_NO_EXCEPTION) else value[:300]
             self._close()
 
     def _close(self) -> None:
         row, self._now = self._now, None
-        if row is None or "code" not in row.fields or len(self._seen) >= _MAX_ROWS:
+        if row is None or "code" not in row or len(self._seen) >= _MAX_ROWS:
             return
-        row.fields["launcher"] = row.launcher
         # the root cause may be listed twice
-        key = row.launcher, row.rank, *(row.fields.get(k) for k in ("pid", "code", "time"))
+        key = row["launcher"], rank_of(row), *(row.get(k) for k in ("pid", "code", "time"))
         if key not in self._seen:
             self._seen.add(key)
-            self._ended.append(row)
+            self._ended.append((self._line, row))

@@ -11,7 +11,7 @@ from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import at, count, rough_time, shortened
 from distdiag.sources.logs import meanings
-from distdiag.sources.logs.build import finding, last_words, ranks_of
+from distdiag.sources.logs.build import fewer, finding, last_words, ranks_of
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import absent_ranks, first_site
 from distdiag.sources.logs.patterns import Role
@@ -329,7 +329,7 @@ def _messages(group: Group, waiting: Waits, ops: Mapping[str, Collection[int]]) 
 def _different(group: Group, waiting: Waits, sides: Mapping[str, set[int]], cause: str) -> Finding:
     """Return the finding on ranks whose operations with one number differ."""
     by_size = sorted(((text, sorted(ranks)) for text, ranks in sides.items()), key=lambda side: len(side[1]))
-    culprits = by_size[0][1] if len(by_size[0][1]) < len(by_size[1][1]) and len(by_size) == 2 else ()
+    culprits = fewer(sides.values())
     texts = " and ".join(f"{rank_list(ranks)} in {text}" for text, ranks in by_size[:4])
     return _timed_out(group, waiting, f"the ranks timed out in different calls of collective{_number(waiting, group)}: {texts}",
                  "compare what these ranks call there: the same operation with the same size on every rank", culprits, f"mismatch/{cause}")  # fmt: skip

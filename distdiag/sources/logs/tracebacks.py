@@ -47,6 +47,10 @@ _HOOK = bounded(
 _PREFIX = bounded(r"^(?:\[[^\]]*\]:? ?){0,9}")
 # a logger's line before the traceback of `logger.exception`
 _ANNOUNCES = bounded(r"^(?=.{0,200}\b(?:ERROR|CRITICAL|[Ee]xception)\b).{0,200}\b[Rr]ank[ =:]{0,2}(?P<rank>\d{1,6})\b")
+# a line of the program's log that is no error: of logging, absl, loguru; not NCCL's
+_WARNS = bounded(
+    r"^(?!.{0,200}(?:ERROR|CRITICAL|NCCL WARN)).{0,80}?(?:\b(?:WARN(?:ING)?|INFO|DEBUG)\b|(?:^|[\]>|)] ?)[WI]\d{4} \d\d:\d\d:\d\d)"
+)
 _SPAWNED = bounded(r"-- Process (\d{1,6}) terminated with the following error")
 _RAY = bounded(
     r"\bray::[^\s(]{1,200}(?:\(\))? \(pid=(?P<pid>\d{1,9}), ip=(?P<ip>[\w.:]{3,60})"
@@ -72,6 +76,7 @@ class _Trace:
     frame_at: int | None = None  # where the line before has its frame; the next line is source code
     uncaught: bool = False
     ignored: bool = False  # by Python, in a destructor
+    warned: bool = False  # it follows a warning of the program's log
     fatal: Fact | None = None  # it is the stack of this error, innermost frame first
     other_thread: bool = False
 
@@ -92,7 +97,7 @@ class Tracebacks:
         self._fatal: dict[tuple[object, ...], Fact] = {}  # the fatal error of each process, until its stack was read
         self._spawned: int | None = None
         self._announced = -1, -1  # the rank that a logger's line reports to have failed, and which line
-        self._ignored = -1
+        self._ignored = self._warned = -1  # lines before a traceback
         self._exceptions: dict[tuple[object, ...], Fact] = {}  # the last one of each process
         self._unended: dict[tuple[object, ...], tuple[Fact, int]] = {}  # exceptions whose message ends with a colon
         self._before: dict[tuple[object, ...], Fact] = {}  # the one that was being handled when the next was raised
@@ -151,6 +156,8 @@ class Tracebacks:
             return True
         if "ank" in text and (of_logger := _ANNOUNCES.search(text)) is not None:
             self._announced = int(of_logger["rank"]), line.order
+        if _WARNS.search(text) is not None:
+            self._warned = line.order
         if (found := _SPAWNED.search(text)) is not None:
             self._spawned = int(found[1])
             return True
@@ -163,6 +170,7 @@ class Tracebacks:
             rank = self._announced[0]
         trace = _Trace(rank=rank, who=line.who, margin=line.text.index("Traceback ("))
         trace.ignored = line.order == self._ignored + 1
+        trace.warned = line.order == self._warned + 1
         self._traces[line.source] = self._traces[_anonymous(line)] = trace  # its other lines may have no prefix
         self._spawned = None
 
@@ -229,7 +237,7 @@ class Tracebacks:
             fact.within = _helper(trace.frames)
             if (launcher := _launcher(trace.frames)) and fact.who.rank is None and not fact.who.process:
                 fact.who, fact.site = replace(fact.who, process=launcher), fact.site if launcher == _SPAWNS else None
-            fact.uncaught = trace.uncaught
+            fact.uncaught, fact.warned = trace.uncaught, trace.warned
             fact.in_collective = innermost.endswith(_COLLECTIVE)
             earlier = self._before.pop(line.source, None)
             if earlier is not None and fact.role is earlier.role is Role.CAUSE:

@@ -23,7 +23,7 @@ from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.files import find_logs, is_empty, left_out
 from distdiag.sources.logs.join import WAITED, join
 from distdiag.sources.logs.lines import wrapped_at
-from distdiag.sources.logs.meanings import MEANINGS, STOPS
+from distdiag.sources.logs.meanings import MEANINGS, STOPS, advice_on_stop
 from distdiag.sources.logs.patterns import Role
 from distdiag.sources.logs.writers import Writer, time_of
 from distdiag.terms.untrusted import MAX_RANKS
@@ -76,7 +76,7 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
     else:
         found.past += earlier
     found.past += past
-    found.losses = reader.later.loss
+    found.losses, found.steps = reader.later.loss, bool(reader.later.progress)
     said: dict[int, str] = {}
     for (p, rank, task), text in reader.later.said.items():
         q = rank if rank is not None else task if task is not None and not found.torchrun else found.of_file.get(p)
@@ -117,7 +117,7 @@ def judge_logs(
         world_size=_world(found),
         ranks_seen=len(found.ranks),
         findings=tuple(findings),
-        notes=tuple(_notes(found, findings, bool(findings or text))),
+        notes=(*advice_on_stop(text or ""), *_notes(found, findings, bool(findings or text))),
         unjudged=None if findings or text or ended else f"{NO_KNOWN_ERROR} in {count(len(found.files), 'log')}",
         state_text=text,
     )
@@ -128,7 +128,9 @@ def failures_first(dumps: Report, logs: Report) -> Report:
     own = tuple(
         f
         for f in logs.findings
-        if (f.kind == "rank_lost" and f.cause in ("killed", "crashed") and f.culprits) or f.kind == "gpu"
+        if (f.kind == "rank_lost" and f.cause in ("killed", "crashed") and f.culprits)
+        or f.cause == "configuration"
+        or f.kind == "gpu"
     )
     failed = {r for f in own for r in f.culprits}
     rest = tuple(
@@ -319,7 +321,8 @@ def _notes(found: Collected, findings: Sequence[Finding], judged: bool) -> list[
             f"judged: the last run in the log; {count(found.left_out, 'run')} before it (restarted, or appended) failed, too{how}"
         )
     if not found.recorded:
-        seen = "" if judged else "if the job hangs, `py-spy dump --pid PID` shows where each rank is; "
+        ended = "if it ended, `sacct -j JOB -o state,exitcode`, `kubectl describe pod` or `dmesg -T` shows how"
+        seen = "" if judged else f"if the job hangs, `py-spy dump --pid PID` shows where each rank is; {ended}; "
         notes.append(
             f"read from a log: it shows what was printed, not what each rank did; {seen}`DISTDIAG=1` records the next run"
         )

@@ -37,9 +37,9 @@ _LABEL = bounded(
 _STERN = bounded(r"^(?P<pod>[a-z][\w.-]{0,250}-\w{1,20}) [\w.-]{1,63} (?=\d{4}-\d\d-\d\dT)")  # pod, container, time
 # what pdsh, kubectl or a script puts in front of every line: the name of a node or worker, which ends in a number or a letter
 _LABEL_FIRST = bounded(
-    r"^\s?(?:\((?P<round>{0})\)|\[(?P<square>{0})\]|(?P<colon>{0}):)(?: |$)".format(
+    r"^\s?(?:\((?P<round>{0})\)|\[(?P<square>{0})\]|(?P<colon>{0}):|(?P<pipe>{0}) {{1,40}}\|)(?: |$)".format(
         r"(?!(?i:rank|step|epoch|iter\w*|loss|layer|gpu|cuda|mlx\w*|line|try|attempt|test|phase|level|block|default|none)\W?\d)"
-        r"(?!\d{1,9}\b(?!\.)|[A-Z]{1,3}\d{3,9}\b)[A-Za-z\d][\w.]{0,60}(?:-[\w.]{1,60}){0,9}(?<=\d)|[A-Za-z]\w{0,40}-[a-z]"
+        r"(?!\d{1,9}(?:\.\d{1,9})?\b(?!\.)|[A-Z]{1,3}\d{3,9}\b)[A-Za-z\d][\w.]{0,60}(?:-[\w.]{1,60}){0,9}(?<=\d)|[A-Za-z]\w{0,40}-[a-z]"
     )
 )
 _JOURNAL = bounded(
@@ -55,21 +55,9 @@ _ISO = bounded(
 # what a container's log, or `ts`, puts in front of each line
 _STAMP = bounded(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d) ")
 _MESSAGE_KEYS = (
-    "message",
-    "msg",
-    "log",
-    "text",
-    "event",
-    "textPayload",
-    "exc",
-    "exc_info",
-    "exception",
-    "error",
-    "traceback",
-    "stack",
-    "stack_trace",
-    "line",
-)
+    "message", "msg", "log", "text", "event", "textPayload", "exc", "exc_info", "exception", "error", "traceback", "stack",
+    "stack_trace", "line",
+)  # fmt: skip
 _TIME_KEYS = ("timestamp", "@timestamp", "time", "ts", "t", "asctime")
 _SIGNS = {*_TIME_KEYS, "level", "lvl", "levelname", "severity", "stream", "rank", "global_rank", "RANK"}
 
@@ -240,7 +228,7 @@ def _label(head: str, out: Writer) -> None:
         out.host = out.host or m["host"] or m["of"] or m["slurm"]
         out.label = m["unit"] if m["id"] else ""
     elif (m := _LABEL_FIRST.match(head)) is not None:
-        out.label = m["round"] or m["square"] or m["colon"]
+        out.label = m["round"] or m["square"] or m["colon"] or m["pipe"]
 
 
 def _process(head: str, out: Writer) -> None:

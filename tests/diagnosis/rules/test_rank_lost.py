@@ -50,7 +50,7 @@ def test_a_dead_loader_worker_is_not_the_fault_of_the_line_where_torch_raises() 
     text = "RuntimeError: DataLoader worker (pid 4338) exited unexpectedly with exit code 3. Details are lost"
     f = only(ended(job(rank(0, life=Life.CRASHED, exception=text, ended_s=9.0), rank(1))))
     assert (f.kind, f.culprits) == ("rank_lost", (0,)) and "exit code 3" in f.message
-    assert f.advice.startswith("read what the DataLoader's worker printed")
+    assert f.advice.startswith("a DataLoader worker died: read what it printed")
 
 
 def test_the_text_of_an_exception_is_cut_between_words() -> None:
