@@ -16,7 +16,6 @@ from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.model.syntax import FUNCTIONS, Source, tree_of
 
 _WRITES = {"save", "dump", "touch", "write_text", "write_bytes", "savez", "save_file"}
-CLOCKS = {"time", "monotonic", "perf_counter", "now"}  # a loop that tests them ends by itself
 
 
 def polled_loop(site: Site | None, source: Source) -> tuple[str, Site, bool] | None:
@@ -28,7 +27,7 @@ def polled_loop(site: Site | None, source: Source) -> tuple[str, Site, bool] | N
     if loop is None or not isinstance(loop.node, ast.While) or isinstance(loop.node.test, ast.Constant):
         return None
     text = guarding.text_of(loop, source(site.file) or "")
-    by_clock = any(syntax.name_of(x) in CLOCKS for x in ast.walk(loop.node.test))
+    by_clock = rank_tests.reads_clock(loop.node.test, source(site.file) or "")
     return text, Site(site.file, loop.line, site.function), by_clock
 
 

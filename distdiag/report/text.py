@@ -90,9 +90,7 @@ def _finding(f: Finding) -> list[str]:
 
 def _job(f: RunFacts) -> list[str]:
     lines = ["The job"]
-    lines += _wrap(
-        "ranks", ranks_seen(f.ranks_seen, f.world_size) + (f", {f.backend}" if f.backend else "")
-    )
+    lines += _wrap("ranks", ranks_seen(f.ranks_seen, f.world_size) + (f", {f.backend}" if f.backend else ""))
     if f.last_step is not None:
         sampled = f" (one in {f.sampled_every} was read)" if f.sampled_every > 1 else ""
         lines += _wrap("steps", f"{f.first_step:,}–{f.last_step:,}{sampled}")

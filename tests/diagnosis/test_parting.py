@@ -46,6 +46,24 @@ FIT = """
         dist.barrier()  # C
 """
 
+BUDGET = """
+    class Timer:
+        def over(self):
+            return time.time() > self.end
+    def one(x):
+        if x is None:
+            return
+        loss.backward()  # A
+    def fit():
+        while {test}:
+            if bad(x):
+                continue
+            one(x)  # B
+            loss.backward()  # C
+            {last}
+        all_reduce(loss)  # D
+"""
+
 FLUSH = """
     def flush(self):
         if self.items:
@@ -194,6 +212,19 @@ LOGGED = """
             "A finetune D main",
             ["for epoch in range(first, 9)"],
             id="a callee's loop ended earlier",
+        ),
+        *(
+            pytest.param(BUDGET.format(test=test, last=last), "D fit", there, [found], id=f"{test}, {last}, {there[0]}")
+            for test, last, found in (
+                ("time.time() < end", "pass", "while time.time() < end"),
+                ("not timer.over()", "pass", "while not timer.over()"),
+                ("tokens < total", "pass", "while tokens < total"),
+                ("True", "if loss < good: break", "if loss < good: break"),
+            )
+            for there in ("C fit", "A one B fit")
+        ),
+        pytest.param(
+            BUDGET.format(test="step < steps", last="pass"), "D fit", "C fit", ["if bad(x)"], id="a counted loop"
         ),
         pytest.param(RETURNS, "A finetune D main", "G main", [], id="it is still in a callee's loop"),
         pytest.param(RETURNS, "B update F main", "G main", [], id="a condition that is the same on all ranks"),

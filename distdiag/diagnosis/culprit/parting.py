@@ -197,13 +197,15 @@ def parting(
     held_there, *left_there = _sorts(their_path, source)
     # what ends a round early in a loop of both: one may have done so a round ago
     rounds = [p for p in their_path.common if isinstance(p.guard.way_out, ast.Continue)]
+    if as_often is not None:
+        left_there = [[p for p in sort if not as_often(p.site.file, p.guard.node)] for sort in left_there]
     missed = zip((Way.SKIPPED, Way.LEFT, Way.LEFT), left_there, strict=False)
     alone = zip((Way.ALONE, Way.STAYED, Way.STAYED), left, strict=False)
-    tries = (Way.ALONE, held), *missed, (Way.SKIPPED, held_there), *alone, (Way.SKIPPED, rounds)
-    for way, sort in (*tries, (Way.ROUND, _shorter_rounds(their_path, source))):
+    tries = ((Way.ALONE, held), *missed, (Way.SKIPPED, held_there), *alone, (Way.SKIPPED, rounds))
+    # no two ranks read the same time, so a test of a clock comes first
+    clocked = [(way, [p for p in sort if _reads_clock(p, source)]) for way, sort in tries]
+    for way, sort in (*clocked, *tries, (Way.ROUND, _shorter_rounds(their_path, source))):
         found = [p for p in sort if _can_differ(p, source, bool(mine)) and not (changed and _is_fixed(p, source))]
-        if as_often is not None and any(sort is ended for ended in left_there):
-            found = [p for p in found if not as_often(p.site.file, p.guard.node)]
         if found and found[0].guard.kind is Kind.INSIDE:
             found = found[:1]  # the outermost of nested loops
         conditions = {c: _reads_rank(p, source) for p in found if (c := _condition(p, source, way)) is not None}
@@ -254,10 +256,25 @@ def _sorts(path: _Path, source: Source) -> tuple[list[_Placed], ...]:
                 breaks += _ways_out(p, (ast.Break,) if behind else (ast.Break, ast.Return, ast.Expr))
                 if behind or (path.returned and not p.shared):
                     ends.append(p)
+    # what ends a round does not end a loop that the other has left, if that ends by data
+    first = next((i for i, p in enumerate(own) if p in ends and _ends_by_data(p, source)), len(own))
+    skips = [p for p in skips if p in own[:first]]
     if holds:  # a rank that has left the function before has not evaluated the branch
         before = own[: own.index(holds[-1])]
         holds = [p for p in own if p in holds or (p in skips and p in before and not p.shared)]
     return holds, skips, breaks, ends
+
+
+def _ends_by_data(loop: _Placed, source: Source) -> bool:
+    """True if a loop over no data set has a test or a `break` that can differ between ranks in one round, so reads no counter."""
+    if isinstance(loop.guard.node, (ast.For, ast.AsyncFor)) and _can_differ(loop, source, alive=True):
+        return False
+    ends = (*((loop,) if isinstance(loop.guard.node, ast.While) else ()), *_ways_out(loop, (ast.Break,)))
+    return any(_can_differ(p, source, alive=True) and not rank_tests.reads_counter(p.guard.test) for p in ends)
+
+
+def _reads_clock(placed: _Placed, source: Source) -> bool:
+    return rank_tests.reads_clock(placed.guard.test, source(placed.site.file) or "")
 
 
 def _is_fixed(placed: _Placed, source: Source) -> bool:

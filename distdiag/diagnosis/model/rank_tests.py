@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
+from collections.abc import Iterator
 from functools import lru_cache
 
 from distdiag.diagnosis.model.syntax import FUNCTIONS, name_of, parsed
@@ -17,6 +18,7 @@ _NO_RANK = {"thread", "lora", "low", "matrix", "full", "svd", "loss"}  # `lora_r
 COUNTERS = {
     "step", "steps", "epoch", "i", "j", "it", "idx", "iteration", "batch_idx", "batch", "global_step", "__name__",
 }  # fmt: skip
+CLOCKS = {"time", "monotonic", "perf_counter", "now"}
 # functions and values that are equal on all ranks of a job
 _SAME = {
     "dist", "torch", "distributed", "is_initialized", "is_available", "is_torchelastic_launched", "get_world_size", "world_size",
@@ -159,6 +161,30 @@ def rank_variables(text: str) -> frozenset[str]:
 
     `r = dist.get_rank()`, `first = rank == 0`, `def boss(self): return self.rank == 0`.
     """
+    return frozenset(name for name, value in _named_values(text) if _is_rank(value))
+
+
+@lru_cache(16)
+def _clock_variables(text: str) -> frozenset[str]:
+    """Return variables, properties and functions that hold a time: `elapsed = time.time() - start`."""
+    return frozenset(name for name, value in _named_values(text) if _calls_clock(value))
+
+
+def reads_clock(test: ast.expr | None, text: str) -> bool:
+    """True if a condition tests the time, also by a variable or a function of its file."""
+    return test is not None and (_calls_clock(test) or bool(_names(test) & _clock_variables(text)))
+
+
+def _calls_clock(value: ast.expr | None) -> bool:
+    return value is not None and any(isinstance(n, ast.Call) and name_of(n.func) in CLOCKS for n in ast.walk(value))
+
+
+def reads_counter(test: ast.expr | None) -> bool:
+    return test is not None and bool(_names(test) & COUNTERS)
+
+
+def _named_values(text: str) -> Iterator[tuple[str, ast.expr | None]]:
+    """Yield what variables are assigned and functions return at their end, with their names."""
     pairs: list[tuple[ast.AST | str, ast.expr | None]] = []
     for node in ast.walk(parsed(text) or ast.Module([], [])):
         if isinstance(node, ast.Assign) and len(node.targets) == 1:
@@ -167,11 +193,9 @@ def rank_variables(text: str) -> frozenset[str]:
             pairs += zip(target.elts, value.elts, strict=False) if both else [(target, value)]  # type: ignore[union-attr]
         elif isinstance(node, FUNCTIONS) and isinstance(last := node.body[-1], ast.Return):
             pairs.append((node.name, last.value))
-    return frozenset(
-        name
-        for given, value in pairs
-        if (name := given if isinstance(given, str) else name_of(given)) and _is_rank(value)
-    )
+    for given, value in pairs:
+        if name := given if isinstance(given, str) else name_of(given):
+            yield name, value
 
 
 @lru_cache(16)
