@@ -17,9 +17,10 @@ from distdiag.diagnosis.model import guards as guarding
 from distdiag.diagnosis.model import rank_tests, syntax
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.guards import Guard, Kind
-from distdiag.diagnosis.model.snapshot import Site
+from distdiag.diagnosis.model.snapshot import Call, Site
 from distdiag.diagnosis.model.syntax import LOOPS, Source, tree_of
-from distdiag.diagnosis.text.phrases import site_text
+from distdiag.diagnosis.text.phrases import at, site_text
+from distdiag.terms.operations import op_name
 
 SHOWN = 2  # conditions, if several are possible
 CALLERS = 3  # functions around a wrapper that are looked at, from the inside
@@ -410,26 +411,39 @@ def parting_text(conditions: Sequence[Condition]) -> str:
     return f"; they diverge at {' or '.join(names)}"
 
 
-def decision_advice(condition: Condition, culprits: Collection[int], ddp: bool = False) -> str:
-    """Return what to do about a condition that held on some ranks only. `ddp`: the others are in a call of DDP's own."""
-    text = condition.text
-    if text.startswith("except"):
-        example = " (for example with a loss times 0)" if ddp else ""
+def decision_advice(
+    condition: Condition, culprits: Collection[int], call: Call | None = None, ddp: bool = False
+) -> str:
+    """Return what to do about a condition that held on some ranks only.
+
+    Args:
+        call: What the culprits left out, or made alone.
+        ddp: It is a call of DDP's own.
+    """
+    guard, who = f"`{condition.text}` at line {condition.line}", rank_list(culprits)
+    if guarding.caches(condition.text):
         return (
-            f"make the calls that `{text}` at line {condition.line} skips on {rank_list(culprits)}, too{example}, "
-            "or skip them on all ranks together (all_reduce a flag)"
-        )
-    if guarding.caches(text):
-        return (
-            f"make no collective in a function under `{text}` (line {condition.line}): it runs only where its result is not "
+            f"make no collective in a function under `{condition.text}` (line {condition.line}): it runs only where its result is not "
             "in the rank's own cache; communicate outside it, in the same step on all ranks"
         )
-    if text.startswith(("for ", "while ", "async for ")):
+    agree = f"(all_reduce {'a flag' if condition.text.startswith('except') else 'what it tests'})"
+    place = at(call.site and Site(call.site.file, call.site.line)) if call is not None else ""
+    if condition.way in (Way.SKIPPED, Way.ROUND) and call is not None:
+        past = f"too, where {guard} leads past it"
+        if call.p2p:
+            way, peer = ("sends", "to") if "send" in call.op else ("receives", "from")
+            return f"see that {who} {way} its message {peer} rank {call.peer}, {past}, or tells rank {call.peer} that none follows"
+        what, empty = op_name(call.op), ", with zeros or an empty tensor if it has nothing to add"
+        if ddp:
+            what, empty = f"DDP's {what}", ", for example with the backward of a loss times 0"
+        elif "barrier" in call.op:
+            empty = ""
+        return f"make {what}{place} on {who}, {past}{empty}, or leave it out only where all ranks do {agree}"
+    if condition.way is Way.ALONE and call is not None and not call.p2p:
+        return f"make {op_name(call.op)}{place} on all ranks or on none: {guard} keeps it to {who} {agree}"
+    if condition.text.startswith(("for ", "while ", "async for ")):
         return (
-            f"let the loop `{text}` at line {condition.line} run equally often on all ranks: find why it did not on "
-            f"{rank_list(culprits)}, or let all ranks decide together when it ends"
+            f"let the loop {guard} run equally often on all ranks: find why it did not on "
+            f"{who}, or let all ranks decide together when it ends"
         )
-    return (
-        f"find why `{text}` at line {condition.line} had another result on {rank_list(culprits)}, or let all ranks decide together "
-        "(all_reduce what it tests)"
-    )
+    return f"find why {guard} had another result on {who}, or let all ranks decide together {agree}"
