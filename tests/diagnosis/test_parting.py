@@ -64,6 +64,14 @@ BUDGET = """
         all_reduce(loss)  # D
 """
 
+AFTER = """
+    def main():
+        while not done:
+            loss.backward()  # A
+        if config.evaluate:
+            all_gather(parts)  # B
+"""
+
 FLUSH = """
     def flush(self):
         if self.items:
@@ -212,6 +220,16 @@ LOGGED = """
             "A finetune D main",
             ["for epoch in range(first, 9)"],
             id="a callee's loop ended earlier",
+        ),
+        pytest.param(
+            AFTER, "B main", "A main", ["while not done"], id="the others are still in the loop before the branch"
+        ),
+        pytest.param(
+            AFTER.replace("main():", "main():\n      for epoch in range(9):"),
+            "B main",
+            "A main",
+            ["if config.evaluate"],
+            id="the others may have passed the branch in the epoch before",
         ),
         *(
             pytest.param(BUDGET.format(test=test, last=last), "D fit", there, [found], id=f"{test}, {last}, {there[0]}")

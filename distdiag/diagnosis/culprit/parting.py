@@ -78,12 +78,14 @@ class _Path(NamedTuple):
         others: Keys of all guards of the other rank in the common function.
         returned: True if the other has gone on to a later line of the common function, from what this rank is
             in below it.
+        once: No loop is around both: neither has been further than it is now.
     """
 
     own: list[_Placed]
     common: list[_Placed]
     others: frozenset[object]
     returned: bool
+    once: bool
 
 
 def _from_one_caller(mine: Sequence[Site], theirs: Sequence[Site]) -> tuple[Sequence[Site], Sequence[Site]]:
@@ -111,6 +113,7 @@ def _paths(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> list
     # a helper that both ranks run has led neither away
     passed = [{(p.site.file, p.guard.key): p.guard.upto for f in frames for p in f if not p.shared} for frames in both]
     returned = together and a[start].line > b[start].line
+    callers = [p for i in range(start) for p in _guards(a, i, source, False)]
     out = []
     for frames, others, helped, has_returned in (
         (both[0], keys[1], passed[1], False),
@@ -123,7 +126,8 @@ def _paths(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> list
             if (others.get(p.guard.key, -1) if p.shared else helped.get((p.site.file, p.guard.key), -1)) < p.guard.upto
         ]
         common = [p for p in frames[0] if p.guard.key in others] if together else []
-        out.append(_Path(own, common, frozenset(others), has_returned))
+        once = not any(p.guard.kind is Kind.INSIDE for p in (*callers, *common))
+        out.append(_Path(own, common, frozenset(others), has_returned, once))
     return out
 
 
@@ -244,6 +248,10 @@ def _sorts(path: _Path, source: Source) -> tuple[list[_Placed], ...]:
     on_rank = (i for i, p in enumerate(path.own) if _keeps_to_some(p.guard) and _reads_rank(p, source))
     own = path.own[: next(on_rank, len(path.own)) + 1]  # the other never evaluates what is in a branch for some ranks
     still_in = [p.guard.node for p in own if p.guard.kind is Kind.ENDED and p.key(Kind.INSIDE) in path.others]
+    if path.once and still_in:  # nor what comes after a loop that it has not left
+        own = own[
+            : 1 + next(i for i, p in enumerate(own) if p.guard.node is still_in[0] and p.guard.kind is Kind.ENDED)
+        ]
     holds, skips, breaks, ends = [], [], [], []
     for p in own:
         match p.guard.kind:
