@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 
 from distdiag.diagnosis.culprit.callers import call_stack, with_callers
 from distdiag.diagnosis.culprit.parting import leaving, parting, rank_condition, short_rounds
+from distdiag.diagnosis.model.rank_tests import reads_clock
 from distdiag.diagnosis.model.snapshot import Site
 from tests.diagnosis.test_rank_condition import FILE, places
 
@@ -268,6 +271,21 @@ def test_conditions_at_which_two_paths_diverge_are_found(
 ) -> None:
     a, b = (list(zip(x.split()[::2], x.split()[1::2], strict=True)) for x in (mine, theirs))
     assert part(source, a, b) == conditions
+
+
+@pytest.mark.parametrize(
+    ("text", "test", "reads"),
+    [
+        ("took = time.time() - start", "took > 9", True),
+        ("end = start + 9", "time.monotonic() < end", True),
+        ("def over(self):\n    return not now() < self.end", "timer.over()", True),
+        ("state = State(since=time.time())", "state.loss < 1", False),
+        ("def run():\n    return loss, time.time()", "run() < 1", False),
+        ("import time", "time.loss < 1", False),
+    ],
+)
+def test_a_test_of_the_time_is_told_from_one_of_what_has_a_time(text: str, test: str, reads: bool) -> None:
+    assert reads_clock(ast.parse(test, mode="eval").body, text) is reads
 
 
 def test_a_parameter_that_a_caller_gives_a_comparison_of_the_rank_is_a_condition_on_the_rank() -> None:

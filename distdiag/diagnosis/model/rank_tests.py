@@ -167,16 +167,29 @@ def rank_variables(text: str) -> frozenset[str]:
 @lru_cache(16)
 def _clock_variables(text: str) -> frozenset[str]:
     """Return variables, properties and functions that hold a time: `elapsed = time.time() - start`."""
-    return frozenset(name for name, value in _named_values(text) if _calls_clock(value))
+    return frozenset(name for name, value in _named_values(text) if _is_time(value))
+
+
+def _is_time(value: ast.expr | None) -> bool:
+    """True for a clock's time, and for what is computed of it or compared with it."""
+    match value:
+        case ast.Call():
+            return name_of(value.func) in CLOCKS
+        case ast.BinOp():
+            return _is_time(value.left) or _is_time(value.right)
+        case ast.Compare():
+            return any(map(_is_time, (value.left, *value.comparators)))
+        case ast.UnaryOp():
+            return _is_time(value.operand)
+    return False
 
 
 def reads_clock(test: ast.expr | None, text: str) -> bool:
     """True if a condition tests the time, also by a variable or a function of its file."""
-    return test is not None and (_calls_clock(test) or bool(_names(test) & _clock_variables(text)))
-
-
-def _calls_clock(value: ast.expr | None) -> bool:
-    return value is not None and any(isinstance(n, ast.Call) and name_of(n.func) in CLOCKS for n in ast.walk(value))
+    return test is not None and (
+        any(isinstance(x, ast.expr) and _is_time(x) for x in ast.walk(test))
+        or bool(_names(test) & _clock_variables(text))
+    )
 
 
 def reads_counter(test: ast.expr | None) -> bool:
