@@ -231,7 +231,7 @@ LOGGED = """
             AFTER.replace("main():", "main():\n      for epoch in range(9):"),
             "B main",
             "A main",
-            ["if config.evaluate"],
+            ["if config.evaluate", "while not done"],
             id="the others may have passed the branch in the epoch before",
         ),
         *(
