@@ -7,9 +7,17 @@ import ast
 import pytest
 
 from distdiag.diagnosis.culprit.callers import call_stack, with_callers
-from distdiag.diagnosis.culprit.parting import leaving, parting, rank_condition, short_rounds
+from distdiag.diagnosis.culprit.parting import (
+    Condition,
+    Way,
+    decision_advice,
+    leaving,
+    parting,
+    rank_condition,
+    short_rounds,
+)
 from distdiag.diagnosis.model.rank_tests import reads_clock
-from distdiag.diagnosis.model.snapshot import Site
+from distdiag.diagnosis.model.snapshot import Call, Site
 from tests.diagnosis.test_rank_condition import FILE, places
 
 
@@ -271,6 +279,56 @@ def test_conditions_at_which_two_paths_diverge_are_found(
 ) -> None:
     a, b = (list(zip(x.split()[::2], x.split()[1::2], strict=True)) for x in (mine, theirs))
     assert part(source, a, b) == conditions
+
+
+LEADS_PAST = "on rank 1, too, where `if n > 0` at line 3 leads past it"
+
+
+@pytest.mark.parametrize(
+    ("way", "op", "ddp", "advice"),
+    [
+        (
+            Way.SKIPPED,
+            "all_reduce",
+            False,
+            f"make all_reduce at train.py:7 {LEADS_PAST}, with zeros or an empty tensor",
+        ),
+        (
+            Way.ROUND,
+            "barrier",
+            False,
+            f"make barrier at train.py:7 {LEADS_PAST}, or leave it out only where all ranks do",
+        ),
+        (
+            Way.SKIPPED,
+            "all_reduce",
+            True,
+            f"make DDP's all_reduce at train.py:7 {LEADS_PAST}, for example with the backward",
+        ),
+        (
+            Way.SKIPPED,
+            "",
+            False,
+            f"make the collective at train.py:7 {LEADS_PAST}, or leave it out only where all ranks do",
+        ),
+        (Way.SKIPPED, "send", False, "see that rank 1 sends its message to rank 2, too, where `if n > 0` at line 3"),
+        (
+            Way.ALONE,
+            "barrier",
+            False,
+            "make barrier at train.py:7 on all ranks or on none: `if n > 0` at line 3 keeps it to rank 1",
+        ),
+        (
+            Way.LEFT,
+            "barrier",
+            False,
+            "find why `if n > 0` at line 3 had another result on rank 1, or let all ranks decide",
+        ),
+    ],
+)
+def test_the_advice_is_about_the_call_that_a_condition_leads_past(way: Way, op: str, ddp: bool, advice: str) -> None:
+    call = Call(op=op, group="default_pg", site=Site(FILE, 7, "step"), peer=2 if op == "send" else None)
+    assert decision_advice(Condition(FILE, 3, "if n > 0", way), (1,), call, ddp).startswith(advice)
 
 
 @pytest.mark.parametrize(
