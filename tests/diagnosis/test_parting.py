@@ -332,6 +332,22 @@ def test_the_advice_is_about_the_call_that_a_condition_leads_past(way: Way, op: 
 
 
 @pytest.mark.parametrize(
+    ("text", "amount"),
+    [
+        *((text, True) for text in ("if not rows", "if self.training and len(x) > 1", "if n", "if not sum(recv)", "if x.numel() == 0")),
+        *((text, False) for text in ("if loss < best", "if not math.isfinite(loss)", "if token == END", "if self.done() and a > b")),
+        ("except Empty", True),
+    ],
+)  # fmt: skip
+def test_only_a_decision_is_to_be_made_together(text: str, amount: bool) -> None:
+    call = Call(op="all_reduce", group="default_pg", site=Site(FILE, 7, "step"))
+    advice = decision_advice(Condition(FILE, 3, text, Way.SKIPPED), (1,), call)
+    assert advice.startswith(
+        "make all_reduce" if amount else "let all ranks decide together whether they make all_reduce at train.py:7: "
+    )
+
+
+@pytest.mark.parametrize(
     ("text", "test", "reads"),
     [
         ("took = time.time() - start", "took > 9", True),

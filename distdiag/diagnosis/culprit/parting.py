@@ -446,12 +446,16 @@ def decision_advice(
         if call.p2p:
             way, peer = ("sends", "to") if "send" in call.op else ("receives", "from")
             return f"see that {who} {way} its message {peer} rank {call.peer}, {past}, or tells rank {call.peer} that none follows"
-        what, empty = op_name(call.op) or "the collective", ", with zeros or an empty tensor if it has nothing to add"
+        what, nothing = op_name(call.op) or "the collective", ""
         if ddp:
-            what, empty = f"DDP's {what}", ", for example with the backward of a loss times 0"
-        elif not call.op or "barrier" in call.op:
-            empty = ""
-        return f"make {what}{place} on {who}, {past}{empty}, or leave it out only where all ranks do {agree}"
+            what, nothing = f"DDP's {what}", ", for example with the backward of a loss times 0"
+        elif call.op and "barrier" not in call.op:
+            nothing = ", with zeros or an empty tensor if it has nothing to add"
+        if ddp or rank_tests.of_amount(condition.text):
+            return f"make {what}{place} on {who}, {past}{nothing}, or leave it out only where all ranks do {agree}"
+        if rank_tests.reads_rank(rank_tests.tested(condition.text)):
+            return f"make {what}{place} on all ranks or on none: {guard} leads {who} past it"
+        return f"let all ranks decide together whether they make {what}{place}: {guard} leads {who} past it {agree}"
     if condition.way is Way.ALONE and call is not None and not call.p2p:
         return f"make {op_name(call.op) or 'the collective'}{place} on all ranks or on none: {guard} keeps it to {who} {agree}"
     if condition.text.startswith(("for ", "while ", "async for ")):

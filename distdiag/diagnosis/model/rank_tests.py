@@ -18,6 +18,7 @@ _NO_RANK = {"thread", "lora", "low", "matrix", "full", "svd", "loss"}  # `lora_r
 COUNTERS = {
     "step", "steps", "epoch", "i", "j", "it", "idx", "iteration", "batch_idx", "batch", "global_step", "__name__",
 }  # fmt: skip
+_SIZES = {"len", "sum", "numel", "size", "count", "nelement"}
 CLOCKS = {"time", "monotonic", "perf_counter", "now"}
 # functions and values that are equal on all ranks of a job
 _SAME = {
@@ -190,6 +191,27 @@ def reads_clock(test: ast.expr | None, text: str) -> bool:
         any(isinstance(x, ast.expr) and _is_time(x) for x in ast.walk(test))
         or bool(_names(test) & _clock_variables(text))
     )
+
+
+def tested(text: str) -> ast.expr | None:
+    """Return what a line such as `if n > 0` tests."""
+    tree = parsed(f"{text}: pass") if text.startswith("if ") else None
+    return tree.body[0].test if tree is not None and isinstance(tree.body[0], ast.If) else None
+
+
+def of_amount(text: str) -> bool:
+    """True unless a condition is a decision: it may ask whether there is anything, or enough: `if not rows`, `if len(x) > 1`, `except`."""
+    test = tested(text)
+    return not all(map(_decides, test.values if isinstance(test, ast.BoolOp) else [test]))
+
+
+def _decides(part: ast.expr | None) -> bool:
+    """True for a comparison of two values, `loss < best`, and a call that gives no size."""
+    if isinstance(part, ast.UnaryOp):
+        return _decides(part.operand)
+    if isinstance(part, ast.Compare):
+        return not any(isinstance(x, ast.Constant) and x.value in (0, 1) for x in part.comparators)
+    return isinstance(part, ast.Call) and name_of(part.func) not in _SIZES
 
 
 def reads_counter(test: ast.expr | None) -> bool:
