@@ -16,7 +16,6 @@ from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.model.syntax import FUNCTIONS, Source, tree_of
 
 _WRITES = {"save", "dump", "touch", "write_text", "write_bytes", "savez", "save_file"}
-CLOCKS = {"time", "monotonic", "perf_counter", "now"}  # a loop that tests them ends by itself
 
 
 def polled_loop(site: Site | None, source: Source) -> tuple[str, Site, bool] | None:
@@ -28,7 +27,7 @@ def polled_loop(site: Site | None, source: Source) -> tuple[str, Site, bool] | N
     if loop is None or not isinstance(loop.node, ast.While) or isinstance(loop.node.test, ast.Constant):
         return None
     text = guarding.text_of(loop, source(site.file) or "")
-    by_clock = any(syntax.name_of(x) in CLOCKS for x in ast.walk(loop.node.test))
+    by_clock = rank_tests.reads_clock(loop.node.test, source(site.file) or "")
     return text, Site(site.file, loop.line, site.function), by_clock
 
 
@@ -51,22 +50,63 @@ def hidden_error(stack: Sequence[Site], source: Source) -> tuple[str, Site] | No
 
 
 def left_unwritten(stack: Sequence[Site], source: Source) -> tuple[str, Site] | None:
-    """Return (text, site) of the `if` by which a function leaves before it writes a file; None if there is not exactly one.
+    """Return (text, site) of the `if` by which a function leaves before it writes the file; None if there is not exactly one.
+
+    It writes under a name that the poll tests, or from which a caller made that. A condition on the rank decides who writes.
 
     Args:
-        stack: The user's frames of the rank that polls for a file.
+        stack: The user's frames of the rank that polls for a file, innermost first.
     """
     found: set[tuple[str, Site]] = set()
+    names = _polled_names(stack, source)
     for file in {frame.file for frame in stack}:
         tree, text = tree_of(file, source) or ast.Module([], []), source(file) or ""
         for function in (x for x in ast.walk(tree) if isinstance(x, FUNCTIONS)):
-            calls = (x for x in ast.walk(function) if isinstance(x, ast.Call))
-            written = min((x.lineno for x in calls if syntax.name_of(x.func) in _WRITES), default=None)
-            before = guarding.guards(tree, written) if written is not None else ()
-            for guard in (g for g in before if isinstance(g.way_out, ast.Return)):
-                if rank_tests.can_differ(guard.test, rank_tests.constants(text)):
+            calls = (x for x in ast.walk(function) if isinstance(x, ast.Call) and syntax.name_of(x.func) in _WRITES)
+            written = [x.lineno for x in calls if _handed(x, _modules(tree)) & names]
+            for guard in guarding.guards(tree, min(written)) if written else ():
+                by_data = rank_tests.can_differ(guard.test, rank_tests.constants(text)) and not rank_tests.reads_rank(
+                    guard.test, rank_tests.rank_variables(text)
+                )
+                if isinstance(guard.way_out, ast.Return) and by_data:
                     found.add((guarding.text_of(guard, text), Site(file, guard.line, function.name)))
     return found.pop() if len(found) == 1 else None
+
+
+def _polled_names(stack: Sequence[Site], source: Source) -> set[str]:
+    """Return the names in the test of the loop, and in the callers' arguments if they hold what it tests."""
+    names: set[str] = set()
+    for i, site in enumerate(stack):
+        tree = tree_of(site.file, source) or ast.Module([], [])
+        modules = _modules(tree)
+        if i:
+            statement = syntax.statement(tree, site.line) or ast.Pass()
+            calls = (x for x in ast.walk(statement) if isinstance(x, ast.Call))
+            names |= set().union(
+                *(_handed(x, modules) for x in calls if syntax.name_of(x.func) == stack[i - 1].function)
+            )
+        else:
+            loops = (g.node for g in guarding.guards(tree, site.line) if g.kind is Kind.INSIDE)
+            names |= set().union(*(_handed(x.test, modules) for x in loops if isinstance(x, ast.While)))
+        function = syntax.function(tree, site.line)
+        if function is None or not names & {x.arg for x in function.args.args} - {"self"}:
+            break
+    return names - rank_tests.COUNTERS - {"self", ""}
+
+
+def _modules(tree: ast.Module) -> set[str]:
+    return {(a.asname or a.name).split(".")[0] for x in ast.walk(tree) if isinstance(x, ast.Import) for a in x.names}
+
+
+def _handed(node: ast.AST, modules: set[str]) -> set[str]:
+    """Return the names in an expression, without functions of modules: of `os.path.exists(self.file(n))` self, file, n."""
+    root: ast.AST = node.func if isinstance(node, ast.Call) else node
+    while isinstance(root, ast.Attribute):
+        root = root.value
+    inner = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.Call) and isinstance(root, ast.Name) and root.id in modules:
+        inner = [*node.args, *(word.value for word in node.keywords)]
+    return {syntax.name_of(node)}.union(*(_handed(x, modules) for x in inner))
 
 
 def _handlers(tree: ast.Module, guard: Guard) -> Iterator[ast.ExceptHandler]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from distdiag.diagnosis.model.findings import Finding, Where, rank_list
+from distdiag.diagnosis.model.findings import Finding, Where, rank_list, ranks_seen
 from distdiag.report.facts import RunFacts, notable_ranks, verdict_words
 from distdiag.report.words import from_us, gradient_times, gradient_words, milliseconds, moment, number, visible
 from distdiag.terms.steps import RATE
@@ -90,9 +90,7 @@ def _finding(f: Finding) -> list[str]:
 
 def _job(f: RunFacts) -> list[str]:
     lines = ["The job"]
-    lines += _wrap(
-        "ranks", f"{f.ranks_seen} of {number(f.world_size)} reported" + (f", {f.backend}" if f.backend else "")
-    )
+    lines += _wrap("ranks", ranks_seen(f.ranks_seen, f.world_size) + (f", {f.backend}" if f.backend else ""))
     if f.last_step is not None:
         sampled = f" (one in {f.sampled_every} was read)" if f.sampled_every > 1 else ""
         lines += _wrap("steps", f"{f.first_step:,}–{f.last_step:,}{sampled}")

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 
 from distdiag.diagnosis.culprit.callers import call_stack, with_callers
-from distdiag.diagnosis.culprit.parting import leaving, parting, rank_condition, short_rounds
-from distdiag.diagnosis.model.snapshot import Site
+from distdiag.diagnosis.culprit.parting import (
+    Condition,
+    Way,
+    decision_advice,
+    leaving,
+    parting,
+    rank_condition,
+    short_rounds,
+)
+from distdiag.diagnosis.model.rank_tests import reads_clock
+from distdiag.diagnosis.model.snapshot import Call, Site
 from tests.diagnosis.test_rank_condition import FILE, places
 
 
@@ -44,6 +55,32 @@ FIT = """
     def main():
         trainer.fit(batches)  # B
         dist.barrier()  # C
+"""
+
+BUDGET = """
+    class Timer:
+        def over(self):
+            return time.time() > self.end
+    def one(x):
+        if x is None:
+            return
+        loss.backward()  # A
+    def fit():
+        while {test}:
+            if bad(x):
+                continue
+            one(x)  # B
+            loss.backward()  # C
+            {last}
+        all_reduce(loss)  # D
+"""
+
+AFTER = """
+    def main():
+        while not done:
+            loss.backward()  # A
+        if config.evaluate:
+            all_gather(parts)  # B
 """
 
 FLUSH = """
@@ -195,6 +232,29 @@ LOGGED = """
             ["for epoch in range(first, 9)"],
             id="a callee's loop ended earlier",
         ),
+        pytest.param(
+            AFTER, "B main", "A main", ["while not done"], id="the others are still in the loop before the branch"
+        ),
+        pytest.param(
+            AFTER.replace("main():", "main():\n      for epoch in range(9):"),
+            "B main",
+            "A main",
+            ["if config.evaluate", "while not done"],
+            id="the others may have passed the branch in the epoch before",
+        ),
+        *(
+            pytest.param(BUDGET.format(test=test, last=last), "D fit", there, [found], id=f"{test}, {last}, {there[0]}")
+            for test, last, found in (
+                ("time.time() < end", "pass", "while time.time() < end"),
+                ("not timer.over()", "pass", "while not timer.over()"),
+                ("tokens < total", "pass", "while tokens < total"),
+                ("True", "if loss < good: break", "if loss < good: break"),
+            )
+            for there in ("C fit", "A one B fit")
+        ),
+        pytest.param(
+            BUDGET.format(test="step < steps", last="pass"), "D fit", "C fit", ["if bad(x)"], id="a counted loop"
+        ),
         pytest.param(RETURNS, "A finetune D main", "G main", [], id="it is still in a callee's loop"),
         pytest.param(RETURNS, "B update F main", "G main", [], id="a condition that is the same on all ranks"),
         pytest.param(LOGGED, "F main", "A words D main", ["@functools.lru_cache(maxsize=3)"], id="a cached result"),
@@ -219,6 +279,87 @@ def test_conditions_at_which_two_paths_diverge_are_found(
 ) -> None:
     a, b = (list(zip(x.split()[::2], x.split()[1::2], strict=True)) for x in (mine, theirs))
     assert part(source, a, b) == conditions
+
+
+LEADS_PAST = "on rank 1, too, where `if n > 0` at line 3 leads past it"
+
+
+@pytest.mark.parametrize(
+    ("way", "op", "ddp", "advice"),
+    [
+        (
+            Way.SKIPPED,
+            "all_reduce",
+            False,
+            f"make all_reduce at train.py:7 {LEADS_PAST}, with zeros or an empty tensor",
+        ),
+        (
+            Way.ROUND,
+            "barrier",
+            False,
+            f"make barrier at train.py:7 {LEADS_PAST}, or leave it out only where all ranks do",
+        ),
+        (
+            Way.SKIPPED,
+            "all_reduce",
+            True,
+            f"make DDP's all_reduce at train.py:7 {LEADS_PAST}, for example with the backward",
+        ),
+        (
+            Way.SKIPPED,
+            "",
+            False,
+            f"make the collective at train.py:7 {LEADS_PAST}, or leave it out only where all ranks do",
+        ),
+        (Way.SKIPPED, "send", False, "see that rank 1 sends its message to rank 2, too, where `if n > 0` at line 3"),
+        (
+            Way.ALONE,
+            "barrier",
+            False,
+            "make barrier at train.py:7 on all ranks or on none: `if n > 0` at line 3 keeps it to rank 1",
+        ),
+        (
+            Way.LEFT,
+            "barrier",
+            False,
+            "find why `if n > 0` at line 3 had another result on rank 1, or let all ranks decide",
+        ),
+    ],
+)
+def test_the_advice_is_about_the_call_that_a_condition_leads_past(way: Way, op: str, ddp: bool, advice: str) -> None:
+    call = Call(op=op, group="default_pg", site=Site(FILE, 7, "step"), peer=2 if op == "send" else None)
+    assert decision_advice(Condition(FILE, 3, "if n > 0", way), (1,), call, ddp).startswith(advice)
+
+
+@pytest.mark.parametrize(
+    ("text", "amount"),
+    [
+        *((text, True) for text in ("if not rows", "if self.training and len(x) > 1", "if n", "if not sum(recv)", "if x.numel() == 0")),
+        *((text, False) for text in ("if loss < best", "if not math.isfinite(loss)", "if token == END", "if self.done() and a > b")),
+        ("except Empty", True),
+    ],
+)  # fmt: skip
+def test_only_a_decision_is_to_be_made_together(text: str, amount: bool) -> None:
+    call = Call(op="all_reduce", group="default_pg", site=Site(FILE, 7, "step"))
+    advice = decision_advice(Condition(FILE, 3, text, Way.SKIPPED), (1,), call)
+    assert advice.startswith(
+        "make all_reduce" if amount else "let all ranks decide together whether they make all_reduce at train.py:7: "
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "test", "reads"),
+    [
+        ("took = time.time() - start", "took > 9", True),
+        ("end = start + 9", "time.monotonic() < end", True),
+        ("def over(self):\n    return not now() < self.end", "timer.over()", True),
+        ("state = State(since=time.time())", "state.loss < 1", False),
+        ("def run():\n    return loss, time.time()", "run() < 1", False),
+        ("import time", "time.loss < 1", False),
+    ],
+)
+def test_a_test_of_the_time_is_told_from_one_of_what_has_a_time(text: str, test: str, reads: bool) -> None:
+    assert reads_clock(ast.parse(test, mode="eval").body, text) is reads
 
 
 def test_a_parameter_that_a_caller_gives_a_comparison_of_the_rank_is_a_condition_on_the_rank() -> None:

@@ -132,10 +132,11 @@ def test_a_warning_is_reported_once_by_the_engine() -> None:
     assert [f.cause for f in reported if f.kind == "straggler" and f.severity == "warning"] == ["pauses"]
 
 
-def in_turn(share_gc: float, busy_pct: float) -> list[Finding]:
-    """Return what is found of three ranks that pause for a second each, one after the other, every 20 steps."""
+def in_turn(share_gc: float, busy_pct: float, most: tuple[int, ...] = (9, 9, 9)) -> list[Finding]:
+    """Return what is found of three ranks that pause for a second each, one after the other, every 20 steps; each at `most` so often."""
     pauses = Pauses()
-    of = {late: snapshots(dict.fromkeys(range(60 + 20 * late, N, 60), 1.0), polls=40, late=late) for late in range(3)}
+    at = [range(60 + 20 * late, N, 60)[:n] for late, n in enumerate(most)]
+    of = {late: snapshots(dict.fromkeys(steps, 1.0), polls=40, late=late) for late, steps in enumerate(at)}
     last = of[0][-1]
     for states in of.values():
         pauses_of = followed(states)
@@ -151,6 +152,7 @@ def test_pauses_of_another_rank_each_time_are_summed() -> None:
     f = only(in_turn(share_gc=0.0, busy_pct=20.0))
     assert (f.cause, f.culprits, f.victims) == ("rotating", (), (0, 1, 2))
     assert "rank 0 6 times for 6.0 s, rank 1 6 times" in f.message and "in the same step" in (f.advice or "")
+    assert only(in_turn(share_gc=0.0, busy_pct=20.0, most=(3, 2, 2))).culprits == (), "one has its turn first"
     each = in_turn(share_gc=0.0, busy_pct=100.0)
     assert [f.culprits for f in each] == [(0,), (1,), (2,)], "on a busy host ranks pause by chance at different times"
 

@@ -8,8 +8,10 @@ import pytest
 
 from distdiag.diagnosis.culprit.parting import call_under_rank
 from distdiag.diagnosis.model.guards import made_anew
-from distdiag.diagnosis.model.snapshot import Site
+from distdiag.diagnosis.model.snapshot import Call, Site
 from distdiag.diagnosis.polled import hidden_error, left_unwritten, polled_loop
+from distdiag.diagnosis.rules import stall
+from tests.diagnosis.made import findings, job, only, rank
 
 FILE = "/job/train.py"
 
@@ -67,6 +69,37 @@ def test_a_function_that_may_leave_before_it_writes_the_file_is_named() -> None:
     assert left_unwritten(stack, {FILE: text}.get) == ("if score < self.best", Site(FILE, 3, "put"))
     assert left_unwritten(stack, {FILE: text.replace("return", "self.n += 1")}.get) is None
     assert left_unwritten(stack, {FILE: text + text.replace("Out", "In")}.get) is None, "which of two is not known"
+
+
+@pytest.mark.parametrize(
+    ("written", "names"),
+    [("net, path", True), ("net, other", False), ("net, part + name(path)", True)],
+)
+def test_the_file_is_written_under_a_name_that_is_polled(written: str, names: bool) -> None:
+    text = PUBLISH.format(test="<").replace("net, path", written)
+    assert (left_unwritten((Site(FILE, 9, "take"),), {FILE: text}.get) is not None) is names
+    called = text.replace("take()", "take(file)").replace("exists(path)", "exists(file)") + "take(path)\n"
+    stack = Site(FILE, 9, "take"), Site(FILE, 10, "<module>")
+    assert (left_unwritten(stack, {FILE: called}.get) is not None) is names
+    by_rank = text.replace("score <", "rank <")
+    assert left_unwritten(stack[:1], {FILE: by_rank}.get) is None, "it decides who writes"
+
+
+def test_the_only_rank_that_does_not_poll_is_the_one_to_look_at() -> None:
+    poll, text = Site(FILE, 9, "take"), PUBLISH.format(test="<")
+    waits = Call(op="all_reduce", group="default_pg", seq=7, site=Site(FILE, 20, "fit"), entered_s=70.0)
+    here = rank(0, blocked=waits, calls=(waits,), enqueued={"default_pg": 7})
+    polls = [rank(q, current_site=poll, user_stack=(poll,), activity="sleep") for q in (1, 2)]
+    f = only(findings(job(here, *polls), stall, source={FILE: text}.get))
+    assert (f.culprits, f.victims, f.where[0].line) == ((0,), (1, 2), 3)
+    assert f.message.startswith(
+        "rank 0 may have left out what ranks 1, 2 poll for, at `if score < self.best` at train.py:3 in put;"
+    )
+    beside = rank(3, blocked=waits, calls=(waits,), enqueued={"default_pg": 7})
+    f = only(findings(job(here, *polls, beside), stall, source={FILE: text}.get))
+    assert f.culprits == (1, 2) and "`if score < self.best` at train.py:3" in f.advice, (
+        "which of two did not write is not known"
+    )
 
 
 def test_a_handler_that_raises_again_hides_nothing_and_a_clock_ends_a_loop_by_itself() -> None:

@@ -88,6 +88,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     launch: Literal["torchrun", "python"] = "torchrun"  # python: the script spawns its ranks itself
     file: str | None = None  # default jobs/NAME.py
     subsets: tuple[str, ...] = ()
+    forked: bool = True  # False: the fault needs a hash seed of each rank, so ranks are started, not forked
     deadline_s: float | None = None  # from launch; default below
     on: dict[str, OnBackend] = {}  # by name of the backend
 
@@ -188,7 +189,7 @@ def start(
 ) -> subprocess.Popen[bytes] | Launcher:
     """Start the launcher of a job in a new session.
 
-    The ranks of a recorded job are forked from a process that has imported torch, see tests/launchers.py.
+    The ranks of a recorded job are forked from a process that has imported torch, see tests/launchers.py. They share its hash seed.
     """
     if run_dir is None or job.launch == "python":
         return subprocess.Popen(
@@ -196,8 +197,10 @@ def start(
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     program = ["-m", "distdiag.run", "--run-dir", str(run_dir), str(script)]
-    log = Path(out.name)
+    log, arguments = Path(out.name), ["--standalone", "--nproc-per-node", str(job.nproc), *program]
     with _forking:
+        if not job.forked:
+            return Launcher(arguments, workdir, env, log, log)
         return Launcher(program, workdir, env, log, log, forked_ranks=job.nproc)
 
 

@@ -15,10 +15,11 @@ import pytest
 
 from distdiag.diagnosis.engine import Record
 from distdiag.diagnosis.model.findings import Finding, Severity, State
+from distdiag.diagnosis.step_times import LIMITS
 from distdiag.monitor.host.processes import CpuWatch
 from distdiag.monitor.loop import CALM_POLL_S, FULL_POLL_S, UNREAD_POLL_S, Monitor
 from distdiag.monitor.ranks.state import RankView
-from distdiag.page.layout import SAMPLES, Blocked, LifeWord, SampleKind, page_path
+from distdiag.page.layout import SAMPLES, Blocked, LifeWord, Phase, SampleKind, page_path
 from distdiag.page.writer import PageWriter
 from distdiag.recorder.pulse import Pulse
 from distdiag.recorder.state import Recorder
@@ -230,6 +231,24 @@ def test_counters_and_frames_are_read_at_every_beat_while_the_rank_may_be_waitin
     # read after the frames, so that the operation that they wait in is counted
     assert page.header.counted_ns > page.header.stack_ns or counted < stacks
     assert page.header.stack_depth and page.header.stack_version == 2 * stacks  # odd during a write
+
+
+def test_lines_of_the_warm_up_do_not_outweigh_those_of_the_steps_that_are_judged(page: PageWriter) -> None:
+    view, pulse = RankView(page.path, 0), Pulse(Recorder(page))
+
+    def sampled(phase: Phase) -> dict[str, int]:
+        page.header.phase = phase
+        pulse.beat()
+        view.history.sample_site(None)
+        return {name: sum(n for _, n in sites) for name, sites in view.history.phases()["phase_sites"].items()}
+
+    assert [sampled(Phase.INIT) for _ in range(2)] and sampled(Phase.OTHER)["other"] == 1
+    for step in range(1, LIMITS.warm_up + 2):
+        page.write_step(step, *(0,) * 16)
+    view.refresh(1.0)
+    assert sampled(Phase.FORWARD) == {"init": 2, "forward": 1}
+    assert sampled(Phase.FORWARD) == {"init": 2, "forward": 2}, "once"
+    view.reader.close()
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["schedstat", "ticks alone"])

@@ -110,7 +110,7 @@ def test_the_newest_profile_has_a_section_and_its_names_are_never_markup(tmp_pat
 @pytest.mark.parametrize("ranks", [1, 2, 300])
 def test_html_works_for_every_size_of_job(tmp_path: Path, ranks: int) -> None:
     _, p = page(make_run(tmp_path / "r", ranks=ranks, steps=12, slow_rank=ranks - 1))
-    assert f"{ranks} of {ranks} reported" in p.words
+    assert f"{ranks} of {ranks} rank" in p.words
     if ranks > html.MAX_RANKS:
         assert f"{html.MAX_RANKS} of {ranks} ranks" in p.words
         assert "rank 299" in p.words, "the slow one must not be among those left out"

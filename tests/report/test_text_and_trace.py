@@ -10,8 +10,10 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from distdiag.diagnosis.model.findings import Finding
-from distdiag.report import perfetto, text
+from distdiag.report import html, perfetto, text
 from distdiag.store.reader import open_run
 from tests.report.runs import DEADLOCK, STRAGGLER, facts_of, make_run
 
@@ -48,6 +50,12 @@ def test_text_escapes_what_comes_from_the_job(tmp_path: Path) -> None:
     output = text.render(facts_of(run))
     assert set(output) & set("\x1b\x07\r\u202e") == set()
     assert output.count("x\\x1b[2J") >= 5
+
+
+def test_an_unknown_number_of_ranks_leaves_no_gap_in_a_sentence(tmp_path: Path) -> None:
+    facts = msgspec.structs.replace(facts_of(make_run(tmp_path / "r", ranks=2)), world_size=None)
+    for shown in (text.render(facts), html.render(facts)):
+        assert "2 ranks seen" in shown and "of –" not in shown
 
 
 def test_steps_and_phases_nest_and_do_not_overlap(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from distdiag.diagnosis.culprit.parting import Condition, Way
 from distdiag.diagnosis.model import guards as guarding
 from distdiag.diagnosis.model import syntax
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.snapshot import Site, lines_of
+from distdiag.diagnosis.model.snapshot import Call, Site, lines_of
 from distdiag.diagnosis.model.syntax import line_at
 from distdiag.diagnosis.text.incident import implicit_text
 from distdiag.diagnosis.text.phrases import at, site_text
@@ -117,9 +117,14 @@ def leaving(case: Case, ranks: Sequence[int]) -> Testimony | None:
 def _testimony(case: Case, found: Sequence[Condition], ranks: Sequence[int]) -> Testimony | None:
     if not found:
         return None
-    others = ((case.states.get(q), call) for q, call in case.calls.items() if q not in ranks and call is not None)
-    ddp = any(implicit_text(state, call) for state, call in others)
-    advice = parting.decision_advice(found[0], ranks, ddp) if len(found) == 1 else ""
+    main = case.main(ranks)
+    rank, call = next(((q, call) for q, call in main.calls.items() if q not in ranks), (-1, None))
+    ddp = call is not None and bool(implicit_text(case.states.get(rank), call))
+    if found[0].way is Way.ALONE:
+        call = case.calls.get(ranks[0]) if ranks else None
+    elif main.p2p and call is not None:  # its own half of the message
+        call = Call(op=messages.OPPOSITE[main.key[2]], group=main.group, peer=rank)
+    advice = parting.decision_advice(found[0], ranks, call, ddp) if len(found) == 1 else ""
     return Testimony(ranks=tuple(ranks), conditions=tuple(found), advice=advice)
 
 

@@ -18,9 +18,10 @@ from distdiag.diagnosis.model import guards as guarding
 from distdiag.diagnosis.model import rank_tests, syntax
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.guards import Guard, Kind
-from distdiag.diagnosis.model.snapshot import Site
+from distdiag.diagnosis.model.snapshot import Call, Site
 from distdiag.diagnosis.model.syntax import LOOPS, Source, tree_of
-from distdiag.diagnosis.text.phrases import site_text
+from distdiag.diagnosis.text.phrases import at, site_text
+from distdiag.terms.operations import op_name
 
 SHOWN = 2  # conditions, if several are possible
 CALLERS = 3  # functions around a wrapper that are looked at, from the inside
@@ -75,12 +76,14 @@ class _Path(NamedTuple):
         others: Keys of all guards of the other rank in the common function.
         returned: True if the other has gone on to a later line of the common function, from what this rank is
             in below it.
+        once: No loop is around both: neither has been further than it is now.
     """
 
     own: list[_Placed]
     common: list[_Placed]
     others: frozenset[object]
     returned: bool
+    once: bool
 
 
 def _from_one_caller(mine: Sequence[Site], theirs: Sequence[Site]) -> tuple[Sequence[Site], Sequence[Site]]:
@@ -110,7 +113,9 @@ def _path(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> _Path
 
     own = [p for p in itertools.chain(*frames) if not passed_by_both(p)]
     common = [p for p in frames[0] if p.guard.key in shared] if together else []
-    return _Path(own, common, frozenset(shared), together and b[start].line > a[start].line)
+    callers = (p for i in range(start) for p in _guards(a, i, source, False))
+    once = not any(p.guard.kind is Kind.INSIDE for p in (*callers, *common))
+    return _Path(own, common, frozenset(shared), together and b[start].line > a[start].line, once)
 
 
 def _guards(frames: Sequence[Site], i: int, source: Source, shared: bool) -> list[_Placed]:
@@ -192,14 +197,21 @@ def parting(
     ended = (p for p in their_path.own if p.guard.kind is Kind.INSIDE and p.key(Kind.ENDED) in their_path.others)
     even = (p for p in ended if p.shared and not _can_differ(p, source, alive=True))
     shorter = [p for loop in even for p in _ways_out(loop, (ast.Continue,))]
-    tries = (Way.ALONE, held), *missed, (Way.SKIPPED, held_there), *alone, (Way.SKIPPED, rounds), (Way.ROUND, shorter)
-    for way, sort in tries:
+    tries = [(Way.ALONE, held), *missed, (Way.SKIPPED, held_there), *alone, (Way.SKIPPED, rounds), (Way.ROUND, shorter)]
+    # no two ranks read the same time, so a test of a clock comes first
+    clocked = [(way, [p for p in sort if _reads_clock(p, source)]) for way, sort in tries]
+    for way, sort in (*clocked, *tries):
         found = [p for p in sort if _can_differ(p, source, bool(mine)) and not (changed and _is_fixed(p, source))]
         if found and found[0].guard.kind is Kind.INSIDE:
             found = found[:1]  # the outermost of nested loops
         conditions = {c: _reads_rank(p, source) for p in found if (c := _condition(p, source, way)) is not None}
+        asked = [c for c, reads in conditions.items() if reads]
+        if (
+            conditions and not asked and sort is held
+        ):  # or all were in that branch, and this rank has left a loop before it
+            by_data = (_condition(p, source, Way.LEFT) for p in left_there[-1] if _ends_by_data(p, source))
+            conditions |= {c: False for c in by_data if c is not None}
         if conditions:
-            asked = [c for c, reads in conditions.items() if reads]
             return (asked or list(conditions))[-SHOWN:]
     return []
 
@@ -229,6 +241,10 @@ def _sorts(path: _Path, source: Source) -> tuple[list[_Placed], ...]:
     on_rank = (i for i, p in enumerate(path.own) if _keeps_to_some(p.guard) and _reads_rank(p, source))
     own = path.own[: next(on_rank, len(path.own)) + 1]  # the other never evaluates what is in a branch for some ranks
     still_in = [p.guard.node for p in own if p.guard.kind is Kind.ENDED and p.key(Kind.INSIDE) in path.others]
+    if path.once and still_in:  # nor what comes after a loop that it has not left
+        own = own[
+            : 1 + next(i for i, p in enumerate(own) if p.guard.node is still_in[0] and p.guard.kind is Kind.ENDED)
+        ]
     holds, breaks, ends = [p for p in own if p.guard.kind is Kind.HOLDS], [], []
     passed = (p for p in own if p.guard.kind is Kind.PASSED and not isinstance(p.guard.way_out, ast.Raise))
     skips = [p for p in passed if not any(syntax.within(loop, p.guard.line) for loop in still_in)]
@@ -237,10 +253,25 @@ def _sorts(path: _Path, source: Source) -> tuple[list[_Placed], ...]:
             behind = p.shared and p.key(Kind.ENDED) in path.others  # in its function: no `return` leads there
             breaks += _ways_out(p, (ast.Break,) if behind else (ast.Break, ast.Return, ast.Expr))
             ends += [p] * (behind or (path.returned and not p.shared))
+    # what ends a round does not end a loop that the other has left, if that ends by data
+    first = next((i for i, p in enumerate(own) if p in ends and _ends_by_data(p, source)), len(own))
+    skips = [p for p in skips if p in own[:first]]
     if holds:  # a rank that has left the function before has not evaluated the branch
         before = own[: own.index(holds[-1])]
         holds = [p for p in own if p in holds or (p in skips and p in before and not p.shared)]
     return holds, skips, breaks, ends
+
+
+def _ends_by_data(loop: _Placed, source: Source) -> bool:
+    """True if a loop over no data set has a test or a `break` that can differ between ranks in one round, so reads no counter."""
+    if isinstance(loop.guard.node, (ast.For, ast.AsyncFor)) and _can_differ(loop, source, alive=True):
+        return False
+    ends = (*((loop,) if isinstance(loop.guard.node, ast.While) else ()), *_ways_out(loop, (ast.Break,)))
+    return any(_can_differ(p, source, alive=True) and not rank_tests.reads_counter(p.guard.test) for p in ends)
+
+
+def _reads_clock(placed: _Placed, source: Source) -> bool:
+    return rank_tests.reads_clock(placed.guard.test, source(placed.site.file) or "")
 
 
 def _is_fixed(placed: _Placed, source: Source) -> bool:
@@ -363,26 +394,43 @@ def parting_text(conditions: Sequence[Condition]) -> str:
     return f"; they diverge at {' or '.join(names)}" if names else ""
 
 
-def decision_advice(condition: Condition, culprits: Collection[int], ddp: bool = False) -> str:
-    """Return what to do about a condition that held on some ranks only. `ddp`: the others are in a call of DDP's own."""
-    text = condition.text
-    if text.startswith("except"):
-        example = " (for example with a loss times 0)" if ddp else ""
+def decision_advice(
+    condition: Condition, culprits: Collection[int], call: Call | None = None, ddp: bool = False
+) -> str:
+    """Return what to do about a condition that held on some ranks only.
+
+    Args:
+        call: What the culprits left out, or made alone.
+        ddp: It is a call of DDP's own.
+    """
+    guard, who = f"`{condition.text}` at line {condition.line}", rank_list(culprits)
+    if guarding.caches(condition.text):
         return (
-            f"make the calls that `{text}` at line {condition.line} skips on {rank_list(culprits)}, too{example}, "
-            "or skip them on all ranks together (all_reduce a flag)"
-        )
-    if guarding.caches(text):
-        return (
-            f"make no collective in a function under `{text}` (line {condition.line}): it runs only where its result is not "
+            f"make no collective in a function under `{condition.text}` (line {condition.line}): it runs only where its result is not "
             "in the rank's own cache; communicate outside it, in the same step on all ranks"
         )
-    if text.startswith(("for ", "while ", "async for ")):
+    agree = f"(all_reduce {'a flag' if condition.text.startswith('except') else 'what it tests'})"
+    place = at(call.site and Site(call.site.file, call.site.line)) if call is not None else ""
+    if condition.way in (Way.SKIPPED, Way.ROUND) and call is not None:
+        past = f"too, where {guard} leads past it"
+        if call.p2p:
+            way, peer = ("sends", "to") if "send" in call.op else ("receives", "from")
+            return f"see that {who} {way} its message {peer} rank {call.peer}, {past}, or tells rank {call.peer} that none follows"
+        what, nothing = op_name(call.op) or "the collective", ""
+        if ddp:
+            what, nothing = f"DDP's {what}", ", for example with the backward of a loss times 0"
+        elif call.op and "barrier" not in call.op:
+            nothing = ", with zeros or an empty tensor if it has nothing to add"
+        if ddp or rank_tests.of_amount(condition.text):
+            return f"make {what}{place} on {who}, {past}{nothing}, or leave it out only where all ranks do {agree}"
+        if rank_tests.reads_rank(rank_tests.tested(condition.text)):
+            return f"make {what}{place} on all ranks or on none: {guard} leads {who} past it"
+        return f"let all ranks decide together whether they make {what}{place}: {guard} leads {who} past it {agree}"
+    if condition.way is Way.ALONE and call is not None and not call.p2p:
+        return f"make {op_name(call.op) or 'the collective'}{place} on all ranks or on none: {guard} keeps it to {who} {agree}"
+    if condition.text.startswith(("for ", "while ", "async for ")):
         return (
-            f"let the loop `{text}` at line {condition.line} run equally often on all ranks: find why it did not on "
-            f"{rank_list(culprits)}, or let all ranks decide together when it ends"
+            f"let the loop {guard} run equally often on all ranks: find why it did not on "
+            f"{who}, or let all ranks decide together when it ends"
         )
-    return (
-        f"find why `{text}` at line {condition.line} had another result on {rank_list(culprits)}, or let all ranks decide together "
-        "(all_reduce what it tests)"
-    )
+    return f"find why {guard} had another result on {who}, or let all ranks decide together {agree}"

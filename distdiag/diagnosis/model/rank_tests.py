@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
+from collections.abc import Iterator
 from functools import lru_cache
 
 from distdiag.diagnosis.model.syntax import FUNCTIONS, name_of, parsed
@@ -17,6 +18,8 @@ _NO_RANK = {"thread", "lora", "low", "matrix", "full", "svd", "loss"}  # `lora_r
 COUNTERS = {
     "step", "steps", "epoch", "i", "j", "it", "idx", "iteration", "batch_idx", "batch", "global_step", "__name__",
 }  # fmt: skip
+_SIZES = {"len", "sum", "numel", "size", "count", "nelement"}
+CLOCKS = {"time", "monotonic", "perf_counter", "now"}
 # functions and values that are equal on all ranks of a job
 _SAME = {
     "dist", "torch", "distributed", "is_initialized", "is_available", "is_torchelastic_launched", "get_world_size", "world_size",
@@ -148,6 +151,64 @@ def rank_variables(text: str) -> frozenset[str]:
 
     `r = dist.get_rank()`, `first = rank == 0`, `def boss(self): return self.rank == 0`.
     """
+    return frozenset(name for name, value in _named_values(text) if _is_rank(value))
+
+
+@lru_cache(16)
+def _clock_variables(text: str) -> frozenset[str]:
+    """Return variables, properties and functions that hold a time: `elapsed = time.time() - start`."""
+    return frozenset(name for name, value in _named_values(text) if _is_time(value))
+
+
+def _is_time(value: ast.expr | None) -> bool:
+    """True for a clock's time, and for what is computed of it or compared with it."""
+    match value:
+        case ast.Call():
+            return name_of(value.func) in CLOCKS
+        case ast.BinOp():
+            return _is_time(value.left) or _is_time(value.right)
+        case ast.Compare():
+            return any(map(_is_time, (value.left, *value.comparators)))
+        case ast.UnaryOp():
+            return _is_time(value.operand)
+    return False
+
+
+def reads_clock(test: ast.expr | None, text: str) -> bool:
+    """True if a condition tests the time, also by a variable or a function of its file."""
+    return test is not None and (
+        any(isinstance(x, ast.expr) and _is_time(x) for x in ast.walk(test))
+        or bool(_names(test) & _clock_variables(text))
+    )
+
+
+def tested(text: str) -> ast.expr | None:
+    """Return what a line such as `if n > 0` tests."""
+    tree = parsed(f"{text}: pass") if text.startswith("if ") else None
+    return tree.body[0].test if tree is not None and isinstance(tree.body[0], ast.If) else None
+
+
+def of_amount(text: str) -> bool:
+    """True unless a condition is a decision: it may ask whether there is anything, or enough: `if not rows`, `if len(x) > 1`, `except`."""
+    test = tested(text)
+    return not all(map(_decides, test.values if isinstance(test, ast.BoolOp) else [test]))
+
+
+def _decides(part: ast.expr | None) -> bool:
+    """True for a comparison of two values, `loss < best`, and a call that gives no size."""
+    if isinstance(part, ast.UnaryOp):
+        return _decides(part.operand)
+    if isinstance(part, ast.Compare):
+        return not any(isinstance(x, ast.Constant) and x.value in (0, 1) for x in part.comparators)
+    return isinstance(part, ast.Call) and name_of(part.func) not in _SIZES
+
+
+def reads_counter(test: ast.expr | None) -> bool:
+    return test is not None and bool(_names(test) & COUNTERS)
+
+
+def _named_values(text: str) -> Iterator[tuple[str, ast.expr | None]]:
+    """Yield what variables are assigned and functions return at their end, with their names."""
     pairs: list[tuple[ast.AST | str, ast.expr | None]] = []
     for node in ast.walk(parsed(text) or ast.Module([], [])):
         if isinstance(node, ast.Assign) and len(node.targets) == 1:
@@ -156,8 +217,9 @@ def rank_variables(text: str) -> frozenset[str]:
             pairs += zip(target.elts, value.elts, strict=False) if both else [(target, value)]  # type: ignore[union-attr]
         elif isinstance(node, FUNCTIONS) and isinstance(last := node.body[-1], ast.Return):
             pairs.append((node.name, last.value))
-    named = ((given if isinstance(given, str) else name_of(given), value) for given, value in pairs)
-    return frozenset(name for name, value in named if name and _is_rank(value))
+    for given, value in pairs:
+        if name := given if isinstance(given, str) else name_of(given):
+            yield name, value
 
 
 @lru_cache(16)

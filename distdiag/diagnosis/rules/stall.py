@@ -21,7 +21,7 @@ from distdiag.diagnosis import kinds
 from distdiag.diagnosis.culprit import parting, pending_exception
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
-from distdiag.diagnosis.model.snapshot import Call, Life, RankState
+from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, Snapshot
 from distdiag.diagnosis.model.syntax import line_at
 from distdiag.diagnosis.polled import hidden_error, left_unwritten, polled_loop
 from distdiag.diagnosis.text.incident import implicit_text, verb
@@ -274,7 +274,11 @@ NOBODY_MOVES = _warning("unknown",
     "threads that communicate at once, or a device that hangs")  # fmt: skip
 _OPEN = " while it has {call}{site} in flight, which {ranks} {ranks:has|have} not entered"
 _DO_OPEN = "{ranks} must enter {call}, too, or no rank may{why}"
-_DO_POLL = "find who ends the loop `{loop}`: it may have failed, or caught an exception and gone on{hidden}"
+_DO_POLL = "find who ends the loop `{loop}`: it may have failed, or caught an exception and gone on"
+POLLED = _warning("user_code",
+    "{culprits} may have left out what {victims} {victims:polls|poll} for, at `{why}`{at_why}; {victims} {victims:is|are} in the loop "
+    "`{loop}`{at_loop}, and {culprits} has gone on to {call}{at_call}{implicit}, where it has waited {waited_s:time}", _NO_PROGRESS_OF,
+    "see whether `{why}`{at_why} led {culprits} past it, and let it tell the others then (broadcast); poll with a time limit")  # fmt: skip
 _DOES = {a.word: a.does for a in ACTIVITIES if a.does}
 _DO = {a.word: a.do for a in ACTIVITIES if a.do} | {
     "": "check that line; `distdiag dump` saves all stacks; this is cleared if the rank continues",
@@ -300,15 +304,15 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
         do = "workers" if workers else "loads itself" if own and not any(own) else doing
     polled = polled_loop(r.current_site, facts.source) if doing in ("sleep", "user_code") else None
     advice = left_open[1] if left_open else _DO.get(do, _DO[""])
-    if polled is not None and not polled[2] and doing == "sleep" and not left_open:
-        hidden = hidden_error(r.user_stack, facts.source)
-        unwritten = left_unwritten(r.user_stack, facts.source) if hidden is None and "exists" in polled[0] else None
-        why = f": look whether `{hidden[0]}`{at(hidden[1])} has hidden an error" if hidden else ""
-        if unwritten is not None:
-            why = f": `{unwritten[0]}`{at(unwritten[1])} may leave before it writes the file; tell the others (broadcast), and poll with a time limit"
-        advice = filled(_DO_POLL, loop=polled[0], hidden=why)
-    longest_s = r.longest_delay_s
     victims = sorted({v for x in late for v in x.victims})
+    if polled is not None and not polled[2] and doing == "sleep" and not left_open:
+        why = hidden_error(r.user_stack, facts.source)
+        if why is None and "exists" in polled[0]:
+            why = left_unwritten(r.user_stack, facts.source)
+        if why is not None and len(victims) == 1 and len(victims) + len(ranks) == len(s.ranks):
+            return _polled_for(s, victims, ranks, polled, why, first)
+        advice = filled(_DO_POLL, loop=polled[0]) + (f", at `{why[0]}`{at(why[1])}" if why is not None else "")
+    longest_s = r.longest_delay_s
     return STALL(
         cause=_CAUSE.get(doing, "user_code" if r.current_site else "unknown"),
         severity=Severity.ERROR if any(x.waited_s > limits.factor * x.limit_s for x in late) else None,
@@ -325,6 +329,27 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
         waited_s=first.waited_s,
         usual=f" (its longest so far: {rough_duration(longest_s)})" if longest_s > 0.5 else "",
         world=s.world_size, do=advice,
+    )  # fmt: skip
+
+
+def _polled_for(
+    s: Snapshot,
+    writer: list[int],
+    ranks: list[int],
+    polled: tuple[str, Site, bool],
+    why: tuple[str, Site],
+    first: _Late,
+) -> Finding:
+    """Return the finding of the only rank outside a loop in which all others poll for what it may have left out."""
+    state = s.ranks[writer[0]]
+    call = state.blocked
+    assert call is not None
+    return POLLED(
+        culprits=writer, victims=ranks, collective=call if call.op else None,
+        where=(where(state, None, why[1]), *where_stack(state, state.user_stack, "waiting")),
+        waiting=(w for q in ranks for w in where_stack(s.ranks[q], s.ranks[q].user_stack, s.ranks[q].activity)),
+        step=state.step, first_seen_s=s.t_s - first.waited_s, loop=polled[0], at_loop=polled[1], why=why[0], at_why=why[1],
+        call=call, at_call=call.site, implicit=implicit_text(state, call), waited_s=first.waited_s, world=s.world_size,
     )  # fmt: skip
 
 

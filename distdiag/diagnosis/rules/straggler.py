@@ -141,7 +141,9 @@ def _in_turn(facts: Facts) -> Iterator[Finding]:
     On a busy host ranks pause by chance; garbage collections are none.
     """
     s, pauses = facts.snapshot, facts.pauses
-    of = {q: lost for q, lost in sorted(pauses.of.items()) if lost.times >= limits.pauses and q in s.ranks}
+    most = max((lost.times for lost in pauses.of.values()), default=0)
+    least = limits.pauses - (most == limits.pauses)  # one has its turn before the others
+    of = {q: lost for q, lost in sorted(pauses.of.items()) if lost.times >= least and q in s.ranks}
     lost_ms = sum(lost.ms for lost in of.values())
     enough = pauses.span_s > 0 and lost_ms / 1e3 / pauses.span_s >= limits.pauses_share
     alone = any(lost.ms >= limits.recurrence * lost_ms for lost in of.values())

@@ -9,6 +9,7 @@ from typing import Any
 
 from distdiag.diagnosis.model.snapshot import Call, Sample, Site, Step
 from distdiag.diagnosis.model.visits import Visits
+from distdiag.diagnosis.step_times import LIMITS
 from distdiag.monitor.ranks.ddp_times import DdpTimes
 from distdiag.monitor.ranks.decode import PageDecoder, Ring
 from distdiag.page import layout
@@ -54,6 +55,7 @@ class RankHistory:
         self._news = b""
         self._samples_checked = 0
         self._sampled = 0  # version of the stack that was counted last
+        self._warm = False
         self.site_counts: dict[str, Counter[Site]] = {}
         self.site_stacks: dict[tuple[str, Site], tuple[Site, ...]] = {}
         self.visits = Visits()
@@ -243,6 +245,10 @@ class RankHistory:
                 epoch=r.epoch if r.epoch >= 0 else None,
             )
             self.steps.append(step)
+            if not self._warm and step.step > LIMITS.warm_up:
+                self._warm = True
+                # a first step of many seconds is sampled more often than those that are judged
+                self.site_counts = {phase: n for phase, n in self.site_counts.items() if phase == "init"}
             if self.warm_since_s is None and step.step >= WARM_STEPS:
                 self.warm_since_s = step.end_s
             self.new_steps.append(step)
