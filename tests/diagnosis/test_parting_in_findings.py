@@ -289,3 +289,31 @@ def test_the_condition_is_in_the_code_of_the_rank_nearest_to_the_culprit() -> No
     assert callers.nearest((send,), {0: (learner,), 2: (actor,)}, {FILE: text}.get) == 2
     assert [c.text for c in parting.parting((send,), (actor,), {FILE: text}.get)] == ["if not rows"]
     assert parting.parting((send,), (learner,), {FILE: text}.get) == []
+
+
+def test_roles_whose_lines_have_met_before_are_not_parted_by_a_condition_of_one_role() -> None:
+    """The learner sends its parameters, the actors expect the buffers, too: no learner ever tests what only actors test."""
+    text, at = places("""
+        def publish(policy):
+            for p in policy.parameters():
+                broadcast(p)  # A
+
+        def subscribe(policy):
+            for t in policy.state_dict().values():
+                if t.is_floating_point():
+                    broadcast(t)  # B
+
+        worker.run()  # C
+    """)
+    top = Site(FILE, at["C"], "<module>")
+
+    def role(r: int, mark: str, name: str, size: int) -> RankState:
+        site = Site(FILE, at[mark], name)
+        calls = tuple(call("broadcast", n, site, shape=(12,)) for n in (1, 2))
+        return rank(r, call("broadcast", 3, site, shape=(size,)), calls=calls, user_stack=(site, top))
+
+    actors = (role(r, "B", "subscribe", 12) for r in (1, 2))
+    f = only(snapshot(role(0, "A", "publish", 768), *actors), source={FILE: text}.get)
+    assert (f.kind, f.cause, f.culprits) == ("mismatch", "shape", (0,))
+    assert "is_floating_point" not in f.message + f.advice
+    assert "compare train.py:3 in publish and train.py:8 in subscribe" in f.advice

@@ -24,7 +24,7 @@ from distdiag.diagnosis.waits.wait import call_at
 def on_rank(case: Case) -> Testimony | None:
     """Accuse the ranks that a condition on the rank names, if exactly one of two sides is under one."""
     source, firsts = case.source, [side[0] for side in case.sides]
-    if len(firsts) != 2 or not all(rank in case.states for rank in firsts):
+    if len(firsts) != 2 or not all(rank in case.states for rank in firsts) or _roles(case, *firsts):
         return None
     stacks = [_stack(case, rank) for rank in firsts]
     found = [parting.rank_condition(mine, theirs, source) for mine, theirs in (stacks, stacks[::-1])]
@@ -132,11 +132,27 @@ def tied(case: Case) -> list[Condition]:
 def _parting(case: Case, ranks: Sequence[int]) -> list[Condition]:
     known = [rank for rank in sorted(case.wait.calls) if rank in case.states]
     mine, others = [q for q in known if q in ranks], [q for q in known if q not in ranks]
-    if not mine or not others:
+    if not mine or not others or _roles(case, mine[0], others[0]):
         return []
     both = mine[0], others[0]
     first, second = (_stack(case, rank) for rank in both)
     return parting.parting(first, second, case.source, _ahead(case, *both), partial(_as_often, case, *both))
+
+
+def _roles(case: Case, rank: int, other: int) -> bool:
+    """True if equal calls in the two ranks' lines have met before: each has its own line, and no condition led it there now."""
+    group, seq, sites = case.wait.group, case.wait.seq, (case.here.get(rank), case.here.get(other))
+    if case.wait.p2p or seq is None or sites[0] == sites[1]:
+        return False
+    mine, theirs = (
+        {
+            (c.seq, compatible.op_name(c.op), compatible.elements(c))
+            for c in case.states[q].calls
+            if c.group == group and not c.p2p and c.seq != seq and c.site is not None and c.site.key == here
+        }
+        for q, here in zip((rank, other), sites, strict=True)
+    )
+    return not mine.isdisjoint(theirs)
 
 
 def _ahead(case: Case, rank: int, other: int) -> bool:
