@@ -317,3 +317,27 @@ def test_roles_whose_lines_have_met_before_are_not_parted_by_a_condition_of_one_
     assert (f.kind, f.cause, f.culprits) == ("mismatch", "shape", (0,))
     assert "is_floating_point" not in f.message + f.advice
     assert "compare train.py:3 in publish and train.py:8 in subscribe" in f.advice
+
+
+def test_a_loop_that_ended_earlier_is_named_although_its_outer_call_is_not_made_in_every_round() -> None:
+    """FSDP2 gathers the root's parameters once, in the line of the loop, and those of the blocks in `forward`, in every round."""
+    text, at = places("""
+        def forward(x):
+            return block(x)  # A
+
+        def evaluate(windows):
+            for window in windows:
+                model(window)  # B
+            all_reduce(total)  # C
+    """)
+    block, root, end = (Site(FILE, at[m], f) for m, f in (("A", "forward"), ("B", "evaluate"), ("C", "evaluate")))
+    here = call("all_gather_into_tensor", 90, block)
+    sites = {key(block): 205, key(root): 1}
+    left = rank(2, call("all_reduce", 90, end), sites={**sites, key(block): 204, key(end): 1}, user_stack=(end,))
+    s = snapshot(*(rank(r, here, sites=sites, user_stack=(block, root)) for r in (0, 1)), left)
+    f = only(s, source={FILE: text}.get)
+    assert f.culprits == (2,)
+    assert f.message.startswith(
+        "rank 2 left the loop before all_gather_into_tensor (train.py:3): `for window in windows`"
+    )
+    assert "run equally often on all ranks" in f.advice

@@ -171,15 +171,21 @@ def _ahead(case: Case, rank: int, other: int) -> bool:
 
 
 def _as_often(case: Case, rank: int, other: int, file: str, loop: ast.AST) -> bool:
-    """True if a rank has made each call in the body of a loop at least as often as another rank that is still in it."""
+    """True if a rank has made each call in the body of a loop at least as often as another rank that is still in it.
+
+    Only calls above that rank's place count: those below it are still to come in its round.
+    """
     if not isinstance(loop, syntax.LOOPS):
         return False
     mine, theirs = case.states[rank].sites, case.states[other].sites
+    stack = _stack(case.states[other], case.wait.calls.get(other), case.source)
+    here = next((x.line for x in stack if x.file == file and syntax.within(loop, x.line)), 0)
 
-    def inside(key: str) -> bool:
-        return any(f == file and syntax.within(node, line) for f, line in lines_of(key) for node in loop.body)
+    def above(key: str) -> bool:
+        lines = [line for f, line in lines_of(key) if f == file and line < here]
+        return any(syntax.within(node, line) for line in lines for node in loop.body)
 
-    keys = [key for key in theirs if key != case.here.get(other) and inside(key)]
+    keys = list(filter(above, theirs))
     return bool(keys) and all(mine.get(key, 0) >= theirs[key] for key in keys)
 
 
