@@ -338,6 +338,6 @@ def test_a_loop_that_ended_earlier_is_named_although_its_outer_call_is_not_made_
     f = only(s, source={FILE: text}.get)
     assert f.culprits == (2,)
     assert f.message.startswith(
-        "rank 2 left the loop before all_gather_into_tensor (train.py:3): `for window in windows`"
+        "rank 2 left the loop before all_gather_into_tensor (train.py:2): `for window in windows`"
     )
     assert "run equally often on all ranks" in f.advice
