@@ -20,7 +20,8 @@ CLOCKS = {"time", "monotonic", "perf_counter", "now"}  # a loop that tests them 
 
 
 def polled_loop(site: Site | None, source: Source) -> tuple[str, Site, bool] | None:
-    """Return (text, site, True if it ends by a clock) of the innermost `while` with a condition around a site."""
+    """Return (text, site, True if it sleeps between its tests) of the innermost `while` with a condition around a site; a loop that
+    tests a clock ends by itself."""
     tree = tree_of(site.file, source) if site is not None else None
     if site is None or tree is None:
         return None
@@ -29,7 +30,8 @@ def polled_loop(site: Site | None, source: Source) -> tuple[str, Site, bool] | N
         return None
     text = guarding.text_of(loop, source(site.file) or "")
     by_clock = any(syntax.name_of(x) in CLOCKS for x in ast.walk(loop.node.test))
-    return text, Site(site.file, loop.line, site.function), by_clock
+    naps = any(isinstance(x, ast.Call) and syntax.name_of(x.func) == "sleep" for x in ast.walk(loop.node))
+    return text, Site(site.file, loop.line, site.function), naps and not by_clock
 
 
 def hidden_error(stack: Sequence[Site], source: Source) -> tuple[str, Site] | None:

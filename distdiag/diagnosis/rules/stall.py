@@ -22,7 +22,7 @@ from distdiag.diagnosis.culprit import parting, pending_exception
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState
-from distdiag.diagnosis.model.syntax import line_at
+from distdiag.diagnosis.model.syntax import Source, line_at
 from distdiag.diagnosis.polled import hidden_error, left_unwritten, polled_loop
 from distdiag.diagnosis.text.incident import implicit_text, verb
 from distdiag.diagnosis.text.phrases import (
@@ -257,8 +257,8 @@ def _left_open(facts: Facts, r: RankState) -> tuple[str, str] | None:
 
 _NO_PROGRESS_OF = "{victims:#} of {world} ranks make no progress"
 _warning = partial(Template, kind, severity=Severity.WARNING)
-STALL = _warning("user_code", "{missing}{size}{implicit}; {does}{loop}{worker}{open}{handling}; {victims} {victims:has|have} waited "
-                 "{waited_s:time}{usual}", _NO_PROGRESS_OF, "{do}")  # fmt: skip
+STALL = _warning("user_code", "{head}{missing}{size}{implicit}; {does}{loop}{worker}{open}{handling}; {waiting_for} "
+                 "{waiting_for:has|have} waited {waited_s:time}{usual}", _NO_PROGRESS_OF, "{do}")  # fmt: skip
 TRAINS_ON = _warning("user_code",
     "{culprits} has not entered {collective}{called_at} and keeps training{site}, {ahead:,} steps ahead of "
     "{victims}, {victims:which has|which have} waited {waited_s:time}", _NO_PROGRESS_OF,
@@ -299,22 +299,25 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
     if doing == "data":
         do = "workers" if workers else "loads itself" if own and not any(own) else doing
     polled = polled_loop(r.current_site, facts.source) if doing in ("sleep", "user_code") else None
+    doing = "sleep" if polled is not None and polled[2] else doing  # between two naps it tests
     advice = left_open[1] if left_open else _DO.get(do, _DO[""])
-    if polled is not None and not polled[2] and doing == "sleep" and not left_open:
-        hidden = hidden_error(r.user_stack, facts.source)
-        unwritten = left_unwritten(r.user_stack, facts.source) if hidden is None and "exists" in polled[0] else None
-        why = f": look whether `{hidden[0]}`{at(hidden[1])} has hidden an error" if hidden else ""
-        if unwritten is not None:
-            why = f": `{unwritten[0]}`{at(unwritten[1])} may leave before it writes the file; tell the others (broadcast), and poll with a time limit"
-        advice = filled(_DO_POLL, loop=polled[0], hidden=why)
     longest_s = r.longest_delay_s
     victims = sorted({v for x in late for v in x.victims})
+    culprits, head = ranks, ""
+    if polled is not None and polled[2]:
+        place, advice = _poll(r, polled[0], facts.source)
+        if place and sorted({*victims, *ranks}) == sorted(s.ranks):
+            culprits, head = (
+                victims,
+                f"{rank_list(victims)} may have {place}: ",
+            )  # it should have ended the loop, and has gone on
+    places = (*(w for state in states for w in where_stack(state, state.user_stack, state.activity)), *workers)
     return STALL(
         cause=_CAUSE.get(doing, "user_code" if r.current_site else "unknown"),
         severity=Severity.ERROR if any(x.waited_s > limits.factor * x.limit_s for x in late) else None,
-        culprits=ranks, victims=victims, collective=call if call.op else None,
-        where=(*(w for state in states for w in where_stack(state, state.user_stack, state.activity)), *workers),
-        waiting=wheres(s, victims), step=r.step, first_seen_s=s.t_s - first.waited_s,
+        culprits=culprits, victims=ranks if head else victims, collective=call if call.op else None,
+        where=wheres(s, victims) if head else places, waiting=places if head else wheres(s, victims),
+        step=r.step, first_seen_s=s.t_s - first.waited_s,
         missing=_missing_text(ranks, call, victim.rank),
         size=f", {size_text(call.bytes)}" if call.bytes else "", implicit=implicit_text(victim, call),
         does=f"{'it' if len(late) == 1 else 'each'} {_DOES.get(doing, 'is busy')}{at(r.current_site)}",
@@ -322,10 +325,22 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
         worker=worker_text(r) if doing == "data" else "",
         open=left_open[0] if left_open else "",
         handling=f", while it handles {pending_exception.handled(r)}" if r.handling else "",
-        waited_s=first.waited_s,
+        head=head, waiting_for=victims, waited_s=first.waited_s,
         usual=f" (its longest so far: {rough_duration(longest_s)})" if longest_s > 0.5 else "",
         world=s.world_size, do=advice,
     )  # fmt: skip
+
+
+def _poll(r: RankState, loop: str, source: Source) -> tuple[str, str]:
+    """Return (what the ranks that do not poll may have done; empty if the source does not show it, advice)."""
+    if (hidden := hidden_error(r.user_stack, source)) is not None:
+        why = f": look whether `{hidden[0]}`{at(hidden[1])} has hidden an error"
+        return f"caught an error{at(hidden[1])}", filled(_DO_POLL, loop=loop, hidden=why)
+    left = left_unwritten(r.user_stack, source) if "exists" in loop else None
+    if left is None:
+        return "", filled(_DO_POLL, loop=loop, hidden="")
+    why = f": `{left[0]}`{at(left[1])} may leave before it writes the file; tell the others (broadcast), and poll with a time limit"
+    return f"left{at(left[1])} before it wrote the file", filled(_DO_POLL, loop=loop, hidden=why)
 
 
 def _missing_text(ranks: list[int], call: Call, victim: int) -> str:
