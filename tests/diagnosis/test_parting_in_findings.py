@@ -341,3 +341,38 @@ def test_a_loop_that_ended_earlier_is_named_although_its_outer_call_is_not_made_
         "rank 2 left the loop before all_gather_into_tensor (train.py:2): `for window in windows`"
     )
     assert "run equally often on all ranks" in f.advice
+
+
+def test_a_rank_that_left_the_loop_of_its_role_is_compared_with_the_others_of_that_role() -> None:
+    text, at = places("""
+        def serve(rounds):
+            for _ in range(rounds):
+                gather(inbox)  # A
+
+        def work(rounds):
+            for _ in range(rounds):
+                if reward() > goal:
+                    break
+                gather(gradient)  # B
+
+        def main():
+            if rank == 0:
+                serve(600)  # C
+            else:
+                work(600)  # D
+            barrier()  # E
+    """)
+    serve, work, end = (Site(FILE, at[m], f) for m, f in (("A", "serve"), ("B", "work"), ("E", "main")))
+    calls = {s: tuple(call("gather", n, s) for n in (7, 8)) for s in (serve, work)}
+    tops = {serve: Site(FILE, at["C"], "main"), work: Site(FILE, at["D"], "main")}
+    left = rank(2, call("barrier", 9, end), calls=calls[work], sites={key(work): 8, key(end): 1}, user_stack=(end,))
+    in_it = [
+        rank(r, call("gather", 9, s), calls=calls[s], sites={key(s): 9}, user_stack=(s, tops[s]))
+        for r, s in enumerate((serve, work))
+    ]
+    f = only(snapshot(*in_it, left), source={FILE: text}.get)
+    assert f.culprits == (2,)
+    assert f.message.startswith("rank 2 skipped gather (train.py:9): `if reward() > goal` (line 7)")
+    # the only worker: its own gather is compared, not the server's
+    alone = only(snapshot(in_it[0], msgspec.structs.replace(left, rank=1)), source={FILE: text}.get)
+    assert "`for _ in range(rounds)` (line 2)" not in alone.message + alone.advice

@@ -51,7 +51,7 @@ def _text(snapshot: Snapshot, verdict: Verdict, dead: list[int]) -> tuple[str, s
     calls = {rank: call for rank in dead if (call := verdict.wait.calls[rank]).op or call.shape}
     if calls and all(call.p2p for call in calls.values()):
         advice = "compare the messages of the ranks with their receives: in number, order, tag and size"
-        return "exchanged messages", "", advice
+        return "exchanged messages", evidence.reason_text(verdict), advice
     what = "called one collective with tensors"
     if len({call.site for call in verdict.wait.calls.values()}) > 1:
         return what, evidence.reason_text(verdict), evidence.advice(verdict) or COMPARE

@@ -30,7 +30,8 @@ def incident(snapshot: Snapshot, ended: Iterable[int]) -> Incident | None:
         sides = by_path
     elif len(sides) == 1:
         known = {(call.group, call.seq, call.op) for call in calls.values()}
-        if len(states) < 2 or len(known) != 1 or next(iter(known))[1] is None:
+        messages = all(call.p2p for call in calls.values())  # only sizes that do not fit make gloo abort
+        if len(states) < 2 or not (messages or (len(known) == 1 and None not in next(iter(known)))):
             return None
         sides = [frozenset((rank,)) for rank in calls]
     if len(sides) < 2:

@@ -158,13 +158,14 @@ def test_gloo_aborts_a_rank_whose_message_is_longer_than_its_receive() -> None:
         message = Call(op=op, group="default_pg", peer=1 - q, nth=9, shape=(4,), site=site, entered_s=98.0)
         return rank(q, current_site=site, ended_waiting=True, ended_s=99.0, calls=(message,), **end)
 
-    s = job(
-        stage(0, "irecv", 49, life="killed", signal=6),
-        stage(1, "isend", 57, life="crashed", exception="RuntimeError: Connection reset by peer"),
-    )
-    f = only(findings(s, mismatch, rank_lost))
-    assert f.message.startswith("ranks exchanged messages of different sizes, and gloo aborted rank 0")
-    assert "collective" not in f.message + f.advice
+    for line in (57, 49):  # of a stage, or of the one function that all ranks of a ring are in
+        s = job(
+            stage(0, "irecv", 49, life="killed", signal=6),
+            stage(1, "isend", line, life="crashed", exception="RuntimeError: Connection reset by peer"),
+        )
+        f = only(findings(s, mismatch, rank_lost))
+        assert f.message.startswith("ranks exchanged messages of different sizes, and gloo aborted rank 0")
+        assert "collective" not in f.message + f.advice
 
 
 def test_an_aborted_rank_is_judged_with_the_rank_that_the_launcher_killed_in_its_call() -> None:
