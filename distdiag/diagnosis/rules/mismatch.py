@@ -57,7 +57,7 @@ def completed(s: Snapshot) -> list[Finding]:
 
 COMPLETED = Template(kind, "dtype",
     "{op} #{seq} ({group}) completed, but the ranks called it with different arguments: {each}",
-    "the result is wrong on every rank, without an error",
+    "the result is wrong, without an error",
     "make size, dtype, root and operation the same on every rank before the call", proved=True)  # fmt: skip
 TWO_THREADS = Template(kind, "shape",
     "another thread of {culprits} is in {op}{site} while the main thread uses the same group{main}: the calls of "
