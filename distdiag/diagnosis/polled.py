@@ -19,7 +19,10 @@ _WRITES = {"save", "dump", "touch", "write_text", "write_bytes", "savez", "save_
 
 
 def polled_loop(site: Site | None, source: Source) -> tuple[str, Site, bool] | None:
-    """Return (text, site, True if it ends by a clock) of the innermost `while` with a condition around a site."""
+    """Return (text, site, True if it polls) of the innermost `while` with a condition around a site.
+
+    A loop polls if it sleeps between its tests; one that tests a clock ends by itself.
+    """
     tree = tree_of(site.file, source) if site is not None else None
     if site is None or tree is None:
         return None
@@ -27,8 +30,9 @@ def polled_loop(site: Site | None, source: Source) -> tuple[str, Site, bool] | N
     if loop is None or not isinstance(loop.node, ast.While) or isinstance(loop.node.test, ast.Constant):
         return None
     text = guarding.text_of(loop, source(site.file) or "")
-    by_clock = rank_tests.reads_clock(loop.node.test, source(site.file) or "")
-    return text, Site(site.file, loop.line, site.function), by_clock
+    naps = any(isinstance(x, ast.Call) and syntax.name_of(x.func) == "sleep" for x in ast.walk(loop.node))
+    polls = naps and not rank_tests.reads_clock(loop.node.test, source(site.file) or "")
+    return text, Site(site.file, loop.line, site.function), polls
 
 
 def hidden_error(stack: Sequence[Site], source: Source) -> tuple[str, Site] | None:

@@ -289,3 +289,90 @@ def test_the_condition_is_in_the_code_of_the_rank_nearest_to_the_culprit() -> No
     assert callers.nearest((send,), {0: (learner,), 2: (actor,)}, {FILE: text}.get) == 2
     assert [c.text for c in parting.parting((send,), (actor,), {FILE: text}.get)] == ["if not rows"]
     assert parting.parting((send,), (learner,), {FILE: text}.get) == []
+
+
+def test_roles_whose_lines_have_met_before_are_not_parted_by_a_condition_of_one_role() -> None:
+    """The learner sends its parameters, the actors expect the buffers, too: no learner ever tests what only actors test."""
+    text, at = places("""
+        def publish(policy):
+            for p in policy.parameters():
+                broadcast(p)  # A
+
+        def subscribe(policy):
+            for t in policy.state_dict().values():
+                if t.is_floating_point():
+                    broadcast(t)  # B
+
+        worker.run()  # C
+    """)
+    top = Site(FILE, at["C"], "<module>")
+
+    def role(r: int, mark: str, name: str, size: int) -> RankState:
+        site = Site(FILE, at[mark], name)
+        calls = tuple(call("broadcast", n, site, shape=(12,)) for n in (1, 2))
+        return rank(r, call("broadcast", 3, site, shape=(size,)), calls=calls, user_stack=(site, top))
+
+    actors = (role(r, "B", "subscribe", 12) for r in (1, 2))
+    f = only(snapshot(role(0, "A", "publish", 768), *actors), source={FILE: text}.get)
+    assert (f.kind, f.cause, f.culprits) == ("mismatch", "shape", (0,))
+    assert "is_floating_point" not in f.message + f.advice
+    assert "compare train.py:3 in publish and train.py:8 in subscribe" in f.advice
+
+
+def test_a_loop_that_ended_earlier_is_named_although_its_outer_call_is_not_made_in_every_round() -> None:
+    """FSDP2 gathers the root's parameters once, in the line of the loop, and those of the blocks in `forward`, in every round."""
+    text, at = places("""
+        def forward(x):
+            return block(x)  # A
+
+        def evaluate(windows):
+            for window in windows:
+                model(window)  # B
+            all_reduce(total)  # C
+    """)
+    block, root, end = (Site(FILE, at[m], f) for m, f in (("A", "forward"), ("B", "evaluate"), ("C", "evaluate")))
+    here = call("all_gather_into_tensor", 90, block)
+    sites = {key(block): 205, key(root): 1}
+    left = rank(2, call("all_reduce", 90, end), sites={**sites, key(block): 204, key(end): 1}, user_stack=(end,))
+    s = snapshot(*(rank(r, here, sites=sites, user_stack=(block, root)) for r in (0, 1)), left)
+    f = only(s, source={FILE: text}.get)
+    assert f.culprits == (2,)
+    assert f.message.startswith(
+        "rank 2 left the loop before all_gather_into_tensor (train.py:2): `for window in windows`"
+    )
+    assert "run equally often on all ranks" in f.advice
+
+
+def test_a_rank_that_left_the_loop_of_its_role_is_compared_with_the_others_of_that_role() -> None:
+    text, at = places("""
+        def serve(rounds):
+            for _ in range(rounds):
+                gather(inbox)  # A
+
+        def work(rounds):
+            for _ in range(rounds):
+                if reward() > goal:
+                    break
+                gather(gradient)  # B
+
+        def main():
+            if rank == 0:
+                serve(600)  # C
+            else:
+                work(600)  # D
+            barrier()  # E
+    """)
+    serve, work, end = (Site(FILE, at[m], f) for m, f in (("A", "serve"), ("B", "work"), ("E", "main")))
+    calls = {s: tuple(call("gather", n, s) for n in (7, 8)) for s in (serve, work)}
+    tops = {serve: Site(FILE, at["C"], "main"), work: Site(FILE, at["D"], "main")}
+    left = rank(2, call("barrier", 9, end), calls=calls[work], sites={key(work): 8, key(end): 1}, user_stack=(end,))
+    in_it = [
+        rank(r, call("gather", 9, s), calls=calls[s], sites={key(s): 9}, user_stack=(s, tops[s]))
+        for r, s in enumerate((serve, work))
+    ]
+    f = only(snapshot(*in_it, left), source={FILE: text}.get)
+    assert f.culprits == (2,)
+    assert f.message.startswith("rank 2 skipped gather (train.py:9): `if reward() > goal` (line 7)")
+    # the only worker: its own gather is compared, not the server's
+    alone = only(snapshot(in_it[0], msgspec.structs.replace(left, rank=1)), source={FILE: text}.get)
+    assert "`for _ in range(rounds)` (line 2)" not in alone.message + alone.advice

@@ -37,8 +37,24 @@ POLL = dedent("""\
 
 def test_the_loop_that_polls_and_the_handler_in_the_other_branch_are_named() -> None:
     stack = (Site(FILE, 9, "wait"), Site(FILE, 15, "main"))
-    assert polled_loop(stack[0], {FILE: POLL}.get) == ("while not os.path.exists(ready)", Site(FILE, 8, "wait"), False)
+    assert polled_loop(stack[0], {FILE: POLL}.get) == ("while not os.path.exists(ready)", Site(FILE, 8, "wait"), True)
     assert hidden_error(stack, {FILE: POLL}.get) == ("except OSError as e", Site(FILE, 4))
+
+
+@pytest.mark.parametrize("activity", ["sleep", "user_code"])
+def test_the_rank_that_may_have_caught_an_error_is_to_blame_for_those_that_poll(activity: str) -> None:
+    """Between two naps a rank tests its condition: whether a poll sees it asleep is chance."""
+    stack = (Site(FILE, 9, "wait"), Site(FILE, 15, "main"))
+    barrier = Call(op="barrier", group="default_pg", seq=4, site=Site(FILE, 16, "main"), entered_s=10.0)
+    writer = rank(0, blocked=barrier, enqueued={"default_pg": 4}, completed={"default_pg": 3})
+    poll = {"user_stack": stack, "current_site": stack[0], "activity": activity, "enqueued": {"default_pg": 3}}
+    polling = (rank(q, completed={"default_pg": 3}, step=40, **poll) for q in (1, 2))
+    f = only(findings(job(writer, *polling), stall, source={FILE: POLL}.get))
+    assert (f.kind, f.culprits, f.victims) == ("stall", (0,), (1, 2))
+    assert f.message.startswith(
+        "rank 0 may have left out what ranks 1, 2 poll for, at `except OSError as e` at train.py:4"
+    )
+    assert "it has waited 90 s" in f.message and "see whether `except OSError as e`" in f.advice
 
 
 def test_the_handler_may_be_in_the_other_branch_itself() -> None:
@@ -107,7 +123,7 @@ def test_a_handler_that_raises_again_hides_nothing_and_a_clock_ends_a_loop_by_it
     assert hidden_error((Site(FILE, 9, "wait"), Site(FILE, 15, "main")), {FILE: raises}.get) is None
     timed = POLL.replace("not os.path.exists(ready)", "time.time() < end")
     found = polled_loop(Site(FILE, 9, "wait"), {FILE: timed}.get)
-    assert found is not None and found[2]
+    assert found is not None and not found[2]
     assert polled_loop(Site(FILE, 9, "wait"), {FILE: POLL.replace("not os.path.exists(ready)", "True")}.get) is None
 
 

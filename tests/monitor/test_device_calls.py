@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from msgspec.structs import replace
 
 from distdiag.diagnosis.model.snapshot import Call, Group, RankState, Snapshot
+from distdiag.diagnosis.rules import mismatch
 from distdiag.monitor.collectives import Collectives
 from distdiag.monitor.ranks.state import RankView
 from distdiag.page.layout import Blocked, page_path
@@ -35,6 +37,21 @@ def test_calls_that_differ_are_reported_once_all_devices_have_completed_them() -
     assert (met.group, met.seq, met.cause) == ("g", 2, "dtype") and set(met.calls) == {0, 1}
     assert collectives.rows(job(3, 3), 7)[0].seq == 3
     assert len(collectives.completed_conflicts) == 1
+
+
+@pytest.mark.parametrize(("failed", "found"), [(False, 1), (True, 0)])
+def test_a_larger_tensor_that_a_broadcast_filled_in_part_is_reported(failed: bool, found: int) -> None:
+    """gloo: the root sends four elements, the others expect five, and nobody raises. A call that raised is found in another way."""
+    collectives = Collectives()
+    group = Group(name="g", ranks=(0, 1, 2), backend="gloo")
+    for q, size in enumerate((4, 5, 5)):
+        call = replace(issued(1, op="broadcast")[0], on_device=False, root=0, shape=(size,), failed=failed and q == 1)
+        collectives.add(q, [(call, 0.1)])
+    s = replace(job(1, 1, 1), groups={"g": group})
+    collectives.rows(s, 7)
+    assert len(collectives.completed_conflicts) == found
+    for f in mismatch.completed(replace(s, completed_conflicts=tuple(collectives.completed_conflicts))):
+        assert (f.cause, f.culprits) == ("shape", (0,)) and "rank 0: 4 elements; ranks 1, 2: 5 elements" in f.message
 
 
 def test_a_coalesced_group_whose_operations_share_a_number_is_not_judged() -> None:

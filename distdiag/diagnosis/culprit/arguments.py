@@ -6,12 +6,15 @@ import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from distdiag.diagnosis.comparison import minority
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.culprit.conditions import tied
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState
 from distdiag.diagnosis.text.phrases import both_sites, count
 from distdiag.diagnosis.waits import compatible
+from distdiag.terms.ranks import by_value
+from distdiag.terms.units import size_text
 
 EARLIER = 2  # minimum of earlier calls at the site
 LAST_BATCH = (
@@ -24,6 +27,7 @@ _ARGUMENT: Mapping[str, Callable[[Call], object]] = {
     "shape": compatible.elements,
     "root": lambda call: call.root,
     "peer": lambda call: call.peer,
+    "bytes": lambda call: call.bytes,
 }
 
 
@@ -48,8 +52,9 @@ def _earlier(state: RankState | None, call: Call | None, argument: str) -> list[
     """Return the argument of all known earlier calls of this operation at this site."""
     if state is None or call is None or call.site is None:
         return []
-    here = call.op, call.group, call.site.key
-    same = (c for c in state.calls if c.site is not None and (c.op, c.group, c.site.key) == here)
+    here = f"{call.site.key} <"  # of a rank that was aborted the callers are not known
+    same = (c for c in state.calls if c.site is not None and f"{c.site.key} <".startswith(here))
+    same = (c for c in same if (c.op, c.group) == (call.op, call.group))
     before = itertools.takewhile(lambda c: (c.seq, c.nth, c.peer) != (call.seq, call.nth, call.peer), same)
     return [_ARGUMENT[argument](c) for c in before]
 
@@ -67,12 +72,23 @@ def accuse(case: Case) -> Testimony | None:
         return None
     if case.one_call:
         odd = [r for r in case.wait.calls if any(u is not None and u.changed for u in _of_ranks(case, [r]))]
-        return explain(case, sorted(odd)) if len(odd) < len(case.wait.calls) else None
+        return (explain(case, sorted(odd)) if len(odd) < len(case.wait.calls) else None) or _uneven(case)
     for odd, rest in (case.sides, case.sides[::-1]) if case.tie else ():
         new, old = _of_ranks(case, odd), _of_ranks(case, rest)
         if all(u is not None and u.changed for u in new) and all(u is not None and not u.changed for u in old):
             return explain(case, odd)
     return None
+
+
+def _uneven(case: Case) -> Testimony | None:
+    """Accuse the minority by size, if in all known earlier calls there all ranks had passed equal sizes."""
+    sizes = {rank: call.bytes for rank, call in case.wait.calls.items()}
+    earlier = {tuple(_earlier(case.states.get(r), call, "bytes")[-EARLIER:]) for r, call in case.wait.calls.items()}
+    odd = minority(sizes)
+    if not odd or len(earlier) > 1 or len(earlier.pop()) < EARLIER or None in sizes.values():
+        return None
+    each = "; ".join(f"{rank_list(ranks)} {size_text(size or 0)}" for size, ranks in by_value(sizes).items())
+    return Testimony(ranks=odd, text=f"; before, all ranks passed equal sizes there, now {each}")
 
 
 def explain(case: Case, ranks: Sequence[int]) -> Testimony | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from distdiag.diagnosis.culprit import callers, parting
@@ -25,6 +25,8 @@ def on_rank(case: Case) -> Testimony | None:
     """Accuse the ranks that a condition on the rank names, if exactly one of two sides is under one."""
     source, firsts = case.source, [side[0] for side in case.sides]
     if len(firsts) != 2 or not all(rank in case.states for rank in firsts):
+        return None
+    if _met_in(case, *firsts) is not None:
         return None
     stacks = [_stack(case, rank) for rank in firsts]
     found = [parting.rank_condition(mine, theirs, source) for mine, theirs in (stacks, stacks[::-1])]
@@ -139,9 +141,29 @@ def _parting(case: Case, ranks: Sequence[int]) -> list[Condition]:
     mine, others = [q for q in known if q in ranks], [q for q in known if q not in ranks]
     if not mine or not others:
         return []
-    both = mine[0], others[0]
+    # of its own role, if there is one: it has been in the same lines
+    both = mine[0], next((q for q in others if case.here.get(q) in case.states[mine[0]].sites), others[0])
     first, second = (_stack(case, rank) for rank in both)
+    own = _met_in(case, *both)
+    if own is not None:
+        due = (*own.path, *first[-1:])
+        return parting.parting(first, due, case.source) if own.key != case.here.get(mine[0]) else []
     return parting.parting(first, second, case.source, _ahead(case, *both), partial(_as_often, case, *both))
+
+
+def _met_in(case: Case, rank: int, other: int) -> Site | None:
+    """Return the rank's own line in which its calls have met equal ones in the line of another rank: roles have their own lines."""
+    group, seq, there = case.wait.group, case.wait.seq, case.here.get(other)
+    if case.wait.p2p or seq is None or there is None or there in case.states[rank].sites:
+        return None
+
+    def known(q: int) -> Iterator[tuple[tuple, Site]]:
+        for c in case.states[q].calls:
+            if c.group == group and not c.p2p and c.seq != seq and c.site is not None:
+                yield (c.seq, compatible.op_name(c.op), compatible.elements(c)), c.site
+
+    theirs = {call for call, site in known(other) if site.key == there}
+    return next((site for call, site in known(rank) if call in theirs), None)
 
 
 def _ahead(case: Case, rank: int, other: int) -> bool:
@@ -160,15 +182,21 @@ def _ahead(case: Case, rank: int, other: int) -> bool:
 
 
 def _as_often(case: Case, rank: int, other: int, file: str, loop: ast.AST) -> bool:
-    """True if a rank has made each call in the body of a loop at least as often as another rank that is still in it."""
+    """True if a rank has made each call in the body of a loop at least as often as another rank that is still in it.
+
+    Only calls above that rank's place count: those below it are still to come in its round.
+    """
     if not isinstance(loop, syntax.LOOPS):
         return False
     mine, theirs = case.states[rank].sites, case.states[other].sites
+    stack = _stack(case, other)
+    here = next((x.line for x in stack if x.file == file and syntax.within(loop, x.line)), 0)
 
-    def inside(key: str) -> bool:
-        return any(f == file and syntax.within(node, line) for f, line in lines_of(key) for node in loop.body)
+    def above(key: str) -> bool:
+        lines = [line for f, line in lines_of(key) if f == file and line < here]
+        return any(syntax.within(node, line) for line in lines for node in loop.body)
 
-    keys = [key for key in theirs if key != case.here.get(other) and inside(key)]
+    keys = list(filter(above, theirs))
     return bool(keys) and all(mine.get(key, 0) >= theirs[key] for key in keys)
 
 

@@ -57,6 +57,9 @@ class Verdict:
         if own is not None:
             return own
         ranks = [r for side in self.wait.sides for r in sorted(side) if r not in self.culprits]
+        first = self.case.states.get(self.culprits[0]) if self.culprits else None
+        if first is not None:  # in its own role, which has its own lines
+            ranks.sort(key=lambda r: self.case.here.get(r) not in first.sites)
         return next((self.wait.calls[r] for r in ranks or self.wait.ranks if r in self.wait.calls), None)
 
     @property

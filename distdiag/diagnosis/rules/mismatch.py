@@ -57,8 +57,8 @@ def completed(s: Snapshot) -> list[Finding]:
 
 COMPLETED = Template(kind, "dtype",
     "{op} #{seq} ({group}) completed, but the ranks called it with different arguments: {each}",
-    "the result is wrong on every rank, without an error",
-    "make dtype, root and operation the same on every rank before the call", proved=True)  # fmt: skip
+    "the result is wrong, without an error",
+    "make size, dtype, root and operation the same on every rank before the call", proved=True)  # fmt: skip
 TWO_THREADS = Template(kind, "shape",
     "another thread of {culprits} is in {op}{site} while the main thread uses the same group{main}: the calls of "
     "two threads mix, and gloo aborted {killed}", "the job ended",
@@ -75,7 +75,11 @@ MODEL = Template(kind, "model", "the wrapped module differs between ranks: {each
 
 def _completed(s: Snapshot, conflict: CompletedConflict) -> Finding:
     calls, cause = conflict.calls, conflict.cause
-    words = {"dtype": lambda c: c.dtype or "?", "root": lambda c: f"root {c.root}"}
+    words = {
+        "dtype": lambda c: c.dtype or "?",
+        "root": lambda c: f"root {c.root}",
+        "shape": lambda c: f"{elements(c):,} elements",
+    }
     what = {q: words.get(cause, lambda c: c.op)(c) for q, c in sorted(calls.items())}
     odd = minority(what)
     rest = [q for q in what if q not in odd]

@@ -303,9 +303,10 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
     if doing == "data":
         do = "workers" if workers else "loads itself" if own and not any(own) else doing
     polled = polled_loop(r.current_site, facts.source) if doing in ("sleep", "user_code") else None
+    doing = "sleep" if polled is not None and polled[2] else doing  # between two naps it tests
     advice = left_open[1] if left_open else _DO.get(do, _DO[""])
     victims = sorted({v for x in late for v in x.victims})
-    if polled is not None and not polled[2] and doing == "sleep" and not left_open:
+    if polled is not None and polled[2] and not left_open:
         why = hidden_error(r.user_stack, facts.source)
         if why is None and "exists" in polled[0]:
             why = left_unwritten(r.user_stack, facts.source)

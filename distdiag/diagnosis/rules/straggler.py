@@ -541,14 +541,18 @@ def _by_arrivals(s: Snapshot) -> Finding | None:
     """Return the finding of a rank that enters its collectives last."""
     by_group: dict[str, list[Arrival]] = {}
     for a in s.arrivals:
-        group = s.groups.get(a.group) if a.op in JUDGED_BY_ARRIVAL else None
-        if group is not None and len(group.ranks) == s.world_size:
+        if (group := s.groups.get(a.group)) is not None and len(group.ranks) == s.world_size:
             by_group.setdefault(a.group, []).append(a)
     for arrivals in by_group.values():
-        recent = arrivals[-STEPS.window :]
+        recent = [a for a in arrivals if a.op in JUDGED_BY_ARRIVAL][-STEPS.window :]
         if len(recent) < STEPS.least:
             continue
         rank, count = Counter(a.late_rank for a in recent).most_common(1)[0]
+        costs: Counter[int] = Counter()
+        for a in arrivals:
+            costs[a.late_rank] += int(min(a.skew_ms, a.waited_ms) * 1e3) if a.t_s >= recent[0].t_s else 0
+        if costs.most_common(1)[0][0] != rank:
+            continue  # it waits longer for another one: for a root that sends late, such as a learner for its actors
         # entering an asynchronous operation late may cost nothing
         skew_ms = statistics.median(min(a.skew_ms, a.waited_ms) for a in recent)
         period_ms = (recent[-1].t_s - recent[0].t_s) * 1e3 / (len(recent) - 1)
@@ -558,9 +562,11 @@ def _by_arrivals(s: Snapshot) -> Finding | None:
         r = s.ranks[rank]
         stack = max(r.phase_stacks.values(), key=len, default=r.user_stack)
         stack = next((r.phase_stacks[name] for name in ("other", "init") if r.phase_sites.get(name)), stack)
+        ops = {a.op for a in recent}
         return text.BY_ARRIVAL(
             culprits=(rank,), victims=[q for q in sorted(s.ranks) if q != rank],
             where=where_stack(r, stack), site=stack[0] if stack else None,
-            op=recent[-1].op, count=count, n=len(recent), skew_ms=skew_ms, period_ms=period_ms,
+            op=ops.pop() if len(ops) == 1 else "its collectives", count=count, n=len(recent), skew_ms=skew_ms,
+            period_ms=period_ms,
         )  # fmt: skip
     return None

@@ -11,7 +11,6 @@ from distdiag.diagnosis.model.snapshot import Life, Snapshot
 from distdiag.diagnosis.text import evidence
 from distdiag.diagnosis.text.phrases import at, where, wheres
 from distdiag.diagnosis.text.template import Template
-from distdiag.diagnosis.waits.wait import last_wait
 
 ABORT = Template(kinds.MISMATCH, "shape",
     "{head}ranks {what} of different sizes, and gloo aborted {killed}: {places}{why}", "the job ended", "{do}",
@@ -27,11 +26,11 @@ def finding(snapshot: Snapshot, verdict: Verdict) -> Finding:
     dead = sorted({*odd, *rest})
     killed = [rank for rank in dead if states[rank].life == Life.KILLED and states[rank].signal == signal.SIGABRT]
     what, why, advice = _text(snapshot, verdict, dead)
-    head = evidence.head_text(verdict) if len({states[rank].current_site for rank in dead}) > 1 else ""
-    lines = {site.key: site for side in verdict.wait.sides if (site := states[min(side)].current_site) is not None}
+    sites = {r: call.site for r, call in verdict.wait.calls.items() if call.site is not None}
+    head = evidence.head_text(verdict) if len(set(sites.values())) > 1 else ""
+    lines = {sites[min(side)].key: sites[min(side)] for side in verdict.wait.sides}
     places = "; ".join(
-        f"{rank_list([r for r in dead if (s := states[r].current_site) and s.key == key])}{at(site)}"
-        for key, site in lines.items()
+        f"{rank_list([r for r in dead if r in sites and sites[r].key == key])}{at(site)}" for key, site in lines.items()
     )
     return ABORT(
         culprits=odd, victims=rest, where=(where(states[r], _STATES.get(Life(states[r].life))) for r in odd or dead),
@@ -49,18 +48,17 @@ def _members(snapshot: Snapshot, verdict: Verdict) -> set[int]:
 
 def _text(snapshot: Snapshot, verdict: Verdict, dead: list[int]) -> tuple[str, str, str]:
     """Return (what the ranks did, why it did not fit, advice)."""
-    calls = {rank: call for rank in dead if (call := last_wait(snapshot.ranks[rank])) is not None}
+    calls = {rank: call for rank in dead if (call := verdict.wait.calls[rank]).op or call.shape}
     if calls and all(call.p2p for call in calls.values()):
         advice = "compare the messages of the ranks with their receives: in number, order, tag and size"
-        return "exchanged messages", "", advice
+        return "exchanged messages", evidence.reason_text(verdict), advice
     what = "called one collective with tensors"
-    if len({snapshot.ranks[rank].current_site for rank in dead}) > 1:
+    if len({call.site for call in verdict.wait.calls.values()}) > 1:
         return what, evidence.reason_text(verdict), evidence.advice(verdict) or COMPARE
     shapes = {rank: "x".join(map(str, call.shape)) for rank, call in calls.items() if call.shape is not None}
     text = f"; first tensor: {', '.join(f'rank {r} {shapes[r]}' for r in sorted(shapes)[:SHOWN])}" if shapes else ""
-    text += f"; before, {rank_list(verdict.culprits)} called it with another size" if verdict.culprits else ""
     return (
         what,
-        text,
+        text + evidence.reason_text(verdict),
         "compare what each rank sends with what its peer expects: split sizes and output shapes must agree",
     )

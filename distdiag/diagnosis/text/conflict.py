@@ -32,15 +32,16 @@ _SPLITS_ADVICE = (
 _ADVICE = {
     "message": "send and receive tensors of the same size, and in the same order: compare {both}",
     "way": "make the same calls in the same order on all ranks: compare {both}",
-    "missing_rank": "call {a} on all ranks or on none: look for a condition on the rank around it",
+    "missing_rank": "find what let {first} reach {a} while {second} {second:is|are} in {b}: a condition, an exception, or a loop "
+    "with fewer rounds; let all ranks decide together",
     "order_mismatch": "issue the collectives in the same order, and equally often, on all ranks: compare {both}; "
     "it is enough that {second} {second:calls|call} {a} first, or {first} {b}",
     "shape": "compare the tensors at {both}: a parameter, bucket or last batch differs between ranks, or the order "
     "of the calls does (a loop over a set, or over names that each rank collects itself)",
     "activations": "give all ranks of the group inputs of the same size: a collective in a module's `forward` is as large as the rank's own "
     "batch, and ranks that share one (tensor, sequence or context parallel) must not leave out or load batches by themselves: compare the batches of {both}",
-    "dtype": "on {first} cast the tensor to {theirs} before the call{either}: the tensors at {both} come from "
-    "Python or NumPy numbers, autocast, or a cast on some ranks only",
+    "dtype": "on {first} cast the tensor to {theirs} before the call{either}: it may come from Python or "
+    "NumPy numbers, autocast, or a cast or a checkpoint on some ranks only: compare {both}",
     "root": "pass the same src/dst on all ranks: compare {both}",
     "op": "make all ranks call the same operation: compare {both}",
     "threads": THREADS_ADVICE,

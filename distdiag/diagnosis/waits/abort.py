@@ -1,33 +1,37 @@
 """An abort as an incident: gloo aborts a rank that receives more bytes than its own call has room for.
 
-The ranks are dead, so no graph shows their waits; but their pages keep the call and the line in which each ended. Ranks at one line
-are one side; in a wrapper, those that reached it by one path. If all made one call together, each is a side: its size is what may differ.
+The ranks are dead, so no graph shows their waits; but their pages keep the call and the line in which each ended. A rank that had all
+bytes of that call may have gone on to the next one: its call of the same number counts. Ranks at one line are one side; in a wrapper, those that reached it by one path. If all made one call together, each is a side: its size is what may differ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from signal import SIGABRT
 
 from msgspec.structs import replace
 
 from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot
 from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.incidents import Incident, Root
-from distdiag.diagnosis.waits.wait import Wait, last_wait
+from distdiag.diagnosis.waits.wait import Wait, call_at, last_wait
 from distdiag.terms.ranks import by_value
 
 
 def incident(snapshot: Snapshot, ended: Iterable[int]) -> Incident | None:
     """Return the incident of ranks that ended in calls that did not fit; None if it is not known where they ended."""
     states = [snapshot.ranks[rank] for rank in ended if snapshot.ranks[rank].current_site is not None]
-    calls = {state.rank: _call(state) for state in states}
-    by_site = by_value({state.rank: state.current_site.key if state.current_site else "" for state in states})
+    aborted = [call for state in states if state.signal == SIGABRT and (call := last_wait(state)) is not None]
+    numbers = [(call.group, call.seq) for call in aborted if call.seq is not None and not call.p2p]
+    calls = {state.rank: _call(state, min(numbers) if numbers else None) for state in states}
+    by_site = by_value({rank: call.site.key if call.site is not None else "" for rank, call in calls.items()})
     sides = [frozenset(ranks) for ranks in by_site.values()]
     if len(sides) == 1 and (by_path := _by_path(states, calls)) is not None:
         sides = by_path
     elif len(sides) == 1:
         known = {(call.group, call.seq, call.op) for call in calls.values()}
-        if len(states) < 2 or len(known) != 1 or next(iter(known))[1] is None:
+        messages = all(call.p2p for call in calls.values())  # only sizes that do not fit make gloo abort
+        if len(states) < 2 or not (messages or (len(known) == 1 and None not in next(iter(known)))):
             return None
         sides = [frozenset((rank,)) for rank in calls]
     if len(sides) < 2:
@@ -50,7 +54,11 @@ def _by_path(states: Sequence[RankState], calls: dict[int, Call]) -> list[frozen
     return list(paths) if paths == sizes and 1 < len(paths) < len(states) else None
 
 
-def _call(state: RankState) -> Call:
-    """Return the call in which a rank ended, at the line where it was."""
+def _call(state: RankState, number: tuple[str, int] | None) -> Call:
+    """Return the call in which a rank ended, at the line where it was; its call of that number, if it had gone on from there."""
     call = last_wait(state) or Call(op="", group="")
+    if number is not None and call.group == number[0] and call.seq is not None and call.seq > number[1]:
+        earlier = call_at(state, *number)
+        if earlier is not None and earlier.site is not None:
+            return replace(earlier, site=replace(earlier.site, caller=None))
     return replace(call, site=state.current_site)

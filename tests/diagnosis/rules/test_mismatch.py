@@ -109,6 +109,47 @@ def test_gloo_aborts_a_rank_in_an_all_to_all_whose_split_sizes_do_not_fit(usual:
     assert "rank 0 8x8, rank 1 9x8" in f.message and "split sizes" in f.advice
 
 
+@pytest.mark.parametrize("gone_on", [(), (0,), (0, 1)])
+def test_ranks_that_have_gone_on_from_an_abort_are_judged_by_their_call_of_its_number(gone_on: tuple[int, ...]) -> None:
+    """Rank 2 has no rows of a small matrix. Whether the others have all bytes of that exchange before they notice is chance."""
+    there, back = Site("/job/opt.py", 38, "exchange"), Site("/job/opt.py", 46, "step")
+
+    def made(seq: int, size: int, site: Site) -> Call:
+        return Call(
+            op="all_to_all",
+            group="default_pg",
+            seq=seq,
+            bytes=size,
+            received=size // 4,
+            site=site,
+            entered_s=90.0 + seq,
+        )
+
+    def ended(q: int) -> RankState:
+        caller = Site("/job/opt.py", 62, "train")  # the recorder knows it, and a rank that was aborted does not
+        known = (made(n, 96, msgspec.structs.replace(there if n % 2 else back, caller=caller)) for n in (1, 2, 3, 4))
+        calls = (*known, made(5, 96 if q < 2 else 0, there), *((made(6, 96, back),) if q in gone_on else ()))
+        end = (
+            {"life": "killed", "signal": 6}
+            if q == 2
+            else {"life": "crashed", "exception": "RuntimeError: Connection reset by peer"}
+        )
+        return rank(
+            q,
+            calls=calls,
+            current_site=calls[-1].site,
+            sites={there.key: 3, back.key: 2},
+            ended_waiting=True,
+            ended_s=99.0,
+            **end,
+        )
+
+    f = only(findings(job(*map(ended, range(3))), mismatch, rank_lost))
+    assert (f.kind, f.cause, f.culprits) == ("mismatch", "shape", (2,))
+    assert "ranks 0, 1, 2 at opt.py:38" in f.message and "now ranks 0, 1 96 B; rank 2 0 B" in f.message
+    assert "compare what each rank sends with what its peer expects" in f.advice
+
+
 def test_gloo_aborts_a_rank_whose_message_is_longer_than_its_receive() -> None:
     """Stages of a pipeline: no collective is involved."""
 
@@ -117,13 +158,14 @@ def test_gloo_aborts_a_rank_whose_message_is_longer_than_its_receive() -> None:
         message = Call(op=op, group="default_pg", peer=1 - q, nth=9, shape=(4,), site=site, entered_s=98.0)
         return rank(q, current_site=site, ended_waiting=True, ended_s=99.0, calls=(message,), **end)
 
-    s = job(
-        stage(0, "irecv", 49, life="killed", signal=6),
-        stage(1, "isend", 57, life="crashed", exception="RuntimeError: Connection reset by peer"),
-    )
-    f = only(findings(s, mismatch, rank_lost))
-    assert f.message.startswith("ranks exchanged messages of different sizes, and gloo aborted rank 0")
-    assert "collective" not in f.message + f.advice
+    for line in (57, 49):  # of a stage, or of the one function that all ranks of a ring are in
+        s = job(
+            stage(0, "irecv", 49, life="killed", signal=6),
+            stage(1, "isend", line, life="crashed", exception="RuntimeError: Connection reset by peer"),
+        )
+        f = only(findings(s, mismatch, rank_lost))
+        assert f.message.startswith("ranks exchanged messages of different sizes, and gloo aborted rank 0")
+        assert "collective" not in f.message + f.advice
 
 
 def test_an_aborted_rank_is_judged_with_the_rank_that_the_launcher_killed_in_its_call() -> None:

@@ -432,3 +432,15 @@ def test_a_root_that_hands_out_what_it_reads_is_no_straggler(op: str, found: boo
     slow = rank(0, steps=steps(80.0, "other"), calls=calls)
     ranks = [slow, *(rank(q, steps=steps(wait_ms=80.0, seed=q), calls=calls) for q in (1, 2))]
     assert bool(stragglers(job(*ranks, arrivals=arrivals))) is found
+
+
+@pytest.mark.parametrize(("learner_ms", "culprits"), [(20.0, (2,)), (300.0, ())])
+def test_a_rank_that_waits_longer_for_a_root_is_no_straggler_by_arrival(
+    learner_ms: float, culprits: tuple[int, ...]
+) -> None:
+    """The slower of two actors is last in every gather; all actors wait for the learner's broadcast, which is no vote of its own."""
+    late = (("broadcast", learner_ms, 0), ("all_gather", 100.0, 2), ("all_reduce", 100.0, 2))
+    arrivals = (Arrival("default_pg", k, op, k * 0.2, ms, q, ms) for k in range(1, 181) for op, ms, q in (late[k % 3],))
+    found = stragglers(job(rank(0), rank(1), rank(2), arrivals=tuple(arrivals)))
+    assert tuple(q for f in found for q in f.culprits) == culprits
+    assert all(f.message.startswith("rank 2 enters its collectives last in") for f in found)
