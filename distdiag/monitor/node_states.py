@@ -73,6 +73,7 @@ class Heard:
     local_world_size: int
     ranks: dict[int, RankState]
     groups: dict[str, Group]
+    waits: bool = False  # one of its ranks waited in a collective when it was made
 
 
 class Sent(NamedTuple):

@@ -6,6 +6,7 @@ neither the job's network nor its TCPStore. Any other node sends its state (`clu
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Iterator
@@ -147,7 +148,7 @@ class Nodes:
             started_unix_s, start_ns: When this node's run began, by the wall clock and the monotonic one.
             closed: The job is over.
         """
-        waiting, client = _waits(s), self.transport.client
+        waiting, client = _waits(s.ranks, s.t_s), self.transport.client
         usual_s = FILE_PERIOD_S if client is None else PERIOD_S
         ended = any(r.life not in (Life.RUNNING, Life.STARTING) for r in s.ranks.values())
         now = time.monotonic()
@@ -169,9 +170,10 @@ class Nodes:
             self.files.write(msgspec.msgpack.encode(state))
 
     def merged(self, s: Snapshot, started_unix_s: float, start_ns: int = 0) -> tuple[Snapshot, bool]:
-        """Return (snapshot with the ranks of all known nodes, True if every node has given a new state since).
+        """Return (snapshot with the ranks of all known nodes, True if it can be judged).
 
-        A proof needs two polls without progress, and two polls of the same files would count as such.
+        A proof needs two polls without progress, and two polls of the same files would count as such: so a snapshot is partial unless
+        every node has given a new state since the last that was not. While no rank waits, its steps can be judged.
 
         Args:
             started_unix_s, start_ns: When this node's run began, by the wall clock and the monotonic one.
@@ -192,15 +194,18 @@ class Nodes:
             x = seen[k]
             ranks |= {q: _silent(r, silent_s[k]) for q, r in x.ranks.items() if q not in ranks and r.life not in DEAD}
             expected += x.local_world_size
-        news = all(x.closed or self._judged.get(k) != x.number for k, x in fresh.items()) and not self._returns(fresh)
-        if news:
-            self._judged = {k: x.number for k, x in fresh.items()}
+        partial = not all(x.closed or self._judged.get(k) != x.number for k, x in fresh.items())
         whole = msgspec.structs.replace(
-            s, ranks=dict(sorted(ranks.items())), groups=groups, expected=min(expected, s.world_size)
+            s, ranks=dict(sorted(ranks.items())), groups=groups, expected=min(expected, s.world_size), partial=partial
         )
+        waits = _waits(s.ranks, s.t_s) or any(x.waits for x in fresh.values())
         if self.transport.server is not None:
-            self.transport.server.urgent, self._works_ms = _waits(whole), _works_ms(s)
-        return whole, news
+            self.transport.server.urgent, self._works_ms = waits, _works_ms(s)
+        if self._returns(fresh):
+            return whole, False
+        if not partial:
+            self._judged = {k: x.number for k, x in fresh.items()}
+        return whole, not (partial and waits)
 
     def differs(self) -> bool:
         """True if one rank works longer than any other, by what has arrived so far: that must be judged soon."""
@@ -273,13 +278,15 @@ class Nodes:
                     raise ValueError(f"node {owner} reports rank {q}, too")
             if not x.windows.keys() <= x.ranks.keys():
                 raise ValueError("what is shown of a rank is of another node's")
-            self._seen[x.node] = self._readings.heard(x, later_s)
+            heard = self._readings.heard(x, later_s)
+            # as it was then: each short wait in it would be a long one by now
+            self._seen[x.node] = dataclasses.replace(heard, waits=_waits(heard.ranks, s.t_s - age_s))
             self._made_s[x.node] = time.monotonic() - age_s
             self._owner |= dict.fromkeys(x.ranks, x.node)
             self.windows.take(x.windows)
-            self.transport.knows(x.node, x.number)
+            self.transport.knows(x.node, x.number, x.ranks)
         except Incomplete:
-            self.transport.knows(x.node, 0)
+            self.transport.knows(x.node, 0, x.ranks)
         except UNREADABLE as problem:
             self._failed = f"the state of node {x.node} is not used: {problem}"
 
@@ -326,9 +333,7 @@ def _clock(ago_s: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(time.time() - ago_s))
 
 
-def _waits(s: Snapshot) -> bool:
-    """True if a rank waits in a collective."""
-    return any(
-        r.blocked is not None and r.blocked.entered_s is not None and s.t_s - r.blocked.entered_s > WAITING_S
-        for r in s.ranks.values()
-    )
+def _waits(ranks: dict[int, RankState], t_s: float) -> bool:
+    """True if one of these ranks has waited in a collective for long, at this time."""
+    waits = (r.blocked for r in ranks.values() if r.blocked is not None)
+    return any(b.entered_s is not None and t_s - b.entered_s > WAITING_S for b in waits)
