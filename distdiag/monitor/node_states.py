@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import accumulate
 from types import UnionType
-from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
 from distdiag.diagnosis.model.snapshot import Group, RankState, Seconds
 from distdiag.monitor.windows import Window, Windows
@@ -27,6 +28,9 @@ MOST_S = 1e10  # a time beyond it is none
 MOST_GROUPS = 4096  # of one node
 # fields of a rank, with the most items sent
 HISTORIES = {"steps": 64, "calls": 16, "memory": 120, "device_memory": 120}
+MOST_FAULTS = 8
+# by cause, the newest last
+Faults = Annotated[tuple[tuple[str, Annotated[str, Meta(max_length=1000)]], ...], Meta(max_length=MOST_FAULTS)]
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
@@ -61,6 +65,7 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
     histories: dict[int, dict[str, History]] = {}
     windows: dict[int, Window] = {}
     groups: dict[str, msgspec.Raw]  # encoded: all nodes of a job have the same large ones
+    faults: Faults = ()  # what its monitor could not do
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,7 @@ class Heard:
     local_world_size: int
     ranks: dict[int, RankState]
     groups: dict[str, Group]
+    faults: Faults = ()
     waits: bool = False  # one of its ranks waited in a collective when it was made
 
 
@@ -169,7 +175,7 @@ class Readings:
             found = {name: self._history(x, q, name, sent[name], later_s) for name in HISTORIES if name in sent}
             ranks[q] = msgspec.structs.replace(shifted(r, later_s), **found)
         groups = {name: _group(bytes(raw)) for name, raw in x.groups.items()}
-        return Heard(x.node, x.number, x.closed, x.local_world_size, ranks, groups)
+        return Heard(x.node, x.number, x.closed, x.local_world_size, ranks, groups, x.faults)
 
     def _history(self, x: NodeState, rank: int, name: str, sent: History, by_s: float) -> tuple[Any, ...]:
         new_in, n = _unpacked(sent.new_in), len(sent.new_in) // 4

@@ -17,17 +17,19 @@ from pathlib import Path
 import msgspec
 
 from distdiag import files
-from distdiag.diagnosis.model.findings import rank_list
+from distdiag.diagnosis.model.findings import Finding, Severity, at_least, rank_list
 from distdiag.diagnosis.model.snapshot import DEAD, Life, RankState, Snapshot
 from distdiag.diagnosis.step_times import self_ms
 from distdiag.monitor.cluster.messages import Ask
 from distdiag.monitor.cluster.transport import Transport
 from distdiag.monitor.evidence import dump, profile_of_nodes
 from distdiag.monitor.node_states import (
+    MOST_FAULTS,
     MOST_GROUPS,
     MOST_S,
     UNREADABLE,
     VERSION,
+    Faults,
     Heard,
     Incomplete,
     NodeState,
@@ -121,6 +123,7 @@ class Nodes:
         self.events: list[str] = []  # what has changed between the nodes, for the log of the run
         self._owner: dict[int, int] = {}  # the node that reported a rank first
         self._readings, self._sender = Readings(), Sender()
+        self._faults: Faults = ()
         self._works_ms = (0.0, 0.0)  # of this node's ranks
         self.windows = Windows()  # of all ranks of the job
 
@@ -136,6 +139,16 @@ class Nodes:
         """
         if self.transport.poll():
             self._written_at = -1e9  # the state is due at once
+
+    def note(self, faults: list[Finding]) -> None:
+        """Take note of what this node's monitor could not do: its disk may be full, and then only node 0 can show that."""
+        texts = [(f.cause or "", f.message[:1000]) for f in faults if at_least(f.severity, Severity.WARNING)]
+        self._faults = tuple(texts[-MOST_FAULTS:])
+
+    @property
+    def faults(self) -> Iterator[tuple[int, str, str]]:
+        """What the monitors of other nodes could not do: (node, cause, text)."""
+        return ((k, *fault) for k, x in sorted(self._seen.items()) for fault in x.faults)
 
     def several(self, s: Snapshot) -> bool:
         """True if the job has ranks on other nodes."""
@@ -161,7 +174,7 @@ class Nodes:
         self._number += 1
         state = NodeState(
             node=self.node, started_unix_s=started_unix_s, written_unix_s=time.time(), closed=closed,
-            local_world_size=s.expected or len(s.ranks),
+            local_world_size=s.expected or len(s.ranks), faults=self._faults,
             **self._sender.parts(self._number, s.ranks, s.groups, self.windows, client.known if client else 0),
         )  # fmt: skip
         if client is not None:

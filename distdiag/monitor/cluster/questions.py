@@ -25,7 +25,8 @@ SPARE_S = 2.0  # added to a reader's limit at each step of the way
 
 
 class _OfRank(Protocol):
-    rank: int
+    @property
+    def rank(self) -> int: ...
 
 
 T = TypeVar("T", bound=_OfRank)
