@@ -143,7 +143,7 @@ def _unpacked(data: bytes) -> array[int]:
 
 
 class Incomplete(Exception):
-    """A state lacks what its sender takes for known: another monitor read it, or its times are moved by more or less now."""
+    """A state lacks what its sender takes for known: another monitor read it."""
 
 
 class Known(NamedTuple):
@@ -183,17 +183,19 @@ class Readings:
         if not 0 < n <= HISTORIES[name] or left_out < 0:
             raise ValueError("a history of another length")
         known, same, old = self._known.get((rank, name)), 0, ()
-        if known is not None and (known.sender, known.by_s) == (x.sender, by_s):
+        decode, move, move_again = _items(name)
+        if known is not None and known.sender == x.sender:
             gone = sent.first - known.first
             same = bisect_right(new_in, known.number)
             old = known.items[gone : gone + same] if gone >= 0 else ()
+            if known.by_s != by_s:  # the offset of the clocks is known better now
+                old = tuple([move_again(item, by_s - known.by_s) for item in old])
         if len(old) != same:  # not what the sender takes for known: begin anew
             same, old = 0, ()
         if same < left_out:
             raise Incomplete
         new: tuple[Any, ...] = ()
         if same < n:
-            decode, move = _items(name)
             begin = _unpacked(sent.begins)[same - left_out]
             decoded = decode(_ARRAY + (n - same).to_bytes(2, "big") + sent.items[begin:])
             new = tuple([move(item, by_s) for item in decoded])
@@ -210,12 +212,13 @@ def _group(data: bytes) -> Group:
 
 
 @cache
-def _items(name: str) -> tuple[Callable[[bytes], list[Any]], Callable[[Any, float], Any]]:
-    """Return what decodes items of a history, and what moves the times of one that was just decoded."""
+def _items(name: str) -> tuple[Callable[[bytes], list[Any]], Callable[[Any, float], Any], Callable[[Any, float], Any]]:
+    """Return what decodes items of a history, what moves the times of one that was just decoded, and of any other."""
     kind = get_args(get_type_hints(RankState, include_extras=True)[name])[0]
-    move = _in_place(kind) if issubclass(get_origin(kind) or kind, msgspec.Struct) else _mover(kind)
-    assert move is not None
-    return msgspec.msgpack.Decoder(list[kind]).decode, move
+    moved = _mover(kind)
+    assert moved is not None
+    move = _in_place(kind) if issubclass(get_origin(kind) or kind, msgspec.Struct) else moved
+    return msgspec.msgpack.Decoder(list[kind]).decode, move, moved
 
 
 def _in_place(kind: Any) -> Callable[[Any, float], Any]:
