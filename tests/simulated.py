@@ -72,7 +72,7 @@ class Inbox:
         now_s = time.monotonic()
         return {node: now_s - at_s for node, at_s in self.reported_s.items()}
 
-    def knows(self, node: int, number: int) -> None:
+    def knows(self, node: int, number: int, ranks: tuple[int, ...]) -> None:
         self.known[node] = number
 
     def works_ms(self) -> list[tuple[float, float]]:
@@ -374,7 +374,10 @@ class Connected(Ranks):
         command = [sys.executable, "-m", "distdiag.monitor", str(run_dir), "--pages", str(pages), "--foreground"]
         with (run_dir / "stderr").open("wb") as printed:
             self.process = subprocess.Popen(
-                command, env={**os.environ, "PYTHONPATH": str(REPOSITORY), **env}, stderr=printed
+                command,
+                env={**os.environ, "PYTHONPATH": str(REPOSITORY), **env},
+                stderr=printed,
+                start_new_session=True,  # as a rank does: it changes the priority of its session
             )
         self.monitor = psutil.Process(self.process.pid)
         first = wait_for(lambda: ((o := node_files.read_own(pages)) and o.port and o) or None, 60, "the port")

@@ -81,6 +81,7 @@ def slurm(directory: Path, cpus: int = 4) -> Iterator[dict[str, str]]:
         _wait(lambda: (directory / "munge" / "socket").exists(), directory)
         _daemon(stack, directory, "slurmctld", "-D", "-f", str(config))
         _daemon(stack, directory, "slurmd", "-D", "-f", str(config))
+        stack.callback(_end_jobs, directory, {**os.environ, **variables})
         _wait(lambda: _idle(variables), directory)
         yield variables
 
@@ -106,6 +107,14 @@ def _daemon(stack: ExitStack, directory: Path, name: str, *options: str) -> None
     stack.callback(end)
 
 
+def _end_jobs(directory: Path, env: dict[str, str]) -> None:
+    """End the jobs while the daemons run: without them, the process of a step waits for ever to report its end."""
+    subprocess.run(["scancel", "--signal=KILL", "--full", "--me"], env=env, capture_output=True, check=False)
+    subprocess.run(["scancel", "--me"], env=env, capture_output=True, check=False)
+    steps = directory / "spool"
+    _wait(lambda: not [p for p in steps.iterdir() if p.is_socket()], directory, "rid of its steps")
+
+
 def _idle(variables: dict[str, str]) -> bool:
     asked = subprocess.run(
         ["sinfo", "-h", "-o", "%T"], env={**os.environ, **variables}, capture_output=True, check=False
@@ -113,10 +122,10 @@ def _idle(variables: dict[str, str]) -> bool:
     return asked.stdout.strip() == b"idle"
 
 
-def _wait(ready: Callable[[], bool], directory: Path) -> None:
+def _wait(ready: Callable[[], bool], directory: Path, what: str = "ready") -> None:
     end = time.monotonic() + READY_S
     while not ready():
         if time.monotonic() > end:
             logs = "\n".join(f"--- {p.name}\n{p.read_text(errors='replace')[-2000:]}" for p in directory.glob("*.out"))
-            raise AssertionError(f"Slurm is not ready after {READY_S:g} s\n{logs}")
+            raise AssertionError(f"Slurm is not {what} after {READY_S:g} s\n{logs}")
         time.sleep(0.1)

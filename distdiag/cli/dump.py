@@ -71,7 +71,7 @@ def command(run: str | None, as_json: bool, timeout_s: float, no_save: bool) -> 
     if silent:
         say(f"distdiag: no answer from {rank_list(silent)} within {timeout_s:g} s", err=True)
     for reason in nodes_silent:
-        say(f"distdiag: not asked: {printable(reason)}", err=True)
+        say(f"distdiag: {printable(reason)}", err=True)
     if not no_save:
         say(f"next: distdiag diagnose {printable(shlex.quote(str(run_dir)))}", err=True)
     return int(ExitCode.TIMEOUT if silent or nodes_silent else ExitCode.OK)

@@ -97,7 +97,8 @@ class Diagnosis:
         s = uncounted.resolved(s)
         facts = self._history.facts(s, self.source, self.open(), final)
         self.graph = facts.graph
-        evaluated = self._evaluate(facts, [rule for rule in self.rules if rule.kind.every_poll])
+        steps_only = s.partial and not final
+        evaluated = self._evaluate(facts, [rule for rule in self.rules if rule.kind.every_poll and not steps_only])
         fresh = any(f.key not in self.records for f in facts.found)  # its cause may be among the others
         if s.t_s - self._slow_at >= SLOW_PERIOD_S or final or fresh:
             self._seconds = max(1, round((s.t_s - self._slow_at) / SLOW_PERIOD_S))

@@ -72,6 +72,10 @@ class History:
             reported: Open findings.
             final: It is the last poll.
         """
+        if s.partial and not final:
+            known = Facts(s, source, self.without, reported=tuple(reported), pauses=self._pauses)
+            known.ends_settled = known.waits_settled = False
+            return known
         if (mark := _progress(s)) != self._progress_mark:
             self._progress_mark, self._progress_s = mark, s.t_s
         s = replace(s, stable_since_s=self._progress_s)

@@ -343,9 +343,10 @@ class Monitor:
         self.recording.write_nodes(s.t_s, self.nodes)
         for f in self.own.faults(
             s.t_s, self.views, self.diagnosis.failures, self.writer, self.started_unix_s, self.nodes.failed,
-            self.sampling.gpus.silent_s(), self.pages.damaged, self.diagnosis.contradicted, s,
+            self.sampling.gpus.silent_s(), self.pages.damaged, self.diagnosis.contradicted, s, self.nodes.faults,
         ):  # fmt: skip
             self.writer.finding(f)
+        self.nodes.note(self.own.found)
         self.writer.commit()
 
     def _write_findings(self, s: Snapshot, changed: list[Finding]) -> None:

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import accumulate
 from types import UnionType
-from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
 from distdiag.diagnosis.model.snapshot import Group, RankState, Seconds
 from distdiag.monitor.windows import Window, Windows
@@ -27,6 +28,9 @@ MOST_S = 1e10  # a time beyond it is none
 MOST_GROUPS = 4096  # of one node
 # fields of a rank, with the most items sent
 HISTORIES = {"steps": 64, "calls": 16, "memory": 120, "device_memory": 120}
+MOST_FAULTS = 8
+# by cause, the newest last
+Faults = Annotated[tuple[tuple[str, Annotated[str, Meta(max_length=1000)]], ...], Meta(max_length=MOST_FAULTS)]
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
@@ -61,6 +65,7 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
     histories: dict[int, dict[str, History]] = {}
     windows: dict[int, Window] = {}
     groups: dict[str, msgspec.Raw]  # encoded: all nodes of a job have the same large ones
+    faults: Faults = ()  # what its monitor could not do
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,8 @@ class Heard:
     local_world_size: int
     ranks: dict[int, RankState]
     groups: dict[str, Group]
+    faults: Faults = ()
+    waits: bool = False  # one of its ranks waited in a collective when it was made
 
 
 class Sent(NamedTuple):
@@ -136,7 +143,7 @@ def _unpacked(data: bytes) -> array[int]:
 
 
 class Incomplete(Exception):
-    """A state lacks what its sender takes for known: another monitor read it, or its times are moved by more or less now."""
+    """A state lacks what its sender takes for known: another monitor read it."""
 
 
 class Known(NamedTuple):
@@ -168,7 +175,7 @@ class Readings:
             found = {name: self._history(x, q, name, sent[name], later_s) for name in HISTORIES if name in sent}
             ranks[q] = msgspec.structs.replace(shifted(r, later_s), **found)
         groups = {name: _group(bytes(raw)) for name, raw in x.groups.items()}
-        return Heard(x.node, x.number, x.closed, x.local_world_size, ranks, groups)
+        return Heard(x.node, x.number, x.closed, x.local_world_size, ranks, groups, x.faults)
 
     def _history(self, x: NodeState, rank: int, name: str, sent: History, by_s: float) -> tuple[Any, ...]:
         new_in, n = _unpacked(sent.new_in), len(sent.new_in) // 4
@@ -176,17 +183,19 @@ class Readings:
         if not 0 < n <= HISTORIES[name] or left_out < 0:
             raise ValueError("a history of another length")
         known, same, old = self._known.get((rank, name)), 0, ()
-        if known is not None and (known.sender, known.by_s) == (x.sender, by_s):
+        decode, move, move_again = _items(name)
+        if known is not None and known.sender == x.sender:
             gone = sent.first - known.first
             same = bisect_right(new_in, known.number)
             old = known.items[gone : gone + same] if gone >= 0 else ()
+            if known.by_s != by_s:  # the offset of the clocks is known better now
+                old = tuple([move_again(item, by_s - known.by_s) for item in old])
         if len(old) != same:  # not what the sender takes for known: begin anew
             same, old = 0, ()
         if same < left_out:
             raise Incomplete
         new: tuple[Any, ...] = ()
         if same < n:
-            decode, move = _items(name)
             begin = _unpacked(sent.begins)[same - left_out]
             decoded = decode(_ARRAY + (n - same).to_bytes(2, "big") + sent.items[begin:])
             new = tuple([move(item, by_s) for item in decoded])
@@ -203,12 +212,13 @@ def _group(data: bytes) -> Group:
 
 
 @cache
-def _items(name: str) -> tuple[Callable[[bytes], list[Any]], Callable[[Any, float], Any]]:
-    """Return what decodes items of a history, and what moves the times of one that was just decoded."""
+def _items(name: str) -> tuple[Callable[[bytes], list[Any]], Callable[[Any, float], Any], Callable[[Any, float], Any]]:
+    """Return what decodes items of a history, what moves the times of one that was just decoded, and of any other."""
     kind = get_args(get_type_hints(RankState, include_extras=True)[name])[0]
-    move = _in_place(kind) if issubclass(get_origin(kind) or kind, msgspec.Struct) else _mover(kind)
-    assert move is not None
-    return msgspec.msgpack.Decoder(list[kind]).decode, move
+    moved = _mover(kind)
+    assert moved is not None
+    move = _in_place(kind) if issubclass(get_origin(kind) or kind, msgspec.Struct) else moved
+    return msgspec.msgpack.Decoder(list[kind]).decode, move, moved
 
 
 def _in_place(kind: Any) -> Callable[[Any, float], Any]:

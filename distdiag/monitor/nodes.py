@@ -6,6 +6,7 @@ neither the job's network nor its TCPStore. Any other node sends its state (`clu
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Iterator
@@ -16,17 +17,19 @@ from pathlib import Path
 import msgspec
 
 from distdiag import files
-from distdiag.diagnosis.model.findings import rank_list
+from distdiag.diagnosis.model.findings import Finding, Severity, at_least, rank_list
 from distdiag.diagnosis.model.snapshot import DEAD, Life, RankState, Snapshot
 from distdiag.diagnosis.step_times import self_ms
 from distdiag.monitor.cluster.messages import Ask
 from distdiag.monitor.cluster.transport import Transport
 from distdiag.monitor.evidence import dump, profile_of_nodes
 from distdiag.monitor.node_states import (
+    MOST_FAULTS,
     MOST_GROUPS,
     MOST_S,
     UNREADABLE,
     VERSION,
+    Faults,
     Heard,
     Incomplete,
     NodeState,
@@ -120,6 +123,7 @@ class Nodes:
         self.events: list[str] = []  # what has changed between the nodes, for the log of the run
         self._owner: dict[int, int] = {}  # the node that reported a rank first
         self._readings, self._sender = Readings(), Sender()
+        self._faults: Faults = ()
         self._works_ms = (0.0, 0.0)  # of this node's ranks
         self.windows = Windows()  # of all ranks of the job
 
@@ -136,6 +140,16 @@ class Nodes:
         if self.transport.poll():
             self._written_at = -1e9  # the state is due at once
 
+    def note(self, faults: list[Finding]) -> None:
+        """Take note of what this node's monitor could not do: its disk may be full, and then only node 0 can show that."""
+        texts = [(f.cause or "", f.message[:1000]) for f in faults if at_least(f.severity, Severity.WARNING)]
+        self._faults = tuple(texts[-MOST_FAULTS:])
+
+    @property
+    def faults(self) -> Iterator[tuple[int, str, str]]:
+        """What the monitors of other nodes could not do: (node, cause, text)."""
+        return ((k, *fault) for k, x in sorted(self._seen.items()) for fault in x.faults)
+
     def several(self, s: Snapshot) -> bool:
         """True if the job has ranks on other nodes."""
         return s.expected is not None and s.expected < s.world_size
@@ -147,7 +161,7 @@ class Nodes:
             started_unix_s, start_ns: When this node's run began, by the wall clock and the monotonic one.
             closed: The job is over.
         """
-        waiting, client = _waits(s), self.transport.client
+        waiting, client = _waits(s.ranks, s.t_s), self.transport.client
         usual_s = FILE_PERIOD_S if client is None else PERIOD_S
         ended = any(r.life not in (Life.RUNNING, Life.STARTING) for r in s.ranks.values())
         now = time.monotonic()
@@ -160,7 +174,7 @@ class Nodes:
         self._number += 1
         state = NodeState(
             node=self.node, started_unix_s=started_unix_s, written_unix_s=time.time(), closed=closed,
-            local_world_size=s.expected or len(s.ranks),
+            local_world_size=s.expected or len(s.ranks), faults=self._faults,
             **self._sender.parts(self._number, s.ranks, s.groups, self.windows, client.known if client else 0),
         )  # fmt: skip
         if client is not None:
@@ -169,9 +183,10 @@ class Nodes:
             self.files.write(msgspec.msgpack.encode(state))
 
     def merged(self, s: Snapshot, started_unix_s: float, start_ns: int = 0) -> tuple[Snapshot, bool]:
-        """Return (snapshot with the ranks of all known nodes, True if every node has given a new state since).
+        """Return (snapshot with the ranks of all known nodes, True if it can be judged).
 
-        A proof needs two polls without progress, and two polls of the same files would count as such.
+        A proof needs two polls without progress, and two polls of the same files would count as such: so a snapshot is partial unless
+        every node has given a new state since the last that was not. While no rank waits, its steps can be judged.
 
         Args:
             started_unix_s, start_ns: When this node's run began, by the wall clock and the monotonic one.
@@ -192,15 +207,18 @@ class Nodes:
             x = seen[k]
             ranks |= {q: _silent(r, silent_s[k]) for q, r in x.ranks.items() if q not in ranks and r.life not in DEAD}
             expected += x.local_world_size
-        news = all(x.closed or self._judged.get(k) != x.number for k, x in fresh.items()) and not self._returns(fresh)
-        if news:
-            self._judged = {k: x.number for k, x in fresh.items()}
+        partial = not all(x.closed or self._judged.get(k) != x.number for k, x in fresh.items())
         whole = msgspec.structs.replace(
-            s, ranks=dict(sorted(ranks.items())), groups=groups, expected=min(expected, s.world_size)
+            s, ranks=dict(sorted(ranks.items())), groups=groups, expected=min(expected, s.world_size), partial=partial
         )
+        waits = _waits(s.ranks, s.t_s) or any(x.waits for x in fresh.values())
         if self.transport.server is not None:
-            self.transport.server.urgent, self._works_ms = _waits(whole), _works_ms(s)
-        return whole, news
+            self.transport.server.urgent, self._works_ms = waits, _works_ms(s)
+        if self._returns(fresh):
+            return whole, False
+        if not partial:
+            self._judged = {k: x.number for k, x in fresh.items()}
+        return whole, not (partial and waits)
 
     def differs(self) -> bool:
         """True if one rank works longer than any other, by what has arrived so far: that must be judged soon."""
@@ -273,13 +291,15 @@ class Nodes:
                     raise ValueError(f"node {owner} reports rank {q}, too")
             if not x.windows.keys() <= x.ranks.keys():
                 raise ValueError("what is shown of a rank is of another node's")
-            self._seen[x.node] = self._readings.heard(x, later_s)
+            heard = self._readings.heard(x, later_s)
+            # as it was then: each short wait in it would be a long one by now
+            self._seen[x.node] = dataclasses.replace(heard, waits=_waits(heard.ranks, s.t_s - age_s))
             self._made_s[x.node] = time.monotonic() - age_s
             self._owner |= dict.fromkeys(x.ranks, x.node)
             self.windows.take(x.windows)
-            self.transport.knows(x.node, x.number)
+            self.transport.knows(x.node, x.number, x.ranks)
         except Incomplete:
-            self.transport.knows(x.node, 0)
+            self.transport.knows(x.node, 0, x.ranks)
         except UNREADABLE as problem:
             self._failed = f"the state of node {x.node} is not used: {problem}"
 
@@ -326,9 +346,7 @@ def _clock(ago_s: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(time.time() - ago_s))
 
 
-def _waits(s: Snapshot) -> bool:
-    """True if a rank waits in a collective."""
-    return any(
-        r.blocked is not None and r.blocked.entered_s is not None and s.t_s - r.blocked.entered_s > WAITING_S
-        for r in s.ranks.values()
-    )
+def _waits(ranks: dict[int, RankState], t_s: float) -> bool:
+    """True if one of these ranks has waited in a collective for long, at this time."""
+    waits = (r.blocked for r in ranks.values() if r.blocked is not None)
+    return any(b.entered_s is not None and t_s - b.entered_s > WAITING_S for b in waits)

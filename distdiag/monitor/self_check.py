@@ -171,6 +171,7 @@ class OwnFaults:
         damaged: Mapping[str, tuple[int | None, str]] | None = None,
         contradicted: Iterable[Finding] = (),
         snapshot: Snapshot | None = None,
+        elsewhere: Iterable[tuple[int, str, str]] = (),
     ) -> list[Finding]:
         """Return the new findings of kind `recorder`.
 
@@ -182,6 +183,7 @@ class OwnFaults:
             driver_silent_s: Time since a request that NVIDIA's driver has not answered.
             damaged: Pages that cannot be read, by file: (rank, reason).
             contradicted: Proofs that the job has contradicted.
+            elsewhere: What monitors of other nodes could not do: (node, cause, text).
         """
         found = [fault for v in views.values() for fault in self.of_rank(v)]
         for file, (rank, why) in (damaged or {}).items():
@@ -211,6 +213,7 @@ class OwnFaults:
             text = f"the run could not be written: {writer.last_error}"
             cause = "disk_full" if DISK.search(writer.last_error) else "failed"
             found.append(Fault(text, cause, text, severity=Severity.WARNING))
+        found += self._of_nodes(elsewhere)
         new = [self._finding(fault, t_s) for fault in found if fault.key not in self._reported]
         self.found += new
         return new
@@ -237,6 +240,16 @@ class OwnFaults:
         if missing := facts.get("unsupported"):
             text = f"torch {facts.get('torch', '?')} lacks what distdiag uses: {missing}; what depends on it is not recorded"
             yield Fault(f"unsupported/{q}", "unsupported_torch", text, q)
+
+    @staticmethod
+    def _of_nodes(elsewhere: Iterable[tuple[int, str, str]]) -> Iterator[Fault]:
+        found: dict[str, dict[int, str]] = {}
+        for node, cause, text in elsewhere:
+            found.setdefault(cause if cause in ADVICE else "failed", {}).setdefault(node, text)
+        for cause, texts in found.items():  # one finding: its key has no node
+            text = "; ".join(f"node {node}: {text}" for node, text in [*texts.items()][:SHOWN])
+            more = f"; and {len(texts) - SHOWN} more nodes" if len(texts) > SHOWN else ""
+            yield Fault(f"nodes/{cause}/{len(texts)}", cause, text + more, severity=Severity.WARNING)
 
     def _of_devices(self, views: Mapping[int, RankView], snapshot: Snapshot | None) -> Iterator[Fault]:
         missing = [self._device.missing(views)]

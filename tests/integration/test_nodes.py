@@ -97,6 +97,34 @@ def test_a_deadlock_over_nodes_without_a_shared_directory(n: int, tmp_path: Path
         assert "barrier" in stacks[str(n - 1)]["op"] and "all_reduce" in stacks["0"]["op"]
 
 
+def test_a_full_disk_of_another_node_is_shown_on_node_0_and_costs_no_verdict(
+    tmp_path: Path, script: Path, hang: Path
+) -> None:
+    disk = tmp_path / "node_1"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", disk], capture_output=True).returncode:
+        pytest.skip("no file system can be mounted")
+    try:
+        with Cluster(tmp_path, 2) as cluster, cluster.job(script, fork_ranks=True) as jobs:
+            all_heard(cluster, jobs, 2)
+            with suppress(OSError), (disk / "filling").open("wb", buffering=0) as f:
+                while True:
+                    f.write(b"0" * (1 << 16))
+            full = wait_for(
+                lambda: next((f for f in cluster.findings() if f["cause"] == "disk_full"), None),
+                60,
+                "the fault",
+                jobs[0],
+            )
+            assert (full["kind"], full["severity"]) == ("recorder", "warning")
+            assert full["message"].startswith("node 1: the run could not be written: "), full["message"]
+            hang.touch()
+            f = wait_for(lambda: deadlock(cluster), 30, "the deadlock", jobs[0])
+            assert (f["certainty"], f["culprits"]) == ("proved", [1])
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
 TRAINING = """
     import time
     import torch

@@ -7,12 +7,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.jobs import REPOSITORY, wait_for
+from tests.jobs import JOB_MARK, REPOSITORY, kill_marked, wait_for
 from tests.slurm import missing, slurm
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(240), pytest.mark.skipif(bool(missing()), reason=missing())]
@@ -24,15 +25,21 @@ NO_GPU = "probe gpu"
 
 @pytest.fixture
 def cluster() -> Iterator[tuple[Path, dict[str, str]]]:
-    with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as folder, slurm(Path(folder)) as variables:
-        yield Path(folder), {**os.environ, **variables}
+    with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as folder:
+        mark = uuid.uuid4().hex
+        with slurm(Path(folder)) as variables:
+            yield Path(folder), {**os.environ, **variables, JOB_MARK: mark}
+        kill_marked(mark)  # checks that slurmd has started, and no longer ends
 
 
 def example(folder: Path, env: dict[str, str], name: str, probe: str) -> Path:
     """Write an example with this environment's distdiag, and another probe."""
+    command = folder / "distdiag"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m distdiag "$@"\n')
+    command.chmod(0o755)
     text = (REPOSITORY / "examples" / "slurm" / name).read_text()
     before = ("distdiag=/opt/distdiag/bin/distdiag", "probe all", "#!/bin/sh\n", " --budget 20")
-    after = (f"distdiag={Path(sys.executable).with_name('distdiag')}", probe, f"#!/bin/sh\nexport SLURM_CONF={env['SLURM_CONF']}\n", "")  # fmt: skip
+    after = (f"distdiag={command}", probe, f"#!/bin/sh\nexport SLURM_CONF={env['SLURM_CONF']} {JOB_MARK}={env[JOB_MARK]}\n", "")  # fmt: skip
     for old, new in zip(before, after, strict=True):
         assert old in text or old == " --budget 20"
         text = text.replace(old, new)

@@ -101,12 +101,22 @@ def test_a_damaged_file_of_another_node_is_reported(data: bytes, tmp_path: Path)
 def test_two_polls_of_one_file_count_once(tmp_path: Path) -> None:
     (tmp_path / "node_1").mkdir()
     here, there = Nodes(tmp_path, 0, tmp_path), Nodes(tmp_path / "node_1", 1, tmp_path)
-    there.publish(snapshot(2, 3), started_unix_s=time.time())
-    assert here.merged(snapshot(0, 1), time.time())[1]
-    assert not here.merged(snapshot(0, 1), time.time())[1]
+
+    def partial_and_judged(own: Snapshot) -> tuple[bool, bool]:
+        whole, judged = here.merged(own, time.time())
+        return whole.partial, judged
+
+    there.publish(snapshot(2, 3, entered_s=9.9), started_unix_s=time.time())
+    assert partial_and_judged(snapshot(0, 1)) == (False, True)
+    assert partial_and_judged(snapshot(0, 1)) == (True, True)
+    assert partial_and_judged(snapshot(0, 1, t_s=11.0)) == (
+        True,
+        True,
+    )  # the wait of 0.1 s is over for all that is known
+    assert partial_and_judged(snapshot(0, 1, entered_s=9.0)) == (True, False)  # a rank waits: nothing is judged
     there.publish(snapshot(2, 3), time.time(), closed=True)
-    assert here.merged(snapshot(0, 1), time.time())[1]
-    assert here.merged(snapshot(0, 1), time.time())[1]  # a finished node writes nothing newer
+    assert partial_and_judged(snapshot(0, 1, entered_s=9.0)) == (False, True)
+    assert partial_and_judged(snapshot(0, 1, entered_s=9.0)) == (False, True)  # a finished node writes nothing newer
 
 
 def test_nothing_is_concluded_from_a_stale_or_foreign_file(tmp_path: Path) -> None:

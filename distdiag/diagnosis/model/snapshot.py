@@ -369,6 +369,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ranks: dict[int, RankState]
     groups: dict[str, Group]
     source: str = "live"  # live | dumps | stacks: where ranks are, without a count of their calls
+    # a node has given no new state since the last snapshot of which all had: of this one only the steps are judged
+    partial: bool = False
     expected: int | None = None  # ranks that this snapshot can hold (those of one node); None: all of world_size
     arrivals: tuple[Arrival, ...] = ()  # of the last collectives that Python issued, oldest first
     completed_conflicts: tuple[CompletedConflict, ...] = ()  # the first few

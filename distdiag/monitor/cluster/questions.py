@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -22,10 +22,18 @@ from distdiag.page import directories, node_files
 
 MOST_QUESTION, MOST_ANSWER = 8000, 128 << 20
 SPARE_S = 2.0  # added to a reader's limit at each step of the way
-T = TypeVar("T")
+
+
+class _OfRank(Protocol):
+    @property
+    def rank(self) -> int: ...
+
+
+T = TypeVar("T", bound=_OfRank)
 _PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
-Answers = dict[int, tuple[bytes, str]]  # by node: what it answered, or why it did not
+# by node: what it answered, or why it did not; the ranks for which it may answer
+Answers = dict[int, tuple[bytes, str, tuple[int, ...]]]
 
 
 class Questions:
@@ -100,16 +108,20 @@ def ask_all(run_dir: Path, question: Ask) -> Answers:
 
 
 def ask_each(run_dir: Path, question: Ask, kind: type[T], most_bytes: int) -> tuple[list[T], list[str]]:
-    """Ask the other nodes; return (what their ranks have sent, by node, which nodes did not answer and why).
+    """Ask the other nodes; return (what their ranks have sent, by node; what is wrong with which node).
 
     Raises:
         OSError: the monitor does not answer.
     """
     found: list[T] = []
     silent = []
-    for node, (data, error) in sorted(ask_all(run_dir, question).items()):
+    for node, (data, error, ranks) in sorted(ask_all(run_dir, question).items()):
         try:
-            found += [] if error else msgspec.msgpack.decode(unpack(data, most_bytes), type=list[kind])
+            sent = [] if error else msgspec.msgpack.decode(unpack(data, most_bytes), type=list[kind])
+            own = {x.rank: x for x in sent if x.rank in ranks}
+            found += own.values()
+            if refused := len(sent) - len(own):
+                error = f"{refused} of its {len(sent)} answers are not of a rank of its own, or one more of it: refused"
         except (BadMessage, msgspec.MsgspecError, ValueError, RecursionError):
             error = "what it sent cannot be read"
         if error:

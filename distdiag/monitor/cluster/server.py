@@ -40,6 +40,7 @@ class Heard:
         works_ms: See `Report`.
         state: Its newest state, packed; None once it has been taken.
         known: Number of the newest state that was read.
+        ranks: Its ranks, by the states that were read.
     """
 
     order: Order = field(default_factory=Order)
@@ -54,6 +55,7 @@ class Heard:
     works_ms: tuple[float, float] = (0.0, 0.0)
     state: bytes | None = None
     known: int = 0
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,10 +134,10 @@ class Server(Link):
         with self.lock:
             return {node: self._listened_s - h.listened_s for node, h in self.heard.items()}
 
-    def knows(self, node: int, number: int) -> None:
-        """Let a node know the newest of its states that was read; 0: its next one must be whole."""
+    def knows(self, node: int, number: int, ranks: tuple[int, ...]) -> None:
+        """Let a node know the newest of its states that was read; 0: its next one must be whole. It answers for these ranks only."""
         with self.lock:
-            self.heard[node].known = number
+            self.heard[node].known, self.heard[node].ranks = number, ranks
 
     def works_ms(self) -> list[tuple[float, float]]:
         """Return of each node how long its slowest rank works, and the next one."""
@@ -154,9 +156,9 @@ class Server(Link):
             self.wake()
             self._answered.wait_for(lambda: not self._open, question.timeout_s + SPARE_S)
             found: Answers = dict.fromkeys(
-                self._nodes.values(), (b"", f"did not answer within {question.timeout_s:g} s")
+                self._nodes.values(), (b"", f"did not answer within {question.timeout_s:g} s", ())
             )
-            return found | {n: (a.data, a.error) for n, a in self._answers.items()}
+            return found | {n: (a.data, a.error, self.heard[n].ranks) for n, a in self._answers.items()}
 
     def close(self, wait_s: float = 1.0) -> None:
         if self._questions is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +91,10 @@ class Transport:
         """Return the states that have arrived since the last call, one of each node at most."""
         return self.server.take() if self.server is not None else []
 
-    def knows(self, node: int, number: int) -> None:
-        """Let a node know the newest of its states that was read; 0: its next one must be whole."""
+    def knows(self, node: int, number: int, ranks: Iterable[int]) -> None:
+        """Let a node know the newest of its states that was read; 0: its next one must be whole. It answers for these ranks only."""
         if self.server is not None:
-            self.server.knows(node, number)
+            self.server.knows(node, number, tuple(ranks))
 
     def works_ms(self) -> list[tuple[float, float]]:
         """Return of each node that sends how long its slowest rank works, and the next one."""

@@ -69,17 +69,16 @@ def packed(run_dir: Path, timeout_s: float) -> bytes:
 
 
 def of_other_nodes(run_dir: Path, timeout_s: float) -> tuple[list[RankDump], list[str]]:
-    """Ask the nodes that send their state to this host's monitor; return (their ranks' dumps, which did not answer and why)."""
+    """Ask the nodes that send their state to this host's monitor; return (their ranks' dumps, what is wrong with which node)."""
     try:
         found, silent = ask_each(run_dir, Ask(timeout_s=timeout_s), _Sent, MOST_BYTES)
     except OSError as e:
         return [], [f"the other nodes could not be asked: {e.strerror or e}"]
-    dumps: dict[int, RankDump] = {}
+    dumps = []
     for d in found:
         record = ask.FlightRecord(0.0, raw=d.record) if d.record else None
-        dump = RankDump(d.rank, d.frames, d.op, d.note, record, d.groups, d.answered)
-        dumps.setdefault(d.rank, _without_bad_record(dump))
-    return [d for _, d in sorted(dumps.items())], silent
+        dumps.append(_without_bad_record(RankDump(d.rank, d.frames, d.op, d.note, record, d.groups, d.answered)))
+    return dumps, silent
 
 
 def _without_bad_record(d: RankDump) -> RankDump:

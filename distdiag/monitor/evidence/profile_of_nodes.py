@@ -118,7 +118,7 @@ def take(
         asked = pool.submit(_of_other_nodes, run_dir, Ask(timeout_s=timeout_s + SAVE_S, profile=profile))
         taken = request_profile.take(run_dir, chosen, first, steps, timeout_s)
         sent, silent = asked.result()
-    taken.ranks += [_kept(run_dir, taken.number, d) for q, d in sorted(sent.items()) if q not in here]
+    taken.ranks += [_kept(run_dir, taken.number, d) for d in sorted(sent, key=lambda d: d.rank) if d.rank not in here]
     known = {a.rank for a in taken.ranks}
     taken.ranks += [
         Asked(q, "", problem="it is not alive on any node that could be asked")
@@ -126,20 +126,16 @@ def take(
         if q not in known
     ]
     if silent:
-        taken.absent = "not all nodes could be asked: " + "; ".join(silent)
+        taken.absent = "not all ranks of other nodes were profiled: " + "; ".join(silent)
     return taken
 
 
-def _of_other_nodes(run_dir: Path, question: Ask) -> tuple[dict[int, _Sent], list[str]]:
-    """Return (what the ranks of other nodes recorded, which nodes did not answer and why)."""
+def _of_other_nodes(run_dir: Path, question: Ask) -> tuple[list[_Sent], list[str]]:
+    """Return (what the ranks of other nodes recorded, what is wrong with which node)."""
     try:
-        sent, silent = ask_each(run_dir, question, _Sent, MOST_BYTES)
+        return ask_each(run_dir, question, _Sent, MOST_BYTES)
     except OSError as e:
-        return {}, [e.strerror or str(e)]
-    found: dict[int, _Sent] = {}
-    for d in sent:
-        found.setdefault(d.rank, d)
-    return found, silent
+        return [], [e.strerror or str(e)]
 
 
 def _kept(run_dir: Path, number: int, d: _Sent) -> Asked:

@@ -66,6 +66,7 @@ def sent(of: Transport, data: bytes, to: Transport) -> int:
     of.client.publish(data, 5)
     (found,) = wait_for(to.arrived, 10, "the state")
     assert found.data == data
+    to.knows(found.node, 0, (1, 7))
     return found.node
 
 
@@ -323,6 +324,25 @@ def test_a_damaged_dump_is_not_used(
     assert b.client is not None
     monkeypatch.setattr(b.client, "_ask", lambda question: sent_back)
     assert of_other_nodes(run, 5.0) == ([], ["node 1: what it sent cannot be read"])
+
+
+def test_a_node_answers_for_its_own_ranks_only_and_for_each_once(
+    run: Path, two: tuple[Transport, Transport, Own], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, _ = two
+    sent(b, b"here", a)
+    assert b.client is not None
+    dumps = [[q, [f"says node 1 {i}"], None, None, None, {}, True] for i, q in enumerate((0, 1, 2, 7, 7))]
+    monkeypatch.setattr(b.client, "_ask", lambda question: msgspec.msgpack.encode(dumps))
+    found, wrong = of_other_nodes(run, 5.0)
+    assert {d.rank for d in found} == {1, 7} and len(found) == 2
+    assert wrong == ["node 1: 3 of its 5 answers are not of a rank of its own, or one more of it: refused"]
+    profiles = [[q, "b", None, [], [], "", True, b"-{}"] for q in (0, 1, 2)]
+    monkeypatch.setattr(b.client, "_ask", lambda question: msgspec.msgpack.encode(profiles))
+    monkeypatch.setattr(request_profile, "take", lambda *_: request_profile.Taken(1, 5, 2, []))
+    monkeypatch.setattr(request_profile, "first_step", lambda *_: 5)
+    taken = profile_of_nodes.take(run, [], None, 2, 5.0, lambda line: None)
+    assert ([x.rank for x in taken.ranks], "2 of its 3 answers" in str(taken.absent)) == ([1], True), taken.absent
 
 
 def test_a_record_that_is_none_is_left_out(
