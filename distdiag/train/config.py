@@ -13,7 +13,6 @@ import click
 
 from distdiag.command_line import SETTINGS, flag, option, options_of, read
 from distdiag.errors import DistdiagError
-from distdiag.probekit.command import catalog
 from distdiag.train.faults import InjectedFault, parse_fault
 
 
@@ -150,12 +149,6 @@ class TrainConfig:
     """Fault to inject; may be repeated. deadlock@rank1:step30, kill@…, crash@…, nan@… (same form),
     stall@rank1:step30:10s, straggler@rank1:20ms[:data|forward|backward|optimizer], unused, uneven[@rank1]"""
 
-    probe: str = option("", metavar="NAME,…")
-    """Collectives to measure between steps, in addition to the job's own: allreduce,broadcast,…; at most 1 % of the time"""
-
-    probe_every: int = option(100, low=1)
-    """Optimizer steps between two measurements of `--probe`; more if they would take more than 1 % of the time"""
-
     quiet: bool = option(False)
     """Print no progress lines, only the start and the end"""
 
@@ -271,7 +264,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> TrainConfig:
     given = read(build_command(), arguments[1:] if arguments[:1] == ["--"] else arguments, "python -m distdiag.train")
     given["inject"] = tuple(parse_fault(spec) for specs in given["inject"] for spec in specs.split(","))
     config = TrainConfig(**given)
-    catalog.parse_collectives(config.probe)
     world_size = int(os.environ.get("WORLD_SIZE", "1") or 1)
     launched = "RANK" in os.environ
     if config.strategy == "auto":
