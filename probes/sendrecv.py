@@ -6,14 +6,15 @@ S is one message; busbw = S/t.
 from __future__ import annotations
 
 from distdiag.probekit.command.main import run_script
-from distdiag.probekit.measure.collective import Buffers, Collective, Ranks, Segment, exchange
+from distdiag.probekit.measure.collective import Buffers, Collective, Segment, exchange
+from distdiag.probekit.ranks.job import Job
 
 
-def _left(job: Ranks) -> int:
+def _left(job: Job) -> int:
     return (job.rank - 1) % job.world_size
 
 
-def _call(job: Ranks, buffers: Buffers, _root: int) -> None:
+def _call(job: Job, buffers: Buffers, _root: int) -> None:
     exchange(job.group, (buffers.sent, (job.rank + 1) % job.world_size), (buffers.received, _left(job)))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from distdiag.command_line import flag
 from distdiag.errors import DistdiagError
 from distdiag.files import replacing
 from distdiag.train.config import TrainConfig
@@ -20,7 +21,7 @@ from distdiag.train.ranks import Ranks
 
 FORMAT = 1
 # options that determine the next batches, or the meaning of the saved tensors
-_MUST_AGREE = ("strategy", "model", "batch_size", "accumulate", "loader", "seed", "sync_bn", "schedule")
+_MUST_AGREE = ("strategy", "model", "batch_size", "accumulate", "loader", "seed", "schedule")
 
 
 class Checkpoints:
@@ -124,8 +125,7 @@ def check_fits(state: dict[str, Any], config: TrainConfig, ranks: Ranks, data_fi
     for name in _MUST_AGREE:
         was = state["options"].get(name, getattr(config, name))  # missing in checkpoints of older versions
         if was != getattr(config, name):
-            option = "--" + name.replace("_", "-")
-            same = (option if was else "--no-" + option[2:]) if isinstance(was, bool) else f"{option} {was}"
+            same = f"{flag(name)} {was}"
             raise DistdiagError(
                 f"the checkpoint was written with {same}", f"add {same}, or start anew without --resume"
             )

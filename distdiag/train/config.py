@@ -13,7 +13,6 @@ import click
 
 from distdiag.command_line import SETTINGS, flag, option, options_of, read
 from distdiag.errors import DistdiagError
-from distdiag.probekit.command import catalog
 from distdiag.train.faults import InjectedFault, parse_fault
 
 
@@ -52,24 +51,6 @@ class TrainConfig:
     bucket_mb: float = option(25.0)
     """With ddp: MiB of gradients in one all_reduce"""
 
-    gradient_as_bucket_view: bool = option(False)
-    """With ddp: keep the gradients in the buckets, which saves a copy of them"""
-
-    static_graph: bool = option(False)
-    """With ddp: promise that every step uses the same parameters"""
-
-    find_unused_parameters: bool = option(False)
-    """With ddp: search for parameters without a gradient in every step (costs time)"""
-
-    compress: str = option("none", type=click.Choice(("none", "fp16", "bf16", "powersgd")))
-    """With ddp: how gradients are compressed for the exchange"""
-
-    reshard: bool = option(True)
-    """With fsdp: free a block's gathered parameters after its forward; off: keep them until its backward"""
-
-    offload: bool = option(False)
-    """With fsdp: keep parameters, gradients and optimizer state in the host's memory"""
-
     schedule: str = option("1f1b", type=click.Choice(("gpipe", "1f1b", "interleaved")))
     """With pipeline: gpipe (all forwards, then all backwards), 1f1b (a backward as soon as one can run) or
     interleaved (two stages on each rank)"""
@@ -95,17 +76,11 @@ class TrainConfig:
     accumulate: int = option(1, low=1)
     """Batches per optimizer step; gradients are exchanged with the last of them only"""
 
-    sync_bn: bool = option(False)
-    """With ddp and fsdp: batch statistics over all ranks (SyncBatchNorm)"""
-
     amp: str = option("auto", type=click.Choice(("auto", "off", "bf16", "fp16")))
     """Mixed precision; auto: bf16 where the hardware multiplies it (CUDA, or a CPU with AVX512-BF16 or AMX), else off"""
 
     channels_last: bool = option(True)
     """Memory format NHWC, faster for convolutions on CPU and on tensor cores"""
-
-    compile: bool = option(False)
-    """Compile the model with torch.compile"""
 
     device: str = option("auto", type=click.Choice(("auto", "cpu", "cuda")))
     """Device of every rank; auto: a GPU if there is one"""
@@ -149,12 +124,6 @@ class TrainConfig:
     inject: tuple[InjectedFault, ...] = option((), multiple=True, metavar="FAULT")
     """Fault to inject; may be repeated. deadlock@rank1:step30, kill@…, crash@…, nan@… (same form),
     stall@rank1:step30:10s, straggler@rank1:20ms[:data|forward|backward|optimizer], unused, uneven[@rank1]"""
-
-    probe: str = option("", metavar="NAME,…")
-    """Collectives to measure between steps, in addition to the job's own: allreduce,broadcast,…; at most 1 % of the time"""
-
-    probe_every: int = option(100, low=1)
-    """Optimizer steps between two measurements of `--probe`; more if they would take more than 1 % of the time"""
 
     quiet: bool = option(False)
     """Print no progress lines, only the start and the end"""
@@ -202,13 +171,8 @@ def build_command() -> click.Command:
     )
 
 
-# options that only some strategies use
-_ONLY_WITH = {
-    "bucket_mb": ("ddp",), "gradient_as_bucket_view": ("ddp",), "static_graph": ("ddp",),
-    "find_unused_parameters": ("ddp",), "compress": ("ddp",), "reshard": ("fsdp",), "offload": ("fsdp",),
-    "schedule": ("pipeline",), "micro_batches": ("pipeline",), "sync_bn": ("single", "ddp", "fsdp"),
-    "compile": ("single", "ddp"),
-}  # fmt: skip
+# options that only one strategy uses
+_ONLY_WITH = {"bucket_mb": "ddp", "schedule": "pipeline", "micro_batches": "pipeline"}
 
 
 def check_strategy(config: TrainConfig, world_size: int, launched: bool) -> None:
@@ -225,11 +189,9 @@ def check_strategy(config: TrainConfig, world_size: int, launched: bool) -> None
     if staged and world_size < 2:
         raise DistdiagError(f"--strategy {strategy} divides the layers over ranks, this job has {ranks}", torchrun)
     defaults = {f.name: f.default for f in fields(TrainConfig)}
-    for name, strategies in _ONLY_WITH.items():
-        if getattr(config, name) != defaults[name] and strategy not in strategies:
-            raise DistdiagError(
-                f"{flag(name)} has no effect with --strategy {strategy}", f"--strategy {strategies[-1]}"
-            )
+    for name, only in _ONLY_WITH.items():
+        if getattr(config, name) != defaults[name] and strategy != only:
+            raise DistdiagError(f"{flag(name)} has no effect with --strategy {strategy}", f"--strategy {only}")
     if config.amp == "fp16" and strategy in ("fsdp", "model", "pipeline"):
         raise DistdiagError(f"--amp fp16 is not supported with --strategy {strategy}", "--amp bf16")
     if staged and any(f.kind in ("unused", "uneven") for f in config.inject):
@@ -271,7 +233,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> TrainConfig:
     given = read(build_command(), arguments[1:] if arguments[:1] == ["--"] else arguments, "python -m distdiag.train")
     given["inject"] = tuple(parse_fault(spec) for specs in given["inject"] for spec in specs.split(","))
     config = TrainConfig(**given)
-    catalog.parse_collectives(config.probe)
     world_size = int(os.environ.get("WORLD_SIZE", "1") or 1)
     launched = "RANK" in os.environ
     if config.strategy == "auto":

@@ -13,8 +13,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from distdiag.errors import DistdiagError
-from distdiag.probekit.command import catalog
-from distdiag.probekit.in_job.probe import InTrainingProbe
 from distdiag.train.batches import (
     BatchedInput,
     Share,
@@ -83,7 +81,6 @@ class Training:
                 weight_decay=config.weight_decay, nesterov=config.momentum > 0,
             )  # fmt: skip
             self.faults.apply_to_optimizer(self.optimizer)
-            self.probe = InTrainingProbe(catalog.parse_collectives(config.probe), config.probe_every, recorder.run_dir)
             factor = WarmupCosine(min(config.warmup_steps, self.total_steps // 5), self.total_steps)
             self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
             self.source = self._source()
@@ -154,7 +151,6 @@ class Training:
                 self.progress.report(epoch, self.step, float(self.scheduler.get_last_lr()[0]))
             if config.checkpoint_every > 0 and self.step % config.checkpoint_every == 0:
                 self._save()  # communication: gather of random states, barrier
-            self.probe.maybe_run(self.step)  # communication: with --probe, sometimes, on its own group
             if self.ended:
                 break
 

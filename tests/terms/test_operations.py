@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from distdiag.probekit.command.catalog import PROBES
-from distdiag.probekit.in_job.running_job import job_collectives
+from distdiag.probekit.command.running_job import job_collectives
 from distdiag.report.facts import read_facts
 from distdiag.store.frames import RankRow
 from distdiag.store.reader import open_run

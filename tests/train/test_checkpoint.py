@@ -107,7 +107,6 @@ def test_an_unreadable_checkpoint_is_an_error_that_names_an_older_one(tmp_path: 
         (state(world_size=4), TrainConfig(), "written by 4 ranks, this job has 1", "--nproc-per-node 4"),
         (state(), TrainConfig(batch_size=32), "written with --batch-size 64", "--batch-size 64"),
         (state(), TrainConfig(model="resnet18"), "written with --model simple", "--model simple"),
-        (state(), TrainConfig(sync_bn=True), "written with --no-sync-bn", "--no-sync-bn"),
         (state(), TrainConfig(seed=3), "written with --seed 0", "--seed 0"),
         (state(data="other"), TrainConfig(), "another data set", "--data"),
     ],

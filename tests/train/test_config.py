@@ -37,9 +37,9 @@ def test_every_field_has_a_docstring_and_the_help_states_its_default(capsys: pyt
 
 def test_options_are_parsed() -> None:
     config = parse_arguments(
-        ["--max-steps", "7", "--sync-bn", "--no-channels-last", "--lr", "0.5", "--inject", "unused,uneven@rank0"]
+        ["--max-steps", "7", "--monitor", "--no-channels-last", "--lr", "0.5", "--inject", "unused,uneven@rank0"]
     )
-    assert (config.max_steps, config.sync_bn, config.channels_last, config.lr) == (7, True, False, 0.5)
+    assert (config.max_steps, config.monitor, config.channels_last, config.lr) == (7, True, False, 0.5)
     assert [f.kind for f in config.inject] == ["unused", "uneven"]
 
 

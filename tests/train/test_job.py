@@ -50,7 +50,7 @@ def own_lines(stderr: str) -> list[str]:
 @pytest.mark.timeout(420)  # three launches, one after the other
 def test_a_resumed_run_equals_the_uninterrupted_one(data: Path, tmp_path: Path) -> None:
     """5 steps per epoch: the first 3 and then 4 more, from the middle of one epoch into the next."""
-    options = [*SMALL, "--max-steps", "7", "--accumulate", "2", "--clip", "1", "--sync-bn", "--checkpoint-every", "3"]
+    options = [*SMALL, "--max-steps", "7", "--accumulate", "2", "--clip", "1", "--checkpoint-every", "3"]
     options += ["--loader", "workers", "--workers", "1", "--keep-checkpoints", "3", "--data", str(data)]
     with launch(
         ["-m", "distdiag.train", *options, "--checkpoint-dir", tmp_path / "a"], timeout=170, fork_ranks=True

@@ -61,8 +61,6 @@ WRONG = {
     ),
     "--strategy model --micro-batches 8": (2, "--micro-batches has no effect with --strategy model"),
     "--strategy fsdp --bucket-mb 5": (2, "--bucket-mb has no effect with --strategy fsdp"),
-    "--strategy fsdp --compile": (2, "--compile has no effect with --strategy fsdp"),
-    "--strategy pipeline --sync-bn": (2, "--sync-bn has no effect with --strategy pipeline"),
     "--strategy fsdp --amp fp16": (2, "--amp fp16 is not supported with --strategy fsdp"),
     "--strategy pipeline --inject unused": (2, "--inject unused and uneven need whole models, not --strategy pipeline"),
 }  # fmt: skip

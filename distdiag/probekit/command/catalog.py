@@ -47,15 +47,3 @@ def canonical(name: str) -> str:
         f"unknown probe '{name}'",
         f"did you mean `distdiag probe {near[0]}`?" if near else "`distdiag probe list` shows them all",
     )
-
-
-def parse_collectives(text: str) -> tuple[str, ...]:
-    """Return the probes in a training job's `--probe allreduce,broadcast`; () for an empty text."""
-    names: list[str] = []
-    for word in filter(None, (part.strip() for part in text.split(","))):
-        name = canonical(word)
-        if name not in COLLECTIVES:
-            hint = "collectives can: barrier, allreduce, broadcast, …"
-            raise DistdiagError(f"--probe {name} cannot run inside a training", hint)
-        names.append(name)
-    return tuple(dict.fromkeys(names))

@@ -90,9 +90,8 @@ def _list(as_json: bool) -> int:
 
 
 def _run(options: Options, place: RankPlace | None) -> int:
-    from distdiag.probekit.command import rendering
+    from distdiag.probekit.command import rendering, running_job
     from distdiag.probekit.command.again import measure as measure_again
-    from distdiag.probekit.in_job import running_job
     from distdiag.probekit.verdict import baseline
 
     rendering.check_output(options)

@@ -16,7 +16,7 @@ from distdiag.probekit.measure.ceilings import measure_ceilings
 from distdiag.probekit.measure.patterns import Pattern, Segment, wrong_elements
 from distdiag.probekit.measure.probe import Probe
 from distdiag.probekit.measure.sampling import Stamped, sample
-from distdiag.probekit.ranks.job import Job, Ranks
+from distdiag.probekit.ranks.job import Job
 from distdiag.probekit.verdict import collective_result
 from distdiag.probekit.verdict.result import Result, WrongValues
 from distdiag.terms.operations import family
@@ -71,7 +71,7 @@ class Collective(Probe):
 
     def __init__(
         self, name: str, call: Callable[[Any, Buffers, int], Any],
-        expected: Callable[[Ranks, Pattern, int, int], list[Segment]],
+        expected: Callable[[Job, Pattern, int, int], list[Segment]],
         sends: Part = Part.WHOLE, receives: Part = Part.WHOLE, in_place: InPlace = InPlace.NEVER, messages: bool = False,
     ) -> None:  # fmt: skip
         operation = family(name)
@@ -82,7 +82,7 @@ class Collective(Probe):
         # each rank sends or receives 1/world_size of S, or a part of it from each other rank
         self.in_parts = Part.OWN in (sends, receives) or name == "alltoall"
 
-    def buffers(self, job: Ranks, elements: int, in_place: bool = False, root: int = 0) -> Buffers:
+    def buffers(self, job: Job, elements: int, in_place: bool = False, root: int = 0) -> Buffers:
         """Return the buffers for S of `elements` elements."""
         if self.in_place is InPlace.ALWAYS:
             both = job.empty(elements)
@@ -96,7 +96,7 @@ class Collective(Probe):
         of_root = sent if self.sends is Part.AT_ROOT else received if self.receives is Part.AT_ROOT else None
         return Buffers(sent, received, [*of_root.chunk(job.world_size)] if of_root is not None and at_root else None)
 
-    def expected(self, job: Ranks, pattern: Pattern, elements: int, root: int = 0) -> list[Segment]:
+    def expected(self, job: Job, pattern: Pattern, elements: int, root: int = 0) -> list[Segment]:
         """Return the expected content of `received` on this rank, in order; [] if this rank gets nothing."""
         part = elements // job.world_size
         found = self._expected(job, pattern, root, job.rank * part)
@@ -170,7 +170,7 @@ class Collective(Probe):
         return cases
 
     def wrong_here(
-        self, job: Ranks, pattern: Pattern, elements: int, case: str, in_place: bool = False, root: int = 0,
+        self, job: Job, pattern: Pattern, elements: int, case: str, in_place: bool = False, root: int = 0,
         corrupt: bool = False,
     ) -> list[WrongValues]:  # fmt: skip
         """Call the operation on known integers, compare every element on this rank, and return what is wrong."""

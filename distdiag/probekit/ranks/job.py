@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -49,26 +49,7 @@ class Arrival:
     network: str
 
 
-class Ranks(Protocol):
-    """The ranks as an operation needs them: a `Job`, or a probe inside a training."""
-
-    rank: int
-    world_size: int
-    group: Any
-    device: torch.device
-    dtype: torch.dtype
-
-    def empty(self, elements: int) -> torch.Tensor:
-        """Return zeros of the probed type on the probed device: their sums stay exact and finite."""
-        return torch.zeros(elements, dtype=self.dtype, device=self.device)
-
-    def synchronize(self) -> None:
-        """Wait until the device has done all enqueued work; does nothing on the CPU."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-
-
-class Job(Ranks):
+class Job:
     """One rank of a probe; use `joined(...)`, which always destroys the process group."""
 
     def __init__(self, place: RankPlace, options: Options, device: torch.device) -> None:
@@ -92,6 +73,15 @@ class Job(Ranks):
         self.ceilings: dict[str, float | None] | None = None  # measured once per command
         self.watchdog: Watchdog | None = None
         self.injections = [i for i in options.inject if i.rank == self.rank]
+
+    def empty(self, elements: int) -> torch.Tensor:
+        """Return zeros of the probed type on the probed device: their sums stay exact and finite."""
+        return torch.zeros(elements, dtype=self.dtype, device=self.device)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all enqueued work; does nothing on the CPU."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
 
     def injected(self, kind: str) -> Injection | None:
         return next((i for i in self.injections if i.kind == kind), None)

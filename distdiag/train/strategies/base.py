@@ -50,14 +50,11 @@ class Strategy:
     skeleton: nn.Module
 
     def __init__(self, setup: Setup) -> None:
-        config, ranks = setup.config, setup.ranks
-        self.setup, self.ranks = setup, ranks
+        self.setup, self.ranks = setup, setup.ranks
         self.network = self.build(setup.network)
         self.model: nn.Module = self.network
-        if config.compile:
-            self.model = torch.compile(self.network)  # type: ignore[assignment]
         self.wrap()
-        self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=setup.amp == "fp16")
+        self.scaler = torch.amp.GradScaler(self.ranks.device.type, enabled=setup.amp == "fp16")
 
     # -- what is trained --------------------------------------------------------------------------------------
 

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from distdiag.errors import DistdiagError
 from distdiag.probekit.measure.noise import usable_cpus
 from distdiag.probekit.measure.thread_data_parallel import ThreadDataParallel
 from distdiag.train.strategies.base import Strategy
-from distdiag.train.sync_batch_norm import convert_sync_batch_norm
 
 
 class DataParallelThreads(Strategy):
@@ -39,37 +37,14 @@ class DistributedDataParallelism(Strategy):
     shares_batches = True
 
     def wrap(self) -> None:
-        config, device = self.setup.config, self.ranks.device
+        device = self.ranks.device
         # broadcasts rank 0's weights and buffers
         self.model = DistributedDataParallel(
             self.model,
             device_ids=[device.index] if device.type == "cuda" else None,
-            bucket_cap_mb=config.bucket_mb,
-            gradient_as_bucket_view=config.gradient_as_bucket_view,
-            static_graph=config.static_graph,
-            find_unused_parameters=config.find_unused_parameters,
+            bucket_cap_mb=self.setup.config.bucket_mb,
             process_group=self.ranks.group,
         )
-        if config.compress != "none":
-            self._compress(config.compress)
-
-    def build(self, network: Any) -> Any:
-        if self.setup.config.sync_bn:
-            network = convert_sync_batch_norm(network, self.ranks.device)
-        return super().build(network)
-
-    def _compress(self, how: str) -> None:
-        """Register one of torch's communication hooks."""
-        if how == "bf16" and self.ranks.backend != "nccl":
-            raise DistdiagError(f"--compress bf16: {self.ranks.backend} cannot sum bfloat16", "--compress fp16")
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
-        if how == "powersgd":
-            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=10)
-            self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        else:
-            hook = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}[how]
-            self.model.register_comm_hook(None, hook)
 
     def gradient_exchange(self, completes_step: bool) -> AbstractContextManager[Any]:
         return nullcontext() if completes_step else self.model.no_sync()

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from distdiag.train.strategies.base import Strategy
-from distdiag.train.sync_batch_norm import convert_sync_batch_norm
 
 _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -30,17 +29,14 @@ class FullySharded(Strategy):
     shares_batches = True
 
     def build(self, network: nn.Module) -> nn.Module:
-        config, device = self.setup.config, self.ranks.device
-        if config.sync_bn:
-            network = convert_sync_batch_norm(network, device)
+        device = self.ranks.device
         # FSDP shards contiguous parameters only, so they stay NCHW; the images may be NHWC
         network = self.setup.faults.apply_to_model(network).to(device)
         self.skeleton = copy.deepcopy(network).to("meta")
         mesh = init_device_mesh(device.type, (self.ranks.world_size,))
-        policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.offload else OffloadPolicy()
         for block in blocks_of(network):
-            fully_shard(block, mesh=mesh, reshard_after_forward=config.reshard, offload_policy=policy)
-        fully_shard(network, mesh=mesh, reshard_after_forward=config.reshard, offload_policy=policy)
+            fully_shard(block, mesh=mesh, reshard_after_forward=True)
+        fully_shard(network, mesh=mesh, reshard_after_forward=True)
         return network
 
     @contextmanager

@@ -50,7 +50,6 @@ class ProbesPage(Page[ProbesData]):
         if not data.results:
             sheet.add(BLANK, line("   No probe was recorded into this run."))
             sheet.note("   distdiag probe allreduce       while the job runs, in another terminal")
-            sheet.note("   --probe allreduce              between the steps of distdiag.train")
             return sheet.done()
         sheet.note("    when      probe            verdict       what it says", "head")
         room = max(2, min(len(data.results), (height - len(sheet.panel)) // 3))

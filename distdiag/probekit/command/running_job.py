@@ -42,16 +42,12 @@ class RunBeside:
             f"{ranks} for {what}; its steps will be slower, and the probe will find the host busy"
         )
 
-    def own_calls(self, probe: str) -> dict[str, Any] | None:
-        """Return the speed of the job's own calls of this operation (see `job_collectives`), from table `collective`."""
-        connection = sqlite3.connect(f"file:{self.database}?mode=ro", uri=True, timeout=_BUSY_TIMEOUT_S)
-        with contextlib.closing(connection) as con:
-            return job_collectives(con, probe)
-
     def shown_against_job(self, results: list[Result]) -> None:
         """Add to each collective's result the bandwidth of the job's own calls."""
-        for result in results:
-            own = self.own_calls(result.probe)
+        connection = sqlite3.connect(f"file:{self.database}?mode=ro", uri=True, timeout=_BUSY_TIMEOUT_S)
+        with contextlib.closing(connection) as con:
+            calls = [job_collectives(con, result.probe) for result in results]
+        for result, own in zip(results, calls, strict=True):
             if own is None:
                 continue
             result.details["job"] = own
@@ -63,22 +59,14 @@ class RunBeside:
                     f"({own['count']} calls, p50 {own['p50_us']:,.0f} us); the probe {near.busbw_gbps:.2f} GB/s at {near.bytes:,}"
                 )
 
-    def insert(self, results: list[Result], timeout_s: float = _BUSY_TIMEOUT_S) -> None:
-        """Insert the results into table `probe` in one short transaction.
-
-        Raises:
-            sqlite3.Error: locked for longer than `timeout_s`, a full disk, not a run.
-        """
+    def record(self, results: list[Result]) -> str:
+        """Insert the results into table `probe`; return a line for stderr: recorded, or why not."""
         t_s = time.time() - self.started_unix_s
         rows = [(t_s, r.probe, r.verdict.value, json.dumps(r.as_json())) for r in results]
-        connection = sqlite3.connect(f"file:{self.database}?mode=rw", uri=True, timeout=timeout_s)
-        with contextlib.closing(connection) as con, con:
-            con.executemany("INSERT INTO probe (t_s, name, verdict, json) VALUES (?, ?, ?, ?)", rows)
-
-    def record(self, results: list[Result]) -> str:
-        """Insert the results; return a line for stderr: recorded, or why not."""
         try:
-            self.insert(results)
+            connection = sqlite3.connect(f"file:{self.database}?mode=rw", uri=True, timeout=_BUSY_TIMEOUT_S)
+            with contextlib.closing(connection) as con, con:
+                con.executemany("INSERT INTO probe (t_s, name, verdict, json) VALUES (?, ?, ?, ?)", rows)
         except sqlite3.Error as e:
             return f"distdiag: not recorded into {self.path}: {e}"
         return f"recorded into {self.path} (table probe)"
@@ -131,7 +119,7 @@ def job_collectives(con: sqlite3.Connection, probe: str) -> dict[str, Any] | Non
     try:
         rows = con.execute(
             f"SELECT bytes, duration_us, ranks FROM collective WHERE op IN ({', '.join('?' * len(forms))}) "
-            "AND duration_us > 0 AND bytes > 0 AND pgroup NOT LIKE 'distdiag%' ORDER BY t_s DESC LIMIT 400",
+            "AND duration_us > 0 AND bytes > 0 ORDER BY t_s DESC LIMIT 400",
             forms,
         ).fetchall()
     except sqlite3.Error:
