@@ -10,6 +10,7 @@ Off with `-p no:distdiag`, with DISTDIAG=0, and for a test with `@pytest.mark.di
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import sys
@@ -49,7 +50,7 @@ class Recording:
         self._run = ""  # the directory for ranks that start now: they make it
         self._begun: list[Path] = []  # those that ranks have made
         self._open: list[Path] = []  # those in which a rank or a monitor may live: of fixtures also after the test
-        self._judged: set[Path] = set()  # runs that are closed or have a verdict: nothing is added to them
+        self._judged: set[Path] = set()  # those closed, ended by the monitor, or over when this test began
         self._kept: set[Path] = set()  # that a report names
         self._problems: list[str] = []  # why something was not recorded or judged; no test fails by it
         self._before = {name: os.environ.get(name) for name in _VARIABLES}
@@ -79,15 +80,18 @@ class Recording:
         # a hang that was ended took longer; what a test ended by itself is shown only if it failed
         if call.duration >= VERDICT_S or report.outcome == "failed":
             self._next()
-            self._judge(report, self._begun)
+            self._judge(report)
         elif call.when == "teardown" and self._next():
-            self._judge(report, self._open)
+            self._judge(report)
         if call.when == "teardown":
-            self._open = [base for base in self._open if not _ended(base)]
+            over = {base: [run for run in _runs(base) if _over(run)] for base in self._open}
+            for run in itertools.chain(*over.values()):
+                self._judged.update((run / "run.db", *run.glob("node_*/run.db")))
+            self._open = [base for base, runs in over.items() if runs != _runs(base) or not _ended(base)]
         return report
 
-    def _judge(self, report: pytest.TestReport, bases: list[Path]) -> None:
-        for run, finding, ended in self._verdicts(bases):
+    def _judge(self, report: pytest.TestReport) -> None:
+        for run, finding, ended in self._verdicts():
             text = self._text(run, finding)
             if ended or report.outcome == "failed":
                 self._kept.add(run)
@@ -120,12 +124,12 @@ class Recording:
         for problem in self._problems:
             terminalreporter.write_line(f"distdiag: not all tests were recorded or judged: {visible(problem)}")
 
-    def _verdicts(self, bases: list[Path]) -> Iterator[tuple[Path, Finding, bool]]:
+    def _verdicts(self) -> Iterator[tuple[Path, Finding, bool]]:
         """Yield (run, finding, the monitor ended its ranks) of new proofs, in the runs of this test and of fixtures that live on.
 
         A job that was not ended failed, or went on, by itself: the test decides, which may expect that.
         """
-        for base in bases:
+        for base in self._open:
             for run in sorted(base.glob("**/run.db")):
                 if run in self._judged:
                     continue
@@ -146,7 +150,7 @@ class Recording:
                 except Exception as e:  # a defect of ours, and not of the test
                     self._problem(e)
                     continue
-                if hangs or closed:
+                if ended or closed:
                     self._judged.add(run)
                 if hangs:
                     yield run.parent, min(hangs, key=lambda f: f.detected_s or 0.0), ended
@@ -172,11 +176,26 @@ class Recording:
                 os.environ[name] = value
 
 
+def _runs(base: Path) -> list[Path]:
+    """Return the runs of the jobs that this directory was named to."""
+    return [base, *sorted(base.glob("attempt_*"))]
+
+
+def _over(run: Path) -> bool:
+    """True if ranks have joined this run, and none of them lives; its monitor may still judge them."""
+    from distdiag.page import directories
+    from distdiag.page.reader import header_of, is_mapped
+
+    pages = [page for found in directories.of_run(run).values() for d in found for page in d.glob("rank_*.page")]
+    alive = any(header is not None and is_mapped(header, page) for page in pages for header in [header_of(page)])
+    return not alive and any(run.glob(".node_*"))
+
+
 def _ended(base: Path) -> bool:
     """Remove the pages in memory of ranks that have ended; True if all have. A monitor does so, but not every rank lives to get one."""
     from distdiag.page import directories
 
-    found = [d for run in (base, *base.glob("attempt_*")) for pages in directories.of_run(run).values() for d in pages]
+    found = [d for run in _runs(base) for pages in directories.of_run(run).values() for d in pages]
     return not [d for d in found if directories.monitor_runs(d) or not directories.remove(d)]
 
 
