@@ -102,7 +102,7 @@ def snapshot_of(seen: Mapping[int, Seen]) -> Snapshot:
         state = RankState(rank=rank, life=s.life, pid=s.pid)
         if at_ is not None:
             state = replace(
-                state, blocked=call, current_site=at_.site, user_stack=at_.stack, host_blocked=not s.busy,
+                state, blocked=call, current_site=at_.site, user_stack=at_.stack, names=at_.names, host_blocked=not s.busy,
                 activity=at_.activity if call is not None or at_.call is None else "user_code",
                 models=(Model(),) if at_.phase else (), phase=at_.phase or "", workers=s.workers,
             )  # fmt: skip
