@@ -2,15 +2,14 @@
 
 Nothing in a test changes. DISTDIAG=1 in the environment has the processes recorded that a test starts and that join a process group;
 the monitor, which starts once one of them has lived for a second, ends the ranks of a proved hang (DISTDIAG_END_HANGS_S). So a suite
-without ranks runs as before, and pytest gets no thread. A test costs one system call: whether ranks have made the run directory
-that is named to them. If so, the next test names another.
+without ranks runs as before, and pytest gets no thread. A test costs three comparisons of a time, and one that lasted long enough for
+ranks to join a system call: whether they have made the run directory that is named to them. If so, the next test names another.
 
 Off with `-p no:distdiag`, with DISTDIAG=0, and for a test with `@pytest.mark.distdiag_off`.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import sys
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.model.findings import Finding
 
 VERDICT_S = 3  # a proof must hold so long: a test may expect a timeout of a second or two
+JOINS_S = 0.02  # no rank starts and joins in less
 OFF = "distdiag_off"
 _VARIABLES = ("DISTDIAG", "DISTDIAG_RUN_DIR", "DISTDIAG_QUIET", "DISTDIAG_END_HANGS_S", "DISTDIAG_NOT_PID")
 
@@ -47,6 +47,7 @@ class Recording:
     """Names a run directory for the ranks of each test, and turns the verdicts in it into the failure of the test."""
 
     def __init__(self) -> None:
+        self._long = False  # the test has lasted so long that ranks can have joined
         self._run = ""  # the directory for ranks that start now: they make it
         self._begun: list[Path] = []  # those that ranks have made
         self._open: list[Path] = []  # those in which a rank or a monitor may live: of fixtures also after the test
@@ -77,17 +78,20 @@ class Recording:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
         report = yield
+        if call.duration >= JOINS_S:
+            self._long = True
         # a hang that was ended took longer; what a test ended by itself is shown only if it failed
         if call.duration >= VERDICT_S or report.outcome == "failed":
             self._next()
             self._judge(report)
-        elif call.when == "teardown" and self._next():
+        elif call.when == "teardown" and self._long and self._next():
             self._judge(report)
         if call.when == "teardown":
-            over = {base: [run for run in _runs(base) if _over(run)] for base in self._open}
-            for run in itertools.chain(*over.values()):
-                self._judged.update((run / "run.db", *run.glob("node_*/run.db")))
-            self._open = [base for base, runs in over.items() if runs != _runs(base) or not _ended(base)]
+            self._long = False
+            if self._open:
+                self._open = [base for base in self._open if not _ended(base)]
+                over = (run for base in self._open for run in _runs(base) if _over(run))
+                self._judged.update(db for run in over for db in (run / "run.db", *run.glob("node_*/run.db")))
         return report
 
     def _judge(self, report: pytest.TestReport) -> None:
@@ -119,9 +123,9 @@ class Recording:
             self._problems.append(text)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        from distdiag.terms.untrusted import visible
-
         for problem in self._problems:
+            from distdiag.terms.untrusted import visible
+
             terminalreporter.write_line(f"distdiag: not all tests were recorded or judged: {visible(problem)}")
 
     def _verdicts(self) -> Iterator[tuple[Path, Finding, bool]]:
@@ -181,6 +185,10 @@ def _runs(base: Path) -> list[Path]:
     return [base, *sorted(base.glob("attempt_*"))]
 
 
+def _joined(run: Path) -> bool:
+    return any(run.glob(".node_*"))
+
+
 def _over(run: Path) -> bool:
     """True if ranks have joined this run, and none of them lives; its monitor may still judge them."""
     from distdiag.page import directories
@@ -188,7 +196,7 @@ def _over(run: Path) -> bool:
 
     pages = [page for found in directories.of_run(run).values() for d in found for page in d.glob("rank_*.page")]
     alive = any(header is not None and is_mapped(header, page) for page in pages for header in [header_of(page)])
-    return not alive and any(run.glob(".node_*"))
+    return not alive and _joined(run)
 
 
 def _ended(base: Path) -> bool:
@@ -196,7 +204,7 @@ def _ended(base: Path) -> bool:
     from distdiag.page import directories
 
     found = [d for run in _runs(base) for pages in directories.of_run(run).values() for d in pages]
-    return not [d for d in found if directories.monitor_runs(d) or not directories.remove(d)]
+    return not [d for d in found if directories.monitor_runs(d) or not directories.remove(d)] and _joined(base)
 
 
 class Off:
