@@ -189,3 +189,27 @@ def test_a_rank_that_alone_can_have_made_one_call_more() -> None:
 )
 def test_a_relay_whose_source_leaves_it_open(text: str, step: int) -> None:
     assert all(f.culprits == () for f in findings(dict(enumerate(relay(step))), lambda _: text))
+
+
+CLIP = """
+def train(rank):
+    for step in range(200):
+        model(x)
+        if rank == 0 and step > 60:
+            clip(model)
+        opt.step()
+"""
+
+
+def test_a_rank_in_wait_tensor_waits_and_its_condition_names_it() -> None:
+    """Its group is not known: it was `busy in its own code`."""
+    wait = Frame("wait_tensor", C10D.replace("distributed_c10d", "_functional_collectives"), 1)
+    clips = Seen(position=position(Stack((wait, Frame("train", "/x/a.py", 6)), idle=True)))
+    named, message = culprits(CLIP, clips, rank("all_reduce", ("train", 4, {"step": 61})))
+    assert named == (0,)
+    assert "rank 0 is in a collective at a.py:6 in train where rank 1 waits in all_reduce" in message
+    assert "`if rank == 0 and step > 60`" in message
+    (tie,) = findings(
+        {0: clips, 1: rank("all_reduce", ("train", 4, {}))}, lambda _: CLIP.replace("rank == 0 and", "late and")
+    )
+    assert tie.culprits == ()
