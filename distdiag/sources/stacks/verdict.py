@@ -242,7 +242,7 @@ def _no_sink(s: Snapshot, seen: Mapping[int, Seen], source: Source) -> Iterator[
 def _led_away(s: Snapshot, first: list[int], second: list[int], source: Source) -> list[int]:
     """Return the one of two sides that a condition on the rank leads away, as in `conditions.on_rank`."""
     stacks = s.ranks[first[0]].user_stack, s.ranks[second[0]].user_stack
-    found = [parting.rank_condition(*pair, source) for pair in (stacks, stacks[::-1])]
+    found = [parting.rank_condition(mine, theirs, source) for mine, theirs in (stacks, stacks[::-1])]
     condition = found[0] or found[1]
     if condition is None or all(found):
         return []
