@@ -2,8 +2,8 @@
 
 Nothing in a test changes. DISTDIAG=1 in the environment has the processes recorded that a test starts and that join a process group;
 the monitor, which starts once one of them has lived for a second, ends the ranks of a proved hang (DISTDIAG_END_HANGS_S). So a suite
-without ranks runs as before, and pytest gets no thread. A test costs one system call: whether ranks have made the run directory
-that is named to them. If so, the next test names another.
+without ranks runs as before, and pytest gets no thread. A test costs three comparisons of a time, and one that lasted long enough for
+ranks to join a system call: whether they have made the run directory that is named to them. If so, the next test names another.
 
 Off with `-p no:distdiag`, with DISTDIAG=0, and for a test with `@pytest.mark.distdiag_off`.
 """
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.model.findings import Finding
 
 VERDICT_S = 3  # a proof must hold so long: a test may expect a timeout of a second or two
+JOINS_S = 0.02  # no rank starts and joins in less
 OFF = "distdiag_off"
 _VARIABLES = ("DISTDIAG", "DISTDIAG_RUN_DIR", "DISTDIAG_QUIET", "DISTDIAG_END_HANGS_S", "DISTDIAG_NOT_PID")
 
@@ -46,10 +47,11 @@ class Recording:
     """Names a run directory for the ranks of each test, and turns the verdicts in it into the failure of the test."""
 
     def __init__(self) -> None:
+        self._long = False  # the test has lasted so long that ranks can have joined
         self._run = ""  # the directory for ranks that start now: they make it
         self._begun: list[Path] = []  # those that ranks have made
         self._open: list[Path] = []  # those in which a rank or a monitor may live: of fixtures also after the test
-        self._judged: set[Path] = set()  # runs that are closed or have a verdict: nothing is added to them
+        self._judged: set[Path] = set()  # those closed, ended by the monitor, or over when this test began
         self._kept: set[Path] = set()  # that a report names
         self._problems: list[str] = []  # why something was not recorded or judged; no test fails by it
         self._before = {name: os.environ.get(name) for name in _VARIABLES}
@@ -76,18 +78,24 @@ class Recording:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
         report = yield
+        if call.duration >= JOINS_S:
+            self._long = True
         # a hang that was ended took longer; what a test ended by itself is shown only if it failed
         if call.duration >= VERDICT_S or report.outcome == "failed":
             self._next()
-            self._judge(report, self._begun)
-        elif call.when == "teardown" and self._next():
-            self._judge(report, self._open)
+            self._judge(report)
+        elif call.when == "teardown" and self._long and self._next():
+            self._judge(report)
         if call.when == "teardown":
-            self._open = [base for base in self._open if not _ended(base)]
+            self._long = False
+            if self._open:
+                self._open = [base for base in self._open if not _ended(base)]
+                over = (run for base in self._open for run in _runs(base) if _over(run))
+                self._judged.update(db for run in over for db in (run / "run.db", *run.glob("node_*/run.db")))
         return report
 
-    def _judge(self, report: pytest.TestReport, bases: list[Path]) -> None:
-        for run, finding, ended in self._verdicts(bases):
+    def _judge(self, report: pytest.TestReport) -> None:
+        for run, finding, ended in self._verdicts():
             text = self._text(run, finding)
             if ended or report.outcome == "failed":
                 self._kept.add(run)
@@ -115,17 +123,17 @@ class Recording:
             self._problems.append(text)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        from distdiag.terms.untrusted import visible
-
         for problem in self._problems:
+            from distdiag.terms.untrusted import visible
+
             terminalreporter.write_line(f"distdiag: not all tests were recorded or judged: {visible(problem)}")
 
-    def _verdicts(self, bases: list[Path]) -> Iterator[tuple[Path, Finding, bool]]:
+    def _verdicts(self) -> Iterator[tuple[Path, Finding, bool]]:
         """Yield (run, finding, the monitor ended its ranks) of new proofs, in the runs of this test and of fixtures that live on.
 
         A job that was not ended failed, or went on, by itself: the test decides, which may expect that.
         """
-        for base in bases:
+        for base in self._open:
             for run in sorted(base.glob("**/run.db")):
                 if run in self._judged:
                     continue
@@ -146,7 +154,7 @@ class Recording:
                 except Exception as e:  # a defect of ours, and not of the test
                     self._problem(e)
                     continue
-                if hangs or closed:
+                if ended or closed:
                     self._judged.add(run)
                 if hangs:
                     yield run.parent, min(hangs, key=lambda f: f.detected_s or 0.0), ended
@@ -172,12 +180,31 @@ class Recording:
                 os.environ[name] = value
 
 
+def _runs(base: Path) -> list[Path]:
+    """Return the runs of the jobs that this directory was named to."""
+    return [base, *sorted(base.glob("attempt_*"))]
+
+
+def _joined(run: Path) -> bool:
+    return any(run.glob(".node_*"))
+
+
+def _over(run: Path) -> bool:
+    """True if ranks have joined this run, and none of them lives; its monitor may still judge them."""
+    from distdiag.page import directories
+    from distdiag.page.reader import header_of, is_mapped
+
+    pages = [page for found in directories.of_run(run).values() for d in found for page in d.glob("rank_*.page")]
+    alive = any(header is not None and is_mapped(header, page) for page in pages for header in [header_of(page)])
+    return not alive and _joined(run)
+
+
 def _ended(base: Path) -> bool:
     """Remove the pages in memory of ranks that have ended; True if all have. A monitor does so, but not every rank lives to get one."""
     from distdiag.page import directories
 
-    found = [d for run in (base, *base.glob("attempt_*")) for pages in directories.of_run(run).values() for d in pages]
-    return not [d for d in found if directories.monitor_runs(d) or not directories.remove(d)]
+    found = [d for run in _runs(base) for pages in directories.of_run(run).values() for d in pages]
+    return not [d for d in found if directories.monitor_runs(d) or not directories.remove(d)] and _joined(base)
 
 
 class Off:

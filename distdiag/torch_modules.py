@@ -24,8 +24,15 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
+# that have `init_process_group`: `init_device_mesh` has imported it by name
+_HOLDERS = ("torch.distributed", "torch.distributed.distributed_c10d", "torch.distributed.device_mesh")
+
+
 def replace(old: Any, new: Any) -> None:
-    """Give the modules of torch whose `init_process_group` is `old` the function `new`: `init_device_mesh` has imported it by name."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("torch.") and getattr(module, "__dict__", {}).get("init_process_group") is old:
-            module.init_process_group = new  # type: ignore[attr-defined]
+    """Give the modules of torch whose `init_process_group` is `old` the function `new`.
+
+    Only these are looked at: in a forked rank, a reference to a module copies the page of memory that it is in, and torch has 1,000.
+    """
+    for module in map(sys.modules.get, _HOLDERS):
+        if getattr(module, "__dict__", {}).get("init_process_group") is old:
+            module.init_process_group = new  # type: ignore[union-attr]

@@ -26,10 +26,10 @@ class HangLimit:
         if math.isfinite(limit_s) and limit_s >= 0:
             self.limit_s = limit_s
 
-    def apply(self, now_s: float, diagnosis: Diagnosis, views: Iterable[RankView]) -> list[int]:
-        """End the ranks if it is time; return those that this call ended."""
+    def due(self, now_s: float, diagnosis: Diagnosis) -> bool:
+        """True once, when it is time to end the ranks."""
         if self.limit_s is None or diagnosis.state != State.DEADLOCKED:
-            return []
+            return False
         proved = [
             record.finding.detected_s
             for record in diagnosis.records.values()
@@ -38,6 +38,11 @@ class HangLimit:
             and record.finding.detected_s is not None
         ]  # fmt: skip
         if not proved or now_s - min(proved) < self.limit_s:
-            return []
+            return False
         self.limit_s = None
-        return signals.end({v.rank: (v.header.pid, v.reader.path) for v in views if v.ending is None})
+        return True
+
+
+def end(views: Iterable[RankView]) -> list[int]:
+    """End the ranks; return those that this call ended."""
+    return signals.end({v.rank: (v.header.pid, v.reader.path) for v in views if v.ending is None})

@@ -15,11 +15,9 @@ from distdiag.diagnosis import kinds
 from distdiag.diagnosis.engine import Diagnosis, Record
 from distdiag.diagnosis.model.findings import Finding, Severity, State, at_least, rank_list
 from distdiag.diagnosis.model.snapshot import Snapshot
-from distdiag.monitor import deaths, source_files
+from distdiag.monitor import deaths, hang_limit, source_files
 from distdiag.monitor.announce import Announcer
 from distdiag.monitor.evidence.on_suspicion import Gatherer
-from distdiag.monitor.hang_limit import VARIABLE as HANG_LIMIT
-from distdiag.monitor.hang_limit import HangLimit
 from distdiag.monitor.host import processes
 from distdiag.monitor.host.samples import Sampling
 from distdiag.monitor.metrics.export import Exporters
@@ -100,7 +98,7 @@ class Monitor:
         self._idle: dict[int, tuple[bool | None, str | None]] = {}
         self._checked: set[int] = set()  # ranks whose CPU time was read in this poll
         self.own = OwnFaults()
-        self.hang_limit = HangLimit()
+        self.hang_limit = hang_limit.HangLimit()
         self.metrics = Exporters(metrics, run_dir, node)
         self._failed_polls = 0
 
@@ -262,13 +260,21 @@ class Monitor:
             if q in self.views:
                 self.views[q].longest_delay_s = longest
         self._write(snapshot, changed, over)
-        if ended := self.hang_limit.apply(now_s, self.diagnosis, self.views.values()):
-            self.writer.meta(hang_ended_s=now_s)
-            self.writer.event(
-                now_s, "monitor", "warning", f"the hang is proved: ended {rank_list(ended)} as {HANG_LIMIT} asks"
-            )
+        if self.hang_limit.due(now_s, self.diagnosis):
+            self._end_hang(now_s)
         self._export(snapshot, changed, began)
         return over
+
+    def _end_hang(self, now_s: float) -> None:
+        self.writer.meta(hang_ended_s=now_s)
+        self.writer.commit()  # before the first rank ends: whoever waits for the ranks reads it then
+        if ended := hang_limit.end(self.views.values()):
+            self.writer.event(
+                now_s, "monitor", "warning",
+                f"the hang is proved: ended {rank_list(ended)} as {hang_limit.VARIABLE} asks",
+            )  # fmt: skip
+        else:
+            self.writer.meta(hang_ended_s=None)
 
     def _export(self, s: Snapshot, changed: list[Finding], began: float) -> None:
         faults = [f for f in self.own.found if f.cleared_s is None]

@@ -13,7 +13,6 @@ import dis
 import gc
 import os
 import sys
-import sysconfig
 import threading
 from collections.abc import Collection
 from types import CodeType, FrameType
@@ -22,7 +21,7 @@ from typing import Any
 from distdiag.terms.frames import LIBRARY, PACKAGE, USER, owner
 
 _native: Any = None
-if os.environ.get("DISTDIAG_PURE") != "1" and not sysconfig.get_config_var("Py_GIL_DISABLED"):
+if os.environ.get("DISTDIAG_PURE") != "1" and "t" not in sys.abiflags:
     try:
         from distdiag.recorder.fast import _native  # type: ignore[no-redef]
     except ImportError:  # not compiled, or for another Python
@@ -42,9 +41,15 @@ _WATCHED = (
     os.path.join(_OURS, "probes") + os.sep,
     os.path.join(os.path.dirname(os.path.dirname(_OURS)), "probes") + os.sep,  # an editable install
 )
+# as `sysconfig` has them, which would read a file of 1,000 variables
+_LIBRARY = os.path.join(sys.platlibdir, os.path.basename(os.path.dirname(os.__file__)))
 _STDLIB = tuple(
-    {os.path.realpath(p) + os.sep for k in ("stdlib", "platstdlib") if (p := sysconfig.get_paths().get(k))}
-    | {p + os.sep for k in ("stdlib", "platstdlib") if (p := sysconfig.get_paths().get(k))}
+    path + os.sep
+    for folder in {
+        os.path.dirname(os.__file__),
+        *(os.path.join(p, _LIBRARY) for p in (sys.base_prefix, sys.exec_prefix)),
+    }
+    for path in {folder, os.path.realpath(folder)}
 )
 # By id: hashing a code object hashes its contents, which takes longer than the rest. The object is kept, so its id is not reused.
 _kinds: dict[int, tuple[int, CodeType]] = {}

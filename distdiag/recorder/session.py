@@ -76,7 +76,7 @@ class Session:
             from distdiag.recorder.hooks import flight_recorders, functional, process_groups, wrap_collectives, wrapping
             from distdiag.recorder.hooks import install as hooks
 
-            wrapping.skip_all_of_ours()
+            after_import("torch._dynamo", wrapping.skip_all_of_ours)  # no frame is compiled before
             collectives = wrap_collectives.install(recorder)
             flight_recorders.install()
             missing += process_groups.install(collectives)

@@ -62,7 +62,8 @@ def test_group_of_pytest_itself(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     dist.all_reduce(torch.ones(1))
     dist.destroy_process_group()
-    assert not any(name.startswith("distdiag.recorder") for name in sys.modules)
+    from distdiag.recorder import session
+    assert session.current is None
 
 def test_plain():
     assert "DISTDIAG_RUN_DIR" in os.environ
@@ -111,6 +112,86 @@ def test_hanging_tests_fail_with_their_line_and_others_as_they_did(tmp_path: Pat
     assert len(kept) == 3 and all((run / "run.db").exists() for run in kept)
     left = {p.name for p in next(tmp_path.glob("distdiag-pytest-*")).iterdir()} - {"latest"}
     assert left == {run.name for run in kept}
+
+
+LATE = """
+import os, signal, subprocess, time
+from datetime import timedelta
+from pathlib import Path
+import pytest
+import torch, torch.distributed as dist
+import torch.multiprocessing as mp
+
+def until(true):
+    end = time.monotonic() + 60
+    while not true() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert true()
+
+def monitors(run):
+    made = subprocess.run(["pgrep", "-f", f"distdiag.monitor.*{run} "], capture_output=True, text=True)
+    return [int(pid) for pid in made.stdout.split()]
+
+def train(rank, where, timeout_s):
+    group = dict(init_method=f"file://{where}/store", rank=rank, world_size=2, timeout=timedelta(seconds=timeout_s))
+    dist.init_process_group("gloo", **group)
+    (where / f"joined_{rank}").touch()
+    until((where / "go").exists)
+    if rank == 0:
+        dist.barrier()
+    dist.all_reduce(torch.ones(1))
+
+def started(where, timeout_s):
+    context = mp.start_processes(train, (where, timeout_s), nprocs=2, join=False, start_method="fork")
+    until(lambda: len(list(where.glob("joined_*"))) == 2)
+    return context.processes
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    where = tmp_path_factory.mktemp("ranks")
+    yield where / "go", started(where, 60)
+
+def test_of_fixture_passes(ranks):
+    pass
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    where = tmp_path_factory.mktemp("other")
+    processes, run = started(where, 2), Path(os.environ["DISTDIAG_RUN_DIR"])
+    until(lambda: monitors(run) and (run / "run.db").exists())
+    os.kill(monitors(run)[0], signal.SIGSTOP)  # as on a busy machine: it judges late
+    (where / "go").touch()
+    for p in processes:
+        p.join()
+    return run
+
+def test_expects_a_timeout(run):
+    pass
+
+def test_fails_by_itself(run):
+    os.kill(monitors(run)[0], signal.SIGCONT)
+    until(lambda: not monitors(run))
+    assert False, "its own reason"
+
+def test_of_fixture_hangs(ranks):
+    go, processes = ranks
+    go.touch()
+    for p in processes:
+        p.join()
+"""
+
+
+def test_a_verdict_fails_only_a_test_during_which_its_ranks_lived(tmp_path: Path) -> None:
+    (tmp_path / "test_suite.py").write_text(LATE)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:xdist", "-rN", "test_suite.py"],
+        cwd=tmp_path, env=clean_env(tmp_path / "home", {"TMPDIR": str(tmp_path)}), stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=150,
+    )  # fmt: skip
+    outcomes = dict(re.findall(r"^test_suite\.py::(\S+) (\w+)", done.stdout, re.MULTILINE))
+    assert list(outcomes.values()) == ["PASSED", "PASSED", "FAILED", "FAILED"], done.stdout
+    verdicts = re.findall("^█ ERROR +(\\w+)|^E +AssertionError: (its own reason)", done.stdout, re.MULTILINE)
+    assert verdicts == [("", "its own reason"), ("deadlock", "")], done.stdout
 
 
 SHORT = """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from distdiag.diagnosis.culprit import parting
+from distdiag.diagnosis.culprit import parting, rounds
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import RankState
@@ -45,10 +45,15 @@ def between(states: States, first: Sequence[int], second: Sequence[int], source:
 
 
 def accuse_in_cycle(case: Case) -> Testimony | None:
-    """Accuse the rank from which another waits for a message while it is already in a collective with others."""
+    """Accuse the rank from which another waits for a message while it is already in a collective with others; else by `rounds`."""
     waits = case.incident.waits
-    if case.snapshot.source != "stacks" or len(waits) != 2:
+    if case.snapshot.source != "stacks":
         return None
+    return (_without_sending(case) if len(waits) == 2 else None) or rounds.accuse(case)
+
+
+def _without_sending(case: Case) -> Testimony | None:
+    waits = case.incident.waits
     message, collective = sorted(waits, key=lambda wait: not wait.p2p)
     calls = [message.calls[rank] for rank in message.ranks if rank in message.calls]
     if not message.p2p or collective.p2p or not calls or not all(call.op.endswith("recv") for call in calls):

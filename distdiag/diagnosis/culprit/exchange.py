@@ -2,27 +2,33 @@
 
 All ranks are in one line and have issued a round of sends and receives there. A pair of ranks does not fit if one of them sends the
 other more, or fewer, messages in a round than the other expects. If one rank is in every such pair, another peer on that rank alone
-makes all of them fit.
+makes all of them fit. Without counts, the variable that holds the peer shows it, where it is as far from the own rank on all others.
 """
 
 from __future__ import annotations
 
+import ast
 import itertools
 from collections import Counter
 from collections.abc import Mapping
 
 from distdiag.diagnosis.culprit.case import Case, Testimony
+from distdiag.diagnosis.model import syntax
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.snapshot import RankState
+from distdiag.diagnosis.model.snapshot import Call, RankState
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import at
 from distdiag.diagnosis.waits import messages
 
+ENOUGH = 3  # ranks, of which all but one agree
 Round = Counter[tuple[str, int | None]]  # (send or recv, peer) -> messages
 
 
 def accuse(case: Case) -> Testimony | None:
     """Accuse the one rank that is in every pair which does not fit, if there are two such pairs or more."""
+    if case.snapshot.source == "stacks":
+        odd = [t for rank, call in case.calls.items() if call is not None and (t := _other_distance(case, rank, call))]
+        return odd[0] if len(odd) == 1 else None
     sites = {call.site for call in case.calls.values() if call is not None and call.p2p}
     if len(sites) != 1 or not all(wait.p2p for wait in case.incident.waits):
         return None
@@ -67,3 +73,56 @@ def _newest_round(state: RankState) -> Round:
     whole = len(ends)
     repeated = (n for n in range(1, whole) if whole % n == 0 and ends == ends[:n] * (whole // n))
     return Counter(ends[: next(repeated, whole)])
+
+
+def _other_distance(case: Case, rank: int, call: Call) -> Testimony | None:
+    """Accuse a rank whose peer is at another distance from it than on all other ranks, if at theirs it fits a rank that waits for it.
+
+    Not if it is in another round: then a number that is equal on the others differs, too.
+    """
+    world, variables = case.snapshot.world_size or 0, {q: _variables(state) for q, state in case.states.items()}
+    if call.site is None or call.peer is None or world < ENOUGH or len(variables) < world:
+        return None
+    tree = syntax.tree_of(call.site.file, case.source)
+    statement = syntax.statement(tree, call.site.line) if tree is not None else None
+    used = {syntax.name_of(node) for node in ast.walk(statement)} if statement is not None else set()
+    common = set.intersection(*map(set, variables.values()))
+    others = {key: {own[key] for q, own in variables.items() if q != rank} for key in common}
+    if any(len(values) == 1 and variables[rank][key] not in values for key, values in others.items()):
+        return None
+    for key in sorted(common):
+        function, name = key
+        distances = {(own[key] - q) % world for q, own in variables.items() if q != rank}
+        if (
+            name not in used
+            or function != call.site.function
+            or variables[rank][key] != call.peer
+            or len(distances) != 1
+        ):
+            continue
+        (distance,) = distances
+        partner = case.states[(rank + distance) % world]
+        theirs = partner.blocked
+        if theirs is None or not theirs.p2p or (theirs.peer, messages.direction_of(theirs)) != (
+            rank, messages.OPPOSITE[messages.direction_of(call)],
+        ):  # fmt: skip
+            continue
+        return Testimony(
+            ranks=(rank,),
+            text=f"; `{name}` is {_distance(call.peer - rank, world)} on rank {rank}, and {_distance(distance, world)} on all other ranks",
+            advice=f"find why `{name}`{at(call.site)} is rank {call.peer} on rank {rank}: with rank {partner.rank}, its {call.op} "
+            f"would fit that rank's {theirs.op}{at(theirs.site)}",
+        )
+    return None
+
+
+def _variables(state: RankState) -> dict[tuple[str, str], int]:
+    """Return the integers in the user's frames, by function and name."""
+    frames = zip(reversed(state.user_stack), reversed(state.names), strict=False)
+    return {(site.function, name): value for site, names in frames for name, value in names.items()}
+
+
+def _distance(ranks: int, world: int) -> str:
+    """Return `own rank - 1`."""
+    ranks = (ranks + world // 2) % world - world // 2
+    return f"the own rank {'-' if ranks < 0 else '+'} {abs(ranks)}"

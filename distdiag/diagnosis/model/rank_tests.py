@@ -64,8 +64,8 @@ def constants(text: str) -> frozenset[str]:
     modules = Counter(name_of(x.targets[0]) for x in made if _called(x.value) in _OF_MODULES)
     stored = _stored(tree)
     given = Counter(n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
-    at_top = (x for x in tree.body if isinstance(x, ast.Assign) and isinstance(x.value, ast.Constant))
-    literal = {x.targets[0].id for x in at_top if isinstance(x.targets[0], ast.Name)}
+    pairs = (pair for x in tree.body if isinstance(x, ast.Assign) for pair in _assigned(x))
+    literal = {name.id for name, value in pairs if isinstance(value, ast.Constant) and isinstance(name, ast.Name)}
     changed = {n.arg for n in nodes if isinstance(n, ast.arg)}
     loops = (x for x in nodes if isinstance(x, (ast.For, ast.comprehension)))
     counted = Counter(name_of(_counter(loop)) for loop in loops)
@@ -212,14 +212,20 @@ def _named_values(text: str) -> Iterator[tuple[str, ast.expr | None]]:
     pairs: list[tuple[ast.AST | str, ast.expr | None]] = []
     for node in ast.walk(parsed(text) or ast.Module([], [])):
         if isinstance(node, ast.Assign) and len(node.targets) == 1:
-            target, value = node.targets[0], node.value
-            both = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
-            pairs += zip(target.elts, value.elts, strict=False) if both else [(target, value)]  # type: ignore[union-attr]
+            pairs += _assigned(node)
         elif isinstance(node, FUNCTIONS) and isinstance(last := node.body[-1], ast.Return):
             pairs.append((node.name, last.value))
     for given, value in pairs:
         if name := given if isinstance(given, str) else name_of(given):
             yield name, value
+
+
+def _assigned(node: ast.Assign) -> list[tuple[ast.expr, ast.expr]]:
+    """Return (target, value) of an assignment; of `a, b = 1, 2` each."""
+    target, value = node.targets[0], node.value
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        return list(zip(target.elts, value.elts, strict=False))
+    return [(target, value)]
 
 
 @lru_cache(16)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import sysconfig
 from collections.abc import Callable
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -152,7 +151,7 @@ def misfit(module: Any) -> str:
 
 def _compiled() -> tuple[Any, str]:
     """Return the compiled module (None if it is not used), and why an existing one is not used."""
-    if os.environ.get("DISTDIAG_PURE") == "1" or sysconfig.get_config_var("Py_GIL_DISABLED"):
+    if os.environ.get("DISTDIAG_PURE") == "1" or "t" in sys.abiflags:
         return None, ""
     try:
         found = importlib.import_module("distdiag.recorder.fast._hot")

@@ -40,6 +40,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
         activity: What it does otherwise: the words of `Where.state`.
         phase: Phase of DDP whose operation the user's line does not name: forward, backward; else empty.
         stack: The user's frames, innermost first.
+        names: The integers among their local variables.
         creates: The group that it creates, by torch's local variables: `[0, 1] as number 7`; else empty.
         device: Its native frames wait for the device; such a wait spins, and looks busy.
         unsure: True if only native frames can show what it waits for, and there are none.
@@ -47,6 +48,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
 
     site: Site | None
     stack: tuple[Site, ...]
+    names: tuple[dict[str, int], ...] = ()
     call: Call | None = None
     activity: str = "user_code"
     phase: str = ""
@@ -65,14 +67,16 @@ def position(stack: Stack, source: Source = no_source, still: bool = True) -> Po
     users = list(stack.users())
     sites = tuple(f.site for f in users)
     site = sites[0] if sites else None
+    names = tuple({n: int(text) for n, text in f.values.items() if _NUMBER.fullmatch(text)} for f in users)
     first = next((i for i, f in enumerate(stack.frames) if users and f is users[0]), len(stack.frames))
     inner = stack.frames[:first]  # of libraries, inside the user's line
     call, phase = _call(inner, users, site, stack, still and stack.idle is not False)
     device = any(map(_NATIVE_DEVICE.search, stack.native))
     if call is not None:
         return Position(
-            site=site, stack=sites, call=call, activity="waiting", phase=phase, creates=_created(inner), device=device
-        )
+            site=site, stack=sites, names=names, call=call, activity="waiting", phase=phase, creates=_created(inner),
+            device=device,
+        )  # fmt: skip
     unsure = bool(stack.frames) and not stack.native and (stack.frames[0].users or stack.idle is False)
     return Position(site=site, stack=sites, activity=_activity(stack, site, source), device=device, unsure=unsure)
 
@@ -86,6 +90,8 @@ def _call(
             return _of_c10d(f, inner[i + 1 :], users, site), ""
         if f.in_torch == "distributed/_functional_collectives.py" and family(f.name.removesuffix("_tensor")):
             return Call(op=op_name(f.name.removesuffix("_tensor")), group=DEFAULT_GROUP, seq=UNNUMBERED, site=site), ""
+        if f.in_torch == "distributed/_functional_collectives.py" and f.name == "wait_tensor":
+            return Call(op="", group=UNKNOWN_GROUP, seq=UNNUMBERED, site=site), ""
         if f.in_torch == "nn/parallel/distributed.py" and f.name in _DDP_FORWARD:
             return Call(op="broadcast", group=_ddp_group(inner, users), seq=UNNUMBERED, site=site, root=0), "forward"
         if f.in_torch == "distributed/utils.py" and f.name in _DDP_INIT:

@@ -38,7 +38,7 @@ _stall = partial(Template, kinds.STALL)
 STALL = _stall(
     "user_code", "{missing}{implicit}; {does}{moves}{worker}{reason}; {victims} {victims:waits|wait}", "", "{do}"
 )
-APART = _stall("unknown", "{odd} {are} in {own}{own_site} where {rest} wait in {other}{other_site}, and none has moved{reason}",
+APART = _stall("unknown", "{odd} {are} in {own}{own_site} where {rest} {wait} in {other}{other_site}, and none has moved{reason}",
                NO_PROGRESS, "compare the paths of the ranks to both lines: each must make as many of these calls as the others",
                severity=Severity.WARNING)  # fmt: skip
 TOGETHER = _stall("unknown", "{victims} are all in {what}{at}, and none has moved: what they pass to it differs (size, group, how "
@@ -102,7 +102,7 @@ def snapshot_of(seen: Mapping[int, Seen]) -> Snapshot:
         state = RankState(rank=rank, life=s.life, pid=s.pid)
         if at_ is not None:
             state = replace(
-                state, blocked=call, current_site=at_.site, user_stack=at_.stack, host_blocked=not s.busy,
+                state, blocked=call, current_site=at_.site, user_stack=at_.stack, names=at_.names, host_blocked=not s.busy,
                 activity=at_.activity if call is not None or at_.call is None else "user_code",
                 models=(Model(),) if at_.phase else (), phase=at_.phase or "", workers=s.workers,
             )  # fmt: skip
@@ -224,17 +224,30 @@ def _no_sink(s: Snapshot, seen: Mapping[int, Seen], source: Source) -> Iterator[
         return
     odd, rest = [q for side in sides[1:] for q in side], sides[0]
     known = len(odd) < len(rest)
-    if len(sides) == 2 and not known and (found := ahead.between(s.ranks, odd, rest, source)) is not None:
-        known, odd, rest = True, list(found.ranks), [q for q in calls if q not in found.ranks]
+    if len(sides) == 2 and not known:
+        found = ahead.between(s.ranks, odd, rest, source)
+        accused = list(found.ranks) if found is not None else _led_away(s, odd, rest, source)
+        known, odd, rest = bool(accused), accused or odd, [q for q in calls if q not in accused] if accused else rest
     stacks = s.ranks[odd[0]].user_stack, s.ranks[rest[0]].user_stack
     parted = parting.parting_text(parting.parting(*stacks, source))
     own, other = calls[odd[0]], calls[rest[0]]
     yield APART(
         culprits=odd if known else (), victims=rest if known else sorted(calls), collective=_unnumbered(other),
         where=wheres(s, odd if known else sorted(calls)), waiting=wheres(s, rest if known else ()),
-        odd=rank_list(odd), are=verb(odd, "is", "are"), rest=rank_list(rest), own=_op(own), own_site=own.site,
+        odd=rank_list(odd), are=verb(odd, "is", "are"), rest=rank_list(rest), wait=verb(rest, "waits", "wait"), own=_op(own), own_site=own.site,
         other=_op(other), other_site=other.site, reason=_on_rank(*stacks, source) or parted,
     )  # fmt: skip
+
+
+def _led_away(s: Snapshot, first: list[int], second: list[int], source: Source) -> list[int]:
+    """Return the one of two sides that a condition on the rank leads away, as in `conditions.on_rank`."""
+    stacks = s.ranks[first[0]].user_stack, s.ranks[second[0]].user_stack
+    found = [parting.rank_condition(mine, theirs, source) for mine, theirs in (stacks, stacks[::-1])]
+    condition = found[0] or found[1]
+    if condition is None or all(found):
+        return []
+    under, other = (first, second) if found[0] else (second, first)
+    return other if condition.way is parting.Way.SKIPPED else under
 
 
 def _sides(values: Mapping[int, Any]) -> list[list[int]]:

@@ -1,0 +1,212 @@
+"""Evidence from the loop that all ranks are in: which of them, by its source, can have made a call less or more in an earlier round.
+
+For stacks, which have no counts. Of ranks in one round, those at the latest line have made the call that others still are in. So these left
+one out before, or the others made one more. If the source has a way for one of the two only, and that names one rank, it is accused.
+Whatever the source leaves open accuses nobody.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from distdiag.diagnosis.culprit.callers import function_key
+from distdiag.diagnosis.culprit.case import Case, Testimony
+from distdiag.diagnosis.model import guards as guarding
+from distdiag.diagnosis.model import rank_tests, syntax
+from distdiag.diagnosis.model.findings import rank_list
+from distdiag.diagnosis.model.guards import Guard, Kind
+from distdiag.diagnosis.model.snapshot import RankState, Site
+from distdiag.diagnosis.model.syntax import LOOPS, name_of
+from distdiag.diagnosis.text.incident import verb
+from distdiag.diagnosis.text.phrases import at
+from distdiag.terms.operations import family
+
+_MESSAGES = {"send", "recv", "isend", "irecv", "batch_isend_irecv", "backward"}
+_PARTS = {"parameters", "named_parameters", "buffers", "modules", "children"}  # of a module, as many in each round
+_OF_OBJECT = re.compile(r"[A-Za-z_]\w*\.(.+)")
+_KNOWN = frozenset(dir(builtins))
+
+
+class _Loop(NamedTuple):
+    """The loop, and which ranks are where in it; `depth`: the frame that has it, from the outermost."""
+
+    file: str
+    text: str
+    node: ast.For | ast.AsyncFor | ast.While
+    depth: int
+    behind: list[int]
+    ahead: list[int]
+    left: bool  # those ahead are past the loop
+
+
+def accuse(case: Case) -> Testimony | None:
+    """Accuse the one rank that can have made another number of calls in the loop."""
+    loop = _loop(case)
+    if loop is None:
+        return None
+    behind = [case.states[q] for q in loop.behind]
+    skips = any(True for state in behind for _ in _skips(loop, state, case))
+    extras = {g.line: g for g in _extras(loop)}
+    place, what = at(behind[0].user_stack[-1 - loop.depth]), rank_list(loop.behind)
+    if skips and not extras and len(loop.ahead) == 1 < len(loop.behind) and loop.left:
+        return Testimony(
+            ranks=tuple(loop.ahead),
+            text=f"; {rank_list(loop.ahead)} has ended the loop in which {what} still are{place}: it made fewer calls in a round",
+        )
+    if skips or len(extras) != 1 or len(loop.behind) != 1:
+        return None
+    (extra,) = extras.values()
+    if not all(_is_false(extra, case.states[q], case) for q in loop.ahead):
+        return None
+    condition = f"`{guarding.text_of(extra, loop.text)}`{at(Site(loop.file, extra.line))}"
+    return Testimony(
+        ranks=tuple(loop.behind),
+        text=f"; {rank_list(loop.ahead)} {verb(loop.ahead, 'has', 'have')} made that call{place} in the same round; only "
+        f"{what} can have made one more before, under {condition}",
+        advice=f"make no call under {condition} that other ranks must make, too; or let all ranks make it",
+    )
+
+
+def _loop(case: Case) -> _Loop | None:
+    """Return the outermost loop in which some ranks are behind others: all wait, and their counters are equal."""
+    stacks = {q: state.user_stack[::-1] for q, state in case.states.items()}
+    if case.snapshot.source != "stacks" or any(state.blocked is None for state in case.states.values()):
+        return None
+    shortest = min(map(len, stacks.values()), default=0)
+    depth = next((i for i in range(shortest) if len({stack[i] for stack in stacks.values()}) > 1), None)
+    if depth is None or len({function_key(stack[depth], case.source) for stack in stacks.values()}) > 1:
+        return None
+    sites = {q: stack[depth] for q, stack in stacks.items()}
+    file, last = next(iter(sites.values())).file, max(site.line for site in sites.values())
+    ahead, behind = ([q for q, site in sites.items() if (site.line == last) is late] for late in (True, False))
+    text = case.source(file) or ""
+    tree, line = syntax.parsed(text), max(sites[q].line for q in behind)
+    around = (
+        [step.owner for step in syntax.way(tree, line) if isinstance(step.owner, LOOPS)] if tree is not None else []
+    )
+    node = next((x for x in around if all(syntax.within(x, sites[q].line) for q in behind)), None)
+    if node is None:
+        return None
+    left = not syntax.within(node, last)
+    counts = {_counter(node, case.states[q], depth) for q in (behind if left else sites)}
+    if len(counts) > 1 or None in counts or (left and rank_tests.can_end_unevenly(node, rank_tests.constants(text))):
+        return None
+    return _Loop(file, text, node, depth, sorted(behind), sorted(ahead), left)
+
+
+def _counter(loop: ast.For | ast.AsyncFor | ast.While, state: RankState, depth: int) -> int | None:
+    """Return the value of a loop's variable; of a pair, of its first."""
+    target = loop.target if not isinstance(loop, ast.While) else None
+    target = target.elts[0] if isinstance(target, ast.Tuple) else target
+    return state.names[-1 - depth].get(name_of(target)) if len(state.names) > depth else None
+
+
+def _skips(loop: _Loop, state: RankState, case: Case) -> Iterator[Guard]:
+    """Yield what can have kept a rank from a call in a round, on the path to it."""
+    stack = state.user_stack[::-1][loop.depth :]
+    for i, site in enumerate(stack):
+        tree, text = syntax.tree_of(site.file, case.source), case.source(site.file) or ""
+        callee = stack[i + 1].function if i + 1 < len(stack) else ""
+        for guard in guarding.guards(tree, site.line, callee) if tree is not None else ():
+            if guard.node is loop.node or (i == 0 and not syntax.within(loop.node, guard.line)):
+                continue
+            if _differs(guard, text):
+                yield guard
+
+
+def _extras(loop: _Loop) -> Iterator[Guard]:
+    """Yield the conditions and uneven loops in which the loop, or a function that it calls, communicates."""
+    tree = syntax.parsed(loop.text)
+    assert tree is not None
+    functions: dict[str, ast.AST] = {x.name: x for x in ast.walk(tree) if isinstance(x, syntax.FUNCTIONS)}
+    names = (x.asname or x.name.split(".")[0] for x in ast.walk(tree) if isinstance(x, ast.alias))
+    known = _KNOWN.union(names, (x.name for x in ast.walk(tree) if isinstance(x, ast.ClassDef)))
+    todo: list[ast.AST] = [loop.node]
+    seen: set[ast.AST] = set()
+    while todo:
+        scope = todo.pop()
+        if scope in seen:
+            continue
+        seen.add(scope)
+        todo += (
+            functions[name]
+            for x in ast.walk(scope)
+            if isinstance(x, ast.Call) and (name := name_of(x.func)) in functions
+        )
+        for guard, arms in (_arms(x) for x in ast.walk(scope) if x is not loop.node):
+            calls = (x for arm in arms for x in ast.walk(arm) if isinstance(x, ast.Call))
+            if (
+                guard is not None
+                and any(_communicates(x, functions, known, ()) for x in calls)
+                and _differs(guard, loop.text)
+            ):
+                yield guard
+
+
+def _arms(node: ast.AST) -> tuple[Guard | None, Sequence[ast.AST]]:
+    """Return a condition, loop or handler, and what runs under it."""
+    match node:
+        case ast.If():
+            return Guard(Kind.HOLDS, node, test=node.test), [*node.body, *node.orelse]
+        case ast.IfExp():
+            return Guard(Kind.HOLDS, node, test=node.test), [node.body, node.orelse]
+        case ast.BoolOp():
+            return Guard(Kind.HOLDS, node, test=node.values[0]), node.values[1:]
+        case ast.For() | ast.AsyncFor() | ast.While() | ast.ExceptHandler():
+            return Guard(Kind.INSIDE, node), node.body
+        case ast.match_case():
+            return Guard(Kind.HOLDS, node), node.body
+        case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
+            made = [x.iter for x in node.generators if isinstance(x.iter, ast.Call)]
+            return (Guard(Kind.INSIDE, node, test=made[0]), [node]) if made else (None, ())
+    return None, ()
+
+
+def _communicates(call: ast.Call, functions: dict[str, ast.AST], known: frozenset[str], within: Sequence[str]) -> bool:
+    """True if a call may communicate: an operation, a module that is called by a variable, or a function of the file that does."""
+    name = name_of(call.func)
+    if name in functions and name not in within:
+        calls = (node for node in ast.walk(functions[name]) if isinstance(node, ast.Call))
+        return any(_communicates(inner, functions, known, (*within, name)) for inner in calls)
+    variable = isinstance(call.func, ast.Name) and name not in known and name not in functions
+    return family(name) is not None or name in _MESSAGES or variable
+
+
+def _differs(guard: Guard, text: str) -> bool:
+    """True if a guard can have another result on another rank in one round, and the opposite in another round."""
+    constants = rank_tests.constants(text)
+    if isinstance(guard.node, LOOPS):
+        over = "" if isinstance(guard.node, ast.While) else name_of(getattr(guard.node.iter, "func", None))
+        ends = any(isinstance(way_out, (ast.Break, ast.Return)) for way_out, _ in guarding.exits(guard.node.body))
+        return ends or (over not in _PARTS and rank_tests.can_end_unevenly(guard.node, constants))
+    if isinstance(guard.way_out, ast.Raise) or syntax.exits_process(guard.way_out):
+        return False
+    return guard.test is None or (
+        rank_tests.can_differ(guard.test, constants) and not rank_tests.fixed(guard.test, text)
+    )
+
+
+def _is_false(guard: Guard, state: RankState, case: Case) -> bool:
+    """True if a rank is on a path where a part of this condition is false, of what never changes in a rank."""
+    test = guard.test
+    parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
+    wanted = {_of_object(part) for part in parts} - {None}
+    for i, site in enumerate(state.user_stack):
+        tree, text = syntax.tree_of(site.file, case.source), case.source(site.file) or ""
+        callee = state.user_stack[i - 1].function if i else ""
+        for own in guarding.guards(tree, site.line, callee) if tree is not None else ():
+            if own.kind is not Kind.HOLDS or own.branch != "orelse" or own.test is None:
+                continue
+            if rank_tests.fixed(own.test, text) and _of_object(own.test) in wanted:
+                return True
+    return False
+
+
+def _of_object(test: ast.expr | None) -> str | None:
+    """Return `link.after is None` of `stage.link.after is None`: what is tested of an object, whatever its name."""
+    found = _OF_OBJECT.fullmatch(ast.unparse(test)) if isinstance(test, (ast.Compare, ast.Attribute)) else None
+    return found[1] if found is not None else None
