@@ -211,6 +211,7 @@ class RankHistory:
             nth=nth,
             site=site,
             entered_s=entered_s,
+            failed=bool(flags & layout.FAILED_CALL),
             completed_s=None if flags & layout.FAILED_CALL else left_s,
             asynchronous=bool(flags & layout.ASYNC),
             other_thread=bool(flags & layout.OTHER_THREAD),
