@@ -15,7 +15,7 @@ RUFF := $(VENV)/bin/ruff
 DISTDIAG := $(VENV)/bin/distdiag
 ARGS ?=
 STEPS ?= 200
-WORKERS ?= 3
+WORKERS ?= 4
 export TORCH VENV
 # pyright must not look for a newer self, nor keep anything in the person's home
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1

@@ -1,8 +1,8 @@
 """For every test: a fresh mark in the environment, and a check for processes that outlived the test.
 
-Files with real jobs (marked `job`) mostly wait: two job tests at a time and the other files, which compute, keep two cores busy. So
-`make test` has three workers: the first and the third start with job tests, the second with all other files, and takes over job tests
-at the end. Job tests are assigned one by one: with whole files, one worker would end minutes before the others.
+Files with real jobs (marked `job`) mostly wait: three job tests at a time and the other files, which compute, keep two cores busy.
+So `make test` has four workers: the second starts with all other files, and takes over job tests at the end. Job tests are assigned
+one by one: with whole files, one worker would end minutes before the others. Files whose tests share a job come first, as a whole.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _orphans(mark: str, older: set[str]) -> dict[int, str]:
 
 
 class _JobsInARow(LoadScopeScheduling):
-    """Assigns files and single job tests to workers: every second one starts with job tests, the others run them last."""
+    """Assigns files and single job tests to workers, the largest first; the second worker runs job tests last, the others first."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
@@ -61,8 +61,9 @@ class _JobsInARow(LoadScopeScheduling):
         return nodeid if "mark.job" in text and 'scope="module"' not in text else file
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        jobs_first = self.nodes.index(node) % 2 == 0
-        wanted = next((unit for unit in self.workqueue if _has_jobs(unit) == jobs_first), None)
+        jobs_first = self.nodes.index(node) != 1
+        units = (unit for unit in self.workqueue if _has_jobs(unit) == jobs_first)
+        wanted = max(units, key=lambda unit: len(self.workqueue[unit]), default=None)
         if wanted is not None:
             self.workqueue.move_to_end(wanted, last=False)
         super()._assign_work_unit(node)
