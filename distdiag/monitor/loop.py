@@ -348,7 +348,7 @@ class Monitor:
         self.recording.write_facts(s, self.started_unix_s)
         self.recording.write_nodes(s.t_s, self.nodes)
         for f in self.own.faults(
-            s.t_s, self.views, self.diagnosis.failures, self.writer, self.started_unix_s, self.nodes.failed,
+            self.now_s, self.views, self.diagnosis.failures, self.writer, self.started_unix_s, self.nodes.failed,
             self.sampling.gpus.silent_s(), self.pages.damaged, self.diagnosis.contradicted, s, self.nodes.faults,
         ):  # fmt: skip
             self.writer.finding(f)

@@ -15,6 +15,7 @@ import pytest
 
 from distdiag.diagnosis.engine import Record
 from distdiag.diagnosis.model.findings import Finding, Severity, State
+from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.diagnosis.step_times import LIMITS
 from distdiag.monitor.host.processes import CpuWatch
 from distdiag.monitor.loop import CALM_POLL_S, FULL_POLL_S, UNREAD_POLL_S, Monitor
@@ -284,3 +285,15 @@ def test_computing_sleeping_and_stopped_processes_are_distinguished_by_proc(
         finally:
             other.kill()
     assert watch.idle(other.pid) == (None, None)
+
+
+def test_a_poll_that_takes_seconds_is_no_change_of_the_wall_clock(
+    monitor: Monitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor.recording, "write_facts", lambda *_: None)  # there are no ranks
+    begun = Snapshot(t_s=monitor.now_s - 3.0, world_size=1, ranks={}, groups={})
+    monitor._write(begun, [], over=True)
+    assert monitor.own.found == []
+    monitor.started_unix_s -= 3.0
+    monitor._write(begun, [], over=True)
+    assert [f.cause for f in monitor.own.found] == ["clock_skew"]
