@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Snapshot
 from distdiag.diagnosis.waits import messages
@@ -42,6 +42,13 @@ class WaitGraph:
     gone: frozenset[int]
     sinks: tuple[int, ...]
     unknown: frozenset[int]
+    _waits_for: dict[int, list[Wait]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # asked for each of thousands of ranks
+        for wait in self.waits:
+            for q in wait.missing.union(*wait.sides) if wait.ranks else ():
+                self._waits_for.setdefault(q, []).append(wait)
 
     def victims_of(self, ranks: int | Iterable[int]) -> frozenset[int]:
         """Return the blocked ranks that wait, directly or through others, for any of `ranks` (which are left out)."""
@@ -49,13 +56,9 @@ class WaitGraph:
         reached: set[int] = set(start)
         seen: set[tuple[int, frozenset[int] | None]] = set()
         todo = deque(start)
-        waits_for: dict[int, list[Wait]] = {}
-        for wait in self.waits:
-            for q in wait.missing.union(*wait.sides) if wait.ranks else ():
-                waits_for.setdefault(q, []).append(wait)
         while todo:
             q = todo.popleft()
-            for wait in waits_for.get(q, ()):
+            for wait in self._waits_for.get(q, ()):
                 side = next((s for s in wait.sides if q in s), None)  # its own side does not wait for it
                 if (id(wait), side) in seen:
                     continue
