@@ -70,6 +70,9 @@ def plain(name: str, ranks: int, how: str) -> Iterator[Started]:
 
 def attach(job: Started, *options: str) -> dict[str, Any]:
     ended = distdiag("attach", str(job.process.pid), "--json", *options, timeout=90)
+    if not ended.stdout:  # a rank ended, or began, while it was sampled
+        assert "error:" in ended.stderr and "Traceback" not in ended.stderr, ended.stderr
+        return {}
     return json.loads(ended.stdout)
 
 
