@@ -51,6 +51,7 @@ def install() -> None:
 
 def _import_recorder() -> None:
     """Import what a forked rank needs, once for all that this process forks: it takes each of them 30 ms."""
+    # what fails here fails in the rank again, which reports it
     with contextlib.suppress(Exception), no_collection():
         from distdiag.page import reader  # noqa: F401
         from distdiag.recorder import deferred, witness  # noqa: F401

@@ -1,4 +1,4 @@
-"""Tracers, profilers and agents that patch how processes start, and scripts that end by a handler: distdiag beside them."""
+"""distdiag works beside tracers, profilers and agents that patch how processes start, and in scripts that end in a handler."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def test_a_rank_that_has_ended_the_loop_has_left_out_a_round() -> None:
         (SKIPS.replace("MORE", "if late(): average(model, group)"), 3),
         (SKIPS.replace("MORE", "late() and model(x)"), 3),  # a module that may communicate
         (SKIPS.replace("MORE", "for x in late: dist.all_reduce(x)"), 3),
-        (SKIPS.replace("range(110)", "loader"), 3),  # of a length of its own
+        (SKIPS.replace("range(110)", "loader"), 3),  # each rank may have another number of batches
         (SKIPS, 2),  # two against two
         (SKIPS.replace("            continue", "            pass"), 3),  # no way to leave out a call is known
     ],

@@ -141,7 +141,7 @@ def _parting(case: Case, ranks: Sequence[int]) -> list[Condition]:
     mine, others = [q for q in known if q in ranks], [q for q in known if q not in ranks]
     if not mine or not others:
         return []
-    # of its own role, if there is one: it has been in the same lines
+    # compare it with a rank of the same role, if there is one: that has been in the same lines
     both = mine[0], next((q for q in others if case.here.get(q) in case.states[mine[0]].sites), others[0])
     first, second = (_stack(case, rank) for rank in both)
     own = _met_in(case, *both)

@@ -121,7 +121,7 @@ def ask_each(run_dir: Path, question: Ask, kind: type[T], most_bytes: int) -> tu
             own = {x.rank: x for x in sent if x.rank in ranks}
             found += own.values()
             if refused := len(sent) - len(own):
-                error = f"{refused} of its {len(sent)} answers are not of a rank of its own, or one more of it: refused"
+                error = f"refused {refused} of its {len(sent)} answers: for ranks of other nodes, or for one rank twice"
         except (BadMessage, msgspec.MsgspecError, ValueError, RecursionError):
             error = "what it sent cannot be read"
         if error:

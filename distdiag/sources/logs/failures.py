@@ -194,7 +194,7 @@ def _memory_of_others(f: Fact) -> str:
 
 
 def _holds_no_own(what: str, held: float) -> bool:
-    """True if the GPU holds so much beside what this process has, that it cannot be the memory of this process."""
+    """True if more of the GPU is in use than this process can hold: another process has the rest."""
     used, own = _USED.search(what), _OWN.search(what)
     if used is None or own is None:
         return False

@@ -117,5 +117,5 @@ LOCAL = ("1", "2", "4")  # of these: errors of the host that reports them
 
 
 def advice_on_stop(text: str) -> list[str]:
-    """Return what to do about a stop from outside, by what is said of it."""
+    """Return what to do after something outside stopped the job, by what the log says of it."""
     return [advice for regex, advice in _AFTER_STOP if regex.search(text)]

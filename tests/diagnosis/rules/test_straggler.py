@@ -438,7 +438,7 @@ def test_a_root_that_hands_out_what_it_reads_is_no_straggler(op: str, found: boo
 def test_a_rank_that_waits_longer_for_a_root_is_no_straggler_by_arrival(
     learner_ms: float, culprits: tuple[int, ...]
 ) -> None:
-    """The slower of two actors is last in every gather; all actors wait for the learner's broadcast, which is no vote of its own."""
+    """The slower of two actors is last in every gather, but all actors wait longer for the learner's broadcast: nobody is slow."""
     late = (("broadcast", learner_ms, 0), ("all_gather", 100.0, 2), ("all_reduce", 100.0, 2))
     arrivals = (Arrival("default_pg", k, op, k * 0.2, ms, q, ms) for k in range(1, 181) for op, ms, q in (late[k % 3],))
     found = stragglers(job(rank(0), rank(1), rank(2), arrivals=tuple(arrivals)))

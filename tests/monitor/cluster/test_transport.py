@@ -336,7 +336,7 @@ def test_a_node_answers_for_its_own_ranks_only_and_for_each_once(
     monkeypatch.setattr(b.client, "_ask", lambda question: msgspec.msgpack.encode(dumps))
     found, wrong = of_other_nodes(run, 5.0)
     assert {d.rank for d in found} == {1, 7} and len(found) == 2
-    assert wrong == ["node 1: 3 of its 5 answers are not of a rank of its own, or one more of it: refused"]
+    assert wrong == ["node 1: refused 3 of its 5 answers: for ranks of other nodes, or for one rank twice"]
     profiles = [[q, "b", None, [], [], "", True, b"-{}"] for q in (0, 1, 2)]
     monkeypatch.setattr(b.client, "_ask", lambda question: msgspec.msgpack.encode(profiles))
     monkeypatch.setattr(request_profile, "take", lambda *_: request_profile.Taken(1, 5, 2, []))
