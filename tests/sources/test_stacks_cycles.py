@@ -213,3 +213,11 @@ def test_a_rank_in_wait_tensor_waits_and_its_condition_names_it() -> None:
         {0: clips, 1: rank("all_reduce", ("train", 4, {}))}, lambda _: CLIP.replace("rank == 0 and", "late and")
     )
     assert tie.culprits == ()
+
+
+def test_functions_that_all_call_each_other_are_looked_through_once() -> None:
+    calls = "; ".join(f"helper{n}()" for n in range(40))
+    helpers = "".join(f"\ndef helper{n}():\n    {calls}\n" for n in range(40))
+    text = RELAY.replace("            held_out", "            helper0()\n            held_out") + helpers
+    named, _ = culprits(text, *relay())
+    assert named == (2,)

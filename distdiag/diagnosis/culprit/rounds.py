@@ -125,6 +125,7 @@ def _extras(loop: _Loop) -> Iterator[Guard]:
     functions: dict[str, ast.AST] = {x.name: x for x in ast.walk(tree) if isinstance(x, syntax.FUNCTIONS)}
     names = (x.asname or x.name.split(".")[0] for x in ast.walk(tree) if isinstance(x, ast.alias))
     known = _KNOWN.union(names, (x.name for x in ast.walk(tree) if isinstance(x, ast.ClassDef)))
+    asked: dict[str, bool | None] = {}
     todo: list[ast.AST] = [loop.node]
     seen: set[ast.AST] = set()
     while todo:
@@ -141,7 +142,7 @@ def _extras(loop: _Loop) -> Iterator[Guard]:
             calls = (x for arm in arms for x in ast.walk(arm) if isinstance(x, ast.Call))
             if (
                 guard is not None
-                and any(_communicates(x, functions, known, ()) for x in calls)
+                and any(_communicates(x, functions, known, asked) for x in calls)
                 and _differs(guard, loop.text)
             ):
                 yield guard
@@ -166,12 +167,21 @@ def _arms(node: ast.AST) -> tuple[Guard | None, Sequence[ast.AST]]:
     return None, ()
 
 
-def _communicates(call: ast.Call, functions: dict[str, ast.AST], known: frozenset[str], within: Sequence[str]) -> bool:
-    """True if a call may communicate: an operation, a module that is called by a variable, or a function of the file that does."""
+def _communicates(
+    call: ast.Call, functions: dict[str, ast.AST], known: frozenset[str], asked: dict[str, bool | None]
+) -> bool:
+    """True if a call may communicate: an operation, a module that is called by a variable, or a function of the file that does.
+
+    Args:
+        asked: The answers for functions; None for those that are being looked through.
+    """
     name = name_of(call.func)
-    if name in functions and name not in within:
+    if name in functions and name not in asked:
+        asked[name] = None
         calls = (node for node in ast.walk(functions[name]) if isinstance(node, ast.Call))
-        return any(_communicates(inner, functions, known, (*within, name)) for inner in calls)
+        asked[name] = any(_communicates(inner, functions, known, asked) for inner in calls)
+    if (answer := asked.get(name)) is not None:
+        return answer
     variable = isinstance(call.func, ast.Name) and name not in known and name not in functions
     return family(name) is not None or name in _MESSAGES or variable
 
