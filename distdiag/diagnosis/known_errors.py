@@ -124,7 +124,7 @@ ROWS = (
     Known(bounded(r"DataLoader timed out"), "a worker of the loader did not deliver in time: take the workers' stacks while it waits (`py-spy dump --pid`), look at the storage; the loader's timeout= is the limit"),
     Known(bounded(r"peer mapping resources exhausted"), "a GPU can map the memory of eight others at most: on hosts with more GPUs use NCCL_P2P_LEVEL=PIX, or NCCL_P2P_DISABLE=1"),
     Known(bounded(r"DataLoader worker .{0,80}(?:exited unexpectedly|is killed)"), "a DataLoader worker died: read what it printed before it ended; see `dmesg -T | grep -i oom` and /dev/shm; run once with num_workers=0 to see its exception"),
-    Known(bounded(r"state_dict|size mismatch for|Missing key"), "the checkpoint does not fit this model: check its configuration, and the parallel sizes it was saved with"),
+    Known(bounded(r"loading (?:the )?(?:model )?state_dict|size mismatch for|Missing key"), "the checkpoint does not fit this model: check its configuration, and the parallel sizes it was saved with"),
     Known(bounded(r"Max retries|Could not connect to the endpoint|Too Many Requests|429 Client|ConnectTimeout|ReadTimeout"), "download once before the job starts (HF_HUB_OFFLINE=1), or on one rank only, with retries"),
     Known(bounded(r"Permission denied|Read-only file system"), "check the rights on that path for the job's user, on all nodes"),
     Known(bounded(r"Disk quota exceeded"), "the user's or project's quota is used up, of bytes or of files: see `quota -s` (`lfs quota` on Lustre), delete old checkpoints, or write elsewhere"),

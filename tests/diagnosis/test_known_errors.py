@@ -88,3 +88,9 @@ def test_a_static_graph_that_changed_is_an_error_and_no_claim_about_all_steps() 
     found = only([f for f in findings(s, unused_parameters) if f.kind == "unused_parameters"])
     assert found.severity == "error" and "never" not in found.message
     assert "static_graph=True allows no other graph than that of the first step, and step 41 had one" in found.message
+
+
+def test_a_message_that_only_names_a_state_dict_is_not_taken_for_a_checkpoint_that_does_not_fit() -> None:
+    assert known(crashed(0, "AttributeError: 'NoneType' object has no attribute 'state_dict'")) is None
+    fits_not = known(crashed(0, "RuntimeError: Error(s) in loading state_dict for Net: size mismatch for fc.weight"))
+    assert fits_not is not None and "the checkpoint does not fit this model" in fits_not[1]
