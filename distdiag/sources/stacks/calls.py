@@ -172,7 +172,8 @@ def _activity(stack: Stack, site: Site | None, source: Source) -> str:
     if word in _GENERAL:  # the library that waits so shows what for
         word = next((w for w in words if w in _SPECIAL), word)
     if word is not None:
-        return refined(word, line)
+        return refined(word, " ".join((line, *(f.raw_name for f in inner))))
     if (idle and "sleep(" in line) or any(map(_NATIVE_SLEEP.search, native)):
         return "sleep"
-    return by_line(line, idle) or "user_code"
+    saves = any(by_frame(f.raw_name) == "checkpoint" for f in stack.frames)  # into a file object of the user's
+    return by_line(line, idle) or ("checkpoint" if saves else "user_code")

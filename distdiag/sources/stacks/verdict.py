@@ -165,12 +165,15 @@ def _silent(s: Snapshot, graph: WaitGraph) -> Iterator[Finding]:
 
 def _stalls(s: Snapshot, graph: WaitGraph, seen: Mapping[int, Seen], source: Source) -> Iterator[Finding]:
     """Yield the ranks that others wait for and that are in no collective, by their line."""
-    late = {q: s.ranks[q].current_site for q in graph.sinks if seen[q].position is not None}
+    absent = {q for w in graph.waits for q in w.missing} - graph.gone - graph.unknown - graph.of_rank.keys()
+    late = {q: s.ranks[q].current_site for q in graph.sinks or sorted(absent) if seen[q].position is not None}
     for ranks in by_value(late).values():
         victims = sorted(graph.victims_of(ranks))
         if not victims:
             continue
         first, call, moved = s.ranks[ranks[0]], _call(s, victims[0]), any(seen[q].goes_on for q in ranks)
+        if len({_call(s, q).op for q in victims}) > 1:  # then they are in several groups
+            call = replace(call, group=UNKNOWN_GROUP)
         condition = _on_rank(first.user_stack, s.ranks[victims[0]].user_stack, source)
         word = first.activity
         op = op_text(_unnumbered(call))
