@@ -95,6 +95,7 @@ ACTIVITIES = (  # in the order in which lines are searched for them
     Activity(word="data_worker", shown="its data loader's worker"),
     Activity(word="waits_for_device", shown="its host, waiting for its device"),
     Activity(word="waiting", shown="waiting in a collective"),
+    Activity(word="last_call", shown="its last call in the dump"),
     *(Activity(word=word, shown=word) for word in ("stopped", "exited", "killed", "crashed", "finished")),
 )  # fmt: skip
 

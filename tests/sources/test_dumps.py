@@ -229,6 +229,8 @@ def test_dumps_without_open_operations_have_no_finding(tmp_path: Path) -> None:
     report = diagnose(tmp_path, trained(Job(8, {"1": ("tp", (0, 1, 2, 3)), "2": ("tp", (4, 5, 6, 7))})))
     assert report.findings == ()
     assert report.state == "running"
+    (note,) = report.notes
+    assert "every recorded operation has completed" in note and "py-spy" in note
 
 
 def test_all_ranks_in_one_collective_blame_nobody(tmp_path: Path) -> None:

@@ -36,12 +36,19 @@ class Findings:
     # -- sites and names ----------------------------------------------------------------------------------------------
 
     def where(self, ranks: Iterable[int]) -> tuple[Where, ...]:
-        """Return where each rank issued its oldest operation in flight, else its newest operation."""
+        """Return where each rank issued its oldest operation in flight, else its newest operation.
+
+        If its ring has lost that operation's entry, its site is not known.
+        """
         out = []
         for r in ranks:
             call, state = self.blame.oldest.get(r), self.snapshot.ranks.get(r)
-            site = (call.site if call is not None else None) or (state.current_site if state is not None else None)
-            out.append(where_at(r, site, "waiting" if call is not None else None))
+            newest = state.current_site if state is not None and (call is None or call.op) else None
+            site = (call.site if call is not None else None) or newest
+            by_stack = state is not None and bool(state.user_stack)
+            out.append(
+                where_at(r, site, "waiting" if call is not None else "last_call" if site and not by_stack else None)
+            )
         return tuple(out)
 
     def evidence(self, ranks: Collection[int]) -> tuple[str, ...]:
@@ -124,7 +131,7 @@ class Findings:
             members = (main.key[4],)  # a message has one other end
         here, elsewhere = [q for q in culprits if q in members], [q for q in culprits if q not in members]
         if blame.behind == culprits:
-            lack = "{culprits} {culprits:has|have} issued {what} but not begun it"
+            lack = "{culprits} {culprits:has|have} issued {what} but not begun it" + self._queued()
         elif here and elsewhere:
             lack = "{here} {here:has|have} not entered {what}, nor {elsewhere} {theirs}"
         else:
@@ -148,6 +155,18 @@ class Findings:
             "condition": "".join("; " + filled(text, whose=whose[ranks]) for ranks, text in parts if ranks),
             "advice": filled(advice, who=culprits),
         }
+
+    def _queued(self) -> str:
+        """Return the operation at which the device of the one culprit stands, if others wait in a later one; else empty."""
+        call, main = self.blame.oldest.get(self.blame.culprits[0]), self.blame.main
+        if len(self.blame.culprits) > 1 or call is None or call.seq is None or main is None:
+            return ""
+        first = Wait((call.group, call.seq))
+        return (
+            ""
+            if first.key == main.key
+            else f", nor completed {collective_text(self.snapshot, first, call)}, which it issued before"
+        )
 
     def _half_made(self) -> str:
         """Return the group for which the stopped ranks may all wait, as a member never created it; else an empty text.
