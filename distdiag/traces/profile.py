@@ -25,7 +25,7 @@ from distdiag.traces.text import ms_text, place
 LEAST_SHARE = 0.01  # of a step: smaller differences between two ranks are not listed
 LEAST_MS = 0.05
 LATE_SHARE, LATE_WAIT = 0.6, 0.05  # of all skew, of a step: from here on one rank is named
-LATE_STEPS = 0.8  # share of the steps in which it must be the latest
+LATE_STEPS, LEAST_STEPS = 0.8, 0.3  # share of the steps with a late rank in which it must be the latest; of all steps
 MORE_SHARE = 0.03  # of a step: by how much more of its own time explains that a rank is late
 COMM_SHARE = 0.3  # of a step, on every rank: from here on exposed communication is named
 
@@ -173,16 +173,18 @@ def _verdict(
 ) -> str | None:  # fmt: skip
     """Name the rank that the others wait for, and why; else communication that every rank waits for."""
     world = _world(recorded)
-    late = _late_rank(collectives, recorded)
+    found = _late_rank(collectives, recorded, steps)
     waits = [(r.wait_ms, r.step_ms) for r in ranks if r.wait_ms is not None]
     most, step = max(waits, default=(0.0, 0.0))
-    if late is not None and most >= LATE_WAIT * step:
+    if found is not None and most >= LATE_WAIT * step:
+        late, led = found
+        often = "" if led == steps else f" in {led} of {steps} steps"
         among = "" if world <= len(ranks) else f"of the {len(ranks)} ranks with a trace, of {world:,}, "
         data = {
             q: length(union(r.trace.loads, *windows[q])) / 1e3 / steps for q, r in recorded.items() if r.trace.loads
         }
         waited = f"others wait up to {ms_text(most)} ms of a step of {ms_text(step)} ms for it"
-        return f"{among}rank {late} comes last to the collectives: {waited}{_more(late, ranks, data)}"
+        return f"{among}rank {late} comes last to the collectives{often}: {waited}{_more(late, ranks, data)}"
     exposed = [(r.exposed_ms - min(r.wait_ms or 0.0, r.exposed_ms), r.step_ms) for r in ranks if r.step_ms > 0]
     if len(exposed) < 2 or min(ms / step_ms for ms, step_ms in exposed) < COMM_SHARE:
         return None
@@ -198,22 +200,32 @@ def _world(recorded: Mapping[int, Recorded]) -> int:
     return max((r.trace.world_size or 0 for r in recorded.values()), default=0)
 
 
-def _late_rank(collectives: Mapping[Key, Mapping[int, Comm]], recorded: Mapping[int, Recorded]) -> int | None:
-    """Return the rank that causes most of the skew and is the latest in nearly every step; None if there is none."""
+def _late_rank(
+    collectives: Mapping[Key, Mapping[int, Comm]], recorded: Mapping[int, Recorded], steps: int
+) -> tuple[int, int] | None:
+    """Return the rank that causes most of the skew, and in how many steps; None if others are as often the latest.
+
+    Only steps in which the last arrival costs a share of the step count.
+    """
     clock = next(iter(recorded.values()), None)
     ends = [] if clock is None else [clock.trace.us(end) for _, end in clock.boundaries]
     by_step: dict[int, Counter[int]] = defaultdict(Counter)
+    total: Counter[int] = Counter()
     for (_, _, op), of_rank in collectives.items():
-        if not is_message(op):  # a stage waits for the one before it by design
-            late = analyse.last_rank(of_rank)
-            skew = of_rank[late].start - min(c.start for c in of_rank.values())
-            by_step[bisect_left(ends, of_rank[late].start)][late] += skew
-    total = sum(by_step.values(), Counter())
+        if is_message(op):  # a stage waits for the one before it by design
+            continue
+        late = analyse.last_rank(of_rank)
+        skew = of_rank[late].start - min(c.start for c in of_rank.values())
+        total[late] += skew
+        step = bisect_left(ends, of_rank[late].start)
+        if 0 < step < len(ends) and skew >= LATE_WAIT * (ends[step] - ends[step - 1]):
+            by_step[step][late] += skew
     if not total:
         return None
     late, most = total.most_common(1)[0]
-    led = sum(late == of_step.most_common(1)[0][0] for of_step in by_step.values() if of_step)
-    return late if most >= LATE_SHARE * total.total() and led >= LATE_STEPS * len(by_step) else None
+    led = sum(late == of_step.most_common(1)[0][0] for of_step in by_step.values())
+    often = led >= max(LATE_STEPS * len(by_step), LEAST_STEPS * steps)
+    return (late, led) if often and led >= min(2, steps) and most >= LATE_SHARE * total.total() else None
 
 
 def _more(late: int, ranks: Sequence[RankTimes], data_ms: Mapping[int, float]) -> str:

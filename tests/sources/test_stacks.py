@@ -205,6 +205,8 @@ C10D = f"{LIBRARY}/distributed/distributed_c10d.py"
         (at(frame("select", "/opt/lib/python3.12/selectors.py"), frame("run", "/opt/lib/python3.12/subprocess.py"), USER),
          None, "process"),
         (at(USER, frame("_save", f"{LIBRARY}/serialization.py"), frame("save", "/home/me/train.py", 50)), None, "checkpoint"),
+        (at(frame("synchronize", f"{LIBRARY}/cuda/__init__.py"), USER), None, "device"),
+        (at(frame("wait", "threading.py"), frame("result", "concurrent/futures/_base.py"), USER), None, "worker"),
         (at(USER), None, "user_code"),
     ],
 )  # fmt: skip
@@ -267,6 +269,20 @@ def test_one_operation_at_two_lines_names_the_minority_and_of_two_ranks_none() -
     assert (odd.severity, odd.culprits, odd.victims) == (Severity.WARNING, (0,), (1, 2))
     (tie,) = findings({0: seen(10, "all_reduce"), 1: seen(20, "all_reduce")})
     assert (tie.culprits, tie.victims) == ((), (0, 1))
+
+
+def test_one_look_does_not_show_that_no_rank_has_moved() -> None:
+    for ranks in (
+        {r: seen(10, "all_reduce", once=True) for r in range(3)},
+        {
+            r: Seen(position=position(at(frame("get", "/opt/lib/python3.12/queue.py"), USER)), once=True)
+            for r in range(3)
+        },
+    ):
+        (found,) = findings(ranks)
+        assert (found.severity, found.culprits) == (Severity.INFO, ()) and "moved" not in found.message
+    (odd,) = findings({r: seen(10 + (r == 0), "all_reduce", once=True) for r in range(3)})
+    assert odd.culprits == (0,) and "moved" not in odd.message
 
 
 @pytest.mark.parametrize("ops", [("broadcast", "all_reduce"), ("broadcast", "all_reduce", "recv")])

@@ -105,6 +105,18 @@ def test_a_rank_that_is_last_in_some_steps_only_is_not_named(tmp_path: Path) -> 
     assert diagnose("traces", find([str(tmp_path)])).verdict is None
 
 
+def test_a_rank_that_is_late_from_some_step_on_is_named(tmp_path: Path) -> None:
+    for rank in range(2):
+        path = write_rank(tmp_path, rank, late_us=350.0)
+        whole = json.loads(gzip.decompress(path.read_bytes()))
+        for e in whole["traceEvents"]:
+            if rank == 1 and e["name"].startswith("nccl") and e["ts"] >= 2000:
+                e["ts"], e["dur"] = e["ts"] + 180.0, e["dur"] - 180.0
+        path.write_bytes(gzip.compress(json.dumps(whole).encode()))
+    verdict = diagnose("traces", find([str(tmp_path)])).verdict
+    assert verdict is not None and "rank 1 comes last to the collectives in 2 of 4 steps: others wait up to" in verdict
+
+
 @pytest.mark.parametrize("loads", [False, True])
 def test_a_late_rank_is_named_with_what_takes_it_longer(tmp_path: Path, loads: bool) -> None:
     for rank in range(3):

@@ -322,4 +322,6 @@ def _alone(snapshot: Snapshot, main: Wait, culprits: set[int], victims: set[int]
     if victims != set(main.ranks) or culprits | victims != set(snapshot.groups[main.group].ranks):
         return False
     states = [snapshot.ranks[q] for q in culprits]
-    return len({s.enqueued.get(main.group, 0) for s in states}) == 1 and all(s.enqueued == s.completed for s in states)
+    return len({s.enqueued.get(main.group, 0) for s in states}) == 1 and all(
+        s.enqueued == s.completed and not any(c.completed_s is None for c in s.calls) for s in states
+    )

@@ -90,6 +90,8 @@ def _judge(
     if not found:
         if not running and (unmatched := findings.unmatched_messages()) is not None:
             found.append(unmatched)
+        elif not running and (unequal := findings.unequal_message()) is not None:
+            found.append(unequal)
         elif loaded.late is not None and not running and _late_first(loaded.late, blame):
             found.append(findings.late_rank(loaded.late))
         elif blame.culprits or blame.crossed or blame.circle:
