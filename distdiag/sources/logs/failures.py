@@ -230,6 +230,8 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     if (len(found.on_host) > 1 or r.meaning.kind == "gpu") and r.facts[0].name != "node_lost":
         r.hosts = r.hosts or found.host_of(r.ranks)
     message, advice = _who_failed(r, ranks, of_node, everyone) + r.after, r.advice
+    if r.facts and r.facts[0].name == "port_in_use" and len(ranks) + len(r.unnamed) > 1:
+        advice = meanings.SHARED_PORT
     if others:
         waits = [waited[q] for q in others]
         after = all(before(f, wait) for f in r.facts[:1] for wait in waits)

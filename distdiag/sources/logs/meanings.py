@@ -94,6 +94,14 @@ GOES_FIRST = (
     "do that work once before the job starts (download, tokenize, cache), or give the process group a longer timeout (timeout= of "
     "init_process_group, InitProcessGroupKwargs, ddp_timeout); if it takes seconds as a rule, see why {who} did not leave {where}"
 )
+SAVING = (
+    "if {who} was still saving: give the group a longer timeout (init_process_group), or let each rank save its own part, asynchronously or to "
+    "faster storage; else "
+)
+SHARED_PORT = (
+    "a port has one listener: if some of these processes are on one host, start one launcher for each node, not for each GPU (srun: "
+    "--ntasks-per-node=1); else end the job that holds the port, or give this one another --master-port (or --rdzv-endpoint)"
+)
 IN_COLLECTIVE = "it was raised inside a collective, where a rank fails after another, too: read the others' logs first"
 SAME_EVERYWHERE = "the cause is not one rank: correct the program or the environment"
 # about an exception of no, one or more ranks, if its text says nothing

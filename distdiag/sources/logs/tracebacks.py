@@ -236,7 +236,9 @@ class Tracebacks:
             fact.site = user_site(trace.frames[::-1])
             fact.within = _helper(trace.frames)
             if (launcher := _launcher(trace.frames)) and fact.who.rank is None and not fact.who.process:
-                fact.who, fact.site = replace(fact.who, process=launcher), fact.site if launcher == _SPAWNS else None
+                self._found.torchrun = self._found.torchrun or launcher == "torchrun"
+                of_task = "" if fact.who.task is not None else launcher
+                fact.who, fact.site = replace(fact.who, process=of_task), fact.site if launcher == _SPAWNS else None
             fact.uncaught, fact.warned = trace.uncaught, trace.warned
             fact.in_collective = innermost.endswith(_COLLECTIVE)
             earlier = self._before.pop(line.source, None)
