@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from distdiag.sources.logs.verdict import diagnose_logs
 from tests.sources.test_logs import diagnose, only, raised, timeout
 
 RETRY = "g{0}:7:9 [4] NCCL WARN NET/{1}: Got completion from peer 10.3.0.9<417> with status=IBV_WC_RETRY_EXC_ERR(12) opcode=IBV_WC_RDMA_WRITE(1) vendor_err=129\n"
@@ -66,3 +67,65 @@ def test_the_rank_that_the_others_wait_for_was_saving(tmp_path: Path) -> None:
     last = "[rank0] 2031-03-02 09:00:00 INFO {}\n" + "[rank1] step 9\n"
     assert "longer timeout" in only(diagnose(tmp_path, last.format("wrote part-3.safetensors") + waits)).advice
     assert "longer timeout" not in only(diagnose(tmp_path, last.format("shuffled the index") + waits)).advice
+
+
+PANIC = "2031-03-02T04:31:10.1+00:00 n7 kernel: {}\n"
+MACHINE_CHECK = PANIC.format("mce: [Hardware Error]: CPU 44: Machine Check Exception: 5 Bank 13: bd80") + PANIC.format(
+    "Kernel panic - not syncing: Fatal machine check"
+)
+PIPE = 'Traceback (most recent call last):\n  File "/w/serve.py", line 3, in <module>\n  File "/usr/lib/python3.11/multiprocessing/connection.py", line 383, in _recv\n    raise EOFError\nEOFError\n'
+LOADED = "[2031-03-02 09:00:00 TP1] ValueError: TP rank 1 could finish the model loading, but there are other ranks that didn't finish loading.\n"
+CACHE = "InductorError: FileNotFoundError: [Errno 2] No such file or directory: '/tmp/torchinductor_u/triton/4/k.cubin.tmp'"
+
+
+def test_a_host_whose_kernel_stopped_is_one_event_and_its_console_a_log(tmp_path: Path) -> None:
+    (tmp_path / "n7-console.txt").write_text(MACHINE_CHECK)
+    (tmp_path / "job.log").write_text("n7:1:2 [0] NCCL INFO comm 0x1 rank 4 nranks 8 cudaDev 0 busId 1b000 - Init COMPLETE\ng1:7:9 [0] NCCL WARN socketProgress: Connection closed by remote peer n7<417>\n")
+    report = diagnose_logs([str(tmp_path)])
+    assert report is not None
+    f = only(report)
+    assert f.message.startswith("host n7 (rank 4) was lost with all its processes: CPU 44: Machine Check Exception")
+    assert f.culprits == (4,) and f.certainty == "suspected" and "hardware" in f.advice
+
+
+def test_what_only_reports_another_process_is_no_failure(tmp_path: Path) -> None:
+    f = only(diagnose(tmp_path, LOADED))
+    assert (f.kind, f.culprits) == ("timeout", ()) and f.message.startswith("TP1 had loaded its part")
+    fault = "Fatal Python error: Segmentation fault\n"
+    assert "EOFError" not in only(diagnose(tmp_path, fault + PIPE)).message
+    inner = "RuntimeError: target is longer than the input\n"
+    text = raised(0, inner, prefix="") + "During handling of the above exception, another exception occurred:\n\n"
+    text += raised(0, "DeadlockDetectedException: DeadLock detected from rank: 1 ", prefix="") + raised(0, inner, prefix="")
+    f = only(diagnose(tmp_path, text))
+    assert f.culprits == (1,) and "target is longer" in f.message
+
+
+def test_a_status_of_a_child_process_is_a_signal(tmp_path: Path) -> None:
+    line = "[2031-03-02 09:00:00] Child process unexpectedly failed with an exit code 9. pid=7071\n"
+    assert only(diagnose(tmp_path, line)).message == "process 7071 was killed by SIGKILL"
+
+
+def test_the_source_in_a_traceback_is_no_progress(tmp_path: Path) -> None:
+    what = "RuntimeError: Missing key in checkpoint state_dict: gate"
+    text = "".join(raised(r, what).replace("step()", "load(step=1000)") for r in (0, 1))
+    assert not any("went on" in note for note in diagnose(tmp_path, text + text).notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        (raised(3, CACHE), "TRITON_CACHE_DIR"),
+        (raised(3, "RuntimeError: Expected all tensors to be on the same device, but found cuda:3 and cuda:0"), "LOCAL_RANK"),
+        ("*** An error occurred in MPI_Init\n", "srun"),
+        (raised(3, "OSError: We couldn't connect to 'https://huggingface.co' to load the files"), "download once"),
+        ("(autoscaler +1m) Warning: The following resource request cannot be scheduled right now: {'GPU': 1.0}. This is\n", "fit the cluster"),
+    ],
+)  # fmt: skip
+def test_more_advice_that_follows_the_cause(tmp_path: Path, text: str, word: str) -> None:
+    assert word in only(diagnose(tmp_path, text)).advice
+
+
+def test_nccls_own_line_says_more_than_the_exception_after_it(tmp_path: Path) -> None:
+    warn = NVLS.replace("nvls.cc", "p2p.cc").replace("the operation cannot be performed in the present state", "invalid device ordinal")
+    f = only(diagnose(tmp_path, warn + "[rank0]: Cuda failure 101 'invalid device ordinal'\n"))
+    assert "NCCL_CUMEM_ENABLE=0" in f.advice

@@ -178,7 +178,7 @@ def _meaning(end: Fact, memory: bool, others: bool) -> Meaning:
         return Meaning("rank_lost", "crashed", "was lost: killed, or crashed in native code", meanings.KILLED)
     if _launcher(end) == "mpi":
         why = shortened(end.fields.get("how", BY_PROGRAM), 160)
-        return Meaning("rank_lost", "crashed", f"aborted MPI: {why}", meanings.SEE_LOG)
+        return Meaning("rank_lost", "crashed", f"aborted MPI: {why}", remedy(why, meanings.SEE_LOG))
     if by == "SIGKILL" and memory:
         return Meaning("rank_lost", "killed", "was killed by SIGKILL: out of memory", MEANINGS["host_oom"].advice)
     if by and not (by == "SIGABRT" and others):  # it aborted after its message

@@ -21,7 +21,7 @@ LATER_S = 2.0  # the clocks of hosts differ by less
 WAITED = (Role.WAIT, Role.VICTIM)
 # failures of the device, of the launch or of the host's memory: never a consequence of another failure
 OWN = (
-    "xid", "sxid", "gpu_init", "amd_fault", "node_lost", "ecc", "device_lost", "shm_full", "port_error", "duplicate_gpu", "rank_twice", "host_oom",
+    "xid", "sxid", "host_fault", "gpu_init", "amd_fault", "node_lost", "ecc", "device_lost", "shm_full", "port_error", "duplicate_gpu", "rank_twice", "host_oom",
 )  # fmt: skip
 
 
@@ -38,7 +38,10 @@ def join(found: Collected) -> Collected:
     of_file = {p: min(r) for p, r in found.env.items() if len(r) == 1 and found.by_path[p] == r} | of_file
     for label, (world, rank) in found.in_world.items():
         if world == found.world_size:
-            found.is_rank_of((label, label.partition(":")[0] if ":" in label else ""), rank)
+            host = label.partition(":")[0] if ":" in label else ""
+            found.is_rank_of((label, host), rank)
+            if host:
+                found.on_host.setdefault(host, set()).add(rank)
             if label.rpartition(":")[2].isdecimal():
                 found.is_rank_of(int(label.rpartition(":")[2]), rank)
     numbered = _numbered(found)

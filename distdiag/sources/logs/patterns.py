@@ -67,6 +67,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("gloo_timeout", W, "Application timeout caused pair closure", r"Application timeout caused pair closure"),
     _row("store_wait", W, "wait timeout after", r"(?<!error: )wait timeout after (?P<limit>\d+)ms, keys: (?P<key>\S{1,200})"),
     _row("npu_task", W, "reason=[task timeout]", r"execute failed, reason=\[task timeout\]"),
+    _row("load_wait", W, "ranks that didn", r"could finish the model loading, but there are other ranks that didn't finish loading"),
     _row("npu_task", W, "rror code is ", r"Synchronize\w+, error code is (?:507046|507048|107020)\b"),  # timeouts of a stream, of a task
     _row("hccl_socket", W, "Getting socket times out", r"Getting socket times out"),
     _row("hccl_wait", W, "from remote rank", r"has not received the Notify record from remote rank:? ?\[(?P<awaited>\d+)\](?:.{0,120}?tag\[(?P<tag>[A-Za-z]+))?(?:.{0,600}?\bgroup:\[(?P<group>(?!hccl_world)[\w.-]{1,120})\])?"),
@@ -107,6 +108,8 @@ TABLE: tuple[Pattern, ...] = (
     _row("not_started", S, "not enough slots", r"(?P<what>There are not enough slots available .+)"),
     _row("not_started", S, "execve(): ", r"slurmstepd: error: execve\(\): (?P<what>.+)"),
     _row("not_started", S, "nodes are available: ", r"(?P<what>\d+/\d+ nodes are available: .+)"),
+    _row("not_started", S, "resource request cannot be scheduled", r"(?P<what>The following resource request cannot be scheduled right now: .{1,120}?\})"),
+    _row("not_started", S, "WorkerGroupStartupTimeoutError", r"WorkerGroupStartupTimeoutError: (?P<what>The worker group startup timed out after \S{1,20} seconds waiting for \d{1,9} workers)"),
     _row("not_started", S, "No available node types", r"(?P<what>No available node types can fulfill .+)"),
     _row("not_started", S, "pull", r"(?:\bpod/(?P<pod>[\w.-]{1,253})\W.{0,40}?)?(?P<what>Failed to pull image .{1,160}|Back-off pulling image .{1,160})"),
     _row("ray_head", V, "Failed to connect to GCS", r"Failed to connect to GCS within"),
@@ -146,7 +149,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("cuda_oom", C, "OUT_OF_DEVICE_MEMORY", r"\b(?:ZE|UR)_RESULT_ERROR_OUT_OF_DEVICE_MEMORY\b"),
     _row("cuda_oom", C, "ut of memory", r"(?:RESOURCE_EXHAUSTED: |Resource exhausted: |(?<=: ))(?:Out of memory while trying to allocate|Ran out of memory in memory space)"),
     _row("cuda_oom", C, "Cuda failure", r"Cuda failure (?:\d+ )?'out of memory'"),
-    _row("cuda_oom", C, "CUDA error: out of memory", r"CUDA error: out of memory"),
+    _row("cuda_oom", C, "rror: out of memory", r"CUDA [Ee]rror: out of memory"),
     _row("xpu_lost", C, "DEVICE_LOST", r"\b(?P<what>(?:ZE|UR)_RESULT_ERROR_DEVICE_LOST)\b"),
     _row("npu_busy", C, "Failed to initialize the HCCP process", r"Failed to initialize the HCCP process"),
     _row("hip_error", C, "aborting with error : HSA_", r"(?:\bpid:(?P<pid>\d+).{0,80})?aborting with error : (?P<what>HSA_STATUS_ERROR\w*)"),
@@ -154,6 +157,8 @@ TABLE: tuple[Pattern, ...] = (
     _row("cuda_error", C, "CUDA error: ", r"CUDA error: (?P<what>(?!uncorrectable ECC)[^\n]{1,120})"),
     _row("cuda_error", C, "Cuda failure", r"Cuda failure (?:\d+ )?'(?P<what>(?!out of memory)[^']{1,120})'"),
     # -- memory and signals of the host
+    _row("host_fault", C, "Kernel panic", r"(?P<what>Kernel panic - not syncing: .{1,100})"),
+    _row("host_fault", C, "Machine Check Exception", r"mce: \[Hardware Error\]: (?P<what>CPU \d+: Machine Check Exception)"),
     _row("fatal", C, "Signal: ", r"\] Signal: (?P<what>Segmentation fault|Bus error|Floating point exception|Illegal instruction) \(\d+\)"),
     _row("fatal", C, "Fatal Python error: ", r"Fatal Python error: (?P<what>(?!Aborted)[^\n]{1,80})"),
     _row("fatal", C, "(): ", r"(?P<what>(?:malloc|free|realloc|munmap_chunk)\(\): (?:invalid|corrupted|unaligned|memory) .{3,40})"),
@@ -178,6 +183,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("exit", E, "failed (exitcode", r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: (?P<pid>\d+)\)"),
     _row("exit", E, "Child process with PID", r"\[rank: (?P<r>\d+)\] Child process with PID (?P<pid>\d+) terminated with code (?P<code>-?\d+)"),
     _row("exit", E, "exited with code", r"Global rank (?P<r>\d+) \(PID (?P<pid>\d+)\) exited with code (?P<code>-?\d+)"),
+    _row("exit", E, "unexpectedly failed with", r"Child process unexpectedly failed with an exit ?code (?P<signal>[4-9]|11)\. pid=(?P<pid>\d+)"),  # its status
     _row("exit", E, " died, exit code: ", r"Worker \w+ pid (?P<pid>\d+) died, exit code: (?P<code>-?\d+)"),
     _row("lost_worker", E, "its worker process has died", r"The actor is dead because its worker process has died"),
     _row("lost_worker", E, "died unexpectedly, shutting down", r"Worker proc \w+?-(?P<r>\d+) died unexpectedly, shutting down"),

@@ -97,6 +97,8 @@ LATE_ROWS = (
          "read the log of {culprits}, and take {its} stack the next time: another failure there, a longer branch, or another call")),
     Row("hccl_socket", _LATE, "{who} waited in HCCL{at} for a connection that the rank at the other end did not make in time",
         "read the logs of the ranks that do not report it: one failed, or is late (HCCL_CONNECT_TIMEOUT is the limit); then the network of the NPUs: `hccn_tool`"),
+    Row("load_wait", _LATE, "{who} had loaded its part of the model, and waited{at} in vain for other ranks to load theirs",
+        "read the logs of the other nodes' ranks: one failed there, or its storage is slow; {who} is not the cause"),
     Row("rpc_late", _LATE, "{who} waited for a worker's answer{call}{at} until the timeout; which worker did not answer is not in the log",
         "take the stacks of all workers the next time, before the timeout (`py-spy dump --pid …`), and read their own logs: the waiting process is not the cause"),
 )  # fmt: skip
