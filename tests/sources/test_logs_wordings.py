@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from distdiag.diagnosis.text.finding import finding_lines
 from distdiag.sources.logs.verdict import diagnose_logs
-from tests.sources.test_logs import diagnose, only, raised, timeout
+from tests.sources.test_logs import diagnose, only, raised, table, timeout
 
 RETRY = "g{0}:7:9 [4] NCCL WARN NET/{1}: Got completion from peer 10.3.0.9<417> with status=IBV_WC_RETRY_EXC_ERR(12) opcode=IBV_WC_RDMA_WRITE(1) vendor_err=129\n"
 NPU = "RuntimeError: npuSynchronizeDevice:x.ts:4 NPU function error: AclrtSynchronizeDeviceWithTimeout, error code is 507048"
@@ -129,3 +130,39 @@ def test_nccls_own_line_says_more_than_the_exception_after_it(tmp_path: Path) ->
     warn = NVLS.replace("nvls.cc", "p2p.cc").replace("the operation cannot be performed in the present state", "invalid device ordinal")
     f = only(diagnose(tmp_path, warn + "[rank0]: Cuda failure 101 'invalid device ordinal'\n"))
     assert "NCCL_CUMEM_ENABLE=0" in f.advice
+
+
+def test_ranks_that_wait_for_tokens_of_experts(tmp_path: Path) -> None:
+    late = "RuntimeError: DeepEP error: timeout (dispatch CPU)"
+    waited = "".join(raised(r, late) for r in range(4))
+    f = only(diagnose(tmp_path, waited))
+    assert (f.kind, f.culprits, f.victims) == ("stall", (), (0, 1, 2, 3)) and "NVSHMEM" in f.advice
+    assert [line for line in finding_lines(f) if "where" in line] and not any("waiting:" in x for x in finding_lines(f))
+    f = only(diagnose(tmp_path, f"{waited}[rank4]: compiled\n"))
+    assert f.culprits == (4,) and "rank 4 reported no timeout" in f.message
+
+
+def test_megatron_names_the_rank_whose_numbers_are_not_finite(tmp_path: Path) -> None:
+    line = "ERROR:megatron.core.rerun_state_machine:Unexpected result {} on rank 3 at iteration #30 invocation #2 (message='found NaN in local {}')\n"
+    ended = table(3, 16, "To enable traceback see: x")
+    f = only(diagnose(tmp_path, line.format("nan", "grad norm for bucket #0 in backward pass") + ended))
+    assert (f.kind, f.cause, f.culprits) == ("nonfinite", "gradient", (3,)) and "iteration 30" in f.message
+    assert only(diagnose(tmp_path, line.format("nan", "forward loss calculation") + ended)).cause == "loss"
+    assert diagnose(tmp_path, line.format("7.31", "x") + "step 31 loss 2.1\n").findings == ()
+
+
+def test_a_store_whose_address_means_the_host_itself(tmp_path: Path) -> None:
+    what = "torch.distributed.DistNetworkError: The client socket has timed out after 300000ms while trying to connect to (0.0.0.0, 51216)."
+    f = only(diagnose(tmp_path, raised(0, what)))
+    assert "nobody listens there on its own host" in f.message and "rank 0, or torchrun" not in f.message
+
+
+def test_the_pod_in_the_command_that_describes_it(tmp_path: Path) -> None:
+    text = "$ kubectl -n ml describe pod fit-worker-1 | tail -3\n  Warning  FailedScheduling  12m  default-scheduler  0/5 nodes are available: 5 Insufficient nvidia.com/gpu.\n"
+    assert "did not start on fit-worker-1: 0/5 nodes" in only(diagnose(tmp_path, text)).message
+
+
+def test_the_launcher_of_deepspeed_is_no_rank(tmp_path: Path) -> None:
+    what = "RuntimeError: Using hostfile at h but host=10.1.1.2 was not reachable via ssh. If you are running"
+    f = only(diagnose(tmp_path, raised(0, what, file="/e/deepspeed/launcher/runner.py", prefix="")))
+    assert f.message.startswith("deepspeed raised RuntimeError") and "without a password" in f.advice

@@ -66,6 +66,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("gloo_timeout", W, "Timed out waiting", r"\[[^\]]{0,120}gloo/transport/[^\]]{0,80}\] Timed out waiting (?P<limit>\d+)ms for (?P<what>send|recv) operation"),
     _row("gloo_timeout", W, "Application timeout caused pair closure", r"Application timeout caused pair closure"),
     _row("store_wait", W, "wait timeout after", r"(?<!error: )wait timeout after (?P<limit>\d+)ms, keys: (?P<key>\S{1,200})"),
+    _row("ep_timeout", W, "DeepEP ", r"DeepEP (?:error: )?(?:dispatch|combine|CPU recv )?.{0,40}?\btimeout\b"),
     _row("npu_task", W, "reason=[task timeout]", r"execute failed, reason=\[task timeout\]"),
     _row("load_wait", W, "ranks that didn", r"could finish the model loading, but there are other ranks that didn't finish loading"),
     _row("npu_task", W, "rror code is ", r"Synchronize\w+, error code is (?:507046|507048|107020)\b"),  # timeouts of a stream, of a task
@@ -132,6 +133,9 @@ TABLE: tuple[Pattern, ...] = (
     _row("nccl_mismatch", C, "Mismatched collective", r"NCCL WARN Mismatched collective detected.{0,80}rank (?P<near>\d+)"),
     _row("nccl_version", C, "ismatched NCCL version", r"[Mm]ismatched NCCL version detected ?: rank (?P<a>\d+) version (?P<va>\d+) rank (?P<b>\d+) version (?P<vb>\d+)"),
     _row("duplicate_gpu", C, "Duplicate GPU detected", r"Duplicate GPU detected ?: rank (?P<a>\d+) and rank (?P<b>\d+) both on CUDA device (?P<bus>\w+)"),
+    # -- numbers
+    _row("nan_gradient", C, "Unexpected result", r"Unexpected result -?(?:nan|inf) on rank (?P<r>\d+) at iteration #(?P<step>\d+) .{0,40}?\(message='(?P<what>[^']{0,80}\bgrad[^']{0,120})'"),
+    _row("nan_loss", C, "Unexpected result", r"Unexpected result -?(?:nan|inf) on rank (?P<r>\d+) at iteration #(?P<step>\d+) .{0,40}?\(message='(?P<what>[^']{1,160})'"),
     # -- devices
     _row("ecc", C, "cudaErrorECCUncorrectable", r"cudaErrorECCUncorrectable"),
     _row("ecc", C, "uncorrectable ECC error", r"CUDA (?:error|failure).{0,20}uncorrectable ECC error"),
@@ -282,7 +286,7 @@ TABLE: tuple[Pattern, ...] = (
 # Lines that the collector reads itself: tables and tracebacks of several lines.
 _BEGINS = ("Traceback (most recent call last)", "ray::", "│ /", 'File "', 'File \\"', "Stack trace of the failed")
 _MORE = (
-    "Root Cause", "exitcode", "local_rank:", "Missing ranks:", "Name:  ", "State:  ", "Process name: [[", "Exit code:", " RUNNING AT ", "EXIT CODE:", "KILLED BY SIGNAL:",
+    "Root Cause", "exitcode", "local_rank:", "Missing ranks:", "Name:  ", "describe pod", "State:  ", "Process name: [[", "Exit code:", " RUNNING AT ", "EXIT CODE:", "KILLED BY SIGNAL:",
     "terminated with the following error", " global rank ", "==> ",
     "actor_id: ", "namespace: ", "rank      :", "host      :", "time      :", "traceback :", "Last error:", "Exception ignored in", "[distdiag] ", "(most recent call first)",
 )  # fmt: skip

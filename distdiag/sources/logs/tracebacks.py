@@ -33,6 +33,7 @@ _SPAWNS = "the process that spawns the ranks"
 _LAUNCHERS = {
     "/torch/distributed/launcher/api.py": "torchrun",
     "/accelerate/commands/launch.py": "accelerate",
+    "/deepspeed/launcher/runner.py": "deepspeed",
     "/torch/multiprocessing/spawn.py": _SPAWNS,
 }
 # helpers in which one rank, most often rank 0, works first, and the others wait for it
