@@ -166,3 +166,8 @@ def test_the_launcher_of_deepspeed_is_no_rank(tmp_path: Path) -> None:
     what = "RuntimeError: Using hostfile at h but host=10.1.1.2 was not reachable via ssh. If you are running"
     f = only(diagnose(tmp_path, raised(0, what, file="/e/deepspeed/launcher/runner.py", prefix="")))
     assert f.message.startswith("deepspeed raised RuntimeError") and "without a password" in f.advice
+
+
+def test_a_process_that_lost_its_gpu(tmp_path: Path) -> None:
+    f = only(diagnose(tmp_path, raised(2, "torch.AcceleratorError: CUDA error: unknown error")))
+    assert "a container loses its GPUs" in f.advice
