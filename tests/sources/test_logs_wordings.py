@@ -171,3 +171,8 @@ def test_the_launcher_of_deepspeed_is_no_rank(tmp_path: Path) -> None:
 def test_a_process_that_lost_its_gpu(tmp_path: Path) -> None:
     f = only(diagnose(tmp_path, raised(2, "torch.AcceleratorError: CUDA error: unknown error")))
     assert "a container loses its GPUs" in f.advice
+
+
+def test_a_pipe_to_a_child_is_no_connection_of_ranks(tmp_path: Path) -> None:
+    f = only(diagnose(tmp_path, PIPE + raised(0, "RuntimeError: Pin memory thread exited unexpectedly", prefix="")))
+    assert "the other end of a pipe" in f.message and "NCCL" not in f.advice and "num_workers=0" in f.advice

@@ -175,6 +175,8 @@ LOST_ROWS = (
         when=lambda facts: any(f.name == "gloo_timeout" for f in facts)),
     Row("unique_id", _LOST, "{who} lost the store while a communicator was made{at} ({reason}): the process that serves it, rank 0 or torchrun's, ended first",
         "read the log of rank 0 and of its node's launcher: its failure came before these"),
+    Row("pipe_lost", "rank_lost/crashed", "{who} lost the process at the other end of a pipe{at}: a worker of a loader, or another child, had ended",
+        "see how that child ended: what it printed before, `dmesg -T | grep -i oom`, /dev/shm, `ulimit -n`; run once with num_workers=0 to see a loader's own exception"),
     Row("closed store_lost refused lost", _LOST, "{who} could not make a connection{to}{at}: a firewall rejects it, or no route leads there",
         "open the ports between these hosts (iptables, firewalld, security groups: NCCL and gloo use any port), and see the route: `ip route get ADDRESS`; or choose another interface: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME", when=_no_route),
     Row("closed store_lost refused lost", _LOST, "{who} could not make a connection{to}{at}: nothing listens there (any more), or a firewall is between them{nothing}", _ENDED, when=_refused),

@@ -273,7 +273,7 @@ class Tracebacks:
         if short in ("DistBackendError", "DistNetworkError") or _OF_OTHERS.search(text) is not None:
             name, role = "dist_error", Role.VICTIM
         elif innermost.endswith(_PIPE) and short in ("EOFError", "ConnectionResetError", "BrokenPipeError"):
-            name, role = "lost", Role.VICTIM
+            name, role = "pipe_lost", Role.VICTIM
         elif _INSIDE.search(innermost) is not None and LOST.search(text) is not None:
             name, role = ("dist_error" if short.startswith("Dist") else "lost"), Role.VICTIM
         return self._add(name, role, {"type": short, "what": (m["what"] or "")[:300]}, line)
