@@ -65,7 +65,7 @@ def finding_lines(f: Finding, width: int = WIDTH) -> list[str]:
     if f.cleared_s and f.first_seen_s is not None:
         gone = f" (cleared after {f.cleared_s - f.first_seen_s:.0f} s)"
     where, waiting = listed(f.where), listed(f.waiting)
-    if waiting and where:
+    if waiting and where not in ("", waiting):
         where += f"; waiting: {waiting}"
     head, more = _first_clause(f.message) if len(f.message) > LONG else (f.message, "")
     lines = [("", f"{GLYPHS[severity]} {WORDS[severity]} {f.title}{certain}  {head}{gone}")]
