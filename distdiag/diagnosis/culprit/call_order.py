@@ -44,6 +44,13 @@ def pattern(case: Case) -> Testimony | None:
     text += f": after {op_at(turn.after)} it made {op_at(turn.made)}, where {op_at(turn.due)} had always followed ({turn.times:,} times)"
     if not turn.left_out and not turn.returned and {c.way for c in conditions} != {Way.ALONE}:
         return Testimony(ranks=(rank,), text=text)  # it may have come to the end of its loop, or of its epoch
+    sends = all(call is not None and call.op.endswith("send") for call in case.calls.values())
+    if sends and turn.again and not conditions:  # what was due may come next
+        return Testimony(
+            ranks=(rank,), head=f"rank {rank} made {op_at(turn.made)} again before {op_at(turn.due)}", text=text,
+            advice="let no rank wait in a send while its peer does: use isend or batch_isend_irecv, or receive before the next "
+            f"send; see why rank {rank} now makes {op_at(turn.made)} more often in a row",
+        )  # fmt: skip
     did, call = ("left out", turn.due) if turn.left_out else ("alone made", turn.made)
     return Testimony(
         ranks=(rank,), head=f"rank {rank} {did} {op_at(call)}", text=text, conditions=conditions, advice=_advice(rank, turn, conditions)
