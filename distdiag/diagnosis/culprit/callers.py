@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from distdiag.diagnosis.model.snapshot import RankState, Site, issue_stack
-from distdiag.diagnosis.model.syntax import Source, function, name_of, tree_of
+from distdiag.diagnosis.model.syntax import Source, function, name_of, statement, tree_of
 
 COMPARED = 8  # ranks that wait, of which the one nearest to the culprit in the source is compared with it
 
@@ -81,6 +81,20 @@ def function_key(site: Site, source: Source) -> tuple[str, str, int]:
     tree = tree_of(site.file, source)
     around = function(tree, site.line) if tree is not None else None
     return site.file, site.function, around.lineno if around is not None else 0
+
+
+def dispatched(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> bool:
+    """True if two stacks part in a line with one call, which called one function for one of them and another for the other.
+
+    What is called there decides: no condition in either function has led them apart.
+    """
+    a, b = list(reversed(mine)), list(reversed(theirs))
+    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+    if not 0 < same < min(len(a), len(b)) or function_key(a[same], source) == function_key(b[same], source):
+        return False
+    tree = tree_of(a[same - 1].file, source)
+    line = statement(tree, a[same - 1].line) if tree is not None else None
+    return line is not None and sum(isinstance(node, ast.Call) for node in ast.walk(line)) == 1
 
 
 def nearest(mine: Sequence[Site], others: Mapping[int, Sequence[Site]], source: Source) -> int:
