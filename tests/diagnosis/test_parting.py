@@ -524,3 +524,63 @@ def test_what_never_changes_in_a_rank_did_not_lead_it_away_this_time() -> None:
     }
     assert texts == {"C": [], "D": ["if self.heard is x"]}
     assert [c.text for c in parting((stack[1],), sends["C"], {FILE: text}.get)] == ["if not self.tail"]
+
+
+EPOCHS = """
+    def train(log, batches, length={default}):
+        for epoch in range(9):
+            for i in range(length):
+                loss.backward()  # A
+            log.info("epoch %d  %s", epoch, meters)  # B
+
+    {call}
+"""
+
+
+@pytest.mark.parametrize(
+    ("default", "call", "found"),
+    [
+        ("60", "train(log, batches)", []),
+        ("None", "train(log, batches, length=60)", []),
+        ("60", "train(log, batches, 50)", []),
+        ("60", "train(log, batches, len(batches))", ["for i in range(length)"]),
+        ("60", "train(log, *more)", ["for i in range(length)"]),
+        ("60", "", ["for i in range(length)"]),  # another file may call it with anything
+    ],
+)
+def test_a_loop_over_a_number_that_every_call_gives_as_a_literal_has_not_ended_early(
+    default: str, call: str, found: list[str]
+) -> None:
+    text = EPOCHS.format(default=default, call=call)
+    assert part(text, [("B", "train")], [("A", "train")]) == found
+
+
+def test_a_loop_over_an_option_of_the_command_line_has_as_many_rounds_on_all_ranks() -> None:
+    text = """
+    def main():
+        args = parser.parse_args()
+        for i in range(args.steps):
+            loss.backward()  # A
+        barrier()  # B
+    """
+    assert part(text, [("B", "main")], [("A", "main")]) == []
+    text = text.replace("for i", "args.steps = len(loader)\n        for i")
+    assert part(text, [("B", "main")], [("A", "main")]) == ["for i in range(args.steps)"]
+
+
+def test_what_logging_formats_is_under_the_condition_of_its_level() -> None:
+    text = (
+        EPOCHS.format(default="60", call="train(log, batches)")
+        + """
+    class Meters:
+        def __str__(self):
+            barrier()  # C
+    """
+    )
+    stack = [("C", "__str__"), ("B", "train")]
+    (found,) = part(text, stack, [("A", "train")])
+    assert found == 'log.info("epoch %d  %s", epoch, meters)'
+    assert "compute the text before, on all ranks" in decision_advice(
+        Condition(FILE, 5, found), [0], Call(op="barrier", group="g")
+    )
+    assert part(text, [("C", "describe"), ("B", "train")], [("A", "train")]) == []

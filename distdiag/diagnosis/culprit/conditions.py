@@ -148,7 +148,8 @@ def _parting(case: Case, ranks: Sequence[int]) -> list[Condition]:
     if own is not None:
         due = (*own.path, *first[-1:])
         return parting.parting(first, due, case.source) if own.key != case.here.get(mine[0]) else []
-    return parting.parting(first, second, case.source, _ahead(case, *both), partial(_as_often, case, *both))
+    as_often = partial(_as_often, case, *both)
+    return parting.parting(first, second, case.source, _ahead(case, *both), as_often, again=_again(case, *both))
 
 
 def _met_in(case: Case, rank: int, other: int) -> Site | None:
@@ -179,6 +180,14 @@ def _ahead(case: Case, rank: int, other: int) -> bool:
     if len(sites) != 1 or (site := sites.pop()) is None or there == site or case.states[other].step > state.step:
         return False
     return state.sites.get(site, 0) > state.sites.get(there, 0) > 0
+
+
+def _again(case: Case, rank: int, other: int) -> bool:
+    """True if both ranks made the call before at the place where the other is now, from the same callers: it makes it once more."""
+    group, seq, here = case.wait.group, case.wait.seq, case.wait.calls[other].site
+    if case.wait.p2p or seq is None or here is None:
+        return False
+    return {site_of(None, call_at(case.states[q], group, seq - 1)) for q in (rank, other)} == {here.key}
 
 
 def _as_often(case: Case, rank: int, other: int, file: str, loop: ast.AST) -> bool:

@@ -166,6 +166,7 @@ def parting(
     ahead: bool = False,
     as_often: Callable[[str, ast.AST], bool] = lambda file, statement: False,
     changed: bool = False,
+    again: bool = False,
 ) -> list[Condition]:
     """Return the conditions that can lead to one site and not to another; only those of the most likely sort.
 
@@ -176,6 +177,7 @@ def parting(
             call. The other has not evaluated what leads from there on.
         as_often: True for a loop of a file that this rank has run as often as the other: it has not ended early.
         changed: Both are of one rank, which went the other way before: what never changes in a rank did not lead it away.
+        again: The call before was made at the other's place by both: this rank has left the loop around it.
     """
     mine, theirs = _from_one_caller(mine, theirs)
     if not theirs or (mine and function_key(mine[-1], source) != function_key(theirs[-1], source)):
@@ -187,17 +189,18 @@ def parting(
     held, *left = _sorts(my_path._replace(returned=False), source)
     if ahead and their_path.returned:
         held, left = [], []
-    held_there, *left_there = _sorts(their_path, source)
+    held_there, *left_there = _sorts(their_path._replace(returned=again or their_path.returned), source)
     left_there = [[p for p in sort if not as_often(p.site.file, p.guard.node)] for sort in left_there]
     # what ends a round early in a loop of both: one may have done so a round ago
     rounds = [p for p in their_path.common if isinstance(p.guard.way_out, ast.Continue)]
-    missed = zip((Way.SKIPPED, Way.LEFT, Way.LEFT), left_there, strict=False)
+    missed = [*zip((Way.SKIPPED, Way.LEFT, Way.LEFT), left_there, strict=False)]
     alone = zip((Way.ALONE, Way.STAYED, Way.STAYED), left, strict=False)
     # the same in a loop that has ended for this rank, and has as many rounds on every rank
     ended = (p for p in their_path.own if p.guard.kind is Kind.INSIDE and p.key(Kind.ENDED) in their_path.others)
     even = (p for p in ended if p.shared and not _can_differ(p, source, alive=True))
     shorter = [p for loop in even for p in _ways_out(loop, (ast.Continue,))]
     tries = [(Way.ALONE, held), *missed, (Way.SKIPPED, held_there), *alone, (Way.SKIPPED, rounds), (Way.ROUND, shorter)]
+    tries = [*(missed[1:] if again else ()), *tries]
     # no two ranks read the same time, so a test of a clock comes first
     clocked = [(way, [p for p in sort if _reads_clock(p, source)]) for way, sort in tries]
     for way, sort in (*clocked, *tries):
@@ -408,6 +411,11 @@ def decision_advice(
         return (
             f"make no collective in a function under `{condition.text}` (line {condition.line}): it runs only where its result is not "
             "in the rank's own cache; communicate outside it, in the same step on all ranks"
+        )
+    if guarding.logs(condition.text):
+        return (
+            f"make no collective where {guard} formats its arguments: logging does so only on ranks whose level lets the message pass; "
+            "compute the text before, on all ranks"
         )
     agree = f"(all_reduce {'a flag' if condition.text.startswith('except') else 'what it tests'})"
     place = at(call.site and Site(call.site.file, call.site.line)) if call is not None else ""
