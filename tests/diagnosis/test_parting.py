@@ -584,3 +584,17 @@ def test_what_logging_formats_is_under_the_condition_of_its_level() -> None:
         Condition(FILE, 5, found), [0], Call(op="barrier", group="g")
     )
     assert part(text, [("C", "describe"), ("B", "train")], [("A", "train")]) == []
+
+
+def test_a_loop_that_an_exception_can_have_left_has_not_ended_early_for_sure() -> None:
+    text, at = places("""
+    def fit(batch):
+        try:
+            for part in batch.split(4):
+                loss(part)  # A
+        except MemoryError:
+            oom = True
+        agree(oom)  # B
+    """)
+    mine, theirs = (Site(FILE, at["B"], "fit"),), (Site(FILE, at["A"], "fit"),)
+    assert [c.text for c in parting(mine, theirs, {FILE: text}.get, again=True)] == ["except MemoryError"]

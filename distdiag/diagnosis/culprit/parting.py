@@ -189,7 +189,7 @@ def parting(
     held, *left = _sorts(my_path._replace(returned=False), source)
     if ahead and their_path.returned:
         held, left = [], []
-    held_there, *left_there = _sorts(their_path._replace(returned=again or their_path.returned), source)
+    held_there, *left_there = _sorts(their_path, source)
     left_there = [[p for p in sort if not as_often(p.site.file, p.guard.node)] for sort in left_there]
     # what ends a round early in a loop of both: one may have done so a round ago
     rounds = [p for p in their_path.common if isinstance(p.guard.way_out, ast.Continue)]
@@ -200,7 +200,8 @@ def parting(
     even = (p for p in ended if p.shared and not _can_differ(p, source, alive=True))
     shorter = [p for loop in even for p in _ways_out(loop, (ast.Continue,))]
     tries = [(Way.ALONE, held), *missed, (Way.SKIPPED, held_there), *alone, (Way.SKIPPED, rounds), (Way.ROUND, shorter)]
-    tries = [*(missed[1:] if again else ()), *tries]
+    if again and not any(_repeats(site, source) for site in theirs):
+        tries = [*((Way.LEFT, sort) for sort in _innermost(their_path)), *tries]
     # no two ranks read the same time, so a test of a clock comes first
     clocked = [(way, [p for p in sort if _reads_clock(p, source)]) for way, sort in tries]
     for way, sort in (*clocked, *tries):
@@ -263,6 +264,21 @@ def _sorts(path: _Path, source: Source) -> tuple[list[_Placed], ...]:
         before = own[: own.index(holds[-1])]
         holds = [p for p in own if p in holds or (p in skips and p in before and not p.shared)]
     return holds, skips, breaks, ends
+
+
+def _innermost(path: _Path) -> Iterator[list[_Placed]]:
+    """Yield what leaves the innermost loop around a call, and the loop, unless an exception may have left it."""
+    loop = next((p for p in reversed(path.own) if p.guard.kind is Kind.INSIDE), None)
+    if loop is not None and not any(isinstance(p.guard.node, ast.ExceptHandler) for p in path.own):
+        yield from ([*_ways_out(loop, (ast.Break, ast.Return, ast.Expr))], [loop])
+
+
+def _repeats(site: Site, source: Source) -> bool:
+    """True if the statement at a site has a comprehension: that may be what makes a call again."""
+    tree = tree_of(site.file, source)
+    node = syntax.statement(tree, site.line) if tree is not None else None
+    parts = (x for x in ast.iter_child_nodes(node) if isinstance(x, ast.expr)) if node is not None else ()
+    return any(isinstance(x, ast.comprehension) for part in parts for x in ast.walk(part))
 
 
 def _ends_by_data(loop: _Placed, source: Source) -> bool:
