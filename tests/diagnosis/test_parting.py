@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from distdiag.diagnosis.culprit.callers import call_stack, with_callers
+from distdiag.diagnosis.culprit.callers import call_stack, is_inside, with_callers
 from distdiag.diagnosis.culprit.parting import (
     Condition,
     Way,
@@ -598,3 +598,20 @@ def test_a_loop_that_an_exception_can_have_left_has_not_ended_early_for_sure() -
     """)
     mine, theirs = (Site(FILE, at["B"], "fit"),), (Site(FILE, at["A"], "fit"),)
     assert [c.text for c in parting(mine, theirs, {FILE: text}.get, again=True)] == ["except MemoryError"]
+
+
+@pytest.mark.parametrize(
+    ("line", "inside"),
+    [("x = block(x)", True), ("dist.all_gather_into_tensor(out, x)", False), ("parts = accelerator.gather(x)", False)],
+)
+def test_a_collective_that_a_library_makes_in_a_line_is_told_from_one_that_the_line_calls(
+    line: str, inside: bool
+) -> None:
+    call = Call(op="all_gather_into_tensor", group="g", site=Site(FILE, 1, "forward"))
+    assert is_inside(call, {FILE: line}.get) is inside
+    condition = Condition(FILE, 4, "except MemoryError", Way.SKIPPED)
+    advice = decision_advice(condition, [1], call, inside=inside)
+    assert (
+        "run the line at train.py:1, in which a library makes all_gather_into_tensor, on rank 1, too" in advice
+    ) is inside
+    assert ("with zeros or an empty tensor" in advice) is not inside

@@ -126,7 +126,8 @@ def _testimony(case: Case, found: Sequence[Condition], ranks: Sequence[int]) -> 
         call = case.calls.get(ranks[0]) if ranks else None
     elif main.p2p and call is not None:  # its own half of the message
         call = Call(op=messages.OPPOSITE[main.key[2]], group=main.group, peer=rank)
-    advice = parting.decision_advice(found[0], ranks, call, ddp) if len(found) == 1 else ""
+    inside = call is not None and not ddp and callers.is_inside(call, case.source)
+    advice = parting.decision_advice(found[0], ranks, call, ddp, inside) if len(found) == 1 else ""
     return Testimony(ranks=tuple(ranks), conditions=tuple(found), advice=advice)
 
 

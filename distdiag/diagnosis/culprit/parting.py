@@ -414,13 +414,14 @@ def parting_text(conditions: Sequence[Condition]) -> str:
 
 
 def decision_advice(
-    condition: Condition, culprits: Collection[int], call: Call | None = None, ddp: bool = False
+    condition: Condition, culprits: Collection[int], call: Call | None = None, ddp: bool = False, inside: bool = False
 ) -> str:
     """Return what to do about a condition that held on some ranks only.
 
     Args:
         call: What the culprits left out, or made alone.
         ddp: It is a call of DDP's own.
+        inside: A library makes it, in what the line calls: the forward of a sharded module, for example.
     """
     guard, who = f"`{condition.text}` at line {condition.line}", rank_list(culprits)
     if guarding.caches(condition.text):
@@ -443,12 +444,13 @@ def decision_advice(
         what, nothing = op_name(call.op) or "the collective", ""
         if ddp:
             what, nothing = f"DDP's {what}", ", for example with the backward of a loss times 0"
-        elif call.op and "barrier" not in call.op:
+        elif call.op and "barrier" not in call.op and not inside:
             nothing = ", with zeros or an empty tensor if it has nothing to add"
+        do = f"run the line{place}, in which a library makes {what}," if inside else f"make {what}{place}"
         if ddp or rank_tests.of_amount(condition.text):
-            return f"make {what}{place} on {who}, {past}{nothing}, or leave it out only where all ranks do {agree}"
+            return f"{do} on {who}, {past}{nothing}, or leave it out only where all ranks do {agree}"
         if rank_tests.reads_rank(rank_tests.tested(condition.text)):
-            return f"make {what}{place} on all ranks or on none: {guard} leads {who} past it"
+            return f"{do} on all ranks or on none: {guard} leads {who} past it"
         return f"let all ranks decide together whether they make {what}{place}: {guard} leads {who} past it {agree}"
     if condition.way is Way.ALONE and call is not None and not call.p2p:
         return f"make {op_name(call.op) or 'the collective'}{place} on all ranks or on none: {guard} keeps it to {who} {agree}"
