@@ -95,6 +95,14 @@ def test_the_same_error_on_all_ranks_blames_all_of_them() -> None:
     assert only(ended(s)).culprits == (0, 1, 2)
 
 
+def test_ranks_that_exit_together_are_one_end_although_a_signal_of_the_launcher_came_meanwhile() -> None:
+    ranks = [rank(q, life=Life.CRASHED, exit_code=75, signal=signal, ended_s=9.0 + q) for q, signal in enumerate((None, 15))]
+    f = only(ended(job(*ranks)))
+    assert (f.culprits, f.victims) == ((0, 1), ()) and f.cost == "the job ended"
+    other = [rank(0, life=Life.CRASHED, exit_code=75, ended_s=9.0), rank(1, life=Life.CRASHED, exit_code=1, ended_s=9.5)]
+    assert only(ended(job(*other))).culprits == (0,)
+
+
 @pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (11, "SIGSEGV")])
 def test_a_killed_rank_is_lost_with_its_signal(number: int, name: str) -> None:
     s = job(
