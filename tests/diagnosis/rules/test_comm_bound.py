@@ -145,7 +145,8 @@ def test_comm_bound_in_a_loop_without_an_optimizer_uses_the_waits_of_all_ranks()
 
 def test_the_waits_of_a_pipelines_stages_are_not_called_communication() -> None:
     def found_in(**more: Any) -> Finding:
-        ranks = [rank(q, steps=steps(wait_ms=200.0, seed=q), p2p_issued={"send:1:0:default_pg": 9}, **more) for q in range(2)]
+        sent = {"send:1:0:default_pg": 9}
+        ranks = [rank(q, steps=steps(wait_ms=200.0, seed=q), p2p_issued=sent, **more) for q in range(2)]
         return only(findings(job(*ranks), comm_bound))
 
     f = found_in(models=())

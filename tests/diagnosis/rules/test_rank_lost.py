@@ -96,11 +96,12 @@ def test_the_same_error_on_all_ranks_blames_all_of_them() -> None:
 
 
 def test_ranks_that_exit_together_are_one_end_although_a_signal_of_the_launcher_came_meanwhile() -> None:
-    ranks = [rank(q, life=Life.CRASHED, exit_code=75, signal=signal, ended_s=9.0 + q) for q, signal in enumerate((None, 15))]
-    f = only(ended(job(*ranks)))
-    assert (f.culprits, f.victims) == ((0, 1), ()) and f.cost == "the job ended"
-    other = [rank(0, life=Life.CRASHED, exit_code=75, ended_s=9.0), rank(1, life=Life.CRASHED, exit_code=1, ended_s=9.5)]
-    assert only(ended(job(*other))).culprits == (0,)
+    def found(code: int) -> Finding:
+        first = rank(0, life=Life.CRASHED, exit_code=75, ended_s=9.0)
+        return only(ended(job(first, rank(1, life=Life.CRASHED, exit_code=code, signal=15, ended_s=10.0))))
+
+    assert (found(75).culprits, found(75).victims, found(75).cost) == ((0, 1), (), "the job ended")
+    assert found(1).culprits == (0,)
 
 
 @pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (11, "SIGSEGV")])
