@@ -55,7 +55,8 @@ class Limits:
         )
     )
     """Seconds that the others may wait for a rank, by what it does. Nobody answers a prompt of a
-    batch job; a checkpoint to a slow disk may be slow."""
+    batch job; a checkpoint to a slow disk may be slow. What a rank computes under a condition on
+    the rank, while the others wait in a barrier, counts as a validation."""
     long_s: float = 60.0
     """The same for a rank that still makes steps and is ahead of all ranks that wait for it, and
     for a job in which no rank moves and none waits for another, while their hosts sleep or wait for
@@ -121,14 +122,14 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
                 f"({s.groups[groups[0]].backend}) that has completed: it may be busy, or wait for another rank"
             )
         elif (kept := kept_waiting(s, graph, rank)) is not None:
-            late.append(_Late(state, *kept, patience_s(state)))
+            late.append(_Late(state, *kept, _limit_s(facts, state, *kept)))
     named: set[int] = set()
     for together in _by_line(late):
         named |= {x.state.rank for x in together}
         yield _finding(facts, together)
     for x in late:
         if x.state.rank not in named:
-            reason = waits_for(x.victims, x.state, x.waited_s)
+            reason = waits_for(x.victims, x.state, x.waited_s, x.limit_s)
             yield _trains_on(facts, x.state) or Abstained(reason, checked=True)
 
 
@@ -205,10 +206,25 @@ def _nobody_moves(facts: Facts) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def waits_for(victims: Sequence[int], late: RankState, waited_s: float) -> str:
+def waits_for(victims: Sequence[int], late: RankState, waited_s: float, limit_s: float | None = None) -> str:
     """Return `rank 0 waits for rank 1 for 57 s (judged from 60 s on)`."""
-    limit = rough_duration(patience_s(late))
-    return f"{rank_list(victims)} {verb(victims, 'waits', 'wait')} for rank {late.rank} for {rough_duration(waited_s)} (judged from {limit} on)"
+    limit_s = patience_s(late) if limit_s is None else limit_s
+    judged = f" (judged from {rough_duration(limit_s)} on)" if waited_s < limit_s else ""
+    return f"{rank_list(victims)} {verb(victims, 'waits', 'wait')} for rank {late.rank} for {rough_duration(waited_s)}{judged}"
+
+
+def _limit_s(facts: Facts, r: RankState, victims: Sequence[int], waited_s: float) -> float:
+    """Return `patience_s`; more for a rank that computes under a condition on the rank while the others wait in a barrier.
+
+    The script lets them wait for its duty on purpose: drawing, scoring, an export.
+    """
+    limit_s, duty_s = patience_s(r), limits.patience_s["validation"]
+    states = [facts.snapshot.ranks[v] for v in victims]
+    barriers = all(v.blocked is not None and v.blocked.op == "barrier" for v in states)
+    if not limit_s <= waited_s < duty_s or _doing(r) != "user_code" or not barriers:
+        return limit_s
+    guard = parting.rank_condition(r.user_stack, states[0].user_stack, facts.source)
+    return duty_s if guard is not None and guard.way is parting.Way.ALONE else limit_s
 
 
 def patience_s(r: RankState) -> float:

@@ -33,6 +33,40 @@ def test_patience_depends_on_what_the_late_rank_does(activity: str, waited_s: fl
     assert bool(findings(s, rank_lost, stall)) is reported
 
 
+DUTY = """def draw(net):
+    return [net(i) for i in range(9)]
+def main():
+    for epoch in range(3):
+        if rank == 1:
+            draw(net)
+        {call}
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "activity", "waited_s", "reported"),
+    [
+        ("dist.barrier()", "user_code", 40.0, False),
+        ("dist.barrier()", "user_code", 70.0, True),
+        ("dist.barrier()", "socket", 40.0, True),
+        ("dist.all_reduce(loss)", "user_code", 40.0, True),
+    ],
+)
+def test_others_wait_longer_in_a_barrier_for_what_one_rank_computes_under_a_condition_on_the_rank(
+    call: str, activity: str, waited_s: float, reported: bool
+) -> None:
+    def stack(*lines: int) -> tuple[Site, ...]:
+        names = ("draw", "main", "<module>")[-len(lines) :]
+        return tuple(Site("/job/train.py", n, name) for n, name in zip(lines, names, strict=True))
+
+    waits = Call(op=call[5:].split("(")[0], group="default_pg", seq=7, entered_s=100.0 - waited_s)
+    waiting = rank(0, blocked=waits, enqueued={"default_pg": 7}, user_stack=stack(7, 8), activity="waiting")
+    late = rank(1, enqueued={"default_pg": 6}, user_stack=stack(2, 6, 8), activity=activity)
+    found = findings(job(waiting, late), stall, source={"/job/train.py": DUTY.format(call=call)}.get)
+    assert bool(found) is reported
+
+
 @pytest.mark.parametrize(
     ("activity", "line", "text"),
     [
