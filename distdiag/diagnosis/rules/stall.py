@@ -18,10 +18,10 @@ from functools import partial
 from types import MappingProxyType
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.culprit import pending_exception
+from distdiag.diagnosis.culprit import parting, pending_exception
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
-from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, Snapshot
+from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site
 from distdiag.diagnosis.model.syntax import line_at
 from distdiag.diagnosis.polled import hidden_error, left_unwritten, polled_loop
 from distdiag.diagnosis.text.incident import implicit_text, verb
@@ -39,7 +39,6 @@ from distdiag.diagnosis.text.template import Template, filled
 from distdiag.diagnosis.threads import Open, ended_thread, left_open
 from distdiag.diagnosis.waits.delays import incomplete, kept_waiting, motionless_s, outpaced
 from distdiag.diagnosis.waits.uncounted import unseen
-from distdiag.diagnosis.waits.wait import call_at
 from distdiag.terms.activity import ACTIVITIES, refined
 from distdiag.terms.ranks import by_value
 from distdiag.terms.units import rough_duration, size_text
@@ -274,7 +273,11 @@ def _never_joined(facts: Facts, late: Sequence[_Late], opened: Open, does: str) 
 
 def _open_advice(r: RankState, opened: Open) -> str:
     alone = opened.alone
-    why = f"only rank {r.rank} is under `{alone.text}`{at(alone.site)}" if alone else "find what started it, maybe a thread"
+    why = (
+        f"only rank {r.rank} is under `{alone.text}`{at(alone.site)}"
+        if alone
+        else "find what started it, maybe a thread"
+    )
     return filled(_DO_OPEN, call=opened.call, ranks=opened.missing, why=f": {why}")
 
 
@@ -305,7 +308,9 @@ NEVER_JOINED = _warning("user_code",
     "{culprits} {culprits:has|have} not entered {opened}{at_opened}, which {victims} {victims:has|have} in flight{died}; {each} {does}, "
     "and {culprits} {culprits:waits|wait} for {victims:it|them} in {call}{at_call}{implicit} for {waited_s:time}", NO_PROGRESS,
     "{do}")  # fmt: skip
-_DO_DIED = "fix that error on {ranks}; let a thread that fails end its rank, or report it to the main thread of each rank"
+_DO_DIED = (
+    "fix that error on {ranks}; let a thread that fails end its rank, or report it to the main thread of each rank"
+)
 _DO_ABSENT = "find what keeps {ranks} from {call}: a thread that has not started, or that returned before it"
 _OPEN = " while it has {call}{site} in flight, which {ranks} {ranks:has|have} not entered"
 _DO_OPEN = "{ranks} must enter {call}, too, or no rank may{why}"

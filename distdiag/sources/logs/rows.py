@@ -312,7 +312,13 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
         "all_peers": some(peers),
         "nodes": some([f.fields["node"] for f in facts if "node" in f.fields]),
         "there": f" on {name}"
-        if (name := facts[0].who.label or facts[0].who.host or first.get("pod") or first.get("host") or facts[0].who.process)
+        if (
+            name := facts[0].who.label
+            or facts[0].who.host
+            or first.get("pod")
+            or first.get("host")
+            or facts[0].who.process
+        )
         else "",
         "on": f" on {some(names)}" if (names := [f.who.host for f in facts if f.who.host]) else "",
         "on_host": f" on {hosts.pop()}" if len(hosts := {f.who.host for f in facts if f.who.host}) == 1 else "",

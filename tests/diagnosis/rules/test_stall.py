@@ -218,18 +218,25 @@ def test_a_rank_whose_thread_ended_is_to_blame_for_the_threads_that_wait_for_it(
     went_on = {"enqueued": {"default_pg": 7, "save": 2}, "completed": {"default_pg": 6, "save": 2}}
 
     def found(late: Sequence[int], samples: tuple[Sample, ...] = ()) -> Finding:
-        ranks = [rank(q, step=9, **open_save, **join) for q in late] + [rank(1, step=9, blocked=step, samples=samples, **went_on)]
+        ranks = [rank(q, step=9, **open_save, **join) for q in late] + [
+            rank(1, step=9, blocked=step, samples=samples, **went_on)
+        ]
         s = job(*ranks)
         s.groups["save"] = Group(name="save", ranks=tuple(sorted(s.ranks)))
         return only(findings(s, rank_lost, stall, source={"/t.py": "\n" * 8 + "self.thread.join()\n"}.get))
 
     f = found((0, 2))
     assert (f.culprits, f.victims) == ((1,), (0, 2))
-    assert f.message.startswith("rank 1 has not entered collective #3 (save), which ranks 0, 2 have in flight; each of ranks 0, 2 waits")
+    assert f.message.startswith(
+        "rank 1 has not entered collective #3 (save), which ranks 0, 2 have in flight; each of ranks 0, 2 waits"
+    )
     assert found((0,)).culprits == (0,), "one against one: either may be wrong"
     error = Sample(kind="thread_ended", step=8, value=0.0, name="OSError: no space left", site=Site("/t.py", 5, "dump"))
     f = found((0,), (error,))
-    assert f.culprits == (1,) and "a thread of rank 1 had ended by OSError: no space left, raised at t.py:5 in dump" in f.message
+    assert (
+        f.culprits == (1,)
+        and "a thread of rank 1 had ended by OSError: no space left, raised at t.py:5 in dump" in f.message
+    )
 
 
 @pytest.mark.parametrize(("waited_s", "severity"), [(9.0, "warning"), (25.0, "error")])
