@@ -192,6 +192,18 @@ def test_a_rank_that_is_past_a_collective_has_left_it_out(tmp_path: Path) -> Non
     assert "train.py:71" in f.advice
 
 
+def test_a_cycle_whose_culprit_waits_with_outsiders_names_the_call_that_it_left_out(tmp_path: Path) -> None:
+    """The members of the other group wait in the barrier, too: it is no call of the culprit alone."""
+    job = trained(Job(8, {"1": ("even", (0, 2, 4, 6)), "2": ("odd", (1, 3, 5, 7))}))
+    job.collective("all_gather", group="1", ranks=(0, 2, 4), line=61)
+    job.collective("all_gather", group="2", line=61)
+    job.collective("barrier", ranks=(1, 3, 5, 6, 7), line=58)
+    f = only(diagnose(tmp_path, job))
+    assert summary(f) == ("deadlock", "missing_rank", (6,))
+    assert "alone" not in f.message and "only rank 6 of that group is there" in f.message
+    assert "past all_gather at train.py:61" in f.advice
+
+
 def test_dumps_of_one_node_only_do_not_accuse_the_other_node(tmp_path: Path) -> None:
     job = trained(Job(16))
     job.collective(ranks=tuple(r for r in range(16) if r != 11))
