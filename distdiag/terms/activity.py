@@ -29,7 +29,9 @@ class Activity:
 ACTIVITIES = (  # in the order in which lines are searched for them
     Activity(
         word="stdin", patience_s=5.0, shown="waiting for standard input", does="waits for standard input",
-        do="remove the prompt, or answer it before the launch; only rank 0 may ask, and the others must not wait for it",
+        do="remove the prompt or breakpoint, or answer it before the launch; only rank 0 may ask, and the others must not wait "
+        "for it",
+        frame=r"^cmd\.cmdloop$|^pdb\.(_cmdloop|interaction|user_\w+)$",
         line=r"\binput\s*\(|sys\.stdin|\bstdin\.",
     ),
     Activity(

@@ -215,7 +215,7 @@ def _late_rank(
         if is_message(op):  # a stage waits for the one before it by design
             continue
         late = analyse.last_rank(of_rank)
-        skew = of_rank[late].start - min(c.start for c in of_rank.values())
+        skew = round(of_rank[late].start - min(c.start for c in of_rank.values()))  # µs
         total[late] += skew
         step = bisect_left(ends, of_rank[late].start)
         if 0 < step < len(ends) and skew >= LATE_WAIT * (ends[step] - ends[step - 1]):

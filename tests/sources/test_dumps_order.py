@@ -179,6 +179,50 @@ def test_a_rank_with_messages_in_flight_has_something_in_flight(tmp_path: Path) 
     assert "nothing in flight" not in only(diagnose(tmp_path, job)).message
 
 
+def test_a_device_that_has_not_begun_its_oldest_operation_is_the_culprit(tmp_path: Path) -> None:
+    """Its later operations lead to all ranks, and its peers have not begun what is queued behind that operation."""
+    groups = {
+        "1": ("inner", (0, 1, 2)),
+        "2": ("inner", (3, 4, 5)),
+        **{str(3 + k): ("outer", (k, 3 + k)) for k in range(3)},
+    }
+    job = trained(Job(6, groups))
+    job.collective(group="1")
+    job.collective(group="2", done=())
+    for r in (3, 4):
+        begin(job, r)
+    for k in range(3):
+        job.collective(group=str(3 + k), done=())
+        begin(job, k)
+    job.collective(done=())
+    f = only(diagnose(tmp_path, job))
+    assert summary(f) == ("stall", "unknown", (5,)) and f.victims == (0, 1, 2, 3, 4)
+
+
+def test_a_device_that_has_not_begun_its_messages_is_the_culprit(tmp_path: Path) -> None:
+    """Each rank of a ring exchanges a batch with both neighbours; the peers of rank 2 have begun theirs."""
+    job = trained(Job(4, {"1": ("ring", (0, 1, 2, 3))}))
+    for r in range(4):
+        for op in (f"send {r}->{(r + 1) % 4}", f"recv {r}<-{(r - 1) % 4}"):
+            job.issue(r, op, "1", False)
+            if r != 2:
+                begin(job, r)
+    job.now_ns += SECOND_NS // 100
+    job.collective(done=())
+    assert only(diagnose(tmp_path, job)).culprits == (2,)
+
+
+def test_of_both_ends_of_a_message_in_flight_neither_is_accused(tmp_path: Path) -> None:
+    """The receiver's host has gone on, the sender's has not: either device may have stopped, or the link."""
+    job = trained(Job(4, {"1": ("pipe", (0, 1, 2))}))
+    job.issue(1, "send 1->2", "1", False)
+    job.issue(2, "recv 2<-1", "1", False)
+    job.issue(0, "recv 0<-1", "1", False)
+    job.now_ns += SECOND_NS // 100
+    job.collective(ranks=(2, 3))
+    assert all(not f.culprits for f in diagnose(tmp_path, job).findings)
+
+
 def test_a_rank_that_is_past_a_collective_has_left_it_out(tmp_path: Path) -> None:
     """A rank without tokens skips its group's all_to_all, and waits in the next collective of all ranks."""
     job = trained(Job(6, {"1": ("expert", (0, 1, 2)), "2": ("expert", (3, 4, 5))}))
@@ -190,6 +234,18 @@ def test_a_rank_that_is_past_a_collective_has_left_it_out(tmp_path: Path) -> Non
     assert "rank 2 has not entered all_to_all #21" in f.message
     assert "but is in all_reduce #21 (default_pg, 4.0 KiB), which ranks 0, 1 issued after it" in f.message
     assert "train.py:71" in f.advice
+
+
+def test_a_cycle_whose_culprit_waits_with_outsiders_names_the_call_that_it_left_out(tmp_path: Path) -> None:
+    """The members of the other group wait in the barrier, too: it is no call of the culprit alone."""
+    job = trained(Job(8, {"1": ("even", (0, 2, 4, 6)), "2": ("odd", (1, 3, 5, 7))}))
+    job.collective("all_gather", group="1", ranks=(0, 2, 4), line=61)
+    job.collective("all_gather", group="2", line=61)
+    job.collective("barrier", ranks=(1, 3, 5, 6, 7), line=58)
+    f = only(diagnose(tmp_path, job))
+    assert summary(f) == ("deadlock", "missing_rank", (6,))
+    assert "alone" not in f.message and "only rank 6 of that group is there" in f.message
+    assert "past all_gather at train.py:61" in f.advice
 
 
 def test_dumps_of_one_node_only_do_not_accuse_the_other_node(tmp_path: Path) -> None:

@@ -206,6 +206,7 @@ C10D = f"{LIBRARY}/distributed/distributed_c10d.py"
          None, "process"),
         (at(USER, frame("_save", f"{LIBRARY}/serialization.py"), frame("save", "/home/me/train.py", 50)), None, "checkpoint"),
         (at(frame("synchronize", f"{LIBRARY}/cuda/__init__.py"), USER), None, "device"),
+        (at(frame("Cmd.cmdloop", "cmd.py"), frame("Pdb._cmdloop", "pdb.py"), USER), None, "stdin"),
         (at(frame("wait", "threading.py"), frame("result", "concurrent/futures/_base.py"), USER), None, "worker"),
         (at(USER), None, "user_code"),
     ],
@@ -283,6 +284,20 @@ def test_one_look_does_not_show_that_no_rank_has_moved() -> None:
         assert (found.severity, found.culprits) == (Severity.INFO, ()) and "moved" not in found.message
     (odd,) = findings({r: seen(10 + (r == 0), "all_reduce", once=True) for r in range(3)})
     assert odd.culprits == (0,) and "moved" not in odd.message
+
+
+def test_hosts_that_show_no_collective_may_wait_for_the_one_that_is_elsewhere() -> None:
+    """On GPUs ranks hang at `loss.item()`, a C function without a frame."""
+    loads = position(
+        at(frame("_try_get_data", f"{LIBRARY}/utils/data/dataloader.py"), frame("fit", "/home/me/train.py", 20))
+    )
+    ranks = {r: seen(88, once=True, busy=True) for r in range(4)}
+    (found,) = findings(ranks | {4: Seen(position=loads, once=True)})
+    assert (found.severity, found.culprits) == (Severity.INFO, (4,))
+    assert (
+        "ranks 0–3 are all at train.py:88 in fit, and rank 4 waits for its data loader at train.py:20" in found.message
+    )
+    assert findings(ranks | {4: seen(90, once=True)}) == []  # computes
 
 
 @pytest.mark.parametrize("ops", [("broadcast", "all_reduce"), ("broadcast", "all_reduce", "recv")])

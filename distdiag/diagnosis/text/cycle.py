@@ -27,6 +27,7 @@ _MESSAGE_MISSING = (
     "{culprits} {culprits:has|have} not {done} what {waiting} {waiting:waits|wait} for in {what}{site}, and "
     "{first}{reason}"
 )
+_LEFT_OUT = "look for a condition that leads {culprits} past {op}{site}: all members of its group must make it, or none"
 _FIRST = "; it is enough that rank {rank} calls {op}{site} before {other}{own}"
 _FIRST_OF_A_PAIR = {
     "recv": ", or let one rank send before it receives",
@@ -110,6 +111,15 @@ def _missing_advice(verdict: Verdict, calls: dict[int, tuple[Wait, Call]]) -> st
     call = calls[culprits[0]][1] if culprits and culprits[0] in calls else None
     if call is not None and call.op == "new_group":
         return NEW_GROUP_ADVICE
+    left_out = verdict.call
+    if (
+        call is not None
+        and left_out is not None
+        and not main.p2p
+        and set(calls[culprits[0]][0].ranks) - verdict.incident.members
+    ):
+        # ranks of no cycle are there, too: it is the other call that the culprits do not make
+        return filled(_LEFT_OUT, culprits=culprits, op=compatible.op_name(left_out.op), site=left_out.site)
     what = f"{compatible.op_name(call.op)}{at(call.site)}" if call is not None else "the call"
     text = "look for a condition on the rank around {what}: all ranks it concerns must enter it, or none"
     if main.p2p:

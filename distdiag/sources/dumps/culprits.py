@@ -70,7 +70,7 @@ def judge(snapshot: Snapshot, graph: WaitGraph, stale: tuple[int, ...] = ()) -> 
     oldest = {r: min(graph.of_rank[r], key=lambda w: _age_key(w, r)) for r in waiting}
     ends = _ends(graph, links, dumped, awaited)
     device_stopped = _device_stopped(snapshot, graph, dumped, stale)
-    culprits = ends.culprits | device_stopped & awaited
+    culprits = set(ends.culprits)
     lagging = _lagging(snapshot, graph, {*culprits, *stale, *graph.stuck})
     culprits |= lagging.keys()
     silent = ends.silent.union(*(links[id(w)].unclear for w in oldest.values()))
@@ -152,11 +152,17 @@ def _ends(graph: WaitGraph, links: Links, dumped: Iterable[int], awaited: frozen
     """
     number = {key: -i - 1 for i, key in enumerate(links)}
     onward: dict[int, list[int]] = {}
+    lacked: dict[int, list[tuple]] = {}
+    for link in links.values():
+        for q in link.lacking:
+            lacked.setdefault(q, []).append(link.wait.key)
     for r in dumped:
         mine = graph.of_rank.get(r, ())
         # ops that its device has not begun are queued behind those it has
         begun = [w for w in mine if r in w.calls and w.calls[r].started]
-        onward[r] = [number[id(w)] for w in begun or mine]
+        lost = [w for w in mine if r not in w.calls or not w.calls[r].op]  # from the ring: older than what is in it
+        queue = begun or lost or _oldest(mine, r)
+        onward[r] = [] if _not_begun_first(r, mine, lacked.get(r, ())) else [number[id(w)] for w in queue]
     for key, link in links.items():
         onward[number[key]] = sorted(link.lacking or link.also)
     by_number = list(links.values())
@@ -176,6 +182,8 @@ def _ends(graph: WaitGraph, links: Links, dumped: Iterable[int], awaited: frozen
             out.culprits |= few[1] if len(few[1]) < len(many[1]) else frozenset()
         elif unknown:
             out.silent |= unknown
+        elif len(ends) == 2 and here and all(link.wait.p2p and not link.lacking for link in here):
+            out.in_flight += [link.wait for link in here]  # both have issued it: which of the two stopped is not known
         elif ends & absentees:
             out.culprits |= ends & absentees
         elif len(ends) > 1 and ends <= awaited:  # each rank's running op is queued behind another's: a cycle
@@ -185,6 +193,26 @@ def _ends(graph: WaitGraph, links: Links, dumped: Iterable[int], awaited: frozen
         else:
             out.in_flight += [link.wait for link in here]
     return out
+
+
+def _oldest(mine: Collection[Wait], rank: int) -> list[Wait]:
+    """Return what a rank issued first of its operations in flight: one, or the messages of one batch."""
+    since = min((_age_key(w, rank)[0] for w in mine), default=0.0)
+    return [w for w in mine if _age_key(w, rank)[0] == since]
+
+
+def _not_begun_first(rank: int, mine: Collection[Wait], lacked: Iterable[tuple]) -> bool:
+    """True if a rank's device has begun nothing in flight, not even its oldest operation, which others have begun.
+
+    Args:
+        lacked: Keys of the waits that lack this rank.
+    """
+    calls = [(w, w.calls.get(rank)) for w in mine]
+    if not calls or any(call is None or call.started is not False for _, call in calls):
+        return False
+    oldest = [w.key for w in _oldest(mine, rank)]
+    ends = {(key[0], key[1], key[4], key[3]) for key in oldest if len(key) > 2}  # of a batch of messages
+    return any(key in oldest or (len(key) > 2 and (key[0], key[1], key[3], key[4]) in ends) for key in lacked)
 
 
 def _crossed(links: list[_Link]) -> Crossed:

@@ -239,16 +239,16 @@ class Findings:
         """Return the finding on a send and its recv of different lengths, each the oldest operation in flight of its rank."""
         oldest = self.blame.oldest
         for rank, send in sorted(oldest.items()):
-            recv = oldest.get(send.peer) if send.op == "send" and send.peer is not None else None
-            if recv is None or (recv.op, recv.peer, recv.group) != ("recv", rank, send.group):
+            peer = send.peer if send.op == "send" else None
+            recv = oldest.get(peer) if peer is not None else None
+            if peer is None or recv is None or (recv.op, recv.peer, recv.group) != ("recv", rank, send.group):
                 continue
-            sizes = compatible.elements(send), compatible.elements(recv)
-            if None in sizes or sizes[0] == sizes[1]:
+            sent, received = compatible.elements(send), compatible.elements(recv)
+            if sent is None or received is None or sent == received:
                 continue
-            ends = (rank, send.peer)
             return UNEQUAL(
-                victims=sorted({*self.blame.victims, *self.blame.culprits, *ends}), where=self.where(q for q in ends if q is not None),
-                evidence=self.evidence([rank]), rank=rank, peer=send.peer, sent=sizes[0], received=sizes[1], here=send.site,
+                victims=sorted({*self.blame.victims, *self.blame.culprits, rank, peer}), where=self.where((rank, peer)),
+                evidence=self.evidence([rank]), rank=rank, peer=peer, sent=sent, received=received, here=send.site,
                 there=recv.site, group=group_label(self.snapshot, send.group),
             )  # fmt: skip
         return None

@@ -7,11 +7,10 @@ ranks had given up when the last one issued it. Host clocks differ by less, and 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from distdiag.sources.dumps.entries import time_ns
-from distdiag.sources.dumps.scan import Scan
+from distdiag.diagnosis.model.snapshot import Snapshot
 
 BEFORE = 16  # collectives before the oldest in flight, used to compare the hosts' clocks
 
@@ -28,32 +27,21 @@ class LateRanks:
     others: tuple[int, ...]
 
 
-def find(
-    scans: Mapping[int, Iterable[Scan]],
-    floor: Mapping[str, int],
-    positions: Mapping[int, Mapping[str, tuple[int, int]]],
-    t0_ns: int,
-) -> LateRanks | None:
+def find(snapshot: Snapshot, timeouts_s: Mapping[str, float]) -> LateRanks | None:
     """Return the first collective in flight that a rank issued after its timeout; None if there is none.
 
     Args:
-        scans: The scanned files of each rank.
-        floor: The oldest collective in flight on any rank, by group.
-        positions: (newest issued, newest completed) of each rank and group.
-        t0_ns: Unix time of the run's time zero.
+        timeouts_s: By group.
     """
-    issued: dict[tuple[str, int], dict[int, int]] = {}
-    timeouts_s: dict[str, float] = {}
-    since = {group: seq - BEFORE for group, seq in floor.items()}
-    for rank, files in scans.items():
-        for scan in files:
-            for key, seq, e in scan.collectives(since):
-                if (t := e.created_ns) is not None:
-                    issued.setdefault((key, seq), {}).setdefault(rank, t)
-                    if (limit := time_ns(e.timeout_ms)) is not None:
-                        timeouts_s[key] = max(timeouts_s.get(key, 0.0), limit / 1e3)
+    issued: dict[tuple[str, int], dict[int, float]] = {}
+    heads: set[tuple[str, int]] = set()
+    for rank, state in snapshot.ranks.items():
+        heads |= {(g, done + 1) for g, done in state.completed.items() if done < state.enqueued.get(g, 0)}
+        for call in state.calls:
+            if call.seq is not None and call.entered_s is not None:
+                issued.setdefault((call.group, call.seq), {})[rank] = call.entered_s
     found: list[LateRanks] = []
-    for key, seq in {(g, done + 1) for of_rank in positions.values() for g, (n, done) in of_rank.items() if done < n}:
+    for key, seq in heads:
         times = issued.get((key, seq), {})
         if len(times) < 2 or key not in timeouts_s:
             continue
@@ -62,10 +50,10 @@ def find(
         for q, t in times.items():
             pairs = [issued.get((key, n), {}) for n in range(seq - BEFORE, seq)]
             usual = [p[q] - p[first] for p in pairs if q in p and first in p]
-            late_s = (t - times[first] - (statistics.median(usual) if usual else 0)) / 1e9
+            late_s = t - times[first] - (statistics.median(usual) if usual else 0)
             if late_s > timeouts_s[key]:
                 late[q] = late_s
         if late and len(late) <= len(times) // 2:
-            since_s = (times[first] - t0_ns) / 1e9
-            found.append(LateRanks(key, seq, since_s, timeouts_s[key], late, tuple(sorted(set(times) - set(late)))))
+            others = tuple(sorted(set(times) - set(late)))
+            found.append(LateRanks(key, seq, times[first], timeouts_s[key], late, others))
     return min(found, key=lambda x: x.since_s, default=None)

@@ -16,7 +16,7 @@ from distdiag.diagnosis.model.visits import Visits
 from distdiag.diagnosis.waits.wait import conflict_at
 from distdiag.sources.dumps import late_ranks
 from distdiag.sources.dumps.content import DumpFile
-from distdiag.sources.dumps.entries import Entry, by_hook, user_site
+from distdiag.sources.dumps.entries import Entry, by_hook, time_ns, user_site
 from distdiag.sources.dumps.groups import Groups, group_of
 from distdiag.sources.dumps.load_report import LoadReport
 from distdiag.sources.dumps.messages import match
@@ -57,9 +57,9 @@ class SnapshotBuilder(Groups):
             floor[g] = min(floor.get(g, by_all), max(1, by_all - COMPARED))
         total = sum(len(f.entries) for files in self.chosen.values() for f in files)
         looks_back = bool(floor) and total <= SITES_UP_TO
-        since = {group: seq - CALLS_BEFORE * looks_back for group, seq in floor.items()}
+        before = CALLS_BEFORE if looks_back else late_ranks.BEFORE
+        since = {group: seq - before for group, seq in floor.items()}
         open_messages, issued_messages, self.report.unmet = match(self.messages, self.in_order, self.t0_ns)
-        self.report.late = late_ranks.find(self.scans, floor, self.positions, self.t0_ns)
         ranks = {}
         for rank in range(self.world_size):
             if rank not in self.chosen:
@@ -82,7 +82,18 @@ class SnapshotBuilder(Groups):
             )
         t = max((times.newest_s or 0.0 for times in self.report.times.values()), default=0.0)
         found = Snapshot(t_s=t, world_size=self.world_size, ranks=ranks, groups=self.groups, source="dumps")
+        self.report.late = late_ranks.find(found, self._timeouts_s())
         return _with_open_conflicts(found, uncounted)
+
+    def _timeouts_s(self) -> dict[str, float]:
+        """Return the timeout of each group, by its newest entries."""
+        return {
+            scan.keys[e.group]: limit / 1e3
+            for scans in self.scans.values()
+            for scan in scans
+            for e in scan.file.entries
+            if not e.is_p2p and (limit := time_ns(e.timeout_ms)) is not None
+        }
 
     def _positions(self) -> dict[int, dict[str, tuple[int, int]]]:
         """Return each rank's newest issued and newest completed collective of each group: by its entries, else by its counters."""

@@ -52,6 +52,9 @@ GROUPS = _stall("unknown", "the ranks create different groups in new_group(){at}
                 severity=Severity.WARNING)  # fmt: skip
 NOBODY = _stall("unknown", "no rank is in a collective{still}: {places}", NO_PROGRESS, "{do}",
                 severity=Severity.WARNING)  # fmt: skip
+ODD_ONE = _stall("unknown", "no stack shows a collective: {rest} are all at {line}, and {culprits} {does}{at}; on a device, the others "
+                 "may wait at that line for what {culprits} {culprits:has|have} not launched", "",
+                 "take the stacks again after some seconds: if none has moved, {do}", severity=Severity.INFO)  # fmt: skip
 DEVICES = _stall("unknown", "every rank waits for its device{still}{places}", "",
                  "attach again: if none has moved by then, it is a kernel or a collective that does not end; with "
                  "TORCH_NCCL_DEBUG_INFO_PIPE_FILE set, or recorded by distdiag, counts of calls decide",
@@ -200,6 +203,9 @@ def _stalls(s: Snapshot, graph: WaitGraph, seen: Mapping[int, Seen], source: Sou
 
 def _no_sink(s: Snapshot, seen: Mapping[int, Seen], source: Source) -> Iterator[Finding]:
     """Yield the finding on ranks of which none moves and none waits for another: at one line, or several."""
+    if (odd := _odd_one(s, seen)) is not None:
+        yield odd
+        return
     if any(x.goes_on or x.busy or x.position is None for x in seen.values()) or len(seen) < 2:
         return
     calls = {q: r.blocked for q, r in s.ranks.items() if r.blocked is not None}
@@ -250,6 +256,31 @@ def _no_sink(s: Snapshot, seen: Mapping[int, Seen], source: Source) -> Iterator[
         where=wheres(s, odd if known else sorted(calls)), waiting=wheres(s, rest if known else ()),
         odd=rank_list(odd), are=verb(odd, "is", "are"), rest=rank_list(rest), wait=verb(rest, "waits", "wait"), own=_op(own), own_site=own.site,
         other=_op(other), other_site=other.site, reason=_on_rank(*stacks, source) or parted, still=still,
+    )  # fmt: skip
+
+
+def _odd_one(s: Snapshot, seen: Mapping[int, Seen]) -> Finding | None:
+    """Return that one rank waits for something else while all others are at one line of the user's, by one look.
+
+    Hosts that wait for their device show no collective: they are at a line as `loss.item()`.
+    """
+    sides = _sides({q: r.current_site for q, r in s.ranks.items()})
+    if (
+        len(sides) != 2
+        or len(sides[1]) > 1
+        or len(sides[0]) < 3
+        or not all(x.once and x.position for x in seen.values())
+    ):
+        return None
+    rest, (odd,) = sides
+    word, line = s.ranks[odd].activity, s.ranks[rest[0]].current_site
+    if word in ("user_code", "sleep", "device") or word not in _DOES or line is None:
+        return None
+    if any(r.blocked is not None for r in s.ranks.values()) or {s.ranks[q].activity for q in rest} != {"user_code"}:
+        return None
+    return ODD_ONE(
+        culprits=(odd,), victims=rest, where=wheres(s, (odd,)), waiting=wheres(s, rest), rest=rank_list(rest),
+        line=at(line).removeprefix(" at "), does=_DOES[word], at=s.ranks[odd].current_site, do=_DO.get(word) or _LOOK,
     )  # fmt: skip
 
 
