@@ -65,7 +65,7 @@ def finding_lines(f: Finding, width: int = WIDTH) -> list[str]:
     where, waiting = listed(f.where), listed(f.waiting)
     if waiting and where:
         where += f"; waiting: {waiting}"
-    head, _, more = f.message.partition("; ") if len(f.message) > LONG else (f.message, "", "")
+    head, more = _first_clause(f.message) if len(f.message) > LONG else (f.message, "")
     lines = [("", f"{GLYPHS[severity]} {WORDS[severity]} {f.title}{certain}  {head}{gone}")]
     rest = (("more", more), ("cost", f.cost), ("where", where or waiting), ("do", f.advice))
     lines += [(label, text) for label, text in rest if text]
@@ -73,6 +73,16 @@ def finding_lines(f: Finding, width: int = WIDTH) -> list[str]:
     for label, text in lines:
         out += wrapped(text, width, f"  {label:<7}" if label else "")
     return out
+
+
+def _first_clause(message: str) -> tuple[str, str]:
+    """Return the message up to its first semicolon outside of parentheses, and the rest."""
+    depth = 0
+    for i, c in enumerate(message):
+        depth += (c == "(") - (c == ")")
+        if not depth and message.startswith("; ", i):
+            return message[:i], message[i + 2 :]
+    return message, ""
 
 
 def last_seen_lines(ranks: Sequence[LastSeen]) -> list[str]:
