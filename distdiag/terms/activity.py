@@ -80,6 +80,7 @@ ACTIVITIES = (  # in the order in which lines are searched for them
         shown="waiting for a thread or process",
         do="check that thread or process: it may have ended by an error that no log shows, been killed, or wait for this rank; "
         "`distdiag dump` shows the threads, `ps --ppid PID` the processes",
+        frame=r"^_base\.result$",  # of a future
         refines=r"\.(map|starmap|i?map_\w+|apply|result|join|wait)\(|\bas_completed\(",
     ),
     Activity(
@@ -102,6 +103,7 @@ ACTIVITIES = (  # in the order in which lines are searched for them
     Activity(word="data_worker", shown="its data loader's worker"),
     Activity(word="waits_for_device", shown="its host, waiting for its device"),
     Activity(word="waiting", shown="waiting in a collective"),
+    Activity(word="last_call", shown="its last call in the dump"),
     *(Activity(word=word, shown=word) for word in ("stopped", "exited", "killed", "crashed", "finished")),
 )  # fmt: skip
 

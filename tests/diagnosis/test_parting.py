@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from distdiag.diagnosis.culprit.callers import call_stack, with_callers
+from distdiag.diagnosis.culprit.callers import call_stack, is_inside, with_callers
 from distdiag.diagnosis.culprit.parting import (
     Condition,
     Way,
@@ -524,3 +524,94 @@ def test_what_never_changes_in_a_rank_did_not_lead_it_away_this_time() -> None:
     }
     assert texts == {"C": [], "D": ["if self.heard is x"]}
     assert [c.text for c in parting((stack[1],), sends["C"], {FILE: text}.get)] == ["if not self.tail"]
+
+
+EPOCHS = """
+    def train(log, batches, length={default}):
+        for epoch in range(9):
+            for i in range(length):
+                loss.backward()  # A
+            log.info("epoch %d  %s", epoch, meters)  # B
+
+    {call}
+"""
+
+
+@pytest.mark.parametrize(
+    ("default", "call", "found"),
+    [
+        ("60", "train(log, batches)", []),
+        ("None", "train(log, batches, length=60)", []),
+        ("60", "train(log, batches, 50)", []),
+        ("60", "train(log, batches, len(batches))", ["for i in range(length)"]),
+        ("60", "train(log, *more)", ["for i in range(length)"]),
+        ("60", "", ["for i in range(length)"]),  # another file may call it with anything
+    ],
+)
+def test_a_loop_over_a_number_that_every_call_gives_as_a_literal_has_not_ended_early(
+    default: str, call: str, found: list[str]
+) -> None:
+    text = EPOCHS.format(default=default, call=call)
+    assert part(text, [("B", "train")], [("A", "train")]) == found
+
+
+def test_a_loop_over_an_option_of_the_command_line_has_as_many_rounds_on_all_ranks() -> None:
+    text = """
+    def main():
+        args = parser.parse_args()
+        for i in range(args.steps):
+            loss.backward()  # A
+        barrier()  # B
+    """
+    assert part(text, [("B", "main")], [("A", "main")]) == []
+    text = text.replace("for i", "args.steps = len(loader)\n        for i")
+    assert part(text, [("B", "main")], [("A", "main")]) == ["for i in range(args.steps)"]
+
+
+def test_what_logging_formats_is_under_the_condition_of_its_level() -> None:
+    text = (
+        EPOCHS.format(default="60", call="train(log, batches)")
+        + """
+    class Meters:
+        def __str__(self):
+            barrier()  # C
+    """
+    )
+    stack = [("C", "__str__"), ("B", "train")]
+    (found,) = part(text, stack, [("A", "train")])
+    assert found == 'log.info("epoch %d  %s", epoch, meters)'
+    assert "compute the text before, on all ranks" in decision_advice(
+        Condition(FILE, 5, found), [0], Call(op="barrier", group="g")
+    )
+    assert part(text, [("C", "describe"), ("B", "train")], [("A", "train")]) == []
+
+
+def test_a_loop_that_an_exception_can_have_left_has_not_ended_early_for_sure() -> None:
+    text, at = places("""
+    def fit(batch):
+        try:
+            for part in batch.split(4):
+                loss(part)  # A
+        except MemoryError:
+            oom = True
+        agree(oom)  # B
+    """)
+    mine, theirs = (Site(FILE, at["B"], "fit"),), (Site(FILE, at["A"], "fit"),)
+    assert [c.text for c in parting(mine, theirs, {FILE: text}.get, again=True)] == ["except MemoryError"]
+
+
+@pytest.mark.parametrize(
+    ("line", "inside"),
+    [("x = block(x)", True), ("dist.all_gather_into_tensor(out, x)", False), ("parts = accelerator.gather(x)", False)],
+)
+def test_a_collective_that_a_library_makes_in_a_line_is_told_from_one_that_the_line_calls(
+    line: str, inside: bool
+) -> None:
+    call = Call(op="all_gather_into_tensor", group="g", site=Site(FILE, 1, "forward"))
+    assert is_inside(call, {FILE: line}.get) is inside
+    condition = Condition(FILE, 4, "except MemoryError", Way.SKIPPED)
+    advice = decision_advice(condition, [1], call, inside=inside)
+    assert (
+        "run the line at train.py:1, in which a library makes all_gather_into_tensor, on rank 1, too" in advice
+    ) is inside
+    assert ("with zeros or an empty tensor" in advice) is not inside

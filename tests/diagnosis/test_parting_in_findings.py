@@ -422,7 +422,39 @@ def test_a_rank_that_left_the_loop_of_its_role_is_compared_with_the_others_of_th
     ]
     f = only(snapshot(*in_it, left), source={FILE: text}.get)
     assert f.culprits == (2,)
-    assert f.message.startswith("rank 2 skipped gather (train.py:9): `if reward() > goal` (line 7)")
+    assert f.message.startswith("rank 2 left the loop before gather (train.py:9): `if reward() > goal` (line 7)")
     # the only worker: its own gather is compared, not the server's
     alone = only(snapshot(in_it[0], msgspec.structs.replace(left, rank=1)), source={FILE: text}.get)
     assert "`for _ in range(rounds)` (line 2)" not in alone.message + alone.advice
+
+
+def test_a_rank_that_has_left_a_helpers_loop_in_an_earlier_round_is_told_so() -> None:
+    """All were in the loop over the metrics; rank 1 had fewer of them and is in the next step."""
+    text, at = places("""
+        def log(metrics):
+            for name in metrics.items():
+                gather(name)  # A
+
+        def train():
+            for step in range(90):
+                all_reduce(g)  # B
+                if step % 10 == 0:
+                    log(pending)  # C
+    """)
+    gather, reduce, top = Site(FILE, at["A"], "log"), Site(FILE, at["B"], "train"), Site(FILE, at["C"], "train")
+    before = (call("all_reduce", 7, reduce), call("all_gather", 8, gather))
+    more = {"calls": before, "sites": {key(gather): 5, key(reduce): 9}}
+    here = [rank(r, call("all_gather", 9, gather), user_stack=(gather, top), **more) for r in (0, 2)]
+    left = rank(1, call("all_reduce", 9, reduce), user_stack=(reduce,), **more)
+    f = only(snapshot(here[0], left, here[1]), source={FILE: text}.get)
+    assert f.culprits == (1,)
+    assert f.message.startswith(
+        "rank 1 left the loop before all_gather (train.py:3): `for name in metrics.items()` (line 2)"
+    )
+    # it may have skipped the whole helper, if its call before was another one
+    calls = (call("all_gather", 7, gather), call("all_reduce", 8, reduce))
+    ranks = (msgspec.structs.replace(r, calls=(*calls, *r.calls[2:])) for r in (here[0], left, here[1]))
+    assert "metrics.items()" not in only(snapshot(*ranks), source={FILE: text}.get).message
+    # or a comprehension makes the calls
+    text = text.replace("gather(name)", "[gather(part) for part in name]")
+    assert "metrics.items()" not in only(snapshot(here[0], left, here[1]), source={FILE: text}.get).message

@@ -195,7 +195,9 @@ def test_a_return_before_the_key_is_set_is_to_blame_for_those_that_wait_for_it(a
     others = [rank(q, completed={"default_pg": 3}, step=40, **wait) for q in (1, 2)]
     f = only(findings(job(first, *others), stall, source={FILE: KEYED}.get))
     assert (f.kind, f.culprits, f.victims) == ("stall", (0,), (1, 2))
-    assert f.message.startswith("rank 0 may have left out what ranks 1, 2 wait for, at `if path.exists()` at train.py:4")
+    assert f.message.startswith(
+        "rank 0 may have left out what ranks 1, 2 wait for, at `if path.exists()` at train.py:4"
+    )
     plain = KEYED.replace("        if path.exists():\n            return read(path)\n", "\n\n")
     f = only(findings(job(first, *others), stall, source={FILE: plain}.get))
     assert f.culprits == (1, 2) and "each waits for a key of a store at train.py:8" in f.message

@@ -37,7 +37,9 @@ def test_the_exception_that_ends_a_thread_is_recorded(tmp_path: Path, monkeypatc
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-    assert [args.exc_type for args in shown] == [OSError, SystemExit], "the hook that was there is called, as without distdiag"
+    assert [args.exc_type for args in shown] == [OSError, SystemExit], (
+        "the hook that was there is called, as without distdiag"
+    )
     reader = PageReader(page.path)
     sample = reader.read().samples[0]
     site = reader.site(sample.site)[0]

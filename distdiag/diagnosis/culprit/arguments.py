@@ -133,7 +133,5 @@ def reordered(case: Case, ranks: Sequence[int]) -> Testimony | None:
     first, second = (calls[side[0]].site for side in case.sides)
     parted = tuple(tied(case))  # if a condition is known, its advice is the better one
     text = "; both sides have made either call before: they make them in a different order, or one leaves some out"
-    advice = (
-        f"compare {both_sites(first, second)}: make these calls in the same order on all ranks; {LOOP_ADVICE}"
-    )
+    advice = f"compare {both_sites(first, second)}: make these calls in the same order on all ranks; {LOOP_ADVICE}"
     return Testimony(text=text, conditions=parted, advice="" if parted else advice)

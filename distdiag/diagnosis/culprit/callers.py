@@ -6,9 +6,11 @@ import ast
 import itertools
 from collections.abc import Mapping, Sequence
 
-from distdiag.diagnosis.model.snapshot import RankState, Site, issue_stack
+from distdiag.diagnosis.model.snapshot import Call, RankState, Site, issue_stack
 from distdiag.diagnosis.model.syntax import Source, function, name_of, statement, tree_of
 
+# what the name of a function that makes a call has in common with the name of the operation
+_ROOTS = ("gather", "scatter", "reduce", "broadcast", "barrier", "all_to_all", "send", "recv")
 COMPARED = 8  # ranks that wait, of which the one nearest to the culprit in the source is compared with it
 
 
@@ -74,6 +76,17 @@ def calls_of(callee: Site, source: Source, file: str, by_name: bool = False) -> 
             around = function(tree, node.lineno)
             out.append(Site(file, node.lineno, around.name if around is not None else "<module>"))
     return out
+
+
+def is_inside(call: Call, source: Source) -> bool:
+    """True if the line of a collective calls nothing of its name: a library makes it, in what the line calls."""
+    tree = tree_of(call.site.file, source) if call.site is not None else None
+    node = statement(tree, call.site.line) if tree is not None and call.site is not None else None
+    roots = [root for root in _ROOTS if root in call.op]
+    if node is None or not roots:
+        return False
+    called = (name_of(x.func) for x in ast.walk(node) if isinstance(x, ast.Call))
+    return not any(root in name for name in called for root in roots)
 
 
 def function_key(site: Site, source: Source) -> tuple[str, str, int]:

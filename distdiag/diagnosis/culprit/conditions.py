@@ -126,7 +126,8 @@ def _testimony(case: Case, found: Sequence[Condition], ranks: Sequence[int]) -> 
         call = case.calls.get(ranks[0]) if ranks else None
     elif main.p2p and call is not None:  # its own half of the message
         call = Call(op=messages.OPPOSITE[main.key[2]], group=main.group, peer=rank)
-    advice = parting.decision_advice(found[0], ranks, call, ddp) if len(found) == 1 else ""
+    inside = call is not None and not ddp and callers.is_inside(call, case.source)
+    advice = parting.decision_advice(found[0], ranks, call, ddp, inside) if len(found) == 1 else ""
     return Testimony(ranks=tuple(ranks), conditions=tuple(found), advice=advice)
 
 
@@ -149,7 +150,8 @@ def _parting(case: Case, ranks: Sequence[int]) -> list[Condition]:
         due = (*own.path, *(x for x in first[-1:] if x not in own.path))
         elsewhere = own.key != case.here.get(mine[0]) and not callers.dispatched(first, due, case.source)
         return parting.parting(first, due, case.source) if elsewhere else []
-    return parting.parting(first, second, case.source, _ahead(case, *both), partial(_as_often, case, *both))
+    as_often = partial(_as_often, case, *both)
+    return parting.parting(first, second, case.source, _ahead(case, *both), as_often, again=_again(case, *both))
 
 
 def met_in(case: Case, rank: int, other: int) -> Site | None:
@@ -180,6 +182,14 @@ def _ahead(case: Case, rank: int, other: int) -> bool:
     if len(sites) != 1 or (site := sites.pop()) is None or there == site or case.states[other].step > state.step:
         return False
     return state.sites.get(site, 0) > state.sites.get(there, 0) > 0
+
+
+def _again(case: Case, rank: int, other: int) -> bool:
+    """True if both ranks made the call before at the place where the other is now, from the same callers: it makes it once more."""
+    group, seq, here = case.wait.group, case.wait.seq, case.wait.calls[other].site
+    if case.wait.p2p or seq is None or here is None:
+        return False
+    return {site_of(None, call_at(case.states[q], group, seq - 1)) for q in (rank, other)} == {here.key}
 
 
 def _as_often(case: Case, rank: int, other: int, file: str, loop: ast.AST) -> bool:

@@ -166,6 +166,7 @@ def parting(
     ahead: bool = False,
     as_often: Callable[[str, ast.AST], bool] = lambda file, statement: False,
     changed: bool = False,
+    again: bool = False,
 ) -> list[Condition]:
     """Return the conditions that can lead to one site and not to another; only those of the most likely sort.
 
@@ -176,6 +177,7 @@ def parting(
             call. The other has not evaluated what leads from there on.
         as_often: True for a loop of a file that this rank has run as often as the other: it has not ended early.
         changed: Both are of one rank, which went the other way before: what never changes in a rank did not lead it away.
+        again: The call before was made at the other's place by both: this rank has left the loop around it.
     """
     mine, theirs = _from_one_caller(mine, theirs)
     if not theirs or (mine and function_key(mine[-1], source) != function_key(theirs[-1], source)):
@@ -191,13 +193,15 @@ def parting(
     left_there = [[p for p in sort if not as_often(p.site.file, p.guard.node)] for sort in left_there]
     # what ends a round early in a loop of both: one may have done so a round ago
     rounds = [p for p in their_path.common if isinstance(p.guard.way_out, ast.Continue)]
-    missed = zip((Way.SKIPPED, Way.LEFT, Way.LEFT), left_there, strict=False)
+    missed = [*zip((Way.SKIPPED, Way.LEFT, Way.LEFT), left_there, strict=False)]
     alone = zip((Way.ALONE, Way.STAYED, Way.STAYED), left, strict=False)
     # the same in a loop that has ended for this rank, and has as many rounds on every rank
     ended = (p for p in their_path.own if p.guard.kind is Kind.INSIDE and p.key(Kind.ENDED) in their_path.others)
     even = (p for p in ended if p.shared and not _can_differ(p, source, alive=True))
     shorter = [p for loop in even for p in _ways_out(loop, (ast.Continue,))]
     tries = [(Way.ALONE, held), *missed, (Way.SKIPPED, held_there), *alone, (Way.SKIPPED, rounds), (Way.ROUND, shorter)]
+    if again and not any(_repeats(site, source) for site in theirs):
+        tries = [*((Way.LEFT, sort) for sort in _innermost(their_path)), *tries]
     # no two ranks read the same time, so a test of a clock comes first
     clocked = [(way, [p for p in sort if _reads_clock(p, source)]) for way, sort in tries]
     for way, sort in (*clocked, *tries):
@@ -267,6 +271,21 @@ def _sorts(path: _Path, source: Source) -> tuple[list[_Placed], ...]:
         before = own[: own.index(holds[-1])]
         holds = [p for p in own if p in holds or (p in skips and p in before and not p.shared)]
     return holds, skips, breaks, ends
+
+
+def _innermost(path: _Path) -> Iterator[list[_Placed]]:
+    """Yield what leaves the innermost loop around a call, and the loop, unless an exception may have left it."""
+    loop = next((p for p in reversed(path.own) if p.guard.kind is Kind.INSIDE), None)
+    if loop is not None and not any(isinstance(p.guard.node, ast.ExceptHandler) for p in path.own):
+        yield from ([*_ways_out(loop, (ast.Break, ast.Return, ast.Expr))], [loop])
+
+
+def _repeats(site: Site, source: Source) -> bool:
+    """True if the statement at a site has a comprehension: that may be what makes a call again."""
+    tree = tree_of(site.file, source)
+    node = syntax.statement(tree, site.line) if tree is not None else None
+    parts = (x for x in ast.iter_child_nodes(node) if isinstance(x, ast.expr)) if node is not None else ()
+    return any(isinstance(x, ast.comprehension) for part in parts for x in ast.walk(part))
 
 
 def _ends_by_data(loop: _Placed, source: Source) -> bool:
@@ -402,19 +421,25 @@ def parting_text(conditions: Sequence[Condition]) -> str:
 
 
 def decision_advice(
-    condition: Condition, culprits: Collection[int], call: Call | None = None, ddp: bool = False
+    condition: Condition, culprits: Collection[int], call: Call | None = None, ddp: bool = False, inside: bool = False
 ) -> str:
     """Return what to do about a condition that held on some ranks only.
 
     Args:
         call: What the culprits left out, or made alone.
         ddp: It is a call of DDP's own.
+        inside: A library makes it, in what the line calls: the forward of a sharded module, for example.
     """
     guard, who = f"`{condition.text}` at line {condition.line}", rank_list(culprits)
     if guarding.caches(condition.text):
         return (
             f"make no collective in a function under `{condition.text}` (line {condition.line}): it runs only where its result is not "
             "in the rank's own cache; communicate outside it, in the same step on all ranks"
+        )
+    if guarding.logs(condition.text):
+        return (
+            f"make no collective where {guard} formats its arguments: logging does so only on ranks whose level lets the message pass; "
+            "compute the text before, on all ranks"
         )
     agree = f"(all_reduce {'a flag' if condition.text.startswith('except') else 'what it tests'})"
     place = at(call.site and Site(call.site.file, call.site.line)) if call is not None else ""
@@ -426,12 +451,13 @@ def decision_advice(
         what, nothing = op_name(call.op) or "the collective", ""
         if ddp:
             what, nothing = f"DDP's {what}", ", for example with the backward of a loss times 0"
-        elif call.op and "barrier" not in call.op:
+        elif call.op and "barrier" not in call.op and not inside:
             nothing = ", with zeros or an empty tensor if it has nothing to add"
+        do = f"run the line{place}, in which a library makes {what}," if inside else f"make {what}{place}"
         if ddp or rank_tests.of_amount(condition.text):
-            return f"make {what}{place} on {who}, {past}{nothing}, or leave it out only where all ranks do {agree}"
+            return f"{do} on {who}, {past}{nothing}, or leave it out only where all ranks do {agree}"
         if rank_tests.reads_rank(rank_tests.tested(condition.text)):
-            return f"make {what}{place} on all ranks or on none: {guard} leads {who} past it"
+            return f"{do} on all ranks or on none: {guard} leads {who} past it"
         return f"let all ranks decide together whether they make {what}{place}: {guard} leads {who} past it {agree}"
     if condition.way is Way.ALONE and call is not None and not call.p2p:
         return f"make {op_name(call.op) or 'the collective'}{place} on all ranks or on none: {guard} keeps it to {who} {agree}"

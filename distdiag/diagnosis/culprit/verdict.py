@@ -136,6 +136,8 @@ def _undecided(case: Case, reason: Reason) -> bool:
     coming = [q for q in wait.missing if q not in graph.gone and q not in graph.stuck]
     if not coming:
         return False
+    if snapshot.source == "stacks" and reason in (Reason.NONE, Reason.MAJORITY):
+        return True  # nothing numbers the calls: each side may wait for such a rank, in a group of its own
     first, second, *_ = sorted((len(s) for s in wait.sides), reverse=True)
     if first > second + len(coming):
         return False

@@ -34,6 +34,9 @@ _EXITS = (ast.Return, ast.Break, ast.Continue, ast.Raise)
 _NEW_TENSORS = {
     "zeros", "ones", "full", "empty", "tensor", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "detach",
 }  # fmt: skip
+# what logging calls for a message's arguments only if the message passes the logger's level
+_FORMATS = {"__str__", "__repr__", "__format__"}
+_LOGS = re.compile(r"[\w.()\[\]\"']+\.(debug|info|warning|error|critical|exception|log)\(")
 _CACHES = re.compile(r"@[\w.]*(cache|memo)", re.IGNORECASE)
 _Node = ast.stmt | ast.expr | ast.ExceptHandler | ast.match_case
 
@@ -185,6 +188,8 @@ def _in_expression(node: ast.stmt, callee: str) -> Iterator[Guard]:
                 found = [(part.test, arm, [getattr(part, arm)]) for arm in ("body", "orelse")]
             case ast.BoolOp():
                 found = [(part.values[0], "body", part.values[1:])]
+            case ast.Call() if callee in _FORMATS and _LOGS.match(ast.unparse(part)):
+                yield Guard(Kind.HOLDS, part, "body", part)
             case ast.ListComp() | ast.SetComp() | ast.GeneratorExp():
                 found = [(test, "body", [part.elt]) for loop in part.generators for test in loop.ifs]
         called = [(test, branch, set().union(*map(_called_in, arm))) for test, branch, arm in found]
@@ -241,6 +246,11 @@ def _negated(test: ast.expr) -> str:
 def caches(text: str) -> bool:
     """True for a decorator whose function does not run if its result is known: `@functools.lru_cache(9)`, `@memoize`."""
     return _CACHES.match(text) is not None
+
+
+def logs(text: str) -> bool:
+    """True for a call of a logger: `log.info("%s", meters)` formats its arguments only where the logger's level lets it."""
+    return _LOGS.match(text) is not None
 
 
 def made_anew(text: str) -> Guard | None:

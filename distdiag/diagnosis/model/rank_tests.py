@@ -55,8 +55,9 @@ def can_end_unevenly(loop: ast.For | ast.AsyncFor | ast.While, constant: frozens
 def constants(text: str) -> frozenset[str]:
     """Return the names that are equal on all ranks at one point of the program.
 
-    Those that a module assigns once, to a literal: `STEPS = 400`, or to a container of modules: `self.experts`; and those that only
-    count: `for k in range(9)`, `for k, x in enumerate(…)`, also where they are handed on under the same name.
+    Those that a module assigns once, to a literal: `STEPS = 400`, or to a container of modules: `self.experts`; those that only
+    count: `for k in range(9)`, `for k, x in enumerate(…)`, also where they are handed on under the same name; parameters that get
+    only literals: `def train(steps=90)`; and options of the command line: `args.steps`.
     """
     tree = parsed(text) or ast.Module([], [])
     nodes = list(ast.walk(tree))
@@ -71,7 +72,48 @@ def constants(text: str) -> frozenset[str]:
     counted = Counter(name_of(_counter(loop)) for loop in loops)
     counters = {name for name, times in counted.items() if name and times == given[name]}
     layers = {name for name, times in modules.items() if times == given[name] + stored[name]}
-    return frozenset(layers | counters).union(name for name in literal - changed if given[name] == 1)
+    handed = {name for name in _literal_parameters(nodes) if not given[name] + stored[name]}
+    found = layers | counters | handed | _options(nodes)
+    return frozenset(found).union(name for name in literal - changed if given[name] == 1)
+
+
+def _literal_parameters(nodes: list[ast.AST]) -> set[str]:
+    """Return the parameters that get a literal in every call of their function, of which this file has at least one."""
+    passed: dict[str, list[ast.Call]] = {}
+    for node in nodes:
+        if isinstance(node, ast.Call):
+            passed.setdefault(name_of(node.func), []).append(node)
+    literal: dict[str, bool] = {}
+    for function in (n for n in nodes if isinstance(n, FUNCTIONS)):
+        of, calls = function.args, passed.get(function.name, [])
+        names = [a.arg for a in (*of.posonlyargs, *of.args)]
+        defaults = dict(zip(reversed(names), reversed(of.defaults), strict=False))
+        defaults |= {a.arg: value for a, value in zip(of.kwonlyargs, of.kw_defaults, strict=True) if value is not None}
+        by_place = names[1:] if names[:1] in (["self"], ["cls"]) else names
+        for name in (*names, *(a.arg for a in of.kwonlyargs)):
+            values = [_passed(call, name, by_place) or defaults.get(name) for call in calls]
+            fits = bool(values) and all(isinstance(value, ast.Constant) for value in values)
+            literal[name] = literal.get(name, True) and fits
+    return {name for name, fits in literal.items() if fits}
+
+
+def _passed(call: ast.Call, name: str, by_place: list[str]) -> ast.expr | None:
+    """Return what a call passes for a parameter; None: nothing. `*args` may hold anything."""
+    if any(isinstance(a, ast.Starred) for a in call.args) or any(k.arg is None for k in call.keywords):
+        return call
+    given_by_place = dict(zip(by_place, call.args, strict=False))
+    return given_by_place.get(name) or next((k.value for k in call.keywords if k.arg == name), None)
+
+
+def _options(nodes: list[ast.AST]) -> set[str]:
+    """Return the variables that hold parsed options, with the attributes that are read from them alone and never set."""
+    parsed_ = {name_of(x.targets[0]) for x in nodes if isinstance(x, ast.Assign) and _called(x.value) == "parse_args"}
+    read: dict[str, bool] = {}
+    for node in nodes:
+        if isinstance(node, ast.Attribute):
+            of_options = isinstance(node.ctx, ast.Load) and name_of(node.value) in parsed_
+            read[node.attr] = read.get(node.attr, True) and of_options
+    return parsed_ | {name for name, of_options in read.items() if of_options and parsed_}
 
 
 def _called(value: ast.expr) -> str:

@@ -212,6 +212,11 @@ def _averages(r: RankState) -> bool:
     )
 
 
+def _averages_some(r: RankState) -> bool:
+    """True if DDP averages gradients of each model of this rank, but not before each step."""
+    return bool(r.models) and all(0 < m.synced_backwards < limits.averaged * min(m.forwards, r.step) for m in r.models)
+
+
 def _rates(s: Snapshot, drifting: list[int]) -> dict[int, float]:
     """Return each rank's learning rate at the newest step (up to the newest that drifts) at which they differed; or nothing."""
     samples = {q: _by_step(r, "learning_rate") for q, r in s.ranks.items()}
@@ -242,6 +247,7 @@ UNFROZEN = Template(
     "unfreeze them before wrapping in DDP, or wrap the module again after it (and build a new optimizer)")  # fmt: skip
 _WHAT = {
     "gradients_not_synced": "their gradients are not averaged",
+    "some_steps": "DDP averages gradients before some of the optimizer steps only: {passes:,} backward passes in {steps:,} steps",
     "never_averaged": "nothing averages their gradients: no DDP, and no collective that exchanges a tensor",
     "partly_averaged": "all gradients were averaged before, but not those of the parameters that have been trained since",
     "different_init": "gradients are averaged, but the replicas began with different values",
@@ -257,6 +263,8 @@ _WHAT = {
 _ADVICE = {
     "gradients_not_synced": "call the DDP-wrapped model, not model.module, in the training step; step the parameters that DDP "
     "wraps",
+    "some_steps": "let the last backward pass before each optimizer step average, outside `no_sync()` and through the DDP-wrapped model: "
+    "also where the end of an epoch cuts an accumulation short",
     "never_averaged": "wrap the model in DistributedDataParallel: the loader splits the data by rank, so each rank trains "
     "its own model on its part of the data",
     "partly_averaged": "average the gradients of all parameters that are trained: rebuild the list or bucket of gradients after "
@@ -291,7 +299,12 @@ def _finding(
     elif averaged and began_equal:
         accumulates = models and all(2 * m.forwards > 3 * m.synced_backwards > 0 for m in models)
         words = "accumulated" if accumulates else "update"
+    elif cause == "gradients_not_synced" and all(map(_averages_some, s.ranks.values())):
+        words = "some_steps"
     what = _WHAT["mild" if mild else words] + (f" ({_rates_text(rates)})" if rates else "")
+    if words == "some_steps":
+        passes = min(m.synced_backwards for m in models)
+        what = what.format(passes=passes, steps=max(r.step for r in s.ranks.values()))
     what += _not_through_ddp(s) if words == "gradients_not_synced" else _not_waited_for(s) if words == "unequal" else ""
     odd, ranks = minority(rates or values), sorted(values)
     by_hand = cause in ("different_init", "partly_averaged", "unequal") and not models

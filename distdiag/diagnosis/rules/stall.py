@@ -18,10 +18,10 @@ from functools import partial
 from types import MappingProxyType
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.culprit import pending_exception
+from distdiag.diagnosis.culprit import parting, pending_exception
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
-from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, Snapshot
+from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site
 from distdiag.diagnosis.model.syntax import line_at
 from distdiag.diagnosis.polled import hidden_error, left_unwritten, polled_loop
 from distdiag.diagnosis.text.incident import implicit_text, verb
@@ -39,7 +39,6 @@ from distdiag.diagnosis.text.template import Template, filled
 from distdiag.diagnosis.threads import Open, ended_thread, left_open
 from distdiag.diagnosis.waits.delays import incomplete, kept_waiting, motionless_s, outpaced
 from distdiag.diagnosis.waits.uncounted import unseen
-from distdiag.diagnosis.waits.wait import call_at
 from distdiag.terms.activity import ACTIVITIES, refined
 from distdiag.terms.ranks import by_value
 from distdiag.terms.units import rough_duration, size_text
@@ -55,7 +54,8 @@ class Limits:
         )
     )
     """Seconds that the others may wait for a rank, by what it does. Nobody answers a prompt of a
-    batch job; a checkpoint to a slow disk may be slow."""
+    batch job; a checkpoint to a slow disk may be slow. What a rank computes under a condition on
+    the rank, while the others wait in a barrier, counts as a validation."""
     long_s: float = 60.0
     """The same for a rank that still makes steps and is ahead of all ranks that wait for it, and
     for a job in which no rank moves and none waits for another, while their hosts sleep or wait for
@@ -121,14 +121,14 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
                 f"({s.groups[groups[0]].backend}) that has completed: it may be busy, or wait for another rank"
             )
         elif (kept := kept_waiting(s, graph, rank)) is not None:
-            late.append(_Late(state, *kept, patience_s(state)))
+            late.append(_Late(state, *kept, _limit_s(facts, state, *kept)))
     named: set[int] = set()
     for together in _by_line(late):
         named |= {x.state.rank for x in together}
         yield _finding(facts, together)
     for x in late:
         if x.state.rank not in named:
-            reason = waits_for(x.victims, x.state, x.waited_s)
+            reason = waits_for(x.victims, x.state, x.waited_s, x.limit_s)
             yield _trains_on(facts, x.state) or Abstained(reason, checked=True)
 
 
@@ -205,10 +205,25 @@ def _nobody_moves(facts: Facts) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def waits_for(victims: Sequence[int], late: RankState, waited_s: float) -> str:
+def waits_for(victims: Sequence[int], late: RankState, waited_s: float, limit_s: float | None = None) -> str:
     """Return `rank 0 waits for rank 1 for 57 s (judged from 60 s on)`."""
-    limit = rough_duration(patience_s(late))
-    return f"{rank_list(victims)} {verb(victims, 'waits', 'wait')} for rank {late.rank} for {rough_duration(waited_s)} (judged from {limit} on)"
+    limit_s = patience_s(late) if limit_s is None else limit_s
+    judged = f" (judged from {rough_duration(limit_s)} on)" if waited_s < limit_s else ""
+    return f"{rank_list(victims)} {verb(victims, 'waits', 'wait')} for rank {late.rank} for {rough_duration(waited_s)}{judged}"
+
+
+def _limit_s(facts: Facts, r: RankState, victims: Sequence[int], waited_s: float) -> float:
+    """Return `patience_s`; more for a rank that computes under a condition on the rank while the others wait in a barrier.
+
+    The script lets them wait for its duty on purpose: drawing, scoring, an export.
+    """
+    limit_s, duty_s = patience_s(r), limits.patience_s["validation"]
+    states = [facts.snapshot.ranks[v] for v in victims]
+    barriers = all(v.blocked is not None and v.blocked.op == "barrier" for v in states)
+    if not limit_s <= waited_s < duty_s or _doing(r) != "user_code" or not barriers:
+        return limit_s
+    guard = parting.rank_condition(r.user_stack, states[0].user_stack, facts.source)
+    return duty_s if guard is not None and guard.way is parting.Way.ALONE else limit_s
 
 
 def patience_s(r: RankState) -> float:
@@ -258,7 +273,11 @@ def _never_joined(facts: Facts, late: Sequence[_Late], opened: Open, does: str) 
 
 def _open_advice(r: RankState, opened: Open) -> str:
     alone = opened.alone
-    why = f"only rank {r.rank} is under `{alone.text}`{at(alone.site)}" if alone else "find what started it, maybe a thread"
+    why = (
+        f"only rank {r.rank} is under `{alone.text}`{at(alone.site)}"
+        if alone
+        else "find what started it, maybe a thread"
+    )
     return filled(_DO_OPEN, call=opened.call, ranks=opened.missing, why=f": {why}")
 
 
@@ -289,7 +308,9 @@ NEVER_JOINED = _warning("user_code",
     "{culprits} {culprits:has|have} not entered {opened}{at_opened}, which {victims} {victims:has|have} in flight{died}; {each} {does}, "
     "and {culprits} {culprits:waits|wait} for {victims:it|them} in {call}{at_call}{implicit} for {waited_s:time}", NO_PROGRESS,
     "{do}")  # fmt: skip
-_DO_DIED = "fix that error on {ranks}; let a thread that fails end its rank, or report it to the main thread of each rank"
+_DO_DIED = (
+    "fix that error on {ranks}; let a thread that fails end its rank, or report it to the main thread of each rank"
+)
 _DO_ABSENT = "find what keeps {ranks} from {call}: a thread that has not started, or that returned before it"
 _OPEN = " while it has {call}{site} in flight, which {ranks} {ranks:has|have} not entered"
 _DO_OPEN = "{ranks} must enter {call}, too, or no rank may{why}"

@@ -39,7 +39,9 @@ def test_a_rank_with_the_wrong_group_is_the_culprit() -> None:
 
 def test_groups_that_all_ranks_use_at_one_line_in_turn_are_in_another_order() -> None:
     def at(r: int, now: str, *before: str) -> RankState:
-        return rank(r, call(group=now, seq=2, site=TRAIN), calls=tuple(call(group=g, seq=1, site=TRAIN) for g in before))
+        return rank(
+            r, call(group=now, seq=2, site=TRAIN), calls=tuple(call(group=g, seq=1, site=TRAIN) for g in before)
+        )
 
     groups = {"a": (0, 1, 2), "b": (0, 1, 2)}
     f = only(snapshot(at(0, "a", "a", "b"), at(1, "a", "b", "a"), at(2, "b", "a", "b"), groups=groups))
