@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
+from distdiag.diagnosis.culprit.parting import returns_before
 from distdiag.diagnosis.model import guards as guarding
 from distdiag.diagnosis.model import rank_tests, syntax
 from distdiag.diagnosis.model.guards import Guard, Kind
@@ -67,16 +68,12 @@ def left_unwritten(stack: Sequence[Site], source: Source, key: bool = False) -> 
     found: set[tuple[str, Site]] = set()
     names, writes = _polled_names(stack, source, key), _SETS if key else _WRITES
     for file in {frame.file for frame in stack}:
-        tree, text = tree_of(file, source) or ast.Module([], []), source(file) or ""
+        tree = tree_of(file, source) or ast.Module([], [])
         for function in (x for x in ast.walk(tree) if isinstance(x, FUNCTIONS)):
             calls = (x for x in ast.walk(function) if isinstance(x, ast.Call) and syntax.name_of(x.func) in writes)
             written = [x.lineno for x in calls if _handed(x, _modules(tree)) & names]
-            for guard in guarding.guards(tree, min(written)) if written else ():
-                by_data = rank_tests.can_differ(guard.test, rank_tests.constants(text)) and not rank_tests.reads_rank(
-                    guard.test, rank_tests.rank_variables(text)
-                )
-                if isinstance(guard.way_out, ast.Return) and by_data:
-                    found.add((guarding.text_of(guard, text), Site(file, guard.line, function.name)))
+            before = returns_before(Site(file, min(written)), source) if written else ()
+            found.update((condition.text, Site(file, condition.line, function.name)) for condition in before)
     return found.pop() if len(found) == 1 else None
 
 

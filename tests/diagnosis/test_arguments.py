@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from distdiag.diagnosis.culprit import divergence
 from distdiag.diagnosis.model.snapshot import RankState, Site
 from tests.diagnosis.waits import call, only, rank, snapshot
 
@@ -76,3 +77,12 @@ def test_a_rank_that_sends_to_a_new_peer_is_the_culprit() -> None:
     f = only(s)
     assert (f.kind, f.culprits) == ("deadlock", (0,))
     assert "in 3 earlier calls there its peer was rank 1" in f.message
+
+
+def test_the_argument_in_which_two_calls_at_one_line_differ_is_named() -> None:
+    def differ(made: tuple[int, int], due: tuple[int, int]) -> str:
+        a, b = (call("gather", 9, SITE, root=root, shape=(size,)) for root, size in (made, due))
+        return divergence.argument(divergence.Departure(1, a, b))
+
+    assert differ((1, 66), (0, 66)) == "roots"
+    assert differ((1, 66), (1, 40)) == "sizes"

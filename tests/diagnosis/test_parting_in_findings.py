@@ -362,6 +362,13 @@ def test_a_role_at_a_line_that_is_new_to_it_is_to_blame_and_no_condition_of_the_
     assert (f.kind, f.culprits) == ("mismatch", ()), "it has been there before: either may be wrong"
 
 
+def test_a_long_message_is_not_cut_within_parentheses() -> None:
+    f = only(snapshot(*(rank(r, call(group="abc"[r], seq=1, shape=(64, 64))) for r in range(3)),
+                      groups={"a": (0, 1), "b": (1, 2), "c": (2, 0)}))  # fmt: skip
+    long = msgspec.structs.replace(f, message=f"rank 0 is in all_reduce (group 5; 1.0 KiB); {'x' * 300}")
+    assert "all_reduce (group 5; 1.0 KiB)" in finding_lines(long)[0] + finding_lines(long)[1]
+
+
 def test_a_loop_that_ended_earlier_is_named_although_its_outer_call_is_not_made_in_every_round() -> None:
     """FSDP2 gathers the root's parameters once, in the line of the loop, and those of the blocks in `forward`, in every round."""
     text, at = places("""

@@ -240,11 +240,11 @@ def accuse(case: Case) -> Testimony | None:
     did = "ended its step" if first.made is None else f"made {made}"
     text = f"; all ranks had kept one order of calls; here {rank_list(side)} {did} where {due} was due"
     if made == due:
-        text = f"; all ranks had passed the same {_argument(first)} there in the same order; here {rank_list(side)} did not"
+        text = f"; all ranks had passed the same {argument(first)} there in the same order; here {rank_list(side)} did not"
     return Testimony(ranks=tuple(side), text=text)
 
 
-def _argument(found: Departure) -> str:
+def argument(found: Departure) -> str:
     """Return the first argument in which two calls at one line differ: `roots`."""
     made, due = (_event(call) if call is not None else STEP for call in (found.made, found.due))
     differ = (name for name, a, b in zip(_ARGUMENTS, made, due, strict=False) if a != b)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from distdiag.diagnosis.culprit import callers, sites
 from distdiag.diagnosis.culprit.case import Case, Testimony
-from distdiag.diagnosis.culprit.parting import Condition, parting
+from distdiag.diagnosis.culprit.parting import Condition, decision_advice, parting, returns_before
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot, lines_of
 from distdiag.diagnosis.text.phrases import at, count, op_at, places_text
@@ -166,8 +166,25 @@ def _fewer(case: Case) -> Testimony | None:
             others = [n for q, n in sent.items() if q != p]
             equal = not wait.any_of or (len(others) > 1 and len(set(others)) == 1)
             if others and equal and sent.get(p, 0) < min(others) and 2 * sent[p] > max(others):
-                return Testimony(ranks=(p,), text=f"; {rank_list([p])} has sent fewer messages than the others")
+                return _last_of_others(case, p, m, [q for q in sent if q != p])
     return None
+
+
+def _last_of_others(case: Case, rank: int, receiver: int, others: Sequence[int]) -> Testimony:
+    """Return that a rank has sent less than others, and the line of their last message if it alone has never been there."""
+    text = f"; {rank_list([rank])} has sent fewer messages than the others"
+    sends = [
+        next((c for c in reversed(case.states[q].calls) if c.peer == receiver and messages.direction_of(c) == "send"), None)
+        for q in others
+    ]  # fmt: skip
+    send, places = sends[0], {c.site.key if c is not None and c.site is not None else "" for c in sends}
+    if send is None or send.site is None or len(places) > 1 or places & case.states[rank].sites.keys():
+        return Testimony(ranks=(rank,), text=text)
+    found = returns_before(send.site, case.source)
+    return Testimony(
+        ranks=(rank,), text=text, head=f"rank {rank} left out its {op_at(send)} to rank {receiver}", conditions=tuple(found),
+        advice=decision_advice(found[0], (rank,), send) if len(found) == 1 else f"find what led rank {rank} past its {op_at(send)}",
+    )  # fmt: skip
 
 
 def _more(case: Case) -> Testimony | None:

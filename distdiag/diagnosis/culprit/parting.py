@@ -229,6 +229,13 @@ def short_rounds(stack: Sequence[Site], source: Source) -> list[Condition]:
     return [c for p in found if (c := _condition(p, source, Way.ROUND)) is not None][-SHOWN:]
 
 
+def returns_before(site: Site, source: Source) -> list[Condition]:
+    """Return the conditions on data under which a function returns before it comes to a line."""
+    found = (p for p in _guards([site], 0, source, False) if isinstance(p.guard.way_out, ast.Return))
+    by_data = (p for p in found if _can_differ(p, source, alive=True) and not _reads_rank(p, source))
+    return [c for p in by_data if (c := _condition(p, source, Way.SKIPPED)) is not None]
+
+
 def in_no_branch(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> bool:
     """True if the first of two ranks is in no branch that the other is not in; False if a source cannot be read."""
     if any(tree_of(site.file, source) is None for site in (*mine, *theirs)):

@@ -13,6 +13,7 @@ from distdiag.diagnosis.model.snapshot import (
     Site,
 )
 from tests.diagnosis.made import proved
+from tests.diagnosis.test_rank_condition import FILE, places
 from tests.diagnosis.waits import EVAL, SAVE, SEND, TRAIN, call, key, only, rank, snapshot, summary
 
 
@@ -69,6 +70,37 @@ def test_the_sender_that_skipped_its_message_is_named(sent: tuple[int, int], cul
     f = only(s)
     assert (f.kind, f.cause, f.culprits) == ("deadlock", "missing_rank" if culprits else "p2p_cycle", culprits)
     assert ("rank 2 has not sent what rank 0 waits for" in f.message) == (culprits == (2,))
+
+
+def test_the_last_message_that_only_one_worker_left_out_is_named_with_the_return_before_it() -> None:
+    """A coordinator waits for the stop message of every worker."""
+    text, at = places("""
+        def work(rows):
+            for row in rows:
+                if not row.isfinite():
+                    return
+                send(gradient(row), 0)  # G
+            send(STOP, 0)  # S
+
+        def main():
+            work(rows)
+            barrier()  # B
+    """)
+    gradient, stop, end = (Site(FILE, at[m], f) for m, f in (("G", "work"), ("S", "work"), ("B", "main")))
+
+    def worker(r: int, *sent: Site) -> RankState:
+        sends = enumerate(sent, 1)
+        calls = tuple(Call(op="send", group="default_pg", peer=0, nth=n, site=x, completed_s=9.0) for n, x in sends)
+        issued = {"send:0:0:default_pg": len(sent)}
+        return rank(r, call("barrier", 1, end), calls=calls, p2p_issued=issued, sites={x.key: 1 for x in sent})
+
+    any_of = Call(op="recv", group="default_pg", peer=None, nth=12, site=SEND)
+    first = rank(0, any_of, enqueued={}, completed={}, p2p_issued={"recv:any:0:default_pg": 12})
+    workers = (worker(r, *[gradient] * 3, stop) for r in (1, 3))
+    f = only(snapshot(first, *workers, worker(2, *[gradient] * 3)), source={FILE: text}.get)
+    assert (f.kind, f.culprits) == ("deadlock", (2,))
+    assert f.message.startswith("rank 2 left out its send (train.py:6) to rank 0: `if not row.isfinite()` (train.py:3); rank 2")
+    assert "see that rank 2 sends its message to rank 0, too" in f.advice
 
 
 BOTH = {key(SAVE): 3, key(TRAIN): 90}
