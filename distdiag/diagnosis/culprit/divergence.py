@@ -240,7 +240,9 @@ def accuse(case: Case) -> Testimony | None:
     did = "ended its step" if first.made is None else f"made {made}"
     text = f"; all ranks had kept one order of calls; here {rank_list(side)} {did} where {due} was due"
     if made == due:
-        text = f"; all ranks had passed the same {argument(first)} there in the same order; here {rank_list(side)} did not"
+        text = (
+            f"; all ranks had passed the same {argument(first)} there in the same order; here {rank_list(side)} did not"
+        )
     return Testimony(ranks=tuple(side), text=text)
 
 

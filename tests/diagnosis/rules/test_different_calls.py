@@ -99,7 +99,9 @@ def test_the_last_message_that_only_one_worker_left_out_is_named_with_the_return
     workers = (worker(r, *[gradient] * 3, stop) for r in (1, 3))
     f = only(snapshot(first, *workers, worker(2, *[gradient] * 3)), source={FILE: text}.get)
     assert (f.kind, f.culprits) == ("deadlock", (2,))
-    assert f.message.startswith("rank 2 left out its send (train.py:6) to rank 0: `if not row.isfinite()` (train.py:3); rank 2")
+    assert f.message.startswith(
+        "rank 2 left out its send (train.py:6) to rank 0: `if not row.isfinite()` (train.py:3); rank 2"
+    )
     assert "see that rank 2 sends its message to rank 0, too" in f.advice
 
 
