@@ -176,3 +176,46 @@ def test_a_process_that_lost_its_gpu(tmp_path: Path) -> None:
 def test_a_pipe_to_a_child_is_no_connection_of_ranks(tmp_path: Path) -> None:
     f = only(diagnose(tmp_path, PIPE + raised(0, "RuntimeError: Pin memory thread exited unexpectedly", prefix="")))
     assert "the other end of a pipe" in f.message and "NCCL" not in f.advice and "num_workers=0" in f.advice
+
+
+NODE = "(worker1, rank=1, pid=4122, ip=10.1.0.3) "
+OMP = "W0404 08:00:00.1 60 torch/distributed/run.py:766] Setting OMP_NUM_THREADS environment variable for each process to be 1\n"
+FULL = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
+def test_the_number_of_a_launchers_node_in_front_of_each_line_is_no_rank(tmp_path: Path) -> None:
+    failed = raised(0, FULL, prefix=NODE)
+    f = only(diagnose(tmp_path, NODE + OMP + failed))
+    assert f.culprits == () and f.message.startswith("worker1 ran out of GPU memory")
+    ended = "".join(NODE + line + "\n" for line in table(11, 1, "To enable traceback see: x").splitlines())
+    assert only(diagnose(tmp_path, NODE + OMP + failed + ended)).culprits == (11,)
+    assert only(diagnose(tmp_path, NODE + OMP + raised(11, FULL, prefix=NODE + "[rank{}]: "))).culprits == (11,)
+    assert only(diagnose(tmp_path, failed)).culprits == (1,)  # without torchrun each process has its own
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("failed       37  : qmaster enforced h_rt, h_cpu, or h_vmem limit\n", "qmaster enforced"),
+        ("771.0 kim Error from slot1@n3: Job has gone over memory limit of 819 megabytes. Peak usage: 821 megabytes.\n", "over memory limit of 819"),
+    ],
+)  # fmt: skip
+def test_limits_of_sge_and_htcondor(tmp_path: Path, line: str, words: str) -> None:
+    report = diagnose(tmp_path, "[rank0] step 1 loss 2.1\n" + line)
+    assert report.findings == () and words in (report.state_text or "")
+    assert any("more host memory" in note for note in report.notes)
+
+
+def test_replicas_and_instances_of_clouds(tmp_path: Path) -> None:
+    memory = "The replica workerpool1-0 ran out-of-memory and exited with a non-zero status of 137(SIGKILL).\n"
+    f = only(diagnose(tmp_path, memory))
+    assert f.cause == "killed" and f.message.startswith("workerpool1-0 was killed: the host or its memory limit")
+    lost = "job 4f#1 FAILED statusReason: Host EC2 (instance i-0a1b) terminated.\n"
+    assert only(diagnose(tmp_path, lost)).message.startswith("node i-0a1b was lost")
+
+
+def test_errors_of_triton_are_those_of_the_gpu(tmp_path: Path) -> None:
+    fault = "RuntimeError: Triton Error [CUDA]: an illegal memory access was encountered"
+    assert "had a CUDA error: an illegal memory access" in only(diagnose(tmp_path, raised(2, fault))).message
+    full = fault.replace("an illegal memory access was encountered", "out of memory")
+    assert "ran out of GPU memory" in only(diagnose(tmp_path, raised(2, full))).message
