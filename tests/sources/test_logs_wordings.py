@@ -219,3 +219,26 @@ def test_errors_of_triton_are_those_of_the_gpu(tmp_path: Path) -> None:
     assert "had a CUDA error: an illegal memory access" in only(diagnose(tmp_path, raised(2, fault))).message
     full = fault.replace("an illegal memory access was encountered", "out of memory")
     assert "ran out of GPU memory" in only(diagnose(tmp_path, raised(2, full))).message
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        ("config: DeepEP buffer: dispatch timeout=100 s, combine timeout=100 s\n", ""),
+        ("attempt 1: FAILED statusReason: Host EC2 (instance i-0abc) terminated., will be retried\n", "node i-0abc was lost"),
+        ("ERROR:megatron.core.rerun_state_machine:Unexpected result nan on rank 1 at iteration #60 invocation #1 (message='NaN in local loss')\n", "rank 1 found"),
+    ],
+)  # fmt: skip
+def test_what_a_job_survived_is_at_most_a_note(tmp_path: Path, text: str, note: str) -> None:
+    steps = "".join(f"[rank{n % 2}] step {n} loss 2.1\n" for n in range(60)) + "[rank0] training finished\n"
+    report = diagnose(tmp_path, text + steps)
+    assert report.findings == () and report.state_text is None
+    past = [n for n in report.notes if "went on or ended well" in n]
+    assert [n.startswith(note) for n in past] == ([True] if note else [])
+
+
+def test_a_server_that_goes_on_after_a_child_was_started_again(tmp_path: Path) -> None:
+    child = "[2031-05-05 10:00:00] Child process unexpectedly failed with an exit code 9. pid=7071\n"
+    served = "".join(f"[2031-05-05 10:{n}:10 TP0] Decode batch. #running-req: {n}\n" for n in range(10, 59))
+    assert diagnose(tmp_path, child + served).findings == ()
+    assert diagnose(tmp_path, served + child).findings != ()

@@ -66,7 +66,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("gloo_timeout", W, "Timed out waiting", r"\[[^\]]{0,120}gloo/transport/[^\]]{0,80}\] Timed out waiting (?P<limit>\d+)ms for (?P<what>send|recv) operation"),
     _row("gloo_timeout", W, "Application timeout caused pair closure", r"Application timeout caused pair closure"),
     _row("store_wait", W, "wait timeout after", r"(?<!error: )wait timeout after (?P<limit>\d+)ms, keys: (?P<key>\S{1,200})"),
-    _row("ep_timeout", W, "DeepEP ", r"DeepEP (?:error: )?(?:dispatch|combine|CPU recv )?.{0,40}?\btimeout\b"),
+    _row("ep_timeout", W, "DeepEP ", r"DeepEP (?:error: (?:timeout|CPU recv timeout)|timeout check failed|(?:dispatch|combine) .{0,40}?\btimeout(?:, \w| \())"),
     _row("npu_task", W, "reason=[task timeout]", r"execute failed, reason=\[task timeout\]"),
     _row("load_wait", W, "ranks that didn", r"could finish the model loading, but there are other ranks that didn't finish loading"),
     _row("npu_task", W, "rror code is ", r"Synchronize\w+, error code is (?:507046|507048|107020)\b"),  # timeouts of a stream, of a task
