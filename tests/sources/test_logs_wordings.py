@@ -242,3 +242,10 @@ def test_a_server_that_goes_on_after_a_child_was_started_again(tmp_path: Path) -
     served = "".join(f"[2031-05-05 10:{n}:10 TP0] Decode batch. #running-req: {n}\n" for n in range(10, 59))
     assert diagnose(tmp_path, child + served).findings == ()
     assert diagnose(tmp_path, served + child).findings != ()
+
+
+def test_one_process_with_two_names_is_named_once(tmp_path: Path) -> None:
+    what = "CUDA error: out of memory"
+    text = f"(Worker pid=71, ip=10.1.1.3) {what}\nray.exceptions.RayTaskError(RuntimeError): ray::Worker.run() (pid=71, ip=10.1.1.3, actor_id=7, repr=<W>)\n"
+    f = only(diagnose(tmp_path, text + f'  File "/a/d.py", line 8, in step\n    raise x\nRuntimeError: {what}\n'))
+    assert f.message.startswith("Worker pid=71 ran out of GPU memory")

@@ -156,7 +156,8 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, foun
         r.hosts |= {f.who.host} if f.rank is not None else set()
     if f.file and not f.who.host:
         name = f"{name or ('the host' if meaning.kind == 'gpu' else 'a process')} of {f.file}"
-    if (not known or f.name in _OF_NODE) and name and name not in r.unnamed:
+    again = any(_one_process(f, g) for g in r.facts[:-1])
+    if (not known or f.name in _OF_NODE) and name and name not in r.unnamed and not again:
         r.unnamed.append(name)
     if f.site is not None and f.rank is not None:
         r.sites.setdefault(f.rank, f.site)
@@ -168,6 +169,12 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, foun
         r.advice = meanings.XIDS[f.fields["xid"]]
     elif (f.name in ("cuda_error", "fatal") and r.advice == meaning.advice) or _memory_of_others(f):
         r.advice = remedy(f"{f.text} {text}", r.advice)  # one of its lines may say more than the others
+
+
+def _one_process(a: Fact, b: Fact) -> bool:
+    """True if two lines name one process by its pid, whatever else they call it."""
+    here = a.who.host == b.who.host or not (a.who.host and b.who.host)
+    return a.who.pid is not None and (a.who.pid, a.who.device) == (b.who.pid, b.who.device) and here
 
 
 def _of_exception(f: Fact, ranks: int) -> str:
