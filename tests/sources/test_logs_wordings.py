@@ -8,7 +8,7 @@ import pytest
 
 from distdiag.diagnosis.text.finding import finding_lines
 from distdiag.sources.logs.verdict import diagnose_logs
-from tests.sources.test_logs import diagnose, only, raised, table, timeout
+from tests.sources.test_logs import counters, diagnose, only, raised, table, timeout
 
 RETRY = "g{0}:7:9 [4] NCCL WARN NET/{1}: Got completion from peer 10.3.0.9<417> with status=IBV_WC_RETRY_EXC_ERR(12) opcode=IBV_WC_RDMA_WRITE(1) vendor_err=129\n"
 NPU = "RuntimeError: npuSynchronizeDevice:x.ts:4 NPU function error: AclrtSynchronizeDeviceWithTimeout, error code is 507048"
@@ -249,3 +249,10 @@ def test_one_process_with_two_names_is_named_once(tmp_path: Path) -> None:
     text = f"(Worker pid=71, ip=10.1.1.3) {what}\nray.exceptions.RayTaskError(RuntimeError): ray::Worker.run() (pid=71, ip=10.1.1.3, actor_id=7, repr=<W>)\n"
     f = only(diagnose(tmp_path, text + f'  File "/a/d.py", line 8, in step\n    raise x\nRuntimeError: {what}\n'))
     assert f.message.startswith("Worker pid=71 ran out of GPU memory")
+
+
+def test_counters_with_the_work_that_was_started_between_them(tmp_path: Path) -> None:
+    started = ", last started work: 41 (_ALLGATHER_BASE), last completed"
+    text = "".join(counters(r, 41, 44, 40).replace(", last completed", started) for r in (0, 1))
+    text += counters(2, 39, 39, 38).replace(", last completed", started)
+    assert only(diagnose(tmp_path, text)).message == only(diagnose(tmp_path, text.replace(started, ", last completed"))).message

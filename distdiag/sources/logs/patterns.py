@@ -57,9 +57,9 @@ TABLE: tuple[Pattern, ...] = (
          r", Timeout\(ms\)=(?P<limit>\d+)\) ran for (?P<ran>\d+) milliseconds"),
     _row("timeout_cut", W, "Watchdog caught", r"Watchdog caught coll[^)]{0,200}$"),
     _row("counters", W, "last enqueued", r"(?:detected by watchdog at work(?: sequence id)?|Timeout at NCCL work): (?P<at>\d+).{0,40}?"
-         r"last enqueued (?:NCCL )?work: (?P<enq>-?\d+)(?:.{0,60}?)last completed (?:NCCL )?work: (?P<done>-?\d+)"),
+         r"last enqueued (?:NCCL )?work: (?P<enq>-?\d+).{0,160}?last completed (?:NCCL )?work: (?P<done>-?\d+)"),
     _row("dump_signal", W, "Received a dump signal", r"Received a dump signal due to a collective timeout from\s+(?:this local rank|rank (?P<first>\d+))"
-         r".{0,99}?Last enqueued (?:NCCL )?work: (?P<enq>-?\d+), last completed (?:NCCL )?work: (?P<done>-?\d+)"),
+         r".{0,99}?Last enqueued (?:NCCL )?work: (?P<enq>-?\d+),.{0,160}? last completed (?:NCCL )?work: (?P<done>-?\d+)"),
     _row("stuck_watchdog", W, "Heartbeat monitor timed out", r"Heartbeat monitor timed out"),
     _row("engine_watchdog", W, "watchdog_timeout=", r"[Ww]atchdog timeout \(self\.watchdog_timeout=(?P<stuck_s>\d+)"),
     _row("stuck_watchdog", W, "watchdog got stuck", r"watchdog got stuck for (?P<stuck_s>\d+) seconds"),
