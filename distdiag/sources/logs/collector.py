@@ -30,11 +30,14 @@ _SECTION = bounded(
     r"-----(?:Begin|End) global rank (?P<r>\d+) STD|^==> \S{0,200}?(?:rank[-_.=]?(?P<of_file>\d+)\S*)? <=="
 )
 # `kubectl describe`: what follows is of one pod
-_POD = bounded(r"^(?:Name:\s{2,40}(?P<pod>\S{1,253})\s*$|[$#] kubectl .{0,99}?\bdescribe pods?[ /](?P<of>[\w.-]{1,253})\b)")
+_POD = bounded(
+    r"^(?:Name:\s{2,40}(?P<pod>\S{1,253})\s*$|[$#] kubectl .{0,99}?\bdescribe pods?[ /](?P<of>[\w.-]{1,253})\b)"
+)
 _STATE = bounded(r"^\s{2,99}(?P<last>Last )?State:\s{2,40}(?P<state>\w+)")
 # Horovod's stall inspector: a rank, and what the others wait for
 _MISSING = bounded(r"(?:^|[:\s])(?P<ranks>\d{1,6}): \[[\w.]")
-_OF_LAUNCHER = bounded(r"torch/distributed/(?:run|launcher/\w+|elastic/(?:agent|multiprocessing)/[\w/]+)\.py:\d")  # it writes the line
+# torchrun writes the line
+_OF_LAUNCHER = bounded(r"torch/distributed/(?:run|launcher/\w+|elastic/(?:agent|multiprocessing)/[\w/]+)\.py:\d")
 _STATE_LINES = 5
 _GOES_ON = (" exited on", "(stopped sending heartbeats):")  # of prterun, jax
 # how Ray describes an actor that died, before it says how

@@ -34,7 +34,13 @@ _OF_ALL = (
     MEANINGS["port_in_use"],
 )  # of the program or its settings, if all ranks have it
 _OF_NODE = ("node_lost", "host_fault")  # all ranks of a node are lost
-_OF_THE_LINE = {"duplicate_gpu": ("a", "b"), "rank_twice": ("a",), "nccl_mismatch": ("near",), "nan_gradient": ("r",), "nan_loss": ("r",)}  # ranks it is about
+_OF_THE_LINE = {  # ranks it is about
+    "duplicate_gpu": ("a", "b"),
+    "rank_twice": ("a",),
+    "nccl_mismatch": ("near",),
+    "nan_gradient": ("r",),
+    "nan_loss": ("r",),
+}
 
 
 @dataclass(slots=True)

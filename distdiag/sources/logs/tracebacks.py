@@ -48,7 +48,9 @@ _HOOK = bounded(
 )  # torch puts it before the lines of an exception that nobody caught, as `grep Error` leaves them
 _PREFIX = bounded(r"^(?:\[[^\]]*\]:? ?){0,9}")
 # a logger's line before the traceback of `logger.exception`
-_ANNOUNCES = bounded(r"^(?=.{0,200}(?:\bERROR|\bCRITICAL|[Ee]xception)\b).{0,200}\b[Rr]ank[ =:]{0,2}(?P<rank>\d{1,6})\b")
+_ANNOUNCES = bounded(
+    r"^(?=.{0,200}(?:\bERROR|\bCRITICAL|[Ee]xception)\b).{0,200}\b[Rr]ank[ =:]{0,2}(?P<rank>\d{1,6})\b"
+)
 # a line of the program's log that is no error: of logging, absl, loguru; not NCCL's
 _WARNS = bounded(
     r"^(?!.{0,200}(?:ERROR|CRITICAL|NCCL WARN)).{0,80}?(?:\b(?:WARN(?:ING)?|INFO|DEBUG)\b|(?:^|[\]>|)] ?)[WI]\d{4} \d\d:\d\d:\d\d)"
