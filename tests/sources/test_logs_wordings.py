@@ -256,3 +256,10 @@ def test_counters_with_the_work_that_was_started_between_them(tmp_path: Path) ->
     text = "".join(counters(r, 41, 44, 40).replace(", last completed", started) for r in (0, 1))
     text += counters(2, 39, 39, 38).replace(", last completed", started)
     assert only(diagnose(tmp_path, text)).message == only(diagnose(tmp_path, text.replace(started, ", last completed"))).message
+
+
+def test_a_loss_with_a_path_that_became_nan_is_noted_beside_the_ranks_that_waited(tmp_path: Path) -> None:
+    steps = "".join(f"step {n} loss/train/total={'nan' if n > 3 else '0.2'}\n" for n in range(9))
+    report = diagnose(tmp_path, steps + timeout(32) + timeout(33))
+    assert only(report).kind == "timeout"
+    assert any("the last loss that it shows is NaN (since line 5)" in note for note in report.notes)
