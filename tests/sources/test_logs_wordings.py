@@ -263,3 +263,22 @@ def test_a_loss_with_a_path_that_became_nan_is_noted_beside_the_ranks_that_waite
     report = diagnose(tmp_path, steps + timeout(32) + timeout(33))
     assert only(report).kind == "timeout"
     assert any("the last loss that it shows is NaN (since line 5)" in note for note in report.notes)
+
+
+def test_the_exception_that_another_one_was_raised_from(tmp_path: Path) -> None:
+    text = raised(0, "OSError: [Errno 28] No space left on device") + "[rank0]: \n[rank0]: The above exception was the direct cause of the following exception:\n"
+    f = only(diagnose(tmp_path, text + raised(0, "DatasetGenerationError: An error occurred while generating the dataset")))
+    assert "generating the dataset, because of OSError: [Errno 28] No space left on device" in f.message
+    assert "make room" in f.advice
+
+
+def test_an_answer_of_a_server_only_reports_its_failure(tmp_path: Path) -> None:
+    full = "(Engine pid=44, ip=10.0.0.3) torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.16 GiB.\n"
+    echo = raised(0, "requests.exceptions.HTTPError: 500 Server Error: Internal Server Error for url: http://10.0.0.3:1/u", prefix="(Actor pid=50, ip=10.0.0.2) ")
+    assert only(diagnose(tmp_path, full + echo)).message.startswith("Engine pid=44")
+
+
+def test_a_limit_too_short_to_show_anything(tmp_path: Path) -> None:
+    text = "".join(timeout(r, seq=1).replace("600000", "1000").replace("600020", "1090") for r in range(4))
+    f = only(diagnose(tmp_path, text + "".join(counters(r, 1, 1, 0) for r in range(4))))
+    assert "too short" in f.message and "timedelta" in f.advice

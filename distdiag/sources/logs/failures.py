@@ -21,7 +21,7 @@ from distdiag.terms.untrusted import bounded, is_rank
 
 # an exception that only reports another one
 _REPORTS_ANOTHER = bounded(
-    r"torch_extensions/.{0,200}cannot open shared object|at least one rank that exhausted|[Rr]oot cause|Worker failed with error|[Ss]ee (?:the )?(?:stack trace|logs? |error)|in a background process|previous error|sub-exception|Caught \w+ in DataLoader worker"
+    r"torch_extensions/.{0,200}cannot open shared object|at least one rank that exhausted|[Rr]oot cause|Worker failed with error|[Ss]ee (?:the )?(?:stack trace|logs? |error)|in a background process|previous error|sub-exception|Caught \w+ in DataLoader worker|\b5\d\d Server Error"
 )
 _MEMORY = bounded(r"Process (\d{1,9}) has (\d{1,6}(?:\.\d{1,4})?) GiB memory in use")
 # of the GPU, and of what this process itself has there; torch leaves out "this process has" in a container, whose pids are others
@@ -186,7 +186,8 @@ def _one_process(a: Fact, b: Fact) -> bool:
 def _of_exception(f: Fact, ranks: int) -> str:
     """Return what to do about an exception, by its line and what the next line says of it."""
     more = f.fields.get("what", "")
-    return remedy(f.text if more in f.text else f"{f.text} {more}", meanings.GENERAL[min(ranks, 2)])
+    first = remedy(f.fields.get("cause", ""), meanings.GENERAL[min(ranks, 2)])
+    return remedy(f.text if more in f.text else f"{f.text} {more}", first)
 
 
 def text_of(f: Fact, meaning: Meaning) -> str:
@@ -194,6 +195,7 @@ def text_of(f: Fact, meaning: Meaning) -> str:
     fields = Fields({k: shortened(v, 160 if f.name == "exception" else 120) for k, v in f.fields.items()})
     if f.name == "exception":
         fields["what"] = f": {fields['what']}" if fields["what"] else ""
+        fields["because"] = f", because of {fields['cause']}" if "cause" in fields else ""
     elif f.name == "cuda_oom":
         fields["others"] = _memory_of_others(f)
     elif f.name == "xid":

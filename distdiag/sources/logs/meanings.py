@@ -55,7 +55,7 @@ MEANINGS: Mapping[str, Meaning] = MappingProxyType({
     "host_fault": Meaning("rank_lost", "silent", "was lost with all its processes: {what}", "it is the host, most often its hardware (memory, CPU): take the node out; see its console and `ipmitool sel list`, `ras-mc-ctl --errors`"),
     "port_error": Meaning("rank_lost", "silent", "lost a port of the network: {what}", "see that host's `ibstat`, `dmesg -T` and the switch: cable, transceiver or port; NCCL does not recover from an outage of some seconds"),
     "bad_alloc": Meaning("rank_lost", "crashed", "could not get host memory (std::bad_alloc)", "give the job more host memory (--mem, resources.limits.memory, `ulimit -v`), or use fewer DataLoader workers"),
-    "exception": Meaning("rank_lost", "crashed", "raised {type}{what}", ""),
+    "exception": Meaning("rank_lost", "crashed", "raised {type}{what}{because}", ""),
     "host_oom": Meaning("rank_lost", "killed", "was killed: the host or its memory limit ran out of memory", "give the job more host memory (--mem, resources.limits.memory), or use fewer DataLoader workers; pinned memory and checkpoints in /dev/shm count, too"),
 })  # fmt: skip
 _TAKE_OUT = "take the node out (drain it), keep `nvidia-bug-report.sh`"
