@@ -76,12 +76,16 @@ MACHINE_CHECK = PANIC.format("mce: [Hardware Error]: CPU 44: Machine Check Excep
 )
 PIPE = 'Traceback (most recent call last):\n  File "/w/serve.py", line 3, in <module>\n  File "/usr/lib/python3.11/multiprocessing/connection.py", line 383, in _recv\n    raise EOFError\nEOFError\n'
 LOADED = "[2031-03-02 09:00:00 TP1] ValueError: TP rank 1 could finish the model loading, but there are other ranks that didn't finish loading.\n"
-CACHE = "InductorError: FileNotFoundError: [Errno 2] No such file or directory: '/tmp/torchinductor_u/triton/4/k.cubin.tmp'"
+CACHE = (
+    "InductorError: FileNotFoundError: [Errno 2] No such file or directory: '/tmp/torchinductor_u/triton/4/k.cubin.tmp'"
+)
 
 
 def test_a_host_whose_kernel_stopped_is_one_event_and_its_console_a_log(tmp_path: Path) -> None:
     (tmp_path / "n7-console.txt").write_text(MACHINE_CHECK)
-    (tmp_path / "job.log").write_text("n7:1:2 [0] NCCL INFO comm 0x1 rank 4 nranks 8 cudaDev 0 busId 1b000 - Init COMPLETE\ng1:7:9 [0] NCCL WARN socketProgress: Connection closed by remote peer n7<417>\n")
+    (tmp_path / "job.log").write_text(
+        "n7:1:2 [0] NCCL INFO comm 0x1 rank 4 nranks 8 cudaDev 0 busId 1b000 - Init COMPLETE\ng1:7:9 [0] NCCL WARN socketProgress: Connection closed by remote peer n7<417>\n"
+    )
     report = diagnose_logs([str(tmp_path)])
     assert report is not None
     f = only(report)
@@ -96,7 +100,9 @@ def test_what_only_reports_another_process_is_no_failure(tmp_path: Path) -> None
     assert "EOFError" not in only(diagnose(tmp_path, fault + PIPE)).message
     inner = "RuntimeError: target is longer than the input\n"
     text = raised(0, inner, prefix="") + "During handling of the above exception, another exception occurred:\n\n"
-    text += raised(0, "DeadlockDetectedException: DeadLock detected from rank: 1 ", prefix="") + raised(0, inner, prefix="")
+    text += raised(0, "DeadlockDetectedException: DeadLock detected from rank: 1 ", prefix="") + raised(
+        0, inner, prefix=""
+    )
     f = only(diagnose(tmp_path, text))
     assert f.culprits == (1,) and "target is longer" in f.message
 
@@ -127,7 +133,9 @@ def test_more_advice_that_follows_the_cause(tmp_path: Path, text: str, word: str
 
 
 def test_nccls_own_line_says_more_than_the_exception_after_it(tmp_path: Path) -> None:
-    warn = NVLS.replace("nvls.cc", "p2p.cc").replace("the operation cannot be performed in the present state", "invalid device ordinal")
+    warn = NVLS.replace("nvls.cc", "p2p.cc").replace(
+        "the operation cannot be performed in the present state", "invalid device ordinal"
+    )
     f = only(diagnose(tmp_path, warn + "[rank0]: Cuda failure 101 'invalid device ordinal'\n"))
     assert "NCCL_CUMEM_ENABLE=0" in f.advice
 
@@ -255,7 +263,10 @@ def test_counters_with_the_work_that_was_started_between_them(tmp_path: Path) ->
     started = ", last started work: 41 (_ALLGATHER_BASE), last completed"
     text = "".join(counters(r, 41, 44, 40).replace(", last completed", started) for r in (0, 1))
     text += counters(2, 39, 39, 38).replace(", last completed", started)
-    assert only(diagnose(tmp_path, text)).message == only(diagnose(tmp_path, text.replace(started, ", last completed"))).message
+    assert (
+        only(diagnose(tmp_path, text)).message
+        == only(diagnose(tmp_path, text.replace(started, ", last completed"))).message
+    )
 
 
 def test_a_loss_with_a_path_that_became_nan_is_noted_beside_the_ranks_that_waited(tmp_path: Path) -> None:
@@ -266,15 +277,24 @@ def test_a_loss_with_a_path_that_became_nan_is_noted_beside_the_ranks_that_waite
 
 
 def test_the_exception_that_another_one_was_raised_from(tmp_path: Path) -> None:
-    text = raised(0, "OSError: [Errno 28] No space left on device") + "[rank0]: \n[rank0]: The above exception was the direct cause of the following exception:\n"
-    f = only(diagnose(tmp_path, text + raised(0, "DatasetGenerationError: An error occurred while generating the dataset")))
+    text = (
+        raised(0, "OSError: [Errno 28] No space left on device")
+        + "[rank0]: \n[rank0]: The above exception was the direct cause of the following exception:\n"
+    )
+    f = only(
+        diagnose(tmp_path, text + raised(0, "DatasetGenerationError: An error occurred while generating the dataset"))
+    )
     assert "generating the dataset, because of OSError: [Errno 28] No space left on device" in f.message
     assert "make room" in f.advice
 
 
 def test_an_answer_of_a_server_only_reports_its_failure(tmp_path: Path) -> None:
     full = "(Engine pid=44, ip=10.0.0.3) torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.16 GiB.\n"
-    echo = raised(0, "requests.exceptions.HTTPError: 500 Server Error: Internal Server Error for url: http://10.0.0.3:1/u", prefix="(Actor pid=50, ip=10.0.0.2) ")
+    echo = raised(
+        0,
+        "requests.exceptions.HTTPError: 500 Server Error: Internal Server Error for url: http://10.0.0.3:1/u",
+        prefix="(Actor pid=50, ip=10.0.0.2) ",
+    )
     assert only(diagnose(tmp_path, full + echo)).message.startswith("Engine pid=44")
 
 
