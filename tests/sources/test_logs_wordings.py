@@ -8,7 +8,7 @@ import pytest
 
 from distdiag.diagnosis.text.finding import finding_lines
 from distdiag.sources.logs.verdict import diagnose_logs
-from tests.sources.test_logs import diagnose, only, raised, table, timeout
+from tests.sources.test_logs import counters, diagnose, only, raised, table, timeout
 
 RETRY = "g{0}:7:9 [4] NCCL WARN NET/{1}: Got completion from peer 10.3.0.9<417> with status=IBV_WC_RETRY_EXC_ERR(12) opcode=IBV_WC_RDMA_WRITE(1) vendor_err=129\n"
 NPU = "RuntimeError: npuSynchronizeDevice:x.ts:4 NPU function error: AclrtSynchronizeDeviceWithTimeout, error code is 507048"
@@ -184,3 +184,121 @@ def test_a_process_that_lost_its_gpu(tmp_path: Path) -> None:
 def test_a_pipe_to_a_child_is_no_connection_of_ranks(tmp_path: Path) -> None:
     f = only(diagnose(tmp_path, PIPE + raised(0, "RuntimeError: Pin memory thread exited unexpectedly", prefix="")))
     assert "the other end of a pipe" in f.message and "NCCL" not in f.advice and "num_workers=0" in f.advice
+
+
+NODE = "(worker1, rank=1, pid=4122, ip=10.1.0.3) "
+OMP = "W0404 08:00:00.1 60 torch/distributed/run.py:766] Setting OMP_NUM_THREADS environment variable for each process to be 1\n"
+FULL = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
+def test_the_number_of_a_launchers_node_in_front_of_each_line_is_no_rank(tmp_path: Path) -> None:
+    failed = raised(0, FULL, prefix=NODE)
+    f = only(diagnose(tmp_path, NODE + OMP + failed))
+    assert f.culprits == () and f.message.startswith("worker1 ran out of GPU memory")
+    ended = "".join(NODE + line + "\n" for line in table(11, 1, "To enable traceback see: x").splitlines())
+    assert only(diagnose(tmp_path, NODE + OMP + failed + ended)).culprits == (11,)
+    assert only(diagnose(tmp_path, NODE + OMP + raised(11, FULL, prefix=NODE + "[rank{}]: "))).culprits == (11,)
+    assert only(diagnose(tmp_path, failed)).culprits == (1,)  # without torchrun each process has its own
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("failed       37  : qmaster enforced h_rt, h_cpu, or h_vmem limit\n", "qmaster enforced"),
+        ("771.0 kim Error from slot1@n3: Job has gone over memory limit of 819 megabytes. Peak usage: 821 megabytes.\n", "over memory limit of 819"),
+    ],
+)  # fmt: skip
+def test_limits_of_sge_and_htcondor(tmp_path: Path, line: str, words: str) -> None:
+    report = diagnose(tmp_path, "[rank0] step 1 loss 2.1\n" + line)
+    assert report.findings == () and words in (report.state_text or "")
+    assert any("more host memory" in note for note in report.notes)
+
+
+def test_replicas_and_instances_of_clouds(tmp_path: Path) -> None:
+    memory = "The replica workerpool1-0 ran out-of-memory and exited with a non-zero status of 137(SIGKILL).\n"
+    f = only(diagnose(tmp_path, memory))
+    assert f.cause == "killed" and f.message.startswith("workerpool1-0 was killed: the host or its memory limit")
+    lost = "job 4f#1 FAILED statusReason: Host EC2 (instance i-0a1b) terminated.\n"
+    assert only(diagnose(tmp_path, lost)).message.startswith("node i-0a1b was lost")
+
+
+def test_errors_of_triton_are_those_of_the_gpu(tmp_path: Path) -> None:
+    fault = "RuntimeError: Triton Error [CUDA]: an illegal memory access was encountered"
+    assert "had a CUDA error: an illegal memory access" in only(diagnose(tmp_path, raised(2, fault))).message
+    full = fault.replace("an illegal memory access was encountered", "out of memory")
+    assert "ran out of GPU memory" in only(diagnose(tmp_path, raised(2, full))).message
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        ("config: DeepEP buffer: dispatch timeout=100 s, combine timeout=100 s\n", ""),
+        ("attempt 1: FAILED statusReason: Host EC2 (instance i-0abc) terminated., will be retried\n", "node i-0abc was lost"),
+        ("ERROR:megatron.core.rerun_state_machine:Unexpected result nan on rank 1 at iteration #60 invocation #1 (message='NaN in local loss')\n", "rank 1 found"),
+    ],
+)  # fmt: skip
+def test_what_a_job_survived_is_at_most_a_note(tmp_path: Path, text: str, note: str) -> None:
+    steps = "".join(f"[rank{n % 2}] step {n} loss 2.1\n" for n in range(60)) + "[rank0] training finished\n"
+    report = diagnose(tmp_path, text + steps)
+    assert report.findings == () and report.state_text is None
+    past = [n for n in report.notes if "went on or ended well" in n]
+    assert [n.startswith(note) for n in past] == ([True] if note else [])
+
+
+def test_a_server_that_goes_on_after_a_child_was_started_again(tmp_path: Path) -> None:
+    child = "[2031-05-05 10:00:00] Child process unexpectedly failed with an exit code 9. pid=7071\n"
+    served = "".join(f"[2031-05-05 10:{n}:10 TP0] Decode batch. #running-req: {n}\n" for n in range(10, 59))
+    assert diagnose(tmp_path, child + served).findings == ()
+    assert diagnose(tmp_path, served + child).findings != ()
+
+
+def test_one_process_with_two_names_is_named_once(tmp_path: Path) -> None:
+    what = "CUDA error: out of memory"
+    text = f"(Worker pid=71, ip=10.1.1.3) {what}\nray.exceptions.RayTaskError(RuntimeError): ray::Worker.run() (pid=71, ip=10.1.1.3, actor_id=7, repr=<W>)\n"
+    f = only(diagnose(tmp_path, text + f'  File "/a/d.py", line 8, in step\n    raise x\nRuntimeError: {what}\n'))
+    assert f.message.startswith("Worker pid=71 ran out of GPU memory")
+
+
+def test_counters_with_the_work_that_was_started_between_them(tmp_path: Path) -> None:
+    started = ", last started work: 41 (_ALLGATHER_BASE), last completed"
+    text = "".join(counters(r, 41, 44, 40).replace(", last completed", started) for r in (0, 1))
+    text += counters(2, 39, 39, 38).replace(", last completed", started)
+    assert (
+        only(diagnose(tmp_path, text)).message
+        == only(diagnose(tmp_path, text.replace(started, ", last completed"))).message
+    )
+
+
+def test_a_loss_with_a_path_that_became_nan_is_noted_beside_the_ranks_that_waited(tmp_path: Path) -> None:
+    steps = "".join(f"step {n} loss/train/total={'nan' if n > 3 else '0.2'}\n" for n in range(9))
+    report = diagnose(tmp_path, steps + timeout(32) + timeout(33))
+    assert only(report).kind == "timeout"
+    assert any("the last loss that it shows is NaN (since line 5)" in note for note in report.notes)
+
+
+def test_the_exception_that_another_one_was_raised_from(tmp_path: Path) -> None:
+    text = (
+        raised(0, "OSError: [Errno 28] No space left on device")
+        + "[rank0]: \n[rank0]: The above exception was the direct cause of the following exception:\n"
+    )
+    f = only(
+        diagnose(tmp_path, text + raised(0, "DatasetGenerationError: An error occurred while generating the dataset"))
+    )
+    assert "generating the dataset, because of OSError: [Errno 28] No space left on device" in f.message
+    assert "make room" in f.advice
+
+
+def test_an_answer_of_a_server_only_reports_its_failure(tmp_path: Path) -> None:
+    full = "(Engine pid=44, ip=10.0.0.3) torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.16 GiB.\n"
+    echo = raised(
+        0,
+        "requests.exceptions.HTTPError: 500 Server Error: Internal Server Error for url: http://10.0.0.3:1/u",
+        prefix="(Actor pid=50, ip=10.0.0.2) ",
+    )
+    assert only(diagnose(tmp_path, full + echo)).message.startswith("Engine pid=44")
+
+
+def test_a_limit_too_short_to_show_anything(tmp_path: Path) -> None:
+    text = "".join(timeout(r, seq=1).replace("600000", "1000").replace("600020", "1090") for r in range(4))
+    f = only(diagnose(tmp_path, text + "".join(counters(r, 1, 1, 0) for r in range(4))))
+    assert "too short" in f.message and "timedelta" in f.advice

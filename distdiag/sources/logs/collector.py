@@ -36,6 +36,8 @@ _POD = bounded(
 _STATE = bounded(r"^\s{2,99}(?P<last>Last )?State:\s{2,40}(?P<state>\w+)")
 # Horovod's stall inspector: a rank, and what the others wait for
 _MISSING = bounded(r"(?:^|[:\s])(?P<ranks>\d{1,6}): \[[\w.]")
+# torchrun writes the line
+_OF_LAUNCHER = bounded(r"torch/distributed/(?:run|launcher/\w+|elastic/(?:agent|multiprocessing)/[\w/]+)\.py:\d")
 _STATE_LINES = 5
 _GOES_ON = (" exited on", "(stopped sending heartbeats):")  # of prterun, jax
 # how Ray describes an actor that died, before it says how
@@ -59,6 +61,7 @@ class Collector:
         self._actor: dict[str, str] = {}
         self._pod, self._earlier = "", 0  # of `kubectl describe`: the pod, and the last line on its earlier container
         self._missing: tuple[tuple[object, ...], int] = (), 0  # whose lines name missing ranks, and up to which
+        self._of_launchers = False  # the numbers of ranks in front of the lines are those of launchers: of nodes
         self._run = (0, 0)
         self._order = 0
         self._begun = ""  # of a message that the next line continues
@@ -147,6 +150,9 @@ class Collector:
             out.recorded.setdefault(path, Recorded()).add(text, number)
             return
         self._describe(text, number)
+        if who.loose:
+            self._of_launchers = self._of_launchers or _OF_LAUNCHER.search(text) is not None
+            who.rank = None if self._of_launchers else who.rank
         who.process = who.process or self._pod
         if (section := _SECTION.search(text)) is not None:
             named = section["r"] or section["of_file"]

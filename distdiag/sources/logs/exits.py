@@ -111,6 +111,8 @@ def _whose(f: Fact) -> str:
     """Return which process or pod ran out of the host's memory; empty if the line does not say it."""
     if pod := f.fields.get("pod"):
         return f"pod {pod}"
+    if label := f.fields.get("label"):
+        return label
     if host := f.fields.get("host"):
         return f"process {f.fields['pid']} on {host}" if "pid" in f.fields else f"a process on {host}"
     return f.who.process

@@ -21,7 +21,7 @@ from distdiag.terms.untrusted import bounded, is_rank
 
 # an exception that only reports another one
 _REPORTS_ANOTHER = bounded(
-    r"torch_extensions/.{0,200}cannot open shared object|at least one rank that exhausted|[Rr]oot cause|Worker failed with error|[Ss]ee (?:the )?(?:stack trace|logs? |error)|in a background process|previous error|sub-exception|Caught \w+ in DataLoader worker"
+    r"torch_extensions/.{0,200}cannot open shared object|at least one rank that exhausted|[Rr]oot cause|Worker failed with error|[Ss]ee (?:the )?(?:stack trace|logs? |error)|in a background process|previous error|sub-exception|Caught \w+ in DataLoader worker|\b5\d\d Server Error"
 )
 _MEMORY = bounded(r"Process (\d{1,9}) has (\d{1,6}(?:\.\d{1,4})?) GiB memory in use")
 # of the GPU, and of what this process itself has there; torch leaves out "this process has" in a container, whose pids are others
@@ -34,13 +34,13 @@ _OF_ALL = (
     MEANINGS["port_in_use"],
 )  # of the program or its settings, if all ranks have it
 _OF_NODE = ("node_lost", "host_fault")  # all ranks of a node are lost
-_OF_THE_LINE = {
+_OF_THE_LINE = {  # ranks it is about
     "duplicate_gpu": ("a", "b"),
     "rank_twice": ("a",),
     "nccl_mismatch": ("near",),
     "nan_gradient": ("r",),
     "nan_loss": ("r",),
-}  # ranks it is about
+}
 
 
 @dataclass(slots=True)
@@ -162,7 +162,8 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, foun
         r.hosts |= {f.who.host} if f.rank is not None else set()
     if f.file and not f.who.host:
         name = f"{name or ('the host' if meaning.kind == 'gpu' else 'a process')} of {f.file}"
-    if (not known or f.name in _OF_NODE) and name and name not in r.unnamed:
+    again = any(_one_process(f, g) for g in r.facts[:-1])
+    if (not known or f.name in _OF_NODE) and name and name not in r.unnamed and not again:
         r.unnamed.append(name)
     if f.site is not None and f.rank is not None:
         r.sites.setdefault(f.rank, f.site)
@@ -176,10 +177,17 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, foun
         r.advice = remedy(f"{f.text} {text}", r.advice)  # one of its lines may say more than the others
 
 
+def _one_process(a: Fact, b: Fact) -> bool:
+    """True if two lines name one process by its pid, whatever else they call it."""
+    here = a.who.host == b.who.host or not (a.who.host and b.who.host)
+    return a.who.pid is not None and (a.who.pid, a.who.device) == (b.who.pid, b.who.device) and here
+
+
 def _of_exception(f: Fact, ranks: int) -> str:
     """Return what to do about an exception, by its line and what the next line says of it."""
     more = f.fields.get("what", "")
-    return remedy(f.text if more in f.text else f"{f.text} {more}", meanings.GENERAL[min(ranks, 2)])
+    first = remedy(f.fields.get("cause", ""), meanings.GENERAL[min(ranks, 2)])
+    return remedy(f.text if more in f.text else f"{f.text} {more}", first)
 
 
 def text_of(f: Fact, meaning: Meaning) -> str:
@@ -187,6 +195,7 @@ def text_of(f: Fact, meaning: Meaning) -> str:
     fields = Fields({k: shortened(v, 160 if f.name == "exception" else 120) for k, v in f.fields.items()})
     if f.name == "exception":
         fields["what"] = f": {fields['what']}" if fields["what"] else ""
+        fields["because"] = f", because of {fields['cause']}" if "cause" in fields else ""
     elif f.name == "cuda_oom":
         fields["others"] = _memory_of_others(f)
     elif f.name == "xid":

@@ -30,7 +30,7 @@ _ENDS = (Role.CAUSE, Role.WAIT, Role.VICTIM, Role.START, Role.EXIT)
 _OF_LAUNCHERS = ("exit", "ended", "exit_unnamed")  # how torchrun and its like report the end of ranks
 _FOLLOW = (Role.WAIT, Role.VICTIM, Role.START, Role.EXIT)
 _PROGRESS = bounded(
-    r"\b(?:[Ss]teps?|[Ee]poch|EPOCH|[Ii]ter(?:ation)?s?|it|[Bb]atch|global_step)\b\W{0,3}\d|\d%\||\d(?:it/s|s/it)\b|\bloss\W{1,3}\d|'loss': "
+    r"\b(?:[Ss]teps?|[Ee]poch|EPOCH|[Ii]ter(?:ation)?s?|it|[Bb]atch|global_step)\b\W{0,3}\d|\d%\||\d(?:it/s|s/it)\b|\bloss\W{1,3}\d|'loss': |\b(?:Decode|Prefill) batch\b|\bgeneration throughput: \d"
 )
 _NO_PROGRESS = bounded(r"(?:Error|Exception)(?::|$)|\b(?:ERROR|FATAL|[Ff]ailed|[Tt]imed? ?out|NCCL WARN|Loading)\b")
 PREFIX = bounded(r"^(?:\d{1,6}: )?(?:\[[^\]]*\]:? ?){0,3}")
@@ -45,7 +45,8 @@ _NO_END = bounded(
     r"(?i:\bretr(?:y|ies|ying)\b|\bignor|\bwarn|\bskip|\b(?:no|0) errors?\b|error_|['\"][^'\"]{0,60}error)"
 )
 _LOSS = bounded(
-    r"(?<!\w)(?:lm |train[_/ ]?)?loss['\"]?(?: is |[\s:=]{1,4})(?:tensor\()?(nan|[-+]?(?:inf|\d))", re.IGNORECASE
+    r"(?<!\w)(?:lm |train[_/ ]?)?loss(?:/[\w/]{1,40})?['\"]?(?: is |[\s:=]{1,4})(?:tensor\()?(nan|[-+]?(?:inf|\d))",
+    re.IGNORECASE,
 )
 _BUT = r"(?!.{0,60}(?:error|fail|code:? ?-?[1-9]|killed|signal|cancel))"
 _AGENT = bounded(

@@ -55,7 +55,7 @@ MEANINGS: Mapping[str, Meaning] = MappingProxyType({
     "host_fault": Meaning("rank_lost", "silent", "was lost with all its processes: {what}", "it is the host, most often its hardware (memory, CPU): take the node out; see its console and `ipmitool sel list`, `ras-mc-ctl --errors`"),
     "port_error": Meaning("rank_lost", "silent", "lost a port of the network: {what}", "see that host's `ibstat`, `dmesg -T` and the switch: cable, transceiver or port; NCCL does not recover from an outage of some seconds"),
     "bad_alloc": Meaning("rank_lost", "crashed", "could not get host memory (std::bad_alloc)", "give the job more host memory (--mem, resources.limits.memory, `ulimit -v`), or use fewer DataLoader workers"),
-    "exception": Meaning("rank_lost", "crashed", "raised {type}{what}", ""),
+    "exception": Meaning("rank_lost", "crashed", "raised {type}{what}{because}", ""),
     "host_oom": Meaning("rank_lost", "killed", "was killed: the host or its memory limit ran out of memory", "give the job more host memory (--mem, resources.limits.memory), or use fewer DataLoader workers; pinned memory and checkpoints in /dev/shm count, too"),
 })  # fmt: skip
 _TAKE_OUT = "take the node out (drain it), keep `nvidia-bug-report.sh`"
@@ -81,7 +81,8 @@ STOPS: Mapping[str, str] = MappingProxyType({
     "interrupted": "Ctrl-C (KeyboardInterrupt)",
 })  # fmt: skip
 _AFTER_STOP = (
-    (bounded(r"time limit|[Dd]eadline|RUNLIMIT|walltime"), "give the job more time (--time, activeDeadlineSeconds), or save a checkpoint before the limit (sbatch --signal=USR1@120) and requeue it"),
+    (bounded(r"over memory limit|h_vmem"), "give the job more host memory (request_memory, h_vmem), or use fewer DataLoader workers"),
+    (bounded(r"time limit|[Dd]eadline|RUNLIMIT|walltime|h_rt"), "give the job more time (--time, activeDeadlineSeconds), or save a checkpoint before the limit (sbatch --signal=USR1@120) and requeue it"),
     (bounded(r"preempt|PREEMPT|interruption"), "a preempted job is not faulty: requeue it (sbatch --requeue), and let it resume from its newest checkpoint"),
     (bounded(r"was low on|exceeds the (?:total )?limit"), "give the pods a request and a limit of what ran out (resources.requests), or use less of it: caches and checkpoints on a volume"),
 )  # fmt: skip

@@ -280,7 +280,7 @@ def _most(facts: Sequence[Fact], key: str) -> int | None:
 
 def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collection[int]) -> Fields:
     """Return what a row's text may name: the first fact's fields, and what all facts together give."""
-    first = facts[0].fields
+    first, by = facts[0].fields, facts[0].who
     out = Fields({k: shortened(v, 160 if k == "what" else 120) for f in reversed(facts) for k, v in f.fields.items()})
     peers = [p for f in facts if (p := f.fields.get("peer", "").rstrip(".,")) and p not in _HERE]
     named = [p for p, _ in Counter(peers).most_common(3)]
@@ -312,13 +312,7 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
         "all_peers": some(peers),
         "nodes": some([f.fields["node"] for f in facts if "node" in f.fields]),
         "there": f" on {name}"
-        if (
-            name := facts[0].who.label
-            or facts[0].who.host
-            or first.get("pod")
-            or first.get("host")
-            or facts[0].who.process
-        )
+        if (name := by.label or by.host or first.get("pod") or first.get("host") or by.process)
         else "",
         "on": f" on {some(names)}" if (names := [f.who.host for f in facts if f.who.host]) else "",
         "on_host": f" on {hosts.pop()}" if len(hosts := {f.who.host for f in facts if f.who.host}) == 1 else "",

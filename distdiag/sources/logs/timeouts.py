@@ -19,6 +19,7 @@ from distdiag.terms import operations
 from distdiag.terms.untrusted import bounded
 
 NOT_RECORDED = {"18446744073709551615", "-1"}  # the size of coalesced operations
+SHORT_S = 10.0  # a timeout below that is no usual one
 LATE_FACTOR, LATE_S = 2.0, 60.0  # a running watchdog checks ten times a second
 SAME_SIZES = (
     *(operation.name for operation in operations.OPERATIONS if operation.same_size == "all"), *operations.EVEN_FORMS,
@@ -125,7 +126,7 @@ def label(group: Group) -> str:
 def findings(found: Collected) -> list[Finding]:
     """Return one finding on each group whose collective timed out; only the first if groups share the ranks."""
     by_group = groups_of(found.facts)
-    if (chain := _chain(by_group)) is not None:
+    if (chain := _chain(found, by_group)) is not None:
         return [chain]
     out = [f for g, waits in by_group.items() if (f := _of_group(found, g, waits)) is not None]
     if not out:
@@ -134,7 +135,7 @@ def findings(found: Collected) -> list[Finding]:
     return out[:3]
 
 
-def _chain(by_group: Mapping[Group, Waits]) -> Finding | None:
+def _chain(found: Collected, by_group: Mapping[Group, Waits]) -> Finding | None:
     """Return the finding on ranks that others wait for in their groups, and that wait in none; None if no group shows one."""
     waiting = {r: w for waits in by_group.values() for r, w in waits.items() if w.timed_out}
     missing = {group: _missing(group, waits) - waiting.keys() for group, waits in by_group.items()}
@@ -149,7 +150,7 @@ def _chain(by_group: Mapping[Group, Waits]) -> Finding | None:
                 f"{rank_list(ranks)} in {_op(waits) or 'a collective'} ({label(group)}), without {rank_list(sorted(missing[group]))}"
             )
     who = rank_list(late)
-    return _timed_out(("", ""), waiting, f"{who} reported no timeout, and may be what the others wait for: {'; '.join(texts[:3])}",
+    return _timed_out(("", ""), waiting, f"{who} reported no timeout, and may be what the others wait for: {'; '.join(texts[:3])}{last_words(found, late)}",
                  f"read the log of {who}, and see its GPU and host; take {verb(late, 'its', 'their')} stack the next time: it did not make the call", late)  # fmt: skip
 
 
@@ -288,6 +289,9 @@ def _late(found: Collected, group: Group, waiting: Waits, late: Mapping[int, int
         return _timed_out(group, waiting, f"{start}; {who} reported no timeout, and may be what they waited for{said}",
                      f"{saving}read the log of {who}, and take {verb(absent, 'its', 'their')} stack the next time: it did not make the call{site}", absent)  # fmt: skip
     if everybody or (len(ranks) > 1 and ranks == tuple(range(len(ranks)))):
+        if 0 < limit_s < SHORT_S:
+            return _timed_out(group, waiting, f"{start}: that limit is too short to show that anything is wrong",
+                              "give the group a usual timeout (timeout= of init_process_group takes a timedelta; torch's own is 10 minutes with NCCL)", kind="stall/unknown")  # fmt: skip
         if (seq or 0) <= 1 and all(w.completed is not None and w.completed < 1 for w in waiting.values()):
             return _timed_out(group, waiting, f"{start}, and none has completed: the first collective of {label(group) or 'the job'} never worked",
                          PATH, kind="stall/unknown")  # fmt: skip

@@ -156,7 +156,7 @@ class Tracebacks:
             self._traces[source] = self._traces[_anonymous(line)] = _Trace(who=there)
             return True
         if "above exception" in text and (earlier := self._exceptions.pop(source, None)) is not None:
-            self._before[source] = earlier
+            self._before[source], earlier.direct = earlier, "direct cause" in text
             return True
         if "ank" in text and (of_logger := _ANNOUNCES.search(text)) is not None:
             self._announced = int(of_logger["rank"]), line.order
@@ -247,16 +247,23 @@ class Tracebacks:
             fact.in_collective = innermost.endswith(_COLLECTIVE)
             earlier = self._before.pop(line.source, None)
             if earlier is not None and fact.role is earlier.role is Role.CAUSE:
-                if earlier.name == "exception" or fact.name != "exception":
-                    self._found.facts.remove(earlier)  # one failure: the last exception is what the process ended with
-                else:  # the first one is known to be the reason
-                    self._found.facts.remove(fact)
-                    earlier.site, earlier.uncaught = fact.site or earlier.site, fact.uncaught
-                    fact = earlier
+                fact = self._chained(earlier, fact)
             if fact.name == "exception" and fact.fields.get("what", "").endswith(":"):
                 self._unended[line.source] = fact, line.order
             self._exceptions[line.source] = fact
         return True
+
+    def _chained(self, earlier: Fact, fact: Fact) -> Fact:
+        """Return which of two exceptions counts, the second of which was raised while the first was handled."""
+        if earlier.name != "exception" and fact.name == "exception":  # the first one is known to be the reason
+            self._found.facts.remove(fact)
+            earlier.site, earlier.uncaught = fact.site or earlier.site, fact.uncaught
+            return earlier
+        self._found.facts.remove(earlier)  # one failure: the last exception is what the process ended with
+        if earlier.direct and earlier.name == fact.name == "exception":
+            first = f"{earlier.fields['type']}: {earlier.fields['what']}".removesuffix(": ")
+            fact.fields["cause"] = earlier.fields.get("cause", first)
+        return fact
 
     def _exception(self, m: re.Match[str], innermost: str, line: Line) -> Fact | None:
         """Add an exception by the row for its message; by its type if it has no row, and ended a traceback or was not caught."""

@@ -280,8 +280,9 @@ def _of_the_past(past: list[Fact]) -> str:
 
 def _in_short(f: Fact) -> str:
     """Return who failed, how, and on which line."""
-    rank = f.rank if f.rank is not None else f.who.rank
-    who = f"rank {rank}" if rank is not None else f.who.name or "a process"
+    rank = next((r for r in (f.rank, f.who.rank, f.number("r")) if r is not None), None)
+    node = f"node {f.fields['node']}" if "node" in f.fields else ""
+    who = f"rank {rank}" if rank is not None else node or f.who.name or "a process"
     known = MEANINGS.get(f.name)
     what = failures.text_of(f, known) if known else f"printed `{shortened(f.text.strip(), 120)}`"
     return f"{who} {what} on line {f.line:,}"

@@ -36,6 +36,7 @@ _LABEL = bounded(
 )
 _STERN = bounded(r"^(?P<pod>[a-z][\w.-]{0,250}-\w{1,20}) [\w.-]{1,63} (?=\d{4}-\d\d-\d\dT)")  # pod, container, time
 # what pdsh, kubectl or a script puts in front of every line: the name of a node or worker, which ends in a number or a letter
+_SKY = bounded(r"^\((?P<node>[A-Za-z][\w.-]{0,60}), rank=\d{1,6}, pid=\d{1,9}[^)]{0,60}\) ")
 _LABEL_FIRST = bounded(
     r"^\s?(?:\((?P<round>{0})\)|\[(?P<square>{0})\]|(?P<colon>{0}):|(?P<pipe>{0}) {{1,40}}\|)(?: |$)".format(
         r"(?!(?i:rank|step|epoch|iter\w*|loss|layer|gpu|cuda|mlx\w*|line|try|attempt|test|phase|level|block|default|none)\W?\d)"
@@ -87,6 +88,7 @@ class Writer:
     label: str = ""
     pid: int | None = None
     at: tuple[str, float] | None = None
+    loose: bool = False  # torch has not written its rank: it may be a node's, in front of each line of a launcher
     mild: bool = False  # torch itself logs it as info or warning
     by_torchrun: bool = False  # the prefix is torchrun's
 
@@ -199,7 +201,7 @@ def writer(text: str) -> Writer:
         m = exact or own[0]
         number = next(int(x) for x in m.groups() if x is not None)
         if (exact is not None or out.group is None) and is_rank(number):
-            out.rank = number
+            out.rank, out.loose = number, exact is None and own[0][3] is None and own[0][5] is None
     if (
         out.rank is None
         and out.group is None
@@ -207,9 +209,9 @@ def writer(text: str) -> Writer:
         and (m := _RANK_FIRST.match(head))
         and is_rank(int(m[1]))
     ):
-        out.rank = int(m[1])
+        out.rank, out.loose = int(m[1]), True
     if out.rank is None and "]<std" in text and (m := _MPI.search(text)):
-        out.rank = int(m[1])
+        out.rank, out.loose = int(m[1]), True
     if out.rank is None and (m := _BRACKET.match(text)):
         out.rank = int(m[1])
     out.mild = ("[I" in head or "[W" in head) and _MILD.search(text[:200]) is not None
@@ -227,6 +229,8 @@ def _label(head: str, out: Writer) -> None:
     if (m := _JOURNAL.match(head)) is not None:
         out.host = out.host or m["host"] or m["of"] or m["slurm"]
         out.label = m["unit"] if m["id"] else ""
+    elif (m := _SKY.match(head)) is not None:
+        out.label = m["node"]
     elif (m := _LABEL_FIRST.match(head)) is not None:
         out.label = m["round"] or m["square"] or m["colon"] or m["pipe"]
 
