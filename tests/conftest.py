@@ -78,6 +78,7 @@ def _text(file: str) -> str:
     return (REPOSITORY / file).read_text()
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
     return _JobsInARow(config, log)
 

@@ -194,7 +194,9 @@ def _lost(snapshot: Snapshot, causes: list[RankState]) -> Cascade:
         return state.ended_s if state.ended_s is not None else snapshot.t_s
 
     def what(state: RankState) -> tuple:
-        return (state.exception or "").split(":", 1)[0], state.life, state.signal
+        # a launcher's signal may still reach a process that is exiting
+        how = state.signal if state.life == Life.KILLED else state.exit_code
+        return (state.exception or "").split(":", 1)[0], state.life, how
 
     causes = sorted(causes, key=lambda state: (end_s(state), state.rank))
     first = causes[0]

@@ -56,6 +56,7 @@ class Known(NamedTuple):
 FULL_GPU = "lower the batch or sequence length of that rank's largest batch, or use checkpointing; other processes on that GPU: `nvidia-smi` (`rocm-smi`, `npu-smi`)"
 FULL_SHM = "give the container more shared memory (docker --shm-size, a Memory emptyDir at /dev/shm), or use fewer DataLoader workers"
 TAKEN_PORT = "end the job that holds the port, or give this one another --master-port (or --rdzv-endpoint)"
+NO_CUDA = "CUDA cannot start there, or lost its GPU (a container loses its GPUs when systemd reloads: start it again): see `nvidia-smi`, `dmesg -T | grep -i nvrm`, whether nvidia-uvm is loaded, and CUDA_VISIBLE_DEVICES; reboot the node if its driver was updated"
 BUS_ERROR = "most often /dev/shm is full (`df -h /dev/shm`), or a mapped file was truncated; give the container more shared memory"
 
 ROWS = (
@@ -98,7 +99,7 @@ ROWS = (
     Known(bounded(r"gated repo|40[13] Client Error|Invalid (?:username or password|credentials)"), "the job has no access to it: log in there (HF_TOKEN, `huggingface-cli login`), accept the licence, or use a local copy"),
     Known(bounded(r"Unable to find address for"), "no interface has the name in GLOO_SOCKET_IFNAME there, or it has no address: compare it with `ip -br addr` on that host"),
     Known(bounded(r"peer access is not supported"), "these GPUs cannot reach each other's memory: NCCL_P2P_DISABLE=1; see `nvidia-smi topo -p2p r`"),
-    Known(bounded(r"CUDA unknown error|initialization error"), "CUDA cannot start there: see `nvidia-smi`, `dmesg -T | grep -i nvrm`, whether nvidia-uvm is loaded, and CUDA_VISIBLE_DEVICES; reboot the node if its driver was updated"),
+    Known(bounded(r"CUDA unknown error|initialization error"), NO_CUDA),
     Known(bounded(r"number of tasks per node configured|SLURM .{0,40}does not match"), "make the two numbers equal: devices= and num_nodes= of the Trainer, --ntasks-per-node and --nodes of sbatch"),
     Known(bounded(r"size of tensor|[Ss]izes of tensors must match|stack expects each tensor to be equal size|must match the existing size|is invalid for input of size"), "the shapes do not fit: if one rank alone raised it, look at its batch (a longer sample, a smaller last batch): truncate or pad (max_length=), check collate_fn, drop_last=True", _last_batch),
     Known(bounded(r"[Nn]o available memory for the cache blocks|KV cache .{0,80}(?:larger than|needed)"), "nothing is left for the KV cache after the weights: a higher gpu_memory_utilization, a smaller max_model_len or max_num_seqs, more GPUs (tensor parallel), or quantized weights"),
@@ -112,7 +113,15 @@ ROWS = (
     Known(bounded(r"Check batch related parameters"), "make the three numbers of DeepSpeed's config fit: train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks, or leave one of them out; see that all ranks were launched"),
     Known(bounded(r"[Cc]an't (?:pickle|get local object)|[Cc]annot pickle"), "what is passed to spawned processes and loaders' workers must be importable: a function of a module instead of a lambda or a local one"),
     Known(bounded(r"IpcGetMemHandle|IpcOpenMemHandle"), "memory cannot be shared between the GPUs of that host: start the container with --ipc=host, compare the driver and HSA_ENABLE_IPC_MODE_LEGACY (ROCm), and run once with NCCL_P2P_DISABLE=1"),
-    Known(bounded(r"NCCL WARN .{0,20}Cuda failure .{0,6}'(?:invalid argument|unknown error|operation not supported)"), "it is a call of NCCL's own: see the GPU with `nvidia-smi` and `dmesg -T | grep -i xid`, and whether that host's driver is as new as NCCL's CUDA; then run once each with NCCL_CUMEM_ENABLE=0, NCCL_NVLS_ENABLE=0, NCCL_P2P_DISABLE=1"),
+    Known(bounded(r"not reachable via ssh"), "the launcher starts the ranks by ssh: let it log in there without a password (keys, port, known_hosts: `ssh HOST hostname`), or start one launcher on each node (torchrun, --no_ssh)"),
+    Known(bounded(r"re-initialize CUDA in forked subprocess"), "let the dataset and collate_fn return tensors of the CPU, and move them in the training loop; or give the DataLoader multiprocessing_context='spawn'"),
+    Known(bounded(r"File exists: '/\d{6}_\w+'"), "shared memory of that name is left from another run on that host, or two ranks made it at once: streaming.base.util.clean_stale_shared_memory() before the dataset; one job of a user on a host at a time"),
+    Known(bounded(r"MPI_Init\b"), "MPI could not start: use the mpirun of the same MPI, or give srun the PMI that this MPI was built with (`srun --mpi=list`, --mpi=pmix); in a container, its PMIx must fit the host's"),
+    Known(bounded(r"(?:No such file|File exists|Stale file|resource busy).{0,300}(?:torchinductor_|[/.]triton/)"), "processes take each other's files of the compiler's cache: give each rank, or at least each node, its own local directory (TORCHINDUCTOR_CACHE_DIR, TRITON_CACHE_DIR), not one on a shared file system, and start again"),
+    Known(bounded(r"Expected all tensors to be on the same device"), "a tensor or a module is on another GPU than that of its rank (a plain .cuda(), a fixed cuda:0): call torch.cuda.set_device(LOCAL_RANK) first, and move all of them with .to(device)"),
+    Known(bounded(r"transport/nvls\.cc"), "NCCL could not set up multicast over the NVSwitches (NVLS): see `nvidia-smi -q | grep -A 3 Fabric`, and restart nvidia-fabricmanager or reset the GPUs; until then run with NCCL_NVLS_ENABLE=0"),
+    Known(bounded(r"NCCL WARN .{0,20}Cuda failure (?:\d{1,4} )?'(?!an illegal|unspecified|device-side|misaligned|out of memory)"), "it is a call of NCCL's own: see the GPU with `nvidia-smi` and `dmesg -T | grep -i xid`, and whether that host's driver is as new as NCCL's CUDA; then run once each with NCCL_CUMEM_ENABLE=0, NCCL_NVLS_ENABLE=0, NCCL_P2P_DISABLE=1"),
+    Known(bounded(r"CUDA error: unknown error"), NO_CUDA),
     Known(bounded(r"CUDNN_STATUS_(?:INTERNAL|EXECUTION)"), "most often the GPU's memory is full, or cuDNN, driver and torch do not fit: `nvidia-smi` there, once with torch.backends.cudnn.benchmark=False, once with CUDA_LAUNCH_BLOCKING=1"),
     Known(bounded(r"No such file or directory"), "check that this path exists on that node: a mount that is missing there, or data that is not copied to all nodes"),
     Known(bounded(r"STATUS_ALLOC_FAILED|STATUS_NOT_INITIALIZED"), "most often the GPU's memory is full: lower the batch or sequence length; other processes on that GPU: `nvidia-smi`"),
@@ -124,8 +133,8 @@ ROWS = (
     Known(bounded(r"DataLoader timed out"), "a worker of the loader did not deliver in time: take the workers' stacks while it waits (`py-spy dump --pid`), look at the storage; the loader's timeout= is the limit"),
     Known(bounded(r"peer mapping resources exhausted"), "a GPU can map the memory of eight others at most: on hosts with more GPUs use NCCL_P2P_LEVEL=PIX, or NCCL_P2P_DISABLE=1"),
     Known(bounded(r"DataLoader worker .{0,80}(?:exited unexpectedly|is killed)"), "a DataLoader worker died: read what it printed before it ended; see `dmesg -T | grep -i oom` and /dev/shm; run once with num_workers=0 to see its exception"),
-    Known(bounded(r"loading (?:the )?(?:model )?state_dict|size mismatch for|Missing key"), "the checkpoint does not fit this model: check its configuration, and the parallel sizes it was saved with"),
-    Known(bounded(r"Max retries|Could not connect to the endpoint|Too Many Requests|429 Client|ConnectTimeout|ReadTimeout"), "download once before the job starts (HF_HUB_OFFLINE=1), or on one rank only, with retries"),
+    Known(bounded(r"loading (?:the )?(?:model )?state_dict|size mismatch for|Missing key|[Cc]heckpoint.{0,60}\bworld size|[Gg]lobal shape mismatch"), "the checkpoint does not fit this model or this number of ranks: check its configuration, and the parallel sizes it was saved with; for other sizes convert it first (DeepSpeed: ds_to_universal.py; torch.distributed.checkpoint splits again)"),
+    Known(bounded(r"Max retries|[Cc]ouldn't connect to .{0,2}https?:|Could not connect to the endpoint|Too Many Requests|429 Client|ConnectTimeout|ReadTimeout"), "download once before the job starts (HF_HUB_OFFLINE=1), or on one rank only, with retries"),
     Known(bounded(r"Permission denied|Read-only file system"), "check the rights on that path for the job's user, on all nodes"),
     Known(bounded(r"Disk quota exceeded"), "the user's or project's quota is used up, of bytes or of files: see `quota -s` (`lfs quota` on Lustre), delete old checkpoints, or write elsewhere"),
     Known(bounded(r"loss scale already at minimum"), "fp16 gradients overflow in every step: look for NaN in the loss and the data, lower the learning rate, or train in bf16"),

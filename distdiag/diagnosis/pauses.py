@@ -23,6 +23,8 @@ class Lost:
     times: int = 0
     ms: float = 0.0
     longest_ms: float = 0.0
+    settled_times: int = 0  # of these after the job's first steps (`LIMITS.settled`)
+    settled_ms: float = 0.0
     phases: Counter[str] = field(default_factory=Counter)  # ms by the longest phase of each
     stacks: Counter[tuple[Site, ...]] = field(default_factory=Counter)  # polls at which the others waited for it there
 
@@ -45,6 +47,7 @@ class Pauses:
 
     of: dict[int, Lost] = field(default_factory=dict)
     begun_s: float | None = None  # when the first step that is included began
+    settled_s: float | None = None  # when the first step after `LIMITS.settled` began
     end_s: float = 0.0
     # (t_s, gc_s, gc_count) after the warm-up
     gc_before: dict[int, tuple[float, float, int]] = field(default_factory=dict)
@@ -57,6 +60,11 @@ class Pauses:
 
     def share(self, lost: Lost) -> float:
         return lost.ms / 1e3 / self.span_s if self.span_s > 0 else 0.0
+
+    def settled_share(self, *lost: Lost) -> float:
+        """Return the share of the time after the job's first steps that these have cost."""
+        span_s = 0.0 if self.settled_s is None else self.end_s - self.settled_s
+        return sum(x.settled_ms for x in lost) / 1e3 / span_s if span_s > 0 else 0.0
 
     def waits_for(self, r: RankState) -> None:
         """Note where a rank is while the others wait for it."""
@@ -88,8 +96,10 @@ class Pauses:
 
     def _add_step(self, ranks: list[RankState], x: Step, usual_s: float) -> None:
         self.end_s = max(self.end_s, x.end_s)
-        if self.begun_s is None:
-            self.begun_s = x.end_s - x.step_ms / 1e3
+        begun_s = x.end_s - x.step_ms / 1e3
+        self.begun_s = begun_s if self.begun_s is None else self.begun_s
+        if self.settled_s is None and x.step > LIMITS.settled:
+            self.settled_s = begun_s
         least_ms = max(PAUSE_MS, FACTOR * usual_s * 1e3)
         if x.step_ms < least_ms:  # fast path: a pause is in the step of every rank
             return
@@ -103,6 +113,9 @@ class Pauses:
         lost.times += 1
         lost.ms += lost_ms
         lost.longest_ms = max(lost.longest_ms, lost_ms)
+        if x.step > LIMITS.settled:
+            lost.settled_times += 1
+            lost.settled_ms += lost_ms
         lost.phases[max(PHASES, key=lambda phase: part_ms(steps[rank], phase))] += round(lost_ms)
 
 

@@ -1,7 +1,7 @@
-"""A rank that polls: the loop that it is in, and where the branch of the other ranks may have hidden an error.
+"""A rank that polls, or waits for a key of a store: its loop, and where the branch of the other ranks may have hidden an error.
 
-One rank writes a file or a key, the others poll for it. If the writer caught an exception and went on, they
-poll for ever. So they do if it left the function before it wrote the file.
+One rank writes a file or a key, the others wait for it. If the writer caught an exception and went on, they
+wait for ever. So they do if it left the function before it wrote the file.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.model.syntax import FUNCTIONS, Source, tree_of
 
 _WRITES = {"save", "dump", "touch", "write_text", "write_bytes", "savez", "save_file"}
+_SETS = {"set", "add", "compare_set", "append", "multi_set"}  # of a store
+_GETS = {"get", "wait", "multi_get"}
 
 
 def polled_loop(site: Site | None, source: Source) -> tuple[str, Site, bool] | None:
@@ -53,20 +55,21 @@ def hidden_error(stack: Sequence[Site], source: Source) -> tuple[str, Site] | No
     return None
 
 
-def left_unwritten(stack: Sequence[Site], source: Source) -> tuple[str, Site] | None:
+def left_unwritten(stack: Sequence[Site], source: Source, key: bool = False) -> tuple[str, Site] | None:
     """Return (text, site) of the `if` by which a function leaves before it writes the file; None if there is not exactly one.
 
     It writes under a name that the poll tests, or from which a caller made that. A condition on the rank decides who writes.
 
     Args:
         stack: The user's frames of the rank that polls for a file, innermost first.
+        key: It waits for a key of a store instead.
     """
     found: set[tuple[str, Site]] = set()
-    names = _polled_names(stack, source)
+    names, writes = _polled_names(stack, source, key), _SETS if key else _WRITES
     for file in {frame.file for frame in stack}:
         tree, text = tree_of(file, source) or ast.Module([], []), source(file) or ""
         for function in (x for x in ast.walk(tree) if isinstance(x, FUNCTIONS)):
-            calls = (x for x in ast.walk(function) if isinstance(x, ast.Call) and syntax.name_of(x.func) in _WRITES)
+            calls = (x for x in ast.walk(function) if isinstance(x, ast.Call) and syntax.name_of(x.func) in writes)
             written = [x.lineno for x in calls if _handed(x, _modules(tree)) & names]
             for guard in guarding.guards(tree, min(written)) if written else ():
                 by_data = rank_tests.can_differ(guard.test, rank_tests.constants(text)) and not rank_tests.reads_rank(
@@ -77,18 +80,18 @@ def left_unwritten(stack: Sequence[Site], source: Source) -> tuple[str, Site] | 
     return found.pop() if len(found) == 1 else None
 
 
-def _polled_names(stack: Sequence[Site], source: Source) -> set[str]:
-    """Return the names in the test of the loop, and in the callers' arguments if they hold what it tests."""
+def _polled_names(stack: Sequence[Site], source: Source, key: bool) -> set[str]:
+    """Return the names in the test of the loop, or in the call that waits for a key, and in the callers' arguments if they hold those."""
     names: set[str] = set()
     for i, site in enumerate(stack):
         tree = tree_of(site.file, source) or ast.Module([], [])
         modules = _modules(tree)
-        if i:
+        if i or key:
+            wanted = {stack[i - 1].function} if i else _GETS
             statement = syntax.statement(tree, site.line) or ast.Pass()
-            calls = (x for x in ast.walk(statement) if isinstance(x, ast.Call))
-            names |= set().union(
-                *(_handed(x, modules) for x in calls if syntax.name_of(x.func) == stack[i - 1].function)
-            )
+            calls = (x for x in ast.walk(statement) if isinstance(x, ast.Call) and syntax.name_of(x.func) in wanted)
+            handed = (word for x in calls for word in ([*x.args, *(k.value for k in x.keywords)] if key else [x]))
+            names |= set().union(*(_handed(word, modules) for word in handed))
         else:
             loops = (g.node for g in guarding.guards(tree, site.line) if g.kind is Kind.INSIDE)
             names |= set().union(*(_handed(x.test, modules) for x in loops if isinstance(x, ast.While)))
@@ -103,14 +106,15 @@ def _modules(tree: ast.Module) -> set[str]:
 
 
 def _handed(node: ast.AST, modules: set[str]) -> set[str]:
-    """Return the names in an expression, without functions of modules: of `os.path.exists(self.file(n))` self, file, n."""
+    """Return the names in an expression, without functions of modules: of `os.path.exists(self.file(n))` self, file, n. Texts count, too."""
     root: ast.AST = node.func if isinstance(node, ast.Call) else node
     while isinstance(root, ast.Attribute):
         root = root.value
     inner = list(ast.iter_child_nodes(node))
     if isinstance(node, ast.Call) and isinstance(root, ast.Name) and root.id in modules:
         inner = [*node.args, *(word.value for word in node.keywords)]
-    return {syntax.name_of(node)}.union(*(_handed(x, modules) for x in inner))
+    own = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else syntax.name_of(node)
+    return {own}.union(*(_handed(x, modules) for x in inner))
 
 
 def _handlers(tree: ast.Module, guard: Guard) -> Iterator[ast.ExceptHandler]:

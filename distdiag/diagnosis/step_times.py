@@ -31,6 +31,7 @@ class Limits:
     least: int = 30  # steps that all ranks must have in common before anything is judged
     many_ranks: int = 256  # with more, the least is enough, and stays cheap
     warm_up: int = 5  # first steps of a job, which are left out: compilation, caches, allocator
+    settled: int = 50  # first steps, in which kernels for new shapes are built and caches fill: no rank's pauses there are its habit
     arrived: float = 0.9  # share of steps whose arrival is known on all ranks, before waits are inferred from it
     busy_host_pct: float = 85.0  # use of all cores; above, ranks compete for them, and their jitter is no evidence
 

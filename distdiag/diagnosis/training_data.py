@@ -18,6 +18,12 @@ def synchronous(s: Snapshot) -> bool:
     return all(mine and all(0.9 <= v <= 1.1 for v in mine) for mine in shares)
 
 
+def stages(s: Snapshot) -> bool:
+    """True if all ranks exchange messages and none has the whole model: stages of a pipeline, or parts of a domain."""
+    replicas = {name for name, group in s.groups.items() if len(group.ranks) == s.world_size}
+    return all(r.p2p_issued and not any(m.group in replicas for m in r.models) for r in s.ranks.values())
+
+
 def training_loaders(s: Snapshot) -> dict[int, Loader]:
     """Return the loader that each rank trains from (the busiest of several); empty unless every rank has one."""
     out: dict[int, Loader] = {}

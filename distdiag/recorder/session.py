@@ -24,12 +24,12 @@ from typing import Any
 
 from distdiag import files, procfs
 from distdiag.page import directories, profile_files
-from distdiag.page.layout import STACK, LifeWord, Phase, page_path
+from distdiag.page.layout import STACK, LifeWord, Phase, SampleKind, page_path
 from distdiag.page.writer import PageWriter
 from distdiag.recorder import garbage, relayed_exceptions, run_claim, state
 from distdiag.recorder.after_import import after_import
 from distdiag.recorder.descriptors import KeptFile
-from distdiag.recorder.frames import USER, absolute, kind_of_file, user_stack
+from distdiag.recorder.frames import USER, absolute, kind_of, kind_of_file, user_stack
 from distdiag.recorder.other_nodes import OtherNodes
 from distdiag.recorder.pulse import Pulse
 from distdiag.recorder.state import Recorder, guarded, now_ns, switched_off
@@ -54,6 +54,7 @@ class Session:
         self.profile: Any = None  # the last profile that a reader requested
         self.other_nodes: OtherNodes | None = None  # unless all ranks are on this node
         self._previous_excepthook = sys.excepthook
+        self._previous_threadhook = threading.excepthook
 
     # -- hooks ---------------------------------------------------------------------------------------
 
@@ -154,6 +155,21 @@ class Session:
     def excepthook(self, kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
         self.record_exception(error, tb)
         self._previous_excepthook(kind, error, tb)
+
+    def thread_excepthook(self, args: threading.ExceptHookArgs) -> None:
+        self._thread_ended(args.exc_value, args.exc_traceback)
+        self._previous_threadhook(args)
+
+    @guarded
+    def _thread_ended(self, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Record the exception that ends a thread of the script, with the user's innermost line: the main thread goes on."""
+        users = [(f.f_code, line) for f, line in traceback.walk_tb(tb) if kind_of(f.f_code) == USER]
+        if error is None or isinstance(error, SystemExit) or not users:
+            return
+        text = "".join(traceback.format_exception_only(type(error), error)).strip()[:200]
+        (code, line), page = users[-1], self.recorder.page
+        site = page.site(absolute(code.co_filename), line, code.co_name)
+        page.write_sample(int(SampleKind.THREAD_ENDED), self.recorder.header.step, 0.0, 0, text, site, now_ns())
 
     @guarded
     def record_exception(self, error: BaseException, tb: TracebackType | None) -> None:
@@ -310,6 +326,7 @@ def _start(run_dir: str | None, name: str | None, rank: int, world_size: int, lo
     writer.publish()
     os.register_at_fork(after_in_child=lambda: _in_child(session))
     sys.excepthook = session.excepthook
+    threading.excepthook = session.thread_excepthook
     atexit.register(session.close)
     run_claim.link_pages(directory, claim.pages)
     from distdiag.recorder.start_monitor import Watch, start_monitor

@@ -21,8 +21,8 @@ class Activity:
     # matches `module.function` of the innermost Python frame, including torch's and the standard library's
     frame: str = r"$^"
     line: str = r"$^"  # matches the text of the user's line: C functions have no frame
-    # the activity of which the user's line `refines` this one, where the frame alone shows a lock or a socket
-    within: str = ""
+    # the activities of which the user's line `refines` this one, where the frame alone shows a lock, a socket, or nothing (in C++)
+    within: tuple[str, ...] = ()
     refines: str = r"$^"  # see `within`
 
 
@@ -39,12 +39,19 @@ ACTIVITIES = (  # in the order in which lines are searched for them
         line=r"\.(?i:flock|lockf|acquire)\s*\(|^(?i:with\s.*lock)",
     ),
     Activity(
-        word="process", within="socket", does="waits for a process that it started", shown="waiting for a process",
+        word="process", within=("socket",), does="waits for a process that it started", shown="waiting for a process",
         do="see what that process does (`ps --ppid PID`), and give the call a timeout; or let all ranks continue without it",
         refines=r"\bsubprocess\.|\bPopen\b|\.communicate\(|\bos\.system\(|\b(p|popen|proc\w*|child\w*)\.wait\(",
     ),
     Activity(
-        word="event_loop", within="socket", does="waits in an event loop in which no task can run",
+        word="store_key", within=("socket", "user_code", "sleep"), does="waits for a key of a store",
+        shown="waiting for a key of a store",
+        do="find which rank should set that key, and what led it past that line: a return before it, an exception; give the "
+        "wait a timeout",
+        refines=r"\b(?:tcp_|file_|dist_|_)?store\w*\.(?:get|wait|multi_get)\(",
+    ),
+    Activity(
+        word="event_loop", within=("socket",), does="waits in an event loop in which no task can run",
         shown="waiting in an event loop",
         do="find the task that it awaits and what that task awaits (asyncio.all_tasks(), PYTHONASYNCIODEBUG=1): a task that "
         "failed without being awaited, a queue that no task fills, a peer that does not answer",
@@ -64,15 +71,16 @@ ACTIVITIES = (  # in the order in which lines are searched for them
         frame=r"^serialization\.(save|_save|_legacy_save)", line=r"torch\.save\s*\(|\.fsync\s*\(|zlib|\.dump\s*\(",
     ),
     Activity(
-        word="queue", patience_s=10.0, within="lock", shown="waiting for a queue", does="waits on a queue",
+        word="queue", patience_s=10.0, within=("lock",), shown="waiting for a queue", does="waits on a queue",
         do="find who should fill or drain that queue",
         frame=r"^queue\.(get|put|join)|^queues\.(get|put)", line=r"\.get\s*\(|\.put\s*\(", refines=r"\.(get|put)\(",
     ),
     Activity(
-        word="worker", within="lock", does="waits for a thread or process that it started",
+        word="worker", within=("lock",), does="waits for a thread or process that it started",
         shown="waiting for a thread or process",
         do="check that thread or process: it may have ended by an error that no log shows, been killed, or wait for this rank; "
         "`distdiag dump` shows the threads, `ps --ppid PID` the processes",
+        frame=r"^_base\.result$",  # of a future
         refines=r"\.(map|starmap|i?map_\w+|apply|result|join|wait)\(|\bas_completed\(",
     ),
     Activity(
@@ -95,6 +103,7 @@ ACTIVITIES = (  # in the order in which lines are searched for them
     Activity(word="data_worker", shown="its data loader's worker"),
     Activity(word="waits_for_device", shown="its host, waiting for its device"),
     Activity(word="waiting", shown="waiting in a collective"),
+    Activity(word="last_call", shown="its last call in the dump"),
     *(Activity(word=word, shown=word) for word in ("stopped", "exited", "killed", "crashed", "finished")),
 )  # fmt: skip
 
@@ -118,4 +127,4 @@ def by_line(line: str, idle: bool) -> str | None:
 
 def refined(word: str, line: str) -> str:
     """Return what a rank waits for by its line, where `word` alone shows a lock or a socket."""
-    return next((a.word for pattern, a in _REFINED if a.within == word and pattern.search(line)), word)
+    return next((a.word for pattern, a in _REFINED if word in a.within and pattern.search(line)), word)

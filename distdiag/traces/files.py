@@ -107,10 +107,11 @@ def _judged(name: str, paths: Sequence[Path], announce: guard.Announce, refused:
         notes.append(f"traces of {len(recorded)} of {world:,} ranks: what the others did is not known")
     if unmarked:
         notes.append("no ProfilerStep in a trace (prof.step() in the script): the whole trace counts as one step")
-    verdict = found.verdict
-    if verdict and world > len(recorded):
-        verdict = f"of the {len(recorded)} ranks with a trace, of {world:,}, {verdict}"
-    return msgspec.structs.replace(found, notes=[*found.notes, *notes], verdict=verdict)
+    longer = {q: n for q, r in recorded.items() if (n := len(r.boundaries) - 1) > found.steps > 0}
+    if longer:
+        texts = ", ".join(f"rank {q} recorded {n} steps" for q, n in sorted(longer.items())[:8])
+        notes.append(f"{texts}: only the {found.steps} that all ranks recorded are analysed")
+    return msgspec.structs.replace(found, notes=[*found.notes, *notes])
 
 
 def _rank(trace: Trace, path: Path, alone: bool) -> int | None:

@@ -125,7 +125,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     ranks: list[RankTimes]
     missing: list[Missing]
-    verdict: str | None  # the rank that the others wait for, if it is mostly the same one
+    verdict: str | None  # the rank that the others wait for, and why; else communication that every rank waits for
     collectives: list[CollectiveTimes]
     modules: list[ModuleTimes] = []
     critical_path: CriticalPath | None = None  # None: ranks share no collective or message whose times are known

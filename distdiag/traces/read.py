@@ -115,6 +115,7 @@ class Trace:
         base_ns: Wall clock of time 0; 0 if not in the file.
         device: (start, end) of kernels and copies that compute; empty if only the host was traced.
         marks: ProfilerStep annotations: (number, start, end).
+        loads: (start, end) of waits for the data loader.
         compute, operators: Taken from `ops` and `device` by `analyse.condense`, which empties both.
     """
 
@@ -124,6 +125,7 @@ class Trace:
     comms: list[Comm] = field(default_factory=list)
     device: list[tuple[float, float]] = field(default_factory=list)
     marks: list[tuple[int, float, float]] = field(default_factory=list)
+    loads: list[tuple[float, float]] = field(default_factory=list)
     compute: list[tuple[float, float]] | None = None
     operators: list[Operator] | None = None
     world_size: int | None = None
@@ -139,6 +141,7 @@ class Trace:
             span.start += us
             span.end += us
         self.device = [(start + us, end + us) for start, end in self.device]
+        self.loads = [(start + us, end + us) for start, end in self.loads]
         if self.compute is not None:
             self.compute = [(start + us, end + us) for start, end in self.compute]
 
@@ -226,6 +229,8 @@ def _sort(trace: Trace, events: Iterable[_Event]) -> None:
                 trace.comms.append(_comm(e, end))
             elif e.name.startswith("ProfilerStep#") and e.name[13:].isdigit() and len(e.name) < 30:
                 trace.marks.append((int(e.name[13:]), e.ts, end))
+            elif e.name.startswith("enumerate(DataLoader)"):
+                trace.loads.append((e.ts, end))
         if e.cat in ("user_annotation", "gpu_user_annotation"):
             if (m := _FSDP.fullmatch(e.name)) is not None:
                 marks.append(Mark(m[1] or ROOT, e.ts, end, e.tid))

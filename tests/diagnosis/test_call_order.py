@@ -110,6 +110,27 @@ def test_the_finding_names_the_culprit_and_the_skipped_call() -> None:
     )
 
 
+def test_two_sends_in_a_row_are_not_called_a_recv_left_out() -> None:
+    """Both wait in a send; rank 0's recv may come next: it has begun to send two micro-batches before it receives."""
+    rounds = [m for i in range(40) for m in (message("send", 1, 35, nth=i + 1), message("recv", 1, 27, nth=i + 1))]
+    mine = (*rounds, message("send", 1, 35, nth=41), message("send", 1, 35, nth=42))
+    theirs = [m for i in range(40) for m in (message("recv", 0, 27, nth=i + 1), message("send", 0, 35, nth=i + 1))]
+    theirs += [message("recv", 0, 27, nth=41), message("send", 0, 35, nth=41)]
+    s = Snapshot(
+        t_s=9.0,
+        world_size=2,
+        ranks={
+            0: RankState(rank=0, calls=mine, blocked=mine[-1], p2p_issued={"send:1:0:default_pg": 42, "recv:1:0:default_pg": 40}),
+            1: RankState(rank=1, calls=tuple(theirs), blocked=theirs[-1],
+                         p2p_issued={"recv:0:0:default_pg": 41, "send:0:0:default_pg": 41}),
+        },
+        groups={"default_pg": Group(name="default_pg", ranks=(0, 1))},
+    )  # fmt: skip
+    (f,) = proved(s)
+    assert f.message.startswith("rank 0 made send (pipe.py:35) again before recv (pipe.py:27); rank 0 has not received")
+    assert "left out" not in f.message + f.advice and "isend or batch_isend_irecv" in f.advice
+
+
 def test_ranks_stuck_behind_a_cycle_of_messages_are_not_compared() -> None:
     """With too little history for a pattern nobody is blamed: rank 0 received less often only because it waits for rank 1."""
 

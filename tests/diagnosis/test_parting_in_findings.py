@@ -9,7 +9,7 @@ import pytest
 
 from distdiag.diagnosis.culprit import callers, parting
 from distdiag.diagnosis.model.findings import Finding, Where
-from distdiag.diagnosis.model.snapshot import Life, Model, RankState, Site
+from distdiag.diagnosis.model.snapshot import Call, Life, Model, RankState, Site
 from distdiag.diagnosis.rules import deadlock, mismatch
 from distdiag.diagnosis.text.finding import finding_lines
 from tests.diagnosis.made import findings
@@ -317,6 +317,49 @@ def test_roles_whose_lines_have_met_before_are_not_parted_by_a_condition_of_one_
     assert (f.kind, f.cause, f.culprits) == ("mismatch", "shape", (0,))
     assert "is_floating_point" not in f.message + f.advice
     assert "compare train.py:3 in publish and train.py:8 in subscribe" in f.advice
+
+
+def test_a_role_at_a_line_that_is_new_to_it_is_to_blame_and_no_condition_of_the_function_it_did_not_call() -> None:
+    """A driver tells its workers in `told` what to run; one method was not wrapped in it."""
+    text, at = places("""
+        def told(method, *args):
+            if self.is_driver:
+                broadcast(method)  # T
+            return method(*args)
+
+        def inventory(self):
+            gather(self.names)  # I
+
+        def serve(self):
+            while True:
+                broadcast(box)  # S
+
+        def drive(requests):
+            for route, args in requests:
+                answer = routes[route](*args)  # D
+
+        def main():
+            if not driver:
+                return serve()  # W
+            drive(requests())  # M
+    """)
+    drive = Site(FILE, at["D"], "drive", Site(FILE, at["M"], "main"))
+    tell, ask = (Site(FILE, at[m], f, drive) for m, f in (("T", "told"), ("I", "inventory")))
+    serve = Site(FILE, at["S"], "serve", Site(FILE, at["W"], "main"))
+
+    def role(r: int, now: Call, usual: Site, **sites: int) -> RankState:
+        calls = tuple(call("broadcast", n, usual, shape=(12,)) for n in (1, 2))
+        assert now.site is not None
+        return rank(r, now, calls=calls, user_stack=now.site.path, sites={usual.key: 2, now.site.key: 1} | sites)
+
+    worker = role(1, call("broadcast", 3, serve, shape=(12,)), serve, **{f"{FILE}:{at['I']} < {FILE}:1": 1})
+    s = snapshot(role(0, call("gather", 3, ask, shape=(1,)), tell), worker)
+    f = only(s, source={FILE: text}.get)
+    assert (f.kind, f.cause, f.culprits) == ("deadlock", "missing_rank", (0,))
+    assert "is_driver" not in f.message + f.advice and "only rank 0 has ever come to that line from there" in f.message
+    again = msgspec.structs.replace(s.ranks[0], sites={tell.key: 2, ask.key: 2})
+    f = only(msgspec.structs.replace(s, ranks={0: again, 1: s.ranks[1]}), source={FILE: text}.get)
+    assert (f.kind, f.culprits) == ("mismatch", ()), "it has been there before: either may be wrong"
 
 
 def test_a_loop_that_ended_earlier_is_named_although_its_outer_call_is_not_made_in_every_round() -> None:

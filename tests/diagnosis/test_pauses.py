@@ -99,6 +99,15 @@ def test_few_short_or_shared_pauses_are_no_warning() -> None:
     assert found(longer) == [], "all ranks pause together: none keeps another waiting"
 
 
+def test_pauses_in_the_first_steps_alone_are_no_warning() -> None:
+    """Kernels for new shapes are built there, on each rank when it meets one."""
+    early = {7: 2.0, 11: 2.0, 19: 2.0, 30: 2.0}
+    f = only(found(snapshots(early, polls=10)))
+    assert f.severity == "info" and "4 of them in its first 50 steps, which may be warm-up" in f.message
+    f = only(found(snapshots(early | {60: 3.0, 160: 3.0, 260: 3.0}, polls=40)))
+    assert f.severity == "warning" and "warm-up" not in f.message
+
+
 def test_the_line_is_the_one_at_which_the_others_waited() -> None:
     of = snapshots({60: 9.0, 160: 9.0, 260: 9.0}, polls=40)
     pauses = followed(of)
@@ -141,7 +150,7 @@ def in_turn(share_gc: float, busy_pct: float, most: tuple[int, ...] = (9, 9, 9))
     for states in of.values():
         pauses_of = followed(states)
         pauses.of |= {q: lost for q, lost in pauses_of.of.items() if lost.times}
-        pauses.begun_s, pauses.end_s = pauses_of.begun_s, pauses_of.end_s
+        pauses.begun_s, pauses.end_s, pauses.settled_s = pauses_of.begun_s, pauses_of.end_s, pauses_of.settled_s
     pauses.gc_before = dict.fromkeys(last.ranks, (0.0, 0.0, 0))
     ranks = {q: replace(r, gc_s=share_gc * last.t_s, gc_count=6) for q, r in last.ranks.items()}
     last = replace(last, ranks=ranks, host_cpu_pct=busy_pct)

@@ -170,3 +170,37 @@ def test_the_condition_under_which_a_function_returns_a_new_tensor() -> None:
     assert found is not None and found.line == 2
     assert made_anew(ANEW + ANEW) is None
     assert made_anew(ANEW.replace("self.mix(piece)", "torch.ones(4)")) is None
+
+
+KEYED = dedent("""\
+    def load(self, epoch):
+        path, key = self.path(epoch), f"corpus/{epoch}"
+        if self.rank == 0:
+            if path.exists():
+                return read(path)
+            self.store.set(key, make(epoch))
+            return read(path)
+        self.store.wait([key])
+        return read(path)
+""")
+
+
+@pytest.mark.parametrize("activity", ["socket", "user_code"])
+def test_a_return_before_the_key_is_set_is_to_blame_for_those_that_wait_for_it(activity: str) -> None:
+    """TCPStore waits on a socket, FileStore reads its file again and again."""
+    site = Site(FILE, 8, "load")
+    reduce = Call(op="all_reduce", group="default_pg", seq=4, site=Site(FILE, 30, "main"), entered_s=10.0)
+    first = rank(0, blocked=reduce, enqueued={"default_pg": 4}, completed={"default_pg": 3})
+    wait = {"user_stack": (site,), "current_site": site, "activity": activity, "enqueued": {"default_pg": 3}}
+    others = [rank(q, completed={"default_pg": 3}, step=40, **wait) for q in (1, 2)]
+    f = only(findings(job(first, *others), stall, source={FILE: KEYED}.get))
+    assert (f.kind, f.culprits, f.victims) == ("stall", (0,), (1, 2))
+    assert f.message.startswith(
+        "rank 0 may have left out what ranks 1, 2 wait for, at `if path.exists()` at train.py:4"
+    )
+    plain = KEYED.replace("        if path.exists():\n            return read(path)\n", "\n\n")
+    f = only(findings(job(first, *others), stall, source={FILE: plain}.get))
+    assert f.culprits == (1, 2) and "each waits for a key of a store at train.py:8" in f.message
+    service = plain.replace("self.store", "feature_store")
+    f = only(findings(job(first, *others), stall, source={FILE: service}.get))
+    assert "each waits for a key of a store at" not in f.message, "that may be any service"

@@ -10,8 +10,9 @@ import pytest
 import distdiag.diagnosis
 import distdiag.sources
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.model.findings import Certainty, Severity
+from distdiag.diagnosis.model.findings import Certainty, Finding, Severity
 from distdiag.diagnosis.model.snapshot import Call, Site
+from distdiag.diagnosis.text.finding import finding_lines
 from distdiag.diagnosis.text.template import Template, filled
 
 SITE = Site("/job/train.py", 88, "evaluate")
@@ -72,3 +73,10 @@ def test_every_template_has_a_cause_and_a_severity_of_its_kind() -> None:
         assert kinds.KINDS[kind.name] is kind, name
         assert template.cause in (kind.causes or (None,)), name
         assert template.severity is None or template.severity in kind.severities, name
+
+
+def test_a_long_message_keeps_its_first_clause_on_the_first_line() -> None:
+    """A semicolon inside parentheses ends no clause."""
+    first = f"rank 2 has not entered all_gather #23 (the group of ranks 1, 2; 40 B){' and so on' * 6}"
+    head, more, *_ = finding_lines(Finding(kind="stall", message=f"{first}; rank 1 waits; it is idle"), 400)
+    assert head.endswith(first) and more.split() == ["more", "rank", "1", "waits;", "it", "is", "idle"]

@@ -229,6 +229,8 @@ def test_dumps_without_open_operations_have_no_finding(tmp_path: Path) -> None:
     report = diagnose(tmp_path, trained(Job(8, {"1": ("tp", (0, 1, 2, 3)), "2": ("tp", (4, 5, 6, 7))})))
     assert report.findings == ()
     assert report.state == "running"
+    (note,) = report.notes
+    assert "every recorded operation has completed" in note and "py-spy" in note
 
 
 def test_all_ranks_in_one_collective_blame_nobody(tmp_path: Path) -> None:
@@ -308,6 +310,18 @@ def test_a_rank_without_a_dump_is_the_culprit_if_no_other_is(tmp_path: Path) -> 
     assert summary(f) == ("rank_lost", "silent", (3,))
     assert "rank 3 left no dump: dead, stuck outside torch, or it was not collected" in f.message
     assert (report.world_size, report.ranks_seen) == (4, 3)
+
+
+def test_only_ranks_that_wait_in_the_collective_are_said_to(tmp_path: Path) -> None:
+    job = trained(Job(8, {"1": ("shard", (0, 1, 2, 3)), "2": ("shard", (4, 5, 6, 7))}))
+    job.collective(group="1", ranks=(0, 1, 3))
+    job.collective(group="2")
+    job.collective(ranks=(0, 1, 3, 4, 5, 6, 7))
+    write(tmp_path / "dumps", job)
+    (tmp_path / "dumps" / "_dump_2").unlink()
+    f = only(diagnose_dumps(tmp_path / "dumps"))
+    assert f.culprits == (2,)
+    assert "7 ranks wait, in all_reduce #21 (default_pg" in f.message or "7 ranks wait, 3 of them in" in f.message
 
 
 @pytest.mark.parametrize(("world", "given"), [(8, 2), (8, 4)])

@@ -153,6 +153,45 @@ def test_a_message_to_the_wrong_rank_is_named(tmp_path: Path) -> None:
     assert "rank 3's send to rank 0" in f.message and "rank 4's recv from rank 3" in f.message
 
 
+def test_a_send_and_its_recv_of_different_lengths_are_a_mismatch(tmp_path: Path) -> None:
+    """Both ends are in flight in a pipeline: the messages and collectives behind them accuse nobody."""
+    job = trained(Job(4, {"1": ("pipe", (0, 1, 2, 3))}), 3)
+    for source in (0, 1, 2):
+        job.message(source, source + 1, "1")
+    job.issue(2, "send 2->3", "1", False, shape=(2048, 512), line=40)
+    job.issue(3, "recv 3<-2", "1", False, shape=(1024, 512), line=41)
+    job.now_ns += SECOND_NS // 100
+    job.issue(1, "send 1->2", "1", False)
+    job.issue(2, "recv 2<-1", "1", False)
+    job.now_ns += SECOND_NS // 100
+    job.collective(ranks=(0,))
+    f = only(diagnose(tmp_path, job))
+    assert summary(f) == ("mismatch", "shape", ()) and f.certainty == "suspected"
+    assert "rank 2 sends 1,048,576 elements" in f.message and "rank 3, which receives 524,288" in f.message
+    assert [(w.rank, w.line) for w in f.where] == [(2, 40), (3, 41)]
+
+
+def test_a_rank_with_messages_in_flight_has_something_in_flight(tmp_path: Path) -> None:
+    job = trained(Job(4))
+    for r in (1, 2, 3):
+        job.message(r, r % 3 + 1, received=False)
+    job.collective(ranks=(0,))
+    assert "nothing in flight" not in only(diagnose(tmp_path, job)).message
+
+
+def test_a_rank_that_is_past_a_collective_has_left_it_out(tmp_path: Path) -> None:
+    """A rank without tokens skips its group's all_to_all, and waits in the next collective of all ranks."""
+    job = trained(Job(6, {"1": ("expert", (0, 1, 2)), "2": ("expert", (3, 4, 5))}))
+    job.collective("all_to_all", group="1", ranks=(0, 1), line=71)
+    job.collective("all_to_all", group="2", line=71)
+    job.collective(done=())
+    f = only(diagnose(tmp_path, job))
+    assert summary(f) == ("deadlock", "missing_rank", (2,))
+    assert "rank 2 has not entered all_to_all #21" in f.message
+    assert "but is in all_reduce #21 (default_pg, 4.0 KiB), which ranks 0, 1 issued after it" in f.message
+    assert "train.py:71" in f.advice
+
+
 def test_dumps_of_one_node_only_do_not_accuse_the_other_node(tmp_path: Path) -> None:
     job = trained(Job(16))
     job.collective(ranks=tuple(r for r in range(16) if r != 11))

@@ -152,7 +152,10 @@ def test_a_wait_lost_from_the_ring_is_older_than_its_entries(tmp_path: Path) -> 
     for r in range(3):
         just_ended(job, r, job.now_ns)
     write(tmp_path, job, keep=100)
-    assert only(diagnose_dumps(tmp_path)).culprits == (2,)
+    f = only(diagnose_dumps(tmp_path))
+    assert f.culprits == (2,)
+    assert [(w.line, w.state) for w in f.waiting] == [(None, "waiting")] * 2  # the lines of later calls are not theirs
+    assert [w.state for w in f.where] == ["last_call"]
 
 
 @pytest.mark.parametrize("op", ["all_to_all", "_all_gather_base"])
@@ -254,6 +257,29 @@ def test_operations_not_begun_are_queued_behind_running_ones(tmp_path: Path) -> 
     job.collective(ranks=(3, 4, 5))
     f = only(diagnose(tmp_path, job))
     assert f.kind == "stall" and f.culprits == (0, 1)
+
+
+def test_the_oldest_operation_of_a_device_that_stopped_is_named(tmp_path: Path) -> None:
+    """Others wait for it in a later operation of another group, which it has issued, too."""
+    job = trained(Job(6, {"1": ("tensor", (0, 1)), "2": ("data", (1, 2, 3, 4, 5))}))
+    job.collective(group="1", done=())
+    begin(job, 0)
+    job.collective(group="2", done=())
+    for r in (2, 3, 4, 5):
+        begin(job, r)
+    f = only(diagnose(tmp_path, job))
+    assert f.culprits == (1,)
+    assert "issued all_reduce #21 (data" in f.message and "nor completed all_reduce #21 (tensor" in f.message
+
+
+def test_a_culprit_is_named_with_an_operation_of_its_own_groups(tmp_path: Path) -> None:
+    """All others first issued operations of other groups, which are in flight, too."""
+    job = trained(Job(5, {"1": ("pair", (0, 1)), "2": ("pair", (3, 4))}))
+    job.collective(group="1", done=())
+    job.collective(group="2", done=())
+    job.collective(ranks=(0, 1, 3, 4))
+    f = only(diagnose(tmp_path, job))
+    assert f.culprits == (2,) and "rank 2 has not entered all_reduce #21 (default_pg" in f.message
 
 
 def test_completed_batches_in_a_dump_of_active_entries_follow_from_the_groups_counter(tmp_path: Path) -> None:

@@ -202,6 +202,11 @@ C10D = f"{LIBRARY}/distributed/distributed_c10d.py"
             native=("cuStreamSynchronize", "c10d::Reducer::finalize_backward")), "all_reduce", "waiting"),
         (at(frame("_try_get_data", f"{LIBRARY}/utils/data/dataloader.py"), USER), None, "data"),
         (at(frame("wait", "/opt/lib/python3.12/threading.py"), USER), None, "lock"),
+        (at(frame("select", "/opt/lib/python3.12/selectors.py"), frame("run", "/opt/lib/python3.12/subprocess.py"), USER),
+         None, "process"),
+        (at(USER, frame("_save", f"{LIBRARY}/serialization.py"), frame("save", "/home/me/train.py", 50)), None, "checkpoint"),
+        (at(frame("synchronize", f"{LIBRARY}/cuda/__init__.py"), USER), None, "device"),
+        (at(frame("wait", "threading.py"), frame("result", "concurrent/futures/_base.py"), USER), None, "worker"),
         (at(USER), None, "user_code"),
     ],
 )  # fmt: skip
@@ -264,6 +269,29 @@ def test_one_operation_at_two_lines_names_the_minority_and_of_two_ranks_none() -
     assert (odd.severity, odd.culprits, odd.victims) == (Severity.WARNING, (0,), (1, 2))
     (tie,) = findings({0: seen(10, "all_reduce"), 1: seen(20, "all_reduce")})
     assert (tie.culprits, tie.victims) == ((), (0, 1))
+
+
+def test_one_look_does_not_show_that_no_rank_has_moved() -> None:
+    for ranks in (
+        {r: seen(10, "all_reduce", once=True) for r in range(3)},
+        {
+            r: Seen(position=position(at(frame("get", "/opt/lib/python3.12/queue.py"), USER)), once=True)
+            for r in range(3)
+        },
+    ):
+        (found,) = findings(ranks)
+        assert (found.severity, found.culprits) == (Severity.INFO, ()) and "moved" not in found.message
+    (odd,) = findings({r: seen(10 + (r == 0), "all_reduce", once=True) for r in range(3)})
+    assert odd.culprits == (0,) and "moved" not in odd.message
+
+
+@pytest.mark.parametrize("ops", [("broadcast", "all_reduce"), ("broadcast", "all_reduce", "recv")])
+def test_ranks_in_different_operations_may_all_wait_for_the_one_that_is_in_none(ops: tuple[str, ...]) -> None:
+    """In a pipeline each waits in a group of its own, which stacks do not show."""
+    ranks = {q: seen(10 * (1 + q % len(ops)), ops[q % len(ops)]) for q in range(7)}
+    (found,) = findings(ranks | {7: seen(90)})
+    assert (found.kind, found.severity, found.culprits) == ("stall", Severity.WARNING, (7,))
+    assert found.victims == tuple(range(7)) and "default_pg" not in found.message
 
 
 def test_a_condition_on_the_rank_decides_between_two() -> None:

@@ -76,12 +76,82 @@ def test_time_stamps_since_1970_are_read_and_ranks_without_a_trace_counted(tmp_p
     assert "traces of 2 of 128 ranks" in "\n".join(found.notes)
 
 
-def test_ranks_that_arrive_together_get_no_verdict(tmp_path: Path) -> None:
+def test_ranks_that_arrive_together_wait_for_communication(tmp_path: Path) -> None:
     for rank in range(3):
         write_rank(tmp_path, rank, late_us=rank * 5.0)
     found = diagnose("traces", find([str(tmp_path)]))
-    assert found.verdict is None
+    assert found.verdict == (
+        "communication that no computation hides takes at least 54 % of a step on every rank: 0.54 of 1.00 ms"
+    )
     assert not found.missing
+
+
+def test_most_of_a_step_hidden_is_no_verdict(tmp_path: Path) -> None:
+    for rank in range(3):
+        write_rank(tmp_path, rank, late_us=350.0)
+    assert diagnose("traces", find([str(tmp_path)])).verdict is None
+
+
+def test_a_rank_that_is_last_in_some_steps_only_is_not_named(tmp_path: Path) -> None:
+    """Of two ranks on a busy host one is the last in three of four steps by chance."""
+    for rank in range(2):
+        path = write_rank(tmp_path, rank, late_us=350.0)
+        whole = json.loads(gzip.decompress(path.read_bytes()))
+        late_steps = (0, 1, 3) if rank == 0 else (2,)
+        for e in whole["traceEvents"]:
+            if e["name"].startswith("nccl") and e["ts"] // 1000 in late_steps:
+                e["ts"], e["dur"] = e["ts"] + 100.0, e["dur"] - 100.0
+        path.write_bytes(gzip.compress(json.dumps(whole).encode()))
+    assert diagnose("traces", find([str(tmp_path)])).verdict is None
+
+
+def test_a_rank_that_is_late_from_some_step_on_is_named(tmp_path: Path) -> None:
+    for rank in range(2):
+        path = write_rank(tmp_path, rank, late_us=350.0)
+        whole = json.loads(gzip.decompress(path.read_bytes()))
+        for e in whole["traceEvents"]:
+            if rank == 1 and e["name"].startswith("nccl") and e["ts"] >= 2000:
+                e["ts"], e["dur"] = e["ts"] + 180.0, e["dur"] - 180.0
+        path.write_bytes(gzip.compress(json.dumps(whole).encode()))
+    verdict = diagnose("traces", find([str(tmp_path)])).verdict
+    assert verdict is not None and "rank 1 comes last to the collectives in 2 of 4 steps: others wait up to" in verdict
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_late_rank_is_named_with_what_takes_it_longer(tmp_path: Path, loads: bool) -> None:
+    for rank in range(3):
+        path = write_rank(tmp_path, rank, late_us=300.0 * (rank == 1))
+        whole = json.loads(gzip.decompress(path.read_bytes()))
+        slow = 300.0 if rank == 1 else 1.0
+        for e in list(whole["traceEvents"]):
+            if e["name"] == "gemm" and loads:
+                e["ts"], e["dur"] = e["ts"] + slow, 300.0
+            if e["name"].startswith("ProfilerStep") and loads:
+                name = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
+                whole["traceEvents"].append(op(name, e["ts"], e["ts"] + slow, cat="user_annotation"))
+        path.write_bytes(gzip.compress(json.dumps(whole).encode()))
+    verdict = diagnose("traces", find([str(tmp_path)])).verdict
+    why = "its data loader takes 0.30 ms per step" if loads else "it computes for 0.60 ms per step"
+    assert verdict is not None and verdict.startswith("rank 1 comes last") and why in verdict
+
+
+def test_waits_for_ranks_without_a_trace_are_not_called_transfers(tmp_path: Path) -> None:
+    for rank in range(2):
+        write_rank(tmp_path, rank)
+    found = diagnose("traces", find([str(tmp_path)]))
+    assert found.verdict is not None and ", or waiting for the ranks without a trace," in found.verdict
+    assert "transfers include waits for the ranks without a trace" in found.notes
+
+
+def test_steps_that_only_some_ranks_recorded_are_a_note(tmp_path: Path) -> None:
+    for rank in range(3):
+        path = write_rank(tmp_path, rank)
+        if rank == 1:
+            whole = json.loads(gzip.decompress(path.read_bytes()))
+            whole["traceEvents"] = [e for e in whole["traceEvents"] if e["ts"] < 3000]
+            path.write_bytes(gzip.compress(json.dumps(whole).encode()))
+    notes = diagnose("traces", find([str(tmp_path)])).notes
+    assert "rank 0 recorded 4 steps, rank 2 recorded 4 steps: only the 3 that all ranks recorded are analysed" in notes
 
 
 def test_the_command_prints_tables_or_one_valid_object(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from distdiag.diagnosis.comparison import minority
+from distdiag.diagnosis.culprit.call_order import LOOP_ADVICE
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.culprit.conditions import tied
 from distdiag.diagnosis.model.findings import rank_list
@@ -132,8 +133,5 @@ def reordered(case: Case, ranks: Sequence[int]) -> Testimony | None:
     first, second = (calls[side[0]].site for side in case.sides)
     parted = tuple(tied(case))  # if a condition is known, its advice is the better one
     text = "; both sides have made either call before: they make them in a different order, or one leaves some out"
-    advice = (
-        f"compare {both_sites(first, second)}: make these calls in the same order on all ranks; loop over a sorted "
-        "list, not over a set or a directory listing, whose order differs between processes"
-    )
+    advice = f"compare {both_sites(first, second)}: make these calls in the same order on all ranks; {LOOP_ADVICE}"
     return Testimony(text=text, conditions=parted, advice="" if parted else advice)

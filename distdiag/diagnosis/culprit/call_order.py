@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from distdiag.diagnosis.culprit import callers
-from distdiag.diagnosis.culprit.case import Case, Testimony
+from distdiag.diagnosis.culprit.case import Case, Reason, Testimony
 from distdiag.diagnosis.culprit.parting import Condition, Way, decision_advice, parting, short_rounds
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState
@@ -22,6 +22,7 @@ from distdiag.diagnosis.text.phrases import at, op_at
 LATELY = 32  # calls; the cycle closes some calls after the rank broke its sequence
 HISTORY = 48  # minimum of earlier calls
 ROUNDS = 4  # earlier passages or rounds, at least
+LOOP_ADVICE = "loop over a sorted list, not over a set or a directory listing, whose order differs between processes"
 KINDS = 0.25  # most distinct transitions per transition; above this there is no pattern
 
 
@@ -43,6 +44,13 @@ def pattern(case: Case) -> Testimony | None:
     text += f": after {op_at(turn.after)} it made {op_at(turn.made)}, where {op_at(turn.due)} had always followed ({turn.times:,} times)"
     if not turn.left_out and not turn.returned and {c.way for c in conditions} != {Way.ALONE}:
         return Testimony(ranks=(rank,), text=text)  # it may have come to the end of its loop, or of its epoch
+    sends = all(call is not None and call.op.endswith("send") for call in case.calls.values())
+    if sends and turn.again and not conditions:  # what was due may come next
+        return Testimony(
+            ranks=(rank,), head=f"rank {rank} made {op_at(turn.made)} again before {op_at(turn.due)}", text=text,
+            advice="let no rank wait in a send while its peer does: use isend or batch_isend_irecv, or receive before the next "
+            f"send; see why rank {rank} now makes {op_at(turn.made)} more often in a row",
+        )  # fmt: skip
     did, call = ("left out", turn.due) if turn.left_out else ("alone made", turn.made)
     return Testimony(
         ranks=(rank,), head=f"rank {rank} {did} {op_at(call)}", text=text, conditions=conditions, advice=_advice(rank, turn, conditions)
@@ -61,6 +69,28 @@ def _advice(rank: int, turn: Turn, conditions: Sequence[Condition]) -> str:
         return f"make {op_at(turn.made)} on all ranks that it concerns, or on none"
     half = ": each message needs its other end" if turn.made.p2p else ""
     return f"let all ranks run what `{conditions[0].text}`{at(conditions[0].site)} keeps to rank {rank}, or none{half}"
+
+
+def groups_in_turn(case: Case) -> Testimony | None:
+    """Return that the members of a cycle are in one call with different groups, and that all have made it with each group before."""
+    calls = [call for call in case.calls.values() if call is not None]
+    site, groups = calls[0].site, {call.group for call in calls}
+
+    def used(rank: int) -> set[str]:
+        here = case.calls.get(rank)
+        return {c.group for c in case.states[rank].calls if c.site == site and (here is None or _key(c) != _key(here))}
+
+    if len(groups) < 2 or any(call.site != site for call in calls) or not all(groups <= used(r) for r in case.compared):
+        return None
+    return Testimony(
+        name=Reason.ORDER,
+        text="; each has made this call with these groups before: they take them in a different order, or one of them leaves one out",
+        advice=f"take the groups{at(site)} in the same order on all ranks: {LOOP_ADVICE}",
+    )
+
+
+def _key(call: Call) -> tuple[str, int | None]:
+    return call.group, call.seq
 
 
 class Turn(NamedTuple):

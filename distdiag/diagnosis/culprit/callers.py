@@ -96,6 +96,20 @@ def function_key(site: Site, source: Source) -> tuple[str, str, int]:
     return site.file, site.function, around.lineno if around is not None else 0
 
 
+def dispatched(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> bool:
+    """True if two stacks part in a line with one call, which called one function for one of them and another for the other.
+
+    What is called there decides: no condition in either function has led them apart.
+    """
+    a, b = list(reversed(mine)), list(reversed(theirs))
+    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+    if not 0 < same < min(len(a), len(b)) or function_key(a[same], source) == function_key(b[same], source):
+        return False
+    tree = tree_of(a[same - 1].file, source)
+    line = statement(tree, a[same - 1].line) if tree is not None else None
+    return line is not None and sum(isinstance(node, ast.Call) for node in ast.walk(line)) == 1
+
+
 def nearest(mine: Sequence[Site], others: Mapping[int, Sequence[Site]], source: Source) -> int:
     """Return the rank whose stack has the most functions in common with `mine`, from the outermost; the first of equals."""
     wanted = [function_key(x, source) for x in reversed(mine)]

@@ -26,7 +26,7 @@ def on_rank(case: Case) -> Testimony | None:
     source, firsts = case.source, [side[0] for side in case.sides]
     if len(firsts) != 2 or not all(rank in case.states for rank in firsts):
         return None
-    if _met_in(case, *firsts) is not None:
+    if met_in(case, *firsts) is not None:
         return None
     stacks = [_stack(case, rank) for rank in firsts]
     found = [parting.rank_condition(mine, theirs, source) for mine, theirs in (stacks, stacks[::-1])]
@@ -145,15 +145,16 @@ def _parting(case: Case, ranks: Sequence[int]) -> list[Condition]:
     # compare it with a rank of the same role, if there is one: that has been in the same lines
     both = mine[0], next((q for q in others if case.here.get(q) in case.states[mine[0]].sites), others[0])
     first, second = (_stack(case, rank) for rank in both)
-    own = _met_in(case, *both)
+    own = met_in(case, *both)
     if own is not None:
-        due = (*own.path, *first[-1:])
-        return parting.parting(first, due, case.source) if own.key != case.here.get(mine[0]) else []
+        due = (*own.path, *(x for x in first[-1:] if x not in own.path))
+        elsewhere = own.key != case.here.get(mine[0]) and not callers.dispatched(first, due, case.source)
+        return parting.parting(first, due, case.source) if elsewhere else []
     as_often = partial(_as_often, case, *both)
     return parting.parting(first, second, case.source, _ahead(case, *both), as_often, again=_again(case, *both))
 
 
-def _met_in(case: Case, rank: int, other: int) -> Site | None:
+def met_in(case: Case, rank: int, other: int) -> Site | None:
     """Return the rank's own line in which its calls have met equal ones in the line of another rank: roles have their own lines."""
     group, seq, there = case.wait.group, case.wait.seq, case.here.get(other)
     if case.wait.p2p or seq is None or there is None or there in case.states[rank].sites:

@@ -23,6 +23,7 @@ from distdiag.diagnosis.waits import compatible, messages
 NEVER = -1  # depth of an event that never happened before
 LEAST = 8  # events by which the contexts of the due event are longer, in all: varying orders agree by chance for a few
 STEP, COUNTED = ("step",), ("counted",)
+_ARGUMENTS = ("", "", "roots", "dtypes", "sizes")  # of a collective's event
 
 Event = tuple[Any, ...]
 
@@ -99,7 +100,7 @@ def _event(call: Call) -> Event:
     if call.p2p:
         return messages.direction_of(call), site, compatible.elements(call)
     size = compatible.elements(call)
-    return compatible.op_name(call.op), site, call.root, compatible.dtype_name(call.dtype), size
+    return compatible.op_name(call.op), site, call.root, compatible.dtype_name(call.dtype), size  # see _ARGUMENTS
 
 
 def parting(first: History, second: History) -> tuple[int, int] | None:
@@ -239,8 +240,15 @@ def accuse(case: Case) -> Testimony | None:
     did = "ended its step" if first.made is None else f"made {made}"
     text = f"; all ranks had kept one order of calls; here {rank_list(side)} {did} where {due} was due"
     if made == due:
-        text = f"; all ranks had passed the same sizes there in the same order; here {rank_list(side)} did not"
+        text = f"; all ranks had passed the same {_argument(first)} there in the same order; here {rank_list(side)} did not"
     return Testimony(ranks=tuple(side), text=text)
+
+
+def _argument(found: Departure) -> str:
+    """Return the first argument in which two calls at one line differ: `roots`."""
+    made, due = (_event(call) if call is not None else STEP for call in (found.made, found.due))
+    differ = (name for name, a, b in zip(_ARGUMENTS, made, due, strict=False) if a != b)
+    return next((name for name in differ if name), "sizes")
 
 
 def _word(call: Call | None) -> str:

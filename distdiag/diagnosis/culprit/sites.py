@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from statistics import mode
 
 from distdiag.diagnosis.culprit.case import Case, Testimony, site_of
+from distdiag.diagnosis.culprit.conditions import met_in
 from distdiag.diagnosis.culprit.parting import Condition, call_under_rank, takes_turns
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.snapshot import Life, RankState
+from distdiag.diagnosis.model.snapshot import Life, RankState, lines_of
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import at, places_text
 
@@ -24,7 +25,7 @@ def new(case: Case) -> Testimony | None:
     """Accuse the one side of a tie at a site that the other never visited; not where each has a line of its own for that call."""
     ranks = _one_side(case, _is_new)
     at_line = case.wait.calls[ranks[0]].site if ranks else None
-    return None if at_line is not None and takes_turns(at_line, case.source) else _only_there(ranks)
+    return None if at_line is not None and takes_turns(at_line, case.source) else _only_there(case, ranks)
 
 
 def new_in_cycle(case: Case) -> Testimony | None:
@@ -42,7 +43,7 @@ def new_in_cycle(case: Case) -> Testimony | None:
     call = case.calls.get(rank)
     if call is not None and call.p2p and states[rank].sites.get(case.here[rank] or "", 0) > 1:
         return None
-    return _only_there(alone if _is_new(case, alone, [r for r in case.compared if r != rank]) else ())
+    return _only_there(case, alone if _is_new(case, alone, [r for r in case.compared if r != rank]) else ())
 
 
 def history(case: Case) -> Testimony | None:
@@ -71,17 +72,29 @@ def _one_side(case: Case, test: Callable[[Case, list[int], list[int]], bool]) ->
     return [] if a == b else first if a else second
 
 
-def _only_there(ranks: Sequence[int]) -> Testimony | None:
-    text = f"; only {rank_list(ranks)} {verb(ranks, 'has', 'have')} ever been at that line"
-    return Testimony(ranks=tuple(ranks), text=text) if ranks else None
+def _only_there(case: Case, ranks: Sequence[int]) -> Testimony | None:
+    if not ranks:
+        return None
+    first = lines_of(case.here[ranks[0]] or "")[:1]
+    by_others = any(lines_of(key)[:1] == first for q in case.compared if q not in ranks for key in case.states[q].sites)
+    where = "come to that line from there" if by_others else "been at that line"  # the site has its callers
+    return Testimony(ranks=tuple(ranks), text=f"; only {rank_list(ranks)} {verb(ranks, 'has', 'have')} ever {where}")
 
 
 def _is_new(case: Case, odd: Sequence[int], rest: Sequence[int]) -> bool:
-    """True if `odd` are at sites that `rest` never visited, and have visited the sites of `rest` themselves."""
+    """True if `odd` are at sites that `rest` never visited, and have visited the sites of `rest` themselves.
+
+    Where roles have their own lines: they are there for the first time, and have met the calls of `rest` in another line.
+    """
     states, here = case.states, case.here
     theirs = {here.get(b) for b in rest}
     used = {None}.union(*(states[b].sites for b in rest))
-    return None not in theirs and all(here.get(a) not in used and theirs <= states[a].sites.keys() for a in odd)
+
+    def knows(a: int) -> bool:
+        once = states[a].sites.get(here.get(a) or "", 0) == 1
+        return theirs <= states[a].sites.keys() or (once and all(met_in(case, a, b) is not None for b in rest))
+
+    return None not in theirs and all(here.get(a) not in used and knows(a) for a in odd)
 
 
 def _knows_more(

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from distdiag.diagnosis import kinds
+from distdiag.diagnosis.culprit import call_order
 from distdiag.diagnosis.culprit.case import Case, Reason, Testimony
 from distdiag.diagnosis.culprit.witnesses import OTHER_PLACE, WEAK, decide
 from distdiag.diagnosis.endings import ECHOES, ends
@@ -110,8 +111,12 @@ def judge_incident(case: Case) -> list[Verdict]:
         kind, cause = _kind_of_conflict(case, culprits, testimony.name)
     elif incident.root is Root.CYCLE:
         by_message = any(wait.p2p for wait in incident.waits)
-        mixed = None if by_message or testimony.name not in WEAK else _one_site(incident)
-        if mixed is not None:
+        weak = not by_message and testimony.name in WEAK
+        turns = call_order.groups_in_turn(case) if weak else None
+        mixed = _one_site(incident) if weak else None
+        if turns is not None:
+            kind, cause, culprits, testimony, also = kinds.DEADLOCK, "group_cycle", (), turns, ()
+        elif mixed is not None:
             cause, culprits = "group", mixed
             testimony, also = Testimony(name=Reason.MAJORITY if mixed else Reason.NONE, ranks=mixed), ()
         else:
@@ -131,6 +136,8 @@ def _undecided(case: Case, reason: Reason) -> bool:
     coming = [q for q in wait.missing if q not in graph.gone and q not in graph.stuck]
     if not coming:
         return False
+    if snapshot.source == "stacks" and reason in (Reason.NONE, Reason.MAJORITY):
+        return True  # nothing numbers the calls: each side may wait for such a rank, in a group of its own
     first, second, *_ = sorted((len(s) for s in wait.sides), reverse=True)
     if first > second + len(coming):
         return False

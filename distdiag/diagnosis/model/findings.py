@@ -57,7 +57,7 @@ class Where(msgspec.Struct, frozen=True, omit_defaults=False):
     line: int | None = None
     function: str | None = None
     # waiting user_code data lock queue socket stdin gil_held stopped exited killed crashed finished device
-    # waits_for_device
+    # waits_for_device last_call
     state: str | None = None
 
 

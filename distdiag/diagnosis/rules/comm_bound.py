@@ -22,7 +22,7 @@ from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import Window, share_of_all
 from distdiag.diagnosis.text.phrases import count
 from distdiag.diagnosis.text.template import Template
-from distdiag.diagnosis.training_data import only_shadow
+from distdiag.diagnosis.training_data import only_shadow, stages
 from distdiag.terms.units import percent, size_text
 
 kind = kinds.COMM_BOUND
@@ -42,11 +42,17 @@ class Limits:
 
 
 limits = Limits()
+PROBE = "`distdiag probe allreduce` measures what this machine can do"
 COMM_BOUND = Template(
     kind, None,
     "exposed communication: at least {share:share} of {of} on every rank{late}{gradients}{cores}",
     "{share:share} of {of}", "{do}")  # fmt: skip
-_PROBE = "`distdiag probe allreduce` measures what this machine can do"
+STAGES = Template(
+    kind, None,
+    "every rank waits at least {share:share} of {of} for what the others send{late}: the idle time of a pipeline (its bubble) is "
+    "part of it, as communication is{cores}",
+    "{share:share} of {of}",
+    "of a pipeline, more micro-batches per step shorten the idle time at its start and end; " + PROBE)  # fmt: skip
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
@@ -95,7 +101,7 @@ def _late(window: Window) -> str:
 
 def _finding(s: Snapshot, ranks: list[int], share: float, of: str, ddp: Gradients | None, late: str) -> Finding:
     share = max(share, ddp.share if ddp is not None else 0.0)  # both are lower limits
-    text, do = "", f"{_PROBE}; communicate less often, or in larger messages"
+    text, do = "", f"{PROBE}; communicate less often, or in larger messages"
     if ddp is not None and ddp.share >= share / 2:  # the gradients are most of it
         b = ddp.buckets
         text = f"; DDP's gradients, {size_text(b.bytes)} in {count(b.buckets, 'bucket')}, take {percent(ddp.share)}"
@@ -103,6 +109,8 @@ def _finding(s: Snapshot, ranks: list[int], share: float, of: str, ddp: Gradient
         do = "; ".join(_advice(ddp, b, on_nccl, _passes(s)))
     busy = (s.host_cpu_pct or 0.0) > STEPS.busy_host_pct
     cores = "; the host's cores are all in use, so ranks also wait for a CPU" if busy else ""
+    if ddp is None and stages(s):
+        return STAGES(victims=ranks, share=share, of=of, cores=cores, late=late)
     return COMM_BOUND(victims=ranks, share=share, of=of, gradients=text, cores=cores, do=do, late=late)
 
 
@@ -141,4 +149,4 @@ def _advice(ddp: Gradients, b: Buckets, on_nccl: bool, passes: int) -> Iterator[
         yield f"buckets of {size_text(b.bytes // b.buckets)} are small: raise `bucket_cap_mb`"
     if not b.gradient_as_bucket_view:
         yield "`gradient_as_bucket_view=True` saves a copy of the gradients"
-    yield _PROBE
+    yield PROBE

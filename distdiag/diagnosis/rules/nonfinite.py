@@ -66,7 +66,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     elif logged := list(_logged(s)):
         yield from logged
     elif not any(map(_seen, s.ranks.values())):
-        yield Abstained("no scalar loss has gone through backward, and handle.log() was not called")
+        yield Abstained("no optimizer step with a scalar loss was seen, and handle.log() was not called")
 
 
 def _seen(r: RankState) -> bool:

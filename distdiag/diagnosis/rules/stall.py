@@ -21,7 +21,7 @@ from distdiag.diagnosis import kinds
 from distdiag.diagnosis.culprit import parting, pending_exception
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
-from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, Snapshot
+from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site
 from distdiag.diagnosis.model.syntax import line_at
 from distdiag.diagnosis.polled import hidden_error, left_unwritten, polled_loop
 from distdiag.diagnosis.text.incident import implicit_text, verb
@@ -36,9 +36,9 @@ from distdiag.diagnosis.text.phrases import (
     workers_of,
 )
 from distdiag.diagnosis.text.template import Template, filled
+from distdiag.diagnosis.threads import Open, ended_thread, left_open
 from distdiag.diagnosis.waits.delays import incomplete, kept_waiting, motionless_s, outpaced
 from distdiag.diagnosis.waits.uncounted import unseen
-from distdiag.diagnosis.waits.wait import call_at
 from distdiag.terms.activity import ACTIVITIES, refined
 from distdiag.terms.ranks import by_value
 from distdiag.terms.units import rough_duration, size_text
@@ -54,7 +54,8 @@ class Limits:
         )
     )
     """Seconds that the others may wait for a rank, by what it does. Nobody answers a prompt of a
-    batch job; a checkpoint to a slow disk may be slow."""
+    batch job; a checkpoint to a slow disk may be slow. What a rank computes under a condition on
+    the rank, while the others wait in a barrier, counts as a validation."""
     long_s: float = 60.0
     """The same for a rank that still makes steps and is ahead of all ranks that wait for it, and
     for a job in which no rank moves and none waits for another, while their hosts sleep or wait for
@@ -120,14 +121,14 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
                 f"({s.groups[groups[0]].backend}) that has completed: it may be busy, or wait for another rank"
             )
         elif (kept := kept_waiting(s, graph, rank)) is not None:
-            late.append(_Late(state, *kept, patience_s(state)))
+            late.append(_Late(state, *kept, _limit_s(facts, state, *kept)))
     named: set[int] = set()
     for together in _by_line(late):
         named |= {x.state.rank for x in together}
         yield _finding(facts, together)
     for x in late:
         if x.state.rank not in named:
-            reason = waits_for(x.victims, x.state, x.waited_s)
+            reason = waits_for(x.victims, x.state, x.waited_s, x.limit_s)
             yield _trains_on(facts, x.state) or Abstained(reason, checked=True)
 
 
@@ -204,10 +205,25 @@ def _nobody_moves(facts: Facts) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def waits_for(victims: Sequence[int], late: RankState, waited_s: float) -> str:
+def waits_for(victims: Sequence[int], late: RankState, waited_s: float, limit_s: float | None = None) -> str:
     """Return `rank 0 waits for rank 1 for 57 s (judged from 60 s on)`."""
-    limit = rough_duration(patience_s(late))
-    return f"{rank_list(victims)} {verb(victims, 'waits', 'wait')} for rank {late.rank} for {rough_duration(waited_s)} (judged from {limit} on)"
+    limit_s = patience_s(late) if limit_s is None else limit_s
+    judged = f" (judged from {rough_duration(limit_s)} on)" if waited_s < limit_s else ""
+    return f"{rank_list(victims)} {verb(victims, 'waits', 'wait')} for rank {late.rank} for {rough_duration(waited_s)}{judged}"
+
+
+def _limit_s(facts: Facts, r: RankState, victims: Sequence[int], waited_s: float) -> float:
+    """Return `patience_s`; more for a rank that computes under a condition on the rank while the others wait in a barrier.
+
+    The script lets them wait for its duty on purpose: drawing, scoring, an export.
+    """
+    limit_s, duty_s = patience_s(r), limits.patience_s["validation"]
+    states = [facts.snapshot.ranks[v] for v in victims]
+    barriers = all(v.blocked is not None and v.blocked.op == "barrier" for v in states)
+    if not limit_s <= waited_s < duty_s or _doing(r) != "user_code" or not barriers:
+        return limit_s
+    guard = parting.rank_condition(r.user_stack, states[0].user_stack, facts.source)
+    return duty_s if guard is not None and guard.way is parting.Way.ALONE else limit_s
 
 
 def patience_s(r: RankState) -> float:
@@ -233,31 +249,47 @@ def _doing(r: RankState) -> str:
     return "sleep" if asleep else r.activity
 
 
-def _left_open(facts: Facts, r: RankState) -> tuple[str, str] | None:
-    """Return (text, advice) about an open collective that this rank issued without waiting in it."""
-    s = facts.snapshot
-    for name, issued in r.enqueued.items():
-        done, group = r.completed.get(name, issued), s.groups.get(name)
-        if done >= issued or group is None:
-            continue
-        missing = tuple(q for q in group.ranks if q in s.ranks and s.ranks[q].enqueued.get(name, 0) <= done)
-        if missing:
-            call = call_at(r, name, done + 1) or Call(op="", group=name, seq=done + 1)
-            theirs = s.ranks[missing[0]].user_stack
-            guard = parting.rank_condition(r.user_stack, theirs, facts.source)
-            why = ": find what started it, maybe a thread"
-            if guard is not None and guard.way is parting.Way.ALONE:
-                why = f": only rank {r.rank} is under `{guard.text}`{at(guard.site)}"
-            do = filled(_DO_OPEN, call=call, ranks=missing, why=why)
-            return filled(_OPEN, call=call, site=call.site, ranks=missing), do
-    return None
+def _never_joined(facts: Facts, late: Sequence[_Late], opened: Open, does: str) -> Finding | None:
+    """Return the finding of ranks that are missing in what the threads of the late ranks wait in, if they are known to be wrong.
+
+    They wait for the late ranks themselves, and are fewer, or a thread of theirs has ended by an exception.
+    """
+    s, missing, x = facts.snapshot, opened.missing, late[0]
+    died = ended_thread(s.ranks[q] for q in missing)
+    if opened.alone or not {*missing} <= {*x.victims} or (len(missing) >= len(late) and not died):
+        return None
+    ranks, first = sorted(y.state.rank for y in late), s.ranks[missing[0]]
+    assert first.blocked is not None
+    return NEVER_JOINED(
+        culprits=missing, victims=ranks, collective=opened.call, severity=_severity(late),
+        where=(w for q in missing for w in where_stack(s.ranks[q], s.ranks[q].user_stack, "waiting")),
+        waiting=(w for y in late for w in where_stack(y.state, y.state.user_stack, y.state.activity)),
+        step=x.state.step, first_seen_s=s.t_s - x.waited_s, opened=opened.call, at_opened=opened.call.site, died=died,
+        each=rank_list(ranks) if len(ranks) == 1 else f"each of {rank_list(ranks)}", does=f"{does}{at(x.state.current_site)}",
+        call=first.blocked, at_call=first.blocked.site, implicit=implicit_text(first, first.blocked), waited_s=x.waited_s,
+        do=filled(_DO_DIED if died else _DO_ABSENT, ranks=missing, call=opened.call),
+    )  # fmt: skip
+
+
+def _open_advice(r: RankState, opened: Open) -> str:
+    alone = opened.alone
+    why = (
+        f"only rank {r.rank} is under `{alone.text}`{at(alone.site)}"
+        if alone
+        else "find what started it, maybe a thread"
+    )
+    return filled(_DO_OPEN, call=opened.call, ranks=opened.missing, why=f": {why}")
+
+
+def _severity(late: Sequence[_Late]) -> Severity | None:
+    return Severity.ERROR if any(x.waited_s > limits.factor * x.limit_s for x in late) else None
 
 
 # -- wording ----------------------------------------------------------------------------------------------------------
 
 _NO_PROGRESS_OF = "{victims:#} of {world} ranks make no progress"
 _warning = partial(Template, kind, severity=Severity.WARNING)
-STALL = _warning("user_code", "{missing}{size}{implicit}; {does}{loop}{worker}{open}{handling}; {victims} {victims:has|have} waited "
+STALL = _warning("user_code", "{missing}{size}{implicit}; {does}{loop}{worker}{open}{handling}{died}; {victims} {victims:has|have} waited "
                  "{waited_s:time}{usual}", _NO_PROGRESS_OF, "{do}")  # fmt: skip
 TRAINS_ON = _warning("user_code",
     "{culprits} has not entered {collective}{called_at} and keeps training{site}, {ahead:,} steps ahead of "
@@ -272,13 +304,23 @@ NOBODY_MOVES = _warning("unknown",
     "no rank has moved for {still_s:time}, and none is known to wait for another: {places}", NO_PROGRESS,
     "`distdiag dump` saves the stacks of all threads: look for a lock or a native call that two of them need, "
     "threads that communicate at once, or a device that hangs")  # fmt: skip
+NEVER_JOINED = _warning("user_code",
+    "{culprits} {culprits:has|have} not entered {opened}{at_opened}, which {victims} {victims:has|have} in flight{died}; {each} {does}, "
+    "and {culprits} {culprits:waits|wait} for {victims:it|them} in {call}{at_call}{implicit} for {waited_s:time}", NO_PROGRESS,
+    "{do}")  # fmt: skip
+_DO_DIED = (
+    "fix that error on {ranks}; let a thread that fails end its rank, or report it to the main thread of each rank"
+)
+_DO_ABSENT = "find what keeps {ranks} from {call}: a thread that has not started, or that returned before it"
 _OPEN = " while it has {call}{site} in flight, which {ranks} {ranks:has|have} not entered"
 _DO_OPEN = "{ranks} must enter {call}, too, or no rank may{why}"
 _DO_POLL = "find who ends the loop `{loop}`: it may have failed, or caught an exception and gone on"
 POLLED = _warning("user_code",
-    "{culprits} may have left out what {victims} {victims:polls|poll} for, at `{why}`{at_why}; {victims} {victims:is|are} in the loop "
-    "`{loop}`{at_loop}, and {culprits} has gone on to {call}{at_call}{implicit}, where it has waited {waited_s:time}", _NO_PROGRESS_OF,
-    "see whether `{why}`{at_why} led {culprits} past it, and let it tell the others then (broadcast); poll with a time limit")  # fmt: skip
+    "{culprits} may have left out what {victims} {polls} for, at `{why}`{at_why}; {victims} {victims:is|are} in {place}"
+    "`{text}`{at_text}, and {culprits} has gone on to {call}{at_call}{implicit}, where it has waited {waited_s:time}", _NO_PROGRESS_OF,
+    "{do}")  # fmt: skip
+_DO_LEFT = "see whether `{why}`{at_why} led {ranks} past it, and let it tell the others then (broadcast); poll with a time limit"
+_DO_KEY = "see whether `{why}`{at_why} led {ranks} past it, and set the key on that way, too"
 _DOES = {a.word: a.does for a in ACTIVITIES if a.does}
 _DO = {a.word: a.do for a in ACTIVITIES if a.do} | {
     "": "check that line; `distdiag dump` saves all stacks; this is cleared if the rank continues",
@@ -297,27 +339,31 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
     states = sorted((x.state for x in late), key=lambda state: state.rank)
     ranks = [state.rank for state in states]
     workers = workers_of(s.ranks, ranks) if doing == "data" else ()
-    left_open = _left_open(facts, r) if doing in ("lock", "queue", "worker") else None
+    threads = doing in ("lock", "queue", "worker")
+    opened = left_open(facts, r) if threads else None
+    if opened and (found := _never_joined(facts, late, opened, _DOES[doing])):
+        return found
     own = [x.workers for x in r.loaders if x.in_training]
     do = doing
     if doing == "data":
         do = "workers" if workers else "loads itself" if own and not any(own) else doing
     polled = polled_loop(r.current_site, facts.source) if doing in ("sleep", "user_code") else None
     doing = "sleep" if polled is not None and polled[2] else doing  # between two naps it tests
-    advice = left_open[1] if left_open else _DO.get(do, _DO[""])
+    advice = _open_advice(r, opened) if opened else _DO.get(do, _DO[""])
     victims = sorted({v for x in late for v in x.victims})
-    if polled is not None and polled[2] and not left_open:
+    key = doing == "store_key"
+    if key or (polled is not None and polled[2] and not opened):
         why = hidden_error(r.user_stack, facts.source)
-        if why is None and "exists" in polled[0]:
-            why = left_unwritten(r.user_stack, facts.source)
+        if why is None and (key or (polled is not None and "exists" in polled[0])):
+            why = left_unwritten(r.user_stack, facts.source, key)
         if why is not None and len(victims) == 1 and len(victims) + len(ranks) == len(s.ranks):
-            return _polled_for(s, victims, ranks, polled, why, first)
-        advice = filled(_DO_POLL, loop=polled[0]) + (f", at `{why[0]}`{at(why[1])}" if why is not None else "")
+            return _polled_for(facts, victims, ranks, polled, why, first)
+        if polled is not None:
+            advice = filled(_DO_POLL, loop=polled[0]) + (f", at `{why[0]}`{at(why[1])}" if why is not None else "")
     longest_s = r.longest_delay_s
     return STALL(
         cause=_CAUSE.get(doing, "user_code" if r.current_site else "unknown"),
-        severity=Severity.ERROR if any(x.waited_s > limits.factor * x.limit_s for x in late) else None,
-        culprits=ranks, victims=victims, collective=call if call.op else None,
+        severity=_severity(late), culprits=ranks, victims=victims, collective=call if call.op else None,
         where=(*(w for state in states for w in where_stack(state, state.user_stack, state.activity)), *workers),
         waiting=wheres(s, victims), step=r.step, first_seen_s=s.t_s - first.waited_s,
         missing=_missing_text(ranks, call, victim.rank),
@@ -325,7 +371,8 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
         does=f"{'it' if len(late) == 1 else 'each'} {_DOES.get(doing, 'is busy')}{at(r.current_site)}",
         loop=f", in the loop `{polled[0]}`{at(polled[1])}" if polled is not None else "",
         worker=worker_text(r) if doing == "data" else "",
-        open=left_open[0] if left_open else "",
+        open=filled(_OPEN, call=opened.call, site=opened.call.site, ranks=opened.missing) if opened else "",
+        died=ended_thread([r]) if threads else "",
         handling=f", while it handles {pending_exception.handled(r)}" if r.handling else "",
         waited_s=first.waited_s,
         usual=f" (its longest so far: {rough_duration(longest_s)})" if longest_s > 0.5 else "",
@@ -334,23 +381,30 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
 
 
 def _polled_for(
-    s: Snapshot,
+    facts: Facts,
     writer: list[int],
     ranks: list[int],
-    polled: tuple[str, Site, bool],
+    polled: tuple[str, Site, bool] | None,
     why: tuple[str, Site],
     first: _Late,
 ) -> Finding:
-    """Return the finding of the only rank outside a loop in which all others poll for what it may have left out."""
-    state = s.ranks[writer[0]]
+    """Return the finding of the only rank outside a loop in which all others poll, or a call in which they wait for a key, for what
+    it may have left out.
+    """
+    s = facts.snapshot
+    state, site = s.ranks[writer[0]], first.state.current_site
     call = state.blocked
     assert call is not None
+    text, at_text = polled[:2] if polled is not None else (line_at(site, facts.source), site)
     return POLLED(
         culprits=writer, victims=ranks, collective=call if call.op else None,
         where=(where(state, None, why[1]), *where_stack(state, state.user_stack, "waiting")),
         waiting=(w for q in ranks for w in where_stack(s.ranks[q], s.ranks[q].user_stack, s.ranks[q].activity)),
-        step=state.step, first_seen_s=s.t_s - first.waited_s, loop=polled[0], at_loop=polled[1], why=why[0], at_why=why[1],
+        step=state.step, first_seen_s=s.t_s - first.waited_s, text=text, at_text=at_text, why=why[0], at_why=why[1],
         call=call, at_call=call.site, implicit=implicit_text(state, call), waited_s=first.waited_s, world=s.world_size,
+        polls=verb(ranks, *(("polls", "poll") if polled is not None else ("waits", "wait"))),
+        place="the loop " if polled is not None else "",
+        do=filled(_DO_LEFT if polled is not None else _DO_KEY, why=why[0], at_why=why[1], ranks=writer),
     )  # fmt: skip
 
 

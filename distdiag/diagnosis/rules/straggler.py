@@ -3,9 +3,10 @@
 The slow rank is the one that waits least (see `step_times`). The cost is counterfactual: the step
 time if this rank were like the others. A rank that is slow in some steps only is a straggler if it
 costs the others a fifth of their time, at regular intervals a tenth. Pauses that are too rare for
-that are summed over the job. If the slowest rank keeps changing, the cause is `rotating`
-and no rank is blamed. In a loop without optimizer steps, the straggler is the rank that enters its
-collectives last.
+that are summed over the job; those of the first 50 steps, in which kernels for new shapes are
+built, make no warning. If the slowest rank keeps changing, the cause is `rotating` and no rank is
+blamed. In a loop without optimizer steps, the straggler is the rank that enters its collectives
+last.
 
 Faulty jobs: bn_tiles, ledger_flush, slow_disk, long_dialogs, grad_stats_hook, swapped_optim,
 thumb_logger, audit_turns, tiles_two_hosts. Healthy look-alikes: bn_ice, ledger_shared, worker_pool,
@@ -29,12 +30,12 @@ from distdiag.diagnosis.comparison import COSTLY, Subset, Veto, leads, others
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Arrival, RankState, Snapshot, lines_of
-from distdiag.diagnosis.pauses import Pauses
+from distdiag.diagnosis.pauses import Lost, Pauses
 from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import PHASES, Window, part_ms, self_ms
 from distdiag.diagnosis.text import straggler as text
 from distdiag.diagnosis.text.phrases import count, where, where_stack, wheres
-from distdiag.diagnosis.training_data import least_fetching
+from distdiag.diagnosis.training_data import least_fetching, stages
 from distdiag.diagnosis.waits.compatible import op_name
 from distdiag.terms.units import percent
 
@@ -66,7 +67,7 @@ class Limits:
     same on all ranks."""
     jitter_ms: float = 10.0
     """Milliseconds per step that a busy host's jitter may cost a rank at the line of a collective
-    call."""
+    call, or by which it may enter its collectives last."""
     concentrated: float = 0.75
     """Share of the rank's excess that is in optimizer.step, on a busy host. Two healthy ranks that
     shared two cores with other work had 0.55; with extra work in optimizer.step it is nearly 1."""
@@ -125,14 +126,22 @@ def _pauses(facts: Facts) -> Iterator[Finding]:
         if lost.times < limits.pauses or not enough or rank not in s.ranks:
             continue
         stack = lost.stack or text.stack_of(s.ranks[rank], lost.phase)
+        lasting = _lasting(pauses, lost)
         found = text.PAUSES(
-            severity=Severity.WARNING if share >= limits.pauses_share else Severity.INFO,
+            severity=Severity.WARNING if share >= limits.pauses_share and lasting else Severity.INFO,
             culprits=(rank,), victims=[q for q in sorted(s.ranks) if q != rank], step=s.ranks[rank].step,
             where=where_stack(s.ranks[rank], stack, "user_code"), site=stack[0] if stack else None,
             n=lost.times, total_s=total_s, share=share, mean_s=total_s / lost.times, longest_s=lost.longest_ms / 1e3,
+            early="" if lasting else text.early(lost.times - lost.settled_times, STEPS.settled),
             do=text.DO_PAUSES.get(lost.phase, text.DO_PAUSES["other"]),
         )  # fmt: skip
         yield _explained(found, s, pauses, share)
+
+
+def _lasting(pauses: Pauses, *lost: Lost) -> bool:
+    """True if ranks go on pausing after the job's first steps, in which kernels are built and caches fill."""
+    enough = sum(x.settled_times for x in lost) >= limits.pauses and pauses.settled_share(*lost) >= limits.pauses_share
+    return enough and sum(x.settled_ms for x in lost) >= limits.pauses_ms
 
 
 def _in_turn(facts: Facts) -> Iterator[Finding]:
@@ -150,7 +159,7 @@ def _in_turn(facts: Facts) -> Iterator[Finding]:
     if len(of) < 2 or not enough or lost_ms < limits.pauses_ms or alone:
         return
     gc = min(pauses.collecting(s, q)[0] for q in of) >= min(map(pauses.share, of.values())) / 2
-    if not gc and _busy(s):
+    if not gc and (_busy(s) or not _lasting(pauses, *of.values())):
         return
     sites = {q: next(iter(lost.stack or text.stack_of(s.ranks[q], lost.phase)), None) for q, lost in of.items()}
     each = (f"{rank_list([q])} {count(of[q].times, 'time')} for {of[q].ms / 1e3:.1f} s" for q in [*of][:4])
@@ -261,10 +270,7 @@ class Case:
 
     @cached_property
     def stages(self) -> bool:
-        """True if all ranks exchange messages and none has the whole model: stages of a pipeline."""
-        s = self.snapshot
-        replicas = {name for name, group in s.groups.items() if len(group.ranks) == s.world_size}
-        return all(r.p2p_issued and not any(m.group in replicas for m in r.models) for r in s.ranks.values())
+        return stages(self.snapshot)
 
     @property
     def count(self) -> int:
@@ -556,7 +562,7 @@ def _by_arrivals(s: Snapshot) -> Finding | None:
         # entering an asynchronous operation late may cost nothing
         skew_ms = statistics.median(min(a.skew_ms, a.waited_ms) for a in recent)
         period_ms = (recent[-1].t_s - recent[0].t_s) * 1e3 / (len(recent) - 1)
-        enough = skew_ms >= max(limits.least_ms, limits.shares[1][1] * period_ms)
+        enough = skew_ms >= max(limits.jitter_ms if _busy(s) else limits.least_ms, limits.shares[1][1] * period_ms)
         if count < limits.recurrence * len(recent) or not enough or rank not in s.ranks:
             continue
         r = s.ranks[rank]

@@ -7,12 +7,16 @@ from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, Snapshot
 from distdiag.diagnosis.text import evidence
 from distdiag.diagnosis.text.incident import collective_text
-from distdiag.diagnosis.text.phrases import at
+from distdiag.diagnosis.text.phrases import at, op_at
 from distdiag.diagnosis.text.template import filled
 from distdiag.diagnosis.waits import compatible, messages
 from distdiag.diagnosis.waits.wait import Wait
 from distdiag.terms.backends import in_group_communicator
 
+_SAME_TAG = (
+    "a message needs the same tag at both of its ends; compute it from what both ranks know alike, not by hash() of a text, "
+    "which differs between processes"
+)
 NEW_GROUP_ADVICE = "call new_group on all ranks, in the same order, also on those that are not members of the group"
 SHOWN = 4  # waits of the cycle
 _MISSING = (
@@ -47,7 +51,7 @@ def message(snapshot: Snapshot, verdict: Verdict) -> str:
         )  # fmt: skip
     if verdict.cause == "group":
         return f"{', '.join(parts)}{more}: one call, different groups; neither can complete"
-    return f"{rank_list(set(incident.members))} wait for each other: {', '.join(parts)}{more}"
+    return f"{rank_list(set(incident.members))} wait for each other: {', '.join(parts)}{more}{verdict.testimony.text}"
 
 
 def _wait_text(snapshot: Snapshot, verdict: Verdict, wait: Wait) -> str:
@@ -68,9 +72,10 @@ def advice(snapshot: Snapshot, verdict: Verdict, calls: dict[int, tuple[Wait, Ca
         case "missing_rank":
             return evidence.advice(verdict) or _missing_advice(verdict, calls)
         case "p2p_cycle":
-            tags = _tags_that_never_match(calls)
-            if tags is not None:
-                return f"tags {tags[0]} and {tags[1]} never match: a message needs the same tag at both of its ends"
+            ends = _other_tag(snapshot, calls)
+            if ends is not None:
+                tags = " and ".join(f"{call.tag} of {op_at(call)}" for call in ends)
+                return f"tags {tags} never match: {_SAME_TAG}"
             ends = {messages.direction_of(c) if c.p2p else c.op for _, c in calls.values()}
             first = _FIRST_OF_A_PAIR.get(ends.pop(), "") if len(ends) == 1 else ""
             return f"pair sends with receives: isend/irecv or batch_isend_irecv{first}; check peers, tags and how many each side makes"
@@ -78,7 +83,8 @@ def advice(snapshot: Snapshot, verdict: Verdict, calls: dict[int, tuple[Wait, Ca
             return "pass the same process group on all ranks at this call"
     if any(c.op == "new_group" for _, c in calls.values()):
         return NEW_GROUP_ADVICE
-    return f"use the groups in the same order on all ranks that share them{_first_text(verdict, calls)}"
+    same_order = f"use the groups in the same order on all ranks that share them{_first_text(verdict, calls)}"
+    return verdict.testimony.advice or same_order
 
 
 def _first_text(verdict: Verdict, calls: dict[int, tuple[Wait, Call]]) -> str:
@@ -127,13 +133,18 @@ def _batched_at_one_end(snapshot: Snapshot, verdict: Verdict) -> bool:
     return False
 
 
-def _tags_that_never_match(calls: dict[int, tuple[Wait, Call]]) -> tuple[int, int] | None:
-    """Return the tags of a message's two ends if they differ."""
-    ends = {r: c for r, (_, c) in calls.items() if c.p2p}
-    for r, c in sorted(ends.items()):
-        other = ends.get(c.peer) if c.peer is not None else None
-        if other is None or other.peer != r or other.tag == c.tag:
-            continue
-        if messages.direction_of(other) != messages.direction_of(c):
-            return c.tag, other.tag
+def _other_tag(snapshot: Snapshot, calls: dict[int, tuple[Wait, Call]]) -> tuple[Call, Call] | None:
+    """Return the two ends of a message if their tags differ: one that a rank waits in, and one that its peer has open.
+
+    The peer may wait elsewhere; then neither tag has been used at the other end: a tag in use may be that of a later message.
+    """
+    for r, (_, call) in sorted(calls.items()):
+        peer = snapshot.ranks.get(call.peer) if call.p2p and call.peer is not None else None
+        for other in messages.open_to(peer, r) if peer is not None else ():
+            way, back = messages.direction_of(call), messages.direction_of(other)
+            if way == back or other.group != call.group or other.tag == call.tag:
+                continue
+            new = not messages.count(snapshot.ranks[r], way, peer.rank, other.tag, call.group)
+            if other is peer.blocked or (new and not messages.count(peer, back, r, call.tag, call.group)):
+                return call, other
     return None

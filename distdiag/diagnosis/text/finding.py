@@ -17,6 +17,8 @@ WORDS = {Severity.ERROR: "ERROR", Severity.WARNING: "WARNING", Severity.INFO: "I
 SHOWN_SITES = 4
 LONG = 120  # characters of a message that are read at a glance
 LAST_SEEN = 16
+# sites where a rank was: the line by which it left the loop, or in which it is now, is not known
+_BEFORE = {"finished": "last seen at", "last_call": "last call at"}
 
 printable = visible  # the same escapes on a terminal, in a report and on the screen
 
@@ -34,8 +36,8 @@ def listed(wheres: tuple[Where, ...]) -> str:
     seen: dict[str, dict[int, None]] = {}  # ranks in order, each once
     for w in wheres:
         text = where_text(w)
-        if text and w.state == "finished":  # its site at the last sample: the line by which it left is not known
-            text = f"last seen at {text}"
+        if text and w.state in _BEFORE:
+            text = f"{_BEFORE[w.state]} {text}"
         if text:
             seen.setdefault(text, {})[w.rank] = None
     parts = []
@@ -63,9 +65,9 @@ def finding_lines(f: Finding, width: int = WIDTH) -> list[str]:
     if f.cleared_s and f.first_seen_s is not None:
         gone = f" (cleared after {f.cleared_s - f.first_seen_s:.0f} s)"
     where, waiting = listed(f.where), listed(f.waiting)
-    if waiting and where:
+    if waiting and where not in ("", waiting):
         where += f"; waiting: {waiting}"
-    head, _, more = f.message.partition("; ") if len(f.message) > LONG else (f.message, "", "")
+    head, more = _first_clause(f.message) if len(f.message) > LONG else (f.message, "")
     lines = [("", f"{GLYPHS[severity]} {WORDS[severity]} {f.title}{certain}  {head}{gone}")]
     rest = (("more", more), ("cost", f.cost), ("where", where or waiting), ("do", f.advice))
     lines += [(label, text) for label, text in rest if text]
@@ -73,6 +75,16 @@ def finding_lines(f: Finding, width: int = WIDTH) -> list[str]:
     for label, text in lines:
         out += wrapped(text, width, f"  {label:<7}" if label else "")
     return out
+
+
+def _first_clause(message: str) -> tuple[str, str]:
+    """Return a message up to its first semicolon outside of parentheses, and the rest."""
+    parts = message.split("; ")
+    for n in range(1, len(parts)):
+        head = "; ".join(parts[:n])
+        if head.count("(") == head.count(")"):
+            return head, "; ".join(parts[n:])
+    return message, ""
 
 
 def last_seen_lines(ranks: Sequence[LastSeen]) -> list[str]:

@@ -46,7 +46,7 @@ ROTATING = _row("rotating",
     "mostly in {phase}", "{share:share} of step time is spent waiting for the slowest rank",
     "look for work of varying length on all ranks (input sizes, garbage collection, cron), not for one bad node")  # fmt: skip
 PAUSES = _row("pauses",
-    "{culprits} kept the others waiting {n} times, for {total_s:time} in all, {share:share} of the training time{site}",
+    "{culprits} kept the others waiting {n} times, for {total_s:time} in all, {share:share} of the training time{site}{early}",
     "{victims} {victims:waits|wait} {mean_s:.1f} s on average, at most {longest_s:.1f} s, in {culprits}'s pauses",
     "{do}", proved=True)  # fmt: skip
 IN_TURN = _row("rotating",
@@ -89,6 +89,11 @@ DO_IN_TURN = {
     "gc": f"let the ranks pause together: {TOGETHER}; {FREEZE}",
     "work": "let all ranks do that work in the same step, so that it costs one pause and not one for each rank; or do it less often",
 }
+
+
+def early(times: int, first: int) -> str:
+    """Return how many of a rank's pauses were in the first steps of a job; nothing if none was."""
+    return f"; {times} of them in its first {first} steps, which may be warm-up" if times else ""
 
 
 def found(template: Template, s: Snapshot, window: Window, ranks: Collection[int], phase: str, **facts: Any) -> Finding:

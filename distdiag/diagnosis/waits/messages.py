@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Snapshot
 
@@ -22,14 +22,16 @@ def count(st: RankState, direction: str, peer: int | None, tag: int, group: str)
     return sum(st.p2p_issued.get(f"{direction}:{a}:{tag}:{group}", 0) for a in _ANY)
 
 
-def _in_flight(st: RankState, direction: str, peer: int, tag: int, group: str, any_source: bool = True) -> bool:
-    """True if a rank has a message of this kind open: its host waits in it, or it was issued and not completed."""
-
-    peers = (peer, None) if any_source and direction == "recv" else (peer,)
-    wanted = direction, tag, group
+def open_to(st: RankState, *peers: int | None) -> Iterator[Call]:
+    """Yield the open messages of a rank to these peers: its host waits in one, or it was issued and not completed."""
     open_calls = (st.blocked, *(c for c in st.calls if c.completed_s is None))
-    made = (c for c in open_calls if c is not None and c.p2p and c.peer in peers)
-    return any((direction_of(c), c.tag, c.group) == wanted for c in made)
+    return (c for c in open_calls if c is not None and c.p2p and c.peer in peers)
+
+
+def _in_flight(st: RankState, direction: str, peer: int, tag: int, group: str, any_source: bool = True) -> bool:
+    """True if a rank has a message of this kind open."""
+    peers = (peer, None) if any_source and direction == "recv" else (peer,)
+    return any((direction_of(c), c.tag, c.group) == (direction, tag, group) for c in open_to(st, *peers))
 
 
 def held_up(st: RankState, call: Call | None) -> bool:

@@ -300,11 +300,15 @@ def _never_ahead(states: dict[int, RankState], rank: int, others: list[int]) -> 
 
 
 def _main(oldest: dict[int, Wait], links: Links, culprits: set[int]) -> Wait | None:
-    """Return the wait that is the oldest of most ranks, of those waits that have a culprit missing."""
+    """Return the wait that is the oldest of most ranks, of those waits that have a culprit missing.
+
+    If these are the oldest of no rank, the one of them with most ranks.
+    """
     votes: dict[int, int] = {}
     known = [w for w in oldest.values() if w.calls]
     direct = [w for w in known if links[id(w)].lacking & culprits]
-    for w in direct or known:
+    later = [link.wait for link in links.values() if link.lacking & culprits for _ in link.wait.calls]
+    for w in direct or later or known:
         votes[id(w)] = votes.get(id(w), 0) + 1
     return max((links[v].wait for v in votes), key=lambda w: (votes[id(w)], not w.p2p, -w.seq), default=None)
 
@@ -318,4 +322,6 @@ def _alone(snapshot: Snapshot, main: Wait, culprits: set[int], victims: set[int]
     if victims != set(main.ranks) or culprits | victims != set(snapshot.groups[main.group].ranks):
         return False
     states = [snapshot.ranks[q] for q in culprits]
-    return len({s.enqueued.get(main.group, 0) for s in states}) == 1 and all(s.enqueued == s.completed for s in states)
+    return len({s.enqueued.get(main.group, 0) for s in states}) == 1 and all(
+        s.enqueued == s.completed and not any(c.completed_s is None for c in s.calls) for s in states
+    )

@@ -11,7 +11,7 @@ from typing import Any
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.model.findings import CollectiveRef, Finding, Severity, Where, rank_list
-from distdiag.diagnosis.model.snapshot import Call, Snapshot
+from distdiag.diagnosis.model.snapshot import Call, Site, Snapshot
 from distdiag.diagnosis.text.cycle import NEW_GROUP_ADVICE
 from distdiag.diagnosis.text.incident import collective_ref, collective_text, group_label
 from distdiag.diagnosis.text.phrases import NO_PROGRESS, at, where_at
@@ -36,12 +36,19 @@ class Findings:
     # -- sites and names ----------------------------------------------------------------------------------------------
 
     def where(self, ranks: Iterable[int]) -> tuple[Where, ...]:
-        """Return where each rank issued its oldest operation in flight, else its newest operation."""
+        """Return where each rank issued its oldest operation in flight, else its newest operation.
+
+        If its ring has lost that operation's entry, its site is not known.
+        """
         out = []
         for r in ranks:
             call, state = self.blame.oldest.get(r), self.snapshot.ranks.get(r)
-            site = (call.site if call is not None else None) or (state.current_site if state is not None else None)
-            out.append(where_at(r, site, "waiting" if call is not None else None))
+            newest = state.current_site if state is not None and (call is None or call.op) else None
+            site = (call.site if call is not None else None) or newest
+            by_stack = state is not None and bool(state.user_stack)
+            out.append(
+                where_at(r, site, "waiting" if call is not None else "last_call" if site and not by_stack else None)
+            )
         return tuple(out)
 
     def evidence(self, ranks: Collection[int]) -> tuple[str, ...]:
@@ -91,6 +98,13 @@ class Findings:
             template = CROSSED
             calls = [f"{rank_list(ranks)} issued {self.text(w)}" for w, ranks in blame.crossed]
             facts["calls"] = " first, and ".join(calls)
+        elif (passed := self._passed()) is not None:
+            template = PASSED
+            facts |= {
+                "own": self._call_text(passed[0]),
+                "later": passed[1],
+                "site": blame.main and _any_site(blame.main),
+            }
         else:
             template = STALL
             facts |= self._stall_facts(what)
@@ -124,7 +138,7 @@ class Findings:
             members = (main.key[4],)  # a message has one other end
         here, elsewhere = [q for q in culprits if q in members], [q for q in culprits if q not in members]
         if blame.behind == culprits:
-            lack = "{culprits} {culprits:has|have} issued {what} but not begun it"
+            lack = "{culprits} {culprits:has|have} issued {what} but not begun it" + self._queued()
         elif here and elsewhere:
             lack = "{here} {here:has|have} not entered {what}, nor {elsewhere} {theirs}"
         else:
@@ -148,6 +162,43 @@ class Findings:
             "condition": "".join("; " + filled(text, whose=whose[ranks]) for ranks, text in parts if ranks),
             "advice": filled(advice, who=culprits),
         }
+
+    def _queued(self) -> str:
+        """Return the operation at which the device of the one culprit stands, if others wait in a later one; else empty."""
+        call, main = self.blame.oldest.get(self.blame.culprits[0]), self.blame.main
+        if (
+            len(self.blame.culprits) > 1
+            or call is None
+            or call.p2p
+            or main is None
+            or (call.group, call.seq) == main.key
+        ):
+            return ""
+        return f", nor completed {self._call_text(call)}, which it issued before"
+
+    def _call_text(self, call: Call) -> str:
+        return collective_text(self.snapshot, Wait((call.group, call.seq)), call)
+
+    def _passed(self) -> tuple[Call, list[int]] | None:
+        """Return the collective in which the culprits wait, and who issued it after the one that the culprits lack.
+
+        None if they wait in none, or a rank issued the two in the culprits' order.
+        """
+        main, culprits, states = self.blame.main, self.blame.culprits, self.snapshot.ranks
+        own = [self.blame.oldest.get(q) for q in culprits]
+        first = own[0] if own else None
+        if main is None or main.p2p or first is None or first.seq is None or not main.missing.issuperset(culprits):
+            return None
+        if first.group == main.group or any(c is None or (c.group, c.seq) != (first.group, first.seq) for c in own):
+            return None
+        both = [
+            (q, call.entered_s, later.entered_s)
+            for q, call in main.calls.items()
+            if (later := call_at(states[q], first.group, first.seq)) is not None
+        ]
+        if not both or any(a is None or b is None or a >= b for _, a, b in both):
+            return None
+        return first, sorted(q for q, *_ in both)
 
     def _half_made(self) -> str:
         """Return the group for which the stopped ranks may all wait, as a member never created it; else an empty text.
@@ -183,6 +234,24 @@ class Findings:
             evidence=self.evidence(members), calls=", ".join(texts), n=len(texts),
             group=group_label(self.snapshot, calls[0][1].group),
         )  # fmt: skip
+
+    def unequal_message(self) -> Finding | None:
+        """Return the finding on a send and its recv of different lengths, each the oldest operation in flight of its rank."""
+        oldest = self.blame.oldest
+        for rank, send in sorted(oldest.items()):
+            recv = oldest.get(send.peer) if send.op == "send" and send.peer is not None else None
+            if recv is None or (recv.op, recv.peer, recv.group) != ("recv", rank, send.group):
+                continue
+            sizes = compatible.elements(send), compatible.elements(recv)
+            if None in sizes or sizes[0] == sizes[1]:
+                continue
+            ends = (rank, send.peer)
+            return UNEQUAL(
+                victims=sorted({*self.blame.victims, *self.blame.culprits, *ends}), where=self.where(q for q in ends if q is not None),
+                evidence=self.evidence([rank]), rank=rank, peer=send.peer, sent=sizes[0], received=sizes[1], here=send.site,
+                there=recv.site, group=group_label(self.snapshot, send.group),
+            )  # fmt: skip
+        return None
 
     # -- operations in flight with no rank missing --------------------------------------------------------------------
 
@@ -238,7 +307,9 @@ class Findings:
             main = blame.silent_in if decided else blame.main
             among = sorted(main.ranks) if decided and main is not None else blame.victims
             waiting = [r for r in among if r not in blamed]
-            waits = "; {waiting:#} {waiting:rank waits|ranks wait}, in {what}" if waiting else ""
+            inside = [r for r in waiting if main is not None and r in main.ranks]
+            some = "" if len(inside) == len(waiting) else "{inside:#} of them "
+            waits = "; {waiting:#} {waiting:rank waits|ranks wait}, " + some + "in {what}" if waiting else ""
             world = self.snapshot.world_size
             # most of the job, or whole nodes: their files were not collected, most likely
             part = not decided and (2 * len(blamed) > world or _whole_nodes(tuple(blamed), world))
@@ -246,7 +317,7 @@ class Findings:
                 severity=Severity.WARNING if decided and main is not None and main.p2p else Severity.ERROR,
                 culprits=() if part else blamed, ranks=blamed, victims=waiting, collective=self.ref(main) if waiting else None,
                 where=() if part else map(Where, blamed), waiting=self.where(waiting), readable="readable " if damaged else "",
-                waits=filled(waits, waiting=waiting, what=self.text(main) if main is not None else ""),
+                waits=filled(waits, waiting=waiting, inside=inside, what=self.text(main) if main is not None else ""),
                 cost=NO_PROGRESS if waiting else "what these ranks did is not known",
             ))  # fmt: skip
         if rest:
@@ -276,6 +347,10 @@ def _any_call(w: Wait) -> Call | None:
     return next((w.calls[r] for r in w.ranks if r in w.calls), None)
 
 
+def _any_site(w: Wait) -> Site | None:
+    return next((c.site for c in w.calls.values() if c.site is not None), None)
+
+
 def _whole_nodes(missing: tuple[int, ...], world_size: int) -> bool:
     """True if the ranks without a dump are whole nodes of at least four ranks: their files were not collected, most likely."""
     return any(
@@ -300,6 +375,10 @@ EXTRA = _missing_rank(
 UNMADE = _missing_rank(
     "{culprits} never created group {group}, which {made_by} {made_by:has|have} created and not used yet; "
     "{made_by:it has|they have} not entered {what}, where the others wait", NO_PROGRESS, NEW_GROUP_ADVICE)  # fmt: skip
+PASSED = _missing_rank(
+    "{culprits} {culprits:has|have} not entered {what} but {culprits:is|are} in {own}, which {later} issued after it",
+    NO_PROGRESS, "look for a condition, a break or an early return that leads {culprits} past the call{site}: every member "
+    "must make it equally often")  # fmt: skip
 CYCLE = _group_cycle(
     "ranks wait for each other in a cycle: {calls}; on each rank, the op that another waits for is queued behind its own",
     NO_PROGRESS, "let every second rank receive before it sends, or use batch_isend_irecv")  # fmt: skip
@@ -309,6 +388,10 @@ STALL = _stall("{lack}; {waiters} for {culprits:it|them}{condition}", NO_PROGRES
 UNMATCHED = Template(kinds.DEADLOCK, "p2p_cycle",
     "no matching call for {calls} ({group}), and the other {n:end has|ends have} issued later messages", NO_PROGRESS,
     "compare peers and tags at both ends of these messages: what one rank sends, the other must receive")  # fmt: skip
+UNEQUAL = Template(kinds.MISMATCH, "shape",
+    "rank {rank} sends {sent:,} elements{here} to rank {peer}, which receives {received:,}{there} ({group}); neither has completed, "
+    "and each is the oldest operation of its rank", NO_PROGRESS,
+    "compare the tensors at both ends: sequence length, batch size, the last batch")  # fmt: skip
 TIMED_OUT = _stall(
     "{what} timed out with no rank missing: a link or a device between these ranks stopped", NO_PROGRESS,
     "check the network and the GPUs of these ranks: NCCL_DEBUG=INFO, `dmesg -T | grep -i xid`, "

@@ -19,6 +19,7 @@ class LoadReport:
     unreadable: tuple[int, ...] = ()  # ranks whose only file is in `bad`
     others: list[str] = field(default_factory=list)  # files that were not read
     notes: list[str] = field(default_factory=list)  # one line each
+    not_visible: tuple[str, ...] = ()  # notes on what the recorder of this backend does not show
     stale: tuple[int, ...] = ()  # ranks whose dump is older than the others': they continued after it
     times: dict[int, Times] = field(default_factory=dict)
     timeout_s: float | None = None  # of the collectives; None if groups differ

@@ -46,7 +46,7 @@ class SnapshotBuilder(Groups):
 
     def snapshot(self) -> Snapshot:
         uncounted = self._uncounted()
-        self.report.notes += self._not_visible(uncounted)
+        self.report.not_visible = tuple(self._not_visible(uncounted))
         self.report.stale = self._stale()
         floor: dict[str, int] = {}
         for where in self.positions.values():

@@ -90,6 +90,8 @@ def _judge(
     if not found:
         if not running and (unmatched := findings.unmatched_messages()) is not None:
             found.append(unmatched)
+        elif not running and (unequal := findings.unequal_message()) is not None:
+            found.append(unequal)
         elif loaded.late is not None and not running and _late_first(loaded.late, blame):
             found.append(findings.late_rank(loaded.late))
         elif blame.culprits or blame.crossed or blame.circle:
@@ -106,7 +108,7 @@ def _judge(
         world_size=snapshot.world_size,
         ranks_seen=len(loaded.files),
         findings=tuple(found),
-        notes=tuple(_notes(loaded)),
+        notes=tuple(_notes(loaded, bool(graph.waits))),
     )
 
 
@@ -130,8 +132,13 @@ def _state(found: list[Finding]) -> State:
 _STALE = "the {stale:dump|dumps} of {stale} {stale:is|are} older than the rest: operations missing there may have been issued later"
 
 
-def _notes(loaded: LoadReport) -> list[str]:
-    notes = list(loaded.notes)
+_NOTHING_OPEN = "every recorded operation has completed: if the job hangs, it hangs outside of communication; take the stacks (`py-spy dump`)"
+
+
+def _notes(loaded: LoadReport, in_flight: bool) -> list[str]:
+    notes = [*loaded.notes, *loaded.not_visible]
+    if not in_flight and not loaded.not_visible:
+        notes.append(_NOTHING_OPEN)
     if loaded.stale:
         notes.append(filled(_STALE, stale=loaded.stale))
     if loaded.others:

@@ -29,7 +29,10 @@ _MILD = bounded(r"(?<!NCCL )\b(?:WARN(?:ING)?|INFO|DEBUG)\b")  # levels of the p
 _SECTION = bounded(
     r"-----(?:Begin|End) global rank (?P<r>\d+) STD|^==> \S{0,200}?(?:rank[-_.=]?(?P<of_file>\d+)\S*)? <=="
 )
-_POD = bounded(r"^Name:\s{2,40}(?P<pod>\S{1,253})\s*$")  # `kubectl describe`: what follows is of one pod
+# `kubectl describe`: what follows is of one pod
+_POD = bounded(
+    r"^(?:Name:\s{2,40}(?P<pod>\S{1,253})\s*$|[$#] kubectl .{0,99}?\bdescribe pods?[ /](?P<of>[\w.-]{1,253})\b)"
+)
 _STATE = bounded(r"^\s{2,99}(?P<last>Last )?State:\s{2,40}(?P<state>\w+)")
 # Horovod's stall inspector: a rank, and what the others wait for
 _MISSING = bounded(r"(?:^|[:\s])(?P<ranks>\d{1,6}): \[[\w.]")
@@ -191,7 +194,7 @@ class Collector:
             elif self._actor:
                 self._actor["host" if m["key"] == "ip" else "pid"] = m["value"]
         if (m := _POD.match(text)) is not None:
-            self._pod, self._earlier = m["pod"], 0
+            self._pod, self._earlier = m["pod"] or m["of"], 0
         elif self._pod and (m := _STATE.match(text)) is not None:
             self._earlier = number + _STATE_LINES if m["last"] and self._earlier < 0 else -(m["state"] != "Waiting")
 

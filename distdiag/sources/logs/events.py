@@ -22,7 +22,7 @@ def merged(reasons: list[Reason], found: Collected) -> list[Reason]:
     for r in reasons:
         _of_memory(r, found)
         _of_all(r, found)
-    return _of_devices(_of_one_remedy(reasons))
+    return _of_devices([r for r in _of_one_remedy(reasons) if not any(_repeats(r, q) for q in reasons)])
 
 
 def _of_memory(r: Reason, found: Collected) -> None:
@@ -66,6 +66,13 @@ def _of_one_remedy(reasons: list[Reason]) -> list[Reason]:
             first.text, first.facts = same[0].text, same[0].facts
         reasons = [q for q in reasons if q is not second]
     return reasons
+
+
+def _repeats(r: Reason, other: Reason) -> bool:
+    """True if the processes of a reason say the same in the other one, with more detail."""
+    mine, theirs = r.facts[0], other.facts[0]
+    less = mine.name != "exception" and mine.fields.items() < theirs.fields.items()
+    return less and _same_message(mine, theirs) and r.ranks <= other.ranks and {*r.unnamed} <= {*other.unnamed}
 
 
 def _same_message(a: Fact, b: Fact) -> bool:

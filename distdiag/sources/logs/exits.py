@@ -11,6 +11,7 @@ from distdiag.sources.logs import meanings
 from distdiag.sources.logs.build import ranks_of
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.failures import Reason
+from distdiag.sources.logs.join import before
 from distdiag.sources.logs.meanings import MEANINGS, Meaning
 from distdiag.sources.logs.patterns import Role
 from distdiag.terms.untrusted import MAX_INT
@@ -23,6 +24,8 @@ _OF_TEXT = {
     "Out Of Memory": -9, "Killed": -9, "Segmentation fault": -11, "segfault": -11, "Bus error": -7, "Aborted": -6, "Terminated": -15, "Floating point exception": -8,
     "Illegal instruction": -4,
 }  # fmt: skip
+# of ranks that did not find each other: what ended their processes came after it
+_NOT_STARTED = ("full_mesh", "store_connect", "clients", "store_barrier", "rendezvous")
 EXIT_CODE = "ended with exit code"
 BY_PROGRAM = "by the program (MPI_Abort)"
 
@@ -75,11 +78,14 @@ def of_exits(found: Collected, explained: set[int], waited: set[int], others: bo
     ends = _ends(found)
     killed = {id(end) for end in _killed_by_launcher(ends)}
     named = bool(explained) and any(end.rank is not None for end in ends)
+    before_it = [f for f in found.facts if f.role is Role.WAIT or f.name in _NOT_STARTED]
     for nth, end in enumerate(ends):
         if id(end) in killed or (_followed(end, explained, waited, bool(memory)) and not _another(end, pids)):
             continue
         if end.rank is None and _by(end) == "SIGKILL" and ranks_of(memory):
             continue  # it is the process that the kernel names
+        if end.name == "exit_unnamed" and not memory and any(before(f, end) for f in before_it):
+            continue  # a shell's line, after the ranks had waited in vain
         if end.rank is None and (named or (others and _launcher(end) in ("line", "parent"))):
             continue  # the end of a process that failed by itself
         meaning = _meaning(end, bool(memory), others)
@@ -172,7 +178,7 @@ def _meaning(end: Fact, memory: bool, others: bool) -> Meaning:
         return Meaning("rank_lost", "crashed", "was lost: killed, or crashed in native code", meanings.KILLED)
     if _launcher(end) == "mpi":
         why = shortened(end.fields.get("how", BY_PROGRAM), 160)
-        return Meaning("rank_lost", "crashed", f"aborted MPI: {why}", meanings.SEE_LOG)
+        return Meaning("rank_lost", "crashed", f"aborted MPI: {why}", remedy(why, meanings.SEE_LOG))
     if by == "SIGKILL" and memory:
         return Meaning("rank_lost", "killed", "was killed by SIGKILL: out of memory", MEANINGS["host_oom"].advice)
     if by and not (by == "SIGABRT" and others):  # it aborted after its message

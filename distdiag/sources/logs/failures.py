@@ -33,7 +33,14 @@ _OF_ALL = (
     MEANINGS["usage"],
     MEANINGS["port_in_use"],
 )  # of the program or its settings, if all ranks have it
-_OF_THE_LINE = {"duplicate_gpu": ("a", "b"), "rank_twice": ("a",), "nccl_mismatch": ("near",)}  # ranks it is about
+_OF_NODE = ("node_lost", "host_fault")  # all ranks of a node are lost
+_OF_THE_LINE = {
+    "duplicate_gpu": ("a", "b"),
+    "rank_twice": ("a",),
+    "nccl_mismatch": ("near",),
+    "nan_gradient": ("r",),
+    "nan_loss": ("r",),
+}  # ranks it is about
 
 
 @dataclass(slots=True)
@@ -107,7 +114,7 @@ def _of_one_text(reasons: dict[tuple[str, str], Reason]) -> list[Reason]:
             continue
         same.ranks, same.order, same.facts = same.ranks | r.ranks, min(same.order, r.order), same.facts + r.facts
         same.unnamed += [name for name in r.unnamed if name not in same.unnamed]
-        same.advice = remedy(same.facts[0].text, meanings.GENERAL[min(len(same.ranks), 2)])
+        same.advice = _of_exception(same.facts[0], len(same.ranks))
     return out
 
 
@@ -138,14 +145,14 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, foun
     key = (f.name, _NUMBER.sub("#", text) + place)
     if pci := f.fields.get("pci"):  # all that the driver reports of one device is one event
         key = ("gpu", f"{f.path} {pci.rpartition('.')[0] or pci}")
-    if f.name == "hip_error":  # the driver, HSA and HIP report one fault
-        key = (f.name, "")
+    if f.name in ("hip_error", "host_fault"):  # the driver, HSA and HIP report one fault, and so does a kernel
+        key = (f.name, f.who.host if f.name == "host_fault" else "")
     r = reasons.setdefault(key, Reason(meaning, text, meaning.advice, f.order))
     r.facts.append(f)
     keys = _OF_THE_LINE.get(f.name)
     ranks = {f.number(k) for k in keys} if keys else {f.rank}
-    if f.name == "node_lost":
-        ranks = {*found.on_host.get(f.fields.get("host", f.fields.get("node", "")), ())}
+    if f.name in _OF_NODE:
+        ranks = {*found.on_host.get(f.fields.get("host", f.fields.get("node", f.who.host)), ())}
     known = {q for q in ranks if q is not None and is_rank(q)}
     r.ranks |= known
     node, pod = f.fields.get("node"), f.fields.get("pod")
@@ -155,18 +162,24 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, foun
         r.hosts |= {f.who.host} if f.rank is not None else set()
     if f.file and not f.who.host:
         name = f"{name or ('the host' if meaning.kind == 'gpu' else 'a process')} of {f.file}"
-    if (not known or f.name == "node_lost") and name and name not in r.unnamed:
+    if (not known or f.name in _OF_NODE) and name and name not in r.unnamed:
         r.unnamed.append(name)
     if f.site is not None and f.rank is not None:
         r.sites.setdefault(f.rank, f.site)
     if f.name == "exception":
-        r.advice = remedy(f.text, meanings.GENERAL[min(len(r.ranks), 2)])
+        r.advice = _of_exception(f, len(r.ranks))
     elif f.fields.get("xid") in meanings.PROGRAM_XIDS:
         r.advice = meanings.OF_PROGRAM
     elif f.fields.get("xid") in meanings.XIDS:
         r.advice = meanings.XIDS[f.fields["xid"]]
-    elif f.name in ("cuda_error", "fatal") or _memory_of_others(f):
+    elif (f.name in ("cuda_error", "fatal") and r.advice == meaning.advice) or _memory_of_others(f):
         r.advice = remedy(f"{f.text} {text}", r.advice)  # one of its lines may say more than the others
+
+
+def _of_exception(f: Fact, ranks: int) -> str:
+    """Return what to do about an exception, by its line and what the next line says of it."""
+    more = f.fields.get("what", "")
+    return remedy(f.text if more in f.text else f"{f.text} {more}", meanings.GENERAL[min(ranks, 2)])
 
 
 def text_of(f: Fact, meaning: Meaning) -> str:
@@ -227,9 +240,11 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     of_node = bool(r.facts) and all(f.of_node for f in r.facts)
     unordered = any(before(r.facts[0], waited[q]) is None for q in others if waited[q].role is Role.WAIT)
     in_collective = bool(r.facts) and all(f.in_collective for f in r.facts)
-    if (len(found.on_host) > 1 or r.meaning.kind == "gpu") and r.facts[0].name != "node_lost":
+    if (len(found.on_host) > 1 or r.meaning.kind == "gpu") and r.facts[0].name not in _OF_NODE:
         r.hosts = r.hosts or found.host_of(r.ranks)
     message, advice = _who_failed(r, ranks, of_node, everyone) + r.after, r.advice
+    if r.facts and r.facts[0].name == "port_in_use" and len(ranks) + len(r.unnamed) > 1:
+        advice = meanings.SHARED_PORT
     if others:
         waits = [waited[q] for q in others]
         after = all(before(f, wait) for f in r.facts[:1] for wait in waits)
@@ -278,7 +293,7 @@ def _who_failed(r: Reason, ranks: tuple[int, ...], of_node: bool, everyone: str)
     shown = some(r.unnamed)
     nobody = "the host" if r.meaning.kind == "gpu" else "a rank"
     who = rank_list(ranks) if ranks else shown or nobody
-    if ranks and shown and r.facts[0].name == "node_lost":
+    if ranks and shown and r.facts[0].name in _OF_NODE:
         who = f"{shown} ({who})"
     if of_node:
         who = who.replace("rank", "local rank", 1)

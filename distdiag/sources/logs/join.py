@@ -21,7 +21,7 @@ LATER_S = 2.0  # the clocks of hosts differ by less
 WAITED = (Role.WAIT, Role.VICTIM)
 # failures of the device, of the launch or of the host's memory: never a consequence of another failure
 OWN = (
-    "xid", "sxid", "gpu_init", "amd_fault", "node_lost", "ecc", "device_lost", "shm_full", "port_error", "duplicate_gpu", "rank_twice", "host_oom",
+    "xid", "sxid", "host_fault", "gpu_init", "amd_fault", "node_lost", "ecc", "device_lost", "shm_full", "port_error", "duplicate_gpu", "rank_twice", "host_oom",
 )  # fmt: skip
 
 
@@ -36,11 +36,7 @@ def join(found: Collected) -> Collected:
     found.of_file = ranks_of(found.files)
     of_file = {p: r for p, r in found.of_file.items() if found.by_path.get(p, set()) <= {r} and p not in found.of_nodes}
     of_file = {p: min(r) for p, r in found.env.items() if len(r) == 1 and found.by_path[p] == r} | of_file
-    for label, (world, rank) in found.in_world.items():
-        if world == found.world_size:
-            found.is_rank_of((label, label.partition(":")[0] if ":" in label else ""), rank)
-            if label.rpartition(":")[2].isdecimal():
-                found.is_rank_of(int(label.rpartition(":")[2]), rank)
+    _of_communicators(found)
     numbered = _numbered(found)
     local = {f.who.local for f in found.facts if f.who.local is not None}
     tasks = {f.who.task for f in found.facts if f.who.task is not None}
@@ -81,6 +77,19 @@ def join(found: Collected) -> Collected:
     if stops:
         found.facts = [f for f in found.facts if not _after_stop(f, stops)]
     return found
+
+
+def _of_communicators(found: Collected) -> None:
+    """Note which process, on which host, is which rank, by NCCL's lines on the largest communicator."""
+    for label, (world, rank) in found.in_world.items():
+        if world != found.world_size:
+            continue
+        host, _, pid = label.rpartition(":")
+        found.is_rank_of((label, host), rank)
+        if host:
+            found.on_host.setdefault(host, set()).add(rank)
+        if pid.isdecimal():
+            found.is_rank_of(int(pid), rank)
 
 
 def _tasks(text: str) -> tuple[int, ...]:

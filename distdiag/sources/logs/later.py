@@ -103,17 +103,18 @@ class Later:
                     most, nth = most - 1, nth + 1
                     self.left -= after is not None
                     last = raw[-2000:].rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace")
+                    code = number > first and b'File "' in raws[number - first - 1]  # a traceback's line of source
                     for text, who in messages(plain(last)):
                         self._loss(path, number, text, who)
-                        if _NO_PROGRESS.search(text) is None and "File " not in text:
+                        if not code and _NO_PROGRESS.search(text) is None and "File " not in text:
                             self.said.setdefault((path, who.rank, who.task), text)
                         if "Exception ignored in" in text:
                             self.errors.pop(path, None)
                         if nth <= FEW and _LAST_ERROR.search(text) and not (who.mild or _NO_END.search(text)):
                             self.errors[path] = number, text.strip(), who
-                        if not before:
+                        if not before and not code:
                             self._line(path, number, text, who)
-                        elif _AGENT.search(text) is not None:
+                        elif before and _AGENT.search(text) is not None:
                             self.well.setdefault((path, "agent"), number)
 
     def _loss(self, path: Path, number: int, text: str, who: Writer) -> None:

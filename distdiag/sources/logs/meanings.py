@@ -27,6 +27,7 @@ class Meaning:
     advice: str
 
 
+NOT_FINITE = "look at that rank's batch and the loss before it, lower the learning rate, clip gradients; if a restart from the same checkpoint passes, or another GPU has another result, test that GPU"
 _CUDA = "run once with CUDA_LAUNCH_BLOCKING=1: the line that fails may be an earlier one than the log shows"
 MEANINGS: Mapping[str, Meaning] = MappingProxyType({
     "cuda_oom": Meaning("rank_lost", "crashed", "ran out of GPU memory{others}", FULL_GPU),
@@ -49,6 +50,9 @@ MEANINGS: Mapping[str, Meaning] = MappingProxyType({
     "amd_fault": Meaning("gpu", "lost", "has a GPU of which the driver (amdgpu) reports, at PCI {pci}: {what}", "what ran on it is lost: see the lines before it in `dmesg -T` (a ring that timed out: a kernel that hangs; RAS: the memory), and `rocm-smi`; if only this GPU has it, take it out"),
     "sxid": Meaning("gpu", "nvlink", "has a fatal NVSwitch error: SXid {xid} at PCI {pci}: {text}", "it is the NVLink fabric: take the node out, and restart nvidia-fabricmanager; `nvidia-smi nvlink -e`"),
     "node_lost": Meaning("rank_lost", "silent", "was lost with all its processes", "see whether that node is up, and why it failed: `sinfo -R` or `kubectl describe node`, its console and `dmesg -T`; start again without it"),
+    "nan_gradient": Meaning("nonfinite", "gradient", "found a gradient that is not finite in iteration {step} ({what})", NOT_FINITE),
+    "nan_loss": Meaning("nonfinite", "loss", "found a result that is not finite in iteration {step} ({what})", NOT_FINITE),
+    "host_fault": Meaning("rank_lost", "silent", "was lost with all its processes: {what}", "it is the host, most often its hardware (memory, CPU): take the node out; see its console and `ipmitool sel list`, `ras-mc-ctl --errors`"),
     "port_error": Meaning("rank_lost", "silent", "lost a port of the network: {what}", "see that host's `ibstat`, `dmesg -T` and the switch: cable, transceiver or port; NCCL does not recover from an outage of some seconds"),
     "bad_alloc": Meaning("rank_lost", "crashed", "could not get host memory (std::bad_alloc)", "give the job more host memory (--mem, resources.limits.memory, `ulimit -v`), or use fewer DataLoader workers"),
     "exception": Meaning("rank_lost", "crashed", "raised {type}{what}", ""),
@@ -79,7 +83,7 @@ STOPS: Mapping[str, str] = MappingProxyType({
 _AFTER_STOP = (
     (bounded(r"time limit|[Dd]eadline|RUNLIMIT|walltime"), "give the job more time (--time, activeDeadlineSeconds), or save a checkpoint before the limit (sbatch --signal=USR1@120) and requeue it"),
     (bounded(r"preempt|PREEMPT|interruption"), "a preempted job is not faulty: requeue it (sbatch --requeue), and let it resume from its newest checkpoint"),
-    (bounded(r"was low on"), "give the pods a request and a limit of what ran out (resources.requests), or use less of it: caches and checkpoints on a volume"),
+    (bounded(r"was low on|exceeds the (?:total )?limit"), "give the pods a request and a limit of what ran out (resources.requests), or use less of it: caches and checkpoints on a volume"),
 )  # fmt: skip
 KILLED = "the kernel kills for memory: `dmesg -T | grep -i oom`, memory.events of the cgroup; else a person or the scheduler did"
 SIGNALS: Mapping[str, str] = MappingProxyType({
@@ -93,6 +97,14 @@ SIGNALS: Mapping[str, str] = MappingProxyType({
 GOES_FIRST = (
     "do that work once before the job starts (download, tokenize, cache), or give the process group a longer timeout (timeout= of "
     "init_process_group, InitProcessGroupKwargs, ddp_timeout); if it takes seconds as a rule, see why {who} did not leave {where}"
+)
+SAVING = (
+    "if {who} was still saving: give the group a longer timeout (init_process_group), or let each rank save its own part, asynchronously or to "
+    "faster storage; else "
+)
+SHARED_PORT = (
+    "a port has one listener: if some of these processes are on one host, start one launcher for each node, not for each GPU (srun: "
+    "--ntasks-per-node=1); else end the job that holds the port, or give this one another --master-port (or --rdzv-endpoint)"
 )
 IN_COLLECTIVE = "it was raised inside a collective, where a rank fails after another, too: read the others' logs first"
 SAME_EVERYWHERE = "the cause is not one rank: correct the program or the environment"

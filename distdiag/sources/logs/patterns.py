@@ -66,7 +66,10 @@ TABLE: tuple[Pattern, ...] = (
     _row("gloo_timeout", W, "Timed out waiting", r"\[[^\]]{0,120}gloo/transport/[^\]]{0,80}\] Timed out waiting (?P<limit>\d+)ms for (?P<what>send|recv) operation"),
     _row("gloo_timeout", W, "Application timeout caused pair closure", r"Application timeout caused pair closure"),
     _row("store_wait", W, "wait timeout after", r"(?<!error: )wait timeout after (?P<limit>\d+)ms, keys: (?P<key>\S{1,200})"),
+    _row("ep_timeout", W, "DeepEP ", r"DeepEP (?:error: )?(?:dispatch|combine|CPU recv )?.{0,40}?\btimeout\b"),
     _row("npu_task", W, "reason=[task timeout]", r"execute failed, reason=\[task timeout\]"),
+    _row("load_wait", W, "ranks that didn", r"could finish the model loading, but there are other ranks that didn't finish loading"),
+    _row("npu_task", W, "rror code is ", r"Synchronize\w+, error code is (?:507046|507048|107020)\b"),  # timeouts of a stream, of a task
     _row("hccl_socket", W, "Getting socket times out", r"Getting socket times out"),
     _row("hccl_wait", W, "from remote rank", r"has not received the Notify record from remote rank:? ?\[(?P<awaited>\d+)\](?:.{0,120}?tag\[(?P<tag>[A-Za-z]+))?(?:.{0,600}?\bgroup:\[(?P<group>(?!hccl_world)[\w.-]{1,120})\])?"),
     _row("hccl_heartbeat", H, "Heartbeat Lost", r"Location\[IP/ID\]:\[(?P<host>[\w.:]{1,60})/(?P<device>\d+)\]"),
@@ -106,6 +109,8 @@ TABLE: tuple[Pattern, ...] = (
     _row("not_started", S, "not enough slots", r"(?P<what>There are not enough slots available .+)"),
     _row("not_started", S, "execve(): ", r"slurmstepd: error: execve\(\): (?P<what>.+)"),
     _row("not_started", S, "nodes are available: ", r"(?P<what>\d+/\d+ nodes are available: .+)"),
+    _row("not_started", S, "resource request cannot be scheduled", r"(?P<what>The following resource request cannot be scheduled right now: .{1,120}?\})"),
+    _row("not_started", S, "WorkerGroupStartupTimeoutError", r"WorkerGroupStartupTimeoutError: (?P<what>The worker group startup timed out after \S{1,20} seconds waiting for \d{1,9} workers)"),
     _row("not_started", S, "No available node types", r"(?P<what>No available node types can fulfill .+)"),
     _row("not_started", S, "pull", r"(?:\bpod/(?P<pod>[\w.-]{1,253})\W.{0,40}?)?(?P<what>Failed to pull image .{1,160}|Back-off pulling image .{1,160})"),
     _row("ray_head", V, "Failed to connect to GCS", r"Failed to connect to GCS within"),
@@ -128,6 +133,9 @@ TABLE: tuple[Pattern, ...] = (
     _row("nccl_mismatch", C, "Mismatched collective", r"NCCL WARN Mismatched collective detected.{0,80}rank (?P<near>\d+)"),
     _row("nccl_version", C, "ismatched NCCL version", r"[Mm]ismatched NCCL version detected ?: rank (?P<a>\d+) version (?P<va>\d+) rank (?P<b>\d+) version (?P<vb>\d+)"),
     _row("duplicate_gpu", C, "Duplicate GPU detected", r"Duplicate GPU detected ?: rank (?P<a>\d+) and rank (?P<b>\d+) both on CUDA device (?P<bus>\w+)"),
+    # -- numbers
+    _row("nan_gradient", C, "Unexpected result", r"Unexpected result -?(?:nan|inf) on rank (?P<r>\d+) at iteration #(?P<step>\d+) .{0,40}?\(message='(?P<what>[^']{0,80}\bgrad[^']{0,120})'"),
+    _row("nan_loss", C, "Unexpected result", r"Unexpected result -?(?:nan|inf) on rank (?P<r>\d+) at iteration #(?P<step>\d+) .{0,40}?\(message='(?P<what>[^']{1,160})'"),
     # -- devices
     _row("ecc", C, "cudaErrorECCUncorrectable", r"cudaErrorECCUncorrectable"),
     _row("ecc", C, "uncorrectable ECC error", r"CUDA (?:error|failure).{0,20}uncorrectable ECC error"),
@@ -145,7 +153,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("cuda_oom", C, "OUT_OF_DEVICE_MEMORY", r"\b(?:ZE|UR)_RESULT_ERROR_OUT_OF_DEVICE_MEMORY\b"),
     _row("cuda_oom", C, "ut of memory", r"(?:RESOURCE_EXHAUSTED: |Resource exhausted: |(?<=: ))(?:Out of memory while trying to allocate|Ran out of memory in memory space)"),
     _row("cuda_oom", C, "Cuda failure", r"Cuda failure (?:\d+ )?'out of memory'"),
-    _row("cuda_oom", C, "CUDA error: out of memory", r"CUDA error: out of memory"),
+    _row("cuda_oom", C, "rror: out of memory", r"CUDA [Ee]rror: out of memory"),
     _row("xpu_lost", C, "DEVICE_LOST", r"\b(?P<what>(?:ZE|UR)_RESULT_ERROR_DEVICE_LOST)\b"),
     _row("npu_busy", C, "Failed to initialize the HCCP process", r"Failed to initialize the HCCP process"),
     _row("hip_error", C, "aborting with error : HSA_", r"(?:\bpid:(?P<pid>\d+).{0,80})?aborting with error : (?P<what>HSA_STATUS_ERROR\w*)"),
@@ -153,6 +161,8 @@ TABLE: tuple[Pattern, ...] = (
     _row("cuda_error", C, "CUDA error: ", r"CUDA error: (?P<what>(?!uncorrectable ECC)[^\n]{1,120})"),
     _row("cuda_error", C, "Cuda failure", r"Cuda failure (?:\d+ )?'(?P<what>(?!out of memory)[^']{1,120})'"),
     # -- memory and signals of the host
+    _row("host_fault", C, "Kernel panic", r"(?P<what>Kernel panic - not syncing: .{1,100})"),
+    _row("host_fault", C, "Machine Check Exception", r"mce: \[Hardware Error\]: (?P<what>CPU \d+: Machine Check Exception)"),
     _row("fatal", C, "Signal: ", r"\] Signal: (?P<what>Segmentation fault|Bus error|Floating point exception|Illegal instruction) \(\d+\)"),
     _row("fatal", C, "Fatal Python error: ", r"Fatal Python error: (?P<what>(?!Aborted)[^\n]{1,80})"),
     _row("fatal", C, "(): ", r"(?P<what>(?:malloc|free|realloc|munmap_chunk)\(\): (?:invalid|corrupted|unaligned|memory) .{3,40})"),
@@ -177,6 +187,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("exit", E, "failed (exitcode", r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: (?P<pid>\d+)\)"),
     _row("exit", E, "Child process with PID", r"\[rank: (?P<r>\d+)\] Child process with PID (?P<pid>\d+) terminated with code (?P<code>-?\d+)"),
     _row("exit", E, "exited with code", r"Global rank (?P<r>\d+) \(PID (?P<pid>\d+)\) exited with code (?P<code>-?\d+)"),
+    _row("exit", E, "unexpectedly failed with", r"Child process unexpectedly failed with an exit ?code (?P<signal>[4-9]|11)\. pid=(?P<pid>\d+)"),  # its status
     _row("exit", E, " died, exit code: ", r"Worker \w+ pid (?P<pid>\d+) died, exit code: (?P<code>-?\d+)"),
     _row("lost_worker", E, "its worker process has died", r"The actor is dead because its worker process has died"),
     _row("lost_worker", E, "died unexpectedly, shutting down", r"Worker proc \w+?-(?P<r>\d+) died unexpectedly, shutting down"),
@@ -200,7 +211,7 @@ TABLE: tuple[Pattern, ...] = (
          r"(?:.{0,400}?Worker IP address: (?P<host>\S+).{0,60}?Worker PID: (?P<pid>\d+))?"),
     _row("exit_tasks", E, "srun: error: ", r"(?:^|[\d\]>|Z]:? )srun: error: (?P<host>[\w.-]+): tasks? (?P<tasks>[\d,\[\]-]+): (?P<how>Out Of Memory|Killed|Segmentation fault|Bus error|Aborted|Terminated|Exited with exit code \d+)"),
     _row("exit_unnamed", E, "xit code ", r"(?:terminated|exited|failed|died|returned)\b.{0,30} exit code (?P<code>13[4-9])\b"),
-    _row("exit_unnamed", E, "xitCode: ", r"exitCode: (?P<code>13[4-9])\b"),
+    _row("exit_unnamed", E, "xitCode: ", r"(?:\bpod (?P<label>[\w.-]{1,253}) container \S{1,63} )?exitCode: (?P<code>13[4-9])\b"),
     _row("exit_unnamed", E, "exited with code", r"^(?P<host>[\w.-]+) exited with code (?P<code>13[4-9])\b"),
     _row("exit_unnamed", E, "core dumped)", r"^(?P<how>Segmentation fault|Bus error|Aborted|Illegal instruction|Floating point exception) \(core dumped\)\s*$"),
     _row("exit_unnamed", E, "Killed", r"^(?P<how>Killed)\s*$"),
@@ -225,7 +236,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("port_active", F, "ink ", r"\b(?:mlx|bnxt|ice|ixgbe|i40e|ib|en|et|bond)\w* .{0,40}?(?P<dev>[\w.]{2,40}): (?:Port: \d+ |NIC )?Link (?:is )?(?:ACTIVE|[Uu]p)\b"),
     _row("port_error", C, "ink ", r"\b(?P<what>(?:mlx|bnxt|ice|ixgbe|i40e|ib|en|et|bond)\w* .{0,40}?(?P<dev>[\w.]{2,40}): (?:Port: \d+ |NIC )?Link (?:is )?(?:DOWN|[Dd]own))\b"),
     _row("port_error", C, "Got async event", r"NCCL WARN NET/\w+ ?: (?P<what>(?:(?P<dev>\S{1,40}) )?Got async event : .{0,60}(?:port error|down|catastrophic|fatal).*)"),
-    _row("ib", H, "Got completion", r"NET/\w+ ?: ?Got (?:async event|completion) from peer (?P<peer>[^\s<]+)(?:<\d+>)? with (?:status=|error )(?P<status>\d+)"),
+    _row("ib", H, "Got completion", r"NET/\w+(?:/\w+)? ?: ?Got (?:async event|completion) from peer (?P<peer>[^\s<]+)(?:<\d+>)? with (?:status=|error )(?:\w+\()?(?P<status>\d+)"),
     _row("efa", H, "Peer host id", r"NET/OFI .{0,120}Error: \d+ \((?P<what>[A-Z].{1,160}?)\.? My (?:host id|EFA addr).{0,200}?Peer host id: (?P<peer>[\w.-]+)"),
     _row("nccl_error", V, "|CCL_ERROR|", r"\|CCL_ERROR\| (?P<what>.{1,160})"),
     _row("nccl_error", V, "oneCCL: ", r"(?P<what>oneCCL: .{1,160})"),
@@ -258,6 +269,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("lightning", F, "MEMBER: ", r"GLOBAL_RANK: (?P<r>\d+), MEMBER: \d+/(?P<world>\d+)"),
     _row("torchrun", F, "distributed/elastic", r"torch/distributed/elastic"),
     _row("torchrun", F, "distributed.elastic", r"torch\.distributed\.elastic"),
+    _row("torchrun", F, "Setting OMP_NUM_THREADS", r"Setting OMP_NUM_THREADS environment variable for each process"),
     _row("launch", F, "Setting OMP_NUM_THREADS", r"Setting OMP_NUM_THREADS environment variable for each process"),
     _row("launch", F, "WORLD INFO DICT", r"WORLD INFO DICT"),
     _row("launch", F, "Initializing distributed: GLOBAL_RANK", r"Initializing distributed: GLOBAL_RANK: 0,"),
@@ -274,7 +286,7 @@ TABLE: tuple[Pattern, ...] = (
 # Lines that the collector reads itself: tables and tracebacks of several lines.
 _BEGINS = ("Traceback (most recent call last)", "ray::", "│ /", 'File "', 'File \\"', "Stack trace of the failed")
 _MORE = (
-    "Root Cause", "exitcode", "local_rank:", "Missing ranks:", "Name:  ", "State:  ", "Process name: [[", "Exit code:", " RUNNING AT ", "EXIT CODE:", "KILLED BY SIGNAL:",
+    "Root Cause", "exitcode", "local_rank:", "Missing ranks:", "Name:  ", "describe pod", "State:  ", "Process name: [[", "Exit code:", " RUNNING AT ", "EXIT CODE:", "KILLED BY SIGNAL:",
     "terminated with the following error", " global rank ", "==> ",
     "actor_id: ", "namespace: ", "rank      :", "host      :", "time      :", "traceback :", "Last error:", "Exception ignored in", "[distdiag] ", "(most recent call first)",
 )  # fmt: skip

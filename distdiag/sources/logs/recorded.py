@@ -28,7 +28,7 @@ _SHORT = bounded(
 _CLEARED = bounded(r"cleared, the job continues: \w{1,10} (?P<kind>[a-z_]{1,40}): (?P<message>.+)")
 _DETAIL = bounded(r"  (?P<label>more|cost|where|do) +(?P<text>\S.*)")
 _SITE = bounded(
-    r"(?:last seen at )?(?P<file>.{1,400}?):(?P<line>\d{1,7})(?: in (?P<function>[^(]{1,200}?))? \(ranks? (?P<ranks>[\d, ]{1,60})"
+    r"(?:last (?:seen|call) at )?(?P<file>.{1,400}?):(?P<line>\d{1,7})(?: in (?P<function>[^(]{1,200}?))? \(ranks? (?P<ranks>[\d, ]{1,60})"
 )
 _VERDICT = bounded(r"verdict: distdiag diagnose (?P<run>\S.{0,400}?)(?:    report: |$)")
 _ENDED = "the job ended"

@@ -22,6 +22,7 @@ from distdiag.terms.untrusted import MAX_RANKS, bounded, is_rank, numbers
 
 # in the store, of gloo: the address of one rank of a group, e.g. /default_pg/0//cpu//0/3
 _ADDRESS_KEY = bounded(r"default_pg/\d+//\w+//\d+/(\d{1,6})\W*$")
+_ANY = ("0.0.0.0", "::")
 _HERE = ("127.0.0.1", "127.0.1.1", "localhost", "::1")
 _FOLLOWS = bounded(r"remote process exited|ncclRemoteError|NCCL communicator was aborted")
 _TASK = bounded(r"/task:(\d{1,6})$")  # of jax: the number of the process
@@ -97,6 +98,13 @@ LATE_ROWS = (
          "read the log of {culprits}, and take {its} stack the next time: another failure there, a longer branch, or another call")),
     Row("hccl_socket", _LATE, "{who} waited in HCCL{at} for a connection that the rank at the other end did not make in time",
         "read the logs of the ranks that do not report it: one failed, or is late (HCCL_CONNECT_TIMEOUT is the limit); then the network of the NPUs: `hccn_tool`"),
+    Row("load_wait", _LATE, "{who} had loaded its part of the model, and waited{at} in vain for other ranks to load theirs",
+        "read the logs of the other nodes' ranks: one failed there, or its storage is slow; {who} is not the cause"),
+    Row("ep_timeout", "stall/unknown", "DeepEP timed out on {who}{at}: what the other ranks send did not arrive",
+        "see first whether a rank of another log failed, or came later than the timeout (it still compiled or loaded); if all of them waited, the path of NVSHMEM: "
+        "versions of DeepEP and NVSHMEM that fit, IBGDA, `ibstat` on all hosts",
+        ("DeepEP timed out on {who}{at}; {culprits} reported no timeout, and may be what they waited for",
+         "read the log of {culprits}, and take {its} stack the next time: it failed, or came later than the timeout")),
     Row("rpc_late", _LATE, "{who} waited for a worker's answer{call}{at} until the timeout; which worker did not answer is not in the log",
         "take the stacks of all workers the next time, before the timeout (`py-spy dump --pid …`), and read their own logs: the waiting process is not the cause"),
 )  # fmt: skip
@@ -121,6 +129,9 @@ START_ROWS = (
     Row("store_connect", _LOST, "{who} could not reach the job's store at {peer}:{port}{at}: {why}{masters}",
         "check that {peer} is the first node, and that rank 0 runs there: {why}; `nc -vz {peer} {port}`",
         when=lambda facts: "why" in facts[0].fields and facts[0].fields["peer"] not in _HERE),
+    Row("store_connect", _LOST, "{who} could not reach a store at {peer}:{port}{at}: nobody listens there on its own host",
+        "that address means the host itself: see whether the process that serves the store (rank 0, or the server of another group, e.g. vLLM's) runs on this host and has not failed; if it runs on another one, give its address",
+        when=lambda facts: facts[0].fields["peer"] in _ANY),
     Row("store_connect", _LOST, "{who} could not reach the job's store at {peer}:{port}{at}: rank 0, or torchrun's first node, does not listen there",
         "the address is this node's own: on several nodes set MASTER_ADDR (--rdzv-endpoint) to the first node; on one, see why rank 0 did not start",
         when=lambda facts: facts[0].fields["peer"] in _HERE),
@@ -164,6 +175,8 @@ LOST_ROWS = (
         when=lambda facts: any(f.name == "gloo_timeout" for f in facts)),
     Row("unique_id", _LOST, "{who} lost the store while a communicator was made{at} ({reason}): the process that serves it, rank 0 or torchrun's, ended first",
         "read the log of rank 0 and of its node's launcher: its failure came before these"),
+    Row("pipe_lost", "rank_lost/crashed", "{who} lost the process at the other end of a pipe{at}: a worker of a loader, or another child, had ended",
+        "see how that child ended: what it printed before, `dmesg -T | grep -i oom`, /dev/shm, `ulimit -n`; run once with num_workers=0 to see a loader's own exception"),
     Row("closed store_lost refused lost", _LOST, "{who} could not make a connection{to}{at}: a firewall rejects it, or no route leads there",
         "open the ports between these hosts (iptables, firewalld, security groups: NCCL and gloo use any port), and see the route: `ip route get ADDRESS`; or choose another interface: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME", when=_no_route),
     Row("closed store_lost refused lost", _LOST, "{who} could not make a connection{to}{at}: nothing listens there (any more), or a firewall is between them{nothing}", _ENDED, when=_refused),
@@ -247,7 +260,7 @@ def _blamed(found: Collected, name: str, facts: list[Fact]) -> tuple[Collection[
             return (ranks if alone else ()), ranks
         case "store_wait":
             return {int(m[1]) for f in facts if (m := _ADDRESS_KEY.search(f.fields["key"]))}, ranks
-        case "gloo_timeout":
+        case "gloo_timeout" | "ep_timeout":
             return absent_ranks(found, ranks) if len(ranks) > 1 else (), ranks
         case "coordination":
             return {int(m[1]) for f in facts if (m := _TASK.search(f.fields["node"]))} - set(ranks), ranks
@@ -299,7 +312,13 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
         "all_peers": some(peers),
         "nodes": some([f.fields["node"] for f in facts if "node" in f.fields]),
         "there": f" on {name}"
-        if (name := facts[0].who.label or facts[0].who.host or first.get("pod") or first.get("host"))
+        if (
+            name := facts[0].who.label
+            or facts[0].who.host
+            or first.get("pod")
+            or first.get("host")
+            or facts[0].who.process
+        )
         else "",
         "on": f" on {some(names)}" if (names := [f.who.host for f in facts if f.who.host]) else "",
         "on_host": f" on {hosts.pop()}" if len(hosts := {f.who.host for f in facts if f.who.host}) == 1 else "",

@@ -16,6 +16,7 @@ from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import absent_ranks, first_site
 from distdiag.sources.logs.patterns import Role
 from distdiag.terms import operations
+from distdiag.terms.untrusted import bounded
 
 NOT_RECORDED = {"18446744073709551615", "-1"}  # the size of coalesced operations
 LATE_FACTOR, LATE_S = 2.0, 60.0  # a running watchdog checks ten times a second
@@ -28,6 +29,8 @@ PATH = (
     "look at the path between the GPUs: NCCL_DEBUG=INFO, once with NCCL_P2P_DISABLE=1, the interface (NCCL_SOCKET_IFNAME), the "
     "firewall, `dmesg -T | grep -i xid`"
 )
+
+_SAVES = bounded(r"(?i:\b(?:sav(?:e|ing)|checkpoint|upload)|safetensors\b|\.(?:pt|ckpt|distcp)\b)")
 
 Group = tuple[str, str]  # number and description; ("", "") if the lines do not name it
 
@@ -280,8 +283,10 @@ def _late(found: Collected, group: Group, waiting: Waits, late: Mapping[int, int
             what = f" (it printed `{shortened(took[1], 80)}`)" if took[0] > LATE_S else ""
             return _timed_out(group, waiting, f"{start}; {who} came{at(came)} only after that{what}",
                          f"do what {who} did before that call asynchronously or on all ranks, or give the group a longer timeout (init_process_group, new_group)", absent)  # fmt: skip
-        return _timed_out(group, waiting, f"{start}; {who} reported no timeout, and may be what they waited for{last_words(found, absent)}",
-                     f"read the log of {who}, and take {verb(absent, 'its', 'their')} stack the next time: it did not make the call{site}", absent)  # fmt: skip
+        said = last_words(found, absent)
+        saving = meanings.SAVING.format(who=who) if _SAVES.search(said) else ""
+        return _timed_out(group, waiting, f"{start}; {who} reported no timeout, and may be what they waited for{said}",
+                     f"{saving}read the log of {who}, and take {verb(absent, 'its', 'their')} stack the next time: it did not make the call{site}", absent)  # fmt: skip
     if everybody or (len(ranks) > 1 and ranks == tuple(range(len(ranks)))):
         if (seq or 0) <= 1 and all(w.completed is not None and w.completed < 1 for w in waiting.values()):
             return _timed_out(group, waiting, f"{start}, and none has completed: the first collective of {label(group) or 'the job'} never worked",

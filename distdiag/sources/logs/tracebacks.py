@@ -27,11 +27,13 @@ _EXCEPTION = bounded(
 _ANY = bounded(r"(?:^\s{0,3}|[\]:|)]\s?)(?P<type>(?:[A-Za-z_]\w*\.){0,8}[A-Z]\w*)(?:: (?P<what>.*))?$")
 _OUTERMOST = ("<module>", "_run_module_as_main")
 _COLLECTIVE = "/torch/distributed/distributed_c10d.py"
+_PIPE = "/multiprocessing/connection.py"  # its other end was closed: by a process that ended
 _SPAWNS = "the process that spawns the ranks"
 # frames of processes that start ranks, and are none
 _LAUNCHERS = {
     "/torch/distributed/launcher/api.py": "torchrun",
     "/accelerate/commands/launch.py": "accelerate",
+    "/deepspeed/launcher/runner.py": "deepspeed",
     "/torch/multiprocessing/spawn.py": _SPAWNS,
 }
 # helpers in which one rank, most often rank 0, works first, and the others wait for it
@@ -46,7 +48,9 @@ _HOOK = bounded(
 )  # torch puts it before the lines of an exception that nobody caught, as `grep Error` leaves them
 _PREFIX = bounded(r"^(?:\[[^\]]*\]:? ?){0,9}")
 # a logger's line before the traceback of `logger.exception`
-_ANNOUNCES = bounded(r"^(?=.{0,200}\b(?:ERROR|CRITICAL|[Ee]xception)\b).{0,200}\b[Rr]ank[ =:]{0,2}(?P<rank>\d{1,6})\b")
+_ANNOUNCES = bounded(
+    r"^(?=.{0,200}(?:\bERROR|\bCRITICAL|[Ee]xception)\b).{0,200}\b[Rr]ank[ =:]{0,2}(?P<rank>\d{1,6})\b"
+)
 # a line of the program's log that is no error: of logging, absl, loguru; not NCCL's
 _WARNS = bounded(
     r"^(?!.{0,200}(?:ERROR|CRITICAL|NCCL WARN)).{0,80}?(?:\b(?:WARN(?:ING)?|INFO|DEBUG)\b|(?:^|[\]>|)] ?)[WI]\d{4} \d\d:\d\d:\d\d)"
@@ -58,7 +62,7 @@ _RAY = bounded(
 _OF_RANK = bounded(r"\(RANK (\d{1,6})\)")  # a checkpoint's exception, of another rank
 # exceptions of a launcher, or those by which a rank fails after others
 FOLLOWERS = ("CheckpointException", "ChildFailedError", "SignalException", "CalledProcessError", "ProcessRaisedException", "RayTaskError", "RayActorError",
-              "ActorDiedError", "EngineDeadError", "CancelledError", "SystemExit", "ProcessExitedException")  # fmt: skip
+              "ActorDiedError", "EngineDeadError", "CancelledError", "DeadlockDetectedException", "SystemExit", "ProcessExitedException")  # fmt: skip
 # an open quotation in a sentence, a list or a call, a raise statement, or the middle of a sentence
 PROSE = bounded(r"(?:\w |[\[{,] ?|[a-z_]\()[\"'](?=[^\"']{0,400}$)|\braise \w|[a-z] $")
 # the frames that faulthandler prints, innermost first; of the thread that failed, or of another one
@@ -236,7 +240,9 @@ class Tracebacks:
             fact.site = user_site(trace.frames[::-1])
             fact.within = _helper(trace.frames)
             if (launcher := _launcher(trace.frames)) and fact.who.rank is None and not fact.who.process:
-                fact.who, fact.site = replace(fact.who, process=launcher), fact.site if launcher == _SPAWNS else None
+                self._found.torchrun = self._found.torchrun or launcher == "torchrun"
+                of_task = "" if fact.who.task is not None else launcher
+                fact.who, fact.site = replace(fact.who, process=of_task), fact.site if launcher == _SPAWNS else None
             fact.uncaught, fact.warned = trace.uncaught, trace.warned
             fact.in_collective = innermost.endswith(_COLLECTIVE)
             earlier = self._before.pop(line.source, None)
@@ -268,6 +274,8 @@ class Tracebacks:
         name, role = "exception", Role.CAUSE
         if short in ("DistBackendError", "DistNetworkError") or _OF_OTHERS.search(text) is not None:
             name, role = "dist_error", Role.VICTIM
+        elif innermost.endswith(_PIPE) and short in ("EOFError", "ConnectionResetError", "BrokenPipeError"):
+            name, role = "pipe_lost", Role.VICTIM
         elif _INSIDE.search(innermost) is not None and LOST.search(text) is not None:
             name, role = ("dist_error" if short.startswith("Dist") else "lost"), Role.VICTIM
         return self._add(name, role, {"type": short, "what": (m["what"] or "")[:300]}, line)

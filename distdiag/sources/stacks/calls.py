@@ -26,7 +26,8 @@ _NATIVE_WAIT = re.compile(r"c10d::(?:Work|ProcessGroup|Reducer|broadcast_coalesc
 _NATIVE_STORE = re.compile(r"c10d::\w*Store")
 _NATIVE_DEVICE = re.compile(r"cuda(?:Stream|Event|Device)Synchronize|cu(?:Stream|Event|Ctx)Synchronize|hipStreamSync")
 _NATIVE_SLEEP = re.compile(r"clock_nanosleep|time_sleep|nanosleep")
-_GENERAL, _SPECIAL = ("lock", "queue", "socket"), ("data", "checkpoint")  # what a thread waits in, and for
+_DEVICE = ("cuda/__init__.py", "cuda/streams.py")  # whose `synchronize` waits for the device
+_GENERAL, _SPECIAL = ("lock", "queue", "socket"), ("data", "checkpoint", "worker")  # what a thread waits in, and for
 _NUMBER = re.compile(r"-?\d{1,9}")
 _GROUP = "ProcessGroup at 0x"
 _GROUPS = re.compile(r"ProcessGroup at 0x|DeviceMesh")  # in local variables
@@ -42,7 +43,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
         stack: The user's frames, innermost first.
         names: The integers among their local variables.
         creates: The group that it creates, by torch's local variables: `[0, 1] as number 7`; else empty.
-        device: Its native frames wait for the device; such a wait spins, and looks busy.
+        device: It waits for the device, by its frames or native ones; such a wait spins, and looks busy.
         unsure: True if only native frames can show what it waits for, and there are none.
     """
 
@@ -71,14 +72,18 @@ def position(stack: Stack, source: Source = no_source, still: bool = True) -> Po
     first = next((i for i, f in enumerate(stack.frames) if users and f is users[0]), len(stack.frames))
     inner = stack.frames[:first]  # of libraries, inside the user's line
     call, phase = _call(inner, users, site, stack, still and stack.idle is not False)
-    device = any(map(_NATIVE_DEVICE.search, stack.native))
+    device = any(map(_NATIVE_DEVICE.search, stack.native)) or any(
+        f.name == "synchronize" and f.in_torch in _DEVICE for f in inner
+    )
     if call is not None:
         return Position(
             site=site, stack=sites, names=names, call=call, activity="waiting", phase=phase, creates=_created(inner),
             device=device,
         )  # fmt: skip
     unsure = bool(stack.frames) and not stack.native and (stack.frames[0].users or stack.idle is False)
-    return Position(site=site, stack=sites, activity=_activity(stack, site, source), device=device, unsure=unsure)
+    return Position(
+        site=site, stack=sites, activity=_activity(stack, site, source, device), device=device, unsure=unsure
+    )
 
 
 def _call(
@@ -157,12 +162,12 @@ def _ddp_group(inner: tuple[Frame, ...], users: list[Frame]) -> str:
     return UNKNOWN_GROUP if has_others else DEFAULT_GROUP
 
 
-def _activity(stack: Stack, site: Site | None, source: Source) -> str:
+def _activity(stack: Stack, site: Site | None, source: Source, device: bool) -> str:
     """Return what a thread does that is in no operation."""
     native = stack.native
     if any(map(_NATIVE_STORE.search, native)):
         return "socket"
-    if any(map(_NATIVE_DEVICE.search, native)):
+    if device:
         return "device"
     line = line_at(site, source)
     idle = stack.idle is not False
@@ -172,7 +177,8 @@ def _activity(stack: Stack, site: Site | None, source: Source) -> str:
     if word in _GENERAL:  # the library that waits so shows what for
         word = next((w for w in words if w in _SPECIAL), word)
     if word is not None:
-        return refined(word, line)
+        return refined(word, " ".join((line, *(f.raw_name for f in inner))))
     if (idle and "sleep(" in line) or any(map(_NATIVE_SLEEP.search, native)):
         return "sleep"
-    return by_line(line, idle) or "user_code"
+    saves = any(by_frame(f.raw_name) == "checkpoint" for f in stack.frames)  # into a file object of the user's
+    return by_line(line, idle) or ("checkpoint" if saves else "user_code")

@@ -86,7 +86,10 @@ def _judge(run: str, files: Iterable[Path], announce: guard.Announce, refused: M
 def _seen(samples: list[Process]) -> Seen:
     stack = samples[-1].judged
     lines = {tuple((f.file, f.function, f.line) for f in p.judged.frames) for p in samples}
-    return Seen(position=position(stack), pid=samples[-1].pid or None, moved=len(lines) > 1, busy=stack.idle is False)
+    return Seen(
+        position=position(stack), pid=samples[-1].pid or None, moved=len(lines) > 1, once=len(samples) == 1,
+        busy=stack.idle is False,
+    )  # fmt: skip
 
 
 def _by_rank(found: list[tuple[Path, list[Process]]]) -> tuple[dict[int, list[Process]], list[str]]:

@@ -38,18 +38,21 @@ _stall = partial(Template, kinds.STALL)
 STALL = _stall(
     "user_code", "{missing}{implicit}; {does}{moves}{worker}{reason}; {victims} {victims:waits|wait}", "", "{do}"
 )
-APART = _stall("unknown", "{odd} {are} in {own}{own_site} where {rest} {wait} in {other}{other_site}, and none has moved{reason}",
+APART = _stall("unknown", "{odd} {are} in {own}{own_site} where {rest} {wait} in {other}{other_site}{still}{reason}",
                NO_PROGRESS, "compare the paths of the ranks to both lines: each must make as many of these calls as the others",
                severity=Severity.WARNING)  # fmt: skip
-TOGETHER = _stall("unknown", "{victims} are all in {what}{at}, and none has moved: what they pass to it differs (size, group, how "
+TOGETHER = _stall("unknown", "{victims} are all in {what}{at}{still}: what they pass to it differs (size, group, how "
                   "often they came there), or the network does not deliver", NO_PROGRESS,
                   "record the next run (`DISTDIAG=1`): counts of calls decide", severity=Severity.WARNING)  # fmt: skip
-GROUPS = _stall("unknown", "the ranks create different groups in new_group(){at}, and none has moved: {texts}", NO_PROGRESS,
+SAME_LINE = _stall("unknown", "{victims} are all in {what}{at}: a running job, or one whose calls do not fit together", "",
+                   "take the stacks again after some seconds: if none has moved, compare what the ranks pass to it",
+                   severity=Severity.INFO)  # fmt: skip
+GROUPS = _stall("unknown", "the ranks create different groups in new_group(){at}{still}: {texts}", NO_PROGRESS,
                 "let every rank call new_group with the same ranks, in the same order; agree on them first (broadcast the list)",
                 severity=Severity.WARNING)  # fmt: skip
-NOBODY = _stall("unknown", "no rank is in a collective, and none has moved: {places}", NO_PROGRESS, "{do}",
+NOBODY = _stall("unknown", "no rank is in a collective{still}: {places}", NO_PROGRESS, "{do}",
                 severity=Severity.WARNING)  # fmt: skip
-DEVICES = _stall("unknown", "every rank waits for its device, and none has moved{places}", "",
+DEVICES = _stall("unknown", "every rank waits for its device{still}{places}", "",
                  "attach again: if none has moved by then, it is a kernel or a collective that does not end; with "
                  "TORCH_NCCL_DEBUG_INFO_PIPE_FILE set, or recorded by distdiag, counts of calls decide",
                  severity=Severity.INFO)  # fmt: skip
@@ -64,6 +67,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         position: Where it is; None if that could not be read.
         moved: It was elsewhere, or had other local variables, in an earlier sample.
+        once: There was no earlier sample: whether it moves is not known.
         busy: It used its CPU between the samples, or computes; False where not known.
         open: Why it may yet move although it has not: `waited for a CPU for 4.1 of 6.0 s`; else empty.
         workers: Where the workers of its data loader are, if it waits for them; None: in no line of the user's.
@@ -73,6 +77,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     position: Position | None = None
     pid: int | None = None
     moved: bool = False
+    once: bool = False
     busy: bool = False
     open: str = ""
     workers: tuple[Site | None, ...] = ()
@@ -165,12 +170,15 @@ def _silent(s: Snapshot, graph: WaitGraph) -> Iterator[Finding]:
 
 def _stalls(s: Snapshot, graph: WaitGraph, seen: Mapping[int, Seen], source: Source) -> Iterator[Finding]:
     """Yield the ranks that others wait for and that are in no collective, by their line."""
-    late = {q: s.ranks[q].current_site for q in graph.sinks if seen[q].position is not None}
+    absent = {q for w in graph.waits for q in w.missing} - graph.gone - graph.unknown - graph.of_rank.keys()
+    late = {q: s.ranks[q].current_site for q in graph.sinks or sorted(absent) if seen[q].position is not None}
     for ranks in by_value(late).values():
         victims = sorted(graph.victims_of(ranks))
         if not victims:
             continue
         first, call, moved = s.ranks[ranks[0]], _call(s, victims[0]), any(seen[q].goes_on for q in ranks)
+        if len({_call(s, q).op for q in victims}) > 1:  # then they are in several groups
+            call = replace(call, group=UNKNOWN_GROUP)
         condition = _on_rank(first.user_stack, s.ranks[victims[0]].user_stack, source)
         word = first.activity
         op = op_text(_unnumbered(call))
@@ -195,13 +203,15 @@ def _no_sink(s: Snapshot, seen: Mapping[int, Seen], source: Source) -> Iterator[
     if any(x.goes_on or x.busy or x.position is None for x in seen.values()) or len(seen) < 2:
         return
     calls = {q: r.blocked for q, r in s.ranks.items() if r.blocked is not None}
+    once = any(x.once for x in seen.values())
+    still = "" if once else ", and none has moved"
     if not calls and any(r.activity in ("sleep", "user_code") for r in s.ranks.values()):
         return  # that ends by itself, or is no different from work
     if not calls:
         places = by_value({q: r.current_site for q, r in s.ranks.items()})
         if all(x.waits_for_device for x in seen.values()):  # as in a step with a long kernel
             texts = ", ".join(f"{rank_list(ranks)}{at(site)}" for site, ranks in list(places.items())[:SHOWN])
-            yield DEVICES(victims=sorted(seen), where=wheres(s, sorted(seen)), places=f": {texts}")
+            yield DEVICES(victims=sorted(seen), where=wheres(s, sorted(seen)), places=f": {texts}", still=still)
             return
         texts = [
             f"{rank_list(ranks)}: {verb(ranks, 'it', 'each')} {_DOES.get(s.ranks[ranks[0]].activity, 'is busy')}{at(site)}"
@@ -209,17 +219,21 @@ def _no_sink(s: Snapshot, seen: Mapping[int, Seen], source: Source) -> Iterator[
         ]
         words = {r.activity for r in s.ranks.values()}
         do = (_DO.get(min(words)) if len(words) == 1 else None) or _LOOK_FOR
-        yield NOBODY(victims=sorted(seen), where=wheres(s, sorted(seen)), places="; ".join(texts), do=do)
+        yield NOBODY(
+            severity=Severity.INFO if once else Severity.WARNING, victims=sorted(seen), where=wheres(s, sorted(seen)),
+            places="; ".join(texts), do=do, still=still,
+        )  # fmt: skip
         return
     sides = _sides({q: c.site for q, c in calls.items()})
     created = _sides({q: x.position.creates for q, x in seen.items() if q in calls and x.position is not None})
     if len(sides) == 1 and len(created) > 1:
-        yield _groups(s, seen, created)
+        yield _groups(s, seen, created, still)
         return
     if len(sides) == 1:
         call = calls[sides[0][0]]
-        yield TOGETHER(
+        yield (SAME_LINE if once else TOGETHER)(
             victims=sorted(calls), collective=_unnumbered(call), waiting=wheres(s, sorted(calls)), what=_op(call), at=call.site,
+            still=still,
         )  # fmt: skip
         return
     odd, rest = [q for side in sides[1:] for q in side], sides[0]
@@ -235,7 +249,7 @@ def _no_sink(s: Snapshot, seen: Mapping[int, Seen], source: Source) -> Iterator[
         culprits=odd if known else (), victims=rest if known else sorted(calls), collective=_unnumbered(other),
         where=wheres(s, odd if known else sorted(calls)), waiting=wheres(s, rest if known else ()),
         odd=rank_list(odd), are=verb(odd, "is", "are"), rest=rank_list(rest), wait=verb(rest, "waits", "wait"), own=_op(own), own_site=own.site,
-        other=_op(other), other_site=other.site, reason=_on_rank(*stacks, source) or parted,
+        other=_op(other), other_site=other.site, reason=_on_rank(*stacks, source) or parted, still=still,
     )  # fmt: skip
 
 
@@ -255,14 +269,14 @@ def _sides(values: Mapping[int, Any]) -> list[list[int]]:
     return sorted(by_value(values).values(), key=lambda side: (-len(side), side[0]))
 
 
-def _groups(s: Snapshot, seen: Mapping[int, Seen], sides: Sequence[Sequence[int]]) -> Finding:
+def _groups(s: Snapshot, seen: Mapping[int, Seen], sides: Sequence[Sequence[int]], still: str) -> Finding:
     """Return that ranks wait for each other in one call of new_group for different groups."""
     known = len(sides[0]) > len(sides[1])
     odd = sorted(q for side in sides[1:] for q in side)
     texts = [f"{rank_list(x)}: {p.creates}" for x in sides[:SHOWN] if (p := seen[x[0]].position) is not None]
     return GROUPS(
         culprits=odd if known else (), victims=sides[0] if known else sorted(seen), where=wheres(s, odd if known else sorted(seen)),
-        waiting=wheres(s, sides[0] if known else ()), at=_call(s, odd[0]).site, texts="; ".join(texts),
+        waiting=wheres(s, sides[0] if known else ()), at=_call(s, odd[0]).site, texts="; ".join(texts), still=still,
     )  # fmt: skip
 
 

@@ -143,6 +143,17 @@ def test_comm_bound_in_a_loop_without_an_optimizer_uses_the_waits_of_all_ranks()
     assert speeds(job(rank(0), rank(1), arrivals=arrivals(5.0, period_ms=8.0))) == []  # half a second is too little
 
 
+def test_the_waits_of_a_pipelines_stages_are_not_called_communication() -> None:
+    def found_in(**more: Any) -> Finding:
+        sent = {"send:1:0:default_pg": 9}
+        ranks = [rank(q, steps=steps(wait_ms=200.0, seed=q), p2p_issued=sent, **more) for q in range(2)]
+        return only(findings(job(*ranks), comm_bound))
+
+    f = found_in(models=())
+    assert "the idle time of a pipeline" in f.message and "more micro-batches" in f.advice and f.severity == "info"
+    assert found_in().message.startswith("exposed communication"), "replicas that also exchange messages"
+
+
 def test_passes_that_each_exchange_gradients_want_no_sync_on_all_but_the_last() -> None:
     def advice(backwards: int) -> str:
         model = Model(buckets=BUCKETS, forwards=backwards, synced_backwards=backwards)

@@ -37,6 +37,20 @@ def test_a_rank_with_the_wrong_group_is_the_culprit() -> None:
     assert summary(only(s)) == ("mismatch", "group", (2,), (0, 1, 3))
 
 
+def test_groups_that_all_ranks_use_at_one_line_in_turn_are_in_another_order() -> None:
+    def at(r: int, now: str, *before: str) -> RankState:
+        return rank(
+            r, call(group=now, seq=2, site=TRAIN), calls=tuple(call(group=g, seq=1, site=TRAIN) for g in before)
+        )
+
+    groups = {"a": (0, 1, 2), "b": (0, 1, 2)}
+    f = only(snapshot(at(0, "a", "a", "b"), at(1, "a", "b", "a"), at(2, "b", "a", "b"), groups=groups))
+    assert summary(f) == ("deadlock", "group_cycle", (), (0, 1, 2))
+    assert "sorted list" in f.advice and "different order" in f.message
+    never = only(snapshot(at(0, "a", "a"), at(1, "a", "a"), at(2, "b", "a"), groups=groups))
+    assert summary(never) == ("mismatch", "group", (2,), (0, 1)), "only rank 2 has ever used the other group"
+
+
 def test_the_rank_of_a_cycle_at_a_new_site_is_the_culprit() -> None:
     s = snapshot(
         rank(0, call(group="pair", seq=3, site=SAVE), sites={key(SAVE): 1, key(TRAIN): 6}),
@@ -196,7 +210,20 @@ def test_a_rank_that_left_out_the_call_of_its_own_role_is_told_of_its_own_line()
 def test_tags_that_never_match_are_named() -> None:
     s = snapshot(messaging(0, p2p("send", 1, tag=1)), messaging(1, p2p("recv", 0, tag=2)))
     assert summary(only(s)) == ("deadlock", "p2p_cycle", (), (0, 1))
-    assert "tags 1 and 2 never match" in only(s).advice
+    assert "tags 1 of send (train.py:40) and 2 of recv (train.py:40) never match" in only(s).advice
+
+
+def test_a_tag_of_a_message_on_its_way_that_nobody_receives_is_named() -> None:
+    sent = p2p("isend", 1, tag=7)
+    issued = {"send:1:7:default_pg": 1}
+    waits = messaging(1, p2p("recv", 0, tag=9))
+    s = snapshot(messaging(0, p2p("recv", 1), calls=(sent,), issued=issued), waits)
+    assert "tags 9 of recv (train.py:40) and 7 of isend (train.py:40) never match" in only(s).advice
+    later = snapshot(
+        messaging(0, p2p("recv", 1), calls=(sent,), issued=issued),
+        messaging(1, p2p("recv", 0, tag=9), issued={"recv:0:7:default_pg": 3}),
+    )
+    assert "never match" not in only(later).advice, "rank 1 uses tag 7: it may come to that message later"
 
 
 def test_a_message_with_both_ends_issued_waits_for_nobody() -> None:

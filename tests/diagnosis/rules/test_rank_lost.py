@@ -95,6 +95,15 @@ def test_the_same_error_on_all_ranks_blames_all_of_them() -> None:
     assert only(ended(s)).culprits == (0, 1, 2)
 
 
+def test_ranks_that_exit_together_are_one_end_although_a_signal_of_the_launcher_came_meanwhile() -> None:
+    def found(code: int) -> Finding:
+        first = rank(0, life=Life.CRASHED, exit_code=75, ended_s=9.0)
+        return only(ended(job(first, rank(1, life=Life.CRASHED, exit_code=code, signal=15, ended_s=10.0))))
+
+    assert (found(75).culprits, found(75).victims, found(75).cost) == ((0, 1), (), "the job ended")
+    assert found(1).culprits == (0,)
+
+
 @pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (11, "SIGSEGV")])
 def test_a_killed_rank_is_lost_with_its_signal(number: int, name: str) -> None:
     s = job(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -10,7 +11,8 @@ import pytest
 from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.job_state import job_state
 from distdiag.diagnosis.locks import lock_cycles
-from distdiag.diagnosis.model.snapshot import Call, Group, Model, RankState, Site, Snapshot, Step
+from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.model.snapshot import Call, Group, Model, RankState, Sample, Site, Snapshot, Step
 from distdiag.diagnosis.rules import deadlock, rank_lost, stall
 from distdiag.diagnosis.waits.graph import build
 from tests.diagnosis.made import LOOP, findings, job, only, proved, rank, waits_for_rank_one
@@ -29,6 +31,40 @@ from tests.diagnosis.made import LOOP, findings, job, only, proved, rank, waits_
 def test_patience_depends_on_what_the_late_rank_does(activity: str, waited_s: float, reported: bool) -> None:
     s = waits_for_rank_one(100.0 - waited_s, 100.0, activity=activity)
     assert bool(findings(s, rank_lost, stall)) is reported
+
+
+DUTY = """def draw(net):
+    return [net(i) for i in range(9)]
+def main():
+    for epoch in range(3):
+        if rank == 1:
+            draw(net)
+        {call}
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "activity", "waited_s", "reported"),
+    [
+        ("dist.barrier()", "user_code", 40.0, False),
+        ("dist.barrier()", "user_code", 70.0, True),
+        ("dist.barrier()", "socket", 40.0, True),
+        ("dist.all_reduce(loss)", "user_code", 40.0, True),
+    ],
+)
+def test_others_wait_longer_in_a_barrier_for_what_one_rank_computes_under_a_condition_on_the_rank(
+    call: str, activity: str, waited_s: float, reported: bool
+) -> None:
+    def stack(*lines: int) -> tuple[Site, ...]:
+        names = ("draw", "main", "<module>")[-len(lines) :]
+        return tuple(Site("/job/train.py", n, name) for n, name in zip(lines, names, strict=True))
+
+    waits = Call(op=call[5:].split("(")[0], group="default_pg", seq=7, entered_s=100.0 - waited_s)
+    waiting = rank(0, blocked=waits, enqueued={"default_pg": 7}, user_stack=stack(7, 8), activity="waiting")
+    late = rank(1, enqueued={"default_pg": 6}, user_stack=stack(2, 6, 8), activity=activity)
+    found = findings(job(waiting, late), stall, source={"/job/train.py": DUTY.format(call=call)}.get)
+    assert bool(found) is reported
 
 
 @pytest.mark.parametrize(
@@ -172,6 +208,35 @@ def test_a_stall_names_an_open_collective_that_others_never_enter() -> None:
     come = msgspec.structs.replace(s.ranks[0], enqueued={**s.ranks[0].enqueued, "save": 3})
     s = msgspec.structs.replace(s, ranks={**s.ranks, 0: come})
     assert "in flight" not in only(findings(s, rank_lost, stall)).message
+
+
+def test_a_rank_whose_thread_ended_is_to_blame_for_the_threads_that_wait_for_it() -> None:
+    """The main threads of ranks 0 and 2 wait for their writers, which wait for that of rank 1; rank 1 trains on, and waits for them."""
+    step = Call(op="all_reduce", group="default_pg", seq=7, site=Site("/t.py", 20, "main"), entered_s=80.0)
+    join = {"activity": "lock", "current_site": Site("/t.py", 9, "finish"), "host_blocked": True}
+    open_save = {"enqueued": {"default_pg": 6, "save": 3}, "completed": {"default_pg": 6, "save": 2}}
+    went_on = {"enqueued": {"default_pg": 7, "save": 2}, "completed": {"default_pg": 6, "save": 2}}
+
+    def found(late: Sequence[int], samples: tuple[Sample, ...] = ()) -> Finding:
+        ranks = [rank(q, step=9, **open_save, **join) for q in late] + [
+            rank(1, step=9, blocked=step, samples=samples, **went_on)
+        ]
+        s = job(*ranks)
+        s.groups["save"] = Group(name="save", ranks=tuple(sorted(s.ranks)))
+        return only(findings(s, rank_lost, stall, source={"/t.py": "\n" * 8 + "self.thread.join()\n"}.get))
+
+    f = found((0, 2))
+    assert (f.culprits, f.victims) == ((1,), (0, 2))
+    assert f.message.startswith(
+        "rank 1 has not entered collective #3 (save), which ranks 0, 2 have in flight; each of ranks 0, 2 waits"
+    )
+    assert found((0,)).culprits == (0,), "one against one: either may be wrong"
+    error = Sample(kind="thread_ended", step=8, value=0.0, name="OSError: no space left", site=Site("/t.py", 5, "dump"))
+    f = found((0,), (error,))
+    assert (
+        f.culprits == (1,)
+        and "a thread of rank 1 had ended by OSError: no space left, raised at t.py:5 in dump" in f.message
+    )
 
 
 @pytest.mark.parametrize(("waited_s", "severity"), [(9.0, "warning"), (25.0, "error")])

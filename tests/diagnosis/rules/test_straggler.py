@@ -434,6 +434,15 @@ def test_a_root_that_hands_out_what_it_reads_is_no_straggler(op: str, found: boo
     assert bool(stragglers(job(*ranks, arrivals=arrivals))) is found
 
 
+@pytest.mark.parametrize(
+    ("skew_ms", "busy_pct", "found"), [(5.0, 100.0, False), (5.0, 40.0, True), (15.0, 100.0, True)]
+)
+def test_jitter_of_a_busy_host_makes_no_straggler_by_arrival(skew_ms: float, busy_pct: float, found: bool) -> None:
+    late = (Arrival("default_pg", k, "all_reduce", k * 0.02, skew_ms, 1, skew_ms) for k in range(1, 61))
+    s = job(rank(0), rank(1), rank(2), arrivals=tuple(late), host_cpu_pct=busy_pct)
+    assert [f.culprits for f in stragglers(s)] == [(1,)] * found
+
+
 @pytest.mark.parametrize(("learner_ms", "culprits"), [(20.0, (2,)), (300.0, ())])
 def test_a_rank_that_waits_longer_for_a_root_is_no_straggler_by_arrival(
     learner_ms: float, culprits: tuple[int, ...]

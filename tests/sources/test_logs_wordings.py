@@ -1,0 +1,186 @@
+"""Messages in the wording of newer versions, and what they must not hide or repeat. All texts are made up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distdiag.diagnosis.text.finding import finding_lines
+from distdiag.sources.logs.verdict import diagnose_logs
+from tests.sources.test_logs import diagnose, only, raised, table, timeout
+
+RETRY = "g{0}:7:9 [4] NCCL WARN NET/{1}: Got completion from peer 10.3.0.9<417> with status=IBV_WC_RETRY_EXC_ERR(12) opcode=IBV_WC_RDMA_WRITE(1) vendor_err=129\n"
+NPU = "RuntimeError: npuSynchronizeDevice:x.ts:4 NPU function error: AclrtSynchronizeDeviceWithTimeout, error code is 507048"
+MESH = "RuntimeError: Gloo connectFullMesh failed with [../gloo/transport/tcp/pair.cc:144] no error"
+NVLS = "g7:2:3 [1] transport/nvls.cc:254 NCCL WARN Cuda failure 401 'the operation cannot be performed in the present state'\n"
+LISTEN = "The server socket has failed to listen on any local network address."
+OF_TORCHRUN = '{0}: Traceback (most recent call last):\n{0}:   File "/e/torch/distributed/launcher/api.py", line 2, in launch_agent\n{0}:     result = agent.run()\n'
+SIZES = "ZeRORuntimeException: The checkpoint being loaded used a DP world size of 12 but the current world size is 4."
+
+
+@pytest.mark.parametrize("net", ["IB", "IB/GIN"])
+def test_a_completion_whose_status_has_a_name(tmp_path: Path, net: str) -> None:
+    f = only(diagnose(tmp_path, RETRY.format(3, net)))
+    assert "10.3.0.9" in f.message and "status 12: no answer after all retries" in f.message
+    assert "ibstat" in f.advice
+
+
+def test_a_rank_whose_npu_waited_lost_no_connection(tmp_path: Path) -> None:
+    f = only(diagnose(tmp_path, raised(2, "KeyError: 'id'") + raised(0, NPU) + raised(1, NPU)))
+    assert f.culprits == (2,) and f.message.endswith("ranks 0, 1 then timed out waiting")
+
+
+@pytest.mark.parametrize("first", [raised(0, MESH, prefix=""), timeout(0) + timeout(1)])
+def test_a_shell_s_line_after_ranks_that_waited_in_vain_is_not_the_cause(tmp_path: Path, first: str) -> None:
+    assert "SIGKILL" not in only(diagnose(tmp_path, f"{first}Killed\n")).message
+    assert "SIGKILL" in only(diagnose(tmp_path, f"Killed\n{first}")).message
+
+
+def test_the_pod_of_an_exit_code(tmp_path: Path) -> None:
+    line = "48s  Warning  ExitedWithCode  pytorchjob/fit  Error pod fit-worker-2 container pytorch exitCode: 137 terminated message: \n"
+    assert only(diagnose(tmp_path, line)).message.startswith("fit-worker-2 was killed by SIGKILL")
+
+
+def test_launchers_that_take_each_others_port(tmp_path: Path) -> None:
+    """A task of srun that runs torchrun is no rank; torch logs the failure without its port, and raises it with it."""
+    text = "".join(
+        f"{task}: [E131 11:40:14.1 socket.cpp:500] [c10d] {LISTEN}\n"
+        + OF_TORCHRUN.format(task)
+        + f"{task}: RuntimeError: {LISTEN} port: 29511, useIpv6: 0, code: -98, name: EADDRINUSE\n"
+        for task in (1, 2)
+    )
+    f = only(diagnose(tmp_path, text))
+    assert f.culprits == () and f.message == "task 1, task 2 could not listen: port 29511 is in use"
+    assert "one launcher for each node" in f.advice
+
+
+def test_advice_on_nccls_own_calls_and_on_a_checkpoint_of_other_sizes(tmp_path: Path) -> None:
+    assert "NCCL_NVLS_ENABLE=0" in only(diagnose(tmp_path, NVLS)).advice
+    assert "NCCL_CUMEM_ENABLE=0" in only(diagnose(tmp_path, NVLS.replace("nvls", "shm"))).advice
+    fault = NVLS.replace("nvls", "shm").replace("the operation cannot be performed", "an illegal memory access")
+    assert "CUDA_LAUNCH_BLOCKING" in only(diagnose(tmp_path, fault)).advice
+    assert "number of ranks" in only(diagnose(tmp_path, raised(0, SIZES) + raised(1, SIZES))).advice
+
+
+def test_the_rank_that_the_others_wait_for_was_saving(tmp_path: Path) -> None:
+    waits = "".join(timeout(r) for r in range(1, 4))
+    last = "[rank0] 2031-03-02 09:00:00 INFO {}\n" + "[rank1] step 9\n"
+    assert "longer timeout" in only(diagnose(tmp_path, last.format("wrote part-3.safetensors") + waits)).advice
+    assert "longer timeout" not in only(diagnose(tmp_path, last.format("shuffled the index") + waits)).advice
+
+
+PANIC = "2031-03-02T04:31:10.1+00:00 n7 kernel: {}\n"
+MACHINE_CHECK = PANIC.format("mce: [Hardware Error]: CPU 44: Machine Check Exception: 5 Bank 13: bd80") + PANIC.format(
+    "Kernel panic - not syncing: Fatal machine check"
+)
+PIPE = 'Traceback (most recent call last):\n  File "/w/serve.py", line 3, in <module>\n  File "/usr/lib/python3.11/multiprocessing/connection.py", line 383, in _recv\n    raise EOFError\nEOFError\n'
+LOADED = "[2031-03-02 09:00:00 TP1] ValueError: TP rank 1 could finish the model loading, but there are other ranks that didn't finish loading.\n"
+CACHE = (
+    "InductorError: FileNotFoundError: [Errno 2] No such file or directory: '/tmp/torchinductor_u/triton/4/k.cubin.tmp'"
+)
+
+
+def test_a_host_whose_kernel_stopped_is_one_event_and_its_console_a_log(tmp_path: Path) -> None:
+    (tmp_path / "n7-console.txt").write_text(MACHINE_CHECK)
+    (tmp_path / "job.log").write_text(
+        "n7:1:2 [0] NCCL INFO comm 0x1 rank 4 nranks 8 cudaDev 0 busId 1b000 - Init COMPLETE\ng1:7:9 [0] NCCL WARN socketProgress: Connection closed by remote peer n7<417>\n"
+    )
+    report = diagnose_logs([str(tmp_path)])
+    assert report is not None
+    f = only(report)
+    assert f.message.startswith("host n7 (rank 4) was lost with all its processes: CPU 44: Machine Check Exception")
+    assert f.culprits == (4,) and f.certainty == "suspected" and "hardware" in f.advice
+
+
+def test_what_only_reports_another_process_is_no_failure(tmp_path: Path) -> None:
+    f = only(diagnose(tmp_path, LOADED))
+    assert (f.kind, f.culprits) == ("timeout", ()) and f.message.startswith("TP1 had loaded its part")
+    fault = "Fatal Python error: Segmentation fault\n"
+    assert "EOFError" not in only(diagnose(tmp_path, fault + PIPE)).message
+    inner = "RuntimeError: target is longer than the input\n"
+    text = raised(0, inner, prefix="") + "During handling of the above exception, another exception occurred:\n\n"
+    text += raised(0, "DeadlockDetectedException: DeadLock detected from rank: 1 ", prefix="") + raised(
+        0, inner, prefix=""
+    )
+    f = only(diagnose(tmp_path, text))
+    assert f.culprits == (1,) and "target is longer" in f.message
+
+
+def test_a_status_of_a_child_process_is_a_signal(tmp_path: Path) -> None:
+    line = "[2031-03-02 09:00:00] Child process unexpectedly failed with an exit code 9. pid=7071\n"
+    assert only(diagnose(tmp_path, line)).message == "process 7071 was killed by SIGKILL"
+
+
+def test_the_source_in_a_traceback_is_no_progress(tmp_path: Path) -> None:
+    what = "RuntimeError: Missing key in checkpoint state_dict: gate"
+    text = "".join(raised(r, what).replace("step()", "load(step=1000)") for r in (0, 1))
+    assert not any("went on" in note for note in diagnose(tmp_path, text + text).notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        (raised(3, CACHE), "TRITON_CACHE_DIR"),
+        (raised(3, "RuntimeError: Expected all tensors to be on the same device, but found cuda:3 and cuda:0"), "LOCAL_RANK"),
+        ("*** An error occurred in MPI_Init\n", "srun"),
+        (raised(3, "OSError: We couldn't connect to 'https://huggingface.co' to load the files"), "download once"),
+        ("(autoscaler +1m) Warning: The following resource request cannot be scheduled right now: {'GPU': 1.0}. This is\n", "fit the cluster"),
+    ],
+)  # fmt: skip
+def test_more_advice_that_follows_the_cause(tmp_path: Path, text: str, word: str) -> None:
+    assert word in only(diagnose(tmp_path, text)).advice
+
+
+def test_nccls_own_line_says_more_than_the_exception_after_it(tmp_path: Path) -> None:
+    warn = NVLS.replace("nvls.cc", "p2p.cc").replace(
+        "the operation cannot be performed in the present state", "invalid device ordinal"
+    )
+    f = only(diagnose(tmp_path, warn + "[rank0]: Cuda failure 101 'invalid device ordinal'\n"))
+    assert "NCCL_CUMEM_ENABLE=0" in f.advice
+
+
+def test_ranks_that_wait_for_tokens_of_experts(tmp_path: Path) -> None:
+    late = "RuntimeError: DeepEP error: timeout (dispatch CPU)"
+    waited = "".join(raised(r, late) for r in range(4))
+    f = only(diagnose(tmp_path, waited))
+    assert (f.kind, f.culprits, f.victims) == ("stall", (), (0, 1, 2, 3)) and "NVSHMEM" in f.advice
+    assert [line for line in finding_lines(f) if "where" in line] and not any("waiting:" in x for x in finding_lines(f))
+    f = only(diagnose(tmp_path, f"{waited}[rank4]: compiled\n"))
+    assert f.culprits == (4,) and "rank 4 reported no timeout" in f.message
+
+
+def test_megatron_names_the_rank_whose_numbers_are_not_finite(tmp_path: Path) -> None:
+    line = "ERROR:megatron.core.rerun_state_machine:Unexpected result {} on rank 3 at iteration #30 invocation #2 (message='found NaN in local {}')\n"
+    ended = table(3, 16, "To enable traceback see: x")
+    f = only(diagnose(tmp_path, line.format("nan", "grad norm for bucket #0 in backward pass") + ended))
+    assert (f.kind, f.cause, f.culprits) == ("nonfinite", "gradient", (3,)) and "iteration 30" in f.message
+    assert only(diagnose(tmp_path, line.format("nan", "forward loss calculation") + ended)).cause == "loss"
+    assert diagnose(tmp_path, line.format("7.31", "x") + "step 31 loss 2.1\n").findings == ()
+
+
+def test_a_store_whose_address_means_the_host_itself(tmp_path: Path) -> None:
+    what = "torch.distributed.DistNetworkError: The client socket has timed out after 300000ms while trying to connect to (0.0.0.0, 51216)."
+    f = only(diagnose(tmp_path, raised(0, what)))
+    assert "nobody listens there on its own host" in f.message and "rank 0, or torchrun" not in f.message
+
+
+def test_the_pod_in_the_command_that_describes_it(tmp_path: Path) -> None:
+    text = "$ kubectl -n ml describe pod fit-worker-1 | tail -3\n  Warning  FailedScheduling  12m  default-scheduler  0/5 nodes are available: 5 Insufficient nvidia.com/gpu.\n"
+    assert "did not start on fit-worker-1: 0/5 nodes" in only(diagnose(tmp_path, text)).message
+
+
+def test_the_launcher_of_deepspeed_is_no_rank(tmp_path: Path) -> None:
+    what = "RuntimeError: Using hostfile at h but host=10.1.1.2 was not reachable via ssh. If you are running"
+    f = only(diagnose(tmp_path, raised(0, what, file="/e/deepspeed/launcher/runner.py", prefix="")))
+    assert f.message.startswith("deepspeed raised RuntimeError") and "without a password" in f.advice
+
+
+def test_a_process_that_lost_its_gpu(tmp_path: Path) -> None:
+    f = only(diagnose(tmp_path, raised(2, "torch.AcceleratorError: CUDA error: unknown error")))
+    assert "a container loses its GPUs" in f.advice
+
+
+def test_a_pipe_to_a_child_is_no_connection_of_ranks(tmp_path: Path) -> None:
+    f = only(diagnose(tmp_path, PIPE + raised(0, "RuntimeError: Pin memory thread exited unexpectedly", prefix="")))
+    assert "the other end of a pipe" in f.message and "NCCL" not in f.advice and "num_workers=0" in f.advice
