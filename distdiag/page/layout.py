@@ -9,7 +9,7 @@ from enum import IntEnum
 from pathlib import Path
 
 MAGIC = b"DISTDIAG"
-VERSION = 12
+VERSION = 13
 HEAP_BYTES = 192 * 1024
 CALLS, STEPS, SAMPLES, SCALARS, DDP_TIMES = 1024, 256, 128, 64, 32
 CALLERS = 3  # most callers of a call's site
@@ -213,6 +213,7 @@ class ModelSlot(Structure):
         ("buckets", c_uint32),  # JSON object: bytes, buckets, bucket_bytes, …; 0: not known yet
         ("evaluating", c_uint32),  # the module that it wraps is in eval mode
         ("frozen_later", c_uint32),  # 1 if all of `unused` were frozen after DDP was built
+        ("without_graph", c_uint32),  # 1 if the first forward entered the modules of `unused` with gradients off only
         ("batch", c_uint64),  # first dimension of the first tensor that entered it in forwards 1, 2, 3, 5, 9, …
     ]
 

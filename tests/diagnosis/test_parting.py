@@ -584,6 +584,9 @@ def test_what_logging_formats_is_under_the_condition_of_its_level() -> None:
         Condition(FILE, 5, found), [0], Call(op="barrier", group="g")
     )
     assert part(text, [("C", "describe"), ("B", "train")], [("A", "train")]) == []
+    for made in ('f"{epoch} {meters}"', '"%d %s" % (epoch, meters)', "str(meters)"):
+        before = text.replace('"epoch %d  %s", epoch, meters', made)  # text that every rank makes
+        assert part(before, stack, [("A", "train")]) == []
 
 
 def test_a_loop_that_an_exception_can_have_left_has_not_ended_early_for_sure() -> None:

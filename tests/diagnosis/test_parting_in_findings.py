@@ -458,3 +458,36 @@ def test_a_rank_that_has_left_a_helpers_loop_in_an_earlier_round_is_told_so() ->
     # or a comprehension makes the calls
     text = text.replace("gather(name)", "[gather(part) for part in name]")
     assert "metrics.items()" not in only(snapshot(here[0], left, here[1]), source={FILE: text}.get).message
+
+
+def test_the_condition_is_named_at_which_histories_parted_and_not_where_the_ranks_are_now() -> None:
+    """Rank 1 leaves out one call; its later calls pair with the others' call before, until all of them save."""
+    text, at = places("""
+        def share(n):
+            if n:
+                all_reduce(n)  # A
+
+        def main():
+            for step in range(90):
+                share(n)  # B
+                all_reduce(loss)  # C
+                if saver.due(step):
+                    barrier()  # D
+    """)
+    top = Site(FILE, at["B"], "main")
+    share = msgspec.structs.replace(Site(FILE, at["A"], "share"), caller=top)
+    loss, save = Site(FILE, at["C"], "main"), Site(FILE, at["D"], "main")
+    steps = [share, loss] * 12
+
+    def waiting(r: int, made: list[Site], op: str, here: Site) -> RankState:
+        calls = tuple(call("all_reduce", n, site) for n, site in enumerate(made, 1))
+        sites = {site.key: made.count(site) for site in made}
+        return rank(r, call(op, len(made) + 1, here), calls=calls, sites=sites, user_stack=(here,))
+
+    skipped = [*steps[:20], loss, *steps[:2]]
+    ranks = [waiting(r, steps[:23], "all_reduce", loss) for r in (0, 2)]
+    f = only(snapshot(ranks[0], waiting(1, skipped, "barrier", save), ranks[1]), source={FILE: text}.get)
+    assert f.culprits == (1,)
+    assert f.message.startswith("rank 1 skipped all_reduce (train.py:3, called at train.py:7): `if n` (train.py:2)")
+    assert "saver.due" not in f.message + f.advice
+    assert f.advice.startswith("make all_reduce at train.py:3 on rank 1, too, where `if n` at line 2 leads past it")

@@ -1,4 +1,4 @@
-"""Why a parameter got no gradient: its module was never called, or its output does not reach the loss."""
+"""Why a parameter got no gradient: its module was never called or had gradients off, or its output does not reach the loss."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import torch
 from torch import distributed as dist, nn
 from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
 
 
 class Net(nn.Module):
@@ -29,6 +30,9 @@ class Net(nn.Module):
         x = self.fixed(self.body(x))
         if "aside" in sys.argv:
             self.aside(x)
+        if "reentrant" in sys.argv:
+            fixed = self.fixed(torch.ones(4, 8))  # needs no gradient
+            x = x + checkpoint(lambda y: self.spare(self.aside(y)), fixed, use_reentrant=True)
         return x
 
 
@@ -60,6 +64,7 @@ dist.destroy_process_group()
     [
         ("never", "forward never called aside, spare"),
         ("aside", "their output does not reach the loss"),
+        ("reentrant", "forward called their modules with gradients off, so their output has no graph"),
         ("frozen", "they were frozen (requires_grad False) after DDP was built"),
         ("compiled", ""),  # its guards would notice our hooks
     ],
@@ -75,5 +80,6 @@ def test_the_cause_of_a_missing_gradient_is_found(case: str, says: str, tmp_path
     by_cause = {f["cause"]: f for f in found if f["kind"] == "unused_parameters"}
     assert set(by_cause) == {"never_used", "frozen"}
     message = by_cause["never_used"]["message"]
+    assert ("use_reentrant=False" in by_cause["never_used"]["advice"]) is (case == "reentrant")
     assert says in message if says else "forward" not in message
     assert by_cause["frozen"]["severity"] == "info" and by_cause["frozen"]["names"] == ["fixed.weight", "fixed.bias"]

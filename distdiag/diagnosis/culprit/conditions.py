@@ -7,8 +7,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from distdiag.diagnosis.culprit import callers, parting
+from distdiag.diagnosis.culprit import callers, divergence, parting
 from distdiag.diagnosis.culprit.case import Case, Testimony, site_of
+from distdiag.diagnosis.culprit.divergence import Departure
 from distdiag.diagnosis.culprit.parting import Condition, Way
 from distdiag.diagnosis.model import guards as guarding
 from distdiag.diagnosis.model import syntax
@@ -16,7 +17,7 @@ from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, Site, lines_of
 from distdiag.diagnosis.model.syntax import line_at
 from distdiag.diagnosis.text.incident import implicit_text
-from distdiag.diagnosis.text.phrases import at, site_text
+from distdiag.diagnosis.text.phrases import at, op_at, site_text
 from distdiag.diagnosis.waits import compatible, messages
 from distdiag.diagnosis.waits.wait import call_at
 
@@ -61,6 +62,8 @@ def _advice_on_rank(case: Case, condition: Condition, ranks: Sequence[int], rest
 def between_sides(case: Case, ranks: Sequence[int]) -> Testimony | None:
     """Return the conditions that can have led these ranks, or without any the two sides, to another call."""
     if ranks:
+        if (departure := _earlier(case, ranks)) is not None:
+            return _at_departure(case, ranks, departure)
         return _testimony(case, _parting(case, ranks), ranks) or _left_backward(case, ranks)
     if not (found := tied(case)):
         return None
@@ -71,6 +74,39 @@ def between_sides(case: Case, ranks: Sequence[int]) -> Testimony | None:
         "all ranks decide together (all_reduce what it tests)"
     )
     return Testimony(conditions=tuple(found), advice=advice if apart and len(found) == 1 else "")
+
+
+def _earlier(case: Case, ranks: Sequence[int]) -> Departure | None:
+    """Return where the calls of these ranks parted from those of the others, if calls have been paired silently since then."""
+    others = [rank for rank in case.compared if rank not in ranks and rank in case.states]
+    if not others or ranks[0] not in case.states or case.wait.seq is None:
+        return None
+    groups = {wait.group for wait in case.incident.waits}
+    both = (divergence.history(case.states[q], case.calls.get(q), groups) for q in (ranks[0], others[0]))
+    found = divergence.departure(*both)
+    if found is None or found.rank != ranks[0] or found.made is None or found.due is None:
+        return None
+    made, due = found.made, found.due
+    before = made.seq is not None and made.group == case.wait.group == due.group and made.seq < case.wait.seq
+    return found if before and made.site is not None and due.site is not None and made.site != due.site else None
+
+
+def _at_departure(case: Case, ranks: Sequence[int], departure: Departure) -> Testimony | None:
+    """Return the conditions that led these ranks to another call than the one that was due; where they are now, all may come to be."""
+    made, due = departure.made, departure.due
+    other = next(rank for rank in case.compared if rank not in ranks and rank in case.states)
+    ends = (made, ranks[0]), (due, other)
+    mine, theirs = (callers.stack_at(call and call.site, case.states[rank], case.source) for call, rank in ends)
+    # a call that the others make, too, only comes earlier: what was due has been left out
+    skipped = made is not None and made.site is not None and made.site.key in case.states[other].sites
+    found = parting.parting(mine, theirs, case.source, ahead=skipped)
+    alone = bool(found) and found[0].way in (Way.ALONE, Way.STAYED)
+    if not found or made is None or due is None or (alone and skipped):
+        return None
+    did = {Way.LEFT: "left the loop before"}.get(found[0].way, "skipped")
+    head = f"only {rank_list(ranks)} made {op_at(made)}" if alone else f"{rank_list(ranks)} {did} {op_at(due)}"
+    advice = parting.decision_advice(found[0], ranks, made if alone else due) if len(found) == 1 else ""
+    return Testimony(ranks=tuple(ranks), head=head, advice=advice, conditions=tuple(found))
 
 
 def past_the_call(case: Case, ranks: Sequence[int]) -> Testimony | None:

@@ -188,7 +188,7 @@ def _in_expression(node: ast.stmt, callee: str) -> Iterator[Guard]:
                 found = [(part.test, arm, [getattr(part, arm)]) for arm in ("body", "orelse")]
             case ast.BoolOp():
                 found = [(part.values[0], "body", part.values[1:])]
-            case ast.Call() if callee in _FORMATS and _LOGS.match(ast.unparse(part)):
+            case ast.Call() if callee in _FORMATS and _LOGS.match(ast.unparse(part)) and not _formats(part):
                 yield Guard(Kind.HOLDS, part, "body", part)
             case ast.ListComp() | ast.SetComp() | ast.GeneratorExp():
                 found = [(test, "body", [part.elt]) for loop in part.generators for test in loop.ifs]
@@ -197,6 +197,13 @@ def _in_expression(node: ast.stmt, callee: str) -> Iterator[Guard]:
         if len(fits) == 1:  # if both branches call something, either may be the line's
             ((test, branch),) = fits
             yield Guard(Kind.HOLDS, part, branch, test)  # type: ignore[arg-type]
+
+
+def _formats(call: ast.Call) -> bool:
+    """True if an argument of a call is made into text before the call, so on every rank: `f"{x}"`, `"%s" % x`, `str(x)`."""
+    inside = [x for argument in call.args for x in ast.walk(argument)]
+    made = any(isinstance(x, ast.JoinedStr) or (isinstance(x, ast.BinOp) and isinstance(x.op, ast.Mod)) for x in inside)
+    return made or any(isinstance(x, ast.Call) and name_of(x.func) in ("format", "str", "repr", "join") for x in inside)
 
 
 def _called_in(node: ast.AST) -> set[str]:

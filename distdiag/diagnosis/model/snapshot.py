@@ -170,6 +170,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=T
     frozen_later: bool = False  # all of `unused` were frozen after DDP was built
     # modules of `unused` that the first forward did not enter; None: not seen
     never_called: tuple[str, ...] | None = None
+    without_graph: bool = False  # the first forward entered them with gradients off only
     unused_site: Site | None = None  # the forward that DDP refused because of them
     search_ms: float | None = None  # per step, spent looking for unused parameters
     buckets: Buckets | None = None  # None: no backward pass was measured yet

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.culprit import parting
+from distdiag.diagnosis.culprit import outsiders, parting
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
-from distdiag.diagnosis.model.snapshot import Group, Sample, Snapshot
+from distdiag.diagnosis.model.snapshot import Sample, Snapshot
 from distdiag.diagnosis.model.syntax import Source
 from distdiag.diagnosis.text.phrases import at, wheres
 from distdiag.diagnosis.text.template import Template
@@ -62,21 +62,17 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
 
 def _order(s: Snapshot, source: Source) -> Finding | Abstained:
     """Return the first `new_group` call in which ranks created different groups."""
-    by_number: dict[int, dict[tuple[int, ...], Group]] = {}
-    for group in s.groups.values():
-        if group.number is not None and len(group.ranks) > 1:  # a group of one rank has no others to find
-            by_number.setdefault(group.number, {})[group.ranks] = group
     if any("#" in name for name in s.groups):  # torch counts from 0 again after destroy_process_group
         return Abstained("the job has created its groups again after destroying them", cause="order")
-    number = min((n for n, made in by_number.items() if len(made) > 1), default=None)
-    if number is None:
+    found = outsiders.created(s)
+    if found is None:
         return Abstained("no ranks created different groups in the same call of new_group", checked=True, cause="order")
-    made = sorted(by_number[number].values(), key=lambda g: (-len(g.ranks), g.ranks))
+    number, made = found
     most = len(made[0].ranks)
     odd = tuple(sorted(q for g in made[1:] for q in g.ranks)) if len(made[1].ranks) < most else ()
-    alone, head = made[1], ""
-    if len(made) == 2 and set(alone.ranks) < set(made[0].ranks):  # the others have gone on to the next group
-        odd = tuple(sorted(set(made[0].ranks) - set(alone.ranks)))
+    head = ""
+    if (left_out := outsiders.left_out(made)) is not None:
+        odd, alone = left_out
         condition = parting.enclosing(alone.site, source)
         guard = f": `{condition.text}` (line {condition.line})" if condition is not None else ""
         head = f"{rank_list(odd)} did not create the group of {rank_list(alone.ranks)}{at(alone.site)}{guard}; "

@@ -37,6 +37,7 @@ class Limits:
 
 limits = Limits()
 _NATIVE_CRASHES = {signals.SIGABRT, signals.SIGSEGV, signals.SIGBUS, signals.SIGILL, signals.SIGFPE}
+_SENT = {signals.SIGUSR1, signals.SIGUSR2, signals.SIGTERM, signals.SIGHUP, signals.SIGINT}
 KILLED = Template(kind, "killed", "{culprits} {culprits:was|were} killed by {signal}{site}", "{cost}", "{do}",
     proved=True)  # fmt: skip
 CRASHED = Template(kind, "crashed", "{culprits} ended with {how}{site}{condition}", "{cost}", "{do}", proved=True)
@@ -62,6 +63,8 @@ _DO = {
     "SIGSEGV": "a native crash: run once with `python -X faulthandler` and check the extension called there",
     "SIGBUS": "a full /dev/shm or a truncated mapped file: check `df /dev/shm`",
     "signal": "read the rank's own stderr above: what did the library print before the rank died?",
+    "sent": "another process sent it, and the rank had no handler for it: batch systems warn a job in this way before its time ends (Slurm: "
+    "`--signal`); set the handler first of all in the script, or find who sent it",
     "exit": "search the script for what exits with this code; started by `-m distdiag.run`, the verdict has its line",
     "unused": "use the output of every parameter in the loss, freeze those that are not used before DDP, or pass "
     "find_unused_parameters=True",
@@ -126,7 +129,7 @@ def _lost(facts: Facts) -> Finding:
         how=shortened(first.exception or f"exit code {first.exit_code}", 200), site=first.current_site,
         condition=condition,
         cost="the job cannot continue without it" if victims else "the job ended",
-        do=_DO.get(signal, _DO["signal"]) if killed else _repair(first, culprits, victims, echoes, left),
+        do=_DO.get(signal, _DO["sent" if first.signal in _SENT else "signal"]) if killed else _repair(first, culprits, victims, echoes, left),
     )  # fmt: skip
 
 

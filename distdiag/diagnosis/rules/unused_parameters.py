@@ -58,6 +58,8 @@ _DO = {
     "frozen later": "freeze them before the model is wrapped in DDP, or wrap it again afterwards: DDP still expects their gradients",
     "expected": "freeze or remove them if they stay unused on purpose",
     "unused": "use their output in the loss, freeze them (requires_grad_(False)) before DDP, or pass find_unused_parameters=True",
+    "without graph": "call them with gradients on: outside `torch.no_grad()`, and activation checkpointing with use_reentrant=False, or "
+    "with an input that requires gradients (`enable_input_require_grads()`); to leave them untrained, freeze them before DDP",
     "static": "leave out static_graph=True: it promises that every step uses the same parameters; pass "
     "find_unused_parameters=True if steps differ, or let all steps and all ranks take the same path",
     "library": "switch it off in the library that wraps the model (for Hugging Face, ddp_find_unused_parameters=False)",
@@ -181,8 +183,8 @@ def _unused(case: _Case) -> Finding | None:
         elements=sum(unused.values()), lack=lack, shown=shown,
         site=next((m.unused_site for m in having.values() if m.unused_site), None), why=_why(case),
         branch=_branch(case, culprits), cost=crash if severity == Severity.ERROR else "they are never trained",
-        do=_DO["frozen later" if case.frozen_later else "expected" if case.expected
-               else "static" if case.first.static_graph else "unused"],
+        do=_DO["frozen later" if case.frozen_later else "without graph" if case.first.without_graph
+               else "expected" if case.expected else "static" if case.first.static_graph else "unused"],
     )  # fmt: skip
 
 
@@ -195,6 +197,8 @@ def _why(case: _Case) -> str:
     m = case.first
     if m.never_called is None or m.unused_step > 1:
         return ""
+    if m.without_graph:
+        return "; forward called their modules with gradients off, so their output has no graph"
     if not m.never_called:
         return "; forward called their modules, but their output does not reach the loss"
     names = tuple(n or "the model itself" for n in m.never_called)

@@ -79,7 +79,9 @@ class UnusedParameters:
         m.slot.unused = self.samples.page.text(names)
         ddp = m.ref()
         if step <= 1 and m.first_forward is not None and ddp is not None:  # the model may take another branch later
-            never = m.first_forward.never_called(ddp.module, [name for name, _ in without])
+            parameters = [name for name, _ in without]
+            never = m.first_forward.never_called(ddp.module, parameters)
+            m.slot.without_graph = m.first_forward.without_graph(ddp.module, parameters)
             m.slot.never_called = self.samples.page.text(json.dumps(never[:NAMES_KEPT]))
 
     def _write_never(self, m: Model, without: Named) -> None:

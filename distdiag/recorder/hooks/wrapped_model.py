@@ -6,6 +6,7 @@ import sys
 import weakref
 from typing import Any
 
+import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from distdiag.page.layout import ModelSlot
@@ -22,19 +23,32 @@ class FirstForward:
 
     def __init__(self) -> None:
         self._called: set[int] = set()
+        self._with_graph: set[int] = set()
         self._hook = register_module_forward_pre_hook(self._enters)
 
     def _enters(self, module: Any, _inputs: Any) -> None:
         self._called.add(id(module))
+        if torch.is_grad_enabled():
+            self._with_graph.add(id(module))
 
     def end(self) -> None:
         self._hook.remove()
 
     def never_called(self, model: Any, parameters: list[str]) -> list[str]:
         """Return the names of the modules of `model` that own one of `parameters` and were not entered."""
-        modules = dict(model.named_modules())
-        owners = dict.fromkeys(name.rpartition(".")[0] for name in parameters)
-        return [name for name in owners if name in modules and id(modules[name]) not in self._called]
+        return [name for name, module in _owners(model, parameters) if id(module) not in self._called]
+
+    def without_graph(self, model: Any, parameters: list[str]) -> bool:
+        """True if the modules that own `parameters` were entered with gradients off only, as by a reentrant checkpoint."""
+        owners = {id(module) for _, module in _owners(model, parameters)}
+        return bool(owners) and owners <= self._called - self._with_graph
+
+
+def _owners(model: Any, parameters: list[str]) -> list[tuple[str, Any]]:
+    """Return the modules of `model` that own `parameters`, with their names."""
+    modules = dict(model.named_modules())
+    names = dict.fromkeys(name.rpartition(".")[0] for name in parameters)
+    return [(name, modules[name]) for name in names if name in modules]
 
 
 def watch_first_forward() -> FirstForward | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from distdiag.diagnosis.model.snapshot import Group, Sample, Snapshot
+from distdiag.diagnosis.model.snapshot import Group, RankState, Sample, Snapshot
 from distdiag.diagnosis.rules import group_misuse
+from tests.diagnosis import waits
 from tests.diagnosis.made import LOOP, findings, job, only, rank
 
 
@@ -51,3 +52,19 @@ def test_groups_in_the_same_order_are_no_finding() -> None:
     assert findings(groups(*alone), group_misuse) == [], "a group of one rank has nobody to find"
     again = Group(name="default_pg#2", ranks=(0, 1, 2, 3))
     assert findings(groups(made(1, 0, 1), made(1, 2, 3), again), group_misuse) == [], "torch counts from 0 again"
+
+
+def test_a_group_that_only_its_members_created_explains_the_hang_in_the_next_new_group() -> None:
+    """Its number is that of the next group on the rank that left it out."""
+
+    def waiting(q: int, group: Group) -> RankState:
+        here = waits.call("new_group", 1, LOOP, group.name, shape=None, dtype=None)
+        return waits.rank(q, here, calls=(here,))
+
+    extra, late, early = made(1, 0, 2), made(2, 0, 1, 2), made(1, 0, 1, 2)
+    s = waits.snapshot(waiting(0, late), waiting(1, early), waiting(2, late))
+    s = msgspec.structs.replace(s, groups={**s.groups, **{g.name: g for g in (extra, late, early)}})
+    f = waits.only(s)
+    assert (f.kind, f.culprits) == ("deadlock", (1,))
+    assert f.message.startswith("rank 1 did not create the group of ranks 0, 2 at train.py:40")
+    assert "call new_group on all ranks, in the same order" in f.advice

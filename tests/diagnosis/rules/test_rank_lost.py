@@ -182,3 +182,16 @@ def test_a_rank_without_heartbeat_that_others_wait_for_is_lost(silent_s: float, 
     )
     found = findings(s, rank_lost, stall)
     assert [(f.kind, f.cause, f.culprits) for f in found] == [("rank_lost", "silent", (1,))] * reported
+
+
+@pytest.mark.parametrize(("number", "sent"), [(10, True), (12, True), (9, False), (6, False), (11, False)])
+def test_a_signal_for_the_users_own_use_was_sent_by_another_process(number: int, sent: bool) -> None:
+    f = only(
+        ended(
+            job(
+                rank(0, life=Life.KILLED, signal=number, ended_s=9.0),
+                rank(1, life=Life.CRASHED, exception=CLOSED, ended_s=9.2),
+            )
+        )
+    )
+    assert (f.cause == "killed" and "another process sent it" in f.advice) is sent
