@@ -207,7 +207,9 @@ def _policy(kind: Kind) -> str:
         else "by the first evaluation that finds it"
     )
     hold += "".join(f"; `{cause}` after {n}" for cause, n in kind.hold_of_cause.items())
-    cleared = "never" if kind.sticky else f"after {kind.release} consecutive evaluations that no longer find it"
+    cleared = f"after {kind.release} consecutive evaluations that no longer find it"
+    if kind.sticky:
+        cleared = "never" + "".join(f"; `{cause}` {cleared}" for cause in kind.refutable)
     explains = ", ".join(dict.fromkeys(f"`{entry.kind}`" for entry in kind.explains))
     rows = [
         ("severity", ", ".join(kind.severities)),

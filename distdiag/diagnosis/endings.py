@@ -29,6 +29,7 @@ _ECHO = re.compile(
 )
 _TIMEOUT = re.compile(r"timed? ?out|timeout|wait timeout|deadline|failed to pass monitoredBarrier", re.IGNORECASE)
 _CONNECT = re.compile(r"connectFullMesh|timed out connecting|failed to connect|connection refused", re.IGNORECASE)
+_REFUSED_ADDRESS = re.compile(r"connection refused", re.IGNORECASE)
 _IN_TORCH = re.compile(
     r"gloo|nccl|c10d|process ?group|collective|recv operation|send operation|monitoredBarrier|"
     r"waiting \d+ ?ms|wait timeout|DistBackendError|DistStoreError|transport",
@@ -283,6 +284,10 @@ def timed_out(snapshot: Snapshot, kinds: dict[int, str]) -> list[RankState]:
 
 def _timeout(snapshot: Snapshot, kinds: dict[int, str], late: Late | None) -> Cascade:
     victims = timed_out(snapshot, kinds)
+    # a late rank has published no address yet: what is refused is where nobody listens
+    tried = tuple(sorted(r.rank for r in victims if _CONNECT.search(r.exception or "")))
+    if any(_REFUSED_ADDRESS.search(snapshot.ranks[q].exception or "") for q in tried):
+        return Cascade(End.UNCONNECTED, (), tried)
     call = last_wait(victims[0])
     who: tuple[int, ...] = ()
     if late is not None and late[0]:
@@ -293,5 +298,4 @@ def _timeout(snapshot: Snapshot, kinds: dict[int, str], late: Late | None) -> Ca
     who = tuple(sorted(q for q in who if kinds.get(q) != "timeout"))
     if who:
         return Cascade(End.TIMEOUT, who, tuple(r.rank for r in victims))
-    tried = tuple(q for q in _of(kinds, "timeout") if _CONNECT.search(snapshot.ranks[q].exception or ""))
     return Cascade(End.UNCONNECTED, (), tried) if tried else NO_CASCADE

@@ -194,7 +194,8 @@ class Diagnosis:
                 del self.records[key]
                 continue
             over = kind.cleared_by_success and succeeded
-            kept = kind.sticky or final or all_ended(s)
+            sticky = kind.sticky and f.cause not in kind.refutable
+            kept = sticky or final or all_ended(s)
             if kind.superseded and stopped:
                 record.finding = msgspec.structs.replace(f, severity=Severity.INFO, cleared_s=s.t_s)
             elif over or (not kept and record.absent >= kind.release):

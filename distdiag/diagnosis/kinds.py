@@ -51,6 +51,7 @@ class Kind:
     lasting_s: float | None = None  # two evaluations are enough if its steps so far have lasted so long
     release: int = 5  # evaluations in a row that no longer find it before it is cleared
     sticky: bool = False  # never cleared
+    refutable: tuple[str, ...] = ()  # causes of a sticky kind that are cleared like those of any other
     fatal: bool = False  # it stops the job for good (unless the collective it is about has completed)
     blocks: bool = False  # ranks wait for good; it is repeated unchanged while its ranks end
     superseded: bool = False  # cleared, with severity info, once a finding that stops the job appears
@@ -96,7 +97,7 @@ RANK_LOST = _fatal(
 UNUSED_PARAMETERS = Kind(
     name="unused_parameters", severities=(_INFO, _WARNING, _ERROR), sticky=True,
     causes=("never_used", "differs_between_ranks", "frozen", "flag_not_needed"),
-    hold_of_cause=MappingProxyType({"flag_not_needed": 2}),
+    hold_of_cause=MappingProxyType({"flag_not_needed": 2}), refutable=("flag_not_needed",),
     explains=tuple(
         Explains(kind=kind, only_errors=True) for kind in ("rank_lost", "deadlock", "timeout", "stall", "mismatch")
     ),

@@ -14,6 +14,7 @@ from distdiag.diagnosis.step_times import LIMITS, PHASES, part_ms, self_ms
 
 PAUSE_MS = 200.0  # that the others wait in such a step
 FACTOR = 3.0  # the same, as a multiple of the usual step
+LONG_STEP_S = 5.0  # with the same multiple: a step that holds an evaluation, an export or the like
 
 
 @dataclass
@@ -51,6 +52,7 @@ class Pauses:
     end_s: float = 0.0
     # (t_s, gc_s, gc_count) after the warm-up
     gc_before: dict[int, tuple[float, float, int]] = field(default_factory=dict)
+    long_until_s: float = 0.0  # end of the newest long step, whoever waited in it; now, if a rank is in one
     _step: int = LIMITS.warm_up  # the newest that is included
 
     @property
@@ -78,6 +80,8 @@ class Pauses:
         ranks = list(s.ranks.values())
         if len(ranks) < max(2, s.world_size) or any(r.in_join or not r.steps for r in ranks):
             return
+        if s.t_s - max(r.steps[-1].end_s for r in ranks) > max(LONG_STEP_S, FACTOR * (s.usual_step_s or 0.0)):
+            self.long_until_s = s.t_s
         newest = min(r.steps[-1].step for r in ranks)
         first = max(self._step + 1, newest - len(ranks[0].steps) + 1)
         for step in range(first, newest + 1):
@@ -103,6 +107,8 @@ class Pauses:
         least_ms = max(PAUSE_MS, FACTOR * usual_s * 1e3)
         if x.step_ms < least_ms:  # fast path: a pause is in the step of every rank
             return
+        if x.step_ms >= max(LONG_STEP_S * 1e3, least_ms):
+            self.long_until_s = max(self.long_until_s, x.end_s)
         steps = {r.rank: y for r in ranks if (y := _of(r, x.step)) is not None}
         if len(steps) < len(ranks):
             return

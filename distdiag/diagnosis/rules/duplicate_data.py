@@ -147,10 +147,28 @@ def _groups(loaders: dict[int, Loader]) -> list[list[int]]:
     return [g for g in groups if len(g) > 1]
 
 
-def _same_batches(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding]:
+def _split(s: Snapshot, loaders: dict[int, Loader], ranks: Collection[int]) -> bool:
+    """True if what enters the models of these ranks is a part for each of the loader's batch, `batch.chunk(world)[rank]`.
+
+    Of the same part, as with micro-batches, all would have the same losses.
+    """
+    sizes = {loaders[q].batch_size for q in ranks}
+    entered = [max((m.batch or 0 for m in s.ranks[q].models), default=0) for q in ranks]
+    size = sizes.pop() if len(sizes) == 1 else None
+    if size is None or not all(0 < n <= -(-size // len(ranks)) for n in entered):
+        return False
+    losses = [{x.step: x.loss for x in s.ranks[q].steps if x.loss is not None} for q in ranks]
+    common = set.intersection(*map(set, losses))
+    return len(common) < limits.times or any(len({x[k] for x in losses}) > 1 for k in common)
+
+
+def _same_batches(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding | Abstained]:
     if len({x.iterations_started for x in loaders.values()}) != 1 or not (groups := _groups(loaders)):
         return
     ranks = tuple(sorted(q for g in groups for q in g))
+    if _split(s, loaders, ranks):
+        yield Abstained("the loaders give the same batches, and the model of each rank gets a part of each", checked=True)
+        return
     mine = [loaders[q] for q in ranks]
     # only the labels: the same samples, augmented by each rank, or others whose labels follow a pattern
     prints = {q: loaders[q].first_fingerprints for q in ranks}

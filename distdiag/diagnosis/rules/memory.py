@@ -135,19 +135,24 @@ def slope(points: Sequence[tuple[float, int]]) -> tuple[float, float]:
     return (both / times, both * both / (times * sizes)) if times and sizes else (0.0, 0.0)
 
 
-def _recent(r: RankState, memory: Points, window_s: float) -> Points:
-    """Return the newest samples since the warm-up; none if the rank does not train."""
+def _recent(r: RankState, memory: Points, window_s: float, since_s: float) -> Points:
+    """Return the newest samples since the warm-up and `since_s`; none if the rank does not train."""
     if r.life != Life.RUNNING or r.warm_since_s is None or not memory:
         return ()
-    since_s = max(r.warm_since_s, memory[-1][0] - window_s)
+    since_s = max(since_s, r.warm_since_s, memory[-1][0] - window_s)
     return tuple(point for point in memory if point[0] >= since_s)
 
 
 def _growing(
-    r: RankState, memory: Points, bounds: tuple[tuple[int, float, float], ...], least: int, patience_s: float = 0.0
+    r: RankState, memory: Points, bounds: tuple[tuple[int, float, float], ...], least: int, since_s: float,
+    patience_s: float = 0.0,
 ) -> float | None:
-    """Return the bytes per second of steady growth while the rank trains; None otherwise."""
-    points = _recent(r, memory, max(limits.window_s, patience_s))
+    """Return the bytes per second of steady growth while the rank trains; None otherwise.
+
+    What a rank gathers in one long step, as when it evaluates or draws, is not kept across steps: growth counts from
+    `since_s`, the end of the newest such step, or now.
+    """
+    points = _recent(r, memory, max(limits.window_s, patience_s), since_s)
     points = points[:: -max(1, len(points) // limits.points)][::-1]
     if len(points) < 2:
         return None
@@ -162,26 +167,26 @@ def _growing(
     return rate if steady and not any(b[1] < a[1] - 4 * MIB for a, b in itertools.pairwise(points)) else None
 
 
-def _alone(s: Snapshot, growing: Mapping[int, float]) -> bool:
+def _alone(s: Snapshot, growing: Mapping[int, float], since_s: float) -> bool:
     """True if at least as many other ranks train, too, and do not grow."""
     others = [r for q, r in s.ranks.items() if q not in growing]
     if not growing or len(others) < len(growing) or len(s.ranks) < s.world_size or _model_parallel(s):
         return False
     rate = limits.flat * min(growing.values())
-    recent = [_recent(r, r.memory, limits.window_s) for r in others]
+    recent = [_recent(r, r.memory, limits.window_s, since_s) for r in others]
     return all(len(p) > 1 and p[-1][1] - p[0][1] < rate * (p[-1][0] - p[0][0]) for p in recent)
 
 
 def _on_host(facts: Facts) -> Finding | None:
     """Return the finding of host memory that grows steadily."""
-    s = facts.snapshot
+    s, since_s = facts.snapshot, facts.pauses.long_until_s
 
     def growing(ranks: Mapping[int, RankState], least: int, patience_s: float = 0.0) -> dict[int, float]:
-        rates = {q: _growing(r, r.memory, limits.growth, least, patience_s) for q, r in ranks.items()}
+        rates = {q: _growing(r, r.memory, limits.growth, least, since_s, patience_s) for q, r in ranks.items()}
         return {q: rate for q, rate in rates.items() if rate is not None}
 
     found = growing(s.ranks, limits.alone_bytes)
-    alone = _alone(s, found)
+    alone = _alone(s, found, since_s)
     least = limits.alone_bytes if alone else limits.growth_bytes
     found = found if alone else growing({q: s.ranks[q] for q in found}, least)
     if not found:
@@ -196,8 +201,10 @@ def _on_host(facts: Facts) -> Finding | None:
 
 def _on_device(facts: Facts) -> Finding | None:
     """Return the finding of device memory that grows steadily."""
-    ranks = facts.snapshot.ranks
-    rates = {q: _growing(r, r.device_memory, limits.device_growth, limits.growth_bytes) for q, r in ranks.items()}
+    ranks, since_s = facts.snapshot.ranks, facts.pauses.long_until_s
+    rates = {
+        q: _growing(r, r.device_memory, limits.device_growth, limits.growth_bytes, since_s) for q, r in ranks.items()
+    }
     found = {q: rate for q, rate in rates.items() if rate is not None}
     left_s = (max(0, (ranks[q].device_total_bytes or 0) - ranks[q].device_memory[-1][1]) / found[q] for q in found)
     cost = "an out-of-memory error ends the job when the card is full"

@@ -40,6 +40,7 @@ from distdiag.diagnosis.threads import Open, ended_thread, left_open
 from distdiag.diagnosis.waits.delays import incomplete, kept_waiting, motionless_s, outpaced
 from distdiag.diagnosis.waits.uncounted import unseen
 from distdiag.terms.activity import ACTIVITIES, refined
+from distdiag.terms.operations import op_name
 from distdiag.terms.ranks import by_value
 from distdiag.terms.units import rough_duration, size_text
 
@@ -54,8 +55,9 @@ class Limits:
         )
     )
     """Seconds that the others may wait for a rank, by what it does. Nobody answers a prompt of a
-    batch job; a checkpoint to a slow disk may be slow. What a rank computes under a condition on
-    the rank, while the others wait in a barrier, counts as a validation."""
+    batch job; a checkpoint to a slow disk may be slow. What a rank computes, or another
+    program for it, under a condition on the rank while the others wait in a barrier, or in a
+    broadcast of its result, counts as a validation."""
     long_s: float = 60.0
     """The same for a rank that still makes steps and is ahead of all ranks that wait for it, and
     for a job in which no rank moves and none waits for another, while their hosts sleep or wait for
@@ -213,17 +215,26 @@ def waits_for(victims: Sequence[int], late: RankState, waited_s: float, limit_s:
 
 
 def _limit_s(facts: Facts, r: RankState, victims: Sequence[int], waited_s: float) -> float:
-    """Return `patience_s`; more for a rank that computes under a condition on the rank while the others wait in a barrier.
+    """Return `patience_s`; more for a rank that works under a condition on the rank while the others wait for it on purpose.
 
-    The script lets them wait for its duty on purpose: drawing, scoring, an export.
+    They are in a barrier, or in a broadcast of its result: drawing, scoring, an export, an upload by another program.
     """
     limit_s, duty_s = patience_s(r), limits.patience_s["validation"]
     states = [facts.snapshot.ranks[v] for v in victims]
-    barriers = all(v.blocked is not None and v.blocked.op == "barrier" for v in states)
-    if not limit_s <= waited_s < duty_s or _doing(r) != "user_code" or not barriers:
+    if not limit_s <= waited_s < duty_s or not all(_on_purpose(v, r.rank) for v in states):
+        return limit_s
+    if refined(_doing(r), line_at(r.current_site, facts.source)) not in ("user_code", "process"):
         return limit_s
     guard = parting.rank_condition(r.user_stack, states[0].user_stack, facts.source)
     return duty_s if guard is not None and guard.way is parting.Way.ALONE else limit_s
+
+
+def _on_purpose(victim: RankState, late: int) -> bool:
+    """True if a rank waits in a barrier, or for what the late one hands out; not in DDP's own broadcast of buffers."""
+    call = victim.blocked
+    if call is None or implicit_text(victim, call):
+        return False
+    return call.op == "barrier" or (call.root == late and op_name(call.op) in ("broadcast", "scatter"))
 
 
 def patience_s(r: RankState) -> float:

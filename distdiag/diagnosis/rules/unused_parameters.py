@@ -38,8 +38,9 @@ class Limits:
     a gradient in all of them."""
     never_checks: int = 100
     """The same before it is a warning: by then a rare branch has been taken."""
-    not_needed_share: float = 0.001
-    """Share of the step that the search takes; below it, the flag is reported as info."""
+    not_needed_share: float = 0.005
+    """Share of the step that the search takes; below it, the flag is reported as info. A branch that
+    is skipped once in some hundred steps needs the flag, and no check may have met it."""
 
 
 limits = Limits()

@@ -11,7 +11,7 @@ from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.model.snapshot import Call, Group, Loader, RankState, Sample, Snapshot
 from distdiag.diagnosis.rules import duplicate_data
-from tests.diagnosis.made import findings, job, loader, of_kind, only, rank, steps
+from tests.diagnosis.made import MODEL, findings, job, loader, of_kind, only, rank, steps
 
 
 def data(s: Snapshot, source: str | None) -> list[Finding]:
@@ -38,6 +38,22 @@ def test_the_same_batches_on_two_ranks_are_reported() -> None:
     assert "split by rank and worker in its `__iter__`" in only(duplicates(*streams)).advice, (
         "it may be iterable: no sampler"
     )
+
+
+@pytest.mark.parametrize(
+    ("entered", "losses", "reported"),
+    [(32, (1.0, 2.0), False), (32, (1.0, 1.0), True), (64, (1.0, 2.0), True), (20, (1.0, 2.0), False)],
+)
+def test_ranks_that_each_take_a_part_of_the_same_batch_do_not_train_on_the_same_data(
+    entered: int, losses: tuple[float, float], reported: bool
+) -> None:
+    same = loader(first_fingerprints=prints(1), batch_size=64)
+    model = msgspec.structs.replace(MODEL, batch=entered)
+    ranks = []
+    for q, loss in enumerate(losses):
+        made = tuple(msgspec.structs.replace(x, loss=loss / x.step) for x in steps(seed=q))
+        ranks.append(rank(q, loaders=(same,), models=(model,), steps=made))
+    assert bool(of_kind(data(job(*ranks), PLAIN), "duplicate_data")) is reported
 
 
 @pytest.mark.parametrize(

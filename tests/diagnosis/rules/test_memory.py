@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import (
     Snapshot,
 )
+from distdiag.diagnosis.pauses import Pauses
 from distdiag.diagnosis.rules import memory
-from tests.diagnosis.made import GIB, findings, job, of_kind, only, rank
+from tests.diagnosis.made import GIB, findings, job, of_kind, only, rank, steps
 
 
 def findings_of(s: Snapshot) -> list[Finding]:
@@ -26,6 +29,19 @@ def test_growth_needs_steady_growth_after_the_first_steps() -> None:
     assert f.culprits == (0,)
     assert [f for f in findings_of(grows(10e6, until=20)) if f.cause == "growth"] == []
     assert [f for f in findings_of(grows(1e6)) if f.cause == "growth"] == []
+
+
+def test_what_grows_within_one_long_step_is_not_kept_across_steps() -> None:
+    points = tuple((float(t), int(4e8 + 10e6 * t)) for t in range(60))
+    s = job(*(rank(q, memory=points, warm_since_s=5.0, steps=steps(seed=q)) for q in range(2)), t_s=60.0)
+
+    def found(in_step_since_s: float) -> list[Finding]:
+        made = tuple(replace(x, end_s=in_step_since_s - (60 - x.step) * 0.1) for x in steps())
+        pauses = Pauses()
+        pauses.add(replace(s, ranks={q: replace(r, steps=made) for q, r in s.ranks.items()}))
+        return [f for f in findings(s, memory, pauses=pauses) if f.cause == "growth"]
+
+    assert found(59.0) and found(50.0) == []
 
 
 def test_growth_on_a_device_is_reported_with_the_time_left() -> None:

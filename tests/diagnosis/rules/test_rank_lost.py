@@ -75,6 +75,8 @@ def test_ranks_that_could_not_connect_blame_nobody() -> None:
     f = only(ended(s))
     assert (f.kind, f.cause, f.culprits, f.victims) == ("rank_lost", "crashed", (), (0,))
     assert "connectFullMesh" in f.message and "SOCKET_IFNAME" in f.advice
+    late = only(ended(s, late=((1,), (0,))))
+    assert (late.kind, late.culprits) == ("rank_lost", ()), "who came late listens nowhere yet, and refuses nothing"
 
 
 def test_the_first_end_that_is_not_an_echo_is_the_cause() -> None:

@@ -34,7 +34,7 @@ def test_patience_depends_on_what_the_late_rank_does(activity: str, waited_s: fl
 
 
 DUTY = """def draw(net):
-    return [net(i) for i in range(9)]
+    return {work}
 def main():
     for epoch in range(3):
         if rank == 1:
@@ -45,25 +45,30 @@ main()
 
 
 @pytest.mark.parametrize(
-    ("call", "activity", "waited_s", "reported"),
+    ("call", "work", "activity", "waited_s", "reported"),
     [
-        ("dist.barrier()", "user_code", 40.0, False),
-        ("dist.barrier()", "user_code", 70.0, True),
-        ("dist.barrier()", "socket", 40.0, True),
-        ("dist.all_reduce(loss)", "user_code", 40.0, True),
+        ("dist.barrier()", "[net(i) for i in range(9)]", "user_code", 40.0, False),
+        ("dist.barrier()", "[net(i) for i in range(9)]", "user_code", 70.0, True),
+        ("dist.barrier()", "subprocess.run(upload)", "socket", 40.0, False),
+        ("dist.barrier()", "server.recv(4)", "socket", 40.0, True),
+        ("dist.all_reduce(loss)", "[net(i) for i in range(9)]", "user_code", 40.0, True),
+        ("dist.broadcast(order, 1)", "[net(i) for i in range(9)]", "user_code", 40.0, False),
+        ("dist.broadcast(order, 0)", "[net(i) for i in range(9)]", "user_code", 40.0, True),
     ],
 )
-def test_others_wait_longer_in_a_barrier_for_what_one_rank_computes_under_a_condition_on_the_rank(
-    call: str, activity: str, waited_s: float, reported: bool
+def test_others_wait_longer_in_a_barrier_for_the_work_of_one_rank_under_a_condition_on_the_rank(
+    call: str, work: str, activity: str, waited_s: float, reported: bool
 ) -> None:
     def stack(*lines: int) -> tuple[Site, ...]:
         names = ("draw", "main", "<module>")[-len(lines) :]
         return tuple(Site("/job/train.py", n, name) for n, name in zip(lines, names, strict=True))
 
-    waits = Call(op=call[5:].split("(")[0], group="default_pg", seq=7, entered_s=100.0 - waited_s)
+    op, root = call[5:].split("(")[0], int(call[-2]) if call[-2].isdigit() else None
+    waits = Call(op=op, group="default_pg", seq=7, entered_s=100.0 - waited_s, root=root, site=stack(7)[0])
     waiting = rank(0, blocked=waits, enqueued={"default_pg": 7}, user_stack=stack(7, 8), activity="waiting")
-    late = rank(1, enqueued={"default_pg": 6}, user_stack=stack(2, 6, 8), activity=activity)
-    found = findings(job(waiting, late), stall, source={"/job/train.py": DUTY.format(call=call)}.get)
+    frames = stack(2, 6, 8)
+    late = rank(1, enqueued={"default_pg": 6}, user_stack=frames, current_site=frames[0], activity=activity)
+    found = findings(job(waiting, late), stall, source={"/job/train.py": DUTY.format(call=call, work=work)}.get)
     assert bool(found) is reported
 
 

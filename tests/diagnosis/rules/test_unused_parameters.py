@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import (
     Buckets,
@@ -112,6 +113,13 @@ def test_a_search_that_costs_hardly_anything_is_info() -> None:
 def test_a_search_that_found_unused_parameters_once_is_needed() -> None:
     hit = msgspec.structs.replace(SEARCHED, unused=(("head.weight", 40),), unused_hits=1, unused_step=9)
     assert of_kind(not_needed(SEARCHED, hit), "unused_parameters", "flag_not_needed") == []
+    diagnosis = Diagnosis(source=lambda _: None)
+    for second in range(20):  # a branch that is skipped at last
+        models = [hit if second > 9 else SEARCHED] * 2
+        ranks = [rank(q, models=(m,), step=100 + second) for q, m in enumerate(models)]
+        diagnosis.update(job(*ranks, usual_step_s=0.1, t_s=100.0 + second))
+        assert bool(diagnosis.findings) is (second >= 1)
+    assert only(diagnosis.findings).cleared_s is not None
 
 
 @pytest.mark.parametrize(
