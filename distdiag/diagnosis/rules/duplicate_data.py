@@ -167,7 +167,9 @@ def _same_batches(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding |
         return
     ranks = tuple(sorted(q for g in groups for q in g))
     if _split(s, loaders, ranks):
-        yield Abstained("the loaders give the same batches, and the model of each rank gets a part of each", checked=True)
+        yield Abstained(
+            "the loaders give the same batches, and the model of each rank gets a part of each", checked=True
+        )
         return
     mine = [loaders[q] for q in ranks]
     # only the labels: the same samples, augmented by each rank, or others whose labels follow a pattern

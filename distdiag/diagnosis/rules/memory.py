@@ -144,7 +144,11 @@ def _recent(r: RankState, memory: Points, window_s: float, since_s: float) -> Po
 
 
 def _growing(
-    r: RankState, memory: Points, bounds: tuple[tuple[int, float, float], ...], least: int, since_s: float,
+    r: RankState,
+    memory: Points,
+    bounds: tuple[tuple[int, float, float], ...],
+    least: int,
+    since_s: float,
     patience_s: float = 0.0,
 ) -> float | None:
     """Return the bytes per second of steady growth while the rank trains; None otherwise.

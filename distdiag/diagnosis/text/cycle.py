@@ -150,7 +150,9 @@ def _other_tag(snapshot: Snapshot, calls: dict[int, tuple[Wait, Call]]) -> tuple
     """
     for r, (_, call) in sorted(calls.items()):
         peer = snapshot.ranks.get(call.peer) if call.p2p and call.peer is not None else None
-        for other in messages.open_to(peer, r) if peer is not None else ():
+        if peer is None:
+            continue
+        for other in messages.open_to(peer, r):
             way, back = messages.direction_of(call), messages.direction_of(other)
             if way == back or other.group != call.group or other.tag == call.tag:
                 continue
