@@ -41,6 +41,11 @@ ACTIVITIES = (  # in the order in which lines are searched for them
         line=r"\.(?i:flock|lockf|acquire)\s*\(|^(?i:with\s.*lock)",
     ),
     Activity(
+        word="lock_file", patience_s=60.0, shown="waiting for a lock file", does="waits for a lock file to be removed",
+        do="see which process made that file; if none holds it (its owner was killed), delete it",
+        frame=r"^file_baton\.wait$|^_api\.acquire$",  # while another process builds: torch's extensions, filelock
+    ),
+    Activity(
         word="process", within=("socket",), does="waits for a process that it started", shown="waiting for a process",
         do="see what that process does (`ps --ppid PID`), and give the call a timeout; or let all ranks continue without it",
         refines=r"\bsubprocess\.|\bPopen\b|\.communicate\(|\bos\.system\(|\b(p|popen|proc\w*|child\w*)\.wait\(",

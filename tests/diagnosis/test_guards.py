@@ -219,3 +219,27 @@ def test_no_sync_is_a_condition_of_the_gradients_and_a_list_of_modules_is_equal_
     expert = [Site(FILE, at["E"], "forward"), Site(FILE, at["M"], "step")]
     found = parting([Site(FILE, at["L"], "step")], expert, {FILE: text}.get)
     assert [c.text for c in found] == ["if rows.numel()"]
+
+
+HOOKS = """
+    def reduce(expert, group):
+        for p in expert.parameters():
+            if p.grad is not None:
+                all_reduce(p.grad, group)  # E
+
+    def step():
+        reduce(expert, group)  # M
+        norm(trunk)  # L
+"""
+
+
+def test_what_a_module_lists_is_equally_long_on_all_ranks() -> None:
+    text, at = places(HOOKS)
+    theirs = [Site(FILE, at["E"], "reduce"), Site(FILE, at["M"], "step")]
+    for loop in ("expert.parameters()", "enumerate(expert.parameters())", "self.expert.named_modules()"):
+        source = text.replace("expert.parameters()", loop)
+        found = parting([Site(FILE, at["L"], "step")], theirs, {FILE: source}.get)
+        assert [c.text for c in found] == ["if p.grad is not None"]
+    of_data = text.replace("expert.parameters()", "batch.parts()")
+    found = parting([Site(FILE, at["L"], "step")], theirs, {FILE: of_data}.get)
+    assert [c.text for c in found] == ["for p in batch.parts()"]

@@ -302,3 +302,18 @@ def test_a_limit_too_short_to_show_anything(tmp_path: Path) -> None:
     text = "".join(timeout(r, seq=1).replace("600000", "1000").replace("600020", "1090") for r in range(4))
     f = only(diagnose(tmp_path, text + "".join(counters(r, 1, 1, 0) for r in range(4))))
     assert "too short" in f.message and "timedelta" in f.advice
+
+
+def test_the_list_of_failures_is_read_whatever_its_spacing(tmp_path: Path) -> None:
+    listed = table(3, -9, "Signal 9 (SIGKILL) received by PID 903")
+    for text in (listed, listed.replace(" (pid", "  (pid").replace(" (local_rank", "   (local_rank")):
+        assert only(diagnose(tmp_path, text)).culprits == (3,)
+
+
+def test_a_job_that_its_nan_ended_has_lost_no_training_since(tmp_path: Path) -> None:
+    losses = "step 1 loss: 2.1\nstep 2 loss: nan\n"
+    assert only(diagnose(tmp_path, losses + "step 3 loss: nan\n")).cost == "what was trained since then is lost"
+    ended = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n" + table(
+        0, 1, "To enable traceback see: https://pytorch.org"
+    )
+    assert only(diagnose(tmp_path, losses + ended)).cost == ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distdiag.diagnosis.model.findings import Where
-from distdiag.terms.activity import ACTIVITIES, refined
+from distdiag.terms.activity import ACTIVITIES, by_frame, refined
 from distdiag.tui.panels import where_text
 
 
@@ -23,3 +23,7 @@ def test_the_line_refines_what_the_frame_shows() -> None:
     assert refined("socket", "subprocess.run(['sync'])") == "process"
     assert refined("socket", "asyncio.run(main())") == "event_loop"
     assert refined("data", "asyncio.run(main())") == "data"
+
+
+def test_who_polls_a_lock_file_waits_for_its_owner() -> None:
+    assert by_frame("file_baton.wait") == by_frame("_api.acquire") == "lock_file"

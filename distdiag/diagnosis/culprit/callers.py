@@ -96,6 +96,13 @@ def function_key(site: Site, source: Source) -> tuple[str, str, int]:
     return site.file, site.function, around.lineno if around is not None else 0
 
 
+def in_common(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> Sequence[Site]:
+    """Return the outer part of a stack that is in functions which are on the other, too."""
+    pairs = zip(reversed(mine), reversed(theirs), strict=False)
+    same = itertools.takewhile(lambda pair: function_key(pair[0], source) == function_key(pair[1], source), pairs)
+    return mine[len(mine) - sum(1 for _ in same) :]
+
+
 def dispatched(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> bool:
     """True if two stacks part in a line with one call, which called one function for one of them and another for the other.
 

@@ -10,6 +10,7 @@ from functools import cached_property
 from distdiag.diagnosis.culprit.parting import Condition
 from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot
 from distdiag.diagnosis.model.syntax import Source, no_source
+from distdiag.diagnosis.waits import messages
 from distdiag.diagnosis.waits.graph import WaitGraph
 from distdiag.diagnosis.waits.incidents import Incident, Root
 from distdiag.diagnosis.waits.wait import Wait
@@ -103,6 +104,13 @@ class Case:
         times = self.states[q].sites.get(call.site.key, 0) - 1 if q in self.states else 0
         same = (c for c in reversed(state.calls) if (c.op, c.group) == (call.op, call.group) and c.site is not None)
         return next((c for c in same if c.site is not None and 0 < times == state.sites.get(c.site.key)), None)
+
+    def in_a_new_round(self, rank: int) -> bool:
+        """True if a rank waits for a message of which its peer has left out none: this one belongs to the peer's next step."""
+        call = self.calls.get(rank)
+        if call is None or not call.p2p or call.peer is None:
+            return False
+        return messages.none_left_out(self.states.get(call.peer), rank, call)
 
     @cached_property
     def sides(self) -> list[list[int]]:

@@ -140,8 +140,10 @@ def past_the_call(case: Case, ranks: Sequence[int]) -> Testimony | None:
     waiting = {v.rank: callers.call_stack(v.user_stack, v.host_stack, source) for v in known}
     if not waiting:
         return None
-    found = parting.parting(stack, waiting[callers.nearest(stack, waiting, source)], source)
-    return _testimony(case, found, ranks)
+    there = waiting[callers.nearest(stack, waiting, source)]
+    if case.in_a_new_round(ranks[0]):  # its message is one of every round: what leads to it there has led no rank away
+        stack = callers.in_common(stack, there, source)
+    return _testimony(case, parting.parting(stack, there, source), ranks)
 
 
 def leaving(case: Case, ranks: Sequence[int]) -> Testimony | None:

@@ -29,13 +29,13 @@ def new(case: Case) -> Testimony | None:
 
 
 def new_in_cycle(case: Case) -> Testimony | None:
-    """Accuse the one member at a site that no other member has used.
+    """Accuse the one member at a site that no other member has used, nor a rank that waits with it.
 
     An end of a message must be there for the first time: sends and receives have different sites in every program.
     """
     states = case.states
-    known_to = Counter(site for r in case.compared for site in states[r].sites)
     # a ring may have thousands of members
+    known_to = Counter(site for r in {*case.compared, *case.waiting} for site in states[r].sites)
     alone = [r for r in case.compared if known_to.get(case.here[r] or "", 0) <= 1]
     if len(alone) != 1:
         return None

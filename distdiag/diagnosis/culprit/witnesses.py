@@ -75,13 +75,15 @@ def _minority(case: Case) -> Testimony | None:
 def _alone(case: Case) -> Testimony | None:
     """Accuse the rank that waits alone while at least two others wait in one collective that it does not enter.
 
-    Not a rank that waits for a message: as often, another rank has left out the message.
+    Not a rank that waits for a message which its peer may have left out.
     """
     waits = case.incident.waits
     for lonely_in, together in (waits, waits[::-1]) if len(waits) == 2 else ():
         lonely = {r for r in lonely_in.ranks if r in case.incident.members}
-        collectives = not lonely_in.p2p and not together.p2p and lonely_in.missing <= set(together.ranks)
-        if collectives and len(lonely) == 1 < len(together.ranks) and together.missing == lonely:
+        apart = len(lonely) == 1 < len(together.ranks) and together.missing == lonely and not together.p2p
+        if not apart or not lonely_in.missing <= set(together.ranks):
+            continue
+        if not lonely_in.p2p or case.in_a_new_round(min(lonely)):
             rest = set(lonely_in.ranks) - lonely  # in no cycle: they have been where the others wait
             text = (
                 f"only rank {min(lonely):,} of that group is there"

@@ -83,7 +83,10 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         if unknown := [q for q, x in loaders.items() if not _comparable(x.first_fingerprints)]:
             why = f"the first batches of rank {unknown[0]} have no fingerprints yet, or no tensor that has one"
             yield Abstained(why)
-        yield from _same_batches(s, loaders)
+        if all(
+            len(loaders[q].first_fingerprints) >= limits.times for q in unknown
+        ):  # else those of more ranks may follow
+            yield from _same_batches(s, loaders)
         ranks = sorted(q for q, x in loaders.items() if _same_order(x))
         if ranks and len(ranks) == len(loaders):
             yield _found(SAME_ORDER, s, loaders, ranks, epoch=loaders[ranks[0]].sampler_epoch)

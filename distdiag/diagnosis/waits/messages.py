@@ -8,6 +8,7 @@ from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Snapshot
 
 _ANY = ("any", "-1", "-2", "None")
 OPPOSITE = {"send": "recv", "recv": "send"}
+_STEPS = 8  # in which each rank has made equally many messages: their number is no chance
 
 
 def direction_of(call: Call) -> str:
@@ -20,6 +21,12 @@ def count(st: RankState, direction: str, peer: int | None, tag: int, group: str)
     if peer is not None:
         return st.p2p_issued.get(f"{direction}:{peer}:{tag}:{group}", 0)
     return sum(st.p2p_issued.get(f"{direction}:{a}:{tag}:{group}", 0) for a in _ANY)
+
+
+def none_left_out(peer: RankState | None, rank: int, call: Call) -> bool:
+    """True if the peer has made its end of such messages of `rank` equally often in each of its optimizer steps."""
+    made = count(peer, OPPOSITE[direction_of(call)], rank, call.tag, call.group) if peer is not None else 0
+    return peer is not None and peer.step >= _STEPS and made > 0 and made % peer.step == 0
 
 
 def open_to(st: RankState, *peers: int | None) -> Iterator[Call]:

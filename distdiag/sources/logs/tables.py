@@ -9,8 +9,8 @@ from distdiag.terms.untrusted import bounded, is_rank
 # torchrun writes `rank : 3 (local_rank: 3)`, `exitcode : -9 (pid: 71)`; a prefix may precede it
 _FIELD = bounded(r"(?:^|\s)(?P<key>time|host|rank|exitcode|error_file|traceback)\s{1,9}: (?P<value>.{0,400})$")
 _NUMBERS = {
-    "rank": bounded(r"(?P<rank>-?\d+) \(local_rank: (?P<local>\d+)\)"),
-    "exitcode": bounded(r"(?P<code>-?\d+) \(pid: (?P<pid>\d+)\)"),
+    "rank": bounded(r"(?P<rank>-?\d+)\s{1,9}\(local_rank: (?P<local>\d+)\)"),
+    "exitcode": bounded(r"(?P<code>-?\d+)\s{1,9}\(pid: (?P<pid>\d+)\)"),
 }
 # Open MPI and Hydra (Intel MPI, MPICH) name the process first, and on a later line how it ended
 _NAME = bounded(

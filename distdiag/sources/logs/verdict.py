@@ -242,7 +242,7 @@ def _nan(found: Collected, failed: bool = False) -> list[Finding]:
     return [finding("nonfinite", "loss", [what], f"the loss is NaN{who}, from line {line:,} of {path.name} on",
                     "look at the batch and the loss before it, lower the learning rate, clip gradients, and see the loss scale of fp16; a run that "
                     "distdiag records names the rank and the step where it began", culprits=culprits,
-                    cost="what was trained since then is lost")]  # fmt: skip
+                    cost="" if failed else "what was trained since then is lost")]  # fmt: skip
 
 
 def _stopped(found: Collected) -> str | None:

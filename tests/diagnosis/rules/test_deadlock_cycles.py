@@ -165,6 +165,46 @@ def test_the_stage_that_alone_runs_the_pipeline_at_another_line_is_the_culprit()
     assert only(snapshot(both, waiting), source={FILE: text}.get).culprits == ()
 
 
+PIPELINE = """
+    def collect(local):
+        if not local:
+            return
+        gather(local)  # A
+
+    def step(first):
+        if first:
+            x = read()
+        else:
+            x = recv(0)  # B
+
+    def main():
+        for i in range(400):
+            step(first)  # C
+            if i % 50 == 49:
+                collect(local)  # D
+"""
+
+
+def test_the_stage_that_skips_a_collective_is_the_culprit_although_it_waits_for_a_message() -> None:
+    """Rank 1 has sent rank 2 a message in each of its steps, and none is due before it has left the collective."""
+    text, at = places(PIPELINE)
+    collect, main = Site(FILE, at["A"], "collect"), Site(FILE, at["D"], "main")
+    recv, step = Site(FILE, at["B"], "step"), Site(FILE, at["C"], "main")
+
+    def ranks(sent: int) -> tuple[RankState, ...]:
+        gather, sites = call("all_gather", 1, collect), {collect.key: 1, recv.key: 50}
+        more = {"sites": sites, "user_stack": (collect, main), "step": 50}
+        issued = {"send:2:0:default_pg": sent}
+        last = messaging(2, p2p("recv", 1, sent + 1, recv), sites={recv.key: 51}, user_stack=(recv, step), step=50)
+        return rank(0, gather, **more), rank(1, gather, p2p_issued=issued, **more), last
+
+    f = only(snapshot(*ranks(50)), source={FILE: text}.get)
+    assert summary(f) == ("deadlock", "missing_rank", (2,), (0, 1))
+    assert f.message.startswith("rank 2 skipped all_gather (train.py:4): `if not local` (line 2)")
+    unknown = only(snapshot(*ranks(49)), source={FILE: text}.get)  # rank 1 may have left one out
+    assert unknown.culprits != (1,) and "has ever been" not in unknown.message
+
+
 ROLES = """
     def learn(self, it):
         recv(obs, self.worker)

@@ -167,6 +167,16 @@ def test_what_has_no_fingerprint_is_not_claimed_to_be_checked() -> None:
     assert not checked(prints(1), prints(2)[:2])
 
 
+def test_ranks_whose_first_batches_are_still_to_come_are_waited_for() -> None:
+    def ranks(*found: tuple[int, ...]) -> list[tuple[int, ...]]:
+        s = job(*(rank(q, loaders=(loader(first_fingerprints=x),)) for q, x in enumerate(found)))
+        return [f.victims or f.culprits for f in findings(s, duplicate_data)]
+
+    assert ranks(prints(1), prints(1)[:1], prints(1)) == []
+    assert ranks(prints(1), prints(1), prints(1)) == [(0, 1, 2)]
+    assert ranks(prints(1), (0, 0, 0), prints(1)) == [(0, 2)]  # they have none
+
+
 def by_hand(q: int, losses: list[float], share: float = 1.0) -> RankState:
     """Return a rank without a loader, which averages its gradients itself."""
     each = tuple(msgspec.structs.replace(x, loss=loss) for x, loss in zip(steps(n=len(losses)), losses, strict=True))
