@@ -27,7 +27,7 @@ _SAME = {
 }  # fmt: skip
 # containers of submodules, and what a module lists: the ranks of a job build the same module
 _OF_MODULES = {"ModuleList", "ModuleDict", "Sequential", "ParameterList"}
-_LISTS = re.compile(r"\.(?:named_)?(?:parameters|modules|children|buffers)\(\)$")
+_LISTS = re.compile(r"\.(?:named_)?(?:parameters|modules|children|buffers)\(\)\)?$")
 
 
 def can_differ(test: ast.expr | None, constant: frozenset[str] = frozenset()) -> bool:
@@ -49,8 +49,7 @@ def can_end_unevenly(loop: ast.For | ast.AsyncFor | ast.While, constant: frozens
     """True if the number of rounds of a loop can differ between ranks; not in `range(9)`, `while True`."""
     if isinstance(loop, ast.While):
         return can_differ(loop.test, constant)
-    listed = loop.iter.args[0] if _called(loop.iter) in ("enumerate", "reversed") and loop.iter.args else loop.iter
-    if _LISTS.search(ast.unparse(listed)):
+    if _LISTS.search(ast.unparse(loop.iter)):
         return False
     return not _names(loop.iter) <= _SAME | constant
 
