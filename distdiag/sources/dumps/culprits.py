@@ -210,9 +210,13 @@ def _not_begun_first(rank: int, mine: Collection[Wait], lacked: Iterable[tuple])
     calls = [(w, w.calls.get(rank)) for w in mine]
     if not calls or any(call is None or call.started is not False for _, call in calls):
         return False
-    oldest = [w.key for w in _oldest(mine, rank)]
-    ends = {(key[0], key[1], key[4], key[3]) for key in oldest if len(key) > 2}  # of a batch of messages
-    return any(key in oldest or (len(key) > 2 and (key[0], key[1], key[3], key[4]) in ends) for key in lacked)
+    oldest = {_operation(w.key) for w in _oldest(mine, rank)}
+    return any(_operation(key) in oldest for key in lacked)
+
+
+def _operation(key: tuple) -> tuple:
+    """Return the same value for a wait of either end of a message."""
+    return *key[:2], frozenset(key[3:5])
 
 
 def _crossed(links: list[_Link]) -> Crossed:

@@ -164,15 +164,10 @@ class Findings:
         }
 
     def _queued(self) -> str:
-        """Return the operation at which the device of the one culprit stands, if others wait in a later one; else empty."""
+        """Return the oldest operation in flight of the one culprit, if others wait in a later one; else empty."""
         call, main = self.blame.oldest.get(self.blame.culprits[0]), self.blame.main
-        if (
-            len(self.blame.culprits) > 1
-            or call is None
-            or call.p2p
-            or main is None
-            or (call.group, call.seq) == main.key
-        ):
+        one = len(self.blame.culprits) == 1 and call is not None and not call.p2p and main is not None
+        if not one or call is None or main is None or (call.group, call.seq) == main.key:
             return ""
         return f", nor completed {self._call_text(call)}, which it issued before"
 
