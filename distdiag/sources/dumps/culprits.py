@@ -182,8 +182,8 @@ def _ends(graph: WaitGraph, links: Links, dumped: Iterable[int], awaited: frozen
             out.culprits |= few[1] if len(few[1]) < len(many[1]) else frozenset()
         elif unknown:
             out.silent |= unknown
-        elif len(ends) == 2 and here and all(link.wait.p2p and not link.lacking for link in here):
-            out.in_flight += [link.wait for link in here]  # both have issued it: which of the two stopped is not known
+        elif here and all(link.wait.p2p and not link.lacking for link in here):
+            out.in_flight += [link.wait for link in here]  # both ends have issued it: which of them stopped is not known
         elif ends & absentees:
             out.culprits |= ends & absentees
         elif len(ends) > 1 and ends <= awaited:  # each rank's running op is queued behind another's: a cycle
