@@ -389,4 +389,5 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def whole(self, group: str | None) -> bool:
         """True for the name of a group of all ranks of the job."""
-        return group is not None and (found := self.groups.get(group)) is not None and len(found.ranks) == self.world_size
+        found = self.groups.get(group or "")
+        return found is not None and len(found.ranks) == self.world_size

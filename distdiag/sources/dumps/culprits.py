@@ -183,7 +183,7 @@ def _ends(graph: WaitGraph, links: Links, dumped: Iterable[int], awaited: frozen
         elif unknown:
             out.silent |= unknown
         elif here and all(link.wait.p2p and not link.lacking for link in here):
-            out.in_flight += [link.wait for link in here]  # both ends have issued it: which of them stopped is not known
+            out.in_flight += [link.wait for link in here]  # both ends issued it: which of them stopped is not known
         elif ends & absentees:
             out.culprits |= ends & absentees
         elif len(ends) > 1 and ends <= awaited:  # each rank's running op is queued behind another's: a cycle

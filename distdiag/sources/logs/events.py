@@ -71,7 +71,7 @@ def _of_one_remedy(reasons: list[Reason]) -> list[Reason]:
 
 def _without_repeats(reasons: list[Reason]) -> list[Reason]:
     """Return the reasons without those whose processes report the same in another one, with more detail."""
-    having: dict[tuple[str, ...], list[Reason]] = {}  # by name and one field of the first fact: a log may have thousands
+    having: dict[tuple[str, ...], list[Reason]] = {}  # by name and a field of the first fact: there may be thousands
     for r in reasons:
         for item in ((), *r.facts[0].fields.items()):
             having.setdefault((r.facts[0].name, *item), []).append(r)
