@@ -59,12 +59,9 @@ def pattern(case: Case) -> Testimony | None:
 
 def _advice(rank: int, turn: Turn, conditions: Sequence[Condition]) -> str:
     if turn.left_out:
-        known = len(conditions) == 1
-        return (
-            decision_advice(conditions[0], (rank,), turn.due)
-            if known
-            else f"find why rank {rank} left out {op_at(turn.due)}"
-        )
+        if len(conditions) == 1:
+            return decision_advice(conditions[0], (rank,), turn.due)
+        return f"find why rank {rank} left out {op_at(turn.due)}"
     if not conditions:
         return f"make {op_at(turn.made)} on all ranks that it concerns, or on none"
     half = ": each message needs its other end" if turn.made.p2p else ""

@@ -210,9 +210,8 @@ def parting(
             found = found[:1]  # the outermost of nested loops
         conditions = {c: _reads_rank(p, source) for p in found if (c := _condition(p, source, way)) is not None}
         asked = [c for c, reads in conditions.items() if reads]
-        if (
-            conditions and not asked and sort is held
-        ):  # or all were in that branch, and this rank has left a loop before it
+        if conditions and not asked and sort is held:
+            # or all were in that branch, and this rank has left a loop before it
             by_data = (_condition(p, source, Way.LEFT) for p in left_there[-1] if _ends_by_data(p, source))
             conditions |= {c: False for c in by_data if c is not None}
         if conditions:

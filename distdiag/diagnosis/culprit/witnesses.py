@@ -82,12 +82,9 @@ def _alone(case: Case) -> Testimony | None:
         lonely = {r for r in lonely_in.ranks if r in case.incident.members}
         collectives = not lonely_in.p2p and not together.p2p and lonely_in.missing <= set(together.ranks)
         if collectives and len(lonely) == 1 < len(together.ranks) and together.missing == lonely:
-            rest = set(lonely_in.ranks) - lonely  # in no cycle: they have been where the others wait
-            text = (
-                f"only rank {min(lonely):,} of that group is there"
-                if rest
-                else f"rank {min(lonely):,} is alone, the others wait together"
-            )
+            text = f"rank {min(lonely):,} is alone, the others wait together"
+            if set(lonely_in.ranks) - lonely:  # in no cycle: they have been where the others wait
+                text = f"only rank {min(lonely):,} of that group is there"
             return Testimony(ranks=tuple(lonely), text=f"; {text}")
     return None
 

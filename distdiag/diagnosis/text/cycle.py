@@ -111,12 +111,8 @@ def _missing_advice(verdict: Verdict, calls: dict[int, tuple[Wait, Call]]) -> st
     if call is not None and call.op == "new_group":
         return NEW_GROUP_ADVICE
     left_out = verdict.call
-    if (
-        call is not None
-        and left_out is not None
-        and not main.p2p
-        and set(calls[culprits[0]][0].ranks) - verdict.incident.members
-    ):
+    outside = set(calls[culprits[0]][0].ranks) - verdict.incident.members if call is not None else set()
+    if outside and left_out is not None and not main.p2p:
         # ranks of no cycle are there, too: it is the other call that the culprits do not make
         return filled(_LEFT_OUT, culprits=culprits, op=compatible.op_name(left_out.op), site=left_out.site)
     what = f"{compatible.op_name(call.op)}{at(call.site)}" if call is not None else "the call"

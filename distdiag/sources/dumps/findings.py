@@ -46,9 +46,8 @@ class Findings:
             newest = state.current_site if state is not None and (call is None or call.op) else None
             site = (call.site if call is not None else None) or newest
             by_stack = state is not None and bool(state.user_stack)
-            out.append(
-                where_at(r, site, "waiting" if call is not None else "last_call" if site and not by_stack else None)
-            )
+            newest_call = "last_call" if site and not by_stack else None
+            out.append(where_at(r, site, "waiting" if call is not None else newest_call))
         return tuple(out)
 
     def evidence(self, ranks: Collection[int]) -> tuple[str, ...]:

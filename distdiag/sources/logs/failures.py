@@ -28,11 +28,8 @@ _MEMORY = bounded(r"Process (\d{1,9}) has (\d{1,6}(?:\.\d{1,4})?) GiB memory in 
 _USED = bounded(r"capacity of ([\d.]{1,9}) GiB of which ([\d.]{1,9}) ([MG])iB is free")
 _OWN = bounded(r"memory ([\d.]{1,9}) ([MG])iB is allocated by PyTorch")
 _NUMBER = bounded(r"0x[0-9a-f]+|\d+")
-_OF_ALL = (
-    MEANINGS["exception"],
-    MEANINGS["usage"],
-    MEANINGS["port_in_use"],
-)  # of the program or its settings, if all ranks have it
+# of the program or its settings, if all ranks have it
+_OF_ALL = (MEANINGS["exception"], MEANINGS["usage"], MEANINGS["port_in_use"])
 _OF_NODE = ("node_lost", "host_fault")  # all ranks of a node are lost
 _OF_THE_LINE = {  # ranks it is about
     "duplicate_gpu": ("a", "b"),
