@@ -85,7 +85,7 @@ def _polled_names(stack: Sequence[Site], source: Source, key: bool) -> set[str]:
         modules = _modules(tree)
         if i or key:
             wanted = {stack[i - 1].function} if i else _GETS
-            statement = syntax.statement(tree, site.line) or ast.Pass()
+            statement = syntax.statement_at(site, source) or ast.Pass()
             calls = (x for x in ast.walk(statement) if isinstance(x, ast.Call) and syntax.name_of(x.func) in wanted)
             handed = (word for x in calls for word in ([*x.args, *(k.value for k in x.keywords)] if key else [x]))
             names |= set().union(*(_handed(word, modules) for word in handed))

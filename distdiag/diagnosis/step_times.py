@@ -31,7 +31,7 @@ class Limits:
     least: int = 30  # steps that all ranks must have in common before anything is judged
     many_ranks: int = 256  # with more, the least is enough, and stays cheap
     warm_up: int = 5  # first steps of a job, which are left out: compilation, caches, allocator
-    settled: int = 50  # first steps, in which kernels for new shapes are built and caches fill: no rank's pauses there are its habit
+    settled: int = 50  # first steps, in which kernels are built and caches fill: pauses there say nothing about a rank
     arrived: float = 0.9  # share of steps whose arrival is known on all ranks, before waits are inferred from it
     busy_host_pct: float = 85.0  # use of all cores; above, ranks compete for them, and their jitter is no evidence
 
@@ -109,13 +109,12 @@ def _synchronises(s: Snapshot, r: RankState, steps: list[Step]) -> bool:
 
     If teams average among themselves, or ranks average every tenth step, arrivals do not show who waits.
     """
-    whole = {name for name, group in s.groups.items() if len(group.ranks) == s.world_size}
-    if any(m.group in whole and m.synced_backwards for m in r.models):
+    if any(s.whole(m.group) and m.synced_backwards for m in r.models):
         return True
     calls = [c for c in r.calls if c.seq is not None and c.entered_s is not None]
     if not calls:  # C++ issues them: functional collectives, compiled code
-        return sum(r.enqueued.get(name, 0) for name in whole) >= r.step
-    entered = [c.entered_s or 0.0 for c in calls if c.group in whole]
+        return sum(r.enqueued.get(name, 0) for name in s.groups if s.whole(name)) >= r.step
+    entered = [c.entered_s or 0.0 for c in calls if s.whole(c.group)]
     known = [x for x in steps if x.end_s - x.step_ms / 1e3 >= (calls[0].entered_s or 0.0)]
     count = sum(any(x.end_s - x.step_ms / 1e3 <= t <= x.end_s for t in entered) for x in known)
     return count >= LIMITS.arrived * len(known) if known else bool(entered)

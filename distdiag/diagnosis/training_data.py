@@ -20,8 +20,7 @@ def synchronous(s: Snapshot) -> bool:
 
 def stages(s: Snapshot) -> bool:
     """True if all ranks exchange messages and none has the whole model: stages of a pipeline, or parts of a domain."""
-    replicas = {name for name, group in s.groups.items() if len(group.ranks) == s.world_size}
-    return all(r.p2p_issued and not any(m.group in replicas for m in r.models) for r in s.ranks.values())
+    return all(r.p2p_issued and not any(s.whole(m.group) for m in r.models) for r in s.ranks.values())
 
 
 def training_loaders(s: Snapshot) -> dict[int, Loader]:

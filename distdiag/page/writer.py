@@ -14,6 +14,7 @@ import ctypes
 import itertools
 import mmap
 import os
+import threading
 from ctypes import Structure
 from pathlib import Path
 
@@ -93,6 +94,7 @@ class PageWriter:
         self.words = memoryview(self._map)[: PAGE_BYTES // 8 * 8].cast("Q")
         self.doubles = memoryview(self._map)[: PAGE_BYTES // 8 * 8].cast("d")
         self._strings: dict[str, int] = {"": 0}
+        self._adding = threading.RLock()  # strings and records come from several threads, and from signal handlers
         self._call_numbers = itertools.count(1)  # calls may come from several threads
         self.path = path
         self._fresh = fresh
@@ -100,6 +102,7 @@ class PageWriter:
     def make_private(self) -> None:
         """Replace the mapping by private memory at the same address: all views stay valid, and the file is not written."""
         _map_at(ctypes.addressof(self.page), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        self._adding = threading.RLock()  # a thread that held it is not in the child
 
     def word_of(self, slot: Structure, field: str) -> int:
         """Return the index in `words` of a 64-bit field of a slot of the page."""
@@ -116,17 +119,18 @@ class PageWriter:
         if off is not None:
             return off
         raw = s.encode("utf-8", "replace")[:60_000]
-        at = self.header.heap_used
-        end = at + 2 + len(raw)
-        if end > HEAP_BYTES:
-            self.header.dropped += 1
-            return 0
-        base = _HEAP_AT + at
-        self._map[base : base + 2] = len(raw).to_bytes(2, "little")
-        self._map[base + 2 : base + 2 + len(raw)] = raw
-        self.header.heap_used = end  # published only now: a reader never follows an offset beyond it
-        if len(self._strings) < 20_000:
-            self._strings[s] = at
+        with self._adding:
+            at = self.header.heap_used
+            end = at + 2 + len(raw)
+            if end > HEAP_BYTES:
+                self.header.dropped += 1
+                return 0
+            base = _HEAP_AT + at
+            self._map[base : base + 2] = len(raw).to_bytes(2, "little")
+            self._map[base + 2 : base + 2 + len(raw)] = raw
+            self.header.heap_used = end  # published only now: a reader never follows an offset beyond it
+            if len(self._strings) < 20_000:
+                self._strings[s] = at
         return at
 
     def site(self, file: str, line: int, function: str, *callers: tuple[str, int, str]) -> int:
@@ -194,13 +198,14 @@ class PageWriter:
     def add(self, ring: str, **fields: int | float) -> None:
         """Add a record to a ring of what is rare: `samples`, `scalars` or `ddp_times`."""
         records, count = getattr(self.page, ring), f"n_{ring}"
-        number = getattr(self.header, count) + 1
-        record = records[(number - 1) % len(records)]
-        record.number = 0  # a half-written record is recognised
-        for name, value in fields.items():
-            setattr(record, name, value)
-        record.number = number
-        setattr(self.header, count, number)
+        with self._adding:
+            number = getattr(self.header, count) + 1
+            record = records[(number - 1) % len(records)]
+            record.number = 0  # a half-written record is recognised
+            for name, value in fields.items():
+                setattr(record, name, value)
+            record.number = number
+            setattr(self.header, count, number)
 
     def write_sample(self, kind: int, step: int, value: float, key: int, name: str, site: int, t_ns: int) -> None:
         """Add one sampled check."""

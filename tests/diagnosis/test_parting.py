@@ -568,6 +568,19 @@ def test_a_loop_over_an_option_of_the_command_line_has_as_many_rounds_on_all_ran
     assert part(text, [("B", "main")], [("A", "main")]) == ["for i in range(args.steps)"]
 
 
+def test_an_option_that_holds_the_rank_differs_between_ranks() -> None:
+    text = """
+    def save():
+        barrier()  # A
+    def main():
+        args = parser.parse_args()
+        if args.local_rank == 0:
+            save()  # B
+        step()  # C
+    """
+    assert part(text, [("A", "save"), ("B", "main")], [("C", "main")]) == ["if args.local_rank == 0"]
+
+
 def test_what_logging_formats_is_under_the_condition_of_its_level() -> None:
     text = (
         EPOCHS.format(default="60", call="train(log, batches)")

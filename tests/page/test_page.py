@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,26 @@ def test_texts_are_stored_once_and_read_back(tmp_path: Path) -> None:
     assert r.site(0) == [] and r.site(w.site("/a/b c.py", 12, "f")) == [("/a/b c.py", 12, "f")]
     callers = [("/a/d.py", 7, "g"), ("/a/e.py", 1, "<module>")]
     assert r.site(w.site("/a/b c.py", 12, "f", *callers)) == [("/a/b c.py", 12, "f"), *callers]
+
+
+def test_texts_of_several_threads_keep_apart(tmp_path: Path) -> None:
+    w, every = fresh(tmp_path), sys.getswitchinterval()
+    found: dict[str, int] = {}
+
+    def add(thread: int) -> None:
+        found.update({text: w.text(text) for text in (f"{thread} {i}" * (1 + i % 7) for i in range(600))})
+
+    threads = [threading.Thread(target=add, args=(n,)) for n in range(4)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(every)
+    r = PageReader(w.path)
+    assert [text for text, at in found.items() if r.text(at) != text] == []
 
 
 @pytest.mark.parametrize(

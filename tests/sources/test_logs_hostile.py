@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import pkgutil
 import re
@@ -121,6 +122,25 @@ def test_errors_of_many_shapes_are_skipped_at_the_speed_of_reading_lines(tmp_pat
     few.write_text(text[: len(text) // 50])
     many.write_text(text)
     short, long = (min(cpu_s(p)[0] for _ in range(2)) for p in (few, many))
+    assert long < 8 * short
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '[rank{n}]: Traceback (most recent call last):\n[rank{n}]:   File "t.py", line 3, in f\n[rank{n}]: ValueError: no {w}\n',
+        "[rank{n}]: Fatal Python error: {w} {w}\n",
+        'Traceback (most recent call last):\n  File "/a/t.py", line 3, in f\nValueError: no {w}\n',
+    ],
+)
+def test_four_times_as_many_reasons_take_about_four_times_as_long(tmp_path: Path, line: str) -> None:
+    def seconds(lines: int) -> float:
+        words = ("".join(w) for w in itertools.product("abcdefghijkl", repeat=4))
+        text = "torch.distributed.elastic\n" + "".join(line.format(n=n, w=next(words)) for n in range(lines))
+        (tmp_path / "job.log").write_text(text)
+        return cpu_s(tmp_path / "job.log")[0]
+
+    short, long = seconds(500), seconds(2000)
     assert long < 8 * short
 
 

@@ -168,6 +168,8 @@ def test_a_store_whose_address_means_the_host_itself(tmp_path: Path) -> None:
 def test_the_pod_in_the_command_that_describes_it(tmp_path: Path) -> None:
     text = "$ kubectl -n ml describe pod fit-worker-1 | tail -3\n  Warning  FailedScheduling  12m  default-scheduler  0/5 nodes are available: 5 Insufficient nvidia.com/gpu.\n"
     assert "did not start on fit-worker-1: 0/5 nodes" in only(diagnose(tmp_path, text)).message
+    labelled = text.replace("describe pod fit-worker-1", "describe pods -l app=fit")
+    assert "-l" not in only(diagnose(tmp_path, labelled)).message
 
 
 def test_the_launcher_of_deepspeed_is_no_rank(tmp_path: Path) -> None:

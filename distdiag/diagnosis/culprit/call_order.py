@@ -59,12 +59,9 @@ def pattern(case: Case) -> Testimony | None:
 
 def _advice(rank: int, turn: Turn, conditions: Sequence[Condition]) -> str:
     if turn.left_out:
-        known = len(conditions) == 1
-        return (
-            decision_advice(conditions[0], (rank,), turn.due)
-            if known
-            else f"find why rank {rank} left out {op_at(turn.due)}"
-        )
+        if len(conditions) == 1:
+            return decision_advice(conditions[0], (rank,), turn.due)
+        return f"find why rank {rank} left out {op_at(turn.due)}"
     if not conditions:
         return f"make {op_at(turn.made)} on all ranks that it concerns, or on none"
     half = ": each message needs its other end" if turn.made.p2p else ""
@@ -74,23 +71,19 @@ def _advice(rank: int, turn: Turn, conditions: Sequence[Condition]) -> str:
 def groups_in_turn(case: Case) -> Testimony | None:
     """Return that the members of a cycle are in one call with different groups, and that all have made it with each group before."""
     calls = [call for call in case.calls.values() if call is not None]
-    site, groups = calls[0].site, {call.group for call in calls}
-
-    def used(rank: int) -> set[str]:
-        here = case.calls.get(rank)
-        return {c.group for c in case.states[rank].calls if c.site == site and (here is None or _key(c) != _key(here))}
-
-    if len(groups) < 2 or any(call.site != site for call in calls) or not all(groups <= used(r) for r in case.compared):
+    sites, groups = {call.site for call in calls}, {call.group for call in calls}
+    site = sites.pop() if len(sites) == 1 else None
+    if site is None or len(groups) < 2 or not case.states.keys() >= set(case.compared):
+        return None
+    now = {(call.group, call.seq) for call in calls}
+    made = ((c for c in case.states[q].calls if c.site == site and (c.group, c.seq) not in now) for q in case.compared)
+    if not all(groups <= {c.group for c in earlier} for earlier in made):
         return None
     return Testimony(
         name=Reason.ORDER,
-        text="; each has made this call with these groups before: they take them in a different order, or one of them leaves one out",
+        text="; each has made this call with each of these groups before: they take the groups in a different order, or one leaves one out",
         advice=f"take the groups{at(site)} in the same order on all ranks: {LOOP_ADVICE}",
     )
-
-
-def _key(call: Call) -> tuple[str, int | None]:
-    return call.group, call.seq
 
 
 class Turn(NamedTuple):

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from distdiag.diagnosis.model.snapshot import Call, RankState, Site, issue_stack
-from distdiag.diagnosis.model.syntax import Source, function, name_of, statement, tree_of
+from distdiag.diagnosis.model.syntax import Source, function, name_of, statement_at, tree_of
 
 # what the name of a function that makes a call has in common with the name of the operation
 _ROOTS = ("gather", "scatter", "reduce", "broadcast", "barrier", "all_to_all", "send", "recv")
@@ -80,8 +80,7 @@ def calls_of(callee: Site, source: Source, file: str, by_name: bool = False) -> 
 
 def is_inside(call: Call, source: Source) -> bool:
     """True if the line of a collective calls nothing of its name: a library makes it, in what the line calls."""
-    tree = tree_of(call.site.file, source) if call.site is not None else None
-    node = statement(tree, call.site.line) if tree is not None and call.site is not None else None
+    node = statement_at(call.site, source)
     roots = [root for root in _ROOTS if root in call.op]
     if node is None or not roots:
         return False
@@ -112,8 +111,7 @@ def dispatched(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> 
     same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
     if not 0 < same < min(len(a), len(b)) or function_key(a[same], source) == function_key(b[same], source):
         return False
-    tree = tree_of(a[same - 1].file, source)
-    line = statement(tree, a[same - 1].line) if tree is not None else None
+    line = statement_at(a[same - 1], source)
     return line is not None and sum(isinstance(node, ast.Call) for node in ast.walk(line)) == 1
 
 

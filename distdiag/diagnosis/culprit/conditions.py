@@ -9,7 +9,6 @@ from functools import partial
 
 from distdiag.diagnosis.culprit import callers, divergence, parting
 from distdiag.diagnosis.culprit.case import Case, Testimony, site_of
-from distdiag.diagnosis.culprit.divergence import Departure
 from distdiag.diagnosis.culprit.parting import Condition, Way
 from distdiag.diagnosis.model import guards as guarding
 from distdiag.diagnosis.model import syntax
@@ -24,19 +23,17 @@ from distdiag.diagnosis.waits.wait import call_at
 
 def on_rank(case: Case) -> Testimony | None:
     """Accuse the ranks that a condition on the rank names, if exactly one of two sides is under one."""
-    source, firsts = case.source, [side[0] for side in case.sides]
+    firsts = [side[0] for side in case.sides]
     if len(firsts) != 2 or not all(rank in case.states for rank in firsts):
         return None
     if met_in(case, *firsts) is not None:
         return None
-    stacks = [_stack(case, rank) for rank in firsts]
-    found = [parting.rank_condition(mine, theirs, source) for mine, theirs in (stacks, stacks[::-1])]
-    condition = found[0] or found[1]
-    if condition is None or all(found):
+    found = parting.led_away(*(_stack(case, rank) for rank in firsts), case.source)
+    if found is None:
         return None
-    under, other = case.sides if found[0] else case.sides[::-1]
-    ranks, rest = (other, under) if condition.way is Way.SKIPPED else (under, other)
-    advice = _advice_on_rank(case, condition, ranks, rest)
+    condition, nth = found
+    ranks = case.sides[nth]
+    advice = _advice_on_rank(case, condition, ranks, case.sides[1 - nth])
     return Testimony(ranks=tuple(ranks), advice=advice, conditions=(condition,))
 
 
@@ -62,8 +59,8 @@ def _advice_on_rank(case: Case, condition: Condition, ranks: Sequence[int], rest
 def between_sides(case: Case, ranks: Sequence[int]) -> Testimony | None:
     """Return the conditions that can have led these ranks, or without any the two sides, to another call."""
     if ranks:
-        if (departure := _earlier(case, ranks)) is not None:
-            return _at_departure(case, ranks, departure)
+        if (parted := _earlier(case, ranks)) is not None:
+            return _at_departure(case, ranks, *parted)
         return _testimony(case, _parting(case, ranks), ranks) or _left_backward(case, ranks)
     if not (found := tied(case)):
         return None
@@ -76,8 +73,8 @@ def between_sides(case: Case, ranks: Sequence[int]) -> Testimony | None:
     return Testimony(conditions=tuple(found), advice=advice if apart and len(found) == 1 else "")
 
 
-def _earlier(case: Case, ranks: Sequence[int]) -> Departure | None:
-    """Return where the calls of these ranks parted from those of the others, if calls have been paired silently since then."""
+def _earlier(case: Case, ranks: Sequence[int]) -> tuple[Call, Call] | None:
+    """Return (the first call of these ranks that differs from the others', the call that was due), if all calls since were paired."""
     others = [rank for rank in case.compared if rank not in ranks and rank in case.states]
     if not others or ranks[0] not in case.states or case.wait.seq is None:
         return None
@@ -88,20 +85,19 @@ def _earlier(case: Case, ranks: Sequence[int]) -> Departure | None:
         return None
     made, due = found.made, found.due
     before = made.seq is not None and made.group == case.wait.group == due.group and made.seq < case.wait.seq
-    return found if before and made.site is not None and due.site is not None and made.site != due.site else None
+    return (made, due) if before and made.site is not None and due.site is not None and made.site != due.site else None
 
 
-def _at_departure(case: Case, ranks: Sequence[int], departure: Departure) -> Testimony | None:
-    """Return the conditions that led these ranks to another call than the one that was due; where they are now, all may come to be."""
-    made, due = departure.made, departure.due
+def _at_departure(case: Case, ranks: Sequence[int], made: Call, due: Call) -> Testimony | None:
+    """Return the conditions that led these ranks to the call `made` instead of the one that was due."""
     other = next(rank for rank in case.compared if rank not in ranks and rank in case.states)
     ends = (made, ranks[0]), (due, other)
-    mine, theirs = (callers.stack_at(call and call.site, case.states[rank], case.source) for call, rank in ends)
+    mine, theirs = (callers.stack_at(call.site, case.states[rank], case.source) for call, rank in ends)
     # a call that the others make, too, only comes earlier: what was due has been left out
-    skipped = made is not None and made.site is not None and made.site.key in case.states[other].sites
+    skipped = made.site is not None and made.site.key in case.states[other].sites
     found = parting.parting(mine, theirs, case.source, ahead=skipped)
     alone = bool(found) and found[0].way in (Way.ALONE, Way.STAYED)
-    if not found or made is None or due is None or (alone and skipped):
+    if not found or (alone and skipped):
         return None
     did = {Way.LEFT: "left the loop before"}.get(found[0].way, "skipped")
     head = f"only {rank_list(ranks)} made {op_at(made)}" if alone else f"{rank_list(ranks)} {did} {op_at(due)}"
@@ -212,22 +208,25 @@ def _ahead(case: Case, rank: int, other: int) -> bool:
 
     A rank that has ended a step since that call is a round further.
     """
-    group, seq, state = case.wait.group, case.wait.seq, case.states[rank]
-    there = case.here.get(other)
-    if case.wait.p2p or seq is None or there is None:
-        return False
-    sites = {site_of(None, call_at(case.states[q], group, seq - 1)) for q in (rank, other)}
-    if len(sites) != 1 or (site := sites.pop()) is None or there == site or case.states[other].step > state.step:
+    state, there, site = case.states[rank], case.here.get(other), _call_before(case, rank, other)
+    if site is None or there is None or there == site or case.states[other].step > state.step:
         return False
     return state.sites.get(site, 0) > state.sites.get(there, 0) > 0
 
 
 def _again(case: Case, rank: int, other: int) -> bool:
     """True if both ranks made the call before at the place where the other is now, from the same callers: it makes it once more."""
-    group, seq, here = case.wait.group, case.wait.seq, case.wait.calls[other].site
-    if case.wait.p2p or seq is None or here is None:
-        return False
-    return {site_of(None, call_at(case.states[q], group, seq - 1)) for q in (rank, other)} == {here.key}
+    here = case.wait.calls[other].site
+    return here is not None and _call_before(case, rank, other) == here.key
+
+
+def _call_before(case: Case, rank: int, other: int) -> str | None:
+    """Return the site at which both ranks made the call before this one; None if it is not one site."""
+    group, seq = case.wait.group, case.wait.seq
+    if case.wait.p2p or seq is None:
+        return None
+    sites = {site_of(None, call_at(case.states[q], group, seq - 1)) for q in (rank, other)}
+    return sites.pop() if len(sites) == 1 else None
 
 
 def _as_often(case: Case, rank: int, other: int, file: str, loop: ast.AST) -> bool:

@@ -83,8 +83,7 @@ def _other_distance(case: Case, rank: int, call: Call) -> Testimony | None:
     world, variables = case.snapshot.world_size or 0, {q: _variables(state) for q, state in case.states.items()}
     if call.site is None or call.peer is None or world < ENOUGH or len(variables) < world:
         return None
-    tree = syntax.tree_of(call.site.file, case.source)
-    statement = syntax.statement(tree, call.site.line) if tree is not None else None
+    statement = syntax.statement_at(call.site, case.source)
     used = {syntax.name_of(node) for node in ast.walk(statement)} if statement is not None else set()
     common = set.intersection(*map(set, variables.values()))
     others = {key: {own[key] for q, own in variables.items() if q != rank} for key in common}

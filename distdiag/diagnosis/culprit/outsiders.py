@@ -24,15 +24,12 @@ def created(snapshot: Snapshot) -> tuple[int, list[Group]] | None:
     if any("#" in name for name in snapshot.groups):  # torch counts from 0 again after destroy_process_group
         return None
     number = min((n for n, made in by_number.items() if len(made) > 1), default=None)
-    return (
-        (number, sorted(by_number[number].values(), key=lambda g: (-len(g.ranks), g.ranks)))
-        if number is not None
-        else None
-    )
+    made = by_number.get(-1 if number is None else number, {})
+    return (number, sorted(made.values(), key=lambda g: (-len(g.ranks), g.ranks))) if number is not None else None
 
 
 def left_out(made: Sequence[Group]) -> tuple[tuple[int, ...], Group] | None:
-    """Return (the ranks that have gone on to the next group without creating this one, this group); None if it is not that."""
+    """Return (the ranks that have gone on to the next group without creating this one, this group); None otherwise."""
     if len(made) != 2 or not set(made[1].ranks) < set(made[0].ranks):
         return None
     return tuple(sorted(set(made[0].ranks) - set(made[1].ranks))), made[1]

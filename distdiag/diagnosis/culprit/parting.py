@@ -193,7 +193,7 @@ def parting(
     left_there = [[p for p in sort if not as_often(p.site.file, p.guard.node)] for sort in left_there]
     # what ends a round early in a loop of both: one may have done so a round ago
     rounds = [p for p in their_path.common if isinstance(p.guard.way_out, ast.Continue)]
-    missed = [*zip((Way.SKIPPED, Way.LEFT, Way.LEFT), left_there, strict=False)]
+    missed = zip((Way.SKIPPED, Way.LEFT, Way.LEFT), left_there, strict=False)
     alone = zip((Way.ALONE, Way.STAYED, Way.STAYED), left, strict=False)
     # the same in a loop that has ended for this rank, and has as many rounds on every rank
     ended = (p for p in their_path.own if p.guard.kind is Kind.INSIDE and p.key(Kind.ENDED) in their_path.others)
@@ -210,9 +210,8 @@ def parting(
             found = found[:1]  # the outermost of nested loops
         conditions = {c: _reads_rank(p, source) for p in found if (c := _condition(p, source, way)) is not None}
         asked = [c for c, reads in conditions.items() if reads]
-        if (
-            conditions and not asked and sort is held
-        ):  # or all were in that branch, and this rank has left a loop before it
+        if conditions and not asked and sort is held:
+            # or all were in that branch, and this rank has left a loop before it
             by_data = (_condition(p, source, Way.LEFT) for p in left_there[-1] if _ends_by_data(p, source))
             conditions |= {c: False for c in by_data if c is not None}
         if conditions:
@@ -282,8 +281,7 @@ def _innermost(path: _Path) -> Iterator[list[_Placed]]:
 
 def _repeats(site: Site, source: Source) -> bool:
     """True if the statement at a site has a comprehension: that may be what makes a call again."""
-    tree = tree_of(site.file, source)
-    node = syntax.statement(tree, site.line) if tree is not None else None
+    node = syntax.statement_at(site, source)
     parts = (x for x in ast.iter_child_nodes(node) if isinstance(x, ast.expr)) if node is not None else ()
     return any(isinstance(x, ast.comprehension) for part in parts for x in ast.walk(part))
 
@@ -324,8 +322,7 @@ def leaving(site: Site | None, theirs: Sequence[Site], source: Source) -> list[C
             the condition.
         theirs: The user's frames of the other rank, innermost first.
     """
-    tree = tree_of(site.file, source) if site is not None else None
-    if site is not None and tree is not None and syntax.exits_process(syntax.statement(tree, site.line)):
+    if syntax.exits_process(syntax.statement_at(site, source)):
         return [around] if (around := enclosing(site, source)) is not None else []
     return parting((), theirs, source)
 
@@ -360,6 +357,16 @@ def rank_condition(mine: Sequence[Site], theirs: Sequence[Site], source: Source)
     names_it = rank_tests.names_one_rank(guard.test) is (guard.branch == "body")
     leaves = guard.kind is Kind.PASSED and names_it
     return _condition(found, source, Way.SKIPPED if leaves else Way.LEFT if guard.kind is Kind.ENDED else Way.ALONE)
+
+
+def led_away(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> tuple[Condition, int] | None:
+    """Return the condition on the rank that only one of two stacks is under, and which of the two it leads away: 0 or 1."""
+    found = [rank_condition(a, b, source) for a, b in ((mine, theirs), (theirs, mine))]
+    condition = found[0] or found[1]
+    if condition is None or all(found):
+        return None
+    under = 0 if found[0] else 1
+    return condition, 1 - under if condition.way is Way.SKIPPED else under
 
 
 def enclosing(site: Site | None, source: Source, callee: str = "") -> Condition | None:

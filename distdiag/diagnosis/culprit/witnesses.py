@@ -84,12 +84,9 @@ def _alone(case: Case) -> Testimony | None:
         if not apart or not lonely_in.missing <= set(together.ranks):
             continue
         if not lonely_in.p2p or case.in_a_new_round(min(lonely)):
-            rest = set(lonely_in.ranks) - lonely  # in no cycle: they have been where the others wait
-            text = (
-                f"only rank {min(lonely):,} of that group is there"
-                if rest
-                else f"rank {min(lonely):,} is alone, the others wait together"
-            )
+            text = f"rank {min(lonely):,} is alone, the others wait together"
+            if set(lonely_in.ranks) - lonely:  # in no cycle: they have been where the others wait
+                text = f"only rank {min(lonely):,} of that group is there"
             return Testimony(ranks=tuple(lonely), text=f"; {text}")
     return None
 

@@ -76,8 +76,8 @@ def constants(text: str) -> frozenset[str]:
     counters = {name for name, times in counted.items() if name and times == given[name]}
     layers = {name for name, times in modules.items() if times == given[name] + stored[name]}
     handed = {name for name in _literal_parameters(nodes) if not given[name] + stored[name]}
-    found = layers | counters | handed | _options(nodes)
-    return frozenset(found).union(name for name in literal - changed if given[name] == 1)
+    equal = {name for name in handed | _options(nodes) if not _means_rank(name)}  # not `args.local_rank`
+    return frozenset(layers | counters | equal).union(name for name in literal - changed if given[name] == 1)
 
 
 def _literal_parameters(nodes: list[ast.AST]) -> set[str]:
@@ -93,19 +93,20 @@ def _literal_parameters(nodes: list[ast.AST]) -> set[str]:
         defaults = dict(zip(reversed(names), reversed(of.defaults), strict=False))
         defaults |= {a.arg: value for a, value in zip(of.kwonlyargs, of.kw_defaults, strict=True) if value is not None}
         by_place = names[1:] if names[:1] in (["self"], ["cls"]) else names
+        given = [_passed(call, by_place) for call in calls]
         for name in (*names, *(a.arg for a in of.kwonlyargs)):
-            values = [_passed(call, name, by_place) or defaults.get(name) for call in calls]
+            values = [None if words is None else words.get(name, defaults.get(name)) for words in given]
             fits = bool(values) and all(isinstance(value, ast.Constant) for value in values)
             literal[name] = literal.get(name, True) and fits
     return {name for name, fits in literal.items() if fits}
 
 
-def _passed(call: ast.Call, name: str, by_place: list[str]) -> ast.expr | None:
-    """Return what a call passes for a parameter; None: nothing. `*args` may hold anything."""
-    if any(isinstance(a, ast.Starred) for a in call.args) or any(k.arg is None for k in call.keywords):
-        return call
-    given_by_place = dict(zip(by_place, call.args, strict=False))
-    return given_by_place.get(name) or next((k.value for k in call.keywords if k.arg == name), None)
+def _passed(call: ast.Call, by_place: list[str]) -> dict[str, ast.expr] | None:
+    """Return what a call passes for each parameter; None for `*args`, which may hold anything."""
+    words = {k.arg: k.value for k in call.keywords if k.arg}
+    if len(words) < len(call.keywords) or any(isinstance(a, ast.Starred) for a in call.args):
+        return None
+    return words | dict(zip(by_place, call.args, strict=False))
 
 
 def _options(nodes: list[ast.AST]) -> set[str]:

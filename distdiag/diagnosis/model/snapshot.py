@@ -386,3 +386,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stable_since_s: Seconds | None = (
         None  # since when no rank has made progress, by earlier snapshots; None = not known
     )
+
+    def whole(self, group: str | None) -> bool:
+        """True for the name of a group of all ranks of the job."""
+        found = self.groups.get(group or "")
+        return found is not None and len(found.ranks) == self.world_size

@@ -85,6 +85,12 @@ def statement(tree: ast.Module, line: int) -> ast.stmt | None:
     return next(iter(_around(tree, line)), None)
 
 
+def statement_at(site: Site | None, source: Source) -> ast.stmt | None:
+    """Return the innermost statement at a site; None if its source is not known."""
+    tree = tree_of(site.file, source) if site is not None else None
+    return statement(tree, site.line) if site is not None and tree is not None else None
+
+
 def _around(tree: ast.Module | None, line: int) -> list[ast.stmt]:
     return [step.node for step in way(tree, line)][::-1] if tree is not None else []
 

@@ -82,8 +82,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
 
 def _shared_waits(s: Snapshot) -> float:
     """Return the share of time that every host waits in collectives of all ranks, without an optimizer."""
-    whole = {name for name, g in s.groups.items() if len(g.ranks) == s.world_size}
-    recent = [a for a in s.arrivals if a.group in whole]
+    recent = [a for a in s.arrivals if s.whole(a.group)]
     if len(recent) < STEPS.least or s.world_size < 2:
         return 0.0
     span_ms = (recent[-1].t_s - recent[0].t_s) * 1e3

@@ -7,7 +7,7 @@ Healthy look-alikes: noise_fine, param_server, groups_apart, no_dist.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,9 +160,14 @@ def _split(s: Snapshot, loaders: dict[int, Loader], ranks: Collection[int]) -> b
     size = sizes.pop() if len(sizes) == 1 else None
     if size is None or not all(0 < n <= -(-size // len(ranks)) for n in entered):
         return False
-    losses = [{x.step: x.loss for x in s.ranks[q].steps if x.loss is not None} for q in ranks]
-    common = set.intersection(*map(set, losses))
-    return len(common) < limits.times or any(len({x[k] for x in losses}) > 1 for k in common)
+    losses = _losses(s, ranks)
+    return len(losses) < limits.times or any(len(set(x)) > 1 for x in losses)
+
+
+def _losses(s: Snapshot, ranks: Iterable[int]) -> list[tuple[float, ...]]:
+    """Return the losses of these ranks in each step in which all of them are known."""
+    of_ranks = [{x.step: x.loss for x in s.ranks[q].steps if x.loss is not None} for q in ranks]
+    return [tuple(losses[k] for losses in of_ranks) for k in set.intersection(*map(set, of_ranks))]
 
 
 def _same_batches(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding | Abstained]:
@@ -219,11 +224,10 @@ def _equal_losses(s: Snapshot) -> int:
     shares = {r.rank: [x.value for x in r.samples if x.kind == "reduced"] for r in s.ranks.values()}
     if len(s.ranks) < max(2, s.world_size) or not all(x and least <= min(x) <= max(x) <= most for x in shares.values()):
         return 0
-    losses = [{x.step: x.loss for x in r.steps if x.loss is not None} for r in s.ranks.values()]
-    common = set.intersection(*map(set, losses))
-    if any(len({x[k] for x in losses}) > 1 for k in common):
+    losses = _losses(s, s.ranks)
+    if any(len(set(x)) > 1 for x in losses):
         return 0
-    return len(common) if len({losses[0][k] for k in common}) >= limits.losses else 0
+    return len(losses) if len({x[0] for x in losses}) >= limits.losses else 0
 
 
 # -- the same work on every rank, without a process group -------------------------------------------------------------

@@ -166,7 +166,7 @@ def _differ(values: list[float], relative: float) -> bool:
 def _cause(s: Snapshot, kind: str, drifting: list[int]) -> str | None:
     """Return why replicas differ; None if they may differ by design."""
     models = [m for r in s.ranks.values() for m in r.models]
-    over_all = [m for m in models if (g := s.groups.get(m.group or "")) is not None and len(g.ranks) == s.world_size]
+    over_all = [m for m in models if s.whole(m.group)]
     if kind == "buffers":
         return "buffers" if over_all and not any(m.broadcast_buffers for m in over_all) and synchronous(s) else None
     if over_all and len(over_all) >= s.world_size:

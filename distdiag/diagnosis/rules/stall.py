@@ -283,13 +283,10 @@ def _never_joined(facts: Facts, late: Sequence[_Late], opened: Open, does: str) 
 
 
 def _open_advice(r: RankState, opened: Open) -> str:
-    alone = opened.alone
-    why = (
-        f"only rank {r.rank} is under `{alone.text}`{at(alone.site)}"
-        if alone
-        else "find what started it, maybe a thread"
-    )
-    return filled(_DO_OPEN, call=opened.call, ranks=opened.missing, why=f": {why}")
+    guard, why = opened.alone, "find what started it, maybe a thread"
+    if guard is not None:
+        why = f"only rank {r.rank} is under `{guard.text}`{at(guard.site)}"
+    return filled(_DO_OPEN, call=opened.call, ranks=opened.missing, why=why)
 
 
 def _severity(late: Sequence[_Late]) -> Severity | None:
@@ -324,14 +321,16 @@ _DO_DIED = (
 )
 _DO_ABSENT = "find what keeps {ranks} from {call}: a thread that has not started, or that returned before it"
 _OPEN = " while it has {call}{site} in flight, which {ranks} {ranks:has|have} not entered"
-_DO_OPEN = "{ranks} must enter {call}, too, or no rank may{why}"
+_DO_OPEN = "{ranks} must enter {call}, too, or no rank may: {why}"
 _DO_POLL = "find who ends the loop `{loop}`: it may have failed, or caught an exception and gone on"
-POLLED = _warning("user_code",
-    "{culprits} may have left out what {victims} {polls} for, at `{why}`{at_why}; {victims} {victims:is|are} in {place}"
-    "`{text}`{at_text}, and {culprits} has gone on to {call}{at_call}{implicit}, where it has waited {waited_s:time}", _NO_PROGRESS_OF,
-    "{do}")  # fmt: skip
-_DO_LEFT = "see whether `{why}`{at_why} led {ranks} past it, and let it tell the others then (broadcast); poll with a time limit"
-_DO_KEY = "see whether `{why}`{at_why} led {ranks} past it, and set the key on that way, too"
+_LEFT_OUT = (
+    "{culprits} may have left out what {victims} {victims:%s} for, at `{why}`{at_why}; {victims} {victims:is|are} in %s"
+    "`{text}`{at_text}, and {culprits} has gone on to {call}{at_call}{implicit}, where it has waited {waited_s:time}"
+)
+POLLED = _warning("user_code", _LEFT_OUT % ("polls|poll", "the loop "), _NO_PROGRESS_OF,
+    "see whether `{why}`{at_why} led {culprits} past it, and let it tell the others then (broadcast); poll with a time limit")  # fmt: skip
+KEY_UNSET = _warning("user_code", _LEFT_OUT % ("waits|wait", ""), _NO_PROGRESS_OF,
+    "see whether `{why}`{at_why} led {culprits} past it, and set the key on that path, too")  # fmt: skip
 _DOES = {a.word: a.does for a in ACTIVITIES if a.does}
 _DO = {a.word: a.do for a in ACTIVITIES if a.do} | {
     "": "check that line; `distdiag dump` saves all stacks; this is cleared if the rank continues",
@@ -399,23 +398,18 @@ def _polled_for(
     why: tuple[str, Site],
     first: _Late,
 ) -> Finding:
-    """Return the finding of the only rank outside a loop in which all others poll, or a call in which they wait for a key, for what
-    it may have left out.
-    """
+    """Return the finding of the only rank that does not poll, or wait for a key, for what it may have left out."""
     s = facts.snapshot
     state, site = s.ranks[writer[0]], first.state.current_site
     call = state.blocked
     assert call is not None
     text, at_text = polled[:2] if polled is not None else (line_at(site, facts.source), site)
-    return POLLED(
+    return (KEY_UNSET if polled is None else POLLED)(
         culprits=writer, victims=ranks, collective=call if call.op else None,
         where=(where(state, None, why[1]), *where_stack(state, state.user_stack, "waiting")),
         waiting=(w for q in ranks for w in where_stack(s.ranks[q], s.ranks[q].user_stack, s.ranks[q].activity)),
         step=state.step, first_seen_s=s.t_s - first.waited_s, text=text, at_text=at_text, why=why[0], at_why=why[1],
         call=call, at_call=call.site, implicit=implicit_text(state, call), waited_s=first.waited_s, world=s.world_size,
-        polls=verb(ranks, *(("polls", "poll") if polled is not None else ("waits", "wait"))),
-        place="the loop " if polled is not None else "",
-        do=filled(_DO_LEFT if polled is not None else _DO_KEY, why=why[0], at_why=why[1], ranks=writer),
     )  # fmt: skip
 
 

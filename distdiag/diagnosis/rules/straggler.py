@@ -547,7 +547,7 @@ def _by_arrivals(s: Snapshot) -> Finding | None:
     """Return the finding of a rank that enters its collectives last."""
     by_group: dict[str, list[Arrival]] = {}
     for a in s.arrivals:
-        if (group := s.groups.get(a.group)) is not None and len(group.ranks) == s.world_size:
+        if s.whole(a.group):
             by_group.setdefault(a.group, []).append(a)
     for arrivals in by_group.values():
         recent = [a for a in arrivals if a.op in JUDGED_BY_ARRIVAL][-STEPS.window :]

@@ -14,8 +14,8 @@ from distdiag.diagnosis.waits.wait import Wait
 from distdiag.terms.backends import in_group_communicator
 
 _SAME_TAG = (
-    "a message needs the same tag at both of its ends; compute it from what both ranks know alike, not by hash() of a text, "
-    "which differs between processes"
+    "a message needs the same tag at both of its ends; compute it from values that both ranks have, not by hash() of a "
+    "string, which differs between processes"
 )
 NEW_GROUP_ADVICE = "call new_group on all ranks, in the same order, also on those that are not members of the group"
 SHOWN = 4  # waits of the cycle
@@ -73,9 +73,8 @@ def advice(snapshot: Snapshot, verdict: Verdict, calls: dict[int, tuple[Wait, Ca
         case "missing_rank":
             return evidence.advice(verdict) or _missing_advice(verdict, calls)
         case "p2p_cycle":
-            ends = _other_tag(snapshot, calls)
-            if ends is not None:
-                tags = " and ".join(f"{call.tag} of {op_at(call)}" for call in ends)
+            if (tagged := _other_tag(snapshot, calls)) is not None:
+                tags = " and ".join(f"{call.tag} of {op_at(call)}" for call in tagged)
                 return f"tags {tags} never match: {_SAME_TAG}"
             ends = {messages.direction_of(c) if c.p2p else c.op for _, c in calls.values()}
             first = _FIRST_OF_A_PAIR.get(ends.pop(), "") if len(ends) == 1 else ""
@@ -84,8 +83,8 @@ def advice(snapshot: Snapshot, verdict: Verdict, calls: dict[int, tuple[Wait, Ca
             return "pass the same process group on all ranks at this call"
     if any(c.op == "new_group" for _, c in calls.values()):
         return NEW_GROUP_ADVICE
-    same_order = f"use the groups in the same order on all ranks that share them{_first_text(verdict, calls)}"
-    return verdict.testimony.advice or same_order
+    order = "use the groups in the same order on all ranks that share them"
+    return verdict.testimony.advice or order + _first_text(verdict, calls)
 
 
 def _first_text(verdict: Verdict, calls: dict[int, tuple[Wait, Call]]) -> str:
@@ -112,12 +111,8 @@ def _missing_advice(verdict: Verdict, calls: dict[int, tuple[Wait, Call]]) -> st
     if call is not None and call.op == "new_group":
         return NEW_GROUP_ADVICE
     left_out = verdict.call
-    if (
-        call is not None
-        and left_out is not None
-        and not main.p2p
-        and set(calls[culprits[0]][0].ranks) - verdict.incident.members
-    ):
+    outside = set(calls[culprits[0]][0].ranks) - verdict.incident.members if call is not None else set()
+    if outside and left_out is not None and not main.p2p:
         # ranks of no cycle are there, too: it is the other call that the culprits do not make
         return filled(_LEFT_OUT, culprits=culprits, op=compatible.op_name(left_out.op), site=left_out.site)
     what = f"{compatible.op_name(call.op)}{at(call.site)}" if call is not None else "the call"

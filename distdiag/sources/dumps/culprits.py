@@ -182,8 +182,8 @@ def _ends(graph: WaitGraph, links: Links, dumped: Iterable[int], awaited: frozen
             out.culprits |= few[1] if len(few[1]) < len(many[1]) else frozenset()
         elif unknown:
             out.silent |= unknown
-        elif len(ends) == 2 and here and all(link.wait.p2p and not link.lacking for link in here):
-            out.in_flight += [link.wait for link in here]  # both have issued it: which of the two stopped is not known
+        elif here and all(link.wait.p2p and not link.lacking for link in here):
+            out.in_flight += [link.wait for link in here]  # both ends issued it: which of them stopped is not known
         elif ends & absentees:
             out.culprits |= ends & absentees
         elif len(ends) > 1 and ends <= awaited:  # each rank's running op is queued behind another's: a cycle
@@ -210,9 +210,13 @@ def _not_begun_first(rank: int, mine: Collection[Wait], lacked: Iterable[tuple])
     calls = [(w, w.calls.get(rank)) for w in mine]
     if not calls or any(call is None or call.started is not False for _, call in calls):
         return False
-    oldest = [w.key for w in _oldest(mine, rank)]
-    ends = {(key[0], key[1], key[4], key[3]) for key in oldest if len(key) > 2}  # of a batch of messages
-    return any(key in oldest or (len(key) > 2 and (key[0], key[1], key[3], key[4]) in ends) for key in lacked)
+    oldest = {_operation(w.key) for w in _oldest(mine, rank)}
+    return any(_operation(key) in oldest for key in lacked)
+
+
+def _operation(key: tuple) -> tuple:
+    """Return the same value for a wait of either end of a message."""
+    return *key[:2], frozenset(key[3:5])
 
 
 def _crossed(links: list[_Link]) -> Crossed:

@@ -46,9 +46,8 @@ class Findings:
             newest = state.current_site if state is not None and (call is None or call.op) else None
             site = (call.site if call is not None else None) or newest
             by_stack = state is not None and bool(state.user_stack)
-            out.append(
-                where_at(r, site, "waiting" if call is not None else "last_call" if site and not by_stack else None)
-            )
+            newest_call = "last_call" if site and not by_stack else None
+            out.append(where_at(r, site, "waiting" if call is not None else newest_call))
         return tuple(out)
 
     def evidence(self, ranks: Collection[int]) -> tuple[str, ...]:
@@ -164,15 +163,10 @@ class Findings:
         }
 
     def _queued(self) -> str:
-        """Return the operation at which the device of the one culprit stands, if others wait in a later one; else empty."""
+        """Return the oldest operation in flight of the one culprit, if others wait in a later one; else empty."""
         call, main = self.blame.oldest.get(self.blame.culprits[0]), self.blame.main
-        if (
-            len(self.blame.culprits) > 1
-            or call is None
-            or call.p2p
-            or main is None
-            or (call.group, call.seq) == main.key
-        ):
+        one = len(self.blame.culprits) == 1 and call is not None and not call.p2p and main is not None
+        if not one or call is None or main is None or (call.group, call.seq) == main.key:
             return ""
         return f", nor completed {self._call_text(call)}, which it issued before"
 

@@ -88,10 +88,9 @@ def _judge(
     findings = Findings(snapshot, loaded, blame)
     running = was_running(loaded, blame)
     if not found:
-        if not running and (unmatched := findings.unmatched_messages()) is not None:
-            found.append(unmatched)
-        elif not running and (unequal := findings.unequal_message()) is not None:
-            found.append(unequal)
+        message = None if running else findings.unmatched_messages() or findings.unequal_message()
+        if message is not None:
+            found.append(message)
         elif loaded.late is not None and not running and _late_first(loaded.late, blame):
             found.append(findings.late_rank(loaded.late))
         elif blame.culprits or blame.crossed or blame.circle:
@@ -130,8 +129,6 @@ def _state(found: list[Finding]) -> State:
 
 
 _STALE = "the {stale:dump|dumps} of {stale} {stale:is|are} older than the rest: operations missing there may have been issued later"
-
-
 _NOTHING_OPEN = "every recorded operation has completed: if the job hangs, it hangs outside of communication; take the stacks (`py-spy dump`)"
 
 

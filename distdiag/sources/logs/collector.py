@@ -31,7 +31,7 @@ _SECTION = bounded(
 )
 # `kubectl describe`: what follows is of one pod
 _POD = bounded(
-    r"^(?:Name:\s{2,40}(?P<pod>\S{1,253})\s*$|[$#] kubectl .{0,99}?\bdescribe pods?[ /](?P<of>[\w.-]{1,253})\b)"
+    r"^(?:Name:\s{2,40}(?P<pod>\S{1,253})\s*$|[$#] kubectl .{0,99}?\bdescribe pods?[ /](?P<of>\w[\w.-]{0,252})\b)"
 )
 _STATE = bounded(r"^\s{2,99}(?P<last>Last )?State:\s{2,40}(?P<state>\w+)")
 # Horovod's stall inspector: a rank, and what the others wait for

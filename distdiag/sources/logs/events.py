@@ -19,15 +19,16 @@ _DEVICE = bounded(r"NVLink|ECC|fallen off the bus")
 
 def merged(reasons: list[Reason], found: Collected) -> list[Reason]:
     """Return the reasons, each event once: the fact stays, what follows from it becomes a part of it."""
+    memory = found.named("host_oom")
     for r in reasons:
-        _of_memory(r, found)
+        _of_memory(r, memory)
         _of_all(r, found)
-    return _of_devices([r for r in _of_one_remedy(reasons) if not any(_repeats(r, q) for q in reasons)])
+    return _of_devices(_without_repeats(_of_one_remedy(reasons)))
 
 
-def _of_memory(r: Reason, found: Collected) -> None:
+def _of_memory(r: Reason, memory: list[Fact]) -> None:
     """Name the reason of a loader's worker that was killed, if the log has the host's lack of memory."""
-    memory, first = found.named("host_oom"), r.facts[0]
+    first = r.facts[0]
     killed = {f.fields["pid"] for f in memory if "pid" in f.fields}
     loader = _LOADER.search(first.text) if first.name == "exception" else None
     if (memory and first.name == "loader_killed" and first.fields.get("signal") == "Killed") or (
@@ -53,9 +54,9 @@ def _of_all(r: Reason, found: Collected) -> None:
 
 def _of_one_remedy(reasons: list[Reason]) -> list[Reason]:
     """Return the reasons; a failure of an unknown process and the only other one with its message or remedy are one."""
-    for r in [r for r in reasons if not (r.ranks or r.unnamed)]:
+    for r in [r for r in reasons if not (r.ranks or r.unnamed) and r.advice not in GENERAL]:
         same = [q for q in reasons if q is not r and q.advice == r.advice and _same_message(r.facts[0], q.facts[0])]
-        if r not in reasons or r.advice in GENERAL or len(same) != 1:
+        if len(same) != 1 or r not in reasons:
             continue
         first, second = sorted((r, same[0]), key=lambda q: q.order)
         first.ranks, first.sites = first.ranks | second.ranks, second.sites | first.sites
@@ -68,11 +69,19 @@ def _of_one_remedy(reasons: list[Reason]) -> list[Reason]:
     return reasons
 
 
-def _repeats(r: Reason, other: Reason) -> bool:
-    """True if the processes of a reason say the same in the other one, with more detail."""
-    mine, theirs = r.facts[0], other.facts[0]
-    less = mine.name != "exception" and mine.fields.items() < theirs.fields.items()
-    return less and _same_message(mine, theirs) and r.ranks <= other.ranks and {*r.unnamed} <= {*other.unnamed}
+def _without_repeats(reasons: list[Reason]) -> list[Reason]:
+    """Return the reasons without those whose processes report the same in another one, with more detail."""
+    having: dict[tuple[str, ...], list[Reason]] = {}  # by name and a field of the first fact: there may be thousands
+    for r in reasons:
+        for item in ((), *r.facts[0].fields.items()):
+            having.setdefault((r.facts[0].name, *item), []).append(r)
+
+    def repeats(r: Reason) -> bool:
+        name, fields = r.facts[0].name, r.facts[0].fields.items()
+        more = (q for q in having[(name, *next(iter(fields), ()))] if fields < q.facts[0].fields.items())
+        return name != "exception" and any(r.ranks <= q.ranks and {*r.unnamed} <= {*q.unnamed} for q in more)
+
+    return [r for r in reasons if not repeats(r)]
 
 
 def _same_message(a: Fact, b: Fact) -> bool:

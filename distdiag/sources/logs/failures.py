@@ -28,11 +28,8 @@ _MEMORY = bounded(r"Process (\d{1,9}) has (\d{1,6}(?:\.\d{1,4})?) GiB memory in 
 _USED = bounded(r"capacity of ([\d.]{1,9}) GiB of which ([\d.]{1,9}) ([MG])iB is free")
 _OWN = bounded(r"memory ([\d.]{1,9}) ([MG])iB is allocated by PyTorch")
 _NUMBER = bounded(r"0x[0-9a-f]+|\d+")
-_OF_ALL = (
-    MEANINGS["exception"],
-    MEANINGS["usage"],
-    MEANINGS["port_in_use"],
-)  # of the program or its settings, if all ranks have it
+# of the program or its settings, if all ranks have it
+_OF_ALL = (MEANINGS["exception"], MEANINGS["usage"], MEANINGS["port_in_use"])
 _OF_NODE = ("node_lost", "host_fault")  # all ranks of a node are lost
 _OF_THE_LINE = {  # ranks it is about
     "duplicate_gpu": ("a", "b"),
@@ -53,6 +50,7 @@ class Reason:
         times: When each rank ended, by the launcher.
         inferred: True if its rank is that of the only process that reports the failure on its host.
         after: What followed from it on other ranks.
+        pids: The hosts on which its lines name a process, by pid and device; `""` for a line without a host.
     """
 
     meaning: Meaning
@@ -67,6 +65,7 @@ class Reason:
     times: dict[int, str] = field(default_factory=dict)
     inferred: bool = False
     after: str = ""
+    pids: dict[tuple[int, object], set[str]] = field(default_factory=dict)
 
 
 # -- messages of the ranks themselves --------------------------------------------------------------------------------
@@ -106,10 +105,10 @@ def of_messages(found: Collected) -> tuple[list[Reason], list[Fact]]:
 def _of_one_text(reasons: dict[tuple[str, str], Reason]) -> list[Reason]:
     """Return the reasons; what was printed without its traceback belongs to the first one with its text."""
     out: list[Reason] = []
+    first: dict[tuple[str, str], Reason] = {}
     for r in sorted(reasons.values(), key=lambda r: not any(f.site for f in r.facts)):
-        text = _NUMBER.sub("#", r.text)
-        same = next((q for q in out if q.facts[0].name == r.facts[0].name and _NUMBER.sub("#", q.text) == text), None)
-        if same is None or r.facts[0].name != "exception" or any(f.site for f in r.facts) or not (r.ranks or r.unnamed):
+        same = first.setdefault((r.facts[0].name, _NUMBER.sub("#", r.text)), r)
+        if same is r or r.facts[0].name != "exception" or any(f.site for f in r.facts) or not (r.ranks or r.unnamed):
             out.append(r)
             continue
         same.ranks, same.order, same.facts = same.ranks | r.ranks, min(same.order, r.order), same.facts + r.facts
@@ -162,8 +161,8 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, foun
         r.hosts |= {f.who.host} if f.rank is not None else set()
     if f.file and not f.who.host:
         name = f"{name or ('the host' if meaning.kind == 'gpu' else 'a process')} of {f.file}"
-    again = any(_one_process(f, g) for g in r.facts[:-1])
-    if (not known or f.name in _OF_NODE) and name and name not in r.unnamed and not again:
+    again = _has_process(r, f)
+    if (not known or f.name in _OF_NODE) and name and not again and name not in r.unnamed:
         r.unnamed.append(name)
     if f.site is not None and f.rank is not None:
         r.sites.setdefault(f.rank, f.site)
@@ -177,10 +176,14 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, foun
         r.advice = remedy(f"{f.text} {text}", r.advice)  # one of its lines may say more than the others
 
 
-def _one_process(a: Fact, b: Fact) -> bool:
-    """True if two lines name one process by its pid, whatever else they call it."""
-    here = a.who.host == b.who.host or not (a.who.host and b.who.host)
-    return a.who.pid is not None and (a.who.pid, a.who.device) == (b.who.pid, b.who.device) and here
+def _has_process(r: Reason, f: Fact) -> bool:
+    """Note the process of a line; True if an earlier line names it by its pid, whatever else it calls it."""
+    if f.who.pid is None:
+        return False
+    hosts = r.pids.setdefault((f.who.pid, f.who.device), set())
+    again = bool(hosts) and (not f.who.host or not hosts.isdisjoint({f.who.host, ""}))
+    hosts.add(f.who.host)
+    return again
 
 
 def _of_exception(f: Fact, ranks: int) -> str:

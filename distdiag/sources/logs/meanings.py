@@ -105,7 +105,7 @@ SAVING = (
 )
 SHARED_PORT = (
     "a port has one listener: if some of these processes are on one host, start one launcher for each node, not for each GPU (srun: "
-    "--ntasks-per-node=1); else end the job that holds the port, or give this one another --master-port (or --rdzv-endpoint)"
+    "--ntasks-per-node=1); else " + TAKEN_PORT
 )
 IN_COLLECTIVE = "it was raised inside a collective, where a rank fails after another, too: read the others' logs first"
 SAME_EVERYWHERE = "the cause is not one rank: correct the program or the environment"

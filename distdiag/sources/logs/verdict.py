@@ -169,14 +169,14 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
     own += exits.with_a_reason(ends)
     codes = [r for r in ends if r not in own]
     if own or reported:
-        return [*reported, *(failures.of_reason(r, found, waited) for r in own)][:MAX_FINDINGS], None
+        return [*reported, *(failures.of_reason(r, found, waited) for r in own[:MAX_FINDINGS])][:MAX_FINDINGS], None
     waits = rows.first_of(rows.LATE_ROWS, found) or timeouts.findings(found)
     if found_here := _with_late(waits, late) or rows.first_of(rows.START_ROWS, found) or reports.derived(found):
         return found_here[:MAX_FINDINGS], None
     if (stop := _stopped(found)) is not None:
         return _hung(found) or _nan(found), stop
     lost = rows.first_of(rows.LOST_ROWS, found) or _nan(found, bool(codes))
-    lost = lost or [failures.of_reason(r, found, waited) for r in codes]
+    lost = lost or [failures.of_reason(r, found, waited) for r in codes[:MAX_FINDINGS]]
     lost = lost or _last_error(found)
     signal = "" if lost else exits.sent(found)
     return lost[:MAX_FINDINGS], _stopped_by(signal) if signal else None

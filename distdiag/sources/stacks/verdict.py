@@ -260,17 +260,13 @@ def _no_sink(s: Snapshot, seen: Mapping[int, Seen], source: Source) -> Iterator[
 
 
 def _odd_one(s: Snapshot, seen: Mapping[int, Seen]) -> Finding | None:
-    """Return that one rank waits for something else while all others are at one line of the user's, by one look.
+    """Return that one rank waits for something else while all others are at one line of the user's, in a single sample.
 
     Hosts that wait for their device show no collective: they are at a line as `loss.item()`.
     """
     sides = _sides({q: r.current_site for q, r in s.ranks.items()})
-    if (
-        len(sides) != 2
-        or len(sides[1]) > 1
-        or len(sides[0]) < 3
-        or not all(x.once and x.position for x in seen.values())
-    ):
+    alone = len(sides) == 2 and len(sides[1]) == 1 and len(sides[0]) > 2
+    if not alone or not all(x.once and x.position for x in seen.values()):
         return None
     rest, (odd,) = sides
     word, line = s.ranks[odd].activity, s.ranks[rest[0]].current_site
@@ -287,12 +283,8 @@ def _odd_one(s: Snapshot, seen: Mapping[int, Seen]) -> Finding | None:
 def _led_away(s: Snapshot, first: list[int], second: list[int], source: Source) -> list[int]:
     """Return the one of two sides that a condition on the rank leads away, as in `conditions.on_rank`."""
     stacks = s.ranks[first[0]].user_stack, s.ranks[second[0]].user_stack
-    found = [parting.rank_condition(mine, theirs, source) for mine, theirs in (stacks, stacks[::-1])]
-    condition = found[0] or found[1]
-    if condition is None or all(found):
-        return []
-    under, other = (first, second) if found[0] else (second, first)
-    return other if condition.way is parting.Way.SKIPPED else under
+    found = parting.led_away(*stacks, source)
+    return (first, second)[found[1]] if found is not None else []
 
 
 def _sides(values: Mapping[int, Any]) -> list[list[int]]:

@@ -51,6 +51,14 @@ def test_groups_that_all_ranks_use_at_one_line_in_turn_are_in_another_order() ->
     assert summary(never) == ("mismatch", "group", (2,), (0, 1)), "only rank 2 has ever used the other group"
 
 
+def test_calls_without_a_known_line_are_not_one_line_with_several_groups() -> None:
+    calls = {g: call(group=g, seq=2, site=None) for g in "ab"}
+    before = tuple(call(group=g, seq=1, site=None) for g in "ab")
+    members = (rank(r, calls[g], calls=before) for r, g in enumerate("aab"))
+    f = only(snapshot(*members, groups={"a": (0, 1, 2), "b": (0, 1, 2)}))
+    assert f.kind == "deadlock" and "this call" not in f.message and "sorted list" not in f.advice
+
+
 def test_the_rank_of_a_cycle_at_a_new_site_is_the_culprit() -> None:
     s = snapshot(
         rank(0, call(group="pair", seq=3, site=SAVE), sites={key(SAVE): 1, key(TRAIN): 6}),
