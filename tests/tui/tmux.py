@@ -29,8 +29,9 @@ class Terminal:
         return done.stdout
 
     def screen(self) -> str:
-        """Return the screen as text."""
-        return self.tmux("capture-pane", "-p", "-t", "main")
+        """Return the screen as text; with what tmux moved off it to say that the program has ended."""
+        text = self.tmux("capture-pane", "-p", "-t", "main")
+        return self.tmux("capture-pane", "-p", "-S", "-5", "-t", "main") if "Pane is dead" in text else text
 
     def type(self, *keys: str) -> None:
         """Press keys: `j`, `Enter`, `Escape`, `PPage`, …"""
