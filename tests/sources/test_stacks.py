@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -506,3 +508,18 @@ def test_stacks_as_json_in_a_folder_are_no_dumps(tmp_path: Path) -> None:
     found = distdiag("diagnose", "--json", str(tmp_path))
     (finding,) = json.loads(found.stdout)["findings"]
     assert finding["culprits"] == [2] and "s3.py:22" in finding["message"]
+
+
+def test_many_threads_may_read_first_stacks_at_once() -> None:
+    code = (
+        "import sys, threading\n"
+        "from distdiag.sources.stacks.read import from_json\n"
+        "sys.setswitchinterval(1e-6)\n"
+        'frame = b\'{"name": "f", "filename": "/a.py", "line": 3, "locals": [{"name": "x"}]}\'\n'
+        'data, gate = b\'[{"pid": 1, "frames": [\' + frame + b"]}]", threading.Barrier(16)\n'
+        "threads = [threading.Thread(target=lambda: (gate.wait(), from_json(data))) for _ in range(16)]\n"
+        "[t.start() for t in threads], [t.join() for t in threads]\n"
+    )
+    for _ in range(3):  # the parser's types are read at their first use in a process: that crashed it in 9 of 10 times
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stderr) == (0, "")

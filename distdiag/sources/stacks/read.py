@@ -48,6 +48,10 @@ class _SpyThread(msgspec.Struct):
     thread_name: str | None = None
 
 
+# Made here, by one thread: msgspec reads a type's fields at its first use, and two threads that do so at once crash the process.
+_decode = msgspec.json.Decoder(list[_SpyThread]).decode
+
+
 class NoStacks(Exception):
     """The text has no stack."""
 
@@ -59,7 +63,7 @@ def from_json(data: bytes | str) -> list[Process]:
         NoStacks: it is something else.
     """
     try:
-        threads = msgspec.json.decode(data, type=list[_SpyThread])
+        threads = _decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise NoStacks(str(e)[:200]) from e
     by_pid: dict[int, list[Stack]] = {}
