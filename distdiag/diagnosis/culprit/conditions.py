@@ -28,7 +28,8 @@ def on_rank(case: Case) -> Testimony | None:
         return None
     if met_in(case, *firsts) is not None:
         return None
-    found = parting.led_away(*(_stack(case, rank) for rank in firsts), case.source)
+    mine, theirs = (_stack(case, rank) for rank in firsts)
+    found = parting.led_away(mine, theirs, case.source)
     if found is None:
         return None
     condition, nth = found
