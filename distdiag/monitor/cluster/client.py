@@ -30,7 +30,7 @@ class Client(Link):
     def __init__(self, own: Own, server: Server, ask: Callable[[Ask], bytes]) -> None:
         super().__init__(own)
         self._ask, self._answers = ask, list[Answer]()
-        self._asked: threading.Thread | None = None
+        self._asked = False  # a question is being answered
         self.server = server
         self.urgent, self.known = False, 0
         self.offset = Offset()
@@ -118,10 +118,10 @@ class Client(Link):
     def _take(self, data: bytes, now_ns: int) -> None:
         message = messages.decode(data, to_first=False)
         if isinstance(message, Ask):
-            if self._asked is not None and self._asked.is_alive():
+            if self._asked:
                 raise BadMessage("another question is being answered")
-            self._asked = threading.Thread(target=self._find, args=(message,), name="ask", daemon=True)
-            self._asked.start()
+            self._asked = True
+            threading.Thread(target=self._find, args=(message,), name="ask", daemon=True).start()
             return
         if not isinstance(message, Receipt) or not self._received < message.number <= self._number:
             raise BadMessage("no receipt of ours")
@@ -144,6 +144,8 @@ class Client(Link):
             answer = Answer(number=question.number, error=str(e)[:200])
         with self.lock:
             self._answers.append(answer)
+            # before the answer is sent: the next question may follow while this thread still ends
+            self._asked = False
         self.wake()
 
     def _answer(self) -> None:

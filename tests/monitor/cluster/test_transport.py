@@ -345,6 +345,25 @@ def test_a_node_answers_for_its_own_ranks_only_and_for_each_once(
     assert ([x.rank for x in taken.ranks], "2 of its 3 answers" in str(taken.absent)) == ([1], True), taken.absent
 
 
+def test_a_question_may_follow_while_the_thread_of_the_last_one_still_ends(
+    run: Path, two: tuple[Transport, Transport, Own], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, _ = two
+    sent(b, b"here", a)
+    assert b.client is not None
+    wake = b.client.wake
+
+    def slowly() -> None:
+        wake()
+        if threading.current_thread().name == "ask":
+            time.sleep(3)
+
+    monkeypatch.setattr(b.client, "wake", slowly)
+    for _ in range(2):
+        found, wrong = of_other_nodes(run, 1.0)
+        assert ([d.rank for d in found], wrong) == ([7], [])
+
+
 def test_a_record_that_is_none_is_left_out(
     run: Path, two: tuple[Transport, Transport, Own], monkeypatch: pytest.MonkeyPatch
 ) -> None:
