@@ -26,7 +26,7 @@ LEAST_SHARE = 0.01  # of a step: smaller differences between two ranks are not l
 LEAST_MS = 0.05
 LATE_SHARE, LATE_WAIT = 0.6, 0.05  # of all skew, of a step: from here on one rank is named
 LATE_STEPS, LEAST_STEPS = 0.8, 0.3  # share of the steps with a late rank in which it must be the latest; of all steps
-MORE_SHARE = 0.03  # of a step: by how much more of its own time explains that a rank is late
+MORE_SHARE = 0.03  # of a step: a part of a late rank's time is named as the reason if it exceeds the others' by this
 COMM_SHARE = 0.3  # of a step, on every rank: from here on exposed communication is named
 
 

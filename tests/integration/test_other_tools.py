@@ -1,4 +1,4 @@
-"""distdiag works beside tracers, profilers and agents that patch how processes start, and in scripts that end in a handler."""
+"""distdiag works beside tracers, profilers, and agents that change how processes start; also if a signal handler ends the script."""
 
 from __future__ import annotations
 

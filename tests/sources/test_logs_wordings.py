@@ -271,7 +271,7 @@ def test_counters_with_the_work_that_was_started_between_them(tmp_path: Path) ->
     )
 
 
-def test_a_loss_with_a_path_that_became_nan_is_noted_beside_the_ranks_that_waited(tmp_path: Path) -> None:
+def test_a_nan_loss_is_noted_next_to_a_timeout(tmp_path: Path) -> None:
     steps = "".join(f"step {n} loss/train/total={'nan' if n > 3 else '0.2'}\n" for n in range(9))
     report = diagnose(tmp_path, steps + timeout(32) + timeout(33))
     assert only(report).kind == "timeout"

@@ -304,7 +304,7 @@ def test_hosts_that_show_no_collective_may_wait_for_the_one_that_is_elsewhere() 
 
 @pytest.mark.parametrize("ops", [("broadcast", "all_reduce"), ("broadcast", "all_reduce", "recv")])
 def test_ranks_in_different_operations_may_all_wait_for_the_one_that_is_in_none(ops: tuple[str, ...]) -> None:
-    """In a pipeline each waits in a group of its own, which stacks do not show."""
+    """The stages of a pipeline wait in different groups, and stacks do not name them."""
     ranks = {q: seen(10 * (1 + q % len(ops)), ops[q % len(ops)]) for q in range(7)}
     (found,) = findings(ranks | {7: seen(90)})
     assert (found.kind, found.severity, found.culprits) == ("stall", Severity.WARNING, (7,))

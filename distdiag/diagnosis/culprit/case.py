@@ -106,7 +106,7 @@ class Case:
         return next((c for c in same if c.site is not None and 0 < times == state.sites.get(c.site.key)), None)
 
     def in_a_new_round(self, rank: int) -> bool:
-        """True if a rank waits for a message of which its peer has left out none: this one belongs to the peer's next step."""
+        """True if a rank waits for a message that its peer sends only in its next step: it has left none out before."""
         call = self.calls.get(rank)
         if call is None or not call.p2p or call.peer is None:
             return False
@@ -146,7 +146,7 @@ class Case:
 
     @cached_property
     def waiting(self) -> list[int]:
-        """Return the stuck ranks that wait in a collective for ranks that are gone."""
+        """Return the stuck ranks that wait in a collective of this incident."""
         return sorted({r for wait in self.incident.waits if not wait.p2p for r in wait.ranks} & self.incident.victims)
 
 

@@ -229,7 +229,7 @@ def short_rounds(stack: Sequence[Site], source: Source) -> list[Condition]:
 
 
 def returns_before(site: Site, source: Source) -> list[Condition]:
-    """Return the conditions on data under which a function returns before it comes to a line."""
+    """Return the conditions under which a function returns before it reaches a line; those on the rank are left out."""
     found = (p for p in _guards([site], 0, source, False) if isinstance(p.guard.way_out, ast.Return))
     by_data = (p for p in found if _can_differ(p, source, alive=True) and not _reads_rank(p, source))
     return [c for p in by_data if (c := _condition(p, source, Way.SKIPPED)) is not None]

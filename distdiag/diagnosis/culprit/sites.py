@@ -78,7 +78,12 @@ def _only_there(case: Case, ranks: Sequence[int]) -> Testimony | None:
     first = lines_of(case.here[ranks[0]] or "")[:1]
     by_others = any(lines_of(key)[:1] == first for q in case.compared if q not in ranks for key in case.states[q].sites)
     where = "come to that line from there" if by_others else "been at that line"  # the site has its callers
-    return Testimony(ranks=tuple(ranks), text=f"; only {rank_list(ranks)} {verb(ranks, 'has', 'have')} ever {where}")
+    # ranks that the evidence does not compare may have been there
+    others = (state for q, state in case.states.items() if q not in case.compared)
+    among = "of these ranks, " if any(case.here[ranks[0]] in state.sites for state in others) else ""
+    return Testimony(
+        ranks=tuple(ranks), text=f"; {among}only {rank_list(ranks)} {verb(ranks, 'has', 'have')} ever {where}"
+    )
 
 
 def _is_new(case: Case, odd: Sequence[int], rest: Sequence[int]) -> bool:

@@ -137,7 +137,7 @@ def _undecided(case: Case, reason: Reason) -> bool:
     if not coming:
         return False
     if snapshot.source == "stacks" and reason in (Reason.NONE, Reason.MAJORITY):
-        return True  # nothing numbers the calls: each side may wait for such a rank, in a group of its own
+        return True  # stacks do not number calls: these ranks may be in different groups, and all wait for one that is still coming
     first, second, *_ = sorted((len(s) for s in wait.sides), reverse=True)
     if first > second + len(coming):
         return False

@@ -24,9 +24,13 @@ def count(st: RankState, direction: str, peer: int | None, tag: int, group: str)
 
 
 def none_left_out(peer: RankState | None, rank: int, call: Call) -> bool:
-    """True if the peer has made its end of such messages of `rank` equally often in each of its optimizer steps."""
-    made = count(peer, OPPOSITE[direction_of(call)], rank, call.tag, call.group) if peer is not None else 0
-    return peer is not None and peer.step >= _STEPS and made > 0 and made % peer.step == 0
+    """True if the peer has made its end of such messages of `rank`, and all others, equally often in each of its optimizer steps.
+
+    In the middle of a step, of some of its messages there would be one more.
+    """
+    if peer is None or peer.step < _STEPS or not count(peer, OPPOSITE[direction_of(call)], rank, call.tag, call.group):
+        return False
+    return all(made % peer.step == 0 for made in peer.p2p_issued.values())
 
 
 def open_to(st: RankState, *peers: int | None) -> Iterator[Call]:
