@@ -243,3 +243,10 @@ def test_what_a_module_lists_is_equally_long_on_all_ranks() -> None:
     of_data = text.replace("expert.parameters()", "batch.parts()")
     found = parting([Site(FILE, at["L"], "step")], theirs, {FILE: of_data}.get)
     assert [c.text for c in found] == ["for p in batch.parts()"]
+
+
+@pytest.mark.parametrize(("learners", "uneven"), [("(0, 1)", False), ("(0, *found())", True), ("[0, 1]", True)])
+def test_a_tuple_of_literals_is_equally_long_on_all_ranks(learners: str, uneven: bool) -> None:
+    source = f"LEARNERS, SIM = {learners}, 2\nfor who in LEARNERS:\n    send(x, who)\nrecv(x)\n"
+    found = parting([Site(FILE, 4, "main")], [Site(FILE, 3, "main")], {FILE: source}.get)
+    assert [c.text for c in found] == (["for who in LEARNERS"] if uneven else [])

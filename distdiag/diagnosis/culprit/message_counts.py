@@ -113,7 +113,8 @@ def _left_out(case: Case) -> Testimony | None:
     there, here = f"send{at(sent.site)}", f"recv{at(call.site)}"
     return Testimony(
         ranks=(rank,),
-        text=f"; rank {rank} made the {there} for rank {sent.peer} only, and rank {receiver}'s {here} has none",
+        head=f"rank {rank} made the {there} for rank {sent.peer} only",
+        text=f"; rank {receiver}'s {here} has none",
         advice=f"let rank {rank} make the {there} for rank {receiver}, too: every rank that makes the {here} needs a message",
     )
 

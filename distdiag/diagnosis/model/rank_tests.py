@@ -69,7 +69,7 @@ def constants(text: str) -> frozenset[str]:
     stored = _stored(tree)
     given = Counter(n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
     pairs = (pair for x in tree.body if isinstance(x, ast.Assign) for pair in _assigned(x))
-    literal = {name.id for name, value in pairs if isinstance(value, ast.Constant) and isinstance(name, ast.Name)}
+    literal = {name.id for name, value in pairs if _is_literal(value) and isinstance(name, ast.Name)}
     changed = {n.arg for n in nodes if isinstance(n, ast.arg)}
     loops = (x for x in nodes if isinstance(x, (ast.For, ast.comprehension)))
     counted = Counter(name_of(_counter(loop)) for loop in loops)
@@ -122,6 +122,11 @@ def _options(nodes: list[ast.AST]) -> set[str]:
 
 def _called(value: ast.expr) -> str:
     return name_of(value.func) if isinstance(value, ast.Call) else ""
+
+
+def _is_literal(value: ast.expr) -> bool:
+    """True for `400`, and for a tuple of such: `(0, 1)`, which cannot change."""
+    return isinstance(value, ast.Constant) or (isinstance(value, ast.Tuple) and all(map(_is_literal, value.elts)))
 
 
 def _stored(node: ast.AST) -> Counter[str]:
