@@ -260,7 +260,7 @@ class RankView:
         h, stack = self.header, self.decoder.stack()
         wait_site = blocked.site if blocked is not None else None
         if wait_site is not None and not on_device and (not stack or stack[0] != wait_site):
-            stack = (wait_site, *stack[1:])
+            stack = _with_innermost(wait_site, stack, stack[1:])
         site = stack[0] if stack else None
         if wait_site is not None and on_device:
             return issue_stack(wait_site, stack), site
@@ -270,7 +270,7 @@ class RankView:
         if h.life == LifeWord.EXITING:
             return (), None  # where it called sys.exit is known only where the recorder runs the script
         if life == Life.KILLED and (entered := self._entered(self.s(h.stack_ns) or 0.0)) is not None:
-            return (entered, *(frame for frame in stack if frame.function != entered.function)), entered
+            return _with_innermost(entered, stack, stack), entered
         return stack, site
 
     def _entered(self, sampled_s: float) -> Site | None:
@@ -312,6 +312,16 @@ class RankView:
             return "gil_held"
         line = source_files.line(site.file, site.line) if site else ""
         return activity_of(self.text(self.header.raw_innermost), line, Phase(self.header.phase), bool(idle))
+
+
+def _with_innermost(site: Site, sampled: tuple[Site, ...], callers: tuple[Site, ...]) -> tuple[Site, ...]:
+    """Return the frames at `site`, which is newer than the sample: its own callers where its function was in the sample.
+
+    Otherwise `callers` are taken for them.
+    """
+    outer = site.path[-1]
+    known = any((frame.file, frame.function) == (outer.file, outer.function) for frame in sampled)
+    return issue_stack(site, sampled) if known else (site, *callers)
 
 
 def activity_of(raw_innermost: str, line: str, phase: Phase, idle: bool) -> str:
