@@ -44,6 +44,7 @@ def texts(source: str) -> list[str]:
         ("x = g() if a else None  # A", ["HOLDS if a"]),
         ("x = a and g()  # A", ["HOLDS a and …"]),
         ("x = [g(y) for y in ys if a]  # A", ["HOLDS if a"]),
+        ("x = {k: g(y) for k, y in ys if a}  # A", ["HOLDS if a"]),
         ("with g() if a else nothing:  # A\n    pass", ["HOLDS if a"]),
         ("if a: g()  # A", ["HOLDS if a: g()"]),
         ("if h(): g()  # A", []),  # either call can be meant

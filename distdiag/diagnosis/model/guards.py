@@ -190,8 +190,9 @@ def _in_expression(node: ast.stmt, callee: str) -> Iterator[Guard]:
                 found = [(part.values[0], "body", part.values[1:])]
             case ast.Call() if callee in _FORMATS and _LOGS.match(ast.unparse(part)) and not _formats(part):
                 yield Guard(Kind.HOLDS, part, "body", part)
-            case ast.ListComp() | ast.SetComp() | ast.GeneratorExp():
-                found = [(test, "body", [part.elt]) for loop in part.generators for test in loop.ifs]
+            case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
+                made = [part.key, part.value] if isinstance(part, ast.DictComp) else [part.elt]
+                found = [(test, "body", made) for loop in part.generators for test in loop.ifs]
         called = [(test, branch, set().union(*map(_called_in, arm))) for test, branch, arm in found]
         fits = [(test, branch) for test, branch, names in called if (callee in names if callee in in_all else names)]
         if len(fits) == 1:  # if both branches call something, either may be the line's
