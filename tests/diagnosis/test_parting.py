@@ -617,6 +617,33 @@ def test_a_loop_that_an_exception_can_have_left_has_not_ended_early_for_sure() -
 
 
 @pytest.mark.parametrize(
+    ("merged", "loop"),
+    [
+        ("[x for part in gather(states[name]) for x in part]", "for name in sorted(states)"),
+        ("{k: gather(v) for k, v in states[name].items()}", "for metric in metrics.values()"),
+    ],
+)
+def test_a_loop_has_ended_early_if_no_comprehension_makes_its_call_again(merged: str, loop: str) -> None:
+    text, at = places(f"""
+    def sync(states):
+        for name in sorted(states):
+            merged[name] = {merged}  # A
+    def compute():
+        for metric in metrics.values():
+            metric.sync()  # B
+        return merged
+    def main():
+        compute()  # C
+        broadcast()  # D
+    def gather(value):
+        all_gather(value)  # E
+    """)
+    theirs = [Site(FILE, at[m], f) for m, f in (("E", "gather"), ("A", "sync"), ("B", "compute"), ("C", "main"))]
+    found = parting([Site(FILE, at["D"], "main")], theirs, {FILE: text}.get, again=True)
+    assert [c.text for c in found] == [loop]
+
+
+@pytest.mark.parametrize(
     ("line", "inside"),
     [("x = block(x)", True), ("dist.all_gather_into_tensor(out, x)", False), ("parts = accelerator.gather(x)", False)],
 )

@@ -200,7 +200,9 @@ def parting(
     even = (p for p in ended if p.shared and not _can_differ(p, source, alive=True))
     shorter = [p for loop in even for p in _ways_out(loop, (ast.Continue,))]
     tries = [(Way.ALONE, held), *missed, (Way.SKIPPED, held_there), *alone, (Way.SKIPPED, rounds), (Way.ROUND, shorter)]
-    if again and not any(_repeats(site, source) for site in theirs):
+    if again and not any(
+        _repeats(*pair, source) for pair in zip(theirs, ("", *(x.function for x in theirs)), strict=False)
+    ):
         tries = [*((Way.LEFT, sort) for sort in _innermost(their_path)), *tries]
     # no two ranks read the same time, so a test of a clock comes first
     clocked = [(way, [p for p in sort if _reads_clock(p, source)]) for way, sort in tries]
@@ -279,11 +281,11 @@ def _innermost(path: _Path) -> Iterator[list[_Placed]]:
         yield from ([*_ways_out(loop, (ast.Break, ast.Return, ast.Expr))], [loop])
 
 
-def _repeats(site: Site, source: Source) -> bool:
-    """True if the statement at a site has a comprehension: that may be what makes a call again."""
+def _repeats(site: Site, callee: str, source: Source) -> bool:
+    """True if a comprehension at a site repeats what the site calls: that may be what makes a call again."""
     node = syntax.statement_at(site, source)
     parts = (x for x in ast.iter_child_nodes(node) if isinstance(x, ast.expr)) if node is not None else ()
-    return any(isinstance(x, ast.comprehension) for part in parts for x in ast.walk(part))
+    return any(guarding.repeats(x, callee) for part in parts for x in ast.walk(part))
 
 
 def _ends_by_data(loop: _Placed, source: Source) -> bool:

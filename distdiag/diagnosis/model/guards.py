@@ -191,13 +191,29 @@ def _in_expression(node: ast.stmt, callee: str) -> Iterator[Guard]:
             case ast.Call() if callee in _FORMATS and _LOGS.match(ast.unparse(part)) and not _formats(part):
                 yield Guard(Kind.HOLDS, part, "body", part)
             case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
-                made = [part.key, part.value] if isinstance(part, ast.DictComp) else [part.elt]
-                found = [(test, "body", made) for loop in part.generators for test in loop.ifs]
+                found = [(test, "body", _made(part)) for loop in part.generators for test in loop.ifs]
         called = [(test, branch, set().union(*map(_called_in, arm))) for test, branch, arm in found]
         fits = [(test, branch) for test, branch, names in called if (callee in names if callee in in_all else names)]
         if len(fits) == 1:  # if both branches call something, either may be the line's
             ((test, branch),) = fits
             yield Guard(Kind.HOLDS, part, branch, test)  # type: ignore[arg-type]
+
+
+def _made(part: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> list[ast.expr]:
+    return [part.key, part.value] if isinstance(part, ast.DictComp) else [part.elt]
+
+
+def repeats(node: ast.AST, callee: str = "") -> bool:
+    """True for a comprehension that calls something of this name in each round; what it goes over is called once."""
+    if not isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)):
+        return False
+    each = [
+        *_made(node),
+        *(test for loop in node.generators for test in loop.ifs),
+        *(x.iter for x in node.generators[1:]),
+    ]
+    called = set().union(*map(_called_in, each))
+    return callee in called if callee in called | _called_in(node) else bool(called)
 
 
 def _formats(call: ast.Call) -> bool:
