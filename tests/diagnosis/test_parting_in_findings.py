@@ -43,6 +43,31 @@ def test_a_forward_without_backward_decides_a_tie_and_its_condition_is_named() -
     assert "backward of every forward on rank 0" in f.advice
 
 
+def test_the_condition_of_a_skipped_backward_is_found_where_a_helper_runs_the_forward() -> None:
+    text, at = places("""
+    class Engine:
+        def forward(self, batch):
+            return lossf(self.model(batch))  # F
+        def epoch(self):
+            for batch in self.loader:
+                loss = self.forward(batch)  # C
+                if not math.isfinite(loss.item()):
+                    continue
+                loss.backward()  # B
+    """)
+    forward, backward, caller = (Site(FILE, at[m], f) for m, f in (("F", "forward"), ("B", "epoch"), ("C", "epoch")))
+    ranks = trained(0, forward, 72, 70, "broadcast", "forward"), trained(1, backward, 71, 71, "all_reduce", "backward")
+    known = zip(ranks, (72, 71), (70, 71), ((forward, caller), (backward,)), strict=True)
+    s = snapshot(
+        *(
+            msgspec.structs.replace(r, sites={key(forward): n, key(backward): m}, user_stack=stack)
+            for r, n, m, stack in known
+        )
+    )
+    f = only(s, source={FILE: text}.get)
+    assert f.message.startswith("rank 0 skipped a backward: `if not math.isfinite(loss.item())` (train.py:7)")
+
+
 def test_a_caught_exception_is_named_as_what_skipped_the_backward() -> None:
     s = snapshot(
         trained(0, FORWARD, 72, 70, "broadcast", "forward", caught="RuntimeError: out of memory"),

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.culprit.parting import Condition, parting
-from distdiag.diagnosis.model.snapshot import RankState, Site, lines_of
-from distdiag.diagnosis.model.syntax import Source
+from distdiag.diagnosis.model.snapshot import RankState, Site, issue_stack, lines_of
+from distdiag.diagnosis.model.syntax import Source, function, tree_of
 
 STEPS = 3  # from which on one backward for each forward and for each step is a habit
 UNDER_WAY = 1  # a pass whose step is not done yet
@@ -95,8 +95,18 @@ def swallowed(state: RankState) -> str:
 
 def _way_out(state: RankState, forwards: int, backwards: int, source: Source) -> list[Condition]:
     """Return the conditions by which the rank left between forward and backward: sites visited as often."""
-    sites: dict[int, list[Site]] = {}
+    sites: dict[int, list[tuple[Site, ...]]] = {}
     for key, times in state.sites.items():
-        sites.setdefault(times, []).extend(Site(*line) for line in lines_of(key)[:1])
-    pairs = ((f, b) for f in sites.get(forwards, ()) for b in sites.get(backwards, ()) if f.file == b.file)
-    return next((found for f, b in pairs if (found := parting((f,), (b,), source))), [])
+        if times in (forwards, backwards):
+            sites.setdefault(times, []).append(_frames(key, state, source))
+    pairs = ((f, b) for f in sites.get(forwards, ()) for b in sites.get(backwards, ()))
+    return next((found for f, b in pairs if (found := parting(f, b, source))), [])
+
+
+def _frames(key: str, state: RankState, source: Source) -> tuple[Site, ...]:
+    """Return the frames at an earlier site of a rank, with the callers that it is still in."""
+    path: Site | None = None
+    for file, line in reversed(lines_of(key)):
+        around = function(tree, line) if (tree := tree_of(file, source)) is not None else None
+        path = Site(file, line, around.name if around is not None else "<module>", path)
+    return issue_stack(path, state.user_stack) if path is not None else ()
