@@ -212,3 +212,34 @@ def test_a_receiver_that_expects_more_than_the_relay_got_accuses_nobody() -> Non
 
 def test_a_relay_that_often_sends_nothing_on_is_not_accused_of_the_last_time() -> None:
     assert relay(100, {k for k in range(100) if k % 5 == 0}, 100).culprits == ()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "odd"), [([64, 64, 64, 24], True), ([64, 64, 64, 64], False), ([24, 64, 24, 24], False)]
+)
+def test_the_first_message_whose_ends_differ_in_size_is_shown_for_ranks_that_wait_for_each_other(
+    sizes: list[int], odd: bool
+) -> None:
+    """Of the third: sizes that have always differed show nothing."""
+    there, here = Site("pipe.py", 15, "send_forward"), Site("pipe.py", 19, "recv_forward")
+    sends = [
+        call("send", None, there, peer=1, nth=i, bytes=n, entered_s=i, completed_s=i + 0.1)
+        for i, n in enumerate(sizes, 1)
+    ]
+    taken = [call("recv", None, here, peer=0, nth=i, bytes=64, entered_s=i, completed_s=i + 0.1) for i in (1, 2, 3, 4)]
+    back, more = (
+        call("recv", None, site, peer=peer, nth=nth, bytes=64, entered_s=6.0)
+        for site, peer, nth in ((Site("pipe.py", 28, "step"), 1, 1), (here, 0, 5))
+    )
+    s = snapshot(
+        RankState(
+            rank=0, blocked=back, calls=(*sends, back), p2p_issued={"send:1:0:default_pg": 4, "recv:1:0:default_pg": 1}
+        ),
+        RankState(rank=1, blocked=more, calls=(*taken, more), p2p_issued={"recv:0:0:default_pg": 5}),
+    )
+    f = only(s)
+    assert (f.cause, f.culprits) == ("p2p_cycle", ())
+    assert (
+        "rank 0's send at pipe.py:15 in send_forward of 24 B met rank 1's recv at pipe.py:19 in recv_forward of 64 B"
+        in f.message
+    ) is odd

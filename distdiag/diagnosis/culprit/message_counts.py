@@ -13,6 +13,7 @@ from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot, lines_o
 from distdiag.diagnosis.text.phrases import at, count, op_at, places_text
 from distdiag.diagnosis.waits import compatible, messages
 from distdiag.diagnosis.waits.wait import Wait
+from distdiag.terms.units import size_text
 
 RING = 3  # waits of a cycle, so that at least two others show what is usual
 ROUNDS = 8  # with the send, for each without it: then it was due in every round
@@ -24,9 +25,37 @@ def accuse(case: Case) -> Testimony | None:
 
 
 def explain(case: Case, ranks: Sequence[int]) -> Testimony | None:
-    """Return the message that one of these ranks left out in one round."""
-    found = _one_round(case) if ranks else None
+    """Return the message that one of these ranks left out in one round; about nobody, the first that did not fit."""
+    if not ranks:
+        return _misfit(case)
+    found = _one_round(case)
     return found if found is not None and set(found.ranks) <= set(ranks) else None
+
+
+def _misfit(case: Case) -> Testimony | None:
+    """Return the first message whose two ends differ in size, if those before it did not: a rank has made one more, or one less."""
+    for wait in case.incident.waits:
+        call = wait.calls.get(wait.ranks[0]) if wait.p2p and wait.ranks else None
+        if call is None or call.peer not in case.states or messages.direction_of(call) != "recv":
+            continue
+        receiver, sender = case.states[wait.ranks[0]], case.states[call.peer]
+        received = (
+            c for c in receiver.calls if c.p2p and messages.direction_of(c) == "recv" and c.completed_s is not None
+        )
+        same = [c for c in received if (c.peer, c.tag, c.group) == (call.peer, call.tag, call.group)]
+        pairs = [(c, messages.other_end(sender, receiver.rank, c, c.nth)) for c in same]
+        known = [(c, sent) for c, sent in pairs if sent is not None and c.bytes and sent.bytes]
+        odd = next((i for i, (c, sent) in enumerate(known) if c.bytes != sent.bytes), 0)
+        if odd:
+            taken, sent = known[odd]
+            here, there = f"recv{at(taken.site)}", f"send{at(sent.site)}"
+            return Testimony(
+                text=f"; before that, rank {sender.rank}'s {there} of {size_text(sent.bytes)} met rank {receiver.rank}'s {here} of "
+                f"{size_text(taken.bytes)}, the first two that differ in size",
+                advice=f"let rank {sender.rank} make as many {there} in each round as rank {receiver.rank} makes {here}: the first two "
+                "that differ in size seem not to belong together",
+            )
+    return None
 
 
 def _unserved(case: Case) -> Iterator[tuple[int, Call, RankState]]:

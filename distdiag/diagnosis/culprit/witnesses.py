@@ -125,7 +125,7 @@ ORDER: dict[Root, tuple[Witness, ...]] = {
         Witness(Reason.OUTSIDER, outsiders.accuse),
         Witness(Reason.EXTRA, passes.extra),
         Witness(Reason.SKIPPED, passes.skipped),
-        Witness(Reason.MESSAGES, message_counts.accuse),
+        Witness(Reason.MESSAGES, message_counts.accuse, message_counts.explain),
         Witness(Reason.EXCHANGE, exchange.accuse),
         Witness(Reason.ARGUMENT, arguments.new_peer),
         Witness(Reason.PATTERN, call_order.pattern),

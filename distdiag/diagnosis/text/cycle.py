@@ -52,7 +52,7 @@ def message(snapshot: Snapshot, verdict: Verdict) -> str:
         )  # fmt: skip
     if verdict.cause == "group":
         return f"{', '.join(parts)}{more}: one call, different groups; neither can complete"
-    return f"{rank_list(set(incident.members))} wait for each other: {', '.join(parts)}{more}{verdict.testimony.text}"
+    return f"{rank_list(set(incident.members))} wait for each other: {', '.join(parts)}{more}{evidence.reason_text(verdict)}"
 
 
 def _wait_text(snapshot: Snapshot, verdict: Verdict, wait: Wait) -> str:
@@ -76,6 +76,8 @@ def advice(snapshot: Snapshot, verdict: Verdict, calls: dict[int, tuple[Wait, Ca
             if (tagged := _other_tag(snapshot, calls)) is not None:
                 tags = " and ".join(f"{call.tag} of {op_at(call)}" for call in tagged)
                 return f"tags {tags} never match: {_SAME_TAG}"
+            if not verdict.culprits and (advised := evidence.advice(verdict)):
+                return advised
             ends = {messages.direction_of(c) if c.p2p else c.op for _, c in calls.values()}
             first = _FIRST_OF_A_PAIR.get(ends.pop(), "") if len(ends) == 1 else ""
             return f"pair sends with receives: isend/irecv or batch_isend_irecv{first}; check peers, tags and how many each side makes"
