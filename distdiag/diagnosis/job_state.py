@@ -9,7 +9,7 @@ from distdiag.diagnosis.endings import ending_kind
 from distdiag.diagnosis.history import all_ended
 from distdiag.diagnosis.model.findings import STOPPED_BY, Finding, Severity, State, at_least, rank_list
 from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot
-from distdiag.diagnosis.rules.stall import waits_for
+from distdiag.diagnosis.rules.stall import waited_for, waits_for
 from distdiag.diagnosis.text.phrases import op_text, shortened
 from distdiag.diagnosis.waits.delays import kept_waiting
 from distdiag.diagnosis.waits.graph import WaitGraph
@@ -19,17 +19,20 @@ LONG_WAIT_S = 2.0  # of some ranks in a collective, before the state mentions it
 _WORST_FIRST = (State.DEADLOCKED, State.STALLED, State.DEGRADED)
 
 
-def job_state(s: Snapshot, graph: WaitGraph, findings: list[Finding], final: bool) -> tuple[State, str]:
+def job_state(
+    s: Snapshot, graph: WaitGraph, findings: list[Finding], final: bool, waited: str = ""
+) -> tuple[State, str]:
     """Return the state, and what to show with it.
 
     Args:
         findings: Reported and open.
         final: It is the last poll.
+        waited: `long_wait` of the last poll in which all ranks lived.
     """
     worst = [f for f in findings if at_least(f.severity, Severity.ERROR)]
     expected = s.expected or s.world_size
     if s.ranks and all_ended(s) and (final or len(s.ranks) >= expected):
-        return _ended(s, worst)
+        return _ended(s, worst, waited)
     for state in _WORST_FIRST:
         for f in findings:
             if kinds.of(f).state is state and _decides(f):
@@ -50,13 +53,14 @@ def _decides(f: Finding) -> bool:
     return kinds.blocks(f) if kind.blocks else not kind.fatal or at_least(f.severity, Severity.ERROR)
 
 
-def _ended(s: Snapshot, worst: list[Finding]) -> tuple[State, str]:
+def _ended(s: Snapshot, worst: list[Finding], waited: str) -> tuple[State, str]:
     bad = [r for r in s.ranks.values() if r.life != Life.FINISHED and not r.ended_at_rest]
     if bad:
         blamed = {q for f in worst[:1] for q in f.culprits}  # a victim may end before the rank that failed
         first = min(bad, key=lambda r: (r.rank not in blamed, r.ended_s if r.ended_s is not None else s.t_s))
         if (stopped := _stopped_first(bad)) is not None:
-            return State.FAILED, f"{STOPPED_BY} {_signal(stopped)} (from the launcher or a person)"
+            until = f", while {waited}" if waited and not worst else ""
+            return State.FAILED, f"{STOPPED_BY} {_signal(stopped)} (from the launcher or a person){until}"
         how = first.exception or (_signal(first) if first.signal else "an unknown end")
         return State.FAILED, f"rank {first.rank}: {shortened(how, 120)}; {len(bad)} of {len(s.ranks)} failed"
     if any(kinds.of(f).fatal for f in worst):
@@ -98,12 +102,18 @@ def _not_heard(s: Snapshot) -> str:
     return f"{rank_list([r.rank for r in silent])} not heard of since {since}"
 
 
-def _waits(s: Snapshot, graph: WaitGraph) -> str:
-    """Return who has waited how long for whom, and from when on that is judged; else in which call some ranks wait."""
+def long_wait(s: Snapshot, graph: WaitGraph, over: bool = False) -> str:
+    """Return who has waited how long for whom, and from when on that is judged; empty if nobody has waited long."""
     late = [(*kept, q) for q in graph.sinks if q in s.ranks and (kept := kept_waiting(s, graph, q)) is not None]
     waiting, waited_s, late_rank = max(late, key=lambda found: found[1], default=([], 0.0, -1))
-    if waited_s > LONG_WAIT_S:
-        return waits_for(waiting, s.ranks[late_rank], waited_s)
+    text = waited_for if over else waits_for
+    return text(waiting, s.ranks[late_rank], waited_s) if waited_s > LONG_WAIT_S else ""
+
+
+def _waits(s: Snapshot, graph: WaitGraph) -> str:
+    """Return `long_wait`, else in which call some ranks wait."""
+    if text := long_wait(s, graph):
+        return text
     waiting = [q for q in graph.of_rank if s.ranks[q].blocked is not None]
     call = s.ranks[waiting[0]].blocked if waiting and len(waiting) < len(s.ranks) else None
     if call is None or call.entered_s is None or s.t_s - call.entered_s <= LONG_WAIT_S:

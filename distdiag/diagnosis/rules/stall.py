@@ -209,9 +209,19 @@ def _nobody_moves(facts: Facts) -> Iterator[Finding]:
 
 def waits_for(victims: Sequence[int], late: RankState, waited_s: float, limit_s: float | None = None) -> str:
     """Return `rank 0 waits for rank 1 for 57 s (judged from 60 s on)`."""
+    return f"{rank_list(victims)} {verb(victims, 'waits', 'wait')} for rank {late.rank}{_for(late, waited_s, limit_s)}"
+
+
+def waited_for(victims: Sequence[int], late: RankState, waited_s: float) -> str:
+    """Return `rank 0 waited for rank 1, at train.py:5 in poll, for 57 s (judged from 60 s on)`."""
+    place = f",{at(late.current_site)}," if late.current_site is not None else ""
+    return f"{rank_list(victims)} waited for rank {late.rank}{place}{_for(late, waited_s)}"
+
+
+def _for(late: RankState, waited_s: float, limit_s: float | None = None) -> str:
     limit_s = patience_s(late) if limit_s is None else limit_s
     judged = f" (judged from {rough_duration(limit_s)} on)" if waited_s < limit_s else ""
-    return f"{rank_list(victims)} {verb(victims, 'waits', 'wait')} for rank {late.rank} for {rough_duration(waited_s)}{judged}"
+    return f" for {rough_duration(waited_s)}{judged}"
 
 
 def _limit_s(facts: Facts, r: RankState, victims: Sequence[int], waited_s: float) -> float:

@@ -12,8 +12,9 @@ from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.job_state import job_state
 from distdiag.diagnosis.locks import lock_cycles
 from distdiag.diagnosis.model.findings import Finding
-from distdiag.diagnosis.model.snapshot import Call, Group, Model, RankState, Sample, Site, Snapshot, Step
+from distdiag.diagnosis.model.snapshot import Call, Group, Life, Model, RankState, Sample, Site, Snapshot, Step
 from distdiag.diagnosis.rules import deadlock, rank_lost, stall
+from distdiag.diagnosis.text.phrases import at
 from distdiag.diagnosis.waits.graph import build
 from tests.diagnosis.made import LOOP, findings, job, only, proved, rank, waits_for_rank_one
 
@@ -408,3 +409,16 @@ def test_a_job_that_sleeps_on_purpose_is_no_stall() -> None:
     ranks = [rank(q, current_site=STUCK, activity_since_s=20.0, host_blocked=True) for q in (0, 1)]
     source = {STUCK.file: "\n" * (STUCK.line - 1) + "    time.sleep(3600)  # keep the pod"}.get
     assert findings(job(*ranks, t_s=200.0), stall, source=source) == []
+
+
+def test_a_job_that_is_stopped_while_a_rank_waits_says_for_whom() -> None:
+    """The person who presses Ctrl-C has waited less than the rule."""
+    s = waits_for_rank_one(70.0, 100.0, activity="checkpoint")
+    diagnosis = Diagnosis(lambda path: None)
+    diagnosis.update(s)
+    gone = {q: msgspec.structs.replace(r, life=Life.KILLED, signal=2, ended_s=100.5) for q, r in s.ranks.items()}
+    diagnosis.update(msgspec.structs.replace(s, t_s=101.0, ranks=gone), final=True)
+    assert diagnosis.state_text == (
+        f"stopped by SIGINT (from the launcher or a person), while rank 0 waited for rank 1,{at(s.ranks[1].current_site)}, "
+        "for 30 s (judged from 60 s on)"
+    )
