@@ -59,12 +59,13 @@ def skipped(case: Case) -> Testimony | None:
     model, caught = states[rank].models[i], swallowed(states[rank])
     text = (
         f"; rank {rank} ran {missing:,} forward{'s' if missing > 1 else ''} without backward ({model.forwards:,} "
-        f"forwards, {model.synced_backwards:,} backwards)" + (f", and caught {caught}" if caught else "")
+        f"forwards, {model.synced_backwards:,} backwards)"
     )
+    head = f"rank {rank} skipped {'a backward' if missing == 1 else f'{missing:,} backwards'}"
     return Testimony(
         ranks=(rank,),
         text=text,
-        head=f"rank {rank} skipped {'a backward' if missing == 1 else f'{missing:,} backwards'}",
+        head=head + (f", and caught {caught}" if caught else ""),
         conditions=tuple(_way_out(states[rank], model.forwards, model.synced_backwards, case.source)),
         advice=f"run the backward of every forward on rank {rank}, too (of a loss times 0, if the batch is not "
         "to count), or skip the batch on all ranks together",
