@@ -274,7 +274,7 @@ class SampleKind(IntEnum):
     NONFINITE_LOSS = 3
     NONFINITE_GRADIENT = 4
     NONFINITE_LOCAL_GRADIENT = 6  # before it was averaged: on the rank where it began
-    REDUCED = 5  # elements all-reduced during the step, divided by those of the parameters with gradients
+    REDUCED = 5  # elements reduced over all ranks during the step (also by reduce_scatter), divided by those of the parameters with gradients
     AVERAGED = 7  # maximum between two steps so far
     # a collective called by a rank outside its group, which returned at once; `name` is the operation
     NOT_A_MEMBER = 10

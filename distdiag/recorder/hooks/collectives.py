@@ -69,6 +69,7 @@ METHODS: dict[str, tuple[str, int]] = {
 }
 _P2P = {"send", "recv", "recv_anysource"}
 _ROOTED = {"broadcast", "reduce", "gather", "scatter"}
+_REDUCES = {"all_reduce", "reduce_scatter_tensor"}  # FSDP: the gradients of a sharded module
 _BLOCKING = {"monitored_barrier"}
 _ALL_TO_ALL = {"alltoall", "alltoall_base", "all_to_all_single"}
 _COUNTED_APART = _P2P | _BLOCKING  # gloo counts these in its counter of collectives; NCCL counts P2P separately
@@ -133,7 +134,7 @@ class Collectives(CallEntries):
                 if root is not None:
                     peer = g.to_global.get(root, root)
                     flags |= ROOTED
-            elif op == "all_reduce" and len(g.members) == self.header.world_size:
+            elif op in _REDUCES and len(g.members) == self.header.world_size:
                 self.ledger.reduced_elements += max(tensor[-2], 0)
         if g.on_device:
             flags |= ON_DEVICE

@@ -31,7 +31,7 @@ class ReplicaChecksums:
 
     def __init__(self, ledger: Ledger, samples: Samples) -> None:
         self.ledger, self.samples = ledger, samples
-        self.reduced = 0  # elements all-reduced since the last step
+        self.reduced = 0  # elements reduced over all ranks since the last step
         self.averaged_elements = 0  # maximum of elements all-reduced between a step and the next backward
         self._parameters_of: weakref.WeakKeyDictionary[Any, tuple[tuple[int, int], list[Any], int, int, str]] = (
             weakref.WeakKeyDictionary()
@@ -42,11 +42,13 @@ class ReplicaChecksums:
         if not checksum_due(step):
             return
         params, elements, which, ranks = self._parameters(optimizer)
+        if self.reduced or params:
+            # only parameters that are trained now: many jobs leave frozen ones in the optimizer
+            every = params if params and not ranks else [p for g in optimizer.param_groups for p in g["params"]]
+            trained = sum(p.numel() for p in every if p.grad is not None) if self.reduced else 0
+            self.samples.write(SampleKind.REDUCED, step, self.reduced / trained if trained else 0.0)
         if not params:
             return
-        # only parameters that are trained now: many jobs leave frozen ones in the optimizer
-        trained = sum(p.numel() for p in params if p.grad is not None) if self.reduced else 0
-        self.samples.write(SampleKind.REDUCED, step, self.reduced / trained if trained else 0.0)
         if self.averaged_elements:
             self.samples.write(SampleKind.AVERAGED, step, self.averaged_elements / elements if elements else 0.0)
         self._checksum(SampleKind.PARAMETERS, params, step, which, ranks)
