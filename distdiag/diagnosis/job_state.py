@@ -15,6 +15,7 @@ from distdiag.diagnosis.waits.delays import kept_waiting
 from distdiag.diagnosis.waits.graph import WaitGraph
 from distdiag.terms.units import rough_duration
 
+IN_CALL_S = 5.0  # in which a call with a killed rank fails, and a SIGINT that has come before ends its rank
 LONG_WAIT_S = 2.0  # of some ranks in a collective, before the state mentions it
 _WORST_FIRST = (State.DEADLOCKED, State.STALLED, State.DEGRADED)
 
@@ -74,15 +75,17 @@ def _ended(s: Snapshot, worst: list[Finding], waited: str) -> tuple[State, str]:
 def _stopped_first(bad: list[RankState]) -> RankState | None:
     """Return the first rank that a signal from outside ended, if no rank failed by itself.
 
-    A launcher kills the ranks that do not end soon after its signal.
+    A launcher kills the ranks that do not end soon after its signal. Until then another one may be in a call with them, and SIGINT
+    ends it only afterwards; no launcher sends that by itself when a rank was killed.
     """
     outside = [r for r in bad if ending_kind(r) == "outside"]
     first = min(outside, key=lambda r: r.ended_s or 0.0, default=None)
     if first is None:
         return None
+    since_s = (first.ended_s or 0.0) - (IN_CALL_S if _signal(first) == "SIGINT" else 0.0)
     rest = (r for r in bad if r not in outside)
-    killed_later = all(r.signal == signals.SIGKILL and (r.ended_s or 0.0) >= (first.ended_s or 0.0) for r in rest)
-    return first if killed_later else None
+    later = all(r.signal == signals.SIGKILL and (r.ended_s is None or r.ended_s >= since_s) for r in rest)
+    return first if later else None
 
 
 def _signal(r: RankState) -> str:
@@ -104,10 +107,16 @@ def _not_heard(s: Snapshot) -> str:
 
 def long_wait(s: Snapshot, graph: WaitGraph, over: bool = False) -> str:
     """Return who has waited how long for whom, and from when on that is judged; empty if nobody has waited long."""
-    late = [(*kept, q) for q in graph.sinks if q in s.ranks and (kept := kept_waiting(s, graph, q)) is not None]
-    waiting, waited_s, late_rank = max(late, key=lambda found: found[1], default=([], 0.0, -1))
-    text = waited_for if over else waits_for
-    return text(waiting, s.ranks[late_rank], waited_s) if waited_s > LONG_WAIT_S else ""
+    late = [
+        (*kept, s.ranks[q]) for q in graph.sinks if q in s.ranks and (kept := kept_waiting(s, graph, q)) is not None
+    ]
+    waiting, waited_s, first = max(late, key=lambda found: found[1], default=([], 0.0, None))
+    if first is None or waited_s <= LONG_WAIT_S:
+        return ""
+    if not over:
+        return waits_for(waiting, first, waited_s)
+    same = [r for victims, _, r in late if victims == waiting and r.current_site == first.current_site]
+    return waited_for(waiting, same, waited_s)
 
 
 def _waits(s: Snapshot, graph: WaitGraph) -> str:

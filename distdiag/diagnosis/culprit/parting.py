@@ -23,6 +23,8 @@ from distdiag.diagnosis.model.syntax import LOOPS, Source, tree_of
 from distdiag.diagnosis.text.phrases import at, site_text
 from distdiag.terms.operations import op_name
 
+# a loss that counts nothing, and has a gradient for every parameter also where an output is not finite
+NO_WEIGHT = "of `0 * sum(p.sum() for p in model.parameters())`"
 SHOWN = 2  # conditions, if several are possible
 CALLERS = 3  # functions around a wrapper that are looked at, from the inside
 
@@ -459,7 +461,7 @@ def decision_advice(
             return f"see that {who} {way} its message {peer} rank {call.peer}, {past}, or tells rank {call.peer} that none follows"
         what, nothing = op_name(call.op) or "the collective", ""
         if ddp:
-            what, nothing = f"DDP's {what}", ", for example with the backward of a loss times 0"
+            what, nothing = f"DDP's {what}", f", for example with the backward {NO_WEIGHT}"
         elif call.op and "barrier" not in call.op and not inside:
             nothing = ", with zeros or an empty tensor if it has nothing to add"
         do = f"run the line{place}, in which a library makes {what}," if inside else f"make {what}{place}"

@@ -9,7 +9,7 @@ others' passes of the step after.
 from __future__ import annotations
 
 from distdiag.diagnosis.culprit.case import Case, Testimony
-from distdiag.diagnosis.culprit.parting import Condition, parting
+from distdiag.diagnosis.culprit.parting import NO_WEIGHT, Condition, parting
 from distdiag.diagnosis.model.snapshot import RankState, Site, issue_stack, lines_of
 from distdiag.diagnosis.model.syntax import Source, function, tree_of
 
@@ -29,7 +29,9 @@ def extra(case: Case) -> Testimony | None:
     state, caught = states[rank], swallowed(states[rank])
     advice = f"let rank {rank} make one backward pass per step that exchanges gradients: the others under `no_sync()`; or let all ranks repeat the batch together"
     if over[rank][1] < 0:
-        advice = f"let rank {rank} skip a batch together with all ranks, or run its forward and backward, too (of a loss times 0)"
+        advice = (
+            f"let rank {rank} skip a batch together with all ranks, or run its forward and backward, too ({NO_WEIGHT})"
+        )
     made = f"{state.models[0].synced_backwards:,} backward passes in {state.step:,} steps, the others one for each"
     text = f"; it caught {caught}" if caught else ""
     return Testimony(ranks=(rank,), head=f"rank {rank} has made {made}", text=text, advice=advice)
@@ -67,8 +69,8 @@ def skipped(case: Case) -> Testimony | None:
         text=text,
         head=head + (f", and caught {caught}" if caught else ""),
         conditions=tuple(_way_out(states[rank], model.forwards, model.synced_backwards, case.source)),
-        advice=f"run the backward of every forward on rank {rank}, too (of a loss times 0, if the batch is not "
-        "to count), or skip the batch on all ranks together",
+        advice=f"run the backward of every forward on rank {rank}, too ({NO_WEIGHT}, if the batch is not to count), or skip "
+        "the batch on all ranks together",
     )
 
 

@@ -21,7 +21,7 @@ from distdiag.diagnosis import kinds
 from distdiag.diagnosis.culprit import parting, pending_exception
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
-from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site
+from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Site
 from distdiag.diagnosis.model.syntax import line_at
 from distdiag.diagnosis.polled import hidden_error, left_unwritten, polled_loop
 from distdiag.diagnosis.text.incident import implicit_text, verb
@@ -110,7 +110,8 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         return
     s, graph = facts.snapshot, facts.graph
     if not graph.sinks:
-        yield Abstained("no rank is waited for by the others", checked=True)
+        ended = all(r.life in DEAD for r in s.ranks.values())  # what was judged before says more
+        yield Abstained("the job has ended" if ended else "no rank is waited for by the others", checked=not ended)
     yield from list(_incomplete(facts)) or _nobody_moves(facts)
     late: list[_Late] = []
     for rank in graph.sinks:
@@ -212,10 +213,11 @@ def waits_for(victims: Sequence[int], late: RankState, waited_s: float, limit_s:
     return f"{rank_list(victims)} {verb(victims, 'waits', 'wait')} for rank {late.rank}{_for(late, waited_s, limit_s)}"
 
 
-def waited_for(victims: Sequence[int], late: RankState, waited_s: float) -> str:
-    """Return `rank 0 waited for rank 1, at train.py:5 in poll, for 57 s (judged from 60 s on)`."""
-    place = f",{at(late.current_site)}," if late.current_site is not None else ""
-    return f"{rank_list(victims)} waited for rank {late.rank}{place}{_for(late, waited_s)}"
+def waited_for(victims: Sequence[int], late: Sequence[RankState], waited_s: float) -> str:
+    """Return `rank 0 waited for ranks 1, 2, at train.py:5 in poll, for 57 s (judged from 60 s on)`; the late ones are at one line."""
+    place = f",{at(late[0].current_site)}," if late[0].current_site is not None else ""
+    who = rank_list([r.rank for r in late])
+    return f"{rank_list(victims)} waited for {who}{place}{_for(late[0], waited_s)}"
 
 
 def _for(late: RankState, waited_s: float, limit_s: float | None = None) -> str:
@@ -305,13 +307,13 @@ def _severity(late: Sequence[_Late]) -> Severity | None:
 
 # -- wording ----------------------------------------------------------------------------------------------------------
 
-_NO_PROGRESS_OF = "{victims:#} of {world} ranks make no progress"
+_WAIT_OF = "{victims:#} of {world} ranks wait"
 _warning = partial(Template, kind, severity=Severity.WARNING)
 STALL = _warning("user_code", "{missing}{size}{implicit}; {does}{loop}{worker}{open}{handling}{died}; {victims} {victims:has|have} waited "
-                 "{waited_s:time}{usual}", _NO_PROGRESS_OF, "{do}")  # fmt: skip
+                 "{waited_s:time}{usual}", _WAIT_OF, "{do}")  # fmt: skip
 TRAINS_ON = _warning("user_code",
     "{culprits} has not entered {collective}{called_at} and keeps training{site}, {ahead:,} steps ahead of "
-    "{victims}, {victims:which has|which have} waited {waited_s:time}", _NO_PROGRESS_OF,
+    "{victims}, {victims:which has|which have} waited {waited_s:time}", _WAIT_OF,
     "check when that loop ends: a condition on the rank's own loss, time or data; let all ranks decide together, "
     "or bound its steps; this is cleared if the rank enters the collective")  # fmt: skip
 INCOMPLETE = _warning("unknown",
@@ -337,9 +339,9 @@ _LEFT_OUT = (
     "{culprits} may have left out what {victims} {victims:%s} for, at `{why}`{at_why}; {victims} {victims:is|are} in %s"
     "`{text}`{at_text}, and {culprits} has gone on to {call}{at_call}{implicit}, where it has waited {waited_s:time}"
 )
-POLLED = _warning("user_code", _LEFT_OUT % ("polls|poll", "the loop "), _NO_PROGRESS_OF,
+POLLED = _warning("user_code", _LEFT_OUT % ("polls|poll", "the loop "), _WAIT_OF,
     "see whether `{why}`{at_why} led {culprits} past it, and let it tell the others then (broadcast); poll with a time limit")  # fmt: skip
-KEY_UNSET = _warning("user_code", _LEFT_OUT % ("waits|wait", ""), _NO_PROGRESS_OF,
+KEY_UNSET = _warning("user_code", _LEFT_OUT % ("waits|wait", ""), _WAIT_OF,
     "see whether `{why}`{at_why} led {culprits} past it, and set the key on that path, too")  # fmt: skip
 _DOES = {a.word: a.does for a in ACTIVITIES if a.does}
 _DO = {a.word: a.do for a in ACTIVITIES if a.do} | {

@@ -41,7 +41,10 @@ def test_a_job_stopped_from_outside_is_not_reported_as_a_crash(end: dict[str, An
     assert text == f"stopped by {name} (from the launcher or a person)"
     too_slow = rank(1, life=Life.KILLED, signal=9, ended_s=39.0)  # the launcher waits for half a minute
     assert how_it_ended(rank(0, ended_s=9.0, **end), too_slow) == text
-    assert how_it_ended(rank(0, ended_s=40.0, **end), too_slow) == "rank 1: SIGKILL; 2 of 2 failed"
+    assert how_it_ended(rank(0, ended_s=9.0, **end), rank(1, life=Life.KILLED, signal=9)) == text
+    until_then = how_it_ended(rank(0, ended_s=40.0, **end), too_slow)  # rank 0 was in a call with it
+    assert until_then == (text if name == "SIGINT" else "rank 1: SIGKILL; 2 of 2 failed")
+    assert how_it_ended(rank(0, ended_s=50.0, **end), too_slow) == "rank 1: SIGKILL; 2 of 2 failed"
     crashed = rank(1, life=Life.CRASHED, exception="ValueError: x", ended_s=8.0)
     assert how_it_ended(rank(0, ended_s=9.0, **end), crashed) == "rank 1: ValueError: x; 2 of 2 failed"
 

@@ -422,3 +422,5 @@ def test_a_job_that_is_stopped_while_a_rank_waits_says_for_whom() -> None:
         f"stopped by SIGINT (from the launcher or a person), while rank 0 waited for rank 1,{at(s.ranks[1].current_site)}, "
         "for 30 s (judged from 60 s on)"
     )
+    (check,) = (c for c in diagnosis.checks.all if c.kind == "stall")
+    assert check.reason == "rank 0 waits for rank 1 for 30 s (judged from 60 s on)"
