@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from distdiag.diagnosis.comparison import Veto
 from distdiag.diagnosis.model.findings import Abstained, rank_list
@@ -55,6 +55,16 @@ def uneven_ranks(s: Snapshot) -> tuple[int, ...]:
     counts = {q: x.batches for q, x in training_loaders(s).items()}
     fewest = tuple(sorted(q for q, n in counts.items() if n == min(counts.values())))
     return fewest if len(fewest) < len(counts) else out
+
+
+def even_advice(loaders: Iterable[Loader]) -> str:
+    """Return how these loaders get equally many batches on all ranks."""
+    known = list(loaders)
+    if known and all(x.distributed_sampler for x in known):
+        return "give every rank the same number of samples: pad or drop in the sampler"
+    if known and all(x.batch_size is None for x in known):  # what makes the batches decides how large each is
+        return "let every rank make equally many batches: cut or pad its list of batches; or use torch's Join context"
+    return "use DistributedSampler (it pads), drop_last, or torch's Join context"
 
 
 def only_shadows(steps: Sequence[Step]) -> bool:

@@ -68,6 +68,29 @@ def test_the_condition_of_a_skipped_backward_is_found_where_a_helper_runs_the_fo
     assert f.message.startswith("rank 0 skipped a backward: `if not math.isfinite(loss.item())` (train.py:7)")
 
 
+@pytest.mark.parametrize(("find_unused", "passes", "named"), [(False, 71, True), (True, 71, False), (False, 72, False)])
+def test_a_rank_that_left_backward_before_its_gradients_were_averaged_had_parameters_without(
+    find_unused: bool, passes: int, named: bool
+) -> None:
+    """DDP sends a bucket once all its parameters have a gradient; only rank 0 has come to the next call."""
+    log = Site(FILE, 7, "main")
+    ranks = trained(0, log, 71, 71, "all_reduce", "other"), trained(1, BACKWARD, 71, passes, "all_reduce", "backward")
+    models = [r.models[0] for r in ranks]
+    calls = (call("all_reduce", 90, log, shape=(1,)),), ()
+    s = snapshot(
+        *(
+            msgspec.structs.replace(
+                r, models=(msgspec.structs.replace(m, find_unused=find_unused),), calls=c, step=71 - r.rank,
+                blocked=(c or (r.blocked,))[0], sites={key(BACKWARD): 71, key(log): 71 - r.rank},
+            )
+            for r, m, c in zip(ranks, models, calls, strict=True)
+        )
+    )  # fmt: skip
+    f = only(s)
+    assert f.message.startswith("rank 0 left backward before DDP had averaged its gradients; ") is named
+    assert ("if p.grad is None" in f.advice) is named and (not named or f.culprits == (0,))
+
+
 def test_a_caught_exception_is_named_as_what_skipped_the_backward() -> None:
     s = snapshot(
         trained(0, FORWARD, 72, 70, "broadcast", "forward", caught="RuntimeError: out of memory"),

@@ -243,3 +243,26 @@ def test_the_first_message_whose_ends_differ_in_size_is_shown_for_ranks_that_wai
         "rank 0's send at pipe.py:15 in send_forward of 24 B met rank 1's recv at pipe.py:19 in recv_forward of 64 B"
         in f.message
     ) is odd
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shown"), [([64] * 9, True), ([64, 32] * 5, False), ([64] * 3, False), ([24] * 9, False)]
+)
+def test_a_message_of_a_new_size_is_shown_for_ranks_that_wait_for_each_other(sizes: list[int], shown: bool) -> None:
+    """The last micro-batch is smaller, and one stage makes one message more of it than the other takes."""
+    forward, backward = Site("pipe.py", 46, "run"), Site("pipe.py", 70, "run")
+    sends = [
+        call("send", None, forward, peer=1, nth=i, bytes=n, entered_s=i, completed_s=i + 0.1)
+        for i, n in enumerate(sizes, 1)
+    ]
+    n = len(sizes)
+    last = call("send", None, forward, peer=1, nth=n + 1, bytes=24, entered_s=99.0)
+    back = call("send", None, backward, peer=0, nth=1, bytes=64, entered_s=99.0)
+    s = snapshot(
+        RankState(rank=0, blocked=last, calls=(*sends, last), p2p_issued={"send:1:0:default_pg": n + 1}),
+        RankState(rank=1, blocked=back, calls=(back,), p2p_issued={"recv:0:0:default_pg": n, "send:0:0:default_pg": 1}),
+    )
+    f = only(s)
+    assert (f.cause, f.culprits) == ("p2p_cycle", ())
+    assert ("is its first there of 24 B: those before had 64 B" in f.message) is shown
+    assert ("drop_last=True" in f.advice) is shown

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Loader, RankState, Site
+from distdiag.diagnosis.training_data import even_advice
 from distdiag.diagnosis.waits.incidents import Root
 
-EXHAUSTED_ADVICE = "give every rank the same number of batches (drop_last, DistributedSampler), or use Join"
 ADVICE = "give every rank the same number of batches in that loop (drop_last=True, DistributedSampler), or make the call once after it"
 
 
@@ -22,7 +22,8 @@ def exhausted(case: Case) -> Testimony | None:
     out = tuple(sorted(ranks & set(case.exhausted)))
     if not out or len(out) == len(ranks):
         return None
-    return Testimony(ranks=out, head=f"{rank_list(out)} ran out of batches", advice=EXHAUSTED_ADVICE)
+    ended = (x for q in out if q in case.states for x in case.states[q].loaders if x.exhausted)
+    return Testimony(ranks=out, head=f"{rank_list(out)} ran out of batches", advice=even_advice(ended))
 
 
 def uneven(case: Case, ranks: Sequence[int]) -> Testimony | None:

@@ -27,7 +27,7 @@ def accuse(case: Case) -> Testimony | None:
 def explain(case: Case, ranks: Sequence[int]) -> Testimony | None:
     """Return the message that one of these ranks left out in one round; about nobody, the first that did not fit."""
     if not ranks:
-        return _misfit(case)
+        return _misfit(case) or _of_new_size(case)
     found = _one_round(case)
     return found if found is not None and set(found.ranks) <= set(ranks) else None
 
@@ -55,6 +55,25 @@ def _misfit(case: Case) -> Testimony | None:
                 advice=f"let rank {sender.rank} make as many {there} in each round as rank {receiver.rank} makes {here}: the first two "
                 "that differ in size seem not to belong together",
             )
+    return None
+
+
+def _of_new_size(case: Case) -> Testimony | None:
+    """Return the message in which a rank waits whose size is new, where all before it at that line had one size: of a smaller batch."""
+    for wait in case.incident.waits:
+        rank, call = wait.ranks[0] if wait.ranks else -1, wait.calls.get(wait.ranks[0]) if wait.ranks else None
+        if not wait.p2p or call is None or rank not in case.states:
+            continue
+        before = [c for c in case.states[rank].calls if _key(c) == _key(call) and c.nth != call.nth]
+        sizes = {c.bytes for c in before}
+        if call.bytes is None or len(before) < ROUNDS or len(sizes) > 1 or None in sizes or call.bytes in sizes:
+            continue
+        (usual,) = sizes
+        return Testimony(
+            text=f"; rank {rank}'s {op_at(call)} is its first there of {size_text(call.bytes)}: those before had {size_text(usual)}",
+            advice="a batch has another size than those before: let all ranks make equally many messages of it, or leave out the last "
+            "one (drop_last=True)",
+        )
     return None
 
 

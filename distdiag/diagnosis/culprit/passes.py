@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.culprit.parting import NO_WEIGHT, Condition, parting
-from distdiag.diagnosis.model.snapshot import RankState, Site, issue_stack, lines_of
+from distdiag.diagnosis.model.findings import rank_list
+from distdiag.diagnosis.model.snapshot import Call, RankState, Site, issue_stack, lines_of
 from distdiag.diagnosis.model.syntax import Source, function, tree_of
+from distdiag.terms.operations import op_name
 
 STEPS = 3  # from which on one backward for each forward and for each step is a habit
 UNDER_WAY = 1  # a pass whose step is not done yet
@@ -72,6 +74,42 @@ def skipped(case: Case) -> Testimony | None:
         advice=f"run the backward of every forward on rank {rank}, too ({NO_WEIGHT}, if the batch is not to count), or skip "
         "the batch on all ranks together",
     )
+
+
+def unused(case: Case) -> Testimony | None:
+    """Accuse the ranks that have left a backward in which DDP still averages gradients on the others.
+
+    DDP sends a bucket once all its parameters have a gradient. All have begun equally many such passes, and nothing was caught.
+    """
+    states = _states(case)
+    if any(len(state.models) != 1 or swallowed(state) for state in states.values()):
+        return None
+    models = [state.models[0] for state in states.values()]
+    passes = {model.synced_backwards for model in models}
+    if len(passes) != 1 or min(passes) < STEPS or any(model.find_unused is not False for model in models):
+        return None
+    inside = {rank for rank, state in states.items() if _averages_in(state, case.wait.calls.get(rank))}
+    outside = tuple(sorted(states.keys() - inside))
+    if not inside or not outside or min(states[q].step for q in outside) <= max(states[q].step for q in inside):
+        return None
+    who = rank_list(outside)
+    return Testimony(
+        ranks=outside,
+        head=f"{who} left backward before DDP had averaged its gradients",
+        text=f"; DDP does so once every parameter of a bucket has a gradient: on {who} some had none",
+        advice=f"find them on {who} after a backward (`[n for n, p in model.named_parameters() if p.grad is None]`) and use their output "
+        "in every loss, or pass find_unused_parameters=True",
+    )
+
+
+def _averages_in(state: RankState, call: Call | None) -> bool:
+    """True if a rank is in an all_reduce of the group of its model that no line of Python has called.
+
+    A rank that was aborted there has no name for it.
+    """
+    if call is None or call.group != state.models[0].group or op_name(call.op) not in ("all_reduce", ""):
+        return False
+    return not call.op or not any((c.group, c.seq) == (call.group, call.seq) for c in state.calls)
 
 
 def _states(case: Case) -> dict[int, RankState]:

@@ -26,7 +26,7 @@ from distdiag.diagnosis.model.guards import may_end_early
 from distdiag.diagnosis.model.snapshot import DEAD, Loader, RankState, Snapshot
 from distdiag.diagnosis.text.phrases import at, where, wheres
 from distdiag.diagnosis.text.template import Template
-from distdiag.diagnosis.training_data import NOT_ONE_MODEL, only_shadows, uneven_ranks
+from distdiag.diagnosis.training_data import NOT_ONE_MODEL, even_advice, only_shadows, uneven_ranks
 from distdiag.terms.ranks import by_value
 
 kind = kinds.UNEVEN_BATCHES
@@ -113,14 +113,12 @@ def _count_finding(s: Snapshot, loaders: dict[int, Loader], counts: dict[int, in
         each = f"ranks have different numbers of batches per epoch: {texts}"
     else:
         each = "; ".join(_seen_texts(loaders, counts, exhausted))
-    samplers = all(x.distributed_sampler for x in loaders.values())
     return COUNT(
         proved=not predicted, culprits=out, victims=waiting,
         where=(w for q in out for w in _past_the_loop(s.ranks[q], loaders[q])),
         waiting=(w for q in waiting for w in _past_the_loop(s.ranks[q], loaders[q])), step=s.ranks[out[0]].step,
         each=each, site=loaders[min(short)].site, fewest=fewest,
-        do="give every rank the same number of samples: pad or drop in the sampler" if samplers
-        else "use DistributedSampler (it pads), drop_last, or torch's Join context",
+        do=even_advice(loaders.values()),
     )  # fmt: skip
 
 
