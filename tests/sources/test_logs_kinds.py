@@ -16,6 +16,8 @@ REMOTE = "torch.distributed.DistBackendError: NCCL error in: U.hpp:8, remote pro
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 NO_TRACE = "To enable traceback see: x"
 HYDRA = "=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n=   {who}PID 42 RUNNING AT {host}\n=   {how}\n"
+HCCL = "RuntimeError: [ERROR] HCCL error in: torch_npu/csrc/ProcessGroupHCCL.cpp:64"
+HCCL_SOCKET = "[rank{}]: Create dest error! createLink para:rank[{}]-localUserrank[1], dst_rank[6]-remoteUserrank[6]\n"
 RAY_DIED = "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR There are some potential root causes. (1) The process is killed by SIGKILL by OOM killer.\n"
 DCP = raised(0, "CheckpointException: CheckpointException ranks:dict_keys([3])") + (
     '[rank0]: Traceback (most recent call last): (RANK 3)\n[rank0]:   File "/w/fs.py", line 5, in write\n[rank0]:     f.write(x)\n'
@@ -37,6 +39,7 @@ def ends(*rows: tuple[int, int, str]) -> str:
     [
         # launchers
         (HYDRA.format(who="RANK 3 ", host="n7", how="KILLED BY SIGNAL: 9 (Killed)") + HYDRA.format(who="RANK 0 ", host="n6", how="KILLED BY SIGNAL: 15 (Terminated)"), "rank_lost/killed", (3,), "SIGKILL n7"),
+        (HYDRA.format(who="RANK 3 ", host="n7", how="KILLED BY SIGNAL: 9 (Killed)") + HYDRA.format(who="RANK 0 ", host="n6", how="KILLED BY SIGNAL: 11 (Segmentation fault)"), "rank_lost/killed", (0,), "SIGSEGV n6"),
         (HYDRA.format(who="", host="n2", how="EXIT CODE: 9"), "rank_lost/killed", (), "SIGKILL n2"),
         ("Abort(1090319) on node 5 (rank 5 in comm 0): Fatal error in PMPI_Init: Other MPI error\n", "rank_lost/crashed", (5,), "PMPI_Init"),
         ("MPI_ABORT was invoked on rank 2 in communicator MPI_COMM_WORLD\n", "rank_lost/crashed", (2,), "MPI_Abort"),
@@ -87,6 +90,9 @@ def ends(*rows: tuple[int, int, str]) -> str:
         ("[E707 09:12:33.1 socket.cpp:496] [c10d] The server socket has failed to listen on any local network address.\n" + raised(0, "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. port: 29500, code: -98, name: EADDRINUSE", prefix=""), "rank_lost/crashed", (), "port 29500"),
         ("[rank3]: EI0002: The Notify register has not received the Notify record from remote rank [7].\n", "timeout/late_rank", (7,), "rank 3 HCCL"),
         ("[rank3]: EI0006: Getting socket times out. Reason: Remote Rank did not send the data in time.\n", "timeout/late_rank", (), "HCCL connection"),
+        (raised(1, HCCL) + HCCL_SOCKET.format(1, 1), "timeout/late_rank", (6,), "rank 1 HCCL"),
+        (raised(1, HCCL) + HCCL_SOCKET.format(1, 0), "timeout/late_rank", (), "HCCL"),
+        (raised(6, "KeyError: 'chat'") + raised(1, HCCL) + HCCL_SOCKET.format(1, 1), "rank_lost/crashed", (6,), "KeyError failed collective"),
         (raised(1, "RuntimeError: oneCCL: atl_ofi.cpp:133 recv: EXCEPTION: recv failed"), "rank_lost/crashed", (), "oneCCL"),
         ("2 Workers (tasks / actors) killed due to memory pressure (OOM), 0 Workers crashed due to other reasons\n", "rank_lost/killed", (), "memory"),
         ("python[51]: segfault at 8 ip 00007f1c sp 00007ffd error 4 in libtorch_cuda.so\n", "rank_lost/killed", (), "51 SIGSEGV"),

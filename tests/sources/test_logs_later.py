@@ -29,6 +29,9 @@ LOST = "RuntimeError: [/p/gloo/transport/tcp/pair.cc:547] Connection closed by p
         raised(0, "ValueError: bad shard") + RESTART + STEPS,
         raised(0, "ValueError: bad shard") + table(0, 1, "Signal 1") + RESTART + STEPS + "Training complete.\n",
         raised(0, OOM, prefix="") + STEPS,
+        "step 3 loss 0.9\n(raylet, ip=10.9.0.8) Raylet received SIGTERM, draining node (spot instance preemption notice).\n"
+        "(TrainController pid=8) Started training worker group of size 2:\n" + STEPS,
+        raised(1, OOM) + "Training finished. Result(metrics={'loss': 0.5}, error=None)\n",
         raised(0, OOM, prefix="") + "tests/test_oom.py .... [100%]\n======= 14 passed in 2.31s =======\n",
         timeout(2) + "[rank0]: wrote the sample above\n[rank0]: Training finished in 3 h\n",
         timeout(2) + raised(0, LOST) + "JobId=71 JobState=COMPLETED ExitCode=0:0\n",
@@ -53,6 +56,14 @@ def test_a_failure_after_which_the_job_went_on_is_no_finding(tmp_path: Path, tex
     report = diagnose(tmp_path, text)
     assert [f for f in report.findings if f.severity == "error"] == []
     assert report.state == "running" and any("the job went on" in note for note in report.notes)
+
+
+def test_a_failure_that_ended_an_earlier_run_was_not_caught(tmp_path: Path) -> None:
+    failed = "E0302 08:00:00.1 8 torch/distributed/elastic/multiprocessing/api.py:869] failed (exitcode: 1) local_rank: 3 (pid: 9) of binary: python\n"
+    report = diagnose(tmp_path, raised(3, OOM) + failed + "".join(f"[rank0]: step {i} loss 0.5\n" for i in range(40)))
+    assert report.findings == ()
+    (note,) = (note for note in report.notes if "rank 3" in note)
+    assert "by which a run in this log ended" in note and "caught" not in note
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from distdiag.terms.untrusted import MAX_INT
 AFTER_FIRST_S = 5.0  # a launcher kills what has not ended by itself so long after the first failure, or later
 # signals of a rank that was ended, or aborted by its watchdog; and those of a fault
 _SENT = ("SIGTERM", "SIGINT", "SIGABRT", "SIGHUP")
-_BY_KERNEL = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
+_FAULTS = ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
+_BY_KERNEL = ("SIGKILL", *_FAULTS)
 _OF_TEXT = {
     "Out Of Memory": -9, "Killed": -9, "Segmentation fault": -11, "segfault": -11, "Bus error": -7, "Aborted": -6, "Terminated": -15, "Floating point exception": -8,
     "Illegal instruction": -4,
@@ -76,7 +77,7 @@ def of_exits(found: Collected, explained: set[int], waited: set[int], others: bo
     if any(f.role is Role.WAIT for f in found.facts):
         pids.add(None)
     ends = _ends(found)
-    killed = {id(end) for end in _killed_by_launcher(ends)}
+    killed = {id(end) for end in _killed_by_launcher(ends, bool(memory))}
     named = bool(explained) and any(end.rank is not None for end in ends)
     before_it = [f for f in found.facts if f.role is Role.WAIT or f.name in _NOT_STARTED]
     for nth, end in enumerate(ends):
@@ -158,8 +159,12 @@ def _another(end: Fact, waiting: set[int | None]) -> bool:
     return _launcher(end) == "parent" and end.rank is None and pid is not None and not waiting & {None, pid}
 
 
-def _killed_by_launcher(ends: list[Fact]) -> list[Fact]:
-    """Return the processes that a launcher killed because another had failed before."""
+def _killed_by_launcher(ends: list[Fact], memory: bool) -> list[Fact]:
+    """Return the processes that a launcher killed because another had failed before.
+
+    A process with a fault in native code failed by itself; unless memory ran out, the others were killed after it.
+    """
+    fault = not memory and any(_by(end) in _FAULTS for end in ends)
     at = [end.who.at[1] for end in ends if end.who.at and _by(end) not in _SENT]
     first_s = min(at, default=0.0)
     failed = (end for end in ends if _launcher(end) == "srun" and _by(end) not in ("SIGKILL", "SIGTERM"))
@@ -168,7 +173,8 @@ def _killed_by_launcher(ends: list[Fact]) -> list[Fact]:
     return [
         end
         for end in killed
-        if (_launcher(end) == "srun" and end.order > first)  # its lines are in the order of time
+        if fault
+        or (_launcher(end) == "srun" and end.order > first)  # its lines are in the order of time
         or (end.who.at is not None and end.who.at[1] - first_s > AFTER_FIRST_S)
     ]
 

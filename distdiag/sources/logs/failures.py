@@ -292,12 +292,18 @@ def _in_what(waits: list[Fact]) -> str:
         return f"{verb(waits, 'was', 'were')} asked to dump because of it"
     if len(calls) != 1 or any(f.name != "timeout" for f in waits):
         how = {
-            Role.WAIT: "timed out waiting",
-            Role.VICTIM: f"lost {verb(waits, 'its connection', 'their connections')}",
+            "timed out waiting": any(f.role is Role.WAIT for f in waits),
+            f"lost {verb(waits, 'its connection', 'their connections')}": any(_lost(f) for f in waits),
+            "failed in a collective": any(f.role is Role.VICTIM and not _lost(f) for f in waits),
         }
-        return " or ".join(text for role, text in how.items() if any(f.role is role for f in waits))
+        return " or ".join(text for text, some_did in how.items() if some_did)
     op, seq = calls.pop()
     return f"timed out in {op}" + (f" #{seq:,}" if seq is not None else "")
+
+
+def _lost(f: Fact) -> bool:
+    """True if a rank lost a connection; what a library reports of a collective may be anything."""
+    return f.role is Role.VICTIM and (f.name != "dist_error" or LOST.search(f.fields.get("what", "")) is not None)
 
 
 def _who_failed(r: Reason, ranks: tuple[int, ...], of_node: bool, everyone: str) -> str:

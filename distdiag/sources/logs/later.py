@@ -27,7 +27,7 @@ OWN_LINES, NAMELESS, OTHERS = (1, 3, 20)
 FEW = 3  # lines of progress by which its pace is known; equal lines that are a monitor's
 _NUMBER = bounded(r"\d+")
 _ENDS = (Role.CAUSE, Role.WAIT, Role.VICTIM, Role.START, Role.EXIT)
-_OF_LAUNCHERS = ("exit", "ended", "exit_unnamed")  # how torchrun and its like report the end of ranks
+OF_LAUNCHERS = ("exit", "ended", "exit_unnamed")  # how torchrun and its like report the end of ranks
 _FOLLOW = (Role.WAIT, Role.VICTIM, Role.START, Role.EXIT)
 _PROGRESS = bounded(
     r"\b(?:[Ss]teps?|[Ee]poch|EPOCH|[Ii]ter(?:ation)?s?|it|[Bb]atch|global_step)\b\W{0,3}\d|\d%\||\d(?:it/s|s/it)\b|\bloss\W{1,3}\d|'loss': |\b(?:Decode|Prefill) batch\b|\bgeneration throughput: \d"
@@ -48,7 +48,7 @@ _LOSS = bounded(
     r"(?<!\w)(?:lm |train[_/ ]?)?loss(?:/[\w/]{1,40})?['\"]?(?: is |[\s:=]{1,4})(?:tensor\()?(nan|[-+]?(?:inf|\d))",
     re.IGNORECASE,
 )
-_BUT = r"(?!.{0,60}(?:error|fail|code:? ?-?[1-9]|killed|signal|cancel))"
+_BUT = r"(?!.{0,60}(?:error(?!s?\W{1,2}(?:None|0)\b)|fail|code:? ?-?[1-9]|killed|signal|cancel))"
 _AGENT = bounded(
     r"worker group successfully finished|WorkerState\.SUCCEEDED"
 )  # of torchrun: then only its shutdown follows
@@ -204,7 +204,7 @@ def _begins(facts: Sequence[Fact], later: Later) -> dict[Path, int]:
     for f in sorted((f for f in facts if f.role in _ENDS), key=lambda f: -f.line):
         after = failed.get(f.path)
         failed[f.path] = f
-        if f.name not in _OF_LAUNCHERS or after is None or after.role not in (Role.CAUSE, Role.EXIT) or f.path in out:
+        if f.name not in OF_LAUNCHERS or after is None or after.role not in (Role.CAUSE, Role.EXIT) or f.path in out:
             continue
         if later.between(f.path, f.line, after.line) >= FEW and any(
             later.between(path, f.line, after.line, key) >= FEW

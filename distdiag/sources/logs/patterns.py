@@ -74,6 +74,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("hccl_wait", W, "from remote rank", r"has not received the Notify record from remote rank:? ?\[(?P<awaited>\d+)\](?:.{0,120}?tag\[(?P<tag>[A-Za-z]+))?(?:.{0,600}?\bgroup:\[(?P<group>(?!hccl_world)[\w.-]{1,120})\])?"),
     _row("hccl_heartbeat", H, "Heartbeat Lost", r"Location\[IP/ID\]:\[(?P<host>[\w.:]{1,60})/(?P<device>\d+)\]"),
     _row("hccl_wait", W, "wait socket establish timeout", r"wait socket establish timeout, role\[\d\] rank\[(?P<awaited>\d+)\]"),
+    _row("hccl_wait", W, "dst_rank[", r"\brank\[(?P<own>\d+)\]-.{0,160}?\bdst_rank\[(?P<awaited>\d+)\]"),
     # -- the communicator could not be created
     _row("unique_id", V, "ncclUniqueId from", _UNIQUE_ID + r"(?P<reason>.{0,99}(?:[Rr]eset by peer|[Bb]roken [Pp]ipe|[Gg]ot 0 bytes|[Cc]onnection closed).*)"),
     _row("unique_id", W, "ncclUniqueId from", _UNIQUE_ID + r"(?P<reason>.*)"),
@@ -284,6 +285,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("again", F, "esum", r"\b[Rr]esum(?:ing|ed) (?:training |run )?(?:from|at)\b"),
     _row("again", F, "etry", r"\b[Rr]etrying\b|\b[Rr]etry (?:#|attempt )?\d"),
     _row("again", F, "batch size", r"\b(?:[Dd]ecreas|[Rr]educ|[Ll]ower|[Tt]ry)ing batch size"),
+    _row("again", F, "tarted training worker group", r"\bStarted training worker group\b"),
     _row("again", F, "equeue", r"\b[Rr]equeued?\b"),
     _row("again", F, "estart", r"\b[Rr]estart(?:ing|ed)\b.{0,40}\b(?:actor|pod|worker|container|task|job|training|attempt|process)"),
     _row("restart", F, "will restart worker group", r"will restart worker group"),

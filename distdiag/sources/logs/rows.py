@@ -89,12 +89,12 @@ LATE_ROWS = (
     Row("unique_id", _LATE, "rank {awaited} did not reach the first collective of a group, where {who} {waits} for it{at} ({reason})",
         "see what rank {awaited} did meanwhile: long work before the first collective (data, a download, a model), an exception, "
         "or a collective that only the others call; give long work a longer timeout in init_process_group", when=lambda facts: not _lost_store(facts)),
-    Row("hccl_wait hccl_heartbeat", _LATE, "{culprits} did not come to {tag}, where {who} {waits} for it in HCCL{at}, and HCCL lost the heartbeat of device {device} on {host}",
+    Row("hccl_wait hccl_heartbeat", _LATE, "{culprits} did not come to HCCL's {tag}, where {who} {waits} for it{at}, and HCCL lost the heartbeat of device {device} on {host}",
         "see how the process of {culprits} on {host} ended: its log and exit code, plog, `dmesg -T`, `npu-smi info`; if it is alive, the network between the hosts",
         when=lambda facts: any(f.name == "hccl_heartbeat" for f in facts) and "awaited" in facts[0].fields and "group" not in facts[0].fields),
     Row("hccl_wait", _LATE, "{who} {waits} in HCCL's {tag}{at} for rank {awaited} of {group}, which did not come; its rank in the job is not in the log",
         "read the logs of that group's ranks for an error before this one; give the logs of all ranks",
-        ("{culprits} did not come to {tag}, where {who} {waits} for it in HCCL{at}",
+        ("{culprits} did not come to HCCL's {tag}, where {who} {waits} for it{at}",
          "read the log of {culprits}, and take {its} stack the next time: another failure there, a longer branch, or another call")),
     Row("hccl_socket", _LATE, "{who} waited in HCCL{at} for a connection that the rank at the other end did not make in time",
         "read the logs of the ranks that do not report it: one failed, or is late (HCCL_CONNECT_TIMEOUT is the limit); then the network of the NPUs: `hccn_tool`"),
@@ -184,7 +184,7 @@ LOST_ROWS = (
         when=lambda facts: all(f.name == "store_lost" for f in facts)),
     Row("closed store_lost refused lost", _LOST, "{who} lost a connection{to}{at}: the process at the other end had ended, or the network broke{nothing}", _ENDED),
     Row("nccl_error own_error dist_error", "rank_lost/crashed", "HCCL failed on {who}{at}: {what}",
-        "read the lines after it (EI…, EJ…, ERR…): they have the reason; often another rank failed first", when=lambda facts: facts[0].fields.get("what", "").startswith(("Hccl", "Acl", "acl"))),
+        "read the lines after it (EI…, EJ…, ERR…): they have the reason; often another rank failed first", when=lambda facts: facts[0].fields.get("what", "").startswith(("Hccl", "Acl", "acl", "[ERROR] HCCL"))),
     Row("nccl_error own_error dist_error nccl_warning", "rank_lost/crashed", "{library} failed on {who}{on_host}{at}: {what}: {warning}",
         "see the first NCCL WARN or `Last error` of each rank: it is the reason, the exceptions follow", when=lambda facts: len({f.name == "nccl_warning" for f in facts}) == 2),
     Row("nccl_error own_error dist_error", "rank_lost/crashed", "{library} failed on {who}{at}: {what}", "run again with {debug}, which prints the reason"),
@@ -254,7 +254,8 @@ def _blamed(found: Collected, name: str, facts: list[Fact]) -> tuple[Collection[
             absent = set(range(expected)) - here
             return (absent, here) if len(absent) == expected - (_most(facts, "joined") or 0) else ((), ranks)
         case "hccl_wait":
-            return {n for f in facts if "group" not in f.fields and (n := f.number("awaited")) is not None}, ranks
+            in_world = (f for f in facts if "group" not in f.fields and f.number("own") in (None, f.rank))
+            return {n for f in in_world if (n := f.number("awaited")) is not None}, ranks
         case "stuck_watchdog":
             alone = len(ranks) == 1 or (found.world_size is not None and 0 < len(ranks) <= found.world_size // 2)
             return (ranks if alone else ()), ranks
@@ -296,7 +297,8 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
         "nothing": f"; {rank_list(culprits)} {verb(culprits, 'reports', 'report')} nothing" if culprits else "",
         "library": library,
         "debug": "CCL_LOG_LEVEL=info" if library == "oneCCL" else "NCCL_DEBUG=WARN",
-        "tag": first.get("tag", "a connection"),
+        "tag": first.get("tag", "connection"),
+        "group": first.get("group", "its group"),
         "waits": verb(ranks or facts[:1], "waits", "wait"),
         "within": next((f.within for f in facts if f.within), ""),
         "call": f" to {first['what']}" if "what" in first else "",
