@@ -416,10 +416,17 @@ def call_under_rank(site: Site, files: Collection[str], rank: int, source: Sourc
 
 
 def only_under(name: str, file: str, source: Source) -> Condition | None:
-    """Return the `if` around the only call of a module in a file, `self.name(…)`; None if there is none."""
+    """Return the `if` around the only call of a module in a file, `self.name(…)`, else the one that returns before it; None if there is
+    none, or more than one call or `return`."""
     calls = [n for n in ast.walk(tree_of(file, source) or ast.Module([], [])) if isinstance(n, ast.Call)]
     calls = [n for n in calls if isinstance(n.func, ast.Attribute) and n.func.attr == name]
-    return enclosing(Site(file, calls[0].lineno), source, name) if len(calls) == 1 else None
+    if len(calls) != 1:
+        return None
+    site = Site(file, calls[0].lineno)
+    if (around := enclosing(site, source, name)) is not None:
+        return around
+    before = returns_before(site, source)
+    return before[0] if len(before) == 1 else None
 
 
 # -- wording -----------------------------------------------------------------------------------------------------------

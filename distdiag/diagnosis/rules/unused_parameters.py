@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.culprit.parting import only_under
+from distdiag.diagnosis.culprit.parting import Way, only_under
 from distdiag.diagnosis.endings import UNUSED
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.gradient_cost import gradients
@@ -214,8 +214,11 @@ def _branch(case: _Case, culprits: list[int]) -> str:
     places = [m.unused_site or case.snapshot.ranks[q].current_site for q, m in case.having.items() if q in culprits]
     files = {x.file for x in (*places, *(m.site for m in case.having.values())) if x is not None}
     found = {c for name in modules - {""} for file in files if (c := only_under(name, file, case.source)) is not None}
-    texts = [f"`{c.text}` ({site_text(c.site)})" for c in sorted(found)[:2]]
-    return f"; they are used only {' or '.join(texts)}" if texts else ""
+    around = [c for c in sorted(found) if c.way is not Way.SKIPPED]
+    shown = " or ".join(f"`{c.text}` ({site_text(c.site)})" for c in (around or sorted(found))[:2])
+    if not shown:
+        return ""
+    return f"; they are used only {shown}" if around else f"; {shown} returns before they are used"
 
 
 # -- a search that finds nothing -------------------------------------------------------------------------------------
