@@ -16,7 +16,7 @@ import msgspec
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.history import History, all_ended
-from distdiag.diagnosis.job_state import job_state, long_wait
+from distdiag.diagnosis.job_state import job_state
 from distdiag.diagnosis.model.findings import Abstained, Certainty, Check, Finding, Severity, State, at_least
 from distdiag.diagnosis.model.snapshot import DEAD, Life, Snapshot
 from distdiag.diagnosis.rules import RULES, Rule
@@ -87,7 +87,7 @@ class Diagnosis:
     rules: tuple[Rule, ...] = RULES
     _history: History = field(init=False)
     _slow_at: float = -1.0
-    _waited: str = ""  # who waited for whom while all ranks lived
+    _lived: tuple[Snapshot, WaitGraph] | None = None  # the last poll in which all ranks lived
     _seconds: int = 1  # from the last evaluation of slow kinds to this one: polls may be further apart than a second
 
     def __post_init__(self) -> None:
@@ -109,8 +109,8 @@ class Diagnosis:
         changed = [done for key, f in now.items() if (done := self._take(s, key, f)) is not None]
         changed += self._release(s, now, evaluated, final)
         if not any(r.life in DEAD for r in s.ranks.values()):
-            self._waited = long_wait(s, facts.graph, over=True)
-        self.state, self.state_text = job_state(s, facts.graph, self.open(), final, self._waited)
+            self._lived = s, facts.graph
+        self.state, self.state_text = job_state(s, facts.graph, self.open(), final, self._lived)
         return changed
 
     @property

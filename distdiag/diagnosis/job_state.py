@@ -21,19 +21,19 @@ _WORST_FIRST = (State.DEADLOCKED, State.STALLED, State.DEGRADED)
 
 
 def job_state(
-    s: Snapshot, graph: WaitGraph, findings: list[Finding], final: bool, waited: str = ""
+    s: Snapshot, graph: WaitGraph, findings: list[Finding], final: bool, lived: tuple[Snapshot, WaitGraph] | None = None
 ) -> tuple[State, str]:
     """Return the state, and what to show with it.
 
     Args:
         findings: Reported and open.
         final: It is the last poll.
-        waited: `long_wait` of the last poll in which all ranks lived.
+        lived: The last poll in which all ranks lived.
     """
     worst = [f for f in findings if at_least(f.severity, Severity.ERROR)]
     expected = s.expected or s.world_size
     if s.ranks and all_ended(s) and (final or len(s.ranks) >= expected):
-        return _ended(s, worst, waited)
+        return _ended(s, worst, lived)
     for state in _WORST_FIRST:
         for f in findings:
             if kinds.of(f).state is state and _decides(f):
@@ -54,13 +54,14 @@ def _decides(f: Finding) -> bool:
     return kinds.blocks(f) if kind.blocks else not kind.fatal or at_least(f.severity, Severity.ERROR)
 
 
-def _ended(s: Snapshot, worst: list[Finding], waited: str) -> tuple[State, str]:
+def _ended(s: Snapshot, worst: list[Finding], lived: tuple[Snapshot, WaitGraph] | None) -> tuple[State, str]:
     bad = [r for r in s.ranks.values() if r.life != Life.FINISHED and not r.ended_at_rest]
     if bad:
         blamed = {q for f in worst[:1] for q in f.culprits}  # a victim may end before the rank that failed
         first = min(bad, key=lambda r: (r.rank not in blamed, r.ended_s if r.ended_s is not None else s.t_s))
         if (stopped := _stopped_first(bad)) is not None:
-            until = f", while {waited}" if waited and not worst else ""
+            waited = _waited(*lived) if lived is not None and not worst else ""
+            until = f", while {waited}" if waited else ""
             return State.FAILED, f"{STOPPED_BY} {_signal(stopped)} (from the launcher or a person){until}"
         how = first.exception or (_signal(first) if first.signal else "an unknown end")
         return State.FAILED, f"rank {first.rank}: {shortened(how, 120)}; {len(bad)} of {len(s.ranks)} failed"
@@ -105,24 +106,30 @@ def _not_heard(s: Snapshot) -> str:
     return f"{rank_list([r.rank for r in silent])} not heard of since {since}"
 
 
-def long_wait(s: Snapshot, graph: WaitGraph, over: bool = False) -> str:
-    """Return who has waited how long for whom, and from when on that is judged; empty if nobody has waited long."""
-    late = [
-        (*kept, s.ranks[q]) for q in graph.sinks if q in s.ranks and (kept := kept_waiting(s, graph, q)) is not None
+def _late(s: Snapshot, graph: WaitGraph) -> list[tuple[list[int], float, RankState]]:
+    """Return (ranks that wait, for how long, for whom) of each rank that others have waited for for long, the longest wait first."""
+    kept = [
+        (*found, s.ranks[q]) for q in graph.sinks if q in s.ranks and (found := kept_waiting(s, graph, q)) is not None
     ]
-    waiting, waited_s, first = max(late, key=lambda found: found[1], default=([], 0.0, None))
-    if first is None or waited_s <= LONG_WAIT_S:
+    return sorted((x for x in kept if x[1] > LONG_WAIT_S), key=lambda x: -x[1])
+
+
+def _waited(s: Snapshot, graph: WaitGraph) -> str:
+    """Return who had waited for whom, and where those were."""
+    late = _late(s, graph)
+    if not late:
         return ""
-    if not over:
-        return waits_for(waiting, first, waited_s)
-    same = [r for victims, _, r in late if victims == waiting and r.current_site == first.current_site]
-    return waited_for(waiting, same, waited_s)
+    waiting, waited_s, first = late[0]
+    return waited_for(
+        waiting, [r for q, _, r in late if q == waiting and r.current_site == first.current_site], waited_s
+    )
 
 
 def _waits(s: Snapshot, graph: WaitGraph) -> str:
-    """Return `long_wait`, else in which call some ranks wait."""
-    if text := long_wait(s, graph):
-        return text
+    """Return who has waited how long for whom, and from when on that is judged; else in which call some ranks wait."""
+    if late := _late(s, graph):
+        waiting, waited_s, first = late[0]
+        return waits_for(waiting, first, waited_s)
     waiting = [q for q in graph.of_rank if s.ranks[q].blocked is not None]
     call = s.ranks[waiting[0]].blocked if waiting and len(waiting) < len(s.ranks) else None
     if call is None or call.entered_s is None or s.t_s - call.entered_s <= LONG_WAIT_S:
