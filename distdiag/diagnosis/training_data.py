@@ -62,8 +62,8 @@ def even_advice(loaders: Iterable[Loader]) -> str:
     known = list(loaders)
     if known and all(x.distributed_sampler for x in known):
         return "give every rank the same number of samples: pad or drop in the sampler"
-    if known and all(x.batch_size is None for x in known):  # what makes the batches decides how large each is
-        return "let every rank make equally many batches: cut or pad its list of batches; or use torch's Join context"
+    if known and all(x.batch_size is None or x.length is None for x in known):  # no sampler decides how many there are
+        return "let every rank make equally many batches: cut or pad what it reads; or use torch's Join context"
     return "use DistributedSampler (it pads), drop_last, or torch's Join context"
 
 

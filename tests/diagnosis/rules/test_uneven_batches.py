@@ -31,6 +31,19 @@ def test_unequal_loader_lengths_are_reported_before_the_hang() -> None:
 
 
 @pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"distributed_sampler": True}, "pad or drop in the sampler"),
+        ({"batch_size": None}, "cut or pad what it reads"),  # its list of batches decides how large each is
+        ({"batch_size": 32}, "DistributedSampler (it pads)"),
+    ],
+)
+def test_how_ranks_get_equally_many_batches_depends_on_what_makes_them(more: dict[str, Any], words: str) -> None:
+    s = job(*(rank(q, loaders=(loader(length=90 + q, **more),)) for q in (0, 1)))
+    assert words in only([f for f in data(s, PLAIN) if f.cause == "count"]).advice
+
+
+@pytest.mark.parametrize(
     "source",
     [
         "def main():\n    for x, y in loader:\n        if step(x, y):\n            break\n",
