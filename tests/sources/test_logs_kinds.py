@@ -91,6 +91,7 @@ def ends(*rows: tuple[int, int, str]) -> str:
         ("[rank3]: EI0002: The Notify register has not received the Notify record from remote rank [7].\n", "timeout/late_rank", (7,), "rank 3 HCCL"),
         ("[rank3]: EI0006: Getting socket times out. Reason: Remote Rank did not send the data in time.\n", "timeout/late_rank", (), "HCCL connection"),
         (raised(1, HCCL) + HCCL_SOCKET.format(1, 1), "timeout/late_rank", (6,), "rank 1 HCCL"),
+        (raised(1, "RuntimeError: HCCL error", file="/v/torch/distributed/distributed_c10d.py") + HCCL_SOCKET.format(1, 1), "timeout/late_rank", (6,), "rank 1 HCCL"),
         (raised(1, HCCL) + HCCL_SOCKET.format(1, 0), "timeout/late_rank", (), "HCCL"),
         (raised(6, "KeyError: 'chat'") + raised(1, HCCL) + HCCL_SOCKET.format(1, 1), "rank_lost/crashed", (6,), "KeyError failed collective"),
         (raised(1, "RuntimeError: oneCCL: atl_ofi.cpp:133 recv: EXCEPTION: recv failed"), "rank_lost/crashed", (), "oneCCL"),

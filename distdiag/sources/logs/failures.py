@@ -91,7 +91,8 @@ def of_messages(found: Collected) -> tuple[list[Reason], list[Fact]]:
             continue
         if f.name not in OWN:
             own = waits.get(process(f))
-            if own is not None and before(own, f) is not False:
+            # the lines after an exception of a collective may say that it waited
+            if own is not None and ((f.in_collective and own.role is Role.WAIT) or before(own, f) is not False):
                 continue
             if f.rank in of_device and meaning.kind != "gpu":
                 continue  # one event: the device failed, and its process with it
