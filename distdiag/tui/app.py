@@ -27,7 +27,7 @@ from distdiag.tui.files import Files
 from distdiag.tui.keys import KEYS, key_bar
 from distdiag.tui.navigation import Moved, Navigation
 from distdiag.tui.screens import pages
-from distdiag.tui.screens.page import Page, Pannable
+from distdiag.tui.screens.page import Page
 from distdiag.tui.ui import Ui
 
 MIN_WIDTH, MIN_HEIGHT = 60, 16
@@ -164,10 +164,10 @@ class DistdiagApp(App[None]):
         page = self.page
         request = page.request(self.snap, self.ui, width, height - 1)
         self.source.want(request)
-        if not late and not self._answers(request):
+        if late or self._answers(request):
+            self._draw(width, height)
+        else:
             self.set_timer(LATE_S, self._draw_late)
-            return
-        self._draw(width, height)
 
     def _answers(self, request: Request) -> bool:
         """True if the newest snapshot was read for this page, row and moment."""
@@ -181,13 +181,8 @@ class DistdiagApp(App[None]):
         return of(have) == of(request)
 
     def _draw_late(self) -> None:
-        width, height = self.canvas.size
-        if (
-            width >= MIN_WIDTH
-            and height >= MIN_HEIGHT
-            and not self._answers(self.page.request(self.snap, self.ui, width, height - 1))
-        ):
-            self._draw(width, height)
+        if not self._answers(self.source.wanted):
+            self.redraw(late=True)
 
     def _draw(self, width: int, height: int) -> None:
         full = self.page.render(self.snap, self.ui, width, height - 1)
@@ -283,7 +278,7 @@ class DistdiagApp(App[None]):
             self.navigation.sort_by(value)
         elif kind == "row" and value.isdigit():
             self.navigation.click_rank(int(value), message.chain)
-        elif kind == "cell" and value.isdigit() and isinstance(self.page, Pannable):
+        elif kind == "cell" and value.isdigit():
             self.page.click(self.snap, ui, int(value), message.x)
             self.redraw()
         elif kind == "node":
