@@ -10,7 +10,8 @@ from distdiag.store.frames import Frame
 from distdiag.store.reader import Run
 from distdiag.store.rows import ProbeResult
 from distdiag.terms.operations import family
-from distdiag.tui.data.comm_data import CommData, as_number, decoded, read_comm, rows_of
+from distdiag.tui.data import comm_data
+from distdiag.tui.data.comm_data import CommData, as_number, decoded, rows_of
 from distdiag.tui.data.snapshot import Request, Snapshot
 from distdiag.tui.draw.lines import BLANK, Line, Screenful, line, rule
 from distdiag.tui.draw.text import MISSING, clean, clock, decimal, fit, size
@@ -32,7 +33,7 @@ class ProbesData:
 
 def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> ProbesData:
     known = (p for p in reversed(run.probes()) if request.at_s is None or p.t_s <= request.at_s)
-    return ProbesData(tuple((p, decoded(p)) for p in known), read_comm(run, frame, request.at_s, cache))
+    return ProbesData(tuple((p, decoded(p)) for p in known), comm_data.read(run, request, frame, cache))
 
 
 class ProbesPage(Page[ProbesData]):
