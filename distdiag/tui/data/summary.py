@@ -23,8 +23,6 @@ class Summary:
     missing: tuple[int, ...] = ()
     lost: tuple[int, ...] = ()
     finished: int = 0
-    nodes: int = 0
-    node_of: dict[int, str] = field(default_factory=dict)  # node -> host name
     layout: Layout = field(default_factory=lambda: Layout())
     marks: list[severity.Mark] = field(default_factory=list)
     flagged: tuple[int, ...] = ()  # rows of the frame whose mark is not a quiet one
@@ -99,8 +97,6 @@ def summarise(table: RankTable, before: Summary | None = None) -> Summary:
         missing=missing,
         lost=lost,
         finished=finished,
-        nodes=len(layout.nodes),
-        node_of=layout.hosts,
         layout=layout,
         marks=marks,
         flagged=tuple(i for i, m in enumerate(marks) if m.level)
