@@ -67,21 +67,15 @@ class Steps:
     def step(self) -> Ints:
         return self.columns["step"].astype(np.int64)
 
-    def where(self, rows: NDArray[np.bool_]) -> Steps:
+    def where(self, rows: NDArray[np.bool_] | NDArray[np.intp]) -> Steps:
         return Steps({k: v[rows] for k, v in self.columns.items()}, self.every)
 
     def by_rank(self) -> dict[int, Steps]:
         """Return the rows of each rank, by step."""
-        if not len(self):
-            return {}
         order = np.argsort(self.rank, kind="stable")
-        sorted_columns = {k: v[order] for k, v in self.columns.items()}
         ranks, starts = np.unique(self.rank[order], return_index=True)
-        ends = [*starts[1:].tolist(), len(self)]
-        return {
-            int(r): Steps({k: v[a:b] for k, v in sorted_columns.items()}, self.every)
-            for r, a, b in zip(ranks, starts.tolist(), ends, strict=True)
-        }
+        # without rows there is no rank, and one empty part
+        return {int(r): self.where(rows) for r, rows in zip(ranks, np.split(order, starts[1:]), strict=False)}
 
 
 def read_steps(run: Run, max_rows: int = MAX_ROWS) -> Steps:
@@ -138,7 +132,7 @@ def _mean_at(values: Floats, starts: Any) -> Floats:
 
 def quantiles(values_ms: Floats) -> Quantiles | None:
     """Return median, interval, percentiles and maximum of a sample; None if it is empty."""
-    values_ms = values_ms[~np.isnan(values_ms)]
+    values_ms = measured(values_ms)
     n = len(values_ms)
     if n == 0:
         return None
@@ -168,8 +162,6 @@ def series(job: JobSteps, points: int = MAX_SERIES) -> tuple[SeriesPoint, ...]:
     out = []
     for a in range(0, len(job), width):
         ms = job.step_ms[a : a + width]
-        loss = job.loss[a : a + width]
-        loss = loss[~np.isnan(loss)]
         last = min(a + width, len(job)) - 1
         out.append(
             SeriesPoint(
@@ -179,21 +171,25 @@ def series(job: JobSteps, points: int = MAX_SERIES) -> tuple[SeriesPoint, ...]:
                 step_ms=float(np.median(ms)),
                 low_ms=float(ms.min()),
                 high_ms=float(ms.max()),
-                loss=_mean_of(loss) if len(loss) else None,
+                loss=mean(job.loss[a : a + width]),
             )
         )
     return tuple(out)
 
 
+def measured(values: Floats) -> Floats:
+    return values[~np.isnan(values)]
+
+
 def median(values: Floats) -> float | None:
     """Return the median of the measured values; None if there are none."""
-    known = values[~np.isnan(values)]
+    known = measured(values)
     return float(np.median(known)) if len(known) else None
 
 
 def mean(values: Floats) -> float | None:
     """Return the mean of the measured values; None if there are none."""
-    known = values[~np.isnan(values)]
+    known = measured(values)
     return _mean_of(known) if len(known) else None
 
 
@@ -204,7 +200,7 @@ def _mean_of(values: Floats) -> float:
 
 
 def largest(values: Floats) -> float | None:
-    known = values[~np.isnan(values)]
+    known = measured(values)
     return float(known.max()) if len(known) else None
 
 
