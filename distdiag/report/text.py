@@ -11,7 +11,7 @@ from distdiag.report.facts import RunFacts, notable_ranks, verdict_words
 from distdiag.report.words import from_us, gradient_times, gradient_words, milliseconds, moment, number, visible
 from distdiag.terms.steps import RATE
 from distdiag.terms.tables import table, wrapped
-from distdiag.terms.units import MISSING, duration, percent, rate_text, size_text
+from distdiag.terms.units import MISSING, decimal, duration, percent, rate_text, size_text
 from distdiag.traces.text import lines as profile_lines
 
 MAX_RANKS = 32
@@ -128,8 +128,7 @@ def _word(value: object) -> str:
     return MISSING if value is None or value == "" else str(value)
 
 
-_two_digits = partial(number, digits=2)
-_one_digit = partial(number, digits=1)
+_two_digits = partial(decimal, digits=2)
 _RANKS: tuple[Column, ...] = (
     ("rank", "rank", _word), ("<state", "life", _word), ("step", "step", number), ("mean", "step_mean_ms", milliseconds),
     ("p50", "step_ms", milliseconds), ("self", "self_ms", milliseconds), ("wait", "wait_ms", milliseconds),
@@ -145,7 +144,7 @@ _COLLECTIVES: tuple[Column, ...] = (
 )  # fmt: skip
 _HOSTS: tuple[Column, ...] = (
     ("node", "node", _word), ("<host", "host", _word), ("cores", "cores", _word), ("CPU %", "cpu_pct", number),
-    ("load", "load1", _one_digit), ("memory peak", "memory_peak_bytes", size_text),
+    ("load", "load1", decimal), ("memory peak", "memory_peak_bytes", size_text),
     ("disk read", "disk_read_bytes_per_s", rate_text), ("net sent", "net_sent_bytes_per_s", rate_text),
 )  # fmt: skip
 _GPUS: tuple[Column, ...] = (
