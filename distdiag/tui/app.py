@@ -199,10 +199,7 @@ class DistdiagApp(App[None]):
         message = self.ui.message or self.ui.busy
         if not message:
             return [*lines, key_bar(self.snap, self.ui, width)]
-        rows = wrap(clean(message), width - 2)
-        if len(rows) > ANSWER_LINES:
-            rows = [*rows[: ANSWER_LINES - 1], clip(" ".join(rows[ANSWER_LINES - 1 :]), width - 2)]
-        answer = [line((f" {row}", "accent")) for row in rows]
+        answer = [line((f" {row}", "accent")) for row in wrap(clean(message), width - 2, ANSWER_LINES)]
         return [*lines[: len(lines) + 1 - len(answer)], *answer]
 
     def on_moved(self, message: Moved) -> None:
@@ -298,31 +295,26 @@ class DistdiagApp(App[None]):
 
     def get_system_commands(self, screen: Screen) -> Iterable[SystemCommand]:
         """Yield all key actions by name, and further commands."""
+        go, files = self.navigation, self.files
         for key in KEYS:
             if key.action.startswith("show("):
-                name = key.action[6:-2]
-                yield SystemCommand(
-                    f"Screen: {key.label}", f"{key.help} ({key.shown})", partial(self.navigation.action_show, name)
-                )
+                show = partial(self.run_action, key.action)
+                yield SystemCommand(f"Screen: {key.label}", f"{key.help} ({key.shown})", show)
         for order in ORDERS:
-            yield SystemCommand(
-                f"Sort by {order.title}", "order of the rank table", partial(self.navigation.sort_by, order.key)
-            )
+            yield SystemCommand(f"Sort by {order.title}", "order of the rank table", partial(go.sort_by, order.key))
         for text, meaning in (
             ("sev>=warn", "only ranks with a finding"),
             ("life:running", "only running ranks"),
             ("", "all ranks"),
         ):
             yield SystemCommand(f"Filter: {text or 'off'}", meaning, partial(self.set_filter, text))
-        yield SystemCommand("Follow the worst rank", "the cursor stays on top (f)", self.navigation.action_follow)
-        yield SystemCommand("Group by node", "or by rank again (g)", self.navigation.action_group)
-        yield SystemCommand(
-            "Pause or resume", "hold this moment; the job keeps running (space)", self.navigation.action_pause
-        )
-        yield SystemCommand("Go to the first moment", "replay from the beginning", self.navigation.action_first_moment)
+        yield SystemCommand("Follow the worst rank", "the cursor stays on top (f)", go.action_follow)
+        yield SystemCommand("Group by node", "or by rank again (g)", go.action_group)
+        yield SystemCommand("Pause or resume", "hold this moment; the job keeps running (space)", go.action_pause)
+        yield SystemCommand("Go to the first moment", "replay from the beginning", go.action_first_moment)
         yield SystemCommand("Go to rank …", "type the number of the rank instead", self.action_command_palette)
-        yield SystemCommand("Export snapshot", "as JSON (e)", self.files.action_export)
-        yield SystemCommand("Picture of the screen", "as SVG (P)", self.files.action_picture)
+        yield SystemCommand("Export snapshot", "as JSON (e)", files.action_export)
+        yield SystemCommand("Picture of the screen", "as SVG (P)", files.action_picture)
         yield SystemCommand("Theme", "colours, light and dark", self.action_change_theme)
         yield SystemCommand("Quit", "the job is not affected (q)", partial(self.run_action, "leave(0)"))
 

@@ -9,7 +9,7 @@ from distdiag.terms.activity import SHOWN
 from distdiag.tui.data.snapshot import Snapshot
 from distdiag.tui.data.state import JobState, closing_lines, job_state
 from distdiag.tui.draw import severity
-from distdiag.tui.draw.lines import BLANK, Line, cut_line, fitted, joined, labelled, line, rule, width_of
+from distdiag.tui.draw.lines import BLANK, Line, cut, fitted, joined, labelled, line, rule, width_of
 from distdiag.tui.draw.text import (
     cells,
     clean,
@@ -180,8 +180,8 @@ def finding_lines(f: Finding, width: int, full: bool = True, message_only: bool 
 def _notices(snap: Snapshot, job: JobState, width: int) -> list[Line]:
     """Notices about reading the run itself, shown before any finding."""
     out: list[Line] = []
-    if cut := overflow(job, snap, width):
-        out += labelled(f" {job.glyph} ", cut, width - 1, of_label=job.style)
+    if text := overflow(job, snap, width):
+        out += labelled(f" {job.glyph} ", text, width - 1, of_label=job.style)
     if job.do:
         out += labelled(f"   {'do':6}  ", job.do, width)
     if snap.note:
@@ -233,7 +233,7 @@ def _some_findings(
         elif i == 0 and room == 2 and len(short := _two_lines(f, width, "")) == 2:
             body += short
         elif i == 0 and room >= 2:
-            body += [*full[: room - 1], cut_line(len(full) - room + 1)]  # keep the beginning
+            body += cut(full, room)
         elif room >= 1:
             body += finding_lines(f, width, full=False)
         else:
