@@ -35,18 +35,14 @@ _INK, _LINE = "#010203", "#040506"
 
 def style(ink: str, line: str) -> dict[str, Any]:
     """Return matplotlib's settings for these charts, in a colour for text and axes and one for the grid."""
-    return {
+    drawn_in_ink = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    return dict.fromkeys(drawn_in_ink, ink) | {
         "font.size": 9,
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.grid": True,
         "grid.color": line,
         "axes.axisbelow": True,
-        "text.color": ink,
-        "axes.labelcolor": ink,
-        "axes.edgecolor": ink,
-        "xtick.color": ink,
-        "ytick.color": ink,
     }
 
 

@@ -39,8 +39,9 @@ def render(facts: RunFacts) -> str:
     return "\n\n".join("\n".join(visible(line) for line in lines) for lines in sections if lines) + "\n"
 
 
-def _wrap(label: str, text: str, indent: str = "  ") -> list[str]:
-    return wrapped(text, head=f"{indent}{label:<9}")
+def _wrap(label: str, text: str | None) -> list[str]:
+    """Return a text next to its label; nothing without text."""
+    return wrapped(text, head=f"  {label:<9}") if text else []
 
 
 def _head(f: RunFacts) -> list[str]:
@@ -70,22 +71,14 @@ def _finding(f: Finding) -> list[str]:
     cleared = "" if f.cleared_s is None else f", cleared at {duration(f.cleared_s)}"
     lines = [f"{f.severity.upper()}  {f.title}  ({f.certainty}{cleared})"]
     lines += _wrap("what", f.message)
-    if f.culprits:
-        lines += _wrap("who", rank_list(f.culprits))
+    lines += _wrap("who", rank_list(f.culprits) if f.culprits else "")
     lines += _places("where", f.where) + _places("waiting", f.waiting)
-    if f.names:
-        lines += _wrap(
-            "names", ", ".join(f.names[:20]) + (f" and {len(f.names) - 20} more" if len(f.names) > 20 else "")
-        )
-    if f.cost:
-        lines += _wrap("cost", f.cost)
-    if f.advice:
-        lines += _wrap("do", f.advice)
+    more = f" and {len(f.names) - 20} more" if len(f.names) > 20 else ""
+    lines += _wrap("names", ", ".join(f.names[:20]) + more)
+    lines += _wrap("cost", f.cost) + _wrap("do", f.advice)
     step = "" if f.step is None else f", step {f.step:,}"
     lines += _wrap("when", f"first seen at {duration(f.first_seen_s)}, reported at {duration(f.detected_s)}{step}")
-    if f.evidence:
-        lines += _wrap("evidence", ", ".join(f.evidence))
-    return lines
+    return lines + _wrap("evidence", ", ".join(f.evidence))
 
 
 def _job(f: RunFacts) -> list[str]:
@@ -102,13 +95,9 @@ def _job(f: RunFacts) -> list[str]:
         lines += _wrap("step", f"{text}, largest {milliseconds(f.step.max_ms)} ms, n = {f.step.n:,}")
     if f.samples_per_s is not None:
         lines += _wrap("rate", f"{f.samples_per_s:,.0f} samples/s over the run ({RATE})")
-    if f.command:
-        lines += _wrap("command", f.command)
-    if f.details:
-        lines += _wrap("details", ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in f.details.items()))
-    if f.versions:
-        lines += _wrap("versions", ", ".join(f"{k} {v}" for k, v in f.versions.items()))
-    return lines
+    lines += _wrap("command", f.command)
+    lines += _wrap("details", ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in f.details.items()))
+    return lines + _wrap("versions", ", ".join(f"{k} {v}" for k, v in f.versions.items()))
 
 
 Column = tuple[str, str, Callable[[Any], str]]  # head (`<` aligns to the left), attribute of a row, its text
