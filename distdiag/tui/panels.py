@@ -197,23 +197,16 @@ def footer_panel(snap: Snapshot, ui: Ui, job: JobState, width: int, height: int)
     if height < 2:
         return []
     findings = snap.open_findings
-    over = job.word in ("ENDED", "FAILED")
-    body: list[Line] = []
-    if snap.problem is not None or not (findings or over):
-        body += _notices(snap, job, width)
-        if not body and snap.frame is not None:
-            cleared = len(snap.findings)
-            until = " up to this moment" if snap.at_s is not None else ""
-            quiet = (
-                f" · no open findings{until}; {cleared} cleared: {ui.opens('5', 'findings')}"
-                if cleared
-                else f" · no findings{until}"
-            )
-            body.append(line((quiet, "muted")))
-    if snap.problem is None and over and not findings:
-        body = [line((f" {t}", "" if i else "bold")) for i, t in enumerate(closing_lines(snap, ui.interactive))]
-    elif snap.problem is None and findings:
+    if snap.problem is None and findings:
         body = _some_findings(snap, findings, job, ui, width, height - 1)
+    elif snap.problem is None and job.word in ("ENDED", "FAILED"):
+        body = [line((f" {t}", "" if i else "bold")) for i, t in enumerate(closing_lines(snap, ui.interactive))]
+    else:
+        body = _notices(snap, job, width)
+        if not body and snap.frame is not None:
+            cleared = f"; {len(snap.findings)} cleared: {ui.opens('5', 'findings')}" if snap.findings else ""
+            until = " up to this moment" if snap.at_s is not None else ""
+            body.append(line((f" · no {'open ' if cleared else ''}findings{until}{cleared}", "muted")))
     return [rule(width), *(fitted(x, width) for x in body[: height - 1])]
 
 

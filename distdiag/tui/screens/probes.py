@@ -18,9 +18,8 @@ from distdiag.tui.draw.text import MISSING, clean, clock, decimal, fit, size
 from distdiag.tui.screens.page import Page
 from distdiag.tui.ui import Ui
 
-_STYLES = {"pass": "muted", "fail": "error", "inconclusive": "warning"}
 OWN_WIDTH = 100  # narrower screens lack the column of the job's own bandwidth
-_GLYPHS = {"pass": "·", "fail": "█", "inconclusive": "▲"}
+_MARKS = {"pass": ("·", "muted"), "fail": ("█", "error"), "inconclusive": ("▲", "warning")}  # glyph and style
 
 
 @dataclass(frozen=True)
@@ -64,14 +63,14 @@ class ProbesPage(Page[ProbesData]):
 
 def _result(p: ProbeResult, body: dict[str, Any]) -> Line:
     verdict = clean(p.verdict or "?")
-    style = _STYLES.get(verdict, "")
+    glyph, style = _MARKS.get(verdict, ("–", ""))
     reasons = body.get("reasons")
     text = "; ".join(clean(str(r)) for r in reasons) if isinstance(reasons, list) and reasons else ""
     if not text:
         best = max((b for r in rows_of(body) if (b := as_number(r.get("busbw_gbps"))) is not None), default=None)
         text = f"busbw up to {decimal(best, 2)} GB/s" if best is not None else ""
     return line(
-        (f" {_GLYPHS.get(verdict, '–')} ", style),
+        (f" {glyph} ", style),
         f" {clock(p.t_s)}  {fit(clean(p.name), 15)}  ",
         (fit(verdict, 12), style),
         f"  {text}",
