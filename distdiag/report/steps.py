@@ -107,9 +107,6 @@ class JobSteps:
 def job_steps(steps: Steps) -> JobSteps:
     """Steps of the whole job; the newest counts only once every rank of the one before it has finished it."""
     measured = steps.where(~np.isnan(steps["step_ms"]))
-    if not len(measured):
-        none = np.empty(0)
-        return JobSteps(np.empty(0, dtype=np.int64), none, none, none, none, steps.every)
     step, starts, counts = np.unique(measured.step, return_index=True, return_counts=True)
     end = -1 if len(step) > 1 and counts[-1] < counts[-2] else None
     return JobSteps(
@@ -207,14 +204,10 @@ def largest(values: Floats) -> float | None:
 def slowest_share(steps: Steps) -> dict[int, float]:
     """Return by rank the share of steps in which its self time was the largest, of steps that two or more ranks measured."""
     known = steps.where(~np.isnan(steps["self_ms"]))
-    if not len(known):
-        return {}
     _, starts, counts = np.unique(known.step, return_index=True, return_counts=True)
     largest_ms = np.repeat(np.maximum.reduceat(known["self_ms"], starts), counts)
     shared = np.repeat(counts > 1, counts)
     slowest = np.flatnonzero(shared & (known["self_ms"] == largest_ms))
-    if not len(slowest):
-        return {}
     _, first = np.unique(known.step[slowest], return_index=True)  # of two that are equal, the lower rank
     ranks, times = np.unique(known.rank[slowest[first]], return_counts=True)
     share = dict(zip(ranks.tolist(), (times / times.sum()).tolist(), strict=True))
