@@ -40,7 +40,7 @@ def take(run: Path, ui: Ui, page: Page | None = None, width: int = 0, height: in
     """Return one snapshot, for one page or without any screen; for an unreadable run it has the reason."""
     try:
         with open_run(run) as opened:
-            taker = Taker(opened, readers() if page is not None else {})
+            taker = Taker(opened, readers())
             base = taker.take(Request("", ui.paused_at_s))  # the frame alone decides which ranks are shown
             return base if page is None else taker.take(page.request(base, ui, width, height))
     except RunUnreadable as e:

@@ -68,11 +68,11 @@ def fitted(text: Line, width: int) -> Line:
     return tuple(out)
 
 
-def marked(text: Line, width: int, style: str = "cursor") -> Line:
-    """Return the line over its whole width with one more style: the row under the cursor."""
+def marked(text: Line, width: int) -> Line:
+    """Return the line over its whole width as the row under the cursor."""
     hit = text[0][2] if text else ""
     padded = (*text, (" " * max(0, width - width_of(text)), "", hit))
-    return tuple((t, f"{s} {style}" if s else style, h) for t, s, h in padded)
+    return tuple((t, f"{s} cursor".strip(), h) for t, s, h in padded)
 
 
 def merged(parts: Iterable[Part]) -> Line:
