@@ -85,9 +85,13 @@ def say_error(message: str, hint: str, *, flush: bool = False) -> None:
         print(cut(visible(line)), file=sys.stderr, flush=flush)
 
 
-def say_json(encoded: bytes | str, *, flush: bool = False) -> None:
-    """Print a JSON text on stdout, with escapes for what a terminal may obey or cannot show."""
-    text = json_ascii_controls(encoded)
+def say_json(value: Any, *, flush: bool = False) -> None:
+    """Print a JSON text, or anything else as JSON, on stdout, with escapes for what a terminal may obey or cannot show."""
+    if not isinstance(value, (bytes, str)):
+        import msgspec
+
+        value = msgspec.json.encode(value)
+    text = json_ascii_controls(value)
     if needs_ascii():
         text = _OTHERS.sub(lambda m: "".join(map(_json_escape, m[0])), text)
     print(text, flush=flush)

@@ -9,7 +9,7 @@ import errno
 import importlib
 import os
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 
@@ -44,32 +44,37 @@ READERS = ("tui", "diagnose", "dump", "attach", "profile", "report", "doctor", "
 EXIT_CODES = "Exit codes: " + ", ".join(f"{c.value} {c.name}" for c in ExitCode) + "."
 
 
-class _LazyGroup(click.Group):
+class LazyGroup(click.Group):
+    """Commands that are imported when they are called."""
+
+    table: ClassVar[dict[str, tuple[str, str]]] = COMMANDS
+
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return list(self.table)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
+        if cmd_name not in self.table:
             return None
-        return importlib.import_module(COMMANDS[cmd_name][0]).command
+        return importlib.import_module(self.table[cmd_name][0]).command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+        if args and args[0] not in self.table and not args[0].startswith("-"):
             import difflib
 
-            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            near = difflib.get_close_matches(args[0], self.table, n=1)
+            path = ctx.command_path
             raise DistdiagError(
                 f"unknown command '{args[0]}'",
-                f"did you mean `distdiag {near[0]}`?" if near else "`distdiag --help` lists the commands",
+                f"did you mean `{path} {near[0]}`?" if near else f"`{path} --help` lists the commands",
             )
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+            formatter.write_dl([(name, text) for name, (_, text) in self.table.items()])
 
 
-@click.group(cls=_LazyGroup, epilog=EXIT_CODES, context_settings=SETTINGS)
+@click.group(cls=LazyGroup, epilog=EXIT_CODES, context_settings=SETTINGS)
 @click.version_option(VERSION)
 @click.pass_context
 def app(context: click.Context) -> None:

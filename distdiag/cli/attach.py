@@ -37,8 +37,6 @@ def command(pids: tuple[int, ...], job: str | None, here: bool, ras: bool, as_js
     Exit codes: 0 nothing at or above --fail-on, 1 found, 2 bad pid or name, or no permission, 3 not all ranks
     are on this host, 4 no job.
     """
-    import msgspec
-
     from distdiag.attach import ranks
     from distdiag.attach.sample import py_spy
     from distdiag.attach.verdict import attach
@@ -51,7 +49,7 @@ def command(pids: tuple[int, ...], job: str | None, here: bool, ras: bool, as_js
     py_spy()
     report = attach(ranks.chosen(pids, job, ranks.jobs_here()), ras)
     if as_json:
-        say_json(msgspec.json.encode(report))
+        say_json(report)
     else:
         print_text(report)
     return int(exit_code(report, fail_on))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import click
 
+from distdiag.cli import LazyGroup
 from distdiag.errors import DistdiagError
 
 
@@ -23,21 +24,15 @@ def _checkout() -> Path:
     )
 
 
-class _OfCheckout(click.Group):
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return ["faults"]
+class _OfCheckout(LazyGroup):
+    table: ClassVar = {
+        "faults": ("tests.faults.bench", "Run faulty and healthy jobs and print the scorecard (in a clone).")
+    }
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name != "faults":
-            return None
-        root = str(_checkout())
-        if root not in sys.path:
+        if cmd_name in self.table and (root := str(_checkout())) not in sys.path:
             sys.path.insert(0, root)
-        return importlib.import_module("tests.faults.bench").command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([("faults", "Run faulty and healthy jobs and print the scorecard (in a clone).")])
+        return super().get_command(ctx, cmd_name)
 
 
 @click.group(cls=_OfCheckout)

@@ -92,8 +92,6 @@ def command(runs: tuple[str, ...], skip: int | None, fail_above: float | None, a
         raise DistdiagError("compare needs two runs", "distdiag compare reports/OLD reports/NEW")
     import contextlib
 
-    import msgspec
-
     from distdiag.report.compare import Outcome, compare_runs
     from distdiag.store import rundir
     from distdiag.store.reader import open_run
@@ -108,7 +106,7 @@ def command(runs: tuple[str, ...], skip: int | None, fail_above: float | None, a
             "no_steps",
         )
     if as_json:
-        say_json(msgspec.json.encode(found))
+        say_json(found)
     else:
         _print(found)
     if fail_above is None:

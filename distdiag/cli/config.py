@@ -9,6 +9,7 @@ import click
 
 from distdiag.command_line import recording_options
 from distdiag.streams import say
+from distdiag.terms.tables import table
 
 
 @click.command()
@@ -28,8 +29,7 @@ def command(**options: Any) -> None:
 
     file = settings.read()
     rows = [("setting", "value", "from"), *settings.shown(options, file, os.environ)]
-    width, value_width = (max(len(row[i]) for row in rows) for i in (0, 1))
-    for name, value, origin in rows:
-        say(f"{name:<{width}}  {value:<{value_width}}  {origin}")
+    for line in table(rows, left=(0, 1, 2)):
+        say(line)
     for warning in file.warnings:
         say(f"distdiag: warning: {warning}", err=True)

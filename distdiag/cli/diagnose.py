@@ -283,8 +283,6 @@ def _failure_in_others(targets: tuple[str, ...], traces: list[Path]) -> Report |
 
 def _diagnose_traces(targets: tuple[str, ...], traces: list[Path], as_json: bool) -> int:
     """Analyse the Kineto traces of several ranks together and print the result."""
-    import msgspec
-
     from distdiag.diagnosis.text.finding import printable
     from distdiag.traces import text
     from distdiag.traces.files import diagnose
@@ -299,7 +297,7 @@ def _diagnose_traces(targets: tuple[str, ...], traces: list[Path], as_json: bool
             kind="no_traces",
         ) from None
     if as_json:
-        say_json(msgspec.json.encode(found))
+        say_json(found)
     else:
         for line in text.lines(found):
             say(printable(line))
@@ -353,8 +351,6 @@ def command(targets: tuple[str, ...], as_json: bool, output_format: str, fail_on
 
 def _command(targets: tuple[str, ...], as_json: bool, output_format: str, fail_on: str, why: str | None) -> int:
     """Print the verdict on files; returns the exit code."""
-    import msgspec
-
     traces = _traces(targets) if why is None else []
     report = _failure_in_others(targets, traces) if traces else _report(targets)
     if report is None and not as_json and output_format != "text":
@@ -365,7 +361,7 @@ def _command(targets: tuple[str, ...], as_json: bool, output_format: str, fail_o
         _print_why(report, why)
         return int(ExitCode.OK)
     if as_json:
-        say_json(msgspec.json.encode(report))
+        say_json(report)
     elif output_format != "text":
         from distdiag.report.formats import FORMATS, repository
 

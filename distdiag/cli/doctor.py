@@ -80,13 +80,11 @@ def command(ranks: int, reach: tuple[str, ...], no_torch: bool, fail_on: str, as
 
     Exit codes: 0 fit (warnings allowed), 1 not fit, 2 bad option.
     """
-    import msgspec
-
     from distdiag.terms.tables import wrapped
 
     found = _examine(ranks, reach, not no_torch)
     if as_json:
-        say_json(msgspec.json.encode(found))
+        say_json(found)
     else:
         _, colour = wants_colour()
         width = max(len(c.name) for c in found.checks)

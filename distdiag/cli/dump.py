@@ -49,11 +49,7 @@ def command(run: str | None, as_json: bool, timeout_s: float, no_save: bool) -> 
     if as_json:
         import msgspec
 
-        say_json(
-            msgspec.json.encode(
-                {"schema": "distdiag.stacks/1", "run": str(run_dir.absolute()), **msgspec.to_builtins(found)}
-            )
-        )
+        say_json({"schema": "distdiag.stacks/1", "run": str(run_dir.absolute()), **msgspec.to_builtins(found)})
     else:
         for line in stacks.tree_lines(stacks.merge(found)):
             say(line)

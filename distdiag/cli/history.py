@@ -26,6 +26,8 @@ GRACE_S = 3.0  # from the limit of a query to the end of this process: DuckDB in
 
 def _load(history: History, sources: tuple[str, ...]) -> list[tuple[Path, str]]:
     """Add the rows of all sources; return what was skipped, and why."""
+    import msgspec
+
     from distdiag.history.collect import read_runs, runs_in
     from distdiag.history.database import fetch_runs
 
@@ -37,7 +39,7 @@ def _load(history: History, sources: tuple[str, ...]) -> list[tuple[Path, str]]:
                 found, refused = fetch_runs(source, Path(folder))
                 rows, damaged = read_runs(found)
                 prefix = source.split("/")[2]
-                history.add([_at(row, folder, prefix) for row in rows])
+                history.add([msgspec.structs.replace(row, run=_address(row.run, folder, prefix)) for row in rows])
                 broken += refused + [(Path(_address(str(p), folder, prefix)), why) for p, why in damaged]
         elif path.suffix == ".parquet":
             history.add_parquet(path)
@@ -51,12 +53,6 @@ def _load(history: History, sources: tuple[str, ...]) -> list[tuple[Path, str]]:
                 ExitCode.NO_DATA, "no_run",
             )  # fmt: skip
     return broken
-
-
-def _at(row: Any, folder: str, bucket: str) -> Any:
-    import msgspec
-
-    return msgspec.structs.replace(row, run=_address(row.run, folder, bucket))
 
 
 def _address(path: str, folder: str, bucket: str) -> str:
@@ -120,8 +116,6 @@ def command(sources: tuple[str, ...], parquet: str | None, force: bool, sql: str
     Exit codes: 0 asked, 2 bad option, file or SQL, 4 no run, 5 --sql took too long.
     """
     need(("duckdb",), "history")
-    import msgspec
-
     from distdiag.history.answers import Broken, answers, as_lines
     from distdiag.history.database import History
     from distdiag.terms.untrusted import encodable
@@ -150,7 +144,7 @@ def command(sources: tuple[str, ...], parquet: str | None, force: bool, sql: str
             return int(ExitCode.OK)
         found = answers(history, tuple(Broken(run=encodable(str(path)), reason=why) for path, why in broken))
     if output_format == "json":
-        say_json(msgspec.json.encode(found))
+        say_json(found)
     else:
         for line in as_lines(found):
             say(line)

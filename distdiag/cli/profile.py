@@ -112,8 +112,6 @@ def command(run: str | None, ranks: str | None, steps: int, culprit: bool, timeo
 
 
 def _show(run_dir: Path, taken: Taken, chosen: tuple[int, int, str] | None, as_json: bool, timeout_s: float) -> int:
-    import msgspec
-
     from distdiag.diagnosis.text.finding import printable
     from distdiag.monitor.evidence import request_profile
     from distdiag.traces import text
@@ -133,7 +131,7 @@ def _show(run_dir: Path, taken: Taken, chosen: tuple[int, int, str] | None, as_j
             "timeout" if code == ExitCode.TIMEOUT else "no_profile",
         )
     if as_json:
-        say_json(msgspec.json.encode(found))
+        say_json(found)
     else:
         for line in text.lines(found):
             say(printable(line))

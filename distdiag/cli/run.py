@@ -17,17 +17,7 @@ from distdiag.terms.units import parse_keep
 @click.command(context_settings=SETTINGS | {"ignore_unknown_options": True, "allow_interspersed_args": False})
 @recording_options
 @click.argument("rest", nargs=-1, type=click.UNPROCESSED, metavar="[TORCHRUN OPTIONS] SCRIPT|-m MODULE [ARGS]…")
-def command(
-    run_dir: str | None,
-    name: str | None,
-    keep: str | None,
-    metrics: str | None,
-    nodes_port: int | None,
-    tape: bool,
-    quiet: bool,
-    share: bool,
-    rest: tuple[str, ...],
-) -> None:
+def command(rest: tuple[str, ...], **options: Any) -> None:
     """Launch an unchanged training script on all local ranks with torchrun, and record it.
 
     torchrun's options (--nproc-per-node, --nnodes, …) go before the script, next to distdiag's. Without them,
@@ -40,11 +30,10 @@ def command(
     launcher, script = split(list(rest))
     later = read(_among_torchruns, launcher, "distdiag run")
     launcher = list(later["rest"])
-    run_dir, name, keep = later["run_dir"] or run_dir, later["name"] or name, later["keep"] or keep
-    metrics, nodes_port = later["metrics"] or metrics, later["nodes_port"] or nodes_port
-    if keep:
-        parse_keep(keep)  # reported once here, not by each rank
-    parse_metrics(metrics)
+    options = {name: later[name] or value for name, value in options.items()}
+    if options["keep"]:
+        parse_keep(options["keep"])  # reported once here, not by each rank
+    parse_metrics(options["metrics"])
     if not script:
         raise DistdiagError("no script given", "distdiag run [torchrun options] SCRIPT [ARGS…]")
     if script[0] != "-m" and not os.path.exists(script[0]):
@@ -54,12 +43,10 @@ def command(
         launcher = ["--standalone", "--nproc-per-node", str(_local_ranks()), *launcher]
     elif not any(a.split("=")[0].replace("_", "-") in _RENDEZVOUS for a in launcher):
         launcher = ["--standalone", *launcher]
-    given = {
-        "--run-dir": run_dir, "--name": name, "--keep": keep, "--metrics": metrics, "--nodes-port": nodes_port,
-    }  # fmt: skip
-    ours = [x for option, value in given.items() if value for x in (option, str(value))]
-    flags = {"--quiet": quiet, "--share": share, "--tape": tape}
-    ours += [flag for flag, is_set in flags.items() if is_set or later[flag.removeprefix("--")]]
+    ours: list[str] = []
+    for name, value in options.items():
+        option = f"--{name.replace('_', '-')}"
+        ours += [option] if value is True else [option, str(value)] if value else []
     command_line = [sys.executable, "-m", "torch.distributed.run", *launcher, "-m", "distdiag.run", *ours, *script]
     sys.stdout.flush()
     os.execv(sys.executable, command_line)  # signals and the exit code are torchrun's own

@@ -35,18 +35,14 @@ _INK, _LINE = "#010203", "#040506"
 
 def style(ink: str, line: str) -> dict[str, Any]:
     """Return matplotlib's settings for these charts, in a colour for text and axes and one for the grid."""
-    return {
+    drawn_in_ink = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    return dict.fromkeys(drawn_in_ink, ink) | {
         "font.size": 9,
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.grid": True,
         "grid.color": line,
         "axes.axisbelow": True,
-        "text.color": ink,
-        "axes.labelcolor": ink,
-        "axes.edgecolor": ink,
-        "xtick.color": ink,
-        "ytick.color": ink,
     }
 
 
@@ -57,18 +53,16 @@ _PAGE: Any = style(_INK, _LINE) | {"svg.fonttype": "none", "savefig.transparent"
 def step_time(points: Sequence[SeriesPoint], findings: Sequence[Finding] = ()) -> str:
     """Draw the job's step time, below it the loss if it was logged; the first step of each finding is marked."""
     with matplotlib.rc_context(_PAGE | {"svg.hashsalt": "step time"}):
-        figure = Figure(figsize=(9, 3.9 if has_loss(points) else 2.6), layout="constrained")
+        figure = Figure(layout="constrained")
         draw_step_time(figure, points, findings)
         return _svg(figure)
 
 
-def has_loss(points: Sequence[SeriesPoint]) -> bool:
-    return any(p.loss is not None for p in points)
-
-
 def draw_step_time(figure: Figure, points: Sequence[SeriesPoint], findings: Sequence[Finding]) -> None:
     """Draw into an empty figure what `step_time` shows."""
-    rows = figure.subplots(2 if has_loss(points) else 1, 1, sharex=True, squeeze=False)[:, 0]
+    losses = [p for p in points if p.loss is not None]
+    figure.set_size_inches(9, 3.9 if losses else 2.6)
+    rows = figure.subplots(2 if losses else 1, 1, sharex=True, squeeze=False)[:, 0]
     x = np.array([p.step for p in points])
     rows[0].fill_between(
         x, [p.low_ms for p in points], [p.high_ms for p in points], color="#56B4E9", alpha=0.35, linewidth=0
@@ -79,10 +73,9 @@ def draw_step_time(figure: Figure, points: Sequence[SeriesPoint], findings: Sequ
     for f in findings:
         if f.step is not None and points[0].step <= f.step <= points[-1].step_end:
             rows[0].axvline(f.step, color="#D55E00", linewidth=0.9, linestyle="--")
-    if has_loss(points):
-        known = [p for p in points if p.loss is not None]
+    if losses:
         ink = matplotlib.rcParams["text.color"]
-        rows[1].plot([p.step for p in known], [p.loss for p in known], color=ink, linewidth=1.0)
+        rows[1].plot([p.step for p in losses], [p.loss for p in losses], color=ink, linewidth=1.0)
         rows[1].set_ylabel("loss")
     rows[-1].set_xlabel("step")
 
@@ -105,13 +98,14 @@ def profile(ranks: Sequence[RankTimes]) -> str:
 
 def _bars(salt: str, ranks: Sequence[int], parts: Sequence[Mapping[str, float]], axis: str) -> str:
     with matplotlib.rc_context(_PAGE | {"svg.hashsalt": salt}):
-        figure = Figure(figsize=(9, 0.9 + 0.3 * len(ranks)), layout="constrained")
+        figure = Figure(layout="constrained")
         draw_bars(figure, ranks, parts, axis)
         return _svg(figure)
 
 
 def draw_bars(figure: Figure, ranks: Sequence[int], parts: Sequence[Mapping[str, float]], axis: str) -> None:
     """Draw a bar per rank of parts one after the other. The legend leaves out a part that no rank has."""
+    figure.set_size_inches(9, 0.9 + 0.3 * len(ranks))
     axes = figure.subplots()
     y, left = np.arange(len(ranks)), np.zeros(len(ranks))
     for name in parts[0] if parts else ():

@@ -18,7 +18,6 @@ from distdiag.report.steps import (
     ENOUGH_FOR_INTERVAL,
     Floats,
     Quantiles,
-    Steps,
     job_steps,
     median,
     quantiles,
@@ -95,7 +94,7 @@ def compare_runs(runs: Sequence[Run], skip: int | None = None) -> Comparison:
         left_out = skip if skip is not None else WARM_UP_STEPS if len(job) >= 4 * WARM_UP_STEPS else 0
         used = steps.where(steps["step"] >= (job.step[left_out] if left_out < len(job) else np.inf))
         times = job.step_ms[left_out:]
-        phases = _phases(used)
+        phases = {name: median(used[f"{name}_ms"]) for name in (*PHASES, "wait", "self", "comm", "exposed")}
         first = columns[0] if columns else None
         columns.append(
             Column(
@@ -140,10 +139,6 @@ def difference(before: Floats, after: Floats) -> Difference:
     return Difference(
         outcome=outcome, change_pct=change, ci95_pct=(low, high), cliffs_delta=pair.cliffs_delta, p_value=pair.p_value
     )
-
-
-def _phases(steps: Steps) -> dict[str, float | None]:
-    return {name: median(steps[f"{name}_ms"]) for name in (*PHASES, "wait", "self", "comm", "exposed")}
 
 
 def _who(f: Finding) -> str:

@@ -188,7 +188,9 @@ def markdown(report: Report, root: Path) -> str:
             "",
         ]
         rows = [("cost", finding.cost), ("do", finding.advice)]
-        rows += [("where", ", ".join(f"`{_code(p.path)}:{p.line}`" for p in places(finding, root)))]
+        rows += [
+            ("where", ", ".join("`{}:{}`".format(p.path.replace("`", "'"), p.line) for p in places(finding, root)))
+        ]
         out += [f"- **{name}**: {text if name == 'where' else _escaped(text)}" for name, text in rows if text]
         out.append("")
     if not still_open(report.findings):
@@ -202,18 +204,10 @@ def _escaped(text: str) -> str:
     parts = text.split("`")
     if len(parts) % 2 == 0 or "" in parts[1:-1]:  # an odd number, or a run of them, which only an equal run closes
         parts = ["'".join(parts)]
-    return "".join(f"`{p}`" if i % 2 else _plain(p) for i, p in enumerate(parts))
+    return "".join(f"`{p}`" if i % 2 else p.translate(_MARKUP) for i, p in enumerate(parts))
 
 
 _MARKUP = {ord(c): f"\\{c}" for c in "\\*_[]#|~!"} | {ord(c): f"&#{ord(c)};" for c in "<>@&"}
-
-
-def _plain(text: str) -> str:
-    return text.translate(_MARKUP)
-
-
-def _code(text: str) -> str:
-    return text.replace("`", "'")
 
 
 FORMATS: dict[str, Callable[[Report, Path], str]] = {

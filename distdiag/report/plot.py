@@ -48,7 +48,7 @@ class Plot:
         if len(points) < 2:
             raise _no_steps(self._run)
         with matplotlib.rc_context(_STYLE):
-            figure = Chart(figsize=(9, 3.9 if charts.has_loss(points) else 2.6), layout="constrained")
+            figure = Chart(layout="constrained")
             charts.draw_step_time(figure, points, self._run.findings())
         return figure
 
@@ -93,7 +93,7 @@ class Plot:
         if not shown:
             raise _no_steps(self._run)
         with matplotlib.rc_context(_STYLE):
-            figure = Chart(figsize=(9, 0.9 + 0.3 * len(shown)), layout="constrained")
+            figure = Chart(layout="constrained")
             charts.draw_bars(figure, [r.rank for r in shown], [split(r) for r in shown], charts.PHASES_AXIS)
         return figure
 

@@ -67,21 +67,15 @@ class Steps:
     def step(self) -> Ints:
         return self.columns["step"].astype(np.int64)
 
-    def where(self, rows: NDArray[np.bool_]) -> Steps:
+    def where(self, rows: NDArray[np.bool_] | NDArray[np.intp]) -> Steps:
         return Steps({k: v[rows] for k, v in self.columns.items()}, self.every)
 
     def by_rank(self) -> dict[int, Steps]:
         """Return the rows of each rank, by step."""
-        if not len(self):
-            return {}
         order = np.argsort(self.rank, kind="stable")
-        sorted_columns = {k: v[order] for k, v in self.columns.items()}
         ranks, starts = np.unique(self.rank[order], return_index=True)
-        ends = [*starts[1:].tolist(), len(self)]
-        return {
-            int(r): Steps({k: v[a:b] for k, v in sorted_columns.items()}, self.every)
-            for r, a, b in zip(ranks, starts.tolist(), ends, strict=True)
-        }
+        # without rows there is no rank, and one empty part
+        return {int(r): self.where(rows) for r, rows in zip(ranks, np.split(order, starts[1:]), strict=False)}
 
 
 def read_steps(run: Run, max_rows: int = MAX_ROWS) -> Steps:
@@ -113,9 +107,6 @@ class JobSteps:
 def job_steps(steps: Steps) -> JobSteps:
     """Steps of the whole job; the newest counts only once every rank of the one before it has finished it."""
     measured = steps.where(~np.isnan(steps["step_ms"]))
-    if not len(measured):
-        none = np.empty(0)
-        return JobSteps(np.empty(0, dtype=np.int64), none, none, none, none, steps.every)
     step, starts, counts = np.unique(measured.step, return_index=True, return_counts=True)
     end = -1 if len(step) > 1 and counts[-1] < counts[-2] else None
     return JobSteps(
@@ -138,7 +129,7 @@ def _mean_at(values: Floats, starts: Any) -> Floats:
 
 def quantiles(values_ms: Floats) -> Quantiles | None:
     """Return median, interval, percentiles and maximum of a sample; None if it is empty."""
-    values_ms = values_ms[~np.isnan(values_ms)]
+    values_ms = measured(values_ms)
     n = len(values_ms)
     if n == 0:
         return None
@@ -168,8 +159,6 @@ def series(job: JobSteps, points: int = MAX_SERIES) -> tuple[SeriesPoint, ...]:
     out = []
     for a in range(0, len(job), width):
         ms = job.step_ms[a : a + width]
-        loss = job.loss[a : a + width]
-        loss = loss[~np.isnan(loss)]
         last = min(a + width, len(job)) - 1
         out.append(
             SeriesPoint(
@@ -179,21 +168,25 @@ def series(job: JobSteps, points: int = MAX_SERIES) -> tuple[SeriesPoint, ...]:
                 step_ms=float(np.median(ms)),
                 low_ms=float(ms.min()),
                 high_ms=float(ms.max()),
-                loss=_mean_of(loss) if len(loss) else None,
+                loss=mean(job.loss[a : a + width]),
             )
         )
     return tuple(out)
 
 
+def measured(values: Floats) -> Floats:
+    return values[~np.isnan(values)]
+
+
 def median(values: Floats) -> float | None:
     """Return the median of the measured values; None if there are none."""
-    known = values[~np.isnan(values)]
+    known = measured(values)
     return float(np.median(known)) if len(known) else None
 
 
 def mean(values: Floats) -> float | None:
     """Return the mean of the measured values; None if there are none."""
-    known = values[~np.isnan(values)]
+    known = measured(values)
     return _mean_of(known) if len(known) else None
 
 
@@ -204,21 +197,17 @@ def _mean_of(values: Floats) -> float:
 
 
 def largest(values: Floats) -> float | None:
-    known = values[~np.isnan(values)]
+    known = measured(values)
     return float(known.max()) if len(known) else None
 
 
 def slowest_share(steps: Steps) -> dict[int, float]:
     """Return by rank the share of steps in which its self time was the largest, of steps that two or more ranks measured."""
     known = steps.where(~np.isnan(steps["self_ms"]))
-    if not len(known):
-        return {}
     _, starts, counts = np.unique(known.step, return_index=True, return_counts=True)
     largest_ms = np.repeat(np.maximum.reduceat(known["self_ms"], starts), counts)
     shared = np.repeat(counts > 1, counts)
     slowest = np.flatnonzero(shared & (known["self_ms"] == largest_ms))
-    if not len(slowest):
-        return {}
     _, first = np.unique(known.step[slowest], return_index=True)  # of two that are equal, the lower rank
     ranks, times = np.unique(known.rank[slowest[first]], return_counts=True)
     share = dict(zip(ranks.tolist(), (times / times.sum()).tolist(), strict=True))

@@ -11,7 +11,7 @@ from distdiag.report.facts import RunFacts, notable_ranks, verdict_words
 from distdiag.report.words import from_us, gradient_times, gradient_words, milliseconds, moment, number, visible
 from distdiag.terms.steps import RATE
 from distdiag.terms.tables import table, wrapped
-from distdiag.terms.units import MISSING, duration, percent, rate_text, size_text
+from distdiag.terms.units import MISSING, decimal, duration, percent, rate_text, size_text
 from distdiag.traces.text import lines as profile_lines
 
 MAX_RANKS = 32
@@ -39,8 +39,9 @@ def render(facts: RunFacts) -> str:
     return "\n\n".join("\n".join(visible(line) for line in lines) for lines in sections if lines) + "\n"
 
 
-def _wrap(label: str, text: str, indent: str = "  ") -> list[str]:
-    return wrapped(text, head=f"{indent}{label:<9}")
+def _wrap(label: str, text: str | None) -> list[str]:
+    """Return a text next to its label; nothing without text."""
+    return wrapped(text, head=f"  {label:<9}") if text else []
 
 
 def _head(f: RunFacts) -> list[str]:
@@ -70,22 +71,14 @@ def _finding(f: Finding) -> list[str]:
     cleared = "" if f.cleared_s is None else f", cleared at {duration(f.cleared_s)}"
     lines = [f"{f.severity.upper()}  {f.title}  ({f.certainty}{cleared})"]
     lines += _wrap("what", f.message)
-    if f.culprits:
-        lines += _wrap("who", rank_list(f.culprits))
+    lines += _wrap("who", rank_list(f.culprits) if f.culprits else "")
     lines += _places("where", f.where) + _places("waiting", f.waiting)
-    if f.names:
-        lines += _wrap(
-            "names", ", ".join(f.names[:20]) + (f" and {len(f.names) - 20} more" if len(f.names) > 20 else "")
-        )
-    if f.cost:
-        lines += _wrap("cost", f.cost)
-    if f.advice:
-        lines += _wrap("do", f.advice)
+    more = f" and {len(f.names) - 20} more" if len(f.names) > 20 else ""
+    lines += _wrap("names", ", ".join(f.names[:20]) + more)
+    lines += _wrap("cost", f.cost) + _wrap("do", f.advice)
     step = "" if f.step is None else f", step {f.step:,}"
     lines += _wrap("when", f"first seen at {duration(f.first_seen_s)}, reported at {duration(f.detected_s)}{step}")
-    if f.evidence:
-        lines += _wrap("evidence", ", ".join(f.evidence))
-    return lines
+    return lines + _wrap("evidence", ", ".join(f.evidence))
 
 
 def _job(f: RunFacts) -> list[str]:
@@ -102,13 +95,9 @@ def _job(f: RunFacts) -> list[str]:
         lines += _wrap("step", f"{text}, largest {milliseconds(f.step.max_ms)} ms, n = {f.step.n:,}")
     if f.samples_per_s is not None:
         lines += _wrap("rate", f"{f.samples_per_s:,.0f} samples/s over the run ({RATE})")
-    if f.command:
-        lines += _wrap("command", f.command)
-    if f.details:
-        lines += _wrap("details", ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in f.details.items()))
-    if f.versions:
-        lines += _wrap("versions", ", ".join(f"{k} {v}" for k, v in f.versions.items()))
-    return lines
+    lines += _wrap("command", f.command)
+    lines += _wrap("details", ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in f.details.items()))
+    return lines + _wrap("versions", ", ".join(f"{k} {v}" for k, v in f.versions.items()))
 
 
 Column = tuple[str, str, Callable[[Any], str]]  # head (`<` aligns to the left), attribute of a row, its text
@@ -128,8 +117,7 @@ def _word(value: object) -> str:
     return MISSING if value is None or value == "" else str(value)
 
 
-_two_digits = partial(number, digits=2)
-_one_digit = partial(number, digits=1)
+_two_digits = partial(decimal, digits=2)
 _RANKS: tuple[Column, ...] = (
     ("rank", "rank", _word), ("<state", "life", _word), ("step", "step", number), ("mean", "step_mean_ms", milliseconds),
     ("p50", "step_ms", milliseconds), ("self", "self_ms", milliseconds), ("wait", "wait_ms", milliseconds),
@@ -145,7 +133,7 @@ _COLLECTIVES: tuple[Column, ...] = (
 )  # fmt: skip
 _HOSTS: tuple[Column, ...] = (
     ("node", "node", _word), ("<host", "host", _word), ("cores", "cores", _word), ("CPU %", "cpu_pct", number),
-    ("load", "load1", _one_digit), ("memory peak", "memory_peak_bytes", size_text),
+    ("load", "load1", decimal), ("memory peak", "memory_peak_bytes", size_text),
     ("disk read", "disk_read_bytes_per_s", rate_text), ("net sent", "net_sent_bytes_per_s", rate_text),
 )  # fmt: skip
 _GPUS: tuple[Column, ...] = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
+from itertools import groupby
 from typing import TypeVar
 
 from distdiag.terms.untrusted import MAX_RANKS, is_rank
@@ -20,14 +21,10 @@ def by_value(values: Mapping[int, Value]) -> dict[Value, list[int]]:
 
 def ranges(ranks: Iterable[int]) -> Iterator[tuple[int, int]]:
     """Yield the first and last rank of each run of consecutive ranks, in ascending order."""
-    rs = sorted(set(ranks))
-    i = 0
-    while i < len(rs):
-        j = i
-        while j + 1 < len(rs) and rs[j + 1] == rs[j] + 1:
-            j += 1
-        yield rs[i], rs[j]
-        i = j + 1
+    # in such a run the difference between a rank and its position stays the same
+    for _, run in groupby(enumerate(sorted(set(ranks))), key=lambda at: at[1] - at[0]):
+        found = [rank for _, rank in run]
+        yield found[0], found[-1]
 
 
 def fold_ranks(ranks: tuple[int, ...] | list[int]) -> str:

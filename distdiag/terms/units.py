@@ -128,20 +128,18 @@ def time_text(us: float) -> str:
     return f"{us / 1e6:.3g} s"
 
 
-def milliseconds(v: float | None) -> str:
+def milliseconds(v: float | None, sign: str = "-") -> str:
     """Return `231.6`; whole from 1,000 ms, whole seconds with their unit from 100 s; `–` if not measured."""
     if not is_number(v):
         return MISSING
     if abs(v) < 999.95:
-        return f"{v:.1f}"
-    return f"{v:.0f}" if abs(v) < 99_999.5 else f"{v / 1000:.0f}s"
+        return f"{v:{sign}.1f}"
+    return f"{v:{sign}.0f}" if abs(v) < 99_999.5 else f"{v / 1000:{sign}.0f}s"
 
 
 def delta(v: float | None) -> str:
     """Return a difference in ms, always signed."""
-    if not is_number(v):
-        return MISSING
-    return f"{v:+.1f}" if abs(v) < 999.95 else f"{v:+.0f}" if abs(v) < 99_999.5 else f"{v / 1000:+.0f}s"
+    return milliseconds(v, "+")
 
 
 def integer(v: float | None, grouped: bool = False) -> str:

@@ -27,7 +27,7 @@ from distdiag.tui.files import Files
 from distdiag.tui.keys import KEYS, key_bar
 from distdiag.tui.navigation import Moved, Navigation
 from distdiag.tui.screens import pages
-from distdiag.tui.screens.page import Page, Pannable
+from distdiag.tui.screens.page import Page
 from distdiag.tui.ui import Ui
 
 MIN_WIDTH, MIN_HEIGHT = 60, 16
@@ -164,10 +164,10 @@ class DistdiagApp(App[None]):
         page = self.page
         request = page.request(self.snap, self.ui, width, height - 1)
         self.source.want(request)
-        if not late and not self._answers(request):
+        if late or self._answers(request):
+            self._draw(width, height)
+        else:
             self.set_timer(LATE_S, self._draw_late)
-            return
-        self._draw(width, height)
 
     def _answers(self, request: Request) -> bool:
         """True if the newest snapshot was read for this page, row and moment."""
@@ -181,13 +181,8 @@ class DistdiagApp(App[None]):
         return of(have) == of(request)
 
     def _draw_late(self) -> None:
-        width, height = self.canvas.size
-        if (
-            width >= MIN_WIDTH
-            and height >= MIN_HEIGHT
-            and not self._answers(self.page.request(self.snap, self.ui, width, height - 1))
-        ):
-            self._draw(width, height)
+        if not self._answers(self.source.wanted):
+            self.redraw(late=True)
 
     def _draw(self, width: int, height: int) -> None:
         full = self.page.render(self.snap, self.ui, width, height - 1)
@@ -204,10 +199,7 @@ class DistdiagApp(App[None]):
         message = self.ui.message or self.ui.busy
         if not message:
             return [*lines, key_bar(self.snap, self.ui, width)]
-        rows = wrap(clean(message), width - 2)
-        if len(rows) > ANSWER_LINES:
-            rows = [*rows[: ANSWER_LINES - 1], clip(" ".join(rows[ANSWER_LINES - 1 :]), width - 2)]
-        answer = [line((f" {row}", "accent")) for row in rows]
+        answer = [line((f" {row}", "accent")) for row in wrap(clean(message), width - 2, ANSWER_LINES)]
         return [*lines[: len(lines) + 1 - len(answer)], *answer]
 
     def on_moved(self, message: Moved) -> None:
@@ -283,7 +275,7 @@ class DistdiagApp(App[None]):
             self.navigation.sort_by(value)
         elif kind == "row" and value.isdigit():
             self.navigation.click_rank(int(value), message.chain)
-        elif kind == "cell" and value.isdigit() and isinstance(self.page, Pannable):
+        elif kind == "cell" and value.isdigit():
             self.page.click(self.snap, ui, int(value), message.x)
             self.redraw()
         elif kind == "node":
@@ -303,31 +295,26 @@ class DistdiagApp(App[None]):
 
     def get_system_commands(self, screen: Screen) -> Iterable[SystemCommand]:
         """Yield all key actions by name, and further commands."""
+        go, files = self.navigation, self.files
         for key in KEYS:
             if key.action.startswith("show("):
-                name = key.action[6:-2]
-                yield SystemCommand(
-                    f"Screen: {key.label}", f"{key.help} ({key.shown})", partial(self.navigation.action_show, name)
-                )
+                show = partial(self.run_action, key.action)
+                yield SystemCommand(f"Screen: {key.label}", f"{key.help} ({key.shown})", show)
         for order in ORDERS:
-            yield SystemCommand(
-                f"Sort by {order.title}", "order of the rank table", partial(self.navigation.sort_by, order.key)
-            )
+            yield SystemCommand(f"Sort by {order.title}", "order of the rank table", partial(go.sort_by, order.key))
         for text, meaning in (
             ("sev>=warn", "only ranks with a finding"),
             ("life:running", "only running ranks"),
             ("", "all ranks"),
         ):
             yield SystemCommand(f"Filter: {text or 'off'}", meaning, partial(self.set_filter, text))
-        yield SystemCommand("Follow the worst rank", "the cursor stays on top (f)", self.navigation.action_follow)
-        yield SystemCommand("Group by node", "or by rank again (g)", self.navigation.action_group)
-        yield SystemCommand(
-            "Pause or resume", "hold this moment; the job keeps running (space)", self.navigation.action_pause
-        )
-        yield SystemCommand("Go to the first moment", "replay from the beginning", self.navigation.action_first_moment)
+        yield SystemCommand("Follow the worst rank", "the cursor stays on top (f)", go.action_follow)
+        yield SystemCommand("Group by node", "or by rank again (g)", go.action_group)
+        yield SystemCommand("Pause or resume", "hold this moment; the job keeps running (space)", go.action_pause)
+        yield SystemCommand("Go to the first moment", "replay from the beginning", go.action_first_moment)
         yield SystemCommand("Go to rank …", "type the number of the rank instead", self.action_command_palette)
-        yield SystemCommand("Export snapshot", "as JSON (e)", self.files.action_export)
-        yield SystemCommand("Picture of the screen", "as SVG (P)", self.files.action_picture)
+        yield SystemCommand("Export snapshot", "as JSON (e)", files.action_export)
+        yield SystemCommand("Picture of the screen", "as SVG (P)", files.action_picture)
         yield SystemCommand("Theme", "colours, light and dark", self.action_change_theme)
         yield SystemCommand("Quit", "the job is not affected (q)", partial(self.run_action, "leave(0)"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from textual.message import Message
@@ -15,7 +16,7 @@ from distdiag.tui.data.source import Source
 from distdiag.tui.draw.canvas import Canvas
 from distdiag.tui.draw.lines import explanations
 from distdiag.tui.draw.text import clock
-from distdiag.tui.screens.page import Page, Pannable, RankedPage
+from distdiag.tui.screens.page import Page, RankedPage
 from distdiag.tui.ui import Ui
 
 
@@ -38,12 +39,11 @@ class Viewer(Protocol):
     def post_message(self, message: Message) -> bool: ...
 
 
+@dataclass
 class Moved(Message):
     """The reader's thread found another moment."""
 
-    def __init__(self, at_s: float | None) -> None:
-        super().__init__()
-        self.at_s = at_s
+    at_s: float | None
 
 
 class Navigation:
@@ -136,14 +136,12 @@ class Navigation:
         self.action_move(way * len(self.page.items(self.app.snap, self.ui)))
 
     def action_pan(self, by: int) -> None:
-        if isinstance(self.page, Pannable):
-            self.page.pan(self.app.snap, self.ui, by)
-            self.app.redraw()
+        self.page.pan(self.app.snap, self.ui, by)
+        self.app.redraw()
 
     def action_zoom(self, by: int) -> None:
-        if isinstance(self.page, Pannable):
-            self.page.zoom(self.app.snap, self.ui, by)
-            self.app.redraw()
+        self.page.zoom(self.app.snap, self.ui, by)
+        self.app.redraw()
 
     def action_sort(self) -> None:
         keys = [o.key for o in ORDERS]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from dataclasses import replace
@@ -41,7 +40,7 @@ def take(run: Path, ui: Ui, page: Page | None = None, width: int = 0, height: in
     """Return one snapshot, for one page or without any screen; for an unreadable run it has the reason."""
     try:
         with open_run(run) as opened:
-            taker = Taker(opened, readers() if page is not None else {})
+            taker = Taker(opened, readers())
             base = taker.take(Request("", ui.paused_at_s))  # the frame alone decides which ranks are shown
             return base if page is None else taker.take(page.request(base, ui, width, height))
     except RunUnreadable as e:
@@ -115,7 +114,7 @@ def print_once(run: Path, ui: Ui, size: tuple[int, int] | None = None) -> Snapsh
         columns, rows = shutil.get_terminal_size((80, 24))
         width, height = columns, max(10, rows - 1)
     else:
-        width, height = _piped_width(), None
+        width, height = max(60, shutil.get_terminal_size((PIPE_WIDTH, 24)).columns), None
     lines, snap = screen(run, ui, width, height)
     ranks = snap.summary.layout.ranks
     if ui.page == "rank" and snap.frame is not None and ui.rank not in ranks:
@@ -126,11 +125,6 @@ def print_once(run: Path, ui: Ui, size: tuple[int, int] | None = None) -> Snapsh
     for x in lines:
         say(coloured(x, colours) if escapes else plain(x), drawn=True)
     return snap
-
-
-def _piped_width() -> int:
-    text = os.environ.get("COLUMNS", "")
-    return max(60, int(text)) if text.isdigit() and int(text) else PIPE_WIDTH
 
 
 # -- JSON ---------------------------------------------------------------------------------------------------------
@@ -177,7 +171,7 @@ def as_json(snap: Snapshot) -> bytes:
         paused_at_s=snap.at_s,
         world_size=snap.world_size or None,
         ranks_seen=s.reported,
-        nodes=s.nodes,
+        nodes=len(s.layout.nodes),
         step=s.step,
         max_steps=None if max_steps is None else int(max_steps),
         step_ms=s.step_ms,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distdiag.diagnosis.model.findings import Finding, Where, rank_list
+from distdiag.diagnosis.model.findings import Finding, Where
 from distdiag.terms.activity import SHOWN
 from distdiag.tui.data.snapshot import Snapshot
 from distdiag.tui.data.state import JobState, closing_lines, job_state
 from distdiag.tui.draw import severity
-from distdiag.tui.draw.lines import BLANK, Line, cut_line, fitted, joined, labelled, line, rule, width_of
+from distdiag.tui.draw.lines import BLANK, Line, cut, fitted, joined, labelled, line, rule, width_of
 from distdiag.tui.draw.text import (
     cells,
     clean,
@@ -132,13 +132,6 @@ def names_text(names: Sequence[str], most: int) -> str:
     return ", ".join(map(clean, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def first_line(f: Finding) -> tuple[severity.Mark, str]:
-    """Mark of a finding, and its kind with the message."""
-    mark = severity.of_finding(f.severity)
-    kind = clean(f.kind)
-    return mark, f"{kind}  {clean(f.message)}" if f.message else kind
-
-
 def finding_lines(f: Finding, width: int, full: bool = True, message_only: bool = False) -> list[Line]:
     """Return one finding: only its first line (wrapped, never cut), or also cost, where and what to do.
 
@@ -148,13 +141,13 @@ def finding_lines(f: Finding, width: int, full: bool = True, message_only: bool 
         full: False leaves one line, cut with an ellipsis.
         message_only: Without cost, site and advice.
     """
-    mark, text = first_line(f)
+    mark, text = severity.of_finding(f.severity), clean(f.kind)
+    text += f"  {clean(f.message)}" if f.message else ""
     closed = f.cleared_s is not None
     style = "muted" if closed else mark.style
     hit = f"finding:{f.key}"
     lead = f" {mark.glyph} {mark.word} "
-    hedge = "" if f.certainty == "proved" or f.severity == "info" else " (suspected)"
-    text += hedge
+    text += "" if f.certainty == "proved" or f.severity == "info" else " (suspected)"
     if closed:
         held = seconds((f.cleared_s or 0.0) - f.first_seen_s) if f.first_seen_s is not None else "some time"
         text += f"; cleared after {held}"
@@ -184,11 +177,11 @@ def finding_lines(f: Finding, width: int, full: bool = True, message_only: bool 
     return out
 
 
-def _notices(snap: Snapshot, job: JobState, ui: Ui, width: int) -> list[Line]:
+def _notices(snap: Snapshot, job: JobState, width: int) -> list[Line]:
     """Notices about reading the run itself, shown before any finding."""
     out: list[Line] = []
-    if cut := overflow(job, snap, width):
-        out += labelled(f" {job.glyph} ", cut, width - 1, of_label=job.style)
+    if text := overflow(job, snap, width):
+        out += labelled(f" {job.glyph} ", text, width - 1, of_label=job.style)
     if job.do:
         out += labelled(f"   {'do':6}  ", job.do, width)
     if snap.note:
@@ -204,23 +197,16 @@ def footer_panel(snap: Snapshot, ui: Ui, job: JobState, width: int, height: int)
     if height < 2:
         return []
     findings = snap.open_findings
-    over = job.word in ("ENDED", "FAILED")
-    body: list[Line] = []
-    if snap.problem is not None or not (findings or over):
-        body += _notices(snap, job, ui, width)
-        if not body and snap.frame is not None:
-            cleared = len(snap.findings)
-            until = " up to this moment" if snap.at_s is not None else ""
-            quiet = (
-                f" · no open findings{until}; {cleared} cleared: {ui.opens('5', 'findings')}"
-                if cleared
-                else f" · no findings{until}"
-            )
-            body.append(line((quiet, "muted")))
-    if snap.problem is None and over and not findings:
-        body = [line((f" {t}", "" if i else "bold")) for i, t in enumerate(closing_lines(snap, ui.interactive))]
-    elif snap.problem is None and findings:
+    if snap.problem is None and findings:
         body = _some_findings(snap, findings, job, ui, width, height - 1)
+    elif snap.problem is None and job.word in ("ENDED", "FAILED"):
+        body = [line((f" {t}", "" if i else "bold")) for i, t in enumerate(closing_lines(snap, ui.interactive))]
+    else:
+        body = _notices(snap, job, width)
+        if not body and snap.frame is not None:
+            cleared = f"; {len(snap.findings)} cleared: {ui.opens('5', 'findings')}" if snap.findings else ""
+            until = " up to this moment" if snap.at_s is not None else ""
+            body.append(line((f" · no {'open ' if cleared else ''}findings{until}{cleared}", "muted")))
     return [rule(width), *(fitted(x, width) for x in body[: height - 1])]
 
 
@@ -229,7 +215,7 @@ def _some_findings(
 ) -> list[Line]:
     body: list[Line] = []
     if job.word == "MONITOR GONE":
-        body += _notices(snap, job, ui, width)
+        body += _notices(snap, job, width)
     shown = 0
     for i, f in enumerate(findings):
         full = finding_lines(f, width)
@@ -240,7 +226,7 @@ def _some_findings(
         elif i == 0 and room == 2 and len(short := _two_lines(f, width, "")) == 2:
             body += short
         elif i == 0 and room >= 2:
-            body += [*full[: room - 1], cut_line(len(full) - room + 1)]  # keep the beginning
+            body += cut(full, room)
         elif room >= 1:
             body += finding_lines(f, width, full=False)
         else:
@@ -256,25 +242,20 @@ def _some_findings(
     return body
 
 
-def summary_line(snap: Snapshot, width: int, ui: Ui) -> Line:
-    """Return the worst open finding on one line, for screens with another subject."""
-    findings = list(snap.open_findings)
-    if not findings:
-        return line((" · no open findings", "muted"))
-    more = f"   +{len(findings) - 1}: {ui.opens('5', 'findings')}" if len(findings) > 1 else ""
-    lead = finding_lines(findings[0], width - cells(more), full=False)[0]
-    return (*lead, (more, "muted", "do:show('findings')")) if more else lead
-
-
 def brief_panel(snap: Snapshot, ui: Ui, width: int, height: int) -> list[Line]:
     """Return rule and findings for screens with another subject: two lines of the worst one, or a quarter of a high screen."""
     if height >= WHOLE_FROM:
         made = footer_panel(snap, ui, job_state(snap), width, min(height // 4, 14))
-        return made if len(made) > 1 else [rule(width), summary_line(snap, width, ui)]
-    findings = snap.open_findings
-    more = f"   +{len(findings) - 1}: {ui.opens('5', 'findings')}" if len(findings) > 1 else ""
-    lines = _two_lines(findings[0], width, more) if findings else []
-    return [rule(width), *lines] if len(lines) == 2 else [rule(width), summary_line(snap, width, ui)]
+        if len(made) > 1:
+            return made
+    if not snap.open_findings:
+        return [rule(width), line((" · no open findings", "muted"))]
+    worst, *others = snap.open_findings
+    more = f"   +{len(others)}: {ui.opens('5', 'findings')}" if others else ""
+    if height < WHOLE_FROM and len(two := _two_lines(worst, width, more)) == 2:
+        return [rule(width), *two]
+    short = finding_lines(worst, width - cells(more), full=False)[0]
+    return [rule(width), line(*short, (more, "muted", "do:show('findings')"))]
 
 
 def _two_lines(f: Finding, width: int, more: str) -> list[Line]:
@@ -284,8 +265,3 @@ def _two_lines(f: Finding, width: int, more: str) -> list[Line]:
         return lines
     second = fitted((*lines[1], (" …" if len(lines) > 2 else "", "", "")), width - cells(more))
     return [lines[0], line(*second, (more, "muted", "do:show('findings')"))]
-
-
-def who(f: Finding) -> str:
-    """Return the culprits of a finding, or its victims if nobody is blamed."""
-    return rank_list(f.culprits or f.victims) if f.culprits or f.victims else "every rank"

@@ -50,14 +50,11 @@ class Ui:
 
     def window(self, page: str, items: Sequence[Hashable], rows: int) -> tuple[int, int | None]:
         """Return the first item shown and the index of the cursor; keeps the cursor on its item and on the screen."""
-        n = len(items)
         rows = max(1, rows)
-        if not n:
-            return 0, None
-        if not self.interactive:
+        if not items or not self.interactive:
             return 0, None
         index = self.index(page, items)
-        top = min(self.top.get(page, 0), max(0, n - rows))
+        top = min(self.top.get(page, 0), max(0, len(items) - rows))
         top = max(min(top, index), index - rows + 1, 0)
         self.top[page] = top
         return top, index

@@ -120,7 +120,7 @@ def _token_guard(token: str, port: int) -> Any:
     return guard
 
 
-def serve(run_dir: Path, port: int, arguments: list[str], token: str | None = None) -> int:
+def serve(run_dir: Path, port: int, arguments: list[str]) -> int:
     """Serve until Ctrl-C; prints the address with its token on stdout.
 
     Returns:
@@ -135,7 +135,7 @@ def serve(run_dir: Path, port: int, arguments: list[str], token: str | None = No
 
     listening = listener(port)
     port = listening.getsockname()[1]
-    secret = token or secrets.token_urlsafe(24)
+    secret = secrets.token_urlsafe(24)
 
     apps: list[Any] = []  # one per browser that came
 

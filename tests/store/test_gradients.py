@@ -16,7 +16,8 @@ from distdiag.store.gradients import read_gradients
 from distdiag.store.reader import Run, open_run
 from distdiag.store.rows import CollectiveRow, DdpRow, StepRow
 from distdiag.store.writer import Writer
-from distdiag.tui.data.comm_data import read_comm
+from distdiag.tui.data import comm_data
+from distdiag.tui.data.snapshot import Request
 from tests.jobs import unwrapped
 
 MIB = 1 << 20
@@ -72,7 +73,7 @@ def test_the_gradient_cost_is_the_smallest_of_all_ranks(run: Run) -> None:
 def test_gradients_are_listed_first_on_the_comm_screen(run: Run) -> None:
     frame = run.latest_frame()
     assert frame is not None
-    first, *rest = read_comm(run, frame, None, {}).ops
+    first, *rest = comm_data.read(run, Request(), frame, {}).ops
     assert (first.op, first.bytes, first.buckets, first.exposed_us) == ("gradients", 3 * MIB, 2, 30_000.0)
     assert first.algbw_gbps is not None and [o.op for o in rest] == ["all_reduce"]
 

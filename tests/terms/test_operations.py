@@ -17,7 +17,9 @@ from distdiag.store.reader import open_run
 from distdiag.store.rows import CollectiveRow, GroupRow
 from distdiag.store.writer import Writer
 from distdiag.terms.operations import OPERATIONS, bus_bandwidth, family, message_bytes, op_name
-from distdiag.tui.data.comm_data import probe_for, read_comm
+from distdiag.tui.data import comm_data
+from distdiag.tui.data.comm_data import probe_for
+from distdiag.tui.data.snapshot import Request
 from tests.jobs import closed, launch, rows
 
 PART, RANKS, TIME_US = 1 << 20, 4, 1000.0
@@ -58,7 +60,7 @@ def test_every_reader_has_one_bus_bandwidth(tmp_path: Path, op: str, sizes: int,
     with open_run(tmp_path / "run") as run:
         frame = run.latest_frame()
         assert frame is not None
-        comm = read_comm(run, frame, None, {})
+        comm = comm_data.read(run, Request(), frame, {})
         (shown,), (reported,) = comm.ops, read_facts(run).collectives
     assert own is not None and own["op"] == operation.name
     assert own["busbw_gbps"] == pytest.approx(reached)

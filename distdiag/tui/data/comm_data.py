@@ -240,13 +240,9 @@ def _steps_during(run: Run, rows: list[CollectiveRow]) -> int:
     )[0][0]
 
 
-def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> CommData:
-    """Read what the Comm screen shows."""
-    return read_comm(run, frame, request.at_s, cache)
-
-
-def read_comm(run: Run, frame: Frame, at_s: float | None, cache: dict[Any, Any], every_s: float = 1.0) -> CommData:
+def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any], every_s: float = 1.0) -> CommData:
     """Read and aggregate; completed collectives of a running job are read every `every_s` seconds, those in flight always."""
+    at_s = request.at_s
     now = (at_s, frame.state, run.data_version())
     read, read_at_s = cache.get("comm_read", ((), 0.0))
     live = at_s is None and frame.state not in (State.ENDED, State.FAILED)

@@ -62,15 +62,15 @@ def parse(text: str) -> Filter:
 
 
 def _test(word: str) -> Test:
-    m = re.fullmatch(r"([A-Za-z]\w*)(>=|<=|>|<|=|:)(.+)", word)
+    m = re.fullmatch(r"([A-Za-z]\w*)(>=|<=|>|<|=|:)(.*)", word)
     if re.fullmatch(r"[\d,\-–]+", word):
         return _ranks(word)
     if m is None:
-        if re.fullmatch(r"[A-Za-z]\w*(>=|<=|>|<|=|:)", word):
-            raise BadFilter(f"'{word}': a value is missing")
         low = word.lower()
         return lambda table, marks, i: low in (table.words("host")[i] or "").lower()
     name, compare, value = m[1].lower(), m[2], m[3]
+    if not value:
+        raise BadFilter(f"'{word}': a value is missing")
     if name in ("rank", "ranks") and compare in ("=", ":"):
         return _ranks(value)
     if name in ("sev", "severity"):

@@ -11,6 +11,7 @@ from typing import Any
 from distdiag.store.frames import Frame
 from distdiag.store.reader import Run
 from distdiag.terms.steps import RATE, throughput
+from distdiag.tui.data import step_window
 from distdiag.tui.draw.charts import Chart, Curve, grid
 from distdiag.tui.draw.lines import Line
 from distdiag.tui.draw.text import MISSING, decimal, milliseconds, percent, quantile
@@ -81,14 +82,13 @@ def _percent_of(part_ms: float | None, step_ms: float | None) -> float | None:
 
 def read(run: Run, frame: Frame, cache: dict[Any, Any]) -> tuple[Point, ...]:
     """Steps of the job up to the frame's moment; those read before are kept in the cache."""
-    every = frame.table.numbers("rank")
-    ranks = tuple(map(int, every if len(every) <= RANKS else every[:: len(every) // RANKS][:RANKS]))
+    ranks = tuple(step_window.some_ranks(frame, RANKS)[:RANKS])
     history = cache.get("history")
     if history is None or history.ranks != ranks:
         history = cache["history"] = History(ranks)
     newest = run.query("SELECT max(step) FROM step")[0][0]
     if newest is not None and (not history.points or newest != cache.get("history_step")):
-        history.read(run, len(every))
+        history.read(run, len(frame.table))
         cache["history_step"] = newest
     return tuple(history.until(frame.t_s))
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from distdiag.store.frames import Frame
 from distdiag.store.reader import Run
-from distdiag.tui.data import history
-from distdiag.tui.data.comm_data import CommData, read_comm
+from distdiag.tui.data import comm_data, history
+from distdiag.tui.data.comm_data import CommData
 from distdiag.tui.data.snapshot import Request
 
 GPU_AGE_S = 10.0  # an older sample of a GPU or a host is not shown
@@ -39,7 +39,7 @@ class RanksData:
 def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> RanksData:
     """Read charts of the job, bars of the ranks on the screen, and collectives if they fit."""
     return RanksData(
-        read_comm(run, frame, request.at_s, cache, COLLECTIVES_EVERY_S) if request.extra else None,
+        comm_data.read(run, request, frame, cache, COLLECTIVES_EVERY_S) if request.extra else None,
         history.read(run, frame, cache),
         _capacity(run, request, frame, cache),
     )

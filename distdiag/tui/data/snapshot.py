@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
+
 from distdiag.diagnosis.model.findings import Finding, still_open
 from distdiag.store.frames import Frame
 from distdiag.store.liveness import Monitor, heartbeat_age_s, number
@@ -185,8 +187,6 @@ class Taker:
 
 def known_at(findings: tuple[Finding, ...], t_s: float) -> tuple[Finding, ...]:
     """Return the findings as known at a moment: without later findings and later clearings."""
-    import msgspec
-
     out = []
     for f in findings:
         seen = f.detected_s if f.detected_s is not None else f.first_seen_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from distdiag.store import rundir
@@ -40,7 +41,7 @@ class Source(threading.Thread):
         self._period_s = 1.0 / hz
         self._follow = follow_attempts
         self._wake = threading.Condition()
-        self._request = Request()
+        self.wanted = Request()  # what is read from now on
         self._steps: list[tuple[float, int, Callable[[float | None], None]]] = []
         self._stopped = False
         self._run: Run | None = None
@@ -53,8 +54,8 @@ class Source(threading.Thread):
     def want(self, request: Request) -> None:
         """Read this from now on; at once if it differs from what is read now."""
         with self._wake:
-            if request != self._request:
-                self._request = request
+            if request != self.wanted:
+                self.wanted = request
                 self._wake.notify()
 
     def again(self) -> None:
@@ -84,7 +85,7 @@ class Source(threading.Thread):
             with self._wake:
                 if self._stopped:
                     break
-                request, steps = self._request, self._steps
+                request, steps = self.wanted, self._steps
                 self._steps = []
             if self._follow and rounds % per_look == per_look - 1:
                 self._newest_attempt()
@@ -95,7 +96,7 @@ class Source(threading.Thread):
                 self._sent = snapshot
                 self._deliver(snapshot)
             with self._wake:
-                if not self._stopped and request == self._request and not self._steps:
+                if not self._stopped and request == self.wanted and not self._steps:
                     self._wake.wait(self._period_s)
         if self._run is not None:
             self._run.close()
@@ -117,8 +118,6 @@ class Source(threading.Thread):
 
     def _under(self, problem: RunUnreadable) -> Snapshot:
         """Return the last good data with the problem; none if the run no longer exists, since it would look alive."""
-        from dataclasses import replace
-
         if self._good is None:
             return Snapshot(self._dir, problem=problem)
         return replace(self._good, problem=problem)

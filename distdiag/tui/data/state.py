@@ -86,7 +86,7 @@ def _from_frame(snap: Snapshot) -> JobState:
     frame, s, run = snap.frame, snap.summary, quote(snap.run)
     state = frame.state if frame is not None else (snap.meta.get("state") or State.WAITING)
     text = clean(frame.state_text) if frame is not None else ""
-    ranks = f"{counted(s.n, 'rank')} / {counted(s.nodes, 'node')}" if s.n else ""
+    ranks = f"{counted(s.n, 'rank')} / {counted(len(s.layout.nodes), 'node')}" if s.n else ""
     if state == State.WAITING:
         world = snap.world_size
         reported = f"{s.reported:,} of {world:,} ranks have reported" if world else "no rank has reported yet"

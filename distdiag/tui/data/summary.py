@@ -10,7 +10,6 @@ from distdiag.store.frames import RankTable
 from distdiag.tui.draw import severity
 from distdiag.tui.draw.text import cells, clean, median_low, quantile
 
-_GONE = (Life.KILLED, Life.CRASHED, Life.SILENT)
 Waiting = tuple[str, str, int | None, int | None]  # op, group, seq, bytes
 
 
@@ -23,8 +22,6 @@ class Summary:
     missing: tuple[int, ...] = ()
     lost: tuple[int, ...] = ()
     finished: int = 0
-    nodes: int = 0
-    node_of: dict[int, str] = field(default_factory=dict)  # node -> host name
     layout: Layout = field(default_factory=lambda: Layout())
     marks: list[severity.Mark] = field(default_factory=list)
     flagged: tuple[int, ...] = ()  # rows of the frame whose mark is not a quiet one
@@ -81,10 +78,10 @@ def layout_of(table: RankTable, before: Layout) -> Layout:
     return Layout(key, ranks, {rank: i for i, rank in enumerate(ranks)}, hosts, nodes, locals_, places, longest)
 
 
-def summarise(table: RankTable, before: Summary | None = None) -> Summary:
+def summarise(table: RankTable, before: Summary) -> Summary:
     """Return the summary of a frame's ranks; `before` is the previous frame's, for what does not change."""
     n = len(table)
-    layout = layout_of(table, before.layout if before is not None else Layout())
+    layout = layout_of(table, before.layout)
     missing, lost, finished = _lives(table)
     steps, device = table.known("step"), table.known("device_bytes")
     own = sorted(table.known("self_ms"))
@@ -99,8 +96,6 @@ def summarise(table: RankTable, before: Summary | None = None) -> Summary:
         missing=missing,
         lost=lost,
         finished=finished,
-        nodes=len(layout.nodes),
-        node_of=layout.hosts,
         layout=layout,
         marks=marks,
         flagged=tuple(i for i, m in enumerate(marks) if m.level)
@@ -126,11 +121,11 @@ def summarise(table: RankTable, before: Summary | None = None) -> Summary:
 def _lives(table: RankTable) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """Return the ranks that never reported, the lost ranks, and how many have finished."""
     words, codes = table.coded("life")
-    if len(words) == 1 and words[0] not in (Life.MISSING, *_GONE):
+    if len(words) == 1 and words[0] not in (Life.MISSING, *severity.GONE):
         return (), (), len(table) if words[0] == Life.FINISHED else 0
     ranks, lives = table.numbers("rank"), [words[c] for c in codes]
     missing = tuple(int(r) for r, life in zip(ranks, lives, strict=True) if life == Life.MISSING)
-    lost = tuple(int(r) for r, life in zip(ranks, lives, strict=True) if life in _GONE)
+    lost = tuple(int(r) for r, life in zip(ranks, lives, strict=True) if life in severity.GONE)
     return missing, lost, lives.count(Life.FINISHED)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 from rich.segment import Segment
@@ -53,26 +54,24 @@ class Canvas(Widget, can_focus=True):
     Canvas > .canvas--other { color: $foreground 72%; }
     """
 
+    @dataclass
     class Clicked(Message):
-        """A click on a part that means something; `chain` is 2 for a double click, `about` what the part is."""
+        """A click on a part that means something."""
 
-        def __init__(self, hit: str, chain: int, x: int, about: str = "") -> None:
-            super().__init__()
-            self.hit = hit
-            self.about = about
-            self.chain = chain
-            self.x = x
+        hit: str
+        chain: int  # 2 for a double click
+        x: int
+        about: str  # what the part is
 
     class Resized(Message):
         """The canvas has a new size."""
 
+    @dataclass
     class Wheel(Message):
-        """The mouse wheel was turned: up and down, sideways (or with shift), or with ctrl."""
+        """The mouse wheel was turned."""
 
-        def __init__(self, by: int, how: str) -> None:
-            super().__init__()
-            self.by = by
-            self.how = how
+        by: int
+        how: str  # `move` up and down, `pan` sideways or with shift, `zoom` with ctrl
 
     def __init__(self) -> None:
         super().__init__()

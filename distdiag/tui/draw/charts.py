@@ -8,7 +8,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from distdiag.tui.draw.lines import BLANK, Line, Part, explained, fitted, line, width_of
+from distdiag.tui.draw.lines import BLANK, Line, Part, explained, fitted, line, merged, width_of
 from distdiag.tui.draw.text import clock, fit
 
 LABEL = 7  # cells left of the axis
@@ -202,13 +202,7 @@ def _axis(chart: Chart, start: float, end: float, now: float, columns: int) -> L
             cells_of[at : at + len(text)] = [(c, cells_of[at + i][1]) for i, c in enumerate(text)]
     for at, style in marks.items():
         cells_of[at] = ("▲", style)
-    parts: list[Part] = [(" " * LABEL + "└", "muted", "")]
-    for glyph, style in cells_of:
-        if parts[-1][1] == style:
-            parts[-1] = (parts[-1][0] + glyph, style, "")
-        else:
-            parts.append((glyph, style, ""))
-    return tuple(parts)
+    return merged([(" " * LABEL + "└", "muted", ""), *((glyph, style, "") for glyph, style in cells_of)])
 
 
 def side_by_side(blocks: Sequence[list[Line]], width: int) -> list[Line]:

@@ -41,17 +41,15 @@ def read(file: str, line: int, started_unix_s: float | None) -> Excerpt:
     try:
         # a path comes from the job: a pipe there must not block the reader, a device must not be read
         fd = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            about = os.fstat(fd)
+            if not stat.S_ISREG(about.st_mode) or about.st_size > MAX_BYTES:
+                return Excerpt(file, line, why="its source is no regular file of at most 1 MiB")
+            data = os.read(fd, MAX_BYTES)
+        finally:
+            os.close(fd)
     except OSError:
         return Excerpt(file, line, why="its source is not readable on this machine")
-    try:
-        about = os.fstat(fd)
-        if not stat.S_ISREG(about.st_mode) or about.st_size > MAX_BYTES:
-            return Excerpt(file, line, why="its source is no regular file of at most 1 MiB")
-        data = os.read(fd, MAX_BYTES)
-    except OSError:
-        return Excerpt(file, line, why="its source is not readable on this machine")
-    finally:
-        os.close(fd)
     every = data.decode("utf-8", "replace").split("\n")
     if not 1 <= line <= len(every):
         return Excerpt(file, line, why="its source has fewer lines now")

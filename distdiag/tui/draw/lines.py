@@ -68,11 +68,11 @@ def fitted(text: Line, width: int) -> Line:
     return tuple(out)
 
 
-def marked(text: Line, width: int, style: str = "cursor") -> Line:
-    """Return the line over its whole width with one more style: the row under the cursor."""
+def marked(text: Line, width: int) -> Line:
+    """Return the line over its whole width as the row under the cursor."""
     hit = text[0][2] if text else ""
     padded = (*text, (" " * max(0, width - width_of(text)), "", hit))
-    return tuple((t, f"{s} {style}" if s else style, h) for t, s, h in padded)
+    return tuple((t, f"{s} cursor".strip(), h) for t, s, h in padded)
 
 
 def merged(parts: Iterable[Part]) -> Line:
@@ -98,9 +98,12 @@ def rule(width: int, title: str = "") -> Line:
     return line((" ─", "muted"), (title, "muted"), ("─" * max(0, width - 2 - cells(title)), "muted"))
 
 
-def cut_line(n: int) -> Line:
-    """Return a line that marks missing lines below."""
-    return line((f"   … {counted(n, 'more line')}: a taller terminal shows them", "muted"))
+def cut(lines: list[Line], room: int) -> list[Line]:
+    """Return at most `room` lines; if some are left out, the last line counts them."""
+    if len(lines) <= room:
+        return lines
+    missing = counted(len(lines) - room + 1, "more line")
+    return [*lines[: room - 1], line((f"   … {missing}: a taller terminal shows them", "muted"))]
 
 
 def hit_at(text: Line, x: int) -> str:

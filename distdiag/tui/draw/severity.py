@@ -34,7 +34,7 @@ LOST = Mark(4, "×", "x", "LOST", "error", "the process is gone, or silent")
 MARKS = (OK, NO_DATA, WAIT, WARN, ERROR, LOST)
 
 _BY_SEVERITY: dict[str, Mark] = {Severity.INFO: INFO, Severity.WARNING: WARN, Severity.ERROR: ERROR}
-_LOST = frozenset({Life.CRASHED, Life.KILLED, Life.SILENT})
+GONE = frozenset({Life.CRASHED, Life.KILLED, Life.SILENT})
 
 
 def of_finding(severity: str) -> Mark:
@@ -44,7 +44,7 @@ def of_finding(severity: str) -> Mark:
 
 def of_rank(life: str | None, severity: str | None) -> Mark:
     """Return the mark of a rank: lost if its process is gone, else the worst open finding that names it."""
-    if life in _LOST:
+    if life in GONE:
         return LOST
     if severity == Severity.ERROR:
         return ERROR

@@ -92,8 +92,8 @@ def within(parts: Sequence[str], width: int) -> str:
     return "   ".join(parts[:n])
 
 
-def wrap(text: str, width: int) -> list[str]:
-    """Return `text` on lines of at most `width` cells, broken at spaces if possible."""
+def wrap(text: str, width: int, most: int | None = None) -> list[str]:
+    """Return `text` on (at most `most`) lines of at most `width` cells, broken at spaces if possible."""
     lines: list[str] = []
     current = ""
     for word in text.split(" "):
@@ -110,6 +110,8 @@ def wrap(text: str, width: int) -> list[str]:
             lines.append(head)
             current, word = "", word[len(head) :]
     lines.append(current)
+    if most is not None and len(lines) > most:
+        lines[most - 1 :] = [clip(" ".join(lines[most - 1 :]), width)]
     return lines
 
 

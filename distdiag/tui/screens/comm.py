@@ -221,9 +221,13 @@ def _reached(data: CommData, o: OpStats, ui: Ui, width: int) -> Line:
     text = f" probe in this run: busbw {_gbps(reached)} GB/s at {size(o.message_bytes)}"
     if not o.busbw_gbps:
         return line(text)
-    share = f" → {100 * o.busbw_gbps / reached:.0f}% of it reached"
-    left = width - cells(text) - cells(share) - 3
-    return line(text, share, *(ceiling(o.busbw_gbps, reached, min(20, left), colour=ui.drawn) if left >= 5 else ()))
+    share = o.busbw_gbps / reached
+    text += f" → {100 * share:.0f}% of it reached"
+    room = min(20, width - cells(text) - 3)
+    if room < 5:
+        return line(text)
+    # its end is what the probe reached
+    return line(text, "  ", *bars.gauge(share, room, colour=ui.drawn, style="fill" if share >= 0.7 else "hot"))
 
 
 def _flights(data: CommData, width: int, room: int) -> list[Line]:
@@ -348,9 +352,3 @@ def _cell(flight: InFlight | None, per_step: float | None) -> Part:
 
 def per_step_text(n: float | None) -> str:
     return decimal(n, 0 if (n or 0) >= 1 else 2)
-
-
-def ceiling(reached_gbps: float, probed_gbps: float, width: int, *, colour: bool) -> Sequence[Part]:
-    """Draw bandwidth as a bar of `width` cells whose end is what the probe reached."""
-    share = reached_gbps / probed_gbps if probed_gbps > 0 else None
-    return [("  ", "", ""), *bars.gauge(share, width, colour=colour, style="fill" if (share or 0) >= 0.7 else "hot")]

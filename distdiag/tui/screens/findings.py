@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from distdiag.diagnosis.model.findings import Finding, Where, rank_list
@@ -14,7 +15,7 @@ from distdiag.terms.units import size_text
 from distdiag.tui.data.snapshot import Request, Snapshot
 from distdiag.tui.draw import excerpt, severity
 from distdiag.tui.draw.charts import side_by_side
-from distdiag.tui.draw.lines import BLANK, Line, Screenful, cut_line, fitted, labelled, line, marked, rule, width_of
+from distdiag.tui.draw.lines import BLANK, Line, Screenful, cut, fitted, labelled, line, marked, rule, width_of
 from distdiag.tui.draw.text import cells, clean, clip, clock, counted, wrap
 from distdiag.tui.panels import finding_lines, names_text, where_text
 from distdiag.tui.screens.page import Page, Sheet
@@ -91,12 +92,9 @@ class FindingsPage(Page[FindingsData]):
         if sources:
             each = max(SHORTEST, (room - len(story)) // len(sources) - 1)
             story = story_lines(f, tuple(s.near(each) for s in sources), story_width)
-        if len(story) > room:
-            story = [*story[: room - 1], cut_line(len(story) - room + 1)]
         out = []
-        for y in range(max(len(entries), len(story))):
-            a = fitted(entries[y], left) if y < len(entries) else BLANK
-            b = fitted(story[y], story_width) if y < len(story) else BLANK
+        for a, b in zip_longest(entries, cut(story, room), fillvalue=BLANK):
+            a, b = fitted(a, left), fitted(b, story_width)
             out.append((*a, (" " * (left - width_of(a)), "", ""), (" │ ", "muted", ""), *b))
         out += [line(" " * left, (" │", "muted"))] * (room - len(out))
         return out, cursor
@@ -118,7 +116,7 @@ class FindingsPage(Page[FindingsData]):
             while first < chosen and sum(len(b) for b in blocks[first : chosen + 1]) > room - 1:
                 first += 1
         out: list[Line] = []
-        cursor, last, cut = None, len(blocks), False
+        cursor, last, partly = None, len(blocks), False
         for i in range(first, len(blocks)):
             if i == chosen:
                 cursor = len(out)
@@ -126,13 +124,13 @@ class FindingsPage(Page[FindingsData]):
                 last = i
                 if room - 1 - len(out) >= 3:
                     out += blocks[i][: room - 1 - len(out)]
-                    last, cut = i + 1, True
+                    last, partly = i + 1, True
                 break
             out += blocks[i]
-        if first or cut or last < len(blocks):
+        if first or partly or last < len(blocks):
             out = out[: room - 1]
             out += [BLANK] * (room - 1 - len(out))
-            hint = ": the last one is cut, ↓ shows it" if cut else ""
+            hint = ": the last one is cut, ↓ shows it" if partly else ""
             out.append(line((f"   findings {first + 1}–{last} of {len(blocks)}{hint}", "muted")))
         return out, cursor
 
@@ -170,9 +168,7 @@ def list_entry(f: Finding, width: int, most: int) -> list[Line]:
     kind = clip(clean(f.kind), width - cells(mark.word) - cells(when) - 7)
     head = line((f" {mark.glyph} {mark.word} ", f"{style} bold", hit), (kind, "muted" if closed else "bold", hit))
     head = (*head, (" " * (width - width_of(head) - cells(when) - 1) + when, "muted", hit))
-    rows = wrap(clean(f.message), width - 4)
-    if len(rows) > most:
-        rows = [*rows[: most - 1], clip(" ".join(rows[most - 1 :]), width - 4)]
+    rows = wrap(clean(f.message), width - 4, most)
     return [head, *(line((f"   {text}", "muted", hit)) for text in rows)]
 
 

@@ -152,12 +152,12 @@ _WITH_GPUS = (
 
 
 def _columns(snap: Snapshot, with_gpus: bool) -> list[Column[_Shown]]:
-    host = _C("node", "node", host_width(snap), "host", _host, "<", 6 if snap.summary.nodes <= 1 else 1)
+    host = _C("node", "node", host_width(snap), "host", _host, "<", 6 if len(snap.summary.layout.nodes) <= 1 else 1)
     return [_RANK, host, *(_WITH_GPUS if with_gpus else _WITHOUT_GPUS)]
 
 
 def _host(s: _Shown) -> Cell:
-    return short_host(s.row.host if s.row else s.snap.summary.node_of.get(s.gpu.node if s.gpu else 0, ""))
+    return short_host(s.row.host if s.row else s.snap.summary.layout.hosts.get(s.gpu.node if s.gpu else 0, ""))
 
 
 def _spark(s: _Shown) -> str:

@@ -99,7 +99,7 @@ def chart_lines(history: History | None, snap: Snapshot, width: int, height: int
 
 
 def _title(history: History, snap: Snapshot) -> Line:
-    host = short_host(snap.summary.node_of.get(history.node if history.node is not None else -1, ""))
+    host = short_host(snap.summary.layout.hosts.get(history.node if history.node is not None else -1, ""))
     gpu = history.gpu
     words = [
         f"rank {history.rank}" if history.rank is not None else "",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import ClassVar, Generic, Protocol, TypeVar, runtime_checkable
+from typing import ClassVar, Generic, TypeVar
 
 from distdiag.tui.data.order import Cached
 from distdiag.tui.data.snapshot import PageReader, Request, Snapshot
@@ -43,6 +43,17 @@ class Page(Generic[Read]):
         """Return the screen without its key bar, at most `height` lines."""
         raise NotImplementedError
 
+    # what a screen with a time axis does; the others do nothing
+
+    def pan(self, snap: Snapshot, ui: Ui, by: int) -> None:
+        """Move by so many cells."""
+
+    def zoom(self, snap: Snapshot, ui: Ui, by: int) -> None:
+        """Zoom in, or out if negative."""
+
+    def click(self, snap: Snapshot, ui: Ui, rank: int, x: int) -> None:
+        """Handle a click at cell `x` of the line of a rank."""
+
     def sheet(self, snap: Snapshot, ui: Ui, width: int, height: int, right: str = "") -> Sheet:
         """Return a sheet with the head of a screen, and the worst findings below."""
         return Sheet(width, height, brief_panel(snap, ui, width, height), [self.head(snap, ui, width, right)])
@@ -59,23 +70,6 @@ class RankedPage(Page[Read]):
 
     def items(self, snap: Snapshot, ui: Ui) -> Sequence[Hashable]:
         return self.order.ranks(snap, ui)
-
-
-@runtime_checkable
-class Pannable(Protocol):
-    """A screen with a time axis."""
-
-    def pan(self, snap: Snapshot, ui: Ui, by: int) -> None:
-        """Move by so many cells."""
-        ...
-
-    def zoom(self, snap: Snapshot, ui: Ui, by: int) -> None:
-        """Zoom in, or out if negative."""
-        ...
-
-    def click(self, snap: Snapshot, ui: Ui, rank: int, x: int) -> None:
-        """Handle a click at cell `x` of the line of a rank."""
-        ...
 
 
 class Sheet:

@@ -10,16 +10,16 @@ from distdiag.store.frames import Frame
 from distdiag.store.reader import Run
 from distdiag.store.rows import ProbeResult
 from distdiag.terms.operations import family
-from distdiag.tui.data.comm_data import CommData, as_number, decoded, read_comm, rows_of
+from distdiag.tui.data import comm_data
+from distdiag.tui.data.comm_data import CommData, as_number, decoded, rows_of
 from distdiag.tui.data.snapshot import Request, Snapshot
 from distdiag.tui.draw.lines import BLANK, Line, Screenful, line, rule
 from distdiag.tui.draw.text import MISSING, clean, clock, decimal, fit, size
 from distdiag.tui.screens.page import Page
 from distdiag.tui.ui import Ui
 
-_STYLES = {"pass": "muted", "fail": "error", "inconclusive": "warning"}
 OWN_WIDTH = 100  # narrower screens lack the column of the job's own bandwidth
-_GLYPHS = {"pass": "·", "fail": "█", "inconclusive": "▲"}
+_MARKS = {"pass": ("·", "muted"), "fail": ("█", "error"), "inconclusive": ("▲", "warning")}  # glyph and style
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ProbesData:
 
 def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> ProbesData:
     known = (p for p in reversed(run.probes()) if request.at_s is None or p.t_s <= request.at_s)
-    return ProbesData(tuple((p, decoded(p)) for p in known), read_comm(run, frame, request.at_s, cache))
+    return ProbesData(tuple((p, decoded(p)) for p in known), comm_data.read(run, request, frame, cache))
 
 
 class ProbesPage(Page[ProbesData]):
@@ -63,14 +63,14 @@ class ProbesPage(Page[ProbesData]):
 
 def _result(p: ProbeResult, body: dict[str, Any]) -> Line:
     verdict = clean(p.verdict or "?")
-    style = _STYLES.get(verdict, "")
+    glyph, style = _MARKS.get(verdict, ("–", ""))
     reasons = body.get("reasons")
     text = "; ".join(clean(str(r)) for r in reasons) if isinstance(reasons, list) and reasons else ""
     if not text:
         best = max((b for r in rows_of(body) if (b := as_number(r.get("busbw_gbps"))) is not None), default=None)
         text = f"busbw up to {decimal(best, 2)} GB/s" if best is not None else ""
     return line(
-        (f" {_GLYPHS.get(verdict, '–')} ", style),
+        (f" {glyph} ", style),
         f" {clock(p.t_s)}  {fit(clean(p.name), 15)}  ",
         (fit(verdict, 12), style),
         f"  {text}",

@@ -12,7 +12,7 @@ from distdiag.tui.data.rank_data import RankData
 from distdiag.tui.data.snapshot import Request, Snapshot
 from distdiag.tui.data.state import job_state
 from distdiag.tui.draw import severity
-from distdiag.tui.draw.lines import BLANK, Line, Screenful, cut_line, explained, fitted, joined, line, rule, width_of
+from distdiag.tui.draw.lines import BLANK, Line, Screenful, cut, explained, fitted, joined, line, rule, width_of
 from distdiag.tui.draw.text import (
     MISSING,
     cells,
@@ -85,8 +85,7 @@ class RankPage(Page[RankData]):
             site = place(source.file, source.line, row.function)
             shown = source_lines(source.near(min(24, sheet.left - 3)), width, 3)
             sheet.add(BLANK, line((" source ", "muted"), site), *shown)
-        if (cut := -sheet.left) > 0:
-            sheet.lines[-cut - 1 :] = [cut_line(cut + 1)]
+        sheet.lines = cut(sheet.lines, height - len(sheet.panel))
         return sheet.done()
 
 
@@ -96,7 +95,7 @@ def _findings(snap: Snapshot, rank: int, width: int, most: int) -> list[Line]:
         f for f in snap.open_findings if rank in f.victims
     ]
     flag = [rule(width), *finding_lines(about[0], width)] if about else []
-    return [*flag[: most - 1], cut_line(len(flag) - most + 1)] if len(flag) > most else flag
+    return cut(flag, most)
 
 
 def _title(snap: Snapshot, row: RankRow, mark: severity.Mark, width: int) -> Line:

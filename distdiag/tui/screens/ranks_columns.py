@@ -187,8 +187,8 @@ _NARROW, _WIDE = 72, 110  # cells of a screen with room for the bar of each row;
 def columns_for(snap: Snapshot, ui: Ui, stuck: bool, screen: int = 200) -> list[Column[Shown]]:
     """Return the columns of the table in this state, for a screen of this width; `choose` takes those that fit."""
     s = snap.summary
-    digits = len(str(max(s.n - 1, 0)))
-    return _columns(stuck, screen, not snap.frame or s.on_device, digits, host_width(snap), s.nodes <= 1, ui.drawn)
+    digits, one_node = len(str(max(s.n - 1, 0))), len(s.layout.nodes) <= 1
+    return _columns(stuck, screen, not snap.frame or s.on_device, digits, host_width(snap), one_node, ui.drawn)
 
 
 @lru_cache(maxsize=16)

@@ -13,7 +13,7 @@ from distdiag.tui.data import timeline_data
 from distdiag.tui.data.snapshot import Request, Snapshot
 from distdiag.tui.data.state import job_state
 from distdiag.tui.data.timeline_data import Step, TimelineData
-from distdiag.tui.draw import bars
+from distdiag.tui.draw import bars, severity
 from distdiag.tui.draw.lines import BLANK, Line, Part, Screenful, explained, line, merged
 from distdiag.tui.draw.palette import LETTERS
 from distdiag.tui.draw.text import cells, clean, clip, clock, fit, place, seconds
@@ -28,7 +28,7 @@ COMM = "collectives that all ranks completed: thin from the first arrival to the
 SPANS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0, 30.0, 45.0, 60.0, 90.0, 120.0, 180.0, 300.0, 600.0, 1200.0, 1800.0, 3600.0)  # fmt: skip
 _ORDER = ("data", "forward", "backward", "wait", "optimizer", "other")  # in which a step is drawn
 _OVER = ("ENDED", "FAILED", "LOST", "MONITOR GONE")
-_GONE = frozenset({Life.KILLED, Life.CRASHED, Life.SILENT, Life.FINISHED, Life.STOPPED, Life.DETACHED})
+_STILL = severity.GONE | {Life.FINISHED, Life.STOPPED, Life.DETACHED, Life.MISSING}  # no longer in any phase
 
 Segment = tuple[float, float, str, str]  # begin and end in seconds of the run, name of the area, text inside
 
@@ -54,7 +54,7 @@ def now_of(row: RankRow, after: float, now: float, waited: Where | None = None) 
         now: Time of the frame.
         waited: Where the rank waited when it was lost, if a finding has it: the frame does not.
     """
-    if row.life in _GONE or row.life == Life.MISSING:
+    if row.life in _STILL:
         if row.life == Life.FINISHED:
             return [(after, now, "done", "done")]
         seen = row.t_s if row.t_s is not None else after
