@@ -33,7 +33,8 @@ def command(run_dir: str | None) -> int:
 
     Needs torch, no GPU and no data. The job is a script of 40 lines, distdiag/train/demo_job.py.
     """
-    from distdiag.store import rundir
+    # also what is used once the ranks run: the exception of `_leave` can be lost in an import
+    from distdiag.store import opening, reader, rundir  # noqa: F401
 
     need_torch("the demo")
     run = Path(run_dir) if run_dir else Path("reports") / time.strftime("%Y%m%d-%H%M%S-demo")
