@@ -10,9 +10,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
@@ -33,8 +33,7 @@ def command(run_dir: str | None) -> int:
 
     Needs torch, no GPU and no data. The job is a script of 40 lines, distdiag/train/demo_job.py.
     """
-    # also what is used once the ranks run: the exception of `_leave` can be lost in an import
-    from distdiag.store import opening, reader, rundir  # noqa: F401
+    from distdiag.store import rundir
 
     need_torch("the demo")
     run = Path(run_dir) if run_dir else Path("reports") / time.strftime("%Y%m%d-%H%M%S-demo")
@@ -46,13 +45,17 @@ def command(run_dir: str | None) -> int:
         f"Two ranks train on this machine until rank 0 evaluates alone:\n  torchrun {shlex.join([*launcher[2:], *job])}\n"
     )
     env = {"OMP_NUM_THREADS": "1"} | os.environ
-    with tempfile.TemporaryFile() as output, _on_signals(_leave, signal.SIGTERM, signal.SIGHUP):
+    # signals that came: an exception of a handler can be lost in an import, or leave `Popen` without its process
+    stops: list[int] = []
+    with tempfile.TemporaryFile() as output, _on_signals(lambda number, _: stops.append(number), *_ENDING):
         ranks = subprocess.Popen(
             [sys.executable, *launcher, *job],
             env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
         )  # fmt: skip
         try:
-            found = _wait_for_error(ranks, run)
+            found = _wait_for_error(ranks, run, stops)
+            if stops:
+                raise KeyboardInterrupt if stops[0] == signal.SIGINT else SystemExit(128 + stops[0])
             output.seek(0)  # what came until now; not how the launcher words its end
             say(output.read(MOST_OUTPUT).decode(errors="replace").rstrip())
             if found:
@@ -78,21 +81,14 @@ def _on_signals(handler: Any, *numbers: int) -> Iterator[None]:
             signal.signal(number, earlier)
 
 
-def _leave(number: int, _frame: object) -> NoReturn:
-    """Leave by an exception, so that the ranks end: they have a session of their own."""
-    for other in _ENDING:  # one that follows at once must not leave the ranks running
-        signal.signal(other, signal.SIG_IGN)
-    raise SystemExit(128 + number)
-
-
-def _wait_for_error(ranks: subprocess.Popen[bytes], run: Path) -> bool:
-    """Return True once the run has an error, and False if the job ends or takes too long."""
+def _wait_for_error(ranks: subprocess.Popen[bytes], run: Path, stops: Sequence[int]) -> bool:
+    """Return True once the run has an error, and False if the job ends or takes too long, or the demo is stopped."""
     from distdiag.diagnosis.model.findings import Severity
     from distdiag.store.opening import RunUnreadable
     from distdiag.store.reader import open_run
 
     deadline = time.monotonic() + VERDICT_WITHIN_S
-    while time.monotonic() < deadline and ranks.poll() is None:
+    while time.monotonic() < deadline and ranks.poll() is None and not stops:
         time.sleep(0.25)
         try:
             with open_run(run) as opened:
