@@ -42,6 +42,7 @@ class Fact:
     uncaught: bool = False  # its traceback begins at the script itself, so nothing in the script caught it
     warned: bool = False  # a warning of the program's own log has its traceback
     direct: bool = False  # the next exception was raised from it
+    engine: bool = False  # raised inside an inference engine
     in_collective: bool = False  # raised by a backend, inside a collective call
     within: str = ""  # the helper in which it waits for the rank that goes first
     inferred: bool = False  # `rank` is the number of its launcher's label, as in the other labels
