@@ -55,6 +55,24 @@ def test_launchers_that_take_each_others_port(tmp_path: Path) -> None:
     assert "one launcher for each node" in f.advice
 
 
+def test_who_it_is_where_no_line_names_a_rank(tmp_path: Path) -> None:
+    """What a launcher, a node or a host meets is not told of a rank."""
+    port = raised(
+        0, f"DistNetworkError: {LISTEN} port: 29511, code: -98", prefix="", file="/e/torch/distributed/run.py"
+    )
+    assert only(diagnose(tmp_path, port)).message.startswith("torchrun could not listen: port 29511")
+    for name, link in (("node-a.log", ""), ("node-b.log", "mlx5_core 0000:3b:00.0 ens3: Link down\n")):
+        (tmp_path / name).write_text(link + raised(0, "RendezvousTimeoutError", prefix=""))
+    both = [str(tmp_path / "node-a.log"), str(tmp_path / "node-b.log")]
+    report = diagnose_logs(both)
+    assert report is not None and only(report).message.startswith("the host of node-b.log lost a port")
+    (tmp_path / "node-b.log").write_text(raised(0, "RendezvousTimeoutError", prefix=""))
+    report = diagnose_logs(both)
+    assert report is not None and only(report).message.startswith(
+        "the nodes of node-a.log, node-b.log did not complete"
+    )
+
+
 def test_advice_on_nccls_own_calls_and_on_a_checkpoint_of_other_sizes(tmp_path: Path) -> None:
     assert "NCCL_NVLS_ENABLE=0" in only(diagnose(tmp_path, NVLS)).advice
     assert "NCCL_CUMEM_ENABLE=0" in only(diagnose(tmp_path, NVLS.replace("nvls", "shm"))).advice

@@ -165,7 +165,7 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, foun
     if meaning.kind == "gpu" and f.who.host:
         r.hosts |= {f.who.host} if f.rank is not None else set()
     if f.file and not f.who.host:
-        name = f"{name or ('the host' if meaning.kind == 'gpu' else 'a process')} of {f.file}"
+        name = f"{name or meaning.subject} of {f.file}"
     again = _has_process(r, f)
     if (not known or f.name in _OF_NODE) and name and not again and name not in r.unnamed:
         r.unnamed.append(name)
@@ -329,7 +329,7 @@ def _in_what(waits: list[Fact]) -> str:
 def _who_failed(r: Reason, ranks: tuple[int, ...], of_node: bool, everyone: str) -> str:
     """Return who failed, how, and where."""
     shown = some(r.unnamed)
-    nobody = "the host" if r.meaning.kind == "gpu" else "a rank"
+    nobody = r.meaning.subject
     who = rank_list(ranks) if ranks else shown or nobody
     if ranks and shown and r.facts[0].name in _OF_NODE:
         who = f"{shown} ({who})"

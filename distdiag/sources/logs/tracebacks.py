@@ -32,6 +32,8 @@ _SPAWNS = "the process that spawns the ranks"
 # frames of processes that start ranks, and are none
 _LAUNCHERS = {
     "/torch/distributed/launcher/api.py": "torchrun",
+    "/torch/distributed/run.py": "torchrun",
+    "/torch/distributed/elastic/agent/server/api.py": "torchrun",
     "/accelerate/commands/launch.py": "accelerate",
     "/deepspeed/launcher/runner.py": "deepspeed",
     "/torch/multiprocessing/spawn.py": _SPAWNS,
