@@ -73,6 +73,16 @@ def test_who_it_is_where_no_line_names_a_rank(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("wanted", [2, 3])
+def test_how_many_nodes_came_to_a_rendezvous(tmp_path: Path, wanted: int) -> None:
+    text = "".join(
+        f"  min_nodes        : {wanted}\nI9 rdzv.py:7] The node '{node}_71_0' attempts to join the next round of the rendezvous 'j'.\n"
+        for node in ("h-a", "h-b", "h-a")
+    )
+    message = only(diagnose(tmp_path, text + raised(0, "RendezvousTimeoutError", prefix=""))).message
+    assert ("of the 3 nodes that it needs, the log shows 2 that came: h-a, h-b" in message) is (wanted == 3)
+
+
 def test_advice_on_nccls_own_calls_and_on_a_checkpoint_of_other_sizes(tmp_path: Path) -> None:
     assert "NCCL_NVLS_ENABLE=0" in only(diagnose(tmp_path, NVLS)).advice
     assert "NCCL_CUMEM_ENABLE=0" in only(diagnose(tmp_path, NVLS.replace("nvls", "shm"))).advice

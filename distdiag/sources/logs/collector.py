@@ -297,6 +297,10 @@ class Collector:
             out.past += back
         elif name == "closing" and len(out.closed) < MAX_WRITERS:
             out.closed.add(fields["pid"])
+        elif name == "nodes_wanted":
+            out.nodes_wanted = max(out.nodes_wanted, int(fields["nodes"]))
+        elif name == "node_came" and len(out.nodes_came) < MAX_WRITERS:
+            out.nodes_came.add(fields["node"])
         elif name == "master" and len(out.masters) < MAX_WRITERS:
             out.masters[who.label or line.path.name] = fields["addr"]
         elif name == "first_rank" and len(out.first_rank) < MAX_WRITERS:

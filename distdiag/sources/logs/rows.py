@@ -153,7 +153,7 @@ START_ROWS = (
         "give gloo the interface that the nodes share (GLOO_SOCKET_IFNAME=eth0): a host name that resolves to 127.0.1.1 is the most common reason", subject="a node"),
     Row("keep_alive", _LOST, "torchrun on {nodes} lost the rendezvous: the node that serves it, the first one, has ended",
         "read the log of the first node (--rdzv-endpoint): its failure came before these"),
-    Row("rendezvous", _LOST, "{who} did not complete torchrun's rendezvous ({what})",
+    Row("rendezvous", _LOST, "{who} did not complete torchrun's rendezvous ({what}){came}",
         "see whether all nodes have started with one --rdzv-endpoint, --rdzv-id and --nnodes, and reach that address", subject="a node"),
 )  # fmt: skip
 LOST_ROWS = (
@@ -216,6 +216,11 @@ def _finding(found: Collected, row: Row, facts: list[Fact]) -> Finding:
     culprits, victims = _blamed(found, row.names.partition(" ")[0], facts)
     text, advice = row.blaming if row.blaming is not None and culprits else (row.text, row.advice)
     fields = _fields(facts, culprits, victims, row.subject)
+    if 0 < (came := len(found.nodes_came)) < found.nodes_wanted:
+        nodes = some(sorted(found.nodes_came))
+        fields["came"] = (
+            f"; of the {found.nodes_wanted:,} nodes that it needs, the log shows {came:,} that came: {nodes}"
+        )
     kind, _, cause = row.kind.partition("/")
     return finding(
         kind,
