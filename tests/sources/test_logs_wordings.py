@@ -83,6 +83,18 @@ def test_how_many_nodes_came_to_a_rendezvous(tmp_path: Path, wanted: int) -> Non
     assert ("of the 3 nodes that it needs, the log shows 2 that came: h-a, h-b" in message) is (wanted == 3)
 
 
+@pytest.mark.parametrize(("second", "culprits"), [("09", (2,)), ("00", ())])
+def test_an_exception_without_a_rank_is_probably_of_the_one_that_ended_first(
+    tmp_path: Path, second: str, culprits: tuple[int, ...]
+) -> None:
+    ends = table(2, 1, "To enable traceback see: x") + "".join(
+        table(r, 1, "To enable traceback see: x").replace(":00\n", f":{second}\n", 1) for r in (0, 1)
+    )
+    f = only(diagnose(tmp_path, raised(0, "KeyError: 'box'", prefix="") + ends))
+    assert (f.culprits, f.certainty) == (culprits, "suspected")
+    assert f.message.startswith("probably rank 2 raised KeyError") is bool(culprits)
+
+
 def test_advice_on_nccls_own_calls_and_on_a_checkpoint_of_other_sizes(tmp_path: Path) -> None:
     assert "NCCL_NVLS_ENABLE=0" in only(diagnose(tmp_path, NVLS)).advice
     assert "NCCL_CUMEM_ENABLE=0" in only(diagnose(tmp_path, NVLS.replace("nvls", "shm"))).advice

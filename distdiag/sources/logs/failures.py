@@ -69,6 +69,7 @@ class Reason:
     hosts: set[str] = field(default_factory=set)
     times: dict[int, str] = field(default_factory=dict)
     inferred: bool = False
+    guessed: bool = False  # its rank is only the one that ended first
     after: str = ""
     pids: dict[tuple[int, object], set[str]] = field(default_factory=dict)
 
@@ -330,7 +331,7 @@ def _who_failed(r: Reason, ranks: tuple[int, ...], of_node: bool, everyone: str)
     """Return who failed, how, and where."""
     shown = some(r.unnamed)
     nobody = r.meaning.subject
-    who = rank_list(ranks) if ranks else shown or nobody
+    who = "probably " * r.guessed + rank_list(ranks) if ranks else shown or nobody
     if ranks and shown and r.facts[0].name in _OF_NODE:
         who = f"{shown} ({who})"
     if of_node:
