@@ -241,7 +241,7 @@ def test_the_node_with_another_master_is_named_by_its_file(tmp_path: Path) -> No
         f.write("[c10d] The client socket has failed to connect to [n3]:29500 (errno: 111 - Connection refused).\n")
     report = diagnose_logs([str(tmp_path)])
     assert report is not None and only(report).message.startswith(
-        "a rank of n4.log could not reach the job's store at n3:29500"
+        "the node of n4.log could not reach the job's store at n3:29500"
     )
     assert (
         "its master address is n3, n1.log's is n1" in only(report).message and "one MASTER_ADDR" in only(report).advice

@@ -227,7 +227,9 @@ def test_a_single_task_that_srun_names_is_the_rank_of_its_lines(tmp_path: Path) 
 def test_memory_that_another_process_holds_is_not_saved_by_a_smaller_batch(tmp_path: Path) -> None:
     full = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1 GiB. Process 99 has 20.10 GiB memory in use. Including non-PyTorch memory, this process has 3.10 GiB memory in use."
     f = only(diagnose(tmp_path, raised(2, full)))
-    assert "process 99, which is not this rank" in f.message and "end it" in f.advice
+    assert f.message.endswith("at run.py:7 in main: process 99, which is not this rank, holds 20.1 GiB of that GPU")
+    assert "end it" in f.advice and "gpu_memory_utilization" not in f.advice
+    assert "batch" in only(diagnose(tmp_path, raised(2, full.replace("1 GiB", "30 GiB")))).advice  # it is not enough
 
 
 @pytest.mark.parametrize(("held", "other"), [("74.12", False), ("40.00", True)])
@@ -240,6 +242,44 @@ def test_a_process_with_the_memory_of_the_rank_is_the_rank(tmp_path: Path, held:
     f = only(diagnose(tmp_path, text + raised(3, full)))
     assert f.culprits == (3,) and ("which is not this rank" in f.message) is other
     assert "lower the batch" in only(diagnose(tmp_path, raised(2, full.partition(" Process")[0]))).advice
+
+
+@pytest.mark.parametrize(
+    ("held", "allocated", "says"),
+    [
+        (("20.50", "40.90"), "40.20", "process 70, which is not this rank, holds 20.5 GiB"),
+        (("40.90", "20.50"), "20.00", "process 70, which is not this rank, holds 40.9 GiB"),
+        (("31.50", "30.90"), "30.40", "another process, which is not this rank, holds about 31.5 GiB"),
+        (("20.00", "21.00"), "35.00", ""),
+    ],
+)
+def test_of_several_processes_the_rank_is_the_one_that_fits_what_it_allocated(
+    tmp_path: Path, held: tuple[str, str], allocated: str, says: str
+) -> None:
+    text = (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 63.00 GiB of which 900.00 MiB is free. "
+        + "".join(f"Process 7{i} has {gib} GiB memory in use. " for i, gib in enumerate(held))
+        + f"Of the allocated memory {allocated} GiB is allocated by PyTorch, and 200.00 MiB is reserved by PyTorch but unallocated."
+    )
+    message = only(diagnose(tmp_path, raised(1, text))).message
+    assert says in message and ("holds" in message) is bool(says)
+
+
+@pytest.mark.parametrize(
+    ("file", "prefix", "engine"),
+    [
+        ("/e/site-packages/sglang/srt/model_executor/runner.py", "", True),
+        ("/e/site-packages/vllm/v1/worker/gpu.py", "(Worker pid=4) ", True),
+        ("/u/load.py", "(EngineCore_DP0 pid=4) ", True),
+        ("/u/vllm/train.py", "[rank1]: ", False),
+    ],
+)
+def test_what_to_lower_where_memory_is_full_depends_on_the_program(
+    tmp_path: Path, file: str, prefix: str, engine: bool
+) -> None:
+    full = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1 GiB."
+    advice = only(diagnose(tmp_path, raised(1, full, file=file, prefix=prefix))).advice
+    assert ("mem-fraction-static" in advice, "checkpointing" in advice) == (engine, not engine)
 
 
 def test_what_did_not_start_comes_before_those_that_could_not_reach_it(tmp_path: Path) -> None:

@@ -66,7 +66,11 @@ SCRIPT = '  File "/w/train.py", line {line}, in {name}\n    run()\n'
             ("rank_lost", "killed", (5,), ()),
             "rank 5 was killed",
         ),
-        ("RuntimeError: CUDA error: out of memory\n", ("rank_lost", "crashed", (), ()), "a rank ran out of GPU memory"),
+        (
+            "RuntimeError: CUDA error: out of memory\n",
+            ("rank_lost", "crashed", (), ()),
+            "a process ran out of GPU memory",
+        ),
     ],
     ids=[
         "horovod",

@@ -55,6 +55,46 @@ def test_launchers_that_take_each_others_port(tmp_path: Path) -> None:
     assert "one launcher for each node" in f.advice
 
 
+def test_who_it_is_where_no_line_names_a_rank(tmp_path: Path) -> None:
+    """What a launcher, a node or a host meets is not told of a rank."""
+    port = raised(
+        0, f"DistNetworkError: {LISTEN} port: 29511, code: -98", prefix="", file="/e/torch/distributed/run.py"
+    )
+    assert only(diagnose(tmp_path, port)).message.startswith("torchrun could not listen: port 29511")
+    for name, link in (("node-a.log", ""), ("node-b.log", "mlx5_core 0000:3b:00.0 ens3: Link down\n")):
+        (tmp_path / name).write_text(link + raised(0, "RendezvousTimeoutError", prefix=""))
+    both = [str(tmp_path / "node-a.log"), str(tmp_path / "node-b.log")]
+    report = diagnose_logs(both)
+    assert report is not None and only(report).message.startswith("the host of node-b.log lost a port")
+    (tmp_path / "node-b.log").write_text(raised(0, "RendezvousTimeoutError", prefix=""))
+    report = diagnose_logs(both)
+    assert report is not None and only(report).message.startswith(
+        "the nodes of node-a.log, node-b.log did not complete"
+    )
+
+
+@pytest.mark.parametrize("wanted", [2, 3])
+def test_how_many_nodes_came_to_a_rendezvous(tmp_path: Path, wanted: int) -> None:
+    text = "".join(
+        f"  min_nodes        : {wanted}\nI9 rdzv.py:7] The node '{node}_71_0' attempts to join the next round of the rendezvous 'j'.\n"
+        for node in ("h-a", "h-b", "h-a")
+    )
+    message = only(diagnose(tmp_path, text + raised(0, "RendezvousTimeoutError", prefix=""))).message
+    assert ("of the 3 nodes that it needs, the log shows 2 that came: h-a, h-b" in message) is (wanted == 3)
+
+
+@pytest.mark.parametrize(("second", "culprits"), [("09", (2,)), ("00", ())])
+def test_an_exception_without_a_rank_is_probably_of_the_one_that_ended_first(
+    tmp_path: Path, second: str, culprits: tuple[int, ...]
+) -> None:
+    ends = table(2, 1, "To enable traceback see: x") + "".join(
+        table(r, 1, "To enable traceback see: x").replace(":00\n", f":{second}\n", 1) for r in (0, 1)
+    )
+    f = only(diagnose(tmp_path, raised(0, "KeyError: 'box'", prefix="") + ends))
+    assert (f.culprits, f.certainty) == (culprits, "suspected")
+    assert f.message.startswith("probably rank 2 raised KeyError") is bool(culprits)
+
+
 def test_advice_on_nccls_own_calls_and_on_a_checkpoint_of_other_sizes(tmp_path: Path) -> None:
     assert "NCCL_NVLS_ENABLE=0" in only(diagnose(tmp_path, NVLS)).advice
     assert "NCCL_CUMEM_ENABLE=0" in only(diagnose(tmp_path, NVLS.replace("nvls", "shm"))).advice

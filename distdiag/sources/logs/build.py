@@ -13,6 +13,7 @@ from distdiag.diagnosis.text.template import Template
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.patterns import Role
 
+TORCHRUN = "torchrun"  # how tracebacks name the launcher
 EVIDENCE = 8  # most lines that a finding names
 
 
@@ -74,12 +75,18 @@ def ranks_of(facts: Iterable[Fact]) -> tuple[int, ...]:
     return tuple(sorted({f.rank for f in facts if f.rank is not None}))
 
 
-def who(facts: Collection[Fact]) -> str:
-    """Return `ranks 0, 2`, else the hosts with GPUs, nodes or processes that the lines name; `a rank` if they name none."""
+def who(facts: Collection[Fact], subject: str = "a rank") -> str:
+    """Return `ranks 0, 2`, else the hosts with GPUs, nodes or processes that the lines name, else the subject, with its files."""
     if ranks := ranks_of(facts):
         return rank_list(ranks)
     names = [(f.who.process or f.who.label) and f.who.name for f in facts]
-    return some([name for name in names if name] or [f"a rank of {f.file}" for f in facts if f.file]) or "a rank"
+    known = [name for name in names if name and name != TORCHRUN]  # that is on every node
+    files = dict.fromkeys(f.file for f in facts if f.file)
+    if known or not files:
+        return some(known) or subject
+    noun = subject.removeprefix("a ")
+    one = "the node" if noun == "node" else subject
+    return f"{f'the {noun}s' if len(files) > 1 else one} of {some([*files])}"
 
 
 def fewer(sides: Iterable[Collection[int]]) -> Collection[int]:

@@ -38,6 +38,8 @@ _STATE = bounded(r"^\s{2,99}(?P<last>Last )?State:\s{2,40}(?P<state>\w+)")
 _MISSING = bounded(r"(?:^|[:\s])(?P<ranks>\d{1,6}): \[[\w.]")
 # torchrun writes the line
 _OF_LAUNCHER = bounded(r"torch/distributed/(?:run|launcher/\w+|elastic/(?:agent|multiprocessing)/[\w/]+)\.py:\d")
+# a process of vLLM or SGLang
+_ENGINE = bounded(r"(?:Engine_?[Cc]ore|Worker[_ ](?:DP|PP|TP|EP)\d|VllmWorker|(?:DP|PP|TP|EP)\d)")
 _STATE_LINES = 5
 _GOES_ON = (" exited on", "(stopped sending heartbeats):")  # of prterun, jax
 # how Ray describes an actor that died, before it says how
@@ -249,6 +251,7 @@ class Collector:
             return None
         at = who.at or self._times.get(line.source)
         fact = Fact(name, role, fields, who, line.path, line.number, self._order, line.text[:500], at=at, run=self._run)
+        fact.engine = _ENGINE.match(who.process) is not None
         (out.past if role is Role.EXIT and line.number <= self._earlier else out.facts).append(fact)
         if name == "fatal":
             self._tracebacks.fatal(fact, line.source)
@@ -294,6 +297,10 @@ class Collector:
             out.past += back
         elif name == "closing" and len(out.closed) < MAX_WRITERS:
             out.closed.add(fields["pid"])
+        elif name == "nodes_wanted":
+            out.nodes_wanted = max(out.nodes_wanted, int(fields["nodes"]))
+        elif name == "node_came" and len(out.nodes_came) < MAX_WRITERS:
+            out.nodes_came.add(fields["node"])
         elif name == "master" and len(out.masters) < MAX_WRITERS:
             out.masters[who.label or line.path.name] = fields["addr"]
         elif name == "first_rank" and len(out.first_rank) < MAX_WRITERS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from distdiag.diagnosis.known_errors import remedy
 from distdiag.diagnosis.text.phrases import shortened
@@ -217,10 +217,18 @@ def joined(reasons: list[Reason], ended: list[Reason]) -> list[Reason]:
     ranks = {q for r in fitting for q in r.ranks}
     pids = {f.fields["pid"] for f in nameless[0].facts if "pid" in f.fields}
     if (len(pids) or len(nameless[0].facts)) != len(ranks):
+        _first_to_end(nameless[0], {q: t for r in fitting for q, t in r.times.items()})
         return ended
     nameless[0].ranks |= ranks
     nameless[0].hosts |= {h for r in fitting for h in r.hosts}
     return [r for r in ended if r not in fitting]
+
+
+def _first_to_end(r: Reason, times: Mapping[int, str]) -> None:
+    """Give a failure of one unknown process the rank that the launcher saw end before all others, as a guess."""
+    first = [q for q, t in times.items() if t == min(times.values())]
+    if len(r.facts) == 1 and len(first) == 1 < len(times) and all(times.values()):
+        r.ranks, r.inferred, r.guessed = {first[0]}, True, True
 
 
 def _has_process(r: Reason) -> bool:

@@ -42,6 +42,7 @@ class Fact:
     uncaught: bool = False  # its traceback begins at the script itself, so nothing in the script caught it
     warned: bool = False  # a warning of the program's own log has its traceback
     direct: bool = False  # the next exception was raised from it
+    engine: bool = False  # raised inside an inference engine
     in_collective: bool = False  # raised by a backend, inside a collective call
     within: str = ""  # the helper in which it waits for the rank that goes first
     inferred: bool = False  # `rank` is the number of its launcher's label, as in the other labels
@@ -114,6 +115,8 @@ class Collected:
     pace: dict[Path, tuple[float, float]] = field(default_factory=dict)  # of progress: last time, longest pause
     local_of: dict[tuple[str, str], int] = field(default_factory=dict)  # rank on its node of (label, pid)
     closed: set[str] = field(default_factory=set)  # pids of ranks that torchrun ended
+    nodes_wanted: int = 0  # by torchrun's rendezvous, at least
+    nodes_came: set[str] = field(default_factory=set)  # that tried to join it
     joined: set[int] = field(default_factory=set)  # ranks that have joined the job's store
     steps: bool = False  # lines show progress
     took: dict[int, tuple[float, str]] = field(default_factory=dict)  # of a rank's last lines: seconds, and for what

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from distdiag.diagnosis.known_errors import remedy
@@ -23,10 +24,14 @@ from distdiag.terms.untrusted import bounded, is_rank
 _REPORTS_ANOTHER = bounded(
     r"torch_extensions/.{0,200}cannot open shared object|at least one rank that exhausted|[Rr]oot cause|Worker failed with error|[Ss]ee (?:the )?(?:stack trace|logs? |error)|in a background process|previous error|sub-exception|Caught \w+ in DataLoader worker|\b5\d\d Server Error"
 )
-_MEMORY = bounded(r"Process (\d{1,9}) has (\d{1,6}(?:\.\d{1,4})?) GiB memory in use")
+_SIZE = r"(\d{1,9}(?:\.\d{1,4})?) (GiB|MiB|KiB|bytes)"
+_MEMORY = bounded(rf"Process (\d{{1,9}}) has {_SIZE} memory in use")
 # of the GPU, and of what this process itself has there; torch leaves out "this process has" in a container, whose pids are others
-_USED = bounded(r"capacity of ([\d.]{1,9}) GiB of which ([\d.]{1,9}) ([MG])iB is free")
-_OWN = bounded(r"memory ([\d.]{1,9}) ([MG])iB is allocated by PyTorch")
+_USED = bounded(rf"capacity of {_SIZE} of which {_SIZE} is free")
+_OWN = bounded(rf"memory {_SIZE} is allocated by PyTorch(?:.{{0,120}}?{_SIZE} is reserved by PyTorch)?")
+_TRIED = bounded(rf"Tried to allocate {_SIZE}")
+_GIB = {"GiB": 1.0, "MiB": 1 / 1024, "KiB": 1 / 1024**2, "bytes": 1 / 1024**3}
+ALIKE_GIB = 2.0  # a process has up to so much besides PyTorch's memory: two processes closer than that may be confused
 _NUMBER = bounded(r"0x[0-9a-f]+|\d+")
 # of the program or its settings, if all ranks have it
 _OF_ALL = (MEANINGS["exception"], MEANINGS["usage"], MEANINGS["port_in_use"])
@@ -49,7 +54,7 @@ class Reason:
         unnamed: Writers without a known rank, as text.
         times: When each rank ended, by the launcher.
         inferred: True if its rank is that of the only process that reports the failure on its host.
-        after: What followed from it on other ranks.
+        after: What else is known: who holds the memory, what followed on other ranks.
         pids: The hosts on which its lines name a process, by pid and device; `""` for a line without a host.
     """
 
@@ -64,6 +69,7 @@ class Reason:
     hosts: set[str] = field(default_factory=set)
     times: dict[int, str] = field(default_factory=dict)
     inferred: bool = False
+    guessed: bool = False  # its rank is only the one that ended first
     after: str = ""
     pids: dict[tuple[int, object], set[str]] = field(default_factory=dict)
 
@@ -140,14 +146,14 @@ def _without_reports(reasons: list[Reason]) -> list[Reason]:
 
 
 def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, found: Collected) -> None:
-    text = text_of(f, meaning)
+    text, others = text_of(f, meaning), _memory_of_others(f) if f.name == "cuda_oom" else ""
     place = f"{f.site.file}:{f.site.line}" if f.site is not None and f.name == "exception" else ""
-    key = (f.name, _NUMBER.sub("#", text) + place)
+    key = (f.name, _NUMBER.sub("#", text + others) + place)
     if pci := f.fields.get("pci"):  # all that the driver reports of one device is one event
         key = ("gpu", f"{f.path} {pci.rpartition('.')[0] or pci}")
     if f.name in ("hip_error", "host_fault"):  # the driver, HSA and HIP report one fault, and so does a kernel
         key = (f.name, f.who.host if f.name == "host_fault" else "")
-    r = reasons.setdefault(key, Reason(meaning, text, meaning.advice, f.order))
+    r = reasons.setdefault(key, Reason(meaning, text, meaning.advice, f.order, after=others))
     r.facts.append(f)
     keys = _OF_THE_LINE.get(f.name)
     ranks = {f.number(k) for k in keys} if keys else {f.rank}
@@ -161,7 +167,7 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, foun
     if meaning.kind == "gpu" and f.who.host:
         r.hosts |= {f.who.host} if f.rank is not None else set()
     if f.file and not f.who.host:
-        name = f"{name or ('the host' if meaning.kind == 'gpu' else 'a process')} of {f.file}"
+        name = f"{name or meaning.subject} of {f.file}"
     again = _has_process(r, f)
     if (not known or f.name in _OF_NODE) and name and not again and name not in r.unnamed:
         r.unnamed.append(name)
@@ -173,7 +179,9 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, foun
         r.advice = meanings.OF_PROGRAM
     elif f.fields.get("xid") in meanings.XIDS:
         r.advice = meanings.XIDS[f.fields["xid"]]
-    elif (f.name in ("cuda_error", "fatal") and r.advice == meaning.advice) or _memory_of_others(f):
+    elif f.name == "cuda_oom":
+        r.advice = meanings.FULL_GPUS[any(x.engine for x in r.facts), bool(others)]
+    elif f.name in ("cuda_error", "fatal") and r.advice == meaning.advice:
         r.advice = remedy(f"{f.text} {text}", r.advice)  # one of its lines may say more than the others
 
 
@@ -200,8 +208,6 @@ def text_of(f: Fact, meaning: Meaning) -> str:
     if f.name == "exception":
         fields["what"] = f": {fields['what']}" if fields["what"] else ""
         fields["because"] = f", because of {fields['cause']}" if "cause" in fields else ""
-    elif f.name == "cuda_oom":
-        fields["others"] = _memory_of_others(f)
     elif f.name == "xid":
         fields["text"] = f": {shortened(fields['text'], 80).rstrip('.')}" if fields["text"] else ""
     elif f.name == "port_in_use":
@@ -209,23 +215,44 @@ def text_of(f: Fact, meaning: Meaning) -> str:
     return meaning.text.format_map(fields)
 
 
+def _gib(size: Sequence[str]) -> float:
+    return float(size[0]) * _GIB[size[1]]
+
+
 def _memory_of_others(f: Fact) -> str:
-    """Return what other processes hold of the full GPU, by the message; empty if that is not known."""
+    """Return what another process holds of the full GPU, by the message; empty if none does, or too little to matter."""
     what = f.fields.get("what", "")
-    held = {pid: gib for pid, gib in _MEMORY.findall(what) if pid != str(f.who.pid)}
-    if not held or ("this process has" not in what and not _holds_no_own(what, max(map(float, held.values())))):
+    held = {pid: _gib(size) for pid, *size in _MEMORY.findall(what)}
+    others, sure = held, True
+    if str(f.who.pid) in held:
+        others = {pid: gib for pid, gib in held.items() if pid != str(f.who.pid)}
+    elif "this process has" not in what:
+        others, sure = _without_own(held, what)
+    if not others:
         return ""
-    pids = sorted(held, key=lambda pid: -float(held[pid]))
-    return f": process {pids[0]}, which is not this rank, holds {float(held[pids[0]]):.3g} GiB of that GPU"
+    pid = max(others, key=others.__getitem__)
+    tried, used = _TRIED.search(what), _USED.search(what)
+    if tried is not None and others[pid] + (_gib(used.groups()[2:]) if used else 0.0) < _gib(tried.groups()):
+        return ""  # without it, the memory would not suffice either
+    who, about = (f"process {pid}", "") if sure else ("another process", "about ")
+    return f": {who}, which is not this rank, holds {about}{others[pid]:.3g} GiB of that GPU"
 
 
-def _holds_no_own(what: str, held: float) -> bool:
-    """True if more of the GPU is in use than this process can hold: another process has the rest."""
+def _without_own(held: dict[str, float], what: str) -> tuple[dict[str, float], bool]:
+    """Return (the other processes, whether these are surely others), where the message gives this process as any other.
+
+    Its own is the one that holds just more than PyTorch has allocated and reserved there; it may be missing in the message.
+    """
     used, own = _USED.search(what), _OWN.search(what)
-    if used is None or own is None:
-        return False
-    free, mine = (float(n) / (1024 if unit == "M" else 1) for n, unit in ((used[2], used[3]), (own[1], own[2])))
-    return held + mine <= float(used[1]) - free
+    if own is None:
+        return {}, False
+    mine = _gib(own.groups()[:2]) + (_gib(own.groups()[2:]) if own[3] else 0.0)
+    rest = _gib(used.groups()[:2]) - _gib(used.groups()[2:]) - sum(held.values()) if used else 0.0
+    fitting = sorted((gib, pid) for pid, gib in [*held.items(), ("", rest)] if gib >= mine - 0.02)  # they are rounded
+    if not fitting:
+        return {}, False
+    sure = len(fitting) == 1 or fitting[1][0] - fitting[0][0] >= ALIKE_GIB
+    return {pid: gib for pid, gib in held.items() if pid != fitting[0][1]}, sure
 
 
 # -- findings --------------------------------------------------------------------------------------------------------
@@ -310,8 +337,8 @@ def _lost(f: Fact) -> bool:
 def _who_failed(r: Reason, ranks: tuple[int, ...], of_node: bool, everyone: str) -> str:
     """Return who failed, how, and where."""
     shown = some(r.unnamed)
-    nobody = "the host" if r.meaning.kind == "gpu" else "a rank"
-    who = rank_list(ranks) if ranks else shown or nobody
+    nobody = r.meaning.subject
+    who = "probably " * r.guessed + rank_list(ranks) if ranks else shown or nobody
     if ranks and shown and r.facts[0].name in _OF_NODE:
         who = f"{shown} ({who})"
     if of_node:

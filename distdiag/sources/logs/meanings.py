@@ -26,11 +26,16 @@ class Meaning:
     text: str
     advice: str
 
+    @property
+    def subject(self) -> str:
+        """Return who has it, if no line names a rank or a process."""
+        return "the host" if self.kind == "gpu" or self.cause == "silent" else "a process"
+
 
 NOT_FINITE = "look at that rank's batch and the loss before it, lower the learning rate, clip gradients; if a restart from the same checkpoint passes, or another GPU has another result, test that GPU"
 _CUDA = "run once with CUDA_LAUNCH_BLOCKING=1: the line that fails may be an earlier one than the log shows"
 MEANINGS: Mapping[str, Meaning] = MappingProxyType({
-    "cuda_oom": Meaning("rank_lost", "crashed", "ran out of GPU memory{others}", FULL_GPU),
+    "cuda_oom": Meaning("rank_lost", "crashed", "ran out of GPU memory", FULL_GPU),
     "cuda_error": Meaning("rank_lost", "crashed", "had a CUDA error: {what}", _CUDA),
     "hip_error": Meaning("rank_lost", "crashed", "had a GPU error: {what}", "see `dmesg -T` and `rocm-smi` on that host: a hang is the GPU or its driver, an access fault most often a kernel of the program"),
     "xpu_lost": Meaning("gpu", "lost", "lost its GPU ({what})", "see `dmesg -T` on that host: the driver (xe, i915) reset the GPU because a job did not end, or the GPU failed; if only this GPU has it, take it out"),
@@ -53,10 +58,19 @@ MEANINGS: Mapping[str, Meaning] = MappingProxyType({
     "nan_gradient": Meaning("nonfinite", "gradient", "found a gradient that is not finite in iteration {step} ({what})", NOT_FINITE),
     "nan_loss": Meaning("nonfinite", "loss", "found a result that is not finite in iteration {step} ({what})", NOT_FINITE),
     "host_fault": Meaning("rank_lost", "silent", "was lost with all its processes: {what}", "it is the host, most often its hardware (memory, CPU): take the node out; see its console and `ipmitool sel list`, `ras-mc-ctl --errors`"),
-    "port_error": Meaning("rank_lost", "silent", "lost a port of the network: {what}", "see that host's `ibstat`, `dmesg -T` and the switch: cable, transceiver or port; NCCL does not recover from an outage of some seconds"),
+    "port_error": Meaning("rank_lost", "silent", "lost a port of the network: {what}", "see that host's `ibstat`, `dmesg -T` and the switch: cable, transceiver or port; NCCL survives only an outage that is shorter than its retries (NCCL_IB_TIMEOUT, NCCL_IB_RETRY_CNT)"),
     "bad_alloc": Meaning("rank_lost", "crashed", "could not get host memory (std::bad_alloc)", "give the job more host memory (--mem, resources.limits.memory, `ulimit -v`), or use fewer DataLoader workers"),
     "exception": Meaning("rank_lost", "crashed", "raised {type}{what}{because}", ""),
     "host_oom": Meaning("rank_lost", "killed", "was killed: the host or its memory limit ran out of memory", "give the job more host memory (--mem, resources.limits.memory), or use fewer DataLoader workers; pinned memory and checkpoints in /dev/shm count, too"),
+})  # fmt: skip
+_OF_ENGINE = "lower the engine's share of memory (gpu_memory_utilization, mem-fraction-static)"
+_OTHERS = "something else holds memory of that GPU: see who with `nvidia-smi`, end it or use another GPU"
+# by whether an inference engine ran out of it, and whether another process holds a part
+FULL_GPUS: Mapping[tuple[bool, bool], str] = MappingProxyType({
+    (False, False): FULL_GPU,
+    (False, True): _OTHERS,
+    (True, False): f"{_OF_ENGINE}, the number of requests (max_num_seqs, max-running-requests) or the context length, or use more GPUs (tensor parallel); other processes on that GPU: `nvidia-smi`",
+    (True, True): f"{_OTHERS}; or {_OF_ENGINE}",
 })  # fmt: skip
 _TAKE_OUT = "take the node out (drain it), keep `nvidia-bug-report.sh`"
 # errors of the hardware, or of the driver's own processor

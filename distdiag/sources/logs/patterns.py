@@ -281,6 +281,8 @@ TABLE: tuple[Pattern, ...] = (
     _row("launch", F, "WORLD INFO DICT", r"WORLD INFO DICT"),
     _row("launch", F, "Initializing distributed: GLOBAL_RANK", r"Initializing distributed: GLOBAL_RANK: 0,"),
     _row("closing", F, " closing signal", r"Sending process (?P<pid>\d+) closing signal"),
+    _row("nodes_wanted", F, "min_nodes", r"\bmin_nodes\s{1,20}: (?P<nodes>\d{1,6})\b"),
+    _row("node_came", F, "attempts to join the next", r"The node '(?P<node>[^']{1,200}?)_\d{1,9}_\d{1,9}' attempts to join the next"),
     _row("restart", F, "estarting worker group", r"[Rr]estarting worker group"),
     _row("again", F, "esum", r"\b[Rr]esum(?:ing|ed) (?:training |run )?(?:from|at)\b"),
     _row("again", F, "etry", r"\b[Rr]etrying\b|\b[Rr]etry (?:#|attempt )?\d"),

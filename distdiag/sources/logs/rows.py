@@ -39,6 +39,7 @@ class Row:
         blaming: Text and advice if the facts show whom the others waited for.
         pick: Which of the facts count.
         when: True if the row is meant for these facts.
+        subject: Who it is, if the lines name nobody.
     """
 
     names: str
@@ -48,6 +49,7 @@ class Row:
     blaming: tuple[str, str] | None = None
     pick: Callable[[Fact], bool] = lambda _fact: True
     when: Callable[[Sequence[Fact]], bool] = lambda _facts: True
+    subject: str = "a rank"
     op: str = ""
     proved: bool = False
 
@@ -122,21 +124,21 @@ START_ROWS = (
         "correct that on the node it names, then start again: the environment and its paths must be the same on all nodes, and the request must fit the cluster"),
     Row("store_connect", _LOST, "{who} could not reach the job's store at {peer}:{port}{at}: {why}{masters}",
         "correct that name or address there: all nodes need the same MASTER_ADDR (--master-addr, --rdzv-endpoint), which `getent hosts {peer}` resolves; on Kubernetes, look at the master's headless service",
-        when=lambda facts: facts[0].fields.get("why", "").startswith("the name")),
+        when=lambda facts: facts[0].fields.get("why", "").startswith("the name"), subject="a node"),
     Row("store_connect", _LOST, "{who} could not reach the job's store at {peer}:{port}{at}: {why}{masters}",
         "give all nodes one MASTER_ADDR (--master-addr), that of the first node",
-        when=lambda facts: bool(facts[0].fields.get("masters"))),
+        when=lambda facts: bool(facts[0].fields.get("masters")), subject="a node"),
     Row("store_connect", _LOST, "{who} could not reach the job's store at {peer}:{port}{at}: {why}{masters}",
         "check that {peer} is the first node, and that rank 0 runs there: {why}; `nc -vz {peer} {port}`",
-        when=lambda facts: "why" in facts[0].fields and facts[0].fields["peer"] not in _HERE),
+        when=lambda facts: "why" in facts[0].fields and facts[0].fields["peer"] not in _HERE, subject="a node"),
     Row("store_connect", _LOST, "{who} could not reach a store at {peer}:{port}{at}: nobody listens there on its own host",
         "that address means the host itself: see whether the process that serves the store (rank 0, or the server of another group, e.g. vLLM's) runs on this host and has not failed; if it runs on another one, give its address",
-        when=lambda facts: facts[0].fields["peer"] in _ANY),
+        when=lambda facts: facts[0].fields["peer"] in _ANY, subject="a node"),
     Row("store_connect", _LOST, "{who} could not reach the job's store at {peer}:{port}{at}: rank 0, or torchrun's first node, does not listen there",
         "the address is this node's own: on several nodes set MASTER_ADDR (--rdzv-endpoint) to the first node; on one, see why rank 0 did not start",
-        when=lambda facts: facts[0].fields["peer"] in _HERE),
+        when=lambda facts: facts[0].fields["peer"] in _HERE, subject="a node"),
     Row("store_connect", _LOST, "{who} could not reach the job's store at {peer}:{port}{at}: rank 0, or torchrun's first node, does not listen there",
-        "see whether rank 0 has started and failed, and whether this node reaches it: `nc -vz {peer} {port}`"),
+        "see whether rank 0 has started and failed, and whether this node reaches it: `nc -vz {peer} {port}`", subject="a node"),
     Row("clients", _LOST, "{left} of {expected} ranks had not joined{after}{at}: the log does not say which",
         "see whether all nodes have started (squeue, kubectl get pods), with one MASTER_ADDR, MASTER_PORT and world size, and whether they reach that port"),
     Row("store_barrier store_waiting", _LOST, "{joined} processes have joined a job of {expected} ranks: it was launched twice, or processes of an earlier one use the same store",
@@ -146,13 +148,13 @@ START_ROWS = (
         ("{culprits} did not reach init_process_group or new_group in time{at}: {joined} of {expected} ranks had joined",
          "read the log of {culprits}: whether it has started, failed before that call, or is still busy; all ranks must make every new_group call")),
     Row("name", _LOST, "{who} could not resolve a host name{at}: the job's first node, or its name, does not exist (yet)",
-        "check MASTER_ADDR (--rdzv-endpoint) with `getent hosts NAME` on that node; on Kubernetes, that the master's pod runs and its headless service exists"),
+        "check MASTER_ADDR (--rdzv-endpoint) with `getent hosts NAME` on that node; on Kubernetes, that the master's pod runs and its headless service exists", subject="a node"),
     Row("full_mesh", _LOST, "gloo on {who}{on} could not connect to every other rank: {reason}",
-        "give gloo the interface that the nodes share (GLOO_SOCKET_IFNAME=eth0): a host name that resolves to 127.0.1.1 is the most common reason"),
+        "give gloo the interface that the nodes share (GLOO_SOCKET_IFNAME=eth0): a host name that resolves to 127.0.1.1 is the most common reason", subject="a node"),
     Row("keep_alive", _LOST, "torchrun on {nodes} lost the rendezvous: the node that serves it, the first one, has ended",
         "read the log of the first node (--rdzv-endpoint): its failure came before these"),
-    Row("rendezvous", _LOST, "{who} did not complete torchrun's rendezvous ({what})",
-        "see whether all nodes have started with one --rdzv-endpoint, --rdzv-id and --nnodes, and reach that address"),
+    Row("rendezvous", _LOST, "{who} did not complete torchrun's rendezvous ({what}){came}",
+        "see whether all nodes have started with one --rdzv-endpoint, --rdzv-id and --nnodes, and reach that address", subject="a node"),
 )  # fmt: skip
 LOST_ROWS = (
     Row("efa", _LOST, "NCCL on {who} got no answer from {all_peers} over EFA: {what}",
@@ -176,13 +178,13 @@ LOST_ROWS = (
     Row("unique_id", _LOST, "{who} lost the store while a communicator was made{at} ({reason}): the process that serves it, rank 0 or torchrun's, ended first",
         "read the log of rank 0 and of its node's launcher: its failure came before these"),
     Row("pipe_lost", "rank_lost/crashed", "{who} lost the process at the other end of a pipe{at}: a worker of a loader, or another child, had ended",
-        "see how that child ended: what it printed before, `dmesg -T | grep -i oom`, /dev/shm, `ulimit -n`; run once with num_workers=0 to see a loader's own exception"),
+        "see how that child ended: what it printed before, `dmesg -T | grep -i oom`, /dev/shm, `ulimit -n`; run once with num_workers=0 to see a loader's own exception", subject="a process"),
     Row("closed store_lost refused lost", _LOST, "{who} could not make a connection{to}{at}: a firewall rejects it, or no route leads there",
-        "open the ports between these hosts (iptables, firewalld, security groups: NCCL and gloo use any port), and see the route: `ip route get ADDRESS`; or choose another interface: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME", when=_no_route),
-    Row("closed store_lost refused lost", _LOST, "{who} could not make a connection{to}{at}: nothing listens there (any more), or a firewall is between them{nothing}", _ENDED, when=_refused),
+        "open the ports between these hosts (iptables, firewalld, security groups: NCCL and gloo use any port), and see the route: `ip route get ADDRESS`; or choose another interface: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME", when=_no_route, subject="a process"),
+    Row("closed store_lost refused lost", _LOST, "{who} could not make a connection{to}{at}: nothing listens there (any more), or a firewall is between them{nothing}", _ENDED, when=_refused, subject="a process"),
     Row("closed store_lost refused lost", _LOST, "{who} lost the job's store{to}{at}: the process that serves it, rank 0 or torchrun's, had ended{nothing}", _ENDED,
-        when=lambda facts: all(f.name == "store_lost" for f in facts)),
-    Row("closed store_lost refused lost", _LOST, "{who} lost a connection{to}{at}: the process at the other end had ended, or the network broke{nothing}", _ENDED),
+        when=lambda facts: all(f.name == "store_lost" for f in facts), subject="a process"),
+    Row("closed store_lost refused lost", _LOST, "{who} lost a connection{to}{at}: the process at the other end had ended, or the network broke{nothing}", _ENDED, subject="a process"),
     Row("nccl_error own_error dist_error", "rank_lost/crashed", "HCCL failed on {who}{at}: {what}",
         "read the lines after it (EI…, EJ…, ERR…): they have the reason; often another rank failed first", when=lambda facts: facts[0].fields.get("what", "").startswith(("Hccl", "Acl", "acl", "[ERROR] HCCL"))),
     Row("nccl_error own_error dist_error nccl_warning", "rank_lost/crashed", "{library} failed on {who}{on_host}{at}: {what}: {warning}",
@@ -213,7 +215,12 @@ def first_of(rows: Sequence[Row], found: Collected) -> list[Finding]:
 def _finding(found: Collected, row: Row, facts: list[Fact]) -> Finding:
     culprits, victims = _blamed(found, row.names.partition(" ")[0], facts)
     text, advice = row.blaming if row.blaming is not None and culprits else (row.text, row.advice)
-    fields = _fields(facts, culprits, victims)
+    fields = _fields(facts, culprits, victims, row.subject)
+    if 0 < (came := len(found.nodes_came)) < found.nodes_wanted:
+        nodes = some(sorted(found.nodes_came))
+        fields["came"] = (
+            f"; of the {found.nodes_wanted:,} nodes that it needs, the log shows {came:,} that came: {nodes}"
+        )
     kind, _, cause = row.kind.partition("/")
     return finding(
         kind,
@@ -279,7 +286,7 @@ def _most(facts: Sequence[Fact], key: str) -> int | None:
     return max((n for f in facts if (n := f.number(key)) is not None), default=None)
 
 
-def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collection[int]) -> Fields:
+def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collection[int], subject: str) -> Fields:
     """Return what a row's text may name: the first fact's fields, and what all facts together give."""
     first, by = facts[0].fields, facts[0].who
     out = Fields({k: shortened(v, 160 if k == "what" else 120) for f in reversed(facts) for k, v in f.fields.items()})
@@ -290,7 +297,7 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
     ranks = tuple(victims) or ranks_of(facts)
     library = "oneCCL" if "CCL_ERROR" in facts[0].text or "oneCCL" in facts[0].text else "NCCL"
     out |= {
-        "who": rank_list(victims) if victims else who(facts),
+        "who": rank_list(victims) if victims else who(facts, subject),
         "at": at(first_site(facts)),
         "culprits": rank_list(culprits),
         "its": verb(culprits, "its", "their"),

@@ -32,10 +32,16 @@ _SPAWNS = "the process that spawns the ranks"
 # frames of processes that start ranks, and are none
 _LAUNCHERS = {
     "/torch/distributed/launcher/api.py": "torchrun",
+    "/torch/distributed/run.py": "torchrun",
+    "/torch/distributed/elastic/agent/server/api.py": "torchrun",
     "/accelerate/commands/launch.py": "accelerate",
     "/deepspeed/launcher/runner.py": "deepspeed",
     "/torch/multiprocessing/spawn.py": _SPAWNS,
 }
+# files of inference engines
+_ENGINE = bounded(
+    r"/(?:vllm|sglang|tensorrt_llm|lmdeploy)/(?:\w{1,40}/){0,6}(?:engine|entrypoints|executor|worker|v1|srt|_torch|pytorch)/"
+)
 # helpers in which one rank, most often rank 0, works first, and the others wait for it
 _FIRST = bounded(r"\b\w{0,40}(?:main|master|process|zero|rank_?0)_first\b")
 _INSIDE = bounded(r"/torch/(?:distributed|csrc|nn/parallel)/")
@@ -244,6 +250,7 @@ class Tracebacks:
                 of_task = "" if fact.who.task is not None else launcher
                 fact.who, fact.site = replace(fact.who, process=of_task), fact.site if launcher == _SPAWNS else None
             fact.uncaught, fact.warned = trace.uncaught, trace.warned
+            fact.engine = fact.engine or any(_ENGINE.search(str(frame["filename"])) for frame in trace.frames)
             fact.in_collective = innermost.endswith(_COLLECTIVE)
             earlier = self._before.pop(line.source, None)
             if earlier is not None and fact.role is earlier.role is Role.CAUSE:

@@ -187,7 +187,7 @@ def _with_late(waits: list[Finding], late: list[Fact]) -> list[Finding]:
     if not waits or not late:
         return waits
     f = late[0]
-    who = f"rank {f.rank}" if f.rank is not None else f.who.name or "a rank"
+    who = f"rank {f.rank}" if f.rank is not None else f.who.name or "a process"
     what = failures.text_of(f, MEANINGS[f.name])
     message = f"{waits[0].message}; later {who} {what}{at(f.site)}, which is not shown to be the cause"
     return [msgspec.structs.replace(waits[0], message=message), *waits[1:]]
