@@ -6,7 +6,7 @@ import time
 
 from distdiag.diagnosis.model.findings import (
     BAD_STATES,
-    NO_KNOWN_ERROR,
+    NO_ERROR,
     STOPPED_BY,
     Gradients,
     Report,
@@ -89,7 +89,7 @@ def _verdict_without_findings(report: Report, stopped: str | None, infos: int, s
     if report.state in BAD_STATES:
         why = f"; {report.state_text}" if report.state_text else ""
         return f"{report.state}: the cause was not found, {seen}{why}"
-    if report.unjudged and (not report.ranks_seen or report.unjudged.startswith(NO_KNOWN_ERROR)):
+    if report.unjudged and (not report.ranks_seen or report.unjudged.startswith(NO_ERROR)):
         return f"no verdict: {report.unjudged}"
     n = sum(f.cleared_s is not None for f in report.findings)
     cleared = f"; {n} cleared" if n else ""

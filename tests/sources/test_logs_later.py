@@ -66,6 +66,15 @@ def test_a_failure_that_ended_an_earlier_run_was_not_caught(tmp_path: Path) -> N
     assert "by which a run in this log ended" in note and "caught" not in note
 
 
+@pytest.mark.parametrize("lost", [table(3, -9, "Signal 9"), "Spot interruption notice received: instance i-0\n"])
+def test_what_was_lost_before_a_restart_was_not_caught(tmp_path: Path, lost: str) -> None:
+    report = diagnose(tmp_path, lost + RESTART + STEPS)
+    assert report.findings == () and (report.unjudged or "").startswith("no error that ended the job")
+    assert any("was started again" in note for note in report.notes) and not any(
+        "caught" in note for note in report.notes
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "culprits"),
     [

@@ -34,7 +34,7 @@ class Certainty(StrEnum):
     SUSPECTED = "suspected"  # the evidence points to it; may be cleared
 
 
-NO_KNOWN_ERROR = "no error that distdiag knows"  # why logs give no verdict
+NO_ERROR = "no error that "  # why logs give no verdict: "distdiag knows", "ended the job"
 
 
 class State(StrEnum):

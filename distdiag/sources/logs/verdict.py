@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from distdiag import guard
-from distdiag.diagnosis.model.findings import NO_KNOWN_ERROR, STOPPED_BY, Finding, Report, Severity, State, rank_list
+from distdiag.diagnosis.model.findings import NO_ERROR, STOPPED_BY, Finding, Report, Severity, State, rank_list
 from distdiag.diagnosis.text.phrases import at, count, rough_time, shortened
 from distdiag.errors import DistdiagError
 from distdiag.sources.logs import events, exits, failures, later, reports, rows, timeouts
@@ -118,7 +118,9 @@ def judge_logs(
         ranks_seen=len(found.ranks),
         findings=tuple(findings),
         notes=(*advice_on_stop(text or ""), *_notes(found, findings, bool(findings or text))),
-        unjudged=None if findings or text or ended else f"{NO_KNOWN_ERROR} in {count(len(found.files), 'log')}",
+        unjudged=None
+        if findings or text or ended
+        else f"{NO_ERROR}{'ended the job' if found.past else 'distdiag knows'} in {count(len(found.files), 'log')}",
         state_text=text,
     )
 
@@ -277,6 +279,8 @@ def _of_the_past(past: list[Fact]) -> str:
     e = next((f for f in past if f.role is Role.CAUSE), past[0])
     if any(f.name in later.OF_LAUNCHERS and f.path == e.path and f.line > e.line for f in past):
         return f"{_in_short(e)}, by which a run in this log ended; the job went on, or ended well, in a later one"
+    if e.role in (Role.EXIT, Role.STOP):
+        return f"{_in_short(e)}; the job went on without it or was started again, or ended well"
     return f"{_in_short(e)}, and the job went on or ended well: it was probably caught, retried or quoted ({count(len(past), 'such line')})"
 
 
