@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 
 from distdiag.diagnosis.culprit import divergence
 from distdiag.diagnosis.model.snapshot import RankState, Site
@@ -25,6 +26,26 @@ def test_the_side_with_a_new_dtype_at_its_site_is_the_culprit() -> None:
     assert (f.kind, f.cause, f.culprits) == ("mismatch", "dtype", (1,))
     assert "before, rank 1 called it with float64 (3 times)" in f.message
     assert "on rank 1 cast the tensor to float64" in f.advice
+
+
+@pytest.mark.parametrize(("shape", "last"), [((24, 16), True), ((60, 16), False), ((24, 8), False), ((384,), False)])
+def test_fewer_rows_than_before_are_those_of_a_last_batch(shape: tuple[int, ...], last: bool) -> None:
+    def of(r: int, *shapes: tuple[int, ...]) -> RankState:
+        calls = [call("all_gather", seq=n, site=SITE, shape=x) for n, x in enumerate(shapes, 1)]
+        return rank(r, calls[-1], calls=tuple(calls))
+
+    f = only(snapshot(of(0, *[(50, 16)] * 4), of(1, *[(50, 16)] * 3, shape)))
+    assert (f.cause, f.culprits) == ("shape", (1,))
+    assert ("drop_last=True" in f.advice) is last
+
+
+def test_of_two_sides_that_part_at_an_except_the_one_that_caught_something_is_asked_for() -> None:
+    text = "def run():\n    try:\n        load()\n        broadcast()\n    except OSError:\n        pass\n    DDP()\n"
+    sides = (call("broadcast", 1, Site(FILE, 4, "run")), call("all_gather", 1, Site(FILE, 7, "run")))
+    f = only(
+        snapshot(*(rank(r, c, calls=(c,), user_stack=(c.site,)) for r, c in enumerate(sides))), source={FILE: text}.get
+    )
+    assert f.culprits == () and "find which rank caught an exception there" in f.advice
 
 
 def test_calls_after_the_conflict_are_not_history() -> None:

@@ -658,3 +658,58 @@ def test_a_collective_that_a_library_makes_in_a_line_is_told_from_one_that_the_l
         "run the line at train.py:1, in which a library makes all_gather_into_tensor, on rank 1, too" in advice
     ) is inside
     assert ("with zeros or an empty tensor" in advice) is not inside
+
+
+SOLVE = """
+    def solve(f, x):
+        for it in range(limit):
+            residual = norm(f(x))
+            all_reduce(residual)  # A
+            if residual < tol:
+                break
+    def average(model):
+        for p in model.parameters():
+            if p.grad is not None:
+                all_reduce(p.grad)  # B
+    def main():
+        for x in loader:
+            solve(model, x)  # C
+            average(model)  # D
+"""
+
+
+@pytest.mark.parametrize(("stays", "text"), [(True, "if residual < tol"), (False, "if p.grad is not None")])
+def test_a_rank_that_makes_its_call_once_more_has_stayed_in_the_loop_around_it(stays: bool, text: str) -> None:
+    """It has not skipped what the others do later in the round."""
+    source, at = places(SOLVE)
+    mine, theirs = (
+        [Site(FILE, at[m], f) for m, f in frames]
+        for frames in ((("A", "solve"), ("C", "main")), (("B", "average"), ("D", "main")))
+    )
+    (found,) = parting(mine, theirs, {FILE: source}.get, stays=stays)
+    assert (found.text, found.way) == (text, Way.STAYED if stays else Way.SKIPPED)
+
+
+@pytest.mark.parametrize(
+    ("inner", "alone", "texts"),
+    [
+        ("if p.grad is not None", True, ["for hook in self.hooks"]),
+        ("if p.norm() > 3", True, ["for hook in self.hooks", "if p.norm() > 3"]),
+        ("if p.norm() > 3", False, ["if p.norm() > 3"]),
+    ],
+)
+def test_a_condition_in_a_function_that_the_others_may_never_have_run_is_not_named_alone(
+    inner: str, alone: bool, texts: list[str]
+) -> None:
+    source, at = places(f"""
+    def norms(p):
+        {inner}:
+            all_reduce(p)  # A
+    def run(self):
+        for batch in self.loader:
+            for hook in self.hooks:
+                norms(batch)  # B
+            self.step(batch)  # C
+    """)
+    mine, theirs = [Site(FILE, at["A"], "norms"), Site(FILE, at["B"], "run")], [Site(FILE, at["C"], "run")]
+    assert [c.text for c in parting(mine, theirs, {FILE: source}.get, alone=alone)] == texts

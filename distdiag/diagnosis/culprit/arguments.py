@@ -107,7 +107,19 @@ def explain(case: Case, ranks: Sequence[int]) -> Testimony | None:
         value = count(value, "element")
     times = "twice" if found.times == 2 else f"{found.times:,} times"
     text = f"; before, {'all ranks' if all_changed else rank_list(ranks)} called it with {value} ({times})"
-    return Testimony(ranks=tuple(ranks), text=text, advice=LAST_BATCH if all_changed and argument == "shape" else "")
+    last = argument == "shape" and (all_changed or _is_shorter(case.states[ranks[0]], case.wait.calls[ranks[0]]))
+    return Testimony(ranks=tuple(ranks), text=text, advice=LAST_BATCH if last else "")
+
+
+def _is_shorter(state: RankState, call: Call) -> bool:
+    """True if a tensor has fewer rows than all before at its site, each as long as before: those of a smaller batch."""
+    shapes = {
+        c.shape
+        for c in state.calls
+        if c.site == call.site and (c.seq, c.op, c.group) != (call.seq, call.op, call.group)
+    }
+    (before, *others), now = shapes or {None}, call.shape
+    return bool(before and now) and not others and len(before) > 1 and before[1:] == now[1:] and now[0] < before[0]
 
 
 def new_peer(case: Case) -> Testimony | None:

@@ -67,10 +67,13 @@ def between_sides(case: Case, ranks: Sequence[int]) -> Testimony | None:
         return None
     first, second = (case.wait.calls[side[0]].site for side in case.sides[:2])
     apart = first is not None and second is not None and first.key != second.key
-    advice = (
-        f"find on which rank `{found[0].text}` at line {found[0].line} had the wrong result, or let "
-        "all ranks decide together (all_reduce what it tests)"
-    )
+    first_one = f"`{found[0].text}` at line {found[0].line}"
+    advice = f"find on which rank {first_one} had the wrong result, or let all ranks decide together (all_reduce what it tests)"
+    if found[0].text.startswith("except"):
+        advice = (
+            f"find which rank caught an exception there ({first_one}: log it with its traceback), and let all ranks agree on the "
+            "failure before they go on (all_reduce a flag)"
+        )
     return Testimony(conditions=tuple(found), advice=advice if apart and len(found) == 1 else "")
 
 
@@ -186,7 +189,11 @@ def _parting(case: Case, ranks: Sequence[int]) -> list[Condition]:
         elsewhere = own.key != case.here.get(mine[0]) and not callers.dispatched(first, due, case.source)
         return parting.parting(first, due, case.source) if elsewhere else []
     as_often = partial(_as_often, case, *both)
-    return parting.parting(first, second, case.source, _ahead(case, *both), as_often, again=_again(case, *both))
+    rank, other = both
+    stays = case.states[rank].step <= case.states[other].step and _again(case, other, rank)
+    alone = case.here.get(rank) not in case.states[other].sites
+    ahead, again = _ahead(case, rank, other), _again(case, rank, other)
+    return parting.parting(first, second, case.source, ahead, as_often, again=again, stays=stays, alone=alone)
 
 
 def met_in(case: Case, rank: int, other: int) -> Site | None:

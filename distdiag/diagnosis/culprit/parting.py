@@ -169,6 +169,8 @@ def parting(
     as_often: Callable[[str, ast.AST], bool] = lambda file, statement: False,
     changed: bool = False,
     again: bool = False,
+    stays: bool = False,
+    alone: bool = False,
 ) -> list[Condition]:
     """Return the conditions that can lead to one site and not to another; only those of the most likely sort.
 
@@ -180,6 +182,8 @@ def parting(
         as_often: True for a loop of a file that this rank has run as often as the other: it has not ended early.
         changed: Both are of one rank, which went the other way before: what never changes in a rank did not lead it away.
         again: The call before was made at the other's place by both: this rank has left the loop around it.
+        stays: It was made at this rank's place by both, in the same step: this rank is still in the loop around it.
+        alone: The other has never made a call at this rank's place, so maybe never run the function that makes it.
     """
     mine, theirs = _from_one_caller(mine, theirs)
     if not theirs or (mine and function_key(mine[-1], source) != function_key(theirs[-1], source)):
@@ -196,22 +200,33 @@ def parting(
     # what ends a round early in a loop of both: one may have done so a round ago
     rounds = [p for p in their_path.common if isinstance(p.guard.way_out, ast.Continue)]
     missed = zip((Way.SKIPPED, Way.LEFT, Way.LEFT), left_there, strict=False)
-    alone = zip((Way.ALONE, Way.STAYED, Way.STAYED), left, strict=False)
+    others_left = zip((Way.ALONE, Way.STAYED, Way.STAYED), left, strict=False)
     # the same in a loop that has ended for this rank, and has as many rounds on every rank
     ended = (p for p in their_path.own if p.guard.kind is Kind.INSIDE and p.key(Kind.ENDED) in their_path.others)
     even = (p for p in ended if p.shared and not _can_differ(p, source, alive=True))
     shorter = [p for loop in even for p in _ways_out(loop, (ast.Continue,))]
-    tries = [(Way.ALONE, held), *missed, (Way.SKIPPED, held_there), *alone, (Way.SKIPPED, rounds), (Way.ROUND, shorter)]
-    if again and not any(
-        _repeats(*pair, source) for pair in zip(theirs, ("", *(x.function for x in theirs)), strict=False)
-    ):
+    tries = [
+        (Way.ALONE, held),
+        *missed,
+        (Way.SKIPPED, held_there),
+        *others_left,
+        (Way.SKIPPED, rounds),
+        (Way.ROUND, shorter),
+    ]
+    if again and not _repeated(theirs, source):
         tries = [*((Way.LEFT, sort) for sort in _innermost(their_path)), *tries]
+    if stays and not _repeated(mine, source):
+        tries = [*((Way.STAYED, sort) for sort in _innermost(my_path)), *tries]
     # no two ranks read the same time, so a test of a clock comes first
     clocked = [(way, [p for p in sort if _reads_clock(p, source)]) for way, sort in tries]
     for way, sort in (*clocked, *tries):
         found = [p for p in sort if _can_differ(p, source, bool(mine)) and not (changed and _is_fixed(p, source))]
         if found and found[0].guard.kind is Kind.INSIDE:
             found = found[:1]  # the outermost of nested loops
+        if alone and sort is held and found and not (found[0].shared or any(_reads_rank(p, source) for p in found)):
+            around = my_path.own[: my_path.own.index(found[0])]
+            loops = [p for p in around if p.guard.kind is Kind.INSIDE and _can_differ(p, source, bool(mine))]
+            found = [p for p in (*loops, *found) if not _reads_gradient(p)]
         conditions = {c: _reads_rank(p, source) for p in found if (c := _condition(p, source, way)) is not None}
         asked = [c for c, reads in conditions.items() if reads]
         if conditions and not asked and sort is held:
@@ -281,6 +296,17 @@ def _innermost(path: _Path) -> Iterator[list[_Placed]]:
     loop = next((p for p in reversed(path.own) if p.guard.kind is Kind.INSIDE), None)
     if loop is not None and not any(isinstance(p.guard.node, ast.ExceptHandler) for p in path.own):
         yield from ([*_ways_out(loop, (ast.Break, ast.Return, ast.Expr))], [loop])
+
+
+def _repeated(stack: Sequence[Site], source: Source) -> bool:
+    """True if a comprehension on a stack may be what makes its call again."""
+    return any(_repeats(*pair, source) for pair in zip(stack, ("", *(x.function for x in stack)), strict=False))
+
+
+def _reads_gradient(placed: _Placed) -> bool:
+    """True for a test whether there is a gradient: on all ranks there is, but where parameters are unused."""
+    test = placed.guard.test
+    return test is not None and any(isinstance(x, ast.Attribute) and x.attr == "grad" for x in ast.walk(test))
 
 
 def _repeats(site: Site, callee: str, source: Source) -> bool:

@@ -512,7 +512,7 @@ def _rotating(case: Case) -> Finding | None:
     ratio = statistics.median(column[index] / max(0.1, others(column, index)) for column, index in slowest)
     jitter = subset.gain_ms < max(2 * limits.jitter_ms, limits.rotating_share * subset.step_ms)
     at_limit = phase == "data" and 1.0 - least_fetching(case.snapshot) < limits.rotating_share
-    if jitter or at_limit or ratio < (3.0 if case.busy else 1.5):
+    if jitter or at_limit or ratio < (3.0 if case.busy else 1.5) or _meet_rarely(window, subset):
         return None
     states, ranks = case.snapshot.ranks, window.ranks
     sites = {q: next(iter(text.stack_of(states[q], phase)), None) for q in ranks}
@@ -521,6 +521,12 @@ def _rotating(case: Case) -> Finding | None:
         changes=changes, n=len(window.columns), found=subset, phase="code between steps" if phase == "other" else phase,
         share=subset.gain_ms / subset.step_ms,
     )  # fmt: skip
+
+
+def _meet_rarely(window: Window, subset: Subset) -> bool:
+    """True if in most steps no rank waits for as long as the slowest one works longer: they exchange nothing in them."""
+    longest_ms = (max(x.wait_ms for x in column) for column in zip(*window.steps.values(), strict=True))
+    return not window.inferred and statistics.median(longest_ms) < subset.gain_ms / 2
 
 
 def _at_times(case: Case) -> Finding | None:

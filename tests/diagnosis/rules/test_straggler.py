@@ -346,6 +346,19 @@ def test_ranks_that_are_slow_in_turns_are_rotating(world: int, turns: bool) -> N
         assert [f for f in found if f.cause == "rotating"] == []
 
 
+def test_ranks_that_do_not_wait_for_each_other_in_most_steps_are_not_rotating() -> None:
+    """Local SGD: they average their models now and then."""
+    r = random.Random(5)
+    slow = [r.randrange(3) for _ in range(60)]
+
+    def of_rank(q: int) -> tuple[Step, ...]:
+        own, usual = steps(60.0, "data", seed=q), steps(seed=q)
+        return tuple(own[k] if slow[k] == q else usual[k] for k in range(60))
+
+    found = stragglers(job(*(rank(q, steps=of_rank(q)) for q in range(3)), host_cpu_pct=40.0))
+    assert [f for f in found if f.cause == "rotating"] == []
+
+
 def test_a_rank_on_a_shared_core_is_no_straggler() -> None:
     def half_speed(s: tuple[Step, ...]) -> tuple[Step, ...]:
         names = ("forward_ms", "backward_ms", "optimizer_ms", "other_ms", "step_ms")
