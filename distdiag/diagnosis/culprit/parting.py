@@ -191,13 +191,41 @@ def parting(
     if mine and mine[0] == theirs[0] and (set(mine) <= set(theirs) or set(theirs) <= set(mine)):
         return []  # one place, and the callers of a rank that was killed are not all known
     my_path, their_path = _path(mine, theirs, source), _path(theirs, mine, source)
+    held, left_there, tries = _tries(my_path, their_path, source, ahead, as_often)
+    if again and not _repeated(theirs, source):
+        tries = [*((Way.LEFT, sort) for sort in _innermost(their_path)), *tries]
+    if stays and not _repeated(mine, source):
+        tries = [*((Way.STAYED, sort) for sort in _innermost(my_path)), *tries]
+    # no two ranks read the same time, so a test of a clock comes first
+    clocked = [(way, [p for p in sort if _reads_clock(p, source)]) for way, sort in tries]
+    for way, sort in (*clocked, *tries):
+        found = [p for p in sort if _can_differ(p, source, bool(mine)) and not (changed and _is_fixed(p, source))]
+        if found and found[0].guard.kind is Kind.INSIDE:
+            found = found[:1]  # the outermost of nested loops
+        if alone and sort is held:
+            found = _surely_evaluated(my_path, found, source, bool(mine))
+        conditions = {c: _reads_rank(p, source) for p in found if (c := _condition(p, source, way)) is not None}
+        asked = [c for c, reads in conditions.items() if reads]
+        if conditions and not asked and sort is held:
+            # or all were in that branch, and this rank has left a loop before it
+            by_data = (_condition(p, source, Way.LEFT) for p in left_there[-1] if _ends_by_data(p, source))
+            conditions |= {c: False for c in by_data if c is not None}
+        if conditions:
+            return (asked or list(conditions))[-SHOWN:]
+    return []
+
+
+def _tries(
+    my_path: _Path, their_path: _Path, source: Source, ahead: bool, as_often: Callable[[str, ast.AST], bool]
+) -> tuple[list[_Placed], list[list[_Placed]], list[tuple[Way, list[_Placed]]]]:
+    """Return (branches that only this rank is in, what it can have missed the other's call by, all sorts, the likeliest first)."""
     # a rank that is still in a helper, which the other has left, may only be later
     held, *left = _sorts(my_path._replace(returned=False), source)
     if ahead and their_path.returned:
         held, left = [], []
     held_there, *left_there = _sorts(their_path, source)
     left_there = [[p for p in sort if not as_often(p.site.file, p.guard.node)] for sort in left_there]
-    # what ends a round early in a loop of both: one may have done so a round ago
+    # what ends a round early in a loop of both: a round ago
     rounds = [p for p in their_path.common if isinstance(p.guard.way_out, ast.Continue)]
     missed = zip((Way.SKIPPED, Way.LEFT, Way.LEFT), left_there, strict=False)
     others_left = zip((Way.ALONE, Way.STAYED, Way.STAYED), left, strict=False)
@@ -213,29 +241,7 @@ def parting(
         (Way.SKIPPED, rounds),
         (Way.ROUND, shorter),
     ]
-    if again and not _repeated(theirs, source):
-        tries = [*((Way.LEFT, sort) for sort in _innermost(their_path)), *tries]
-    if stays and not _repeated(mine, source):
-        tries = [*((Way.STAYED, sort) for sort in _innermost(my_path)), *tries]
-    # no two ranks read the same time, so a test of a clock comes first
-    clocked = [(way, [p for p in sort if _reads_clock(p, source)]) for way, sort in tries]
-    for way, sort in (*clocked, *tries):
-        found = [p for p in sort if _can_differ(p, source, bool(mine)) and not (changed and _is_fixed(p, source))]
-        if found and found[0].guard.kind is Kind.INSIDE:
-            found = found[:1]  # the outermost of nested loops
-        if alone and sort is held and found and not (found[0].shared or any(_reads_rank(p, source) for p in found)):
-            around = my_path.own[: my_path.own.index(found[0])]
-            loops = [p for p in around if p.guard.kind is Kind.INSIDE and _can_differ(p, source, bool(mine))]
-            found = [p for p in (*loops, *found) if not _reads_gradient(p)]
-        conditions = {c: _reads_rank(p, source) for p in found if (c := _condition(p, source, way)) is not None}
-        asked = [c for c, reads in conditions.items() if reads]
-        if conditions and not asked and sort is held:
-            # or all were in that branch, and this rank has left a loop before it
-            by_data = (_condition(p, source, Way.LEFT) for p in left_there[-1] if _ends_by_data(p, source))
-            conditions |= {c: False for c in by_data if c is not None}
-        if conditions:
-            return (asked or list(conditions))[-SHOWN:]
-    return []
+    return held, left_there, tries
 
 
 def short_rounds(stack: Sequence[Site], source: Source) -> list[Condition]:
@@ -296,6 +302,15 @@ def _innermost(path: _Path) -> Iterator[list[_Placed]]:
     loop = next((p for p in reversed(path.own) if p.guard.kind is Kind.INSIDE), None)
     if loop is not None and not any(isinstance(p.guard.node, ast.ExceptHandler) for p in path.own):
         yield from ([*_ways_out(loop, (ast.Break, ast.Return, ast.Expr))], [loop])
+
+
+def _surely_evaluated(path: _Path, found: list[_Placed], source: Source, alive: bool) -> list[_Placed]:
+    """Return these branches with the loops around them, if the other rank may never have run the function that they are in."""
+    if not found or found[0].shared or any(_reads_rank(p, source) for p in found):
+        return found
+    around = path.own[: path.own.index(found[0])]
+    loops = [p for p in around if p.guard.kind is Kind.INSIDE and _can_differ(p, source, alive)]
+    return [p for p in (*loops, *found) if not _reads_gradient(p)]
 
 
 def _repeated(stack: Sequence[Site], source: Source) -> bool:
