@@ -54,14 +54,15 @@ def command(run_dir: str | None) -> int:
         )  # fmt: skip
         try:
             found = _wait_for_error(ranks, run, stops)
-            if stops:
-                raise KeyboardInterrupt if stops[0] == signal.SIGINT else SystemExit(128 + stops[0])
-            output.seek(0)  # what came until now; not how the launcher words its end
-            say(output.read(MOST_OUTPUT).decode(errors="replace").rstrip())
+            if not stops:
+                output.seek(0)  # what came until now; not how the launcher words its end
+                say(output.read(MOST_OUTPUT).decode(errors="replace").rstrip())
             if found:
                 _show(run)
         finally:
             _end(ranks)
+    if stops:
+        raise KeyboardInterrupt if stops[0] == signal.SIGINT else SystemExit(128 + stops[0])
     if not found:
         say(f"distdiag: no verdict within {VERDICT_WITHIN_S:g} s; `distdiag doctor` checks this machine", err=True)
         return int(ExitCode.TIMEOUT)

@@ -120,9 +120,8 @@ def _waited(s: Snapshot, graph: WaitGraph) -> str:
     if not late:
         return ""
     waiting, waited_s, first = late[0]
-    return waited_for(
-        waiting, [r for q, _, r in late if q == waiting and r.current_site == first.current_site], waited_s
-    )
+    there = [r for victims, _, r in late if victims == waiting and r.current_site == first.current_site]
+    return waited_for(waiting, there, waited_s)
 
 
 def _waits(s: Snapshot, graph: WaitGraph) -> str:

@@ -35,7 +35,7 @@ SCRIPT = """
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
-            time.sleep(0.01)
+            time.sleep(0.01)  # so that the monitor sees each epoch
     dist.destroy_process_group()
 """
 

@@ -40,7 +40,8 @@ class Usual(NamedTuple):
     changed: bool  # it has another value now
 
 
-def _usual(state: RankState | None, call: Call | None, argument: str) -> Usual | None:
+def usual(state: RankState | None, call: Call | None, argument: str) -> Usual | None:
+    """Return the value that an argument of this call had in all earlier calls at its site; None without one."""
     values = _earlier(state, call, argument)
     now = _ARGUMENT[argument](call) if call is not None else None
     if len(values) < EARLIER or len(set(values)) != 1:
@@ -51,17 +52,20 @@ def _usual(state: RankState | None, call: Call | None, argument: str) -> Usual |
 
 def _earlier(state: RankState | None, call: Call | None, argument: str) -> list[object]:
     """Return the argument of all known earlier calls of this operation at this site."""
+    return [_ARGUMENT[argument](c) for c in _calls_before(state, call)]
+
+
+def _calls_before(state: RankState | None, call: Call | None) -> list[Call]:
     if state is None or call is None or call.site is None:
         return []
     here = f"{call.site.key} <"  # of a rank that was aborted the callers are not known
     same = (c for c in state.calls if c.site is not None and f"{c.site.key} <".startswith(here))
     same = (c for c in same if (c.op, c.group) == (call.op, call.group))
-    before = itertools.takewhile(lambda c: (c.seq, c.nth, c.peer) != (call.seq, call.nth, call.peer), same)
-    return [_ARGUMENT[argument](c) for c in before]
+    return [*itertools.takewhile(lambda c: (c.seq, c.nth, c.peer) != (call.seq, call.nth, call.peer), same)]
 
 
 def _of_ranks(case: Case, ranks: Collection[int]) -> list[Usual | None]:
-    return [_usual(case.states.get(r), case.wait.calls.get(r), case.wait.conflict or "") for r in ranks]
+    return [usual(case.states.get(r), case.wait.calls.get(r), case.wait.conflict or "") for r in ranks]
 
 
 def accuse(case: Case) -> Testimony | None:
@@ -113,20 +117,16 @@ def explain(case: Case, ranks: Sequence[int]) -> Testimony | None:
 
 def _is_shorter(state: RankState, call: Call) -> bool:
     """True if a tensor has fewer rows than all before at its site, each as long as before: those of a smaller batch."""
-    shapes = {
-        c.shape
-        for c in state.calls
-        if c.site == call.site and (c.seq, c.op, c.group) != (call.seq, call.op, call.group)
-    }
-    (before, *others), now = shapes or {None}, call.shape
-    return bool(before and now) and not others and len(before) > 1 and before[1:] == now[1:] and now[0] < before[0]
+    shapes = {c.shape for c in _calls_before(state, call)}
+    before, now = shapes.pop() if len(shapes) == 1 else None, call.shape
+    return before is not None and now is not None and len(before) > 1 and before[1:] == now[1:] and now[0] < before[0]
 
 
 def new_peer(case: Case) -> Testimony | None:
     """Accuse the one rank of a cycle whose message has a new peer at its site."""
     messages = {r: call for r, call in case.calls.items() if call is not None and call.p2p}
-    usual = {r: _usual(case.states.get(r), call, "peer") for r, call in messages.items()}
-    odd = {r: found for r, found in usual.items() if found is not None and found.changed}
+    known = {r: usual(case.states.get(r), call, "peer") for r, call in messages.items()}
+    odd = {r: found for r, found in known.items() if found is not None and found.changed}
     if len(odd) != 1:
         return None
     ((rank, found),) = odd.items()

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 from distdiag.diagnosis.culprit import callers
 from distdiag.diagnosis.culprit.case import Case, Reason, Testimony
-from distdiag.diagnosis.culprit.parting import Condition, Way, decision_advice, parting, short_rounds
+from distdiag.diagnosis.culprit.parting import Condition, Way, parting, short_rounds
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState
+from distdiag.diagnosis.text.parting import decision_advice
 from distdiag.diagnosis.text.phrases import at, op_at
 
 LATELY = 32  # calls; the cycle closes some calls after the rank broke its sequence

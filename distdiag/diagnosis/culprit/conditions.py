@@ -16,6 +16,7 @@ from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, Site, lines_of
 from distdiag.diagnosis.model.syntax import line_at
 from distdiag.diagnosis.text.incident import implicit_text
+from distdiag.diagnosis.text.parting import decision_advice
 from distdiag.diagnosis.text.phrases import at, op_at, site_text
 from distdiag.diagnosis.waits import compatible, messages
 from distdiag.diagnosis.waits.wait import call_at
@@ -105,7 +106,7 @@ def _at_departure(case: Case, ranks: Sequence[int], made: Call, due: Call) -> Te
         return None
     did = {Way.LEFT: "left the loop before"}.get(found[0].way, "skipped")
     head = f"only {rank_list(ranks)} made {op_at(made)}" if alone else f"{rank_list(ranks)} {did} {op_at(due)}"
-    advice = parting.decision_advice(found[0], ranks, made if alone else due) if len(found) == 1 else ""
+    advice = decision_advice(found[0], ranks, made if alone else due) if len(found) == 1 else ""
     return Testimony(ranks=tuple(ranks), head=head, advice=advice, conditions=tuple(found))
 
 
@@ -165,7 +166,7 @@ def _testimony(case: Case, found: Sequence[Condition], ranks: Sequence[int]) -> 
     elif main.p2p and call is not None:  # its own half of the message
         call = Call(op=messages.OPPOSITE[main.key[2]], group=main.group, peer=rank)
     inside = call is not None and not ddp and callers.is_inside(call, case.source)
-    advice = parting.decision_advice(found[0], ranks, call, ddp, inside) if len(found) == 1 else ""
+    advice = decision_advice(found[0], ranks, call, ddp, inside) if len(found) == 1 else ""
     return Testimony(ranks=tuple(ranks), conditions=tuple(found), advice=advice)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from distdiag.diagnosis.culprit import callers, sites
+from distdiag.diagnosis.culprit import arguments, callers, sites
 from distdiag.diagnosis.culprit.case import Case, Testimony
-from distdiag.diagnosis.culprit.parting import Condition, decision_advice, parting, returns_before
+from distdiag.diagnosis.culprit.parting import Condition, parting, returns_before
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot, lines_of
+from distdiag.diagnosis.text.parting import decision_advice
 from distdiag.diagnosis.text.phrases import at, count, op_at, places_text
 from distdiag.diagnosis.waits import compatible, messages
 from distdiag.diagnosis.waits.wait import Wait
@@ -34,47 +35,57 @@ def explain(case: Case, ranks: Sequence[int]) -> Testimony | None:
 
 def _misfit(case: Case) -> Testimony | None:
     """Return the first message whose two ends differ in size, if those before it did not: a rank has made one more, or one less."""
-    for wait in case.incident.waits:
-        call = wait.calls.get(wait.ranks[0]) if wait.p2p and wait.ranks else None
-        if call is None or call.peer not in case.states or messages.direction_of(call) != "recv":
-            continue
-        receiver, sender = case.states[wait.ranks[0]], case.states[call.peer]
-        received = (
-            c for c in receiver.calls if c.p2p and messages.direction_of(c) == "recv" and c.completed_s is not None
+    for receiver, call in _messages(case, "recv"):
+        sender = case.states.get(-1 if call.peer is None else call.peer)
+        ends = (
+            (c, messages.other_end(sender, receiver, c, c.nth)) for c in case.states[receiver].calls if _taken(c, call)
         )
-        same = [c for c in received if (c.peer, c.tag, c.group) == (call.peer, call.tag, call.group)]
-        pairs = [(c, messages.other_end(sender, receiver.rank, c, c.nth)) for c in same]
-        known = [(c, sent) for c, sent in pairs if sent is not None and c.bytes and sent.bytes]
+        known = [(c, sent) for c, sent in ends if sent is not None and c.bytes and sent.bytes]
         odd = next((i for i, (c, sent) in enumerate(known) if c.bytes != sent.bytes), 0)
         if odd:
             taken, sent = known[odd]
             here, there = f"recv{at(taken.site)}", f"send{at(sent.site)}"
             return Testimony(
-                text=f"; before that, rank {sender.rank}'s {there} of {size_text(sent.bytes)} met rank {receiver.rank}'s {here} of "
+                text=f"; before that, rank {call.peer}'s {there} of {size_text(sent.bytes)} met rank {receiver}'s {here} of "
                 f"{size_text(taken.bytes)}, the first two that differ in size",
-                advice=f"let rank {sender.rank} make as many {there} in each round as rank {receiver.rank} makes {here}: the first two "
+                advice=f"let rank {call.peer} make as many {there} in each round as rank {receiver} makes {here}: the first two "
                 "that differ in size seem not to belong together",
             )
     return None
 
 
+def _taken(c: Call, call: Call) -> bool:
+    """True for a complete recv of the messages to which that of `call` belongs."""
+    ours = (
+        c.p2p and messages.direction_of(c) == "recv" and (c.peer, c.tag, c.group) == (call.peer, call.tag, call.group)
+    )
+    return ours and c.completed_s is not None
+
+
 def _of_new_size(case: Case) -> Testimony | None:
     """Return the message in which a rank waits whose size is new, where all before it at that line had one size: of a smaller batch."""
-    for wait in case.incident.waits:
-        rank, call = wait.ranks[0] if wait.ranks else -1, wait.calls.get(wait.ranks[0]) if wait.ranks else None
-        if not wait.p2p or call is None or rank not in case.states:
-            continue
-        before = [c for c in case.states[rank].calls if _key(c) == _key(call) and c.nth != call.nth]
-        sizes = {c.bytes for c in before}
-        if call.bytes is None or len(before) < ROUNDS or len(sizes) > 1 or None in sizes or call.bytes in sizes:
-            continue
-        (usual,) = sizes
-        return Testimony(
-            text=f"; rank {rank}'s {op_at(call)} is its first there of {size_text(call.bytes)}: those before had {size_text(usual)}",
-            advice="a batch has another size than those before: let all ranks make equally many messages of it, or leave out the last "
-            "one (drop_last=True)",
-        )
+    for rank, call in _messages(case):
+        usual = arguments.usual(case.states[rank], call, "bytes")
+        if usual is not None and usual.changed and isinstance(usual.value, int) and usual.times >= ROUNDS:
+            return Testimony(
+                text=f"; rank {rank}'s {op_at(call)} is its first there of {size_text(call.bytes)}: those before had "
+                f"{size_text(usual.value)}",
+                advice="a batch has another size than those before: let all ranks make equally many messages of it, or leave out the "
+                "last one (drop_last=True)",
+            )
     return None
+
+
+def _messages(case: Case, *directions: str) -> Iterator[tuple[int, Call]]:
+    """Yield (rank, its call) of every wait of one known rank in a message, of these directions."""
+    for wait in case.incident.waits:
+        call = wait.calls.get(wait.ranks[0]) if wait.p2p and wait.ranks else None
+        if (
+            call is not None
+            and wait.ranks[0] in case.states
+            and messages.direction_of(call) in (directions or ("send", "recv"))
+        ):
+            yield wait.ranks[0], call
 
 
 def _unserved(case: Case) -> Iterator[tuple[int, Call, RankState]]:

@@ -16,15 +16,10 @@ from distdiag.diagnosis.culprit import callers
 from distdiag.diagnosis.culprit.callers import function_key
 from distdiag.diagnosis.model import guards as guarding
 from distdiag.diagnosis.model import rank_tests, syntax
-from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.guards import Guard, Kind
-from distdiag.diagnosis.model.snapshot import Call, Site
+from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.model.syntax import LOOPS, Source, tree_of
-from distdiag.diagnosis.text.phrases import at, site_text
-from distdiag.terms.operations import op_name
 
-# a loss that counts nothing, and has a gradient for every parameter also where an output is not finite
-NO_WEIGHT = "of `0 * sum(p.sum() for p in model.parameters())`"
 SHOWN = 2  # conditions, if several are possible
 CALLERS = 3  # functions around a wrapper that are looked at, from the inside
 
@@ -468,61 +463,3 @@ def only_under(name: str, file: str, source: Source) -> Condition | None:
         return around
     before = returns_before(site, source)
     return before[0] if len(before) == 1 else None
-
-
-# -- wording -----------------------------------------------------------------------------------------------------------
-
-
-def parting_text(conditions: Sequence[Condition]) -> str:
-    """Return `; they diverge at `if loss < 0.2` (train.py:6)`; empty without a condition."""
-    names = [f"`{c.text}` ({site_text(c.site)})" for c in conditions]
-    return f"; they diverge at {' or '.join(names)}" if names else ""
-
-
-def decision_advice(
-    condition: Condition, culprits: Collection[int], call: Call | None = None, ddp: bool = False, inside: bool = False
-) -> str:
-    """Return what to do about a condition that held on some ranks only.
-
-    Args:
-        call: What the culprits left out, or made alone.
-        ddp: It is a call of DDP's own.
-        inside: A library makes it, in what the line calls: the forward of a sharded module, for example.
-    """
-    guard, who = f"`{condition.text}` at line {condition.line}", rank_list(culprits)
-    if guarding.caches(condition.text):
-        return (
-            f"make no collective in a function under `{condition.text}` (line {condition.line}): it runs only where its result is not "
-            "in the rank's own cache; communicate outside it, in the same step on all ranks"
-        )
-    if guarding.logs(condition.text):
-        return (
-            f"make no collective where {guard} formats its arguments: logging does so only on ranks whose level lets the message pass; "
-            "compute the text before, on all ranks"
-        )
-    agree = f"(all_reduce {'a flag' if condition.text.startswith('except') else 'what it tests'})"
-    place = at(call.site and Site(call.site.file, call.site.line)) if call is not None else ""
-    if condition.way in (Way.SKIPPED, Way.ROUND) and call is not None:
-        past = f"too, where {guard} leads past it"
-        if call.p2p:
-            way, peer = ("sends", "to") if "send" in call.op else ("receives", "from")
-            return f"see that {who} {way} its message {peer} rank {call.peer}, {past}, or tells rank {call.peer} that none follows"
-        what, nothing = op_name(call.op) or "the collective", ""
-        if ddp:
-            what, nothing = f"DDP's {what}", f", for example with the backward {NO_WEIGHT}"
-        elif call.op and "barrier" not in call.op and not inside:
-            nothing = ", with zeros or an empty tensor if it has nothing to add"
-        do = f"run the line{place}, in which a library makes {what}," if inside else f"make {what}{place}"
-        if ddp or rank_tests.of_amount(condition.text):
-            return f"{do} on {who}, {past}{nothing}, or leave it out only where all ranks do {agree}"
-        if rank_tests.reads_rank(rank_tests.tested(condition.text)):
-            return f"{do} on all ranks or on none: {guard} leads {who} past it"
-        return f"let all ranks decide together whether they make {what}{place}: {guard} leads {who} past it {agree}"
-    if condition.way is Way.ALONE and call is not None and not call.p2p:
-        return f"make {op_name(call.op) or 'the collective'}{place} on all ranks or on none: {guard} keeps it to {who} {agree}"
-    if condition.text.startswith(("for ", "while ", "async for ")):
-        return (
-            f"let the loop {guard} run equally often on all ranks: find why it did not on "
-            f"{who}, or let all ranks decide together when it ends"
-        )
-    return f"find why {guard} had another result on {who}, or let all ranks decide together {agree}"

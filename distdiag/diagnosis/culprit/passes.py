@@ -9,10 +9,12 @@ others' passes of the step after.
 from __future__ import annotations
 
 from distdiag.diagnosis.culprit.case import Case, Testimony
-from distdiag.diagnosis.culprit.parting import NO_WEIGHT, Condition, parting
+from distdiag.diagnosis.culprit.parting import Condition, parting
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState, Site, issue_stack, lines_of
 from distdiag.diagnosis.model.syntax import Source, function, tree_of
+from distdiag.diagnosis.text.parting import NO_WEIGHT
+from distdiag.diagnosis.waits.wait import by_python
 from distdiag.terms.operations import op_name
 
 STEPS = 3  # from which on one backward for each forward and for each step is a habit
@@ -109,7 +111,7 @@ def _averages_in(state: RankState, call: Call | None) -> bool:
     """
     if call is None or call.group != state.models[0].group or op_name(call.op) not in ("all_reduce", ""):
         return False
-    return not call.op or not any((c.group, c.seq) == (call.group, call.seq) for c in state.calls)
+    return not call.op or not by_python(state, call)
 
 
 def _states(case: Case) -> dict[int, RankState]:

@@ -21,6 +21,7 @@ from distdiag.diagnosis.locks import LockCycle
 from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.diagnosis.text.incident_finding import incident_findings
+from distdiag.diagnosis.text.parting import parting_text
 from distdiag.diagnosis.text.phrases import NO_PROGRESS, op_text, where, wheres
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.waits.wait import last_wait
@@ -73,5 +74,5 @@ def _finished(facts: Facts) -> Finding:
         waiting=wheres(s, victims), step=first.step,
         first_seen_s=min(times or [s.t_s, *(s.ranks[q].ended_s or s.t_s for q in facts.ends)]),
         waited=f" and waited in {op_text(call)}" if call and call.op else "",
-        parting=parting.parting_text(parting.leaving(first.current_site, waiting.user_stack, facts.source)),
+        parting=parting_text(parting.leaving(first.current_site, waiting.user_stack, facts.source)),
     )  # fmt: skip

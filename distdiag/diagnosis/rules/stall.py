@@ -210,17 +210,18 @@ def _nobody_moves(facts: Facts) -> Iterator[Finding]:
 
 def waits_for(victims: Sequence[int], late: RankState, waited_s: float, limit_s: float | None = None) -> str:
     """Return `rank 0 waits for rank 1 for 57 s (judged from 60 s on)`."""
-    return f"{rank_list(victims)} {verb(victims, 'waits', 'wait')} for rank {late.rank}{_for(late, waited_s, limit_s)}"
+    return f"{rank_list(victims)} {verb(victims, 'waits', 'wait')} for rank {late.rank}{_how_long(late, waited_s, limit_s)}"
 
 
 def waited_for(victims: Sequence[int], late: Sequence[RankState], waited_s: float) -> str:
     """Return `rank 0 waited for ranks 1, 2, at train.py:5 in poll, for 57 s (judged from 60 s on)`; the late ones are at one line."""
     place = f",{at(late[0].current_site)}," if late[0].current_site is not None else ""
     who = rank_list([r.rank for r in late])
-    return f"{rank_list(victims)} waited for {who}{place}{_for(late[0], waited_s)}"
+    return f"{rank_list(victims)} waited for {who}{place}{_how_long(late[0], waited_s)}"
 
 
-def _for(late: RankState, waited_s: float, limit_s: float | None = None) -> str:
+def _how_long(late: RankState, waited_s: float, limit_s: float | None = None) -> str:
+    """Return ` for 57 s (judged from 60 s on)`, by what the late rank does."""
     limit_s = patience_s(late) if limit_s is None else limit_s
     judged = f" (judged from {rough_duration(limit_s)} on)" if waited_s < limit_s else ""
     return f" for {rough_duration(waited_s)}{judged}"

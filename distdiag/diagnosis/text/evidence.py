@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from distdiag.diagnosis.culprit.case import Reason, Testimony
-from distdiag.diagnosis.culprit.parting import Condition, Way, parting_text
+from distdiag.diagnosis.culprit.parting import Condition, Way
 from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call
 from distdiag.diagnosis.text.incident import calls_of
+from distdiag.diagnosis.text.parting import parting_text
 from distdiag.diagnosis.text.phrases import op_at, site_text
 from distdiag.diagnosis.text.template import filled
 from distdiag.diagnosis.waits.incidents import Root

@@ -9,7 +9,7 @@ from distdiag.diagnosis.model.findings import CollectiveRef, Where, rank_list
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site, Snapshot
 from distdiag.diagnosis.text.phrases import site_text, where_at
 from distdiag.diagnosis.waits import compatible
-from distdiag.diagnosis.waits.wait import Wait
+from distdiag.diagnosis.waits.wait import Wait, by_python
 from distdiag.terms.ranks import by_value
 from distdiag.terms.units import size_text
 
@@ -78,7 +78,7 @@ def collective_text(snapshot: Snapshot, wait: Wait, call: Call | None) -> str:
 
 def implicit_text(state: RankState | None, call: Call) -> str:
     """Return what DDP does in a collective that the user's line does not call; empty if Python made the call."""
-    if state is None or not state.models or any((c.group, c.seq) == (call.group, call.seq) for c in state.calls):
+    if state is None or not state.models or by_python(state, call):
         return ""
     return {
         ("forward", "broadcast"): " (by DDP, before the forward)",

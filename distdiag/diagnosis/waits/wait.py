@@ -55,6 +55,11 @@ def call_at(state: RankState | None, group: str, seq: int) -> Call | None:
     return next(same, None)
 
 
+def by_python(state: RankState, call: Call) -> bool:
+    """True if a line of Python has made this call; DDP makes its own in C++."""
+    return any((c.group, c.seq) == (call.group, call.seq) for c in state.calls)
+
+
 def conflict_at(snapshot: Snapshot, group: str, seq: int) -> str | None:
     """Return why a collective that every member has issued cannot complete: op, root, dtype or shape; None if it can."""
     wait = Wait((group, seq))

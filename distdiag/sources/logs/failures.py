@@ -31,7 +31,9 @@ _USED = bounded(rf"capacity of {_SIZE} of which {_SIZE} is free")
 _OWN = bounded(rf"memory {_SIZE} is allocated by PyTorch(?:.{{0,120}}?{_SIZE} is reserved by PyTorch)?")
 _TRIED = bounded(rf"Tried to allocate {_SIZE}")
 _GIB = {"GiB": 1.0, "MiB": 1 / 1024, "KiB": 1 / 1024**2, "bytes": 1 / 1024**3}
-ALIKE_GIB = 2.0  # a process has up to so much besides PyTorch's memory: two processes closer than that may be confused
+ALIKE_GIB = (
+    2.0  # most that a process holds beside PyTorch's memory: two whose sizes are closer may be taken for each other
+)
 _NUMBER = bounded(r"0x[0-9a-f]+|\d+")
 # of the program or its settings, if all ranks have it
 _OF_ALL = (MEANINGS["exception"], MEANINGS["usage"], MEANINGS["port_in_use"])

@@ -216,11 +216,7 @@ def _finding(found: Collected, row: Row, facts: list[Fact]) -> Finding:
     culprits, victims = _blamed(found, row.names.partition(" ")[0], facts)
     text, advice = row.blaming if row.blaming is not None and culprits else (row.text, row.advice)
     fields = _fields(facts, culprits, victims, row.subject)
-    if 0 < (came := len(found.nodes_came)) < found.nodes_wanted:
-        nodes = some(sorted(found.nodes_came))
-        fields["came"] = (
-            f"; of the {found.nodes_wanted:,} nodes that it needs, the log shows {came:,} that came: {nodes}"
-        )
+    fields["came"] = _came(found)
     kind, _, cause = row.kind.partition("/")
     return finding(
         kind,
@@ -276,6 +272,14 @@ def _blamed(found: Collected, name: str, facts: list[Fact]) -> tuple[Collection[
             whole = bool(found.world_size or found.named("ended"))  # else the log may be a part of the job's
             return absent_ranks(found, ranks) if whole and len(ranks) > 1 else (), ranks
     return (), ranks
+
+
+def _came(found: Collected) -> str:
+    """Return which nodes came to a rendezvous, if some did not."""
+    if not 0 < (came := len(found.nodes_came)) < found.nodes_wanted:
+        return ""
+    nodes = some(sorted(found.nodes_came))
+    return f"; of the {found.nodes_wanted:,} nodes that it needs, the log shows {came:,} that came: {nodes}"
 
 
 def _awaited(facts: Sequence[Fact]) -> int:

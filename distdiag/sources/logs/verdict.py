@@ -118,11 +118,14 @@ def judge_logs(
         ranks_seen=len(found.ranks),
         findings=tuple(findings),
         notes=(*advice_on_stop(text or ""), *_notes(found, findings, bool(findings or text))),
-        unjudged=None
-        if findings or text or ended
-        else f"{NO_ERROR}{'ended the job' if found.past else 'distdiag knows'} in {count(len(found.files), 'log')}",
+        unjudged=None if findings or text or ended else _unjudged(found),
         state_text=text,
     )
+
+
+def _unjudged(found: Collected) -> str:
+    known = "ended the job" if found.past else "distdiag knows"
+    return f"{NO_ERROR}{known} in {count(len(found.files), 'log')}"
 
 
 def failures_first(dumps: Report, logs: Report) -> Report:

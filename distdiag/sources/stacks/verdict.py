@@ -21,6 +21,7 @@ from distdiag.diagnosis.model.snapshot import Call, Group, Life, Model, RankStat
 from distdiag.diagnosis.model.syntax import Source, no_source
 from distdiag.diagnosis.text.incident import implicit_text, verb
 from distdiag.diagnosis.text.incident_finding import incident_finding
+from distdiag.diagnosis.text.parting import parting_text
 from distdiag.diagnosis.text.phrases import NO_PROGRESS, at, op_text, where_stack, wheres, worker_text, workers_of
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.waits.graph import WaitGraph, build
@@ -249,7 +250,7 @@ def _no_sink(s: Snapshot, seen: Mapping[int, Seen], source: Source) -> Iterator[
         accused = list(found.ranks) if found is not None else _led_away(s, odd, rest, source)
         known, odd, rest = bool(accused), accused or odd, [q for q in calls if q not in accused] if accused else rest
     stacks = s.ranks[odd[0]].user_stack, s.ranks[rest[0]].user_stack
-    parted = parting.parting_text(parting.parting(*stacks, source))
+    parted = parting_text(parting.parting(*stacks, source))
     own, other = calls[odd[0]], calls[rest[0]]
     yield APART(
         culprits=odd if known else (), victims=rest if known else sorted(calls), collective=_unnumbered(other),
