@@ -52,8 +52,8 @@ import os, sys, time
 from pathlib import Path
 from distdiag import launcher
 run = Path(sys.argv[1])
-if sys.argv[2] == "after":
-    time.sleep(0.5)
+while sys.argv[2] == "after" and not (run / ".traceback").exists():
+    time.sleep(0.05)
 print("distdiag: rank 1 crashed", file=sys.stderr, flush=True)
 stream = os.stat(sys.argv[3]) if len(sys.argv) > 3 else None
 (run / launcher.PRINTED_ON).write_text("another file" if stream else launcher.stderr_id())
@@ -68,6 +68,11 @@ SLOW_LAUNCHER = LAUNCHER.replace(
     monitor = subprocess.Popen(command)
     if "before" in command:
         monitor.wait()
+    show = sys.excepthook
+    def shown(*raised):
+        show(*raised)
+        open(os.path.join(command[3], ".traceback"), "w").close()
+    sys.excepthook = shown
     raise """,
 ).replace("import atexit", "import atexit, os")
 
