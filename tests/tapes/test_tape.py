@@ -192,7 +192,7 @@ def test_a_small_file_with_huge_contents_is_refused(
 
 def test_a_small_tape_that_asks_for_all_memory_costs_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of its frames changes one rank of 1,000: 40 bytes, and a new table of all ranks."""
-    monkeypatch.setattr(tapes, "MAX_MEMORY", 256 << 20)
+    monkeypatch.setattr(tapes, "MAX_MEMORY", 96 << 20)
     ranks = {rank: [{"rank": rank}] for rank in range(1000)}
     frames = [{"world_size": [1000], "ranks": ranks}, *[{"ranks": {0: None}}, {"ranks": {0: ranks[0]}}] * 10_000]
     (tmp_path / NAME).write_bytes(ZLIB + zlib.compress(b"".join(encoded(Frame(change=change)) for change in frames)))
