@@ -607,6 +607,23 @@ def test_a_rank_that_makes_its_call_once_more_has_stayed_in_the_loop_around_it(s
     assert (found.text, found.way) == (text, Way.STAYED if stays else Way.SKIPPED)
 
 
+@pytest.mark.parametrize(("leave", "ways"), [("break", (Way.STAYED, Way.LEFT)), ("return", (Way.ALONE, Way.SKIPPED))])
+def test_a_break_before_a_call_ends_the_loop_and_not_only_this_round(leave: str, ways: tuple[Way, Way]) -> None:
+    text, at = places(f"""
+    def run(self):
+        for x in self.batches():
+            if self.done():
+                {leave}
+            loss.backward()  # A
+    def main(trainer):
+        trainer.run()  # B
+        barrier()  # C
+    """)
+    inside, after = [Site(FILE, at["A"], "run"), Site(FILE, at["B"], "main")], [Site(FILE, at["C"], "main")]
+    found = [parting(*stacks, {FILE: text}.get) for stacks in ((inside, after), (after, inside))]
+    assert [(c.text, c.way) for (c,) in found] == [("if self.done()", way) for way in ways]
+
+
 @pytest.mark.parametrize(
     ("inner", "alone", "texts"),
     [

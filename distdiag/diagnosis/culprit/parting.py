@@ -199,7 +199,8 @@ def parting(
             found = found[:1]  # the outermost of nested loops
         if alone and sort is held:
             found = _surely_evaluated(my_path, found, source, bool(mine))
-        conditions = {c: _reads_rank(p, source) for p in found if (c := _condition(p, source, way)) is not None}
+        made = ((p, _condition(p, source, _out_of_loop(p, way))) for p in found)
+        conditions = {c: _reads_rank(p, source) for p, c in made if c is not None}
         asked = [c for c, reads in conditions.items() if reads]
         if conditions and not asked and sort is held:
             # or all were in that branch, and this rank has left a loop before it
@@ -208,6 +209,12 @@ def parting(
         if conditions:
             return (asked or list(conditions))[-SHOWN:]
     return []
+
+
+def _out_of_loop(placed: _Placed, way: Way) -> Way:
+    """Return the way of a condition before a call, by what it leads to: a `break` ends the loop, not only this round."""
+    ends = isinstance(placed.guard.way_out, ast.Break)
+    return {Way.ALONE: Way.STAYED, Way.SKIPPED: Way.LEFT}.get(way, way) if ends else way
 
 
 def _tries(
