@@ -9,7 +9,7 @@ import pytest
 
 from distdiag.diagnosis.culprit import callers, parting
 from distdiag.diagnosis.model.findings import Finding, Where
-from distdiag.diagnosis.model.snapshot import Call, Life, Model, RankState, Site
+from distdiag.diagnosis.model.snapshot import Call, Life, Model, RankState, Site, Step
 from distdiag.diagnosis.rules import deadlock, mismatch
 from distdiag.diagnosis.text.finding import finding_lines
 from tests.diagnosis.made import findings
@@ -539,3 +539,35 @@ def test_the_condition_is_named_at_which_histories_parted_and_not_where_the_rank
     assert f.message.startswith("rank 1 skipped all_reduce (train.py:3, called at train.py:7): `if n` (train.py:2)")
     assert "saver.due" not in f.message + f.advice
     assert f.advice.startswith("make all_reduce at train.py:3 on rank 1, too, where `if n` at line 2 leads past it")
+
+
+@pytest.mark.parametrize(
+    ("ended_s", "head"), [(30.0, "rank 1 is still in the loop"), (41.0, "rank 1 skipped all_to_all")]
+)
+def test_a_rank_that_has_ended_a_step_since_its_last_call_is_in_that_loop_anew(ended_s: float, head: str) -> None:
+    """The loop after the step's exchange, in which it is now, is that of the next step: it left the exchange out."""
+    text, at = places("""
+    def exchange(x):
+        if x.numel() == 0:
+            return x
+        return all_to_all(x)  # A
+    def fit(model):
+        for batch in loader:
+            loss = exchange(batch)  # B
+            for p in model.shared():
+                all_reduce(p.grad)  # C
+            opt.step()
+    """)
+    here, there, caller = (Site(FILE, at[m], f) for m, f in (("C", "fit"), ("A", "exchange"), ("B", "fit")))
+    last = call(seq=89, site=here, entered_s=40.0)
+    ends = ((call("all_to_all", 90, there), (there, caller)), (call(seq=90, site=here, entered_s=45.0), (here,)))
+    ranks = [
+        rank(
+            r, c, calls=(last, c), user_stack=stack, step=5, sites={key(here): 20, key(there): 5},
+            steps=(Step(5, ended_s, 100.0, *[20.0] * 4, 0.0, 20.0, None, 8, 40, None),),
+        )
+        for r, (c, stack) in enumerate(ends)
+    ]  # fmt: skip
+    ranks.append(msgspec.structs.replace(ranks[0], rank=2))
+    f = only(snapshot(*ranks), source={FILE: text}.get)
+    assert f.culprits == (1,) and f.message.startswith(head)

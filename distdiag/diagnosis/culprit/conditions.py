@@ -224,9 +224,16 @@ def _ahead(case: Case, rank: int, other: int) -> bool:
 
 
 def _again(case: Case, rank: int, other: int) -> bool:
-    """True if both ranks made the call before at the place where the other is now, from the same callers: it makes it once more."""
-    here = case.wait.calls[other].site
-    return here is not None and _call_before(case, rank, other) == here.key
+    """True if both ranks made the call before at the place where the other is now, from the same callers: it makes it once more.
+
+    If the other has ended a step since then, it is there anew.
+    """
+    here, state = case.wait.calls[other].site, case.states[other]
+    if here is None or _call_before(case, rank, other) != here.key or case.wait.seq is None:
+        return False
+    before = call_at(state, case.wait.group, case.wait.seq - 1)
+    ended_s = state.steps[-1].end_s if state.steps else None
+    return before is None or before.entered_s is None or ended_s is None or before.entered_s > ended_s
 
 
 def _call_before(case: Case, rank: int, other: int) -> str | None:
