@@ -346,6 +346,28 @@ def test_ranks_that_are_slow_in_turns_are_rotating(world: int, turns: bool) -> N
         assert [f for f in found if f.cause == "rotating"] == []
 
 
+@pytest.mark.parametrize(
+    ("phase", "queued_share", "found"),
+    [
+        ("backward", 0.02, True),
+        ("backward", 0.4, False),
+        ("other", 0.4, True),
+    ],  # what sleeps between steps needs no CPU
+)
+def test_ranks_that_compute_and_wait_for_a_cpu_in_turns_are_not_rotating(
+    phase: str, queued_share: float, found: bool
+) -> None:
+    r = random.Random(5)
+    slow = [r.randrange(3) for _ in range(60)]
+
+    def of_rank(q: int) -> tuple[Step, ...]:
+        own, usual = steps(120.0, phase, seed=q), steps(wait_ms=120.0, seed=q)
+        return tuple(own[k] if slow[k] == q else usual[k] for k in range(60))
+
+    ranks = (rank(q, steps=of_rank(q), queued_share=queued_share) for q in range(3))
+    assert bool(stragglers(job(*ranks, host_cpu_pct=99.0))) is found
+
+
 def test_ranks_that_do_not_wait_for_each_other_in_most_steps_are_not_rotating() -> None:
     """Local SGD: they average their models now and then."""
     r = random.Random(5)
