@@ -39,6 +39,20 @@ def test_fewer_rows_than_before_are_those_of_a_last_batch(shape: tuple[int, ...]
     assert ("drop_last=True" in f.advice) is last
 
 
+def test_lists_of_objects_of_different_lengths_are_said_to_be_that() -> None:
+    """A rank that has gone on to the objects themselves, at the same line, has made no call more than the others."""
+    sizes = [call("broadcast", 2, SITE, dtype="int64", shape=(n,)) for n in (3, 2, 2)]
+    after = call("broadcast", 3, SITE, dtype="uint8", shape=(101,))
+    ranks = [rank(r, c, calls=(c,), sites={f"{FILE}:5": 1}) for r, c in enumerate(sizes)]
+    ranks[0] = msgspec.structs.replace(ranks[0], calls=(sizes[0], after), sites={f"{FILE}:5": 2})
+    text = {True: "\n" * 4 + "dist.broadcast_object_list(info)", False: "\n" * 4 + "dist.broadcast(sizes)"}
+    lists, tensors = (only(snapshot(*ranks), source={FILE: text[known]}.get) for known in (True, False))
+    assert lists.culprits == tensors.culprits == (0,)
+    assert "has lists of different lengths: ranks 1, 2: 2 objects; rank 0: 3 objects" in lists.message
+    assert "pass a list of the same length on all ranks" in lists.advice
+    assert "more than the others" not in tensors.message
+
+
 def test_of_two_sides_that_part_at_an_except_the_one_that_caught_something_is_asked_for() -> None:
     text = "def run():\n    try:\n        load()\n        broadcast()\n    except OSError:\n        pass\n    DDP()\n"
     sides = (call("broadcast", 1, Site(FILE, 4, "run")), call("all_gather", 1, Site(FILE, 7, "run")))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from distdiag.diagnosis.comparison import minority
@@ -12,7 +13,8 @@ from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.culprit.conditions import tied
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState
-from distdiag.diagnosis.text.phrases import both_sites, count
+from distdiag.diagnosis.model.syntax import line_at
+from distdiag.diagnosis.text.phrases import at, both_sites, count
 from distdiag.diagnosis.waits import compatible
 from distdiag.terms.ranks import by_value
 from distdiag.terms.units import size_text
@@ -99,6 +101,8 @@ def _uneven(case: Case) -> Testimony | None:
 def explain(case: Case, ranks: Sequence[int]) -> Testimony | None:
     """Return the argument that the first of these ranks passed in its earlier calls at the site; None if it has not changed."""
     argument = case.wait.conflict or ""
+    if argument == "shape" and (lists := _object_lists(case)) is not None:
+        return replace(lists, ranks=tuple(ranks))
     if argument not in _ARGUMENT or not ranks:
         return None
     (found,) = _of_ranks(case, ranks[:1])
@@ -113,6 +117,22 @@ def explain(case: Case, ranks: Sequence[int]) -> Testimony | None:
     text = f"; before, {'all ranks' if all_changed else rank_list(ranks)} called it with {value} ({times})"
     last = argument == "shape" and (all_changed or _is_shorter(case.states[ranks[0]], case.wait.calls[ranks[0]]))
     return Testimony(ranks=tuple(ranks), text=text, advice=LAST_BATCH if last else "")
+
+
+def _object_lists(case: Case) -> Testimony | None:
+    """Return that lists of objects differ in length: what `broadcast_object_list` broadcasts first has one element for each object."""
+    sites = {call.site for call in case.wait.calls.values()}
+    site = next(iter(sites))
+    if len({s and s.key for s in sites}) > 1 or "broadcast_object_list(" not in line_at(site, case.source):
+        return None
+    each = (
+        f"{rank_list(side)}: {count(compatible.elements(case.wait.calls[side[0]]) or 0, 'object')}"
+        for side in case.sides
+    )
+    return Testimony(
+        text=f"; `broadcast_object_list` has lists of different lengths: {'; '.join(each)}",
+        advice=f"pass a list of the same length on all ranks{at(site)}: only what is in it comes from src (`[None] * n` on the others)",
+    )
 
 
 def _is_shorter(state: RankState, call: Call) -> bool:

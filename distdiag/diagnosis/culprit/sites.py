@@ -156,8 +156,8 @@ def more_calls(case: Case, ranks: Sequence[int]) -> Testimony | None:
     states = [case.states[q] for q in case.compared if q not in ranks and q in case.states]
     if len(ranks) != 1 or not states or len({st.step for st in states} | {case.states[ranks[0]].step}) != 1:
         return None
-    mine = case.states[ranks[0]].sites
-    theirs = {site: {st.sites.get(site, 0) for st in states} for site in mine}
+    mine = _until_now(case, case.states[ranks[0]])
+    theirs = {site: {_until_now(case, st).get(site, 0) for st in states} for site in mine}
     found = [site for site, times in theirs.items() if len(times) == 1 and 0 < min(times) < mine[site]]
     if len(found) != 1:
         return None
@@ -174,6 +174,13 @@ def more_calls(case: Case, ranks: Sequence[int]) -> Testimony | None:
         text=f"{text}: it calls it under {guard}",
         advice=f"make that call on all ranks or on none: {guard} keeps it to rank {ranks[0]}",
     )
+
+
+def _until_now(case: Case, state: RankState) -> dict[str, int]:
+    """Return how often a rank has been at its sites up to the call of the case: it may have gone on, and been aborted later."""
+    group, seq = case.wait.group, case.wait.seq
+    on = Counter(site_of(None, c) for c in state.calls if c.group == group and seq is not None and (c.seq or 0) > seq)
+    return {site: n - on[site] for site, n in state.sites.items()}
 
 
 def called_under(case: Case, key: str, rank: int) -> Condition | None:
