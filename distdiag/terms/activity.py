@@ -97,7 +97,8 @@ ACTIVITIES = (  # in the order in which lines are searched for them
     ),
     Activity(
         word="gil_held", patience_s=8.0, shown="holding the GIL", does="is stuck in C code that holds the GIL",
-        do="check the native call at that line",
+        do="the native call at that line keeps all other threads of the rank from running: check its input (a regular expression that "
+        "backtracks, a long text), split it, or run it in another process",
     ),
     Activity(
         word="device", patience_s=20.0, shown="waiting for its own device",

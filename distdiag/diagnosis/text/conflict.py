@@ -42,8 +42,11 @@ _ADVICE = {
     "batch, and ranks that share one (tensor, sequence or context parallel) must not leave out or load batches by themselves: compare the batches of {both}",
     "dtype": "on {first} cast the tensor to {theirs} before the call{either}: it may come from Python or "
     "NumPy numbers, autocast, or a cast or a checkpoint on some ranks only: compare {both}",
-    "root": "pass the same src/dst on all ranks: compare {both}",
-    "op": "make all ranks call the same operation: compare {both}",
+    "gather": "{a} needs tensors of one size: exchange the sizes first and pad to the largest, or use all_gather_object; compare what "
+    "each rank has there",
+    "root": "pass the same src/dst on all ranks: compare {both}; if each rank chooses it by its own values, let one rank choose and "
+    "broadcast its choice",
+    "op": "make all ranks call the same operation: compare {both}, and find what leads {first} to the one and {second} to the other",
     "threads": THREADS_ADVICE,
 }
 
@@ -106,6 +109,8 @@ def advice(verdict: Verdict) -> str:
         row = "way"
     elif cause == "shape" and a.site is not None and not apart and a.site.function == "forward":
         row = "activations"
+    elif cause == "shape" and compatible.op_name(a.op).startswith(("all_gather", "gather")):
+        row = "gather"
     mine, theirs = (compatible.dtype_name(call.dtype) for call in (a, b))
     return filled(
         _ADVICE[row], both=both, first=first, second=second, theirs=theirs,
