@@ -607,6 +607,28 @@ def test_a_rank_that_makes_its_call_once_more_has_stayed_in_the_loop_around_it(s
     assert (found.text, found.way) == (text, Way.STAYED if stays else Way.SKIPPED)
 
 
+@pytest.mark.parametrize(
+    ("inner", "text"),
+    [("for part in order(batch).chunk(parts)", "if divergence > limit"), ("while left(batch)", "while left(batch)")],
+)
+def test_a_break_of_the_outer_loop_comes_before_the_end_of_an_inner_for(inner: str, text: str) -> None:
+    source, at = places(f"""
+    def update(batch):
+        for epoch in range(epochs):
+            {inner}:
+                all_reduce(grads)  # A
+            if divergence > limit:
+                break
+    def main():
+        for batch in rollouts:
+            update(batch)  # B
+            all_gather(batch)  # C
+    """)
+    theirs = [Site(FILE, at["A"], "update"), Site(FILE, at["B"], "main")]
+    (found,) = parting([Site(FILE, at["C"], "main")], theirs, {FILE: source}.get, again=True)
+    assert (found.text, found.way) == (text, Way.LEFT)
+
+
 @pytest.mark.parametrize(("leave", "ways"), [("break", (Way.STAYED, Way.LEFT)), ("return", (Way.ALONE, Way.SKIPPED))])
 def test_a_break_before_a_call_ends_the_loop_and_not_only_this_round(leave: str, ways: tuple[Way, Way]) -> None:
     text, at = places(f"""

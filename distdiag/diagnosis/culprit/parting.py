@@ -300,10 +300,14 @@ def _sorts(path: _Path, source: Source) -> tuple[list[_Placed], ...]:
 
 
 def _innermost(path: _Path) -> Iterator[list[_Placed]]:
-    """Yield what leaves the innermost loop around a call, and the loop, unless an exception may have left it."""
-    loop = next((p for p in reversed(path.own) if p.guard.kind is Kind.INSIDE), None)
-    if loop is not None and not any(isinstance(p.guard.node, ast.ExceptHandler) for p in path.own):
-        yield from ([*_ways_out(loop, (ast.Break, ast.Return, ast.Expr))], [loop])
+    """Yield what leaves the innermost loop around a call, what leaves the loops around it if it is a `for`, which mostly ends by itself,
+    and the loop; nothing if an exception may have left it."""
+    loops = [p for p in reversed(path.own) if p.guard.kind is Kind.INSIDE]
+    if not loops or any(isinstance(p.guard.node, ast.ExceptHandler) for p in path.own):
+        return
+    for loop in loops if isinstance(loops[0].guard.node, ast.For) else loops[:1]:
+        yield [*_ways_out(loop, (ast.Break, ast.Return, ast.Expr))]
+    yield loops[:1]
 
 
 def _surely_evaluated(path: _Path, found: list[_Placed], source: Source, alive: bool) -> list[_Placed]:

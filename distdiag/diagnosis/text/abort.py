@@ -11,6 +11,7 @@ from distdiag.diagnosis.model.snapshot import Life, Snapshot
 from distdiag.diagnosis.text import evidence
 from distdiag.diagnosis.text.phrases import at, where, wheres
 from distdiag.diagnosis.text.template import Template
+from distdiag.terms.units import size_text
 
 ABORT = Template(kinds.MISMATCH, "shape",
     "{head}ranks {what} of different sizes, and gloo aborted {killed}: {places}{why}", "the job ended", "{do}",
@@ -33,7 +34,7 @@ def finding(snapshot: Snapshot, verdict: Verdict) -> Finding:
         f"{rank_list([r for r in dead if r in sites and sites[r].key == key])}{at(site)}" for key, site in lines.items()
     )
     return ABORT(
-        culprits=odd, victims=rest, where=(where(states[r], _STATES.get(Life(states[r].life))) for r in odd or dead),
+        culprits=odd, victims=rest, where=(where(states[r], _STATES.get(Life(states[r].life)), sites.get(r)) for r in odd or dead),
         waiting=wheres(snapshot, rest) if odd else (), step=states[killed[0]].step if killed else None,
         first_seen_s=min((t for r in dead if (t := states[r].ended_s) is not None), default=snapshot.t_s),
         head=head, what=what, killed=killed, places=places, why=why, do=advice, proved=_members(snapshot, verdict) <= set(dead),
@@ -41,7 +42,10 @@ def finding(snapshot: Snapshot, verdict: Verdict) -> Finding:
 
 
 def _members(snapshot: Snapshot, verdict: Verdict) -> set[int]:
-    """Return the ranks whose calls must be known for a proof: the members of the group."""
+    """Return the ranks whose calls must be known for a proof: the members of the group, or both ends of a message."""
+    calls = verdict.wait.calls
+    if len(calls) == 2 and all(call.p2p and call.peer in calls for call in calls.values()):
+        return set(calls)
     group = snapshot.groups.get(verdict.wait.group)
     return set(group.ranks if group is not None else snapshot.ranks)
 
@@ -51,7 +55,12 @@ def _text(snapshot: Snapshot, verdict: Verdict, dead: list[int]) -> tuple[str, s
     calls = {rank: call for rank in dead if (call := verdict.wait.calls[rank]).op or call.shape}
     if calls and all(call.p2p for call in calls.values()):
         advice = "compare the messages of the ranks with their receives: in number, order, tag and size"
-        return "exchanged messages", evidence.reason_text(verdict), advice
+        sizes = (
+            f"rank {q} {'sent' if 'send' in c.op else 'expects'} {size_text(c.bytes)}"
+            for q, c in calls.items()
+            if c.bytes
+        )
+        return "exchanged messages", f"; {', '.join(sizes)}{evidence.reason_text(verdict)}", advice
     what = "called one collective with tensors"
     if len({call.site for call in verdict.wait.calls.values()}) > 1:
         return what, evidence.reason_text(verdict), evidence.advice(verdict) or COMPARE

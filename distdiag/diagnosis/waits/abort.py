@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot
 from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.incidents import Incident, Root
+from distdiag.diagnosis.waits.messages import other_end
 from distdiag.diagnosis.waits.wait import Wait, call_at, last_wait
 from distdiag.terms.ranks import by_value
 
@@ -24,6 +25,7 @@ def incident(snapshot: Snapshot, ended: Iterable[int]) -> Incident | None:
     aborted = [call for state in states if state.signal == SIGABRT and (call := last_wait(state)) is not None]
     numbers = [(call.group, call.seq) for call in aborted if call.seq is not None and not call.p2p]
     calls = {state.rank: _call(state, min(numbers) if numbers else None) for state in states}
+    calls = _message(snapshot, states) or calls
     by_site = by_value({rank: call.site.key if call.site is not None else "" for rank, call in calls.items()})
     sides = [frozenset(ranks) for ranks in by_site.values()]
     if len(sides) == 1 and (by_path := _by_path(states, calls)) is not None:
@@ -41,6 +43,19 @@ def incident(snapshot: Snapshot, ended: Iterable[int]) -> Incident | None:
     wait.conflict, wait.calls, wait.died = "shape", calls, tuple(calls)
     wait.sides = tuple(sorted(sides, key=lambda side: (-len(side), min(side))))
     return Incident(Root.ABORT, frozenset(calls), (wait,), frozenset(calls))
+
+
+def _message(snapshot: Snapshot, states: Sequence[RankState]) -> dict[int, Call] | None:
+    """Return both ends of the first message that an aborted rank received in other bytes than were sent; its sender has gone on."""
+    for state in states:
+        call = last_wait(state)
+        peer = call.peer if call is not None and state.signal == SIGABRT and call.op.endswith("recv") else None
+        if call is None or peer is None or call.nth is None:
+            continue
+        sent = other_end(snapshot.ranks.get(peer), state.rank, call, call.nth)
+        if sent is not None and sent.bytes != call.bytes and sent.site is not None and call.site is not None:
+            return {peer: sent, state.rank: call}
+    return None
 
 
 def _by_path(states: Sequence[RankState], calls: dict[int, Call]) -> list[frozenset[int]] | None:

@@ -168,6 +168,30 @@ def test_gloo_aborts_a_rank_whose_message_is_longer_than_its_receive() -> None:
         assert "collective" not in f.message + f.advice
 
 
+def test_a_message_of_another_size_is_shown_where_it_was_sent_from_although_its_sender_has_gone_on() -> None:
+    def message(op: str, line: int, nth: int, **more: Any) -> Call:
+        return Call(op=op, group="default_pg", site=Site("/job/link.py", line, "run"), nth=nth, entered_s=98.0, **more)
+
+    sent = message("send", 19, 9, peer=1, bytes=3072, completed_s=98.1)
+    later, small = message("recv", 27, 4, peer=1, bytes=3072), message("recv", 24, 9, peer=0, bytes=16)
+    onlooker = message("recv", 27, 3, peer=3, bytes=3072)
+    ends = ((later, (sent, later)), (small, (small,)), (onlooker, (onlooker,)))
+    aborted = {
+        0: {"life": "crashed", "exception": "RuntimeError: Connection reset by peer"},
+        1: {"life": "killed", "signal": 6},
+    }
+    ranks = (
+        rank(q, current_site=at.site, ended_waiting=True, ended_s=99.0, calls=calls, **aborted.get(q, aborted[0]))
+        for q, (at, calls) in enumerate(ends)
+    )
+    f = only(findings(job(*ranks), mismatch, rank_lost))
+    assert (
+        "rank 0 at link.py:19 in run; rank 1 at link.py:24 in run; rank 0 sent 3.0 KiB, rank 1 expects 16 B"
+        in f.message
+    )
+    assert "27" not in f.message and f.certainty == "proved"
+
+
 def test_an_aborted_rank_is_judged_with_the_rank_that_the_launcher_killed_in_its_call() -> None:
     """torchrun's SIGTERM may arrive before the exception of the rank that lost its peer."""
     validate, backward = Site("/job/train.py", 14, "reduce_mean"), Site("/job/train.py", 38, "main")
