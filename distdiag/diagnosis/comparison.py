@@ -183,7 +183,7 @@ def occasional(window: Window) -> Subset | None:
     cost = sum(gains) / sum(x.step_ms for x in first)
     gaps = [first[b].step - first[a].step for a, b in itertools.pairwise(slow)]
     period = min(gaps)
-    complete = len(slow) >= PRESENT * (sum(gaps) / period + 1)
+    complete = len(slow) >= PRESENT * max(sum(gaps) / period + 1, len(first) // period)  # and in all of the window
     regular = period > 1 and complete and all(abs(gap - round(gap / period) * period) <= 1 for gap in gaps)
     if cost < (PERIODIC_COST if regular else COSTLY) or not (regular or len(slow) >= IRREGULAR_TIMES):
         return None
