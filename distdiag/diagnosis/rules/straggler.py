@@ -16,6 +16,7 @@ shared_storage, jittery_sim, gc_pauses, bucketed_lengths, pipe_three.
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections import Counter
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from distdiag.diagnosis.comparison import COSTLY, Subset, Veto, leads, others
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Arrival, RankState, Snapshot, lines_of
+from distdiag.diagnosis.model.syntax import Source, line_at, no_source
 from distdiag.diagnosis.pauses import Lost, Pauses
 from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import PHASES, Window, part_ms, self_ms
@@ -97,6 +99,7 @@ class Limits:
 
 limits = Limits()
 HANDING_OUT = ("scatter", "broadcast")
+_QUEUE = re.compile(r"(?i)\b(?:\w*queue\w*|\w*_q|q)\.get\(")
 JUDGED_BY_ARRIVAL = (
     "all_reduce", "barrier", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all"
 )  # fmt: skip
@@ -223,7 +226,7 @@ def _in_window(facts: Facts) -> Iterator[Finding | Abstained]:
 def _case(facts: Facts, window: Window) -> Case:
     several = not any(r.p2p_issued for r in facts.snapshot.ranks.values())  # the stages of a pipeline differ by design
     slow = comparison.persistent(window, limits.recurrence, limits.least_ms, several)
-    return Case(facts.snapshot, window, slow, facts.shadows, facts.pauses)
+    return Case(facts.snapshot, window, slow, facts.shadows, facts.pauses, facts.source)
 
 
 # -- one rank, or those of one node, in nearly every step ------------------------------------------------------------
@@ -257,6 +260,7 @@ class Case:
     slow: Subset
     shadows: tuple[int, ...] = ()
     pauses: Pauses = field(default_factory=Pauses)
+    source: Source = no_source
 
     @cached_property
     def rest(self) -> list[int]:
@@ -338,18 +342,39 @@ class Case:
         return len(self.slow.ranks) == 1 and load >= max(limits.crowded, limits.crowded * rest)
 
     def _queued_ms(self, rank: int) -> float:
-        """Return milliseconds per step that a rank waited for a CPU beyond the others, on a busy host."""
+        """Return milliseconds per step that a rank waited for a CPU beyond the others, on a busy host.
+
+        One that computes more waits more often, too: by as much as the others wait for what they compute.
+        """
         ranks = self.snapshot.ranks
-        if self.crowded:
+        own, theirs = ranks[rank].queued_share, [r for q in self.rest if (r := ranks[q]).queued_share is not None]
+        if self.crowded or own is None or not theirs or not self.busy:
             return 0.0
-        own, theirs = ranks[rank].queued_share, [x for q in self.rest if (x := ranks[q].queued_share) is not None]
-        if own is None or not theirs or not self.busy:
-            return 0.0
-        return max(0.0, own - statistics.median_low(theirs)) * self.slow.step_ms
+        usual = statistics.median_low(r.queued_share or 0.0 for r in theirs)
+        per_computed = [(r.queued_share or 0.0) / (r.cpu_pct / 100) for r in theirs if r.cpu_pct]
+        if per_computed:
+            computed = min(1.0, (ranks[rank].cpu_pct or 0.0) / 100)
+            usual = max(usual, computed * statistics.median_low(per_computed))
+        return max(0.0, own - usual) * self.slow.step_ms
 
     @cached_property
     def most(self) -> Excess:
         return max(self.excesses, key=lambda x: x.phase_ms)
+
+    @cached_property
+    def idle(self) -> bool:
+        """True if between its steps the slowest rank mostly waits, and computes little."""
+        r = self.snapshot.ranks[self.most.rank]
+        share = 1.0 - (r.cpu_pct or 0.0) / 100 - (r.queued_share or 0.0)
+        waited_ms = statistics.median(x.wait_ms for x in self.window.steps[r.rank])
+        idle_ms = share * self.slow.step_ms - waited_ms
+        return self.phase == "other" and r.cpu_pct is not None and idle_ms >= limits.concentrated * self.most.phase_ms
+
+    @cached_property
+    def at_queue(self) -> bool:
+        """True if it waits for its queue: the others' are filled while they wait for it, however slow their producers are."""
+        sites = text.stack_of(self.snapshot.ranks[self.most.rank], "other")[:1]
+        return self.phase == "other" and any(_QUEUE.search(line_at(site, self.source)) for site in sites)
 
     @property
     def phase(self) -> str:

@@ -66,7 +66,11 @@ _DO = {
     "backward": _COMPUTES,
     "optimizer": "look for work in optimizer.step that only that rank does (hooks, logging)",
     "other": "move that work off the training step: do it in fewer steps, in the same step on all ranks, or in a thread",
+    "idle": "it waits there and computes little: see for what (a lock that another thread holds, a disk, a socket, a sleep), and take that wait "
+    "out of the step",
+    "queue": "see what fills that queue, on all ranks: a producer that needs longer than a step; start more of them, or let each do more at once",
 }
+_NOT_KNOWN = "; how fast the others' queues are filled is not known: they fill while they wait"
 _SAME_CODE = "the same code is fast on the other ranks: "
 _DO_SAME = {
     "data": _SAME_CODE + "compare the files and samples that {who} reads there, its disk and its CPU load",
@@ -96,8 +100,14 @@ def early(times: int, first: int) -> str:
     return f"; {times} of them in its first {first} steps, which may be warm-up" if times else ""
 
 
-def found(template: Template, s: Snapshot, window: Window, ranks: Collection[int], phase: str, **facts: Any) -> Finding:
-    """Return a finding about slow ranks; the first is at the line with most samples of that phase."""
+def found(
+    template: Template, s: Snapshot, window: Window, ranks: Collection[int], phase: str, doing: str = "", **facts: Any
+) -> Finding:
+    """Return a finding about slow ranks; the first is at the line with most samples of that phase.
+
+    Args:
+        doing: What it does there, if that is known: a key of the advice.
+    """
     first, *more = ranks
     r, stack = s.ranks[first], stack_of(s.ranks[first], phase)
     facts.setdefault("where", (
@@ -105,9 +115,14 @@ def found(template: Template, s: Snapshot, window: Window, ranks: Collection[int
         *(where(s.ranks[q], "user_code", next(iter(stack_of(s.ranks[q], phase)), None)) for q in more),
     ))  # fmt: skip
     no_workers = all(x.workers == 0 for q in ranks for x in s.ranks[q].loaders if x.in_training)
-    do = _DO["no workers" if phase == "data" and no_workers else phase]
+    do = _DO[doing or ("no workers" if phase == "data" and no_workers else phase)]
     others = (s.ranks[q].phase_sites.get(phase, ()) for q in window.ranks if q not in ranks)
-    if stack and phase in _DO_SAME and any(stack[0].key == site.key for sites in others for site, _ in sites):
+    if (
+        stack
+        and not doing
+        and phase in _DO_SAME
+        and any(stack[0].key == site.key for sites in others for site, _ in sites)
+    ):
         do = _DO_SAME[phase]
     own_code = f"{'its' if len(ranks) == 1 else 'their'} own code"
     facts.setdefault("what", f"{own_code} between steps" if phase == "other" else phase)
@@ -135,8 +150,9 @@ def slow(case: Any) -> Finding:
     first = window.steps[x.rank][slow.indices[0]]
     return found(
         SLOW, s, window, [x.rank, *(q for q in slow.ranks if q != x.rank)], x.phase, **facts, queued=queued,
+        doing="queue" if case.at_queue else "idle" if case.idle else "", severity=Severity.INFO if case.at_queue else None,
         cause="host" if x.phase == "other" else x.phase, up_to="" if alone else "up to ",
-        slower="slowest" if alone else "slower than all of them", gain=_gain_text(window, slow, case.loader_gain),
+        slower="slowest" if alone else "slower than all of them", gain=_NOT_KNOWN if case.at_queue else _gain_text(window, slow, case.loader_gain),
         first_seen_s=first.end_s - first.step_ms / 1e3,
     )  # fmt: skip
 

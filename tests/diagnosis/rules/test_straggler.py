@@ -20,7 +20,7 @@ from distdiag.diagnosis.model.snapshot import (
     Snapshot,
     Step,
 )
-from distdiag.diagnosis.rules import RULES, uneven_batches
+from distdiag.diagnosis.rules import RULES, straggler, uneven_batches
 from tests.diagnosis.made import CARD, GIB, LOOP, findings, job, loader, of_kind, only, rank, speeds, steps, stragglers
 
 
@@ -166,6 +166,7 @@ def irregular(at: dict[int, tuple[int, ...]], extra_ms: float) -> list[tuple[Ste
         ({1: (*range(12, 30), *range(38, 50))}, 150.0, 40.0, [(1,)]),  # a device that throttles for some seconds
         ({1: (*range(12, 30), *range(38, 50)), 0: (33,)}, 150.0, 40.0, []),
         ({1: (12, 15, 31, 52)}, 400.0, 40.0, []),  # too few to exclude chance
+        ({1: (22, 24, 26)}, 400.0, 40.0, []),  # no period: in most of the window it was as fast as the other
         ({1: (12, 15, 24, 31, 40, 52)}, 60.0, 40.0, []),  # costs little
         ({1: (12, 15, 24, 31, 40, 52), 0: (20,)}, 300.0, 40.0, []),  # both ranks have such steps
         ({1: (12, 15, 24, 31, 40, 52, 53)}, 300.0, 100.0, []),  # no core is free
@@ -408,6 +409,36 @@ def test_time_without_a_cpu_is_not_the_ranks_own_work() -> None:
         assert (only(one).culprits, only(one).cause) == ((1,), "backward")
     assert "ms in which it waits for a CPU), slowest" in only(found(0.2, extra_ms=200.0)).message
     assert "waits for a CPU" not in only(found(0.5, 40.0)).message
+
+
+@pytest.mark.parametrize(("cpu_pct", "culprits"), [(45.0, [(1,)]), (10.0, [])])
+def test_a_rank_that_computes_more_also_waits_more_often_for_a_cpu(
+    cpu_pct: float, culprits: list[tuple[int, ...]]
+) -> None:
+    """Per second that they compute, ranks of a busy host wait alike; one that waits much and computes little has a busier core."""
+    first = rank(0, steps=steps(wait_ms=300.0), queued_share=0.2, cpu_pct=10.0)
+    late = rank(1, steps=steps(300.0, "backward", seed=1), queued_share=0.9, cpu_pct=cpu_pct)
+    assert [f.culprits for f in stragglers(job(first, late, host_cpu_pct=100.0))] == culprits
+
+
+@pytest.mark.parametrize(
+    ("line", "cpu_pct", "severity", "advice"),
+    [
+        ("item = self.queue.get()", 10.0, "info", "see what fills that queue, on all ranks"),
+        ("with self.guard:", 10.0, "warning", "it waits there and computes little"),
+        ("with self.guard:", 95.0, "warning", "move that work off the training step"),
+    ],
+)
+def test_a_rank_that_waits_between_its_steps_is_not_said_to_work(
+    line: str, cpu_pct: float, severity: str, advice: str
+) -> None:
+    """How fast the other ranks' queues are filled is not known: they fill while these ranks wait for this one."""
+    site = Site("/job/feed.py", 3, "batches")
+    sites = {"phase_sites": {"other": ((site, 30),)}, "phase_stacks": {"other": (site,)}, "cpu_pct": cpu_pct}
+    ranks = rank(0, steps=steps(wait_ms=200.0)), rank(1, steps=steps(200.0, "other", seed=1), **sites)
+    f = only(findings(job(*ranks, host_cpu_pct=40.0), straggler, source={"/job/feed.py": f"\n\n{line}\n"}.get))
+    assert (f.culprits, f.severity) == ((1,), severity) and advice in f.advice
+    assert ("if rank 1 were as fast" in f.cost) is (severity == "warning")
 
 
 def feeding() -> Loader:
