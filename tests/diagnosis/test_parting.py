@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from distdiag.diagnosis.culprit.callers import call_stack, with_callers
+from distdiag.diagnosis.culprit.callers import call_stack, torn, with_callers
 from distdiag.diagnosis.culprit.parting import (
     Condition,
     Way,
@@ -605,6 +605,42 @@ def test_a_rank_that_makes_its_call_once_more_has_stayed_in_the_loop_around_it(s
     )
     (found,) = parting(mine, theirs, {FILE: source}.get, stays=stays)
     assert (found.text, found.way) == (text, Way.STAYED if stays else Way.SKIPPED)
+
+
+@pytest.mark.parametrize(("stays", "way"), [(True, Way.AGAIN), (False, Way.ALONE)])
+def test_what_a_handler_tries_again_has_been_made_once_by_all(stays: bool, way: Way) -> None:
+    text, at = places("""
+    def robust(save, *args):
+        for attempt in range(3):
+            try:
+                return save(*args)  # A
+            except OSError as e:
+                log.info(e)
+    def save(names):
+        all_gather(names)  # B
+        os.makedirs(names[0])
+    def main():
+        for batch in batches:
+            step(batch)  # C
+            robust(save, names)  # D
+    """)
+    mine = [Site(FILE, at[m], f) for m, f in (("B", "save"), ("A", "robust"), ("D", "main"))]
+    (found,) = parting(mine, [Site(FILE, at["C"], "main")], {FILE: text}.get, stays=stays)
+    assert (found.text, found.way) == ("except OSError as e", way)
+
+
+def test_a_comprehension_under_an_older_sample_gets_the_callers_of_its_own_function() -> None:
+    text, at = places("""
+    def norms(model):
+        return {k: all_gather(w) for k, w in model.items()}  # A
+    def fit():
+        step()  # B
+        log(norms(model))  # C
+    """)
+    inner, old = Site(FILE, at["A"], "<dictcomp>"), Site(FILE, at["B"], "fit")
+    expected = (inner, Site(FILE, at["A"], "norms"), Site(FILE, at["C"], "fit"))
+    assert torn((inner, old), {FILE: text}.get) and not torn(expected, {FILE: text}.get)
+    assert with_callers((inner, old), {FILE: text}.get) == expected
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from distdiag.diagnosis.model.syntax import Source, function, name_of, statement
 
 # what the name of a function that makes a call has in common with the name of the operation
 _ROOTS = ("gather", "scatter", "reduce", "broadcast", "barrier", "all_to_all", "send", "recv")
+_COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>")  # frames of their own up to Python 3.11
 COMPARED = 8  # ranks that wait, of which the one nearest to the culprit in the source is compared with it
 
 
@@ -22,6 +23,8 @@ def with_callers(stack: Sequence[Site], source: Source) -> tuple[Site, ...]:
     """
     out = list(stack[:1])
     rest = list(stack[1:])
+    if torn(stack, source):
+        out.append(_around(stack[0], source) or stack[0])
     while out and len(out) < len(stack) + 3 and not out[-1].function.startswith("<"):
         callee = out[-1]
         caller = rest.pop(0) if rest else None
@@ -33,6 +36,19 @@ def with_callers(stack: Sequence[Site], source: Source) -> tuple[Site, ...]:
             rest = [x for x in rest if x.function != caller.function]
         out.append(caller)
     return tuple(out) if len(out) >= len(stack[:2]) else tuple(stack)
+
+
+def torn(stack: Sequence[Site], source: Source) -> bool:
+    """True if a stack begins in a comprehension, and goes on in another function than the one around it: that part is older."""
+    around = _around(stack[0], source) if stack and stack[0].function in _COMPREHENSIONS else None
+    return around is not None and [(x.file, x.function) for x in stack[1:2]] != [(around.file, around.function)]
+
+
+def _around(site: Site, source: Source) -> Site | None:
+    """Return the same line in the function around a comprehension, which runs where it stands."""
+    tree = tree_of(site.file, source)
+    around = function(tree, site.line) if tree is not None else None
+    return Site(site.file, site.line, around.name) if around is not None else None
 
 
 def call_stack(stack: Sequence[Site], host: Sequence[Site], source: Source) -> tuple[Site, ...]:

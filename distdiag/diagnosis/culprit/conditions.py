@@ -161,7 +161,7 @@ def _testimony(case: Case, found: Sequence[Condition], ranks: Sequence[int]) -> 
     main = case.main(ranks)
     rank, call = next(((q, call) for q, call in main.calls.items() if q not in ranks), (-1, None))
     ddp = call is not None and bool(implicit_text(case.states.get(rank), call))
-    if found[0].way is Way.ALONE:
+    if found[0].way in (Way.ALONE, Way.AGAIN):
         call = case.calls.get(ranks[0]) if ranks else None
     elif main.p2p and call is not None:  # its own half of the message
         call = Call(op=messages.OPPOSITE[main.key[2]], group=main.group, peer=rank)
@@ -297,6 +297,7 @@ def _stack(case: Case, rank: int) -> tuple[Site, ...]:
     """Return the user's frames at the call that a rank is in."""
     state, call = case.states[rank], case.wait.calls.get(rank)
     site = call.site if call is not None else None
-    if site is None or [(f.file, f.line) for f in state.user_stack[: len(site.path)]] == lines_of(site.key):
+    sampled = site is None or [(f.file, f.line) for f in state.user_stack[: len(site.path)]] == lines_of(site.key)
+    if site is None or (sampled and not callers.torn(state.user_stack, case.source)):
         return callers.call_stack(state.user_stack, state.host_stack, case.source)
     return callers.with_callers((*site.path, *state.user_stack[len(site.path) :]), case.source)

@@ -30,6 +30,7 @@ class Way(StrEnum):
     ALONE = "alone"  # to a call that they do not make: `if rank == 0:` around it, `if rank != 0: return` before it
     SKIPPED = "skipped"  # past their call: `if rank == 1: return`, `continue`
     LEFT = "left"  # out of the loop that they are in: `break`, or the loop's own condition
+    AGAIN = "again"  # to the call that all have made once: an exception was caught, and what raised it is tried again
     STAYED = "stayed"  # in a loop that they have left in the same way
     ROUND = "round"  # to the end of a round of a loop that has as many rounds on all ranks: `continue`
 
@@ -199,7 +200,7 @@ def parting(
             found = found[:1]  # the outermost of nested loops
         if alone and sort is held:
             found = _surely_evaluated(my_path, found, source, bool(mine))
-        made = ((p, _condition(p, source, _out_of_loop(p, way))) for p in found)
+        made = ((p, _condition(p, source, _way_of(p, way, stays))) for p in found)
         conditions = {c: _reads_rank(p, source) for p, c in made if c is not None}
         asked = [c for c, reads in conditions.items() if reads]
         if conditions and not asked and sort is held:
@@ -211,10 +212,12 @@ def parting(
     return []
 
 
-def _out_of_loop(placed: _Placed, way: Way) -> Way:
-    """Return the way of a condition before a call, by what it leads to: a `break` ends the loop, not only this round."""
-    ends = isinstance(placed.guard.way_out, ast.Break)
-    return {Way.ALONE: Way.STAYED, Way.SKIPPED: Way.LEFT}.get(way, way) if ends else way
+def _way_of(placed: _Placed, way: Way, stays: bool) -> Way:
+    """Return the way of a condition, by what it leads to: a `break` ends the loop, not only this round; a handler may try again."""
+    if isinstance(placed.guard.way_out, ast.Break):
+        return {Way.ALONE: Way.STAYED, Way.SKIPPED: Way.LEFT}.get(way, way)
+    tries_again = stays and way is Way.ALONE and isinstance(placed.guard.node, ast.ExceptHandler)
+    return Way.AGAIN if tries_again else way
 
 
 def _tries(

@@ -336,6 +336,7 @@ _DO_ABSENT = "find what keeps {ranks} from {call}: a thread that has not started
 _OPEN = " while it has {call}{site} in flight, which {ranks} {ranks:has|have} not entered"
 _DO_OPEN = "{ranks} must enter {call}, too, or no rank may: {why}"
 _DO_POLL = "find who ends the loop `{loop}`: it may have failed, or caught an exception and gone on"
+_DO_POLL_FILE = f"{_DO_POLL}; or it makes another file: compare the path on both ranks"
 _LEFT_OUT = (
     "{culprits} may have left out what {victims} {victims:%s} for, at `{why}`{at_why}; {victims} {victims:is|are} in %s"
     "`{text}`{at_text}, and {culprits} has gone on to {call}{at_call}{implicit}, where it has waited {waited_s:time}"
@@ -385,7 +386,9 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
         if why is not None and len(victims) == 1 and len(victims) + len(ranks) == len(s.ranks):
             return _polled_for(facts, victims, ranks, polled, why, first)
         if polled is not None:
-            advice = filled(_DO_POLL, loop=polled[0]) + (f", at `{why[0]}`{at(why[1])}" if why is not None else "")
+            advice = filled(_DO_POLL if "exists" not in polled[0] else _DO_POLL_FILE, loop=polled[0]) + (
+                f", at `{why[0]}`{at(why[1])}" if why is not None else ""
+            )
     longest_s = r.longest_delay_s
     return STALL(
         cause=_CAUSE.get(doing, "user_code" if r.current_site else "unknown"),

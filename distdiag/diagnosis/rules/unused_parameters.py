@@ -49,7 +49,7 @@ UNUSED_TEXT = Template(kind, "never_used",
     "{n:,} parameter{n:|s} ({elements:,} element{elements:|s}) {lack}: {shown}{site}{why}{branch}", "{cost}",
     "{do}", proved=True)  # fmt: skip
 FROZEN = Template(kind, "frozen",
-    "{m.frozen} of {all} parameters are frozen (requires_grad False), so DDP does not wait for them: {shown}",
+    "{m.frozen} of {all} parameters were frozen (requires_grad False) when DDP was built, so it does not wait for them: {shown}",
     "none, if that is intended", "set requires_grad before wrapping in DDP if you want to train them", proved=True,
     severity=Severity.INFO)  # fmt: skip
 NOT_NEEDED = Template(kind, "flag_not_needed",
@@ -81,7 +81,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     if case.having and (found := _unused(case)) is not None:
         yield found
     frozen = {r.rank: m for r in snapshot.ranks.values() for m in r.models if m.frozen and m.forwards}
-    if frozen:
+    if frozen and not any(x.kind == "unfrozen" for r in snapshot.ranks.values() for x in r.samples):
         m, sites = next(iter(frozen.values())), {q: x.site for q, x in frozen.items()}
         names = tuple(n for n, _ in m.frozen_names)
         yield FROZEN(

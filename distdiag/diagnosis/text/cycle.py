@@ -86,6 +86,8 @@ def advice(snapshot: Snapshot, verdict: Verdict, calls: dict[int, tuple[Wait, Ca
     if any(c.op == "new_group" for _, c in calls.values()):
         return NEW_GROUP_ADVICE
     order = "use the groups in the same order on all ranks that share them"
+    if {c.op for _, c in calls.values()} == {"barrier"}:
+        order += "; barriers that are to meet must be of one group"
     return verdict.testimony.advice or order + _first_text(verdict, calls)
 
 

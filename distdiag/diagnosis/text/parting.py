@@ -61,6 +61,11 @@ def decision_advice(
         if rank_tests.reads_rank(rank_tests.tested(condition.text)):
             return f"{do} on all ranks or on none: {guard} leads {who} past it"
         return f"let all ranks decide together whether they make {what}{place}: {guard} leads {who} past it {agree}"
+    if condition.way is Way.AGAIN:
+        return (
+            f"find what {who} caught there ({guard}: log it with its traceback), and repeat no function that makes a collective on one "
+            "rank alone: let all ranks agree on the failure, and repeat it together (all_reduce a flag)"
+        )
     if condition.way is Way.ALONE and call is not None and not call.p2p:
         return f"make {op_name(call.op) or 'the collective'}{place} on all ranks or on none: {guard} keeps it to {who} {agree}"
     if condition.text.startswith(("for ", "while ", "async for ")):

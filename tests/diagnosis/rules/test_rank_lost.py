@@ -17,6 +17,7 @@ from distdiag.diagnosis.model.snapshot import (
 from distdiag.diagnosis.rules import deadlock, mismatch, rank_lost, stall, timeout
 from distdiag.diagnosis.waits.graph import build
 from tests.diagnosis.made import findings, job, only, rank, waits_for_rank_one
+from tests.diagnosis.waits import call
 
 
 def ended(s: Snapshot, **known: Any) -> list[Finding]:
@@ -47,6 +48,21 @@ def test_a_job_stopped_from_outside_is_not_reported_as_a_crash(end: dict[str, An
     assert how_it_ended(rank(0, ended_s=50.0, **end), too_slow) == "rank 1: SIGKILL; 2 of 2 failed"
     crashed = rank(1, life=Life.CRASHED, exception="ValueError: x", ended_s=8.0)
     assert how_it_ended(rank(0, ended_s=9.0, **end), crashed) == "rank 1: ValueError: x; 2 of 2 failed"
+
+
+def test_the_first_end_is_shown_if_the_launcher_ended_the_culprit() -> None:
+    """gloo aborted a victim; the rank that is to blame got the launcher's SIGTERM."""
+    site = Site("/job/train.py", 5, "run")
+    sizes = (call(seq=3, site=site, shape=(n,)) for n in (9, 9, 4))
+    ends = {"life": Life.KILLED, "ended_waiting": True, "current_site": site}
+    ranks = (
+        rank(q, calls=(c,), signal=6 if q == 1 else 15, ended_s=9.0 if q == 1 else 9.2, **ends)
+        for q, c in enumerate(sizes)
+    )
+    s = job(*ranks)
+    found = ended(s)
+    assert [f.culprits for f in found] == [(2,)]
+    assert job_state(s, build(s), found, final=True)[1] == "rank 1: SIGABRT; 3 of 3 failed"
 
 
 def test_a_dead_loader_worker_is_not_the_fault_of_the_line_where_torch_raises() -> None:

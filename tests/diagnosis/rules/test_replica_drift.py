@@ -278,6 +278,14 @@ def test_unfrozen_parameters_whose_gradients_may_be_reduced_by_hand_are_no_drift
     assert of(sample, reduced) == []
 
 
+@pytest.mark.parametrize("unfrozen", [True, False])
+def test_parameters_that_were_frozen_when_ddp_was_built_are_not_said_to_be_frozen_still(unfrozen: bool) -> None:
+    model = msgspec.structs.replace(MODEL, frozen=1, frozen_names=(("body.weight", 8),))
+    sample = (Sample(kind="unfrozen", step=9, value=2.0, name="body.weight"),) if unfrozen else ()
+    found = findings(job(*(rank(q, models=(model,), samples=sample) for q in (0, 1))), replica_drift, unused_parameters)
+    assert [f.cause for f in found] == ["gradients_not_synced" if unfrozen else "frozen"]
+
+
 def test_ranks_that_split_a_module_are_compared_in_what_each_has_whole() -> None:
     """Two tensor parallel pairs that train on different data: only ranks of one pair must be equal."""
 
