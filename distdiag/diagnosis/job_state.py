@@ -58,9 +58,8 @@ def _ended(s: Snapshot, worst: list[Finding], lived: tuple[Snapshot, WaitGraph] 
     bad = [r for r in s.ranks.values() if r.life != Life.FINISHED and not r.ended_at_rest]
     if bad:
         # a victim may end before the rank that failed, but what the launcher ended tells nothing
-        blamed = {
-            q for f in worst[:1] for q in f.culprits if s.ranks[q].signal not in (signals.SIGTERM, signals.SIGKILL)
-        }
+        culprits = {q for f in worst[:1] for q in f.culprits}
+        blamed = {q for q in culprits if s.ranks[q].signal != signals.SIGTERM}
         first = min(bad, key=lambda r: (r.rank not in blamed, r.ended_s if r.ended_s is not None else s.t_s))
         if (stopped := _stopped_first(bad)) is not None:
             waited = _waited(*lived) if lived is not None and not worst else ""
