@@ -28,6 +28,7 @@ from typing import IO, Any
 
 import msgspec
 
+from distdiag.terms.signals import signal_name
 from distdiag.terms.untrusted import all_encodable
 
 try:
@@ -320,8 +321,5 @@ def _death(status: int) -> str:
         number = os.WTERMSIG(status)
         if number == signal.SIGPROF:
             return "takes too long to read: an ordinary file of this size needs a fraction of a second"
-        try:
-            return f"crashes its reader ({signal.Signals(number).name})"
-        except ValueError:
-            return f"crashes its reader (signal {number})"
+        return f"crashes its reader ({signal_name(number)})"
     return f"ends its reader (status {os.waitstatus_to_exitcode(status)})"

@@ -13,6 +13,7 @@ from distdiag.diagnosis.rules.stall import waited_for, waits_for
 from distdiag.diagnosis.text.phrases import op_text, shortened
 from distdiag.diagnosis.waits.delays import kept_waiting
 from distdiag.diagnosis.waits.graph import WaitGraph
+from distdiag.terms.signals import signal_name
 from distdiag.terms.units import rough_duration
 
 IN_CALL_S = 5.0  # in which a call with a killed rank fails, and a SIGINT that has come before ends its rank
@@ -95,7 +96,7 @@ def _signal(r: RankState) -> str:
     """Return the name of the signal that ended a rank; a KeyboardInterrupt is Ctrl-C."""
     if r.signal is None:
         return "SIGINT" if (r.exception or "").startswith("KeyboardInterrupt") else "a signal"
-    return signals.Signals(r.signal).name if r.signal in set(signals.Signals) else f"signal {r.signal}"
+    return signal_name(r.signal)
 
 
 def _not_heard(s: Snapshot) -> str:

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from distdiag import procfs
 from distdiag.monitor.host.samples import Hosts
 
 PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
@@ -57,3 +58,22 @@ def test_a_process_that_has_ended_gives_no_sample_with_zero_memory() -> None:
     with subprocess.Popen([sys.executable, "-c", "pass"]) as ended:
         os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has reaped it yet
         assert Hosts(0).process_row(0.0, 0, ended.pid) is None
+
+
+@pytest.mark.parametrize(
+    ("end", "shown"), [("os.kill(0x0, 9)", (None, 9)), ("os._exit(3)", (3, None)), ("os._exit(0)", None)]
+)
+def test_a_process_of_a_rank_that_failed_unnoticed_is_seen(
+    end: str, shown: tuple[int | None, int | None] | None
+) -> None:
+    """A feeder that the kernel killed, for memory: its rank waits for its queue for ever."""
+    end = end.replace("0x0", "os.getpid()")
+    parent_of = f"import os, sys\nif not os.fork():\n    {end}\nsys.stdin.read()"
+    until, hosts = time.monotonic() + 30, Hosts(0)
+    with subprocess.Popen([sys.executable, "-c", parent_of], stdin=subprocess.PIPE) as rank:
+        while not (found := procfs.children(rank.pid)) or procfs.stat_fields(found[0])[procfs.STATE] != "Z":
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        hosts.process_row(0.0, 0, rank.pid)
+        rank.communicate()
+    assert hosts.dead_child == {0: shown}

@@ -25,6 +25,7 @@ from distdiag.diagnosis.text.phrases import shortened, site_text, where_stack, w
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.waits.delays import waiting_since
 from distdiag.diagnosis.waits.graph import WaitGraph
+from distdiag.terms.signals import signal_name
 
 kind = kinds.RANK_LOST
 
@@ -88,7 +89,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     crashed = [r for r in s.ranks.values() if r.life == Life.FINISHED and r.signal in _NATIVE_CRASHES]
     if crashed and not failed:
         first = min(crashed, key=lambda r: (r.ended_s or 0.0, r.rank))
-        signal = signals.Signals(first.signal or 0).name
+        signal = signal_name(first.signal or 0)
         culprits = sorted(r.rank for r in crashed)
         yield AT_EXIT(culprits=culprits, step=first.step, first_seen_s=first.ended_s, signal=signal)
 
@@ -115,7 +116,7 @@ def _lost(facts: Facts) -> Finding:
     s, culprits, victims = facts.snapshot, sorted(facts.cascade.ranks), facts.cascade.others
     first = s.ranks[facts.cascade.ranks[0]]
     killed = first.life == Life.KILLED
-    signal = signals.Signals(first.signal).name if first.signal else "a signal"
+    signal = signal_name(first.signal) if first.signal else "a signal"
     echoes = {q for q, k in facts.ends.items() if k in ("echo", "timeout") and q not in culprits}
     left = parting.enclosing(first.current_site, facts.source) if not (killed or first.exception) else None
     state = "killed" if killed else "crashed"

@@ -42,6 +42,7 @@ from distdiag.diagnosis.waits.uncounted import unseen
 from distdiag.terms.activity import ACTIVITIES, refined
 from distdiag.terms.operations import op_name
 from distdiag.terms.ranks import by_value
+from distdiag.terms.signals import signal_name
 from distdiag.terms.units import rough_duration, size_text
 
 kind = kinds.STALL
@@ -302,6 +303,14 @@ def _open_advice(r: RankState, opened: Open) -> str:
     return filled(_DO_OPEN, call=opened.call, ranks=opened.missing, why=why)
 
 
+def _dead_child(r: RankState) -> str:
+    """Return `; a process that it started was killed by SIGKILL`; empty without one."""
+    if r.dead_child is None:
+        return ""
+    code, number = r.dead_child
+    return f"; a process that it started {f'was killed by {signal_name(number)}' if number else f'ended with exit code {code}'}"
+
+
 def _severity(late: Sequence[_Late]) -> Severity | None:
     return Severity.ERROR if any(x.waited_s > limits.factor * x.limit_s for x in late) else None
 
@@ -335,6 +344,10 @@ _DO_DIED = (
 _DO_ABSENT = "find what keeps {ranks} from {call}: a thread that has not started, or that returned before it"
 _OPEN = " while it has {call}{site} in flight, which {ranks} {ranks:has|have} not entered"
 _DO_OPEN = "{ranks} must enter {call}, too, or no rank may: {why}"
+_DO_GONE = (
+    "see what ended that process (what it printed; `dmesg -T | grep -i oom`); if the rank waits for it, let the rank fail with it: look "
+    "at is_alive() or the exit code, and give the wait a timeout"
+)
 _DO_POLL = "find who ends the loop `{loop}`: it may have failed, or caught an exception and gone on"
 _DO_POLL_FILE = f"{_DO_POLL}; or it makes another file: compare the path on both ranks"
 _LEFT_OUT = (
@@ -367,6 +380,7 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
     ranks = [state.rank for state in states]
     workers = workers_of(s.ranks, ranks) if doing == "data" else ()
     threads = doing in ("lock", "queue", "worker")
+    gone = _dead_child(r) if threads or doing in ("socket", "process", "data") else ""
     opened = left_open(facts, r) if threads else None
     if opened and (found := _never_joined(facts, late, opened, _DOES[doing])):
         return found
@@ -376,7 +390,7 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
         do = "workers" if workers else "loads itself" if own and not any(own) else doing
     polled = polled_loop(r.current_site, facts.source) if doing in ("sleep", "user_code") else None
     doing = "sleep" if polled is not None and polled[2] else doing  # between two naps it tests
-    advice = _open_advice(r, opened) if opened else _DO.get(do, _DO[""])
+    advice = _open_advice(r, opened) if opened else _DO_GONE if gone else _DO.get(do, _DO[""])
     victims = sorted({v for x in late for v in x.victims})
     key = doing == "store_key"
     if key or (polled is not None and polled[2] and not opened):
@@ -401,7 +415,7 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
         loop=f", in the loop `{polled[0]}`{at(polled[1])}" if polled is not None else "",
         worker=worker_text(r) if doing == "data" else "",
         open=filled(_OPEN, call=opened.call, site=opened.call.site, ranks=opened.missing) if opened else "",
-        died=ended_thread([r]) if threads else "",
+        died=gone or (ended_thread([r]) if threads else ""),
         handling=f", while it handles {pending_exception.handled(r)}" if r.handling else "",
         waited_s=first.waited_s,
         usual=f" (its longest so far: {rough_duration(longest_s)})" if longest_s > 0.5 else "",

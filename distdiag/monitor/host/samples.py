@@ -39,6 +39,9 @@ class Hosts:
         self._loading: dict[int, deque[tuple[float, float, float, int]]] = {}
         # by rank: seconds that its main thread waited for a CPU; time of the sample
         self._queueing: dict[int, deque[tuple[float, float]]] = {}
+        self.dead_child: dict[
+            int, tuple[int | None, int | None] | None
+        ] = {}  # by rank: how one of its processes failed
         self.cpus: dict[int, tuple[int, ...]] = {}  # by rank: those that it and its children may use, if fewer than all
         psutil.cpu_percent()
 
@@ -85,6 +88,8 @@ class Hosts:
             (_ran_and_waited([pid])[1], time.monotonic())
         )
         children = procfs.children(pid)
+        ends = (processes.zombie_status(child) for child in children)
+        self.dead_child[rank] = next((end for end in ends if end is not None and any(end)), None)
         allowed = processes.allowed_cpus([pid, *children])
         self.cpus[rank] = allowed if len(allowed) < (self.cores or 0) else ()
         self._loading.setdefault(rank, deque(maxlen=SAMPLES_KEPT)).append(
@@ -164,6 +169,7 @@ class Sampling:
                 v.gauges.cpu_pct = p.cpu_pct
                 v.gauges.queued_share = self.hosts.queued_share(q)
                 v.gauges.workers_starved, v.gauges.workers_busy = self.hosts.workers(q)
+                v.gauges.dead_child = self.hosts.dead_child[q]
                 v.gauges.cpus = self.hosts.cpus[q]
                 if p.rss_bytes is not None:
                     v.gauges.rss_bytes = p.rss_bytes

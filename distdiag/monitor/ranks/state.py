@@ -43,6 +43,7 @@ class Gauges:
     queued_share: float | None = None
     workers_starved: float | None = None
     workers_busy: float | None = None
+    dead_child: tuple[int | None, int | None] | None = None
     cpus: tuple[int, ...] = ()
 
     def growing(self) -> bool:
@@ -54,7 +55,7 @@ class Gauges:
         return False
 
 
-_SAMPLED = ("rss_bytes", "cpu_pct", "queued_share", "workers_starved", "workers_busy", "cpus")
+_SAMPLED = ("rss_bytes", "cpu_pct", "queued_share", "workers_starved", "workers_busy", "dead_child", "cpus")
 _WRITTEN = ("rank", "node", "local_rank", "pid", "step")  # in the header, under the same names
 _sampled, _written = attrgetter(*_SAMPLED), attrgetter(*_WRITTEN)
 # A handler of these signals that ends the script does so with 128 + their number, by convention.

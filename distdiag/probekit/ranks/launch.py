@@ -34,6 +34,7 @@ from distdiag.probekit.ranks.environment import RankPlace
 from distdiag.probekit.ranks.watchdog import timed_out
 from distdiag.probekit.ranks.work import run_rank
 from distdiag.probekit.verdict.result import Result
+from distdiag.terms.signals import signal_name
 
 _ARRIVAL_LIMIT_S = 10.0  # forked ranks arrive sooner or never
 _GRACE_S = 1.5  # for the other ranks to report, or to destroy their process group
@@ -201,7 +202,7 @@ def _likeliest(errors: Sequence[DistdiagError], dead: dict[int, int], store: dis
     """Return the most likely cause: first a death by a signal, then a hang with names, then errors by kind."""
     for rank, status in sorted(dead.items()):
         if status < 0:
-            name = signal.Signals(-status).name
+            name = signal_name(-status)
             memory = "SIGKILL is often the kernel's, out of memory: `dmesg | tail`"
             hint = memory if name == "SIGKILL" else "see its output above"
             return DistdiagError(f"rank {rank} was killed by {name}", hint, ExitCode.FAILED, "rank_lost")

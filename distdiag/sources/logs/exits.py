@@ -14,6 +14,7 @@ from distdiag.sources.logs.failures import Reason
 from distdiag.sources.logs.join import before
 from distdiag.sources.logs.meanings import MEANINGS, Meaning
 from distdiag.sources.logs.patterns import Role
+from distdiag.terms.signals import signal_name
 from distdiag.terms.untrusted import MAX_INT
 
 AFTER_FIRST_S = 5.0  # a launcher kills what has not ended by itself so long after the first failure, or later
@@ -29,14 +30,6 @@ _OF_TEXT = {
 _NOT_STARTED = ("full_mesh", "store_connect", "clients", "store_barrier", "rendezvous")
 EXIT_CODE = "ended with exit code"
 BY_PROGRAM = "by the program (MPI_Abort)"
-
-
-def signal_name(number: int) -> str:
-    """Return `SIGTERM` of 15."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _launcher(end: Fact) -> str:

@@ -26,6 +26,7 @@ from distdiag.sources.logs.lines import wrapped_at
 from distdiag.sources.logs.meanings import MEANINGS, STOPS, advice_on_stop
 from distdiag.sources.logs.patterns import Role
 from distdiag.sources.logs.writers import Writer, time_of
+from distdiag.terms.signals import signal_name
 from distdiag.terms.untrusted import MAX_RANKS
 
 MAX_FINDINGS = 6
@@ -259,7 +260,7 @@ def _stopped(found: Collected) -> str | None:
     ):
         fields = {key: value.lower() if key == "why" else value for key, value in f.fields.items()}
         if f.name == "terminated":
-            return _stopped_by(fields.get("name") or exits.signal_name(f.number("signal") or 0))
+            return _stopped_by(fields.get("name") or signal_name(f.number("signal") or 0))
         pod = fields.get("pod", "")
         rank = found.rank_of.get((pod, ""))
         fields["pod"] = (f"pod {pod}" if pod else "the pod") + (f" (rank {rank})" if rank is not None else "")

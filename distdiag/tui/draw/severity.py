@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from distdiag.diagnosis.model.findings import Severity
 from distdiag.diagnosis.model.snapshot import Life
 from distdiag.store.frames import RankRow, RankTable
+from distdiag.terms.signals import signal_name
 from distdiag.tui.draw.text import clean, seconds
 
 STALE_S = 3.0  # a rank whose heartbeat is older than this shows the age
@@ -65,14 +66,6 @@ def of_table(table: RankTable) -> list[Mark]:
     return [by_life[a][b] for a, b in zip(life, found, strict=True)]
 
 
-_SIGNALS = {1: "SIGHUP", 2: "SIGINT", 6: "SIGABRT", 7: "SIGBUS", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
-
-
-def signal_name(number: int | None) -> str:
-    """Return `SIGKILL`; `signal 35` for those without a common name."""
-    return "" if number is None else _SIGNALS.get(number, f"signal {number}")
-
-
 def state_of(row: RankRow, mark: Mark, stuck: bool = False) -> tuple[str, str]:
     """Return the last column of the rank table: `(word, style)`.
 
@@ -81,7 +74,7 @@ def state_of(row: RankRow, mark: Mark, stuck: bool = False) -> tuple[str, str]:
     """
     life = row.life
     if life == Life.KILLED:
-        return signal_name(row.signal) or "killed", LOST.style
+        return signal_name(row.signal) if row.signal else "killed", LOST.style
     if life == Life.CRASHED:
         return clean(row.exception.split(":")[0]) if row.exception else "crashed", LOST.style
     if life == Life.SILENT:

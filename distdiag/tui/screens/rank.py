@@ -6,6 +6,7 @@ import math
 
 from distdiag.store.frames import RankRow
 from distdiag.terms.activity import SHOWN
+from distdiag.terms.signals import signal_name
 from distdiag.terms.steps import PHASES, STEP_PARTS
 from distdiag.tui.data import rank_data
 from distdiag.tui.data.rank_data import RankData
@@ -124,7 +125,7 @@ def _now(row: RankRow, width: int) -> list[Line]:
         at = place(row.file, row.line, row.function)
         fits = width_of(out[0]) + cells(at) + 6 <= width
         out = [line(*out[0], (f"   at {at}", "bold"))] if fits else [*out, line("        ", (f"at {at}", "bold"))]
-    ended = severity.signal_name(row.signal) if row.signal else ""
+    ended = signal_name(row.signal) if row.signal else ""
     if row.exception or ended or row.exit_code:
         code = f"exit code {row.exit_code}" if row.exit_code is not None else ""
         how = ", ".join(x for x in (ended, clean(row.exception or ""), code) if x)

@@ -34,6 +34,20 @@ def test_patience_depends_on_what_the_late_rank_does(activity: str, waited_s: fl
     assert bool(findings(s, rank_lost, stall)) is reported
 
 
+@pytest.mark.parametrize(
+    ("activity", "end", "text"),
+    [
+        ("socket", (None, 9), "a process that it started was killed by SIGKILL"),
+        ("queue", (3, None), "a process that it started ended with exit code 3"),
+        ("user_code", (None, 9), ""),  # what it computes needs no other process
+        ("socket", None, ""),
+    ],
+)
+def test_a_rank_that_waits_for_a_process_of_its_own_that_has_died(activity: str, end: Any, text: str) -> None:
+    f = only(findings(waits_for_rank_one(30.0, 100.0, activity=activity, dead_child=end), stall))
+    assert text in f.message and ("started" in f.message) is bool(text) is ("see what ended that process" in f.advice)
+
+
 DUTY = """def draw(net):
     return {work}
 def main():

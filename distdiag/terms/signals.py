@@ -1,0 +1,13 @@
+"""Names of signals."""
+
+from __future__ import annotations
+
+import signal
+
+
+def signal_name(number: int) -> str:
+    """Return `SIGTERM` of 15; `signal 99` of one that this system has no name for."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
