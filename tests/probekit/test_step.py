@@ -207,7 +207,7 @@ def test_all_cases_are_measured_on_real_ranks_or_have_a_reason(tmp_path: Path, m
     probe.check(options)
     monkeypatch.setattr(rounds, "ROUNDS", 1)
     monkeypatch.setattr(rounds, "_BLOCK_S", (0.05, 0.05))
-    (found,) = probe.launch(options, 0, time.monotonic() + 200.0)
+    found = rounds.compare(options, 0, time.monotonic() + 200.0)
 
     measured = {(r.strategy, r.ranks): r for r in found.rows}
     assert set(measured) == {("single", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3), ("pipeline", 2)}

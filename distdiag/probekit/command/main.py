@@ -147,8 +147,10 @@ def _measure(options: Options, place: RankPlace | None) -> list[Result]:
         nproc = place_ranks(options, gpus, fewest, probe.default_ranks if probe else 2)
         if probe is not None:
             probe.check(options)
-            if (results := probe.launch(options, gpus, deadline_s)) is not None:
-                return results
+        if options.ranks:  # of `step`
+            from distdiag.probekit.step.rounds import compare
+
+            return [compare(options, gpus, deadline_s)]
         from distdiag.probekit.ranks.launch import launch
 
         return launch(options, nproc, deadline_s)
@@ -177,9 +179,10 @@ def _on_paper(options: Options, place: RankPlace | None) -> list[Result]:
         raise DistdiagError(
             f"memory on paper needs no ranks, but {place.launcher} has started this one", "run it without a launcher"
         )
-    probe = load_probe(options.name)
-    probe.check(options)
-    return probe.on_paper(options)
+    load_probe(options.name).check(options)
+    from distdiag.probekit.step.on_paper import compute
+
+    return [compute(options)]
 
 
 def _gpu_count() -> int:

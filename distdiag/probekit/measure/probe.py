@@ -79,19 +79,6 @@ class Probe(abc.ABC):
         """Import heavy modules once, in the process that ranks are forked from."""
         return None
 
-    def launch(self, options: Options, gpus: int, deadline_s: float) -> list[Result] | None:
-        """Start the ranks on this host by itself and return rank 0's results; None: the command starts them.
-
-        Args:
-            gpus: GPUs of this host.
-            deadline_s: time.monotonic() at which measuring should end.
-        """
-        return None
-
-    def on_paper(self, options: Options) -> list[Result]:
-        """Return the results of `options.paper`, by formula; only `step` has formulas."""
-        raise NotImplementedError(f"{self.name} has no formula")
-
     @abc.abstractmethod
     def run(self, job: Job) -> Result | None:
         """Measure within `job.left_s()`; return the result on rank 0, None elsewhere."""
