@@ -12,12 +12,13 @@ from collections.abc import Sequence
 
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.probekit.command.options import Options
+from distdiag.probekit.measure.noise import over_blocks
 from distdiag.probekit.ranks.launch import launch
 from distdiag.probekit.step import show, svg
 from distdiag.probekit.step.blocks import Block, check_batch
 from distdiag.probekit.step.on_paper import add_activations
 from distdiag.probekit.step.possible import SINGLE, STRATEGIES, Case, Machine, can_run
-from distdiag.probekit.step.rows import judge, noise_of, rows_of
+from distdiag.probekit.step.rows import judge, rows_of
 from distdiag.probekit.verdict.result import Result, Verdict
 
 ROUNDS = 5
@@ -54,7 +55,7 @@ def compare(options: Options, gpus: int, deadline_s: float) -> Result:
     assert result is not None
     result.world_size = max(options.ranks)
     result.backend = machine.backend
-    result.host_noise = noise_of(turns.blocks)
+    result.host_noise = over_blocks([b.noise for b in turns.blocks if b.noise is not None])
     result.rows = rows_of(turns.blocks, options.batch_size, machine.device)
     add_activations(result.rows, options, options.batch_size)
     judge(result)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distdiag.probekit.measure.noise import kernel_hz
+from distdiag.probekit.measure.noise import kernel_hz, over_blocks
 from distdiag.probekit.measure.probe import Column, shown
 from distdiag.probekit.measure.sampling import Stamped
 from distdiag.probekit.verdict import decide
@@ -141,16 +141,8 @@ def stamps_row(
 
 def total_noise(samples: list[Stamped], rows: list[Row]) -> HostNoise:
     """Return the foreign CPU over all blocks of a probe; noisy if a quarter of the sizes or more had too few clean blocks."""
-    blocks = [n for s in samples for n in s.noise]
-    foreign = [n.foreign_cpus for n in blocks if n.foreign_cpus is not None]
     noisy_rows = sum(r.noisy for r in rows)
-    return HostNoise(
-        foreign_cpus=float(np.mean(foreign)) if foreign else None,
-        cpus=blocks[0].cpus if blocks else 0,
-        blocks=len(blocks),
-        noisy_blocks=sum(n.noisy for n in blocks),
-        noisy=noisy_rows > 0 and noisy_rows * 4 >= len(rows),
-    )
+    return over_blocks([n for s in samples for n in s.noise], noisy_rows > 0 and noisy_rows * 4 >= len(rows))
 
 
 def tail_signature(row: Row) -> str | None:
