@@ -139,7 +139,7 @@ class DataLoaderProbe(Probe):
             result.notes.append("pin_memory and non_blocking transfers are not possible here: they need a GPU")
         return result
 
-    def drawing(self, result: Result, ascii_only: bool = False) -> list[str]:
+    def drawing(self, result: Result) -> list[str]:
         d = result.details
         return [
             f"{d['dataset']}; batch {d['batch_size']}; the wait is that of a consumer whose step takes {d['step_ms']:g} ms"

@@ -126,13 +126,13 @@ class Pairs(Probe):
         judge(result)
         return result
 
-    def table(self, result: Result, ascii_only: bool = False) -> Table:
+    def table(self, result: Result) -> Table:
         rows: list[PairRow] = result.rows
         few = rows if len(rows) <= 28 else [r for r in rows if r.slow or not r.correct]
-        return Table.of(self.columns, few, ascii_only)
+        return Table.of(self.columns, few)
 
-    def drawing(self, result: Result, ascii_only: bool = False) -> list[str]:
-        return heat_map(result.rows, result.world_size, ascii_only) if result.world_size > 2 else []
+    def drawing(self, result: Result) -> list[str]:
+        return heat_map(result.rows, result.world_size) if result.world_size > 2 else []
 
     def headline(self, result: Result) -> str:
         rows: list[PairRow] = result.rows
@@ -228,9 +228,9 @@ def _exchange(job: Job, peer: int, buffers: list[torch.Tensor]) -> None:
     job.synchronize()
 
 
-def heat_map(rows: list[PairRow], ranks: int, ascii_only: bool) -> list[str]:
+def heat_map(rows: list[PairRow], ranks: int) -> list[str]:
     """Return the matrix of round trips as lines: darker is slower; at most 64 ranks wide."""
-    shades = " .:-=+*#%@" if ascii_only else " ░▒▓█"
+    shades = " ░▒▓█"
     shown = min(ranks, 64)
     times = {r.ranks: r.round_trip_us for r in rows}
     low = min(times.values())
@@ -240,7 +240,7 @@ def heat_map(rows: list[PairRow], ranks: int, ascii_only: bool) -> list[str]:
         cells = ""
         for b in range(shown):
             if a == b:
-                cells += "\\\\" if ascii_only else "╲╲"
+                cells += "╲╲"
                 continue
             share = (times[min(a, b), max(a, b)] - low) / (high - low)
             cells += shades[min(len(shades) - 1, int(share * len(shades)))] * 2

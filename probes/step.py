@@ -68,11 +68,11 @@ class Step(Probe):
             result.judge(Verdict.INCONCLUSIVE, f"the budget ended before {names}: give more with --budget")
         return result
 
-    def table(self, result: Result, ascii_only: bool = False) -> Table:
-        return show.table(result, ascii_only)
+    def table(self, result: Result) -> Table:
+        return show.table(result)
 
-    def drawing(self, result: Result, ascii_only: bool = False) -> list[str]:
-        return show.drawing(result, ascii_only)
+    def drawing(self, result: Result) -> list[str]:
+        return show.drawing(result)
 
     def headline(self, result: Result) -> str:
         return show.headline(result)
