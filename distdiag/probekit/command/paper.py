@@ -58,7 +58,8 @@ def _parse_per_parameter(text: str) -> PerParameter:
     return PerParameter(weights, gradients, state)
 
 
-def _bytes(flag: str) -> Parsed:
+def byte_size(flag: str) -> Parsed:
+    """Return the type of an option that takes a size in bytes."""
     return Parsed("text", lambda text: parse_bytes(text, flag))
 
 
@@ -75,7 +76,7 @@ class Paper:
 
     parameters: int | None = option(None, "--params", type=Parsed("text", parse_parameters), metavar="N")
     """parameters of the model: 7e9, 7B, 350M"""
-    memory_bytes: int | None = option(None, "--memory", type=_bytes("--memory"), metavar="SIZE")
+    memory_bytes: int | None = option(None, "--memory", type=byte_size("--memory"), metavar="SIZE")
     """of one device, e.g. 80GiB (default: this host's smallest GPU)"""
     optimizer: str | None = option(None, type=click.Choice(list(OPTIMIZERS)))
     """default adamw; sgd is with momentum"""
@@ -85,7 +86,7 @@ class Paper:
     """weights, gradients, optimizer state (default by --dtype: bfloat16 2,2,12; float32 4,4,8)"""
     layers: int | None = option(type=Parsed("count", count), metavar="N")
     """equal blocks, of which FSDP gathers two at once"""
-    activations_bytes: int | None = option(None, "--activations", type=_bytes("--activations"), metavar="SIZE")
+    activations_bytes: int | None = option(None, "--activations", type=byte_size("--activations"), metavar="SIZE")
     """saved for backward, of the whole --batch-size in one process"""
     link: str | None = option(metavar="GBPS|FILE")
     """bus bandwidth between ranks, or a saved `probe allreduce` (--save, or --json -o)"""
