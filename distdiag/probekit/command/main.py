@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import itertools
 import json
 import os
 import subprocess
@@ -37,10 +36,11 @@ def main(argv: list[str] | None = None, name: str | None = None) -> int:
     """
     tolerate()
     arguments = sys.argv[1:] if argv is None else argv
-    if (form := node_check.form_of(arguments)) is not None:
-        return node_check.run(arguments, name, form, environment.process_started_s())
+    form, words = node_check.split_form(arguments)
+    if form in node_check.FORMS:
+        return node_check.run(words, name, form, environment.process_started_s())
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hides torch's warnings; must be set before its import
-    as_json = "--json" in arguments or "--as=json" in arguments or ("--as", "json") in itertools.pairwise(arguments)
+    as_json = "--json" in words or form == "json"
     place = None
     try:
         if name is None and (not arguments or arguments[0] == "list"):
