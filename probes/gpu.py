@@ -20,7 +20,7 @@ from distdiag.probekit.measure import gpus
 from distdiag.probekit.measure.probe import Column, Probe, shown
 from distdiag.probekit.ranks.job import Job
 from distdiag.probekit.verdict.result import Measure, Result, Verdict, host_class
-from distdiag.terms.units import size_text
+from distdiag.terms.units import counted, size_text
 
 LOW_MATMUL = 0.50  # share of the published peak; healthy cards reach 70 to 90 %
 LOW_MEMORY = 0.70  # the same for memory bandwidth; healthy cards reach 85 to 95 %
@@ -108,9 +108,8 @@ class Gpu(Probe):
                 result.rows.append(row)
         result.device = ", ".join(dict.fromkeys(r.facts["name"] for r in result.rows))
         if result.verdict is Verdict.PASS:
-            result.reasons.insert(
-                0, f"{len(result.rows)} GPU{'s' if len(result.rows) > 1 else ''} healthy, no clock lowered by a fault"
-            )
+            healthy = f"{counted(len(result.rows), 'GPU')} healthy, no clock lowered by a fault"
+            result.reasons.insert(0, healthy)
         for row in result.rows:
             for dtype, rate in row.tflops.items():
                 result.measures.append(Measure(f"gpu {row.facts['index']} {dtype}", "us per TFLOP", [1e6 / rate]))

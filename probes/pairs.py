@@ -24,7 +24,7 @@ from distdiag.probekit.ranks.job import Job
 from distdiag.probekit.verdict import decide
 from distdiag.probekit.verdict.collective_result import new_result
 from distdiag.probekit.verdict.result import Measure, Result, Verdict
-from distdiag.terms.units import size_text, time_text
+from distdiag.terms.units import counted, size_text, time_text
 
 SLOW_FACTOR = 1.5  # times the median pair; pairs of a healthy machine differ by less
 SLOW_SHARE = 0.75  # share of a rank's pairs that must be slow to blame the rank
@@ -137,7 +137,9 @@ class Pairs(Probe):
     def headline(self, result: Result) -> str:
         rows: list[PairRow] = result.rows
         slowest = max(rows, key=lambda r: r.round_trip_us)
-        return f"{len(rows)} pair{'s' if len(rows) > 1 else ''}, round trip {time_text(float(np.median([r.round_trip_us for r in rows])))}, slowest {time_text(slowest.round_trip_us)} ({slowest.ranks[0]}-{slowest.ranks[1]})"
+        median = time_text(float(np.median([r.round_trip_us for r in rows])))
+        longest = f"slowest {time_text(slowest.round_trip_us)} ({slowest.ranks[0]}-{slowest.ranks[1]})"
+        return f"{counted(len(rows), 'pair')}, round trip {median}, {longest}"
 
 
 def judge(result: Result) -> None:
@@ -170,7 +172,7 @@ def judge(result: Result) -> None:
             r.slow = r.slow or times[r.ranks] > SLOW_FACTOR * median
     if result.verdict is Verdict.PASS:
         result.reasons.append(
-            f"{len(rows)} pair{'s' if len(rows) > 1 else ''}, none slower than {SLOW_FACTOR:g} times the median"
+            f"{len(rows)} pairs, none slower than {SLOW_FACTOR:g} times the median"
             if len(rows) > 1
             else "the one pair came through, correct both ways"
         )
