@@ -62,6 +62,39 @@ def text(value: Any) -> str | None:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
+def facts(n: Any, card: Any, part: Any = None) -> dict[str, Any]:
+    """Return what a card reports of itself, by the names of table `gpu`.
+
+    Args:
+        card: Handle of the card: clocks, power and errors belong to it.
+        part: Handle of one of its MIG instances, which has a name and memory of its own; None: the whole card.
+    """
+
+    def answer(question: str, *args: Any, of: Any = card) -> Any:
+        function: Any = getattr(n, question, None)  # None in an older binding: calling it is a TypeError
+        return ask(n, function, of, *args)
+
+    part = card if part is None else part
+    memory = answer("nvmlDeviceGetMemoryInfo", of=part)
+    power, limit = answer("nvmlDeviceGetPowerUsage"), answer("nvmlDeviceGetEnforcedPowerLimit")
+    return {
+        "uuid": text(answer("nvmlDeviceGetUUID", of=part)),
+        "name": text(answer("nvmlDeviceGetName", of=part)),
+        "memory_used_bytes": getattr(memory, "used", None),
+        "memory_total_bytes": getattr(memory, "total", None),
+        "power_w": None if power is None else power / 1000,
+        "power_limit_w": None if limit is None else limit / 1000,
+        "temperature_c": answer("nvmlDeviceGetTemperature", 0),  # NVML_TEMPERATURE_GPU
+        "sm_clock_mhz": answer("nvmlDeviceGetClockInfo", 1),  # NVML_CLOCK_SM
+        "sm_clock_max_mhz": answer("nvmlDeviceGetMaxClockInfo", 1),
+        "ecc_uncorrected": answer("nvmlDeviceGetTotalEccErrors", 1, 0),  # since the driver was loaded
+        "pcie_generation": answer("nvmlDeviceGetCurrPcieLinkGeneration"),
+        "pcie_generation_max": answer("nvmlDeviceGetMaxPcieLinkGeneration"),
+        "pcie_width": answer("nvmlDeviceGetCurrPcieLinkWidth"),
+        "pcie_width_max": answer("nvmlDeviceGetMaxPcieLinkWidth"),
+    }
+
+
 def throttle_reasons(n: Any, handle: Any) -> list[str] | None:
     """Return why the clocks are lowered; [] if they are not."""
     bits = ask(

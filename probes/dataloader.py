@@ -103,24 +103,20 @@ class DataLoaderProbe(Probe):
         cpus = max(1, usable_cpus() // job.ranks_per_host)
         workers = options.workers or sorted({0, 1, 2, min(4, cpus), min(8, cpus), cpus} & set(range(cpus + 1)))
         transfer = "blocking" if job.device.type == "cuda" else "none"
-        queue = [Setting(w, 2 if w else None, transfer=transfer) for w in workers]
         noise = NoiseMeter(job, children=True)
         rows: list[LoaderRow] = []
-        planned = len(queue) + (7 if transfer != "none" else 3)
-        explored = False
-        while queue or not explored:
-            if not queue:
-                explored = True
-                queue = (
-                    around(best(rows, options.step_ms).setting, cuda=transfer != "none")
-                    if any(r.setting.workers for r in rows)
-                    else []
-                )
-                continue
+
+        def settings() -> Iterator[Setting]:
+            for count in workers:
+                yield Setting(count, 2 if count else None, transfer=transfer)
+            if any(r.setting.workers for r in rows):  # now that all numbers of workers are measured
+                yield from around(best(rows, options.step_ms).setting, cuda=transfer != "none")
+
+        planned = len(workers) + (7 if transfer != "none" else 3)
+        for setting in settings():
             seconds = job.agree([job.left_s() * 0.85 / max(1, planned - len(rows))], "dataloader: next setting")[0]
             if rows and seconds < 0.08:
                 break
-            setting = queue.pop(0)
             row = measure(job, dataset, setting, max(0.08, seconds), options)
             # Every rank must make the same choice: all use the slowest rank's figures.
             everyone = job.gather_all(row, f"dataloader: {setting.text}")
@@ -139,7 +135,7 @@ class DataLoaderProbe(Probe):
             result.notes.append("pin_memory and non_blocking transfers are not possible here: they need a GPU")
         return result
 
-    def drawing(self, result: Result, ascii_only: bool = False) -> list[str]:
+    def drawing(self, result: Result) -> list[str]:
         d = result.details
         return [
             f"{d['dataset']}; batch {d['batch_size']}; the wait is that of a consumer whose step takes {d['step_ms']:g} ms"

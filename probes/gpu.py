@@ -20,11 +20,12 @@ from distdiag.probekit.measure import gpus
 from distdiag.probekit.measure.probe import Column, Probe, shown
 from distdiag.probekit.ranks.job import Job
 from distdiag.probekit.verdict.result import Measure, Result, Verdict, host_class
-from distdiag.terms.units import size_text
+from distdiag.terms.units import counted, size_text
 
 LOW_MATMUL = 0.50  # share of the published peak; healthy cards reach 70 to 90 %
 LOW_MEMORY = 0.70  # the same for memory bandwidth; healthy cards reach 85 to 95 %
 LOW_PCIE = 0.55  # share of the link's rate, pinned; healthy hosts reach 80 to 90 %
+_COPIED_BYTES = 2**28
 _ELEMENT_TYPES = ("float32", "tf32", "bfloat16", "float16")
 
 
@@ -101,15 +102,14 @@ class Gpu(Probe):
                 if index < usable and torch.cuda.is_available():
                     # NVML and CUDA use the same numbers only in PCI order without CUDA_VISIBLE_DEVICES; compare names
                     self._rates(row, index, usable, share, lambda i=index: gpus.facts(n, i, set()).pcie_generation)
-                    self._judge_rates(result, row, g, contended=bool(g.other_processes))
+                    self._judge_rates(result, row, g)
                 else:
                     result.notes.append(f"GPU {index}: torch {torch.__version__} cannot use it; only NVML was asked")
                 result.rows.append(row)
         result.device = ", ".join(dict.fromkeys(r.facts["name"] for r in result.rows))
         if result.verdict is Verdict.PASS:
-            result.reasons.insert(
-                0, f"{len(result.rows)} GPU{'s' if len(result.rows) > 1 else ''} healthy, no clock lowered by a fault"
-            )
+            healthy = f"{counted(len(result.rows), 'GPU')} healthy, no clock lowered by a fault"
+            result.reasons.insert(0, healthy)
         for row in result.rows:
             for dtype, rate in row.tflops.items():
                 result.measures.append(Measure(f"gpu {row.facts['index']} {dtype}", "us per TFLOP", [1e6 / rate]))
@@ -140,12 +140,14 @@ class Gpu(Probe):
                 if other != index:
                     row.device_to_device_gbps[other] = peer_gbps(device, torch.device("cuda", other), each / usable)
 
-    def _judge_rates(self, result: Result, row: GpuRow, g: gpus.GpuFacts, contended: bool) -> None:
+    def _judge_rates(self, result: Result, row: GpuRow, g: gpus.GpuFacts) -> None:
         """A rate below what healthy cards reach is a failure, or inconclusive if other processes use the GPU."""
 
         def low(text: str) -> None:
-            contention = " while other processes use it" if contended else ""
-            result.judge(Verdict.INCONCLUSIVE if contended else Verdict.FAIL, f"GPU {g.index}: {text}{contention}")
+            contention = " while other processes use it" if g.other_processes else ""
+            result.judge(
+                Verdict.INCONCLUSIVE if g.other_processes else Verdict.FAIL, f"GPU {g.index}: {text}{contention}"
+            )
 
         for dtype, share in row.tflops_of_peak.items():
             if share is not None and share < LOW_MATMUL and dtype in ("bfloat16", "float16"):
@@ -191,7 +193,7 @@ def _median_seconds(device: torch.device, work: Callable[[], object], seconds: f
     return sorted(times)[len(times) // 2]
 
 
-def matmul_tflops(device: torch.device, dtype: str, seconds: float, n: int = 8192) -> float | None:
+def matmul_tflops(device: torch.device, dtype: str, seconds: float) -> float | None:
     """Return the TFLOP/s (10^12) of an n x n product: 2 n^3 / t. Random data: zeros draw less power and run faster.
 
     Args:
@@ -200,7 +202,7 @@ def matmul_tflops(device: torch.device, dtype: str, seconds: float, n: int = 819
     kind = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
     if dtype in ("tf32", "bfloat16") and torch.cuda.get_device_capability(device)[0] < 8:
         return None
-    n = n // 2 if dtype == "float32" else n
+    n = 4096 if dtype == "float32" else 8192
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
     try:
@@ -212,26 +214,26 @@ def matmul_tflops(device: torch.device, dtype: str, seconds: float, n: int = 819
         torch.set_float32_matmul_precision(before)
 
 
-def memory_gbps(device: torch.device, seconds: float, size_bytes: int = 2**30) -> float:
+def memory_gbps(device: torch.device, seconds: float) -> float:
     """Return the device memory bandwidth, GB/s, of a copy on the device: bytes read and written."""
-    source = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+    source = torch.empty(2**30, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * size_bytes / _median_seconds(device, lambda: target.copy_(source), seconds) / 1e9
+    return 2 * 2**30 / _median_seconds(device, lambda: target.copy_(source), seconds) / 1e9
 
 
-def copy_gbps(device: torch.device, pinned: bool, to_device: bool, seconds: float, size_bytes: int = 2**28) -> float:
+def copy_gbps(device: torch.device, pinned: bool, to_device: bool, seconds: float) -> float:
     """Return the rate of a host-to-device or device-to-host copy, GB/s, from page-locked or pageable memory."""
-    host = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned)
-    there = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+    host = torch.empty(_COPIED_BYTES, dtype=torch.uint8, pin_memory=pinned)
+    there = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=device)
     source, target = (host, there) if to_device else (there, host)
-    return size_bytes / _median_seconds(device, lambda: target.copy_(source, non_blocking=pinned), seconds) / 1e9
+    return _COPIED_BYTES / _median_seconds(device, lambda: target.copy_(source, non_blocking=pinned), seconds) / 1e9
 
 
-def peer_gbps(source: torch.device, target: torch.device, seconds: float, size_bytes: int = 2**28) -> float:
+def peer_gbps(source: torch.device, target: torch.device, seconds: float) -> float:
     """Return the rate of a copy from one GPU to another, GB/s."""
-    a = torch.empty(size_bytes, dtype=torch.uint8, device=source)
-    b = torch.empty(size_bytes, dtype=torch.uint8, device=target)
-    return size_bytes / _median_seconds(source, lambda: b.copy_(a, non_blocking=True), seconds) / 1e9
+    a = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=source)
+    b = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=target)
+    return _COPIED_BYTES / _median_seconds(source, lambda: b.copy_(a, non_blocking=True), seconds) / 1e9
 
 
 PROBE = Gpu()

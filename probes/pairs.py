@@ -24,7 +24,7 @@ from distdiag.probekit.ranks.job import Job
 from distdiag.probekit.verdict import decide
 from distdiag.probekit.verdict.collective_result import new_result
 from distdiag.probekit.verdict.result import Measure, Result, Verdict
-from distdiag.terms.units import size_text, time_text
+from distdiag.terms.units import counted, size_text, time_text
 
 SLOW_FACTOR = 1.5  # times the median pair; pairs of a healthy machine differ by less
 SLOW_SHARE = 0.75  # share of a rank's pairs that must be slow to blame the rank
@@ -126,18 +126,20 @@ class Pairs(Probe):
         judge(result)
         return result
 
-    def table(self, result: Result, ascii_only: bool = False) -> Table:
+    def table(self, result: Result) -> Table:
         rows: list[PairRow] = result.rows
         few = rows if len(rows) <= 28 else [r for r in rows if r.slow or not r.correct]
-        return Table.of(self.columns, few, ascii_only)
+        return Table.of(self.columns, few)
 
-    def drawing(self, result: Result, ascii_only: bool = False) -> list[str]:
-        return heat_map(result.rows, result.world_size, ascii_only) if result.world_size > 2 else []
+    def drawing(self, result: Result) -> list[str]:
+        return heat_map(result.rows, result.world_size) if result.world_size > 2 else []
 
     def headline(self, result: Result) -> str:
         rows: list[PairRow] = result.rows
         slowest = max(rows, key=lambda r: r.round_trip_us)
-        return f"{len(rows)} pair{'s' if len(rows) > 1 else ''}, round trip {time_text(float(np.median([r.round_trip_us for r in rows])))}, slowest {time_text(slowest.round_trip_us)} ({slowest.ranks[0]}-{slowest.ranks[1]})"
+        median = time_text(float(np.median([r.round_trip_us for r in rows])))
+        longest = f"slowest {time_text(slowest.round_trip_us)} ({slowest.ranks[0]}-{slowest.ranks[1]})"
+        return f"{counted(len(rows), 'pair')}, round trip {median}, {longest}"
 
 
 def judge(result: Result) -> None:
@@ -170,7 +172,7 @@ def judge(result: Result) -> None:
             r.slow = r.slow or times[r.ranks] > SLOW_FACTOR * median
     if result.verdict is Verdict.PASS:
         result.reasons.append(
-            f"{len(rows)} pair{'s' if len(rows) > 1 else ''}, none slower than {SLOW_FACTOR:g} times the median"
+            f"{len(rows)} pairs, none slower than {SLOW_FACTOR:g} times the median"
             if len(rows) > 1
             else "the one pair came through, correct both ways"
         )
@@ -228,9 +230,9 @@ def _exchange(job: Job, peer: int, buffers: list[torch.Tensor]) -> None:
     job.synchronize()
 
 
-def heat_map(rows: list[PairRow], ranks: int, ascii_only: bool) -> list[str]:
+def heat_map(rows: list[PairRow], ranks: int) -> list[str]:
     """Return the matrix of round trips as lines: darker is slower; at most 64 ranks wide."""
-    shades = " .:-=+*#%@" if ascii_only else " ░▒▓█"
+    shades = " ░▒▓█"
     shown = min(ranks, 64)
     times = {r.ranks: r.round_trip_us for r in rows}
     low = min(times.values())
@@ -240,7 +242,7 @@ def heat_map(rows: list[PairRow], ranks: int, ascii_only: bool) -> list[str]:
         cells = ""
         for b in range(shown):
             if a == b:
-                cells += "\\\\" if ascii_only else "╲╲"
+                cells += "╲╲"
                 continue
             share = (times[min(a, b), max(a, b)] - low) / (high - low)
             cells += shades[min(len(shades) - 1, int(share * len(shades)))] * 2

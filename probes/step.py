@@ -15,7 +15,7 @@ from distdiag.probekit.ranks.job import Job
 from distdiag.probekit.ranks.user_object import find_function
 from distdiag.probekit.step import show
 from distdiag.probekit.step.blocks import Batch, Block, make_batch, measure
-from distdiag.probekit.step.on_paper import add_activations, compute
+from distdiag.probekit.step.on_paper import add_activations
 from distdiag.probekit.step.possible import DEFAULT, SINGLE, Case, Machine, can_run, parse_strategies
 from distdiag.probekit.step.rows import judge, rows_of
 from distdiag.probekit.verdict.collective_result import new_result
@@ -40,22 +40,6 @@ class Step(Probe):
         if options.model and options.model not in MODELS:
             find_function("--model", options.model)
 
-    def launch(self, options: Options, gpus: int, deadline_s: float) -> list[Result] | None:
-        if not options.ranks:
-            return None
-        from distdiag.probekit.step.rounds import compare
-        from distdiag.probekit.step.svg import write
-
-        result = compare(options, Machine(options.device, options.backend or "gloo", gpus), deadline_s)
-        result.details |= _about(options)
-        result.notes += [f"not possible here: {text}" for text in show.not_possible(result)]
-        if options.svg:
-            write(result, options.svg)
-        return [result]
-
-    def on_paper(self, options: Options) -> list[Result]:
-        return [compute(options)]
-
     def run(self, job: Job) -> Result | None:
         batch = make_batch(job)
         if job.options.block_s:  # one case of a comparison
@@ -76,7 +60,7 @@ class Step(Probe):
         result.host_noise = host_noise
         result.rows = rows_of(blocks, len(batch[0]), job.device.type)
         add_activations(result.rows, job.options, len(batch[0]))
-        result.details |= _about(job.options) | {"global_batch": len(batch[0])}
+        result.details |= {"model": job.options.model or "SimpleCNN", "global_batch": len(batch[0])}
         result.notes += [f"{case.strategy}: not possible here: {why}" for case, why in reasons.items()]
         judge(result)
         if unmeasured:
@@ -84,18 +68,14 @@ class Step(Probe):
             result.judge(Verdict.INCONCLUSIVE, f"the budget ended before {names}: give more with --budget")
         return result
 
-    def table(self, result: Result, ascii_only: bool = False) -> Table:
-        return show.table(result, ascii_only)
+    def table(self, result: Result) -> Table:
+        return show.table(result)
 
-    def drawing(self, result: Result, ascii_only: bool = False) -> list[str]:
-        return show.drawing(result, ascii_only)
+    def drawing(self, result: Result) -> list[str]:
+        return show.drawing(result)
 
     def headline(self, result: Result) -> str:
         return show.headline(result)
-
-
-def _about(options: Options) -> dict[str, object]:
-    return {"model": options.model or "SimpleCNN", "global_batch": options.batch_size}
 
 
 def _cases(job: Job, batch: int) -> tuple[list[Case], dict[Case, str]]:

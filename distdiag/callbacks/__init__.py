@@ -38,11 +38,5 @@ class Names:
         self._open.close()
         self.phase = ""
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {}  # frameworks copy and pickle callbacks; another process has its own handle
-
-    def __setstate__(self, _state: dict[str, Any]) -> None:
-        Names.__init__(self)
-
-    def __deepcopy__(self, _memo: Any) -> Names:
-        return Names()
+    def __reduce__(self) -> tuple[type[Names], tuple[()]]:
+        return Names, ()  # frameworks copy and pickle callbacks; another process has its own handle

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from distdiag import nvml
 from distdiag.doctor.check import Check, failed, passed, skipped, warned
 from distdiag.doctor.torch_facts import Rendezvous, TorchFacts
 from distdiag.probekit.measure import gpus as measure
@@ -98,11 +99,9 @@ def _rendezvous(r: Rendezvous) -> Check:
 
 def gpus(facts: TorchFacts | None) -> list[Check]:
     """Check the GPUs, as NVML and torch report them; one check if there is no NVIDIA driver."""
-    import pynvml
-
     try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
+        pynvml = nvml.load()
+    except nvml.Unavailable:
         if facts is not None and facts.cuda:
             return [
                 warned(

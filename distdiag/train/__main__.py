@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from distdiag.errors import DistdiagError, ExitCode, need_torch
+from distdiag.streams import say_error
 from distdiag.train.config import parse_arguments
 
 STUCK_GRACE_S = 3.0  # a rank that waits in a collective cannot be interrupted from Python: after this time it is ended
@@ -78,7 +79,7 @@ def _refuse(error: DistdiagError, rank: int) -> int:
     """Print the error on rank 0. The other ranks wait, so that the launcher does not end rank 0 before it has printed."""
     code = int(error.code)
     if rank == 0:
-        print(f"distdiag: error: {error.message}\nhint: {error.hint}", file=sys.stderr, flush=True)
+        say_error(error.message, error.hint, flush=True)
         return code
     signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
     time.sleep(RANK_ZERO_GRACE_S)

@@ -60,12 +60,16 @@ class DataSet:
     Args:
         name: What it is; "CIFAR-10" only for the published files.
         fingerprint: Digest over the digests of its files: the same data, the same fingerprint, in either format.
+        source: Where it was found.
+        notice: A line to print if it is not the requested one.
     """
 
     name: str
     train: ImageSet
     test: ImageSet
     fingerprint: str
+    source: str = "memory"
+    notice: str | None = None
 
 
 def locate(folder: Path) -> Path:
@@ -94,7 +98,7 @@ def read_data_set(folder: Path, remedy: str | None = None) -> DataSet:
     Raises:
         DistdiagError: a file is missing, corrupt, unreadable or not of the format; the message names the file.
     """
-    folder = locate(folder)
+    source, folder = str(folder), locate(folder)
     own = (folder / MANIFEST).exists()
     published = BINARY_FILES if any((folder / name).exists() for name in BINARY_FILES) else PYTHON_FILES
     digests = _manifest(folder / MANIFEST) if own else published
@@ -106,7 +110,7 @@ def read_data_set(folder: Path, remedy: str | None = None) -> DataSet:
     train, test = (ImageSet(*map(np.concatenate, zip(*((p.images, p.labels) for p in of_part), strict=True)))
                    for of_part in parts.values())  # fmt: skip
     name = f"{folder.name} (not CIFAR-10)" if own else "CIFAR-10"
-    return DataSet(name, train, test, hashlib.md5("".join(digests.values()).encode()).hexdigest())
+    return DataSet(name, train, test, hashlib.md5("".join(digests.values()).encode()).hexdigest(), source)
 
 
 def _manifest(path: Path) -> dict[str, str]:

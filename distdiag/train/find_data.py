@@ -15,7 +15,7 @@ import threading
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -32,22 +32,13 @@ ARCHIVE_MD5 = "c58f30108f718f92721af3b95e74349a"
 NETWORK_DEADLINE_S = 4.0  # for an answer from the server, with name resolution
 
 
-@dataclass(frozen=True)
-class FoundData:
-    """A data set, its source, and a line to print if it is not the requested one."""
-
-    data: DataSet
-    source: str
-    notice: str | None = None
-
-
 def cache_directory() -> Path:
     """Return `$XDG_CACHE_HOME/distdiag`, else `~/.cache/distdiag`."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "distdiag"
 
 
-def find_data(named: str, *, show_progress: bool, url: str = URL, archive_md5: str = ARCHIVE_MD5) -> FoundData:
+def find_data(named: str, *, show_progress: bool, url: str = URL, archive_md5: str = ARCHIVE_MD5) -> DataSet:
     """Return the training data: from `named`, DISTDIAG_DATA, the cache or a download; without a network the generated set.
 
     Args:
@@ -63,18 +54,17 @@ def find_data(named: str, *, show_progress: bool, url: str = URL, archive_md5: s
     for origin, folder in (("--data", named), (ENV_DATA, os.environ.get(ENV_DATA, ""))):
         if folder:
             path = Path(folder).expanduser()
-            return FoundData(read_data_set(path), f"{origin} {path}")
+            return replace(read_data_set(path), source=f"{origin} {path}")
     with _locked_cache() as cache:
         if cache is None:
             return _generated(None, "the cache directory cannot be written")
         for name in (PYTHON_FOLDER, BINARY_FOLDER):
             if (cache / name).is_dir():
                 remedy = f"remove it, it is downloaded again: rm -r {cache / name}"
-                return FoundData(read_data_set(cache / name, remedy), str(cache / name))
+                return read_data_set(cache / name, remedy)
         if (reason := why_unreachable(url)) is None:
             try:
-                folder = download(cache, url, archive_md5, show_progress)
-                return FoundData(read_data_set(folder), str(folder))
+                return read_data_set(download(cache, url, archive_md5, show_progress))
             except (OSError, ValueError, tarfile.TarError, DistdiagError) as e:
                 reason = f"the download failed: {' '.join(str(e).split())[:200]}"
         return _generated(cache, reason)
@@ -146,7 +136,7 @@ def download(cache: Path, url: str = URL, archive_md5: str = ARCHIVE_MD5, show_p
         return Path(made, PYTHON_FOLDER).rename(cache / PYTHON_FOLDER)
 
 
-def _generated(cache: Path | None, reason: str | None) -> FoundData:
+def _generated(cache: Path | None, reason: str | None) -> DataSet:
     """Return the generated set, cached on disk if there is room, else in memory only."""
     notice = reason and (
         f"no CIFAR-10 here ({reason}): training on {synthetic.NAME}, "
@@ -167,4 +157,4 @@ def _generated(cache: Path | None, reason: str | None) -> FoundData:
                     np.savez(f, *arrays)
                 source = str(file)
     train, test = ImageSet(*arrays[:2]), ImageSet(*arrays[2:])
-    return FoundData(DataSet(synthetic.NAME, train, test, f"{synthetic.FILE} {len(train)} {len(test)}"), source, notice)
+    return DataSet(synthetic.NAME, train, test, f"{synthetic.FILE} {len(train)} {len(test)}", source, notice)

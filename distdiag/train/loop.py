@@ -244,8 +244,7 @@ def share_pixels(config: TrainConfig, ranks: Ranks) -> SharedPixels:
     def publish() -> SharedPixels | None:
         if ranks.local_rank != 0:
             return None
-        found = find_data(config.data, show_progress=ranks.rank == 0)
-        return SharedPixels.publish(found.data, found.source, found.notice)
+        return SharedPixels.publish(find_data(config.data, show_progress=ranks.rank == 0))
 
     own = ranks.together(publish)
     addresses = ranks.gather((ranks.node, own.address if own else None))
@@ -256,7 +255,7 @@ def share_pixels(config: TrainConfig, ranks: Ranks) -> SharedPixels:
                 raise OSError("no local rank 0 on this node")
             own = SharedPixels.open(address)
         except OSError:  # no access to /proc: use a private copy
-            own = SharedPixels.publish(find_data(config.data, show_progress=False).data)
+            own = SharedPixels.publish(find_data(config.data, show_progress=False))
     if len(set(ranks.gather(own.address.fingerprint))) > 1:
         raise DistdiagError("the nodes found different data sets", "name the same one on every node with --data DIR")
     return own

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -109,4 +108,3 @@ class Progress:
         loss = "" if self._loss is None else f", loss {self._loss:.4f}"
         written = f"; checkpoint {checkpoint}" if checkpoint else ""
         self._print(f"done: {step:,} steps in {seconds:.1f} s{loss}{accuracy}{written}", always=True)
-        sys.stdout.flush()

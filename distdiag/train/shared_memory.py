@@ -62,7 +62,7 @@ class SharedPixels:
         self.test = TensorImages(images[split:], labels[split:])
 
     @classmethod
-    def publish(cls, data: DataSet, source: str = "", notice: str | None = None) -> SharedPixels:
+    def publish(cls, data: DataSet) -> SharedPixels:
         """Copy a data set into memory that other processes can map.
 
         Raises:
@@ -76,7 +76,7 @@ class SharedPixels:
             f"/proc/{os.getpid()}/fd/{descriptor}", data.name, data.fingerprint, len(data.train), len(data.test)
         )
         published = cls(descriptor, address)
-        published.source, published.notice = source or cls.source, notice
+        published.source, published.notice = data.source, data.notice
         return published
 
     @classmethod

@@ -57,6 +57,9 @@ def test_ascii_is_ascii_and_colour_only_when_forced(result: Any, monkeypatch: py
     assert text(result, "--ascii").isascii()
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert text(result).startswith("\033[32mpass\033[0m")
+    assert text(result, "-o", "FILE").startswith("pass  ")
+    monkeypatch.setenv("FORCE_COLOR", "0")
+    assert text(result).startswith("pass  ")
 
 
 def test_csv_has_one_line_per_size(result: Any):

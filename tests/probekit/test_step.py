@@ -16,7 +16,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from distdiag.errors import DistdiagError
 from distdiag.probekit.command.options import parse
 from distdiag.probekit.command.paper import PerParameter
-from distdiag.probekit.measure.noise import BlockNoise, usable_cpus
+from distdiag.probekit.measure.noise import BlockNoise, over_blocks, usable_cpus
 from distdiag.probekit.measure.probe import load_probe
 from distdiag.probekit.step import possible, rounds, rows, show, svg
 from distdiag.probekit.step.blocks import Block
@@ -45,7 +45,7 @@ def block(strategy: str, ranks: int, ms: float, threads: int = 1, quiet: float =
 def result_of(blocks: list[Block], batch: int = 50) -> Result:
     found = Result("step", 2, "gloo", "cpu")
     found.rows = rows.rows_of(blocks, batch, "cpu")
-    found.host_noise = rows.noise_of(blocks)
+    found.host_noise = over_blocks([b.noise for b in blocks if b.noise is not None])
     found.details = {"model": "A<B>&C", "global_batch": batch, "rounds": 3, "not_possible": []}
     rows.judge(found)
     return found
@@ -207,7 +207,7 @@ def test_all_cases_are_measured_on_real_ranks_or_have_a_reason(tmp_path: Path, m
     probe.check(options)
     monkeypatch.setattr(rounds, "ROUNDS", 1)
     monkeypatch.setattr(rounds, "_BLOCK_S", (0.05, 0.05))
-    (found,) = probe.launch(options, 0, time.monotonic() + 200.0)
+    found = rounds.compare(options, 0, time.monotonic() + 200.0)
 
     measured = {(r.strategy, r.ranks): r for r in found.rows}
     assert set(measured) == {("single", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3), ("pipeline", 2)}

@@ -63,7 +63,7 @@ class _Archive:
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}/archive.tar.gz"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
-    def find(self, named: str = "") -> find_data.FoundData:
+    def find(self, named: str = "") -> cifar.DataSet:
         return find_data.find_data(named, show_progress=False, url=self.url, archive_md5=self.md5)
 
 
@@ -93,12 +93,12 @@ def test_the_order_is_option_environment_cache(
     cached = cache_directory() / cifar.PYTHON_FOLDER
     cached.mkdir(parents=True)
     write_binary(cached, small_set(train=30).train, small_set().test)
-    assert len(archive.find().data.train) == 30
+    assert len(archive.find().train) == 30
     monkeypatch.setenv("DISTDIAG_DATA", str(binary_folder(tmp_path / "environment", train=31)))
-    assert len(archive.find().data.train) == 31
+    assert len(archive.find().train) == 31
     named = binary_folder(tmp_path / "option", train=32)
     found = archive.find(str(named))
-    assert len(found.data.train) == 32
+    assert len(found.train) == 32
     assert found.source == f"--data {named}"
     assert found.notice is None
     assert archive.gets == 0
@@ -106,7 +106,7 @@ def test_the_order_is_option_environment_cache(
 
 def test_a_download_is_checked_unpacked_and_kept(archive: _Archive) -> None:
     found = archive.find()
-    assert np.array_equal(found.data.train.images, small_set().train.images)
+    assert np.array_equal(found.train.images, small_set().train.images)
     assert left_in_cache() == [".lock", cifar.PYTHON_FOLDER]
     assert archive.find().source == found.source == str(cache_directory() / cifar.PYTHON_FOLDER)
     assert archive.gets == 1
@@ -121,7 +121,7 @@ def test_a_failed_download_leaves_nothing_and_trains_on_the_generated_set(archiv
         archive.md5 = "0" * 32
     found = archive.find()
     assert archive.gets >= 1
-    assert found.data.name == synthetic.NAME
+    assert found.name == synthetic.NAME
     assert found.notice is not None
     assert "the download failed" in found.notice
     assert "\n" not in found.notice
@@ -130,8 +130,8 @@ def test_a_failed_download_leaves_nothing_and_trains_on_the_generated_set(archiv
 
 def test_without_a_network_the_generated_set_is_made_once_and_announced(no_network: str) -> None:
     first = find_data.find_data("", show_progress=False, url=no_network)
-    assert first.data.name == synthetic.NAME
-    assert "CIFAR-10" not in first.data.name.replace("not CIFAR-10", "")
+    assert first.name == synthetic.NAME
+    assert "CIFAR-10" not in first.name.replace("not CIFAR-10", "")
     assert first.notice is not None
     assert first.notice.startswith("no CIFAR-10 here (no network)")
     assert "--data DIR" in first.notice
@@ -140,9 +140,9 @@ def test_without_a_network_the_generated_set_is_made_once_and_announced(no_netwo
     again = find_data.find_data("", show_progress=False, url=no_network)
     assert file.stat().st_mtime_ns == made
     assert again.source == first.source == str(file)
-    assert again.data.fingerprint == first.data.fingerprint
-    assert np.array_equal(again.data.train.images, first.data.train.images)
-    assert np.array_equal(again.data.test.labels, synthetic.generate(20, seed=2).labels)
+    assert again.fingerprint == first.fingerprint
+    assert np.array_equal(again.train.images, first.train.images)
+    assert np.array_equal(again.test.labels, synthetic.generate(20, seed=2).labels)
 
 
 @pytest.mark.parametrize("damage", ["overwritten", "cut off", "a pickle"])
@@ -156,7 +156,7 @@ def test_a_damaged_generated_set_is_generated_again(no_network: str, damage: str
         file.write_bytes(b"x" if damage == "overwritten" else file.read_bytes()[:5000])
     found = find_data.find_data("generated", show_progress=False, url=no_network)
     assert found.notice is None  # it was requested
-    assert np.array_equal(found.data.train.images, synthetic.generate(50, seed=1).images)
+    assert np.array_equal(found.train.images, synthetic.generate(50, seed=1).images)
 
 
 def test_an_unwritable_cache_does_not_stop_the_job(

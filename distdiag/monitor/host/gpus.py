@@ -156,12 +156,7 @@ class _Driver:
             rank = None if card.mig else users.by_index.get(card.parent_index)
             return GpuRow(t_s=t_s, node=self.node, gpu=card.index, rank=rank)
 
-        def ask(question: str, handle: Any = card.parent, *args: Any) -> Any:
-            return nvml.ask(n, getattr(n, question, None) or _missing, handle, *args)
-
-        use = None if card.mig else ask("nvmlDeviceGetUtilizationRates")
-        memory = ask("nvmlDeviceGetMemoryInfo", card.handle)
-        power, limit = ask("nvmlDeviceGetPowerUsage"), ask("nvmlDeviceGetEnforcedPowerLimit")
+        use = None if card.mig else nvml.ask(n, n.nvmlDeviceGetUtilizationRates, card.parent)
         throttle = nvml.throttle_reasons(n, card.parent)
         links = nvml.links(n, card.parent)
         pids = nvml.process_ids(n, card.handle)
@@ -182,24 +177,11 @@ class _Driver:
             t_s=t_s,
             node=self.node,
             gpu=card.index,
-            uuid=nvml.text(ask("nvmlDeviceGetUUID", card.handle)),
-            name=nvml.text(ask("nvmlDeviceGetName", card.handle)),
             rank=rank,
+            **nvml.facts(n, card.parent, card.handle),
             utilization_pct=getattr(use, "gpu", None),
             memory_utilization_pct=getattr(use, "memory", None),
-            memory_used_bytes=getattr(memory, "used", None),
-            memory_total_bytes=getattr(memory, "total", None),
-            power_w=None if power is None else power / 1000,
-            power_limit_w=None if limit is None else limit / 1000,
-            temperature_c=ask("nvmlDeviceGetTemperature", card.parent, 0),  # NVML_TEMPERATURE_GPU
-            sm_clock_mhz=ask("nvmlDeviceGetClockInfo", card.parent, 1),  # NVML_CLOCK_SM
-            sm_clock_max_mhz=ask("nvmlDeviceGetMaxClockInfo", card.parent, 1),
             throttle=None if throttle is None else ", ".join(throttle),
-            ecc_uncorrected=ask("nvmlDeviceGetTotalEccErrors", card.parent, 1, 0),  # since the driver started
-            pcie_generation=ask("nvmlDeviceGetCurrPcieLinkGeneration"),
-            pcie_generation_max=ask("nvmlDeviceGetMaxPcieLinkGeneration"),
-            pcie_width=ask("nvmlDeviceGetCurrPcieLinkWidth"),
-            pcie_width_max=ask("nvmlDeviceGetMaxPcieLinkWidth"),
             nvlink_active=None if links is None else sum(links),
             processes=None if pids is None else len(pids),
         )
@@ -247,7 +229,3 @@ class _Driver:
                 if getattr(e, "value", None) != n.NVML_ERROR_TIMEOUT:
                     card.events = None  # the card is lost (see `lost`), or the driver is too old
                 return
-
-
-def _missing(*_: Any) -> None:
-    """Replace a function that this version of nvidia-ml-py does not have."""

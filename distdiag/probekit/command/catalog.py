@@ -25,7 +25,7 @@ PROBES: dict[str, str] = {
 ALL = "all"
 COLLECTIVES = tuple(name for name in PROBES if name not in ("pairs", "dataloader", "step", "gpu"))
 
-_ALIASES = {name.replace("_", ""): name for name in PROBES} | {
+_ALIASES = {name: name for name in PROBES} | {
     "allgatherintotensor": "allgather",
     "alltoallsingle": "alltoall",
     "p2p": "sendrecv",

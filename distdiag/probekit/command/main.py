@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import itertools
 import json
 import os
 import subprocess
@@ -37,10 +36,11 @@ def main(argv: list[str] | None = None, name: str | None = None) -> int:
     """
     tolerate()
     arguments = sys.argv[1:] if argv is None else argv
-    if (form := node_check.form_of(arguments)) is not None:
-        return node_check.run(arguments, name, form, environment.process_started_s())
+    form, words = node_check.split_form(arguments)
+    if form in node_check.FORMS:
+        return node_check.run(words, name, form, environment.process_started_s())
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hides torch's warnings; must be set before its import
-    as_json = "--json" in arguments or "--as=json" in arguments or ("--as", "json") in itertools.pairwise(arguments)
+    as_json = "--json" in words or form == "json"
     place = None
     try:
         if name is None and (not arguments or arguments[0] == "list"):
@@ -147,8 +147,10 @@ def _measure(options: Options, place: RankPlace | None) -> list[Result]:
         nproc = place_ranks(options, gpus, fewest, probe.default_ranks if probe else 2)
         if probe is not None:
             probe.check(options)
-            if (results := probe.launch(options, gpus, deadline_s)) is not None:
-                return results
+        if options.ranks:  # of `step`
+            from distdiag.probekit.step.rounds import compare
+
+            return [compare(options, gpus, deadline_s)]
         from distdiag.probekit.ranks.launch import launch
 
         return launch(options, nproc, deadline_s)
@@ -177,9 +179,10 @@ def _on_paper(options: Options, place: RankPlace | None) -> list[Result]:
         raise DistdiagError(
             f"memory on paper needs no ranks, but {place.launcher} has started this one", "run it without a launcher"
         )
-    probe = load_probe(options.name)
-    probe.check(options)
-    return probe.on_paper(options)
+    load_probe(options.name).check(options)
+    from distdiag.probekit.step.on_paper import compute
+
+    return [compute(options)]
 
 
 def _gpu_count() -> int:

@@ -27,42 +27,37 @@ DEADLINE_S = 55.0  # from the start of this process; slurmd kills a HealthCheckP
 LINE = 300  # characters
 
 
-def form_of(arguments: Sequence[str]) -> str | None:
-    """Return the form of a check that the command line asks for; None if it asks for none."""
-    given = None
-    for i, word in enumerate(arguments):
-        if word.startswith("--as="):
-            given = word.removeprefix("--as=")
-        elif word == "--as" and i + 1 < len(arguments):
-            given = arguments[i + 1]
-    return given if given in FORMS else None
+def split_form(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return the value of `--as` in a command line, None without one, and the other words."""
+    form, others, words = None, [], iter(arguments)
+    for word in words:
+        if word == "--as":
+            form = next(words, None)
+        elif word.startswith("--as="):
+            form = word.removeprefix("--as=")
+        else:
+            others.append(word)
+    return form, others
 
 
-def run(arguments: Sequence[str], name: str | None, form: str, started_s: float) -> int:
+def run(words: Sequence[str], name: str | None, form: str, started_s: float) -> int:
     """Run the probe, print one line, and return FAILED for a proved fault, else OK.
 
     Args:
-        arguments: Of the probe command.
+        words: Of the probe command, without `--as`.
         name: The probe, if its script is the caller.
         started_s: time.monotonic() at which this process began.
     """
     try:
-        word, why = _judged(*_probed(_command(arguments, name, form), started_s + DEADLINE_S))
+        word, why = _judged(*_probed(_command(words, name, form), started_s + DEADLINE_S))
     except Exception as e:
         word, why = "unknown", f"{type(e).__name__}: {e}"
     say(cut(visible(" ".join(f"[distdiag] {word}: {why}".split())), LINE))
     return int(ExitCode.FAILED if word == "fail" else ExitCode.OK)
 
 
-def _command(arguments: Sequence[str], name: str | None, form: str) -> list[str]:
+def _command(words: Sequence[str], name: str | None, form: str) -> list[str]:
     """Return the command line that measures, and prints one object."""
-    words: list[str] = []
-    rest = iter(arguments)
-    for word in rest:
-        if word == "--as":
-            next(rest, None)
-        elif not word.startswith("--as="):
-            words.append(word)
     budget = [] if any(w.split("=")[0] in ("--budget", "--quick") for w in words) else [f"--budget={FORMS[form]:g}"]
     probe = [] if name is None else [name]
     return [sys.executable, "-P", "-m", "distdiag", "probe", *probe, *words, *budget, "--json", "--no-record"]

@@ -12,8 +12,8 @@ import click
 from distdiag.command_line import Parsed, SectionedCommand, count, number, option, options_of, read
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.probekit.command import catalog, node_check
-from distdiag.probekit.command.paper import FLAGS, RANKS, Paper, make_paper
-from distdiag.terms.units import DTYPE_ALIASES, ITEM_BYTES, parse_bytes, sweep
+from distdiag.probekit.command.paper import FLAGS, RANKS, Paper, byte_size, make_paper
+from distdiag.terms.units import DTYPE_ALIASES, ITEM_BYTES, sweep
 
 DEFAULT_BUDGET_S = 10.0
 QUICK_BUDGET_S = 6.0
@@ -74,10 +74,6 @@ def _list(parse: Callable[[str], Any]) -> Parsed:
     return Parsed("text", lambda text: [parse(word) for word in text.split(",")] if text else [])
 
 
-def _size(flag: str) -> Parsed:
-    return Parsed("text", lambda text: parse_bytes(text, flag))
-
-
 def _dtype(text: str) -> str:
     found = DTYPE_ALIASES.get(text, text)
     if found not in ITEM_BYTES:
@@ -103,9 +99,11 @@ class Options:
         "float32", section="what is measured", type=Parsed("text", _dtype), metavar="DTYPE",
         help=f"{', '.join(ITEM_BYTES)} (default float32; on paper bfloat16)",
     )  # fmt: skip
-    min_bytes: int = option(1024, type=_size("--min-bytes"), used_by=(*_MESSAGES, catalog.ALL), metavar="SIZE")
+    min_bytes: int = option(1024, type=byte_size("--min-bytes"), used_by=(*_MESSAGES, catalog.ALL), metavar="SIZE")
     """smallest message (default 1K)"""
-    max_bytes: int = option(64 * 2**20, type=_size("--max-bytes"), used_by=(*_MESSAGES, catalog.ALL), metavar="SIZE")
+    max_bytes: int = option(
+        64 * 2**20, type=byte_size("--max-bytes"), used_by=(*_MESSAGES, catalog.ALL), metavar="SIZE"
+    )
     """largest message (default 64M; with `all` 16M)"""
     factor: float = option(4.0, type=_NUMBER, used_by=(*_MESSAGES, catalog.ALL), metavar="X")
     """each size is X times the last (default 4; with `all` and --quick 16)"""

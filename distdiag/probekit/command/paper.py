@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from distdiag.command_line import Parsed, count, option
+from distdiag.command_line import Parsed, count, flag, option
 from distdiag.errors import DistdiagError
 from distdiag.terms.units import parse_bytes
 
@@ -18,11 +18,9 @@ DTYPES = {"float32": (4, 0), "bfloat16": (2, 4), "float16": (2, 4)}  # bytes of 
 OPTIMIZERS = {"adamw": 2, "sgd": 1}  # float32 values for each parameter: two moments, or momentum
 _COUNT = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 # options that measure, compare or start ranks
-_MEASURING = {
-    "nproc": "--nproc", "device": "--device", "backend": "--backend", "share_gpus": "--share-gpus", "budget_s": "--budget",
-    "quick": "--quick", "inject": "--inject", "save": "--save", "against": "--against", "svg": "--svg",
-    "run_dir": "--run-dir",
-}  # fmt: skip
+_MEASURING = (
+    "nproc", "device", "backend", "share_gpus", "budget_s", "quick", "inject", "save", "against", "svg", "run_dir"
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +56,9 @@ def _parse_per_parameter(text: str) -> PerParameter:
     return PerParameter(weights, gradients, state)
 
 
-def _bytes(flag: str) -> Parsed:
-    return Parsed("text", lambda text: parse_bytes(text, flag))
+def byte_size(name: str) -> Parsed:
+    """Return the type of an option that takes a size in bytes."""
+    return Parsed("text", lambda text: parse_bytes(text, name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,7 @@ class Paper:
 
     parameters: int | None = option(None, "--params", type=Parsed("text", parse_parameters), metavar="N")
     """parameters of the model: 7e9, 7B, 350M"""
-    memory_bytes: int | None = option(None, "--memory", type=_bytes("--memory"), metavar="SIZE")
+    memory_bytes: int | None = option(None, "--memory", type=byte_size("--memory"), metavar="SIZE")
     """of one device, e.g. 80GiB (default: this host's smallest GPU)"""
     optimizer: str | None = option(None, type=click.Choice(list(OPTIMIZERS)))
     """default adamw; sgd is with momentum"""
@@ -85,7 +84,7 @@ class Paper:
     """weights, gradients, optimizer state (default by --dtype: bfloat16 2,2,12; float32 4,4,8)"""
     layers: int | None = option(type=Parsed("count", count), metavar="N")
     """equal blocks, of which FSDP gathers two at once"""
-    activations_bytes: int | None = option(None, "--activations", type=_bytes("--activations"), metavar="SIZE")
+    activations_bytes: int | None = option(None, "--activations", type=byte_size("--activations"), metavar="SIZE")
     """saved for backward, of the whole --batch-size in one process"""
     link: str | None = option(metavar="GBPS|FILE")
     """bus bandwidth between ranks, or a saved `probe allreduce` (--save, or --json -o)"""
@@ -114,10 +113,11 @@ def make_paper(given: Mapping[str, Any], own: Mapping[str, Any], counted: bool, 
     if probe != "step":
         text = f"{mode} computes the memory of a training step, not {probe}"
         raise DistdiagError(text, "distdiag probe step --params 7e9")
-    for name, flag in _MEASURING.items():
+    for name in _MEASURING:
         if given.get(name):
+            used = flag(name.removesuffix("_s"))
             machine = "; --memory and --ranks describe the machine" if name in ("device", "backend", "nproc") else ""
-            raise DistdiagError(f"{mode} runs nothing: {flag} does not apply", f"leave {flag} out{machine}")
+            raise DistdiagError(f"{mode} runs nothing: {used} does not apply", f"leave {used} out{machine}")
     if given.get("output_format") == "nccl-tests":
         raise DistdiagError(f"{mode} measures no collective", "--as json or csv")
     if stated and "model" in given:
@@ -130,14 +130,14 @@ def make_paper(given: Mapping[str, Any], own: Mapping[str, Any], counted: bool, 
     if own.get("layers") == 0:
         raise DistdiagError("--layers 0: a model has at least one", "the number of equal blocks, e.g. 32")
     dtype = given.get("dtype", "bfloat16")
+    known = {"dtype": dtype, "step_ms": given.get("step_ms")}
     if "per_parameter" in own:
         if "optimizer" in own:
             raise DistdiagError("--bytes-per-param already contains the optimizer", "leave --optimizer out")
-        return Paper(**own, dtype=dtype, step_ms=given.get("step_ms"))
+        return Paper(**known, **own)
     if dtype not in DTYPES:
         raise DistdiagError(f"--dtype {dtype} is not supported on paper", "one of " + ", ".join(DTYPES))
-    optimizer = own.get("optimizer", "adamw")
     size, copy = DTYPES[dtype]
-    per_parameter = PerParameter(size, size, copy + 4 * OPTIMIZERS[optimizer])
-    known = {"optimizer": optimizer, "per_parameter": per_parameter, "dtype": dtype, "step_ms": given.get("step_ms")}
-    return Paper(**{**own, **known})
+    own = {"optimizer": "adamw", **own}
+    per_parameter = PerParameter(size, size, copy + 4 * OPTIMIZERS[own["optimizer"]])
+    return Paper(**known, **own, per_parameter=per_parameter)

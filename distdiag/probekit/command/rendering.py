@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -16,7 +14,7 @@ from distdiag.probekit.command.options import Options
 from distdiag.probekit.measure.probe import load_probe
 from distdiag.probekit.verdict.decide import NOISE
 from distdiag.probekit.verdict.result import SCHEMA, Result, Row, Verdict, worst
-from distdiag.streams import say, say_json
+from distdiag.streams import PLAINER, say, say_json, wants_colour
 from distdiag.terms import tables
 from distdiag.terms.operations import family
 
@@ -81,15 +79,20 @@ def as_json(results: list[Result], options: Options) -> dict[str, object]:
     }
 
 
-def _colour(text: str, code: str) -> str:
-    wanted = bool(os.environ.get("FORCE_COLOR")) or (sys.stdout.isatty() and "NO_COLOR" not in os.environ)
-    return f"\033[{code}m{text}\033[0m" if wanted else text
+def _coloured(text: str, verdict: Verdict, options: Options) -> str:
+    """Return the text in the verdict's colour where a terminal shows it; never in a file."""
+    wanted = options.output is None and wants_colour()[1]
+    return f"\033[{_COLOURS[verdict]}m{text}\033[0m" if wanted else text
+
+
+def _ascii(text: str) -> str:
+    return text.replace("…", "..").encode("ascii", PLAINER).decode()
 
 
 def as_table(result: Result, options: Options) -> str:
     """Return the verdict, then the reasons, then the figures."""
     probe = load_probe(result.probe)
-    lines = [f"{_colour(result.verdict.value, _COLOURS[result.verdict])}  {result.probe}: {result.reasons[0]}"]
+    lines = [f"{_coloured(result.verdict.value, result.verdict, options)}  {result.probe}: {result.reasons[0]}"]
     lines += [f"      {reason}" for reason in result.reasons[1:]]
     ranks = f"{result.world_size} rank{'s' if result.world_size > 1 else ''}"
     where = f"{result.backend} on {result.device}" if result.world_size > 1 else result.device
@@ -101,20 +104,22 @@ def as_table(result: Result, options: Options) -> str:
     versions = "".join(f", {k} {v}" for k, v in result.versions.items())
     if result.world_size:  # else nothing was run
         lines.append(f"      {ranks}, {where}{dtype}{hosts}{versions}, {result.elapsed_s:.1f} s{noise}")
-    table = probe.table(result, options.ascii)
+    table = probe.table(result)
     if table.rows:
-        lines += ["", *tables.table([table.headers, *table.rows], table.left), ""]
-    lines += probe.drawing(result, options.ascii)
+        cells = [table.headers, *table.rows]
+        shown = [[*map(_ascii, row)] for row in cells] if options.ascii else cells  # before columns are aligned
+        lines += ["", *tables.table(shown, table.left), ""]
+    lines += probe.drawing(result)
     lines += [f"note: {note}" for note in result.notes]
     text = "\n".join(lines)
-    return text.encode("ascii", "replace").decode() if options.ascii else text
+    return _ascii(text) if options.ascii else text
 
 
 def as_summary(results: list[Result], options: Options) -> str:
     """Return one verdict, and one line per probe."""
     verdict = worst([r.verdict for r in results])
     counts = ", ".join(f"{n} {v}" for v in Verdict if (n := sum(r.verdict is v for r in results)))
-    lines = [f"{_colour(verdict.value, _COLOURS[verdict])}  {len(results)} probes: {counts}"]
+    lines = [f"{_coloured(verdict.value, verdict, options)}  {len(results)} probes: {counts}"]
     noisy = [r.host_noise for r in results if r.host_noise and r.host_noise.noisy]
     if noisy:
         most = max(n.foreign_cpus or 0.0 for n in noisy)
@@ -126,12 +131,12 @@ def as_summary(results: list[Result], options: Options) -> str:
         possible = not r.reasons or not r.reasons[0].startswith("not possible here")
         word = r.verdict.value if possible else "–"
         summary = load_probe(r.probe).headline(r) if r.rows and possible else r.reasons[0]
-        lines.append(f"{_colour(f'{word:13s}', _COLOURS[r.verdict])} {r.probe:14s}{r.elapsed_s:5.1f} s  {summary}")
+        lines.append(f"{_coloured(f'{word:13s}', r.verdict, options)} {r.probe:14s}{r.elapsed_s:5.1f} s  {summary}")
         if r.verdict is not Verdict.PASS:
             # the noise is already reported above
             lines += [f"{'':13s} {'':14s}         {reason}" for reason in r.reasons if not reason.startswith(NOISE)]
     text = "\n".join(lines)
-    return text.replace("–", "-").encode("ascii", "replace").decode() if options.ascii else text
+    return _ascii(text) if options.ascii else text
 
 
 def as_csv(results: list[Result]) -> str:
@@ -139,10 +144,10 @@ def as_csv(results: list[Result]) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     for result in results:
-        table = load_probe(result.probe).table(result, ascii_only=True)
-        writer.writerow(["probe", "verdict", *table.headers])
+        table = load_probe(result.probe).table(result)
+        writer.writerow(["probe", "verdict", *map(_ascii, table.headers)])
         for row in table.rows:
-            writer.writerow([result.probe, result.verdict.value, *(cell.replace(",", "") for cell in row)])
+            writer.writerow([result.probe, result.verdict.value, *(_ascii(cell).replace(",", "") for cell in row)])
     return out.getvalue().rstrip("\n")
 
 

@@ -228,7 +228,7 @@ class Collective(Probe):
             return None
         return f"{job.backend} takes a strided tensor in {self.op} without an error and gives wrong values: call .contiguous() first"
 
-    def drawing(self, result: Result, ascii_only: bool = False) -> list[str]:
+    def drawing(self, result: Result) -> list[str]:
         return collective_result.explanation(self.op, result)
 
     def headline(self, result: Result) -> str:

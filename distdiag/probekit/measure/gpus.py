@@ -7,6 +7,7 @@ NVLink counters).
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -121,64 +122,41 @@ def facts(n: Any, index: int, own_pids: set[int]) -> GpuFacts:
         own_pids: Our processes, which do not count as others.
     """
 
-    def ask(question: Callable[..., Any], *args: Any) -> Any:
-        return library.ask(n, question, *args)
+    card = n.nvmlDeviceGetHandleByIndex(index)
 
-    h = n.nvmlDeviceGetHandleByIndex(index)
-    g = GpuFacts(index, library.text(ask(n.nvmlDeviceGetName, h)) or "unknown GPU")
-    g.uuid = library.text(ask(n.nvmlDeviceGetUUID, h))
-    if use := ask(n.nvmlDeviceGetUtilizationRates, h):
-        g.utilization_pct = int(use.gpu)
-    if memory := ask(n.nvmlDeviceGetMemoryInfo, h):
-        g.memory_used_bytes, g.memory_total_bytes = int(memory.used), int(memory.total)
-    g.temperature_c = ask(n.nvmlDeviceGetTemperature, h, 0)
-    if (milliwatt := ask(n.nvmlDeviceGetPowerUsage, h)) is not None:
-        g.power_w = milliwatt / 1e3
-    if (milliwatt := ask(n.nvmlDeviceGetEnforcedPowerLimit, h)) is not None:
-        g.power_limit_w = milliwatt / 1e3
-    g.sm_clock_mhz = ask(n.nvmlDeviceGetClockInfo, h, 1)  # NVML_CLOCK_SM
-    g.sm_clock_max_mhz = ask(n.nvmlDeviceGetMaxClockInfo, h, 1)
-    g.throttle = library.throttle_reasons(n, h) or []
-    g.ecc_uncorrected = ask(n.nvmlDeviceGetTotalEccErrors, h, 1, 0)  # uncorrected, since the driver was loaded
-    pages = [ask(n.nvmlDeviceGetRetiredPages, h, cause) for cause in (0, 1)]
-    if any(p is not None for p in pages):
-        g.retired_pages = sum(len(p) for p in pages if p is not None)
-    rows = ask(n.nvmlDeviceGetRemappedRows, h)  # corrected, uncorrected, pending, failure
-    if rows is not None:
-        g.remapped_rows_pending = bool(rows[2] or rows[3])
-    g.pcie_generation = ask(n.nvmlDeviceGetCurrPcieLinkGeneration, h)
-    g.pcie_generation_max = ask(n.nvmlDeviceGetMaxPcieLinkGeneration, h)
-    g.pcie_width = ask(n.nvmlDeviceGetCurrPcieLinkWidth, h)
-    g.pcie_width_max = ask(n.nvmlDeviceGetMaxPcieLinkWidth, h)
-    if links := library.links(n, h):
-        g.nvlinks_active, g.nvlinks_down = sum(links), len(links) - sum(links)
-        g.nvlink_version = ask(n.nvmlDeviceGetNvLinkVersion, h, 0)
-    mode = ask(n.nvmlDeviceGetPersistenceMode, h)
-    g.persistence = None if mode is None else bool(mode)
-    if (pids := library.process_ids(n, h)) is not None:
-        g.other_processes = sum(pid not in own_pids for pid in pids)
-    return g
+    def ask(question: Callable[..., Any], *args: Any) -> Any:
+        return library.ask(n, question, card, *args)
+
+    known = library.facts(n, card)
+    known["name"] = known["name"] or "unknown GPU"
+    use, persistence = ask(n.nvmlDeviceGetUtilizationRates), ask(n.nvmlDeviceGetPersistenceMode)
+    pages = [p for cause in (0, 1) if (p := ask(n.nvmlDeviceGetRetiredPages, cause)) is not None]
+    rows = ask(n.nvmlDeviceGetRemappedRows)  # corrected, uncorrected, pending, failure
+    links, pids = library.links(n, card), library.process_ids(n, card)
+    return GpuFacts(
+        index,
+        **known,
+        utilization_pct=None if use is None else int(use.gpu),
+        throttle=library.throttle_reasons(n, card) or [],
+        retired_pages=sum(map(len, pages)) if pages else None,
+        remapped_rows_pending=None if rows is None else bool(rows[2] or rows[3]),
+        nvlinks_active=links.count(True) if links else None,
+        nvlinks_down=links.count(False) if links else None,
+        nvlink_version=ask(n.nvmlDeviceGetNvLinkVersion, 0) if links else None,
+        persistence=None if persistence is None else bool(persistence),
+        other_processes=None if pids is None else sum(pid not in own_pids for pid in pids),
+    )
 
 
 def topology(n: Any, count: int) -> list[list[str]]:
     """Return how each pair of GPUs is connected, in words; `X` on the diagonal."""
     levels = {0: "same board", 10: "one switch", 20: "switches", 30: "one CPU", 40: "one node", 50: "across CPUs"}
-    matrix: list[list[str]] = []
-    for a in range(count):
-        row: list[str] = []
-        for b in range(count):
-            if a == b:
-                row.append("X")
-                continue
-            try:
-                level = n.nvmlDeviceGetTopologyCommonAncestor(
-                    n.nvmlDeviceGetHandleByIndex(a), n.nvmlDeviceGetHandleByIndex(b)
-                )
-            except n.NVMLError:
-                level = None
-            row.append(levels.get(int(level), "?") if level is not None else "?")
-        matrix.append(row)
-    return matrix
+    cards = [*enumerate(map(n.nvmlDeviceGetHandleByIndex, range(count)))]
+
+    def between(one: Any, other: Any) -> str:
+        return levels.get(library.ask(n, n.nvmlDeviceGetTopologyCommonAncestor, one, other), "?")
+
+    return [["X" if a == b else between(one, other) for b, other in cards] for a, one in cards]
 
 
 def complaints(g: GpuFacts) -> list[tuple[bool, str]]:
@@ -217,8 +195,6 @@ def complaints(g: GpuFacts) -> list[tuple[bool, str]]:
 
 def link_ceilings(index: int) -> dict[str, float | None]:
     """Return the PCIe and NVLink rates of one GPU, one direction, in GB/s; None if NVML does not report them."""
-    import os
-
     try:
         with nvml() as n:
             g = facts(n, index, {os.getpid()})

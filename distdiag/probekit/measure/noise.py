@@ -9,9 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import psutil
+
+from distdiag.probekit.verdict.result import HostNoise
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -39,6 +42,18 @@ class BlockNoise:
         if self.foreign_cpus is None:
             return False
         return self.foreign_cpus > 0.10 * self.cpus and self.cpus - self.foreign_cpus < self.ranks
+
+
+def over_blocks(blocks: Sequence[BlockNoise], noisy: bool | None = None) -> HostNoise:
+    """Return the foreign CPU over all blocks of a measurement.
+
+    Args:
+        noisy: Whether it disturbed the result; default: whether it disturbed at least a quarter of the blocks.
+    """
+    foreign = [b.foreign_cpus for b in blocks if b.foreign_cpus is not None]
+    count = sum(b.noisy for b in blocks)
+    mean = sum(foreign) / len(foreign) if foreign else None
+    return HostNoise(mean, blocks[0].cpus, len(blocks), count, count * 4 >= len(blocks) if noisy is None else noisy)
 
 
 def usable_cpus() -> int:

@@ -48,16 +48,11 @@ class Table:
     left: set[int]
 
     @classmethod
-    def of(cls, columns: Sequence[Column], rows: Sequence[Any], ascii_only: bool) -> Table:
+    def of(cls, columns: Sequence[Column], rows: Sequence[Any]) -> Table:
         cells = [(c, [c.cell(row) for row in rows]) for c in columns]
         kept = [(c, texts) for c, texts in cells if not c.optional or any(t is not None for t in texts)]
-
-        def plain(text: str | None) -> str:
-            text = MISSING if text is None else text
-            return text.replace(MISSING, "-").replace("µ", "u").replace("…", "..") if ascii_only else text
-
-        by_row = [[plain(texts[i]) for _, texts in kept] for i in range(len(rows))]
-        return cls([plain(c.header) for c, _ in kept], by_row, {i for i, (c, _) in enumerate(kept) if c.left})
+        by_row = [[MISSING if (text := texts[i]) is None else text for _, texts in kept] for i in range(len(rows))]
+        return cls([c.header for c, _ in kept], by_row, {i for i, (c, _) in enumerate(kept) if c.left})
 
 
 class Probe(abc.ABC):
@@ -79,28 +74,15 @@ class Probe(abc.ABC):
         """Import heavy modules once, in the process that ranks are forked from."""
         return None
 
-    def launch(self, options: Options, gpus: int, deadline_s: float) -> list[Result] | None:
-        """Start the ranks on this host by itself and return rank 0's results; None: the command starts them.
-
-        Args:
-            gpus: GPUs of this host.
-            deadline_s: time.monotonic() at which measuring should end.
-        """
-        return None
-
-    def on_paper(self, options: Options) -> list[Result]:
-        """Return the results of `options.paper`, by formula; only `step` has formulas."""
-        raise NotImplementedError(f"{self.name} has no formula")
-
     @abc.abstractmethod
     def run(self, job: Job) -> Result | None:
         """Measure within `job.left_s()`; return the result on rank 0, None elsewhere."""
 
-    def table(self, result: Result, ascii_only: bool = False) -> Table:
+    def table(self, result: Result) -> Table:
         """Return the figures as a table."""
-        return Table.of(self.columns, result.rows, ascii_only)
+        return Table.of(self.columns, result.rows)
 
-    def drawing(self, result: Result, ascii_only: bool = False) -> list[str]:
+    def drawing(self, result: Result) -> list[str]:
         """Return lines under the table: bars, a heat map, an explanation."""
         return []
 

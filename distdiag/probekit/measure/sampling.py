@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from distdiag.probekit.measure.noise import BlockNoise, CpuReading, foreign_cpus, read_cpu, usable_cpus
+from distdiag.probekit.measure.noise import BlockNoise, CpuReading, foreign_cpus, over_blocks, read_cpu, usable_cpus
 from distdiag.probekit.ranks.clock import clock_ns
 from distdiag.probekit.verdict.result import HostNoise
 from distdiag.terms.statistics import interval_of_median
@@ -119,8 +119,8 @@ def _block(
                 call()
                 left.append(now())
         after = read_cpu()
-    everyone = job.gather_array(cpu_used(before, after), f"{label}: collecting CPU use")
-    return noisiest_host(job, everyone) if everyone is not None else BlockNoise(None, usable_cpus(), 1)
+    noise = noisiest_host(job, cpu_used(before, after), f"{label}: collecting CPU use")
+    return noise or BlockNoise(None, usable_cpus(), 1)
 
 
 class NoiseMeter:
@@ -137,11 +137,9 @@ class NoiseMeter:
 
     def stop(self, label: str) -> HostNoise | None:
         """Return the CPU that others used since the start, on the noisiest host; None on all ranks but 0."""
-        use = self._job.gather_array(cpu_used(self._before, read_cpu(self._children)), f"{label}: collecting CPU use")
-        if use is None:
-            return None
-        noise = noisiest_host(self._job, use)
-        return HostNoise(noise.foreign_cpus, noise.cpus, 1, int(noise.noisy), noise.noisy)
+        used = cpu_used(self._before, read_cpu(self._children))
+        noise = noisiest_host(self._job, used, f"{label}: collecting CPU use")
+        return noise and over_blocks([noise])
 
 
 def cpu_used(before: CpuReading, after: CpuReading) -> np.ndarray:
@@ -150,8 +148,11 @@ def cpu_used(before: CpuReading, after: CpuReading) -> np.ndarray:
     return np.array([busy, after.own_s - before.own_s, after.at_s - before.at_s])
 
 
-def noisiest_host(job: Job, use: np.ndarray) -> BlockNoise:
-    """Return the foreign CPU of the noisiest host, from (busy, own, wall) seconds of every rank."""
+def noisiest_host(job: Job, used: np.ndarray, label: str) -> BlockNoise | None:
+    """Return the foreign CPU of the noisiest host, from this rank's (busy, own, wall) seconds; None on all ranks but 0."""
+    use = job.gather_array(used, label)
+    if use is None:
+        return None
     hosts: list[BlockNoise] = []
     for key in dict.fromkeys(job.host_keys):
         ranks = [r for r, k in enumerate(job.host_keys) if k == key]

@@ -28,7 +28,7 @@ from distdiag.probekit.ranks.environment import RankPlace
 from distdiag.probekit.ranks.interface import Interface
 from distdiag.probekit.ranks.watchdog import Progress, Watchdog, timed_out
 from distdiag.probekit.verdict.result import error_json
-from distdiag.streams import say, say_json
+from distdiag.streams import say_error, say_json
 
 T = TypeVar("T")
 
@@ -324,7 +324,7 @@ def _leave_report(place: RankPlace, options: Options, store: Any, error: Distdia
         return
     if place.rank == 0 and options.output_format == "json":
         say_json(error_json(error), flush=True)
-    say(f"distdiag: error: {error.message}\nhint: {error.hint}", err=True, flush=True)
+    say_error(error.message, error.hint, flush=True)
 
 
 def _explain(e: RuntimeError, job: Job) -> DistdiagError:

@@ -162,12 +162,8 @@ class _Measurement:
             self.own.label = label_of(self.case, self.job.device.type, self.own.threads)
             before = read_cpu()
             self._take_steps(strategy, seconds, host)
-            everyone = None
-            if not self.alone:
-                everyone = self.job.gather_array(cpu_used(before, read_cpu()), f"step: {self.case}, CPU use")
-            elif self.job.world_size == 1:
-                everyone = cpu_used(before, read_cpu())[None]
-            self.own.noise = noisiest_host(self.job, everyone) if everyone is not None else None
+            if not self.alone or self.job.world_size == 1:
+                self.own.noise = noisiest_host(self.job, cpu_used(before, read_cpu()), f"step: {self.case}, CPU use")
             largest_stage = max(strategy.parameters_by_rank) if isinstance(strategy, Stages) else None
             self.own.expected = expected_state(self.case.strategy, self.case.ranks, parameters, largest_stage)
             all_own = [self.own] if self.alone else self.job.gather_all(self.own, f"step: {self.case}, collecting")

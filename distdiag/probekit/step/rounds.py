@@ -12,11 +12,13 @@ from collections.abc import Sequence
 
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.probekit.command.options import Options
+from distdiag.probekit.measure.noise import over_blocks
 from distdiag.probekit.ranks.launch import launch
+from distdiag.probekit.step import show, svg
 from distdiag.probekit.step.blocks import Block, check_batch
 from distdiag.probekit.step.on_paper import add_activations
 from distdiag.probekit.step.possible import SINGLE, STRATEGIES, Case, Machine, can_run
-from distdiag.probekit.step.rows import judge, noise_of, rows_of
+from distdiag.probekit.step.rows import judge, rows_of
 from distdiag.probekit.verdict.result import Result, Verdict
 
 ROUNDS = 5
@@ -24,10 +26,11 @@ _BLOCK_S = (0.3, 5.0)  # of measuring in one block, at least and at most
 _START_S = 1.0  # of a block's processes, before the first was measured
 
 
-def compare(options: Options, machine: Machine, deadline_s: float) -> Result:
+def compare(options: Options, gpus: int, deadline_s: float) -> Result:
     """Measure all cases in turn until the budget ends.
 
     Args:
+        gpus: GPUs of this host.
         deadline_s: time.monotonic() at which measuring should be over.
 
     Raises:
@@ -41,6 +44,7 @@ def compare(options: Options, machine: Machine, deadline_s: float) -> Result:
         for strategy in options.strategies or STRATEGIES
         for ranks in ([1] if strategy == SINGLE else options.ranks)
     ]
+    machine = Machine(options.device, options.backend or "gloo", gpus)
     remedy = "--strategies all --ranks 1,2 measures at least one process"
     cases, reasons = can_run(wanted, machine, options.batch_size, remedy)
     turns = _Turns(options, cases, reasons, deadline_s)
@@ -51,7 +55,7 @@ def compare(options: Options, machine: Machine, deadline_s: float) -> Result:
     assert result is not None
     result.world_size = max(options.ranks)
     result.backend = machine.backend
-    result.host_noise = noise_of(turns.blocks)
+    result.host_noise = over_blocks([b.noise for b in turns.blocks if b.noise is not None])
     result.rows = rows_of(turns.blocks, options.batch_size, machine.device)
     add_activations(result.rows, options, options.batch_size)
     judge(result)
@@ -64,7 +68,11 @@ def compare(options: Options, machine: Machine, deadline_s: float) -> Result:
     result.details["not_possible"] = [
         {"strategy": c.strategy, "ranks": c.ranks, "reason": why} for c, why in turns.reasons.items()
     ]
+    result.details |= {"model": options.model or "SimpleCNN", "global_batch": options.batch_size}
+    result.notes += [f"not possible here: {text}" for text in show.not_possible(result)]
     result.elapsed_s = time.monotonic() - began
+    if options.svg:
+        svg.write(result, options.svg)
     return result
 
 

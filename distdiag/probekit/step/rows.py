@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
 from distdiag.probekit.measure.noise import usable_cpus
 from distdiag.probekit.step.blocks import Block
+from distdiag.probekit.step.memory import StateBytes
 from distdiag.probekit.step.possible import SINGLE, Case
 from distdiag.probekit.verdict import decide
-from distdiag.probekit.verdict.result import HostNoise, Measure, Result, Verdict
+from distdiag.probekit.verdict.result import Measure, Result, Verdict
 from distdiag.terms.statistics import interval_of_median, interval_of_rounds
 
 EPOCH_IMAGES = 50_000  # CIFAR-10's training set
@@ -123,29 +123,13 @@ def _row(blocks: list[Block], batch: int, device: str) -> StepRow:
     return row
 
 
-def _parts(state: Any) -> dict[str, int]:
-    return {
-        "parameters_bytes": state.parameters,
-        "gradients_bytes": state.gradients,
-        "optimizer_bytes": state.optimizer,
-    }
+def _parts(state: StateBytes) -> dict[str, int]:
+    return {f"{part}_bytes": size for part, size in asdict(state).items()}
 
 
 def _median(values: list[int | None]) -> int | None:
     known = [v for v in values if v is not None]
     return int(np.median(known)) if known else None
-
-
-def noise_of(blocks: Sequence[Block]) -> HostNoise | None:
-    """Return the work of others during all blocks; noisy if it disturbed at least a quarter of them."""
-    noises = [b.noise for b in blocks if b.noise is not None]
-    if not noises:
-        return None
-    foreign = [n.foreign_cpus for n in noises if n.foreign_cpus is not None]
-    noisy = sum(n.noisy for n in noises)
-    return HostNoise(
-        float(np.mean(foreign)) if foreign else None, noises[0].cpus, len(noises), noisy, noisy * 4 >= len(noises)
-    )
 
 
 def judge(result: Result) -> None:

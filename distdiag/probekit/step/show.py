@@ -55,18 +55,18 @@ _ON_PAPER = (
 )
 
 
-def table(result: Result, ascii_only: bool = False) -> Table:
+def table(result: Result) -> Table:
     """Return one line for each strategy and number of ranks."""
-    return Table.of(_ON_PAPER if "paper" in result.details else _MEASURED, result.rows, ascii_only)
+    return Table.of(_ON_PAPER if "paper" in result.details else _MEASURED, result.rows)
 
 
-def drawing(result: Result, ascii_only: bool = False) -> list[str]:
+def drawing(result: Result) -> list[str]:
     """Return bars of the step time; the light part of a bar is exposed communication or idle time."""
     if "paper" in result.details:
         return []
     rows: list[StepRow] = result.rows
     longest = max(r.step_ms for r in rows)
-    full, light = ("#", "=") if ascii_only else ("█", "░")
+    full, light = "█", "░"
     names = [f"{r.label} x {r.ranks}" if result.details.get("rounds") and r.ranks > 1 else r.label for r in rows]
     width = max(map(len, names))
     lines = [f"{result.details['model']}, global batch {result.details['global_batch']}:"]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
-from distdiag.probekit.measure.noise import kernel_hz
+from distdiag.probekit.measure.noise import kernel_hz, over_blocks
 from distdiag.probekit.measure.probe import Column, shown
 from distdiag.probekit.measure.sampling import Stamped
 from distdiag.probekit.verdict import decide
@@ -82,75 +81,50 @@ def make_row(
     count = len(clean)
     enough = bool(clean.all()) or int(clean.sum()) >= min(_CLEAN_ENOUGH, count)
     keep = clean if enough else np.ones(count, dtype=bool)
-    entered, left = stamped.entered_us[:, keep], stamped.left_us[:, keep]
-    times = slowest(entered, left)
+    entered, left, block = stamped.entered_us[:, keep], stamped.left_us[:, keep], stamped.block[keep]
+    durations, ranks = left - entered, len(entered)
+    times = durations[int(np.argmax(np.median(durations, axis=1)))]  # of the slowest rank
     replicates = bootstrap_medians(times)
-    low, high = (float(v) for v in np.percentile(replicates, [2.5, 97.5]))
-    if times.size < FEW:
-        low, high = float(times.min()), float(times.max())  # too few for resampling
-    row = stamps_row(op, size, job.dtype.itemsize, entered, left, (low, high), wrong)
-    if times.size < FEW:
-        row.late_rank = None
-    row.modes = [asdict(m) for m in find_modes(times)]
-    foreign = [n.foreign_cpus for n in stamped.noise if n.foreign_cpus is not None]
-    row.foreign_cpus = float(np.mean(foreign)) if foreign else None
-    row.noisy, row.dropped_iterations = not enough, count - int(times.size)
-    # one value per few iterations: neighbours are correlated, and a test needs independent values
-    by_block = [times[stamped.block[keep] == b] for b in np.unique(stamped.block[keep])]
-    pieces = [p for of_block in by_block for p in np.array_split(of_block, max(1, min(4, len(of_block) // 5)))]
-    return row, replicates, [float(np.median(p)) for p in pieces]
-
-
-def slowest(entered_us: NDArray[Any], left_us: NDArray[Any]) -> NDArray[Any]:
-    """Return the durations on the rank whose median is longest."""
-    durations = left_us - entered_us
-    return durations[int(np.argmax(np.median(durations, axis=1)))]
-
-
-def stamps_row(
-    op: str, size: int, item_bytes: int, entered_us: NDArray[Any], left_us: NDArray[Any],
-    ci95_us: tuple[float, float], wrong: list[WrongValues],
-) -> Row:  # fmt: skip
-    """Return one row from the stamps of all ranks on one clock, (ranks, iterations)."""
-    ranks, iterations = entered_us.shape
-    times = slowest(entered_us, left_us)
-    last_arrival = entered_us.max(axis=0)
-    last = np.bincount(entered_us.argmax(axis=0), minlength=ranks) / iterations
-    skew_us, p50 = float(np.median(last_arrival - entered_us.min(axis=0))), float(np.median(times))
+    few = times.size < FEW  # too few for resampling
+    low, high = (float(v) for v in ((times.min(), times.max()) if few else np.percentile(replicates, [2.5, 97.5])))
+    last_arrival = entered.max(axis=0)
+    last = np.bincount(entered.argmax(axis=0), minlength=ranks) / times.size
+    skew_us, p50 = float(np.median(last_arrival - entered.min(axis=0))), float(np.median(times))
+    late = not few and last.max() >= LATE_SHARE and skew_us >= LATE_US
     moves = moves_bytes(op) and ranks > 1
 
     def busbw(us: float) -> float:
         return bus_bandwidth(op, size, us / 1e6, ranks)
 
-    return Row(
+    row = Row(
         bytes=size,
-        elements=size // item_bytes,
-        iterations=iterations,
-        time_us=TimeUs(float(times.min()), p50, float(np.percentile(times, 95)), float(times.max()), ci95_us),
-        wire_us=float(np.median(left_us.max(axis=0) - last_arrival)),
+        elements=size // job.dtype.itemsize,
+        iterations=times.size,
+        time_us=TimeUs(float(times.min()), p50, float(np.percentile(times, 95)), float(times.max()), (low, high)),
+        wire_us=float(np.median(left.max(axis=0) - last_arrival)),
         algbw_gbps=algorithm_bandwidth(size, p50 / 1e6) if moves else None,
         busbw_gbps=busbw(p50) if moves else None,
-        busbw_ci95_gbps=(busbw(ci95_us[1]), busbw(ci95_us[0])) if moves else None,
+        busbw_ci95_gbps=(busbw(high), busbw(low)) if moves else None,
         skew_us=skew_us,
-        late_rank=int(last.argmax()) if last.max() >= LATE_SHARE and skew_us >= LATE_US else None,
+        late_rank=int(last.argmax()) if late else None,
         late_share=float(last.max()),
         correct=not wrong,
         wrong=wrong[:20],
+        modes=[asdict(m) for m in find_modes(times)],
+        foreign_cpus=over_blocks(stamped.noise).foreign_cpus,
+        noisy=not enough,
+        dropped_iterations=count - times.size,
     )
+    # one value per few iterations: neighbours are correlated, and a test needs independent values
+    by_block = [times[block == b] for b in np.unique(block)]
+    pieces = [p for of_block in by_block for p in np.array_split(of_block, max(1, min(4, len(of_block) // 5)))]
+    return row, replicates, [float(np.median(p)) for p in pieces]
 
 
 def total_noise(samples: list[Stamped], rows: list[Row]) -> HostNoise:
     """Return the foreign CPU over all blocks of a probe; noisy if a quarter of the sizes or more had too few clean blocks."""
-    blocks = [n for s in samples for n in s.noise]
-    foreign = [n.foreign_cpus for n in blocks if n.foreign_cpus is not None]
     noisy_rows = sum(r.noisy for r in rows)
-    return HostNoise(
-        foreign_cpus=float(np.mean(foreign)) if foreign else None,
-        cpus=blocks[0].cpus if blocks else 0,
-        blocks=len(blocks),
-        noisy_blocks=sum(n.noisy for n in blocks),
-        noisy=noisy_rows > 0 and noisy_rows * 4 >= len(rows),
-    )
+    return over_blocks([n for s in samples for n in s.noise], noisy_rows > 0 and noisy_rows * 4 >= len(rows))
 
 
 def tail_signature(row: Row) -> str | None:

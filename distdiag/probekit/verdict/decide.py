@@ -131,12 +131,11 @@ def best_row(rows: list[Row]) -> Row | None:
 
 def sound(result: Result, rows: list[Row]) -> str:
     """Return the reason of a pass."""
-    sizes = f"at all {len(rows)} sizes" if len(rows) > 1 else ""
-    text = f"correct {sizes} on every rank" if sizes else "every rank completed it"
+    text = f"correct at all {len(rows)} sizes on every rank" if len(rows) > 1 else "every rank completed it"
     best = best_row(rows)
-    if best is not None:
+    if best is not None and best.busbw_gbps:
         text += f"; best bus bandwidth {best.busbw_gbps:.2f} GB/s at {message_size(best.bytes)}"
         tcp = result.ceilings.get("tcp_both_ways_gbps")
         if tcp and result.device == "cpu":
-            text += f", {best.busbw_gbps / tcp:.0%} of plain TCP" if best.busbw_gbps else ""
+            text += f", {best.busbw_gbps / tcp:.0%} of plain TCP"
     return text + "; no rank late"
