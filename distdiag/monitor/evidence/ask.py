@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from distdiag import files
-from distdiag.diagnosis.model.snapshot import Site
+from distdiag.diagnosis.model.snapshot import Call, Site
 from distdiag.diagnosis.waits.compatible import op_name
 from distdiag.monitor.evidence import signals
 from distdiag.recorder.frames import USER, kind_of_file
@@ -283,6 +283,12 @@ def fatal_signal(text: str) -> int | None:
 def main_stack(threads: list[Thread]) -> list[tuple[str, int, str]]:
     """Return the main thread's frames; faulthandler prints them last."""
     return threads[-1][1] if threads else []
+
+
+def in_flight(call: Call) -> str:
+    """Return what a rank waits in, as saved with its stack: `all_reduce #417 default_pg`; a message has no number."""
+    number = f" #{call.seq}" if call.seq is not None else ""
+    return f"{call.op or 'collective'}{number} {call.group}"
 
 
 def save(run_dir: Path, rank: int, record: FlightRecord) -> str | None:

@@ -164,8 +164,7 @@ class Gatherer:
         found = {}
         for q, r in s.ranks.items():
             stack = tuple(f"{x.function} {x.file}:{x.line}" for x in reversed(r.user_stack))
-            b = r.blocked
-            op = f"{b.op or 'collective'} #{b.seq} {b.group}" if b is not None else None
+            op = ask.in_flight(r.blocked) if r.blocked is not None else None
             found[str(q)] = stacks.RankStack(stack=stack, op=op, note=None if stack else r.life)
         try:
             path = stacks.write(self.run_dir, stacks.Stacks(t_s=s.t_s, ranks=found))
