@@ -16,14 +16,14 @@ from pathlib import Path
 
 import msgspec
 
-from distdiag import files
+from distdiag import files, source_files
 from distdiag.diagnosis.endings import ending_kind
 from distdiag.diagnosis.engine import Diagnosis, Record
 from distdiag.diagnosis.history import SAME_S
 from distdiag.diagnosis.model.findings import CollectiveRef, LastSeen, Report, State, rank_list
 from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Site, Snapshot
 from distdiag.diagnosis.text.phrases import reference, shortened
-from distdiag.monitor import deaths, source_files
+from distdiag.monitor import deaths
 from distdiag.monitor.pages import described
 from distdiag.monitor.ranks.state import RankView
 from distdiag.monitor.snapshot import of_pages

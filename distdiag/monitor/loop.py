@@ -10,12 +10,12 @@ from pathlib import Path
 import msgspec
 
 import distdiag
-from distdiag import procfs
+from distdiag import procfs, source_files
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.engine import Diagnosis, Record
 from distdiag.diagnosis.model.findings import Finding, Severity, State, at_least, rank_list
 from distdiag.diagnosis.model.snapshot import Snapshot
-from distdiag.monitor import deaths, hang_limit, source_files
+from distdiag.monitor import deaths, hang_limit
 from distdiag.monitor.announce import Announcer
 from distdiag.monitor.evidence.on_suspicion import Gatherer
 from distdiag.monitor.host import processes
