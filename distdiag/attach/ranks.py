@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pwd
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -13,6 +12,7 @@ from pathlib import Path, PurePath
 
 from distdiag import procfs
 from distdiag.errors import DistdiagError, ExitCode
+from distdiag.files import user_name
 from distdiag.terms.launchers import LAUNCHERS, MPICH, OPEN_MPI, RANKS, TORCHRUN
 from distdiag.terms.untrusted import is_rank, visible
 
@@ -29,7 +29,6 @@ class Candidate:
 
     pid: int
     parent: int
-    state: str
     started: int  # clock ticks since boot; with the pid, its identity
     env: Mapping[str, str]
     command: tuple[str, ...]
@@ -240,11 +239,7 @@ def _own(pid: int, everything: Mapping[int, Candidate]) -> Candidate:
         ) from None
     if owner == os.geteuid():
         raise DistdiagError(f"pid {pid} has ended", "name a rank that runs, or its launcher")
-    try:
-        name = pwd.getpwuid(owner).pw_name
-    except KeyError:
-        name = f"uid {owner}"
-    raise DistdiagError(f"pid {pid} belongs to the user {visible(name)}", "attach as the user of the job")
+    raise DistdiagError(f"pid {pid} belongs to {visible(user_name(owner))}", "attach as the user of the job")
 
 
 def _job(processes: list[Candidate], everything: Mapping[int, Candidate]) -> Job:
@@ -293,10 +288,8 @@ def living() -> Iterator[Candidate]:
             env = _read(where / "environ", _MAX_ENVIRONMENT).decode("utf-8", "replace").split("\0")
             command = _read(where / "cmdline", _MAX_ENVIRONMENT).decode("utf-8", "replace").split("\0")
             variables = dict(v.split("=", 1) for v in env if "=" in v)
-            yield Candidate(
-                int(name), int(fields[procfs.PARENT]), fields[procfs.STATE], int(fields[procfs.START_TICKS]),
-                variables, tuple(command[:-1] or command),
-            )  # fmt: skip
+            started = int(fields[procfs.START_TICKS])
+            yield Candidate(int(name), int(fields[procfs.PARENT]), started, variables, tuple(command[:-1] or command))
         except (OSError, ValueError, IndexError):  # it has ended
             continue
 
