@@ -113,7 +113,7 @@ def entry(op: str, state: str, seq: int, p2p: bool = False) -> dict[str, object]
 
 def test_entries_of_a_coalesced_group_have_its_state() -> None:
     """NCCL leaves each of its operations scheduled for ever; one additional entry has the state of all."""
-    record = ask.FlightRecord(0.0)
+    record = ask.FlightRecord()
     entries = [
         entry("all_reduce", "scheduled", 1), entry("all_reduce", "scheduled", 1), entry("coalesced", "completed", 1),
         entry("send 0->1", "scheduled", 1, p2p=True), entry("recv 0<-1", "scheduled", 1, p2p=True),
@@ -126,7 +126,7 @@ def test_entries_of_a_coalesced_group_have_its_state() -> None:
 
 
 def test_a_coalesced_operation_of_one_tensor_is_the_plain_one() -> None:
-    record = ask.FlightRecord(0.0)
+    record = ask.FlightRecord()
     one = entry("all_gather_into_tensor_coalesced", "scheduled", 1) | {
         "input_sizes": [[8, 4]],
         "input_dtypes": ["Float"],

@@ -45,7 +45,6 @@ class Entry:
 class FlightRecord:
     """What a rank's flight recorder holds, by (group name, seq)."""
 
-    taken_s: float
     entries: dict[tuple[str, int], Entry] = field(default_factory=dict)
     enqueued: dict[str, int] = field(default_factory=dict)
     completed: dict[str, int] = field(default_factory=dict)  # newest seq up to which all are complete
@@ -81,7 +80,6 @@ _NAME = re.compile(r"[\w.-]{1,40}", re.ASCII)
 
 def flight_record(
     socket_path: str,
-    taken_s: float,
     timeout_s: float = TIMEOUT_S,
     known: Collection[tuple[str, int]] = (),
     recorders: Recorders = Recorders(),
@@ -105,7 +103,7 @@ def flight_record(
             data = json.loads(raw)
         except (OSError, http.client.HTTPException, ValueError):
             continue
-        record = record or FlightRecord(taken_s)
+        record = record or FlightRecord()
         if "backend=" in handler and completes:  # torch leaves out the entries that are complete
             record.hooked |= set(data.get("pg_config") or {})
         if data.get("entries"):

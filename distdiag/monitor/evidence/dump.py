@@ -150,7 +150,7 @@ def _ask(v: RankView, timeout_s: float) -> RankDump:
     if path and not frames and not stopped:
         try:
             frames = ask.main_stack(ask.stacks(path, timeout_s))
-            record = ask.flight_record(path, now_s, timeout_s, recorders=ask.Recorders.of(v.decoder.facts))
+            record = ask.flight_record(path, timeout_s, recorders=ask.Recorders.of(v.decoder.facts))
         except (OSError, http.client.HTTPException) as e:
             note = f"did not answer within {timeout_s:g} s ({type(e).__name__})"
     answered = bool(frames)

@@ -85,7 +85,7 @@ class Gatherer:
                 continue
             self._asked[v.rank] = now_s
             of_device, recorders = v.device.known(), ask.Recorders.of(v.decoder.facts)
-            future = self.pool.submit(ask.flight_record, v.text(v.header.witness), now_s, 1.0, of_device, recorders)
+            future = self.pool.submit(ask.flight_record, v.text(v.header.witness), 1.0, of_device, recorders)
             futures[v.rank] = v.history.still_mark, future
         answering = [v for v in alive if v.rank not in stopped]
         for v in answering:

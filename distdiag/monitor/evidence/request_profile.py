@@ -268,7 +268,7 @@ def _flight_entries(v: RankView) -> list[ask.Entry]:
     """Return the newest collectives of the rank's flight recorder; empty if the witness does not answer."""
     path = v.text(v.reader.header().witness)
     try:
-        record = ask.flight_record(path, 0.0, recorders=ask.Recorders.of(v.decoder.facts)) if path else None
+        record = ask.flight_record(path, recorders=ask.Recorders.of(v.decoder.facts)) if path else None
     except Exception:  # without it, only the collectives' numbers are missing
         return []
     return list(record.entries.values()) if record is not None else []
