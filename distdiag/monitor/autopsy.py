@@ -23,8 +23,8 @@ from distdiag.diagnosis.history import SAME_S
 from distdiag.diagnosis.model.findings import CollectiveRef, LastSeen, Report, State, rank_list
 from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Site, Snapshot
 from distdiag.diagnosis.text.phrases import reference, shortened
+from distdiag.errors import described
 from distdiag.monitor import deaths
-from distdiag.monitor.pages import described
 from distdiag.monitor.ranks.state import RankView
 from distdiag.monitor.snapshot import of_pages
 from distdiag.page import directories
