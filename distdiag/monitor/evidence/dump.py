@@ -163,7 +163,8 @@ def _ask(v: RankView, timeout_s: float) -> RankDump:
         note = "GIL held"
     shown = tuple(f"{name} {file}:{line}" for file, line, name in reversed(_from_user(frames)))
     groups = {
-        g.name: {"name": g.name, "desc": g.description, "ranks": json.dumps(list(g.ranks))} for g in v.decoder.groups()
+        name: {"name": name, "desc": group.description, "ranks": json.dumps(list(group.ranks))}
+        for name, group in v.decoder.groups()
     }
     return RankDump(h.rank, shown, op, note, record.raw or None if record else None, groups, answered)
 
