@@ -107,14 +107,14 @@ def ask_all(run_dir: Path, question: Ask) -> Answers:
 
 
 def ask_each(run_dir: Path, question: Ask, kind: type[T], most_bytes: int) -> tuple[list[T], list[str]]:
-    """Ask the other nodes; return (what their ranks have sent, by node; what is wrong with which node).
-
-    Raises:
-        OSError: the monitor does not answer.
-    """
+    """Ask the other nodes; return (what their ranks have sent, by node; what is wrong with which node)."""
     found: list[T] = []
     silent = []
-    for node, (data, error, ranks) in sorted(ask_all(run_dir, question).items()):
+    try:
+        answers = ask_all(run_dir, question)
+    except OSError as e:
+        return [], [f"the other nodes could not be asked: {e.strerror or e}"]
+    for node, (data, error, ranks) in sorted(answers.items()):
         try:
             sent = [] if error else msgspec.msgpack.decode(unpack(data, most_bytes), type=list[kind])
             own = {x.rank: x for x in sent if x.rank in ranks}

@@ -54,10 +54,7 @@ def packed(run_dir: Path, timeout_s: float) -> bytes:
 
 def of_other_nodes(run_dir: Path, timeout_s: float) -> tuple[list[RankDump], list[str]]:
     """Ask the nodes that send their state to this host's monitor; return (their ranks' dumps, what is wrong with which node)."""
-    try:
-        found, silent = ask_each(run_dir, Ask(timeout_s=timeout_s), RankDump, MOST_BYTES)
-    except OSError as e:
-        return [], [f"the other nodes could not be asked: {e.strerror or e}"]
+    found, silent = ask_each(run_dir, Ask(timeout_s=timeout_s), RankDump, MOST_BYTES)
     for d in found:
         try:
             _for_torchfrtrace(d)

@@ -91,7 +91,8 @@ def take(
     there = "" if wanted is None else fold_ranks(sorted(set(wanted) - here))
     profile = Profile(first_step=first, steps=steps, ranks=there, timeout_s=timeout_s)
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(_of_other_nodes, run_dir, Ask(timeout_s=timeout_s + SAVE_S, profile=profile))
+        question = Ask(timeout_s=timeout_s + SAVE_S, profile=profile)
+        asked = pool.submit(ask_each, run_dir, question, _Sent, MOST_BYTES)
         taken = request_profile.take(run_dir, chosen, first, steps, timeout_s)
         sent, silent = asked.result()
     taken.ranks += [_kept(run_dir, taken.number, d) for d in sorted(sent, key=lambda d: d.rank) if d.rank not in here]
@@ -104,14 +105,6 @@ def take(
     if silent:
         taken.absent = "not all ranks of other nodes were profiled: " + "; ".join(silent)
     return taken
-
-
-def _of_other_nodes(run_dir: Path, question: Ask) -> tuple[list[_Sent], list[str]]:
-    """Return (what the ranks of other nodes recorded, what is wrong with which node)."""
-    try:
-        return ask_each(run_dir, question, _Sent, MOST_BYTES)
-    except OSError as e:
-        return [], [e.strerror or str(e)]
 
 
 def _kept(run_dir: Path, number: int, a: _Sent) -> Asked:
