@@ -24,6 +24,7 @@ from msgspec import Meta
 
 from distdiag import files
 from distdiag.diagnosis.model.snapshot import Call
+from distdiag.diagnosis.step_times import self_ms
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.monitor.evidence import ask
 from distdiag.monitor.ranks.state import RankView
@@ -119,7 +120,7 @@ def self_times(views: Collection[RankView]) -> dict[int, float]:
     """Return by rank the median self time of its newest steps in ms: step time minus waits for other ranks."""
     out = {}
     for v in views:
-        known = [s.step_ms - (s.wait_ms or 0.0) for s in list(v.history.steps)[-20:]]
+        known = [self_ms(s) for s in list(v.history.steps)[-20:]]
         if known:
             out[v.rank] = statistics.median(known)
     return out

@@ -92,10 +92,7 @@ def zombie_status(pid: int) -> tuple[int | None, int | None] | None:
         return None
     if len(fields) <= EXIT_CODE or fields[STATE] not in "ZX":
         return None
-    status = int(fields[EXIT_CODE])
-    if status & 0x7F:
-        return None, status & 0x7F
-    return status >> 8, None
+    return _by_status(int(fields[EXIT_CODE]))
 
 
 def allowed_cpus(pids: list[int]) -> tuple[int, ...]:
@@ -130,6 +127,10 @@ def reaped_status(fd: int) -> tuple[int | None, int | None] | None:
     mask, status = struct.unpack("=Q52xi", info)
     if not mask & _INFO_EXIT:
         return None
+    return _by_status(status)
+
+
+def _by_status(status: int) -> tuple[int | None, int | None]:
     return (None, os.WTERMSIG(status)) if os.WIFSIGNALED(status) else (os.WEXITSTATUS(status), None)
 
 

@@ -154,9 +154,9 @@ class RankView:
     def state(
         self,
         now_s: float,
-        idle: bool | None,
-        os_state: str | None,
-        record: FlightRecord | None,
+        idle: bool | None = None,
+        os_state: str | None = None,
+        record: FlightRecord | None = None,
         host_wait: tuple[str, str] | None = None,
     ) -> RankState:
         """Return the state of this rank now.
