@@ -85,12 +85,9 @@ class Job:
     @property
     def world(self) -> int | None:
         """Number of its ranks on all hosts, as its environment has it."""
-        by_launcher = self.processes[0].rank is not None
-        return (
-            next((n for n in (_int(self.env.get(name)) for _, name, *_ in LAUNCHERS) if n), None)
-            if by_launcher
-            else None
-        )
+        if self.processes[0].rank is None:
+            return None
+        return next((n for n in (_int(self.env.get(name)) for _, name, *_ in LAUNCHERS) if n), None)
 
     @property
     def title(self) -> str:
@@ -102,10 +99,8 @@ class Job:
     def expected(self, ranks: Collection[int]) -> set[int]:
         """Return the ranks that this host should have, `ranks` included."""
         first = self.processes[0]
-        local, size = (
-            _int(first.env.get("LOCAL_RANK")),
-            next((n for *_, k in (TORCHRUN, OPEN_MPI, MPICH) if (n := _int(first.env.get(k)))), None),
-        )
+        local = _int(first.env.get("LOCAL_RANK"))
+        size = next((n for *_, k in (TORCHRUN, OPEN_MPI, MPICH) if (n := _int(first.env.get(k)))), None)
         if first.rank is not None and local is not None and size and size <= (self.world or 0):
             base = first.rank - local
             return set(ranks) | {base + i for i in range(size)}
