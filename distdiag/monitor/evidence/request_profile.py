@@ -140,21 +140,19 @@ def _alone(run_dir: Path) -> Iterator[None]:
     """
     folder = run_dir / "profile"
     try:
-        fd = files.open_own(run_dir, "profile/.lock", os.O_RDWR)
+        lock = os.fdopen(files.open_own(run_dir, "profile/.lock", os.O_RDWR))
     except OSError as e:
         raise DistdiagError(
             f"cannot write {folder}: {e.strerror or e}", "the results are kept in the run directory: make it writable"
         ) from None
-    try:
+    with lock:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DistdiagError(
                 "another profile of this run is being taken", "wait until it is done", kind="busy"
             ) from None
         yield
-    finally:
-        os.close(fd)
 
 
 def _number(run_dir: Path) -> int:
