@@ -37,14 +37,14 @@ def cores(root: Path = ROOT, own: Path = OWN) -> float | None:
 
 
 def memory_limits(root: Path = ROOT, own: Path = OWN) -> list[MemoryLimit]:
-    """Yield every limit of this process: a job step's, the job's, the container's."""
-    found: dict[Path, MemoryLimit] = {}
+    """Return every limit of this process: a job step's, the job's, the container's."""
+    found = []
     for folder in _folders(root, own, "memory"):
         limit = _number(folder / "memory.max")
         limit = _number(folder / "memory.limit_in_bytes") if limit is None else limit
         if limit is not None and 0 < limit < UNLIMITED:
-            found[folder] = MemoryLimit(folder, limit)
-    return list(found.values())
+            found.append(MemoryLimit(folder, limit))
+    return found
 
 
 def memory_cgroup() -> Path | None:
@@ -65,7 +65,7 @@ def oom_kills(folder: Path) -> int | None:
 
 
 def _folders(root: Path, own: Path, controller: str) -> list[Path]:
-    """Yield this process's cgroup and its parents, for both cgroup versions."""
+    """Return this process's cgroup and its parents, for both cgroup versions."""
     # in a container its own cgroup is the root it sees
     places = [(root, Path(".")), (root / controller, Path("."))]
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from enum import IntEnum
 
 
@@ -37,6 +38,14 @@ class DistdiagError(Exception):
 
     def __reduce__(self) -> tuple[type[DistdiagError], tuple[str, str, ExitCode, str]]:
         return type(self), (self.message, self.hint, self.code, self.kind)  # it is sent between ranks
+
+
+def described(error: BaseException) -> str:
+    """Return type and text of an exception, and where it was raised."""
+    import traceback
+
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} at {os.path.basename(last.filename)}:{last.lineno}"
 
 
 # Packages of modules with another name. Hints name packages, not extras: distdiag itself is on no package index.

@@ -19,6 +19,7 @@ from pathlib import Path
 
 MOST_BYTES = 64 << 20  # that a reader takes from one file
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_EXCLUSIVE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class NotAFile(OSError, ValueError):
@@ -90,7 +91,7 @@ def _maps_us_to(uid: int, _device: int, directory: str) -> bool:
             return False
         probe = f"{directory}/.distdiag.{os.getpid()}"
         try:
-            fd = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            fd = os.open(probe, _EXCLUSIVE, 0o600)
             os.unlink(probe)
         except OSError:
             return False
@@ -134,18 +135,13 @@ def make_run_directory(path: Path, share: bool = False, exist_ok: bool = True) -
         pass
 
 
-def _split(name: str) -> tuple[str, str]:
-    below, _, last = name.rpartition("/")
-    return below, last
-
-
 def open_to_read(folder: Path, name: str) -> int:
     """Return a descriptor of a regular file of a run; a FIFO does not block.
 
     Raises:
         OSError: it cannot be read, is a link, or is no regular file.
     """
-    below, last = _split(name)
+    below, _, last = name.rpartition("/")
     with entered(folder, below) as directory:
         return _open_in(directory, last)
 
@@ -155,10 +151,10 @@ def _open_in(directory: int, name: str) -> int:
     return _regular(fd, name)
 
 
-def read_in(directory: int, name: str, most: int = MOST_BYTES) -> bytes:
+def read_in(directory: int, name: str) -> bytes:
     """Return the content of a file in an open directory (`entered`); see `read`."""
     with open(_open_in(directory, name), "rb", buffering=0) as file:
-        return file.read(most)
+        return file.read(MOST_BYTES)
 
 
 def _regular(fd: int, name: str) -> int:
@@ -192,7 +188,7 @@ def text(folder: Path, name: str, most: int = MOST_BYTES, own: bool = False) -> 
 def is_file(folder: Path, name: str) -> bool:
     """True if this is a regular file of the run, not a link."""
     try:
-        below, last = _split(name)
+        below, _, last = name.rpartition("/")
         with entered(folder, below) as directory:
             return stat.S_ISREG(os.stat(last, dir_fd=directory, follow_symlinks=False).st_mode)
     except OSError:
@@ -217,7 +213,7 @@ def open_own(folder: Path, name: str, flags: int) -> int:
     Raises:
         OSError: it cannot be opened, or is a link, another user's, or known under a second name.
     """
-    below, last = _split(name)
+    below, _, last = name.rpartition("/")
     with entered(folder, below, make=True, own=True) as directory:
         mode = _mode(directory)
         flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -243,13 +239,10 @@ def replacing(folder: Path, name: str, own: bool = True) -> Iterator[Path]:
     Raises:
         OSError: it could not be created or renamed, or the directory belongs to another user.
     """
-    below, last = _split(name)
+    below, _, last = name.rpartition("/")
     with entered(folder, below, make=True, own=own) as directory:
         part = f".{last.lstrip('.')}.{os.getpid()}"
-        with contextlib.suppress(FileNotFoundError):  # of a killed process with our number
-            os.unlink(part, dir_fd=directory)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        os.close(os.open(part, flags, _mode(directory), dir_fd=directory))
+        os.close(_new(directory, part))
         try:
             yield folder / below / part
             os.replace(part, last, src_dir_fd=directory, dst_dir_fd=directory)
@@ -257,6 +250,13 @@ def replacing(folder: Path, name: str, own: bool = True) -> Iterator[Path]:
             with contextlib.suppress(OSError):
                 os.unlink(part, dir_fd=directory)
             raise
+
+
+def _new(directory: int, part: str) -> int:
+    """Return a descriptor of a new file, in place of one that a killed process with our number has left."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(part, dir_fd=directory)
+    return os.open(part, _EXCLUSIVE, _mode(directory), dir_fd=directory)
 
 
 def write(folder: Path, name: str, data: bytes) -> Path:
@@ -290,7 +290,7 @@ def remove(folder: Path, name: str) -> None:
     Raises:
         OSError: it cannot be removed, or the directory belongs to another user.
     """
-    below, last = _split(name)
+    below, _, last = name.rpartition("/")
     with contextlib.suppress(FileNotFoundError), entered(folder, below, own=True) as directory:
         os.unlink(last, dir_fd=directory)
 
@@ -301,13 +301,10 @@ def create(folder: Path, name: str, data: bytes) -> None:
     Raises:
         OSError: the directory cannot be written, or belongs to another user.
     """
-    below, last = _split(name)
+    below, _, last = name.rpartition("/")
     with entered(folder, below, make=True, own=True) as directory:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         part = f".{last[:120]}.{os.uname().nodename[:64]}.{os.getpid()}"
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(part, dir_fd=directory)
-        with open(os.open(part, flags, _mode(directory), dir_fd=directory), "wb") as file:
+        with open(_new(directory, part), "wb") as file:
             file.write(data)
         try:
             os.link(part, last, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
@@ -316,7 +313,7 @@ def create(folder: Path, name: str, data: bytes) -> None:
         except OSError:  # no hard links here
             with (
                 contextlib.suppress(FileExistsError),
-                open(os.open(last, flags, _mode(directory), dir_fd=directory), "wb") as file,
+                open(os.open(last, _EXCLUSIVE, _mode(directory), dir_fd=directory), "wb") as file,
             ):
                 file.write(data)
         finally:

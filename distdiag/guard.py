@@ -12,6 +12,7 @@ import gzip
 import lzma
 import mmap
 import os
+import resource
 import select
 import signal
 import struct
@@ -30,11 +31,6 @@ import msgspec
 
 from distdiag.terms.signals import signal_name
 from distdiag.terms.untrusted import all_encodable
-
-try:
-    import resource
-except ImportError:  # this system has no such limits: only the deadline applies
-    resource = None
 
 WALL_FACTOR, WALL_S = 10.0, 60.0  # the deadline: for a disk that does not respond, or an overloaded machine
 DEATHS = 2  # of the child, after which each file is first tried alone
@@ -60,8 +56,8 @@ _ANNOUNCE, _RESULT, _FAILED = b"A", b"R", b"F"
 _HEADER = struct.Struct("=cdQ")  # kind, deadline of the step in seconds, bytes that follow
 
 Announce = Callable[[str, int], None]
-# of `survivors`: (announce, files not to read with the reason, the only file to read or None) -> result
-Work = Callable[[Announce, Mapping[str, str], str | None], bytes]
+# of `judged`: (announce, files not to read with the reason, the only file to read or None) -> result
+Work = Callable[[Announce, Mapping[str, str], str | None], Any]
 
 
 class Died(Exception):
@@ -147,12 +143,13 @@ def matching(paths: Iterable[Path], test: Callable[[Path], bool]) -> list[Path]:
     return [path for path, answer in zip(files, answers[:], strict=False) if answer == 2]
 
 
-def survivors(work: Work, files: Callable[[], Iterable[str]], limits: Limits) -> bytes:
+def judged(work: Work, files: Callable[[], Iterable[str]], limits: Limits, kind: Any) -> Any:
     """Return the result of `work` on all files but those that kill the child, which are refused with the reason.
 
     Args:
         work: Announces the path of each file before it reads it, and `TOGETHER` before it judges all.
         files: The files to try alone, after the child has died `DEATHS` times or in the step `TOGETHER`.
+        kind: Type of the result: plain data or a record.
 
     Raises:
         Died: the files together exceed the limits, or their analysis failed.
@@ -161,7 +158,8 @@ def survivors(work: Work, files: Callable[[], Iterable[str]], limits: Limits) ->
     deaths = 0
     while True:
         try:
-            return run(lambda announce: work(announce, refused, None), limits)
+            answer = run(lambda announce: _encoded(work(announce, refused, None)), limits)
+            return msgspec.msgpack.decode(answer, type=kind)
         except Died as e:
             if e.details and os.environ.get("DISTDIAG_RAISE") == "1":  # in our own tests
                 raise
@@ -175,22 +173,11 @@ def survivors(work: Work, files: Callable[[], Iterable[str]], limits: Limits) ->
                 _try_alone(work, files(), refused, limits)
 
 
-def judged(
-    work: Callable[[Announce, Mapping[str, str], str | None], Any],
-    files: Callable[[], Iterable[str]],
-    limits: Limits,
-    kind: Any,
-) -> Any:
-    """Return what `survivors` returns of a `work` whose result is plain data or a record: of type `kind`."""
-
-    def encoded(announce: Announce, refused: Mapping[str, str], only: str | None) -> bytes:
-        answer = work(announce, refused, only)
-        try:
-            return msgspec.msgpack.encode(answer)
-        except UnicodeEncodeError:  # a path or a name that is not UTF-8
-            return msgspec.msgpack.encode(all_encodable(msgspec.to_builtins(answer)))
-
-    return msgspec.msgpack.decode(survivors(encoded, files, limits), type=kind)
+def _encoded(answer: Any) -> bytes:
+    try:
+        return msgspec.msgpack.encode(answer)
+    except UnicodeEncodeError:  # a path or a name that is not UTF-8
+        return msgspec.msgpack.encode(all_encodable(msgspec.to_builtins(answer)))
 
 
 def _try_alone(work: Work, files: Iterable[str], refused: dict[str, str], limits: Limits) -> None:
@@ -198,7 +185,7 @@ def _try_alone(work: Work, files: Iterable[str], refused: dict[str, str], limits
     for path in files:
         if path not in refused:
             try:
-                run(lambda announce, path=path: work(announce, {}, path), limits)
+                run(lambda announce, path=path: _encoded(work(announce, {}, path)), limits)
             except Died as e:
                 refused[path] = e.reason
 
@@ -244,8 +231,7 @@ def _child(work: Callable[[Announce], bytes], pipe: int, limits: Limits) -> None
             os.dup2(null, fd)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)
-        if resource is not None:
-            resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
         def announce(step: str, input_bytes: int) -> None:
             cpu_s = limits.cpu_s + input_bytes * limits.cpu_s_per_byte
@@ -268,12 +254,11 @@ def _child(work: Callable[[Announce], bytes], pipe: int, limits: Limits) -> None
 def _limit_memory(more_bytes: int) -> None:
     """Allow `more_bytes` of address space in addition to what is in use."""
     try:
-        assert resource is not None
         used = int(Path("/proc/self/statm").read_bytes().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         wanted = used + more_bytes
         resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
-    except (AssertionError, OSError, ValueError):
+    except (OSError, ValueError):
         pass
 
 

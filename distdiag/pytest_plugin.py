@@ -195,7 +195,7 @@ def _over(run: Path) -> bool:
     from distdiag.page.reader import header_of, is_mapped
 
     pages = [page for found in directories.of_run(run).values() for d in found for page in d.glob("rank_*.page")]
-    alive = any(header is not None and is_mapped(header, page) for page in pages for header in [header_of(page)])
+    alive = any((header := header_of(page)) is not None and is_mapped(header, page) for page in pages)
     return not alive and _joined(run)
 
 

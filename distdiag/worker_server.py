@@ -24,12 +24,18 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(self.timeout)
         self.sock.connect(self._path)
-        pid, owner, _ = _PEER.unpack(self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        pid, owner = peer_of(self.sock)
         # the path comes from a page or an environment, which may be another user's
         if owner != os.getuid() and not (self._pid is not None and owner == 0):
             raise PermissionError(errno.EACCES, "is served by another user")
         if self._pid not in (None, pid):
             raise PermissionError(errno.EACCES, f"is served by process {pid}")
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Return process and user at the other end of a unix socket."""
+    pid, owner, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return pid, owner
 
 
 def ask(socket_path: str, handler: str, timeout_s: float = TIMEOUT_S, pid: int | None = None) -> bytes:

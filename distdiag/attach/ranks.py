@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pwd
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -13,6 +12,7 @@ from pathlib import Path, PurePath
 
 from distdiag import procfs
 from distdiag.errors import DistdiagError, ExitCode
+from distdiag.files import user_name
 from distdiag.terms.launchers import LAUNCHERS, MPICH, OPEN_MPI, RANKS, TORCHRUN
 from distdiag.terms.untrusted import is_rank, visible
 
@@ -29,7 +29,6 @@ class Candidate:
 
     pid: int
     parent: int
-    state: str
     started: int  # clock ticks since boot; with the pid, its identity
     env: Mapping[str, str]
     command: tuple[str, ...]
@@ -86,12 +85,9 @@ class Job:
     @property
     def world(self) -> int | None:
         """Number of its ranks on all hosts, as its environment has it."""
-        by_launcher = self.processes[0].rank is not None
-        return (
-            next((n for n in (_int(self.env.get(name)) for _, name, *_ in LAUNCHERS) if n), None)
-            if by_launcher
-            else None
-        )
+        if self.processes[0].rank is None:
+            return None
+        return next((n for n in (_int(self.env.get(name)) for _, name, *_ in LAUNCHERS) if n), None)
 
     @property
     def title(self) -> str:
@@ -103,10 +99,8 @@ class Job:
     def expected(self, ranks: Collection[int]) -> set[int]:
         """Return the ranks that this host should have, `ranks` included."""
         first = self.processes[0]
-        local, size = (
-            _int(first.env.get("LOCAL_RANK")),
-            next((n for *_, k in (TORCHRUN, OPEN_MPI, MPICH) if (n := _int(first.env.get(k)))), None),
-        )
+        local = _int(first.env.get("LOCAL_RANK"))
+        size = next((n for *_, k in (TORCHRUN, OPEN_MPI, MPICH) if (n := _int(first.env.get(k)))), None)
         if first.rank is not None and local is not None and size and size <= (self.world or 0):
             base = first.rank - local
             return set(ranks) | {base + i for i in range(size)}
@@ -240,11 +234,7 @@ def _own(pid: int, everything: Mapping[int, Candidate]) -> Candidate:
         ) from None
     if owner == os.geteuid():
         raise DistdiagError(f"pid {pid} has ended", "name a rank that runs, or its launcher")
-    try:
-        name = pwd.getpwuid(owner).pw_name
-    except KeyError:
-        name = f"uid {owner}"
-    raise DistdiagError(f"pid {pid} belongs to the user {visible(name)}", "attach as the user of the job")
+    raise DistdiagError(f"pid {pid} belongs to {visible(user_name(owner))}", "attach as the user of the job")
 
 
 def _job(processes: list[Candidate], everything: Mapping[int, Candidate]) -> Job:
@@ -293,10 +283,8 @@ def living() -> Iterator[Candidate]:
             env = _read(where / "environ", _MAX_ENVIRONMENT).decode("utf-8", "replace").split("\0")
             command = _read(where / "cmdline", _MAX_ENVIRONMENT).decode("utf-8", "replace").split("\0")
             variables = dict(v.split("=", 1) for v in env if "=" in v)
-            yield Candidate(
-                int(name), int(fields[procfs.PARENT]), fields[procfs.STATE], int(fields[procfs.START_TICKS]),
-                variables, tuple(command[:-1] or command),
-            )  # fmt: skip
+            started = int(fields[procfs.START_TICKS])
+            yield Candidate(int(name), int(fields[procfs.PARENT]), started, variables, tuple(command[:-1] or command))
         except (OSError, ValueError, IndexError):  # it has ended
             continue
 

@@ -11,13 +11,14 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from distdiag import guard
+from distdiag import source_files
 from distdiag.attach import ras as ncclras
 from distdiag.attach import recorders, sample
 from distdiag.attach.ranks import Candidate, Job, living
 from distdiag.attach.sample import Sample
 from distdiag.diagnosis.model.findings import Certainty, Report, Severity, State, rank_list
 from distdiag.diagnosis.model.snapshot import Life, Site
+from distdiag.diagnosis.model.syntax import Source
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.sources.dumps.verdict import NoDumps, diagnose_dumps
 from distdiag.sources.stacks.calls import position
@@ -32,7 +33,6 @@ AGAIN = 3  # more samples at most, of ranks that could not run or whose loader s
 ABLE_S = 2.0  # a rank is stuck if it has not moved for so long while it had a CPU or asked for none
 WORKING = 0.1  # share of a core that children of a rank use, or wait for: then it waits for their work
 BUSY = 0.3  # share of a core from which a rank counts as computing
-MAX_SOURCE = 1 << 20  # bytes of one source file
 _RANK_NAMES = ("rank", "global_rank", "local_rank")
 
 
@@ -59,7 +59,7 @@ def attach(job: Job, ras: bool = False) -> Report:
         raise _unreadable(job, taken)
     members = [p for p in job.processes if p.pid not in workers]
     ranks, notes = _ranks(members, processes)
-    source = _Source(members[0].pid)
+    source = _source_of(members[0].pid)
     seen = {rank: _seen(processes.get(p.pid), taken[p.pid], p, source) for rank, p in ranks.items()}
     expected = job.expected(ranks)
     seen |= _with_workers(seen)
@@ -94,7 +94,7 @@ def attach(job: Job, ras: bool = False) -> Report:
 
 
 def _with_counts(
-    found: Report, ranks: Mapping[int, Candidate], seen: Mapping[int, Seen], source: _Source, ras: bool
+    found: Report, ranks: Mapping[int, Candidate], seen: Mapping[int, Seen], source: Source, ras: bool
 ) -> Report:
     """Return the verdict with the numbers of the flight records; they decide, where every rank has one."""
     with tempfile.TemporaryDirectory(prefix="distdiag-") as made:
@@ -207,7 +207,7 @@ def _state(process: Process) -> tuple[object, ...]:
     return lines, tuple(tuple(sorted(f.objects.items())) for f in stack.frames if f.users)
 
 
-def _seen(process: Process | None, samples: list[Sample], p: Candidate, source: _Source) -> Seen:
+def _seen(process: Process | None, samples: list[Sample], p: Candidate, source: Source) -> Seen:
     if process is None:
         return Seen(pid=p.pid, life=Life.STOPPED)
     first, last = samples[0], samples[-1]
@@ -258,24 +258,9 @@ def _by_locals(process: Process | None) -> int | None:
     return None
 
 
-class _Source:
-    """Reads source files as the job sees them: its container may have other files."""
-
-    def __init__(self, pid: int) -> None:
-        self._root = f"/proc/{pid}/root"
-        self._known: dict[str, str | None] = {}
-
-    def __call__(self, path: str) -> str | None:
-        if path not in self._known:
-            self._known[path] = self._read(path) if path.startswith("/") else None
-        return self._known[path]
-
-    def _read(self, path: str) -> str | None:
-        try:
-            with guard.regular(Path(self._root + path)) as file:
-                return file.read(MAX_SOURCE).decode("utf-8", "replace")
-        except OSError:
-            return None
+def _source_of(pid: int) -> Source:
+    """Return what reads source files as the job sees them: its container may have other files."""
+    return lambda path: source_files.text(f"/proc/{pid}/root{path}") if path.startswith("/") else None
 
 
 def _unreadable(job: Job, taken: Mapping[int, list[Sample]]) -> DistdiagError:

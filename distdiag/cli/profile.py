@@ -164,7 +164,7 @@ def analysed(run_dir: Path, taken: Taken, chosen: tuple[int, int, str] | None) -
         except (BadTrace, OSError) as e:
             missing.append(Missing(rank=a.rank, reason=f"its trace {e}" if isinstance(e, BadTrace) else str(e)))
             continue
-        entries = [Entry(e.op, e.group, e.seq, e.created_ns, e.bytes) for e in a.entries.values()]
+        entries = [Entry(e.op, e.group, e.seq, e.created_ns, e.bytes) for e in a.entries]
         recorded[a.rank] = _recorded(a, trace, entries)
     one_host = len({a.host for a in taken.ranks}) == 1
     found, collectives, offsets = profile_of(str(run_dir.absolute()), taken.number, recorded, missing, chosen, one_host)

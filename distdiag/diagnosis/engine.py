@@ -7,7 +7,6 @@ finding: what another finding explains is not reported. `kinds` has all policy.
 from __future__ import annotations
 
 import os
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +21,7 @@ from distdiag.diagnosis.model.snapshot import DEAD, Life, Snapshot
 from distdiag.diagnosis.rules import RULES, Rule
 from distdiag.diagnosis.waits import uncounted
 from distdiag.diagnosis.waits.graph import WaitGraph
+from distdiag.errors import described
 
 SLOW_PERIOD_S = 1.0  # seconds between evaluations of the kinds that are not evaluated at every poll
 
@@ -141,8 +141,7 @@ class Diagnosis:
         except Exception as e:
             if os.environ.get("DISTDIAG_RAISE") == "1":
                 raise
-            last = traceback.extract_tb(e.__traceback__)[-1]
-            text = f"{type(e).__name__}: {e} at {os.path.basename(last.filename)}:{last.lineno}"
+            text = described(e)
             self.failures[text] = self.failures.get(text, 0) + 1
             return [Abstained(f"the rule failed: {text}")]
 

@@ -16,15 +16,15 @@ from pathlib import Path
 
 import msgspec
 
-from distdiag import files
+from distdiag import files, source_files
 from distdiag.diagnosis.endings import ending_kind
 from distdiag.diagnosis.engine import Diagnosis, Record
 from distdiag.diagnosis.history import SAME_S
 from distdiag.diagnosis.model.findings import CollectiveRef, LastSeen, Report, State, rank_list
 from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Site, Snapshot
 from distdiag.diagnosis.text.phrases import reference, shortened
-from distdiag.monitor import deaths, source_files
-from distdiag.monitor.pages import described
+from distdiag.errors import described
+from distdiag.monitor import deaths
 from distdiag.monitor.ranks.state import RankView
 from distdiag.monitor.snapshot import of_pages
 from distdiag.page import directories
@@ -141,7 +141,7 @@ def _views(left: Sequence[Path], started_unix_s: float | None) -> tuple[dict[int
             now_s = max(time.time() - zero_s, v.s(time.monotonic_ns()) or 0.0)  # the wall clock may have been set back
             if not -AHEAD_S <= seen_s <= now_s + AHEAD_S:
                 raise PageError(f"{v.reader.path.name} is damaged: its times are impossible")
-            _state(v, seen_s)
+            v.state(seen_s)
             v.decoder.groups()
         except Exception as e:
             notes.append(_unreadable(v.reader.path, e))
@@ -174,10 +174,6 @@ def _changed_s(v: RankView) -> float:
     return max(t for t in times if t is not None)
 
 
-def _state(v: RankView, now_s: float) -> RankState:
-    return v.state(now_s, None, None, None)
-
-
 def _states(views: dict[int, RankView], seen: dict[int, float]) -> dict[int, RankState] | None:
     """Return the ranks' states at the end; None if one on another host may live.
 
@@ -186,7 +182,7 @@ def _states(views: dict[int, RankView], seen: dict[int, float]) -> dict[int, Ran
     ended_s, here = max(seen.values()), socket.gethostname()
     states = {}
     for q, v in views.items():
-        state = _state(v, seen[q])
+        state = v.state(seen[q])
         zero_unix_s = _wall_s(v) - (v.s(v.first_header.started_mono_ns) or 0.0)
         if state.host != here and time.time() - zero_unix_s - seen[q] < SILENT_S:
             return None  # its lock may not be visible from here

@@ -107,9 +107,7 @@ class Collectives:
         first = signature(calls[ranks[0]])
         for q in ranks[1:]:
             cause = conflict(first, signature(calls[q]), backend)
-            if (
-                cause is not None
-            ):  # of size, too: gloo gives a rank whose tensor is larger a part of it, without an error
+            if cause is not None:  # of size, too: gloo fills a part of a larger tensor, without an error
                 self.completed_conflicts.append(CompletedConflict(key[0], key[1], cause, calls))
                 return
 

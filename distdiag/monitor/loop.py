@@ -10,12 +10,13 @@ from pathlib import Path
 import msgspec
 
 import distdiag
-from distdiag import procfs
+from distdiag import procfs, source_files
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.engine import Diagnosis, Record
 from distdiag.diagnosis.model.findings import Finding, Severity, State, at_least, rank_list
 from distdiag.diagnosis.model.snapshot import Snapshot
-from distdiag.monitor import deaths, hang_limit, source_files
+from distdiag.errors import described
+from distdiag.monitor import deaths, hang_limit
 from distdiag.monitor.announce import Announcer
 from distdiag.monitor.evidence.on_suspicion import Gatherer
 from distdiag.monitor.host import processes
@@ -24,7 +25,7 @@ from distdiag.monitor.metrics.export import Exporters
 from distdiag.monitor.node_states import shifted
 from distdiag.monitor.nodes import Nodes
 from distdiag.monitor.pace import SHORTEST_TICK_S, TICK_S, Pace, stretched_s
-from distdiag.monitor.pages import Pages, described
+from distdiag.monitor.pages import Pages
 from distdiag.monitor.priority import Priority
 from distdiag.monitor.ranks.state import RankView
 from distdiag.monitor.recording import Recording

@@ -256,9 +256,7 @@ def _mover(kind: Any) -> Callable[[Any, float], Any] | None:
         return _later
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         hints = get_type_hints(kind, include_extras=True)
-        others = {
-            name: of for name, of in hints.items() if kind not in get_args(of)
-        }  # not the caller of a site: a site
+        others = {name: of for name, of in hints.items() if kind not in get_args(of)}  # without the caller of a site
         fields = [(name, of_field) for name, of in others.items() if (of_field := _mover(of)) is not None]
         return _with_fields(fields) if fields else None
     move = next((part for part in parts if part is not None), None)

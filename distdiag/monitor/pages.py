@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 from distdiag import procfs
+from distdiag.errors import described
 from distdiag.monitor.ranks.state import RankView
 from distdiag.page import directories
 from distdiag.page.layout import Header, page_path
 from distdiag.page.reader import PageError
 
 DISCOVER_S = 1.0  # between two listings of the directories, once all ranks of this node are known
-
-
-def described(error: BaseException) -> str:
-    """Return type and text of an exception, and where it was raised."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} at {os.path.basename(last.filename)}:{last.lineno}"
 
 
 class Pages:

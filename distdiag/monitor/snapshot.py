@@ -51,8 +51,8 @@ def of_pages(now_s: float, views: Mapping[int, RankView], ranks: dict[int, RankS
     headers = [v.header for v in views.values()]
     world = _of_most([h.world_size for h in headers], least=max(views) + 1)
     for v in views.values():
-        for g in v.decoder.groups():
-            groups.setdefault(g.key, Group(name=g.key, ranks=g.ranks, description=g.description, backend=g.backend))
+        for _, group in v.decoder.groups():
+            groups.setdefault(group.name, group)
         for name, (number, members, site) in v.history.new_groups.items():
             made = Group(name=name, ranks=members, description="new_group", number=number, site=site)
             groups.setdefault(name, made)

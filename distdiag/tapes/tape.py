@@ -60,7 +60,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True, tag="head"):
     job: str = ""  # of the collection
     backend: str = ""
     job_hash: str = ""  # of the job's file
-    expected: tuple[Answer, ...] | None = None  # the verdict of the live run
+    expected: tuple[Answer, ...] | None = None  # the verdict of the live run; None if it was not noted
 
 
 class Source(msgspec.Struct, frozen=True, tag="source"):
@@ -96,11 +96,6 @@ class Tape(msgspec.Struct, frozen=True, kw_only=True):
     sources: dict[str, str | None] = {}
     final: bool = False
     moments: tuple[int, ...] = ()  # indices of snapshots at which a finding changed when it was live
-
-    @property
-    def expected(self) -> tuple[Answer, ...] | None:
-        """The verdict of the live run; None if it was not noted."""
-        return self.head.expected
 
 
 class Poll(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from distdiag.terms.operations import synchronizes
-from distdiag.traces.intervals import Coverage, Spans, both, length, union, without
+from distdiag.traces.intervals import Coverage, Spans, length, union, without
 from distdiag.traces.model import CollectiveTimes, Difference, LineTime, ModuleTimes, Operator, RankTimes
 from distdiag.traces.read import Comm, Op, Trace, is_comm_call, is_message
 
@@ -165,14 +165,14 @@ def rank_times(
         if own is not None and last > own.start:
             waits.append((own.start, min(own.end, last)))
     per = 1e3 * steps
-    exposed = length(without(comm, compute)) / per
+    comm_us, exposed_us = length(comm), length(without(comm, compute))
     return RankTimes(
         rank=rank,
         step_ms=(high - low) / per,
         compute_ms=length(compute) / per,
-        comm_ms=length(comm) / per,
-        overlap_ms=length(both(compute, comm)) / per,
-        exposed_ms=exposed,
+        comm_ms=comm_us / per,
+        overlap_ms=max(0.0, comm_us - exposed_us) / per,
+        exposed_ms=exposed_us / per,
         wait_ms=length(union(waits, low, high)) / per if shared else None,
         idle_ms=(high - low - length(busy)) / per,
         operators=operators_of(trace, window, steps)[:TOP],

@@ -1,4 +1,4 @@
-"""Sets of time intervals: union, intersection, difference, length. All take n log n."""
+"""Sets of time intervals: union, difference, length. All take n log n."""
 
 from __future__ import annotations
 
@@ -18,21 +18,6 @@ def union(spans: Iterable[tuple[float, float]], low: float, high: float) -> Span
                 out[-1] = out[-1][0], end
         elif end > start:
             out.append((start, end))
-    return out
-
-
-def both(first: Spans, second: Spans) -> Spans:
-    """Return the intersection of two disjoint, sorted lists of intervals."""
-    out: Spans = []
-    i = j = 0
-    while i < len(first) and j < len(second):
-        low, high = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
-        if low < high:
-            out.append((low, high))
-        if first[i][1] < second[j][1]:
-            i += 1
-        else:
-            j += 1
     return out
 
 

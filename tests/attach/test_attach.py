@@ -199,7 +199,7 @@ def test_missing_py_spy_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 def process(pid: int, parent: int = 1, env: dict[str, str] | None = None, *command: str) -> Candidate:
-    found = Candidate(pid, parent, "S", pid, env or {}, command or ("python", "train.py"))
+    found = Candidate(pid, parent, pid, env or {}, command or ("python", "train.py"))
     found.__dict__["maps"] = b"/x/libtorch_cpu.so\n"
     return found
 
@@ -409,7 +409,7 @@ def test_ranks_whose_loader_workers_work_are_not_stuck(monkeypatch: pytest.Monke
 def test_a_process_that_has_ended_has_no_sample() -> None:
     with start([sys.executable, "-c", "pass"]) as job:
         job.wait()
-        gone = Candidate(job.process.pid, 1, "S", 5, {}, ("python",))
+        gone = Candidate(job.process.pid, 1, 5, {}, ("python",))
         assert sample.take([gone])[gone.pid].error == sample.ENDED
 
 

@@ -87,7 +87,7 @@ def test_the_worker_servers_of_a_job_prove_what_stacks_suspect(tmp_path: Path) -
 
 def me(env: dict[str, str]) -> Candidate:
     pid = os.getpid()
-    return Candidate(pid, os.getppid(), "S", procfs.start_ticks(pid) or 0, env, ("python",))
+    return Candidate(pid, os.getppid(), procfs.start_ticks(pid) or 0, env, ("python",))
 
 
 # -- the worker server, hostile ----------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def test_a_socket_that_another_process_serves_is_not_asked(tmp_path: Path) -> No
         assert worker_server.ask(str(tmp_path / "s"), "x", pid=os.getpid()) == b"{}"
         with pytest.raises(PermissionError, match="served by process"):
             worker_server.ask(str(tmp_path / "s"), "x", pid=os.getppid())
-        other = Candidate(os.getppid(), 1, "S", 0, {recorders.SOCKET: str(tmp_path / "s")}, ())
+        other = Candidate(os.getppid(), 1, 0, {recorders.SOCKET: str(tmp_path / "s")}, ())
         taken, notes = recorders.take({0: other}, tmp_path)
     assert taken == set() and "served by process" in notes[0]
 
@@ -252,7 +252,7 @@ def test_ras_counts_name_the_rank_that_is_behind(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(ras, "version", lambda p: (2, 29, 7))
     with ras_server(json.dumps(ras_status([os.getpid(), 11, 12], [6, 5, 6])).encode()) as port:
         mine = me({ras.ADDRESS: f"localhost:{port}"})
-        others = {n: Candidate(10 + n, 1, "S", 0, {}, ()) for n in (1, 2)}
+        others = {n: Candidate(10 + n, 1, 0, {}, ()) for n in (1, 2)}
         assert ras.take({0: mine, **others}, tmp_path) == ({0, 1, 2}, [])
     (finding,) = diagnose_dumps(tmp_path).findings
     assert finding.culprits == (1,) and finding.collective is not None and finding.collective.seq == 8

@@ -110,7 +110,7 @@ def small(tape: Tape) -> Tape:
             snapshots=tuple(tape.snapshots[i] for i in keep),
             moments=tuple(n for n, i in enumerate(keep) if i in tape.moments),
         )
-        if judge(shorter).answers != tape.expected:
+        if judge(shorter).answers != tape.head.expected:
             break
         best = shorter
         if len(to_bytes(best)) <= LARGEST:
@@ -131,7 +131,7 @@ def _rounded(tape: Tape) -> Tape:
 
         snapshots = tuple(msgspec.convert(walk(msgspec.to_builtins(s)), Snapshot) for s in tape.snapshots)
         rounded = msgspec.structs.replace(tape, snapshots=snapshots)
-        if judge(rounded).answers == tape.expected:
+        if judge(rounded).answers == tape.head.expected:
             return rounded
     return tape
 

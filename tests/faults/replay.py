@@ -108,7 +108,7 @@ def replay(path: Path, manifest: Path = FOLDER / "manifest.json", without: Seque
         answers=verdict.answers,
         messages=messages.text(verdict.findings),
         failures=verdict.failures,
-        expected=_accepted().get(name, tape.expected or ()),
+        expected=_accepted().get(name, tape.head.expected or ()),
         stale="the job has changed since" if changed else "",
     )
 

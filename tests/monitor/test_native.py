@@ -94,7 +94,7 @@ def test_the_native_function_of_the_main_thread_is_named(
         def inside() -> list[str]:
             signals.send(process.pid, 46, page_of(file))
             sample = native.read(file)
-            names = symbols.names(sample) if sample is not None else []
+            names = [frame.name for frame in symbols.frames(sample)] if sample is not None else []
             return names if function in names else []
 
         names = wait_for(inside, 20, f"a sample inside {function}")
@@ -113,7 +113,7 @@ def entry(op: str, state: str, seq: int, p2p: bool = False) -> dict[str, object]
 
 def test_entries_of_a_coalesced_group_have_its_state() -> None:
     """NCCL leaves each of its operations scheduled for ever; one additional entry has the state of all."""
-    record = ask.FlightRecord(0.0)
+    record = ask.FlightRecord()
     entries = [
         entry("all_reduce", "scheduled", 1), entry("all_reduce", "scheduled", 1), entry("coalesced", "completed", 1),
         entry("send 0->1", "scheduled", 1, p2p=True), entry("recv 0<-1", "scheduled", 1, p2p=True),
@@ -126,7 +126,7 @@ def test_entries_of_a_coalesced_group_have_its_state() -> None:
 
 
 def test_a_coalesced_operation_of_one_tensor_is_the_plain_one() -> None:
-    record = ask.FlightRecord(0.0)
+    record = ask.FlightRecord()
     one = entry("all_gather_into_tensor_coalesced", "scheduled", 1) | {
         "input_sizes": [[8, 4]],
         "input_dtypes": ["Float"],
@@ -199,8 +199,8 @@ BINDINGS, PYTHON, LIBC = "/v/site-packages/torch/lib/libtorch_python.so", "/usr/
     ],
 )
 def test_a_wait_in_an_unknown_backend_is_found(libraries: list[str], in_python: str, expected: str | None) -> None:
-    names = [f"f{i}" for i in range(len(libraries))]
-    assert native.unknown_backend(libraries, names, in_python) == expected
+    frames = [native.Frame(library, f"f{i}") for i, library in enumerate(libraries)]
+    assert native.unknown_backend(frames, in_python) == expected
 
 
 def test_the_next_poll_is_brought_forward_for_native_frames(tmp_path: Path) -> None:

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from distdiag.diagnosis.model.snapshot import Call
 from distdiag.monitor.evidence import ask
 from distdiag.monitor.evidence.on_suspicion import RENEWED_S, SUSPECT_S, Gatherer
 from distdiag.page.layout import Blocked, Phase
+from distdiag.store import stacks
+from tests.diagnosis.made import job, rank
 
 
 class Stuck:
@@ -42,20 +45,33 @@ def test_a_record_is_renewed_for_a_while_on_a_device_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device_groups: tuple[int, ...], least: int, most: float
 ) -> None:
     asked: list[float] = []
+    records: list[ask.FlightRecord] = []
+    gatherer, stuck = Gatherer(tmp_path), Stuck(*device_groups)
 
-    def flight_record(path: str, now_s: float, *_: Any) -> ask.FlightRecord:
-        asked.append(now_s)
-        return ask.FlightRecord(now_s)
+    def flight_record(*_: Any) -> ask.FlightRecord:
+        asked.append(stuck.now_s)
+        records.append(ask.FlightRecord())
+        return records[-1]
 
     monkeypatch.setattr(ask, "flight_record", flight_record)
-    gatherer, rank = Gatherer(tmp_path), Stuck(*device_groups)
     try:
         for i in range(100):
-            rank.now_s = 10.0 + i * 0.25
-            gatherer.gather(rank.now_s, {0: rank}, ())  # type: ignore[dict-item]
+            stuck.now_s = 10.0 + i * 0.25
+            gatherer.gather(stuck.now_s, {0: stuck}, ())  # type: ignore[dict-item]
         assert least <= len(asked) <= most
         assert asked[0] - 10.0 >= SUSPECT_S and asked[-1] - 10.0 < max(RENEWED_S, 1.0)
-        record = gatherer.record(0)
-        assert record is not None and record.taken_s == asked[-1]
+        assert gatherer.record(0) is records[-1]
     finally:
         gatherer.close()
+
+
+def test_a_kept_stack_names_the_operation_and_a_number_only_if_it_has_one(tmp_path: Path) -> None:
+    waits = [Call(op="all_reduce", group="default_pg", seq=4), Call(op="recv", group="default_pg", peer=0)]
+    gatherer = Gatherer(tmp_path)
+    try:
+        gatherer.keep(job(*(rank(q, blocked=call) for q, call in enumerate(waits)), rank(2)))
+    finally:
+        gatherer.close()
+    saved = stacks.read(tmp_path)
+    assert saved is not None
+    assert [saved.ranks[q].op for q in "012"] == ["all_reduce #4 default_pg", "recv default_pg", None]

@@ -61,12 +61,14 @@ def line(started: subprocess.Popen[str]) -> str:
     return started.stdout.readline().strip()
 
 
-@pytest.mark.parametrize("pidfd", [True, False])
+@pytest.mark.parametrize("pidfd", ["yes", "an old kernel", "a Python built on an old system"])
 def test_the_rank_that_maps_its_page_and_its_child_get_the_signal(
-    page: Path, pidfd: bool, monkeypatch: pytest.MonkeyPatch
+    page: Path, pidfd: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not pidfd:
+    if pidfd == "an old kernel":
         monkeypatch.setattr(os, "pidfd_open", _old_kernel)
+    elif pidfd != "yes":
+        monkeypatch.delattr(os, "pidfd_open")
     with process(page) as (rank, child):
         signals.send(rank.pid, NUMBER, page)
         assert line(rank) == f"{rank.pid} {NUMBER}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distdiag.monitor import source_files
+from distdiag import source_files
 
 
 def test_the_lines_of_a_file(tmp_path: Path) -> None:

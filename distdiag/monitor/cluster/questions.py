@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import msgspec
 
 from distdiag.monitor.cluster.messages import Ask, BadMessage, unpack
 from distdiag.page import directories, node_files
+from distdiag.worker_server import peer_of
 
 MOST_QUESTION, MOST_ANSWER = 8000, 128 << 20
 SPARE_S = 2.0  # added to a reader's limit at each step of the way
@@ -30,7 +30,6 @@ class _OfRank(Protocol):
 
 
 T = TypeVar("T", bound=_OfRank)
-_PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 # by node: what it answered, or why it did not; the ranks for which it may answer
 Answers = dict[int, tuple[bytes, str, tuple[int, ...]]]
@@ -62,7 +61,7 @@ class Questions:
                 return
             with reader, contextlib.suppress(OSError, ValueError, msgspec.MsgspecError, RecursionError):
                 reader.settimeout(SPARE_S)
-                if _owner(reader) == os.getuid():
+                if peer_of(reader)[1] == os.getuid():
                     question = msgspec.json.decode(reader.recv(MOST_QUESTION), type=Ask)
                     found = self._ask(question)
                     reader.settimeout(question.timeout_s + SPARE_S)
@@ -95,7 +94,7 @@ def ask_all(run_dir: Path, question: Ask) -> Answers:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as s:
         s.settimeout(question.timeout_s + 3 * SPARE_S)
         s.connect(str(where))
-        if _owner(s) != os.getuid():
+        if peer_of(s)[1] != os.getuid():
             return {}
         s.sendall(msgspec.json.encode(question))
         data, end = bytearray(), time.monotonic() + question.timeout_s + 3 * SPARE_S
@@ -108,14 +107,14 @@ def ask_all(run_dir: Path, question: Ask) -> Answers:
 
 
 def ask_each(run_dir: Path, question: Ask, kind: type[T], most_bytes: int) -> tuple[list[T], list[str]]:
-    """Ask the other nodes; return (what their ranks have sent, by node; what is wrong with which node).
-
-    Raises:
-        OSError: the monitor does not answer.
-    """
+    """Ask the other nodes; return (what their ranks have sent, by node; what is wrong with which node)."""
     found: list[T] = []
     silent = []
-    for node, (data, error, ranks) in sorted(ask_all(run_dir, question).items()):
+    try:
+        answers = ask_all(run_dir, question)
+    except OSError as e:
+        return [], [f"the other nodes could not be asked: {e.strerror or e}"]
+    for node, (data, error, ranks) in sorted(answers.items()):
         try:
             sent = [] if error else msgspec.msgpack.decode(unpack(data, most_bytes), type=list[kind])
             own = {x.rank: x for x in sent if x.rank in ranks}
@@ -127,7 +126,3 @@ def ask_each(run_dir: Path, question: Ask, kind: type[T], most_bytes: int) -> tu
         if error:
             silent.append(f"node {node}: {error}")
     return found, silent
-
-
-def _owner(s: socket.socket) -> int:
-    return _PEER.unpack(s.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[1]

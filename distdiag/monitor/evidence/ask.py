@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from distdiag import files
-from distdiag.diagnosis.model.snapshot import Site
+from distdiag.diagnosis.model.snapshot import Call, Site
 from distdiag.diagnosis.waits.compatible import op_name
 from distdiag.monitor.evidence import signals
 from distdiag.recorder.frames import USER, kind_of_file
@@ -45,7 +45,6 @@ class Entry:
 class FlightRecord:
     """What a rank's flight recorder holds, by (group name, seq)."""
 
-    taken_s: float
     entries: dict[tuple[str, int], Entry] = field(default_factory=dict)
     enqueued: dict[str, int] = field(default_factory=dict)
     completed: dict[str, int] = field(default_factory=dict)  # newest seq up to which all are complete
@@ -81,7 +80,6 @@ _NAME = re.compile(r"[\w.-]{1,40}", re.ASCII)
 
 def flight_record(
     socket_path: str,
-    taken_s: float,
     timeout_s: float = TIMEOUT_S,
     known: Collection[tuple[str, int]] = (),
     recorders: Recorders = Recorders(),
@@ -105,7 +103,7 @@ def flight_record(
             data = json.loads(raw)
         except (OSError, http.client.HTTPException, ValueError):
             continue
-        record = record or FlightRecord(taken_s)
+        record = record or FlightRecord()
         if "backend=" in handler and completes:  # torch leaves out the entries that are complete
             record.hooked |= set(data.get("pg_config") or {})
         if data.get("entries"):
@@ -283,6 +281,12 @@ def fatal_signal(text: str) -> int | None:
 def main_stack(threads: list[Thread]) -> list[tuple[str, int, str]]:
     """Return the main thread's frames; faulthandler prints them last."""
     return threads[-1][1] if threads else []
+
+
+def in_flight(call: Call) -> str:
+    """Return what a rank waits in, as saved with its stack: `all_reduce #417 default_pg`; a message has no number."""
+    number = f" #{call.seq}" if call.seq is not None else ""
+    return f"{call.op or 'collective'}{number} {call.group}"
 
 
 def save(run_dir: Path, rank: int, record: FlightRecord) -> str | None:

@@ -8,7 +8,6 @@ import os
 import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -29,30 +28,19 @@ from distdiag.recorder.frames import LIBRARY, kind_of_file
 from distdiag.store import stacks
 from distdiag.terms.untrusted import MAX_RANKS
 
-
-@dataclass(slots=True)
-class RankDump:
-    """What one rank answered."""
-
-    rank: int
-    frames: tuple[str, ...]  # outermost first, "function file:line"
-    op: str | None
-    note: str | None
-    record: ask.FlightRecord | None
-    groups: dict[str, dict[str, str]]
-    answered: bool = True  # else the stack is the newest sample of its pulse
+_Text = Annotated[str, Meta(max_length=8192)]
 
 
-class _Sent(msgspec.Struct, frozen=True, array_like=True):
-    """A dump of one rank, between nodes."""
+class RankDump(msgspec.Struct, array_like=True):
+    """What one rank answered; nodes send it as it is, and the limits hold for what arrives."""
 
     rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
-    frames: Annotated[tuple[Annotated[str, Meta(max_length=8192)], ...], Meta(max_length=1000)]
-    op: Annotated[str, Meta(max_length=8192)] | None
-    note: Annotated[str, Meta(max_length=8192)] | None
-    record: bytes | None
+    frames: Annotated[tuple[_Text, ...], Meta(max_length=1000)]  # outermost first, "function file:line"
+    op: _Text | None
+    note: _Text | None
+    record: bytes | None  # the flight record, in JSON
     groups: dict[str, dict[str, str]]
-    answered: bool
+    answered: bool = True  # else the stack is the newest sample of its pulse
 
 
 def packed(run_dir: Path, timeout_s: float) -> bytes:
@@ -61,34 +49,18 @@ def packed(run_dir: Path, timeout_s: float) -> bytes:
     Raises:
         DistdiagError: NO_DATA if no rank of the run is alive here.
     """
-    found = [
-        _Sent(d.rank, d.frames, d.op, d.note, d.record.raw if d.record else None, d.groups, d.answered)
-        for d in take(run_dir, timeout_s)[1]
-    ]
-    return msgspec.msgpack.encode(found)
+    return msgspec.msgpack.encode(take(run_dir, timeout_s)[1])
 
 
 def of_other_nodes(run_dir: Path, timeout_s: float) -> tuple[list[RankDump], list[str]]:
     """Ask the nodes that send their state to this host's monitor; return (their ranks' dumps, what is wrong with which node)."""
-    try:
-        found, silent = ask_each(run_dir, Ask(timeout_s=timeout_s), _Sent, MOST_BYTES)
-    except OSError as e:
-        return [], [f"the other nodes could not be asked: {e.strerror or e}"]
-    dumps = []
+    found, silent = ask_each(run_dir, Ask(timeout_s=timeout_s), RankDump, MOST_BYTES)
     for d in found:
-        record = ask.FlightRecord(0.0, raw=d.record) if d.record else None
-        dumps.append(_without_bad_record(RankDump(d.rank, d.frames, d.op, d.note, record, d.groups, d.answered)))
-    return dumps, silent
-
-
-def _without_bad_record(d: RankDump) -> RankDump:
-    """Return a dump from another node, without its flight record if that is not one."""
-    try:
-        if d.record is not None:
+        try:
             _for_torchfrtrace(d)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        d.record = None
-    return d
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # its flight record is none
+            d.record = None
+    return found, silent
 
 
 def take(run_dir: Path, timeout_s: float = 5.0) -> tuple[float, list[RankDump]]:
@@ -175,7 +147,7 @@ def _ask(v: RankView, timeout_s: float) -> RankDump:
     if path and not frames and not stopped:
         try:
             frames = ask.main_stack(ask.stacks(path, timeout_s))
-            record = ask.flight_record(path, now_s, timeout_s, recorders=ask.Recorders.of(v.decoder.facts))
+            record = ask.flight_record(path, timeout_s, recorders=ask.Recorders.of(v.decoder.facts))
         except (OSError, http.client.HTTPException) as e:
             note = f"did not answer within {timeout_s:g} s ({type(e).__name__})"
     answered = bool(frames)
@@ -183,17 +155,15 @@ def _ask(v: RankView, timeout_s: float) -> RankDump:
         frames = [(s.file, s.line, s.function) for s in v.decoder.stack()]
         note = note or ("no witness: the stack is from its pulse" if frames else "no stack")
     state = v.state(now_s, True, thread.state if thread is not None else None, record)
-    op = None
-    if state.blocked is not None:
-        b = state.blocked
-        op = f"{b.op or 'collective'}" + (f" #{b.seq}" if b.seq is not None else "") + f" {b.group}"
+    op = ask.in_flight(state.blocked) if state.blocked is not None else None
     if answered and state.activity == "gil_held":
         note = "GIL held"
     shown = tuple(f"{name} {file}:{line}" for file, line, name in reversed(_from_user(frames)))
     groups = {
-        g.name: {"name": g.name, "desc": g.description, "ranks": json.dumps(list(g.ranks))} for g in v.decoder.groups()
+        name: {"name": name, "desc": group.description, "ranks": json.dumps(list(group.ranks))}
+        for name, group in v.decoder.groups()
     }
-    return RankDump(h.rank, shown, op, note, record, groups, answered)
+    return RankDump(h.rank, shown, op, note, record.raw or None if record else None, groups, answered)
 
 
 def _from_user(frames: list[tuple[str, int, str]]) -> list[tuple[str, int, str]]:
@@ -217,17 +187,16 @@ def save(run_dir: Path, now_s: float, dumps: list[RankDump]) -> list[Path]:
         if old.startswith("rank_"):
             files.remove(run_dir, f"{trace}/{old}")
     for d in dumps:
-        if d.record is None or not d.record.raw:
+        if d.record is None:
             continue
-        written.append(files.write(run_dir, f"flight_recorder/rank_{d.rank}.json", d.record.raw))
+        written.append(files.write(run_dir, f"flight_recorder/rank_{d.rank}.json", d.record))
         written.append(files.write(run_dir, f"{trace}/rank_{d.rank}", pickle.dumps(_for_torchfrtrace(d))))
     return written
 
 
 def _for_torchfrtrace(d: RankDump) -> dict:
     """Return the flight record with what torchfrtrace needs and gloo's JSON lacks: members of groups, frames, final states."""
-    assert d.record is not None
-    data = json.loads(d.record.raw)
+    data = json.loads(d.record or b"")
     data["pg_config"] = d.groups
     for e in data["entries"]:
         e.setdefault("frames", [])

@@ -93,15 +93,14 @@ class HostWaits:
         sample = native.read(v.file("native"))
         if sample is None or sample.taken_ns < r.asked_ns:
             return
-        names = r.symbols.names(sample)
-        kind, name = native.host_wait(names)
+        frames = r.symbols.frames(sample)
+        kind, name = native.host_wait([frame.name for frame in frames])
         if kind == HostWait.NO:
-            libraries = r.symbols.libraries(sample)
-            function = native.unknown_backend(libraries, names, v.history.in_backend())
+            function = native.unknown_backend(frames, v.history.in_backend())
             if function is not None:
                 kind, name = HostWait.DEVICE, function
             else:
-                name = native.innermost(libraries, names)
+                name = native.innermost(frames)
         if kind != r.kind:
             r.kind, r.name, r.since_s, r.confirmed = kind, name, now_s, False
         elif now_s - r.since_s >= AGREE_S:

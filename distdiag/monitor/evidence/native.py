@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from distdiag import files
 
@@ -72,6 +72,13 @@ def read(path: Path) -> Sample | None:
     return Sample(taken_ns, tuple(addresses[: min(n, FRAMES)]))
 
 
+class Frame(NamedTuple):
+    """One native frame: the path of its library and its symbol; "" if it has none."""
+
+    library: str
+    name: str
+
+
 @dataclass(slots=True)
 class Symbols:
     """Names of native addresses of one process; libraries loaded later are found at the next sample."""
@@ -82,52 +89,40 @@ class Symbols:
     def _find(self, address: int) -> tuple[int, int, int, str] | None:
         return next((m for m in self._maps if m[0] <= address < m[1]), None)
 
-    def _update(self, sample: Sample) -> None:
+    def frames(self, sample: Sample) -> list[Frame]:
+        """Return the frames of a sample, innermost first."""
         if not self._maps or any(self._find(a) is None for a in sample.addresses):
             self._maps = _executable_maps(self.pid)
-
-    def libraries(self, sample: Sample) -> list[str]:
-        """Return the path of each frame's library, innermost first; "" if it has none."""
-        self._update(sample)
-        return [m[3] if (m := self._find(a)) is not None else "" for a in sample.addresses]
-
-    def names(self, sample: Sample) -> list[str]:
-        """Return the symbol of each frame, innermost first; "" if it has none."""
-        self._update(sample)
         out = []
         for address in sample.addresses:
-            m = self._find(address)
+            start, _, offset, path = self._find(address) or (0, 0, 0, "")
             name = ""
-            if m is not None and not _NO_ANSWER.match(os.path.basename(m[3])):
-                name = _table(f"/proc/{self.pid}/root{m[3]}", m[3]).name(address - m[0] + m[2])
-            out.append(name)
+            if path and not _NO_ANSWER.match(os.path.basename(path)):
+                name = _table(f"/proc/{self.pid}/root{path}").name(address - start + offset)
+            out.append(Frame(path, name))
         return out
 
 
 def host_wait(names: list[str]) -> tuple[HostWait, str]:
-    """Return what a main thread with these frames waits for, and the function that shows it."""
-    for name in names:
-        if _COMMUNICATOR.search(name):
-            return HostWait.COMMUNICATOR, name
-    for name in names:
-        if _DEVICE.search(name):
-            return HostWait.DEVICE, name
+    """Return what a main thread with these symbols, innermost first, waits for, and the one that shows it."""
+    for kind, pattern in ((HostWait.COMMUNICATOR, _COMMUNICATOR), (HostWait.DEVICE, _DEVICE)):
+        if (name := next(filter(pattern.search, names), None)) is not None:
+            return kind, name
     return HostWait.NO, ""
 
 
-def unknown_backend(libraries: list[str], names: list[str], in_python: str = "") -> str | None:
+def unknown_backend(frames: list[Frame], in_python: str) -> str | None:
     """Return the function of an unknown backend that the main thread waits in; None if it is in none.
 
     It is in one if an operation of torch runs a library that belongs to no package, or if the innermost Python frames are a
     backend's and no operation of torch runs inside them.
 
     Args:
-        libraries: Library of each frame, innermost first.
-        names: Symbol of each frame, innermost first.
+        frames: Innermost first.
         in_python: The backend's innermost Python function, if the main thread is in one.
     """
     foreign, depth = None, 0
-    for path, name in zip(libraries, names, strict=True):
+    for path, name in frames:
         file = os.path.basename(path)
         if not file or _NEUTRAL.match(file):
             continue
@@ -142,9 +137,9 @@ def unknown_backend(libraries: list[str], names: list[str], in_python: str = "")
     return None
 
 
-def innermost(libraries: list[str], names: list[str]) -> str:
+def innermost(frames: list[Frame]) -> str:
     """Return the innermost function outside of system libraries, with its library; "" if there is none."""
-    for path, name in zip(libraries, names, strict=True):
+    for path, name in frames:
         file = os.path.basename(path)
         if file and not _NEUTRAL.match(file):
             return f"{name} in {file}" if name else file
@@ -185,7 +180,7 @@ class _Table:
 
 
 @lru_cache(maxsize=64)
-def _table(path: str, _name: str) -> _Table:
+def _table(path: str) -> _Table:
     """Return the symbols of a 64-bit ELF file; empty if it cannot be read."""
     try:
         with open(path, "rb") as f:

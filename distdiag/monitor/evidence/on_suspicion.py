@@ -85,7 +85,7 @@ class Gatherer:
                 continue
             self._asked[v.rank] = now_s
             of_device, recorders = v.device.known(), ask.Recorders.of(v.decoder.facts)
-            future = self.pool.submit(ask.flight_record, v.text(v.header.witness), now_s, 1.0, of_device, recorders)
+            future = self.pool.submit(ask.flight_record, v.text(v.header.witness), 1.0, of_device, recorders)
             futures[v.rank] = v.history.still_mark, future
         answering = [v for v in alive if v.rank not in stopped]
         for v in answering:
@@ -164,8 +164,7 @@ class Gatherer:
         found = {}
         for q, r in s.ranks.items():
             stack = tuple(f"{x.function} {x.file}:{x.line}" for x in reversed(r.user_stack))
-            b = r.blocked
-            op = f"{b.op or 'collective'} #{b.seq} {b.group}" if b is not None else None
+            op = ask.in_flight(r.blocked) if r.blocked is not None else None
             found[str(q)] = stacks.RankStack(stack=stack, op=op, note=None if stack else r.life)
         try:
             path = stacks.write(self.run_dir, stacks.Stacks(t_s=s.t_s, ranks=found))

@@ -9,38 +9,27 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta
 
 from distdiag import files
-from distdiag.diagnosis.model.snapshot import Call
 from distdiag.files import MOST_BYTES
 from distdiag.monitor.cluster.messages import MARGIN_BYTES, Ask, BadMessage, Profile, pack, unpack
 from distdiag.monitor.cluster.messages import MOST_BYTES as MOST_SENT
 from distdiag.monitor.cluster.questions import ask_each, asked_at
-from distdiag.monitor.evidence import ask, dump, request_profile
+from distdiag.monitor.evidence import dump, request_profile
 from distdiag.monitor.evidence.request_profile import LEAD_S, NODES_LEAD_S, SAVE_S, Asked, Taken
 from distdiag.monitor.ranks.state import RankView
 from distdiag.page.profile_files import answer_of
 from distdiag.terms.ranks import fold_ranks, unfold_ranks
-from distdiag.terms.untrusted import MAX_RANKS
 
 SPARE_BYTES = 64 << 10  # of an answer, for what is not a trace
 
 
-class _Sent(msgspec.Struct, frozen=True, array_like=True):
-    """The profile of one rank, between nodes."""
+class _Sent(Asked, array_like=True):
+    """The profile of one rank, between nodes, with its trace."""
 
-    rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
-    host: Annotated[str, Meta(max_length=1000)]
-    answer: dict[str, Any] | None
-    entries: list[ask.Entry]
-    messages: list[tuple[Call, int]]
-    problem: Annotated[str, Meta(max_length=4000)]
-    in_time: bool
-    trace: bytes  # packed
+    packed: bytes = b""
 
 
 def packed(run_dir: Path, wanted: Profile) -> bytes:
@@ -57,31 +46,18 @@ def packed(run_dir: Path, wanted: Profile) -> bytes:
     taken = request_profile.take(run_dir, chosen, wanted.first_step, wanted.steps, wanted.timeout_s)
     left, found = MOST_SENT - MARGIN_BYTES - SPARE_BYTES * len(taken.ranks), []
     for a in taken.ranks:
-        trace, problem = b"", a.problem
-        if not problem:
+        trace = b""
+        if not a.problem:
             path = a.trace(run_dir, taken.number)
             try:
                 trace = pack(files.read(run_dir, str(path.relative_to(run_dir))))
             except OSError as e:
-                problem = f"its trace cannot be read: {e.strerror or e}"
+                a.problem = f"its trace cannot be read: {e.strerror or e}"
             if len(trace) > left:
-                trace, problem = (
-                    b"",
-                    f"its trace is too large to be sent ({len(trace):,} bytes): it is on its host, {path}",
-                )
+                a.problem = f"its trace is too large to be sent ({len(trace):,} bytes): it is on its host, {path}"
+                trace = b""
         left -= len(trace)
-        found.append(
-            _Sent(
-                a.rank,
-                a.host,
-                asdict(a.answer) if a.answer else None,
-                list(a.entries.values()),
-                a.messages,
-                problem,
-                a.in_time,
-                trace,
-            )
-        )
+        found.append(_Sent(**msgspec.structs.asdict(a), packed=trace))
     return msgspec.msgpack.encode(found)
 
 
@@ -115,7 +91,8 @@ def take(
     there = "" if wanted is None else fold_ranks(sorted(set(wanted) - here))
     profile = Profile(first_step=first, steps=steps, ranks=there, timeout_s=timeout_s)
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(_of_other_nodes, run_dir, Ask(timeout_s=timeout_s + SAVE_S, profile=profile))
+        question = Ask(timeout_s=timeout_s + SAVE_S, profile=profile)
+        asked = pool.submit(ask_each, run_dir, question, _Sent, MOST_BYTES)
         taken = request_profile.take(run_dir, chosen, first, steps, timeout_s)
         sent, silent = asked.result()
     taken.ranks += [_kept(run_dir, taken.number, d) for d in sorted(sent, key=lambda d: d.rank) if d.rank not in here]
@@ -130,24 +107,15 @@ def take(
     return taken
 
 
-def _of_other_nodes(run_dir: Path, question: Ask) -> tuple[list[_Sent], list[str]]:
-    """Return (what the ranks of other nodes recorded, what is wrong with which node)."""
-    try:
-        return ask_each(run_dir, question, _Sent, MOST_BYTES)
-    except OSError as e:
-        return [], [e.strerror or str(e)]
-
-
-def _kept(run_dir: Path, number: int, d: _Sent) -> Asked:
+def _kept(run_dir: Path, number: int, a: _Sent) -> Asked:
     """Write the trace of a rank of another node where this node's ranks write theirs."""
-    answer = answer_of(d.answer) if d.answer is not None else None
-    a = Asked(d.rank, d.host, answer, {(e.group, e.seq): e for e in d.entries}, d.messages, d.problem, d.in_time)
-    if answer is None:
+    a.answer = answer_of(asdict(a.answer)) if a.answer is not None else None
+    if a.answer is None:
         a.problem = a.problem or "what it recorded cannot be read"
     try:
         if not a.problem:
             path = a.trace(run_dir, number)
-            files.write(run_dir, str(path.relative_to(run_dir)), unpack(d.trace, MOST_BYTES))
+            files.write(run_dir, str(path.relative_to(run_dir)), unpack(a.packed, MOST_BYTES))
     except OSError as e:
         a.problem = f"its trace was not saved: {e.strerror or e}"
     except BadMessage:

@@ -15,11 +15,16 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from distdiag import files
 from distdiag.diagnosis.model.snapshot import Call
+from distdiag.diagnosis.step_times import self_ms
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.monitor.evidence import ask
 from distdiag.monitor.ranks.state import RankView
@@ -27,6 +32,7 @@ from distdiag.page import profile_files
 from distdiag.page.layout import CALLS, LifeWord, Phase
 from distdiag.page.profile_files import DONE, FAILED, MAX_NUMBER, RECORDING, SAVING, Answer, Request
 from distdiag.terms.ranks import fold_ranks
+from distdiag.terms.untrusted import MAX_RANKS
 
 LEAD_S = 1.0  # between the request and its first step; the pulse beats four times a second
 NODES_LEAD_S = 2.0  # the same, if other nodes are asked, too
@@ -34,18 +40,15 @@ POLL_S = 0.05
 SAVE_S = 30.0  # added to the deadline for a trace that is being saved
 
 
-@dataclass(slots=True)
-class Asked:
-    """The profile of one rank, or why there is none."""
+class Asked(msgspec.Struct, array_like=True):
+    """The profile of one rank, or why there is none; nodes send it as it is, and the limits hold for what arrives."""
 
-    rank: int
-    host: str
+    rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+    host: Annotated[str, Meta(max_length=1000)]
     answer: Answer | None = None
-    # of its flight recorder, right after the profile
-    entries: dict[tuple[str, int], ask.Entry] = field(default_factory=dict)
-    # its newest sends and recvs, and the wall clock of each
-    messages: list[tuple[Call, int]] = field(default_factory=list)
-    problem: str = ""  # why there is no trace
+    entries: list[ask.Entry] = []  # of its flight recorder, right after the profile
+    messages: list[tuple[Call, int]] = []  # its newest sends and recvs, and the wall clock of each
+    problem: Annotated[str, Meta(max_length=4000)] = ""  # why there is no trace
     in_time: bool = True
 
     def trace(self, run_dir: Path, number: int) -> Path:
@@ -117,7 +120,7 @@ def self_times(views: Collection[RankView]) -> dict[int, float]:
     """Return by rank the median self time of its newest steps in ms: step time minus waits for other ranks."""
     out = {}
     for v in views:
-        known = [s.step_ms - (s.wait_ms or 0.0) for s in list(v.history.steps)[-20:]]
+        known = [self_ms(s) for s in list(v.history.steps)[-20:]]
         if known:
             out[v.rank] = statistics.median(known)
     return out
@@ -137,21 +140,19 @@ def _alone(run_dir: Path) -> Iterator[None]:
     """
     folder = run_dir / "profile"
     try:
-        fd = files.open_own(run_dir, "profile/.lock", os.O_RDWR)
+        lock = os.fdopen(files.open_own(run_dir, "profile/.lock", os.O_RDWR))
     except OSError as e:
         raise DistdiagError(
             f"cannot write {folder}: {e.strerror or e}", "the results are kept in the run directory: make it writable"
         ) from None
-    try:
+    with lock:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DistdiagError(
                 "another profile of this run is being taken", "wait until it is done", kind="busy"
             ) from None
         yield
-    finally:
-        os.close(fd)
 
 
 def _number(run_dir: Path) -> int:
@@ -262,14 +263,14 @@ def _why_late(a: Asked, v: RankView, taken: Taken) -> str:
     return f"it did not reach step {taken.first_step} in time: {at}"
 
 
-def _flight_entries(v: RankView) -> dict[tuple[str, int], ask.Entry]:
+def _flight_entries(v: RankView) -> list[ask.Entry]:
     """Return the newest collectives of the rank's flight recorder; empty if the witness does not answer."""
     path = v.text(v.reader.header().witness)
     try:
-        record = ask.flight_record(path, 0.0, recorders=ask.Recorders.of(v.decoder.facts)) if path else None
+        record = ask.flight_record(path, recorders=ask.Recorders.of(v.decoder.facts)) if path else None
     except Exception:  # without it, only the collectives' numbers are missing
-        return {}
-    return record.entries if record is not None else {}
+        return []
+    return list(record.entries.values()) if record is not None else []
 
 
 def _messages(v: RankView) -> list[tuple[Call, int]]:

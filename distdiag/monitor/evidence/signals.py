@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from distdiag import procfs
@@ -28,8 +28,7 @@ def send(pid: int, number: int, page: Path, worker: int | None = None) -> None:
         OSError: a check failed, or the process is gone.
     """
     target = pid if worker is None else worker
-    send_now, close = _handle(target)
-    try:
+    with _held(target) as send_now:
         if not signal.SIGRTMIN <= number <= signal.SIGRTMAX:
             raise OSError(errno.EINVAL, f"signal {number} is not a real-time signal")
         if not procfs.maps(pid, page):
@@ -39,8 +38,6 @@ def send(pid: int, number: int, page: Path, worker: int | None = None) -> None:
         if not processes.catches(target, number):
             raise OSError(errno.ESRCH, "has no signal handler any more")
         send_now(number)
-    finally:
-        close()
 
 
 def end(ranks: Mapping[int, tuple[int, Path]]) -> list[int]:
@@ -51,19 +48,15 @@ def end(ranks: Mapping[int, tuple[int, Path]]) -> list[int]:
     Args:
         ranks: By rank, its pid and the page that it must map; one that does not, or is gone, is left out.
     """
-    held: dict[int, tuple[Callable[[int], None], Callable[[], None]]] = {}
-    try:
+    with contextlib.ExitStack() as stack:
+        held: dict[int, Callable[[int], None]] = {}
         for rank, (pid, page) in ranks.items():
             with contextlib.suppress(OSError):
-                held[rank] = send_now, _ = _handle(pid)
+                send_now = stack.enter_context(_held(pid))
                 if procfs.maps(pid, page):
+                    held[rank] = send_now
                     send_now(signal.SIGSTOP)
-                else:
-                    held.pop(rank)[1]()
-        return [rank for rank, (send_now, _) in held.items() if _killed(send_now)]
-    finally:
-        for _, close in held.values():
-            close()
+        return [rank for rank, send_now in held.items() if _killed(send_now)]
 
 
 def _killed(send_now: Callable[[int], None]) -> bool:
@@ -74,12 +67,21 @@ def _killed(send_now: Callable[[int], None]) -> bool:
     return True
 
 
-def _handle(pid: int) -> tuple[Callable[[int], None], Callable[[], None]]:
-    """Return functions that signal this process and no later one with its number, and that release it."""
+@contextlib.contextmanager
+def _held(pid: int) -> Iterator[Callable[[int], None]]:
+    """Yield what signals this process and no later one with its number, if the kernel has pidfds."""
+    fd = None
     try:
         fd = os.pidfd_open(pid)
+    except AttributeError:  # a Python that was built on a system without them
+        pass
     except OSError as e:
         if e.errno != errno.ENOSYS:
             raise
-        return lambda number: os.kill(pid, number), lambda: None
-    return lambda number: signal.pidfd_send_signal(fd, number), lambda: os.close(fd)
+    if fd is None:
+        yield lambda number: os.kill(pid, number)
+        return
+    try:
+        yield lambda number: signal.pidfd_send_signal(fd, number)
+    finally:
+        os.close(fd)

@@ -92,10 +92,7 @@ def zombie_status(pid: int) -> tuple[int | None, int | None] | None:
         return None
     if len(fields) <= EXIT_CODE or fields[STATE] not in "ZX":
         return None
-    status = int(fields[EXIT_CODE])
-    if status & 0x7F:
-        return None, status & 0x7F
-    return status >> 8, None
+    return _by_status(int(fields[EXIT_CODE]))
 
 
 def allowed_cpus(pids: list[int]) -> tuple[int, ...]:
@@ -130,6 +127,10 @@ def reaped_status(fd: int) -> tuple[int | None, int | None] | None:
     mask, status = struct.unpack("=Q52xi", info)
     if not mask & _INFO_EXIT:
         return None
+    return _by_status(status)
+
+
+def _by_status(status: int) -> tuple[int | None, int | None]:
     return (None, os.WTERMSIG(status)) if os.WIFSIGNALED(status) else (os.WEXITSTATUS(status), None)
 
 
@@ -199,14 +200,9 @@ class Endings:
 
 def file_lock_waits() -> dict[int, set[int]]:
     """Return waiter pid -> holder pids of file locks (flock, fcntl), from /proc/locks."""
-    try:
-        lines = Path("/proc/locks").read_text().splitlines()
-    except OSError:
-        return {}
     holders: dict[str, int] = {}
     waits: dict[int, set[int]] = {}
-    for line in lines:
-        parts = line.split()
+    for parts in _locks():
         number = parts[0]
         if len(parts) > 1 and parts[1] == "->":
             if len(parts) > 5 and parts[5].isdigit() and number in holders:
@@ -220,11 +216,18 @@ def open_elsewhere(database: Path) -> bool:
     """True if another process has this SQLite database open: in WAL mode it holds a lock on the -shm file."""
     try:
         at = database.with_name(f"{database.name}-shm").stat()
-        lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
         return False
     file, own = f"{os.major(at.st_dev):02x}:{os.minor(at.st_dev):02x}:{at.st_ino}", str(os.getpid())
-    return any(len(parts := line.split()) > 5 and parts[5] == file and parts[4] != own for line in lines)
+    return any(len(parts) > 5 and parts[5] == file and parts[4] != own for parts in _locks())
+
+
+def _locks() -> list[list[str]]:
+    """Return the fields of each line of /proc/locks; empty if it cannot be read."""
+    try:
+        return [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+    except OSError:
+        return []
 
 
 @dataclass(slots=True)

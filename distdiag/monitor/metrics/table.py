@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import msgspec
@@ -68,19 +68,19 @@ class Ranks:
     """A poll, and what several metrics need of this node's ranks."""
 
     poll: Poll
-    windows: dict[int, list[tuple[int, float, float, float]]] = field(init=False)  # step, its ms, waiting ms, own ms
-
-    def __post_init__(self) -> None:
-        windows = {
-            q: [(x.step, x.step_ms, x.wait_ms, self_ms(x)) for x in r.steps[-WINDOW:] if x.step > 1]
-            for q, r in self.states.items()
-        }
-        object.__setattr__(self, "windows", windows)
 
     @cached_property
     def states(self) -> dict[int, RankState]:
         s = self.poll.snapshot
         return {q: s.ranks[q] for q in sorted(self.poll.own) if q in s.ranks}
+
+    @cached_property
+    def windows(self) -> dict[int, list[tuple[int, float, float, float]]]:
+        """Return of each rank's last steps: number, ms, waiting ms, own ms."""
+        return {
+            q: [(x.step, x.step_ms, x.wait_ms, self_ms(x)) for x in r.steps[-WINDOW:] if x.step > 1]
+            for q, r in self.states.items()
+        }
 
     @cached_property
     def slowest(self) -> Counter[int]:

@@ -11,23 +11,13 @@ from typing import Any
 
 import msgspec
 
-from distdiag.diagnosis.model.snapshot import Buckets, Loader, Model, Site
+from distdiag.diagnosis.model.snapshot import Buckets, Group, Loader, Model, Site
 from distdiag.page.layout import BARRIER_PEER, NO_GROUP
 from distdiag.page.reader import PageReader
 from distdiag.terms.ranks import unfold_ranks
 
 STACKS_KEPT = 512
 LEAST_POLLS = 8  # of a loader's workers
-
-
-class GroupSeen(msgspec.Struct, frozen=True):
-    """A process group as one rank's page describes it."""
-
-    key: str
-    description: str
-    backend: str
-    ranks: tuple[int, ...]
-    name: str  # torch's own
 
 
 class PageDecoder:
@@ -125,15 +115,14 @@ class PageDecoder:
             return f"{description}:{name}{again}"
         return f"group {name}{again}"
 
-    def groups(self) -> list[GroupSeen]:
-        """Return the process groups that this rank knows."""
+    def groups(self) -> list[tuple[str, Group]]:
+        """Return the process groups that this rank knows, each with torch's own name."""
         slots, text = self.page.groups[: self.header.n_groups], self.text
         return [
-            GroupSeen(
-                self.group_key(i), text(s.description), text(s.backend), unfold_ranks(text(s.ranks)), text(s.name)
-            )
+            (text(s.name), Group(name=self.group_key(i), ranks=unfold_ranks(text(s.ranks)),
+                                 description=text(s.description), backend=text(s.backend)))
             for i, s in enumerate(slots)
-        ]
+        ]  # fmt: skip
 
     def p2p(self) -> dict[str, int]:
         """Return how many messages the rank has issued, by `send:PEER:TAG:GROUP` or `recv:…`."""

@@ -10,8 +10,8 @@ from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGQUIT, SIGTERM
 from typing import Any
 
+from distdiag import source_files
 from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Site, issue_stack
-from distdiag.monitor import source_files
 from distdiag.monitor.evidence.ask import FlightRecord
 from distdiag.monitor.evidence.native import HostWait
 from distdiag.monitor.host.processes import Ending
@@ -155,9 +155,9 @@ class RankView:
     def state(
         self,
         now_s: float,
-        idle: bool | None,
-        os_state: str | None,
-        record: FlightRecord | None,
+        idle: bool | None = None,
+        os_state: str | None = None,
+        record: FlightRecord | None = None,
         host_wait: tuple[str, str] | None = None,
     ) -> RankState:
         """Return the state of this rank now.

@@ -1,4 +1,4 @@
-"""The text of source files that a page names. A path may lead to a pipe: `python <(cat train.py)`, or to a device."""
+"""The text of source files that a page or a stack names. A path may lead to a pipe: `python <(cat train.py)`, or to a device."""
 
 from __future__ import annotations
 
