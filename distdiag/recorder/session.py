@@ -34,7 +34,7 @@ from distdiag.recorder.other_nodes import OtherNodes
 from distdiag.recorder.pulse import Pulse
 from distdiag.recorder.state import Recorder, guarded, now_ns, switched_off
 from distdiag.terms import secrets
-from distdiag.terms.launchers import LAUNCHERS
+from distdiag.terms.launchers import LAUNCHERS, TORCHRUN, number
 from distdiag.terms.untrusted import cut, visible
 from distdiag.torch_modules import no_collection
 
@@ -376,12 +376,10 @@ def from_environment() -> tuple[int, int, int]:
     torch = sys.modules.get("torch")
     dist = getattr(torch, "distributed", None)
     if dist is not None and dist.is_available() and dist.is_initialized():
-        r, w = dist.get_rank(), dist.get_world_size()
-        local_rank = os.environ.get("LOCAL_RANK", "")
-        return r, w, int(local_rank) if local_rank.isdigit() else r
-    for rank, world, local, _ in LAUNCHERS:
-        if os.environ.get(rank, "").isdigit() and os.environ.get(world, "").isdigit():
-            r = int(os.environ[rank])
-            local_rank = os.environ.get(local, "")
-            return r, int(os.environ[world]), int(local_rank) if local_rank.isdigit() else r
+        rank, world, local = dist.get_rank(), dist.get_world_size(), number(TORCHRUN.local)
+        return rank, world, rank if local is None else local
+    for launcher in LAUNCHERS:
+        rank, world, local = (number(variable) for variable in launcher[:3])
+        if rank is not None and world is not None:
+            return rank, world, rank if local is None else local
     return 0, 1, 0
