@@ -7,8 +7,8 @@ is used: locks of network file systems are often local to a node.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import itertools
 import os
 import re
 import socket
@@ -296,16 +296,10 @@ def _fresh_ones(root: Path, records: str, name: str, token: str) -> Iterator[Pat
 
 def _fresh(root: Path, name: str) -> Path:
     """Create a directory named after the launch time and the job."""
-    clean = "".join(c if c.isalnum() or c in "._-" else "-" for c in name)[:60].strip("-.") or "run"
-    stem = time.strftime("%Y%m%d-%H%M%S", time.localtime(launch_time())) + f"-{clean}"
-    for n in itertools.count(1):
-        path = root / (stem if n == 1 else f"{stem}-{n}")
-        if not path.exists() and not path.is_symlink():
-            try:
-                files.make_run_directory(path, share, exist_ok=False)
-                return path
-            except FileExistsError:
-                continue
+    for each in files.run_names(name, launch_time()):
+        with contextlib.suppress(FileExistsError):
+            files.make_run_directory(root / each, share, exist_ok=False)
+            return root / each
     raise AssertionError("unreachable")
 
 
