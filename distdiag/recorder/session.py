@@ -169,7 +169,7 @@ class Session:
         text = "".join(traceback.format_exception_only(type(error), error)).strip()[:200]
         (code, line), page = users[-1], self.recorder.page
         site = page.site(absolute(code.co_filename), line, code.co_name)
-        page.write_sample(int(SampleKind.THREAD_ENDED), self.recorder.header.step, 0.0, 0, text, site, now_ns())
+        page.write_sample(SampleKind.THREAD_ENDED, self.recorder.header.step, 0.0, name=text, site=site)
 
     @guarded
     def record_exception(self, error: BaseException, tb: TracebackType | None) -> None:
