@@ -319,9 +319,7 @@ def _join(run_dir: Path, rank: int, world_size: int) -> Claim | None:
         pages = _choose_page_directory(run_dir, node, overflow, local_ranks(world_size))
         decide(run_dir / record, f"{launcher} {pages}")
     found = files.text(run_dir, record, own=True).rstrip("\n")
-    if not found.startswith(f"{launcher} "):
-        return None
-    if _too_late(run_dir, record):
+    if not found.startswith(f"{launcher} ") or _too_late(run_dir, record):
         return None
     chosen = found[len(launcher) + 1 :]
     try:
