@@ -31,9 +31,7 @@ def record_process(run_dir: str | None, name: str | None, job: str | None = None
     if job is not None:
         run_claim.belong_to(job)
     if launched(os.environ):
-        started = session.start(run_dir, name, rank, world, local)
-        if started is not None:
-            after_import("torch", started.install)
+        session.start(run_dir, name, rank, world, local)
         return
     spawned = job is not None
     try:

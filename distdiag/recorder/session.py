@@ -257,7 +257,7 @@ _lock = threading.Lock()
 
 
 def start(run_dir: str | None, name: str | None, rank: int, world_size: int, local_rank: int) -> Session | None:
-    """Make this process a recorded rank: page, monitor, pulse; hooks if torch is imported already.
+    """Make this process a recorded rank: page, monitor, pulse; hooks once torch is imported.
 
     Returns None with DISTDIAG=0 and, after a line on stderr, if no page can be created (disk full, read-only directory). The job
     continues.
@@ -276,8 +276,8 @@ def start(run_dir: str | None, name: str | None, rank: int, world_size: int, loc
             if local_rank == 0:
                 report_not_recorded(e)
             return None
-    if "torch" in sys.modules and hasattr(sys.modules["torch"], "distributed"):
-        current.install()
+    if "torch" not in sys.modules or hasattr(sys.modules["torch"], "distributed"):
+        after_import("torch", current.install)
     return current
 
 
