@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import pwd
 import stat
+import time
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -133,6 +135,20 @@ def make_run_directory(path: Path, share: bool = False, exist_ok: bool = True) -
             raise
     with entered(path, own=True):
         pass
+
+
+def run_names(name: str, began_s: float) -> Iterator[str]:
+    """Yield names for the directory of a run: `<time>-<name>`, then `<time>-<name>-2`, …
+
+    Args:
+        name: Name of the job; everything but letters, digits, `._-` becomes `-`.
+        began_s: When the job was launched, Unix seconds.
+    """
+    clean = "".join(c if c.isalnum() or c in "._-" else "-" for c in name)[:60].strip("-.") or "run"
+    stem = time.strftime("%Y%m%d-%H%M%S", time.localtime(began_s)) + f"-{clean}"
+    yield stem
+    for n in itertools.count(2):
+        yield f"{stem}-{n}"
 
 
 def open_to_read(folder: Path, name: str) -> int:

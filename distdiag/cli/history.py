@@ -128,7 +128,7 @@ def command(sources: tuple[str, ...], parquet: str | None, force: bool, sql: str
         broken = _load(history, sources)
         for path, why in broken:
             say(f"skipped {path}: {why}", err=True)
-        if not history.ask("SELECT 1 FROM history LIMIT 1")[1]:
+        if not history.ask("SELECT 1 FROM history LIMIT 1"):
             text = f"no run could be read, {len(broken)} skipped" if broken else f"no run below {' '.join(sources)}"
             raise DistdiagError(
                 text, "a run is a directory with run.db: `distdiag run` records one", ExitCode.NO_DATA, "no_run"

@@ -111,16 +111,16 @@ class Answers(msgspec.Struct, frozen=True, kw_only=True):
 
 def answers(history: History, skipped: tuple[Broken, ...] = ()) -> Answers:
     """Ask all questions."""
-    (count, first, last), *_ = history.ask("SELECT count(*), min(started_unix_s), max(started_unix_s) FROM runs")[1]
-    (rows,), *_ = history.ask("SELECT count(*) FROM history")[1]
-    states = history.ask("SELECT state, count(*) FROM runs GROUP BY state ORDER BY 2 DESC, 1")[1]
+    (count, first, last), *_ = history.ask("SELECT count(*), min(started_unix_s), max(started_unix_s) FROM runs")
+    (rows,), *_ = history.ask("SELECT count(*) FROM history")
+    states = history.ask("SELECT state, count(*) FROM runs GROUP BY state ORDER BY 2 DESC, 1")
     hosts = tuple(
         HostAnswer(host=host, kind=kind, **_counted(k, n, examples))
-        for host, kind, k, n, examples in history.ask(_HOSTS, [SHOWN])[1]
+        for host, kind, k, n, examples in history.ask(_HOSTS, [SHOWN])
     )
     lines = tuple(
         LineAnswer(file=file, line=line, function=function, kind=kind, name=name, **_counted(k, n, examples))
-        for file, line, function, kind, name, k, n, examples in history.ask(_LINES, [SHOWN])[1]
+        for file, line, function, kind, name, k, n, examples in history.ask(_LINES, [SHOWN])
     )
     series = _series(history)
     return Answers(
@@ -140,7 +140,7 @@ Series = dict[tuple[str, str, str], list[tuple[float, float]]]
 
 def _series(history: History) -> Series:
     found: Series = {}
-    for what, unit, of, at, value in history.ask(_SERIES)[1]:
+    for what, unit, of, at, value in history.ask(_SERIES):
         found.setdefault((what, unit, of), []).append((at, value))
     return found
 

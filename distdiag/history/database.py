@@ -22,6 +22,7 @@ from distdiag.terms.untrusted import visible
 MEMORY, THREADS = "1GB", 2
 MOST_DATABASE_BYTES = 2 << 30  # of one run.db in object storage, which is copied
 MOST_FETCHED = 100_000  # runs
+MOST_ANSWERS = 100_000  # rows
 _TYPES = {"str": "VARCHAR", "int": "BIGINT", "float": "DOUBLE"}
 COLUMNS = {
     name: next(sql for kind, sql in _TYPES.items() if str(hint).startswith(kind))
@@ -109,12 +110,9 @@ class History:
         self._con.execute("SET enable_external_access = false")
         self._con.execute("SET lock_configuration = true")
 
-    def ask(
-        self, sql: str, arguments: Sequence[Any] = (), most: int = 100_000
-    ) -> tuple[list[str], list[tuple[Any, ...]]]:
-        """Return (columns, at most `most` rows)."""
-        found = self._con.execute(sql, arguments)
-        return [d[0] for d in found.description or ()], found.fetchmany(most)
+    def ask(self, sql: str, arguments: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        """Return the rows of a SELECT, at most `MOST_ANSWERS`."""
+        return self._con.execute(sql, arguments).fetchmany(MOST_ANSWERS)
 
     def ask_untrusted(self, sql: str, most: int, limit_s: float) -> tuple[list[str], list[tuple[Any, ...]]]:
         """Return (columns, rows) of one SELECT, with limits on time and rows.
@@ -137,7 +135,8 @@ class History:
                     "--sql needs one SELECT",
                     "distdiag history DIR --sql 'SELECT kind, count(*) FROM findings GROUP BY kind'",
                 )
-            return self.ask(sql, most=most)
+            found = self._con.execute(sql)
+            return [d[0] for d in found.description or ()], found.fetchmany(most)
         except duckdb.Error as e:
             if late.is_set():
                 raise DistdiagError(

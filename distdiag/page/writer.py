@@ -15,6 +15,7 @@ import itertools
 import mmap
 import os
 import threading
+import time
 from ctypes import Structure
 from pathlib import Path
 
@@ -207,6 +208,7 @@ class PageWriter:
             record.number = number
             setattr(self.header, count, number)
 
-    def write_sample(self, kind: int, step: int, value: float, key: int, name: str, site: int, t_ns: int) -> None:
-        """Add one sampled check."""
+    def write_sample(self, kind: int, step: int, value: float, key: int = 0, name: str = "", site: int = 0) -> None:
+        """Add one sampled check, of now."""
+        t_ns = time.monotonic_ns()
         self.add("samples", kind=kind, step=step, value=value, key=key, name=self.text(name), site=site, t_ns=t_ns)

@@ -15,7 +15,7 @@ from distdiag.recorder import joining, run_claim, session, start_monitor, state
 from distdiag.recorder.after_import import after_import
 from distdiag.recorder.hooks.wrapping import hide_frame, wraps
 from distdiag.recorder.state import VARIABLE, guarded, switched_off
-from distdiag.terms.launchers import launched
+from distdiag.terms.launchers import TORCHRUN, launched, number
 from distdiag.torch_modules import replace
 
 
@@ -31,9 +31,7 @@ def record_process(run_dir: str | None, name: str | None, job: str | None = None
     if job is not None:
         run_claim.belong_to(job)
     if launched(os.environ):
-        started = session.start(run_dir, name, rank, world, local)
-        if started is not None:
-            after_import("torch", started.install)
+        session.start(run_dir, name, rank, world, local)
         return
     spawned = job is not None
     try:
@@ -82,8 +80,8 @@ def enter_group(
 
 
 def _begin(run_dir: str | None, name: str | None, rank: int, world: int) -> None:
-    local = os.environ.get("LOCAL_RANK", "")
-    session.start(run_dir, name, rank, world, int(local) if local.isdigit() else rank)
+    local = number(TORCHRUN.local)
+    session.start(run_dir, name, rank, world, rank if local is None else local)
 
 
 def _join_group(dist: Any, run_dir: str | None, name: str | None) -> None:
@@ -146,16 +144,10 @@ def _rank_of_call(args: tuple, kwargs: dict) -> tuple[int, int]:
     given = dict(zip(names, args, strict=False)) | kwargs
     rank, world = given.get("rank", -1), given.get("world_size", -1)
     if not isinstance(rank, int) or rank < 0:
-        rank = _number("RANK", 0)
+        rank = number(TORCHRUN.rank) or 0
     if not isinstance(world, int) or world < 1:
-        world = _number("WORLD_SIZE", 1)
+        world = number(TORCHRUN.world) or 1
     return rank, world
-
-
-def _number(variable: str, default: int) -> int:
-    """Return a launcher's variable; what is no number is an error of the job, which torch reports if it reads it."""
-    text = os.environ.get(variable, "")
-    return int(text) if text.isdecimal() and len(text) < 10 else default
 
 
 class _Child:

@@ -7,8 +7,8 @@ is used: locks of network file systems are often local to a node.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import itertools
 import os
 import re
 import socket
@@ -21,7 +21,7 @@ from pathlib import Path
 from distdiag import files, procfs
 from distdiag.page import directories
 from distdiag.page.layout import page_path
-from distdiag.terms.launchers import LAUNCHERS, OPEN_MPI, RANKS, SLURM, TORCHRUN, launched
+from distdiag.terms.launchers import LAUNCHERS, OPEN_MPI, RANKS, SLURM, TORCHRUN, launched, number
 
 ENV_DIR = "DISTDIAG_RUN_DIR"
 ENV_JOB = "DISTDIAG_JOB"
@@ -143,36 +143,32 @@ def job_token() -> str:
 
 def node_number() -> int:
     """Return the number of this node in the job; 0 if the launcher sets none."""
-    env = os.environ.get
     if _joined is not None:
         return _joined.node
-    if env("GROUP_RANK", "").isdigit():
-        return int(env("GROUP_RANK", ""))
-    if "RANK" not in os.environ:
-        if env("SLURM_NODEID", "").isdigit():
-            return int(env("SLURM_NODEID", ""))
-        rank, local = env(OPEN_MPI.rank, ""), env(OPEN_MPI.local_world, "")
-        if rank.isdigit() and local.isdigit() and int(local):
-            return int(rank) // int(local)
+    if (node := number("GROUP_RANK")) is not None:
+        return node
+    if TORCHRUN.rank not in os.environ:
+        if (node := number("SLURM_NODEID")) is not None:
+            return node
+        if local := number(OPEN_MPI.local_world):
+            return (number(OPEN_MPI.rank) or 0) // local
     return 0
 
 
 def local_ranks(world_size: int) -> int:
     """Return how many ranks this node will have by the launcher's variables; without them, the world size."""
-    for launcher in LAUNCHERS:
-        if os.environ.get(launcher.local_world, "").isdigit():
-            return max(1, int(os.environ[launcher.local_world]))
-    return max(1, world_size)
+    given = (number(launcher.local_world) for launcher in LAUNCHERS)
+    return max(1, next((n for n in given if n is not None), world_size))
 
 
 def local_world_size(rank: int, world: int) -> int:
     """Return how many ranks this node has, by the launcher that `node_number` uses; 0 if not known."""
     env = os.environ.get
-    if (given := env(TORCHRUN.local_world, "")).isdigit():
-        return int(given)
+    if (given := number(TORCHRUN.local_world)) is not None:
+        return given
     for launcher in (OPEN_MPI, SLURM) if TORCHRUN.rank not in os.environ else ():
         if (env(launcher.rank), env(launcher.world)) == (str(rank), str(world)):  # else it started something else
-            return int(given) if (given := env(launcher.local_world, "")).isdigit() else 0
+            return number(launcher.local_world) or 0
     return 0
 
 
@@ -300,16 +296,10 @@ def _fresh_ones(root: Path, records: str, name: str, token: str) -> Iterator[Pat
 
 def _fresh(root: Path, name: str) -> Path:
     """Create a directory named after the launch time and the job."""
-    clean = "".join(c if c.isalnum() or c in "._-" else "-" for c in name)[:60].strip("-.") or "run"
-    stem = time.strftime("%Y%m%d-%H%M%S", time.localtime(launch_time())) + f"-{clean}"
-    for n in itertools.count(1):
-        path = root / (stem if n == 1 else f"{stem}-{n}")
-        if not path.exists() and not path.is_symlink():
-            try:
-                files.make_run_directory(path, share, exist_ok=False)
-                return path
-            except FileExistsError:
-                continue
+    for each in files.run_names(name, launch_time()):
+        with contextlib.suppress(FileExistsError):
+            files.make_run_directory(root / each, share, exist_ok=False)
+            return root / each
     raise AssertionError("unreachable")
 
 
@@ -329,9 +319,7 @@ def _join(run_dir: Path, rank: int, world_size: int) -> Claim | None:
         pages = _choose_page_directory(run_dir, node, overflow, local_ranks(world_size))
         decide(run_dir / record, f"{launcher} {pages}")
     found = files.text(run_dir, record, own=True).rstrip("\n")
-    if not found.startswith(f"{launcher} "):
-        return None
-    if _too_late(run_dir, record):
+    if not found.startswith(f"{launcher} ") or _too_late(run_dir, record):
         return None
     chosen = found[len(launcher) + 1 :]
     try:

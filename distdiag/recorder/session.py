@@ -34,7 +34,7 @@ from distdiag.recorder.other_nodes import OtherNodes
 from distdiag.recorder.pulse import Pulse
 from distdiag.recorder.state import Recorder, guarded, now_ns, switched_off
 from distdiag.terms import secrets
-from distdiag.terms.launchers import LAUNCHERS
+from distdiag.terms.launchers import LAUNCHERS, TORCHRUN, number
 from distdiag.terms.untrusted import cut, visible
 from distdiag.torch_modules import no_collection
 
@@ -169,7 +169,7 @@ class Session:
         text = "".join(traceback.format_exception_only(type(error), error)).strip()[:200]
         (code, line), page = users[-1], self.recorder.page
         site = page.site(absolute(code.co_filename), line, code.co_name)
-        page.write_sample(int(SampleKind.THREAD_ENDED), self.recorder.header.step, 0.0, 0, text, site, now_ns())
+        page.write_sample(SampleKind.THREAD_ENDED, self.recorder.header.step, 0.0, name=text, site=site)
 
     @guarded
     def record_exception(self, error: BaseException, tb: TracebackType | None) -> None:
@@ -257,7 +257,7 @@ _lock = threading.Lock()
 
 
 def start(run_dir: str | None, name: str | None, rank: int, world_size: int, local_rank: int) -> Session | None:
-    """Make this process a recorded rank: page, monitor, pulse; hooks if torch is imported already.
+    """Make this process a recorded rank: page, monitor, pulse; hooks once torch is imported.
 
     Returns None with DISTDIAG=0 and, after a line on stderr, if no page can be created (disk full, read-only directory). The job
     continues.
@@ -276,8 +276,8 @@ def start(run_dir: str | None, name: str | None, rank: int, world_size: int, loc
             if local_rank == 0:
                 report_not_recorded(e)
             return None
-    if "torch" in sys.modules and hasattr(sys.modules["torch"], "distributed"):
-        current.install()
+    if "torch" not in sys.modules or hasattr(sys.modules["torch"], "distributed"):
+        after_import("torch", current.install)
     return current
 
 
@@ -376,12 +376,10 @@ def from_environment() -> tuple[int, int, int]:
     torch = sys.modules.get("torch")
     dist = getattr(torch, "distributed", None)
     if dist is not None and dist.is_available() and dist.is_initialized():
-        r, w = dist.get_rank(), dist.get_world_size()
-        local_rank = os.environ.get("LOCAL_RANK", "")
-        return r, w, int(local_rank) if local_rank.isdigit() else r
-    for rank, world, local, _ in LAUNCHERS:
-        if os.environ.get(rank, "").isdigit() and os.environ.get(world, "").isdigit():
-            r = int(os.environ[rank])
-            local_rank = os.environ.get(local, "")
-            return r, int(os.environ[world]), int(local_rank) if local_rank.isdigit() else r
+        rank, world, local = dist.get_rank(), dist.get_world_size(), number(TORCHRUN.local)
+        return rank, world, rank if local is None else local
+    for launcher in LAUNCHERS:
+        rank, world, local = (number(variable) for variable in launcher[:3])
+        if rank is not None and world is not None:
+            return rank, world, rank if local is None else local
     return 0, 1, 0

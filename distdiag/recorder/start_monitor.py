@@ -167,11 +167,11 @@ class Watch:
 
     def __init__(self, run_dir: Path, pages: Path, node: int, overflow: Path) -> None:
         self._of = run_dir, pages, node, overflow
-        self._lock: KeptFile | None = KeptFile(files.open_own(pages, directories.MONITOR_LOCK, os.O_RDWR | os.O_APPEND))
+        self._lock = KeptFile(files.open_own(pages, directories.MONITOR_LOCK, os.O_RDWR | os.O_APPEND))
 
     def check(self) -> None:
         """Start a monitor if none runs."""
-        if self._lock is None or not self._lock.is_ours():
+        if not self._lock.is_ours():
             return
         try:
             fcntl.flock(self._lock.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -182,6 +182,4 @@ class Watch:
 
     def close(self) -> None:
         """For a forked child: its copy of the descriptor must not keep the lock."""
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        self._lock.close()

@@ -7,8 +7,6 @@ it. The guards cost about a microsecond, so they are entered only if a mode is a
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -48,19 +46,3 @@ def install() -> None:
 def has_memory(cls: type) -> bool:
     """False for a tensor class with a `__torch_dispatch__` (DTensor, FakeTensor): reading one may be a collective or crash."""
     return getattr(cls, "__torch_dispatch__", _NO_DISPATCH) is _NO_DISPATCH
-
-
-def guarded_hook(f: Callable[..., Any], failed: Callable[[Exception], None]) -> Callable[..., Any]:
-    """Return `f` as a function without keywords whose operations are hidden from modes; `failed` gets its exceptions."""
-
-    @functools.wraps(f)
-    def inner(*args: Any) -> Any:
-        try:
-            if not function_modes() and not dispatch_modes():
-                return f(*args)
-            with unseen():
-                return f(*args)
-        except Exception as e:
-            return failed(e)
-
-    return inner

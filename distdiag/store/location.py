@@ -20,24 +20,23 @@ NETWORK_TYPES = frozenset({
     "beegfs", "panfs", "wekafs", "pvfs2", "orangefs", "gfs2", "ocfs2", "9p", "virtiofs", "vboxsf", "vmhgfs", "prl_fs",
 })  # fmt: skip
 LOCAL_FUSE = frozenset({"fuse.overlayfs", "fuse.fuse-overlayfs", "fuse.ext4", "fuse.ntfs-3g", "fuse.portal"})
+MOUNTS = Path("/proc/mounts")
 
 
 def _unescape(mount_point: str) -> str:
     return mount_point.encode().decode("unicode_escape") if "\\" in mount_point else mount_point
 
 
-def filesystem_type(path: Path, mounts: str | None = None) -> str | None:
+def filesystem_type(path: Path) -> str | None:
     """Return the file system type of `path`, as the kernel names it; None if that cannot be read.
 
     Args:
         path: Need not exist: its nearest existing parent decides.
-        mounts: Contents of `/proc/mounts`, for tests.
     """
-    if mounts is None:
-        try:
-            mounts = Path("/proc/mounts").read_text(errors="replace")
-        except OSError:
-            return None
+    try:
+        mounts = MOUNTS.read_text(errors="replace")
+    except OSError:
+        return None
     real = os.path.realpath(path)
     best: tuple[int, str] | None = None
     for line in mounts.splitlines():
@@ -72,19 +71,19 @@ class Location:
         error: Why the local directory could not be created; None if it was, or is not needed.
     """
 
-    def __init__(self, run_dir: Path, fs_type: str | None, local_dir: Path | None) -> None:
+    def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         self.path = run_dir / rundir.DATABASE
         self.notice: tuple[str, str] | None = None
         self.error: OSError | None = None
         self._local: Path | None = None  # directory that holds the database instead of run_dir
-        self._choose(fs_type or filesystem_type(run_dir), local_dir)
+        self._choose(filesystem_type(run_dir))
 
-    def _choose(self, fs_type: str | None, local_dir: Path | None) -> None:
+    def _choose(self, fs_type: str | None) -> None:
         if not is_network(fs_type):
             return
-        base = local_dir or Path(tempfile.gettempdir())
-        if local_dir is None and is_network(filesystem_type(base)):
+        base = Path(tempfile.gettempdir())
+        if is_network(filesystem_type(base)):
             self.notice = "warning", f"run.db is on {fs_type}, where SQLite's WAL is unsafe; no local disk"
             return
         try:

@@ -165,9 +165,11 @@ def connect(database: Path) -> tuple[Connection, str | None]:
     try:
         return attempt(""), None
     except sqlite3.OperationalError as e:
-        if "readonly" in str(e) and (copy := _rolled_back(database)) is not None:
-            with _used_once(copy) as quoted:
-                return attempt("&immutable=1"), None
+        if "readonly" in str(e):
+            with _rolled_back(database) as copy:
+                if copy is not None:
+                    quoted = _quoted(copy)
+                    return attempt("&immutable=1"), None
         # a WAL database needs its -shm file, which cannot be created on a read-only disk
         if "locked" in str(e) or os.access(database.parent, os.W_OK) or not os.access(database, os.R_OK):
             raise
@@ -226,43 +228,36 @@ def _empty(database: Path) -> RunUnreadable:
     return RunUnreadable(ReadStatus.MISSING, *unwritten.explain(database.parent, f"{database} is empty"))
 
 
-def _rolled_back(database: Path) -> Path | None:
-    """Return a copy of a database without what a killed monitor has left half done; None if it cannot be made.
+@contextlib.contextmanager
+def _rolled_back(database: Path) -> Iterator[Path | None]:
+    """Yield a copy of a database without what a killed monitor has left half done, until it is open; None if it cannot be made.
 
     A scheduler that ends a job kills what is left of it. SQLite undoes an unfinished transaction for whoever may write; a reader
     changes nothing, so this happens in a copy. A journal that names a super-journal, which ours never does, could make SQLite
     delete any file.
     """
-    folder = None
-    try:
-        folder = Path(tempfile.mkdtemp(prefix="distdiag-"))
-        for name in (database.name, f"{database.name}-journal"):
-            with (
-                open(files.open_to_read(database.parent, name), "rb") as source,
-                (folder / name).open("wb") as target,
-            ):
-                shutil.copyfileobj(source, target)
-        with (folder / f"{database.name}-journal").open("rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(0, end - len(_SUPER_JOURNAL)))
-            if not end or file.read() == _SUPER_JOURNAL:
-                raise OSError("not a journal of ours")
-        with contextlib.closing(sqlite3.connect(folder / database.name, timeout=0.0, isolation_level=None)) as con:
-            con.execute("SELECT count(*) FROM sqlite_master").fetchone()
-    except (OSError, sqlite3.Error):
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-        return None
-    return folder / database.name
-
-
-@contextlib.contextmanager
-def _used_once(copy: Path) -> Iterator[str]:
-    """Yield the quoted path of a copy; its directory is removed when the block ends, and an open connection keeps the file."""
-    try:
-        yield _quoted(copy)
-    finally:
-        shutil.rmtree(copy.parent, ignore_errors=True)
+    copy = None
+    with contextlib.ExitStack() as until_opened:
+        try:
+            made = tempfile.TemporaryDirectory(prefix="distdiag-", ignore_cleanup_errors=True)
+            folder = Path(until_opened.enter_context(made))
+            for name in (database.name, f"{database.name}-journal"):
+                with (
+                    open(files.open_to_read(database.parent, name), "rb") as source,
+                    (folder / name).open("wb") as target,
+                ):
+                    shutil.copyfileobj(source, target)
+            with (folder / f"{database.name}-journal").open("rb") as file:
+                end = file.seek(0, os.SEEK_END)
+                file.seek(max(0, end - len(_SUPER_JOURNAL)))
+                if not end or file.read() == _SUPER_JOURNAL:
+                    raise OSError("not a journal of ours")
+            with contextlib.closing(sqlite3.connect(folder / database.name, timeout=0.0, isolation_level=None)) as con:
+                con.execute("SELECT count(*) FROM sqlite_master").fetchone()
+            copy = folder / database.name
+        except (OSError, sqlite3.Error):
+            pass
+        yield copy
 
 
 def _quoted(database: Path) -> str:

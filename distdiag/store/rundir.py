@@ -30,28 +30,10 @@ STARTING_S = 600.0  # an older directory without a database belongs to a launch 
 CREATE = "DISTDIAG=1 torchrun --nproc-per-node 2 train.py"
 
 
-def default_run_dir(name: str = "run", root: Path | str | None = None) -> Path:
-    """Return `ROOT/<time>-<name>`, which does not exist yet and is not created.
-
-    Args:
-        name: Name of the job; everything but letters, digits, `._-` becomes `-`.
-        root: Default `./reports`.
-    """
-    base = Path(root) if root is not None else ROOT
-    clean = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:60] or "run"
-    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{clean}"
-    path = base / stem
-    n = 2
-    while path.exists():
-        path = base / f"{stem}-{n}"
-        n += 1
-    return path
-
-
-def choose(option: str | Path | None, name: str = "run") -> Path:
-    """Return the run directory for a writer: `--run-dir` > DISTDIAG_RUN_DIR > `./reports/<time>-<name>`."""
-    chosen = option or os.environ.get(ENV)
-    return Path(chosen) if chosen else default_run_dir(name)
+def default_run_dir(name: str) -> Path:
+    """Return `ROOT/<time>-<name>`, which does not exist yet and is not created."""
+    paths = (ROOT / each for each in files.run_names(name, time.time()))
+    return next(path for path in paths if not path.exists())
 
 
 def attempts(run_dir: Path) -> list[Path]:
@@ -180,11 +162,13 @@ def shown(path: Path) -> str:
 def newest_run(directory: Path) -> Path | None:
     """Return the newest recorded run in a directory of runs, by name; None without any."""
     with contextlib.suppress(OSError):
-        runs = [
-            p for p in directory.iterdir() if _DEFAULT_NAME.match(p.name) and any((p / n).exists() for n in _RECORDED)
-        ]
-        return max(runs, key=lambda p: p.name, default=None)
+        return next((p for p in _newest_first(directory) if any((p / n).exists() for n in _RECORDED)), None)
     return None
+
+
+def _newest_first(directory: Path) -> list[Path]:
+    """Return what has a default name in a directory of runs, by that name."""
+    return sorted((p for p in directory.iterdir() if _DEFAULT_NAME.match(p.name)), key=lambda p: p.name, reverse=True)
 
 
 def unreported_launch(latest: Path) -> str | None:
@@ -194,16 +178,10 @@ def unreported_launch(latest: Path) -> str | None:
     """
     with contextlib.suppress(OSError):
         current = latest.resolve().name
-        names = [
-            p.name
-            for p in latest.parent.iterdir()
-            if _DEFAULT_NAME.match(p.name) and p.name > current and p.is_dir() and failed_launch(p) is None
-        ]
-        newest = max(names, default=None)
-        path = latest.parent / (newest or "")
-        starting = newest is not None and time.time() - path.stat().st_mtime < STARTING_S
-        if newest is not None and starting and not (path / DATABASE).exists():
-            return _DEFAULT_NAME.sub("", newest)
+        later = (p for p in _newest_first(latest.parent) if p.name > current and p.is_dir())
+        path = next((p for p in later if failed_launch(p) is None), None)
+        if path and time.time() - path.stat().st_mtime < STARTING_S and not (path / DATABASE).exists():
+            return _DEFAULT_NAME.sub("", path.name)
     return None
 
 
@@ -211,10 +189,8 @@ def other_runs(latest: Path) -> list[Path]:
     """Return the other runs in the directory of `latest`, the newest first, at most `MOST_OTHERS`."""
     with contextlib.suppress(OSError):
         current = latest.resolve().name
-        names = (p.name for p in latest.parent.iterdir() if _DEFAULT_NAME.match(p.name) and p.name != current)
-        # by name first: a directory may have thousands of runs
-        runs = (latest.parent / name for name in sorted(names, reverse=True))
-        return list(itertools.islice(filter(has_run, runs), MOST_OTHERS))
+        others = (p for p in _newest_first(latest.parent) if p.name != current)
+        return list(itertools.islice(filter(has_run, others), MOST_OTHERS))
     return []
 
 

@@ -44,9 +44,8 @@ def database_bytes(con: sqlite3.Connection) -> int:
 class Keeper:
     """Keeps one database within `keep_bytes`."""
 
-    def __init__(self, keep_bytes: int, check_s: float = CHECK_S) -> None:
+    def __init__(self, keep_bytes: int) -> None:
         self.keep_bytes = keep_bytes
-        self.check_s = check_s
         self._check_at = 0.0
         self._thinning = False
         self._full_reported = False
@@ -70,7 +69,7 @@ class Keeper:
             return []
         size = database_bytes(con)
         if not self._thinning and size <= self.keep_bytes:
-            self._check_at = now + self.check_s
+            self._check_at = now + CHECK_S
             return []
         lines: list[str] = []
         if not self._thinning:
@@ -90,7 +89,7 @@ class Keeper:
         con.execute("PRAGMA incremental_vacuum(2000)").fetchall()
         if database_bytes(con) <= self.keep_bytes * LOW_WATER:
             self._thinning = False
-            self._check_at = now + self.check_s
+            self._check_at = now + CHECK_S
         elif not changed:
             self._thinning = False
             self._check_at = now + 60.0

@@ -79,28 +79,14 @@ class Writer:
         dropped_rows: Rows dropped because the disk refused for too long.
     """
 
-    def __init__(
-        self,
-        run_dir: Path | str,
-        *,
-        keep_bytes: int = KEEP_BYTES,
-        max_pending_rows: int = MAX_PENDING_ROWS,
-        local_dir: Path | str | None = None,
-        fs_type: str | None = None,
-    ) -> None:
+    def __init__(self, run_dir: Path | str, *, keep_bytes: int = KEEP_BYTES) -> None:
         """Open (or create) `RUN/run.db`; a disk that refuses is retried at each `commit()`.
 
         Args:
             run_dir: Created if missing.
             keep_bytes: Size bound of the database; older rows are thinned beyond it.
-            max_pending_rows: Rows kept in memory while the disk refuses.
-            local_dir: Directory for the database if `run_dir` is on a network file system; default: the system's temporary
-                directory.
-            fs_type: File system type of `run_dir`, for tests; default: as the kernel reports it.
         """
         self.run_dir = Path(run_dir)
-        self.keep_bytes = keep_bytes
-        self.max_pending_rows = max_pending_rows
         self.failed_writes = 0
         self.dropped_rows = 0
         self.last_error: str | None = None
@@ -113,7 +99,7 @@ class Writer:
         self._closed = False
         with contextlib.suppress(OSError):
             files.make_run_directory(self.run_dir)
-        self._location = Location(self.run_dir, fs_type, Path(local_dir) if local_dir is not None else None)
+        self._location = Location(self.run_dir)
         if self._location.notice is not None:
             self.event(0.0, "store", *self._location.notice)
         if self._location.error is not None:
@@ -237,15 +223,11 @@ class Writer:
             for sql, rows in self._pending:
                 con.executemany(sql, rows)
             con.execute("COMMIT")
-        except (sqlite3.OperationalError, sqlite3.DatabaseError, OSError) as e:
+        except Exception as e:
             self._rollback()
-            if isinstance(e, (sqlite3.IntegrityError, sqlite3.InterfaceError, sqlite3.ProgrammingError)):
+            values = isinstance(e, (sqlite3.IntegrityError, sqlite3.ProgrammingError))
+            if values or not isinstance(e, (sqlite3.DatabaseError, OSError)):  # our defect, not the disk's
                 self._drop_unwritable()
-            self._failed(e)
-            return False
-        except Exception as e:  # a value that SQLite cannot store: our defect, not the disk's
-            self._rollback()
-            self._drop_unwritable()
             self._failed(e)
             return False
         self._pending.clear()
@@ -281,7 +263,7 @@ class Writer:
         """
         frames = [i for i, (sql, _) in enumerate(self._pending) if sql is _FRAME]
         give_up = set(frames[:-8])
-        excess = sum(len(rows) for _, rows in self._pending) - self.max_pending_rows
+        excess = sum(len(rows) for _, rows in self._pending) - MAX_PENDING_ROWS
         for i, (sql, rows) in enumerate(self._pending):
             if excess <= 0:
                 break

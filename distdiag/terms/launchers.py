@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -30,3 +31,9 @@ RANKS = tuple(v.rank for v in LAUNCHERS)
 def launched(env: Mapping[str, str]) -> bool:
     """True if a launcher has numbered the rank of a process with this environment."""
     return any(name in env for name in RANKS)
+
+
+def number(variable: str) -> int | None:
+    """Return the number in a variable of this process; None if it is not set, or is no number: an error of the job."""
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() and len(text) < 10 else None

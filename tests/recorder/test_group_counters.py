@@ -45,10 +45,10 @@ def test_collectives_between_messages_are_counted_from_one() -> None:
             message(gloo, g)
         gloo.collective()
         gloo.collective()  # DDP's collective, which no hook sees
-    assert [g.number(raw) for raw in gloo.collectives] == list(range(1, 25))
+    assert [g.numbering.number(raw) for raw in gloo.collectives] == list(range(1, 25))
     message(gloo, g)
     assert g.slot.enqueued == 24 and g.slot.offset == gloo.counter - 24
-    assert (g.number(0), g.number(-1)) == (0, -1)  # none yet; unknown
+    assert (g.numbering.number(0), g.numbering.number(-1)) == (0, -1)  # none yet; unknown
 
 
 def test_overlapping_messages_are_subtracted_unless_the_backend_does_not_count_them() -> None:
@@ -66,7 +66,7 @@ def test_overlapping_messages_are_subtracted_unless_the_backend_does_not_count_t
     nccl.collective()
     message(nccl, h, counts=False)
     nccl.collective()
-    assert h.offset == 0 and [h.number(raw) for raw in nccl.collectives] == [1, 2]
+    assert h.offset == 0 and [h.numbering.number(raw) for raw in nccl.collectives] == [1, 2]
 
 
 def test_old_numbers_are_dropped_and_new_ones_stay_correct() -> None:
@@ -74,7 +74,7 @@ def test_old_numbers_are_dropped_and_new_ones_stay_correct() -> None:
     for _ in range(100):
         gloo.collective()
         message(gloo, g)
-    assert [g.number(raw) for raw in gloo.collectives[-10:]] == list(range(91, 101))
+    assert [g.numbering.number(raw) for raw in gloo.collectives[-10:]] == list(range(91, 101))
 
 
 class Recorded:

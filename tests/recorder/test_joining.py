@@ -11,7 +11,7 @@ import pytest
 
 from distdiag.page import directories
 from distdiag.recorder import joining, run_claim, session
-from tests.jobs import start
+from tests.jobs import closed, launch, rows, start
 
 GOOD = ["0123456789abcdef", "/srv/reports", None, "host"]
 HOSTILE = {
@@ -121,3 +121,24 @@ def test_a_group_that_exists_at_the_second_try_is_recorded(tmp_path: Path, how: 
         assert job.wait() == 0, job.tail()
         assert job.stdout() == "nosuch failed\n"
         assert (tmp_path / "R" / ".node_0").exists(), job.tail()
+
+
+ATTACHED_FIRST = """
+import distdiag
+distdiag.attach("R")
+import torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for _ in range(3):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.job
+def test_a_script_that_attaches_before_it_imports_torch_is_recorded(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(ATTACHED_FIRST)
+    with launch(["script.py"], nproc=1, cwd=tmp_path, timeout=60) as job:
+        assert job.wait() == 0, job.tail()
+        closed(tmp_path / "R")
+    assert rows(tmp_path / "R", "SELECT max(step) FROM step") == [(3,)]

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from distdiag.page import directories
-from distdiag.recorder import run_claim
+from distdiag.recorder import run_claim, session
 from distdiag.store import rundir
 from distdiag.terms.launchers import LAUNCHERS, RANKS
 from tests.jobs import REPOSITORY, clean_env
 
 CLAIM = """
 import sys
-from distdiag.recorder import run_claim
+from distdiag.recorder import run_claim, session
 sys.stdout.write(f"{run_claim.claim(sys.argv[1] or None, 'job')}\\n")
 """
 
@@ -80,7 +80,7 @@ from pathlib import Path
 from distdiag.page import directories
 from distdiag.page.layout import page_path
 from distdiag.page.writer import PageWriter
-from distdiag.recorder import run_claim
+from distdiag.recorder import run_claim, session
 rank = int(os.environ["RANK"])
 c = run_claim.claim_rank(sys.argv[1] or None, "job", rank, 2)
 directories.make(c.pages)
@@ -127,7 +127,7 @@ def test_ranks_of_one_launch_share_directory_and_pages(tmp_path: Path) -> None:
 ONE_SEES_NO_ROOM = """
 import os, sys
 from distdiag.page import directories
-from distdiag.recorder import run_claim
+from distdiag.recorder import run_claim, session
 directories.has_room = lambda directory, ranks: os.environ["RANK"] == "0"
 sys.stdout.write(f"{run_claim.claim_rank(sys.argv[1], 'job', int(os.environ['RANK']), 2).pages}\\n")
 """
@@ -293,3 +293,14 @@ def test_the_ranks_of_this_node_are_counted_by_the_launcher_that_numbers_nodes(
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert run_claim.local_world_size(5 if "5" in env.values() else 0, 8) == expected
+
+
+def test_a_launchers_variable_that_is_no_number_does_not_stop_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [n for v in LAUNCHERS for n in v]:
+        monkeypatch.delenv(name, raising=False)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "²")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    assert session.from_environment() == (3, 4, 3)
+    assert run_claim.local_ranks(4) == 4

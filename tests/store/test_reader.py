@@ -283,11 +283,12 @@ def test_a_link_to_a_run_that_was_deleted_is_replaced(tmp_path: Path) -> None:
     assert rundir.mark_latest(run) and (tmp_path / "latest").resolve() == run
 
 
-def test_run_directories_are_new_and_clean(tmp_path: Path) -> None:
-    one = rundir.default_run_dir("../my job\n!", tmp_path)
-    assert one.parent == tmp_path and "\n" not in one.name and " " not in one.name
-    one.mkdir()
-    assert rundir.default_run_dir("../my job\n!", tmp_path) != one
+def test_run_directories_are_new_and_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    one = rundir.default_run_dir("../my job\n!").absolute()
+    assert one.parent == tmp_path / "reports" and "\n" not in one.name and " " not in one.name
+    one.mkdir(parents=True)
+    assert rundir.default_run_dir("../my job\n!").absolute() != one
     assert rundir.write_run_json(one, {"argv": ["train.py"]}) and rundir.read_run_json(one) == {"argv": ["train.py"]}
 
 

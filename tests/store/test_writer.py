@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import os
 import sqlite3
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from distdiag.diagnosis.model.findings import CollectiveRef, Finding, Where
-from distdiag.store import location
+from distdiag.store import location, thinning, writer
 from distdiag.store.frames import RankRow
 from distdiag.store.liveness import Monitor
 from distdiag.store.reader import open_run
@@ -22,6 +23,12 @@ from distdiag.terms.ranks import fold_ranks, unfold_ranks
 
 def _row(rank: int, step: int = 7) -> RankRow:
     return RankRow(rank=rank, host=f"node{rank // 8}", life="running", step=step, self_ms=100.0 + rank, loss=0.5)
+
+
+def _mount(mounts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the kernel report these mounts."""
+    (tmp_path / "mounts").write_text(mounts)
+    monkeypatch.setattr(location, "MOUNTS", tmp_path / "mounts")
 
 
 def test_rows_of_every_table_come_back(tmp_path: Path) -> None:
@@ -118,8 +125,11 @@ def test_a_full_disk_is_counted_retried_and_reported(tmp_path: Path) -> None:
         assert any("2 failures" in e.text for e in run.events())
 
 
-def test_a_disk_that_stays_full_costs_bounded_memory_and_bulk_rows_only(tmp_path: Path) -> None:
-    w = Writer(tmp_path, max_pending_rows=1000)
+def test_a_disk_that_stays_full_costs_bounded_memory_and_bulk_rows_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "MAX_PENDING_ROWS", 1000)
+    w = Writer(tmp_path)
     assert w._con is not None
     w._con.execute("PRAGMA max_page_count = 1")
     for i in range(50):
@@ -176,10 +186,14 @@ def test_the_finished_run_is_one_file_readable_on_a_read_only_disk(tmp_path: Pat
     assert sqlite3.connect(tmp_path / "r" / "run.db").execute("PRAGMA journal_mode").fetchone() == ("delete",)
 
 
-def test_on_a_network_file_system_the_database_is_local_and_copied_back(tmp_path: Path) -> None:
+def test_on_a_network_file_system_the_database_is_local_and_copied_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     local = tmp_path / "local"
     local.mkdir()
-    w = Writer(tmp_path / "nfs", local_dir=local, fs_type="nfs4")
+    _mount(f"disk / ext4 rw 0 0\nserver:/x {tmp_path}/nfs nfs4 rw 0 0\n", tmp_path, monkeypatch)
+    monkeypatch.setattr(tempfile, "tempdir", str(local))
+    w = Writer(tmp_path / "nfs")
     w.frame(1.0, "running", "", [_row(0)])
     w.commit()
     assert w.path.is_relative_to(local) and not (tmp_path / "nfs" / "run.db").exists()
@@ -202,17 +216,23 @@ def test_on_a_network_file_system_the_database_is_local_and_copied_back(tmp_path
         ("/scratch/a", True),
     ],
 )
-def test_network_file_systems_are_recognised(path: str, expected: bool) -> None:
+def test_network_file_systems_are_recognised(
+    path: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mounts = (
         "overlay / overlay rw 0 0\nserver:/x /data/nfs nfs4 rw 0 0\n"
         "sshfs /mnt/sp\\040ace fuse.sshfs rw 0 0\nlus /scratch lustre rw 0 0\n/dev/sda1 /home ext4 rw 0 0\n"
     )
-    assert location.is_network(location.filesystem_type(Path(path), mounts)) is expected
+    _mount(mounts, tmp_path, monkeypatch)
+    assert location.is_network(location.filesystem_type(Path(path))) is expected
 
 
-def test_the_size_bound_thins_old_rows_and_keeps_new_rows_and_findings(tmp_path: Path) -> None:
+def test_the_size_bound_thins_old_rows_and_keeps_new_rows_and_findings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     w = Writer(tmp_path, keep_bytes=2 * 2**20)
-    w._keeper.check_s = w._keeper._check_at = 0.0
+    monkeypatch.setattr(thinning, "CHECK_S", 0.0)
+    w._keeper._check_at = 0.0
     ranks, steps = 16, 4000
     for s in range(1, steps + 1):  # one step a second for more than an hour
         w.add(
@@ -257,7 +277,7 @@ def test_minutes_of_a_long_run_are_put_together_before_the_bound_is_exceeded(tmp
     )
     con.execute("COMMIT")
     before = database_bytes(con)
-    keeper = Keeper(keep_bytes=before // 12, check_s=0.0)
+    keeper = Keeper(keep_bytes=before // 12)
     reported: list[str] = []
     for seq in range(1000):
         con.execute("INSERT INTO collective (pgroup, seq, t_s) VALUES ('g', ?, 0.0)", (seq,))  # rows always become old
@@ -279,7 +299,7 @@ def test_minutes_of_a_long_run_are_put_together_before_the_bound_is_exceeded(tmp
 def test_a_bound_that_cannot_be_kept_is_reported_once(tmp_path: Path) -> None:
     con = sqlite3.connect(tmp_path / "x.db", isolation_level=None)
     con.executescript((Path(location.__file__).parent / "schema.sql").read_text())
-    keeper = Keeper(keep_bytes=1000, check_s=0.0)
+    keeper = Keeper(keep_bytes=1000)
     reported: list[str] = []
     for _ in range(20):
         reported += keeper.tick(con, 0.0)

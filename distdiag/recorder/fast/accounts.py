@@ -187,7 +187,7 @@ def fast_hook(shared: Ledger, name: str, slow: Callable[..., Any], of: Any = Non
     Args:
         of: What the fast path reads in addition to the ledger.
     """
-    return unseen.guarded_hook(slow, state.failed) if _c is None else _c.fast_hook(shared, name, slow, of)
+    return state.guarded(slow) if _c is None else _c.fast_hook(shared, name, slow, of)
 
 
 class LastCallSite(CallFrame):

@@ -82,7 +82,7 @@ def constructed(accounting: StepAccounting, ddp: Any, slot: ModelSlot, by_librar
             accounting.recorder.device = cuda_index(ddp.module.parameters())
         first = next((p for p in ddp.module.parameters() if p.requires_grad and p.is_leaf), None)
         if first is not None:
-            m.hook = accounting.watch_last_gradient(first)
+            accounting.watch_last_gradient(first)
             accounting.checks.nonfinite.local_gradients = True
     accounting.ledger.next_event = 0
     at = ctypes.addressof(slot) - ctypes.addressof(accounting.page.page.models)

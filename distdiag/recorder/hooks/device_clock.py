@@ -48,7 +48,6 @@ class DeviceClock:
         self._open: dict[Phase, Any] = {}
         self._pending: deque[tuple[Pairs, Write]] = deque()
         self._end: Any = None  # the last event of the step that was written last
-        self.given_up = 0
 
     def _event(self) -> Any:
         event = self._free.pop() if self._free else self._make()
@@ -77,7 +76,6 @@ class DeviceClock:
         if len(self._pending) > PENDING:
             pairs, late = self._pending.popleft()
             self._ended(pairs)
-            self.given_up += 1
             late({}, None)
 
     def poll(self) -> None:

@@ -15,7 +15,7 @@ from torch._C import _distributed_c10d as c10d
 from distdiag.recorder.hooks.collectives import METHODS, Collectives
 from distdiag.recorder.hooks.group_counters import Group
 from distdiag.recorder.hooks.wrap_collectives import local, wrap_wait
-from distdiag.recorder.hooks.wrapping import hide_frame, wraps
+from distdiag.recorder.hooks.wrapping import around, hide_frame, wraps
 from distdiag.recorder.state import guarded
 from distdiag.recorder.unseen import has_memory
 
@@ -90,23 +90,13 @@ def _wrap(collectives: Collectives, module: Any, original: Any, method: str, gro
 def _wrap_result(collectives: Collectives, original: Any) -> Any:
     """Return `original`, which torch calls with each result right after the call is issued."""
 
-    @wraps(original)
-    def _maybe_wrap_tensor(self: Any) -> Any:
-        current = getattr(local, "functional", None)
-        if current is not None:
-            issued(current, self)
-        try:
-            return original(self)
-        except BaseException as e:
-            hide_frame(e)
-            raise
-
     @guarded
-    def issued(current: tuple[list[int], Group, bool], result: Any) -> None:
-        if address := _address(result):
+    def issued(result: Any) -> None:
+        current: tuple[list[int], Group, bool] | None = getattr(local, "functional", None)
+        if current is not None and (address := _address(result)):
             collectives.issued_functional(*current, address)
 
-    return _maybe_wrap_tensor
+    return around(original, issued)
 
 
 def _wrap_wait(collectives: Collectives, original: Any) -> Any:

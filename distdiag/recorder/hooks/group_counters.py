@@ -106,13 +106,6 @@ class Group:
             self.slot.offset = offset
         self.numbering.shift(self.slot.enqueued, offset)
 
-    def number(self, raw: int) -> int:
-        """Return how many collectives of the group were issued up to the backend's sequence number `raw`.
-
-        gloo counts point-to-point calls in the same counter, and its flight recorder numbers collectives by it.
-        """
-        return self.numbering.number(raw)
-
     def message_begins(self) -> None:
         """Note that a point-to-point call begins: the counter minus the collectives issued so far will be the offset."""
         if not self.open_messages and self.counter is not None:  # DDP may have issued collectives since the last beat
@@ -276,8 +269,8 @@ class Groups:
                 continue
             fr = self._recorder_entry(g, status, before[id(g)], issued)
             if fr is not None:
-                g.slot.enqueued = g.number(int(fr["last_enqueued_collective"]))
-                g.slot.completed = g.number(int(fr["last_completed_collective"]))
+                g.slot.enqueued = g.numbering.number(int(fr["last_enqueued_collective"]))
+                g.slot.completed = g.numbering.number(int(fr["last_completed_collective"]))
             elif not g.open_messages:
                 g.slot.enqueued = issued
                 g.slot.completed = -1
@@ -304,7 +297,7 @@ class Groups:
         """
 
         def count(counters: dict[str, Any]) -> int:
-            return g.number(int(counters["last_enqueued_collective"]))
+            return g.numbering.number(int(counters["last_enqueued_collective"]))
 
         known = status.get(str(g.slot.flight_recorder_id))
         if g.open_messages or (known is not None and at_least <= count(known) <= at_most):

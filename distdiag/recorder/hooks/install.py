@@ -23,7 +23,7 @@ from distdiag.recorder.hooks.collectives import Collectives, note_caught
 from distdiag.recorder.hooks.ddp_models import constructed, constructing
 from distdiag.recorder.hooks.step import autograd_backward, ddp_forward, ddp_sync_buffers, loader_next
 from distdiag.recorder.hooks.step_accounting import StepAccounting
-from distdiag.recorder.hooks.wrapping import around, as_c_method, hide_frame, wraps
+from distdiag.recorder.hooks.wrapping import around, wraps
 from distdiag.recorder.state import guarded, now_ns
 
 
@@ -60,7 +60,7 @@ def _not_traced(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _wrap_ddp(accounting: StepAccounting) -> None:
-    rebuilds = BucketRebuilds(accounting)
+    rebuilds, searches_timed = BucketRebuilds(accounting), False
 
     @guarded
     def begins(ddp: Any, module: Any, *_args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
@@ -69,13 +69,15 @@ def _wrap_ddp(accounting: StepAccounting) -> None:
 
     @guarded
     def ends(began: tuple[Any, Any, bool], _out: None, error: BaseException | None) -> None:
+        nonlocal searches_timed
         accounting.collectives.unblock()
         if error is not None:
             note_caught(accounting.recorder, error)
         elif began is not None and began[1] is not None:
             constructed(accounting, *began)
             rebuilds.watch(began[0])
-            if began[1].find_unused > 0:
+            if began[1].find_unused > 0 and not searches_timed:
+                searches_timed = True
                 _time_searches(accounting)
 
     DDP.__init__ = around(DDP.__init__, begins, ends)  # type: ignore[method-assign]
@@ -88,31 +90,20 @@ def _wrap_ddp(accounting: StepAccounting) -> None:
 @guarded
 def _time_searches(accounting: StepAccounting) -> None:
     """Time DDP's search for unused parameters. Hooked when a model asks for the search: every model's step calls this method."""
+
+    def begins(_reducer: Any, tensors: Any) -> int:
+        return now_ns() if tensors else 0  # only find_unused_parameters passes tensors to search from
+
+    @guarded
+    def ends(began: int, _out: None, error: BaseException | None) -> None:
+        ns = now_ns() - began
+        for m in accounting.ledger.models.values() if began and error is None else ():
+            if m.slot.find_unused > 0:
+                m.slot.search_ns += ns
+                m.slot.searches += 1
+
     reducer = c10d.Reducer
-    original = reducer.prepare_for_backward
-    if hasattr(original, "__wrapped__"):
-        return
-
-    def prepare_for_backward(self: Any, tensors: Any) -> None:
-        t = now_ns()
-        try:
-            original(self, tensors)
-        except BaseException as e:
-            hide_frame(e)
-            raise
-        if tensors:  # only find_unused_parameters passes tensors to search from
-            _searched(accounting, now_ns() - t)
-
-    prepare_for_backward.__wrapped__ = original  # type: ignore[attr-defined]
-    reducer.prepare_for_backward = as_c_method(prepare_for_backward, original)  # type: ignore[method-assign]
-
-
-@guarded
-def _searched(accounting: StepAccounting, ns: int) -> None:
-    for m in accounting.ledger.models.values():
-        if m.slot.find_unused > 0:
-            m.slot.search_ns += ns
-            m.slot.searches += 1
+    reducer.prepare_for_backward = around(reducer.prepare_for_backward, begins, ends, c_method=True)  # type: ignore[method-assign]
 
 
 def _wrap_loader(accounting: StepAccounting) -> None:

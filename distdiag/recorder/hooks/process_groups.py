@@ -110,7 +110,7 @@ class _Hooks:
         site = c.recorder.user_site(sys._getframe(1))
         if (op, site) not in c.outside:
             c.outside.add((op, site))
-            c.recorder.page.write_sample(int(SampleKind.NOT_A_MEMBER), c.header.step, 0.0, 0, op, site, now_ns())
+            c.page.write_sample(SampleKind.NOT_A_MEMBER, c.header.step, 0.0, name=op, site=site)
 
 
 def _size_flight_recorder() -> bool:

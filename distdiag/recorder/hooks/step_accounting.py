@@ -199,7 +199,7 @@ class StepAccounting:
 
     # -- backward ---------------------------------------------------------------------------------------
 
-    def watch_last_gradient(self, parameter: Any) -> Any:
+    def watch_last_gradient(self, parameter: Any) -> None:
         """Register a hook on the parameter whose gradient is typically the last: the rest of backward is waiting."""
         gradients, nonfinite, ledger = Gradients(parameter), self.checks.nonfinite, self.ledger
 
@@ -213,4 +213,4 @@ class StepAccounting:
             if total - total:  # NaN if it is not finite
                 nonfinite.local_gradient(p, total, self.backward.site)
 
-        return parameter.register_post_accumulate_grad_hook(fast_hook(ledger, "gradient_is_ready", ready, gradients))
+        parameter.register_post_accumulate_grad_hook(fast_hook(ledger, "gradient_is_ready", ready, gradients))

@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 
-from distdiag.page.layout import SampleKind
 from distdiag.recorder import state
 from distdiag.recorder.fast.accounts import GradientWords, Ledger
-from distdiag.recorder.state import now_ns
 from distdiag.recorder.unseen import has_memory
 
 _FLOAT32, PLAIN = torch.float32, (torch.Tensor, torch.nn.Parameter)
@@ -83,11 +81,8 @@ class Samples:
     """Writes samples into the page. Values on a device are written once their copy is on the host."""
 
     def __init__(self, recorder: state.Recorder, ledger: Ledger) -> None:
-        self.page = recorder.page
+        self.page, self.write = recorder.page, recorder.page.write_sample
         self._later = ledger.later  # (event, copy on the host, callback that gets the copy)
-
-    def write(self, kind: SampleKind, step: int, value: float, key: int = 0, name: str = "", site: int = 0) -> None:
-        self.page.write_sample(int(kind), step, value, key, name, site, now_ns())
 
     def when_copied(self, t: torch.Tensor, then: Any) -> None:
         if len(self._later) > 16 or t.device.type != "cuda":

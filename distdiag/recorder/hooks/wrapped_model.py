@@ -80,7 +80,6 @@ class Model(ModelWords):
         self.forward = LastCallSite(recorder)
         self.forward_site, self.forward_count = 0, -1  # site of the last forward, and the index of its count
         self.next_check = 0  # the step at which to check gradients again
-        self.hook: Any = None
         self.first_forward: FirstForward | None = None
         self.unused_texts: set[str] = set()
         self.never: set[str] | None = None  # parameters without gradient at every check; None before the first check

@@ -128,9 +128,6 @@ def _codes_of(module: ModuleType) -> Iterator[CodeType]:
             function = getattr(function, "__wrapped__", function)
             if isinstance(function, FunctionType) and function.__module__ == module.__name__:
                 yield from _nested(function.__code__)
-    guard = getattr(module, "guarded", None)  # the wrapper of every guarded function, one code object for all
-    if guard is not None and guard.__module__ == module.__name__:
-        yield from _nested(guard.__code__)
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:
