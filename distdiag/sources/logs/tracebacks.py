@@ -69,6 +69,8 @@ _OF_RANK = bounded(r"\(RANK (\d{1,6})\)")  # a checkpoint's exception, of anothe
 # exceptions of a launcher, or those by which a rank fails after others
 FOLLOWERS = ("CheckpointException", "ChildFailedError", "SignalException", "CalledProcessError", "ProcessRaisedException", "RayTaskError", "RayActorError",
               "ActorDiedError", "EngineDeadError", "CancelledError", "DeadlockDetectedException", "SystemExit", "ProcessExitedException")  # fmt: skip
+# exceptions by which a program asks what there is: the one that its handler raises shows more
+_QUESTIONS = ("KeyError", "AttributeError", "IndexError", "StopIteration", "Empty")
 # an open quotation in a sentence, a list or a call, a raise statement, or the middle of a sentence
 PROSE = bounded(r"(?:\w |[\[{,] ?|[a-z_]\()[\"'](?=[^\"']{0,400}$)|\braise \w|[a-z] $")
 # the frames that faulthandler prints, innermost first; of the thread that failed, or of another one
@@ -261,15 +263,24 @@ class Tracebacks:
         return True
 
     def _chained(self, earlier: Fact, fact: Fact) -> Fact:
-        """Return which of two exceptions counts, the second of which was raised while the first was handled."""
-        if earlier.name != "exception" and fact.name == "exception":  # the first one is known to be the reason
+        """Return which of two exceptions counts, the second of which was raised while the first was handled.
+
+        The first one is the reason; one of a known kind counts more than any other.
+        """
+        if earlier.name != "exception" and (fact.name == "exception" or not earlier.direct):
             self._found.facts.remove(fact)
             earlier.site, earlier.uncaught = fact.site or earlier.site, fact.uncaught
             return earlier
-        self._found.facts.remove(earlier)  # one failure: the last exception is what the process ended with
-        if earlier.direct and earlier.name == fact.name == "exception":
-            first = f"{earlier.fields['type']}: {earlier.fields['what']}".removesuffix(": ")
+        self._found.facts.remove(earlier)  # one failure: the process ended with the last exception
+        if earlier.name != "exception" or fact.name != "exception":
+            return fact
+        fact.warned = fact.warned or earlier.warned
+        first, last = (f"{f.fields['type']}: {f.fields['what']}".removesuffix(": ") for f in (earlier, fact))
+        if earlier.direct or earlier.fields["type"] in _QUESTIONS:
             fact.fields["cause"] = earlier.fields.get("cause", first)
+        elif first != last:
+            fact.fields = earlier.fields | {"then": last}
+            fact.text, fact.site = earlier.text, earlier.site or fact.site
         return fact
 
     def _exception(self, m: re.Match[str], innermost: str, line: Line) -> Fact | None:
