@@ -301,6 +301,7 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     nodes = {f.who.label for f in r.facts} if of_node else set()
     if nodes == {""}:
         advice += "; the log does not name the node: the rank is the same only on the first one"
+    doubtful = bool(r.facts) and all(f.doubtful for f in r.facts)
     sites = r.sites or {}
     common = next((f.site for f in r.facts if f.site is not None and f.role is not Role.EXIT), None)
     return finding(
@@ -315,8 +316,10 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
         proved=bool(ranks)
         and r.meaning.cause != "silent"
         and r.meaning.kind != "mismatch"
-        and not (of_node or in_collective or unordered or r.inferred or any(f.inferred for f in r.facts)),
-        cost="the job ended, or hangs without it",
+        and not (doubtful or of_node or in_collective or unordered or r.inferred or any(f.inferred for f in r.facts)),
+        cost="may have ended the job; the log shows progress after it"
+        if doubtful
+        else "the job ended, or hangs without it",
     )
 
 

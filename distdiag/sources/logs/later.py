@@ -18,12 +18,15 @@ from distdiag.sources.logs.facts import Collected, Fact, Loss
 from distdiag.sources.logs.patterns import Role
 from distdiag.sources.logs.tracebacks import FOLLOWERS
 from distdiag.sources.logs.writers import Writer, messages, plain, time_of
-from distdiag.terms.untrusted import bounded
+from distdiag.terms.untrusted import MAX_INT, bounded
 
 # lines read: of all files, of one with a failure, of any other, at least, before a failure
 MOST_LINES, OF_FILE, LAST, LEAST, BEFORE = (1 << 12, 256, 12, 4, 48)
 # lines of progress after which a failure is past: of its process, of no name, of others
 OWN_LINES, NAMELESS, OTHERS = (1, 3, 20)
+# steps of one process after which nothing from before them is in flight: a rank goes on without the others until its next collective,
+# at most to the end of its accumulated gradients or of the kernels that its host has queued
+MANY_STEPS = 100
 FEW = 3  # lines of progress by which its pace is known; equal lines that are a monitor's
 _NUMBER = bounded(r"\d+")
 _ENDS = (Role.CAUSE, Role.WAIT, Role.VICTIM, Role.START, Role.EXIT)
@@ -31,6 +34,10 @@ OF_LAUNCHERS = ("exit", "ended", "exit_unnamed")  # how torchrun and its like re
 _FOLLOW = (Role.WAIT, Role.VICTIM, Role.START, Role.EXIT)
 _PROGRESS = bounded(
     r"\b(?:[Ss]teps?|[Ee]poch|EPOCH|[Ii]ter(?:ation)?s?|it|[Bb]atch|global_step)\b\W{0,3}\d|\d%\||\d(?:it/s|s/it)\b|\bloss\W{1,3}\d|'loss': |\b(?:Decode|Prefill) batch\b|\bgeneration throughput: \d"
+)
+# the number of a training step, in a line that shows its loss
+_STEP = bounded(
+    r"^(?=.{0,999}\b(?:loss|lr|grad))(?!.{0,999}\b(?i:eval|valid|test)).{0,999}?(?:\b(?:global_)?(?:[Ss]teps?|[Ii]t(?:er(?:ation)?s?)?)\b\W{0,12}(?P<step>\d{1,9})|[\[ |](?P<bar>\d{1,9})/\d{1,9}(?:\]| \[\d))"
 )
 _NO_PROGRESS = bounded(r"(?:Error|Exception)(?::|$)|\b(?:ERROR|FATAL|[Ff]ailed|[Tt]imed? ?out|NCCL WARN|Loading)\b")
 PREFIX = bounded(r"^(?:\d{1,6}: )?(?:\[[^\]]*\]:? ?){0,3}")
@@ -57,6 +64,7 @@ _WELL = (
     ("job", bounded(r"(?i:\b(?:Job)?State[=: ]{1,4}COMPLETED\b|\bCOMPLETED\s{1,9}0:0\b|\bjob '?[\w.-]{1,80}'? (?:succeeded|finished successfully)|\bphase: {1,9}Succeeded)")),
     ("file", bounded(r"(?i:\b(?:train(?:ing|er)?|run|job|fit|workflow|experiment|all (?:epochs|steps|done))\b.{0,24}\b(?:finished|(?<!to )completed?|done|succeeded)\b)" + _BUT)),
     ("file", bounded(r"max_(?:steps|epochs)=\d{1,9}`? reached|(?:^|=) ?\d{1,6} passed\b|^\{'train_runtime': " + _BUT)),
+    ("file", bounded(r"^(?!.{0,200}\b(?i:eval|val|test|warm|load|sav)).{0,200}?(?:^|[\]:|)>-] ?)(?i:(?:all )?(?:done|finished|completed?)[,:;.!]).{0,60}\b\d[\d,]{0,12} (?:iterations|iters|steps|epochs|updates)\b" + _BUT)),
     ("agent", _AGENT),
     ("process", bounded(r"(?i:\b(?:exit(?:s|ed|ing)?|return(?:ed)?|finished) ?(?:with )?(?:code|status)?[ =:]{0,9}(?:0\b(?![.:\d])|successfully))")),
 )  # fmt: skip
@@ -68,11 +76,13 @@ class Later:
 
     Attributes:
         progress: Negative numbers of lines with progress, by file and process; those of all processes with None.
+        steps: (negative number of a line, training step that it shows) of each file and process.
         well: Last lines by (file, what they speak of) that say that it ended well.
         restarts: The last line of each file by which a launcher started the ranks again, or a step was tried again.
     """
 
     progress: dict[tuple[Path, object], list[int]] = field(default_factory=dict)
+    steps: dict[Path, dict[object, list[tuple[int, int]]]] = field(default_factory=dict)
     well: dict[tuple[Path, str], int] = field(default_factory=dict)
     restarts: dict[Path, int] = field(default_factory=dict)
     took: dict[tuple[str, object], tuple[float, str]] = field(default_factory=dict)
@@ -136,8 +146,11 @@ class Later:
                 self.took.setdefault(name, (float(m["s"]), PREFIX.sub("", text).strip()))
         if _PROGRESS.search(text) is None or _NO_PROGRESS.search(text) is not None:
             return
-        for key in (*_names(who, who.rank), None):
+        names = _names(who, who.rank)
+        for key in (*names, None):
             self.progress.setdefault((path, key), []).append(-number)
+        if (m := _STEP.search(text)) is not None:
+            self.steps.setdefault(path, {}).setdefault(names[0], []).append((-number, int(m["step"] or m["bar"])))
 
     def after(self, path: Path, line: int, key: object = None) -> int:
         """Return how many lines of progress come after a line."""
@@ -146,6 +159,18 @@ class Later:
     def between(self, path: Path, first: int, last: int, key: object = None) -> int:
         """Return how many lines of progress are between two lines."""
         return self.after(path, first, key) - self.after(path, last, key)
+
+    def went_on(self, path: Path, first: int, last: int | None = None) -> bool:
+        """True if more progress than can be in flight is between two lines: a synchronous job makes it only with all its ranks."""
+        lines = self.after(path, first) - (self.after(path, last) if last is not None else 0)
+        if not 1 < lines < OTHERS:
+            return lines >= OTHERS
+        newest = (-last, MAX_INT) if last is not None else (-MAX_INT, 0)
+        for steps in self.steps[path].values() if path in self.steps else ():
+            shown = steps[bisect.bisect_right(steps, newest) : bisect.bisect_left(steps, (-first, 0))]
+            if sum(max(0, new[1] - old[1]) for new, old in itertools.pairwise(shown)) >= MANY_STEPS:
+                return True
+        return False
 
 
 def pace(tail: Sequence[tuple[int, bytes]]) -> tuple[float, float] | None:
@@ -204,13 +229,10 @@ def _begins(facts: Sequence[Fact], later: Later) -> dict[Path, int]:
     for f in sorted((f for f in facts if f.role in _ENDS), key=lambda f: -f.line):
         after = failed.get(f.path)
         failed[f.path] = f
-        if f.name not in OF_LAUNCHERS or after is None or after.role not in (Role.CAUSE, Role.EXIT) or f.path in out:
+        if f.role is not Role.EXIT or after is None or after.role not in (Role.CAUSE, Role.EXIT) or f.path in out:
             continue
-        if later.between(f.path, f.line, after.line) >= FEW and any(
-            later.between(path, f.line, after.line, key) >= FEW
-            for path, key in later.progress
-            if path == f.path and key
-        ):
+        few = any(later.between(p, f.line, after.line, key) >= FEW for p, key in later.progress if p == f.path and key)
+        if (f.name in OF_LAUNCHERS and few) or later.went_on(f.path, f.line, after.line):
             out[f.path] = f.line + 1
     return out
 
@@ -222,8 +244,19 @@ def split(found: Collected, later: Later) -> tuple[list[Fact], list[Fact]]:
     job = any(scope == "job" and not ends.after(path, line) for (path, scope), line in later.well.items())
     past = {id(f) for f in facts if job or _ended_well(f, later, ends) or _went_on(f, later, ends)}
     left = [f for f in facts if id(f) not in past]
-    if not any(f.role in _FOLLOW and later.after(f.path, f.line) < OTHERS for f in left if _names(f.who, f.rank)[0][0]):
-        past |= {id(f) for f in left if not f.uncaught and f.role is not Role.STOP and _others_went_on(f, later, ends)}
+    named = [f for f in left if f.role in _FOLLOW and _names(f.who, f.rank)[0][0]]
+    final = [f for f in named if not later.went_on(f.path, f.line)]  # the job ended with these, or hung
+    over: dict[Path, int] = {}  # the line at which a launcher saw a run end, before the last one
+    for f in (f for f in left if f.role is not Role.STOP):
+        until = min((end.line for end in final if end.path == f.path and end.line >= f.line), default=None)
+        f.doubtful = (
+            not f.uncaught and later.after(f.path, f.line) > 0 if not final else later.went_on(f.path, f.line, until)
+        )
+        if not final and _others_went_on(f, later, ends):
+            past.add(id(f))
+            if f.role is Role.EXIT and later.went_on(f.path, f.line):
+                over[f.path] = max(f.line, over.get(f.path, 0))
+    past |= {id(f) for f in left if f.line <= over.get(f.path, 0)}
     return [f for f in found.facts if id(f) not in past], [f for f in facts if id(f) in past]
 
 
@@ -258,6 +291,8 @@ def _went_on(f: Fact, later: Later, ends: _Ends) -> bool:
 
 
 def _others_went_on(f: Fact, later: Later, ends: _Ends) -> bool:
-    """True if any process made progress for so long that the job cannot have ended by a failure."""
-    nameless = not _names(f.who, f.rank)[0][0] and not ends.exit
-    return later.after(f.path, f.line) >= OTHERS or (nameless and later.after(f.path, f.line, ("", None)) >= NAMELESS)
+    """True if any process made more progress than the job can without the one that failed."""
+    if _names(f.who, f.rank)[0][0]:
+        return later.went_on(f.path, f.line)
+    nameless = not ends.exit and later.after(f.path, f.line, ("", None)) >= NAMELESS
+    return not f.uncaught and (nameless or later.went_on(f.path, f.line))

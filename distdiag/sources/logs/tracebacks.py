@@ -61,6 +61,10 @@ _ANNOUNCES = bounded(
 _WARNS = bounded(
     r"^(?!.{0,200}(?:ERROR|CRITICAL|NCCL WARN)).{0,80}?(?:\b(?:WARN(?:ING)?|INFO|DEBUG)\b|(?:^|[\]>|)] ?)[WI]\d{4} \d\d:\d\d:\d\d)"
 )
+# whatever its level: the program passes over what failed
+PASSES_OVER = bounded(
+    r"(?i:^(?=.{0,300}(?:error|exception|fail|could ?n[o']t|can ?not|can't|unable|corrupt|invalid|broken|bad\b)).{0,300}\b(?:skip(?:ped|ping|s)?|ignor(?:ed|ing|es)|falling back)\b)"
+)
 _SPAWNED = bounded(r"-- Process (\d{1,6}) terminated with the following error")
 _RAY = bounded(
     r"\bray::[^\s(]{1,200}(?:\(\))? \(pid=(?P<pid>\d{1,9}), ip=(?P<ip>[\w.:]{3,60})"
@@ -168,7 +172,7 @@ class Tracebacks:
             return True
         if "ank" in text and (of_logger := _ANNOUNCES.search(text)) is not None:
             self._announced = int(of_logger["rank"]), line.order
-        if _WARNS.search(text) is not None:
+        if _WARNS.search(text) is not None or PASSES_OVER.search(text) is not None:
             self._warned = line.order
         if (found := _SPAWNED.search(text)) is not None:
             self._spawned = int(found[1])

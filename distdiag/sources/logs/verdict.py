@@ -280,9 +280,10 @@ def _world(found: Collected) -> int | None:
 def _of_the_past(past: list[Fact]) -> str:
     """Return a note on failures after which the job went on."""
     e = next((f for f in past if f.role is Role.CAUSE), past[0])
-    if any(f.name in later.OF_LAUNCHERS and f.path == e.path and f.line > e.line for f in past):
+    ends = [f for f in past if f.path == e.path and f.line > e.line]
+    if any(f.name in later.OF_LAUNCHERS or (f.role is Role.EXIT and f.rank == e.rank) for f in ends):
         return f"{_in_short(e)}, by which a run in this log ended; the job went on, or ended well, in a later one"
-    if e.role in (Role.EXIT, Role.STOP):
+    if e.role in (Role.EXIT, Role.STOP) or e.uncaught:
         return f"{_in_short(e)}; the job went on without it or was started again, or ended well"
     return f"{_in_short(e)}, and the job went on or ended well: it was probably caught, retried or quoted ({count(len(past), 'such line')})"
 
