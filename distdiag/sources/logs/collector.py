@@ -102,7 +102,8 @@ class Collector:
             )  # else it is wrapped
             out.facts[first:] = self._of_last_run(list(new))
             failed = min((f.line for f in out.facts[first:] if f.role not in (Role.FACT, Role.HINT)), default=None)
-            self.later.read(path, self._bounds.tail, failed)
+            self.later.begin(path, bounds.head)
+            self.later.read(path, bounds.tail, failed)
             if any(f.name == "cancelled" for f in out.facts[first:]) and (pace := later.pace(self._bounds.tail)):
                 out.pace[path] = pace
             out.files.append(path)

@@ -10,14 +10,15 @@ import bisect
 import itertools
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from distdiag.sources.logs.facts import Collected, Fact, Loss
+from distdiag.sources.logs.join import OF_NODES
 from distdiag.sources.logs.patterns import Role
 from distdiag.sources.logs.tracebacks import FOLLOWERS
-from distdiag.sources.logs.writers import Writer, messages, plain, time_of
+from distdiag.sources.logs.writers import Writer, apart, messages, plain, time_of
 from distdiag.terms.untrusted import MAX_INT, bounded
 
 # lines read: of all files, of one with a failure, of any other, at least, before a failure
@@ -28,6 +29,12 @@ OWN_LINES, NAMELESS, OTHERS = (1, 3, 20)
 # at most to the end of its accumulated gradients or of the kernels that its host has queued
 MANY_STEPS = 100
 FEW = 3  # lines of progress by which its pace is known; equal lines that are a monitor's
+MOST_WITHOUT_TIME = 64  # lines at the begin of a file
+# a job that goes on for so long after an event of its node has survived it; a timeout that follows from one is reported no later
+SURVIVED_S, REPORTED_S = 600.0, 3600.0
+# clocks without a zone differ by up to so much, in such steps; progress is shown so late
+ZONES_S, ZONE_S, SHOWN_S = 14 * 3600.0, 1800.0, 300.0
+Time = tuple[str, float]  # clock, seconds
 _NUMBER = bounded(r"\d+")
 _ENDS = (Role.CAUSE, Role.WAIT, Role.VICTIM, Role.START, Role.EXIT)
 OF_LAUNCHERS = ("exit", "ended", "exit_unnamed")  # how torchrun and its like report the end of ranks
@@ -85,12 +92,21 @@ class Later:
     steps: dict[Path, dict[object, list[tuple[int, int]]]] = field(default_factory=dict)
     well: dict[tuple[Path, str], int] = field(default_factory=dict)
     restarts: dict[Path, int] = field(default_factory=dict)
+    begins: dict[Path, Time] = field(default_factory=dict)  # the first time in each file
+    times: dict[Path, list[Time]] = field(default_factory=dict)  # of the lines with progress, the last one first
     took: dict[tuple[str, object], tuple[float, str]] = field(default_factory=dict)
     loss: dict[tuple[Path, int | None], Loss] = field(default_factory=dict)  # the last ones of each rank
     said: dict[tuple[Path, int | None, int | None], str] = field(default_factory=dict)  # the last line by rank and task
     errors: dict[Path, tuple[int, str, Writer]] = field(default_factory=dict)  # of a file's last lines
     left: int = MOST_LINES
     nan: bool = False  # all losses of the file that is read, so far
+
+    def begin(self, path: Path, head: bytes) -> None:
+        """Note the time that the begin of a file shows."""
+        lines = head.decode("utf-8", "replace").splitlines()[:MOST_WITHOUT_TIME]
+        times = (who.at for line in lines for _, who in messages(plain(line)) if who.at is not None)
+        if (first := next(times, None)) is not None:
+            self.begins[path] = first
 
     def read(self, path: Path, tail: Sequence[tuple[int, bytes]], after: int | None) -> None:
         """Read the end of a file, its last line first.
@@ -146,6 +162,8 @@ class Later:
                 self.took.setdefault(name, (float(m["s"]), PREFIX.sub("", text).strip()))
         if _PROGRESS.search(text) is None or _NO_PROGRESS.search(text) is not None:
             return
+        if who.at is not None:
+            self.times.setdefault(path, []).append(who.at)
         names = _names(who, who.rank)
         for key in (*names, None):
             self.progress.setdefault((path, key), []).append(-number)
@@ -243,6 +261,10 @@ def split(found: Collected, later: Later) -> tuple[list[Fact], list[Fact]]:
     ends = _Ends(facts, later)
     job = any(scope == "job" and not ends.after(path, line) for (path, scope), line in later.well.items())
     past = {id(f) for f in facts if job or _ended_well(f, later, ends) or _went_on(f, later, ends)}
+    own = _logs_of_nodes(found, later, facts)
+    for f in (f for f in facts if f.path in own):
+        f.of_host = True
+        past |= {id(f)} if _survived(f, later, own) else set()
     left = [f for f in facts if id(f) not in past]
     named = [f for f in left if f.role in _FOLLOW and _names(f.who, f.rank)[0][0]]
     final = [f for f in named if not later.went_on(f.path, f.line)]  # the job ended with these, or hung
@@ -257,7 +279,43 @@ def split(found: Collected, later: Later) -> tuple[list[Fact], list[Fact]]:
             if f.role is Role.EXIT and later.went_on(f.path, f.line):
                 over[f.path] = max(f.line, over.get(f.path, 0))
     past |= {id(f) for f in left if f.line <= over.get(f.path, 0)}
+    well = any(
+        p not in own and scope != "process" and not ends.after(p, line) for (p, scope), line in later.well.items()
+    )
+    if well and all(f.path in own for f in facts if id(f) not in past):
+        past |= {id(f) for f in facts if f.path in own}
     return [f for f in found.facts if id(f) not in past], [f for f in facts if id(f) in past]
+
+
+def _logs_of_nodes(found: Collected, later: Later, facts: Sequence[Fact]) -> set[Path]:
+    """Return the files that only the kernel or the host of a node writes: no rank, no step and no other failure is in them."""
+    of_job = {f.path for f in facts if f.name not in OF_NODES} | {p for p, _ in later.progress} | found.by_path.keys()
+    return {f.path for f in facts} - of_job
+
+
+def _survived(f: Fact, later: Later, own: Collection[Path]) -> bool:
+    """True if the job began later than an event of its node, or made progress for long after it, by the times in the lines."""
+    if (at := f.who.at) is None:
+        return False
+    began = min((apart(at, t) for p, t in later.begins.items() if p not in own), default=0.0)
+    zoned = at[0] == "utc" and all(t[0] == "utc" for p, t in later.begins.items() if p not in own)
+    f.early = began > REPORTED_S + ZONES_S * (not zoned)
+    return f.early or any(
+        _steps_after([apart(at, t) for t in times], zoned) for p, times in later.times.items() if p not in own
+    )
+
+
+def _steps_after(apart_s: Sequence[float], zoned: bool) -> bool:
+    """True if progress, so long after an event, shows that the job survived it; the last line comes first.
+
+    With other zones than the lines seem to have, the event may be what the last line was followed by.
+    """
+    if len(apart_s) < FEW or apart_s[FEW - 1] <= 0 or apart_s[0] < SURVIVED_S:
+        return False
+    pace_s = max(new - old for new, old in itertools.pairwise(apart_s))
+    before_s = max(SHOWN_S, 2 * pace_s)
+    fits = (apart_s[0] + before_s) % ZONE_S < before_s + SHOWN_S
+    return zoned or not fits or apart_s[0] > ZONES_S + before_s
 
 
 def _ended_well(f: Fact, later: Later, ends: _Ends) -> bool:
