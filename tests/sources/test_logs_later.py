@@ -126,7 +126,27 @@ def test_a_failure_that_ended_its_process_stays(tmp_path: Path, text: str, culpr
 )
 def test_an_exception_that_may_have_been_caught_is_suspected(tmp_path: Path, text: str, certainty: str) -> None:
     f = only(diagnose(tmp_path, text))
-    assert f.certainty == certainty and ("shows progress after it" in f.cost) == (certainty == "suspected"), f
+    assert f.certainty == certainty and ("progress that may be later" in f.cost) == (certainty == "suspected"), f
+
+
+@pytest.mark.parametrize(
+    ("before", "what", "after", "certainty"),
+    [
+        ("2031-03-02 08:05:10 ERROR clip 31 is odd\n", "main", 40, None),
+        ("2031-03-02 08:05:10 ERROR clip 31 is odd\n", "main", 12, "suspected"),
+        ("2031-03-02 08:05:10 start\nloss is low\n", "main", 40, "suspected"),  # when it was raised is not known
+        ("2031-03-02 08:05:10 ERROR clip 31 is odd\n", "<module>", 12, "proved"),
+    ],
+)
+def test_steps_in_the_file_of_another_rank(
+    tmp_path: Path, before: str, what: str, after: int, certainty: str | None
+) -> None:
+    steps = "".join(f"2031-03-02 08:{n:02}:00 step {n} loss 0.3\n" for n in range(after))
+    (tmp_path / "rank0.log").write_text(steps)
+    (tmp_path / "rank3.log").write_text(before + raised(3, "KeyError: 'x'", prefix="").replace("main", what))
+    report = diagnose_logs([str(tmp_path)])
+    assert report is not None
+    assert [f.certainty for f in report.findings] == ([certainty] if certainty else []), report
 
 
 @pytest.mark.parametrize("end", ["", TASK.format(5)])

@@ -317,7 +317,7 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
         and r.meaning.cause != "silent"
         and r.meaning.kind != "mismatch"
         and not (doubtful or of_node or in_collective or unordered or r.inferred or any(f.inferred for f in r.facts)),
-        cost="may have ended the job; the log shows progress after it"
+        cost="may have ended the job, but there is progress that may be later"
         if doubtful
         else "the job ended, or hangs without it",
     )

@@ -264,17 +264,18 @@ def split(found: Collected, later: Later) -> tuple[list[Fact], list[Fact]]:
     own = _logs_of_nodes(found, later, facts)
     for f in (f for f in facts if f.path in own):
         f.of_host = True
-        past |= {id(f)} if _survived(f, later, own) else set()
+        past |= {id(f)} if _outlived(f, later, own) else set()
     left = [f for f in facts if id(f) not in past]
     named = [f for f in left if f.role in _FOLLOW and _names(f.who, f.rank)[0][0]]
     final = [f for f in named if not later.went_on(f.path, f.line)]  # the job ended with these, or hung
     over: dict[Path, int] = {}  # the line at which a launcher saw a run end, before the last one
+    of_ranks = {p for p, _ in later.progress} & found.of_file.keys()
     for f in (f for f in left if f.role is not Role.STOP):
         until = min((end.line for end in final if end.path == f.path and end.line >= f.line), default=None)
-        f.doubtful = (
-            not f.uncaught and later.after(f.path, f.line) > 0 if not final else later.went_on(f.path, f.line, until)
-        )
-        if not final and _others_went_on(f, later, ends):
+        elsewhere = of_ranks - {f.path} if f.path in found.of_file else set()
+        progress = elsewhere or later.after(f.path, f.line)
+        f.doubtful = later.went_on(f.path, f.line, until) if final else bool(progress) and not f.uncaught
+        if not final and (_others_went_on(f, later, ends) or any(_survived(f.who.at, later, p) for p in elsewhere)):
             past.add(id(f))
             if f.role is Role.EXIT and later.went_on(f.path, f.line):
                 over[f.path] = max(f.line, over.get(f.path, 0))
@@ -293,27 +294,25 @@ def _logs_of_nodes(found: Collected, later: Later, facts: Sequence[Fact]) -> set
     return {f.path for f in facts} - of_job
 
 
-def _survived(f: Fact, later: Later, own: Collection[Path]) -> bool:
-    """True if the job began later than an event of its node, or made progress for long after it, by the times in the lines."""
+def _outlived(f: Fact, later: Later, own: Collection[Path]) -> bool:
+    """True if the job began later than an event of its node, or survived it, by the times in the lines."""
     if (at := f.who.at) is None:
         return False
     began = min((apart(at, t) for p, t in later.begins.items() if p not in own), default=0.0)
     zoned = at[0] == "utc" and all(t[0] == "utc" for p, t in later.begins.items() if p not in own)
     f.early = began > REPORTED_S + ZONES_S * (not zoned)
-    return f.early or any(
-        _steps_after([apart(at, t) for t in times], zoned) for p, times in later.times.items() if p not in own
-    )
+    return f.early or any(_survived(at, later, p, zoned) for p in later.times if p not in own)
 
 
-def _steps_after(apart_s: Sequence[float], zoned: bool) -> bool:
-    """True if progress, so long after an event, shows that the job survived it; the last line comes first.
+def _survived(at: Time | None, later: Later, path: Path, zoned: bool = True) -> bool:
+    """True if a file shows progress for so long after a failure that the job survived it.
 
-    With other zones than the lines seem to have, the event may be what the last line was followed by.
+    With other zones than the lines seem to have (not `zoned`), it may be what the last line was followed by.
     """
-    if len(apart_s) < FEW or apart_s[FEW - 1] <= 0 or apart_s[0] < SURVIVED_S:
+    apart_s = [apart(at, t) for t in later.times.get(path, ()) if not zoned or t[0] == at[0]] if at is not None else []
+    if len(apart_s) < FEW or apart_s[FEW - 1] <= 0 or apart_s[0] < SURVIVED_S:  # the last line comes first
         return False
-    pace_s = max(new - old for new, old in itertools.pairwise(apart_s))
-    before_s = max(SHOWN_S, 2 * pace_s)
+    before_s = max(SHOWN_S, 2 * max(new - old for new, old in itertools.pairwise(apart_s)))
     fits = (apart_s[0] + before_s) % ZONE_S < before_s + SHOWN_S
     return zoned or not fits or apart_s[0] > ZONES_S + before_s
 

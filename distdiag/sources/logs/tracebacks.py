@@ -88,6 +88,7 @@ class _Trace:
     frames: list[dict[str, object]] = field(default_factory=list)
     rank: int | None = None
     who: Writer | None = None  # of its first line
+    at: tuple[str, float] | None = None  # of the line before it
     margin: int = 0  # characters in front of each of its lines
     frame_at: int | None = None  # where the line before has its frame; the next line is source code
     uncaught: bool = False
@@ -114,6 +115,7 @@ class Tracebacks:
         self._spawned: int | None = None
         self._announced = -1, -1  # the rank that a logger's line reports to have failed, and which line
         self._ignored = self._warned = -1  # lines before a traceback
+        self._timed: tuple[object, int, tuple[str, float] | None] = None, -1, None  # the last line with a time
         self._exceptions: dict[tuple[object, ...], Fact] = {}  # the last one of each process
         self._unended: dict[tuple[object, ...], tuple[Fact, int]] = {}  # exceptions whose message ends with a colon
         self._before: dict[tuple[object, ...], Fact] = {}  # the one that was being handled when the next was raised
@@ -170,6 +172,8 @@ class Tracebacks:
         if "above exception" in text and (earlier := self._exceptions.pop(source, None)) is not None:
             self._before[source], earlier.direct = earlier, "direct cause" in text
             return True
+        if line.who.at is not None:
+            self._timed = source, line.order, line.who.at
         if "ank" in text and (of_logger := _ANNOUNCES.search(text)) is not None:
             self._announced = int(of_logger["rank"]), line.order
         if _WARNS.search(text) is not None or PASSES_OVER.search(text) is not None:
@@ -185,6 +189,8 @@ class Tracebacks:
         if rank is None and line.who.rank is None and self._announced[1] == line.order - 1:
             rank = self._announced[0]
         trace = _Trace(rank=rank, who=line.who, margin=line.text.index("Traceback ("))
+        if self._timed[:2] == (line.source, line.order - 1):  # of the program's own log, which has this traceback
+            trace.at = self._timed[2]
         trace.ignored = line.order == self._ignored + 1
         trace.warned = line.order == self._warned + 1
         self._traces[line.source] = self._traces[_anonymous(line)] = trace  # its other lines may have no prefix
@@ -244,6 +250,8 @@ class Tracebacks:
             return False
         if trace.who is not None and line.source == _anonymous(line):
             line.who = replace(trace.who, at=line.who.at or trace.who.at)
+        if trace.at is not None and line.who.at is None:
+            line.who = replace(line.who, at=trace.at)
         if trace.rank is not None:
             line.who = replace(line.who, rank=trace.rank)
         innermost = str(trace.frames[-1]["filename"]) if trace.frames else ""
