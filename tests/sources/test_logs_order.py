@@ -167,6 +167,7 @@ def test_a_node_s_event_before_or_long_before_the_end_of_the_job_is_a_note(
     report = diagnose_logs([str(tmp_path)])
     assert report is not None
     assert any(f.kind == "gpu" for f in report.findings) == found, report
+    assert "Traceback" in more or all("may have ended" in f.cost for f in report.findings if f.kind == "gpu")
     assert found or any("dmesg.txt; the job " in note and "caught" not in note for note in report.notes), report.notes
 
 

@@ -269,11 +269,11 @@ def split(found: Collected, later: Later) -> tuple[list[Fact], list[Fact]]:
     named = [f for f in left if f.role in _FOLLOW and _names(f.who, f.rank)[0][0]]
     final = [f for f in named if not later.went_on(f.path, f.line)]  # the job ended with these, or hung
     over: dict[Path, int] = {}  # the line at which a launcher saw a run end, before the last one
-    of_ranks = {p for p, _ in later.progress} & found.of_file.keys()
+    with_steps = {p for p, _ in later.progress}
     for f in (f for f in left if f.role is not Role.STOP):
         until = min((end.line for end in final if end.path == f.path and end.line >= f.line), default=None)
-        elsewhere = of_ranks - {f.path} if f.path in found.of_file else set()
-        progress = elsewhere or later.after(f.path, f.line)
+        elsewhere = with_steps & found.of_file.keys() - {f.path} if f.path in found.of_file else set()
+        progress = elsewhere or later.after(f.path, f.line) or (f.of_host and with_steps)
         f.doubtful = later.went_on(f.path, f.line, until) if final else bool(progress) and not f.uncaught
         if not final and (_others_went_on(f, later, ends) or any(_survived(f.who.at, later, p) for p in elsewhere)):
             past.add(id(f))

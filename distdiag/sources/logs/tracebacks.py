@@ -61,6 +61,7 @@ _ANNOUNCES = bounded(
 _WARNS = bounded(
     r"^(?!.{0,200}(?:ERROR|CRITICAL|NCCL WARN)).{0,80}?(?:\b(?:WARN(?:ING)?|INFO|DEBUG)\b|(?:^|[\]>|)] ?)[WI]\d{4} \d\d:\d\d:\d\d)"
 )
+_REPORTS = bounded(r"^.{0,200}\b(?:ERROR|CRITICAL|WARN(?:ING)?|[Ee]xception)\b")
 # whatever its level: the program passes over what failed
 PASSES_OVER = bounded(
     r"(?i:^(?=.{0,300}(?:error|exception|fail|could ?n[o']t|can ?not|can't|unable|corrupt|invalid|broken|bad\b)).{0,300}\b(?:skip(?:ped|ping|s)?|ignor(?:ed|ing|es)|falling back)\b)"
@@ -115,7 +116,11 @@ class Tracebacks:
         self._spawned: int | None = None
         self._announced = -1, -1  # the rank that a logger's line reports to have failed, and which line
         self._ignored = self._warned = -1  # lines before a traceback
-        self._timed: tuple[object, int, tuple[str, float] | None] = None, -1, None  # the last line with a time
+        self._timed: tuple[object, int, tuple[str, float] | None] = (
+            None,
+            -1,
+            None,
+        )  # the last report of an error with a time
         self._exceptions: dict[tuple[object, ...], Fact] = {}  # the last one of each process
         self._unended: dict[tuple[object, ...], tuple[Fact, int]] = {}  # exceptions whose message ends with a colon
         self._before: dict[tuple[object, ...], Fact] = {}  # the one that was being handled when the next was raised
@@ -172,7 +177,7 @@ class Tracebacks:
         if "above exception" in text and (earlier := self._exceptions.pop(source, None)) is not None:
             self._before[source], earlier.direct = earlier, "direct cause" in text
             return True
-        if line.who.at is not None:
+        if line.who.at is not None and _REPORTS.search(text) is not None:
             self._timed = source, line.order, line.who.at
         if "ank" in text and (of_logger := _ANNOUNCES.search(text)) is not None:
             self._announced = int(of_logger["rank"]), line.order
