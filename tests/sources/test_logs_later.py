@@ -15,8 +15,14 @@ from tests.sources.test_logs import diagnose, only, raised, table, timeout
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3.00 GiB."
 STEPS = "".join(f"step {i} loss 0.5{i}\n" for i in range(40, 44))
+TASK = "srun: error: n3: task {}: Exited with exit code 1\n"
+EVERY_50 = "".join(f"[rank0]: step {i} loss 0.5\n" for i in (300, 350, 400, 450))
 RESTART = "[default] Worker group FAILED. 2/3 attempts left; will restart worker group\n"
 LOST = "RuntimeError: [/p/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.9.0.4]:5131"
+
+
+def uncaught(rank: int, what: str) -> str:
+    return raised(rank, what).replace("in main", "in <module>")
 
 
 @pytest.mark.parametrize(
@@ -50,6 +56,16 @@ LOST = "RuntimeError: [/p/gloo/transport/tcp/pair.cc:547] Connection closed by p
         raised(0, OOM) + "[rank0]: Decreasing batch size to: 32\n 10%|# | 20/200 [00:09<01:00, 4.0it/s]\n",
         raised(0, OOM) + "{'train_runtime': 51.2, 'train_loss': 0.81, 'epoch': 1.0}\n",
         "[rank0]: CUDA out of memory. Tried to allocate 1 GiB. Trying batch size 8\n[rank0]: trainer finished, all done\n",
+        # a rank without steps: those of another one are more than can be in flight
+        raised(5, "ValueError: odd clip") + EVERY_50,
+        "[rank5]: ERROR clips: cannot read clip 31, skipping it\n"
+        + raised(5, "ValueError: odd")
+        + "[rank0]: step 40 loss 0.5\n",
+        raised(5, "ValueError: odd clip") + "0: [2031-03-02 08:00:00] done, 4 ranks, 900 iterations\n",
+        # the scheduler appended a later run
+        uncaught(5, "ImportError: no x") + EVERY_50,
+        uncaught(5, "ImportError: no x") + TASK.format(5) + EVERY_50,
+        uncaught(5, "ImportError: no x").replace("[rank5]: ", "") + TASK.format(5) + EVERY_50,
     ],
 )
 def test_a_failure_after_which_the_job_went_on_is_no_finding(tmp_path: Path, text: str) -> None:
@@ -81,6 +97,10 @@ def test_what_was_lost_before_a_restart_was_not_caught(tmp_path: Path, lost: str
         (STEPS + raised(3, OOM), (3,)),
         ("W0302 08:00:00.1 44 wds.py:8] skipping a sample\n" + raised(3, "OSError: x"), (3,)),
         (raised(3, OOM) + "[rank0]: step 41 loss 0.3\n", (3,)),
+        (raised(3, OOM) + "".join(f"[rank0]: step {i} loss 0.3\n" for i in range(60, 76)), (3,)),
+        (raised(3, OOM) + EVERY_50.replace("step", "eval step"), (3,)),
+        (uncaught(3, OOM) + EVERY_50 + uncaught(2, OOM), (2,)),
+        (uncaught(3, OOM) + TASK.format(3) + EVERY_50 + uncaught(2, OOM) + TASK.format(2), (2,)),
         (raised(3, OOM) + "[rank3]: step 41 loss 0.3\n" + table(3, 1, "Signal 1"), (3,)),
         (raised(3, "ValueError: 1") + "[rank3]: step 5\n" + raised(3, "KeyError: 'b'"), (3,)),
         (raised(2, "KeyError: 'y'") + RESTART + raised(2, "KeyError: 'y'"), (2,)),
@@ -92,6 +112,48 @@ def test_what_was_lost_before_a_restart_was_not_caught(tmp_path: Path, lost: str
 )
 def test_a_failure_that_ended_its_process_stays(tmp_path: Path, text: str, culprits: tuple[int, ...]) -> None:
     assert diagnose(tmp_path, text).findings[0].culprits == culprits
+
+
+@pytest.mark.parametrize(
+    ("text", "certainty"),
+    [
+        (raised(3, "KeyError: 'x'"), "proved"),
+        (raised(3, "KeyError: 'x'") + "[rank0]: step 41 loss 0.3\n", "suspected"),
+        (raised(3, "KeyError: 'x'") + "[rank0]: step 41 loss 0.3\n" + timeout(0), "proved"),
+        (raised(3, "KeyError: 'x'") + EVERY_50 + timeout(0), "suspected"),
+        (uncaught(3, "KeyError: 'x'") + "[rank0]: step 41 loss 0.3\n", "proved"),
+    ],
+)
+def test_an_exception_that_may_have_been_caught_is_suspected(tmp_path: Path, text: str, certainty: str) -> None:
+    f = only(diagnose(tmp_path, text))
+    assert f.certainty == certainty and ("progress that may be later" in f.cost) == (certainty == "suspected"), f
+
+
+@pytest.mark.parametrize(
+    ("before", "what", "after", "certainty"),
+    [
+        ("2031-03-02 08:05:10 ERROR clip 31 is odd\n", "main", 40, None),
+        ("2031-03-02 08:05:10 ERROR clip 31 is odd\n", "main", 12, "suspected"),
+        ("2031-03-02 08:05:10 start\nloss is low\n", "main", 40, "suspected"),  # when it was raised is not known
+        ("2031-03-02 08:05:10 ERROR clip 31 is odd\n", "<module>", 12, "proved"),
+    ],
+)
+def test_steps_in_the_file_of_another_rank(
+    tmp_path: Path, before: str, what: str, after: int, certainty: str | None
+) -> None:
+    steps = "".join(f"2031-03-02 08:{n:02}:00 step {n} loss 0.3\n" for n in range(after))
+    (tmp_path / "rank0.log").write_text(steps)
+    (tmp_path / "rank3.log").write_text(before + raised(3, "KeyError: 'x'", prefix="").replace("main", what))
+    report = diagnose_logs([str(tmp_path)])
+    assert report is not None
+    assert [f.certainty for f in report.findings] == ([certainty] if certainty else []), report
+
+
+@pytest.mark.parametrize("end", ["", TASK.format(5)])
+def test_the_note_on_an_earlier_run_does_not_call_its_end_caught(tmp_path: Path, end: str) -> None:
+    report = diagnose(tmp_path, uncaught(5, "ImportError: no x") + end + EVERY_50)
+    (note,) = (note for note in report.notes if "rank 5" in note)
+    assert "caught" not in note and ("by which a run in this log ended" in note) == bool(end)
 
 
 BARRIER = "torch.distributed.DistStoreError: Timed out initializing process group in store based barrier on rank: {}, for key: store_based_barrier_key:1 (world_size=4, num_workers_joined=3, timeout=0:30:00)"

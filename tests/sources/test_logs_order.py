@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from distdiag.sources.logs.verdict import diagnose_logs
+from distdiag.sources.logs.writers import apart, time_of
 from tests.sources.test_logs import about, counters, diagnose, only, raised, signal, table, timeout
 
 CUDA = "RuntimeError: CUDA error: an illegal memory access was encountered"
@@ -133,3 +134,53 @@ def test_a_file_that_begins_with_nul_bytes_is_a_log(tmp_path: Path) -> None:
     (tmp_path / "job.log").write_bytes(b"\0" * 200_000 + raised(1, CUDA).encode())
     report = diagnose_logs([str(tmp_path)])
     assert report is not None and only(report).culprits == (1,)
+
+
+EARLY, MEANWHILE, LATE = "[Sat Mar  1 04:00:00 2031] ", "[Sun Mar  2 08:13:00 2031] ", "[Sun Mar  2 13:31:00 2031] "
+LOG = "".join(f"2031-03-02 {8 + n // 60:02}:{n % 60:02}:00 step {n} loss 0.4\n" for n in range(0, 150, 2))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "more", "found"),
+    [
+        (EARLY + XID.format(pid=902), "", False),
+        (EARLY + XID.format(pid=902), raised(2, CUDA), False),
+        ("Mar 01 04:00:00 n7 kernel: " + XID.format(pid=902), "", False),
+        ("2031-03-02T05:00:00+01:00 n7 kernel: " + XID.format(pid=902), "", True),  # a zone may be between the clocks
+        (MEANWHILE + XID.format(pid=902), "", False),
+        (MEANWHILE.replace("08:13", "10:28") + XID.format(pid=902), "", True),  # when the job wrote last
+        (MEANWHILE.replace("08:13", "05:28") + XID.format(pid=902), "", True),  # the same, if its zone differs
+        (LATE + XID.format(pid=902), "", True),
+        (LATE + XID.format(pid=902), "2031-03-02 10:31:00 Training finished\n", False),
+        (LATE + XID.format(pid=902), "2031-03-02 10:31:00 Training finished\n" + raised(2, "ValueError: 1"), True),
+        (MEANWHILE + "mlx5_core 0000:5e:00.0 mlx5_2: Port: 1 Link DOWN\n", "", False),
+        (MEANWHILE + "Out of memory: Killed process 905 (python) total-vm:9kB\n", "", False),
+        (XID.format(pid=902), "", True),
+        (XID.format(pid=902), "2031-03-02 10:31:00 Training finished\n", False),
+    ],
+)
+def test_a_node_s_event_before_or_long_before_the_end_of_the_job_is_a_note(
+    tmp_path: Path, kernel: str, more: str, found: bool
+) -> None:
+    (tmp_path / "dmesg.txt").write_text(kernel)
+    (tmp_path / "train.log").write_text(LOG + more)
+    report = diagnose_logs([str(tmp_path)])
+    assert report is not None
+    assert any(f.kind == "gpu" for f in report.findings) == found, report
+    assert "Traceback" in more or all("may have ended" in f.cost for f in report.findings if f.kind == "gpu")
+    assert found or any("dmesg.txt; the job " in note and "caught" not in note for note in report.notes), report.notes
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "seconds"),
+    [
+        ("[Tue Dec 30 23:00:00 2031] x", "2031-12-31 01:00:00 x", 7200),
+        ("Dec 31 23:00:00 n7 x", "2032-01-01 01:00:00 x", 7200),
+        ("[E0228 23:00:00.1 x.cpp:1] x", "Mar  1 00:00:00 n7 x", 25 * 3600),  # it may be a leap year
+        ("0001-01-01T00:00:00+14:00 x", "Jan  1 00:00:00 n7 x", 14 * 3600 - 86400),
+    ],
+)
+def test_times_of_two_clocks(first: str, second: str, seconds: float) -> None:
+    a, b = time_of(first), time_of(second)
+    assert a is not None and b is not None
+    assert apart(a, b) == seconds

@@ -138,13 +138,23 @@ def test_different_exceptions_of_two_ranks_are_two_findings(tmp_path: Path) -> N
     ]
 
 
-def test_of_a_chain_of_exceptions_the_last_is_the_failure(tmp_path: Path) -> None:
-    text = (
-        trace("load", "KeyError: 'vocab'")
-        + "\nDuring handling of the above exception, another exception occurred:\n\n"
-        + trace("<module>", "ValueError: no vocabulary in config.json")
-    )
-    assert "raised ValueError: no vocabulary" in only(diagnose(tmp_path, text, "rank1.log")).message
+@pytest.mark.parametrize(
+    ("first", "last", "says", "do"),
+    [
+        ("KeyError: 'vocab'", "ValueError: no vocabulary in x.json", "raised ValueError: no vocabulary in x.json, because of KeyError: 'vocab'", ""),
+        ("OSError: [Errno 28] No space left on device", "FileNotFoundError: [Errno 2] No such file: 'p.tmp'", "raised OSError: [Errno 28] No space left on device at {0}; while handling that, it raised FileNotFoundError", "make room"),
+        ("ValueError: odd", "OSError: [Errno 28] No space left on device", "raised ValueError: odd at {0}; while handling that, it raised OSError", "make room"),
+        ("queue.Empty", "RuntimeError: DataLoader worker (pid(s) 8) exited unexpectedly", "raised RuntimeError: DataLoader worker", ""),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB.", "RuntimeError: CUDA error: unspecified launch failure", "ran out of GPU memory", ""),
+    ],
+)  # fmt: skip
+def test_of_a_chain_of_exceptions_the_first_is_the_reason(
+    tmp_path: Path, first: str, last: str, says: str, do: str
+) -> None:
+    text = trace("load", first, 31) + "\nDuring handling of the above exception, another exception occurred:\n\n"
+    f = only(diagnose(tmp_path, text + trace("<module>", last, 9), "rank1.log"))
+    site = f"{f.where[0].file.rpartition('/')[2]}:31 in load"
+    assert says.format(site) in f.message and do in f.advice
 
 
 def test_an_exception_that_leaves_the_script_was_not_caught_however_much_is_printed_after_it(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from distdiag.sources.logs.later import Later
 from distdiag.sources.logs.patterns import TABLE, Role
 from distdiag.sources.logs.recorded import MARK, Recorded
 from distdiag.sources.logs.tables import Tables, rank_of
-from distdiag.sources.logs.tracebacks import PROSE, Tracebacks
+from distdiag.sources.logs.tracebacks import PASSES_OVER, PROSE, Tracebacks
 from distdiag.sources.logs.writers import Writer, messages, plain, time_of
 from distdiag.terms.untrusted import MAX_RANKS, bounded, is_rank
 
@@ -102,7 +102,8 @@ class Collector:
             )  # else it is wrapped
             out.facts[first:] = self._of_last_run(list(new))
             failed = min((f.line for f in out.facts[first:] if f.role not in (Role.FACT, Role.HINT)), default=None)
-            self.later.read(path, self._bounds.tail, failed)
+            self.later.begin(path, bounds.head)
+            self.later.read(path, bounds.tail, failed)
             if any(f.name == "cancelled" for f in out.facts[first:]) and (pace := later.pace(self._bounds.tail)):
                 out.pace[path] = pace
             out.files.append(path)
@@ -221,7 +222,7 @@ class Collector:
             self._add("horovod_stall", Role.WAIT, m.groupdict(), line)
         elif self._last_error == (line.source, self._order):
             self._add("nccl_warning", Role.HINT, {"what": _PREFIXES.sub("", text, count=1)[:200]}, line)
-        elif not line.who.mild and _ERRORS.search(text):
+        elif not line.who.mild and _ERRORS.search(text) and PASSES_OVER.search(text) is None:
             self.result.unknown.append((line.path, line.number, text.strip()[:200]))
 
     def _add(self, name: str, role: Role, groups: Mapping[str, str | None], line: Line) -> Fact | None:

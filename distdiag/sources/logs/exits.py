@@ -158,8 +158,8 @@ def _killed_by_launcher(ends: list[Fact], memory: bool) -> list[Fact]:
     A process with a fault in native code failed by itself; unless memory ran out, the others were killed after it.
     """
     fault = not memory and any(_by(end) in _FAULTS for end in ends)
-    at = [end.who.at[1] for end in ends if end.who.at and _by(end) not in _SENT]
-    first_s = min(at, default=0.0)
+    at = sorted((end.who.at for end in ends if end.who.at and _by(end) not in _SENT), reverse=True)
+    first_s = dict(at)  # by clock
     failed = (end for end in ends if _launcher(end) == "srun" and _by(end) not in ("SIGKILL", "SIGTERM"))
     first = min((end.order for end in failed), default=MAX_INT)
     killed = [end for end in ends if _by(end) == "SIGKILL"]
@@ -168,7 +168,7 @@ def _killed_by_launcher(ends: list[Fact], memory: bool) -> list[Fact]:
         for end in killed
         if fault
         or (_launcher(end) == "srun" and end.order > first)  # its lines are in the order of time
-        or (end.who.at is not None and end.who.at[1] - first_s > AFTER_FIRST_S)
+        or (end.who.at is not None and end.who.at[1] - first_s[end.who.at[0]] > AFTER_FIRST_S)
     ]
 
 

@@ -148,7 +148,7 @@ def _without_reports(reasons: list[Reason]) -> list[Reason]:
 
 
 def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, found: Collected) -> None:
-    text, others = text_of(f, meaning), _memory_of_others(f) if f.name == "cuda_oom" else ""
+    text, others = text_of(f, meaning), _memory_of_others(f) if f.name == "cuda_oom" else _raised_next(f)
     place = f"{f.site.file}:{f.site.line}" if f.site is not None and f.name == "exception" else ""
     key = (f.name, _NUMBER.sub("#", text + others) + place)
     if pci := f.fields.get("pci"):  # all that the driver reports of one device is one event
@@ -200,7 +200,7 @@ def _has_process(r: Reason, f: Fact) -> bool:
 def _of_exception(f: Fact, ranks: int) -> str:
     """Return what to do about an exception, by its line and what the next line says of it."""
     more = f.fields.get("what", "")
-    first = remedy(f.fields.get("cause", ""), meanings.GENERAL[min(ranks, 2)])
+    first = remedy(f.fields.get("cause", f.fields.get("then", "")), meanings.GENERAL[min(ranks, 2)])
     return remedy(f.text if more in f.text else f"{f.text} {more}", first)
 
 
@@ -215,6 +215,11 @@ def text_of(f: Fact, meaning: Meaning) -> str:
     elif f.name == "port_in_use":
         fields["port"] = f"port {fields['port']}" if fields["port"] else "the port"
     return meaning.text.format_map(fields)
+
+
+def _raised_next(f: Fact) -> str:
+    """Return the exception that followed from this one, in the code that handled it; empty if none did."""
+    return f"; while handling that, it raised {shortened(f.fields['then'], 120)}" if "then" in f.fields else ""
 
 
 def _gib(size: Sequence[str]) -> float:
@@ -296,6 +301,7 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     nodes = {f.who.label for f in r.facts} if of_node else set()
     if nodes == {""}:
         advice += "; the log does not name the node: the rank is the same only on the first one"
+    doubtful = bool(r.facts) and all(f.doubtful for f in r.facts)
     sites = r.sites or {}
     common = next((f.site for f in r.facts if f.site is not None and f.role is not Role.EXIT), None)
     return finding(
@@ -310,8 +316,10 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
         proved=bool(ranks)
         and r.meaning.cause != "silent"
         and r.meaning.kind != "mismatch"
-        and not (of_node or in_collective or unordered or r.inferred or any(f.inferred for f in r.facts)),
-        cost="the job ended, or hangs without it",
+        and not (doubtful or of_node or in_collective or unordered or r.inferred or any(f.inferred for f in r.facts)),
+        cost="may have ended the job, but there is progress that may be later"
+        if doubtful
+        else "the job ended, or hangs without it",
     )
 
 

@@ -23,7 +23,19 @@ WAITED = (Role.WAIT, Role.VICTIM)
 OWN = (
     "xid", "sxid", "host_fault", "gpu_init", "amd_fault", "node_lost", "ecc", "device_lost", "shm_full", "port_error", "duplicate_gpu", "rank_twice", "host_oom",
 )  # fmt: skip
-
+# what the kernel or the host reports, whichever job it hits
+OF_NODES = (
+    "xid",
+    "sxid",
+    "gpu_init",
+    "device_lost",
+    "amd_fault",
+    "hip_error",
+    "port_error",
+    "host_fault",
+    "host_oom",
+    "exit_shell",
+)
 
 _FUNCTION = bounded(r"\.\d$")  # of a PCI device
 _NUMBER = bounded(r"\d{1,6}")

@@ -10,27 +10,41 @@ import bisect
 import itertools
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from distdiag.sources.logs.facts import Collected, Fact, Loss
+from distdiag.sources.logs.join import OF_NODES
 from distdiag.sources.logs.patterns import Role
 from distdiag.sources.logs.tracebacks import FOLLOWERS
-from distdiag.sources.logs.writers import Writer, messages, plain, time_of
-from distdiag.terms.untrusted import bounded
+from distdiag.sources.logs.writers import Writer, apart, messages, plain, time_of
+from distdiag.terms.untrusted import MAX_INT, bounded
 
 # lines read: of all files, of one with a failure, of any other, at least, before a failure
 MOST_LINES, OF_FILE, LAST, LEAST, BEFORE = (1 << 12, 256, 12, 4, 48)
 # lines of progress after which a failure is past: of its process, of no name, of others
 OWN_LINES, NAMELESS, OTHERS = (1, 3, 20)
+# steps of one process after which nothing from before them is in flight: a rank goes on without the others until its next collective,
+# at most to the end of its accumulated gradients or of the kernels that its host has queued
+MANY_STEPS = 100
 FEW = 3  # lines of progress by which its pace is known; equal lines that are a monitor's
+MOST_WITHOUT_TIME = 64  # lines at the begin of a file
+# a job that goes on for so long after an event of its node has survived it; a timeout that follows from one is reported no later
+SURVIVED_S, REPORTED_S = 600.0, 3600.0
+# clocks without a zone differ by up to so much, in such steps; progress is shown so late
+ZONES_S, ZONE_S, SHOWN_S = 14 * 3600.0, 1800.0, 300.0
+Time = tuple[str, float]  # clock, seconds
 _NUMBER = bounded(r"\d+")
 _ENDS = (Role.CAUSE, Role.WAIT, Role.VICTIM, Role.START, Role.EXIT)
 OF_LAUNCHERS = ("exit", "ended", "exit_unnamed")  # how torchrun and its like report the end of ranks
 _FOLLOW = (Role.WAIT, Role.VICTIM, Role.START, Role.EXIT)
 _PROGRESS = bounded(
     r"\b(?:[Ss]teps?|[Ee]poch|EPOCH|[Ii]ter(?:ation)?s?|it|[Bb]atch|global_step)\b\W{0,3}\d|\d%\||\d(?:it/s|s/it)\b|\bloss\W{1,3}\d|'loss': |\b(?:Decode|Prefill) batch\b|\bgeneration throughput: \d"
+)
+# the number of a training step, in a line that shows its loss
+_STEP = bounded(
+    r"^(?=.{0,999}\b(?:loss|lr|grad))(?!.{0,999}\b(?i:eval|valid|test)).{0,999}?(?:\b(?:global_)?(?:[Ss]teps?|[Ii]t(?:er(?:ation)?s?)?)\b\W{0,12}(?P<step>\d{1,9})|[\[ |](?P<bar>\d{1,9})/\d{1,9}(?:\]| \[\d))"
 )
 _NO_PROGRESS = bounded(r"(?:Error|Exception)(?::|$)|\b(?:ERROR|FATAL|[Ff]ailed|[Tt]imed? ?out|NCCL WARN|Loading)\b")
 PREFIX = bounded(r"^(?:\d{1,6}: )?(?:\[[^\]]*\]:? ?){0,3}")
@@ -57,6 +71,7 @@ _WELL = (
     ("job", bounded(r"(?i:\b(?:Job)?State[=: ]{1,4}COMPLETED\b|\bCOMPLETED\s{1,9}0:0\b|\bjob '?[\w.-]{1,80}'? (?:succeeded|finished successfully)|\bphase: {1,9}Succeeded)")),
     ("file", bounded(r"(?i:\b(?:train(?:ing|er)?|run|job|fit|workflow|experiment|all (?:epochs|steps|done))\b.{0,24}\b(?:finished|(?<!to )completed?|done|succeeded)\b)" + _BUT)),
     ("file", bounded(r"max_(?:steps|epochs)=\d{1,9}`? reached|(?:^|=) ?\d{1,6} passed\b|^\{'train_runtime': " + _BUT)),
+    ("file", bounded(r"^(?!.{0,200}\b(?i:eval|val|test|warm|load|sav)).{0,200}?(?:^|[\]:|)>-] ?)(?i:(?:all )?(?:done|finished|completed?)[,:;.!]).{0,60}\b\d[\d,]{0,12} (?:iterations|iters|steps|epochs|updates)\b" + _BUT)),
     ("agent", _AGENT),
     ("process", bounded(r"(?i:\b(?:exit(?:s|ed|ing)?|return(?:ed)?|finished) ?(?:with )?(?:code|status)?[ =:]{0,9}(?:0\b(?![.:\d])|successfully))")),
 )  # fmt: skip
@@ -68,19 +83,30 @@ class Later:
 
     Attributes:
         progress: Negative numbers of lines with progress, by file and process; those of all processes with None.
+        steps: (negative number of a line, training step that it shows) of each file and process.
         well: Last lines by (file, what they speak of) that say that it ended well.
         restarts: The last line of each file by which a launcher started the ranks again, or a step was tried again.
     """
 
     progress: dict[tuple[Path, object], list[int]] = field(default_factory=dict)
+    steps: dict[Path, dict[object, list[tuple[int, int]]]] = field(default_factory=dict)
     well: dict[tuple[Path, str], int] = field(default_factory=dict)
     restarts: dict[Path, int] = field(default_factory=dict)
+    begins: dict[Path, Time] = field(default_factory=dict)  # the first time in each file
+    times: dict[Path, list[Time]] = field(default_factory=dict)  # of the lines with progress, the last one first
     took: dict[tuple[str, object], tuple[float, str]] = field(default_factory=dict)
     loss: dict[tuple[Path, int | None], Loss] = field(default_factory=dict)  # the last ones of each rank
     said: dict[tuple[Path, int | None, int | None], str] = field(default_factory=dict)  # the last line by rank and task
     errors: dict[Path, tuple[int, str, Writer]] = field(default_factory=dict)  # of a file's last lines
     left: int = MOST_LINES
     nan: bool = False  # all losses of the file that is read, so far
+
+    def begin(self, path: Path, head: bytes) -> None:
+        """Note the time that the begin of a file shows."""
+        lines = head.decode("utf-8", "replace").splitlines()[:MOST_WITHOUT_TIME]
+        times = (who.at for line in lines for _, who in messages(plain(line)) if who.at is not None)
+        if (first := next(times, None)) is not None:
+            self.begins[path] = first
 
     def read(self, path: Path, tail: Sequence[tuple[int, bytes]], after: int | None) -> None:
         """Read the end of a file, its last line first.
@@ -136,8 +162,13 @@ class Later:
                 self.took.setdefault(name, (float(m["s"]), PREFIX.sub("", text).strip()))
         if _PROGRESS.search(text) is None or _NO_PROGRESS.search(text) is not None:
             return
-        for key in (*_names(who, who.rank), None):
+        if who.at is not None:
+            self.times.setdefault(path, []).append(who.at)
+        names = _names(who, who.rank)
+        for key in (*names, None):
             self.progress.setdefault((path, key), []).append(-number)
+        if (m := _STEP.search(text)) is not None:
+            self.steps.setdefault(path, {}).setdefault(names[0], []).append((-number, int(m["step"] or m["bar"])))
 
     def after(self, path: Path, line: int, key: object = None) -> int:
         """Return how many lines of progress come after a line."""
@@ -146,6 +177,18 @@ class Later:
     def between(self, path: Path, first: int, last: int, key: object = None) -> int:
         """Return how many lines of progress are between two lines."""
         return self.after(path, first, key) - self.after(path, last, key)
+
+    def went_on(self, path: Path, first: int, last: int | None = None) -> bool:
+        """True if more progress than can be in flight is between two lines: a synchronous job makes it only with all its ranks."""
+        lines = self.after(path, first) - (self.after(path, last) if last is not None else 0)
+        if not 1 < lines < OTHERS:
+            return lines >= OTHERS
+        newest = (-last, MAX_INT) if last is not None else (-MAX_INT, 0)
+        for steps in self.steps[path].values() if path in self.steps else ():
+            shown = steps[bisect.bisect_right(steps, newest) : bisect.bisect_left(steps, (-first, 0))]
+            if sum(max(0, new[1] - old[1]) for new, old in itertools.pairwise(shown)) >= MANY_STEPS:
+                return True
+        return False
 
 
 def pace(tail: Sequence[tuple[int, bytes]]) -> tuple[float, float] | None:
@@ -204,13 +247,10 @@ def _begins(facts: Sequence[Fact], later: Later) -> dict[Path, int]:
     for f in sorted((f for f in facts if f.role in _ENDS), key=lambda f: -f.line):
         after = failed.get(f.path)
         failed[f.path] = f
-        if f.name not in OF_LAUNCHERS or after is None or after.role not in (Role.CAUSE, Role.EXIT) or f.path in out:
+        if f.role is not Role.EXIT or after is None or after.role not in (Role.CAUSE, Role.EXIT) or f.path in out:
             continue
-        if later.between(f.path, f.line, after.line) >= FEW and any(
-            later.between(path, f.line, after.line, key) >= FEW
-            for path, key in later.progress
-            if path == f.path and key
-        ):
+        few = any(later.between(p, f.line, after.line, key) >= FEW for p, key in later.progress if p == f.path and key)
+        if (f.name in OF_LAUNCHERS and few) or later.went_on(f.path, f.line, after.line):
             out[f.path] = f.line + 1
     return out
 
@@ -221,10 +261,60 @@ def split(found: Collected, later: Later) -> tuple[list[Fact], list[Fact]]:
     ends = _Ends(facts, later)
     job = any(scope == "job" and not ends.after(path, line) for (path, scope), line in later.well.items())
     past = {id(f) for f in facts if job or _ended_well(f, later, ends) or _went_on(f, later, ends)}
+    own = _logs_of_nodes(found, later, facts)
+    for f in (f for f in facts if f.path in own):
+        f.of_host = True
+        past |= {id(f)} if _outlived(f, later, own) else set()
     left = [f for f in facts if id(f) not in past]
-    if not any(f.role in _FOLLOW and later.after(f.path, f.line) < OTHERS for f in left if _names(f.who, f.rank)[0][0]):
-        past |= {id(f) for f in left if not f.uncaught and f.role is not Role.STOP and _others_went_on(f, later, ends)}
+    named = [f for f in left if f.role in _FOLLOW and _names(f.who, f.rank)[0][0]]
+    final = [f for f in named if not later.went_on(f.path, f.line)]  # the job ended with these, or hung
+    over: dict[Path, int] = {}  # the line at which a launcher saw a run end, before the last one
+    with_steps = {p for p, _ in later.progress}
+    for f in (f for f in left if f.role is not Role.STOP):
+        until = min((end.line for end in final if end.path == f.path and end.line >= f.line), default=None)
+        elsewhere = with_steps & found.of_file.keys() - {f.path} if f.path in found.of_file else set()
+        progress = elsewhere or later.after(f.path, f.line) or (f.of_host and with_steps)
+        f.doubtful = later.went_on(f.path, f.line, until) if final else bool(progress) and not f.uncaught
+        if not final and (_others_went_on(f, later, ends) or any(_survived(f.who.at, later, p) for p in elsewhere)):
+            past.add(id(f))
+            if f.role is Role.EXIT and later.went_on(f.path, f.line):
+                over[f.path] = max(f.line, over.get(f.path, 0))
+    past |= {id(f) for f in left if f.line <= over.get(f.path, 0)}
+    well = any(
+        p not in own and scope != "process" and not ends.after(p, line) for (p, scope), line in later.well.items()
+    )
+    if well and all(f.path in own for f in facts if id(f) not in past):
+        past |= {id(f) for f in facts if f.path in own}
     return [f for f in found.facts if id(f) not in past], [f for f in facts if id(f) in past]
+
+
+def _logs_of_nodes(found: Collected, later: Later, facts: Sequence[Fact]) -> set[Path]:
+    """Return the files that only the kernel or the host of a node writes: no rank, no step and no other failure is in them."""
+    of_job = {f.path for f in facts if f.name not in OF_NODES} | {p for p, _ in later.progress} | found.by_path.keys()
+    return {f.path for f in facts} - of_job
+
+
+def _outlived(f: Fact, later: Later, own: Collection[Path]) -> bool:
+    """True if the job began later than an event of its node, or survived it, by the times in the lines."""
+    if (at := f.who.at) is None:
+        return False
+    began = min((apart(at, t) for p, t in later.begins.items() if p not in own), default=0.0)
+    zoned = at[0] == "utc" and all(t[0] == "utc" for p, t in later.begins.items() if p not in own)
+    f.early = began > REPORTED_S + ZONES_S * (not zoned)
+    return f.early or any(_survived(at, later, p, zoned) for p in later.times if p not in own)
+
+
+def _survived(at: Time | None, later: Later, path: Path, zoned: bool = True) -> bool:
+    """True if a file shows progress for so long after a failure that the job survived it.
+
+    With other zones than the lines seem to have (not `zoned`), it may be what the last line was followed by.
+    """
+    apart_s = [apart(at, t) for t in later.times.get(path, ()) if not zoned or t[0] == at[0]] if at is not None else []
+    if len(apart_s) < FEW or apart_s[FEW - 1] <= 0 or apart_s[0] < SURVIVED_S:  # the last line comes first
+        return False
+    before_s = max(SHOWN_S, 2 * max(new - old for new, old in itertools.pairwise(apart_s)))
+    fits = (apart_s[0] + before_s) % ZONE_S < before_s + SHOWN_S
+    return zoned or not fits or apart_s[0] > ZONES_S + before_s
 
 
 def _ended_well(f: Fact, later: Later, ends: _Ends) -> bool:
@@ -258,6 +348,8 @@ def _went_on(f: Fact, later: Later, ends: _Ends) -> bool:
 
 
 def _others_went_on(f: Fact, later: Later, ends: _Ends) -> bool:
-    """True if any process made progress for so long that the job cannot have ended by a failure."""
-    nameless = not _names(f.who, f.rank)[0][0] and not ends.exit
-    return later.after(f.path, f.line) >= OTHERS or (nameless and later.after(f.path, f.line, ("", None)) >= NAMELESS)
+    """True if any process made more progress than the job can without the one that failed."""
+    if _names(f.who, f.rank)[0][0]:
+        return later.went_on(f.path, f.line)
+    nameless = not ends.exit and later.after(f.path, f.line, ("", None)) >= NAMELESS
+    return not f.uncaught and (nameless or later.went_on(f.path, f.line))

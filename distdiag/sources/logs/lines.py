@@ -25,6 +25,7 @@ TRACEBACK = b"Traceback (most recent call last)"
 LINES_AFTER = 3  # a frame of a traceback, its source, its marks, and what was raised
 MAX_LINE_BYTES = 1 << 15  # the rest of a longer line is not read
 TAIL_BLOCKS = 4  # at the end of a file
+HEAD_BYTES = 1 << 13  # that may show when it was begun
 NEAR_LINES = 200  # after a frame, in which an exception may follow: tracebacks of several ranks are interleaved
 ALL_EQUAL = 256  # lines of a shape that are read, whoever wrote them; a shape is a line without digits
 EQUAL_OF_WRITER = 16  # further lines of a shape, of one writer in one file
@@ -79,6 +80,7 @@ class Bounds:
         late: True if lines of the file were left out that differ from those before; its end is read even so.
         ranks: Those that write lines at the begin and the end of the files.
         pids, on_host: Rank of each pid, and ranks of each address, that such a line names with it.
+        head: The first bytes of the file.
         tail: The last blocks of the file, each with the number of its first line.
     """
 
@@ -96,11 +98,12 @@ class Bounds:
         self.ranks: set[int] = set()
         self.pids: dict[int, int] = {}
         self.on_host: dict[str, set[int]] = {}
+        self.head = b""
         self.tail: deque[tuple[int, bytes]] = deque()
 
     def start(self, path: Path) -> None:
         """Begin with a file."""
-        self._path, self.late, self.tail, self.pids = path, False, deque(), {}
+        self._path, self.late, self.head, self.tail, self.pids = path, False, b"", deque(), {}
         self._after = self._near = -1
 
     def note_writers(self, block: bytes) -> None:
@@ -216,6 +219,7 @@ def lines(path: Path, bounds: Bounds, column: int | None = None) -> Iterator[tup
             for block in _blocks(f) if column is None else folded.at_column(_blocks(f), column):
                 if number == 1:
                     bounds.note_writers(block)
+                    bounds.head = block[:HEAD_BYTES]
                     rich = folded.is_rich(block)
                 if (rich and folded.ERROR in block) or (folded.RARE in block and folded.RICH in block):
                     block = folded.of_rich(block)

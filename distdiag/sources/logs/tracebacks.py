@@ -61,6 +61,11 @@ _ANNOUNCES = bounded(
 _WARNS = bounded(
     r"^(?!.{0,200}(?:ERROR|CRITICAL|NCCL WARN)).{0,80}?(?:\b(?:WARN(?:ING)?|INFO|DEBUG)\b|(?:^|[\]>|)] ?)[WI]\d{4} \d\d:\d\d:\d\d)"
 )
+_REPORTS = bounded(r"^.{0,200}\b(?:ERROR|CRITICAL|WARN(?:ING)?|[Ee]xception)\b")
+# whatever its level: the program passes over what failed
+PASSES_OVER = bounded(
+    r"(?i:^(?=.{0,300}(?:error|exception|fail|could ?n[o']t|can ?not|can't|unable|corrupt|invalid|broken|bad\b)).{0,300}\b(?:skip(?:ped|ping|s)?|ignor(?:ed|ing|es)|falling back)\b)"
+)
 _SPAWNED = bounded(r"-- Process (\d{1,6}) terminated with the following error")
 _RAY = bounded(
     r"\bray::[^\s(]{1,200}(?:\(\))? \(pid=(?P<pid>\d{1,9}), ip=(?P<ip>[\w.:]{3,60})"
@@ -69,6 +74,8 @@ _OF_RANK = bounded(r"\(RANK (\d{1,6})\)")  # a checkpoint's exception, of anothe
 # exceptions of a launcher, or those by which a rank fails after others
 FOLLOWERS = ("CheckpointException", "ChildFailedError", "SignalException", "CalledProcessError", "ProcessRaisedException", "RayTaskError", "RayActorError",
               "ActorDiedError", "EngineDeadError", "CancelledError", "DeadlockDetectedException", "SystemExit", "ProcessExitedException")  # fmt: skip
+# exceptions by which a program asks what there is: the one that its handler raises shows more
+_QUESTIONS = ("KeyError", "AttributeError", "IndexError", "StopIteration", "Empty")
 # an open quotation in a sentence, a list or a call, a raise statement, or the middle of a sentence
 PROSE = bounded(r"(?:\w |[\[{,] ?|[a-z_]\()[\"'](?=[^\"']{0,400}$)|\braise \w|[a-z] $")
 # the frames that faulthandler prints, innermost first; of the thread that failed, or of another one
@@ -82,6 +89,7 @@ class _Trace:
     frames: list[dict[str, object]] = field(default_factory=list)
     rank: int | None = None
     who: Writer | None = None  # of its first line
+    at: tuple[str, float] | None = None  # of the line before it
     margin: int = 0  # characters in front of each of its lines
     frame_at: int | None = None  # where the line before has its frame; the next line is source code
     uncaught: bool = False
@@ -108,6 +116,11 @@ class Tracebacks:
         self._spawned: int | None = None
         self._announced = -1, -1  # the rank that a logger's line reports to have failed, and which line
         self._ignored = self._warned = -1  # lines before a traceback
+        self._timed: tuple[object, int, tuple[str, float] | None] = (
+            None,
+            -1,
+            None,
+        )  # the last report of an error with a time
         self._exceptions: dict[tuple[object, ...], Fact] = {}  # the last one of each process
         self._unended: dict[tuple[object, ...], tuple[Fact, int]] = {}  # exceptions whose message ends with a colon
         self._before: dict[tuple[object, ...], Fact] = {}  # the one that was being handled when the next was raised
@@ -164,9 +177,11 @@ class Tracebacks:
         if "above exception" in text and (earlier := self._exceptions.pop(source, None)) is not None:
             self._before[source], earlier.direct = earlier, "direct cause" in text
             return True
+        if line.who.at is not None and _REPORTS.search(text) is not None:
+            self._timed = source, line.order, line.who.at
         if "ank" in text and (of_logger := _ANNOUNCES.search(text)) is not None:
             self._announced = int(of_logger["rank"]), line.order
-        if _WARNS.search(text) is not None:
+        if _WARNS.search(text) is not None or PASSES_OVER.search(text) is not None:
             self._warned = line.order
         if (found := _SPAWNED.search(text)) is not None:
             self._spawned = int(found[1])
@@ -179,6 +194,8 @@ class Tracebacks:
         if rank is None and line.who.rank is None and self._announced[1] == line.order - 1:
             rank = self._announced[0]
         trace = _Trace(rank=rank, who=line.who, margin=line.text.index("Traceback ("))
+        if self._timed[:2] == (line.source, line.order - 1):  # of the program's own log, which has this traceback
+            trace.at = self._timed[2]
         trace.ignored = line.order == self._ignored + 1
         trace.warned = line.order == self._warned + 1
         self._traces[line.source] = self._traces[_anonymous(line)] = trace  # its other lines may have no prefix
@@ -238,6 +255,8 @@ class Tracebacks:
             return False
         if trace.who is not None and line.source == _anonymous(line):
             line.who = replace(trace.who, at=line.who.at or trace.who.at)
+        if trace.at is not None and line.who.at is None:
+            line.who = replace(line.who, at=trace.at)
         if trace.rank is not None:
             line.who = replace(line.who, rank=trace.rank)
         innermost = str(trace.frames[-1]["filename"]) if trace.frames else ""
@@ -261,15 +280,24 @@ class Tracebacks:
         return True
 
     def _chained(self, earlier: Fact, fact: Fact) -> Fact:
-        """Return which of two exceptions counts, the second of which was raised while the first was handled."""
-        if earlier.name != "exception" and fact.name == "exception":  # the first one is known to be the reason
+        """Return which of two exceptions counts, the second of which was raised while the first was handled.
+
+        The first one is the reason; one of a known kind counts more than any other.
+        """
+        if earlier.name != "exception" and (fact.name == "exception" or not earlier.direct):
             self._found.facts.remove(fact)
             earlier.site, earlier.uncaught = fact.site or earlier.site, fact.uncaught
             return earlier
-        self._found.facts.remove(earlier)  # one failure: the last exception is what the process ended with
-        if earlier.direct and earlier.name == fact.name == "exception":
-            first = f"{earlier.fields['type']}: {earlier.fields['what']}".removesuffix(": ")
+        self._found.facts.remove(earlier)  # one failure: the process ended with the last exception
+        if earlier.name != "exception" or fact.name != "exception":
+            return fact
+        fact.warned = fact.warned or earlier.warned
+        first, last = (f"{f.fields['type']}: {f.fields['what']}".removesuffix(": ") for f in (earlier, fact))
+        if earlier.direct or earlier.fields["type"] in _QUESTIONS:
             fact.fields["cause"] = earlier.fields.get("cause", first)
+        elif first != last:
+            fact.fields = earlier.fields | {"then": last}
+            fact.text, fact.site = earlier.text, earlier.site or fact.site
         return fact
 
     def _exception(self, m: re.Match[str], innermost: str, line: Line) -> Fact | None:

@@ -281,9 +281,12 @@ def _world(found: Collected) -> int | None:
 def _of_the_past(past: list[Fact]) -> str:
     """Return a note on failures after which the job went on."""
     e = next((f for f in past if f.role is Role.CAUSE), past[0])
-    if any(f.name in later.OF_LAUNCHERS and f.path == e.path and f.line > e.line for f in past):
+    ends = [f for f in past if f.path == e.path and f.line > e.line]
+    if any(f.name in later.OF_LAUNCHERS or (f.role is Role.EXIT and f.rank == e.rank) for f in ends):
         return f"{_in_short(e)}, by which a run in this log ended; the job went on, or ended well, in a later one"
-    if e.role in (Role.EXIT, Role.STOP):
+    if e.of_host or e.name == "port_error":
+        return f"{_in_short(e)}; the job {'began later' if e.early else 'went on after that, or ended well'}"
+    if e.role in (Role.EXIT, Role.STOP) or e.uncaught:
         return f"{_in_short(e)}; the job went on without it or was started again, or ended well"
     return f"{_in_short(e)}, and the job went on or ended well: it was probably caught, retried or quoted ({count(len(past), 'such line')})"
 
@@ -292,10 +295,11 @@ def _in_short(f: Fact) -> str:
     """Return who failed, how, and on which line."""
     rank = next((r for r in (f.rank, f.who.rank, f.number("r")) if r is not None), None)
     node = f"node {f.fields['node']}" if "node" in f.fields else ""
-    who = f"rank {rank}" if rank is not None else node or f.who.name or "a process"
     known = MEANINGS.get(f.name)
+    nobody = known.subject if known else "a process"
+    who = f"rank {rank}" if rank is not None else node or f.who.name or nobody
     what = failures.text_of(f, known) if known else f"printed `{shortened(f.text.strip(), 120)}`"
-    return f"{who} {what} on line {f.line:,}"
+    return f"{who} {what} on line {f.line:,}" + (f" of {f.file}" if f.file else "")
 
 
 def _notes(found: Collected, findings: Sequence[Finding], judged: bool) -> list[str]:

@@ -53,6 +53,11 @@ _C10 = bounded(r"\[[EWIF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)")
 _ISO = bounded(
     r"\b(\d{4}-\d\d-\d\d)[T_ ](\d\d):(\d\d):(\d\d)(?:[.,]\d{1,9})?(?: ?(?P<zone>Z\b|[+-]\d\d:?\d\d\b(?!-)))?"
 )
+# of the kernel: `dmesg -T`, and the journal, which leaves out the year
+_CTIME = bounded(r"^\[?[A-Z][a-z]{2} ([A-Z][a-z]{2}) {1,2}(\d{1,2}) (\d\d):(\d\d):(\d\d) (\d{4})\]? ")
+_SYSLOG = bounded(r"^([A-Z][a-z]{2}) {1,2}(\d{1,2}) (\d\d):(\d\d):(\d\d) \S")
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+ANY_YEAR = 2000  # of a time that has none; a leap year
 # what a container's log, or `ts`, puts in front of each line
 _STAMP = bounded(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d) ")
 _MESSAGE_KEYS = (
@@ -60,6 +65,7 @@ _MESSAGE_KEYS = (
     "stack_trace", "line",
 )  # fmt: skip
 _TIME_KEYS = ("timestamp", "@timestamp", "time", "ts", "t", "asctime")
+DAY_S = 86_400
 _SIGNS = {*_TIME_KEYS, "level", "lvl", "levelname", "severity", "stream", "rank", "global_rank", "RANK"}
 
 
@@ -254,21 +260,43 @@ def _process(head: str, out: Writer) -> None:
 def time_of(text: str) -> tuple[str, float] | None:
     """Return the clock and the seconds that the begin of a line shows; None if it shows none.
 
-    Times of one clock can be compared: those of torch's C++ code, those with a zone (`utc`), and those without.
+    Times of one clock can be compared: those of torch's C++ code, those with a zone (`utc`), and those without. Of the others,
+    `apart` gives the distance, as far as it can be known.
     """
     head = text[:120]
+    year: str | int = ANY_YEAR
     if (m := _C10.search(head)) is not None:
-        month, day, hour, minute, second = map(int, m.groups())
-        return "c10", ((month * 31 + day) * 24 + hour) * 3600.0 + minute * 60 + second
-    if (m := _ISO.search(head)) is None:
+        clock, (month, day, *time) = "c10", map(int, m.groups())
+    elif (m := _ISO.search(head)) is not None:
+        clock, (year, month, day), time = "utc" if m["zone"] else "iso", m[1].split("-"), m.groups()[1:4]
+    elif (m := _CTIME.match(head) or _SYSLOG.match(head)) is not None and m[1] in _MONTHS:
+        clock, month, day, time = "ctime", _MONTHS.index(m[1]) + 1, m[2], m.groups()[2:5]
+        year, clock = (m[6], clock) if m.re is _CTIME else (ANY_YEAR, "syslog")
+    else:
         return None
     try:
-        days = date.fromisoformat(m[1]).toordinal()
+        days = date(int(year), int(month), int(day)).toordinal()
     except ValueError:
         return None
-    seconds = (days * 24 + int(m[2])) * 3600.0 + int(m[3]) * 60 + int(m[4])
+    hour, minute, second = map(int, time)
+    seconds = (days * 24 + hour) * 3600.0 + minute * 60 + second
+    if clock != "utc":
+        return clock, seconds
     zone = m["zone"]
-    if not zone:
-        return "iso", seconds
     ahead = 0 if zone == "Z" else (int(zone[1:3]) * 60 + int(zone[-2:])) * 60
-    return "utc", seconds + (ahead if zone[0] == "-" else -ahead)
+    return clock, seconds + (ahead if zone[0] == "-" else -ahead)
+
+
+def apart(a: tuple[str, float], b: tuple[str, float]) -> float:
+    """Return the seconds from one time to another; what their zones, if they show none, may add is not known."""
+    if {a[0], b[0]} & {"c10", "syslog"}:
+        half = 183 * DAY_S
+        return (_in_any_year(b) - _in_any_year(a) + half) % (2 * half) - half
+    return b[1] - a[1]
+
+
+def _in_any_year(at: tuple[str, float]) -> float:
+    days, rest = divmod(at[1], DAY_S)
+    return (
+        date.fromordinal(min(max(1, int(days)), date.max.toordinal())).replace(year=ANY_YEAR).toordinal() * DAY_S + rest
+    )
