@@ -398,3 +398,28 @@ def test_of_several_reports_of_lost_memory_the_one_with_the_process_counts(tmp_p
     task = "where the task (actor ID: 7, name=W, pid=312, memory used=40.1GB) was running was 9GB, which exceeds the memory usage threshold\n"
     f = only(diagnose(tmp_path, raylet + f"Memory on the node (IP: 10.9.0.4, ID: 5f) {task}"))
     assert f.message.startswith("process 312 on 10.9.0.4 was killed")
+
+
+SEGMENT = "Error while creating shared memory segment /dev/shm/nccl-x (size 9), error: No space left on device (28)"
+UNHANDLED = "torch.distributed.DistBackendError: NCCL error in: P.cpp:9, {}, NCCL version 2.21.5"
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (UNHANDLED.format("remote process exited or there was a network error"), "rank 1 then failed with NCCL errors"),
+        ("DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed.", "rank 1 then lost its conn"),
+        ("torch.distributed.DistNetworkError: Invalid answer to a ping", "rank 1 then failed while connecting"),
+        ("torch.distributed.DistBackendError: another rank has failed", "rank 1 then failed in torch.distributed"),
+    ],
+)
+def test_of_a_rank_that_follows_only_its_lines_are_told(tmp_path: Path, error: str, words: str) -> None:
+    f = only(diagnose(tmp_path, raised(0, "KeyError: 'x'") + raised(1, error)))
+    assert f.culprits == (0,) and f"; {words}" in f.message
+
+
+def test_the_rank_whose_last_error_is_the_cause_is_none_of_its_followers(tmp_path: Path) -> None:
+    error = UNHANDLED.format("unhandled system error")
+    text = f"h1:10:40 [0] misc/shmutils.cc:129 NCCL WARN {SEGMENT}\n" + raised(0, error) + f"[rank0]: {SEGMENT}\n"
+    f = only(diagnose(tmp_path, text + raised(1, error)))
+    assert about(f)[2:] == ((0,), (1,)) and "; rank 1 then failed with NCCL errors" in f.message

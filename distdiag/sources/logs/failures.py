@@ -11,7 +11,7 @@ from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import at, shortened
 from distdiag.sources.logs import meanings
-from distdiag.sources.logs.build import Fields, finding, some
+from distdiag.sources.logs.build import Fields, finding, library, some
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import OWN, before, earlier, first_waits, process
 from distdiag.sources.logs.meanings import MEANINGS, Meaning
@@ -38,6 +38,7 @@ _NUMBER = bounded(r"0x[0-9a-f]+|\d+")
 # of the program or its settings, if all ranks have it
 _OF_ALL = (MEANINGS["exception"], MEANINGS["usage"], MEANINGS["port_in_use"])
 _OF_NODE = ("node_lost", "host_fault")  # all ranks of a node are lost
+_OF_STORE = ("DistNetworkError", "DistStoreError")  # raised before any collective
 _OF_THE_LINE = {  # ranks it is about
     "duplicate_gpu": ("a", "b"),
     "rank_twice": ("a",),
@@ -321,19 +322,22 @@ def _in_what(waits: list[Fact]) -> str:
     if all(f.name == "dump_signal" for f in waits):
         return f"{verb(waits, 'was', 'were')} asked to dump because of it"
     if len(calls) != 1 or any(f.name != "timeout" for f in waits):
-        how = {
-            "timed out waiting": any(f.role is Role.WAIT for f in waits),
-            f"lost {verb(waits, 'its connection', 'their connections')}": any(_lost(f) for f in waits),
-            "failed in a collective": any(f.role is Role.VICTIM and not _lost(f) for f in waits),
-        }
-        return " or ".join(text for text, some_did in how.items() if some_did)
+        return " or ".join(
+            dict.fromkeys(_how(f).format(its=verb(waits, "its connection", "their connections")) for f in waits)
+        )
     op, seq = calls.pop()
     return f"timed out in {op}" + (f" #{seq:,}" if seq is not None else "")
 
 
-def _lost(f: Fact) -> bool:
-    """True if a rank lost a connection; what a library reports of a collective may be anything."""
-    return f.role is Role.VICTIM and (f.name != "dist_error" or LOST.search(f.fields.get("what", "")) is not None)
+def _how(f: Fact) -> str:
+    """Return how a rank failed after others, as far as its line says it: what a library reports may be anything."""
+    if f.role is Role.WAIT:
+        return "timed out waiting"
+    if f.name == "nccl_error" or library(f) == "HCCL":
+        return f"failed with {library(f)} errors"
+    if f.name != "dist_error" or LOST.search(f.fields.get("what", "")) is not None:
+        return "lost {its}"
+    return f"failed {'while connecting' if f.fields.get('type') in _OF_STORE else 'in torch.distributed'}"
 
 
 def _who_failed(r: Reason, ranks: tuple[int, ...], of_node: bool, everyone: str) -> str:

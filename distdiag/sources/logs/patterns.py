@@ -171,7 +171,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("fatal", C, "(): ", r"(?P<what>(?:malloc|free|realloc|munmap_chunk)\(\): (?:invalid|corrupted|unaligned|memory) .{3,40})"),
     _row("fatal", C, "double free or corruption", r"(?P<what>double free or corruption)"),
     _row("bad_alloc", C, "std::bad_alloc", r"what\(\):\s+std::bad_alloc"),
-    _row("shm_full", C, "creating shared memory segment", r"NCCL WARN Error while creating shared memory segment"),
+    _row("shm_full", C, "creating shared memory segment", r"(?:NCCL WARN |^(?:\[[^\]]{0,60}\]:? ?){0,3})Error while creating shared memory segment"),
     _row("shm_full", C, "insufficient shared memory", r"insufficient shared memory \(shm\)"),
     _row("shm_full", C, "out of shared memory", r"DataLoader worker \(pid[^)]{0,20}\) is killed by signal: Bus error"),
     _row("loader_killed", C, "is killed by signal", r"DataLoader worker \(pid[^)]{0,20}\) is killed by signal: (?P<signal>(?!Bus)\w[\w ]*)"),

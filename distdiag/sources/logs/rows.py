@@ -14,7 +14,7 @@ from distdiag.diagnosis.model.findings import CollectiveRef, Finding, rank_list
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import at, rough_time, shortened
 from distdiag.sources.logs import meanings
-from distdiag.sources.logs.build import Fields, finding, last_words, ranks_of, some, who
+from distdiag.sources.logs.build import Fields, finding, last_words, library, ranks_of, some, who
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import absent_ranks, first_site
 from distdiag.sources.logs.patterns import Role
@@ -299,15 +299,14 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
     limit, stuck, after = _most(facts, "limit"), _most(facts, "stuck_s"), _most(facts, "after")
     joined, expected = _most(facts, "joined") or 0, facts[0].number("expected") or 0
     ranks = tuple(victims) or ranks_of(facts)
-    library = "oneCCL" if "CCL_ERROR" in facts[0].text or "oneCCL" in facts[0].text else "NCCL"
     out |= {
         "who": rank_list(victims) if victims else who(facts, subject),
         "at": at(first_site(facts)),
         "culprits": rank_list(culprits),
         "its": verb(culprits, "its", "their"),
         "nothing": f"; {rank_list(culprits)} {verb(culprits, 'reports', 'report')} nothing" if culprits else "",
-        "library": library,
-        "debug": "CCL_LOG_LEVEL=info" if library == "oneCCL" else "NCCL_DEBUG=WARN",
+        "library": library(facts[0]),
+        "debug": "CCL_LOG_LEVEL=info" if library(facts[0]) == "oneCCL" else "NCCL_DEBUG=WARN",
         "tag": first.get("tag", "connection"),
         "group": first.get("group", "its group"),
         "waits": verb(ranks or facts[:1], "waits", "wait"),
