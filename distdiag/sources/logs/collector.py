@@ -302,7 +302,7 @@ class Collector:
         elif name == "node_came" and len(out.nodes_came) < MAX_WRITERS:
             out.nodes_came.add(fields["node"])
         elif name == "master" and len(out.masters) < MAX_WRITERS:
-            out.masters[who.label or line.path.name] = fields["addr"]
+            out.masters.setdefault(who.label or line.path.name, {}).update(fields)
         elif name == "first_rank" and len(out.first_rank) < MAX_WRITERS:
             first, launcher = int(fields["node"][:7]) * int(fields.get("local", "1")[:7]), (line.path, who.label)
             out.first_rank[launcher] = first if out.first_rank.get(launcher, first) == first else -1

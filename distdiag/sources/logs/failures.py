@@ -156,6 +156,8 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, foun
         key = ("gpu", f"{f.path} {pci.rpartition('.')[0] or pci}")
     if f.name in ("hip_error", "host_fault"):  # the driver, HSA and HIP report one fault, and so does a kernel
         key = (f.name, f.who.host if f.name == "host_fault" else "")
+    if f.name == "port_error" and f.who.host:  # the kernel and NCCL name one port by two names
+        key = (f.name, f.who.host)
     r = reasons.setdefault(key, Reason(meaning, text, meaning.advice, f.order, after=others))
     r.facts.append(f)
     keys = _OF_THE_LINE.get(f.name)
@@ -165,7 +167,7 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, foun
     known = {q for q in ranks if q is not None and is_rank(q)}
     r.ranks |= known
     node, pod = f.fields.get("node"), f.fields.get("pod")
-    name = f.who.name or (f"host {f.who.host}" if f.who.host else "")
+    name = (f.who.name if f.name != "port_error" else "") or (f"host {f.who.host}" if f.who.host else f.who.name)
     name = f"node {f.fields.get('host', node)}" if node else f"the node of pod {pod}" if pod else name
     if meaning.kind == "gpu" and f.who.host:
         r.hosts |= {f.who.host} if f.rank is not None else set()
