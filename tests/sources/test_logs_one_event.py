@@ -475,3 +475,40 @@ def test_rays_memory_monitor_names_the_node_of_a_rank(tmp_path: Path) -> None:
 )
 def test_advice_on_images_and_batches(tmp_path: Path, text: str, words: str) -> None:
     assert words in only(diagnose(tmp_path, text)).advice
+
+
+def test_who_starts_the_jobs_store_is_rank_0_of_the_node_that_its_label_names(tmp_path: Path) -> None:
+    text = raised(
+        0,
+        "DistNetworkError: The server socket has failed to listen on any local network address. port: 29511, code: -98",
+        file="/e/torch/distributed/rendezvous.py",
+        prefix="gpu7: ",
+    )
+    f = only(diagnose(tmp_path, text))
+    assert f.culprits == (0,) and f.certainty == "suspected" and "several" not in f.advice
+    assert f.message.startswith("gpu7 (rank 0) could not listen: port 29511 is in use")
+    f = only(diagnose(tmp_path, text.replace("rendezvous.py", "other.py")))
+    assert f.culprits == () and f.message.startswith("gpu7 could not listen")
+
+
+VERSION = "{} NCCL version {}+cuda12.4\n"
+INTERNAL = "torch.distributed.DistBackendError: NCCL error in: P.cpp:9, internal error - please report, NCCL version {}"
+TRUNCATED = "h1:7:9 [0] misc/socket.cc:567 NCCL WARN Message truncated : received 256 bytes instead of 64\n"
+COUNT = "h1:7:9 [0] bootstrap.cc:154 NCCL WARN Bootstrap Root : mismatch in rank count from procs 4 : 9437184\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (VERSION.format("[h-a:0]:", "2.18.1") + VERSION.format("[h-b:1]:", "2.20.5"), "h-a runs NCCL 2.18.1, h-b runs"),
+        (VERSION.format("h-b:8:9 [0] NCCL INFO", "2.20.5"), "h-b runs NCCL 2.20.5, rank 0 runs NCCL 2.18.1: NCCL"),
+        (VERSION.format("h-b:8:9 [0] NCCL INFO", "2.18.1"), "two ends have different versions of NCCL, or are of diff"),
+        ("NCCL version 2.20.5+cuda12.4\n", "a process of job.log runs NCCL 2.20.5, rank 0 runs NCCL 2.18.1"),
+        ("NCCL version 2.20.5+cuda12.4\n" + "epoch 1 step 3 loss 2.0\n" * 3, "two ends have different versions of NCCL, or"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("warning", [TRUNCATED, COUNT])
+def test_nodes_with_different_versions_of_nccl(tmp_path: Path, text: str, words: str, warning: str) -> None:
+    f = only(diagnose(tmp_path, text + warning + raised(0, INTERNAL.format("2.18.1"))))
+    assert words in f.message and f.certainty == "suspected" and "one" in f.advice
+    assert diagnose(tmp_path, text).findings == ()

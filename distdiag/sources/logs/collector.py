@@ -267,6 +267,8 @@ class Collector:
                 out.devices[who.host, f"{bus >> 20:04x}:{bus >> 12 & 255:02x}:{bus >> 4 & 255:02x}"] = who.process
         elif name == "torchrun":
             out.torchrun = True
+        elif name == "nccl_runs" and len(out.nccl) < MAX_WRITERS:
+            out.nccl.setdefault((who.rank, who.host or who.label, line.path.name), set()).add(fields["version"])
         elif name == "joined":
             out.joined |= set(filter(is_rank, [int(fields["r"][:7])]))
         elif name == "torn_down" and len(out.pid_of) < MAX_WRITERS:

@@ -43,6 +43,7 @@ class Fact:
     warned: bool = False  # a warning of the program's own log has its traceback
     direct: bool = False  # the next exception was raised from it
     engine: bool = False  # raised inside an inference engine
+    serves: bool = False  # raised where rank 0 starts the job's store
     in_collective: bool = False  # raised by a backend, inside a collective call
     within: str = ""  # the helper in which it waits for the rank that goes first
     inferred: bool = False  # `rank` is the number of its launcher's label, as in the other labels
@@ -103,6 +104,7 @@ class Collected:
     bad: list[tuple[str, str]] = field(default_factory=list)
     rank_of: dict[object, int | None] = field(default_factory=dict)
     on_host: dict[str, set[int]] = field(default_factory=dict)  # ranks whose lines name a host
+    nccl: dict[tuple[int | None, str, str], set[str]] = field(default_factory=dict)  # versions, by rank, host and file
     in_world: dict[str, tuple[int, int]] = field(default_factory=dict)  # (size, rank)
     by_path: dict[Path, set[int]] = field(default_factory=dict)  # ranks named in the lines of a file
     env: dict[Path, set[int]] = field(default_factory=dict)  # the ranks that a file's environment gives
@@ -121,6 +123,7 @@ class Collected:
     nodes_came: set[str] = field(default_factory=set)  # that tried to join it
     joined: set[int] = field(default_factory=set)  # ranks that have joined the job's store
     steps: bool = False  # lines show progress
+    began: bool = False  # so do lines before the first failure
     took: dict[int, tuple[float, str]] = field(default_factory=dict)  # of a rank's last lines: seconds, and for what
     said: dict[int, str] = field(default_factory=dict)  # the last line of a rank
     errors: dict[Path, tuple[int, str, Writer]] = field(default_factory=dict)  # of the last lines of files

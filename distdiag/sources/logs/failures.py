@@ -279,6 +279,10 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     Args:
         waited: The first timeout, or lost connection, of each rank that has one.
     """
+    several = len(r.ranks) + len(r.unnamed) > 1
+    serves = not r.ranks and any(f.serves for f in r.facts)
+    if serves:
+        r.ranks, r.inferred = {0}, True
     ranks, others = tuple(sorted(r.ranks)), tuple(sorted(waited.keys() - r.ranks))
     of_line = bool(r.facts) and r.facts[0].name in _OF_THE_LINE
     everyone = "" if others or of_line or r.meaning.cause != "crashed" else found.all_of(r.ranks)
@@ -288,7 +292,7 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     if (len(found.on_host) > 1 or r.meaning.kind == "gpu") and r.facts[0].name not in _OF_NODE:
         r.hosts = r.hosts or found.host_of(r.ranks)
     message, advice = _who_failed(r, ranks, of_node, everyone) + r.after, r.advice
-    if r.facts and r.facts[0].name == "port_in_use" and len(ranks) + len(r.unnamed) > 1:
+    if r.facts and r.facts[0].name == "port_in_use" and several:
         advice = meanings.SHARED_PORT
     if others:
         waits = [waited[q] for q in others]
@@ -347,7 +351,7 @@ def _who_failed(r: Reason, ranks: tuple[int, ...], of_node: bool, everyone: str)
     shown = some(r.unnamed)
     nobody = r.meaning.subject
     who = "probably " * r.guessed + rank_list(ranks) if ranks else shown or nobody
-    if ranks and shown and r.facts[0].name in _OF_NODE:
+    if ranks and shown and (r.facts[0].name in _OF_NODE or any(f.serves for f in r.facts)):
         who = f"{shown} ({who})"
     if of_node:
         who = who.replace("rank", "local rank", 1)

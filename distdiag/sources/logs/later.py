@@ -80,6 +80,7 @@ class Later:
     said: dict[tuple[Path, int | None, int | None], str] = field(default_factory=dict)  # the last line by rank and task
     errors: dict[Path, tuple[int, str, Writer]] = field(default_factory=dict)  # of a file's last lines
     left: int = MOST_LINES
+    began: bool = False  # there is progress before a failure
     nan: bool = False  # all losses of the file that is read, so far
 
     def read(self, path: Path, tail: Sequence[tuple[int, bytes]], after: int | None) -> None:
@@ -115,8 +116,10 @@ class Later:
                             self.errors[path] = number, text.strip(), who
                         if not before and not code:
                             self._line(path, number, text, who)
-                        elif before and _AGENT.search(text) is not None:
-                            self.well.setdefault((path, "agent"), number)
+                        elif before:
+                            self.began = self.began or _progress(text)
+                            if _AGENT.search(text) is not None:
+                                self.well.setdefault((path, "agent"), number)
 
     def _loss(self, path: Path, number: int, text: str, who: Writer) -> None:
         if "oss" not in text or (m := _LOSS.search(text)) is None:
@@ -134,7 +137,7 @@ class Later:
         if (m := _TOOK.search(text)) is not None:
             for name in _names(who, who.rank):
                 self.took.setdefault(name, (float(m["s"]), PREFIX.sub("", text).strip()))
-        if _PROGRESS.search(text) is None or _NO_PROGRESS.search(text) is not None:
+        if not _progress(text):
             return
         for key in (*_names(who, who.rank), None):
             self.progress.setdefault((path, key), []).append(-number)
@@ -146,6 +149,10 @@ class Later:
     def between(self, path: Path, first: int, last: int, key: object = None) -> int:
         """Return how many lines of progress are between two lines."""
         return self.after(path, first, key) - self.after(path, last, key)
+
+
+def _progress(text: str) -> bool:
+    return _PROGRESS.search(text) is not None and _NO_PROGRESS.search(text) is None
 
 
 def pace(tail: Sequence[tuple[int, bytes]]) -> tuple[float, float] | None:

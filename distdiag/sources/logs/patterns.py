@@ -82,6 +82,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("rpc_late", W, "RPC ", r"RPC (?:call to (?P<what>\S{1,80}) timed out|ran for more than set timeout)"),
     _row("message_size", W, "op.preamble.length", r"op\.preamble\.length <= op\.nbytes\. (?P<got>\d+) vs (?P<has>\d+)"),
     _row("message_size", W, "essage truncated", r"[Mm]essage truncated ?: received (?P<got>\d+) bytes instead of (?P<has>\d+)"),
+    _row("rank_count", W, "mismatch in rank count", r"Bootstrap Root ?: mismatch in rank count from procs (?P<has>\d+) : (?P<got>\d+)"),
     _row("horovod_late", W, "[missing ranks:", r"\[missing ranks: (?P<ranks>\d+(?:, ?\d+)*)(?:, \.\.\.)?\](?:.{0,20}?\[ready ranks: (?P<ready>\d+(?:, ?\d+)*))?"),
     _row("barrier_reached", W, "successfully reached monitoredBarrier", r"Rank (?P<waiter>\d+) successfully reached monitoredBarrier"),
     _row("clients", S, " joined", r"Timed out after (?P<after>\d+) seconds waiting for (?:clients|workers)\. (?P<joined>\d+)/(?P<expected>\d+) (?:clients|workers) joined"),
@@ -270,6 +271,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("nccl_warning", H, "NCCL WARN", r"NCCL WARN (?!\[(?:Proxy|Service|Rem Allocator)|Socket recv failed while polling|Failed to CUDA calloc)(?P<what>.{1,200})"),
     # -- which process is which rank
     _row("nccl_rank", F, " in world size ", r"\brank (?P<r>\d+) in world size (?P<world>\d+)"),
+    _row("nccl_runs", F, "NCCL version ", r"(?:^|NCCL INFO |[\])>|:] ?)NCCL version (?P<version>\d{1,3}\.\d{1,3}\.\d{1,3})"),
     _row("joined", F, "to store for rank", r"Added key: \S{1,80} to store for rank: (?P<r>\d+)"),
     _row("env", F, "RANK=", r"(?<![_\w])RANK=(?P<r>\d+)\b(?:.{0,200}?\bWORLD_SIZE=(?P<world>\d+))?"),
     _row("env", F, "RANK: ", r"^\s{2,99}RANK:\s{1,40}(?P<r>\d+)\s*$"),

@@ -74,6 +74,7 @@ _LATE, _LOST = "timeout/late_rank", "rank_lost/silent"
 _GLOO = "a gloo collective timed out{after}: {who} waited in it{at}"
 _ENDED = "{first}see how that process ended: its log, exit code, `dmesg -T` for oom-kill or Xid; if it is alive, the network: interface (NCCL_SOCKET_IFNAME), firewall, MTU"
 _STARTED = "see whether all nodes have started (squeue, kubectl get pods), with one MASTER_ADDR, MASTER_PORT and world size, and whether they reach that port"
+_ONE_NCCL = "install the same torch (and NCCL) on all nodes, or use one image; compare the lines `NCCL version` of each node (NCCL_DEBUG=VERSION); see that no process of another job uses the same MASTER_ADDR and MASTER_PORT"
 LATE_ROWS = (
     Row("barrier_late barrier_reached", _LATE, "{culprits} did not reach monitored_barrier in {limit}{at}",
         "read the log of {culprits}, and take {its} stack the next time before the barrier times out",
@@ -84,9 +85,9 @@ LATE_ROWS = (
         "see what {culprits} did meanwhile (`py-spy dump --pid …`): a longer branch, no data left, or a collective that only the others call"),
     Row("horovod_late", _LATE, "{culprits} did not submit what Horovod's other ranks wait for",
         "see what {culprits} did meanwhile (`py-spy dump --pid …`): a longer branch, an exception that was caught, or a collective that only the others call"),
-    Row("message_size", "rank_lost/crashed", "{who} received a message of {got} bytes instead of {has} while NCCL set up a communicator: the nodes have different versions of NCCL, or different settings",
-        "install the same torch (and NCCL) on all nodes, or use one image; compare the lines `NCCL version` of each node (NCCL_DEBUG=VERSION) and its NCCL_* variables",
-        when=lambda facts: "bootstrap" in facts[0].text),
+    Row("message_size", "rank_lost/crashed", "{who}, while NCCL set up a communicator, received a message of {got} bytes instead of {has}: the two ends have different versions of NCCL, or are of different jobs", _ONE_NCCL,
+        when=lambda facts: "op.preamble" not in facts[0].text),
+    Row("rank_count", "rank_lost/crashed", "{who}, while NCCL set up a communicator of {has} ranks, heard from a process that gave {got}: the two ends have different versions of NCCL, or are of different jobs", _ONE_NCCL),
     Row("message_size", "mismatch/shape", "{who} received a message of {got} bytes where its own call expected {has}{at}: the ranks called one collective with different sizes",
         "compare the shapes that the ranks pass there: the last, smaller batch, or an input that is padded differently"),
     Row("unique_id", _LATE, "rank {awaited} did not reach the first collective of a group, where {who} {waits} for it{at} ({reason})",

@@ -255,6 +255,7 @@ class Tracebacks:
             fact.uncaught, fact.warned = trace.uncaught, trace.warned
             fact.engine = fact.engine or any(_ENGINE.search(str(frame["filename"])) for frame in trace.frames)
             fact.in_collective = innermost.endswith(_COLLECTIVE)
+            fact.serves = innermost.endswith("/torch/distributed/rendezvous.py")
             earlier = self._before.pop(line.source, None)
             if earlier is not None and fact.role is earlier.role is Role.CAUSE:
                 fact = self._chained(earlier, fact)

@@ -76,7 +76,7 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
     else:
         found.past += earlier
     found.past += past
-    found.losses, found.steps = reader.later.loss, bool(reader.later.progress)
+    found.losses, found.steps, found.began = reader.later.loss, bool(reader.later.progress), reader.later.began
     said: dict[int, str] = {}
     for (p, rank, task), text in reader.later.said.items():
         q = rank if rank is not None else task if task is not None and not found.torchrun else found.of_file.get(p)
@@ -175,7 +175,7 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
     codes = [r for r in ends if r not in own]
     if own or reported:
         return [*reported, *(failures.of_reason(r, found, waited) for r in own[:MAX_FINDINGS])][:MAX_FINDINGS], None
-    waits = rows.first_of(rows.LATE_ROWS, found) or timeouts.findings(found)
+    waits = reports.of_versions(found) or rows.first_of(rows.LATE_ROWS, found) or timeouts.findings(found)
     if found_here := _with_late(waits, late) or rows.first_of(rows.START_ROWS, found) or reports.derived(found):
         return found_here[:MAX_FINDINGS], None
     if (stop := _stopped(found)) is not None:
