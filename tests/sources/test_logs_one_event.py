@@ -512,3 +512,27 @@ def test_nodes_with_different_versions_of_nccl(tmp_path: Path, text: str, words:
     f = only(diagnose(tmp_path, text + warning + raised(0, INTERNAL.format("2.18.1"))))
     assert words in f.message and f.certainty == "suspected" and "one" in f.advice
     assert diagnose(tmp_path, text).findings == ()
+
+
+@pytest.mark.parametrize("prefix", ["[rank0]: ", ""])
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("2031-01-01 09:00:00 ERROR trainer: the shard index is empty", True),
+        ("terminate called after throwing an instance of 'tc::Refused'", True),
+        ("thread 'main' panicked at src/lib.rs:7: no tokens", True),
+        ("ERROR:torch.distributed.elastic.multiprocessing.api:failed", False),
+        ("2031-01-01 09:00:00 ERROR cache: miss, retrying", False),
+        ("2031-01-01 09:00:00 ERROR cache: miss\nstep 7 loss 2.0", False),
+        ("2031-01-01 09:00:00 INFO ready", False),
+    ],
+)
+def test_an_error_that_no_row_knows_is_shown_with_the_exit_code(
+    tmp_path: Path, line: str, shown: bool, prefix: str
+) -> None:
+    text = "".join(f"{prefix}{part}\n" for part in line.split("\n"))
+    ended = "  time      : 2031-01-01_09:00:09\n  host      : h7\n  rank      : 0 (local_rank: 0)\n  exitcode  : 1 (pid: 8)\n  traceback : To enable traceback\n"
+    f = only(diagnose(tmp_path, text + ended))
+    assert f.culprits == (0,) and "exit code 1" in f.message
+    assert (line[-12:] in f.message and "may be the reason" in f.message) is shown
+    assert diagnose(tmp_path, text).findings == ()

@@ -126,6 +126,7 @@ class Collected:
     began: bool = False  # so do lines before the first failure
     took: dict[int, tuple[float, str]] = field(default_factory=dict)  # of a rank's last lines: seconds, and for what
     said: dict[int, str] = field(default_factory=dict)  # the last line of a rank
+    fatal: dict[tuple[Path, int | None], tuple[int, str]] = field(default_factory=dict)  # last error of a file and rank
     errors: dict[Path, tuple[int, str, Writer]] = field(default_factory=dict)  # of the last lines of files
     of_file: dict[Path, int] = field(default_factory=dict)  # rank of each file with one rank's lines
     losses: dict[tuple[Path, int | None], Loss] = field(default_factory=dict)  # the last ones of each file and rank

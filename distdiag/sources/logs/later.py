@@ -44,6 +44,10 @@ _LAST_ERROR = bounded(
 _NO_END = bounded(
     r"(?i:\bretr(?:y|ies|ying)\b|\bignor|\bwarn|\bskip|\b(?:no|0) errors?\b|error_|['\"][^'\"]{0,60}error)"
 )
+# a message by which a program ends, of a logger or a runtime; not a launcher's report of an end
+_FATAL = bounded(
+    r"^(?!.{0,300}(?:distributed[./]elastic|srun: |slurmstepd|return code|exit ?code|ChildFailed)).{0,120}(?:\b(?:ERROR|FATAL|CRITICAL|panicked at|terminate called after|Segmentation fault)\b|\bfailed: )"
+)
 _LOSS = bounded(
     r"(?<!\w)(?:lm |train[_/ ]?)?loss(?:/[\w/]{1,40})?['\"]?(?: is |[\s:=]{1,4})(?:tensor\()?(nan|[-+]?(?:inf|\d))",
     re.IGNORECASE,
@@ -80,6 +84,8 @@ class Later:
     said: dict[tuple[Path, int | None, int | None], str] = field(default_factory=dict)  # the last line by rank and task
     errors: dict[Path, tuple[int, str, Writer]] = field(default_factory=dict)  # of a file's last lines
     left: int = MOST_LINES
+    fatal: dict[tuple[Path, int | None, int | None], tuple[int, str]] = field(default_factory=dict)  # as `said`
+    stepped: set[tuple[Path, int | None, int | None]] = field(default_factory=set)  # those with progress, from the end
     began: bool = False  # there is progress before a failure
     nan: bool = False  # all losses of the file that is read, so far
 
@@ -110,6 +116,11 @@ class Later:
                         self._loss(path, number, text, who)
                         if not code and _NO_PROGRESS.search(text) is None and "File " not in text:
                             self.said.setdefault((path, who.rank, who.task), text)
+                        key = path, who.rank, who.task
+                        if _progress(text):
+                            self.stepped.add(key)
+                        elif key not in self.stepped and _FATAL.search(text) and not (who.mild or _NO_END.search(text)):
+                            self.fatal.setdefault(key, (number, PREFIX.sub("", text).strip()))
                         if "Exception ignored in" in text:
                             self.errors.pop(path, None)
                         if nth <= FEW and _LAST_ERROR.search(text) and not (who.mild or _NO_END.search(text)):
