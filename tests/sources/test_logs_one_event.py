@@ -536,3 +536,10 @@ def test_an_error_that_no_row_knows_is_shown_with_the_exit_code(
     assert f.culprits == (0,) and "exit code 1" in f.message
     assert (line[-12:] in f.message and "may be the reason" in f.message) is shown
     assert diagnose(tmp_path, text).findings == ()
+
+
+@pytest.mark.parametrize(
+    ("prefix", "words"), [(" 0: ", "rank 0 raised"), ("0: ", "task 0 raised"), ("12: ", "rank 12 raised")]
+)
+def test_srun_pads_the_number_of_a_task(tmp_path: Path, prefix: str, words: str) -> None:
+    assert only(diagnose(tmp_path, raised(0, "KeyError: 'x'", prefix=prefix))).message.startswith(words)

@@ -82,6 +82,7 @@ class Writer:
     group_rank: int | None = None  # in that group
     local: int | None = None
     task: int | None = None
+    padded: bool = False  # to the width of other tasks' numbers, as srun does
     host: str = ""
     device: int | None = None
     process: str = ""
@@ -218,7 +219,7 @@ def writer(text: str) -> Writer:
     if "]:" in head and (m := _LOCAL.search(text[:200])):
         out.local, out.by_torchrun = int(m[2]), m[1] == "default"
     if m := _SRUN.match(text):
-        out.task = int(m[1])
+        out.task, out.padded = int(m[1]), m.start(1) > 0
     _process(head, out)
     _label(head, out)
     return out
