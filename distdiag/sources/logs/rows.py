@@ -265,7 +265,8 @@ def _blamed(found: Collected, name: str, facts: list[Fact]) -> tuple[Collection[
             expected, joined = _most(facts, "expected") or 0, _most(facts, "joined") or 0
             absent = set(range(min(expected, MAX_RANKS))) - found.ranks
             whole = found.world_size in (None, expected) and max(found.ranks, default=0) < expected  # else nodes join
-            return (absent if whole and len(absent) == expected - joined else ()), ranks
+            few = len(absent) == expected - joined <= joined
+            return (absent if whole and few else ()), ranks
         case "hccl_wait":
             in_world = (f for f in facts if "group" not in f.fields and f.number("own") in (None, f.rank))
             return {n for f in in_world if (n := f.number("awaited")) is not None}, ranks
