@@ -144,6 +144,7 @@ ROWS = (
     Known(bounded(r"%(?:veth|docker|cni|br-)|Connect to (?:fe80:|172\.17\.)"), "NCCL took an interface of a container or of this host alone: set NCCL_SOCKET_IFNAME (and GLOO_SOCKET_IFNAME) to the one that the nodes share: `ip -br addr`"),
     Known(bounded(r"no socket interface found"), "no interface has the name in NCCL_SOCKET_IFNAME there, or none has an address: compare it with `ip -br addr` on that host"),
     Known(bounded(r"No space left on device"), "make room there; if it is /dev/shm, give the container more shared memory"),
+    Known(bounded(r"(?i:batch.{0,80}(?:not|be) divisible by .{0,30}(?:world|ranks|gpus|replicas|processes))"), "give a batch that the number of ranks divides; an elastic job starts again with fewer ranks after it has lost a node: let each number that --nnodes MIN:MAX allows divide it, or raise MIN"),
     Known(bounded(r"(?:not|be) divisible by|not a multiple of"), "correct the numbers that it names: the parallel sizes (tensor, pipeline, context, data) multiply to the number of ranks and divide the model's and the batch's; see that all nodes were launched"),
     Known(bounded(r"world[_ ]size|nproc|invalid device ordinal|MASTER_ADDR|LOCAL_RANK", re.IGNORECASE), "check how the ranks are started: as many per node as it has GPUs"),
     Known(bounded(r"Stale file handle|Input/output error|Transport endpoint"), "the file system failed: ask who runs it, and see other jobs of that node"),

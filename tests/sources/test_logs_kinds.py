@@ -93,7 +93,7 @@ def ends(*rows: tuple[int, int, str]) -> str:
         (raised(1, HCCL) + HCCL_SOCKET.format(1, 1), "timeout/late_rank", (6,), "rank 1 HCCL"),
         (raised(1, "RuntimeError: HCCL error", file="/v/torch/distributed/distributed_c10d.py") + HCCL_SOCKET.format(1, 1), "timeout/late_rank", (6,), "rank 1 HCCL"),
         (raised(1, HCCL) + HCCL_SOCKET.format(1, 0), "timeout/late_rank", (), "HCCL"),
-        (raised(6, "KeyError: 'chat'") + raised(1, HCCL) + HCCL_SOCKET.format(1, 1), "rank_lost/crashed", (6,), "KeyError failed collective"),
+        (raised(6, "KeyError: 'chat'") + raised(1, HCCL) + HCCL_SOCKET.format(1, 1), "rank_lost/crashed", (6,), "KeyError failed HCCL"),
         (raised(1, "RuntimeError: oneCCL: atl_ofi.cpp:133 recv: EXCEPTION: recv failed"), "rank_lost/crashed", (), "oneCCL"),
         ("2 Workers (tasks / actors) killed due to memory pressure (OOM), 0 Workers crashed due to other reasons\n", "rank_lost/killed", (), "memory"),
         ("python[51]: segfault at 8 ip 00007f1c sp 00007ffd error 4 in libtorch_cuda.so\n", "rank_lost/killed", (), "51 SIGSEGV"),

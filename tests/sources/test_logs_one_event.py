@@ -175,7 +175,7 @@ def test_a_port_that_failed_comes_before_the_connections_through_it(tmp_path: Pa
     port = "".join(IB.format(gpu=g) + "Got async event : port error\n" for g in range(2))
     lost = "n9:2:3 [4] net_ib.cc:9 NCCL WARN NET/IB : Got completion from peer 10.2.0.8<3> with error 12, opcode 2, len 1, vendor err 129\n"
     f = only(diagnose(tmp_path, port + lost))
-    assert f.message.startswith("GPU 0 of n8, GPU 1 of n8 lost a port")
+    assert f.message.startswith("host n8 lost a port")
     queue = IB.format(gpu=0) + "mlx5_0:1 Got async event : local access violation work queue error\n"
     assert "lost a port" not in "".join(x.message for x in diagnose(tmp_path, queue).findings)
 
@@ -398,3 +398,148 @@ def test_of_several_reports_of_lost_memory_the_one_with_the_process_counts(tmp_p
     task = "where the task (actor ID: 7, name=W, pid=312, memory used=40.1GB) was running was 9GB, which exceeds the memory usage threshold\n"
     f = only(diagnose(tmp_path, raylet + f"Memory on the node (IP: 10.9.0.4, ID: 5f) {task}"))
     assert f.message.startswith("process 312 on 10.9.0.4 was killed")
+
+
+SEGMENT = "Error while creating shared memory segment /dev/shm/nccl-x (size 9), error: No space left on device (28)"
+UNHANDLED = "torch.distributed.DistBackendError: NCCL error in: P.cpp:9, {}, NCCL version 2.21.5"
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (UNHANDLED.format("remote process exited or there was a network error"), "rank 1 then failed with NCCL errors"),
+        ("DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed.", "rank 1 then lost its conn"),
+        ("torch.distributed.DistNetworkError: Invalid answer to a ping", "rank 1 then failed while connecting"),
+        ("torch.distributed.DistBackendError: another rank has failed", "rank 1 then failed in torch.distributed"),
+    ],
+)
+def test_of_a_rank_that_follows_only_its_lines_are_told(tmp_path: Path, error: str, words: str) -> None:
+    f = only(diagnose(tmp_path, raised(0, "KeyError: 'x'") + raised(1, error)))
+    assert f.culprits == (0,) and f"; {words}" in f.message
+
+
+def test_the_rank_whose_last_error_is_the_cause_is_none_of_its_followers(tmp_path: Path) -> None:
+    error = UNHANDLED.format("unhandled system error")
+    text = f"h1:10:40 [0] misc/shmutils.cc:129 NCCL WARN {SEGMENT}\n" + raised(0, error) + f"[rank0]: {SEGMENT}\n"
+    f = only(diagnose(tmp_path, text + raised(1, error)))
+    assert about(f)[2:] == ((0,), (1,)) and "; rank 1 then failed with NCCL errors" in f.message
+
+
+@pytest.mark.parametrize(("seen", "culprits"), [((0, 1, 3), (2,)), ((0, 1), ()), ((0, 1, 3, 5), ())])
+def test_the_rank_that_did_not_join_is_the_one_without_a_line(
+    tmp_path: Path, seen: tuple[int, ...], culprits: tuple[int, ...]
+) -> None:
+    error = "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 3/4 clients joined."
+    f = only(diagnose(tmp_path, "".join(f"[rank{r}]: ready\n" for r in seen) + raised(0, error)))
+    assert f.culprits == culprits and f.certainty == "suspected"
+    assert ("does not say which" in f.message) is not bool(culprits)
+
+
+@pytest.mark.parametrize(
+    ("option", "env", "differs"),
+    [("--master_port={}", "", True), ("--rdzv-endpoint=10.1.1.4:{}", "", True), ("--rdzv-endpoint=10.1.1.4:7000", "MASTER_PORT={}", False)],
+)  # fmt: skip
+def test_ports_of_the_master_that_differ(tmp_path: Path, option: str, env: str, differs: bool) -> None:
+    line = "+ torchrun --nnodes=2 {} --master_addr=10.1.1.4 t.py\n"
+    (tmp_path / "n-0.out").write_text(line.format(option.format(7001)) + env.format(7001) + "\n")
+    (tmp_path / "n-1.out").write_text(
+        line.format(option.format(7000))
+        + "[W1 socket.cpp:752] [c10d] The client socket has failed to connect to [10.1.1.4]:7000 (errno: 111 - Connection refused).\n"
+        "[E1 socket.cpp:1019] [c10d] The client socket has timed out after 9000ms while trying to connect to (10.1.1.4, 7000).\n"
+    )
+    report = diagnose_logs([str(tmp_path / "n-0.out"), str(tmp_path / "n-1.out")])
+    assert report is not None
+    assert ("its master port is 7000, n-0.out's is 7001" in only(report).message) is differs
+
+
+def test_a_port_that_the_kernel_and_nccl_report_is_one_event_of_the_host(tmp_path: Path) -> None:
+    link = "2031-03-02T08:00:00+00:00 h-9 kernel: mlx5_core 0000:9a:00.0 ibp154s0: Link down\n"
+    nccl = "h-9:7:9 [4] transport/net_ib.cc:123 NCCL WARN NET/IB : mlx5_4:1 Got async event : port error\n"
+    assert only(diagnose(tmp_path, link + nccl)).message.startswith("host h-9 lost a port of the network: mlx5_core")
+    assert only(diagnose(tmp_path, nccl)).message.startswith("host h-9 lost a port of the network: mlx5_4:1")
+
+
+def test_rays_memory_monitor_names_the_node_of_a_rank(tmp_path: Path) -> None:
+    text = "(T pid=9, ip=10.0.0.1) - (node_id=8c, ip=10.0.0.2, pid=32) world_rank=3, local_rank=1, node_rank=1\n"
+    text += "Memory on the node (IP: 10.0.0.2, ID: 5f) where the task (actor ID: 7, name=W, pid=32, memory used=40GB) was running was 95GB / 100GB, which exceeds the memory usage threshold of 0.95.\n"
+    assert only(diagnose(tmp_path, text)).message.startswith("rank 3 on 10.0.0.2 was killed")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('Warning Failed pod/fit-2 Failed to pull image "r.io/fit:7": unauthorized\n', "imagePullSecrets"),
+        (raised(0, "ValueError: batch size 96 must be divisible by world size 7"), "--nnodes MIN:MAX"),
+        (raised(0, "ValueError: hidden size 96 must be divisible by tensor parallel size 7"), "tensor, pipeline"),
+    ],
+)
+def test_advice_on_images_and_batches(tmp_path: Path, text: str, words: str) -> None:
+    assert words in only(diagnose(tmp_path, text)).advice
+
+
+def test_who_starts_the_jobs_store_is_rank_0_of_the_node_that_its_label_names(tmp_path: Path) -> None:
+    text = raised(
+        0,
+        "DistNetworkError: The server socket has failed to listen on any local network address. port: 29511, code: -98",
+        file="/e/torch/distributed/rendezvous.py",
+        prefix="gpu7: ",
+    )
+    f = only(diagnose(tmp_path, text))
+    assert f.culprits == (0,) and f.certainty == "suspected" and "several" not in f.advice
+    assert f.message.startswith("gpu7 (rank 0) could not listen: port 29511 is in use")
+    f = only(diagnose(tmp_path, text.replace("rendezvous.py", "other.py")))
+    assert f.culprits == () and f.message.startswith("gpu7 could not listen")
+
+
+VERSION = "{} NCCL version {}+cuda12.4\n"
+INTERNAL = "torch.distributed.DistBackendError: NCCL error in: P.cpp:9, internal error - please report, NCCL version {}"
+TRUNCATED = "h1:7:9 [0] misc/socket.cc:567 NCCL WARN Message truncated : received 256 bytes instead of 64\n"
+COUNT = "h1:7:9 [0] bootstrap.cc:154 NCCL WARN Bootstrap Root : mismatch in rank count from procs 4 : 9437184\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (VERSION.format("[h-a:0]:", "2.18.1") + VERSION.format("[h-b:1]:", "2.20.5"), "h-a runs NCCL 2.18.1, h-b runs"),
+        (VERSION.format("h-b:8:9 [0] NCCL INFO", "2.20.5"), "h-b runs NCCL 2.20.5, rank 0 runs NCCL 2.18.1: NCCL"),
+        (VERSION.format("h-b:8:9 [0] NCCL INFO", "2.18.1"), "two ends have different versions of NCCL, or are of diff"),
+        ("NCCL version 2.20.5+cuda12.4\n", "a process of job.log runs NCCL 2.20.5, rank 0 runs NCCL 2.18.1"),
+        ("NCCL version 2.20.5+cuda12.4\n" + "epoch 1 step 3 loss 2.0\n" * 3, "two ends have different versions of NCCL, or"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("warning", [TRUNCATED, COUNT])
+def test_nodes_with_different_versions_of_nccl(tmp_path: Path, text: str, words: str, warning: str) -> None:
+    f = only(diagnose(tmp_path, text + warning + raised(0, INTERNAL.format("2.18.1"))))
+    assert words in f.message and f.certainty == "suspected" and "one" in f.advice
+    assert diagnose(tmp_path, text).findings == ()
+
+
+@pytest.mark.parametrize("prefix", ["[rank0]: ", ""])
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("2031-01-01 09:00:00 ERROR trainer: the shard index is empty", True),
+        ("terminate called after throwing an instance of 'tc::Refused'", True),
+        ("thread 'main' panicked at src/lib.rs:7: no tokens", True),
+        ("ERROR:torch.distributed.elastic.multiprocessing.api:failed", False),
+        ("2031-01-01 09:00:00 ERROR cache: miss, retrying", False),
+        ("2031-01-01 09:00:00 ERROR cache: miss\nstep 7 loss 2.0", False),
+        ("2031-01-01 09:00:00 INFO ready", False),
+    ],
+)
+def test_an_error_that_no_row_knows_is_shown_with_the_exit_code(
+    tmp_path: Path, line: str, shown: bool, prefix: str
+) -> None:
+    text = "".join(f"{prefix}{part}\n" for part in line.split("\n"))
+    ended = "  time      : 2031-01-01_09:00:09\n  host      : h7\n  rank      : 0 (local_rank: 0)\n  exitcode  : 1 (pid: 8)\n  traceback : To enable traceback\n"
+    f = only(diagnose(tmp_path, text + ended))
+    assert f.culprits == (0,) and "exit code 1" in f.message
+    assert (line[-12:] in f.message and "may be the reason" in f.message) is shown
+    assert diagnose(tmp_path, text).findings == ()
+
+
+@pytest.mark.parametrize(
+    ("prefix", "words"), [(" 0: ", "rank 0 raised"), ("0: ", "task 0 raised"), ("12: ", "rank 12 raised")]
+)
+def test_srun_pads_the_number_of_a_task(tmp_path: Path, prefix: str, words: str) -> None:
+    assert only(diagnose(tmp_path, raised(0, "KeyError: 'x'", prefix=prefix))).message.startswith(words)

@@ -57,6 +57,13 @@ def finding(
     )
 
 
+def library(f: Fact) -> str:
+    """Return the library whose error a line has."""
+    if "CCL_ERROR" in f.text or "oneCCL" in f.text:
+        return "oneCCL"
+    return "HCCL" if "HCCL" in f.text or f.fields.get("what", "").startswith(("Hccl", "Acl", "acl")) else "NCCL"
+
+
 class Fields(dict[str, str]):
     """What a row's text may name; a field that the line lacks is empty."""
 

@@ -268,6 +268,8 @@ class Collector:
                 out.devices[who.host, f"{bus >> 20:04x}:{bus >> 12 & 255:02x}:{bus >> 4 & 255:02x}"] = who.process
         elif name == "torchrun":
             out.torchrun = True
+        elif name == "nccl_runs" and len(out.nccl) < MAX_WRITERS:
+            out.nccl.setdefault((who.rank, who.host or who.label, line.path.name), set()).add(fields["version"])
         elif name == "joined":
             out.joined |= set(filter(is_rank, [int(fields["r"][:7])]))
         elif name == "torn_down" and len(out.pid_of) < MAX_WRITERS:
@@ -303,7 +305,7 @@ class Collector:
         elif name == "node_came" and len(out.nodes_came) < MAX_WRITERS:
             out.nodes_came.add(fields["node"])
         elif name == "master" and len(out.masters) < MAX_WRITERS:
-            out.masters[who.label or line.path.name] = fields["addr"]
+            out.masters.setdefault(who.label or line.path.name, {}).update(fields)
         elif name == "first_rank" and len(out.first_rank) < MAX_WRITERS:
             first, launcher = int(fields["node"][:7]) * int(fields.get("local", "1")[:7]), (line.path, who.label)
             out.first_rank[launcher] = first if out.first_rank.get(launcher, first) == first else -1

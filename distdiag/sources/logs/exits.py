@@ -97,7 +97,10 @@ def of_exits(found: Collected, explained: set[int], waited: set[int], others: bo
         exact = [f for f in memory if "pid" in f.fields] or memory  # the others report the same event
         named = [filter(None, (_whose(f) for f in facts if f.rank is None)) for facts in (exact, memory)]
         named = list(dict.fromkeys(named[0])) or ([] if ranks_of(memory) else list(dict.fromkeys(named[1])))
-        reasons["", ""] = Reason(meaning, meaning.text, meaning.advice, 0.0, {*ranks_of(memory)}, named, facts=memory)
+        hosts = {f.fields["host"] for f in exact if "host" in f.fields and ranks_of(memory)}
+        reasons["", ""] = Reason(
+            meaning, meaning.text, meaning.advice, 0.0, {*ranks_of(memory)}, named, facts=memory, hosts=hosts
+        )
     return list(reasons.values())
 
 

@@ -46,6 +46,7 @@ class Fact:
     doubtful: bool = False  # progress came after it, too little to show that the job survived it
     direct: bool = False  # the next exception was raised from it
     engine: bool = False  # raised inside an inference engine
+    serves: bool = False  # raised where rank 0 starts the job's store
     in_collective: bool = False  # raised by a backend, inside a collective call
     within: str = ""  # the helper in which it waits for the rank that goes first
     inferred: bool = False  # `rank` is the number of its launcher's label, as in the other labels
@@ -106,6 +107,7 @@ class Collected:
     bad: list[tuple[str, str]] = field(default_factory=list)
     rank_of: dict[object, int | None] = field(default_factory=dict)
     on_host: dict[str, set[int]] = field(default_factory=dict)  # ranks whose lines name a host
+    nccl: dict[tuple[int | None, str, str], set[str]] = field(default_factory=dict)  # versions, by rank, host and file
     in_world: dict[str, tuple[int, int]] = field(default_factory=dict)  # (size, rank)
     by_path: dict[Path, set[int]] = field(default_factory=dict)  # ranks named in the lines of a file
     env: dict[Path, set[int]] = field(default_factory=dict)  # the ranks that a file's environment gives
@@ -113,7 +115,9 @@ class Collected:
     pid_of: dict[tuple[Path, str], int] = field(default_factory=dict)  # of a PCI device, by the driver's later lines
     devices: dict[tuple[str, str], str] = field(default_factory=dict)  # process of a (host, PCI device), by NCCL
     unreached: dict[tuple[Path, str], str] = field(default_factory=dict)  # why a launcher's attempts to connect failed
-    masters: dict[str, str] = field(default_factory=dict)  # --master-addr of each launcher, by its label or its file
+    masters: dict[str, dict[str, str]] = field(
+        default_factory=dict
+    )  # what each launcher was given, by its label or file
     first_rank: dict[tuple[Path, str], int] = field(default_factory=dict)  # of a launcher's node; -1 of several
     pace: dict[Path, tuple[float, float]] = field(default_factory=dict)  # of progress: last time, longest pause
     local_of: dict[tuple[str, str], int] = field(default_factory=dict)  # rank on its node of (label, pid)
@@ -122,8 +126,10 @@ class Collected:
     nodes_came: set[str] = field(default_factory=set)  # that tried to join it
     joined: set[int] = field(default_factory=set)  # ranks that have joined the job's store
     steps: bool = False  # lines show progress
+    began: bool = False  # so do lines before the first failure
     took: dict[int, tuple[float, str]] = field(default_factory=dict)  # of a rank's last lines: seconds, and for what
     said: dict[int, str] = field(default_factory=dict)  # the last line of a rank
+    fatal: dict[tuple[Path, int | None], tuple[int, str]] = field(default_factory=dict)  # last error of a file and rank
     errors: dict[Path, tuple[int, str, Writer]] = field(default_factory=dict)  # of the last lines of files
     of_file: dict[Path, int] = field(default_factory=dict)  # rank of each file with one rank's lines
     losses: dict[tuple[Path, int | None], Loss] = field(default_factory=dict)  # the last ones of each file and rank

@@ -11,7 +11,7 @@ from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import at, shortened
 from distdiag.sources.logs import meanings
-from distdiag.sources.logs.build import Fields, finding, some
+from distdiag.sources.logs.build import Fields, finding, library, some
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import OWN, before, earlier, first_waits, process
 from distdiag.sources.logs.meanings import MEANINGS, Meaning
@@ -38,6 +38,7 @@ _NUMBER = bounded(r"0x[0-9a-f]+|\d+")
 # of the program or its settings, if all ranks have it
 _OF_ALL = (MEANINGS["exception"], MEANINGS["usage"], MEANINGS["port_in_use"])
 _OF_NODE = ("node_lost", "host_fault")  # all ranks of a node are lost
+_OF_STORE = ("DistNetworkError", "DistStoreError")  # raised before any collective
 _OF_THE_LINE = {  # ranks it is about
     "duplicate_gpu": ("a", "b"),
     "rank_twice": ("a",),
@@ -155,6 +156,8 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, foun
         key = ("gpu", f"{f.path} {pci.rpartition('.')[0] or pci}")
     if f.name in ("hip_error", "host_fault"):  # the driver, HSA and HIP report one fault, and so does a kernel
         key = (f.name, f.who.host if f.name == "host_fault" else "")
+    if f.name == "port_error" and f.who.host:  # the kernel and NCCL name one port by two names
+        key = (f.name, f.who.host)
     r = reasons.setdefault(key, Reason(meaning, text, meaning.advice, f.order, after=others))
     r.facts.append(f)
     keys = _OF_THE_LINE.get(f.name)
@@ -164,7 +167,7 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, foun
     known = {q for q in ranks if q is not None and is_rank(q)}
     r.ranks |= known
     node, pod = f.fields.get("node"), f.fields.get("pod")
-    name = f.who.name or (f"host {f.who.host}" if f.who.host else "")
+    name = (f.who.name if f.name != "port_error" else "") or (f"host {f.who.host}" if f.who.host else f.who.name)
     name = f"node {f.fields.get('host', node)}" if node else f"the node of pod {pod}" if pod else name
     if meaning.kind == "gpu" and f.who.host:
         r.hosts |= {f.who.host} if f.rank is not None else set()
@@ -281,6 +284,10 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     Args:
         waited: The first timeout, or lost connection, of each rank that has one.
     """
+    several = len(r.ranks) + len(r.unnamed) > 1
+    serves = not r.ranks and any(f.serves for f in r.facts)
+    if serves:
+        r.ranks, r.inferred = {0}, True
     ranks, others = tuple(sorted(r.ranks)), tuple(sorted(waited.keys() - r.ranks))
     of_line = bool(r.facts) and r.facts[0].name in _OF_THE_LINE
     everyone = "" if others or of_line or r.meaning.cause != "crashed" else found.all_of(r.ranks)
@@ -290,7 +297,7 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     if (len(found.on_host) > 1 or r.meaning.kind == "gpu") and r.facts[0].name not in _OF_NODE:
         r.hosts = r.hosts or found.host_of(r.ranks)
     message, advice = _who_failed(r, ranks, of_node, everyone) + r.after, r.advice
-    if r.facts and r.facts[0].name == "port_in_use" and len(ranks) + len(r.unnamed) > 1:
+    if r.facts and r.facts[0].name == "port_in_use" and several:
         advice = meanings.SHARED_PORT
     if others:
         waits = [waited[q] for q in others]
@@ -329,19 +336,22 @@ def _in_what(waits: list[Fact]) -> str:
     if all(f.name == "dump_signal" for f in waits):
         return f"{verb(waits, 'was', 'were')} asked to dump because of it"
     if len(calls) != 1 or any(f.name != "timeout" for f in waits):
-        how = {
-            "timed out waiting": any(f.role is Role.WAIT for f in waits),
-            f"lost {verb(waits, 'its connection', 'their connections')}": any(_lost(f) for f in waits),
-            "failed in a collective": any(f.role is Role.VICTIM and not _lost(f) for f in waits),
-        }
-        return " or ".join(text for text, some_did in how.items() if some_did)
+        return " or ".join(
+            dict.fromkeys(_how(f).format(its=verb(waits, "its connection", "their connections")) for f in waits)
+        )
     op, seq = calls.pop()
     return f"timed out in {op}" + (f" #{seq:,}" if seq is not None else "")
 
 
-def _lost(f: Fact) -> bool:
-    """True if a rank lost a connection; what a library reports of a collective may be anything."""
-    return f.role is Role.VICTIM and (f.name != "dist_error" or LOST.search(f.fields.get("what", "")) is not None)
+def _how(f: Fact) -> str:
+    """Return how a rank failed after others, as far as its line says it: what a library reports may be anything."""
+    if f.role is Role.WAIT:
+        return "timed out waiting"
+    if f.name == "nccl_error" or library(f) == "HCCL":
+        return f"failed with {library(f)} errors"
+    if f.name != "dist_error" or LOST.search(f.fields.get("what", "")) is not None:
+        return "lost {its}"
+    return f"failed {'while connecting' if f.fields.get('type') in _OF_STORE else 'in torch.distributed'}"
 
 
 def _who_failed(r: Reason, ranks: tuple[int, ...], of_node: bool, everyone: str) -> str:
@@ -349,7 +359,7 @@ def _who_failed(r: Reason, ranks: tuple[int, ...], of_node: bool, everyone: str)
     shown = some(r.unnamed)
     nobody = r.meaning.subject
     who = "probably " * r.guessed + rank_list(ranks) if ranks else shown or nobody
-    if ranks and shown and r.facts[0].name in _OF_NODE:
+    if ranks and shown and (r.facts[0].name in _OF_NODE or any(f.serves for f in r.facts)):
         who = f"{shown} ({who})"
     if of_node:
         who = who.replace("rank", "local rank", 1)

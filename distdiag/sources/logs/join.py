@@ -60,7 +60,9 @@ def join(found: Collected) -> Collected:
         f.inferred = f.name == "exit_shell" and f.rank is not None and found.rank_of.get(f.number("pid")) is None
         if f.rank is None and f.role is not Role.EXIT and _NUMBER.sub("#", f.who.label) in numbered:
             f.rank, f.inferred = int(_NUMBER.findall(f.who.label)[-1]), True
-        is_task = max(tasks, default=0) > 0 or str(f.who.task) in ended_tasks  # else `0: ` may be anything
+        is_task = (
+            max(tasks, default=0) > 0 or f.who.padded or str(f.who.task) in ended_tasks
+        )  # else `0: ` may be anything
         if f.rank is None and not found.torchrun and is_task and f.name != "exit_tasks":
             f.rank = f.who.task
         on_node = f.who.local if f.who.local is not None else found.local_of.get((f.who.label, f.fields.get("pid", "")))
@@ -124,15 +126,13 @@ def _why_unreached(found: Collected, f: Fact) -> None:
     """Add to a failure to connect what its earlier attempts say, and which address the other nodes were given."""
     if why := found.unreached.get((f.path, f.who.process or f.who.label)):
         f.fields["why"] = why
-        others = {name: addr for name, addr in found.masters.items() if addr != f.fields["peer"]}
-        if (
-            found.masters.get(f.who.label or f.path.name) == f.fields["peer"]
-            and others
-            and len(set(others.values())) == 1
-        ):
-            f.fields["masters"] = (
-                f"; its master address is {f.fields['peer']}, {min(others)}'s is {others[min(others)]}"
-            )
+        own = found.masters.get(f.who.label or f.path.name, {})
+        for key, field, what in (("addr", "peer", "address"), ("port", "port", "port"), ("endpoint", "port", "port")):
+            given = {name: master[key] for name, master in found.masters.items() if key in master}
+            others = {name: value for name, value in given.items() if value != f.fields[field]}
+            if own.get(key) == f.fields[field] and len(set(others.values())) == 1:
+                f.fields["masters"] = f"; its master {what} is {own[key]}, {min(others)}'s is {others[min(others)]}"
+                break
 
 
 def _numbered(found: Collected) -> set[str]:

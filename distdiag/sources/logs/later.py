@@ -58,6 +58,10 @@ _LAST_ERROR = bounded(
 _NO_END = bounded(
     r"(?i:\bretr(?:y|ies|ying)\b|\bignor|\bwarn|\bskip|\b(?:no|0) errors?\b|error_|['\"][^'\"]{0,60}error)"
 )
+# a message by which a program ends, of a logger or a runtime; not a launcher's report of an end
+_FATAL = bounded(
+    r"^(?!.{0,300}(?:distributed[./]elastic|srun: |slurmstepd|return code|exit ?code|ChildFailed)).{0,120}(?:\b(?:ERROR|FATAL|CRITICAL|panicked at|terminate called after|Segmentation fault)\b|\bfailed: )"
+)
 _LOSS = bounded(
     r"(?<!\w)(?:lm |train[_/ ]?)?loss(?:/[\w/]{1,40})?['\"]?(?: is |[\s:=]{1,4})(?:tensor\()?(nan|[-+]?(?:inf|\d))",
     re.IGNORECASE,
@@ -99,6 +103,9 @@ class Later:
     said: dict[tuple[Path, int | None, int | None], str] = field(default_factory=dict)  # the last line by rank and task
     errors: dict[Path, tuple[int, str, Writer]] = field(default_factory=dict)  # of a file's last lines
     left: int = MOST_LINES
+    fatal: dict[tuple[Path, int | None, int | None], tuple[int, str]] = field(default_factory=dict)  # as `said`
+    stepped: set[tuple[Path, int | None, int | None]] = field(default_factory=set)  # those with progress, from the end
+    began: bool = False  # there is progress before a failure
     nan: bool = False  # all losses of the file that is read, so far
 
     def begin(self, path: Path, head: bytes) -> None:
@@ -135,14 +142,21 @@ class Later:
                         self._loss(path, number, text, who)
                         if not code and _NO_PROGRESS.search(text) is None and "File " not in text:
                             self.said.setdefault((path, who.rank, who.task), text)
+                        key = path, who.rank, who.task
+                        if _progress(text):
+                            self.stepped.add(key)
+                        elif key not in self.stepped and _FATAL.search(text) and not (who.mild or _NO_END.search(text)):
+                            self.fatal.setdefault(key, (number, PREFIX.sub("", text).strip()))
                         if "Exception ignored in" in text:
                             self.errors.pop(path, None)
                         if nth <= FEW and _LAST_ERROR.search(text) and not (who.mild or _NO_END.search(text)):
                             self.errors[path] = number, text.strip(), who
                         if not before and not code:
                             self._line(path, number, text, who)
-                        elif before and _AGENT.search(text) is not None:
-                            self.well.setdefault((path, "agent"), number)
+                        elif before:
+                            self.began = self.began or _progress(text)
+                            if _AGENT.search(text) is not None:
+                                self.well.setdefault((path, "agent"), number)
 
     def _loss(self, path: Path, number: int, text: str, who: Writer) -> None:
         if "oss" not in text or (m := _LOSS.search(text)) is None:
@@ -160,7 +174,7 @@ class Later:
         if (m := _TOOK.search(text)) is not None:
             for name in _names(who, who.rank):
                 self.took.setdefault(name, (float(m["s"]), PREFIX.sub("", text).strip()))
-        if _PROGRESS.search(text) is None or _NO_PROGRESS.search(text) is not None:
+        if not _progress(text):
             return
         if who.at is not None:
             self.times.setdefault(path, []).append(who.at)
@@ -189,6 +203,10 @@ class Later:
             if sum(max(0, new[1] - old[1]) for new, old in itertools.pairwise(shown)) >= MANY_STEPS:
                 return True
         return False
+
+
+def _progress(text: str) -> bool:
+    return _PROGRESS.search(text) is not None and _NO_PROGRESS.search(text) is None
 
 
 def pace(tail: Sequence[tuple[int, bytes]]) -> tuple[float, float] | None:

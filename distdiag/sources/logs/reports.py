@@ -8,15 +8,16 @@ from typing import Any
 from distdiag.diagnosis.model.findings import CollectiveRef, Finding, rank_list
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import at, count
-from distdiag.sources.logs.build import fewer, finding
+from distdiag.sources.logs.build import fewer, finding, ranks_of, some
 from distdiag.sources.logs.facts import Collected, Fact
-from distdiag.sources.logs.join import first_site
+from distdiag.sources.logs.join import WAITED, first_site
 from distdiag.sources.logs.timeouts import op_name
 from distdiag.terms.ranks import fold_ranks
 from distdiag.terms.untrusted import bounded, numbers
 
 MANY_PARAMETERS = 1_000_000  # no model has so many tensors: such a count is another collective's data
 LONG_NAMES = 8000
+_RUNS = bounded(r", NCCL version (\d{1,3}\.\d{1,3}\.\d{1,3})")  # in torch's exceptions
 _FINGERPRINT = {
     "number": bounded(r"SequenceNumber=(\d{1,18})"),
     "op": bounded(r"OpType=(\w+)"),
@@ -94,6 +95,35 @@ def _versions(found: Collected, facts: list[Fact]) -> Finding:
     message, sides = f"{', '.join(texts)}: NCCL does not mix versions", by_version.values()
     cost = "the job ends before its first step"
     return _differ("rank_lost", "crashed", facts, sides, message, advice, proved=bool(fewer(sides)), cost=cost)
+
+
+def of_versions(found: Collected) -> list[Finding]:
+    """Return the finding on processes that run different versions of NCCL, in a job whose communication never worked."""
+    failed = [f for f in found.facts if f.role in WAITED]
+    if found.steps or found.losses or found.began or not failed:
+        return []
+    runs = {who: set(versions) for who, versions in found.nccl.items()}
+    for f in failed:
+        for version in _RUNS.findall(f.text):
+            runs.setdefault((f.rank, f.who.host or f.who.label, f.path.name), set()).add(version)
+    by_version: dict[str, list[tuple[int | None, str, str]]] = {}
+    for who, versions in runs.items():
+        if len(versions) == 1:  # one process may have two copies of NCCL, and one file two runs
+            by_version.setdefault(min(versions), []).append(who)
+    if len(by_version) < 2:
+        return []
+    texts = []
+    for version, writers in by_version.items():
+        ranks = sorted({rank for rank, _, _ in writers if rank is not None})
+        hosts = some([host for _, host, _ in writers if host])
+        who = rank_list(ranks) + (f" on {hosts}" if hosts else "") if ranks else hosts
+        texts.append(
+            f"{who or 'a process of ' + some([file for _, _, file in writers])} {'run' if len(ranks) > 1 else 'runs'} NCCL {version}"
+        )
+    message = f"{', '.join(texts)}: NCCL does not mix versions"
+    advice = "run one version of torch and NCCL on all nodes: one container image, or the same environment; see LD_LIBRARY_PATH and LD_PRELOAD there, which may lead to another libnccl.so"
+    cost = "the job ends before its first step"
+    return [finding("rank_lost", "crashed", failed, message, advice, victims=ranks_of(failed), cost=cost)]
 
 
 def _call(text: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ from distdiag.diagnosis.model.findings import CollectiveRef, Finding, rank_list
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import at, rough_time, shortened
 from distdiag.sources.logs import meanings
-from distdiag.sources.logs.build import Fields, finding, last_words, ranks_of, some, who
+from distdiag.sources.logs.build import Fields, finding, last_words, library, ranks_of, some, who
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import absent_ranks, first_site
 from distdiag.sources.logs.patterns import Role
@@ -73,6 +73,8 @@ def _too_many(fact: Fact) -> bool:
 _LATE, _LOST = "timeout/late_rank", "rank_lost/silent"
 _GLOO = "a gloo collective timed out{after}: {who} waited in it{at}"
 _ENDED = "{first}see how that process ended: its log, exit code, `dmesg -T` for oom-kill or Xid; if it is alive, the network: interface (NCCL_SOCKET_IFNAME), firewall, MTU"
+_STARTED = "see whether all nodes have started (squeue, kubectl get pods), with one MASTER_ADDR, MASTER_PORT and world size, and whether they reach that port"
+_ONE_NCCL = "install the same torch (and NCCL) on all nodes, or use one image; compare the lines `NCCL version` of each node (NCCL_DEBUG=VERSION); see that no process of another job uses the same MASTER_ADDR and MASTER_PORT"
 LATE_ROWS = (
     Row("barrier_late barrier_reached", _LATE, "{culprits} did not reach monitored_barrier in {limit}{at}",
         "read the log of {culprits}, and take {its} stack the next time before the barrier times out",
@@ -83,9 +85,9 @@ LATE_ROWS = (
         "see what {culprits} did meanwhile (`py-spy dump --pid …`): a longer branch, no data left, or a collective that only the others call"),
     Row("horovod_late", _LATE, "{culprits} did not submit what Horovod's other ranks wait for",
         "see what {culprits} did meanwhile (`py-spy dump --pid …`): a longer branch, an exception that was caught, or a collective that only the others call"),
-    Row("message_size", "rank_lost/crashed", "{who} received a message of {got} bytes instead of {has} while NCCL set up a communicator: the nodes have different versions of NCCL, or different settings",
-        "install the same torch (and NCCL) on all nodes, or use one image; compare the lines `NCCL version` of each node (NCCL_DEBUG=VERSION) and its NCCL_* variables",
-        when=lambda facts: "bootstrap" in facts[0].text),
+    Row("message_size", "rank_lost/crashed", "{who}, while NCCL set up a communicator, received a message of {got} bytes instead of {has}: the two ends have different versions of NCCL, or are of different jobs", _ONE_NCCL,
+        when=lambda facts: "op.preamble" not in facts[0].text),
+    Row("rank_count", "rank_lost/crashed", "{who}, while NCCL set up a communicator of {has} ranks, heard from a process that gave {got}: the two ends have different versions of NCCL, or are of different jobs", _ONE_NCCL),
     Row("message_size", "mismatch/shape", "{who} received a message of {got} bytes where its own call expected {has}{at}: the ranks called one collective with different sizes",
         "compare the shapes that the ranks pass there: the last, smaller batch, or an input that is padded differently"),
     Row("unique_id", _LATE, "rank {awaited} did not reach the first collective of a group, where {who} {waits} for it{at} ({reason})",
@@ -121,12 +123,15 @@ START_ROWS = (
         "compare that node's clock (`chronyc tracking`) and its munge (`munge -n | ssh NODE unmunge`) with the controller's; start again without the node",
         when=lambda facts: any("credential" in f.text for f in facts)),
     Row("not_started", _LOST, "the job, or a part of it, did not start{there}: {what}",
+        "the image could not be fetched there: check its name and tag, the credentials (imagePullSecrets) and the rate limit of its registry, and that this node reaches it and has space: `kubectl describe pod`",
+        when=lambda facts: "pull" in facts[0].fields["what"]),
+    Row("not_started", _LOST, "the job, or a part of it, did not start{there}: {what}",
         "correct that on the node it names, then start again: the environment and its paths must be the same on all nodes, and the request must fit the cluster"),
     Row("store_connect", _LOST, "{who} could not reach the job's store at {peer}:{port}{at}: {why}{masters}",
         "correct that name or address there: all nodes need the same MASTER_ADDR (--master-addr, --rdzv-endpoint), which `getent hosts {peer}` resolves; on Kubernetes, look at the master's headless service",
         when=lambda facts: facts[0].fields.get("why", "").startswith("the name"), subject="a node"),
     Row("store_connect", _LOST, "{who} could not reach the job's store at {peer}:{port}{at}: {why}{masters}",
-        "give all nodes one MASTER_ADDR (--master-addr), that of the first node",
+        "give all nodes one MASTER_ADDR and MASTER_PORT (--master-addr, --master-port), those of the first node",
         when=lambda facts: bool(facts[0].fields.get("masters")), subject="a node"),
     Row("store_connect", _LOST, "{who} could not reach the job's store at {peer}:{port}{at}: {why}{masters}",
         "check that {peer} is the first node, and that rank 0 runs there: {why}; `nc -vz {peer} {port}`",
@@ -139,8 +144,8 @@ START_ROWS = (
         when=lambda facts: facts[0].fields["peer"] in _HERE, subject="a node"),
     Row("store_connect", _LOST, "{who} could not reach the job's store at {peer}:{port}{at}: rank 0, or torchrun's first node, does not listen there",
         "see whether rank 0 has started and failed, and whether this node reaches it: `nc -vz {peer} {port}`", subject="a node"),
-    Row("clients", _LOST, "{left} of {expected} ranks had not joined{after}{at}: the log does not say which",
-        "see whether all nodes have started (squeue, kubectl get pods), with one MASTER_ADDR, MASTER_PORT and world size, and whether they reach that port"),
+    Row("clients", _LOST, "{left} of {expected} ranks had not joined{after}{at}: the log does not say which", _STARTED,
+        ("{culprits} had not joined{after}{at}, as far as the log shows: {joined} of {expected} ranks had, and it has lines of all others", _STARTED)),
     Row("store_barrier store_waiting", _LOST, "{joined} processes have joined a job of {expected} ranks: it was launched twice, or processes of an earlier one use the same store",
         "end the processes of earlier launches on all nodes, and give this one another --master-port (--rdzv-id)", pick=_too_many),
     Row("store_barrier", _LOST, "{left} of {expected} ranks did not reach init_process_group or new_group in time: the log does not say which",
@@ -256,6 +261,12 @@ def _blamed(found: Collected, name: str, facts: list[Fact]) -> tuple[Collection[
             expected = min(_most(facts, "expected") or 0, MAX_RANKS)
             absent = set(range(expected)) - here
             return (absent, here) if len(absent) == expected - (_most(facts, "joined") or 0) else ((), ranks)
+        case "clients":
+            expected, joined = _most(facts, "expected") or 0, _most(facts, "joined") or 0
+            absent = set(range(min(expected, MAX_RANKS))) - found.ranks
+            whole = found.world_size in (None, expected) and max(found.ranks, default=0) < expected  # else nodes join
+            few = len(absent) == expected - joined <= joined
+            return (absent if whole and few else ()), ranks
         case "hccl_wait":
             in_world = (f for f in facts if "group" not in f.fields and f.number("own") in (None, f.rank))
             return {n for f in in_world if (n := f.number("awaited")) is not None}, ranks
@@ -299,15 +310,14 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
     limit, stuck, after = _most(facts, "limit"), _most(facts, "stuck_s"), _most(facts, "after")
     joined, expected = _most(facts, "joined") or 0, facts[0].number("expected") or 0
     ranks = tuple(victims) or ranks_of(facts)
-    library = "oneCCL" if "CCL_ERROR" in facts[0].text or "oneCCL" in facts[0].text else "NCCL"
     out |= {
         "who": rank_list(victims) if victims else who(facts, subject),
         "at": at(first_site(facts)),
         "culprits": rank_list(culprits),
         "its": verb(culprits, "its", "their"),
         "nothing": f"; {rank_list(culprits)} {verb(culprits, 'reports', 'report')} nothing" if culprits else "",
-        "library": library,
-        "debug": "CCL_LOG_LEVEL=info" if library == "oneCCL" else "NCCL_DEBUG=WARN",
+        "library": library(facts[0]),
+        "debug": "CCL_LOG_LEVEL=info" if library(facts[0]) == "oneCCL" else "NCCL_DEBUG=WARN",
         "tag": first.get("tag", "connection"),
         "group": first.get("group", "its group"),
         "waits": verb(ranks or facts[:1], "waits", "wait"),

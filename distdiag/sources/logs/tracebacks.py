@@ -45,7 +45,10 @@ _ENGINE = bounded(
 # helpers in which one rank, most often rank 0, works first, and the others wait for it
 _FIRST = bounded(r"\b\w{0,40}(?:main|master|process|zero|rank_?0)_first\b")
 _INSIDE = bounded(r"/torch/(?:distributed|csrc|nn/parallel)/")
-LOST = bounded(r"reset by peer|Broken pipe|onnection refused|onnection closed|Socket Timeout|timed out", re.IGNORECASE)
+LOST = bounded(
+    r"reset by peer|Broken pipe|onnection refused|onnection (?:was likely )?closed|Socket Timeout|timed out",
+    re.IGNORECASE,
+)
 _OF_OTHERS = bounded(
     r"\b(?:remote|another|other) (?:process|rank|task|worker)(?:e?s)? (?:has |have )?(?:exited|failed|died|crashed)|NCCL communicator was aborted|Error: cancelled$|\bHCCL error in: "
 )
@@ -271,6 +274,7 @@ class Tracebacks:
             fact.uncaught, fact.warned = trace.uncaught, trace.warned
             fact.engine = fact.engine or any(_ENGINE.search(str(frame["filename"])) for frame in trace.frames)
             fact.in_collective = innermost.endswith(_COLLECTIVE)
+            fact.serves = innermost.endswith("/torch/distributed/rendezvous.py")
             earlier = self._before.pop(line.source, None)
             if earlier is not None and fact.role is earlier.role is Role.CAUSE:
                 fact = self._chained(earlier, fact)

@@ -77,12 +77,15 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
     else:
         found.past += earlier
     found.past += past
-    found.losses, found.steps = reader.later.loss, bool(reader.later.progress)
+    found.losses, found.steps, found.began = reader.later.loss, bool(reader.later.progress), reader.later.began
     said: dict[int, str] = {}
     for (p, rank, task), text in reader.later.said.items():
         q = rank if rank is not None else task if task is not None and not found.torchrun else found.of_file.get(p)
         if q is not None:
             said.setdefault(q, text)
+    for (p, rank, task), line in reader.later.fatal.items():
+        q = rank if rank is not None or found.torchrun else task
+        found.fatal.setdefault((p, q if q is not None else found.of_file.get(p)), line)
     found.said = {q: clean for q, text in said.items() if (clean := later.PREFIX.sub("", text).strip())}
     ended_well = {path for path, _ in reader.later.well}
     found.errors = {
@@ -176,12 +179,14 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
     codes = [r for r in ends if r not in own]
     if own or reported:
         return [*reported, *(failures.of_reason(r, found, waited) for r in own[:MAX_FINDINGS])][:MAX_FINDINGS], None
-    waits = rows.first_of(rows.LATE_ROWS, found) or timeouts.findings(found)
+    waits = reports.of_versions(found) or rows.first_of(rows.LATE_ROWS, found) or timeouts.findings(found)
     if found_here := _with_late(waits, late) or rows.first_of(rows.START_ROWS, found) or reports.derived(found):
         return found_here[:MAX_FINDINGS], None
     if (stop := _stopped(found)) is not None:
         return _hung(found) or _nan(found), stop
     lost = rows.first_of(rows.LOST_ROWS, found) or _nan(found, bool(codes))
+    for r in codes:
+        r.after += _printed(found, r)
     lost = lost or [failures.of_reason(r, found, waited) for r in codes[:MAX_FINDINGS]]
     lost = lost or _last_error(found)
     signal = "" if lost else exits.sent(found)
@@ -211,6 +216,17 @@ def _hung(found: Collected) -> list[Finding]:
             advice = f"more time does not help: take the stacks of all ranks while it hangs (`py-spy dump --pid PID`), leave TORCH_NCCL_ASYNC_ERROR_HANDLING on, and keep {timeouts.DUMPS}"
             return [finding("stall", "unknown", [f], message, advice)]
     return []
+
+
+def _printed(found: Collected, r: failures.Reason) -> str:
+    """Return the last error that a process printed before its launcher reported an exit code, and no row knows."""
+    end = r.facts[0]
+    for (path, rank), (number, text) in found.fatal.items():
+        if (rank in r.ranks or rank is None) and (path != end.path or number < end.line):
+            whose = f"rank {rank} printed" if rank is not None else "the log has"
+            before = "before that, " if path == end.path else ""
+            return f"; {before}{whose} `{shortened(text, 160)}`, which may be the reason"
+    return ""
 
 
 def _last_error(found: Collected) -> list[Finding]:

@@ -38,8 +38,8 @@ _STERN = bounded(r"^(?P<pod>[a-z][\w.-]{0,250}-\w{1,20}) [\w.-]{1,63} (?=\d{4}-\
 # what pdsh, kubectl or a script puts in front of every line: the name of a node or worker, which ends in a number or a letter
 _SKY = bounded(r"^\((?P<node>[A-Za-z][\w.-]{0,60}), rank=\d{1,6}, pid=\d{1,9}[^)]{0,60}\) ")
 _LABEL_FIRST = bounded(
-    r"^\s?(?:\((?P<round>{0})\)|\[(?P<square>{0})\]|(?P<colon>{0}):|(?P<pipe>{0}) {{1,40}}\|)(?: |$)".format(
-        r"(?!(?i:rank|step|epoch|iter\w*|loss|layer|gpu|cuda|mlx\w*|line|try|attempt|test|phase|level|block|default|none)\W?\d)"
+    r"^\s?(?:\((?P<round>{0})\)|\[(?P<square>{0})(?::\d{{1,6}}\]:|\])|(?P<colon>{0}):|(?P<pipe>{0}) {{1,40}}\|)(?: |$)".format(
+        r"(?!(?i:rank|step|epoch|iter\w*|loss|layer|gpu\W|cuda|mlx\w*|line|try|attempt|test|phase|level|block|default|none)\W?\d)"
         r"(?!\d{1,9}(?:\.\d{1,9})?\b(?!\.)|[A-Z]{1,3}\d{3,9}\b)[A-Za-z\d][\w.]{0,60}(?:-[\w.]{1,60}){0,9}(?<=\d)|[A-Za-z]\w{0,40}-[a-z]"
     )
 )
@@ -88,6 +88,7 @@ class Writer:
     group_rank: int | None = None  # in that group
     local: int | None = None
     task: int | None = None
+    padded: bool = False  # to the width of other tasks' numbers, as srun does
     host: str = ""
     device: int | None = None
     process: str = ""
@@ -224,7 +225,7 @@ def writer(text: str) -> Writer:
     if "]:" in head and (m := _LOCAL.search(text[:200])):
         out.local, out.by_torchrun = int(m[2]), m[1] == "default"
     if m := _SRUN.match(text):
-        out.task = int(m[1])
+        out.task, out.padded = int(m[1]), m.start(1) > 0
     _process(head, out)
     _label(head, out)
     return out
