@@ -82,6 +82,10 @@ ACTIVITIES = (  # in the order in which lines are searched for them
         do="find who should fill or drain that queue",
         frame=r"^queue\.(get|put|join)|^queues\.(get|put)", line=r"\.get\s*\(|\.put\s*\(", refines=r"\.(get|put)\(",
     ),
+    Activity(  # between processes: on a pipe, as is much else that has a `get`
+        word="queue", within=("socket",), shown="waiting for a queue",
+        refines=r"(?i)\b(?:\w*queue\w*|\w*_q|q)\.(?:get|put)\(",
+    ),
     Activity(
         word="worker", within=("lock",), does="waits for a thread or process that it started",
         shown="waiting for a thread or process",

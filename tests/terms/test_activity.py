@@ -22,6 +22,8 @@ def test_the_line_refines_what_the_frame_shows() -> None:
     assert refined("lock", "pool.map(work, parts)") == "worker"
     assert refined("socket", "subprocess.run(['sync'])") == "process"
     assert refined("socket", "asyncio.run(main())") == "event_loop"
+    assert refined("socket", "while (item := self.queue.get()) is not None:") == "queue"
+    assert refined("socket", "page = session.get(url)") == "socket"
     assert refined("data", "asyncio.run(main())") == "data"
 
 

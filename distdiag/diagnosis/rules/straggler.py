@@ -16,7 +16,6 @@ shared_storage, jittery_sim, gc_pauses, bucketed_lengths, pipe_three.
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections import Counter
 from collections.abc import Iterator
@@ -39,6 +38,7 @@ from distdiag.diagnosis.text import straggler as text
 from distdiag.diagnosis.text.phrases import count, where, where_stack, wheres
 from distdiag.diagnosis.training_data import least_fetching, stages
 from distdiag.diagnosis.waits.compatible import op_name
+from distdiag.terms.activity import refined
 from distdiag.terms.units import percent
 
 kind = kinds.STRAGGLER
@@ -99,7 +99,6 @@ class Limits:
 
 limits = Limits()
 HANDING_OUT = ("scatter", "broadcast")
-_QUEUE = re.compile(r"(?i)\b(?:\w*queue\w*|\w*_q|q)\.get\(")
 JUDGED_BY_ARRIVAL = (
     "all_reduce", "barrier", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all"
 )  # fmt: skip
@@ -374,7 +373,7 @@ class Case:
     def at_queue(self) -> bool:
         """True if it waits for its queue: the others' are filled while they wait for it, however slow their producers are."""
         sites = text.stack_of(self.snapshot.ranks[self.most.rank], "other")[:1]
-        return self.phase == "other" and any(_QUEUE.search(line_at(site, self.source)) for site in sites)
+        return self.phase == "other" and any(refined("socket", line_at(site, self.source)) == "queue" for site in sites)
 
     @property
     def phase(self) -> str:
