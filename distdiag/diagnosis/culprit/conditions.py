@@ -21,9 +21,11 @@ from distdiag.diagnosis.text.phrases import at, op_at, site_text
 from distdiag.diagnosis.waits import compatible, messages
 from distdiag.diagnosis.waits.wait import call_at
 
+EARLIER_ROUNDS = 3
+
 
 def on_rank(case: Case) -> Testimony | None:
-    """Accuse the ranks that a condition on the rank names, if exactly one of two sides is under one."""
+    """Accuse the ranks that a condition on the rank names, if exactly one of two sides is under one; else those that try again."""
     firsts = [side[0] for side in case.sides]
     if len(firsts) != 2 or not all(rank in case.states for rank in firsts):
         return None
@@ -32,11 +34,24 @@ def on_rank(case: Case) -> Testimony | None:
     mine, theirs = (_stack(case, rank) for rank in firsts)
     found = parting.led_away(mine, theirs, case.source)
     if found is None:
-        return None
+        return _retried(case)
     condition, nth = found
     ranks = case.sides[nth]
     advice = _advice_on_rank(case, condition, ranks, case.sides[1 - nth])
     return Testimony(ranks=tuple(ranks), advice=advice, conditions=(condition,))
+
+
+def _retried(case: Case) -> Testimony | None:
+    """Accuse the side that makes once more what all have made, after an exception: without one it would be done with it.
+
+    That it is made once, and not by a loop around, its earlier rounds show.
+    """
+    for ranks in case.sides:
+        known = case.states[ranks[0]].sites.get(case.here[ranks[0]] or "", 0) > EARLIER_ROUNDS
+        found = _parting(case, ranks) if known else []
+        if [c.way for c in found] == [Way.AGAIN] and parting.tried_until_success(found[0], case.source):
+            return _testimony(case, found, ranks)
+    return None
 
 
 def _advice_on_rank(case: Case, condition: Condition, ranks: Sequence[int], rest: Sequence[int]) -> str:

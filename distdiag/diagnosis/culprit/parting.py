@@ -220,6 +220,15 @@ def _way_of(placed: _Placed, way: Way, stays: bool) -> Way:
     return Way.AGAIN if tries_again else way
 
 
+def tried_until_success(condition: Condition, source: Source) -> bool:
+    """True if a condition is a handler of a `try` that is left for good once nothing was raised: `try: return save()`."""
+    tree = tree_of(condition.file, source)
+    tries = (x for x in ast.walk(tree) if isinstance(x, ast.Try)) if tree is not None else ()
+    own = next((x for x in tries if any(h.lineno == condition.line for h in x.handlers)), None)
+    last = (own.orelse or own.body)[-1:] if own is not None else ()
+    return any(isinstance(x, (ast.Return, ast.Break)) for x in last)
+
+
 def _tries(
     my_path: _Path, their_path: _Path, source: Source, ahead: bool, as_often: Callable[[str, ast.AST], bool]
 ) -> tuple[list[_Placed], list[list[_Placed]], list[tuple[Way, list[_Placed]]]]:
