@@ -17,23 +17,30 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from distdiag import files
 from distdiag.page import profile_files
 from distdiag.page.profile_files import DONE, FAILED, MAX_LINES, RECORDING, SAVING, WAITING, Answer, Request
 from distdiag.recorder.frames import absolute, frames_of, user_frame
 from distdiag.recorder.module_marks import ModuleMarks
-from distdiag.recorder.state import guarded, now_ns
-
-if TYPE_CHECKING:
-    from distdiag.recorder.session import Session
+from distdiag.recorder.state import Recorder, guarded, now_ns
 
 SAMPLE_S = 0.01  # 20 to 40 µs a sample
 MEMORY_SAMPLES = 10  # samples of the line per sample of the memory
 END_S = 30.0  # how long the end of the script waits for a trace that is being saved
 SPARE_BYTES = 256 << 20  # free space required on the file system: a profile must not fill the disk
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
+
+
+class Session(Protocol):
+    """What is needed here of a `session.Session`, which uses this file."""
+
+    recorder: Recorder
+    run_dir: Path
+    pages: Path
+    accounting: Any
+    profile: Any
 
 
 @guarded
