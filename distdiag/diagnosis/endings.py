@@ -212,6 +212,8 @@ def _refused(snapshot: Snapshot, kinds: dict[int, str]) -> Cascade:
     if "model" in kinds.values() and len(set(shapes.values())) > 1:
         odd = minority(shapes)
         return Cascade(End.MODEL, odd, tuple(sorted(set(shapes) - set(odd))))
+    if "model" in kinds.values() and (met := _met_another_call(snapshot, kinds)) is not None:
+        return met
     if "unused" in kinds.values():
         return NO_CASCADE
     # a mismatch is read from the wait-for graph, by what ranks were about to call; here only an abort without that
@@ -237,6 +239,15 @@ def _two_threads(snapshot: Snapshot) -> Cascade | None:
         return None
     rest = tuple(sorted(q for q in snapshot.ranks if q not in odd))
     return Cascade(End.ABORTED, odd, rest)
+
+
+def _met_another_call(snapshot: Snapshot, kinds: dict[int, str]) -> Cascade | None:
+    """Return ranks whose modules are equal, and whom DDP refused because what it exchanged about them met another call of other ranks."""
+    wrapping = {q for q, state in snapshot.ranks.items() if state.models}
+    if not all(q in wrapping if kinds.get(q) == "model" else _in_call(r) for q, r in snapshot.ranks.items()):
+        return None
+    incident = abort.incident(snapshot, sorted(snapshot.ranks))
+    return None if incident is None else Cascade(End.ABORTED, (), tuple(sorted(snapshot.ranks)), incident)
 
 
 def model_shapes(snapshot: Snapshot) -> dict[int, int]:

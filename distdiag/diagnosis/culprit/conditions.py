@@ -126,7 +126,10 @@ def _at_departure(case: Case, ranks: Sequence[int], made: Call, due: Call) -> Te
 
 
 def past_the_call(case: Case, ranks: Sequence[int]) -> Testimony | None:
-    """Return the conditions that can have led the first of these ranks past the call that others wait for."""
+    """Return the conditions that can have led the first of these ranks past the call that others wait for; without ranks, what keeps a
+    collective of the cycle to some of its members."""
+    if not ranks:
+        return _kept_to_some(case)
     state, source = case.states.get(ranks[0]) if ranks else None, case.source
     main = case.main(ranks)
     if state is None or not main.ranks:
@@ -162,12 +165,41 @@ def past_the_call(case: Case, ranks: Sequence[int]) -> Testimony | None:
     return _testimony(case, parting.parting(stack, there, source), ranks)
 
 
+def _kept_to_some(case: Case) -> Testimony | None:
+    """Return the condition on the rank that keeps the one collective of a cycle to the ranks in it, and not to those that it waits for."""
+    found: dict[Condition, tuple[tuple[int, ...], Call]] = {}
+    for wait in case.incident.waits:
+        inside, missing = (
+            [q for q in sorted(x) if q in case.states] for x in (wait.ranks, wait.missing & case.incident.members)
+        )
+        if wait.p2p or not inside or not missing or inside[0] not in wait.calls:
+            continue
+        mine, theirs = (
+            callers.call_stack(case.states[q].user_stack, case.states[q].host_stack, case.source)
+            for q in (inside[0], missing[0])
+        )
+        condition = parting.rank_condition(mine, theirs, case.source)
+        if condition is not None and condition.way is Way.ALONE:
+            found[condition] = tuple(inside), wait.calls[inside[0]]
+    if len(found) != 1:
+        return None
+    ((condition, (inside, call)),) = found.items()
+    return Testimony(conditions=(condition,), advice=decision_advice(condition, inside, call))
+
+
 def leaving(case: Case, ranks: Sequence[int]) -> Testimony | None:
     """Return the conditions through which a rank that ended normally can have left the loop that another rank is in."""
     wait, ended = case.main(()), case.states[min(case.incident.members)]
     stacks = [stack for rank in wait.ranks if not wait.p2p and (stack := case.states[rank].user_stack)]
     found = parting.leaving(ended.current_site, stacks[0], case.source) if stacks else []
-    return Testimony(ranks=tuple(ranks), conditions=tuple(found)) if found else None
+    first, call = next(iter(wait.calls.items()), (-1, None))
+    skips = len(found) == 1 and found[0].way is Way.SKIPPED
+    advice = ""
+    if (
+        skips and call is not None and not implicit_text(case.states.get(first), call)
+    ):  # of DDP's: end the loop together
+        advice = decision_advice(found[0], sorted(case.incident.members), call)
+    return Testimony(ranks=tuple(ranks), conditions=tuple(found), advice=advice) if found else None
 
 
 def _testimony(case: Case, found: Sequence[Condition], ranks: Sequence[int]) -> Testimony | None:

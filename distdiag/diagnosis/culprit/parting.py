@@ -386,7 +386,7 @@ def leaving(site: Site | None, theirs: Sequence[Site], source: Source) -> list[C
         theirs: The user's frames of the other rank, innermost first.
     """
     if syntax.exits_process(syntax.statement_at(site, source)):
-        return [around] if (around := enclosing(site, source)) is not None else []
+        return [around._replace(way=Way.SKIPPED)] if (around := enclosing(site, source)) is not None else []
     return parting((), theirs, source)
 
 

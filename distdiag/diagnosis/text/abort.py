@@ -14,7 +14,7 @@ from distdiag.diagnosis.text.template import Template
 from distdiag.terms.units import size_text
 
 ABORT = Template(kinds.MISMATCH, "shape",
-    "{head}ranks {what} of different sizes, and gloo aborted {killed}: {places}{why}", "the job ended", "{do}",
+    "{head}ranks {what}: {places}{why}", "the job ended", "{do}",
     proved=True)  # fmt: skip
 SHOWN = 8  # tensors
 _STATES = {Life.KILLED: "killed", Life.CRASHED: "crashed"}  # while it waits: what it does
@@ -27,6 +27,12 @@ def finding(snapshot: Snapshot, verdict: Verdict) -> Finding:
     dead = sorted({*odd, *rest})
     killed = [rank for rank in dead if states[rank].life == Life.KILLED and states[rank].signal == signal.SIGABRT]
     what, why, advice = _text(snapshot, verdict, dead)
+    if killed:
+        what += f" of different sizes, and gloo aborted {rank_list(killed)}"
+    else:
+        what = (
+            "called one collective from different lines, and DDP took what it received there for other ranks' modules"
+        )
     sites = {r: call.site for r, call in verdict.wait.calls.items() if call.site is not None}
     head = evidence.head_text(verdict) if len(set(sites.values())) > 1 else ""
     lines = {sites[min(side)].key: sites[min(side)] for side in verdict.wait.sides}
@@ -37,7 +43,7 @@ def finding(snapshot: Snapshot, verdict: Verdict) -> Finding:
         culprits=odd, victims=rest, where=(where(states[r], _STATES.get(Life(states[r].life)), sites.get(r)) for r in odd or dead),
         waiting=wheres(snapshot, rest) if odd else (), step=states[killed[0]].step if killed else None,
         first_seen_s=min((t for r in dead if (t := states[r].ended_s) is not None), default=snapshot.t_s),
-        head=head, what=what, killed=killed, places=places, why=why, do=advice, proved=_members(snapshot, verdict) <= set(dead),
+        head=head, what=what, places=places, why=why, do=advice, proved=_members(snapshot, verdict) <= set(dead),
     )  # fmt: skip
 
 

@@ -18,6 +18,10 @@ _SAME_TAG = (
     "string, which differs between processes"
 )
 NEW_GROUP_ADVICE = "call new_group on all ranks, in the same order, also on those that are not members of the group"
+_PARTNERS = (
+    "no message has its other end: ranks may have chosen partners that chose others: draw them with one seed on all ranks, or let one "
+    "rank choose and broadcast the pairs; else check peers, tags and how many messages each side makes"
+)
 SHOWN = 4  # waits of the cycle
 _MISSING = (
     "{culprits} {culprits:has|have} not entered {what}; {others} {others:waits|wait} for {culprits:it|them}, and "
@@ -80,6 +84,8 @@ def advice(snapshot: Snapshot, verdict: Verdict, calls: dict[int, tuple[Wait, Ca
                 return advised
             ends = {messages.direction_of(c) if c.p2p else c.op for _, c in calls.values()}
             first = _FIRST_OF_A_PAIR.get(ends.pop(), "") if len(ends) == 1 else ""
+            if not first and not any(_meet(call, calls) for _, call in calls.values()):
+                return _PARTNERS
             return f"pair sends with receives: isend/irecv or batch_isend_irecv{first}; check peers, tags and how many each side makes"
         case "group":
             return "pass the same process group on all ranks at this call"
@@ -88,7 +94,14 @@ def advice(snapshot: Snapshot, verdict: Verdict, calls: dict[int, tuple[Wait, Ca
     order = "use the groups in the same order on all ranks that share them"
     if {c.op for _, c in calls.values()} == {"barrier"}:
         order += "; barriers that are to meet must be of one group"
-    return verdict.testimony.advice or order + _first_text(verdict, calls)
+    advised = verdict.testimony.advice or ("" if verdict.culprits else evidence.advice(verdict))
+    return advised or order + _first_text(verdict, calls)
+
+
+def _meet(call: Call, calls: dict[int, tuple[Wait, Call]]) -> bool:
+    """True if the peer of a message is in a message with this rank, too."""
+    rank = next(q for q, (_, own) in calls.items() if own is call)
+    return call.peer in calls and calls[call.peer][1].peer == rank
 
 
 def _first_text(verdict: Verdict, calls: dict[int, tuple[Wait, Call]]) -> str:

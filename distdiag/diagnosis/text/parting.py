@@ -67,7 +67,8 @@ def decision_advice(
             "rank alone: let all ranks agree on the failure, and repeat it together (all_reduce a flag)"
         )
     if condition.way is Way.ALONE and call is not None and not call.p2p:
-        return f"make {op_name(call.op) or 'the collective'}{place} on all ranks or on none: {guard} keeps it to {who} {agree}"
+        agree = "" if rank_tests.reads_rank(rank_tests.tested(condition.text)) else f" {agree}"
+        return f"make {op_name(call.op) or 'the collective'}{place} on all ranks or on none: {guard} keeps it to {who}{agree}"
     if condition.text.startswith(("for ", "while ", "async for ")):
         return (
             f"let the loop {guard} run equally often on all ranks: find why it did not on "

@@ -11,7 +11,7 @@ from signal import SIGABRT
 
 from msgspec.structs import replace
 
-from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot
+from distdiag.diagnosis.model.snapshot import Call, RankState, Site, Snapshot, lines_of
 from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.incidents import Incident, Root
 from distdiag.diagnosis.waits.messages import other_end
@@ -73,7 +73,20 @@ def _call(state: RankState, number: tuple[str, int] | None) -> Call:
     """Return the call in which a rank ended, at the line where it was; its call of that number, if it had gone on from there."""
     call = last_wait(state) or Call(op="", group="")
     if number is not None and call.group == number[0] and call.seq is not None and call.seq > number[1]:
-        earlier = call_at(state, *number)
+        earlier = call_at(state, *number) or _by_ddp(state, number)
         if earlier is not None and earlier.site is not None:
             return replace(earlier, site=replace(earlier.site, caller=None))
     return replace(call, site=state.current_site)
+
+
+def _by_ddp(state: RankState, number: tuple[str, int]) -> Call | None:
+    """Return the all_reduce of DDP that had this number, as no line of Python made it: in its last line, in the order of a step."""
+    own = {call.site.key for call in state.calls if call.site is not None}
+    places = [lines for key in state.sites if key not in own and len(lines := lines_of(key)) == 1]
+    if not places or not any(model.group == number[0] and model.synced_backwards for model in state.models):
+        return None
+    (file, line) = places[-1][0]
+    site = next(
+        (x for x in state.phase_stacks.get("backward", ()) if (x.file, x.line) == (file, line)), Site(file, line)
+    )
+    return Call(op="", group=number[0], seq=number[1], site=site)

@@ -97,6 +97,41 @@ def test_a_ring_of_receives_is_a_cycle() -> None:
     assert "never match" not in only(tagged).advice  # the tags may still match: nobody has sent yet
 
 
+def test_partners_that_chose_others_are_told_to_agree() -> None:
+    ends = (("send", 2), ("recv", 0), ("send", 3), ("recv", 1))
+    f = only(snapshot(*(messaging(r, p2p(op, peer)) for r, (op, peer) in enumerate(ends))))
+    assert f.cause == "p2p_cycle" and f.advice.startswith(
+        "no message has its other end: ranks may have chosen partners"
+    )
+
+
+def test_a_collective_of_a_cycle_that_a_condition_keeps_to_some_ranks_is_named() -> None:
+    text, at = places("""
+    def save(path):
+        if dp_rank() == 0:
+            commit(path)  # A
+    def commit(path):
+        barrier()  # B
+    def step(batch):
+        all_reduce(grads)  # C
+    def main():
+        for batch in batches:
+            step(batch)  # D
+            save(path)  # E
+    """)
+    frames = {m: Site(FILE, at[m], f) for m, f in zip("ABCDE", ("save", "commit", "step", "main", "main"), strict=True)}
+    commits, reduces = (frames["B"], frames["A"], frames["E"]), (frames["C"], frames["D"])
+    s = snapshot(
+        *(rank(r, call("barrier", 1, frames["B"]), user_stack=commits) for r in (0, 1)),
+        *(rank(r, call(seq=4, group=g, site=frames["C"]), user_stack=reduces) for r, g in ((2, "a"), (3, "b"))),
+        groups={"a": (0, 2), "b": (1, 3)},
+    )
+    f = only(s, source={FILE: text}.get)
+    assert (f.cause, f.culprits) == ("group_cycle", ())
+    assert f.message.endswith(f"they diverge at `if dp_rank() == 0` (train.py:{at['A'] - 1})")
+    assert "on all ranks or on none: `if dp_rank() == 0`" in f.advice and f.advice.endswith("keeps it to ranks 0, 1")
+
+
 RING = """
     def exchange(self, periodic):
         reqs = []

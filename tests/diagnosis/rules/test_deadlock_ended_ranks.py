@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from distdiag.diagnosis.model.snapshot import Life
+from distdiag.diagnosis.model.snapshot import Life, Site
 from distdiag.diagnosis.rules import RULES
 from tests.diagnosis.made import findings, proved
 from tests.diagnosis.waits import EVAL, TRAIN, call, key, only, rank, snapshot, summary
@@ -84,3 +84,15 @@ def test_the_rank_that_left_early_is_the_culprit_although_the_other_is_at_a_new_
         rank(1, life=Life.FINISHED, exit_code=0, enqueued={"default_pg": 40}, sites={key(TRAIN): 40}),
     )
     assert summary(only(s)) == ("deadlock", "rank_finished", (1,), (0,))
+
+
+def test_a_rank_that_exits_for_a_reason_is_told_to_take_part() -> None:
+    text = "def work(shard):\n    if not shard:\n        sys.exit(0)\n    gather(shard)\n"
+    exits, gathers = (Site("/job/infer.py", n, "work") for n in (3, 4))
+    waits = rank(0, call("all_gather", site=gathers), user_stack=(gathers,))
+    ended = rank(1, enqueued={"default_pg": 6}, current_site=exits, life=Life.FINISHED, exit_code=0)
+    f = only(snapshot(waits, ended), source={"/job/infer.py": text}.get)
+    assert f.message.startswith("rank 1 ended before all_gather (infer.py:4): `if not shard` (line 2)")
+    assert f.advice.startswith(
+        "make all_gather at infer.py:4 on rank 1, too, where `if not shard` at line 2 leads past it, with zeros"
+    )

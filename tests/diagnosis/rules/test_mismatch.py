@@ -19,7 +19,7 @@ from distdiag.diagnosis.model.snapshot import (
     Snapshot,
 )
 from distdiag.diagnosis.rules import deadlock, mismatch, rank_lost, timeout
-from tests.diagnosis.made import LOOP, findings, job, only, proved, rank
+from tests.diagnosis.made import LOOP, MODEL, findings, job, only, proved, rank
 
 
 def ended(s: Snapshot, **known: Any) -> list[Finding]:
@@ -166,6 +166,55 @@ def test_gloo_aborts_a_rank_whose_message_is_longer_than_its_receive() -> None:
         f = only(findings(s, mismatch, rank_lost))
         assert f.message.startswith("ranks exchanged messages of different sizes, and gloo aborted rank 0")
         assert "collective" not in f.message + f.advice
+
+
+def test_ranks_that_went_on_from_an_aborted_call_of_ddp_are_compared_in_that_call() -> None:
+    """Rank 1 caught an exception and left a backward out: what it reduces after the epoch meets the others' last gradients."""
+    model = msgspec.structs.replace(MODEL, forwards=24, synced_backwards=24)
+    stats, backward, forward = (Site("/job/train.py", n, "epoch") for n in (54, 35, 33))
+    sums = {
+        q: Call(op="all_reduce", group="default_pg", seq=30 - q, bytes=24, site=stats, entered_s=98.0) for q in (0, 1)
+    }
+    common = {"phase": "other", "ended_waiting": True, "current_site": stats, "step": 23}
+    short = msgspec.structs.replace(model, synced_backwards=23)
+    s = job(
+        *(
+            rank(q, calls=(sums[0],), models=(model,), life="crashed", exception="RuntimeError: Connection reset by peer",
+                 sites={forward.key: 24, backward.key: 24, stats.key: 1}, ended_s=99.1, **common)
+            for q in (0, 2)
+        ),
+        rank(1, calls=(sums[1],), models=(short,), life="killed", signal=6, caught="IndexError: index out of range", ended_s=99.0,
+             sites={forward.key: 24, backward.key: 23, stats.key: 1}, **common),
+    )  # fmt: skip
+    f = only(findings(s, mismatch, rank_lost))
+    assert (f.kind, f.culprits) == ("mismatch", (1,))
+    assert f.message.startswith("rank 1 skipped a backward, and caught IndexError: index out of range; ")
+    assert "ranks 0, 2 at train.py:35; rank 1 at train.py:54 in epoch" in f.message
+
+
+REFUSED = "RuntimeError: DDP expects same model across all ranks, but Rank 2 has 4 params, while rank 0 has inconsistent 5 params."
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_a_model_that_ddp_refused_may_have_met_another_call(wraps: bool) -> None:
+    """Ranks 0 and 1 gather what they resume from; what DDP compares on ranks 2 and 3 meets that."""
+    agree, wrap = Site("/job/state.py", 49, "agree"), Site("/job/train.py", 41, "main")
+    gather = Call(op="all_gather", group="default_pg", seq=2, bytes=5, site=agree, entered_s=98.0)
+    model = msgspec.structs.replace(MODEL, group=None, forwards=0, synced_backwards=0)
+    refused = {"life": "crashed", "exception": REFUSED, "ended_s": 99.0}
+    reset = {"life": "crashed", "exception": "RuntimeError: Connection reset by peer", "ended_s": 99.1}
+    gathering = {"current_site": agree, "calls": (gather,), "ended_waiting": True, "models": ()}
+    wrapping = {"current_site": wrap, "models": (model,), "calls": ()}
+    s = job(
+        *(rank(q, **(wrapping if wraps else gathering), **reset) for q in (0, 1)),
+        *(rank(q, **wrapping, **refused) for q in (2, 3)),
+    )
+    f = only(findings(s, mismatch, rank_lost))
+    if wraps:  # all are in DDP: nothing shows another call
+        assert (f.kind, f.culprits) == ("rank_lost", (2, 3))
+    else:
+        assert f.kind == "mismatch" and "DDP took what it received there for other ranks' modules" in f.message
+        assert "ranks 0, 1 at state.py:49 in agree; ranks 2, 3 at train.py:41 in main" in f.message
 
 
 def test_a_message_of_another_size_is_shown_where_it_was_sent_from_although_its_sender_has_gone_on() -> None:
