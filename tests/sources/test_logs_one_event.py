@@ -160,6 +160,23 @@ def test_a_programs_xid_and_the_exception_of_its_process_are_one_event(tmp_path:
     assert about(f)[:3] == ("gpu", "xid", (3,)) and f.certainty == "suspected"
 
 
+@pytest.mark.parametrize("xids", [(94, 31), (31, 94), (94, 154, 13)])
+def test_of_a_devices_xids_that_of_the_hardware_is_named_with_its_own_advice(
+    tmp_path: Path, xids: tuple[int, ...]
+) -> None:
+    dmesg = "".join(f"NVRM: Xid (PCI:0000:8d:00): {n}, pid=551, name=serve, Of number {n}\n" for n in xids)
+    (tmp_path / "dmesg-h4.txt").write_text(dmesg)
+    error = raised(0, "RuntimeError: CUDA error: unspecified launch failure", prefix="")
+    (tmp_path / "serve.log").write_text("[2031-03-02 08:19:45 TP5] " + error)
+    report = diagnose_logs([str(tmp_path)])
+    assert report is not None
+    f = only(report)
+    first, _, then = f.message.partition("; ")
+    assert first == "the host of dmesg-h4.txt has a GPU with Xid 94 at PCI 0000:8d:00: Of number 94"
+    assert then.startswith("TP5 of serve.log then had a CUDA error")
+    assert "the GPU's memory" in f.advice and "program" not in f.advice
+
+
 IB = "n8:2:3 [{gpu}] transport/net_ib.cc:9 NCCL WARN NET/IB : "
 
 

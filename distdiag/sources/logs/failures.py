@@ -159,7 +159,11 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, foun
     if f.name == "port_error" and f.who.host:  # the kernel and NCCL name one port by two names
         key = (f.name, f.who.host)
     r = reasons.setdefault(key, Reason(meaning, text, meaning.advice, f.order, after=others))
-    r.facts.append(f)
+    if f.name == "xid" and _xid(f) in meanings.XIDS and r.facts and _xid(r.facts[0]) not in ("", *meanings.XIDS):
+        r.text, r.advice = text, meaning.advice  # the hardware names the event
+        r.facts.insert(0, f)
+    else:
+        r.facts.append(f)
     keys = _OF_THE_LINE.get(f.name)
     ranks = {f.number(k) for k in keys} if keys else {f.rank}
     if f.name in _OF_NODE:
@@ -180,14 +184,17 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, foun
         r.sites.setdefault(f.rank, f.site)
     if f.name == "exception":
         r.advice = _of_exception(f, len(r.ranks))
-    elif f.fields.get("xid") in meanings.PROGRAM_XIDS:
-        r.advice = meanings.OF_PROGRAM
-    elif f.fields.get("xid") in meanings.XIDS:
-        r.advice = meanings.XIDS[f.fields["xid"]]
+    elif f.name == "xid":  # the one that the text names has the advice
+        xid = _xid(r.facts[0])
+        r.advice = meanings.OF_PROGRAM if xid in meanings.PROGRAM_XIDS else meanings.XIDS.get(xid, r.advice)
     elif f.name == "cuda_oom":
         r.advice = meanings.FULL_GPUS[any(x.engine for x in r.facts), bool(others)]
     elif f.name in ("cuda_error", "fatal") and r.advice == meaning.advice:
         r.advice = remedy(f"{f.text} {text}", r.advice)  # one of its lines may say more than the others
+
+
+def _xid(f: Fact) -> str:
+    return f.fields.get("xid", "")
 
 
 def _has_process(r: Reason, f: Fact) -> bool:
@@ -371,7 +378,9 @@ def _who_failed(r: Reason, ranks: tuple[int, ...], of_node: bool, everyone: str)
         text = text.replace("was killed", "were killed").replace("has a GPU", "have GPUs")
     if len(r.hosts) == 1 and not r.hosts <= {"localhost"}:
         who += f" on {min(r.hosts)}"
-    # a launcher's own stack shows where it learned of an end
-    site = next((f.site for f in r.facts if f.site is not None and f.role is not Role.EXIT), None)
-    times = f" ({len(r.facts):,} times)" if who is nobody and len(r.facts) > 1 and r.meaning.cause != "killed" else ""
+    # of what the text names; a launcher's own stack shows where it learned of an end
+    of_driver = "pci" in r.facts[0].fields
+    same = [f for f in r.facts if not of_driver or (f.name, _xid(f)) == (r.facts[0].name, _xid(r.facts[0]))]
+    site = next((f.site for f in same if f.site is not None and f.role is not Role.EXIT), None)
+    times = f" ({len(same):,} times)" if who is nobody and len(same) > 1 and r.meaning.cause != "killed" else ""
     return f"{who} {text}{_first(r)}{at(site)}{times}"
