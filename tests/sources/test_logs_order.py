@@ -184,3 +184,27 @@ def test_times_of_two_clocks(first: str, second: str, seconds: float) -> None:
     a, b = time_of(first), time_of(second)
     assert a is not None and b is not None
     assert apart(a, b) == seconds
+
+
+@pytest.mark.parametrize(
+    ("prefix", "own", "caught", "culprits", "words"),
+    [
+        ("[1,mpirank:{},algo-{}]<stderr>:", "KeyError: 'mask'", False, (5,), "rank 5 on algo-2 raised KeyError: 'mask'"),
+        ("", "KeyError: 'mask'", False, (5,), "rank 5 raised KeyError: 'mask'"),  # by the rank that called MPI_Abort
+        ("", "KeyError: 'mask'", True, (), "lost a connection"),  # perhaps of one process
+        ("", "ConnectionError: [Errno 111] Connection refused", False, (), "lost a connection"),
+    ],
+)  # fmt: skip
+def test_of_two_processes_without_names_that_ended_the_one_with_its_own_exception_failed(
+    tmp_path: Path, prefix: str, own: str, caught: bool, culprits: tuple[int, ...], words: str
+) -> None:
+    def of(rank: int, what: str, inner: bool = False) -> str:
+        text = raised(0, what, prefix="") if inner else raised(0, what, prefix="").replace("in main", "in <module>")
+        return "".join(prefix.format(rank, 1 + rank // 4) + line + "\n" for line in text.splitlines())
+
+    victim = of(0, "RuntimeError: Horovod has been shut down. This was caused by an exception", caught)
+    abort = "MPI_ABORT was invoked on rank 5 in communicator MPI_COMM_WORLD\n"
+    f = only(diagnose(tmp_path, victim + of(5, own) + abort * bool(culprits)))
+    assert f.culprits == culprits
+    assert words in f.message
+    assert f.certainty == ("proved" if prefix else "suspected")

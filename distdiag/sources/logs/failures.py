@@ -90,6 +90,7 @@ def of_messages(found: Collected) -> tuple[list[Reason], list[Fact]]:
     ended = {
         process(f) for f in found.facts if f.uncaught and f.role is Role.CAUSE and not _REPORTS_ANOTHER.search(f.text)
     }
+    ended_by_others = {process(f) for f in found.facts if f.uncaught and f.role is Role.VICTIM}
     reasons: dict[tuple[str, str], Reason] = {}
     late: list[Fact] = []
     for f in found.facts:
@@ -101,8 +102,10 @@ def of_messages(found: Collected) -> tuple[list[Reason], list[Fact]]:
         if f.name not in OWN:
             own = waits.get(process(f))
             # the lines after an exception of a collective may say that it waited
-            if own is not None and ((f.in_collective and own.role is Role.WAIT) or before(own, f) is not False):
+            after = own is not None and ((f.in_collective and own.role is Role.WAIT) or before(own, f) is not False)
+            if after and not (process(f) in ended_by_others and _of_another_process(f)):
                 continue
+            f.inferred = f.inferred or after
             if f.rank in of_device and meaning.kind != "gpu":
                 continue  # one event: the device failed, and its process with it
             if any(earlier(wait, f) for wait in timeouts):
@@ -110,6 +113,12 @@ def of_messages(found: Collected) -> tuple[list[Reason], list[Fact]]:
                 continue
         _add(reasons, f, meaning, found)
     return _without_reports(_by_time(_of_one_text(reasons))), late
+
+
+def _of_another_process(f: Fact) -> bool:
+    """True if an exception that ended its process cannot follow from one that ended a process: without names, these are two."""
+    shows_more = LOST.search(f.text) is None and _REPORTS_ANOTHER.search(f.text) is None
+    return f.uncaught and process(f)[0] == "file" and shows_more
 
 
 def _of_one_text(reasons: dict[tuple[str, str], Reason]) -> list[Reason]:
