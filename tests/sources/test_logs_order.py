@@ -208,3 +208,23 @@ def test_of_two_processes_without_names_that_ended_the_one_with_its_own_exceptio
     assert f.culprits == culprits
     assert words in f.message
     assert f.certainty == ("proved" if prefix else "suspected")
+
+
+@pytest.mark.parametrize(
+    ("there", "to", "words", "advice"),
+    [
+        ("docker0:172.17.0.1", "172.17.0.1", "to 172.17.0.1 (docker0 on n8): that is a bridge", "set NCCL_SOCKET_IFNAME=ens3 (and GLOO_SOCKET_IFNAME) on n8"),
+        ("veth4a:10.8.0.5", "10.8.0.5", "to 10.8.0.5 (veth4a on n8): that is a bridge", "set NCCL_SOCKET_IFNAME=ens3"),
+        ("", "172.17.0.1", "to 172.17.0.1: that is most often docker's own bridge", "on the host that has this address"),
+        ("ens4:10.3.0.8", "10.3.0.8", "to 10.3.0.8 (ens4 on n8): nothing listens there", "look at 10.3.0.8 (ens4 on n8) first"),
+        ("docker0:172.17.0.1", "10.3.0.7", "to 10.3.0.7: nothing listens there", "look at 10.3.0.7 first"),  # of the same host
+    ],
+)  # fmt: skip
+def test_nccls_lines_name_the_host_and_interface_of_an_address(
+    tmp_path: Path, there: str, to: str, words: str, advice: str
+) -> None:
+    text = "n7:40:40 [0] NCCL INFO Bootstrap : Using ens3:10.3.0.7<0>\n"
+    text += f"n8:50:50 [0] NCCL INFO NET/Socket : Using [0]{there}<0> [1]lo9:10.9.0.1<0>\n" if there else ""
+    text += f"n7:40:47 [0] socket.h:403 NCCL WARN Connect to {to}<4117> failed : Connection refused\n"
+    f = only(diagnose(tmp_path, text))
+    assert words in f.message and advice in f.advice

@@ -270,6 +270,8 @@ class Collector:
             out.torchrun = True
         elif name == "nccl_runs" and len(out.nccl) < MAX_WRITERS:
             out.nccl.setdefault((who.rank, who.host or who.label, line.path.name), set()).add(fields["version"])
+        elif name == "interface" and who.host and len(out.interfaces) < MAX_WRITERS:
+            out.interfaces[who.host] = fields["dev"], fields["addr"]
         elif name == "joined":
             out.joined |= set(filter(is_rank, [int(fields["r"][:7])]))
         elif name == "torn_down" and len(out.pid_of) < MAX_WRITERS:

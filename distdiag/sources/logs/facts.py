@@ -124,6 +124,7 @@ class Collected:
     closed: set[str] = field(default_factory=set)  # pids of ranks that torchrun ended
     nodes_wanted: int = 0  # by torchrun's rendezvous, at least
     nodes_came: set[str] = field(default_factory=set)  # that tried to join it
+    interfaces: dict[str, tuple[str, str]] = field(default_factory=dict)  # (name, address) that NCCL uses on a host
     joined: set[int] = field(default_factory=set)  # ranks that have joined the job's store
     steps: bool = False  # lines show progress
     began: bool = False  # so do lines before the first failure
