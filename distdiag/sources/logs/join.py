@@ -100,15 +100,14 @@ def join(found: Collected) -> Collected:
 
 def _of_communicators(found: Collected) -> None:
     """Note which process, on which host, is which rank, by NCCL's lines on the largest communicator."""
-    for label, (world, rank) in found.in_world.items():
+    for (label, host, pid), (world, rank) in found.in_world.items():
         if world != found.world_size:
             continue
-        host, _, pid = label.rpartition(":")
         found.is_rank_of((label, host), rank)
         if host:
             found.on_host.setdefault(host, set()).add(rank)
-        if pid.isdecimal():
-            found.is_rank_of(int(pid), rank)
+        if pid is not None:
+            found.is_rank_of(pid, rank)
 
 
 def _tasks(text: str) -> tuple[int, ...]:

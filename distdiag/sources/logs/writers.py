@@ -109,6 +109,8 @@ class Writer:
         if self.local is not None:
             return f"local rank {self.local}"
         where = f"{self.label} on {self.host}" if self.label and self.host not in ("", self.label) else self.label
+        if self.process and self.host and self.host not in self.process:
+            return f"{self.process} on {self.host}"
         return self.process or (f"task {self.task}" if self.task is not None else where)
 
 
