@@ -59,6 +59,8 @@ TAKEN_PORT = "end the job that holds the port, or give this one another --master
 NO_CUDA = "CUDA cannot start there, or lost its GPU (a container loses its GPUs when systemd reloads: start it again): see `nvidia-smi`, `dmesg -T | grep -i nvrm`, whether nvidia-uvm is loaded, and CUDA_VISIBLE_DEVICES; reboot the node if its driver was updated"
 BUS_ERROR = "most often /dev/shm is full (`df -h /dev/shm`), or a mapped file was truncated; give the container more shared memory"
 
+# of an HTTP client
+_NO_ANSWER = r"Max retries|[Cc]ouldn't connect to .{0,2}https?:|Could not connect to the endpoint|Too Many Requests|429 Client|ConnectTimeout|ReadTimeout"
 ROWS = (
     Known(bounded(r"mark a variable ready only once|marked as ready twice"),
           "pass use_reentrant=False to torch.utils.checkpoint, and leave out find_unused_parameters=True: with it DDP counts the "
@@ -137,7 +139,8 @@ ROWS = (
     Known(bounded(r"peer mapping resources exhausted"), "a GPU can map the memory of eight others at most: on hosts with more GPUs use NCCL_P2P_LEVEL=PIX, or NCCL_P2P_DISABLE=1"),
     Known(bounded(r"DataLoader worker .{0,80}(?:exited unexpectedly|is killed)"), "a DataLoader worker died: read what it printed before it ended; see `dmesg -T | grep -i oom` and /dev/shm; run once with num_workers=0 to see its exception"),
     Known(bounded(r"loading (?:the )?(?:model )?state_dict|size mismatch for|Missing key|[Cc]heckpoint.{0,60}\bworld size|[Gg]lobal shape mismatch"), "the checkpoint does not fit this model or this number of ranks: check its configuration, and the parallel sizes it was saved with; for other sizes convert it first (DeepSpeed: ds_to_universal.py; torch.distributed.checkpoint splits again)"),
-    Known(bounded(r"Max retries|[Cc]ouldn't connect to .{0,2}https?:|Could not connect to the endpoint|Too Many Requests|429 Client|ConnectTimeout|ReadTimeout"), "download once before the job starts (HF_HUB_OFFLINE=1), or on one rank only, with retries"),
+    Known(bounded(rf"^(?=.*(?:huggingface|HfHub|\bhf\.co\b))(?=.*(?:{_NO_ANSWER}))"), "download once before the job starts (HF_HUB_OFFLINE=1), or on one rank only, with retries"),
+    Known(bounded(_NO_ANSWER), "that server did not answer, or refused: ask it again a few times, with a short time limit; for training data, keep a local copy, or skip that sample on all ranks alike"),
     Known(bounded(r"Permission denied|Read-only file system"), "check the rights on that path for the job's user, on all nodes"),
     Known(bounded(r"Disk quota exceeded"), "the user's or project's quota is used up, of bytes or of files: see `quota -s` (`lfs quota` on Lustre), delete old checkpoints, or write elsewhere"),
     Known(bounded(r"loss scale already at minimum"), "fp16 gradients overflow in every step: look for NaN in the loss and the data, lower the learning rate, or train in bf16"),

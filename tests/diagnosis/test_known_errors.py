@@ -46,6 +46,9 @@ def test_the_last_smaller_batch_explains_an_error_about_sizes() -> None:
         ("RuntimeError: You can't use batches of different size with `dispatch_batches=True`", MODEL, "drop_last=True", ""),
         ("ValueError: Global rank 0 is not part of group <ProcessGroup>", MODEL, "group_src", ""),
         ("RuntimeError: ProcessGroupGloo::scatter: Incorrect input list size 2.", MODEL, "one entry for each rank", ""),
+        ("requests.exceptions.ReadTimeout: HTTPSConnectionPool(host='pics.example.org', port=443): Read timed out.", MODEL, "skip that sample on all ranks", ""),
+        ("OSError: We couldn't connect to 'https://huggingface.co' to load the files", MODEL, "HF_HUB_OFFLINE=1", ""),
+        ("urllib3.exceptions.MaxRetryError: HTTPSConnectionPool(host='hf.co', port=443): Max retries exceeded", MODEL, "HF_HUB_OFFLINE=1", ""),
         ("RuntimeError: Forward order differs across ranks: rank 0 is all-gathering 4 parameters", MODEL, "same order", ""),
     ],
 )  # fmt: skip

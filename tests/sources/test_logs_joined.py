@@ -28,6 +28,8 @@ LIMIT = "slurmstepd: error: *** JOB 7 ON b-7 CANCELLED AT 2026-08-20T08:20:10 DU
         ("2026-07-08T14:25:35+0000 dgx-06 kernel: x", "", "dgx-06"),
         ("[kmsg h-9] x", "", "h-9"),
         ("slurmstepd-gn21: error: x", "", "gn21"),
+        ("[1,mpirank:9,algo-3]<stderr>:x", "", "algo-3"),
+        ("[1,9]<stderr>:x", "", ""),
         ("RuntimeError: x", "", ""),
         ("step100: loss 3", "", ""),
         ("mlx5_2: x", "", ""),

@@ -25,6 +25,9 @@ def uncaught(rank: int, what: str) -> str:
     return raised(rank, what).replace("in main", "in <module>")
 
 
+QUOTED = uncaught(0, OOM).replace("[rank0]: ", "")  # it may be a part of a sample
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -66,6 +69,7 @@ def uncaught(rank: int, what: str) -> str:
         uncaught(5, "ImportError: no x") + EVERY_50,
         uncaught(5, "ImportError: no x") + TASK.format(5) + EVERY_50,
         uncaught(5, "ImportError: no x").replace("[rank5]: ", "") + TASK.format(5) + EVERY_50,
+        QUOTED + EVERY_50 + "wrote the weights\n08:41:10 done.\n",
     ],
 )
 def test_a_failure_after_which_the_job_went_on_is_no_finding(tmp_path: Path, text: str) -> None:
@@ -95,6 +99,10 @@ def test_what_was_lost_before_a_restart_was_not_caught(tmp_path: Path, lost: str
     ("text", "culprits"),
     [
         (STEPS + raised(3, OOM), (3,)),
+        (QUOTED + EVERY_50, ()),
+        (QUOTED + STEPS + "done.\n", ()),
+        (QUOTED + "done.\n" + EVERY_50, ()),
+        (EVERY_50 + "done.\n" + QUOTED, ()),
         ("W0302 08:00:00.1 44 wds.py:8] skipping a sample\n" + raised(3, "OSError: x"), (3,)),
         (raised(3, OOM) + "[rank0]: step 41 loss 0.3\n", (3,)),
         (raised(3, OOM) + "".join(f"[rank0]: step {i} loss 0.3\n" for i in range(60, 76)), (3,)),

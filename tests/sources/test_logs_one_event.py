@@ -160,6 +160,35 @@ def test_a_programs_xid_and_the_exception_of_its_process_are_one_event(tmp_path:
     assert about(f)[:3] == ("gpu", "xid", (3,)) and f.certainty == "suspected"
 
 
+@pytest.mark.parametrize("xids", [(94, 31), (31, 94), (94, 154, 13)])
+def test_of_a_devices_xids_that_of_the_hardware_is_named_with_its_own_advice(
+    tmp_path: Path, xids: tuple[int, ...]
+) -> None:
+    dmesg = "".join(f"NVRM: Xid (PCI:0000:8d:00): {n}, pid=551, name=serve, Of number {n}\n" for n in xids)
+    (tmp_path / "dmesg-h4.txt").write_text(dmesg)
+    error = raised(0, "RuntimeError: CUDA error: unspecified launch failure", prefix="")
+    (tmp_path / "serve.log").write_text("[2031-03-02 08:19:45 TP5] " + error)
+    report = diagnose_logs([str(tmp_path)])
+    assert report is not None
+    f = only(report)
+    first, _, then = f.message.partition("; ")
+    assert first == "the host of dmesg-h4.txt has a GPU with Xid 94 at PCI 0000:8d:00: Of number 94"
+    assert then.startswith("TP5 of serve.log then had a CUDA error")
+    assert "the GPU's memory" in f.advice and "program" not in f.advice
+
+
+@pytest.mark.parametrize("worker", ["", "(Engine pid=8) (W pid=71, ip=10.1.1.3) "])
+def test_what_ray_passes_on_is_of_the_worker_that_raised_it_on_its_node(tmp_path: Path, worker: str) -> None:
+    line = "(Engine pid=8) (W pid={}) rank {} in world size 4 is assigned as TP rank 0\n"
+    text = "".join(line.format(pid, r) for pid, r in ((20, 0), (21, 1), ("70, ip=10.1.1.3", 2), ("71, ip=10.1.1.3", 3)))
+    what = '  File "/a/d.py", line 8, in load\n    raise x\nHeaderError: cut off\n'
+    passed_on = "ray.exceptions.RayTaskError(HeaderError): ray::W.load() (pid=71, ip=10.1.1.3, actor_id=7)\n" + what
+    lines = "".join(f"(Engine pid=8) {x}\n" for x in passed_on.splitlines())
+    lines += "".join(worker + x + "\n" for x in ("Traceback (most recent call last):\n" + what).splitlines() if worker)
+    f = only(diagnose(tmp_path, text + lines))
+    assert f.culprits == (3,) and f.message == "rank 3 on 10.1.1.3 raised HeaderError: cut off at d.py:8 in load"
+
+
 IB = "n8:2:3 [{gpu}] transport/net_ib.cc:9 NCCL WARN NET/IB : "
 
 

@@ -184,3 +184,47 @@ def test_times_of_two_clocks(first: str, second: str, seconds: float) -> None:
     a, b = time_of(first), time_of(second)
     assert a is not None and b is not None
     assert apart(a, b) == seconds
+
+
+@pytest.mark.parametrize(
+    ("prefix", "own", "caught", "culprits", "words"),
+    [
+        ("[1,mpirank:{},algo-{}]<stderr>:", "KeyError: 'mask'", False, (5,), "rank 5 on algo-2 raised KeyError: 'mask'"),
+        ("", "KeyError: 'mask'", False, (5,), "rank 5 raised KeyError: 'mask'"),  # by the rank that called MPI_Abort
+        ("", "KeyError: 'mask'", True, (), "lost a connection"),  # perhaps of one process
+        ("", "ConnectionError: [Errno 111] Connection refused", False, (), "lost a connection"),
+    ],
+)  # fmt: skip
+def test_of_two_processes_without_names_that_ended_the_one_with_its_own_exception_failed(
+    tmp_path: Path, prefix: str, own: str, caught: bool, culprits: tuple[int, ...], words: str
+) -> None:
+    def of(rank: int, what: str, inner: bool = False) -> str:
+        text = raised(0, what, prefix="") if inner else raised(0, what, prefix="").replace("in main", "in <module>")
+        return "".join(prefix.format(rank, 1 + rank // 4) + line + "\n" for line in text.splitlines())
+
+    victim = of(0, "RuntimeError: Horovod has been shut down. This was caused by an exception", caught)
+    abort = "MPI_ABORT was invoked on rank 5 in communicator MPI_COMM_WORLD\n"
+    f = only(diagnose(tmp_path, victim + of(5, own) + abort * bool(culprits)))
+    assert f.culprits == culprits
+    assert words in f.message
+    assert f.certainty == ("proved" if prefix else "suspected")
+
+
+@pytest.mark.parametrize(
+    ("there", "to", "words", "advice"),
+    [
+        ("docker0:172.17.0.1", "172.17.0.1", "to 172.17.0.1 (docker0 on n8): that is a bridge", "set NCCL_SOCKET_IFNAME=ens3 (and GLOO_SOCKET_IFNAME) on n8"),
+        ("veth4a:10.8.0.5", "10.8.0.5", "to 10.8.0.5 (veth4a on n8): that is a bridge", "set NCCL_SOCKET_IFNAME=ens3"),
+        ("", "172.17.0.1", "to 172.17.0.1: that is most often docker's own bridge", "on the host that has this address"),
+        ("ens4:10.3.0.8", "10.3.0.8", "to 10.3.0.8 (ens4 on n8): nothing listens there", "look at 10.3.0.8 (ens4 on n8) first"),
+        ("docker0:172.17.0.1", "10.3.0.7", "to 10.3.0.7: nothing listens there", "look at 10.3.0.7 first"),  # of the same host
+    ],
+)  # fmt: skip
+def test_nccls_lines_name_the_host_and_interface_of_an_address(
+    tmp_path: Path, there: str, to: str, words: str, advice: str
+) -> None:
+    text = "n7:40:40 [0] NCCL INFO Bootstrap : Using ens3:10.3.0.7<0>\n"
+    text += f"n8:50:50 [0] NCCL INFO NET/Socket : Using [0]{there}<0> [1]lo9:10.9.0.1<0>\n" if there else ""
+    text += f"n7:40:47 [0] socket.h:403 NCCL WARN Connect to {to}<4117> failed : Connection refused\n"
+    f = only(diagnose(tmp_path, text))
+    assert words in f.message and advice in f.advice

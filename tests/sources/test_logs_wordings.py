@@ -298,7 +298,7 @@ def test_one_process_with_two_names_is_named_once(tmp_path: Path) -> None:
     what = "CUDA error: out of memory"
     text = f"(Worker pid=71, ip=10.1.1.3) {what}\nray.exceptions.RayTaskError(RuntimeError): ray::Worker.run() (pid=71, ip=10.1.1.3, actor_id=7, repr=<W>)\n"
     f = only(diagnose(tmp_path, text + f'  File "/a/d.py", line 8, in step\n    raise x\nRuntimeError: {what}\n'))
-    assert f.message.startswith("Worker pid=71 ran out of GPU memory")
+    assert f.message.startswith("Worker pid=71 on 10.1.1.3 ran out of GPU memory")
 
 
 def test_counters_with_the_work_that_was_started_between_them(tmp_path: Path) -> None:

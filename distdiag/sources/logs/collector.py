@@ -262,7 +262,7 @@ class Collector:
         """Take what a line says about ranks, processes and runs, whether or not it is also a fact."""
         out, who = self.result, line.who
         if name in ("nccl_rank", "lightning"):
-            self._size(int(fields["r"][:7]), int(fields["world"][:7]), who.process)
+            self._size(int(fields["r"][:7]), int(fields["world"][:7]), who)
             if "bus" in fields and who.process and len(out.devices) < MAX_WRITERS:
                 bus = int(fields["bus"], 16)
                 out.devices[who.host, f"{bus >> 20:04x}:{bus >> 12 & 255:02x}:{bus >> 4 & 255:02x}"] = who.process
@@ -270,6 +270,8 @@ class Collector:
             out.torchrun = True
         elif name == "nccl_runs" and len(out.nccl) < MAX_WRITERS:
             out.nccl.setdefault((who.rank, who.host or who.label, line.path.name), set()).add(fields["version"])
+        elif name == "interface" and who.host and len(out.interfaces) < MAX_WRITERS:
+            out.interfaces[who.host] = fields["dev"], fields["addr"]
         elif name == "joined":
             out.joined |= set(filter(is_rank, [int(fields["r"][:7])]))
         elif name == "torn_down" and len(out.pid_of) < MAX_WRITERS:
@@ -283,7 +285,7 @@ class Collector:
             out.env.setdefault(line.path, set()).add(rank)
             if who.process:
                 out.is_rank_of((who.process, who.host), rank)
-            self._size(rank, int(fields.get("world", "0")[:7]), "")
+            self._size(rank, int(fields.get("world", "0")[:7]), Writer())
         elif name in ("restart", "launch", "again"):
             self.later.restarts[line.path] = line.number
             if name != "again":
@@ -318,14 +320,15 @@ class Collector:
             who = Writer(rank=rank_of(row), host=row.get("host", ""), at=time_of(row.get("time", "")))
             self._add("ended", Role.EXIT, row, Line(path, line, "", who, (path,), self._order))
 
-    def _size(self, rank: int, world: int, process: str) -> None:
+    def _size(self, rank: int, world: int, who: Writer) -> None:
         """Note the number of ranks, and the rank of a process, from the line of a communicator."""
         out = self.result
         if not (is_rank(rank) and rank < world <= MAX_RANKS):
             return
         out.world_size = max(out.world_size or 0, world)
-        if process and len(out.in_world) < MAX_WRITERS:
-            out.in_world[process] = max((world, rank), out.in_world.get(process, (0, 0)), key=itemgetter(0))
+        if who.process and len(out.in_world) < MAX_WRITERS:
+            key = who.process, who.host, who.pid
+            out.in_world[key] = max((world, rank), out.in_world.get(key, (0, 0)), key=itemgetter(0))
 
 
 def _same_port(f: Fact, fields: Mapping[str, str], line: Line) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from distdiag.diagnosis.model.findings import rank_list
+from distdiag.sources.logs.build import some
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.failures import Reason
 from distdiag.sources.logs.join import before, earlier
@@ -97,13 +98,13 @@ def _of_devices(reasons: list[Reason]) -> list[Reason]:
             here = {f.who.host for f in r.facts} == {f.who.host for f in first.facts} != {""}
             here = here or all(_DEVICE.search(f.text) for f in r.facts)
             here = here or [f"local rank {q}" for q in r.ranks] == [name.partition(" of ")[0] for name in first.unnamed]
-            if r.ranks == first.ranks or (not first.ranks and len(r.ranks) == 1 and here):
+            if r.ranks == first.ranks != set() or (not first.ranks and len(r.ranks) == 1 and here):
                 first.inferred |= not first.ranks
                 first.ranks, first.sites, first.unnamed = first.ranks | r.ranks, first.sites | r.sites, []
                 first.facts += r.facts
                 first.hosts |= {f.who.host for f in first.facts if f.who.host}
             else:
-                who = rank_list(sorted(r.ranks)) if r.ranks else "a process"
+                who = rank_list(sorted(r.ranks)) if r.ranks else some(r.unnamed) or "a process"
                 first.after += f"; {who} then {r.text}"
     return reasons
 

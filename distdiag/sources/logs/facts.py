@@ -90,7 +90,7 @@ class Collected:
         world_size: The largest number of ranks that a line gives.
         recorded: What distdiag printed into each log, if it recorded the job.
         rank_of: Rank of a process, by its label and host, or its pid; None if several ranks have it.
-        in_world: Rank of a process, by NCCL's label, in the largest communicator that its lines show, and its size.
+        in_world: Rank of a process, by its label, host and pid, in the largest communicator that its lines show, and its size.
     """
 
     facts: list[Fact] = field(default_factory=list)
@@ -108,7 +108,7 @@ class Collected:
     rank_of: dict[object, int | None] = field(default_factory=dict)
     on_host: dict[str, set[int]] = field(default_factory=dict)  # ranks whose lines name a host
     nccl: dict[tuple[int | None, str, str], set[str]] = field(default_factory=dict)  # versions, by rank, host and file
-    in_world: dict[str, tuple[int, int]] = field(default_factory=dict)  # (size, rank)
+    in_world: dict[tuple[str, str, int | None], tuple[int, int]] = field(default_factory=dict)  # (size, rank)
     by_path: dict[Path, set[int]] = field(default_factory=dict)  # ranks named in the lines of a file
     env: dict[Path, set[int]] = field(default_factory=dict)  # the ranks that a file's environment gives
     of_label: dict[str, set[int]] = field(default_factory=dict)  # ranks named in the lines with a launcher's label
@@ -124,6 +124,7 @@ class Collected:
     closed: set[str] = field(default_factory=set)  # pids of ranks that torchrun ended
     nodes_wanted: int = 0  # by torchrun's rendezvous, at least
     nodes_came: set[str] = field(default_factory=set)  # that tried to join it
+    interfaces: dict[str, tuple[str, str]] = field(default_factory=dict)  # (name, address) that NCCL uses on a host
     joined: set[int] = field(default_factory=set)  # ranks that have joined the job's store
     steps: bool = False  # lines show progress
     began: bool = False  # so do lines before the first failure

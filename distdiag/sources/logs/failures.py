@@ -90,6 +90,7 @@ def of_messages(found: Collected) -> tuple[list[Reason], list[Fact]]:
     ended = {
         process(f) for f in found.facts if f.uncaught and f.role is Role.CAUSE and not _REPORTS_ANOTHER.search(f.text)
     }
+    ended_by_others = {process(f) for f in found.facts if f.uncaught and f.role is Role.VICTIM}
     reasons: dict[tuple[str, str], Reason] = {}
     late: list[Fact] = []
     for f in found.facts:
@@ -101,8 +102,10 @@ def of_messages(found: Collected) -> tuple[list[Reason], list[Fact]]:
         if f.name not in OWN:
             own = waits.get(process(f))
             # the lines after an exception of a collective may say that it waited
-            if own is not None and ((f.in_collective and own.role is Role.WAIT) or before(own, f) is not False):
+            after = own is not None and ((f.in_collective and own.role is Role.WAIT) or before(own, f) is not False)
+            if after and not (process(f) in ended_by_others and _of_another_process(f)):
                 continue
+            f.inferred = f.inferred or after
             if f.rank in of_device and meaning.kind != "gpu":
                 continue  # one event: the device failed, and its process with it
             if any(earlier(wait, f) for wait in timeouts):
@@ -110,6 +113,12 @@ def of_messages(found: Collected) -> tuple[list[Reason], list[Fact]]:
                 continue
         _add(reasons, f, meaning, found)
     return _without_reports(_by_time(_of_one_text(reasons))), late
+
+
+def _of_another_process(f: Fact) -> bool:
+    """True if an exception that ended its process cannot follow from one that ended a process: without names, these are two."""
+    shows_more = LOST.search(f.text) is None and _REPORTS_ANOTHER.search(f.text) is None
+    return f.uncaught and process(f)[0] == "file" and shows_more
 
 
 def _of_one_text(reasons: dict[tuple[str, str], Reason]) -> list[Reason]:
@@ -159,7 +168,11 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, foun
     if f.name == "port_error" and f.who.host:  # the kernel and NCCL name one port by two names
         key = (f.name, f.who.host)
     r = reasons.setdefault(key, Reason(meaning, text, meaning.advice, f.order, after=others))
-    r.facts.append(f)
+    if f.name == "xid" and _xid(f) in meanings.XIDS and r.facts and _xid(r.facts[0]) not in ("", *meanings.XIDS):
+        r.text, r.advice = text, meaning.advice  # the hardware names the event
+        r.facts.insert(0, f)
+    else:
+        r.facts.append(f)
     keys = _OF_THE_LINE.get(f.name)
     ranks = {f.number(k) for k in keys} if keys else {f.rank}
     if f.name in _OF_NODE:
@@ -180,14 +193,17 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, foun
         r.sites.setdefault(f.rank, f.site)
     if f.name == "exception":
         r.advice = _of_exception(f, len(r.ranks))
-    elif f.fields.get("xid") in meanings.PROGRAM_XIDS:
-        r.advice = meanings.OF_PROGRAM
-    elif f.fields.get("xid") in meanings.XIDS:
-        r.advice = meanings.XIDS[f.fields["xid"]]
+    elif f.name == "xid":  # the one that the text names has the advice
+        xid = _xid(r.facts[0])
+        r.advice = meanings.OF_PROGRAM if xid in meanings.PROGRAM_XIDS else meanings.XIDS.get(xid, r.advice)
     elif f.name == "cuda_oom":
         r.advice = meanings.FULL_GPUS[any(x.engine for x in r.facts), bool(others)]
     elif f.name in ("cuda_error", "fatal") and r.advice == meaning.advice:
         r.advice = remedy(f"{f.text} {text}", r.advice)  # one of its lines may say more than the others
+
+
+def _xid(f: Fact) -> str:
+    return f.fields.get("xid", "")
 
 
 def _has_process(r: Reason, f: Fact) -> bool:
@@ -294,7 +310,10 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     of_node = bool(r.facts) and all(f.of_node for f in r.facts)
     unordered = any(before(r.facts[0], waited[q]) is None for q in others if waited[q].role is Role.WAIT)
     in_collective = bool(r.facts) and all(f.in_collective for f in r.facts)
-    if (len(found.on_host) > 1 or r.meaning.kind == "gpu") and r.facts[0].name not in _OF_NODE:
+    of_hosts = {q for ranks_there in found.on_host.values() for q in ranks_there}
+    if (len(found.on_host) > 1 or found.ranks - of_hosts or r.meaning.kind == "gpu") and r.facts[
+        0
+    ].name not in _OF_NODE:
         r.hosts = r.hosts or found.host_of(r.ranks)
     message, advice = _who_failed(r, ranks, of_node, everyone) + r.after, r.advice
     if r.facts and r.facts[0].name == "port_in_use" and several:
@@ -371,7 +390,9 @@ def _who_failed(r: Reason, ranks: tuple[int, ...], of_node: bool, everyone: str)
         text = text.replace("was killed", "were killed").replace("has a GPU", "have GPUs")
     if len(r.hosts) == 1 and not r.hosts <= {"localhost"}:
         who += f" on {min(r.hosts)}"
-    # a launcher's own stack shows where it learned of an end
-    site = next((f.site for f in r.facts if f.site is not None and f.role is not Role.EXIT), None)
-    times = f" ({len(r.facts):,} times)" if who is nobody and len(r.facts) > 1 and r.meaning.cause != "killed" else ""
+    # of what the text names; a launcher's own stack shows where it learned of an end
+    of_driver = "pci" in r.facts[0].fields
+    same = [f for f in r.facts if not of_driver or (f.name, _xid(f)) == (r.facts[0].name, _xid(r.facts[0]))]
+    site = next((f.site for f in same if f.site is not None and f.role is not Role.EXIT), None)
+    times = f" ({len(same):,} times)" if who is nobody and len(same) > 1 and r.meaning.cause != "killed" else ""
     return f"{who} {text}{_first(r)}{at(site)}{times}"

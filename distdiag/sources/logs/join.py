@@ -37,6 +37,9 @@ OF_NODES = (
     "exit_shell",
 )
 
+_DOCKER = "172.17.0.1"  # of its bridge, unless it is configured otherwise
+_BRIDGE = bounded(r"docker|veth|br-[0-9a-f]{12}|virbr")  # interfaces for the containers or virtual machines of one host
+_UNREACHED = bounded(r"refused|No route|unreachable|timed out")
 _FUNCTION = bounded(r"\.\d$")  # of a PCI device
 _NUMBER = bounded(r"\d{1,6}")
 # names of processes that can be of a job of torch
@@ -78,6 +81,8 @@ def join(found: Collected) -> Collected:
             found.on_host.setdefault(host, set()).add(f.rank)
     for f in found.named("store_connect"):
         _why_unreached(found, f)
+    for f in found.named("closed"):
+        _of_interface(found, f)
     ended = {f.fields["pid"]: f.fields["local"] for f in found.facts if {"pid", "local"} <= f.fields.keys()}
     for f in found.facts:
         if f.rank is None and not f.who.process and (local := ended.get(f.fields.get("pid", ""))) is not None:
@@ -95,15 +100,14 @@ def join(found: Collected) -> Collected:
 
 def _of_communicators(found: Collected) -> None:
     """Note which process, on which host, is which rank, by NCCL's lines on the largest communicator."""
-    for label, (world, rank) in found.in_world.items():
+    for (label, host, pid), (world, rank) in found.in_world.items():
         if world != found.world_size:
             continue
-        host, _, pid = label.rpartition(":")
         found.is_rank_of((label, host), rank)
         if host:
             found.on_host.setdefault(host, set()).add(rank)
-        if pid.isdecimal():
-            found.is_rank_of(int(pid), rank)
+        if pid is not None:
+            found.is_rank_of(pid, rank)
 
 
 def _tasks(text: str) -> tuple[int, ...]:
@@ -133,6 +137,22 @@ def _why_unreached(found: Collected, f: Fact) -> None:
             if own.get(key) == f.fields[field] and len(set(others.values())) == 1:
                 f.fields["masters"] = f"; its master {what} is {own[key]}, {min(others)}'s is {others[min(others)]}"
                 break
+
+
+def _of_interface(found: Collected, f: Fact) -> None:
+    """Add to a lost connection which host has the address, on which interface; and which one to use, if only that host reaches it."""
+    peer, own = f.fields["peer"], found.interfaces.get(f.who.host)
+    hosts = sorted(host for host, (_, address) in found.interfaces.items() if address == peer)
+    if f.who.host in hosts:
+        return
+    name = found.interfaces[hosts[0]][0] if hosts else "docker0" if peer == _DOCKER else ""
+    if hosts:
+        f.fields["of_host"] = f" ({name} on {', '.join(hosts[:3])})"
+    if own is not None and _BRIDGE.match(name) and _UNREACHED.search(f.fields.get("reason", "")):
+        of_others = {dev for host, (dev, _) in found.interfaces.items() if host not in hosts and not _BRIDGE.match(dev)}
+        f.fields["bridge"] = "a bridge inside that host" if hosts else "most often docker's own bridge inside a host"
+        f.fields["use"] = f"={min(of_others)}" if len(of_others) == 1 else " to the interface that all hosts share"
+        f.fields["where"] = f"on {', '.join(hosts[:3])}" if hosts else "on the host that has this address"
 
 
 def _numbered(found: Collected) -> set[str]:

@@ -79,6 +79,8 @@ _WELL = (
     ("agent", _AGENT),
     ("process", bounded(r"(?i:\b(?:exit(?:s|ed|ing)?|return(?:ed)?|finished) ?(?:with )?(?:code|status)?[ =:]{0,9}(?:0\b(?![.:\d])|successfully))")),
 )  # fmt: skip
+# the last word of a program; any of its parts may say it, too
+_DONE = bounded(r"(?:^|[\d\]|>-] )(?i:all )?(?i:done|finished|completed?)[.!]{0,3}\s*$")
 
 
 @dataclass
@@ -89,12 +91,14 @@ class Later:
         progress: Negative numbers of lines with progress, by file and process; those of all processes with None.
         steps: (negative number of a line, training step that it shows) of each file and process.
         well: Last lines by (file, what they speak of) that say that it ended well.
+        done: The last line of each file that says no more than that something is done.
         restarts: The last line of each file by which a launcher started the ranks again, or a step was tried again.
     """
 
     progress: dict[tuple[Path, object], list[int]] = field(default_factory=dict)
     steps: dict[Path, dict[object, list[tuple[int, int]]]] = field(default_factory=dict)
     well: dict[tuple[Path, str], int] = field(default_factory=dict)
+    done: dict[Path, int] = field(default_factory=dict)
     restarts: dict[Path, int] = field(default_factory=dict)
     begins: dict[Path, Time] = field(default_factory=dict)  # the first time in each file
     times: dict[Path, list[Time]] = field(default_factory=dict)  # of the lines with progress, the last one first
@@ -171,6 +175,8 @@ class Later:
         for scope, regex in _WELL:
             if regex.search(text) is not None:
                 self.well.setdefault((path, scope), number)
+        if _DONE.search(text) is not None:
+            self.done.setdefault(path, number)
         if (m := _TOOK.search(text)) is not None:
             for name in _names(who, who.rank):
                 self.took.setdefault(name, (float(m["s"]), PREFIX.sub("", text).strip()))
@@ -370,4 +376,7 @@ def _others_went_on(f: Fact, later: Later, ends: _Ends) -> bool:
     if _names(f.who, f.rank)[0][0]:
         return later.went_on(f.path, f.line)
     nameless = not ends.exit and later.after(f.path, f.line, ("", None)) >= NAMELESS
-    return not f.uncaught and (nameless or later.went_on(f.path, f.line))
+    if not f.uncaught or ends.exit:
+        return not f.uncaught and (nameless or later.went_on(f.path, f.line))
+    done = later.done.get(f.path, 0)  # a traceback in the text of a sample begins at a script, too
+    return later.went_on(f.path, f.line) and not later.after(f.path, done) and not ends.after(f.path, done)

@@ -272,6 +272,8 @@ TABLE: tuple[Pattern, ...] = (
     # -- which process is which rank
     _row("nccl_rank", F, " in world size ", r"\brank (?P<r>\d+) in world size (?P<world>\d+)"),
     _row("nccl_runs", F, "NCCL version ", r"(?:^|NCCL INFO |[\])>|:] ?)NCCL version (?P<version>\d{1,3}\.\d{1,3}\.\d{1,3})"),
+    _row("interface", F, "NCCL INFO Bootstrap", r"NCCL INFO Bootstrap ?: Using (?:\[0\])?(?P<dev>[\w.-]{1,40}):(?P<addr>[\w.:]{3,60})<\d+>"),
+    _row("interface", F, "NCCL INFO NET/Socket", r"NCCL INFO NET/Socket ?: Using \[0\](?P<dev>[\w.-]{1,40}):(?P<addr>[\w.:]{3,60})<\d+>"),
     _row("joined", F, "to store for rank", r"Added key: \S{1,80} to store for rank: (?P<r>\d+)"),
     _row("env", F, "RANK=", r"(?<![_\w])RANK=(?P<r>\d+)\b(?:.{0,200}?\bWORLD_SIZE=(?P<world>\d+))?"),
     _row("env", F, "RANK: ", r"^\s{2,99}RANK:\s{1,40}(?P<r>\d+)\s*$"),

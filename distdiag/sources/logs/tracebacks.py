@@ -97,6 +97,7 @@ class _Trace:
     frame_at: int | None = None  # where the line before has its frame; the next line is source code
     uncaught: bool = False
     ignored: bool = False  # by Python, in a destructor
+    passed_on: bool = False  # by Ray, to the process that called it
     warned: bool = False  # it follows a warning of the program's log
     fatal: Fact | None = None  # it is the stack of this error, innermost frame first
     other_thread: bool = False
@@ -175,7 +176,7 @@ class Tracebacks:
             return True
         if "ray::" in text and (m := _RAY.search(text)) is not None and len(self._traces) < MAX_WRITERS:
             there = replace(line.who, pid=int(m["pid"]), process=f"process {m['pid']} on {m['ip']}")
-            self._traces[source] = self._traces[_anonymous(line)] = _Trace(who=there)
+            self._traces[source] = self._traces[_anonymous(line)] = _Trace(who=there, passed_on=True)
             return True
         if "above exception" in text and (earlier := self._exceptions.pop(source, None)) is not None:
             self._before[source], earlier.direct = earlier, "direct cause" in text
@@ -256,7 +257,7 @@ class Tracebacks:
             return True
         if trace.fatal is not None:
             return False
-        if trace.who is not None and line.source == _anonymous(line):
+        if trace.who is not None and (trace.passed_on or line.source == _anonymous(line)):
             line.who = replace(trace.who, at=line.who.at or trace.who.at)
         if trace.at is not None and line.who.at is None:
             line.who = replace(line.who, at=trace.at)

@@ -25,7 +25,9 @@ _GROUP = bounded(
     r"\[PG (?:ID )?(?P<pg>\d+)(?: PG GUID (?P<guid>[^\s(\]]*))?\s*(?:\((?P<desc>[^)]*)\))? Rank (?P<rank>\d{1,6})\]"
 )
 _LOCAL = bounded(r"(?:^|\s)\[(default|worker|trainer|agent|none)(\d{1,4})\]:", re.IGNORECASE)
-_MPI = bounded(r"\[\d+,(\d{1,6})\]<std(?:out|err)>")
+_MPI = bounded(
+    r"\[\d+,(?:mpirank:)?(?P<rank>\d{1,6})(?:,(?P<host>[\w.-]{1,253}))?\]<std(?:out|err)>"
+)  # SageMaker adds names
 _SRUN = bounded(r"^\s*(\d{1,6}): ")
 _BRACKET = bounded(r"^\[(\d{1,6})\] (?=\S+:\d+:\d+ \[\d+\])")  # Intel MPI, in front of NCCL's own prefix
 _NCCL_IDS = bounded(r":\d+:\d+ \[\d+\] ")
@@ -107,6 +109,8 @@ class Writer:
         if self.local is not None:
             return f"local rank {self.local}"
         where = f"{self.label} on {self.host}" if self.label and self.host not in ("", self.label) else self.label
+        if self.process and self.host and self.host not in self.process:
+            return f"{self.process} on {self.host}"
         return self.process or (f"task {self.task}" if self.task is not None else where)
 
 
@@ -218,7 +222,7 @@ def writer(text: str) -> Writer:
     ):
         out.rank, out.loose = int(m[1]), True
     if out.rank is None and "]<std" in text and (m := _MPI.search(text)):
-        out.rank, out.loose = int(m[1]), True
+        out.rank, out.loose, out.host = int(m["rank"]), True, m["host"] or ""
     if out.rank is None and (m := _BRACKET.match(text)):
         out.rank = int(m[1])
     out.mild = ("[I" in head or "[W" in head) and _MILD.search(text[:200]) is not None
@@ -252,7 +256,7 @@ def _process(head: str, out: Writer) -> None:
     ):
         while (inner := _LABEL.match(head, m.end() + (head[m.end() : m.end() + 1] == " "))) is not None:
             m = inner  # a process passes on the lines of its children, which are named next
-        out.process, out.host = m["label"] or m["tp"] or m["pod"] or m["loki"] or m["xla"], m["ip"] or ""
+        out.process, out.host = m["label"] or m["tp"] or m["pod"] or m["loki"] or m["xla"], m["ip"] or out.host
         out.pid = int(m["pid"]) if m["pid"] else None
     elif (m := _STERN.match(head)) is not None:
         out.process = m["pod"]
