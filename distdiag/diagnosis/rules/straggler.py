@@ -479,7 +479,7 @@ VETOES = (
     Veto(lambda c: c.busy and c.phase == "optimizer" and c.most.phase_ms < limits.concentrated * c.most.all_ms,
          "its optimizer step is only part of its excess: a slower core explains that"),
     Veto(lambda c: c.least_lost == math.inf,
-         "its {c.phase} takes {c.ratio:.1f} times that of the others: a slower core explains that"),
+         "its {c.phase} takes {c.ratio:.1f} times that of the others, beyond what a slower core or too few CPUs explain"),
     Veto(lambda c: c.lost < c.least_lost, "it costs {c.lost:share} of the step, below {c.least_lost:share}"),
     Veto(lambda c: c.jitters,
          "rank {c.most.rank}: spends its time at a collective call, on a host whose cores are all in use"),
