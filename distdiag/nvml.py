@@ -67,7 +67,7 @@ def facts(n: Any, card: Any, part: Any = None) -> dict[str, Any]:
 
     Args:
         card: Handle of the card: clocks, power and errors belong to it.
-        part: Handle of one of its MIG instances, which has a name and memory of its own; None: the whole card.
+        part: Handle of one of its MIG instances, whose name and memory are shown; None: the whole card.
     """
 
     def answer(question: str, *args: Any, of: Any = card) -> Any:

@@ -10,6 +10,7 @@ from functools import partial
 from distdiag.diagnosis.culprit import callers, divergence, parting
 from distdiag.diagnosis.culprit.case import Case, Testimony, site_of
 from distdiag.diagnosis.culprit.parting import Condition, Way
+from distdiag.diagnosis.culprit.rhythm import ROUNDS
 from distdiag.diagnosis.model import guards as guarding
 from distdiag.diagnosis.model import syntax
 from distdiag.diagnosis.model.findings import rank_list
@@ -20,8 +21,6 @@ from distdiag.diagnosis.text.parting import decision_advice
 from distdiag.diagnosis.text.phrases import at, op_at, site_text
 from distdiag.diagnosis.waits import compatible, messages
 from distdiag.diagnosis.waits.wait import call_at
-
-EARLIER_ROUNDS = 3
 
 
 def on_rank(case: Case) -> Testimony | None:
@@ -47,7 +46,7 @@ def _retried(case: Case) -> Testimony | None:
     That it is made once, and not by a loop around, its earlier rounds show.
     """
     for ranks in case.sides:
-        known = case.states[ranks[0]].sites.get(case.here[ranks[0]] or "", 0) > EARLIER_ROUNDS
+        known = case.states[ranks[0]].sites.get(case.here[ranks[0]] or "", 0) > ROUNDS
         found = _parting(case, ranks) if known else []
         if [c.way for c in found] == [Way.AGAIN] and parting.tried_until_success(found[0], case.source):
             return _testimony(case, found, ranks)
@@ -192,14 +191,14 @@ def leaving(case: Case, ranks: Sequence[int]) -> Testimony | None:
     wait, ended = case.main(()), case.states[min(case.incident.members)]
     stacks = [stack for rank in wait.ranks if not wait.p2p and (stack := case.states[rank].user_stack)]
     found = parting.leaving(ended.current_site, stacks[0], case.source) if stacks else []
-    first, call = next(iter(wait.calls.items()), (-1, None))
-    skips = len(found) == 1 and found[0].way is Way.SKIPPED
-    advice = ""
-    if (
-        skips and call is not None and not implicit_text(case.states.get(first), call)
-    ):  # of DDP's: end the loop together
+    if not found:
+        return None
+    advice, (first, call) = "", next(iter(wait.calls.items()), (-1, None))
+    # what is left out of DDP's own calls ends with the loop: then the advice is to end it together
+    by_python = call is not None and not implicit_text(case.states.get(first), call)
+    if by_python and len(found) == 1 and found[0].way is Way.SKIPPED:
         advice = decision_advice(found[0], sorted(case.incident.members), call)
-    return Testimony(ranks=tuple(ranks), conditions=tuple(found), advice=advice) if found else None
+    return Testimony(ranks=tuple(ranks), conditions=tuple(found), advice=advice)
 
 
 def _testimony(case: Case, found: Sequence[Condition], ranks: Sequence[int]) -> Testimony | None:

@@ -299,9 +299,8 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaul
     queued_share: float | None = None  # recent share of the time that its main thread was runnable without a CPU
     workers_starved: float | None = None  # recent share of their runnable time that its loader's workers had no CPU
     workers_busy: float | None = None  # runnable time of all of them per second: 0.5 is half a core
-    dead_child: tuple[int | None, int | None] | None = (
-        None  # (exit code, signal) of a process of its own that failed, and was not waited for
-    )
+    # (exit code, signal) of a process that it started and that failed, unless it has noticed that by waiting for it
+    dead_child: tuple[int | None, int | None] | None = None
     cpus: tuple[int, ...] = ()  # that its main thread and all its children may use, if fewer than its host has
     phase_sites: dict[str, tuple[tuple[Site, int], ...]] = {}  # sampled sites of each phase, most frequent first
     phase_stacks: dict[str, tuple[Site, ...]] = {}  # one full user stack at each phase's most frequent site

@@ -84,7 +84,8 @@ def advice(snapshot: Snapshot, verdict: Verdict, calls: dict[int, tuple[Wait, Ca
                 return advised
             ends = {messages.direction_of(c) if c.p2p else c.op for _, c in calls.values()}
             first = _FIRST_OF_A_PAIR.get(ends.pop(), "") if len(ends) == 1 else ""
-            if not first and not any(_meet(call, calls) for _, call in calls.values()):
+            mutual = any(c.peer in calls and calls[c.peer][1].peer == q for q, (_, c) in calls.items())
+            if not first and not mutual:
                 return _PARTNERS
             return f"pair sends with receives: isend/irecv or batch_isend_irecv{first}; check peers, tags and how many each side makes"
         case "group":
@@ -96,12 +97,6 @@ def advice(snapshot: Snapshot, verdict: Verdict, calls: dict[int, tuple[Wait, Ca
         order += "; barriers that are to meet must be of one group"
     advised = verdict.testimony.advice or ("" if verdict.culprits else evidence.advice(verdict))
     return advised or order + _first_text(verdict, calls)
-
-
-def _meet(call: Call, calls: dict[int, tuple[Wait, Call]]) -> bool:
-    """True if the peer of a message is in a message with this rank, too."""
-    rank = next(q for q, (_, own) in calls.items() if own is call)
-    return call.peer in calls and calls[call.peer][1].peer == rank
 
 
 def _first_text(verdict: Verdict, calls: dict[int, tuple[Wait, Call]]) -> str:

@@ -39,9 +39,8 @@ class Hosts:
         self._loading: dict[int, deque[tuple[float, float, float, int]]] = {}
         # by rank: seconds that its main thread waited for a CPU; time of the sample
         self._queueing: dict[int, deque[tuple[float, float]]] = {}
-        self.dead_child: dict[
-            int, tuple[int | None, int | None] | None
-        ] = {}  # by rank: how one of its processes failed
+        # by rank: (exit code, signal) of a process that it started and that failed
+        self.dead_child: dict[int, tuple[int | None, int | None] | None] = {}
         self.cpus: dict[int, tuple[int, ...]] = {}  # by rank: those that it and its children may use, if fewer than all
         psutil.cpu_percent()
 

@@ -115,9 +115,8 @@ class Collected:
     pid_of: dict[tuple[Path, str], int] = field(default_factory=dict)  # of a PCI device, by the driver's later lines
     devices: dict[tuple[str, str], str] = field(default_factory=dict)  # process of a (host, PCI device), by NCCL
     unreached: dict[tuple[Path, str], str] = field(default_factory=dict)  # why a launcher's attempts to connect failed
-    masters: dict[str, dict[str, str]] = field(
-        default_factory=dict
-    )  # what each launcher was given, by its label or file
+    # what each launcher was given, by its label or file
+    masters: dict[str, dict[str, str]] = field(default_factory=dict)
     first_rank: dict[tuple[Path, str], int] = field(default_factory=dict)  # of a launcher's node; -1 of several
     pace: dict[Path, tuple[float, float]] = field(default_factory=dict)  # of progress: last time, longest pause
     local_of: dict[tuple[str, str], int] = field(default_factory=dict)  # rank on its node of (label, pid)

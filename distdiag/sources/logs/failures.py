@@ -310,10 +310,9 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     of_node = bool(r.facts) and all(f.of_node for f in r.facts)
     unordered = any(before(r.facts[0], waited[q]) is None for q in others if waited[q].role is Role.WAIT)
     in_collective = bool(r.facts) and all(f.in_collective for f in r.facts)
-    of_hosts = {q for ranks_there in found.on_host.values() for q in ranks_there}
-    if (len(found.on_host) > 1 or found.ranks - of_hosts or r.meaning.kind == "gpu") and r.facts[
-        0
-    ].name not in _OF_NODE:
+    elsewhere = found.ranks - {q for ranks_there in found.on_host.values() for q in ranks_there}
+    several_hosts = len(found.on_host) > 1 or elsewhere
+    if (several_hosts or r.meaning.kind == "gpu") and r.facts[0].name not in _OF_NODE:
         r.hosts = r.hosts or found.host_of(r.ranks)
     message, advice = _who_failed(r, ranks, of_node, everyone) + r.after, r.advice
     if r.facts and r.facts[0].name == "port_in_use" and several:

@@ -63,9 +63,8 @@ def join(found: Collected) -> Collected:
         f.inferred = f.name == "exit_shell" and f.rank is not None and found.rank_of.get(f.number("pid")) is None
         if f.rank is None and f.role is not Role.EXIT and _NUMBER.sub("#", f.who.label) in numbered:
             f.rank, f.inferred = int(_NUMBER.findall(f.who.label)[-1]), True
-        is_task = (
-            max(tasks, default=0) > 0 or f.who.padded or str(f.who.task) in ended_tasks
-        )  # else `0: ` may be anything
+        # a lone `0: ` may be anything
+        is_task = max(tasks, default=0) > 0 or f.who.padded or str(f.who.task) in ended_tasks
         if f.rank is None and not found.torchrun and is_task and f.name != "exit_tasks":
             f.rank = f.who.task
         on_node = f.who.local if f.who.local is not None else found.local_of.get((f.who.label, f.fields.get("pid", "")))

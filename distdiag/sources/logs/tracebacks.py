@@ -120,11 +120,8 @@ class Tracebacks:
         self._spawned: int | None = None
         self._announced = -1, -1  # the rank that a logger's line reports to have failed, and which line
         self._ignored = self._warned = -1  # lines before a traceback
-        self._timed: tuple[object, int, tuple[str, float] | None] = (
-            None,
-            -1,
-            None,
-        )  # the last report of an error with a time
+        # the last report of an error with a time: its source, line and time
+        self._timed: tuple[object, int, tuple[str, float] | None] = None, -1, None
         self._exceptions: dict[tuple[object, ...], Fact] = {}  # the last one of each process
         self._unended: dict[tuple[object, ...], tuple[Fact, int]] = {}  # exceptions whose message ends with a colon
         self._before: dict[tuple[object, ...], Fact] = {}  # the one that was being handled when the next was raised

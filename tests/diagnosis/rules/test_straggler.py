@@ -415,7 +415,7 @@ def test_time_without_a_cpu_is_not_the_ranks_own_work() -> None:
 def test_a_rank_that_computes_more_also_waits_more_often_for_a_cpu(
     cpu_pct: float, culprits: list[tuple[int, ...]]
 ) -> None:
-    """Per second that they compute, ranks of a busy host wait alike; one that waits much and computes little has a busier core."""
+    """On a busy host all ranks wait equally long for a CPU per second of work; one that waits longer has a busier core."""
     first = rank(0, steps=steps(wait_ms=300.0), queued_share=0.2, cpu_pct=10.0)
     late = rank(1, steps=steps(300.0, "backward", seed=1), queued_share=0.9, cpu_pct=cpu_pct)
     assert [f.culprits for f in stragglers(job(first, late, host_cpu_pct=100.0))] == culprits
