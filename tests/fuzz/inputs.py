@@ -463,7 +463,7 @@ class Inputs:
             ask.fatal_signal(text)
             sample = native.read(frames)
             if sample is not None:
-                native.host_wait(native.Symbols(os.getpid()).names(sample))
+                native.host_wait([f.name for f in native.Symbols(os.getpid()).frames(sample)])
 
         return read
 
