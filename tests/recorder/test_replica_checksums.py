@@ -24,27 +24,56 @@ class Written:
         self.of[kind] = value, key
 
 
-def parameters_of_rank(layers: slice) -> tuple[float, int]:
-    """Return (checksum, key) of a rank whose optimizer has these layers of a model that DDP wraps."""
+def sampled(*optimizers: tuple[Any, ...], synced: int = 3, ignored: int = 0) -> dict[SampleKind, tuple[float, int]]:
+    """Return the samples of a rank with four layers in DDP, after each of these optimizers has stepped.
+
+    Args:
+        optimizers: Of each: numbers of the layers in DDP that it has, and modules that are not in DDP.
+        ignored: This many of the first parameters are ignored by DDP.
+    """
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    named = list(net.named_parameters())
     model = SimpleNamespace(
-        trained=lambda: named, slot=SimpleNamespace(synced_backwards=3), buffer_places=[], ref=lambda: None
-    )
+        trained=lambda: list(net.named_parameters())[ignored:], parameters=lambda: list(net.parameters()),
+        slot=SimpleNamespace(synced_backwards=synced), buffer_places=[], ref=lambda: None,
+    )  # fmt: skip
     written: Any = Written()
     ledger: Any = SimpleNamespace(models={0: model}, averaged_by=None)
-    ReplicaChecksums(ledger, written).after_optimizer(torch.optim.SGD(net[layers].parameters(), lr=0.1), 4)
-    return written.of[SampleKind.PARAMETERS]
+    checksums = ReplicaChecksums(ledger, written)
+    for parts in optimizers:
+        modules = [net[x] if isinstance(x, int) else x for x in parts]
+        params = [p for m in modules for p in m.parameters()]
+        for p in params:
+            p.grad = torch.zeros_like(p)
+        checksums.after_optimizer(torch.optim.SGD(params, lr=0.1), 4)
+    return written.of
+
+
+def parameters_of_rank(*layers: int) -> tuple[float, int]:
+    return sampled(layers)[SampleKind.PARAMETERS]
 
 
 def test_the_shards_of_zero_are_not_compared_although_their_shapes_are_equal() -> None:
-    first, second = parameters_of_rank(slice(0, 2)), parameters_of_rank(slice(2, 4))
+    first, second = parameters_of_rank(0, 1), parameters_of_rank(2, 3)
     assert first[1] != second[1]
 
 
 def test_equal_replicas_have_equal_keys() -> None:
-    assert parameters_of_rank(slice(0, 4)) == parameters_of_rank(slice(0, 4))
+    assert parameters_of_rank(0, 1, 2, 3) == parameters_of_rank(0, 1, 2, 3)
+
+
+def test_parameters_that_no_ddp_module_has_are_sampled_apart() -> None:
+    """A loss with weights of its own, in the optimizer of the model or in its own."""
+    whole, head = sampled((0, 1, 2, 3)), nn.Linear(8, 20)
+    assert SampleKind.OUTSIDE_DDP not in whole
+    for of in (sampled((0, 1, 2, 3, head)), sampled((head,), (0, 1, 2, 3)), sampled((0, 1, 2, 3), (head,))):
+        assert of[SampleKind.PARAMETERS] == whole[SampleKind.PARAMETERS]
+        assert of[SampleKind.OUTSIDE_DDP][1] != whole[SampleKind.PARAMETERS][1]
+
+
+def test_what_ddp_ignores_or_has_not_averaged_yet_is_not_outside() -> None:
+    assert SampleKind.OUTSIDE_DDP not in sampled((0, 1, 2, 3), ignored=2)
+    assert SampleKind.OUTSIDE_DDP not in sampled((0, 1, nn.Linear(8, 8)), synced=0)
 
 
 MESH = """

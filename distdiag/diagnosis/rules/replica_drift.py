@@ -72,7 +72,11 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         yield found
         return
     teams = {x.name for x in _samples(s, "parameters")} - {""}
-    for kind_of, team in (*(("parameters", team) for team in sorted(teams) or [""]), ("buffers", "")):
+    for kind_of, team in (
+        *(("parameters", team) for team in sorted(teams) or [""]),
+        ("outside_ddp", ""),
+        ("buffers", ""),
+    ):
         ranks = [q for q in unfold_ranks(team) if q in s.ranks] or sorted(s.ranks)
         found = _drift(s, kind_of, ranks, bool(team))
         if kind_of == "parameters" or isinstance(found, Finding) or any(_samples(s, kind_of)):
@@ -107,12 +111,13 @@ def _drift(s: Snapshot, kind_of: str, ranks: list[int], split: bool) -> Finding 
         split: These ranks split a module between them, and the values are of what each has whole.
     """
     is_buffers = kind_of == "buffers"
-    abstained = partial(Abstained, cause=kind_of if is_buffers else None)
+    abstained = partial(Abstained, cause=None if kind_of == "parameters" else kind_of)
+    named = "parameters outside DDP" if kind_of == "outside_ddp" else kind_of
     samples = {q: _by_step(s.ranks[q], kind_of) for q in ranks}
     common = sorted(set.intersection(*(set(x) for x in samples.values())))
     common = [k for k in common if _comparable([samples[q][k].key for q in ranks])]
     if len(common) < limits.samples:
-        return abstained(f"{len(common)} of {limits.samples} checksums of {kind_of} at the same steps")
+        return abstained(f"{len(common)} of {limits.samples} checksums of {named} at the same steps")
 
     def differing(relative: float) -> list[int]:
         return [k for k in common if _differ([samples[q][k].value for q in ranks], relative)]
@@ -121,11 +126,11 @@ def _drift(s: Snapshot, kind_of: str, ranks: list[int], split: bool) -> Finding 
     mild = is_buffers and not steps  # statistics of different batches differ a little from the first step on
     steps = steps or differing(limits.relative)
     if len(steps) < limits.samples or steps[-limits.samples :] != common[-limits.samples :]:
-        return abstained(f"the checksums of {kind_of} agree", checked=True)
+        return abstained(f"the checksums of {named} agree", checked=True)
     cause = "split_module" if split else _cause(s, kind_of, steps)
     began_equal = len([k for k in common if k < steps[0]]) >= limits.samples
     if cause is None or (mild and not began_equal):
-        return abstained(f"{kind_of} differ, as the structure of the model allows", checked=True)
+        return abstained(f"{named} differ, as the structure of the model allows", checked=True)
     distances = [_spread({q: samples[q][k].value for q in ranks}) for k in steps]
     if cause == "different_init" and not began_equal and min(distances) < limits.constant * max(distances):
         cause = "unequal"
@@ -169,6 +174,8 @@ def _cause(s: Snapshot, kind: str, drifting: list[int]) -> str | None:
     over_all = [m for m in models if s.whole(m.group)]
     if kind == "buffers":
         return "buffers" if over_all and not any(m.broadcast_buffers for m in over_all) and synchronous(s) else None
+    if kind == "outside_ddp":
+        return None if _exchange_tensors(s) else kind
     if over_all and len(over_all) >= s.world_size:
         # Parameters that are averaged now and then, not their gradients at each step, differ between those times (local
         # SGD). Otherwise: no backward is synchronised, or the parameters that are stepped are not those that DDP wraps.
@@ -199,10 +206,13 @@ def _never_averaged(s: Snapshot, shares: list[float]) -> bool:
         return False
     if any(share > limits.metrics for share in (*shares, *(x.value for x in _samples(s, "averaged")))):
         return False
-    calls = [c for r in s.ranks.values() for c in r.calls if c.op not in limits.no_exchange]
-    if any(c.bytes is None or c.bytes > limits.metrics_bytes for c in calls):
-        return False
-    return all(x.iterations_started > 1 for x in loaders.values())
+    return not _exchange_tensors(s) and all(x.iterations_started > 1 for x in loaders.values())
+
+
+def _exchange_tensors(s: Snapshot) -> bool:
+    """True if the script itself exchanges tensors that are no metrics: gradients, activations, or what it does not tell."""
+    calls = (c for r in s.ranks.values() for c in r.calls if c.op not in limits.no_exchange)
+    return any(c.bytes is None or c.bytes > limits.metrics_bytes for c in calls)
 
 
 def _averages(r: RankState) -> bool:
@@ -250,6 +260,7 @@ _WHAT = {
     "some_steps": "DDP averages gradients before some of the optimizer steps only: {passes:,} backward passes in {steps:,} steps",
     "never_averaged": "nothing averages their gradients: no DDP, and no collective that exchanges a tensor",
     "partly_averaged": "all gradients were averaged before, but not those of the parameters that have been trained since",
+    "outside_ddp": "the optimizer steps {outside} that no DDP module has, so nothing averages their gradients",
     "different_init": "gradients are averaged, but the replicas began with different values",
     "split_module": "they split one module between them (DTensor), and differ in the parameters that each of them has whole",
     "buffers": "their buffers differ, and broadcast_buffers is off",
@@ -260,11 +271,18 @@ _WHAT = {
     "accumulated": "the replicas were equal before, and gradients are averaged in one of several backward passes per step: those of the "
     "passes after it stay local, or not every rank updates its parameters in the same way",
 }
+_COST = {
+    "mild": "none, if these buffers may differ",
+    "split_module": "the ranks hold parts of one module that do not fit together: its output and its gradients are wrong",
+    "outside_ddp": UNFROZEN.cost,
+}
 _ADVICE = {
     "gradients_not_synced": "call the DDP-wrapped model, not model.module, in the training step; step the parameters that DDP "
     "wraps",
     "some_steps": "let the last backward pass before each optimizer step average, outside `no_sync()` and through the DDP-wrapped model: "
     "also where the end of an epoch cuts an accumulation short",
+    "outside_ddp": "put these parameters into the module that DDP wraps, or wrap the module that holds them in DDP, too; if each rank is to "
+    "have its own, ignore this",
     "never_averaged": "wrap the model in DistributedDataParallel: the loader splits the data by rank, so each rank trains "
     "its own model on its part of the data",
     "partly_averaged": "average the gradients of all parameters that are trained: rebuild the list or bucket of gradients after "
@@ -291,7 +309,7 @@ def _finding(
     """Return the finding of replicas whose newest checksums are `values`, and which differ at `steps`."""
     models = [m for r in s.ranks.values() for m in r.models]
     averaged = cause == "different_init" or (bool(models) and all(map(_averages, s.ranks.values())))
-    averaged = averaged and cause != "buffers"
+    averaged = averaged and cause not in ("buffers", "outside_ddp")
     rates = _rates(s, steps) if averaged else {}
     words = cause
     if rates:
@@ -305,21 +323,20 @@ def _finding(
     if words == "some_steps":
         passes = min(m.synced_backwards for m in models)
         what = what.format(passes=passes, steps=max(r.step for r in s.ranks.values()))
+    if words == "outside_ddp":
+        what = what.format(outside=_samples(s, cause)[-1].name)
     what += _not_through_ddp(s) if words == "gradients_not_synced" else _not_waited_for(s) if words == "unequal" else ""
     odd, ranks = minority(rates or values), sorted(values)
     by_hand = cause in ("different_init", "partly_averaged", "unequal") and not models
     # a plain tensor in a model of DTensors may be a rank's own, such as its experts
-    certain = steps[-1] >= limits.certain_step and cause not in ("partly_averaged", "split_module")
+    certain = steps[-1] >= limits.certain_step and cause not in ("partly_averaged", "split_module", "outside_ddp")
     return DRIFT(
         cause="update" if words == "unequal" else words if words in kind.causes else None, proved=certain or cause == "buffers",
-        severity=Severity.INFO if mild else None,
+        severity=Severity.INFO if mild else Severity.WARNING if cause == "outside_ddp" else None,
         culprits=odd, victims=[q for q in ranks if q not in odd], step=steps[0], last=steps[-1],
         where=wheres(s, ranks, None, {q: _site(s.ranks[q], by_hand) for q in ranks}),
         what=what, spread=_spread(values), do=_ADVICE[words + (" in DDP" if words == "different_init" and models else "")],
-        cost="none, if these buffers may differ" if mild
-        else "the ranks hold parts of one module that do not fit together: its output and its gradients are wrong"
-        if cause == "split_module"
-        else "each rank trains a different model; only one of them is saved",
+        cost=_COST.get("mild" if mild else cause, "each rank trains a different model; only one of them is saved"),
     )  # fmt: skip
 
 

@@ -28,8 +28,9 @@ _NO, _DDP = _MAY_COMPUTE = int(Blocked.NO), int(Blocked.DDP)
 _CPP_WAITS = ("_functional_collectives.", "_ops.")
 _PHASES = [p.name.lower() for p in Phase]
 ROUTINE_SAMPLES = frozenset(
-    {SampleKind.PARAMETERS, SampleKind.BUFFERS, SampleKind.REDUCED, SampleKind.AVERAGED, SampleKind.LEARNING_RATE}
-)
+    {SampleKind.PARAMETERS, SampleKind.BUFFERS, SampleKind.REDUCED, SampleKind.AVERAGED, SampleKind.LEARNING_RATE,
+     SampleKind.OUTSIDE_DDP}
+)  # fmt: skip
 SITE_SAMPLES, WARM_STEPS = 400, 20
 LOGGED_NAMES, LOGGED_KEPT = 16, 32
 

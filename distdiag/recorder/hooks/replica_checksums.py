@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed import distributed_c10d as dist
@@ -26,6 +26,17 @@ def checksum_due(step: int) -> bool:
     return step >= 2 and step & (step - 1) == 0 if step < 32 else step % (32 if step < 256 else 64) == 0
 
 
+class _Compared(NamedTuple):
+    """Parameters of one optimizer: those that must be equal, their elements, a hash of their names, the ranks ("": all), and those
+    that no DDP module has."""
+
+    params: list[Any]
+    elements: int
+    which: int
+    ranks: str
+    outside: list[Any]
+
+
 class ReplicaChecksums:
     """Checksums of values that must be equal on all ranks."""
 
@@ -33,7 +44,7 @@ class ReplicaChecksums:
         self.ledger, self.samples = ledger, samples
         self.reduced = 0  # elements reduced over all ranks since the last step
         self.averaged_elements = 0  # maximum of elements all-reduced between a step and the next backward
-        self._parameters_of: weakref.WeakKeyDictionary[Any, tuple[tuple[int, int], list[Any], int, int, str]] = (
+        self._parameters_of: weakref.WeakKeyDictionary[Any, tuple[tuple[int, int], _Compared]] = (
             weakref.WeakKeyDictionary()
         )
 
@@ -41,7 +52,13 @@ class ReplicaChecksums:
         """Record checksums of a few elements of a few parameters, after the same steps on all ranks."""
         if not checksum_due(step):
             return
-        params, elements, which, ranks = self._parameters(optimizer)
+        params, elements, which, ranks, outside = self._parameters(optimizer)
+        if any(m.slot.synced_backwards for m in self.ledger.models.values()):
+            if params is outside:
+                params = []
+            outside = [p for p in outside if p.grad is not None]
+            if outside:
+                self._checksum(SampleKind.OUTSIDE_DDP, outside, step, name=_shapes(outside))
         if self.reduced or params:
             # only parameters that are trained now: many jobs leave frozen ones in the optimizer
             every = params if params and not ranks else [p for g in optimizer.param_groups for p in g["params"]]
@@ -51,7 +68,7 @@ class ReplicaChecksums:
             return
         if self.averaged_elements:
             self.samples.write(SampleKind.AVERAGED, step, self.averaged_elements / elements if elements else 0.0)
-        self._checksum(SampleKind.PARAMETERS, params, step, which, ranks)
+        self._checksum(SampleKind.PARAMETERS, params, step, which, name=ranks)
         rates = [g.get("lr") for g in optimizer.param_groups]
         if all(type(rate) in (int, float) for rate in rates):  # it may be a tensor on a device
             self.samples.write(SampleKind.LEARNING_RATE, step, rates[0], zlib.crc32(repr(rates).encode()))
@@ -59,32 +76,34 @@ class ReplicaChecksums:
         if buffers:
             self._checksum(SampleKind.BUFFERS, buffers, step)
 
-    def _parameters(self, optimizer: Any) -> tuple[list[Any], int, int, str]:
-        """Return (parameters, their elements, a hash of their names, the ranks) of an optimizer that must be equal on those ranks,
-        "" for all; cached while their number is unchanged.
+    def _parameters(self, optimizer: Any) -> _Compared:
+        """Return what to compare of an optimizer; cached while the number of its parameters is unchanged.
 
-        With DDP: the parameters that DDP wraps (layers that it ignores, such as experts, differ by design). If some are sharded
-        (DTensor): those that are whole on each rank of a dimension of their mesh; shards differ by design. The names matter where each rank's optimizer has other parameters of equal shapes:
+        With DDP: the parameters that DDP wraps (layers that it ignores, such as experts, differ by design), and apart from them those
+        that no DDP module has. If some are sharded (DTensor): those that are whole on each rank of a dimension of their mesh; shards
+        differ by design. The names matter where each rank's optimizer has other parameters of equal shapes:
         ZeroRedundancyOptimizer gives the layers of a model to different ranks.
         """
         n = sum(len(g["params"]) for g in optimizer.param_groups)
-        mark = (n, len(self.ledger.models))
+        models = self.ledger.models.values()
+        mark = (n, len(models))
         kept = self._parameters_of.get(optimizer)
         if kept is None or kept[0] != mark:
             params = [
                 p for g in optimizer.param_groups for p in g["params"] if type(p) in (torch.nn.Parameter, torch.Tensor)
             ]
-            whole = len(params) == n
-            names = {id(p): f"{i}.{name}" for i, m in enumerate(self.ledger.models.values()) for name, p in m.trained()}
-            params = [p for p in params if id(p) in names] or params
-            which = zlib.crc32(repr([names.get(id(p)) for p in params]).encode())
-            if whole:
-                kept = mark, params, sum(p.numel() for p in params), which, ""
+            if len(params) == n:
+                names = {id(p): f"{i}.{name}" for i, m in enumerate(models) for name, p in m.trained()}
+                inside = {id(p) for m in models for p in m.parameters()}
+                outside = [p for p in params if id(p) not in inside] if inside else []
+                params = [p for p in params if id(p) in names] or outside or params
+                which = zlib.crc32(repr([names.get(id(p)) for p in params]).encode())
+                compared = _Compared(params, sum(p.numel() for p in params), which, "", outside)
             else:
-                tensors, ranks = ([], "") if self.ledger.models else _replicated(optimizer)
-                kept = mark, tensors, sum(t.numel() for t in tensors), 0, ranks
-            self._parameters_of[optimizer] = kept
-        return kept[1:]
+                tensors, ranks = ([], "") if models else _replicated(optimizer)
+                compared = _Compared(tensors, sum(t.numel() for t in tensors), 0, ranks, [])
+            kept = self._parameters_of[optimizer] = mark, compared
+        return kept[1]
 
     def _buffers(self, m: Model) -> list[torch.Tensor]:
         """Return the floating-point buffers of a model. Their owners are cached: there are many modules, and buffers get replaced."""
@@ -96,7 +115,7 @@ class ReplicaChecksums:
         found = [x._buffers.get(name) for x, name in m.buffer_places]
         return [b for b in found if b is not None and b.is_floating_point()]
 
-    def _checksum(self, kind: SampleKind, tensors: list[Any], step: int, which: int = 0, ranks: str = "") -> None:
+    def _checksum(self, kind: SampleKind, tensors: list[Any], step: int, which: int = 0, name: str = "") -> None:
         tensors = [part for t in tensors if (part := own_part(t)) is not None]
         chosen = tensors[:: max(1, len(tensors) // CHECKSUM_TENSORS)][:CHECKSUM_TENSORS]
         synced = sum(m.slot.synced_backwards for m in self.ledger.models.values())
@@ -112,7 +131,7 @@ class ReplicaChecksums:
                 break
             value += sum(map(abs, some) if buffers else some) * (1.0 + i / 16)
         else:
-            return self.samples.write(kind, step, value, key=key, name=ranks)
+            return self.samples.write(kind, step, value, key=key, name=name)
         if capturing():
             return
         with torch.no_grad():
@@ -125,12 +144,18 @@ class ReplicaChecksums:
                 return
             total = torch.stack(parts).sum()
         if total.device.type == "cpu":
-            self.samples.write(kind, step, float(total), key=key, name=ranks)
+            self.samples.write(kind, step, float(total), key=key, name=name)
         else:
             self.samples.when_copied(
                 total.reshape(1),
-                lambda v, k=kind, s=step, x=key: self.samples.write(k, s, v[0].item(), key=x, name=ranks),
+                lambda v, k=kind, s=step, x=key: self.samples.write(k, s, v[0].item(), key=x, name=name),
             )
+
+
+def _shapes(params: list[Any]) -> str:
+    """Return how many these are and the shape of the first: "2 parameters (the first of 20 x 32)"."""
+    first = " x ".join(map(str, params[0].shape)) or "one element"
+    return f"1 parameter ({first})" if len(params) == 1 else f"{len(params)} parameters (the first of {first})"
 
 
 def _replicated(optimizer: Any) -> tuple[list[Any], str]:

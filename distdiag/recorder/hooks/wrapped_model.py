@@ -101,6 +101,11 @@ class Model(ModelWords):
             self.named = [(n, p) for n, p in named if p.requires_grad and n not in ignored]
         return self.named
 
+    def parameters(self) -> list[Any]:
+        """Return all parameters of the module, also those that DDP ignores or that were frozen."""
+        ddp = self.ref()
+        return list(ddp.module.parameters()) if ddp is not None else []
+
     def _gone(self, _: object) -> None:
         self.named = self.buffer_places = None
         self.frozen = []

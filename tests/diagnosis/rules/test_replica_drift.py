@@ -83,6 +83,33 @@ def test_averaging_in_some_steps_is_worded_apart_from_averaging_in_none(synced: 
 
 
 @pytest.mark.parametrize(
+    ("op", "n_bytes", "found"),
+    [
+        ("all_reduce", 8, True),  # a metric
+        ("all_to_all", 8192, False),  # experts or tables of the ranks' own
+        ("all_reduce", 8192, False),  # averaged by hand
+        ("broadcast", 8192, True),
+    ],
+)
+def test_trained_parameters_that_no_ddp_module_has_are_reported(op: str, n_bytes: int, found: bool) -> None:
+    """A loss with weights of its own."""
+
+    def samples(q: int) -> tuple[Sample, ...]:
+        steps = (32, 64, 96)
+        head = (Sample("outside_ddp", k, 1.0 + 0.1 * q * k, key=7, name="1 parameter (20 x 32)") for k in steps)
+        return (*(Sample("parameters", k, 1.0 + k, key=5) for k in steps), *head)
+
+    call = Call(group="default_pg", seq=90, op=op, bytes=n_bytes)
+    ranks = [rank(q, step=100, models=(MODEL,), samples=samples(q), calls=(call,)) for q in range(2)]
+    drift = [f for f in found_in(job(*ranks)) if f.kind == "replica_drift"]
+    assert bool(drift) is found
+    if found:
+        f = only(drift)
+        assert (f.cause, f.certainty, f.step) == ("gradients_not_synced", "suspected", 32)
+        assert "the optimizer steps 1 parameter (20 x 32) that no DDP module has" in f.message
+
+
+@pytest.mark.parametrize(
     ("shares", "found"),
     [
         ((1.0, 1.0, 0.07, 0.07), True),  # a bucket made before more parameters were unfrozen
