@@ -79,7 +79,7 @@ _VETOES = (
 
 GROWTH = Template(
     kind, "growth",
-    "{place} memory of {who} grows by {pace} ({minute:size} a minute), now {now:size}{left}", "{cost}",
+    "{place} memory of {who} grows by {pace} ({minute:size} a minute), {now:size} at step {step}{left}", "{cost}",
     "{do}look for what is kept across steps: {kept}a list of losses or outputs without .item() or .detach(), a cache or a log without a limit")  # fmt: skip
 _GC_OFF = (
     "garbage collection is off there (`gc.disable()`), so objects in reference cycles are never freed: call `gc.collect()` at "
