@@ -109,9 +109,10 @@ def test_attach_finds_the_ranks_of_an_unprepared_job(tmp_path: Path, launcher: s
     with launched(tmp_path, launcher, "arguments", "hangs", {}) as job:
 
         def stands() -> dict[str, Any] | None:
-            found = attach_to(job, launcher)
-            shown = {(w["rank"], w["line"]) for f in found.get("findings", ()) for w in (*f["where"], *f["waiting"])}
-            return found if shown >= {(0, 17), (1, 16), (2, 17)} else None
+            findings = attach_to(job, launcher).get("findings", ())
+            shown = {(w["rank"], w["line"]) for f in findings for w in (*f["where"], *f["waiting"])}
+            settled = len(findings) == 1 and shown >= {(0, 17), (1, 16), (2, 17)}
+            return findings[0] if settled else None
 
-        (finding,) = wait_for(stands, 90, "the verdict", job)["findings"]
+        finding = wait_for(stands, 90, "the one verdict", job)
         assert (finding["culprits"], finding["certainty"]) == ([1], "suspected")
