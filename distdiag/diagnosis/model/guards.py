@@ -103,7 +103,7 @@ def _nested(block: Sequence[ast.stmt]) -> Iterator[tuple[ast.AST, Guard | None, 
             in_loop = looping or (isinstance(node, LOOPS) and field == "body")
             for child in getattr(node, field, ()):
                 guard = around
-                if isinstance(node, ast.If):
+                if isinstance(node, ast.If) and not _asks_about(around, node.test):
                     guard = Guard(Kind.PASSED, node, field, node.test)
                 elif isinstance(child, ast.ExceptHandler):
                     guard = Guard(Kind.PASSED, child)
@@ -111,6 +111,14 @@ def _nested(block: Sequence[ast.stmt]) -> Iterator[tuple[ast.AST, Guard | None, 
                     guard = Guard(Kind.PASSED, child, test=node.subject)
                 inner.append((child, guard, in_loop))
         todo += reversed(inner)
+
+
+def _asks_about(handler: Guard | None, test: ast.expr | None) -> bool:
+    """True for a test of the exception that this handler caught: a rank without that exception does not evaluate it."""
+    node = handler.node if handler is not None else None
+    if not isinstance(node, ast.ExceptHandler) or node.name is None or test is None:
+        return False
+    return any(isinstance(x, ast.Name) and x.id == node.name for x in ast.walk(test))
 
 
 def text_of(guard: Guard, text: str) -> str:
@@ -133,7 +141,7 @@ def guards(tree: ast.Module, line: int, callee: str = "") -> tuple[Guard, ...]:
     out: list[Guard] = []
     node: ast.stmt | None = None
     for step in way(tree, line):
-        out += _around(step, line)
+        out += (guard for guard in _around(step, line) if not any(_asks_about(x, guard.test) for x in out))
         if step.field not in ("handlers", "cases"):
             for earlier in step.block[: step.at]:
                 out += (guard for _, guard in exits([earlier]) if guard is not None)
