@@ -65,8 +65,13 @@ def _advice(rank: int, turn: Turn, conditions: Sequence[Condition]) -> str:
         return f"find why rank {rank} left out {op_at(turn.due)}"
     if not conditions:
         return f"make {op_at(turn.made)} on all ranks that it concerns, or on none"
-    half = ": each message needs its other end" if turn.made.p2p else ""
-    return f"let all ranks run what `{conditions[0].text}`{at(conditions[0].site)} keeps to rank {rank}, or none{half}"
+    condition = f"`{conditions[0].text}`{at(conditions[0].site)}"
+    if not turn.made.p2p or turn.made.peer is None:
+        return f"let all ranks run what {condition} keeps to rank {rank}, or none"
+    return (
+        f"see whether rank {turn.made.peer} makes the other end of that message when {condition} holds on rank {rank}: if never, let it, "
+        f"or let rank {rank} leave the message out; if later, use isend or irecv, or make it after what the others wait for"
+    )
 
 
 def groups_in_turn(case: Case) -> Testimony | None:
