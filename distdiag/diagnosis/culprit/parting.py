@@ -390,6 +390,18 @@ def leaving(site: Site | None, theirs: Sequence[Site], source: Source) -> list[C
     return parting((), theirs, source)
 
 
+def left_loop(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> list[Condition]:
+    """Return the conditions by which the first of two ranks can have left a loop for good that the other is still in.
+
+    Nothing if a loop around both may have brought the other into it once more.
+    """
+    mine, theirs = _from_one_caller(mine, theirs)
+    if not mine or not theirs or not _path(theirs, mine, source).once:
+        return []
+    found = parting(mine, theirs, source)
+    return found if {c.way for c in found} == {Way.LEFT} else []
+
+
 # -- conditions on the rank --------------------------------------------------------------------------------------------
 
 

@@ -25,10 +25,13 @@ from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Site
 from distdiag.diagnosis.model.syntax import line_at
 from distdiag.diagnosis.polled import hidden_error, left_unwritten, polled_loop
 from distdiag.diagnosis.text.incident import implicit_text, verb
+from distdiag.diagnosis.text.parting import decision_advice
 from distdiag.diagnosis.text.phrases import (
     NO_PROGRESS,
     at,
+    op_at,
     op_text,
+    site_text,
     where,
     where_stack,
     wheres,
@@ -319,7 +322,7 @@ def _severity(late: Sequence[_Late]) -> Severity | None:
 
 _WAIT_OF = "{victims:#} of {world} ranks wait"
 _warning = partial(Template, kind, severity=Severity.WARNING)
-STALL = _warning("user_code", "{missing}{size}{implicit}; {does}{loop}{worker}{open}{handling}{died}; {victims} {victims:has|have} waited "
+STALL = _warning("user_code", "{left}{missing}{size}{implicit}; {does}{loop}{worker}{open}{handling}{died}; {victims} {victims:has|have} waited "
                  "{waited_s:time}{usual}", _WAIT_OF, "{do}")  # fmt: skip
 TRAINS_ON = _warning("user_code",
     "{culprits} has not entered {collective}{called_at} and keeps training{site}, {ahead:,} steps ahead of "
@@ -348,6 +351,7 @@ _DO_GONE = (
     "see what ended that process (what it printed; `dmesg -T | grep -i oom`); if the rank waits for it, let the rank fail with it: look "
     "at is_alive() or the exit code, and give the wait a timeout"
 )
+_DO_LEFT = "let all ranks leave that loop in the same round: let them decide together when it ends (all_reduce a flag)"
 _DO_POLL = "find who ends the loop `{loop}`: it may have failed, or caught an exception and gone on"
 _DO_POLL_FILE = f"{_DO_POLL}; or it makes another file: compare the path on both ranks"
 _LEFT_OUT = (
@@ -403,13 +407,16 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
             advice = filled(_DO_POLL if "exists" not in polled[0] else _DO_POLL_FILE, loop=polled[0]) + (
                 f", at `{why[0]}`{at(why[1])}" if why is not None else ""
             )
+    left = parting.left_loop(r.user_stack, victim.user_stack, facts.source)
+    if left:
+        advice = decision_advice(left[0], ranks, call) if len(left) == 1 else _DO_LEFT
     longest_s = r.longest_delay_s
     return STALL(
         cause=_CAUSE.get(doing, "user_code" if r.current_site else "unknown"),
         severity=_severity(late), culprits=ranks, victims=victims, collective=call if call.op else None,
         where=(*(w for state in states for w in where_stack(state, state.user_stack, state.activity)), *workers),
         waiting=wheres(s, victims), step=r.step, first_seen_s=s.t_s - first.waited_s,
-        missing=_missing_text(ranks, call, victim.rank),
+        left=_left_text(ranks, call, left), missing=_missing_text(ranks, call, victim.rank),
         size=f", {size_text(call.bytes)}" if call.bytes else "", implicit=implicit_text(victim, call),
         does=f"{'it' if len(late) == 1 else 'each'} {_DOES.get(doing, 'is busy')}{at(r.current_site)}",
         loop=f", in the loop `{polled[0]}`{at(polled[1])}" if polled is not None else "",
@@ -444,6 +451,12 @@ def _polled_for(
         step=state.step, first_seen_s=s.t_s - first.waited_s, text=text, at_text=at_text, why=why[0], at_why=why[1],
         call=call, at_call=call.site, implicit=implicit_text(state, call), waited_s=first.waited_s, world=s.world_size,
     )  # fmt: skip
+
+
+def _left_text(ranks: list[int], call: Call, conditions: Sequence[parting.Condition]) -> str:
+    """Return `rank 1 left the loop before all_reduce (a.py:15): `while x` (a.py:9); `; empty without a condition."""
+    names = " or ".join(f"`{c.text}` ({site_text(c.site)})" for c in conditions)
+    return f"{rank_list(ranks)} left the loop before {op_at(call)}: {names}; " if names else ""
 
 
 def _missing_text(ranks: list[int], call: Call, victim: int) -> str:

@@ -87,6 +87,34 @@ def test_others_wait_longer_in_a_barrier_for_the_work_of_one_rank_under_a_condit
     assert bool(found) is reported
 
 
+BUDGET = """def main():
+{around}
+        for batch in batches:
+            if clock() > end:
+                break
+            all_reduce(batch)
+        export(net)
+main()
+"""
+
+
+@pytest.mark.parametrize(("around", "left"), [("    if resumed:", True), ("    for epoch in range(9):", False)])
+def test_a_late_rank_that_has_left_the_loop_of_the_others_for_good_is_said_to(around: str, left: bool) -> None:
+    """In a loop of epochs the others may be in the next one, where they wait for its work of this one."""
+
+    def stack(line: int) -> tuple[Site, ...]:
+        return Site("/job/train.py", line, "main"), Site("/job/train.py", 8, "<module>")
+
+    waits = Call(op="all_reduce", group="default_pg", seq=7, entered_s=30.0, site=stack(6)[0])
+    waiting = rank(0, blocked=waits, enqueued={"default_pg": 7}, user_stack=stack(6), activity="waiting")
+    late = rank(1, enqueued={"default_pg": 6}, user_stack=stack(7), current_site=stack(7)[0], activity="user_code")
+    f = only(findings(job(waiting, late), stall, source={"/job/train.py": BUDGET.format(around=around)}.get))
+    head = (
+        "rank 1 left the loop before all_reduce (train.py:6): `if clock() > end` (train.py:4); rank 1 has not entered"
+    )
+    assert (f.message.startswith(head), "let all ranks decide together" in f.advice) == (left, left)
+
+
 @pytest.mark.parametrize(
     ("activity", "line", "text"),
     [
