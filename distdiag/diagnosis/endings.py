@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import signal as signals
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -96,7 +97,16 @@ def ends(s: Snapshot) -> dict[int, str]:
     def swept(rank: int) -> bool:
         return any(_outlived(s, s.ranks[rank], s.ranks[o], k) for o, k in kinds.items() if o != rank)
 
-    return {q: "outside" if k == "cause" and swept(q) else k for q, k in kinds.items()}
+    stopped = [s.ranks[q] for q, k in kinds.items() if k == "outside"]
+    followed = {q for q, k in kinds.items() if k == "echo" and follows_stop(s.ranks[q], stopped)}
+    return {q: "outside" if q in followed or (k == "cause" and swept(q)) else k for q, k in kinds.items()}
+
+
+def follows_stop(r: RankState, stopped: Iterable[RankState]) -> bool:
+    """True if a rank lost a connection after a signal from outside had ended one of these: its own signal was still to come."""
+    if ending_kind(r) != "echo" or r.ended_s is None:
+        return False
+    return any(x.ended_s is not None and x.ended_s < r.ended_s for x in stopped)
 
 
 def _outlived(s: Snapshot, killed: RankState, failed: RankState, kind: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal as signals
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.endings import ending_kind
+from distdiag.diagnosis.endings import ending_kind, follows_stop
 from distdiag.diagnosis.history import all_ended
 from distdiag.diagnosis.model.findings import STOPPED_BY, Finding, Severity, State, at_least, rank_list
 from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot
@@ -87,7 +87,7 @@ def _stopped_first(bad: list[RankState]) -> RankState | None:
     if first is None:
         return None
     since_s = (first.ended_s or 0.0) - (IN_CALL_S if _signal(first) == "SIGINT" else 0.0)
-    rest = (r for r in bad if r not in outside)
+    rest = (r for r in bad if r not in outside and not follows_stop(r, outside))
     later = all(r.signal == signals.SIGKILL and (r.ended_s is None or r.ended_s >= since_s) for r in rest)
     return first if later else None
 

@@ -46,6 +46,10 @@ def test_a_job_stopped_from_outside_is_not_reported_as_a_crash(end: dict[str, An
     until_then = how_it_ended(rank(0, ended_s=40.0, **end), too_slow)  # rank 0 was in a call with it
     assert until_then == (text if name == "SIGINT" else "rank 1: SIGKILL; 2 of 2 failed")
     assert how_it_ended(rank(0, ended_s=50.0, **end), too_slow) == "rank 1: SIGKILL; 2 of 2 failed"
+    closed = {"life": Life.CRASHED, "exception": "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:9"}
+    assert how_it_ended(rank(0, ended_s=9.0, **end), rank(1, ended_s=10.2, **closed)) == text  # it was busy until then
+    assert ended(job(rank(0, ended_s=9.0, ended_waiting=True, **end), rank(1, ended_s=10.2, **closed))) == []
+    assert how_it_ended(rank(0, ended_s=9.0, **end), rank(1, ended_s=8.0, **closed)).startswith("rank 1: RuntimeError")
     crashed = rank(1, life=Life.CRASHED, exception="ValueError: x", ended_s=8.0)
     assert how_it_ended(rank(0, ended_s=9.0, **end), crashed) == "rank 1: ValueError: x; 2 of 2 failed"
 
