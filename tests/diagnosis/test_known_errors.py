@@ -49,6 +49,8 @@ def test_the_last_smaller_batch_explains_an_error_about_sizes() -> None:
         ("requests.exceptions.ReadTimeout: HTTPSConnectionPool(host='pics.example.org', port=443): Read timed out.", MODEL, "skip that sample on all ranks", ""),
         ("OSError: We couldn't connect to 'https://huggingface.co' to load the files", MODEL, "HF_HUB_OFFLINE=1", ""),
         ("urllib3.exceptions.MaxRetryError: HTTPSConnectionPool(host='hf.co', port=443): Max retries exceeded", MODEL, "HF_HUB_OFFLINE=1", ""),
+        ("OSError: [Errno 24] Too many open files: '/data/a.tif'", MODEL, "a cache with a limit", ""),
+        ("RuntimeError: unable to open shared memory object: Too many open files (24)", MODEL, "set_sharing_strategy", ""),
         ("RuntimeError: Forward order differs across ranks: rank 0 is all-gathering 4 parameters", MODEL, "same order", ""),
     ],
 )  # fmt: skip

@@ -56,8 +56,8 @@ EQUAL_LOSSES = Template(kind, "same_batches_on_ranks",
 _DO = {
     "fed": "if the data are real: draw them with a seed that differs between ranks (seed + rank), or from one shard per rank",
     "labels": "compare a few samples of two ranks; nothing to do if each rank reads its own shards",
-    "iterable": "let each rank read its own part: give the DataLoader a DistributedSampler(dataset), or, for an IterableDataset, split "
-    "by rank and worker in its `__iter__`",
+    "iterable": "let each rank read its own part: split by rank and worker where the data are read (`__iter__` of the dataset: part rank * "
+    "workers + worker id of world size * workers); an IterableDataset takes no sampler",
     "no sampler": "give the DataLoader a DistributedSampler(dataset)",
     "dataset": "the DistributedSampler is correct, but the dataset makes the same samples from different indices; seed NumPy and random "
     "with seed + rank (in workers: worker_init_fn), or draw each sample from a generator seeded by its index",

@@ -35,7 +35,7 @@ def test_the_same_batches_on_two_ranks_are_reported() -> None:
     assert f.cause == "same_batches_on_ranks" and f.victims == (0, 1)
     assert duplicates(loader(first_fingerprints=prints(1)), loader(first_fingerprints=prints(2))) == []
     streams = [loader(first_fingerprints=prints(1), dataset_length=None, length=None, distributed_sampler=False)] * 2
-    assert "split by rank and worker in its `__iter__`" in only(duplicates(*streams)).advice, (
+    assert "split by rank and worker where the data are read" in only(duplicates(*streams)).advice, (
         "it may be iterable: no sampler"
     )
 
