@@ -42,7 +42,7 @@ def pattern(case: Case) -> Testimony | None:
         return Testimony(ranks=(rank,), text=rose)
     made, due = (callers.stack_at(call.site, case.states[rank], case.source) for call in (turn.made, turn.due))
     conditions = tuple(short_rounds(made, case.source) if turn.again else parting(made, due, case.source, changed=True))
-    text += f": after {op_at(turn.after)} it made {op_at(turn.made)}, where {op_at(turn.due)} had always followed ({turn.times:,} times)"
+    text += f": after {op_at(turn.after)} it made {op_at(turn.made)}, where {op_at(turn.due)} had followed each of the last {turn.times:,} times"
     if not turn.left_out and not turn.returned and {c.way for c in conditions} != {Way.ALONE}:
         return Testimony(ranks=(rank,), text=text)  # it may have come to the end of its loop, or of its epoch
     sends = all(call is not None and call.op.endswith("send") for call in case.calls.values())

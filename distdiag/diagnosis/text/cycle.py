@@ -24,7 +24,7 @@ _PARTNERS = (
 )
 SHOWN = 4  # waits of the cycle
 _MISSING = (
-    "{culprits} {culprits:has|have} not entered {what}; {others} {others:waits|wait} for {culprits:it|them}, and "
+    "{culprits} {culprits:has|have} not entered {what}; {waiting} {waiting:waits|wait} for {culprits:it|them}{in_turn}, and "
     "{first}{reason}"
 )
 _MESSAGE_MISSING = (
@@ -48,9 +48,11 @@ def message(snapshot: Snapshot, verdict: Verdict) -> str:
     if culprits and verdict.cause == "missing_rank":
         absent = [rank for rank in culprits if rank in main.missing] or list(culprits)
         stuck = sorted(incident.victims - set(culprits)) if len(absent) == len(culprits) else main.ranks
+        direct = [rank for rank in stuck if rank in main.ranks] or stuck
+        rest = [rank for rank in stuck if rank not in direct]
         return filled(
             _MESSAGE_MISSING if main.p2p else _MISSING,
-            culprits=absent, others=stuck, waiting=main.ranks,
+            culprits=absent, waiting=main.ranks if main.p2p else direct, in_turn=f", {rank_list(rest)} in turn" if rest else "",
             done="sent" if main.p2p and main.key[2] == "recv" else "received", site=call.site if call else None,
             what=collective_text(snapshot, main, call), first=parts[0], reason=evidence.reason_text(verdict),
         )  # fmt: skip
