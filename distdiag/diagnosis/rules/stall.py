@@ -323,7 +323,7 @@ def _severity(late: Sequence[_Late]) -> Severity | None:
 _WAIT_OF = "{victims:#} of {world} ranks wait"
 _warning = partial(Template, kind, severity=Severity.WARNING)
 STALL = _warning("user_code", "{left}{missing}{size}{implicit}; {does}{loop}{worker}{open}{handling}{died}; {victims} {victims:has|have} waited "
-                 "{waited_s:time}{usual}", _WAIT_OF, "{do}")  # fmt: skip
+                 "{waited_s:time}{usual}", "{cost}", "{do}")  # fmt: skip
 TRAINS_ON = _warning("user_code",
     "{culprits} has not entered {collective}{called_at} and keeps training{site}, {ahead:,} steps ahead of "
     "{victims}, {victims:which has|which have} waited {waited_s:time}", _WAIT_OF,
@@ -353,7 +353,7 @@ _DO_GONE = (
 )
 _DO_LEFT = "let all ranks leave that loop in the same round: let them decide together when it ends (all_reduce a flag)"
 _DO_POLL = "find who ends the loop `{loop}`: it may have failed, or caught an exception and gone on"
-_DO_POLL_FILE = f"{_DO_POLL}; or it makes another file: compare the path on both ranks"
+_DO_POLL_FILE = f"{_DO_POLL}; or it makes another file: compare the path on the ranks"
 _LEFT_OUT = (
     "{culprits} may have left out what {victims} {victims:%s} for, at `{why}`{at_why}; {victims} {victims:is|are} in %s"
     "`{text}`{at_text}, and {culprits} has gone on to {call}{at_call}{implicit}, where it has waited {waited_s:time}"
@@ -407,6 +407,7 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
             advice = filled(_DO_POLL if "exists" not in polled[0] else _DO_POLL_FILE, loop=polled[0]) + (
                 f", at `{why[0]}`{at(why[1])}" if why is not None else ""
             )
+    waits = key or (polled is not None and "exists" in polled[0])  # for what another rank does
     left = parting.left_loop(r.user_stack, victim.user_stack, facts.source)
     if left:
         advice = decision_advice(left[0], ranks, call) if len(left) == 1 else _DO_LEFT
@@ -426,7 +427,8 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
         handling=f", while it handles {pending_exception.handled(r)}" if r.handling else "",
         waited_s=first.waited_s,
         usual=f" (its longest so far: {rough_duration(longest_s)})" if longest_s > 0.5 else "",
-        world=s.world_size, do=advice,
+        cost=NO_PROGRESS if waits and len(victims) + len(ranks) >= s.world_size else filled(_WAIT_OF, victims=victims, world=s.world_size),
+        do=advice,
     )  # fmt: skip
 
 
