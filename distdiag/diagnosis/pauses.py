@@ -69,8 +69,8 @@ class Pauses:
         return sum(x.settled_ms for x in lost) / 1e3 / span_s if span_s > 0 else 0.0
 
     def waits_for(self, r: RankState) -> None:
-        """Note where a rank is while the others wait for it."""
-        if r.user_stack:
+        """Note where a rank is while the others wait for it, once the job trains."""
+        if r.user_stack and self.begun_s is not None:
             stacks = self.of.setdefault(r.rank, Lost()).stacks
             if r.user_stack in stacks or len(stacks) < 64:
                 stacks[r.user_stack] += 1

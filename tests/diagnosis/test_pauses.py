@@ -110,7 +110,11 @@ def test_pauses_in_the_first_steps_alone_are_no_warning() -> None:
 
 def test_the_line_is_the_one_at_which_the_others_waited() -> None:
     of = snapshots({60: 9.0, 160: 9.0, 260: 9.0}, polls=40)
-    pauses = followed(of)
+    pauses = Pauses()
+    for _ in range(9):  # before the job trains, for the rank that goes first
+        pauses.waits_for(replace(of[0].ranks[0], user_stack=(Site("/job/train.py", 5, "tokenize"),)))
+    for s in of:
+        pauses.add(s)
     for stack in ((UPLOAD,), (UPLOAD,), (Site("/job/train.py", 30, "main"),)):
         pauses.waits_for(replace(of[-1].ranks[0], user_stack=stack))
     f = only([f for f in findings(of[-1], straggler, pauses=pauses) if f.cause == "pauses"])

@@ -38,7 +38,7 @@ from distdiag.diagnosis.text import straggler as text
 from distdiag.diagnosis.text.phrases import count, where, where_stack, wheres
 from distdiag.diagnosis.training_data import least_fetching, stages
 from distdiag.diagnosis.waits.compatible import op_name
-from distdiag.terms.activity import refined
+from distdiag.terms.activity import by_line, refined
 from distdiag.terms.units import percent
 
 kind = kinds.STRAGGLER
@@ -89,7 +89,7 @@ class Limits:
     """Least number of pauses of a rank that are summed: one or two may be the start or the end."""
     pauses_ms: float = 4000.0
     """Milliseconds that they must have cost, so that a short job is not judged by a moment."""
-    pauses_share: float = 0.1
+    pauses_share: float = 0.15
     """Share of the job's time that is a warning, whoever pauses and whatever for."""
     pauses_info: float = 0.03
     """The same for an info."""
@@ -361,19 +361,28 @@ class Case:
         return max(self.excesses, key=lambda x: x.phase_ms)
 
     @cached_property
-    def idle(self) -> bool:
-        """True if between its steps the slowest rank mostly waits, and computes little."""
+    def doing(self) -> str:
+        """What the slowest rank does between its steps, if its line or its CPU time shows that: queue, lock or idle; else empty.
+
+        Where it waits for its queue, the others' are filled while they wait for it, however slow their producers are.
+        """
+        if self.phase != "other":
+            return ""
+        site = next(iter(text.stack_of(self.snapshot.ranks[self.most.rank], "other")), None)
+        line = line_at(site, self.source)
+        if refined("socket", line) == "queue":
+            return "queue"
+        return "lock" if by_line(line, idle=True) == "lock" else "idle" if self._idle else ""
+
+    @property
+    def _idle(self) -> bool:
+        """True if the slowest rank mostly waits, and computes little."""
         r = self.snapshot.ranks[self.most.rank]
         share = 1.0 - (r.cpu_pct or 0.0) / 100 - (r.queued_share or 0.0)
         waited_ms = statistics.median(x.wait_ms for x in self.window.steps[r.rank])
-        idle_ms = share * self.slow.step_ms - waited_ms
-        return self.phase == "other" and r.cpu_pct is not None and idle_ms >= limits.concentrated * self.most.phase_ms
-
-    @cached_property
-    def at_queue(self) -> bool:
-        """True if it waits for its queue: the others' are filled while they wait for it, however slow their producers are."""
-        sites = text.stack_of(self.snapshot.ranks[self.most.rank], "other")[:1]
-        return self.phase == "other" and any(refined("socket", line_at(site, self.source)) == "queue" for site in sites)
+        return (
+            r.cpu_pct is not None and share * self.slow.step_ms - waited_ms >= limits.concentrated * self.most.phase_ms
+        )
 
     @property
     def phase(self) -> str:

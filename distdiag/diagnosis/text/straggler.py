@@ -68,8 +68,11 @@ _DO = {
     "other": "move that work off the training step: do it in fewer steps, in the same step on all ranks, or in a thread",
     "idle": "it waits there and computes little: see for what (a lock that another thread holds, a disk, a socket, a sleep), and take that wait "
     "out of the step",
+    "lock": "it waits there for a lock that another thread or process holds: hold it for less time (copy what is needed under the lock, then "
+    "write, send or compute outside it)",
     "queue": "see what fills that queue, on all ranks: a producer that needs longer than a step; start more of them, or let each do more at once",
 }
+_WAITS = {"lock": "waiting for a lock", "queue": "waiting for a queue"}
 _NOT_KNOWN = "; how fast the others' queues are filled is not known: they fill while they wait"
 _SAME_CODE = "the same code is fast on the other ranks: "
 _DO_SAME = {
@@ -125,7 +128,7 @@ def found(
     ):
         do = _DO_SAME[phase]
     own_code = f"{'its' if len(ranks) == 1 else 'their'} own code"
-    facts.setdefault("what", f"{own_code} between steps" if phase == "other" else phase)
+    facts.setdefault("what", f"{_WAITS.get(doing, own_code)} between steps" if phase == "other" else phase)
     return template(
         culprits=sorted(ranks), victims=[q for q in window.ranks if q not in ranks], step=r.step,
         n=len(window.columns), site=stack[0] if stack else None, **facts,
@@ -150,9 +153,9 @@ def slow(case: Any) -> Finding:
     first = window.steps[x.rank][slow.indices[0]]
     return found(
         SLOW, s, window, [x.rank, *(q for q in slow.ranks if q != x.rank)], x.phase, **facts, queued=queued,
-        doing="queue" if case.at_queue else "idle" if case.idle else "", severity=Severity.INFO if case.at_queue else None,
+        doing=case.doing, severity=Severity.INFO if case.doing == "queue" else None,
         cause="host" if x.phase == "other" else x.phase, up_to="" if alone else "up to ",
-        slower="slowest" if alone else "slower than all of them", gain=_NOT_KNOWN if case.at_queue else _gain_text(window, slow, case.loader_gain),
+        slower="slowest" if alone else "slower than all of them", gain=_NOT_KNOWN if case.doing == "queue" else _gain_text(window, slow, case.loader_gain),
         first_seen_s=first.end_s - first.step_ms / 1e3,
     )  # fmt: skip
 

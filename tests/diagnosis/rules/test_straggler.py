@@ -425,6 +425,7 @@ def test_a_rank_that_computes_more_also_waits_more_often_for_a_cpu(
     ("line", "cpu_pct", "severity", "advice"),
     [
         ("item = self.queue.get()", 10.0, "info", "see what fills that queue, on all ranks"),
+        ("with self._lock:", 95.0, "warning", "it waits there for a lock that another thread or process holds"),
         ("with self.guard:", 10.0, "warning", "it waits there and computes little"),
         ("with self.guard:", 95.0, "warning", "move that work off the training step"),
     ],
@@ -438,6 +439,7 @@ def test_a_rank_that_waits_between_its_steps_is_not_said_to_work(
     ranks = rank(0, steps=steps(wait_ms=200.0)), rank(1, steps=steps(200.0, "other", seed=1), **sites)
     f = only(findings(job(*ranks, host_cpu_pct=40.0), straggler, source={"/job/feed.py": f"\n\n{line}\n"}.get))
     assert (f.culprits, f.severity) == ((1,), severity) and advice in f.advice
+    assert ("waiting for a" in f.message) is ("lock" in line or "queue" in line)
     assert ("if rank 1 were as fast" in f.cost) is (severity == "warning")
 
 
