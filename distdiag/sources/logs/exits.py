@@ -14,6 +14,7 @@ from distdiag.sources.logs.failures import Reason
 from distdiag.sources.logs.join import before
 from distdiag.sources.logs.meanings import MEANINGS, Meaning
 from distdiag.sources.logs.patterns import Role
+from distdiag.sources.logs.rows import NO_ROUTE
 from distdiag.terms.signals import signal_name
 from distdiag.terms.untrusted import MAX_INT
 
@@ -72,14 +73,14 @@ def of_exits(found: Collected, explained: set[int], waited: set[int], others: bo
     ends = _ends(found)
     killed = {id(end) for end in _killed_by_launcher(ends, bool(memory))}
     named = bool(explained) and any(end.rank is not None for end in ends)
-    before_it = [f for f in found.facts if f.role is Role.WAIT or f.name in _NOT_STARTED]
+    before_it = [f for f in found.facts if _needs_no_end(f)]
     for nth, end in enumerate(ends):
         if id(end) in killed or (_followed(end, explained, waited, bool(memory)) and not _another(end, pids)):
             continue
         if end.rank is None and _by(end) == "SIGKILL" and ranks_of(memory):
             continue  # it is the process that the kernel names
-        if end.name == "exit_unnamed" and not memory and any(before(f, end) for f in before_it):
-            continue  # a shell's line, after the ranks had waited in vain
+        if _of_nobody(end) and not memory and any(before(f, end) for f in before_it):
+            continue  # a shell's or launcher's line, after the ranks had failed
         if end.rank is None and (named or (others and _launcher(end) in ("line", "parent"))):
             continue  # the end of a process that failed by itself
         meaning = _meaning(end, bool(memory), others)
@@ -147,6 +148,17 @@ def _followed(end: Fact, explained: set[int], waited: set[int], memory: bool) ->
         return True  # a process that has timed out was alive until then
     cleaned_up = _by(end) not in _BY_KERNEL or (_by(end) == "SIGKILL" and _launcher(end) == "srun" and not memory)
     return bool(explained) and not end.fields.get("what") and cleaned_up
+
+
+def _needs_no_end(f: Fact) -> bool:
+    """True if a rank waited until a timeout, or never got a connection: neither shows that a process ended before."""
+    no_route = f.role is Role.VICTIM and NO_ROUTE.search(f.fields.get("reason", "")) is not None
+    return f.role is Role.WAIT or f.name in _NOT_STARTED or no_route
+
+
+def _of_nobody(end: Fact) -> bool:
+    """True for the end of a process, perhaps a launcher, that no line names, and that the kernel does not report."""
+    return end.name == "exit_unnamed" or (end.name == "exit_shell" and end.rank is None and _by(end) == "SIGKILL")
 
 
 def _another(end: Fact, waiting: set[int | None]) -> bool:

@@ -255,7 +255,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("lost", V, "Failed to meet rendezvous", r"Failed to meet rendezvous"),
     _row("lost", V, "Horovod has been shut down", r"Horovod has been shut down"),
     _row("closed", V, "Call to ", r"^(?!.*retrying).*(?:Call to \w+|Connect) (?:from|to) " + _PEER + r".{0,30}?failed ?: (?P<reason>.*)"),
-    _row("closed", V, "Connect to ", r"NCCL WARN .{0,40}Connect to " + _PEER + r".{0,30}?failed ?: (?P<reason>.*)"),
+    _row("closed", V, "Connect to ", r"NCCL WARN .{0,40}Connect to " + _PEER + r".{0,30}?(?:failed ?: |returned \d{1,3}\()(?P<reason>[^)]*)"),
     _row("refused", V, "returned Connection refused", r"^(?!.*retrying).*NCCL WARN .{0,60}returned Connection refused"),
     _row("closed", V, "Connection reset by peer", r"gloo/transport/.{0,120}\] (?:Read|Write) error \[?" + _PEER + r".{0,20}Connection reset by peer"),
     _row("closed", V, "onnection timed out", r"gloo/transport/.{0,120}\] (?:Read|Write) error \[?" + _PEER + r".{0,20}Connection timed out"),

@@ -26,7 +26,7 @@ _ANY = ("0.0.0.0", "::")
 _HERE = ("127.0.0.1", "127.0.1.1", "localhost", "::1")
 _FOLLOWS = bounded(r"remote process exited|ncclRemoteError|NCCL communicator was aborted")
 _TASK = bounded(r"/task:(\d{1,6})$")  # of jax: the number of the process
-_NO_ROUTE = bounded(r"No route to host|Network is unreachable")
+NO_ROUTE = bounded(r"No route to host|Network is unreachable")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def _refused(facts: Sequence[Fact]) -> bool:
 
 
 def _no_route(facts: Sequence[Fact]) -> bool:
-    return all(_NO_ROUTE.search(f.fields.get("reason", f.text)) for f in facts)
+    return all(NO_ROUTE.search(f.fields.get("reason", f.text)) for f in facts)
 
 
 def _too_many(fact: Fact) -> bool:
