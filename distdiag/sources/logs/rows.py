@@ -127,6 +127,8 @@ START_ROWS = (
         when=lambda facts: "pull" in facts[0].fields["what"]),
     Row("not_started", _LOST, "the job, or a part of it, did not start{there}: {what}",
         "correct that on the node it names, then start again: the environment and its paths must be the same on all nodes, and the request must fit the cluster"),
+    Row("not_scheduled", _LOST, "the job waits for resources, and the log shows no rank that ran: {what}",
+        "see with `ray status` what the cluster has, and which trial, job or actor holds it: free that, or ask for no more (num_workers, resources_per_worker)"),
     Row("store_connect", _LOST, "{who} could not reach the job's store at {peer}:{port}{at}: {why}{masters}",
         "correct that name or address there: all nodes need the same MASTER_ADDR (--master-addr, --rdzv-endpoint), which `getent hosts {peer}` resolves; on Kubernetes, look at the master's headless service",
         when=lambda facts: facts[0].fields.get("why", "").startswith("the name"), subject="a node"),
