@@ -198,3 +198,14 @@ def test_a_log_without_a_known_message_shows_its_last_errors(
     shown = unwrapped(capsys.readouterr().out)
     assert shown.startswith("no verdict: no error that distdiag knows in 2 logs")
     assert "look like errors: line 2: 2026-01-01 E coordination: Error: task 37 left" in shown
+
+
+def test_oneccls_prefix_names_the_process_that_hydra_names_with_its_rank(tmp_path: Path) -> None:
+    """oneCCL logs an exception, and C++ prints it again without a name: it is one failure."""
+    what = "oneCCL: ze_call.cpp:2 EXCEPTION: ze error, code: ZE_RESULT_ERROR_OUT_OF_DEVICE_MEMORY\n"
+    text = "[rank=0]: step 3\n[rank=5]: step 3\n2031:03:02-09:00:00:(7105) |CCL_ERROR| worker.cpp:3 caught: " + what
+    text += f"terminate called after throwing an instance of 'x'\n  what():  {what}"
+    for rank, signal in ((5, 6), (2, 9)):
+        text += f"=   RANK {rank} PID {7100 + rank} RUNNING AT n{rank}\n=   KILLED BY SIGNAL: {signal} (x)\n"
+    f = only(diagnose(tmp_path, text))
+    assert f.culprits == (5,) and f.message == "rank 5 on n5 ran out of GPU memory"

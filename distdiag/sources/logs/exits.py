@@ -170,18 +170,21 @@ def _another(end: Fact, waiting: set[int | None]) -> bool:
 def _killed_by_launcher(ends: list[Fact], memory: bool) -> list[Fact]:
     """Return the processes that a launcher killed because another had failed before.
 
-    A process with a fault in native code failed by itself; unless memory ran out, the others were killed after it.
+    A process with a fault in native code failed by itself; unless memory ran out, the others were killed after it. So were those
+    that Hydra reports with one that ended in another way: it kills the rest of its job at once.
     """
     fault = not memory and any(_by(end) in _FAULTS for end in ends)
     at = sorted((end.who.at for end in ends if end.who.at and _by(end) not in _SENT), reverse=True)
     first_s = dict(at)  # by clock
     failed = (end for end in ends if _launcher(end) == "srun" and _by(end) not in ("SIGKILL", "SIGTERM"))
     first = min((end.order for end in failed), default=MAX_INT)
+    hydra = not memory and any(_launcher(end) == "mpirun" and _by(end) not in ("SIGKILL", "SIGTERM") for end in ends)
     killed = [end for end in ends if _by(end) == "SIGKILL"]
     return [
         end
         for end in killed
         if fault
+        or (_launcher(end) == "mpirun" and hydra)
         or (_launcher(end) == "srun" and end.order > first)  # its lines are in the order of time
         or (end.who.at is not None and end.who.at[1] - first_s[end.who.at[0]] > AFTER_FIRST_S)
     ]
