@@ -39,7 +39,7 @@ MEANINGS: Mapping[str, Meaning] = MappingProxyType({
     "cuda_error": Meaning("rank_lost", "crashed", "had a CUDA error: {what}", _CUDA),
     "hip_error": Meaning("rank_lost", "crashed", "had a GPU error: {what}", "see `dmesg -T` and `rocm-smi` on that host: a hang is the GPU or its driver, an access fault most often a kernel of the program"),
     "xpu_lost": Meaning("gpu", "lost", "lost its GPU ({what})", "see `dmesg -T` on that host: the driver (xe, i915) reset the GPU because a job did not end, or the GPU failed; if only this GPU has it, take it out"),
-    "npu_busy": Meaning("rank_lost", "crashed", "could not start HCCL: another process, most often of the last run, still holds the NPU", "end the processes of the last run on that host (`npu-smi info`), wait ten seconds, and start again"),
+    "npu_busy": Meaning("rank_lost", "crashed", "could not start HCCL; most often a process of the last run still holds the NPU", "end the processes of the last run on that host (`npu-smi info`), wait ten seconds, and start again"),
     "ecc": Meaning("gpu", "ecc", "has a GPU with an uncorrectable memory error (ECC)", "it is the hardware: take the node out, reset or replace the GPU; `nvidia-smi -q -d ECC`"),
     "xid": Meaning("gpu", "xid", "has a GPU with Xid {xid} at PCI {pci}{text}", "look the Xid up in NVIDIA's list; 48, 63, 64, 74, 79, 94, 95 are hardware: take the node out"),
     "device_lost": Meaning("gpu", "lost", "has a GPU that fell off the bus", "it is the hardware: take the node out, reseat or replace the GPU"),

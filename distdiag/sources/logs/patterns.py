@@ -303,7 +303,7 @@ TABLE: tuple[Pattern, ...] = (
 _BEGINS = ("Traceback (most recent call last)", "ray::", "│ /", 'File "', 'File \\"', "Stack trace of the failed")
 _MORE = (
     "Root Cause", "exitcode", "local_rank:", "Missing ranks:", "Name:  ", "describe pod", "State:  ", "Process name: [[", "Exit code:", " RUNNING AT ", "EXIT CODE:", "KILLED BY SIGNAL:",
-    "terminated with the following error", " global rank ", "==> ",
+    "terminated with the following error", " global rank ", "==> ", "RankID:",
     "actor_id: ", "namespace: ", "rank      :", "host      :", "time      :", "traceback :", "Last error:", "Exception ignored in", "[distdiag] ", "(most recent call first)",
 )  # fmt: skip
 # They matter near a traceback only; far from one, such a line is shown if nothing else is found.
