@@ -35,6 +35,20 @@ def test_a_fault_and_the_signal_that_it_names_are_one_event(tmp_path: Path) -> N
     assert len(diagnose(tmp_path, fault + table.format(code=-9)).findings) == 2
 
 
+@pytest.mark.parametrize(
+    "banner", ["!!!!!!! Segfault encountered !!!!!!!\n", "Fatal Python error: Segmentation fault\n"]
+)
+def test_a_fault_and_the_only_worker_that_was_lost_after_it_are_probably_one(tmp_path: Path, banner: str) -> None:
+    died = "ERROR 03-02 Worker proc VllmWorker-{} died unexpectedly, shutting down executor.\n"
+    fault = banner + '  File "<unknown>", line 0, in ncclGroupEnd\n\n'
+    f = only(diagnose(tmp_path, fault + died.format(1)))
+    assert f.culprits == (1,) and f.message.startswith("probably rank 1 died in native code")
+    assert f.certainty == "suspected" and "the stack below it" in f.advice
+    assert only(diagnose(tmp_path, fault)).culprits == ()
+    assert len(diagnose(tmp_path, fault + died.format(1) + died.format(2)).findings) == 2
+    assert len(diagnose(tmp_path, died.format(1) + fault).findings) == 2
+
+
 def test_a_message_that_is_logged_and_raised_is_one_event_of_the_task_that_ended(tmp_path: Path) -> None:
     listen = "The server socket has failed to listen on any local network address."
     text = f"[E203 04:05:06.1 socket.cpp:462] [c10d] {listen}\n"

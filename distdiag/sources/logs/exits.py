@@ -24,12 +24,13 @@ _SENT = ("SIGTERM", "SIGINT", "SIGABRT", "SIGHUP")
 _FAULTS = ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
 _BY_KERNEL = ("SIGKILL", *_FAULTS)
 _OF_TEXT = {
-    "Out Of Memory": -9, "Killed": -9, "Segmentation fault": -11, "segfault": -11, "Bus error": -7, "Aborted": -6, "Terminated": -15, "Floating point exception": -8,
+    "Out Of Memory": -9, "Killed": -9, "Segmentation fault": -11, "segfault": -11, "Segfault": -11, "Bus error": -7, "Aborted": -6, "Terminated": -15, "Floating point exception": -8,
     "Illegal instruction": -4,
 }  # fmt: skip
 # of ranks that did not find each other: what ended their processes came after it
 _NOT_STARTED = ("full_mesh", "store_connect", "clients", "store_barrier", "rendezvous")
 EXIT_CODE = "ended with exit code"
+LOST = "was lost: killed, or crashed in native code"
 BY_PROGRAM = "by the program (MPI_Abort)"
 
 
@@ -194,7 +195,7 @@ def _meaning(end: Fact, memory: bool, others: bool) -> Meaning:
     """Return what one end is reported as."""
     by, what = _by(end), end.fields.get("what", "")
     if _launcher(end) == "parent":
-        return Meaning("rank_lost", "crashed", "was lost: killed, or crashed in native code", meanings.KILLED)
+        return Meaning("rank_lost", "crashed", LOST, meanings.KILLED)
     if _launcher(end) == "mpi":
         why = shortened(end.fields.get("how", BY_PROGRAM), 160)
         return Meaning("rank_lost", "crashed", f"aborted MPI: {why}", remedy(why, meanings.SEE_LOG))
@@ -217,19 +218,25 @@ def with_a_reason(reasons: Iterable[Reason]) -> list[Reason]:
 def joined(reasons: list[Reason], ended: list[Reason]) -> list[Reason]:
     """Give the one failure without ranks those that ended as it says, if their number is equal; return the other ends.
 
-    An exception ends a process with an exit code, a fault in native code by its signal.
+    An exception ends a process with an exit code, a fault in native code by its signal; a parent that lost a worker after it does
+    not see by which one.
     """
     nameless = [r for r in reasons if r.meaning.cause == "crashed" and not r.ranks and not _has_process(r)]
     if len(nameless) != 1:
         return ended
-    number = _OF_TEXT.get(nameless[0].facts[0].fields.get("what", ""))
+    first = nameless[0].facts[0]
+    number = _OF_TEXT.get(first.fields.get("what", ""))
     signals = with_a_reason(ended)
-    fitting = [r for r in ended if r not in signals or (number and r.text.endswith(signal_name(-number)))]
+    lost = [r for r in ended if r.text == LOST and first.name == "fatal" and before(first, r.facts[0])]
+    fitting = [r for r in ended if r not in signals or (number and r.text.endswith(signal_name(-number)))] or lost
     ranks = {q for r in fitting for q in r.ranks}
     pids = {f.fields["pid"] for f in nameless[0].facts if "pid" in f.fields}
     if (len(pids) or len(nameless[0].facts)) != len(ranks):
         _first_to_end(nameless[0], {q: t for r in fitting for q, t in r.times.items()})
         return ended
+    if fitting == lost:
+        nameless[0].inferred = nameless[0].guessed = True
+        nameless[0].facts += [f for r in lost for f in r.facts]
     nameless[0].ranks |= ranks
     nameless[0].hosts |= {h for r in fitting for h in r.hosts}
     return [r for r in ended if r not in fitting]

@@ -171,6 +171,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("host_fault", C, "Machine Check Exception", r"mce: \[Hardware Error\]: (?P<what>CPU \d+: Machine Check Exception)"),
     _row("fatal", C, "Signal: ", r"\] Signal: (?P<what>Segmentation fault|Bus error|Floating point exception|Illegal instruction) \(\d+\)"),
     _row("fatal", C, "Fatal Python error: ", r"Fatal Python error: (?P<what>(?!Aborted)[^\n]{1,80})"),
+    _row("fatal", C, "Segfault encountered", r"!!! (?P<what>Segfault) encountered !!!"),
     _row("fatal", C, "(): ", r"(?P<what>(?:malloc|free|realloc|munmap_chunk)\(\): (?:invalid|corrupted|unaligned|memory) .{3,40})"),
     _row("fatal", C, "double free or corruption", r"(?P<what>double free or corruption)"),
     _row("bad_alloc", C, "std::bad_alloc", r"what\(\):\s+std::bad_alloc"),
