@@ -28,18 +28,26 @@ def merged(reasons: list[Reason], found: Collected) -> list[Reason]:
 
 
 def _of_memory(r: Reason, memory: list[Fact]) -> None:
-    """Name the reason of a loader's worker that was killed, if the log has the host's lack of memory."""
+    """Name the reason of a loader's worker that was killed, if the log has its host's lack of memory: these lines are a part of it."""
     first = r.facts[0]
-    killed = {f.fields["pid"] for f in memory if "pid" in f.fields}
     loader = _LOADER.search(first.text) if first.name == "exception" else None
-    if (memory and first.name == "loader_killed" and first.fields.get("signal") == "Killed") or (
-        loader is not None and not killed.isdisjoint(loader[1].split(", "))
-    ):
+    if first.name == "loader_killed" and first.fields.get("signal") == "Killed":
+        pod = first.who.process
+        same = [f for f in memory if f.rank in (None, first.rank) and (not pod or _of_pod(f) in ("", pod))]
+    else:
+        same = [f for f in memory if loader is not None and f.fields.get("pid") in loader[1].split(", ")]
+    if same:
         r.meaning = replace(r.meaning, cause="killed")
-        r.text = "lost a DataLoader worker, which the kernel killed: the host or its memory limit ran out of memory"
+        r.text = "lost a DataLoader worker"
+        r.after = f", which the kernel killed: the host or its memory limit ran out of memory{r.after}"
         r.advice = MEANINGS["host_oom"].advice
-        r.hosts |= {f.who.host for f in memory if f.who.host}
-        r.facts = [*memory[:1], *r.facts]
+        r.hosts |= {f.who.host for f in same if f.who.host}
+        r.facts = [*r.facts, *same]
+
+
+def _of_pod(f: Fact) -> str:
+    """Return the pod that ran out of memory; empty if the line is on a process or a host."""
+    return f.fields.get("pod") or f.who.process
 
 
 def _of_all(r: Reason, found: Collected) -> None:
@@ -86,8 +94,11 @@ def _without_repeats(reasons: list[Reason]) -> list[Reason]:
 
 
 def _same_message(a: Fact, b: Fact) -> bool:
-    """True if all that one message says is in the other; exceptions are compared by their remedies."""
-    return a.name == b.name and (a.name == "exception" or a.fields.items() <= b.fields.items())
+    """True if all that one message says is in the other.
+
+    Exceptions are compared by their remedies; the kernel and NCCL call one port by two names.
+    """
+    return a.name == b.name and (a.name in ("exception", "port_error") or a.fields.items() <= b.fields.items())
 
 
 def _of_devices(reasons: list[Reason]) -> list[Reason]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from distdiag.diagnosis.known_errors import remedy
 from distdiag.diagnosis.text.phrases import shortened
@@ -57,10 +57,13 @@ def _name(end: Fact) -> str:
     return name + (f" on {host}" if host else "")
 
 
-def of_exits(found: Collected, explained: set[int], waited: set[int], others: bool) -> list[Reason]:
+def of_exits(
+    found: Collected, own: Sequence[Reason], explained: set[int], waited: set[int], others: bool
+) -> list[Reason]:
     """Return the reasons that launchers give for ranks that left no message of their own.
 
     Args:
+        own: What processes reported themselves; the lines on the host's memory may be a part of it.
         explained: Ranks whose failure is known.
         waited: Ranks that timed out or lost a connection: their own end follows from that.
         others: True if a process failed by itself, whether its rank is known or not.
@@ -94,7 +97,8 @@ def of_exits(found: Collected, explained: set[int], waited: set[int], others: bo
             r.ranks.add(end.rank)
             r.times.setdefault(end.rank, end.fields.get("time", ""))
             r.hosts |= {end.fields["host"]} if end.fields.get("host") else set()
-    if memory and not reasons and not explained:
+    told = {id(f) for r in own for f in r.facts}
+    if any(id(f) not in told for f in memory) and not reasons and not explained:
         meaning = MEANINGS["host_oom"]
         exact = [f for f in memory if "pid" in f.fields] or memory  # the others report the same event
         named = [filter(None, (_whose(f) for f in facts if f.rank is None)) for facts in (exact, memory)]

@@ -44,7 +44,7 @@ MEANINGS: Mapping[str, Meaning] = MappingProxyType({
     "xid": Meaning("gpu", "xid", "has a GPU with Xid {xid} at PCI {pci}{text}", "look the Xid up in NVIDIA's list; 48, 63, 64, 74, 79, 94, 95 are hardware: take the node out"),
     "device_lost": Meaning("gpu", "lost", "has a GPU that fell off the bus", "it is the hardware: take the node out, reseat or replace the GPU"),
     "shm_full": Meaning("rank_lost", "crashed", "found /dev/shm full", FULL_SHM),
-    "loader_killed": Meaning("rank_lost", "crashed", "lost a DataLoader worker, killed by {signal}", "if it was killed for memory (`dmesg -T | grep -i oom`), use fewer workers or less prefetch"),
+    "loader_killed": Meaning("rank_lost", "crashed", "lost a DataLoader worker (signal: {signal})", "if it was killed for memory (`dmesg -T | grep -i oom`), use fewer workers or less prefetch"),
     "port_in_use": Meaning("rank_lost", "crashed", "could not listen: {port} is in use", TAKEN_PORT),
     "duplicate_gpu": Meaning("rank_lost", "crashed", "share one GPU (device {bus})", "call torch.cuda.set_device(LOCAL_RANK) before the first collective, and check CUDA_VISIBLE_DEVICES"),
     "fatal": Meaning("rank_lost", "crashed", "died in native code: {what}", "read the stack below it (the innermost frame comes first); check that torch, CUDA and extensions fit each other"),

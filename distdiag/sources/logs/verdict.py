@@ -172,7 +172,7 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
         own = [r for r in own if not all(words in f.text for f in r.facts)]
     explained = {q for r in own for q in r.ranks} | {q for f in reported for q in (*f.culprits, *f.victims)}
     others = bool(reported) or any(not failures.only_reports(r) for r in own)
-    ends = exits.of_exits(found, explained, {*waited}, others)
+    ends = exits.of_exits(found, own, explained, {*waited}, others)
     if exits.with_a_reason(ends):
         own = [r for r in own if not failures.only_reports(r)]
     ends = exits.joined(own, ends)
