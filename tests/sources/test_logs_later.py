@@ -267,3 +267,10 @@ def test_a_request_that_waits_is_no_failure_of_a_job_whose_ranks_ran(
 ) -> None:
     line = "(autoscaler +1m) Warning: The following resource request cannot be scheduled right now: {'GPU': 2.0}. It\n"
     assert len(diagnose(tmp_path, line + rest if first else rest + line).findings) == findings
+
+
+def test_a_line_that_no_row_knows_is_not_the_one_that_a_note_explains(tmp_path: Path) -> None:
+    text = "(API pid=1) ERROR 03-02 Error in a request\n" + raised(4, OOM) + "[rank4]: step 3 loss 0.5\n"
+    notes = diagnose(tmp_path, text).notes
+    assert any("the job went on" in note for note in notes)
+    assert any(note.startswith("no other message that distdiag knows") for note in notes)

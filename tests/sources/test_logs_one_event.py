@@ -58,6 +58,29 @@ def test_a_message_that_is_logged_and_raised_is_one_event_of_the_task_that_ended
     assert f.certainty == "suspected"
 
 
+def test_the_systems_error_after_an_exception_is_a_part_of_it(tmp_path: Path) -> None:
+    ended = raised(3, "RuntimeError: [enforce fail at x.cc:7] . unexpected pos 3 vs 4").replace(
+        "in main", "in <module>"
+    )
+    text = ended + "[rank3]: OSError: [Errno 28] No space left on device\n"
+    f = only(diagnose(tmp_path, text))
+    assert f.message.endswith("at run.py:7; it also reported OSError: [Errno 28] No space left on device")
+    other = ended + "[rank4]: OSError: [Errno 28] No space left on device\n"
+    assert all("also reported" not in f.message for f in diagnose(tmp_path, other).findings)
+
+
+def test_a_devices_failure_is_told_with_what_its_process_reports(tmp_path: Path) -> None:
+    xid = "NVRM: Xid (PCI:0000:1b:00): 95, pid=41, name=python, Uncontained\n"
+    f = only(diagnose(tmp_path, raised(1, "RuntimeError: CUDA error: uncorrectable ECC error encountered") + xid))
+    assert f.culprits == (1,) and "Xid 95" in f.message
+    assert f.message.endswith("the process itself reports a GPU with an uncorrectable memory error (ECC)")
+
+
+@pytest.mark.parametrize("line", ["world_size=8 nnodes=2 host=a", "rank=1 world_size=8"])
+def test_a_line_with_the_number_of_ranks_gives_it(tmp_path: Path, line: str) -> None:
+    assert diagnose(tmp_path, f"[x][INFO] - {line}\n" + raised(1, "ValueError: x")).world_size == 8
+
+
 def test_rays_memory_monitor_names_the_process_and_the_drivers_line_is_not_where_it_died(tmp_path: Path) -> None:
     text = raised(
         0, "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.", prefix=""

@@ -285,6 +285,8 @@ class Collector:
             if "bus" in fields and who.process and len(out.devices) < MAX_WRITERS:
                 bus = int(fields["bus"], 16)
                 out.devices[who.host, f"{bus >> 20:04x}:{bus >> 12 & 255:02x}:{bus >> 4 & 255:02x}"] = who.process
+        elif name == "world":
+            self._size(0, int(fields["world"]), Writer())
         elif name == "torchrun":
             out.torchrun = True
         elif name == "nccl_runs" and len(out.nccl) < MAX_WRITERS:

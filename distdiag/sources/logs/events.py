@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
+from distdiag.diagnosis.known_errors import remedy
 from distdiag.diagnosis.model.findings import rank_list
+from distdiag.diagnosis.text.phrases import shortened
 from distdiag.sources.logs.build import some
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.failures import Reason
-from distdiag.sources.logs.join import before, earlier
+from distdiag.sources.logs.join import before, earlier, process
 from distdiag.sources.logs.meanings import GENERAL, MEANINGS
 from distdiag.terms.untrusted import MAX_RANKS, bounded
 
 SAME_EVENT_S = 600.0  # a process reports its device's failure no later
 _OF_PROCESS = ("cuda_error", "ecc", "device_lost", "hip_error")  # how a process reports that a device failed
 _LOADER = bounded(r"DataLoader worker \(pid\(s\) (\d{1,9}(?:, \d{1,9})*)\) exited unexpectedly")
+_HAS = bounded(r"^ha[sd] ")  # of the texts on a device
+NEXT_LINES = 2  # after an exception, in which its process reports the system's error
 _DEVICE = bounded(r"NVLink|ECC|fallen off the bus")
 
 
 def merged(reasons: list[Reason], found: Collected) -> list[Reason]:
     """Return the reasons, each event once: the fact stays, what follows from it becomes a part of it."""
-    memory = found.named("host_oom")
+    memory, exceptions = found.named("host_oom"), found.named("exception")
+    reported: dict[tuple[object, ...], Fact] = {
+        (f.path, process(f), f.line): f for f in exceptions if not f.uncaught and "[Errno " in f.text
+    }
     for r in reasons:
         _of_memory(r, memory)
         _of_all(r, found)
+        _of_system(r, reported)
     return _of_devices(_without_repeats(_of_one_remedy(reasons)))
 
 
@@ -43,6 +52,19 @@ def _of_memory(r: Reason, memory: list[Fact]) -> None:
         r.advice = MEANINGS["host_oom"].advice
         r.hosts |= {f.who.host for f in same if f.who.host}
         r.facts = [*r.facts, *same]
+
+
+def _of_system(r: Reason, reported: Mapping[tuple[object, ...], Fact]) -> None:
+    """Add the system's error that a known process printed right after the exception by which it ended."""
+    for f in r.facts:
+        if f.name != "exception" or not f.uncaught or process(f)[0] == "file":
+            continue
+        lines = range(f.line + 1, f.line + 1 + NEXT_LINES)
+        if found := next((e for line in lines if (e := reported.get((f.path, process(f), line))) is not None), None):
+            r.after += f"; it also reported {found.fields['type']}: {shortened(found.fields['what'], 120)}"
+            r.advice = remedy(found.text, r.advice) if r.advice in GENERAL else r.advice
+            r.facts.append(found)
+            return
 
 
 def _of_pod(f: Fact) -> str:
@@ -114,6 +136,7 @@ def _of_devices(reasons: list[Reason]) -> list[Reason]:
                 first.ranks, first.sites, first.unnamed = first.ranks | r.ranks, first.sites | r.sites, []
                 first.facts += r.facts
                 first.hosts |= {f.who.host for f in first.facts if f.who.host}
+                first.after += f"; the process itself reports {_HAS.sub('', r.text)}"
             else:
                 who = rank_list(sorted(r.ranks)) if r.ranks else some(r.unnamed) or "a process"
                 first.after += f"; {who} then {r.text}"

@@ -273,6 +273,7 @@ TABLE: tuple[Pattern, ...] = (
     # -- which process is which rank
     _row("nccl_rank", F, " in world size ", r"\brank (?P<r>\d+) in world size (?P<world>\d+)"),
     _row("nccl_rank", F, "world_size=", r"\brank=(?P<r>\d+)\b,? world_size=(?P<world>\d+)"),
+    _row("world", F, "world_size=", r"\bworld_size=(?P<world>\d{1,7}),? n(?:um_)?nodes=\d"),
     _row("nccl_runs", F, "NCCL version ", r"(?:^|NCCL INFO |[\])>|:] ?)NCCL version (?P<version>\d{1,3}\.\d{1,3}\.\d{1,3})"),
     _row("interface", F, "NCCL INFO Bootstrap", r"NCCL INFO Bootstrap ?: Using (?:\[0\])?(?P<dev>[\w.-]{1,40}):(?P<addr>[\w.:]{3,60})<\d+>"),
     _row("interface", F, "NCCL INFO NET/Socket", r"NCCL INFO NET/Socket ?: Using \[0\](?P<dev>[\w.-]{1,40}):(?P<addr>[\w.:]{3,60})<\d+>"),

@@ -346,7 +346,8 @@ def _notes(found: Collected, findings: Sequence[Finding], judged: bool) -> list[
         notes.append(_of_the_past(found.past))
     if found.unknown and not judged:
         lines = "; ".join(f"line {number:,}: {shortened(text, 120)}" for _, number, text in found.unknown)
-        notes.append(f"no message that distdiag knows; the last lines that look like errors: {lines}")
+        other = "other " * bool(found.past)
+        notes.append(f"no {other}message that distdiag knows; the last lines that look like errors: {lines}")
     if found.left_out:
         how = f": {'; '.join(map(_in_short, found.before[-2:]))}" if found.before else ""
         notes.append(
