@@ -9,7 +9,7 @@ import pytest
 
 from distdiag.sources.logs.verdict import diagnose_logs
 from distdiag.sources.logs.writers import time_of, writer
-from tests.sources.test_logs import about, diagnose, only, raised, timeout
+from tests.sources.test_logs import about, diagnose, only, raised, table, timeout
 
 KILLED = "Memory cgroup out of memory: Killed process {pid} (pt_data_worker) total-vm:9kB, anon-rss:9kB\n"
 
@@ -56,6 +56,18 @@ def test_a_message_that_is_logged_and_raised_is_one_event_of_the_task_that_ended
     f = only(diagnose(tmp_path, text + "srun: error: n4: task 2: Exited with exit code 1\n"))
     assert f.culprits == (2,) and "rank 2 on n4 could not listen: port 29511 is in use" in f.message
     assert f.certainty == "suspected"
+
+
+def test_ranks_that_the_launcher_saw_fail_are_named_with_a_nameless_error(tmp_path: Path) -> None:
+    """All of them failed in one second, so their order shows nothing; one alone is the process with the only error."""
+    error = raised(0, "KeyError: 'y'", prefix="")
+    error += raised(
+        0, "RuntimeError: [p/gloo/transport/tcp/pair.cc:5] Connection closed by peer [10.1.0.4]:4", prefix=""
+    )
+    ended = [table(r, 1, "To enable traceback see: x") for r in (0, 2)]
+    f = only(diagnose(tmp_path, error + ended[0] + ended[1]))
+    assert f.culprits == () and "reports that ranks 0, 2 failed, and the log does not show whose" in f.message
+    assert only(diagnose(tmp_path, error + ended[1])).message == "rank 2 on n1 raised KeyError: 'y' at run.py:7 in main"
 
 
 def test_the_systems_error_after_an_exception_is_a_part_of_it(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 
 from distdiag.diagnosis.known_errors import remedy
+from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.text.phrases import shortened
 from distdiag.sources.logs import meanings
 from distdiag.sources.logs.build import ranks_of
@@ -228,21 +229,24 @@ def joined(reasons: list[Reason], ended: list[Reason]) -> list[Reason]:
     nameless = [r for r in reasons if r.meaning.cause == "crashed" and not r.ranks and not _has_process(r)]
     if len(nameless) != 1:
         return ended
-    first = nameless[0].facts[0]
+    own, first = nameless[0], nameless[0].facts[0]
     number = _OF_TEXT.get(first.fields.get("what", ""))
     signals = with_a_reason(ended)
     lost = [r for r in ended if r.text == LOST and first.name == "fatal" and before(first, r.facts[0])]
     fitting = [r for r in ended if r not in signals or (number and r.text.endswith(signal_name(-number)))] or lost
     ranks = {q for r in fitting for q in r.ranks}
-    pids = {f.fields["pid"] for f in nameless[0].facts if "pid" in f.fields}
-    if (len(pids) or len(nameless[0].facts)) != len(ranks):
-        _first_to_end(nameless[0], {q: t for r in fitting for q, t in r.times.items()})
+    pids = {f.fields["pid"] for f in own.facts if "pid" in f.fields}
+    if (len(pids) or len(own.facts)) != len(ranks):
+        _first_to_end(own, {q: t for r in fitting for q, t in r.times.items()})
+        if len(ranks) > 1 and not own.ranks:
+            failed = rank_list(sorted(ranks))
+            own.after += f"; the launcher reports that {failed} failed, and the log does not show whose error it is"
         return ended
     if fitting == lost:
-        nameless[0].inferred = nameless[0].guessed = True
-        nameless[0].facts += [f for r in lost for f in r.facts]
-    nameless[0].ranks |= ranks
-    nameless[0].hosts |= {h for r in fitting for h in r.hosts}
+        own.inferred = own.guessed = True
+        own.facts += [f for r in lost for f in r.facts]
+    own.ranks |= ranks
+    own.hosts |= {h for r in fitting for h in r.hosts}
     return [r for r in ended if r not in fitting]
 
 
