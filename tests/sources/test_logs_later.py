@@ -274,3 +274,10 @@ def test_a_line_that_no_row_knows_is_not_the_one_that_a_note_explains(tmp_path: 
     notes = diagnose(tmp_path, text).notes
     assert any("the job went on" in note for note in notes)
     assert any(note.startswith("no other message that distdiag knows") for note in notes)
+
+
+@pytest.mark.parametrize("event", ["0/5 nodes are available: 5 Insufficient gpu.\n", 'Back-off pulling image "x:1"\n'])
+def test_a_pod_that_waited_has_started_if_the_job_made_steps(tmp_path: Path, event: str) -> None:
+    assert "did not start" in only(diagnose(tmp_path, event + raised(1, LOST))).message
+    step = "[rank1]: step 9 loss 0.5\n"
+    assert "lost a connection" in only(diagnose(tmp_path, event + step + raised(1, LOST))).message

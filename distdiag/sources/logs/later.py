@@ -35,6 +35,7 @@ SURVIVED_S, REPORTED_S = 600.0, 3600.0
 # clocks without a zone differ by up to so much, in such steps; progress is shown so late
 ZONES_S, ZONE_S, SHOWN_S = 14 * 3600.0, 1800.0, 300.0
 Time = tuple[str, float]  # clock, seconds
+_PENDING = bounded(r"nodes are available|pull")  # what a scheduler of pods reports, and tries again
 _NUMBER = bounded(r"\d+")
 _ENDS = (Role.CAUSE, Role.WAIT, Role.VICTIM, Role.START, Role.EXIT)
 OF_LAUNCHERS = ("exit", "ended", "exit_unnamed")  # how torchrun and its like report the end of ranks
@@ -281,10 +282,8 @@ def _begins(facts: Sequence[Fact], later: Later) -> dict[Path, int]:
 
 def split(found: Collected, later: Later) -> tuple[list[Fact], list[Fact]]:
     """Return (facts that count, failures that are past): the process or the job went on after them, or ended well."""
-    if (
-        found.ranks or later.progress or later.began
-    ):  # Ray starts all ranks at once: another request waits, or this one did
-        found.facts = [f for f in found.facts if f.name != "not_scheduled"]
+    stepped = bool(later.progress) or later.began
+    found.facts = [f for f in found.facts if not _started_since(f, stepped, bool(found.ranks))]
     facts = [f for f in found.facts if f.role in _ENDS or f.role is Role.STOP]
     ends = _Ends(facts, later)
     job = any(scope == "job" and not ends.after(path, line) for (path, scope), line in later.well.items())
@@ -314,6 +313,12 @@ def split(found: Collected, later: Later) -> tuple[list[Fact], list[Fact]]:
     if well and all(f.path in own for f in facts if id(f) not in past):
         past |= {id(f) for f in facts if f.path in own}
     return [f for f in found.facts if id(f) not in past], [f for f in facts if id(f) in past]
+
+
+def _started_since(f: Fact, stepped: bool, ranks: bool) -> bool:
+    """True if a scheduler reports that a request waits, in the log of a job that ran: Ray starts all its ranks at once."""
+    passing = f.name == "not_started" and _PENDING.search(f.fields["what"]) is not None
+    return (stepped and passing) or ((stepped or ranks) and f.name == "not_scheduled")
 
 
 def _logs_of_nodes(found: Collected, later: Later, facts: Sequence[Fact]) -> set[Path]:

@@ -115,7 +115,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("not_started", S, "nodes are available: ", r"(?P<what>\d+/\d+ nodes are available: .+)"),
     _row("not_scheduled", S, "resource request cannot be scheduled", r"(?P<what>The following resource request cannot be scheduled right now: .{1,120}?\})"),
     _row("not_started", S, "WorkerGroupStartupTimeoutError", r"WorkerGroupStartupTimeoutError: (?P<what>The worker group startup timed out after \S{1,20} seconds waiting for \d{1,9} workers)"),
-    _row("not_started", S, "No available node types", r"(?P<what>No available node types can fulfill .+)"),
+    _row("not_scheduled", S, "No available node types", r"(?P<what>No available node types can fulfill .+)"),
     _row("not_started", S, "pull", r"(?:\bpod/(?P<pod>[\w.-]{1,253})\W.{0,40}?)?(?P<what>Failed to pull image .{1,160}|Back-off pulling image .{1,160})"),
     _row("ray_head", V, "Failed to connect to GCS", r"Failed to connect to GCS within"),
     _row("name", S, "not known", r"(?:host not found: )?Name or service not known"),
