@@ -82,6 +82,40 @@ def test_a_worker_that_the_kernel_killed_is_a_lack_of_host_memory(tmp_path: Path
     assert "ran out of memory" not in only(diagnose(tmp_path, killed)).message
 
 
+@pytest.mark.parametrize(
+    ("pod", "numbered", "expected"),
+    [
+        ("w-2", True, [((3,), "rank 3 lost")]),
+        ("w-2", False, [((), "w-2 lost")]),
+        ("w-5", False, [((), "w-2 lost"), ((), "w-5 was killed")]),
+    ],
+)
+def test_a_loaders_worker_and_its_pods_limit_are_one_event(
+    tmp_path: Path, pod: str, numbered: bool, expected: list[tuple[tuple[int, ...], str]]
+) -> None:
+    text = "[pod/w-2/torch] 2031-03-02T09:00:00Z INFO rank=3 world_size=4\n" * numbered
+    text += raised(
+        0, "RuntimeError: DataLoader worker (pid 70) is killed by signal: Killed. ", prefix="[pod/w-2/torch] "
+    )
+    text += f"$ kubectl describe pod {pod}\n    State:   Terminated\n      Reason:       OOMKilled\n"
+    report = diagnose(tmp_path, text)
+    assert [
+        (f.culprits, f.message[: len(words)]) for f, (_, words) in zip(report.findings, expected, strict=True)
+    ] == expected
+    joined = (
+        "lost a DataLoader worker at run.py:7 in main, which the kernel killed: the host or its memory limit ran out"
+    )
+    assert (joined in report.findings[0].message) is (len(expected) == 1)
+
+
+def test_a_port_that_nccl_and_the_kernel_report_is_one_event(tmp_path: Path) -> None:
+    nccl = "h7:34:39 [0] NCCL WARN NET/IB : Got async event : port error on mlx5_1:1\n"
+    kernel = "[  +0.1] mlx5_core 0000:18:00.0 mlx5_1: Link down\n"
+    for text in (nccl + kernel, kernel + nccl):
+        assert only(diagnose(tmp_path, text)).message.startswith("host h7 lost a port of the network: Got async event")
+    assert len(diagnose(tmp_path, nccl + nccl.replace("h7", "h8") + kernel).findings) == 3
+
+
 def test_two_exceptions_with_one_remedy_are_one_failure_of_the_rank_that_a_logger_names(tmp_path: Path) -> None:
     first = raised(0, "RuntimeError: unable to open shared memory object: Too many open files (24)", prefix="")
     text = first + "[ERROR] fit: rank 3 (pid 9): exception in epoch 6\n"

@@ -40,6 +40,8 @@ def ends(*rows: tuple[int, int, str]) -> str:
         # launchers
         (HYDRA.format(who="RANK 3 ", host="n7", how="KILLED BY SIGNAL: 9 (Killed)") + HYDRA.format(who="RANK 0 ", host="n6", how="KILLED BY SIGNAL: 15 (Terminated)"), "rank_lost/killed", (3,), "SIGKILL n7"),
         (HYDRA.format(who="RANK 3 ", host="n7", how="KILLED BY SIGNAL: 9 (Killed)") + HYDRA.format(who="RANK 0 ", host="n6", how="KILLED BY SIGNAL: 11 (Segmentation fault)"), "rank_lost/killed", (0,), "SIGSEGV n6"),
+        (HYDRA.format(who="RANK 3 ", host="n7", how="KILLED BY SIGNAL: 9 (Killed)") + HYDRA.format(who="RANK 0 ", host="n6", how="KILLED BY SIGNAL: 6 (Aborted)"), "rank_lost/killed", (0,), "SIGABRT n6"),
+        (HYDRA.format(who="RANK 3 ", host="n7", how="KILLED BY SIGNAL: 9 (Killed)") * 2, "rank_lost/killed", (3,), "SIGKILL n7"),
         (HYDRA.format(who="", host="n2", how="EXIT CODE: 9"), "rank_lost/killed", (), "SIGKILL n2"),
         ("Abort(1090319) on node 5 (rank 5 in comm 0): Fatal error in PMPI_Init: Other MPI error\n", "rank_lost/crashed", (5,), "PMPI_Init"),
         ("MPI_ABORT was invoked on rank 2 in communicator MPI_COMM_WORLD\n", "rank_lost/crashed", (2,), "MPI_Abort"),

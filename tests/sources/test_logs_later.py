@@ -102,6 +102,7 @@ def test_what_was_lost_before_a_restart_was_not_caught(tmp_path: Path, lost: str
         (QUOTED + EVERY_50, ()),
         (QUOTED + STEPS + "done.\n", ()),
         (QUOTED + "done.\n" + EVERY_50, ()),
+        (raised(3, OOM) + "Training finished iteration 2 at 2031-03-02 08:00:00. Total running time: 9min\n", (3,)),
         (EVERY_50 + "done.\n" + QUOTED, ()),
         ("W0302 08:00:00.1 44 wds.py:8] skipping a sample\n" + raised(3, "OSError: x"), (3,)),
         (raised(3, OOM) + "[rank0]: step 41 loss 0.3\n", (3,)),
@@ -247,3 +248,36 @@ def test_a_log_without_an_error_says_what_to_collect_and_claims_nothing(tmp_path
     report = diagnose(tmp_path, "rank0 step 40 loss 2.1\nrank0 step 80 loss 2.0\n")
     assert report.findings == () and "sacct" in report.notes[-1] and "py-spy" in report.notes[-1]
     assert not any("no line names a rank" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("rest", "findings"),
+    [
+        ("(TrainWorker pid=71) Setting up process group for: env:// [rank=0, world_size=2]\n", 0),
+        ("(Trainer pid=70) - (node_id=a1, ip=10.9.0.2, pid=71) world_rank=0, local_rank=0, node_rank=0\n", 0),
+        ("(TrainWorker pid=71) epoch 1 step 30 loss 0.5\n", 0),
+        ("Trial T_7f_00001 finished iteration 1 at 2031-03-02 08:00:00. Total running time: 9min\n", 0),
+        ("(TrainWorker pid=71) Checkpoint successfully created at: Checkpoint(filesystem=local, path=/r/c)\n", 0),
+        ("(autoscaler +2m) Tip: use `ray status` to view detailed cluster status.\n", 1),
+    ],
+)
+@pytest.mark.parametrize("first", [False, True])
+def test_a_request_that_waits_is_no_failure_of_a_job_whose_ranks_ran(
+    tmp_path: Path, first: bool, rest: str, findings: int
+) -> None:
+    line = "(autoscaler +1m) Warning: The following resource request cannot be scheduled right now: {'GPU': 2.0}. It\n"
+    assert len(diagnose(tmp_path, line + rest if first else rest + line).findings) == findings
+
+
+def test_a_line_that_no_row_knows_is_not_the_one_that_a_note_explains(tmp_path: Path) -> None:
+    text = "(API pid=1) ERROR 03-02 Error in a request\n" + raised(4, OOM) + "[rank4]: step 3 loss 0.5\n"
+    notes = diagnose(tmp_path, text).notes
+    assert any("the job went on" in note for note in notes)
+    assert any(note.startswith("no other message that distdiag knows") for note in notes)
+
+
+@pytest.mark.parametrize("event", ["0/5 nodes are available: 5 Insufficient gpu.\n", 'Back-off pulling image "x:1"\n'])
+def test_a_pod_that_waited_has_started_if_the_job_made_steps(tmp_path: Path, event: str) -> None:
+    assert "did not start" in only(diagnose(tmp_path, event + raised(1, LOST))).message
+    step = "[rank1]: step 9 loss 0.5\n"
+    assert "lost a connection" in only(diagnose(tmp_path, event + step + raised(1, LOST))).message

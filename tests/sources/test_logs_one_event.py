@@ -9,7 +9,7 @@ import pytest
 
 from distdiag.sources.logs.verdict import diagnose_logs
 from distdiag.sources.logs.writers import time_of, writer
-from tests.sources.test_logs import about, diagnose, only, raised, timeout
+from tests.sources.test_logs import about, diagnose, only, raised, table, timeout
 
 KILLED = "Memory cgroup out of memory: Killed process {pid} (pt_data_worker) total-vm:9kB, anon-rss:9kB\n"
 
@@ -35,6 +35,20 @@ def test_a_fault_and_the_signal_that_it_names_are_one_event(tmp_path: Path) -> N
     assert len(diagnose(tmp_path, fault + table.format(code=-9)).findings) == 2
 
 
+@pytest.mark.parametrize(
+    "banner", ["!!!!!!! Segfault encountered !!!!!!!\n", "Fatal Python error: Segmentation fault\n"]
+)
+def test_a_fault_and_the_only_worker_that_was_lost_after_it_are_probably_one(tmp_path: Path, banner: str) -> None:
+    died = "ERROR 03-02 Worker proc VllmWorker-{} died unexpectedly, shutting down executor.\n"
+    fault = banner + '  File "<unknown>", line 0, in ncclGroupEnd\n\n'
+    f = only(diagnose(tmp_path, fault + died.format(1)))
+    assert f.culprits == (1,) and f.message.startswith("probably rank 1 died in native code")
+    assert f.certainty == "suspected" and "the stack below it" in f.advice
+    assert only(diagnose(tmp_path, fault)).culprits == ()
+    assert len(diagnose(tmp_path, fault + died.format(1) + died.format(2)).findings) == 2
+    assert len(diagnose(tmp_path, died.format(1) + fault).findings) == 2
+
+
 def test_a_message_that_is_logged_and_raised_is_one_event_of_the_task_that_ended(tmp_path: Path) -> None:
     listen = "The server socket has failed to listen on any local network address."
     text = f"[E203 04:05:06.1 socket.cpp:462] [c10d] {listen}\n"
@@ -42,6 +56,41 @@ def test_a_message_that_is_logged_and_raised_is_one_event_of_the_task_that_ended
     f = only(diagnose(tmp_path, text + "srun: error: n4: task 2: Exited with exit code 1\n"))
     assert f.culprits == (2,) and "rank 2 on n4 could not listen: port 29511 is in use" in f.message
     assert f.certainty == "suspected"
+
+
+def test_ranks_that_the_launcher_saw_fail_are_named_with_a_nameless_error(tmp_path: Path) -> None:
+    """All of them failed in one second, so their order shows nothing; one alone is the process with the only error."""
+    error = raised(0, "KeyError: 'y'", prefix="")
+    error += raised(
+        0, "RuntimeError: [p/gloo/transport/tcp/pair.cc:5] Connection closed by peer [10.1.0.4]:4", prefix=""
+    )
+    ended = [table(r, 1, "To enable traceback see: x") for r in (0, 2)]
+    f = only(diagnose(tmp_path, error + ended[0] + ended[1]))
+    assert f.culprits == () and "reports that ranks 0, 2 failed, and the log does not show whose" in f.message
+    assert only(diagnose(tmp_path, error + ended[1])).message == "rank 2 on n1 raised KeyError: 'y' at run.py:7 in main"
+
+
+def test_the_systems_error_after_an_exception_is_a_part_of_it(tmp_path: Path) -> None:
+    ended = raised(3, "RuntimeError: [enforce fail at x.cc:7] . unexpected pos 3 vs 4").replace(
+        "in main", "in <module>"
+    )
+    text = ended + "[rank3]: OSError: [Errno 28] No space left on device\n"
+    f = only(diagnose(tmp_path, text))
+    assert f.message.endswith("at run.py:7; it also reported OSError: [Errno 28] No space left on device")
+    other = ended + "[rank4]: OSError: [Errno 28] No space left on device\n"
+    assert all("also reported" not in f.message for f in diagnose(tmp_path, other).findings)
+
+
+def test_a_devices_failure_is_told_with_what_its_process_reports(tmp_path: Path) -> None:
+    xid = "NVRM: Xid (PCI:0000:1b:00): 95, pid=41, name=python, Uncontained\n"
+    f = only(diagnose(tmp_path, raised(1, "RuntimeError: CUDA error: uncorrectable ECC error encountered") + xid))
+    assert f.culprits == (1,) and "Xid 95" in f.message
+    assert f.message.endswith("the process itself reports a GPU with an uncorrectable memory error (ECC)")
+
+
+@pytest.mark.parametrize("line", ["world_size=8 nnodes=2 host=a", "rank=1 world_size=8"])
+def test_a_line_with_the_number_of_ranks_gives_it(tmp_path: Path, line: str) -> None:
+    assert diagnose(tmp_path, f"[x][INFO] - {line}\n" + raised(1, "ValueError: x")).world_size == 8
 
 
 def test_rays_memory_monitor_names_the_process_and_the_drivers_line_is_not_where_it_died(tmp_path: Path) -> None:

@@ -228,3 +228,30 @@ def test_nccls_lines_name_the_host_and_interface_of_an_address(
     text += f"n7:40:47 [0] socket.h:403 NCCL WARN Connect to {to}<4117> failed : Connection refused\n"
     f = only(diagnose(tmp_path, text))
     assert words in f.message and advice in f.advice
+
+
+ROUTE = "n5:8:8 [{gpu}] misc/socket.cc:5 NCCL WARN socketPollConnect: Connect to 10.1.0.4<40123> returned 113(No route to host) errno 115(x)\n"
+SHELL = "run.sh: line 4:    17 Killed                  python train.py\n"
+
+
+@pytest.mark.parametrize("killed", [SHELL, "Killed\n", "srun terminated: exit code 137\n"])
+@pytest.mark.parametrize(
+    ("text", "kind", "word"),
+    [
+        (timeout(0, op="ALLREDUCE") + timeout(1, op="BROADCAST"), "mismatch", "different calls"),
+        (ROUTE.format(gpu=0) + ROUTE.format(gpu=1) + raised(0, "RuntimeError: NCCL error: unhandled system error", prefix=""), "rank_lost", "no route"),
+        ("Mismatched NCCL version detected : rank 0 version 22105 rank 8 version 21903\n", "rank_lost", "does not mix"),
+    ],
+)  # fmt: skip
+def test_a_nameless_kill_after_the_ranks_had_failed_is_no_cause(
+    tmp_path: Path, killed: str, text: str, kind: str, word: str
+) -> None:
+    f = only(diagnose(tmp_path, text + killed))
+    assert f.kind == kind and word in f.message and f.cause != "killed"
+
+
+def test_a_nameless_kill_explains_a_lost_connection_and_what_came_after_it(tmp_path: Path) -> None:
+    """A peer notices the end of a process at once, often before the shell reports it."""
+    lost = raised(1, "RuntimeError: [x/gloo/transport/tcp/pair.cc:5] Connection closed by peer [10.1.0.4]:4")
+    for text in (lost + SHELL, SHELL + timeout(0) + timeout(1)):
+        assert only(diagnose(tmp_path, text)).cause == "killed"

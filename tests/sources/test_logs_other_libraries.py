@@ -9,7 +9,7 @@ import pytest
 from distdiag.cli import main
 from distdiag.sources.logs.verdict import diagnose_logs
 from tests.jobs import unwrapped
-from tests.sources.test_logs import about, diagnose, only, timeout
+from tests.sources.test_logs import about, diagnose, only, raised, timeout
 
 HEARTBEAT = (
     "[rank{q}]:[E ProcessGroupNCCL.cpp:1282] [PG 0 Rank {q}] Heartbeat monitor timed out! Process will be terminated.\n"
@@ -198,3 +198,30 @@ def test_a_log_without_a_known_message_shows_its_last_errors(
     shown = unwrapped(capsys.readouterr().out)
     assert shown.startswith("no verdict: no error that distdiag knows in 2 logs")
     assert "look like errors: line 2: 2026-01-01 E coordination: Error: task 37 left" in shown
+
+
+def test_oneccls_prefix_names_the_process_that_hydra_names_with_its_rank(tmp_path: Path) -> None:
+    """oneCCL logs an exception, and C++ prints it again without a name: it is one failure."""
+    what = "oneCCL: ze_call.cpp:2 EXCEPTION: ze error, code: ZE_RESULT_ERROR_OUT_OF_DEVICE_MEMORY\n"
+    text = "[rank=0]: step 3\n[rank=5]: step 3\n2031:03:02-09:00:00:(7105) |CCL_ERROR| worker.cpp:3 caught: " + what
+    text += f"terminate called after throwing an instance of 'x'\n  what():  {what}"
+    for rank, signal in ((5, 6), (2, 9)):
+        text += f"=   RANK {rank} PID {7100 + rank} RUNNING AT n{rank}\n=   KILLED BY SIGNAL: {signal} (x)\n"
+    f = only(diagnose(tmp_path, text))
+    assert f.culprits == (5,) and f.message == "rank 5 on n5 ran out of GPU memory"
+
+
+NPU = "RuntimeError: [ERROR] HCCL error in: torch_npu/csrc/x.cpp:5\n[ERROR] 2031-03-02-09:0{q}:00 (PID:41{q}, Device:{q}, RankID:{q}) ERR02200 DIST call hccl api failed.\n"
+
+
+def test_all_lines_of_an_exception_of_torch_npu_are_of_the_rank_that_one_names(tmp_path: Path) -> None:
+    busy = "EJ0001: 2031-03-02-09:02:00.1 Failed to initialize the HCCP process. Reason: Maybe the last training process is running.\n"
+    late = "EI0006: [PID: 41{q}] 2031-03-02-09:0{q}:00.1 Getting socket times out. Reason: Remote Rank did not send the data\n"
+    waits = "".join((NPU + late).format(q=q) for q in (3, 4))
+    f = only(diagnose(tmp_path, raised(2, NPU.format(q=2).strip(), prefix="") + busy + waits))
+    assert about(f) == ("rank_lost", "crashed", (2,), (3, 4))
+    assert "could not start HCCL" in f.message and "ranks 3, 4 then timed out" in f.message
+    f = only(diagnose(tmp_path, raised(2, "RuntimeError: [ERROR] HCCL error in: x.cpp:5\n[rank2]: " + busy)))
+    assert f.culprits == (2,) and "could not start HCCL" in f.message
+    f = only(diagnose(tmp_path, waits))
+    assert (f.kind, f.victims) == ("timeout", (3, 4))

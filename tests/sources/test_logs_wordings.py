@@ -165,7 +165,7 @@ def test_the_source_in_a_traceback_is_no_progress(tmp_path: Path) -> None:
         (raised(3, "RuntimeError: Expected all tensors to be on the same device, but found cuda:3 and cuda:0"), "LOCAL_RANK"),
         ("*** An error occurred in MPI_Init\n", "srun"),
         (raised(3, "OSError: We couldn't connect to 'https://huggingface.co' to load the files"), "download once"),
-        ("(autoscaler +1m) Warning: The following resource request cannot be scheduled right now: {'GPU': 1.0}. This is\n", "fit the cluster"),
+        ("(autoscaler +1m) Warning: The following resource request cannot be scheduled right now: {'GPU': 1.0}. This is\n", "ray status"),
     ],
 )  # fmt: skip
 def test_more_advice_that_follows_the_cause(tmp_path: Path, text: str, word: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 
@@ -45,6 +46,8 @@ _GOES_ON = (" exited on", "(stopped sending heartbeats):")  # of prterun, jax
 # how Ray describes an actor that died, before it says how
 _ACTOR = bounded(r"^\s{1,16}(?P<key>actor_id|pid|ip): \[?(?P<value>[\w.:]{1,60})")
 _DIGIT = bounded(r"\d+")
+# an exception of torch_npu: a line before this one, and the codes of CANN after it
+_NPU_HEAD, _NPU_CODE = bounded(r"\bRankID:\d{1,6}\) ERR\d"), bounded(r"^E[A-Z]\d{4}: ")
 
 
 class Collector:
@@ -67,6 +70,7 @@ class Collector:
         self._run = (0, 0)
         self._order = 0
         self._begun = ""  # of a message that the next line continues
+        self._of_npu: tuple[int | None, int] = None, 0  # the rank of an exception that the next line continues
         self._last_error: tuple[tuple[object, ...], int] | None = None  # whose line, and which, is NCCL's reason
 
     def read(
@@ -115,6 +119,7 @@ class Collector:
                 out.recorded[path].flush()
             self._times.clear()
             self._section, self._pod, self._earlier, self._actor = None, "", 0, {}
+            self._of_npu = None, 0
             self._run = (0, 0)
         for fact in out.named("timeout"):
             fact.site = fact.site or self._tracebacks.site(fact)
@@ -162,6 +167,8 @@ class Collector:
             self._section = int(named) if named and "--End" not in text else None
         elif who.rank is None:
             who.rank = self._section
+        if "RankID:" in text or self._of_npu[1]:
+            self._exception_of_npu(text, number, who)
         if who.rank is not None:
             self._learn_rank(path, who, who.rank)
         if who.local is not None or " local_rank: " in text:
@@ -180,6 +187,18 @@ class Collector:
             self._missing = line.source, self._order + lines.LINES_AFTER
         elif not self._tracebacks.belongs(line) and not self._tracebacks.ends(line):
             self._look_up(line)
+
+    def _exception_of_npu(self, text: str, number: int, who: Writer) -> None:
+        """Give all lines of an exception of torch_npu the rank that its second line names."""
+        rank, until = self._of_npu
+        self._of_npu = None, 0
+        if _NPU_HEAD.search(text) is not None:
+            self._of_npu = who.rank, number + 1
+            for f in self.result.facts[-1:]:
+                if f.who.rank is None and f.line == number - 1 and "HCCL" in f.text:
+                    f.who = replace(f.who, rank=who.rank)
+        elif number == until and _NPU_CODE.match(text) is not None and who.rank is None:
+            who.rank = rank
 
     def _learn_rank(self, path: Path, who: Writer, rank: int) -> None:
         """Note what else a line that shows its rank names: label, host, file, process."""
@@ -266,6 +285,8 @@ class Collector:
             if "bus" in fields and who.process and len(out.devices) < MAX_WRITERS:
                 bus = int(fields["bus"], 16)
                 out.devices[who.host, f"{bus >> 20:04x}:{bus >> 12 & 255:02x}:{bus >> 4 & 255:02x}"] = who.process
+        elif name == "world":
+            self._size(0, int(fields["world"]), Writer())
         elif name == "torchrun":
             out.torchrun = True
         elif name == "nccl_runs" and len(out.nccl) < MAX_WRITERS:

@@ -2,44 +2,74 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
+from distdiag.diagnosis.known_errors import remedy
 from distdiag.diagnosis.model.findings import rank_list
+from distdiag.diagnosis.text.phrases import shortened
 from distdiag.sources.logs.build import some
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.failures import Reason
-from distdiag.sources.logs.join import before, earlier
+from distdiag.sources.logs.join import before, earlier, process
 from distdiag.sources.logs.meanings import GENERAL, MEANINGS
 from distdiag.terms.untrusted import MAX_RANKS, bounded
 
 SAME_EVENT_S = 600.0  # a process reports its device's failure no later
 _OF_PROCESS = ("cuda_error", "ecc", "device_lost", "hip_error")  # how a process reports that a device failed
 _LOADER = bounded(r"DataLoader worker \(pid\(s\) (\d{1,9}(?:, \d{1,9})*)\) exited unexpectedly")
+_HAS = bounded(r"^ha[sd] ")  # of the texts on a device
+NEXT_LINES = 2  # after an exception, in which its process reports the system's error
 _DEVICE = bounded(r"NVLink|ECC|fallen off the bus")
 
 
 def merged(reasons: list[Reason], found: Collected) -> list[Reason]:
     """Return the reasons, each event once: the fact stays, what follows from it becomes a part of it."""
-    memory = found.named("host_oom")
+    memory, exceptions = found.named("host_oom"), found.named("exception")
+    reported: dict[tuple[object, ...], Fact] = {
+        (f.path, process(f), f.line): f for f in exceptions if not f.uncaught and "[Errno " in f.text
+    }
     for r in reasons:
         _of_memory(r, memory)
         _of_all(r, found)
+        _of_system(r, reported)
     return _of_devices(_without_repeats(_of_one_remedy(reasons)))
 
 
 def _of_memory(r: Reason, memory: list[Fact]) -> None:
-    """Name the reason of a loader's worker that was killed, if the log has the host's lack of memory."""
+    """Name the reason of a loader's worker that was killed, if the log has its host's lack of memory: these lines are a part of it."""
     first = r.facts[0]
-    killed = {f.fields["pid"] for f in memory if "pid" in f.fields}
     loader = _LOADER.search(first.text) if first.name == "exception" else None
-    if (memory and first.name == "loader_killed" and first.fields.get("signal") == "Killed") or (
-        loader is not None and not killed.isdisjoint(loader[1].split(", "))
-    ):
+    if first.name == "loader_killed" and first.fields.get("signal") == "Killed":
+        pod = first.who.process
+        same = [f for f in memory if f.rank in (None, first.rank) and (not pod or _of_pod(f) in ("", pod))]
+    else:
+        same = [f for f in memory if loader is not None and f.fields.get("pid") in loader[1].split(", ")]
+    if same:
         r.meaning = replace(r.meaning, cause="killed")
-        r.text = "lost a DataLoader worker, which the kernel killed: the host or its memory limit ran out of memory"
+        r.text = "lost a DataLoader worker"
+        r.after = f", which the kernel killed: the host or its memory limit ran out of memory{r.after}"
         r.advice = MEANINGS["host_oom"].advice
-        r.hosts |= {f.who.host for f in memory if f.who.host}
-        r.facts = [*memory[:1], *r.facts]
+        r.hosts |= {f.who.host for f in same if f.who.host}
+        r.facts = [*r.facts, *same]
+
+
+def _of_system(r: Reason, reported: Mapping[tuple[object, ...], Fact]) -> None:
+    """Add the system's error that a known process printed right after the exception by which it ended."""
+    for f in r.facts:
+        if f.name != "exception" or not f.uncaught or process(f)[0] == "file":
+            continue
+        lines = range(f.line + 1, f.line + 1 + NEXT_LINES)
+        if found := next((e for line in lines if (e := reported.get((f.path, process(f), line))) is not None), None):
+            r.after += f"; it also reported {found.fields['type']}: {shortened(found.fields['what'], 120)}"
+            r.advice = remedy(found.text, r.advice) if r.advice in GENERAL else r.advice
+            r.facts.append(found)
+            return
+
+
+def _of_pod(f: Fact) -> str:
+    """Return the pod that ran out of memory; empty if the line is on a process or a host."""
+    return f.fields.get("pod") or f.who.process
 
 
 def _of_all(r: Reason, found: Collected) -> None:
@@ -86,8 +116,11 @@ def _without_repeats(reasons: list[Reason]) -> list[Reason]:
 
 
 def _same_message(a: Fact, b: Fact) -> bool:
-    """True if all that one message says is in the other; exceptions are compared by their remedies."""
-    return a.name == b.name and (a.name == "exception" or a.fields.items() <= b.fields.items())
+    """True if all that one message says is in the other.
+
+    Exceptions are compared by their remedies; the kernel and NCCL call one port by two names.
+    """
+    return a.name == b.name and (a.name in ("exception", "port_error") or a.fields.items() <= b.fields.items())
 
 
 def _of_devices(reasons: list[Reason]) -> list[Reason]:
@@ -103,6 +136,7 @@ def _of_devices(reasons: list[Reason]) -> list[Reason]:
                 first.ranks, first.sites, first.unnamed = first.ranks | r.ranks, first.sites | r.sites, []
                 first.facts += r.facts
                 first.hosts |= {f.who.host for f in first.facts if f.who.host}
+                first.after += f"; the process itself reports {_HAS.sub('', r.text)}"
             else:
                 who = rank_list(sorted(r.ranks)) if r.ranks else some(r.unnamed) or "a process"
                 first.after += f"; {who} then {r.text}"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from distdiag.diagnosis.known_errors import remedy
+from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.text.phrases import shortened
 from distdiag.sources.logs import meanings
 from distdiag.sources.logs.build import ranks_of
@@ -14,6 +15,7 @@ from distdiag.sources.logs.failures import Reason
 from distdiag.sources.logs.join import before
 from distdiag.sources.logs.meanings import MEANINGS, Meaning
 from distdiag.sources.logs.patterns import Role
+from distdiag.sources.logs.rows import NO_ROUTE
 from distdiag.terms.signals import signal_name
 from distdiag.terms.untrusted import MAX_INT
 
@@ -23,12 +25,13 @@ _SENT = ("SIGTERM", "SIGINT", "SIGABRT", "SIGHUP")
 _FAULTS = ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
 _BY_KERNEL = ("SIGKILL", *_FAULTS)
 _OF_TEXT = {
-    "Out Of Memory": -9, "Killed": -9, "Segmentation fault": -11, "segfault": -11, "Bus error": -7, "Aborted": -6, "Terminated": -15, "Floating point exception": -8,
+    "Out Of Memory": -9, "Killed": -9, "Segmentation fault": -11, "segfault": -11, "Segfault": -11, "Bus error": -7, "Aborted": -6, "Terminated": -15, "Floating point exception": -8,
     "Illegal instruction": -4,
 }  # fmt: skip
 # of ranks that did not find each other: what ended their processes came after it
 _NOT_STARTED = ("full_mesh", "store_connect", "clients", "store_barrier", "rendezvous")
 EXIT_CODE = "ended with exit code"
+LOST = "was lost: killed, or crashed in native code"
 BY_PROGRAM = "by the program (MPI_Abort)"
 
 
@@ -55,10 +58,13 @@ def _name(end: Fact) -> str:
     return name + (f" on {host}" if host else "")
 
 
-def of_exits(found: Collected, explained: set[int], waited: set[int], others: bool) -> list[Reason]:
+def of_exits(
+    found: Collected, own: Sequence[Reason], explained: set[int], waited: set[int], others: bool
+) -> list[Reason]:
     """Return the reasons that launchers give for ranks that left no message of their own.
 
     Args:
+        own: What processes reported themselves; the lines on the host's memory may be a part of it.
         explained: Ranks whose failure is known.
         waited: Ranks that timed out or lost a connection: their own end follows from that.
         others: True if a process failed by itself, whether its rank is known or not.
@@ -72,14 +78,14 @@ def of_exits(found: Collected, explained: set[int], waited: set[int], others: bo
     ends = _ends(found)
     killed = {id(end) for end in _killed_by_launcher(ends, bool(memory))}
     named = bool(explained) and any(end.rank is not None for end in ends)
-    before_it = [f for f in found.facts if f.role is Role.WAIT or f.name in _NOT_STARTED]
+    before_it = [f for f in found.facts if _needs_no_end(f)]
     for nth, end in enumerate(ends):
         if id(end) in killed or (_followed(end, explained, waited, bool(memory)) and not _another(end, pids)):
             continue
         if end.rank is None and _by(end) == "SIGKILL" and ranks_of(memory):
             continue  # it is the process that the kernel names
-        if end.name == "exit_unnamed" and not memory and any(before(f, end) for f in before_it):
-            continue  # a shell's line, after the ranks had waited in vain
+        if _of_nobody(end) and not memory and any(before(f, end) for f in before_it):
+            continue  # a shell's or launcher's line, after the ranks had failed
         if end.rank is None and (named or (others and _launcher(end) in ("line", "parent"))):
             continue  # the end of a process that failed by itself
         meaning = _meaning(end, bool(memory), others)
@@ -92,7 +98,8 @@ def of_exits(found: Collected, explained: set[int], waited: set[int], others: bo
             r.ranks.add(end.rank)
             r.times.setdefault(end.rank, end.fields.get("time", ""))
             r.hosts |= {end.fields["host"]} if end.fields.get("host") else set()
-    if memory and not reasons and not explained:
+    told = {id(f) for r in own for f in r.facts}
+    if any(id(f) not in told for f in memory) and not reasons and not explained:
         meaning = MEANINGS["host_oom"]
         exact = [f for f in memory if "pid" in f.fields] or memory  # the others report the same event
         named = [filter(None, (_whose(f) for f in facts if f.rank is None)) for facts in (exact, memory)]
@@ -149,6 +156,17 @@ def _followed(end: Fact, explained: set[int], waited: set[int], memory: bool) ->
     return bool(explained) and not end.fields.get("what") and cleaned_up
 
 
+def _needs_no_end(f: Fact) -> bool:
+    """True if a rank waited until a timeout, or never got a connection: neither shows that a process ended before."""
+    no_route = f.role is Role.VICTIM and NO_ROUTE.search(f.fields.get("reason", "")) is not None
+    return f.role is Role.WAIT or f.name in _NOT_STARTED or no_route
+
+
+def _of_nobody(end: Fact) -> bool:
+    """True for the end of a process, perhaps a launcher, that no line names, and that the kernel does not report."""
+    return end.name == "exit_unnamed" or (end.name == "exit_shell" and end.rank is None and _by(end) == "SIGKILL")
+
+
 def _another(end: Fact, waiting: set[int | None]) -> bool:
     """True if a process was lost whose pid is known not to be one of those that lost their connections."""
     pid = end.number("pid")
@@ -158,18 +176,21 @@ def _another(end: Fact, waiting: set[int | None]) -> bool:
 def _killed_by_launcher(ends: list[Fact], memory: bool) -> list[Fact]:
     """Return the processes that a launcher killed because another had failed before.
 
-    A process with a fault in native code failed by itself; unless memory ran out, the others were killed after it.
+    A process with a fault in native code failed by itself; unless memory ran out, the others were killed after it. So were those
+    that Hydra reports with one that ended in another way: it kills the rest of its job at once.
     """
     fault = not memory and any(_by(end) in _FAULTS for end in ends)
     at = sorted((end.who.at for end in ends if end.who.at and _by(end) not in _SENT), reverse=True)
     first_s = dict(at)  # by clock
     failed = (end for end in ends if _launcher(end) == "srun" and _by(end) not in ("SIGKILL", "SIGTERM"))
     first = min((end.order for end in failed), default=MAX_INT)
+    hydra = not memory and any(_launcher(end) == "mpirun" and _by(end) not in ("SIGKILL", "SIGTERM") for end in ends)
     killed = [end for end in ends if _by(end) == "SIGKILL"]
     return [
         end
         for end in killed
         if fault
+        or (_launcher(end) == "mpirun" and hydra)
         or (_launcher(end) == "srun" and end.order > first)  # its lines are in the order of time
         or (end.who.at is not None and end.who.at[1] - first_s[end.who.at[0]] > AFTER_FIRST_S)
     ]
@@ -179,7 +200,7 @@ def _meaning(end: Fact, memory: bool, others: bool) -> Meaning:
     """Return what one end is reported as."""
     by, what = _by(end), end.fields.get("what", "")
     if _launcher(end) == "parent":
-        return Meaning("rank_lost", "crashed", "was lost: killed, or crashed in native code", meanings.KILLED)
+        return Meaning("rank_lost", "crashed", LOST, meanings.KILLED)
     if _launcher(end) == "mpi":
         why = shortened(end.fields.get("how", BY_PROGRAM), 160)
         return Meaning("rank_lost", "crashed", f"aborted MPI: {why}", remedy(why, meanings.SEE_LOG))
@@ -202,21 +223,30 @@ def with_a_reason(reasons: Iterable[Reason]) -> list[Reason]:
 def joined(reasons: list[Reason], ended: list[Reason]) -> list[Reason]:
     """Give the one failure without ranks those that ended as it says, if their number is equal; return the other ends.
 
-    An exception ends a process with an exit code, a fault in native code by its signal.
+    An exception ends a process with an exit code, a fault in native code by its signal; a parent that lost a worker after it does
+    not see by which one.
     """
     nameless = [r for r in reasons if r.meaning.cause == "crashed" and not r.ranks and not _has_process(r)]
     if len(nameless) != 1:
         return ended
-    number = _OF_TEXT.get(nameless[0].facts[0].fields.get("what", ""))
+    own, first = nameless[0], nameless[0].facts[0]
+    number = _OF_TEXT.get(first.fields.get("what", ""))
     signals = with_a_reason(ended)
-    fitting = [r for r in ended if r not in signals or (number and r.text.endswith(signal_name(-number)))]
+    lost = [r for r in ended if r.text == LOST and first.name == "fatal" and before(first, r.facts[0])]
+    fitting = [r for r in ended if r not in signals or (number and r.text.endswith(signal_name(-number)))] or lost
     ranks = {q for r in fitting for q in r.ranks}
-    pids = {f.fields["pid"] for f in nameless[0].facts if "pid" in f.fields}
-    if (len(pids) or len(nameless[0].facts)) != len(ranks):
-        _first_to_end(nameless[0], {q: t for r in fitting for q, t in r.times.items()})
+    pids = {f.fields["pid"] for f in own.facts if "pid" in f.fields}
+    if (len(pids) or len(own.facts)) != len(ranks):
+        _first_to_end(own, {q: t for r in fitting for q, t in r.times.items()})
+        if len(ranks) > 1 and not own.ranks:
+            failed = rank_list(sorted(ranks))
+            own.after += f"; the launcher reports that {failed} failed, and the log does not show whose error it is"
         return ended
-    nameless[0].ranks |= ranks
-    nameless[0].hosts |= {h for r in fitting for h in r.hosts}
+    if fitting == lost:
+        own.inferred = own.guessed = True
+        own.facts += [f for r in lost for f in r.facts]
+    own.ranks |= ranks
+    own.hosts |= {h for r in fitting for h in r.hosts}
     return [r for r in ended if r not in fitting]
 
 

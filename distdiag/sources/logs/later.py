@@ -35,12 +35,13 @@ SURVIVED_S, REPORTED_S = 600.0, 3600.0
 # clocks without a zone differ by up to so much, in such steps; progress is shown so late
 ZONES_S, ZONE_S, SHOWN_S = 14 * 3600.0, 1800.0, 300.0
 Time = tuple[str, float]  # clock, seconds
+_PENDING = bounded(r"nodes are available|pull")  # what a scheduler of pods reports, and tries again
 _NUMBER = bounded(r"\d+")
 _ENDS = (Role.CAUSE, Role.WAIT, Role.VICTIM, Role.START, Role.EXIT)
 OF_LAUNCHERS = ("exit", "ended", "exit_unnamed")  # how torchrun and its like report the end of ranks
 _FOLLOW = (Role.WAIT, Role.VICTIM, Role.START, Role.EXIT)
 _PROGRESS = bounded(
-    r"\b(?:[Ss]teps?|[Ee]poch|EPOCH|[Ii]ter(?:ation)?s?|it|[Bb]atch|global_step)\b\W{0,3}\d|\d%\||\d(?:it/s|s/it)\b|\bloss\W{1,3}\d|'loss': |\b(?:Decode|Prefill) batch\b|\bgeneration throughput: \d"
+    r"\b(?:[Ss]teps?|[Ee]poch|EPOCH|[Ii]ter(?:ation)?s?|it|[Bb]atch|global_step)\b\W{0,3}\d|\d%\||\d(?:it/s|s/it)\b|\bloss\W{1,3}\d|'loss': |\b(?:Decode|Prefill) batch\b|\bgeneration throughput: \d|\bCheckpoint successfully created\b"
 )
 # the number of a training step, in a line that shows its loss
 _STEP = bounded(
@@ -73,7 +74,7 @@ _AGENT = bounded(
 # words that a job ended well, by how much they say: of the whole job; of the lines before them; of one process
 _WELL = (
     ("job", bounded(r"(?i:\b(?:Job)?State[=: ]{1,4}COMPLETED\b|\bCOMPLETED\s{1,9}0:0\b|\bjob '?[\w.-]{1,80}'? (?:succeeded|finished successfully)|\bphase: {1,9}Succeeded)")),
-    ("file", bounded(r"(?i:\b(?:train(?:ing|er)?|run|job|fit|workflow|experiment|all (?:epochs|steps|done))\b.{0,24}\b(?:finished|(?<!to )completed?|done|succeeded)\b)" + _BUT)),
+    ("file", bounded(r"(?i:\b(?:train(?:ing|er)?|run|job|fit|workflow|experiment|all (?:epochs|steps|done))\b.{0,24}\b(?:finished(?! (?:iter|epoch|step))|(?<!to )completed?|done|succeeded)\b)" + _BUT)),
     ("file", bounded(r"max_(?:steps|epochs)=\d{1,9}`? reached|(?:^|=) ?\d{1,6} passed\b|^\{'train_runtime': " + _BUT)),
     ("file", bounded(r"^(?!.{0,200}\b(?i:eval|val|test|warm|load|sav)).{0,200}?(?:^|[\]:|)>-] ?)(?i:(?:all )?(?:done|finished|completed?)[,:;.!]).{0,60}\b\d[\d,]{0,12} (?:iterations|iters|steps|epochs|updates)\b" + _BUT)),
     ("agent", _AGENT),
@@ -281,6 +282,8 @@ def _begins(facts: Sequence[Fact], later: Later) -> dict[Path, int]:
 
 def split(found: Collected, later: Later) -> tuple[list[Fact], list[Fact]]:
     """Return (facts that count, failures that are past): the process or the job went on after them, or ended well."""
+    stepped = bool(later.progress) or later.began
+    found.facts = [f for f in found.facts if not _started_since(f, stepped, bool(found.ranks))]
     facts = [f for f in found.facts if f.role in _ENDS or f.role is Role.STOP]
     ends = _Ends(facts, later)
     job = any(scope == "job" and not ends.after(path, line) for (path, scope), line in later.well.items())
@@ -310,6 +313,12 @@ def split(found: Collected, later: Later) -> tuple[list[Fact], list[Fact]]:
     if well and all(f.path in own for f in facts if id(f) not in past):
         past |= {id(f) for f in facts if f.path in own}
     return [f for f in found.facts if id(f) not in past], [f for f in facts if id(f) in past]
+
+
+def _started_since(f: Fact, stepped: bool, ranks: bool) -> bool:
+    """True if a scheduler reports that a request waits, in the log of a job that ran: Ray starts all its ranks at once."""
+    passing = f.name == "not_started" and _PENDING.search(f.fields["what"]) is not None
+    return (stepped and passing) or ((stepped or ranks) and f.name == "not_scheduled")
 
 
 def _logs_of_nodes(found: Collected, later: Later, facts: Sequence[Fact]) -> set[Path]:

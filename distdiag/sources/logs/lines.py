@@ -47,7 +47,7 @@ _PIDS = re.compile(
     rb"pid=(?P<pid>\d{1,9})(?:, ip=(?P<ip>[\w.:]{3,60}))?[^)\n]{0,60}\)(?:\x1b\[[\d;]{0,9}m)?(?: ?\[rank ?|[^\n(]{0,40}\b(?:(?:world|global)_rank|rank(?=[=:] ?\d{1,6}[, ]{1,2}(?:local_rank|world_size)))[=:] ?)(?P<of_pid>\d{1,6})\b"
     rb"|\b[Rr]ank[ =:]{0,2}(?P<rank>\d{1,6})\b[^\n\d]{0,20}\b(?:pid|PID)[ =:]{1,2}(?P<after>\d{1,9})"
 )
-_RANKS = re.compile(rb"\[rank ?(\d{1,6})\]")
+_RANKS = re.compile(rb"\[rank[ =]?(\d{1,6})\]")
 
 
 def encoding_of(head: bytes) -> str:

@@ -113,9 +113,9 @@ TABLE: tuple[Pattern, ...] = (
     _row("not_started", S, "not enough slots", r"(?P<what>There are not enough slots available .+)"),
     _row("not_started", S, "execve(): ", r"slurmstepd: error: execve\(\): (?P<what>.+)"),
     _row("not_started", S, "nodes are available: ", r"(?P<what>\d+/\d+ nodes are available: .+)"),
-    _row("not_started", S, "resource request cannot be scheduled", r"(?P<what>The following resource request cannot be scheduled right now: .{1,120}?\})"),
+    _row("not_scheduled", S, "resource request cannot be scheduled", r"(?P<what>The following resource request cannot be scheduled right now: .{1,120}?\})"),
     _row("not_started", S, "WorkerGroupStartupTimeoutError", r"WorkerGroupStartupTimeoutError: (?P<what>The worker group startup timed out after \S{1,20} seconds waiting for \d{1,9} workers)"),
-    _row("not_started", S, "No available node types", r"(?P<what>No available node types can fulfill .+)"),
+    _row("not_scheduled", S, "No available node types", r"(?P<what>No available node types can fulfill .+)"),
     _row("not_started", S, "pull", r"(?:\bpod/(?P<pod>[\w.-]{1,253})\W.{0,40}?)?(?P<what>Failed to pull image .{1,160}|Back-off pulling image .{1,160})"),
     _row("ray_head", V, "Failed to connect to GCS", r"Failed to connect to GCS within"),
     _row("name", S, "not known", r"(?:host not found: )?Name or service not known"),
@@ -171,6 +171,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("host_fault", C, "Machine Check Exception", r"mce: \[Hardware Error\]: (?P<what>CPU \d+: Machine Check Exception)"),
     _row("fatal", C, "Signal: ", r"\] Signal: (?P<what>Segmentation fault|Bus error|Floating point exception|Illegal instruction) \(\d+\)"),
     _row("fatal", C, "Fatal Python error: ", r"Fatal Python error: (?P<what>(?!Aborted)[^\n]{1,80})"),
+    _row("fatal", C, "Segfault encountered", r"!!! (?P<what>Segfault) encountered !!!"),
     _row("fatal", C, "(): ", r"(?P<what>(?:malloc|free|realloc|munmap_chunk)\(\): (?:invalid|corrupted|unaligned|memory) .{3,40})"),
     _row("fatal", C, "double free or corruption", r"(?P<what>double free or corruption)"),
     _row("bad_alloc", C, "std::bad_alloc", r"what\(\):\s+std::bad_alloc"),
@@ -255,7 +256,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("lost", V, "Failed to meet rendezvous", r"Failed to meet rendezvous"),
     _row("lost", V, "Horovod has been shut down", r"Horovod has been shut down"),
     _row("closed", V, "Call to ", r"^(?!.*retrying).*(?:Call to \w+|Connect) (?:from|to) " + _PEER + r".{0,30}?failed ?: (?P<reason>.*)"),
-    _row("closed", V, "Connect to ", r"NCCL WARN .{0,40}Connect to " + _PEER + r".{0,30}?failed ?: (?P<reason>.*)"),
+    _row("closed", V, "Connect to ", r"NCCL WARN .{0,40}Connect to " + _PEER + r".{0,30}?(?:failed ?: |returned \d{1,3}\()(?P<reason>[^)]*)"),
     _row("refused", V, "returned Connection refused", r"^(?!.*retrying).*NCCL WARN .{0,60}returned Connection refused"),
     _row("closed", V, "Connection reset by peer", r"gloo/transport/.{0,120}\] (?:Read|Write) error \[?" + _PEER + r".{0,20}Connection reset by peer"),
     _row("closed", V, "onnection timed out", r"gloo/transport/.{0,120}\] (?:Read|Write) error \[?" + _PEER + r".{0,20}Connection timed out"),
@@ -271,6 +272,8 @@ TABLE: tuple[Pattern, ...] = (
     _row("nccl_warning", H, "NCCL WARN", r"NCCL WARN (?!\[(?:Proxy|Service|Rem Allocator)|Socket recv failed while polling|Failed to CUDA calloc)(?P<what>.{1,200})"),
     # -- which process is which rank
     _row("nccl_rank", F, " in world size ", r"\brank (?P<r>\d+) in world size (?P<world>\d+)"),
+    _row("nccl_rank", F, "world_size=", r"\brank=(?P<r>\d+)\b,? world_size=(?P<world>\d+)"),
+    _row("world", F, "world_size=", r"\bworld_size=(?P<world>\d{1,7}),? n(?:um_)?nodes=\d"),
     _row("nccl_runs", F, "NCCL version ", r"(?:^|NCCL INFO |[\])>|:] ?)NCCL version (?P<version>\d{1,3}\.\d{1,3}\.\d{1,3})"),
     _row("interface", F, "NCCL INFO Bootstrap", r"NCCL INFO Bootstrap ?: Using (?:\[0\])?(?P<dev>[\w.-]{1,40}):(?P<addr>[\w.:]{3,60})<\d+>"),
     _row("interface", F, "NCCL INFO NET/Socket", r"NCCL INFO NET/Socket ?: Using \[0\](?P<dev>[\w.-]{1,40}):(?P<addr>[\w.:]{3,60})<\d+>"),
@@ -303,7 +306,7 @@ TABLE: tuple[Pattern, ...] = (
 _BEGINS = ("Traceback (most recent call last)", "ray::", "│ /", 'File "', 'File \\"', "Stack trace of the failed")
 _MORE = (
     "Root Cause", "exitcode", "local_rank:", "Missing ranks:", "Name:  ", "describe pod", "State:  ", "Process name: [[", "Exit code:", " RUNNING AT ", "EXIT CODE:", "KILLED BY SIGNAL:",
-    "terminated with the following error", " global rank ", "==> ",
+    "terminated with the following error", " global rank ", "==> ", "RankID:",
     "actor_id: ", "namespace: ", "rank      :", "host      :", "time      :", "traceback :", "Last error:", "Exception ignored in", "[distdiag] ", "(most recent call first)",
 )  # fmt: skip
 # They matter near a traceback only; far from one, such a line is shown if nothing else is found.

@@ -26,7 +26,7 @@ _ANY = ("0.0.0.0", "::")
 _HERE = ("127.0.0.1", "127.0.1.1", "localhost", "::1")
 _FOLLOWS = bounded(r"remote process exited|ncclRemoteError|NCCL communicator was aborted")
 _TASK = bounded(r"/task:(\d{1,6})$")  # of jax: the number of the process
-_NO_ROUTE = bounded(r"No route to host|Network is unreachable")
+NO_ROUTE = bounded(r"No route to host|Network is unreachable")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def _refused(facts: Sequence[Fact]) -> bool:
 
 
 def _no_route(facts: Sequence[Fact]) -> bool:
-    return all(_NO_ROUTE.search(f.fields.get("reason", f.text)) for f in facts)
+    return all(NO_ROUTE.search(f.fields.get("reason", f.text)) for f in facts)
 
 
 def _too_many(fact: Fact) -> bool:
@@ -127,6 +127,8 @@ START_ROWS = (
         when=lambda facts: "pull" in facts[0].fields["what"]),
     Row("not_started", _LOST, "the job, or a part of it, did not start{there}: {what}",
         "correct that on the node it names, then start again: the environment and its paths must be the same on all nodes, and the request must fit the cluster"),
+    Row("not_scheduled", _LOST, "the job waits for resources, and the log shows no rank that ran: {what}",
+        "see with `ray status` what the cluster has, and which trial, job or actor holds it: free that, or ask for no more (num_workers, resources_per_worker)"),
     Row("store_connect", _LOST, "{who} could not reach the job's store at {peer}:{port}{at}: {why}{masters}",
         "correct that name or address there: all nodes need the same MASTER_ADDR (--master-addr, --rdzv-endpoint), which `getent hosts {peer}` resolves; on Kubernetes, look at the master's headless service",
         when=lambda facts: facts[0].fields.get("why", "").startswith("the name"), subject="a node"),

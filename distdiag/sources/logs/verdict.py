@@ -171,7 +171,8 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
     for words in (text for f in reported for kind, text in _REPORTED if f.kind == kind):
         own = [r for r in own if not all(words in f.text for f in r.facts)]
     explained = {q for r in own for q in r.ranks} | {q for f in reported for q in (*f.culprits, *f.victims)}
-    ends = exits.of_exits(found, explained, {*waited}, any(not failures.only_reports(r) for r in own))
+    others = bool(reported) or any(not failures.only_reports(r) for r in own)
+    ends = exits.of_exits(found, own, explained, {*waited}, others)
     if exits.with_a_reason(ends):
         own = [r for r in own if not failures.only_reports(r)]
     ends = exits.joined(own, ends)
@@ -345,7 +346,8 @@ def _notes(found: Collected, findings: Sequence[Finding], judged: bool) -> list[
         notes.append(_of_the_past(found.past))
     if found.unknown and not judged:
         lines = "; ".join(f"line {number:,}: {shortened(text, 120)}" for _, number, text in found.unknown)
-        notes.append(f"no message that distdiag knows; the last lines that look like errors: {lines}")
+        other = "other " * bool(found.past)
+        notes.append(f"no {other}message that distdiag knows; the last lines that look like errors: {lines}")
     if found.left_out:
         how = f": {'; '.join(map(_in_short, found.before[-2:]))}" if found.before else ""
         notes.append(

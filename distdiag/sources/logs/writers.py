@@ -15,7 +15,7 @@ _ANSI = bounded(
     r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]{0,200}(?:\x07|\x1b\\)?|[@-Z\\-_])|[\x00-\x08\x0b\x0c\x0e-\x1a]"
 )
 _RANK = bounded(
-    r"\[rank ?(\d{1,6})\]|\[RANK (\d{1,6})\]|\[Rank (\d{1,6})\]|(?:^|\s)(?:world_|global_)?rank[=:](\d{1,6})[\]:,\s)]|\bRankID:(\d{1,6})\b"
+    r"\[rank ?(\d{1,6})\]|\[RANK (\d{1,6})\]|\[Rank (\d{1,6})\]|(?:^|[\s\[])(?:world_|global_)?rank[=:](\d{1,6})[\]:,\s)]|\bRankID:(\d{1,6})\b"
 )
 # at the begin of a message, after its time and level
 _RANK_FIRST = bounded(
@@ -32,6 +32,10 @@ _SRUN = bounded(r"^\s*(\d{1,6}): ")
 _BRACKET = bounded(r"^\[(\d{1,6})\] (?=\S+:\d+:\d+ \[\d+\])")  # Intel MPI, in front of NCCL's own prefix
 _NCCL_IDS = bounded(r":\d+:\d+ \[\d+\] ")
 _NCCL = bounded(r"(?P<host>[\w.-]+):(?P<pid>\d+):\d+ \[(?P<device>\d+)\] ")
+# of oneCCL; of torch_npu, and of the codes of CANN
+_OTHER_PIDS = bounded(
+    r"^(?:[\d:-]{10,32}:)?\((?P<ccl>\d{1,9})\) \|CCL_|\(PID:(?P<npu>\d{1,9}), Device:-?\d|\bE[A-Z]\d{4}: \[PID: (?P<cann>\d{1,9})\]"
+)
 _LABEL = bounded(
     r"\((?P<label>[A-Za-z_][\w ]*?(?:\([\w.-]{1,80}\))? pid=(?P<pid>\d{1,9}))[^)]*?(?:, ip=(?P<ip>[\w.:]+))?\)|\[[\d: -]{19}(?: (?P<tp>(?:DP|PP|TP|EP)\d+[\w ]*))\]|^\[pod/(?P<pod>[\w.-]+)/[\w.-]+\] "
     r"|^\S{1,40} \{[^{}]{0,400}?\bpod=\"(?P<loki>[\w.-]{1,253})\"[^{}]{0,400}\} |^Exception in device=(?P<xla>\w{1,20}:\d{1,6}): "
@@ -260,6 +264,8 @@ def _process(head: str, out: Writer) -> None:
         out.pid = int(m["pid"]) if m["pid"] else None
     elif (m := _STERN.match(head)) is not None:
         out.process = m["pod"]
+    elif ("|CCL_" in head or "PID:" in head) and (m := _OTHER_PIDS.search(head)) is not None:
+        out.pid = int(m["ccl"] or m["npu"] or m["cann"])
 
 
 def time_of(text: str) -> tuple[str, float] | None:
