@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
 
 from distdiag.page.layout import word
 from distdiag.recorder import state
-from distdiag.recorder.state import now_ns
 
-_NS, _COUNT, _OFF = word("gc_ns"), word("gc_count"), word("gc_off")
+_OFF = word("gc_off")
 
 
 def watch(recorder: state.Recorder) -> None:
-    """Time the collections of the oldest generation from now on. Younger ones are short: they cost one comparison."""
-    words, began = recorder.page.words, 0
+    """Time the collections of the oldest generation from now on, if the hooks are compiled.
 
-    def collects(phase: str, info: dict[str, Any]) -> None:
-        nonlocal began
-        if info["generation"] < 2:
-            return
-        if phase == "start":
-            began = now_ns()
-        elif began:
-            words[_NS] += now_ns() - began
-            words[_COUNT] += 1
+    A callback in Python would swallow a Ctrl-C that comes during a collection: see `c/module.c`.
+    """
+    from distdiag.recorder.fast import accounts  # imports torch
 
-    gc.callbacks.append(collects)
+    timer = accounts.collection_timer(recorder.page)
+    if timer is not None:
+        gc.callbacks.append(timer)
 
 
 def poll(recorder: state.Recorder) -> None:

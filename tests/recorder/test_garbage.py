@@ -3,27 +3,87 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from distdiag.page.layout import word
 from distdiag.recorder import garbage
+from distdiag.recorder.fast import accounts
+
+compiled = pytest.mark.skipif(not accounts.COMPILED, reason="the hooks were not compiled at the install")
 
 
-def test_the_time_of_full_collections_is_summed() -> None:
-    words = [0] * (word("gc_off") + 1)
+@contextmanager
+def watched() -> Iterator[Any]:
+    """Yield the words of a page into which collections are timed."""
+    words = memoryview(bytearray(8 * (word("gc_off") + 1))).cast("Q")
     recorder: Any = SimpleNamespace(page=SimpleNamespace(words=words))
     before = list(gc.callbacks)
     try:
         garbage.watch(recorder)
+        yield words
+    finally:
+        gc.callbacks[:] = before
+
+
+@compiled
+def test_the_time_of_full_collections_is_summed() -> None:
+    with watched() as words:
         gc.collect(0)
         gc.collect(1)
         assert words[word("gc_count")] == 0
         gc.collect()
         gc.collect()
         assert words[word("gc_count")] == 2 and words[word("gc_ns")] > 0
-    finally:
-        gc.callbacks[:] = before
+
+
+@compiled
+def test_collections_of_a_forked_child_are_not_those_of_its_rank() -> None:
+    with watched() as words:
+        child = os.fork()
+        if child == 0:
+            gc.collect()
+            os._exit(words[word("gc_count")])
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+INTERRUPTED = """
+import gc, os, signal, threading, time
+from tests.recorder.test_garbage import watched
+keep = [[{"a": [i]}] for i in range(100_000)]
+
+def job():
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    began = time.monotonic()
+    while time.monotonic() - began < 20:
+        gc.collect()
+    return "not interrupted"
+
+with watched():
+    gc.collect()
+    try:
+        print(job())
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+
+
+def test_a_signal_during_a_collection_reaches_the_job() -> None:
+    """Python prints and drops what a callback of the collector raises."""
+    run = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60, check=False)
+    assert (run.stdout, run.stderr) == ("interrupted\n", "")
+
+
+def test_it_is_recorded_whether_collections_are_off() -> None:
+    words: Any = [0] * (word("gc_off") + 1)
+    recorder: Any = SimpleNamespace(page=SimpleNamespace(words=words))
     gc.disable()
     try:
         garbage.poll(recorder)

@@ -146,7 +146,7 @@ def misfit(module: Any) -> str:
         missing = [name for name in vars(made) if name != "_page" and not hasattr(getattr(module, cls.__name__), name)]
         if missing:
             return f"compiled hooks of another version: {cls.__name__} has no {missing[0]}"
-    return ""
+    return "" if hasattr(module, "CollectionTimer") else "compiled hooks of another version: no CollectionTimer"
 
 
 def _compiled() -> tuple[Any, str]:
@@ -179,6 +179,11 @@ def ledger(page: PageWriter, main_thread: int | None) -> Ledger:
         )  # fmt: skip
     made.main_thread = main_thread or 0
     return made
+
+
+def collection_timer(page: PageWriter) -> Callable[[str, dict[str, Any]], None] | None:
+    """Return a callback for `gc.callbacks` that times full collections into the page; None if it is not compiled."""
+    return None if _c is None else _c.CollectionTimer(page.words, word("gc_ns"), word("gc_count"))
 
 
 def fast_hook(shared: Ledger, name: str, slow: Callable[..., Any], of: Any = None) -> Callable[..., Any]:

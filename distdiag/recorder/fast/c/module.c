@@ -1,6 +1,7 @@
 /* The types that Python sees: fast_hook, Ledger, and the bases of LastCallSite, Model and Gradients; see hot.h. */
 
 #include "hot.h"
+#include <unistd.h>
 
 /* -- FastHook ------------------------------------------------------------------------------------------------------------- */
 
@@ -281,6 +282,70 @@ PyTypeObject LedgerType = {
   .tp_methods = ledger_methods,
 };
 
+/* -- CollectionTimer ------------------------------------------------------------------------------------------------------- */
+
+/* A callback of the garbage collector. In C, because Python prints and drops what a callback raises: a Ctrl-C that comes during a
+   collection is raised by the first Python code after it, which must be the job's own. */
+typedef struct {
+  PyObject_HEAD
+  Py_buffer view;
+  volatile uint64_t *ns, *count;
+  uint64_t began;
+  pid_t pid; /* a forked child inherits the callback and the page */
+} CollectionTimer;
+
+static int timer_init(CollectionTimer *t, PyObject *args, PyObject *kwargs) {
+  static char *names[] = {"words", "ns", "count", NULL};
+  PyObject *words;
+  Py_ssize_t ns, count;
+  if (t->view.obj != NULL) {
+    PyErr_SetString(PyExc_TypeError, "a timer is initialised once");
+    return -1;
+  }
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Onn", names, &words, &ns, &count)) return -1;
+  if (PyObject_GetBuffer(words, &t->view, PyBUF_WRITABLE) < 0) return -1;
+  if (ns < 0 || count < 0 || ns >= t->view.len / 8 || count >= t->view.len / 8) {
+    PyErr_SetString(PyExc_ValueError, "the words are not inside the page");
+    return -1;
+  }
+  t->ns = (volatile uint64_t *)t->view.buf + ns;
+  t->count = (volatile uint64_t *)t->view.buf + count;
+  t->pid = getpid();
+  return 0;
+}
+
+static PyObject *timer_call(CollectionTimer *t, PyObject *args, PyObject *kwargs) {
+  PyObject *phase = PyTuple_GET_SIZE(args) == 2 ? PyTuple_GET_ITEM(args, 0) : NULL;
+  PyObject *info = phase != NULL ? PyTuple_GET_ITEM(args, 1) : NULL;
+  if (info == NULL || !PyDict_Check(info) || !PyUnicode_Check(phase) || t->view.obj == NULL) Py_RETURN_NONE;
+  PyObject *generation = PyDict_GetItemString(info, "generation");
+  if (generation == NULL || !PyLong_Check(generation) || PyLong_AsLong(generation) < 2 || getpid() != t->pid)
+    Py_RETURN_NONE;
+  if (PyUnicode_CompareWithASCIIString(phase, "start") == 0) {
+    t->began = now_ns();
+  } else if (t->began) {
+    *t->ns += now_ns() - t->began;
+    *t->count += 1;
+  }
+  Py_RETURN_NONE;
+}
+
+static void timer_dealloc(CollectionTimer *t) {
+  PyBuffer_Release(&t->view);
+  Py_TYPE(t)->tp_free(t);
+}
+
+static PyTypeObject CollectionTimerType = {
+  PyVarObject_HEAD_INIT(NULL, 0).tp_name = "distdiag.recorder.fast._hot.CollectionTimer",
+  .tp_doc = "CollectionTimer(words, ns, count): sums the time of full collections, and counts them, in two words of the page.",
+  .tp_basicsize = sizeof(CollectionTimer),
+  .tp_flags = Py_TPFLAGS_DEFAULT,
+  .tp_new = PyType_GenericNew,
+  .tp_init = (initproc)timer_init,
+  .tp_call = (ternaryfunc)timer_call,
+  .tp_dealloc = (destructor)timer_dealloc,
+};
+
 /* -- CallFrame, ModelWords, GradientWords: bases of classes in Python -------------------------------------------------------- */
 
 #define BASE(type, dealloc, members)                                                                               \
@@ -369,7 +434,7 @@ static int export_constants(PyObject *m) {
 PyMODINIT_FUNC PyInit__hot(void) {
   static const struct { PyTypeObject *type; const char *name; } types[] = {
     {&LedgerType, "Ledger"}, {&CallFrameType, "CallFrame"}, {&ModelWordsType, "ModelWords"},
-    {&GradientWordsType, "GradientWords"}, {&FastHookType, "fast_hook"},
+    {&GradientWordsType, "GradientWords"}, {&FastHookType, "fast_hook"}, {&CollectionTimerType, "CollectionTimer"},
   };
   if (intern_names() < 0) return NULL;
   PyObject *m = PyModule_Create(&module);
