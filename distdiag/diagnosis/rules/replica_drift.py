@@ -138,7 +138,8 @@ def _drift(s: Snapshot, kind_of: str, ranks: list[int], split: bool) -> Finding 
     # as far apart as at the first sample: drifting replicas move apart with each step
     if averaged and not began_equal and distances[0] >= limits.constant * distances[-1]:
         cause = "different_init"
-    return _finding(s, cause, steps, {q: samples[q][steps[-1]].value for q in ranks}, began_equal, mild)
+    equal = max((k for k in common if k < steps[0]), default=None)
+    return _finding(s, cause, steps, {q: samples[q][steps[-1]].value for q in ranks}, equal, began_equal, mild)
 
 
 def _spread(values: Mapping[int, float]) -> float:
@@ -242,7 +243,7 @@ def _rates(s: Snapshot, drifting: list[int]) -> dict[int, float]:
 
 DRIFT = Template(
     kind, "gradients_not_synced",
-    "replicas drift apart since step {step}: {what} (checksums differ by {spread:.3g} at step {last})", "{cost}", "{do}",
+    "replicas drift apart since step {step} or earlier{equal}: {what} (checksums differ by {spread:.3g} at step {last})", "{cost}", "{do}",
     proved=True)  # fmt: skip
 LOGGED = Template(kind, "logged",
     "the logged value {name} was equal on all ranks in {n} steps, and differs since step {step}: {each}",
@@ -304,9 +305,15 @@ _ADVICE = {
 
 
 def _finding(
-    s: Snapshot, cause: str, steps: list[int], values: dict[int, float], began_equal: bool, mild: bool
+    s: Snapshot,
+    cause: str,
+    steps: list[int],
+    values: dict[int, float],
+    equal: int | None,
+    began_equal: bool,
+    mild: bool,
 ) -> Finding:
-    """Return the finding of replicas whose newest checksums are `values`, and which differ at `steps`."""
+    """Return the finding of replicas whose newest checksums are `values`, and which differ at `steps`, after they were equal at a step."""
     models = [m for r in s.ranks.values() for m in r.models]
     averaged = cause == "different_init" or (bool(models) and all(map(_averages, s.ranks.values())))
     averaged = averaged and cause not in ("buffers", "outside_ddp")
@@ -335,7 +342,7 @@ def _finding(
         severity=Severity.INFO if mild else Severity.WARNING if cause == "outside_ddp" else None,
         culprits=odd, victims=[q for q in ranks if q not in odd], step=steps[0], last=steps[-1],
         where=wheres(s, ranks, None, {q: _site(s.ranks[q], by_hand) for q in ranks}),
-        what=what, spread=_spread(values), do=_ADVICE[words + (" in DDP" if words == "different_init" and models else "")],
+        equal="" if equal is None else f" (equal at step {equal})", what=what, spread=_spread(values), do=_ADVICE[words + (" in DDP" if words == "different_init" and models else "")],
         cost=_COST.get("mild" if mild else cause, "each rank trains a different model; only one of them is saved"),
     )  # fmt: skip
 

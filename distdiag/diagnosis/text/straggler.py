@@ -91,7 +91,7 @@ FREEZE = (
     "call `gc.freeze()` once the model and the data are built: collections then leave those objects out; keep a large index in "
     "arrays instead of Python objects"
 )
-TOGETHER = "`gc.collect()` at the same step on all ranks"
+TOGETHER = "`gc.collect()` now and then, at the same step on all ranks"
 DO_IN_TURN = {
     "gc": f"let the ranks pause together: {TOGETHER}; {FREEZE}",
     "work": "let all ranks do that work in the same step, so that it costs one pause and not one for each rank; or do it less often",
