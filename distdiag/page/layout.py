@@ -279,7 +279,7 @@ class SampleKind(IntEnum):
     # a collective called by a rank outside its group, which returned at once; `name` is the operation
     NOT_A_MEMBER = 10
     UNFROZEN = 11  # parameters with gradients that were frozen when DDP was built; `name` is the first of them
-    OUTSIDE_DDP = 14  # checksum of parameters that an optimizer steps and no DDP module has; `name`: their number and the first shape
+    OUTSIDE_DDP = 14  # checksum of parameters that an optimizer steps and no DDP module was built with; `name`: their number and the first shape
     THREAD_ENDED = 13  # a thread of the script ended by an exception; `name` is its text
     INFINITE_LOSS = 12  # several in a row, all with finite gradients
     NAN_INPUT = 8  # the batch of a non-finite loss contains NaN

@@ -34,7 +34,7 @@ def sampled(*optimizers: tuple[Any, ...], synced: int = 3, ignored: int = 0) -> 
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     model = SimpleNamespace(
-        trained=lambda: list(net.named_parameters())[ignored:], parameters=lambda: list(net.parameters()),
+        trained=lambda: list(net.named_parameters())[ignored:], built_with=frozenset(map(id, net.parameters())),
         slot=SimpleNamespace(synced_backwards=synced), buffer_places=[], ref=lambda: None,
     )  # fmt: skip
     written: Any = Written()
@@ -62,7 +62,7 @@ def test_equal_replicas_have_equal_keys() -> None:
     assert parameters_of_rank(0, 1, 2, 3) == parameters_of_rank(0, 1, 2, 3)
 
 
-def test_parameters_that_no_ddp_module_has_are_sampled_apart() -> None:
+def test_parameters_that_no_ddp_module_was_built_with_are_sampled_apart() -> None:
     """A loss with weights of its own, in the optimizer of the model or in its own."""
     whole, head = sampled((0, 1, 2, 3)), nn.Linear(8, 20)
     assert SampleKind.OUTSIDE_DDP not in whole

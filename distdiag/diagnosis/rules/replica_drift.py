@@ -261,7 +261,7 @@ _WHAT = {
     "some_steps": "DDP averages gradients before some of the optimizer steps only: {passes:,} backward passes in {steps:,} steps",
     "never_averaged": "nothing averages their gradients: no DDP, and no collective that exchanges a tensor",
     "partly_averaged": "all gradients were averaged before, but not those of the parameters that have been trained since",
-    "outside_ddp": "the optimizer steps {outside} that no DDP module has, so nothing averages their gradients",
+    "outside_ddp": "the optimizer steps {outside} that no DDP module had when it was built, so nothing averages their gradients",
     "different_init": "gradients are averaged, but the replicas began with different values",
     "split_module": "they split one module between them (DTensor), and differ in the parameters that each of them has whole",
     "buffers": "their buffers differ, and broadcast_buffers is off",
@@ -282,8 +282,8 @@ _ADVICE = {
     "wraps",
     "some_steps": "let the last backward pass before each optimizer step average, outside `no_sync()` and through the DDP-wrapped model: "
     "also where the end of an epoch cuts an accumulation short",
-    "outside_ddp": "put these parameters into the module that DDP wraps, or wrap the module that holds them in DDP, too; if each rank is to "
-    "have its own, ignore this",
+    "outside_ddp": "put these parameters into the module before DDP wraps it (wrap it again after a layer was added), or wrap the module that "
+    "holds them in DDP, too; if each rank is to have its own, ignore this",
     "never_averaged": "wrap the model in DistributedDataParallel: the loader splits the data by rank, so each rank trains "
     "its own model on its part of the data",
     "partly_averaged": "average the gradients of all parameters that are trained: rebuild the list or bucket of gradients after "

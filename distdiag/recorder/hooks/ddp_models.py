@@ -77,6 +77,7 @@ def constructed(accounting: StepAccounting, ddp: Any, slot: ModelSlot, by_librar
     ignored = getattr(ddp, "parameters_to_ignore", None) or ()
     with unseen():
         m.trained()  # now: DDP numbers the parameters that require a gradient while it is built
+        m.built_with = frozenset(map(id, ddp.module.parameters()))
         m.frozen = [(n, p) for n, p in ddp.module.named_parameters() if not p.requires_grad and n not in ignored]
         if accounting.recorder.device is None:
             accounting.recorder.device = cuda_index(ddp.module.parameters())

@@ -28,7 +28,7 @@ def checksum_due(step: int) -> bool:
 
 class _Compared(NamedTuple):
     """Parameters of one optimizer: those that must be equal, their elements, a hash of their names, the ranks ("": all), and those
-    that no DDP module has."""
+    that no DDP module had when it was built."""
 
     params: list[Any]
     elements: int
@@ -80,7 +80,7 @@ class ReplicaChecksums:
         """Return what to compare of an optimizer; cached while the number of its parameters is unchanged.
 
         With DDP: the parameters that DDP wraps (layers that it ignores, such as experts, differ by design), and apart from them those
-        that no DDP module has. If some are sharded (DTensor): those that are whole on each rank of a dimension of their mesh; shards
+        that no DDP module had when it was built. If some are sharded (DTensor): those that are whole on each rank of a dimension of their mesh; shards
         differ by design. The names matter where each rank's optimizer has other parameters of equal shapes:
         ZeroRedundancyOptimizer gives the layers of a model to different ranks.
         """
@@ -94,7 +94,7 @@ class ReplicaChecksums:
             ]
             if len(params) == n:
                 names = {id(p): f"{i}.{name}" for i, m in enumerate(models) for name, p in m.trained()}
-                inside = {id(p) for m in models for p in m.parameters()}
+                inside = frozenset().union(*(m.built_with for m in models))
                 outside = [p for p in params if id(p) not in inside] if inside else []
                 params = [p for p in params if id(p) in names] or outside or params
                 which = zlib.crc32(repr([names.get(id(p)) for p in params]).encode())

@@ -70,6 +70,8 @@ class Model(ModelWords):
         self.ref = weakref.ref(ddp, self._gone)
         # its parameters and the owners of its buffers, once requested; freed with the module
         self.named: list[tuple[str, Any]] | None = None
+        # ids of its parameters when DDP was built, also of those that it ignores or that were frozen: it gets no others
+        self.built_with: frozenset[int] = frozenset()
         self.frozen: list[tuple[str, Any]] = []  # parameters that DDP left out, until one of them is trained
         self.frozen_next = self.frozen_forwards = 0
         self.buffer_places: list[tuple[Any, str]] | None = None
@@ -101,11 +103,6 @@ class Model(ModelWords):
             self.named = [(n, p) for n, p in named if p.requires_grad and n not in ignored]
         return self.named
 
-    def parameters(self) -> list[Any]:
-        """Return all parameters of the module, also those that DDP ignores or that were frozen."""
-        ddp = self.ref()
-        return list(ddp.module.parameters()) if ddp is not None else []
-
     def _gone(self, _: object) -> None:
         self.named = self.buffer_places = None
-        self.frozen = []
+        self.frozen, self.built_with = [], frozenset()
