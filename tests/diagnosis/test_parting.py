@@ -536,6 +536,31 @@ def test_what_logging_formats_is_under_the_condition_of_its_level() -> None:
         assert part(before, stack, [("A", "train")]) == []
 
 
+def test_frames_are_equal_whether_or_not_one_knows_its_callers() -> None:
+    """The site of a call in a helper has its callers, those of a call in a loop have none."""
+    text, at = places("""
+    def finish():
+        barrier()  # A
+
+    def run(batches):
+        while not stopped():
+            train(batches)  # B
+        finish()  # C
+
+    def main():
+        run(load())  # D
+
+    main()  # E
+    """)
+    site = Site(FILE, at["E"], "<module>")
+    mine: tuple[Site, ...] = (site,)
+    for line, function in ((at["D"], "main"), (at["C"], "run"), (at["A"], "finish")):
+        site = Site(FILE, line, function, site)
+        mine = (site, *mine)
+    theirs = Site(FILE, at["B"], "run"), Site(FILE, at["D"], "main"), Site(FILE, at["E"], "<module>")
+    assert [(c.text, c.way) for c in parting(mine, theirs, {FILE: text}.get)] == [("while not stopped()", Way.LEFT)]
+
+
 def test_a_loop_that_an_exception_can_have_left_has_not_ended_early_for_sure() -> None:
     text, at = places("""
     def fit(batch):

@@ -15,6 +15,11 @@ _COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>")  # frames of their o
 COMPARED = 8  # ranks that wait, of which the one nearest to the culprit in the source is compared with it
 
 
+def frames(stack: Sequence[Site]) -> Sequence[Site]:
+    """Return the sites of a stack without the callers that one of them may know: equal frames are equal then."""
+    return [Site(x.file, x.line, x.function) for x in stack]
+
+
 def with_callers(stack: Sequence[Site], source: Source) -> tuple[Site, ...]:
     """Return the stack with callers that match what is below them.
 
@@ -123,7 +128,7 @@ def dispatched(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> 
 
     What is called there decides: no condition in either function has led them apart.
     """
-    a, b = list(reversed(mine)), list(reversed(theirs))
+    a, b = list(reversed(frames(mine))), list(reversed(frames(theirs)))
     same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
     if not 0 < same < min(len(a), len(b)) or function_key(a[same], source) == function_key(b[same], source):
         return False

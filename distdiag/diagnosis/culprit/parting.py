@@ -85,13 +85,15 @@ class _Path(NamedTuple):
 
 
 def _from_one_caller(mine: Sequence[Site], theirs: Sequence[Site]) -> tuple[Sequence[Site], Sequence[Site]]:
-    """Return both stacks from their outermost common function on: a traceback begins where a launcher in Python runs the script."""
+    """Return the frames of both stacks from their outermost common function on: a traceback begins where a launcher in Python runs the
+    script."""
 
     def within(stack: Sequence[Site], outer: Sequence[Site]) -> Sequence[Site]:
         places = [(x.file, x.function) for x in stack]
         last = (outer[-1].file, outer[-1].function) if outer else None
         return stack[: places.index(last) + 1] if last in places else stack
 
+    mine, theirs = callers.frames(mine), callers.frames(theirs)
     return within(mine, theirs), within(theirs, mine)
 
 
