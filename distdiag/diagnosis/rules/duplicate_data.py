@@ -14,7 +14,7 @@ from typing import Any
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.comparison import vetoed
 from distdiag.diagnosis.facts import Facts
-from distdiag.diagnosis.model.findings import Abstained, Finding, Severity
+from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Loader, Snapshot
 from distdiag.diagnosis.rules.replica_drift import limits as averaged
 from distdiag.diagnosis.text.phrases import wheres
@@ -36,10 +36,10 @@ class Limits:
 
 limits = Limits()
 _REPEATED = "{repeated} of {world} ranks repeat the work of another"
-SAME_BATCHES = Template(kind, "same_batches_on_ranks", "{victims} train on the same batches{site}", _REPEATED,
+SAME_BATCHES = Template(kind, "same_batches_on_ranks", "{same} train on the same batches{site}{also}", _REPEATED,
     "{do}", proved=True)  # fmt: skip
 SAME_LABELS = Template(kind, "same_batches_on_ranks",
-    "{victims} train on batches with the same labels{site}: the same samples, augmented differently, or other "
+    "{same} train on batches with the same labels{site}{also}: the same samples, augmented differently, or other "
     "samples with the same pattern of labels", _REPEATED, "{do}")  # fmt: skip
 SAME_WORK = Template(kind, "same_batches_on_ranks",
     "there is no process group, and {victims} train the same model on the same batches{site}: their parameters "
@@ -58,6 +58,8 @@ _DO = {
     "labels": "compare a few samples of two ranks; nothing to do if each rank reads its own shards",
     "iterable": "let each rank read its own part: split by rank and worker where the data are read (`__iter__` of the dataset: part rank * "
     "workers + worker id of world size * workers); an IterableDataset takes no sampler",
+    "parts": "{world} ranks get {parts} different parts of the data: give the sampler each rank's own number among all that average their "
+    "gradients, or use a DistributedSampler(dataset); if ranks share a batch by intent (tensor parallelism), ignore this",
     "no sampler": "give the DataLoader a DistributedSampler(dataset)",
     "dataset": "the DistributedSampler is correct, but the dataset makes the same samples from different indices; seed NumPy and random "
     "with seed + rank (in workers: worker_init_fn), or draw each sample from a generator seeded by its index",
@@ -110,11 +112,18 @@ def _halves(prints: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def same_data(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    """True if the first batches of two rows of fingerprints are the same data, by labels or by values."""
+    """True if the first batches of two rows of fingerprints are the same data, by labels or by values.
+
+    A batch without a fingerprint (0) has none on any rank that gets it.
+    """
     n = min(len(a), len(b))
-    if n < limits.times:
-        return False
-    return any(x == y and 0 not in x and len(set(x)) == n for x, y in zip(_halves(a[:n]), _halves(b[:n]), strict=True))
+    return any(x == y and _identify(x) for x, y in zip(_halves(a[:n]), _halves(b[:n]), strict=True))
+
+
+def _identify(half: tuple[int, ...]) -> bool:
+    """True if enough of these batches have fingerprints, all different."""
+    known = [x for x in half if x]
+    return len(known) >= limits.times and len(set(known)) == len(known)
 
 
 def _only_labels_equal(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
@@ -125,8 +134,7 @@ def _only_labels_equal(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
 
 def _comparable(prints: tuple[int, ...]) -> bool:
     """True if the labels or the values of enough batches have fingerprints."""
-    n = limits.times
-    return len(prints) >= n and any(0 not in half for half in _halves(prints[:n]))
+    return any(map(_identify, _halves(prints)))
 
 
 # -- the same batches on several ranks -------------------------------------------------------------------------------
@@ -144,7 +152,7 @@ def _groups(loaders: dict[int, Loader]) -> list[list[int]]:
         if found is None:
             groups.append(found := [])
             for b in begins:
-                if len(b[1]) == limits.times and 0 not in b[1]:
+                if len(b[1]) == limits.times and any(b[1]):
                     near.setdefault(b, []).append(found)
         found.append(q)
     return [g for g in groups if len(g) > 1]
@@ -194,7 +202,14 @@ def _same_batches(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding |
     else:
         do = "dataset" if all(x.sampler_fits for x in mine) else "sampler"
     template, repeated = SAME_LABELS if labels else SAME_BATCHES, len(ranks) - len(groups)
-    yield _found(template, s, loaders, ranks, severity=severity, repeated=repeated, do=_DO[do])
+    if len(groups) > 1 and do == "no sampler":
+        do = "parts"
+    others = [rank_list(g) for g in groups[1:4]]
+    yield _found(
+        template, s, loaders, ranks, severity=severity, repeated=repeated, same=rank_list(groups[0]),
+        also=f", and so do {', '.join(others)}" + (", …" if len(groups) > 4 else "") if others else "",
+        do=_DO[do].format(parts=s.world_size - repeated, world=s.world_size),
+    )  # fmt: skip
 
 
 def _same_order(x: Loader) -> bool:
@@ -208,7 +223,7 @@ def _same_order(x: Loader) -> bool:
     labels, before = _halves(x.first_fingerprints)[0], _halves(x.previous_fingerprints)[0]
     n = min(len(labels), len(before))
     later = x.sampler_epoch == 0 and x.iterations_started >= limits.times
-    same_labels = n >= limits.times and labels[:n] == before[:n]
+    same_labels = n >= limits.times and labels[:n] == before[:n] and 0 not in labels[:n]
     return same_data(x.first_fingerprints, x.previous_fingerprints) or (later and same_labels)
 
 

@@ -310,7 +310,10 @@ def _crc(t: torch.Tensor, distinct: int) -> int:
     if t.dtype not in _C_TYPES or not has_memory(type(t)):
         return 0
     t = t.as_subclass(torch.Tensor)
-    flat = t if t.is_contiguous() else t.detach()[:1].reshape(-1).contiguous()
+    flat = t
+    if not t.is_contiguous():  # rows enough for all that is read
+        rows = -(-len(_SCATTERED) * t.shape[0] // max(1, t.numel()))
+        flat = t.detach()[:rows].reshape(-1).contiguous()
     n, at = flat.numel(), flat.data_ptr()
     if not n or not at:
         return 0

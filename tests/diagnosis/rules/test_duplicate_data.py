@@ -124,6 +124,27 @@ def test_a_sampler_that_stays_at_epoch_0_is_reported_although_values_are_augment
 
     assert only(still(0, 0)).victims == (0, 1)
     assert still(3, 0) == [] and still(0, 1) == []
+    # a new sampler for each task, whose labels are too few to identify a batch
+    fresh = {"shuffle": True, "distributed_sampler": True, "iterations_started": 5, "sampler_epoch": 0}
+    few = [loader(first_fingerprints=(1, 2, 3, 4), previous_fingerprints=(5, 6, 7, 8), **fresh)] * 2
+    assert [f for f in duplicates(*few) if f.cause == "same_order_every_epoch"] == []
+
+
+def test_ranks_that_share_their_batches_in_pairs_are_named_in_pairs() -> None:
+    mine = {"dataset_length": 640, "distributed_sampler": False}
+    loaders = [loader(first_fingerprints=prints(1 + q // 2), **mine) for q in range(4)]
+    s = job(*(rank(q, loaders=(x,)) for q, x in enumerate(loaders)))
+    f = only([f for f in data(s, PLAIN) if f.kind == "duplicate_data"])
+    assert "ranks 0, 1 train on the same batches" in f.message and f.message.endswith(", and so do ranks 2, 3")
+    assert "4 ranks get 2 different parts of the data" in f.advice and f.cost.startswith("2 of 4 ranks repeat")
+
+
+def test_a_batch_without_a_fingerprint_does_not_hide_that_the_others_are_the_same() -> None:
+    """A first batch of few tokens identifies nothing, on no rank that gets it."""
+    some = (prints(1)[0], 0, *prints(1)[2:])
+    assert only(duplicates(*[loader(first_fingerprints=some)] * 2)).victims == (0, 1)
+    assert duplicates(loader(first_fingerprints=some), loader(first_fingerprints=prints(1))) == []
+    assert duplicates(*[loader(first_fingerprints=(0, 0, *prints(1)[:2]))] * 2) == []
 
 
 def without_group(difference: float, *ops: str) -> list[Finding]:
