@@ -40,8 +40,10 @@ for step in range(40):
         ("[10, 30]", "[10]", False, range(30, 31)),
         # a scaler drops the first steps until its scale fits; from 20 on it drops them all
         ("range(20, 40)", "[]", True, range(2, 21)),
+        # four in turn with good ones
+        ("[3, 5, 7, 9]", "[3, 5, 7, 9]", False, range(7, 8)),
     ],
-    ids=["dropped by hand", "dropped by a scaler"],
+    ids=["dropped by hand", "dropped by a scaler", "dropped again and again"],
 )
 def test_a_nonfinite_loss_is_reported_once_a_step_uses_it_or_steps_stop(
     nan: str, dropped: str, scales: bool, steps: range, tmp_path: Path

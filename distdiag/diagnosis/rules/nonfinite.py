@@ -44,6 +44,11 @@ HARMLESS = Template(kind, "loss",
     "averages and logs of the loss are infinite, too",
     "if the loss is not scaled by a large factor: check the batch, and logarithms and divisions in the loss",
     proved=True, severity=Severity.INFO)  # fmt: skip
+DROPPED = Template(kind, "loss",
+    "loss is {value} on {on} again and again, as in step {step}{site}; no update used it",
+    "the updates of such steps are lost on all ranks that average with it",
+    "check the batches of {on} in which that happens (no target, a division by zero, a logarithm of zero), and leave out the sample, not the step",
+    proved=True, severity=Severity.WARNING)  # fmt: skip
 _DO = {
     "input": "look for NaN in the data, and drop or repair such samples: the batch of step {step} has some",
     "everywhere": "check the batches of step {step}, the collectives in forward, and the learning rate",
@@ -56,9 +61,16 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     """Yield the first value that is not finite."""
     s = facts.snapshot
     found = [(r.rank, x) for r in s.ranks.values() for x in r.samples if x.kind.startswith("nonfinite")]
-    infinite = [(r.rank, x) for r in s.ranks.values() for x in r.samples if x.kind == "infinite_loss"]
+    infinite, dropped = (
+        [(r.rank, x) for r in s.ranks.values() for x in r.samples if x.kind == kind_of]
+        for kind_of in ("infinite_loss", "dropped_loss")
+    )
     if found:
         yield _finding(s, found)
+    elif dropped:
+        first = min(x.step for _, x in dropped)
+        common = _common(s, [(q, x) for q, x in dropped if x.step == first])
+        yield DROPPED(victims=sorted(s.ranks) if common["on"] == "all ranks" else (), **common)
     elif infinite:
         chosen, _ = _deciding(s, infinite)  # several in a row, while their gradients are finite
         common = _common(s, chosen)

@@ -16,6 +16,7 @@ from distdiag.recorder.unseen import has_memory, unseen
 
 REPORTS = 4
 BAD_LOSSES = 8  # consecutive losses without an optimizer step: more than a GradScaler needs to find its scale
+DROPPED = 4  # losses that are NaN, whose steps were dropped: one bad batch is no fault
 
 
 class NonFinite:
@@ -23,7 +24,7 @@ class NonFinite:
 
     def __init__(self, recorder: state.Recorder, ledger: Ledger, samples: Samples) -> None:
         self.header, self.ledger, self.samples = recorder.header, ledger, samples
-        self._reported = 0
+        self._reported = self._dropped = 0
         self.suspects: list[tuple[SampleKind, int, float, Any, int]] = []  # kind, step, value, parameter, site
         self._harmless = False  # the gradients of the suspected losses are finite
         self.local_gradients = False  # gradients are checked before they are averaged
@@ -118,8 +119,17 @@ class NonFinite:
         self._harmless = finite and bool(gradients or self.local_gradients)
         if skipped is None and not finite:
             self._report_suspects()
+        elif not self.ledger.bad_losses:
+            self._drop()
         # a loss that is never finite again is reported even if its gradients are
         self.suspects = [x for x in self.suspects if self.ledger.bad_losses and x[0] is SampleKind.NONFINITE_LOSS]
+
+    def _drop(self) -> None:
+        """Count a loss that was NaN and whose step was dropped; report the fourth."""
+        lost = next((x for x in self.suspects if x[0] is SampleKind.NONFINITE_LOSS and x[2] != x[2]), None)
+        self._dropped += lost is not None
+        if lost is not None and self._dropped == DROPPED:
+            self.samples.write(SampleKind.DROPPED_LOSS, lost[1], lost[2], site=lost[4])
 
     def _check_gradient(self, optimizer: Any, step: int) -> None:
         probe = self._probe
