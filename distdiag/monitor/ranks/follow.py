@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter, deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from distdiag import source_files
 from distdiag.diagnosis.model.snapshot import Call, Sample, Site, Step
 from distdiag.diagnosis.model.visits import Visits
 from distdiag.diagnosis.step_times import LIMITS
@@ -26,6 +29,8 @@ _VERSION, _DEPTH, _STACK, _STACK_PHASE = map(word, ("stack_version", "stack_dept
 _NO, _DDP = _MAY_COMPUTE = int(Blocked.NO), int(Blocked.DDP)
 # innermost Python frames of calls in which C++ waits for a collective
 _CPP_WAITS = ("_functional_collectives.", "_ops.")
+# a user's line that waits for the future of a collective, which has no frame in Python: `work.get_future().wait()`
+_FUTURE = re.compile(r"(?:\bfut\w*|get_future\(\)|(?:collect|wait)_all\(.*\))\.(?:wait|value)\(|\bfutures\.wait_all\(")
 _PHASES = [p.name.lower() for p in Phase]
 ROUTINE_SAMPLES = frozenset(
     {SampleKind.PARAMETERS, SampleKind.BUFFERS, SampleKind.REDUCED, SampleKind.AVERAGED, SampleKind.LEARNING_RATE,
@@ -265,8 +270,13 @@ class RankHistory:
         return name.removeprefix(layout.BACKEND_FRAME) if name.startswith(layout.BACKEND_FRAME) and not old else ""
 
     def in_cpp_wait(self) -> bool:
-        """True if the last sample of the main thread is in torch's Python code that calls C++ collectives."""
-        return self._decoder.text(self._decoder.header.raw_innermost).startswith(_CPP_WAITS)
+        """True if the last sample of the main thread is in a call in which C++ waits for a collective: torch's, or a future's."""
+        raw = self._decoder.text(self._decoder.header.raw_innermost)
+        site = next(iter(self._decoder.stack()), None)
+        if raw.startswith(_CPP_WAITS) or site is None:
+            return raw.startswith(_CPP_WAITS)
+        own = raw == f"{Path(site.file).stem}.{site.function}"
+        return own and _FUTURE.search(source_files.line(site.file, site.line)) is not None
 
     def taken(self) -> tuple[list[Step], list[tuple[Call, float]]]:
         """Return the steps and closed calls since the last call of this method."""
