@@ -335,3 +335,40 @@ def test_a_tag_that_jumps_is_told_as_a_tag_and_not_as_another_call() -> None:
     (found,) = proved(Snapshot(t_s=9.0, world_size=2, ranks=ranks, groups=groups))
     assert found.culprits == (1,) and "had followed" not in found.message
     assert "the tag of its" in found.message
+
+
+WORKER = """
+def run(server):
+    for x in files:
+        send(server, grad(x))  # 3
+        recv(server)  # 4
+
+def report():
+    barrier()  # 7
+
+run(0)  # 9
+report()  # 10
+"""
+
+
+def test_a_rank_that_has_left_the_loop_of_the_message_that_was_due_is_said_to() -> None:
+    """A worker has fewer files than the others; the server waits for its next gradient."""
+    assert all(line.endswith(f"# {n}") for n, line in enumerate(WORKER.strip().splitlines(), 1) if "#" in line)
+
+    def site(line: int, function: str) -> Site:
+        return Site("pipe.py", line, function)
+
+    ends = Call(op="barrier", group="default_pg", seq=1, site=Site("pipe.py", 7, "report", site(10, "<module>")))
+    worker = [msgspec.structs.replace(message(op, 0, 0, nth=n), site=site(line, "run"))
+              for n in range(1, 61) for op, line in (("send", 3), ("recv", 4))]  # fmt: skip
+    server = [message(op, 1, line, nth=n) for n in range(1, 62) for op, line in (("recv", 21), ("send", 22))][:-1]
+    ranks = {
+        0: RankState(rank=0, calls=tuple(server), blocked=server[-1], p2p_issued={"recv:1:0:default_pg": 61, "send:1:0:default_pg": 60}),
+        1: RankState(rank=1, calls=(*worker, ends), blocked=ends, enqueued={"default_pg": 1},
+                     p2p_issued={"send:0:0:default_pg": 60, "recv:0:0:default_pg": 60}),
+    }  # fmt: skip
+    groups = {"default_pg": Group(name="default_pg", ranks=(0, 1))}
+    source = {"pipe.py": WORKER.strip()}.get
+    (found,) = proved(Snapshot(t_s=9.0, world_size=2, ranks=ranks, groups=groups), source=source)
+    assert found.message.startswith("rank 1 left the loop before send (pipe.py:3): `for x in files` (pipe.py:2); ")
+    assert "run equally often on all ranks" in (found.advice or "")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from distdiag.diagnosis.culprit import callers
 from distdiag.diagnosis.culprit.case import Case, Reason, Testimony
-from distdiag.diagnosis.culprit.parting import Condition, Way, parting, short_rounds
+from distdiag.diagnosis.culprit.parting import Condition, Way, left_around, parting, short_rounds
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState
 from distdiag.diagnosis.text.parting import decision_advice
@@ -44,6 +44,17 @@ def pattern(case: Case) -> Testimony | None:
     conditions = tuple(short_rounds(made, case.source) if turn.again else parting(made, due, case.source, changed=True))
     text += f": after {op_at(turn.after)} it made {op_at(turn.made)}, where {op_at(turn.due)} had followed each of the last {turn.times:,} times"
     if not turn.left_out and not turn.returned and {c.way for c in conditions} != {Way.ALONE}:
+        if turn.after.site is not None and turn.due.site is not None:
+            left = left_around(turn.after.site, turn.due.site, turn.made.site, case.source)
+            if left:
+                head = f"rank {rank} left the loop before {op_at(turn.due)}"
+                return Testimony(
+                    ranks=(rank,),
+                    head=head,
+                    text=text,
+                    conditions=tuple(left),
+                    advice=decision_advice(left[0], (rank,), turn.due),
+                )
         return Testimony(ranks=(rank,), text=text)  # it may have come to the end of its loop, or of its epoch
     sends = all(call is not None and call.op.endswith("send") for call in case.calls.values())
     if sends and turn.again and not conditions:  # what was due may come next

@@ -404,6 +404,27 @@ def left_loop(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> l
     return found if {c.way for c in found} == {Way.LEFT} else []
 
 
+def left_around(after: Site, due: Site, made: Site | None, source: Source) -> list[Condition]:
+    """Return the conditions by which a rank can have left the loop in which it made a call, and another was due.
+
+    Args:
+        made: The call that it made instead; nothing if that is in the function of the loop, too.
+    """
+    ends, here = [x.path[-1] for x in (after, due)], made.path if made is not None else ()
+    places = {(x.file, x.function) for x in ends}
+    if len(places) > 1 or any((x.file, x.function) in places for x in here):
+        return []
+    around, others = (
+        [p for p in _guards([x], 0, source, True) if p.guard.kind is Kind.INSIDE] for x in callers.frames(ends)
+    )
+    loop = next((p for p in reversed(around) if p.guard.key in {q.guard.key for q in others}), None)
+    for sort in ([*_ways_out(loop, (ast.Break, ast.Return))], [loop]) if loop is not None else ():
+        found = (_condition(p, source, Way.LEFT) for p in sort if _can_differ(p, source, alive=True))
+        if conditions := [c for c in found if c is not None]:
+            return conditions[-SHOWN:]
+    return []
+
+
 # -- conditions on the rank --------------------------------------------------------------------------------------------
 
 
