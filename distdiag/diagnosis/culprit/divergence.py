@@ -237,7 +237,7 @@ def accuse(case: Case) -> Testimony | None:
     if made == due:  # one line, in a wrapper for all calls: the arguments differ
         sizes = (compatible.elements(call) if call is not None else None for call in (first.made, first.due))
         made, due = (f"{made} of {count(n, 'element')}" if n is not None else made for n in sizes)
-    did = "ended its step" if first.made is None else f"made {made}"
+    did = "made an optimizer step" if first.made is None else f"made {made}"
     text = f"; all ranks had kept one order of calls; here {rank_list(side)} {did} where {due} was due"
     if made == due:
         text = (

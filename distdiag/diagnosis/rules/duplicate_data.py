@@ -76,7 +76,9 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     elif (veto := vetoed(NOT_ONE_MODEL, s)) is not None:
         yield veto
     elif any(1 < len(g.ranks) < s.world_size and name in used for name, g in s.groups.items()):
-        yield Abstained("the ranks use smaller groups: model-parallel ranks read the same batches by design")
+        yield Abstained(
+            "the ranks use smaller groups, as model-parallel ranks do, which read the same batches by design"
+        )
     elif len(loaders) < 2 and (n := _equal_losses(s)):
         yield _found(EQUAL_LOSSES, s, {}, sorted(s.ranks), n=n, do=_DO["fed"], repeated=len(s.ranks) - 1)
     elif len(loaders) < 2:

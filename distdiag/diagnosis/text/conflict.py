@@ -36,8 +36,8 @@ _ADVICE = {
     "with fewer rounds; let all ranks decide together",
     "order_mismatch": "issue the collectives in the same order, and equally often, on all ranks: compare {both}; "
     "it is enough that {second} {second:calls|call} {a} first, or {first} {b}",
-    "shape": "compare the tensors at {both}: a parameter, bucket or last batch differs between ranks, or the order "
-    "of the calls does (a loop over a set, or over names that each rank collects itself)",
+    "shape": "compare the tensors at {both}: a size that comes from the data (a count of classes without minlength, a mask, the last batch), "
+    "a parameter or bucket, or the order of the calls (a loop over a set, or over names that each rank collects itself) differs between ranks",
     "activations": "give all ranks of the group inputs of the same size: a collective in a module's `forward` is as large as the rank's own "
     "batch, and ranks that share one (tensor, sequence or context parallel) must not leave out or load batches by themselves: compare the batches of {both}",
     "dtype": "on {first} cast the tensor to {theirs} before the call{either}: it may come from Python or "

@@ -89,7 +89,9 @@ def advice(snapshot: Snapshot, verdict: Verdict, calls: dict[int, tuple[Wait, Ca
             mutual = any(c.peer in calls and calls[c.peer][1].peer == q for q, (_, c) in calls.items())
             if not first and not mutual:
                 return _PARTNERS
-            return f"pair sends with receives: isend/irecv or batch_isend_irecv{first}; check peers, tags and how many each side makes"
+            pair = f"pair sends with receives: isend/irecv or batch_isend_irecv{first}"
+            equal = "see whether both sides make equally many messages (micro-batches, a shorter last batch), with these peers and tags"
+            return f"{pair}; else {equal}" if first else f"{equal}; if so, {pair}"
         case "group":
             return "pass the same process group on all ranks at this call"
     if any(c.op == "new_group" for _, c in calls.values()):
