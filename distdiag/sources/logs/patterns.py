@@ -289,6 +289,8 @@ TABLE: tuple[Pattern, ...] = (
     _row("launch", F, "Setting OMP_NUM_THREADS", r"Setting OMP_NUM_THREADS environment variable for each process"),
     _row("launch", F, "WORLD INFO DICT", r"WORLD INFO DICT"),
     _row("launch", F, "Initializing distributed: GLOBAL_RANK", r"Initializing distributed: GLOBAL_RANK: 0,"),
+    _row("requeued", F, "SLURM_RESTART_COUNT", r"\bSLURM_RESTART_COUNT\W{1,3}[1-9]"),
+    _row("requeued", F, "allocated resources", r"\bjob \d+ has been allocated resources"),
     _row("closing", F, " closing signal", r"Sending process (?P<pid>\d+) closing signal"),
     _row("nodes_wanted", F, "min_nodes", r"\bmin_nodes\s{1,20}: (?P<nodes>\d{1,6})\b"),
     _row("node_came", F, "attempts to join the next", r"The node '(?P<node>[^']{1,200}?)_\d{1,9}_\d{1,9}' attempts to join the next"),

@@ -275,14 +275,18 @@ def _stopped(found: Collected) -> str | None:
         or found.named("terminated")
         or found.named("interrupted")
     ):
-        fields = {key: value.lower() if key == "why" else value for key, value in f.fields.items()}
-        if f.name == "terminated":
-            return _stopped_by(fields.get("name") or signal_name(f.number("signal") or 0))
-        pod = fields.get("pod", "")
+        pod = f.fields.get("pod", "")
         rank = found.rank_of.get((pod, ""))
-        fields["pod"] = (f"pod {pod}" if pod else "the pod") + (f" (rank {rank})" if rank is not None else "")
-        return f"{STOPPED_BY} {STOPS[f.name].format_map({'why': 'cancelled'} | fields)}"
+        return _stop(f, (f"pod {pod}" if pod else "the pod") + (f" (rank {rank})" if rank is not None else ""))
     return None
+
+
+def _stop(f: Fact, pod: str = "the pod") -> str:
+    """Return what a line says of a stop from outside."""
+    fields = {key: value.lower() if key == "why" else value for key, value in f.fields.items()} | {"pod": pod}
+    if f.name == "terminated":
+        return _stopped_by(fields.get("name") or signal_name(f.number("signal") or 0))
+    return f"{STOPPED_BY} {STOPS[f.name].format_map({'why': 'cancelled'} | fields)}"
 
 
 def _stopped_by(signal: str) -> str:
@@ -309,7 +313,9 @@ def _of_the_past(past: list[Fact]) -> str:
 
 
 def _in_short(f: Fact) -> str:
-    """Return who failed, how, and on which line."""
+    """Return who failed, or what stopped the job, and on which line."""
+    if f.role is Role.STOP:
+        return f"{_stop(f)} on line {f.line:,}"
     rank = next((r for r in (f.rank, f.who.rank, f.number("r")) if r is not None), None)
     node = f"node {f.fields['node']}" if "node" in f.fields else ""
     known = MEANINGS.get(f.name)
@@ -350,8 +356,9 @@ def _notes(found: Collected, findings: Sequence[Finding], judged: bool) -> list[
         notes.append(f"no {other}message that distdiag knows; the last lines that look like errors: {lines}")
     if found.left_out:
         how = f": {'; '.join(map(_in_short, found.before[-2:]))}" if found.before else ""
+        ended = "ended" if any(f.role is Role.STOP for f in found.before) else "failed"
         notes.append(
-            f"judged: the last run in the log; {count(found.left_out, 'run')} before it (restarted, or appended) failed, too{how}"
+            f"judged: the last run in the log; {count(found.left_out, 'run')} before it (restarted, or appended) {ended}, too{how}"
         )
     if not found.recorded:
         ended = "if it ended, `sacct -j JOB -o state,exitcode`, `kubectl describe pod` or `dmesg -T` shows how"
