@@ -86,6 +86,33 @@ def test_a_failure_that_ended_an_earlier_run_was_not_caught(tmp_path: Path) -> N
     assert "by which a run in this log ended" in note and "caught" not in note
 
 
+REQUEST = "ERROR 06-02 21:20:44 [serving.py:20] " + "ERROR 06-02 21:20:44 [serving.py:20] ".join(
+    (
+        "Traceback (most recent call last):\n",
+        '  File "/o/vllm/entrypoints/openai/serving.py", line 33, in check\n',
+        "ValueError: the prompt is too long\n",
+    )
+)
+POSTED = 'INFO:     10.0.0.4:5112 - "POST /v1/completions HTTP/1.1" {}\n'
+SERVER_STOPS = "INFO:     Application shutdown complete.\nINFO:     Finished server process [4201]\n"
+
+
+@pytest.mark.parametrize(
+    ("rest", "went_on"),
+    [
+        (POSTED.format("200 OK") + SERVER_STOPS, True),
+        (3 * POSTED.format("200 OK"), True),
+        ("INFO 06-02 21:31 [log.py:1] Avg generation throughput: 901.2 tokens/s\n" + SERVER_STOPS, True),
+        (SERVER_STOPS, False),
+        ("INFO 06-02 21:31 [log.py:1] Avg generation throughput: 0.0 tokens/s\n" + SERVER_STOPS, False),
+        (3 * POSTED.format("500 Internal Server Error") + SERVER_STOPS, False),
+    ],
+)
+def test_a_server_that_serves_after_an_error_was_not_ended_by_it(tmp_path: Path, rest: str, went_on: bool) -> None:
+    report = diagnose(tmp_path, POSTED.format("200 OK") + REQUEST + rest)
+    assert bool(report.findings) is not went_on
+
+
 STOPPED = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2031-01-02T03:04:05 DUE TO {} ***\n"
 
 

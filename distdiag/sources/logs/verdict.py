@@ -87,7 +87,7 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
         q = rank if rank is not None or found.torchrun else task
         found.fatal.setdefault((p, q if q is not None else found.of_file.get(p)), line)
     found.said = {q: clean for q, text in said.items() if (clean := later.PREFIX.sub("", text).strip())}
-    ended_well = {path for path, _ in reader.later.well}
+    ended_well = {path for path, scope in reader.later.well if scope != "server"}
     found.errors = {
         p: error
         for p, error in reader.later.errors.items()
