@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from distdiag.diagnosis.known_errors import remedy
 from distdiag.diagnosis.model.findings import CollectiveRef, Finding, rank_list
 from distdiag.diagnosis.text.incident import verb
-from distdiag.diagnosis.text.phrases import at, rough_time, shortened
+from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, at, rough_time, shortened
 from distdiag.sources.logs import meanings
-from distdiag.sources.logs.build import Fields, finding, last_words, library, ranks_of, some, who
+from distdiag.sources.logs.build import ENDED, Fields, finding, last_words, library, ranks_of, some, who
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import absent_ranks, first_site
 from distdiag.sources.logs.patterns import Role
@@ -227,6 +227,7 @@ def _finding(found: Collected, row: Row, facts: list[Fact]) -> Finding:
     fields = _fields(facts, culprits, victims, row.subject)
     fields["came"] = _came(found)
     kind, _, cause = row.kind.partition("/")
+    went_on = kind == "rank_lost" and (found.steps or found.began)
     return finding(
         kind,
         cause,
@@ -236,6 +237,7 @@ def _finding(found: Collected, row: Row, facts: list[Fact]) -> Finding:
         culprits=culprits,
         victims=victims,
         proved=row.proved,
+        cost=ENDED if went_on else NO_PROGRESS_MADE,
         collective=CollectiveRef(row.op, "") if row.op else None,
     )
 

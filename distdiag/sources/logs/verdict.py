@@ -17,7 +17,7 @@ from distdiag.diagnosis.model.findings import NO_ERROR, STOPPED_BY, Finding, Rep
 from distdiag.diagnosis.text.phrases import at, count, rough_time, shortened
 from distdiag.errors import DistdiagError
 from distdiag.sources.logs import events, exits, failures, later, reports, rows, timeouts
-from distdiag.sources.logs.build import finding, some
+from distdiag.sources.logs.build import ENDED, finding, some
 from distdiag.sources.logs.collector import Collector
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.files import find_logs, is_empty, left_out
@@ -240,7 +240,7 @@ def _last_error(found: Collected) -> list[Finding]:
         whose = f"the log of rank {rank}" if rank is not None else f"the log ({who.name})" if who.name else "the log"
         return [finding("rank_lost", "crashed", [fact], f"{whose} ends with an error: {shortened(text, 200)}",
                         "distdiag does not know this message: read it, and the lines before it", victims=[rank] if rank is not None else (),
-                        cost="the job ended, or hangs without it")]  # fmt: skip
+                        cost=ENDED)]  # fmt: skip
     return []
 
 
