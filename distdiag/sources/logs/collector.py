@@ -338,6 +338,9 @@ class Collector:
             back = [f for f in out.named("port_error") if _same_port(f, fields, line)]
             out.facts = [f for f in out.facts if f.name != "port_error" or f not in back]
             out.past += back
+        elif name == "ras":  # a new report takes the place of the last one
+            out.facts = [f for f in out.facts if not (f.name.startswith("ras_") and f.path == line.path)]
+            self._of_one = {key: n for key, n in self._of_one.items() if not str(key[0]).startswith("ras_")}
         elif name == "closing" and len(out.closed) < MAX_WRITERS:
             out.closed.add(fields["pid"])
         elif name == "nodes_wanted":

@@ -79,6 +79,12 @@ TABLE: tuple[Pattern, ...] = (
     _row("unique_id", V, "ncclUniqueId from", _UNIQUE_ID + r"(?P<reason>.{0,99}(?:[Rr]eset by peer|[Bb]roken [Pp]ipe|[Gg]ot 0 bytes|[Cc]onnection closed).*)"),
     _row("unique_id", W, "ncclUniqueId from", _UNIQUE_ID + r"(?P<reason>.*)"),
     _row("barrier_late", W, "failed to pass monitoredBarrier", r"Ranks? (?P<ranks>\d+(?:, \d+)*) failed to pass monitoredBarrier in (?P<limit>\d+) ms"),
+    # a report of NCCL's RAS: of each communicator that differs the counts, and the few ranks that have one of them
+    _row("ras", F, "Job summary", r"^Job summary\s*$"),
+    _row("world", F, "RUNNING", r"^\s*\d{1,6}(?:\s{1,12}\d{1,7}){3}\s{1,12}(?P<world>\d{1,7})\s{1,12}\d{1,7}\s{1,12}RUNNING\s"),
+    _row("ras_group", S, ") MISMATCH", r"^#\d{1,6}-\d{1,6} \([0-9a-f]{1,32}\) MISMATCH"),
+    _row("ras_count", S, "launched up to operation", r"^\s*(?P<number>\d{1,7}) ranks? ha(?:s|ve) launched up to operation (?P<seq>\d{1,18})\s*$"),
+    _row("ras_rank", S, " managed by process", r"^\s*Rank (?P<member>\d{1,6}) -- GPU \S{1,40} managed by process (?P<pid>\d{1,9}) on node (?P<host>[\w.:-]{1,253})"),
     _row("rpc_late", W, "RPC ", r"RPC (?:call to (?P<what>\S{1,80}) timed out|ran for more than set timeout)"),
     _row("message_size", W, "op.preamble.length", r"op\.preamble\.length <= op\.nbytes\. (?P<got>\d+) vs (?P<has>\d+)"),
     _row("message_size", W, "essage truncated", r"[Mm]essage truncated ?: received (?P<got>\d+) bytes instead of (?P<has>\d+)"),
