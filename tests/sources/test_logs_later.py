@@ -137,6 +137,13 @@ def test_what_failed_after_a_stop_and_a_new_start_is_the_verdict(
     assert any("1 run before it" in n and earlier in n for n in report.notes)
 
 
+def test_a_report_of_lsf_before_the_output_is_of_the_same_run(tmp_path: Path) -> None:
+    text = "TERM_RUNLIMIT: job killed after reaching LSF run time limit.\nstep 1 loss 0.3\nstep 400 loss 0.3\n"
+    report = diagnose(tmp_path, text + "step 800 loss 0.3\nReceived SIGTERM: 15\n")
+    assert "run time limit" in (report.state_text or "") and not any("before it (re" in n for n in report.notes)
+    assert any("bsub -W" in n for n in report.notes) and not any("sbatch" in n for n in report.notes)
+
+
 def test_the_variable_of_a_requeued_job_alone_begins_no_run(tmp_path: Path) -> None:
     text = "step 20 loss 0.9\n" + uncaught(9, OOM) + "env of rank 3: SLURM_RESTART_COUNT=1\n" + TASK.format(9)
     report = diagnose(tmp_path, text)

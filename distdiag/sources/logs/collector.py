@@ -46,6 +46,7 @@ _GOES_ON = (" exited on", "(stopped sending heartbeats):")  # of prterun, jax
 # how Ray describes an actor that died, before it says how
 _ACTOR = bounded(r"^\s{1,16}(?P<key>actor_id|pid|ip): \[?(?P<value>[\w.:]{1,60})")
 _DIGIT = bounded(r"\d+")
+_STOPS = ("cancelled", "preempted")  # in the order of time; LSF writes its report before the job's output
 # an exception of torch_npu: a line before this one, and the codes of CANN after it
 _NPU_HEAD, _NPU_CODE = bounded(r"\bRankID:\d{1,6}\) ERR\d"), bounded(r"^E[A-Z]\d{4}: ")
 
@@ -145,7 +146,7 @@ class Collector:
 
     def _since_stop(self, path: Path, facts: list[Fact]) -> list[Fact]:
         """Return the facts after the last stop from outside after which the job was started again, and then failed."""
-        for stop in (f for f in reversed(facts) if f.role is Role.STOP):
+        for stop in (f for f in reversed(facts) if f.name in _STOPS):
             ends = [f.line for f in facts if f.line > stop.line and f.role not in (Role.FACT, Role.HINT)]
             if ends and self.later.went_on(path, stop.line, min(ends)):
                 self.result.left_out += 1
@@ -283,7 +284,7 @@ class Collector:
             return None
         at = who.at or self._times.get(line.source)
         fact = Fact(name, role, fields, who, line.path, line.number, self._order, line.text[:500], at=at, run=self._run)
-        if role is Role.STOP or name == "node_lost":
+        if name in _STOPS or name == "node_lost":
             self._stopped = line.path, self._run
         fact.engine = _ENGINE.match(who.process) is not None
         (out.past if role is Role.EXIT and line.number <= self._earlier else out.facts).append(fact)

@@ -124,6 +124,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("not_scheduled", S, "No available node types", r"(?P<what>No available node types can fulfill .+)"),
     _row("not_started", S, "pull", r"(?:\bpod/(?P<pod>[\w.-]{1,253})\W.{0,40}?)?(?P<what>Failed to pull image .{1,160}|Back-off pulling image .{1,160})"),
     _row("ray_head", V, "Failed to connect to GCS", r"Failed to connect to GCS within"),
+    _row("no_host", S, "Could not resolve hostname", r"ssh: Could not resolve hostname (?P<peer>[\w.-]{1,253})"),
     _row("name", S, "not known", r"(?:host not found: )?Name or service not known"),
     _row("name", S, "name resolution", r"Temporary failure in name resolution"),
     _row("rank_twice", C, "has already checked in", r"rank (?P<a>\d+) of (?P<world>\d+) ranks has already checked in"),

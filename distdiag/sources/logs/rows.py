@@ -141,6 +141,8 @@ START_ROWS = (
         "read the logs of the other ranks first: a collective waits for a rank that failed or is late; then the NPU's own log (plog, `npu-smi info`)"),
     Row("stuck_watchdog", "stall/unknown", "the watchdog of {who} made no progress{stuck}: a call to CUDA or NCCL does not return there, or a thread holds the GIL in one",
         "take the stacks of that process with native frames the next time (`py-spy dump --native --pid …`, gdb); look at its GPU (`dmesg -T | grep -i xid`)"),
+    Row("no_host", _LOST, "the job, or a part of it, did not start: ssh could not resolve the host name {all_peers}",
+        "check `getent hosts {peer}` where the launcher runs, and the hostfile (mpirun --host): that node must exist under this name; on Kubernetes, its pod must run before the launcher starts (`kubectl get pods`), with a headless service for its name"),
     Row("not_started", _LOST, "the job, or a part of it, did not start{there}: {what}",
         "compare that node's clock (`chronyc tracking`) and its munge (`munge -n | ssh NODE unmunge`) with the controller's; start again without the node",
         when=lambda facts: any("credential" in f.text for f in facts)),
