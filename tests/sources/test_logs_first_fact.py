@@ -36,6 +36,7 @@ BUILD = raised(1, "RuntimeError: Error building extension 'fused'") + raised(
         (raised(0, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.") + EXIT + STEPS + raised(1, "KeyError: 'y'"), "rank_lost/crashed", (1,), "KeyError"),
         (raised(0, "RuntimeError: cancelled") + raised(2, "v.EngineDeadError: see above") + raised(1, "KeyError: 'z'"), "rank_lost/crashed", (1,), "KeyError"),
         (BUILD, "rank_lost/crashed", (1,), "Error building extension"),
+        ("ssh: Could not resolve hostname w-2.svc: Name or service not known\nORTE was unable to reliably start one or more daemons.\n", "rank_lost/silent", (), "ssh resolve w-2.svc"),
         (raised(1, "ImportError: /x.so: undefined symbol: _Z3") + "[rank0]: ImportError: /x.so: undefined symbol: _Z3\n", "rank_lost/configuration", (), "symbol run.py:7"),
         ("srun: error: Task launch for StepId=7.0 failed on node g11: Job credential expired\nsrun: error: Timed out waiting for job step to complete\n", "rank_lost/silent", (), "g11 credential"),
         ("subprocess.CalledProcessError: Command '['p', 't.py']' died with <Signals.SIGSEGV: 11>.\n", "rank_lost/killed", (), "SIGSEGV"),
@@ -77,6 +78,30 @@ def test_what_follows_the_end_of_a_healthy_job_is_no_failure(tmp_path: Path, tex
 def test_other_schedulers_limits(tmp_path: Path, line: str, words: str) -> None:
     report = diagnose(tmp_path, STEPS + line)
     assert report.findings == () and words in (report.state_text or "")
+
+
+@pytest.mark.parametrize(
+    ("text", "advice", "not_this"),
+    [
+        ("ssh: Could not resolve hostname w-2.svc: Name or service not known\n", "getent hosts w-2.svc", "MASTER_ADDR"),
+        (raised(1, "op_builder.CUDAMismatchException: Installed CUDA version 11.5 does not match the version torch was compiled with 12.1"), "torch.version.cuda", "traceback"),
+    ],
+)  # fmt: skip
+def test_what_to_correct_on_a_host(tmp_path: Path, text: str, advice: str, not_this: str) -> None:
+    f = only(diagnose(tmp_path, text))
+    assert advice in f.advice and not_this not in f.advice
+
+
+# the thread that copies batches has no rank; its process then raises that it ended
+PINNED = "Exception in thread Thread-7 (_pin_memory_loop):\n" + raised(0, "{}", prefix="").replace("in main", "in run")
+PIN_ENDED = raised(2, "RuntimeError: Pin memory thread exited unexpectedly")
+
+
+def test_what_a_thread_raised_and_the_report_of_its_rank_are_one_failure(tmp_path: Path) -> None:
+    f = only(diagnose(tmp_path, PINNED.format("RuntimeError: received 0 items of ancdata") + PIN_ENDED))
+    assert f.culprits == (2,) and "ancdata" in f.message and "ulimit -n" in f.advice
+    f = only(diagnose(tmp_path, PIN_ENDED))
+    assert f.culprits == (2,) and "Pin memory thread" in f.message
 
 
 def test_ranks_that_wait_after_a_launchers_line_are_of_the_same_run(tmp_path: Path) -> None:

@@ -213,3 +213,51 @@ def test_an_exception_after_many_others_of_its_rank_is_read(tmp_path: Path) -> N
 def test_no_needle_has_a_digit() -> None:
     """A line is judged without its digits."""
     assert not [needle for needle in NEEDLES if any(48 <= byte < 58 for byte in needle)]
+
+
+RAS = """NCCL version 2.27.3 compiled with CUDA 12.8
+
+Job summary
+===========
+
+      2          8            1         16       16
+
+    0         1         2         8        16        16   RUNNING  {status}
+    1         2         1         8         8        16   RUNNING  OK
+
+"""
+RAS_OK = RAS.format(status="OK")
+RAS_BEHIND = (
+    RAS.format(status="MISMATCH")
+    + """#0-0 (1c9a40bb17a3f001) MISMATCH
+  Communicator ranks have different AllReduce operation counts
+  14 ranks have launched up to operation {most}
+  2 ranks have launched up to operation {least}
+  Rank 5 -- GPU 5 managed by process 611 on node 10.0.0.8
+  Rank 9 -- GPU 1 managed by process 622 on node 10.0.0.9
+"""
+)
+CANCELLED = "slurmstepd: error: *** STEP 9.0 ON n1 CANCELLED AT 2031-01-02T03:04:05 ***\n"
+
+
+@pytest.mark.parametrize("end", ["", CANCELLED])
+def test_the_ranks_that_nccls_ras_reports_to_be_behind_are_named(tmp_path: Path, end: str) -> None:
+    behind = RAS_BEHIND.format(most=412, least=411)
+    f = only(diagnose(tmp_path, "step 3 loss 0.5\n" + RAS_OK + 12 * behind + end))
+    assert f.culprits == (5, 9) and "process 611 on node 10.0.0.8, process 622 on node 10.0.0.9" in f.message
+    assert "up to number 411 only" in f.message and "py-spy dump --pid 611` on 10.0.0.8" in f.advice
+    of_a_part = diagnose(tmp_path, behind.replace("14 ranks have", "6 ranks have") + end)
+    assert only(of_a_part).culprits == () and "of a communicator of 8 ranks" in only(of_a_part).message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        RAS_OK,
+        RAS_BEHIND.format(most=412, least=411) + "step 9 loss 0.5\n" + RAS_OK,  # reports are not of one moment
+        RAS_BEHIND.format(most=412, least=413),  # these two are ahead
+    ],
+)
+def test_a_report_of_ras_in_which_no_rank_stays_behind_is_no_finding(tmp_path: Path, text: str) -> None:
+    report = diagnose(tmp_path, text)
+    assert report.findings == () and not any("does not look like" in note for note in report.notes)

@@ -86,6 +86,71 @@ def test_a_failure_that_ended_an_earlier_run_was_not_caught(tmp_path: Path) -> N
     assert "by which a run in this log ended" in note and "caught" not in note
 
 
+REQUEST = "ERROR 06-02 21:20:44 [serving.py:20] " + "ERROR 06-02 21:20:44 [serving.py:20] ".join(
+    (
+        "Traceback (most recent call last):\n",
+        '  File "/o/vllm/entrypoints/openai/serving.py", line 33, in check\n',
+        "ValueError: the prompt is too long\n",
+    )
+)
+POSTED = 'INFO:     10.0.0.4:5112 - "POST /v1/completions HTTP/1.1" {}\n'
+SERVER_STOPS = "INFO:     Application shutdown complete.\nINFO:     Finished server process [4201]\n"
+
+
+@pytest.mark.parametrize(
+    ("rest", "went_on"),
+    [
+        (POSTED.format("200 OK") + SERVER_STOPS, True),
+        (3 * POSTED.format("200 OK"), True),
+        ("INFO 06-02 21:31 [log.py:1] Avg generation throughput: 901.2 tokens/s\n" + SERVER_STOPS, True),
+        (SERVER_STOPS, False),
+        ("INFO 06-02 21:31 [log.py:1] Avg generation throughput: 0.0 tokens/s\n" + SERVER_STOPS, False),
+        (3 * POSTED.format("500 Internal Server Error") + SERVER_STOPS, False),
+    ],
+)
+def test_a_server_that_serves_after_an_error_was_not_ended_by_it(tmp_path: Path, rest: str, went_on: bool) -> None:
+    report = diagnose(tmp_path, POSTED.format("200 OK") + REQUEST + rest)
+    assert bool(report.findings) is not went_on
+
+
+STOPPED = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2031-01-02T03:04:05 DUE TO {} ***\n"
+
+
+@pytest.mark.parametrize(
+    ("begin", "earlier"),
+    [
+        (
+            STOPPED.format("PREEMPTION") + "# restart: SLURM_RESTART_COUNT=1\n",
+            "2031-01-02T03:04:05: preemption on line 2",
+        ),
+        (STOPPED.format("PREEMPTION") + "srun: job 7 has been allocated resources\n", "preemption on line 2"),
+        ("srun: error: Node failure on n4\nSLURM_RESTART_COUNT: 2\nstep 60 loss 0.3\n", "node n4 was lost"),
+        (STOPPED.format("NODE FAILURE") + "step 400 loss 0.3\nstep 800 loss 0.3\n", "node failure on line 2"),
+    ],
+)
+@pytest.mark.parametrize("end", ["", STOPPED.format("X Y").replace("03:04:05", "09:00:00")])
+def test_what_failed_after_a_stop_and_a_new_start_is_the_verdict(
+    tmp_path: Path, begin: str, earlier: str, end: str
+) -> None:
+    report = diagnose(tmp_path, "step 20 loss 0.9\n" + begin + uncaught(9, OOM) + TASK.format(9) + end)
+    assert [f.culprits for f in report.findings] == [(9,)]
+    assert any("1 run before it" in n and earlier in n for n in report.notes)
+
+
+def test_a_report_of_lsf_before_the_output_is_of_the_same_run(tmp_path: Path) -> None:
+    text = "TERM_RUNLIMIT: job killed after reaching LSF run time limit.\nstep 1 loss 0.3\nstep 400 loss 0.3\n"
+    report = diagnose(tmp_path, text + "step 800 loss 0.3\nReceived SIGTERM: 15\n")
+    assert "run time limit" in (report.state_text or "") and not any("before it (re" in n for n in report.notes)
+    assert any("bsub -W" in n for n in report.notes) and not any("sbatch" in n for n in report.notes)
+
+
+def test_the_variable_of_a_requeued_job_alone_begins_no_run(tmp_path: Path) -> None:
+    text = "step 20 loss 0.9\n" + uncaught(9, OOM) + "env of rank 3: SLURM_RESTART_COUNT=1\n" + TASK.format(9)
+    report = diagnose(tmp_path, text)
+    assert [f.culprits for f in report.findings] == [(9,)]
+    assert not any("before it" in n for n in report.notes)
+
+
 @pytest.mark.parametrize("lost", [table(3, -9, "Signal 9"), "Spot interruption notice received: instance i-0\n"])
 def test_what_was_lost_before_a_restart_was_not_caught(tmp_path: Path, lost: str) -> None:
     report = diagnose(tmp_path, lost + RESTART + STEPS)

@@ -256,10 +256,46 @@ def test_limits_of_sge_and_htcondor(tmp_path: Path, line: str, words: str) -> No
     assert any("more host memory" in note for note in report.notes)
 
 
+@pytest.mark.parametrize("level", ["ERROR\t2031-03-01 10:55:48 +0000\t{}\t", "ERROR 2031-03-01 10:55:48 +0000 {} ", ""])
+@pytest.mark.parametrize(
+    ("end", "text"),
+    [
+        ("of 137. Termination reason: OOMKilled. See the logs: https://x\n", "its memory limit ran out of memory"),
+        ("of 137. See the logs: https://x\n", "replica workerpool1-0 was killed by SIGKILL"),
+    ],
+)
+def test_how_a_replica_ended_comes_before_the_connection_that_its_peer_lost(
+    tmp_path: Path, level: str, end: str, text: str
+) -> None:
+    def line(of: str, what: str) -> str:
+        return level.format(of) + what
+
+    bar = line("workerpool0-0", "Epoch 0:  18%|#8        | 1082/6012 [20:01<1:31:10,  1.11s/it]\n")
+    lost = line(
+        "workerpool0-0",
+        "torch.distributed.DistBackendError: NCCL error in: ../NCCLUtils.hpp:9, remote process exited\n",
+    )
+    lost += line("workerpool0-0", "Last error:\n") + line(
+        "workerpool0-0", "socketProgress: Call to recv from 10.9.0.3<47> failed : Connection reset by peer\n"
+    )
+    lost += line(
+        "workerpool0-0",
+        "torch.distributed.elastic.multiprocessing.api: [ERROR] failed (exitcode: 1) local_rank: 1 (pid: 64) of binary: python\n",
+    )
+    found = only(
+        diagnose(
+            tmp_path, bar + lost + line("service", "The replica workerpool1-0 exited with a non-zero status " + end)
+        )
+    )
+    assert found.cause == "killed" and text in found.message and "replica workerpool1-0" in found.message
+    found = only(diagnose(tmp_path, bar + lost, "of_the_peer.log"))
+    assert "10.9.0.3" in found.message and "no progress" not in found.cost
+
+
 def test_replicas_and_instances_of_clouds(tmp_path: Path) -> None:
     memory = "The replica workerpool1-0 ran out-of-memory and exited with a non-zero status of 137(SIGKILL).\n"
     f = only(diagnose(tmp_path, memory))
-    assert f.cause == "killed" and f.message.startswith("workerpool1-0 was killed: the host or its memory limit")
+    assert f.cause == "killed" and f.message.startswith("replica workerpool1-0 was killed: the host or its memory")
     lost = "job 4f#1 FAILED statusReason: Host EC2 (instance i-0a1b) terminated.\n"
     assert only(diagnose(tmp_path, lost)).message.startswith("node i-0a1b was lost")
 

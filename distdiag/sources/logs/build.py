@@ -14,6 +14,7 @@ from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.patterns import Role
 
 TORCHRUN = "torchrun"  # how tracebacks name the launcher
+ENDED = "the job ended, or hangs without it"  # what a lost rank costs
 EVIDENCE = 8  # most lines that a finding names
 
 

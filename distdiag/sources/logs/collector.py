@@ -46,6 +46,7 @@ _GOES_ON = (" exited on", "(stopped sending heartbeats):")  # of prterun, jax
 # how Ray describes an actor that died, before it says how
 _ACTOR = bounded(r"^\s{1,16}(?P<key>actor_id|pid|ip): \[?(?P<value>[\w.:]{1,60})")
 _DIGIT = bounded(r"\d+")
+_STOPS = ("cancelled", "preempted")  # in the order of time; LSF writes its report before the job's output
 # an exception of torch_npu: a line before this one, and the codes of CANN after it
 _NPU_HEAD, _NPU_CODE = bounded(r"\bRankID:\d{1,6}\) ERR\d"), bounded(r"^E[A-Z]\d{4}: ")
 
@@ -68,6 +69,7 @@ class Collector:
         self._missing: tuple[tuple[object, ...], int] = (), 0  # whose lines name missing ranks, and up to which
         self._of_launchers = False  # the numbers of ranks in front of the lines are those of launchers: of nodes
         self._run = (0, 0)
+        self._stopped: tuple[Path, tuple[int, int]] | None = None  # the last run that a scheduler stopped
         self._order = 0
         self._begun = ""  # of a message that the next line continues
         self._of_npu: tuple[int | None, int] = None, 0  # the rank of an exception that the next line continues
@@ -108,6 +110,7 @@ class Collector:
             failed = min((f.line for f in out.facts[first:] if f.role not in (Role.FACT, Role.HINT)), default=None)
             self.later.begin(path, bounds.head)
             self.later.read(path, bounds.tail, failed)
+            out.facts[first:] = self._since_stop(path, out.facts[first:])
             if any(f.name == "cancelled" for f in out.facts[first:]) and (pace := later.pace(self._bounds.tail)):
                 out.pace[path] = pace
             out.files.append(path)
@@ -137,9 +140,19 @@ class Collector:
         attempts = {f.run[1] for f in facts if f.run[0] == launch and f.role in (Role.CAUSE, Role.WAIT)}
         attempt = max(attempts, default=0)
         self.result.left_out += len(launches) - 1 + attempt if launches else 0
-        causes = (f for f in facts if f.role is Role.CAUSE and (f.run[0] < launch or f.run[1] < attempt))
+        causes = (f for f in facts if f.role in (Role.CAUSE, Role.STOP) and (f.run[0] < launch or f.run[1] < attempt))
         self.result.before += {f.run: f for f in reversed(list(causes))}.values()
         return [f for f in facts if f.run[0] == launch and f.run[1] >= attempt]
+
+    def _since_stop(self, path: Path, facts: list[Fact]) -> list[Fact]:
+        """Return the facts after the last stop from outside after which the job was started again, and then failed."""
+        for stop in (f for f in reversed(facts) if f.name in _STOPS):
+            ends = [f.line for f in facts if f.line > stop.line and f.role not in (Role.FACT, Role.HINT)]
+            if ends and self.later.went_on(path, stop.line, min(ends)):
+                self.result.left_out += 1
+                self.result.before.append(stop)
+                return [f for f in facts if f.line > stop.line]
+        return facts
 
     def _next_run(self, launch: bool) -> None:
         """Note that what follows is of another launch, or attempt, if this one has had an error."""
@@ -271,6 +284,8 @@ class Collector:
             return None
         at = who.at or self._times.get(line.source)
         fact = Fact(name, role, fields, who, line.path, line.number, self._order, line.text[:500], at=at, run=self._run)
+        if name in _STOPS or name == "node_lost":
+            self._stopped = line.path, self._run
         fact.engine = _ENGINE.match(who.process) is not None
         (out.past if role is Role.EXIT and line.number <= self._earlier else out.facts).append(fact)
         if name == "fatal":
@@ -311,6 +326,9 @@ class Collector:
             self.later.restarts[line.path] = line.number
             if name != "again":
                 self._next_run(name == "launch")
+        elif name == "requeued" and self._stopped == (line.path, self._run):
+            self.later.restarts[line.path] = line.number
+            self._next_run(launch=True)
         else:
             self._learn_of_node(name, fields, line)
 
@@ -321,6 +339,9 @@ class Collector:
             back = [f for f in out.named("port_error") if _same_port(f, fields, line)]
             out.facts = [f for f in out.facts if f.name != "port_error" or f not in back]
             out.past += back
+        elif name == "ras":  # a new report takes the place of the last one
+            out.facts = [f for f in out.facts if not (f.name.startswith("ras_") and f.path == line.path)]
+            self._of_one = {key: n for key, n in self._of_one.items() if not str(key[0]).startswith("ras_")}
         elif name == "closing" and len(out.closed) < MAX_WRITERS:
             out.closed.add(fields["pid"])
         elif name == "nodes_wanted":

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from distdiag.diagnosis.known_errors import remedy
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.text.phrases import shortened
+from distdiag.diagnosis.text.phrases import at, shortened
 from distdiag.sources.logs.build import some
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.failures import Reason
@@ -18,6 +18,7 @@ from distdiag.terms.untrusted import MAX_RANKS, bounded
 SAME_EVENT_S = 600.0  # a process reports its device's failure no later
 _OF_PROCESS = ("cuda_error", "ecc", "device_lost", "hip_error")  # how a process reports that a device failed
 _LOADER = bounded(r"DataLoader worker \(pid\(s\) (\d{1,9}(?:, \d{1,9})*)\) exited unexpectedly")
+_THREAD_ENDED = bounded(r"Pin memory thread exited unexpectedly")
 _HAS = bounded(r"^ha[sd] ")  # of the texts on a device
 NEXT_LINES = 2  # after an exception, in which its process reports the system's error
 _DEVICE = bounded(r"NVLink|ECC|fallen off the bus")
@@ -33,7 +34,7 @@ def merged(reasons: list[Reason], found: Collected) -> list[Reason]:
         _of_memory(r, memory)
         _of_all(r, found)
         _of_system(r, reported)
-    return _of_devices(_without_repeats(_of_one_remedy(reasons)))
+    return _of_devices(_without_repeats(_of_one_remedy(_of_thread(reasons))))
 
 
 def _of_memory(r: Reason, memory: list[Fact]) -> None:
@@ -113,6 +114,20 @@ def _without_repeats(reasons: list[Reason]) -> list[Reason]:
         return name != "exception" and any(r.ranks <= q.ranks and {*r.unnamed} <= {*q.unnamed} for q in more)
 
     return [r for r in reasons if not repeats(r)]
+
+
+def _of_thread(reasons: list[Reason]) -> list[Reason]:
+    """Return the reasons; what a thread without a name raised belongs to the one rank that reports its end."""
+    ends = [r for r in reasons if _THREAD_ENDED.search(r.text) is not None]
+    nameless = [r for r in reasons if r.facts[0].name == "exception" and not (r.ranks or r.unnamed)]
+    first = [r for r in nameless if not any(f.uncaught for f in r.facts) and r not in ends]
+    if len(ends) != 1 or len(first) != 1 or len(first[0].facts) != len(ends[0].ranks):
+        return reasons
+    own, end = first[0], ends[0]
+    own.ranks, own.hosts, own.inferred = own.ranks | end.ranks, own.hosts | end.hosts, True
+    own.sites = end.sites | own.sites
+    own.after += f" in a thread; its main thread then {end.text}{at(next(iter(end.sites.values()), None))}"
+    return [r for r in reasons if r is not end]
 
 
 def _same_message(a: Fact, b: Fact) -> bool:

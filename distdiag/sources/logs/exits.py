@@ -99,7 +99,7 @@ def of_exits(
             r.times.setdefault(end.rank, end.fields.get("time", ""))
             r.hosts |= {end.fields["host"]} if end.fields.get("host") else set()
     told = {id(f) for r in own for f in r.facts}
-    if any(id(f) not in told for f in memory) and not reasons and not explained:
+    if any(id(f) not in told for f in memory) and not with_a_reason(reasons.values()) and not explained:
         meaning = MEANINGS["host_oom"]
         exact = [f for f in memory if "pid" in f.fields] or memory  # the others report the same event
         named = [filter(None, (_whose(f) for f in facts if f.rank is None)) for facts in (exact, memory)]

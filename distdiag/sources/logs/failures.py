@@ -11,7 +11,7 @@ from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import at, shortened
 from distdiag.sources.logs import meanings
-from distdiag.sources.logs.build import Fields, finding, library, some
+from distdiag.sources.logs.build import ENDED, Fields, finding, library, some
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import OWN, before, earlier, first_waits, process
 from distdiag.sources.logs.meanings import MEANINGS, Meaning
@@ -342,9 +342,7 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
         and r.meaning.cause != "silent"
         and r.meaning.kind != "mismatch"
         and not (doubtful or of_node or in_collective or unordered or r.inferred or any(f.inferred for f in r.facts)),
-        cost="may have ended the job, but there is progress that may be later"
-        if doubtful
-        else "the job ended, or hangs without it",
+        cost="may have ended the job, but there is progress that may be later" if doubtful else ENDED,
     )
 
 

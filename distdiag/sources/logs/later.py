@@ -41,7 +41,7 @@ _ENDS = (Role.CAUSE, Role.WAIT, Role.VICTIM, Role.START, Role.EXIT)
 OF_LAUNCHERS = ("exit", "ended", "exit_unnamed")  # how torchrun and its like report the end of ranks
 _FOLLOW = (Role.WAIT, Role.VICTIM, Role.START, Role.EXIT)
 _PROGRESS = bounded(
-    r"\b(?:[Ss]teps?|[Ee]poch|EPOCH|[Ii]ter(?:ation)?s?|it|[Bb]atch|global_step)\b\W{0,3}\d|\d%\||\d(?:it/s|s/it)\b|\bloss\W{1,3}\d|'loss': |\b(?:Decode|Prefill) batch\b|\bgeneration throughput: \d|\bCheckpoint successfully created\b"
+    r"\b(?:[Ss]teps?|[Ee]poch|EPOCH|[Ii]ter(?:ation)?s?|it|[Bb]atch|global_step)\b\W{0,3}\d|\d%\||\d(?:it/s|s/it)\b|\bloss\W{1,3}\d|'loss': |\b(?:Decode|Prefill) batch\b|\bgeneration throughput: (?!0\.0\b)\d|\bPOST /\S{1,200} HTTP/\d\.\d\W{1,3}2\d\d\b|\bCheckpoint successfully created\b"
 )
 # the number of a training step, in a line that shows its loss
 _STEP = bounded(
@@ -78,6 +78,7 @@ _WELL = (
     ("file", bounded(r"max_(?:steps|epochs)=\d{1,9}`? reached|(?:^|=) ?\d{1,6} passed\b|^\{'train_runtime': " + _BUT)),
     ("file", bounded(r"^(?!.{0,200}\b(?i:eval|val|test|warm|load|sav)).{0,200}?(?:^|[\]:|)>-] ?)(?i:(?:all )?(?:done|finished|completed?)[,:;.!]).{0,60}\b\d[\d,]{0,12} (?:iterations|iters|steps|epochs|updates)\b" + _BUT)),
     ("agent", _AGENT),
+    ("server", bounded(r"\bINFO\b.{0,80}(?:Application shutdown complete|Finished server process)")),
     ("process", bounded(r"(?i:\b(?:exit(?:s|ed|ing)?|return(?:ed)?|finished) ?(?:with )?(?:code|status)?[ =:]{0,9}(?:0\b(?![.:\d])|successfully))")),
 )  # fmt: skip
 # the last word of a program; any of its parts may say it, too
@@ -308,7 +309,8 @@ def split(found: Collected, later: Later) -> tuple[list[Fact], list[Fact]]:
                 over[f.path] = max(f.line, over.get(f.path, 0))
     past |= {id(f) for f in left if f.line <= over.get(f.path, 0)}
     well = any(
-        p not in own and scope != "process" and not ends.after(p, line) for (p, scope), line in later.well.items()
+        p not in own and scope not in ("process", "server") and not ends.after(p, line)
+        for (p, scope), line in later.well.items()
     )
     if well and all(f.path in own for f in facts if id(f) not in past):
         past |= {id(f) for f in facts if f.path in own}
@@ -357,6 +359,9 @@ def _ended_well(f: Fact, later: Later, ends: _Ends) -> bool:
         elsewhere = ends.exit if scope == "process" else ends.exit - {f.path}
         if line > f.line and not ends.after(f.path, line) and not elsewhere:
             return True
+    served = later.after(f.path, f.line) > 0 and not (f.uncaught or ends.exit)  # one whose engine failed stops so, too
+    if served and (line := later.well.get((f.path, "server"), 0)) > f.line and not ends.after(f.path, line):
+        return True
     if (f.path, "agent") in later.well and f.role in (Role.VICTIM, Role.START) and f.who.rank is None:
         return True
     again = max(later.restarts.get(f.path, 0), ends.began.get(f.path, 0))

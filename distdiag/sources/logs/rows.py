@@ -5,6 +5,7 @@ One table. Of the rows of a stage, in their order, the first that has facts is t
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -12,13 +13,13 @@ from dataclasses import dataclass
 from distdiag.diagnosis.known_errors import remedy
 from distdiag.diagnosis.model.findings import CollectiveRef, Finding, rank_list
 from distdiag.diagnosis.text.incident import verb
-from distdiag.diagnosis.text.phrases import at, rough_time, shortened
+from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, at, rough_time, shortened
 from distdiag.sources.logs import meanings
-from distdiag.sources.logs.build import Fields, finding, last_words, library, ranks_of, some, who
+from distdiag.sources.logs.build import ENDED, Fields, finding, last_words, library, ranks_of, some, who
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import absent_ranks, first_site
 from distdiag.sources.logs.patterns import Role
-from distdiag.terms.untrusted import MAX_RANKS, bounded, is_rank, numbers
+from distdiag.terms.untrusted import MAX_INT, MAX_RANKS, bounded, is_rank, numbers
 
 # in the store, of gloo: the address of one rank of a group, e.g. /default_pg/0//cpu//0/3
 _ADDRESS_KEY = bounded(r"default_pg/\d+//\w+//\d+/(\d{1,6})\W*$")
@@ -60,6 +61,24 @@ def _lost_store(facts: Sequence[Fact]) -> bool:
 
 def _refused(facts: Sequence[Fact]) -> bool:
     return all("Connection refused" in f.fields.get("reason", f.text) for f in facts)
+
+
+def _behind(facts: Sequence[Fact]) -> tuple[list[Fact], int, int, int]:
+    """Return (the ranks that are behind in a communicator, its size, their last call, that of the others), by NCCL's RAS."""
+    groups: list[list[Fact]] = [[]]
+    for f in sorted(facts, key=lambda f: f.order):
+        groups += [[]] if f.name == "ras_group" else []
+        groups[-1].append(f)
+    for group in groups:
+        counts = [f for f in group if f.name == "ras_count"]
+        most = _most(counts, "seq") or 0
+        for last, then in itertools.pairwise([*counts, None]):
+            seq = last.number("seq") or 0 if last is not None else 0
+            until = then.order if then is not None else MAX_INT
+            behind = [f for f in group if f.name == "ras_rank" and last is not None and last.order < f.order < until]
+            if behind and seq < most:
+                return behind, sum(f.number("number") or 0 for f in counts), seq, most
+    return [], 0, 0, 0
 
 
 def _no_route(facts: Sequence[Fact]) -> bool:
@@ -113,12 +132,17 @@ LATE_ROWS = (
         "take the stacks of all workers the next time, before the timeout (`py-spy dump --pid …`), and read their own logs: the waiting process is not the cause"),
 )  # fmt: skip
 START_ROWS = (
+    Row("ras_rank ras_count ras_group", _LATE, "NCCL's RAS reports that {behind} of a communicator of {size} ranks launched collectives up to number {seq} only, the others up to number {most}: {where}",
+        "see where that process is while it hangs (`py-spy dump --pid {pid}` on {host}), and read its log: it does not make the call in which the others wait",
+        when=lambda facts: bool(_behind(facts)[0])),
     Row("engine_watchdog", "stall/unknown", "{who} made no progress{stuck}, and SGLang's watchdog ended the server",
         "take the stacks of all schedulers the next time before that (`py-spy dump --pid …`), and look at their GPUs (`dmesg -T | grep -i xid`): a collective that not all of them entered, or a kernel that hangs"),
     Row("npu_task", "stall/unknown", "a task on the NPU of {who} did not end in time{at}",
         "read the logs of the other ranks first: a collective waits for a rank that failed or is late; then the NPU's own log (plog, `npu-smi info`)"),
     Row("stuck_watchdog", "stall/unknown", "the watchdog of {who} made no progress{stuck}: a call to CUDA or NCCL does not return there, or a thread holds the GIL in one",
         "take the stacks of that process with native frames the next time (`py-spy dump --native --pid …`, gdb); look at its GPU (`dmesg -T | grep -i xid`)"),
+    Row("no_host", _LOST, "the job, or a part of it, did not start: ssh could not resolve the host name {all_peers}",
+        "check `getent hosts {peer}` where the launcher runs, and the hostfile (mpirun --host): that node must exist under this name; on Kubernetes, its pod must run before the launcher starts (`kubectl get pods`), with a headless service for its name"),
     Row("not_started", _LOST, "the job, or a part of it, did not start{there}: {what}",
         "compare that node's clock (`chronyc tracking`) and its munge (`munge -n | ssh NODE unmunge`) with the controller's; start again without the node",
         when=lambda facts: any("credential" in f.text for f in facts)),
@@ -227,6 +251,7 @@ def _finding(found: Collected, row: Row, facts: list[Fact]) -> Finding:
     fields = _fields(facts, culprits, victims, row.subject)
     fields["came"] = _came(found)
     kind, _, cause = row.kind.partition("/")
+    went_on = kind == "rank_lost" and (found.steps or found.began)
     return finding(
         kind,
         cause,
@@ -236,6 +261,7 @@ def _finding(found: Collected, row: Row, facts: list[Fact]) -> Finding:
         culprits=culprits,
         victims=victims,
         proved=row.proved,
+        cost=ENDED if went_on else NO_PROGRESS_MADE,
         collective=CollectiveRef(row.op, "") if row.op else None,
     )
 
@@ -247,6 +273,10 @@ def _blamed(found: Collected, name: str, facts: list[Fact]) -> tuple[Collection[
         case "barrier_late":
             late = {r for f in facts for r in numbers(f.fields.get("ranks", "")) if is_rank(r)}
             return late, {*ranks, *(r for f in facts if (r := f.number("waiter")) is not None)} - late
+        case "ras_rank":
+            behind, size, _, _ = _behind(facts)  # they are numbered in their communicator
+            whole = size >= max(found.world_size or 0, 1 + max(found.ranks, default=0))
+            return {r for f in behind if whole and is_rank(r := int(f.fields["member"]))}, ()
         case "barrier_reached":
             return (), {r for f in facts if (r := f.number("waiter")) is not None}
         case "horovod_late" | "horovod_stall":
@@ -315,6 +345,12 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
     limit, stuck, after = _most(facts, "limit"), _most(facts, "stuck_s"), _most(facts, "after")
     joined, expected = _most(facts, "joined") or 0, facts[0].number("expected") or 0
     ranks = tuple(victims) or ranks_of(facts)
+    behind, size, seq, most = _behind(facts)
+    if behind:
+        out |= {
+            "pid": behind[0].fields["pid"], "host": behind[0].fields["host"], "behind": rank_list([int(f.fields["member"]) for f in behind]), "size": f"{size:,}", "seq": f"{seq:,}", "most": f"{most:,}",
+            "where": some([f"process {f.fields['pid']} on node {f.fields['host']}" for f in behind]),
+        }  # fmt: skip
     out |= {
         "who": rank_list(victims) if victims else who(facts, subject),
         "at": at(first_site(facts)),

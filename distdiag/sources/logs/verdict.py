@@ -17,7 +17,7 @@ from distdiag.diagnosis.model.findings import NO_ERROR, STOPPED_BY, Finding, Rep
 from distdiag.diagnosis.text.phrases import at, count, rough_time, shortened
 from distdiag.errors import DistdiagError
 from distdiag.sources.logs import events, exits, failures, later, reports, rows, timeouts
-from distdiag.sources.logs.build import finding, some
+from distdiag.sources.logs.build import ENDED, finding, some
 from distdiag.sources.logs.collector import Collector
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.files import find_logs, is_empty, left_out
@@ -87,7 +87,7 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
         q = rank if rank is not None or found.torchrun else task
         found.fatal.setdefault((p, q if q is not None else found.of_file.get(p)), line)
     found.said = {q: clean for q, text in said.items() if (clean := later.PREFIX.sub("", text).strip())}
-    ended_well = {path for path, _ in reader.later.well}
+    ended_well = {path for path, scope in reader.later.well if scope != "server"}
     found.errors = {
         p: error
         for p, error in reader.later.errors.items()
@@ -240,7 +240,7 @@ def _last_error(found: Collected) -> list[Finding]:
         whose = f"the log of rank {rank}" if rank is not None else f"the log ({who.name})" if who.name else "the log"
         return [finding("rank_lost", "crashed", [fact], f"{whose} ends with an error: {shortened(text, 200)}",
                         "distdiag does not know this message: read it, and the lines before it", victims=[rank] if rank is not None else (),
-                        cost="the job ended, or hangs without it")]  # fmt: skip
+                        cost=ENDED)]  # fmt: skip
     return []
 
 
@@ -275,14 +275,18 @@ def _stopped(found: Collected) -> str | None:
         or found.named("terminated")
         or found.named("interrupted")
     ):
-        fields = {key: value.lower() if key == "why" else value for key, value in f.fields.items()}
-        if f.name == "terminated":
-            return _stopped_by(fields.get("name") or signal_name(f.number("signal") or 0))
-        pod = fields.get("pod", "")
+        pod = f.fields.get("pod", "")
         rank = found.rank_of.get((pod, ""))
-        fields["pod"] = (f"pod {pod}" if pod else "the pod") + (f" (rank {rank})" if rank is not None else "")
-        return f"{STOPPED_BY} {STOPS[f.name].format_map({'why': 'cancelled'} | fields)}"
+        return _stop(f, (f"pod {pod}" if pod else "the pod") + (f" (rank {rank})" if rank is not None else ""))
     return None
+
+
+def _stop(f: Fact, pod: str = "the pod") -> str:
+    """Return what a line says of a stop from outside."""
+    fields = {key: value.lower() if key == "why" else value for key, value in f.fields.items()} | {"pod": pod}
+    if f.name == "terminated":
+        return _stopped_by(fields.get("name") or signal_name(f.number("signal") or 0))
+    return f"{STOPPED_BY} {STOPS[f.name].format_map({'why': 'cancelled'} | fields)}"
 
 
 def _stopped_by(signal: str) -> str:
@@ -309,7 +313,9 @@ def _of_the_past(past: list[Fact]) -> str:
 
 
 def _in_short(f: Fact) -> str:
-    """Return who failed, how, and on which line."""
+    """Return who failed, or what stopped the job, and on which line."""
+    if f.role is Role.STOP:
+        return f"{_stop(f)} on line {f.line:,}"
     rank = next((r for r in (f.rank, f.who.rank, f.number("r")) if r is not None), None)
     node = f"node {f.fields['node']}" if "node" in f.fields else ""
     known = MEANINGS.get(f.name)
@@ -350,8 +356,9 @@ def _notes(found: Collected, findings: Sequence[Finding], judged: bool) -> list[
         notes.append(f"no {other}message that distdiag knows; the last lines that look like errors: {lines}")
     if found.left_out:
         how = f": {'; '.join(map(_in_short, found.before[-2:]))}" if found.before else ""
+        ended = "ended" if any(f.role is Role.STOP for f in found.before) else "failed"
         notes.append(
-            f"judged: the last run in the log; {count(found.left_out, 'run')} before it (restarted, or appended) failed, too{how}"
+            f"judged: the last run in the log; {count(found.left_out, 'run')} before it (restarted, or appended) {ended}, too{how}"
         )
     if not found.recorded:
         ended = "if it ended, `sacct -j JOB -o state,exitcode`, `kubectl describe pod` or `dmesg -T` shows how"

@@ -66,6 +66,10 @@ _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct",
 ANY_YEAR = 2000  # of a time that has none; a leap year
 # what a container's log, or `ts`, puts in front of each line
 _STAMP = bounded(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d) ")
+# of `gcloud ai custom-jobs stream-logs`: level, time, replica; standard error is a level there
+_REPLICA = bounded(
+    r"^[A-Z]{4,9}\s(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d{1,9})? [+-]\d{4})\s(?:service|(?P<label>[\w.-]{1,60}-\d{1,6}))\s"
+)
 _MESSAGE_KEYS = (
     "message", "msg", "log", "text", "event", "textPayload", "exc", "exc_info", "exception", "error", "traceback", "stack",
     "stack_trace", "line",
@@ -136,6 +140,10 @@ def messages(text: str) -> list[tuple[str, Writer]]:
             at, text = who.at, text[m.end() :]
             who = writer(text)
             who.at = who.at or at
+        elif (m := _REPLICA.match(text)) is not None:
+            text = text[m.end() :]
+            who = writer(text)
+            who.label, who.at = who.label or m["label"] or "", who.at or time_of(m[1])
         return [(text, who)]
     texts = [encodable(record[key]) for key in _keys_of(record) if isinstance(record.get(key), str)]
     texts = [_event(record) + t for t in texts]
