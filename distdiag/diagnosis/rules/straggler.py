@@ -2,7 +2,7 @@
 
 The slow rank is the one that waits least (see `step_times`). The cost is counterfactual: the step
 time if this rank were like the others. A rank that is slow in some steps only is a straggler if it
-costs the others a fifth of their time, at regular intervals a tenth. Pauses that are too rare for
+costs the others a fifth of their time, at regular intervals 15 %. Pauses that are too rare for
 that are summed over the job; those of the first 50 steps, in which kernels for new shapes are
 built, make no warning. If the slowest rank keeps changing, the cause is `rotating` and no rank is
 blamed. In a loop without optimizer steps, the straggler is the rank that enters its collectives
