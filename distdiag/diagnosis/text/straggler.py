@@ -195,11 +195,9 @@ def at_times(s: Snapshot, window: Window, subset: Subset, severity: Severity) ->
 def stack_of(r: RankState, phase: str) -> tuple[Site, ...]:
     """Return the stack with most samples of that phase; `other` also includes phases that the user named.
 
-    Samples of `init` are from before the first step, so they count only if there are no others.
+    Samples from before the first step (`init`) do not count: what is slow comes after it.
     """
     names = ("other", "checkpoint", "validate") if phase == "other" else (phase,)
-    if phase == "other" and not any(r.phase_sites.get(name) for name in names):
-        names = ("init",)
     name = max(names, key=lambda name: sites[0][1] if (sites := r.phase_sites.get(name)) else 0)
     sites = r.phase_sites.get(name)
     return r.phase_stacks.get(name, (sites[0][0],)) if sites else ()

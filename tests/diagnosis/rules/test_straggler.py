@@ -443,6 +443,15 @@ def test_a_rank_that_waits_between_its_steps_is_not_said_to_work(
     assert ("if rank 1 were as fast" in f.cost) is (severity == "warning")
 
 
+def test_a_line_before_the_first_step_is_not_where_a_rank_is_slow() -> None:
+    """Early in a job few samples are from its steps."""
+    site = Site("/job/train.py", 34, "__init__")
+    late = rank(1, steps=steps(200.0, "other", seed=1), phase_sites={"init": ((site, 9),)}, cpu_pct=10.0)
+    f = only(stragglers(job(rank(0, steps=steps(wait_ms=200.0)), late, host_cpu_pct=40.0)))
+    assert f.culprits == (1,) and "train.py:34" not in f.message
+    assert 34 not in [w.line for w in f.where]
+
+
 def feeding() -> Loader:
     return loader(workers=2, site=Site("/job/train.py", 31, "main"))
 
