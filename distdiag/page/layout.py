@@ -281,7 +281,7 @@ class SampleKind(IntEnum):
     UNFROZEN = 11  # parameters with gradients that were frozen when DDP was built; `name` is the first of them
     OUTSIDE_DDP = 14  # checksum of parameters that an optimizer steps and no DDP module was built with; `name`: their number and the first shape
     THREAD_ENDED = 13  # a thread of the script ended by an exception; `name` is its text
-    DROPPED_LOSS = 15  # NaN, the fourth whose step no optimizer made, with good steps between them
+    DROPPED_LOSS = 15  # NaN, the fourth after which the next update had finite gradients
     INFINITE_LOSS = 12  # several in a row, all with finite gradients
     NAN_INPUT = 8  # the batch of a non-finite loss contains NaN
     # of the optimizer's first group, where a checksum is taken; its key is a hash of those of all groups

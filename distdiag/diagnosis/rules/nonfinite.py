@@ -45,8 +45,8 @@ HARMLESS = Template(kind, "loss",
     "if the loss is not scaled by a large factor: check the batch, and logarithms and divisions in the loss",
     proved=True, severity=Severity.INFO)  # fmt: skip
 DROPPED = Template(kind, "loss",
-    "loss is {value} on {on} again and again, as in step {step}{site}; no update used it",
-    "the updates of such steps are lost on all ranks that average with it",
+    "loss is {value} on {on} again and again, as in step {step}{site}; the gradients of the updates between them are finite",
+    "no rank learns from such a batch: its update is skipped, or its gradients are zero",
     "check the batches of {on} in which that happens (no target, a division by zero, a logarithm of zero), and leave out the sample, not the step",
     proved=True, severity=Severity.WARNING)  # fmt: skip
 _DO = {
@@ -60,10 +60,9 @@ Found = list[tuple[int, Sample]]  # (rank, sample)
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     """Yield the first value that is not finite."""
     s = facts.snapshot
-    found = [(r.rank, x) for r in s.ranks.values() for x in r.samples if x.kind.startswith("nonfinite")]
-    infinite, dropped = (
-        [(r.rank, x) for r in s.ranks.values() for x in r.samples if x.kind == kind_of]
-        for kind_of in ("infinite_loss", "dropped_loss")
+    found, dropped, infinite = (
+        [(r.rank, x) for r in s.ranks.values() for x in r.samples if x.kind.startswith(begin)]
+        for begin in ("nonfinite", "dropped", "infinite")
     )
     if found:
         yield _finding(s, found)

@@ -25,13 +25,11 @@ from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Site
 from distdiag.diagnosis.model.syntax import line_at
 from distdiag.diagnosis.polled import hidden_error, left_unwritten, polled_loop
 from distdiag.diagnosis.text.incident import implicit_text, verb
-from distdiag.diagnosis.text.parting import decision_advice
+from distdiag.diagnosis.text.parting import conditions_text, decision_advice, left_text
 from distdiag.diagnosis.text.phrases import (
     NO_PROGRESS,
     at,
-    op_at,
     op_text,
-    site_text,
     where,
     where_stack,
     wheres,
@@ -396,19 +394,19 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
     doing = "sleep" if polled is not None and polled[2] else doing  # between two naps it tests
     advice = _open_advice(r, opened) if opened else _DO_GONE if gone else _DO.get(do, _DO[""])
     victims = sorted({v for x in late for v in x.victims})
-    key = doing == "store_key"
+    key, for_file = doing == "store_key", polled is not None and "exists" in polled[0]
     if key or (polled is not None and polled[2] and not opened):
         why = hidden_error(r.user_stack, facts.source)
-        if why is None and (key or (polled is not None and "exists" in polled[0])):
+        if why is None and (key or for_file):
             why = left_unwritten(r.user_stack, facts.source, key)
         if why is not None and len(victims) == 1 and len(victims) + len(ranks) == len(s.ranks):
             return _polled_for(facts, victims, ranks, polled, why, first)
         if polled is not None:
-            advice = filled(_DO_POLL if "exists" not in polled[0] else _DO_POLL_FILE, loop=polled[0]) + (
+            advice = filled(_DO_POLL_FILE if for_file else _DO_POLL, loop=polled[0]) + (
                 f", at `{why[0]}`{at(why[1])}" if why is not None else ""
             )
-    waits = key or (polled is not None and "exists" in polled[0])  # for what another rank does
-    left = parting.left_loop(r.user_stack, victim.user_stack, facts.source)
+    # of a message each rank makes another half: which it has left out is not known
+    left = [] if call.p2p else parting.left_loop(r.user_stack, victim.user_stack, facts.source)
     if left:
         advice = decision_advice(left[0], ranks, call) if len(left) == 1 else _DO_LEFT
     longest_s = r.longest_delay_s
@@ -417,7 +415,7 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
         severity=_severity(late), culprits=ranks, victims=victims, collective=call if call.op else None,
         where=(*(w for state in states for w in where_stack(state, state.user_stack, state.activity)), *workers),
         waiting=wheres(s, victims), step=r.step, first_seen_s=s.t_s - first.waited_s,
-        left=_left_text(ranks, call, left), missing=_missing_text(ranks, call, victim.rank),
+        left=f"{left_text(ranks, call)}: {conditions_text(left)}; " if left else "", missing=_missing_text(ranks, call, victim.rank),
         size=f", {size_text(call.bytes)}" if call.bytes else "", implicit=implicit_text(victim, call),
         does=f"{'it' if len(late) == 1 else 'each'} {_DOES.get(doing, 'is busy')}{at(r.current_site)}",
         loop=f", in the loop `{polled[0]}`{at(polled[1])}" if polled is not None else "",
@@ -427,7 +425,8 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
         handling=f", while it handles {pending_exception.handled(r)}" if r.handling else "",
         waited_s=first.waited_s,
         usual=f" (its longest so far: {rough_duration(longest_s)})" if longest_s > 0.5 else "",
-        cost=NO_PROGRESS if waits and len(victims) + len(ranks) >= s.world_size else filled(_WAIT_OF, victims=victims, world=s.world_size),
+        cost=NO_PROGRESS if (key or for_file) and len(victims) + len(ranks) >= s.world_size
+        else filled(_WAIT_OF, victims=victims, world=s.world_size),
         do=advice,
     )  # fmt: skip
 
@@ -453,12 +452,6 @@ def _polled_for(
         step=state.step, first_seen_s=s.t_s - first.waited_s, text=text, at_text=at_text, why=why[0], at_why=why[1],
         call=call, at_call=call.site, implicit=implicit_text(state, call), waited_s=first.waited_s, world=s.world_size,
     )  # fmt: skip
-
-
-def _left_text(ranks: list[int], call: Call, conditions: Sequence[parting.Condition]) -> str:
-    """Return `rank 1 left the loop before all_reduce (a.py:15): `while x` (a.py:9); `; empty without a condition."""
-    names = " or ".join(f"`{c.text}` ({site_text(c.site)})" for c in conditions)
-    return f"{rank_list(ranks)} left the loop before {op_at(call)}: {names}; " if names else ""
 
 
 def _missing_text(ranks: list[int], call: Call, victim: int) -> str:

@@ -9,7 +9,7 @@ from distdiag.diagnosis.model import guards as guarding
 from distdiag.diagnosis.model import rank_tests
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, Site
-from distdiag.diagnosis.text.phrases import at, site_text
+from distdiag.diagnosis.text.phrases import at, op_at, site_text
 from distdiag.terms.operations import op_name
 
 # a loss that counts nothing, and has a gradient for every parameter also where an output is not finite
@@ -18,8 +18,17 @@ NO_WEIGHT = "of `0 * sum(p.sum() for p in model.parameters())`"
 
 def parting_text(conditions: Sequence[Condition]) -> str:
     """Return `; they diverge at `if loss < 0.2` (train.py:6)`; empty without a condition."""
-    names = [f"`{c.text}` ({site_text(c.site)})" for c in conditions]
-    return f"; they diverge at {' or '.join(names)}" if names else ""
+    return f"; they diverge at {shown}" if (shown := conditions_text(conditions)) else ""
+
+
+def conditions_text(conditions: Sequence[Condition]) -> str:
+    """Return `` `if loss < 0.2` (train.py:6) or `while x` (train.py:9)``; empty without a condition."""
+    return " or ".join(f"`{c.text}` ({site_text(c.site)})" for c in conditions)
+
+
+def left_text(ranks: Collection[int], call: Call) -> str:
+    """Return `rank 1 left the loop before all_reduce (train.py:15)`."""
+    return f"{rank_list(ranks)} left the loop before {op_at(call)}"
 
 
 def decision_advice(

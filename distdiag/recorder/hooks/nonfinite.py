@@ -16,7 +16,7 @@ from distdiag.recorder.unseen import has_memory, unseen
 
 REPORTS = 4
 BAD_LOSSES = 8  # consecutive losses without an optimizer step: more than a GradScaler needs to find its scale
-DROPPED = 4  # losses that are NaN, whose steps were dropped: one bad batch is no fault
+DROPPED = 4  # losses that are NaN, with finite updates after them: one bad batch is no fault
 
 
 class NonFinite:
@@ -125,7 +125,7 @@ class NonFinite:
         self.suspects = [x for x in self.suspects if self.ledger.bad_losses and x[0] is SampleKind.NONFINITE_LOSS]
 
     def _drop(self) -> None:
-        """Count a loss that was NaN and whose step was dropped; report the fourth."""
+        """Count a loss that was NaN and has left the gradients finite, or whose step was dropped; report the fourth."""
         lost = next((x for x in self.suspects if x[0] is SampleKind.NONFINITE_LOSS and x[2] != x[2]), None)
         self._dropped += lost is not None
         if lost is not None and self._dropped == DROPPED:
