@@ -1,6 +1,7 @@
 """The packages (everything under distdiag/, and probes/ as `distdiag.probes`) and the C hooks. The rest is in pyproject.toml.
 
-The extension is optional: where it does not compile, the recorder's hooks are Python alone, slower and otherwise equal.
+The extension is optional: where it does not compile, the recorder's hooks are Python alone, slower and otherwise equal, but garbage
+collections are not timed (see recorder/garbage.py).
 `DISTDIAG_COMPILED=1` fails instead (release wheels); `DISTDIAG_PURE=1` leaves it out (the pure wheel). A free-threaded Python gets the
 pure package: importing an extension that relies on the GIL would switch it on in the user's job.
 """

@@ -98,8 +98,10 @@ def ends(s: Snapshot) -> dict[int, str]:
         return any(_outlived(s, s.ranks[rank], s.ranks[o], k) for o, k in kinds.items() if o != rank)
 
     stopped = [s.ranks[q] for q, k in kinds.items() if k == "outside"]
-    followed = {q for q, k in kinds.items() if k == "echo" and follows_stop(s.ranks[q], stopped)}
-    return {q: "outside" if q in followed or (k == "cause" and swept(q)) else k for q, k in kinds.items()}
+    return {
+        q: "outside" if follows_stop(s.ranks[q], stopped) or (k == "cause" and swept(q)) else k
+        for q, k in kinds.items()
+    }
 
 
 def follows_stop(r: RankState, stopped: Iterable[RankState]) -> bool:

@@ -63,7 +63,7 @@ def test_equal_replicas_have_equal_keys() -> None:
 
 
 def test_parameters_that_no_ddp_module_was_built_with_are_sampled_apart() -> None:
-    """A loss with weights of its own, in the optimizer of the model or in its own."""
+    """The loss has weights: the model's optimizer steps them, or a second one, before or after it."""
     whole, head = sampled((0, 1, 2, 3)), nn.Linear(8, 20)
     assert SampleKind.OUTSIDE_DDP not in whole
     for of in (sampled((0, 1, 2, 3, head)), sampled((head,), (0, 1, 2, 3)), sampled((0, 1, 2, 3), (head,))):

@@ -17,7 +17,7 @@ from distdiag.diagnosis.culprit.case import Case, Reason, Testimony
 from distdiag.diagnosis.culprit.parting import Condition, Way, left_around, parting, short_rounds
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState
-from distdiag.diagnosis.text.parting import decision_advice
+from distdiag.diagnosis.text.parting import decision_advice, left_text
 from distdiag.diagnosis.text.phrases import at, op_at
 
 LATELY = 32  # calls; the cycle closes some calls after the rank broke its sequence
@@ -44,18 +44,10 @@ def pattern(case: Case) -> Testimony | None:
     conditions = tuple(short_rounds(made, case.source) if turn.again else parting(made, due, case.source, changed=True))
     text += f": after {op_at(turn.after)} it made {op_at(turn.made)}, where {op_at(turn.due)} had followed each of the last {turn.times:,} times"
     if not turn.left_out and not turn.returned and {c.way for c in conditions} != {Way.ALONE}:
-        if turn.after.site is not None and turn.due.site is not None:
-            left = left_around(turn.after.site, turn.due.site, turn.made.site, case.source)
-            if left:
-                head = f"rank {rank} left the loop before {op_at(turn.due)}"
-                return Testimony(
-                    ranks=(rank,),
-                    head=head,
-                    text=text,
-                    conditions=tuple(left),
-                    advice=decision_advice(left[0], (rank,), turn.due),
-                )
-        return Testimony(ranks=(rank,), text=text)  # it may have come to the end of its loop, or of its epoch
+        # it has come to the end of its loop, or maybe of its epoch
+        left = left_around(turn.after.site, turn.due.site, turn.made.site, case.source)
+        head, advice = (left_text((rank,), turn.due), decision_advice(left[0], (rank,), turn.due)) if left else ("", "")
+        return Testimony(ranks=(rank,), head=head, text=text, conditions=tuple(left), advice=advice)
     sends = all(call is not None and call.op.endswith("send") for call in case.calls.values())
     if sends and turn.again and not conditions:  # what was due may come next
         return Testimony(

@@ -17,7 +17,7 @@ from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, Site, lines_of
 from distdiag.diagnosis.model.syntax import line_at
 from distdiag.diagnosis.text.incident import implicit_text
-from distdiag.diagnosis.text.parting import decision_advice
+from distdiag.diagnosis.text.parting import decision_advice, left_text
 from distdiag.diagnosis.text.phrases import at, op_at, site_text
 from distdiag.diagnosis.waits import compatible, messages
 from distdiag.diagnosis.waits.wait import call_at
@@ -118,8 +118,8 @@ def _at_departure(case: Case, ranks: Sequence[int], made: Call, due: Call) -> Te
     alone = bool(found) and found[0].way in (Way.ALONE, Way.STAYED)
     if not found or (alone and skipped):
         return None
-    did = {Way.LEFT: "left the loop before"}.get(found[0].way, "skipped")
-    head = f"only {rank_list(ranks)} made {op_at(made)}" if alone else f"{rank_list(ranks)} {did} {op_at(due)}"
+    head = f"only {rank_list(ranks)} made {op_at(made)}" if alone else f"{rank_list(ranks)} skipped {op_at(due)}"
+    head = left_text(ranks, due) if found[0].way is Way.LEFT else head
     advice = decision_advice(found[0], ranks, made if alone else due) if len(found) == 1 else ""
     return Testimony(ranks=tuple(ranks), head=head, advice=advice, conditions=tuple(found))
 

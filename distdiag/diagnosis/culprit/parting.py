@@ -21,6 +21,7 @@ from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.model.syntax import LOOPS, Source, tree_of
 
 SHOWN = 2  # conditions, if several are possible
+_LEAVES = (ast.Break, ast.Return, ast.Expr)  # statements that leave a loop; the last is a call that ends the process
 CALLERS = 3  # functions around a wrapper that are looked at, from the inside
 
 
@@ -302,7 +303,7 @@ def _sorts(path: _Path, source: Source) -> tuple[list[_Placed], ...]:
     for p in own:
         if p.guard.kind is Kind.INSIDE:
             behind = p.shared and p.key(Kind.ENDED) in path.others  # in its function: no `return` leads there
-            breaks += _ways_out(p, (ast.Break,) if behind else (ast.Break, ast.Return, ast.Expr))
+            breaks += _ways_out(p, (ast.Break,) if behind else _LEAVES)
             ends += [p] * (behind or (path.returned and not p.shared))
     # what ends a round does not end a loop that the other has left, if that ends by data
     first = next((i for i, p in enumerate(own) if p in ends and _ends_by_data(p, source)), len(own))
@@ -320,7 +321,7 @@ def _innermost(path: _Path) -> Iterator[list[_Placed]]:
     if not loops or any(isinstance(p.guard.node, ast.ExceptHandler) for p in path.own):
         return
     for loop in loops if isinstance(loops[0].guard.node, ast.For) else loops[:1]:
-        yield [*_ways_out(loop, (ast.Break, ast.Return, ast.Expr))]
+        yield [*_ways_out(loop, _LEAVES)]
     yield loops[:1]
 
 
@@ -404,21 +405,22 @@ def left_loop(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> l
     return found if {c.way for c in found} == {Way.LEFT} else []
 
 
-def left_around(after: Site, due: Site, made: Site | None, source: Source) -> list[Condition]:
+def left_around(after: Site | None, due: Site | None, made: Site | None, source: Source) -> list[Condition]:
     """Return the conditions by which a rank can have left the loop in which it made a call, and another was due.
 
     Args:
         made: The call that it made instead; nothing if that is in the function of the loop, too.
     """
-    ends, here = [x.path[-1] for x in (after, due)], made.path if made is not None else ()
+    if after is None or due is None:
+        return []
+    ends, here = callers.frames([after.path[-1], due.path[-1]]), made.path if made is not None else ()
     places = {(x.file, x.function) for x in ends}
     if len(places) > 1 or any((x.file, x.function) in places for x in here):
         return []
-    around, others = (
-        [p for p in _guards([x], 0, source, True) if p.guard.kind is Kind.INSIDE] for x in callers.frames(ends)
-    )
-    loop = next((p for p in reversed(around) if p.guard.key in {q.guard.key for q in others}), None)
-    for sort in ([*_ways_out(loop, (ast.Break, ast.Return))], [loop]) if loop is not None else ():
+    around, others = ([p for p in _guards([x], 0, source, True) if p.guard.kind is Kind.INSIDE] for x in ends)
+    keys = {p.guard.key for p in others}
+    loop = next((p for p in reversed(around) if p.guard.key in keys), None)
+    for sort in ([*_ways_out(loop, _LEAVES)], [loop]) if loop is not None else ():
         found = (_condition(p, source, Way.LEFT) for p in sort if _can_differ(p, source, alive=True))
         if conditions := [c for c in found if c is not None]:
             return conditions[-SHOWN:]

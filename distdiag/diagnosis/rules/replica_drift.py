@@ -72,11 +72,8 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         yield found
         return
     teams = {x.name for x in _samples(s, "parameters")} - {""}
-    for kind_of, team in (
-        *(("parameters", team) for team in sorted(teams) or [""]),
-        ("outside_ddp", ""),
-        ("buffers", ""),
-    ):
+    of_teams = [("parameters", team) for team in sorted(teams) or [""]]
+    for kind_of, team in (*of_teams, ("outside_ddp", ""), ("buffers", "")):
         ranks = [q for q in unfold_ranks(team) if q in s.ranks] or sorted(s.ranks)
         found = _drift(s, kind_of, ranks, bool(team))
         if kind_of == "parameters" or isinstance(found, Finding) or any(_samples(s, kind_of)):

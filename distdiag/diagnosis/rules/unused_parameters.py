@@ -23,7 +23,8 @@ from distdiag.diagnosis.gradient_cost import gradients
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Model, Snapshot
 from distdiag.diagnosis.model.syntax import Source
-from distdiag.diagnosis.text.phrases import site_text, where, wheres
+from distdiag.diagnosis.text.parting import conditions_text
+from distdiag.diagnosis.text.phrases import where, wheres
 from distdiag.diagnosis.text.template import Template
 from distdiag.terms.units import percent
 
@@ -215,7 +216,7 @@ def _branch(case: _Case, culprits: list[int]) -> str:
     files = {x.file for x in (*places, *(m.site for m in case.having.values())) if x is not None}
     found = {c for name in modules - {""} for file in files if (c := only_under(name, file, case.source)) is not None}
     around = [c for c in sorted(found) if c.way is not Way.SKIPPED]
-    shown = " or ".join(f"`{c.text}` ({site_text(c.site)})" for c in (around or sorted(found))[:2])
+    shown = conditions_text((around or sorted(found))[:2])
     if not shown:
         return ""
     return f"; they are used only {shown}" if around else f"; {shown} returns before they are used"

@@ -54,7 +54,7 @@ class ReplicaChecksums:
             return
         params, elements, which, ranks, outside = self._parameters(optimizer)
         if any(m.slot.synced_backwards for m in self.ledger.models.values()):
-            if params is outside:
+            if params is outside:  # the optimizer has none of DDP's: they are no replicas of one model
                 params = []
             outside = [p for p in outside if p.grad is not None]
             if outside:
@@ -80,8 +80,8 @@ class ReplicaChecksums:
         """Return what to compare of an optimizer; cached while the number of its parameters is unchanged.
 
         With DDP: the parameters that DDP wraps (layers that it ignores, such as experts, differ by design), and apart from them those
-        that no DDP module had when it was built. If some are sharded (DTensor): those that are whole on each rank of a dimension of their mesh; shards
-        differ by design. The names matter where each rank's optimizer has other parameters of equal shapes:
+        that no DDP module had when it was built. If some are sharded (DTensor): those that are whole on each rank of a dimension of
+        their mesh; shards differ by design. The names matter where each rank's optimizer has other parameters of equal shapes:
         ZeroRedundancyOptimizer gives the layers of a model to different ranks.
         """
         n = sum(len(g["params"]) for g in optimizer.param_groups)

@@ -154,18 +154,9 @@ class Collected:
 
     def names_a_job(self) -> bool:
         """True if a line names a rank, a launcher, an error, or distdiag."""
-        known = (
-            self.ranks,
-            self.facts,
-            self.past,
-            self.unknown,
-            self.recorded,
-            self.rank_of,
-            self.by_path,
-            self.took,
-            self.nccl,
-        )
-        return any(known) or bool(self.world_size or self.torchrun or self.steps)
+        lines = (self.facts, self.past, self.unknown, self.recorded)
+        ranks = (self.ranks, self.rank_of, self.by_path, self.took, self.nccl)
+        return any(lines) or any(ranks) or bool(self.world_size or self.torchrun or self.steps)
 
     def is_rank_of(self, process: object, rank: int) -> None:
         """Note the rank of a process, which a line names together."""

@@ -12,6 +12,7 @@ from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import (
     Call,
     Model,
+    RankState,
     Sample,
     Site,
     Snapshot,
@@ -82,6 +83,13 @@ def test_averaging_in_some_steps_is_worded_apart_from_averaging_in_none(synced: 
     assert f.cause == "gradients_not_synced"
 
 
+def suspected(ranks: list[RankState], text: str) -> list[int | None]:
+    """Return since when these ranks drift; each finding must suspect gradients that are not averaged, and say this."""
+    drift = [f for f in found_in(job(*ranks)) if f.kind == "replica_drift"]
+    assert all((f.cause, f.certainty) == ("gradients_not_synced", "suspected") and text in f.message for f in drift)
+    return [f.step for f in drift]
+
+
 @pytest.mark.parametrize(
     ("op", "n_bytes", "found"),
     [
@@ -92,7 +100,7 @@ def test_averaging_in_some_steps_is_worded_apart_from_averaging_in_none(synced: 
     ],
 )
 def test_trained_parameters_that_no_ddp_module_has_are_reported(op: str, n_bytes: int, found: bool) -> None:
-    """A loss with weights of its own."""
+    """The loss has weights, and only the model is wrapped."""
 
     def samples(q: int) -> tuple[Sample, ...]:
         steps = (32, 64, 96)
@@ -101,12 +109,8 @@ def test_trained_parameters_that_no_ddp_module_has_are_reported(op: str, n_bytes
 
     call = Call(group="default_pg", seq=90, op=op, bytes=n_bytes)
     ranks = [rank(q, step=100, models=(MODEL,), samples=samples(q), calls=(call,)) for q in range(2)]
-    drift = [f for f in found_in(job(*ranks)) if f.kind == "replica_drift"]
-    assert bool(drift) is found
-    if found:
-        f = only(drift)
-        assert (f.cause, f.certainty, f.step) == ("gradients_not_synced", "suspected", 32)
-        assert "the optimizer steps 1 parameter (20 x 32) that no DDP module had when it was built" in f.message
+    text = "the optimizer steps 1 parameter (20 x 32) that no DDP module had when it was built"
+    assert suspected(ranks, text) == ([32] if found else [])
 
 
 @pytest.mark.parametrize(
@@ -127,12 +131,7 @@ def test_parameters_trained_later_without_averaging_are_reported(shares: tuple[f
         )
 
     ranks = [rank(q, step=130, models=(), samples=samples(q)) for q in range(2)]
-    drift = [f for f in found_in(job(*ranks)) if f.kind == "replica_drift"]
-    assert bool(drift) is found
-    if found:
-        f = only(drift)
-        assert (f.cause, f.certainty, f.step) == ("gradients_not_synced", "suspected", 96)
-        assert "not those of the parameters that have been trained since" in f.message
+    assert suspected(ranks, "not those of the parameters that have been trained since") == ([96] if found else [])
 
 
 def with_rates(values: Callable[[int, int], float], rates: Callable[[int, int], float], **more: Any) -> Finding:
