@@ -9,7 +9,7 @@ from enum import IntEnum
 from pathlib import Path
 
 MAGIC = b"DISTDIAG"
-VERSION = 13
+VERSION = 14
 HEAP_BYTES = 192 * 1024
 CALLS, STEPS, SAMPLES, SCALARS, DDP_TIMES = 1024, 256, 128, 64, 32
 CALLERS = 3  # most callers of a call's site
@@ -128,6 +128,10 @@ class Header(Structure):
         ("gc_ns", c_uint64),  # time of full garbage collections
         ("gc_count", c_uint64),
         ("gc_off", c_uint64),  # 1: gc.disable() was called
+        # of the Python threads but the main one and ours, the one that computed most in the newest second
+        ("thread", c_uint32),  # its name
+        ("thread_permille", c_uint32),  # share of that second in which it was on a CPU
+        ("thread_site", c_uint64),
     ]
 
 
@@ -170,6 +174,8 @@ class LoaderSlot(Structure):
         ("workers", c_int32),
         ("iterations", c_uint64),
         ("batches", c_uint64),
+        ("given", c_uint64),  # batches of all epochs; the C hooks rely on this order
+        ("elements", c_uint64),  # of the first tensor of each of them
         ("exhausted", c_uint32),
         ("in_training", c_uint32),
         ("n_first", c_uint32),

@@ -128,6 +128,15 @@ def absolute(file: str) -> str:
     return path
 
 
+def line_of(frame: FrameType) -> int:
+    """Return the line of a frame; of an instruction that has none (the compiler's own), that of the last one before it which has."""
+    if frame.f_lineno:
+        return frame.f_lineno
+    code = frame.f_code
+    before = [line for start, _, line in code.co_lines() if line and start <= frame.f_lasti]
+    return before[-1] if before else code.co_firstlineno
+
+
 def frames_of(thread: int | None) -> list[FrameType]:
     """Return the frames of another thread, innermost first; empty if it has none.
 

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from distdiag import files
 from distdiag.page import profile_files
 from distdiag.page.profile_files import DONE, FAILED, MAX_LINES, RECORDING, SAVING, WAITING, Answer, Request
-from distdiag.recorder.frames import absolute, frames_of, user_frame
+from distdiag.recorder.frames import absolute, frames_of, line_of, user_frame
 from distdiag.recorder.module_marks import ModuleMarks
 from distdiag.recorder.state import Recorder, guarded, now_ns
 
@@ -271,7 +271,7 @@ class Profile:
         found.samples += 1
         if frame is not None and len(self._lines) < 10_000:
             code = frame.f_code
-            self._lines[absolute(code.co_filename), frame.f_lineno or 0, code.co_name] += 1
+            self._lines[absolute(code.co_filename), line_of(frame), code.co_name] += 1
 
     def _save(self) -> None:
         """Write the trace into the run directory.

@@ -17,6 +17,7 @@ from typing import Any
 
 from distdiag.page.layout import BACKEND_FRAME, STACK, STILL_NS, Blocked, Header, word
 from distdiag.recorder import garbage, state
+from distdiag.recorder.busy_thread import BusyThread
 from distdiag.recorder.frames import (
     USER,
     absolute,
@@ -61,6 +62,7 @@ class Pulse:
         self._going_on = threading.Lock()
         self._going_on.acquire()
         self._running = threading.Lock()  # held while the thread runs
+        self._busy = BusyThread(recorder)
         self._gpu: int | None = None  # NVML's index, once looked up
         # by id of the code, which is kept: True if a backend is in it
         self._raw: dict[tuple[int, bool], tuple[int, CodeType]] = {}
@@ -116,6 +118,7 @@ class Pulse:
             self.accounting.poll()
         if beats % 4 == 0:
             garbage.poll(self.recorder)
+            self._busy.poll()
             self._device()
             self._signals()
         if beats % WATCH_BEATS == FIRST_WATCH and self.watch is not None:

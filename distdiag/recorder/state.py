@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 from distdiag.page.layout import CALLERS
 from distdiag.page.writer import PageWriter
 from distdiag.recorder import unseen
-from distdiag.recorder.frames import USER, absolute, in_helper, kind_of, user_frame
+from distdiag.recorder.frames import USER, absolute, in_helper, kind_of, line_of, user_frame
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,7 +52,7 @@ class Recorder:
         key = (id(code), frame.f_lasti)
         known = self._sites.get(key)
         if known is None:
-            off = self.page.site(absolute(code.co_filename), frame.f_lineno or 0, code.co_name)
+            off = self.page.site(absolute(code.co_filename), line_of(frame), code.co_name)
             if len(self._sites) >= 16_384:
                 self._sites.clear()
             known = self._sites[key] = (off, code)  # the code is kept, so that its id is not reused
@@ -73,7 +73,7 @@ class Recorder:
         if known is None:
             if len(self._paths) >= 16_384:
                 self._paths.clear()
-            path = ((absolute(f.f_code.co_filename), f.f_lineno or 0, f.f_code.co_name) for f in frames)
+            path = ((absolute(f.f_code.co_filename), line_of(f), f.f_code.co_name) for f in frames)
             known = self._paths[key] = self.page.site(*next(path), *path), tuple(f.f_code for f in frames)
         return known[0]
 

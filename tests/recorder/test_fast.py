@@ -101,7 +101,7 @@ json.dump({
                  for s in pages.steps if s.number],
     "sites": [(text(s.site), text(s.op), s.count) for s in pages.sites[: h.n_sites]],
     "models": [(m.forwards, m.synced_backwards, text(m.site)) for m in pages.models[: h.n_models]],
-    "loaders": [(text(l.site), l.iterations, l.batches, l.in_training, l.exhausted, l.fed, l.n_first, list(l.first))
+    "loaders": [(text(l.site), l.iterations, l.batches, l.in_training, l.exhausted, l.fed, l.n_first, list(l.first), l.given, l.elements)
                 for l in pages.loaders[: h.n_loaders]],
     "samples": [(s.kind, s.step, repr(s.value), s.key, text(s.site)) for s in pages.samples if s.number],
 }, open(sys.argv[1], "w"))
@@ -123,6 +123,7 @@ def test_c_and_python_hooks_write_the_same(tmp_path: Path) -> None:
     compiled, python = recorded(tmp_path / "c", pure=False), recorded(tmp_path / "p", pure=True)
     assert (compiled.pop("compiled"), python.pop("compiled")) == (True, False)
     assert compiled["errors"] == [0, ""]
+    assert all(0 < x[8] <= x[9] for x in compiled["loaders"]), "batches of all epochs, and their elements"
     assert len(compiled["steps"]) > 100 and len(compiled["sites"]) > 8
     for what, value in python.items():
         assert compiled[what] == value, what

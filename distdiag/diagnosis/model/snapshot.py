@@ -105,6 +105,7 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=
     shuffle: bool | None = None
     iterations_started: int = 0  # how often iter() was called
     batches: int = 0  # handed out in this epoch
+    mean_elements: float | None = None  # of the first tensor of its batches, in all epochs
     exhausted: bool = False  # StopIteration seen in this epoch
     in_training: bool = False  # DDP forward with gradients followed its batches
     workers: int = 0
@@ -296,6 +297,9 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaul
     gc_s: float = 0.0  # so far, in full garbage collections
     gc_count: int = 0
     gc_off: bool = False  # gc.disable() was called
+    thread: str = ""  # its busiest Python thread but the main one, in the newest second; empty: none computes much
+    thread_share: float = 0.0  # of that second, on a CPU
+    thread_site: Site | None = None  # the user's line that it is in
     queued_share: float | None = None  # recent share of the time that its main thread was runnable without a CPU
     workers_starved: float | None = None  # recent share of their runnable time that its loader's workers had no CPU
     workers_busy: float | None = None  # runnable time of all of them per second: 0.5 is half a core

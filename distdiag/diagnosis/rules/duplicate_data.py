@@ -41,6 +41,11 @@ SAME_BATCHES = Template(kind, "same_batches_on_ranks", "{same} train on the same
 SAME_LABELS = Template(kind, "same_batches_on_ranks",
     "{same} train on batches with the same labels{site}{also}: the same samples, augmented differently, or other "
     "samples with the same pattern of labels", _REPEATED, "{do}")  # fmt: skip
+SHIFTED = Template(kind, "same_batches_on_ranks",
+    "{same} train on the same batches, {first} {n} step{n:|s} before {second}{site}",
+    "{repeated} of {world} ranks repeat the work of another, a few steps later",
+    "each rank begins at another batch and then takes all of them: let it take one in {world} (`islice(batches, rank, None, "
+    "world_size)`), or a part of its own", proved=True)  # fmt: skip
 SAME_WORK = Template(kind, "same_batches_on_ranks",
     "there is no process group, and {victims} train the same model on the same batches{site}: their parameters "
     "are equal after the same steps", _REPEATED,
@@ -122,6 +127,12 @@ def same_data(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
     return any(x == y and _identify(x) for x, y in zip(_halves(a[:n]), _halves(b[:n]), strict=True))
 
 
+def _shift(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    """Return how many batches ahead of `a` the row `b` of fingerprints is, negative: behind; 0 if they do not overlap."""
+    ahead = next((k for k in range(1, len(a)) if same_data(a[k:], b)), 0)
+    return ahead or -next((k for k in range(1, len(b)) if same_data(a, b[k:])), 0)
+
+
 def _identify(half: tuple[int, ...]) -> bool:
     """True if enough of these batches have fingerprints, all different."""
     known = [x for x in half if x]
@@ -181,7 +192,10 @@ def _losses(s: Snapshot, ranks: Iterable[int]) -> list[tuple[float, ...]]:
 
 
 def _same_batches(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding | Abstained]:
-    if len({x.iterations_started for x in loaders.values()}) != 1 or not (groups := _groups(loaders)):
+    if len({x.iterations_started for x in loaders.values()}) != 1:
+        return
+    if not (groups := _groups(loaders)):
+        yield from _shifted(s, loaders)
         return
     ranks = tuple(sorted(q for g in groups for q in g))
     if _split(s, loaders, ranks):
@@ -211,6 +225,21 @@ def _same_batches(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding |
         template, s, loaders, ranks, severity=severity, repeated=repeated, same=rank_list(groups[0]),
         also=f", and so do {', '.join(others)}" + (", …" if len(groups) > 4 else "") if others else "",
         do=_DO[do].format(parts=s.world_size - repeated, world=s.world_size),
+    )  # fmt: skip
+
+
+def _shifted(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding]:
+    """Yield the finding of ranks whose batches are those of the first rank, some steps earlier or later."""
+    first, *rest = sorted(loaders)
+    prints = {q: x.first_fingerprints for q, x in loaders.items()}
+    ahead = {q: k for q in rest if (k := _shift(prints[first], prints[q]))}
+    if not ahead or all(x.fed for x in loaders.values()):
+        return
+    nearest = min(ahead, key=lambda q: abs(ahead[q]))
+    pair = (nearest, first) if ahead[nearest] > 0 else (first, nearest)
+    yield _found(
+        SHIFTED, s, loaders, [first, *ahead], repeated=len(ahead), same=rank_list([first, *ahead]),
+        first=rank_list(pair[:1]), second=rank_list(pair[1:]), n=abs(ahead[nearest]),
     )  # fmt: skip
 
 

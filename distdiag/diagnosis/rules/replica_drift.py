@@ -225,6 +225,11 @@ def _averages_some(r: RankState) -> bool:
     return bool(r.models) and all(0 < m.synced_backwards < limits.averaged * min(m.forwards, r.step) for m in r.models)
 
 
+def _averages_none(r: RankState) -> bool:
+    """True if this rank trains through DDP, which averages no backward pass."""
+    return bool(r.models) and all(not m.synced_backwards and 2 * m.forwards > r.step for m in r.models)
+
+
 def _rates(s: Snapshot, drifting: list[int]) -> dict[int, float]:
     """Return each rank's learning rate at the newest step (up to the newest that drifts) at which they differed; or nothing."""
     samples = {q: _by_step(r, "learning_rate") for q, r in s.ranks.items()}
@@ -256,6 +261,7 @@ UNFROZEN = Template(
 _WHAT = {
     "gradients_not_synced": "their gradients are not averaged",
     "some_steps": "DDP averages gradients before some of the optimizer steps only: {passes:,} backward passes in {steps:,} steps",
+    "never_synced": "their gradients are not averaged: DDP's forward runs, but no backward pass averages, as in `no_sync()`",
     "never_averaged": "nothing averages their gradients: no DDP, and no collective that exchanges a tensor",
     "partly_averaged": "all gradients were averaged before, but not those of the parameters that have been trained since",
     "outside_ddp": "the optimizer steps {outside} that no DDP module had when it was built, so nothing averages their gradients",
@@ -279,6 +285,8 @@ _ADVICE = {
     "wraps",
     "some_steps": "let the last backward pass before each optimizer step average, outside `no_sync()` and through the DDP-wrapped model: "
     "also where the end of an epoch cuts an accumulation short",
+    "never_synced": "let the last backward pass before each optimizer step run outside `no_sync()`: the condition that ends the accumulation "
+    "is never true on any rank; or look for `require_backward_grad_sync = False`",
     "outside_ddp": "put these parameters into the module before DDP wraps it (wrap it again after a layer was added), or wrap the module that "
     "holds them in DDP, too; if each rank is to have its own, ignore this",
     "never_averaged": "wrap the model in DistributedDataParallel: the loader splits the data by rank, so each rank trains "
@@ -323,6 +331,8 @@ def _finding(
         words = "accumulated" if accumulates else "update"
     elif cause == "gradients_not_synced" and all(map(_averages_some, s.ranks.values())):
         words = "some_steps"
+    elif cause == "gradients_not_synced" and all(map(_averages_none, s.ranks.values())):
+        words = "never_synced"
     what = _WHAT["mild" if mild else words] + (f" ({_rates_text(rates)})" if rates else "")
     if words == "some_steps":
         passes = min(m.synced_backwards for m in models)

@@ -35,8 +35,8 @@ from distdiag.diagnosis.pauses import Lost, Pauses
 from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import PHASES, Window, part_ms, self_ms
 from distdiag.diagnosis.text import straggler as text
-from distdiag.diagnosis.text.phrases import count, where, where_stack, wheres
-from distdiag.diagnosis.training_data import least_fetching, stages
+from distdiag.diagnosis.text.phrases import at, count, where, where_stack, wheres
+from distdiag.diagnosis.training_data import least_fetching, stages, training_loaders
 from distdiag.diagnosis.waits.compatible import op_name
 from distdiag.terms.activity import by_line, refined
 from distdiag.terms.units import percent
@@ -93,6 +93,10 @@ class Limits:
     """Share of the job's time that is a warning, whoever pauses and whatever for."""
     pauses_info: float = 0.03
     """The same for an info."""
+    thread: float = 0.3
+    """Share of the time that a thread of a slow rank must compute, beyond the others', to be named."""
+    larger: float = 1.25
+    """How many times as large its inputs must be."""
     collecting: float = 0.5
     """Share of what a slow rank costs that full garbage collections must take to be its cause."""
 
@@ -180,20 +184,45 @@ def _busy(s: Snapshot) -> bool:
 
 
 def _explained(found: Finding, s: Snapshot, pauses: Pauses, cost: float) -> Finding:
-    """Return the finding of one slow rank with garbage collection as its cause, if that is most of what it costs.
+    """Return the finding of one slow rank with what explains it: garbage collection, if that is most of what it costs,
+    another of its threads, or larger inputs.
 
     Args:
         cost: Share of the time that the others lose to it.
     """
     rank, *more = found.culprits
+    if more:
+        return found
     share, n = pauses.collecting(s, rank)
     usual = statistics.median_low(pauses.collecting(s, q)[0] for q in s.ranks if q != rank)
-    if more or not n or share - usual < limits.collecting * cost:
-        return found
+    if not n or share - usual < limits.collecting * cost:
+        return _of_thread(found, s) or _of_inputs(found, s) or found
     took = f"{count(n, 'full garbage collection')} {'take' if n > 1 else 'takes'} {percent(share)} of its time"
     at_once = "" if s.ranks[rank].gc_off else f"; `gc.disable()`, and {text.TOGETHER}, let them pause together"
     message = f"{found.message}: {took}, {percent(usual)} on the others"
     return msgspec.structs.replace(found, cause="gc", message=message, advice=f"{text.FREEZE}{at_once}")
+
+
+def _of_thread(found: Finding, s: Snapshot) -> Finding | None:
+    """Return the finding with the thread that takes the GIL or a core from the training; None if the others have such a one, too."""
+    r, rest = s.ranks[found.culprits[0]], [x.thread_share for q, x in s.ranks.items() if q != found.culprits[0]]
+    usual = statistics.median_low(rest)
+    if r.thread_share - usual < limits.thread:
+        return None
+    share, theirs = percent(r.thread_share), percent(usual)
+    message = f"{found.message}; its thread {r.thread!r} computes {share} of the time{at(r.thread_site)}, {theirs} on the others"
+    return msgspec.structs.replace(found, message=message, advice=text.THREAD)
+
+
+def _of_inputs(found: Finding, s: Snapshot) -> Finding | None:
+    """Return the finding with the size of the rank's inputs, if they are larger than the others'."""
+    of = {q: x.mean_elements or 0.0 for q, x in training_loaders(s).items()}
+    own = of.pop(found.culprits[0], 0.0)
+    usual = statistics.median(of.values()) if of else 0.0
+    if found.cause not in ("forward", "backward", "data") or not usual or own < limits.larger * usual:
+        return None
+    message = f"{found.message}; its batches are {own / usual:.1f} times as large: {own:,.0f} elements on average, {usual:,.0f} on the others"
+    return msgspec.structs.replace(found, message=message, advice=text.LARGER)
 
 
 def _in_window(facts: Facts) -> Iterator[Finding | Abstained]:

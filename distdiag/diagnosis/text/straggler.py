@@ -91,6 +91,14 @@ FREEZE = (
     "call `gc.freeze()` once the model and the data are built: collections then leave those objects out; keep a large index in "
     "arrays instead of Python objects"
 )
+THREAD = (
+    "Python runs one thread at a time (GIL), and that one takes it from the training: do its work in a process, in C or in fewer calls, "
+    "or let it sleep in between"
+)
+LARGER = (
+    "give all ranks batches of the same size in the same step: sort or bucket the samples by length over all ranks, or fill each batch up "
+    "to a number of tokens"
+)
 TOGETHER = "`gc.collect()` now and then, at the same step on all ranks"
 DO_IN_TURN = {
     "gc": f"let the ranks pause together: {TOGETHER}; {FREEZE}",

@@ -155,6 +155,7 @@ class PageDecoder:
                 distributed_sampler=bool(s.distributed_sampler),
                 sampler_fits=s.distributed_sampler == 1 if s.distributed_sampler else None,
                 iterations_started=s.iterations,
+                mean_elements=s.elements / s.given if s.given else None,
                 fetching=min(s.fetching_permille, 1000) / 1000 if s.polls >= LEAST_POLLS else None,
                 first_fingerprints=tuple(s.first[: s.n_first]),
                 previous_fingerprints=tuple(s.previous[: s.n_previous]),

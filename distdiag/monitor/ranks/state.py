@@ -235,6 +235,9 @@ class RankView:
             "gc_s": h.gc_ns / 1e9,
             "gc_count": h.gc_count,
             "gc_off": bool(h.gc_off),
+            "thread": self.text(h.thread),
+            "thread_share": h.thread_permille / 1000,
+            "thread_site": decoder.site(h.thread_site),
             "device_bytes": h.device_peak_bytes or None,
             "device_total_bytes": h.device_total_bytes or None,
         }

@@ -40,6 +40,22 @@ def test_the_same_batches_on_two_ranks_are_reported() -> None:
     )
 
 
+@pytest.mark.parametrize("rows", [(0, 1), (1, 0), (0, 2), (0, 3), (0, 1, 2)])
+def test_batches_that_a_rank_gets_some_steps_before_another_are_the_same(rows: tuple[int, ...]) -> None:
+    every = prints(1) + prints(2)
+    stream = {"dataset_length": None, "length": None, "distributed_sampler": False}
+    ranks = [rank(q, loaders=(loader(first_fingerprints=every[k : k + 6], **stream),)) for q, k in enumerate(rows)]
+    f = only(of_kind(data(job(*ranks), PLAIN), "duplicate_data"))
+    ahead = "rank 0" if rows[0] > rows[1] else "rank 1"
+    assert f.victims == tuple(range(len(rows))) and "islice" in f.advice
+    assert f"{ahead} {abs(rows[1] - rows[0])} step" in f.message
+
+
+def test_two_batches_in_common_are_not_the_same_data() -> None:
+    every = prints(1) + prints(2)
+    assert duplicates(*(loader(first_fingerprints=every[k : k + 6]) for k in (0, 4))) == []
+
+
 @pytest.mark.parametrize(
     ("entered", "losses", "reported"),
     [(32, (1.0, 2.0), False), (32, (1.0, 1.0), True), (64, (1.0, 2.0), True), (20, (1.0, 2.0), False)],

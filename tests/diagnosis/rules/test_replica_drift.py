@@ -83,6 +83,14 @@ def test_averaging_in_some_steps_is_worded_apart_from_averaging_in_none(synced: 
     assert f.cause == "gradients_not_synced"
 
 
+def test_a_module_that_ddp_runs_and_never_averages_is_not_said_to_be_called_without_it() -> None:
+    """The condition that is to end `no_sync()` is never true."""
+    model = Model(group="default_pg", forwards=400, synced_backwards=0)
+    f = only(drifting(lambda q, k: 1.0 + 0.1 * q * k, models=(model,), step=100))
+    assert "DDP's forward runs, but no backward pass averages" in f.message
+    assert "no_sync" in f.advice and "model.module" not in f.advice
+
+
 def suspected(ranks: list[RankState], text: str) -> list[int | None]:
     """Return since when these ranks drift; each finding must suspect gradients that are not averaged, and say this."""
     drift = [f for f in found_in(job(*ranks)) if f.kind == "replica_drift"]

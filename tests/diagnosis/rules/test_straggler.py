@@ -36,6 +36,30 @@ def test_the_rank_that_waits_least_is_the_straggler(phase: str, cause: str, worl
     assert (f.cause, f.culprits) == (cause, (late,))
 
 
+@pytest.mark.parametrize(("own", "theirs", "named"), [(0.8, 0.0, True), (0.8, 0.7, False), (0.2, 0.0, False)])
+def test_a_thread_that_takes_the_time_of_a_slow_rank_is_named(own: float, theirs: float, named: bool) -> None:
+    line = Site("/job/metrics.py", 12, "flush")
+    ranks = [rank(q, steps=steps(wait_ms=80.0, seed=q), thread_share=theirs) for q in range(2)]
+    ranks.append(rank(2, steps=steps(80.0, "forward", seed=2), thread="flusher", thread_share=own, thread_site=line))
+    f = only(stragglers(job(*ranks)))
+    assert ("its thread 'flusher' computes 80 % of the time at metrics.py:12 in flush" in f.message) is named
+    assert ("GIL" in f.advice) is named
+
+
+@pytest.mark.parametrize(
+    ("phase", "elements", "named"),
+    [("forward", 6e4, True), ("backward", 6e4, True), ("forward", 2.2e4, False), ("optimizer", 6e4, False)],
+)
+def test_inputs_that_are_larger_than_those_of_the_others_are_named(phase: str, elements: float, named: bool) -> None:
+    ranks = [rank(q, steps=steps(wait_ms=80.0, seed=q), loaders=(loader(mean_elements=2e4),)) for q in range(2)]
+    ranks.append(rank(2, steps=steps(80.0, phase, seed=2), loaders=(loader(mean_elements=elements),)))
+    f = only(stragglers(job(*ranks)))
+    assert (
+        "its batches are 3.0 times as large: 60,000 elements on average, 20,000 on the others" in f.message
+    ) is named
+    assert ("bucket the samples by length" in f.advice) is named
+
+
 def late_in_its_last_steps(q: int, n: int, factor: float) -> tuple[Step, ...]:
     """Return steps of `factor` times 68 ms, in whose last `n` rank 1 takes longer by more than half, and the others wait for it."""
     late = steps(40.0, "other", seed=q) if q == 1 else steps(wait_ms=40.0, seed=q)

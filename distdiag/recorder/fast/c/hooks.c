@@ -135,9 +135,11 @@ static int data_ends(Ledger *s, FastHook *u, PyObject *const *args, PyObject **r
     Py_DECREF(shape);
     return 0;
   }
-  ull n = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(shape, 0));
+  ull n = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(shape, 0)), elements = n;
+  for (Py_ssize_t i = 1; i < PyTuple_GET_SIZE(shape); i++)
+    elements *= PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(shape, i));
   Py_DECREF(shape);
-  if (n == (ull)-1 && PyErr_Occurred()) return -1;
+  if (PyErr_Occurred()) return -1;
   PyObject *newest = PyWeakref_NewRef(x, NULL);
   if (newest == NULL || time_of(args[2], &began) < 0) {
     Py_XDECREF(newest);
@@ -146,6 +148,10 @@ static int data_ends(Ledger *s, FastHook *u, PyObject *const *args, PyObject **r
   uint64_t t = enter(s, s->idle);
   s->data_ns += t - began;
   s->words[s->batches_at] += 1;
+  if (in_page(s, s->batches_at + 2)) { /* given, elements */
+    s->words[s->batches_at + 1] += 1;
+    s->words[s->batches_at + 2] += elements;
+  }
   s->samples += n;
   if (s->batch == 0) s->batch = n;
   Py_XSETREF(s->newest, newest);
