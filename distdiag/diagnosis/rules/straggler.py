@@ -215,14 +215,21 @@ def _of_thread(found: Finding, s: Snapshot) -> Finding | None:
 
 
 def _of_inputs(found: Finding, s: Snapshot) -> Finding | None:
-    """Return the finding with the size of the rank's inputs, if they are larger than the others'."""
-    of = {q: x.mean_elements or 0.0 for q, x in training_loaders(s).items()}
-    own = of.pop(found.culprits[0], 0.0)
-    usual = statistics.median(of.values()) if of else 0.0
-    if found.cause not in ("forward", "backward", "data") or not usual or own < limits.larger * usual:
-        return None
-    message = f"{found.message}; its batches are {own / usual:.1f} times as large: {own:,.0f} elements on average, {usual:,.0f} on the others"
-    return msgspec.structs.replace(found, message=message, advice=text.LARGER)
+    """Return the finding with how much more data the rank gets: forwards in a step, or elements in a batch; None if it gets no more."""
+    forwards = {q: sum(m.forwards for m in r.models) / max(r.step, 1) for q, r in s.ranks.items()}
+    elements = {q: x.mean_elements or 0.0 for q, x in training_loaders(s).items()}
+    for of, more, advice, causes in (
+        (forwards, "it has made {own:.1f} forwards per step so far, the others {usual:.1f}", text.MORE,
+         ("forward", "backward", "data", "host")),
+        (elements, "its batches are {times:.1f} times as large: {own:,.0f} elements on average, {usual:,.0f} on the others", text.LARGER,
+         ("forward", "backward", "data")),
+    ):  # fmt: skip
+        own = of.pop(found.culprits[0], 0.0)
+        usual = statistics.median(of.values()) if of else 0.0
+        if found.cause in causes and usual and own >= limits.larger * usual:
+            message = f"{found.message}; {more.format(own=own, usual=usual, times=own / usual)}"
+            return msgspec.structs.replace(found, message=message, advice=advice)
+    return None
 
 
 def _in_window(facts: Facts) -> Iterator[Finding | Abstained]:

@@ -59,9 +59,12 @@ BY_ARRIVAL = _row("host",
 _COMPUTES = (
     "compare the input sizes of that rank with the others'; if they are equal, check {clocks}what else runs on its host"
 )
+_READS = (
+    "compare what {who} reads with the others (longer samples, larger files, another shard), and share it out evenly; "
+)
 _DO = {
-    "data": "check storage and CPU load for the loader of {who}; use more workers or prefetching",
-    "no workers": "num_workers=0: the dataset's own code runs in the training process; make it faster, or set num_workers",
+    "data": _READS + "check its storage and its CPU load; use more workers or prefetching",
+    "no workers": _READS + "with num_workers=0 the dataset's own code runs in the training process: set num_workers",
     "forward": _COMPUTES,
     "backward": _COMPUTES,
     "optimizer": "look for work in optimizer.step that only that rank does (hooks, logging)",
@@ -95,6 +98,7 @@ THREAD = (
     "Python runs one thread at a time (GIL), and that one takes it from the training: do its work in a process, in C or in fewer calls, "
     "or let it sleep in between"
 )
+MORE = "let all ranks accumulate the same number of batches in a step: change it on all together"
 LARGER = (
     "give all ranks batches of the same size in the same step: sort or bucket the samples by length over all ranks, or fill each batch up "
     "to a number of tokens"

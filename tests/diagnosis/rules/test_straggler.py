@@ -15,6 +15,7 @@ from distdiag.diagnosis.model.snapshot import (
     Arrival,
     Call,
     Loader,
+    Model,
     Sample,
     Site,
     Snapshot,
@@ -58,6 +59,14 @@ def test_inputs_that_are_larger_than_those_of_the_others_are_named(phase: str, e
         "its batches are 3.0 times as large: 60,000 elements on average, 20,000 on the others" in f.message
     ) is named
     assert ("bucket the samples by length" in f.advice) is named
+
+
+def test_a_rank_that_accumulates_more_batches_in_a_step_is_said_to() -> None:
+    models = [Model(group="default_pg", forwards=n, synced_backwards=50) for n in (100, 100, 200)]
+    ranks = [rank(q, steps=steps(wait_ms=80.0, seed=q), step=50, models=(models[q],)) for q in range(2)]
+    ranks.append(rank(2, steps=steps(80.0, "other", seed=2), step=50, models=(models[2],)))
+    f = only(stragglers(job(*ranks)))
+    assert "it has made 4.0 forwards per step so far, the others 2.0" in f.message and "accumulate" in f.advice
 
 
 def late_in_its_last_steps(q: int, n: int, factor: float) -> tuple[Step, ...]:
