@@ -271,6 +271,7 @@ _WHAT = {
     "mild": "their buffers were equal before and differ now, and broadcast_buffers is off",
     "learning_rates": "gradients are averaged, but learning rates differ",
     "update": "gradients are averaged and the replicas were equal before, but not every rank updates its parameters in the same way",
+    "first_update": "gradients are averaged, but from the first steps on not every rank updates its parameters in the same way",
     "unequal": "gradients are reduced in every step, but the replicas do not keep one distance: they step with different gradients",
     "accumulated": "the replicas were equal before, and gradients are averaged in one of several backward passes per step: those of the "
     "passes after it stay local, or not every rank updates its parameters in the same way",
@@ -302,6 +303,8 @@ _ADVICE = {
     "the same epoch length; and load the same optimizer state on all ranks",
     "update": "check whether one rank alone decides to load weights, or to skip, clip or scale a step; let all ranks decide together "
     "(all_reduce, broadcast), and reduce in the same order on all ranks: a set is ordered differently on each",
+    "first_update": "load the same optimizer state on all ranks (DDP makes only the model equal, when it is built); and check whether one rank "
+    "alone loads weights, has other learning rates, skips, clips or scales a step, or a communication hook that averages nothing",
     "unequal": "wait for every all_reduce (`work.wait()`) before the optimizer steps; reduce a gradient once backward has finished it, in "
     "the same order on all ranks; and begin with equal values",
     "accumulated": "leave `no_sync()` for the last backward pass before the optimizer step, which averages the sum of all; if it is "
@@ -329,6 +332,8 @@ def _finding(
     elif averaged and began_equal:
         accumulates = models and all(2 * m.forwards > 3 * m.synced_backwards > 0 for m in models)
         words = "accumulated" if accumulates else "update"
+    elif averaged and cause == "gradients_not_synced":
+        words = "first_update"
     elif cause == "gradients_not_synced" and all(map(_averages_some, s.ranks.values())):
         words = "some_steps"
     elif cause == "gradients_not_synced" and all(map(_averages_none, s.ranks.values())):
@@ -345,7 +350,7 @@ def _finding(
     # a plain tensor in a model of DTensors may be a rank's own, such as its experts
     certain = steps[-1] >= limits.certain_step and cause not in ("partly_averaged", "split_module", "outside_ddp")
     return DRIFT(
-        cause="update" if words == "unequal" else words if words in kind.causes else None, proved=certain or cause == "buffers",
+        cause="update" if words in ("unequal", "first_update") else words if words in kind.causes else None, proved=certain or cause == "buffers",
         severity=Severity.INFO if mild else Severity.WARNING if cause == "outside_ddp" else None,
         culprits=odd, victims=[q for q in ranks if q not in odd], step=steps[0], last=steps[-1],
         where=wheres(s, ranks, None, {q: _site(s.ranks[q], by_hand) for q in ranks}),

@@ -23,8 +23,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-import msgspec
-
 from distdiag.diagnosis import comparison, kinds
 from distdiag.diagnosis.comparison import COSTLY, Subset, Veto, leads, others
 from distdiag.diagnosis.facts import Facts
@@ -32,11 +30,12 @@ from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank
 from distdiag.diagnosis.model.snapshot import Arrival, RankState, Snapshot, lines_of
 from distdiag.diagnosis.model.syntax import Source, line_at, no_source
 from distdiag.diagnosis.pauses import Lost, Pauses
+from distdiag.diagnosis.slow_because import explained
 from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import PHASES, Window, part_ms, self_ms
 from distdiag.diagnosis.text import straggler as text
-from distdiag.diagnosis.text.phrases import at, count, where, where_stack, wheres
-from distdiag.diagnosis.training_data import least_fetching, stages, training_loaders
+from distdiag.diagnosis.text.phrases import count, where, where_stack, wheres
+from distdiag.diagnosis.training_data import least_fetching, stages
 from distdiag.diagnosis.waits.compatible import op_name
 from distdiag.terms.activity import by_line, refined
 from distdiag.terms.units import percent
@@ -93,12 +92,6 @@ class Limits:
     """Share of the job's time that is a warning, whoever pauses and whatever for."""
     pauses_info: float = 0.03
     """The same for an info."""
-    thread: float = 0.3
-    """Share of the time that a thread of a slow rank must compute, beyond the others', to be named."""
-    larger: float = 1.25
-    """How many times as large its inputs must be."""
-    collecting: float = 0.5
-    """Share of what a slow rank costs that full garbage collections must take to be its cause."""
 
 
 limits = Limits()
@@ -141,7 +134,7 @@ def _pauses(facts: Facts) -> Iterator[Finding]:
             early="" if lasting else text.early(lost.times - lost.settled_times, STEPS.settled),
             do=text.DO_PAUSES.get(lost.phase, text.DO_PAUSES["other"]),
         )  # fmt: skip
-        yield _explained(found, s, pauses, share)
+        yield explained(found, s, pauses, share)
 
 
 def _lasting(pauses: Pauses, *lost: Lost) -> bool:
@@ -183,55 +176,6 @@ def _busy(s: Snapshot) -> bool:
     return s.host_cpu_pct is None or s.host_cpu_pct > STEPS.busy_host_pct
 
 
-def _explained(found: Finding, s: Snapshot, pauses: Pauses, cost: float) -> Finding:
-    """Return the finding of one slow rank with what explains it: garbage collection, if that is most of what it costs,
-    another of its threads, or larger inputs.
-
-    Args:
-        cost: Share of the time that the others lose to it.
-    """
-    rank, *more = found.culprits
-    if more:
-        return found
-    share, n = pauses.collecting(s, rank)
-    usual = statistics.median_low(pauses.collecting(s, q)[0] for q in s.ranks if q != rank)
-    if not n or share - usual < limits.collecting * cost:
-        return _of_thread(found, s) or _of_inputs(found, s) or found
-    took = f"{count(n, 'full garbage collection')} {'take' if n > 1 else 'takes'} {percent(share)} of its time"
-    at_once = "" if s.ranks[rank].gc_off else f"; `gc.disable()`, and {text.TOGETHER}, let them pause together"
-    message = f"{found.message}: {took}, {percent(usual)} on the others"
-    return msgspec.structs.replace(found, cause="gc", message=message, advice=f"{text.FREEZE}{at_once}")
-
-
-def _of_thread(found: Finding, s: Snapshot) -> Finding | None:
-    """Return the finding with the thread that takes the GIL or a core from the training; None if the others have such a one, too."""
-    r, rest = s.ranks[found.culprits[0]], [x.thread_share for q, x in s.ranks.items() if q != found.culprits[0]]
-    usual = statistics.median_low(rest)
-    if r.thread_share - usual < limits.thread:
-        return None
-    share, theirs = percent(r.thread_share), percent(usual)
-    message = f"{found.message}; its thread {r.thread!r} computes {share} of the time{at(r.thread_site)}, {theirs} on the others"
-    return msgspec.structs.replace(found, message=message, advice=text.THREAD)
-
-
-def _of_inputs(found: Finding, s: Snapshot) -> Finding | None:
-    """Return the finding with how much more data the rank gets: forwards in a step, or elements in a batch; None if it gets no more."""
-    forwards = {q: sum(m.forwards for m in r.models) / max(r.step, 1) for q, r in s.ranks.items()}
-    elements = {q: x.mean_elements or 0.0 for q, x in training_loaders(s).items()}
-    for of, more, advice, causes in (
-        (forwards, "it has made {own:.1f} forwards per step so far, the others {usual:.1f}", text.MORE,
-         ("forward", "backward", "data", "host")),
-        (elements, "its batches are {times:.1f} times as large: {own:,.0f} elements on average, {usual:,.0f} on the others", text.LARGER,
-         ("forward", "backward", "data")),
-    ):  # fmt: skip
-        own = of.pop(found.culprits[0], 0.0)
-        usual = statistics.median(of.values()) if of else 0.0
-        if found.cause in causes and usual and own >= limits.larger * usual:
-            message = f"{found.message}; {more.format(own=own, usual=usual, times=own / usual)}"
-            return msgspec.structs.replace(found, message=message, advice=advice)
-    return None
-
-
 def _in_window(facts: Facts) -> Iterator[Finding | Abstained]:
     """Yield the straggler of the last steps, or why there is none."""
     s, window = facts.snapshot, facts.window
@@ -255,7 +199,7 @@ def _in_window(facts: Facts) -> Iterator[Finding | Abstained]:
             what="its own code" if case.phase == "other" else case.phase,
         )  # fmt: skip
     else:
-        yield _explained(text.slow(case), s, facts.pauses, slow.gain_ms / slow.step_ms)
+        yield explained(text.slow(case), s, facts.pauses, slow.gain_ms / slow.step_ms)
 
 
 def _case(facts: Facts, window: Window) -> Case:
@@ -616,7 +560,7 @@ def _at_times(case: Case) -> Finding | None:
     lasting = found.period is not None and found.cost >= limits.pauses_share
     severe = steady and (lasting or (found.cost >= COSTLY and not for_all))
     at_times = text.at_times(case.snapshot, case.window, found, Severity.WARNING if severe else Severity.INFO)
-    return _explained(at_times, case.snapshot, case.pauses, found.cost)
+    return explained(at_times, case.snapshot, case.pauses, found.cost)
 
 
 # -- loops without an optimizer --------------------------------------------------------------------------------------

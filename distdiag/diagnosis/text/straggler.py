@@ -98,6 +98,7 @@ THREAD = (
     "Python runs one thread at a time (GIL), and that one takes it from the training: do its work in a process, in C or in fewer calls, "
     "or let it sleep in between"
 )
+KEEPS = "see what that line keeps from step to step (a growing list, a tensor that is concatenated again): it costs time and memory"
 MORE = "let all ranks accumulate the same number of batches in a step: change it on all together"
 LARGER = (
     "give all ranks batches of the same size in the same step: sort or bucket the samples by length over all ranks, or fill each batch up "

@@ -69,6 +69,18 @@ def test_a_rank_that_accumulates_more_batches_in_a_step_is_said_to() -> None:
     assert "it has made 4.0 forwards per step so far, the others 2.0" in f.message and "accumulate" in f.advice
 
 
+@pytest.mark.parametrize(("theirs", "named"), [(0, True), (60, False)])
+def test_memory_that_only_the_slow_rank_gains_is_told(theirs: int, named: bool) -> None:
+    def memory(mib: int) -> tuple[tuple[float, int], ...]:
+        return tuple((float(t), GIB + t * mib * 2**20 // 60) for t in range(61))
+
+    ranks = [rank(q, steps=steps(wait_ms=80.0, seed=q), memory=memory(theirs), warm_since_s=0.5) for q in range(2)]
+    ranks.append(rank(2, steps=steps(80.0, "other", seed=2), memory=memory(180), warm_since_s=0.5))
+    f = only(stragglers(job(*ranks)))
+    assert ("its memory has grown by 177.0 MiB in 59 s, that of the others by 0 B" in f.message) is named
+    assert ("keeps from step to step" in f.advice) is named
+
+
 def late_in_its_last_steps(q: int, n: int, factor: float) -> tuple[Step, ...]:
     """Return steps of `factor` times 68 ms, in whose last `n` rank 1 takes longer by more than half, and the others wait for it."""
     late = steps(40.0, "other", seed=q) if q == 1 else steps(wait_ms=40.0, seed=q)

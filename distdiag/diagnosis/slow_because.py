@@ -1,0 +1,103 @@
+"""What explains a slow rank, beside its line: garbage collections, another of its threads, more data, or what it keeps."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+
+import msgspec
+
+from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.model.snapshot import Snapshot
+from distdiag.diagnosis.pauses import Pauses
+from distdiag.diagnosis.text import straggler as text
+from distdiag.diagnosis.text.phrases import at, count
+from distdiag.diagnosis.training_data import training_loaders
+from distdiag.terms.units import percent, size_text
+
+
+@dataclass(frozen=True)
+class Limits:
+    thread: float = 0.3
+    """Share of the time that a thread of a slow rank must compute, beyond the others', to be named."""
+    larger: float = 1.25
+    """How many times as much data it must get."""
+    gained_bytes: int = 64 << 20
+    """Memory that it must have gained to be said to keep something from step to step."""
+    collecting: float = 0.5
+    """Share of what it costs that full garbage collections must take to be its cause."""
+
+
+limits = Limits()
+
+
+def explained(found: Finding, s: Snapshot, pauses: Pauses, cost: float) -> Finding:
+    """Return the finding of slow ranks, of one with what explains it.
+
+    Args:
+        cost: Share of the time that the others lose to it.
+    """
+    if len(found.culprits) > 1:
+        return found
+    return (
+        _of_collections(found, s, pauses, cost)
+        or _of_thread(found, s)
+        or _of_data(found, s)
+        or _of_memory(found, s)
+        or found
+    )
+
+
+def _of_collections(found: Finding, s: Snapshot, pauses: Pauses, cost: float) -> Finding | None:
+    """Return the finding with garbage collection as its cause, if that is most of what the rank costs."""
+    (rank,) = found.culprits
+    share, n = pauses.collecting(s, rank)
+    usual = statistics.median_low(pauses.collecting(s, q)[0] for q in s.ranks if q != rank)
+    if not n or share - usual < limits.collecting * cost:
+        return None
+    took = f"{count(n, 'full garbage collection')} {'take' if n > 1 else 'takes'} {percent(share)} of its time"
+    at_once = "" if s.ranks[rank].gc_off else f"; `gc.disable()`, and {text.TOGETHER}, let them pause together"
+    message = f"{found.message}: {took}, {percent(usual)} on the others"
+    return msgspec.structs.replace(found, cause="gc", message=message, advice=f"{text.FREEZE}{at_once}")
+
+
+def _of_thread(found: Finding, s: Snapshot) -> Finding | None:
+    """Return the finding with the thread that takes the GIL or a core from the training; None if the others have such a one, too."""
+    r, rest = s.ranks[found.culprits[0]], [x.thread_share for q, x in s.ranks.items() if q != found.culprits[0]]
+    usual = statistics.median_low(rest)
+    if r.thread_share - usual < limits.thread:
+        return None
+    share, theirs = percent(r.thread_share), percent(usual)
+    message = f"{found.message}; its thread {r.thread!r} computes {share} of the time{at(r.thread_site)}, {theirs} on the others"
+    return msgspec.structs.replace(found, message=message, advice=text.THREAD)
+
+
+def _of_data(found: Finding, s: Snapshot) -> Finding | None:
+    """Return the finding with how much more data the rank gets: forwards in a step, or elements in a batch; None if it gets no more."""
+    forwards = {q: sum(m.forwards for m in r.models) / max(r.step, 1) for q, r in s.ranks.items()}
+    elements = {q: x.mean_elements or 0.0 for q, x in training_loaders(s).items()}
+    for of, more, advice, causes in (
+        (forwards, "it has made {own:.1f} forwards per step so far, the others {usual:.1f}", text.MORE,
+         ("forward", "backward", "data", "host")),
+        (elements, "its batches are {times:.1f} times as large: {own:,.0f} elements on average, {usual:,.0f} on the others", text.LARGER,
+         ("forward", "backward", "data")),
+    ):  # fmt: skip
+        own = of.pop(found.culprits[0], 0.0)
+        usual = statistics.median(of.values()) if of else 0.0
+        if found.cause in causes and usual and own >= limits.larger * usual:
+            message = f"{found.message}; {more.format(own=own, usual=usual, times=own / usual)}"
+            return msgspec.structs.replace(found, message=message, advice=advice)
+    return None
+
+
+def _of_memory(found: Finding, s: Snapshot) -> Finding | None:
+    """Return the finding with how much memory the rank has gained while it trained; None unless that is much, and the others' is little."""
+    grown = {q: (points[-1][1] - points[0][1], points[-1][0] - points[0][0])
+             for q, r in s.ranks.items() if (points := [x for x in r.memory if x[0] >= (r.warm_since_s or math.inf)])}  # fmt: skip
+    n_bytes, span_s = grown.pop(found.culprits[0], (0, 0.0))
+    theirs = max((n for n, _ in grown.values()), default=n_bytes)
+    if found.cause != "host" or n_bytes < limits.gained_bytes or 4 * theirs > n_bytes:
+        return None
+    message = f"{found.message}; its memory has grown by {size_text(n_bytes)} in {span_s:.0f} s, that of the others by {size_text(max(0, theirs))}"
+    return msgspec.structs.replace(found, message=message, advice=f"{text.KEEPS}; {found.advice}")
