@@ -122,7 +122,16 @@ DUPLICATE_DATA = Kind(
 REPLICA_DRIFT = Kind(
     name="replica_drift",
     severities=(_WARNING, _ERROR),
-    causes=("gradients_not_synced", "different_init", "learning_rates", "update", "buffers", "split_module", "logged"),
+    causes=(
+        "gradients_not_synced",
+        "different_init",
+        "learning_rates",
+        "update",
+        "buffers",
+        "split_module",
+        "mode",
+        "logged",
+    ),
     sticky=True,
 )
 NONFINITE = Kind(

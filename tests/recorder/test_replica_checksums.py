@@ -24,6 +24,22 @@ class Written:
         self.of[kind] = value, key
 
 
+def test_layers_in_eval_mode_are_counted_after_a_step() -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.ReLU())
+    ddp = SimpleNamespace(module=net)
+    model = SimpleNamespace(
+        trained=lambda: list(net.named_parameters()), built_with=frozenset(map(id, net.parameters())), mode_layers=None,
+        slot=SimpleNamespace(synced_backwards=3), buffer_places=[], ref=lambda: ddp,
+    )  # fmt: skip
+    written: Any = Written()
+    ledger: Any = SimpleNamespace(models={0: model}, averaged_by=None)
+    checksums, optimizer = ReplicaChecksums(ledger, written), torch.optim.SGD(net.parameters(), lr=0.1)
+    for mode, n in ((True, 0), (False, 2)):
+        net.train(mode)
+        checksums.after_optimizer(optimizer, 4)
+        assert written.of[SampleKind.EVAL_MODE][0] == n
+
+
 def sampled(*optimizers: tuple[Any, ...], synced: int = 3, ignored: int = 0) -> dict[SampleKind, tuple[float, int]]:
     """Return the samples of a rank with four layers in DDP, after each of these optimizers has stepped.
 

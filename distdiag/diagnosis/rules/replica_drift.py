@@ -42,6 +42,8 @@ class Limits:
     """Up to this share of the parameters, reduced elements are metrics, not gradients."""
     metrics_bytes: int = 1024
     """The same for one call, in bytes."""
+    modes: int = 3
+    """Newest sampled steps in which the modes of the layers must have differed: a rank may be back in `train()` a step later."""
     logged_equal: int = 8
     """Different values of a logged name that must have been equal on all ranks: a local one is not."""
     logged: int = 4
@@ -80,7 +82,25 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
             yield found
         if isinstance(found, Finding):
             return
+    yield from _modes(s)
     yield from _logged(s)
+
+
+def _modes(s: Snapshot) -> Iterator[Finding]:
+    """Yield the ranks that train with more of their dropout and batch-norm layers in eval mode than the others."""
+    samples = {q: _by_step(r, "eval_mode") for q, r in s.ranks.items()}
+    common = sorted(set.intersection(*map(set, samples.values())))
+    apart = [k for k in common if len({x[k].value for x in samples.values()}) > 1]
+    if len(apart) < limits.modes or apart[-limits.modes :] != common[-limits.modes :]:
+        return
+    values = {q: x[apart[-1]].value for q, x in samples.items()}
+    most = max(values.values())
+    odd = minority(values) or tuple(q for q, n in values.items() if n == most)
+    usual = next(n for q, n in values.items() if q not in odd)
+    yield MODES(
+        culprits=odd, victims=[q for q in sorted(s.ranks) if q not in odd], step=apart[0], where=wheres(s, odd), n=int(values[odd[0]]),
+        usual=int(usual), call="train" if values[odd[0]] > usual else "eval",
+    )  # fmt: skip
 
 
 def _logged(s: Snapshot) -> Iterator[Finding]:
@@ -252,6 +272,11 @@ LOGGED = Template(kind, "logged",
     "what all ranks had in common until then is no longer equal",
     "look for what one rank did alone in step {step}: a scheduler, a reduction or a decision by its own data",
     severity=Severity.WARNING)  # fmt: skip
+MODES = Template(kind, "mode",
+    "{culprits} {culprits:trains|train} with {n} dropout or batch-norm layer{n:|s} in eval mode since step {step} or earlier, the others with {usual}",
+    "in eval mode dropout is off, and batch norm uses its running statistics and does not update them: the ranks do not train the same way",
+    "call `model.{call}()` on all ranks at the same step: after an evaluation that only some ranks run, it is often left out",
+    severity=Severity.WARNING, proved=True)  # fmt: skip
 UNFROZEN = Template(
     kind, "gradients_not_synced",
     "{n:,} parameter{n:|s} ({name}{n:|, …}) had requires_grad False when DDP was built{site} and {n:gets|get} gradients since step "

@@ -75,6 +75,9 @@ class ReplicaChecksums:
         buffers = [b for m in self.ledger.models.values() for b in self._buffers(m)]
         if buffers:
             self._checksum(SampleKind.BUFFERS, buffers, step)
+        layers = [layer for m in self.ledger.models.values() for layer in _mode_layers(m)]
+        if layers:
+            self.samples.write(SampleKind.EVAL_MODE, step, sum(not layer.training for layer in layers))
 
     def _parameters(self, optimizer: Any) -> _Compared:
         """Return what to compare of an optimizer; cached while the number of its parameters is unchanged.
@@ -150,6 +153,17 @@ class ReplicaChecksums:
                 total.reshape(1),
                 lambda v, k=kind, s=step, x=key: self.samples.write(k, s, v[0].item(), key=x, name=name),
             )
+
+
+def _mode_layers(m: Model) -> list[Any]:
+    """Return the dropout and batch-norm layers of a model; cached."""
+    ddp = m.ref()
+    if ddp is None:
+        return []
+    if m.mode_layers is None:
+        kinds = (torch.nn.modules.dropout._DropoutNd, torch.nn.modules.batchnorm._NormBase)
+        m.mode_layers = [x for x in ddp.module.modules() if isinstance(x, kinds)]
+    return m.mode_layers
 
 
 def _shapes(params: list[Any]) -> str:

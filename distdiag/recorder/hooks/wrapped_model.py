@@ -75,6 +75,7 @@ class Model(ModelWords):
         self.frozen: list[tuple[str, Any]] = []  # parameters that DDP left out, until one of them is trained
         self.frozen_next = self.frozen_forwards = 0
         self.buffer_places: list[tuple[Any, str]] | None = None
+        self.mode_layers: list[Any] | None = None  # those whose work depends on train() and eval(), once requested
         self.slot = slot
         self.pg = ddp.process_group
         self.group_at = -1  # slot of its process group; -1: not registered
@@ -104,5 +105,5 @@ class Model(ModelWords):
         return self.named
 
     def _gone(self, _: object) -> None:
-        self.named = self.buffer_places = None
+        self.named = self.buffer_places = self.mode_layers = None
         self.frozen, self.built_with = [], frozenset()

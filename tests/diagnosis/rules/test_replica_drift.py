@@ -339,6 +339,22 @@ def test_ranks_that_split_a_module_are_compared_in_what_each_has_whole() -> None
     assert "data parallel rank" in f.advice
 
 
+@pytest.mark.parametrize(
+    ("of_last", "found"), [((2, 2, 2), (2,)), ((2, 2, 0), ()), ((0, 2, 2), ()), ((0, 0, 0), ())], ids=str
+)
+def test_a_rank_that_trains_in_eval_mode_is_named(of_last: tuple[int, ...], found: tuple[int, ...]) -> None:
+    def samples(values: tuple[int, ...]) -> tuple[Sample, ...]:
+        return tuple(Sample("eval_mode", k, float(n)) for k, n in zip((32, 64, 96), values, strict=True))
+
+    ranks = [rank(q, samples=samples((0, 0, 0))) for q in range(2)]
+    s = job(*ranks, rank(2, samples=samples(of_last)))
+    modes = of_kind(found_in(s), "replica_drift", "mode")
+    assert [f.culprits for f in modes] == [found] * bool(found)
+    if found:
+        assert "rank 2 trains with 2 dropout or batch-norm layers in eval mode since step 32" in modes[0].message
+        assert "`model.train()` on all ranks" in modes[0].advice
+
+
 def test_a_logged_value_that_was_equal_while_it_changed_and_differs_now_is_reported() -> None:
     def found(*of_ranks: Callable[[int], float]) -> list[Finding]:
         logged = [{"lr": tuple((k, f(k)) for k in range(1, 31))} for f in of_ranks]
