@@ -7,11 +7,18 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from distdiag.page.layout import SampleKind
+from distdiag.recorder import unseen
 from distdiag.recorder.hooks.replica_checksums import ReplicaChecksums
+
+
+@pytest.fixture(autouse=True, scope="module")
+def installed() -> None:
+    unseen.install()  # else no tensor has memory that may be read
 
 
 class Written:
@@ -81,10 +88,24 @@ def test_equal_replicas_have_equal_keys() -> None:
 def test_parameters_that_no_ddp_module_was_built_with_are_sampled_apart() -> None:
     """The loss has weights: the model's optimizer steps them, or a second one, before or after it."""
     whole, head = sampled((0, 1, 2, 3)), nn.Linear(8, 20)
+    assert whole[SampleKind.PARAMETERS][0] != 0
     assert SampleKind.OUTSIDE_DDP not in whole
     for of in (sampled((0, 1, 2, 3, head)), sampled((head,), (0, 1, 2, 3)), sampled((0, 1, 2, 3), (head,))):
         assert of[SampleKind.PARAMETERS] == whole[SampleKind.PARAMETERS]
         assert of[SampleKind.OUTSIDE_DDP][1] != whole[SampleKind.PARAMETERS][1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_of_a_layer_that_move_against_each_other_change_its_checksum(dtype: torch.dtype) -> None:
+    """As under cross entropy: the gradients of all classes sum to zero."""
+    layer = nn.Linear(8, 4, bias=False).to(dtype)
+    seen = []
+    for _ in range(2):
+        seen.append(sampled((layer,), synced=0)[SampleKind.PARAMETERS][0])
+        with torch.no_grad():
+            layer.weight[0] += 0.5
+            layer.weight[3] -= 0.5
+    assert abs(seen[0] - seen[1]) > 0.1
 
 
 def test_what_ddp_ignores_or_has_not_averaged_yet_is_not_outside() -> None:

@@ -11,7 +11,8 @@ layer_drop, frozen_head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -21,7 +22,7 @@ from distdiag.diagnosis.endings import UNUSED
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.gradient_cost import gradients
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
-from distdiag.diagnosis.model.snapshot import Model, Snapshot
+from distdiag.diagnosis.model.snapshot import Model, Sample, Snapshot
 from distdiag.diagnosis.model.syntax import Source
 from distdiag.diagnosis.text.parting import conditions_text
 from distdiag.diagnosis.text.phrases import where, wheres
@@ -39,6 +40,10 @@ class Limits:
     a gradient in all of them."""
     never_checks: int = 100
     """The same before it is a warning: by then a rare branch has been taken."""
+    unchanged: int = 4
+    """Newest checksums of the parameters that must be equal, or newest sampled steps without any gradient."""
+    unchanged_steps: int = 64
+    """Steps that they must span: a library may step its optimizer with nothing to do for some."""
     not_needed_share: float = 0.005
     """Share of the step that the search takes; below it, the flag is reported as info. A branch that
     is skipped once in some hundred steps needs the flag, and no check may have met it."""
@@ -53,6 +58,8 @@ FROZEN = Template(kind, "frozen",
     "{m.frozen} of {all} parameters were frozen (requires_grad False) when DDP was built, so it does not wait for them: {shown}",
     "none, if that is intended", "set requires_grad before wrapping in DDP if you want to train them", proved=True,
     severity=Severity.INFO)  # fmt: skip
+UNCHANGED = Template(kind, "not_updated", "no optimizer step changes the model of {victims} since step {step} or earlier: {why}",
+    "the job trains nothing", "{do}", severity=Severity.WARNING, proved=True)  # fmt: skip
 NOT_NEEDED = Template(kind, "flag_not_needed",
     "find_unused_parameters=True{site}, but every parameter got a gradient in all {checks} checks",
     "{spent} spent searching the graph{gain}", "{do}")  # fmt: skip
@@ -65,6 +72,10 @@ _DO = {
     "static": "leave out static_graph=True: it promises that every step uses the same parameters; pass "
     "find_unused_parameters=True if steps differ, or let all steps and all ranks take the same path",
     "library": "switch it off in the library that wraps the model (for Hugging Face, ddp_find_unused_parameters=False)",
+    "no gradients": "call `zero_grad()` after the optimizer's step or before the forward, not between backward and step; and build the optimizer "
+    "from the parameters of the model that is wrapped, after it was last copied, moved or replaced",
+    "unchanged": "see whether gradients are zero when the optimizer steps (`zero_grad()` before it, a clipped or scaled loss), and whether the "
+    "learning rate is too small for the dtype of the parameters",
     "flag": "drop the flag if no branch of the model is ever skipped",
 }
 
@@ -76,6 +87,8 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     if not models:
         yield Abstained("no module is wrapped in DistributedDataParallel")
         return
+    if (found := _unchanged(snapshot)) is not None:
+        yield found
     if not any(m.unused_checks for m in models):
         yield Abstained("no backward has been checked for missing gradients")
     case = _Case(snapshot, facts.source)
@@ -90,6 +103,36 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
             m=m, all=m.frozen + m.parameters, shown=_shown(names, m.frozen),
         )  # fmt: skip
     yield _not_needed(snapshot)
+
+
+def _unchanged(s: Snapshot) -> Finding | None:
+    """Return the finding of ranks whose optimizer steps and changes nothing."""
+    of: dict[int, tuple[str, int, str]] = {}
+    for q, r in s.ranks.items():
+        bare, sums, rates = (
+            [x for x in r.samples if x.kind == kind] for kind in ("no_gradients", "parameters", "learning_rate")
+        )
+        last = max((x.step for x in (*sums, *bare)), default=0)
+        same = list(itertools.takewhile(lambda x, sums=sums: x.value == sums[-1].value, sums[::-1]))
+        if _lasts(bare, last):
+            of[q] = (
+                "no gradients",
+                bare[0].step,
+                f"none of its {bare[-1].value:,.0f} parameters has a gradient when it steps",
+            )
+        elif _lasts(same[::-1], last) and rates and min(x.value for x in rates[-len(same) :]) > 0:
+            why = f"its parameters are the same after each of {len(same)} steps that were compared, at a learning rate of {rates[-1].value:.3g}"
+            of[q] = "unchanged", same[-1].step, why
+    if not of:
+        return None
+    why, step, text = of[min(of)]
+    sites = {q: stack[0] for q in sorted(of) if (stack := s.ranks[q].phase_stacks.get("optimizer"))}
+    return UNCHANGED(victims=sorted(of), where=wheres(s, sites, None, sites), step=step, why=text, do=_DO[why])
+
+
+def _lasts(samples: Sequence[Sample], last: int) -> bool:
+    """True if these samples are enough, and go on until the last step that was sampled."""
+    return len(samples) >= limits.unchanged and samples[-1].step == last >= samples[0].step + limits.unchanged_steps
 
 
 def _shown(names: tuple[str, ...], total: int, most: int = 4) -> str:

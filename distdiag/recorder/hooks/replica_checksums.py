@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 import zlib
+from operator import mul
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from distdiag.recorder.hooks.wrapped_model import Model
 
 CHECKSUM_TENSORS, CHECKSUM_ELEMENTS = 24, 32
+# Of the elements of a parameter. A plain sum may stay equal while they change: cross entropy moves the rows of the last layer in sum by 0.
+WEIGHTS = tuple(1.0 + j / CHECKSUM_ELEMENTS for j in range(CHECKSUM_ELEMENTS))
 
 
 def checksum_due(step: int) -> bool:
@@ -53,6 +56,11 @@ class ReplicaChecksums:
         if not checksum_due(step):
             return
         params, elements, which, ranks, outside = self._parameters(optimizer)
+        own = [p for g in optimizer.param_groups for p in g["params"]]
+        # others may have the gradients elsewhere
+        of_torch = type(optimizer).__module__.startswith("torch.optim.")
+        if self.ledger.averaged_by is not None and of_torch and all(p.grad is None for p in own):
+            self.samples.write(SampleKind.NO_GRADIENTS, step, len(own))
         if any(m.slot.synced_backwards for m in self.ledger.models.values()):
             if params is outside:  # the optimizer has none of DDP's: they are no replicas of one model
                 params = []
@@ -61,7 +69,7 @@ class ReplicaChecksums:
                 self._checksum(SampleKind.OUTSIDE_DDP, outside, step, name=_shapes(outside))
         if self.reduced or params:
             # only parameters that are trained now: many jobs leave frozen ones in the optimizer
-            every = params if params and not ranks else [p for g in optimizer.param_groups for p in g["params"]]
+            every = params if params and not ranks else own
             trained = sum(p.numel() for p in every if p.grad is not None) if self.reduced else 0
             self.samples.write(SampleKind.REDUCED, step, self.reduced / trained if trained else 0.0)
         if not params:
@@ -132,7 +140,7 @@ class ReplicaChecksums:
             some = sampled(t, CHECKSUM_ELEMENTS)
             if some is None:
                 break
-            value += sum(map(abs, some) if buffers else some) * (1.0 + i / 16)
+            value += sum(map(abs, some) if buffers else map(mul, some, WEIGHTS)) * (1.0 + i / 16)
         else:
             return self.samples.write(kind, step, value, key=key, name=name)
         if capturing():
@@ -142,7 +150,8 @@ class ReplicaChecksums:
             for i, t in enumerate(chosen):
                 flat = t.detach().reshape(-1) if t.is_contiguous() else t.detach().flatten()[:CHECKSUM_ELEMENTS]
                 some = flat[:: max(1, flat.numel() // CHECKSUM_ELEMENTS)][:CHECKSUM_ELEMENTS]
-                parts.append((some.double().abs() if buffers else some.double()).sum() * (1.0 + i / 16))
+                weighted = torch.arange(len(some), dtype=torch.float64, device=some.device) / CHECKSUM_ELEMENTS + 1.0
+                parts.append((some.double().abs() if buffers else some.double() * weighted).sum() * (1.0 + i / 16))
             if not parts:
                 return
             total = torch.stack(parts).sum()

@@ -14,6 +14,7 @@ from distdiag.diagnosis.model.snapshot import (
     Call,
     DdpTime,
     Model,
+    Sample,
     Site,
     Snapshot,
 )
@@ -201,3 +202,35 @@ def test_an_unchecked_rank_does_not_differ() -> None:
     ):
         assert only(of_kind(found_in(s), "unused_parameters")).cause == "never_used"
     assert of_kind(found_in(job(rank(0), rank(1))), "unused_parameters") == []
+
+
+@pytest.mark.parametrize(
+    ("values", "rate", "found"),
+    [
+        ((1.5,) * 5, 0.1, True),
+        ((1.5,) * 5, 0.0, False),
+        ((1.5, 1.6, 1.7, 1.8, 1.8), 0.1, False),
+        ((1.5,) * 3, 0.1, False),
+    ],
+    ids=["the same", "rate 0", "changed", "few"],
+)
+def test_parameters_that_no_step_changes_are_reported(values: tuple[float, ...], rate: float, found: bool) -> None:
+    at = tuple(range(32, 192, 32))
+    samples = [(Sample("parameters", k, v), Sample("learning_rate", k, rate)) for k, v in zip(at, values, strict=False)]
+    of = found_in(job(*(rank(q, samples=tuple(x for pair in samples for x in pair)) for q in range(2))))
+    of = [f for f in of if f.cause == "not_updated"]
+    assert bool(of) is found
+    if found:
+        assert "the same after each of 5 steps that were compared, at a learning rate of 0.1" in of[0].message
+
+
+@pytest.mark.parametrize(("steps", "found"), [((32, 64, 96, 128), True), ((32, 64, 96), False), ((2, 4, 8, 16), False)])
+def test_an_optimizer_whose_parameters_have_no_gradients_is_reported(steps: tuple[int, ...], found: bool) -> None:
+    bare = tuple(Sample("no_gradients", k, 4.0) for k in steps)
+    of = [f for f in found_in(job(rank(0, samples=bare), rank(1, samples=bare))) if f.cause == "not_updated"]
+    assert bool(of) is found
+    if found:
+        assert "none of its 4 parameters has a gradient when it steps" in of[0].message
+        assert "zero_grad()` after the optimizer's step" in of[0].advice
+    later = (*bare, Sample("parameters", 256, 1.0))
+    assert not [f for f in found_in(job(rank(0, samples=later), rank(1, samples=later))) if f.cause == "not_updated"]
