@@ -300,6 +300,9 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaul
     thread: str = ""  # its busiest Python thread but the main one, in the newest second; empty: none computes much
     thread_share: float = 0.0  # of that second, on a CPU
     thread_site: Site | None = None  # the user's line that it is in
+    store_key: str = ""  # that its main thread waits for in a store; of several the names, with commas
+    store_set: str = ""  # that its main thread has set last
+    store_set_site: Site | None = None
     queued_share: float | None = None  # recent share of the time that its main thread was runnable without a CPU
     workers_starved: float | None = None  # recent share of their runnable time that its loader's workers had no CPU
     workers_busy: float | None = None  # runnable time of all of them per second: 0.5 is half a core
