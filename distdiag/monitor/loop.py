@@ -300,8 +300,9 @@ class Monitor:
         made = make_snapshot(now_s, self.views, self._idle, self.gatherer, self.recording.collectives, self.sampling)
         ends_ns = [v.ending.t_mono_ns for v in self.views.values() if v.ending is not None]
         stopped = launcher.stopped_by(self.run_dir) if ends_ns else None
-        known = stopped is not None and stopped[1] <= min(ends_ns)
-        return msgspec.structs.replace(made, stopped_by=stopped[0]) if known else made
+        if stopped is None or not self.start_ns <= stopped[1] <= min(ends_ns):
+            return made
+        return msgspec.structs.replace(made, stopped_by=stopped[0])
 
     def _over(self, s: Snapshot) -> bool:
         if any(v.ending is None for v in self.views.values()) or self.pages.unjudged_alive():
