@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import logging
 import os
 import sys
 import time
@@ -17,6 +18,8 @@ from typing import Any
 
 VERDICT_S = 3.0  # for the monitor to write its verdict, after a launch that failed
 VERDICT = "verdict.txt"  # in the run directory: the monitor's last lines
+STOPPED = ".launcher.stopped"  # there: the signal that has ended the launcher, and when, by the monotonic clock
+_AGENT = "torch.distributed.elastic.agent.server.api"  # the logger on which torchrun's agent reports such a signal
 PRINTED_ON = ".verdict.stream"  # the stream that the monitor has printed them on, as `stderr_id` names it
 
 
@@ -74,8 +77,37 @@ def watch(argv: list[str], since_unix_s: float) -> None:
             before[0] = False
         previous(*error)
 
+    def note_signal(record: logging.LogRecord) -> bool:
+        if "death signal" in str(record.msg) and isinstance(record.args, tuple) and record.args:
+            _note_signal(argv, since_unix_s, record.args[0])
+        return True
+
     sys.excepthook = note_verdict
+    logging.getLogger(_AGENT).addFilter(note_signal)
     atexit.register(lambda: at_end(argv, since_unix_s, before[0]))
+
+
+def _note_signal(argv: list[str], since_unix_s: float, number: Any) -> None:
+    """Write which signal the launcher got: a rank in C++ survives SIGINT, and shows only the SIGKILL after it. Never raises."""
+    try:
+        from distdiag import files
+
+        found = started_run(argv, since_unix_s)
+        if found is not None:
+            files.write(found, STOPPED, f"{int(number)} {time.monotonic_ns()}".encode())
+    except Exception:
+        return
+
+
+def stopped_by(run_dir: Path) -> tuple[int, int] | None:
+    """Return (signal, time by the monotonic clock) that ended this run's launcher; None if none is known."""
+    from distdiag import files
+
+    try:
+        number, at_ns = files.text(run_dir, STOPPED).split()
+        return (int(number), int(at_ns)) if 0 < int(number) < 65 else None
+    except (OSError, ValueError):
+        return None
 
 
 def at_end(argv: list[str], since_unix_s: float, before: bool) -> None:

@@ -99,9 +99,15 @@ def ends(s: Snapshot) -> dict[int, str]:
 
     stopped = [s.ranks[q] for q, k in kinds.items() if k == "outside"]
     return {
-        q: "outside" if follows_stop(s.ranks[q], stopped) or (k == "cause" and swept(q)) else k
+        q: "outside" if follows_stop(s.ranks[q], stopped) or (k == "cause" and (escalated(s, q) or swept(q))) else k
         for q, k in kinds.items()
     }
+
+
+def escalated(s: Snapshot, rank: int) -> bool:
+    """True if this SIGKILL came after the launcher itself had got a signal: it ends what does not end by that one."""
+    r = s.ranks[rank]
+    return s.stopped_by is not None and r.life == Life.KILLED and r.signal in (None, signals.SIGKILL)
 
 
 def follows_stop(r: RankState, stopped: Iterable[RankState]) -> bool:
@@ -177,7 +183,7 @@ def _of(kinds: dict[int, str], *names: str) -> tuple[int, ...]:
 
 def _known(snapshot: Snapshot, kinds: dict[int, str], late: Late | None) -> Cascade:
     causes = [snapshot.ranks[q] for q, k in kinds.items() if k == "cause"]
-    if not kinds or _killed_together(snapshot, causes):
+    if not kinds or killed_together(snapshot, causes):
         return NO_CASCADE
     if causes:
         return _lost(snapshot, causes)
@@ -190,7 +196,7 @@ def _known(snapshot: Snapshot, kinds: dict[int, str], late: Late | None) -> Casc
     return _timeout(snapshot, kinds, late) if "timeout" in kinds.values() else NO_CASCADE
 
 
-def _killed_together(snapshot: Snapshot, causes: list[RankState]) -> bool:
+def killed_together(snapshot: Snapshot, causes: list[RankState]) -> bool:
     """True if every rank was killed by SIGKILL within a second: from outside (a scheduler, the launcher's death)."""
     if len(causes) < 2 or len(causes) < len(snapshot.ranks):
         return False

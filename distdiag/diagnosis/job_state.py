@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal as signals
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.endings import ending_kind, follows_stop
+from distdiag.diagnosis.endings import ending_kind, escalated, follows_stop, killed_together
 from distdiag.diagnosis.history import all_ended
 from distdiag.diagnosis.model.findings import STOPPED_BY, Finding, Severity, State, at_least, rank_list
 from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot
@@ -62,10 +62,10 @@ def _ended(s: Snapshot, worst: list[Finding], lived: tuple[Snapshot, WaitGraph] 
         culprits = {q for f in worst[:1] for q in f.culprits}
         blamed = {q for q in culprits if s.ranks[q].signal != signals.SIGTERM}
         first = min(bad, key=lambda r: (r.rank not in blamed, r.ended_s if r.ended_s is not None else s.t_s))
-        if (stopped := _stopped_first(bad)) is not None:
+        if (stopped := _stopped_by(s, bad)) is not None:
             waited = _waited(*lived) if lived is not None and not worst else ""
             until = f", while {waited}" if waited else ""
-            return State.FAILED, f"{STOPPED_BY} {_signal(stopped)} (from the launcher or a person){until}"
+            return State.FAILED, f"{STOPPED_BY} {stopped} (from the launcher or a person){until}"
         how = first.exception or (_signal(first) if first.signal else "an unknown end")
         return State.FAILED, f"rank {first.rank}: {shortened(how, 120)}; {len(bad)} of {len(s.ranks)} failed"
     if any(kinds.of(f).fatal for f in worst):
@@ -74,6 +74,17 @@ def _ended(s: Snapshot, worst: list[Finding], lived: tuple[Snapshot, WaitGraph] 
     how = "ended normally" if all(r.signal is None for r in s.ranks.values()) else "finished their scripts"
     how = how if all(r.life == Life.FINISHED for r in s.ranks.values()) else "were idle when they were ended"
     return State.ENDED, f"all ranks {how}" + (f" after {steps:,} steps" if steps else "")
+
+
+def _stopped_by(s: Snapshot, bad: list[RankState]) -> str | None:
+    """Return the signal from outside that ended the job, if no rank failed by itself."""
+    outside = [r for r in bad if ending_kind(r) == "outside" or escalated(s, r.rank)]
+    if s.stopped_by is not None and all(r in outside or follows_stop(r, outside) for r in bad):
+        return signal_name(s.stopped_by)
+    first = _stopped_first(bad)
+    if first is None and killed_together(s, bad):
+        return signal_name(signals.SIGKILL)
+    return _signal(first) if first is not None else None
 
 
 def _stopped_first(bad: list[RankState]) -> RankState | None:

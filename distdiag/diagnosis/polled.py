@@ -1,4 +1,4 @@
-"""A rank that polls, or waits for a key of a store: its loop, and where the branch of the other ranks may have hidden an error.
+"""A rank that polls, or waits for a key of a store: its loop, its key, and where the branch of the other ranks may have hidden an error.
 
 One rank writes a file or a key, the others wait for it. If the writer caught an exception and went on, they
 wait for ever. So they do if it left the function before it wrote the file.
@@ -7,18 +7,27 @@ wait for ever. So they do if it left the function before it wrote the file.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 
 from distdiag.diagnosis.culprit.parting import returns_before
 from distdiag.diagnosis.model import guards as guarding
 from distdiag.diagnosis.model import rank_tests, syntax
+from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.guards import Guard, Kind
-from distdiag.diagnosis.model.snapshot import Site
+from distdiag.diagnosis.model.snapshot import DEAD, RankState, Site
 from distdiag.diagnosis.model.syntax import FUNCTIONS, Source, tree_of
+from distdiag.diagnosis.text.phrases import at
+from distdiag.diagnosis.waits.graph import WaitGraph
+from distdiag.terms.ranks import by_value
 
 _WRITES = {"save", "dump", "touch", "write_text", "write_bytes", "savez", "save_file"}
 _SETS = {"set", "add", "compare_set", "append", "multi_set"}  # of a store
 _GETS = {"get", "wait", "multi_get"}
+_SHOWN = 4  # keys
+_HASH = re.compile(r"-?[0-9a-f]*\d[0-9a-f]*")  # also a number
+_NUMBER = re.compile(r"(?<!\d)\d{1,6}(?![0-9a-f])")
+COUNTED = 1_000_000  # numbers below it may be those of steps
 
 
 def polled_loop(site: Site | None, source: Source) -> tuple[str, Site, bool] | None:
@@ -36,6 +45,50 @@ def polled_loop(site: Site | None, source: Source) -> tuple[str, Site, bool] | N
     naps = any(isinstance(x, ast.Call) and syntax.name_of(x.func) == "sleep" for x in ast.walk(loop.node))
     polls = naps and not rank_tests.reads_clock(loop.node.test, source(site.file) or "")
     return text, Site(site.file, loop.line, site.function), polls
+
+
+def keys_text(waiting: Sequence[RankState], others: Iterable[RankState]) -> str:
+    """Return `rank 1 waits for the key 'ready/3f' of a store, rank 2 for 'ready/9a'`; empty if no key is known.
+
+    With the similar keys that other ranks have set last.
+    """
+    waited = by_value({r.rank: r.store_key for r in waiting if r.store_key})
+    if not waited:
+        return ""
+    (key, ranks), *more = sorted(waited.items(), key=lambda item: item[1])
+    who = rank_list(ranks) if more or len(waiting) > len(ranks) else "it" if len(ranks) == 1 else "each"
+    verb = "waits" if len(ranks) == 1 or who == "each" else "wait"
+    text = f"{who} {verb} for the key '{key}' of a store"
+    text += "".join(f", {rank_list(q)} for '{name}'" for name, q in more[: _SHOWN - 1])
+    text += f" and {len(more) - _SHOWN + 1} more keys" if len(more) >= _SHOWN else ""
+    text += at(waiting[0].current_site)
+    similar = {_HASH.sub("#", name) for name in waited}
+    for r in [r for r in others if r.store_set not in waited and _HASH.sub("#", r.store_set) in similar][:_SHOWN]:
+        text += f", and rank {r.rank} has set '{r.store_set}'{at(r.store_set_site)}"
+    return text
+
+
+def keys_differ(waiting: Sequence[RankState], others: Iterable[RankState], world: int) -> bool:
+    """True if ranks at one line wait for keys that differ, or another has set a similar one, in more than a rank's or a step's number."""
+    keys = {r.store_key for r in waiting if r.store_key}
+    if len({_HASH.sub("#", key) for key in keys}) != 1:
+        return False
+    (pattern,) = {_HASH.sub("#", key) for key in keys}
+    there = {r.store_set for r in others if _HASH.sub("#", r.store_set) == pattern}
+    unlike = {_uncounted(key, world) for key in keys}
+    return len(unlike) > 1 or (
+        bool(there) and {_uncounted(k, COUNTED) for k in keys}.isdisjoint(_uncounted(k, COUNTED) for k in there)
+    )
+
+
+def _uncounted(key: str, below: int) -> str:
+    return _NUMBER.sub(lambda found: "#" if int(found[0]) < below else found[0], key)
+
+
+def nobody_sets(states: Sequence[RankState], graph: WaitGraph, world: int) -> bool:
+    """True if every rank waits for a key of a store, or for ranks that do: no main thread is left to set one."""
+    waits = {r.rank for r in states if r.store_key and r.blocked is None and r.life not in DEAD}
+    return bool(waits) and len(states) >= world and {r.rank for r in states} == waits | graph.victims_of(waits)
 
 
 def hidden_error(stack: Sequence[Site], source: Source) -> tuple[str, Site] | None:

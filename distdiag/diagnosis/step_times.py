@@ -17,7 +17,7 @@ from functools import cached_property
 
 import msgspec
 
-from distdiag.diagnosis.model.findings import Abstained
+from distdiag.diagnosis.model.findings import Abstained, rank_list
 from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot, Step
 
 PHASES = ("data", "forward", "backward", "optimizer", "other")
@@ -101,7 +101,12 @@ def _common(ranks: list[RankState]) -> Window | Abstained:
         wanted = set(sorted(common)[-most:])
         n = len(wanted)
         found = {r.rank: [x for x in r.steps if x.step in wanted] for r in ranks}
-    return Window(found) if n >= LIMITS.least else Abstained(f"{max(0, n)} of {LIMITS.least} steps after the warm-up")
+    if n >= LIMITS.least:
+        return Window(found)
+    train = [r.rank for r in ranks if r.step]
+    if len(train) < len(ranks) and max(r.step for r in ranks) > LIMITS.least:
+        return Abstained(f"only {rank_list(train)} {'makes' if len(train) == 1 else 'make'} optimizer steps")
+    return Abstained(f"{max(0, n)} of {LIMITS.least} steps after the warm-up")
 
 
 def _synchronises(s: Snapshot, r: RankState, steps: list[Step]) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 import distdiag
-from distdiag import procfs, source_files
+from distdiag import launcher, procfs, source_files
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.engine import Diagnosis, Record
 from distdiag.diagnosis.model.findings import Finding, Severity, State, at_least, rank_list
@@ -297,7 +297,12 @@ class Monitor:
 
     def snapshot(self, now_s: float) -> Snapshot:
         """Return the state of this node's ranks as the diagnosis gets it."""
-        return make_snapshot(now_s, self.views, self._idle, self.gatherer, self.recording.collectives, self.sampling)
+        made = make_snapshot(now_s, self.views, self._idle, self.gatherer, self.recording.collectives, self.sampling)
+        ends_ns = [v.ending.t_mono_ns for v in self.views.values() if v.ending is not None]
+        stopped = launcher.stopped_by(self.run_dir) if ends_ns else None
+        if stopped is None or not self.start_ns <= stopped[1] <= min(ends_ns):
+            return made
+        return msgspec.structs.replace(made, stopped_by=stopped[0])
 
     def _over(self, s: Snapshot) -> bool:
         if any(v.ending is None for v in self.views.values()) or self.pages.unjudged_alive():

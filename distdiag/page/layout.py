@@ -13,6 +13,7 @@ VERSION = 14
 HEAP_BYTES = 192 * 1024
 CALLS, STEPS, SAMPLES, SCALARS, DDP_TIMES = 1024, 256, 128, 64, 32
 CALLERS = 3  # most callers of a call's site
+KEY_BYTES = 80  # of a store's key
 BACKEND_FRAME = "backend:"
 STILL_NS = 100_000_000  # time in the same phase or wait after which a rank may be waiting
 GROUPS, PEERS, SITES, LOADERS, MODELS, STACK = 64, 512, 256, 12, 6, 8
@@ -41,7 +42,6 @@ class Blocked(IntEnum):
     WAIT = 1  # inside Work.wait or a blocking call: index of the call record
     DDP = 2  # inside C++ of DDP (constructor, buffer broadcast, backward's reducer): group slot
     GROUP = 3  # creating a process group: index of the call record
-    STORE = 4  # reading a key of the TCPStore that another rank has to set
 
 
 class LifeWord(IntEnum):
@@ -132,6 +132,9 @@ class Header(Structure):
         ("thread", c_uint32),  # its name
         ("thread_permille", c_uint32),  # share of that second in which it was on a CPU
         ("thread_site", c_uint64),
+        ("store_key", c_char * KEY_BYTES),  # that the main thread waits for in a store; empty: it waits for none
+        ("store_set", c_char * KEY_BYTES),  # that the script's main thread has set last
+        ("store_set_site", c_uint64),
     ]
 
 

@@ -74,13 +74,21 @@ class Session:
             from torch._C import _distributed_c10d as c10d
 
             from distdiag.recorder.fast import accounts
-            from distdiag.recorder.hooks import flight_recorders, functional, process_groups, wrap_collectives, wrapping
+            from distdiag.recorder.hooks import (
+                flight_recorders,
+                functional,
+                process_groups,
+                store_keys,
+                wrap_collectives,
+                wrapping,
+            )
             from distdiag.recorder.hooks import install as hooks
 
             after_import("torch._dynamo", wrapping.skip_all_of_ours)  # no frame is compiled before
             collectives = wrap_collectives.install(recorder)
             flight_recorders.install()
             missing += process_groups.install(collectives)
+            store_keys.install(recorder)
             after_import(functional.MODULE, lambda: functional.install(collectives, sys.modules[functional.MODULE]))
             self.accounting = hooks.install(recorder, collectives)
             self.pulse.collectives, self.pulse.accounting = collectives, self.accounting

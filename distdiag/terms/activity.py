@@ -51,7 +51,7 @@ ACTIVITIES = (  # in the order in which lines are searched for them
         refines=r"\bsubprocess\.|\bPopen\b|\.communicate\(|\bos\.system\(|\b(p|popen|proc\w*|child\w*)\.wait\(",
     ),
     Activity(
-        word="store_key", within=("socket", "user_code", "sleep"), does="waits for a key of a store",
+        word="store_key", patience_s=12.0, within=("socket", "user_code", "sleep"), does="waits for a key of a store",
         shown="waiting for a key of a store",
         do="find which rank should set that key, and what led it past that line: a return before it, an exception; give the "
         "wait a timeout",

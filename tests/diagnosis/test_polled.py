@@ -7,6 +7,7 @@ from textwrap import dedent
 import pytest
 
 from distdiag.diagnosis.culprit.parting import call_under_rank
+from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.guards import made_anew
 from distdiag.diagnosis.model.snapshot import Call, Site
 from distdiag.diagnosis.polled import hidden_error, left_unwritten, polled_loop
@@ -204,3 +205,63 @@ def test_a_return_before_the_key_is_set_is_to_blame_for_those_that_wait_for_it(a
     service = plain.replace("self.store", "feature_store")
     f = only(findings(job(first, *others), stall, source={FILE: service}.get))
     assert "each waits for a key of a store at" not in f.message, "that may be any service"
+
+
+def waits_for_keys(keys: dict[int, str], first: dict[str, object], **more: object) -> list[Finding]:
+    """Return what is found where rank 0 waits in a collective for ranks that wait for these keys."""
+    site = Site(FILE, 8, "load")
+    reduce = Call(op="all_reduce", group="default_pg", seq=4, site=Site(FILE, 30, "main"), entered_s=10.0)
+    zero = rank(0, **{"blocked": reduce, "enqueued": {"default_pg": 4}, "completed": {"default_pg": 3}, **first})
+    others = [
+        rank(q, store_key=key, user_stack=(site,), current_site=site, activity="store_key", step=40, **more)
+        for q, key in keys.items()
+    ]
+    return findings(job(zero, *others), stall)
+
+
+def test_the_keys_that_ranks_wait_for_are_named_and_compared() -> None:
+    here = {"store_set": "cache/51d0e4b97c", "store_set_site": Site(FILE, 6, "load")}
+    f = only(waits_for_keys({1: "cache/1f09a2d477", 2: "cache/93c1f0aa52"}, here))
+    assert f.severity == "error" and f.certainty == "suspected" and f.culprits == (1, 2)
+    assert (
+        "rank 1 waits for the key 'cache/1f09a2d477' of a store, rank 2 for 'cache/93c1f0aa52' at train.py:8 in load, "
+        "and rank 0 has set 'cache/51d0e4b97c' at train.py:6 in load" in f.message
+    )
+    assert "salted" in f.advice
+    f = only(waits_for_keys({1: "cache/8123456790123"}, {**here, "store_set": "cache/5512345670001"}))
+    assert "it waits for the key 'cache/8123456790123' of a store at train.py:8" in f.message and "salted" in f.advice
+
+
+@pytest.mark.parametrize(
+    ("keys", "done"),
+    [
+        ({1: "epoch/7", 2: "epoch/7"}, "epoch/6"),
+        ({1: "rank0/done", 2: "rank1/done"}, "rank0/begun"),
+        ({1: "ready", 2: "ready"}, ""),
+        ({1: "ready"}, "world_info"),
+    ],
+    ids=["the next step", "one key for each rank", "none was set", "another key was set"],
+)
+def test_keys_that_are_meant_to_differ(keys: dict[int, str], done: str) -> None:
+    f = only(waits_for_keys(keys, {"store_set": done}))
+    assert f.severity == "error" and "salted" not in f.advice and "which rank should set that key" in f.advice
+
+
+def test_a_rank_that_computes_may_still_set_the_key() -> None:
+    site = Site(FILE, 40, "main")
+    found = waits_for_keys({1: "a", 2: "b"}, {"blocked": None, "current_site": site, "completed": {"default_pg": 4}})
+    assert not found
+    reduce = Call(op="all_reduce", group="default_pg", seq=4, site=site, entered_s=75.0)
+    waits = rank(1, blocked=reduce, enqueued={"default_pg": 4}, completed={"default_pg": 3})
+    late = rank(2, store_key="ready", activity="store_key", enqueued={"default_pg": 3}, completed={"default_pg": 3})
+    f = only(
+        findings(job(rank(0, step=40, enqueued={"default_pg": 4}, completed={"default_pg": 4}), waits, late), stall)
+    )
+    assert f.severity == "warning"
+
+
+def test_every_rank_waits_for_a_key() -> None:
+    alone = {"activity_since_s": 20.0, "activity": "store_key", "host_blocked": True}
+    states = [rank(q, store_key=f"at/{7**q * 10**9:x}", **alone) for q in range(3)]
+    f = only(findings(job(*states), stall))
+    assert f.severity == "error" and "rank 0 waits for the key 'at/3b9aca00'" in f.message and "salted" in f.advice

@@ -166,7 +166,7 @@ RELAY = dedent("""\
 """)
 
 
-def relay(frames: int, silent: set[int], expected: int, kept: int = 500) -> Finding:
+def relay(frames: int, silent: set[int], expected: int, kept: int = 500, third: bool = False) -> Finding:
     """Return the finding of a relay (rank 1) that sends on all frames but the silent ones; the receiver (rank 2) expects so many."""
 
     def message(op: str, nth: int, peer: int, line: int, done: float | None = 1.0) -> Call:
@@ -179,6 +179,8 @@ def relay(frames: int, silent: set[int], expected: int, kept: int = 500) -> Find
         calls.append(message("recv", k + 1, 0, 3))
         if k not in silent:
             calls.append(message("send", k + 1, 2, 6))
+        if third:
+            calls.append(message("send", k + 1, 3, 6))
     sent = frames - len(silent)
     barrier = call("barrier", 1, site(20))
     return only(
@@ -204,6 +206,15 @@ def test_the_relay_that_left_out_one_message_is_named_and_not_the_receiver(kept:
     )
     assert "it did so once after recv at train.py:3 in relay, and made that send 99 times" in found.message
     assert "`if frame.std() < 0.05` (train.py:4)" in found.message
+
+
+def test_what_only_the_newest_calls_show_is_not_given_as_a_total() -> None:
+    """The line sends to two ranks: its total is not that of one of them."""
+    found = relay(100, {95}, 100, 60, third=True)
+    assert (
+        "; in its newest calls it did so once after recv at train.py:3 in relay, and made that send 19 times"
+        in found.message
+    )
 
 
 def test_a_receiver_that_expects_more_than_the_relay_got_accuses_nobody() -> None:

@@ -108,3 +108,23 @@ def test_a_verdict_that_the_monitor_printed_after_the_traceback_is_not_repeated(
     assert done.stderr.count("distdiag: rank 1 crashed\n") == times, done.stderr
     assert done.stderr.endswith("distdiag: rank 1 crashed\n")
     assert "the last line of torchrun's traceback\n" in done.stderr
+
+
+def test_the_signal_that_ends_torchrun_is_noted_in_the_run(tmp_path: Path) -> None:
+    run = tmp_path / "R"
+    (run / ".jobs").mkdir(parents=True)
+    (run / ".jobs" / "0").write_text("token\n")
+    agent = "torch.distributed.elastic.agent.server.api"
+    logs = f"""
+import logging, sys
+from distdiag import launcher
+launcher.watch(sys.argv, 0.0)
+logging.getLogger("{agent}").warning("Received %s death signal, shutting down workers", sys.argv[-1])
+print(launcher.stopped_by(launcher.Path(sys.argv[4])), file=sys.stderr)
+"""
+    for number, found in (("15", "(15, "), ("99", "None")):
+        done = subprocess.run(
+            [sys.executable, "-c", logs, "-m", "distdiag.run", "--run-dir", str(run), "train.py", number],
+            cwd=tmp_path, env=clean_env(tmp_path / "home", {"PYTHONPATH": str(REPOSITORY)}), capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert f"Received {number} death signal" in done.stderr and f"\n{found}" in done.stderr, done.stderr

@@ -106,19 +106,20 @@ def _one_round(case: Case) -> Testimony | None:
     found = {sender.rank: (receiver, *omitted) for receiver, sender, omitted in waiting if omitted is not None}
     if len(found) != 1:
         return None
-    ((rank, (receiver, before, send, times, rounds)),) = found.items()
+    ((rank, (receiver, before, send, times, rounds, newest)),) = found.items()
     mine, theirs = (callers.stack_at(call.site, case.states[rank], case.source) for call in (before, send))
     return Testimony(
         ranks=(rank,),
         head=f"rank {rank} left out its {op_at(send)} to rank {receiver}",
-        text=f"; it did so {_often(times)} after {compatible.op_name(before.op)}{at(before.site)}, and made that send {_often(rounds)}",
+        text=f"; {'in its newest calls ' if newest else ''}it did so {_often(times)} after {compatible.op_name(before.op)}"
+        f"{at(before.site)}, and made that send {_often(rounds)}",
         conditions=tuple(parting(mine, theirs, case.source)),
         advice=f"send rank {receiver} a message in every round{at(send.site)}, or tell it how many follow: it expects one for each",
     )
 
 
-def _omitted(sender: RankState, receiver: int, call: Call) -> tuple[Call, Call, int, int] | None:
-    """Return (call before, send, rounds without the send, rounds with it), of the newest send to a receiver.
+def _omitted(sender: RankState, receiver: int, call: Call) -> tuple[Call, Call, int, int, bool] | None:
+    """Return (call before, send, rounds without the send, rounds with it, True if older rounds are not counted), of the newest send.
 
     Rounds longer ago than the calls are known count by the sites' totals, if each of the two lines makes one call only.
     """
@@ -141,11 +142,13 @@ def _omitted(sender: RankState, receiver: int, call: Call) -> tuple[Call, Call, 
         b == due or (a, b) in around for a, b in pairs if a == before
     )
     one_call_each = {_key(c) for c in calls if c.site and c.site.key in made_at} == set(made_at.values())
-    if alternate and len(made_at) == 2 and one_call_each:
+    totals = alternate and len(made_at) == 2 and one_call_each
+    if totals:
         made, rounds = (sender.sites.get(site, 0) for site in made_at)
         times = max(times, made - rounds - (keys[-1] == before))
     lacking = (call.nth or 0) - messages.count(sender, "send", receiver, call.tag, call.group)
-    return (first, send, times, rounds) if lacking <= times and 0 < times * ROUNDS <= rounds else None
+    newest = not totals and sum(sender.sites.values()) > len(calls)
+    return (first, send, times, rounds, newest) if lacking <= times and 0 < times * ROUNDS <= rounds else None
 
 
 def _key(call: Call) -> tuple[object, ...]:

@@ -300,6 +300,9 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaul
     thread: str = ""  # its busiest Python thread but the main one, in the newest second; empty: none computes much
     thread_share: float = 0.0  # of that second, on a CPU
     thread_site: Site | None = None  # the user's line that it is in
+    store_key: str = ""  # that its main thread waits for in a store; of several the names, with commas
+    store_set: str = ""  # that its main thread has set last
+    store_set_site: Site | None = None
     queued_share: float | None = None  # recent share of the time that its main thread was runnable without a CPU
     workers_starved: float | None = None  # recent share of their runnable time that its loader's workers had no CPU
     workers_busy: float | None = None  # runnable time of all of them per second: 0.5 is half a core
@@ -388,6 +391,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     host_cpu_pct: float | None = None  # the highest of the last 20 seconds, all cores = 100
     host_memory_bytes: int | None = None  # total memory of the host
     host_available_bytes: int | None = None  # still available
+    stopped_by: int | None = None  # the signal that its launcher got before the first rank ended
     usual_step_s: float | None = None  # median of all ranks' recent steps
     stable_since_s: Seconds | None = (
         None  # since when no rank has made progress, by earlier snapshots; None = not known

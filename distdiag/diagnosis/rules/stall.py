@@ -20,10 +20,10 @@ from types import MappingProxyType
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.culprit import parting, pending_exception
 from distdiag.diagnosis.facts import Facts
-from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
+from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, Where, rank_list
 from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Site
 from distdiag.diagnosis.model.syntax import line_at
-from distdiag.diagnosis.polled import hidden_error, left_unwritten, polled_loop
+from distdiag.diagnosis.polled import hidden_error, keys_differ, keys_text, left_unwritten, nobody_sets, polled_loop
 from distdiag.diagnosis.text.incident import implicit_text, verb
 from distdiag.diagnosis.text.parting import conditions_text, decision_advice, left_text
 from distdiag.diagnosis.text.phrases import (
@@ -40,7 +40,7 @@ from distdiag.diagnosis.text.template import Template, filled
 from distdiag.diagnosis.threads import Open, ended_thread, left_open
 from distdiag.diagnosis.waits.delays import incomplete, kept_waiting, motionless_s, outpaced
 from distdiag.diagnosis.waits.uncounted import unseen
-from distdiag.terms.activity import ACTIVITIES, refined
+from distdiag.terms.activity import ACTIVITIES, by_line, refined
 from distdiag.terms.operations import op_name
 from distdiag.terms.ranks import by_value
 from distdiag.terms.signals import signal_name
@@ -88,6 +88,7 @@ _WORDS = re.compile(r"[A-Z]?[a-z]+")
 _VALIDATION = {
     "validate", "validation", "valid", "val", "eval", "evaluate", "evaluation", "test", "predict", "inference",
 }  # fmt: skip
+_FILE_LOCK = re.compile(r"(?i)file_?lock|flock|lockf")
 _CAUSE = {"data": "data", "gil_held": "gil_held", "checkpoint": "checkpoint"}
 
 
@@ -204,9 +205,15 @@ def _nobody_moves(facts: Facts) -> Iterator[Finding]:
         return
     at_site = [*by_value({r.rank: r.current_site for r in ranks}).items()][:4]
     places = (f"{rank_list(q)} {verb(q, 'is', 'are')}{at(site) or ' at an unknown line'}" for site, q in at_site)
+    sets = _unset(facts, still_s)
+    if sets:
+        groups = by_value({r.rank: r.current_site for r in ranks}).values()
+        places = (keys_text([s.ranks[q] for q in group], ranks) for group in [*groups][:4])
     yield NOBODY_MOVES(
         victims=sorted(s.ranks), where=map(where, ranks), step=max(r.step for r in ranks),
         first_seen_s=s.t_s - still_s, still_s=still_s, places="; ".join(places),
+        severity=sets,
+        do=(_DO_KEYS if keys_differ(ranks, ranks, s.world_size) else _DO_NO_KEY) if sets else _DO_DUMP,
     )  # fmt: skip
 
 
@@ -260,7 +267,7 @@ def patience_s(r: RankState) -> float:
     if doing in ("user_code", "sleep") and validates:
         doing = "validation"
     base = limits.patience_s.get(doing, limits.patience_s["user_code"])
-    if not r.steps and r.step == 0 and doing in ("user_code", "sleep", "socket", "lock", "gil_held"):
+    if not r.steps and r.step == 0 and doing in ("user_code", "sleep", "socket", "store_key", "lock", "gil_held"):
         base = max(base, _start_s(len(r.calls)))
     return max(base, limits.factor * r.longest_delay_s)
 
@@ -304,6 +311,15 @@ def _open_advice(r: RankState, opened: Open) -> str:
     return filled(_DO_OPEN, call=opened.call, ranks=opened.missing, why=why)
 
 
+def _of_loader(facts: Facts, r: RankState, workers: Sequence[Where]) -> str:
+    """Return the row of `_DO` for a rank that waits for its data loader."""
+    lines = (line_at(Site(w.file, w.line or 0), facts.source) for w in workers if w.file)
+    if any(by_line(line, idle=True) == "lock" and not _FILE_LOCK.search(line) for line in lines):
+        return "worker's lock"
+    own = [x.workers for x in r.loaders if x.in_training]
+    return "workers" if workers else "loads itself" if own and not any(own) else "data"
+
+
 def _dead_child(r: RankState) -> str:
     """Return `; a process that it started was killed by SIGKILL`; empty without one."""
     if r.dead_child is None:
@@ -314,6 +330,13 @@ def _dead_child(r: RankState) -> str:
 
 def _severity(late: Sequence[_Late]) -> Severity | None:
     return Severity.ERROR if any(x.waited_s > limits.factor * x.limit_s for x in late) else None
+
+
+def _unset(facts: Facts, waited_s: float) -> Severity | None:
+    """Return an error if every main thread waits for a key of a store, or for those that do: another thread might set it."""
+    s = facts.snapshot
+    nobody = waited_s >= limits.patience_s["user_code"] and nobody_sets([*s.ranks.values()], facts.graph, s.world_size)
+    return Severity.ERROR if nobody else None
 
 
 # -- wording ----------------------------------------------------------------------------------------------------------
@@ -333,12 +356,17 @@ INCOMPLETE = _warning("unknown",
     "see what the devices do (`nvidia-smi`, a long kernel before the call?) and the network's errors")  # fmt: skip
 NOBODY_MOVES = _warning("unknown",
     "no rank has moved for {still_s:time}, and none is known to wait for another: {places}", NO_PROGRESS,
-    "`distdiag dump` saves the stacks of all threads: look for a lock or a native call that two of them need, "
-    "threads that communicate at once, or a device that hangs")  # fmt: skip
+    "{do}")  # fmt: skip
 NEVER_JOINED = _warning("user_code",
     "{culprits} {culprits:has|have} not entered {opened}{at_opened}, which {victims} {victims:has|have} in flight{died}; {each} {does}, "
     "and {culprits} {culprits:waits|wait} for {victims:it|them} in {call}{at_call}{implicit} for {waited_s:time}", NO_PROGRESS,
     "{do}")  # fmt: skip
+_DO_DUMP = (
+    "`distdiag dump` saves the stacks of all threads: look for a lock or a native call that two of them need, threads that "
+    "communicate at once, or a device that hangs"
+)
+_DO_NO_KEY = "find which rank should set its key before it waits for another's, and give these waits a timeout"
+_DO_KEYS = "the keys differ between ranks: build them from something that is equal on all (hash() of a string is not: it is salted per process)"
 _DO_DIED = (
     "fix that error on {ranks}; let a thread that fails end its rank, or report it to the main thread of each rank"
 )
@@ -368,6 +396,8 @@ _DO = {a.word: a.do for a in ACTIVITIES if a.do} | {
     "stacks; this is cleared if the rank continues",
     "loads itself": "check that line of the dataset: with num_workers=0 it runs in the training process",
     "workers": "check that line of the dataset: storage that hangs, a lock, a loop",
+    "worker's lock": "a worker that is forked while another thread of its rank holds that lock waits for it for ever: start that thread after the "
+    'workers, give the DataLoader multiprocessing_context="forkserver", or take no lock in the dataset',
 }
 
 
@@ -386,16 +416,16 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
     opened = left_open(facts, r) if threads else None
     if opened and (found := _never_joined(facts, late, opened, _DOES[doing])):
         return found
-    own = [x.workers for x in r.loaders if x.in_training]
-    do = doing
-    if doing == "data":
-        do = "workers" if workers else "loads itself" if own and not any(own) else doing
+    do = _of_loader(facts, r, workers) if doing == "data" else doing
     polled = polled_loop(r.current_site, facts.source) if doing in ("sleep", "user_code") else None
     doing = "sleep" if polled is not None and polled[2] else doing  # between two naps it tests
     advice = _open_advice(r, opened) if opened else _DO_GONE if gone else _DO.get(do, _DO[""])
     victims = sorted({v for x in late for v in x.victims})
     key, for_file = doing == "store_key", polled is not None and "exists" in polled[0]
-    if key or (polled is not None and polled[2] and not opened):
+    others = [state for q, state in s.ranks.items() if q not in ranks]
+    if keys_differ(states, others, s.world_size):
+        advice = _DO_KEYS
+    elif key or (polled is not None and polled[2] and not opened):
         why = hidden_error(r.user_stack, facts.source)
         if why is None and (key or for_file):
             why = left_unwritten(r.user_stack, facts.source, key)
@@ -412,12 +442,12 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
     longest_s = r.longest_delay_s
     return STALL(
         cause=_CAUSE.get(doing, "user_code" if r.current_site else "unknown"),
-        severity=_severity(late), culprits=ranks, victims=victims, collective=call if call.op else None,
-        where=(*(w for state in states for w in where_stack(state, state.user_stack, state.activity)), *workers),
+        severity=_unset(facts, first.waited_s) or _severity(late), culprits=ranks, victims=victims,
+        collective=call if call.op else None, where=(*(w for state in states for w in where_stack(state, state.user_stack, state.activity)), *workers),
         waiting=wheres(s, victims), step=r.step, first_seen_s=s.t_s - first.waited_s,
         left=f"{left_text(ranks, call)}: {conditions_text(left)}; " if left else "", missing=_missing_text(ranks, call, victim.rank),
         size=f", {size_text(call.bytes)}" if call.bytes else "", implicit=implicit_text(victim, call),
-        does=f"{'it' if len(late) == 1 else 'each'} {_DOES.get(doing, 'is busy')}{at(r.current_site)}",
+        does=keys_text(states, others) or f"{'it' if len(late) == 1 else 'each'} {_DOES.get(doing, 'is busy')}{at(r.current_site)}",
         loop=f", in the loop `{polled[0]}`{at(polled[1])}" if polled is not None else "",
         worker=worker_text(r) if doing == "data" else "",
         open=filled(_OPEN, call=opened.call, site=opened.call.site, ranks=opened.missing) if opened else "",
@@ -446,7 +476,7 @@ def _polled_for(
     assert call is not None
     text, at_text = polled[:2] if polled is not None else (line_at(site, facts.source), site)
     return (KEY_UNSET if polled is None else POLLED)(
-        culprits=writer, victims=ranks, collective=call if call.op else None,
+        severity=_unset(facts, first.waited_s), culprits=writer, victims=ranks, collective=call if call.op else None,
         where=(where(state, None, why[1]), *where_stack(state, state.user_stack, "waiting")),
         waiting=(w for q in ranks for w in where_stack(s.ranks[q], s.ranks[q].user_stack, s.ranks[q].activity)),
         step=state.step, first_seen_s=s.t_s - first.waited_s, text=text, at_text=at_text, why=why[0], at_why=why[1],

@@ -110,4 +110,4 @@ class HostWaits:
 def _asks(v: RankView) -> bool:
     """True if this rank should be asked: it uses a device backend, and its hooks do not show where it waits."""
     h = v.header
-    return bool(v.device.groups) and bool(h.trace_signal) and h.blocked not in (Blocked.GROUP, Blocked.STORE)
+    return bool(v.device.groups) and bool(h.trace_signal) and h.blocked != Blocked.GROUP

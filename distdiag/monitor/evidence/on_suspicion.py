@@ -68,9 +68,7 @@ class Gatherer:
         alive = [v for v in views.values() if v.ending is None]
         still = [v for v in alive if v.still_s(now_s) >= SUSPECT_S]
         waiting = elsewhere or any(
-            v.header.blocked not in (Blocked.NO, Blocked.STORE)
-            or v.history.in_cpp_wait()
-            or self.host_waits.of(v.rank) is not None
+            v.header.blocked != Blocked.NO or v.history.in_cpp_wait() or self.host_waits.of(v.rank) is not None
             for v in still
         )
         self.active = waiting or self.host_waits.asks

@@ -238,6 +238,9 @@ class RankView:
             "thread": self.text(h.thread),
             "thread_share": h.thread_permille / 1000,
             "thread_site": decoder.site(h.thread_site),
+            "store_key": h.store_key.decode("utf-8", "replace"),
+            "store_set": h.store_set.decode("utf-8", "replace"),
+            "store_set_site": decoder.site(h.store_set_site),
             "device_bytes": h.device_peak_bytes or None,
             "device_total_bytes": h.device_total_bytes or None,
         }
@@ -314,6 +317,8 @@ class RankView:
             return "waiting"
         if silent_s is not None and silent_s > 1.5:
             return "gil_held"
+        if self.header.store_key:
+            return "store_key"
         line = source_files.line(site.file, site.line) if site else ""
         return activity_of(self.text(self.header.raw_innermost), line, Phase(self.header.phase), bool(idle))
 

@@ -24,8 +24,8 @@ def ended(s: Snapshot, **known: Any) -> list[Finding]:
     return findings(s, timeout, mismatch, deadlock, rank_lost, **known)
 
 
-def how_it_ended(*ranks: RankState) -> str:
-    s = job(*ranks)
+def how_it_ended(*ranks: RankState, **more: Any) -> str:
+    s = job(*ranks, **more)
     return job_state(s, build(s), ended(s), final=True)[1]
 
 
@@ -67,6 +67,18 @@ def test_the_first_end_is_shown_if_the_launcher_ended_the_culprit() -> None:
     found = ended(s)
     assert [f.culprits for f in found] == [(2,)]
     assert job_state(s, build(s), found, final=True)[1] == "rank 1: SIGABRT; 3 of 3 failed"
+
+
+def test_the_sigkill_of_a_launcher_that_got_a_signal_itself_is_no_failure() -> None:
+    """No rank in C++ heeds its SIGINT, so that none has ended by it: the launcher kills one after the other."""
+    killed = [rank(q, life=Life.KILLED, signal=9, ended_s=40.0 + 2 * q, ended_waiting=True) for q in range(3)]
+    assert how_it_ended(*killed, stopped_by=2) == "stopped by SIGINT (from the launcher or a person)"
+    assert ended(job(*killed, stopped_by=2)) == []
+    assert how_it_ended(*killed) == "rank 0: SIGKILL; 3 of 3 failed"
+    raised = rank(3, life=Life.CRASHED, exception="ValueError: no data", ended_s=39.0)
+    assert how_it_ended(*killed, raised, stopped_by=2) == "rank 3: ValueError: no data; 4 of 4 failed"
+    at_once = [rank(q, life=Life.KILLED, signal=9, ended_s=40.0 + 0.1 * q, ended_waiting=True) for q in range(3)]
+    assert how_it_ended(*at_once) == "stopped by SIGKILL (from the launcher or a person)"
 
 
 def test_a_dead_loader_worker_is_not_the_fault_of_the_line_where_torch_raises() -> None:

@@ -466,3 +466,20 @@ def test_a_job_that_is_stopped_while_a_rank_waits_says_for_whom() -> None:
     )
     (check,) = (c for c in diagnosis.checks.all if c.kind == "stall")
     assert check.reason == "rank 0 waits for rank 1 for 30 s (judged from 60 s on)"
+
+
+@pytest.mark.parametrize(
+    ("line", "advised"),
+    [
+        ("with self.counts_lock:", True),
+        ("_guard.acquire()", True),
+        ("with FileLock(path):", False),
+        ("raw = handle.read()", False),
+    ],
+)
+def test_a_worker_at_the_line_of_a_lock_may_have_been_forked_while_it_was_held(line: str, advised: bool) -> None:
+    worker = Site("/job/stats.py", 3, "count")
+    s = waits_for_rank_one(10.0, 100.0, activity="data", workers=(worker,))
+    f = only(findings(s, stall, source={worker.file: f"\n\n    {line}\n"}.get))
+    assert "its worker is at stats.py:3 in count" in f.message
+    assert ("forkserver" in f.advice) is advised and ("that line of the dataset" in f.advice) is not advised

@@ -371,6 +371,9 @@ def test_only_steps_that_all_ranks_have_are_compared() -> None:
     assert holes[0][-1].step == 71 and 30 not in [x.step for x in holes[0]] and len(holes[0]) == 50
     few = step_times.window(job(rank(0, steps=every[60:]), rank(1, steps=every[:62])))
     assert isinstance(few, Abstained) and "2 of 30 steps" in few.reason
+    roles = job(rank(0, steps=every), rank(1, steps=every), rank(2, step=0))
+    found = step_times.window(roles)
+    assert isinstance(found, Abstained) and found.reason == "only ranks 0, 1 make optimizer steps"
 
 
 @pytest.mark.parametrize("world", [2, 4, 100])
