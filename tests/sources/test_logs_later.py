@@ -52,7 +52,6 @@ QUOTED = uncaught(0, OOM).replace("[rank0]: ", "")  # it may be a part of a samp
         raised(4, OOM) + "[rank4]: train:  15%|#  | 300/2000 [02:00<13:00,  2.39it/s]\n",
         raised(0, LOST) + "[rank0]: store answered at the 2nd attempt\n[rank0]: step 3, lr 1e-4\n",
         "Name:         w-1\n  State:      Running\n  Last State:  Terminated\n    Reason:    OOMKilled\n    Exit Code: 137\n",
-        "5: h:4:7 [1] NCCL WARN NET/IB : mlx5_1:1 Got async event : port error\n5: h:4:7 [1] NCCL WARN NET/IB : mlx5_1:1 Got async event : port active\n",
         "W0302 08:00:00.123456 44 wds.py:88] skipping a sample\n"
         + raised(0, "OSError: image file is truncated", prefix="")
         + "[rank 1] step 30, loss 1.9\n",

@@ -621,3 +621,17 @@ def test_an_error_that_no_row_knows_is_shown_with_the_exit_code(
 )
 def test_srun_pads_the_number_of_a_task(tmp_path: Path, prefix: str, words: str) -> None:
     assert only(diagnose(tmp_path, raised(0, "KeyError: 'x'", prefix=prefix))).message.startswith(words)
+
+
+@pytest.mark.parametrize(("up", "lost"), [("08:00:09", False), ("08:04:00", True)])
+def test_a_port_that_is_active_again_only_after_a_failure_was_lost(tmp_path: Path, up: str, lost: bool) -> None:
+    link = "Mar 02 {} h-9 kernel: bnxt_en 0000:5e:00.0 ens5: NIC Link is {}\n"
+    (tmp_path / "kernel.log").write_text(link.format("08:00:01", "Down") + link.format(up, "Up"))
+    died = "[rank4]:[E302 08:01:20.5 ProcessGroupNCCL.cpp:9] [Rank 4] NCCL error: remote process exited or there was a network error\n"
+    died += "h-2:7:8 [4] NCCL WARN NET/IB : Got completion from peer 10.0.0.9<7> with status=12 opcode=0\n"
+    (tmp_path / "job.log").write_text(died)
+    report = diagnose_logs([str(tmp_path / "job.log"), str(tmp_path / "kernel.log")])
+    assert report is not None
+    assert only(report).message.startswith("host h-9 lost a port" if lost else "NCCL on GPU 4 of h-2 lost its RDMA")
+    notes = diagnose(tmp_path, (tmp_path / "kernel.log").read_text()).notes
+    assert any("it was active again on line 2" in note for note in notes) and not any("the job" in n for n in notes[:1])

@@ -336,9 +336,9 @@ class Collector:
         """Take what a line of a launcher or the driver says about a node: its ports, its ranks, its address of the first node."""
         out, who = self.result, line.who
         if name == "port_active":
-            back = [f for f in out.named("port_error") if _same_port(f, fields, line)]
-            out.facts = [f for f in out.facts if f.name != "port_error" or f not in back]
-            out.past += back
+            back = Fact(name, Role.FACT, {}, who, line.path, line.number, self._order, at=who.at)
+            for f in (f for f in out.named("port_error") if _same_port(f, fields, line)):
+                f.back = f.back or back
         elif name == "ras":  # a new report takes the place of the last one
             out.facts = [f for f in out.facts if not (f.name.startswith("ras_") and f.path == line.path)]
             self._of_one = {key: n for key, n in self._of_one.items() if not str(key[0]).startswith("ras_")}

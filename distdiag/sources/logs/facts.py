@@ -52,6 +52,7 @@ class Fact:
     inferred: bool = False  # `rank` is the number of its launcher's label, as in the other labels
     of_node: bool = False  # `rank` is the rank on its node; the log does not show which ranks that node has
     file: str = ""  # the name of its file, if there are several
+    back: Fact | None = None  # the line by which the port that it reports was active again
 
     def number(self, key: str) -> int | None:
         """Return a field as a number; None if the line lacks it, or it exceeds any count."""

@@ -6,6 +6,7 @@ them, and kept apart where none has. Order is that of clocks where both lines ha
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from distdiag.diagnosis.model.snapshot import Site
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.files import ranks_of
 from distdiag.sources.logs.patterns import Role
+from distdiag.sources.logs.writers import apart
 from distdiag.terms.ranks import unfold_ranks
 from distdiag.terms.untrusted import bounded, is_rank
 
@@ -232,6 +234,18 @@ def before(a: Fact, b: Fact) -> bool | None:
     if earlier(b, a):
         return False
     return a.order < b.order if a.path == b.path else None
+
+
+def active_again(f: Fact, ends: Iterable[Fact]) -> bool:
+    """True if a port was active again, and no other failure is shown between that and its loss: the job had not ended by it."""
+    return f.back is not None and not any(_between(f, end, f.back) for end in ends if end.name != f.name)
+
+
+def _between(first: Fact, f: Fact, last: Fact) -> bool:
+    if f.path == first.path:
+        return first.order < f.order < last.order
+    times = first.at, f.at or f.who.at, last.at
+    return all(times) and all(apart(a, b) > 0 for a, b in itertools.pairwise(t for t in times if t))
 
 
 def first_waits(found: Collected) -> dict[tuple[object, ...], Fact]:

@@ -128,8 +128,8 @@ def judge_logs(
 
 
 def _unjudged(found: Collected) -> str:
-    known = "ended the job" if found.past else "distdiag knows"
-    return f"{NO_ERROR}{known} in {count(len(found.files), 'log')}"
+    lasted = "ended the job" if any(f.back is None for f in found.past) else "lasted"
+    return f"{NO_ERROR}{lasted if found.past else 'distdiag knows'} in {count(len(found.files), 'log')}"
 
 
 def failures_first(dumps: Report, logs: Report) -> Report:
@@ -302,6 +302,8 @@ def _world(found: Collected) -> int | None:
 def _of_the_past(past: list[Fact]) -> str:
     """Return a note on failures after which the job went on."""
     e = next((f for f in past if f.role is Role.CAUSE), past[0])
+    if e.back is not None:
+        return f"{_in_short(e)}; it was active again on line {e.back.line:,}"
     ends = [f for f in past if f.path == e.path and f.line > e.line]
     if any(f.name in later.OF_LAUNCHERS or (f.role is Role.EXIT and f.rank == e.rank) for f in ends):
         return f"{_in_short(e)}, by which a run in this log ended; the job went on, or ended well, in a later one"
