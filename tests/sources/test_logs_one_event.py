@@ -635,3 +635,23 @@ def test_a_port_that_is_active_again_only_after_a_failure_was_lost(tmp_path: Pat
     assert only(report).message.startswith("host h-9 lost a port" if lost else "NCCL on GPU 4 of h-2 lost its RDMA")
     notes = diagnose(tmp_path, (tmp_path / "kernel.log").read_text()).notes
     assert any("it was active again on line 2" in note for note in notes) and not any("the job" in n for n in notes[:1])
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n=   RANK 9 PID 41 RUNNING AT n7\n=   KILLED BY SIGNAL: 9 (Killed)\n",
+        "mpirun noticed that process rank 9 with PID 0 on node n7 exited on signal 9 (Killed).\n",
+        raised(9, "ValueError: x", prefix="1: [rank{}]: "),
+    ],
+)
+def test_a_task_of_srun_is_no_rank_where_another_launcher_started_them(tmp_path: Path, launcher: str) -> None:
+    memory = "slurmstepd: error: Detected 1 oom_kill event in StepId=4.0.\nsrun: error: n7: task 1: Out Of Memory\n"
+    findings = diagnose(tmp_path, launcher + memory).findings
+    assert {r for f in findings for r in f.culprits} == {9} and not any("9 on n7 were" in f.message for f in findings)
+
+
+def test_a_task_of_srun_that_runs_deepspeeds_launcher_is_a_node(tmp_path: Path) -> None:
+    text = "[INFO] [launch.py:256:main] process 71 spawned with command: ['python', '-u', 't.py', '--local_rank=0']\nsrun: error: n7: task 1: Killed\n"
+    f = only(diagnose(tmp_path, text))
+    assert f.culprits == () and f.message.startswith("the ranks on n7 were killed")

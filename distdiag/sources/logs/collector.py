@@ -186,7 +186,7 @@ class Collector:
             self._learn_rank(path, who, who.rank)
         if who.local is not None or " local_rank: " in text:
             out.of_nodes.add(path)
-        out.torchrun = out.torchrun or who.by_torchrun
+        out.per_node = out.per_node or who.by_torchrun
         line = Line(path, number, text, who, source_of(path, who), self._order)
         if who.at is not None and len(self._times) < MAX_WRITERS:
             self._times[line.source] = who.at
@@ -216,6 +216,7 @@ class Collector:
     def _learn_rank(self, path: Path, who: Writer, rank: int) -> None:
         """Note what else a line that shows its rank names: label, host, file, process."""
         out = self.result
+        out.per_node |= who.task not in (None, rank)
         if who.label and len(out.of_label) < MAX_WRITERS:
             out.of_label.setdefault(who.label, set()).add(rank)
         if who.host and len(out.on_host) < MAX_WRITERS:
@@ -303,7 +304,7 @@ class Collector:
         elif name == "world":
             self._size(0, int(fields["world"]), Writer())
         elif name == "torchrun":
-            out.torchrun = True
+            out.per_node = True
         elif name == "nccl_runs" and len(out.nccl) < MAX_WRITERS:
             out.nccl.setdefault((who.rank, who.host or who.label, line.path.name), set()).add(fields["version"])
         elif name == "interface" and who.host and len(out.interfaces) < MAX_WRITERS:

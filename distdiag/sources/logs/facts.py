@@ -102,7 +102,7 @@ class Collected:
     world_size: int | None = None
     left_out: int = 0  # runs and attempts in the files before those that are judged
     before: list[Fact] = field(default_factory=list)  # the first failure of each of these
-    torchrun: bool = False  # torchrun started the ranks, so a task of srun is a node
+    per_node: bool = False  # a launcher on each node started its ranks, so a task of srun is a node
     late: bool = False  # not all lines of a file were read in detail: it took too long
     files: list[Path] = field(default_factory=list)
     bad: list[tuple[str, str]] = field(default_factory=list)
@@ -157,7 +157,7 @@ class Collected:
         """True if a line names a rank, a launcher, an error, or distdiag."""
         lines = (self.facts, self.past, self.unknown, self.recorded)
         ranks = (self.ranks, self.rank_of, self.by_path, self.took, self.nccl)
-        return any(lines) or any(ranks) or bool(self.world_size or self.torchrun or self.steps)
+        return any(lines) or any(ranks) or bool(self.world_size or self.per_node or self.steps)
 
     def is_rank_of(self, process: object, rank: int) -> None:
         """Note the rank of a process, which a line names together."""

@@ -55,6 +55,7 @@ def join(found: Collected) -> Collected:
     of_file = {p: min(r) for p, r in found.env.items() if len(r) == 1 and found.by_path[p] == r} | of_file
     _of_communicators(found)
     numbered = _numbered(found)
+    found.per_node |= bool(found.local_of or found.named("exit", "ended"))  # of launchers other than srun
     local = {f.who.local for f in found.facts if f.who.local is not None}
     tasks = {f.who.task for f in found.facts if f.who.task is not None}
     ended_tasks = {f.fields["tasks"] for f in found.named("exit_tasks")}
@@ -67,7 +68,7 @@ def join(found: Collected) -> Collected:
             f.rank, f.inferred = int(_NUMBER.findall(f.who.label)[-1]), True
         # a lone `0: ` may be anything
         is_task = max(tasks, default=0) > 0 or f.who.padded or str(f.who.task) in ended_tasks
-        if f.rank is None and not found.torchrun and is_task and f.name != "exit_tasks":
+        if f.rank is None and not found.per_node and is_task and f.name != "exit_tasks":
             f.rank = f.who.task
         on_node = f.who.local if f.who.local is not None else found.local_of.get((f.who.label, f.fields.get("pid", "")))
         if f.rank is None and on_node is not None:
@@ -120,10 +121,10 @@ def _tasks(text: str) -> tuple[int, ...]:
 
 
 def _by_task(found: Collected, f: Fact) -> list[Fact]:
-    """Return a fact of srun's once for each task; a task is a node, if torchrun started the ranks."""
+    """Return a fact of srun's once for each task; a task is a node, if a launcher there started the ranks."""
     if f.name != "exit_tasks":
         return [f]
-    tasks = () if found.torchrun else _tasks(f.fields["tasks"])
+    tasks = () if found.per_node else _tasks(f.fields["tasks"])
     return [replace(f, rank=q) for q in tasks if is_rank(q)] or [replace(f, rank=None)]
 
 

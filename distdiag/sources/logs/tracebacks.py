@@ -266,7 +266,7 @@ class Tracebacks:
             fact.site = user_site(trace.frames[::-1])
             fact.within = _helper(trace.frames)
             if (launcher := _launcher(trace.frames)) and fact.who.rank is None and not fact.who.process:
-                self._found.torchrun = self._found.torchrun or launcher == "torchrun"
+                self._found.per_node = self._found.per_node or launcher == "torchrun"
                 of_task = "" if fact.who.task is not None else launcher
                 fact.who, fact.site = replace(fact.who, process=of_task), fact.site if launcher == _SPAWNS else None
             fact.uncaught, fact.warned = trace.uncaught, trace.warned

@@ -80,11 +80,11 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
     found.losses, found.steps, found.began = reader.later.loss, bool(reader.later.progress), reader.later.began
     said: dict[int, str] = {}
     for (p, rank, task), text in reader.later.said.items():
-        q = rank if rank is not None else task if task is not None and not found.torchrun else found.of_file.get(p)
+        q = rank if rank is not None else task if task is not None and not found.per_node else found.of_file.get(p)
         if q is not None:
             said.setdefault(q, text)
     for (p, rank, task), line in reader.later.fatal.items():
-        q = rank if rank is not None or found.torchrun else task
+        q = rank if rank is not None or found.per_node else task
         found.fatal.setdefault((p, q if q is not None else found.of_file.get(p)), line)
     found.said = {q: clean for q, text in said.items() if (clean := later.PREFIX.sub("", text).strip())}
     ended_well = {path for path, scope in reader.later.well if scope != "server"}
