@@ -655,3 +655,36 @@ def test_a_task_of_srun_that_runs_deepspeeds_launcher_is_a_node(tmp_path: Path) 
     text = "[INFO] [launch.py:256:main] process 71 spawned with command: ['python', '-u', 't.py', '--local_rank=0']\nsrun: error: n7: task 1: Killed\n"
     f = only(diagnose(tmp_path, text))
     assert f.culprits == () and f.message.startswith("the ranks on n7 were killed")
+
+
+GAUDI = "[ 91.2] habanalabs {}: {}\n"
+
+
+def test_a_device_that_its_driver_and_its_process_report_is_one_event(tmp_path: Path) -> None:
+    """Each of the driver's lines is on the same device; what the process raised follows."""
+    kernel = GAUDI.format("hl2", "HBM1 pc6 interrupts info: CA_PAR=0, SERR=0, DERR=1")
+    kernel += GAUDI.format("hl2", "Going to reset device")
+    own = "FATAL ERROR :: MODULE:PT_DEVMEM Synapse detected a device critical error that requires a restart. (hl: 2) [HBM DERR]"
+    f = only(diagnose(tmp_path, kernel + raised(2, f"RuntimeError: {own}")))
+    assert (f.kind, f.cause, f.culprits) == ("gpu", "ecc", (2,)) and "DERR=1" in f.message and "hardware" in f.advice
+    assert f.message.endswith(
+        "the process itself reports a fatal error of its device: device critical error [HBM DERR]"
+    )
+    f = only(diagnose(tmp_path, raised(2, f"RuntimeError: {own}")))
+    assert (f.kind, f.culprits) == ("gpu", (2,)) and "not the code in the traceback" in f.advice
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        (GAUDI.format("accel5", "Going to HARD reset device"), "lost"),
+        ("[ 7.1] amdgpu 0000:c1:00.0: amdgpu: ring comp_1.2.0 timeout, signaled seq=7, emitted seq=9\n", "lost"),
+        ("[ 7.1] amdgpu 0000:c1:00.0: amdgpu: socket: 1, die: 0, 2 new uncorrectable hardware errors detected in umc block\n", "lost"),
+        ("[rank3]: RuntimeError: copy:x.cpp:9 NPU function error: HBM MULTI BIT ECC ERROR.\n", "lost"),
+        (GAUDI.format("accel5", "HBM1 pc6 interrupts info: CA_PAR=0, SERR=1, DERR=0"), ""),
+        ("[ 7.1] amdgpu 0000:c1:00.0: amdgpu: 0 new uncorrectable hardware errors detected in gfx block\n", ""),
+    ],
+)  # fmt: skip
+def test_fatal_errors_of_devices_of_other_vendors(tmp_path: Path, line: str, cause: str) -> None:
+    found = [(f.kind, f.cause) for f in diagnose(tmp_path, line).findings]
+    assert found == ([("gpu", cause)] if cause else [])

@@ -16,12 +16,19 @@ from distdiag.sources.logs.meanings import GENERAL, MEANINGS
 from distdiag.terms.untrusted import MAX_RANKS, bounded
 
 SAME_EVENT_S = 600.0  # a process reports its device's failure no later
-_OF_PROCESS = ("cuda_error", "ecc", "device_lost", "hip_error")  # how a process reports that a device failed
+_OF_PROCESS = (
+    "cuda_error",
+    "ecc",
+    "device_lost",
+    "device_critical",
+    "hip_error",
+)  # how a process reports that a device failed
+_OF_DRIVER = ("sxid", "amd_fault", "device_ecc", "device_fault")
 _LOADER = bounded(r"DataLoader worker \(pid\(s\) (\d{1,9}(?:, \d{1,9})*)\) exited unexpectedly")
 _THREAD_ENDED = bounded(r"Pin memory thread exited unexpectedly")
 _HAS = bounded(r"^ha[sd] ")  # of the texts on a device
 NEXT_LINES = 2  # after an exception, in which its process reports the system's error
-_DEVICE = bounded(r"NVLink|ECC|fallen off the bus")
+_DEVICE = bounded(r"NVLink|ECC|critical error|fallen off the bus")
 
 
 def merged(reasons: list[Reason], found: Collected) -> list[Reason]:
@@ -140,7 +147,7 @@ def _same_message(a: Fact, b: Fact) -> bool:
 
 def _of_devices(reasons: list[Reason]) -> list[Reason]:
     """Return the reasons without what processes report of a device whose failure the driver reports."""
-    for first in [r for r in reasons if "xid" in r.facts[0].fields or r.facts[0].name in ("sxid", "amd_fault")]:
+    for first in [r for r in reasons if "xid" in r.facts[0].fields or r.facts[0].name in _OF_DRIVER]:
         for r in [r for r in reasons if r is not first and _reports(r, first)]:
             reasons = [q for q in reasons if q is not r]
             here = {f.who.host for f in r.facts} == {f.who.host for f in first.facts} != {""}

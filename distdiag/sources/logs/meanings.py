@@ -34,6 +34,7 @@ class Meaning:
 
 NOT_FINITE = "look at that rank's batch and the loss before it, lower the learning rate, clip gradients; if a restart from the same checkpoint passes, or another GPU has another result, test that GPU"
 _CUDA = "run once with CUDA_LAUNCH_BLOCKING=1: the line that fails may be an earlier one than the log shows"
+_DEVICE = "it is the device, not the code in the traceback: see `dmesg -T` and the vendor's tool there (`hl-smi`, `npu-smi info`): a memory error (ECC, HBM, UCE) is the hardware, so take the node out and replace it; else reset it, and take it out if only this one has it"
 MEANINGS: Mapping[str, Meaning] = MappingProxyType({
     "cuda_oom": Meaning("rank_lost", "crashed", "ran out of GPU memory", FULL_GPU),
     "cuda_error": Meaning("rank_lost", "crashed", "had a CUDA error: {what}", _CUDA),
@@ -53,6 +54,9 @@ MEANINGS: Mapping[str, Meaning] = MappingProxyType({
     "nccl_mismatch": Meaning("mismatch", "op", "or a neighbour made a different call from the rest (NCCL found mismatched collectives)", "run again with NCCL_DEBUG_SUBSYS=COLL, or TORCH_DISTRIBUTED_DEBUG=DETAIL"),
     "gpu_init": Meaning("gpu", "lost", "has a GPU that its driver could not start, at PCI {pci}", "it is the hardware or the driver: see `dmesg -T | grep NVRM`, take the node out, reset the GPU or reboot"),
     "amd_fault": Meaning("gpu", "lost", "has a GPU of which the driver (amdgpu) reports, at PCI {pci}: {what}", "what ran on it is lost: see the lines before it in `dmesg -T` (a ring that timed out: a kernel that hangs; RAS: the memory), and `rocm-smi`; if only this GPU has it, take it out"),
+    "device_ecc": Meaning("gpu", "ecc", "has a device ({pci}) with an uncorrectable memory error: {what}", "it is the hardware: take the node out, reset or replace that device; see `dmesg -T` and the vendor's tool there (`hl-smi`, `npu-smi info`)"),
+    "device_fault": Meaning("gpu", "lost", "has a device ({pci}) of which its driver reports: {what}", _DEVICE),
+    "device_critical": Meaning("gpu", "lost", "had a fatal error of its device: {what} {why}", _DEVICE),
     "sxid": Meaning("gpu", "nvlink", "has a fatal NVSwitch error: SXid {xid} at PCI {pci}: {text}", "it is the NVLink fabric: take the node out, and restart nvidia-fabricmanager; `nvidia-smi nvlink -e`"),
     "node_lost": Meaning("rank_lost", "silent", "was lost with all its processes", "see whether that node is up, and why it failed: `sinfo -R` or `kubectl describe node`, its console and `dmesg -T`; start again without it"),
     "nan_gradient": Meaning("nonfinite", "gradient", "found a gradient that is not finite in iteration {step} ({what})", NOT_FINITE),
