@@ -688,3 +688,22 @@ def test_a_device_that_its_driver_and_its_process_report_is_one_event(tmp_path: 
 def test_fatal_errors_of_devices_of_other_vendors(tmp_path: Path, line: str, cause: str) -> None:
     found = [(f.kind, f.cause) for f in diagnose(tmp_path, line).findings]
     assert found == ([("gpu", cause)] if cause else [])
+
+
+@pytest.mark.parametrize(
+    ("unexpected", "judged", "words", "advice"),
+    [
+        ("nan on rank 6 at", "Possible transient error!", "same GPU (node g-3, device 2)", "test that GPU"),
+        ("inf at /m/t.py line 8, invokation #1 at", "Possible persistent error!", "the GPU that it had before", "in the run before"),
+        ("nan on rank 6 at", "Second rerun: it is not reproducible. Possible persistent error!", "on another GPU (node g-3, device 2)", "in the run before"),
+        ("nan at /m/t.py line 8, invokation #1 at", "Correct result (but possible Application error) (x)!", "not a fault of the GPU", "batch"),
+    ],
+)  # fmt: skip
+def test_a_second_run_of_an_iteration_shows_whether_its_gpu_is_at_fault(
+    tmp_path: Path, unexpected: str, judged: str, words: str, advice: str
+) -> None:
+    text = f"ERROR:rerun_state_machine:Unexpected result {unexpected} iteration #71 (message='NaN in local forward loss')\n"
+    again = f"ERROR:rerun_state_machine:Rank 6, node g-3, device 2, iteration #71: {judged}\n"
+    f = only(diagnose(tmp_path, text + again))
+    assert f.culprits == (6,) and f.certainty == "suspected" and words in f.message and advice in f.advice
+    assert words not in only(diagnose(tmp_path, text + again.replace("#71", "#60"))).message

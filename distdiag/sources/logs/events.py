@@ -12,7 +12,7 @@ from distdiag.sources.logs.build import some
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.failures import Reason
 from distdiag.sources.logs.join import before, earlier, process
-from distdiag.sources.logs.meanings import GENERAL, MEANINGS
+from distdiag.sources.logs.meanings import GENERAL, MEANINGS, RERUNS
 from distdiag.terms.untrusted import MAX_RANKS, bounded
 
 SAME_EVENT_S = 600.0  # a process reports its device's failure no later
@@ -41,6 +41,7 @@ def merged(reasons: list[Reason], found: Collected) -> list[Reason]:
         _of_memory(r, memory)
         _of_all(r, found)
         _of_system(r, reported)
+        _of_rerun(r, found.named("rerun"))
     return _of_devices(_without_repeats(_of_one_remedy(_of_thread(reasons))))
 
 
@@ -73,6 +74,24 @@ def _of_system(r: Reason, reported: Mapping[tuple[object, ...], Fact]) -> None:
             r.advice = remedy(found.text, r.advice) if r.advice in GENERAL else r.advice
             r.facts.append(found)
             return
+
+
+def _of_rerun(r: Reason, reruns: list[Fact]) -> None:
+    """Add what a second run of the iteration showed in which a rank found a result that is not finite."""
+    step = r.facts[0].fields.get("step")
+    same = [f for f in reruns if f.fields["step"] == step]
+    ranks = {f.number("r") for f in same}
+    if (
+        r.facts[0].name not in ("nan_loss", "nan_gradient")
+        or len(ranks) != 1
+        or not r.ranks <= ranks
+        or len(r.facts) > 1
+    ):
+        return
+    last = same[-1].fields
+    text, r.advice = RERUNS[last["what"]]
+    r.after += f"; {text.format_map(last)}"
+    r.ranks, r.inferred, r.facts = {int(last["r"])}, True, [*r.facts, *same]
 
 
 def _of_pod(f: Fact) -> str:

@@ -67,6 +67,12 @@ MEANINGS: Mapping[str, Meaning] = MappingProxyType({
     "exception": Meaning("rank_lost", "crashed", "raised {type}{what}{because}", ""),
     "host_oom": Meaning("rank_lost", "killed", "was killed: the host or its memory limit ran out of memory", "give the job more host memory (--mem, resources.limits.memory), or use fewer DataLoader workers; pinned memory and checkpoints in /dev/shm count, too"),
 })  # fmt: skip
+# what Megatron found when it ran an iteration again, and what to do
+RERUNS: Mapping[str, tuple[str, str]] = MappingProxyType({
+    "transient": ("run again on the same GPU (node {host}, device {device}), it got another result: probably a fault of that GPU", "test that GPU (`dcgmi diag -r 3`), take its node out if it fails or if this comes back, and resume from the last checkpoint: data and program are probably right"),
+    "persistent": ("run again on another GPU (node {host}, device {device}), it got another result: probably a fault of the GPU that it had before", "take out the GPU that this rank had in the run before, whose log names node and device, and test it (`dcgmi diag -r 3`); resume from the last checkpoint"),
+    "Application": ("run again on another GPU (node {host}, device {device}), it got the same result: not a fault of the GPU", "look at that rank's batch and the loss before it, lower the learning rate, clip gradients"),
+})  # fmt: skip
 _OF_ENGINE = "lower the engine's share of memory (gpu_memory_utilization, mem-fraction-static)"
 _OTHERS = "something else holds memory of that GPU: see who with `nvidia-smi`, end it or use another GPU"
 # by whether an inference engine ran out of it, and whether another process holds a part

@@ -145,8 +145,9 @@ TABLE: tuple[Pattern, ...] = (
     _row("nccl_version", C, "ismatched NCCL version", r"[Mm]ismatched NCCL version detected ?: rank (?P<a>\d+) version (?P<va>\d+) rank (?P<b>\d+) version (?P<vb>\d+)"),
     _row("duplicate_gpu", C, "Duplicate GPU detected", r"Duplicate GPU detected ?: rank (?P<a>\d+) and rank (?P<b>\d+) both on CUDA device (?P<bus>\w+)"),
     # -- numbers
-    _row("nan_gradient", C, "Unexpected result", r"Unexpected result -?(?:nan|inf) on rank (?P<r>\d+) at iteration #(?P<step>\d+) .{0,40}?\(message='(?P<what>[^']{0,80}\bgrad[^']{0,120})'"),
-    _row("nan_loss", C, "Unexpected result", r"Unexpected result -?(?:nan|inf) on rank (?P<r>\d+) at iteration #(?P<step>\d+) .{0,40}?\(message='(?P<what>[^']{1,160})'"),
+    _row("nan_gradient", C, "Unexpected result", r"Unexpected result -?(?:nan|inf) (?:on rank (?P<r>\d+)|at \S{1,300} line \d+, invo[ck]ation #\d+) at iteration #(?P<step>\d+) .{0,40}?\(message='(?P<what>[^']{0,80}\bgrad[^']{0,120})'"),
+    _row("nan_loss", C, "Unexpected result", r"Unexpected result -?(?:nan|inf) (?:on rank (?P<r>\d+)|at \S{1,300} line \d+, invo[ck]ation #\d+) at iteration #(?P<step>\d+) .{0,40}?\(message='(?P<what>[^']{1,160})'"),
+    _row("rerun", H, ", device ", r"\b[Rr]ank (?P<r>\d+), node (?P<host>[\w.-]{1,253}), device (?P<device>\d+), iteration #(?P<step>\d+): .{0,300}?[Pp]ossible (?P<what>transient|persistent|Application) error"),
     # -- devices
     _row("ecc", C, "cudaErrorECCUncorrectable", r"cudaErrorECCUncorrectable"),
     _row("ecc", C, "uncorrectable ECC error", r"CUDA (?:error|failure).{0,20}uncorrectable ECC error"),
