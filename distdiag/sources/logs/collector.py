@@ -8,7 +8,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from distdiag.guard import TOGETHER, Announce, stored_bytes
-from distdiag.sources.logs import later, lines
+from distdiag.sources.logs import later, lines, slow
 from distdiag.sources.logs.facts import MAX_WRITERS, Collected, Fact, Line, source_of
 from distdiag.sources.logs.later import Later
 from distdiag.sources.logs.patterns import TABLE, Role
@@ -334,7 +334,7 @@ class Collector:
             self._learn_of_node(name, fields, line)
 
     def _learn_of_node(self, name: str, fields: Mapping[str, str], line: Line) -> None:
-        """Take what a line of a launcher or the driver says about a node: its ports, its ranks, its address of the first node."""
+        """Take what a line of a launcher or the driver says about a node, its ports, its ranks, their speed, the first node's address."""
         out, who = self.result, line.who
         if name == "port_active":
             back = Fact(name, Role.FACT, {}, who, line.path, line.number, self._order, at=who.at)
@@ -343,6 +343,9 @@ class Collector:
         elif name == "ras":  # a new report takes the place of the last one
             out.facts = [f for f in out.facts if not (f.name.startswith("ras_") and f.path == line.path)]
             self._of_one = {key: n for key, n in self._of_one.items() if not str(key[0]).startswith("ras_")}
+        elif name in slow.SERIES and len(out.series) < MAX_WRITERS:
+            f = Fact(name, Role.FACT, dict(fields), who, line.path, line.number, self._order)
+            slow.keep(out.series.setdefault((name, line.path, who.rank), []), f)
         elif name == "closing" and len(out.closed) < MAX_WRITERS:
             out.closed.add(fields["pid"])
         elif name == "nodes_wanted":

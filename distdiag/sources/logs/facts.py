@@ -126,6 +126,7 @@ class Collected:
     nodes_came: set[str] = field(default_factory=set)  # that tried to join it
     interfaces: dict[str, tuple[str, str]] = field(default_factory=dict)  # (name, address) that NCCL uses on a host
     joined: set[int] = field(default_factory=set)  # ranks that have joined the job's store
+    series: dict[tuple[str, Path, int | None], list[Fact]] = field(default_factory=dict)  # how fast the ranks are
     steps: bool = False  # lines show progress
     began: bool = False  # so do lines before the first failure
     took: dict[int, tuple[float, str]] = field(default_factory=dict)  # of a rank's last lines: seconds, and for what

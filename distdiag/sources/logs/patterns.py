@@ -287,6 +287,10 @@ TABLE: tuple[Pattern, ...] = (
     _row("nccl_error", V, "Error: ", r"^.*?\b(?P<what>nccl(?:Remote|System|Internal)Error)\b"),
     _row("store_lost", V, "TCPStore", r"(?:Connection reset by peer|Broken pipe|failed to recv, got 0 bytes).{0,200}TCPStore|TCPStore.{0,200}(?:Connection reset by peer|Broken pipe|failed to recv, got 0 bytes)"),
     _row("nccl_warning", H, "NCCL WARN", r"NCCL WARN (?!\[(?:Proxy|Service|Rem Allocator)|Socket recv failed while polling|Failed to CUDA calloc)(?P<what>.{1,200})"),
+    # -- how fast the ranks are, by Megatron
+    _row("iteration", F, "elapsed time per iteration", r"\biteration\s{1,12}(?P<step>\d{1,12})/.{0,200}?elapsed time per iteration \(ms\): (?P<ms>\d{1,12}(?:\.\d{1,6})?)(?:.{0,200}?global batch size:\s{1,9}(?P<batch>\d{1,9}))?"),
+    _row("straggler_report", F, "MxRtt/Rnk: ", r"MnRtt/Rnk: (?P<least_ms>\d{1,9}(?:\.\d{1,6})?)ms/\d+ \| MxRtt/Rnk: (?P<most_ms>\d{1,9}(?:\.\d{1,6})?)ms/(?P<r>\d{1,7})\b(?:.{0,200}?MxTmp/Rnk: (?P<temperature>\d{1,3}(?:\.\d{1,3})?)C/(?P<hot>\d{1,7}))?"
+         r"(?:.{0,200}?MnClk/Rnk: (?P<clock>\d{1,6}(?:\.\d{1,3})?)MHz/(?P<low>\d{1,7}) \| MxClk/Rnk: (?P<clocks>\d{1,6}))?.{0,200}?MnEtpt/Rnk: \d{1,9}(?:\.\d{1,6})?TF/(?P<least>\d{1,7})"),
     # -- which process is which rank
     _row("nccl_rank", F, " in world size ", r"\brank (?P<r>\d+) in world size (?P<world>\d+)"),
     _row("nccl_rank", F, "world_size=", r"\brank=(?P<r>\d+)\b,? world_size=(?P<world>\d+)"),

@@ -16,7 +16,7 @@ from distdiag import guard
 from distdiag.diagnosis.model.findings import NO_ERROR, STOPPED_BY, Finding, Report, Severity, State, rank_list
 from distdiag.diagnosis.text.phrases import at, count, rough_time, shortened
 from distdiag.errors import DistdiagError
-from distdiag.sources.logs import events, exits, failures, later, reports, rows, timeouts
+from distdiag.sources.logs import events, exits, failures, later, reports, rows, slow, timeouts
 from distdiag.sources.logs.build import ENDED, finding, some
 from distdiag.sources.logs.collector import Collector
 from distdiag.sources.logs.facts import Collected, Fact
@@ -191,7 +191,7 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
     lost = lost or [failures.of_reason(r, found, waited) for r in codes[:MAX_FINDINGS]]
     lost = lost or _last_error(found)
     signal = "" if lost else exits.sent(found)
-    return lost[:MAX_FINDINGS], _stopped_by(signal) if signal else None
+    return (lost or slow.findings(found))[:MAX_FINDINGS], _stopped_by(signal) if signal else None
 
 
 def _with_late(waits: list[Finding], late: list[Fact]) -> list[Finding]:
@@ -348,6 +348,7 @@ def _notes(found: Collected, findings: Sequence[Finding], judged: bool) -> list[
         notes.append(f"distdiag recorded {'this job' if len(runs) == 1 else 'a job'} ({where}){command}")
     if (jobs := sum(r.run is not None for _, r in runs.values())) > 1:
         notes.append(f"these logs are of {jobs:,} recorded runs: give those of one run for its verdict alone")
+    notes += slow.notes(found) if all(f.severity != Severity.ERROR for f in findings) else []
     if warned := found.named("nccl_warning"):
         notes.append(f"NCCL warns on line {warned[0].line:,}: {shortened(warned[0].fields['what'], 160)}")
     if found.past:
