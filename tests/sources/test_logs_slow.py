@@ -1,4 +1,4 @@
-"""Jobs that run on slowly, by Megatron's own reports. All numbers are made up."""
+"""Jobs that run on slowly, or wait for storage, by the reports of Megatron and the kernel. All numbers are made up."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sources.test_logs import about, diagnose, only, raised
+from tests.sources.test_logs import about, diagnose, only, raised, timeout
 
 ITERATION = "iteration {:6}/ 9000 | consumed samples: 9 | elapsed time per iteration (ms): {:.1f} | learning rate: 1E-04 | global batch size: {} | lm loss: 2.1E+00 |\n"
 
@@ -64,3 +64,20 @@ def test_iterations_that_take_longer_to_the_end_are_noted(tmp_path: Path, text: 
     assert bool(notes) is noted
     if noted:
         assert "from line 5 on (iteration 50): 0.40 s, 0.21 s before" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("[rank2]: [81.4] nfs: server fs-4 not responding, still trying\n", "NFS server fs-4 does not respond, which may be why"),
+        ("[81.4] Lustre: s1-OST3-osc-ff: Connection to s1-OST3 (at 10.0.0.8@o2ib) was lost; in progress\n", "connection to s1-OST3"),
+        ("[81.4] INFO: task python:88 blocked for more than 122 seconds.\n", "process 88 (python) was blocked for more than 122 seconds"),
+        ("[rank1]: [81.4] nfs: server fs-4 not responding, still trying\n", ""),
+        ("[81.4] nfs: server fs-4 not responding, still trying\n[85.0] nfs: server fs-4 OK\n", ""),
+    ],
+)  # fmt: skip
+def test_storage_that_the_late_rank_waits_for_is_named(tmp_path: Path, line: str, words: str) -> None:
+    f = only(diagnose(tmp_path, line + "".join(map(timeout, (0, 1, 3)))))
+    assert f.culprits == (2,) and words in f.message
+    assert ("storage" in f.advice) is bool(words)
+    assert not words or any("the kernel reports" in note for note in diagnose(tmp_path, line).notes)

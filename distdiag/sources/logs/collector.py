@@ -340,6 +340,12 @@ class Collector:
             back = Fact(name, Role.FACT, {}, who, line.path, line.number, self._order, at=who.at)
             for f in (f for f in out.named("port_error") if _same_port(f, fields, line)):
                 f.back = f.back or back
+        elif name == "storage_back":
+            out.facts = [
+                f
+                for f in out.facts
+                if f.name != "storage" or f.path != line.path or not fields.items() <= f.fields.items()
+            ]
         elif name == "ras":  # a new report takes the place of the last one
             out.facts = [f for f in out.facts if not (f.name.startswith("ras_") and f.path == line.path)]
             self._of_one = {key: n for key, n in self._of_one.items() if not str(key[0]).startswith("ras_")}

@@ -73,6 +73,13 @@ RERUNS: Mapping[str, tuple[str, str]] = MappingProxyType({
     "persistent": ("run again on another GPU (node {host}, device {device}), it got another result: probably a fault of the GPU that it had before", "take out the GPU that this rank had in the run before, whose log names node and device, and test it (`dcgmi diag -r 3`); resume from the last checkpoint"),
     "Application": ("run again on another GPU (node {host}, device {device}), it got the same result: not a fault of the GPU", "look at that rank's batch and the loss before it, lower the learning rate, clip gradients"),
 })  # fmt: skip
+# what the kernel reports that a process waits for, by the field that its line has
+STORAGE: Mapping[str, str] = MappingProxyType({
+    "nfs": "NFS server {nfs} does not respond",
+    "lustre": "Lustre lost its connection to {lustre}",
+    "task": "process {pid} ({task}) was blocked for more than {s} seconds, most often in I/O",
+})  # fmt: skip
+SEE_STORAGE = "see that storage first, from that host (`df`, `ls`, `dmesg -T`): a process that waits for it makes no call"
 _OF_ENGINE = "lower the engine's share of memory (gpu_memory_utilization, mem-fraction-static)"
 _OTHERS = "something else holds memory of that GPU: see who with `nvidia-smi`, end it or use another GPU"
 # by whether an inference engine ran out of it, and whether another process holds a part

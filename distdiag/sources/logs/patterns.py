@@ -184,6 +184,12 @@ TABLE: tuple[Pattern, ...] = (
     # -- memory and signals of the host
     _row("host_fault", C, "Kernel panic", r"(?P<what>Kernel panic - not syncing: .{1,100})"),
     _row("host_fault", C, "Machine Check Exception", r"mce: \[Hardware Error\]: (?P<what>CPU \d+: Machine Check Exception)"),
+    # what a process waits for in the kernel
+    _row("storage", H, "not responding", r"\bnfs4?: server (?P<nfs>\S{1,253}) not responding"),
+    _row("storage", H, " was lost", r"Lustre(?:Error)?: .{0,200}?Connection to (?P<lustre>[\w.-]{1,200})(?: \(at \S{1,200}\))? was lost"),
+    _row("storage", H, "blocked for more than", r"\btask (?P<task>\S{1,60}):(?P<pid>\d{1,9}) blocked for more than (?P<s>\d{1,6}) seconds"),
+    _row("storage_back", F, "nfs", r"\bnfs4?: server (?P<nfs>\S{1,253}) OK\b"),
+    _row("storage_back", F, "Connection restored to", r"Lustre(?:Error)?: .{0,200}?Connection restored to (?P<lustre>[\w.-]{1,200})"),
     _row("fatal", C, "Signal: ", r"\] Signal: (?P<what>Segmentation fault|Bus error|Floating point exception|Illegal instruction) \(\d+\)"),
     _row("fatal", C, "Fatal Python error: ", r"Fatal Python error: (?P<what>(?!Aborted)[^\n]{1,80})"),
     _row("fatal", C, "Segfault encountered", r"!!! (?P<what>Segfault) encountered !!!"),

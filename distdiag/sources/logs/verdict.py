@@ -23,7 +23,7 @@ from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.files import find_logs, is_empty, left_out
 from distdiag.sources.logs.join import WAITED, join
 from distdiag.sources.logs.lines import wrapped_at
-from distdiag.sources.logs.meanings import MEANINGS, STOPS, advice_on_stop
+from distdiag.sources.logs.meanings import MEANINGS, SEE_STORAGE, STOPS, STORAGE, advice_on_stop
 from distdiag.sources.logs.patterns import Role
 from distdiag.sources.logs.writers import Writer, time_of
 from distdiag.terms.signals import signal_name
@@ -112,6 +112,7 @@ def judge_logs(
         if len(joined.facts) + len(joined.past) > len(found.facts) + len(found.past):  # it was wrapped: more is known
             found = joined
     findings, text = judge(found)
+    findings = [_in_storage(f, found) for f in findings]
     found.ranks |= {w.rank for f in findings for w in (*f.where, *f.waiting)}
     error = any(f.severity == Severity.ERROR for f in findings)
     ended = bool(found.recorded) and all(r.ended for r in found.recorded.values())
@@ -203,6 +204,25 @@ def _with_late(waits: list[Finding], late: list[Fact]) -> list[Finding]:
     what = failures.text_of(f, MEANINGS[f.name])
     message = f"{waits[0].message}; later {who} {what}{at(f.site)}, which is not shown to be the cause"
     return [msgspec.structs.replace(waits[0], message=message), *waits[1:]]
+
+
+def _in_storage(finding: Finding, found: Collected) -> Finding:
+    """Return a finding on ranks that wait, with what the kernel reports of the storage that the late one may wait for."""
+    blamed = set(finding.culprits)
+    hosts = found.host_of(blamed)
+    for f in found.named("storage") if finding.kind in ("stall", "timeout") else ():
+        elsewhere = bool(f.who.host and hosts) and f.who.host not in hosts
+        if f.rank in blamed or not (blamed and (f.rank is not None or elsewhere)):
+            message = f"{finding.message}; the kernel reports that {_of_storage(f)}, which may be why"
+            evidence = (*finding.evidence, f"{f.path}:{f.line}")
+            advice = f"{SEE_STORAGE}; else {finding.advice}"
+            return msgspec.structs.replace(finding, message=message, advice=advice, evidence=evidence)
+    return finding
+
+
+def _of_storage(f: Fact) -> str:
+    text = next(text for key, text in STORAGE.items() if key in f.fields).format_map(f.fields)
+    return f"{text} on {f.who.host}" if f.who.host else text
 
 
 def _hung(found: Collected) -> list[Finding]:
@@ -349,6 +369,8 @@ def _notes(found: Collected, findings: Sequence[Finding], judged: bool) -> list[
     if (jobs := sum(r.run is not None for _, r in runs.values())) > 1:
         notes.append(f"these logs are of {jobs:,} recorded runs: give those of one run for its verdict alone")
     notes += slow.notes(found) if all(f.severity != Severity.ERROR for f in findings) else []
+    if not judged and (storage := found.named("storage")):
+        notes.append(f"the kernel reports that {_of_storage(storage[0])} (line {storage[0].line:,})")
     if warned := found.named("nccl_warning"):
         notes.append(f"NCCL warns on line {warned[0].line:,}: {shortened(warned[0].fields['what'], 160)}")
     if found.past:
