@@ -127,6 +127,7 @@ class Collector:
         for fact in out.named("timeout"):
             fact.site = fact.site or self._tracebacks.site(fact)
             fact.within = fact.within or self._tracebacks.helper(fact)
+            fact.saves = self._tracebacks.saves(fact)
         out.ranks |= set(filter(is_rank, bounds.ranks))
         for host, ranks in bounds.on_host.items():
             out.on_host.setdefault(host, set()).update(filter(is_rank, ranks))

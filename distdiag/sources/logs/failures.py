@@ -16,8 +16,8 @@ from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import OWN, before, earlier, first_waits, process
 from distdiag.sources.logs.meanings import MEANINGS, Meaning
 from distdiag.sources.logs.patterns import Role
-from distdiag.sources.logs.timeouts import op_name
 from distdiag.sources.logs.tracebacks import LOST
+from distdiag.sources.logs.waiting import op_name
 from distdiag.terms.untrusted import bounded, is_rank
 
 # an exception that only reports another one
