@@ -37,6 +37,7 @@ _CUDA = "run once with CUDA_LAUNCH_BLOCKING=1: the line that fails may be an ear
 _DEVICE = "it is the device, not the code in the traceback: see `dmesg -T` and the vendor's tool there (`hl-smi`, `npu-smi info`): a memory error (ECC, HBM, UCE) is the hardware, so take the node out and replace it; else reset it, and take it out if only this one has it"
 MEANINGS: Mapping[str, Meaning] = MappingProxyType({
     "cuda_oom": Meaning("rank_lost", "crashed", "ran out of GPU memory", FULL_GPU),
+    "device_oom": Meaning("rank_lost", "crashed", "ran out of device memory", "lower the batch or sequence length of that rank's largest batch, use checkpointing, or split the model over more devices; see whether another process holds memory there"),
     "cuda_error": Meaning("rank_lost", "crashed", "had a CUDA error: {what}", _CUDA),
     "hip_error": Meaning("rank_lost", "crashed", "had a GPU error: {what}", "see `dmesg -T` and `rocm-smi` on that host: a hang is the GPU or its driver, an access fault most often a kernel of the program"),
     "xpu_lost": Meaning("gpu", "lost", "lost its GPU ({what})", "see `dmesg -T` on that host: the driver (xe, i915) reset the GPU because a job did not end, or the GPU failed; if only this GPU has it, take it out"),
@@ -79,7 +80,9 @@ STORAGE: Mapping[str, str] = MappingProxyType({
     "lustre": "Lustre lost its connection to {lustre}",
     "task": "process {pid} ({task}) was blocked for more than {s} seconds, most often in I/O",
 })  # fmt: skip
-SEE_STORAGE = "see that storage first, from that host (`df`, `ls`, `dmesg -T`): a process that waits for it makes no call"
+SEE_STORAGE = (
+    "see that storage first, from that host (`df`, `ls`, `dmesg -T`): a process that waits for it makes no call"
+)
 _OF_ENGINE = "lower the engine's share of memory (gpu_memory_utilization, mem-fraction-static)"
 _OTHERS = "something else holds memory of that GPU: see who with `nvidia-smi`, end it or use another GPU"
 # by whether an inference engine ran out of it, and whether another process holds a part
