@@ -707,3 +707,20 @@ def test_a_second_run_of_an_iteration_shows_whether_its_gpu_is_at_fault(
     f = only(diagnose(tmp_path, text + again))
     assert f.culprits == (6,) and f.certainty == "suspected" and words in f.message and advice in f.advice
     assert words not in only(diagnose(tmp_path, text + again.replace("#71", "#60"))).message
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        ("+ torchrun --nnodes=2 --master_addr=gpu-3 --master_port=29511 t.py\n", True),
+        ("MASTER_ADDR=gpu-3\n", True),
+        ("+ torchrun --nnodes=2 --master_addr=gpu-3 --master_port=29400 t.py\n", False),
+        ("+ torchrun --master_addr=localhost --master_port=29511 t.py\n", False),
+    ],
+)
+def test_the_host_of_a_port_in_use_is_that_of_the_master_address(tmp_path: Path, command: str, named: bool) -> None:
+    listen = "[E1 socket.cpp:500] [c10d] The server socket has failed to listen on any local network address. The server socket has failed to bind to [::]:29511 (errno: 98 - Address already in use).\n"
+    listen = (
+        "[E1 socket.cpp:500] [c10d] The server socket has failed to listen on any local network address.\n" + listen
+    )
+    assert ("the job's store is on gpu-3" in only(diagnose(tmp_path, command + listen)).message) is named

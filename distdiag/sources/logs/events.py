@@ -42,7 +42,10 @@ def merged(reasons: list[Reason], found: Collected) -> list[Reason]:
         _of_all(r, found)
         _of_system(r, reported)
         _of_rerun(r, found.named("rerun"))
-    return _of_devices(_without_repeats(_of_one_remedy(_of_thread(reasons))))
+    reasons = _of_devices(_without_repeats(_of_one_remedy(_of_thread(reasons))))
+    for r in reasons:
+        _of_port(r, found)
+    return reasons
 
 
 def _of_memory(r: Reason, memory: list[Fact]) -> None:
@@ -92,6 +95,17 @@ def _of_rerun(r: Reason, reruns: list[Fact]) -> None:
     text, r.advice = RERUNS[last["what"]]
     r.after += f"; {text.format_map(last)}"
     r.ranks, r.inferred, r.facts = {int(last["r"])}, True, [*r.facts, *same]
+
+
+def _of_port(r: Reason, found: Collected) -> None:
+    """Add the host that serves the job's store, if the failure to listen on its port names none."""
+    if r.facts[0].name != "port_in_use" or any(f.who.host or f.who.label or f.rank is not None for f in r.facts):
+        return
+    addresses = {master["addr"] for master in found.masters.values() if "addr" in master}
+    ports = {master["port"] for master in found.masters.values() if "port" in master}
+    port = r.facts[0].fields.get("port")
+    if len(addresses) == 1 and not addresses & {"localhost", "127.0.0.1", "::1"} and (not ports or ports == {port}):
+        r.after += f"; the job's store is on {min(addresses)}, by the master address in the log"
 
 
 def _of_pod(f: Fact) -> str:
