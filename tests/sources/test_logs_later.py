@@ -345,3 +345,15 @@ def test_a_pod_that_waited_has_started_if_the_job_made_steps(tmp_path: Path, eve
     assert "did not start" in only(diagnose(tmp_path, event + raised(1, LOST))).message
     step = "[rank1]: step 9 loss 0.5\n"
     assert "lost a connection" in only(diagnose(tmp_path, event + step + raised(1, LOST))).message
+
+
+@pytest.mark.parametrize("done", ["Training finished in 3 h, model saved", "JobId=71 JobState=COMPLETED ExitCode=0:0"])
+def test_of_a_job_that_ended_well_no_lines_like_errors_are_shown(tmp_path: Path, done: str) -> None:
+    text = (
+        f"step 3 loss 0.4\n{done}\n[W1 TCPStore.cpp:1] sendBytes failed\nException raised from sendBytes at x.hpp:6\n"
+    )
+    notes = diagnose(tmp_path, text).notes
+    words = "line 2 of job.log says that the job ended well; lines that look like errors come after it: 4"
+    assert words in notes
+    assert not any("sendBytes" in note for note in notes)
+    assert any("sendBytes" in note for note in diagnose(tmp_path, text.replace(done, "x")).notes)

@@ -134,6 +134,7 @@ class Collected:
     said: dict[int, str] = field(default_factory=dict)  # the last line of a rank
     fatal: dict[tuple[Path, int | None], tuple[int, str]] = field(default_factory=dict)  # last error of a file and rank
     errors: dict[Path, tuple[int, str, Writer]] = field(default_factory=dict)  # of the last lines of files
+    well: dict[Path, int] = field(default_factory=dict)  # the last line of a file that says that the job ended well
     of_file: dict[Path, int] = field(default_factory=dict)  # rank of each file with one rank's lines
     losses: dict[tuple[Path, int | None], Loss] = field(default_factory=dict)  # the last ones of each file and rank
     of_nodes: set[Path] = field(default_factory=set)  # files that name ranks on their node

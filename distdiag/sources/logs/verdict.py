@@ -88,6 +88,7 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
         found.fatal.setdefault((p, q if q is not None else found.of_file.get(p)), line)
     found.said = {q: clean for q, text in said.items() if (clean := later.PREFIX.sub("", text).strip())}
     ended_well = {path for path, scope in reader.later.well if scope != "server"}
+    found.well = {path: line for (path, scope), line in reader.later.well.items() if scope in ("job", "file")}
     found.errors = {
         p: error
         for p, error in reader.later.errors.items()
@@ -375,8 +376,12 @@ def _notes(found: Collected, findings: Sequence[Finding], judged: bool) -> list[
         notes.append(f"NCCL warns on line {warned[0].line:,}: {shortened(warned[0].fields['what'], 160)}")
     if found.past:
         notes.append(_of_the_past(found.past))
-    if found.unknown and not judged:
-        lines = "; ".join(f"line {number:,}: {shortened(text, 120)}" for _, number, text in found.unknown)
+    for path, last in [] if judged else list(found.well.items())[:1]:
+        after = [f"{number:,}" for p, number, _ in found.unknown if p == path and number > last]
+        errors = f"; lines that look like errors come after it: {', '.join(after)}" if after else ""
+        notes.append(f"line {last:,} of {path.name} says that the job ended well{errors}")
+    if (unknown := [line for line in found.unknown if line[0] not in found.well]) and not judged:
+        lines = "; ".join(f"line {number:,}: {shortened(text, 120)}" for _, number, text in unknown)
         other = "other " * bool(found.past)
         notes.append(f"no {other}message that distdiag knows; the last lines that look like errors: {lines}")
     if found.left_out:
