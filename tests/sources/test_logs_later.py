@@ -52,7 +52,6 @@ QUOTED = uncaught(0, OOM).replace("[rank0]: ", "")  # it may be a part of a samp
         raised(4, OOM) + "[rank4]: train:  15%|#  | 300/2000 [02:00<13:00,  2.39it/s]\n",
         raised(0, LOST) + "[rank0]: store answered at the 2nd attempt\n[rank0]: step 3, lr 1e-4\n",
         "Name:         w-1\n  State:      Running\n  Last State:  Terminated\n    Reason:    OOMKilled\n    Exit Code: 137\n",
-        "5: h:4:7 [1] NCCL WARN NET/IB : mlx5_1:1 Got async event : port error\n5: h:4:7 [1] NCCL WARN NET/IB : mlx5_1:1 Got async event : port active\n",
         "W0302 08:00:00.123456 44 wds.py:88] skipping a sample\n"
         + raised(0, "OSError: image file is truncated", prefix="")
         + "[rank 1] step 30, loss 1.9\n",
@@ -346,3 +345,15 @@ def test_a_pod_that_waited_has_started_if_the_job_made_steps(tmp_path: Path, eve
     assert "did not start" in only(diagnose(tmp_path, event + raised(1, LOST))).message
     step = "[rank1]: step 9 loss 0.5\n"
     assert "lost a connection" in only(diagnose(tmp_path, event + step + raised(1, LOST))).message
+
+
+@pytest.mark.parametrize("done", ["Training finished in 3 h, model saved", "JobId=71 JobState=COMPLETED ExitCode=0:0"])
+def test_of_a_job_that_ended_well_no_lines_like_errors_are_shown(tmp_path: Path, done: str) -> None:
+    text = (
+        f"step 3 loss 0.4\n{done}\n[W1 TCPStore.cpp:1] sendBytes failed\nException raised from sendBytes at x.hpp:6\n"
+    )
+    notes = diagnose(tmp_path, text).notes
+    words = "line 2 of job.log says that the job ended well; lines that look like errors come after it: 4"
+    assert words in notes
+    assert not any("sendBytes" in note for note in notes)
+    assert any("sendBytes" in note for note in diagnose(tmp_path, text.replace(done, "x")).notes)

@@ -621,3 +621,106 @@ def test_an_error_that_no_row_knows_is_shown_with_the_exit_code(
 )
 def test_srun_pads_the_number_of_a_task(tmp_path: Path, prefix: str, words: str) -> None:
     assert only(diagnose(tmp_path, raised(0, "KeyError: 'x'", prefix=prefix))).message.startswith(words)
+
+
+@pytest.mark.parametrize(("up", "lost"), [("08:00:09", False), ("08:04:00", True)])
+def test_a_port_that_is_active_again_only_after_a_failure_was_lost(tmp_path: Path, up: str, lost: bool) -> None:
+    link = "Mar 02 {} h-9 kernel: bnxt_en 0000:5e:00.0 ens5: NIC Link is {}\n"
+    (tmp_path / "kernel.log").write_text(link.format("08:00:01", "Down") + link.format(up, "Up"))
+    died = "[rank4]:[E302 08:01:20.5 ProcessGroupNCCL.cpp:9] [Rank 4] NCCL error: remote process exited or there was a network error\n"
+    died += "h-2:7:8 [4] NCCL WARN NET/IB : Got completion from peer 10.0.0.9<7> with status=12 opcode=0\n"
+    (tmp_path / "job.log").write_text(died)
+    report = diagnose_logs([str(tmp_path / "job.log"), str(tmp_path / "kernel.log")])
+    assert report is not None
+    assert only(report).message.startswith("host h-9 lost a port" if lost else "NCCL on GPU 4 of h-2 lost its RDMA")
+    notes = diagnose(tmp_path, (tmp_path / "kernel.log").read_text()).notes
+    assert any("it was active again on line 2" in note for note in notes) and not any("the job" in n for n in notes[:1])
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n=   RANK 9 PID 41 RUNNING AT n7\n=   KILLED BY SIGNAL: 9 (Killed)\n",
+        "mpirun noticed that process rank 9 with PID 0 on node n7 exited on signal 9 (Killed).\n",
+        raised(9, "ValueError: x", prefix="1: [rank{}]: "),
+    ],
+)
+def test_a_task_of_srun_is_no_rank_where_another_launcher_started_them(tmp_path: Path, launcher: str) -> None:
+    memory = "slurmstepd: error: Detected 1 oom_kill event in StepId=4.0.\nsrun: error: n7: task 1: Out Of Memory\n"
+    findings = diagnose(tmp_path, launcher + memory).findings
+    assert {r for f in findings for r in f.culprits} == {9} and not any("9 on n7 were" in f.message for f in findings)
+
+
+def test_a_task_of_srun_that_runs_deepspeeds_launcher_is_a_node(tmp_path: Path) -> None:
+    text = "[INFO] [launch.py:256:main] process 71 spawned with command: ['python', '-u', 't.py', '--local_rank=0']\nsrun: error: n7: task 1: Killed\n"
+    f = only(diagnose(tmp_path, text))
+    assert f.culprits == () and f.message.startswith("the ranks on n7 were killed")
+
+
+GAUDI = "[ 91.2] habanalabs {}: {}\n"
+
+
+def test_a_device_that_its_driver_and_its_process_report_is_one_event(tmp_path: Path) -> None:
+    """Each of the driver's lines is on the same device; what the process raised follows."""
+    kernel = GAUDI.format("hl2", "HBM1 pc6 interrupts info: CA_PAR=0, SERR=0, DERR=1")
+    kernel += GAUDI.format("hl2", "Going to reset device")
+    own = "FATAL ERROR :: MODULE:PT_DEVMEM Synapse detected a device critical error that requires a restart. (hl: 2) [HBM DERR]"
+    f = only(diagnose(tmp_path, kernel + raised(2, f"RuntimeError: {own}")))
+    assert (f.kind, f.cause, f.culprits) == ("gpu", "ecc", (2,)) and "DERR=1" in f.message and "hardware" in f.advice
+    assert f.message.endswith(
+        "the process itself reports a fatal error of its device: device critical error [HBM DERR]"
+    )
+    f = only(diagnose(tmp_path, raised(2, f"RuntimeError: {own}")))
+    assert (f.kind, f.culprits) == ("gpu", (2,)) and "not the code in the traceback" in f.advice
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        (GAUDI.format("accel5", "Going to HARD reset device"), "lost"),
+        ("[ 7.1] amdgpu 0000:c1:00.0: amdgpu: ring comp_1.2.0 timeout, signaled seq=7, emitted seq=9\n", "lost"),
+        ("[ 7.1] amdgpu 0000:c1:00.0: amdgpu: socket: 1, die: 0, 2 new uncorrectable hardware errors detected in umc block\n", "lost"),
+        ("[rank3]: RuntimeError: copy:x.cpp:9 NPU function error: HBM MULTI BIT ECC ERROR.\n", "lost"),
+        (GAUDI.format("accel5", "HBM1 pc6 interrupts info: CA_PAR=0, SERR=1, DERR=0"), ""),
+        ("[ 7.1] amdgpu 0000:c1:00.0: amdgpu: 0 new uncorrectable hardware errors detected in gfx block\n", ""),
+    ],
+)  # fmt: skip
+def test_fatal_errors_of_devices_of_other_vendors(tmp_path: Path, line: str, cause: str) -> None:
+    found = [(f.kind, f.cause) for f in diagnose(tmp_path, line).findings]
+    assert found == ([("gpu", cause)] if cause else [])
+
+
+@pytest.mark.parametrize(
+    ("unexpected", "judged", "words", "advice"),
+    [
+        ("nan on rank 6 at", "Possible transient error!", "same GPU (node g-3, device 2)", "test that GPU"),
+        ("inf at /m/t.py line 8, invokation #1 at", "Possible persistent error!", "the GPU that it had before", "in the run before"),
+        ("nan on rank 6 at", "Second rerun: it is not reproducible. Possible persistent error!", "on another GPU (node g-3, device 2)", "in the run before"),
+        ("nan at /m/t.py line 8, invokation #1 at", "Correct result (but possible Application error) (x)!", "not a fault of the GPU", "batch"),
+    ],
+)  # fmt: skip
+def test_a_second_run_of_an_iteration_shows_whether_its_gpu_is_at_fault(
+    tmp_path: Path, unexpected: str, judged: str, words: str, advice: str
+) -> None:
+    text = f"ERROR:rerun_state_machine:Unexpected result {unexpected} iteration #71 (message='NaN in local forward loss')\n"
+    again = f"ERROR:rerun_state_machine:Rank 6, node g-3, device 2, iteration #71: {judged}\n"
+    f = only(diagnose(tmp_path, text + again))
+    assert f.culprits == (6,) and f.certainty == "suspected" and words in f.message and advice in f.advice
+    assert words not in only(diagnose(tmp_path, text + again.replace("#71", "#60"))).message
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        ("+ torchrun --nnodes=2 --master_addr=gpu-3 --master_port=29511 t.py\n", True),
+        ("MASTER_ADDR=gpu-3\n", True),
+        ("+ torchrun --nnodes=2 --master_addr=gpu-3 --master_port=29400 t.py\n", False),
+        ("+ torchrun --master_addr=localhost --master_port=29511 t.py\n", False),
+    ],
+)
+def test_the_host_of_a_port_in_use_is_that_of_the_master_address(tmp_path: Path, command: str, named: bool) -> None:
+    listen = "[E1 socket.cpp:500] [c10d] The server socket has failed to listen on any local network address. The server socket has failed to bind to [::]:29511 (errno: 98 - Address already in use).\n"
+    listen = (
+        "[E1 socket.cpp:500] [c10d] The server socket has failed to listen on any local network address.\n" + listen
+    )
+    assert ("the job's store is on gpu-3" in only(diagnose(tmp_path, command + listen)).message) is named

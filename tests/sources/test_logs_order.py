@@ -255,3 +255,28 @@ def test_a_nameless_kill_explains_a_lost_connection_and_what_came_after_it(tmp_p
     lost = raised(1, "RuntimeError: [x/gloo/transport/tcp/pair.cc:5] Connection closed by peer [10.1.0.4]:4")
     for text in (lost + SHELL, SHELL + timeout(0) + timeout(1)):
         assert only(diagnose(tmp_path, text)).cause == "killed"
+
+
+STACK = "[rank{r}]: Stack trace of the failed collective: \n#0 all_gather from /usr/lib/python3.12/site-packages/torch/distributed/d.py:9\n{inside}#2 step from /u/fit.py:{line}\n"
+INSIDE = "#1 {} from /usr/lib/python3.12/site-packages/x/y.py:4\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "others", "named"),
+    [
+        ("_zero3_consolidated_16bit_state_dict", timeout(1), True),
+        ("get_model_state_dict", timeout(1), True),
+        ("save_pretrained", timeout(1, op="_ALLGATHER_BASE") + STACK.format(r=1, inside="", line=40), True),
+        ("save_pretrained", "", True),
+        ("save_pretrained", timeout(1, op="_ALLGATHER_BASE"), False),  # it may be in the same function
+        ("set_model_state_dict", timeout(1), False),
+        ("_load_state_dict_pre_hook", timeout(1), False),
+    ],
+)
+def test_a_call_that_gathers_the_state_of_all_ranks_on_one_rank(
+    tmp_path: Path, name: str, others: str, named: bool
+) -> None:
+    text = timeout(0, op="_ALLGATHER_BASE") + others + STACK.format(r=0, inside=INSIDE.format(name), line=31)
+    f = only(diagnose(tmp_path, text))
+    assert (f"rank 0 is inside {name}, which waits for all ranks" in f.message) is named
+    assert (f"call {name} on all ranks" in f.advice) is named

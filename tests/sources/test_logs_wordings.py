@@ -395,3 +395,17 @@ def test_a_job_that_its_nan_ended_has_lost_no_training_since(tmp_path: Path) -> 
         0, 1, "To enable traceback see: https://pytorch.org"
     )
     assert only(diagnose(tmp_path, losses + ended)).cost == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "gpu"),
+    [
+        ("jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.", False),
+        ("RuntimeError: NPU out of memory. Tried to allocate 2.00 GiB (NPU 3; 61.0 GiB total capacity)", False),
+        ("torch.OutOfMemoryError: HIP out of memory. Tried to allocate 2.00 GiB.", True),
+    ],
+)  # fmt: skip
+def test_only_a_log_that_names_a_gpu_is_said_to_be_of_one(tmp_path: Path, error: str, gpu: bool) -> None:
+    f = only(diagnose(tmp_path, raised(2, error)))
+    assert f.message.startswith(f"rank 2 ran out of {'GPU' if gpu else 'device'} memory")
+    assert ("nvidia-smi" in f.advice) is gpu

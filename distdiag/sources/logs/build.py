@@ -30,9 +30,10 @@ def finding(
     sites: Mapping[int, Site] | None = None,
     proved: bool = False,
     cost: str = NO_PROGRESS_MADE,
+    severity: Severity = Severity.ERROR,
     **more: Any,
 ) -> Finding:
-    """Return an error.
+    """Return a finding.
 
     Args:
         victims: Those that are not culprits count.
@@ -44,7 +45,7 @@ def finding(
         sites = {f.rank: f.site for f in reversed(facts) if f.rank is not None and f.site is not None}
     state = "waiting" if any(f.role is Role.WAIT for f in facts) else None
     waiting = tuple(where_at(r, sites.get(r), state) for r in others)
-    template = Template(KINDS[kind], cause, "{message}", "{cost}", "{advice}", proved, Severity.ERROR)
+    template = Template(KINDS[kind], cause, "{message}", "{cost}", "{advice}", proved, severity)
     return template(
         culprits=blamed,
         victims=others,

@@ -8,7 +8,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from distdiag.guard import TOGETHER, Announce, stored_bytes
-from distdiag.sources.logs import later, lines
+from distdiag.sources.logs import later, lines, slow
 from distdiag.sources.logs.facts import MAX_WRITERS, Collected, Fact, Line, source_of
 from distdiag.sources.logs.later import Later
 from distdiag.sources.logs.patterns import TABLE, Role
@@ -127,6 +127,7 @@ class Collector:
         for fact in out.named("timeout"):
             fact.site = fact.site or self._tracebacks.site(fact)
             fact.within = fact.within or self._tracebacks.helper(fact)
+            fact.saves = self._tracebacks.saves(fact)
         out.ranks |= set(filter(is_rank, bounds.ranks))
         for host, ranks in bounds.on_host.items():
             out.on_host.setdefault(host, set()).update(filter(is_rank, ranks))
@@ -186,7 +187,7 @@ class Collector:
             self._learn_rank(path, who, who.rank)
         if who.local is not None or " local_rank: " in text:
             out.of_nodes.add(path)
-        out.torchrun = out.torchrun or who.by_torchrun
+        out.per_node = out.per_node or who.by_torchrun
         line = Line(path, number, text, who, source_of(path, who), self._order)
         if who.at is not None and len(self._times) < MAX_WRITERS:
             self._times[line.source] = who.at
@@ -216,6 +217,7 @@ class Collector:
     def _learn_rank(self, path: Path, who: Writer, rank: int) -> None:
         """Note what else a line that shows its rank names: label, host, file, process."""
         out = self.result
+        out.per_node |= who.task not in (None, rank)
         if who.label and len(out.of_label) < MAX_WRITERS:
             out.of_label.setdefault(who.label, set()).add(rank)
         if who.host and len(out.on_host) < MAX_WRITERS:
@@ -303,7 +305,7 @@ class Collector:
         elif name == "world":
             self._size(0, int(fields["world"]), Writer())
         elif name == "torchrun":
-            out.torchrun = True
+            out.per_node = True
         elif name == "nccl_runs" and len(out.nccl) < MAX_WRITERS:
             out.nccl.setdefault((who.rank, who.host or who.label, line.path.name), set()).add(fields["version"])
         elif name == "interface" and who.host and len(out.interfaces) < MAX_WRITERS:
@@ -333,15 +335,24 @@ class Collector:
             self._learn_of_node(name, fields, line)
 
     def _learn_of_node(self, name: str, fields: Mapping[str, str], line: Line) -> None:
-        """Take what a line of a launcher or the driver says about a node: its ports, its ranks, its address of the first node."""
+        """Take what a line of a launcher or the driver says about a node, its ports, its ranks, their speed, the first node's address."""
         out, who = self.result, line.who
         if name == "port_active":
-            back = [f for f in out.named("port_error") if _same_port(f, fields, line)]
-            out.facts = [f for f in out.facts if f.name != "port_error" or f not in back]
-            out.past += back
+            back = Fact(name, Role.FACT, {}, who, line.path, line.number, self._order, at=who.at)
+            for f in (f for f in out.named("port_error") if _same_port(f, fields, line)):
+                f.back = f.back or back
+        elif name == "storage_back":
+            out.facts = [
+                f
+                for f in out.facts
+                if f.name != "storage" or f.path != line.path or not fields.items() <= f.fields.items()
+            ]
         elif name == "ras":  # a new report takes the place of the last one
             out.facts = [f for f in out.facts if not (f.name.startswith("ras_") and f.path == line.path)]
             self._of_one = {key: n for key, n in self._of_one.items() if not str(key[0]).startswith("ras_")}
+        elif name in slow.SERIES and len(out.series) < MAX_WRITERS:
+            f = Fact(name, Role.FACT, dict(fields), who, line.path, line.number, self._order)
+            slow.keep(out.series.setdefault((name, line.path, who.rank), []), f)
         elif name == "closing" and len(out.closed) < MAX_WRITERS:
             out.closed.add(fields["pid"])
         elif name == "nodes_wanted":

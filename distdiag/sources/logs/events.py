@@ -12,16 +12,23 @@ from distdiag.sources.logs.build import some
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.failures import Reason
 from distdiag.sources.logs.join import before, earlier, process
-from distdiag.sources.logs.meanings import GENERAL, MEANINGS
+from distdiag.sources.logs.meanings import GENERAL, MEANINGS, RERUNS
 from distdiag.terms.untrusted import MAX_RANKS, bounded
 
 SAME_EVENT_S = 600.0  # a process reports its device's failure no later
-_OF_PROCESS = ("cuda_error", "ecc", "device_lost", "hip_error")  # how a process reports that a device failed
+_OF_PROCESS = (
+    "cuda_error",
+    "ecc",
+    "device_lost",
+    "device_critical",
+    "hip_error",
+)  # how a process reports that a device failed
+_OF_DRIVER = ("sxid", "amd_fault", "device_ecc", "device_fault")
 _LOADER = bounded(r"DataLoader worker \(pid\(s\) (\d{1,9}(?:, \d{1,9})*)\) exited unexpectedly")
 _THREAD_ENDED = bounded(r"Pin memory thread exited unexpectedly")
 _HAS = bounded(r"^ha[sd] ")  # of the texts on a device
 NEXT_LINES = 2  # after an exception, in which its process reports the system's error
-_DEVICE = bounded(r"NVLink|ECC|fallen off the bus")
+_DEVICE = bounded(r"NVLink|ECC|critical error|fallen off the bus")
 
 
 def merged(reasons: list[Reason], found: Collected) -> list[Reason]:
@@ -34,7 +41,11 @@ def merged(reasons: list[Reason], found: Collected) -> list[Reason]:
         _of_memory(r, memory)
         _of_all(r, found)
         _of_system(r, reported)
-    return _of_devices(_without_repeats(_of_one_remedy(_of_thread(reasons))))
+        _of_rerun(r, found.named("rerun"))
+    reasons = _of_devices(_without_repeats(_of_one_remedy(_of_thread(reasons))))
+    for r in reasons:
+        _of_port(r, found)
+    return reasons
 
 
 def _of_memory(r: Reason, memory: list[Fact]) -> None:
@@ -66,6 +77,35 @@ def _of_system(r: Reason, reported: Mapping[tuple[object, ...], Fact]) -> None:
             r.advice = remedy(found.text, r.advice) if r.advice in GENERAL else r.advice
             r.facts.append(found)
             return
+
+
+def _of_rerun(r: Reason, reruns: list[Fact]) -> None:
+    """Add what a second run of the iteration showed in which a rank found a result that is not finite."""
+    step = r.facts[0].fields.get("step")
+    same = [f for f in reruns if f.fields["step"] == step]
+    ranks = {f.number("r") for f in same}
+    if (
+        r.facts[0].name not in ("nan_loss", "nan_gradient")
+        or len(ranks) != 1
+        or not r.ranks <= ranks
+        or len(r.facts) > 1
+    ):
+        return
+    last = same[-1].fields
+    text, r.advice = RERUNS[last["what"]]
+    r.after += f"; {text.format_map(last)}"
+    r.ranks, r.inferred, r.facts = {int(last["r"])}, True, [*r.facts, *same]
+
+
+def _of_port(r: Reason, found: Collected) -> None:
+    """Add the host that serves the job's store, if the failure to listen on its port names none."""
+    if r.facts[0].name != "port_in_use" or any(f.who.host or f.who.label or f.rank is not None for f in r.facts):
+        return
+    addresses = {master["addr"] for master in found.masters.values() if "addr" in master}
+    ports = {master["port"] for master in found.masters.values() if "port" in master}
+    port = r.facts[0].fields.get("port")
+    if len(addresses) == 1 and not addresses & {"localhost", "127.0.0.1", "::1"} and (not ports or ports == {port}):
+        r.after += f"; the job's store is on {min(addresses)}, by the master address in the log"
 
 
 def _of_pod(f: Fact) -> str:
@@ -140,7 +180,7 @@ def _same_message(a: Fact, b: Fact) -> bool:
 
 def _of_devices(reasons: list[Reason]) -> list[Reason]:
     """Return the reasons without what processes report of a device whose failure the driver reports."""
-    for first in [r for r in reasons if "xid" in r.facts[0].fields or r.facts[0].name in ("sxid", "amd_fault")]:
+    for first in [r for r in reasons if "xid" in r.facts[0].fields or r.facts[0].name in _OF_DRIVER]:
         for r in [r for r in reasons if r is not first and _reports(r, first)]:
             reasons = [q for q in reasons if q is not r]
             here = {f.who.host for f in r.facts} == {f.who.host for f in first.facts} != {""}

@@ -92,6 +92,8 @@ def of_exits(
         r = reasons.setdefault((meaning.cause, meaning.text), Reason(meaning, meaning.text, meaning.advice, nth))
         r.facts.append(end)
         of_file = f" of {end.path.name}" if len(found.files) > 1 else ""
+        if end.rank is None and r.ranks and end.fields.get("host") in r.hosts:
+            continue  # one of these ranks
         if end.rank is None:
             r.unnamed.append(_name(end) + of_file * (" on " not in _name(end)))
         else:

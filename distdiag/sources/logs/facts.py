@@ -48,10 +48,12 @@ class Fact:
     engine: bool = False  # raised inside an inference engine
     serves: bool = False  # raised where rank 0 starts the job's store
     in_collective: bool = False  # raised by a backend, inside a collective call
+    saves: str = ""  # the function in which it gathers the state of all ranks
     within: str = ""  # the helper in which it waits for the rank that goes first
     inferred: bool = False  # `rank` is the number of its launcher's label, as in the other labels
     of_node: bool = False  # `rank` is the rank on its node; the log does not show which ranks that node has
     file: str = ""  # the name of its file, if there are several
+    back: Fact | None = None  # the line by which the port that it reports was active again
 
     def number(self, key: str) -> int | None:
         """Return a field as a number; None if the line lacks it, or it exceeds any count."""
@@ -101,7 +103,7 @@ class Collected:
     world_size: int | None = None
     left_out: int = 0  # runs and attempts in the files before those that are judged
     before: list[Fact] = field(default_factory=list)  # the first failure of each of these
-    torchrun: bool = False  # torchrun started the ranks, so a task of srun is a node
+    per_node: bool = False  # a launcher on each node started its ranks, so a task of srun is a node
     late: bool = False  # not all lines of a file were read in detail: it took too long
     files: list[Path] = field(default_factory=list)
     bad: list[tuple[str, str]] = field(default_factory=list)
@@ -125,12 +127,14 @@ class Collected:
     nodes_came: set[str] = field(default_factory=set)  # that tried to join it
     interfaces: dict[str, tuple[str, str]] = field(default_factory=dict)  # (name, address) that NCCL uses on a host
     joined: set[int] = field(default_factory=set)  # ranks that have joined the job's store
+    series: dict[tuple[str, Path, int | None], list[Fact]] = field(default_factory=dict)  # how fast the ranks are
     steps: bool = False  # lines show progress
     began: bool = False  # so do lines before the first failure
     took: dict[int, tuple[float, str]] = field(default_factory=dict)  # of a rank's last lines: seconds, and for what
     said: dict[int, str] = field(default_factory=dict)  # the last line of a rank
     fatal: dict[tuple[Path, int | None], tuple[int, str]] = field(default_factory=dict)  # last error of a file and rank
     errors: dict[Path, tuple[int, str, Writer]] = field(default_factory=dict)  # of the last lines of files
+    well: dict[Path, int] = field(default_factory=dict)  # the last line of a file that says that the job ended well
     of_file: dict[Path, int] = field(default_factory=dict)  # rank of each file with one rank's lines
     losses: dict[tuple[Path, int | None], Loss] = field(default_factory=dict)  # the last ones of each file and rank
     of_nodes: set[Path] = field(default_factory=set)  # files that name ranks on their node
@@ -156,7 +160,7 @@ class Collected:
         """True if a line names a rank, a launcher, an error, or distdiag."""
         lines = (self.facts, self.past, self.unknown, self.recorded)
         ranks = (self.ranks, self.rank_of, self.by_path, self.took, self.nccl)
-        return any(lines) or any(ranks) or bool(self.world_size or self.torchrun or self.steps)
+        return any(lines) or any(ranks) or bool(self.world_size or self.per_node or self.steps)
 
     def is_rank_of(self, process: object, rank: int) -> None:
         """Note the rank of a process, which a line names together."""

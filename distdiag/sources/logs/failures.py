@@ -16,8 +16,8 @@ from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import OWN, before, earlier, first_waits, process
 from distdiag.sources.logs.meanings import MEANINGS, Meaning
 from distdiag.sources.logs.patterns import Role
-from distdiag.sources.logs.timeouts import op_name
 from distdiag.sources.logs.tracebacks import LOST
+from distdiag.sources.logs.waiting import op_name
 from distdiag.terms.untrusted import bounded, is_rank
 
 # an exception that only reports another one
@@ -233,7 +233,7 @@ def text_of(f: Fact, meaning: Meaning) -> str:
         fields["text"] = f": {shortened(fields['text'], 80).rstrip('.')}" if fields["text"] else ""
     elif f.name == "port_in_use":
         fields["port"] = f"port {fields['port']}" if fields["port"] else "the port"
-    return meaning.text.format_map(fields)
+    return meaning.text.format_map(fields).rstrip()
 
 
 def _raised_next(f: Fact) -> str:
@@ -384,7 +384,11 @@ def _who_failed(r: Reason, ranks: tuple[int, ...], of_node: bool, everyone: str)
     if everyone:
         who, text = everyone, text.replace("raised ", "raised the same error: ", 1)
     if (len(ranks) > 1 or shown.startswith("the ranks")) and r.meaning.kind != "mismatch":
-        text = text.replace("was killed", "were killed").replace("has a GPU", "have GPUs")
+        text = (
+            text.replace("was killed", "were killed")
+            .replace("has a GPU", "have GPUs")
+            .replace("has a device", "have a device")
+        )
     if len(r.hosts) == 1 and not r.hosts <= {"localhost"}:
         who += f" on {min(r.hosts)}"
     # of what the text names; a launcher's own stack shows where it learned of an end

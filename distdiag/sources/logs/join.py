@@ -6,6 +6,7 @@ them, and kept apart where none has. Order is that of clocks where both lines ha
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from distdiag.diagnosis.model.snapshot import Site
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.files import ranks_of
 from distdiag.sources.logs.patterns import Role
+from distdiag.sources.logs.writers import apart
 from distdiag.terms.ranks import unfold_ranks
 from distdiag.terms.untrusted import bounded, is_rank
 
@@ -21,7 +23,7 @@ LATER_S = 2.0  # the clocks of hosts differ by less
 WAITED = (Role.WAIT, Role.VICTIM)
 # failures of the device, of the launch or of the host's memory: never a consequence of another failure
 OWN = (
-    "xid", "sxid", "host_fault", "gpu_init", "amd_fault", "node_lost", "ecc", "device_lost", "shm_full", "port_error", "duplicate_gpu", "rank_twice", "host_oom", "npu_busy",
+    "xid", "sxid", "host_fault", "gpu_init", "amd_fault", "device_ecc", "device_fault", "node_lost", "ecc", "device_lost", "shm_full", "port_error", "duplicate_gpu", "rank_twice", "host_oom", "npu_busy",
 )  # fmt: skip
 # what the kernel or the host reports, whichever job it hits
 OF_NODES = (
@@ -30,6 +32,8 @@ OF_NODES = (
     "gpu_init",
     "device_lost",
     "amd_fault",
+    "device_ecc",
+    "device_fault",
     "hip_error",
     "port_error",
     "host_fault",
@@ -53,6 +57,7 @@ def join(found: Collected) -> Collected:
     of_file = {p: min(r) for p, r in found.env.items() if len(r) == 1 and found.by_path[p] == r} | of_file
     _of_communicators(found)
     numbered = _numbered(found)
+    found.per_node |= bool(found.local_of or found.named("exit", "ended"))  # of launchers other than srun
     local = {f.who.local for f in found.facts if f.who.local is not None}
     tasks = {f.who.task for f in found.facts if f.who.task is not None}
     ended_tasks = {f.fields["tasks"] for f in found.named("exit_tasks")}
@@ -65,7 +70,7 @@ def join(found: Collected) -> Collected:
             f.rank, f.inferred = int(_NUMBER.findall(f.who.label)[-1]), True
         # a lone `0: ` may be anything
         is_task = max(tasks, default=0) > 0 or f.who.padded or str(f.who.task) in ended_tasks
-        if f.rank is None and not found.torchrun and is_task and f.name != "exit_tasks":
+        if f.rank is None and not found.per_node and is_task and f.name != "exit_tasks":
             f.rank = f.who.task
         on_node = f.who.local if f.who.local is not None else found.local_of.get((f.who.label, f.fields.get("pid", "")))
         if f.rank is None and on_node is not None:
@@ -118,10 +123,10 @@ def _tasks(text: str) -> tuple[int, ...]:
 
 
 def _by_task(found: Collected, f: Fact) -> list[Fact]:
-    """Return a fact of srun's once for each task; a task is a node, if torchrun started the ranks."""
+    """Return a fact of srun's once for each task; a task is a node, if a launcher there started the ranks."""
     if f.name != "exit_tasks":
         return [f]
-    tasks = () if found.torchrun else _tasks(f.fields["tasks"])
+    tasks = () if found.per_node else _tasks(f.fields["tasks"])
     return [replace(f, rank=q) for q in tasks if is_rank(q)] or [replace(f, rank=None)]
 
 
@@ -232,6 +237,18 @@ def before(a: Fact, b: Fact) -> bool | None:
     if earlier(b, a):
         return False
     return a.order < b.order if a.path == b.path else None
+
+
+def active_again(f: Fact, ends: Iterable[Fact]) -> bool:
+    """True if a port was active again, and no other failure is shown between that and its loss: the job had not ended by it."""
+    return f.back is not None and not any(_between(f, end, f.back) for end in ends if end.name != f.name)
+
+
+def _between(first: Fact, f: Fact, last: Fact) -> bool:
+    if f.path == first.path:
+        return first.order < f.order < last.order
+    times = first.at, f.at or f.who.at, last.at
+    return all(times) and all(apart(a, b) > 0 for a, b in itertools.pairwise(t for t in times if t))
 
 
 def first_waits(found: Collected) -> dict[tuple[object, ...], Fact]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from distdiag.sources.logs.facts import Collected, Fact, Loss
-from distdiag.sources.logs.join import OF_NODES
+from distdiag.sources.logs.join import OF_NODES, active_again
 from distdiag.sources.logs.patterns import Role
 from distdiag.sources.logs.tracebacks import FOLLOWERS
 from distdiag.sources.logs.writers import Writer, apart, messages, plain, time_of
@@ -294,6 +294,8 @@ def split(found: Collected, later: Later) -> tuple[list[Fact], list[Fact]]:
         f.of_host = True
         past |= {id(f)} if _outlived(f, later, own) else set()
     left = [f for f in facts if id(f) not in past]
+    past |= {id(f) for f in left if active_again(f, left)}
+    left = [f for f in left if id(f) not in past]
     named = [f for f in left if f.role in _FOLLOW and _names(f.who, f.rank)[0][0]]
     final = [f for f in named if not later.went_on(f.path, f.line)]  # the job ended with these, or hung
     over: dict[Path, int] = {}  # the line at which a launcher saw a run end, before the last one

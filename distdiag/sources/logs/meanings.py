@@ -34,8 +34,10 @@ class Meaning:
 
 NOT_FINITE = "look at that rank's batch and the loss before it, lower the learning rate, clip gradients; if a restart from the same checkpoint passes, or another GPU has another result, test that GPU"
 _CUDA = "run once with CUDA_LAUNCH_BLOCKING=1: the line that fails may be an earlier one than the log shows"
+_DEVICE = "it is the device, not the code in the traceback: see `dmesg -T` and the vendor's tool there (`hl-smi`, `npu-smi info`): a memory error (ECC, HBM, UCE) is the hardware, so take the node out and replace it; else reset it, and take it out if only this one has it"
 MEANINGS: Mapping[str, Meaning] = MappingProxyType({
     "cuda_oom": Meaning("rank_lost", "crashed", "ran out of GPU memory", FULL_GPU),
+    "device_oom": Meaning("rank_lost", "crashed", "ran out of device memory", "lower the batch or sequence length of that rank's largest batch, use checkpointing, or split the model over more devices; see whether another process holds memory there"),
     "cuda_error": Meaning("rank_lost", "crashed", "had a CUDA error: {what}", _CUDA),
     "hip_error": Meaning("rank_lost", "crashed", "had a GPU error: {what}", "see `dmesg -T` and `rocm-smi` on that host: a hang is the GPU or its driver, an access fault most often a kernel of the program"),
     "xpu_lost": Meaning("gpu", "lost", "lost its GPU ({what})", "see `dmesg -T` on that host: the driver (xe, i915) reset the GPU because a job did not end, or the GPU failed; if only this GPU has it, take it out"),
@@ -53,6 +55,9 @@ MEANINGS: Mapping[str, Meaning] = MappingProxyType({
     "nccl_mismatch": Meaning("mismatch", "op", "or a neighbour made a different call from the rest (NCCL found mismatched collectives)", "run again with NCCL_DEBUG_SUBSYS=COLL, or TORCH_DISTRIBUTED_DEBUG=DETAIL"),
     "gpu_init": Meaning("gpu", "lost", "has a GPU that its driver could not start, at PCI {pci}", "it is the hardware or the driver: see `dmesg -T | grep NVRM`, take the node out, reset the GPU or reboot"),
     "amd_fault": Meaning("gpu", "lost", "has a GPU of which the driver (amdgpu) reports, at PCI {pci}: {what}", "what ran on it is lost: see the lines before it in `dmesg -T` (a ring that timed out: a kernel that hangs; RAS: the memory), and `rocm-smi`; if only this GPU has it, take it out"),
+    "device_ecc": Meaning("gpu", "ecc", "has a device ({pci}) with an uncorrectable memory error: {what}", "it is the hardware: take the node out, reset or replace that device; see `dmesg -T` and the vendor's tool there (`hl-smi`, `npu-smi info`)"),
+    "device_fault": Meaning("gpu", "lost", "has a device ({pci}) of which its driver reports: {what}", _DEVICE),
+    "device_critical": Meaning("gpu", "lost", "had a fatal error of its device: {what} {why}", _DEVICE),
     "sxid": Meaning("gpu", "nvlink", "has a fatal NVSwitch error: SXid {xid} at PCI {pci}: {text}", "it is the NVLink fabric: take the node out, and restart nvidia-fabricmanager; `nvidia-smi nvlink -e`"),
     "node_lost": Meaning("rank_lost", "silent", "was lost with all its processes", "see whether that node is up, and why it failed: `sinfo -R` or `kubectl describe node`, its console and `dmesg -T`; start again without it"),
     "nan_gradient": Meaning("nonfinite", "gradient", "found a gradient that is not finite in iteration {step} ({what})", NOT_FINITE),
@@ -63,6 +68,21 @@ MEANINGS: Mapping[str, Meaning] = MappingProxyType({
     "exception": Meaning("rank_lost", "crashed", "raised {type}{what}{because}", ""),
     "host_oom": Meaning("rank_lost", "killed", "was killed: the host or its memory limit ran out of memory", "give the job more host memory (--mem, resources.limits.memory), or use fewer DataLoader workers; pinned memory and checkpoints in /dev/shm count, too"),
 })  # fmt: skip
+# what Megatron found when it ran an iteration again, and what to do
+RERUNS: Mapping[str, tuple[str, str]] = MappingProxyType({
+    "transient": ("run again on the same GPU (node {host}, device {device}), it got another result: probably a fault of that GPU", "test that GPU (`dcgmi diag -r 3`), take its node out if it fails or if this comes back, and resume from the last checkpoint: data and program are probably right"),
+    "persistent": ("run again on another GPU (node {host}, device {device}), it got another result: probably a fault of the GPU that it had before", "take out the GPU that this rank had in the run before, whose log names node and device, and test it (`dcgmi diag -r 3`); resume from the last checkpoint"),
+    "Application": ("run again on another GPU (node {host}, device {device}), it got the same result: not a fault of the GPU", "look at that rank's batch and the loss before it, lower the learning rate, clip gradients"),
+})  # fmt: skip
+# what the kernel reports that a process waits for, by the field that its line has
+STORAGE: Mapping[str, str] = MappingProxyType({
+    "nfs": "NFS server {nfs} does not respond",
+    "lustre": "Lustre lost its connection to {lustre}",
+    "task": "process {pid} ({task}) was blocked for more than {s} seconds, most often in I/O",
+})  # fmt: skip
+SEE_STORAGE = (
+    "see that storage first, from that host (`df`, `ls`, `dmesg -T`): a process that waits for it makes no call"
+)
 _OF_ENGINE = "lower the engine's share of memory (gpu_memory_utilization, mem-fraction-static)"
 _OTHERS = "something else holds memory of that GPU: see who with `nvidia-smi`, end it or use another GPU"
 # by whether an inference engine ran out of it, and whether another process holds a part

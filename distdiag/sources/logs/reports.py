@@ -11,7 +11,7 @@ from distdiag.diagnosis.text.phrases import at, count
 from distdiag.sources.logs.build import fewer, finding, ranks_of, some
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import WAITED, first_site
-from distdiag.sources.logs.timeouts import op_name
+from distdiag.sources.logs.waiting import op_name
 from distdiag.terms.ranks import fold_ranks
 from distdiag.terms.untrusted import bounded, numbers
 

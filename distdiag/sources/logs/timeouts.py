@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
 
 from distdiag.diagnosis.model.findings import CollectiveRef, Finding, rank_list
 from distdiag.diagnosis.model.snapshot import Site
@@ -12,13 +11,13 @@ from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import at, count, rough_time, shortened
 from distdiag.sources.logs import meanings
 from distdiag.sources.logs.build import fewer, finding, last_words, ranks_of
-from distdiag.sources.logs.facts import Collected, Fact
+from distdiag.sources.logs.facts import Collected
 from distdiag.sources.logs.join import absent_ranks, first_site
 from distdiag.sources.logs.patterns import Role
+from distdiag.sources.logs.waiting import Group, Waits, gathers, groups_of, label
 from distdiag.terms import operations
 from distdiag.terms.untrusted import bounded
 
-NOT_RECORDED = {"18446744073709551615", "-1"}  # the size of coalesced operations
 SHORT_S = 10.0  # a timeout below that is no usual one
 LATE_FACTOR, LATE_S = 2.0, 60.0  # a running watchdog checks ten times a second
 SAME_SIZES = (
@@ -32,95 +31,6 @@ PATH = (
 )
 
 _SAVES = bounded(r"(?i:\b(?:sav(?:e|ing)|checkpoint|upload)|safetensors\b|\.(?:pt|ckpt|distcp)\b)")
-
-Group = tuple[str, str]  # number and description; ("", "") if the lines do not name it
-
-
-@dataclass(slots=True)
-class Waiting:
-    """One rank in one group: the first operation that timed out there, and how far it was.
-
-    Attributes:
-        seq, op, size: Fields of the operation; None if only the counters were written.
-        issued, completed: The newest operation, by the rank's own counters.
-        signalled: The rank whose timeout it was asked to dump for; it has not timed out itself.
-    """
-
-    seq: int | None = None
-    op: str = ""
-    size: int | None = None
-    limit_s: float = 0.0
-    ran_s: float = 0.0
-    issued: int | None = None
-    completed: int | None = None
-    signalled: int | None = None
-    site: Site | None = None
-    facts: list[Fact] = field(default_factory=list)
-
-    @property
-    def timed_out(self) -> bool:
-        """True if it waited itself: it was not only asked to dump for another rank."""
-        open_op = (self.issued or 0) > (self.completed or 0) >= 0
-        return bool(self.op) or self.seq is not None or (open_op and self.signalled is None)
-
-    def is_in(self, seq: int | None) -> bool:
-        """True if it has issued this operation and not completed it."""
-        return seq is not None and (self.issued or 0) >= seq > (self.completed or 0)
-
-
-Waits = dict[int, Waiting]  # by rank
-
-
-def op_name(name: str) -> str:
-    """Return torch.distributed's name of `ALLREDUCE`, `_ALLGATHER_BASE`."""
-    return operations.op_name(name.lower())
-
-
-def groups_of(facts: Iterable[Fact]) -> dict[Group, Waits]:
-    """Return the ranks that a watchdog reported, by group.
-
-    The line of the timeout does not name its group in most versions; the line with the counters does, and both have the
-    operation's number.
-    """
-    ours = [(f.rank, f) for f in facts if f.name in ("timeout", "counters", "dump_signal") and f.rank is not None]
-    named: dict[tuple[int, int], Group] = {}
-    for rank, f in ours:
-        if f.name == "counters" and f.who.group is not None:
-            named.setdefault((rank, f.number("at") or 0), f.who.group)
-    with_number: dict[int, set[Group]] = {}
-    for (_, number), group in named.items():
-        with_number.setdefault(number, set()).add(group)
-    alone = {number: next(iter(groups)) for number, groups in with_number.items() if len(groups) == 1}
-    out: dict[Group, Waits] = {}
-    for rank, f in ours:
-        seq = f.number("seq" if f.name == "timeout" else "at")
-        group = f.who.group or named.get((rank, seq or 0)) or alone.get(seq or 0, ("", ""))
-        wait = out.setdefault(group, {}).setdefault(rank, Waiting())
-        wait.facts.append(f)
-        if f.name == "timeout":
-            _note_timeout(wait, f, seq)
-            continue
-        wait.issued, wait.completed = f.number("enq"), f.number("done")
-        if f.name == "counters":
-            wait.seq = seq if wait.seq is None else wait.seq
-        elif "first" in f.fields:
-            wait.signalled = f.number("first")
-    return out
-
-
-def _note_timeout(wait: Waiting, f: Fact, seq: int | None) -> None:
-    if wait.op and wait.seq is not None and seq is not None and seq >= wait.seq:
-        return  # the first one matters: later ones were queued behind it
-    wait.seq, wait.op = seq, op_name(f.fields["op"])
-    wait.size = f.number("nin") if f.fields.get("nin") not in NOT_RECORDED else None
-    wait.limit_s, wait.ran_s = (f.number("limit") or 0) / 1e3, (f.number("ran") or 0) / 1e3
-    wait.site = f.site or wait.site
-
-
-def label(group: Group) -> str:
-    """Return how a group is called in a message: its description, else its number; empty if unknown."""
-    number, description = group
-    return description if description and description != "undefined" else f"group {number}" if number else ""
 
 
 def findings(found: Collected) -> list[Finding]:
@@ -213,7 +123,11 @@ def _timed_out(
     group: Group, waiting: Waits, message: str, advice: str, culprits: Collection[int] = (), kind: str = "timeout"
 ) -> Finding:
     """Return a finding on ranks that waited; the first line of each is evidence."""
-    op = _op(waiting)
+    op, saving = _op(waiting), gathers(waiting)
+    if saving:
+        ranks = [r for r, w in waiting.items() if w.saves == saving]
+        message += f"; {rank_list(ranks)} {verb(ranks, 'is', 'are')} inside {saving}, which waits for all ranks"
+        advice = f"call {saving} on all ranks, outside of any `if rank == 0`, and write the file on rank 0 only; else {advice}"
     return finding(
         kind.partition("/")[0],
         kind.partition("/")[2] or "late_rank",

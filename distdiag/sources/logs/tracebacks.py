@@ -43,6 +43,10 @@ _ENGINE = bounded(
     r"/(?:vllm|sglang|tensorrt_llm|lmdeploy)/(?:\w{1,40}/){0,6}(?:engine|entrypoints|executor|worker|v1|srt|_torch|pytorch)/"
 )
 # helpers in which one rank, most often rank 0, works first, and the others wait for it
+# functions that gather the parameters of all ranks, or save them with all ranks
+_GATHERS = bounded(
+    r"(?!\w{0,80}load)(?!\w{0,80}set_)\w{0,80}(?:state_dict|save_pretrained|save_16bit_model|save_fp16_model|summon_full_params|unshard_fsdp_state_params)\w{0,40}$"
+)
 _FIRST = bounded(r"\b\w{0,40}(?:main|master|process|zero|rank_?0)_first\b")
 _INSIDE = bounded(r"/torch/(?:distributed|csrc|nn/parallel)/")
 LOST = bounded(
@@ -144,6 +148,11 @@ class Tracebacks:
     def helper(self, fact: Fact) -> str:
         """Return the helper inside which a collective was called, by the stack that its watchdog printed."""
         return _helper(self._stacks.get(source_of(fact.path, fact.who), ()))
+
+    def saves(self, fact: Fact) -> str:
+        """Return the outermost function of a library on that stack which gathers the state of all ranks."""
+        names = (str(frame["name"]) for frame in reversed(self._stacks.get(source_of(fact.path, fact.who), ())))
+        return next((name for name in names if _GATHERS.match(name) is not None), "")
 
     def fatal(self, fact: Fact, source: tuple[object, ...]) -> None:
         """Note a fatal error: its stack may follow."""
@@ -266,7 +275,7 @@ class Tracebacks:
             fact.site = user_site(trace.frames[::-1])
             fact.within = _helper(trace.frames)
             if (launcher := _launcher(trace.frames)) and fact.who.rank is None and not fact.who.process:
-                self._found.torchrun = self._found.torchrun or launcher == "torchrun"
+                self._found.per_node = self._found.per_node or launcher == "torchrun"
                 of_task = "" if fact.who.task is not None else launcher
                 fact.who, fact.site = replace(fact.who, process=of_task), fact.site if launcher == _SPAWNS else None
             fact.uncaught, fact.warned = trace.uncaught, trace.warned

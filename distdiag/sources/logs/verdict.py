@@ -16,14 +16,14 @@ from distdiag import guard
 from distdiag.diagnosis.model.findings import NO_ERROR, STOPPED_BY, Finding, Report, Severity, State, rank_list
 from distdiag.diagnosis.text.phrases import at, count, rough_time, shortened
 from distdiag.errors import DistdiagError
-from distdiag.sources.logs import events, exits, failures, later, reports, rows, timeouts
+from distdiag.sources.logs import events, exits, failures, later, reports, rows, slow, timeouts
 from distdiag.sources.logs.build import ENDED, finding, some
 from distdiag.sources.logs.collector import Collector
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.files import find_logs, is_empty, left_out
 from distdiag.sources.logs.join import WAITED, join
 from distdiag.sources.logs.lines import wrapped_at
-from distdiag.sources.logs.meanings import MEANINGS, STOPS, advice_on_stop
+from distdiag.sources.logs.meanings import MEANINGS, SEE_STORAGE, STOPS, STORAGE, advice_on_stop
 from distdiag.sources.logs.patterns import Role
 from distdiag.sources.logs.writers import Writer, time_of
 from distdiag.terms.signals import signal_name
@@ -80,14 +80,15 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
     found.losses, found.steps, found.began = reader.later.loss, bool(reader.later.progress), reader.later.began
     said: dict[int, str] = {}
     for (p, rank, task), text in reader.later.said.items():
-        q = rank if rank is not None else task if task is not None and not found.torchrun else found.of_file.get(p)
+        q = rank if rank is not None else task if task is not None and not found.per_node else found.of_file.get(p)
         if q is not None:
             said.setdefault(q, text)
     for (p, rank, task), line in reader.later.fatal.items():
-        q = rank if rank is not None or found.torchrun else task
+        q = rank if rank is not None or found.per_node else task
         found.fatal.setdefault((p, q if q is not None else found.of_file.get(p)), line)
     found.said = {q: clean for q, text in said.items() if (clean := later.PREFIX.sub("", text).strip())}
     ended_well = {path for path, scope in reader.later.well if scope != "server"}
+    found.well = {path: line for (path, scope), line in reader.later.well.items() if scope in ("job", "file")}
     found.errors = {
         p: error
         for p, error in reader.later.errors.items()
@@ -112,6 +113,7 @@ def judge_logs(
         if len(joined.facts) + len(joined.past) > len(found.facts) + len(found.past):  # it was wrapped: more is known
             found = joined
     findings, text = judge(found)
+    findings = [_in_storage(f, found) for f in findings]
     found.ranks |= {w.rank for f in findings for w in (*f.where, *f.waiting)}
     error = any(f.severity == Severity.ERROR for f in findings)
     ended = bool(found.recorded) and all(r.ended for r in found.recorded.values())
@@ -128,8 +130,8 @@ def judge_logs(
 
 
 def _unjudged(found: Collected) -> str:
-    known = "ended the job" if found.past else "distdiag knows"
-    return f"{NO_ERROR}{known} in {count(len(found.files), 'log')}"
+    lasted = "ended the job" if any(f.back is None for f in found.past) else "lasted"
+    return f"{NO_ERROR}{lasted if found.past else 'distdiag knows'} in {count(len(found.files), 'log')}"
 
 
 def failures_first(dumps: Report, logs: Report) -> Report:
@@ -191,7 +193,7 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
     lost = lost or [failures.of_reason(r, found, waited) for r in codes[:MAX_FINDINGS]]
     lost = lost or _last_error(found)
     signal = "" if lost else exits.sent(found)
-    return lost[:MAX_FINDINGS], _stopped_by(signal) if signal else None
+    return (lost or slow.findings(found))[:MAX_FINDINGS], _stopped_by(signal) if signal else None
 
 
 def _with_late(waits: list[Finding], late: list[Fact]) -> list[Finding]:
@@ -203,6 +205,25 @@ def _with_late(waits: list[Finding], late: list[Fact]) -> list[Finding]:
     what = failures.text_of(f, MEANINGS[f.name])
     message = f"{waits[0].message}; later {who} {what}{at(f.site)}, which is not shown to be the cause"
     return [msgspec.structs.replace(waits[0], message=message), *waits[1:]]
+
+
+def _in_storage(finding: Finding, found: Collected) -> Finding:
+    """Return a finding on ranks that wait, with what the kernel reports of the storage that the late one may wait for."""
+    blamed = set(finding.culprits)
+    hosts = found.host_of(blamed)
+    for f in found.named("storage") if finding.kind in ("stall", "timeout") else ():
+        elsewhere = bool(f.who.host and hosts) and f.who.host not in hosts
+        if f.rank in blamed or not (blamed and (f.rank is not None or elsewhere)):
+            message = f"{finding.message}; the kernel reports that {_of_storage(f)}, which may be why"
+            evidence = (*finding.evidence, f"{f.path}:{f.line}")
+            advice = f"{SEE_STORAGE}; else {finding.advice}"
+            return msgspec.structs.replace(finding, message=message, advice=advice, evidence=evidence)
+    return finding
+
+
+def _of_storage(f: Fact) -> str:
+    text = next(text for key, text in STORAGE.items() if key in f.fields).format_map(f.fields)
+    return f"{text} on {f.who.host}" if f.who.host else text
 
 
 def _hung(found: Collected) -> list[Finding]:
@@ -302,6 +323,8 @@ def _world(found: Collected) -> int | None:
 def _of_the_past(past: list[Fact]) -> str:
     """Return a note on failures after which the job went on."""
     e = next((f for f in past if f.role is Role.CAUSE), past[0])
+    if e.back is not None:
+        return f"{_in_short(e)}; it was active again on line {e.back.line:,}"
     ends = [f for f in past if f.path == e.path and f.line > e.line]
     if any(f.name in later.OF_LAUNCHERS or (f.role is Role.EXIT and f.rank == e.rank) for f in ends):
         return f"{_in_short(e)}, by which a run in this log ended; the job went on, or ended well, in a later one"
@@ -346,12 +369,19 @@ def _notes(found: Collected, findings: Sequence[Finding], judged: bool) -> list[
         notes.append(f"distdiag recorded {'this job' if len(runs) == 1 else 'a job'} ({where}){command}")
     if (jobs := sum(r.run is not None for _, r in runs.values())) > 1:
         notes.append(f"these logs are of {jobs:,} recorded runs: give those of one run for its verdict alone")
+    notes += slow.notes(found) if all(f.severity != Severity.ERROR for f in findings) else []
+    if not judged and (storage := found.named("storage")):
+        notes.append(f"the kernel reports that {_of_storage(storage[0])} (line {storage[0].line:,})")
     if warned := found.named("nccl_warning"):
         notes.append(f"NCCL warns on line {warned[0].line:,}: {shortened(warned[0].fields['what'], 160)}")
     if found.past:
         notes.append(_of_the_past(found.past))
-    if found.unknown and not judged:
-        lines = "; ".join(f"line {number:,}: {shortened(text, 120)}" for _, number, text in found.unknown)
+    for path, last in [] if judged else list(found.well.items())[:1]:
+        after = [f"{number:,}" for p, number, _ in found.unknown if p == path and number > last]
+        errors = f"; lines that look like errors come after it: {', '.join(after)}" if after else ""
+        notes.append(f"line {last:,} of {path.name} says that the job ended well{errors}")
+    if (unknown := [line for line in found.unknown if line[0] not in found.well]) and not judged:
+        lines = "; ".join(f"line {number:,}: {shortened(text, 120)}" for _, number, text in unknown)
         other = "other " * bool(found.past)
         notes.append(f"no {other}message that distdiag knows; the last lines that look like errors: {lines}")
     if found.left_out:
