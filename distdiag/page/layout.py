@@ -295,6 +295,8 @@ class SampleKind(IntEnum):
     NAN_INPUT = 8  # the batch of a non-finite loss contains NaN
     # of the optimizer's first group, where a checksum is taken; its key is a hash of those of all groups
     LEARNING_RATE = 9
+    # checksum of the buffers that are saved with the model, without those of batch norm; `name`: of the first of them
+    STATE = 18
     NO_GRADIENTS = 17  # number of the optimizer's parameters, of which none has a gradient when it steps
     EVAL_MODE = 16  # number of dropout and batch-norm layers of DDP's modules that are in eval mode after a step
 

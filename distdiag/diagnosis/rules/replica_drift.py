@@ -75,7 +75,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         return
     teams = {x.name for x in _samples(s, "parameters")} - {""}
     of_teams = [("parameters", team) for team in sorted(teams) or [""]]
-    for kind_of, team in (*of_teams, ("outside_ddp", ""), ("buffers", "")):
+    for kind_of, team in (*of_teams, ("outside_ddp", ""), ("state", ""), ("buffers", "")):
         ranks = [q for q in unfold_ranks(team) if q in s.ranks] or sorted(s.ranks)
         found = _drift(s, kind_of, ranks, bool(team))
         if kind_of == "parameters" or isinstance(found, Finding) or any(_samples(s, kind_of)):
@@ -164,11 +164,15 @@ def _spread(values: Mapping[int, float]) -> float:
 
 
 def _samples(s: Snapshot, kind: str) -> list[Sample]:
-    return [x for r in s.ranks.values() for x in r.samples if x.kind == kind]
+    return [x for r in s.ranks.values() for x in _samples_of(r, kind)]
+
+
+def _samples_of(r: RankState, kind: str) -> list[Sample]:
+    return [x for x in r.samples if x.kind == kind]
 
 
 def _by_step(r: RankState, kind: str) -> dict[int, Sample]:
-    return {x.step: x for x in r.samples if x.kind == kind}
+    return {x.step: x for x in _samples_of(r, kind)}
 
 
 def _comparable(keys: list[int]) -> bool:
@@ -190,8 +194,10 @@ def _cause(s: Snapshot, kind: str, drifting: list[int]) -> str | None:
     """Return why replicas differ; None if they may differ by design."""
     models = [m for r in s.ranks.values() for m in r.models]
     over_all = [m for m in models if s.whole(m.group)]
-    if kind == "buffers":
-        return "buffers" if over_all and not any(m.broadcast_buffers for m in over_all) and synchronous(s) else None
+    if kind == "state" and any(len({x.value for x in _samples_of(r, kind)}) < limits.samples for r in s.ranks.values()):
+        return None  # a constant of each rank
+    if kind in ("state", "buffers"):
+        return kind if over_all and not any(m.broadcast_buffers for m in over_all) and synchronous(s) else None
     if kind == "outside_ddp":
         return None if _exchange_tensors(s) else kind
     if over_all and len(over_all) >= s.world_size:
@@ -293,6 +299,7 @@ _WHAT = {
     "different_init": "gradients are averaged, but the replicas began with different values",
     "split_module": "they split one module between them (DTensor), and differ in the parameters that each of them has whole",
     "buffers": "their buffers differ, and broadcast_buffers is off",
+    "state": "buffers that are saved with the model ({name}) are updated from each rank's own batches, and broadcast_buffers is off",
     "mild": "their buffers were equal before and differ now, and broadcast_buffers is off",
     "learning_rates": "gradients are averaged, but learning rates differ",
     "update": "gradients are averaged and the replicas were equal before, but not every rank updates its parameters in the same way",
@@ -301,8 +308,10 @@ _WHAT = {
     "accumulated": "the replicas were equal before, and gradients are averaged in one of several backward passes per step: those of the "
     "passes after it stay local, or not every rank updates its parameters in the same way",
 }
+_CAUSE = {"unequal": "update", "first_update": "update", "state": "buffers"}
 _COST = {
     "mild": "none, if these buffers may differ",
+    "state": "each rank computes with other values, and only those of one rank are saved",
     "split_module": "the ranks hold parts of one module that do not fit together: its output and its gradients are wrong",
     "outside_ddp": UNFROZEN.cost,
 }
@@ -323,6 +332,8 @@ _ADVICE = {
     "different_init in DDP": "load the same weights on all ranks before the model is wrapped: DDP makes replicas equal only then",
     "split_module": "give these ranks the same batches: seed and shard the data by the data parallel rank, not by the global one, or "
     "broadcast each batch among them; and begin with equal values (the same seed), also of dropout",
+    "state": "all_reduce what updates these buffers (counts, sums, means) before the update; if each rank is to have its own, register them with "
+    "`persistent=False`",
     "buffers": "leave broadcast_buffers=True, or reduce the buffers by hand",
     "learning_rates": "give the scheduler the same input on all ranks: a reduced metric, steps instead of a rank's samples or tokens, "
     "the same epoch length; and load the same optimizer state on all ranks",
@@ -349,7 +360,7 @@ def _finding(
     """Return the finding of replicas whose newest checksums are `values`, and which differ at `steps`, after they were equal at a step."""
     models = [m for r in s.ranks.values() for m in r.models]
     averaged = cause == "different_init" or (bool(models) and all(map(_averages, s.ranks.values())))
-    averaged = averaged and cause not in ("buffers", "outside_ddp")
+    averaged = averaged and cause not in ("state", "buffers", "outside_ddp")
     rates = _rates(s, steps) if averaged else {}
     words = cause
     if rates:
@@ -369,14 +380,21 @@ def _finding(
         what = what.format(passes=passes, steps=max(r.step for r in s.ranks.values()))
     if words == "outside_ddp":
         what = what.format(outside=_samples(s, cause)[-1].name)
+    if words == "state":
+        what = what.format(name=_samples(s, cause)[-1].name)
     what += _not_through_ddp(s) if words == "gradients_not_synced" else _not_waited_for(s) if words == "unequal" else ""
     odd, ranks = minority(rates or values), sorted(values)
     by_hand = cause in ("different_init", "partly_averaged", "unequal") and not models
     # a plain tensor in a model of DTensors may be a rank's own, such as its experts
-    certain = steps[-1] >= limits.certain_step and cause not in ("partly_averaged", "split_module", "outside_ddp")
+    certain = steps[-1] >= limits.certain_step and cause not in (
+        "partly_averaged",
+        "split_module",
+        "outside_ddp",
+        "state",
+    )
     return DRIFT(
-        cause="update" if words in ("unequal", "first_update") else words if words in kind.causes else None, proved=certain or cause == "buffers",
-        severity=Severity.INFO if mild else Severity.WARNING if cause == "outside_ddp" else None,
+        cause=known if (known := _CAUSE.get(words, words)) in kind.causes else None, proved=certain or cause == "buffers",
+        severity=Severity.INFO if mild else Severity.WARNING if cause in ("outside_ddp", "state") else None,
         culprits=odd, victims=[q for q in ranks if q not in odd], step=steps[0], last=steps[-1],
         where=wheres(s, ranks, None, {q: _site(s.ranks[q], by_hand) for q in ranks}),
         equal="" if equal is None else f" (equal at step {equal})", what=what, spread=_spread(values), do=_ADVICE[words + (" in DDP" if words == "different_init" and models else "")],

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed import distributed_c10d as dist
+from torch.nn.modules.batchnorm import _NormBase
 
 from distdiag.page.layout import SampleKind
 from distdiag.recorder.fast.accounts import Ledger
@@ -80,9 +81,12 @@ class ReplicaChecksums:
         rates = [g.get("lr") for g in optimizer.param_groups]
         if all(type(rate) in (int, float) for rate in rates):  # it may be a tensor on a device
             self.samples.write(SampleKind.LEARNING_RATE, step, rates[0], zlib.crc32(repr(rates).encode()))
-        buffers = [b for m in self.ledger.models.values() for b in self._buffers(m)]
+        buffers = [x for m in self.ledger.models.values() for x in self._buffers(m)]
         if buffers:
-            self._checksum(SampleKind.BUFFERS, buffers, step)
+            self._checksum(SampleKind.BUFFERS, [b for b, _ in buffers], step)
+        kept = [(b, name) for b, name in buffers if name]
+        if kept:
+            self._checksum(SampleKind.STATE, [b for b, _ in kept], step, name=kept[0][1])
         layers = [layer for m in self.ledger.models.values() for layer in _mode_layers(m)]
         if layers:
             self.samples.write(SampleKind.EVAL_MODE, step, sum(not layer.training for layer in layers))
@@ -116,15 +120,21 @@ class ReplicaChecksums:
             kept = self._parameters_of[optimizer] = mark, compared
         return kept[1]
 
-    def _buffers(self, m: Model) -> list[torch.Tensor]:
-        """Return the floating-point buffers of a model. Their owners are cached: there are many modules, and buffers get replaced."""
+    def _buffers(self, m: Model) -> list[tuple[torch.Tensor, str]]:
+        """Return (floating-point buffer, its name if it is saved with the model and not batch norm's, else empty) of a model.
+
+        Their owners are cached: there are many modules, and buffers get replaced.
+        """
         ddp = m.ref()
         if ddp is None:
             return []
         if m.buffer_places is None:
-            m.buffer_places = [(x, name) for x in ddp.module.modules() for name in x._buffers]
-        found = [x._buffers.get(name) for x, name in m.buffer_places]
-        return [b for b in found if b is not None and b.is_floating_point()]
+            m.buffer_places = [
+                (x, name, "" if isinstance(x, _NormBase) or name in x._non_persistent_buffers_set else f"{of}.{name}".lstrip("."))
+                for of, x in ddp.module.named_modules() for name in x._buffers
+            ]  # fmt: skip
+        found = [(x._buffers.get(name), kept) for x, name, kept in m.buffer_places]
+        return [(b, kept) for b, kept in found if b is not None and b.is_floating_point()]
 
     def _checksum(self, kind: SampleKind, tensors: list[Any], step: int, which: int = 0, name: str = "") -> None:
         tensors = [part for t in tensors if (part := own_part(t)) is not None]
@@ -170,7 +180,7 @@ def _mode_layers(m: Model) -> list[Any]:
     if ddp is None:
         return []
     if m.mode_layers is None:
-        kinds = (torch.nn.modules.dropout._DropoutNd, torch.nn.modules.batchnorm._NormBase)
+        kinds = (torch.nn.modules.dropout._DropoutNd, _NormBase)
         m.mode_layers = [x for x in ddp.module.modules() if isinstance(x, kinds)]
     return m.mode_layers
 

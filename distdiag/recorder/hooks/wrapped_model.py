@@ -74,7 +74,7 @@ class Model(ModelWords):
         self.built_with: frozenset[int] = frozenset()
         self.frozen: list[tuple[str, Any]] = []  # parameters that DDP left out, until one of them is trained
         self.frozen_next = self.frozen_forwards = 0
-        self.buffer_places: list[tuple[Any, str]] | None = None
+        self.buffer_places: list[tuple[Any, str, str]] | None = None  # (module, name, full name if it is saved)
         self.mode_layers: list[Any] | None = None  # those whose work depends on train() and eval(), once requested
         self.slot = slot
         self.pg = ddp.process_group

@@ -243,6 +243,26 @@ def test_buffers_that_differ_without_broadcast_are_reported() -> None:
     assert (f.culprits, f.victims) == ((), (0, 1))  # with two ranks, neither is the minority
 
 
+@pytest.mark.parametrize(
+    ("values", "more", "found"),
+    [(lambda q, k: 1.0 + 0.1 * q * k, {}, True), (lambda q, k: 1.0 + q, {}, False), (lambda q, k: 1.0 + k, {}, False),
+     (lambda q, k: 1.0 + 0.1 * q * k, {"broadcast_buffers": True}, False)],
+    ids=["own updates", "constants", "equal", "broadcast"],
+)  # fmt: skip
+def test_buffers_that_are_saved_and_updated_by_each_rank_are_drift(
+    values: Callable[[int, int], float], more: dict[str, Any], found: bool
+) -> None:
+    model = msgspec.structs.replace(MODEL, **({"broadcast_buffers": False} | more))
+    samples = [tuple(Sample("state", k, values(q, k), key=5, name="vq.codes") for k in (2, 4, 8, 16)) for q in range(2)]
+    of = of_kind(found_in(job(*(rank(q, models=(model,), samples=samples[q]) for q in range(2)))), "replica_drift")
+    assert [f.cause for f in of] == ["buffers"] * found
+    if found:
+        assert (
+            "buffers that are saved with the model (vq.codes) are updated from each rank's own batches" in of[0].message
+        )
+        assert of[0].certainty == "suspected" and "persistent=False" in of[0].advice
+
+
 def test_buffers_may_differ_by_their_batches_or_until_the_next_broadcast() -> None:
     assert buffers(1.0, 1.2) == []  # statistics of different batches of the same data
     assert buffers(1.0, 3.0, model=MODEL) == []  # broadcast before each forward
