@@ -194,7 +194,7 @@ def _cause(s: Snapshot, kind: str, drifting: list[int]) -> str | None:
     """Return why replicas differ; None if they may differ by design."""
     models = [m for r in s.ranks.values() for m in r.models]
     over_all = [m for m in models if s.whole(m.group)]
-    if kind == "state" and any(len({x.value for x in _samples_of(r, kind)}) < limits.samples for r in s.ranks.values()):
+    if kind == "state" and all(len({x.value for x in _samples_of(r, kind)}) < limits.samples for r in s.ranks.values()):
         return None  # a constant of each rank
     if kind in ("state", "buffers"):
         return kind if over_all and not any(m.broadcast_buffers for m in over_all) and synchronous(s) else None
