@@ -16,7 +16,7 @@ from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.diagnosis.step_times import Window, share_of_all
-from distdiag.diagnosis.text.phrases import wheres
+from distdiag.diagnosis.text.phrases import at, where_stack, wheres
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.training_data import least_fetching, only_shadow
 
@@ -34,10 +34,13 @@ class Limits:
 
 limits = Limits()
 INPUT_BOUND = Template(
-    kind, None, "every rank waits for data: {share:share} of step time (p50 {ms:.0f} ms on the slowest rank){site}",
-    "up to {share:share} of step time",
-    "raise num_workers (now {workers}) or prefetch_factor; `distdiag probe dataloader` finds the setting",
-    proved=True)  # fmt: skip
+    kind, None, "every rank waits for data: {share:share} of step time (p50 {ms:.0f} ms on the slowest rank){site}{most}",
+    "up to {share:share} of step time", "{do}", proved=True)  # fmt: skip
+_DO = {
+    "workers": "raise num_workers (now {workers}) or prefetch_factor; `distdiag probe dataloader` finds the setting",
+    "line": "num_workers=0: that code runs in the training process: set num_workers (`distdiag probe dataloader` finds it), and let it do less "
+    "for each batch: read files and build tables once, in `__init__`",
+}
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
@@ -63,4 +66,13 @@ def _found(s: Snapshot, window: Window) -> Iterator[Finding]:
     loader = next((x for r in s.ranks.values() for x in r.loaders if x.in_training), None)
     site, workers = (None, 0) if loader is None else (loader.site, loader.workers)
     where = wheres(s, window.ranks, "data", dict.fromkeys(window.ranks, site))
-    yield INPUT_BOUND(victims=window.ranks, where=where, site=site, share=share, ms=ms, workers=workers)
+    # without workers the dataset and what makes batches of it run in the rank itself, where their lines are sampled
+    rank = max(window.ranks, key=lambda q: len(s.ranks[q].phase_stacks.get("data", ())))
+    stack = () if workers else s.ranks[rank].phase_stacks.get("data", ())
+    stack = stack if site is not None and stack and stack[0].key != site.key else ()
+    if stack:
+        where = [*where_stack(s.ranks[rank], stack, "data")]
+    yield INPUT_BOUND(
+        victims=window.ranks, where=where, site=site, share=share, ms=ms, most=f"; most of it{at(stack[0])}" if stack else "",
+        do=_DO["line" if stack else "workers"].format(workers=workers),
+    )  # fmt: skip

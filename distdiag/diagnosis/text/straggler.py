@@ -78,6 +78,10 @@ _DO = {
 _WAITS = {"lock": "waiting for a lock", "queue": "waiting for a queue"}
 _NOT_KNOWN = "; how fast the others' queues are filled is not known: they fill while they wait"
 _SAME_CODE = "the same code is fast on the other ranks: "
+_OWN_LINE = (
+    "that line is not seen on the other ranks: see what makes {who} run it (a hook, a debug or logging branch, another path), and take that work "
+    "out of the step or let it run rarely"
+)
 _DO_SAME = {
     "data": _SAME_CODE + "compare the files and samples that {who} reads there, its disk and its CPU load",
     "forward": _SAME_CODE + _COMPUTES,
@@ -132,14 +136,11 @@ def found(
     ))  # fmt: skip
     no_workers = all(x.workers == 0 for q in ranks for x in s.ranks[q].loaders if x.in_training)
     do = _DO[doing or ("no workers" if phase == "data" and no_workers else phase)]
-    others = (s.ranks[q].phase_sites.get(phase, ()) for q in window.ranks if q not in ranks)
-    if (
-        stack
-        and not doing
-        and phase in _DO_SAME
-        and any(stack[0].key == site.key for sites in others for site, _ in sites)
-    ):
-        do = _DO_SAME[phase]
+    theirs = {site.key for q in window.ranks if q not in ranks for site, _ in s.ranks[q].phase_sites.get(phase, ())}
+    if stack and theirs and not doing:
+        do = (
+            _DO_SAME.get(phase, do) if stack[0].key in theirs else _OWN_LINE if phase in ("forward", "backward") else do
+        )
     own_code = f"{'its' if len(ranks) == 1 else 'their'} own code"
     facts.setdefault("what", f"{_WAITS.get(doing, own_code)} between steps" if phase == "other" else phase)
     return template(
