@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import msgspec
@@ -40,13 +41,23 @@ def explained(found: Finding, s: Snapshot, pauses: Pauses, cost: float) -> Findi
     """
     if len(found.culprits) > 1:
         return found
-    return (
-        _of_collections(found, s, pauses, cost)
-        or _of_thread(found, s)
-        or _of_data(found, s)
-        or _of_memory(found, s)
-        or found
-    )
+    gc = _of_collections(found, s, pauses, cost)
+    return gc or _of_tools(found, s) or _of_thread(found, s) or _of_data(found, s) or _of_memory(found, s) or found
+
+
+def own_tools(s: Snapshot, ranks: Collection[int]) -> tuple[str, ...]:
+    """Return the tools that slow down these ranks, all of them and no others."""
+    mine = set.intersection(*(set(s.ranks[q].tools) for q in ranks))
+    theirs = {x for q, r in s.ranks.items() if q not in ranks for x in r.tools}
+    return tuple(sorted(mine - theirs))
+
+
+def _of_tools(found: Finding, s: Snapshot) -> Finding | None:
+    """Return the finding with the tools that are on in that rank only."""
+    if not (on := own_tools(s, found.culprits)):
+        return None
+    message = f"{found.message}; {' and '.join(on)} {'is' if len(on) == 1 else 'are'} on there, and on no other rank"
+    return msgspec.structs.replace(found, message=message, advice=text.TOOLS)
 
 
 def _of_collections(found: Finding, s: Snapshot, pauses: Pauses, cost: float) -> Finding | None:

@@ -128,6 +128,7 @@ class Header(Structure):
         ("gc_ns", c_uint64),  # time of full garbage collections
         ("gc_count", c_uint64),
         ("gc_off", c_uint64),  # 1: gc.disable() was called
+        ("tools", c_uint64),  # that are on: 1 torch.profiler, 2 autograd's anomaly detection, 4 tracemalloc
         # of the Python threads but the main one and ours, the one that computed most in the newest second
         ("thread", c_uint32),  # its name
         ("thread_permille", c_uint32),  # share of that second in which it was on a CPU

@@ -119,6 +119,7 @@ class Pulse:
         if beats % 4 == 0:
             garbage.poll(self.recorder)
             self._busy.poll()
+            self.header.tools = _tools()
             self._device()
             self._signals()
         if beats % WATCH_BEATS == FIRST_WATCH and self.watch is not None:
@@ -185,6 +186,14 @@ class Pulse:
         self.header.device_bytes = torch.cuda.memory_reserved(device)
         self.header.device_peak_bytes = torch.cuda.max_memory_reserved(device)
         self.header.device_total_bytes = properties.total_memory
+
+
+def _tools() -> int:
+    """Return which tools that slow a job down are on: see `Header.tools`."""
+    torch, tracemalloc = sys.modules.get("torch"), sys.modules.get("tracemalloc")
+    profiler = getattr(sys.modules.get("torch.autograd.profiler"), "_is_profiler_enabled", False)
+    anomaly = torch is not None and torch.is_anomaly_enabled()
+    return bool(profiler) | anomaly << 1 | (tracemalloc is not None and tracemalloc.is_tracing()) << 2
 
 
 def _handled(recorder: state.Recorder) -> tuple[int, int]:

@@ -297,6 +297,7 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaul
     gc_s: float = 0.0  # so far, in full garbage collections
     gc_count: int = 0
     gc_off: bool = False  # gc.disable() was called
+    tools: tuple[str, ...] = ()  # that slow it down: torch.profiler, …
     thread: str = ""  # its busiest Python thread but the main one, in the newest second; empty: none computes much
     thread_share: float = 0.0  # of that second, on a CPU
     thread_site: Site | None = None  # the user's line that it is in

@@ -103,6 +103,10 @@ THREAD = (
     "or let it sleep in between"
 )
 KEEPS = "see what that line keeps from step to step (a growing list, a tensor that is concatenated again): it costs time and memory"
+TOOLS = (
+    "switch it off, or let it run for a few steps only (`torch.profiler.schedule(wait, warmup, active, repeat)`, an end that is reached): it "
+    "costs time in every step, and a profiler keeps all events until it ends"
+)
 MORE = "let all ranks accumulate the same number of batches in a step: change it on all together"
 LARGER = (
     "give all ranks batches of the same size in the same step: sort or bucket the samples by length over all ranks, or fill each batch up "

@@ -55,6 +55,7 @@ class Gauges:
         return False
 
 
+TOOLS = ("torch.profiler", "autograd's anomaly detection", "tracemalloc")  # the bits of `Header.tools`
 _SAMPLED = ("rss_bytes", "cpu_pct", "queued_share", "workers_starved", "workers_busy", "dead_child", "cpus")
 _WRITTEN = ("rank", "node", "local_rank", "pid", "step")  # in the header, under the same names
 _sampled, _written = attrgetter(*_SAMPLED), attrgetter(*_WRITTEN)
@@ -235,6 +236,7 @@ class RankView:
             "gc_s": h.gc_ns / 1e9,
             "gc_count": h.gc_count,
             "gc_off": bool(h.gc_off),
+            "tools": tuple(name for i, name in enumerate(TOOLS) if h.tools >> i & 1),
             "thread": self.text(h.thread),
             "thread_share": h.thread_permille / 1000,
             "thread_site": decoder.site(h.thread_site),

@@ -30,6 +30,23 @@ def test_a_job_in_which_all_ranks_wait_for_data_is_input_bound() -> None:
     assert "48 %" in f.cost and "(now 2)" in f.advice
 
 
+def test_the_line_of_the_dataset_is_named_where_the_rank_runs_it_itself() -> None:
+    read, loop = Site("/job/text.py", 27, "from_file"), Site("/job/train.py", 31, "main")
+    stacks = {"phase_stacks": {"data": (read, Site("/job/train.py", 12, "collate"), loop)}}
+
+    def found(workers: int) -> Finding:
+        ranks = [
+            rank(q, steps=steps(60.0, "data", seed=q), loaders=(loader(workers=workers, site=loop),), **stacks)
+            for q in range(2)
+        ]
+        return only(of_kind(speeds(job(*ranks)), "input_bound"))
+
+    f = found(0)
+    assert f.message.endswith("at train.py:31 in main; most of it at text.py:27 in from_file")
+    assert [w.line for w in f.where] == [27, 12, 31] and "once, in `__init__`" in f.advice
+    assert "most of it" not in found(2).message and "(now 2)" in found(2).advice
+
+
 def test_data_in_time_or_late_on_one_rank_only_is_not_input_bound() -> None:
     assert input_bound(steps(), steps(seed=1)) == []
     assert (

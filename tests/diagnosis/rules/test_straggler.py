@@ -37,6 +37,24 @@ def test_the_rank_that_waits_least_is_the_straggler(phase: str, cause: str, worl
     assert (f.cause, f.culprits) == (cause, (late,))
 
 
+@pytest.mark.parametrize(("theirs", "named"), [((), True), (("torch.profiler",), False)])
+def test_a_profiler_that_is_on_in_the_slow_rank_only_is_named(theirs: tuple[str, ...], named: bool) -> None:
+    ranks = [rank(q, steps=steps(wait_ms=80.0, seed=q), tools=theirs) for q in range(2)]
+    ranks.append(rank(2, steps=steps(80.0, "backward", seed=2), tools=("torch.profiler",)))
+    f = only(stragglers(job(*ranks)))
+    assert ("torch.profiler is on there, and on no other rank" in f.message) is named
+    assert ("schedule(" in f.advice) is named
+
+
+@pytest.mark.parametrize(("same", "advice"), [(True, "the same code is fast"), (False, "not seen on the other ranks")])
+def test_a_line_of_one_ranks_own_has_its_own_advice(same: bool, advice: str) -> None:
+    hook, forward = Site("/job/stats.py", 45, "hook"), Site("/job/model.py", 17, "forward")
+    sites = {"phase_sites": {"forward": ((hook if same else forward, 9),)}}
+    ranks = [rank(q, steps=steps(wait_ms=80.0, seed=q), **sites) for q in range(2)]
+    ranks.append(rank(2, steps=steps(80.0, "forward", seed=2), phase_sites={"forward": ((hook, 40),)}))
+    assert advice in only(stragglers(job(*ranks))).advice
+
+
 @pytest.mark.parametrize(("own", "theirs", "named"), [(0.8, 0.0, True), (0.8, 0.7, False), (0.2, 0.0, False)])
 def test_a_thread_that_takes_the_time_of_a_slow_rank_is_named(own: float, theirs: float, named: bool) -> None:
     line = Site("/job/metrics.py", 12, "flush")
