@@ -190,10 +190,11 @@ class Pulse:
 
 def _tools() -> int:
     """Return which tools that slow a job down are on: see `Header.tools`."""
-    torch, tracemalloc = sys.modules.get("torch"), sys.modules.get("tracemalloc")
     profiler = getattr(sys.modules.get("torch.autograd.profiler"), "_is_profiler_enabled", False)
-    anomaly = torch is not None and torch.is_anomaly_enabled()
-    return bool(profiler) | anomaly << 1 | (tracemalloc is not None and tracemalloc.is_tracing()) << 2
+    # torch may still be importing
+    asked = (("torch", "is_anomaly_enabled"), ("tracemalloc", "is_tracing"))
+    anomaly, traced = (getattr(sys.modules.get(module), name, bool)() for module, name in asked)
+    return bool(profiler) | bool(anomaly) << 1 | bool(traced) << 2
 
 
 def _handled(recorder: state.Recorder) -> tuple[int, int]:

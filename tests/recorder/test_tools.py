@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import tracemalloc
+from types import ModuleType
 
+import pytest
 import torch
 
 from distdiag.recorder.pulse import _tools
+
+
+def test_a_torch_that_is_still_importing_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("torch", "torch.autograd.profiler", "tracemalloc"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    assert _tools() == 0
 
 
 def test_tools_are_seen_while_they_are_on() -> None:
