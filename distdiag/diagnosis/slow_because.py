@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from distdiag.diagnosis.model.findings import Finding
-from distdiag.diagnosis.model.snapshot import Snapshot
+from distdiag.diagnosis.model.snapshot import WARM_STEPS, Snapshot
 from distdiag.diagnosis.pauses import Pauses
 from distdiag.diagnosis.text import straggler as text
 from distdiag.diagnosis.text.phrases import at, count
@@ -26,6 +26,10 @@ class Limits:
     """How many times as much data it must get."""
     gained_bytes: int = 64 << 20
     """Memory that it must have gained to be said to keep something from step to step."""
+    slower: float = 1.4
+    """How many times the mean of all its steps the newest must take to be said to grow; steady growth comes to twice that mean."""
+    newest: int = 32
+    """Newest steps whose median is compared."""
     collecting: float = 0.5
     """Share of what it costs that full garbage collections must take to be its cause."""
 
@@ -42,7 +46,7 @@ def explained(found: Finding, s: Snapshot, pauses: Pauses, cost: float) -> Findi
     if len(found.culprits) > 1:
         return found
     gc = _of_collections(found, s, pauses, cost)
-    return gc or _of_tools(found, s) or _of_thread(found, s) or _of_data(found, s) or _of_memory(found, s) or found
+    return gc or _of_tools(found, s) or _of_thread(found, s) or _of_data(found, s) or _of_growth(found, s) or found
 
 
 def own_tools(s: Snapshot, ranks: Collection[int]) -> tuple[str, ...]:
@@ -102,13 +106,26 @@ def _of_data(found: Finding, s: Snapshot) -> Finding | None:
     return None
 
 
-def _of_memory(found: Finding, s: Snapshot) -> Finding | None:
-    """Return the finding with how much memory the rank has gained while it trained; None unless that is much, and the others' is little."""
+def _of_growth(found: Finding, s: Snapshot) -> Finding | None:
+    """Return the finding with what grows: the rank's memory, if that is much and the others' little, or the time of its steps."""
+    (rank,), said = found.culprits, []
     grown = {q: (points[-1][1] - points[0][1], points[-1][0] - points[0][0])
              for q, r in s.ranks.items() if (points := [x for x in r.memory if x[0] >= (r.warm_since_s or math.inf)])}  # fmt: skip
-    n_bytes, span_s = grown.pop(found.culprits[0], (0, 0.0))
+    n_bytes, span_s = grown.pop(rank, (0, 0.0))
     theirs = max((n for n, _ in grown.values()), default=n_bytes)
-    if found.cause != "host" or n_bytes < limits.gained_bytes or 4 * theirs > n_bytes:
+    if found.cause == "host" and n_bytes >= limits.gained_bytes and 4 * theirs <= n_bytes:
+        said.append(
+            f"its memory has grown by {size_text(n_bytes)} in {span_s:.0f} s, that of the others by {size_text(max(0, theirs))}"
+        )
+    r = s.ranks[rank]
+    n = r.step - WARM_STEPS
+    if r.warm_since_s is not None and r.steps and n >= 2 * limits.newest:
+        now_ms = statistics.median(x.step_ms for x in r.steps[-limits.newest :])
+        mean_ms = (r.steps[-1].end_s - r.warm_since_s) * 1e3 / n
+        if now_ms >= limits.slower * mean_ms:
+            said.append(f"steps take longer with time: {now_ms:.0f} ms now, {mean_ms:.0f} ms on average so far")
+    if not said:
         return None
-    message = f"{found.message}; its memory has grown by {size_text(n_bytes)} in {span_s:.0f} s, that of the others by {size_text(max(0, theirs))}"
-    return msgspec.structs.replace(found, message=message, advice=f"{text.KEEPS}; {found.advice}")
+    return msgspec.structs.replace(
+        found, message="; ".join((found.message, *said)), advice=f"{text.KEEPS}; {found.advice}"
+    )

@@ -15,6 +15,7 @@ import msgspec
 
 # a moment, not a duration; `monitor.nodes` moves them to another origin
 Seconds = Annotated[float, "since the run began"]
+WARM_STEPS = 20  # the first steps of a rank: kernels are built, caches fill
 
 
 class Life(StrEnum):
@@ -290,7 +291,7 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaul
     # (t_s, bytes that torch has reserved on its device), oldest first
     device_memory: tuple[tuple[Seconds, int], ...] = ()
     rss_bytes: int | None = None
-    warm_since_s: Seconds | None = None  # when its 20th step ended: growth before is start-up
+    warm_since_s: Seconds | None = None  # when its step `WARM_STEPS` ended: growth before is start-up
     device_bytes: int | None = None
     device_total_bytes: int | None = None
     cpu_pct: float | None = None

@@ -102,7 +102,7 @@ THREAD = (
     "Python runs one thread at a time (GIL), and that one takes it from the training: do its work in a process, in C or in fewer calls, "
     "or let it sleep in between"
 )
-KEEPS = "see what that line keeps from step to step (a growing list, a tensor that is concatenated again): it costs time and memory"
+KEEPS = "see what grows there from step to step (a list, a tensor that is concatenated again, hooks that are registered again)"
 TOOLS = (
     "switch it off, or let it run for a few steps only (`torch.profiler.schedule(wait, warmup, active, repeat)`, an end that is reached): it "
     "costs time in every step, and a profiler keeps all events until it ends"

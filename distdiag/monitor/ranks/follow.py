@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from distdiag import source_files
-from distdiag.diagnosis.model.snapshot import Call, Sample, Site, Step
+from distdiag.diagnosis.model.snapshot import WARM_STEPS, Call, Sample, Site, Step
 from distdiag.diagnosis.model.visits import Visits
 from distdiag.diagnosis.step_times import LIMITS
 from distdiag.monitor.ranks.ddp_times import DdpTimes
@@ -36,7 +36,7 @@ ROUTINE_SAMPLES = frozenset(
     {SampleKind.PARAMETERS, SampleKind.BUFFERS, SampleKind.REDUCED, SampleKind.AVERAGED, SampleKind.LEARNING_RATE, SampleKind.EVAL_MODE, SampleKind.STATE, SampleKind.NO_GRADIENTS,
      SampleKind.OUTSIDE_DDP}
 )  # fmt: skip
-SITE_SAMPLES, WARM_STEPS = 400, 20
+SITE_SAMPLES = 400
 LOGGED_NAMES, LOGGED_KEPT = 16, 32
 
 

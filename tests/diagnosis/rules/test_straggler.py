@@ -79,6 +79,16 @@ def test_inputs_that_are_larger_than_those_of_the_others_are_named(phase: str, e
     assert ("bucket the samples by length" in f.advice) is named
 
 
+@pytest.mark.parametrize(("warm_since_s", "grows"), [(0.0, True), (-9.0, False)])
+def test_steps_that_take_longer_with_time_are_said_to(warm_since_s: float, grows: bool) -> None:
+    """A hundred steps since then: 61 ms each on average, or 151 ms; the newest take 148 ms."""
+    ranks = [rank(q, steps=steps(wait_ms=80.0, seed=q)) for q in range(2)]
+    ranks.append(rank(2, steps=steps(80.0, "forward", seed=2), step=120, warm_since_s=warm_since_s))
+    f = only(stragglers(job(*ranks)))
+    assert ("steps take longer with time: 148 ms now, 61 ms on average so far" in f.message) is grows
+    assert ("hooks that are registered again" in f.advice) is grows
+
+
 def test_a_rank_that_accumulates_more_batches_in_a_step_is_said_to() -> None:
     models = [Model(group="default_pg", forwards=n, synced_backwards=50) for n in (100, 100, 200)]
     ranks = [rank(q, steps=steps(wait_ms=80.0, seed=q), step=50, models=(models[q],)) for q in range(2)]
@@ -92,11 +102,13 @@ def test_memory_that_only_the_slow_rank_gains_is_told(theirs: int, named: bool) 
     def memory(mib: int) -> tuple[tuple[float, int], ...]:
         return tuple((float(t), GIB + t * mib * 2**20 // 60) for t in range(61))
 
-    ranks = [rank(q, steps=steps(wait_ms=80.0, seed=q), memory=memory(theirs), warm_since_s=0.5) for q in range(2)]
-    ranks.append(rank(2, steps=steps(80.0, "other", seed=2), memory=memory(180), warm_since_s=0.5))
+    ranks = [
+        rank(q, steps=steps(wait_ms=80.0, seed=q), memory=memory(theirs), warm_since_s=0.5, step=60) for q in range(2)
+    ]
+    ranks.append(rank(2, steps=steps(80.0, "other", seed=2), memory=memory(180), warm_since_s=0.5, step=60))
     f = only(stragglers(job(*ranks)))
     assert ("its memory has grown by 177.0 MiB in 59 s, that of the others by 0 B" in f.message) is named
-    assert ("keeps from step to step" in f.advice) is named
+    assert ("what grows there from step to step" in f.advice) is named
 
 
 def late_in_its_last_steps(q: int, n: int, factor: float) -> tuple[Step, ...]:
