@@ -298,7 +298,9 @@ class SampleKind(IntEnum):
     LEARNING_RATE = 9
     # checksum of the buffers that are saved with the model, without those of batch norm; `name`: of the first of them
     STATE = 18
-    NO_GRADIENTS = 17  # number of the optimizer's parameters, of which none has a gradient when it steps
+    # number of the optimizer's trained parameters that had no gradient at any sampled step, or of all if none has one now; its key is
+    # the number of all (low 32 bits; 0: the same), and the share of their elements, in millionths
+    NO_GRADIENTS = 17
     EVAL_MODE = 16  # number of dropout and batch-norm layers of DDP's modules that are in eval mode after a step
 
 

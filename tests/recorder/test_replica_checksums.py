@@ -113,6 +113,36 @@ def test_what_ddp_ignores_or_has_not_averaged_yet_is_not_outside() -> None:
     assert SampleKind.OUTSIDE_DDP not in sampled((0, 1, nn.Linear(8, 8)), synced=0)
 
 
+def without_gradient(*steps: tuple[int, ...], frozen: int = 9) -> list[tuple[float, int, int]]:
+    """Return (number, of how many, share in millionths) of an optimizer whose layers with these numbers have a gradient at each step.
+
+    The layers have 4, 8, 16 and 32 elements.
+    """
+    layers = [nn.Parameter(torch.zeros(4 << k), requires_grad=k != frozen) for k in range(4)]
+    checksums = ReplicaChecksums(SimpleNamespace(models={}, averaged_by=None), written := Written())  # type: ignore[arg-type]
+    optimizer, found = torch.optim.SGD(layers, lr=0.1), []
+    for k, having in enumerate(steps, 1):
+        for i, p in enumerate(layers):
+            p.grad = torch.zeros_like(p) if i in having else None
+        written.of.clear()
+        checksums.after_optimizer(optimizer, 1 << k)
+        if SampleKind.NO_GRADIENTS in written.of:
+            value, key = written.of[SampleKind.NO_GRADIENTS]
+            found.append((value, key & 0xFFFFFFFF, key >> 32))
+    return found
+
+
+def test_parameters_without_a_gradient_at_every_step_are_counted_without_ddp() -> None:
+    assert without_gradient((0, 1), (0, 1)) == [(2, 4, 800_000)] * 2
+    assert without_gradient((0, 1, 2, 3), (0,)) == [], "all had one"
+    assert without_gradient((0, 1), (0, 2), (0, 3), (0,)) == [(2, 4, 800_000), (1, 4, 533_333), (0, 4, 0)], (
+        "they take turns"
+    )
+    assert without_gradient((), (0,), ()) == [(4, 4, 1_000_000), (3, 4, 933_333), (4, 4, 1_000_000)]
+    assert without_gradient((0, 1, 2), frozen=3) == []
+    assert without_gradient((0, 1), frozen=3) == [(1, 3, 571_429)]
+
+
 MESH = """
 import torch
 from torch import distributed as dist, nn

@@ -20,6 +20,7 @@ from distdiag.diagnosis.rules.replica_drift import limits as averaged
 from distdiag.diagnosis.text.phrases import wheres
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.training_data import NOT_ONE_MODEL
+from distdiag.terms.operations import family
 
 kind = kinds.DUPLICATE_DATA
 
@@ -35,6 +36,7 @@ class Limits:
 
 
 limits = Limits()
+_EXCHANGES = ("all_gather", "reduce_scatter", "all_to_all", "broadcast")
 _REPEATED = "{repeated} of {world} ranks repeat the work of another"
 SAME_BATCHES = Template(kind, "same_batches_on_ranks", "{same} train on the same batches{site}{also}", _REPEATED,
     "{do}", proved=True)  # fmt: skip
@@ -85,7 +87,13 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
             "the ranks use smaller groups, as model-parallel ranks do, which read the same batches by design"
         )
     elif len(loaders) < 2 and (n := _equal_losses(s)):
-        yield _found(EQUAL_LOSSES, s, {}, sorted(s.ranks), n=n, do=_DO["fed"], repeated=len(s.ranks) - 1)
+        shared = _exchanged(s)
+        if shared:
+            yield Abstained(
+                f"losses are equal, but the ranks exchange tensors in their steps ({shared}), of which all may compute one loss"
+            )
+        else:
+            yield _found(EQUAL_LOSSES, s, {}, sorted(s.ranks), n=n, do=_DO["fed"], repeated=len(s.ranks) - 1)
     elif len(loaders) < 2:
         yield Abstained("not every rank trains from a known DataLoader")
     else:
@@ -275,6 +283,20 @@ def _equal_losses(s: Snapshot) -> int:
     if any(len(set(x)) > 1 for x in losses):
         return 0
     return len(losses) if len({x[0] for x in losses}) >= limits.losses else 0
+
+
+def _exchanged(s: Snapshot) -> str:
+    """Return the operation by which a rank got more than metrics from the others since its oldest step that is known; "" if none did.
+
+    An all_reduce is that of the gradients.
+    """
+    for r in s.ranks.values():
+        since_s = r.steps[0].end_s if r.steps else 0.0
+        for c in r.calls:
+            known, large = family(c.op), c.bytes is None or c.bytes > averaged.metrics_bytes
+            if known is not None and known.name in _EXCHANGES and large and (c.entered_s or 0.0) >= since_s:
+                return c.op
+    return ""
 
 
 # -- the same work on every rank, without a process group -------------------------------------------------------------

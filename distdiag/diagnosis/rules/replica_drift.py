@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
+
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.comparison import Veto, minority, vetoed
 from distdiag.diagnosis.facts import Facts
@@ -75,15 +77,29 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         return
     teams = {x.name for x in _samples(s, "parameters")} - {""}
     of_teams = [("parameters", team) for team in sorted(teams) or [""]]
+    outside = _drift(s, "outside_ddp", sorted(s.ranks), split=False)
     for kind_of, team in (*of_teams, ("outside_ddp", ""), ("state", ""), ("buffers", "")):
         ranks = [q for q in unfold_ranks(team) if q in s.ranks] or sorted(s.ranks)
-        found = _drift(s, kind_of, ranks, bool(team))
+        found = outside if kind_of == "outside_ddp" else _drift(s, kind_of, ranks, bool(team))
+        if (
+            kind_of == "parameters"
+            and isinstance(found, Finding)
+            and isinstance(outside, Finding)
+            and (outside.step or 0) <= (found.step or 0)
+        ):
+            found = _followed(outside, found)
         if kind_of == "parameters" or isinstance(found, Finding) or any(_samples(s, kind_of)):
             yield found
         if isinstance(found, Finding):
             return
     yield from _modes(s)
     yield from _logged(s)
+
+
+def _followed(cause: Finding, effect: Finding) -> Finding:
+    """Return the drift of parameters outside DDP, which that of DDP's own follows: through a norm over all gradients, for example."""
+    message = f"{cause.message}; those of DDP drift since step {effect.step} or earlier, too"
+    return msgspec.structs.replace(cause, message=message, severity=effect.severity, cost=effect.cost)
 
 
 def _modes(s: Snapshot) -> Iterator[Finding]:

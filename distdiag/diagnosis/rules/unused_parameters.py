@@ -3,7 +3,8 @@ that finds none.
 
 Without find_unused_parameters, DDP refuses the forward after a backward that left one out. With it,
 they are just never trained. Frozen ones (requires_grad False) are reported once as info, to
-distinguish them from unused ones.
+distinguish them from unused ones. Without DDP, the parameters of a torch optimizer that have no
+gradient at any sampled step are counted.
 
 Faulty jobs: pose_heads, lang_adapters, safe_flag, lit_gan. Healthy look-alikes: frozen_backbone,
 layer_drop, frozen_head.
@@ -22,11 +23,13 @@ from distdiag.diagnosis.endings import UNUSED
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.gradient_cost import gradients
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
-from distdiag.diagnosis.model.snapshot import Model, Sample, Snapshot
+from distdiag.diagnosis.model.snapshot import Model, RankState, Sample, Site, Snapshot
 from distdiag.diagnosis.model.syntax import Source
+from distdiag.diagnosis.rules.replica_drift import limits as exchanged
 from distdiag.diagnosis.text.parting import conditions_text
 from distdiag.diagnosis.text.phrases import where, wheres
-from distdiag.diagnosis.text.template import Template
+from distdiag.diagnosis.text.template import Template, filled
+from distdiag.terms.operations import family
 from distdiag.terms.units import percent
 
 kind = kinds.UNUSED_PARAMETERS
@@ -60,6 +63,10 @@ FROZEN = Template(kind, "frozen",
     severity=Severity.INFO)  # fmt: skip
 UNCHANGED = Template(kind, "not_updated", "no optimizer step changes the model of {victims} since step {step} or earlier: {why}",
     "the job trains nothing", "{do}", severity=Severity.WARNING, proved=True)  # fmt: skip
+NEVER = Template(kind, "never_used",
+    "{gathered}{n:,} of {all:,} parameters that the optimizer of {victims} steps ({share} of their elements) {n:has|have} had no gradient at any of "
+    "{times} sampled steps up to step {step}", "they are not trained", "{do}")  # fmt: skip
+GATHERED = "the all_gather{site}, called in every step, passes no gradient on, unless an autograd function or `torch.distributed.nn` calls it: "
 NOT_NEEDED = Template(kind, "flag_not_needed",
     "find_unused_parameters=True{site}, but every parameter got a gradient in all {checks} checks",
     "{spent} spent searching the graph{gain}", "{do}")  # fmt: skip
@@ -74,6 +81,9 @@ _DO = {
     "library": "switch it off in the library that wraps the model (for Hugging Face, ddp_find_unused_parameters=False)",
     "no gradients": "call `zero_grad()` after the optimizer's step or before the forward, not between backward and step; and build the optimizer "
     "from the parameters of the model that is wrapped, after it was last copied, moved or replaced",
+    "cut": "`dist.all_gather`, `.detach()`, `.data`, `.item()` and `no_grad` cut the graph: gather with "
+    "`torch.distributed.nn.functional.all_gather`, or put the rank's own slice back into what was gathered; let the loss depend on every layer; "
+    "freeze what is not to be trained (`requires_grad_(False)`)",
     "unchanged": "see whether gradients are zero when the optimizer steps (`zero_grad()` before it, a clipped or scaled loss), and whether the "
     "learning rate is too small for the dtype of the parameters",
     "flag": "drop the flag if no branch of the model is ever skipped",
@@ -84,11 +94,12 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     """Yield findings about parameters without gradient."""
     snapshot = facts.snapshot
     models = [m for r in snapshot.ranks.values() for m in r.models]
-    if not models:
-        yield Abstained("no module is wrapped in DistributedDataParallel")
-        return
-    if (found := _unchanged(snapshot)) is not None:
+    if (found := _unchanged(snapshot) or _never(snapshot)) is not None:
         yield found
+    if not models:
+        if found is None:
+            yield Abstained("no module is wrapped in DistributedDataParallel")
+        return
     if not any(m.unused_checks for m in models):
         yield Abstained("no backward has been checked for missing gradients")
     case = _Case(snapshot, facts.source)
@@ -109,18 +120,15 @@ def _unchanged(s: Snapshot) -> Finding | None:
     """Return the finding of ranks whose optimizer steps and changes nothing."""
     of: dict[int, tuple[str, int, str]] = {}
     for q, r in s.ranks.items():
-        bare, sums, rates = (
-            [x for x in r.samples if x.kind == kind] for kind in ("no_gradients", "parameters", "learning_rate")
-        )
-        last = max((x.step for x in (*sums, *bare)), default=0)
+        bare, last = _without_gradient(r)
+        every = list(itertools.takewhile(lambda x: x.value == _all(x), bare[::-1]))[::-1]
+        sums, rates = ([x for x in r.samples if x.kind == kind] for kind in ("parameters", "learning_rate"))
         same = list(itertools.takewhile(lambda x, sums=sums: x.value == sums[-1].value, sums[::-1]))
-        if _lasts(bare, last):
-            of[q] = (
-                "no gradients",
-                bare[0].step,
-                f"none of its {bare[-1].value:,.0f} parameters has a gradient when it steps",
-            )
-        elif _lasts(same[::-1], last) and rates and min(x.value for x in rates[-len(same) :]) > 0:
+        if _lasts(every, last):
+            why = f"none of its {every[-1].value:,.0f} parameters has a gradient when it steps"
+            of[q] = "no gradients", every[0].step, why
+        # without DDP, those that are compared may be frozen ones
+        elif r.models and _lasts(same[::-1], last) and rates and min(x.value for x in rates[-len(same) :]) > 0:
             why = f"its parameters are the same after each of {len(same)} steps that were compared, at a learning rate of {rates[-1].value:.3g}"
             of[q] = "unchanged", same[-1].step, why
     if not of:
@@ -128,6 +136,60 @@ def _unchanged(s: Snapshot) -> Finding | None:
     why, step, text = of[min(of)]
     sites = {q: stack[0] for q in sorted(of) if (stack := s.ranks[q].phase_stacks.get("optimizer"))}
     return UNCHANGED(victims=sorted(of), where=wheres(s, sites, None, sites), step=step, why=text, do=_DO[why])
+
+
+def _never(s: Snapshot) -> Finding | None:
+    """Return the finding of ranks whose optimizer has some parameters without a gradient at every sampled step, with others that have one."""
+    of: dict[int, list[Sample]] = {}
+    for q, r in s.ranks.items():
+        bare, last = _without_gradient(r)
+        bare = list(itertools.takewhile(lambda x, bare=bare: _all(x) == _all(bare[-1]), bare[::-1]))[::-1]
+        if _lasts(bare, last) and 0 < bare[-1].value < _all(bare[-1]):
+            of[q] = bare
+    if not of:
+        return None
+    samples, gathered = of[min(of)], _gathered(s.ranks[min(of)])
+    newest, share = samples[-1], (samples[-1].key >> 32) / 1e6
+    sites = {
+        q: gathered or (stack[0] if (stack := s.ranks[q].phase_stacks.get("backward")) else None) for q in sorted(of)
+    }
+    return NEVER(
+        victims=sorted(of), where=wheres(s, sites, None, sites), step=newest.step, n=int(newest.value), all=_all(newest),
+        share="over 99 %" if share > 0.99 else "under 1 %" if share < 0.01 else percent(share), times=len(samples), do=_DO["cut"],
+        gathered=filled(GATHERED, site=gathered) if gathered is not None else "",
+        severity=Severity.WARNING if share > 0.5 else Severity.INFO,
+    )  # fmt: skip
+
+
+def _without_gradient(r: RankState) -> tuple[list[Sample], int]:
+    """Return the samples of an optimizer's parameters without a gradient, and the last step at which a sample was taken."""
+    samples = [x for x in r.samples if x.kind in ("no_gradients", "parameters", "reduced")]
+    return [x for x in samples if x.kind == "no_gradients"], max((x.step for x in samples), default=0)
+
+
+def _all(x: Sample) -> int:
+    """Return how many trained parameters the optimizer has of a sample of those without a gradient."""
+    return x.key & 0xFFFFFFFF or int(x.value)
+
+
+def _gathered(r: RankState) -> Site | None:
+    """Return the line of an all_gather of more than metrics that a rank has called in each of its newest steps.
+
+    None if its calls may be the backward pass of one: that of `torch.distributed.nn`, or of FSDP.
+    """
+    ops = [(c, found.name) for c in r.calls if (found := family(c.op)) is not None]
+    calls = [
+        c
+        for c, op in ops
+        if op == "all_gather" and (c.bytes or 0) > exchanged.metrics_bytes and c.entered_s is not None
+    ]
+    if not calls or any(op in ("reduce_scatter", "all_to_all", "reduce") for _, op in ops):
+        return None
+    ends = [x.end_s for x in r.steps if x.end_s >= (r.calls[0].entered_s or 0.0)]
+    steps = list(itertools.pairwise(ends))
+    last = [c for c in calls if c.site == calls[-1].site]
+    every = all(any(a < (c.entered_s or 0.0) <= b for c in last) for a, b in steps)
+    return last[-1].site if len(steps) >= limits.unchanged and every else None
 
 
 def _lasts(samples: Sequence[Sample], last: int) -> bool:

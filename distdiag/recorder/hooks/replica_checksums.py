@@ -51,6 +51,8 @@ class ReplicaChecksums:
         self._parameters_of: weakref.WeakKeyDictionary[Any, tuple[tuple[int, int], _Compared]] = (
             weakref.WeakKeyDictionary()
         )
+        # of each optimizer: the number of its parameters, and those without a gradient at every sampled step so far
+        self._never: weakref.WeakKeyDictionary[Any, tuple[int, list[Any]]] = weakref.WeakKeyDictionary()
 
     def after_optimizer(self, optimizer: Any, step: int) -> None:
         """Record checksums of a few elements of a few parameters, after the same steps on all ranks."""
@@ -58,10 +60,8 @@ class ReplicaChecksums:
             return
         params, elements, which, ranks, outside = self._parameters(optimizer)
         own = [p for g in optimizer.param_groups for p in g["params"]]
-        # others may have the gradients elsewhere
-        of_torch = type(optimizer).__module__.startswith("torch.optim.")
-        if self.ledger.averaged_by is not None and of_torch and all(p.grad is None for p in own):
-            self.samples.write(SampleKind.NO_GRADIENTS, step, len(own))
+        if type(optimizer).__module__.startswith("torch.optim."):  # others may have the gradients elsewhere
+            self._without_gradient(optimizer, own, step)
         if any(m.slot.synced_backwards for m in self.ledger.models.values()):
             if params is outside:  # the optimizer has none of DDP's: they are no replicas of one model
                 params = []
@@ -90,6 +90,28 @@ class ReplicaChecksums:
         layers = [layer for m in self.ledger.models.values() for layer in _mode_layers(m)]
         if layers:
             self.samples.write(SampleKind.EVAL_MODE, step, sum(not layer.training for layer in layers))
+
+    def _without_gradient(self, optimizer: Any, own: list[Any], step: int) -> None:
+        """Record how many of an optimizer's parameters have had no gradient at any sampled step, or that all lack one now.
+
+        Under DDP only the latter: `UnusedParameters` checks and names those that a backward pass leaves out. A parameter without
+        elements has no part on this rank (FSDP with `use_orig_params`).
+        """
+        trained = [p for p in own if p.requires_grad and p.numel()]
+        kept = self._never.get(optimizer)
+        before = kept[1] if kept is not None and kept[0] == len(own) else trained
+        lacking = [p for p in trained if p.grad is None]
+        if len(lacking) < len(trained):
+            if self.ledger.models:
+                return
+            now = set(map(id, lacking))
+            lacking = [p for p in before if id(p) in now]
+            self._never[optimizer] = len(own), lacking
+        elif self.ledger.models and self.ledger.averaged_by is None:
+            return
+        if lacking or (before and kept is not None):  # the last: none lacks one any longer
+            share = sum(p.numel() for p in lacking) / max(1, sum(p.numel() for p in trained))
+            self.samples.write(SampleKind.NO_GRADIENTS, step, len(lacking), len(trained) | round(share * 1e6) << 32)
 
     def _parameters(self, optimizer: Any) -> _Compared:
         """Return what to compare of an optimizer; cached while the number of its parameters is unchanged.

@@ -228,3 +228,26 @@ def test_ranks_that_average_gradients_and_always_have_equal_losses_train_on_the_
     assert data(job(by_hand(0, [0.0] * 20), by_hand(1, [0.0] * 20)), None) == []
     # the ranks split a module: what they reduce are activations
     assert data(job(by_hand(0, mine, 3.0), by_hand(1, mine, 3.0)), None) == []
+
+
+@pytest.mark.parametrize(
+    ("op", "n_bytes", "at_s", "vetoed"),
+    [
+        ("all_gather", 8192, 1.0, True),
+        ("all_to_all_single", 8192, 1.0, True),
+        ("broadcast", 8192, 1.0, True),
+        ("all_gather", 8, 1.0, False),  # a metric
+        ("all_reduce", 8192, 1.0, False),  # the gradients
+        ("broadcast", 8192, 0.1, False),  # before the first step
+    ],
+)
+def test_equal_losses_of_exchanged_tensors_do_not_show_equal_batches(
+    op: str, n_bytes: int, at_s: float, vetoed: bool
+) -> None:
+    """A contrastive loss over the features of all ranks."""
+    call = Call(op=op, group="default_pg", seq=9, bytes=n_bytes, entered_s=at_s)
+    ranks = [msgspec.structs.replace(by_hand(q, [k / 7 for k in range(20)]), calls=(call,)) for q in range(2)]
+    outcomes = list(duplicate_data.evaluate(Facts(job(*ranks))))
+    reasons = [x.reason for x in outcomes if isinstance(x, Abstained)]
+    assert [isinstance(x, Finding) for x in outcomes] == [not vetoed]
+    assert not vetoed or op in reasons[0]

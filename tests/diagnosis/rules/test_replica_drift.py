@@ -123,6 +123,25 @@ def test_trained_parameters_that_no_ddp_module_has_are_reported(op: str, n_bytes
 
 
 @pytest.mark.parametrize(
+    ("since", "words"), [(64, "no DDP module had"), (32, "no DDP module had"), (16, "not every rank updates")]
+)
+def test_parameters_outside_ddp_that_drift_first_are_the_cause_of_the_drift_of_ddps(since: int, words: str) -> None:
+    """The norm over all gradients carries it over."""
+
+    def samples(q: int) -> tuple[Sample, ...]:
+        adapters = (
+            Sample("outside_ddp", k, 1.0 + 0.1 * q * k * (k > 16), key=7, name="adapters")
+            for k in (4, 8, 16, 32, 64, 96)
+        )
+        wrapped = (Sample("parameters", k, 1.0 + 0.01 * q * k * (k >= since), key=5) for k in (4, 8, 16, 32, 64, 96))
+        return (*adapters, *wrapped)
+
+    drift = of_kind(found_in(job(*(rank(q, samples=samples(q)) for q in range(2)))), "replica_drift")
+    assert words in only(drift).message and drift[0].severity == "error"
+    assert (f"those of DDP drift since step {since} or earlier, too" in drift[0].message) is (since >= 32)
+
+
+@pytest.mark.parametrize(
     ("shares", "found"),
     [
         ((1.0, 1.0, 0.07, 0.07), True),  # a bucket made before more parameters were unfrozen
