@@ -174,6 +174,7 @@ class LoaderSlot(Structure):
         ("drop_last", c_int32),
         ("distributed_sampler", c_int32),  # 1: its rank and num_replicas are those of the process; 2: they differ
         ("sampler_epoch", c_int64),
+        ("sampler_seed", c_int64),
         ("shuffle", c_int32),
         ("workers", c_int32),
         ("iterations", c_uint64),

@@ -103,6 +103,7 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=
     distributed_sampler: bool = False
     sampler_fits: bool | None = None  # its rank and num_replicas are those of the process
     sampler_epoch: int | None = None  # DistributedSampler.epoch: did set_epoch move?
+    sampler_seed: int | None = None
     shuffle: bool | None = None
     iterations_started: int = 0  # how often iter() was called
     batches: int = 0  # handed out in this epoch

@@ -21,6 +21,7 @@ from distdiag.diagnosis.text.phrases import wheres
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.training_data import NOT_ONE_MODEL
 from distdiag.terms.operations import family
+from distdiag.terms.ranks import by_value
 
 kind = kinds.DUPLICATE_DATA
 
@@ -48,6 +49,10 @@ SHIFTED = Template(kind, "same_batches_on_ranks",
     "{repeated} of {world} ranks repeat the work of another, a few steps later",
     "each rank begins at another batch and then takes all of them: let it take one in {world} (`islice(batches, rank, None, "
     "world_size)`), or a part of its own", proved=True)  # fmt: skip
+APART = Template(kind, "same_batches_on_ranks",
+    "the DistributedSamplers of the ranks shuffle differently: their {what} is {each}{site}; so their parts overlap, and some samples are in none",
+    "in every epoch some samples are trained on by several ranks, and others by none",
+    "give the DistributedSampler the same {what} on all ranks: it shuffles the whole data set, and then takes each rank's part", proved=True)  # fmt: skip
 SAME_WORK = Template(kind, "same_batches_on_ranks",
     "there is no process group, and {victims} train the same model on the same batches{site}: their parameters "
     "are equal after the same steps", _REPEATED,
@@ -104,6 +109,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
             len(loaders[q].first_fingerprints) >= limits.times for q in unknown
         ):  # else those of more ranks may follow
             yield from _same_batches(s, loaders)
+        yield from _shuffled_apart(s, loaders)
         ranks = sorted(q for q, x in loaders.items() if _same_order(x))
         if ranks and len(ranks) == len(loaders):
             yield _found(SAME_ORDER, s, loaders, ranks, epoch=loaders[ranks[0]].sampler_epoch)
@@ -250,6 +256,22 @@ def _shifted(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding]:
         SHIFTED, s, loaders, [first, *ahead], severity=Severity.INFO if synthetic else None, repeated=len(ahead), same=rank_list([first, *ahead]),
         first=rank_list(pair[:1]), second=rank_list(pair[1:]), n=abs(ahead[nearest]),
     )  # fmt: skip
+
+
+def _shuffled_apart(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding]:
+    """Yield the finding of ranks that split one shuffled data set, each shuffled in its own order."""
+    rows = loaders.values()
+    split = all(x.distributed_sampler and x.shuffle and x.sampler_seed is not None for x in rows)
+    if not split or len({(x.dataset_length, x.iterations_started) for x in rows}) > 1:
+        return
+    for what, values in (
+        ("seed", {q: x.sampler_seed for q, x in loaders.items()}), ("epoch", {q: x.sampler_epoch for q, x in loaders.items()})
+    ):  # fmt: skip
+        if len(set(values.values())) > 1:
+            each = [f"{value} on {rank_list(ranks)}" for value, ranks in by_value(values).items()]
+            shown = ", ".join(each[:3]) + (", …" if len(each) > 3 else "")
+            yield _found(APART, s, loaders, sorted(loaders), what=what, each=shown)
+            return
 
 
 def _same_order(x: Loader) -> bool:

@@ -64,7 +64,7 @@ class Loaders:
                 return None
             slot = self.page.page.loaders[n]
             slot.site = site
-            slot.length = slot.dataset_length = slot.batch_size = slot.sampler_epoch = -1
+            slot.length = slot.dataset_length = slot.batch_size = slot.sampler_epoch = slot.sampler_seed = -1
             slot.drop_last = slot.shuffle = -1
             self._slots[site] = slot
             self.header.n_loaders = n + 1
@@ -89,8 +89,9 @@ class Loaders:
             slot.distributed_sampler = 1 if _fits(sampler) else 2
         else:
             slot.distributed_sampler = 0
-        epoch = getattr(sampler, "epoch", None)
+        epoch, seed = getattr(sampler, "epoch", None), getattr(sampler, "seed", None)
         slot.sampler_epoch = epoch if isinstance(epoch, int) else -1
+        slot.sampler_seed = seed & (1 << 62) - 1 if isinstance(seed, int) else -1
         if isinstance(sampler, RandomSampler):
             slot.shuffle = 1
         else:

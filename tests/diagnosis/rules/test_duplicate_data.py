@@ -40,6 +40,33 @@ def test_the_same_batches_on_two_ranks_are_reported() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("seeds", "epochs", "what"),
+    [
+        ((0, 1), (3, 3), "seed is 0 on rank 0, 1 on rank 1"),
+        ((7, 7), (0, 3), "epoch is 0 on rank 0, 3 on rank 1"),
+        ((7, 7), (3, 3), ""),
+    ],
+)
+def test_samplers_that_shuffle_differently_are_reported(
+    seeds: tuple[int, ...], epochs: tuple[int, ...], what: str
+) -> None:
+    def found(**more: object) -> list[Finding]:
+        common = {"distributed_sampler": True, "shuffle": True, "dataset_length": 100, "iterations_started": 4} | more
+        rows = zip(seeds, epochs, strict=True)
+        both = [
+            loader(first_fingerprints=prints(q), sampler_seed=seed, sampler_epoch=epoch, **common)
+            for q, (seed, epoch) in enumerate(rows)
+        ]
+        return duplicates(*both)
+
+    of = found()
+    assert [f.cause for f in of] == ["same_batches_on_ranks"] * bool(what)
+    if what:
+        assert what in of[0].message and "some samples are in none" in of[0].message
+    assert found(shuffle=False) == []
+
+
 @pytest.mark.parametrize("rows", [(0, 1), (1, 0), (0, 2), (0, 3), (0, 1, 2)])
 def test_batches_that_a_rank_gets_some_steps_before_another_are_the_same(rows: tuple[int, ...]) -> None:
     every = prints(1) + prints(2)
