@@ -320,7 +320,7 @@ _WHAT = {
     "learning_rates": "gradients are averaged, but learning rates differ",
     "update": "gradients are averaged and the replicas were equal before, but not every rank updates its parameters in the same way",
     "first_update": "gradients are averaged, but from the first steps on not every rank updates its parameters in the same way",
-    "unequal": "gradients are reduced in every step, but the replicas do not keep one distance: they step with different gradients",
+    "unequal": "gradients are reduced in every step, but the replicas do not keep one distance: their updates differ",
     "accumulated": "the replicas were equal before, and gradients are averaged in one of several backward passes per step: those of the "
     "passes after it stay local, or not every rank updates its parameters in the same way",
 }
@@ -357,8 +357,8 @@ _ADVICE = {
     "(all_reduce, broadcast), and reduce in the same order on all ranks: a set is ordered differently on each",
     "first_update": "load the same optimizer state on all ranks (DDP makes only the model equal, when it is built); and check whether one rank "
     "alone loads weights, has other learning rates, skips, clips or scales a step, or a communication hook that averages nothing",
-    "unequal": "wait for every all_reduce (`work.wait()`) before the optimizer steps; reduce a gradient once backward has finished it, in "
-    "the same order on all ranks; and begin with equal values",
+    "unequal": "begin with the same parameters and the same optimizer state on all ranks (a checkpoint that all load, or a broadcast); wait for "
+    "every all_reduce (`work.wait()`) before the optimizer steps; reduce a gradient once backward has finished it, in the same order on all ranks",
     "accumulated": "leave `no_sync()` for the last backward pass before the optimizer step, which averages the sum of all; if it is "
     "so already, check whether one rank alone decides to load weights, or to skip, clip or scale a step",
 }

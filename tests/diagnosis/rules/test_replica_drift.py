@@ -232,7 +232,7 @@ def test_different_init_needs_a_model_that_is_averaged_as_a_whole() -> None:
     apart = only(drifting(lambda q, k: 1.0 + 0.1 * q * k**0.5, 1.0, models=()))  # averaged gradients keep the distance
     assert (
         apart.cause == "update"
-        and "they step with different gradients" in apart.message
+        and "do not keep one distance: their updates differ" in apart.message
         and "work.wait()" in (apart.advice or "")
     )
     assert "no rank waits" not in apart.message
