@@ -239,7 +239,7 @@ def test_an_optimizer_whose_parameters_have_no_gradients_is_reported(steps: tupl
 
 def lacking(share: float, *steps: int, gathers: str = "", n: int = 30) -> list[Finding]:
     """Return the findings of ranks without DDP, of whose 40 parameters `n` have had no gradient at these steps."""
-    at = Site("/job/loss.py", 12, "gather")
+    at = Site("/job/loss.py", 12, "gather", caller=Site("/job/loss.py", 30, "forward"))
     samples = tuple(Sample("no_gradients", k, float(n), key=40 | round(share * 1e6) << 32) for k in steps)
     calls = tuple(
         Call(op=op, group="default_pg", seq=2 * k + i, bytes=8192, site=at, entered_s=k * 0.1 + 0.05)
@@ -274,7 +274,4 @@ def test_parameters_that_never_get_a_gradient_without_ddp_are_counted(share: flo
 def test_an_all_gather_in_every_step_is_suspected_to_cut_the_graph(gathers: str, named: bool) -> None:
     """That of `torch.distributed.nn` has a backward pass, which is a reduce_scatter."""
     f = only(lacking(0.9, 32, 64, 96, 128, gathers=gathers))
-    assert (
-        f.message.startswith("the all_gather at loss.py:12 in gather, called in every step, passes no gradient on")
-        is named
-    )
+    assert f.message.startswith("the all_gather at loss.py:12 in gather, in every step, passes no gradient on") is named
