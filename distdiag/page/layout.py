@@ -300,7 +300,7 @@ class SampleKind(IntEnum):
     # checksum of the buffers that are saved with the model, without those of batch norm; `name`: of the first of them
     STATE = 18
     # number of the optimizer's trained parameters that had no gradient at any sampled step, or of all if none has one now; its key is
-    # the number of all (low 32 bits; 0: the same), and the share of their elements, in millionths
+    # the number of all (low 32 bits; 0: the same), and the share of their elements, in millionths; `name`: the first one's shape
     NO_GRADIENTS = 17
     EVAL_MODE = 16  # number of dropout and batch-norm layers of DDP's modules that are in eval mode after a step
 

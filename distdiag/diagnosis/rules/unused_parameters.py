@@ -64,9 +64,9 @@ FROZEN = Template(kind, "frozen",
 UNCHANGED = Template(kind, "not_updated", "no optimizer step changes the model of {victims} since step {step} or earlier: {why}",
     "the job trains nothing", "{do}", severity=Severity.WARNING, proved=True)  # fmt: skip
 NEVER = Template(kind, "never_used",
-    "{gathered}{n:,} of {all:,} parameters that the optimizer of {victims} steps ({share} of their elements) {n:has|have} had no gradient at any of "
+    "{gathered}{n:,} of {all:,} parameters that the optimizer of {victims} steps ({share} of their elements{first}) {n:has|have} had no gradient at any of "
     "{times} sampled steps up to step {step}", "they are not trained", "{do}")  # fmt: skip
-GATHERED = "the all_gather{site}, called in every step, passes no gradient on, unless an autograd function or `torch.distributed.nn` calls it: "
+GATHERED = "the all_gather{site}, in every step, passes no gradient on, unless an autograd function or `torch.distributed.nn` calls it: "
 NOT_NEEDED = Template(kind, "flag_not_needed",
     "find_unused_parameters=True{site}, but every parameter got a gradient in all {checks} checks",
     "{spent} spent searching the graph{gain}", "{do}")  # fmt: skip
@@ -156,7 +156,8 @@ def _never(s: Snapshot) -> Finding | None:
     return NEVER(
         victims=sorted(of), where=wheres(s, sites, None, sites), step=newest.step, n=int(newest.value), all=_all(newest),
         share="over 99 %" if share > 0.99 else "under 1 %" if share < 0.01 else percent(share), times=len(samples), do=_DO["cut"],
-        gathered=filled(GATHERED, site=gathered) if gathered is not None else "",
+        first=f"; the first: {newest.name}" if newest.name else "",
+        gathered=filled(GATHERED, site=Site(gathered.file, gathered.line, gathered.function)) if gathered is not None else "",
         severity=Severity.WARNING if share > 0.5 else Severity.INFO,
     )  # fmt: skip
 

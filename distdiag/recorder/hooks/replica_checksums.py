@@ -111,7 +111,8 @@ class ReplicaChecksums:
             return
         if lacking or (before and kept is not None):  # the last: none lacks one any longer
             share = sum(p.numel() for p in lacking) / max(1, sum(p.numel() for p in trained))
-            self.samples.write(SampleKind.NO_GRADIENTS, step, len(lacking), len(trained) | round(share * 1e6) << 32)
+            key = len(trained) | round(share * 1e6) << 32
+            self.samples.write(SampleKind.NO_GRADIENTS, step, len(lacking), key, _shape(lacking[0]) if lacking else "")
 
     def _parameters(self, optimizer: Any) -> _Compared:
         """Return what to compare of an optimizer; cached while the number of its parameters is unchanged.
@@ -207,9 +208,13 @@ def _mode_layers(m: Model) -> list[Any]:
     return m.mode_layers
 
 
+def _shape(p: Any) -> str:
+    return " x ".join(map(str, p.shape)) or "one element"
+
+
 def _shapes(params: list[Any]) -> str:
     """Return how many these are and the shape of the first: "2 parameters (the first of 20 x 32)"."""
-    first = " x ".join(map(str, params[0].shape)) or "one element"
+    first = _shape(params[0])
     return f"1 parameter ({first})" if len(params) == 1 else f"{len(params)} parameters (the first of {first})"
 
 

@@ -239,8 +239,8 @@ def test_an_optimizer_whose_parameters_have_no_gradients_is_reported(steps: tupl
 
 def lacking(share: float, *steps: int, gathers: str = "", n: int = 30) -> list[Finding]:
     """Return the findings of ranks without DDP, of whose 40 parameters `n` have had no gradient at these steps."""
-    at = Site("/job/loss.py", 12, "gather")
-    samples = tuple(Sample("no_gradients", k, float(n), key=40 | round(share * 1e6) << 32) for k in steps)
+    at = Site("/job/loss.py", 12, "gather", caller=Site("/job/loss.py", 30, "forward"))
+    samples = tuple(Sample("no_gradients", k, float(n), key=40 | round(share * 1e6) << 32, name="8 x 3") for k in steps)
     calls = tuple(
         Call(op=op, group="default_pg", seq=2 * k + i, bytes=8192, site=at, entered_s=k * 0.1 + 0.05)
         for k in range(30, 61)
@@ -254,7 +254,7 @@ def lacking(share: float, *steps: int, gathers: str = "", n: int = 30) -> list[F
 def test_parameters_that_never_get_a_gradient_without_ddp_are_counted(share: float, severity: str) -> None:
     f = only(lacking(share, 32, 64, 96, 128))
     assert (f.cause, f.severity, f.certainty, f.victims) == ("never_used", severity, "suspected", (0, 1))
-    words = f"30 of 40 parameters that the optimizer of ranks 0, 1 steps ({share * 100:.0f} % of their elements)"
+    words = f"30 of 40 parameters that the optimizer of ranks 0, 1 steps ({share * 100:.0f} % of their elements; the first: 8 x 3)"
     assert f.message == f"{words} have had no gradient at any of 4 sampled steps up to step 128"
     assert "torch.distributed.nn.functional.all_gather" in f.advice
     assert lacking(share, 32, 64, 96) == []
@@ -274,7 +274,4 @@ def test_parameters_that_never_get_a_gradient_without_ddp_are_counted(share: flo
 def test_an_all_gather_in_every_step_is_suspected_to_cut_the_graph(gathers: str, named: bool) -> None:
     """That of `torch.distributed.nn` has a backward pass, which is a reduce_scatter."""
     f = only(lacking(0.9, 32, 64, 96, 128, gathers=gathers))
-    assert (
-        f.message.startswith("the all_gather at loss.py:12 in gather, called in every step, passes no gradient on")
-        is named
-    )
+    assert f.message.startswith("the all_gather at loss.py:12 in gather, in every step, passes no gradient on") is named
