@@ -45,6 +45,7 @@ _STATE_LINES = 5
 _GOES_ON = (" exited on", "(stopped sending heartbeats):")  # of prterun, jax
 # how Ray describes an actor that died, before it says how
 _ACTOR = bounded(r"^\s{1,16}(?P<key>actor_id|pid|ip): \[?(?P<value>[\w.:]{1,60})")
+_OF_ONE_LAUNCH = bounded(r" --(?:master|rdzv)[-_](?:port|endpoint|id)[= ]\S{1,300}")
 _DIGIT = bounded(r"\d+")
 _STOPS = ("cancelled", "preempted")  # in the order of time; LSF writes its report before the job's output
 # an exception of torch_npu: a line before this one, and the codes of CANN after it
@@ -71,6 +72,7 @@ class Collector:
         self._run = (0, 0)
         self._stopped: tuple[Path, tuple[int, int]] | None = None  # the last run that a scheduler stopped
         self._order = 0
+        self._command = ""  # by which a shell started the job, without what is another one for each launch
         self._begun = ""  # of a message that the next line continues
         self._of_npu: tuple[int | None, int] = None, 0  # the rank of an exception that the next line continues
         self._last_error: tuple[tuple[object, ...], int] | None = None  # whose line, and which, is NCCL's reason
@@ -121,7 +123,7 @@ class Collector:
             if path in out.recorded:
                 out.recorded[path].flush()
             self._times.clear()
-            self._section, self._pod, self._earlier, self._actor = None, "", 0, {}
+            self._section, self._pod, self._earlier, self._actor, self._command = None, "", 0, {}, ""
             self._of_npu = None, 0
             self._run = (0, 0)
         for fact in out.named("timeout"):
@@ -324,6 +326,10 @@ class Collector:
             if who.process:
                 out.is_rank_of((who.process, who.host), rank)
             self._size(rank, int(fields.get("world", "0")[:7]), Writer())
+        elif name == "command":
+            before, self._command = self._command, _OF_ONE_LAUNCH.sub("", fields["command"])
+            if before == self._command:  # of another node, it would differ
+                self._next_run(launch=True)
         elif name in ("restart", "launch", "again"):
             self.later.restarts[line.path] = line.number
             if name != "again":

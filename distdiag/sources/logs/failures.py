@@ -184,6 +184,8 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, foun
     name = f"node {f.fields.get('host', node)}" if node else f"the node of pod {pod}" if pod else name
     if meaning.kind == "gpu" and f.who.host:
         r.hosts |= {f.who.host} if f.rank is not None else set()
+    if f.name == "nccl_host" and f.who.host:
+        r.hosts |= {f.who.host}
     if f.file and not f.who.host:
         name = f"{name or meaning.subject} of {f.file}"
     again = _has_process(r, f)
@@ -198,7 +200,7 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, foun
         r.advice = meanings.OF_PROGRAM if xid in meanings.PROGRAM_XIDS else meanings.XIDS.get(xid, r.advice)
     elif f.name == "cuda_oom":
         r.advice = meanings.FULL_GPUS[any(x.engine for x in r.facts), bool(others)]
-    elif f.name in ("cuda_error", "fatal") and r.advice == meaning.advice:
+    elif f.name in ("cuda_error", "fatal", "nccl_host") and r.advice == meaning.advice:
         r.advice = remedy(f"{f.text} {text}", r.advice)  # one of its lines may say more than the others
 
 
@@ -314,7 +316,7 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     several_hosts = len(found.on_host) > 1 or elsewhere
     if (several_hosts or r.meaning.kind == "gpu") and r.facts[0].name not in _OF_NODE:
         r.hosts = r.hosts or found.host_of(r.ranks)
-    message, advice = _who_failed(r, ranks, of_node, everyone) + r.after, r.advice
+    message, advice = _who_failed(r, ranks, of_node, everyone) + r.after + _seen_on(r, found), r.advice
     if r.facts and r.facts[0].name == "port_in_use" and several:
         advice = meanings.SHARED_PORT
     if others:
@@ -344,6 +346,15 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
         and not (doubtful or of_node or in_collective or unordered or r.inferred or any(f.inferred for f in r.facts)),
         cost="may have ended the job, but there is progress that may be later" if doubtful else ENDED,
     )
+
+
+def _seen_on(r: Reason, found: Collected) -> str:
+    """Return on which host some of its ranks ran, if the log shows no other host of them; empty if it shows that of all."""
+    known = {host: ranks & r.ranks for host, ranks in found.on_host.items() if ranks & r.ranks}
+    if r.hosts or len(known) != 1 or len(found.on_host) < 2:
+        return ""
+    [(host, ranks)] = known.items()
+    return f"; {rank_list(sorted(ranks))} ran on {host}" if ranks < r.ranks else ""
 
 
 def _in_what(waits: list[Fact]) -> str:

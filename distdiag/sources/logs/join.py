@@ -23,7 +23,7 @@ LATER_S = 2.0  # the clocks of hosts differ by less
 WAITED = (Role.WAIT, Role.VICTIM)
 # failures of the device, of the launch or of the host's memory: never a consequence of another failure
 OWN = (
-    "xid", "sxid", "host_fault", "gpu_init", "amd_fault", "device_ecc", "device_fault", "node_lost", "ecc", "device_lost", "shm_full", "port_error", "duplicate_gpu", "rank_twice", "host_oom", "npu_busy",
+    "xid", "sxid", "host_fault", "gpu_init", "amd_fault", "device_ecc", "device_fault", "node_lost", "ecc", "device_lost", "shm_full", "nccl_host", "port_error", "duplicate_gpu", "rank_twice", "host_oom", "npu_busy",
 )  # fmt: skip
 # what the kernel or the host reports, whichever job it hits
 OF_NODES = (

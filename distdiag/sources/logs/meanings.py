@@ -45,6 +45,7 @@ MEANINGS: Mapping[str, Meaning] = MappingProxyType({
     "ecc": Meaning("gpu", "ecc", "has a GPU with an uncorrectable memory error (ECC)", "it is the hardware: take the node out, reset or replace the GPU; `nvidia-smi -q -d ECC`"),
     "xid": Meaning("gpu", "xid", "has a GPU with Xid {xid} at PCI {pci}{text}", "look the Xid up in NVIDIA's list; 48, 63, 64, 74, 79, 94, 95 are hardware: take the node out"),
     "device_lost": Meaning("gpu", "lost", "has a GPU that fell off the bus", "it is the hardware: take the node out, reseat or replace the GPU"),
+    "nccl_host": Meaning("rank_lost", "crashed", "failed in NCCL by an error of the host itself: {what}", "see the limits of the job there (`ulimit -a`) and `dmesg -T`: a call to the system or to the RDMA driver failed, not a connection"),
     "shm_full": Meaning("rank_lost", "crashed", "found /dev/shm full", FULL_SHM),
     "loader_killed": Meaning("rank_lost", "crashed", "lost a DataLoader worker (signal: {signal})", "if it was killed for memory (`dmesg -T | grep -i oom`), use fewer workers or less prefetch"),
     "port_in_use": Meaning("rank_lost", "crashed", "could not listen: {port} is in use", TAKEN_PORT),

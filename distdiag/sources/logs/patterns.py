@@ -197,6 +197,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("fatal", C, "(): ", r"(?P<what>(?:malloc|free|realloc|munmap_chunk)\(\): (?:invalid|corrupted|unaligned|memory) .{3,40})"),
     _row("fatal", C, "double free or corruption", r"(?P<what>double free or corruption)"),
     _row("bad_alloc", C, "std::bad_alloc", r"what\(\):\s+std::bad_alloc"),
+    _row("nccl_host", C, "all to ", r"(?:NCCL WARN |^(?:\[[^\]]{0,60}\]:? ?){0,3})(?P<what>Call to (?:ibv_(?:reg_mr|create|alloc)\w*|pthread_create|posix_memalign|mmap) failed.{0,100})"),
     _row("shm_full", C, "creating shared memory segment", r"(?:NCCL WARN |^(?:\[[^\]]{0,60}\]:? ?){0,3})Error while creating shared memory segment"),
     _row("shm_full", C, "insufficient shared memory", r"insufficient shared memory \(shm\)"),
     _row("shm_full", C, "out of shared memory", r"DataLoader worker \(pid[^)]{0,20}\) is killed by signal: Bus error"),
@@ -305,6 +306,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("nccl_runs", F, "NCCL version ", r"(?:^|NCCL INFO |[\])>|:] ?)NCCL version (?P<version>\d{1,3}\.\d{1,3}\.\d{1,3})"),
     _row("interface", F, "NCCL INFO Bootstrap", r"NCCL INFO Bootstrap ?: Using (?:\[0\])?(?P<dev>[\w.-]{1,40}):(?P<addr>[\w.:]{3,60})<\d+>"),
     _row("interface", F, "NCCL INFO NET/Socket", r"NCCL INFO NET/Socket ?: Using \[0\](?P<dev>[\w.-]{1,40}):(?P<addr>[\w.:]{3,60})<\d+>"),
+    _row("interface", F, "OOB ", r"NCCL INFO NET/\w+ ?: Using .{0,400}\bOOB (?P<dev>[\w.-]{1,40}):(?P<addr>[\w.:]{3,60})<\d+>"),
     _row("joined", F, "to store for rank", r"Added key: \S{1,80} to store for rank: (?P<r>\d+)"),
     _row("env", F, "RANK=", r"(?<![_\w])RANK=(?P<r>\d+)\b(?:.{0,200}?\bWORLD_SIZE=(?P<world>\d+))?"),
     _row("env", F, "RANK: ", r"^\s{2,99}RANK:\s{1,40}(?P<r>\d+)\s*$"),
@@ -315,6 +317,8 @@ TABLE: tuple[Pattern, ...] = (
     _row("torchrun", F, "distributed.elastic", r"torch\.distributed\.elastic"),
     _row("torchrun", F, "Setting OMP_NUM_THREADS", r"Setting OMP_NUM_THREADS environment variable for each process"),
     _row("launch", F, "Setting OMP_NUM_THREADS", r"Setting OMP_NUM_THREADS environment variable for each process"),
+    _row("launch", F, "distributed/run.py", r"torch/distributed/run\.py:\d{1,5}\] \*{20}"),
+    *(_row("command", F, name, rf"^(?:\+{{1,3}}|\S{{0,80}}[$#]) (?P<command>.{{0,400}}\b{name}.{{1,1000}})") for name in ("torchrun ", "accelerate launch ", "mpirun ", "deepspeed ")),
     _row("launch", F, "WORLD INFO DICT", r"WORLD INFO DICT"),
     _row("launch", F, "Initializing distributed: GLOBAL_RANK", r"Initializing distributed: GLOBAL_RANK: 0,"),
     _row("requeued", F, "SLURM_RESTART_COUNT", r"\bSLURM_RESTART_COUNT\W{1,3}[1-9]"),
@@ -335,7 +339,7 @@ TABLE: tuple[Pattern, ...] = (
 # Lines that the collector reads itself: tables and tracebacks of several lines.
 _BEGINS = ("Traceback (most recent call last)", "ray::", "│ /", 'File "', 'File \\"', "Stack trace of the failed")
 _MORE = (
-    "Root Cause", "exitcode", "local_rank:", "Missing ranks:", "Name:  ", "describe pod", "State:  ", "Process name: [[", "Exit code:", " RUNNING AT ", "EXIT CODE:", "KILLED BY SIGNAL:",
+    "Root Cause", "error stack:", "exitcode", "local_rank:", "Missing ranks:", "Name:  ", "describe pod", "State:  ", "Process name: [[", "Exit code:", " RUNNING AT ", "EXIT CODE:", "KILLED BY SIGNAL:",
     "terminated with the following error", " global rank ", "==> ", "RankID:",
     "actor_id: ", "namespace: ", "rank      :", "host      :", "time      :", "traceback :", "Last error:", "Exception ignored in", "[distdiag] ", "(most recent call first)",
 )  # fmt: skip
