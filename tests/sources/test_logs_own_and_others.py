@@ -54,3 +54,47 @@ def test_what_hydra_kills_after_an_abort_follows_from_it(tmp_path: Path) -> None
     assert "internal_Init_thread: OFI fi_getinfo() failed (No data available)" in f.message
     assert "rank 2 ran on m4" in f.message and "FI_PROVIDER" in f.advice
     assert only(diagnose(tmp_path, ABORT.partition(": ")[2] + ends)).message.startswith("a process aborted MPI")
+
+
+KEYED = "{0}: Traceback (most recent call last):\n{0}:   File \"/j/fit.py\", line 5, in <module>\n{0}: jaxlib.xla_extension.XlaRuntimeError: DEADLINE_EXCEEDED: GetKeyValue() timed out with key: {1} and duration: 5m\n"
+FALLS = "2: WARNING:2031-01-01 00:00:00,1:jax._src.xla_bridge: An NVIDIA GPU may be present on this machine, but a CUDA-enabled jaxlib is not installed. Falling back to cpu.\n"
+PLUGIN = "2: W0101 JAX plugin jax_rocm60_plugin version 0.5.0 is installed, but it is not compatible with the installed jaxlib version 0.5.1, so it will not be used.\n"
+
+
+@pytest.mark.parametrize(("own", "words"), [("", "did not publish"), (FALLS, "Falling back to cpu"), (PLUGIN, "jax_rocm60_plugin")])
+def test_the_process_that_jax_waits_for_is_suspected(tmp_path: Path, own: str, words: str) -> None:
+    waits = "".join(KEYED.format(r, "cuda:global_topology/cuda/2") for r in (0, 1, 3))
+    f = only(diagnose(tmp_path, own + waits + KEYED.format(2, "cpu:local_topology/cpu/0")))
+    assert (f.kind, f.culprits, f.victims) == ("timeout", (2,), (0, 1, 3)), f
+    assert words in f.message and f.certainty == "suspected"
+
+
+def test_a_process_of_jax_without_an_accelerator_does_not_blame_the_others(tmp_path: Path) -> None:
+    f = only(diagnose(tmp_path, FALLS + KEYED.format(2, "cpu:local_topology/cpu/0")))
+    assert f.culprits == (2,) and "found no accelerator" in f.message
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[TRT] [E] IRuntime::deserializeCudaEngine: Error Code 1: Serialization (Version tag does not match. Note: Current Version: 240, Serialized Engine Version: 236)\n",
+        "[TRT] [E] 6: The engine plan file is not compatible with this version of TensorRT, expecting library version 10.3.0.26 got 10.1.0.27, please rebuild.\n",
+    ],
+)
+def test_an_engine_of_another_version_is_one_finding_with_its_advice(tmp_path: Path, line: str) -> None:
+    end = "RuntimeError: [TensorRT-LLM][ERROR] Assertion failed: Failed to deserialize cuda engine. (/t/a.cpp:1)\n"
+    f = only(diagnose(tmp_path, "".join(f"[rank{r}]: {line}" for r in (0, 1)) + "".join(raised(r, end.strip()) for r in (0, 1))))
+    assert "TensorRT engine: " in f.message and ("Version" in f.message or "version" in f.message), f.message
+    assert "build the engine again" in f.advice and {*f.culprits, *f.victims} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "botocore.exceptions.ClientError: An error occurred (InvalidAccessKeyId) when calling the GetObject operation: no such key",
+        "botocore.exceptions.NoCredentialsError: Unable to locate credentials",
+        "google.auth.exceptions.RefreshError: ('invalid_grant: Token has expired', {})",
+    ],
+)
+def test_credentials_that_expired_have_their_own_advice(tmp_path: Path, error: str) -> None:
+    assert "renew" in only(diagnose(tmp_path, raised(1, error))).advice

@@ -165,6 +165,8 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, foun
         key = ("gpu", f"{f.path} {pci.rpartition('.')[0] or pci}")
     if f.name in ("hip_error", "host_fault"):  # the driver, HSA and HIP report one fault, and so does a kernel
         key = (f.name, f.who.host if f.name == "host_fault" else "")
+    if f.name == "engine_file":  # the runtime and the server report one failure
+        key = (f.name, "")
     if f.name == "port_error" and f.who.host:  # the kernel and NCCL name one port by two names
         key = (f.name, f.who.host)
     r = reasons.setdefault(key, Reason(meaning, text, meaning.advice, f.order, after=others))

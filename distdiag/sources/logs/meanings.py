@@ -65,6 +65,7 @@ MEANINGS: Mapping[str, Meaning] = MappingProxyType({
     "nan_loss": Meaning("nonfinite", "loss", "found a result that is not finite in iteration {step} ({what})", NOT_FINITE),
     "host_fault": Meaning("rank_lost", "silent", "was lost with all its processes: {what}", "it is the host, most often its hardware (memory, CPU): take the node out; see its console and `ipmitool sel list`, `ras-mc-ctl --errors`"),
     "port_error": Meaning("rank_lost", "silent", "lost a port of the network: {what}", "see that host's `ibstat`, `dmesg -T` and the switch: cable, transceiver or port; NCCL survives only an outage that is shorter than its retries (NCCL_IB_TIMEOUT, NCCL_IB_RETRY_CNT)"),
+    "engine_file": Meaning("rank_lost", "crashed", "could not load a TensorRT engine: {what}", "build the engine again with the TensorRT (TensorRT-LLM) of the image that serves it, on the same kind of GPU; or serve it with the image that built it"),
     "bad_alloc": Meaning("rank_lost", "crashed", "could not get host memory (std::bad_alloc)", "give the job more host memory (--mem, resources.limits.memory, `ulimit -v`), or use fewer DataLoader workers"),
     "exception": Meaning("rank_lost", "crashed", "raised {type}{what}{because}", ""),
     "host_oom": Meaning("rank_lost", "killed", "was killed: the host or its memory limit ran out of memory", "give the job more host memory (--mem, resources.limits.memory), or use fewer DataLoader workers; pinned memory and checkpoints in /dev/shm count, too"),
