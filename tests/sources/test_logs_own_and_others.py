@@ -98,3 +98,27 @@ def test_an_engine_of_another_version_is_one_finding_with_its_advice(tmp_path: P
 )
 def test_credentials_that_expired_have_their_own_advice(tmp_path: Path, error: str) -> None:
     assert "renew" in only(diagnose(tmp_path, raised(1, error))).advice
+
+
+SHORT = "The node was low on resource: memory. Threshold quantity: 1, available: 0."
+POD = f"$ kubectl describe pod sft-worker-4\nName:             sft-worker-4\nNode:             pool-b-k2/10.4.0.9\nStatus:           Failed\nMessage:          {SHORT}\n"
+WORKER = "(TorchTrainer pid=9) - (node_id=a1, ip=10.9.1.{0}, pid=80{0}) world_rank={0}, local_rank=0, node_rank={0}\n"
+DEAD = "(raylet) The node with node id: a1ff and address: 10.9.1.2 and node name: 10.9.1.2 has been marked dead because the detector has missed too many heartbeats from it.\n"
+
+
+def test_the_evicted_pod_and_its_node_have_their_names(tmp_path: Path) -> None:
+    report = diagnose(tmp_path, raised(0, REMOTE) + POD)
+    assert "pod sft-worker-4 was evicted, its node pool-b-k2 was low on memory" in (report.state_text or "")
+
+
+@pytest.mark.parametrize("draining", ["Node 10.9.1.2 is draining: ", ""])
+def test_the_preempted_node_its_rank_and_the_advice_of_its_scheduler(tmp_path: Path, draining: str) -> None:
+    notice = f"(autoscaler +9m1s) {draining}spot instance interruption notice received, deadline in 120 s\n"
+    report = diagnose(tmp_path, "".join(map(WORKER.format, range(4))) + notice + DEAD + raised(1, REMOTE))
+    assert "a preemption of node 10.9.1.2 (rank 2)" in (report.state_text or "")
+    assert "max_failures" in report.notes[0] and "sbatch" not in report.notes[0]
+
+
+def test_a_job_of_slurm_is_requeued_there(tmp_path: Path) -> None:
+    line = "slurmstepd: error: *** JOB 81 ON n4 CANCELLED AT 2031-01-01T00:00:00 DUE TO PREEMPTION ***\n"
+    assert "sbatch --requeue" in diagnose(tmp_path, "step 1 loss 2.0\n" + line).notes[0]

@@ -361,6 +361,8 @@ class Collector:
             slow.keep(out.series.setdefault((name, line.path, who.rank), []), f)
         elif name == "closing" and len(out.closed) < MAX_WRITERS:
             out.closed.add(fields["pid"])
+        elif name == "pod_node" and self._pod and len(out.node_of) < MAX_WRITERS:
+            out.node_of[self._pod] = fields["node"]
         elif name == "nodes_wanted":
             out.nodes_wanted = max(out.nodes_wanted, int(fields["nodes"]))
         elif name == "node_came" and len(out.nodes_came) < MAX_WRITERS:

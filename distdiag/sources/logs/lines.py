@@ -48,6 +48,7 @@ _PIDS = re.compile(
     rb"pid=(?P<pid>\d{1,9})(?:, ip=(?P<ip>[\w.:]{3,60}))?[^)\n]{0,60}\)(?:\x1b\[[\d;]{0,9}m)?(?: ?\[rank ?|[^\n(]{0,40}\b(?:(?:world|global)_rank|rank(?=[=:] ?\d{1,6}[, ]{1,2}(?:local_rank|world_size)))[=:] ?)(?P<of_pid>\d{1,6})\b"
     rb"|\b[Rr]ank[ =:]{0,2}(?P<rank>\d{1,6})\b[^\n\d]{0,20}\b(?:pid|PID)[ =:]{1,2}(?P<after>\d{1,9})"
 )
+_IP_BEFORE = re.compile(rb"\bip=([\w.:]{3,60}), $")  # as Ray Train lists its workers
 _RANKS = re.compile(rb"\[rank[ =]?(\d{1,6})\]")
 
 
@@ -114,8 +115,10 @@ class Bounds:
         for m in _PIDS.finditer(block) if b"pid" in block or b"PID" in block else ():
             rank, pid = int(m["rank"] or m["of_pid"]), int(m["after"] or m["pid"])
             self.pids[pid] = rank if self.pids.get(pid, rank) == rank else -1
-            if m["ip"] and len(self.on_host) < MAX_SHAPES:
-                self.on_host.setdefault(m["ip"].decode(), set()).add(rank)
+            before = _IP_BEFORE.search(block, max(0, m.start() - WRITER_BYTES), m.start())
+            ip = m["ip"] or (before[1] if before else b"")
+            if ip and len(self.on_host) < MAX_SHAPES:
+                self.on_host.setdefault(ip.decode(), set()).add(rank)
 
     def keep(self, block: bytes, raws: Sequence[bytes], all_of_them: bool) -> list[int]:
         """Return the indices of a block's lines to read: those that can matter, unless enough equal ones were read before.

@@ -123,7 +123,7 @@ def judge_logs(
         world_size=_world(found),
         ranks_seen=len(found.ranks),
         findings=tuple(findings),
-        notes=(*advice_on_stop(text or ""), *_notes(found, findings, bool(findings or text))),
+        notes=(*advice_on_stop(text or "", "\n".join(f.text for f in found.facts)), *_notes(found, findings, bool(findings or text))),
         unjudged=None if findings or text or ended else _unjudged(found),
         state_text=text,
     )
@@ -296,15 +296,25 @@ def _stopped(found: Collected) -> str | None:
         or found.named("terminated")
         or found.named("interrupted")
     ):
-        pod = f.fields.get("pod", "")
+        pod = f.fields.get("pod") or (f.who.process if f.name == "evicted" else "")
         rank = found.rank_of.get((pod, ""))
-        return _stop(f, (f"pod {pod}" if pod else "the pod") + (f" (rank {rank})" if rank is not None else ""))
+        node = f.fields.get("node", "")
+        ranks = sorted(found.on_host.get(node, ()))
+        of = f" of node {node}" + (f" ({rank_list(ranks)})" if ranks else "") if node else ""
+        of = f" {found.node_of[pod]}" if pod in found.node_of else of
+        return _stop(f, (f"pod {pod}" if pod else "the pod") + (f" (rank {rank})" if rank is not None else ""), of)
     return None
 
 
-def _stop(f: Fact, pod: str = "the pod") -> str:
-    """Return what a line says of a stop from outside."""
-    fields = {key: value.lower() if key == "why" else value for key, value in f.fields.items()} | {"pod": pod}
+def _stop(f: Fact, pod: str = "the pod", of: str = "") -> str:
+    """Return what a line says of a stop from outside.
+
+    Args:
+        pod: The pod that was stopped.
+        of: The node of it, after `node`; or the node that was taken, as `of node n1 (rank 2)`.
+    """
+    fields = {key: value.lower() if key == "why" else value for key, value in f.fields.items()}
+    fields |= {"pod": pod, "of": of}
     if f.name == "terminated":
         return _stopped_by(fields.get("name") or signal_name(f.number("signal") or 0))
     return f"{STOPPED_BY} {STOPS[f.name].format_map({'why': 'cancelled'} | fields)}"
