@@ -122,3 +122,20 @@ def test_the_preempted_node_its_rank_and_the_advice_of_its_scheduler(tmp_path: P
 def test_a_job_of_slurm_is_requeued_there(tmp_path: Path) -> None:
     line = "slurmstepd: error: *** JOB 81 ON n4 CANCELLED AT 2031-01-01T00:00:00 DUE TO PREEMPTION ***\n"
     assert "sbatch --requeue" in diagnose(tmp_path, "step 1 loss 2.0\n" + line).notes[0]
+
+
+FULL = "$ kubectl describe pod hvd-w-3\n    State:          Terminated\n      Reason:       OOMKilled\n      Exit Code:    137\n"
+DAEMON = "ORTE has lost communication with a remote daemon.\n  HNP daemon   : [[11,0],0] on node hvd-l\n  Remote daemon: [[11,0],2] on node {}\n"
+STALL = "[1,0]<stderr>:Missing ranks:\n[1,0]<stderr>:" + "".join(f"[1,0]<stderr>:{r}: [grads.0]\n" for r in range(2, 9))
+
+
+@pytest.mark.parametrize("text", [STALL + DAEMON.format("hvd-w-3") + FULL, FULL + STALL + DAEMON.format("hvd-w-3")])
+def test_a_node_that_is_a_pod_without_memory_was_lost_by_that(tmp_path: Path, text: str) -> None:
+    f = only(diagnose(tmp_path, text + "command terminated with exit code 137\n"))
+    assert f.message.startswith("hvd-w-3 was killed: the host or its memory limit"), f.message
+    assert "waited for ranks 2–8" in f.message and "timed out" not in f.message
+
+
+def test_another_node_is_still_lost(tmp_path: Path) -> None:
+    messages = [f.message for f in diagnose(tmp_path, DAEMON.format("hvd-w-1") + FULL).findings]
+    assert any("node hvd-w-1 was lost" in message for message in messages), messages

@@ -177,7 +177,7 @@ class Collector:
         if who.loose:
             self._of_launchers = self._of_launchers or _OF_LAUNCHER.search(text) is not None
             who.rank = None if self._of_launchers else who.rank
-        who.process = who.process or self._pod
+        who.process = who.process or (self._pod if who.rank is None else "")
         if (section := _SECTION.search(text)) is not None:
             named = section["r"] or section["of_file"]
             self._section = int(named) if named and "--End" not in text else None
@@ -255,6 +255,7 @@ class Collector:
                     return
         source, until = self._missing
         if source == line.source and self._order <= until and (m := _MISSING.search(text)) is not None:
+            self._missing = source, self._order + lines.LINES_AFTER
             self._add("horovod_stall", Role.WAIT, m.groupdict(), line)
         elif self._last_error == (line.source, self._order):
             self._add("nccl_warning", Role.HINT, {"what": _PREFIXES.sub("", text, count=1)[:200]}, line)

@@ -82,8 +82,9 @@ def of_exits(
     for nth, end in enumerate(ends):
         if id(end) in killed or (_followed(end, explained, waited, bool(memory)) and not _another(end, pids)):
             continue
-        if end.rank is None and _by(end) == "SIGKILL" and ranks_of(memory):
-            continue  # it is the process that the kernel names
+        named_there = ranks_of(memory) or (_of_nobody(end) and any(map(_whose, memory)))
+        if end.rank is None and _by(end) == "SIGKILL" and named_there:
+            continue  # it is the process that the kernel, or the pod that Kubernetes names
         if _of_nobody(end) and not memory and any(before(f, end) for f in before_it):
             continue  # a shell's or launcher's line, after the ranks had failed
         if end.rank is None and (named or (others and _launcher(end) in ("line", "parent"))):

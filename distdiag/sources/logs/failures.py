@@ -18,7 +18,7 @@ from distdiag.sources.logs.meanings import MEANINGS, Meaning
 from distdiag.sources.logs.patterns import Role
 from distdiag.sources.logs.tracebacks import LOST
 from distdiag.sources.logs.waiting import op_name
-from distdiag.terms.untrusted import bounded, is_rank
+from distdiag.terms.untrusted import bounded, is_rank, numbers
 
 # an exception that only reports another one
 _REPORTS_ANOTHER = bounded(
@@ -318,7 +318,7 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     several_hosts = len(found.on_host) > 1 or elsewhere
     if (several_hosts or r.meaning.kind == "gpu") and r.facts[0].name not in _OF_NODE:
         r.hosts = r.hosts or found.host_of(r.ranks)
-    message, advice = _who_failed(r, ranks, of_node, everyone) + r.after + _seen_on(r, found), r.advice
+    message, advice = _who_failed(r, ranks, of_node, everyone) + r.after + _also_known(r, found), r.advice
     if r.facts and r.facts[0].name == "port_in_use" and several:
         advice = meanings.SHARED_PORT
     if others:
@@ -350,8 +350,11 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     )
 
 
-def _seen_on(r: Reason, found: Collected) -> str:
-    """Return on which host some of its ranks ran, if the log shows no other host of them; empty if it shows that of all."""
+def _also_known(r: Reason, found: Collected) -> str:
+    """Return on which host some of its ranks ran, if the log shows no other host of them; of no rank, whom Horovod missed."""
+    stalls = found.named("horovod_stall") if not r.ranks else []
+    if missing := {q for f in stalls for q in numbers(f.fields["ranks"]) if is_rank(q)}:
+        return f"; Horovod's other ranks waited for {rank_list(sorted(missing))}"
     known = {host: ranks & r.ranks for host, ranks in found.on_host.items() if ranks & r.ranks}
     if r.hosts or len(known) != 1 or len(found.on_host) < 2:
         return ""

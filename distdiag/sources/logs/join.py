@@ -94,19 +94,29 @@ def join(found: Collected) -> Collected:
     found.ranks |= {f.rank for f in found.facts if f.rank is not None and is_rank(f.rank)}
     found.ranks |= {r for ranks in found.by_path.values() for r in ranks if is_rank(r)}
     found.ranks |= {r for r in found.rank_of.values() if r is not None} | set(of_file.values())
-    for f in found.named("horovod_stall"):
-        f.rank = None  # its writer did not wait until a timeout: it only reports who is missing
-    full = {f.fields.get("pod") or f.fields.get("host") or f.who.process for f in found.named("host_oom")} - {""}
-    found.facts = [f for f in found.facts if f.name != "node_lost" or f.fields.get("pod", f.fields.get("node")) not in full]
+    _of_full_pods(found)
     found.past += [f for f in found.facts if _of_another_job(f)]
     found.facts = [f for f in found.facts if not _of_another_job(f)]
-    stops = found.named("cancelled", "limit", "terminated", "evicted", "evicted_pod", "preempted")
-    taken = [f for f in found.named("node_lost") if any(_after_stop(f, [stop]) for stop in stops)]
-    for stop in (f for f in stops if f.name == "preempted" and len({x.fields.get("host", x.fields.get("node")) for x in taken}) == 1):
-        stop.fields.setdefault("node", taken[0].fields.get("host", taken[0].fields.get("node", "")))
-    if stops:
+    if stops := found.named("cancelled", "limit", "terminated", "evicted", "evicted_pod", "preempted"):
+        _name_the_preempted(found)
         found.facts = [f for f in found.facts if not _after_stop(f, stops)]
     return found
+
+
+def _of_full_pods(found: Collected) -> None:
+    """Drop that a launcher lost a node, where that node is a pod which ran out of memory: it was lost by that."""
+    for f in found.named("horovod_stall"):
+        f.rank = None  # its writer did not time out: it only reports who is missing
+    full = {f.fields.get("pod") or f.fields.get("host") or f.who.process for f in found.named("host_oom")} - {""}
+    lost = [f for f in found.named("node_lost") if f.fields.get("pod", f.fields.get("node")) in full]
+    found.facts = [f for f in found.facts if f not in lost]
+
+
+def _name_the_preempted(found: Collected) -> None:
+    """Give a preemption without a node the one that was lost by it."""
+    nodes = {f.fields.get("host", f.fields.get("node", "")) for f in found.named("node_lost")} - {""}
+    for stop in found.named("preempted") if len(nodes) == 1 else ():
+        stop.fields.setdefault("node", min(nodes))
 
 
 def _of_communicators(found: Collected) -> None:

@@ -24,7 +24,7 @@ BLOCK_BYTES = 1 << 16
 TRACEBACK = b"Traceback (most recent call last)"
 LINES_AFTER = 3  # a frame of a traceback, its source, its marks, and what was raised
 MAX_LINE_BYTES = 1 << 15  # the rest of a longer line is not read
-STACK, STACK_LINES = b"error stack:", 16  # the calls of MPI, innermost last
+LISTS, LIST_LINES = (b"error stack:", b"Missing ranks:"), 64  # the calls of MPI, innermost last; a line for each rank
 TAIL_BLOCKS = 4  # at the end of a file
 HEAD_BYTES = 1 << 13  # that may show when it was begun
 NEAR_LINES = 200  # after a frame, in which an exception may follow: tracebacks of several ranks are interleaved
@@ -72,7 +72,7 @@ class _Group:
         self.begins = any(needle in BEGINS for needle in needles)  # a traceback, or a frame of one
         self.traceback = TRACEBACK in needles
         self.lines_after = LINES_AFTER if any(needle in HEADS for needle in needles) else 0
-        self.lines_after = STACK_LINES if STACK in needles else self.lines_after
+        self.lines_after = LIST_LINES if not set(needles).isdisjoint(LISTS) else self.lines_after
         self.lines = self.shapes = self.looked_at = 0
 
 

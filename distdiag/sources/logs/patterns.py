@@ -358,6 +358,6 @@ WEAK = frozenset(word.encode() for word in _WEAK)
 BEGINS = frozenset(word.encode() for word in _BEGINS)
 # the next lines belong to it, whatever they contain
 HEADS = (
-    b'File "', b'File \\"', b"Last error:", b"noticed that process rank", b"Missing ranks:", b"traceback :", b"actor_id: ",
+    b'File "', b'File \\"', b"Last error:", b"noticed that process rank", b"traceback :", b"actor_id: ",
     b"stopped sending heartbeats", b"namespace: ",
 )  # fmt: skip
