@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.sources.test_logs import diagnose, only, raised
+from distdiag.sources.logs.verdict import diagnose_logs
+from tests.sources.test_logs import diagnose, only, raised, timeout
 
 REMOTE = "torch.distributed.DistBackendError: NCCL error in: U.hpp:8, remote process exited or there was a network error, NCCL version 2.21.5"
 SYSTEM = "torch.distributed.DistBackendError: NCCL error in: U.hpp:8, unhandled system error, NCCL version 2.21.5"
@@ -21,7 +22,10 @@ STACK = (
     "MPIR_Init_thread(170)...: \nMPID_Init(1500).........: \nMPIDI_NM_init_hook(90)..: \nopen_domain(300)........: \n"
     "match_provider(301).....: OFI fi_getinfo() failed (No data available)\n"
 )
-ABORT = "Abort(9) on node {0} (rank {0} in comm 0): Fatal error in internal_Init_thread: Other MPI error, error stack:\n" + STACK
+ABORT = (
+    "Abort(9) on node {0} (rank {0} in comm 0): Fatal error in internal_Init_thread: Other MPI error, error stack:\n"
+    + STACK
+)
 ENDED = "=   RANK {} PID {} RUNNING AT {}\n=   KILLED BY SIGNAL: 9 (Killed)\n"
 
 
@@ -56,12 +60,14 @@ def test_what_hydra_kills_after_an_abort_follows_from_it(tmp_path: Path) -> None
     assert only(diagnose(tmp_path, ABORT.partition(": ")[2] + ends)).message.startswith("a process aborted MPI")
 
 
-KEYED = "{0}: Traceback (most recent call last):\n{0}:   File \"/j/fit.py\", line 5, in <module>\n{0}: jaxlib.xla_extension.XlaRuntimeError: DEADLINE_EXCEEDED: GetKeyValue() timed out with key: {1} and duration: 5m\n"
+KEYED = '{0}: Traceback (most recent call last):\n{0}:   File "/j/fit.py", line 5, in <module>\n{0}: jaxlib.xla_extension.XlaRuntimeError: DEADLINE_EXCEEDED: GetKeyValue() timed out with key: {1} and duration: 5m\n'
 FALLS = "2: WARNING:2031-01-01 00:00:00,1:jax._src.xla_bridge: An NVIDIA GPU may be present on this machine, but a CUDA-enabled jaxlib is not installed. Falling back to cpu.\n"
 PLUGIN = "2: W0101 JAX plugin jax_rocm60_plugin version 0.5.0 is installed, but it is not compatible with the installed jaxlib version 0.5.1, so it will not be used.\n"
 
 
-@pytest.mark.parametrize(("own", "words"), [("", "did not publish"), (FALLS, "Falling back to cpu"), (PLUGIN, "jax_rocm60_plugin")])
+@pytest.mark.parametrize(
+    ("own", "words"), [("", "did not publish"), (FALLS, "Falling back to cpu"), (PLUGIN, "jax_rocm60_plugin")]
+)
 def test_the_process_that_jax_waits_for_is_suspected(tmp_path: Path, own: str, words: str) -> None:
     waits = "".join(KEYED.format(r, "cuda:global_topology/cuda/2") for r in (0, 1, 3))
     f = only(diagnose(tmp_path, own + waits + KEYED.format(2, "cpu:local_topology/cpu/0")))
@@ -83,7 +89,11 @@ def test_a_process_of_jax_without_an_accelerator_does_not_blame_the_others(tmp_p
 )
 def test_an_engine_of_another_version_is_one_finding_with_its_advice(tmp_path: Path, line: str) -> None:
     end = "RuntimeError: [TensorRT-LLM][ERROR] Assertion failed: Failed to deserialize cuda engine. (/t/a.cpp:1)\n"
-    f = only(diagnose(tmp_path, "".join(f"[rank{r}]: {line}" for r in (0, 1)) + "".join(raised(r, end.strip()) for r in (0, 1))))
+    f = only(
+        diagnose(
+            tmp_path, "".join(f"[rank{r}]: {line}" for r in (0, 1)) + "".join(raised(r, end.strip()) for r in (0, 1))
+        )
+    )
     assert "TensorRT engine: " in f.message and ("Version" in f.message or "version" in f.message), f.message
     assert "build the engine again" in f.advice and {*f.culprits, *f.victims} == {0, 1}
 
@@ -139,3 +149,32 @@ def test_a_node_that_is_a_pod_without_memory_was_lost_by_that(tmp_path: Path, te
 def test_another_node_is_still_lost(tmp_path: Path) -> None:
     messages = [f.message for f in diagnose(tmp_path, DAEMON.format("hvd-w-1") + FULL).findings]
     assert any("node hvd-w-1 was lost" in message for message in messages), messages
+
+
+LINK = "n6: [Thu Jan 16 05:22:{} 2031] mlx5_core 0000:86:00.0 ens3: Link {}\n"
+THREAD = '[rank{0}]: Traceback (most recent call last):\n[rank{0}]:   File "/l/torch/utils/data/_utils/pin_memory.py", line 9, in loop\n[rank{0}]:     do()\n[rank{0}]: RuntimeError: received 0 items of ancdata\n[rank{0}]: OSError: [Errno 24] Too many open files\n'
+
+
+def test_a_port_that_was_lost_again_is_not_only_active_again(tmp_path: Path) -> None:
+    links = LINK.format(11, "down") + LINK.format(15, "up")
+    once = diagnose(tmp_path, links + raised(1, REMOTE))
+    assert any(note.endswith("active again on line 2") for note in once.notes), once.notes
+    twice = diagnose(tmp_path, links + LINK.format(19, "down") + raised(1, REMOTE))
+    assert not any(note.endswith("active again on line 2") for note in twice.notes), twice.notes
+
+
+@pytest.mark.parametrize("ranks", [(3,), (3, 5)])
+def test_the_error_of_the_system_after_an_exception_is_a_part_of_it(tmp_path: Path, ranks: tuple[int, ...]) -> None:
+    f = only(diagnose(tmp_path, "".join(map(THREAD.format, ranks)) + timeout(0) + timeout(1)))
+    assert f.culprits == ranks and "also reported OSError: [Errno 24]" in f.message
+
+
+@pytest.mark.parametrize(("ranks", "words"), [(range(1, 8), "rank 0 reported no timeout"), (range(4, 8), "")])
+def test_the_few_ranks_without_a_timeout_are_named(tmp_path: Path, ranks: range, words: str) -> None:
+    (tmp_path / "dmesg-k8.log").write_text("kernel: NVRM: Xid (PCI:0000:5e:00): 79, GPU has fallen off the bus.\n")
+    (tmp_path / "job.log").write_text("".join(map(timeout, ranks)))
+    report = diagnose_logs([str(tmp_path)])
+    assert report is not None and report.findings[0].kind == "gpu"
+    assert (words in report.findings[0].message) and ("reported no timeout" in report.findings[0].message) == bool(
+        words
+    )

@@ -10,6 +10,7 @@ from pathlib import Path
 from distdiag.guard import TOGETHER, Announce, stored_bytes
 from distdiag.sources.logs import later, lines, slow
 from distdiag.sources.logs.facts import MAX_WRITERS, Collected, Fact, Line, source_of
+from distdiag.sources.logs.join import same_port
 from distdiag.sources.logs.later import Later
 from distdiag.sources.logs.patterns import TABLE, Role
 from distdiag.sources.logs.recorded import MARK, Recorded
@@ -47,6 +48,7 @@ _GOES_ON = (" exited on", "(stopped sending heartbeats):")  # of prterun, jax
 _ACTOR = bounded(r"^\s{1,16}(?P<key>actor_id|pid|ip): \[?(?P<value>[\w.:]{1,60})")
 _OF_ONE_LAUNCH = bounded(r" --(?:master|rdzv)[-_](?:port|endpoint|id)[= ]\S{1,300}")
 _DIGIT = bounded(r"\d+")
+_OF_RUNS = ("command", "restart", "launch", "again", "requeued")
 _STOPS = ("cancelled", "preempted")  # in the order of time; LSF writes its report before the job's output
 # an exception of torch_npu: a line before this one, and the codes of CANN after it
 _NPU_HEAD, _NPU_CODE = bounded(r"\bRankID:\d{1,6}\) ERR\d"), bounded(r"^E[A-Z]\d{4}: ")
@@ -327,7 +329,14 @@ class Collector:
             if who.process:
                 out.is_rank_of((who.process, who.host), rank)
             self._size(rank, int(fields.get("world", "0")[:7]), Writer())
-        elif name == "command":
+        elif name in _OF_RUNS:
+            self._learn_of_run(name, fields, line)
+        else:
+            self._learn_of_node(name, fields, line)
+
+    def _learn_of_run(self, name: str, fields: Mapping[str, str], line: Line) -> None:
+        """Note where another launch, or attempt, begins."""
+        if name == "command":
             before, self._command = self._command, _OF_ONE_LAUNCH.sub("", fields["command"])
             if before == self._command:  # of another node, it would differ
                 self._next_run(launch=True)
@@ -338,15 +347,13 @@ class Collector:
         elif name == "requeued" and self._stopped == (line.path, self._run):
             self.later.restarts[line.path] = line.number
             self._next_run(launch=True)
-        else:
-            self._learn_of_node(name, fields, line)
 
     def _learn_of_node(self, name: str, fields: Mapping[str, str], line: Line) -> None:
         """Take what a line of a launcher or the driver says about a node, its ports, its ranks, their speed, the first node's address."""
         out, who = self.result, line.who
         if name == "port_active":
-            back = Fact(name, Role.FACT, {}, who, line.path, line.number, self._order, at=who.at)
-            for f in (f for f in out.named("port_error") if _same_port(f, fields, line)):
+            back = Fact(name, Role.FACT, dict(fields), who, line.path, line.number, self._order, at=who.at)
+            for f in (f for f in out.named("port_error") if same_port(f, back)):
                 f.back = f.back or back
         elif name == "storage_back":
             out.facts = [
@@ -391,12 +398,6 @@ class Collector:
         if who.process and len(out.in_world) < MAX_WRITERS:
             key = who.process, who.host, who.pid
             out.in_world[key] = max((world, rank), out.in_world.get(key, (0, 0)), key=itemgetter(0))
-
-
-def _same_port(f: Fact, fields: Mapping[str, str], line: Line) -> bool:
-    """True if a line says that the port of an error before it is active again."""
-    of = (f.path, f.who.host, f.who.process, f.fields.get("dev"))
-    return of == (line.path, line.who.host, line.who.process, fields.get("dev"))
 
 
 def _mentioned(before: str, role: Role) -> bool:

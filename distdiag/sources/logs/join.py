@@ -256,6 +256,12 @@ def before(a: Fact, b: Fact) -> bool | None:
     return a.order < b.order if a.path == b.path else None
 
 
+def same_port(a: Fact, b: Fact) -> bool:
+    """True if one process, or kernel, wrote two lines on one port into one file."""
+    one, other = ((f.path, f.who.host, f.who.process, f.fields.get("dev")) for f in (a, b))
+    return one == other
+
+
 def active_again(f: Fact, ends: Iterable[Fact]) -> bool:
     """True if a port was active again, and no other failure is shown between that and its loss: the job had not ended by it."""
     return f.back is not None and not any(_between(f, end, f.back) for end in ends if end.name != f.name)
