@@ -10,6 +10,7 @@ from pathlib import Path
 from distdiag.guard import TOGETHER, Announce, stored_bytes
 from distdiag.sources.logs import later, lines, slow
 from distdiag.sources.logs.facts import MAX_WRITERS, Collected, Fact, Line, source_of
+from distdiag.sources.logs.join import same_port
 from distdiag.sources.logs.later import Later
 from distdiag.sources.logs.patterns import TABLE, Role
 from distdiag.sources.logs.recorded import MARK, Recorded
@@ -45,7 +46,9 @@ _STATE_LINES = 5
 _GOES_ON = (" exited on", "(stopped sending heartbeats):")  # of prterun, jax
 # how Ray describes an actor that died, before it says how
 _ACTOR = bounded(r"^\s{1,16}(?P<key>actor_id|pid|ip): \[?(?P<value>[\w.:]{1,60})")
+_OF_ONE_LAUNCH = bounded(r" --(?:master|rdzv)[-_](?:port|endpoint|id)[= ]\S{1,300}")
 _DIGIT = bounded(r"\d+")
+_OF_RUNS = ("command", "restart", "launch", "again", "requeued")
 _STOPS = ("cancelled", "preempted")  # in the order of time; LSF writes its report before the job's output
 # an exception of torch_npu: a line before this one, and the codes of CANN after it
 _NPU_HEAD, _NPU_CODE = bounded(r"\bRankID:\d{1,6}\) ERR\d"), bounded(r"^E[A-Z]\d{4}: ")
@@ -71,6 +74,7 @@ class Collector:
         self._run = (0, 0)
         self._stopped: tuple[Path, tuple[int, int]] | None = None  # the last run that a scheduler stopped
         self._order = 0
+        self._command = ""  # by which a shell started the job, without what is another one for each launch
         self._begun = ""  # of a message that the next line continues
         self._of_npu: tuple[int | None, int] = None, 0  # the rank of an exception that the next line continues
         self._last_error: tuple[tuple[object, ...], int] | None = None  # whose line, and which, is NCCL's reason
@@ -121,7 +125,7 @@ class Collector:
             if path in out.recorded:
                 out.recorded[path].flush()
             self._times.clear()
-            self._section, self._pod, self._earlier, self._actor = None, "", 0, {}
+            self._section, self._pod, self._earlier, self._actor, self._command = None, "", 0, {}, ""
             self._of_npu = None, 0
             self._run = (0, 0)
         for fact in out.named("timeout"):
@@ -175,7 +179,7 @@ class Collector:
         if who.loose:
             self._of_launchers = self._of_launchers or _OF_LAUNCHER.search(text) is not None
             who.rank = None if self._of_launchers else who.rank
-        who.process = who.process or self._pod
+        who.process = who.process or (self._pod if who.rank is None else "")
         if (section := _SECTION.search(text)) is not None:
             named = section["r"] or section["of_file"]
             self._section = int(named) if named and "--End" not in text else None
@@ -253,6 +257,7 @@ class Collector:
                     return
         source, until = self._missing
         if source == line.source and self._order <= until and (m := _MISSING.search(text)) is not None:
+            self._missing = source, self._order + lines.LINES_AFTER
             self._add("horovod_stall", Role.WAIT, m.groupdict(), line)
         elif self._last_error == (line.source, self._order):
             self._add("nccl_warning", Role.HINT, {"what": _PREFIXES.sub("", text, count=1)[:200]}, line)
@@ -324,6 +329,17 @@ class Collector:
             if who.process:
                 out.is_rank_of((who.process, who.host), rank)
             self._size(rank, int(fields.get("world", "0")[:7]), Writer())
+        elif name in _OF_RUNS:
+            self._learn_of_run(name, fields, line)
+        else:
+            self._learn_of_node(name, fields, line)
+
+    def _learn_of_run(self, name: str, fields: Mapping[str, str], line: Line) -> None:
+        """Note where another launch, or attempt, begins."""
+        if name == "command":
+            before, self._command = self._command, _OF_ONE_LAUNCH.sub("", fields["command"])
+            if before == self._command:  # of another node, it would differ
+                self._next_run(launch=True)
         elif name in ("restart", "launch", "again"):
             self.later.restarts[line.path] = line.number
             if name != "again":
@@ -331,15 +347,13 @@ class Collector:
         elif name == "requeued" and self._stopped == (line.path, self._run):
             self.later.restarts[line.path] = line.number
             self._next_run(launch=True)
-        else:
-            self._learn_of_node(name, fields, line)
 
     def _learn_of_node(self, name: str, fields: Mapping[str, str], line: Line) -> None:
         """Take what a line of a launcher or the driver says about a node, its ports, its ranks, their speed, the first node's address."""
         out, who = self.result, line.who
         if name == "port_active":
-            back = Fact(name, Role.FACT, {}, who, line.path, line.number, self._order, at=who.at)
-            for f in (f for f in out.named("port_error") if _same_port(f, fields, line)):
+            back = Fact(name, Role.FACT, dict(fields), who, line.path, line.number, self._order, at=who.at)
+            for f in (f for f in out.named("port_error") if same_port(f, back)):
                 f.back = f.back or back
         elif name == "storage_back":
             out.facts = [
@@ -355,6 +369,8 @@ class Collector:
             slow.keep(out.series.setdefault((name, line.path, who.rank), []), f)
         elif name == "closing" and len(out.closed) < MAX_WRITERS:
             out.closed.add(fields["pid"])
+        elif name == "pod_node" and self._pod and len(out.node_of) < MAX_WRITERS:
+            out.node_of[self._pod] = fields["node"]
         elif name == "nodes_wanted":
             out.nodes_wanted = max(out.nodes_wanted, int(fields["nodes"]))
         elif name == "node_came" and len(out.nodes_came) < MAX_WRITERS:
@@ -382,12 +398,6 @@ class Collector:
         if who.process and len(out.in_world) < MAX_WRITERS:
             key = who.process, who.host, who.pid
             out.in_world[key] = max((world, rank), out.in_world.get(key, (0, 0)), key=itemgetter(0))
-
-
-def _same_port(f: Fact, fields: Mapping[str, str], line: Line) -> bool:
-    """True if a line says that the port of an error before it is active again."""
-    of = (f.path, f.who.host, f.who.process, f.fields.get("dev"))
-    return of == (line.path, line.who.host, line.who.process, fields.get("dev"))
 
 
 def _mentioned(before: str, role: Role) -> bool:

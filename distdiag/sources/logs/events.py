@@ -42,6 +42,7 @@ def merged(reasons: list[Reason], found: Collected) -> list[Reason]:
         _of_all(r, found)
         _of_system(r, reported)
         _of_rerun(r, found.named("rerun"))
+    reasons = [r for r in reasons if not _is_part(r, reasons)]
     reasons = _of_devices(_without_repeats(_of_one_remedy(_of_thread(reasons))))
     for r in reasons:
         _of_port(r, found)
@@ -68,15 +69,21 @@ def _of_memory(r: Reason, memory: list[Fact]) -> None:
 
 def _of_system(r: Reason, reported: Mapping[tuple[object, ...], Fact]) -> None:
     """Add the system's error that a known process printed right after the exception by which it ended."""
-    for f in r.facts:
-        if f.name != "exception" or not f.uncaught or process(f)[0] == "file":
-            continue
-        lines = range(f.line + 1, f.line + 1 + NEXT_LINES)
-        if found := next((e for line in lines if (e := reported.get((f.path, process(f), line))) is not None), None):
-            r.after += f"; it also reported {found.fields['type']}: {shortened(found.fields['what'], 120)}"
-            r.advice = remedy(found.text, r.advice) if r.advice in GENERAL else r.advice
-            r.facts.append(found)
-            return
+    own = [f for f in r.facts if f.name == "exception" and "[Errno " not in f.text and process(f)[0] != "file"]
+    keys = [(f.path, process(f), line) for f in own for line in range(f.line + 1, f.line + 1 + NEXT_LINES)]
+    if found := [reported[key] for key in keys if key in reported]:
+        first = found[0]
+        r.after += f"; it also reported {first.fields['type']}: {shortened(first.fields['what'], 120)}"
+        r.advice = remedy(first.text, r.advice) if r.advice in GENERAL else r.advice
+        r.facts += found
+
+
+def _is_part(r: Reason, reasons: list[Reason]) -> bool:
+    """True if all that a reason has is the system's error of another one."""
+    return any(
+        q is not r and len(q.facts) > len(r.facts) and all(any(f is own for own in q.facts) for f in r.facts)
+        for q in reasons
+    )
 
 
 def _of_rerun(r: Reason, reruns: list[Fact]) -> None:

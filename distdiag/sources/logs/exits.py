@@ -82,8 +82,9 @@ def of_exits(
     for nth, end in enumerate(ends):
         if id(end) in killed or (_followed(end, explained, waited, bool(memory)) and not _another(end, pids)):
             continue
-        if end.rank is None and _by(end) == "SIGKILL" and ranks_of(memory):
-            continue  # it is the process that the kernel names
+        named_there = ranks_of(memory) or (_of_nobody(end) and any(map(_whose, memory)))
+        if end.rank is None and _by(end) == "SIGKILL" and named_there:
+            continue  # it is the process that the kernel, or the pod that Kubernetes names
         if _of_nobody(end) and not memory and any(before(f, end) for f in before_it):
             continue  # a shell's or launcher's line, after the ranks had failed
         if end.rank is None and (named or (others and _launcher(end) in ("line", "parent"))):
@@ -179,14 +180,15 @@ def _killed_by_launcher(ends: list[Fact], memory: bool) -> list[Fact]:
     """Return the processes that a launcher killed because another had failed before.
 
     A process with a fault in native code failed by itself; unless memory ran out, the others were killed after it. So were those
-    that Hydra reports with one that ended in another way: it kills the rest of its job at once.
+    that Hydra reports with one that ended in another way, or aborted MPI: it kills the rest of its job at once.
     """
     fault = not memory and any(_by(end) in _FAULTS for end in ends)
     at = sorted((end.who.at for end in ends if end.who.at and _by(end) not in _SENT), reverse=True)
     first_s = dict(at)  # by clock
     failed = (end for end in ends if _launcher(end) == "srun" and _by(end) not in ("SIGKILL", "SIGTERM"))
     first = min((end.order for end in failed), default=MAX_INT)
-    hydra = not memory and any(_launcher(end) == "mpirun" and _by(end) not in ("SIGKILL", "SIGTERM") for end in ends)
+    own = (end for end in ends if _launcher(end) == "mpi" or _by(end) not in ("SIGKILL", "SIGTERM"))
+    hydra = not memory and any(_launcher(end) in ("mpi", "mpirun") for end in own)
     killed = [end for end in ends if _by(end) == "SIGKILL"]
     return [
         end

@@ -126,6 +126,7 @@ class Collected:
     nodes_wanted: int = 0  # by torchrun's rendezvous, at least
     nodes_came: set[str] = field(default_factory=set)  # that tried to join it
     interfaces: dict[str, tuple[str, str]] = field(default_factory=dict)  # (name, address) that NCCL uses on a host
+    node_of: dict[str, str] = field(default_factory=dict)  # of a pod that kubectl describes
     joined: set[int] = field(default_factory=set)  # ranks that have joined the job's store
     series: dict[tuple[str, Path, int | None], list[Fact]] = field(default_factory=dict)  # how fast the ranks are
     steps: bool = False  # lines show progress

@@ -13,27 +13,19 @@ from distdiag.diagnosis.text.phrases import at, shortened
 from distdiag.sources.logs import meanings
 from distdiag.sources.logs.build import ENDED, Fields, finding, library, some
 from distdiag.sources.logs.facts import Collected, Fact
-from distdiag.sources.logs.join import OWN, before, earlier, first_waits, process
+from distdiag.sources.logs.gpu_memory import memory_of_others
+from distdiag.sources.logs.join import OWN, absent_ranks, before, earlier, first_waits, process
 from distdiag.sources.logs.meanings import MEANINGS, Meaning
 from distdiag.sources.logs.patterns import Role
 from distdiag.sources.logs.tracebacks import LOST
 from distdiag.sources.logs.waiting import op_name
-from distdiag.terms.untrusted import bounded, is_rank
+from distdiag.terms.untrusted import bounded, is_rank, numbers
 
 # an exception that only reports another one
 _REPORTS_ANOTHER = bounded(
     r"torch_extensions/.{0,200}cannot open shared object|at least one rank that exhausted|[Rr]oot cause|Worker failed with error|[Ss]ee (?:the )?(?:stack trace|logs? |error)|in a background process|previous error|sub-exception|Caught \w+ in DataLoader worker|\b5\d\d Server Error"
 )
-_SIZE = r"(\d{1,9}(?:\.\d{1,4})?) (GiB|MiB|KiB|bytes)"
-_MEMORY = bounded(rf"Process (\d{{1,9}}) has {_SIZE} memory in use")
-# of the GPU, and of what this process itself has there; torch leaves out "this process has" in a container, whose pids are others
-_USED = bounded(rf"capacity of {_SIZE} of which {_SIZE} is free")
-_OWN = bounded(rf"memory {_SIZE} is allocated by PyTorch(?:.{{0,120}}?{_SIZE} is reserved by PyTorch)?")
-_TRIED = bounded(rf"Tried to allocate {_SIZE}")
-_GIB = {"GiB": 1.0, "MiB": 1 / 1024, "KiB": 1 / 1024**2, "bytes": 1 / 1024**3}
-ALIKE_GIB = (
-    2.0  # most that a process holds beside PyTorch's memory: two whose sizes are closer may be taken for each other
-)
+FEW_OF = 4  # nearly all other ranks: so many for each that reported nothing
 _NUMBER = bounded(r"0x[0-9a-f]+|\d+")
 # of the program or its settings, if all ranks have it
 _OF_ALL = (MEANINGS["exception"], MEANINGS["usage"], MEANINGS["port_in_use"])
@@ -158,13 +150,15 @@ def _without_reports(reasons: list[Reason]) -> list[Reason]:
 
 
 def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, found: Collected) -> None:
-    text, others = text_of(f, meaning), _memory_of_others(f) if f.name == "cuda_oom" else _raised_next(f)
+    text, others = text_of(f, meaning), memory_of_others(f) if f.name == "cuda_oom" else _raised_next(f)
     place = f"{f.site.file}:{f.site.line}" if f.site is not None and f.name == "exception" else ""
     key = (f.name, _NUMBER.sub("#", text + others) + place)
     if pci := f.fields.get("pci"):  # all that the driver reports of one device is one event
         key = ("gpu", f"{f.path} {pci.rpartition('.')[0] or pci}")
     if f.name in ("hip_error", "host_fault"):  # the driver, HSA and HIP report one fault, and so does a kernel
         key = (f.name, f.who.host if f.name == "host_fault" else "")
+    if f.name == "engine_file":  # the runtime and the server report one failure
+        key = (f.name, "")
     if f.name == "port_error" and f.who.host:  # the kernel and NCCL name one port by two names
         key = (f.name, f.who.host)
     r = reasons.setdefault(key, Reason(meaning, text, meaning.advice, f.order, after=others))
@@ -184,6 +178,8 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, foun
     name = f"node {f.fields.get('host', node)}" if node else f"the node of pod {pod}" if pod else name
     if meaning.kind == "gpu" and f.who.host:
         r.hosts |= {f.who.host} if f.rank is not None else set()
+    if f.name == "nccl_host" and f.who.host:
+        r.hosts |= {f.who.host}
     if f.file and not f.who.host:
         name = f"{name or meaning.subject} of {f.file}"
     again = _has_process(r, f)
@@ -198,7 +194,7 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, foun
         r.advice = meanings.OF_PROGRAM if xid in meanings.PROGRAM_XIDS else meanings.XIDS.get(xid, r.advice)
     elif f.name == "cuda_oom":
         r.advice = meanings.FULL_GPUS[any(x.engine for x in r.facts), bool(others)]
-    elif f.name in ("cuda_error", "fatal") and r.advice == meaning.advice:
+    elif f.name in ("cuda_error", "fatal", "nccl_host") and r.advice == meaning.advice:
         r.advice = remedy(f"{f.text} {text}", r.advice)  # one of its lines may say more than the others
 
 
@@ -241,46 +237,6 @@ def _raised_next(f: Fact) -> str:
     return f"; while handling that, it raised {shortened(f.fields['then'], 120)}" if "then" in f.fields else ""
 
 
-def _gib(size: Sequence[str]) -> float:
-    return float(size[0]) * _GIB[size[1]]
-
-
-def _memory_of_others(f: Fact) -> str:
-    """Return what another process holds of the full GPU, by the message; empty if none does, or too little to matter."""
-    what = f.fields.get("what", "")
-    held = {pid: _gib(size) for pid, *size in _MEMORY.findall(what)}
-    others, sure = held, True
-    if str(f.who.pid) in held:
-        others = {pid: gib for pid, gib in held.items() if pid != str(f.who.pid)}
-    elif "this process has" not in what:
-        others, sure = _without_own(held, what)
-    if not others:
-        return ""
-    pid = max(others, key=others.__getitem__)
-    tried, used = _TRIED.search(what), _USED.search(what)
-    if tried is not None and others[pid] + (_gib(used.groups()[2:]) if used else 0.0) < _gib(tried.groups()):
-        return ""  # without it, the memory would not suffice either
-    who, about = (f"process {pid}", "") if sure else ("another process", "about ")
-    return f": {who}, which is not this rank, holds {about}{others[pid]:.3g} GiB of that GPU"
-
-
-def _without_own(held: dict[str, float], what: str) -> tuple[dict[str, float], bool]:
-    """Return (the other processes, whether these are surely others), where the message gives this process as any other.
-
-    Its own is the one that holds just more than PyTorch has allocated and reserved there; it may be missing in the message.
-    """
-    used, own = _USED.search(what), _OWN.search(what)
-    if own is None:
-        return {}, False
-    mine = _gib(own.groups()[:2]) + (_gib(own.groups()[2:]) if own[3] else 0.0)
-    rest = _gib(used.groups()[:2]) - _gib(used.groups()[2:]) - sum(held.values()) if used else 0.0
-    fitting = sorted((gib, pid) for pid, gib in [*held.items(), ("", rest)] if gib >= mine - 0.02)  # they are rounded
-    if not fitting:
-        return {}, False
-    sure = len(fitting) == 1 or fitting[1][0] - fitting[0][0] >= ALIKE_GIB
-    return {pid: gib for pid, gib in held.items() if pid != fitting[0][1]}, sure
-
-
 # -- findings --------------------------------------------------------------------------------------------------------
 
 
@@ -314,13 +270,14 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     several_hosts = len(found.on_host) > 1 or elsewhere
     if (several_hosts or r.meaning.kind == "gpu") and r.facts[0].name not in _OF_NODE:
         r.hosts = r.hosts or found.host_of(r.ranks)
-    message, advice = _who_failed(r, ranks, of_node, everyone) + r.after, r.advice
+    message, advice = _who_failed(r, ranks, of_node, everyone) + r.after + _also_known(r, found), r.advice
     if r.facts and r.facts[0].name == "port_in_use" and several:
         advice = meanings.SHARED_PORT
     if others:
         waits = [waited[q] for q in others]
         after = all(before(f, wait) for f in r.facts[:1] for wait in waits)
         message += f"; {rank_list(others)} {'then ' if after else ''}{_in_what(waits)}"
+        message += _silent(found, others, waits) if not ranks else ""
     if in_collective and advice in meanings.GENERAL:
         advice = meanings.IN_COLLECTIVE
     nodes = {f.who.label for f in r.facts} if of_node else set()
@@ -344,6 +301,24 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
         and not (doubtful or of_node or in_collective or unordered or r.inferred or any(f.inferred for f in r.facts)),
         cost="may have ended the job, but there is progress that may be later" if doubtful else ENDED,
     )
+
+
+def _silent(found: Collected, waiting: Sequence[int], waits: Sequence[Fact]) -> str:
+    """Return which few ranks reported no timeout where all others did; empty if these are many, or the others did not time out."""
+    absent = absent_ranks(found, waiting) if all(f.role is Role.WAIT for f in waits) else ()
+    return f"; {rank_list(absent)} reported no timeout" if 0 < FEW_OF * len(absent) <= len(waiting) else ""
+
+
+def _also_known(r: Reason, found: Collected) -> str:
+    """Return on which host some of its ranks ran, if the log shows no other host of them; of no rank, whom Horovod missed."""
+    stalls = found.named("horovod_stall") if not r.ranks else []
+    if missing := {q for f in stalls for q in numbers(f.fields["ranks"]) if is_rank(q)}:
+        return f"; Horovod's other ranks waited for {rank_list(sorted(missing))}"
+    known = {host: ranks & r.ranks for host, ranks in found.on_host.items() if ranks & r.ranks}
+    if r.hosts or len(known) != 1 or len(found.on_host) < 2:
+        return ""
+    [(host, ranks)] = known.items()
+    return f"; {rank_list(sorted(ranks))} ran on {host}" if ranks < r.ranks else ""
 
 
 def _in_what(waits: list[Fact]) -> str:

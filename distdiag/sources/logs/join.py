@@ -23,7 +23,7 @@ LATER_S = 2.0  # the clocks of hosts differ by less
 WAITED = (Role.WAIT, Role.VICTIM)
 # failures of the device, of the launch or of the host's memory: never a consequence of another failure
 OWN = (
-    "xid", "sxid", "host_fault", "gpu_init", "amd_fault", "device_ecc", "device_fault", "node_lost", "ecc", "device_lost", "shm_full", "port_error", "duplicate_gpu", "rank_twice", "host_oom", "npu_busy",
+    "xid", "sxid", "host_fault", "gpu_init", "amd_fault", "device_ecc", "device_fault", "node_lost", "ecc", "device_lost", "shm_full", "nccl_host", "port_error", "duplicate_gpu", "rank_twice", "host_oom", "npu_busy",
 )  # fmt: skip
 # what the kernel or the host reports, whichever job it hits
 OF_NODES = (
@@ -94,12 +94,29 @@ def join(found: Collected) -> Collected:
     found.ranks |= {f.rank for f in found.facts if f.rank is not None and is_rank(f.rank)}
     found.ranks |= {r for ranks in found.by_path.values() for r in ranks if is_rank(r)}
     found.ranks |= {r for r in found.rank_of.values() if r is not None} | set(of_file.values())
+    _of_full_pods(found)
     found.past += [f for f in found.facts if _of_another_job(f)]
     found.facts = [f for f in found.facts if not _of_another_job(f)]
-    stops = found.named("cancelled", "limit", "terminated", "evicted", "evicted_pod", "preempted")
-    if stops:
+    if stops := found.named("cancelled", "limit", "terminated", "evicted", "evicted_pod", "preempted"):
+        _name_the_preempted(found)
         found.facts = [f for f in found.facts if not _after_stop(f, stops)]
     return found
+
+
+def _of_full_pods(found: Collected) -> None:
+    """Drop that a launcher lost a node, where that node is a pod which ran out of memory: it was lost by that."""
+    for f in found.named("horovod_stall"):
+        f.rank = None  # its writer did not time out: it only reports who is missing
+    full = {f.fields.get("pod") or f.fields.get("host") or f.who.process for f in found.named("host_oom")} - {""}
+    lost = [f for f in found.named("node_lost") if f.fields.get("pod", f.fields.get("node")) in full]
+    found.facts = [f for f in found.facts if f not in lost]
+
+
+def _name_the_preempted(found: Collected) -> None:
+    """Give a preemption without a node the one that was lost by it."""
+    nodes = {f.fields.get("host", f.fields.get("node", "")) for f in found.named("node_lost")} - {""}
+    for stop in found.named("preempted") if len(nodes) == 1 else ():
+        stop.fields.setdefault("node", min(nodes))
 
 
 def _of_communicators(found: Collected) -> None:
@@ -237,6 +254,12 @@ def before(a: Fact, b: Fact) -> bool | None:
     if earlier(b, a):
         return False
     return a.order < b.order if a.path == b.path else None
+
+
+def same_port(a: Fact, b: Fact) -> bool:
+    """True if one process, or kernel, wrote two lines on one port into one file."""
+    one, other = ((f.path, f.who.host, f.who.process, f.fields.get("dev")) for f in (a, b))
+    return one == other
 
 
 def active_again(f: Fact, ends: Iterable[Fact]) -> bool:

@@ -24,6 +24,7 @@ BLOCK_BYTES = 1 << 16
 TRACEBACK = b"Traceback (most recent call last)"
 LINES_AFTER = 3  # a frame of a traceback, its source, its marks, and what was raised
 MAX_LINE_BYTES = 1 << 15  # the rest of a longer line is not read
+LISTS, LIST_LINES = (b"error stack:", b"Missing ranks:"), 64  # the calls of MPI, innermost last; a line for each rank
 TAIL_BLOCKS = 4  # at the end of a file
 HEAD_BYTES = 1 << 13  # that may show when it was begun
 NEAR_LINES = 200  # after a frame, in which an exception may follow: tracebacks of several ranks are interleaved
@@ -47,6 +48,7 @@ _PIDS = re.compile(
     rb"pid=(?P<pid>\d{1,9})(?:, ip=(?P<ip>[\w.:]{3,60}))?[^)\n]{0,60}\)(?:\x1b\[[\d;]{0,9}m)?(?: ?\[rank ?|[^\n(]{0,40}\b(?:(?:world|global)_rank|rank(?=[=:] ?\d{1,6}[, ]{1,2}(?:local_rank|world_size)))[=:] ?)(?P<of_pid>\d{1,6})\b"
     rb"|\b[Rr]ank[ =:]{0,2}(?P<rank>\d{1,6})\b[^\n\d]{0,20}\b(?:pid|PID)[ =:]{1,2}(?P<after>\d{1,9})"
 )
+_IP_BEFORE = re.compile(rb"\bip=([\w.:]{3,60}), $")  # as Ray Train lists its workers
 _RANKS = re.compile(rb"\[rank[ =]?(\d{1,6})\]")
 
 
@@ -70,6 +72,7 @@ class _Group:
         self.begins = any(needle in BEGINS for needle in needles)  # a traceback, or a frame of one
         self.traceback = TRACEBACK in needles
         self.lines_after = LINES_AFTER if any(needle in HEADS for needle in needles) else 0
+        self.lines_after = LIST_LINES if not set(needles).isdisjoint(LISTS) else self.lines_after
         self.lines = self.shapes = self.looked_at = 0
 
 
@@ -112,8 +115,10 @@ class Bounds:
         for m in _PIDS.finditer(block) if b"pid" in block or b"PID" in block else ():
             rank, pid = int(m["rank"] or m["of_pid"]), int(m["after"] or m["pid"])
             self.pids[pid] = rank if self.pids.get(pid, rank) == rank else -1
-            if m["ip"] and len(self.on_host) < MAX_SHAPES:
-                self.on_host.setdefault(m["ip"].decode(), set()).add(rank)
+            before = _IP_BEFORE.search(block, max(0, m.start() - WRITER_BYTES), m.start())
+            ip = m["ip"] or (before[1] if before else b"")
+            if ip and len(self.on_host) < MAX_SHAPES:
+                self.on_host.setdefault(ip.decode(), set()).add(rank)
 
     def keep(self, block: bytes, raws: Sequence[bytes], all_of_them: bool) -> list[int]:
         """Return the indices of a block's lines to read: those that can matter, unless enough equal ones were read before.

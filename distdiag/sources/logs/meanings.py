@@ -45,6 +45,7 @@ MEANINGS: Mapping[str, Meaning] = MappingProxyType({
     "ecc": Meaning("gpu", "ecc", "has a GPU with an uncorrectable memory error (ECC)", "it is the hardware: take the node out, reset or replace the GPU; `nvidia-smi -q -d ECC`"),
     "xid": Meaning("gpu", "xid", "has a GPU with Xid {xid} at PCI {pci}{text}", "look the Xid up in NVIDIA's list; 48, 63, 64, 74, 79, 94, 95 are hardware: take the node out"),
     "device_lost": Meaning("gpu", "lost", "has a GPU that fell off the bus", "it is the hardware: take the node out, reseat or replace the GPU"),
+    "nccl_host": Meaning("rank_lost", "crashed", "failed in NCCL by an error of the host itself: {what}", "see the limits of the job there (`ulimit -a`) and `dmesg -T`: a call to the system or to the RDMA driver failed, not a connection"),
     "shm_full": Meaning("rank_lost", "crashed", "found /dev/shm full", FULL_SHM),
     "loader_killed": Meaning("rank_lost", "crashed", "lost a DataLoader worker (signal: {signal})", "if it was killed for memory (`dmesg -T | grep -i oom`), use fewer workers or less prefetch"),
     "port_in_use": Meaning("rank_lost", "crashed", "could not listen: {port} is in use", TAKEN_PORT),
@@ -64,6 +65,7 @@ MEANINGS: Mapping[str, Meaning] = MappingProxyType({
     "nan_loss": Meaning("nonfinite", "loss", "found a result that is not finite in iteration {step} ({what})", NOT_FINITE),
     "host_fault": Meaning("rank_lost", "silent", "was lost with all its processes: {what}", "it is the host, most often its hardware (memory, CPU): take the node out; see its console and `ipmitool sel list`, `ras-mc-ctl --errors`"),
     "port_error": Meaning("rank_lost", "silent", "lost a port of the network: {what}", "see that host's `ibstat`, `dmesg -T` and the switch: cable, transceiver or port; NCCL survives only an outage that is shorter than its retries (NCCL_IB_TIMEOUT, NCCL_IB_RETRY_CNT)"),
+    "engine_file": Meaning("rank_lost", "crashed", "could not load a TensorRT engine: {what}", "build the engine again with the TensorRT (TensorRT-LLM) of the image that serves it, on the same kind of GPU; or serve it with the image that built it"),
     "bad_alloc": Meaning("rank_lost", "crashed", "could not get host memory (std::bad_alloc)", "give the job more host memory (--mem, resources.limits.memory, `ulimit -v`), or use fewer DataLoader workers"),
     "exception": Meaning("rank_lost", "crashed", "raised {type}{what}{because}", ""),
     "host_oom": Meaning("rank_lost", "killed", "was killed: the host or its memory limit ran out of memory", "give the job more host memory (--mem, resources.limits.memory), or use fewer DataLoader workers; pinned memory and checkpoints in /dev/shm count, too"),
@@ -105,9 +107,9 @@ OF_PROGRAM = "such an Xid is most often a fault of the program (a kernel reads o
 # what stopped the job from outside
 STOPS: Mapping[str, str] = MappingProxyType({
     "cancelled": "Slurm on {host} at {when}: {why}",
-    "evicted": "Kubernetes: {pod} was evicted, its node was low on {what}",
+    "evicted": "Kubernetes: {pod} was evicted, its node{of} was low on {what}",
     "evicted_pod": "Kubernetes: {pod} was evicted: {what}",
-    "preempted": "a preemption ({what})",
+    "preempted": "a preemption{of} ({what})",
     "limit": "the scheduler: {what}",
     "SIGINT": "Ctrl-C (SIGINT)",
     "SIGHUP": "SIGHUP: its terminal or ssh session was closed; start it with nohup, in tmux or by the scheduler",
@@ -118,7 +120,7 @@ _AFTER_STOP = (
     (bounded(r"over memory limit|h_vmem"), "give the job more host memory (request_memory, h_vmem), or use fewer DataLoader workers"),
     (bounded(r"RUNLIMIT"), "give the job more time (bsub -W), or save a checkpoint before the limit (bsub -wa USR1 -wt 2 sends that signal two minutes before it) and submit it again"),
     (bounded(r"(?<!LSF run )time limit|[Dd]eadline|walltime|h_rt"), "give the job more time (--time, activeDeadlineSeconds), or save a checkpoint before the limit (sbatch --signal=USR1@120) and requeue it"),
-    (bounded(r"preempt|PREEMPT|interruption"), "a preempted job is not faulty: requeue it (sbatch --requeue), and let it resume from its newest checkpoint"),
+    (bounded(r"preempt|PREEMPT|interruption"), "a preempted job is not faulty: {again}, and let it resume from its newest checkpoint"),
     (bounded(r"was low on|exceeds the (?:total )?limit"), "give the pods a request and a limit of what ran out (resources.requests), or use less of it: caches and checkpoints on a volume"),
 )  # fmt: skip
 KILLED = "the kernel kills for memory: `dmesg -T | grep -i oom`, memory.events of the cgroup; else a person or the scheduler did"
@@ -164,6 +166,16 @@ IB_STATUS: Mapping[str, str] = MappingProxyType({
 LOCAL = ("1", "2", "4")  # of these: errors of the host that reports them
 
 
-def advice_on_stop(text: str) -> list[str]:
-    """Return what to do after something outside stopped the job, by what the log says of it."""
-    return [advice for regex, advice in _AFTER_STOP if regex.search(text)]
+# by whose lines the log has: how it starts a job again
+_AGAIN = (
+    (bounded(r"\bSlurm\b|slurmstepd|\bsrun: "), "requeue it (sbatch --requeue)"),
+    (bounded(r"\b[Rr]aylet\b|\(autoscaler |\bray[.:]|RayTrainWorker|RayActor|\bactor\b"), "let Ray Train start it again (RunConfig(failure_config=FailureConfig(max_failures=…))) on nodes that are left or come back"),
+    (bounded(r"\bpod/|kube|Evict"), "let its controller start it again (backoffLimit, restartPolicy, runPolicy)"),
+    (bounded(r""), "requeue it (Slurm: sbatch --requeue; Ray Train: FailureConfig(max_failures=…); Kubernetes: backoffLimit)"),
+)  # fmt: skip
+
+
+def advice_on_stop(text: str, lines: str) -> list[str]:
+    """Return what to do after something outside stopped the job, by what the log says of it, and whose lines it has."""
+    again = next(advice for regex, advice in _AGAIN if regex.search(f"{text}\n{lines}"))
+    return [advice.replace("{again}", again) for regex, advice in _AFTER_STOP if regex.search(text)]

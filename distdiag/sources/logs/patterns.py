@@ -66,6 +66,9 @@ TABLE: tuple[Pattern, ...] = (
     _row("gloo_timeout", W, "Timed out waiting", r"\[[^\]]{0,120}gloo/transport/[^\]]{0,80}\] Timed out waiting (?P<limit>\d+)ms for (?P<what>send|recv) operation"),
     _row("gloo_timeout", W, "Application timeout caused pair closure", r"Application timeout caused pair closure"),
     _row("store_wait", W, "wait timeout after", r"(?<!error: )wait timeout after (?P<limit>\d+)ms, keys: (?P<key>\S{1,200})"),
+    _row("jax_key", W, "GetKeyValue() timed out", r"GetKeyValue\(\) timed out with key: (?P<key>\S{1,200}/(?P<awaited>\d{1,6}))\b"),
+    _row("jax_backend", H, "so it will not be used", r"\b(?P<what>JAX plugin \S{1,80} version .{1,200}not compatible.{1,200}), so it will not be used"),
+    _row("jax_backend", H, "alling back to cpu", r"(?P<what>(?:[A-Z][^.]{1,200}\. )?Falling back to cpu)"),
     _row("ep_timeout", W, "DeepEP ", r"DeepEP (?:error: (?:timeout|CPU recv timeout)|timeout check failed|(?:dispatch|combine) .{0,40}?\btimeout(?:, \w| \())"),
     _row("npu_task", W, "reason=[task timeout]", r"execute failed, reason=\[task timeout\]"),
     _row("load_wait", W, "ranks that didn", r"could finish the model loading, but there are other ranks that didn't finish loading"),
@@ -196,7 +199,11 @@ TABLE: tuple[Pattern, ...] = (
     _row("fatal", C, "Segfault encountered", r"!!! (?P<what>Segfault) encountered !!!"),
     _row("fatal", C, "(): ", r"(?P<what>(?:malloc|free|realloc|munmap_chunk)\(\): (?:invalid|corrupted|unaligned|memory) .{3,40})"),
     _row("fatal", C, "double free or corruption", r"(?P<what>double free or corruption)"),
+    _row("engine_file", C, "erialized Engine Version", r"(?P<what>Version tag does not match.{0,60}Serialized Engine Version: \d+)"),
+    _row("engine_file", C, "engine plan file is", r"(?P<what>(?:[Tt]he )?(?:engine plan file is not compatible with this version|engine plan file is generated on an incompatible device).{0,120})"),
+    _row("engine_file", C, "deserialize", r"(?P<what>[Ff]ailed to deserialize (?:the )?(?:cuda|TensorRT|TRT) engine)"),
     _row("bad_alloc", C, "std::bad_alloc", r"what\(\):\s+std::bad_alloc"),
+    _row("nccl_host", C, "all to ", r"(?:NCCL WARN |^(?:\[[^\]]{0,60}\]:? ?){0,3})(?P<what>Call to (?:ibv_(?:reg_mr|create|alloc)\w*|pthread_create|posix_memalign|mmap) failed.{0,100})"),
     _row("shm_full", C, "creating shared memory segment", r"(?:NCCL WARN |^(?:\[[^\]]{0,60}\]:? ?){0,3})Error while creating shared memory segment"),
     _row("shm_full", C, "insufficient shared memory", r"insufficient shared memory \(shm\)"),
     _row("shm_full", C, "out of shared memory", r"DataLoader worker \(pid[^)]{0,20}\) is killed by signal: Bus error"),
@@ -258,9 +265,10 @@ TABLE: tuple[Pattern, ...] = (
     _row("limit", X, "DeadlineExceeded", r"^Reason: {1,40}(?P<what>DeadlineExceeded)|(?:Job|Pod) was active on the node longer than the specified deadline"),
     _row("evicted_pod", X, "victed", r"\bEvicted\b.{0,80}?\bpod/(?P<pod>[\w.-]{1,253})\W{1,20}(?!The node was low)(?P<what>[A-Z].{1,160}?)\.?\s*$"),
     _row("evicted", X, "The node was low on resource", r"(?:\bpod/(?P<pod>[\w.-]{1,253})\W.{0,40}?)?The node was low on resource: (?P<what>[\w-]+)"),
+    _row("pod_node", F, "Node:  ", r"^Node:\s{2,40}(?P<node>[A-Za-z\d][\w.-]{0,252})(?:/|\s*$)"),
     _row("preempted", X, "Preempted by ", r"(?P<what>Preempted by .{1,60})"),
     _row("preempted", X, "node was preempted", r"(?P<what>node was preempted(?:: .{1,80})?)"),
-    _row("preempted", X, "nterruption notice", r"(?P<what>[Ss]pot (?:instance )?interruption notice)"),
+    _row("preempted", X, "nterruption notice", r"(?:\bNode (?P<node>[\w.:-]{3,253}) is draining: .{0,40}?)?(?P<what>[Ss]pot (?:instance )?interruption notice)"),
     _row("preempted", X, "preempt", r"(?P<what>instance (?:is being|was|has been|will be) preempted|[Pp]reemption notice)"),
     _row("terminated", X, "death signal", r"Received (?:Signals\.(?P<name>SIG\w+)|(?P<signal>\d+)) death signal"),
     _row("terminated", X, "Received SIG", r"Received (?P<name>SIG\w+): \d+"),
@@ -305,6 +313,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("nccl_runs", F, "NCCL version ", r"(?:^|NCCL INFO |[\])>|:] ?)NCCL version (?P<version>\d{1,3}\.\d{1,3}\.\d{1,3})"),
     _row("interface", F, "NCCL INFO Bootstrap", r"NCCL INFO Bootstrap ?: Using (?:\[0\])?(?P<dev>[\w.-]{1,40}):(?P<addr>[\w.:]{3,60})<\d+>"),
     _row("interface", F, "NCCL INFO NET/Socket", r"NCCL INFO NET/Socket ?: Using \[0\](?P<dev>[\w.-]{1,40}):(?P<addr>[\w.:]{3,60})<\d+>"),
+    _row("interface", F, "OOB ", r"NCCL INFO NET/\w+ ?: Using .{0,400}\bOOB (?P<dev>[\w.-]{1,40}):(?P<addr>[\w.:]{3,60})<\d+>"),
     _row("joined", F, "to store for rank", r"Added key: \S{1,80} to store for rank: (?P<r>\d+)"),
     _row("env", F, "RANK=", r"(?<![_\w])RANK=(?P<r>\d+)\b(?:.{0,200}?\bWORLD_SIZE=(?P<world>\d+))?"),
     _row("env", F, "RANK: ", r"^\s{2,99}RANK:\s{1,40}(?P<r>\d+)\s*$"),
@@ -315,6 +324,8 @@ TABLE: tuple[Pattern, ...] = (
     _row("torchrun", F, "distributed.elastic", r"torch\.distributed\.elastic"),
     _row("torchrun", F, "Setting OMP_NUM_THREADS", r"Setting OMP_NUM_THREADS environment variable for each process"),
     _row("launch", F, "Setting OMP_NUM_THREADS", r"Setting OMP_NUM_THREADS environment variable for each process"),
+    _row("launch", F, "distributed/run.py", r"torch/distributed/run\.py:\d{1,5}\] \*{20}"),
+    *(_row("command", F, name, rf"^(?:\+{{1,3}}|\S{{0,80}}[$#]) (?P<command>.{{0,400}}\b{name}.{{1,1000}})") for name in ("torchrun ", "accelerate launch ", "mpirun ", "deepspeed ")),
     _row("launch", F, "WORLD INFO DICT", r"WORLD INFO DICT"),
     _row("launch", F, "Initializing distributed: GLOBAL_RANK", r"Initializing distributed: GLOBAL_RANK: 0,"),
     _row("requeued", F, "SLURM_RESTART_COUNT", r"\bSLURM_RESTART_COUNT\W{1,3}[1-9]"),
@@ -335,7 +346,7 @@ TABLE: tuple[Pattern, ...] = (
 # Lines that the collector reads itself: tables and tracebacks of several lines.
 _BEGINS = ("Traceback (most recent call last)", "ray::", "│ /", 'File "', 'File \\"', "Stack trace of the failed")
 _MORE = (
-    "Root Cause", "exitcode", "local_rank:", "Missing ranks:", "Name:  ", "describe pod", "State:  ", "Process name: [[", "Exit code:", " RUNNING AT ", "EXIT CODE:", "KILLED BY SIGNAL:",
+    "Root Cause", "error stack:", "exitcode", "local_rank:", "Missing ranks:", "Name:  ", "describe pod", "State:  ", "Process name: [[", "Exit code:", " RUNNING AT ", "EXIT CODE:", "KILLED BY SIGNAL:",
     "terminated with the following error", " global rank ", "==> ", "RankID:",
     "actor_id: ", "namespace: ", "rank      :", "host      :", "time      :", "traceback :", "Last error:", "Exception ignored in", "[distdiag] ", "(most recent call first)",
 )  # fmt: skip
@@ -347,6 +358,6 @@ WEAK = frozenset(word.encode() for word in _WEAK)
 BEGINS = frozenset(word.encode() for word in _BEGINS)
 # the next lines belong to it, whatever they contain
 HEADS = (
-    b'File "', b'File \\"', b"Last error:", b"noticed that process rank", b"Missing ranks:", b"traceback :", b"actor_id: ",
+    b'File "', b'File \\"', b"Last error:", b"noticed that process rank", b"traceback :", b"actor_id: ",
     b"stopped sending heartbeats", b"namespace: ",
 )  # fmt: skip

@@ -81,6 +81,19 @@ def _behind(facts: Sequence[Fact]) -> tuple[list[Fact], int, int, int]:
     return [], 0, 0, 0
 
 
+def _own_of_awaited(facts: Sequence[Fact]) -> str:
+    """Return what the process that JAX's others wait for printed about its own devices; empty if nothing."""
+    keys = [f for f in facts if f.name == "jax_key"]
+    rank = _awaited(keys) if keys else -1
+    return next((f.fields["what"] for f in facts if f.name == "jax_backend" and f.rank == rank), "")
+
+
+def _alone_without_device(facts: Sequence[Fact]) -> bool:
+    """True if one process alone waits, and it is one that found no accelerator."""
+    waiting = {f.rank for f in facts if f.name == "jax_key"}
+    return len(waiting) == 1 and waiting == {f.rank for f in facts if f.name == "jax_backend"} != {None}
+
+
 def _no_route(facts: Sequence[Fact]) -> bool:
     return all(NO_ROUTE.search(f.fields.get("reason", f.text)) for f in facts)
 
@@ -94,6 +107,7 @@ _GLOO = "a gloo collective timed out{after}: {who} waited in it{at}"
 _ENDED = "{first}see how that process ended: its log, exit code, `dmesg -T` for oom-kill or Xid; if it is alive, the network: interface (NCCL_SOCKET_IFNAME), firewall, MTU"
 _STARTED = "see whether all nodes have started (squeue, kubectl get pods), with one MASTER_ADDR, MASTER_PORT and world size, and whether they reach that port"
 _ONE_NCCL = "install the same torch (and NCCL) on all nodes, or use one image; compare the lines `NCCL version` of each node (NCCL_DEBUG=VERSION); see that no process of another job uses the same MASTER_ADDR and MASTER_PORT"
+_ONE_JAX = "install jax, jaxlib and the plugin in the same versions there as on the other hosts (`pip list | grep -i jax`, one image for all), and compare `nvidia-smi` there: that process did not find its accelerator"
 LATE_ROWS = (
     Row("barrier_late barrier_reached", _LATE, "{culprits} did not reach monitored_barrier in {limit}{at}",
         "read the log of {culprits}, and take {its} stack the next time before the barrier times out",
@@ -123,6 +137,13 @@ LATE_ROWS = (
         "read the logs of the ranks that do not report it: one failed, or is late (HCCL_CONNECT_TIMEOUT is the limit); then the network of the NPUs: `hccn_tool`"),
     Row("load_wait", _LATE, "{who} had loaded its part of the model, and waited{at} in vain for other ranks to load theirs",
         "read the logs of the other nodes' ranks: one failed there, or its storage is slow; {who} is not the cause"),
+    Row("jax_backend jax_key", "rank_lost/crashed", "{who} found no accelerator: {what}; it then waited in vain for other processes of JAX, which have other devices", _ONE_JAX,
+        when=lambda facts: _alone_without_device(facts)),
+    Row("jax_key jax_backend", _LATE, "{culprits} did not publish its devices to JAX's other processes, where {who} {waits} for it{at} ({key}); {culprits} itself printed: {own}",
+        _ONE_JAX,
+        when=lambda facts: _own_of_awaited(facts) != ""),
+    Row("jax_key", _LATE, "{culprits} did not publish its devices to JAX's other processes, where {who} {waits} for it{at} ({key})",
+        "read the log of {culprits}: it failed, was late, or found other devices (platform) than the others: `python -c 'import jax; print(jax.devices())'` there"),
     Row("ep_timeout", "stall/unknown", "DeepEP timed out on {who}{at}: what the other ranks send did not arrive",
         "see first whether a rank of another log failed, or came later than the timeout (it still compiled or loaded); if all of them waited, the path of NVSHMEM: "
         "versions of DeepEP and NVSHMEM that fit, IBGDA, `ibstat` on all hosts",
@@ -288,6 +309,12 @@ def _blamed(found: Collected, name: str, facts: list[Fact]) -> tuple[Collection[
             waiters = {f.rank if f.rank is not None else f.number("waiter") or 0 for f in facts}
             awaited = _awaited(facts)
             return () if _lost_store(facts) or awaited in waiters else (awaited,), waiters
+        case "jax_backend":
+            return ranks, ()
+        case "jax_key":
+            keys = [f for f in facts if f.name == name]  # the awaited one may itself wait for another kind of device
+            awaited = _awaited(keys)
+            return (awaited,), {*ranks_of(keys)} - {awaited}
         case "store_barrier":
             here = found.joined | {
                 w for f in (*facts, *found.named("store_waiting")) if (w := f.number("waiter")) is not None
@@ -364,6 +391,7 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
         "waits": verb(ranks or facts[:1], "waits", "wait"),
         "within": next((f.within for f in facts if f.within), ""),
         "call": f" to {first['what']}" if "what" in first else "",
+        "own": shortened(_own_of_awaited(facts), 160),
         "awaited": str(_awaited(facts)),
         "limit": rough_time((limit or 0) / 1e3),
         "stuck": f" for {rough_time(stuck)}" if stuck is not None else "",

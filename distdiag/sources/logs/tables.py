@@ -17,6 +17,11 @@ _NAME = bounded(
     r"Process name: \[\[\d+,\d+\],(?P<rank>\d+)\]|=\s+(?:RANK (?P<r>\d+) )?PID (?P<pid>\d+) RUNNING AT (?P<host>\S+)"
 )
 _STATUS = bounded(r"Exit code:\s+(?P<code>\d+)|EXIT CODE: (?P<raw>\d+)|KILLED BY SIGNAL: (?P<signal>\d+)")
+# of MPICH and its like: the calls, innermost last, which has the reason
+_ABORT = bounded(
+    r"(?:Abort\(\d{1,12}\) on node \d{1,7} \(rank (?P<rank>\d{1,6}) in comm \d{1,9}\): )?(?P<how>Fatal error in \w{1,60}): .{0,160}error stack:\s*$"
+)
+_CALL = bounded(r"(?:^|[\]>] ?)\w{3,80}\(\d{1,6}\)\.{0,60}: ?(?P<what>.{0,300})")
 _RAW_SIGNALS = ("6", "7", "8", "9", "11", "15")  # that Hydra prints as exit codes
 _NO_EXCEPTION = ("Signal ", "To enable traceback", "Traceback (most recent")  # after the last come its lines
 _MAX_ROWS = 20_000
@@ -59,6 +64,11 @@ class Tables:
                 self._close()
                 self._now, self._line = {"launcher": "torchrun"}, number
             self._field(self._now, m["key"], m["value"].strip())
+        elif (m := _ABORT.search(text)) is not None:
+            self._close()
+            self._now, self._line = {"launcher": "mpi", "code": "1", "in": m["how"], **_given(m)}, number
+        elif self._now is not None and self._now["launcher"] == "mpi" and (m := _CALL.search(text)) is not None:
+            self._now["how"] = f"{self._now['in']}: {m['what'].strip()}" if m["what"].strip() else self._now["how"]
         elif (m := _NAME.search(text)) is not None:
             self._close()
             self._now, self._line = {"launcher": "mpirun", **_given(m)}, number

@@ -21,7 +21,7 @@ from distdiag.sources.logs.build import ENDED, finding, some
 from distdiag.sources.logs.collector import Collector
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.files import find_logs, is_empty, left_out
-from distdiag.sources.logs.join import WAITED, join
+from distdiag.sources.logs.join import WAITED, join, same_port
 from distdiag.sources.logs.lines import wrapped_at
 from distdiag.sources.logs.meanings import MEANINGS, SEE_STORAGE, STOPS, STORAGE, advice_on_stop
 from distdiag.sources.logs.patterns import Role
@@ -123,7 +123,10 @@ def judge_logs(
         world_size=_world(found),
         ranks_seen=len(found.ranks),
         findings=tuple(findings),
-        notes=(*advice_on_stop(text or ""), *_notes(found, findings, bool(findings or text))),
+        notes=(
+            *advice_on_stop(text or "", "\n".join(f.text for f in found.facts)),
+            *_notes(found, findings, bool(findings or text)),
+        ),
         unjudged=None if findings or text or ended else _unjudged(found),
         state_text=text,
     )
@@ -296,15 +299,25 @@ def _stopped(found: Collected) -> str | None:
         or found.named("terminated")
         or found.named("interrupted")
     ):
-        pod = f.fields.get("pod", "")
+        pod = f.fields.get("pod") or (f.who.process if f.name == "evicted" else "")
         rank = found.rank_of.get((pod, ""))
-        return _stop(f, (f"pod {pod}" if pod else "the pod") + (f" (rank {rank})" if rank is not None else ""))
+        node = f.fields.get("node", "")
+        ranks = sorted(found.on_host.get(node, ()))
+        of = f" of node {node}" + (f" ({rank_list(ranks)})" if ranks else "") if node else ""
+        of = f" {found.node_of[pod]}" if pod in found.node_of else of
+        return _stop(f, (f"pod {pod}" if pod else "the pod") + (f" (rank {rank})" if rank is not None else ""), of)
     return None
 
 
-def _stop(f: Fact, pod: str = "the pod") -> str:
-    """Return what a line says of a stop from outside."""
-    fields = {key: value.lower() if key == "why" else value for key, value in f.fields.items()} | {"pod": pod}
+def _stop(f: Fact, pod: str = "the pod", of: str = "") -> str:
+    """Return what a line says of a stop from outside.
+
+    Args:
+        pod: The pod that was stopped.
+        of: The node of it, after `node`; or the node that was taken, as `of node n1 (rank 2)`.
+    """
+    fields = {key: value.lower() if key == "why" else value for key, value in f.fields.items()}
+    fields |= {"pod": pod, "of": of}
     if f.name == "terminated":
         return _stopped_by(fields.get("name") or signal_name(f.number("signal") or 0))
     return f"{STOPPED_BY} {STOPS[f.name].format_map({'why': 'cancelled'} | fields)}"
@@ -320,11 +333,13 @@ def _world(found: Collected) -> int | None:
     return max(n for n in sizes if n <= MAX_RANKS) or None
 
 
-def _of_the_past(past: list[Fact]) -> str:
+def _of_the_past(past: list[Fact], facts: list[Fact]) -> str:
     """Return a note on failures after which the job went on."""
     e = next((f for f in past if f.role is Role.CAUSE), past[0])
     if e.back is not None:
-        return f"{_in_short(e)}; it was active again on line {e.back.line:,}"
+        down = [f.line for f in (*past, *facts) if f.name == e.name and same_port(f, e) and f.line > e.back.line]
+        again = f", and lost again on line {min(down):,}" if down else ""
+        return f"{_in_short(e)}; it was active again on line {e.back.line:,}{again}"
     ends = [f for f in past if f.path == e.path and f.line > e.line]
     if any(f.name in later.OF_LAUNCHERS or (f.role is Role.EXIT and f.rank == e.rank) for f in ends):
         return f"{_in_short(e)}, by which a run in this log ended; the job went on, or ended well, in a later one"
@@ -375,7 +390,7 @@ def _notes(found: Collected, findings: Sequence[Finding], judged: bool) -> list[
     if warned := found.named("nccl_warning"):
         notes.append(f"NCCL warns on line {warned[0].line:,}: {shortened(warned[0].fields['what'], 160)}")
     if found.past:
-        notes.append(_of_the_past(found.past))
+        notes.append(_of_the_past(found.past, found.facts))
     for path, last in [] if judged else list(found.well.items())[:1]:
         after = [f"{number:,}" for p, number, _ in found.unknown if p == path and number > last]
         errors = f"; lines that look like errors come after it: {', '.join(after)}" if after else ""

@@ -1,0 +1,59 @@
+"""Who holds the memory of a full GPU, by the message of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from distdiag.sources.logs.facts import Fact
+from distdiag.terms.untrusted import bounded
+
+_SIZE = r"(\d{1,9}(?:\.\d{1,4})?) (GiB|MiB|KiB|bytes)"
+_MEMORY = bounded(rf"Process (\d{{1,9}}) has {_SIZE} memory in use")
+# of the GPU, and of what this process itself has there; torch leaves out "this process has" in a container, whose pids are others
+_USED = bounded(rf"capacity of {_SIZE} of which {_SIZE} is free")
+_OWN = bounded(rf"memory {_SIZE} is allocated by PyTorch(?:.{{0,120}}?{_SIZE} is reserved by PyTorch)?")
+_TRIED = bounded(rf"Tried to allocate {_SIZE}")
+_GIB = {"GiB": 1.0, "MiB": 1 / 1024, "KiB": 1 / 1024**2, "bytes": 1 / 1024**3}
+ALIKE_GIB = (
+    2.0  # most that a process holds beside PyTorch's memory: two whose sizes are closer may be taken for each other
+)
+
+
+def _gib(size: Sequence[str]) -> float:
+    return float(size[0]) * _GIB[size[1]]
+
+
+def memory_of_others(f: Fact) -> str:
+    """Return what another process holds of the full GPU, by the message; empty if none does, or too little to matter."""
+    what = f.fields.get("what", "")
+    held = {pid: _gib(size) for pid, *size in _MEMORY.findall(what)}
+    others, sure = held, True
+    if str(f.who.pid) in held:
+        others = {pid: gib for pid, gib in held.items() if pid != str(f.who.pid)}
+    elif "this process has" not in what:
+        others, sure = _without_own(held, what)
+    if not others:
+        return ""
+    pid = max(others, key=others.__getitem__)
+    tried, used = _TRIED.search(what), _USED.search(what)
+    if tried is not None and others[pid] + (_gib(used.groups()[2:]) if used else 0.0) < _gib(tried.groups()):
+        return ""  # without it, the memory would not suffice either
+    who, about = (f"process {pid}", "") if sure else ("another process", "about ")
+    return f": {who}, which is not this rank, holds {about}{others[pid]:.3g} GiB of that GPU"
+
+
+def _without_own(held: dict[str, float], what: str) -> tuple[dict[str, float], bool]:
+    """Return (the other processes, whether these are surely others), where the message gives this process as any other.
+
+    Its own is the one that holds just more than PyTorch has allocated and reserved there; it may be missing in the message.
+    """
+    used, own = _USED.search(what), _OWN.search(what)
+    if own is None:
+        return {}, False
+    mine = _gib(own.groups()[:2]) + (_gib(own.groups()[2:]) if own[3] else 0.0)
+    rest = _gib(used.groups()[:2]) - _gib(used.groups()[2:]) - sum(held.values()) if used else 0.0
+    fitting = sorted((gib, pid) for pid, gib in [*held.items(), ("", rest)] if gib >= mine - 0.02)  # they are rounded
+    if not fitting:
+        return {}, False
+    sure = len(fitting) == 1 or fitting[1][0] - fitting[0][0] >= ALIKE_GIB
+    return {pid: gib for pid, gib in held.items() if pid != fitting[0][1]}, sure
