@@ -7,6 +7,7 @@ Faulty jobs: decode_bound. Healthy look-alikes: worker_pool, rate_limited.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.diagnosis.step_times import Window, share_of_all
-from distdiag.diagnosis.text.phrases import at, where_stack, wheres
+from distdiag.diagnosis.text.phrases import at, wheres
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.training_data import least_fetching, only_shadow
 
@@ -69,10 +70,11 @@ def _found(s: Snapshot, window: Window) -> Iterator[Finding]:
     # without workers the dataset and what makes batches of it run in the rank itself, where their lines are sampled
     rank = max(window.ranks, key=lambda q: len(s.ranks[q].phase_stacks.get("data", ())))
     stack = () if workers else s.ranks[rank].phase_stacks.get("data", ())
-    stack = stack if site is not None and stack and stack[0].key != site.key else ()
-    if stack:
-        where = [*where_stack(s.ranks[rank], stack, "data")]
+    inside = list(itertools.takewhile(lambda x: site is not None and x.key != site.key, stack))
+    most = f"; most of it{at(inside[-1])}" if inside and len(inside) < len(stack) else ""
+    if most and inside[0].key != inside[-1].key:
+        most += f",{at(inside[0])}"
     yield INPUT_BOUND(
-        victims=window.ranks, where=where, site=site, share=share, ms=ms, most=f"; most of it{at(stack[0])}" if stack else "",
-        do=_DO["line" if stack else "workers"].format(workers=workers),
+        victims=window.ranks, where=where, site=site, share=share, ms=ms, most=most,
+        do=_DO["line" if most else "workers"].format(workers=workers),
     )  # fmt: skip

@@ -69,6 +69,9 @@ class Limits:
     jitter_ms: float = 10.0
     """Milliseconds per step that a busy host's jitter may cost a rank at the line of a collective
     call, or by which it may enter its collectives last."""
+    queued: float = 0.4
+    """Wait for a CPU, as a share of what a rank works longer, from which on a busy host explains both: a rank that shares its core with
+    other processes also computes more slowly on it."""
     concentrated: float = 0.75
     """Share of the rank's excess that is in optimizer.step, on a busy host. Two healthy ranks that
     shared two cores with other work had 0.55; with extra work in optimizer.step it is nearly 1."""
@@ -428,6 +431,20 @@ class Case:
         return self.phase == "data" and any(starved(states[q]) for q in self.slow.ranks)
 
     @property
+    def same_code(self) -> bool:
+        """True if the slowest rank spends its time between steps at a line that other ranks are seen at, too."""
+        stack = text.stack_of(self.snapshot.ranks[self.most.rank], self.phase)
+        return (
+            self.phase == "other"
+            and bool(stack)
+            and any(
+                stack[0].key == site.key
+                for q in self.rest
+                for site, _ in self.snapshot.ranks[q].phase_sites.get("other", ())
+            )
+        )
+
+    @property
     def jitters(self) -> bool:
         """True if it spends little time, on a busy host, at a collective call: all ranks make it."""
         sites = self.snapshot.ranks[self.most.rank].phase_sites.get("other", ())
@@ -470,6 +487,9 @@ VETOES = (
     Veto(lambda c: c.least_lost == math.inf,
          "its {c.phase} takes {c.ratio:.1f} times that of the others, beyond what a slower core or too few CPUs explain"),
     Veto(lambda c: c.lost < c.least_lost, "it costs {c.lost:share} of the step, below {c.least_lost:share}"),
+    Veto(lambda c: c.busy and c.same_code and c.most.queued_ms >= limits.queued * c.most.phase_ms,
+         "rank {c.most.rank}: also waits {c.most.queued_ms:.0f} ms per step for a CPU, on a host whose cores are all in use: it may only have less "
+         "of them than the others"),
     Veto(lambda c: c.jitters,
          "rank {c.most.rank}: spends its time at a collective call, on a host whose cores are all in use"),
     Veto(lambda c: c.loaders_at_limit,

@@ -42,8 +42,10 @@ def test_the_line_of_the_dataset_is_named_where_the_rank_runs_it_itself() -> Non
         return only(of_kind(speeds(job(*ranks)), "input_bound"))
 
     f = found(0)
-    assert f.message.endswith("at train.py:31 in main; most of it at text.py:27 in from_file")
-    assert [w.line for w in f.where] == [27, 12, 31] and "once, in `__init__`" in f.advice
+    assert f.message.endswith(
+        "at train.py:31 in main; most of it at train.py:12 in collate, at text.py:27 in from_file"
+    )
+    assert "once, in `__init__`" in f.advice
     assert "most of it" not in found(2).message and "(now 2)" in found(2).advice
 
 
