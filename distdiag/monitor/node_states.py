@@ -27,7 +27,7 @@ VERSION = 4
 MOST_S = 1e10  # a time beyond it is none
 MOST_GROUPS = 4096  # of one node
 # fields of a rank, with the most items sent
-HISTORIES = {"steps": 64, "calls": 16, "memory": 120, "device_memory": 120}
+HISTORIES = {"steps": 64, "calls": 16, "memory": 120, "worker_memory": 120, "device_memory": 120}
 MOST_FAULTS = 8
 # by cause, the newest last
 Faults = Annotated[tuple[tuple[str, Annotated[str, Meta(max_length=1000)]], ...], Meta(max_length=MOST_FAULTS)]

@@ -166,7 +166,7 @@ def test_full_polls_are_rarer_on_a_busy_host_without_suspicion(
 @pytest.mark.parametrize(
     ("bytes_a_second", "poll_s"), [(0, UNREAD_POLL_S), (1 << 18, UNREAD_POLL_S), (4 << 20, CALM_POLL_S)]
 )
-@pytest.mark.parametrize("course", ["memory", "device_memory"])
+@pytest.mark.parametrize("course", ["memory", "worker_memory", "device_memory"])
 def test_growing_memory_is_sampled_more_often(
     course: str, bytes_a_second: int, poll_s: float, monitor: Monitor, view: RankView
 ) -> None:

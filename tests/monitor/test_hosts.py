@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -33,6 +34,49 @@ def test_workers_without_a_cpu_differ_from_sleeping_ones(worker: str, busy: bool
         finally:
             subprocess.run(["pkill", "-KILL", "-s", str(parent.pid)], check=False)
     assert hosts.workers(1) == (None, None)
+
+
+FORKS = """
+import os, sys
+data, (told, tell) = bytearray(b"x") * (64 << 20), os.pipe()
+def fork():
+    if not os.fork():
+        while os.read(told, 1):
+            data[::4096] = bytes(len(data) // 4096)
+fork()
+sys.stdin.readline()
+os.write(tell, b"x")
+sys.stdin.readline()
+fork()
+sys.stdin.readline()
+"""
+
+
+def test_pages_that_a_worker_copies_are_its_memory_until_there_are_other_workers() -> None:
+    """A fork shares the parent's pages: by its resident size a worker has had them from the beginning."""
+    hosts, until = Hosts(0), time.monotonic() + 60
+    with subprocess.Popen([sys.executable, "-c", FORKS], stdin=subprocess.PIPE, start_new_session=True) as parent:
+
+        def wait_for(done: Callable[[list[int]], bool]) -> None:
+            while not done([size for _, size in hosts.worker_memory.get(0, ())]):
+                assert time.monotonic() < until
+                hosts.process_row(time.monotonic(), 0, parent.pid)
+                time.sleep(0.05)
+
+        def tell() -> None:
+            assert parent.stdin is not None
+            parent.stdin.write(b"\n")
+            parent.stdin.flush()
+
+        try:
+            wait_for(lambda sizes: len(sizes) > 2)
+            tell()
+            wait_for(lambda sizes: sizes[-1] > sizes[0] + (24 << 20))  # half of each page was its own before
+            first_s = hosts.worker_memory[0][0][0]
+            tell()
+            wait_for(lambda sizes: bool(sizes) and hosts.worker_memory[0][0][0] > first_s)
+        finally:
+            subprocess.run(["pkill", "-KILL", "-s", str(parent.pid)], check=False)
 
 
 def test_a_process_that_shares_its_core_waits_for_a_cpu() -> None:

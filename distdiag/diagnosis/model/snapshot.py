@@ -287,6 +287,8 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaul
     handling_site: Site | None = None  # the user's line that raised it
     # (t_s, resident bytes, without file pages and shared memory), oldest first
     memory: tuple[tuple[Seconds, int], ...] = ()
+    # (t_s, bytes of its worker processes, the oldest few of them, of pages shared since the fork each one's share)
+    worker_memory: tuple[tuple[Seconds, int], ...] = ()
     # (t_s, bytes that torch has reserved on its device), oldest first
     device_memory: tuple[tuple[Seconds, int], ...] = ()
     rss_bytes: int | None = None

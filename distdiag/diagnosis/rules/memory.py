@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.comparison import Veto, above, vetoed
@@ -81,6 +81,13 @@ GROWTH = Template(
     kind, "growth",
     "{place} memory of {who} grows by {pace} ({minute:size} a minute), {now:size} at step {step}{left}", "{cost}",
     "{do}look for what is kept across steps: {kept}a list of losses or outputs without .item() or .detach(), a cache or a log without a limit")  # fmt: skip
+WORKERS = replace(GROWTH, advice=
+    "look for what the dataset keeps in its workers: {kept}a cache without a limit, or a list or dict of Python objects, whose pages "
+    "each worker copies one by one, as reading an object changes its reference count: keep them in one NumPy, torch or Arrow array; "
+    "with persistent_workers=False, what a worker has gathered is freed at the end of the epoch")  # fmt: skip
+FILLS = replace(GROWTH,
+    message=GROWTH.message + "; it may be a cache that fills up to its limit: {limit}", cost="{cost}, unless the limit is reached before",
+    advice="check that memory suffices for all ranks when it is full; it is filled by {fills}", severity=Severity.INFO)  # fmt: skip
 _GC_OFF = (
     "garbage collection is off there (`gc.disable()`), so objects in reference cycles are never freed: call `gc.collect()` at "
     "the same step on all ranks, or break the cycles; else "
@@ -101,6 +108,8 @@ HEADROOM = Template(
     "the next larger batch or fragment ends in an out-of-memory error",
     "use a smaller batch, activation checkpointing, or PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
     proved=True, severity=Severity.INFO)  # fmt: skip  # healthy jobs are often tuned to fill their cards
+_FULL_HOST = "the job is killed when the host's memory is used up"
+_FULL_DEVICE = "an out-of-memory error ends the job when the card is full"
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
@@ -108,7 +117,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     s = facts.snapshot
     if (veto := vetoed(_VETOES, s)) is not None:
         yield veto
-    if (growth := _on_host(facts) or _on_device(facts)) is not None:
+    if (growth := _on_host(facts, "memory") or _on_host(facts, "worker_memory") or _on_device(facts)) is not None:
         yield growth
     yield from _imbalance(s, HOST_IMBALANCE, _late(s), limits.imbalance_share_of_host * (s.host_memory_bytes or 0))
     used = {q: r.device_bytes for q, r in s.ranks.items() if r.device_bytes and r.device_total_bytes}
@@ -171,26 +180,26 @@ def _growing(
     return rate if steady and not any(b[1] < a[1] - 4 * MIB for a, b in itertools.pairwise(points)) else None
 
 
-def _alone(s: Snapshot, growing: Mapping[int, float], since_s: float) -> bool:
+def _alone(s: Snapshot, growing: Mapping[int, float], since_s: float, of: str) -> bool:
     """True if at least as many other ranks train, too, and do not grow."""
     others = [r for q, r in s.ranks.items() if q not in growing]
     if not growing or len(others) < len(growing) or len(s.ranks) < s.world_size or _model_parallel(s):
         return False
     rate = limits.flat * min(growing.values())
-    recent = [_recent(r, r.memory, limits.window_s, since_s) for r in others]
+    recent = [_recent(r, getattr(r, of), limits.window_s, since_s) for r in others]
     return all(len(p) > 1 and p[-1][1] - p[0][1] < rate * (p[-1][0] - p[0][0]) for p in recent)
 
 
-def _on_host(facts: Facts) -> Finding | None:
-    """Return the finding of host memory that grows steadily."""
+def _on_host(facts: Facts, of: str) -> Finding | None:
+    """Return the finding of host memory that grows steadily: `memory` of the ranks, or `worker_memory`."""
     s, since_s = facts.snapshot, facts.pauses.long_until_s
 
     def growing(ranks: Mapping[int, RankState], least: int, patience_s: float = 0.0) -> dict[int, float]:
-        rates = {q: _growing(r, r.memory, limits.growth, least, since_s, patience_s) for q, r in ranks.items()}
+        rates = {q: _growing(r, getattr(r, of), limits.growth, least, since_s, patience_s) for q, r in ranks.items()}
         return {q: rate for q, rate in rates.items() if rate is not None}
 
     found = growing(s.ranks, limits.alone_bytes)
-    alone = _alone(s, found, since_s)
+    alone = _alone(s, found, since_s, of)
     least = limits.alone_bytes if alone else limits.growth_bytes
     found = found if alone else growing({q: s.ranks[q] for q in found}, least)
     if not found:
@@ -198,9 +207,7 @@ def _on_host(facts: Facts) -> Finding | None:
     left_s = s.host_available_bytes / sum(found.values()) if s.host_available_bytes else None
     patience_s = min(limits.patience * (left_s or 0.0), limits.alone_s if alone else limits.patience_s)
     found = growing({q: s.ranks[q] for q in found}, least, patience_s)
-    return (
-        _grows(facts, "host", found, left_s, "the job is killed when the host's memory is used up") if found else None
-    )
+    return _grows(facts, of, found, left_s) if found else None
 
 
 def _on_device(facts: Facts) -> Finding | None:
@@ -211,24 +218,28 @@ def _on_device(facts: Facts) -> Finding | None:
     }
     found = {q: rate for q, rate in rates.items() if rate is not None}
     left_s = (max(0, (ranks[q].device_total_bytes or 0) - ranks[q].device_memory[-1][1]) / found[q] for q in found)
-    cost = "an out-of-memory error ends the job when the card is full"
-    return _grows(facts, "device", found, min(left_s), cost) if found else None
+    return _grows(facts, "device_memory", found, min(left_s)) if found else None
 
 
-def _grows(facts: Facts, place: str, rates: dict[int, float], left_s: float | None, cost: str) -> Finding:
+def _grows(facts: Facts, of: str, rates: dict[int, float], left_s: float | None) -> Finding:
     s = facts.snapshot
     ranks, most = sorted(rates), max(rates, key=lambda q: rates[q])
-    r, rate = s.ranks[most], rates[most]
-    ((_, now), *_) = (r.memory if place == "host" else r.device_memory)[::-1]
+    r, rate, device, workers = s.ranks[most], rates[most], of == "device_memory", of == "worker_memory"
+    _, now = getattr(r, of)[-1]
     per_step = rate * (s.usual_step_s or 0.0)
+    puts = kept([r.user_stack, *r.phase_stacks.values()], facts.source, in_workers=workers, step=r.step)
+    shown = [f"`{x.text}`{at(x.site)}" for x in puts]
+    gc_off = all(s.ranks[q].gc_off for q in ranks) and not workers
+    limit = next((f"`{line}`{at(site)}" for line, site in (x.limit for x in puts if x.limit and not gc_off)), None)
     backward = {q: stack[0] for q in ranks if (stack := s.ranks[q].phase_stacks.get("backward"))}
-    puts = kept([r.user_stack, *r.phase_stacks.values()], facts.source)
-    return GROWTH(
-        culprits=ranks, where=wheres(s, ranks, None, backward), step=r.step, place=place, who="every rank" if len(ranks) == len(s.ranks) > 1 else rank_list(ranks),
+    who = "every rank" if len(ranks) == len(s.ranks) > 1 else rank_list(ranks)
+    return (FILLS if limit else WORKERS if workers else GROWTH)(
+        culprits=ranks, where=wheres(s, ranks, None, backward), step=r.step, place="device" if device else "host",
+        who=f"worker processes of {who}" if workers else who,
         pace=f"{size_text(int(per_step))} per step" if per_step else f"{size_text(int(rate))} per second",
-        minute=rate * 60, now=now, left="" if left_s is None else f", full in {rough_time(left_s)} at this rate",
-        cost=cost, do=_GC_OFF if all(s.ranks[q].gc_off for q in ranks) else "",
-        kept="".join(f"`{text}`{at(site)}, " for text, site in puts),
+        minute=rate * 60, now=now, left=f", full {'within' if workers else 'in'} {rough_time(left_s)} at this rate" if left_s is not None else "",
+        cost=_FULL_DEVICE if device else _FULL_HOST, do=_GC_OFF if gc_off else "", limit=limit,
+        kept="".join(f"{put}, " for put in shown), fills=" and ".join(shown),
     )  # fmt: skip
 
 

@@ -14,10 +14,13 @@ import psutil
 from distdiag import cgroups, procfs
 from distdiag.monitor.host import processes
 from distdiag.monitor.host.gpus import Gpus, Users
-from distdiag.monitor.ranks.state import RankView
+from distdiag.monitor.ranks.state import MEMORY_KEPT, RankView
 from distdiag.store.rows import HostRow, ProcessRow
 from distdiag.store.writer import Writer
 
+MOST_WORKERS = 4  # children of a rank whose memory is measured
+_REST = 50  # times the CPU time that it took to measure it: the pause until it is measured again
+_MOST_S = 0.2  # of a sample: then the other ranks' children must wait for the next one
 SAMPLES_KEPT = 10  # one a second, over which CPU and queueing times are measured
 
 
@@ -32,6 +35,12 @@ class Hosts:
         # by rank: resident memory without mapped files and shared memory. Those grow with a data set, and the kernel
         # reclaims them when it needs memory
         self.private_bytes: dict[int, int] = {}
+        # by rank: the memory of its oldest children together, oldest sample first; begins anew with other children
+        self.worker_memory: dict[int, deque[tuple[float, int]]] = {}
+        self._workers: dict[int, list[int]] = {}  # by rank: those children
+        self._children: dict[int, list[int]] = {}  # by rank: all, in the last sample
+        self._rested_at: dict[int, float] = {}  # by rank: when the memory of its children may be measured again
+        self._spent_s = 0.0  # on that, in this sample
         self._limits = cgroups.memory_limits()
         self.memory_bytes: int | None = None  # of the host, or the limit of the ranks' cgroup
         self.available_bytes: int | None = None  # until something is killed
@@ -56,6 +65,7 @@ class Hosts:
 
     def node_row(self, t_s: float) -> HostRow:
         """Return one sample of the node."""
+        self._spent_s = 0.0
         memory = psutil.virtual_memory()
         self.memory_bytes = min([memory.total, *(x.limit_bytes for x in self._limits)])
         left = [x.limit_bytes - used for x in self._limits if (used := x.used_bytes()) is not None]
@@ -89,6 +99,8 @@ class Hosts:
         children = procfs.children(pid)
         ends = (processes.zombie_status(child) for child in children)
         self.dead_child[rank] = next((end for end in ends if end is not None and any(end)), None)
+        self._measure_workers(t_s, rank, [c for c in children if c in self._children.get(rank, ())][:MOST_WORKERS])
+        self._children[rank] = children
         allowed = processes.allowed_cpus([pid, *children])
         self.cpus[rank] = allowed if len(allowed) < (self.cores or 0) else ()
         self._loading.setdefault(rank, deque(maxlen=SAMPLES_KEPT)).append(
@@ -109,6 +121,22 @@ class Hosts:
             read_bytes_per_s=self._rate(f"read {pid}", use.read_bytes),
             write_bytes_per_s=self._rate(f"write {pid}", use.written_bytes),
         )
+
+    def _measure_workers(self, t_s: float, rank: int, pids: list[int]) -> None:
+        """Add a sample of these children's memory, unless the last one was so long that this takes too much time."""
+        memory, now = self.worker_memory.setdefault(rank, deque(maxlen=MEMORY_KEPT)), time.monotonic()
+        if pids != self._workers.get(rank):
+            memory.clear()
+            self._workers[rank] = pids
+        if now < self._rested_at.get(rank, 0.0) or self._spent_s > _MOST_S:
+            return
+        begun_s = time.thread_time()  # on a busy host it also waits for a CPU: that costs nothing
+        sizes = [size for pid in pids if (size := processes.anonymous_bytes(pid)) is not None]
+        took_s = time.thread_time() - begun_s
+        self._rested_at[rank] = now + _REST * took_s
+        self._spent_s += took_s
+        if sizes:
+            memory.append((t_s, sum(sizes)))
 
     def queued_share(self, rank: int) -> float | None:
         """Return the share of the last 10 s in which a rank's main thread waited for a CPU; None if not known."""
@@ -168,6 +196,7 @@ class Sampling:
                 v.gauges.cpu_pct = p.cpu_pct
                 v.gauges.queued_share = self.hosts.queued_share(q)
                 v.gauges.workers_starved, v.gauges.workers_busy = self.hosts.workers(q)
+                v.gauges.worker_memory = self.hosts.worker_memory[q]
                 v.gauges.dead_child = self.hosts.dead_child[q]
                 v.gauges.cpus = self.hosts.cpus[q]
                 if p.rss_bytes is not None:

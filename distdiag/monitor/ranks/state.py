@@ -23,13 +23,13 @@ from distdiag.page.layout import Blocked, LifeWord, Phase
 from distdiag.page.reader import PageReader
 from distdiag.terms import activity
 
-MEMORY_S, MEMORY_SAMPLES = 32.0, 40
+MEMORY_S, MEMORY_SAMPLES, MEMORY_KEPT = 32.0, 40, 600
 MEMORY_RATE = 1 << 20  # bytes per second; slower growth needs minutes of samples anyway
 _ALIVE = (Life.RUNNING, Life.STARTING)
 
 
 def _course() -> deque[tuple[float, int]]:
-    return deque(maxlen=600)
+    return deque(maxlen=MEMORY_KEPT)
 
 
 @dataclass(slots=True)
@@ -37,6 +37,7 @@ class Gauges:
     """What the samples of the host show about a rank; each name is that of `RankState`."""
 
     memory: deque[tuple[float, int]] = field(default_factory=_course)
+    worker_memory: deque[tuple[float, int]] = field(default_factory=_course)
     device_memory: deque[tuple[float, int]] = field(default_factory=_course)
     rss_bytes: int | None = None
     cpu_pct: float | None = None
@@ -47,8 +48,8 @@ class Gauges:
     cpus: tuple[int, ...] = ()
 
     def growing(self) -> bool:
-        """True if the memory of this rank or its device is growing; it is then sampled more often."""
-        for course in (self.memory, self.device_memory):
+        """True if the memory of this rank, its workers or its device is growing; it is then sampled more often."""
+        for course in (self.memory, self.worker_memory, self.device_memory):
             lately = [p for p in itertools.islice(reversed(course), MEMORY_SAMPLES) if course[-1][0] - p[0] <= MEMORY_S]
             if len(lately) > 1 and lately[0][1] - lately[-1][1] > MEMORY_RATE * (lately[0][0] - lately[-1][0]):
                 return True
@@ -259,6 +260,7 @@ class RankView:
             "logged": {name: tuple(values) for name, values in history.logged.items()},
             "warm_since_s": history.warm_since_s,
             "memory": tuple(gauges.memory),
+            "worker_memory": tuple(gauges.worker_memory),
             "device_memory": tuple(gauges.device_memory),
         }
 

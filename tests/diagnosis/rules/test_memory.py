@@ -96,6 +96,20 @@ def test_growth_of_one_rank_only_is_reported_sooner() -> None:
     assert grows(7e6, 7e6, seconds=30) == [], "caches of both ranks may grow as much"
 
 
+def test_growth_of_workers_is_not_that_of_their_rank() -> None:
+    def grows(per_s: float, since: int = 0) -> list[Finding]:
+        flat = tuple((float(t), 400_000_000) for t in range(60))
+        workers = tuple((float(t), int(8e8 + per_s * t)) for t in range(since, 60))
+        return findings_of(
+            job(rank(0, memory=flat, worker_memory=workers, warm_since_s=5.0), rank(1, memory=flat, warm_since_s=5.0))
+        )
+
+    f = only(grows(10e6))
+    assert (f.kind, f.cause, f.culprits, f.severity) == ("memory", "growth", (0,), "warning")
+    assert f.message.startswith("host memory of worker processes of rank 0 grows by") and "the dataset" in f.advice
+    assert grows(0.0) == [] and grows(10e6, since=50) == [], "other workers than ten seconds ago"
+
+
 def test_imbalance_is_relative_to_the_hosts_memory() -> None:
     def holds(more: float, host: float) -> list[tuple[int, ...]]:
         ranks = [
