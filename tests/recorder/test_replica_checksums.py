@@ -108,6 +108,11 @@ def test_rows_of_a_layer_that_move_against_each_other_change_its_checksum(dtype:
     assert abs(seen[0] - seen[1]) > 0.1
 
 
+def test_parameters_with_gradients_that_no_optimizer_has_are_counted() -> None:
+    assert SampleKind.NOT_STEPPED not in sampled((0, 1, 2, 3))
+    assert sampled((0, 1, 2, 3), (0, 1, 2))[SampleKind.NOT_STEPPED][0] == 2, "weight and bias of the last layer"
+
+
 def test_what_ddp_ignores_or_has_not_averaged_yet_is_not_outside() -> None:
     assert SampleKind.OUTSIDE_DDP not in sampled((0, 1, 2, 3), ignored=2)
     assert SampleKind.OUTSIDE_DDP not in sampled((0, 1, nn.Linear(8, 8)), synced=0)

@@ -67,6 +67,11 @@ NEVER = Template(kind, "never_used",
     "{gathered}{n:,} of {all:,} parameters that the optimizer of {victims} steps ({share} of their elements{first}) {n:has|have} had no gradient at any of "
     "{times} sampled steps up to step {step}", "they are not trained", "{do}")  # fmt: skip
 GATHERED = "the all_gather{site}, in every step, passes no gradient on, unless an autograd function or `torch.distributed.nn` calls it: "
+NOT_STEPPED = Template(kind, "not_updated",
+    "{n:,} parameter{n:|s} ({name}{n:|, …}) of the module in DDP {n:gets|get} gradients, and no optimizer steps {n:it|them} (up to step {step}){stale}",
+    "{n:it is|they are} not trained, and their gradients are computed and averaged for nothing",
+    "build the optimizer after the last layer is added or replaced, or give it these parameters, too; if they are to stay as they are, "
+    "`requires_grad_(False)` before DDP saves the time", severity=Severity.INFO, proved=True)  # fmt: skip
 NOT_NEEDED = Template(kind, "flag_not_needed",
     "find_unused_parameters=True{site}, but every parameter got a gradient in all {checks} checks",
     "{spent} spent searching the graph{gain}", "{do}")  # fmt: skip
@@ -94,7 +99,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     """Yield findings about parameters without gradient."""
     snapshot = facts.snapshot
     models = [m for r in snapshot.ranks.values() for m in r.models]
-    if (found := _unchanged(snapshot) or _never(snapshot)) is not None:
+    if (found := _unchanged(snapshot) or _never(snapshot) or _not_stepped(snapshot)) is not None:
         yield found
     if not models:
         if found is None:
@@ -191,6 +196,38 @@ def _gathered(r: RankState) -> Site | None:
     last = [c for c in calls if c.site == calls[-1].site]
     every = all(any(a < (c.entered_s or 0.0) <= b for c in last) for a, b in steps)
     return last[-1].site if len(steps) >= limits.unchanged and every else None
+
+
+def _not_stepped(s: Snapshot) -> Finding | None:
+    """Return the finding of parameters that get gradients and are in no optimizer."""
+    of: dict[int, Sample] = {}
+    for q, r in s.ranks.items():
+        left = [x for x in r.samples if x.kind == "not_stepped"]
+        last = max((x.step for x in r.samples if x.kind in ("not_stepped", "parameters", "reduced")), default=0)
+        if _lasts(left, last):
+            of[q] = left[-1]
+    if not of:
+        return None
+    newest = of[min(of)]
+    return NOT_STEPPED(
+        victims=sorted(of), where=(), step=newest.step, n=int(newest.value), name=newest.name, names=(newest.name,)
+    )
+
+
+def _not_stepped(s: Snapshot) -> Finding | None:
+    """Return the finding of parameters that get gradients and are in no optimizer."""
+    of: dict[int, Sample] = {}
+    for q, r in s.ranks.items():
+        left = [x for x in r.samples if x.kind == "not_stepped"]
+        last = max((x.step for x in r.samples if x.kind in ("not_stepped", "parameters", "reduced")), default=0)
+        if _lasts(left, last):
+            of[q] = left[-1]
+    if not of:
+        return None
+    newest = of[min(of)]
+    return NOT_STEPPED(
+        victims=sorted(of), where=(), step=newest.step, n=int(newest.value), name=newest.name, names=(newest.name,)
+    )
 
 
 def _lasts(samples: Sequence[Sample], last: int) -> bool:

@@ -33,7 +33,7 @@ _CPP_WAITS = ("_functional_collectives.", "_ops.")
 _FUTURE = re.compile(r"(?:\bfut\w*|get_future\(\)|(?:collect|wait)_all\(.*\))\.(?:wait|value)\(|\bfutures\.wait_all\(")
 _PHASES = [p.name.lower() for p in Phase]
 ROUTINE_SAMPLES = frozenset(
-    {SampleKind.PARAMETERS, SampleKind.BUFFERS, SampleKind.REDUCED, SampleKind.AVERAGED, SampleKind.LEARNING_RATE, SampleKind.EVAL_MODE, SampleKind.STATE, SampleKind.NO_GRADIENTS,
+    {SampleKind.PARAMETERS, SampleKind.BUFFERS, SampleKind.REDUCED, SampleKind.AVERAGED, SampleKind.LEARNING_RATE, SampleKind.EVAL_MODE, SampleKind.NOT_STEPPED, SampleKind.STATE, SampleKind.NO_GRADIENTS,
      SampleKind.OUTSIDE_DDP}
 )  # fmt: skip
 SITE_SAMPLES = 400

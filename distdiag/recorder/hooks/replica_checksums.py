@@ -46,6 +46,9 @@ class ReplicaChecksums:
 
     def __init__(self, ledger: Ledger, samples: Samples) -> None:
         self.ledger, self.samples = ledger, samples
+        self.others: weakref.WeakSet[Any] = (
+            weakref.WeakSet()
+        )  # optimizers that step, too, beside the one that ends a step
         self.reduced = 0  # elements reduced over all ranks since the last step
         self.averaged_elements = 0  # maximum of elements all-reduced between a step and the next backward
         self._parameters_of: weakref.WeakKeyDictionary[Any, tuple[tuple[int, int], _Compared]] = (
@@ -63,6 +66,7 @@ class ReplicaChecksums:
         if type(optimizer).__module__.startswith("torch.optim."):  # others may have the gradients elsewhere
             self._without_gradient(optimizer, own, step)
         if any(m.slot.synced_backwards for m in self.ledger.models.values()):
+            self._not_stepped(optimizer, step)
             if params is outside:  # the optimizer has none of DDP's: they are no replicas of one model
                 params = []
             outside = [p for p in outside if p.grad is not None]
@@ -90,6 +94,19 @@ class ReplicaChecksums:
         layers = [layer for m in self.ledger.models.values() for layer in _mode_layers(m)]
         if layers:
             self.samples.write(SampleKind.EVAL_MODE, step, sum(not layer.training for layer in layers))
+
+    def _not_stepped(self, lead: Any, step: int) -> None:
+        """Record how many of DDP's parameters have a gradient and are in no optimizer that has stepped.
+
+        The key is how many parameters of the optimizers no DDP module has, and no backward reaches: those of a layer that was replaced.
+        """
+        models = self.ledger.models.values()
+        own = {id(p): p for optimizer in (lead, *self.others) for g in optimizer.param_groups for p in g["params"]}
+        left = [name for m in models for name, p in m.trained() if p.grad is not None and id(p) not in own]
+        if left:
+            inside = frozenset().union(*(m.built_with for m in models))
+            stale = sum(p.grad is None for i, p in own.items() if i not in inside)
+            self.samples.write(SampleKind.NOT_STEPPED, step, len(left), stale, left[0])
 
     def _without_gradient(self, optimizer: Any, own: list[Any], step: int) -> None:
         """Record how many of an optimizer's parameters have had no gradient at any sampled step, or that all lack one now.

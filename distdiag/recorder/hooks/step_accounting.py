@@ -142,6 +142,7 @@ class StepAccounting:
             if self.recorder.device is None:
                 self.recorder.device = cuda_index(p for group in optimizer.param_groups for p in group["params"])
             return True
+        self.checks.replicas.others.add(optimizer)
         ledger.lead_misses += 1
         if ledger.lead_misses > 32:  # the leading optimizer is no longer used
             ledger.lead = weakref.ref(optimizer)

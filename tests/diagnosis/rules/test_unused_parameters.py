@@ -225,6 +225,18 @@ def test_parameters_that_no_step_changes_are_reported(values: tuple[float, ...],
         assert "the same after each of 5 steps that were compared, at a learning rate of 0.1" in of[0].message
 
 
+@pytest.mark.parametrize(("steps", "found"), [((32, 64, 96, 128), True), ((32, 64, 96), False)])
+def test_parameters_with_gradients_that_no_optimizer_steps_are_info(steps: tuple[int, ...], found: bool) -> None:
+    left = tuple(Sample("not_stepped", k, 2.0, name="head.weight") for k in steps)
+    of = [f for f in found_in(job(rank(0, samples=left), rank(1, samples=left))) if f.cause == "not_updated"]
+    assert [f.severity for f in of] == ["info"] * found
+    if found:
+        assert (
+            "2 parameters (head.weight, …) of the module in DDP get gradients, and no optimizer steps them"
+            in of[0].message
+        )
+
+
 @pytest.mark.parametrize(("steps", "found"), [((32, 64, 96, 128), True), ((32, 64, 96), False), ((2, 4, 8, 16), False)])
 def test_an_optimizer_whose_parameters_have_no_gradients_is_reported(steps: tuple[int, ...], found: bool) -> None:
     bare = tuple(Sample("no_gradients", k, 4.0) for k in steps)
