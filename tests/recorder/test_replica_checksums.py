@@ -110,7 +110,7 @@ def test_rows_of_a_layer_that_move_against_each_other_change_its_checksum(dtype:
 
 def test_parameters_with_gradients_that_no_optimizer_has_are_counted() -> None:
     assert SampleKind.NOT_STEPPED not in sampled((0, 1, 2, 3))
-    assert sampled((0, 1, 2, 3), (0, 1, 2))[SampleKind.NOT_STEPPED][0] == 2, "weight and bias of the last layer"
+    assert sampled((0, 1, 2, 3), (0, 1, 2))[SampleKind.NOT_STEPPED] == (2, 0), "weight and bias of the last layer"
 
 
 def test_what_ddp_ignores_or_has_not_averaged_yet_is_not_outside() -> None:

@@ -210,24 +210,10 @@ def _not_stepped(s: Snapshot) -> Finding | None:
         return None
     newest = of[min(of)]
     return NOT_STEPPED(
-        victims=sorted(of), where=(), step=newest.step, n=int(newest.value), name=newest.name, names=(newest.name,)
-    )
-
-
-def _not_stepped(s: Snapshot) -> Finding | None:
-    """Return the finding of parameters that get gradients and are in no optimizer."""
-    of: dict[int, Sample] = {}
-    for q, r in s.ranks.items():
-        left = [x for x in r.samples if x.kind == "not_stepped"]
-        last = max((x.step for x in r.samples if x.kind in ("not_stepped", "parameters", "reduced")), default=0)
-        if _lasts(left, last):
-            of[q] = left[-1]
-    if not of:
-        return None
-    newest = of[min(of)]
-    return NOT_STEPPED(
-        victims=sorted(of), where=(), step=newest.step, n=int(newest.value), name=newest.name, names=(newest.name,)
-    )
+        victims=sorted(of), where=(), step=newest.step, n=int(newest.value), name=newest.name, names=(newest.name,),
+        stale=f"; it has {newest.key:,} that the module has not" if newest.key else "",
+        severity=Severity.WARNING if newest.key else Severity.INFO,
+    )  # fmt: skip
 
 
 def _lasts(samples: Sequence[Sample], last: int) -> bool:

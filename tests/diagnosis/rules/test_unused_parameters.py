@@ -225,16 +225,22 @@ def test_parameters_that_no_step_changes_are_reported(values: tuple[float, ...],
         assert "the same after each of 5 steps that were compared, at a learning rate of 0.1" in of[0].message
 
 
-@pytest.mark.parametrize(("steps", "found"), [((32, 64, 96, 128), True), ((32, 64, 96), False)])
-def test_parameters_with_gradients_that_no_optimizer_steps_are_info(steps: tuple[int, ...], found: bool) -> None:
-    left = tuple(Sample("not_stepped", k, 2.0, name="head.weight") for k in steps)
+@pytest.mark.parametrize(
+    ("steps", "stale", "severity"),
+    [((32, 64, 96, 128), 0, "info"), ((32, 64, 96, 128), 2, "warning"), ((32, 64, 96), 2, None)],
+)
+def test_parameters_with_gradients_that_no_optimizer_steps_are_reported(
+    steps: tuple[int, ...], stale: int, severity: str | None
+) -> None:
+    left = tuple(Sample("not_stepped", k, 2.0, key=stale, name="head.weight") for k in steps)
     of = [f for f in found_in(job(rank(0, samples=left), rank(1, samples=left))) if f.cause == "not_updated"]
-    assert [f.severity for f in of] == ["info"] * found
-    if found:
+    assert [f.severity for f in of] == ([severity] if severity else [])
+    if severity:
         assert (
             "2 parameters (head.weight, …) of the module in DDP get gradients, and no optimizer steps them"
             in of[0].message
         )
+        assert ("it has 2 that the module has not" in of[0].message) is bool(stale)
 
 
 @pytest.mark.parametrize(("steps", "found"), [((32, 64, 96, 128), True), ((32, 64, 96), False), ((2, 4, 8, 16), False)])
