@@ -9,6 +9,7 @@ from distdiag.diagnosis.text import evidence
 from distdiag.diagnosis.text.incident import collective_text
 from distdiag.diagnosis.text.phrases import at, op_at
 from distdiag.diagnosis.text.template import filled
+from distdiag.diagnosis.training_data import short_last_batch
 from distdiag.diagnosis.waits import compatible, messages
 from distdiag.diagnosis.waits.wait import Wait
 from distdiag.terms.backends import in_group_communicator
@@ -22,6 +23,7 @@ _PARTNERS = (
     "no message has its other end: ranks may have chosen partners that chose others: draw them with one seed on all ranks, or let one "
     "rank choose and broadcast the pairs; else check peers, tags and how many messages each side makes"
 )
+_LAST_BATCH = "use drop_last=True, or let all ranks take the number of messages from the batch that they have"
 SHOWN = 4  # waits of the cycle
 _MISSING = (
     "{culprits} {culprits:has|have} not entered {what}; {waiting} {waiting:waits|wait} for {culprits:it|them}{in_turn}, and "
@@ -69,7 +71,17 @@ def _wait_text(snapshot: Snapshot, verdict: Verdict, wait: Wait) -> str:
 
 
 def advice(snapshot: Snapshot, verdict: Verdict, calls: dict[int, tuple[Wait, Call]]) -> str:
-    """Return what to change."""
+    """Return what to change; of messages that are missing in a loader's last, smaller batch, that first."""
+    of = [r for q in sorted(verdict.incident.members) if (r := snapshot.ranks.get(q)) is not None]
+    last = next((found for r in of if (found := short_last_batch(r)) is not None), None)
+    other = _advice(snapshot, verdict, calls)
+    if last is None or not any(wait.p2p for wait in verdict.waits):
+        return other
+    n, size = last
+    return f"this is the last batch of the epoch, {n} of {size} samples: {_LAST_BATCH}; else {other}"
+
+
+def _advice(snapshot: Snapshot, verdict: Verdict, calls: dict[int, tuple[Wait, Call]]) -> str:
     if _batched_at_one_end(snapshot, verdict):
         return (
             "use batch_isend_irecv at both ends of a message, or at none: on NCCL a batch uses the group's communicator, a "

@@ -46,9 +46,7 @@ class ReplicaChecksums:
 
     def __init__(self, ledger: Ledger, samples: Samples) -> None:
         self.ledger, self.samples = ledger, samples
-        self.others: weakref.WeakSet[Any] = (
-            weakref.WeakSet()
-        )  # optimizers that step, too, beside the one that ends a step
+        self.others: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that step beside the one that ends a step
         self.reduced = 0  # elements reduced over all ranks since the last step
         self.averaged_elements = 0  # maximum of elements all-reduced between a step and the next backward
         self._parameters_of: weakref.WeakKeyDictionary[Any, tuple[tuple[int, int], _Compared]] = (

@@ -11,7 +11,7 @@ from distdiag.diagnosis.culprit.conditions import past_the_call
 from distdiag.diagnosis.culprit.verdict import judge
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site
 from distdiag.diagnosis.waits import graph
-from tests.diagnosis.made import proved
+from tests.diagnosis.made import loader, proved
 from tests.diagnosis.test_rank_condition import FILE, places
 from tests.diagnosis.waits import EVAL, SAVE, SEND, TRAIN, call, key, only, rank, snapshot, summary
 
@@ -95,6 +95,22 @@ def test_a_ring_of_receives_is_a_cycle() -> None:
     assert f.collective is not None and f.collective.seq is None
     tagged = snapshot(*(messaging(r, p2p("recv", (r - 1) % 4, tag=r)) for r in range(4)))
     assert "never match" not in only(tagged).advice  # the tags may still match: nobody has sent yet
+
+
+@pytest.mark.parametrize(
+    ("batches", "drop_last", "passes", "last"),
+    [(4, False, 1, True), (3, False, 1, False), (4, True, 1, False), (4, False, 2, False)],
+)
+def test_messages_that_do_not_meet_in_a_last_smaller_batch_may_be_fewer_there(
+    batches: int, drop_last: bool, passes: int, last: bool
+) -> None:
+    x = loader(
+        length=4, batches=batches, batch_size=32, dataset_length=102, drop_last=drop_last, distributed_sampler=False,
+        iterations_started=passes, exhausted=False,
+    )  # fmt: skip
+    ring = [msgspec.structs.replace(messaging(q, p2p("recv", (q + 1) % 3)), loaders=(x,)) for q in range(3)]
+    f = only(snapshot(*ring))
+    assert f.advice.startswith("this is the last batch of the epoch, 6 of 32 samples: use drop_last=True, or") is last
 
 
 def test_partners_that_chose_others_are_told_to_agree() -> None:
