@@ -21,6 +21,7 @@ from distdiag.diagnosis.text.phrases import at, count, wheres
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.training_data import NOT_ALL, synchronous, training_loaders
 from distdiag.terms.ranks import by_value, unfold_ranks
+from distdiag.terms.units import percent
 
 kind = kinds.REPLICA_DRIFT
 
@@ -54,6 +55,8 @@ class Limits:
     """Up to this step the cause is only suspected: too few samples to distinguish rates, gradients and initial values."""
     averaged: float = 0.9
     """Share of the steps with averaged gradients from which on a model counts as averaged."""
+    almost: float = 0.9
+    """From this share of the reduced elements on the rest is more likely forgotten than each rank's own."""
     reduced: tuple[float, float] = (0.999, 1.05)
     """All gradients are averaged if the elements reduced per parameter are in this range. Fewer: some parameters belong to one
     rank by design (experts, personal layers), or are averaged now and then. More: activations of a split model are reduced."""
@@ -234,6 +237,12 @@ def _cause(s: Snapshot, kind: str, drifting: list[int]) -> str | None:
     some_now = shares and limits.metrics < min(shares) and max(shares) < min(least, min(shares) + limits.metrics)
     if all_before and some_now:
         return "partly_averaged"
+    if (
+        some_now
+        and min(shares) >= limits.almost
+        and not any(1 < len(g.ranks) < s.world_size for g in s.groups.values())
+    ):
+        return "some_reduced"
     if not shares or min(shares) < least or max(shares) > most:
         return None
     return "different_init"
@@ -310,6 +319,7 @@ _WHAT = {
     "some_steps": "DDP averages gradients before some of the optimizer steps only: {passes:,} backward passes in {steps:,} steps",
     "never_synced": "their gradients are not averaged: DDP's forward runs, but no backward pass averages, as in `no_sync()`",
     "never_averaged": "nothing averages their gradients: no DDP, and no collective that exchanges a tensor",
+    "some_reduced": "{share} of the gradients' elements are reduced in each step",
     "partly_averaged": "all gradients were averaged before, but not those of the parameters that have been trained since",
     "outside_ddp": "the optimizer steps {outside} that no DDP module had when it was built, so nothing averages their gradients",
     "different_init": "gradients are averaged, but the replicas began with different values",
@@ -342,6 +352,8 @@ _ADVICE = {
     "holds them in DDP, too; if each rank is to have its own, ignore this",
     "never_averaged": "wrap the model in DistributedDataParallel: the loader splits the data by rank, so each rank trains "
     "its own model on its part of the data",
+    "some_reduced": "average the gradients of all parameters: look for a filter by name, by group or by `p.grad is not None` where they are collected; "
+    "if the others are to be each rank's own (experts, personal layers), ignore this",
     "partly_averaged": "average the gradients of all parameters that are trained: rebuild the list or bucket of gradients after "
     "parameters were added or unfrozen",
     "different_init": "broadcast the parameters from rank 0 once after building the model (or use the same seed, or DDP)",
@@ -396,13 +408,16 @@ def _finding(
         what = what.format(passes=passes, steps=max(r.step for r in s.ranks.values()))
     if words == "outside_ddp":
         what = what.format(outside=_samples(s, cause)[-1].name)
+    if words == "some_reduced":
+        what = what.format(share=percent(_samples(s, "reduced")[-1].value))
     if words == "state":
         what = what.format(name=_samples(s, cause)[-1].name)
     what += _not_through_ddp(s) if words == "gradients_not_synced" else _not_waited_for(s) if words == "unequal" else ""
     odd, ranks = minority(rates or values), sorted(values)
-    by_hand = cause in ("different_init", "partly_averaged", "unequal") and not models
+    by_hand = cause in ("different_init", "partly_averaged", "some_reduced", "unequal") and not models
     # a plain tensor in a model of DTensors may be a rank's own, such as its experts
     certain = steps[-1] >= limits.certain_step and cause not in (
+        "some_reduced",
         "partly_averaged",
         "split_module",
         "outside_ddp",
@@ -410,7 +425,7 @@ def _finding(
     )
     return DRIFT(
         cause=known if (known := _CAUSE.get(words, words)) in kind.causes else None, proved=certain or cause == "buffers",
-        severity=Severity.INFO if mild else Severity.WARNING if cause in ("outside_ddp", "state") else None,
+        severity=Severity.INFO if mild or cause == "some_reduced" else Severity.WARNING if cause in ("outside_ddp", "state") else None,
         culprits=odd, victims=[q for q in ranks if q not in odd], step=steps[0], last=steps[-1],
         where=wheres(s, ranks, None, {q: _site(s.ranks[q], by_hand) for q in ranks}),
         equal="" if equal is None else f" (equal at step {equal})", what=what, spread=_spread(values), do=_ADVICE[words + (" in DDP" if words == "different_init" and models else "")],

@@ -239,6 +239,11 @@ def test_different_init_needs_a_model_that_is_averaged_as_a_whole() -> None:
     later = only(drifting(lambda q, k: float(q == 1 and k > 4), 1.0, models=()))  # equal at first: one skips a step
     assert (later.cause, later.culprits, later.step) == ("update", (1,), 8)
     assert "updates its parameters in the same way" in later.message
+    most = only(drifting(lambda q, k: 1.0 + 0.1 * q * k, 0.96, models=()))  # biases may have been forgotten
+    assert (most.severity, most.certainty) == (
+        "info",
+        "suspected",
+    ) and "96 % of the gradients' elements" in most.message
     assert drifting(lambda q, k: float(q), 0.6, models=()) == []  # a rank's own experts next to shared parameters
     assert drifting(lambda q, k: float(q), 1.7, models=()) == []  # activations of a model split over the ranks
 
