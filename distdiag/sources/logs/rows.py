@@ -231,8 +231,8 @@ LOST_ROWS = (
         "read the log of rank 0 and of its node's launcher: its failure came before these"),
     Row("pipe_lost", "rank_lost/crashed", "{who} lost the process at the other end of a pipe{at}: a worker of a loader, or another child, had ended",
         "see how that child ended: what it printed before, `dmesg -T | grep -i oom`, /dev/shm, `ulimit -n`; run once with num_workers=0 to see a loader's own exception", subject="a process"),
-    Row("closed", _LOST, "{who} could not make a connection{to}{at}: that is {bridge}, which other hosts cannot reach",
-        "set NCCL_SOCKET_IFNAME{use} (and GLOO_SOCKET_IFNAME) {where}: NCCL has to use an interface by which the other hosts reach it", when=lambda facts: all("bridge" in f.fields for f in facts), subject="a process"),
+    Row("closed refused", _LOST, "{who} could not make a connection{to}{at}: that is {bridge}, which other hosts cannot reach",
+        "set NCCL_SOCKET_IFNAME{use} (and GLOO_SOCKET_IFNAME) {where}: NCCL has to use an interface by which the other hosts reach it", pick=lambda f: "bridge" in f.fields, subject="a process"),
     Row("closed store_lost refused lost", _LOST, "{who} could not make a connection{to}{at}: a firewall rejects it, or no route leads there",
         "open the ports between these hosts (iptables, firewalld, security groups: NCCL and gloo use any port), and see the route: `ip route get ADDRESS`; or choose another interface: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME", when=_no_route, subject="a process"),
     Row("closed store_lost refused lost", _LOST, "{who} could not make a connection{to}{at}: nothing listens there (any more), or a firewall is between them{nothing}", _ENDED, when=_refused, subject="a process"),
@@ -366,7 +366,9 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
     """Return what a row's text may name: the first fact's fields, and what all facts together give."""
     first, by = facts[0].fields, facts[0].who
     out = Fields({k: shortened(v, 160 if k == "what" else 120) for f in reversed(facts) for k, v in f.fields.items()})
-    peers = [p for f in facts if (p := f.fields.get("peer", "").rstrip(".,")) and p not in _HERE]
+    peers = [
+        p for f in facts if (p := f.fields.get("peer", "").rstrip(".,")) and (p not in _HERE or "of_host" in f.fields)
+    ]
     of_host = {f.fields.get("peer"): f.fields.get("of_host", "") for f in facts}
     named = [p + of_host.get(p, "") for p, _ in Counter(peers).most_common(3)]
     limit, stuck, after = _most(facts, "limit"), _most(facts, "stuck_s"), _most(facts, "after")
@@ -391,6 +393,7 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
         "waits": verb(ranks or facts[:1], "waits", "wait"),
         "within": next((f.within for f in facts if f.within), ""),
         "call": f" to {first['what']}" if "what" in first else "",
+        "use": first.get("use", ""),
         "own": shortened(_own_of_awaited(facts), 160),
         "awaited": str(_awaited(facts)),
         "limit": rough_time((limit or 0) / 1e3),

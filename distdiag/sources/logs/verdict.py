@@ -183,14 +183,17 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
     ends = exits.joined(own, ends)
     own += exits.with_a_reason(ends)
     codes = [r for r in ends if r not in own]
-    if own or reported:
-        return [*reported, *(failures.of_reason(r, found, waited) for r in own[:MAX_FINDINGS])][:MAX_FINDINGS], None
+    shown = [*reported, *(failures.of_reason(r, found, waited) for r in own[:MAX_FINDINGS])][:MAX_FINDINGS]
+    follow = bool(own) and not reported and all(map(failures.follows, own))
+    if shown and not follow:
+        return shown, None
     waits = reports.of_versions(found) or rows.first_of(rows.LATE_ROWS, found) or timeouts.findings(found)
     if found_here := _with_late(waits, late) or rows.first_of(rows.START_ROWS, found) or reports.derived(found):
         return found_here[:MAX_FINDINGS], None
-    if (stop := _stopped(found)) is not None:
+    if not follow and (stop := _stopped(found)) is not None:
         return _hung(found) or _nan(found), stop
     lost = rows.first_of(rows.LOST_ROWS, found) or _nan(found, bool(codes))
+    lost = lost or shown
     for r in codes:
         r.after += _printed(found, r)
     lost = lost or [failures.of_reason(r, found, waited) for r in codes[:MAX_FINDINGS]]
