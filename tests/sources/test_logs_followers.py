@@ -54,3 +54,60 @@ def test_an_address_inside_each_host_that_two_hosts_give_is_the_wrong_one(
     f = only(diagnose(tmp_path, on_two_hosts(interface, peer)))
     assert ("an address inside each of these hosts" in f.message) is own
     assert f.advice.startswith("set NCCL_SOCKET_IFNAME") is own
+
+
+CLOSES = "W0101 08:00:01.1 9 torch/distributed/elastic/multiprocessing/api.py:897] Sending process {} closing signal SIGTERM\n"
+FULL = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB. GPU 1 has a total capacity of 39.4 GiB of which 90.00 MiB is free. "
+FAILED = "E0101 08:00:01.1 9 torch/distributed/elastic/multiprocessing/api.py:869] failed (exitcode: 1) local_rank: {} (pid: {}) of binary: /bin/python\n"
+
+
+@pytest.mark.parametrize(
+    ("pids", "lines", "words", "advice"),
+    [
+        ((71, 72), CLOSES.format(71) + CLOSES.format(72), "2 other ranks of this job (pid 71, 72) hold 4 GiB", "map_location"),
+        ((71,), "".join(f"[rank{q}] starts, pid={70 + q}\nINFO rank {q} pid {70 + q}\n" for q in (0, 1)), "another rank of this job (rank 1) holds 2 GiB", "set_device(LOCAL_RANK)"),
+        ((88,), CLOSES.format(71), "process 88, which is not this rank, holds 2 GiB", "something else holds memory"),
+    ],
+)  # fmt: skip
+def test_processes_of_the_job_that_hold_a_part_of_a_full_gpu_are_its_ranks(
+    tmp_path: Path, pids: tuple[int, ...], lines: str, words: str, advice: str
+) -> None:
+    held = "".join(f"Process {pid} has 2.00 GiB memory in use. " for pid in pids)
+    mine = "Process 70 has 35.20 GiB memory in use. "
+    own = "Of the allocated memory 33.00 GiB is allocated by PyTorch, and 1.70 GiB is reserved by PyTorch but unallocated."
+    f = only(diagnose(tmp_path, raised(0, FULL + mine + held + own) + lines + FAILED.format(0, 70)))
+    assert words in f.message and advice in f.advice
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "ACL stream synchronize failed, error code:507048",
+        "ACL device synchronize failed, error code:507046",
+        "call: aclrtSynchronizeStream, error code is 507048",
+    ],
+)
+def test_a_device_that_does_not_synchronize_after_a_timeout_is_none_of_its_own(tmp_path: Path, error: str) -> None:
+    late = "[rank{q}]: RuntimeError: {error}\n[rank{q}]: EI0002: The wait execution of the Notify register times out. Reason: The Notify register has not received the Notify record from remote rank [1].base information: [tag[AllReduce_1]]\n"
+    text = raised(1, "RuntimeError: NPU out of memory. Tried to allocate 2.00 GiB")
+    f = only(diagnose(tmp_path, text + "".join(late.format(q=q, error=error) for q in (0, 2, 3))))
+    assert f.culprits == (1,) and "ranks 0, 2, 3 then timed out waiting" in f.message
+    alone = only(diagnose(tmp_path, f"[rank2]: RuntimeError: {error}\n"))
+    assert alone.message.startswith("a task on the NPU of rank 2 did not end in time")
+
+
+PENDING = "0/7 nodes are available: 7 Insufficient nvidia.com/gpu."
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        f"9s  Warning  FailedScheduling  pod/fit-chief-0  {PENDING}",
+        f'"Unable to schedule pod; no fit; waiting" pod="ml/fit-chief-0" err="{PENDING}"',
+        f"$ kubectl describe pod fit-chief-0\n  Warning  FailedScheduling  9s  default-scheduler  {PENDING}",
+    ],
+)
+def test_a_pod_that_no_node_takes_is_named(tmp_path: Path, event: str) -> None:
+    f = only(diagnose(tmp_path, f"{event}\n"))
+    assert "did not start on fit-chief-0: 0/7 nodes" in f.message
+    assert f.advice.startswith("give the cluster what the pod requests")

@@ -155,7 +155,10 @@ def _without_reports(reasons: list[Reason]) -> list[Reason]:
 
 
 def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, found: Collected) -> None:
-    text, others = text_of(f, meaning), memory_of_others(f) if f.name == "cuda_oom" else _raised_next(f)
+    text, (others, whose) = (
+        text_of(f, meaning),
+        memory_of_others(f, found) if f.name == "cuda_oom" else (_raised_next(f), ""),
+    )
     place = f"{f.site.file}:{f.site.line}" if f.site is not None and f.name == "exception" else ""
     key = (f.name, _NUMBER.sub("#", text + others) + place)
     if pci := f.fields.get("pci"):  # all that the driver reports of one device is one event
@@ -198,7 +201,7 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, foun
         xid = _xid(r.facts[0])
         r.advice = meanings.OF_PROGRAM if xid in meanings.PROGRAM_XIDS else meanings.XIDS.get(xid, r.advice)
     elif f.name == "cuda_oom":
-        r.advice = meanings.FULL_GPUS[any(x.engine for x in r.facts), bool(others)]
+        r.advice = meanings.FULL_GPUS[any(x.engine for x in r.facts), whose]
     elif f.name in ("cuda_error", "fatal", "nccl_host") and r.advice == meaning.advice:
         r.advice = remedy(f"{f.text} {text}", r.advice)  # one of its lines may say more than the others
 
