@@ -111,3 +111,28 @@ def test_a_pod_that_no_node_takes_is_named(tmp_path: Path, event: str) -> None:
     f = only(diagnose(tmp_path, f"{event}\n"))
     assert "did not start on fit-chief-0: 0/7 nodes" in f.message
     assert f.advice.startswith("give the cluster what the pod requests")
+
+
+def completion(host: str, peer: str) -> str:
+    status = "with status=12 opcode=0 len=0 vendor err 129 (Send)"
+    return (
+        f"{host}:70:71 [2] transport/net_ib.cc:99 NCCL WARN NET/IB : Got completion from peer {peer}<4001> {status}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("lost", "words"),
+    [
+        ((("a1", 3), ("a2", 3), ("a3", 2)), "connection to 10.6.0.3 (a3) (status 12"),
+        ((("a3", 1), ("a1", 3), ("a2", 3)), "connection to 10.6.0.3 (a3) (status 12"),
+        ((("a1", 2), ("a2", 1)), "connection to 10.6.0.2 (a2), 10.6.0.1 (a1) (status 12"),  # one link, both ends
+        ((("a1", 3), ("a2", 3), ("a2", 1)), "connection to 10.6.0.3 (a3), 10.6.0.1 (a1) (status 12"),
+    ],
+)
+def test_the_host_that_several_others_lost_is_named_and_not_what_it_lost_itself(
+    tmp_path: Path, lost: tuple[tuple[str, int], ...], words: str
+) -> None:
+    hosts = "".join(f"a{n}:70:70 [0] NCCL INFO Bootstrap : Using ib0:10.6.0.{n}<0>\n" for n in (1, 2, 3))
+    f = only(diagnose(tmp_path, hosts + "".join(completion(host, f"10.6.0.{n}") for host, n in lost)))
+    assert words in f.message
+    assert ("check that link at a3 first" in f.advice) is (") (" in words and "," not in words)

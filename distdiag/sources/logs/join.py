@@ -86,6 +86,8 @@ def join(found: Collected) -> Collected:
             found.on_host.setdefault(host, set()).add(f.rank)
     for f in found.named("store_connect"):
         _why_unreached(found, f)
+    for name in ("ib", "efa", "closed"):
+        _of_one_host(found, name)
     for f in found.named("closed", "refused"):
         _of_interface(found, f)
     ended = {f.fields["pid"]: f.fields["local"] for f in found.facts if {"pid", "local"} <= f.fields.keys()}
@@ -159,6 +161,26 @@ def _why_unreached(found: Collected, f: Fact) -> None:
             if own.get(key) == f.fields[field] and len(set(others.values())) == 1:
                 f.fields["masters"] = f"; its master {what} is {own[key]}, {min(others)}'s is {others[min(others)]}"
                 break
+
+
+def _of_one_host(found: Collected, name: str) -> None:
+    """Keep of lost connections those to the host that several others lost, if all else is what that host itself lost; name it."""
+    facts = [f for f in found.named(name) if "peer" in f.fields]
+    host_of = {address: host for host, (_, address) in found.interfaces.items()}
+    if name != "closed":  # its lines get more than the host
+        for f in (f for f in facts if f.fields["peer"] in host_of):
+            f.fields["of_host"] = f" ({host_of[f.fields['peer']]})"
+    writers: dict[str, set[str]] = {}
+    for f in (f for f in facts if f.who.host):
+        writers.setdefault(f.fields["peer"], set()).add(f.who.host)
+    several = [peer for peer, hosts in writers.items() if len(hosts) > 1]
+    if len(several) != 1 or (host := host_of.get(several[0])) is None or host in writers[several[0]]:
+        return
+    own = [f for f in facts if f.fields["peer"] != several[0]]
+    if all(f.who.host == host or (not f.who.host and f.rank in found.on_host.get(host, ())) for f in own):
+        found.facts = [f for f in found.facts if f.name != name or f.fields.get("peer", several[0]) == several[0]]
+        for f in (f for f in facts if f.fields["peer"] == several[0]):
+            f.fields["ends"] = f" at {host} first"
 
 
 def _of_interface(found: Collected, f: Fact) -> None:

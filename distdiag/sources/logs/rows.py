@@ -222,7 +222,7 @@ LOST_ROWS = (
         "GPU memory could not be registered or read there: the driver and nvidia-peermem or DMA-BUF, IOMMU and ACS, a buffer freed too early; run once with NCCL_NET_GDR_LEVEL=LOC, and see `dmesg -T | grep mlx5`",
         when=lambda facts: facts[0].fields["status"] in meanings.LOCAL),
     Row("ib", _LOST, "NCCL on {who} lost its RDMA connection to {all_peers} (status {status}: {meaning})",
-        "check that link: `ibstat`, `perfquery`, switch counters, RoCE's GID and flow control (NCCL_IB_GID_INDEX); see first whether the peer's process ended"),
+        "check that link{ends}: `ibstat`, `perfquery`, switch counters, RoCE's GID and flow control (NCCL_IB_GID_INDEX); see first whether the peer's process ended"),
     Row("gloo_timeout", _LATE, _GLOO + ", inside {within}: they wait there until the rank that goes first has done its work",
         meanings.GOES_FIRST.format(who="that rank", where="it"), when=lambda facts: any(f.within for f in facts)),
     Row("gloo_timeout closed store_lost refused lost", _LATE, _GLOO + "; the log does not show which rank they waited for",
@@ -397,6 +397,7 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
         "within": next((f.within for f in facts if f.within), ""),
         "call": f" to {first['what']}" if "what" in first else "",
         "use": first.get("use", ""),
+        "ends": first.get("ends", ""),
         "own": shortened(_own_of_awaited(facts), 160),
         "awaited": str(_awaited(facts)),
         "limit": rough_time((limit or 0) / 1e3),
@@ -407,7 +408,7 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
         "left": f"{expected - joined:,}",
         "to": f" to {', '.join(named)}" if named else "",
         "first": f"look at {', '.join(named)} first: " if named else "",
-        "all_peers": some(peers),
+        "all_peers": some([p + of_host.get(p, "") for p in peers]),
         "nodes": some([f.fields["node"] for f in facts if "node" in f.fields]),
         "there": f" on {name}"
         if (name := by.label or by.host or first.get("pod") or first.get("host") or by.process)
