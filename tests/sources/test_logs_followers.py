@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sources.test_logs import diagnose, only, raised
+from tests.sources.test_logs import diagnose, only, raised, timeout
 
 WORKER = "(Worker pid={pid}, ip=10.4.0.{n}) {host}:{pid}:{pid} [0] "
 REFUSED = "misc/socket.cc:52 NCCL WARN Call to connect to {peer}<4071> failed : Connection refused\n"
@@ -136,3 +136,24 @@ def test_the_host_that_several_others_lost_is_named_and_not_what_it_lost_itself(
     f = only(diagnose(tmp_path, hosts + "".join(completion(host, f"10.6.0.{n}") for host, n in lost)))
     assert words in f.message
     assert ("check that link at a3 first" in f.advice) is (") (" in words and "," not in words)
+
+
+def test_the_last_line_of_a_rank_before_it_made_another_call(tmp_path: Path) -> None:
+    lines = "".join(f"[rank{q}]: iteration 40\n" for q in range(4)) + "[rank2]: writes the sharded weights\n"
+    other = timeout(2).replace("ALLREDUCE", "BROADCAST")
+    late = "".join(timeout(q) for q in (0, 1)) + other + timeout(3)
+    f = only(diagnose(tmp_path, lines + late))
+    assert f.culprits == (2,) and f.message.endswith(
+        "the last line of rank 2 before that is `writes the sharded weights`"
+    )
+    assert "last line" not in only(diagnose(tmp_path, lines.replace("[rank2]: ", "") + late)).message
+
+
+def test_the_last_line_of_the_rank_that_horovod_misses(tmp_path: Path) -> None:
+    text = "".join(f"[1,{q}]<stdout>:epoch 3\n" for q in range(3)) + "[1,0]<stdout>:scores 900 test images\n"
+    stall = "[1,0]<stderr>:[2031-02-03 04:05:06.7: W /h/stall_inspector.cc:107] One or more tensors were submitted to be reduced by subset of ranks and are waiting\n[1,0]<stderr>:Missing ranks:\n[1,0]<stderr>:0: [allreduce.w, allreduce.b ...]\n"
+    end = "[1,1]<stderr>:RuntimeError: Horovod has been shut down.\n"
+    report = diagnose(tmp_path, text + stall * 2 + end)
+    f = only(report)
+    assert f.culprits == (0,) and "the last line of rank 0 before that is `scores 900 test images`" in f.message
+    assert report.ranks_seen == 3

@@ -134,6 +134,7 @@ class Collected:
     began: bool = False  # so do lines before the first failure
     took: dict[int, tuple[float, str]] = field(default_factory=dict)  # of a rank's last lines: seconds, and for what
     said: dict[int, str] = field(default_factory=dict)  # the last line of a rank
+    earlier: dict[int, str] = field(default_factory=dict)  # its last one before the first failure in its file
     fatal: dict[tuple[Path, int | None], tuple[int, str]] = field(default_factory=dict)  # last error of a file and rank
     errors: dict[Path, tuple[int, str, Writer]] = field(default_factory=dict)  # of the last lines of files
     well: dict[Path, int] = field(default_factory=dict)  # the last line of a file that says that the job ended well

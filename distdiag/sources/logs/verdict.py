@@ -78,15 +78,11 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
         found.past += earlier
     found.past += past
     found.losses, found.steps, found.began = reader.later.loss, bool(reader.later.progress), reader.later.began
-    said: dict[int, str] = {}
-    for (p, rank, task), text in reader.later.said.items():
-        q = rank if rank is not None else task if task is not None and not found.per_node else found.of_file.get(p)
-        if q is not None:
-            said.setdefault(q, text)
     for (p, rank, task), line in reader.later.fatal.items():
         q = rank if rank is not None or found.per_node else task
         found.fatal.setdefault((p, q if q is not None else found.of_file.get(p)), line)
-    found.said = {q: clean for q, text in said.items() if (clean := later.PREFIX.sub("", text).strip())}
+    found.said = _by_rank(found, reader.later.said)
+    found.earlier = _by_rank(found, reader.later.earlier)
     ended_well = {path for path, scope in reader.later.well if scope != "server"}
     found.well = {path: line for (path, scope), line in reader.later.well.items() if scope in ("job", "file")}
     found.errors = {
@@ -98,6 +94,16 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
         name: took for (kind, name), took in reader.later.took.items() if kind == "rank" and isinstance(name, int)
     }
     return found
+
+
+def _by_rank(found: Collected, lines: Mapping[tuple[Path, int | None, int | None], str]) -> dict[int, str]:
+    """Return the first of these lines, which name a rank, a task or only their file, that each rank has."""
+    out: dict[int, str] = {}
+    for (p, rank, task), text in lines.items():
+        q = rank if rank is not None else task if task is not None and not found.per_node else found.of_file.get(p)
+        if q is not None and (clean := later.PREFIX.sub("", text).strip()):
+            out.setdefault(q, clean)
+    return out
 
 
 def judge_logs(
