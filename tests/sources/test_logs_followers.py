@@ -24,6 +24,7 @@ def on_two_hosts(interface: str, peer: str) -> str:
         "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
         "RuntimeError: the server did not start, see the error above",
         "RuntimeError: One of the subprocesses has failed: exit code 1",
+        "RuntimeError: Rank 1 scheduler is dead. Please check if there are relevant logs.",
         "RuntimeError: Initialization failed: please check the worker logs for details",
     ],
 )

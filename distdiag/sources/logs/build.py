@@ -109,7 +109,8 @@ def last_words(found: Collected, ranks: Collection[int]) -> str:
     if len(ranks) != 1:
         return ""
     rank = next(iter(ranks))
-    silent = all(f.rank != rank and f.name != "horovod_stall" for f in found.facts)  # rank 0 prints those
+    writes = any(rank in (f.who.rank, f.who.task) for f in found.named("horovod_stall"))  # as rank 0 does
+    silent = not writes and all(f.rank != rank for f in found.facts)
     if text := (found.said if silent else found.earlier).get(rank, ""):
         whose = "its last line" if silent else f"the last line of rank {rank} before that"
         return f"; {whose} is `{shortened(text, 100)}`"

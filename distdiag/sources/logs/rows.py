@@ -280,7 +280,8 @@ def _finding(found: Collected, row: Row, facts: list[Fact]) -> Finding:
         kind,
         cause,
         facts,
-        text.format_map(fields) + (last_words(found, culprits) if row.kind in (_LATE, "stall/unknown") else ""),
+        text.format_map(fields)
+        + (last_words(found, culprits) if row.kind in (_LATE, "stall/unknown") and not fields["own"] else ""),
         remedy(fields["warning"], advice.format_map(fields)),
         culprits=culprits,
         victims=victims,
