@@ -105,7 +105,13 @@ def fewer(sides: Iterable[Collection[int]]) -> Collection[int]:
 
 
 def last_words(found: Collected, ranks: Collection[int]) -> str:
-    """Return the last line of the one rank that the others wait for, if the log has it."""
-    silent = len(ranks) == 1 and all(f.rank not in ranks for f in found.facts)
-    text = found.said.get(next(iter(ranks)), "") if silent else ""
-    return f"; its last line is `{shortened(text, 100)}`" if text else ""
+    """Return the last line of the one rank that the others wait for; the last before the first failure, if it reports one."""
+    if len(ranks) != 1:
+        return ""
+    rank = next(iter(ranks))
+    writes = any(rank in (f.who.rank, f.who.task) for f in found.named("horovod_stall"))  # as rank 0 does
+    silent = not writes and all(f.rank != rank for f in found.facts)
+    if text := (found.said if silent else found.earlier).get(rank, ""):
+        whose = "its last line" if silent else f"the last line of rank {rank} before that"
+        return f"; {whose} is `{shortened(text, 100)}`"
+    return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from distdiag.diagnosis.model.snapshot import Site
@@ -133,6 +134,7 @@ class Collected:
     began: bool = False  # so do lines before the first failure
     took: dict[int, tuple[float, str]] = field(default_factory=dict)  # of a rank's last lines: seconds, and for what
     said: dict[int, str] = field(default_factory=dict)  # the last line of a rank
+    earlier: dict[int, str] = field(default_factory=dict)  # its last one before the first failure in its file
     fatal: dict[tuple[Path, int | None], tuple[int, str]] = field(default_factory=dict)  # last error of a file and rank
     errors: dict[Path, tuple[int, str, Writer]] = field(default_factory=dict)  # of the last lines of files
     well: dict[Path, int] = field(default_factory=dict)  # the last line of a file that says that the job ended well
@@ -151,11 +153,24 @@ class Collected:
 
     def all_of(self, ranks: set[int]) -> str:
         """Return `all 8 ranks` if these are all of the job, as far as the log shows it; empty if they are not."""
-        pids = self.closed | {f.fields["pid"] for f in self.facts if f.role is Role.EXIT and "pid" in f.fields}
-        most = max(len(pids), self.world_size or 0)
+        ended = {f.fields["pid"] for f in self.facts if f.role is Role.EXIT and "pid" in f.fields}
+        most = max(len(self.closed | ended), self.world_size or 0)
         if not ranks >= self.ranks or len(ranks) < max(most, 2) or len(ranks) <= max(ranks):
             return ""
         return f"all {len(ranks):,} ranks" + (" in the log" if not most else "")
+
+    @cached_property
+    def pids(self) -> dict[str, int | None]:
+        """Return the rank of each pid that launchers or lines of ranks name as one of this job's; None if only that is known."""
+        known: dict[str, int | None] = dict.fromkeys(self.closed)
+        known |= {
+            f.fields["pid"]: None if f.of_node else f.rank
+            for f in self.facts
+            if f.name in ("exit", "ended") and "pid" in f.fields
+        }
+        return known | {
+            str(pid): rank for pid, rank in self.rank_of.items() if isinstance(pid, int) and rank is not None
+        }
 
     def names_a_job(self) -> bool:
         """True if a line names a rank, a launcher, an error, or distdiag."""

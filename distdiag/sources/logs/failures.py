@@ -23,7 +23,7 @@ from distdiag.terms.untrusted import bounded, is_rank, numbers
 
 # an exception that only reports another one
 _REPORTS_ANOTHER = bounded(
-    r"torch_extensions/.{0,200}cannot open shared object|at least one rank that exhausted|[Rr]oot cause|Worker failed with error|[Ss]ee (?:the )?(?:stack trace|logs? |error)|in a background process|previous error|sub-exception|Caught \w+ in DataLoader worker|\b5\d\d Server Error"
+    r"torch_extensions/.{0,200}cannot open shared object|at least one rank that exhausted|[Rr]oot cause|Worker failed with error|[Ss]ee (?:the )?(?:stack trace|logs? |error)|[Ss]ee (?:[\w']{1,20} ){0,5}above|(?i:one of the (?:sub|child ?|worker ?)process(?:es)? )|(?:sub)?process(?:es)? failed\b|scheduler (?:is dead|died)\b|check (?:[\w']{1,20} ){0,3}logs?\b|in a background process|previous error|sub-exception|Caught \w+ in DataLoader worker|\b5\d\d Server Error"
 )
 FEW_OF = 4  # nearly all other ranks: so many for each that reported nothing
 _NUMBER = bounded(r"0x[0-9a-f]+|\d+")
@@ -138,7 +138,12 @@ def _by_time(reasons: list[Reason]) -> list[Reason]:
 
 def only_reports(r: Reason) -> bool:
     """True for an exception of no known process that only reports the failure of another."""
-    return not r.ranks and not r.unnamed and _REPORTS_ANOTHER.search(r.text) is not None
+    return not r.unnamed and follows(r)
+
+
+def follows(r: Reason) -> bool:
+    """True for an exception of no known rank that only reports the failure of another process."""
+    return not r.ranks and _REPORTS_ANOTHER.search(r.text) is not None
 
 
 def _without_reports(reasons: list[Reason]) -> list[Reason]:
@@ -150,7 +155,10 @@ def _without_reports(reasons: list[Reason]) -> list[Reason]:
 
 
 def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, found: Collected) -> None:
-    text, others = text_of(f, meaning), memory_of_others(f) if f.name == "cuda_oom" else _raised_next(f)
+    text, (others, whose) = (
+        text_of(f, meaning),
+        memory_of_others(f, found) if f.name == "cuda_oom" else (_raised_next(f), ""),
+    )
     place = f"{f.site.file}:{f.site.line}" if f.site is not None and f.name == "exception" else ""
     key = (f.name, _NUMBER.sub("#", text + others) + place)
     if pci := f.fields.get("pci"):  # all that the driver reports of one device is one event
@@ -193,7 +201,7 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, foun
         xid = _xid(r.facts[0])
         r.advice = meanings.OF_PROGRAM if xid in meanings.PROGRAM_XIDS else meanings.XIDS.get(xid, r.advice)
     elif f.name == "cuda_oom":
-        r.advice = meanings.FULL_GPUS[any(x.engine for x in r.facts), bool(others)]
+        r.advice = meanings.FULL_GPUS[any(x.engine for x in r.facts), whose]
     elif f.name in ("cuda_error", "fatal", "nccl_host") and r.advice == meaning.advice:
         r.advice = remedy(f"{f.text} {text}", r.advice)  # one of its lines may say more than the others
 

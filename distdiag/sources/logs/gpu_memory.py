@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distdiag.sources.logs.facts import Fact
+from distdiag.diagnosis.model.findings import rank_list
+from distdiag.diagnosis.text.incident import verb
+from distdiag.sources.logs.build import some
+from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.terms.untrusted import bounded
 
 _SIZE = r"(\d{1,9}(?:\.\d{1,4})?) (GiB|MiB|KiB|bytes)"
@@ -23,23 +26,31 @@ def _gib(size: Sequence[str]) -> float:
     return float(size[0]) * _GIB[size[1]]
 
 
-def memory_of_others(f: Fact) -> str:
-    """Return what another process holds of the full GPU, by the message; empty if none does, or too little to matter."""
-    what = f.fields.get("what", "")
+def memory_of_others(f: Fact, found: Collected) -> tuple[str, str]:
+    """Return (what others hold of the full GPU, "ranks" or "others"), by the message; empty if none does, or too little to matter."""
+    what, job = f.fields.get("what", ""), found.pids
     held = {pid: _gib(size) for pid, *size in _MEMORY.findall(what)}
-    others, sure = held, True
-    if str(f.who.pid) in held:
-        others = {pid: gib for pid, gib in held.items() if pid != str(f.who.pid)}
-    elif "this process has" not in what:
+    own = {str(f.who.pid), *(pid for pid, rank in job.items() if rank is not None and rank == f.rank)} & held.keys()
+    others, sure = {pid: gib for pid, gib in held.items() if pid not in own}, True
+    if not own and "this process has" not in what:
         others, sure = _without_own(held, what)
     if not others:
-        return ""
-    pid = max(others, key=others.__getitem__)
+        return "", ""
+    most = max(others, key=others.__getitem__)
+    ranks = {pid: gib for pid, gib in others.items() if pid in job} if most in job else {}
+    gib = sum(ranks.values()) or others[most]
     tried, used = _TRIED.search(what), _USED.search(what)
-    if tried is not None and others[pid] + (_gib(used.groups()[2:]) if used else 0.0) < _gib(tried.groups()):
-        return ""  # without it, the memory would not suffice either
-    who, about = (f"process {pid}", "") if sure else ("another process", "about ")
-    return f": {who}, which is not this rank, holds {about}{others[pid]:.3g} GiB of that GPU"
+    if tried is not None and gib + (_gib(used.groups()[2:]) if used else 0.0) < _gib(tried.groups()):
+        return "", ""  # without it, the memory would not suffice either
+    about = "" if sure else "about "
+    if ranks:
+        who = "another rank of this job" if len(ranks) == 1 else f"{len(ranks)} other ranks of this job"
+        known = [rank for pid in ranks if (rank := job[pid]) is not None]
+        named = rank_list(sorted(known)) if len(known) == len(ranks) else f"pid {some([*ranks])}"
+        who += f" ({named})" * sure
+        return f": {who} {verb(ranks, 'holds', 'hold')} {about}{gib:.3g} GiB of that GPU", "ranks"
+    who = f"process {most}" if sure else "another process"
+    return f": {who}, which is not this rank, holds {about}{gib:.3g} GiB of that GPU", "others"
 
 
 def _without_own(held: dict[str, float], what: str) -> tuple[dict[str, float], bool]:

@@ -43,6 +43,7 @@ OF_NODES = (
 
 _DOCKER = "172.17.0.1"  # of its bridge, unless it is configured otherwise
 _BRIDGE = bounded(r"docker|veth|br-[0-9a-f]{12}|virbr")  # interfaces for the containers or virtual machines of one host
+_INSIDE = bounded(r"127\.|169\.254\.|::1$|fe80:")  # addresses that are not of the network
 _UNREACHED = bounded(r"refused|No route|unreachable|timed out")
 _FUNCTION = bounded(r"\.\d$")  # of a PCI device
 _NUMBER = bounded(r"\d{1,6}")
@@ -85,7 +86,9 @@ def join(found: Collected) -> Collected:
             found.on_host.setdefault(host, set()).add(f.rank)
     for f in found.named("store_connect"):
         _why_unreached(found, f)
-    for f in found.named("closed"):
+    for name in ("ib", "efa", "closed"):
+        _of_one_host(found, name)
+    for f in found.named("closed", "refused"):
         _of_interface(found, f)
     ended = {f.fields["pid"]: f.fields["local"] for f in found.facts if {"pid", "local"} <= f.fields.keys()}
     for f in found.facts:
@@ -160,18 +163,43 @@ def _why_unreached(found: Collected, f: Fact) -> None:
                 break
 
 
+def _of_one_host(found: Collected, name: str) -> None:
+    """Keep of lost connections those to the host that several others lost, if all else is what that host itself lost; name it."""
+    facts = [f for f in found.named(name) if "peer" in f.fields]
+    host_of = {address: host for host, (_, address) in found.interfaces.items()}
+    if name != "closed":  # its lines get more than the host
+        for f in (f for f in facts if f.fields["peer"] in host_of):
+            f.fields["of_host"] = f" ({host_of[f.fields['peer']]})"
+    writers: dict[str, set[str]] = {}
+    for f in (f for f in facts if f.who.host):
+        writers.setdefault(f.fields["peer"], set()).add(f.who.host)
+    several = [peer for peer, hosts in writers.items() if len(hosts) > 1]
+    if len(several) != 1 or (host := host_of.get(several[0])) is None or host in writers[several[0]]:
+        return
+    own = [f for f in facts if f.fields["peer"] != several[0]]
+    if all(f.who.host == host or (not f.who.host and f.rank in found.on_host.get(host, ())) for f in own):
+        found.facts = [f for f in found.facts if f.name != name or f.fields.get("peer", several[0]) == several[0]]
+        for f in (f for f in facts if f.fields["peer"] == several[0]):
+            f.fields["ends"] = f" at {host} first"
+
+
 def _of_interface(found: Collected, f: Fact) -> None:
     """Add to a lost connection which host has the address, on which interface; and which one to use, if only that host reaches it."""
-    peer, own = f.fields["peer"], found.interfaces.get(f.who.host)
+    own = found.interfaces.get(f.who.host)
+    name, peer = own if own is not None and "peer" not in f.fields else ("", f.fields.get("peer", ""))
     hosts = sorted(host for host, (_, address) in found.interfaces.items() if address == peer)
-    if f.who.host in hosts:
+    name = found.interfaces[hosts[0]][0] if hosts else "docker0" if peer == _DOCKER else name
+    inside = len(hosts) > 1 and (_BRIDGE.match(name) or _INSIDE.match(peer)) is not None
+    if f.who.host in hosts and not inside:
         return
-    name = found.interfaces[hosts[0]][0] if hosts else "docker0" if peer == _DOCKER else ""
     if hosts:
         f.fields["of_host"] = f" ({name} on {', '.join(hosts[:3])})"
-    if own is not None and _BRIDGE.match(name) and _UNREACHED.search(f.fields.get("reason", "")):
+    unreached = _UNREACHED.search(f.fields.get("reason", f.text)) is not None
+    if own is not None and unreached and (inside or _BRIDGE.match(name)):
+        f.fields["peer"] = peer
         of_others = {dev for host, (dev, _) in found.interfaces.items() if host not in hosts and not _BRIDGE.match(dev)}
         f.fields["bridge"] = "a bridge inside that host" if hosts else "most often docker's own bridge inside a host"
+        f.fields["bridge"] = "an address inside each of these hosts" if inside else f.fields["bridge"]
         f.fields["use"] = f"={min(of_others)}" if len(of_others) == 1 else " to the interface that all hosts share"
         f.fields["where"] = f"on {', '.join(hosts[:3])}" if hosts else "on the host that has this address"
 

@@ -48,7 +48,10 @@ _STEP = bounded(
     r"^(?=.{0,999}\b(?:loss|lr|grad))(?!.{0,999}\b(?i:eval|valid|test)).{0,999}?(?:\b(?:global_)?(?:[Ss]teps?|[Ii]t(?:er(?:ation)?s?)?)\b\W{0,12}(?P<step>\d{1,9})|[\[ |](?P<bar>\d{1,9})/\d{1,9}(?:\]| \[\d))"
 )
 _NO_PROGRESS = bounded(r"(?:Error|Exception)(?::|$)|\b(?:ERROR|FATAL|[Ff]ailed|[Tt]imed? ?out|NCCL WARN|Loading)\b")
-PREFIX = bounded(r"^(?:\d{1,6}: )?(?:\[[^\]]*\]:? ?){0,3}")
+_OF_LIBRARY = bounded(
+    r"NCCL INFO|\.(?:cpp|cc):\d|Missing ranks:|/site-packages/|WARN|[Ww]arning\b|OMP_NUM_THREADS"
+)  # not a line of the program
+PREFIX = bounded(r"^(?:\d{1,6}: )?(?:\[[^\]]*\](?:<std\w{3}>)?:? ?){0,3}")
 _TOOK = bounded(r"\b(?:in|took|after) (?P<s>\d{1,6}(?:\.\d{1,6})?) ?s(?:ec(?:onds)?)?\b")
 # an error of the last lines: an exception, or what a tool reports; a program that tries again, or only warns, has not ended by it
 _LAST_ERROR = bounded(
@@ -107,6 +110,7 @@ class Later:
     took: dict[tuple[str, object], tuple[float, str]] = field(default_factory=dict)
     loss: dict[tuple[Path, int | None], Loss] = field(default_factory=dict)  # the last ones of each rank
     said: dict[tuple[Path, int | None, int | None], str] = field(default_factory=dict)  # the last line by rank and task
+    earlier: dict[tuple[Path, int | None, int | None], str] = field(default_factory=dict)  # the last before a failure
     errors: dict[Path, tuple[int, str, Writer]] = field(default_factory=dict)  # of a file's last lines
     left: int = MOST_LINES
     fatal: dict[tuple[Path, int | None, int | None], tuple[int, str]] = field(default_factory=dict)  # as `said`
@@ -146,9 +150,9 @@ class Later:
                     code = number > first and b'File "' in raws[number - first - 1]  # a traceback's line of source
                     for text, who in messages(plain(last)):
                         self._loss(path, number, text, who)
-                        if not code and _NO_PROGRESS.search(text) is None and "File " not in text:
-                            self.said.setdefault((path, who.rank, who.task), text)
                         key = path, who.rank, who.task
+                        if not code:
+                            self._said(key, text, before and number < (after or 0))
                         if _progress(text):
                             self.stepped.add(key)
                         elif key not in self.stepped and _FATAL.search(text) and not (who.mild or _NO_END.search(text)):
@@ -163,6 +167,13 @@ class Later:
                             self.began = self.began or _progress(text)
                             if _AGENT.search(text) is not None:
                                 self.well.setdefault((path, "agent"), number)
+
+    def _said(self, key: tuple[Path, int | None, int | None], text: str, before: bool) -> None:
+        """Keep a line that is no error: the last one of a process, and its last one before a failure, unless it went on after that."""
+        if _NO_PROGRESS.search(text) is None and "File " not in text:
+            self.said.setdefault(key, text)
+            if before and _OF_LIBRARY.search(text) is None:
+                self.earlier.setdefault(key, "" if key in self.stepped else text)
 
     def _loss(self, path: Path, number: int, text: str, who: Writer) -> None:
         if "oss" not in text or (m := _LOSS.search(text)) is None:

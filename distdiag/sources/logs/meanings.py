@@ -87,12 +87,14 @@ SEE_STORAGE = (
 )
 _OF_ENGINE = "lower the engine's share of memory (gpu_memory_utilization, mem-fraction-static)"
 _OTHERS = "something else holds memory of that GPU: see who with `nvidia-smi`, end it or use another GPU"
-# by whether an inference engine ran out of it, and whether another process holds a part
-FULL_GPUS: Mapping[tuple[bool, bool], str] = MappingProxyType({
-    (False, False): FULL_GPU,
-    (False, True): _OTHERS,
-    (True, False): f"{_OF_ENGINE}, the number of requests (max_num_seqs, max-running-requests) or the context length, or use more GPUs (tensor parallel); other processes on that GPU: `nvidia-smi`",
-    (True, True): f"{_OTHERS}; or {_OF_ENGINE}",
+_OTHER_RANKS = "let each rank use its own GPU only: call torch.cuda.set_device(LOCAL_RANK) before anything uses CUDA, and load checkpoints with map_location='cpu' or the rank's own device (torch.load puts tensors on the GPU from which they were saved)"
+# by whether an inference engine ran out of it, and who else holds a part
+FULL_GPUS: Mapping[tuple[bool, str], str] = MappingProxyType({
+    (False, ""): FULL_GPU,
+    (False, "others"): _OTHERS,
+    **dict.fromkeys(((False, "ranks"), (True, "ranks")), _OTHER_RANKS),
+    (True, ""): f"{_OF_ENGINE}, the number of requests (max_num_seqs, max-running-requests) or the context length, or use more GPUs (tensor parallel); other processes on that GPU: `nvidia-smi`",
+    (True, "others"): f"{_OTHERS}; or {_OF_ENGINE}",
 })  # fmt: skip
 _TAKE_OUT = "take the node out (drain it), keep `nvidia-bug-report.sh`"
 # errors of the hardware, or of the driver's own processor

@@ -72,6 +72,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("ep_timeout", W, "DeepEP ", r"DeepEP (?:error: (?:timeout|CPU recv timeout)|timeout check failed|(?:dispatch|combine) .{0,40}?\btimeout(?:, \w| \())"),
     _row("npu_task", W, "reason=[task timeout]", r"execute failed, reason=\[task timeout\]"),
     _row("load_wait", W, "ranks that didn", r"could finish the model loading, but there are other ranks that didn't finish loading"),
+    _row("npu_task", W, "ynchroniz", r"(?i:synchroniz\w{0,20} (?:failed|error))\W{1,3}(?:ret|error code)(?: is|:|=)? ?\[?(?:507046|507048|107020)\b"),
     _row("npu_task", W, "rror code is ", r"Synchronize\w+, error code is (?:507046|507048|107020)\b"),  # timeouts of a stream, of a task
     _row("hccl_socket", W, "Getting socket times out", r"Getting socket times out"),
     _row("hccl_wait", W, "from remote rank", r"has not received the Notify record from remote rank:? ?\[(?P<awaited>\d+)\](?:.{0,120}?tag\[(?P<tag>[A-Za-z]+))?(?:.{0,600}?\bgroup:\[(?P<group>(?!hccl_world)[\w.-]{1,120})\])?"),
@@ -121,7 +122,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("not_started", S, "unable to reliably start", r"(?P<what>ORTE was unable to reliably start one or more daemons)"),
     _row("not_started", S, "not enough slots", r"(?P<what>There are not enough slots available .+)"),
     _row("not_started", S, "execve(): ", r"slurmstepd: error: execve\(\): (?P<what>.+)"),
-    _row("not_started", S, "nodes are available: ", r"(?P<what>\d+/\d+ nodes are available: .+)"),
+    _row("not_started", S, "nodes are available: ", r"(?:\bpod[/=]\W?(?:[\w.-]{1,63}/)?(?P<pod>[\w.-]{1,253})\W.{0,60}?)?(?P<what>\d+/\d+ nodes are available: .+)"),
     _row("not_scheduled", S, "resource request cannot be scheduled", r"(?P<what>The following resource request cannot be scheduled right now: .{1,120}?\})"),
     _row("not_started", S, "WorkerGroupStartupTimeoutError", r"WorkerGroupStartupTimeoutError: (?P<what>The worker group startup timed out after \S{1,20} seconds waiting for \d{1,9} workers)"),
     _row("not_scheduled", S, "No available node types", r"(?P<what>No available node types can fulfill .+)"),

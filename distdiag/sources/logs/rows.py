@@ -171,6 +171,9 @@ START_ROWS = (
         "the image could not be fetched there: check its name and tag, the credentials (imagePullSecrets) and the rate limit of its registry, and that this node reaches it and has space: `kubectl describe pod`",
         when=lambda facts: "pull" in facts[0].fields["what"]),
     Row("not_started", _LOST, "the job, or a part of it, did not start{there}: {what}",
+        "give the cluster what the pod requests, or request less: free it (other jobs, the quota), correct node selector and tolerations; `kubectl describe pod` shows the request; the other pods wait for it, so let a gang scheduler start all or none",
+        when=lambda facts: all("nodes are available" in f.fields["what"] for f in facts)),
+    Row("not_started", _LOST, "the job, or a part of it, did not start{there}: {what}",
         "correct that on the node it names, then start again: the environment and its paths must be the same on all nodes, and the request must fit the cluster"),
     Row("not_scheduled", _LOST, "the job waits for resources, and the log shows no rank that ran: {what}",
         "see with `ray status` what the cluster has, and which trial, job or actor holds it: free that, or ask for no more (num_workers, resources_per_worker)"),
@@ -219,7 +222,7 @@ LOST_ROWS = (
         "GPU memory could not be registered or read there: the driver and nvidia-peermem or DMA-BUF, IOMMU and ACS, a buffer freed too early; run once with NCCL_NET_GDR_LEVEL=LOC, and see `dmesg -T | grep mlx5`",
         when=lambda facts: facts[0].fields["status"] in meanings.LOCAL),
     Row("ib", _LOST, "NCCL on {who} lost its RDMA connection to {all_peers} (status {status}: {meaning})",
-        "check that link: `ibstat`, `perfquery`, switch counters, RoCE's GID and flow control (NCCL_IB_GID_INDEX); see first whether the peer's process ended"),
+        "check that link{ends}: `ibstat`, `perfquery`, switch counters, RoCE's GID and flow control (NCCL_IB_GID_INDEX); see first whether the peer's process ended"),
     Row("gloo_timeout", _LATE, _GLOO + ", inside {within}: they wait there until the rank that goes first has done its work",
         meanings.GOES_FIRST.format(who="that rank", where="it"), when=lambda facts: any(f.within for f in facts)),
     Row("gloo_timeout closed store_lost refused lost", _LATE, _GLOO + "; the log does not show which rank they waited for",
@@ -231,8 +234,8 @@ LOST_ROWS = (
         "read the log of rank 0 and of its node's launcher: its failure came before these"),
     Row("pipe_lost", "rank_lost/crashed", "{who} lost the process at the other end of a pipe{at}: a worker of a loader, or another child, had ended",
         "see how that child ended: what it printed before, `dmesg -T | grep -i oom`, /dev/shm, `ulimit -n`; run once with num_workers=0 to see a loader's own exception", subject="a process"),
-    Row("closed", _LOST, "{who} could not make a connection{to}{at}: that is {bridge}, which other hosts cannot reach",
-        "set NCCL_SOCKET_IFNAME{use} (and GLOO_SOCKET_IFNAME) {where}: NCCL has to use an interface by which the other hosts reach it", when=lambda facts: all("bridge" in f.fields for f in facts), subject="a process"),
+    Row("closed refused", _LOST, "{who} could not make a connection{to}{at}: that is {bridge}, which other hosts cannot reach",
+        "set NCCL_SOCKET_IFNAME{use} (and GLOO_SOCKET_IFNAME) {where}: NCCL has to use an interface by which the other hosts reach it", pick=lambda f: "bridge" in f.fields, subject="a process"),
     Row("closed store_lost refused lost", _LOST, "{who} could not make a connection{to}{at}: a firewall rejects it, or no route leads there",
         "open the ports between these hosts (iptables, firewalld, security groups: NCCL and gloo use any port), and see the route: `ip route get ADDRESS`; or choose another interface: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME", when=_no_route, subject="a process"),
     Row("closed store_lost refused lost", _LOST, "{who} could not make a connection{to}{at}: nothing listens there (any more), or a firewall is between them{nothing}", _ENDED, when=_refused, subject="a process"),
@@ -277,7 +280,8 @@ def _finding(found: Collected, row: Row, facts: list[Fact]) -> Finding:
         kind,
         cause,
         facts,
-        text.format_map(fields) + (last_words(found, culprits) if row.kind == _LATE else ""),
+        text.format_map(fields)
+        + (last_words(found, culprits) if row.kind in (_LATE, "stall/unknown") and not fields["own"] else ""),
         remedy(fields["warning"], advice.format_map(fields)),
         culprits=culprits,
         victims=victims,
@@ -366,7 +370,9 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
     """Return what a row's text may name: the first fact's fields, and what all facts together give."""
     first, by = facts[0].fields, facts[0].who
     out = Fields({k: shortened(v, 160 if k == "what" else 120) for f in reversed(facts) for k, v in f.fields.items()})
-    peers = [p for f in facts if (p := f.fields.get("peer", "").rstrip(".,")) and p not in _HERE]
+    peers = [
+        p for f in facts if (p := f.fields.get("peer", "").rstrip(".,")) and (p not in _HERE or "of_host" in f.fields)
+    ]
     of_host = {f.fields.get("peer"): f.fields.get("of_host", "") for f in facts}
     named = [p + of_host.get(p, "") for p, _ in Counter(peers).most_common(3)]
     limit, stuck, after = _most(facts, "limit"), _most(facts, "stuck_s"), _most(facts, "after")
@@ -391,6 +397,8 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
         "waits": verb(ranks or facts[:1], "waits", "wait"),
         "within": next((f.within for f in facts if f.within), ""),
         "call": f" to {first['what']}" if "what" in first else "",
+        "use": first.get("use", ""),
+        "ends": first.get("ends", ""),
         "own": shortened(_own_of_awaited(facts), 160),
         "awaited": str(_awaited(facts)),
         "limit": rough_time((limit or 0) / 1e3),
@@ -401,7 +409,7 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
         "left": f"{expected - joined:,}",
         "to": f" to {', '.join(named)}" if named else "",
         "first": f"look at {', '.join(named)} first: " if named else "",
-        "all_peers": some(peers),
+        "all_peers": some([p + of_host.get(p, "") for p in peers]),
         "nodes": some([f.fields["node"] for f in facts if "node" in f.fields]),
         "there": f" on {name}"
         if (name := by.label or by.host or first.get("pod") or first.get("host") or by.process)

@@ -88,7 +88,7 @@ def _of_group(found: Collected, group: Group, waits: Waits) -> Finding | None:
         return None
     seq, most = Counter(w.seq for w in waiting.values()).most_common(1)[0]
     if any(w.seq != seq for w in waiting.values()):
-        return _apart(group, waiting, seq if most > len(waiting) / 2 else None)
+        return _apart(found, group, waiting, seq if most > len(waiting) / 2 else None)
     ops: dict[str, set[int]] = {}
     for r, w in waiting.items():
         if w.op:
@@ -102,7 +102,7 @@ def _of_group(found: Collected, group: Group, waits: Waits) -> Finding | None:
             if w.size is not None:
                 sides.setdefault(f"{w.op or min(ops)} of {w.size:,} elements", set()).add(r)
     if len(sides) > 1:
-        return _different(group, waiting, sides, cause)
+        return _different(found, group, waiting, sides, cause)
     others = waits.keys() - waiting.keys()
     late = {r for r in others if seq is not None and (waits[r].issued or seq) < seq}
     inside = waiting | {r: waits[r] for r in others if waits[r].is_in(seq)}
@@ -182,7 +182,7 @@ def _late(found: Collected, group: Group, waiting: Waits, late: Mapping[int, int
     everybody = found.world_size is not None and set(range(found.world_size)) <= set(ranks)
     if late:
         who = rank_list(late)
-        return _timed_out(group, waiting, f"{start}, and {who} had issued only #{min(late.values()):,}",
+        return _timed_out(group, waiting, f"{start}, and {who} had issued only #{min(late.values()):,}{last_words(found, late)}",
                      f"see what {who} did before{site}: a longer branch, a checkpoint, a data loader, an exception that was caught", late)  # fmt: skip
     if elsewhere:
         return _timed_out(group, waiting, start + elsewhere, "compare what leads to the two calls: a condition on the rank, an exception that was "
@@ -249,16 +249,16 @@ def _messages(group: Group, waiting: Waits, ops: Mapping[str, Collection[int]]) 
                  f"compare the peers and the order of the messages on both sides; then {PATH}", kind="stall/unknown")  # fmt: skip
 
 
-def _different(group: Group, waiting: Waits, sides: Mapping[str, set[int]], cause: str) -> Finding:
+def _different(found: Collected, group: Group, waiting: Waits, sides: Mapping[str, set[int]], cause: str) -> Finding:
     """Return the finding on ranks whose operations with one number differ."""
     by_size = sorted(((text, sorted(ranks)) for text, ranks in sides.items()), key=lambda side: len(side[1]))
     culprits = fewer(sides.values())
     texts = " and ".join(f"{rank_list(ranks)} in {text}" for text, ranks in by_size[:4])
-    return _timed_out(group, waiting, f"the ranks timed out in different calls of collective{_number(waiting, group)}: {texts}",
+    return _timed_out(group, waiting, f"the ranks timed out in different calls of collective{_number(waiting, group)}: {texts}{last_words(found, culprits)}",
                  "compare what these ranks call there: the same operation with the same size on every rank", culprits, f"mismatch/{cause}")  # fmt: skip
 
 
-def _apart(group: Group, waiting: Waits, most: int | None) -> Finding:
+def _apart(found: Collected, group: Group, waiting: Waits, most: int | None) -> Finding:
     """Return the finding on ranks of one group that timed out in operations with different numbers."""
     by_seq: dict[int, list[int]] = {}
     for r, w in waiting.items():
@@ -280,7 +280,13 @@ def _apart(group: Group, waiting: Waits, most: int | None) -> Finding:
     else:
         tail = "the log does not name their groups, so it does not show who waited for whom"
         advice = f"give {DUMPS}: they name the groups"
-    return _timed_out(group, waiting, f"ranks timed out in different collectives{inside}: {shown}; {tail}", advice, few)
+    return _timed_out(
+        group,
+        waiting,
+        f"ranks timed out in different collectives{inside}: {shown}; {tail}{last_words(found, few)}",
+        advice,
+        few,
+    )
 
 
 def _elsewhere(by_group: Mapping[Group, Waits]) -> Finding:

@@ -78,15 +78,11 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
         found.past += earlier
     found.past += past
     found.losses, found.steps, found.began = reader.later.loss, bool(reader.later.progress), reader.later.began
-    said: dict[int, str] = {}
-    for (p, rank, task), text in reader.later.said.items():
-        q = rank if rank is not None else task if task is not None and not found.per_node else found.of_file.get(p)
-        if q is not None:
-            said.setdefault(q, text)
     for (p, rank, task), line in reader.later.fatal.items():
         q = rank if rank is not None or found.per_node else task
         found.fatal.setdefault((p, q if q is not None else found.of_file.get(p)), line)
-    found.said = {q: clean for q, text in said.items() if (clean := later.PREFIX.sub("", text).strip())}
+    found.said = _by_rank(found, reader.later.said)
+    found.earlier = _by_rank(found, reader.later.earlier)
     ended_well = {path for path, scope in reader.later.well if scope != "server"}
     found.well = {path: line for (path, scope), line in reader.later.well.items() if scope in ("job", "file")}
     found.errors = {
@@ -98,6 +94,16 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
         name: took for (kind, name), took in reader.later.took.items() if kind == "rank" and isinstance(name, int)
     }
     return found
+
+
+def _by_rank(found: Collected, lines: Mapping[tuple[Path, int | None, int | None], str]) -> dict[int, str]:
+    """Return the first of these lines, which name a rank, a task or only their file, that each rank has."""
+    out: dict[int, str] = {}
+    for (p, rank, task), text in lines.items():
+        q = rank if rank is not None else task if task is not None and not found.per_node else found.of_file.get(p)
+        if q is not None and (clean := later.PREFIX.sub("", text).strip()):
+            out.setdefault(q, clean)
+    return out
 
 
 def judge_logs(
@@ -183,14 +189,17 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
     ends = exits.joined(own, ends)
     own += exits.with_a_reason(ends)
     codes = [r for r in ends if r not in own]
-    if own or reported:
-        return [*reported, *(failures.of_reason(r, found, waited) for r in own[:MAX_FINDINGS])][:MAX_FINDINGS], None
+    shown = [*reported, *(failures.of_reason(r, found, waited) for r in own[:MAX_FINDINGS])][:MAX_FINDINGS]
+    follow = bool(own) and not reported and all(map(failures.follows, own))
+    if shown and not follow:
+        return shown, None
     waits = reports.of_versions(found) or rows.first_of(rows.LATE_ROWS, found) or timeouts.findings(found)
     if found_here := _with_late(waits, late) or rows.first_of(rows.START_ROWS, found) or reports.derived(found):
         return found_here[:MAX_FINDINGS], None
-    if (stop := _stopped(found)) is not None:
+    if not follow and (stop := _stopped(found)) is not None:
         return _hung(found) or _nan(found), stop
     lost = rows.first_of(rows.LOST_ROWS, found) or _nan(found, bool(codes))
+    lost = lost or shown
     for r in codes:
         r.after += _printed(found, r)
     lost = lost or [failures.of_reason(r, found, waited) for r in codes[:MAX_FINDINGS]]
