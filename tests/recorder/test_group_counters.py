@@ -69,6 +69,19 @@ def test_overlapping_messages_are_subtracted_unless_the_backend_does_not_count_t
     assert h.offset == 0 and [h.numbering.number(raw) for raw in nccl.collectives] == [1, 2]
 
 
+def test_a_beat_of_the_pulse_in_a_message_does_not_shift_the_numbers() -> None:
+    """It read that no message is open, and the counter once one was on its way."""
+    gloo, g = group()
+    gloo.collective()
+    g.message_begins()
+    gloo.counter += 1
+    g.slot.enqueued = gloo.counter - g.offset
+    g.message_ends()
+    assert (g.offset, g.slot.enqueued) == (1, 1)
+    gloo.collective()
+    assert g.numbering.number(gloo.counter) == 2
+
+
 def test_old_numbers_are_dropped_and_new_ones_stay_correct() -> None:
     gloo, g = group()
     for _ in range(100):

@@ -128,7 +128,7 @@ class Collectives(CallEntries):
         elif method in _BLOCKING:
             nth = self._peer(g.slot_index, True, BARRIER_PEER, 0)  # it is made of send and recv, and has no number
         else:
-            seq = g.slot.enqueued = self._next_seq(g)
+            seq = g.issued = g.slot.enqueued = self._next_seq(g)
             if op in _ROOTED:
                 root = getattr(opts, "rootRank", None)
                 if root is not None:

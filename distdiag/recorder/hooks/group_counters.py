@@ -72,7 +72,7 @@ class Group:
     """One process group in this process."""
 
     __slots__ = (
-        "backend", "coalescing", "connected", "counter", "hook", "implementations", "may_count_messages", "members",
+        "backend", "begun_messages", "coalescing", "connected", "counter", "hook", "implementations", "issued", "may_count_messages", "members",
         "numbering", "on_device", "open_messages", "pg", "recorded", "recorded_messages", "slot", "slot_index", "to_global",
     )  # fmt: skip
 
@@ -94,6 +94,8 @@ class Group:
         # Existing communicators: None for the whole group, else the peer of a pair. Only for devices.
         self.connected: set[int | None] = set()
         self.open_messages = 0  # point-to-point calls that have not returned: the counter may be ahead
+        self.begun_messages = 0
+        self.issued = 0  # collectives issued when the oldest open message began, or since; never written by the pulse
 
     @property
     def offset(self) -> int:
@@ -109,14 +111,16 @@ class Group:
     def message_begins(self) -> None:
         """Note that a point-to-point call begins: the counter minus the collectives issued so far will be the offset."""
         if not self.open_messages and self.counter is not None:  # DDP may have issued collectives since the last beat
-            self.slot.enqueued = self.counter() - self.offset
+            self.issued = self.slot.enqueued = self.counter() - self.offset
+        self.begun_messages += 1
         self.open_messages += 1
 
     def message_ends(self) -> None:
         self.open_messages -= 1
         if not self.open_messages and self.counter is not None:
-            offset = self.counter() - self.slot.enqueued
+            offset = self.counter() - self.issued
             if offset != self.offset:
+                self.slot.enqueued = self.issued
                 self.shift(offset)
 
     def message_is_recorded(self) -> None:
@@ -258,6 +262,7 @@ class Groups:
     def refresh_groups(self) -> None:
         """Write the newest issued and completed collective of every group; called by the pulse."""
         groups = list(self.groups.values())
+        begun = {id(g): g.begun_messages for g in groups}
         before = {id(g): issued for g in groups if (issued := _issued(g)) is not None}
         status = own_status()
         for g in groups:
@@ -271,7 +276,8 @@ class Groups:
             if fr is not None:
                 g.slot.enqueued = g.numbering.number(int(fr["last_enqueued_collective"]))
                 g.slot.completed = g.numbering.number(int(fr["last_completed_collective"]))
-            elif not g.open_messages:
+            # a message that began meanwhile may have put the counter ahead
+            elif not g.open_messages and g.begun_messages == begun[id(g)]:
                 g.slot.enqueued = issued
                 g.slot.completed = -1
 
