@@ -12,6 +12,7 @@ import msgspec
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import WARM_STEPS, Snapshot
 from distdiag.diagnosis.pauses import Pauses
+from distdiag.diagnosis.step_times import mean_step_s
 from distdiag.diagnosis.text import straggler as text
 from distdiag.diagnosis.text.phrases import at, count
 from distdiag.diagnosis.training_data import training_loaders
@@ -118,12 +119,13 @@ def _of_growth(found: Finding, s: Snapshot) -> Finding | None:
             f"its memory has grown by {size_text(n_bytes)} in {span_s:.0f} s, that of the others by {size_text(max(0, theirs))}"
         )
     r = s.ranks[rank]
-    n = r.step - WARM_STEPS
-    if r.warm_since_s is not None and r.steps and n >= 2 * limits.newest:
-        now_ms = statistics.median(x.step_ms for x in r.steps[-limits.newest :])
-        mean_ms = (r.steps[-1].end_s - r.warm_since_s) * 1e3 / n
-        if now_ms >= limits.slower * mean_ms:
-            said.append(f"steps take longer with time: {now_ms:.0f} ms now, {mean_ms:.0f} ms on average so far")
+    mean_s = mean_step_s(r)
+    if mean_s is not None and r.step - WARM_STEPS >= 2 * limits.newest:
+        now_s = statistics.median(x.step_ms for x in r.steps[-limits.newest :]) / 1e3
+        if now_s >= limits.slower * mean_s:
+            said.append(
+                f"steps take longer with time: {now_s * 1e3:.0f} ms now, {mean_s * 1e3:.0f} ms on average so far"
+            )
     if not said:
         return None
     return msgspec.structs.replace(

@@ -18,7 +18,7 @@ from functools import cached_property
 import msgspec
 
 from distdiag.diagnosis.model.findings import Abstained, rank_list
-from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot, Step
+from distdiag.diagnosis.model.snapshot import WARM_STEPS, Life, RankState, Snapshot, Step
 
 PHASES = ("data", "forward", "backward", "optimizer", "other")
 
@@ -198,6 +198,12 @@ def share_of_all(window: Window, part_ms: Callable[[Step], float], least: float)
 def self_ms(x: Step) -> float:
     """Return a step's time without its waiting in collectives, ms."""
     return ms if (ms := x.step_ms - x.wait_ms) > 0.0 else 0.0
+
+
+def mean_step_s(r: RankState) -> float | None:
+    """Return the mean time of a rank's steps since it is warm, pauses included; None if not known."""
+    n = r.step - WARM_STEPS
+    return (r.steps[-1].end_s - r.warm_since_s) / n if n > 0 and r.steps and r.warm_since_s is not None else None
 
 
 def part_ms(x: Step, phase: str) -> float:

@@ -16,6 +16,7 @@ from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.kept import kept
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot
+from distdiag.diagnosis.step_times import mean_step_s
 from distdiag.diagnosis.text.phrases import at, rough_time, wheres
 from distdiag.diagnosis.text.template import Template
 from distdiag.terms.units import size_text
@@ -226,7 +227,8 @@ def _grows(facts: Facts, of: str, rates: dict[int, float], left_s: float | None)
     ranks, most = sorted(rates), max(rates, key=lambda q: rates[q])
     r, rate, device, workers = s.ranks[most], rates[most], of == "device_memory", of == "worker_memory"
     _, now = getattr(r, of)[-1]
-    per_step = rate * (s.usual_step_s or 0.0)
+    # on average: a usual step is shorter than one in which memory is allocated or swept
+    per_step = rate * (mean_step_s(r) or s.usual_step_s or 0.0)
     puts = kept([r.user_stack, *r.phase_stacks.values()], facts.source, in_workers=workers, step=r.step)
     shown = [f"`{x.text}`{at(x.site)}" for x in puts]
     gc_off = all(s.ranks[q].gc_off for q in ranks) and not workers

@@ -117,7 +117,7 @@ def _modes(s: Snapshot) -> Iterator[Finding]:
     odd = minority(values) or tuple(q for q, n in values.items() if n == most)
     usual = next(n for q, n in values.items() if q not in odd)
     yield MODES(
-        culprits=odd, victims=[q for q in sorted(s.ranks) if q not in odd], step=apart[0], where=wheres(s, odd), n=int(values[odd[0]]),
+        culprits=odd, victims=[q for q in sorted(s.ranks) if q not in odd], step=apart[0], where=(), n=int(values[odd[0]]),
         usual=int(usual), call="train" if values[odd[0]] > usual else "eval",
     )  # fmt: skip
 
