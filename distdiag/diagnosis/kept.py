@@ -102,7 +102,8 @@ def _puts(function: ast.AST, own: set[str], called: bool) -> Iterator[tuple[ast.
         names = (x for body in around for x in ast.walk(body) if isinstance(x, ast.Name))
         inside = {x.id for x in names if isinstance(x.ctx, ast.Store)}
         if (around or root is not container) and root.id not in inside:
-            yield node, container  # type: ignore[misc]
+            assert isinstance(node, (ast.stmt, ast.expr))
+            yield node, container
 
 
 def _container(node: ast.AST, own: set[str]) -> ast.expr | None:
@@ -132,9 +133,9 @@ def _conditions(tree: ast.Module, line: int) -> Iterator[tuple[ast.expr, bool, i
             yield guard.test, (guard.kind is Kind.HOLDS) == (guard.branch == "body"), guard.line
 
 
-def _is_new(tree: ast.Module, node: ast.AST, container: ast.expr) -> bool:
+def _is_new(tree: ast.Module, node: ast.stmt | ast.expr, container: ast.expr) -> bool:
     """True if an item is set only if it was not in the container: `if i not in self.cache: self.cache[i] = …`."""
-    for test, truth, _ in _conditions(tree, node.lineno):  # type: ignore[attr-defined]
+    for test, truth, _ in _conditions(tree, node.lineno):
         match test:
             case ast.Compare(ops=[ast.NotIn() | ast.In() as op], comparators=[other]) if _same(other, container):
                 return isinstance(op, ast.NotIn) == truth

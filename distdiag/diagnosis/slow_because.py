@@ -1,10 +1,9 @@
-"""What explains a slow rank, beside its line: garbage collections, another of its threads, more data, or what it keeps."""
+"""Why a rank is slow: garbage collections, a tool that is on, another of its threads, more data, or something that grows."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import msgspec
@@ -26,9 +25,9 @@ class Limits:
     larger: float = 1.25
     """How many times as much data it must get."""
     gained_bytes: int = 64 << 20
-    """Memory that it must have gained to be said to keep something from step to step."""
+    """Bytes by which its memory must have grown to be mentioned."""
     slower: float = 1.4
-    """How many times the mean of all its steps the newest must take to be said to grow; steady growth comes to twice that mean."""
+    """Its newest steps must take this many times as long as its steps on average. Steps that grow steadily come to twice the average."""
     newest: int = 32
     """Newest steps whose median is compared."""
     collecting: float = 0.5
@@ -50,16 +49,11 @@ def explained(found: Finding, s: Snapshot, pauses: Pauses, cost: float) -> Findi
     return gc or _of_tools(found, s) or _of_thread(found, s) or _of_data(found, s) or _of_growth(found, s) or found
 
 
-def own_tools(s: Snapshot, ranks: Collection[int]) -> tuple[str, ...]:
-    """Return the tools that slow down these ranks, all of them and no others."""
-    mine = set.intersection(*(set(s.ranks[q].tools) for q in ranks))
-    theirs = {x for q, r in s.ranks.items() if q not in ranks for x in r.tools}
-    return tuple(sorted(mine - theirs))
-
-
 def _of_tools(found: Finding, s: Snapshot) -> Finding | None:
     """Return the finding with the tools that are on in that rank only."""
-    if not (on := own_tools(s, found.culprits)):
+    (rank,) = found.culprits
+    theirs = {tool for q, r in s.ranks.items() if q != rank for tool in r.tools}
+    if not (on := [tool for tool in s.ranks[rank].tools if tool not in theirs]):
         return None
     message = f"{found.message}; {' and '.join(on)} {'is' if len(on) == 1 else 'are'} on there, and on no other rank"
     return msgspec.structs.replace(found, message=message, advice=text.TOOLS)

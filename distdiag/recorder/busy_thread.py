@@ -5,10 +5,8 @@ The kernel tells how long each thread was on a CPU; its line is read while it is
 
 from __future__ import annotations
 
-import threading
-
 from distdiag.recorder import state
-from distdiag.recorder.frames import frames_of, user_stack
+from distdiag.recorder.frames import frames_of, other_threads, user_stack
 from distdiag.recorder.state import now_ns
 
 LEAST = 0.1  # of the time since the poll before; a thread that computes less is not recorded
@@ -26,9 +24,9 @@ class BusyThread:
 
     def poll(self) -> None:
         """Write the thread that computed most since the last poll into the page; called by the pulse."""
-        # `threading.enumerate()` takes a lock, which a fork could copy while it is held
-        threads = [t for t in list(threading._active.values()) if t.native_id]  # type: ignore[attr-defined]
-        of = {t.native_id: t for t in threads if t.ident not in (self.recorder.main_thread, threading.get_ident())}
+        # its own attributes: a subclass may have properties, and this thread must not run the job's code
+        threads = other_threads(self.recorder.main_thread).items()
+        of = {native: (ident, t) for ident, t in threads if (native := vars(t).get("_native_id"))}
         t, before = now_ns(), self._used_ns
         self._used_ns = {i: used for i in of if (used := _used_ns(i)) is not None} if len(of) <= MOST else {}
         ran_ns = {i: used - before[i] for i, used in self._used_ns.items() if i in before}
@@ -39,12 +37,12 @@ class BusyThread:
         if share < LEAST:
             header.thread_permille = 0
             return
-        found = of[busiest]
-        frames = frames_of(found.ident)
+        ident, found = of[busiest]
+        frames, name = frames_of(ident), str(vars(found).get("_name"))
         users = user_stack(frames[0], 1) if frames else []
         if len(self._names) < NAMES:
-            self._names.add(found.name)
-        header.thread = self.recorder.page.text(found.name if found.name in self._names else "Thread")
+            self._names.add(name)
+        header.thread = self.recorder.page.text(name if name in self._names else "Thread")
         header.thread_site = self.recorder.site(users[0]) if users else 0
         header.thread_permille = min(1000, round(1000 * share))
 

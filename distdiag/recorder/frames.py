@@ -192,10 +192,18 @@ def user_stack(start: FrameType | None, depth: int) -> list[FrameType]:
     return out or packages
 
 
+def other_threads(main: int | None) -> dict[int, threading.Thread]:
+    """Return the Python threads but the main one and this one, by their idents.
+
+    `threading.enumerate()` would take a lock, which a fork could copy while it is held.
+    """
+    active = list(threading._active.items())  # type: ignore[attr-defined]
+    return {ident: thread for ident, thread in active if ident not in (main, threading.get_ident())}
+
+
 def other_thread_works(main: int | None) -> bool:
     """True if a thread other than this one has a frame of the user's or of a package."""
-    threads = (ident for ident in list(threading._active) if ident not in (main, threading.get_ident()))  # type: ignore[attr-defined]
-    return any(frames and user_stack(frames[0], 1) for frames in map(frames_of, threads))
+    return any(frames and user_stack(frames[0], 1) for frames in map(frames_of, other_threads(main)))
 
 
 def in_helper(code: CodeType, instruction: int) -> bool:

@@ -1,4 +1,4 @@
-"""The thread that computes beside the main one is recorded with its line; those that wait are not."""
+"""A thread that computes is recorded with its line; one that waits is not."""
 
 from __future__ import annotations
 

@@ -47,12 +47,15 @@ def test_layers_in_eval_mode_are_counted_after_a_step() -> None:
         assert written.of[SampleKind.EVAL_MODE][0] == n
 
 
-def sampled(*optimizers: tuple[Any, ...], synced: int = 3, ignored: int = 0) -> dict[SampleKind, tuple[float, int]]:
+def sampled(
+    *optimizers: tuple[Any, ...], synced: int = 3, ignored: int = 0, without: nn.Module | None = None
+) -> dict[SampleKind, tuple[float, int]]:
     """Return the samples of a rank with four layers in DDP, after each of these optimizers has stepped.
 
     Args:
         optimizers: Of each: numbers of the layers in DDP that it has, and modules that are not in DDP.
         ignored: This many of the first parameters are ignored by DDP.
+        without: A module whose parameters get no gradients.
     """
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
@@ -68,6 +71,8 @@ def sampled(*optimizers: tuple[Any, ...], synced: int = 3, ignored: int = 0) -> 
         params = [p for m in modules for p in m.parameters()]
         for p in params:
             p.grad = torch.zeros_like(p)
+        for p in without.parameters() if without is not None else ():
+            p.grad = None
         checksums.after_optimizer(torch.optim.SGD(params, lr=0.1), 4)
     return written.of
 
@@ -111,6 +116,13 @@ def test_rows_of_a_layer_that_move_against_each_other_change_its_checksum(dtype:
 def test_parameters_with_gradients_that_no_optimizer_has_are_counted() -> None:
     assert SampleKind.NOT_STEPPED not in sampled((0, 1, 2, 3))
     assert sampled((0, 1, 2, 3), (0, 1, 2))[SampleKind.NOT_STEPPED] == (2, 0), "weight and bias of the last layer"
+
+
+def test_copies_that_an_optimizer_steps_instead_of_ddps_parameters_are_not_held_for_others() -> None:
+    """In another precision: they have gradients; the layer that was replaced has none."""
+    copies, replaced = nn.Linear(8, 8), nn.Linear(8, 8)
+    assert SampleKind.NOT_STEPPED not in sampled((0, 1, 2, 3), (copies,))
+    assert sampled((0, 1, 2, 3), (0, 1, 2, replaced), without=replaced)[SampleKind.NOT_STEPPED] == (2, 2)
 
 
 def test_what_ddp_ignores_or_has_not_averaged_yet_is_not_outside() -> None:

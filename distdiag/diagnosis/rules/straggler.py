@@ -70,8 +70,8 @@ class Limits:
     """Milliseconds per step that a busy host's jitter may cost a rank at the line of a collective
     call, or by which it may enter its collectives last."""
     queued: float = 0.4
-    """Wait for a CPU, as a share of what a rank works longer, from which on a busy host explains both: a rank that shares its core with
-    other processes also computes more slowly on it."""
+    """On a busy host, a rank that waits for a CPU at least this share of the time that it works longer is not accused: it shares its
+    core with other processes, and computes more slowly there, too."""
     concentrated: float = 0.75
     """Share of the rank's excess that is in optimizer.step, on a busy host. Two healthy ranks that
     shared two cores with other work had 0.55; with extra work in optimizer.step it is nearly 1."""
@@ -434,15 +434,8 @@ class Case:
     def same_code(self) -> bool:
         """True if the slowest rank spends its time between steps at a line that other ranks are seen at, too."""
         stack = text.stack_of(self.snapshot.ranks[self.most.rank], self.phase)
-        return (
-            self.phase == "other"
-            and bool(stack)
-            and any(
-                stack[0].key == site.key
-                for q in self.rest
-                for site, _ in self.snapshot.ranks[q].phase_sites.get("other", ())
-            )
-        )
+        shared = text.lines_of(self.snapshot, self.rest, self.phase)
+        return self.phase == "other" and bool(stack) and stack[0].key in shared
 
     @property
     def jitters(self) -> bool:

@@ -71,7 +71,7 @@ NOT_STEPPED = Template(kind, "not_updated",
     "{n:,} parameter{n:|s} ({name}{n:|, …}) of the module in DDP {n:gets|get} gradients, and no optimizer steps {n:it|them} (up to step {step}){stale}",
     "{n:it is|they are} not trained, and their gradients are computed and averaged for nothing",
     "build the optimizer after the last layer is added or replaced, or give it these parameters, too; if they are to stay as they are, "
-    "`requires_grad_(False)` before DDP saves the time", severity=Severity.INFO, proved=True)  # fmt: skip
+    "`requires_grad_(False)` before DDP saves the time", severity=Severity.INFO)  # fmt: skip
 NOT_NEEDED = Template(kind, "flag_not_needed",
     "find_unused_parameters=True{site}, but every parameter got a gradient in all {checks} checks",
     "{spent} spent searching the graph{gain}", "{do}")  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -140,7 +140,7 @@ def found(
     ))  # fmt: skip
     no_workers = all(x.workers == 0 for q in ranks for x in s.ranks[q].loaders if x.in_training)
     do = _DO[doing or ("no workers" if phase == "data" and no_workers else phase)]
-    theirs = {site.key for q in window.ranks if q not in ranks for site, _ in s.ranks[q].phase_sites.get(phase, ())}
+    theirs = lines_of(s, (q for q in window.ranks if q not in ranks), phase)
     if stack and theirs and not doing:
         do = (
             _DO_SAME.get(phase, do) if stack[0].key in theirs else _OWN_LINE if phase in ("forward", "backward") else do
@@ -208,6 +208,11 @@ def at_times(s: Snapshot, window: Window, subset: Subset, severity: Severity) ->
         AT_TIMES, s, window, [rank], phase, severity=severity, found=subset, when=when,
         steps="" if when else " steps", cause="host" if phase == "other" else phase,
     )  # fmt: skip
+
+
+def lines_of(s: Snapshot, ranks: Iterable[int], phase: str) -> set[str]:
+    """Return the keys of the lines at which these ranks are seen in that phase."""
+    return {site.key for q in ranks for site, _ in s.ranks[q].phase_sites.get(phase, ())}
 
 
 def stack_of(r: RankState, phase: str) -> tuple[Site, ...]:

@@ -46,7 +46,7 @@ class ReplicaChecksums:
 
     def __init__(self, ledger: Ledger, samples: Samples) -> None:
         self.ledger, self.samples = ledger, samples
-        self.others: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that step beside the one that ends a step
+        self.others: weakref.WeakSet[Any] = weakref.WeakSet()  # the other optimizers that step
         self.reduced = 0  # elements reduced over all ranks since the last step
         self.averaged_elements = 0  # maximum of elements all-reduced between a step and the next backward
         self._parameters_of: weakref.WeakKeyDictionary[Any, tuple[tuple[int, int], _Compared]] = (
@@ -60,7 +60,7 @@ class ReplicaChecksums:
         if not checksum_due(step):
             return
         params, elements, which, ranks, outside = self._parameters(optimizer)
-        own = [p for g in optimizer.param_groups for p in g["params"]]
+        own = _params(optimizer)
         if type(optimizer).__module__.startswith("torch.optim."):  # others may have the gradients elsewhere
             self._without_gradient(optimizer, own, step)
         if any(m.slot.synced_backwards for m in self.ledger.models.values()):
@@ -97,14 +97,16 @@ class ReplicaChecksums:
         """Record how many of DDP's parameters have a gradient and are in no optimizer that has stepped.
 
         The key is how many parameters of the optimizers no DDP module has, and no backward reaches: those of a layer that was replaced.
+        Others with gradients may be copies, in another precision, of those that are left: then nothing is known.
         """
         models = self.ledger.models.values()
-        own = {id(p): p for optimizer in (lead, *self.others) for g in optimizer.param_groups for p in g["params"]}
+        own = {id(p): p for optimizer in (lead, *self.others) for p in _params(optimizer)}
         left = [name for m in models for name, p in m.trained() if p.grad is not None and id(p) not in own]
         if left:
             inside = frozenset().union(*(m.built_with for m in models))
-            stale = sum(p.grad is None for i, p in own.items() if i not in inside)
-            self.samples.write(SampleKind.NOT_STEPPED, step, len(left), stale, left[0])
+            stale = [p for i, p in own.items() if i not in inside]
+            if all(p.grad is None for p in stale):
+                self.samples.write(SampleKind.NOT_STEPPED, step, len(left), len(stale), left[0])
 
     def _without_gradient(self, optimizer: Any, own: list[Any], step: int) -> None:
         """Record how many of an optimizer's parameters have had no gradient at any sampled step, or that all lack one now.
@@ -142,9 +144,7 @@ class ReplicaChecksums:
         mark = (n, len(models))
         kept = self._parameters_of.get(optimizer)
         if kept is None or kept[0] != mark:
-            params = [
-                p for g in optimizer.param_groups for p in g["params"] if type(p) in (torch.nn.Parameter, torch.Tensor)
-            ]
+            params = [p for p in _params(optimizer) if type(p) in (torch.nn.Parameter, torch.Tensor)]
             if len(params) == n:
                 names = {id(p): f"{i}.{name}" for i, m in enumerate(models) for name, p in m.trained()}
                 inside = frozenset().union(*(m.built_with for m in models))
@@ -212,6 +212,10 @@ class ReplicaChecksums:
             )
 
 
+def _params(optimizer: Any) -> list[Any]:
+    return [p for g in optimizer.param_groups for p in g["params"]]
+
+
 def _mode_layers(m: Model) -> list[Any]:
     """Return the dropout and batch-norm layers of a model; cached."""
     ddp = m.ref()
@@ -241,7 +245,7 @@ def _replicated(optimizer: Any) -> tuple[list[Any], str]:
     """
     module = sys.modules.get("torch.distributed.tensor")
     fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fully_shard")
-    params = [p for g in optimizer.param_groups for p in g["params"]]
+    params = _params(optimizer)
     sharded = [p for p in params if module is not None and isinstance(p, module.DTensor)]
     meshes = {p.device_mesh for p in sharded}
     plain = [p for p in params if type(p) in (torch.nn.Parameter, torch.Tensor)]

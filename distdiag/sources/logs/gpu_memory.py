@@ -17,9 +17,8 @@ _USED = bounded(rf"capacity of {_SIZE} of which {_SIZE} is free")
 _OWN = bounded(rf"memory {_SIZE} is allocated by PyTorch(?:.{{0,120}}?{_SIZE} is reserved by PyTorch)?")
 _TRIED = bounded(rf"Tried to allocate {_SIZE}")
 _GIB = {"GiB": 1.0, "MiB": 1 / 1024, "KiB": 1 / 1024**2, "bytes": 1 / 1024**3}
-ALIKE_GIB = (
-    2.0  # most that a process holds beside PyTorch's memory: two whose sizes are closer may be taken for each other
-)
+# A process holds up to this much beside PyTorch's memory: two whose sizes differ by less may be taken for each other.
+ALIKE_GIB = 2.0
 
 
 def _gib(size: Sequence[str]) -> float:

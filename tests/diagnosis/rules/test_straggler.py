@@ -447,6 +447,21 @@ def test_ranks_that_compute_and_wait_for_a_cpu_in_turns_are_not_rotating(
     assert bool(stragglers(job(*ranks, host_cpu_pct=99.0))) is found
 
 
+@pytest.mark.parametrize(
+    ("same_line", "queued_share", "cpu_pct", "found"),
+    [(True, 0.25, 99.0, False), (False, 0.25, 99.0, True), (True, 0.02, 99.0, True), (True, 0.25, 40.0, True)],
+)
+def test_a_rank_that_lacks_a_cpu_where_all_run_the_same_line_is_not_accused(
+    same_line: bool, queued_share: float, cpu_pct: float, found: bool
+) -> None:
+    """It works 43 ms longer and waits 37 ms for a CPU, on a busy host."""
+    line, other = Site("/job/train.py", 101, "average"), Site("/job/train.py", 50, "log")
+    first = rank(0, steps=steps(wait_ms=80.0), queued_share=0.0, phase_sites={"other": ((line, 9),)})
+    there = {"other": ((line if same_line else other, 9),)}
+    late = rank(1, steps=steps(80.0, "other", seed=1), queued_share=queued_share, phase_sites=there)
+    assert bool(stragglers(job(first, late, host_cpu_pct=cpu_pct))) is found
+
+
 def test_ranks_that_do_not_wait_for_each_other_in_most_steps_are_not_rotating() -> None:
     """Local SGD: they average their models now and then."""
     r = random.Random(5)
