@@ -17,9 +17,11 @@ from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import Call, Group, Loader, Model, RankState, Sample, Seconds, Snapshot, Step
 from distdiag.diagnosis.rules import rank_lost, stall
+from distdiag.monitor.cluster.server import Server
 from distdiag.monitor.evidence.request_profile import absent_text
 from distdiag.monitor.node_states import NodeState, shifted
 from distdiag.monitor.nodes import STALE_S, Nodes, hosts
+from distdiag.page.node_files import Own
 from tests.jobs import Job, distdiag, free_port, launch, wait_for
 
 WORLD = Group(name="default_pg", ranks=(0, 1, 2, 3))
@@ -46,6 +48,16 @@ def test_times_of_another_node_are_counted_from_this_ones_start(tmp_path: Path) 
     assert sorted(whole.ranks) == [0, 1, 2, 3] and whole.expected == 4 and news
     blocked = whole.ranks[3].blocked
     assert blocked is not None and blocked.entered_s == pytest.approx(9.0, abs=0.01)
+
+
+def test_a_node_that_leaves_a_file_is_merged_though_others_send_their_state(tmp_path: Path) -> None:
+    (tmp_path / "node_1").mkdir()
+    here, there = Nodes(tmp_path, 0, tmp_path), Nodes(tmp_path / "node_1", 1, tmp_path)
+    here.transport.server = server = Server(Own(), tmp_path)  # node 2 sends its state: node 1 is not heard on it
+    there.publish(snapshot(2, 3), started_unix_s=time.time())
+    whole, _ = here.merged(snapshot(0, 1), started_unix_s=time.time())
+    server._context.destroy()
+    assert sorted(whole.ranks) == [0, 1, 2, 3] and server.heard == {}
 
 
 def test_every_time_of_another_node_is_moved() -> None:

@@ -137,7 +137,8 @@ class Server(Link):
     def knows(self, node: int, number: int, ranks: tuple[int, ...]) -> None:
         """Let a node know the newest of its states that was read; 0: its next one must be whole. It answers for these ranks only."""
         with self.lock:
-            self.heard[node].known, self.heard[node].ranks = number, ranks
+            if node in self.heard:  # others have left a file
+                self.heard[node].known, self.heard[node].ranks = number, ranks
 
     def works_ms(self) -> list[tuple[float, float]]:
         """Return of each node how long its slowest rank works, and the next one."""
