@@ -8,6 +8,7 @@ from typing import Any
 
 from distdiag.diagnosis.model.snapshot import Arrival, Call, CompletedConflict, Group, Snapshot
 from distdiag.diagnosis.waits.compatible import conflict, signature
+from distdiag.monitor.fields import shared
 from distdiag.store.rows import CollectiveRow
 
 OPEN = 4096  # collectives kept that some members have not completed
@@ -58,7 +59,7 @@ class Collectives:
                 continue
             self._compare(key, calls, group.backend)
             call = min(calls.values(), key=lambda c: c.entered_s or 0.0)
-            out.append(_row(key, call, len(calls), step, call.entered_s))
+            out.append(CollectiveRow(**_of_call(call), ranks=len(calls), step=step, t_s=call.entered_s))
         return out
 
     def _rows_on_host(self, groups: Mapping[str, Group], step: int | None) -> list[CollectiveRow]:
@@ -70,11 +71,10 @@ class Collectives:
             late = max(entered, key=lambda q: entered[q])
             call, waited_s = by_rank[late]
             self._compare(key, {q: c for q, (c, _) in by_rank.items()}, groups[key[0]].backend)
-            row = _row(
-                key,
-                call,
-                len(by_rank),
-                step,
+            row = CollectiveRow(
+                **_of_call(call),
+                ranks=len(by_rank),
+                step=step,
                 t_s=first,
                 duration_us=waited_s * 1e6 if waited_s > 0 else None,
                 skew_us=(last - first) * 1e6,
@@ -112,15 +112,5 @@ class Collectives:
                 return
 
 
-def _row(key: _Key, call: Call, ranks: int, step: int | None, t_s: float | None, **times: Any) -> CollectiveRow:
-    return CollectiveRow(
-        pgroup=key[0],
-        seq=key[1],
-        op=call.op,
-        dtype=call.dtype,
-        bytes=call.bytes,
-        ranks=ranks,
-        step=step,
-        **times,
-        t_s=t_s,
-    )
+def _of_call(call: Call) -> dict[str, Any]:
+    return {"pgroup": call.group, **shared(CollectiveRow, call)}

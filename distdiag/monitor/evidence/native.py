@@ -16,6 +16,7 @@ import struct
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -164,9 +165,7 @@ def _executable_maps(pid: int) -> list[tuple[int, int, int, str]]:
 class _Table:
     """Function symbols of one ELF file."""
 
-    starts: list[int] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
+    functions: list[tuple[int, int, str]] = field(default_factory=list)  # start, end, name; sorted
     segments: list[tuple[int, int, int]] = field(default_factory=list)  # file offset, length, virtual address
 
     def name(self, offset: int) -> str:
@@ -174,8 +173,9 @@ class _Table:
         for start, length, virtual in self.segments:
             if start <= offset < start + length:
                 at = offset - start + virtual
-                i = bisect.bisect_right(self.starts, at) - 1
-                return self.names[i] if i >= 0 and at <= self.ends[i] else ""  # a return address may be the end
+                i = bisect.bisect_right(self.functions, at, key=itemgetter(0)) - 1
+                # a return address may be the end
+                return self.functions[i][2] if i >= 0 and at <= self.functions[i][1] else ""
         return ""
 
 
@@ -216,9 +216,5 @@ def _parse(f: BinaryIO) -> _Table:
             if info & 15 in (2, 10) and where and length:  # a function, defined here
                 end = strings.index(b"\0", name)
                 found.setdefault(value, (value + length, strings[name:end].decode("utf-8", "replace")))
-    for start in sorted(found):
-        end, name = found[start]
-        table.starts.append(start)
-        table.ends.append(end)
-        table.names.append(name)
+    table.functions = sorted((start, *rest) for start, rest in found.items())
     return table
