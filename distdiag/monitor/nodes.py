@@ -222,7 +222,8 @@ class Nodes:
 
     def differs(self) -> bool:
         """True if one rank works longer than any other, by what has arrived so far: that must be judged soon."""
-        found = sorted([self._works_ms, *self.transport.works_ms()])
+        server = self.transport.server
+        found = sorted([self._works_ms] if server is None else [self._works_ms, *server.works_ms()])
         if len(found) < 2 or not found[0][0]:
             return False
         longest_ms, next_ms = found[-1]
@@ -237,7 +238,8 @@ class Nodes:
 
         The wall clock plays no part: it may be set while a job runs.
         """
-        now_s, links = time.monotonic(), self.transport.silent_s()
+        now_s, server = time.monotonic(), self.transport.server
+        links = server.silent_s() if server is not None else {}
         found = {}
         for k, x in self._seen.items():
             age_s, silent_s = now_s - self._made_s[k], links.get(k, 0.0)
@@ -266,7 +268,8 @@ class Nodes:
 
     def _sent(self, started_unix_s: float, start_ns: int) -> Iterator[tuple[NodeState, float]]:
         """Yield (state, seconds since it arrived) of those that were sent, with their times by this host's clock."""
-        for a in self.transport.arrived():
+        server = self.transport.server
+        for a in server.take() if server is not None else ():
             try:
                 state = msgspec.msgpack.decode(a.data, type=NodeState)
             except UNREADABLE as problem:
@@ -297,11 +300,14 @@ class Nodes:
             self._made_s[x.node] = time.monotonic() - age_s
             self._owner |= dict.fromkeys(x.ranks, x.node)
             self.windows.take(x.windows)
-            self.transport.knows(x.node, x.number, x.ranks)
+            read = x.number
         except Incomplete:
-            self.transport.knows(x.node, 0, x.ranks)
+            read = 0
         except UNREADABLE as problem:
             self._failed = f"the state of node {x.node} is not used: {problem}"
+            return
+        if self.transport.server is not None:
+            self.transport.server.knows(x.node, read, tuple(x.ranks))
 
     def _returns(self, fresh: dict[int, Heard]) -> bool:
         """True while a new monitor has not heard of every node: what an earlier one proved may still hold."""

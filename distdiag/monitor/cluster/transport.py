@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from distdiag.monitor.cluster import keys
 from distdiag.monitor.cluster.client import Client
 from distdiag.monitor.cluster.messages import Ask
-from distdiag.monitor.cluster.server import Arrived, Server
+from distdiag.monitor.cluster.server import Server
 from distdiag.page import node_files
 from distdiag.page.node_files import ERRORS, Own
 
@@ -86,23 +86,6 @@ class Transport:
     def urgent(self) -> bool:
         """True if a rank of the job waits, as node 0 sees it."""
         return self.client is not None and self.client.urgent
-
-    def arrived(self) -> list[Arrived]:
-        """Return the states that have arrived since the last call, one of each node at most."""
-        return self.server.take() if self.server is not None else []
-
-    def knows(self, node: int, number: int, ranks: Iterable[int]) -> None:
-        """Let a node know the newest of its states that was read; 0: its next one must be whole. It answers for these ranks only."""
-        if self.server is not None:
-            self.server.knows(node, number, tuple(ranks))
-
-    def works_ms(self) -> list[tuple[float, float]]:
-        """Return of each node that sends how long its slowest rank works, and the next one."""
-        return self.server.works_ms() if self.server is not None else []
-
-    def silent_s(self) -> dict[int, float]:
-        """Return for how long nodes that have sent before have sent nothing, not even that they are there."""
-        return self.server.silent_s() if self.server is not None else {}
 
     def facts(self) -> dict[str, Any]:
         """Return what run.db has about the connection: who was heard when, and how far the clocks are apart."""

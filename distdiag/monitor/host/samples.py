@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
 from distdiag import cgroups, procfs
 from distdiag.monitor.host import processes
 from distdiag.monitor.host.gpus import Gpus, Users
-from distdiag.monitor.ranks.state import MEMORY_KEPT, RankView
+from distdiag.monitor.ranks.state import Gauges, RankView
 from distdiag.store.rows import HostRow, ProcessRow
 from distdiag.store.writer import Writer
 
@@ -22,6 +22,12 @@ MOST_WORKERS = 4  # children of a rank whose memory is measured
 _REST = 50  # times the CPU time that it took to measure it: the pause until it is measured again
 _MOST_S = 0.2  # of a sample: then the other ranks' children must wait for the next one
 SAMPLES_KEPT = 10  # one a second, over which CPU and queueing times are measured
+T = TypeVar("T")
+Kept = defaultdict[int, deque[T]]
+
+
+def _window() -> deque[Any]:
+    return deque(maxlen=SAMPLES_KEPT)
 
 
 class Hosts:
@@ -32,12 +38,7 @@ class Hosts:
         self.host = socket.gethostname()
         self.cores = os.cpu_count()
         self._last: dict[str, tuple[float, float]] = {}
-        # by rank: resident memory without mapped files and shared memory. Those grow with a data set, and the kernel
-        # reclaims them when it needs memory
-        self.private_bytes: dict[int, int] = {}
-        # by rank: the memory of its oldest children together, oldest sample first; begins anew with other children
-        self.worker_memory: dict[int, deque[tuple[float, int]]] = {}
-        self._workers: dict[int, list[int]] = {}  # by rank: those children
+        self._workers: dict[int, list[int]] = {}  # by rank: its oldest children, whose memory is measured
         self._children: dict[int, list[int]] = {}  # by rank: all, in the last sample
         self._rested_at: dict[int, float] = {}  # by rank: when the memory of its children may be measured again
         self._spent_s = 0.0  # on that, in this sample
@@ -45,12 +46,9 @@ class Hosts:
         self.memory_bytes: int | None = None  # of the host, or the limit of the ranks' cgroup
         self.available_bytes: int | None = None  # until something is killed
         # by rank: seconds that its children ran and waited for a CPU; time of the sample; number of children
-        self._loading: dict[int, deque[tuple[float, float, float, int]]] = {}
+        self._loading: Kept[tuple[float, float, float, int]] = defaultdict(_window)
         # by rank: seconds that its main thread waited for a CPU; time of the sample
-        self._queueing: dict[int, deque[tuple[float, float]]] = {}
-        # by rank: (exit code, signal) of a process that it started and that failed
-        self.dead_child: dict[int, tuple[int | None, int | None] | None] = {}
-        self.cpus: dict[int, tuple[int, ...]] = {}  # by rank: those that it and its children may use, if fewer than all
+        self._queueing: Kept[tuple[float, float]] = defaultdict(_window)
         psutil.cpu_percent()
 
     def _rate(self, key: str, value: float | None) -> float | None:
@@ -87,33 +85,35 @@ class Hosts:
             net_recv_bytes_per_s=self._rate("net_recv", getattr(net, "bytes_recv", None)),
         )
 
-    def process_row(self, t_s: float, rank: int, pid: int) -> ProcessRow | None:
-        """Return one sample of a rank's process and its children; None if it is gone or cannot be read."""
+    def process_row(self, t_s: float, rank: int, pid: int, gauges: Gauges) -> ProcessRow | None:
+        """Return one sample of a rank's process and its children, and set its gauges; None if it is gone or cannot be read."""
         use = processes.usage(pid)
         if use is None:
             return None
-        self.private_bytes[rank] = use.rss_bytes - use.shared_bytes
-        self._queueing.setdefault(rank, deque(maxlen=SAMPLES_KEPT)).append(
-            (_ran_and_waited([pid])[1], time.monotonic())
-        )
+        gauges.rss_bytes = use.rss_bytes
+        # mapped files and shared memory grow with a data set, and the kernel reclaims them when it needs memory
+        gauges.memory.append((t_s, use.rss_bytes - use.shared_bytes))
+        self._queueing[rank].append((_ran_and_waited([pid])[1], time.monotonic()))
+        gauges.queued_share = _queued_share(self._queueing[rank])
         children = procfs.children(pid)
         ends = (processes.zombie_status(child) for child in children)
-        self.dead_child[rank] = next((end for end in ends if end is not None and any(end)), None)
-        self._measure_workers(t_s, rank, [c for c in children if c in self._children.get(rank, ())][:MOST_WORKERS])
+        gauges.dead_child = next((end for end in ends if end is not None and any(end)), None)
+        oldest = [c for c in children if c in self._children.get(rank, ())][:MOST_WORKERS]
+        self._measure_workers(t_s, rank, oldest, gauges.worker_memory)
         self._children[rank] = children
         allowed = processes.allowed_cpus([pid, *children])
-        self.cpus[rank] = allowed if len(allowed) < (self.cores or 0) else ()
-        self._loading.setdefault(rank, deque(maxlen=SAMPLES_KEPT)).append(
-            (*_ran_and_waited(children), time.monotonic(), len(children))
-        )
+        gauges.cpus = allowed if len(allowed) < (self.cores or 0) else ()
+        self._loading[rank].append((*_ran_and_waited(children), time.monotonic(), len(children)))
+        gauges.workers_starved, gauges.workers_busy = _starved_and_busy(self._loading[rank])
         cpu = self._rate(f"cpu {pid}", use.cpu_s)
+        gauges.cpu_pct = None if cpu is None else cpu * 100
         child_cpu = self._rate(
             f"children {pid}", sum(u.cpu_s for c in children if (u := processes.usage(c)) is not None)
         )
         return ProcessRow(
             t_s=t_s,
             rank=rank,
-            cpu_pct=None if cpu is None else cpu * 100,
+            cpu_pct=gauges.cpu_pct,
             rss_bytes=use.rss_bytes,
             threads=use.threads,
             children=len(children),
@@ -122,9 +122,9 @@ class Hosts:
             write_bytes_per_s=self._rate(f"write {pid}", use.written_bytes),
         )
 
-    def _measure_workers(self, t_s: float, rank: int, pids: list[int]) -> None:
+    def _measure_workers(self, t_s: float, rank: int, pids: list[int], memory: deque[tuple[float, int]]) -> None:
         """Add a sample of these children's memory, unless the last one was so long that this takes too much time."""
-        memory, now = self.worker_memory.setdefault(rank, deque(maxlen=MEMORY_KEPT)), time.monotonic()
+        now = time.monotonic()
         if pids != self._workers.get(rank):
             memory.clear()
             self._workers[rank] = pids
@@ -138,30 +138,26 @@ class Hosts:
         if sizes:
             memory.append((t_s, sum(sizes)))
 
-    def queued_share(self, rank: int) -> float | None:
-        """Return the share of the last 10 s in which a rank's main thread waited for a CPU; None if not known."""
-        samples = self._queueing.get(rank)
-        if not samples or len(samples) < 2:
-            return None
-        (queued_0, t_0), (queued_1, t_1) = samples[0], samples[-1]
-        return (queued_1 - queued_0) / (t_1 - t_0) if queued_1 >= queued_0 and queued_1 > 0 and t_1 > t_0 else None
 
-    def workers(self, rank: int) -> tuple[float | None, float | None]:
-        """Return (starved, busy) of a rank's children (DataLoader workers) in the last 10 s; None where not known.
+def _queued_share(samples: deque[tuple[float, float]]) -> float | None:
+    """Return the share of the last 10 s in which a rank's main thread waited for a CPU; None if not known."""
+    (queued_0, t_0), (queued_1, t_1) = samples[0], samples[-1]
+    return (queued_1 - queued_0) / (t_1 - t_0) if queued_1 >= queued_0 and queued_1 > 0 and t_1 > t_0 else None
 
-        starved: share of their runnable time without a CPU. busy: runnable time of all children / elapsed time.
-        """
-        samples = self._loading.get(rank)
-        if not samples or len(samples) < 2:
-            return None, None
-        (ran_0, waited_0, t_0, n_0), (ran_1, waited_1, t_1, n_1) = samples[0], samples[-1]
-        ran, waited = ran_1 - ran_0, waited_1 - waited_0
-        if ran < 0 or waited < 0 or n_0 != n_1:  # other workers than before
-            samples.clear()
-            return None, None
-        starved = waited / (ran + waited) if ran + waited > 0.2 else None
-        known = ran_1 > 0 and t_1 > t_0  # else there are none, or the kernel has no such statistics
-        return starved, (ran + waited) / (t_1 - t_0) if known else None
+
+def _starved_and_busy(samples: deque[tuple[float, float, float, int]]) -> tuple[float | None, float | None]:
+    """Return (starved, busy) of a rank's children (DataLoader workers) in the last 10 s; None where not known.
+
+    starved: share of their runnable time without a CPU. busy: runnable time of all children / elapsed time.
+    """
+    (ran_0, waited_0, t_0, n_0), (ran_1, waited_1, t_1, n_1) = samples[0], samples[-1]
+    ran, waited = ran_1 - ran_0, waited_1 - waited_0
+    if ran < 0 or waited < 0 or n_0 != n_1:  # other workers than before
+        samples.clear()
+        return None, None
+    starved = waited / (ran + waited) if ran + waited > 0.2 else None
+    known = ran_1 > 0 and t_1 > t_0  # else there are none, or the kernel has no such statistics
+    return starved, (ran + waited) / (t_1 - t_0) if known else None
 
 
 class Sampling:
@@ -190,18 +186,9 @@ class Sampling:
         for q, v in views.items():
             if v.ending is not None:
                 continue
-            p = self.hosts.process_row(t_s, q, v.header.pid)
+            p = self.hosts.process_row(t_s, q, v.header.pid, v.gauges)
             if p is not None:
                 found.append(p)
-                v.gauges.cpu_pct = p.cpu_pct
-                v.gauges.queued_share = self.hosts.queued_share(q)
-                v.gauges.workers_starved, v.gauges.workers_busy = self.hosts.workers(q)
-                v.gauges.worker_memory = self.hosts.worker_memory[q]
-                v.gauges.dead_child = self.hosts.dead_child[q]
-                v.gauges.cpus = self.hosts.cpus[q]
-                if p.rss_bytes is not None:
-                    v.gauges.rss_bytes = p.rss_bytes
-                    v.gauges.memory.append((t_s, self.hosts.private_bytes[q]))
             if v.header.device_total_bytes:
                 v.gauges.device_memory.append((t_s, v.header.device_bytes))
         self.writer.add(found)

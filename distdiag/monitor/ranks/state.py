@@ -37,7 +37,7 @@ class Gauges:
     """What the samples of the host show about a rank; each name is that of `RankState`."""
 
     memory: deque[tuple[float, int]] = field(default_factory=_course)
-    worker_memory: deque[tuple[float, int]] = field(default_factory=_course)
+    worker_memory: deque[tuple[float, int]] = field(default_factory=_course)  # begins anew with other workers
     device_memory: deque[tuple[float, int]] = field(default_factory=_course)
     rss_bytes: int | None = None
     cpu_pct: float | None = None

@@ -62,11 +62,11 @@ def other(tmp_path: Path, node: int, own: Own) -> Transport:
 
 def sent(of: Transport, data: bytes, to: Transport) -> int:
     """Send a state; return the node that it came from."""
-    assert of.client is not None
+    assert of.client is not None and to.server is not None
     of.client.publish(data, 5)
-    (found,) = wait_for(to.arrived, 10, "the state")
+    (found,) = wait_for(to.server.take, 10, "the state")
     assert found.data == data
-    to.knows(found.node, 0, (1, 7))
+    to.server.knows(found.node, 0, (1, 7))
     return found.node
 
 
@@ -96,10 +96,11 @@ def test_a_node_is_silent_only_while_this_side_listens(
     a, b, _ = two
     sent(b, b"state", a)
     b.close()
-    before = a.silent_s()[1]
-    wait_for(lambda: a.silent_s()[1] > before + 0.5, 10, "a node that has ended to be silent")
-    assert a.server is not None
-    bind, began = a.server._bind, threading.Event()
+    server = a.server
+    assert server is not None
+    before = server.silent_s()[1]
+    wait_for(lambda: server.silent_s()[1] > before + 0.5, 10, "a node that has ended to be silent")
+    bind, began = server._bind, threading.Event()
 
     def paused() -> None:  # as by SIGSTOP
         monkeypatch.setattr(a.server, "_bind", bind)
@@ -108,9 +109,9 @@ def test_a_node_is_silent_only_while_this_side_listens(
 
     monkeypatch.setattr(a.server, "_bind", paused)
     assert began.wait(10)
-    before = a.silent_s()[1]
+    before = server.silent_s()[1]
     time.sleep(4.0)
-    assert a.silent_s()[1] - before < 2.0
+    assert server.silent_s()[1] - before < 2.0
 
 
 def test_only_the_newest_of_several_states_is_sent(tmp_path: Path) -> None:
@@ -549,7 +550,7 @@ def test_a_damaged_file_opens_nothing(text: str, tmp_path: Path) -> None:
 
 def test_nothing_is_imported_for_a_job_on_one_node(tmp_path: Path) -> None:
     t: Any = Transport(pages(tmp_path, 0), 0, dump)
-    assert t.poll() is False and t.failed is None and t.arrived() == [] and t.facts() == {}
+    assert t.poll() is False and t.failed is None and t.server is None and t.facts() == {}
 
 
 def test_a_fixed_port_is_bound_and_reported_if_it_is_taken(tmp_path: Path) -> None:
