@@ -55,11 +55,7 @@ class Sample:
 
 
 def py_spy() -> str:
-    """Return the path of py-spy.
-
-    Raises:
-        DistdiagError: it is not installed.
-    """
+    """Return the path of py-spy."""
     installed = Path(sys.executable).parent / "py-spy"
     found = str(installed) if os.access(installed, os.X_OK) else shutil.which("py-spy")
     if found is None:

@@ -18,12 +18,7 @@ DISCOVER_S = 1.0  # between two listings of the directories, once all ranks of t
 
 
 class Pages:
-    """Views of the rank pages in one node's directories.
-
-    Args:
-        directory: Where the node's pages are.
-        overflow: Second directory, for pages that did not fit into the first.
-    """
+    """Views of the rank pages in one node's directories."""
 
     def __init__(self, directory: Path, overflow: Path | None = None) -> None:
         self.directories = [directory]

@@ -68,11 +68,7 @@ class Peers:
 
 
 def write(pages: Path, value: Own | Peers) -> None:
-    """Write one of the files as a whole; it can be read by this user alone.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write one of the files as a whole; it can be read by this user alone."""
     files.write(pages, OWN if isinstance(value, Own) else PEERS, json.dumps(asdict(value)).encode())
 
 
@@ -105,11 +101,7 @@ def read_peers(pages: Path) -> Peers | None:
 
 
 def server(value: Any) -> Server:
-    """Return (key, port, addresses) as checked.
-
-    Raises:
-        ValueError, TypeError: it is something else.
-    """
+    """Return (key, port, addresses) as checked."""
     public, port, where = value
     return Server(key(public), count(port, 1, 65_535), addresses(where))
 

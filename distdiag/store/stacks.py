@@ -76,11 +76,7 @@ def tree_lines(branches: list[Branch], indent: int = 0, above: int = 0) -> list[
 
 
 def write(run_dir: Path, stacks: Stacks) -> Path:
-    """Write `RUN/stacks/latest.json` atomically and return its path.
-
-    Raises:
-        OSError: the run directory cannot be written.
-    """
+    """Write `RUN/stacks/latest.json` atomically and return its path."""
     return files.write(run_dir, NAME, msgspec.json.format(msgspec.json.encode(stacks), indent=1))
 
 

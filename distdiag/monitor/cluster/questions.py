@@ -83,11 +83,7 @@ def asked_at(run_dir: Path) -> Path | None:
 
 
 def ask_all(run_dir: Path, question: Ask) -> Answers:
-    """Return what the other nodes of a run answer; empty if there is nobody to ask.
-
-    Raises:
-        OSError: the monitor does not answer.
-    """
+    """Return what the other nodes of a run answer; empty if there is nobody to ask."""
     where = asked_at(run_dir)
     if where is None:
         return {}

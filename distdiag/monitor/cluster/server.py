@@ -76,11 +76,7 @@ class Arrived:
 
     @property
     def data(self) -> bytes:
-        """The state, not yet decoded.
-
-        Raises:
-            BadMessage: it was not packed, or is too long.
-        """
+        """The state, not yet decoded."""
         return messages.unpack(self.packed)
 
 

@@ -23,7 +23,6 @@ class Transport:
 
     Args:
         pages: Page directory of this node, in which its first rank leaves `node_files.PEERS`.
-        node: Number of this node.
         ask: Returns what this node's ranks answer to a reader on node 0.
         port: On which node 0 listens; 0: any.
     """

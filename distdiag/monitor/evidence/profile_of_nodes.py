@@ -33,11 +33,7 @@ class _Sent(Asked, array_like=True):
 
 
 def packed(run_dir: Path, wanted: Profile) -> bytes:
-    """Take a profile of this node's ranks; return it for node 0, without the traces that are too large.
-
-    Raises:
-        DistdiagError: no rank of the run is alive here, or another profile is being taken.
-    """
+    """Take a profile of this node's ranks; return it for node 0, without the traces that are too large."""
     chosen = request_profile.choose(
         dump.living(run_dir), unfold_ranks(wanted.ranks) if wanted.ranks else None, elsewhere=True
     )
@@ -75,9 +71,6 @@ def take(
         views: The living ranks of this node.
         wanted: Ranks; None for all.
         report: Called with a line about the steps and ranks.
-
-    Raises:
-        DistdiagError: a wanted rank cannot be asked, another profile is being taken, or the run directory cannot be written.
     """
     here, elsewhere = {v.rank for v in views}, asked_at(run_dir) is not None
     chosen = request_profile.choose(views, wanted, elsewhere)
