@@ -60,7 +60,6 @@ def need(modules: tuple[str, ...], what: str) -> None:
     """Check that modules of an optional extra are installed.
 
     Args:
-        modules: Top-level modules.
         what: What needs them, as the start of the error: "the live view".
 
     Raises:

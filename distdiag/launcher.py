@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from distdiag import files
+
 VERDICT_S = 3.0  # for the monitor to write its verdict, after a launch that failed
 VERDICT = "verdict.txt"  # in the run directory: the monitor's last lines
 STOPPED = ".launcher.stopped"  # there: the signal that has ended the launcher, and when, by the monotonic clock
@@ -46,7 +48,6 @@ def options_of(argv: list[str]) -> dict[str, Any]:
 
 def started_run(argv: list[str], since_unix_s: float) -> Path | None:
     """Return the run directory that a rank of this launch has claimed; None if no rank has started."""
-    from distdiag import files
     from distdiag.page import directories
 
     chosen = options_of(argv)["run_dir"]
@@ -90,8 +91,6 @@ def watch(argv: list[str], since_unix_s: float) -> None:
 def _note_signal(argv: list[str], since_unix_s: float, number: Any) -> None:
     """Write which signal the launcher got: a rank in C++ survives SIGINT, and shows only the SIGKILL after it. Never raises."""
     try:
-        from distdiag import files
-
         found = started_run(argv, since_unix_s)
         if found is not None:
             files.write(found, STOPPED, f"{int(number)} {time.monotonic_ns()}".encode())
@@ -101,8 +100,6 @@ def _note_signal(argv: list[str], since_unix_s: float, number: Any) -> None:
 
 def stopped_by(run_dir: Path) -> tuple[int, int] | None:
     """Return (signal, time by the monotonic clock) that ended this run's launcher; None if none is known."""
-    from distdiag import files
-
     try:
         number, at_ns = files.text(run_dir, STOPPED).split()
         return (int(number), int(at_ns)) if 0 < int(number) < 65 else None
@@ -117,8 +114,6 @@ def at_end(argv: list[str], since_unix_s: float, before: bool) -> None:
         before: There was a verdict before torchrun printed its traceback.
     """
     try:
-        from distdiag import files
-
         if "-h" in argv or "--help" in argv:
             return
         found = started_run(argv, since_unix_s)
@@ -153,8 +148,6 @@ def _reason(error: BaseException) -> str:
 
 def _printed_here(run_dir: Path) -> bool:
     """True if the monitor printed its verdict on our standard error."""
-    from distdiag import files
-
     try:
         return files.text(run_dir, PRINTED_ON) == stderr_id() != ""
     except OSError:

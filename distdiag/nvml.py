@@ -66,7 +66,6 @@ def facts(n: Any, card: Any, part: Any = None) -> dict[str, Any]:
     """Return what a card reports of itself, by the names of table `gpu`.
 
     Args:
-        card: Handle of the card: clocks, power and errors belong to it.
         part: Handle of one of its MIG instances, whose name and memory are shown; None: the whole card.
     """
 

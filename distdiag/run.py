@@ -24,6 +24,7 @@ from distdiag import settings
 from distdiag.command_line import SETTINGS, read, recording_options
 from distdiag.errors import DistdiagError
 from distdiag.streams import say
+from distdiag.terms.metrics_targets import parse_metrics
 from distdiag.terms.units import parse_keep
 
 RANK_ZERO_FIRST_S = 5.0  # for rank 0 to print what is wrong with the command line
@@ -44,8 +45,6 @@ def command(**_options: Any) -> None:
 
 def _parse(argv: list[str]) -> tuple[dict[str, Any], str | None, list[str]]:
     """Return our options, the module to run (if any), and the argv of the script or module."""
-    from distdiag.terms.metrics_targets import parse_metrics
-
     options = read(command, argv, PROG)
     file = settings.read()
     settings.fill(options, file)

@@ -17,7 +17,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from distdiag.errors import DistdiagError
 from distdiag.files import user_name
+from distdiag.terms.metrics_targets import parse_metrics
+from distdiag.terms.units import parse_keep
 
 NAME, TABLE = "pyproject.toml", "tool.distdiag"
 MOST_BYTES = 1 << 20
@@ -33,26 +36,15 @@ def _flag(value: Any) -> bool | None:
     return value if isinstance(value, bool) else None
 
 
-def _size(value: Any) -> str | None:
-    from distdiag.terms.units import parse_keep
+def _accepted(check: Callable[[str], object]) -> Callable[[Any], str | None]:
+    def parse(value: Any) -> str | None:
+        try:
+            check(str(value))
+        except DistdiagError:
+            return None
+        return str(value)
 
-    return _accepted(parse_keep, str(value))
-
-
-def _metrics(value: Any) -> str | None:
-    from distdiag.terms.metrics_targets import parse_metrics
-
-    return _accepted(parse_metrics, str(value))
-
-
-def _accepted(check: Callable[[str], object], value: str) -> str | None:
-    from distdiag.errors import DistdiagError
-
-    try:
-        check(value)
-    except DistdiagError:
-        return None
-    return value
+    return parse
 
 
 def _seconds(value: Any) -> str | None:
@@ -82,7 +74,7 @@ SETTINGS = {
     for s in (
         Setting("run-dir", "./reports/<time>-<name>", "a path", _text, "DISTDIAG_RUN_DIR"),
         Setting("name", "the script's", "a text", _text),
-        Setting("keep", "2G", 'a size of at least 1M, e.g. "500M"', _size, "DISTDIAG_KEEP_BYTES"),
+        Setting("keep", "2G", 'a size of at least 1M, e.g. "500M"', _accepted(parse_keep), "DISTDIAG_KEEP_BYTES"),
         Setting("quiet", "false", "true or false", _flag, "DISTDIAG_QUIET"),
         Setting("share", "false", "true or false", _flag, "DISTDIAG_SHARE"),
         Setting("tape", "false", "true or false", _flag, "DISTDIAG_TAPE"),
@@ -90,7 +82,7 @@ SETTINGS = {
             "metrics",
             "off",
             'a port, "HOST:PORT" or "otlp", with the extra fleet installed',
-            _metrics,
+            _accepted(parse_metrics),
             "DISTDIAG_METRICS",
         ),
         Setting("nodes-port", "any", "a port from 1 to 65535", _port, "DISTDIAG_NODES_PORT"),

@@ -39,8 +39,6 @@ class Sample:
 
     Attributes:
         process: Its stacks; None if they could not be read, with `error`.
-        paused_s: How long its main thread was stopped.
-        cpu_s: CPU time of its main thread so far.
         queued_s: How long its main thread has waited for a CPU so far; 0 on a kernel without schedstat.
         children_s: CPU time of its children so far and their time without a CPU: loader workers that still work.
     """

@@ -39,9 +39,6 @@ _RANK_NAMES = ("rank", "global_rank", "local_rank")
 def attach(job: Job, ras: bool = False) -> Report:
     """Return the verdict on a running job.
 
-    Args:
-        ras: Ask NCCL's RAS, too, where counts are missing.
-
     Raises:
         DistdiagError: it is recorded, or no stack could be read.
     """

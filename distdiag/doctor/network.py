@@ -85,12 +85,7 @@ def candidate() -> str | None:
 
 
 def interfaces(env: Mapping[str, str], up: Mapping[str, str] | None = None) -> Check:
-    """Check which interfaces gloo and NCCL may use, and whether those named in the environment exist.
-
-    Args:
-        env: Environment with GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME.
-        up: Name -> address; default: the interfaces of this host.
-    """
+    """Check which interfaces gloo and NCCL may use, and whether those named in the environment exist."""
     up = addresses() if up is None else up
     found = ", ".join(f"{n} {a}" for n, a in up.items()) or "loopback only"
     known = {*up, "lo"}

@@ -157,7 +157,6 @@ class Nodes:
 
         Args:
             started_unix_s, start_ns: When this node's run began, by the wall clock and the monotonic one.
-            closed: The job is over.
         """
         waiting, client = _waits(s.ranks, s.t_s), self.transport.client
         usual_s = FILE_PERIOD_S if client is None else PERIOD_S

@@ -19,11 +19,7 @@ _AUTOGROUP = Path("/proc/self/autogroup")
 
 
 class Priority:
-    """Runs polls at low or at ordinary priority.
-
-    Args:
-        always_ordinary: A reader waits for the verdict.
-    """
+    """Runs polls at low or at ordinary priority."""
 
     def __init__(self, always_ordinary: bool = False) -> None:
         self._always_ordinary = always_ordinary

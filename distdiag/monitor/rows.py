@@ -117,12 +117,7 @@ def rank_rows(
     windows: Windows | None = None,
     slowest: Mapping[int, int] | None = None,
 ) -> list[RankRow]:
-    """Return one row per rank of the job, also for ranks that have not reported.
-
-    Args:
-        windows: Kept by the caller between calls.
-        slowest: Of the last steps, how many each rank was the slowest of (`Steps.slowest`).
-    """
+    """Return one row per rank of the job, also for ranks that have not reported."""
     windows = windows or Windows()
     worst: dict[int, str] = {}
     for f in findings:

@@ -176,13 +176,9 @@ class OwnFaults:
         """Return the new findings of kind `recorder`.
 
         Args:
-            failures: Texts of exceptions in rules of the diagnosis.
-            writer: Writer of run.db; counts failed writes.
-            started_unix_s: Wall-clock time at which the run began.
             exchange: Why the exchange between nodes fails.
             driver_silent_s: Time since a request that NVIDIA's driver has not answered.
             damaged: Pages that cannot be read, by file: (rank, reason).
-            contradicted: Proofs that the job has contradicted.
             elsewhere: What monitors of other nodes could not do: (node, cause, text).
         """
         found = [fault for v in views.values() for fault in self.of_rank(v)]

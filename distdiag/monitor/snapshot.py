@@ -23,7 +23,6 @@ def make_snapshot(
     """Return the state of the job on this node.
 
     Args:
-        views: All ranks whose page was read; at least one.
         idle: By rank: (main thread sleeps and has used no CPU since the last poll, its state in /proc).
     """
     ranks = {}
@@ -42,11 +41,7 @@ def make_snapshot(
 
 
 def of_pages(now_s: float, views: Mapping[int, RankView], ranks: dict[int, RankState]) -> Snapshot:
-    """Return the state of the job as far as the pages have it.
-
-    Args:
-        ranks: The states of all ranks in `views`.
-    """
+    """Return the state of the job as far as the pages have it."""
     groups: dict[str, Group] = {}
     headers = [v.header for v in views.values()]
     world = _of_most([h.world_size for h in headers], least=max(views) + 1)

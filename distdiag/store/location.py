@@ -66,7 +66,6 @@ class Location:
     """The location of one run's database.
 
     Attributes:
-        path: Path of the database.
         notice: (level, text) of an event about the location; None if there is none.
         error: Why the local directory could not be created; None if it was, or is not needed.
     """

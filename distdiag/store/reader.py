@@ -304,9 +304,6 @@ _Kind = TypeVar("_Kind", bound=Run)
 def open_run(path: Path | str, kind: type[_Kind] = Run) -> _Kind:
     """Open a run directory for reading.
 
-    Args:
-        kind: What is returned: `Run`, or a class with more methods.
-
     Raises:
         RunUnreadable: with its `status`; also if the monitor has not created the database yet.
     """

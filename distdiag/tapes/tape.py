@@ -85,11 +85,7 @@ EMPTY = Snapshot(t_s=0.0, world_size=0, ranks={}, groups={})
 
 
 class Tape(msgspec.Struct, frozen=True, kw_only=True):
-    """The snapshots of a job, in order, and all else that the diagnosis read.
-
-    Attributes:
-        final: True if the last snapshot was the run's last.
-    """
+    """The snapshots of a job, in order, and all else that the diagnosis read."""
 
     head: Head = Head()
     snapshots: tuple[Snapshot, ...]
@@ -133,12 +129,7 @@ def answers(findings: Iterable[Finding]) -> tuple[Answer, ...]:
 
 
 def judge(tape: Tape, without: Sequence[str] = (), every_poll: bool = False) -> Verdict:
-    """Give the snapshots of a tape to a new diagnosis.
-
-    Args:
-        without: Witnesses that are left out.
-        every_poll: Also return what each snapshot changed.
-    """
+    """Give the snapshots of a tape to a new diagnosis."""
     diagnosis = Diagnosis(source=tape.sources.get, without=frozenset(without))
     for finding in tape.head.earlier:
         diagnosis.records[finding.key] = Record(finding, reported=True)

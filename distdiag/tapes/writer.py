@@ -33,12 +33,7 @@ THINNED = ((0.25, 0.0), (0.5, 2.0), (0.75, 15.0), (0.9, 120.0))
 
 
 class TapeWriter:
-    """One tape. A failure ends the tape and nothing else; `failed` has the reason.
-
-    Args:
-        earlier: Open findings of this run's killed monitor.
-        version: Of distdiag.
-    """
+    """One tape. A failure ends the tape and nothing else; `failed` has the reason."""
 
     def __init__(self, run_dir: Path, max_bytes: int, earlier: tuple[Finding, ...] = (), version: str = "") -> None:
         self.failed: str | None = None

@@ -21,11 +21,7 @@ NEXT_ADDRESS_S = 5.0  # without a receipt, before another address is tried
 
 
 class Client(Link):
-    """Sends reports, one at a time: of several states that wait, only the newest is sent.
-
-    Args:
-        ask: Returns what this node's ranks answer to a question; called in a thread.
-    """
+    """Sends reports, one at a time: of several states that wait, only the newest is sent."""
 
     def __init__(self, own: Own, server: Server, ask: Callable[[Ask], bytes]) -> None:
         super().__init__(own)

@@ -37,7 +37,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
 
     Attributes:
         incarnation: Number of the sender among the monitors of its node.
-        number: Of this report, increasing.
         sent_ns: Monotonic clock of the sender.
         offset_ns, uncertainty_ns: Monotonic clock of node 0 minus that of the sender.
         wall_ns: The sender's wall clock minus its monotonic clock.
@@ -62,7 +61,6 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, tag="receipt"):
     """Node 0 to a node: the report has arrived.
 
     Attributes:
-        number: Of the report.
         report_sent_ns: Its `sent_ns`.
         received_ns, sent_ns: Monotonic clock of node 0.
         urgent: A rank of the job waits: send states more often, and take evidence.

@@ -36,11 +36,7 @@ Answers = dict[int, tuple[bytes, str, tuple[int, ...]]]
 
 
 class Questions:
-    """Takes questions, one reader at a time, in a thread.
-
-    Args:
-        ask: Asks all nodes, and waits as long as the question says.
-    """
+    """Takes questions, one reader at a time, in a thread."""
 
     def __init__(self, pages: Path, ask: Callable[[Ask], Answers]) -> None:
         self._ask = ask

@@ -63,10 +63,8 @@ class Arrived:
     """A state of another node.
 
     Attributes:
-        node: As its key shows.
         packed: The state, as `messages.pack` returns it: thousands of ranks are not unpacked all at once.
         started_ns: When its run began, by our monotonic clock.
-        age_s: Since it arrived.
     """
 
     node: int

@@ -22,7 +22,6 @@ class Transport:
     """The connection of this node; nothing is opened, and pyzmq not imported, until the rank asks for it.
 
     Args:
-        pages: Page directory of this node, in which its first rank leaves `node_files.PEERS`.
         ask: Returns what this node's ranks answer to a reader on node 0.
         port: On which node 0 listens; 0: any.
     """

@@ -224,10 +224,6 @@ def stacks_by_signal(
 ) -> list[Thread]:
     """Return all Python stacks of a rank that holds the GIL: its C signal handler writes them into a file next to its page.
 
-    Args:
-        page: The rank's page.
-        pid, number, worker: As for `signals.send`.
-
     Raises:
         OSError: process, file or handler no longer exists (interpreter shutdown, exec), or it is not this page's.
     """

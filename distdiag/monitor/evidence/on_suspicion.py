@@ -56,11 +56,7 @@ class Gatherer:
     def gather(
         self, now_s: float, views: Mapping[int, RankView], stopped: Collection[int], elsewhere: bool = False
     ) -> None:
-        """Ask stuck ranks for their flight record if a rank waits; those `stopped` by a signal cannot answer.
-
-        Args:
-            elsewhere: A rank of another node waits.
-        """
+        """Ask stuck ranks for their flight record if a rank waits; those `stopped` by a signal cannot answer."""
         self.host_waits.sample(now_s, views, stopped)
         for q, (mark, _) in list(self.records.items()):
             if q not in views or views[q].history.still_mark != mark:
@@ -152,11 +148,7 @@ class Gatherer:
         self._keep_stack(v, now_s, current or ask.main_stack(threads))
 
     def keep(self, s: Snapshot) -> tuple[list[str], str | None]:
-        """Write the evidence of a finding about waiting: flight records, and the stacks of all ranks.
-
-        Returns:
-            (paths below the run directory, failures).
-        """
+        """Write flight records, and the stacks of all ranks; return (paths below the run directory, failures)."""
         kept = [p for q, (_, record) in sorted(self.records.items()) if record.raw
                 and (p := ask.save(self.run_dir, q, record))]  # fmt: skip
         found = {}

@@ -65,13 +65,7 @@ def take(
     timeout_s: float,
     report: Callable[[str], None],
 ) -> Taken:
-    """Take a profile of ranks of this node and of those whose monitors can be asked from here.
-
-    Args:
-        views: The living ranks of this node.
-        wanted: Ranks; None for all.
-        report: Called with a line about the steps and ranks.
-    """
+    """Take a profile of ranks of this node and of those whose monitors can be asked from here."""
     here, elsewhere = {v.rank for v in views}, asked_at(run_dir) is not None
     chosen = request_profile.choose(views, wanted, elsewhere)
     alone = not elsewhere or (wanted is not None and here.issuperset(wanted))

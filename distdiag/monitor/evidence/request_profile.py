@@ -86,7 +86,6 @@ def not_here(views: Collection[RankView], asked: Collection[int], host_of: Mappi
     """Return which ranks of the job cannot be asked from this node, and on which hosts to ask them; None if all can be.
 
     Args:
-        asked: Ranks that were asked.
         host_of: Hosts of ranks on other nodes, as far as they are known.
     """
     headers = [v.reader.header() for v in views]
@@ -175,7 +174,6 @@ def take(run_dir: Path, views: Collection[RankView], first: int, steps: int, tim
     """Ask these ranks, and return when each has saved its trace, failed, or timed out.
 
     Args:
-        first: The first step to be recorded.
         timeout_s: Time until the last step must be recorded.
 
     Raises:

@@ -28,9 +28,6 @@ PROBES_S = 15.0  # between two reads of the probes that a person has recorded in
 class Exporters:
     """The exporters of one monitor. None of its methods raises or waits for a reader.
 
-    Args:
-        text: Value of DISTDIAG_METRICS or `--metrics`; empty: no exporter.
-
     Attributes:
         where: Address of /metrics, if it is served.
         failures: One line each, not yet reported.
@@ -71,13 +68,7 @@ class Exporters:
         self, s: Snapshot, own: Collection[int], started_unix_s: float, diagnosis: Diagnosis, faults: Iterable[Finding],
         changed: Iterable[Finding], database: Path, began: float,
     ) -> None:  # fmt: skip
-        """Replace the poll that exporters serve.
-
-        Args:
-            own: Ranks of this node.
-            faults: What the monitor has found about itself.
-            began: When this poll began, by `time.monotonic`.
-        """
+        """Replace the poll that exporters serve."""
         if not self.on:
             return
         self._polls += 1

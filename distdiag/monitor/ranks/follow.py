@@ -94,7 +94,6 @@ class RankHistory:
         only for a while.
 
         Args:
-            now_ns: Monotonic time.
             idle: Returns True if the rank sleeps and has used no CPU lately; called only if needed.
         """
         words = self._reader.words

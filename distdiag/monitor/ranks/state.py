@@ -337,9 +337,6 @@ def activity_of(raw_innermost: str, line: str, phase: Phase, idle: bool) -> str:
 
     Args:
         raw_innermost: `module.function` of the innermost Python frame.
-        line: Text of the user's line.
-        phase: The phase word of the page.
-        idle: True if the main thread sleeps and uses no CPU.
     """
     if phase == Phase.DATA:
         return "data"
