@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +19,7 @@ class MemoryLimit:
 
     def used_bytes(self) -> int | None:
         """Return the memory that counts against the limit, without cached file pages; None if unreadable."""
-        current = _number(self.folder / "memory.current")
-        if current is None:
-            current = _number(self.folder / "memory.usage_in_bytes")
+        current = _number(self.folder, "memory.current", "memory.usage_in_bytes")
         if current is None:
             return None
         try:
@@ -40,8 +39,7 @@ def memory_limits(root: Path = ROOT, own: Path = OWN) -> list[MemoryLimit]:
     """Return every limit of this process: a job step's, the job's, the container's."""
     found = []
     for folder in _folders(root, own, "memory"):
-        limit = _number(folder / "memory.max")
-        limit = _number(folder / "memory.limit_in_bytes") if limit is None else limit
+        limit = _number(folder, "memory.max", "memory.limit_in_bytes")
         if limit is not None and 0 < limit < UNLIMITED:
             found.append(MemoryLimit(folder, limit))
     return found
@@ -56,11 +54,9 @@ def memory_cgroup() -> Path | None:
 def oom_kills(folder: Path) -> int | None:
     """Return how many processes of a memory cgroup the kernel has killed for memory; None if it does not count."""
     for name in ("memory.events", "memory.oom_control"):  # version 2, version 1
-        try:
+        with contextlib.suppress(OSError, ValueError, KeyError):
             counts = dict(line.split() for line in (folder / name).read_text().splitlines())
             return int(counts["oom_kill"])
-        except (OSError, ValueError, KeyError):
-            continue
     return None
 
 
@@ -82,17 +78,16 @@ def _folders(root: Path, own: Path, controller: str) -> list[Path]:
 
 
 def _quota(folder: Path) -> float | None:
-    try:
+    with contextlib.suppress(OSError, ValueError):
         quota, period = (folder / "cpu.max").read_text().split()[:2]
         return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        pass
-    quota_us, period_us = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+    quota_us, period_us = _number(folder, "cpu.cfs_quota_us"), _number(folder, "cpu.cfs_period_us")
     return quota_us / period_us if quota_us and quota_us > 0 and period_us else None
 
 
-def _number(file: Path) -> int | None:
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):  # absent, or `max`
-        return None
+def _number(folder: Path, *names: str) -> int | None:
+    """Return the number in the first of these files that has one."""
+    for name in names:
+        with contextlib.suppress(OSError, ValueError):  # absent, or `max`
+            return int((folder / name).read_text())
+    return None

@@ -184,10 +184,8 @@ def _exit_handlers() -> None:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed or replaced by the script
             stream.flush()
-        except (OSError, ValueError, AttributeError):  # closed or replaced by the script
-            pass
 
 
 def _exiting(current: object, code: int, tb: TracebackType | None = None) -> None:

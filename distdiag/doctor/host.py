@@ -75,8 +75,7 @@ def memory(limits: list[cgroups.MemoryLimit] | None = None) -> Check:
 def shared_memory(path: Path = Path("/dev/shm")) -> Check:
     try:
         usage = shutil.disk_usage(path)
-        with tempfile.NamedTemporaryFile(dir=path):
-            pass
+        tempfile.TemporaryFile(dir=path).close()
     except OSError as e:
         return failed(
             "shared memory",
@@ -146,8 +145,7 @@ def run_directory(root: Path) -> Check:
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
     try:
-        with tempfile.NamedTemporaryFile(dir=existing):
-            pass
+        tempfile.TemporaryFile(dir=existing).close()
         free = shutil.disk_usage(existing).free
     except OSError as e:
         return failed(
@@ -213,8 +211,7 @@ def metrics(env: Mapping[str, str]) -> Check:
     if targets.address is not None:
         host, port = targets.address
         try:
-            with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
-                pass
+            socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
         except OSError as e:
             return warned(
                 name, f"{host}:{port} cannot be served: {e.strerror}", f"another port: {VARIABLE}=0.0.0.0:9465"

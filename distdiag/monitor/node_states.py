@@ -183,13 +183,13 @@ class Readings:
         if not 0 < n <= HISTORIES[name] or left_out < 0:
             raise ValueError("a history of another length")
         known, same, old = self._known.get((rank, name)), 0, ()
-        decode, move, move_again = _items(name)
+        decode, move = _items(name)
         if known is not None and known.sender == x.sender:
             gone = sent.first - known.first
             same = bisect_right(new_in, known.number)
             old = known.items[gone : gone + same] if gone >= 0 else ()
             if known.by_s != by_s:  # the offset of the clocks is known better now
-                old = tuple([move_again(item, by_s - known.by_s) for item in old])
+                old = tuple([move(item, by_s - known.by_s) for item in old])
         if len(old) != same:  # not what the sender takes for known: begin anew
             same, old = 0, ()
         if same < left_out:
@@ -212,30 +212,12 @@ def _group(data: bytes) -> Group:
 
 
 @cache
-def _items(name: str) -> tuple[Callable[[bytes], list[Any]], Callable[[Any, float], Any], Callable[[Any, float], Any]]:
-    """Return what decodes items of a history, what moves the times of one that was just decoded, and of any other."""
+def _items(name: str) -> tuple[Callable[[bytes], list[Any]], Callable[[Any, float], Any]]:
+    """Return what decodes items of a history, and what moves the times of one."""
     kind = get_args(get_type_hints(RankState, include_extras=True)[name])[0]
-    moved = _mover(kind)
-    assert moved is not None
-    move = _in_place(kind) if issubclass(get_origin(kind) or kind, msgspec.Struct) else moved
-    return msgspec.msgpack.Decoder(list[kind]).decode, move, moved
-
-
-def _in_place(kind: Any) -> Callable[[Any, float], Any]:
-    """Return a function that adds seconds to every time in a struct that nobody else has yet: ten thousand steps a second."""
-    hints = get_type_hints(kind, include_extras=True)
-    fields = [name for name, of in hints.items() if _mover(of) is not None]
-    times = [name for name in fields if Seconds in (hints[name], *get_args(hints[name]))]
-    assert fields == times  # none holds structs with times
-    set_field = msgspec.structs.force_setattr
-
-    def moved(value: Any, by_s: float) -> Any:
-        for name in times:
-            if (old := getattr(value, name)) is not None:
-                set_field(value, name, _later(old, by_s))
-        return value
-
-    return moved
+    move = _mover(kind)
+    assert move is not None
+    return msgspec.msgpack.Decoder(list[kind]).decode, move
 
 
 def shifted(state: RankState, by_s: float) -> RankState:

@@ -128,10 +128,8 @@ def private_directory(path: Path) -> None:
         PermissionError: it belongs to another user, is a symlink, or is no directory.
         OSError: it cannot be created.
     """
-    try:
+    with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
-    except FileExistsError:
-        pass
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise PermissionError(f"{path} is not a directory of this user")

@@ -74,8 +74,7 @@ def locate(path: Path) -> Path:
     local = Path(where.get("path", ""))
     if where.get("host") == socket.gethostname() and local.exists():
         return _regular(local)
-    host, where_run = where.get("host", "?"), str(path.absolute())
-    where_run = where_run if shlex.quote(where_run) == where_run else shlex.quote(where_run)
+    host, where_run = where.get("host", "?"), shlex.quote(str(path.absolute()))
     raise RunUnreadable(
         ReadStatus.ELSEWHERE,
         f"the database of {path} is on {host} ({local}) until the run ends",

@@ -109,13 +109,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, tag="answer"):
 
 
 Message = Report | Receipt | Ask | Answer
-_ENCODER = msgspec.msgpack.Encoder()
+encode = msgspec.msgpack.Encoder().encode
 _TO_FIRST, _TO_OTHER = msgspec.msgpack.Decoder(Report | Answer), msgspec.msgpack.Decoder(Receipt | Ask)
-
-
-def encode(message: Message) -> bytes:
-    """Return a message as bytes."""
-    return _ENCODER.encode(message)
 
 
 def decode(data: bytes, to_first: bool) -> Message:
