@@ -69,7 +69,6 @@ def options_of(
 
 
 def flag(name: str) -> str:
-    """Return `--batch-size` for `batch_size`."""
     return "--" + name.replace("_", "-")
 
 

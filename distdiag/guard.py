@@ -21,7 +21,7 @@ import traceback
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISREG
@@ -218,7 +218,6 @@ def run(work: Callable[[Announce], bytes], limits: Limits) -> bytes:
 
 
 def _child(work: Callable[[Announce], bytes], pipe: int, limits: Limits) -> None:
-    """Run `work`, send its result, and end the process."""
     status = 1
     try:
         faulthandler.disable()  # a crash is an answer here, nothing to print
@@ -249,13 +248,11 @@ def _child(work: Callable[[Announce], bytes], pipe: int, limits: Limits) -> None
 
 def _limit_memory(more_bytes: int) -> None:
     """Allow `more_bytes` of address space in addition to what is in use."""
-    try:
+    with suppress(OSError, ValueError):
         used = int(Path("/proc/self/statm").read_bytes().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         wanted = used + more_bytes
         resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
-    except (OSError, ValueError):
-        pass
 
 
 def _send(pipe: int, kind: bytes, deadline_s: float, body: bytes) -> None:
@@ -293,7 +290,6 @@ def _result(pipe: int) -> tuple[str, bytes | None]:
 
 
 def _death(status: int) -> str:
-    """Return why the child ended, by its wait status."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         if number == signal.SIGPROF:

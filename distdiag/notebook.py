@@ -152,7 +152,6 @@ def _end(job: subprocess.Popen[bytes]) -> None:
 
 
 def _ranks(launcher: Any) -> set[Any]:
-    """Return the processes below the launcher, except the monitor."""
     import psutil
 
     found = set()

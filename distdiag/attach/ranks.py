@@ -25,8 +25,6 @@ LISTED = 8  # jobs in a message
 
 @dataclass(frozen=True)
 class Candidate:
-    """A process of this user."""
-
     pid: int
     parent: int
     started: int  # clock ticks since boot; with the pid, its identity
@@ -110,7 +108,6 @@ class Job:
 
 
 def jobs_here() -> list[Job]:
-    """Return all jobs of this user on this host."""
     everything = {p.pid: p for p in living()}
     named = {
         p.pid: p

@@ -125,7 +125,6 @@ def _is(path: str, wanted: os.stat_result) -> bool:
 
 
 def _dumps(paths: Mapping[int, Path]) -> Iterator[tuple[int, bytes]]:
-    """Yield the dumps as they are complete."""
     left, sizes = dict(paths), dict.fromkeys(paths, 0)
     end = time.monotonic() + WRITTEN_S
     asked_s = time.time() - 1.0  # the clock of a file system may be a tick behind

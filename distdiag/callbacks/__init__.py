@@ -27,7 +27,6 @@ class Names:
         return self._handle
 
     def enter(self, phase: str) -> None:
-        """Begin a phase, in place of the one that is open."""
         if phase != self.phase:
             self.leave()
             self._open.enter_context(self.handle.phase(phase))

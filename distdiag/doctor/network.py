@@ -75,7 +75,6 @@ def addresses() -> dict[str, str]:
 
 
 def is_virtual(name: str) -> bool:
-    """True for bridges, container and tunnel interfaces, by name."""
     return name.startswith(_VIRTUAL)
 
 

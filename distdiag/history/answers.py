@@ -110,7 +110,6 @@ class Answers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def answers(history: History, skipped: tuple[Broken, ...] = ()) -> Answers:
-    """Ask all questions."""
     (count, first, last), *_ = history.ask("SELECT count(*), min(started_unix_s), max(started_unix_s) FROM runs")
     (rows,), *_ = history.ask("SELECT count(*) FROM history")
     states = history.ask("SELECT state, count(*) FROM runs GROUP BY state ORDER BY 2 DESC, 1")

@@ -80,7 +80,6 @@ def read_runs(paths: Iterable[Path]) -> tuple[list[HistoryRow], list[tuple[Path,
 
 
 def rows_of(run: Run) -> list[HistoryRow]:
-    """Return the rows of one run."""
     meta = run.meta
     started, ended_s, world = (number(meta.get(key)) for key in ("started_unix_s", "ended_s", "world_size"))
     about: dict[str, Any] = {

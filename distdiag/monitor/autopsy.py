@@ -230,7 +230,6 @@ def _state_text(killed: Sequence[int], kills: int | None) -> str:
 
 
 def _order(killed: Sequence[int], seen: dict[int, float]) -> Iterator[str]:
-    """Yield who was last heard of when."""
     last_s = max(seen[q] for q in killed)
     early = [q for q in killed if last_s - seen[q] > BEATS_S]
     together = [q for q in killed if q not in early]

@@ -46,6 +46,5 @@ class Priority:
 
 
 def _lower() -> None:
-    """Lower the priority of this thread."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW)

@@ -176,7 +176,6 @@ def _row(
 
 
 def loader_rows(s: Snapshot) -> list[LoaderRow]:
-    """Return the newest state of every rank's loaders."""
     out = []
     for r in s.ranks.values():
         for i, x in enumerate(r.loaders):

@@ -81,7 +81,6 @@ class Windows:
         self._sent: dict[int, Window] = {}
 
     def take(self, sent: dict[int, Window]) -> None:
-        """Take the windows of another node's ranks."""
         self._sent |= sent
 
     def of(self, r: RankState) -> Window:

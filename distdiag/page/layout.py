@@ -307,8 +307,6 @@ class SampleKind(IntEnum):
 
 
 class SampleRecord(Structure):
-    """One sampled check."""
-
     _fields_ = [
         ("number", c_uint64),
         ("kind", c_uint32),

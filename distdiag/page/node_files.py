@@ -107,24 +107,20 @@ def server(value: Any) -> Server:
 
 
 def key(text: Any) -> str:
-    """Return a public or secret key as text, checked."""
     return _matching(_KEY, text)
 
 
 def error(text: Any) -> str:
-    """Return a word of `ERRORS`, checked."""
     if text not in ERRORS:
         raise ValueError("not a known word")
     return text
 
 
 def addresses(value: Any) -> tuple[str, ...]:
-    """Return names and IP addresses, checked."""
     return tuple(_matching(_ADDRESS, each) for each in list(value)[:MOST_ADDRESSES])
 
 
 def node_number(value: Any) -> int:
-    """Return the number of a node, checked."""
     return count(value, 0, MOST_NODES - 1)
 
 

@@ -73,7 +73,6 @@ def answer_path(pages: Path, rank: int) -> Path:
 
 
 def results(run_dir: Path, number: int) -> Path:
-    """Return the directory of the results of one profile."""
     return run_dir / "profile" / str(number)
 
 

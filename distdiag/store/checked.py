@@ -85,7 +85,6 @@ def _view(table: str, columns: Sequence[str], rowid: bool) -> str:
 
 
 def _size(database: Path) -> int:
-    """Return the bytes of a database and its log."""
     total = SLACK_BYTES
     for p in (database, database.with_name(database.name + "-wal")):
         with contextlib.suppress(OSError):

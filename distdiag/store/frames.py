@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import typing
 import zlib
 from array import array
@@ -100,17 +99,9 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_Packed)
 
 
-def _to_bytes(a: array) -> bytes:
-    if sys.byteorder == "big":
-        a.byteswap()
-    return a.tobytes()
-
-
 def _from_bytes(code: str, data: bytes) -> array:
     a = array(code)
     a.frombytes(data)
-    if sys.byteorder == "big":
-        a.byteswap()
     return a
 
 
@@ -129,11 +120,11 @@ def pack(rows: Sequence[RankRow]) -> bytes:
             numbers = {word: i for i, word in enumerate(dict.fromkeys(column))}
             code = "H" if len(numbers) < 2**16 else "I"
             index = array(code, map(numbers.__getitem__, column))
-            packed.words[name] = (list(numbers), code, _to_bytes(index))
+            packed.words[name] = (list(numbers), code, index.tobytes())
         else:
             code = "f" if name in _FLOAT32 else "d"
             values = [math.nan if v is None else v for v in column] if missing else column
-            packed.numbers[name] = (code, _to_bytes(array(code, values)))
+            packed.numbers[name] = (code, array(code, values).tobytes())
     return zlib.compress(_encoder.encode(packed), 1)
 
 
@@ -181,7 +172,6 @@ class RankTable:
         return vocabulary, bytes(self.n) if len(vocabulary) == 1 else _from_bytes(code, data)
 
     def words(self, name: str) -> list[str | None]:
-        """Return a text column."""
         found = self._words.get(name)
         if found is None:
             vocabulary, index = self.coded(name)
@@ -190,7 +180,6 @@ class RankTable:
         return found
 
     def row(self, i: int) -> RankRow:
-        """Return one rank as a row."""
         return self.rows((i,))[0]
 
     def rows(self, indices: Iterable[int] | None = None) -> list[RankRow]:

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import sqlite3
 import time
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -154,8 +155,6 @@ class Run(Database):
         return rows[-1][0] if rows else t_s
 
     def _frame(self, where: str, args: Sequence[Any] = ()) -> Frame | None:
-        import zlib
-
         rows = self.query(f"SELECT t_s, state, state_text, ranks FROM frame {where}", args)
         if not rows:
             return None

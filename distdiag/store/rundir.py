@@ -64,7 +64,6 @@ def is_claimed(path: Path) -> bool:
 
 
 def no_rank_yet(path: Path) -> DistdiagError:
-    """Return the error for a run of which no rank has written."""
     return DistdiagError(
         visible(f"no rank has written to {path} yet"),
         "wait for the job to start; `distdiag tui` shows its ranks as they start",

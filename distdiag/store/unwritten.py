@@ -73,7 +73,6 @@ def _record(run_dir: Path) -> tuple[str, str, str] | None:
 
 
 def _age_s(path: Path) -> float:
-    """Return the seconds since a path was changed."""
     try:
         return time.time() - path.lstat().st_mtime
     except OSError:
@@ -88,7 +87,6 @@ def _pages(run_dir: Path) -> list[tuple[Header, bool]]:
 
 
 def _steps(pages: list[tuple[Header, bool]]) -> str:
-    """Return how far the ranks were, as their pages show."""
     if not pages:
         return ""
     steps = [header.step for header, _ in pages]

@@ -110,7 +110,6 @@ class Writer:
 
     @property
     def path(self) -> Path:
-        """Where the database is now."""
         return self._location.path
 
     # -- opening ----------------------------------------------------------------------------------------------

@@ -29,7 +29,6 @@ class Link(ABC):
         self._thread = threading.Thread(target=self._run, name=type(self).__name__, daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def wake(self) -> None:

@@ -64,7 +64,6 @@ class Questions:
                     reader.sendall(msgspec.msgpack.encode(found))
 
     def close(self) -> None:
-        """Take no more questions."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

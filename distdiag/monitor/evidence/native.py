@@ -46,8 +46,6 @@ _COMPUTES = re.compile(
 
 
 class HostWait(StrEnum):
-    """What the main thread waits for."""
-
     DEVICE = "device"  # a call that waits for the device
     COMMUNICATOR = "communicator"  # creating a communicator
     NO = "no"  # neither: it computes, or waits for something else
@@ -55,8 +53,6 @@ class HostWait(StrEnum):
 
 @dataclass(slots=True)
 class Sample:
-    """Native frames at one moment."""
-
     taken_ns: int  # CLOCK_MONOTONIC
     addresses: tuple[int, ...]  # innermost first
 

@@ -52,7 +52,6 @@ class OtlpSender:
         return observe
 
     def close(self) -> None:
-        """Send the last values."""
         self._provider.force_flush(END_MS)
         self._provider.shutdown(END_MS)
 
