@@ -111,6 +111,15 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
                 yield unpacked  # type: ignore[misc]
 
 
+def head(path: Path, size: int) -> bytes:
+    """Return the first bytes of an untrusted file, unpacked; none if it cannot be read."""
+    try:
+        with opened(path) as file:
+            return file.read(size)
+    except (OSError, *DAMAGED):
+        return b""
+
+
 def matching(paths: Iterable[Path], test: Callable[[Path], bool]) -> list[Path]:
     """Return the files for which `test` is true, in their order; it reads their heads, in a child process.
 

@@ -34,14 +34,9 @@ def find(targets: Sequence[str]) -> list[Path]:
 
 def is_trace(path: Path) -> bool:
     """True if the file begins like a Kineto trace, and is not one that we merged."""
-    try:
-        with guard.opened(path) as f:
-            head = f.read(HEAD_BYTES)
-    except (OSError, *guard.DAMAGED):
-        return False
-    if MERGED in head[:64]:
-        return False
-    return b'"traceEvents"' in head or (b'"schemaVersion"' in head and b'"deviceProperties"' in head)
+    head = guard.head(path, HEAD_BYTES)
+    known = b'"traceEvents"' in head or (b'"schemaVersion"' in head and b'"deviceProperties"' in head)
+    return known and MERGED not in head[:64]
 
 
 def diagnose(name: str, paths: Sequence[Path]) -> Profile:

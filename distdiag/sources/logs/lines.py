@@ -257,11 +257,7 @@ def wrapped_at(path: Path) -> int | None:
 
     JSON records are whole, and may be equally long.
     """
-    try:
-        with guard.opened(path) as f:
-            head = f.read(BLOCK_BYTES)
-    except (OSError, *guard.DAMAGED):
-        return None
+    head = guard.head(path, BLOCK_BYTES)
     raws = head.split(b"\n")
     column = max((len(raw) for raw in raws if not raw.endswith(b"}")), default=0)
     rests = [rest[:BEGIN] for raw, rest in itertools.pairwise(raws) if len(raw) == column]

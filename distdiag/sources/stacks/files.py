@@ -36,7 +36,9 @@ def diagnose_stacks(targets: Sequence[str]) -> Report | None:
         DistdiagError: the files together exceed the limits.
     """
     candidates = (p for p, named in find(map(Path, targets)) if named or p.suffix in _TEXTS or likely(p))
-    files = guard.matching(itertools.islice(candidates, MAX_FILES), _has_stacks)
+    files = guard.matching(
+        itertools.islice(candidates, MAX_FILES), lambda path: _STACK.search(guard.head(path, HEAD_BYTES)) is not None
+    )
     if not files:
         return None
 
@@ -48,14 +50,6 @@ def diagnose_stacks(targets: Sequence[str]) -> Report | None:
         return guard.judged(work, lambda: map(str, files), LIMITS, Report | None)
     except guard.Died as e:
         raise DistdiagError(f"the stacks cannot be judged together: {e.reason}", "give fewer files") from e
-
-
-def _has_stacks(path: Path) -> bool:
-    try:
-        with guard.opened(path) as file:
-            return _STACK.search(file.read(HEAD_BYTES)) is not None
-    except (*guard.DAMAGED, OSError):
-        return False
 
 
 def _judge(run: str, files: Iterable[Path], announce: guard.Announce, refused: Mapping[str, str]) -> Report | None:
