@@ -243,12 +243,13 @@ def collective_times(collectives: Mapping[Key, Mapping[int, Comm]], steps: int) 
     for (op, group), of_kind in kinds.items():
         lates = [late for _, _, late, _ in of_kind]
         late = statistics.mode(lates)
+        bytes_ = [size for *_, size in of_kind if size is not None]
         out.append(
             CollectiveTimes(
                 op=op,
                 group=group or None,
                 per_step=round(len(of_kind) / steps, 2),
-                bytes_per_step=_sum([size for *_, size in of_kind], steps),
+                bytes_per_step=sum(bytes_) / steps if len(bytes_) == len(of_kind) else None,
                 skew_ms=sum(x[0] for x in of_kind) / 1e3 / steps,
                 transfer_ms=sum(max(0.0, x[1]) for x in of_kind) / 1e3 / steps,
                 late_rank=late,
@@ -283,11 +284,6 @@ def module_times(
         for m, (n, comm, exposed) in found.items()
     ]
     return sorted(out, key=lambda m: (-m.exposed_ms, -m.comm_ms, m.module))
-
-
-def _sum(sizes: Sequence[int | None], steps: int) -> float | None:
-    known = [s for s in sizes if s is not None]
-    return sum(known) / steps if known and len(known) == len(sizes) else None
 
 
 def differences(

@@ -74,9 +74,6 @@ def parse(path: Path, content: Any) -> DumpFile:
     return DumpFile(path, rank if is_rank(rank) else None, groups, status, *entries_of(entries))
 
 
-# -- groups --------------------------------------------------------------------------------------------------------------
-
-
 def _members(value: Any) -> tuple[int, ...] | None:
     """Return the ranks in `[0, 1]`, a list or its text, in their order; None if there are none or it is not such a list.
 

@@ -104,9 +104,6 @@ def _age_key(w: Wait, rank: int) -> tuple[float, int]:
     return min(_issued_s(w, (rank,)), default=float("inf")), w.seq
 
 
-# -- chains of waits --------------------------------------------------------------------------------------------------
-
-
 def _link(snapshot: Snapshot, w: Wait, dumped: set[int], stale: Collection[int]) -> _Link:
     states = snapshot.ranks
     if w.p2p:
@@ -249,9 +246,6 @@ def _came_first(v: Wait, w: Wait, rank: int) -> bool:
     return a.entered_s is not None and b.entered_s is not None and a.entered_s < b.entered_s
 
 
-# -- since when -------------------------------------------------------------------------------------------------------
-
-
 def _crossed_since(crossed: Crossed) -> dict[int, float | None]:
     """Return when the ranks with opposite orders had issued both operations."""
     both = frozenset().union(*(ranks for _, ranks in crossed))
@@ -266,9 +260,6 @@ def _since(links: Iterable[_Link], culprits: set[int]) -> dict[int, float | None
             for q in link.lacking & culprits:
                 out[q] = min(t for t in (out.get(q), *times) if t is not None)
     return out
-
-
-# -- ranks that stopped without a wait that shows it ------------------------------------------------------------------
 
 
 def _device_stopped(snapshot: Snapshot, graph: WaitGraph, dumped: set[int], stale: Collection[int]) -> set[int]:
@@ -326,9 +317,6 @@ def _never_ahead(states: dict[int, RankState], rank: int, others: list[int]) -> 
     return all(
         n <= states[o].enqueued[g] for g, n in states[rank].enqueued.items() for o in others if g in states[o].enqueued
     )
-
-
-# -- what the finding is about ----------------------------------------------------------------------------------------
 
 
 def _main(oldest: dict[int, Wait], links: Links, culprits: set[int]) -> Wait | None:

@@ -117,9 +117,6 @@ def _product(shape: tuple[int, ...]) -> int | None:
     return n if n < MAX_INT else None
 
 
-# -- from records of any version --------------------------------------------------------------------------------------
-
-
 def entries_of(records: list[Any]) -> tuple[list[Entry], int]:
     """Return the entries in decoded records of version 1.x or 2.x, and how many were left out.
 
@@ -154,9 +151,6 @@ def _older(record: Any) -> Entry | None:
         return msgspec.convert(known, Entry)
     except msgspec.ValidationError:
         return None
-
-
-# -- sites ------------------------------------------------------------------------------------------------------------
 
 
 def user_site(frames: Any) -> Site | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.model.findings import CollectiveRef, Finding, Severity, Where, rank_list
-from distdiag.diagnosis.model.snapshot import Call, Site, Snapshot
+from distdiag.diagnosis.model.snapshot import Call, Snapshot
 from distdiag.diagnosis.text.cycle import NEW_GROUP_ADVICE
 from distdiag.diagnosis.text.incident import collective_ref, collective_text, group_label
 from distdiag.diagnosis.text.phrases import NO_PROGRESS, at, where_at
@@ -102,7 +102,7 @@ class Findings:
             facts |= {
                 "own": self._call_text(passed[0]),
                 "later": passed[1],
-                "site": blame.main and _any_site(blame.main),
+                "site": blame.main and next((c.site for c in blame.main.calls.values() if c.site), None),
             }
         else:
             template = STALL
@@ -341,10 +341,6 @@ def _any_call(w: Wait) -> Call | None:
     return next((w.calls[r] for r in w.ranks if r in w.calls), None)
 
 
-def _any_site(w: Wait) -> Site | None:
-    return next((c.site for c in w.calls.values() if c.site is not None), None)
-
-
 def _whole_nodes(missing: tuple[int, ...], world_size: int) -> bool:
     """True if the ranks without a dump are whole nodes of at least four ranks: their files were not collected, most likely."""
     return any(
@@ -352,8 +348,6 @@ def _whole_nodes(missing: tuple[int, ...], world_size: int) -> bool:
         for size in range(len(missing), 3, -1)
     )
 
-
-# -- wording ----------------------------------------------------------------------------------------------------------
 
 _missing_rank = partial(Template, kinds.DEADLOCK, "missing_rank")
 _group_cycle = partial(Template, kinds.DEADLOCK, "group_cycle")

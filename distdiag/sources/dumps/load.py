@@ -76,9 +76,6 @@ def _rank_of_bad(path: Path, known: Sequence[DumpFile]) -> int | None:
     return probe.rank
 
 
-# -- if a rank left several dumps -------------------------------------------------------------------------------------
-
-
 def _drop_earlier_runs(by_rank: dict[int, list[DumpFile]], age: dict[Path, int], notes: list[str]) -> None:
     """Remove folders of an earlier attempt: that run was over when the one in newer dumps of the same ranks began.
 

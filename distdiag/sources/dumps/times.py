@@ -37,7 +37,8 @@ def times_of(chosen: dict[int, list[DumpFile]]) -> tuple[int, dict[int, Times]]:
 
     out = {}
     for rank, files in chosen.items():
-        gaps_ns = sorted(gap for f in files for gap in _gaps_ns(f))
+        newest = [[t for e in f.entries[-GAP_ENTRIES:] if (t := e.created_ns) is not None] for f in files]
+        gaps_ns = sorted(b - a for times in newest for a, b in itertools.pairwise(times))
         out[rank] = Times(
             oldest_s=seconds(min(ends[rank], default=0)),
             newest_s=seconds(max(ends[rank], default=0)),
@@ -54,12 +55,6 @@ def timeout_s(chosen: dict[int, list[DumpFile]]) -> float | None:
     limits = {time_ns(f.entries[-1].timeout_ms) for files in chosen.values() for f in files if f.entries}
     limit_ms = limits.pop() if len(limits) == 1 else None
     return None if limit_ms is None else limit_ms / 1e3
-
-
-def _gaps_ns(f: DumpFile) -> list[int]:
-    """Return the times between consecutive operations, of a file's newest entries."""
-    times = [t for e in f.entries[-GAP_ENTRIES:] if (t := e.created_ns) is not None]
-    return [b - a for a, b in itertools.pairwise(times)]
 
 
 def _moved_ns(f: DumpFile) -> int:

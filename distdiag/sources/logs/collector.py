@@ -356,11 +356,9 @@ class Collector:
             for f in (f for f in out.named("port_error") if same_port(f, back)):
                 f.back = f.back or back
         elif name == "storage_back":
-            out.facts = [
-                f
-                for f in out.facts
-                if f.name != "storage" or f.path != line.path or not fields.items() <= f.fields.items()
-            ]
+            of_file = (f for f in out.named("storage") if f.path == line.path)
+            over = {id(f) for f in of_file if fields.items() <= f.fields.items()}
+            out.facts = [f for f in out.facts if id(f) not in over]
         elif name == "ras":  # a new report takes the place of the last one
             out.facts = [f for f in out.facts if not (f.name.startswith("ras_") and f.path == line.path)]
             self._of_one = {key: n for key, n in self._of_one.items() if not str(key[0]).startswith("ras_")}

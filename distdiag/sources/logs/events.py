@@ -16,13 +16,8 @@ from distdiag.sources.logs.meanings import GENERAL, MEANINGS, RERUNS
 from distdiag.terms.untrusted import MAX_RANKS, bounded
 
 SAME_EVENT_S = 600.0  # a process reports its device's failure no later
-_OF_PROCESS = (
-    "cuda_error",
-    "ecc",
-    "device_lost",
-    "device_critical",
-    "hip_error",
-)  # how a process reports that a device failed
+# how a process reports that a device failed
+_OF_PROCESS = ("cuda_error", "ecc", "device_lost", "device_critical", "hip_error")
 _OF_DRIVER = ("sxid", "amd_fault", "device_ecc", "device_fault")
 _LOADER = bounded(r"DataLoader worker \(pid\(s\) (\d{1,9}(?:, \d{1,9})*)\) exited unexpectedly")
 _THREAD_ENDED = bounded(r"Pin memory thread exited unexpectedly")
@@ -55,7 +50,9 @@ def _of_memory(r: Reason, memory: list[Fact]) -> None:
     loader = _LOADER.search(first.text) if first.name == "exception" else None
     if first.name == "loader_killed" and first.fields.get("signal") == "Killed":
         pod = first.who.process
-        same = [f for f in memory if f.rank in (None, first.rank) and (not pod or _of_pod(f) in ("", pod))]
+        pods = ("", pod)  # a line without one is on a process or a host
+        same = [f for f in memory if f.rank in (None, first.rank)]
+        same = [f for f in same if not pod or (f.fields.get("pod") or f.who.process) in pods]
     else:
         same = [f for f in memory if loader is not None and f.fields.get("pid") in loader[1].split(", ")]
     if same:
@@ -91,12 +88,8 @@ def _of_rerun(r: Reason, reruns: list[Fact]) -> None:
     step = r.facts[0].fields.get("step")
     same = [f for f in reruns if f.fields["step"] == step]
     ranks = {f.number("r") for f in same}
-    if (
-        r.facts[0].name not in ("nan_loss", "nan_gradient")
-        or len(ranks) != 1
-        or not r.ranks <= ranks
-        or len(r.facts) > 1
-    ):
+    nan = r.facts[0].name in ("nan_loss", "nan_gradient") and len(r.facts) == 1
+    if not nan or len(ranks) != 1 or not r.ranks <= ranks:
         return
     last = same[-1].fields
     text, r.advice = RERUNS[last["what"]]
@@ -113,11 +106,6 @@ def _of_port(r: Reason, found: Collected) -> None:
     port = r.facts[0].fields.get("port")
     if len(addresses) == 1 and not addresses & {"localhost", "127.0.0.1", "::1"} and (not ports or ports == {port}):
         r.after += f"; the job's store is on {min(addresses)}, by the master address in the log"
-
-
-def _of_pod(f: Fact) -> str:
-    """Return the pod that ran out of memory; empty if the line is on a process or a host."""
-    return f.fields.get("pod") or f.who.process
 
 
 def _of_all(r: Reason, found: Collected) -> None:

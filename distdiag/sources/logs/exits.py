@@ -30,15 +30,14 @@ _OF_TEXT = {
 }  # fmt: skip
 # of ranks that did not find each other: what ended their processes came after it
 _NOT_STARTED = ("full_mesh", "store_connect", "clients", "store_barrier", "rendezvous")
+_LAUNCHERS = {"exit_tasks": "srun", "lost_worker": "parent", "mpi_abort": "mpi"}
 EXIT_CODE = "ended with exit code"
 LOST = "was lost: killed, or crashed in native code"
 BY_PROGRAM = "by the program (MPI_Abort)"
 
 
 def _launcher(end: Fact) -> str:
-    return {"exit_tasks": "srun", "lost_worker": "parent", "mpi_abort": "mpi"}.get(
-        end.name, end.fields.get("launcher", "line")
-    )
+    return _LAUNCHERS.get(end.name) or end.fields.get("launcher", "line")
 
 
 def _by(end: Fact) -> str:

@@ -26,6 +26,7 @@ _REPORTS_ANOTHER = bounded(
     r"torch_extensions/.{0,200}cannot open shared object|at least one rank that exhausted|[Rr]oot cause|Worker failed with error|[Ss]ee (?:the )?(?:stack trace|logs? |error)|[Ss]ee (?:[\w']{1,20} ){0,5}above|(?i:one of the (?:sub|child ?|worker ?)process(?:es)? )|(?:sub)?process(?:es)? failed\b|scheduler (?:is dead|died)\b|check (?:[\w']{1,20} ){0,3}logs?\b|in a background process|previous error|sub-exception|Caught \w+ in DataLoader worker|\b5\d\d Server Error"
 )
 FEW_OF = 4  # nearly all other ranks: so many for each that reported nothing
+_PLURALS = (("was killed", "were killed"), ("has a GPU", "have GPUs"), ("has a device", "have a device"))
 _NUMBER = bounded(r"0x[0-9a-f]+|\d+")
 # of the program or its settings, if all ranks have it
 _OF_ALL = (MEANINGS["exception"], MEANINGS["usage"], MEANINGS["port_in_use"])
@@ -67,9 +68,6 @@ class Reason:
     guessed: bool = False  # its rank is only the one that ended first
     after: str = ""
     pids: dict[tuple[int, object], set[str]] = field(default_factory=dict)
-
-
-# -- messages of the ranks themselves --------------------------------------------------------------------------------
 
 
 def of_messages(found: Collected) -> tuple[list[Reason], list[Fact]]:
@@ -155,10 +153,9 @@ def _without_reports(reasons: list[Reason]) -> list[Reason]:
 
 
 def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, found: Collected) -> None:
-    text, (others, whose) = (
-        text_of(f, meaning),
-        memory_of_others(f, found) if f.name == "cuda_oom" else (_raised_next(f), ""),
-    )
+    text = text_of(f, meaning)
+    others = f"; while handling that, it raised {shortened(f.fields['then'], 120)}" if "then" in f.fields else ""
+    others, whose = memory_of_others(f, found) if f.name == "cuda_oom" else (others, "")
     place = f"{f.site.file}:{f.site.line}" if f.site is not None and f.name == "exception" else ""
     key = (f.name, _NUMBER.sub("#", text + others) + place)
     if pci := f.fields.get("pci"):  # all that the driver reports of one device is one event
@@ -238,14 +235,6 @@ def text_of(f: Fact, meaning: Meaning) -> str:
     elif f.name == "port_in_use":
         fields["port"] = f"port {fields['port']}" if fields["port"] else "the port"
     return meaning.text.format_map(fields).rstrip()
-
-
-def _raised_next(f: Fact) -> str:
-    """Return the exception that followed from this one, in the code that handled it; empty if none did."""
-    return f"; while handling that, it raised {shortened(f.fields['then'], 120)}" if "then" in f.fields else ""
-
-
-# -- findings --------------------------------------------------------------------------------------------------------
 
 
 def _first(r: Reason) -> str:
@@ -335,9 +324,8 @@ def _in_what(waits: list[Fact]) -> str:
     if all(f.name == "dump_signal" for f in waits):
         return f"{verb(waits, 'was', 'were')} asked to dump because of it"
     if len(calls) != 1 or any(f.name != "timeout" for f in waits):
-        return " or ".join(
-            dict.fromkeys(_how(f).format(its=verb(waits, "its connection", "their connections")) for f in waits)
-        )
+        its = verb(waits, "its connection", "their connections")
+        return " or ".join(dict.fromkeys(_how(f).format(its=its) for f in waits))
     op, seq = calls.pop()
     return f"timed out in {op}" + (f" #{seq:,}" if seq is not None else "")
 
@@ -367,11 +355,8 @@ def _who_failed(r: Reason, ranks: tuple[int, ...], of_node: bool, everyone: str)
     if everyone:
         who, text = everyone, text.replace("raised ", "raised the same error: ", 1)
     if (len(ranks) > 1 or shown.startswith("the ranks")) and r.meaning.kind != "mismatch":
-        text = (
-            text.replace("was killed", "were killed")
-            .replace("has a GPU", "have GPUs")
-            .replace("has a device", "have a device")
-        )
+        for one, many in _PLURALS:
+            text = text.replace(one, many)
     if len(r.hosts) == 1 and not r.hosts <= {"localhost"}:
         who += f" on {min(r.hosts)}"
     # of what the text names; a launcher's own stack shows where it learned of an end

@@ -27,20 +27,9 @@ OWN = (
 )  # fmt: skip
 # what the kernel or the host reports, whichever job it hits
 OF_NODES = (
-    "xid",
-    "sxid",
-    "gpu_init",
-    "device_lost",
-    "amd_fault",
-    "device_ecc",
-    "device_fault",
-    "hip_error",
-    "port_error",
-    "host_fault",
-    "host_oom",
-    "exit_shell",
-)
-
+    "xid", "sxid", "gpu_init", "device_lost", "amd_fault", "device_ecc", "device_fault", "hip_error", "port_error",
+    "host_fault", "host_oom", "exit_shell",
+)  # fmt: skip
 _DOCKER = "172.17.0.1"  # of its bridge, unless it is configured otherwise
 _BRIDGE = bounded(r"docker|veth|br-[0-9a-f]{12}|virbr")  # interfaces for the containers or virtual machines of one host
 _INSIDE = bounded(r"127\.|169\.254\.|::1$|fe80:")  # addresses that are not of the network
@@ -219,9 +208,7 @@ def _numbered(found: Collected) -> set[str]:
 def _rank_of(found: Collected, f: Fact, of_file: Mapping[Path, int]) -> int | None:
     """Return the rank of the process that a fact is about, by the line, then by what names the process elsewhere."""
     pid, who = f.number("pid"), f.who
-    if (
-        pid is None and f.role is Role.CAUSE and "pci" in f.fields
-    ):  # what the driver says later of that device names the process
+    if pid is None and f.role is Role.CAUSE and "pci" in f.fields:  # the driver's later lines name the process
         pid = found.pid_of.get((f.path, f.fields["pci"].rpartition(".")[0] or f.fields["pci"]))
     if f.role is Role.EXIT and (rank := f.number("r")) is not None:
         return rank
@@ -232,10 +219,9 @@ def _rank_of(found: Collected, f: Fact, of_file: Mapping[Path, int]) -> int | No
     if pid is not None:  # it is about that process, whoever wrote it
         own = of_file.get(f.path) if f.name == "exit_shell" else None  # of a shell's child, in the file of one rank
         return found.rank_of.get(pid, own)
-    if (of_pod := [r for p, r in of_file.items() if who.process.endswith(p.name.partition(".")[0])]) and len(
-        of_pod
-    ) == 1:
-        return of_pod[0] if f.path not in of_file else of_file[f.path]
+    of_pod = [r for p, r in of_file.items() if who.process.endswith(p.name.partition(".")[0])]
+    if len(of_pod) == 1:
+        return of_file.get(f.path, of_pod[0])
     known = found.rank_of.get((who.process, who.host)) if who.process else found.rank_of.get((f.path, who.local))
     if known is None and who.pid is not None:
         known = found.rank_of.get(who.pid)

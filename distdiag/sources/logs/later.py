@@ -107,7 +107,7 @@ class Later:
     restarts: dict[Path, int] = field(default_factory=dict)
     begins: dict[Path, Time] = field(default_factory=dict)  # the first time in each file
     times: dict[Path, list[Time]] = field(default_factory=dict)  # of the lines with progress, the last one first
-    took: dict[tuple[str, object], tuple[float, str]] = field(default_factory=dict)
+    took: dict[int, tuple[float, str]] = field(default_factory=dict)  # as in `Collected`
     loss: dict[tuple[Path, int | None], Loss] = field(default_factory=dict)  # the last ones of each rank
     said: dict[tuple[Path, int | None, int | None], str] = field(default_factory=dict)  # the last line by rank and task
     earlier: dict[tuple[Path, int | None, int | None], str] = field(default_factory=dict)  # the last before a failure
@@ -190,9 +190,8 @@ class Later:
                 self.well.setdefault((path, scope), number)
         if _DONE.search(text) is not None:
             self.done.setdefault(path, number)
-        if (m := _TOOK.search(text)) is not None:
-            for name in _names(who, who.rank):
-                self.took.setdefault(name, (float(m["s"]), PREFIX.sub("", text).strip()))
+        if who.rank is not None and (m := _TOOK.search(text)) is not None:
+            self.took.setdefault(who.rank, (float(m["s"]), PREFIX.sub("", text).strip()))
         if not _progress(text):
             return
         if who.at is not None:

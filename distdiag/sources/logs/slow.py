@@ -35,13 +35,10 @@ def findings(found: Collected) -> list[Finding]:
         if name != "straggler_report" or len(last) < LEAST:
             continue
         named = {f.fields[key] for f in last for key in ("r", "least")}
-        if len(named) == 1 and all(_factor(f) >= FACTOR for f in last) and is_rank(rank := int(min(named))):
+        far = all(float(f.fields["most_ms"]) >= FACTOR * max(float(f.fields["least_ms"]), 1e-3) for f in last)
+        if len(named) == 1 and far and is_rank(rank := int(min(named))):
             return [_slowest(rank, last)]
     return []
-
-
-def _factor(f: Fact) -> float:
-    return float(f.fields["most_ms"]) / max(float(f.fields["least_ms"]), 1e-3)
 
 
 def _slowest(rank: int, reports: Sequence[Fact]) -> Finding:

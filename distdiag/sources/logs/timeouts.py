@@ -16,6 +16,7 @@ from distdiag.sources.logs.join import absent_ranks, first_site
 from distdiag.sources.logs.patterns import Role
 from distdiag.sources.logs.waiting import Group, Waits, gathers, groups_of, label
 from distdiag.terms import operations
+from distdiag.terms.ranks import by_value
 from distdiag.terms.untrusted import bounded
 
 SHORT_S = 10.0  # a timeout below that is no usual one
@@ -89,18 +90,13 @@ def _of_group(found: Collected, group: Group, waits: Waits) -> Finding | None:
     seq, most = Counter(w.seq for w in waiting.values()).most_common(1)[0]
     if any(w.seq != seq for w in waiting.values()):
         return _apart(found, group, waiting, seq if most > len(waiting) / 2 else None)
-    ops: dict[str, set[int]] = {}
-    for r, w in waiting.items():
-        if w.op:
-            ops.setdefault(w.op, set()).add(r)
+    ops = by_value({r: w.op for r, w in waiting.items() if w.op})
     if ops.keys() <= MESSAGES and ops:
         return _messages(group, waiting, ops)
     sides, cause = ops, "op"
     if len(ops) == 1 and min(ops) in SAME_SIZES:
-        sides, cause = {}, "shape"
-        for r, w in waiting.items():
-            if w.size is not None:
-                sides.setdefault(f"{w.op or min(ops)} of {w.size:,} elements", set()).add(r)
+        sized = ((r, f"{w.op or min(ops)} of {w.size:,} elements") for r, w in waiting.items() if w.size is not None)
+        sides, cause = by_value(dict(sized)), "shape"
     if len(sides) > 1:
         return _different(found, group, waiting, sides, cause)
     others = waits.keys() - waiting.keys()
@@ -220,9 +216,8 @@ def _late(found: Collected, group: Group, waiting: Waits, late: Mapping[int, int
 def _came_later(found: Collected, absent: Collection[int], waiting: Waits) -> Site | None:
     """Return where the ranks that were missing in a collective failed after it had timed out: they came there too late."""
     first = min((f.order for w in waiting.values() for f in w.facts), default=0)
-    return next(
-        (f.site for f in found.facts if f.rank in absent and f.site and f.role is Role.VICTIM and f.order > first), None
-    )
+    failed = (f for f in found.facts if f.role is Role.VICTIM and f.rank in absent and f.order > first)
+    return first_site(failed)
 
 
 def _in_gloo(found: Collected, waiting: Collection[int]) -> tuple[str, bool]:
@@ -249,7 +244,9 @@ def _messages(group: Group, waiting: Waits, ops: Mapping[str, Collection[int]]) 
                  f"compare the peers and the order of the messages on both sides; then {PATH}", kind="stall/unknown")  # fmt: skip
 
 
-def _different(found: Collected, group: Group, waiting: Waits, sides: Mapping[str, set[int]], cause: str) -> Finding:
+def _different(
+    found: Collected, group: Group, waiting: Waits, sides: Mapping[str, Collection[int]], cause: str
+) -> Finding:
     """Return the finding on ranks whose operations with one number differ."""
     by_size = sorted(((text, sorted(ranks)) for text, ranks in sides.items()), key=lambda side: len(side[1]))
     culprits = fewer(sides.values())
@@ -260,9 +257,7 @@ def _different(found: Collected, group: Group, waiting: Waits, sides: Mapping[st
 
 def _apart(found: Collected, group: Group, waiting: Waits, most: int | None) -> Finding:
     """Return the finding on ranks of one group that timed out in operations with different numbers."""
-    by_seq: dict[int, list[int]] = {}
-    for r, w in waiting.items():
-        by_seq.setdefault(w.seq or 0, []).append(r)
+    by_seq = by_value({r: w.seq or 0 for r, w in waiting.items()})
     texts = [
         f"{rank_list(ranks)} in {next((waiting[r].op for r in ranks if waiting[r].op), 'collective')} #{seq:,}"
         for seq, ranks in sorted(by_seq.items())
@@ -280,13 +275,8 @@ def _apart(found: Collected, group: Group, waiting: Waits, most: int | None) -> 
     else:
         tail = "the log does not name their groups, so it does not show who waited for whom"
         advice = f"give {DUMPS}: they name the groups"
-    return _timed_out(
-        group,
-        waiting,
-        f"ranks timed out in different collectives{inside}: {shown}; {tail}{last_words(found, few)}",
-        advice,
-        few,
-    )
+    message = f"ranks timed out in different collectives{inside}: {shown}; {tail}{last_words(found, few)}"
+    return _timed_out(group, waiting, message, advice, few)
 
 
 def _elsewhere(by_group: Mapping[Group, Waits]) -> Finding:
@@ -306,14 +296,12 @@ def _elsewhere(by_group: Mapping[Group, Waits]) -> Finding:
             f"{rank_list(first)} reported a timeout, in a log that is not here; {rank_list(waits)} {verb(waits, 'was', 'were')} only "
             f"asked to dump ({shown}: {', '.join(texts)}, not timed out)"
         )
-        return _timed_out(
-            ("", ""), waits, message, f"read the log of {rank_list(first)} from its first `Watchdog caught` on"
-        )
+        advice = f"read the log of {rank_list(first)} from its first `Watchdog caught` on"
+        return _timed_out(("", ""), waits, message, advice)
     seen = f"{rank_list(first)} ran into a timeout first" if first else "a rank ran into a timeout"
-    return _timed_out(
-        ("", ""),
-        waits,
+    message = (
         f"a collective timed out, and {seen}; in {shown} these ranks have nothing in flight: either they are what the others wait for "
-        "there, or it is another group",
-        "give the logs of all ranks from the first `Watchdog caught` on, or the flight recorder's dumps",
+        "there, or it is another group"
     )
+    advice = "give the logs of all ranks from the first `Watchdog caught` on, or the flight recorder's dumps"
+    return _timed_out(("", ""), waits, message, advice)

@@ -77,33 +77,24 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
     else:
         found.past += earlier
     found.past += past
-    found.losses, found.steps, found.began = reader.later.loss, bool(reader.later.progress), reader.later.began
-    for (p, rank, task), line in reader.later.fatal.items():
-        q = rank if rank is not None or found.per_node else task
-        found.fatal.setdefault((p, q if q is not None else found.of_file.get(p)), line)
-    found.said = _by_rank(found, reader.later.said)
-    found.earlier = _by_rank(found, reader.later.earlier)
-    ended_well = {path for path, scope in reader.later.well if scope != "server"}
-    found.well = {path: line for (path, scope), line in reader.later.well.items() if scope in ("job", "file")}
-    found.errors = {
-        p: error
-        for p, error in reader.later.errors.items()
-        if p not in ended_well and not reader.later.after(p, error[0])
-    }
-    found.took = {
-        name: took for (kind, name), took in reader.later.took.items() if kind == "rank" and isinstance(name, int)
-    }
+    ends = reader.later
+    found.losses, found.took, found.steps, found.began = ends.loss, ends.took, bool(ends.progress), ends.began
+
+    def rank_of(path: Path, rank: int | None, task: int | None) -> int | None:
+        named = rank if rank is not None or found.per_node else task
+        return named if named is not None else found.of_file.get(path)
+
+    for key, line in ends.fatal.items():
+        found.fatal.setdefault((key[0], rank_of(*key)), line)
+    for lines, of_rank in ((ends.said, found.said), (ends.earlier, found.earlier)):
+        for key, text in lines.items():
+            if (rank := rank_of(*key)) is not None and (clean := later.PREFIX.sub("", text).strip()):
+                of_rank.setdefault(rank, clean)
+    ended_well = {path for path, scope in ends.well if scope != "server"}
+    found.well = {path: line for (path, scope), line in ends.well.items() if scope in ("job", "file")}
+    errors = (item for item in ends.errors.items() if item[0] not in ended_well)
+    found.errors = {path: error for path, error in errors if not ends.after(path, error[0])}
     return found
-
-
-def _by_rank(found: Collected, lines: Mapping[tuple[Path, int | None, int | None], str]) -> dict[int, str]:
-    """Return the first of these lines, which name a rank, a task or only their file, that each rank has."""
-    out: dict[int, str] = {}
-    for (p, rank, task), text in lines.items():
-        q = rank if rank is not None else task if task is not None and not found.per_node else found.of_file.get(p)
-        if q is not None and (clean := later.PREFIX.sub("", text).strip()):
-            out.setdefault(q, clean)
-    return out
 
 
 def judge_logs(

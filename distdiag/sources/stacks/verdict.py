@@ -188,9 +188,8 @@ def _stalls(s: Snapshot, graph: WaitGraph, seen: Mapping[int, Seen], source: Sou
         op = op_text(_unnumbered(call))
         missing = f"{rank_list(ranks)} {verb(ranks, 'has', 'have')} not entered {op}{at(call.site)}"
         if call.p2p:
-            missing = (
-                f"{rank_list(ranks)} {verb(ranks, 'keeps', 'keep')} rank {victims[0]} waiting in {op}{at(call.site)}"
-            )
+            keeps = f"{rank_list(ranks)} {verb(ranks, 'keeps', 'keep')} rank {victims[0]}"
+            missing = f"{keeps} waiting in {op}{at(call.site)}"
         yield STALL(
             cause=word if word in ("data", "checkpoint") else "user_code", severity=Severity.INFO if moved else Severity.WARNING,
             culprits=ranks, victims=victims, collective=_unnumbered(call) if call.op else None,
@@ -247,7 +246,9 @@ def _no_sink(s: Snapshot, seen: Mapping[int, Seen], source: Source) -> Iterator[
     known = len(odd) < len(rest)
     if len(sides) == 2 and not known:
         found = ahead.between(s.ranks, odd, rest, source)
-        accused = list(found.ranks) if found is not None else _led_away(s, odd, rest, source)
+        # the side that a condition on the rank leads away
+        led = parting.led_away(s.ranks[odd[0]].user_stack, s.ranks[rest[0]].user_stack, source)
+        accused = list(found.ranks) if found is not None else (odd, rest)[led[1]] if led is not None else []
         known, odd, rest = bool(accused), accused or odd, [q for q in calls if q not in accused] if accused else rest
     stacks = s.ranks[odd[0]].user_stack, s.ranks[rest[0]].user_stack
     parted = parting_text(parting.parting(*stacks, source))
@@ -279,13 +280,6 @@ def _odd_one(s: Snapshot, seen: Mapping[int, Seen]) -> Finding | None:
         culprits=(odd,), victims=rest, where=wheres(s, (odd,)), waiting=wheres(s, rest), rest=rank_list(rest),
         line=at(line).removeprefix(" at "), does=_DOES[word], at=s.ranks[odd].current_site, do=_DO.get(word) or _LOOK,
     )  # fmt: skip
-
-
-def _led_away(s: Snapshot, first: list[int], second: list[int], source: Source) -> list[int]:
-    """Return the one of two sides that a condition on the rank leads away, as in `conditions.on_rank`."""
-    stacks = s.ranks[first[0]].user_stack, s.ranks[second[0]].user_stack
-    found = parting.led_away(*stacks, source)
-    return (first, second)[found[1]] if found is not None else []
 
 
 def _sides(values: Mapping[int, Any]) -> list[list[int]]:
