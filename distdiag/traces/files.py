@@ -64,11 +64,7 @@ def diagnose(name: str, paths: Sequence[Path]) -> Profile:
 
 
 def _judged(name: str, paths: Sequence[Path], announce: guard.Announce, refused: Mapping[str, str]) -> Profile:
-    """Return what the traces show, in this process.
-
-    Raises:
-        BadTrace: none of them can be read.
-    """
+    """Return what the traces show, in this process; raise BadTrace if none of them can be read."""
     recorded: dict[int, Recorded] = {}
     notes: list[str] = []
     unmarked = False

@@ -171,9 +171,6 @@ def load(path: Path) -> bytes:
 def read(path: Path, announce: Announce = lambda _step, _bytes: None) -> Trace:
     """Return the trace in a file.
 
-    Args:
-        announce: Called with the path and the size before each part that may run into limits.
-
     Raises:
         BadTrace: it is no Kineto trace, too large, or damaged.
         OSError: it cannot be read.

@@ -320,10 +320,7 @@ def _never_ahead(states: dict[int, RankState], rank: int, others: list[int]) -> 
 
 
 def _main(oldest: dict[int, Wait], links: Links, culprits: set[int]) -> Wait | None:
-    """Return the wait that is the oldest of most ranks, of those waits that have a culprit missing.
-
-    If these are the oldest of no rank, the one of them with most ranks.
-    """
+    """Return the oldest wait of most ranks, of those with a culprit missing; if it is of no rank, that with most ranks."""
     votes: dict[int, int] = {}
     known = [w for w in oldest.values() if w.calls]
     direct = [w for w in known if links[id(w)].lacking & culprits]
@@ -334,9 +331,7 @@ def _main(oldest: dict[int, Wait], links: Links, culprits: set[int]) -> Wait | N
 
 
 def _alone(snapshot: Snapshot, main: Wait, culprits: set[int], victims: set[int]) -> bool:
-    """True if the victims are a few ranks in a collective that none of the many others has entered, and those are in equal
-    states with nothing in flight.
-    """
+    """True if the victims are a few ranks in a collective that none of the many others, all equal and idle, has entered."""
     if main.p2p or not culprits <= main.missing or len(culprits) <= len(victims) or len(culprits) < 2:
         return False
     if victims != set(main.ranks) or culprits | victims != set(snapshot.groups[main.group].ranks):

@@ -118,10 +118,7 @@ def _product(shape: tuple[int, ...]) -> int | None:
 
 
 def entries_of(records: list[Any]) -> tuple[list[Entry], int]:
-    """Return the entries in decoded records of version 1.x or 2.x, and how many were left out.
-
-    Left out are those without a group, a number or a name.
-    """
+    """Return the entries in decoded records of version 1.x or 2.x, and how many lack a group, a number or a name."""
     try:
         return msgspec.convert(records, list[Entry]), 0
     except msgspec.ValidationError:

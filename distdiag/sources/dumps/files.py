@@ -27,10 +27,6 @@ _OTHER |= {".pt", ".pth", ".ckpt", ".safetensors", ".npz", ".npy", ".parquet", "
 _OF_A_RUN = {"run.db", "run.db.where", ".node_0"}  # each marks a directory that distdiag recorded a run in
 
 
-def _ignore(_step: str, _bytes: int) -> None:
-    """Do nothing: no limits apply."""
-
-
 def _unpack(data: bytes) -> bytes:
     """Return the content of a gzip stream, up to a limit: a small file may unpack to terabytes."""
     stream = zlib.decompressobj(wbits=31)
@@ -58,11 +54,8 @@ def _content(path: Path) -> tuple[bytes, int]:
         raise BadDump(e.strerror or str(e)) from e
 
 
-def read(path: Path, announce: Announce = _ignore) -> DumpFile:
+def read(path: Path, announce: Announce = lambda _step, _bytes: None) -> DumpFile:
     """Return one dump.
-
-    Args:
-        announce: Called with the path and its size before each part that may run into limits.
 
     Raises:
         BadDump: the file is hostile, cut short, or not a dump.
@@ -119,14 +112,9 @@ def likely(path: Path) -> bool:
 
 
 def read_all(
-    paths: Iterable[Path], announce: Announce = _ignore, refused: Mapping[str, str] | None = None
+    paths: Iterable[Path], announce: Announce, refused: Mapping[str, str] | None
 ) -> tuple[list[DumpFile], list[tuple[str, str]], list[str]]:
-    """Return all dumps under `paths`, the files that are not dumps with the reason, and the names of files not read.
-
-    Args:
-        announce: Called before each file.
-        refused: Files not to be read again, with the reason.
-    """
+    """Return all dumps under `paths`, the files that are not dumps with the reason, and the names of files not read."""
     files: list[DumpFile] = []
     bad: list[tuple[str, str]] = []
     others: list[str] = []

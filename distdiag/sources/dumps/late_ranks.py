@@ -28,11 +28,7 @@ class LateRanks:
 
 
 def find(snapshot: Snapshot, timeouts_s: Mapping[str, float]) -> LateRanks | None:
-    """Return the first collective in flight that a rank issued after its timeout; None if there is none.
-
-    Args:
-        timeouts_s: By group.
-    """
+    """Return the first collective in flight that a rank issued after its group's timeout; None if there is none."""
     issued: dict[tuple[str, int], dict[int, float]] = {}
     heads: set[tuple[str, int]] = set()
     for rank, state in snapshot.ranks.items():

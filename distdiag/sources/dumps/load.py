@@ -25,11 +25,7 @@ def load(
 ) -> tuple[Snapshot, LoadReport]:
     """Return all dumps in files and directories as one snapshot, and what could not be read.
 
-    Runs in this process without limits; `verdict.diagnose_dumps` calls it in a child.
-
-    Args:
-        announce: Called before each file and before the snapshot is made, with the size of the input in bytes.
-        refused: Files not to be read, with the reason.
+    Runs in this process without limits; `verdict.diagnose_dumps` calls it in a child, with the arguments of `guard.judged`.
     """
     given = [paths] if isinstance(paths, (str, Path)) else list(paths)
     collecting = gc.isenabled()

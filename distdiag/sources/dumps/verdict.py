@@ -72,11 +72,7 @@ def _judge(
     given: list[str | Path], announce: guard.Announce, refused: Mapping[str, str], places: Mapping[int, Position],
     source: Source,
 ) -> Report:  # fmt: skip
-    """Return the verdict, in this process.
-
-    Raises:
-        NoDumps: none of the files is a dump.
-    """
+    """Return the verdict, in this process; raise NoDumps if none of the files is a dump."""
     snapshot, loaded = load(given, announce, refused)
     if not loaded.files:
         raise NoDumps(loaded)

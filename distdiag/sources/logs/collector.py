@@ -15,7 +15,7 @@ from distdiag.sources.logs.later import Later
 from distdiag.sources.logs.patterns import TABLE, Role
 from distdiag.sources.logs.recorded import MARK, Recorded
 from distdiag.sources.logs.tables import Tables, rank_of
-from distdiag.sources.logs.tracebacks import PASSES_OVER, PROSE, Tracebacks
+from distdiag.sources.logs.tracebacks import PASSES_OVER, PREFIX, PROSE, Tracebacks
 from distdiag.sources.logs.writers import Writer, messages, plain, time_of
 from distdiag.terms.untrusted import MAX_RANKS, bounded, is_rank
 
@@ -26,7 +26,6 @@ MAX_DIGITS = 20  # most digits of a number: no field has more
 
 _RANK_FIELDS = ("a", "b", "r", "waiter", "awaited", "near")
 _ERRORS = bounded(r"\b(?:(?:[A-Z]\w*)?(?:Error|Exception)|ERROR|FATAL|Fatal|Aborted)\b")
-_PREFIXES = bounded(r"^(?:\[[^\]]*\]:? ?){0,9}")
 _MILD = bounded(r"(?<!NCCL )\b(?:WARN(?:ING)?|INFO|DEBUG)\b")  # levels of the program's own log
 _SECTION = bounded(
     r"-----(?:Begin|End) global rank (?P<r>\d+) STD|^==> \S{0,200}?(?:rank[-_.=]?(?P<of_file>\d+)\S*)? <=="
@@ -82,12 +81,7 @@ class Collector:
     def read(
         self, announce: Announce = lambda _step, _bytes: None, refused: Mapping[str, str] | None = None
     ) -> Collected:
-        """Return what the files contain.
-
-        Args:
-            announce: Called before each file, with its size, and before the judgement.
-            refused: Files not to be read, with the reason.
-        """
+        """Return what the files contain, except those that `guard.judged` has refused."""
         out, bounds = self.result, self._bounds
         for path in self.paths:
             first, number = len(out.facts), 0
@@ -129,9 +123,7 @@ class Collector:
             self._of_npu = None, 0
             self._run = (0, 0)
         for fact in out.named("timeout"):
-            fact.site = fact.site or self._tracebacks.site(fact)
-            fact.within = fact.within or self._tracebacks.helper(fact)
-            fact.saves = self._tracebacks.saves(fact)
+            self._tracebacks.place(fact)
         out.ranks |= set(filter(is_rank, bounds.ranks))
         for host, ranks in bounds.on_host.items():
             out.on_host.setdefault(host, set()).update(filter(is_rank, ranks))
@@ -260,7 +252,7 @@ class Collector:
             self._missing = source, self._order + lines.LINES_AFTER
             self._add("horovod_stall", Role.WAIT, m.groupdict(), line)
         elif self._last_error == (line.source, self._order):
-            self._add("nccl_warning", Role.HINT, {"what": _PREFIXES.sub("", text, count=1)[:200]}, line)
+            self._add("nccl_warning", Role.HINT, {"what": PREFIX.sub("", text, count=1)[:200]}, line)
         elif not line.who.mild and _ERRORS.search(text) and PASSES_OVER.search(text) is None:
             self.result.unknown.append((line.path, line.number, text.strip()[:200]))
 

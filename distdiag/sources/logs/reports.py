@@ -17,6 +17,7 @@ from distdiag.terms.untrusted import bounded, numbers
 
 MANY_PARAMETERS = 1_000_000  # no model has so many tensors: such a count is another collective's data
 LONG_NAMES = 8000
+_BEFORE = "the job ends before its first step"
 _RUNS = bounded(r", NCCL version (\d{1,3}\.\d{1,3}\.\d{1,3})")  # in torch's exceptions
 _FINGERPRINT = {
     "number": bounded(r"SequenceNumber=(\d{1,18})"),
@@ -93,8 +94,7 @@ def _versions(found: Collected, facts: list[Fact]) -> Finding:
         )
     advice = "install the same torch (and NCCL) on all nodes, or use one image; compare `python -c 'import torch; print(torch.__version__, torch.cuda.nccl.version())'`"
     message, sides = f"{', '.join(texts)}: NCCL does not mix versions", by_version.values()
-    cost = "the job ends before its first step"
-    return _differ("rank_lost", "crashed", facts, sides, message, advice, proved=bool(fewer(sides)), cost=cost)
+    return _differ("rank_lost", "crashed", facts, sides, message, advice, proved=bool(fewer(sides)), cost=_BEFORE)
 
 
 def of_versions(found: Collected) -> list[Finding]:
@@ -122,8 +122,7 @@ def of_versions(found: Collected) -> list[Finding]:
         )
     message = f"{', '.join(texts)}: NCCL does not mix versions"
     advice = "run one version of torch and NCCL on all nodes: one container image, or the same environment; see LD_LIBRARY_PATH and LD_PRELOAD there, which may lead to another libnccl.so"
-    cost = "the job ends before its first step"
-    return [finding("rank_lost", "crashed", failed, message, advice, victims=ranks_of(failed), cost=cost)]
+    return [finding("rank_lost", "crashed", failed, message, advice, victims=ranks_of(failed), cost=_BEFORE)]
 
 
 def _call(text: str) -> dict[str, str]:
@@ -163,11 +162,9 @@ def _fingerprints(facts: list[Fact]) -> Finding:
 def _model(facts: list[Fact], message: str, advice: str, proved: bool, culprits: Iterable[int] = ()) -> Finding:
     ranks = [int(f.fields[k]) for f in facts for k in ("a", "b")]
     site = first_site(facts)
-    made = f" (DDP is made{at(site)})" if site else ""
-    cost = "the job ends before its first step"
-    return finding(
-        "mismatch", "model", facts, message + made, advice, culprits=culprits, victims=ranks, proved=proved, cost=cost
-    )
+    message += f" (DDP is made{at(site)})" if site else ""
+    who: dict[str, Any] = {"culprits": culprits, "victims": ranks}
+    return finding("mismatch", "model", facts, message, advice, **who, proved=proved, cost=_BEFORE)
 
 
 def _shapes(facts: list[Fact]) -> Finding:

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from distdiag.diagnosis.model.snapshot import Site
 from distdiag.sources.dumps.entries import user_site
 from distdiag.sources.logs.facts import MAX_WRITERS, Collected, Fact, Line, source_of
 from distdiag.sources.logs.patterns import TABLE, Role
@@ -59,7 +58,7 @@ _OF_OTHERS = bounded(
 _HOOK = bounded(
     r"\[rank\d{1,6}\]: $"
 )  # torch puts it before the lines of an exception that nobody caught, as `grep Error` leaves them
-_PREFIX = bounded(r"^(?:\[[^\]]*\]:? ?){0,9}")
+PREFIX = bounded(r"^(?:\[[^\]]*\]:? ?){0,9}")
 # a logger's line before the traceback of `logger.exception`
 _ANNOUNCES = bounded(
     r"^(?=.{0,200}(?:\bERROR|\bCRITICAL|[Ee]xception)\b).{0,200}\b[Rr]ank[ =:]{0,2}(?P<rank>\d{1,6})\b"
@@ -140,19 +139,13 @@ class Tracebacks:
             of_file.clear()
         self._spawned = None
 
-    def site(self, fact: Fact) -> Site | None:
-        """Return where a collective was called, by the stack that its watchdog printed."""
-        stack = self._stacks.get(source_of(fact.path, fact.who))
-        return user_site(stack) if stack else None
-
-    def helper(self, fact: Fact) -> str:
-        """Return the helper inside which a collective was called, by the stack that its watchdog printed."""
-        return _helper(self._stacks.get(source_of(fact.path, fact.who), ()))
-
-    def saves(self, fact: Fact) -> str:
-        """Return the outermost function of a library on that stack which gathers the state of all ranks."""
-        names = (str(frame["name"]) for frame in reversed(self._stacks.get(source_of(fact.path, fact.who), ())))
-        return next((name for name in names if _GATHERS.match(name) is not None), "")
+    def place(self, timeout: Fact) -> None:
+        """Set where a collective was called, by the stack that its watchdog printed."""
+        stack = self._stacks.get(source_of(timeout.path, timeout.who), [])
+        timeout.site = timeout.site or user_site(stack)
+        timeout.within = timeout.within or _helper(stack)
+        names = (str(frame["name"]) for frame in reversed(stack))  # the outermost one counts
+        timeout.saves = next((name for name in names if _GATHERS.match(name) is not None), "")
 
     def fatal(self, fact: Fact, source: tuple[object, ...]) -> None:
         """Note a fatal error: its stack may follow."""
@@ -167,7 +160,7 @@ class Tracebacks:
         unended, order = self._unended.pop(line.source, (None, -2))
         if unended is None or line.order - order > len(self._traces) + 1:
             return False
-        unended.fields["what"] += f" {_PREFIX.sub('', line.text).strip()}"[:300]
+        unended.fields["what"] += f" {PREFIX.sub('', line.text).strip()}"[:300]
         return True
 
     def _begins(self, line: Line) -> bool:
