@@ -152,18 +152,15 @@ def _comparison(
         Difference(kind="time", name=BY_NAME[name].word or name, culprit_ms=ms, peer_ms=peer_ms)
         for (name, ms), peer_ms in parts
     ]
-    by_operator, by_line = [], []
+    times: dict[str, list[dict[str, float]]] = {"operator": [], "line": []}
     for q in (culprit, peer):
         r = recorded[q]
-        by_operator.append({o.name: o.self_ms for o in analyse.operators_of(r.trace, windows[q], steps)})
-        by_line.append(
-            {
-                place(x.file, x.line, x.function): x.ms
-                for x in analyse.line_times(r.lines, r.samples, by_rank[q].step_ms)
-            }
-        )
-    rows += analyse.differences(by_operator[0], by_operator[1], least, "operator")[:6]
-    rows += analyse.differences(by_line[0], by_line[1], least, "line")[:6]
+        lines = analyse.line_times(r.lines, r.samples, by_rank[q].step_ms)
+        found = analyse.operators_of(r.trace, windows[q], steps)
+        times["operator"].append({o.name: o.self_ms for o in found})
+        times["line"].append({place(x.file, x.line, x.function): x.ms for x in lines})
+    for kind, (own, others) in times.items():
+        rows += analyse.differences(own, others, least, kind)[:6]
     return Comparison(culprit=culprit, peer=peer, reason=reason, rows=rows)
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from distdiag import guard
 from distdiag.diagnosis.culprit.verdict import judge
 from distdiag.diagnosis.model.findings import Certainty, Finding, Report, Severity, State
+from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.diagnosis.model.syntax import Source, no_source
 from distdiag.diagnosis.text.incident_finding import incident_finding
 from distdiag.diagnosis.text.template import filled
@@ -20,7 +23,6 @@ from distdiag.sources.dumps.findings import Findings
 from distdiag.sources.dumps.late_ranks import LateRanks
 from distdiag.sources.dumps.load import load
 from distdiag.sources.dumps.load_report import LoadReport
-from distdiag.sources.dumps.places import with_places
 from distdiag.sources.dumps.running import was_running
 from distdiag.sources.stacks.calls import Position
 
@@ -105,6 +107,25 @@ def _judge(
         findings=tuple(found),
         notes=tuple(_notes(loaded, bool(graph.waits))),
     )
+
+
+def with_places(snapshot: Snapshot, places: Mapping[int, Position]) -> Snapshot:
+    """Return the snapshot with where each rank is, by its stack: records in JSON have none, and none of a rank that issued nothing."""
+    ranks = dict(snapshot.ranks)
+    for q, place in places.items():
+        if q not in ranks:
+            continue
+        state, waits_in = ranks[q], place.call
+        calls = list(state.calls)
+        if waits_in is not None:
+            open_ones = (i for i, c in enumerate(calls) if c.op == waits_in.op and c.completed_s is None)
+            if (newest := max(open_ones, default=None)) is not None:  # the one that the host waits in
+                calls[newest] = replace(calls[newest], site=calls[newest].site or place.site)
+        ranks[q] = replace(
+            state, calls=tuple(calls), current_site=place.site or state.current_site, user_stack=place.stack,
+            activity=place.activity,
+        )  # fmt: skip
+    return replace(snapshot, ranks=ranks)
 
 
 class NoDumps(Exception):

@@ -107,18 +107,17 @@ def from_text(text: str) -> list[Process]:
 
 def _processes(lines: list[str], rank: int | None) -> Iterator[Process]:
     """Yield the processes; without a line that names the next, the first thread of a dump follows a frame `<module>`."""
-    pid, threads, local = 0, [_Open()], None
+    found: list[tuple[int, int | None, list[_Open]]] = [(0, None, [_Open()])]
     for line in lines:
+        _, local, threads = found[-1]
         if m := _PROCESS.match(line):
-            yield from _done(pid, threads, rank, local)
-            pid, threads, local = int(m[1]), [_Open()], int(m["local"]) if m["local"] else None
+            found.append((int(m[1]), int(m["local"]) if m["local"] else None, [_Open()]))
         elif m := _SPY_THREAD.match(line):
             threads.append(_Open(m[2] or "", m[1] == "idle"))
         elif _FAULT_THREAD.match(line):
             # faulthandler lists the main thread last
             if (last := threads[-1].frames) and last[-1].function == "<module>":
-                yield from _done(pid, threads, rank, local)
-                pid, threads = 0, [_Open()]
+                found.append((0, local, threads := [_Open()]))
             threads.append(_Open())
         elif m := _SPY_FRAME.match(line):
             threads[-1].add(Frame(m[1][:MAX_TEXT], m[2][:MAX_TEXT], int(m[3])))
@@ -126,7 +125,10 @@ def _processes(lines: list[str], rank: int | None) -> Iterator[Process]:
             threads[-1].add(Frame(m[3], m[1], int(m[2])))
         elif (m := _NATIVE.match(line)) and not threads[-1].frames:
             threads[-1].native.append(m[1][:MAX_TEXT])
-    yield from _done(pid, threads, rank, local)
+    for pid, local, threads in found:
+        stacks = [Stack(tuple(t.frames), tuple(t.native), t.idle, t.name) for t in threads[:MAX_THREADS] if t.frames]
+        if stacks:
+            yield Process(pid, tuple(stacks), rank, local)
 
 
 class _Open:
@@ -140,9 +142,3 @@ class _Open:
     def add(self, frame: Frame) -> None:
         if len(self.frames) < MAX_FRAMES and not frame.recorders:
             self.frames.append(frame)
-
-
-def _done(pid: int, threads: list[_Open], rank: int | None, local: int | None) -> Iterator[Process]:
-    stacks = [Stack(tuple(t.frames), tuple(t.native), t.idle, t.name) for t in threads[:MAX_THREADS] if t.frames]
-    if stacks:
-        yield Process(pid, tuple(stacks), rank, local)
