@@ -12,7 +12,6 @@ from typing import ClassVar
 from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import Binding
 from textual.command import Hit, Hits, Provider
-from textual.message import Message
 from textual.screen import Screen
 from textual.widgets import Input
 
@@ -25,7 +24,7 @@ from distdiag.tui.draw.lines import BLANK, Line, ascii_line, fitted, line
 from distdiag.tui.draw.text import clean, clip, wrap
 from distdiag.tui.files import Files
 from distdiag.tui.keys import KEYS, key_bar
-from distdiag.tui.navigation import Moved, Navigation
+from distdiag.tui.navigation import Navigation
 from distdiag.tui.screens import pages
 from distdiag.tui.screens.page import Page
 from distdiag.tui.ui import Ui
@@ -69,9 +68,6 @@ class DistdiagApp(App[None]):
     #filter { dock: bottom; height: 1; border: none; padding: 0 1; display: none; background: $panel; }
     #filter.open { display: block; }
     """
-
-    class Ready(Message):
-        """The reader's thread has a new snapshot."""
 
     def __init__(
         self,
@@ -142,9 +138,9 @@ class DistdiagApp(App[None]):
         self._newest = snapshot
         if not self._pending:
             self._pending = True
-            self.post_message(self.Ready())
+            self.call_later(self._show_newest)
 
-    def on_distdiag_app_ready(self) -> None:
+    def _show_newest(self) -> None:
         self._pending = False
         if self._newest is not None:
             self.snap = self._newest
@@ -201,9 +197,6 @@ class DistdiagApp(App[None]):
             return [*lines, key_bar(self.snap, self.ui, width)]
         answer = [line((f" {row}", "accent")) for row in wrap(clean(message), width - 2, ANSWER_LINES)]
         return [*lines[: len(lines) + 1 - len(answer)], *answer]
-
-    def on_moved(self, message: Moved) -> None:
-        self.navigation.moved(message.at_s)
 
     def on_canvas_resized(self) -> None:
         self.redraw()

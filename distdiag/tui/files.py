@@ -6,11 +6,14 @@ import asyncio
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from distdiag.store.liveness import Monitor
 from distdiag.tui import once
 from distdiag.tui.draw.text import quote
-from distdiag.tui.navigation import Viewer
+
+if TYPE_CHECKING:
+    from distdiag.tui.app import DistdiagApp
 
 MANY_RANKS = 8  # of more than that, two are profiled: the slowest and one with the median time
 
@@ -18,7 +21,7 @@ MANY_RANKS = 8  # of more than that, two are profiled: the slowest and one with 
 class Files:
     """Writes files and starts processes; everything else of the app only reads."""
 
-    def __init__(self, app: Viewer) -> None:
+    def __init__(self, app: DistdiagApp) -> None:
         self.app = app
 
     def _free_name(self, suffix: str) -> Path:

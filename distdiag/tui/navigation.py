@@ -2,54 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
-
-from textual.message import Message
+from typing import TYPE_CHECKING
 
 from distdiag.store.liveness import Monitor
 from distdiag.tui.data import filters
 from distdiag.tui.data.heat_data import METRICS
 from distdiag.tui.data.order import ORDERS
-from distdiag.tui.data.snapshot import Snapshot
-from distdiag.tui.data.source import Source
-from distdiag.tui.draw.canvas import Canvas
 from distdiag.tui.draw.lines import explanations
 from distdiag.tui.draw.text import clock
 from distdiag.tui.screens.page import Page, RankedPage
 from distdiag.tui.ui import Ui
 
-
-class Viewer(Protocol):
-    """What the parts of the app need of it: what is known and chosen, and how to show it."""
-
-    snap: Snapshot
-    ui: Ui
-    source: Source
-    canvas: Canvas
-    pages: dict[str, Page]
-
-    @property
-    def page(self) -> Page: ...
-    def redraw(self, late: bool = False) -> None: ...
-    def say(self, text: str) -> None: ...
-    def set_filter(self, text: str) -> bool: ...
-    def close_filter(self, clear: bool) -> None: ...
-    def run_worker(self, work: Any, *, exclusive: bool) -> Any: ...
-    def post_message(self, message: Message) -> bool: ...
-
-
-@dataclass
-class Moved(Message):
-    """The reader's thread found another moment."""
-
-    at_s: float | None
+if TYPE_CHECKING:
+    from distdiag.tui.app import DistdiagApp
 
 
 class Navigation:
     """Moves through the screens, the ranks and the run's time; each `action_NAME` is what a key does."""
 
-    def __init__(self, app: Viewer) -> None:
+    def __init__(self, app: DistdiagApp) -> None:
         self.app = app
 
     @property
@@ -188,11 +159,7 @@ class Navigation:
     def action_step(self, by: int) -> None:
         at = self.ui.paused_at_s if self.ui.paused_at_s is not None else self.app.snap.t_s
         if at is not None:
-            self.app.source.step(at, by, self._found)
-
-    def _found(self, at_s: float | None) -> None:
-        """Move to the found time; called in the reader's thread."""
-        self.app.post_message(Moved(at_s))
+            self.app.source.step(at, by, lambda found_s: self.app.call_later(self._moved, found_s))
 
     def action_first_moment(self) -> None:
         self.action_step(-1_000_000)
@@ -210,7 +177,7 @@ class Navigation:
         self.ui.page = "ranks"
         self.app.say(f"the run at {clock(at)}, when this was raised; space returns")
 
-    def moved(self, at_s: float | None) -> None:
+    def _moved(self, at_s: float | None) -> None:
         """Show the time that the reader's thread found; None if there is none."""
         if at_s is None:
             return

@@ -26,7 +26,6 @@ from distdiag.tui.draw.text import (
     quote,
     seconds,
     spark,
-    wrap,
 )
 from distdiag.tui.ui import Ui
 
@@ -155,10 +154,7 @@ def finding_lines(f: Finding, width: int, full: bool = True, message_only: bool 
         return [
             line((lead, f"{style} bold", hit), (clip(text, width - cells(lead) - 1), "muted" if closed else "", hit))
         ]
-    out: list[Line] = []
-    for i, row in enumerate(wrap(text, width - cells(lead) - 1)):
-        body = (row, "muted" if closed else "", hit)
-        out.append(line((lead, f"{style} bold", hit), body) if i == 0 else line(" " * cells(lead), body))
+    out = labelled(lead, text, width - 1, "muted" if closed else "", hit, of_label=f"{style} bold")
     if message_only:
         return out
     details = []

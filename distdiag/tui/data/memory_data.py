@@ -100,8 +100,8 @@ def _history(
         node, key = row.node, None if row.gpu is None or row.node is None else (row.node, row.gpu)
     elif request.gpu is None:
         return None
-    mine = [g for g in gpus if request.rank is not None and g.rank == request.rank]
-    gpu = next(iter(mine), None) or next((g for g in gpus if (g.node, g.gpu) == key), None)
+    mine = (g for g in gpus if request.rank is not None and g.rank == request.rank)
+    gpu = next(mine, None) or next((g for g in gpus if (g.node, g.gpu) == key), None)
 
     def of(table: str, **key: int | None) -> Samples:
         return samples.read(run, cache, frame.t_s, table, **key)

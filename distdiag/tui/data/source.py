@@ -42,7 +42,7 @@ class Source(threading.Thread):
         self._follow = follow_attempts
         self._wake = threading.Condition()
         self.wanted = Request()  # what is read from now on
-        self._steps: list[tuple[float, int, Callable[[float | None], None]]] = []
+        self._steps: list[tuple[float, int, Callable[[float | None], object]]] = []
         self._stopped = False
         self._run: Run | None = None
         self._taker: Taker | None = None
@@ -65,7 +65,7 @@ class Source(threading.Thread):
                 self._taker.forget()
             self._wake.notify()
 
-    def step(self, from_s: float, count: int, then: Callable[[float | None], None]) -> None:
+    def step(self, from_s: float, count: int, then: Callable[[float | None], object]) -> None:
         """Find the frame `count` frames from that at `from_s`; `then` gets its time, from the reader's thread."""
         with self._wake:
             self._steps.append((from_s, count, then))
@@ -114,15 +114,9 @@ class Source(threading.Thread):
                 self._run = self._taker = None
             if self._sent is not None and self._sent.problem is not None and self._sent.problem.message == e.message:
                 return self._sent
-            return self._under(e)
+            return replace(self._good or Snapshot(self._dir), problem=e)
 
-    def _under(self, problem: RunUnreadable) -> Snapshot:
-        """Return the last good data with the problem; none if the run no longer exists, since it would look alive."""
-        if self._good is None:
-            return Snapshot(self._dir, problem=problem)
-        return replace(self._good, problem=problem)
-
-    def _walk(self, steps: list[tuple[float, int, Callable[[float | None], None]]]) -> None:
+    def _walk(self, steps: list[tuple[float, int, Callable[[float | None], object]]]) -> None:
         for from_s, count, then in steps:
             try:
                 then(self._run.frame_step(from_s, count) if self._run is not None else None)

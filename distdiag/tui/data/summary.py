@@ -21,7 +21,6 @@ class Summary:
     reported: int = 0
     missing: tuple[int, ...] = ()
     lost: tuple[int, ...] = ()
-    finished: int = 0
     layout: Layout = field(default_factory=lambda: Layout())
     marks: list[severity.Mark] = field(default_factory=list)
     flagged: tuple[int, ...] = ()  # rows of the frame whose mark is not a quiet one
@@ -82,7 +81,7 @@ def summarise(table: RankTable, before: Summary) -> Summary:
     """Return the summary of a frame's ranks; `before` is the previous frame's, for what does not change."""
     n = len(table)
     layout = layout_of(table, before.layout)
-    missing, lost, finished = _lives(table)
+    missing, lost = _lives(table)
     steps, device = table.known("step"), table.known("device_bytes")
     own = sorted(table.known("self_ms"))
     memory = device or table.known("rss_bytes")
@@ -95,7 +94,6 @@ def summarise(table: RankTable, before: Summary) -> Summary:
         reported=n - len(missing),
         missing=missing,
         lost=lost,
-        finished=finished,
         layout=layout,
         marks=marks,
         flagged=tuple(i for i, m in enumerate(marks) if m.level)
@@ -118,15 +116,15 @@ def summarise(table: RankTable, before: Summary) -> Summary:
     )
 
 
-def _lives(table: RankTable) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Return the ranks that never reported, the lost ranks, and how many have finished."""
+def _lives(table: RankTable) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ranks that never reported, and the lost ranks."""
     words, codes = table.coded("life")
     if len(words) == 1 and words[0] not in (Life.MISSING, *severity.GONE):
-        return (), (), len(table) if words[0] == Life.FINISHED else 0
+        return (), ()
     ranks, lives = table.numbers("rank"), [words[c] for c in codes]
     missing = tuple(int(r) for r, life in zip(ranks, lives, strict=True) if life == Life.MISSING)
     lost = tuple(int(r) for r, life in zip(ranks, lives, strict=True) if life in severity.GONE)
-    return missing, lost, lives.count(Life.FINISHED)
+    return missing, lost
 
 
 def _waiting(table: RankTable) -> tuple[tuple[tuple[Waiting, int], ...], float | None]:

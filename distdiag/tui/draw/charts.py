@@ -80,13 +80,6 @@ def buckets(curve: Curve, end: float, step: float, n: int) -> list[float | None]
 
 
 def draw(chart: Chart, start: float, now: float, width: int, height: int, ascii_only: bool = False) -> list[Line]:
-    """Return the chart with its explanation; see `_drawn`."""
-    made = _drawn(chart, start, now, width, height, ascii_only)
-    unit = f", {chart.unit}" if chart.unit else ""
-    return [explained(x, chart.title + unit, chart.help) for x in made]
-
-
-def _drawn(chart: Chart, start: float, now: float, width: int, height: int, ascii_only: bool) -> list[Line]:
     """Return the chart in `height` lines (at least 4) of at most `width` cells: title, plot, axis.
 
     Args:
@@ -234,7 +227,10 @@ def grid(
     cell = (width - (across - 1) * 2) // across
     out: list[Line] = []
     for first in range(0, min(len(charts), across * rows), across):
-        blocks = [draw(c, start, now, cell, each, ascii_only) for c in charts[first : first + across]]
-        blocks += [[] for _ in range(across - len(blocks))]
+        blocks: list[list[Line]] = [[] for _ in range(across)]
+        for block, chart in zip(blocks, charts[first : first + across], strict=False):
+            term = f"{chart.title}, {chart.unit}" if chart.unit else chart.title
+            made = draw(chart, start, now, cell, each, ascii_only)
+            block += [explained(x, term, chart.help) for x in made]
         out += ([BLANK] if out else []) + side_by_side(blocks, width)
     return out[:height]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from distdiag.guard import regular
 from distdiag.store.liveness import number
 from distdiag.store.reader import Run
 from distdiag.tui.draw.text import clean
@@ -39,15 +40,11 @@ def read(file: str, line: int, started_unix_s: float | None) -> Excerpt:
     if not (file.startswith("/") and file.endswith(".py")) or "\0" in file:
         return Excerpt(file, line)
     try:
-        # a path comes from the job: a pipe there must not block the reader, a device must not be read
-        fd = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            about = os.fstat(fd)
-            if not stat.S_ISREG(about.st_mode) or about.st_size > MAX_BYTES:
+        with regular(Path(file)) as source:  # a path comes from the job
+            about = os.fstat(source.fileno())
+            if about.st_size > MAX_BYTES:
                 return Excerpt(file, line, why="its source is no regular file of at most 1 MiB")
-            data = os.read(fd, MAX_BYTES)
-        finally:
-            os.close(fd)
+            data = source.read(MAX_BYTES)
     except OSError:
         return Excerpt(file, line, why="its source is not readable on this machine")
     every = data.decode("utf-8", "replace").split("\n")

@@ -39,7 +39,7 @@ def labelled(
     """Return text on lines of at most `width` cells, next to a label that only the first of them has."""
     blank = " " * cells(label)
     rows = wrap(text, width - len(blank))
-    return [line((blank if i else label, of_label), (row, style, hit)) for i, row in enumerate(rows)]
+    return [line((blank if i else label, of_label, hit), (row, style, hit)) for i, row in enumerate(rows)]
 
 
 def width_of(text: Line) -> int:

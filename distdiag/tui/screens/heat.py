@@ -27,16 +27,15 @@ _STYLES = {".": "muted", NOT_MEASURED: "muted"} | dict.fromkeys("456", "warning"
 
 def digit(value: float | None, low: float, high: float) -> str:
     """Return `.` up to `low`, `1` to `9` from there to `high` and beyond, `–` if not measured."""
-    if value is None or math.isnan(value):
-        return NOT_MEASURED
-    return "." if value <= low else str(min(9, 1 + int((value - low) / (high - low) * 8)))
+    found = level(value, low, high, levels=10)
+    return NOT_MEASURED if found is None else str(found or ".")
 
 
-def level(value: float | None, low: float, high: float) -> int | None:
+def level(value: float | None, low: float, high: float, levels: int = HEAT_LEVELS) -> int | None:
     """Return the level of the colour scale: 0 up to `low`, the last one from `high` on; None if not measured."""
     if value is None or math.isnan(value):
         return None
-    return 0 if value <= low else min(HEAT_LEVELS - 1, 1 + int((value - low) / (high - low) * (HEAT_LEVELS - 2)))
+    return 0 if value <= low else min(levels - 1, 1 + int((value - low) / (high - low) * (levels - 2)))
 
 
 class HeatPage(RankedPage[HeatData]):
