@@ -16,7 +16,7 @@ from distdiag.probekit.ranks.user_object import find_function
 from distdiag.probekit.step import show
 from distdiag.probekit.step.blocks import Batch, Block, make_batch, measure
 from distdiag.probekit.step.on_paper import add_activations
-from distdiag.probekit.step.possible import DEFAULT, SINGLE, Case, Machine, can_run, parse_strategies
+from distdiag.probekit.step.possible import DEFAULT, SINGLE, Case, Machine, can_run
 from distdiag.probekit.step.rows import judge, rows_of
 from distdiag.probekit.verdict.collective_result import new_result
 from distdiag.probekit.verdict.result import Result, Verdict
@@ -36,7 +36,6 @@ class Step(Probe):
     def check(self, options: Options) -> None:
         from distdiag.train.models import MODELS
 
-        options.strategies = parse_strategies(",".join(options.strategies))
         if options.model and options.model not in MODELS:
             find_function("--model", options.model)
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from distdiag.errors import DistdiagError
-from distdiag.probekit.measure.collective import require_contiguous
 from distdiag.probekit.ranks import job
 from distdiag.probekit.ranks.interface import Interface, addresses, advice, line_rate_gbps, tried_by
 
@@ -77,10 +75,3 @@ def test_an_interface_that_cannot_connect_is_reported_first(arrivals: list[job.A
 def test_an_interface_that_may_connect_is_not_reported():
     job._refuse_unreachable([arrival(LO, "a"), arrival(LO, "a")])  # one host
     job._refuse_unreachable([arrival(ETH, "a"), arrival(DOCKER, "b")])  # may be reachable
-
-
-def test_a_strided_tensor_is_refused():
-    require_contiguous(torch.zeros(4, 2))
-    with pytest.raises(DistdiagError) as e:
-        require_contiguous(torch.zeros(4, 2)[:, 0])
-    assert "not contiguous" in e.value.message and ".contiguous()" in e.value.hint

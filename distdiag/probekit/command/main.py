@@ -123,7 +123,6 @@ def _run(options: Options, place: RankPlace | None) -> int:
 
 
 def exit_code(results: list[Result]) -> ExitCode:
-    """Return the exit code of the worst verdict."""
     return _CODES[worst([r.verdict for r in results])]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from distdiag.command_line import Parsed, SectionedCommand, count, number, optio
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.probekit.command import catalog, node_check
 from distdiag.probekit.command.paper import FLAGS, RANKS, Paper, byte_size, make_paper
+from distdiag.probekit.step.possible import parse_strategies
 from distdiag.terms.units import DTYPE_ALIASES, ITEM_BYTES, sweep
 
 DEFAULT_BUDGET_S = 10.0
@@ -26,7 +26,7 @@ FORMATS = ("table", "json", "csv", "junit", "nccl-tests", *node_check.FORMS)
 _LOADER, _STEP = ("dataloader",), ("step",)
 _MESSAGES = tuple(name for name in catalog.COLLECTIVES if name != "barrier")
 _COUNT, _NUMBER = Parsed("count", count), Parsed("number", number)
-
+_COUNTS = Parsed("text", lambda text: [count(word) for word in text.split(",")] if text else [])
 
 _ON_PAPER = "memory on paper (probe step; no model is run)"
 _INJECT_HINT = "write delay:rank=1,ms=5 or corrupt:rank=1 or drop:rank=1"
@@ -70,10 +70,6 @@ def _positive(flag: str, scale: float = 1.0) -> Parsed:
     return Parsed("number", parse)
 
 
-def _list(parse: Callable[[str], Any]) -> Parsed:
-    return Parsed("text", lambda text: [parse(word) for word in text.split(",")] if text else [])
-
-
 def _dtype(text: str) -> str:
     found = DTYPE_ALIASES.get(text, text)
     if found not in ITEM_BYTES:
@@ -111,15 +107,15 @@ class Options:
     """dataloader: your own dataset"""
     batch_size: int = option(128, type=_COUNT, used_by=_LOADER + _STEP, metavar="N")
     """dataloader, step: global batch (default 128, 32)"""
-    workers: list[int] = option([], type=_list(count), used_by=_LOADER, metavar="N,N…")
+    workers: list[int] = option([], type=_COUNTS, used_by=_LOADER, metavar="N,N…")
     """dataloader: worker counts to try"""
     step_ms: float = option(10.0, type=_positive("--step-ms"), used_by=_LOADER + _STEP, metavar="MS")
     """dataloader: the consumer's step time (default 10); on paper: computing of a step"""
     model: str | None = option(used_by=_STEP, metavar="MODULE:FUNCTION")
     """step: your own model, a function without arguments; or simple, resnet18, resnet34"""
-    strategies: list[str] = option([], type=_list(str.strip), used_by=_STEP, metavar="NAME,…")
+    strategies: list[str] = option([], type=Parsed("text", parse_strategies), used_by=_STEP, metavar="NAME,…")
     """step: single, single-threads, dataparallel, ddp, fsdp, model, pipeline, or all"""
-    ranks: list[int] = option([], type=_list(count), used_by=_STEP, metavar="N,N…")
+    ranks: list[int] = option([], type=_COUNTS, used_by=_STEP, metavar="N,N…")
     """step: compare these numbers of ranks, in interleaved rounds"""
 
     paper: Paper | None = option(None, "--paper", section=_ON_PAPER, is_flag=True)
@@ -324,7 +320,6 @@ def check_backend(options: Options, gpus: int) -> None:
 
 
 def check_ranks(options: Options, ranks: int, min_ranks: int) -> None:
-    """Check the number of ranks."""
     if ranks < min_ranks:
         raise DistdiagError(f"{options.name} needs {min_ranks} ranks, not {ranks}", f"--nproc {min_ranks}, or more")
     for injection in options.inject:

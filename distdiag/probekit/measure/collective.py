@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distdiag.errors import DistdiagError, ExitCode
 from distdiag.probekit.measure.ceilings import measure_ceilings
 from distdiag.probekit.measure.patterns import Pattern, Segment, wrong_elements
 from distdiag.probekit.measure.probe import Probe
@@ -143,8 +142,6 @@ class Collective(Probe):
 
     def timed_call(self, job: Job, buffers: Buffers) -> Callable[[], None]:
         """Return a function that does one operation and returns when it is complete."""
-        require_contiguous(buffers.sent)
-        require_contiguous(buffers.received)
         if job.device.type == "cpu":
             return lambda: self.call(job, buffers, 0)
 
@@ -170,9 +167,8 @@ class Collective(Probe):
         return cases
 
     def wrong_here(
-        self, job: Job, pattern: Pattern, elements: int, case: str, in_place: bool = False, root: int = 0,
-        corrupt: bool = False,
-    ) -> list[WrongValues]:  # fmt: skip
+        self, job: Job, pattern: Pattern, elements: int, case: str, in_place: bool, root: int, corrupt: bool
+    ) -> list[WrongValues]:
         """Call the operation on known integers, compare every element on this rank, and return what is wrong."""
         buffers = self.buffers(job, elements, in_place, root)
         if buffers.received is not buffers.sent:
@@ -245,13 +241,3 @@ def exchange(group: Any, sent: tuple[torch.Tensor, int], received: tuple[torch.T
 def _weight(size_bytes: int) -> float:
     """Return a size's share of the time, relative to a small one: large ones need more for the same number of samples."""
     return 1 + size_bytes / _AS_MUCH_AGAIN_BYTES
-
-
-def require_contiguous(tensor: torch.Tensor) -> None:
-    """Refuse a strided tensor, for which a backend may give wrong values without an error."""
-    if not tensor.is_contiguous():
-        raise DistdiagError(
-            f"the tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} is not contiguous",
-            "call .contiguous() first: collectives read and write memory in one piece",
-            ExitCode.USAGE,
-        )

@@ -79,7 +79,6 @@ class Probe(abc.ABC):
         """Measure within `job.left_s()`; return the result on rank 0, None elsewhere."""
 
     def table(self, result: Result) -> Table:
-        """Return the figures as a table."""
         return Table.of(self.columns, result.rows)
 
     def drawing(self, result: Result) -> list[str]:

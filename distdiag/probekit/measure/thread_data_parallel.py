@@ -131,5 +131,4 @@ class ThreadDataParallel(nn.Module):
         return output
 
     def close(self) -> None:
-        """End the threads."""
         self._threads.shutdown()

@@ -108,7 +108,6 @@ def _end(number: int, _frame: object) -> None:
 
 
 def _rank_main(place: RankPlace, parent: int, deadline_s: float, options: Options, outcomes: Any) -> None:
-    """Body of a forked rank."""
     _die_with(parent)
     for number in _ENDING[1:]:
         signal.signal(number, signal.SIG_DFL)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from distdiag.probekit.step.paper import PaperRow, Sheet
 from distdiag.probekit.step.possible import SINGLE
-from distdiag.terms.units import percent, size_text, time_text
+from distdiag.terms.units import counted, percent, size_text, time_text
 
 _MOST_RANKS = 2**20  # to search for the least number of ranks
 # of the computing: backward takes about twice as long as forward, and only it can hide DDP's exchange
@@ -18,8 +18,6 @@ _ACCEPTED_SHARE = 0.2  # of a step for an exchange that nothing hides
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One question of the tree."""
-
     question: str
     answer: str
     because: str
@@ -119,12 +117,12 @@ def _divided(sheet: Sheet, advice: Advice, several: list[int]) -> None:
     if advice.least_ranks is None:
         because = f"{_need(sheet, shown)}; more ranks do not help"
     else:
-        because = f"at least {_ranks(advice.least_ranks)}"
+        because = f"at least {counted(advice.least_ranks, 'rank')}"
         if comfortable is not None and comfortable != advice.least_ranks:
             room = "memory" if shown.activations_bytes is not None else "memory for activations"
             share = sheet.reserve_bytes(shown.activations_bytes) / sheet.memory_bytes
-            because += f", {_ranks(comfortable)} to leave {percent(share)} of the {room}"
-        because += f"; on {_ranks(shown.ranks)} {_need(sheet, shown)}"
+            because += f", {counted(comfortable, 'rank')} to leave {percent(share)} of the {room}"
+        because += f"; on {counted(shown.ranks, 'rank')} {_need(sheet, shown)}"
     question = f"Does the state fit if FSDP divides it over {_list(several)} ranks?"
     answer = _answer(found) if found is not None else "no"
     advice.decisions.append(Decision(question, answer, because))
@@ -156,13 +154,15 @@ def _staged(sheet: Sheet, advice: Advice, several: list[int]) -> None:
     found = _best(rows)
     question = "Does a stage of a pipeline fit on a device?"
     if found is not None:
-        because = f"on {_ranks(found.ranks)} {_need(sheet, found)}; with more ranks, FSDP can divide each stage further"
+        because = f"on {counted(found.ranks, 'rank')} {_need(sheet, found)}; with more ranks, FSDP can divide each stage further"
         advice.decisions.append(Decision(question, _answer(found), because))
         advice.take(found)
         return
-    because = f"on {_ranks(rows[-1].ranks)} {_need(sheet, rows[-1])}" if rows else "the model has too few layers"
+    because = (
+        f"on {counted(rows[-1].ranks, 'rank')} {_need(sheet, rows[-1])}" if rows else "the model has too few layers"
+    )
     if advice.least_ranks is not None:
-        because += f"; FSDP, or FSDP in each stage, needs at least {_ranks(advice.least_ranks)}"
+        because += f"; FSDP, or FSDP in each stage, needs at least {counted(advice.least_ranks, 'rank')}"
     because += "; otherwise larger devices, state on the host (CPUOffloadPolicy), or a smaller optimizer state"
     advice.decisions.append(Decision(question, "no", because))
 
@@ -227,10 +227,6 @@ def _batch(sheet: Sheet, row: PaperRow) -> Decision:
     count = -(-samples // most) * (-(-sheet.batch // samples) if row.strategy == "pipeline" else 1)
     verb = "take" if row.strategy == "pipeline" else "accumulate"
     return Decision(question, "no", f"{text}; {verb} {count} micro-batches of {most}")
-
-
-def _ranks(count: int) -> str:
-    return f"{count:,} rank{'s' if count > 1 else ''}"
 
 
 def _list(ranks: list[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -142,7 +143,7 @@ class _Measurement:
         self.own = Block(case, "", 1 if case.strategy in ("single", "single-threads") else case.ranks, self.threads)
         self.parts: list[dict[str, float]] = []  # of ThreadDataParallel, for each step
         self.gradients = 0
-        self.blocked: BlockedTime | None = None
+        self.blocked: list[float] | None = None
 
     def run(self, seconds: float) -> Block | None:
         if self.case.strategy == "single-threads":
@@ -206,14 +207,15 @@ class _Measurement:
                 if job.device.type == "cuda":
                     torch.cuda.reset_peak_memory_stats(job.device)
                 if self.blocked is not None:
-                    self.blocked.take()  # of the warm-up
+                    self.blocked.clear()  # of the warm-up
                 busy_s = strategy.busy_s() if isinstance(strategy, Stages) else 0.0
             with job.step(f"step: {self.case}, step {turn}"):
                 ms = self._step(strategy, images, labels, not quiet, first)
             if not first:
                 (own.quiet_ms if quiet else own.times_ms).append(ms)
                 if self.blocked is not None:
-                    own.blocked_ms.append(self.blocked.take() * 1e3)
+                    own.blocked_ms.append(sum(self.blocked) * 1e3)
+                    self.blocked.clear()
                 step_s += ms / 1e3
                 if isinstance(strategy.model, ThreadDataParallel):
                     self.parts.append(strategy.model.times_s)
@@ -223,7 +225,7 @@ class _Measurement:
             if over if self.alone else job.agree([float(over)], f"step: {self.case}, another")[0]:
                 break
         own.state = measured_state(strategy.network.parameters(), self.gradients, self.optimizer)
-        if self.blocked is not None and not self.blocked.known:
+        if any(map(math.isnan, own.blocked_ms)):
             own.blocked_ms = []
         own.peak_host_bytes = host.bytes() if host else None
         if job.device.type == "cuda":
@@ -285,33 +287,17 @@ def label_of(case: Case, device: str, threads: int) -> str:
     }[case.strategy]
 
 
-class BlockedTime:
-    """Seconds in which this rank was inside FSDP's all_gathers and reduce_scatters since the last `take`.
+def watch_collectives(network: nn.Module) -> list[float] | None:
+    """Return a list that gets the seconds of each all_gather and reduce_scatter of FSDP modules in `network`.
 
-    Attributes:
-        known: False once a collective returned before it was complete: its wait is elsewhere.
+    NaN: it returned before it was complete, so its wait is elsewhere. None: this torch has no hook for that.
     """
-
-    def __init__(self) -> None:
-        self.known = True
-        self._seconds = 0.0
-
-    def add(self, seconds: float) -> None:
-        self._seconds += seconds
-
-    def take(self) -> float:
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-
-def watch_collectives(network: nn.Module) -> BlockedTime | None:
-    """Time the collectives of all FSDP modules in `network`; None if this torch has no hook for that."""
     try:
         from torch.distributed.fsdp import FSDPModule
         from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
         gather, scatter = collectives.DefaultAllGather, collectives.DefaultReduceScatter
-        blocked = BlockedTime()
+        blocked: list[float] = []
         for module in network.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_all_gather(_timed(gather, blocked))
@@ -321,13 +307,12 @@ def watch_collectives(network: nn.Module) -> BlockedTime | None:
     return blocked
 
 
-def _timed(kind: Any, blocked: BlockedTime) -> Any:
+def _timed(kind: Any, blocked: list[float]) -> Any:
     class Timed(kind):  # type: ignore[misc]
         def __call__(self, *args: Any, **options: Any) -> Any:
             began = time.perf_counter()
             work = super().__call__(*args, **options)
-            blocked.add(time.perf_counter() - began)
-            blocked.known = blocked.known and work is None
+            blocked.append(time.perf_counter() - began if work is None else math.nan)
             return work
 
     return Timed()

@@ -21,7 +21,6 @@ _MOST_OF_AXIS = 2.0  # a wide interval is cut off instead of compressing the cha
 
 
 def write(result: Result, path: str) -> None:
-    """Write the charts."""
     try:
         Path(path).write_text(draw(result), "utf-8")
     except OSError as e:

@@ -25,8 +25,6 @@ _LEAST_VALUES = 4  # on both sides, for a test
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """One probe of a baseline."""
-
     key: dict[str, Any]
     noisy: bool
     measures: list[Measure]

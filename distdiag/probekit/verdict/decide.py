@@ -130,7 +130,6 @@ def best_row(rows: list[Row]) -> Row | None:
 
 
 def sound(result: Result, rows: list[Row]) -> str:
-    """Return the reason of a pass."""
     text = f"correct at all {len(rows)} sizes on every rank" if len(rows) > 1 else "every rank completed it"
     best = best_row(rows)
     if best is not None and best.busbw_gbps:
