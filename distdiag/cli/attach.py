@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from distdiag.cli.options import ascii_option
+from distdiag.cli.options import ascii_option, fail_on_option
 from distdiag.errors import DistdiagError
 from distdiag.streams import say_json
 
@@ -17,13 +17,7 @@ from distdiag.streams import say_json
 @click.option("--here", is_flag=True, help="The only job that runs here as this user.")
 @click.option("--ras", is_flag=True, help="Ask NCCL's RAS for counts, too (NCCL 2.28.9 or newer).")
 @click.option("--json", "as_json", is_flag=True, help="Print one object (distdiag.findings/1).")
-@click.option(
-    "--fail-on",
-    type=click.Choice(["error", "warning", "never"]),
-    default="error",
-    show_default=True,
-    help="Exit 1 if a finding is at least this bad.",
-)
+@fail_on_option("Exit 1 if a finding is at least this bad.", "error", "warning", "never")
 @ascii_option
 def command(pids: tuple[int, ...], job: str | None, here: bool, ras: bool, as_json: bool, fail_on: str) -> int:
     """Judge a running job that was not recorded, by the stacks of its ranks on this host.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from distdiag.cli.options import ascii_option
+from distdiag.cli.options import ascii_option, fail_on_option
 from distdiag.cli.verdict import exit_code, notes_on_latest, print_text
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.streams import say, say_json
@@ -313,13 +313,7 @@ def _diagnose_traces(targets: tuple[str, ...], traces: list[Path], as_json: bool
     default="text",
     help="github, gitlab, sarif, junit: for CI, each finding on its line of this repository; markdown: for an issue.",
 )
-@click.option(
-    "--fail-on",
-    type=click.Choice(["error", "warning", "never"]),
-    default="error",
-    show_default=True,
-    help="Exit 1 if a finding is at least this bad, or the job failed.",
-)
+@fail_on_option("Exit 1 if a finding is at least this bad, or the job failed.", "error", "warning", "never")
 @click.option("--why", metavar="KIND", help="Print why this kind of finding was found or not, e.g. straggler.")
 @ascii_option
 def command(targets: tuple[str, ...], as_json: bool, output_format: str, fail_on: str, why: str | None) -> int:

@@ -20,3 +20,8 @@ def ascii_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option(
         "--ascii", is_flag=True, expose_value=False, is_eager=True, callback=_plain, help="Print ASCII characters only."
     )(command)
+
+
+def fail_on_option(about: str, *words: str) -> Callable[..., Any]:
+    """Return the decorator that adds `--fail-on`; the first word is its default."""
+    return click.option("--fail-on", type=click.Choice(words), default=words[0], show_default=True, help=about)

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from distdiag import nvml
 from distdiag.command_line import SETTINGS, read, recording_options
 from distdiag.errors import DistdiagError, need_torch
 from distdiag.terms.metrics_targets import parse_metrics
@@ -85,9 +86,6 @@ def split(rest: list[str]) -> tuple[list[str], list[str]]:
 def _local_ranks() -> int:
     """Return one rank per GPU, or two without GPUs."""
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        return max(1, pynvml.nvmlDeviceGetCount())
+        return max(1, nvml.load().nvmlDeviceGetCount())
     except Exception:  # no driver or library: NVML raises various errors
         return 2

@@ -139,11 +139,7 @@ def sarif(report: Report, root: Path) -> str:
             "partialFingerprints": {"distdiag/v1": fingerprint(finding, root)},
             "properties": {"certainty": finding.certainty, "culprits": finding.culprits, "victims": finding.victims},
         })  # fmt: skip
-    driver = {
-        "name": "distdiag",
-        "version": VERSION,
-        "rules": [{"id": rule} for rule in rules],
-    }
+    driver = {"name": "distdiag", "version": VERSION, "rules": [{"id": rule} for rule in rules]}
     return json.dumps(
         {"$schema": SARIF_SCHEMA, "version": "2.1.0", "runs": [{"tool": {"driver": driver}, "results": results}]},
         indent=2,
@@ -187,11 +183,9 @@ def markdown(report: Report, root: Path) -> str:
             _escaped(finding.message),
             "",
         ]
-        rows = [("cost", finding.cost), ("do", finding.advice)]
-        rows += [
-            ("where", ", ".join("`{}:{}`".format(p.path.replace("`", "'"), p.line) for p in places(finding, root)))
-        ]
-        out += [f"- **{name}**: {text if name == 'where' else _escaped(text)}" for name, text in rows if text]
+        where = ", ".join("`{}:{}`".format(p.path.replace("`", "'"), p.line) for p in places(finding, root))
+        rows = [("cost", _escaped(finding.cost)), ("do", _escaped(finding.advice)), ("where", where)]
+        out += [f"- **{name}**: {text}" for name, text in rows if text]
         out.append("")
     if not still_open(report.findings):
         out += ["Nothing found.", ""]

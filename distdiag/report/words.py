@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from distdiag.diagnosis.model.findings import (
     BAD_STATES,
@@ -43,8 +44,7 @@ def from_us(value_us: float | None) -> str:
     return MISSING if value_us is None else milliseconds(value_us / 1e3)
 
 
-def number(value: float | None, digits: int = 0) -> str:
-    return decimal(value, digits)
+number = partial(decimal, digits=0)
 
 
 def moment(unix_s: float | None) -> str:

@@ -25,8 +25,6 @@ _MUST_AGREE = ("strategy", "model", "batch_size", "accumulate", "loader", "seed"
 
 
 class Checkpoints:
-    """The checkpoint directory of a run."""
-
     def __init__(self, directory: Path, keep: int, ranks: Ranks) -> None:
         self.directory, self._keep, self._ranks = directory, keep, ranks
         self._complained = False

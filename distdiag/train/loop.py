@@ -61,8 +61,6 @@ def train(config: TrainConfig) -> None:
 
 
 class Training:
-    """The training on this rank."""
-
     def __init__(self, config: TrainConfig, ranks: Ranks, recorder: Recording) -> None:
         self.config, self.ranks, self.recorder, device = config, ranks, recorder, ranks.device
         self.faults = Faults(config.inject, ranks.rank, ranks.world_size)

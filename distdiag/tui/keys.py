@@ -14,8 +14,6 @@ from distdiag.tui.ui import Ui
 
 @dataclass(frozen=True)
 class Key:
-    """One key."""
-
     keys: str  # textual's names, comma-separated; the first is shown
     action: str  # what it does, in the app's words
     label: str  # in the key bar; empty = never shown there

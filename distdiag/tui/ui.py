@@ -10,8 +10,6 @@ from distdiag.tui.data.filters import Filter
 
 @dataclass
 class Ui:
-    """State of one viewer."""
-
     page: str = "ranks"
     back: list[str] = field(default_factory=list)
     cursor: dict[str, Hashable] = field(default_factory=dict)

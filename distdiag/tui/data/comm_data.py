@@ -89,8 +89,6 @@ class InFlight:
 
 @dataclass(frozen=True)
 class CommData:
-    """What the Comm screen shows."""
-
     ops: tuple[OpStats, ...] = ()
     steps: int = 0
     groups: tuple[tuple[str, int, str], ...] = ()  # name, ranks, description

@@ -24,8 +24,6 @@ _COLUMNS = ("t_end_s", "step_ms", "wait_ms", "exposed_ms", "samples", "loss")
 
 @dataclass(frozen=True)
 class Point:
-    """One step of the job."""
-
     step: int
     t_s: float
     step_ms: float | None

@@ -65,7 +65,6 @@ class Snapshot:
         return None if self.frame is None else self.frame.t_s
 
     def number(self, key: str) -> float | None:
-        """Return a meta value as a number."""
         return number(self.meta.get(key))
 
     @property

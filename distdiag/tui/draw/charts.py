@@ -40,8 +40,6 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart."""
-
     title: str
     unit: str
     curves: tuple[Curve, ...]

@@ -39,7 +39,6 @@ GONE = frozenset({Life.CRASHED, Life.KILLED, Life.SILENT})
 
 
 def of_finding(severity: str) -> Mark:
-    """Return the mark of a finding's severity."""
     return _BY_SEVERITY.get(severity, WARN)
 
 

@@ -15,8 +15,6 @@ Cell = str | tuple[str, str]  # text, or text and style
 
 @dataclass(frozen=True)
 class Column(Generic[R]):
-    """One column."""
-
     key: str  # name for sorting; empty where it cannot be sorted by
     title: str  # head, with its unit
     width: int  # cells

@@ -227,8 +227,6 @@ def all_columns() -> list[Column[Shown]]:
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """The ranks of one node."""
-
     node: int
     host: str
     ranks: int
