@@ -129,7 +129,10 @@ def sarif(report: Report, root: Path) -> str:
     rules = sorted({f.title for f in findings})
     results: list[dict[str, Any]] = []
     for finding in findings:
-        found = [_sarif_location(place) for place in places(finding, root)]
+        found = [
+            {"physicalLocation": {"artifactLocation": {"uri": quote(p.path)}, "region": {"startLine": p.line}}}
+            for p in places(finding, root)
+        ]
         results.append({
             "ruleId": finding.title,
             "level": _LEVELS[Severity(finding.severity)],
@@ -144,10 +147,6 @@ def sarif(report: Report, root: Path) -> str:
         {"$schema": SARIF_SCHEMA, "version": "2.1.0", "runs": [{"tool": {"driver": driver}, "results": results}]},
         indent=2,
     )
-
-
-def _sarif_location(place: Place) -> dict[str, Any]:
-    return {"physicalLocation": {"artifactLocation": {"uri": quote(place.path)}, "region": {"startLine": place.line}}}
 
 
 def junit(report: Report, root: Path) -> str:

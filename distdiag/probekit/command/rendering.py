@@ -56,9 +56,8 @@ def render(results: list[Result], options: Options) -> str:
             return as_junit(results)
         case "nccl-tests":
             return as_nccl_tests(results[0])
-    if options.name == catalog.ALL:
-        return as_summary(results, options)
-    return as_table(results[0], options)
+    text = as_summary(results, options) if options.name == catalog.ALL else as_table(results[0], options)
+    return _ascii(text) if options.ascii else text
 
 
 def as_json(results: list[Result], options: Options) -> dict[str, object]:
@@ -111,8 +110,7 @@ def as_table(result: Result, options: Options) -> str:
         lines += ["", *tables.table(shown, table.left), ""]
     lines += probe.drawing(result)
     lines += [f"note: {note}" for note in result.notes]
-    text = "\n".join(lines)
-    return _ascii(text) if options.ascii else text
+    return "\n".join(lines)
 
 
 def as_summary(results: list[Result], options: Options) -> str:
@@ -135,8 +133,7 @@ def as_summary(results: list[Result], options: Options) -> str:
         if r.verdict is not Verdict.PASS:
             # the noise is already reported above
             lines += [f"{'':13s} {'':14s}         {reason}" for reason in r.reasons if not reason.startswith(NOISE)]
-    text = "\n".join(lines)
-    return _ascii(text) if options.ascii else text
+    return "\n".join(lines)
 
 
 def as_csv(results: list[Result]) -> str:

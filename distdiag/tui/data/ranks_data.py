@@ -24,9 +24,6 @@ class Capacity:
     host_memory_total: float | None = None
 
 
-NOTHING = Capacity()
-
-
 @dataclass(frozen=True)
 class RanksData:
     """What the home screen shows beyond the frame."""

@@ -211,11 +211,9 @@ class Canvas(Widget, can_focus=True):
         return split_hit(hit_at(self._lines[y], x) if 0 <= y < len(self._lines) else "")
 
     def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
-        event.stop()
         self._wheel(event, 3)
 
     def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
-        event.stop()
         self._wheel(event, -3)
 
     def on_mouse_scroll_left(self, event: events.MouseScrollLeft) -> None:
@@ -227,6 +225,7 @@ class Canvas(Widget, can_focus=True):
         self.post_message(self.Wheel(3, "pan"))
 
     def _wheel(self, event: events.MouseEvent, by: int) -> None:
+        event.stop()
         self.post_message(self.Wheel(by, "zoom" if event.ctrl else "pan" if event.shift else "move"))
 
     def on_resize(self) -> None:

@@ -55,11 +55,6 @@ class Chart:
     explains_marks: bool = False  # the title says that a mark is a finding
 
 
-def step_of(span_s: float, dots: int) -> float:
-    """Return the seconds per dot, so that `dots` of them cover the span."""
-    return next((s for s in _STEPS if s * dots >= span_s), span_s / max(1, dots))
-
-
 def buckets(curve: Curve, end: float, step: float, n: int) -> list[float | None]:
     """Return the curve as `n` values of `step` seconds each, the last one ending at `end`; short gaps are bridged."""
     start = end - step * n
@@ -87,7 +82,8 @@ def draw(chart: Chart, start: float, now: float, width: int, height: int, ascii_
     columns = max(4, width - LABEL - 1)
     per_cell, rows = (1, 1) if ascii_only else (2, 4)
     n, levels = columns * per_cell, (height - 2) * rows
-    step = step_of(max(now - start, 1.0), n)
+    span = max(now - start, 1.0)
+    step = next((s for s in _STEPS if s * n >= span), span / n)
     end = math.ceil(now / step) * step
     series = [buckets(c, end, step, n) for c in chart.curves]
     known = [v for s in series for v in s if v is not None]

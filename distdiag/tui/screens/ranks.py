@@ -7,7 +7,7 @@ from typing import Any
 
 from distdiag.tui.data import history, ranks_data
 from distdiag.tui.data.order import BY_KEY
-from distdiag.tui.data.ranks_data import NOTHING, RanksData
+from distdiag.tui.data.ranks_data import Capacity, RanksData
 from distdiag.tui.data.snapshot import Request, Snapshot
 from distdiag.tui.data.state import JobState, job_state
 from distdiag.tui.data.summary import Layout
@@ -68,7 +68,9 @@ class RanksPage(RankedPage[RanksData]):
                 sheet.note("   Nothing to show yet: rows appear when the first rank has attached to the recorder.")
                 sheet.note("   Was the job started with `DISTDIAG=1`, or does it call distdiag.attach()?")
             return sheet.done()
-        sheet = Sheet(width, height, footer_panel(snap, ui, job, width, _panel_height(height)), top)
+        # a third of the screen for findings, at least enough for one
+        panel = max(5, min(height // 3, 16)) if height >= 15 else max(2, height // 4)
+        sheet = Sheet(width, height, footer_panel(snap, ui, job, width, panel), top)
         sheet.add(_spread_line(snap, ui, job, width))
         sheet.add(*map_lines(snap, width, sheet.left - MIN_ROWS - 2))
         room = sheet.left
@@ -103,7 +105,9 @@ class RanksPage(RankedPage[RanksData]):
         def rows(ranks: Sequence[int]) -> Iterator[Line]:
             indices = [row_of[rank] for rank in ranks]
             for i, rank in zip(indices, table.rows(indices), strict=True):
-                item = Shown(rank, snap.summary.marks[i], snap, ui, job.stuck, capacity.get(rank.rank, NOTHING), scale)
+                item = Shown(
+                    rank, snap.summary.marks[i], snap, ui, job.stuck, capacity.get(rank.rank, Capacity()), scale
+                )
                 hit = f"row:{rank.rank}"
                 yield row(chosen, item, lead(item.mark, hit), severity.stale(rank), hit)
 
@@ -129,11 +133,6 @@ class RanksPage(RankedPage[RanksData]):
         how = (width - 1, min(room, CHART_LINES), snap.finding_marks, ui.ascii)
         for block in (self.charts(data.points, snap.frame.t_s, ui.paused_at_s is not None, *how), collectives):
             sheet.add(*([BLANK, *block] if block else []))
-
-
-def _panel_height(height: int) -> int:
-    """Return the number of lines for findings: a third of the screen, at least enough for one."""
-    return max(5, min(height // 3, 16)) if height >= 15 else max(2, height // 4)
 
 
 def _spread_line(snap: Snapshot, ui: Ui, job: JobState, width: int) -> Line:

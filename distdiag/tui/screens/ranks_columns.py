@@ -9,7 +9,7 @@ from typing import Any
 
 from distdiag.store.frames import RankRow
 from distdiag.tui.data.order import ordered
-from distdiag.tui.data.ranks_data import NOTHING, Capacity
+from distdiag.tui.data.ranks_data import Capacity
 from distdiag.tui.data.snapshot import Snapshot
 from distdiag.tui.draw import bars, severity
 from distdiag.tui.draw.lines import Line, Part
@@ -45,8 +45,8 @@ class Shown:
     snap: Snapshot
     ui: Ui
     stuck: bool
-    capacity: Capacity = NOTHING
-    scale_ms: float = 0.0  # the longest step of all ranks: the width of every bar
+    capacity: Capacity
+    scale_ms: float  # the longest step of all ranks: the width of every bar
 
 
 def _delta(s: Shown) -> Cell:
