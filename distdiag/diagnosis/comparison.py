@@ -15,11 +15,13 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from distdiag.diagnosis.model.findings import Abstained
 from distdiag.diagnosis.step_times import LIMITS, Window
 from distdiag.diagnosis.text.template import filled
+
+_T = TypeVar("_T")
 
 # -- vetoes ----------------------------------------------------------------------------------------------------------
 
@@ -75,6 +77,12 @@ def minority(values: Mapping[int, Hashable]) -> tuple[int, ...]:
     times = Counter(values.values())
     most = max(times.values(), default=0)
     return tuple(sorted(rank for rank, value in values.items() if times[value] < most))
+
+
+def by_step(values: Mapping[int, Mapping[int, _T]]) -> dict[int, dict[int, _T]]:
+    """Return the values of all ranks by step, of the steps in which all are known, oldest first; `values`: by rank and step."""
+    common = set.intersection(*map(set, values.values()))
+    return {k: {rank: of[k] for rank, of in values.items()} for k in sorted(common)}
 
 
 def above(values: Mapping[int, int], limit: Callable[[int], float]) -> tuple[tuple[int, ...], int]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.comparison import vetoed
+from distdiag.diagnosis.comparison import by_step, vetoed
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Loader, Snapshot
@@ -80,7 +80,6 @@ _DO = {
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
-    """Yield findings about data that several ranks or epochs share."""
     s, loaders = facts.snapshot, facts.loaders
     used = {group for r in s.ranks.values() for group, calls in r.enqueued.items() if calls}
     if s.world_size > 1 and _same_work(s, loaders):
@@ -118,7 +117,6 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
 def _found(
     template: Template, s: Snapshot, loaders: dict[int, Loader], ranks: Collection[int], **facts: Any
 ) -> Finding:
-    """Return a finding about ranks, each at its loader."""
     where = wheres(s, ranks, "data", {q: x.site for q, x in loaders.items()})
     step = min(r.step for r in s.ranks.values())
     return template(victims=ranks, where=where, step=step, world=s.world_size, **facts)
@@ -201,8 +199,8 @@ def _split(s: Snapshot, loaders: dict[int, Loader], ranks: Collection[int]) -> b
 
 def _losses(s: Snapshot, ranks: Iterable[int]) -> list[tuple[float, ...]]:
     """Return the losses of these ranks in each step in which all of them are known."""
-    of_ranks = [{x.step: x.loss for x in s.ranks[q].steps if x.loss is not None} for q in ranks]
-    return [tuple(losses[k] for losses in of_ranks) for k in set.intersection(*map(set, of_ranks))]
+    losses = by_step({q: {x.step: x.loss for x in s.ranks[q].steps if x.loss is not None} for q in ranks})
+    return [tuple(of.values()) for of in losses.values()]
 
 
 def _same_batches(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding | Abstained]:
@@ -331,8 +329,6 @@ def _same_work(s: Snapshot, loaders: dict[int, Loader]) -> bool:
         return False
     if any(c.op == "init_process_group" for r in ranks for c in r.calls) or any(x.fed for x in loaders.values()):
         return False
-    sums = [{x.step: x.value for x in r.samples if x.kind == "parameters"} for r in ranks]
-    common = set.intersection(*map(set, sums))
-    if len(common) < limits.times or any(len({x[k] for x in sums}) > 1 for k in common):
-        return False
-    return len({x[max(common)] for x in sums}) == 1 and len(set(sums[0].values())) > 1
+    of_ranks = {r.rank: {x.step: x.value for x in r.samples if x.kind == "parameters"} for r in ranks}
+    sums = [set(of.values()) for of in by_step(of_ranks).values()]
+    return len(sums) >= limits.times and all(len(of) == 1 for of in sums) and len(set().union(*sums)) > 1

@@ -6,22 +6,21 @@ Healthy look-alikes: thaw_staged, local_sgd, fsdp_shared, layer_drop, joined_une
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import msgspec
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.comparison import Veto, minority, vetoed
+from distdiag.diagnosis.comparison import Veto, by_step, minority, vetoed
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
-from distdiag.diagnosis.model.snapshot import RankState, Sample, Site, Snapshot
+from distdiag.diagnosis.model.snapshot import Model, RankState, Sample, Site, Snapshot
 from distdiag.diagnosis.text.phrases import at, count, wheres
-from distdiag.diagnosis.text.template import Template
+from distdiag.diagnosis.text.template import Template, filled
 from distdiag.diagnosis.training_data import NOT_ALL, synchronous, training_loaders
 from distdiag.terms.ranks import by_value, unfold_ranks
-from distdiag.terms.units import percent
 
 kind = kinds.REPLICA_DRIFT
 
@@ -73,7 +72,6 @@ _VETOES = (
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
-    """Yield the drift of replicas, or why there is none."""
     s = facts.snapshot
     if (found := vetoed(_VETOES, s) or _unfrozen(s)) is not None:
         yield found
@@ -107,12 +105,11 @@ def _followed(cause: Finding, effect: Finding) -> Finding:
 
 def _modes(s: Snapshot) -> Iterator[Finding]:
     """Yield the ranks that train with more of their dropout and batch-norm layers in eval mode than the others."""
-    samples = {q: _by_step(r, "eval_mode") for q, r in s.ranks.items()}
-    common = sorted(set.intersection(*map(set, samples.values())))
-    apart = [k for k in common if len({x[k].value for x in samples.values()}) > 1]
-    if len(apart) < limits.modes or apart[-limits.modes :] != common[-limits.modes :]:
+    samples = by_step({q: _values(r, "eval_mode") for q, r in s.ranks.items()})
+    apart = [k for k, values in samples.items() if len(set(values.values())) > 1]
+    if len(apart) < limits.modes or apart[-limits.modes :] != [*samples][-limits.modes :]:
         return
-    values = {q: x[apart[-1]].value for q, x in samples.items()}
+    values = samples[apart[-1]]
     most = max(values.values())
     odd = minority(values) or tuple(q for q, n in values.items() if n == most)
     usual = next(n for q, n in values.items() if q not in odd)
@@ -125,14 +122,13 @@ def _modes(s: Snapshot) -> Iterator[Finding]:
 def _logged(s: Snapshot) -> Iterator[Finding]:
     """Yield the values of handle.log() that were equal on all ranks while they changed, and differ now: not local ones."""
     for name in set.intersection(*(set(r.logged) for r in s.ranks.values())):
-        by_step = {q: dict(r.logged[name]) for q, r in s.ranks.items()}
-        common = sorted(set.intersection(*map(set, by_step.values())))
-        equal = [k for k in common if len({repr(x[k]) for x in by_step.values()}) == 1]
-        since = [k for k in common if not equal or k > equal[-1]]
-        changing = len({by_step[min(by_step)][k] for k in equal}) >= limits.logged_equal
-        if not changing or len(since) < limits.logged or len(equal) + len(since) < len(common):
+        logged = by_step({q: dict(r.logged[name]) for q, r in s.ranks.items()})
+        equal = [k for k, values in logged.items() if len(set(map(repr, values.values()))) == 1]
+        since = [k for k in logged if not equal or k > equal[-1]]
+        changing = len({logged[k][min(s.ranks)] for k in equal}) >= limits.logged_equal
+        if not changing or len(since) < limits.logged or len(equal) + len(since) < len(logged):
             continue
-        values = {q: x[since[0]] for q, x in by_step.items()}
+        values = logged[since[0]]
         odd = minority(values)
         yield LOGGED(
             culprits=odd, victims=[q for q in sorted(s.ranks) if q not in odd], names=(name,), step=since[0],
@@ -149,14 +145,14 @@ def _drift(s: Snapshot, kind_of: str, ranks: list[int], split: bool) -> Finding 
     is_buffers = kind_of == "buffers"
     abstained = partial(Abstained, cause=None if kind_of == "parameters" else kind_of)
     named = "parameters outside DDP" if kind_of == "outside_ddp" else kind_of
-    samples = {q: _by_step(s.ranks[q], kind_of) for q in ranks}
-    common = sorted(set.intersection(*(set(x) for x in samples.values())))
-    common = [k for k in common if _comparable([samples[q][k].key for q in ranks])]
+    samples = by_step({q: {x.step: x for x in _samples_of(s.ranks[q], kind_of)} for q in ranks})
+    sums = {k: {q: x.value for q, x in of.items()} for k, of in samples.items()}
+    common = [k for k, of in samples.items() if _comparable([x.key for x in of.values()])]
     if len(common) < limits.samples:
         return abstained(f"{len(common)} of {limits.samples} checksums of {named} at the same steps")
 
     def differing(relative: float) -> list[int]:
-        return [k for k in common if _differ([samples[q][k].value for q in ranks], relative)]
+        return [k for k in common if _differ([*sums[k].values()], relative)]
 
     steps = differing(limits.buffers_relative) if is_buffers else []
     mild = is_buffers and not steps  # statistics of different batches differ a little from the first step on
@@ -167,15 +163,15 @@ def _drift(s: Snapshot, kind_of: str, ranks: list[int], split: bool) -> Finding 
     began_equal = len([k for k in common if k < steps[0]]) >= limits.samples
     if cause is None or (mild and not began_equal):
         return abstained(f"{named} differ, as the structure of the model allows", checked=True)
-    distances = [_spread({q: samples[q][k].value for q in ranks}) for k in steps]
+    distances = [_spread(sums[k]) for k in steps]
     if cause == "different_init" and not began_equal and min(distances) < limits.constant * max(distances):
         cause = "unequal"
-    averaged = cause == "gradients_not_synced" and all(map(_averages, s.ranks.values()))
+    averaged = cause == "gradients_not_synced" and _by_ddp(s) == "each_step"
     # as far apart as at the first sample: drifting replicas move apart with each step
     if averaged and not began_equal and distances[0] >= limits.constant * distances[-1]:
         cause = "different_init"
     equal = max((k for k in common if k < steps[0]), default=None)
-    return _finding(s, cause, steps, {q: samples[q][steps[-1]].value for q in ranks}, equal, began_equal, mild)
+    return _finding(s, cause, steps, sums[steps[-1]], equal, began_equal, mild)
 
 
 def _spread(values: Mapping[int, float]) -> float:
@@ -190,8 +186,8 @@ def _samples_of(r: RankState, kind: str) -> list[Sample]:
     return [x for x in r.samples if x.kind == kind]
 
 
-def _by_step(r: RankState, kind: str) -> dict[int, Sample]:
-    return {x.step: x for x in _samples_of(r, kind)}
+def _values(r: RankState, kind: str) -> dict[int, float]:
+    return {x.step: x.value for x in _samples_of(r, kind)}
 
 
 def _comparable(keys: list[int]) -> bool:
@@ -226,12 +222,12 @@ def _cause(s: Snapshot, kind: str, drifting: list[int]) -> str | None:
         return "gradients_not_synced" if averaged < limits.averaged else None
     if models:
         return None
-    reduced = {q: _by_step(s.ranks[q], "reduced") for q in s.ranks}
-    shares = [reduced[q][k].value for q in s.ranks for k in drifting if k in reduced[q]]
+    reduced = [_values(r, "reduced") for r in s.ranks.values()]
+    shares = [of[k] for of in reduced for k in drifting if k in of]
     least, most = limits.reduced
     if _never_averaged(s, shares):
         return "never_averaged"
-    earlier = [x.value for q in s.ranks for k, x in reduced[q].items() if k < drifting[0]]
+    earlier = [share for of in reduced for k, share in of.items() if k < drifting[0]]
     all_before = len(earlier) >= limits.samples * len(s.ranks) and all(least <= share <= most for share in earlier)
     # The same gradients are averaged at every step since, but more parameters are trained.
     some_now = shares and limits.metrics < min(shares) and max(shares) < min(least, min(shares) + limits.metrics)
@@ -264,32 +260,26 @@ def _exchange_tensors(s: Snapshot) -> bool:
     return any(c.bytes is None or c.bytes > limits.metrics_bytes for c in calls)
 
 
-def _averages(r: RankState) -> bool:
-    """True if DDP averages gradients in each step of this rank; with accumulation not in each backward."""
-    return bool(r.models) and all(
-        m.synced_backwards >= limits.averaged * min(m.forwards, max(r.step, 1)) > 0 for m in r.models
-    )
+_BY_DDP: dict[
+    str, Callable[[Model, int], bool]
+] = {  # of a model and its rank's steps; with accumulation not in each backward
+    "each_step": lambda m, steps: m.synced_backwards >= limits.averaged * min(m.forwards, max(steps, 1)) > 0,
+    "some_steps": lambda m, steps: 0 < m.synced_backwards < limits.averaged * min(m.forwards, steps),
+    "never_synced": lambda m, steps: not m.synced_backwards and 2 * m.forwards > steps,
+}
 
 
-def _averages_some(r: RankState) -> bool:
-    """True if DDP averages gradients of each model of this rank, but not before each step."""
-    return bool(r.models) and all(0 < m.synced_backwards < limits.averaged * min(m.forwards, r.step) for m in r.models)
-
-
-def _averages_none(r: RankState) -> bool:
-    """True if this rank trains through DDP, which averages no backward pass."""
-    return bool(r.models) and all(not m.synced_backwards and 2 * m.forwards > r.step for m in r.models)
+def _by_ddp(s: Snapshot) -> str:
+    """Return how often DDP averages the gradients of every model of all ranks; nothing if they differ, or there is no DDP."""
+    models = [[(m, r.step) for m in r.models] for r in s.ranks.values()]
+    return next((how for how, of in _BY_DDP.items() if all(x and all(of(*m) for m in x) for x in models)), "")
 
 
 def _rates(s: Snapshot, drifting: list[int]) -> dict[int, float]:
     """Return each rank's learning rate at the newest step (up to the newest that drifts) at which they differed; or nothing."""
-    samples = {q: _by_step(r, "learning_rate") for q, r in s.ranks.items()}
-    common = set.intersection(*(set(x) for x in samples.values()))
-    for k in sorted(common, reverse=True):
-        values = {q: x[k].value for q, x in samples.items()}
-        if k <= drifting[-1] and len(set(values.values())) > 1:
-            return values
-    return {}
+    rates = by_step({q: _values(r, "learning_rate") for q, r in s.ranks.items()})
+    apart = [of for k, of in rates.items() if k <= drifting[-1] and len(set(of.values())) > 1]
+    return apart[-1] if apart else {}
 
 
 # -- wording ----------------------------------------------------------------------------------------------------------
@@ -319,9 +309,9 @@ _WHAT = {
     "some_steps": "DDP averages gradients before some of the optimizer steps only: {passes:,} backward passes in {steps:,} steps",
     "never_synced": "their gradients are not averaged: DDP's forward runs, but no backward pass averages, as in `no_sync()`",
     "never_averaged": "nothing averages their gradients: no DDP, and no collective that exchanges a tensor",
-    "some_reduced": "{share} of the gradients' elements are reduced in each step",
+    "some_reduced": "{share:share} of the gradients' elements are reduced in each step",
     "partly_averaged": "all gradients were averaged before, but not those of the parameters that have been trained since",
-    "outside_ddp": "the optimizer steps {outside} that no DDP module had when it was built, so nothing averages their gradients",
+    "outside_ddp": "the optimizer steps {name} that no DDP module had when it was built, so nothing averages their gradients",
     "different_init": "gradients are averaged, but the replicas began with different values",
     "split_module": "they split one module between them (DTensor), and differ in the parameters that each of them has whole",
     "buffers": "their buffers differ, and broadcast_buffers is off",
@@ -387,8 +377,8 @@ def _finding(
 ) -> Finding:
     """Return the finding of replicas whose newest checksums are `values`, and which differ at `steps`, after they were equal at a step."""
     models = [m for r in s.ranks.values() for m in r.models]
-    averaged = cause == "different_init" or (bool(models) and all(map(_averages, s.ranks.values())))
-    averaged = averaged and cause not in ("state", "buffers", "outside_ddp")
+    by_ddp = _by_ddp(s)
+    averaged = cause == "different_init" or (by_ddp == "each_step" and cause not in ("state", "buffers", "outside_ddp"))
     rates = _rates(s, steps) if averaged else {}
     words = cause
     if rates:
@@ -398,31 +388,20 @@ def _finding(
         words = "accumulated" if accumulates else "update"
     elif averaged and cause == "gradients_not_synced":
         words = "first_update"
-    elif cause == "gradients_not_synced" and all(map(_averages_some, s.ranks.values())):
-        words = "some_steps"
-    elif cause == "gradients_not_synced" and all(map(_averages_none, s.ranks.values())):
-        words = "never_synced"
-    what = _WHAT["mild" if mild else words] + (f" ({_rates_text(rates)})" if rates else "")
-    if words == "some_steps":
-        passes = min(m.synced_backwards for m in models)
-        what = what.format(passes=passes, steps=max(r.step for r in s.ranks.values()))
-    if words == "outside_ddp":
-        what = what.format(outside=_samples(s, cause)[-1].name)
-    if words == "some_reduced":
-        what = what.format(share=percent(_samples(s, "reduced")[-1].value))
-    if words == "state":
-        what = what.format(name=_samples(s, cause)[-1].name)
+    elif cause == "gradients_not_synced":
+        words = by_ddp or words
+    newest = next(reversed(_samples(s, "reduced" if words == "some_reduced" else cause)), None)
+    what = filled(
+        _WHAT["mild" if mild else words], passes=min((m.synced_backwards for m in models), default=0),
+        steps=max(r.step for r in s.ranks.values()), name=newest and newest.name, share=newest and newest.value,
+    )  # fmt: skip
+    what += f" ({_rates_text(rates)})" if rates else ""
     what += _not_through_ddp(s) if words == "gradients_not_synced" else _not_waited_for(s) if words == "unequal" else ""
     odd, ranks = minority(rates or values), sorted(values)
     by_hand = cause in ("different_init", "partly_averaged", "some_reduced", "unequal") and not models
     # a plain tensor in a model of DTensors may be a rank's own, such as its experts
-    certain = steps[-1] >= limits.certain_step and cause not in (
-        "some_reduced",
-        "partly_averaged",
-        "split_module",
-        "outside_ddp",
-        "state",
-    )
+    by_design = cause in ("some_reduced", "partly_averaged", "split_module", "outside_ddp", "state")
+    certain = steps[-1] >= limits.certain_step and not by_design
     return DRIFT(
         cause=known if (known := _CAUSE.get(words, words)) in kind.causes else None, proved=certain or cause == "buffers",
         severity=Severity.INFO if mild or cause == "some_reduced" else Severity.WARNING if cause in ("outside_ddp", "state") else None,

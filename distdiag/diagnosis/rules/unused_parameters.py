@@ -13,7 +13,7 @@ layer_drop, frozen_head.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -53,6 +53,12 @@ class Limits:
 
 
 limits = Limits()
+_SAMPLED = (
+    "no_gradients",
+    "not_stepped",
+    "parameters",
+    "reduced",
+)  # at the same steps, where there is something to sample
 
 UNUSED_TEXT = Template(kind, "never_used",
     "{n:,} parameter{n:|s} ({elements:,} element{elements:|s}) {lack}: {shown}{site}{why}{branch}", "{cost}",
@@ -96,7 +102,6 @@ _DO = {
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
-    """Yield findings about parameters without gradient."""
     snapshot = facts.snapshot
     models = [m for r in snapshot.ranks.values() for m in r.models]
     if (found := _unchanged(snapshot) or _never(snapshot) or _not_stepped(snapshot)) is not None:
@@ -125,17 +130,16 @@ def _unchanged(s: Snapshot) -> Finding | None:
     """Return the finding of ranks whose optimizer steps and changes nothing."""
     of: dict[int, tuple[str, int, str]] = {}
     for q, r in s.ranks.items():
-        bare, last = _without_gradient(r)
-        every = list(itertools.takewhile(lambda x: x.value == _all(x), bare[::-1]))[::-1]
-        sums, rates = ([x for x in r.samples if x.kind == kind] for kind in ("parameters", "learning_rate"))
-        same = list(itertools.takewhile(lambda x, sums=sums: x.value == sums[-1].value, sums[::-1]))
-        if _lasts(every, last):
+        every = _lasting(r, "no_gradients", lambda x, newest: x.value == _all(x))
+        rates = [x for x in r.samples if x.kind == "learning_rate"]
+        same = _lasting(r, "parameters", lambda x, newest: x.value == newest.value)
+        if every:
             why = f"none of its {every[-1].value:,.0f} parameters has a gradient when it steps"
             of[q] = "no gradients", every[0].step, why
         # without DDP, those that are compared may be frozen ones
-        elif r.models and _lasts(same[::-1], last) and rates and min(x.value for x in rates[-len(same) :]) > 0:
+        elif r.models and same and rates and min(x.value for x in rates[-len(same) :]) > 0:
             why = f"its parameters are the same after each of {len(same)} steps that were compared, at a learning rate of {rates[-1].value:.3g}"
-            of[q] = "unchanged", same[-1].step, why
+            of[q] = "unchanged", same[0].step, why
     if not of:
         return None
     why, step, text = of[min(of)]
@@ -147,9 +151,8 @@ def _never(s: Snapshot) -> Finding | None:
     """Return the finding of ranks whose optimizer has some parameters without a gradient at every sampled step, with others that have one."""
     of: dict[int, list[Sample]] = {}
     for q, r in s.ranks.items():
-        bare, last = _without_gradient(r)
-        bare = list(itertools.takewhile(lambda x, bare=bare: _all(x) == _all(bare[-1]), bare[::-1]))[::-1]
-        if _lasts(bare, last) and 0 < bare[-1].value < _all(bare[-1]):
+        bare = _lasting(r, "no_gradients", lambda x, newest: _all(x) == _all(newest))
+        if bare and 0 < bare[-1].value < _all(bare[-1]):
             of[q] = bare
     if not of:
         return None
@@ -167,10 +170,14 @@ def _never(s: Snapshot) -> Finding | None:
     )  # fmt: skip
 
 
-def _without_gradient(r: RankState) -> tuple[list[Sample], int]:
-    """Return the samples of an optimizer's parameters without a gradient, and the last step at which a sample was taken."""
-    samples = [x for x in r.samples if x.kind in ("no_gradients", "parameters", "reduced")]
-    return [x for x in samples if x.kind == "no_gradients"], max((x.step for x in samples), default=0)
+def _lasting(r: RankState, name: str, holds: Callable[[Sample, Sample], bool] = lambda x, newest: True) -> list[Sample]:
+    """Return a rank's newest samples of a kind of which something holds, given the newest; nothing if they are too few, or it has
+    been sampled since."""
+    last = max((x.step for x in r.samples if x.kind in _SAMPLED), default=0)
+    newest_first = [x for x in reversed(r.samples) if x.kind == name]
+    found = list(itertools.takewhile(lambda x: holds(x, newest_first[0]), newest_first))[::-1]
+    enough = len(found) >= limits.unchanged and found[-1].step == last >= found[0].step + limits.unchanged_steps
+    return found if enough else []
 
 
 def _all(x: Sample) -> int:
@@ -202,9 +209,7 @@ def _not_stepped(s: Snapshot) -> Finding | None:
     """Return the finding of parameters that get gradients and are in no optimizer."""
     of: dict[int, Sample] = {}
     for q, r in s.ranks.items():
-        left = [x for x in r.samples if x.kind == "not_stepped"]
-        last = max((x.step for x in r.samples if x.kind in ("not_stepped", "parameters", "reduced")), default=0)
-        if _lasts(left, last):
+        if left := _lasting(r, "not_stepped"):
             of[q] = left[-1]
     if not of:
         return None
@@ -214,11 +219,6 @@ def _not_stepped(s: Snapshot) -> Finding | None:
         stale=f"; it has {newest.key:,} that the module has not" if newest.key else "",
         severity=Severity.WARNING if newest.key else Severity.INFO,
     )  # fmt: skip
-
-
-def _lasts(samples: Sequence[Sample], last: int) -> bool:
-    """True if these samples are enough, and go on until the last step that was sampled."""
-    return len(samples) >= limits.unchanged and samples[-1].step == last >= samples[0].step + limits.unchanged_steps
 
 
 def _shown(names: tuple[str, ...], total: int, most: int = 4) -> str:
