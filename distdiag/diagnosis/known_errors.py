@@ -11,18 +11,15 @@ from typing import NamedTuple
 
 from distdiag.diagnosis.model.snapshot import RankState
 from distdiag.diagnosis.text.phrases import at
+from distdiag.diagnosis.training_data import short_last_batch
 from distdiag.terms.untrusted import bounded
 
 
 def _last_batch(state: RankState) -> str:
     """Return that the rank is in the last batch of a loader, and that this one is smaller; empty if it is not."""
     for loader in state.loaders:
-        n, size = loader.length, loader.batch_size
-        if not n or not size or not loader.dataset_length or loader.drop_last or loader.batches != n:
-            continue
-        rest = loader.dataset_length % size  # a DistributedSampler's part is not known exactly
-        if rest and not loader.distributed_sampler:
-            return f"the last batch of the loader{at(loader.site)} has {rest:,} of {size:,} samples"
+        if (found := short_last_batch(loader)) is not None:
+            return f"the last batch of the loader{at(loader.site)} has {found[0]:,} of {found[1]:,} samples"
     return ""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from distdiag.diagnosis.comparison import Veto
 from distdiag.diagnosis.model.findings import Abstained, rank_list
-from distdiag.diagnosis.model.snapshot import Loader, RankState, Snapshot, Step
+from distdiag.diagnosis.model.snapshot import Loader, Snapshot, Step
 
 
 def synchronous(s: Snapshot) -> bool:
@@ -34,15 +34,15 @@ def training_loaders(s: Snapshot) -> dict[int, Loader]:
     return out
 
 
-def short_last_batch(r: RankState) -> tuple[int, int] | None:
-    """Return (samples, batch size) if a rank is in the last batch of a loader's first pass, and that is smaller than the others."""
-    for x in r.loaders:
-        samples, size, batches = x.dataset_length or 0, x.batch_size or 0, x.length or 0
-        first = x.iterations_started == 1 and x.batches == batches and not x.exhausted
-        n = samples - (batches - 1) * size
-        if first and not x.drop_last and not x.distributed_sampler and 0 < n < size:
-            return n, size
-    return None
+def short_last_batch(x: Loader) -> tuple[int, int] | None:
+    """Return (samples, batch size) if a rank is in the last batch of a pass over a loader, and that is smaller than the others.
+
+    A DistributedSampler's part is not known exactly.
+    """
+    size, batches = x.batch_size or 0, x.length or 0
+    n = (x.dataset_length or 0) - (batches - 1) * size
+    last = x.batches == batches and not x.drop_last and not x.distributed_sampler
+    return (n, size) if last and 0 < n < size else None
 
 
 def exhausted_ranks(s: Snapshot) -> tuple[int, ...]:

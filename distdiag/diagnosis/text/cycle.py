@@ -73,7 +73,8 @@ def _wait_text(snapshot: Snapshot, verdict: Verdict, wait: Wait) -> str:
 def advice(snapshot: Snapshot, verdict: Verdict, calls: dict[int, tuple[Wait, Call]]) -> str:
     """Return what to change; of messages that are missing in a loader's last, smaller batch, that first."""
     of = [r for q in sorted(verdict.incident.members) if (r := snapshot.ranks.get(q)) is not None]
-    last = next((found for r in of if (found := short_last_batch(r)) is not None), None)
+    first = (x for r in of for x in r.loaders if x.iterations_started == 1 and not x.exhausted)
+    last = next((found for x in first if (found := short_last_batch(x)) is not None), None)
     other = _advice(snapshot, verdict, calls)
     if last is None or not any(wait.p2p for wait in verdict.waits):
         return other
