@@ -97,14 +97,9 @@ def hidden_error(stack: Sequence[Site], source: Source) -> tuple[str, Site] | No
     Args:
         stack: The user's frames of the rank that polls, innermost first.
     """
-    for i, frame in enumerate(stack):
-        tree, text = tree_of(frame.file, source), source(frame.file) or ""
-        callee = stack[i - 1].function if i else ""
-        for guard in guarding.guards(tree, frame.line, callee) if tree is not None else ():
-            if tree is None or not rank_tests.reads_rank(guard.test, rank_tests.rank_variables(text)):
-                continue
-            handler = next(_handlers(tree, guard), None)
-            if handler is not None:
+    for frame, text, guard in guarding.along(stack, source):
+        if rank_tests.reads_rank(guard.test, rank_tests.rank_variables(text)):
+            for handler in _handlers(tree_of(frame.file, source), guard):
                 return syntax.code_of_line(text, handler.lineno).removesuffix(":"), Site(frame.file, handler.lineno)
     return None
 
@@ -167,9 +162,9 @@ def _handed(node: ast.AST, modules: set[str]) -> set[str]:
     return {own}.union(*(_handed(x, modules) for x in inner))
 
 
-def _handlers(tree: ast.Module, guard: Guard) -> Iterator[ast.ExceptHandler]:
+def _handlers(tree: ast.Module | None, guard: Guard) -> Iterator[ast.ExceptHandler]:
     """Yield the handlers after which a function goes on, in the other branch of an `if` and in the functions that it calls."""
-    if guard.kind is not Kind.HOLDS or not isinstance(guard.node, ast.If):
+    if tree is None or guard.kind is not Kind.HOLDS or not isinstance(guard.node, ast.If):
         return
     branch = getattr(guard.node, "orelse" if guard.branch == "body" else "body")
     called = {syntax.name_of(x.func) for node in branch for x in ast.walk(node) if isinstance(x, ast.Call)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from distdiag.diagnosis.model.snapshot import Call, RankState, Site, issue_stack
 from distdiag.diagnosis.model.syntax import Source, function, name_of, statement_at, tree_of
@@ -116,11 +116,16 @@ def function_key(site: Site, source: Source) -> tuple[str, str, int]:
     return site.file, site.function, around.lineno if around is not None else 0
 
 
+def equal_start(first: Iterable[object], second: Iterable[object]) -> int:
+    """Return how many first items of two sequences are equal, in pairs."""
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
 def in_common(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> Sequence[Site]:
     """Return the outer part of a stack that is in functions which are on the other, too."""
-    pairs = zip(reversed(mine), reversed(theirs), strict=False)
-    same = itertools.takewhile(lambda pair: function_key(pair[0], source) == function_key(pair[1], source), pairs)
-    return mine[len(mine) - sum(1 for _ in same) :]
+    keys = ((function_key(x, source) for x in reversed(stack)) for stack in (mine, theirs))
+    return mine[len(mine) - equal_start(*keys) :]
 
 
 def dispatched(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> bool:
@@ -129,7 +134,7 @@ def dispatched(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> 
     What is called there decides: no condition in either function has led them apart.
     """
     a, b = list(reversed(frames(mine))), list(reversed(frames(theirs)))
-    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+    same = equal_start(a, b)
     if not 0 < same < min(len(a), len(b)) or function_key(a[same], source) == function_key(b[same], source):
         return False
     line = statement_at(a[same - 1], source)
@@ -139,10 +144,4 @@ def dispatched(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> 
 def nearest(mine: Sequence[Site], others: Mapping[int, Sequence[Site]], source: Source) -> int:
     """Return the rank whose stack has the most functions in common with `mine`, from the outermost; the first of equals."""
     wanted = [function_key(x, source) for x in reversed(mine)]
-
-    def shared(stack: Sequence[Site]) -> int:
-        theirs = [function_key(x, source) for x in reversed(stack)]
-        pairs = zip(wanted, theirs, strict=False)
-        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-    return max(others, key=lambda rank: shared(others[rank]))
+    return max(others, key=lambda q: equal_start(wanted, (function_key(x, source) for x in reversed(others[q]))))

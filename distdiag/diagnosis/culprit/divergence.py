@@ -8,12 +8,12 @@ sides, so it predicts: of the two events, the one that followed the longer equal
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from distdiag.diagnosis.culprit.callers import equal_start
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState
@@ -132,7 +132,7 @@ def departure(first: History, second: History) -> Departure | None:
         return None  # a step holds DDP's collectives, but where in it they are is not known
     messages_only = all(call is not None and call.p2p for call in both)
     mixed = any(call is not None and call.p2p for call in both)
-    if messages_only or (mixed and _shared(first.events[:i], second.events[:j]) < LEAST):
+    if messages_only or (mixed and equal_start(reversed(first.events[:i]), reversed(second.events[:j])) < LEAST):
         return None  # how many messages are due depends on the data, and stages of a pipeline differ in theirs
     if _lost(first, i, second) or _lost(second, j, first):
         return None
@@ -151,12 +151,6 @@ def departure(first: History, second: History) -> Departure | None:
     if other == NEVER and odd.events[k][1:2] != right.events[n][1:2] and _earlier(odd, k):
         return None
     return Departure(odd.state.rank, made, right.calls[n])
-
-
-def _shared(first: Sequence[Event], second: Sequence[Event]) -> int:
-    """Return how many of the last events of two histories are equal."""
-    pairs = zip(reversed(first), reversed(second), strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _may_be_due(state: RankState, made: Call, other: RankState, due: Call | None) -> bool:
@@ -180,7 +174,7 @@ def _contexts(before: History, i: int, of: History, k: int) -> list[tuple[int, b
     for end in range(1, i):
         again = before.gaps[end] > gap if event == COUNTED else (events[end], before.gaps[end]) == (event, gap)
         if again:
-            length = _shared(events[:end], events[:i])
+            length = equal_start(reversed(events[:end]), reversed(events[:i]))
             found.append((length, length == end))
     return found
 

@@ -101,7 +101,7 @@ def _from_one_caller(mine: Sequence[Site], theirs: Sequence[Site]) -> tuple[Sequ
 def _path(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> _Path:
     """Return the path of the first of two ranks from the point where their stacks differ."""
     a, b = list(reversed(mine)), list(reversed(theirs))
-    start = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+    start = callers.equal_start(a, b)
     together = start < min(len(a), len(b)) and function_key(a[start], source) == function_key(b[start], source)
     frames, others = ([_guards(s, i, source, together and i == start) for i in range(start, len(s))] for s in (a, b))
     shared = {p.guard.key: p.guard.upto for p in others[0]} if together else {}
@@ -114,8 +114,8 @@ def _path(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> _Path
 
     own = [p for p in itertools.chain(*frames) if not passed_by_both(p)]
     common = [p for p in frames[0] if p.guard.key in shared] if together else []
-    callers = (p for i in range(start) for p in _guards(a, i, source, False))
-    once = not any(p.guard.kind is Kind.INSIDE for p in (*callers, *common))
+    around = (p for i in range(start) for p in _guards(a, i, source, False))
+    once = not any(p.guard.kind is Kind.INSIDE for p in (*around, *common))
     return _Path(own, common, frozenset(shared), together and b[start].line > a[start].line, once)
 
 
@@ -175,7 +175,6 @@ def parting(
 
     Args:
         mine, theirs: The user's frames of two ranks, innermost first. `mine` is empty if that rank has ended.
-        source: Text of a source file by path, or None.
         ahead: The ranks are in the same round of their loops, so the one further down has passed the other's
             call. The other has not evaluated what leads from there on.
         as_often: True for a loop of a file that this rank has run as often as the other: it has not ended early.
@@ -196,7 +195,10 @@ def parting(
     if stays and not _repeated(mine, source):
         tries = [*((Way.STAYED, sort) for sort in _innermost(my_path)), *tries]
     # no two ranks read the same time, so a test of a clock comes first
-    clocked = [(way, [p for p in sort if _reads_clock(p, source)]) for way, sort in tries]
+    clocked = [
+        (way, [p for p in sort if rank_tests.reads_clock(p.guard.test, source(p.site.file) or "")])
+        for way, sort in tries
+    ]
     for way, sort in (*clocked, *tries):
         found = [p for p in sort if _can_differ(p, source, bool(mine)) and not (changed and _is_fixed(p, source))]
         if found and found[0].guard.kind is Kind.INSIDE:
@@ -250,15 +252,8 @@ def _tries(
     ended = (p for p in their_path.own if p.guard.kind is Kind.INSIDE and p.key(Kind.ENDED) in their_path.others)
     even = (p for p in ended if p.shared and not _can_differ(p, source, alive=True))
     shorter = [p for loop in even for p in _ways_out(loop, (ast.Continue,))]
-    tries = [
-        (Way.ALONE, held),
-        *missed,
-        (Way.SKIPPED, held_there),
-        *others_left,
-        (Way.SKIPPED, rounds),
-        (Way.ROUND, shorter),
-    ]
-    return held, left_there, tries
+    tries = [(Way.ALONE, held), *missed, (Way.SKIPPED, held_there), *others_left]
+    return held, left_there, [*tries, (Way.SKIPPED, rounds), (Way.ROUND, shorter)]
 
 
 def short_rounds(stack: Sequence[Site], source: Source) -> list[Condition]:
@@ -335,8 +330,13 @@ def _surely_evaluated(path: _Path, found: list[_Placed], source: Source, alive: 
 
 
 def _repeated(stack: Sequence[Site], source: Source) -> bool:
-    """True if a comprehension on a stack may be what makes its call again."""
-    return any(_repeats(*pair, source) for pair in zip(stack, ("", *(x.function for x in stack)), strict=False))
+    """True if a comprehension on a stack repeats what its site calls: that may be what makes a call again."""
+    for site, callee in zip(stack, ("", *(x.function for x in stack)), strict=False):
+        node = syntax.statement_at(site, source)
+        parts = (x for x in ast.iter_child_nodes(node) if isinstance(x, ast.expr)) if node is not None else ()
+        if any(guarding.repeats(x, callee) for part in parts for x in ast.walk(part)):
+            return True
+    return False
 
 
 def _reads_gradient(placed: _Placed) -> bool:
@@ -345,23 +345,12 @@ def _reads_gradient(placed: _Placed) -> bool:
     return test is not None and any(isinstance(x, ast.Attribute) and x.attr == "grad" for x in ast.walk(test))
 
 
-def _repeats(site: Site, callee: str, source: Source) -> bool:
-    """True if a comprehension at a site repeats what the site calls: that may be what makes a call again."""
-    node = syntax.statement_at(site, source)
-    parts = (x for x in ast.iter_child_nodes(node) if isinstance(x, ast.expr)) if node is not None else ()
-    return any(guarding.repeats(x, callee) for part in parts for x in ast.walk(part))
-
-
 def _ends_by_data(loop: _Placed, source: Source) -> bool:
     """True if a loop over no data set has a test or a `break` that can differ between ranks in one round, so reads no counter."""
     if isinstance(loop.guard.node, (ast.For, ast.AsyncFor)) and _can_differ(loop, source, alive=True):
         return False
     ends = (*((loop,) if isinstance(loop.guard.node, ast.While) else ()), *_ways_out(loop, (ast.Break,)))
     return any(_can_differ(p, source, alive=True) and not rank_tests.reads_counter(p.guard.test) for p in ends)
-
-
-def _reads_clock(placed: _Placed, source: Source) -> bool:
-    return rank_tests.reads_clock(placed.guard.test, source(placed.site.file) or "")
 
 
 def _is_fixed(placed: _Placed, source: Source) -> bool:
@@ -435,7 +424,6 @@ def rank_condition(mine: Sequence[Site], theirs: Sequence[Site], source: Source)
 
     Args:
         mine, theirs: The user's frames of two ranks, innermost first.
-        source: Text of a source file by path, or None.
     """
     mine, theirs = _from_one_caller(mine, theirs)
     if not mine or not theirs or (mine[-1].file, mine[-1].function) != (theirs[-1].file, theirs[-1].function):

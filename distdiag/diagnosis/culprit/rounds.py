@@ -107,15 +107,11 @@ def _counter(loop: ast.For | ast.AsyncFor | ast.While, state: RankState, depth: 
 
 def _skips(loop: _Loop, state: RankState, case: Case) -> Iterator[Guard]:
     """Yield what can have kept a rank from a call in a round, on the path to it."""
-    stack = state.user_stack[::-1][loop.depth :]
-    for i, site in enumerate(stack):
-        tree, text = syntax.tree_of(site.file, case.source), case.source(site.file) or ""
-        callee = stack[i + 1].function if i + 1 < len(stack) else ""
-        for guard in guarding.guards(tree, site.line, callee) if tree is not None else ():
-            if guard.node is loop.node or (i == 0 and not syntax.within(loop.node, guard.line)):
-                continue
-            if _differs(guard, text):
-                yield guard
+    stack = state.user_stack[: len(state.user_stack) - loop.depth]
+    for site, text, guard in guarding.along(stack, case.source):
+        outside = site is stack[-1] and not syntax.within(loop.node, guard.line)
+        if guard.node is not loop.node and not outside and _differs(guard, text):
+            yield guard
 
 
 def _extras(loop: _Loop) -> Iterator[Guard]:
@@ -205,15 +201,14 @@ def _is_false(guard: Guard, state: RankState, case: Case) -> bool:
     test = guard.test
     parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
     wanted = {_of_object(part) for part in parts} - {None}
-    for i, site in enumerate(state.user_stack):
-        tree, text = syntax.tree_of(site.file, case.source), case.source(site.file) or ""
-        callee = state.user_stack[i - 1].function if i else ""
-        for own in guarding.guards(tree, site.line, callee) if tree is not None else ():
-            if own.kind is not Kind.HOLDS or own.branch != "orelse" or own.test is None:
-                continue
-            if rank_tests.fixed(own.test, text) and _of_object(own.test) in wanted:
-                return True
-    return False
+    guards = (
+        (x.test, text)
+        for _, text, x in guarding.along(state.user_stack, case.source)
+        if x.kind is Kind.HOLDS and x.branch == "orelse"
+    )
+    return any(
+        test is not None and rank_tests.fixed(test, text) and _of_object(test) in wanted for test, text in guards
+    )
 
 
 def _of_object(test: ast.expr | None) -> str | None:

@@ -17,15 +17,18 @@ from typing import NamedTuple
 
 from distdiag.diagnosis.model import syntax
 from distdiag.diagnosis.model.rank_tests import can_differ, reads_rank
+from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.model.syntax import (
     FUNCTIONS,
     LOOPS,
     SCOPES,
+    Source,
     Step,
     code_of_line,
     exits_process,
     name_of,
     parsed,
+    tree_of,
     way,
 )
 
@@ -156,6 +159,14 @@ def guards(tree: ast.Module, line: int, callee: str = "") -> tuple[Guard, ...]:
     return tuple(out)
 
 
+def along(stack: Sequence[Site], source: Source) -> Iterator[tuple[Site, str, Guard]]:
+    """Yield (site, text of its file, guard) of all guards of the calls on a stack, which is innermost first."""
+    for i, site in enumerate(stack):
+        tree, callee = tree_of(site.file, source), stack[i - 1].function if i else ""
+        for guard in guards(tree, site.line, callee) if tree is not None else ():
+            yield site, source(site.file) or "", guard
+
+
 def _loop(kind: Kind, node: ast.For | ast.AsyncFor | ast.While) -> Guard:
     return Guard(kind, node, test=node.test if isinstance(node, ast.While) else node.iter)
 
@@ -258,12 +269,9 @@ def takes_turns(tree: ast.Module, guard: Guard, line: int) -> bool:
     if guard.kind is not Kind.HOLDS or not isinstance(guard.node, ast.If) or around is None or node is None:
         return False
     test, called = guard.node.test, _called_in(node)
-    others = (x for x in ast.walk(around) if isinstance(x, ast.If) and _opposite(x.test, test))
+    tests = (x for x in ast.walk(around) if isinstance(x, ast.If))
+    others = (x for x in tests if _negated(x.test) == ast.dump(test) or _negated(test) == ast.dump(x.test))
     return bool(called) and any(called <= _called_in(statement) for x in others for statement in x.body)
-
-
-def _opposite(a: ast.expr, b: ast.expr) -> bool:
-    return _negated(a) == ast.dump(b) or _negated(b) == ast.dump(a)
 
 
 def _negated(test: ast.expr) -> str:
