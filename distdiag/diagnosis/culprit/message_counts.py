@@ -35,7 +35,7 @@ def explain(case: Case, ranks: Sequence[int]) -> Testimony | None:
 
 def _misfit(case: Case) -> Testimony | None:
     """Return the first message whose two ends differ in size, if those before it did not: a rank has made one more, or one less."""
-    for receiver, call in _messages(case, "recv"):
+    for _, receiver, call in _messages(case, "recv"):
         sender = case.states.get(-1 if call.peer is None else call.peer)
         ends = (
             (c, messages.other_end(sender, receiver, c, c.nth)) for c in case.states[receiver].calls if _taken(c, call)
@@ -56,15 +56,13 @@ def _misfit(case: Case) -> Testimony | None:
 
 def _taken(c: Call, call: Call) -> bool:
     """True for a complete recv of the messages to which that of `call` belongs."""
-    ours = (
-        c.p2p and messages.direction_of(c) == "recv" and (c.peer, c.tag, c.group) == (call.peer, call.tag, call.group)
-    )
-    return ours and c.completed_s is not None
+    ours = (c.peer, c.tag, c.group) == (call.peer, call.tag, call.group) and c.completed_s is not None
+    return ours and c.p2p and messages.direction_of(c) == "recv"
 
 
 def _of_new_size(case: Case) -> Testimony | None:
     """Return the message in which a rank waits whose size is new, where all before it at that line had one size: of a smaller batch."""
-    for rank, call in _messages(case):
+    for _, rank, call in _messages(case):
         usual = arguments.usual(case.states[rank], call, "bytes")
         if usual is not None and usual.changed and isinstance(usual.value, int) and usual.times >= ROUNDS:
             return Testimony(
@@ -76,25 +74,20 @@ def _of_new_size(case: Case) -> Testimony | None:
     return None
 
 
-def _messages(case: Case, *directions: str) -> Iterator[tuple[int, Call]]:
-    """Yield (rank, its call) of every wait of one known rank in a message, of these directions."""
+def _messages(case: Case, *directions: str) -> Iterator[tuple[Wait, int, Call]]:
+    """Yield (wait, its rank, the rank's call) of every wait in a message, of these directions."""
     for wait in case.incident.waits:
-        call = wait.calls.get(wait.ranks[0]) if wait.p2p and wait.ranks else None
-        if (
-            call is not None
-            and wait.ranks[0] in case.states
-            and messages.direction_of(call) in (directions or ("send", "recv"))
-        ):
-            yield wait.ranks[0], call
+        for rank in wait.ranks if wait.p2p else ():
+            if messages.direction_of(wait.calls[rank]) in (directions or messages.OPPOSITE):
+                yield wait, rank, wait.calls[rank]
 
 
 def _unserved(case: Case) -> Iterator[tuple[int, Call, RankState]]:
     """Yield (receiver, its call, the sender) of every wait for a message of one rank that it has not sent."""
-    for wait in case.incident.waits:
-        call = wait.calls.get(wait.ranks[0]) if wait.p2p and wait.ranks else None
-        sender = case.states.get(call.peer) if call is not None and call.peer is not None else None
-        if call is not None and sender is not None and wait.missing and messages.direction_of(call) == "recv":
-            yield wait.ranks[0], call, sender
+    for wait, receiver, call in _messages(case, "recv"):
+        sender = case.states.get(-1 if call.peer is None else call.peer)
+        if sender is not None and wait.missing:
+            yield receiver, call, sender
 
 
 def _one_round(case: Case) -> Testimony | None:
@@ -216,14 +209,8 @@ def _fewer(case: Case) -> Testimony | None:
     If a message of any of them would do, the others must have sent equally many, at least two of them.
     """
     snapshot, waits = case.snapshot, case.incident.waits
-    for wait in waits:
-        if not wait.p2p or len(wait.ranks) != 1 or not (wait.any_of or len(wait.missing) == 1):
-            continue
-        (m,) = wait.ranks
-        call = wait.calls.get(m)
-        if call is None or messages.direction_of(call) != "recv":
-            continue
-        for p in sorted(wait.missing):
+    for wait, m, call in _messages(case, "recv"):
+        for p in sorted(wait.missing) if wait.any_of or len(wait.missing) == 1 else ():
             together = next((_arrived(snapshot, other) for other in waits if not other.p2p and p in other.ranks), [])
             sent = {q: messages.count(case.states[q], "send", m, call.tag, call.group) for q in together if q != m}
             others = [n for q, n in sent.items() if q != p]
@@ -253,10 +240,9 @@ def _last_of_others(case: Case, rank: int, receiver: int, others: Sequence[int])
 def _more(case: Case) -> Testimony | None:
     """Accuse the rank that waits for a message in a wrapper which it alone also enters by a call under a condition on the rank."""
     found: dict[int, tuple[str, int, Condition]] = {}
-    for wait in case.incident.waits:
-        rank = wait.ranks[0]
-        call, key = wait.calls.get(rank), case.here.get(rank)
-        if not wait.p2p or len(wait.ranks) != 1 or call is None or call.peer not in case.states or key is None:
+    for _, rank, call in _messages(case):
+        key = case.here.get(rank)
+        if call.peer not in case.states or key is None:
             continue
         mine, by_peer = case.states[rank].sites, {x for site in case.states[call.peer].sites for x in lines_of(site)}
         at_line = (k for k in mine if k != key and lines_of(k)[:1] == lines_of(key)[:1])

@@ -91,7 +91,6 @@ def judge(
 
     Args:
         exhausted: Ranks that ran out of batches while others have some left.
-        source: Text of a source file by path, or None: conditions on the rank are read from it.
         without: Witnesses that are not asked.
     """
     found = (judge_incident(Case(snapshot, graph, i, exhausted, source, without)) for i in find(graph))
@@ -171,16 +170,10 @@ def _kind_of_conflict(case: Case, culprits: tuple[int, ...], reason: Reason) -> 
 def _same_data(wait: Wait) -> bool:
     """True if both sides are in one function with equal tensors: operations were swapped on one path."""
     calls = [next(wait.calls[r] for r in sorted(side)) for side in wait.sides]
-    first = calls[0]
-    return all(
-        c.shape is not None
-        and c.shape == first.shape
-        and compatible.dtype_name(c.dtype) == compatible.dtype_name(first.dtype)
-        and c.site is not None
-        and first.site is not None
-        and (c.site.file, c.site.function) == (first.site.file, first.site.function)
-        for c in calls
-    )
+    if any(c.shape is None or c.site is None for c in calls):
+        return False
+    of = ((c.shape, compatible.dtype_name(c.dtype), c.site and (c.site.file, c.site.function)) for c in calls)
+    return len(set(of)) == 1
 
 
 # -- ranks that are gone or stopped ----------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ _STEPS = 8  # in which each rank has made equally many messages: their number is
 
 
 def direction_of(call: Call) -> str:
-    """Return `send` or `recv`."""
     return "send" if call.op.endswith("send") else "recv"
 
 
@@ -39,10 +38,11 @@ def open_to(st: RankState, *peers: int | None) -> Iterator[Call]:
     return (c for c in open_calls if c is not None and c.p2p and c.peer in peers)
 
 
-def _in_flight(st: RankState, direction: str, peer: int, tag: int, group: str, any_source: bool = True) -> bool:
-    """True if a rank has a message of this kind open."""
-    peers = (peer, None) if any_source and direction == "recv" else (peer,)
-    return any((direction_of(c), c.tag, c.group) == (direction, tag, group) for c in open_to(st, *peers))
+def _in_flight(st: RankState, rank: int, call: Call) -> bool:
+    """True if a rank has the other end of a message of `rank` open."""
+    wanted = OPPOSITE[direction_of(call)], call.tag, call.group
+    peers = (rank, None) if wanted[0] == "recv" else (rank,)
+    return any((direction_of(c), c.tag, c.group) == wanted for c in open_to(st, *peers))
 
 
 def held_up(st: RankState, call: Call | None) -> bool:
@@ -93,7 +93,7 @@ def other_end_issued(st: RankState, peer: RankState, call: Call, nth: int) -> bo
         if there >= nth + anys:
             return True
         possible = there >= nth
-    return possible and _in_flight(peer, OPPOSITE[direction], st.rank, call.tag, call.group)
+    return possible and _in_flight(peer, st.rank, call)
 
 
 def any_other_end(snapshot: Snapshot, st: RankState, call: Call, among: Iterable[int]) -> bool:
@@ -107,6 +107,6 @@ def any_other_end(snapshot: Snapshot, st: RankState, call: Call, among: Iterable
         here = count(st, "recv", q, call.tag, call.group)
         if sent > here + max(anys - 1, 0):
             return True
-        if sent > here and _in_flight(peer, "send", st.rank, call.tag, call.group, any_source=False):
+        if sent > here and _in_flight(peer, st.rank, call):
             return True
     return False
