@@ -240,11 +240,12 @@ def _report(targets: tuple[str, ...]) -> Report:
 
 
 def _print_why(report: Report, kind: str) -> None:
-    from distdiag.diagnosis.text.checks import known_kinds, why_lines
+    from distdiag.diagnosis.kinds import KINDS
+    from distdiag.diagnosis.text.checks import why_lines
     from distdiag.diagnosis.text.finding import finding_lines, printable
 
-    if kind not in known_kinds():
-        raise DistdiagError(f"there is no kind of finding '{kind}'", f"one of {', '.join(known_kinds())}")
+    if kind not in KINDS:
+        raise DistdiagError(f"there is no kind of finding '{kind}'", f"one of {', '.join(KINDS)}")
     for line in why_lines(kind, report.checks, report.findings):
         say(printable(line))
     for f in report.findings:

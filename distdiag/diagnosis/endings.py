@@ -225,7 +225,6 @@ def _lost(snapshot: Snapshot, causes: list[RankState]) -> Cascade:
 
 
 def _refused(snapshot: Snapshot, kinds: dict[int, str]) -> Cascade:
-    """Return what DDP or the backend refused."""
     shapes = model_shapes(snapshot)
     if "model" in kinds.values() and len(set(shapes.values())) > 1:
         odd = minority(shapes)

@@ -33,7 +33,6 @@ class Checks:
     _known: dict[tuple[str, str | None], Check] = field(default_factory=dict)
 
     def take(self, kind: str, outcomes: Sequence[Finding | Abstained]) -> None:
-        """Add one evaluation of a rule."""
         abstained = [x for x in outcomes if isinstance(x, Abstained)]
         if all(x.cause is not None for x in abstained):
             abstained.insert(0, Abstained("", checked=True))

@@ -68,9 +68,7 @@ class History:
         """Return the facts of this poll.
 
         Args:
-            source: Text of a source file by path, or None.
             reported: Open findings.
-            final: It is the last poll.
         """
         if s.partial and not final:
             known = Facts(s, source, self.without, reported=tuple(reported), pauses=self._pauses)

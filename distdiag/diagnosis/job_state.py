@@ -28,7 +28,6 @@ def job_state(
 
     Args:
         findings: Reported and open.
-        final: It is the last poll.
         lived: The last poll in which all ranks lived.
     """
     worst = [f for f in findings if at_least(f.severity, Severity.ERROR)]

@@ -160,7 +160,6 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 
 
 def of(finding: Finding) -> Kind:
-    """Return the kind of a finding."""
     return KINDS[finding.kind]
 
 

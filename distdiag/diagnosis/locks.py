@@ -20,7 +20,6 @@ class LockCycle(NamedTuple):
 
 
 def lock_cycles(s: Snapshot, graph: WaitGraph) -> tuple[LockCycle, ...]:
-    """Return every cycle through a file lock."""
     out = []
     for rank in graph.sinks:
         if rank not in s.ranks:

@@ -20,7 +20,6 @@ States = Mapping[int, RankState]
 
 
 def accuse(case: Case) -> Testimony | None:
-    """Accuse the side that is ahead of the other."""
     if case.snapshot.source != "stacks" or not case.tie:
         return None
     first, second = case.sides

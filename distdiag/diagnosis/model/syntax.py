@@ -39,7 +39,6 @@ def parsed(text: str) -> ast.Module | None:
 
 
 def tree_of(file: str, source: Source) -> ast.Module | None:
-    """Return the syntax tree of a file, or None."""
     text = source(file)
     return parsed(text) if text else None
 

@@ -56,7 +56,6 @@ STAGES = Template(
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
-    """Yield the share of time that all ranks lose to communication."""
     s, window, ddp = facts.snapshot, facts.window, gradients(facts.snapshot)
     share, of, why = 0.0, "step time", None
     if isinstance(window, Abstained):

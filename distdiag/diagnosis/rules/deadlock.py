@@ -40,7 +40,6 @@ FINISHED = Template(kind, "rank_finished",
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
-    """Yield the deadlocks."""
     if facts.cascade.end is End.FINISHED:
         yield _finished(facts)
     yield from (f for f in facts.repeated if f.kind == kind.name)

@@ -45,7 +45,6 @@ _DO = {
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
-    """Yield the share of step time that all ranks lose to data."""
     window = facts.window
     if isinstance(window, Abstained):
         yield window

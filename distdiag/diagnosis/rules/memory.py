@@ -114,7 +114,6 @@ _FULL_DEVICE = "an out-of-memory error ends the job when the card is full"
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
-    """Yield findings about memory."""
     s = facts.snapshot
     if (veto := vetoed(_VETOES, s)) is not None:
         yield veto
@@ -212,7 +211,6 @@ def _on_host(facts: Facts, of: str) -> Finding | None:
 
 
 def _on_device(facts: Facts) -> Finding | None:
-    """Return the finding of device memory that grows steadily."""
     ranks, since_s = facts.snapshot.ranks, facts.pauses.long_until_s
     rates = {
         q: _growing(r, r.device_memory, limits.device_growth, limits.growth_bytes, since_s) for q, r in ranks.items()

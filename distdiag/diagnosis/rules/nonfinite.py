@@ -58,7 +58,6 @@ Found = list[tuple[int, Sample]]  # (rank, sample)
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
-    """Yield the first value that is not finite."""
     s = facts.snapshot
     found, dropped, infinite = (
         [(r.rank, x) for r in s.ranks.values() for x in r.samples if x.kind.startswith(begin)]

@@ -73,7 +73,6 @@ _DO = {
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
-    """Yield the ranks that were lost."""
     s, cascade = facts.snapshot, facts.cascade
     failed = any(at_least(f.severity, Severity.ERROR) for f in (*facts.reported, *facts.found))
     if cascade.end is End.LOST:

@@ -526,7 +526,6 @@ def _slow_device(s: Snapshot, window: Window) -> Finding | None:
 
 
 def _rotating(case: Case) -> Finding | None:
-    """Return the finding of a slowest rank that keeps changing."""
     window = case.window
     found = None if case.stages else comparison.rotating(window, limits.rotating_steps, limits.rotating_changes)
     if found is None:
@@ -580,7 +579,6 @@ def _at_times(case: Case) -> Finding | None:
 
 
 def _by_arrivals(s: Snapshot) -> Finding | None:
-    """Return the finding of a rank that enters its collectives last."""
     by_group: dict[str, list[Arrival]] = {}
     for a in s.arrivals:
         if s.whole(a.group):

@@ -25,7 +25,6 @@ LATE = Template(kind, "late_rank",
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
-    """Yield the timeout that ended the job."""
     if facts.cascade.end is not End.TIMEOUT:
         return
     s, late = facts.snapshot, [facts.snapshot.ranks[q] for q in facts.cascade.ranks]

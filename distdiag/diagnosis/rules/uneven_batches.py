@@ -55,7 +55,6 @@ SIZE = Template(kind, "size", "local batch sizes differ in every step: {each}",
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
-    """Yield findings about the number and the size of batches."""
     s = facts.snapshot
     if (seen := _seen(facts)) is not None:
         yield seen

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from distdiag.diagnosis.kinds import KINDS
 from distdiag.diagnosis.model.findings import Check, Finding
 from distdiag.terms.tables import WIDTH, wrapped
 
@@ -38,8 +37,3 @@ def why_lines(kind: str, checks: Iterable[Check], findings: Iterable[Finding]) -
 
 def _name(c: Check) -> str:
     return c.kind if c.cause is None else f"{c.kind}/{c.cause}"
-
-
-def known_kinds() -> tuple[str, ...]:
-    """Return the names of all kinds."""
-    return tuple(KINDS)

@@ -60,6 +60,5 @@ def _ending(states: list[RankState]) -> str:
 
 
 def advice(verdict: Verdict) -> str:
-    """Return what to do."""
     op = compatible.op_name(verdict.call.op) if verdict.call is not None else "the collective"
     return evidence.advice(verdict) or filled(_ADVICE[verdict.cause], culprits=verdict.culprits, op=op)

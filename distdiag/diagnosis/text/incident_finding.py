@@ -24,7 +24,6 @@ def incident_findings(facts: Facts, kind: Kind) -> Iterator[Finding]:
 
 
 def incident_finding(snapshot: Snapshot, verdict: Verdict) -> Finding:
-    """Return the finding of a judged incident."""
     incident, culprits, victims = verdict.incident, verdict.culprits, verdict.victims
     if incident.root is Root.ABORT:
         return abort.finding(snapshot, verdict)

@@ -82,12 +82,10 @@ def op_at(call: Call) -> str:
 
 
 def reference(call: Call) -> CollectiveRef:
-    """Return a call as a finding names it."""
     return CollectiveRef(call.op, call.group, call.seq, call.bytes)
 
 
 def where_at(rank: int, site: Site | None, state: str | None = None) -> Where:
-    """Return a rank and its site, which may be unknown."""
     return Where(rank, site.file, site.line, site.function or None, state) if site else Where(rank, state=state)
 
 

@@ -56,11 +56,7 @@ _WORDS = _Words()
 
 
 def filled(template: str, **facts: object) -> str:
-    """Return a template with its facts; the module's docstring has the fields.
-
-    Raises:
-        KeyError: a fact is missing.
-    """
+    """Return a template with its facts; the module's docstring has the fields. KeyError: a fact is missing."""
     return _WORDS.vformat(template, (), facts)
 
 
@@ -108,9 +104,6 @@ class Template:
             cause: Instead of the template's; also `proved` and `severity`.
             completed: The collective completed although the ranks' calls differ.
             facts: What the templates name.
-
-        Raises:
-            KeyError: a fact is missing.
         """
         culprits, victims = tuple(culprits), tuple(victims)
         where = tuple(where)
