@@ -120,20 +120,11 @@ DUPLICATE_DATA = Kind(
     causes=("same_batches_on_ranks", "same_order_every_epoch"),
 )  # fmt: skip
 REPLICA_DRIFT = Kind(
-    name="replica_drift",
-    severities=(_WARNING, _ERROR),
+    name="replica_drift", severities=(_WARNING, _ERROR), sticky=True,
     causes=(
-        "gradients_not_synced",
-        "different_init",
-        "learning_rates",
-        "update",
-        "buffers",
-        "split_module",
-        "mode",
-        "logged",
+        "gradients_not_synced", "different_init", "learning_rates", "update", "buffers", "split_module", "mode", "logged",
     ),
-    sticky=True,
-)
+)  # fmt: skip
 NONFINITE = Kind(
     name="nonfinite", severities=(_INFO, _WARNING, _ERROR), causes=("loss", "gradient", "logged"), sticky=True
 )

@@ -35,6 +35,7 @@ class Limits:
 
 
 limits = Limits()
+Why = tuple[str, str]  # (what is added to the message, advice)
 
 
 def explained(found: Finding, s: Snapshot, pauses: Pauses, cost: float) -> Finding:
@@ -43,48 +44,49 @@ def explained(found: Finding, s: Snapshot, pauses: Pauses, cost: float) -> Findi
     Args:
         cost: Share of the time that the others lose to it.
     """
-    if len(found.culprits) > 1:
+    if len(found.culprits) != 1:
         return found
-    gc = _of_collections(found, s, pauses, cost)
-    return gc or _of_tools(found, s) or _of_thread(found, s) or _of_data(found, s) or _of_growth(found, s) or found
+    rank = found.culprits[0]
+    if (why := _of_collections(rank, s, pauses, cost)) is not None:
+        found = msgspec.structs.replace(found, cause="gc")
+    else:
+        why = _of_tools(rank, s) or _of_thread(rank, s) or _of_data(found, s) or _of_growth(found, s)
+    return msgspec.structs.replace(found, message=found.message + why[0], advice=why[1]) if why is not None else found
 
 
-def _of_tools(found: Finding, s: Snapshot) -> Finding | None:
-    """Return the finding with the tools that are on in that rank only."""
-    (rank,) = found.culprits
+def _of_tools(rank: int, s: Snapshot) -> Why | None:
+    """Return the tools that are on in that rank only."""
     theirs = {tool for q, r in s.ranks.items() if q != rank for tool in r.tools}
     if not (on := [tool for tool in s.ranks[rank].tools if tool not in theirs]):
         return None
-    message = f"{found.message}; {' and '.join(on)} {'is' if len(on) == 1 else 'are'} on there, and on no other rank"
-    return msgspec.structs.replace(found, message=message, advice=text.TOOLS)
+    return f"; {' and '.join(on)} {'is' if len(on) == 1 else 'are'} on there, and on no other rank", text.TOOLS
 
 
-def _of_collections(found: Finding, s: Snapshot, pauses: Pauses, cost: float) -> Finding | None:
-    """Return the finding with garbage collection as its cause, if that is most of what the rank costs."""
-    (rank,) = found.culprits
+def _of_collections(rank: int, s: Snapshot, pauses: Pauses, cost: float) -> Why | None:
+    """Return the garbage collections, if they are most of what the rank costs."""
     share, n = pauses.collecting(s, rank)
     usual = statistics.median_low(pauses.collecting(s, q)[0] for q in s.ranks if q != rank)
     if not n or share - usual < limits.collecting * cost:
         return None
     took = f"{count(n, 'full garbage collection')} {'take' if n > 1 else 'takes'} {percent(share)} of its time"
     at_once = "" if s.ranks[rank].gc_off else f"; `gc.disable()`, and {text.TOGETHER}, let them pause together"
-    message = f"{found.message}: {took}, {percent(usual)} on the others"
-    return msgspec.structs.replace(found, cause="gc", message=message, advice=f"{text.FREEZE}{at_once}")
+    return f": {took}, {percent(usual)} on the others", f"{text.FREEZE}{at_once}"
 
 
-def _of_thread(found: Finding, s: Snapshot) -> Finding | None:
-    """Return the finding with the thread that takes the GIL or a core from the training; None if the others have such a one, too."""
-    r, rest = s.ranks[found.culprits[0]], [x.thread_share for q, x in s.ranks.items() if q != found.culprits[0]]
-    usual = statistics.median_low(rest)
+def _of_thread(rank: int, s: Snapshot) -> Why | None:
+    """Return the thread that takes the GIL or a core from the training; None if the others have such a one, too."""
+    r, usual = s.ranks[rank], statistics.median_low(x.thread_share for q, x in s.ranks.items() if q != rank)
     if r.thread_share - usual < limits.thread:
         return None
     share, theirs = percent(r.thread_share), percent(usual)
-    message = f"{found.message}; its thread {r.thread!r} computes {share} of the time{at(r.thread_site)}, {theirs} on the others"
-    return msgspec.structs.replace(found, message=message, advice=text.THREAD)
+    return (
+        f"; its thread {r.thread!r} computes {share} of the time{at(r.thread_site)}, {theirs} on the others",
+        text.THREAD,
+    )
 
 
-def _of_data(found: Finding, s: Snapshot) -> Finding | None:
-    """Return the finding with how much more data the rank gets: forwards in a step, or elements in a batch; None if it gets no more."""
+def _of_data(found: Finding, s: Snapshot) -> Why | None:
+    """Return how much more data the rank gets: forwards in a step, or elements in a batch; None if it gets no more."""
     forwards = {q: sum(m.forwards for m in r.models) / max(r.step, 1) for q, r in s.ranks.items()}
     elements = {q: x.mean_elements or 0.0 for q, x in training_loaders(s).items()}
     for of, more, advice, causes in (
@@ -96,13 +98,12 @@ def _of_data(found: Finding, s: Snapshot) -> Finding | None:
         own = of.pop(found.culprits[0], 0.0)
         usual = statistics.median(of.values()) if of else 0.0
         if found.cause in causes and usual and own >= limits.larger * usual:
-            message = f"{found.message}; {more.format(own=own, usual=usual, times=own / usual)}"
-            return msgspec.structs.replace(found, message=message, advice=advice)
+            return f"; {more.format(own=own, usual=usual, times=own / usual)}", advice
     return None
 
 
-def _of_growth(found: Finding, s: Snapshot) -> Finding | None:
-    """Return the finding with what grows: the rank's memory, if that is much and the others' little, or the time of its steps."""
+def _of_growth(found: Finding, s: Snapshot) -> Why | None:
+    """Return what grows: the rank's memory, if that is much and the others' little, or the time of its steps."""
     (rank,), said = found.culprits, []
     grown = {q: (points[-1][1] - points[0][1], points[-1][0] - points[0][0])
              for q, r in s.ranks.items() if (points := [x for x in r.memory if x[0] >= (r.warm_since_s or math.inf)])}  # fmt: skip
@@ -120,8 +121,4 @@ def _of_growth(found: Finding, s: Snapshot) -> Finding | None:
             said.append(
                 f"steps take longer with time: {now_s * 1e3:.0f} ms now, {mean_s * 1e3:.0f} ms on average so far"
             )
-    if not said:
-        return None
-    return msgspec.structs.replace(
-        found, message="; ".join((found.message, *said)), advice=f"{text.KEEPS}; {found.advice}"
-    )
+    return ("".join(f"; {x}" for x in said), f"{text.KEEPS}; {found.advice}") if said else None

@@ -7,7 +7,7 @@ worker_pool.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distdiag.diagnosis import kinds
@@ -23,6 +23,7 @@ from distdiag.terms.units import size_text
 
 kind = kinds.MEMORY
 MIB = 1 << 20
+Bounds = tuple[tuple[int, float, float], ...]  # (samples, seconds, growth as a share of the first sample)
 Points = tuple[tuple[float, int], ...]  # (t_s, bytes), oldest first
 
 
@@ -34,10 +35,9 @@ class Limits:
     alone_bytes: int = 128 * MIB
     """The same if only these ranks grow while the others train, too: allocators and caches would
     grow on all ranks."""
-    growth: tuple[tuple[int, float, float], ...] = ((10, 10.0, 0.25), (7, 6.0, 0.5))
-    """(samples, seconds, growth as a share of the first sample): one triple must be reached. Fast
-    growth needs less time."""
-    device_growth: tuple[tuple[int, float, float], ...] = ((30, 30.0, 0.25),)
+    growth: Bounds = ((10, 10.0, 0.25), (7, 6.0, 0.5))
+    """One triple must be reached. Fast growth needs less time."""
+    device_growth: Bounds = ((30, 30.0, 0.25),)
     """The same for devices: torch reserves in jumps until it has seen every shape."""
     window_s: float = 60.0
     """Seconds of samples that are judged."""
@@ -144,8 +144,9 @@ def slope(points: Sequence[tuple[float, int]]) -> tuple[float, float]:
     return (both / times, both * both / (times * sizes)) if times and sizes else (0.0, 0.0)
 
 
-def _recent(r: RankState, memory: Points, window_s: float, since_s: float) -> Points:
+def _recent(r: RankState, of: str, window_s: float, since_s: float) -> Points:
     """Return the newest samples since the warm-up and `since_s`; none if the rank does not train."""
+    memory: Points = getattr(r, of)
     if r.life != Life.RUNNING or r.warm_since_s is None or not memory:
         return ()
     since_s = max(since_s, r.warm_since_s, memory[-1][0] - window_s)
@@ -153,31 +154,29 @@ def _recent(r: RankState, memory: Points, window_s: float, since_s: float) -> Po
 
 
 def _growing(
-    r: RankState,
-    memory: Points,
-    bounds: tuple[tuple[int, float, float], ...],
-    least: int,
-    since_s: float,
-    patience_s: float = 0.0,
-) -> float | None:
-    """Return the bytes per second of steady growth while the rank trains; None otherwise.
+    s: Snapshot, of: str, ranks: Iterable[int], bounds: Bounds, least: int, since_s: float, patience_s: float = 0.0
+) -> dict[int, float]:
+    """Return the bytes per second of those of these ranks whose memory grows steadily while they train.
 
     What a rank gathers in one long step, as when it evaluates or draws, is not kept across steps: growth counts from
     `since_s`, the end of the newest such step, or now.
     """
-    points = _recent(r, memory, max(limits.window_s, patience_s), since_s)
-    points = points[:: -max(1, len(points) // limits.points)][::-1]
-    if len(points) < 2:
-        return None
-    span_s, grown = points[-1][0] - points[0][0], points[-1][1] - points[0][1]
-    if span_s < patience_s or not any(
-        len(points) >= n and span_s >= s and grown >= max(least, share * points[0][1]) for n, s, share in bounds
-    ):
-        return None
-    (rate, fit), half = slope(points), len(points) // 2
-    first, second = slope(points[:half])[0], slope(points[half:])[0]
-    steady = rate > 0 and fit > limits.fit and first > 0 and 1 / limits.halves < second / first < limits.halves
-    return rate if steady and not any(b[1] < a[1] - 4 * MIB for a, b in itertools.pairwise(points)) else None
+    out: dict[int, float] = {}
+    for q in ranks:
+        points = _recent(s.ranks[q], of, max(limits.window_s, patience_s), since_s)
+        points = points[:: -max(1, len(points) // limits.points)][::-1]
+        if len(points) < 2:
+            continue
+        span_s, grown = points[-1][0] - points[0][0], points[-1][1] - points[0][1]
+        reached = (len(points) >= n and span_s >= x and grown >= max(least, y * points[0][1]) for n, x, y in bounds)
+        if span_s < patience_s or not any(reached):
+            continue
+        (rate, fit), half = slope(points), len(points) // 2
+        first, second = slope(points[:half])[0], slope(points[half:])[0]
+        steady = rate > 0 and fit > limits.fit and first > 0 and 1 / limits.halves < second / first < limits.halves
+        if steady and not any(b[1] < a[1] - 4 * MIB for a, b in itertools.pairwise(points)):
+            out[q] = rate
+    return out
 
 
 def _alone(s: Snapshot, growing: Mapping[int, float], since_s: float, of: str) -> bool:
@@ -186,36 +185,28 @@ def _alone(s: Snapshot, growing: Mapping[int, float], since_s: float, of: str) -
     if not growing or len(others) < len(growing) or len(s.ranks) < s.world_size or _model_parallel(s):
         return False
     rate = limits.flat * min(growing.values())
-    recent = [_recent(r, getattr(r, of), limits.window_s, since_s) for r in others]
+    recent = [_recent(r, of, limits.window_s, since_s) for r in others]
     return all(len(p) > 1 and p[-1][1] - p[0][1] < rate * (p[-1][0] - p[0][0]) for p in recent)
 
 
 def _on_host(facts: Facts, of: str) -> Finding | None:
     """Return the finding of host memory that grows steadily: `memory` of the ranks, or `worker_memory`."""
     s, since_s = facts.snapshot, facts.pauses.long_until_s
-
-    def growing(ranks: Mapping[int, RankState], least: int, patience_s: float = 0.0) -> dict[int, float]:
-        rates = {q: _growing(r, getattr(r, of), limits.growth, least, since_s, patience_s) for q, r in ranks.items()}
-        return {q: rate for q, rate in rates.items() if rate is not None}
-
-    found = growing(s.ranks, limits.alone_bytes)
+    found = _growing(s, of, s.ranks, limits.growth, limits.alone_bytes, since_s)
     alone = _alone(s, found, since_s, of)
     least = limits.alone_bytes if alone else limits.growth_bytes
-    found = found if alone else growing({q: s.ranks[q] for q in found}, least)
+    found = found if alone else _growing(s, of, found, limits.growth, least, since_s)
     if not found:
         return None
     left_s = s.host_available_bytes / sum(found.values()) if s.host_available_bytes else None
     patience_s = min(limits.patience * (left_s or 0.0), limits.alone_s if alone else limits.patience_s)
-    found = growing({q: s.ranks[q] for q in found}, least, patience_s)
+    found = _growing(s, of, found, limits.growth, least, since_s, patience_s)
     return _grows(facts, of, found, left_s) if found else None
 
 
 def _on_device(facts: Facts) -> Finding | None:
-    ranks, since_s = facts.snapshot.ranks, facts.pauses.long_until_s
-    rates = {
-        q: _growing(r, r.device_memory, limits.device_growth, limits.growth_bytes, since_s) for q, r in ranks.items()
-    }
-    found = {q: rate for q, rate in rates.items() if rate is not None}
+    s, ranks, bounds = facts.snapshot, facts.snapshot.ranks, limits.device_growth
+    found = _growing(s, "device_memory", ranks, bounds, limits.growth_bytes, facts.pauses.long_until_s)
     left_s = (max(0, (ranks[q].device_total_bytes or 0) - ranks[q].device_memory[-1][1]) / found[q] for q in found)
     return _grows(facts, "device_memory", found, min(left_s)) if found else None
 

@@ -68,11 +68,11 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     elif dropped:
         first = min(x.step for _, x in dropped)
         common = _common(s, [(q, x) for q, x in dropped if x.step == first])
-        yield DROPPED(victims=sorted(s.ranks) if common["on"] == "all ranks" else (), **common)
+        yield DROPPED(victims=sorted(s.ranks) if common["everywhere"] else (), **common)
     elif infinite:
         chosen, _ = _deciding(s, infinite)  # several in a row, while their gradients are finite
         common = _common(s, chosen)
-        yield HARMLESS(victims=sorted({q for q, _ in chosen}) if common["on"] == "all ranks" else (), **common)
+        yield HARMLESS(victims=sorted({q for q, _ in chosen}) if common["everywhere"] else (), **common)
     elif logged := list(_logged(s)):
         yield from logged
     elif not any(map(_seen, s.ranks.values())):
@@ -131,15 +131,15 @@ def _common(s: Snapshot, chosen: Found) -> dict[str, Any]:
         "first_seen_s": min((y.t_s for _, y in chosen if y.t_s is not None), default=None),
         "value": "nan" if x.value != x.value else "inf" if x.value > 0 else "-inf",
         "on": "all ranks" if everywhere else rank_list(ranks),
+        "everywhere": everywhere,
         "site": x.site,
     }
 
 
 def _finding(s: Snapshot, found: Found) -> Finding:
     chosen, from_input = _deciding(s, found)
-    common, x = _common(s, chosen), chosen[0][1]
-    ranks = {q for q, _ in chosen}
-    everywhere = len(ranks) == s.world_size
+    common, x, ranks = _common(s, chosen), chosen[0][1], {q for q, _ in chosen}
+    everywhere = common["everywhere"]
     others = sorted({q for q, _ in found} - ranks)
     alone = all(y.alone for _, y in found)  # it trains alone: a trial, which may be meant to fail
     alive = sorted(r.rank for r in s.ranks.values() if r.life != Life.MISSING)
