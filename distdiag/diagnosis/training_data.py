@@ -23,6 +23,11 @@ def stages(s: Snapshot) -> bool:
     return all(r.p2p_issued and not any(s.whole(m.group) for m in r.models) for r in s.ranks.values())
 
 
+def model_parallel(s: Snapshot) -> bool:
+    """True if some ranks have a group of their own: they may differ by design."""
+    return any(1 < len(g.ranks) < s.world_size for g in s.groups.values())
+
+
 def training_loaders(s: Snapshot) -> dict[int, Loader]:
     """Return the loader that each rank trains from (the busiest of several); empty unless every rank has one."""
     out: dict[int, Loader] = {}

@@ -56,12 +56,9 @@ def _first_pair(case: Case, side: Sequence[int]) -> tuple[Call, Call] | None:
     if made is None or made.site is None or made.seq is None:
         return None
     seq, theirs = made.seq, call_at(rest[0], group, made.seq)
-    due = {site_of(None, call_at(state, group, seq)) for state in rest}
-    if (
-        {site_of(None, call_at(case.states[rank], group, seq)) for rank in side} != {made.site.key}
-        or len(due) != 1
-        or None in due
-    ):
+    mine = [case.states[rank] for rank in side]
+    here, due = ({site_of(None, call_at(state, group, seq)) for state in states} for states in (mine, rest))
+    if here != {made.site.key} or len(due) != 1 or None in due:
         return None
     follows = (c for c in (*first.calls, first.blocked) if c is not None and c.group == group and not c.p2p)
     later = any(site_of(None, c) in due and (c.seq or 0) > seq for c in follows)

@@ -74,7 +74,7 @@ def accuse(case: Case) -> Testimony | None:
 def _loop(case: Case) -> _Loop | None:
     """Return the outermost loop in which some ranks are behind others: all wait, and their counters are equal."""
     stacks = {q: state.user_stack[::-1] for q, state in case.states.items()}
-    if case.snapshot.source != "stacks" or any(state.blocked is None for state in case.states.values()):
+    if any(state.blocked is None for state in case.states.values()):
         return None
     shortest = min(map(len, stacks.values()), default=0)
     depth = next((i for i in range(shortest) if len({stack[i] for stack in stacks.values()}) > 1), None)

@@ -19,6 +19,7 @@ from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot
 from distdiag.diagnosis.step_times import mean_step_s
 from distdiag.diagnosis.text.phrases import at, rough_time, wheres
 from distdiag.diagnosis.text.template import Template
+from distdiag.diagnosis.training_data import model_parallel
 from distdiag.terms.units import size_text
 
 kind = kinds.MEMORY
@@ -127,10 +128,6 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     yield from _imbalance(s, DEVICE_IMBALANCE, used)
 
 
-def _model_parallel(s: Snapshot) -> bool:
-    return any(1 < len(g.ranks) < s.world_size for g in s.groups.values())
-
-
 # -- growth ----------------------------------------------------------------------------------------------------------
 
 
@@ -182,7 +179,7 @@ def _growing(
 def _alone(s: Snapshot, growing: Mapping[int, float], since_s: float, of: str) -> bool:
     """True if at least as many other ranks train, too, and do not grow."""
     others = [r for q, r in s.ranks.items() if q not in growing]
-    if not growing or len(others) < len(growing) or len(s.ranks) < s.world_size or _model_parallel(s):
+    if not growing or len(others) < len(growing) or len(s.ranks) < s.world_size or model_parallel(s):
         return False
     rate = limits.flat * min(growing.values())
     recent = [_recent(r, of, limits.window_s, since_s) for r in others]
@@ -253,7 +250,7 @@ def _late(s: Snapshot) -> dict[int, int]:
 
 def _imbalance(s: Snapshot, template: Template, values: dict[int, int], least: float = 0.0) -> Iterator[Finding]:
     """Yield ranks whose memory is far above the others'; nothing unless that of all ranks is known."""
-    if len(values) < max(2, len(s.ranks)) or _model_parallel(s):
+    if len(values) < max(2, len(s.ranks)) or model_parallel(s):
         return
     odd, typical = above(values, lambda typical: max(limits.imbalance_bytes, limits.imbalance_share * typical, least))
     if odd:

@@ -19,7 +19,7 @@ from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank
 from distdiag.diagnosis.model.snapshot import Model, RankState, Sample, Site, Snapshot
 from distdiag.diagnosis.text.phrases import at, count, wheres
 from distdiag.diagnosis.text.template import Template, filled
-from distdiag.diagnosis.training_data import NOT_ALL, synchronous, training_loaders
+from distdiag.diagnosis.training_data import NOT_ALL, model_parallel, synchronous, training_loaders
 from distdiag.terms.ranks import by_value, unfold_ranks
 
 kind = kinds.REPLICA_DRIFT
@@ -82,13 +82,8 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     for kind_of, team in (*of_teams, ("outside_ddp", ""), ("state", ""), ("buffers", "")):
         ranks = [q for q in unfold_ranks(team) if q in s.ranks] or sorted(s.ranks)
         found = outside if kind_of == "outside_ddp" else _drift(s, kind_of, ranks, bool(team))
-        if (
-            kind_of == "parameters"
-            and isinstance(found, Finding)
-            and isinstance(outside, Finding)
-            and (outside.step or 0) <= (found.step or 0)
-        ):
-            found = _followed(outside, found)
+        if kind_of == "parameters" and isinstance(found, Finding) and isinstance(outside, Finding):
+            found = _first(outside, found)
         if kind_of == "parameters" or isinstance(found, Finding) or any(_samples(s, kind_of)):
             yield found
         if isinstance(found, Finding):
@@ -97,8 +92,10 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     yield from _logged(s)
 
 
-def _followed(cause: Finding, effect: Finding) -> Finding:
-    """Return the drift of parameters outside DDP, which that of DDP's own follows: through a norm over all gradients, for example."""
+def _first(cause: Finding, effect: Finding) -> Finding:
+    """Return the drift of parameters outside DDP, if that of DDP's own follows it: through a norm over all gradients, for example."""
+    if (cause.step or 0) > (effect.step or 0):
+        return effect
     message = f"{cause.message}; those of DDP drift since step {effect.step} or earlier, too"
     return msgspec.structs.replace(cause, message=message, severity=effect.severity, cost=effect.cost)
 
@@ -233,11 +230,7 @@ def _cause(s: Snapshot, kind: str, drifting: list[int]) -> str | None:
     some_now = shares and limits.metrics < min(shares) and max(shares) < min(least, min(shares) + limits.metrics)
     if all_before and some_now:
         return "partly_averaged"
-    if (
-        some_now
-        and min(shares) >= limits.almost
-        and not any(1 < len(g.ranks) < s.world_size for g in s.groups.values())
-    ):
+    if some_now and min(shares) >= limits.almost and not model_parallel(s):
         return "some_reduced"
     if not shares or min(shares) < least or max(shares) > most:
         return None

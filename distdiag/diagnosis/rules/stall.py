@@ -204,11 +204,10 @@ def _nobody_moves(facts: Facts) -> Iterator[Finding]:
     if still_s is None or still_s < limit_s or any("sleep(" in line_at(r.current_site, facts.source) for r in ranks):
         return
     at_site = [*by_value({r.rank: r.current_site for r in ranks}).items()][:4]
-    places = (f"{rank_list(q)} {verb(q, 'is', 'are')}{at(site) or ' at an unknown line'}" for site, q in at_site)
     sets = _unset(facts, still_s)
+    places = (f"{rank_list(q)} {verb(q, 'is', 'are')}{at(site) or ' at an unknown line'}" for site, q in at_site)
     if sets:
-        groups = by_value({r.rank: r.current_site for r in ranks}).values()
-        places = (keys_text([s.ranks[q] for q in group], ranks) for group in [*groups][:4])
+        places = (keys_text([s.ranks[q] for q in group], ranks) for _, group in at_site)
     yield NOBODY_MOVES(
         victims=sorted(s.ranks), where=map(where, ranks), step=max(r.step for r in ranks),
         first_seen_s=s.t_s - still_s, still_s=still_s, places="; ".join(places),
