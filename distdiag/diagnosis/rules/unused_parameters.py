@@ -47,6 +47,8 @@ class Limits:
     """Newest checksums of the parameters that must be equal, or newest sampled steps without any gradient."""
     unchanged_steps: int = 64
     """Steps that they must span: a library may step its optimizer with nothing to do for some."""
+    first_step: int = 2
+    """First sampled step: a learning rate that is 0 since then may be a warm-up by epochs."""
     not_needed_share: float = 0.005
     """Share of the step that the search takes; below it, the flag is reported as info. A branch that
     is skipped once in some hundred steps needs the flag, and no check may have met it."""
@@ -97,6 +99,8 @@ _DO = {
     "freeze what is not to be trained (`requires_grad_(False)`)",
     "unchanged": "see whether gradients are zero when the optimizer steps (`zero_grad()` before it, a clipped or scaled loss), and whether the "
     "learning rate is too small for the dtype of the parameters",
+    "no rate": "step the scheduler once per optimizer step, and make it for as many: if it is stepped for each micro-batch of an accumulation, "
+    "its schedule ends too early; if the schedule is to be over, end the training",
     "flag": "drop the flag if no branch of the model is ever skipped",
 }
 
@@ -131,15 +135,16 @@ def _unchanged(s: Snapshot) -> Finding | None:
     of: dict[int, tuple[str, int, str]] = {}
     for q, r in s.ranks.items():
         every = _lasting(r, "no_gradients", lambda x, newest: x.value == _all(x))
-        rates = [x for x in r.samples if x.kind == "learning_rate"]
         same = _lasting(r, "parameters", lambda x, newest: x.value == newest.value)
+        at = {x.step for x in same}
+        rates = [x.value for x in r.samples if x.kind == "learning_rate" and x.step in at]
         if every:
             why = f"none of its {every[-1].value:,.0f} parameters has a gradient when it steps"
             of[q] = "no gradients", every[0].step, why
         # without DDP, those that are compared may be frozen ones
-        elif r.models and same and rates and min(x.value for x in rates[-len(same) :]) > 0:
-            why = f"its parameters are the same after each of {len(same)} steps that were compared, at a learning rate of {rates[-1].value:.3g}"
-            of[q] = "unchanged", same[0].step, why
+        elif r.models and rates and (min(rates) > 0 or (max(rates) == 0 and same[0].step > limits.first_step)):
+            why = f"its parameters are the same after each of {len(same)} steps that were compared, at a learning rate of {rates[-1]:.3g}"
+            of[q] = "unchanged" if rates[-1] else "no rate", same[0].step, why
     if not of:
         return None
     why, step, text = of[min(of)]

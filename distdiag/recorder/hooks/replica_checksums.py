@@ -81,8 +81,10 @@ class ReplicaChecksums:
             self.samples.write(SampleKind.AVERAGED, step, self.averaged_elements / elements if elements else 0.0)
         self._checksum(SampleKind.PARAMETERS, params, step, which, name=ranks)
         rates = [g.get("lr") for g in optimizer.param_groups]
-        if all(type(rate) in (int, float) for rate in rates):  # it may be a tensor on a device
-            self.samples.write(SampleKind.LEARNING_RATE, step, rates[0], zlib.crc32(repr(rates).encode()))
+        known = all(type(rate) in (int, float) for rate in rates)  # it may be a tensor on a device
+        if known and (any(rates) or not self.others):  # else other optimizers train for now
+            rate = next(filter(None, rates), 0.0)
+            self.samples.write(SampleKind.LEARNING_RATE, step, rate, zlib.crc32(repr(rates).encode()))
         buffers = [x for m in self.ledger.models.values() for x in self._buffers(m)]
         if buffers:
             self._checksum(SampleKind.BUFFERS, [b for b, _ in buffers], step)

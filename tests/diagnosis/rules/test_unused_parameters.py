@@ -206,23 +206,30 @@ def test_an_unchecked_rank_does_not_differ() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "rate", "found"),
+    ("values", "rate", "since", "found"),
     [
-        ((1.5,) * 5, 0.1, True),
-        ((1.5,) * 5, 0.0, False),
-        ((1.5, 1.6, 1.7, 1.8, 1.8), 0.1, False),
-        ((1.5,) * 3, 0.1, False),
+        ((1.5,) * 5, 0.1, 32, True),
+        ((1.5,) * 5, 0.0, 32, True),
+        ((1.5,) * 5, 0.0, 2, False),
+        ((1.5,) * 5, None, 32, False),
+        ((1.5, 1.6, 1.7, 1.8, 1.8), 0.1, 32, False),
+        ((1.5, 1.6, 1.7, 1.8, 1.8), 0.0, 32, False),
+        ((1.5,) * 3, 0.1, 32, False),
     ],
-    ids=["the same", "rate 0", "changed", "few"],
-)
-def test_parameters_that_no_step_changes_are_reported(values: tuple[float, ...], rate: float, found: bool) -> None:
-    at = tuple(range(32, 192, 32))
-    samples = [(Sample("parameters", k, v), Sample("learning_rate", k, rate)) for k, v in zip(at, values, strict=False)]
-    of = found_in(job(*(rank(q, samples=tuple(x for pair in samples for x in pair)) for q in range(2))))
+    ids=["the same", "rate 0", "warm-up from 0", "rate not known, or others step", "changed", "changed without a rate", "few"],
+)  # fmt: skip
+def test_parameters_that_no_step_changes_are_reported(
+    values: tuple[float, ...], rate: float | None, since: int, found: bool
+) -> None:
+    at = range(since, since + 160, 32)
+    rates = () if rate is None else tuple(Sample("learning_rate", k, rate) for k in at)
+    samples = (*(Sample("parameters", k, v) for k, v in zip(at, values, strict=False)), *rates)
+    of = found_in(job(*(rank(q, samples=samples) for q in range(2))))
     of = [f for f in of if f.cause == "not_updated"]
     assert bool(of) is found
     if found:
-        assert "the same after each of 5 steps that were compared, at a learning rate of 0.1" in of[0].message
+        assert f"the same after each of 5 steps that were compared, at a learning rate of {rate:g}" in of[0].message
+        assert ("once per optimizer step" in of[0].advice) is (rate == 0)
 
 
 @pytest.mark.parametrize(
