@@ -295,8 +295,8 @@ class SampleKind(IntEnum):
     DROPPED_LOSS = 15  # NaN, the fourth after which the next update had finite gradients
     INFINITE_LOSS = 12  # several in a row, all with finite gradients
     NAN_INPUT = 8  # the batch of a non-finite loss contains NaN
-    # of the optimizer's first group whose rate is not 0, where a checksum is taken (all are 0, and others step: none); its key is a
-    # hash of those of all groups
+    # of the optimizer's first group whose rate is not 0, where a checksum is taken (all are 0, and others step: none); its key is
+    # how often the compared parameters were written in place so far
     LEARNING_RATE = 9
     # checksum of the buffers that are saved with the model, without those of batch norm; `name`: of the first of them
     STATE = 18

@@ -101,14 +101,15 @@ def test_parameters_that_no_ddp_module_was_built_with_are_sampled_apart() -> Non
 
 
 @pytest.mark.parametrize(
-    ("rates", "others", "written"), [((0.0, 0.2), 0, 0.2), ((0.0, 0.0), 0, 0.0), ((0.0, 0.0), 1, None), ((0.1,), 1, 0.1)]
+    ("rates", "others", "written"),
+    [((0.0, 0.2), 0, 0.2), ((0.0, 0.0), 0, 0.0), ((0.0, 0.0), 1, None), ((0.1,), 1, 0.1)],
 )
 def test_a_learning_rate_of_zero_is_that_of_all_that_is_stepped(
     rates: tuple[float, ...], others: int, written: float | None
 ) -> None:
     """A discriminator waits, or a backbone is frozen by its rate: the job trains nevertheless."""
     layers = [nn.Linear(2, 2) for _ in rates]
-    groups = [{"params": layer.parameters(), "lr": r} for layer, r in zip(layers, rates, strict=True)]
+    groups = [{"params": [*layer.parameters()], "lr": r} for layer, r in zip(layers, rates, strict=True)]
     out: Any = Written()
     ledger: Any = SimpleNamespace(models={}, averaged_by=None)
     checksums, other = ReplicaChecksums(ledger, out), torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
@@ -116,6 +117,11 @@ def test_a_learning_rate_of_zero_is_that_of_all_that_is_stepped(
         checksums.others.add(other)
     checksums.after_optimizer(torch.optim.SGD(groups), 4)
     assert out.of.get(SampleKind.LEARNING_RATE, (None, 0))[0] == written
+    if written is not None:
+        before = out.of[SampleKind.LEARNING_RATE][1]
+        layers[0].load_state_dict(layers[0].state_dict())
+        checksums.after_optimizer(torch.optim.SGD(groups), 4)
+        assert out.of[SampleKind.LEARNING_RATE][1] == before + 2, "weight and bias were written"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

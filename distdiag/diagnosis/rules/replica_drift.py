@@ -311,7 +311,7 @@ _WHAT = {
     "state": "buffers that are saved with the model ({name}) are updated from each rank's own batches, and broadcast_buffers is off",
     "mild": "their buffers were equal before and differ now, and broadcast_buffers is off",
     "learning_rates": "gradients are averaged, but learning rates differ",
-    "update": "gradients are averaged and the replicas were equal before, but not every rank updates its parameters in the same way",
+    "update": "gradients are averaged and the replicas were equal before, but {apart}",
     "first_update": "gradients are averaged, but from the first steps on not every rank updates its parameters in the same way",
     "unequal": "gradients are reduced in every step, but the replicas do not keep one distance: their updates differ",
     "accumulated": "the replicas were equal before, and gradients are averaged in one of several backward passes per step: those of the "
@@ -350,6 +350,8 @@ _ADVICE = {
     "the same epoch length; and load the same optimizer state on all ranks",
     "update": "check whether one rank alone decides to load weights, or to skip, clip or scale a step; let all ranks decide together "
     "(all_reduce, broadcast), and reduce in the same order on all ranks: a set is ordered differently on each",
+    "written": "look for what one rank alone puts into its model between two steps: averaged (EMA) or loaded weights, for a validation or a "
+    "checkpoint; put the trained ones back on every path (`try … finally`)",
     "first_update": "load the same optimizer state on all ranks (DDP makes only the model equal, when it is built); and check whether one rank "
     "alone loads weights, has other learning rates, skips, clips or scales a step, or a communication hook that averages nothing",
     "unequal": "begin with the same parameters and the same optimizer state on all ranks (a checkpoint that all load, or a broadcast); wait for "
@@ -383,14 +385,15 @@ def _finding(
         words = "first_update"
     elif cause == "gradients_not_synced":
         words = by_ddp or words
+    odd, ranks = minority(rates or values), sorted(values)
+    apart, written = _apart(s, equal, steps[0], odd)
     newest = next(reversed(_samples(s, "reduced" if words == "some_reduced" else cause)), None)
     what = filled(
         _WHAT["mild" if mild else words], passes=min((m.synced_backwards for m in models), default=0),
-        steps=max(r.step for r in s.ranks.values()), name=newest and newest.name, share=newest and newest.value,
+        steps=max(r.step for r in s.ranks.values()), name=newest and newest.name, share=newest and newest.value, apart=apart,
     )  # fmt: skip
     what += f" ({_rates_text(rates)})" if rates else ""
     what += _not_through_ddp(s) if words == "gradients_not_synced" else _not_waited_for(s) if words == "unequal" else ""
-    odd, ranks = minority(rates or values), sorted(values)
     by_hand = cause in ("different_init", "partly_averaged", "some_reduced", "unequal") and not models
     # a plain tensor in a model of DTensors may be a rank's own, such as its experts
     by_design = cause in ("some_reduced", "partly_averaged", "split_module", "outside_ddp", "state")
@@ -399,10 +402,24 @@ def _finding(
         cause=known if (known := _CAUSE.get(words, words)) in kind.causes else None, proved=certain or cause == "buffers",
         severity=Severity.INFO if mild or cause == "some_reduced" else Severity.WARNING if cause in ("outside_ddp", "state") else None,
         culprits=odd, victims=[q for q in ranks if q not in odd], step=steps[0], last=steps[-1],
-        where=wheres(s, ranks, None, {q: _site(s.ranks[q], by_hand) for q in ranks}),
-        equal="" if equal is None else f" (equal at step {equal})", what=what, spread=_spread(values), do=_ADVICE[words + (" in DDP" if words == "different_init" and models else "")],
+        # not DDP's, if it averages well
+        where=() if words in ("update", "first_update") and not by_hand else wheres(s, ranks, None, {q: _site(s.ranks[q], by_hand) for q in ranks}),
+        equal="" if equal is None else f" (equal at step {equal})", what=what, spread=_spread(values), do=_ADVICE["written" if written and words == "update" else words + (" in DDP" if words == "different_init" and models else "")],
         cost=_COST.get("mild" if mild else cause, "each rank trains a different model; only one of them is saved"),
     )  # fmt: skip
+
+
+def _apart(s: Snapshot, equal: int | None, first: int, odd: tuple[int, ...]) -> tuple[str, bool]:
+    """Return how the parameters came apart between two steps, and whether something else than the common steps wrote those of `odd`."""
+    counts = by_step({q: {x.step: x.key for x in _samples_of(r, "learning_rate")} for q, r in s.ranks.items()})
+    written = {q: n - counts[equal][q] for q, n in counts[first].items()} if equal in counts and first in counts else {}
+    most = {q for q, n in written.items() if n == max(written.values())}
+    named = {*odd} or most
+    if most != {*written} and named in (most, {*written} - most):
+        text = f"then the parameters of {rank_list(sorted(named))} were written {'more' if named == most else 'less'} often than those of "
+        return text + rank_list(sorted({*written} - named)), bool(odd) and named == most
+    text = f"then those of {rank_list(odd)} changed in another way than the others"
+    return text if odd else "then they changed in different ways", False
 
 
 def _not_through_ddp(s: Snapshot) -> str:
@@ -438,10 +455,10 @@ def _unfrozen(s: Snapshot) -> Finding | None:
 
 
 def _site(r: RankState, by_hand: bool) -> Site | None:
-    """Return where gradients are averaged: by hand, the newest all_reduce of more than a number or two; else backward."""
+    """Return where gradients are averaged: by hand, the newest all_reduce of more than a number or two; else the last backward."""
     calls = (c.site for c in reversed(r.calls) if c.op == "all_reduce" and (c.bytes or 0) > 16)
     site = next(calls, None) if by_hand else None
-    stack = r.phase_stacks.get("backward") or r.user_stack
+    stack = r.phase_stacks.get("backward")
     return site or (stack[0] if stack else None)
 
 

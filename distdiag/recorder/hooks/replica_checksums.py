@@ -83,8 +83,8 @@ class ReplicaChecksums:
         rates = [g.get("lr") for g in optimizer.param_groups]
         known = all(type(rate) in (int, float) for rate in rates)  # it may be a tensor on a device
         if known and (any(rates) or not self.others):  # else other optimizers train for now
-            rate = next(filter(None, rates), 0.0)
-            self.samples.write(SampleKind.LEARNING_RATE, step, rate, zlib.crc32(repr(rates).encode()))
+            written = sum(p._version for p in params[:: max(1, len(params) // CHECKSUM_TENSORS)])
+            self.samples.write(SampleKind.LEARNING_RATE, step, next(filter(None, rates), 0.0), written)
         buffers = [x for m in self.ledger.models.values() for x in self._buffers(m)]
         if buffers:
             self._checksum(SampleKind.BUFFERS, [b for b, _ in buffers], step)
