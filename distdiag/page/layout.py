@@ -9,7 +9,7 @@ from enum import IntEnum
 from pathlib import Path
 
 MAGIC = b"DISTDIAG"
-VERSION = 14
+VERSION = 15
 HEAP_BYTES = 192 * 1024
 CALLS, STEPS, SAMPLES, SCALARS, DDP_TIMES = 1024, 256, 128, 64, 32
 CALLERS = 3  # most callers of a call's site
@@ -165,6 +165,9 @@ class SiteSlot(Structure):
     _fields_ = [("site", c_uint32), ("op", c_uint32), ("count", c_uint64)]
 
 
+EPOCH_SAMPLES = 32
+
+
 class LoaderSlot(Structure):
     _fields_ = [
         ("site", c_uint32),
@@ -192,6 +195,9 @@ class LoaderSlot(Structure):
         ("polls", c_uint32),  # polls of its workers; 0: not known
         ("fetching_permille", c_uint32),  # recent share of its workers that fetch a batch; the others wait
         ("fed", c_uint32),  # no loader: what a DDP module was given in steps without one
+        ("sampled_epoch", c_uint64),  # the epoch, of those counted by `iterations`, of the next field; 0: none
+        # of the samples in it, those with the lowest hashes: the hash (high 32 bits), and how often it came
+        ("epoch_samples", c_uint64 * EPOCH_SAMPLES),
     ]
 
 

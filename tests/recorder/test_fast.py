@@ -101,7 +101,7 @@ json.dump({
                  for s in pages.steps if s.number],
     "sites": [(text(s.site), text(s.op), s.count) for s in pages.sites[: h.n_sites]],
     "models": [(m.forwards, m.synced_backwards, text(m.site)) for m in pages.models[: h.n_models]],
-    "loaders": [(text(l.site), l.iterations, l.batches, l.in_training, l.exhausted, l.fed, l.n_first, list(l.first), l.given, l.elements)
+    "loaders": [(text(l.site), l.iterations, l.batches, l.in_training, l.exhausted, l.fed, l.n_first, list(l.first), l.given, l.elements, l.sampled_epoch)
                 for l in pages.loaders[: h.n_loaders]],
     "samples": [(s.kind, s.step, repr(s.value), s.key, text(s.site)) for s in pages.samples if s.number],
 }, open(sys.argv[1], "w"))

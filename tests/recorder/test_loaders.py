@@ -141,3 +141,42 @@ def test_a_view_of_short_rows_is_identified_by_more_than_its_first() -> None:
     first, second = fingerprint({"ids": rows[:, :-1]}), fingerprint({"ids": rows[:, :-1] + 1})
     assert 0 not in (first, second) and first != second
     assert fingerprint({"ids": rows[:1, :-1]}) == 0
+
+
+def epoch(
+    recorded: Loaders, rows: torch.Tensor, *, batch: int = 16, trains: bool = True, ends: bool = True, length: int = -1
+) -> set[int]:
+    """Return what is kept of an epoch of these rows."""
+    iterator = iter(rows.split(batch))
+    recorded.starts_plain(iterator, (), None if length < 0 else length, None)
+    for x in iterator:
+        recorded.gives(iterator, {"x": x})
+        if trains:
+            recorded.trains()
+    if ends:
+        recorded.ends(iterator)
+    slot = next(iter(recorded._slots.values()))
+    assert recorded.header.errors == 0
+    return {*slot.epoch_samples} if slot.sampled_epoch else set()
+
+
+@pytest.mark.parametrize("make", [torch.randn, lambda n, m: torch.randint(0, 9, (n, m))])
+def test_the_same_samples_have_the_same_hashes_in_any_order_and_batches(make: Any, recorded: Loaders) -> None:
+    torch.manual_seed(0)
+    rows = make(600, 40)
+    first = epoch(recorded, rows)
+    assert len(first) == 32 and epoch(recorded, rows[:300]) == first, "only the first epoch is hashed"
+    for part, common in ((rows[torch.randperm(600)], True), (rows[:300], False), (torch.cat([rows, rows]), False)):
+        recorded._slots.clear()
+        recorded.header.n_loaders = 0
+        recorded.page.page.loaders[0].sampled_epoch = recorded.page.page.loaders[0].iterations = 0
+        assert (epoch(recorded, part, batch=7) == first) is common
+
+
+@pytest.mark.parametrize(
+    "how", [{"trains": False}, {"ends": False}, {"length": 1 << 20}, {"rows": 1 << 16}, {"rows": 20}]
+)
+def test_epochs_that_cannot_be_compared_or_are_long_are_not_hashed(how: dict[str, Any], recorded: Loaders) -> None:
+    rows = torch.randn(how.pop("rows", 600), 4)
+    assert epoch(recorded, rows, batch=512, **how) == set()
+    assert epoch(recorded, rows, batch=512, **how) == set()

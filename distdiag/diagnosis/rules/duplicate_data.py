@@ -1,5 +1,5 @@
-"""duplicate_data: ranks train on the same batches, or every epoch has the same order. Batches are
-compared by fingerprints.
+"""duplicate_data: ranks train on the same batches or samples, or every epoch has the same order.
+Batches are compared by fingerprints, and the samples of a first epoch that ends by hashes.
 
 Faulty jobs: noise_seeds, same_shuffle, frozen_order, char_windows, no_group.
 Healthy look-alikes: noise_fine, param_server, groups_apart, no_dist.
@@ -7,6 +7,7 @@ Healthy look-alikes: noise_fine, param_server, groups_apart, no_dist.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,11 @@ class Limits:
     """Batches in a row that must have equal fingerprints: with few labels, one or two are equal by
     chance. Also the epochs after which a sampler that is still at epoch 0 has no `set_epoch`, and
     the equal checksums of ranks without a process group."""
+    same_samples: float = 0.8
+    """Share of the samples of two ranks' epochs that both read, as often, from which on they read the same: dropped last batches
+    differ. Of random draws with replacement, a fifth are drawn as often by both."""
+    some_samples: float = 0.25
+    """The same, from which on their parts overlap, if no rank reads one twice: 8 of 32 are no chance, and no padding of a sampler."""
     losses: int = 16
     """Different losses that must be equal on all ranks."""
 
@@ -44,6 +50,14 @@ SAME_BATCHES = Template(kind, "same_batches_on_ranks", "{same} train on the same
 SAME_LABELS = Template(kind, "same_batches_on_ranks",
     "{same} train on batches with the same labels{site}{also}: the same samples, augmented differently, or other "
     "samples with the same pattern of labels", _REPEATED, "{do}")  # fmt: skip
+SAME_SAMPLES = Template(kind, "same_batches_on_ranks",
+    "{same} read the same samples in an epoch{site}, not a part each{also}",
+    "each epoch trains on the same samples {times} times", "{do}")  # fmt: skip
+OVERLAP = Template(kind, "same_batches_on_ranks",
+    "the parts of the data that the ranks read in an epoch overlap{site}: about {share:share} of the samples of {same} are the same",
+    "some samples are trained on by several ranks in each epoch",
+    "let the sampler shuffle with the same seed on all ranks, and then take each rank's part; if each rank is to draw at random, ignore this",
+    severity=Severity.INFO)  # fmt: skip
 SHIFTED = Template(kind, "same_batches_on_ranks",
     "{same} train on the same batches, {first} {n} step{n:|s} before {second}{site}",
     "{repeated} of {world} ranks repeat the work of another, a few steps later",
@@ -104,11 +118,13 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         if unknown := [q for q, x in loaders.items() if not _comparable(x.first_fingerprints)]:
             why = f"the first batches of rank {unknown[0]} have no fingerprints yet, or no tensor that has one"
             yield Abstained(why)
+        found: list[Finding | Abstained] = []
         if all(
             len(loaders[q].first_fingerprints) >= limits.times for q in unknown
         ):  # else those of more ranks may follow
-            yield from _same_batches(s, loaders)
-        yield from _shuffled_apart(s, loaders)
+            found += _same_batches(s, loaders)
+        found += _shuffled_apart(s, loaders)
+        yield from found or _same_samples(s, loaders)
         ranks = sorted(q for q, x in loaders.items() if _same_order(x))
         if ranks and len(ranks) == len(loaders):
             yield _found(SAME_ORDER, s, loaders, ranks, epoch=loaders[ranks[0]].sampler_epoch)
@@ -232,11 +248,9 @@ def _same_batches(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding |
     template, repeated = SAME_LABELS if labels else SAME_BATCHES, len(ranks) - len(groups)
     if len(groups) > 1 and do == "no sampler":
         do = "parts"
-    others = [rank_list(g) for g in groups[1:4]]
     yield _found(
         template, s, loaders, ranks, severity=severity, repeated=repeated, same=rank_list(groups[0]),
-        also=f", and so do {', '.join(others)}" + (", …" if len(groups) > 4 else "") if others else "",
-        do=_DO[do].format(parts=s.world_size - repeated, world=s.world_size),
+        also=_also(groups), do=_DO[do].format(parts=s.world_size - repeated, world=s.world_size),
     )  # fmt: skip
 
 
@@ -270,6 +284,55 @@ def _shuffled_apart(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding
             shown = ", ".join(each[:3]) + (", …" if len(each) > 3 else "")
             yield _found(APART, s, loaders, sorted(loaders), what=what, each=shown)
             return
+
+
+def _same_samples(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding | Abstained]:
+    """Yield the finding of ranks that read the same samples in an epoch, or parts that overlap, in any order."""
+    if len({x.sampled_epoch for x in loaders.values()}) > 1 or not all(x.epoch_samples for x in loaders.values()):
+        if not all(x.distributed_sampler and x.sampler_fits for x in loaders.values()):
+            why = "only the first batches were compared: no epoch has ended yet, or the first is too long, or not in CPU memory"
+            yield Abstained(why, cause="same_batches_on_ranks")
+        return
+    yield Abstained("", checked=True, cause="same_batches_on_ranks")
+    times = {q: {x >> 32: x & 0xFFFFFFFF for x in loaders[q].epoch_samples} for q in sorted(loaders)}
+    groups: list[list[int]] = []
+    for q, mine in times.items():
+        same = (g for g in groups if _common(times[g[0]], mine) >= limits.same_samples)
+        if (found := next(same, None)) is None:
+            groups.append(found := [])
+        found.append(q)
+    several = [g for g in groups if len(g) > 1]
+    ranks = sorted(q for g in several for q in g)
+    if ranks and not _split(s, loaders, ranks):
+        mine = loaders[ranks[0]]
+        do = "sampler" if mine.distributed_sampler else "iterable" if mine.dataset_length is None else "no sampler"
+        yield _found(
+            SAME_SAMPLES,
+            s,
+            loaders,
+            ranks,
+            same=rank_list(several[0]),
+            also=_also(several),
+            times=max(map(len, several)),
+            do=_DO[do],
+        )
+    elif not ranks and all(n == 1 for mine in times.values() for n in mine.values()):
+        common = {pair: _common(times[pair[0]], times[pair[1]]) for pair in itertools.pairwise(times)}
+        pair, share = max(common.items(), key=lambda x: x[1])
+        if share >= limits.some_samples:
+            yield _found(OVERLAP, s, loaders, sorted(loaders), same=rank_list(pair), share=2 * share / (1 + share))
+
+
+def _also(groups: list[list[int]]) -> str:
+    """Return the groups of ranks after the first, in a message about the first."""
+    others = [rank_list(g) for g in groups[1:4]]
+    return f", and so do {', '.join(others)}" + (", …" if len(groups) > 4 else "") if others else ""
+
+
+def _common(a: dict[int, int], b: dict[int, int]) -> float:
+    """Return the share of all samples in two epochs that are in both, as often; estimated from those with the lowest hashes."""
+    lowest = sorted({*a, *b})[: min(len(a), len(b))]
+    return sum(a.get(x) == b.get(x) for x in lowest) / len(lowest)
 
 
 def _same_order(x: Loader) -> bool:

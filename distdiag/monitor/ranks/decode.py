@@ -159,6 +159,7 @@ class PageDecoder:
                 fetching=min(s.fetching_permille, 1000) / 1000 if s.polls >= LEAST_POLLS else None,
                 first_fingerprints=tuple(s.first[: s.n_first]),
                 previous_fingerprints=tuple(s.previous[: s.n_previous]),
+                epoch_samples=tuple(s.epoch_samples) if s.sampled_epoch else (),
             )
             for s in self.page.loaders[: self.header.n_loaders]
         )

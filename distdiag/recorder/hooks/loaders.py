@@ -3,7 +3,7 @@
 A fingerprint is 64 bits of the first batches of an epoch: the upper half from the first integer tensor (labels survive
 random augmentation), the lower half from the first floating tensor that is not nearly constant. 64 elements of each are read,
 scattered over it (evenly spaced ones would fall on the same black corner of every image), and only in the first
-six batches.
+six batches. `epoch_samples` hashes all samples of the first epochs, unless they are long.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from torch.utils.data import (
 from distdiag.page.layout import LOADERS, LoaderSlot
 from distdiag.recorder import state
 from distdiag.recorder.fast.accounts import FINGERPRINTS, Ledger
+from distdiag.recorder.hooks.epoch_samples import MOST, EpochSamples
 from distdiag.recorder.state import guarded
 from distdiag.recorder.unseen import has_memory, unseen
 
+EPOCHS = 2  # first epochs whose samples may be hashed
 POLLS = 16  # newest polls of a loader's workers that are averaged
 # spread by the golden ratio, so that no period of the data matches
 _SCATTERED = [i * 2654435761 % 2**31 for i in range(1, 65)]
@@ -48,8 +50,8 @@ class Loaders:
         self.ledger = ledger
         self.recorder, self.header, self.page = recorder, recorder.header, recorder.page
         self._slots: dict[int, LoaderSlot] = {}
-        # by id of the iterator: its slot, and the indices of its batch count and last time among the page's words
-        self._by_iterator: dict[int, tuple[LoaderSlot, int]] = {}
+        # by id of the iterator: its slot, the index of its batch count among the page's words, and what is hashed of its samples
+        self._by_iterator: dict[int, tuple[LoaderSlot, int, EpochSamples | None]] = {}
         self._words = recorder.page.words
         self._iterators: dict[int, ref[Any]] = {}  # by site, of loaders with workers
         self._last: LoaderSlot | None = None  # the loader whose batch came last
@@ -100,6 +102,7 @@ class Loaders:
         slot.workers = loader.num_workers
         if loader.num_workers:
             self._iterators[slot.site] = ref(iterator)
+        self._hash_samples(iterator, slot)
 
     @guarded
     def starts_plain(self, key: object, iterable: Iterable[Any], length: int | None, frame: Any) -> None:
@@ -107,6 +110,12 @@ class Loaders:
         if slot is not None:
             slot.length = length if length is not None else _length(iterable)
             slot.promised = int(length is not None)
+            self._hash_samples(key, slot)
+
+    def _hash_samples(self, iterator: Any, slot: LoaderSlot) -> None:
+        """Hash the samples of this epoch, if it is one of the first and not known to be long, until one trains to its end."""
+        if slot.iterations <= EPOCHS and not slot.sampled_epoch and slot.length * max(slot.batch_size, 1) <= MOST:
+            self._by_iterator[id(iterator)] = (*self._by_iterator[id(iterator)][:2], EpochSamples())
 
     def _begin(self, iterator: Any, site: int) -> LoaderSlot | None:
         slot = self._slot(site)
@@ -124,7 +133,7 @@ class Loaders:
             self._trained = 0
         if len(self._by_iterator) > 64:
             self._by_iterator.clear()
-        self._by_iterator[id(iterator)] = slot, self.page.word_of(slot, "batches")
+        self._by_iterator[id(iterator)] = slot, self.page.word_of(slot, "batches"), None
         return slot
 
     def gives(self, iterator: Any, batch: Any) -> int:
@@ -134,7 +143,7 @@ class Loaders:
         """
         known = self._by_iterator.get(id(iterator))
         if known is not None:
-            slot, batches_at = known
+            slot, batches_at, hashed = known
             words = self._words
             words[batches_at] = n = words[batches_at] + 1
             ledger = self.ledger
@@ -142,11 +151,17 @@ class Loaders:
                 if not ledger.trained:  # batches of a validation are no samples of the training step
                     ledger.samples = ledger.batch = 0
                 self._last, ledger.trained = slot, id(iterator) == self._trained
-                ledger.loader, ledger.batches_at = id(iterator), batches_at
+                # out of the page: the fast path leaves every batch to this function
+                ledger.loader, ledger.batches_at = id(iterator), batches_at if hashed is None else 1 << 62
             if n <= FINGERPRINTS:
                 with unseen():
                     slot.first[n - 1] = fingerprint(batch)
                 slot.n_first = n
+            if hashed is not None:
+                with unseen():
+                    if not hashed.add(first_tensor(batch, _has_samples)):
+                        self._by_iterator[id(iterator)] = slot, batches_at, None
+                        ledger.batches_at = batches_at
         x = batch[0] if type(batch) in (list, tuple) and batch else None  # as most loaders return them
         if type(x) is not torch.Tensor or not (shape := x.shape):
             with unseen():
@@ -175,7 +190,10 @@ class Loaders:
         self.ledger.loader = 0
         known = self._by_iterator.pop(id(iterator), None)
         if known is not None:
-            known[0].exhausted = 1
+            slot, _, hashed = known
+            slot.exhausted = 1
+            if hashed is not None and self._trained == id(iterator):
+                hashed.write(slot)
 
     @guarded
     def poll_workers(self) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import zlib
+from collections import Counter
+from collections.abc import Iterable
 
 import msgspec
 import pytest
@@ -65,6 +68,60 @@ def test_samplers_that_shuffle_differently_are_reported(
     if what:
         assert what in of[0].message and "some samples are in none" in of[0].message
     assert found(shuffle=False) == []
+
+
+def hashed(samples: Iterable[int]) -> tuple[int, ...]:
+    """Return what a rank keeps of an epoch of these samples."""
+    times = Counter(zlib.crc32(str(x).encode()) for x in samples)
+    return tuple(key << 32 | times[key] for key in sorted(times)[:32])
+
+
+R = random.Random(1)
+PART = R.sample(range(3200), 3200)
+WITH_REPEATS = R.choices(range(400), k=3200)
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ((range(3200), PART), "ranks 0, 1 read the same samples in an epoch"),
+        ((WITH_REPEATS, WITH_REPEATS[::-1]), "ranks 0, 1 read the same samples"),
+        ((PART, PART[:3000]), "ranks 0, 1 read the same samples"),
+        ((range(1600), range(1600, 3200), PART[:1600]), "the parts of the data that the ranks read in an epoch overlap"),
+        ((range(800), range(800), range(800, 1600), range(800, 1600)), "ranks 0, 1 read the same samples in an epoch"),
+        ((PART[::2], PART[1::2]), ""),
+        ((WITH_REPEATS[::2], WITH_REPEATS[1::2]), ""),
+        ((R.choices(PART, k=3200), R.choices(PART, k=3200)), ""),
+        ((R.choices(PART, k=1600), R.choices(PART, k=1600)), ""),
+        (([*PART[::2], PART[1]], PART[1::2]), ""),
+    ],
+    ids=["all", "all, with repeats", "the last ones dropped", "overlap", "two parts for four", "parts", "parts, with repeats",
+         "drawn with replacement", "half drawn with replacement", "padded"],
+)  # fmt: skip
+def test_ranks_that_read_the_same_samples_in_any_order_are_reported(
+    parts: tuple[Iterable[int], ...], words: str
+) -> None:
+    def found(epochs: tuple[int, ...]) -> list[Finding]:
+        rows = zip(range(4), epochs, parts, strict=False)
+        of = [loader(first_fingerprints=prints(q), sampled_epoch=e, epoch_samples=hashed(x)) for q, e, x in rows]
+        return data(job(*(rank(q, loaders=(x,)) for q, x in enumerate(of))), PLAIN)
+
+    of = found((1, 1, 1, 1))
+    assert len(of) == bool(words) and (not words or words in of[0].message)
+    if "overlap" in words:
+        assert (of[0].severity, of[0].certainty) == ("info", "suspected")
+    elif words:
+        assert (of[0].severity, of[0].cause) == ("warning", "same_batches_on_ranks") and "2 times" in of[0].cost
+        assert ("so do ranks 2, 3" in of[0].message) is (len(parts) == 4)
+    assert found((1, 2, 1, 1)) == [], "epochs are compared with themselves only"
+
+
+@pytest.mark.parametrize(("fits", "judged"), [(True, True), (None, False)])
+def test_samples_count_as_compared_if_they_were_or_a_sampler_splits_them(fits: bool | None, judged: bool) -> None:
+    more = {"distributed_sampler": fits is not None, "sampler_fits": fits}
+    s = job(*(rank(q, loaders=(loader(first_fingerprints=prints(q), **more),)) for q in range(2)))
+    found = [*duplicate_data.evaluate(Facts(s, source=lambda _: PLAIN))]
+    assert [x.cause for x in found] == [] if judged else ["same_batches_on_ranks"]
 
 
 @pytest.mark.parametrize("rows", [(0, 1), (1, 0), (0, 2), (0, 3), (0, 1, 2)])
@@ -224,7 +281,7 @@ def test_what_has_no_fingerprint_is_not_claimed_to_be_checked() -> None:
     def checked(*found: tuple[int, ...]) -> bool:
         s = job(*(rank(q, loaders=(loader(first_fingerprints=x),)) for q, x in enumerate(found)))
         outcomes = duplicate_data.evaluate(Facts(s, source=lambda _: PLAIN))
-        return not any(isinstance(x, Abstained) and not x.checked for x in outcomes)
+        return not any(isinstance(x, Abstained) and not (x.checked or x.cause) for x in outcomes)
 
     assert checked(prints(1), prints(2))
     assert not checked(prints(1), (0, 0, 0))
