@@ -85,7 +85,7 @@ def _verdict_without_findings(report: Report, stopped: str | None, infos: int, s
         seen: How many ranks were seen, in words.
     """
     if stopped:
-        return f"{report.state}: {stopped}; nothing else found, {seen}"
+        return f"{report.state}: {stopped}; no other cause found, {seen}"
     if report.state in BAD_STATES:
         why = f"; {report.state_text}" if report.state_text else ""
         return f"{report.state}: the cause was not found, {seen}{why}"
