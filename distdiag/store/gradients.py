@@ -16,7 +16,11 @@ WARM_UP = 5  # first steps, left out if there are others: buckets are rebuilt, c
 
 
 def read_gradients(run: Run, t_s: float | None = None) -> Gradients | None:
-    """Return the cost of DDP's gradient exchange; None if no DDP module was measured."""
+    """Return the cost of DDP's gradient exchange; None if no DDP module was measured.
+
+    Args:
+        t_s: Only steps that ended by this time; None: all.
+    """
     models = run.ddp()
     if not models:
         return None

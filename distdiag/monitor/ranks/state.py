@@ -75,7 +75,12 @@ class RankView:
     """One rank: its page, what was read of it so far, and how its process ended."""
 
     def __init__(self, path: Path, start_ns: int) -> None:
-        """Open a page."""
+        """Open a page.
+
+        Raises:
+            PageError: it is not a page that can be read.
+            OSError: it cannot be opened.
+        """
         self.reader = PageReader(path)
         self.decoder = PageDecoder(self.reader, start_ns)
         self.history = RankHistory(self.decoder)
