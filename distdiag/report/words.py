@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 
 from distdiag.diagnosis.model.findings import (
     BAD_STATES,
@@ -44,7 +43,8 @@ def from_us(value_us: float | None) -> str:
     return MISSING if value_us is None else milliseconds(value_us / 1e3)
 
 
-number = partial(decimal, digits=0)
+def number(value: float | None, digits: int = 0) -> str:
+    return decimal(value, digits)
 
 
 def moment(unix_s: float | None) -> str:
