@@ -78,6 +78,24 @@ def test_all_ranks_in_one_file(tmp_path: Path, text: str) -> None:
     assert report.ranks_seen == 3
 
 
+def test_a_rank_that_waits_for_its_device_is_not_blamed_next_to_one_that_does_not() -> None:
+    """Its device may wait for what the other one has not launched."""
+    backward, device, loader = (
+        (Frame(name, f"{LIBRARY}/{file}", 9), Frame("train", "/home/me/train.py", line))
+        for name, file, line in (
+            ("_engine_run_backward", "autograd/graph.py", 58),
+            ("synchronize", "cuda/__init__.py", 64),
+            ("_next_data", "utils/data/dataloader.py", 30),
+        )
+    )
+    seen = {q: Seen(position=position(Stack(f))) for q, f in enumerate((backward, device, backward, loader))}
+    (finding,) = findings(seen)
+    assert (finding.culprits, finding.victims, finding.cause) == ((3,), (0, 1, 2), "data")
+    del seen[3]
+    (finding,) = findings(seen)
+    assert finding.culprits == (1,)
+
+
 def test_by_the_command_with_its_exit_code(tmp_path: Path) -> None:
     ended = distdiag("diagnose", write(tmp_path, rank0=SPY, rank1=FAULT), "--json")
     assert ended.returncode == 1, ended.stderr
