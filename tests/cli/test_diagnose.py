@@ -378,6 +378,19 @@ def test_bad_input_prints_an_error_and_a_hint(
     assert args or "cd to the directory in which the job was started" in lines[1]
 
 
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [("job 1.tar.gz", "tar -C unpacked -xf 'job 1.tar.gz'"), ("job.zip", "unzip -d unpacked job.zip")],
+)
+def test_an_archive_is_not_read_and_the_hint_unpacks_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_bytes(b"PK\0hello\n")
+    assert main(["diagnose", name]) == ExitCode.USAGE
+    assert f"{command} && distdiag diagnose unpacked" in capsys.readouterr().err
+
+
 def test_two_runs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diagnose", a_run(tmp_path / "run"), a_run(tmp_path / "b")]) == ExitCode.USAGE
     assert "are both runs" in capsys.readouterr().err
