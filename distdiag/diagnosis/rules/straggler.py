@@ -72,6 +72,9 @@ class Limits:
     queued: float = 0.4
     """On a busy host, a rank that waits for a CPU at least this share of the time that it works longer is not accused: it shares its
     core with other processes, and computes more slowly there, too."""
+    seen: float = 0.2
+    """Share of its excess that a rank on a busy host must compute or sleep, by the kernel's clocks. Healthy ranks that share two cores with
+    many other processes have at most 0.1: they differ in when they get a CPU. Ranks with more work had 0.26 at least."""
     concentrated: float = 0.75
     """Share of the rank's excess that is in optimizer.step, on a busy host. Two healthy ranks that
     shared two cores with other work had 0.55; with extra work in optimizer.step it is nearly 1."""
@@ -340,6 +343,18 @@ class Case:
         return max(0.0, own - usual) * self.slow.step_ms
 
     @cached_property
+    def seen(self) -> float:
+        """Share of the slowest rank's excess that is CPU time beyond the others', or sleep outside of collectives; 1 if not known."""
+        r, rest = self.snapshot.ranks[self.most.rank], [self.snapshot.ranks[q] for q in self.rest]
+        known = self.busy and not self.crowded and not self.window.inferred
+        if not known or r.queued_share is None or any(x.cpu_pct is None for x in (r, *rest)):
+            return 1.0
+        computed, usual = ((x or 0.0) / 100 for x in (r.cpu_pct, statistics.median_low(x.cpu_pct or 0.0 for x in rest)))
+        waited_ms = statistics.median(x.wait_ms for x in self.window.steps[r.rank])
+        slept_ms = max(0.0, (1.0 - computed - r.queued_share) * self.slow.step_ms - waited_ms)
+        return (max(0.0, computed - usual) * self.slow.step_ms + slept_ms) / max(0.1, self.most.all_ms)
+
+    @cached_property
     def most(self) -> Excess:
         return max(self.excesses, key=lambda x: x.phase_ms)
 
@@ -483,6 +498,8 @@ VETOES = (
     Veto(lambda c: c.busy and c.same_code and c.most.queued_ms >= limits.queued * c.most.phase_ms,
          "rank {c.most.rank}: also waits {c.most.queued_ms:.0f} ms per step for a CPU, on a host whose cores are all in use: it may only have less "
          "of them than the others"),
+    Veto(lambda c: c.seen < limits.seen,
+         "rank {c.most.rank}: the host's cores are all in use, and it computes no more than the others: it may only get a CPU later"),
     Veto(lambda c: c.jitters,
          "rank {c.most.rank}: spends its time at a collective call, on a host whose cores are all in use"),
     Veto(lambda c: c.loaders_at_limit,

@@ -515,6 +515,19 @@ def test_a_rank_that_computes_more_also_waits_more_often_for_a_cpu(
 
 
 @pytest.mark.parametrize(
+    ("cpu_pct", "queued", "culprits"), [(40.0, 0.6, []), (70.0, 0.3, [(1,)]), (10.0, 0.3, [(1,)]), (None, 0.6, [(1,)])]
+)
+def test_on_a_busy_host_a_rank_must_compute_more_or_sleep(
+    cpu_pct: float | None, queued: float, culprits: list[tuple[int, ...]]
+) -> None:
+    """Where it does neither, it only gets its CPU later than the others, who wait for it."""
+    first = rank(0, steps=steps(wait_ms=80.0), queued_share=0.6, cpu_pct=40.0)
+    late = rank(1, steps=steps(80.0, "backward", seed=1), queued_share=queued, cpu_pct=cpu_pct)
+    assert [f.culprits for f in stragglers(job(first, late, host_cpu_pct=100.0))] == culprits
+    assert len(stragglers(job(first, late, host_cpu_pct=40.0))) == 1
+
+
+@pytest.mark.parametrize(
     ("line", "cpu_pct", "severity", "advice"),
     [
         ("item = self.queue.get()", 10.0, "info", "see what fills that queue, on all ranks"),
