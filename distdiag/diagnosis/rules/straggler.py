@@ -198,11 +198,13 @@ def _in_window(facts: Facts) -> Iterator[Finding | Abstained]:
     slow = case.slow
     if veto is not None:
         yield _slow_device(s, window) or _rotating(case) or _at_times(case) or veto
-    elif case.phase != "data" and case.stages:
+    elif case.stage:
+        works = {q: statistics.median(map(self_ms, steps)) for q, steps in case.window.steps.items()}
+        theirs = sorted({round(works[q]) for q in case.rest})
         yield text.found(
             text.STAGE, s, case.window, [case.most.rank], case.phase, share=slow.gain_ms / slow.step_ms,
-            where=[where(s.ranks[case.most.rank], "user_code")], x=case.most, slow=slow,
-            what="its own code" if case.phase == "other" else case.phase,
+            where=[where(s.ranks[case.most.rank], "user_code")], ms=works[case.most.rank], slow=slow,
+            theirs=" to ".join(map(str, {theirs[0]: 0, theirs[-1]: 0})),
         )  # fmt: skip
     else:
         yield explained(text.slow(case), s, facts.pauses, slow.gain_ms / slow.step_ms)
@@ -252,6 +254,11 @@ class Case:
         """The other ranks; enough of them for a median."""
         rest = [q for q in self.window.ranks if q not in self.slow.ranks]
         return rest[:: max(1, len(rest) // limits.enough)]
+
+    @property
+    def stage(self) -> bool:
+        """True if it is a stage of a pipeline, which may differ from the others in all that it computes, and in when it arrives."""
+        return self.stages and self.phase != "data"
 
     @property
     def busy(self) -> bool:
@@ -313,6 +320,8 @@ class Case:
             # optimizer.step computes the same on all ranks: if that takes longer, too, the core is the cause
             ratio /= max(1.0, 1.0 + excess["optimizer"] / usual["optimizer"])
         all_ms = statistics.median(self_ms(x) - ms for x, ms in zip(steps, others_ms, strict=True)) - queued_ms
+        if self.stages and phase != "data":
+            ratio = 1.0 + all_ms / max(statistics.median(others_ms), 0.1)
         return Excess(rank, phase, excess[phase], all_ms, ratio, queued_ms)
 
     @cached_property
@@ -487,7 +496,7 @@ VETOES = (
     Veto(lambda c: c.count < limits.recurrence * len(c.window.columns),
          f"no rank is the slowest in {percent(limits.recurrence)} of the last {{c.window.columns:#}} steps"),
     Veto(lambda c: c.small, "{c.slow.ranks}: costs {c.slow.gain_ms:.1f} ms per step, below {c.least_ms:.1f} ms"),
-    Veto(lambda c: not comparison.arrives_last(c.window, c.slow.ranks, limits.recurrence),
+    Veto(lambda c: not c.stage and not comparison.arrives_last(c.window, c.slow.ranks, limits.recurrence),
          "{c.slow.ranks}: works longest, but does not arrive last, so no rank waits for it"),
     Veto(lambda c: len({x.phase for x in c.excesses}) > 1, "{c.slow.ranks}: each is slow in another phase"),
     Veto(lambda c: c.busy and c.phase == "optimizer" and c.most.phase_ms < limits.concentrated * c.most.all_ms,
@@ -495,7 +504,7 @@ VETOES = (
     Veto(lambda c: c.least_lost == math.inf,
          "its {c.phase} takes {c.ratio:.1f} times that of the others, beyond what a slower core or too few CPUs explain"),
     Veto(lambda c: c.lost < c.least_lost, "it costs {c.lost:share} of the step, below {c.least_lost:share}"),
-    Veto(lambda c: c.busy and c.same_code and c.most.queued_ms >= limits.queued * c.most.phase_ms,
+    Veto(lambda c: c.busy and not c.stage and c.same_code and c.most.queued_ms >= limits.queued * c.most.phase_ms,
          "rank {c.most.rank}: also waits {c.most.queued_ms:.0f} ms per step for a CPU, on a host whose cores are all in use: it may only have less "
          "of them than the others"),
     Veto(lambda c: c.seen < limits.seen,

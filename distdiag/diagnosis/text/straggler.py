@@ -28,10 +28,10 @@ CROWDED = _row("cores",
     "{victims} {victims:waits|wait} {slow.gain_ms:.0f} ms of a step of {slow.step_ms:.0f} ms{gain}",
     "give {them} other cores (`os.sched_setaffinity`, `taskset`), or start fewer; a child inherits the mask of its "
     "parent")  # fmt: skip
-STAGE = _row("stage", "{culprits}: the longest stage, {what} takes {x.phase_ms:.0f} ms longer per step than on the others",
+STAGE = _row("stage", "{culprits}, the longest stage, works {ms:.0f} ms of a step of {slow.step_ms:.0f} ms, {victims} {victims:works|work} {theirs} ms",
     "{victims} {victims:is|are} idle for {slow.gain_ms:.0f} ms per step because of it: {share:share} of step time",
-    "if this pipeline is too slow, move layers from {culprits} to the others; more micro-batches shorten the "
-    "idle time at the start and end of a step", severity=Severity.INFO)  # fmt: skip
+    "the longest stage sets the pace: move layers from {culprits} to the others, if this pipeline is too slow; more micro-batches shorten "
+    "only the idle time at the start and end of a step", severity=Severity.INFO)  # fmt: skip
 DEVICE = _row("forward",
     "{culprits}: forward takes {ms:.0f} ms on its device, {usual_ms:.0f} ms on the others', slowest in {count} "
     "of the last {n} steps; its host is not late",

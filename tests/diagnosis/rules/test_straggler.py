@@ -16,6 +16,7 @@ from distdiag.diagnosis.model.snapshot import (
     Call,
     Loader,
     Model,
+    RankState,
     Sample,
     Site,
     Snapshot,
@@ -324,6 +325,23 @@ def test_the_longest_pipeline_stage_is_info_and_its_slow_data_a_warning(phase: s
     f = only(stragglers(job(*ranks)))
     assert f.culprits == (1,)
     assert (f.cause, f.severity) == (("data", "warning") if phase == "data" else ("stage", "info"))
+
+
+@pytest.mark.parametrize(("extra_ms", "found"), [(200.0, True), (20.0, False)])
+def test_a_longest_stage_need_not_arrive_last(extra_ms: float, found: bool) -> None:
+    """All that it computes counts, in whichever phase; messages have no order of arrival that all ranks share."""
+
+    def stage(q: int, times: tuple[Step, ...]) -> RankState:
+        arrived = tuple(msgspec.structs.replace(x, arrived_s=x.step - q, ready_s=x.step - q) for x in times)
+        return rank(q, steps=arrived, p2p_issued={"send:1:0:default_pg": 9}, models=())
+
+    stages = [stage(q, steps(wait_ms=extra_ms, seed=q)) for q in (0, 1)]
+    stages.append(stage(2, steps(extra_ms, "other", seed=2)))
+    found_there = stragglers(job(*stages, host_cpu_pct=100.0))
+    assert [(f.cause, f.severity, f.culprits) for f in found_there] == [("stage", "info", (2,))] * found
+    assert all(
+        "rank 2, the longest stage, works 268 ms of a step of 268 ms, ranks 0, 1 work 68" in f.message for f in found_there
+    )
 
 
 def test_a_loader_without_cpu_is_no_straggler() -> None:
