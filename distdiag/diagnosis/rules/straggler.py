@@ -455,6 +455,15 @@ class Case:
         return self.phase == "data" and any(starved(states[q]) for q in self.slow.ranks)
 
     @property
+    def light(self) -> bool:
+        """True if most ranks are slow, and not because they run code that the few others leave out."""
+        if 2 * len(self.slow.ranks) <= len(self.window.ranks):
+            return False
+        stack = text.stack_of(self.snapshot.ranks[self.most.rank], self.phase)
+        left_out = bool(stack) and stack[0].key not in text.lines_of(self.snapshot, self.rest, self.phase)
+        return not left_out or self.ratio < limits.shares[0][0]
+
+    @property
     def same_code(self) -> bool:
         """True if the slowest rank spends its time between steps at a line that other ranks are seen at, too."""
         stack = text.stack_of(self.snapshot.ranks[self.most.rank], self.phase)
@@ -499,6 +508,7 @@ VETOES = (
     Veto(lambda c: not c.stage and not comparison.arrives_last(c.window, c.slow.ranks, limits.recurrence),
          "{c.slow.ranks}: works longest, but does not arrive last, so no rank waits for it"),
     Veto(lambda c: len({x.phase for x in c.excesses}) > 1, "{c.slow.ranks}: each is slow in another phase"),
+    Veto(lambda c: c.light, "{c.rest} may only have less to do than the other ranks"),
     Veto(lambda c: c.busy and c.phase == "optimizer" and c.most.phase_ms < limits.concentrated * c.most.all_ms,
          "its optimizer step is only part of its excess: a slower core explains that"),
     Veto(lambda c: c.least_lost == math.inf,

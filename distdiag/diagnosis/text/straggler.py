@@ -82,6 +82,10 @@ _OWN_LINE = (
     "that line is not seen on the other ranks: see what makes {who} run it (a hook, a debug or logging branch, another path), and take that work "
     "out of the step or let it run rarely"
 )
+_LEFT_OUT = (
+    "that line is not seen on {rest}: see what lets {rest} leave that work out (a cache that only it has filled, a condition on the rank), "
+    "and let all ranks do the same"
+)
 _DO_SAME = {
     "data": _SAME_CODE + "compare the files and samples that {who} reads there, its disk and its CPU load",
     "forward": _SAME_CODE + _COMPUTES,
@@ -140,15 +144,18 @@ def found(
     ))  # fmt: skip
     no_workers = all(x.workers == 0 for q in ranks for x in s.ranks[q].loaders if x.in_training)
     do = _DO[doing or ("no workers" if phase == "data" and no_workers else phase)]
-    theirs = lines_of(s, (q for q in window.ranks if q not in ranks), phase)
-    if stack and theirs and not doing:
+    rest = [q for q in window.ranks if q not in ranks]
+    theirs = lines_of(s, rest, phase)
+    if len(ranks) > len(rest):
+        do = _LEFT_OUT.replace("{rest}", rank_list(rest))
+    elif stack and theirs and not doing:
         do = (
             _DO_SAME.get(phase, do) if stack[0].key in theirs else _OWN_LINE if phase in ("forward", "backward") else do
         )
     own_code = f"{'its' if len(ranks) == 1 else 'their'} own code"
     facts.setdefault("what", f"{_WAITS.get(doing, own_code)} between steps" if phase == "other" else phase)
     return template(
-        culprits=sorted(ranks), victims=[q for q in window.ranks if q not in ranks], step=r.step,
+        culprits=sorted(ranks), victims=rest, step=r.step,
         n=len(window.columns), site=stack[0] if stack else None, **facts,
         do=do.format(who=rank_list(ranks), clocks="its device clocks and " if s.gpus else ""),
     )  # fmt: skip

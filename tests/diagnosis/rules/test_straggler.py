@@ -311,6 +311,21 @@ def test_several_slow_ranks_are_named_together() -> None:
     assert only(node_of_two((0, 5, 6), 8)).culprits == (0, 5, 6)
 
 
+@pytest.mark.parametrize(("line", "found"), [(30, True), (20, False), (0, False)])
+def test_a_majority_is_slow_only_where_it_runs_code_that_the_rest_leaves_out(line: int, found: bool) -> None:
+    """One rank has a cache; else it may only have less to do. A rank is not slower than others that are as slow."""
+    at, seen = Site("/job/data.py", line, "compute"), Site("/job/data.py", 20, "get")
+    sites = {"phase_sites": {"data": ((at, 40),)}} if line else {}
+    ranks = [rank(0, steps=steps(wait_ms=80.0), phase_sites={"data": ((seen, 9),)})]
+    ranks += [
+        rank(1, steps=steps(70.0, "data", wait_ms=10.0, seed=1), **sites),
+        rank(2, steps=steps(80.0, "data", seed=2), **sites),
+    ]
+    f = stragglers(job(*ranks, host_cpu_pct=40.0))
+    assert [x.culprits for x in f] == [(1, 2)] * found
+    assert all("that line is not seen on rank 0: see what lets rank 0 leave that work out" in x.advice for x in f)
+
+
 def test_a_majority_pipeline_stages_and_different_phases_are_no_slow_node() -> None:
     assert [f.culprits for f in node_of_two((1, 2, 3), 4) if f.cause != "rotating"] == []
     assert node_of_two((2, 3), 4, p2p_issued={"send:1:0:default_pg": 9}) == []
@@ -340,7 +355,8 @@ def test_a_longest_stage_need_not_arrive_last(extra_ms: float, found: bool) -> N
     found_there = stragglers(job(*stages, host_cpu_pct=100.0))
     assert [(f.cause, f.severity, f.culprits) for f in found_there] == [("stage", "info", (2,))] * found
     assert all(
-        "rank 2, the longest stage, works 268 ms of a step of 268 ms, ranks 0, 1 work 68" in f.message for f in found_there
+        "rank 2, the longest stage, works 268 ms of a step of 268 ms, ranks 0, 1 work 68" in f.message
+        for f in found_there
     )
 
 
