@@ -30,7 +30,7 @@ from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank
 from distdiag.diagnosis.model.snapshot import Arrival, RankState, Snapshot, lines_of
 from distdiag.diagnosis.model.syntax import Source, line_at, no_source
 from distdiag.diagnosis.pauses import Lost, Pauses
-from distdiag.diagnosis.slow_because import explained
+from distdiag.diagnosis.slow_because import explained, of_thread
 from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import PHASES, Window, part_ms, self_ms
 from distdiag.diagnosis.text import straggler as text
@@ -197,7 +197,7 @@ def _in_window(facts: Facts) -> Iterator[Finding | Abstained]:
             case, veto = of_newest, None
     slow = case.slow
     if veto is not None:
-        yield _slow_device(s, window) or _rotating(case) or _at_times(case) or veto
+        yield _slow_device(s, window) or _by_thread(case) or _rotating(case) or _at_times(case) or veto
     elif case.stage:
         works = {q: statistics.median(map(self_ms, steps)) for q, steps in case.window.steps.items()}
         theirs = sorted({round(works[q]) for q in case.rest})
@@ -208,6 +208,27 @@ def _in_window(facts: Facts) -> Iterator[Finding | Abstained]:
         )  # fmt: skip
     else:
         yield explained(text.slow(case), s, facts.pauses, slow.gain_ms / slow.step_ms)
+
+
+def _by_thread(case: Case) -> Finding | None:
+    """Return the finding of a rank with a thread that takes the time of its training, by what its steps cost on average.
+
+    Medians hide it: a thread that holds the GIL for long makes few steps much longer, and blurs who waits, because a rank returns
+    from its waits only with the GIL.
+    """
+    s, window = case.snapshot, case.window
+    rank = max(window.ranks, key=lambda q: s.ranks[q].thread_share)
+    works = {q: statistics.fmean(map(self_ms, steps)) for q, steps in window.steps.items()}
+    theirs_ms = max(ms for q, ms in works.items() if q != rank)
+    (ratio, share), gain = limits.shares[1], comparison.gain(window, [rank])
+    if case.stages or gain is None or gain.share < share or works[rank] < ratio * theirs_ms or not of_thread(rank, s):
+        return None
+    site = s.ranks[rank].thread_site
+    by_thread = text.BY_THREAD(
+        culprits=(rank,), victims=[q for q in window.ranks if q != rank], step=s.ranks[rank].step,
+        where=[where(s.ranks[rank], "user_code", site)], site=site, ms=works[rank], theirs_ms=theirs_ms, share=gain.share,
+    )  # fmt: skip
+    return explained(by_thread, s, case.pauses, gain.share)
 
 
 def _case(facts: Facts, window: Window) -> Case:

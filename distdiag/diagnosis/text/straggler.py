@@ -16,6 +16,10 @@ from distdiag.diagnosis.text.phrases import ordinal, where, where_stack
 from distdiag.diagnosis.text.template import Template
 from distdiag.terms.units import percent
 
+THREAD = (
+    "Python runs one thread at a time (GIL), and that one takes it from the training: do its work in another process, less often "
+    "or on less data, or let it sleep in between"
+)
 _row = partial(Template, kinds.STRAGGLER)
 SLOW = _row("host",
     "{culprits}: {what} takes {up_to}{x.phase_ms:.0f} ms longer per step than on the others{queued}, {slower} in {count} of "
@@ -32,6 +36,9 @@ STAGE = _row("stage", "{culprits}, the longest stage, works {ms:.0f} ms of a ste
     "{victims} {victims:is|are} idle for {slow.gain_ms:.0f} ms per step because of it: {share:share} of step time",
     "the longest stage sets the pace: move layers from {culprits} to the others, if this pipeline is too slow; more micro-batches shorten "
     "only the idle time at the start and end of a step", severity=Severity.INFO)  # fmt: skip
+BY_THREAD = _row("host",
+    "{culprits} works {ms:.0f} ms per step on average, at most {theirs_ms:.0f} ms on the others",
+    "if {culprits} were as fast as {victims}, a step would take {share:share} less", THREAD)  # fmt: skip
 DEVICE = _row("forward",
     "{culprits}: forward takes {ms:.0f} ms on its device, {usual_ms:.0f} ms on the others', slowest in {count} "
     "of the last {n} steps; its host is not late",
@@ -101,10 +108,6 @@ DO_PAUSES = {
 FREEZE = (
     "call `gc.freeze()` once the model and the data are built: collections then leave those objects out; keep a large index in "
     "arrays instead of Python objects"
-)
-THREAD = (
-    "Python runs one thread at a time (GIL), and that one takes it from the training: do its work in a process, in C or in fewer calls, "
-    "or let it sleep in between"
 )
 KEEPS = "see what grows there from step to step (a list, a tensor that is concatenated again, hooks that are registered again)"
 TOOLS = (

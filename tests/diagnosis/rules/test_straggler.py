@@ -66,6 +66,26 @@ def test_a_thread_that_takes_the_time_of_a_slow_rank_is_named(own: float, theirs
     assert ("GIL" in f.advice) is named
 
 
+@pytest.mark.parametrize(("share", "rare", "found"), [(0.2, False, True), (0.2, True, False), (0.05, False, False)])
+def test_a_thread_that_makes_some_steps_much_longer_is_found_by_the_mean(share: float, rare: bool, found: bool) -> None:
+    """On a busy host, on which the thread gets no third of a core, and the other rank is the slowest in as many steps."""
+    line, r = Site("/job/metrics.py", 12, "flush"), random.Random(5)
+    long = [r.random() < (0.05 if rare else 0.4) for _ in range(60)]
+
+    def mixed(slow: tuple[Step, ...], usual: tuple[Step, ...]) -> tuple[Step, ...]:
+        return tuple(a if is_long else b for a, b, is_long in zip(slow, usual, long, strict=True))
+
+    own = mixed(steps(200.0, "backward", seed=1), steps(wait_ms=8.0, seed=1))
+    theirs = mixed(steps(wait_ms=200.0), steps(8.0, "forward"))
+    ranks = (
+        rank(0, steps=theirs, cpu_pct=9.0, queued_share=0.1),
+        rank(1, steps=own, cpu_pct=27.0, queued_share=0.6, thread="flusher", thread_share=share, thread_site=line),
+    )
+    f = stragglers(job(*ranks, host_cpu_pct=100.0))
+    assert [(x.cause, x.culprits) for x in f] == [("host", (1,))] * found
+    assert all("its thread 'flusher' computes 20 % of the time at metrics.py:12 in flush" in x.message for x in f)
+
+
 @pytest.mark.parametrize(
     ("phase", "elements", "named"),
     [("forward", 6e4, True), ("backward", 6e4, True), ("forward", 2.2e4, False), ("optimizer", 6e4, False)],
