@@ -122,6 +122,9 @@ def test_an_info_finding_alone_exits_with_0(tmp_path: Path, capsys: pytest.Captu
     out = capsys.readouterr().out
     assert out.startswith("running: no error or warning, 1 info (2 of 2 ranks seen)")
     assert "INFO straggler/data" in out
+    stopped = a_run(tmp_path / "stopped", info, state="failed", state_text="stopped by SIGINT (from a person)")
+    assert main(["diagnose", stopped]) == ExitCode.FAILED
+    assert "stopped by SIGINT (from a person); no error or warning, 1 info" in unwrapped(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(("fail_on", "code"), [("error", 0), ("warning", 1), ("never", 0)])
