@@ -165,7 +165,7 @@ class Diagnosis:
             again = record.finding.cleared_s is not None and record.absent > 0
             record.seen = 0 if again else record.seen
             if kinds.of(f).while_blocked or progress > record.progress:
-                record.seen += 1 if again else self._lasted(kinds.of(f))
+                record.seen += 1 if again else self._lasted(kinds.of(f).every_poll)
             record.progress, record.absent = progress, 0
         first = record.finding.first_seen_s if record.reported else f.first_seen_s
         fresh = msgspec.structs.replace(
@@ -192,7 +192,7 @@ class Diagnosis:
             f, kind = record.finding, kinds.of(record.finding)
             if key in now or f.kind not in evaluated:
                 continue
-            record.absent += self._lasted(kind)
+            record.absent += self._lasted(kind.every_poll)
             if f.cleared_s is not None:
                 continue
             if not record.reported:
@@ -210,9 +210,9 @@ class Diagnosis:
             changed.append(record.finding)
         return changed
 
-    def _lasted(self, kind: kinds.Kind) -> int:
+    def _lasted(self, every_poll: bool) -> int:
         """Return how many evaluations the newest one counts as: those of slow kinds are one a second, polls may be further apart."""
-        return 1 if kind.every_poll else self._seconds
+        return 1 if every_poll else self._seconds
 
     @property
     def findings(self) -> list[Finding]:
