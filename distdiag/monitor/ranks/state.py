@@ -256,7 +256,7 @@ class RankView:
             **history.phases(),
             "activity_since_s": history.still_since_s,
             "visits": history.visits.known(),
-            "samples": tuple(history.samples),
+            "samples": (*history.first, *history.samples),
             "steps": tuple(history.steps),
             "ddp_times": tuple(history.ddp_times.kept),
             "logged": {name: tuple(values) for name, values in history.logged.items()},
