@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from distdiag.page.layout import SampleKind
+from distdiag.page.layout import Phase, SampleKind, word
 from distdiag.recorder import unseen
+from distdiag.recorder.hooks.collectives import Collectives
 from distdiag.recorder.hooks.replica_checksums import ReplicaChecksums
 from distdiag.recorder.hooks.step_accounting import StepAccounting
 
@@ -30,10 +31,12 @@ class Written:
         self.of: dict[SampleKind, tuple[float, int]] = {}
         self.at: dict[tuple[SampleKind, int], float] = {}
         self.names: dict[SampleKind, str] = {}
+        self.layers: list[tuple[str, int, int]] = []
 
     def write(self, kind: SampleKind, step: int, value: float, key: int = 0, name: str = "") -> None:
         self.of[kind] = value, key
         self.at[kind, step], self.names[kind] = value, name
+        self.layers += [(name, step, key)] * (kind is SampleKind.LAYERS)
 
 
 def test_layers_in_eval_mode_are_counted_after_a_step() -> None:
@@ -87,7 +90,7 @@ def sampled(
         for step in (4, 8):
             checksums.after_optimizer(optimizer, step)
             with torch.no_grad():
-                net[3].weight += changes
+                net[3].get_parameter("weight").add_(float(changes))
     return written.of
 
 
@@ -202,6 +205,43 @@ def test_a_module_outside_ddp_that_a_step_calls_and_no_gradient_trains_is_sample
     assert job.names[SampleKind.UNTRAINED] == "Teacher" and job.at[SampleKind.UNTRAINED, 2] != 0
     assert SampleKind.UNTRAINED not in in_a_job(net, lead, call=lambda: trained(net(x))).of
     assert not nn.modules.module._global_forward_pre_hooks
+
+
+def test_without_ddp_the_parameters_are_sampled_by_the_class_of_the_module_that_owns_them() -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+    written: Any = Written()
+    checksums = ReplicaChecksums(SimpleNamespace(models={}, averaged_by=None), written)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    checksums.before_first_step(optimizer)
+    for step in range(1, 33):
+        checksums.reduced = 100
+        checksums.after_optimizer(optimizer, step)
+        if step == 1:
+            net(torch.ones(2, 8))
+            with torch.no_grad():
+                net[1].get_parameter("bias").add_(1.0)
+    kinds = {k: of for k, of in written.at.items() if k[0] is SampleKind.LAYERS}
+    assert sorted(step for _, step in kinds) == [0, 32]
+    assert written.layers == [("Linear", 0, 4), ("Linear", 32, 4), ("LayerNorm", 0, 2), ("LayerNorm", 32, 2)]
+    assert kinds[SampleKind.LAYERS, 0] != kinds[SampleKind.LAYERS, 32]
+
+
+@pytest.mark.parametrize(
+    ("phase", "shape", "counted"),
+    [
+        (Phase.BACKWARD, (8, 32, 64), False),
+        (Phase.BACKWARD, (16, 4), True),
+        (Phase.BACKWARD, (99,), True),
+        (Phase.OTHER, (8, 32, 64), True),
+    ],
+    ids=["an activation", "a gradient", "a bucket", "after backward"],
+)
+def test_an_activation_that_is_reduced_in_backward_is_no_gradient(
+    phase: Phase, shape: tuple[int, ...], counted: bool
+) -> None:
+    collectives: Any = SimpleNamespace(shapes={(16, 4), (4,)}, page=SimpleNamespace(words={word("phase"): int(phase)}))
+    tensor = (0, len(shape), *(*shape, 0, 0, 0, 0, 0)[:6], 1, 4)
+    assert Collectives._of_gradients(collectives, tensor) is counted
 
 
 def test_the_gradients_of_the_step_are_sampled() -> None:

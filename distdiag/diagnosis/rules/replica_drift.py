@@ -90,6 +90,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
             yield found
         if isinstance(found, Finding):
             return
+    yield from _layers(s)
     yield from _modes(s)
     yield from _logged(s)
 
@@ -100,6 +101,34 @@ def _first(cause: Finding, effect: Finding) -> Finding:
         return effect
     message = f"{cause.message}; those of DDP drift since step {effect.step} or earlier, too"
     return msgspec.structs.replace(cause, message=message, severity=effect.severity, cost=effect.cost)
+
+
+def _layers(s: Snapshot) -> Iterator[Finding]:
+    """Yield the classes of layers that were equal on all ranks before the first step and drift, while others stay equal.
+
+    Only where the layers of a third class were each rank's own from the start: so equal ones were made equal on purpose. Nothing is known
+    of a rank's own layers that all begin with one constant, unless their class has other parameters.
+    """
+    found: dict[str, list[str]] = {"equal": [], "drift": [], "own": []}
+    for name in dict.fromkeys(x.name for x in _samples(s, "layers")):
+        of = by_step({q: {x.step: x for x in _samples_of(r, "layers") if x.name == name} for q, r in s.ranks.items()})
+        apart = [_differ([x.value for x in at.values()], limits.relative) for at in of.values()]
+        if (
+            0 not in of
+            or len(apart) <= limits.samples
+            or any(len({x.key for x in at.values()}) > 1 for at in of.values())
+        ):
+            return
+        trained = len({at[min(at)].value for at in of.values()}) > 1
+        sort = "own" if apart[0] else "drift" if all(apart[1:]) else "equal" if trained and not any(apart) else ""
+        if sort:
+            found[sort].append(name)
+    if all(found.values()):
+        yield LAYERS(
+            victims=sorted(s.ranks), names=tuple(found["drift"]), step=min(x.step for x in _samples(s, "layers") if x.step),
+            where=wheres(s, sorted(s.ranks), None, {q: _site(r, True) for q, r in s.ranks.items()}),
+            drift=", ".join(found["drift"]), equal=", ".join(found["equal"]),
+        )  # fmt: skip
 
 
 def _modes(s: Snapshot) -> Iterator[Finding]:
@@ -308,6 +337,12 @@ LOGGED = Template(kind, "logged",
     "what all ranks had in common until then is no longer equal",
     "look for what one rank did alone in step {step}: a scheduler, a reduction or a decision by its own data",
     severity=Severity.WARNING)  # fmt: skip
+LAYERS = Template(kind, "gradients_not_synced",
+    "nothing reduces the gradients of {drift}: these parameters were equal on all ranks before the first step and differ since step {step} or "
+    "earlier, while those of {equal} stay equal",
+    "each rank trains its own copy of these parameters",
+    "all_reduce the gradients of {drift}, too: each rank computes them from its own part of the batch or of the sequence; if each rank is to "
+    "have its own, ignore this", severity=Severity.WARNING)  # fmt: skip
 MODES = Template(kind, "mode",
     "{culprits} {culprits:trains|train} with {n} dropout or batch-norm layer{n:|s} in eval mode since step {step} or earlier, the others with {usual}",
     "in eval mode dropout is off, and batch norm uses its running statistics and does not update them: the ranks do not train the same way",

@@ -72,6 +72,7 @@ class StepAccounting:
         self.words, self.ledger = recorder.page.words, collectives.ledger
         self.loaders = Loaders(recorder, self.ledger)
         self.checks = Checks(recorder, self.ledger)
+        collectives.shapes = self.checks.replicas.shapes
         self.device: DeviceClock | None = None  # on CUDA, from the first forward on
         self.backward = LastCallSite(recorder)
         self._watcher: Callable[[int], None] | None = None

@@ -145,6 +145,31 @@ def test_averaged_gradients_that_the_optimizer_does_not_step_with_are_the_reason
     assert ("those with which the optimizer steps differ" in f.message and "p.grad.copy_" in (f.advice or "")) is local
 
 
+@pytest.mark.parametrize(
+    ("norm", "shard", "found"),
+    [(lambda q, k: 1.0 + q * k, 1.0, True), (lambda q, k: 1.0 + k, 1.0, False), (lambda q, k: 1.0 + q * k, 0.0, False)],
+    ids=["drifts", "reduced", "no layer is split"],
+)
+def test_layers_that_were_equal_and_drift_among_split_ones_are_named(
+    norm: Callable[[int, int], float], shard: float, found: bool
+) -> None:
+    """Sequence parallelism: the gradients of the norms are of a part of the sequence; those of the embedding are reduced."""
+
+    def samples(q: int) -> tuple[Sample, ...]:
+        values = {"LayerNorm": norm, "Split": lambda q, k: 1.0 + k + shard * q, "Embedding": lambda q, k: 1.0 + k}
+        layers = (Sample("layers", k, of(q, k), key=4, name=name) for k in (0, 32, 64) for name, of in values.items())
+        drift = (x for k in (32, 64) for x in (Sample("parameters", k, 1.0 + q * k, key=5), Sample("reduced", k, 0.2)))
+        return (*layers, *drift)
+
+    of = of_kind(found_in(job(*(rank(q, models=(), samples=samples(q)) for q in range(2)))), "replica_drift")
+    assert [(f.cause, f.severity) for f in of] == [("gradients_not_synced", "warning")] * found
+    if found:
+        assert (
+            "nothing reduces the gradients of LayerNorm" in of[0].message
+            and "those of Embedding stay equal" in of[0].message
+        )
+
+
 @pytest.mark.parametrize(("apart", "found"), [(0.1, True), (0.0, False)])
 def test_a_teacher_outside_ddp_that_differs_is_reported(apart: float, found: bool) -> None:
     """A deep copy that was made before DDP made the replicas equal."""
