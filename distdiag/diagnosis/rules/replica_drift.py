@@ -362,7 +362,7 @@ _WHAT = {
     "some_reduced": "{share:share} of the gradients' elements are reduced in each step",
     "partly_averaged": "all gradients were averaged before, but not those of the parameters that have been trained since",
     "outside_ddp": "an optimizer steps {name} that no DDP module had when it was built, so nothing averages their gradients",
-    "untrained": "parameters of {name} differ between the ranks: each step calls this module, no gradient trains it, and it is not in DDP",
+    "untrained": "parameters of {name} differ between the ranks: the training step calls this module, no gradient trains it, and it is not in DDP",
     "local": "gradients are averaged in every step, but those with which the optimizer steps differ between the ranks: the averaged values do not "
     "reach `p.grad`, or a rank changes them there",
     "different_init": "gradients are averaged, but the replicas began with different values",
