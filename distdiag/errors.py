@@ -78,7 +78,11 @@ def missing_package(what: str, *modules: str) -> DistdiagError:
 
 
 def need_torch(what: str) -> None:
-    """Check that torch is installed: it is no dependency, because readers of runs, dumps and logs need none."""
+    """Check that torch is installed: it is no dependency, because readers of runs, dumps and logs need none.
+
+    Raises:
+        DistdiagError: it is missing.
+    """
     if importlib.util.find_spec("torch") is None:
         hint = "run it in the environment of your training job, or `pip install torch` (2.10 or newer)"
         raise DistdiagError(f"{what} needs torch, which is not installed", hint, kind="missing_torch")

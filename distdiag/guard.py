@@ -100,7 +100,11 @@ def stored_bytes(path: Path) -> int:
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open an untrusted file for reading, unpacked if it is compressed, by its first bytes."""
+    """Open an untrusted file for reading, unpacked if it is compressed, by its first bytes.
+
+    Raises:
+        OSError: as `regular`.
+    """
     with regular(path) as raw:
         head = raw.peek(8)  # type: ignore[attr-defined]
         unpack = next((unpack for magic, unpack in _PACKED if head.startswith(magic)), None)
@@ -271,7 +275,11 @@ def _send(pipe: int, kind: bytes, deadline_s: float, body: bytes) -> None:
 
 
 def _result(pipe: int) -> tuple[str, bytes | None]:
-    """Return the child's last step and its result; None instead of a result if the child ended without one."""
+    """Return the child's last step and its result; None instead of a result if the child ended without one.
+
+    Raises:
+        Died: it reports an exception, or exceeds its deadline.
+    """
     step, received, wall_s = "", bytearray(), WALL_S
     deadline = time.monotonic() + wall_s
     while True:

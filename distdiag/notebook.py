@@ -176,7 +176,11 @@ def _without_interrupts() -> Iterator[None]:
 
 
 def _wait_until_written(run: Path) -> None:
-    """Wait until the monitor has closed the run."""
+    """Wait until the monitor has closed the run.
+
+    Raises:
+        DistdiagError: nothing was recorded.
+    """
     from distdiag.store import rundir
     from distdiag.store.opening import RunUnreadable
     from distdiag.store.reader import open_run

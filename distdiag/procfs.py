@@ -10,7 +10,11 @@ STATE, PARENT, USER_TICKS, SYSTEM_TICKS, THREADS, START_TICKS, EXIT_CODE = 0, 1,
 
 
 def read(path: str) -> str:
-    """Return the first 4 KiB of a file of /proc; in a quarter of the time that pathlib takes."""
+    """Return the first 4 KiB of a file of /proc; in a quarter of the time that pathlib takes.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(fd, 4096).decode("utf-8", "replace")

@@ -59,7 +59,11 @@ def version(p: Candidate) -> tuple[int, ...] | None:
 
 
 def _server(p: Candidate) -> tuple[str, int]:
-    """Return the address of the RAS of a rank."""
+    """Return the address of the RAS of a rank.
+
+    Raises:
+        OSError: it may not be asked.
+    """
     known = version(p)
     if known is None or known < OLDEST:
         which = ".".join(map(str, known)) if known else "of unknown version"
@@ -86,7 +90,11 @@ def _owner(address: str, port: int) -> int | None:
 
 
 def _ask(address: str, port: int) -> bytes:
-    """Return the status in JSON."""
+    """Return the status in JSON.
+
+    Raises:
+        OSError: no answer in time, or another protocol.
+    """
     end = time.monotonic() + DEADLINE_S
     with socket.create_connection((address, port), timeout=DEADLINE_S) as connection:
         for command, answer in (("CLIENT PROTOCOL 2", b"SERVER PROTOCOL 2"), ("SET FORMAT json", b"OK")):

@@ -65,7 +65,11 @@ def seen_by(p: Candidate, path: str) -> Path:
 
 
 def _of_server(p: Candidate) -> Iterator[bytes]:
-    """Yield the different records of a rank."""
+    """Yield the different records of a rank.
+
+    Raises:
+        OSError, http.client.HTTPException: it gives none.
+    """
     path, seen, failure = str(seen_by(p, p.env[SOCKET])), set(), None
     if len(os.fsencode(path)) > MAX_PATH:
         raise OSError("the path of its socket is too long")

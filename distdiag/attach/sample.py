@@ -53,7 +53,11 @@ class Sample:
 
 
 def py_spy() -> str:
-    """Return the path of py-spy."""
+    """Return the path of py-spy.
+
+    Raises:
+        DistdiagError: it is not installed.
+    """
     installed = Path(sys.executable).parent / "py-spy"
     found = str(installed) if os.access(installed, os.X_OK) else shutil.which("py-spy")
     if found is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 import tempfile
@@ -25,6 +26,7 @@ TAKE_OVER_S = 40.0  # most for a monitor to judge the run, or close that of a jo
 JUDGED_S = 2.5  # for a new monitor to judge a running job
 MOST_STDIN = 4 << 30  # bytes; it is copied into the temporary directory
 _STDIN = {"-", "/dev/stdin"}
+_ARCHIVE = re.compile(r"\.(?:zip|tar(?:\.\w{1,4})?|t(?:gz|bz2?|xz|zst))$")
 
 
 def _of_files(targets: tuple[str, ...]) -> Report:
@@ -67,9 +69,14 @@ def _nothing_to_read(targets: tuple[str, ...], bad: list[tuple[str, str]]) -> Di
     else:
         path, reason = bad[0]
         what = f"{path}: {reason}" + (f" (and {len(bad) - 1} more)" if len(bad) > 1 else "")
+    hint = "give the directory that TORCH_NCCL_DEBUG_INFO_TEMP_FILE points to, its files, logs of the ranks or the launcher, or a run directory"
+    archive = next((t for t in targets if _ARCHIVE.search(t)), None)
+    if archive is not None:
+        unpack = "unzip -d unpacked" if archive.endswith(".zip") else "mkdir unpacked && tar -C unpacked -xf"
+        hint = f"unpack the archive first: {unpack} {shlex.quote(archive)} && distdiag diagnose unpacked"
     return DistdiagError(
         printable(what),
-        "give the directory that TORCH_NCCL_DEBUG_INFO_TEMP_FILE points to, its files, logs of the ranks or the launcher, or a run directory",
+        printable(hint),
         ExitCode.NO_DATA if not bad else ExitCode.USAGE,
         "no_dumps",
     )
@@ -327,8 +334,8 @@ def command(targets: tuple[str, ...], as_json: bool, output_format: str, fail_on
     Logs are text of the ranks, torchrun, Slurm or Kubernetes, plain or gzipped: what torch, NCCL, the
     launcher and the kernel report in them is put in order. `-` is standard input.
 
-    Stacks are what `py-spy dump` (text or --json) and faulthandler print, one file per rank or several in
-    one. They show where each rank is, so their verdict is suspected, not proved; `distdiag attach` takes them
+    Stacks are what `py-spy dump` (text or --json), faulthandler and gdb (`py-bt`) print, one file per rank or
+    several in one. They show where each rank is, so their verdict is suspected, not proved; `distdiag attach` takes them
     itself.
 
     Exit codes: 0 nothing at or above --fail-on, 1 found or the job failed, 2 bad option or file, 3 not all

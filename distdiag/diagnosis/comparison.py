@@ -132,7 +132,9 @@ class Subset:
 
 
 def persistent(window: Window, recurrence: float, least_ms: float, several: bool) -> Subset:
-    """Return the rank that works longest most often; if that is in too few steps, several that do together.
+    """Return the rank that works longest most often, or several that do together.
+
+    Several if no rank does in enough steps, or if what sets them apart from the rest is twice what sets the first apart from them.
 
     Args:
         recurrence: Share of the steps that is enough.
@@ -143,18 +145,26 @@ def persistent(window: Window, recurrence: float, least_ms: float, several: bool
     index = Counter(at_top for at_top, _ in tops).most_common(1)[0][0]
     indices = [i for i, (at_top, _) in enumerate(tops) if at_top == index]
     ranks, gains = [window.ranks[index]], [gain for _, gain in tops]
-    if len(indices) < recurrence * len(tops) and several:
-        ranks, indices, gains = _together(window, least_ms) or (ranks, indices, gains)
+    if several:
+        ranks, indices, gains = _together(window, least_ms, len(indices) >= recurrence * len(tops)) or (
+            ranks,
+            indices,
+            gains,
+        )
     return Subset(ranks, indices, statistics.median(gains), window.step_ms(ranks[0]))
 
 
-def _together(window: Window, least_ms: float) -> tuple[list[int], list[int], list[float]] | None:
-    """Return (ranks, steps, gains) of at most half of all ranks that all work longer than the rest."""
+def _together(window: Window, least_ms: float, one: bool) -> tuple[list[int], list[int], list[float]] | None:
+    """Return (ranks, steps, gains) of the ranks that all work longer than the rest.
+
+    Args:
+        one: One of them works longest in enough steps.
+    """
     ranks, columns, totals = window.ranks, window.columns, [sum(row) for row in window.rows]
     order = sorted(range(len(ranks)), key=lambda i: -totals[i])
-    gaps = {k: totals[order[k - 1]] - totals[order[k]] for k in range(2, len(ranks) // 2 + 1)}
-    k = max(gaps, key=lambda k: gaps[k], default=0)
-    if not k or gaps[k] < least_ms * len(columns):
+    gaps = {k: totals[order[k - 1]] - totals[order[k]] for k in range(1, len(ranks))}
+    k = max((k for k in gaps if k > 1), key=lambda k: gaps[k], default=0)
+    if not k or gaps[k] < max(least_ms * len(columns), 2 * gaps[1] if one else 0.0):
         return None
     rest_ms = [max(column[i] for i in order[k:]) for column in columns]
     indices = [i for i, column in enumerate(columns) if min(column[j] for j in order[:k]) > rest_ms[i]]

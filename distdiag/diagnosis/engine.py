@@ -56,7 +56,7 @@ class Record:
         seen: Consecutive evaluations that found it, one a second: one after two seconds counts as two. For a kind judged by steps,
             only evaluations after which the job continued.
         progress: The job's steps and collectives when `seen` last increased.
-        absent: Consecutive evaluations that did not find it.
+        absent: The same for evaluations that did not find it.
     """
 
     finding: Finding
@@ -162,10 +162,10 @@ class Diagnosis:
         if record is None:
             record = self.records[key] = Record(f, progress=progress)
         else:
-            if record.finding.cleared_s is not None:
-                record.seen = 0
+            again = record.finding.cleared_s is not None and record.absent > 0
+            record.seen = 0 if again else record.seen
             if kinds.of(f).while_blocked or progress > record.progress:
-                record.seen += 1 if kinds.of(f).every_poll else self._seconds
+                record.seen += 1 if again else self._lasted(kinds.of(f).every_poll)
             record.progress, record.absent = progress, 0
         first = record.finding.first_seen_s if record.reported else f.first_seen_s
         fresh = msgspec.structs.replace(
@@ -174,9 +174,11 @@ class Diagnosis:
             evidence=f.evidence or record.finding.evidence,
         )  # fmt: skip
         changed = not record.reported or _differs(fresh, record.finding) or record.finding.cleared_s is not None
-        record.finding = fresh
         steps = s.ranks[f.culprits[0]].steps if f.culprits and f.culprits[0] in s.ranks else ()
-        if record.seen < kinds.hold(f, steps[-1].end_s - (fresh.first_seen_s or 0.0) if steps else 0.0):
+        held = record.seen >= kinds.hold(f, steps[-1].end_s - (fresh.first_seen_s or 0.0) if steps else 0.0)
+        if held or record.finding.cleared_s is None:
+            record.finding = fresh
+        if not held:
             return None
         record.reported = True
         return fresh if changed else None
@@ -188,9 +190,11 @@ class Diagnosis:
         succeeded = all(r.ended_at_rest or (r.life == Life.FINISHED and not r.exit_code) for r in s.ranks.values())
         for key, record in list(self.records.items()):
             f, kind = record.finding, kinds.of(record.finding)
-            if key in now or f.cleared_s is not None or f.kind not in evaluated:
+            if key in now or f.kind not in evaluated:
                 continue
-            record.absent += 1
+            record.absent += self._lasted(kind.every_poll)
+            if f.cleared_s is not None:
+                continue
             if not record.reported:
                 del self.records[key]
                 continue
@@ -205,6 +209,10 @@ class Diagnosis:
                 continue
             changed.append(record.finding)
         return changed
+
+    def _lasted(self, every_poll: bool) -> int:
+        """Return how many evaluations the newest one counts as: those of slow kinds are one a second, polls may be further apart."""
+        return 1 if every_poll else self._seconds
 
     @property
     def findings(self) -> list[Finding]:

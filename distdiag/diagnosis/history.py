@@ -65,25 +65,19 @@ class History:
     def facts(
         self, s: Snapshot, source: Callable[[str], str | None], reported: Sequence[Finding], final: bool
     ) -> Facts:
-        """Return the facts of this poll.
-
-        Args:
-            reported: Open findings.
-        """
+        """Return the facts of this poll. `reported`: open findings."""
+        facts = Facts(s, source, self.without, reported=tuple(reported), pauses=self._pauses)
         if s.partial and not final:
-            known = Facts(s, source, self.without, reported=tuple(reported), pauses=self._pauses)
-            known.ends_settled = known.waits_settled = False
-            return known
+            facts.ends_settled = facts.waits_settled = False
+            return facts
         if (mark := _progress(s)) != self._progress_mark:
             self._progress_mark, self._progress_s = mark, s.t_s
-        s = replace(s, stable_since_s=self._progress_s)
-        graph = build(s)
+        s = facts.snapshot = replace(s, stable_since_s=self._progress_s)
+        graph = facts.graph = build(s)
         self._follow_waits(s, graph)
         self._pauses.add(s)
-        facts = Facts(s, source, self.without, reported=tuple(reported), pauses=self._pauses)
         waited = not graph.sinks and bool(self._waiting_mark)
         facts.no_progress_since_wait = waited and self._waiting_mark == self._progress_mark
-        facts.graph = graph
         facts.ends_settled = self._ends_settled(s, facts, final)
         if self._late is not None and self._first_end_s is not None and self._first_end_s - self._late[0] < LATE_S:
             facts.late = self._late[1]

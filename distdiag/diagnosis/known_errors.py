@@ -52,7 +52,7 @@ class Known(NamedTuple):
 
 FULL_GPU = "lower the batch or sequence length of that rank's largest batch, or use checkpointing; other processes on that GPU: `nvidia-smi` (`rocm-smi`, `npu-smi`)"
 FULL_SHM = "give the container more shared memory (docker --shm-size, a Memory emptyDir at /dev/shm), or use fewer DataLoader workers"
-TAKEN_PORT = "end the job that holds the port, or give this one another --master-port (or --rdzv-endpoint)"
+TAKEN_PORT = "end the process that holds the port (`ss -ltnp` there shows it), or give this job another --master-port or --rdzv-endpoint (accelerate: --main_process_port)"
 NO_CUDA = "CUDA cannot start there, or lost its GPU (a container loses its GPUs when systemd reloads: start it again): see `nvidia-smi`, `dmesg -T | grep -i nvrm`, whether nvidia-uvm is loaded, and CUDA_VISIBLE_DEVICES; reboot the node if its driver was updated"
 BUS_ERROR = "most often /dev/shm is full (`df -h /dev/shm`), or a mapped file was truncated; give the container more shared memory"
 
@@ -110,7 +110,7 @@ ROWS = (
     Known(bounded(r"native code: Bus error"), BUS_ERROR),
     Known(bounded(r"CUDAMismatchException|CUDA version .{0,30}(?:does not match|mismatches) the version .{0,60}compile"), "extensions are compiled with the CUDA toolkit of that host, which must be of torch's CUDA version: compare `nvcc --version` and CUDA_HOME there with torch.version.cuda; install that toolkit, set CUDA_HOME to it, or use one image on all hosts"),
     Known(bounded(r"Error building extension"), "the compiler failed: read the lines of ninja and nvcc above it; use an image with nvcc of torch's CUDA version, or prebuilt extensions, and delete torch_extensions in the cache"),
-    Known(bounded(r"MetadataIncompleteBuffer|deserializing header|central directory|invalid load key|Ran out of input|unexpected EOF"), "that file is cut off or damaged there: delete it and fetch it again (was the disk full?), and compare its size with another node's"),
+    Known(bounded(r"MetadataIncompleteBuffer|deserializing header|central directory|invalid load key|Ran out of input|unexpected EOF|DataLossError|[Cc]orrupted record|[Tt]runcated record|image file is truncated"), "that file is cut off or damaged there: delete it and fetch it again (was the disk full?), and compare its size with another node's"),
     Known(bounded(r"Free memory on device .{0,80}less than desired|memory capacity is unbalanced"), "something else holds memory of that GPU: see who with `nvidia-smi`, end it or use another GPU; or lower the share of memory (gpu_memory_utilization, mem-fraction-static)"),
     Known(bounded(r"busy or unavailable"), "another process holds that GPU, in exclusive mode (`nvidia-smi -q -d COMPUTE`), or two ranks use one: check CUDA_VISIBLE_DEVICES and LOCAL_RANK"),
     Known(bounded(r"Check batch related parameters"), "make the three numbers of DeepSpeed's config fit: train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks, or leave one of them out; see that all ranks were launched"),
@@ -152,7 +152,8 @@ ROWS = (
     Known(bounded(r"(?i:batch.{0,80}(?:not|be) divisible by .{0,30}(?:world|ranks|gpus|replicas|processes))"), "give a batch that the number of ranks divides; an elastic job starts again with fewer ranks after it has lost a node: let each number that --nnodes MIN:MAX allows divide it, or raise MIN"),
     Known(bounded(r"(?:not|be) divisible by|not a multiple of"), "correct the numbers that it names: the parallel sizes (tensor, pipeline, context, data) multiply to the number of ranks and divide the model's and the batch's; see that all nodes were launched"),
     Known(bounded(r"world[_ ]size|nproc|invalid device ordinal|MASTER_ADDR|LOCAL_RANK", re.IGNORECASE), "check how the ranks are started: as many per node as it has GPUs"),
-    Known(bounded(r"Stale file handle|Input/output error|Transport endpoint"), "the file system failed: ask who runs it, and see other jobs of that node"),
+    Known(bounded(r"Stale file handle"), "the file was deleted or replaced on its server while this rank had it open, or that file system was exported anew: mount it again on that node if `ls` fails there, too, and start again; do not rewrite files that a job reads"),
+    Known(bounded(r"Input/output error|Transport endpoint"), "the file system failed: ask who runs it, and see other jobs of that node"),
     Known(bounded(r"Default process group has not been initialized"), "call init_process_group before it, on every rank"),
     Known(bounded(r"out of memory"), FULL_GPU),
 )  # fmt: skip

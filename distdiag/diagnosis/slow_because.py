@@ -21,7 +21,8 @@ from distdiag.terms.units import percent, size_text
 @dataclass(frozen=True)
 class Limits:
     thread: float = 0.3
-    """Share of the time that a thread of a slow rank must compute, beyond the others', to be named."""
+    """Share of the time that a thread of a slow rank must compute, beyond the others', to be named. Where cores are scarce, as much as
+    another rank computes in all is enough."""
     larger: float = 1.25
     """How many times as much data it must get."""
     gained_bytes: int = 64 << 20
@@ -49,8 +50,9 @@ def explained(found: Finding, s: Snapshot, pauses: Pauses, cost: float) -> Findi
     rank = found.culprits[0]
     if (why := _of_collections(rank, s, pauses, cost)) is not None:
         found = msgspec.structs.replace(found, cause="gc")
-    else:
-        why = _of_tools(rank, s) or _of_thread(rank, s) or _of_data(found, s) or _of_growth(found, s)
+    elif (why := _of_tools(rank, s)) is None and (why := of_thread(rank, s)) is not None:
+        found = msgspec.structs.replace(found, cause="host")  # in whichever phase it takes the time
+    why = why or _of_data(found, s) or _of_growth(found, s)
     return msgspec.structs.replace(found, message=found.message + why[0], advice=why[1]) if why is not None else found
 
 
@@ -73,10 +75,13 @@ def _of_collections(rank: int, s: Snapshot, pauses: Pauses, cost: float) -> Why 
     return f": {took}, {percent(usual)} on the others", f"{text.FREEZE}{at_once}"
 
 
-def _of_thread(rank: int, s: Snapshot) -> Why | None:
+def of_thread(rank: int, s: Snapshot) -> Why | None:
     """Return the thread that takes the GIL or a core from the training; None if the others have such a one, too."""
-    r, usual = s.ranks[rank], statistics.median_low(x.thread_share for q, x in s.ranks.items() if q != rank)
-    if r.thread_share - usual < limits.thread:
+    r, others = s.ranks[rank], [x for q, x in s.ranks.items() if q != rank]
+    usual, computed = (
+        statistics.median_low(of) for of in ([x.thread_share for x in others], [x.cpu_pct or 100.0 for x in others])
+    )
+    if r.thread_share - usual < min(limits.thread, computed / 100):
         return None
     share, theirs = percent(r.thread_share), percent(usual)
     return (

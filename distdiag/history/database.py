@@ -76,7 +76,11 @@ class History:
                 raise DistdiagError(visible(text), "give fewer directories at a time") from None
 
     def add_parquet(self, path: Path) -> None:
-        """Insert the rows of a file that `write_parquet` made."""
+        """Insert the rows of a file that `write_parquet` made.
+
+        Raises:
+            DistdiagError: it is none.
+        """
         if path.exists() and not path.is_file():  # it would wait for a pipe
             raise DistdiagError(f"{path} is not a file", "`distdiag history DIR --parquet FILE` writes one")
         named = ", ".join(f"CAST({n} AS {t})" for n, t in COLUMNS.items())

@@ -77,6 +77,9 @@ class Announcer:
         The same lines go into `verdict.txt`; the launcher prints them again if its traceback came after them.
         Nodes other than the first judge only their own ranks and name the directory of the verdict on all
         ranks.
+
+        Args:
+            own: Findings about distdiag itself.
         """
         every = [f for f in (*diagnosis.findings, *own) if at_least(f.severity, Severity.WARNING)]
         every.sort(key=lambda f: f.severity != Severity.ERROR)

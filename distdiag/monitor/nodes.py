@@ -100,6 +100,8 @@ class Nodes:
 
     Args:
         run_dir: This node's run directory: RUN, or RUN/node_k.
+        node: Number of this node.
+        pages: Page directory of this node.
         port: Of node 0, for nodes that do not see its run directory; 0: any.
     """
 
@@ -184,6 +186,9 @@ class Nodes:
 
         A proof needs two polls without progress, and two polls of the same files would count as such: so a snapshot is partial unless
         every node has given a new state since the last that was not. While no rank waits, its steps can be judged.
+
+        Args:
+            started_unix_s, start_ns: When this node's run began, by the wall clock and the monotonic one.
         """
         for state, age_s in chain(self._left(), self._sent(started_unix_s, start_ns)):
             self._take(s, state, state.started_unix_s - started_unix_s, age_s)
@@ -312,7 +317,11 @@ class Nodes:
 
 
 def _answer(run_dir: Path, question: Ask) -> bytes:
-    """Return what this node's ranks answer to a reader on node 0."""
+    """Return what this node's ranks answer to a reader on node 0.
+
+    Raises:
+        DistdiagError: no rank is alive, or a profile is being taken.
+    """
     if question.profile is not None:
         return profile_of_nodes.packed(run_dir, question.profile)
     return dump.packed(run_dir, question.timeout_s)

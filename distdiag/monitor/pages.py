@@ -18,7 +18,12 @@ DISCOVER_S = 1.0  # between two listings of the directories, once all ranks of t
 
 
 class Pages:
-    """Views of the rank pages in one node's directories."""
+    """Views of the rank pages in one node's directories.
+
+    Args:
+        directory: Where the node's pages are.
+        overflow: Second directory, for pages that did not fit into the first.
+    """
 
     def __init__(self, directory: Path, overflow: Path | None = None) -> None:
         self.directories = [directory]

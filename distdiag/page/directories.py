@@ -142,6 +142,9 @@ def make(directory: Path, run_dir: Path | None = None) -> None:
 
     Args:
         run_dir: The run directory whose pages these are; readers find pages in memory only if it is noted there.
+
+    Raises:
+        OSError: it cannot be made, or belongs to another user.
     """
     if directory.parent == memory_root():
         private_directory(directory.parent)

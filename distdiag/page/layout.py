@@ -309,7 +309,10 @@ class SampleKind(IntEnum):
     # number of the optimizer's trained parameters that had no gradient at any sampled step, or of all if none has one now; its key is
     # the number of all (low 32 bits; 0: the same), and the share of their elements, in millionths; `name`: the first one's shape
     NO_GRADIENTS = 17
-    NOT_STEPPED = 19  # number of parameters of DDP's modules that have a gradient and are in no optimizer that steps
+    NOT_STEPPED = 19  # number of parameters of DDP's modules that have a gradient, are in no optimizer that steps, and have not changed
+    GRADIENTS = 20  # sum of the magnitudes of sampled elements of the gradients with which the optimizer has stepped
+    LAYERS = 22  # checksum of the parameters of all modules of a class, `name`, if the script reduces gradients; also of before the first step
+    UNTRAINED = 21  # checksum of parameters of modules outside DDP that a step calls and no gradient trains; `name`: these modules
     EVAL_MODE = 16  # number of dropout and batch-norm layers of DDP's modules that are in eval mode after a step
 
 

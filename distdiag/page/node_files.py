@@ -68,7 +68,11 @@ class Peers:
 
 
 def write(pages: Path, value: Own | Peers) -> None:
-    """Write one of the files as a whole; it can be read by this user alone."""
+    """Write one of the files as a whole; it can be read by this user alone.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     files.write(pages, OWN if isinstance(value, Own) else PEERS, json.dumps(asdict(value)).encode())
 
 
@@ -101,7 +105,11 @@ def read_peers(pages: Path) -> Peers | None:
 
 
 def server(value: Any) -> Server:
-    """Return (key, port, addresses) as checked."""
+    """Return (key, port, addresses) as checked.
+
+    Raises:
+        ValueError, TypeError: it is something else.
+    """
     public, port, where = value
     return Server(key(public), count(port, 1, 65_535), addresses(where))
 

@@ -82,7 +82,11 @@ def trace_path(run_dir: Path, number: int, rank: int) -> Path:
 
 
 def write(path: Path, value: Request | Answer) -> None:
-    """Write a request or an answer atomically."""
+    """Write a request or an answer atomically.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     files.write(path.parent, path.name, json.dumps(asdict(value)).encode())
 
 

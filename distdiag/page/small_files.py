@@ -37,7 +37,11 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def count(value: Any, least: int = 0, most: int = _MAX_INT) -> int:
-    """Return a value that must be a whole number in this range."""
+    """Return a value that must be a whole number in this range.
+
+    Raises:
+        ValueError: it is not.
+    """
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{value!r:.40} is not a whole number from {least} to {most}")
     return value

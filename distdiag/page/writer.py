@@ -53,7 +53,11 @@ def _map_at(address: int, flags: int, fd: int) -> bool:
 
 
 def _mapped(fd: int) -> mmap.mmap:
-    """Map a file of `PAGE_BYTES`. Unlike `mmap.mmap` it keeps no descriptor, which the script could close and reuse."""
+    """Map a file of `PAGE_BYTES`. Unlike `mmap.mmap` it keeps no descriptor, which the script could close and reuse.
+
+    Raises:
+        OSError: it cannot be mapped.
+    """
     made = mmap.mmap(-1, PAGE_BYTES)  # anonymous memory, then replaced by the file at the same address
     if not _map_at(ctypes.addressof(ctypes.c_char.from_buffer(made)), mmap.MAP_SHARED, fd):
         raise OSError(ctypes.get_errno(), "the page cannot be mapped")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 
 from distdiag.diagnosis.model.findings import (
     BAD_STATES,
@@ -44,7 +43,8 @@ def from_us(value_us: float | None) -> str:
     return MISSING if value_us is None else milliseconds(value_us / 1e3)
 
 
-number = partial(decimal, digits=0)
+def number(value: float | None, digits: int = 0) -> str:
+    return decimal(value, digits)
 
 
 def moment(unix_s: float | None) -> str:
@@ -84,8 +84,9 @@ def _verdict_without_findings(report: Report, stopped: str | None, infos: int, s
         infos: Number of its infos.
         seen: How many ranks were seen, in words.
     """
+    found = f"no error or warning, {infos} info ({seen})" if infos else ""
     if stopped:
-        return f"{report.state}: {stopped}; nothing else found, {seen}"
+        return f"{report.state}: {stopped}; {found or f'no other cause found, {seen}'}"
     if report.state in BAD_STATES:
         why = f"; {report.state_text}" if report.state_text else ""
         return f"{report.state}: the cause was not found, {seen}{why}"
@@ -98,8 +99,8 @@ def _verdict_without_findings(report: Report, stopped: str | None, infos: int, s
     if report.state == State.RUNNING and report.ended_ago_s is None and (report.age_s or EARLY_S) < EARLY_S:
         return f"{report.state}: too early to tell, nothing found in {rough_duration(report.age_s or 0.0)}, {seen}"
     waits = f"{report.state_text}; " if report.state == State.RUNNING and report.state_text else ""
-    if infos:
-        return f"{report.state}: {waits}no error or warning, {infos} info ({seen})"
+    if found:
+        return f"{report.state}: {waits}{found}"
     return f"{report.state}: {waits}nothing {'else ' if waits else ''}found, {seen}{cleared}"
 
 

@@ -49,7 +49,11 @@ class Database:
             raise unreadable(e, self.path, self.database) from e
 
     def check(self) -> None:
-        """Check that the database is still the file that was opened."""
+        """Check that the database is still the file that was opened.
+
+        Raises:
+            RunUnreadable: it was deleted or replaced under the reader.
+        """
         now = inode(self.database)
         if now is None:
             raise RunUnreadable(

@@ -217,7 +217,11 @@ def unpack_table(blob: bytes) -> RankTable:
 
 
 def _valid(packed: _Packed) -> _Packed:
-    """Return the frame if every column has one value per rank, and the ranks can be ranks."""
+    """Return the frame if every column has one value per rank, and the ranks can be ranks.
+
+    Raises:
+        ValueError: it is not valid.
+    """
     if not 0 <= packed.n <= MAX_RANKS or len(packed.numbers) + len(packed.words) > MAX_COLUMNS:
         raise ValueError("more ranks or columns than a frame can have")
     for code, data in packed.numbers.values():

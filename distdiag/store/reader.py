@@ -56,7 +56,11 @@ def state_of(meta: dict[str, str | None]) -> str:
 
 
 def _checked(f: Finding) -> Finding:
-    """Return the finding if its words are those of the contract and its ranks can be ranks."""
+    """Return the finding if its words are those of the contract and its ranks can be ranks.
+
+    Raises:
+        ValueError: they are not.
+    """
     ranks = itertools.chain(f.culprits, f.victims, (w.rank for w in (*f.where, *f.waiting)))
     if f.severity not in _SEVERITIES or f.certainty not in _CERTAINTIES or not all(map(is_rank, ranks)):
         raise ValueError("not a finding")

@@ -267,7 +267,11 @@ def failed_launch(run_dir: Path) -> str | None:
 
 
 def write_run_json(run_dir: Path, info: Any) -> bool:
-    """Write `run.json` (what was started, where, with which versions) atomically; False if the disk refuses."""
+    """Write `run.json` (what was started, where, with which versions) atomically; False if the disk refuses.
+
+    Args:
+        info: Any value that msgspec can encode; keys have units.
+    """
     try:
         files.write(run_dir, "run.json", msgspec.json.format(msgspec.json.encode(info), indent=2) + b"\n")
         return True

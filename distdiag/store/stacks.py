@@ -76,7 +76,11 @@ def tree_lines(branches: list[Branch], indent: int = 0, above: int = 0) -> list[
 
 
 def write(run_dir: Path, stacks: Stacks) -> Path:
-    """Write `RUN/stacks/latest.json` atomically and return its path."""
+    """Write `RUN/stacks/latest.json` atomically and return its path.
+
+    Raises:
+        OSError: the run directory cannot be written.
+    """
     return files.write(run_dir, NAME, msgspec.json.format(msgspec.json.encode(stacks), indent=1))
 
 

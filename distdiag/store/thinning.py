@@ -55,7 +55,15 @@ class Keeper:
         self._gauge_from: dict[str, float] = {}  # rows before this time are already thinned
 
     def tick(self, con: sqlite3.Connection, t_s: float) -> list[str]:
-        """Thin one slice if the database is over its bound; return lines to report."""
+        """Thin one slice if the database is over its bound; return lines to report.
+
+        Args:
+            con: Connection in autocommit mode, outside a transaction.
+            t_s: Newest time in the run, seconds since it began.
+
+        Raises:
+            sqlite3.Error: the write failed.
+        """
         now = time.monotonic()
         if now < self._check_at:
             return []

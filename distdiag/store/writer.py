@@ -80,7 +80,12 @@ class Writer:
     """
 
     def __init__(self, run_dir: Path | str, *, keep_bytes: int = KEEP_BYTES) -> None:
-        """Open (or create) `RUN/run.db`; a disk that refuses is retried at each `commit()`."""
+        """Open (or create) `RUN/run.db`; a disk that refuses is retried at each `commit()`.
+
+        Args:
+            run_dir: Created if missing.
+            keep_bytes: Size bound of the database; older rows are thinned beyond it.
+        """
         self.run_dir = Path(run_dir)
         self.failed_writes = 0
         self.dropped_rows = 0
@@ -160,7 +165,10 @@ class Writer:
         """Add a frame: the screen's data at this time.
 
         Args:
+            t_s: Seconds since the run began.
+            state: A `findings.State`.
             state_text: Text after the state in the header: "no step for 31 s (usual 0.23 s)".
+            rows: Every rank, by rank.
         """
         self._newest_t_s = max(self._newest_t_s, t_s)
         self._add(_FRAME, [(t_s, str(state), state_text, pack(rows))])

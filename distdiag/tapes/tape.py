@@ -190,7 +190,11 @@ def to_bytes(tape: Tape) -> bytes:
 
 
 def read_tape(path: Path) -> Tape:
-    """Read a tape."""
+    """Read a tape.
+
+    Raises:
+        DistdiagError: it cannot be read, is not a tape, is too large, or its snapshots cannot be decoded.
+    """
     try:
         with guard.regular(path) as file:
             data = file.read(MAX_FILE + 1)

@@ -194,8 +194,17 @@ def operators_of(trace: Trace, window: Window, steps: int) -> list[Operator]:
     return operators(trace.ops, window, steps) if trace.operators is None else trace.operators
 
 
+def kernels_of(trace: Trace, window: Window, steps: int) -> tuple[float, float]:
+    """Return how many kernels began per step, and the mean of their µs."""
+    if trace.kernels is None:
+        own = [end - start for start, end in trace.device if window[0] <= start < window[1]]
+        trace.kernels = len(own) / steps, sum(own) / max(1, len(own))
+    return trace.kernels
+
+
 def condense(trace: Trace, window: Window, steps: int) -> None:
     """Keep of the operators and kernels only what the analysis of these steps needs: a few thousand intervals."""
+    kernels_of(trace, window, steps)
     trace.compute, trace.operators = compute_of(trace, window), operators_of(trace, window, steps)
     trace.ops, trace.device = [], []
 

@@ -36,6 +36,7 @@ class _Rank:
     begin: float
     compute: Spans
     busy: Coverage  # by `compute`
+    other: Coverage  # communication that is in `passed` of no rank and that compute does not hide
     passed: list[_Passed] = field(default_factory=list)  # ascending by their end
     exposed: Spans = field(default_factory=list)
 
@@ -43,6 +44,7 @@ class _Rank:
 def critical_path(
     collectives: Mapping[tuple[str, int, str], Mapping[int, Comm]],
     computes: Mapping[int, Spans],
+    unmatched: Mapping[int, Spans],
     windows: Mapping[int, tuple[float, float]],
     steps: int,
 ) -> CriticalPath | None:
@@ -50,12 +52,12 @@ def critical_path(
 
     Args:
         collectives: As `analyse.joined` returns them.
-        computes, windows: By rank: its compute and its steps.
+        computes, unmatched, windows: By rank: its compute, its communication that is not in `collectives`, and its steps.
     """
     if not collectives:
         return None
-    ranks = _ranks(collectives, computes, windows)
-    own = {q: [0.0, 0.0] for q in ranks}  # compute, idle
+    ranks = _ranks(collectives, computes, unmatched, windows)
+    own = {q: [0.0, 0.0, 0.0] for q in ranks}  # compute, idle, unmatched communication
     rank = max(windows, key=lambda q: windows[q][1])
     at = end = windows[rank][1]
     transfer_us, came = 0.0, False
@@ -64,9 +66,9 @@ def critical_path(
         before = _queued_behind(r, at) if came else None
         since, cause = before or _waited_for(r, at)
         since = min(since, at)
-        busy = r.busy.within(since, at)
-        own[rank][0] += busy
-        own[rank][1] += at - since - busy
+        busy, other = r.busy.within(since, at), r.other.within(since, at)
+        for i, us in enumerate((busy, at - since - busy - other, other)):
+            own[rank][i] += us
         at = since
         if cause is None:
             break
@@ -74,21 +76,29 @@ def critical_path(
         transfer_us += max(0.0, at - until)
         at, rank, came = min(at, until), cause.last_rank, True
     per = 1e3 * steps
-    parts = [PathTime(rank=q, compute_ms=c / per, idle_ms=i / per) for q, (c, i) in own.items() if c + i > 0]
+    parts = [
+        PathTime(rank=q, compute_ms=c / per, idle_ms=i / per, unmatched_ms=u / per)
+        for q, (c, i, u) in own.items()
+        if c + i + u > 0
+    ]
     return CriticalPath(
         step_ms=(end - at) / per,
         transfer_ms=transfer_us / per,
-        ranks=sorted(parts, key=lambda r: -(r.compute_ms + r.idle_ms)),
+        ranks=sorted(parts, key=lambda r: -(r.compute_ms + r.idle_ms + r.unmatched_ms)),
     )
 
 
 def _ranks(
     collectives: Mapping[tuple[str, int, str], Mapping[int, Comm]],
     computes: Mapping[int, Spans],
+    unmatched: Mapping[int, Spans],
     windows: Mapping[int, tuple[float, float]],
 ) -> dict[int, _Rank]:
     """Return what each rank computed and waited for."""
-    ranks = {q: _Rank(low, computes[q], Coverage(computes[q])) for q, (low, _) in windows.items()}
+    ranks = {
+        q: _Rank(low, computes[q], Coverage(computes[q]), Coverage(without(unmatched[q], computes[q])))
+        for q, (low, _) in windows.items()
+    }
     for of_rank in collectives.values():
         last = last_rank(of_rank)
         for q, c in of_rank.items():

@@ -80,6 +80,7 @@ class PathTime(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     compute_ms: float
     idle_ms: float
+    unmatched_ms: float = 0.0  # communication of which no other rank's part is known: wait or transfer
 
 
 class CriticalPath(msgspec.Struct, frozen=True, kw_only=True):

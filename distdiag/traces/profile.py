@@ -101,12 +101,21 @@ def profile_of(
         verdict=_verdict(ranks, collectives, usable, windows, steps),
         collectives=by_kind,
         modules=analyse.module_times({q: r.trace.comms for q, r in usable.items()}, computes, windows, steps),
-        critical_path=critical_path(collectives, computes, windows, steps),
+        critical_path=critical_path(collectives, computes, _unmatched(usable, collectives, windows), windows, steps),
         comparison=_comparison(usable, windows, steps, ranks, chosen),
         trace=None,
         notes=notes,
     )
     return profile, collectives, offsets
+
+
+def _unmatched(
+    recorded: Mapping[int, Recorded], collectives: Mapping[Key, Mapping[int, Comm]], windows: Mapping[int, Window]
+) -> dict[int, Spans]:
+    """Return when each rank was in communication of which no other rank's part is known."""
+    matched = {id(c) for of_rank in collectives.values() for c in of_rank.values()}
+    alone = {q: [(c.start, c.end) for c in r.trace.comms if id(c) not in matched] for q, r in recorded.items()}
+    return {q: union(spans, *windows[q]) for q, spans in alone.items()}
 
 
 def _rank_times(
@@ -171,17 +180,20 @@ def _verdict(
     """Name the rank that the others wait for, and why; else communication that every rank waits for."""
     world = _world(recorded)
     found = _late_rank(collectives, recorded, steps)
-    waits = [(r.wait_ms, r.step_ms) for r in ranks if r.wait_ms is not None]
-    most, step = max(waits, default=(0.0, 0.0))
-    if found is not None and most >= LATE_WAIT * step:
-        late, led = found
+    late, led = found or (-1, 0)
+    most, step = _wait_for(late, collectives, windows, steps), max((r.step_ms for r in ranks), default=0.0)
+    exposed_ms = {r.rank: r.exposed_ms for r in ranks}
+    # a rank that waited as long for messages comes last because of these, as the first stage of a pipeline does
+    gained = max(exposed_ms.values(), default=0.0) - exposed_ms.get(late, 0.0)
+    if min(most, gained) >= LATE_WAIT * step > 0 and found is not None:
         often = "" if led == steps else f" in {led} of {steps} steps"
         among = "" if world <= len(ranks) else f"of the {len(ranks)} ranks with a trace, of {world:,}, "
         data = {
             q: length(union(r.trace.loads, *windows[q])) / 1e3 / steps for q, r in recorded.items() if r.trace.loads
         }
+        kernels = {q: analyse.kernels_of(r.trace, windows[q], steps) for q, r in recorded.items()}
         waited = f"others wait up to {ms_text(most)} ms of a step of {ms_text(step)} ms for it"
-        return f"{among}rank {late} comes last to the collectives{often}: {waited}{_more(late, ranks, data)}"
+        return f"{among}rank {late} comes last to the collectives{often}: {waited}{_more(late, ranks, data, kernels)}"
     exposed = [(r.exposed_ms - min(r.wait_ms or 0.0, r.exposed_ms), r.step_ms) for r in ranks if r.step_ms > 0]
     if len(exposed) < 2 or min(ms / step_ms for ms, step_ms in exposed) < COMM_SHARE:
         return None
@@ -191,6 +203,18 @@ def _verdict(
         f"communication{others} that no computation hides takes at least {percent(least / step)} of a step on every rank: "
         f"{ms_text(least)} of {ms_text(step)} ms"
     )
+
+
+def _wait_for(
+    late: int, collectives: Mapping[Key, Mapping[int, Comm]], windows: Mapping[int, Window], steps: int
+) -> float:
+    """Return how long a rank waits at most for the late one in collectives to which that comes last, in ms per step."""
+    spans: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for (_, _, op), of_rank in collectives.items():
+        if not is_message(op) and analyse.last_rank(of_rank) == late:
+            for q, c in of_rank.items():
+                spans[q].append((c.start, min(c.end, of_rank[late].start)))
+    return max((length(union(x, *windows[q])) for q, x in spans.items()), default=0.0) / 1e3 / max(1, steps)
 
 
 def _world(recorded: Mapping[int, Recorded]) -> int:
@@ -225,7 +249,9 @@ def _late_rank(
     return (late, led) if often and led >= min(2, steps) and most >= LATE_SHARE * total.total() else None
 
 
-def _more(late: int, ranks: Sequence[RankTimes], data_ms: Mapping[int, float]) -> str:
+def _more(
+    late: int, ranks: Sequence[RankTimes], data_ms: Mapping[int, float], kernels: Mapping[int, tuple[float, float]]
+) -> str:
     """Return what takes the late rank longer than the others: its data loader, its computation, or time in neither."""
     own = next(r for r in ranks if r.rank == late)
     times = [
@@ -239,8 +265,23 @@ def _more(late: int, ranks: Sequence[RankTimes], data_ms: Mapping[int, float]) -
         if late in by_rank and others:
             theirs = statistics.median(others)
             took = f"{ms_text(by_rank[late])} ms per step (median of the others: {ms_text(theirs)} ms)"
-            found.append((by_rank[late] - theirs, f"; {text} {took}"))
+            computes = _kernels(late, kernels) if text == "it computes for" else ""
+            found.append((by_rank[late] - theirs, f"; {text} {took}{computes}"))
     found = [x for x in found if x[0] >= MORE_SHARE * own.step_ms]
     most = max((more for more, _ in found), default=0.0)
     # the loader is named first: a wait for it is also time in which nothing is computed
     return next((text for more, text in found if more >= 0.8 * most), "")
+
+
+def _kernels(late: int, of_rank: Mapping[int, tuple[float, float]]) -> str:
+    """Return whether the late rank runs more kernels than the others, or as many that take longer; empty without a device."""
+    usual, usual_us = (statistics.median(x[i] for q, x in of_rank.items() if q != late) for i in (0, 1))
+    number, us = of_rank[late]
+    more, longer = (number / usual, us / usual_us) if usual and usual_us else (0.0, 0.0)
+    if more >= 1 + MORE_SHARE:
+        return f", in {more:.2f} times as many kernels"
+    if more <= 1 - MORE_SHARE or longer < 1 + MORE_SHARE:
+        return ""
+    return (
+        f", in as many kernels, on average {longer:.2f} times as long: a slower device (clocks, heat), or larger inputs"
+    )

@@ -116,7 +116,7 @@ class Trace:
         device: (start, end) of kernels and copies that compute; empty if only the host was traced.
         marks: ProfilerStep annotations: (number, start, end).
         loads: (start, end) of waits for the data loader.
-        compute, operators: Taken from `ops` and `device` by `analyse.condense`, which empties both.
+        compute, operators, kernels: Taken from `ops` and `device` by `analyse.condense`, which empties both.
     """
 
     rank: int | None
@@ -128,6 +128,7 @@ class Trace:
     loads: list[tuple[float, float]] = field(default_factory=list)
     compute: list[tuple[float, float]] | None = None
     operators: list[Operator] | None = None
+    kernels: tuple[float, float] | None = None
     world_size: int | None = None
 
     def us(self, wall_ns: int) -> float:

@@ -97,6 +97,7 @@ def path_text(p: CriticalPath) -> str:
     """Return the critical path in one line: what sets the length of a step, largest first."""
     parts = [(r.compute_ms, f"compute of rank {r.rank}") for r in p.ranks]
     parts += [(r.idle_ms, f"rank {r.rank} idle") for r in p.ranks]
+    parts += [(r.unmatched_ms, f"unmatched communication of rank {r.rank}") for r in p.ranks]
     parts.append((p.transfer_ms, "transfers"))
     parts = sorted((x for x in parts if x[0] >= LEAST_SHARE * p.step_ms), key=lambda x: -x[0])
     shown = ", ".join(f"{name} {ms_text(ms)} ({percent(ms / p.step_ms)})" for ms, name in parts[:PARTS])

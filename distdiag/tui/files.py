@@ -6,14 +6,11 @@ import asyncio
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from distdiag.store.liveness import Monitor
 from distdiag.tui import once
 from distdiag.tui.draw.text import quote
-
-if TYPE_CHECKING:
-    from distdiag.tui.app import DistdiagApp
+from distdiag.tui.navigation import Viewer
 
 MANY_RANKS = 8  # of more than that, two are profiled: the slowest and one with the median time
 
@@ -21,7 +18,7 @@ MANY_RANKS = 8  # of more than that, two are profiled: the slowest and one with 
 class Files:
     """Writes files and starts processes; everything else of the app only reads."""
 
-    def __init__(self, app: DistdiagApp) -> None:
+    def __init__(self, app: Viewer) -> None:
         self.app = app
 
     def _free_name(self, suffix: str) -> Path:

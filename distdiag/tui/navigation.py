@@ -2,25 +2,44 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from distdiag.store.liveness import Monitor
 from distdiag.tui.data import filters
 from distdiag.tui.data.heat_data import METRICS
 from distdiag.tui.data.order import ORDERS
+from distdiag.tui.data.snapshot import Snapshot
+from distdiag.tui.data.source import Source
+from distdiag.tui.draw.canvas import Canvas
 from distdiag.tui.draw.lines import explanations
 from distdiag.tui.draw.text import clock
 from distdiag.tui.screens.page import Page, RankedPage
 from distdiag.tui.ui import Ui
 
-if TYPE_CHECKING:
-    from distdiag.tui.app import DistdiagApp
+
+class Viewer(Protocol):
+    """What the parts of the app need of it: what is known and chosen, and how to show it."""
+
+    snap: Snapshot
+    ui: Ui
+    source: Source
+    canvas: Canvas
+    pages: dict[str, Page]
+
+    @property
+    def page(self) -> Page: ...
+    def redraw(self, late: bool = False) -> None: ...
+    def say(self, text: str) -> None: ...
+    def set_filter(self, text: str) -> bool: ...
+    def close_filter(self, clear: bool) -> None: ...
+    def run_worker(self, work: Any, *, exclusive: bool) -> Any: ...
+    def call_later(self, callback: Any, *args: Any) -> bool: ...
 
 
 class Navigation:
     """Moves through the screens, the ranks and the run's time; each `action_NAME` is what a key does."""
 
-    def __init__(self, app: DistdiagApp) -> None:
+    def __init__(self, app: Viewer) -> None:
         self.app = app
 
     @property

@@ -122,6 +122,9 @@ def test_an_info_finding_alone_exits_with_0(tmp_path: Path, capsys: pytest.Captu
     out = capsys.readouterr().out
     assert out.startswith("running: no error or warning, 1 info (2 of 2 ranks seen)")
     assert "INFO straggler/data" in out
+    stopped = a_run(tmp_path / "stopped", info, state="failed", state_text="stopped by SIGINT (from a person)")
+    assert main(["diagnose", stopped]) == ExitCode.FAILED
+    assert "stopped by SIGINT (from a person); no error or warning, 1 info" in unwrapped(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(("fail_on", "code"), [("error", 0), ("warning", 1), ("never", 0)])
@@ -376,6 +379,19 @@ def test_bad_input_prints_an_error_and_a_hint(
     assert words in lines[0]
     assert "find MARK" not in err and "load key" not in err
     assert args or "cd to the directory in which the job was started" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [("job 1.tar.gz", "tar -C unpacked -xf 'job 1.tar.gz'"), ("job.zip", "unzip -d unpacked job.zip")],
+)
+def test_an_archive_is_not_read_and_the_hint_unpacks_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_bytes(b"PK\0hello\n")
+    assert main(["diagnose", name]) == ExitCode.USAGE
+    assert f"{command} && distdiag diagnose unpacked" in capsys.readouterr().err
 
 
 def test_two_runs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -372,3 +372,45 @@ def test_a_rank_that_has_left_the_loop_of_the_message_that_was_due_is_said_to() 
     (found,) = proved(Snapshot(t_s=9.0, world_size=2, ranks=ranks, groups=groups), source=source)
     assert found.message.startswith("rank 1 left the loop before send (pipe.py:3): `for x in files` (pipe.py:2); ")
     assert "run equally often on all ranks" in (found.advice or "")
+
+
+PATIENCE = """
+def forward():
+    recv(0)  # 2
+
+def backward():
+    send(0)  # 5
+
+def run():
+    for step in range(100):
+        loss = forward()  # 9
+        backward()  # 10
+        if stopper.update(loss):
+            break
+    barrier()  # 13
+
+run()  # 15
+"""
+
+
+def test_a_stage_that_has_left_the_loop_around_the_functions_of_its_messages_is_said_to() -> None:
+    """The last stage stops early, by its loss."""
+    assert all(line.endswith(f"# {n}") for n, line in enumerate(PATIENCE.strip().splitlines(), 1) if "#" in line)
+    main = Site("pipe.py", 15, "<module>")
+    ends = Call(op="barrier", group="default_pg", seq=1, site=Site("pipe.py", 13, "run", main))
+    stage = [msgspec.structs.replace(message(op, 0, 0, nth=n), site=Site("pipe.py", line, function))
+             for n in range(1, 61) for op, line, function in (("recv", 2, "forward"), ("send", 5, "backward"))]  # fmt: skip
+    first = [message(op, 1, line, nth=n) for n in range(1, 62) for op, line in (("send", 21), ("recv", 22))][:-1]
+    ranks = {
+        0: RankState(rank=0, calls=tuple(first), blocked=first[-1], p2p_issued={"send:1:0:default_pg": 61, "recv:1:0:default_pg": 60}),
+        1: RankState(rank=1, calls=(*stage, ends), blocked=ends, enqueued={"default_pg": 1}, user_stack=(Site("pipe.py", 13, "run"), main),
+                     p2p_issued={"send:0:0:default_pg": 60, "recv:0:0:default_pg": 60}),
+    }  # fmt: skip
+    groups = {"default_pg": Group(name="default_pg", ranks=(0, 1))}
+    (found,) = proved(
+        Snapshot(t_s=9.0, world_size=2, ranks=ranks, groups=groups), source={"pipe.py": PATIENCE.strip()}.get
+    )
+    assert found.message.startswith(
+        "rank 1 left the loop before recv (pipe.py:2): `if stopper.update(loss)` (pipe.py:11); "
+    )
+    assert "let all ranks decide together" in (found.advice or "")

@@ -221,3 +221,26 @@ def test_a_finding_is_held_for_seconds_however_far_apart_polls_are(apart_s: int)
         if reported is None and d.open():
             reported = t
     assert reported is not None and reported - 10 == apart_s, "the second look, however far apart they are"
+
+
+def straggling(t: int, slow: bool) -> Snapshot:
+    late = steps(80.0, "other", seed=1) if slow else steps(wait_ms=80.0, seed=1)
+    return job(rank(0, step=100 + t, steps=steps(wait_ms=80.0)), rank(1, step=100 + t, steps=late), t_s=float(t))
+
+
+@pytest.mark.parametrize("apart_s", [1, 2, 4])
+def test_a_finding_is_cleared_after_seconds_however_far_apart_polls_are(apart_s: int) -> None:
+    """One more evaluation that finds it does not report it again: it must hold as a new one must."""
+    d = Diagnosis(source=lambda _: None)
+    for t in range(0, 20, apart_s):
+        d.update(straggling(t, True))
+    assert len(d.open()) == 1
+    for t in range(20, 20 + kinds.STRAGGLER.release, apart_s):
+        d.update(straggling(t, False))
+    assert d.open() == []
+    d.update(straggling(60, True))
+    d.update(straggling(60 + apart_s, False))
+    assert d.open() == []
+    for t in range(70, 80, apart_s):
+        d.update(straggling(t, True))
+    assert len(d.open()) == 1 and len(d.findings) == 1

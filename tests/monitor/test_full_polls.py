@@ -96,7 +96,7 @@ def steps_much(page: PageWriter) -> None:
 def samples(page: PageWriter, kind: SampleKind, times: int = 1) -> None:
     for _ in range(times):
         record = page.page.samples[page.header.n_samples % SAMPLES]
-        record.kind, record.number = kind, page.header.n_samples + 1
+        record.kind, record.number, record.step = kind, page.header.n_samples + 1, 2
         page.header.n_samples += 1
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from distdiag.page.layout import ModelSlot
-from distdiag.recorder.hooks.ddp_times import DdpTimes
+from distdiag.recorder.hooks.ddp_times import DdpTimes, _last_quarter
 from distdiag.store.reader import Run, open_run
 from tests.jobs import closed, launch, rows
 
@@ -70,6 +70,11 @@ def test_recorded_buckets_match_the_gradients(run: Run) -> None:
         assert len(sizes) == x.buckets and sum(sizes) == x.bytes and len(sizes) > 1
         assert x.comm_hook is None and x.gradient_as_bucket_view is False and x.dtypes == "float"
         assert x.backwards is not None and x.backwards >= 24
+
+
+@pytest.mark.parametrize(("sizes", "last"), [([1] * 8, 2), ([1, 90, 9], 91), ([9, 90, 1], 99), ([], 0)])
+def test_the_last_gradients_are_those_of_the_first_parameters(sizes: list[int], last: int) -> None:
+    assert _last_quarter(sizes) == last
 
 
 def test_the_recorder_had_no_errors(run: Run) -> None:

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(not accounts.COMPILED, reason="the hooks were not compiled at the install"),
 ]
 
-# Every case that a hook distinguishes: another site, no gradients, accumulation, another optimizer, a thread, no tensor, NaN, an
+# Every case that a hook distinguishes: another site, no gradients, accumulation, another optimizer, one within another, a thread, no tensor, NaN, an
 # exception, no loader, a named phase, a gradient that moves or is missing.
 SCRIPT = """
 import json, sys, threading, warnings
@@ -43,6 +43,11 @@ torch.manual_seed(0)
 model = DDP(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)))
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
 second = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.01)
+
+class Around(torch.optim.SGD):  # its step contains another's
+    def step(self):
+        second.step()
+around = Around(second.param_groups[0]["params"], 0.01)
 data = TensorDataset(torch.randn(42, 4), torch.arange(42))
 
 def train(x):
@@ -62,6 +67,7 @@ for x, y in DataLoader(data, 4):  # another place, twice in one step, the first 
     model(x).sum().backward()
     optimizer.step()
     second.step()
+    around.step()
     optimizer.zero_grad(set_to_none=False)
 for k in range(9):  # no loader, a loss in a tuple, a loss of another type
     loss = model(torch.randn(3, 4)).double().mean() if k % 2 else model(torch.randn(3, 4)).mean()
@@ -128,7 +134,7 @@ def test_c_and_python_hooks_write_the_same(tmp_path: Path) -> None:
     for what, value in python.items():
         assert compiled[what] == value, what
     checked = [step for kind, step, *_ in compiled["samples"] if kind == SampleKind.PARAMETERS]
-    due = [step for step in range(compiled["steps"][-1][0] + 1) if checksum_due(step)]
+    due = [0, *(step for step in range(compiled["steps"][-1][0] + 1) if checksum_due(step))]
     assert checked == due and due[-1] == 96
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from threading import get_ident
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from distdiag.page.layout import SampleKind
+from distdiag.page.layout import Phase, SampleKind, word
 from distdiag.recorder import unseen
+from distdiag.recorder.hooks.collectives import Collectives
 from distdiag.recorder.hooks.replica_checksums import ReplicaChecksums
+from distdiag.recorder.hooks.step_accounting import StepAccounting
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -26,9 +29,14 @@ class Written:
 
     def __init__(self) -> None:
         self.of: dict[SampleKind, tuple[float, int]] = {}
+        self.at: dict[tuple[SampleKind, int], float] = {}
+        self.names: dict[SampleKind, str] = {}
+        self.layers: list[tuple[str, int, int]] = []
 
-    def write(self, kind: SampleKind, _step: int, value: float, key: int = 0, name: str = "") -> None:
+    def write(self, kind: SampleKind, step: int, value: float, key: int = 0, name: str = "") -> None:
         self.of[kind] = value, key
+        self.at[kind, step], self.names[kind] = value, name
+        self.layers += [(name, step, key)] * (kind is SampleKind.LAYERS)
 
 
 def test_layers_in_eval_mode_are_counted_after_a_step() -> None:
@@ -48,7 +56,11 @@ def test_layers_in_eval_mode_are_counted_after_a_step() -> None:
 
 
 def sampled(
-    *optimizers: tuple[Any, ...], synced: int = 3, ignored: int = 0, without: nn.Module | None = None
+    *optimizers: tuple[Any, ...],
+    synced: int = 3,
+    ignored: int = 0,
+    without: nn.Module | None = None,
+    changes: bool = False,
 ) -> dict[SampleKind, tuple[float, int]]:
     """Return the samples of a rank with four layers in DDP, after each of these optimizers has stepped.
 
@@ -56,6 +68,7 @@ def sampled(
         optimizers: Of each: numbers of the layers in DDP that it has, and modules that are not in DDP.
         ignored: This many of the first parameters are ignored by DDP.
         without: A module whose parameters get no gradients.
+        changes: Something else changes the last layer between two samples.
     """
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
@@ -73,7 +86,11 @@ def sampled(
             p.grad = torch.zeros_like(p)
         for p in without.parameters() if without is not None else ():
             p.grad = None
-        checksums.after_optimizer(torch.optim.SGD(params, lr=0.1), 4)
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        for step in (4, 8):
+            checksums.after_optimizer(optimizer, step)
+            with torch.no_grad():
+                net[3].get_parameter("weight").add_(float(changes))
     return written.of
 
 
@@ -114,7 +131,7 @@ def test_a_learning_rate_of_zero_is_that_of_all_that_is_stepped(
     ledger: Any = SimpleNamespace(models={}, averaged_by=None)
     checksums, other = ReplicaChecksums(ledger, out), torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     if others:
-        checksums.others.add(other)
+        checksums.others[id(other)] = other
     checksums.after_optimizer(torch.optim.SGD(groups), 4)
     assert out.of.get(SampleKind.LEARNING_RATE, (None, 0))[0] == written
     if written is not None:
@@ -140,6 +157,9 @@ def test_rows_of_a_layer_that_move_against_each_other_change_its_checksum(dtype:
 def test_parameters_with_gradients_that_no_optimizer_has_are_counted() -> None:
     assert SampleKind.NOT_STEPPED not in sampled((0, 1, 2, 3))
     assert sampled((0, 1, 2, 3), (0, 1, 2))[SampleKind.NOT_STEPPED] == (2, 0), "weight and bias of the last layer"
+    assert SampleKind.NOT_STEPPED not in sampled((0, 1, 2), changes=True), (
+        "the optimizer of another rank steps it (ZeRO)"
+    )
 
 
 def test_copies_that_an_optimizer_steps_instead_of_ddps_parameters_are_not_held_for_others() -> None:
@@ -152,6 +172,128 @@ def test_copies_that_an_optimizer_steps_instead_of_ddps_parameters_are_not_held_
 def test_what_ddp_ignores_or_has_not_averaged_yet_is_not_outside() -> None:
     assert SampleKind.OUTSIDE_DDP not in sampled((0, 1, 2, 3), ignored=2)
     assert SampleKind.OUTSIDE_DDP not in sampled((0, 1, nn.Linear(8, 8)), synced=0)
+
+
+def in_a_job(net: nn.Module, lead: Any, *others: Any, call: Any = lambda: None) -> Written:
+    """Return what is sampled of a rank with `net` in DDP, up to step 4; in the second step it calls `call`."""
+    model = SimpleNamespace(
+        trained=lambda: list(net.named_parameters()), built_with=frozenset(map(id, net.parameters())),
+        slot=SimpleNamespace(synced_backwards=3), buffer_places=[], ref=lambda: None,
+    )  # fmt: skip
+    written: Any = Written()
+    ledger: Any = SimpleNamespace(models={0: model}, averaged_by=None)
+    checksums = ReplicaChecksums(ledger, written)
+    checksums.others.update({id(o): o for o in others})
+    for step in range(5):
+        if step:
+            checksums.after_optimizer(lead, step)
+        else:
+            checksums.before_first_step(lead)
+        if step == 1:
+            call()
+    return written
+
+
+def test_the_parameters_are_sampled_before_the_first_step() -> None:
+    net = nn.Linear(8, 8)
+    at = in_a_job(net, torch.optim.SGD(net.parameters(), lr=0.1)).at
+    assert at[SampleKind.PARAMETERS, 0] == at[SampleKind.PARAMETERS, 2] != 0
+
+
+def test_a_parameter_outside_ddp_with_an_optimizer_of_its_own_is_sampled() -> None:
+    """A temperature, as in soft actor-critic: it steps after the model's optimizer, and may have no gradient between."""
+    net, alpha = nn.Linear(8, 8), torch.ones(1, requires_grad=True)
+    other = torch.optim.Adam([alpha], lr=0.1)
+    lead = torch.optim.SGD(net.parameters(), lr=0.1)
+    assert SampleKind.OUTSIDE_DDP not in in_a_job(net, lead, other).of, "it has not been trained yet"
+    alpha.grad = torch.ones(1)
+    other.step()
+    alpha.grad = None
+    assert in_a_job(net, lead, other).names[SampleKind.OUTSIDE_DDP] == "1 parameter (one element)"
+
+
+class Teacher(nn.Module):
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 8).requires_grad_(trained)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+def test_a_module_outside_ddp_that_a_step_calls_and_no_gradient_trains_is_sampled() -> None:
+    net, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)), torch.ones(1, 8)
+    lead = torch.optim.SGD(net[0].parameters(), lr=0.1)
+    teacher, trained, loss = Teacher(False), Teacher(True), nn.MSELoss()
+    job = in_a_job(net, lead, call=lambda: loss(teacher(net(x)), trained(x)))
+    assert job.names[SampleKind.UNTRAINED] == "Teacher" and job.at[SampleKind.UNTRAINED, 2] != 0
+    assert SampleKind.UNTRAINED not in in_a_job(net, lead, call=lambda: trained(net(x))).of
+    assert not nn.modules.module._global_forward_pre_hooks
+
+
+def test_without_ddp_the_parameters_are_sampled_by_the_class_of_the_module_that_owns_them() -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+    written: Any = Written()
+    checksums = ReplicaChecksums(SimpleNamespace(models={}, averaged_by=None), written)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    checksums.before_first_step(optimizer)
+    for step in range(1, 33):
+        checksums.reduced = 100
+        checksums.after_optimizer(optimizer, step)
+        if step == 1:
+            net(torch.ones(2, 8))
+            with torch.no_grad():
+                net[1].get_parameter("bias").add_(1.0)
+    kinds = {k: of for k, of in written.at.items() if k[0] is SampleKind.LAYERS}
+    assert sorted(step for _, step in kinds) == [0, 32]
+    assert written.layers == [("Linear", 0, 4), ("Linear", 32, 4), ("LayerNorm", 0, 2), ("LayerNorm", 32, 2)]
+    assert kinds[SampleKind.LAYERS, 0] != kinds[SampleKind.LAYERS, 32]
+
+
+@pytest.mark.parametrize(
+    ("phase", "shape", "counted"),
+    [
+        (Phase.BACKWARD, (8, 32, 64), False),
+        (Phase.BACKWARD, (16, 4), True),
+        (Phase.BACKWARD, (99,), True),
+        (Phase.OTHER, (8, 32, 64), True),
+    ],
+    ids=["an activation", "a gradient", "a bucket", "after backward"],
+)
+def test_an_activation_that_is_reduced_in_backward_is_no_gradient(
+    phase: Phase, shape: tuple[int, ...], counted: bool
+) -> None:
+    collectives: Any = SimpleNamespace(shapes={(16, 4), (4,)}, page=SimpleNamespace(words={word("phase"): int(phase)}))
+    tensor = (0, len(shape), *(*shape, 0, 0, 0, 0, 0)[:6], 1, 4)
+    assert Collectives._of_gradients(collectives, tensor) is counted
+
+
+def test_the_gradients_of_the_step_are_sampled() -> None:
+    net = nn.Linear(8, 8)
+    for p in net.parameters():
+        p.grad = torch.full_like(p, -1.0)
+    assert in_a_job(net, torch.optim.SGD(net.parameters(), lr=0.1)).at[SampleKind.GRADIENTS, 4] > 0
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_an_optimizer_whose_step_contains_the_leading_one_leads(nested: bool) -> None:
+    """ZeroRedundancyOptimizer: replicas are equal after its broadcast only, and it has the parameters of all ranks."""
+    ends, closed = StepAccounting._optimizer_ends, []
+    inner, outer = (torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1) for _ in range(2))
+    accounting: Any = SimpleNamespace(
+        ledger=SimpleNamespace(main_thread=get_ident(), lead=None, lead_misses=0, idle=0, optimizer_ns=0, optimizer_start_ns=0),
+        words=dict.fromkeys(range(4096), 0), device=None, recorder=SimpleNamespace(device=0), _ended=lambda: None,
+        checks=SimpleNamespace(replicas=SimpleNamespace(others={}, after_optimizer=lambda o, _step: closed.append(o))),
+        close_step=lambda t: None,
+    )  # fmt: skip
+    accounting._leads = lambda o: StepAccounting._leads(accounting, o)
+    for _ in range(3):
+        accounting.ledger.optimizer_start_ns = 1
+        ends(accounting, inner)
+        if not nested:
+            accounting.ledger.optimizer_start_ns = 1
+        ends(accounting, outer)
+    assert closed == ([inner, outer, outer] if nested else [inner] * 3)
 
 
 def without_gradient(*steps: tuple[int, ...], frozen: int = 9) -> list[tuple[float, int, int]]:

@@ -275,3 +275,48 @@ def test_a_message_of_a_running_job_is_named_from_the_end_that_is_missing(tmp_pa
     job.message(0, 1, sent=False)
     (f,) = diagnose(tmp_path, job, after_s=0.1).findings
     assert (f.severity, f.culprits) == ("info", (0,)) and "the send that matches rank 1's recv" in f.message
+
+
+def pipeline(steps: int) -> Job:
+    """Return a job of four stages that pass on eight messages, and as many back, in each step."""
+    job = trained(Job(4))
+    for _ in range(steps):
+        for forward in (True, False):
+            for _ in range(8):
+                for a, b in ((0, 1), (1, 2), (2, 3)) if forward else ((3, 2), (2, 1), (1, 0)):
+                    job.message(a, b)
+    return job
+
+
+def test_dumps_of_a_pipeline_that_were_taken_after_each_other_lack_no_message(tmp_path: Path) -> None:
+    """The recv of the first dump is open, and the sender's later dump has the send."""
+    job = pipeline(2)
+    job.issue(1, "send 1->2", "0", True, line=40)
+    job.issue(2, "recv 2<-1", "0", False, line=41)
+    assert not diagnose(tmp_path, job, after_s=0.1).findings
+
+
+def test_in_a_running_job_each_late_rank_is_named_with_what_it_lacks(tmp_path: Path) -> None:
+    job = pipeline(2)
+    job.issue(1, "recv 1<-0", "0", False, line=41)
+    job.issue(3, "recv 3<-2", "0", False, line=41)
+    (f,) = diagnose(tmp_path, job, after_s=0.1).findings
+    assert f.culprits == (0, 2)
+    assert (
+        "rank 0 was on its way to the send that matches rank 1's recv (default_pg), rank 2 to the other end of"
+        in f.message
+    )
+
+
+def test_a_stage_that_has_not_passed_on_a_message_is_named(tmp_path: Path) -> None:
+    """Stages 1 and 2 wait for each other: 1 for what comes back, 2 for what 1 has received and not sent."""
+    job = pipeline(2)
+    for i in range(8):
+        job.message(0, 1)
+        job.message(1, 2, sent=i < 7)
+        if i < 7:
+            job.message(2, 3)
+    job.issue(1, "recv 1<-2", "0", False, line=41)
+    (f,) = errors(diagnose(tmp_path, job))
+    assert summary(f) == ("deadlock", "missing_rank", (1,))
+    assert "rank 1 left out its send" in f.message

@@ -197,7 +197,7 @@ def test_a_log_without_a_known_message_shows_its_last_errors(
     assert main(["diagnose", str(tmp_path)]) == 3
     shown = unwrapped(capsys.readouterr().out)
     assert shown.startswith("no verdict: no error that distdiag knows in 2 logs")
-    assert "look like errors: line 2: 2026-01-01 E coordination: Error: task 37 left" in shown
+    assert "look like errors: line 2 of workerlog.0: 2026-01-01 E coordination: Error: task 37 left" in shown
 
 
 def test_oneccls_prefix_names_the_process_that_hydra_names_with_its_rank(tmp_path: Path) -> None:

@@ -63,19 +63,84 @@ def test_py_spy_and_faulthandler_in_one_file_per_rank(tmp_path: Path) -> None:
     assert "#" not in finding.message and "never" not in finding.message
 
 
+def prefixed(prefix: str) -> str:
+    """Return the stacks as a launcher prints them, those of rank 2 first."""
+    ranks = ((2, FAULT), (0, SPY), (1, FAULT))
+    return "".join(f"{prefix.format(rank)}{line}\n" for rank, text in ranks for line in text.splitlines())
+
+
 @pytest.mark.parametrize(
-    "text",
-    [
-        SPY + FAULT + FAULT,
-        "".join(f"[rank{r}]: {line}\n" for r, t in ((0, SPY), (1, FAULT), (2, FAULT)) for line in t.splitlines()),
-    ],
-    ids=["in order", "by prefix"],
+    "prefix",
+    ["", "[rank{}]: ", "[rank{}]:", "[default{}]:", "{}: ", "[1,{}]<stderr>:", "2026-01-02T03:04:05.6Z [rank{}]:"],
 )
-def test_all_ranks_in_one_file(tmp_path: Path, text: str) -> None:
-    report = diagnose_stacks([str(write(tmp_path, all=text))])
+def test_all_ranks_in_one_file(tmp_path: Path, prefix: str) -> None:
+    report = diagnose_stacks([str(write(tmp_path, all=prefixed(prefix) if prefix else SPY + FAULT + FAULT))])
     assert report is not None
     assert [f.culprits for f in report.findings] == [(0,)]
     assert report.ranks_seen == 3
+
+
+def test_local_ranks_of_two_nodes_are_not_the_same(tmp_path: Path) -> None:
+    text = prefixed("[default{}]:")
+    report = diagnose_stacks([str(write(tmp_path, node0=text, node1=text.replace("unet.py:88", "unet.py:90")))])
+    assert report is not None and report.ranks_seen == 6
+
+
+def test_stacks_after_a_long_log(tmp_path: Path) -> None:
+    log = "".join(f"[default0]:step {n} loss 0.3\n" for n in range(20_000))
+    report = diagnose_stacks([str(write(tmp_path, all=log + prefixed("[default{}]:")))])
+    assert report is not None and [f.culprits for f in report.findings] == [(0,)]
+
+
+GDB = """[New LWP 71]
+Thread 2 (Thread 0x7f21d0bff640 (LWP 71) "cuda-EvtHandlr"):
+#0  0x00007f27a3318d7f in __GI___poll (fds=0x7f21c8000c20, nfds=10) at ../sysdeps/unix/sysv/linux/poll.c:29
+
+Thread 1 (Thread 0x7f27a31fb000 (LWP 70) "python"):
+#0  0x00007f26fa44ce28 in cuStreamSynchronize () from /lib/x86_64-linux-gnu/libcuda.so.1
+#1  0x000055d1a90e3d1b in _PyEval_EvalFrameDefault () at Python/ceval.c:4198
+#2  0x00007f27a0b41d0e in c10d::Reducer::finalize_backward() () from /opt/lib/libtorch_python.so
+(gdb) py-bt
+Traceback (most recent call first):
+"""
+LOSS = '  File "/home/me/train.py", line 131, in train\n    total += loss.item()\n  File "/home/me/train.py", line 9, in <module>\n'
+EVAL = f"""  File "{LIBRARY}/distributed/distributed_c10d.py", line 2498, in all_gather_object
+    size = int(max(sizes).item())
+  File "/home/me/evaluate.py", line 88, in collect
+  File "/home/me/train.py", line 9, in <module>
+"""
+
+
+def test_python_stacks_of_gdb(tmp_path: Path) -> None:
+    (process,) = from_text(GDB + LOSS)
+    assert process.judged.native == ("cuStreamSynchronize",)  # not those around Python
+    assert [f.site.key for f in process.judged.frames] == ["/home/me/train.py:131", "/home/me/train.py:9"]
+    every = GDB.replace("(gdb) py-bt\n", "")  # of `thread apply all py-bt`, several processes in one file
+    assert len(from_text((every + LOSS) * 3)) == 3
+    folder = write(tmp_path, rank0=GDB + LOSS, rank1=GDB + EVAL, rank2=GDB + LOSS, rank3=GDB + LOSS)
+    report = diagnose_stacks([str(folder)])
+    assert report is not None
+    (finding,) = report.findings
+    assert (finding.culprits, finding.victims) == ((1,), (0, 2, 3))
+    assert "ranks 0, 2, 3 wait in a device synchronization at train.py:131" in finding.message
+
+
+def test_a_rank_that_waits_for_its_device_is_not_blamed_next_to_one_that_does_not() -> None:
+    """Its device may wait for what the other one has not launched."""
+    backward, device, loader = (
+        (Frame(name, f"{LIBRARY}/{file}", 9), Frame("train", "/home/me/train.py", line))
+        for name, file, line in (
+            ("_engine_run_backward", "autograd/graph.py", 58),
+            ("synchronize", "cuda/__init__.py", 64),
+            ("_next_data", "utils/data/dataloader.py", 30),
+        )
+    )
+    seen = {q: Seen(position=position(Stack(f))) for q, f in enumerate((backward, device, backward, loader))}
+    (finding,) = findings(seen)
+    assert (finding.culprits, finding.victims, finding.cause) == ((3,), (0, 1, 2), "data")
+    del seen[3]
+    (finding,) = findings(seen)
+    assert finding.culprits == (1,)
 
 
 def test_by_the_command_with_its_exit_code(tmp_path: Path) -> None:

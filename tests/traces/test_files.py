@@ -135,6 +135,21 @@ def test_a_late_rank_is_named_with_what_takes_it_longer(tmp_path: Path, loads: b
     assert verdict is not None and verdict.startswith("rank 1 comes last") and why in verdict
 
 
+@pytest.mark.parametrize(
+    ("more", "why"), [(False, "on average 2.00 times as long"), (True, "in 2.00 times as many kernels")]
+)
+def test_a_late_rank_runs_more_kernels_or_longer_ones(tmp_path: Path, more: bool, why: str) -> None:
+    for rank in range(3):
+        path = write_rank(tmp_path, rank, late_us=300.0 * (rank == 1))
+        whole = json.loads(gzip.decompress(path.read_bytes()))
+        for e in [e for e in whole["traceEvents"] if e["name"] == "gemm" and more and rank == 1]:
+            e["dur"] /= 2
+            whole["traceEvents"].append(e | {"ts": e["ts"] + e["dur"]})
+        path.write_bytes(gzip.compress(json.dumps(whole).encode()))
+    verdict = diagnose("traces", find([str(tmp_path)])).verdict
+    assert verdict is not None and why in verdict
+
+
 def test_waits_for_ranks_without_a_trace_are_not_called_transfers(tmp_path: Path) -> None:
     for rank in range(2):
         write_rank(tmp_path, rank)

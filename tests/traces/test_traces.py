@@ -326,6 +326,35 @@ def test_messages_of_a_device_are_joined_by_the_ranks_in_their_events() -> None:
     assert [(key, sorted(of_rank)) for key, of_rank in messages.items()] == [(("pp", -1, "send 0->1"), [0, 1])]
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_the_stage_that_gets_its_gradients_last_is_not_late(known: bool) -> None:
+    """The first stage of a pipeline waits for the others as long as they for it, and then comes last to the all_reduce."""
+    forward, backward = ({"Src Rank": a, "Dst Rank": 1 - a} if known else {} for a in (0, 1))
+    stages = (
+        [("gemm", 0, 250, {}), ("send", 250, 255, forward), ("recv", 255, 760, backward), ("gemm", 760, 1000, {}), ("allreduce", 1000, 1010, {"Seq": 3})],
+        [("recv", 0, 255, forward), ("gemm", 255, 755, {}), ("send", 755, 760, backward), ("allreduce", 760, 1010, {"Seq": 3})],
+    )  # fmt: skip
+    ranks = {}
+    for rank, kernels in enumerate(stages):
+        events = [
+            op(name, start, end, cat="kernel")
+            if name == "gemm"
+            else op(
+                "ncclDevKernel", start, end, 9, "kernel", **{"Collective name": name, "Process Group Name": "0", **more}
+            )
+            for name, start, end, more in kernels
+        ]
+        ranks[rank] = Recorded(parse(trace_file(*events)), [(3, BASE_NS), (4, BASE_NS + 1_010_000)])
+    profile, *_ = profile_of("run", 1, ranks, [], None, same_clock=True)
+    assert next(c.late_rank for c in profile.collectives if c.op == "allreduce") == 0
+    assert profile.verdict is None or "comes last" not in profile.verdict
+    path = profile.critical_path
+    assert path is not None
+    assert sum(r.idle_ms for r in path.ranks) == pytest.approx(0.0)
+    assert sum(r.unmatched_ms for r in path.ranks) == pytest.approx(0.0 if known else 0.51)
+    assert ("unmatched communication of rank 0" in text.path_text(path)) is not known
+
+
 @pytest.mark.parametrize(
     "data",
     [

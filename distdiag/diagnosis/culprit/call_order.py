@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from distdiag.diagnosis.culprit import callers
 from distdiag.diagnosis.culprit.case import Case, Reason, Testimony
-from distdiag.diagnosis.culprit.parting import Condition, Way, left_around, parting, short_rounds
+from distdiag.diagnosis.culprit.parting import Condition, Way, left_around, left_loop, parting, short_rounds
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState
 from distdiag.diagnosis.text.parting import decision_advice, left_text
@@ -45,7 +45,9 @@ def pattern(case: Case) -> Testimony | None:
     text += f": after {op_at(turn.after)} it made {op_at(turn.made)}, where {op_at(turn.due)} had followed each of the last {turn.times:,} times"
     if not turn.left_out and not turn.returned and {c.way for c in conditions} != {Way.ALONE}:
         # it has come to the end of its loop, or maybe of its epoch
-        left = left_around(turn.after.site, turn.due.site, turn.made.site, case.source)
+        left = left_around(turn.after.site, turn.due.site, turn.made.site, case.source) or left_loop(
+            made, due, case.source
+        )
         head, advice = (left_text((rank,), turn.due), decision_advice(left[0], (rank,), turn.due)) if left else ("", "")
         return Testimony(ranks=(rank,), head=head, text=text, conditions=tuple(left), advice=advice)
     sends = all(call is not None and call.op.endswith("send") for call in case.calls.values())

@@ -129,8 +129,7 @@ def past_the_call(case: Case, ranks: Sequence[int]) -> Testimony | None:
     collective of the cycle to some of its members."""
     if not ranks:
         return _kept_to_some(case)
-    state, source = case.states.get(ranks[0]) if ranks else None, case.source
-    main = case.main(ranks)
+    state, source, main = case.states.get(ranks[0]), case.source, case.main(ranks)
     if state is None or not main.ranks:
         return None
     stack = callers.call_stack(state.user_stack, state.host_stack, source)
@@ -138,11 +137,8 @@ def past_the_call(case: Case, ranks: Sequence[int]) -> Testimony | None:
         # the site of its newest message of this kind, else of another rank of the ring, if that is in a function on its stack
         wanted = main.ranks[0], main.group, messages.OPPOSITE[main.key[2]]
         own = (c for c in state.calls[::-1] if c.p2p and (c.peer, c.group, messages.direction_of(c)) == wanted)
-        ring = (
-            messages.other_end(case.states.get(-1 if c.peer is None else c.peer), q, c)
-            for q, c in case.calls.items()
-            if c and c.p2p
-        )
+        sent = ((q, c, c.peer) for q, c in case.calls.items() if c and c.p2p and c.peer is not None)
+        ring = (messages.other_end(case.states.get(peer), q, c) for q, c, peer in sent)
         site = next((c.site for c in itertools.chain(own, ring) if c is not None and c.site is not None), None)
         here = [i for i, x in enumerate(stack) if site and (x.file, x.function) == (site.file, site.function)]
         if site is None or not here:

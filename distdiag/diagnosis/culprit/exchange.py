@@ -89,22 +89,14 @@ def _other_distance(case: Case, rank: int, call: Call) -> Testimony | None:
     others = {key: {own[key] for q, own in variables.items() if q != rank} for key in common}
     if any(len(values) == 1 and variables[rank][key] not in values for key, values in others.items()):
         return None
-    for key in sorted(common):
-        function, name = key
-        distances = {(own[key] - q) % world for q, own in variables.items() if q != rank}
-        if (
-            name not in used
-            or function != call.site.function
-            or variables[rank][key] != call.peer
-            or len(distances) != 1
-        ):
-            continue
-        (distance,) = distances
-        partner = case.states[(rank + distance) % world]
+    of_peer = ((f, name) for f, name in sorted(common) if name in used and f == call.site.function)
+    for key in (key for key in of_peer if variables[rank][key] == call.peer):
+        distance, *more = {(own[key] - q) % world for q, own in variables.items() if q != rank}
+        partner, name = case.states[(rank + distance) % world], key[1]
         theirs = partner.blocked
-        if theirs is None or not theirs.p2p or (theirs.peer, messages.direction_of(theirs)) != (
-            rank, messages.OPPOSITE[messages.direction_of(call)],
-        ):  # fmt: skip
+        if more or theirs is None or not theirs.p2p or theirs.peer != rank:
+            continue
+        if messages.direction_of(theirs) == messages.direction_of(call):
             continue
         return Testimony(
             ranks=(rank,),

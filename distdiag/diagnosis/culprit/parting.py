@@ -53,12 +53,14 @@ class _Placed(NamedTuple):
     """A guard of one rank's path.
 
     Attributes:
+        text: Its file's.
         shared: The other rank is in the same function.
         given: Names that files of the stack hand on with a comparison of the rank: `Log(enabled=rank == 0)`.
     """
 
     guard: Guard
     site: Site
+    text: str
     shared: bool
     given: frozenset[str]
 
@@ -126,7 +128,8 @@ def _guards(frames: Sequence[Site], i: int, source: Source, shared: bool) -> lis
         return []
     given = frozenset().union(*(rank_tests.given(source(file) or "") for file in {frame.file for frame in frames}))
     found = guarding.guards(tree, site.line, callee)
-    return [_Placed(g, site, shared, given) for g in found if not guarding.takes_turns(tree, g, site.line)]
+    text = source(site.file) or ""
+    return [_Placed(g, site, text, shared, given) for g in found if not guarding.takes_turns(tree, g, site.line)]
 
 
 def takes_turns(site: Site, source: Source) -> bool:
@@ -147,13 +150,13 @@ def _ways_out(loop: _Placed, by: tuple[type[ast.stmt], ...]) -> Iterator[_Placed
             yield loop._replace(guard=guard)
 
 
-def _reads_rank(placed: _Placed, source: Source) -> bool:
-    variables = rank_tests.rank_variables(source(placed.site.file) or "")
+def _reads_rank(placed: _Placed) -> bool:
+    variables = rank_tests.rank_variables(placed.text)
     return rank_tests.reads_rank(placed.guard.test, variables | placed.given)
 
 
-def _condition(placed: _Placed, source: Source, way: Way) -> Condition | None:
-    text = guarding.text_of(placed.guard, source(placed.site.file) or "")
+def _condition(placed: _Placed, way: Way) -> Condition | None:
+    text = guarding.text_of(placed.guard, placed.text)
     return Condition(placed.site.file, placed.guard.line, text, way) if text else None
 
 
@@ -189,28 +192,25 @@ def parting(
     if mine and mine[0] == theirs[0] and (set(mine) <= set(theirs) or set(theirs) <= set(mine)):
         return []  # one place, and the callers of a rank that was killed are not all known
     my_path, their_path = _path(mine, theirs, source), _path(theirs, mine, source)
-    held, left_there, tries = _tries(my_path, their_path, source, ahead, as_often)
+    held, left_there, tries = _tries(my_path, their_path, ahead, as_often)
     if again and not _repeated(theirs, source):
         tries = [*((Way.LEFT, sort) for sort in _innermost(their_path)), *tries]
     if stays and not _repeated(mine, source):
         tries = [*((Way.STAYED, sort) for sort in _innermost(my_path)), *tries]
     # no two ranks read the same time, so a test of a clock comes first
-    clocked = [
-        (way, [p for p in sort if rank_tests.reads_clock(p.guard.test, source(p.site.file) or "")])
-        for way, sort in tries
-    ]
+    clocked = [(way, [p for p in sort if rank_tests.reads_clock(p.guard.test, p.text)]) for way, sort in tries]
     for way, sort in (*clocked, *tries):
-        found = [p for p in sort if _can_differ(p, source, bool(mine)) and not (changed and _is_fixed(p, source))]
+        found = [p for p in sort if _can_differ(p, bool(mine)) and not (changed and _is_fixed(p))]
         if found and found[0].guard.kind is Kind.INSIDE:
             found = found[:1]  # the outermost of nested loops
         if alone and sort is held:
-            found = _surely_evaluated(my_path, found, source, bool(mine))
-        made = ((p, _condition(p, source, _way_of(p, way, stays))) for p in found)
-        conditions = {c: _reads_rank(p, source) for p, c in made if c is not None}
+            found = _surely_evaluated(my_path, found, bool(mine))
+        made = ((p, _condition(p, _way_of(p, way, stays))) for p in found)
+        conditions = {c: _reads_rank(p) for p, c in made if c is not None}
         asked = [c for c, reads in conditions.items() if reads]
         if conditions and not asked and sort is held:
             # or all were in that branch, and this rank has left a loop before it
-            by_data = (_condition(p, source, Way.LEFT) for p in left_there[-1] if _ends_by_data(p, source))
+            by_data = (_condition(p, Way.LEFT) for p in left_there[-1] if _ends_by_data(p))
             conditions |= {c: False for c in by_data if c is not None}
         if conditions:
             return (asked or list(conditions))[-SHOWN:]
@@ -235,14 +235,14 @@ def tried_until_success(condition: Condition, source: Source) -> bool:
 
 
 def _tries(
-    my_path: _Path, their_path: _Path, source: Source, ahead: bool, as_often: Callable[[str, ast.AST], bool]
+    my_path: _Path, their_path: _Path, ahead: bool, as_often: Callable[[str, ast.AST], bool]
 ) -> tuple[list[_Placed], list[list[_Placed]], list[tuple[Way, list[_Placed]]]]:
     """Return (branches that only this rank is in, what it can have missed the other's call by, all sorts, the likeliest first)."""
     # a rank that is still in a helper, which the other has left, may only be later
-    held, *left = _sorts(my_path._replace(returned=False), source)
+    held, *left = _sorts(my_path._replace(returned=False))
     if ahead and their_path.returned:
         held, left = [], []
-    held_there, *left_there = _sorts(their_path, source)
+    held_there, *left_there = _sorts(their_path)
     left_there = [[p for p in sort if not as_often(p.site.file, p.guard.node)] for sort in left_there]
     # what ends a round early in a loop of both: a round ago
     rounds = [p for p in their_path.common if isinstance(p.guard.way_out, ast.Continue)]
@@ -250,7 +250,7 @@ def _tries(
     others_left = zip((Way.ALONE, Way.STAYED, Way.STAYED), left, strict=False)
     # the same in a loop that has ended for this rank, and has as many rounds on every rank
     ended = (p for p in their_path.own if p.guard.kind is Kind.INSIDE and p.key(Kind.ENDED) in their_path.others)
-    even = (p for p in ended if p.shared and not _can_differ(p, source, alive=True))
+    even = (p for p in ended if p.shared and not _can_differ(p, alive=True))
     shorter = [p for loop in even for p in _ways_out(loop, (ast.Continue,))]
     tries = [(Way.ALONE, held), *missed, (Way.SKIPPED, held_there), *others_left]
     return held, left_there, [*tries, (Way.SKIPPED, rounds), (Way.ROUND, shorter)]
@@ -261,15 +261,15 @@ def short_rounds(stack: Sequence[Site], source: Source) -> list[Condition]:
     guards = (p for i in range(len(stack)) for p in reversed(_guards(stack, i, source, False)))
     loop = next((p for p in guards if p.guard.kind is Kind.INSIDE), None)
     ways = _ways_out(loop, (ast.Continue,)) if loop is not None else ()
-    found = (p for p in ways if _can_differ(p, source, alive=True) and not _is_fixed(p, source))
-    return [c for p in found if (c := _condition(p, source, Way.ROUND)) is not None][-SHOWN:]
+    found = (p for p in ways if _can_differ(p, alive=True) and not _is_fixed(p))
+    return [c for p in found if (c := _condition(p, Way.ROUND)) is not None][-SHOWN:]
 
 
 def returns_before(site: Site, source: Source) -> list[Condition]:
     """Return the conditions under which a function returns before it reaches a line; those on the rank are left out."""
     found = (p for p in _guards([site], 0, source, False) if isinstance(p.guard.way_out, ast.Return))
-    by_data = (p for p in found if _can_differ(p, source, alive=True) and not _reads_rank(p, source))
-    return [c for p in by_data if (c := _condition(p, source, Way.SKIPPED)) is not None]
+    by_data = (p for p in found if _can_differ(p, alive=True) and not _reads_rank(p))
+    return [c for p in by_data if (c := _condition(p, Way.SKIPPED)) is not None]
 
 
 def in_no_branch(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> bool:
@@ -279,13 +279,13 @@ def in_no_branch(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -
     return not any(p.guard.kind is Kind.HOLDS for p in _path(mine, theirs, source).own)
 
 
-def _sorts(path: _Path, source: Source) -> tuple[list[_Placed], ...]:
+def _sorts(path: _Path) -> tuple[list[_Placed], ...]:
     """Return the guards through which the other rank can have missed this rank's call, by sort.
 
     Branches that only this one is in, with what leaves a function before them; what leaves before it; what leaves a loop that it is in; loops that have
     ended for the other.
     """
-    on_rank = (i for i, p in enumerate(path.own) if _keeps_to_some(p.guard) and _reads_rank(p, source))
+    on_rank = (i for i, p in enumerate(path.own) if _keeps_to_some(p.guard) and _reads_rank(p))
     own = path.own[: next(on_rank, len(path.own)) + 1]  # the other never evaluates what is in a branch for some ranks
     still_in = [p.guard.node for p in own if p.guard.kind is Kind.ENDED and p.key(Kind.INSIDE) in path.others]
     if path.once and still_in:  # nor what comes after a loop that it has not left
@@ -301,7 +301,7 @@ def _sorts(path: _Path, source: Source) -> tuple[list[_Placed], ...]:
             breaks += _ways_out(p, (ast.Break,) if behind else _LEAVES)
             ends += [p] * (behind or (path.returned and not p.shared))
     # what ends a round does not end a loop that the other has left, if that ends by data
-    first = next((i for i, p in enumerate(own) if p in ends and _ends_by_data(p, source)), len(own))
+    first = next((i for i, p in enumerate(own) if p in ends and _ends_by_data(p)), len(own))
     skips = [p for p in skips if p in own[:first]]
     if holds:  # a rank that has left the function before has not evaluated the branch
         before = own[: own.index(holds[-1])]
@@ -320,12 +320,12 @@ def _innermost(path: _Path) -> Iterator[list[_Placed]]:
     yield loops[:1]
 
 
-def _surely_evaluated(path: _Path, found: list[_Placed], source: Source, alive: bool) -> list[_Placed]:
+def _surely_evaluated(path: _Path, found: list[_Placed], alive: bool) -> list[_Placed]:
     """Return these branches with the loops around them, if the other rank may never have run the function that they are in."""
-    if not found or found[0].shared or any(_reads_rank(p, source) for p in found):
+    if not found or found[0].shared or any(_reads_rank(p) for p in found):
         return found
     around = path.own[: path.own.index(found[0])]
-    loops = [p for p in around if p.guard.kind is Kind.INSIDE and _can_differ(p, source, alive)]
+    loops = [p for p in around if p.guard.kind is Kind.INSIDE and _can_differ(p, alive)]
     return [p for p in (*loops, *found) if not _reads_gradient(p)]
 
 
@@ -345,24 +345,24 @@ def _reads_gradient(placed: _Placed) -> bool:
     return test is not None and any(isinstance(x, ast.Attribute) and x.attr == "grad" for x in ast.walk(test))
 
 
-def _ends_by_data(loop: _Placed, source: Source) -> bool:
+def _ends_by_data(loop: _Placed) -> bool:
     """True if a loop over no data set has a test or a `break` that can differ between ranks in one round, so reads no counter."""
-    if isinstance(loop.guard.node, (ast.For, ast.AsyncFor)) and _can_differ(loop, source, alive=True):
+    if isinstance(loop.guard.node, (ast.For, ast.AsyncFor)) and _can_differ(loop, alive=True):
         return False
     ends = (*((loop,) if isinstance(loop.guard.node, ast.While) else ()), *_ways_out(loop, (ast.Break,)))
-    return any(_can_differ(p, source, alive=True) and not rank_tests.reads_counter(p.guard.test) for p in ends)
+    return any(_can_differ(p, alive=True) and not rank_tests.reads_counter(p.guard.test) for p in ends)
 
 
-def _is_fixed(placed: _Placed, source: Source) -> bool:
+def _is_fixed(placed: _Placed) -> bool:
     """True if a guard tests only what is set once in a rank: `if self.last`."""
-    return placed.guard.test is not None and rank_tests.fixed(placed.guard.test, source(placed.site.file) or "")
+    return placed.guard.test is not None and rank_tests.fixed(placed.guard.test, placed.text)
 
 
-def _can_differ(placed: _Placed, source: Source, alive: bool) -> bool:
+def _can_differ(placed: _Placed, alive: bool) -> bool:
     """True if a guard can be what differs; a rank that is alive has not ended its process."""
-    guard, text = placed.guard, source(placed.site.file) or ""
+    guard, text = placed.guard, placed.text
     if guard.branch == "decorator":
-        return _reads_rank(placed, source) or guarding.caches(guarding.text_of(guard, text))
+        return _reads_rank(placed) or guarding.caches(guarding.text_of(guard, text))
     if isinstance(guard.node, LOOPS):
         return rank_tests.can_end_unevenly(guard.node, rank_tests.constants(text))
     left = alive and syntax.exits_process(guard.way_out)
@@ -410,7 +410,7 @@ def left_around(after: Site | None, due: Site | None, made: Site | None, source:
     keys = {p.guard.key for p in others}
     loop = next((p for p in reversed(around) if p.guard.key in keys), None)
     for sort in ([*_ways_out(loop, _LEAVES)], [loop]) if loop is not None else ():
-        found = (_condition(p, source, Way.LEFT) for p in sort if _can_differ(p, source, alive=True))
+        found = (_condition(p, Way.LEFT) for p in sort if _can_differ(p, alive=True))
         if conditions := [c for c in found if c is not None]:
             return conditions[-SHOWN:]
     return []
@@ -438,13 +438,13 @@ def rank_condition(mine: Sequence[Site], theirs: Sequence[Site], source: Source)
             ways = [p._replace(guard=p.guard._replace(kind=Kind.ENDED)) for p in _ways_out(placed, (ast.Break,))]
         elif guard.kind is Kind.PASSED or _keeps_to_some(guard):
             ways = [placed]
-        found = next((p for p in ways if _reads_rank(p, source)), found)
+        found = next((p for p in ways if _reads_rank(p)), found)
     if found is None:
         return None
     guard = found.guard
     names_it = rank_tests.names_one_rank(guard.test) is (guard.branch == "body")
     leaves = guard.kind is Kind.PASSED and names_it
-    return _condition(found, source, Way.SKIPPED if leaves else Way.LEFT if guard.kind is Kind.ENDED else Way.ALONE)
+    return _condition(found, Way.SKIPPED if leaves else Way.LEFT if guard.kind is Kind.ENDED else Way.ALONE)
 
 
 def led_away(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> tuple[Condition, int] | None:
@@ -490,8 +490,8 @@ def call_under_rank(site: Site, files: Collection[str], rank: int, source: Sourc
         callee, depth = todo.pop()
         for caller in (c for file in files for c in callers.calls_of(callee, source, file)):
             guards = _guards((caller, callee), 0, source, False)
-            held = next((p for p in guards if _keeps_to_some(p.guard) and _reads_rank(p, source)), None)
-            if held is not None and (condition := _condition(held, source, Way.ALONE)) is not None:
+            held = next((p for p in guards if _keeps_to_some(p.guard) and _reads_rank(p)), None)
+            if held is not None and (condition := _condition(held, Way.ALONE)) is not None:
                 found[condition] = rank_tests.may_hold_on(held.guard.test, rank)
             elif (caller.file, caller.function) not in seen and depth < CALLERS:
                 seen.add((caller.file, caller.function))

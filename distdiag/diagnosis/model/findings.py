@@ -197,6 +197,8 @@ def still_open(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 def ranks_seen(seen: int, world_size: int | None) -> str:
     """Return `4 of 8 ranks seen`; without the number of all ranks if that is not known."""
+    if not seen and world_size is None:
+        return "no rank known"
     whole = f" of {world_size:,}" if world_size is not None else ""
     return f"{seen:,}{whole} rank{'s' if (world_size or seen) != 1 else ''} seen"
 

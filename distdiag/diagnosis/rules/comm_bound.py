@@ -137,11 +137,11 @@ def _advice(ddp: Gradients, b: Buckets, on_nccl: bool, passes: int) -> Iterator[
         hook = "bf16_compress_hook" if on_nccl else "fp16_compress_hook"  # torch refuses bf16 on other backends
         saved = percent(min(ddp.share, ddp.comm_share / 2))
         yield f"`register_comm_hook(None, {hook})` halves the bytes: at most {saved} less time"
-    if b.buckets == 1 and b.bytes >= PARTS * limits.small_bucket_bytes:
-        split = min(ddp.share, ddp.comm_share * (PARTS - 1) / PARTS)  # the last one is always exposed
-        yield (
-            f"all gradients are one bucket, so nothing overlaps: set `bucket_cap_mb` below {b.bytes >> 20}; "
-            f"{PARTS} buckets save at most {percent(split)}"
+    if b.buckets == 1 and b.bytes >= PARTS * limits.small_bucket_bytes and 2 * b.last_bytes <= b.bytes:
+        # the last one is always exposed, and no bucket splits a parameter
+        split = percent(min(ddp.share, ddp.comm_share * (1 - b.last_bytes / b.bytes)))
+        yield f"all gradients are one bucket, so nothing overlaps: set `bucket_cap_mb` below {b.bytes >> 20}" + (
+            f"; {PARTS} buckets save at most {split}" if b.last_bytes else ""
         )
     elif b.buckets > 2 and b.bytes / b.buckets < limits.small_bucket_bytes:  # DDP makes the first of two small
         yield f"buckets of {size_text(b.bytes // b.buckets)} are small: raise `bucket_cap_mb`"

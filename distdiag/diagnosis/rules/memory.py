@@ -24,7 +24,7 @@ from distdiag.terms.units import size_text
 
 kind = kinds.MEMORY
 MIB = 1 << 20
-Bounds = tuple[tuple[int, float, float], ...]  # (samples, seconds, growth as a share of the first sample)
+Bounds = tuple[tuple[int, float, float], ...]
 Points = tuple[tuple[float, int], ...]  # (t_s, bytes), oldest first
 
 
@@ -37,7 +37,8 @@ class Limits:
     """The same if only these ranks grow while the others train, too: allocators and caches would
     grow on all ranks."""
     growth: Bounds = ((10, 10.0, 0.25), (7, 6.0, 0.5))
-    """One triple must be reached. Fast growth needs less time."""
+    """(samples, seconds, growth as a share of the first sample): one triple must be reached. Fast
+    growth needs less time."""
     device_growth: Bounds = ((30, 30.0, 0.25),)
     """The same for devices: torch reserves in jumps until it has seen every shape."""
     window_s: float = 60.0

@@ -36,6 +36,8 @@ class Limits:
     constant: float = 0.9
     """Replicas whose first distance is at least this share of the newest do not move apart: a growing distance grows at least
     like the square root of the steps."""
+    gradients: float = 1e-3
+    """The same for the magnitudes of averaged gradients, which are summed in one order on all ranks."""
     no_exchange: tuple[str, ...] = (
         "init_process_group", "new_group", "barrier", "monitored_barrier", "broadcast", "gather", "scatter"
     )  # fmt: skip
@@ -79,7 +81,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     teams = {x.name for x in _samples(s, "parameters")} - {""}
     of_teams = [("parameters", team) for team in sorted(teams) or [""]]
     outside = _drift(s, "outside_ddp", sorted(s.ranks), split=False)
-    for kind_of, team in (*of_teams, ("outside_ddp", ""), ("state", ""), ("buffers", "")):
+    for kind_of, team in (*of_teams, ("outside_ddp", ""), ("untrained", ""), ("state", ""), ("buffers", "")):
         ranks = [q for q in unfold_ranks(team) if q in s.ranks] or sorted(s.ranks)
         found = outside if kind_of == "outside_ddp" else _drift(s, kind_of, ranks, bool(team))
         if kind_of == "parameters" and isinstance(found, Finding) and isinstance(outside, Finding):
@@ -88,6 +90,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
             yield found
         if isinstance(found, Finding):
             return
+    yield from _layers(s)
     yield from _modes(s)
     yield from _logged(s)
 
@@ -98,6 +101,34 @@ def _first(cause: Finding, effect: Finding) -> Finding:
         return effect
     message = f"{cause.message}; those of DDP drift since step {effect.step} or earlier, too"
     return msgspec.structs.replace(cause, message=message, severity=effect.severity, cost=effect.cost)
+
+
+def _layers(s: Snapshot) -> Iterator[Finding]:
+    """Yield the classes of layers that were equal on all ranks before the first step and drift, while others stay equal.
+
+    Only where the layers of a third class were each rank's own from the start: so equal ones were made equal on purpose. Nothing is known
+    of a rank's own layers that all begin with one constant, unless their class has other parameters.
+    """
+    found: dict[str, list[str]] = {"equal": [], "drift": [], "own": []}
+    for name in dict.fromkeys(x.name for x in _samples(s, "layers")):
+        of = by_step({q: {x.step: x for x in _samples_of(r, "layers") if x.name == name} for q, r in s.ranks.items()})
+        apart = [_differ([x.value for x in at.values()], limits.relative) for at in of.values()]
+        if (
+            0 not in of
+            or len(apart) <= limits.samples
+            or any(len({x.key for x in at.values()}) > 1 for at in of.values())
+        ):
+            return
+        trained = len({at[min(at)].value for at in of.values()}) > 1
+        sort = "own" if apart[0] else "drift" if all(apart[1:]) else "equal" if trained and not any(apart) else ""
+        if sort:
+            found[sort].append(name)
+    if all(found.values()):
+        yield LAYERS(
+            victims=sorted(s.ranks), names=tuple(found["drift"]), step=min(x.step for x in _samples(s, "layers") if x.step),
+            where=wheres(s, sorted(s.ranks), None, {q: _site(r, True) for q, r in s.ranks.items()}),
+            drift=", ".join(found["drift"]), equal=", ".join(found["equal"]),
+        )  # fmt: skip
 
 
 def _modes(s: Snapshot) -> Iterator[Finding]:
@@ -141,7 +172,15 @@ def _drift(s: Snapshot, kind_of: str, ranks: list[int], split: bool) -> Finding 
     """
     is_buffers = kind_of == "buffers"
     abstained = partial(Abstained, cause=None if kind_of == "parameters" else kind_of)
-    named = "parameters outside DDP" if kind_of == "outside_ddp" else kind_of
+    models = dict.fromkeys(m.name for r in s.ranks.values() for m in r.models if m.name)
+    named = (
+        "parameters outside DDP"
+        if kind_of == "outside_ddp"
+        else "parameters of modules outside DDP"
+        if kind_of == "untrained"
+        else kind_of
+    )
+    named += f" of {', '.join(models)}" if kind_of == "parameters" and models else ""
     samples = by_step({q: {x.step: x for x in _samples_of(s.ranks[q], kind_of)} for q in ranks})
     sums = {k: {q: x.value for q, x in of.items()} for k, of in samples.items()}
     common = [k for k, of in samples.items() if _comparable([x.key for x in of.values()])]
@@ -161,14 +200,24 @@ def _drift(s: Snapshot, kind_of: str, ranks: list[int], split: bool) -> Finding 
     if cause is None or (mild and not began_equal):
         return abstained(f"{named} differ, as the structure of the model allows", checked=True)
     distances = [_spread(sums[k]) for k in steps]
-    if cause == "different_init" and not began_equal and min(distances) < limits.constant * max(distances):
+    if (
+        cause == "different_init"
+        and not began_equal
+        and (min(distances) < limits.constant * max(distances) if common[0] else steps[0])
+    ):
         cause = "unequal"
-    averaged = cause == "gradients_not_synced" and _by_ddp(s) == "each_step"
-    # as far apart as at the first sample: drifting replicas move apart with each step
-    if averaged and not began_equal and distances[0] >= limits.constant * distances[-1]:
-        cause = "different_init"
+    if cause == "gradients_not_synced" and _by_ddp(s) == "each_step" and not steps[0]:
+        cause = "different_init"  # before the first step: weights were loaded after DDP had made the replicas equal
+    local = cause in ("unequal", "gradients_not_synced") and _local_gradients(s, steps)
     equal = max((k for k in common if k < steps[0]), default=None)
-    return _finding(s, cause, steps, sums[steps[-1]], equal, began_equal, mild)
+    return _finding(s, cause, steps, sums[steps[-1]], equal, began_equal, mild, local)
+
+
+def _local_gradients(s: Snapshot, drifting: list[int]) -> bool:
+    """True if the gradients with which the optimizers step differ between ranks: what was averaged does not reach them."""
+    sums = by_step({q: _values(r, "gradients") for q, r in s.ranks.items()})
+    newest = [sums[k] for k in drifting if k in sums][-2 * limits.samples :]  # local ones may be close now and then
+    return sum(_spread(of) > limits.gradients * max(of.values()) for of in newest) >= limits.samples
 
 
 def _spread(values: Mapping[int, float]) -> float:
@@ -210,6 +259,8 @@ def _cause(s: Snapshot, kind: str, drifting: list[int]) -> str | None:
         return None  # a constant of each rank
     if kind in ("state", "buffers"):
         return kind if over_all and not any(m.broadcast_buffers for m in over_all) and synchronous(s) else None
+    if kind == "untrained":
+        return kind if over_all and synchronous(s) else None
     if kind == "outside_ddp":
         return None if _exchange_tensors(s) else kind
     if over_all and len(over_all) >= s.world_size:
@@ -286,6 +337,12 @@ LOGGED = Template(kind, "logged",
     "what all ranks had in common until then is no longer equal",
     "look for what one rank did alone in step {step}: a scheduler, a reduction or a decision by its own data",
     severity=Severity.WARNING)  # fmt: skip
+LAYERS = Template(kind, "gradients_not_synced",
+    "nothing reduces the gradients of {drift}: these parameters were equal on all ranks before the first step and differ since step {step} or "
+    "earlier, while those of {equal} stay equal",
+    "each rank trains its own copy of these parameters",
+    "all_reduce the gradients of {drift}, too: each rank computes them from its own part of the batch or of the sequence; if each rank is to "
+    "have its own, ignore this", severity=Severity.WARNING)  # fmt: skip
 MODES = Template(kind, "mode",
     "{culprits} {culprits:trains|train} with {n} dropout or batch-norm layer{n:|s} in eval mode since step {step} or earlier, the others with {usual}",
     "in eval mode dropout is off, and batch norm uses its running statistics and does not update them: the ranks do not train the same way",
@@ -304,7 +361,10 @@ _WHAT = {
     "never_averaged": "nothing averages their gradients: no DDP, and no collective that exchanges a tensor",
     "some_reduced": "{share:share} of the gradients' elements are reduced in each step",
     "partly_averaged": "all gradients were averaged before, but not those of the parameters that have been trained since",
-    "outside_ddp": "the optimizer steps {name} that no DDP module had when it was built, so nothing averages their gradients",
+    "outside_ddp": "an optimizer steps {name} that no DDP module had when it was built, so nothing averages their gradients",
+    "untrained": "parameters of {name} differ between the ranks: the training step calls this module, no gradient trains it, and it is not in DDP",
+    "local": "gradients are averaged in every step, but those with which the optimizer steps differ between the ranks: the averaged values do not "
+    "reach `p.grad`, or a rank changes them there",
     "different_init": "gradients are averaged, but the replicas began with different values",
     "split_module": "they split one module between them (DTensor), and differ in the parameters that each of them has whole",
     "buffers": "their buffers differ, and broadcast_buffers is off",
@@ -317,12 +377,20 @@ _WHAT = {
     "accumulated": "the replicas were equal before, and gradients are averaged in one of several backward passes per step: those of the "
     "passes after it stay local, or not every rank updates its parameters in the same way",
 }
-_CAUSE = {"unequal": "update", "first_update": "update", "state": "buffers"}
+_CAUSE = {
+    "unequal": "update",
+    "local": "gradients_not_synced",
+    "changed": "update",
+    "untrained": "different_init",
+    "first_update": "update",
+    "state": "buffers",
+}
 _COST = {
     "mild": "none, if these buffers may differ",
     "state": "each rank computes with other values, and only those of one rank are saved",
     "split_module": "the ranks hold parts of one module that do not fit together: its output and its gradients are wrong",
     "outside_ddp": UNFROZEN.cost,
+    "untrained": "each rank computes its loss with another module",
 }
 _ADVICE = {
     "gradients_not_synced": "call the DDP-wrapped model, not model.module, in the training step; step the parameters that DDP "
@@ -332,7 +400,12 @@ _ADVICE = {
     "never_synced": "let the last backward pass before each optimizer step run outside `no_sync()`: the condition that ends the accumulation "
     "is never true on any rank; or look for `require_backward_grad_sync = False`",
     "outside_ddp": "put these parameters into the module before DDP wraps it (wrap it again after a layer was added), or wrap the module that "
-    "holds them in DDP, too; if each rank is to have its own, ignore this",
+    "holds them in DDP, too, or all_reduce their gradients by hand; if each rank is to have its own, ignore this",
+    "untrained": "make them equal: copy this module from the model after DDP has wrapped it (its constructor makes the replicas equal), or broadcast "
+    "its parameters once; if each rank is to have its own, ignore this",
+    "local": "copy the averaged values into the gradients (`p.grad.copy_(averaged)`: `grad = averaged` changes only a name); reduce after backward, "
+    "and wait for it (`work.wait()`) before the optimizer steps; check whether one rank alone clips, scales or adds to its gradients, or a "
+    "communication hook averages nothing",
     "never_averaged": "wrap the model in DistributedDataParallel: the loader splits the data by rank, so each rank trains "
     "its own model on its part of the data",
     "some_reduced": "average the gradients of all parameters: look for a filter by name, by group or by `p.grad is not None` where they are collected; "
@@ -359,6 +432,7 @@ _ADVICE = {
     "accumulated": "leave `no_sync()` for the last backward pass before the optimizer step, which averages the sum of all; if it is "
     "so already, check whether one rank alone decides to load weights, or to skip, clip or scale a step",
 }
+_WHAT["changed"], _ADVICE["changed"] = _WHAT["local"], _ADVICE["local"]
 
 
 def _finding(
@@ -369,11 +443,12 @@ def _finding(
     equal: int | None,
     began_equal: bool,
     mild: bool,
+    local: bool,
 ) -> Finding:
     """Return the finding of replicas whose newest checksums are `values`, and which differ at `steps`, after they were equal at a step."""
     models = [m for r in s.ranks.values() for m in r.models]
     by_ddp = _by_ddp(s)
-    averaged = cause == "different_init" or (by_ddp == "each_step" and cause not in ("state", "buffers", "outside_ddp"))
+    averaged = cause == "different_init" or (by_ddp == "each_step" and cause == "gradients_not_synced")
     rates = _rates(s, steps) if averaged else {}
     words = cause
     if rates:
@@ -385,6 +460,8 @@ def _finding(
         words = "first_update"
     elif cause == "gradients_not_synced":
         words = by_ddp or words
+    if local and words in ("unequal", "update", "first_update"):
+        words = "local" if words == "unequal" else "changed"
     odd, ranks = minority(rates or values), sorted(values)
     apart, written = _apart(s, equal, steps[0], odd)
     newest = next(reversed(_samples(s, "reduced" if words == "some_reduced" else cause)), None)
@@ -393,14 +470,20 @@ def _finding(
         steps=max(r.step for r in s.ranks.values()), name=newest and newest.name, share=newest and newest.value, apart=apart,
     )  # fmt: skip
     what += f" ({_rates_text(rates)})" if rates else ""
-    what += _not_through_ddp(s) if words == "gradients_not_synced" else _not_waited_for(s) if words == "unequal" else ""
+    what += (
+        _not_through_ddp(s)
+        if words == "gradients_not_synced"
+        else _not_waited_for(s)
+        if words in ("unequal", "local")
+        else ""
+    )
     by_hand = cause in ("different_init", "partly_averaged", "some_reduced", "unequal") and not models
     # a plain tensor in a model of DTensors may be a rank's own, such as its experts
-    by_design = cause in ("some_reduced", "partly_averaged", "split_module", "outside_ddp", "state")
+    by_design = cause in ("some_reduced", "partly_averaged", "split_module", "outside_ddp", "untrained", "state")
     certain = steps[-1] >= limits.certain_step and not by_design
     return DRIFT(
         cause=known if (known := _CAUSE.get(words, words)) in kind.causes else None, proved=certain or cause == "buffers",
-        severity=Severity.INFO if mild or cause == "some_reduced" else Severity.WARNING if cause in ("outside_ddp", "state") else None,
+        severity=Severity.INFO if mild or cause == "some_reduced" else Severity.WARNING if cause in ("outside_ddp", "untrained", "state") else None,
         culprits=odd, victims=[q for q in ranks if q not in odd], step=steps[0], last=steps[-1],
         # not DDP's, if it averages well
         where=() if words in ("update", "first_update") and not by_hand else wheres(s, ranks, None, {q: _site(s.ranks[q], by_hand) for q in ranks}),

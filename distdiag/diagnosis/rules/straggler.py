@@ -30,7 +30,7 @@ from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank
 from distdiag.diagnosis.model.snapshot import Arrival, RankState, Snapshot, lines_of
 from distdiag.diagnosis.model.syntax import Source, line_at, no_source
 from distdiag.diagnosis.pauses import Lost, Pauses
-from distdiag.diagnosis.slow_because import explained
+from distdiag.diagnosis.slow_because import explained, of_thread
 from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import PHASES, Window, part_ms, self_ms
 from distdiag.diagnosis.text import straggler as text
@@ -72,6 +72,9 @@ class Limits:
     queued: float = 0.4
     """On a busy host, a rank that waits for a CPU at least this share of the time that it works longer is not accused: it shares its
     core with other processes, and computes more slowly there, too."""
+    seen: float = 0.2
+    """Share of its excess that a rank on a busy host must compute or sleep, by the kernel's clocks. Healthy ranks that share two cores with
+    many other processes have at most 0.1: they differ in when they get a CPU. Ranks with more work had 0.26 at least."""
     concentrated: float = 0.75
     """Share of the rank's excess that is in optimizer.step, on a busy host. Two healthy ranks that
     shared two cores with other work had 0.55; with extra work in optimizer.step it is nearly 1."""
@@ -194,15 +197,38 @@ def _in_window(facts: Facts) -> Iterator[Finding | Abstained]:
             case, veto = of_newest, None
     slow = case.slow
     if veto is not None:
-        yield _slow_device(s, window) or _rotating(case) or _at_times(case) or veto
-    elif case.phase != "data" and case.stages:
+        yield _slow_device(s, window) or _by_thread(case) or _rotating(case) or _at_times(case) or veto
+    elif case.stage:
+        works = {q: statistics.median(map(self_ms, steps)) for q, steps in case.window.steps.items()}
+        theirs = sorted({round(works[q]) for q in case.rest})
         yield text.found(
             text.STAGE, s, case.window, [case.most.rank], case.phase, share=slow.gain_ms / slow.step_ms,
-            where=[where(s.ranks[case.most.rank], "user_code")], x=case.most, slow=slow,
-            what="its own code" if case.phase == "other" else case.phase,
+            where=(), ms=works[case.most.rank], slow=slow,  # all that it computes, not one line
+            theirs=" to ".join(map(str, {theirs[0]: 0, theirs[-1]: 0})),
         )  # fmt: skip
     else:
         yield explained(text.slow(case), s, facts.pauses, slow.gain_ms / slow.step_ms)
+
+
+def _by_thread(case: Case) -> Finding | None:
+    """Return the finding of a rank with a thread that takes the time of its training, by what its steps cost on average.
+
+    Medians hide it: a thread that holds the GIL for long makes few steps much longer, and blurs who waits, because a rank returns
+    from its waits only with the GIL.
+    """
+    s, window = case.snapshot, case.window
+    rank = max(window.ranks, key=lambda q: s.ranks[q].thread_share)
+    works = {q: statistics.fmean(map(self_ms, steps)) for q, steps in window.steps.items()}
+    theirs_ms = max(ms for q, ms in works.items() if q != rank)
+    (ratio, share), gain = limits.shares[1], comparison.gain(window, [rank])
+    if case.stages or gain is None or gain.share < share or works[rank] < ratio * theirs_ms or not of_thread(rank, s):
+        return None
+    site = s.ranks[rank].thread_site
+    by_thread = text.BY_THREAD(
+        culprits=(rank,), victims=[q for q in window.ranks if q != rank], step=s.ranks[rank].step,
+        where=[where(s.ranks[rank], "user_code", site)], site=site, ms=works[rank], theirs_ms=theirs_ms, share=gain.share,
+    )  # fmt: skip
+    return explained(by_thread, s, case.pauses, gain.share)
 
 
 def _case(facts: Facts, window: Window) -> Case:
@@ -249,6 +275,11 @@ class Case:
         """The other ranks; enough of them for a median."""
         rest = [q for q in self.window.ranks if q not in self.slow.ranks]
         return rest[:: max(1, len(rest) // limits.enough)]
+
+    @property
+    def stage(self) -> bool:
+        """True if it is a stage of a pipeline, which may differ from the others in all that it computes, and in when it arrives."""
+        return self.stages and self.phase != "data"
 
     @property
     def busy(self) -> bool:
@@ -310,6 +341,8 @@ class Case:
             # optimizer.step computes the same on all ranks: if that takes longer, too, the core is the cause
             ratio /= max(1.0, 1.0 + excess["optimizer"] / usual["optimizer"])
         all_ms = statistics.median(self_ms(x) - ms for x, ms in zip(steps, others_ms, strict=True)) - queued_ms
+        if self.stages and phase != "data":
+            ratio = 1.0 + all_ms / max(statistics.median(others_ms), 0.1)
         return Excess(rank, phase, excess[phase], all_ms, ratio, queued_ms)
 
     @cached_property
@@ -338,6 +371,18 @@ class Case:
             computed = min(1.0, (ranks[rank].cpu_pct or 0.0) / 100)
             usual = max(usual, computed * statistics.median_low(per_computed))
         return max(0.0, own - usual) * self.slow.step_ms
+
+    @cached_property
+    def seen(self) -> float:
+        """Share of the slowest rank's excess that is CPU time beyond the others', or sleep outside of collectives; 1 if not known."""
+        r, rest = self.snapshot.ranks[self.most.rank], [self.snapshot.ranks[q] for q in self.rest]
+        known = self.busy and not self.crowded and not self.window.inferred
+        if not known or r.queued_share is None or any(x.cpu_pct is None for x in (r, *rest)):
+            return 1.0
+        computed, usual = ((x or 0.0) / 100 for x in (r.cpu_pct, statistics.median_low(x.cpu_pct or 0.0 for x in rest)))
+        waited_ms = statistics.median(x.wait_ms for x in self.window.steps[r.rank])
+        slept_ms = max(0.0, (1.0 - computed - r.queued_share) * self.slow.step_ms - waited_ms)
+        return (max(0.0, computed - usual) * self.slow.step_ms + slept_ms) / max(0.1, self.most.all_ms)
 
     @cached_property
     def most(self) -> Excess:
@@ -431,6 +476,15 @@ class Case:
         return self.phase == "data" and any(starved(states[q]) for q in self.slow.ranks)
 
     @property
+    def light(self) -> bool:
+        """True if most ranks are slow, and not because they run code that the few others leave out."""
+        if 2 * len(self.slow.ranks) <= len(self.window.ranks):
+            return False
+        stack = text.stack_of(self.snapshot.ranks[self.most.rank], self.phase)
+        left_out = bool(stack) and stack[0].key not in text.lines_of(self.snapshot, self.rest, self.phase)
+        return not left_out or self.ratio < limits.shares[0][0]
+
+    @property
     def same_code(self) -> bool:
         """True if the slowest rank spends its time between steps at a line that other ranks are seen at, too."""
         stack = text.stack_of(self.snapshot.ranks[self.most.rank], self.phase)
@@ -472,17 +526,20 @@ VETOES = (
     Veto(lambda c: c.count < limits.recurrence * len(c.window.columns),
          f"no rank is the slowest in {percent(limits.recurrence)} of the last {{c.window.columns:#}} steps"),
     Veto(lambda c: c.small, "{c.slow.ranks}: costs {c.slow.gain_ms:.1f} ms per step, below {c.least_ms:.1f} ms"),
-    Veto(lambda c: not comparison.arrives_last(c.window, c.slow.ranks, limits.recurrence),
+    Veto(lambda c: not c.stage and not comparison.arrives_last(c.window, c.slow.ranks, limits.recurrence),
          "{c.slow.ranks}: works longest, but does not arrive last, so no rank waits for it"),
     Veto(lambda c: len({x.phase for x in c.excesses}) > 1, "{c.slow.ranks}: each is slow in another phase"),
+    Veto(lambda c: c.light, "{c.rest} may only have less to do than the other ranks"),
     Veto(lambda c: c.busy and c.phase == "optimizer" and c.most.phase_ms < limits.concentrated * c.most.all_ms,
          "its optimizer step is only part of its excess: a slower core explains that"),
     Veto(lambda c: c.least_lost == math.inf,
          "its {c.phase} takes {c.ratio:.1f} times that of the others, beyond what a slower core or too few CPUs explain"),
     Veto(lambda c: c.lost < c.least_lost, "it costs {c.lost:share} of the step, below {c.least_lost:share}"),
-    Veto(lambda c: c.busy and c.same_code and c.most.queued_ms >= limits.queued * c.most.phase_ms,
+    Veto(lambda c: c.busy and not c.stage and c.same_code and c.most.queued_ms >= limits.queued * c.most.phase_ms,
          "rank {c.most.rank}: also waits {c.most.queued_ms:.0f} ms per step for a CPU, on a host whose cores are all in use: it may only have less "
          "of them than the others"),
+    Veto(lambda c: c.seen < limits.seen,
+         "rank {c.most.rank}: the host's cores are all in use, and it computes no more than the others: it may only get a CPU later"),
     Veto(lambda c: c.jitters,
          "rank {c.most.rank}: spends its time at a collective call, on a host whose cores are all in use"),
     Veto(lambda c: c.loaders_at_limit,

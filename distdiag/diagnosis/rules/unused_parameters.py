@@ -211,12 +211,12 @@ def _gathered(r: RankState) -> Site | None:
 
 
 def _not_stepped(s: Snapshot) -> Finding | None:
-    """Return the finding of parameters that get gradients and are in no optimizer."""
+    """Return the finding of parameters that get gradients and are in no optimizer of any rank: a sharded one (ZeRO) steps each on one."""
     of: dict[int, Sample] = {}
     for q, r in s.ranks.items():
         if left := _lasting(r, "not_stepped"):
             of[q] = left[-1]
-    if not of:
+    if len(of) < len(s.ranks) or len({(x.value, x.name) for x in of.values()}) > 1:
         return None
     newest = of[min(of)]
     return NOT_STEPPED(

@@ -61,11 +61,8 @@ def _text(snapshot: Snapshot, verdict: Verdict, dead: list[int]) -> tuple[str, s
     calls = {rank: call for rank in dead if (call := verdict.wait.calls[rank]).op or call.shape}
     if calls and all(call.p2p for call in calls.values()):
         advice = "compare the messages of the ranks with their receives: in number, order, tag and size"
-        sizes = (
-            f"rank {q} {'sent' if 'send' in c.op else 'expects'} {size_text(c.bytes)}"
-            for q, c in calls.items()
-            if c.bytes
-        )
+        known = ((f"rank {q} {'sent' if 'send' in c.op else 'expects'}", c.bytes) for q, c in calls.items())
+        sizes = (f"{who} {size_text(n_bytes)}" for who, n_bytes in known if n_bytes)
         return "exchanged messages", f"; {', '.join(sizes)}{evidence.reason_text(verdict)}", advice
     what = "called one collective with tensors"
     if len({call.site for call in verdict.wait.calls.values()}) > 1:

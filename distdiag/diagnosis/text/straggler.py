@@ -16,6 +16,10 @@ from distdiag.diagnosis.text.phrases import ordinal, where, where_stack
 from distdiag.diagnosis.text.template import Template
 from distdiag.terms.units import percent
 
+THREAD = (
+    "Python runs one thread at a time (GIL), and that one takes it from the training: do its work in another process, less often "
+    "or on less data, or let it sleep in between"
+)
 _row = partial(Template, kinds.STRAGGLER)
 SLOW = _row("host",
     "{culprits}: {what} takes {up_to}{x.phase_ms:.0f} ms longer per step than on the others{queued}, {slower} in {count} of "
@@ -28,10 +32,13 @@ CROWDED = _row("cores",
     "{victims} {victims:waits|wait} {slow.gain_ms:.0f} ms of a step of {slow.step_ms:.0f} ms{gain}",
     "give {them} other cores (`os.sched_setaffinity`, `taskset`), or start fewer; a child inherits the mask of its "
     "parent")  # fmt: skip
-STAGE = _row("stage", "{culprits}: the longest stage, {what} takes {x.phase_ms:.0f} ms longer per step than on the others",
+STAGE = _row("stage", "{culprits}, the longest stage, works {ms:.0f} ms of a step of {slow.step_ms:.0f} ms, {victims} {victims:works|work} {theirs} ms",
     "{victims} {victims:is|are} idle for {slow.gain_ms:.0f} ms per step because of it: {share:share} of step time",
-    "if this pipeline is too slow, move layers from {culprits} to the others; more micro-batches shorten the "
-    "idle time at the start and end of a step", severity=Severity.INFO)  # fmt: skip
+    "the longest stage sets the pace: move layers from {culprits} to the others, if this pipeline is too slow; more micro-batches shorten "
+    "only the idle time at the start and end of a step", severity=Severity.INFO)  # fmt: skip
+BY_THREAD = _row("host",
+    "{culprits} works {ms:.0f} ms per step on average, at most {theirs_ms:.0f} ms on the others",
+    "if {culprits} were as fast as {victims}, a step would take {share:share} less", THREAD)  # fmt: skip
 DEVICE = _row("forward",
     "{culprits}: forward takes {ms:.0f} ms on its device, {usual_ms:.0f} ms on the others', slowest in {count} "
     "of the last {n} steps; its host is not late",
@@ -82,6 +89,10 @@ _OWN_LINE = (
     "that line is not seen on the other ranks: see what makes {who} run it (a hook, a debug or logging branch, another path), and take that work "
     "out of the step or let it run rarely"
 )
+_LEFT_OUT = (
+    "that line is not seen on {rest}: see what lets {rest} leave that work out (a cache that only it has filled, a condition on the rank), "
+    "and let all ranks do the same"
+)
 _DO_SAME = {
     "data": _SAME_CODE + "compare the files and samples that {who} reads there, its disk and its CPU load",
     "forward": _SAME_CODE + _COMPUTES,
@@ -97,10 +108,6 @@ DO_PAUSES = {
 FREEZE = (
     "call `gc.freeze()` once the model and the data are built: collections then leave those objects out; keep a large index in "
     "arrays instead of Python objects"
-)
-THREAD = (
-    "Python runs one thread at a time (GIL), and that one takes it from the training: do its work in a process, in C or in fewer calls, "
-    "or let it sleep in between"
 )
 KEEPS = "see what grows there from step to step (a list, a tensor that is concatenated again, hooks that are registered again)"
 TOOLS = (
@@ -140,15 +147,18 @@ def found(
     ))  # fmt: skip
     no_workers = all(x.workers == 0 for q in ranks for x in s.ranks[q].loaders if x.in_training)
     do = _DO[doing or ("no workers" if phase == "data" and no_workers else phase)]
-    theirs = lines_of(s, (q for q in window.ranks if q not in ranks), phase)
-    if stack and theirs and not doing:
+    rest = [q for q in window.ranks if q not in ranks]
+    theirs = lines_of(s, rest, phase)
+    if len(ranks) > len(rest):
+        do = _LEFT_OUT.replace("{rest}", rank_list(rest))
+    elif stack and theirs and not doing:
         do = (
             _DO_SAME.get(phase, do) if stack[0].key in theirs else _OWN_LINE if phase in ("forward", "backward") else do
         )
     own_code = f"{'its' if len(ranks) == 1 else 'their'} own code"
     facts.setdefault("what", f"{_WAITS.get(doing, own_code)} between steps" if phase == "other" else phase)
     return template(
-        culprits=sorted(ranks), victims=[q for q in window.ranks if q not in ranks], step=r.step,
+        culprits=sorted(ranks), victims=rest, step=r.step,
         n=len(window.columns), site=stack[0] if stack else None, **facts,
         do=do.format(who=rank_list(ranks), clocks="its device clocks and " if s.gpus else ""),
     )  # fmt: skip

@@ -31,7 +31,11 @@ def refusal() -> str:
 
 
 def own_keys(pages: Path) -> Own:
-    """Return the keys that an earlier monitor of this node has left, or new ones, for the next incarnation."""
+    """Return the keys that an earlier monitor of this node has left, or new ones, for the next incarnation.
+
+    Raises:
+        OSError: they cannot be written.
+    """
     before = node_files.read_own(pages) or Own()
     error = refusal()
     own = replace(before, incarnation=before.incarnation + 1, error=error)

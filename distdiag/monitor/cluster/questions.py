@@ -78,7 +78,11 @@ def asked_at(run_dir: Path) -> Path | None:
 
 
 def ask_all(run_dir: Path, question: Ask) -> Answers:
-    """Return what the other nodes of a run answer; empty if there is nobody to ask."""
+    """Return what the other nodes of a run answer; empty if there is nobody to ask.
+
+    Raises:
+        OSError: the monitor does not answer.
+    """
     where = asked_at(run_dir)
     if where is None:
         return {}

@@ -74,7 +74,11 @@ class Arrived:
 
     @property
     def data(self) -> bytes:
-        """The state, not yet decoded."""
+        """The state, not yet decoded.
+
+        Raises:
+            BadMessage: it was not packed, or is too long.
+        """
         return messages.unpack(self.packed)
 
 

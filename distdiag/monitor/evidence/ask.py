@@ -215,7 +215,11 @@ Thread = tuple[str, list[tuple[str, int, str]]]  # heading; frames (file, line, 
 
 
 def stacks(socket_path: str, timeout_s: float = TIMEOUT_S) -> list[Thread]:
-    """Return all Python stacks of a rank from its witness, which needs the GIL for them."""
+    """Return all Python stacks of a rank from its witness, which needs the GIL for them.
+
+    Raises:
+        OSError, http.client.HTTPException: the witness does not answer.
+    """
     return parse_stacks(ask(socket_path, "dump_traceback", timeout_s).decode("utf-8", "replace"))
 
 

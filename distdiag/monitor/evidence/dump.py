@@ -44,7 +44,11 @@ class RankDump(msgspec.Struct, array_like=True):
 
 
 def packed(run_dir: Path, timeout_s: float) -> bytes:
-    """Return the dump of this node's ranks for another node."""
+    """Return the dump of this node's ranks for another node.
+
+    Raises:
+        DistdiagError: NO_DATA if no rank of the run is alive here.
+    """
     return msgspec.msgpack.encode(take(run_dir, timeout_s)[1])
 
 
@@ -60,7 +64,11 @@ def of_other_nodes(run_dir: Path, timeout_s: float) -> tuple[list[RankDump], lis
 
 
 def take(run_dir: Path, timeout_s: float = 5.0) -> tuple[float, list[RankDump]]:
-    """Ask all living ranks of the run on this node at once; return (run time in seconds, answers)."""
+    """Ask all living ranks of the run on this node at once; return (run time in seconds, answers).
+
+    Raises:
+        DistdiagError: NO_DATA if no rank of the run is alive here.
+    """
     alive = living(run_dir)
     now_s = (time.monotonic_ns() - min(v.decoder.start_ns for v in alive)) / 1e9
     with ThreadPoolExecutor(min(32, len(alive))) as pool:
@@ -168,7 +176,11 @@ def _from_user(frames: list[tuple[str, int, str]]) -> list[tuple[str, int, str]]
 
 
 def save(run_dir: Path, now_s: float, dumps: list[RankDump]) -> list[Path]:
-    """Write `stacks/latest.json`, and per rank the flight record as JSON and as a pickle for `torchfrtrace`."""
+    """Write `stacks/latest.json`, and per rank the flight record as JSON and as a pickle for `torchfrtrace`.
+
+    Raises:
+        OSError: the run directory cannot be written.
+    """
     written = [stacks.write(run_dir, merged(now_s, dumps))]
     trace = "flight_recorder/torchfrtrace"
     for old in files.names(run_dir, trace):  # of an earlier dump: torchfrtrace reads all files there

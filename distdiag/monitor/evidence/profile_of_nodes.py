@@ -33,7 +33,11 @@ class _Sent(Asked, array_like=True):
 
 
 def packed(run_dir: Path, wanted: Profile) -> bytes:
-    """Take a profile of this node's ranks; return it for node 0, without the traces that are too large."""
+    """Take a profile of this node's ranks; return it for node 0, without the traces that are too large.
+
+    Raises:
+        DistdiagError: no rank of the run is alive here, or another profile is being taken.
+    """
     chosen = request_profile.choose(
         dump.living(run_dir), unfold_ranks(wanted.ranks) if wanted.ranks else None, elsewhere=True
     )
@@ -65,7 +69,16 @@ def take(
     timeout_s: float,
     report: Callable[[str], None],
 ) -> Taken:
-    """Take a profile of ranks of this node and of those whose monitors can be asked from here."""
+    """Take a profile of ranks of this node and of those whose monitors can be asked from here.
+
+    Args:
+        views: The living ranks of this node.
+        wanted: Ranks; None for all.
+        report: Called with a line about the steps and ranks.
+
+    Raises:
+        DistdiagError: a wanted rank cannot be asked, another profile is being taken, or the run directory cannot be written.
+    """
     here, elsewhere = {v.rank for v in views}, asked_at(run_dir) is not None
     chosen = request_profile.choose(views, wanted, elsewhere)
     alone = not elsewhere or (wanted is not None and here.issuperset(wanted))

@@ -71,6 +71,9 @@ def choose(views: Collection[RankView], wanted: Collection[int] | None, elsewher
 
     Args:
         elsewhere: Other nodes can be asked for the ranks that are not here.
+
+    Raises:
+        DistdiagError: a wanted rank is not alive on this node.
     """
     by_rank = {v.rank: v for v in views}
     missing = sorted(set(wanted or ()) - set(by_rank))
@@ -129,7 +132,11 @@ def _step_s(views: Collection[RankView]) -> float | None:
 
 @contextmanager
 def _alone(run_dir: Path) -> Iterator[None]:
-    """Hold the lock that allows one profile of a run at a time."""
+    """Hold the lock that allows one profile of a run at a time.
+
+    Raises:
+        DistdiagError: another reader holds it, or the run directory cannot be written.
+    """
     folder = run_dir / "profile"
     try:
         lock = os.fdopen(files.open_own(run_dir, "profile/.lock", os.O_RDWR))

@@ -79,7 +79,11 @@ class Gpus:
         self._thread.start()
 
     def rows(self, t_s: float, users: Users) -> list[GpuRow]:
-        """Request a new sample and return the rows of the newest answer; [] if there is none since the last call."""
+        """Request a new sample and return the rows of the newest answer; [] if there is none since the last call.
+
+        Args:
+            t_s: Run time of the requested rows, seconds.
+        """
         fresh = self._take()
         if self._asked_at is None and self.absent is None:
             self._asked_at = time.monotonic()

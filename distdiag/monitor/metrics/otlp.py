@@ -19,7 +19,11 @@ END_MS = 2000  # for the last values; the job has ended, its launcher may not wa
 
 
 class OtlpSender:
-    """Sends the newest poll every OTEL_METRIC_EXPORT_INTERVAL milliseconds (60,000)."""
+    """Sends the newest poll every OTEL_METRIC_EXPORT_INTERVAL milliseconds (60,000).
+
+    Args:
+        latest: Returns the newest poll, or None before the first.
+    """
 
     def __init__(self, latest: Callable[[], Poll | None]) -> None:
         self._latest = latest

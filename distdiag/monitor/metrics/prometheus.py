@@ -47,6 +47,9 @@ class _Families:
 class MetricsServer(ThreadingHTTPServer):
     """The HTTP server of one monitor.
 
+    Args:
+        latest: Returns the newest poll, or None before the first.
+
     Raises:
         OSError: the address is in use, or not one of this host.
     """

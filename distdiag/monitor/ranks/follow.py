@@ -34,7 +34,7 @@ _FUTURE = re.compile(r"(?:\bfut\w*|get_future\(\)|(?:collect|wait)_all\(.*\))\.(
 _PHASES = [p.name.lower() for p in Phase]
 ROUTINE_SAMPLES = frozenset(
     {SampleKind.PARAMETERS, SampleKind.BUFFERS, SampleKind.REDUCED, SampleKind.AVERAGED, SampleKind.LEARNING_RATE, SampleKind.EVAL_MODE, SampleKind.NOT_STEPPED, SampleKind.STATE, SampleKind.NO_GRADIENTS,
-     SampleKind.OUTSIDE_DDP}
+     SampleKind.OUTSIDE_DDP, SampleKind.GRADIENTS, SampleKind.UNTRAINED, SampleKind.LAYERS}
 )  # fmt: skip
 SITE_SAMPLES = 400
 LOGGED_NAMES, LOGGED_KEPT = 16, 32
@@ -58,6 +58,7 @@ class RankHistory:
         self.steps: deque[Step] = deque(maxlen=STEPS_KEPT)
         self.ddp_times = DdpTimes(decoder, times)
         self.samples: deque[Sample] = deque(maxlen=SAMPLES)
+        self.first: list[Sample] = []  # from before the first step: how the replicas began
         self._news = b""
         self._samples_checked = 0
         self._sampled = 0  # version of the stack that was counted last
@@ -144,9 +145,8 @@ class RankHistory:
                 self._shares = True
             at, t_s = page.site(record.site), page.s(record.t_ns)
             alone = h.world_size > 1 and not h.n_models and not self._shares
-            self.samples.append(
-                Sample(kind, record.step, record.value, record.key, page.text(record.name), at, t_s, alone)
-            )
+            sample = Sample(kind, record.step, record.value, record.key, page.text(record.name), at, t_s, alone)
+            (self.samples if record.step or kind not in ("parameters", "layers") else self.first).append(sample)
 
     def _read_calls(self) -> None:
         records, missed = self._decoder.page.calls, self._calls.missed

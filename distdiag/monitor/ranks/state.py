@@ -75,7 +75,12 @@ class RankView:
     """One rank: its page, what was read of it so far, and how its process ended."""
 
     def __init__(self, path: Path, start_ns: int) -> None:
-        """Open a page."""
+        """Open a page.
+
+        Raises:
+            PageError: it is not a page that can be read.
+            OSError: it cannot be opened.
+        """
         self.reader = PageReader(path)
         self.decoder = PageDecoder(self.reader, start_ns)
         self.history = RankHistory(self.decoder)
@@ -251,7 +256,7 @@ class RankView:
             **history.phases(),
             "activity_since_s": history.still_since_s,
             "visits": history.visits.known(),
-            "samples": tuple(history.samples),
+            "samples": (*history.first, *history.samples),
             "steps": tuple(history.steps),
             "ddp_times": tuple(history.ddp_times.kept),
             "logged": {name: tuple(values) for name, values in history.logged.items()},

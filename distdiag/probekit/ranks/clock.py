@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from distdiag.probekit.ranks.job import Job
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 clock_ns = time.perf_counter_ns  # CLOCK_MONOTONIC on Linux
 _ROUNDS = 12
+
+
+class Job(Protocol):
+    """What is needed here of a `job.Job`, which uses this file."""
+
+    rank: int
+    world_size: int
+    control: Any
+
+    def step(self, label: str) -> AbstractContextManager[Any]: ...
 
 
 def kernel_identity(namespace: str) -> str:

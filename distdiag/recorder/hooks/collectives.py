@@ -28,6 +28,7 @@ from distdiag.page.layout import (
     ROOTED,
     Blocked,
     LifeWord,
+    Phase,
     word,
 )
 from distdiag.recorder import state
@@ -74,7 +75,10 @@ _BLOCKING = {"monitored_barrier"}
 _ALL_TO_ALL = {"alltoall", "alltoall_base", "all_to_all_single"}
 _COUNTED_APART = _P2P | _BLOCKING  # gloo counts these in its counter of collectives; NCCL counts P2P separately
 
-_BLOCKED, _BLOCKED_AT, _BLOCKED_SINCE, _STEP = map(word, ("blocked", "blocked_at", "blocked_since_ns", "step"))
+_BLOCKED, _BLOCKED_AT, _BLOCKED_SINCE, _STEP, _PHASE = map(
+    word, ("blocked", "blocked_at", "blocked_since_ns", "step", "phase")
+)
+_BACKWARD = int(Phase.BACKWARD)
 _NO, _WAIT, _GROUP = int(Blocked.NO), int(Blocked.WAIT), int(Blocked.GROUP)
 _UNKNOWN_WORK = (0, False)
 
@@ -92,6 +96,7 @@ class Collectives(CallEntries):
         # by address of its result: [number of the call] of a functional collective, 0 once it is complete
         self.results: OrderedDict[int, list[int]] = OrderedDict()
         self.outside: set[tuple[str, int]] = set()  # (operation, site) of calls in groups without this rank
+        self.shapes: set[tuple[int, ...]] = set()  # of the parameters that optimizers step
         self._coalesced: dict[int, list[int]] = {}  # first call of a coalesced group -> its other calls
         self.ledger = ledger(recorder.page, recorder.main_thread)
 
@@ -134,7 +139,7 @@ class Collectives(CallEntries):
                 if root is not None:
                     peer = g.to_global.get(root, root)
                     flags |= ROOTED
-            elif op in _REDUCES and len(g.members) == self.header.world_size:
+            elif op in _REDUCES and len(g.members) == self.header.world_size and self._of_gradients(tensor):
                 self.ledger.reduced_elements += max(tensor[-2], 0)
         if g.on_device:
             flags |= ON_DEVICE
@@ -158,6 +163,15 @@ class Collectives(CallEntries):
         if method in _BLOCKING and main:
             self.block(_WAIT, number, site)
         return number, g, main, site if asynchronous is False and main else 0
+
+    def _of_gradients(self, tensor: tuple[int, ...]) -> bool:
+        """True if what is reduced may be gradients. Within backward, a tensor of two or more dimensions that has the shape of no
+        parameter is an activation's: an autograd function of a split model reduces it.
+        """
+        shapes = self.shapes
+        return (
+            self.page.words[_PHASE] != _BACKWARD or tensor[1] < 2 or not shapes or tensor[2 : 2 + tensor[1]] in shapes
+        )
 
     def _next_seq(self, g: Group) -> int:
         """Return the sequence number of the collective about to be issued.

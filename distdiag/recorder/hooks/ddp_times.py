@@ -7,6 +7,7 @@ often. On a device it reads events back with a synchronisation, so the rate is l
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from typing import TYPE_CHECKING, Any
@@ -103,6 +104,9 @@ class DdpTimes:
                     "bytes": sum(buckets),
                     "buckets": len(buckets),
                     "bucket_bytes": buckets[:SIZES_KEPT],
+                    "last_bytes": _last_quarter(
+                        [p.numel() * p.element_size() for p in ddp.module.parameters() if p.requires_grad]
+                    ),
                     "bucket_cap_bytes": data.get("bucket_cap_bytes"),
                     "gradient_as_bucket_view": bool(data.get("gradient_as_bucket_view")),
                     "comm_hook": str(hook)[:100] if hook else None,
@@ -113,6 +117,11 @@ class DdpTimes:
 
 
 _NEVER = 1 << 62
+
+
+def _last_quarter(sizes: list[int]) -> int:
+    """Return the bytes of the last quarter of the gradients to be ready, in whole parameters: those of the first parameters."""
+    return next((n for n in itertools.accumulate(sizes) if 4 * n >= sum(sizes)), 0)
 
 
 def _may_measure_more(ddp: Any) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import weakref
 import zlib
+from collections.abc import Callable
+from functools import partial
 from operator import mul
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,12 +17,15 @@ from torch.nn.modules.batchnorm import _NormBase
 from distdiag.page.layout import SampleKind
 from distdiag.recorder.fast.accounts import Ledger
 from distdiag.recorder.hooks.tensor_samples import Samples, capturing, own_part, sampled
+from distdiag.recorder.hooks.wrapped_model import EnteredModules, watch_forward
 from distdiag.terms.ranks import fold_ranks
 
 if TYPE_CHECKING:
     from distdiag.recorder.hooks.wrapped_model import Model
 
-CHECKSUM_TENSORS, CHECKSUM_ELEMENTS = 24, 32
+CHECKSUM_TENSORS, CHECKSUM_ELEMENTS, MODULES = 24, 32, 8
+LAYERS_MOST = 512  # parameters whose classes of layers are sampled, after these steps
+LAYER_STEPS = (32, 64, 128)
 # Of the elements of a parameter. A plain sum may stay equal while they change: cross entropy moves the rows of the last layer in sum by 0.
 WEIGHTS = tuple(1.0 + j / CHECKSUM_ELEMENTS for j in range(CHECKSUM_ELEMENTS))
 
@@ -46,17 +51,38 @@ class ReplicaChecksums:
 
     def __init__(self, ledger: Ledger, samples: Samples) -> None:
         self.ledger, self.samples = ledger, samples
-        self.others: weakref.WeakSet[Any] = weakref.WeakSet()  # the other optimizers that step
+        # the other optimizers that step, by id, in their order
+        self.others: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.reduced = 0  # elements reduced over all ranks since the last step
         self.averaged_elements = 0  # maximum of elements all-reduced between a step and the next backward
+        self._began = False  # the parameters have been sampled before the first step
+        self.shapes: set[tuple[int, ...]] = set()  # of the parameters that optimizers step
+        self._sums: dict[int, float] = {}  # of each parameter before the first step, by id; for the layers
+        # parameters by the class of the module that owns them, until they are sampled
+        self._layers: dict[str, list[Any]] = {}
+        self._left: list[float] = []  # newest checksums of parameters that no optimizer has
+        self._calls: EnteredModules | None = None  # during the second step
+        # modules outside DDP that the second step called, without a trained parameter
+        self._untrained: list[weakref.ref[Any]] = []
         self._parameters_of: weakref.WeakKeyDictionary[Any, tuple[tuple[int, int], _Compared]] = (
             weakref.WeakKeyDictionary()
         )
         # of each optimizer: the number of its parameters, and those without a gradient at every sampled step so far
         self._never: weakref.WeakKeyDictionary[Any, tuple[int, list[Any]]] = weakref.WeakKeyDictionary()
 
+    def before_first_step(self, optimizer: Any) -> None:
+        """Record a checksum of the parameters as the job begins with them; an optimizer within this one's step is not sampled."""
+        if not self._began and (compared := self._parameters(optimizer)).params:
+            self._began = True
+            self._checksum(SampleKind.PARAMETERS, compared.params, 0, compared.which, name=compared.ranks)
+            if not self.ledger.models:
+                each = compared.params[:LAYERS_MOST]
+                self._sum(each, False, lambda values: self._sums.update(zip(map(id, each), values, strict=True)))
+
     def after_optimizer(self, optimizer: Any, step: int) -> None:
         """Record checksums of a few elements of a few parameters, after the same steps on all ranks."""
+        if step == 1 or self._calls is not None:
+            self._watch_second_step(optimizer, step)
         if not checksum_due(step):
             return
         params, elements, which, ranks, outside = self._parameters(optimizer)
@@ -67,9 +93,7 @@ class ReplicaChecksums:
             self._not_stepped(optimizer, step)
             if params is outside:  # the optimizer has none of DDP's: they are no replicas of one model
                 params = []
-            outside = [p for p in outside if p.grad is not None]
-            if outside:
-                self._checksum(SampleKind.OUTSIDE_DDP, outside, step, name=_shapes(outside))
+            self._outside_ddp(outside, step)
         if self.reduced or params:
             # only parameters that are trained now: many jobs leave frozen ones in the optimizer
             every = params if params and not ranks else own
@@ -79,7 +103,11 @@ class ReplicaChecksums:
             return
         if self.averaged_elements:
             self.samples.write(SampleKind.AVERAGED, step, self.averaged_elements / elements if elements else 0.0)
+        if gradients := [p.grad for p in params if p.grad is not None and not p.grad.is_sparse]:
+            self._checksum(SampleKind.GRADIENTS, gradients, step, which, name=ranks)
         self._checksum(SampleKind.PARAMETERS, params, step, which, name=ranks)
+        if self.reduced and step in LAYER_STEPS:
+            self._sample_layers(step)
         rates = [g.get("lr") for g in optimizer.param_groups]
         known = all(type(rate) in (int, float) for rate in rates)  # it may be a tensor on a device
         if known and (any(rates) or not self.others):  # else other optimizers train for now
@@ -95,6 +123,44 @@ class ReplicaChecksums:
         if layers:
             self.samples.write(SampleKind.EVAL_MODE, step, sum(not layer.training for layer in layers))
 
+    def _watch_second_step(self, optimizer: Any, step: int) -> None:
+        """Find the modules that the second step calls: those outside DDP, or without DDP all."""
+        if step == 1:
+            self._calls = watch_forward()
+        elif self._calls is not None:
+            self._calls.end()
+            if self.ledger.models:
+                self._untrained = self._without_training(self._calls, optimizer)
+            else:
+                self._layers = self._by_class(self._calls)
+            self._calls = None
+
+    def _outside_ddp(self, outside: list[Any], step: int) -> None:
+        """Record checksums of the parameters that optimizers train, and of modules that nothing trains, outside DDP."""
+        outside = [p for p in outside if p.grad is not None]
+        for other in self.others.values():  # what its step contains may be the lead: then it has the same
+            known = set(map(id, outside))
+            outside += [
+                p
+                for p in self._parameters(other).outside
+                if id(p) not in known and (p.grad is not None or other.state.get(p))
+            ]
+        if outside:
+            self._checksum(SampleKind.OUTSIDE_DDP, outside, step, name=_shapes(outside))
+        found = [module for ref in self._untrained if (module := ref()) is not None]
+        if found:
+            names = ", ".join(dict.fromkeys(type(module).__name__ for module in found))
+            self._checksum(SampleKind.UNTRAINED, [p for module in found for p in module.parameters()], step, name=names)
+
+    def _sample_layers(self, step: int) -> None:
+        """Record a checksum of each class of layers; first also from before the first step."""
+        for name, owned in self._layers.items():
+            if step == LAYER_STEPS[0]:
+                self._write_layers(name, 0, [self._sums[id(p)] for p in owned])
+            self._sum(owned, False, partial(self._write_layers, name, step))
+        if step == LAYER_STEPS[-1]:
+            self._layers.clear()
+
     def _not_stepped(self, lead: Any, step: int) -> None:
         """Record how many of DDP's parameters have a gradient and are in no optimizer that has stepped.
 
@@ -102,13 +168,50 @@ class ReplicaChecksums:
         Others with gradients may be copies, in another precision, of those that are left: then nothing is known.
         """
         models = self.ledger.models.values()
-        own = {id(p): p for optimizer in (lead, *self.others) for p in _params(optimizer)}
-        left = [name for m in models for name, p in m.trained() if p.grad is not None and id(p) not in own]
+        own = {id(p): p for optimizer in (lead, *self.others.values()) for p in _params(optimizer)}
+        left = {name: p for m in models for name, p in m.trained() if p.grad is not None and id(p) not in own}
         if left:
             inside = frozenset().union(*(m.built_with for m in models))
             stale = [p for i, p in own.items() if i not in inside]
             if all(p.grad is None for p in stale):
-                self.samples.write(SampleKind.NOT_STEPPED, step, len(left), len(stale), left[0])
+                self._sum(
+                    _spread([*left.values()]),
+                    False,
+                    partial(self._unchanged, step, len(left), len(stale), next(iter(left))),
+                )
+
+    def _unchanged(self, step: int, n: int, stale: int, name: str, values: list[float]) -> None:
+        """Record `n` parameters that no optimizer of this rank has, unless something else has changed them: a script, or another rank's."""
+        before, self._left = self._left, values
+        if values == before:
+            self.samples.write(SampleKind.NOT_STEPPED, step, n, stale, name)
+
+    def _write_layers(self, name: str, step: int, values: list[float]) -> None:
+        self.samples.write(SampleKind.LAYERS, step, sum(values), len(values), name)
+
+    def _by_class(self, calls: EnteredModules) -> dict[str, list[Any]]:
+        """Return the parameters that were sampled before the first step, by the class of the module that owns them."""
+        found: dict[str, list[Any]] = {}
+        for ref in calls.modules.values():
+            if (module := ref()) is not None and (
+                owned := [p for p in module._parameters.values() if id(p) in self._sums]
+            ):
+                found.setdefault(type(module).__name__, []).extend(owned)
+        return dict([*found.items()][:MODULES])
+
+    def _without_training(self, calls: EnteredModules, lead: Any) -> list[weakref.ref[Any]]:
+        """Return the modules outside DDP that `calls` has seen and whose parameters no gradient trains; none that is part of another."""
+        models = self.ledger.models.values()
+        known = {id(p) for optimizer in (lead, *self.others.values()) for p in _params(optimizer)}.union(
+            *(m.built_with for m in models)
+        )
+        found = []
+        for ref in calls.modules.values():
+            params = [*module.parameters()] if (module := ref()) is not None else []
+            if params and not any(p.requires_grad or id(p) in known for p in params):
+                known.update(map(id, params))
+                found.append(ref)
+        return found[:MODULES]
 
     def _without_gradient(self, optimizer: Any, own: list[Any], step: int) -> None:
         """Record how many of an optimizer's parameters have had no gradient at any sampled step, or that all lack one now.
@@ -146,6 +249,7 @@ class ReplicaChecksums:
         mark = (n, len(models))
         kept = self._parameters_of.get(optimizer)
         if kept is None or kept[0] != mark:
+            self.shapes |= {tuple(x.shape) for p in _params(optimizer) for x in (p, own_part(p)) if x is not None}
             params = [p for p in _params(optimizer) if type(p) in (torch.nn.Parameter, torch.Tensor)]
             if len(params) == n:
                 names = {id(p): f"{i}.{name}" for i, m in enumerate(models) for name, p in m.trained()}
@@ -178,40 +282,49 @@ class ReplicaChecksums:
 
     def _checksum(self, kind: SampleKind, tensors: list[Any], step: int, which: int = 0, name: str = "") -> None:
         tensors = [part for t in tensors if (part := own_part(t)) is not None]
-        chosen = tensors[:: max(1, len(tensors) // CHECKSUM_TENSORS)][:CHECKSUM_TENSORS]
+        chosen = _spread(tensors)
         synced = sum(m.slot.synced_backwards for m in self.ledger.models.values())
         m = self.ledger.averaged_by
         group = dist._world.pg_names.get(m.pg, "") if m is not None else ""
         what = repr([group, len(tensors), which, *(tuple(t.shape) for t in chosen)])
         key = zlib.crc32(what.encode()) | (synced & 0xFFFFFFFF) << 32
-        buffers = kind is SampleKind.BUFFERS
-        value = 0.0
-        for i, t in enumerate(chosen):
+        magnitudes = kind in (SampleKind.BUFFERS, SampleKind.GRADIENTS)
+        self._sum(chosen, magnitudes, lambda values: self.samples.write(kind, step, _total(values), key=key, name=name))
+
+    def _sum(self, chosen: list[Any], magnitudes: bool, then: Callable[[list[float]], None]) -> None:
+        """Call `then` with a weighted sum of some elements of each tensor, or of their magnitudes: now, or once they are on the host."""
+        values = []
+        for t in chosen:
             some = sampled(t, CHECKSUM_ELEMENTS)
             if some is None:
                 break
-            value += sum(map(abs, some) if buffers else map(mul, some, WEIGHTS)) * (1.0 + i / 16)
+            values.append(sum(map(abs, some) if magnitudes else map(mul, some, WEIGHTS)))
         else:
-            return self.samples.write(kind, step, value, key=key, name=name)
+            return then(values)
         if capturing():
             return
         with torch.no_grad():
             parts = []
-            for i, t in enumerate(chosen):
+            for t in chosen:
                 flat = t.detach().reshape(-1) if t.is_contiguous() else t.detach().flatten()[:CHECKSUM_ELEMENTS]
                 some = flat[:: max(1, flat.numel() // CHECKSUM_ELEMENTS)][:CHECKSUM_ELEMENTS]
                 weighted = torch.arange(len(some), dtype=torch.float64, device=some.device) / CHECKSUM_ELEMENTS + 1.0
-                parts.append((some.double().abs() if buffers else some.double() * weighted).sum() * (1.0 + i / 16))
+                parts.append((some.double().abs() if magnitudes else some.double() * weighted).sum())
             if not parts:
                 return
-            total = torch.stack(parts).sum()
-        if total.device.type == "cpu":
-            self.samples.write(kind, step, float(total), key=key, name=name)
+            sums = torch.stack(parts)
+        if sums.device.type == "cpu":
+            then(sums.tolist())
         else:
-            self.samples.when_copied(
-                total.reshape(1),
-                lambda v, k=kind, s=step, x=key: self.samples.write(k, s, v[0].item(), key=x, name=name),
-            )
+            self.samples.when_copied(sums, lambda copied: then(copied.tolist()))
+
+
+def _total(values: list[float]) -> float:
+    return sum(value * (1.0 + i / 16) for i, value in enumerate(values))
+
+
+def _spread(tensors: list[Any]) -> list[Any]:
+    return tensors[:: max(1, len(tensors) // CHECKSUM_TENSORS)][:CHECKSUM_TENSORS]
 
 
 def _params(optimizer: Any) -> list[Any]:
@@ -230,7 +343,7 @@ def _mode_layers(m: Model) -> list[Any]:
 
 
 def _shape(p: Any) -> str:
-    return " x ".join(map(str, p.shape)) or "one element"
+    return "one element" if p.numel() == 1 else " x ".join(map(str, p.shape))
 
 
 def _shapes(params: list[Any]) -> str:

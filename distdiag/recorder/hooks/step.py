@@ -21,7 +21,7 @@ from distdiag.recorder.hooks.collectives import note_caught
 from distdiag.recorder.hooks.device_clock import cuda_clock
 from distdiag.recorder.hooks.loaders import samples_of
 from distdiag.recorder.hooks.step_accounting import StepAccounting
-from distdiag.recorder.hooks.wrapped_model import Model, watch_first_forward
+from distdiag.recorder.hooks.wrapped_model import Model, watch_forward
 from distdiag.recorder.hooks.wrapping import hide_frame, wraps
 from distdiag.recorder.state import guarded, now_ns
 
@@ -136,7 +136,7 @@ def _forward_begins(accounting: StepAccounting) -> Callable[[Any, tuple[Any, ...
         words[_PHASE] = _FORWARD if training else _VALIDATE
         words[_SINCE] = began = now_ns()
         if first and m is not None:  # last: slow_ends ends it
-            m.first_forward = watch_first_forward()
+            m.first_forward = watch_forward()
         return began | 1 if training else began & ~1
 
     return fast_hook(ledger, "forward_begins", slow_begins)

@@ -49,6 +49,8 @@ class Checks:
         models = ledger.models
         self.replicas.reduced, ledger.reduced_elements = ledger.reduced_elements, 0
         nonfinite.before_optimizer(optimizer, step)
+        if step == 1:
+            self.replicas.before_first_step(optimizer)
         for m in models.values():
             if step >= m.next_check and m.slot.forwards:
                 self.unused.check(m, step)
@@ -70,9 +72,11 @@ class StepAccounting:
         self.words, self.ledger = recorder.page.words, collectives.ledger
         self.loaders = Loaders(recorder, self.ledger)
         self.checks = Checks(recorder, self.ledger)
+        collectives.shapes = self.checks.replicas.shapes
         self.device: DeviceClock | None = None  # on CUDA, from the first forward on
         self.backward = LastCallSite(recorder)
         self._watcher: Callable[[int], None] | None = None
+        self._ended: Callable[[], Any] = lambda: None  # the optimizer whose step ended last
         self.optimizer_begins = fast_hook(self.ledger, "optimizer_begins", self._optimizer_begins)
         self.optimizer_ends = fast_hook(self.ledger, "optimizer_ends", self._optimizer_ends)
 
@@ -119,14 +123,23 @@ class StepAccounting:
 
     def _optimizer_ends(self, optimizer: Any, _args: Any = None, _kwargs: Any = None) -> None:
         ledger, words = self.ledger, self.words
-        if not ledger.optimizer_start_ns or get_ident() != ledger.main_thread:
+        if get_ident() != ledger.main_thread:
             return
-        if self.device is not None:
-            self.device.end(Phase.OPTIMIZER)
-        words[_PHASE] = ledger.idle
-        words[_SINCE] = t = now_ns()
-        ledger.optimizer_ns += t - ledger.optimizer_start_ns
-        ledger.optimizer_start_ns = 0
+        # its step contains another's, which has ended: ZeroRedundancyOptimizer then broadcasts what each rank has stepped
+        encloses = not ledger.optimizer_start_ns
+        if not encloses:
+            self._ended = weakref.ref(optimizer)
+            if self.device is not None:
+                self.device.end(Phase.OPTIMIZER)
+            words[_PHASE] = ledger.idle
+            words[_SINCE] = t = now_ns()
+            ledger.optimizer_ns += t - ledger.optimizer_start_ns
+            ledger.optimizer_start_ns = 0
+        elif ledger.lead is not None and ledger.lead() is self._ended():  # its step is the job's, from the next one on
+            ledger.lead = weakref.ref(optimizer)
+            return
+        else:
+            t = now_ns()
         if (ledger.lead is not None and ledger.lead() is optimizer) or self._leads(optimizer):
             ledger.lead_misses = 0
             self.close_step(t)
@@ -142,7 +155,7 @@ class StepAccounting:
             if self.recorder.device is None:
                 self.recorder.device = cuda_index(p for group in optimizer.param_groups for p in group["params"])
             return True
-        self.checks.replicas.others.add(optimizer)
+        self.checks.replicas.others[id(optimizer)] = optimizer
         ledger.lead_misses += 1
         if ledger.lead_misses > 32:  # the leading optimizer is no longer used
             ledger.lead = weakref.ref(optimizer)

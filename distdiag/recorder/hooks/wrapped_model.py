@@ -15,19 +15,19 @@ from distdiag.recorder.fast.accounts import LastCallSite, ModelWords
 from distdiag.recorder.hooks.ddp_times import DdpTimes
 
 
-class FirstForward:
-    """Collects the modules that the first training forward enters, until `end()`.
+class EnteredModules:
+    """Collects the modules whose forward is entered until `end()`, such as in the first training forward.
 
     An unused parameter's module was never called, or its output is not in the loss.
     """
 
     def __init__(self) -> None:
-        self._called: set[int] = set()
+        self.modules: dict[int, weakref.ref[Any]] = {}
         self._with_graph: set[int] = set()
         self._hook = register_module_forward_pre_hook(self._enters)
 
     def _enters(self, module: Any, _inputs: Any) -> None:
-        self._called.add(id(module))
+        self.modules[id(module)] = weakref.ref(module)
         if torch.is_grad_enabled():
             self._with_graph.add(id(module))
 
@@ -36,12 +36,12 @@ class FirstForward:
 
     def never_called(self, model: Any, parameters: list[str]) -> list[str]:
         """Return the names of the modules of `model` that own one of `parameters` and were not entered."""
-        return [name for name, module in _owners(model, parameters) if id(module) not in self._called]
+        return [name for name, module in _owners(model, parameters) if id(module) not in self.modules]
 
     def without_graph(self, model: Any, parameters: list[str]) -> bool:
         """True if the modules that own `parameters` were entered with gradients off only, as by a reentrant checkpoint."""
         owners = {id(module) for _, module in _owners(model, parameters)}
-        return bool(owners) and owners <= self._called - self._with_graph
+        return bool(owners) and owners <= self.modules.keys() - self._with_graph
 
 
 def _owners(model: Any, parameters: list[str]) -> list[tuple[str, Any]]:
@@ -51,14 +51,14 @@ def _owners(model: Any, parameters: list[str]) -> list[tuple[str, Any]]:
     return [(name, modules[name]) for name in names if name in modules]
 
 
-def watch_first_forward() -> FirstForward | None:
+def watch_forward() -> EnteredModules | None:
     """Start to record; return None if torch.compile is in use: its guards would notice the hook's removal."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is not None:
         backends = getattr(dynamo, "cached_backends", None)
         if backends is None or any(b is not None for b in backends.values()):
             return None
-    return FirstForward()
+    return EnteredModules()
 
 
 class Model(ModelWords):
@@ -83,7 +83,7 @@ class Model(ModelWords):
         self.forward = LastCallSite(recorder)
         self.forward_site, self.forward_count = 0, -1  # site of the last forward, and the index of its count
         self.next_check = 0  # the step at which to check gradients again
-        self.first_forward: FirstForward | None = None
+        self.first_forward: EnteredModules | None = None
         self.unused_texts: set[str] = set()
         self.never: set[str] | None = None  # parameters without gradient at every check; None before the first check
         self.times: DdpTimes | None = None  # what its reducer measures

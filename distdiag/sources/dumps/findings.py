@@ -109,8 +109,13 @@ class Findings:
             facts |= self._stall_facts(what)
         if young:
             template = replace(template, **RUNNING)
-            way = "{culprits} {culprits:was|were} on {culprits:its|their} way to {what}"
-            facts["on_way"] = filled(way if culprits else "{what} was in flight", culprits=culprits, what=what)
+            here, elsewhere, theirs = self._due()
+            way = "{here} {here:was|were} on {here:its|their} way to {what}" + ", {elsewhere} to {theirs}" * bool(
+                elsewhere
+            )
+            facts["on_way"] = filled(
+                way if here else "{what} was in flight", here=here, elsewhere=elsewhere, what=what, theirs=theirs
+            )
         return template(
             cause=cause, culprits=culprits, victims=sorted({*blame.victims, *blame.culprits} - set(culprits)),
             collective=self.ref(blame.main),
@@ -128,21 +133,28 @@ class Findings:
         here, there = ("recv", "send") if main.key[2] == "send" else ("send", "recv")
         return f"the {here} that matches rank {main.key[3]:,}'s {there} ({group_label(self.snapshot, main.group)})"
 
+    def _due(self) -> tuple[list[int], list[int], str]:
+        """Return the culprits that lack what `_awaited` names, the others, and what these lack."""
+        culprits, main = self.blame.culprits, self.blame.main
+        if main is None:
+            return list(culprits), [], ""
+        members = self.snapshot.groups[main.group].ranks
+        theirs = "what other groups wait in"
+        if main.p2p:  # a message has one other end
+            members, theirs = main.key[4:5] if main.key[4] in culprits else culprits, "the other end of another message"
+        return [q for q in culprits if q in members], [q for q in culprits if q not in members], theirs
+
     def _stall_facts(self, what: str) -> dict[str, str]:
         """Return what the template of a stall names: what the culprits lack, who waits, how they stopped, what to do."""
         blame, culprits, main = self.blame, self.blame.culprits, self.blame.main
         group = None if main is None else self.snapshot.groups[main.group]
-        members = culprits if main is None or group is None or main.p2p else group.ranks
-        if main is not None and main.p2p and main.key[4] in culprits:
-            members = (main.key[4],)  # a message has one other end
-        here, elsewhere = [q for q in culprits if q in members], [q for q in culprits if q not in members]
+        here, elsewhere, theirs = self._due()
         if blame.behind == culprits:
             lack = "{culprits} {culprits:has|have} issued {what} but not begun it" + self._queued()
         elif here and elsewhere:
             lack = "{here} {here:has|have} not entered {what}, nor {elsewhere} {theirs}"
         else:
             lack = "{culprits} {culprits:has|have} not entered {what}"
-        theirs = "the other end of another message" if main is not None and main.p2p else "what other groups wait in"
         waiters = "{victims:#} ranks wait" if len(blame.victims) > 8 else "{victims} {victims:waits|wait}"
         on_host = group is not None and group.backend == "gloo"
         stopped = "" if on_host else ": the device stopped"

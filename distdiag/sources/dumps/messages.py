@@ -18,15 +18,16 @@ MOSTLY = 0.9  # share of the messages that both ends must have numbered; a few m
 
 
 def match(
-    messages: dict[int, list[tuple[str, Entry, Scan]]], members: dict[str, tuple[int, ...]], t0_ns: int
+    messages: dict[int, list[tuple[str, Entry, Scan]]], members: dict[str, tuple[int, ...]], t0_ns: int, history: bool
 ) -> tuple[dict[int, list[Call]], dict[int, dict[str, int]], dict[int, list[Call]]]:
     """Return (sends and receives in flight, how many each rank has issued, messages in flight that the other end has skipped).
 
-    Numbers are equal at both ends of a message.
+    Numbers are equal at both ends of a message. With `history`, completed messages come before those in flight.
     """
     unmet: dict[int, list[Call]] = {}
     blocking: dict[int, bool] = {}  # by rank: True if all its messages in flight are blocking
     calls: dict[int, list[Call]] = {r: [] for r in messages}
+    before: dict[int, list[Call]] = {r: [] for r in messages}
     counts: dict[int, dict[str, int]] = {r: {} for r in messages}
     sent: dict[str, Pairs] = {}
     for rank, mine in messages.items():
@@ -42,20 +43,29 @@ def match(
             continue
         equal = _equal_numbers(by_pair, len(members[key]))
         passed = {} if equal else _passed_by(by_pair)
+        lost = {rank: min(es[0][0] for (r, _, _), es in by_pair.items() if r == rank) > 1 for rank, _, _ in by_pair}
         for (rank, peer, direction), es in by_pair.items():
-            waiting = [(seq, e, source) for seq, done, e, source in es if not done]
-            counts[rank][f"{direction}:{peer}:0:{key}"] = es[-1][0] if equal else len(waiting)
-            for i, (seq, e, source) in enumerate(waiting, 1):
-                call = replace(source.call(e, t0_ns), op=direction, seq=None, peer=peer, nth=seq if equal else i)
-                calls[rank].append(call)
-                blocking[rank] = blocking.get(rank, True) and _blocking(e)
-                if seq in passed.get((rank, peer, direction), ()):
-                    unmet.setdefault(rank, []).append(call)
+            # if neither ring has lost a message of the group, the nth of one end belongs to the nth of the other
+            whole = not equal and lost.get(rank) is lost.get(peer) is False
+            head = next((i for i, (_, done, *_) in enumerate(es) if not done), len(es))
+            kept = es if equal or whole else [*es[:head], *(x for x in es[head:] if not x[1])]
+            number = 0 if whole else -head  # else those in flight begin at 1
+            for seq, done, e, source in kept:
+                number = seq if equal else number + 1
+                if done and not history:
+                    continue
+                call = replace(source.call(e, t0_ns), op=direction, seq=None, peer=peer, nth=number)
+                (before if done else calls)[rank].append(call)
+                if not done:
+                    blocking[rank] = blocking.get(rank, True) and _blocking(e)
+                    if seq in passed.get((rank, peer, direction), ()):
+                        unmet.setdefault(rank, []).append(call)
+            counts[rank][f"{direction}:{peer}:0:{key}"] = number
     for rank, mine in calls.items():
         if blocking.get(rank) and len(mine) > 1 and all(c.started is None and c.entered_s is not None for c in mine):
             first = min(mine, key=lambda c: c.entered_s or 0.0)
             calls[rank] = [replace(c, started=c is first) for c in mine]
-    return calls, counts, unmet
+    return {r: [*before[r], *mine] for r, mine in calls.items()}, counts, unmet
 
 
 def _blocking(e: Entry) -> bool:

@@ -56,10 +56,11 @@ class SnapshotBuilder(Groups):
         for g, by_all in uncounted.items():
             floor[g] = min(floor.get(g, by_all), max(1, by_all - COMPARED))
         total = sum(len(f.entries) for files in self.chosen.values() for f in files)
-        looks_back = bool(floor) and total <= SITES_UP_TO
+        few = total <= SITES_UP_TO
+        looks_back = bool(floor) and few
         before = CALLS_BEFORE if looks_back else late_ranks.BEFORE
         since = {group: seq - before for group, seq in floor.items()}
-        open_messages, issued_messages, self.report.unmet = match(self.messages, self.in_order, self.t0_ns)
+        open_messages, issued_messages, self.report.unmet = match(self.messages, self.in_order, self.t0_ns, few)
         ranks = {}
         for rank in range(self.world_size):
             if rank not in self.chosen:

@@ -13,7 +13,7 @@ from distdiag.diagnosis.text.template import Template
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.patterns import Role
 
-TORCHRUN = "torchrun"  # how tracebacks name the launcher
+OF_NODE = ("torchrun", "accelerate")  # how tracebacks name the launcher that is on every node
 ENDED = "the job ended, or hangs without it"  # what a lost rank costs
 EVIDENCE = 8  # most lines that a finding names
 
@@ -89,7 +89,7 @@ def who(facts: Collection[Fact], subject: str = "a rank") -> str:
     if ranks := ranks_of(facts):
         return rank_list(ranks)
     names = [(f.who.process or f.who.label) and f.who.name for f in facts]
-    known = [name for name in names if name and name != TORCHRUN]  # that is on every node
+    known = [name for name in names if name and name not in OF_NODE]
     files = dict.fromkeys(f.file for f in facts if f.file)
     if known or not files:
         return some(known) or subject

@@ -294,8 +294,10 @@ class Collector:
     def _learn(self, name: str, fields: Mapping[str, str], line: Line) -> None:
         """Take what a line says about ranks, processes and runs, whether or not it is also a fact."""
         out, who = self.result, line.who
-        if name in ("nccl_rank", "lightning"):
-            self._size(int(fields["r"][:7]), int(fields["world"][:7]), who)
+        if name in ("nccl_rank", "own_rank"):
+            if name == "own_rank":
+                out.ranks |= set(filter(is_rank, [int(fields["r"][:7])]))
+            self._size(int(fields["r"][:7]), int(fields.get("world", "0")[:7]), who)
             if "bus" in fields and who.process and len(out.devices) < MAX_WRITERS:
                 bus = int(fields["bus"], 16)
                 out.devices[who.host, f"{bus >> 20:04x}:{bus >> 12 & 255:02x}:{bus >> 4 & 255:02x}"] = who.process

@@ -233,13 +233,17 @@ def joined(reasons: list[Reason], ended: list[Reason]) -> list[Reason]:
     if len(nameless) != 1:
         return ended
     own, first = nameless[0], nameless[0].facts[0]
-    number = _OF_TEXT.get(first.fields.get("what", ""))
+    code = _OF_TEXT.get(first.fields.get("what", ""))
     signals = with_a_reason(ended)
     lost = [r for r in ended if r.text == LOST and first.name == "fatal" and before(first, r.facts[0])]
-    fitting = [r for r in ended if r not in signals or (number and r.text.endswith(signal_name(-number)))] or lost
+    fitting = [r for r in ended if r not in signals or (code and r.text.endswith(signal_name(-code)))] or lost
     ranks = {q for r in fitting for q in r.ranks}
     pids = {f.fields["pid"] for f in own.facts if "pid" in f.fields}
-    if (len(pids) or len(own.facts)) != len(ranks):
+    here = {f.path for f in own.facts}
+    of_file = {f.rank for r in fitting for f in r.facts if f.path in here and f.rank is not None}
+    number = len(pids) or len(own.facts)
+    ranks = of_file if number == len(of_file) else ranks  # a launcher's log has the errors of its own ranks
+    if number != len(ranks):
         _first_to_end(own, {q: t for r in fitting for q, t in r.times.items()})
         if len(ranks) > 1 and not own.ranks:
             failed = rank_list(sorted(ranks))
@@ -249,8 +253,10 @@ def joined(reasons: list[Reason], ended: list[Reason]) -> list[Reason]:
         own.inferred = own.guessed = True
         own.facts += [f for r in lost for f in r.facts]
     own.ranks |= ranks
-    own.hosts |= {h for r in fitting for h in r.hosts}
-    return [r for r in ended if r not in fitting]
+    own.hosts |= {f.fields["host"] for r in fitting for f in r.facts if f.rank in ranks and "host" in f.fields}
+    for r in fitting:
+        r.ranks -= ranks
+    return [r for r in ended if r not in fitting or r.ranks]
 
 
 def _first_to_end(r: Reason, times: Mapping[int, str]) -> None:

@@ -10,7 +10,7 @@ from distdiag.diagnosis.model.findings import Finding, rank_list
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import at, shortened
-from distdiag.sources.logs import meanings
+from distdiag.sources.logs import build, meanings
 from distdiag.sources.logs.build import ENDED, Fields, finding, library, some
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.gpu_memory import memory_of_others
@@ -257,6 +257,10 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     serves = not r.ranks and any(f.serves for f in r.facts)
     if serves:
         r.ranks, r.inferred = {0}, True
+    awaited = {f.number("awaited") for f in waited.values() if "group" not in f.fields} - {None}
+    nameless = not (r.ranks or r.unnamed) and len(r.facts) == 1 and r.meaning.cause == "crashed"
+    if nameless and len(awaited) == 1 and awaited == {*absent_ranks(found, waited)}:  # and it alone did not wait
+        r.ranks, r.inferred, r.guessed = {q for q in awaited if q is not None}, True, True
     ranks, others = tuple(sorted(r.ranks)), tuple(sorted(waited.keys() - r.ranks))
     of_line = bool(r.facts) and r.facts[0].name in _OF_THE_LINE
     everyone = "" if others or of_line or r.meaning.cause != "crashed" else found.all_of(r.ranks)
@@ -273,7 +277,7 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     if others:
         waits = [waited[q] for q in others]
         after = all(before(f, wait) for f in r.facts[:1] for wait in waits)
-        message += f"; {rank_list(others)} {'then ' if after else ''}{_in_what(waits)}"
+        message += f"; {rank_list(others)} {'then ' if after else ''}{in_what(waits)}"
         message += _silent(found, others, waits) if not ranks else ""
     if in_collective and advice in meanings.GENERAL:
         advice = meanings.IN_COLLECTIVE
@@ -311,6 +315,10 @@ def _also_known(r: Reason, found: Collected) -> str:
     stalls = found.named("horovod_stall") if not r.ranks else []
     if missing := {q for f in stalls for q in numbers(f.fields["ranks"]) if is_rank(q)}:
         return f"; Horovod's other ranks waited for {rank_list(sorted(missing))}"
+    here = {f.path for f in r.facts}
+    if not r.ranks and (lost := [f for f in found.named("coordination") if f.path not in here]):
+        nodes = some([f.fields["node"] for f in lost])
+        return f"; {build.who(lost, 'a node')} {'report' if len({f.path for f in lost}) > 1 else 'reports'} that {nodes} sent no heartbeats any more"
     known = {host: ranks & r.ranks for host, ranks in found.on_host.items() if ranks & r.ranks}
     if r.hosts or len(known) != 1 or len(found.on_host) < 2:
         return ""
@@ -318,7 +326,7 @@ def _also_known(r: Reason, found: Collected) -> str:
     return f"; {rank_list(sorted(ranks))} ran on {host}" if ranks < r.ranks else ""
 
 
-def _in_what(waits: list[Fact]) -> str:
+def in_what(waits: list[Fact]) -> str:
     """Return what ranks waited in, if that is one call; else that they waited."""
     calls = {(op_name(f.fields["op"]), f.number("seq")) for f in waits if f.name == "timeout"}
     if all(f.name == "dump_signal" for f in waits):

@@ -15,6 +15,7 @@ _MEMORY = bounded(rf"Process (\d{{1,9}}) has {_SIZE} memory in use")
 # of the GPU, and of what this process itself has there; torch leaves out "this process has" in a container, whose pids are others
 _USED = bounded(rf"capacity of {_SIZE} of which {_SIZE} is free")
 _OWN = bounded(rf"memory {_SIZE} is allocated by PyTorch(?:.{{0,120}}?{_SIZE} is reserved by PyTorch)?")
+_GPU = bounded(r"\bGPU (\d{1,4}) has a total capac")  # as the process counts them
 _TRIED = bounded(rf"Tried to allocate {_SIZE}")
 _GIB = {"GiB": 1.0, "MiB": 1 / 1024, "KiB": 1 / 1024**2, "bytes": 1 / 1024**3}
 # A process holds up to this much beside PyTorch's memory: two whose sizes differ by less may be taken for each other.
@@ -42,14 +43,15 @@ def memory_of_others(f: Fact, found: Collected) -> tuple[str, str]:
     if tried is not None and gib + (_gib(used.groups()[2:]) if used else 0.0) < _gib(tried.groups()):
         return "", ""  # without it, the memory would not suffice either
     about = "" if sure else "about "
+    gpu = "that GPU" + (f" (cuda:{m[1]})" if (m := _GPU.search(what)) is not None else "")
     if ranks:
         who = "another rank of this job" if len(ranks) == 1 else f"{len(ranks)} other ranks of this job"
         known = [rank for pid in ranks if (rank := job[pid]) is not None]
         named = rank_list(sorted(known)) if len(known) == len(ranks) else f"pid {some([*ranks])}"
         who += f" ({named})" * sure
-        return f": {who} {verb(ranks, 'holds', 'hold')} {about}{gib:.3g} GiB of that GPU", "ranks"
+        return f": {who} {verb(ranks, 'holds', 'hold')} {about}{gib:.3g} GiB of {gpu}", "ranks"
     who = f"process {most}" if sure else "another process"
-    return f": {who}, which is not this rank, holds {about}{gib:.3g} GiB of that GPU", "others"
+    return f": {who}, which is not this rank, holds {about}{gib:.3g} GiB of {gpu}", "others"
 
 
 def _without_own(held: dict[str, float], what: str) -> tuple[dict[str, float], bool]:

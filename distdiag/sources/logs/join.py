@@ -7,6 +7,7 @@ them, and kept apart where none has. Order is that of clocks where both lines ha
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +53,7 @@ def join(found: Collected) -> Collected:
     tasks = {f.who.task for f in found.facts if f.who.task is not None}
     ended_tasks = {f.fields["tasks"] for f in found.named("exit_tasks")}
     one_node = 0 < (found.world_size or 0) <= 1 + max(local, default=0)
+    _hosts_of_files(found)
     for f in found.facts:
         f.file = f.path.name if len(found.files) > 1 else ""
         f.rank = _rank_of(found, f, of_file)
@@ -93,6 +95,17 @@ def join(found: Collected) -> Collected:
         _name_the_preempted(found)
         found.facts = [f for f in found.facts if not _after_stop(f, stops)]
     return found
+
+
+def _hosts_of_files(found: Collected) -> None:
+    """Give what the kernel reports in a file whose name has a host that other lines name that host."""
+    reports = [f for f in found.named(*OF_NODES) if not f.who.host and f.path not in found.by_path]
+    names = {f.path.name for f in reports}
+    known = {f.who.host for f in found.facts} | found.on_host.keys() | found.interfaces.keys()
+    known = {h for h in known if _NUMBER.search(h) and any(h in name for name in names)}
+    for f in reports:
+        named = (h for h in known if re.search(rf"(?<!\w){re.escape(h)}(?!\w)", f.path.name))
+        f.who.host = max(named, key=len, default="")
 
 
 def _of_full_pods(found: Collected) -> None:

@@ -76,7 +76,7 @@ _AGENT = bounded(
 )  # of torchrun: then only its shutdown follows
 # words that a job ended well, by how much they say: of the whole job; of the lines before them; of one process
 _WELL = (
-    ("job", bounded(r"(?i:\b(?:Job)?State[=: ]{1,4}COMPLETED\b|\bCOMPLETED\s{1,9}0:0\b|\bjob '?[\w.-]{1,80}'? (?:succeeded|finished successfully)|\bphase: {1,9}Succeeded)")),
+    ("job", bounded(r"(?i:\b(?:Job)?State[=: ]{1,4}COMPLETED\b|\bCOMPLETED[\s|]{1,9}0:0\b|\bjob '?[\w.-]{1,80}'? (?:succeeded|finished successfully)|\bphase: {1,9}Succeeded)")),
     ("file", bounded(r"(?i:\b(?:train(?:ing|er)?|run|job|fit|workflow|experiment|all (?:epochs|steps|done))\b.{0,24}\b(?:finished(?! (?:iter|epoch|step))|(?<!to )completed?|done|succeeded)\b)" + _BUT)),
     ("file", bounded(r"max_(?:steps|epochs)=\d{1,9}`? reached|(?:^|=) ?\d{1,6} passed\b|^\{'train_runtime': " + _BUT)),
     ("file", bounded(r"^(?!.{0,200}\b(?i:eval|val|test|warm|load|sav)).{0,200}?(?:^|[\]:|)>-] ?)(?i:(?:all )?(?:done|finished|completed?)[,:;.!]).{0,60}\b\d[\d,]{0,12} (?:iterations|iters|steps|epochs|updates)\b" + _BUT)),
@@ -326,6 +326,8 @@ def split(found: Collected, later: Later) -> tuple[list[Fact], list[Fact]]:
     )
     if well and all(f.path in own for f in facts if id(f) not in past):
         past |= {id(f) for f in facts if f.path in own}
+    for f in (f for f in facts if id(f) in past):
+        f.doubtful = not later.went_on(f.path, f.line) and not any(_survived(f.at, later, p) for p in later.times)
     return [f for f in found.facts if id(f) not in past], [f for f in facts if id(f) in past]
 
 

@@ -46,7 +46,7 @@ MEANINGS: Mapping[str, Meaning] = MappingProxyType({
     "xid": Meaning("gpu", "xid", "has a GPU with Xid {xid} at PCI {pci}{text}", "look the Xid up in NVIDIA's list; 48, 63, 64, 74, 79, 94, 95 are hardware: take the node out"),
     "device_lost": Meaning("gpu", "lost", "has a GPU that fell off the bus", "it is the hardware: take the node out, reseat or replace the GPU"),
     "nccl_host": Meaning("rank_lost", "crashed", "failed in NCCL by an error of the host itself: {what}", "see the limits of the job there (`ulimit -a`) and `dmesg -T`: a call to the system or to the RDMA driver failed, not a connection"),
-    "shm_full": Meaning("rank_lost", "crashed", "found /dev/shm full", FULL_SHM),
+    "shm_full": Meaning("rank_lost", "crashed", "probably found /dev/shm full", FULL_SHM),
     "loader_killed": Meaning("rank_lost", "crashed", "lost a DataLoader worker (signal: {signal})", "if it was killed for memory (`dmesg -T | grep -i oom`), use fewer workers or less prefetch"),
     "port_in_use": Meaning("rank_lost", "crashed", "could not listen: {port} is in use", TAKEN_PORT),
     "duplicate_gpu": Meaning("rank_lost", "crashed", "share one GPU (device {bus})", "call torch.cuda.set_device(LOCAL_RANK) before the first collective, and check CUDA_VISIBLE_DEVICES"),
@@ -82,6 +82,7 @@ STORAGE: Mapping[str, str] = MappingProxyType({
     "lustre": "Lustre lost its connection to {lustre}",
     "task": "process {pid} ({task}) was blocked for more than {s} seconds, most often in I/O",
 })  # fmt: skip
+AFTER_CAUGHT = "correct what raised it (filter that sample, or skip it on all ranks alike), and do not catch on one rank alone what changes its calls"
 SEE_STORAGE = (
     "see that storage first, from that host (`df`, `ls`, `dmesg -T`): a process that waits for it makes no call"
 )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from distdiag.sources.dumps.entries import user_site
+from distdiag.sources.logs.build import OF_NODE
 from distdiag.sources.logs.facts import MAX_WRITERS, Collected, Fact, Line, source_of
 from distdiag.sources.logs.patterns import TABLE, Role
 from distdiag.sources.logs.writers import Writer
@@ -30,10 +31,10 @@ _PIPE = "/multiprocessing/connection.py"  # its other end was closed: by a proce
 _SPAWNS = "the process that spawns the ranks"
 # frames of processes that start ranks, and are none
 _LAUNCHERS = {
+    "/accelerate/commands/launch.py": "accelerate",  # runs torchrun's code
     "/torch/distributed/launcher/api.py": "torchrun",
     "/torch/distributed/run.py": "torchrun",
     "/torch/distributed/elastic/agent/server/api.py": "torchrun",
-    "/accelerate/commands/launch.py": "accelerate",
     "/deepspeed/launcher/runner.py": "deepspeed",
     "/torch/multiprocessing/spawn.py": _SPAWNS,
 }
@@ -268,7 +269,7 @@ class Tracebacks:
             fact.site = user_site(trace.frames[::-1])
             fact.within = _helper(trace.frames)
             if (launcher := _launcher(trace.frames)) and fact.who.rank is None and not fact.who.process:
-                self._found.per_node = self._found.per_node or launcher == "torchrun"
+                self._found.per_node = self._found.per_node or launcher in OF_NODE
                 of_task = "" if fact.who.task is not None else launcher
                 fact.who, fact.site = replace(fact.who, process=of_task), fact.site if launcher == _SPAWNS else None
             fact.uncaught, fact.warned = trace.uncaught, trace.warned

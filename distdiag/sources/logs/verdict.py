@@ -21,9 +21,9 @@ from distdiag.sources.logs.build import ENDED, finding, some
 from distdiag.sources.logs.collector import Collector
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.files import find_logs, is_empty, left_out
-from distdiag.sources.logs.join import WAITED, join, same_port
+from distdiag.sources.logs.join import WAITED, before, join, same_port
 from distdiag.sources.logs.lines import wrapped_at
-from distdiag.sources.logs.meanings import MEANINGS, SEE_STORAGE, STOPS, STORAGE, advice_on_stop
+from distdiag.sources.logs.meanings import AFTER_CAUGHT, MEANINGS, SEE_STORAGE, STOPS, STORAGE, advice_on_stop
 from distdiag.sources.logs.patterns import Role
 from distdiag.sources.logs.writers import Writer, time_of
 from distdiag.terms.signals import signal_name
@@ -110,7 +110,7 @@ def judge_logs(
         if len(joined.facts) + len(joined.past) > len(found.facts) + len(found.past):  # it was wrapped: more is known
             found = joined
     findings, text = judge(found)
-    findings = [_in_storage(f, found) for f in findings]
+    findings = [_after_caught(_in_storage(f, found), found) for f in findings]
     found.ranks |= {w.rank for f in findings for w in (*f.where, *f.waiting)}
     error = any(f.severity == Severity.ERROR for f in findings)
     ended = bool(found.recorded) and all(r.ended for r in found.recorded.values())
@@ -188,7 +188,9 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
     if found_here := _with_late(waits, late) or rows.first_of(rows.START_ROWS, found) or reports.derived(found):
         return found_here[:MAX_FINDINGS], None
     if not follow and (stop := _stopped(found)) is not None:
-        return _hung(found) or _nan(found), stop
+        ranks = sorted(waited)
+        lost = f"; {rank_list(ranks)} {failures.in_what([waited[q] for q in ranks])}" if ranks else ""
+        return _hung(found) or _nan(found), stop + lost
     lost = rows.first_of(rows.LOST_ROWS, found) or _nan(found, bool(codes))
     lost = lost or shown
     for r in codes:
@@ -222,6 +224,27 @@ def _in_storage(finding: Finding, found: Collected) -> Finding:
             advice = f"{SEE_STORAGE}; else {finding.advice}"
             return msgspec.structs.replace(finding, message=message, advice=advice, evidence=evidence)
     return finding
+
+
+def _after_caught(finding: Finding, found: Collected) -> Finding:
+    """Return a finding on ranks that parted from the others, with the exception after which the one culprit, and it alone, went on."""
+    caught = [f for f in found.past if f.name == "exception" and f.doubtful and f.rank is not None]
+    waits = [w for w in found.facts if w.role in WAITED and w.rank is not None]
+    if (
+        found.recorded
+        or finding.kind not in ("mismatch", "timeout", "stall")
+        or len(finding.culprits) != 1
+        or {f.rank for f in caught} != {*finding.culprits}
+        or any(before(w, caught[-1]) for w in waits)
+    ):
+        return finding
+    f = caught[-1]  # the last one before its calls differ
+    found.past = [p for p in found.past if p not in caught]
+    message = f"rank {f.rank} {failures.text_of(f, MEANINGS[f.name])}{at(f.site)} (line {f.line:,}{_of_file(f)}) and went on, which is the likely first cause: {finding.message}"
+    evidence = (f"{f.path}:{f.line}", *finding.evidence)
+    return msgspec.structs.replace(
+        finding, message=message, advice=f"{AFTER_CAUGHT}; else {finding.advice}", evidence=evidence
+    )
 
 
 def _of_storage(f: Fact) -> str:
@@ -333,8 +356,9 @@ def _world(found: Collected) -> int | None:
     return max(n for n in sizes if n <= MAX_RANKS) or None
 
 
-def _of_the_past(past: list[Fact], facts: list[Fact]) -> str:
-    """Return a note on failures after which the job went on."""
+def _of_the_past(past: list[Fact], facts: list[Fact], failed: bool) -> str:
+    """Return a note on failures after which the job went on, and `failed` later or not."""
+    went_on = "went on" if failed else "went on or ended well"
     e = next((f for f in past if f.role is Role.CAUSE), past[0])
     if e.back is not None:
         down = [f.line for f in (*past, *facts) if f.name == e.name and same_port(f, e) and f.line > e.back.line]
@@ -342,12 +366,12 @@ def _of_the_past(past: list[Fact], facts: list[Fact]) -> str:
         return f"{_in_short(e)}; it was active again on line {e.back.line:,}{again}"
     ends = [f for f in past if f.path == e.path and f.line > e.line]
     if any(f.name in later.OF_LAUNCHERS or (f.role is Role.EXIT and f.rank == e.rank) for f in ends):
-        return f"{_in_short(e)}, by which a run in this log ended; the job went on, or ended well, in a later one"
+        return f"{_in_short(e)}, by which a run in this log ended; the job {went_on} in a later one"
     if e.of_host or e.name == "port_error":
-        return f"{_in_short(e)}; the job {'began later' if e.early else 'went on after that, or ended well'}"
+        return f"{_in_short(e)}; the job {'began later' if e.early else went_on + ' after that'}"
     if e.role in (Role.EXIT, Role.STOP) or e.uncaught:
-        return f"{_in_short(e)}; the job went on without it or was started again, or ended well"
-    return f"{_in_short(e)}, and the job went on or ended well: it was probably caught, retried or quoted ({count(len(past), 'such line')})"
+        return f"{_in_short(e)}; the job {went_on} without it, or was started again"
+    return f"{_in_short(e)}, and the job {went_on}: it was probably caught, retried or quoted ({count(len(past), 'such line')})"
 
 
 def _in_short(f: Fact) -> str:
@@ -359,8 +383,14 @@ def _in_short(f: Fact) -> str:
     known = MEANINGS.get(f.name)
     nobody = known.subject if known else "a process"
     who = f"rank {rank}" if rank is not None else node or f.who.name or nobody
+    if known is None and who == nobody:
+        return f"line {f.line:,}{_of_file(f)} has `{shortened(f.text.strip(), 120)}`"
     what = failures.text_of(f, known) if known else f"printed `{shortened(f.text.strip(), 120)}`"
-    return f"{who} {what} on line {f.line:,}" + (f" of {f.file}" if f.file else "")
+    return f"{who} {what} on line {f.line:,}{_of_file(f)}"
+
+
+def _of_file(f: Fact) -> str:
+    return f" of {f.file}" if f.file else ""
 
 
 def _notes(found: Collected, findings: Sequence[Finding], judged: bool) -> list[str]:
@@ -388,15 +418,18 @@ def _notes(found: Collected, findings: Sequence[Finding], judged: bool) -> list[
     if not judged and (storage := found.named("storage")):
         notes.append(f"the kernel reports that {_of_storage(storage[0])} (line {storage[0].line:,})")
     if warned := found.named("nccl_warning"):
-        notes.append(f"NCCL warns on line {warned[0].line:,}: {shortened(warned[0].fields['what'], 160)}")
+        notes.append(
+            f"NCCL reports on line {warned[0].line:,}{_of_file(warned[0])}: {shortened(warned[0].fields['what'], 160)}"
+        )
     if found.past:
-        notes.append(_of_the_past(found.past, found.facts))
+        notes.append(_of_the_past(found.past, found.facts, judged))
     for path, last in [] if judged else list(found.well.items())[:1]:
         after = [f"{number:,}" for p, number, _ in found.unknown if p == path and number > last]
         errors = f"; lines that look like errors come after it: {', '.join(after)}" if after else ""
         notes.append(f"line {last:,} of {path.name} says that the job ended well{errors}")
     if (unknown := [line for line in found.unknown if line[0] not in found.well]) and not judged:
-        lines = "; ".join(f"line {number:,}: {shortened(text, 120)}" for _, number, text in unknown)
+        several = len(found.files) > 1
+        lines = "; ".join(f"line {n:,}{f' of {p.name}' * several}: {shortened(text, 120)}" for p, n, text in unknown)
         other = "other " * bool(found.past)
         notes.append(f"no {other}message that distdiag knows; the last lines that look like errors: {lines}")
     if found.left_out:
@@ -407,7 +440,8 @@ def _notes(found: Collected, findings: Sequence[Finding], judged: bool) -> list[
         )
     if not found.recorded:
         ended = "if it ended, `sacct -j JOB -o state,exitcode`, `kubectl describe pod` or `dmesg -T` shows how"
-        seen = "" if judged else f"if the job hangs, `py-spy dump --pid PID` shows where each rank is; {ended}; "
+        hangs = f"if the job hangs, `py-spy dump --pid PID` shows where each rank is; {ended}; "
+        seen = "" if judged or found.well else hangs
         notes.append(
             f"read from a log: it shows what was printed, not what each rank did; {seen}`DISTDIAG=1` records the next run"
         )

@@ -127,6 +127,16 @@ def plain(text: str) -> str:
     return _ANSI.sub("", text) if not text.isprintable() else text
 
 
+def without_prefix(text: str) -> tuple[int | None, int | None, str]:
+    """Return (rank, local rank, the rest of the line) by what torch or a launcher puts in front of each line."""
+    text = text[m.end() :] if (m := _STAMP.match(text)) is not None else text
+    for pattern in (_LOCAL, _RANK, _MPI, _SRUN):
+        if (m := pattern.match(text)) is not None:
+            number, rest = next(int(x) for x in m.groups() if x and x.isdecimal()), text[m.end() :].removeprefix(":")
+            return (None, number, rest) if pattern is _LOCAL else (number if is_rank(number) else None, None, rest)
+    return None, None, text
+
+
 def messages(text: str) -> list[tuple[str, Writer]]:
     """Return (message, who wrote it) of a line: of a JSON record its message, which may have several lines.
 

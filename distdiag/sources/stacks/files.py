@@ -22,9 +22,9 @@ from distdiag.sources.stacks.read import NoStacks, from_json, from_text
 from distdiag.sources.stacks.verdict import Seen, report
 
 LIMITS = guard.Limits()
-MAX_FILES, MAX_BYTES, HEAD_BYTES = 16_384, 64 << 20, 1 << 16
+MAX_FILES, MAX_BYTES = 16_384, 64 << 20
 _TEXTS = (".txt", ".log", ".err", ".out")
-_STACK = re.compile(rb'\(most recent call first\):|^Thread \S+ \((?:idle|active)|"thread_id"', re.MULTILINE)
+_STACK = re.compile(rb'\(most recent call first\):|\bThread \S+ \((?:idle|active)|"thread_id"')
 _NO_SOURCE = "no source file that a stack names is opened, so no condition is shown: `distdiag attach` on the job's host reads them"
 _MORE = "ranks are numbered in the order of their stacks: the files name none"
 
@@ -37,7 +37,7 @@ def diagnose_stacks(targets: Sequence[str]) -> Report | None:
     """
     candidates = (p for p, named in find(map(Path, targets)) if named or p.suffix in _TEXTS or likely(p))
     files = guard.matching(
-        itertools.islice(candidates, MAX_FILES), lambda path: _STACK.search(guard.head(path, HEAD_BYTES)) is not None
+        itertools.islice(candidates, MAX_FILES), lambda path: _STACK.search(guard.head(path, MAX_BYTES)) is not None
     )
     if not files:
         return None
@@ -94,16 +94,16 @@ def _by_rank(found: list[tuple[Path, list[Process]]]) -> tuple[dict[int, list[Pr
     names = {f.path: f.rank for f in single}
     by_pid = names == {path: own[0].pid for path, own in found}  # such names are no ranks
     numbered = len(set(names.values())) == len(names) and None not in names.values() and not by_pid
-    locals_ = {p.pid: p.local for _, own in found for p in own}
+    locals_ = {p.pid or (path, p.local): p.local for path, own in found for p in own}
     of_command = None not in locals_.values() and len(set(locals_.values())) == len(locals_)  # of one node
-    loose: dict[tuple[str, int], list[Process]] = {}
+    loose: dict[tuple[str, int, int | None], list[Process]] = {}
     for path, own in found:
         for nth, p in enumerate(own):
             rank = p.rank if p.rank is not None else p.local if of_command else names.get(path) if numbered else None
             if rank is not None:
                 out.setdefault(rank, []).append(p)
             else:
-                loose.setdefault((str(path), p.pid or -nth), []).append(p)
+                loose.setdefault((str(path), p.pid or (-nth if p.local is None else 0), p.local), []).append(p)
     free = (n for n in itertools.count() if n not in out)
     for samples, rank in zip(loose.values(), free, strict=False):
         out[rank] = samples

@@ -1,25 +1,30 @@
-"""Parses what `py-spy dump` (text or --json) and faulthandler print of one or more processes."""
+"""Parses what `py-spy dump` (text or --json), faulthandler and gdb (`bt`, `py-bt`) print of one or more processes."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any
 
 import msgspec
 
+from distdiag.sources.logs.writers import without_prefix
 from distdiag.sources.stacks.frames import Frame, Process, Stack
-from distdiag.terms.untrusted import MAX_INT, MAX_RANKS, MAX_TEXT, bounded
+from distdiag.terms.untrusted import MAX_INT, MAX_TEXT, bounded
 
 MAX_FRAMES = 1024  # of one thread; Python's own limit of recursion is 1,000
 MAX_THREADS = 1024
-_PREFIX = bounded(r"^\[?(?:rank|default)(\d+)\]?: ?")  # of torch's exceptions, and of torchrun --tee
-_PROCESS = bounded(r"^Process (\d+)(?:: |$)(?:.{0,4000}--local[-_]rank[= ](?P<local>\d{1,6})\b)?")
-_SPY_THREAD = bounded(r'^Thread (?:0x[0-9A-Fa-f]+|\d+) \((idle|active)[^)]{0,40}\)(?:: "(.{0,200})")?')
-_SPY_FRAME = re.compile(r"^    (\S.*) \((\S.*):(\d{1,9})\)$")
-_NATIVE = re.compile(r"^    (\S.*) \(([^():]*)\)$")
-_FAULT_THREAD = bounded(r"^(?:Current thread|Thread) 0x[0-9a-f]+ ?(?:\[.{0,64}\] )?\(most recent call first\):")
-_FAULT_FRAME = bounded(r'^  File "(.{1,4096})", line (\d+) in (.{1,4096})$')
+# a launcher's prefix may end in a space, which is left in the line
+_PROCESS = bounded(r"^ ?Process (\d+)(?:: |$)(?:.{0,4000}--local[-_]rank[= ](?P<local>\d{1,6})\b)?")
+_SPY_THREAD = bounded(r'^ ?Thread (?:0x[0-9A-Fa-f]+|\d+) \((idle|active)[^)]{0,40}\)(?:: "(.{0,200})")?')
+_SPY_FRAME = re.compile(r"^ {4,5}(\S.*) \((\S.*):(\d{1,9})\)$")
+_NATIVE = re.compile(r"^(?: {4,5}(\S.*) \([^():]*\)$|#\d+ +(?:0x[0-9a-f]+ in )?(\S.*?) \()")
+_THREAD = bounded(
+    r"^ ?(?:(?:Current thread|Thread) 0x[0-9a-f]+ ?(?:\[.{0,64}\] )?\(most recent call first\):"  # of faulthandler
+    r"|Thread \d+ \((?:Thread 0x|LWP)|(?P<py_bt>Traceback \(most recent call first\):))"  # of gdb
+)
+_FRAME = bounded(r'^ {2,3}File "(.{1,4096})", line (\d+)(,?) in (.{1,4096})$')  # with a comma: of gdb
 
 _SOURCE_OF_C = re.compile(r"\.(?:c|cc|cpp|cu|h|hpp|rs|pyx|so(?:\.[\d.]+)?)$")
 
@@ -89,46 +94,52 @@ def _frame(f: _SpyFrame) -> Frame:
 
 
 def from_text(text: str) -> list[Process]:
-    """Return the processes in a text, in its order; a rank where each of its lines begins with it (`[rank1]: `).
+    """Return the processes in a text, in its order; their rank where a launcher puts it in front of each line (`[rank1]: `).
 
     Raises:
         NoStacks: it has none.
     """
-    lines: dict[int | None, list[str]] = {}  # by prefix: the lines of ranks may be mixed
+    lines: dict[tuple[int | None, int | None], list[str]] = {}  # by prefix: the lines of ranks may be mixed
     for line in text.splitlines():
-        prefix = _PREFIX.match(line)
-        rank = int(prefix[1]) if prefix else None
-        lines.setdefault(rank, []).append(line[prefix.end() :] if prefix else line)
-    found = [p for rank, own in lines.items() for p in _processes(own, rank if (rank or 0) < MAX_RANKS else None)]
+        rank, local, rest = without_prefix(line)
+        lines.setdefault((rank, local), []).append(rest)
+    found = [p for prefix, own in lines.items() for p in _processes(own, *prefix)]
     if not found:
         raise NoStacks("it has no stack")
     return found
 
 
-def _processes(lines: list[str], rank: int | None) -> Iterator[Process]:
+def _processes(lines: list[str], rank: int | None, local: int | None) -> Iterator[Process]:
     """Yield the processes; without a line that names the next, the first thread of a dump follows a frame `<module>`."""
-    found: list[tuple[int, int | None, list[_Open]]] = [(0, None, [_Open()])]
+    found: list[tuple[int, int | None, list[_Open]]] = [(0, local, [_Open()])]
     for line in lines:
         _, local, threads = found[-1]
         if m := _PROCESS.match(line):
-            found.append((int(m[1]), int(m["local"]) if m["local"] else None, [_Open()]))
+            found.append((int(m[1]), int(m["local"]) if m["local"] else local, [_Open()]))
         elif m := _SPY_THREAD.match(line):
             threads.append(_Open(m[2] or "", m[1] == "idle"))
-        elif _FAULT_THREAD.match(line):
-            # faulthandler lists the main thread last
+        elif m := _THREAD.match(line):
+            # faulthandler and gdb list the main thread last
             if (last := threads[-1].frames) and last[-1].function == "<module>":
                 found.append((0, local, threads := [_Open()]))
-            threads.append(_Open())
+            if last or not m["py_bt"]:  # else its native frames are above
+                threads.append(_Open())
+            threads[-1].by_gdb = bool(m["py_bt"])
         elif m := _SPY_FRAME.match(line):
             threads[-1].add(Frame(m[1][:MAX_TEXT], m[2][:MAX_TEXT], int(m[3])))
-        elif m := _FAULT_FRAME.match(line):
-            threads[-1].add(Frame(m[3], m[1], int(m[2])))
+        elif m := _FRAME.match(line):
+            if threads[-1].by_gdb == bool(m[3]):
+                threads[-1].add(Frame(m[4], m[1], int(m[2])))
         elif (m := _NATIVE.match(line)) and not threads[-1].frames:
-            threads[-1].native.append(m[1][:MAX_TEXT])
-    for pid, local, threads in found:
-        stacks = [Stack(tuple(t.frames), tuple(t.native), t.idle, t.name) for t in threads[:MAX_THREADS] if t.frames]
+            threads[-1].native.append((m[1] or m[2])[:MAX_TEXT])
+    for pid, here, threads in found:
+        stacks = [
+            Stack(tuple(t.frames), tuple(itertools.takewhile(_inside, t.native)), t.idle, t.name)
+            for t in threads[:MAX_THREADS]
+            if t.frames
+        ]
         if stacks:
-            yield Process(pid, tuple(stacks), rank, local)
+            yield Process(pid, tuple(stacks), rank, here)
 
 
 class _Open:
@@ -138,7 +149,13 @@ class _Open:
         self.name, self.idle = name, idle
         self.frames: list[Frame] = []
         self.native: list[str] = []
+        self.by_gdb = False
 
     def add(self, frame: Frame) -> None:
         if len(self.frames) < MAX_FRAMES and not frame.recorders:
             self.frames.append(frame)
+
+
+def _inside(native: str) -> bool:
+    """True for a native frame inside Python's innermost one; gdb lists those around it, too."""
+    return not native.startswith("_PyEval_")

@@ -176,9 +176,15 @@ def _stalls(s: Snapshot, graph: WaitGraph, seen: Mapping[int, Seen], source: Sou
     """Yield the ranks that others wait for and that are in no collective, by their line."""
     absent = {q for w in graph.waits for q in w.missing} - graph.gone - graph.unknown - graph.of_rank.keys()
     late = {q: s.ranks[q].current_site for q in graph.sinks or sorted(absent) if seen[q].position is not None}
+    on_device = {q for q in late if seen[q].waits_for_device}
+    if len(on_device) < len(late):  # such a device may wait for what the others have not launched
+        late = {q: site for q, site in late.items() if q not in on_device}
     for ranks in by_value(late).values():
         victims = sorted(graph.victims_of(ranks))
         if not victims:
+            continue
+        if on_device.issuperset(ranks) and len(ranks) > len(victims):
+            yield _apart(s, victims, ranks, known=True)
             continue
         first, call, moved = s.ranks[ranks[0]], _call(s, victims[0]), any(seen[q].goes_on for q in ranks)
         if len({_call(s, q).op for q in victims}) > 1:  # then they are in several groups
@@ -190,11 +196,12 @@ def _stalls(s: Snapshot, graph: WaitGraph, seen: Mapping[int, Seen], source: Sou
         if call.p2p:
             keeps = f"{rank_list(ranks)} {verb(ranks, 'keeps', 'keep')} rank {victims[0]}"
             missing = f"{keeps} waiting in {op}{at(call.site)}"
+        waiting = sorted({*victims, *on_device - late.keys()})
         yield STALL(
             cause=word if word in ("data", "checkpoint") else "user_code", severity=Severity.INFO if moved else Severity.WARNING,
-            culprits=ranks, victims=victims, collective=_unnumbered(call) if call.op else None,
+            culprits=ranks, victims=waiting, collective=_unnumbered(call) if call.op else None,
             where=(*(w for q in ranks for w in where_stack(s.ranks[q], s.ranks[q].user_stack)), *workers_of(s.ranks, ranks)),
-            waiting=wheres(s, victims), worker=worker_text(first),
+            waiting=wheres(s, waiting), worker=worker_text(first),
             missing=missing, implicit=implicit_text(s.ranks[victims[0]], call),
             does=f"{verb(ranks, 'it', 'each')} {_DOES.get(word, 'is busy')}{at(first.current_site)}",
             moves=" and moves" if moved and not any(seen[q].open for q in ranks) else "", reason=condition, do=_DO.get(word) or _LOOK,
@@ -250,14 +257,22 @@ def _no_sink(s: Snapshot, seen: Mapping[int, Seen], source: Source) -> Iterator[
         led = parting.led_away(s.ranks[odd[0]].user_stack, s.ranks[rest[0]].user_stack, source)
         accused = list(found.ranks) if found is not None else (odd, rest)[led[1]] if led is not None else []
         known, odd, rest = bool(accused), accused or odd, [q for q in calls if q not in accused] if accused else rest
+    yield _apart(s, odd, rest, known, still, source)
+
+
+def _apart(
+    s: Snapshot, odd: Sequence[int], rest: Sequence[int], known: bool, still: str = "", source: Source = no_source,
+) -> Finding:  # fmt: skip
+    """Return that the `odd` ranks, the culprits if that is known, are in another call than the rest, or the rest only waits for devices."""
     stacks = s.ranks[odd[0]].user_stack, s.ranks[rest[0]].user_stack
-    parted = parting_text(parting.parting(*stacks, source))
-    own, other = calls[odd[0]], calls[rest[0]]
-    yield APART(
-        culprits=odd if known else (), victims=rest if known else sorted(calls), collective=_unnumbered(other),
-        where=wheres(s, odd if known else sorted(calls)), waiting=wheres(s, rest if known else ()),
-        odd=rank_list(odd), are=verb(odd, "is", "are"), rest=rank_list(rest), wait=verb(rest, "waits", "wait"), own=_op(own), own_site=own.site,
-        other=_op(other), other_site=other.site, reason=_on_rank(*stacks, source) or parted, still=still,
+    own, theirs, everybody = _call(s, odd[0]), s.ranks[rest[0]].blocked, sorted({*odd, *rest})
+    return APART(
+        culprits=odd if known else (), victims=rest if known else everybody, collective=None if theirs is None else _unnumbered(theirs),
+        where=wheres(s, odd if known else everybody), waiting=wheres(s, rest if known else ()),
+        odd=rank_list(odd), are=verb(odd, "is", "are"), rest=rank_list(rest), wait=verb(rest, "waits", "wait"),
+        own=_op(own), own_site=own.site, other="a device synchronization" if theirs is None else _op(theirs),
+        other_site=s.ranks[rest[0]].current_site if theirs is None else theirs.site,
+        reason=_on_rank(*stacks, source) or parting_text(parting.parting(*stacks, source)), still=still,
     )  # fmt: skip
 
 

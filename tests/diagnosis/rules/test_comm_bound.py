@@ -77,7 +77,10 @@ def test_the_advice_has_the_gain_and_its_limits() -> None:
     assert "interval" not in advice()  # of four steps
     assert "about 20 % less time per batch (95 % interval 20 to 20 %)" in advice(measured=20)
     assert "halves the bytes: at most 25 % less" in advice()
-    assert "4 buckets save at most 38 %" in advice(buckets=1)
+    assert "4 buckets save at most 38 %" in advice(buckets=1, last_bytes=25 * MIB)
+    # a bucket cannot split a parameter
+    assert "4 buckets save at most 30 %" in advice(buckets=1, last_bytes=40 * MIB)
+    assert "bucket_cap_mb" not in advice(buckets=1, last_bytes=99 * MIB) and "save at most" not in advice(buckets=1)
 
 
 def test_the_interval_of_the_gain_contains_what_accumulation_saves_later() -> None:

@@ -144,8 +144,71 @@ def test_trained_parameters_that_no_ddp_module_has_are_reported(op: str, n_bytes
 
     call = Call(group="default_pg", seq=90, op=op, bytes=n_bytes)
     ranks = [rank(q, step=100, models=(MODEL,), samples=samples(q), calls=(call,)) for q in range(2)]
-    text = "the optimizer steps 1 parameter (20 x 32) that no DDP module had when it was built"
+    text = "an optimizer steps 1 parameter (20 x 32) that no DDP module had when it was built"
     assert suspected(ranks, text) == ([32] if found else [])
+
+
+@pytest.mark.parametrize(("models", "cause"), [((), "gradients_not_synced"), ((MODEL,), "update")])
+@pytest.mark.parametrize("local", [True, False])
+def test_averaged_gradients_that_the_optimizer_does_not_step_with_are_the_reason(
+    models: tuple[Model, ...], cause: str, local: bool
+) -> None:
+    """A bucket that is reduced and never copied back."""
+
+    def samples(q: int) -> tuple[Sample, ...]:
+        found = (
+            (
+                Sample("parameters", k, 1.0 + 0.1 * q * k, key=5),
+                Sample("reduced", k, 1.0),
+                Sample("gradients", k, 0.5 + 0.01 * q * local),
+            )
+            for k in (2, 4, 8, 16)
+        )
+        return sum(found, ())
+
+    f = only(of_kind(found_in(job(*(rank(q, models=models, samples=samples(q)) for q in range(2)))), "replica_drift"))
+    assert f.cause == (cause if local else "update")
+    assert ("those with which the optimizer steps differ" in f.message and "p.grad.copy_" in (f.advice or "")) is local
+
+
+@pytest.mark.parametrize(
+    ("norm", "shard", "found"),
+    [(lambda q, k: 1.0 + q * k, 1.0, True), (lambda q, k: 1.0 + k, 1.0, False), (lambda q, k: 1.0 + q * k, 0.0, False)],
+    ids=["drifts", "reduced", "no layer is split"],
+)
+def test_layers_that_were_equal_and_drift_among_split_ones_are_named(
+    norm: Callable[[int, int], float], shard: float, found: bool
+) -> None:
+    """Sequence parallelism: the gradients of the norms are of a part of the sequence; those of the embedding are reduced."""
+
+    def samples(q: int) -> tuple[Sample, ...]:
+        values = {"LayerNorm": norm, "Split": lambda q, k: 1.0 + k + shard * q, "Embedding": lambda q, k: 1.0 + k}
+        layers = (Sample("layers", k, of(q, k), key=4, name=name) for k in (0, 32, 64) for name, of in values.items())
+        drift = (x for k in (32, 64) for x in (Sample("parameters", k, 1.0 + q * k, key=5), Sample("reduced", k, 0.2)))
+        return (*layers, *drift)
+
+    of = of_kind(found_in(job(*(rank(q, models=(), samples=samples(q)) for q in range(2)))), "replica_drift")
+    assert [(f.cause, f.severity) for f in of] == [("gradients_not_synced", "warning")] * found
+    if found:
+        assert (
+            "nothing reduces the gradients of LayerNorm" in of[0].message
+            and "those of Embedding stay equal" in of[0].message
+        )
+
+
+@pytest.mark.parametrize(("apart", "found"), [(0.1, True), (0.0, False)])
+def test_a_teacher_outside_ddp_that_differs_is_reported(apart: float, found: bool) -> None:
+    """A deep copy that was made before DDP made the replicas equal."""
+
+    def samples(q: int) -> tuple[Sample, ...]:
+        steps = (32, 64, 96)
+        teacher = (Sample("untrained", k, 1.0 + apart * q, key=7, name="Teacher") for k in steps)
+        return (*(Sample("parameters", k, 1.0 + k, key=5) for k in steps), *teacher)
+
+    of = of_kind(found_in(job(*(rank(q, samples=samples(q)) for q in range(2)))), "replica_drift")
+    assert [(f.cause, f.severity, f.certainty) for f in of] == [("different_init", "warning", "suspected")] * found
+    if found:
+        assert "parameters of Teacher differ between the ranks" in of[0].message and "broadcast" in (of[0].advice or "")
 
 
 @pytest.mark.parametrize(
@@ -192,7 +255,7 @@ def test_parameters_trained_later_without_averaging_are_reported(shares: tuple[f
 def with_rates(values: Callable[[int, int], float], rates: Callable[[int, int], float], **more: Any) -> Finding:
     """Return the drift of three ranks whose learning rates were sampled with their checksums."""
     model = msgspec.structs.replace(MODEL, **more)
-    steps = (2, 4, 8, 16)
+    steps = (0, 2, 4, 8, 16)
 
     def samples(q: int) -> tuple[Sample, ...]:
         return tuple(
@@ -221,7 +284,7 @@ def test_learning_rates_that_agree_or_gradients_that_are_not_averaged_have_other
 
 
 def test_weights_loaded_into_wrapped_replicas_are_not_unsynchronised_gradients() -> None:
-    """Averaged gradients keep the distance; unsynchronised ones increase it at least like the square root of the steps."""
+    """DDP has made them equal: only what differs before the first step began so. After it, the optimizers' states may differ."""
 
     def cause(values: Callable[[int, int], float], synced: int = 16) -> str | None:
         return with_rates(values, lambda q, k: 1e-3, forwards=16, synced_backwards=synced).cause
@@ -230,6 +293,7 @@ def test_weights_loaded_into_wrapped_replicas_are_not_unsynchronised_gradients()
     assert cause(lambda q, k: 1.0 + 0.01 * k + 0.1 * (q == 1), synced=0) == "gradients_not_synced"
     for power in (0.5, 1.0):
         assert cause(lambda q, k, power=power: 1.0 + 0.01 * q * k**power) == "update"
+    assert cause(lambda q, k: 1.0 + 0.1 * (q == 1 and k > 0)) == "update"
     f = with_rates(lambda q, k: 1.0 + (q == 1), lambda q, k: 1e-3, forwards=16, synced_backwards=16)
     assert (
         f.culprits == (1,) and "began with different values" in f.message and "before the model is wrapped" in f.advice

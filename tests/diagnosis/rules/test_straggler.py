@@ -16,6 +16,7 @@ from distdiag.diagnosis.model.snapshot import (
     Call,
     Loader,
     Model,
+    RankState,
     Sample,
     Site,
     Snapshot,
@@ -63,6 +64,26 @@ def test_a_thread_that_takes_the_time_of_a_slow_rank_is_named(own: float, theirs
     f = only(stragglers(job(*ranks)))
     assert ("its thread 'flusher' computes 80 % of the time at metrics.py:12 in flush" in f.message) is named
     assert ("GIL" in f.advice) is named
+
+
+@pytest.mark.parametrize(("share", "rare", "found"), [(0.2, False, True), (0.2, True, False), (0.05, False, False)])
+def test_a_thread_that_makes_some_steps_much_longer_is_found_by_the_mean(share: float, rare: bool, found: bool) -> None:
+    """On a busy host, on which the thread gets no third of a core, and the other rank is the slowest in as many steps."""
+    line, r = Site("/job/metrics.py", 12, "flush"), random.Random(5)
+    long = [r.random() < (0.05 if rare else 0.4) for _ in range(60)]
+
+    def mixed(slow: tuple[Step, ...], usual: tuple[Step, ...]) -> tuple[Step, ...]:
+        return tuple(a if is_long else b for a, b, is_long in zip(slow, usual, long, strict=True))
+
+    own = mixed(steps(200.0, "backward", seed=1), steps(wait_ms=8.0, seed=1))
+    theirs = mixed(steps(wait_ms=200.0), steps(8.0, "forward"))
+    ranks = (
+        rank(0, steps=theirs, cpu_pct=9.0, queued_share=0.1),
+        rank(1, steps=own, cpu_pct=27.0, queued_share=0.6, thread="flusher", thread_share=share, thread_site=line),
+    )
+    f = stragglers(job(*ranks, host_cpu_pct=100.0))
+    assert [(x.cause, x.culprits) for x in f] == [("host", (1,))] * found
+    assert all("its thread 'flusher' computes 20 % of the time at metrics.py:12 in flush" in x.message for x in f)
 
 
 @pytest.mark.parametrize(
@@ -310,6 +331,21 @@ def test_several_slow_ranks_are_named_together() -> None:
     assert only(node_of_two((0, 5, 6), 8)).culprits == (0, 5, 6)
 
 
+@pytest.mark.parametrize(("line", "found"), [(30, True), (20, False), (0, False)])
+def test_a_majority_is_slow_only_where_it_runs_code_that_the_rest_leaves_out(line: int, found: bool) -> None:
+    """One rank has a cache; else it may only have less to do. A rank is not slower than others that are as slow."""
+    at, seen = Site("/job/data.py", line, "compute"), Site("/job/data.py", 20, "get")
+    sites = {"phase_sites": {"data": ((at, 40),)}} if line else {}
+    ranks = [rank(0, steps=steps(wait_ms=80.0), phase_sites={"data": ((seen, 9),)})]
+    ranks += [
+        rank(1, steps=steps(70.0, "data", wait_ms=10.0, seed=1), **sites),
+        rank(2, steps=steps(80.0, "data", seed=2), **sites),
+    ]
+    f = stragglers(job(*ranks, host_cpu_pct=40.0))
+    assert [x.culprits for x in f] == [(1, 2)] * found
+    assert all("that line is not seen on rank 0: see what lets rank 0 leave that work out" in x.advice for x in f)
+
+
 def test_a_majority_pipeline_stages_and_different_phases_are_no_slow_node() -> None:
     assert [f.culprits for f in node_of_two((1, 2, 3), 4) if f.cause != "rotating"] == []
     assert node_of_two((2, 3), 4, p2p_issued={"send:1:0:default_pg": 9}) == []
@@ -324,6 +360,24 @@ def test_the_longest_pipeline_stage_is_info_and_its_slow_data_a_warning(phase: s
     f = only(stragglers(job(*ranks)))
     assert f.culprits == (1,)
     assert (f.cause, f.severity) == (("data", "warning") if phase == "data" else ("stage", "info"))
+
+
+@pytest.mark.parametrize(("extra_ms", "found"), [(200.0, True), (20.0, False)])
+def test_a_longest_stage_need_not_arrive_last(extra_ms: float, found: bool) -> None:
+    """All that it computes counts, in whichever phase; messages have no order of arrival that all ranks share."""
+
+    def stage(q: int, times: tuple[Step, ...]) -> RankState:
+        arrived = tuple(msgspec.structs.replace(x, arrived_s=x.step - q, ready_s=x.step - q) for x in times)
+        return rank(q, steps=arrived, p2p_issued={"send:1:0:default_pg": 9}, models=())
+
+    stages = [stage(q, steps(wait_ms=extra_ms, seed=q)) for q in (0, 1)]
+    stages.append(stage(2, steps(extra_ms, "other", seed=2)))
+    found_there = stragglers(job(*stages, host_cpu_pct=100.0))
+    assert [(f.cause, f.severity, f.culprits) for f in found_there] == [("stage", "info", (2,))] * found
+    assert all(
+        "rank 2, the longest stage, works 268 ms of a step of 268 ms, ranks 0, 1 work 68" in f.message
+        for f in found_there
+    )
 
 
 def test_a_loader_without_cpu_is_no_straggler() -> None:
@@ -512,6 +566,19 @@ def test_a_rank_that_computes_more_also_waits_more_often_for_a_cpu(
     first = rank(0, steps=steps(wait_ms=300.0), queued_share=0.2, cpu_pct=10.0)
     late = rank(1, steps=steps(300.0, "backward", seed=1), queued_share=0.9, cpu_pct=cpu_pct)
     assert [f.culprits for f in stragglers(job(first, late, host_cpu_pct=100.0))] == culprits
+
+
+@pytest.mark.parametrize(
+    ("cpu_pct", "queued", "culprits"), [(40.0, 0.6, []), (70.0, 0.3, [(1,)]), (10.0, 0.3, [(1,)]), (None, 0.6, [(1,)])]
+)
+def test_on_a_busy_host_a_rank_must_compute_more_or_sleep(
+    cpu_pct: float | None, queued: float, culprits: list[tuple[int, ...]]
+) -> None:
+    """Where it does neither, it only gets its CPU later than the others, who wait for it."""
+    first = rank(0, steps=steps(wait_ms=80.0), queued_share=0.6, cpu_pct=40.0)
+    late = rank(1, steps=steps(80.0, "backward", seed=1), queued_share=queued, cpu_pct=cpu_pct)
+    assert [f.culprits for f in stragglers(job(first, late, host_cpu_pct=100.0))] == culprits
+    assert len(stragglers(job(first, late, host_cpu_pct=40.0))) == 1
 
 
 @pytest.mark.parametrize(

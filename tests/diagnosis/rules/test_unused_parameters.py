@@ -250,6 +250,16 @@ def test_parameters_with_gradients_that_no_optimizer_steps_are_reported(
         assert ("it has 2 that the module has not" in of[0].message) is bool(stale)
 
 
+def test_parameters_that_the_optimizer_of_another_rank_steps_are_trained() -> None:
+    """ZeroRedundancyOptimizer steps each parameter on one rank, and broadcasts it."""
+
+    def left(name: str) -> tuple[Sample, ...]:
+        return tuple(Sample("not_stepped", k, 2.0, name=name) for k in (32, 64, 96, 128))
+
+    assert found_in(job(rank(0, samples=left("stem.weight")), rank(1, samples=left("head.weight")))) == []
+    assert found_in(job(rank(0, samples=left("stem.weight")), rank(1))) == []
+
+
 @pytest.mark.parametrize(("steps", "found"), [((32, 64, 96, 128), True), ((32, 64, 96), False), ((2, 4, 8, 16), False)])
 def test_an_optimizer_whose_parameters_have_no_gradients_is_reported(steps: tuple[int, ...], found: bool) -> None:
     bare = tuple(Sample("no_gradients", k, 4.0) for k in steps)

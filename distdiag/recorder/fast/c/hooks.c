@@ -352,9 +352,9 @@ static int optimizer_begins(Ledger *s, FastHook *u, PyObject *const *args, PyObj
 }
 
 static int optimizer_ends(Ledger *s, FastHook *u, PyObject *const *args, PyObject **result) { /* optimizer, … */
-  if (s->optimizer_start_ns == 0 || elsewhere(s)) return done(result);
+  if (elsewhere(s)) return done(result);
   uint64_t step = s->head[STEP] + 1;
-  if (s->on_device || step < 64 || (step & (step < 256 ? 31 : 63)) == 0) return 0; /* a checksum step is possible */
+  if (s->optimizer_start_ns == 0 || s->on_device || step < 64 || (step & (step < 256 ? 31 : 63)) == 0) return 0; /* a checksum step is possible */
   PyObject *lead = alive(s->lead);
   Py_XDECREF(lead); /* only to be compared */
   if (lead != args[0]) return 0;
