@@ -13,7 +13,7 @@ _TORCH = re.compile(r"(?:^|-packages/|/)torch/(?=[\w/]+\.py$)")
 _OF_TORCH = ("distributed/", "nn/modules/", "nn/parallel/", "utils/data/", "autograd/", "optim/", "_")
 # Python's own, generated and native code, the recorder around it, and what starts the ranks
 _LIBRARY = re.compile(
-    r"^<|/lib(?:64)?/python3[\d.]*/(?!(?:site|dist)-packages/)|^torch/|^(?:asyncio|concurrent|ctypes|http|importlib|multiprocessing|urllib|xmlrpc)/|-packages/torch/|\.(?:cpp|cc|h|hpp|so)$"
+    r"^<|/lib(?:64)?/python3[\d.]*/(?!(?:site|dist)-packages/)|^torch/|^(?:asyncio|concurrent|ctypes|http|importlib|multiprocessing|urllib|xmlrpc)/|-packages/torch/|\.(?:cpp|cc|h|hpp|pyx|so)$"
     r"|(?:^|/)distdiag/(?:(?:recorder|page)/[\w/]+|run|everywhere)\.py$|(?:^|/)bin/(?:torchrun|accelerate|deepspeed|ray|vllm|lightning|fabric|tune)$"
 )
 
