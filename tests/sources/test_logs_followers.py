@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sources.test_logs import diagnose, only, raised, timeout
+from tests.sources.test_logs import diagnose, only, raised, table, timeout
 
 WORKER = "(Worker pid={pid}, ip=10.4.0.{n}) {host}:{pid}:{pid} [0] "
 REFUSED = "misc/socket.cc:52 NCCL WARN Call to connect to {peer}<4071> failed : Connection refused\n"
@@ -158,3 +158,54 @@ def test_the_last_line_of_the_rank_that_horovod_misses(tmp_path: Path) -> None:
     f = only(report)
     assert f.culprits == (0,) and "the last line of rank 0 before that is `scores 900 test images`" in f.message
     assert report.ranks_seen == 3
+
+
+ABORTED = table(3, -6, "Signal 6 (SIGABRT) received by PID 903")
+RDMA = "transport/net_ib.cc:8 NCCL WARN NET/IB : Got completion from peer 10.8.0.6<4> with error 12, opcode 0, len 0, vendor err 129\n"
+
+
+@pytest.mark.parametrize("named", ["[rank3]: ", ""])
+def test_an_abort_does_not_hide_the_transport_s_error_before_it(tmp_path: Path, named: str) -> None:
+    f = only(diagnose(tmp_path, named + RDMA + ABORTED))
+    assert "lost its RDMA connection to 10.8.0.6" in f.message and f.culprits == ()
+    assert "SIGABRT" in only(diagnose(tmp_path, ABORTED)).message
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "NET/IB : req 0/1 tag 0 peer 10.8.0.6<58> collective mismatch error, local size 4096 remote size 512",
+        "NET/Socket : peer 10.8.0.6<58> message truncated : receiving 512 bytes instead of 4096",
+    ],
+)
+def test_two_hosts_whose_messages_differ_in_size(tmp_path: Path, line: str) -> None:
+    hosts = "".join(f"g{n}:7:8 [0] NCCL INFO Bootstrap : Using eth0:10.8.0.{n}<0>\n" for n in (5, 6))
+    setting = "g5:7:8 [0] NCCL INFO NCCL_ALGO set by environment to Ring\n"
+    f = only(diagnose(tmp_path, f"{hosts}{setting}g5:7:9 [0] net.cc:4 NCCL WARN {line}\n"))
+    assert f.kind == "mismatch" and "10.8.0.6" in f.message and "(4096 and 512 bytes)" in f.message
+    assert "NCCL_ALGO is Ring on g5, not shown on g6" in f.message
+
+
+def test_what_fails_after_the_work_is_not_a_rank_s_data(tmp_path: Path) -> None:
+    failed = raised(1, "OSError: no answer of the other hosts")
+    f = only(diagnose(tmp_path, f"step 9 loss 1.0\nTraining finished, all saved\n{failed}"))
+    assert "line 2 before it says `Training finished, all saved`" in f.message and "what follows" in f.advice
+    assert "before it says" not in only(diagnose(tmp_path, f"Training finished\nstep 9 loss 1.0\n{failed}")).message
+
+
+def test_where_a_rank_raised_its_timeout(tmp_path: Path) -> None:
+    why = "RuntimeError: NCCL communicator was aborted on rank 0.  Original reason for failure was: "
+    waits = timeout(0, op="ALLGATHER") + "".join(timeout(r) for r in (1, 2, 3))
+    end = raised(0, why + timeout(0, op="ALLGATHER", prefix=""), prefix="").replace("in main", "in save_state")
+    f = only(diagnose(tmp_path, waits + end))
+    assert f.culprits == (0,) and "rank 0 is inside save_state" in f.message and "run.py" in str(f.where[0])
+
+
+@pytest.mark.parametrize("last", ["Finished, shutting down workers", "All processes finished without errors"])
+def test_a_good_end_and_a_warning_s_text(tmp_path: Path, last: str) -> None:
+    report = diagnose(
+        tmp_path, f"[rank0]: /a/b.py:4: UserWarning: x failed (CommError('late'))\nstep 9 loss 1.0\n{last}\n"
+    )
+    assert (
+        report.findings == () and "ended well" in " ".join(report.notes) and "UserWarning" not in " ".join(report.notes)
+    )

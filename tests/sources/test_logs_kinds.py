@@ -130,7 +130,7 @@ def test_who_failed_and_why(tmp_path: Path, text: str, kind: str, culprits: tupl
             "evicted memory",
         ),
         ("[rank: 0] Received SIGTERM: 15\n", "SIGTERM"),
-        ("api.py:719] Received Signals.SIGHUP death signal, shutting down workers\n", "SIGHUP nohup"),
+        ("api.py:719] Received Signals.SIGHUP death signal, shutting down workers\n", "SIGHUP tmux"),
         (SLURM.format(why=" DUE TO TIME LIMIT"), "Slurm time limit"),
     ],
 )

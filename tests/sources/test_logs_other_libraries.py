@@ -225,3 +225,47 @@ def test_all_lines_of_an_exception_of_torch_npu_are_of_the_rank_that_one_names(t
     assert f.culprits == (2,) and "could not start HCCL" in f.message
     f = only(diagnose(tmp_path, waits))
     assert (f.kind, f.victims) == ("timeout", (3, 4))
+
+
+BARRIER = "jaxlib.xla_extension.XlaRuntimeError: DEADLINE_EXCEEDED: Barrier timed out. {}\n"
+TASKS = "/job:w/replica:0/task:2\n/job:w/replica:0/task:1\n\nMore of gRPC: /job:w/replica:0/task:0\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Barrier_id: PjRT_Client_Connect. Timed out task names:\n" + TASKS,
+        "Id: Start::0. This usually happens when a task is late.\n# of tasks that reached the barrier: 1/3.\n"
+        "The first task at the barrier: /job:w/replica:0/task:0. Some timed out task names:\n" + TASKS,
+    ],
+)
+def test_the_processes_that_never_came_to_a_barrier_of_jax(tmp_path: Path, text: str) -> None:
+    f = only(diagnose(tmp_path, raised(0, BARRIER.format(text), prefix="")))
+    assert about(f)[:3] == ("timeout", "late_rank", (1, 2)) and "num_processes" in f.advice
+
+
+@pytest.mark.parametrize(
+    ("what", "advice"),
+    [
+        ("BlockingIOError: [Errno 11] Unable to open file (unable to lock file, errno = 11, error message = 'Resource temporarily unavailable')", "locked that file"),
+        ("OSError: fork: Resource temporarily unavailable", "ulimit -u"),
+        ("BlockingIOError: [Errno 11] Resource temporarily unavailable", "read its traceback"),
+        ("FileNotFoundError: [Errno 2] No such file or directory: 'o/tmp-9' -> 'o/9'", "renamed it first"),
+        ("ImportError: /n/.triton/cache/ABC/launch.so: cannot stat shared object: Stale file handle", "TRITON_CACHE_DIR"),
+    ],
+)  # fmt: skip
+def test_what_an_error_of_a_file_calls_for(tmp_path: Path, what: str, advice: str) -> None:
+    assert advice in only(diagnose(tmp_path, raised(1, what))).advice
+
+
+def test_a_loss_scale_at_its_minimum_is_no_crash(tmp_path: Path) -> None:
+    f = only(diagnose(tmp_path, raised(1, "Exception: Current loss scale already at minimum - cannot decrease it.")))
+    assert about(f)[:3] == ("nonfinite", "gradient", (1,)) and "bf16" in f.advice
+
+
+def test_a_first_node_whose_name_means_each_node_itself(tmp_path: Path) -> None:
+    launch = "  min_nodes        : {}\n  master_addr=localhost.localdomain\n"
+    lost = "[E socket.cpp:6] [c10d] The client socket has failed to connect to any network address of (localhost.localdomain, 426).\n"
+    f = only(diagnose(tmp_path, launch.format(2) + lost))
+    assert "the first of 2 nodes was named localhost.localdomain" in f.message and "--local-addr" in f.advice
+    assert "--local-addr" not in only(diagnose(tmp_path, launch.format(1) + lost)).advice

@@ -253,7 +253,9 @@ class Collector:
             self._add("horovod_stall", Role.WAIT, m.groupdict(), line)
         elif self._last_error == (line.source, self._order):
             self._add("nccl_warning", Role.HINT, {"what": PREFIX.sub("", text, count=1)[:200]}, line)
-        elif not line.who.mild and _ERRORS.search(text) and PASSES_OVER.search(text) is None:
+        elif (
+            not line.who.mild and "Warning: " not in text and _ERRORS.search(text) and PASSES_OVER.search(text) is None
+        ):
             self.result.unknown.append((line.path, line.number, text.strip()[:200]))
 
     def _add(self, name: str, role: Role, groups: Mapping[str, str | None], line: Line) -> Fact | None:
@@ -309,6 +311,8 @@ class Collector:
             out.nccl.setdefault((who.rank, who.host or who.label, line.path.name), set()).add(fields["version"])
         elif name == "interface" and who.host and len(out.interfaces) < MAX_WRITERS:
             out.interfaces[who.host] = fields["dev"], fields["addr"]
+        elif name == "nccl_setting" and who.host and len(out.settings) < MAX_WRITERS:
+            out.settings.setdefault(who.host, {})[fields["key"]] = fields["value"]
         elif name == "joined":
             out.joined |= set(filter(is_rank, [int(fields["r"][:7])]))
         elif name == "torn_down" and len(out.pid_of) < MAX_WRITERS:

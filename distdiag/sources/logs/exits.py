@@ -15,13 +15,15 @@ from distdiag.sources.logs.failures import Reason
 from distdiag.sources.logs.join import before
 from distdiag.sources.logs.meanings import MEANINGS, Meaning
 from distdiag.sources.logs.patterns import Role
-from distdiag.sources.logs.rows import NO_ROUTE
+from distdiag.sources.logs.rows import FOLLOWS, NO_ROUTE
 from distdiag.terms.signals import signal_name
 from distdiag.terms.untrusted import MAX_INT
 
 AFTER_FIRST_S = 5.0  # a launcher kills what has not ended by itself so long after the first failure, or later
 # signals of a rank that was ended, or aborted by its watchdog; and those of a fault
 _SENT = ("SIGTERM", "SIGINT", "SIGABRT", "SIGHUP")
+# what a process reports before torch aborts it
+_ABORTS = ("ib", "efa", "nccl_error", "timeout", "timeout_cut", "counters")
 _FAULTS = ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
 _BY_KERNEL = ("SIGKILL", *_FAULTS)
 _OF_TEXT = {
@@ -75,11 +77,16 @@ def of_exits(
     if any(f.role is Role.WAIT for f in found.facts):
         pids.add(None)
     ends = _ends(found)
+    aborts = any(f.name in _ABORTS and f.rank is None and not FOLLOWS.search(f.text) for f in found.facts)
     killed = {id(end) for end in _killed_by_launcher(ends, bool(memory))}
     named = bool(explained) and any(end.rank is not None for end in ends)
     before_it = [f for f in found.facts if _needs_no_end(f)]
     for nth, end in enumerate(ends):
-        if id(end) in killed or (_followed(end, explained, waited, bool(memory)) and not _another(end, pids)):
+        if (
+            id(end) in killed
+            or (aborts and _by(end) == "SIGABRT")
+            or (_followed(end, explained, waited, bool(memory)) and not _another(end, pids))
+        ):
             continue
         named_there = ranks_of(memory) or (_of_nobody(end) and any(map(_whose, memory)))
         if end.rank is None and _by(end) == "SIGKILL" and named_there:

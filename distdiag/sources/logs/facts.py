@@ -111,6 +111,7 @@ class Collected:
     rank_of: dict[object, int | None] = field(default_factory=dict)
     on_host: dict[str, set[int]] = field(default_factory=dict)  # ranks whose lines name a host
     nccl: dict[tuple[int | None, str, str], set[str]] = field(default_factory=dict)  # versions, by rank, host and file
+    settings: dict[str, dict[str, str]] = field(default_factory=dict)  # NCCL's, of a host's environment, by host
     in_world: dict[tuple[str, str, int | None], tuple[int, int]] = field(default_factory=dict)  # (size, rank)
     by_path: dict[Path, set[int]] = field(default_factory=dict)  # ranks named in the lines of a file
     env: dict[Path, set[int]] = field(default_factory=dict)  # the ranks that a file's environment gives
@@ -138,6 +139,9 @@ class Collected:
     fatal: dict[tuple[Path, int | None], tuple[int, str]] = field(default_factory=dict)  # last error of a file and rank
     errors: dict[Path, tuple[int, str, Writer]] = field(default_factory=dict)  # of the last lines of files
     well: dict[Path, int] = field(default_factory=dict)  # the last line of a file that says that the job ended well
+    over: dict[Path, tuple[int, str]] = field(
+        default_factory=dict
+    )  # such a line before the first failure, if that is later than all progress
     of_file: dict[Path, int] = field(default_factory=dict)  # rank of each file with one rank's lines
     losses: dict[tuple[Path, int | None], Loss] = field(default_factory=dict)  # the last ones of each file and rank
     of_nodes: set[Path] = field(default_factory=set)  # files that name ranks on their node

@@ -27,6 +27,7 @@ _REPORTS_ANOTHER = bounded(
 )
 FEW_OF = 4  # nearly all other ranks: so many for each that reported nothing
 _PLURALS = (("was killed", "were killed"), ("has a GPU", "have GPUs"), ("has a device", "have a device"))
+_DIRECTORIES = bounded(r"/\S{24,400}/(?=[^\s/])")  # of a long path; its last part says more
 _NUMBER = bounded(r"0x[0-9a-f]+|\d+")
 # of the program or its settings, if all ranks have it
 _OF_ALL = (MEANINGS["exception"], MEANINGS["usage"], MEANINGS["port_in_use"])
@@ -226,7 +227,9 @@ def _of_exception(f: Fact, ranks: int) -> str:
 
 def text_of(f: Fact, meaning: Meaning) -> str:
     """Return what a failure is reported as, after its rank."""
-    fields = Fields({k: shortened(v, 160 if f.name == "exception" else 120) for k, v in f.fields.items()})
+    limit = 160 if f.name == "exception" else 120
+    short = {k: _DIRECTORIES.sub("…/", v) if len(v) > limit else v for k, v in f.fields.items()}
+    fields = Fields({k: shortened(v, limit) for k, v in short.items()})
     if f.name == "exception":
         fields["what"] = f": {fields['what']}" if fields["what"] else ""
         fields["because"] = f", because of {fields['cause']}" if "cause" in fields else ""
@@ -279,6 +282,10 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
         after = all(before(f, wait) for f in r.facts[:1] for wait in waits)
         message += f"; {rank_list(others)} {'then ' if after else ''}{in_what(waits)}"
         message += _silent(found, others, waits) if not ranks else ""
+    number, line = found.over.get(r.facts[0].path, (0, "")) if r.facts else (0, "")
+    if advice in meanings.GENERAL and number:
+        message += f"; line {number:,} before it says `{shortened(line, 100)}`"
+        advice = meanings.AFTER_THE_WORK
     if in_collective and advice in meanings.GENERAL:
         advice = meanings.IN_COLLECTIVE
     nodes = {f.who.label for f in r.facts} if of_node else set()

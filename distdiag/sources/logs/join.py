@@ -21,6 +21,7 @@ from distdiag.terms.ranks import unfold_ranks
 from distdiag.terms.untrusted import bounded, is_rank
 
 LATER_S = 2.0  # the clocks of hosts differ by less
+HERE = ("127.0.0.1", "127.0.1.1", "localhost", "localhost.localdomain", "::1")  # each host itself
 WAITED = (Role.WAIT, Role.VICTIM)
 # failures of the device, of the launch or of the host's memory: never a consequence of another failure
 OWN = (
@@ -154,9 +155,11 @@ def _by_task(found: Collected, f: Fact) -> list[Fact]:
 
 def _why_unreached(found: Collected, f: Fact) -> None:
     """Add to a failure to connect what its earlier attempts say, and which address the other nodes were given."""
+    own = found.masters.get(f.who.label or f.path.name, {})
+    if found.nodes_wanted > 1 and {f.fields["peer"], own.get("addr", "")} <= {*HERE}:
+        f.fields["of_nodes"] = str(found.nodes_wanted)
     if why := found.unreached.get((f.path, f.who.process or f.who.label)):
         f.fields["why"] = why
-        own = found.masters.get(f.who.label or f.path.name, {})
         for key, field, what in (("addr", "peer", "address"), ("port", "port", "port"), ("endpoint", "port", "port")):
             given = {name: master[key] for name, master in found.masters.items() if key in master}
             others = {name: value for name, value in given.items() if value != f.fields[field]}

@@ -70,7 +70,7 @@ _LOSS = bounded(
     r"(?<!\w)(?:lm |train[_/ ]?)?loss(?:/[\w/]{1,40})?['\"]?(?: is |[\s:=]{1,4})(?:tensor\()?(nan|[-+]?(?:inf|\d))",
     re.IGNORECASE,
 )
-_BUT = r"(?!.{0,60}(?:error(?!s?\W{1,2}(?:None|0)\b)|fail|code:? ?-?[1-9]|killed|signal|cancel))"
+_BUT = r"(?!.{0,60}(?:(?<!without )(?<!no )error(?!s?\W{1,2}(?:None|0)\b)|fail|code:? ?-?[1-9]|killed|signal|cancel))"
 _AGENT = bounded(
     r"worker group successfully finished|WorkerState\.SUCCEEDED"
 )  # of torchrun: then only its shutdown follows
@@ -79,6 +79,7 @@ _WELL = (
     ("job", bounded(r"(?i:\b(?:Job)?State[=: ]{1,4}COMPLETED\b|\bCOMPLETED[\s|]{1,9}0:0\b|\bjob '?[\w.-]{1,80}'? (?:succeeded|finished successfully)|\bphase: {1,9}Succeeded)")),
     ("file", bounded(r"(?i:\b(?:train(?:ing|er)?|run|job|fit|workflow|experiment|all (?:epochs|steps|done))\b.{0,24}\b(?:finished(?! (?:iter|epoch|step))|(?<!to )completed?|done|succeeded)\b)" + _BUT)),
     ("file", bounded(r"max_(?:steps|epochs)=\d{1,9}`? reached|(?:^|=) ?\d{1,6} passed\b|^\{'train_runtime': " + _BUT)),
+    ("file", bounded(r"(?:^|[\]:|)>-] ?)(?i:finished), (?:cleaning up|destroying|shutting down)\b|\b(?i:all (?:ranks|workers|processes|nodes) (?:have |are )?(?:finished|completed|done))(?:\W{0,3}$|,? (?:without|with no) errors?\b|,? successfully\b)" + _BUT)),
     ("file", bounded(r"^(?!.{0,200}\b(?i:eval|val|test|warm|load|sav)).{0,200}?(?:^|[\]:|)>-] ?)(?i:(?:all )?(?:done|finished|completed?)[,:;.!]).{0,60}\b\d[\d,]{0,12} (?:iterations|iters|steps|epochs|updates)\b" + _BUT)),
     ("agent", _AGENT),
     ("server", bounded(r"\bINFO\b.{0,80}(?:Application shutdown complete|Finished server process)")),
@@ -116,6 +117,7 @@ class Later:
     fatal: dict[tuple[Path, int | None, int | None], tuple[int, str]] = field(default_factory=dict)  # as `said`
     stepped: set[tuple[Path, int | None, int | None]] = field(default_factory=set)  # those with progress, from the end
     began: bool = False  # there is progress before a failure
+    over: dict[Path, tuple[int, str]] = field(default_factory=dict)  # as in `Collected`
     nan: bool = False  # all losses of the file that is read, so far
 
     def begin(self, path: Path, head: bytes) -> None:
@@ -164,9 +166,18 @@ class Later:
                         if not before and not code:
                             self._line(path, number, text, who)
                         elif before:
-                            self.began = self.began or _progress(text)
-                            if _AGENT.search(text) is not None:
-                                self.well.setdefault((path, "agent"), number)
+                            self._before(path, number, text)
+
+    def _before(self, path: Path, number: int, text: str) -> None:
+        """Note what a line before the first failure shows: progress, or that the work was done by then."""
+        self.began = self.began or _progress(text)
+        well = any(scope in ("job", "file") and regex.search(text) for scope, regex in _WELL)
+        if _progress(text) or number <= self.restarts.get(path, 0):
+            self.over.setdefault(path, (0, ""))
+        elif well:
+            self.over.setdefault(path, (number, PREFIX.sub("", text).strip()))
+        if _AGENT.search(text) is not None:
+            self.well.setdefault((path, "agent"), number)
 
     def _said(self, key: tuple[Path, int | None, int | None], text: str, before: bool) -> None:
         """Keep a line that is no error: the last one of a process, and its last one before a failure, unless it went on after that."""

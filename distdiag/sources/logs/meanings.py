@@ -62,6 +62,7 @@ MEANINGS: Mapping[str, Meaning] = MappingProxyType({
     "sxid": Meaning("gpu", "nvlink", "has a fatal NVSwitch error: SXid {xid} at PCI {pci}: {text}", "it is the NVLink fabric: take the node out, and restart nvidia-fabricmanager; `nvidia-smi nvlink -e`"),
     "node_lost": Meaning("rank_lost", "silent", "was lost with all its processes", "see whether that node is up, and why it failed: `sinfo -R` or `kubectl describe node`, its console and `dmesg -T`; start again without it"),
     "nan_gradient": Meaning("nonfinite", "gradient", "found a gradient that is not finite in iteration {step} ({what})", NOT_FINITE),
+    "loss_scale": Meaning("nonfinite", "gradient", "got gradients that overflow fp16, until the loss scale was at its minimum", "look for NaN in the loss and the data, lower the learning rate, or train in bf16"),
     "nan_loss": Meaning("nonfinite", "loss", "found a result that is not finite in iteration {step} ({what})", NOT_FINITE),
     "host_fault": Meaning("rank_lost", "silent", "was lost with all its processes: {what}", "it is the host, most often its hardware (memory, CPU): take the node out; see its console and `ipmitool sel list`, `ras-mc-ctl --errors`"),
     "port_error": Meaning("rank_lost", "silent", "lost a port of the network: {what}", "see that host's `ibstat`, `dmesg -T` and the switch: cable, transceiver or port; NCCL survives only an outage that is shorter than its retries (NCCL_IB_TIMEOUT, NCCL_IB_RETRY_CNT)"),
@@ -115,7 +116,7 @@ STOPS: Mapping[str, str] = MappingProxyType({
     "preempted": "a preemption{of} ({what})",
     "limit": "the scheduler: {what}",
     "SIGINT": "Ctrl-C (SIGINT)",
-    "SIGHUP": "SIGHUP: its terminal or ssh session was closed; start it with nohup, in tmux or by the scheduler",
+    "SIGHUP": "SIGHUP: its terminal or ssh session was closed; start it in tmux, with setsid or by the scheduler (nohup does not help with torchrun, which handles SIGHUP itself)",
     "terminated": "{name} from outside: the scheduler, a person, or a launcher whose other node failed",
     "interrupted": "Ctrl-C (KeyboardInterrupt)",
 })  # fmt: skip
@@ -148,6 +149,7 @@ SHARED_PORT = (
     "--ntasks-per-node=1); else " + TAKEN_PORT
 )
 IN_COLLECTIVE = "it was raised inside a collective, where a rank fails after another, too: read the others' logs first"
+AFTER_THE_WORK = "read its traceback; if the work was done by then, it is of what follows (an upload, a clean-up, a check of the launcher): what was saved before it is not affected"
 SAME_EVERYWHERE = "the cause is not one rank: correct the program or the environment"
 # about an exception of no, one or more ranks, if its text says nothing
 GENERAL = (

@@ -67,6 +67,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("gloo_timeout", W, "Application timeout caused pair closure", r"Application timeout caused pair closure"),
     _row("store_wait", W, "wait timeout after", r"(?<!error: )wait timeout after (?P<limit>\d+)ms, keys: (?P<key>\S{1,200})"),
     _row("jax_key", W, "GetKeyValue() timed out", r"GetKeyValue\(\) timed out with key: (?P<key>\S{1,200}/(?P<awaited>\d{1,6}))\b"),
+    _row("jax_barrier", W, "Barrier timed out", r"Barrier timed out\. (?:Barrier_id|Id): ?(?P<barrier>\w+)"),
     _row("jax_backend", H, "so it will not be used", r"\b(?P<what>JAX plugin \S{1,80} version .{1,200}not compatible.{1,200}), so it will not be used"),
     _row("jax_backend", H, "alling back to cpu", r"(?P<what>(?:[A-Z][^.]{1,200}\. )?Falling back to cpu)"),
     _row("ep_timeout", W, "DeepEP ", r"DeepEP (?:error: (?:timeout|CPU recv timeout)|timeout check failed|(?:dispatch|combine) .{0,40}?\btimeout(?:, \w| \())"),
@@ -92,6 +93,8 @@ TABLE: tuple[Pattern, ...] = (
     _row("rpc_late", W, "RPC ", r"RPC (?:call to (?P<what>\S{1,80}) timed out|ran for more than set timeout)"),
     _row("message_size", W, "op.preamble.length", r"op\.preamble\.length <= op\.nbytes\. (?P<got>\d+) vs (?P<has>\d+)"),
     _row("message_size", W, "essage truncated", r"[Mm]essage truncated ?: received (?P<got>\d+) bytes instead of (?P<has>\d+)"),
+    _row("net_size", W, "ollective mismatch error", r"\bpeer (?P<peer>[^\s<]+).{0,200}?collective mismatch error, local size (?P<has>\d+) remote size (?P<got>\d+)"),
+    _row("net_size", W, "essage truncated", r"\bpeer (?P<peer>[^\s<]+).{0,60}? message truncated ?: receiving (?P<got>\d+) bytes instead of (?P<has>\d+)"),
     _row("rank_count", W, "mismatch in rank count", r"Bootstrap Root ?: mismatch in rank count from procs (?P<has>\d+) : (?P<got>\d+)"),
     _row("horovod_late", W, "[missing ranks:", r"\[missing ranks: (?P<ranks>\d+(?:, ?\d+)*)(?:, \.\.\.)?\](?:.{0,20}?\[ready ranks: (?P<ready>\d+(?:, ?\d+)*))?"),
     _row("barrier_reached", W, "successfully reached monitoredBarrier", r"Rank (?P<waiter>\d+) successfully reached monitoredBarrier"),
@@ -101,6 +104,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("store_waiting", S, "in store based barrier", r"Waiting.{0,99}store based barrier(?:.{0,40}? rank: (?P<waiter>\d+))?.{0,200}?\(world_size=(?P<expected>\d+), "
          r"(?:worker_count|num_workers_joined)=(?P<joined>\d+)"),
     _row("master", F, "--master", r"--master[-_]addr[= ](?P<addr>[\w.:-]{2,253})"),
+    _row("master", F, "master_addr=", r"^\W*master_addr=(?P<addr>[\w.:-]{2,253})"),
     _row("master", F, "MASTER_ADDR", r"\bMASTER_ADDR[=:] ?['\"]?(?P<addr>[\w.:-]{2,253})"),
     _row("master", F, "--rdzv", r"--rdzv[-_]endpoint[= ](?P<addr>[\w.-]{2,253})(?::(?P<endpoint>\d{1,5})\b)?"),
     _row("master", F, "--master", r"--master[-_]port[= ](?P<port>\d{1,5})\b"),
@@ -151,6 +155,7 @@ TABLE: tuple[Pattern, ...] = (
     # -- numbers
     _row("nan_gradient", C, "Unexpected result", r"Unexpected result -?(?:nan|inf) (?:on rank (?P<r>\d+)|at \S{1,300} line \d+, invo[ck]ation #\d+) at iteration #(?P<step>\d+) .{0,40}?\(message='(?P<what>[^']{0,80}\bgrad[^']{0,120})'"),
     _row("nan_loss", C, "Unexpected result", r"Unexpected result -?(?:nan|inf) (?:on rank (?P<r>\d+)|at \S{1,300} line \d+, invo[ck]ation #\d+) at iteration #(?P<step>\d+) .{0,40}?\(message='(?P<what>[^']{1,160})'"),
+    _row("loss_scale", C, "loss scale already at minimum", r"[Ll]oss scale already at minimum"),
     _row("rerun", H, ", device ", r"\b[Rr]ank (?P<r>\d+), node (?P<host>[\w.-]{1,253}), device (?P<device>\d+), iteration #(?P<step>\d+): .{0,300}?[Pp]ossible (?P<what>transient|persistent|Application) error"),
     # -- devices
     _row("ecc", C, "cudaErrorECCUncorrectable", r"cudaErrorECCUncorrectable"),
@@ -280,8 +285,8 @@ TABLE: tuple[Pattern, ...] = (
     _row("port_active", F, "ink ", r"\b(?:mlx|bnxt|ice|ixgbe|i40e|ib|en|et|bond)\w* .{0,40}?(?P<dev>[\w.]{2,40}): (?:Port: \d+ |NIC )?Link (?:is )?(?:ACTIVE|[Uu]p)\b"),
     _row("port_error", C, "ink ", r"\b(?P<what>(?:mlx|bnxt|ice|ixgbe|i40e|ib|en|et|bond)\w* .{0,40}?(?P<dev>[\w.]{2,40}): (?:Port: \d+ |NIC )?Link (?:is )?(?:DOWN|[Dd]own))\b"),
     _row("port_error", C, "Got async event", r"NCCL WARN NET/\w+ ?: (?P<what>(?:(?P<dev>\S{1,40}) )?Got async event : .{0,60}(?:port error|down|catastrophic|fatal).*)"),
-    _row("ib", H, "Got completion", r"NET/\w+(?:/\w+)? ?: ?Got (?:async event|completion) from peer (?P<peer>[^\s<]+)(?:<\d+>)? with (?:status=|error )(?:\w+\()?(?P<status>\d+)"),
-    _row("efa", H, "Peer host id", r"NET/OFI .{0,120}Error: \d+ \((?P<what>[A-Z].{1,160}?)\.? My (?:host id|EFA addr).{0,200}?Peer host id: (?P<peer>[\w.-]+)"),
+    _row("ib", V, "Got completion", r"NET/\w+(?:/\w+)? ?: ?Got (?:async event|completion) from peer (?P<peer>[^\s<]+)(?:<\d+>)? with (?:status=|error )(?:\w+\()?(?P<status>\d+)"),
+    _row("efa", V, "Peer host id", r"NET/OFI .{0,120}Error: \d+ \((?P<what>[A-Z].{1,160}?)\.? My (?:host id|EFA addr).{0,200}?Peer host id: (?P<peer>[\w.-]+)"),
     _row("nccl_error", V, "|CCL_ERROR|", r"\|CCL_ERROR\| (?P<what>.{1,160})"),
     _row("nccl_error", V, "oneCCL: ", r"(?P<what>oneCCL: .{1,160})"),
     _row("closed", V, "losed by", r"Connection closed by (?:remote )?peer \[?" + _PEER),
@@ -312,6 +317,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("nccl_rank", F, "world_size=", r"\brank=(?P<r>\d+)\b,? world_size=(?P<world>\d+)"),
     _row("world", F, "world_size=", r"\bworld_size=(?P<world>\d{1,7}),? n(?:um_)?nodes=\d"),
     _row("nccl_runs", F, "NCCL version ", r"(?:^|NCCL INFO |[\])>|:] ?)NCCL version (?P<version>\d{1,3}\.\d{1,3}\.\d{1,3})"),
+    _row("nccl_setting", F, " set by environment to ", r"NCCL INFO (?P<key>NCCL_(?:PROTO|ALGO|NTHREADS|\w+NCHANNELS|\w*BUFFSIZE)) set by environment to (?P<value>[^\s.]{1,80})"),
     _row("interface", F, "NCCL INFO Bootstrap", r"NCCL INFO Bootstrap ?: Using (?:\[0\])?(?P<dev>[\w.-]{1,40}):(?P<addr>[\w.:]{3,60})<\d+>"),
     _row("interface", F, "NCCL INFO NET/Socket", r"NCCL INFO NET/Socket ?: Using \[0\](?P<dev>[\w.-]{1,40}):(?P<addr>[\w.:]{3,60})<\d+>"),
     _row("interface", F, "OOB ", r"NCCL INFO NET/\w+ ?: Using .{0,400}\bOOB (?P<dev>[\w.-]{1,40}):(?P<addr>[\w.:]{3,60})<\d+>"),
@@ -350,7 +356,7 @@ TABLE: tuple[Pattern, ...] = (
 _BEGINS = ("Traceback (most recent call last)", "ray::", "│ /", 'File "', 'File \\"', "Stack trace of the failed")
 _MORE = (
     "Root Cause", "error stack:", "exitcode", "local_rank:", "Missing ranks:", "Name:  ", "describe pod", "State:  ", "Process name: [[", "Exit code:", " RUNNING AT ", "EXIT CODE:", "KILLED BY SIGNAL:",
-    "terminated with the following error", " global rank ", "==> ", "RankID:",
+    "terminated with the following error", " global rank ", "==> ", "RankID:", "/task:",
     "actor_id: ", "namespace: ", "rank      :", "host      :", "time      :", "traceback :", "Last error:", "Exception ignored in", "[distdiag] ", "(most recent call first)",
 )  # fmt: skip
 # They matter near a traceback only; far from one, such a line is shown if nothing else is found.

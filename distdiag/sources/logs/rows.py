@@ -17,15 +17,14 @@ from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, at, rough_time, sh
 from distdiag.sources.logs import meanings
 from distdiag.sources.logs.build import ENDED, Fields, finding, last_words, library, ranks_of, some, who
 from distdiag.sources.logs.facts import Collected, Fact
-from distdiag.sources.logs.join import absent_ranks, first_site
+from distdiag.sources.logs.join import HERE, absent_ranks, first_site
 from distdiag.sources.logs.patterns import Role
 from distdiag.terms.untrusted import MAX_INT, MAX_RANKS, bounded, is_rank, numbers
 
 # in the store, of gloo: the address of one rank of a group, e.g. /default_pg/0//cpu//0/3
 _ADDRESS_KEY = bounded(r"default_pg/\d+//\w+//\d+/(\d{1,6})\W*$")
 _ANY = ("0.0.0.0", "::")
-_HERE = ("127.0.0.1", "127.0.1.1", "localhost", "::1")
-_FOLLOWS = bounded(r"remote process exited|ncclRemoteError|NCCL communicator was aborted")
+FOLLOWS = bounded(r"remote process exited|ncclRemoteError|NCCL communicator was aborted")
 _TASK = bounded(r"/task:(\d{1,6})$")  # of jax: the number of the process
 NO_ROUTE = bounded(r"No route to host|Network is unreachable")
 
@@ -108,6 +107,7 @@ _ENDED = "{first}see how that process ended: its log, exit code, `dmesg -T` for 
 _STARTED = "see whether all nodes have started (squeue, kubectl get pods), with one MASTER_ADDR, MASTER_PORT and world size, and whether they reach that port"
 _ONE_NCCL = "install the same torch (and NCCL) on all nodes, or use one image; compare the lines `NCCL version` of each node (NCCL_DEBUG=VERSION); see that no process of another job uses the same MASTER_ADDR and MASTER_PORT"
 _ONE_JAX = "install jax, jaxlib and the plugin in the same versions there as on the other hosts (`pip list | grep -i jax`, one image for all), and compare `nvidia-smi` there: that process did not find its accelerator"
+_JOIN_JAX = "see whether all processes that num_processes counts were started, with one coordinator_address that every host reaches (localhost means each host itself), then read the logs of those that did not come"
 LATE_ROWS = (
     Row("barrier_late barrier_reached", _LATE, "{culprits} did not reach monitored_barrier in {limit}{at}",
         "read the log of {culprits}, and take {its} stack the next time before the barrier times out",
@@ -123,6 +123,10 @@ LATE_ROWS = (
     Row("rank_count", "rank_lost/crashed", "{who}, while NCCL set up a communicator of {has} ranks, heard from a process that gave {got}: the two ends have different versions of NCCL, or are of different jobs", _ONE_NCCL),
     Row("message_size", "mismatch/shape", "{who} received a message of {got} bytes where its own call expected {has}{at}: the ranks called one collective with different sizes",
         "compare the shapes that the ranks pass there: the last, smaller batch, or an input that is padded differently"),
+    Row("net_size", "mismatch/shape", "{who}{on_host} and its peer at {all_peers} exchanged messages of different sizes in one collective{at} ({has} and {got} bytes): their calls differ, or their settings or versions of NCCL do{settings}",
+        "give all hosts the same NCCL_PROTO, NCCL_ALGO and other NCCL_* variables, and one version of NCCL (NCCL_DEBUG=INFO prints what is `set by environment`); if they have, compare the shapes that the ranks pass there"),
+    Row("jax_barrier", _LATE, "processes of JAX waited in vain at its barrier {barrier}{at}: the log does not name those that did not come", _JOIN_JAX,
+        ("{culprits} did not come to JAX's barrier {barrier}, where the others waited{at}", _JOIN_JAX)),
     Row("unique_id", _LATE, "rank {awaited} did not reach the first collective of a group, where {who} {waits} for it{at} ({reason})",
         "see what rank {awaited} did meanwhile: long work before the first collective (data, a download, a model), an exception, "
         "or a collective that only the others call; give long work a longer timeout in init_process_group", when=lambda facts: not _lost_store(facts)),
@@ -180,18 +184,21 @@ START_ROWS = (
     Row("store_connect", _LOST, "{who} could not reach the job's store at {peer}:{port}{at}: {why}{masters}",
         "correct that name or address there: all nodes need the same MASTER_ADDR (--master-addr, --rdzv-endpoint), which `getent hosts {peer}` resolves; on Kubernetes, look at the master's headless service",
         when=lambda facts: facts[0].fields.get("why", "").startswith("the name"), subject="a node"),
+    Row("store_connect", _LOST, "{who} could not reach the job's store at {peer}:{port}{at}: the first of {of_nodes} nodes was named {peer}, which means each node itself",
+        "give the first node a host name that the others resolve to its address (`hostname`, /etc/hosts), or pass it to torchrun there as --local-addr; if {peer} is your --master-addr, give that node's address instead",
+        when=lambda facts: "of_nodes" in facts[0].fields, subject="a node"),
     Row("store_connect", _LOST, "{who} could not reach the job's store at {peer}:{port}{at}: {why}{masters}",
         "give all nodes one MASTER_ADDR and MASTER_PORT (--master-addr, --master-port), those of the first node",
         when=lambda facts: bool(facts[0].fields.get("masters")), subject="a node"),
     Row("store_connect", _LOST, "{who} could not reach the job's store at {peer}:{port}{at}: {why}{masters}",
         "check that {peer} is the first node, and that rank 0 runs there: {why}; `nc -vz {peer} {port}`",
-        when=lambda facts: "why" in facts[0].fields and facts[0].fields["peer"] not in _HERE, subject="a node"),
+        when=lambda facts: "why" in facts[0].fields and facts[0].fields["peer"] not in HERE, subject="a node"),
     Row("store_connect", _LOST, "{who} could not reach a store at {peer}:{port}{at}: nobody listens there on its own host",
         "that address means the host itself: see whether the process that serves the store (rank 0, or the server of another group, e.g. vLLM's) runs on this host and has not failed; if it runs on another one, give its address",
         when=lambda facts: facts[0].fields["peer"] in _ANY, subject="a node"),
     Row("store_connect", _LOST, "{who} could not reach the job's store at {peer}:{port}{at}: rank 0, or torchrun's first node, does not listen there",
         "the address is this node's own: on several nodes set MASTER_ADDR (--rdzv-endpoint) to the first node; on one, see why rank 0 did not start",
-        when=lambda facts: facts[0].fields["peer"] in _HERE, subject="a node"),
+        when=lambda facts: facts[0].fields["peer"] in HERE, subject="a node"),
     Row("store_connect", _LOST, "{who} could not reach the job's store at {peer}:{port}{at}: rank 0, or torchrun's first node, does not listen there",
         "see whether rank 0 has started and failed, and whether this node reaches it: `nc -vz {peer} {port}`", subject="a node"),
     Row("clients", _LOST, "{left} of {expected} ranks had not joined{after}{at}: the log does not say which", _STARTED,
@@ -262,8 +269,8 @@ def first_of(rows: Sequence[Row], found: Collected) -> list[Finding]:
         names = row.names.split()
         facts = [f for name in names for f in found.named(name) if row.pick(f)]
         facts.sort(key=lambda f: f.fields.get("status") == "5")  # flushed: another completion has the reason
-        if any(f.name != "nccl_warning" and not _FOLLOWS.search(f.text) for f in facts):
-            facts = [f for f in facts if not _FOLLOWS.search(f.text)]  # the rest only follows from another's failure
+        if any(f.name != "nccl_warning" and not FOLLOWS.search(f.text) for f in facts):
+            facts = [f for f in facts if not FOLLOWS.search(f.text)]  # the rest only follows from another's failure
         if facts and row.when(facts):
             return [_finding(found, row, facts)]
     return []
@@ -273,7 +280,7 @@ def _finding(found: Collected, row: Row, facts: list[Fact]) -> Finding:
     culprits, victims = _blamed(found, row.names.partition(" ")[0], facts)
     text, advice = row.blaming if row.blaming is not None and culprits else (row.text, row.advice)
     fields = _fields(facts, culprits, victims, row.subject)
-    fields["came"] = _came(found)
+    fields |= {"came": _came(found), "settings": _settings(found)}
     kind, _, cause = row.kind.partition("/")
     went_on = kind == "rank_lost" and (found.steps or found.began)
     return finding(
@@ -304,8 +311,8 @@ def _blamed(found: Collected, name: str, facts: list[Fact]) -> tuple[Collection[
             return {r for f in behind if whole and is_rank(r := int(f.fields["member"]))}, ()
         case "barrier_reached":
             return (), {r for f in facts if (r := f.number("waiter")) is not None}
-        case "horovod_late" | "horovod_stall":
-            missing = [{r for r in numbers(f.fields["ranks"]) if is_rank(r)} for f in facts]
+        case "horovod_late" | "horovod_stall" | "jax_barrier":
+            missing = [{r for r in numbers(f.fields.get("ranks", "")) if is_rank(r)} for f in facts]
             ready = {r for f in facts for r in numbers(f.fields.get("ready", "")) if is_rank(r)}
             late = set.intersection(*missing) or set.union(*missing)  # those that every stalled tensor waits for
             return late, ready - late
@@ -358,6 +365,21 @@ def _came(found: Collected) -> str:
     return f"; of the {found.nodes_wanted:,} nodes that it needs, the log shows {came:,} that came: {nodes}"
 
 
+def _settings(found: Collected) -> str:
+    """Return which settings of NCCL differ between the hosts that print theirs."""
+    hosts = sorted(found.settings.keys() | found.interfaces.keys())
+    of_host = {
+        key: {h: found.settings.get(h, {}).get(key, "not shown") for h in hosts}
+        for key in sorted({key for s in found.settings.values() for key in s})
+    }
+    texts = [
+        f"{key} is {some([f'{value} on {h}' for h, value in values.items()])}"
+        for key, values in of_host.items()
+        if len(set(values.values())) > 1
+    ]
+    return f"; {some(texts)}" if texts else ""
+
+
 def _awaited(facts: Sequence[Fact]) -> int:
     return Counter(f.number("awaited") or 0 for f in facts).most_common(1)[0][0]
 
@@ -371,7 +393,7 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
     first, by = facts[0].fields, facts[0].who
     out = Fields({k: shortened(v, 160 if k == "what" else 120) for f in reversed(facts) for k, v in f.fields.items()})
     peers = [
-        p for f in facts if (p := f.fields.get("peer", "").rstrip(".,")) and (p not in _HERE or "of_host" in f.fields)
+        p for f in facts if (p := f.fields.get("peer", "").rstrip(".,")) and (p not in HERE or "of_host" in f.fields)
     ]
     of_host = {f.fields.get("peer"): f.fields.get("of_host", "") for f in facts}
     named = [p + of_host.get(p, "") for p, _ in Counter(peers).most_common(3)]

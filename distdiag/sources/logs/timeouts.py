@@ -25,6 +25,7 @@ SAME_SIZES = (
     *(operation.name for operation in operations.OPERATIONS if operation.same_size == "all"), *operations.EVEN_FORMS,
 )  # fmt: skip
 MESSAGES = {"send", "recv"}
+OF_PARAMETERS = "; all_gather_into_tensor most often gathers parameters that ZeRO-3 or FSDP shards: then a rank's batch took another path through the model, so run the same modules on all ranks"
 DUMPS = "the flight recorder's dumps (TORCH_NCCL_TRACE_BUFFER_SIZE=2000, TORCH_NCCL_DUMP_ON_TIMEOUT=1)"
 PATH = (
     "look at the path between the GPUs: NCCL_DEBUG=INFO, once with NCCL_P2P_DISABLE=1, the interface (NCCL_SOCKET_IFNAME), the "
@@ -252,7 +253,7 @@ def _different(
     culprits = fewer(sides.values())
     texts = " and ".join(f"{rank_list(ranks)} in {text}" for text, ranks in by_size[:4])
     return _timed_out(group, waiting, f"the ranks timed out in different calls of collective{_number(waiting, group)}: {texts}{last_words(found, culprits)}",
-                 "compare what these ranks call there: the same operation with the same size on every rank", culprits, f"mismatch/{cause}")  # fmt: skip
+                 f"compare what these ranks call there: the same operation with the same size on every rank{OF_PARAMETERS if cause == 'shape' and _op(waiting) == 'all_gather_into_tensor' else ''}", culprits, f"mismatch/{cause}")  # fmt: skip
 
 
 def _apart(found: Collected, group: Group, waiting: Waits, most: int | None) -> Finding:

@@ -45,7 +45,7 @@ _ENGINE = bounded(
 # helpers in which one rank, most often rank 0, works first, and the others wait for it
 # functions that gather the parameters of all ranks, or save them with all ranks
 _GATHERS = bounded(
-    r"(?!\w{0,80}load)(?!\w{0,80}set_)\w{0,80}(?:state_dict|save_pretrained|save_16bit_model|save_fp16_model|summon_full_params|unshard_fsdp_state_params)\w{0,40}$"
+    r"(?!\w{0,80}load)(?!\w{0,80}set_)\w{0,80}(?:state_dict|save_state|save_pretrained|save_16bit_model|save_fp16_model|summon_full_params|unshard_fsdp_state_params)\w{0,40}$"
 )
 _FIRST = bounded(r"\b\w{0,40}(?:main|master|process|zero|rank_?0)_first\b")
 _INSIDE = bounded(r"/torch/(?:distributed|csrc|nn/parallel)/")
@@ -73,6 +73,8 @@ _REPORTS = bounded(r"^.{0,200}\b(?:ERROR|CRITICAL|WARN(?:ING)?|[Ee]xception)\b")
 PASSES_OVER = bounded(
     r"(?i:^(?=.{0,300}(?:error|exception|fail|could ?n[o']t|can ?not|can't|unable|corrupt|invalid|broken|bad\b)).{0,300}\b(?:skip(?:ped|ping|s)?|ignor(?:ed|ing|es)|falling back)\b)"
 )
+# of a barrier of JAX: the processes that did not come, one a line
+_TASKS = bounded(r"(?:# of tasks that|The first task at|/job:\S{1,200}/task:(?P<task>\d{1,6})$)")
 _SPAWNED = bounded(r"-- Process (\d{1,6}) terminated with the following error")
 _RAY = bounded(
     r"\bray::[^\s(]{1,200}(?:\(\))? \(pid=(?P<pid>\d{1,9}), ip=(?P<ip>[\w.:]{3,60})"
@@ -145,8 +147,7 @@ class Tracebacks:
         stack = self._stacks.get(source_of(timeout.path, timeout.who), [])
         timeout.site = timeout.site or user_site(stack)
         timeout.within = timeout.within or _helper(stack)
-        names = (str(frame["name"]) for frame in reversed(stack))  # the outermost one counts
-        timeout.saves = next((name for name in names if _GATHERS.match(name) is not None), "")
+        timeout.saves = timeout.saves or _gathers(reversed(stack))
 
     def fatal(self, fact: Fact, source: tuple[object, ...]) -> None:
         """Note a fatal error: its stack may follow."""
@@ -161,7 +162,14 @@ class Tracebacks:
         unended, order = self._unended.pop(line.source, (None, -2))
         if unended is None or line.order - order > len(self._traces) + 1:
             return False
-        unended.fields["what"] += f" {PREFIX.sub('', line.text).strip()}"[:300]
+        text = PREFIX.sub("", line.text).strip()
+        if unended.name == "jax_barrier":
+            if (m := _TASKS.match(text)) is None:
+                return False
+            unended.fields["ranks"] = f"{unended.fields.get('ranks', '')} {m['task'] or ''}".strip()
+            self._unended[line.source] = unended, line.order
+            return True
+        unended.fields["what"] += f" {text}"[:300]
         return True
 
     def _begins(self, line: Line) -> bool:
@@ -245,14 +253,17 @@ class Tracebacks:
 
     def ends(self, line: Line) -> bool:
         """Add the exception in a line, with the traceback before it; True if there is one."""
-        text, trace = line.text, self._traces.get(line.source)
+        text, source = line.text, line.source
+        if source not in self._traces and _EXCEPTION.match(text):  # its message names the rank, its frames do not
+            source = _anonymous(line)
+        trace = self._traces.get(source)
         m = _EXCEPTION.search(text) if "Err" in text or "Exc" in text else None
         known = trace is not None and bool(trace.frames)
         if m is None and trace is not None and known:
             m = _ANY.search(text) or _ANY.match(text[trace.margin :])
         if m is None:
             return False
-        trace = self._traces.pop(line.source, None) or _Trace()
+        trace = self._traces.pop(source, None) or _Trace()
         if trace.ignored:
             return True
         if trace.fatal is not None:
@@ -267,7 +278,7 @@ class Tracebacks:
         fact = self._exception(m, innermost, line)
         if fact is not None:
             fact.site = user_site(trace.frames[::-1])
-            fact.within = _helper(trace.frames)
+            fact.within, fact.saves = _helper(trace.frames), _gathers(trace.frames)
             if (launcher := _launcher(trace.frames)) and fact.who.rank is None and not fact.who.process:
                 self._found.per_node = self._found.per_node or launcher in OF_NODE
                 of_task = "" if fact.who.task is not None else launcher
@@ -279,7 +290,7 @@ class Tracebacks:
             earlier = self._before.pop(line.source, None)
             if earlier is not None and fact.role is earlier.role is Role.CAUSE:
                 fact = self._chained(earlier, fact)
-            if fact.name == "exception" and fact.fields.get("what", "").endswith(":"):
+            if fact.name == "jax_barrier" or (fact.name == "exception" and fact.fields.get("what", "").endswith(":")):
                 self._unended[line.source] = fact, line.order
             self._exceptions[line.source] = fact
         return True
@@ -336,6 +347,11 @@ def _anonymous(line: Line) -> tuple[object, ...]:
 def _helper(frames: Iterable[dict[str, object]]) -> str:
     """Return the function on a stack in which one rank goes first; empty if there is none."""
     return next((m[0] for frame in frames if (m := _FIRST.search(str(frame["name"]))) is not None), "")
+
+
+def _gathers(frames: Iterable[dict[str, object]]) -> str:
+    """Return the outermost function on a stack, the outermost frame first, that gathers or saves with all ranks; empty if there is none."""
+    return next((name for frame in frames if _GATHERS.match(name := str(frame["name"])) is not None), "")
 
 
 def _launcher(frames: Sequence[dict[str, object]]) -> str:

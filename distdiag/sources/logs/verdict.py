@@ -79,6 +79,7 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
     found.past += past
     ends = reader.later
     found.losses, found.took, found.steps, found.began = ends.loss, ends.took, bool(ends.progress), ends.began
+    found.over = ends.over
 
     def rank_of(path: Path, rank: int | None, task: int | None) -> int | None:
         named = rank if rank is not None or found.per_node else task

@@ -93,6 +93,7 @@ def groups_of(facts: Iterable[Fact]) -> dict[Group, Waits]:
 
 def _note_timeout(wait: Waiting, f: Fact, seq: int | None) -> None:
     if wait.op and wait.seq is not None and seq is not None and seq >= wait.seq:
+        wait.site = wait.site or (f.site if seq == wait.seq else None)
         return  # the first one matters: later ones were queued behind it
     wait.seq, wait.op = seq, op_name(f.fields["op"])
     wait.size = f.number("nin") if f.fields.get("nin") not in NOT_RECORDED else None
