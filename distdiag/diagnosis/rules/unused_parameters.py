@@ -6,7 +6,7 @@ they are just never trained. Frozen ones (requires_grad False) are reported once
 distinguish them from unused ones. Without DDP, the parameters of a torch optimizer that have no
 gradient at any sampled step are counted.
 
-Faulty jobs: pose_heads, lang_adapters, safe_flag, lit_gan. Healthy look-alikes: frozen_backbone,
+Faulty jobs: pose_heads, lang_adapters, safe_flag, lit_gan, dune_heights. Healthy look-alikes: frozen_backbone,
 layer_drop, frozen_head.
 """
 
@@ -70,7 +70,7 @@ FROZEN = Template(kind, "frozen",
     "none, if that is intended", "set requires_grad before wrapping in DDP if you want to train them", proved=True,
     severity=Severity.INFO)  # fmt: skip
 UNCHANGED = Template(kind, "not_updated", "no optimizer step changes the model of {victims} since step {step} or earlier: {why}",
-    "the job trains nothing", "{do}", severity=Severity.WARNING, proved=True)  # fmt: skip
+    "these steps train nothing", "{do}", severity=Severity.WARNING, proved=True)  # fmt: skip
 NEVER = Template(kind, "never_used",
     "{gathered}{n:,} of {all:,} parameters that the optimizer of {victims} steps ({share} of their elements{first}) {n:has|have} had no gradient at any of "
     "{times} sampled steps up to step {step}", "they are not trained", "{do}")  # fmt: skip

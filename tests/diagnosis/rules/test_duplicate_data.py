@@ -116,6 +116,56 @@ def test_ranks_that_read_the_same_samples_in_any_order_are_reported(
     assert found((1, 2, 1, 1)) == [], "epochs are compared with themselves only"
 
 
+def plan(r: random.Random, kind: str, ranks: int) -> list[list[int]]:
+    """Return the samples that each rank reads in an epoch."""
+    n = r.randrange(ranks * 40, ranks * 900)
+    data = r.sample(range(1 << 20), n)
+    if kind == "all, each in its order":
+        return [r.sample(data, n - r.randrange(n // 20 + 1)) for _ in range(ranks)]
+    if kind == "parts for half of the ranks":
+        parts = [data[q :: ranks // 2] for q in range(ranks // 2)]
+        return [r.sample(parts[q // 2], len(parts[q // 2])) for q in range(ranks)]
+    if kind == "parts that overlap":
+        size = n // ranks
+        return [[data[i % n] for i in range(q * size // 2, q * size // 2 + size)] for q in range(ranks)]
+    if kind == "drawn with replacement":
+        size = n if r.random() < 0.5 else n // ranks
+        return [r.choices(data, k=size) for _ in range(ranks)]
+    if kind == "parts of data with repeats":
+        data = r.choices(data[: max(40, n // 3)], k=n)
+    r.shuffle(data)
+    data += data[: -n % ranks] if kind == "padded" else []
+    return [data[q::ranks] for q in range(ranks)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "severity"),
+    [
+        ("all, each in its order", "warning"),
+        ("parts for half of the ranks", "warning"),
+        ("parts that overlap", "info"),
+        ("drawn with replacement", ""),
+        ("parts of data with repeats", ""),
+        ("parts", ""),
+        ("padded", ""),
+    ],
+)
+def test_ways_to_read_an_epoch_are_told_apart(kind: str, severity: str) -> None:
+    """The class of mutations for `same_samples` and `some_samples`: what each rank reads, for many sizes and ranks."""
+    r, wrong = random.Random(kind), []
+    for _ in range(60):
+        ranks = r.choice((2, 4, 8)) if "half" not in kind else r.choice((4, 8))
+        read = plan(r, kind, ranks)
+        slots = [hashed(x) for x in read]
+        if min(map(len, slots)) < 32:
+            continue
+        of = [loader(first_fingerprints=prints(q), sampled_epoch=1, epoch_samples=x) for q, x in enumerate(slots)]
+        found = data(job(*(rank(q, loaders=(x,)) for q, x in enumerate(of))), PLAIN)
+        if [f.severity for f in found] != [severity] * bool(severity):
+            wrong.append((ranks, len(read[0]), [f.message for f in found]))
+    assert len(wrong) <= (3 if severity else 0), wrong
+
+
 @pytest.mark.parametrize(("fits", "judged"), [(True, True), (None, False)])
 def test_samples_count_as_compared_if_they_were_or_a_sampler_splits_them(fits: bool | None, judged: bool) -> None:
     more = {"distributed_sampler": fits is not None, "sampler_fits": fits}
