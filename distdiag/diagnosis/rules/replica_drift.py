@@ -17,8 +17,9 @@ from distdiag.diagnosis.comparison import Veto, by_step, minority, vetoed
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Model, RankState, Sample, Site, Snapshot
+from distdiag.diagnosis.text.drift import DRIFT, LAYERS, LOGGED, MODES, UNFROZEN, WAYS
 from distdiag.diagnosis.text.phrases import at, count, wheres
-from distdiag.diagnosis.text.template import Template, filled
+from distdiag.diagnosis.text.template import filled
 from distdiag.diagnosis.training_data import NOT_ALL, model_parallel, synchronous, training_loaders
 from distdiag.terms.ranks import by_value, unfold_ranks
 
@@ -326,115 +327,6 @@ def _rates(s: Snapshot, drifting: list[int]) -> dict[int, float]:
     return apart[-1] if apart else {}
 
 
-# -- wording ----------------------------------------------------------------------------------------------------------
-
-DRIFT = Template(
-    kind, "gradients_not_synced",
-    "replicas drift apart since step {step} or earlier{equal}: {what} (checksums differ by {spread:.3g} at step {last})", "{cost}", "{do}",
-    proved=True)  # fmt: skip
-LOGGED = Template(kind, "logged",
-    "the logged value {name} was equal on all ranks in {n} steps, and differs since step {step}: {each}",
-    "what all ranks had in common until then is no longer equal",
-    "look for what one rank did alone in step {step}: a scheduler, a reduction or a decision by its own data",
-    severity=Severity.WARNING)  # fmt: skip
-LAYERS = Template(kind, "gradients_not_synced",
-    "nothing reduces the gradients of {drift}: these parameters were equal on all ranks before the first step and differ since step {step} or "
-    "earlier, while those of {equal} stay equal",
-    "each rank trains its own copy of these parameters",
-    "all_reduce the gradients of {drift}, too: each rank computes them from its own part of the batch or of the sequence; if each rank is to "
-    "have its own, ignore this", severity=Severity.WARNING)  # fmt: skip
-MODES = Template(kind, "mode",
-    "{culprits} {culprits:trains|train} with {n} dropout or batch-norm layer{n:|s} in eval mode since step {step} or earlier, the others with {usual}",
-    "in eval mode dropout is off, and batch norm uses its running statistics and does not update them: the ranks do not train the same way",
-    "call `model.{call}()` on all ranks at the same step: after an evaluation that only some ranks run, it is often left out",
-    severity=Severity.WARNING, proved=True)  # fmt: skip
-UNFROZEN = Template(
-    kind, "gradients_not_synced",
-    "{n:,} parameter{n:|s} ({name}{n:|, …}) had requires_grad False when DDP was built{site} and {n:gets|get} gradients since step "
-    "{step} or earlier: DDP does not average them",
-    "each rank trains these parameters on its own; only one of the replicas is saved",
-    "unfreeze them before wrapping in DDP, or wrap the module again after it (and build a new optimizer)")  # fmt: skip
-_WHAT = {
-    "gradients_not_synced": "their gradients are not averaged",
-    "some_steps": "DDP averages gradients before some of the optimizer steps only: {passes:,} backward passes in {steps:,} steps",
-    "never_synced": "their gradients are not averaged: DDP's forward runs, but no backward pass averages, as in `no_sync()`",
-    "never_averaged": "nothing averages their gradients: no DDP, and no collective that exchanges a tensor",
-    "some_reduced": "{share:share} of the gradients' elements are reduced in each step",
-    "partly_averaged": "all gradients were averaged before, but not those of the parameters that have been trained since",
-    "outside_ddp": "an optimizer steps {name} that no DDP module had when it was built, so nothing averages their gradients",
-    "untrained": "parameters of {name} differ between the ranks: the training step calls this module, no gradient trains it, and it is not in DDP",
-    "local": "gradients are averaged in every step, but those with which the optimizer steps differ between the ranks: the averaged values do not "
-    "reach `p.grad`, or a rank changes them there",
-    "different_init": "gradients are averaged, but the replicas began with different values",
-    "split_module": "they split one module between them (DTensor), and differ in the parameters that each of them has whole",
-    "buffers": "their buffers differ, and broadcast_buffers is off",
-    "state": "buffers that are saved with the model ({name}) are updated from each rank's own batches, and broadcast_buffers is off",
-    "mild": "their buffers were equal before and differ now, and broadcast_buffers is off",
-    "learning_rates": "gradients are averaged, but learning rates differ",
-    "update": "gradients are averaged and the replicas were equal before, but {apart}",
-    "first_update": "gradients are averaged, but from the first steps on not every rank updates its parameters in the same way",
-    "unequal": "gradients are reduced in every step, but the replicas do not keep one distance: their updates differ",
-    "accumulated": "the replicas were equal before, and gradients are averaged in one of several backward passes per step: those of the "
-    "passes after it stay local, or not every rank updates its parameters in the same way",
-}
-_CAUSE = {
-    "unequal": "update",
-    "local": "gradients_not_synced",
-    "changed": "update",
-    "untrained": "different_init",
-    "first_update": "update",
-    "state": "buffers",
-}
-_COST = {
-    "mild": "none, if these buffers may differ",
-    "state": "each rank computes with other values, and only those of one rank are saved",
-    "split_module": "the ranks hold parts of one module that do not fit together: its output and its gradients are wrong",
-    "outside_ddp": UNFROZEN.cost,
-    "untrained": "each rank computes its loss with another module",
-}
-_ADVICE = {
-    "gradients_not_synced": "call the DDP-wrapped model, not model.module, in the training step; step the parameters that DDP "
-    "wraps",
-    "some_steps": "let the last backward pass before each optimizer step average, outside `no_sync()` and through the DDP-wrapped model: "
-    "also where the end of an epoch cuts an accumulation short",
-    "never_synced": "let the last backward pass before each optimizer step run outside `no_sync()`: the condition that ends the accumulation "
-    "is never true on any rank; or look for `require_backward_grad_sync = False`",
-    "outside_ddp": "put these parameters into the module before DDP wraps it (wrap it again after a layer was added), or wrap the module that "
-    "holds them in DDP, too, or all_reduce their gradients by hand; if each rank is to have its own, ignore this",
-    "untrained": "make them equal: copy this module from the model after DDP has wrapped it (its constructor makes the replicas equal), or broadcast "
-    "its parameters once; if each rank is to have its own, ignore this",
-    "local": "copy the averaged values into the gradients (`p.grad.copy_(averaged)`: `grad = averaged` changes only a name); reduce after backward, "
-    "and wait for it (`work.wait()`) before the optimizer steps; check whether one rank alone clips, scales or adds to its gradients, or a "
-    "communication hook averages nothing",
-    "never_averaged": "wrap the model in DistributedDataParallel: the loader splits the data by rank, so each rank trains "
-    "its own model on its part of the data",
-    "some_reduced": "average the gradients of all parameters: look for a filter by name, by group or by `p.grad is not None` where they are collected; "
-    "if the others are to be each rank's own (experts, personal layers), ignore this",
-    "partly_averaged": "average the gradients of all parameters that are trained: rebuild the list or bucket of gradients after "
-    "parameters were added or unfrozen",
-    "different_init": "broadcast the parameters from rank 0 once after building the model (or use the same seed, or DDP)",
-    "different_init in DDP": "load the same weights on all ranks before the model is wrapped: DDP makes replicas equal only then",
-    "split_module": "give these ranks the same batches: seed and shard the data by the data parallel rank, not by the global one, or "
-    "broadcast each batch among them; and begin with equal values (the same seed), also of dropout",
-    "state": "all_reduce what updates these buffers (counts, sums, means) before the update; if each rank is to have its own, register them with "
-    "`persistent=False`",
-    "buffers": "leave broadcast_buffers=True, or reduce the buffers by hand",
-    "learning_rates": "give the scheduler the same input on all ranks: a reduced metric, steps instead of a rank's samples or tokens, "
-    "the same epoch length; and load the same optimizer state on all ranks",
-    "update": "check whether one rank alone decides to load weights, or to skip, clip or scale a step; let all ranks decide together "
-    "(all_reduce, broadcast), and reduce in the same order on all ranks: a set is ordered differently on each",
-    "written": "look for what one rank alone puts into its model between two steps: averaged (EMA) or loaded weights, for a validation or a "
-    "checkpoint; put the trained ones back on every path (`try … finally`)",
-    "first_update": "load the same optimizer state on all ranks (DDP makes only the model equal, when it is built); and check whether one rank "
-    "alone loads weights, has other learning rates, skips, clips or scales a step, or a communication hook that averages nothing",
-    "unequal": "begin with the same parameters and the same optimizer state on all ranks (a checkpoint that all load, or a broadcast); wait for "
-    "every all_reduce (`work.wait()`) before the optimizer steps; reduce a gradient once backward has finished it, in the same order on all ranks",
-    "accumulated": "leave `no_sync()` for the last backward pass before the optimizer step, which averages the sum of all; if it is "
-    "so already, check whether one rank alone decides to load weights, or to skip, clip or scale a step",
-}
-_WHAT["changed"], _ADVICE["changed"] = _WHAT["local"], _ADVICE["local"]
-
-
 def _finding(
     s: Snapshot,
     cause: str,
@@ -447,49 +339,54 @@ def _finding(
 ) -> Finding:
     """Return the finding of replicas whose newest checksums are `values`, and which differ at `steps`, after they were equal at a step."""
     models = [m for r in s.ranks.values() for m in r.models]
-    by_ddp = _by_ddp(s)
-    averaged = cause == "different_init" or (by_ddp == "each_step" and cause == "gradients_not_synced")
+    averaged = cause == "different_init" or (_by_ddp(s) == "each_step" and cause == "gradients_not_synced")
     rates = _rates(s, steps) if averaged else {}
-    words = cause
-    if rates:
-        words = "learning_rates"
-    elif averaged and began_equal:
-        accumulates = models and all(2 * m.forwards > 3 * m.synced_backwards > 0 for m in models)
-        words = "accumulated" if accumulates else "update"
-    elif averaged and cause == "gradients_not_synced":
-        words = "first_update"
-    elif cause == "gradients_not_synced":
-        words = by_ddp or words
-    if local and words in ("unequal", "update", "first_update"):
-        words = "local" if words == "unequal" else "changed"
     odd, ranks = minority(rates or values), sorted(values)
     apart, written = _apart(s, equal, steps[0], odd)
-    newest = next(reversed(_samples(s, "reduced" if words == "some_reduced" else cause)), None)
+    way = "learning_rates" if rates else "mild" if mild else _way(s, cause, averaged, began_equal, local, written)
+    newest = next(reversed(_samples(s, "reduced" if way == "some_reduced" else cause)), None)
+    words = WAYS[way]
     what = filled(
-        _WHAT["mild" if mild else words], passes=min((m.synced_backwards for m in models), default=0),
+        words.what, passes=min((m.synced_backwards for m in models), default=0),
         steps=max(r.step for r in s.ranks.values()), name=newest and newest.name, share=newest and newest.value, apart=apart,
     )  # fmt: skip
-    what += f" ({_rates_text(rates)})" if rates else ""
-    what += (
-        _not_through_ddp(s)
-        if words == "gradients_not_synced"
-        else _not_waited_for(s)
-        if words in ("unequal", "local")
-        else ""
-    )
+    if rates:
+        what += f" ({_rates_text(rates)})"
+    elif way == "gradients_not_synced":
+        what += _not_through_ddp(s)
+    elif way in ("unequal", "local"):
+        what += _not_waited_for(s)
     by_hand = cause in ("different_init", "partly_averaged", "some_reduced", "unequal") and not models
     # a plain tensor in a model of DTensors may be a rank's own, such as its experts
     by_design = cause in ("some_reduced", "partly_averaged", "split_module", "outside_ddp", "untrained", "state")
     certain = steps[-1] >= limits.certain_step and not by_design
+    # not DDP's, if it averages well
+    unseen = way in ("update", "written", "first_update") and not by_hand
     return DRIFT(
-        cause=known if (known := _CAUSE.get(words, words)) in kind.causes else None, proved=certain or cause == "buffers",
+        cause=known if (known := words.cause or way) in kind.causes else None, proved=certain or cause == "buffers",
         severity=Severity.INFO if mild or cause == "some_reduced" else Severity.WARNING if cause in ("outside_ddp", "untrained", "state") else None,
         culprits=odd, victims=[q for q in ranks if q not in odd], step=steps[0], last=steps[-1],
-        # not DDP's, if it averages well
-        where=() if words in ("update", "first_update") and not by_hand else wheres(s, ranks, None, {q: _site(s.ranks[q], by_hand) for q in ranks}),
-        equal="" if equal is None else f" (equal at step {equal})", what=what, spread=_spread(values), do=_ADVICE["written" if written and words == "update" else words + (" in DDP" if words == "different_init" and models else "")],
-        cost=_COST.get("mild" if mild else cause, "each rank trains a different model; only one of them is saved"),
+        where=() if unseen else wheres(s, ranks, None, {q: _site(s.ranks[q], by_hand) for q in ranks}),
+        equal="" if equal is None else f" (equal at step {equal})", what=what, spread=_spread(values), do=words.do, cost=words.cost,
     )  # fmt: skip
+
+
+def _way(s: Snapshot, cause: str, averaged: bool, began_equal: bool, local: bool, written: bool) -> str:
+    """Return which of `WAYS` replicas went that came apart for a cause."""
+    models = [m for r in s.ranks.values() for m in r.models]
+    way = cause
+    if averaged and began_equal:
+        accumulates = models and all(2 * m.forwards > 3 * m.synced_backwards > 0 for m in models)
+        way = "accumulated" if accumulates else "update"
+    elif averaged and cause == "gradients_not_synced":
+        way = "first_update"
+    elif cause == "gradients_not_synced":
+        way = _by_ddp(s) or cause
+    if local and way in ("unequal", "update", "first_update"):
+        return "local" if way == "unequal" else "changed"
+    if way == "update" and written:
+        return "written"
+    return "different_init in DDP" if way == "different_init" and models else way
 
 
 def _apart(s: Snapshot, equal: int | None, first: int, odd: tuple[int, ...]) -> tuple[str, bool]:

@@ -1,0 +1,181 @@
+"""Words for replicas that differ: templates, and a row for each way in which parameters or buffers come apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distdiag.diagnosis import kinds
+from distdiag.diagnosis.model.findings import Severity
+from distdiag.diagnosis.text.template import Template
+
+kind = kinds.REPLICA_DRIFT
+
+DRIFT = Template(
+    kind, "gradients_not_synced",
+    "replicas drift apart since step {step} or earlier{equal}: {what} (checksums differ by {spread:.3g} at step {last})", "{cost}", "{do}",
+    proved=True)  # fmt: skip
+LOGGED = Template(kind, "logged",
+    "the logged value {name} was equal on all ranks in {n} steps, and differs since step {step}: {each}",
+    "what all ranks had in common until then is no longer equal",
+    "look for what one rank did alone in step {step}: a scheduler, a reduction or a decision by its own data",
+    severity=Severity.WARNING)  # fmt: skip
+LAYERS = Template(kind, "gradients_not_synced",
+    "nothing reduces the gradients of {drift}: these parameters were equal on all ranks before the first step and differ since step {step} or "
+    "earlier, while those of {equal} stay equal",
+    "each rank trains its own copy of these parameters",
+    "all_reduce the gradients of {drift}, too: each rank computes them from its own part of the batch or of the sequence; if each rank is to "
+    "have its own, ignore this", severity=Severity.WARNING)  # fmt: skip
+MODES = Template(kind, "mode",
+    "{culprits} {culprits:trains|train} with {n} dropout or batch-norm layer{n:|s} in eval mode since step {step} or earlier, the others with {usual}",
+    "in eval mode dropout is off, and batch norm uses its running statistics and does not update them: the ranks do not train the same way",
+    "call `model.{call}()` on all ranks at the same step: after an evaluation that only some ranks run, it is often left out",
+    severity=Severity.WARNING, proved=True)  # fmt: skip
+UNFROZEN = Template(
+    kind, "gradients_not_synced",
+    "{n:,} parameter{n:|s} ({name}{n:|, …}) had requires_grad False when DDP was built{site} and {n:gets|get} gradients since step "
+    "{step} or earlier: DDP does not average them",
+    "each rank trains these parameters on its own; only one of the replicas is saved",
+    "unfreeze them before wrapping in DDP, or wrap the module again after it (and build a new optimizer)")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Words:
+    """How one way to come apart is reported."""
+
+    what: str
+    do: str
+    cost: str = "each rank trains a different model; only one of them is saved"
+    cause: str = ""  # of the kind, if it is not the name of the row
+
+
+# fmt: off
+WAYS = {
+    "gradients_not_synced": Words(
+        "their gradients are not averaged",
+        "call the DDP-wrapped model, not model.module, in the training step; step the parameters that DDP wraps",
+    ),
+    "some_steps": Words(
+        "DDP averages gradients before some of the optimizer steps only: {passes:,} backward passes in {steps:,} steps",
+        "let the last backward pass before each optimizer step average, outside `no_sync()` and through the DDP-wrapped model: "
+        "also where the end of an epoch cuts an accumulation short",
+    ),
+    "never_synced": Words(
+        "their gradients are not averaged: DDP's forward runs, but no backward pass averages, as in `no_sync()`",
+        "let the last backward pass before each optimizer step run outside `no_sync()`: the condition that ends the accumulation "
+        "is never true on any rank; or look for `require_backward_grad_sync = False`",
+    ),
+    "never_averaged": Words(
+        "nothing averages their gradients: no DDP, and no collective that exchanges a tensor",
+        "wrap the model in DistributedDataParallel: the loader splits the data by rank, so each rank trains its own model on its "
+        "part of the data",
+    ),
+    "some_reduced": Words(
+        "{share:share} of the gradients' elements are reduced in each step",
+        "average the gradients of all parameters: look for a filter by name, by group or by `p.grad is not None` where they are "
+        "collected; if the others are to be each rank's own (experts, personal layers), ignore this",
+    ),
+    "partly_averaged": Words(
+        "all gradients were averaged before, but not those of the parameters that have been trained since",
+        "average the gradients of all parameters that are trained: rebuild the list or bucket of gradients after parameters were "
+        "added or unfrozen",
+    ),
+    "outside_ddp": Words(
+        "an optimizer steps {name} that no DDP module had when it was built, so nothing averages their gradients",
+        "put these parameters into the module before DDP wraps it (wrap it again after a layer was added), or wrap the module that "
+        "holds them in DDP, too, or all_reduce their gradients by hand; if each rank is to have its own, ignore this",
+        cost=UNFROZEN.cost,
+    ),
+    "untrained": Words(
+        "parameters of {name} differ between the ranks: the training step calls this module, no gradient trains it, and it is not "
+        "in DDP",
+        "make them equal: copy this module from the model after DDP has wrapped it (its constructor makes the replicas equal), or "
+        "broadcast its parameters once; if each rank is to have its own, ignore this",
+        cost="each rank computes its loss with another module",
+        cause="different_init",
+    ),
+    "local": Words(
+        "gradients are averaged in every step, but those with which the optimizer steps differ between the ranks: the averaged "
+        "values do not reach `p.grad`, or a rank changes them there",
+        "copy the averaged values into the gradients (`p.grad.copy_(averaged)`: `grad = averaged` changes only a name); reduce "
+        "after backward, and wait for it (`work.wait()`) before the optimizer steps; check whether one rank alone clips, scales or "
+        "adds to its gradients, or a communication hook averages nothing",
+        cause="gradients_not_synced",
+    ),
+    "different_init": Words(
+        "gradients are averaged, but the replicas began with different values",
+        "broadcast the parameters from rank 0 once after building the model (or use the same seed, or DDP)",
+    ),
+    "different_init in DDP": Words(
+        "gradients are averaged, but the replicas began with different values",
+        "load the same weights on all ranks before the model is wrapped: DDP makes replicas equal only then",
+        cause="different_init",
+    ),
+    "split_module": Words(
+        "they split one module between them (DTensor), and differ in the parameters that each of them has whole",
+        "give these ranks the same batches: seed and shard the data by the data parallel rank, not by the global one, or broadcast "
+        "each batch among them; and begin with equal values (the same seed), also of dropout",
+        cost="the ranks hold parts of one module that do not fit together: its output and its gradients are wrong",
+    ),
+    "buffers": Words(
+        "their buffers differ, and broadcast_buffers is off",
+        "leave broadcast_buffers=True, or reduce the buffers by hand",
+    ),
+    "state": Words(
+        "buffers that are saved with the model ({name}) are updated from each rank's own batches, and broadcast_buffers is off",
+        "all_reduce what updates these buffers (counts, sums, means) before the update; if each rank is to have its own, register "
+        "them with `persistent=False`",
+        cost="each rank computes with other values, and only those of one rank are saved",
+        cause="buffers",
+    ),
+    "mild": Words(
+        "their buffers were equal before and differ now, and broadcast_buffers is off",
+        "leave broadcast_buffers=True, or reduce the buffers by hand",
+        cost="none, if these buffers may differ",
+        cause="buffers",
+    ),
+    "learning_rates": Words(
+        "gradients are averaged, but learning rates differ",
+        "give the scheduler the same input on all ranks: a reduced metric, steps instead of a rank's samples or tokens, the same "
+        "epoch length; and load the same optimizer state on all ranks",
+    ),
+    "update": Words(
+        "gradients are averaged and the replicas were equal before, but {apart}",
+        "check whether one rank alone decides to load weights, or to skip, clip or scale a step; let all ranks decide together "
+        "(all_reduce, broadcast), and reduce in the same order on all ranks: a set is ordered differently on each",
+    ),
+    "written": Words(
+        "gradients are averaged and the replicas were equal before, but {apart}",
+        "look for what one rank alone puts into its model between two steps: averaged (EMA) or loaded weights, for a validation or "
+        "a checkpoint; put the trained ones back on every path (`try … finally`)",
+        cause="update",
+    ),
+    "first_update": Words(
+        "gradients are averaged, but from the first steps on not every rank updates its parameters in the same way",
+        "load the same optimizer state on all ranks (DDP makes only the model equal, when it is built); and check whether one rank "
+        "alone loads weights, has other learning rates, skips, clips or scales a step, or a communication hook that averages "
+        "nothing",
+        cause="update",
+    ),
+    "unequal": Words(
+        "gradients are reduced in every step, but the replicas do not keep one distance: their updates differ",
+        "begin with the same parameters and the same optimizer state on all ranks (a checkpoint that all load, or a broadcast); "
+        "wait for every all_reduce (`work.wait()`) before the optimizer steps; reduce a gradient once backward has finished it, in "
+        "the same order on all ranks",
+        cause="update",
+    ),
+    "accumulated": Words(
+        "the replicas were equal before, and gradients are averaged in one of several backward passes per step: those of the "
+        "passes after it stay local, or not every rank updates its parameters in the same way",
+        "leave `no_sync()` for the last backward pass before the optimizer step, which averages the sum of all; if it is so "
+        "already, check whether one rank alone decides to load weights, or to skip, clip or scale a step",
+    ),
+    "changed": Words(
+        "gradients are averaged in every step, but those with which the optimizer steps differ between the ranks: the averaged "
+        "values do not reach `p.grad`, or a rank changes them there",
+        "copy the averaged values into the gradients (`p.grad.copy_(averaged)`: `grad = averaged` changes only a name); reduce "
+        "after backward, and wait for it (`work.wait()`) before the optimizer steps; check whether one rank alone clips, scales or "
+        "adds to its gradients, or a communication hook averages nothing",
+        cause="update",
+    ),
+}
+# fmt: on
