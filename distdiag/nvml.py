@@ -58,6 +58,11 @@ def ask(n: Any, question: Callable[..., Any], *args: Any) -> Any:
         return None
 
 
+def text(value: Any) -> str | None:
+    """Return a string of NVML; some packages of pynvml give bytes."""
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+
+
 def facts(n: Any, card: Any, part: Any = None) -> dict[str, Any]:
     """Return what a card reports of itself, by the names of table `gpu`.
 
@@ -73,8 +78,8 @@ def facts(n: Any, card: Any, part: Any = None) -> dict[str, Any]:
     memory = answer("nvmlDeviceGetMemoryInfo", of=part)
     power, limit = answer("nvmlDeviceGetPowerUsage"), answer("nvmlDeviceGetEnforcedPowerLimit")
     return {
-        "uuid": answer("nvmlDeviceGetUUID", of=part),
-        "name": answer("nvmlDeviceGetName", of=part),
+        "uuid": text(answer("nvmlDeviceGetUUID", of=part)),
+        "name": text(answer("nvmlDeviceGetName", of=part)),
         "memory_used_bytes": getattr(memory, "used", None),
         "memory_total_bytes": getattr(memory, "total", None),
         "power_w": None if power is None else power / 1000,

@@ -22,6 +22,7 @@ from torch.utils.data import (
 from distdiag.page.layout import page_path
 from distdiag.page.writer import PageWriter
 from distdiag.recorder.fast import accounts
+from distdiag.recorder.hooks.epoch_samples import EpochSamples
 from distdiag.recorder.hooks.loaders import Loaders, fingerprint
 from distdiag.recorder.state import Recorder
 
@@ -180,3 +181,22 @@ def test_epochs_that_cannot_be_compared_or_are_long_are_not_hashed(how: dict[str
     rows = torch.randn(how.pop("rows", 600), 4)
     assert epoch(recorded, rows, batch=512, **how) == set()
     assert epoch(recorded, rows, batch=512, **how) == set()
+
+
+@pytest.mark.filterwarnings("ignore")  # torch warns of beta layouts
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.tensor(3.0),
+        lambda: torch.empty(0, 4),
+        lambda: torch.empty(4, 0),
+        lambda: torch.eye(4).to_sparse(),
+        lambda: torch.eye(4).to_sparse_csr(),
+        lambda: torch.ones(3, 3).to_mkldnn(),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        lambda: torch.empty(3, 3, device="meta"),
+        lambda: torch.ones(6, 6)[:, ::2],
+    ],
+)
+def test_batches_without_rows_in_memory_are_not_hashed(make: Any, recorded: Loaders) -> None:
+    assert EpochSamples().add(make()) is False

@@ -30,6 +30,8 @@ class EpochSamples:
         """Add the rows of a batch's tensor; False if that cannot be done, or there are too many."""
         if tensor is None or tensor.device.type != "cpu" or not has_memory(type(tensor)):
             return False
+        if tensor.layout is not torch.strided or tensor.is_nested or not tensor.dim():
+            return False
         n, at = tensor.shape[0], tensor.data_ptr()
         self._samples += n
         if not (n and at and tensor.is_contiguous()) or self._samples > MOST:

@@ -18,6 +18,7 @@ from distdiag.page.layout import SampleKind
 from distdiag.recorder.fast.accounts import Ledger
 from distdiag.recorder.hooks.tensor_samples import Samples, capturing, own_part, sampled
 from distdiag.recorder.hooks.wrapped_model import EnteredModules, watch_forward
+from distdiag.recorder.unseen import has_memory
 from distdiag.terms.ranks import fold_ranks
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class ReplicaChecksums:
             self._began = True
             self._checksum(SampleKind.PARAMETERS, compared.params, 0, compared.which, name=compared.ranks)
             if not self.ledger.models:
-                each = compared.params[:LAYERS_MOST]
+                each = [p for p in compared.params if has_memory(type(p))][:LAYERS_MOST]
                 self._sum(each, False, lambda values: self._sums.update(zip(map(id, each), values, strict=True)))
 
     def after_optimizer(self, optimizer: Any, step: int) -> None:
@@ -294,6 +295,8 @@ class ReplicaChecksums:
     def _sum(self, chosen: list[Any], magnitudes: bool, then: Callable[[list[float]], None]) -> None:
         """Call `then` with a weighted sum of some elements of each tensor, or of their magnitudes: now, or once they are on the host."""
         values = []
+        if not all(has_memory(type(t)) for t in chosen):
+            return
         for t in chosen:
             some = sampled(t, CHECKSUM_ELEMENTS)
             if some is None:
