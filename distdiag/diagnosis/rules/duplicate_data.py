@@ -76,6 +76,11 @@ SAME_ORDER = Template(kind, "same_order_every_epoch",
     "every epoch has the same order on all ranks{site}: DistributedSampler shuffles by its epoch number, which "
     "is still {epoch}", "training sees the same batches in the same order in every epoch",
     "call sampler.set_epoch(epoch) at the start of each epoch", proved=True)  # fmt: skip
+KEPT_EPOCH = Template(kind, "same_order_every_epoch",
+    "every epoch has the same order on all ranks{site}, although the data set's `set_epoch` was called: its epoch is {epoch}",
+    "training sees the same batches in the same order in every epoch",
+    "persistent workers keep the copy of the data set that they were started with: set persistent_workers=False, count the epochs in the data "
+    "set's `__iter__`, or keep the epoch in shared memory; and see whether the order depends on the epoch at all")  # fmt: skip
 EQUAL_LOSSES = Template(kind, "same_batches_on_ranks",
     "{victims} had equal losses in each of {n} steps, to the last bit, and average their gradients: they train on the same batches",
     _REPEATED, "{do}", severity=Severity.INFO)  # fmt: skip
@@ -128,6 +133,8 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         ranks = sorted(q for q, x in loaders.items() if _same_order(x))
         if ranks and len(ranks) == len(loaders):
             yield _found(SAME_ORDER, s, loaders, ranks, epoch=loaders[ranks[0]].sampler_epoch)
+        if all(not x.distributed_sampler and x.sampler_epoch and _began_the_same(x) for x in loaders.values()):
+            yield _found(KEPT_EPOCH, s, loaders, sorted(loaders), epoch=loaders[min(loaders)].sampler_epoch)
 
 
 def _found(
@@ -347,7 +354,12 @@ def _same_order(x: Loader) -> bool:
     n = min(len(labels), len(before))
     later = x.sampler_epoch == 0 and x.iterations_started >= limits.times
     same_labels = n >= limits.times and labels[:n] == before[:n] and 0 not in labels[:n]
-    return same_data(x.first_fingerprints, x.previous_fingerprints) or (later and same_labels)
+    return _began_the_same(x) or (later and same_labels)
+
+
+def _began_the_same(x: Loader) -> bool:
+    """True if the epoch began with the batches of the one before."""
+    return same_data(x.first_fingerprints, x.previous_fingerprints)
 
 
 # -- batches that no loader shows -------------------------------------------------------------------------------------

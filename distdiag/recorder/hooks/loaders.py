@@ -92,6 +92,9 @@ class Loaders:
         else:
             slot.distributed_sampler = 0
         epoch, seed = getattr(sampler, "epoch", None), getattr(sampler, "seed", None)
+        dataset = getattr(loader, "dataset", None)
+        if isinstance(dataset, IterableDataset) and hasattr(dataset, "set_epoch"):
+            epoch = getattr(dataset, "epoch", None)  # by which it shuffles itself; its workers may have another
         slot.sampler_epoch = epoch if isinstance(epoch, int) else -1
         slot.sampler_seed = seed & (1 << 62) - 1 if isinstance(seed, int) else -1
         if isinstance(sampler, RandomSampler):

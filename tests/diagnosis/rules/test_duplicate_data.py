@@ -385,3 +385,20 @@ def test_equal_losses_of_exchanged_tensors_do_not_show_equal_batches(
     reasons = [x.reason for x in outcomes if isinstance(x, Abstained)]
     assert [isinstance(x, Finding) for x in outcomes] == [not vetoed]
     assert not vetoed or op in reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("epoch", "moved", "reported"), [(3, False, True), (3, True, False), (None, False, False), (0, False, False)]
+)
+def test_a_data_set_whose_workers_keep_its_first_epoch_is_reported(
+    epoch: int | None, moved: bool, reported: bool
+) -> None:
+    def of(q: int) -> Loader:
+        return loader(
+            first_fingerprints=prints(q), previous_fingerprints=prints(q + 9 * moved), distributed_sampler=False,
+            sampler_epoch=epoch, dataset_length=None, iterations_started=4,
+        )  # fmt: skip
+
+    found = data(job(*(rank(q, loaders=(of(q),)) for q in range(2))), PLAIN)
+    assert [f.cause for f in found] == ["same_order_every_epoch"] * reported
+    assert not reported or "its epoch is 3" in found[0].message
