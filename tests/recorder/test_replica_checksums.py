@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from distdiag.page.layout import Phase, SampleKind, word
 from distdiag.recorder import unseen
@@ -228,6 +229,30 @@ def test_a_module_outside_ddp_that_a_step_calls_and_no_gradient_trains_is_sample
     job = in_a_job(net, lead, call=lambda: loss(teacher(net(x)), trained(x)))
     assert job.names[SampleKind.UNTRAINED] == "Teacher" and job.at[SampleKind.UNTRAINED, 2] != 0
     assert SampleKind.UNTRAINED not in in_a_job(net, lead, call=lambda: trained(net(x))).of
+
+
+@pytest.mark.parametrize(
+    ("within", "stepped", "found"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_modules_that_ddps_forward_calls_and_its_module_does_not_have_are_reported(
+    within: bool, stepped: bool, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adapters in a plain list are no submodules: nothing registers their parameters."""
+    net, adapters = nn.Linear(8, 8), [Teacher(True), Teacher(True)]
+    lead = torch.optim.SGD(net.parameters(), lr=0.1)
+    others = [torch.optim.SGD([p for a in adapters for p in a.parameters()], lr=0.1)] * stepped
+
+    def step() -> None:
+        monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", net if within else None)
+        x = net(torch.ones(1, 8))
+        sum(a(x).sum() for a in adapters).backward()
+        monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", None)
+
+    written = in_a_job(net, lead, *others, call=step)
+    assert (SampleKind.NOT_STEPPED in written.of) is found
+    if found:
+        assert written.names[SampleKind.NOT_STEPPED] == "Teacher.net.weight"
+        assert written.of[SampleKind.NOT_STEPPED] == (4, 1 << 32)
     assert not nn.modules.module._global_forward_pre_hooks
 
 

@@ -80,6 +80,12 @@ NOT_STEPPED = Template(kind, "not_updated",
     "{n:it is|they are} not trained, and their gradients are computed and averaged for nothing",
     "build the optimizer after the last layer is added or replaced, or give it these parameters, too; if they are to stay as they are, "
     "`requires_grad_(False)` before DDP saves the time", severity=Severity.INFO)  # fmt: skip
+LOOSE = Template(kind, "not_updated",
+    "{n:,} parameter{n:|s} ({name}{n:|, …}) {n:gets|get} gradients, and no optimizer steps {n:it|them} (up to step {step}): the forward of the module "
+    "in DDP calls {n:its|their} modules, but does not have them among its own",
+    "{n:it is|they are} not trained, averaged or saved",
+    "keep these modules in an `nn.ModuleList` or `nn.ModuleDict`, not in a list or dict, before DDP wraps the model and the optimizer is built; if "
+    "they are to stay as they are, `requires_grad_(False)` saves the time", severity=Severity.WARNING)  # fmt: skip
 NOT_NEEDED = Template(kind, "flag_not_needed",
     "find_unused_parameters=True{site}, but every parameter got a gradient in all {checks} checks",
     "{spent} spent searching the graph{gain}", "{do}")  # fmt: skip
@@ -219,9 +225,13 @@ def _not_stepped(s: Snapshot) -> Finding | None:
     if len(of) < len(s.ranks) or len({(x.value, x.name) for x in of.values()}) > 1:
         return None
     newest = of[min(of)]
+    common = {
+        "victims": sorted(of), "where": (), "step": newest.step, "n": int(newest.value), "name": newest.name, "names": (newest.name,)
+    }  # fmt: skip
+    if newest.key >> 32:
+        return LOOSE(**common)
     return NOT_STEPPED(
-        victims=sorted(of), where=(), step=newest.step, n=int(newest.value), name=newest.name, names=(newest.name,),
-        stale=f"; it has {newest.key:,} that the module has not" if newest.key else "",
+        **common, stale=f"; it has {newest.key:,} that the module has not" if newest.key else "",
         severity=Severity.WARNING if newest.key else Severity.INFO,
     )  # fmt: skip
 

@@ -65,6 +65,8 @@ class ReplicaChecksums:
         self._calls: EnteredModules | None = None  # during the second step
         # modules outside DDP that the second step called, without a trained parameter
         self._untrained: list[weakref.ref[Any]] = []
+        # modules that it called within DDP's forward and that are not of DDP's module, with parameters that no optimizer has
+        self._loose: list[weakref.ref[Any]] = []
         self._parameters_of: weakref.WeakKeyDictionary[Any, tuple[tuple[int, int], _Compared]] = (
             weakref.WeakKeyDictionary()
         )
@@ -131,7 +133,7 @@ class ReplicaChecksums:
         elif self._calls is not None:
             self._calls.end()
             if self.ledger.models:
-                self._untrained = self._without_training(self._calls, optimizer)
+                self._untrained, self._loose = self._without_optimizer(self._calls, optimizer)
             else:
                 self._layers = self._by_class(self._calls)
             self._calls = None
@@ -165,27 +167,29 @@ class ReplicaChecksums:
     def _not_stepped(self, lead: Any, step: int) -> None:
         """Record how many of DDP's parameters have a gradient and are in no optimizer that has stepped.
 
+        Or parameters of modules that DDP's forward calls and DDP's module does not have: they are in a list or dict; bit 32 of the key.
         The key is how many parameters of the optimizers no DDP module has, and no backward reaches: those of a layer that was replaced.
         Others with gradients may be copies, in another precision, of those that are left: then nothing is known.
         """
         models = self.ledger.models.values()
         own = {id(p): p for optimizer in (lead, *self.others.values()) for p in _params(optimizer)}
-        left = {name: p for m in models for name, p in m.trained() if p.grad is not None and id(p) not in own}
-        if left:
-            inside = frozenset().union(*(m.built_with for m in models))
-            stale = [p for i, p in own.items() if i not in inside]
+        modules = [module for ref in self._loose if (module := ref()) is not None]
+        loose = [(f"{type(module).__name__}.{name}", p) for module in modules for name, p in module.named_parameters()]
+        inside = [x for m in models for x in m.trained()]
+        found = [(name, p) for name, p in loose or inside if p.grad is not None and id(p) not in own]
+        if found:
+            built_with = frozenset().union(*(m.built_with for m in models))
+            stale = [] if loose else [p for i, p in own.items() if i not in built_with]
             if all(p.grad is None for p in stale):
-                self._sum(
-                    _spread([*left.values()]),
-                    False,
-                    partial(self._unchanged, step, len(left), len(stale), next(iter(left))),
-                )
+                key = len(stale) | bool(loose) << 32
+                some = _spread([p for _, p in found])
+                self._sum(some, False, partial(self._unchanged, step, len(found), key, found[0][0]))
 
-    def _unchanged(self, step: int, n: int, stale: int, name: str, values: list[float]) -> None:
+    def _unchanged(self, step: int, n: int, key: int, name: str, values: list[float]) -> None:
         """Record `n` parameters that no optimizer of this rank has, unless something else has changed them: a script, or another rank's."""
         before, self._left = self._left, values
         if values == before:
-            self.samples.write(SampleKind.NOT_STEPPED, step, n, stale, name)
+            self.samples.write(SampleKind.NOT_STEPPED, step, n, key, name)
 
     def _write_layers(self, name: str, step: int, values: list[float]) -> None:
         self.samples.write(SampleKind.LAYERS, step, sum(values), len(values), name)
@@ -200,19 +204,30 @@ class ReplicaChecksums:
                 found.setdefault(type(module).__name__, []).extend(owned)
         return dict([*found.items()][:MODULES])
 
-    def _without_training(self, calls: EnteredModules, lead: Any) -> list[weakref.ref[Any]]:
-        """Return the modules outside DDP that `calls` has seen and whose parameters no gradient trains; none that is part of another."""
+    def _without_optimizer(
+        self, calls: EnteredModules, lead: Any
+    ) -> tuple[list[weakref.ref[Any]], list[weakref.ref[Any]]]:
+        """Return the modules outside DDP that `calls` has seen and whose parameters no optimizer has; none that is part of another.
+
+        First those that no gradient trains, then those that DDP's forward calls and a gradient could train.
+        """
         models = self.ledger.models.values()
         known = {id(p) for optimizer in (lead, *self.others.values()) for p in _params(optimizer)}.union(
             *(m.built_with for m in models)
         )
-        found = []
-        for ref in calls.modules.values():
+        untrained, loose = [], []
+        for i, ref in calls.modules.items():
             params = [*module.parameters()] if (module := ref()) is not None else []
-            if params and not any(p.requires_grad or id(p) in known for p in params):
-                known.update(map(id, params))
-                found.append(ref)
-        return found[:MODULES]
+            if not params or any(id(p) in known for p in params):
+                continue
+            if not any(p.requires_grad for p in params):
+                untrained.append(ref)
+            elif i in calls.in_ddp:
+                loose.append(ref)
+            else:
+                continue
+            known.update(map(id, params))
+        return untrained[:MODULES], loose[:MODULES]
 
     def _without_gradient(self, optimizer: Any, own: list[Any], step: int) -> None:
         """Record how many of an optimizer's parameters have had no gradient at any sampled step, or that all lack one now.

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from distdiag.page.layout import ModelSlot
 from distdiag.recorder import state
@@ -24,12 +25,15 @@ class EnteredModules:
     def __init__(self) -> None:
         self.modules: dict[int, weakref.ref[Any]] = {}
         self._with_graph: set[int] = set()
+        self.in_ddp: set[int] = set()  # those that the forward of a module in DDP calls
         self._hook = register_module_forward_pre_hook(self._enters)
 
     def _enters(self, module: Any, _inputs: Any) -> None:
         self.modules[id(module)] = weakref.ref(module)
         if torch.is_grad_enabled():
             self._with_graph.add(id(module))
+        if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+            self.in_ddp.add(id(module))
 
     def end(self) -> None:
         self._hook.remove()

@@ -250,6 +250,13 @@ def test_parameters_with_gradients_that_no_optimizer_steps_are_reported(
         assert ("it has 2 that the module has not" in of[0].message) is bool(stale)
 
 
+def test_modules_in_a_list_are_told_from_a_layer_that_the_optimizer_lacks() -> None:
+    left = tuple(Sample("not_stepped", k, 6.0, key=1 << 32, name="Adapter.down.weight") for k in (32, 64, 96, 128))
+    found = only([f for f in found_in(job(rank(0, samples=left), rank(1, samples=left))) if f.cause == "not_updated"])
+    assert found.severity == "warning" and "does not have them among its own" in found.message
+    assert "6 parameters (Adapter.down.weight, …) get gradients" in found.message and "nn.ModuleList" in found.advice
+
+
 def test_parameters_that_the_optimizer_of_another_rank_steps_are_trained() -> None:
     """ZeroRedundancyOptimizer steps each parameter on one rank, and broadcasts it."""
 
