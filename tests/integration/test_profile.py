@@ -141,7 +141,7 @@ def test_other_strategies_are_profiled(tmp_path: Path, images: Path, strategy: s
         assert all(r["compute_ms"] > 0 and r["comm_ms"] > 0 for r in found["ranks"])
         modules = {m["module"] for m in found["modules"]}
         path = found["critical_path"]
-        parts = path["transfer_ms"] + sum(r["compute_ms"] + r["idle_ms"] for r in path["ranks"])
+        parts = path["transfer_ms"] + sum(r["compute_ms"] + r["idle_ms"] + r["unmatched_ms"] for r in path["ranks"])
         assert parts == pytest.approx(path["step_ms"])
         if strategy == "fsdp":
             assert {"features", "hidden", "classifier"} <= modules
