@@ -165,6 +165,9 @@ def _logged(s: Snapshot) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+_NAMED = {"outside_ddp": "parameters outside DDP", "untrained": "parameters of modules outside DDP"}
+
+
 def _drift(s: Snapshot, kind_of: str, ranks: list[int], split: bool) -> Finding | Abstained:
     """Return the drift of values that must be equal on some ranks.
 
@@ -174,13 +177,7 @@ def _drift(s: Snapshot, kind_of: str, ranks: list[int], split: bool) -> Finding 
     is_buffers = kind_of == "buffers"
     abstained = partial(Abstained, cause=None if kind_of == "parameters" else kind_of)
     models = dict.fromkeys(m.name for r in s.ranks.values() for m in r.models if m.name)
-    named = (
-        "parameters outside DDP"
-        if kind_of == "outside_ddp"
-        else "parameters of modules outside DDP"
-        if kind_of == "untrained"
-        else kind_of
-    )
+    named = _NAMED.get(kind_of, kind_of)
     named += f" of {', '.join(models)}" if kind_of == "parameters" and models else ""
     samples = by_step({q: {x.step: x for x in _samples_of(s.ranks[q], kind_of)} for q in ranks})
     sums = {k: {q: x.value for q, x in of.items()} for k, of in samples.items()}

@@ -204,7 +204,7 @@ def _in_window(facts: Facts) -> Iterator[Finding | Abstained]:
         yield text.found(
             text.STAGE, s, case.window, [case.most.rank], case.phase, share=slow.gain_ms / slow.step_ms,
             where=(), ms=works[case.most.rank], slow=slow,  # all that it computes, not one line
-            theirs=" to ".join(map(str, {theirs[0]: 0, theirs[-1]: 0})),
+            theirs=" to ".join(map(str, theirs[:: max(1, len(theirs) - 1)])),
         )  # fmt: skip
     else:
         yield explained(text.slow(case), s, facts.pauses, slow.gain_ms / slow.step_ms)

@@ -38,6 +38,7 @@ ROUTINE_SAMPLES = frozenset(
 )  # fmt: skip
 SITE_SAMPLES = 400
 LOGGED_NAMES, LOGGED_KEPT = 16, 32
+FIRST = 16  # samples from before the first step: one of the parameters, and at most eight of classes of layers
 
 
 class RankHistory:
@@ -58,7 +59,7 @@ class RankHistory:
         self.steps: deque[Step] = deque(maxlen=STEPS_KEPT)
         self.ddp_times = DdpTimes(decoder, times)
         self.samples: deque[Sample] = deque(maxlen=SAMPLES)
-        self.first: list[Sample] = []  # from before the first step: how the replicas began
+        self.first: deque[Sample] = deque(maxlen=FIRST)  # from before the first step: how the replicas began
         self._news = b""
         self._samples_checked = 0
         self._sampled = 0  # version of the stack that was counted last

@@ -174,10 +174,12 @@ class ReplicaChecksums:
         models = self.ledger.models.values()
         own = {id(p): p for optimizer in (lead, *self.others.values()) for p in _params(optimizer)}
         modules = [module for ref in self._loose if (module := ref()) is not None]
-        loose = [(f"{type(module).__name__}.{name}", p) for module in modules for name, p in module.named_parameters()]
-        inside = [x for m in models for x in m.trained()]
-        found = [(name, p) for name, p in loose or inside if p.grad is not None and id(p) not in own]
-        if found:
+        named = [(f"{type(module).__name__}.{name}", p) for module in modules for name, p in module.named_parameters()]
+        loose, inside = (
+            [(name, p) for name, p in of if p.grad is not None and id(p) not in own]
+            for of in (named, [x for m in models for x in m.trained()])
+        )
+        if found := loose or inside:
             built_with = frozenset().union(*(m.built_with for m in models))
             stale = [] if loose else [p for i, p in own.items() if i not in built_with]
             if all(p.grad is None for p in stale):

@@ -249,7 +249,8 @@ def joined(reasons: list[Reason], ended: list[Reason]) -> list[Reason]:
     here = {f.path for f in own.facts}
     of_file = {f.rank for r in fitting for f in r.facts if f.path in here and f.rank is not None}
     number = len(pids) or len(own.facts)
-    ranks = of_file if number == len(of_file) else ranks  # a launcher's log has the errors of its own ranks
+    if number == len(of_file):  # each node's launcher writes the errors of its own ranks into its own log
+        ranks = of_file
     if number != len(ranks):
         _first_to_end(own, {q: t for r in fitting for q, t in r.times.items()})
         if len(ranks) > 1 and not own.ranks:
