@@ -12,15 +12,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from distdiag.diagnosis import comparison, kinds
+from distdiag.diagnosis import call_cost, comparison, kinds
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.gradient_cost import Gradients, gradients
 from distdiag.diagnosis.model.findings import Abstained, Finding, rank_list
-from distdiag.diagnosis.model.snapshot import Buckets, Snapshot
+from distdiag.diagnosis.model.snapshot import Buckets, Site, Snapshot
+from distdiag.diagnosis.rules.replica_drift import limits as averaged
 from distdiag.diagnosis.rules.straggler import limits as straggling
 from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import Window, share_of_all
-from distdiag.diagnosis.text.phrases import count
+from distdiag.diagnosis.text.phrases import at, count, wheres
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.training_data import only_shadow, stages
 from distdiag.terms.units import percent, size_text
@@ -47,6 +48,10 @@ COMM_BOUND = Template(
     kind, None,
     "exposed communication: at least {share:share} of {of} on every rank{late}{gradients}{cores}",
     "{share:share} of {of}", "{do}")  # fmt: skip
+REDUCED_AGAIN = Template(
+    kind, None,
+    "gradients are reduced twice: DDP averages them in backward, and in each step the script reduces as many elements again{site}",
+    "the time of the second reduction", call_cost.AGAIN)  # fmt: skip
 STAGES = Template(
     kind, None,
     "every rank waits at least {share:share} of {of} for what the others send{late}: the idle time of a pipeline (its bubble) is "
@@ -74,9 +79,31 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         share = share_of_all(window, lambda x: x.wait_ms, limits.share)
     if share >= limits.share:
         late = ", with no rank late" if isinstance(window, Abstained) else _late(window)
-        yield _finding(s, sorted(s.ranks) if isinstance(window, Abstained) else window.ranks, share, of, ddp, late)
+        ranks = sorted(s.ranks) if isinstance(window, Abstained) else window.ranks
+        yield _finding(s, ranks, share, of, ddp, late, call_cost.dearest(s, facts.source, _reduced_again(s)))
+    elif (site := _reduced_again(s)) is not None:
+        yield REDUCED_AGAIN(
+            victims=sorted(s.ranks), site=at(site), where=wheres(s, s.ranks, None, dict.fromkeys(s.ranks, site))
+        )
     elif why is not None:
         yield why
+
+
+def _reduced_again(s: Snapshot) -> Site | None:
+    """Return where the script reduces in each step as many elements as there are gradients, although DDP averages those of every step.
+
+    What it reduces between a step and the next backward are parameters.
+    """
+    least, most = averaged.reduced
+    for r in s.ranks.values():
+        shares = [x.value for x in r.samples if x.kind == "reduced"]
+        each_step = r.models and all(m.synced_backwards >= averaged.averaged * r.step > 0 for m in r.models)
+        parameters = any(x.value > averaged.metrics for x in r.samples if x.kind == "averaged")
+        known = each_step and not parameters and len(shares) >= averaged.samples
+        if not known or not all(least <= share <= most for share in shares):
+            return None
+    calls = (c for r in s.ranks.values() for c in reversed(r.calls))
+    return next((c.site for c in calls if c.op == "all_reduce" and (c.bytes or 0) > averaged.metrics_bytes), None)
 
 
 def _shared_waits(s: Snapshot) -> float:
@@ -97,7 +124,9 @@ def _late(window: Window) -> str:
     return ", with no rank late" if 2 * often <= n else ""
 
 
-def _finding(s: Snapshot, ranks: list[int], share: float, of: str, ddp: Gradients | None, late: str) -> Finding:
+def _finding(
+    s: Snapshot, ranks: list[int], share: float, of: str, ddp: Gradients | None, late: str, line: call_cost.Line | None
+) -> Finding:
     share = max(share, ddp.share if ddp is not None else 0.0)  # both are lower limits
     text, do = "", f"{PROBE}; communicate less often, or in larger messages"
     if ddp is not None and ddp.share >= share / 2:  # the gradients are most of it
@@ -105,6 +134,9 @@ def _finding(s: Snapshot, ranks: list[int], share: float, of: str, ddp: Gradient
         text = f"; DDP's gradients, {size_text(b.bytes)} in {count(b.buckets, 'bucket')}, take {percent(ddp.share)}"
         on_nccl = all(any(word in g.backend for word in BF16_BACKENDS) for g in s.groups.values())
         do = "; ".join(_advice(ddp, b, on_nccl, _passes(s)))
+    elif line is not None and line.share >= share / 2:
+        share = max(share, line.share)
+        text, do = f"; {line.text}", f"{line.advice}; {PROBE}"
     busy = (s.host_cpu_pct or 0.0) > STEPS.busy_host_pct
     cores = "; the host's cores are all in use, so ranks also wait for a CPU" if busy else ""
     if ddp is None and stages(s):

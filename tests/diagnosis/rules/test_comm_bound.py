@@ -12,7 +12,7 @@ import pytest
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.gradient_cost import gradients
 from distdiag.diagnosis.model.findings import Finding
-from distdiag.diagnosis.model.snapshot import Arrival, Buckets, DdpTime, Model
+from distdiag.diagnosis.model.snapshot import Arrival, Buckets, Call, DdpTime, Model, Sample, Site
 from distdiag.diagnosis.rules import comm_bound
 from tests.diagnosis.made import findings, job, only, rank, speeds, steps
 
@@ -179,3 +179,88 @@ def test_a_rank_that_works_longest_in_most_steps_is_named_and_no_rank_is_called_
         return only(findings(job(*ranks, host_cpu_pct=40.0), comm_bound)).message
 
     assert "rank 1 works longest in 50 of 50 steps" in message(20.0) and "no rank late" not in message(20.0)
+
+
+# -- the script's own collectives --------------------------------------------------------------------------------------
+
+LINE = Site("/job/sync.py", 3, "sync")
+TEXTS = {
+    LINE.file: "def sync(model, world):\n    for p in model.parameters():\n        dist.all_reduce(p.grad)\n",
+    "/job/objects.py": "def log(rows):\n    out = [None] * 2\n    dist.all_gather_object(out, rows)\n",
+}
+
+
+def of_calls(
+    op: str = "all_reduce", n_bytes: int = 4096, per_step: int = 6, wait_ms: float = 8.0, site: Site = LINE, of_rank: tuple[float, ...] = (1.0, 1.0),
+    models: tuple[Model, ...] = (), samples: tuple[Sample, ...] = (), other: int = 0,
+) -> list[Finding]:  # fmt: skip
+    """Return findings of a job whose ranks wait in each step in calls of a line, and in some of another line of the same cost."""
+    ranks = []
+    for q, factor in enumerate(of_rank):
+        each_s = wait_ms * factor / 1e3
+        calls = tuple(
+            Call(op=op, group="default_pg", seq=1 + k, bytes=n_bytes, site=Site("/job/other.py", 9) if k < other else site,
+                 entered_s=80.0 + 0.1 * k / per_step, completed_s=80.0 + 0.1 * k / per_step + each_s)
+            for k in range(20 * per_step)
+        )  # fmt: skip
+        ranks.append(
+            rank(q, steps=steps(wait_ms=45.0, seed=q), calls=calls, sites={site.key: 100 * per_step}, models=models, samples=samples)
+        )  # fmt: skip
+    return findings(job(*ranks, host_cpu_pct=40.0), comm_bound, source=TEXTS.get)
+
+
+def test_the_line_that_costs_most_is_named() -> None:
+    f = only(of_calls())
+    assert "all_reduce of 4.0 KiB at sync.py:3 in sync, 6 times a step, takes 48 %" in f.message
+    assert "at least 48 % of step time" in f.message  # a part is never more than the whole
+    assert "other.py" not in f.message
+    assert "sync.py:3" not in only(of_calls(wait_ms=2.0)).message  # most is lost elsewhere
+    assert "takes 24 %" in only(of_calls(of_rank=(1.0, 0.5))).message  # rank 0 also waits for rank 1
+    assert "other.py:9" in only(of_calls(other=100)).message
+
+
+@pytest.mark.parametrize(
+    ("of", "advice"),
+    [
+        ({}, "one call"),
+        ({"n_bytes": 8 << 20}, "async_op=True"),
+        ({"per_step": 1, "wait_ms": 48.0}, "every n-th step"),
+        ({"op": "barrier", "n_bytes": 0, "per_step": 1, "wait_ms": 48.0}, "leave the barrier out"),
+        ({"op": "all_gather", "site": Site("/job/objects.py", 3, "log")}, "instead of pickled objects"),
+    ],
+)
+def test_the_advice_fits_the_calls(of: dict[str, Any], advice: str) -> None:
+    assert advice in str(only(of_calls(**of)).advice)
+
+
+def test_gradients_that_are_reduced_twice_are_told() -> None:
+    ddp = (Model(group="default_pg", forwards=100, synced_backwards=100),)
+    every = tuple(Sample("reduced", k, 1.0) for k in (16, 32, 64))
+    f = only(of_calls(models=ddp, samples=every))
+    assert "as many elements as DDP has averaged already" in f.message and "leave the second out" in str(f.advice)
+    seldom = only(of_calls(models=ddp, samples=every, wait_ms=0.1, n_bytes=1 << 20))
+    assert "twice" not in seldom.message  # the exposed communication is told, which is elsewhere
+    for models, samples in (
+        ((), every), (ddp, every[:1]), (ddp, (*every, Sample("reduced", 96, 0.4))),
+        ((Model(group="default_pg", forwards=100, synced_backwards=50),), every),
+    ):  # fmt: skip
+        assert "already" not in only(of_calls(models=models, samples=samples)).message
+
+
+def test_a_second_reduction_is_told_where_communication_is_cheap() -> None:
+    ddp = (Model(group="default_pg", forwards=100, synced_backwards=100),)
+    call = Call(op="all_reduce", group="default_pg", seq=7, bytes=1 << 20, site=LINE, entered_s=90.0, on_device=True)
+
+    def told(*shares: float, averaged: float = 0.0) -> list[Finding]:
+        samples = (
+            *(Sample("reduced", 16 << k, share) for k, share in enumerate(shares)),
+            Sample("averaged", 32, averaged),
+        )
+        return findings(
+            job(*(rank(q, steps=steps(seed=q), calls=(call,), models=ddp, samples=samples) for q in range(2))),
+            comm_bound,
+        )
+
+    assert "gradients are reduced twice" in only(told(1.0, 1.0)).message and "sync.py:3" in only(told(1.0, 1.0)).message
+    assert told(1.0, 1.0, averaged=1.0) == []  # of parameters, between two steps
+    assert told(1.0) == [] and told(1.0, 0.5) == [] and told(2.0, 2.0) == []
