@@ -92,14 +92,15 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
 def _reduced_again(s: Snapshot) -> Site | None:
     """Return where the script reduces in each step as many elements as there are gradients, although DDP averages those of every step.
 
-    What it reduces between a step and the next backward are parameters.
+    What it reduces between a step and the next backward are parameters, and a communication hook in Python reduces for DDP.
     """
     least, most = averaged.reduced
     for r in s.ranks.values():
         shares = [x.value for x in r.samples if x.kind == "reduced"]
         each_step = r.models and all(m.synced_backwards >= averaged.averaged * r.step > 0 for m in r.models)
+        by_hook = any(m.buckets is not None and m.buckets.comm_hook for m in r.models)
         parameters = any(x.value > averaged.metrics for x in r.samples if x.kind == "averaged")
-        known = each_step and not parameters and len(shares) >= averaged.samples
+        known = each_step and not by_hook and not parameters and len(shares) >= averaged.samples
         if not known or not all(least <= share <= most for share in shares):
             return None
     calls = (c for r in s.ranks.values() for c in reversed(r.calls))
