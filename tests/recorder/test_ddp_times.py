@@ -6,9 +6,10 @@ import textwrap
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from distdiag.page.layout import ModelSlot
-from distdiag.recorder.hooks.ddp_times import DdpTimes, _last_quarter
+from distdiag.recorder.hooks.ddp_times import DdpTimes, _last_quarter, _of_embedding
 from distdiag.store.reader import Run, open_run
 from tests.jobs import closed, launch, rows
 
@@ -75,6 +76,14 @@ def test_recorded_buckets_match_the_gradients(run: Run) -> None:
 @pytest.mark.parametrize(("sizes", "last"), [([1] * 8, 2), ([1, 90, 9], 91), ([9, 90, 1], 99), ([], 0)])
 def test_the_last_gradients_are_those_of_the_first_parameters(sizes: list[int], last: int) -> None:
     assert _last_quarter(sizes) == last
+
+
+def test_a_table_with_a_dense_gradient_is_told_from_other_layers() -> None:
+    model = torch.nn.ModuleDict({
+        "users": torch.nn.Embedding(9, 4), "films": torch.nn.Embedding(9, 4, sparse=True), "head": torch.nn.Linear(4, 9),
+    })  # fmt: skip
+    assert [_of_embedding(model, f"{name}.weight") for name in model] == [True, False, False]
+    assert not _of_embedding(torch.nn.Linear(2, 2), "weight")
 
 
 def test_the_recorder_had_no_errors(run: Run) -> None:

@@ -128,6 +128,9 @@ class Buckets(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults
     buckets: int = 0  # all-reduces per backward pass
     bucket_bytes: tuple[int, ...] = ()  # in the order of sending; the first 256
     last_bytes: int = 0  # of the last quarter of the gradients to be ready, in whole parameters; 0: not known
+    largest: str = ""  # the name of the parameter with the largest gradient
+    largest_bytes: int = 0
+    embedding: bool = False  # it is an embedding's, with a dense gradient
     bucket_cap_bytes: int | None = None
     gradient_as_bucket_view: bool = False
     comm_hook: str | None = None  # None: none is registered

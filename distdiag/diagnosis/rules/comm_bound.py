@@ -48,6 +48,11 @@ COMM_BOUND = Template(
     kind, None,
     "exposed communication: at least {share:share} of {of} on every rank{late}{gradients}{cores}",
     "{share:share} of {of}", "{do}")  # fmt: skip
+# NCCL has no all-reduce of sparse gradients
+SHARDED = "split the table by rows over the ranks, as TorchRec does, or train it less often"
+SPARSE = (
+    "`Embedding(…, sparse=True)` sends those only; its optimizer must take sparse gradients, as SGD and SparseAdam do"
+)
 REDUCED_AGAIN = Template(
     kind, None,
     "gradients are reduced twice: DDP averages them in backward, and in each step the script reduces as many elements again{site}",
@@ -133,6 +138,8 @@ def _finding(
     if ddp is not None and ddp.share >= share / 2:  # the gradients are most of it
         b = ddp.buckets
         text = f"; DDP's gradients, {size_text(b.bytes)} in {count(b.buckets, 'bucket')}, take {percent(ddp.share)}"
+        if 2 * b.largest_bytes >= b.bytes > 0:
+            text += f" ({percent(b.largest_bytes / b.bytes)} of the bytes are {b.largest})"
         on_nccl = all(any(word in g.backend for word in BF16_BACKENDS) for g in s.groups.values())
         do = "; ".join(_advice(ddp, b, on_nccl, _passes(s)))
     elif line is not None and line.share >= share / 2:
@@ -160,6 +167,9 @@ def _advice(ddp: Gradients, b: Buckets, on_nccl: bool, passes: int) -> Iterator[
     """
     low, high = ddp.interval or (0.0, 0.0)
     interval = f" (95 % interval {percent(low / 2).removesuffix(' %')} to {percent(high / 2)})" if ddp.interval else ""
+    if b.embedding and 2 * b.largest_bytes >= b.bytes > 0:
+        rows = f"the gradient of {b.largest} is dense, though a step reads few of its rows: "
+        yield rows + (SHARDED if on_nccl else SPARSE)
     if passes > 1:
         saved = percent(ddp.share * (passes - 1) / passes)
         yield f"each of the {passes} backward passes of a step exchanges gradients: make all but the last under `no_sync()`: about {saved} less time"

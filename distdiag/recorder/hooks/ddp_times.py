@@ -12,6 +12,8 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
+from torch.nn import Embedding, EmbeddingBag
+
 from distdiag.page.layout import ModelSlot
 from distdiag.recorder.state import failed, now_ns
 
@@ -98,15 +100,18 @@ class DdpTimes:
             return
         self._text, self._texts = text, self._texts + 1
         buckets = [int(size) for size in sizes.replace(",", " ").split()]
+        trained = {n: p.numel() * p.element_size() for n, p in ddp.module.named_parameters() if p.requires_grad}
+        largest = max(trained, key=lambda n: trained[n], default="")
         self._slot.buckets = page.text(
             json.dumps(
                 {
                     "bytes": sum(buckets),
                     "buckets": len(buckets),
                     "bucket_bytes": buckets[:SIZES_KEPT],
-                    "last_bytes": _last_quarter(
-                        [p.numel() * p.element_size() for p in ddp.module.parameters() if p.requires_grad]
-                    ),
+                    "last_bytes": _last_quarter([*trained.values()]),
+                    "largest": largest[:100],
+                    "largest_bytes": trained.get(largest, 0),
+                    "embedding": _of_embedding(ddp.module, largest),
                     "bucket_cap_bytes": data.get("bucket_cap_bytes"),
                     "gradient_as_bucket_view": bool(data.get("gradient_as_bucket_view")),
                     "comm_hook": str(hook)[:100] if hook else None,
@@ -122,6 +127,12 @@ _NEVER = 1 << 62
 def _last_quarter(sizes: list[int]) -> int:
     """Return the bytes of the last quarter of the gradients to be ready, in whole parameters: those of the first parameters."""
     return next((n for n in itertools.accumulate(sizes) if 4 * n >= sum(sizes)), 0)
+
+
+def _of_embedding(module: Any, name: str) -> bool:
+    """True if a parameter is an embedding's, whose gradient is zero in all rows that a batch does not read, and dense."""
+    owner = module.get_submodule(name.rpartition(".")[0])
+    return isinstance(owner, (Embedding, EmbeddingBag)) and not owner.sparse
 
 
 def _may_measure_more(ddp: Any) -> bool:

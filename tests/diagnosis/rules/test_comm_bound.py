@@ -181,6 +181,17 @@ def test_a_rank_that_works_longest_in_most_steps_is_named_and_no_rank_is_called_
     assert "rank 1 works longest in 50 of 50 steps" in message(20.0) and "no rank late" not in message(20.0)
 
 
+def test_the_parameter_that_most_bytes_are_of_is_named() -> None:
+    table = {"largest": "user.weight", "largest_bytes": 80 * MIB}
+    f = only(found((40.0, 40.0), **table))
+    assert "(80 % of the bytes are user.weight)" in f.message and "sparse" not in str(f.advice)
+    assert "`Embedding(…, sparse=True)` sends those only" in str(
+        only(found((40.0, 40.0), embedding=True, **table)).advice
+    )
+    small = only(found((40.0, 40.0), largest="user.weight", largest_bytes=20 * MIB, embedding=True))
+    assert "user.weight" not in small.message + str(small.advice)
+
+
 # -- the script's own collectives --------------------------------------------------------------------------------------
 
 LINE = Site("/job/sync.py", 3, "sync")
