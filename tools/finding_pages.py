@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import inspect
 import json
 import re
 from pathlib import Path
@@ -223,7 +224,8 @@ def _policy(kind: Kind) -> str:
 
 
 def _limits(rule: Rule) -> str:
-    (limits,) = (x for x in _source(rule).body if isinstance(x, ast.ClassDef) and x.name == "Limits")
+    (limits,) = ast.parse(inspect.getsource(type(rule.limits))).body
+    assert isinstance(limits, ast.ClassDef)
     rows: list[str] = []
     for field, below in zip(limits.body, limits.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
