@@ -91,6 +91,50 @@ def nobody_sets(states: Sequence[RankState], graph: WaitGraph, world: int) -> bo
     return bool(waits) and len(states) >= world and {r.rank for r in states} == waits | graph.victims_of(waits)
 
 
+def setter_of(key: str, states: Iterable[RankState]) -> RankState | None:
+    """Return the rank that would set a key, by the keys that ranks have set last; None if that is not clear.
+
+    Of `done/8/2`, where ranks 1 and 2 have set `done/8/1` and `done/7/2`, rank 2: the last number counts the ranks.
+    """
+    similar = [r for r in states if _HASH.sub("#", r.store_set) == _HASH.sub("#", key)]
+    if len(similar) < 2 or any(r.store_set == key for r in similar):
+        return similar[0] if len(similar) == 1 and similar[0].store_set != key else None
+    found: dict[int, set[int]] = {}  # by how much a number differs from that of the rank which has set it
+    for number, *of in zip(_HASH.findall(key), *(_HASH.findall(r.store_set) for r in similar), strict=True):
+        off = {int(x) - r.rank if x.isdecimal() else None for x, r in zip(of, similar, strict=True)}
+        if len(off) == 1 and None not in off and number in of:
+            found.setdefault(abs(off.pop() or 0), set()).add(of.index(number))
+    nearest = found[min(found)] if found else set()
+    return similar[nearest.pop()] if len(nearest) == 1 else None
+
+
+def behind(states: Sequence[RankState]) -> tuple[RankState, RankState] | None:
+    """Return (a rank that has left out a key, one that waits for it), if both wait, and others have set theirs of the same round."""
+    for waiting in states:
+        late = setter_of(waiting.store_key, states) if waiting.store_key else None
+        if late is None or late is waiting or not late.store_key:
+            continue
+        pattern, wanted, own = (
+            _HASH.sub("#", waiting.store_key),
+            *map(_HASH.findall, (waiting.store_key, late.store_set)),
+        )
+        others = [
+            _HASH.findall(r.store_set) for r in states if r is not late and _HASH.sub("#", r.store_set) == pattern
+        ]
+        apart = [i for i, (a, b) in enumerate(zip(wanted, own, strict=True)) if a != b]
+        if others and apart and all(of[i] == wanted[i] for of in others for i in apart):
+            return late, waiting
+    return None
+
+
+def caught_around(stack: Sequence[Site], source: Source) -> tuple[str, Site] | None:
+    """Return (text, site) of the innermost `except` around the frames of a stack after which the script goes on."""
+    for site, text, guard in guarding.along(stack, source):
+        if guard.kind is Kind.PASSED and isinstance(guard.node, ast.ExceptHandler):
+            return guarding.text_of(guard, text), Site(site.file, guard.line, site.function)
+    return None
+
+
 def hidden_error(stack: Sequence[Site], source: Source) -> tuple[str, Site] | None:
     """Return (text, site) of the first `except` that goes on, in what the other ranks' branch calls.
 

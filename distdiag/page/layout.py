@@ -9,7 +9,7 @@ from enum import IntEnum
 from pathlib import Path
 
 MAGIC = b"DISTDIAG"
-VERSION = 15
+VERSION = 16
 HEAP_BYTES = 192 * 1024
 CALLS, STEPS, SAMPLES, SCALARS, DDP_TIMES = 1024, 256, 128, 64, 32
 CALLERS = 3  # most callers of a call's site
@@ -136,6 +136,8 @@ class Header(Structure):
         ("store_key", c_char * KEY_BYTES),  # that the main thread waits for in a store; empty: it waits for none
         ("store_set", c_char * KEY_BYTES),  # that the script's main thread has set last
         ("store_set_site", c_uint64),
+        ("n_store", c_uint64),  # keys that it has set, got or found so far
+        ("store_asked_ns", c_uint64),  # when it last asked for `store_key` without waiting for it; 0: it waits
     ]
 
 

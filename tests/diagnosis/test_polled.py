@@ -9,7 +9,7 @@ import pytest
 from distdiag.diagnosis.culprit.parting import call_under_rank
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.guards import made_anew
-from distdiag.diagnosis.model.snapshot import Call, Site
+from distdiag.diagnosis.model.snapshot import Call, RankState, Site
 from distdiag.diagnosis.polled import hidden_error, left_unwritten, polled_loop
 from distdiag.diagnosis.rules import stall
 from tests.diagnosis.made import findings, job, only, rank
@@ -265,3 +265,42 @@ def test_every_rank_waits_for_a_key() -> None:
     states = [rank(q, store_key=f"at/{7**q * 10**9:x}", **alone) for q in range(3)]
     f = only(findings(job(*states), stall))
     assert f.severity == "error" and "rank 0 waits for the key 'at/3b9aca00'" in f.message and "salted" in f.advice
+
+
+NAMES = ("traj/{round}/{rank}", "rank{rank}.it{round}", "{round}:{rank}:ok", "node0/{rank}/of/{round}")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("world", [3, 8])
+@pytest.mark.parametrize("skips", [1, 2])
+@pytest.mark.parametrize("round_", [5, 39, 1007])
+def test_the_rank_that_left_out_its_key_is_found_by_what_the_others_have_set(
+    name: str, world: int, skips: int, round_: int
+) -> None:
+    """Rank 0 collects a key of each rank per round, the others wait for its answer; one has gone on without its key."""
+
+    def states(left_out: int | None) -> list[RankState]:
+        still = {"activity_since_s": 20.0, "activity": "store_key", "step": 0}
+        first = rank(0, store_key=name.format(round=round_, rank=skips), store_set=f"weights/{round_}", **still)
+        others = [
+            rank(q, store_key=f"weights/{round_ + 1}", store_set=name.format(round=round_ - (q == left_out), rank=q), **still)
+            for q in range(1, world)
+        ]  # fmt: skip
+        return [first, *others]
+
+    f = only(findings(job(*states(skips)), stall))
+    assert f.culprits == (skips,) and f.severity == "error" and f.certainty == "suspected"
+    assert f"rank {skips} has not set the key '{name.format(round=round_, rank=skips)}'" in f.message
+    assert only(findings(job(*states(None)), stall)).culprits == ()  # it has set it: another reason
+
+
+def test_the_exception_that_the_rank_caught_is_named() -> None:
+    text = "def run(self):\n    for k in range(9):\n        try:\n            self.act(k)\n        except ValueError as e:\n            log(e)\n"
+    still = {"activity_since_s": 20.0, "activity": "store_key"}
+    stack = (Site("/job/box.py", 3, "fetch"), Site(FILE, 4, "run"))
+    states = [
+        rank(0, store_key="t/8/2", store_set="w/8", **still), rank(1, store_key="w/9", store_set="t/8/1", **still),
+        rank(2, store_key="w/9", store_set="t/7/2", user_stack=stack, **still),
+    ]  # fmt: skip
+    f = only(findings(job(*states), stall, source={FILE: text}.get))
+    assert "an error that `except ValueError as e` at train.py:5 in run caught" in f.advice

@@ -26,7 +26,7 @@ def page(tmp_path: Path) -> Iterator[PageReader]:
     reader = PageReader(writer.path)
     yield reader
     reader.close()
-    for name in (*store_keys._WAIT, *store_keys._SET):
+    for name in (*store_keys._WAIT, *store_keys._SET, "check"):
         if name in before:
             setattr(c10d.Store, name, before[name])
 
@@ -67,3 +67,23 @@ def test_a_failed_wait_waits_no_longer(page: PageReader) -> None:
     with pytest.raises(Exception, match=r"(?i)time"):
         store.wait(["never"], timedelta(milliseconds=20))
     assert not page.header().store_key
+
+
+def test_a_key_that_is_asked_for_again_and_again_is_waited_for(page: PageReader) -> None:
+    store = c10d.HashStore()
+    for _ in range(store_keys._ASKED - 1):
+        assert not store.check(["done/4"])
+    assert not page.header().store_key, "a look is no wait"
+    store.check(["other"])
+    for _ in range(store_keys._ASKED):
+        store.check(["done/4"])
+    h = page.header()
+    assert h.store_key == b"done/4" and h.store_asked_ns and not h.n_store
+    store.set("done/4", "1")
+    assert not page.header().store_key, "it does something else"
+    for _ in range(store_keys._ASKED):
+        store.check(["done/5"])
+    store.set("done/5", "1")
+    assert store.check(["done/5"])
+    h = page.header()
+    assert not h.store_key and h.n_store == 3

@@ -23,7 +23,16 @@ from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, Where, rank_list
 from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Site
 from distdiag.diagnosis.model.syntax import line_at
-from distdiag.diagnosis.polled import hidden_error, keys_differ, keys_text, left_unwritten, nobody_sets, polled_loop
+from distdiag.diagnosis.polled import (
+    behind,
+    caught_around,
+    hidden_error,
+    keys_differ,
+    keys_text,
+    left_unwritten,
+    nobody_sets,
+    polled_loop,
+)
 from distdiag.diagnosis.text.incident import implicit_text, verb
 from distdiag.diagnosis.text.parting import conditions_text, decision_advice, left_text
 from distdiag.diagnosis.text.phrases import (
@@ -199,12 +208,20 @@ def _nobody_moves(facts: Facts) -> Iterator[Finding]:
     s = facts.snapshot
     still_s = motionless_s(s) if not facts.graph.sinks else None
     ranks = list(s.ranks.values())
-    idle = all(r.host_blocked or r.host_wait is not None for r in ranks)
-    limit_s = max(limits.long_s if idle else limits.nobody_busy_s, limits.factor * (s.usual_step_s or 0.0))
-    if still_s is None or still_s < limit_s or any("sleep(" in line_at(r.current_site, facts.source) for r in ranks):
+    idle = all(r.host_blocked or r.host_wait is not None or r.store_key for r in ranks)
+    sets = _unset(facts, still_s or 0.0)
+    # nobody is left to set a key: that is an error, which takes a multiple of the patience
+    least_s = (
+        limits.factor * limits.patience_s["store_key"] if sets else limits.long_s if idle else limits.nobody_busy_s
+    )
+    limit_s = max(least_s, limits.factor * (s.usual_step_s or 0.0))
+    naps = any(not r.store_key and "sleep(" in line_at(r.current_site, facts.source) for r in ranks)
+    if still_s is None or still_s < limit_s or naps:
         return
     at_site = [*by_value({r.rank: r.current_site for r in ranks}).items()][:4]
-    sets = _unset(facts, still_s)
+    if sets and (found := behind(ranks)) is not None:
+        yield _key_left_out(facts, *found, still_s)
+        return
     places = (f"{rank_list(q)} {verb(q, 'is', 'are')}{at(site) or ' at an unknown line'}" for site, q in at_site)
     if sets:
         places = (keys_text([s.ranks[q] for q in group], ranks) for _, group in at_site)
@@ -213,6 +230,23 @@ def _nobody_moves(facts: Facts) -> Iterator[Finding]:
         first_seen_s=s.t_s - still_s, still_s=still_s, places="; ".join(places),
         severity=sets,
         do=(_DO_KEYS if keys_differ(ranks, ranks, s.world_size) else _DO_NO_KEY) if sets else _DO_DUMP,
+    )  # fmt: skip
+
+
+def _key_left_out(facts: Facts, late: RankState, waiting: RankState, still_s: float) -> Finding:
+    """Return the finding of a rank that has left out a key in a round in which the others have set theirs."""
+    ranks = [r for r in facts.snapshot.ranks.values() if r is not late]
+    caught = caught_around(late.user_stack, facts.source)
+    why = (
+        f"an error that `{caught[0]}`{at(caught[1])} caught, or a condition"
+        if caught is not None
+        else "an error that it caught, or a condition"
+    )
+    return KEY_LEFT_OUT(
+        severity=Severity.ERROR, culprits=(late.rank,), victims=[r.rank for r in ranks], step=late.step, first_seen_s=facts.snapshot.t_s - still_s,
+        where=(where(late, None, late.store_set_site), *where_stack(late, late.user_stack, "store_key")), waiting=map(where, ranks),
+        key=waiting.store_key, waits=rank_list([waiting.rank]), at_wait=at(waiting.current_site), last=late.store_set, at_last=at(late.store_set_site),
+        own=late.store_key, at_own=at(late.current_site), still_s=still_s, why=why,
     )  # fmt: skip
 
 
@@ -356,6 +390,10 @@ INCOMPLETE = _warning("unknown",
 NOBODY_MOVES = _warning("unknown",
     "no rank has moved for {still_s:time}, and none is known to wait for another: {places}", NO_PROGRESS,
     "{do}")  # fmt: skip
+KEY_LEFT_OUT = _warning("user_code",
+    "{culprits} has not set the key '{key}' of a store, for which {waits} waits{at_wait}: the key that it set last is '{last}'{at_last}, and it "
+    "waits for '{own}'{at_own}; no rank has moved for {still_s:time}", NO_PROGRESS,
+    "see what led {culprits} past that line: {why}; set the key on that path, too, or let the error end the rank, and give the waits a timeout")  # fmt: skip
 NEVER_JOINED = _warning("user_code",
     "{culprits} {culprits:has|have} not entered {opened}{at_opened}, which {victims} {victims:has|have} in flight{died}; {each} {does}, "
     "and {culprits} {culprits:waits|wait} for {victims:it|them} in {call}{at_call}{implicit} for {waited_s:time}", NO_PROGRESS,

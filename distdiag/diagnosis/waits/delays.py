@@ -75,12 +75,12 @@ def incomplete(s: Snapshot, graph: WaitGraph) -> Iterator[tuple[dict[int, Call],
 def motionless_s(s: Snapshot) -> float | None:
     """Return for how many seconds no rank has moved: each is at one line and has issued nothing new.
 
-    None if there is one rank only, or a rank has ended, has not reported, or has made no step.
+    None if there is one rank only, or a rank has ended, has not reported, or has made no step and waits for no key of a store.
     """
     ranks = list(s.ranks.values())
     if len(ranks) < max(2, s.world_size):
         return None
-    since = [r.activity_since_s for r in ranks if r.life == Life.RUNNING and r.step]
+    since = [r.activity_since_s for r in ranks if r.life in (Life.RUNNING, Life.STARTING) and (r.step or r.store_key)]
     known = [t for t in since if t is not None]
     return s.t_s - max(known) if len(known) == len(ranks) else None
 

@@ -127,7 +127,17 @@ class RankHistory:
         self._read_steps()
         self.ddp_times.read(itertools.chain(reversed(self.new_steps), reversed(self.steps)))
         self._read_samples()
-        mark = (h.n_calls, h.n_steps, h.step, h.blocked, h.blocked_at, h.micro_steps, h.phase, h.phase_since_ns)
+        mark = (
+            h.n_calls,
+            h.n_steps,
+            h.step,
+            h.blocked,
+            h.blocked_at,
+            h.micro_steps,
+            h.phase,
+            h.phase_since_ns,
+            h.n_store,
+        )
         mark += tuple(page.groups[i].enqueued for i in range(h.n_groups))
         mark += tuple(page.loaders[i].batches for i in range(h.n_loaders))
         if mark != self.still_mark:

@@ -241,7 +241,7 @@ class RankView:
             "thread": self.text(h.thread),
             "thread_share": h.thread_permille / 1000,
             "thread_site": decoder.site(h.thread_site),
-            "store_key": h.store_key.decode("utf-8", "replace"),
+            "store_key": self._store_key(),
             "store_set": h.store_set.decode("utf-8", "replace"),
             "store_set_site": decoder.site(h.store_set_site),
             "device_bytes": h.device_peak_bytes or None,
@@ -307,6 +307,12 @@ class RankView:
         in_call = bool(calls) and calls[-1].completed_s is None
         return self.header.blocked != Blocked.NO or in_call or self.died_in_background
 
+    def _store_key(self) -> str:
+        """Return the key that it waits for; none if it has asked for one in vain, and has done something else since."""
+        h, asked_s = self.header, self.s(self.header.store_asked_ns)
+        left = asked_s is not None and asked_s < (self.history.still_since_s or 0.0)
+        return "" if left else h.store_key.decode("utf-8", "replace")
+
     def progress_mark(self) -> tuple[Any, ...]:
         """Return a value that changes when the host or the device of this rank makes progress."""
         groups = self.decoder.page.groups[: self.header.n_groups]
@@ -321,7 +327,7 @@ class RankView:
             return "waiting"
         if silent_s is not None and silent_s > 1.5:
             return "gil_held"
-        if self.header.store_key:
+        if self._store_key():
             return "store_key"
         line = source_files.line(site.file, site.line) if site else ""
         return activity_of(self.text(self.header.raw_innermost), line, Phase(self.header.phase), bool(idle))
