@@ -47,7 +47,7 @@ _GOES_ON = (" exited on", "(stopped sending heartbeats):")  # of prterun, jax
 _ACTOR = bounded(r"^\s{1,16}(?P<key>actor_id|pid|ip): \[?(?P<value>[\w.:]{1,60})")
 _OF_ONE_LAUNCH = bounded(r" --(?:master|rdzv)[-_](?:port|endpoint|id)[= ]\S{1,300}")
 _DIGIT = bounded(r"\d+")
-_OF_RUNS = ("command", "restart", "launch", "again", "requeued")
+_OF_RUNS = ("tasks", "command", "restart", "launch", "again", "requeued")
 _STOPS = ("cancelled", "preempted")  # in the order of time; LSF writes its report before the job's output
 # an exception of torch_npu: a line before this one, and the codes of CANN after it
 _NPU_HEAD, _NPU_CODE = bounded(r"\bRankID:\d{1,6}\) ERR\d"), bounded(r"^E[A-Z]\d{4}: ")
@@ -299,6 +299,7 @@ class Collector:
         if name in ("nccl_rank", "own_rank"):
             if name == "own_rank":
                 out.ranks |= set(filter(is_rank, [int(fields["r"][:7])]))
+                out.announced |= set(filter(is_rank, [int(fields["r"][:7])]))
             self._size(int(fields["r"][:7]), int(fields.get("world", "0")[:7]), who)
             if "bus" in fields and who.process and len(out.devices) < MAX_WRITERS:
                 bus = int(fields["bus"], 16)
@@ -334,7 +335,9 @@ class Collector:
 
     def _learn_of_run(self, name: str, fields: Mapping[str, str], line: Line) -> None:
         """Note where another launch, or attempt, begins."""
-        if name == "command":
+        if name == "tasks":
+            self.result.tasks = int(fields["n"])
+        elif name == "command":
             before, self._command = self._command, _OF_ONE_LAUNCH.sub("", fields["command"])
             if before == self._command:  # of another node, it would differ
                 self._next_run(launch=True)
@@ -357,6 +360,10 @@ class Collector:
             of_file = (f for f in out.named("storage") if f.path == line.path)
             over = {id(f) for f in of_file if fields.items() <= f.fields.items()}
             out.facts = [f for f in out.facts if id(f) not in over]
+        elif name == "pod_begun":
+            pod, waited = fields.get("pod") or who.process, "pull" if "pulled" in fields else "nodes are available"
+            over = {id(f) for f in out.named("not_started") if waited in f.fields["what"]}
+            out.facts = [f for f in out.facts if id(f) not in over or (f.fields.get("pod") or f.who.process) != pod]
         elif name == "ras":  # a new report takes the place of the last one
             out.facts = [f for f in out.facts if not (f.name.startswith("ras_") and f.path == line.path)]
             self._of_one = {key: n for key, n in self._of_one.items() if not str(key[0]).startswith("ras_")}

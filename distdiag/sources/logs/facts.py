@@ -130,6 +130,8 @@ class Collected:
     interfaces: dict[str, tuple[str, str]] = field(default_factory=dict)  # (name, address) that NCCL uses on a host
     node_of: dict[str, str] = field(default_factory=dict)  # of a pod that kubectl describes
     joined: set[int] = field(default_factory=set)  # ranks that have joined the job's store
+    announced: set[int] = field(default_factory=set)  # ranks that wrote their number before they joined it
+    tasks: int = 0  # that Slurm was asked to start
     series: dict[tuple[str, Path, int | None], list[Fact]] = field(default_factory=dict)  # how fast the ranks are
     steps: bool = False  # lines show progress
     began: bool = False  # so do lines before the first failure

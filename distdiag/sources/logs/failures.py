@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from distdiag.diagnosis.known_errors import remedy
@@ -25,6 +25,7 @@ from distdiag.terms.untrusted import bounded, is_rank, numbers
 _REPORTS_ANOTHER = bounded(
     r"torch_extensions/.{0,200}cannot open shared object|at least one rank that exhausted|[Rr]oot cause|Worker failed with error|[Ss]ee (?:the )?(?:stack trace|logs? |error)|[Ss]ee (?:[\w']{1,20} ){0,5}above|(?i:one of the (?:sub|child ?|worker ?)process(?:es)? )|(?:sub)?process(?:es)? failed\b|scheduler (?:is dead|died)\b|check (?:[\w']{1,20} ){0,3}logs?\b|in a background process|previous error|sub-exception|Caught \w+ in DataLoader worker|\b5\d\d Server Error"
 )
+MANY = 3  # names of processes that one sentence lists
 FEW_OF = 4  # nearly all other ranks: so many for each that reported nothing
 _PLURALS = (("was killed", "were killed"), ("has a GPU", "have GPUs"), ("has a device", "have a device"))
 _DIRECTORIES = bounded(r"/\S{24,400}/(?=[^\s/])")  # of a long path; its last part says more
@@ -278,10 +279,7 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     if r.facts and r.facts[0].name == "port_in_use" and several:
         advice = meanings.SHARED_PORT
     if others:
-        waits = [waited[q] for q in others]
-        after = all(before(f, wait) for f in r.facts[:1] for wait in waits)
-        message += f"; {rank_list(others)} {'then ' if after else ''}{in_what(waits)}"
-        message += _silent(found, others, waits) if not ranks else ""
+        message += _followed(r, found, waited, others)
     number, line = found.over.get(r.facts[0].path, (0, "")) if r.facts else (0, "")
     if advice in meanings.GENERAL and number:
         message += f"; line {number:,} before it says `{shortened(line, 100)}`"
@@ -311,6 +309,25 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     )
 
 
+def _followed(r: Reason, found: Collected, waited: Mapping[int, Fact], others: Sequence[int]) -> str:
+    """Return what other ranks met after, or while, these failed."""
+    waits = [waited[q] for q in others]
+    after = all(before(f, wait) for f in r.facts[:1] for wait in waits)
+    stuck = _only_stuck(found, others)
+    rest = [q for q in others if q not in stuck]
+    text = f"; {rank_list(rest)} {'then ' if after else ''}{in_what([waited[q] for q in rest])}"
+    if stuck:
+        text += f"; {rank_list(stuck)} reported no timeout: {verb(stuck, 'its watchdog', 'their watchdogs')} made no progress"
+    return text + (_silent(found, others, waits) if not r.ranks else "")
+
+
+def _only_stuck(found: Collected, waiting: Sequence[int]) -> list[int]:
+    """Return the ranks of which only the watchdog reports that it hangs, where others timed out; empty if all ranks are such."""
+    timed_out = {f.rank for f in found.facts if f.role is Role.WAIT and f.name != "stuck_watchdog"}
+    stuck = {f.rank for f in found.named("stuck_watchdog")} - timed_out
+    return [q for q in waiting if q in stuck] if not stuck.issuperset(waiting) else []
+
+
 def _silent(found: Collected, waiting: Sequence[int], waits: Sequence[Fact]) -> str:
     """Return which few ranks reported no timeout where all others did; empty if these are many, or the others did not time out."""
     absent = absent_ranks(found, waiting) if all(f.role is Role.WAIT for f in waits) else ()
@@ -326,11 +343,19 @@ def _also_known(r: Reason, found: Collected) -> str:
     if not r.ranks and (lost := [f for f in found.named("coordination") if f.path not in here]):
         nodes = some([f.fields["node"] for f in lost])
         return f"; {build.who(lost, 'a node')} {'report' if len({f.path for f in lost}) > 1 else 'reports'} that {nodes} sent no heartbeats any more"
+    if len(r.unnamed) > MANY and (others := {host for _, host, _ in found.in_world} - {_one_host(r), ""}):
+        return f"; the lines of the processes on {some(sorted(others))} do not have it" if _one_host(r) else ""
     known = {host: ranks & r.ranks for host, ranks in found.on_host.items() if ranks & r.ranks}
     if r.hosts or len(known) != 1 or len(found.on_host) < 2:
         return ""
     [(host, ranks)] = known.items()
     return f"; {rank_list(sorted(ranks))} ran on {host}" if ranks < r.ranks else ""
+
+
+def _one_host(r: Reason) -> str:
+    """Return the host of all processes that have a reason; empty if they have several, or one is unknown."""
+    hosts = {f.who.host for f in r.facts}
+    return min(hosts) if len(hosts) == 1 and not r.ranks else ""
 
 
 def in_what(waits: list[Fact]) -> str:
@@ -359,6 +384,8 @@ def _how(f: Fact) -> str:
 def _who_failed(r: Reason, ranks: tuple[int, ...], of_node: bool, everyone: str) -> str:
     """Return who failed, how, and where."""
     shown = some(r.unnamed)
+    if len(r.unnamed) > MANY and (host := _one_host(r)):
+        shown = f"{len(r.unnamed):,} processes on {host}"
     nobody = r.meaning.subject
     who = "probably " * r.guessed + rank_list(ranks) if ranks else shown or nobody
     if ranks and shown and (r.facts[0].name in _OF_NODE or any(f.serves for f in r.facts)):

@@ -78,6 +78,8 @@ def join(found: Collected) -> Collected:
             found.on_host.setdefault(host, set()).add(f.rank)
     for f in found.named("store_connect"):
         _why_unreached(found, f)
+    for f in found.named("clients"):
+        _of_announced(found, f)
     for name in ("ib", "efa", "closed"):
         _of_one_host(found, name)
     for f in found.named("closed", "refused"):
@@ -126,10 +128,19 @@ def _name_the_preempted(found: Collected) -> None:
 
 
 def _of_communicators(found: Collected) -> None:
-    """Note which process, on which host, is which rank, by NCCL's lines on the largest communicator."""
-    for (label, host, pid), (world, rank) in found.in_world.items():
-        if world != found.world_size:
-            continue
+    """Note which process, on which host, is which rank, by NCCL's lines on the largest communicator.
+
+    If most ranks have processes on several hosts, there are several such communicators, and no rank is known to be the job's.
+    Of a job that was started again, some hosts are the same.
+    """
+    largest = {who: rank for who, (world, rank) in found.in_world.items() if world == found.world_size}
+    hosts: dict[int, set[str]] = {}
+    for (_, host, _), rank in largest.items():
+        hosts.setdefault(rank, set()).add(host)
+    if 2 * sum(len(named) > 1 for named in hosts.values()) > len(hosts):
+        found.world_size = None
+        return
+    for (label, host, pid), rank in largest.items():
         found.is_rank_of((label, host), rank)
         if host:
             found.on_host.setdefault(host, set()).add(rank)
@@ -166,6 +177,14 @@ def _why_unreached(found: Collected, f: Fact) -> None:
             if own.get(key) == f.fields[field] and len(set(others.values())) == 1:
                 f.fields["masters"] = f"; its master {what} is {own[key]}, {min(others)}'s is {others[min(others)]}"
                 break
+
+
+def _of_announced(found: Collected, f: Fact) -> None:
+    """Add to a store that not all ranks joined that those which did have announced themselves in the log."""
+    if len(found.announced) == f.number("joined") and max(found.announced, default=0) < (f.number("expected") or 0):
+        f.fields["launched"] = ""
+        if found.tasks == f.number("joined") and not found.per_node:
+            f.fields["launched"] = f", and Slurm was asked for {found.tasks} tasks, which are one rank each"
 
 
 def _of_one_host(found: Collected, name: str) -> None:

@@ -76,7 +76,7 @@ _AGENT = bounded(
 )  # of torchrun: then only its shutdown follows
 # words that a job ended well, by how much they say: of the whole job; of the lines before them; of one process
 _WELL = (
-    ("job", bounded(r"(?i:\b(?:Job)?State[=: ]{1,4}COMPLETED\b|\bCOMPLETED[\s|]{1,9}0:0\b|\bjob '?[\w.-]{1,80}'? (?:succeeded|finished successfully)|\bphase: {1,9}Succeeded)")),
+    ("job", bounded(r"(?i:\b(?:Job)?State[=: ]{1,4}COMPLETED\b|\bCOMPLETED[\s|]{1,9}0:0\b|\bjob '?[\w.-]{1,80}'? (?:succeeded|finished successfully)|\bphase: {1,9}Succeeded|\b\w{1,40}Job \S{1,253} (?:is )?successfully completed\b)")),
     ("file", bounded(r"(?i:\b(?:train(?:ing|er)?|run|job|fit|workflow|experiment|all (?:epochs|steps|done))\b.{0,24}\b(?:finished(?! (?:iter|epoch|step))|(?<!to )completed?|done|succeeded)\b)" + _BUT)),
     ("file", bounded(r"max_(?:steps|epochs)=\d{1,9}`? reached|(?:^|=) ?\d{1,6} passed\b|^\{'train_runtime': " + _BUT)),
     ("file", bounded(r"(?:^|[\]:|)>-] ?)(?i:finished), (?:cleaning up|destroying|shutting down)\b|\b(?i:all (?:ranks|workers|processes|nodes) (?:have |are )?(?:finished|completed|done))(?:\W{0,3}$|,? (?:without|with no) errors?\b|,? successfully\b)" + _BUT)),
@@ -85,6 +85,9 @@ _WELL = (
     ("server", bounded(r"\bINFO\b.{0,80}(?:Application shutdown complete|Finished server process)")),
     ("process", bounded(r"(?i:\b(?:exit(?:s|ed|ing)?|return(?:ed)?|finished) ?(?:with )?(?:code|status)?[ =:]{0,9}(?:0\b(?![.:\d])|successfully))")),
 )  # fmt: skip
+# a shell's prompt: the command before it is over; one that shows another file, and any other
+_PROMPT = bounded(r"^(?:\S{0,80}\$|\S{1,80}#) (?P<shows>(?:tail|head|cat|zcat|less|grep|sed|awk)\s)?\S")
+_SHOWS = re.compile(rb"(?m)^(?:\S{0,80}\$|\S{1,80}#) (?:tail|head|cat|zcat|less|grep|sed|awk)\s")
 # the last word of a program; any of its parts may say it, too
 _DONE = bounded(r"(?:^|[\d\]|>-] )(?i:all )?(?i:done|finished|completed?)[.!]{0,3}\s*$")
 
@@ -118,10 +121,12 @@ class Later:
     stepped: set[tuple[Path, int | None, int | None]] = field(default_factory=set)  # those with progress, from the end
     began: bool = False  # there is progress before a failure
     over: dict[Path, tuple[int, str]] = field(default_factory=dict)  # as in `Collected`
+    _head: bytes = b""
     nan: bool = False  # all losses of the file that is read, so far
 
     def begin(self, path: Path, head: bytes) -> None:
         """Note the time that the begin of a file shows."""
+        self._head = head
         lines = head.decode("utf-8", "replace").splitlines()[:MOST_WITHOUT_TIME]
         times = (who.at for line in lines for _, who in messages(plain(line)) if who.at is not None)
         if (first := next(times, None)) is not None:
@@ -136,6 +141,7 @@ class Later:
         """
         most = LAST if after is None else max(LEAST, min(OF_FILE, self.left // 8))
         self.nan, before, nth = False, False, 0
+        started = after is None or self._shown_before(after, tail)  # the whole log is what a shell shows
         for first, block in reversed(tail):
             raws = block.split(b"\n")
             for number, raw in zip(range(first + len(raws) - 1, first - 1, -1), reversed(raws), strict=True):
@@ -150,6 +156,7 @@ class Later:
                     self.left -= after is not None
                     last = raw[-2000:].rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace")
                     code = number > first and b'File "' in raws[number - first - 1]  # a traceback's line of source
+                    started = started or before or self._starts(path, plain(last))
                     for text, who in messages(plain(last)):
                         self._loss(path, number, text, who)
                         key = path, who.rank, who.task
@@ -167,6 +174,32 @@ class Later:
                             self._line(path, number, text, who)
                         elif before:
                             self._before(path, number, text)
+
+    def _shown_before(self, line: int, tail: Sequence[tuple[int, bytes]]) -> bool:
+        """True if a shell's command that shows a file comes before a line, in the begin or the end of the file."""
+        return any(
+            first + block.count(b"\n", 0, m.start()) < line
+            for first, block in ((1, self._head), *tail)
+            for m in _SHOWS.finditer(block)
+        )
+
+    def _starts(self, path: Path, text: str) -> bool:
+        """True if a line is a shell's command that may start a job; after one that shows another file, drop what was read."""
+        prompt = _PROMPT.match(text)
+        if prompt is not None and prompt["shows"] is not None:
+            self._forget(path)
+        return prompt is not None and prompt["shows"] is None
+
+    def _forget(self, path: Path) -> None:
+        """Drop what was read of a file's last lines: they quote another file."""
+        self.progress = {key: lines for key, lines in self.progress.items() if key[0] != path}
+        self.well = {key: line for key, line in self.well.items() if key[0] != path}
+        self.loss = {key: loss for key, loss in self.loss.items() if key[0] != path}
+        self.said = {key: text for key, text in self.said.items() if key[0] != path}
+        self.fatal = {key: line for key, line in self.fatal.items() if key[0] != path}
+        for by_path in (self.steps, self.done, self.times, self.errors):
+            by_path.pop(path, None)
+        self.stepped = {key for key in self.stepped if key[0] != path}
 
     def _before(self, path: Path, number: int, text: str) -> None:
         """Note what a line before the first failure shows: progress, or that the work was done by then."""
@@ -340,6 +373,24 @@ def split(found: Collected, later: Later) -> tuple[list[Fact], list[Fact]]:
     for f in (f for f in facts if id(f) in past):
         f.doubtful = not later.went_on(f.path, f.line) and not any(_survived(f.at, later, p) for p in later.times)
     return [f for f in found.facts if id(f) not in past], [f for f in facts if id(f) in past]
+
+
+def name_shared_stores(found: Collected, later: Later) -> None:
+    """Add to a rendezvous that was lost the line by which its launcher could not serve it: it trained with the store of another one.
+
+    torchrun serves the store of its c10d rendezvous; if the port is in use, it becomes a client of the process that has it.
+    """
+    for taken in [f for f in (*found.facts, *found.past) if f.name == "port_in_use"]:
+        lost = [
+            f
+            for f in found.named("keep_alive", "rendezvous")
+            if f.path == taken.path and f.line > taken.line and "ConnectionError" in f.text
+        ]
+        if lost and later.between(taken.path, taken.line, min(f.line for f in lost)):
+            for f in lost:
+                f.fields.setdefault("taken", f"{taken.line:,}")
+            found.facts = [f for f in found.facts if f.name != "port_in_use" or f.path != taken.path]
+            found.past = [f for f in found.past if f.name != "port_in_use" or f.path != taken.path]
 
 
 def _started_since(f: Fact, stepped: bool, ranks: bool) -> bool:

@@ -83,6 +83,7 @@ STORAGE: Mapping[str, str] = MappingProxyType({
     "lustre": "Lustre lost its connection to {lustre}",
     "task": "process {pid} ({task}) was blocked for more than {s} seconds, most often in I/O",
 })  # fmt: skip
+OF_BATCH = "; a last, smaller batch is the most common reason: drop_last=True, pad it, or exchange the sizes first"
 AFTER_CAUGHT = "mend what raised it (filter that sample, or skip it on all ranks alike); a rank that catches an exception must still make the calls that the others make"
 SEE_STORAGE = (
     "see that storage first, from that host (`df`, `ls`, `dmesg -T`): a process that waits for it makes no call"

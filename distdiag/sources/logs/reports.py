@@ -5,19 +5,24 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any
 
+import msgspec
+
 from distdiag.diagnosis.model.findings import CollectiveRef, Finding, rank_list
 from distdiag.diagnosis.text.incident import verb
-from distdiag.diagnosis.text.phrases import at, count
+from distdiag.diagnosis.text.phrases import at, count, shortened
 from distdiag.sources.logs.build import fewer, finding, ranks_of, some
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import WAITED, first_site
+from distdiag.sources.logs.meanings import OF_BATCH
 from distdiag.sources.logs.waiting import op_name
 from distdiag.terms.ranks import fold_ranks
-from distdiag.terms.untrusted import bounded, numbers
+from distdiag.terms.untrusted import bounded, is_rank, numbers
 
 MANY_PARAMETERS = 1_000_000  # no model has so many tensors: such a count is another collective's data
 LONG_NAMES = 8000
 _BEFORE = "the job ends before its first step"
+_CULPRIT = bounded(r"Culprit rank (\d{1,6});")
+_ANALYZED = {"SIZE_OR_SYNTAX": "shape", "COLLECTIVE_TYPE": "op", "COLLECTIVE_DTYPE": "dtype"}
 _RUNS = bounded(r", NCCL version (\d{1,3}\.\d{1,3}\.\d{1,3})")  # in torch's exceptions
 _FINGERPRINT = {
     "number": bounded(r"SequenceNumber=(\d{1,18})"),
@@ -77,6 +82,23 @@ def _shapes_given(facts: list[Fact]) -> Finding:
 def derived(found: Collected) -> list[Finding]:
     """Return what shows only that other ranks were elsewhere: DDP read the data of another collective as their counts."""
     return [_counts(counts)] if (counts := _counted(found, real=False)) else []
+
+
+def analyzed(found: Collected, waits: list[Finding]) -> list[Finding]:
+    """Return the findings on timeouts, with the ranks whose call differs by torch's analyzer of flight records."""
+    facts = found.named("analyzer")
+    named = {r for f in facts for r in map(int, _CULPRIT.findall(f.text)) if is_rank(r)}
+    if not named:
+        return waits
+    what = f"{rank_list(sorted(named))} by torch's analyzer of the flight records: {shortened(facts[0].fields['what'], 160)}"
+    if waits and waits[0].kind == "mismatch":
+        return [msgspec.structs.replace(waits[0], message=f"{waits[0].message}; {what}"), *waits[1:]]
+    victims = {r for f in waits for r in (*f.culprits, *f.victims)} - named
+    few = 2 * len(named) < max(found.world_size or 0, len(victims | named), 3)  # it compares all with the first one
+    cause = _ANALYZED[facts[0].fields["error"]]
+    advice = f"compare what these ranks call there: the same operation with the same size on every rank{OF_BATCH if cause == 'shape' else ''}"
+    message = f"the ranks made different calls in one collective, {what}"
+    return [finding("mismatch", cause, facts, message, advice, culprits=named if few else (), victims=victims | named)]
 
 
 def _versions(found: Collected, facts: list[Fact]) -> Finding:

@@ -104,6 +104,7 @@ def _too_many(fact: Fact) -> bool:
 _LATE, _LOST = "timeout/late_rank", "rank_lost/silent"
 _GLOO = "a gloo collective timed out{after}: {who} waited in it{at}"
 _ENDED = "{first}see how that process ended: its log, exit code, `dmesg -T` for oom-kill or Xid; if it is alive, the network: interface (NCCL_SOCKET_IFNAME), firewall, MTU"
+_RDMA = remedy("ibv_modify_qp failed", _ENDED)
 _STARTED = "see whether all nodes have started (squeue, kubectl get pods), with one MASTER_ADDR, MASTER_PORT and world size, and whether they reach that port"
 _ONE_NCCL = "install the same torch (and NCCL) on all nodes, or use one image; compare the lines `NCCL version` of each node (NCCL_DEBUG=VERSION); see that no process of another job uses the same MASTER_ADDR and MASTER_PORT"
 _ONE_JAX = "install jax, jaxlib and the plugin in the same versions there as on the other hosts (`pip list | grep -i jax`, one image for all), and compare `nvidia-smi` there: that process did not find its accelerator"
@@ -201,6 +202,10 @@ START_ROWS = (
         when=lambda facts: facts[0].fields["peer"] in HERE, subject="a node"),
     Row("store_connect", _LOST, "{who} could not reach the job's store at {peer}:{port}{at}: rank 0, or torchrun's first node, does not listen there",
         "see whether rank 0 has started and failed, and whether this node reaches it: `nc -vz {peer} {port}`", subject="a node"),
+    Row("clients", _LOST, "{left} of {expected} ranks had not joined{after}{at}", _STARTED,
+        ("{culprits} had not joined{after}{at}: the {joined} of {expected} ranks that had are those that announced themselves in the log{launched}",
+         "start as many processes as the job expects: with Slurm, --ntasks-per-node as large as the GPUs (devices) of a node, or one task a node with a launcher that starts its ranks (torchrun); else " + _STARTED),
+        when=lambda facts: "launched" in facts[0].fields),
     Row("clients", _LOST, "{left} of {expected} ranks had not joined{after}{at}: the log does not say which", _STARTED,
         ("{culprits} had not joined{after}{at}, as far as the log shows: {joined} of {expected} ranks had, and it has lines of all others", _STARTED)),
     Row("store_barrier store_waiting", _LOST, "{joined} processes have joined a job of {expected} ranks: it was launched twice, or processes of an earlier one use the same store",
@@ -213,6 +218,9 @@ START_ROWS = (
         "check MASTER_ADDR (--rdzv-endpoint) with `getent hosts NAME` on that node; on Kubernetes, that the master's pod runs and its headless service exists", subject="a node"),
     Row("full_mesh", _LOST, "gloo on {who}{on} could not connect to every other rank: {reason}",
         "give gloo the interface that the nodes share (GLOO_SOCKET_IFNAME=eth0): a host name that resolves to 127.0.1.1 is the most common reason", subject="a node"),
+    Row("keep_alive rendezvous", _LOST, "torchrun lost its rendezvous: its port was in use at the start (line {taken}), so it used the store that another launcher serves there, most likely one of another job, and that one ended",
+        "give each job on this host its own store: torchrun --standalone, or another port (--rdzv-endpoint=localhost:0, --master-port); then resume from the newest checkpoint; if both launchers are of this job, read the other one's log",
+        when=lambda facts: "taken" in facts[0].fields, subject="a node"),
     Row("keep_alive", _LOST, "torchrun on {nodes} lost the rendezvous: the node that serves it, the first one, has ended",
         "read the log of the first node (--rdzv-endpoint): its failure came before these"),
     Row("rendezvous", _LOST, "{who} did not complete torchrun's rendezvous ({what}){came}",
@@ -230,6 +238,15 @@ LOST_ROWS = (
         when=lambda facts: facts[0].fields["status"] in meanings.LOCAL),
     Row("ib", _LOST, "NCCL on {who} lost its RDMA connection to {all_peers} (status {status}: {meaning})",
         "check that link{ends}: `ibstat`, `perfquery`, switch counters, RoCE's GID and flow control (NCCL_IB_GID_INDEX); see first whether the peer's process ended"),
+    Row("ib_setup", "rank_lost/crashed", "{who}{on_host} could not connect over RDMA{at}: its device {dev} has no address at GID index {index} (local GID ::)",
+        "see `show_gids` and `ip addr` there: the interface of {dev} has no IP address, or its table differs from the other hosts' (a container without that interface); give it one, else leave the device out on all hosts (NCCL_IB_HCA=^{dev}), or let NCCL choose (unset NCCL_IB_GID_INDEX)",
+        pick=lambda f: f.fields.get("own") == "::", subject="a process"),
+    Row("ib_setup", _LOST, "{who}{on_host} could not connect over RDMA{at}: the device at the other end of {dev} has no address at its GID index (remote GID ::), and the log does not show that end",
+        "see `show_gids` and `ip addr` on the other hosts, and compare them with this one; leave a device without an address out on all hosts (NCCL_IB_HCA=^{dev})",
+        pick=lambda f: f.fields.get("remote") == "::", subject="a process"),
+    Row("ib_setup", _LOST, "{who}{on_host} could not connect over RDMA{at}: device {dev}: {what} (local GID {own}, remote GID {remote})", _RDMA,
+        subject="a process", pick=lambda f: "own" in f.fields),
+    Row("ib_setup", _LOST, "{who}{on_host} could not connect over RDMA{at}: device {dev}: {what}", _RDMA, subject="a process"),
     Row("gloo_timeout", _LATE, _GLOO + ", inside {within}: they wait there until the rank that goes first has done its work",
         meanings.GOES_FIRST.format(who="that rank", where="it"), when=lambda facts: any(f.within for f in facts)),
     Row("gloo_timeout closed store_lost refused lost", _LATE, _GLOO + "; the log does not show which rank they waited for",
@@ -320,8 +337,8 @@ def _blamed(found: Collected, name: str, facts: list[Fact]) -> tuple[Collection[
             waiters = {f.rank if f.rank is not None else f.number("waiter") or 0 for f in facts}
             awaited = _awaited(facts)
             return () if _lost_store(facts) or awaited in waiters else (awaited,), waiters
-        case "jax_backend":
-            return ranks, ()
+        case "jax_backend" | "ib_setup":
+            return (ranks, ()) if _of_themselves(facts) else ((), ranks)
         case "jax_key":
             keys = [f for f in facts if f.name == name]  # the awaited one may itself wait for another kind of device
             awaited = _awaited(keys)
@@ -334,11 +351,7 @@ def _blamed(found: Collected, name: str, facts: list[Fact]) -> tuple[Collection[
             absent = set(range(expected)) - here
             return (absent, here) if len(absent) == expected - (_most(facts, "joined") or 0) else ((), ranks)
         case "clients":
-            expected, joined = _most(facts, "expected") or 0, _most(facts, "joined") or 0
-            absent = set(range(min(expected, MAX_RANKS))) - found.ranks
-            whole = found.world_size in (None, expected) and max(found.ranks, default=0) < expected  # else nodes join
-            few = len(absent) == expected - joined <= joined
-            return (absent if whole and few else ()), ranks
+            return _absent_clients(found, facts), ranks
         case "hccl_wait":
             in_world = (f for f in facts if "group" not in f.fields and f.number("own") in (None, f.rank))
             return {n for f in in_world if (n := f.number("awaited")) is not None}, ranks
@@ -355,6 +368,21 @@ def _blamed(found: Collected, name: str, facts: list[Fact]) -> tuple[Collection[
             whole = bool(found.world_size or found.named("ended"))  # else the log may be a part of the job's
             return absent_ranks(found, ranks) if whole and len(ranks) > 1 else (), ranks
     return (), ranks
+
+
+def _of_themselves(facts: Sequence[Fact]) -> bool:
+    """True unless RDMA failed where these processes' own devices have addresses: then it may be the other end."""
+    return all(f.name != "ib_setup" or f.fields.get("own") == "::" for f in facts)
+
+
+def _absent_clients(found: Collected, facts: Sequence[Fact]) -> Collection[int]:
+    """Return the ranks that did not join the job's store, if the log shows all others."""
+    expected, joined = _most(facts, "expected") or 0, _most(facts, "joined") or 0
+    here = found.announced if "launched" in facts[0].fields else found.ranks
+    absent = set(range(min(expected, MAX_RANKS))) - here
+    whole = found.world_size in (None, expected) and max(found.ranks, default=0) < expected  # else nodes join
+    few = len(absent) == expected - joined <= (expected if "launched" in facts[0].fields else joined)
+    return absent if whole and few else ()
 
 
 def _came(found: Collected) -> str:

@@ -25,6 +25,8 @@ SAME_SIZES = (
     *(operation.name for operation in operations.OPERATIONS if operation.same_size == "all"), *operations.EVEN_FORMS,
 )  # fmt: skip
 MESSAGES = {"send", "recv"}
+# of lists of parts; a group has at least two
+_GATHERS, _SCATTERS, MIN_PARTS = ("all_gather",), ("reduce_scatter",), 2
 OF_PARAMETERS = "; all_gather_into_tensor most often gathers parameters that ZeRO-3 or FSDP shards: then a rank's batch took another path through the model, so run the same modules on all ranks"
 DUMPS = "the flight recorder's dumps (TORCH_NCCL_TRACE_BUFFER_SIZE=2000, TORCH_NCCL_DUMP_ON_TIMEOUT=1)"
 PATH = (
@@ -95,7 +97,7 @@ def _of_group(found: Collected, group: Group, waits: Waits) -> Finding | None:
     if ops.keys() <= MESSAGES and ops:
         return _messages(group, waiting, ops)
     sides, cause = ops, "op"
-    if len(ops) == 1 and min(ops) in SAME_SIZES:
+    if len(ops) == 1 and (min(ops) in SAME_SIZES or _in_equal_parts(min(ops), waiting)):
         sized = ((r, f"{w.op or min(ops)} of {w.size:,} elements") for r, w in waiting.items() if w.size is not None)
         sides, cause = by_value(dict(sized)), "shape"
     if len(sides) > 1:
@@ -104,6 +106,13 @@ def _of_group(found: Collected, group: Group, waits: Waits) -> Finding | None:
     late = {r for r in others if seq is not None and (waits[r].issued or seq) < seq}
     inside = waiting | {r: waits[r] for r in others if waits[r].is_in(seq)}
     return _late(found, group, inside, {r: waits[r].issued or 0 for r in late})
+
+
+def _in_equal_parts(op: str, waiting: Waits) -> bool:
+    """True if each rank's own sizes show that it expects equal parts of all: then their sizes must agree."""
+    pairs = [(w.size, w.size_out) for w in waiting.values() if w.size and w.size_out]
+    ratios = {(whole / part) for pair in pairs for part, whole in [pair if op in _GATHERS else pair[::-1]]}
+    return op in (*_GATHERS, *_SCATTERS) and len(ratios) == 1 and min(ratios) >= MIN_PARTS and min(ratios).is_integer()
 
 
 def _absent(found: Collected, group: Group, waiting: Collection[int]) -> tuple[int, ...]:
@@ -253,7 +262,12 @@ def _different(
     culprits = fewer(sides.values())
     texts = " and ".join(f"{rank_list(ranks)} in {text}" for text, ranks in by_size[:4])
     return _timed_out(group, waiting, f"the ranks timed out in different calls of collective{_number(waiting, group)}: {texts}{last_words(found, culprits)}",
-                 f"compare what these ranks call there: the same operation with the same size on every rank{OF_PARAMETERS if cause == 'shape' and _op(waiting) == 'all_gather_into_tensor' else ''}", culprits, f"mismatch/{cause}")  # fmt: skip
+                 f"compare what these ranks call there: the same operation with the same size on every rank{_of_sizes(_op(waiting)) if cause == 'shape' else ''}", culprits, f"mismatch/{cause}")  # fmt: skip
+
+
+def _of_sizes(op: str) -> str:
+    """Return the most common reason for which the sizes of an operation differ."""
+    return OF_PARAMETERS if op == "all_gather_into_tensor" else meanings.OF_BATCH if op in _GATHERS else ""
 
 
 def _apart(found: Collected, group: Group, waiting: Waits, most: int | None) -> Finding:

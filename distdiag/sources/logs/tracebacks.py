@@ -26,6 +26,7 @@ _EXCEPTION = bounded(
 # the end of a traceback whose frames were printed: any class
 _ANY = bounded(r"(?:^\s{0,3}|[\]:|)]\s?)(?P<type>(?:[A-Za-z_]\w*\.){0,8}[A-Z]\w*)(?:: (?P<what>.*))?$")
 _OUTERMOST = ("<module>", "_run_module_as_main")
+_SESSIONS = ("<stdin>", "<console>", "<python-input-")  # of a person, or quoted: no launcher starts a rank so
 _COLLECTIVE = "/torch/distributed/distributed_c10d.py"
 _PIPE = "/multiprocessing/connection.py"  # its other end was closed: by a process that ended
 _SPAWNS = "the process that spawns the ranks"
@@ -235,7 +236,8 @@ class Tracebacks:
             anonymous = _anonymous(line)
             if source != anonymous and self._traces.get(anonymous) is trace:
                 del self._traces[anonymous]
-            trace.uncaught = trace.uncaught or (not trace.frames and m["name"] in _OUTERMOST)
+            outermost = m["name"] in _OUTERMOST and not m["filename"].startswith(_SESSIONS)
+            trace.uncaught = trace.uncaught or (not trace.frames and outermost)
             trace.frame_at = text.index('File "')
             _keep_frame(trace.frames, m, innermost_first=trace.fatal is not None)
             if trace.fatal is not None and not trace.other_thread:

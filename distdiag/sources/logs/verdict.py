@@ -77,6 +77,7 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
     else:
         found.past += earlier
     found.past += past
+    later.name_shared_stores(found, reader.later)
     ends = reader.later
     found.losses, found.took, found.steps, found.began = ends.loss, ends.took, bool(ends.progress), ends.began
     found.over = ends.over
@@ -112,7 +113,7 @@ def judge_logs(
             found = joined
     findings, text = judge(found)
     findings = [_after_caught(_in_storage(f, found), found) for f in findings]
-    found.ranks |= {w.rank for f in findings for w in (*f.where, *f.waiting)}
+    found.ranks |= {w.rank for f in findings for w in (*f.where, *f.waiting) if w.file}
     error = any(f.severity == Severity.ERROR for f in findings)
     ended = bool(found.recorded) and all(r.ended for r in found.recorded.values())
     return Report(
@@ -185,7 +186,11 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
     follow = bool(own) and not reported and all(map(failures.follows, own))
     if shown and not follow:
         return shown, None
-    waits = reports.of_versions(found) or rows.first_of(rows.LATE_ROWS, found) or timeouts.findings(found)
+    waits = (
+        reports.of_versions(found)
+        or rows.first_of(rows.LATE_ROWS, found)
+        or reports.analyzed(found, timeouts.findings(found))
+    )
     if found_here := _with_late(waits, late) or rows.first_of(rows.START_ROWS, found) or reports.derived(found):
         return found_here[:MAX_FINDINGS], None
     if not follow and (stop := _stopped(found)) is not None:

@@ -20,6 +20,7 @@ class Waiting:
 
     Attributes:
         seq, op, size: Fields of the operation; None if only the counters were written.
+        size_out: Elements that it returns.
         issued, completed: The newest operation, by the rank's own counters.
         signalled: The rank whose timeout it was asked to dump for; it has not timed out itself.
     """
@@ -27,6 +28,7 @@ class Waiting:
     seq: int | None = None
     op: str = ""
     size: int | None = None
+    size_out: int | None = None
     limit_s: float = 0.0
     ran_s: float = 0.0
     issued: int | None = None
@@ -97,6 +99,7 @@ def _note_timeout(wait: Waiting, f: Fact, seq: int | None) -> None:
         return  # the first one matters: later ones were queued behind it
     wait.seq, wait.op = seq, op_name(f.fields["op"])
     wait.size = f.number("nin") if f.fields.get("nin") not in NOT_RECORDED else None
+    wait.size_out = f.number("nout") if f.fields.get("nout") not in NOT_RECORDED else None
     wait.limit_s, wait.ran_s = (f.number("limit") or 0) / 1e3, (f.number("ran") or 0) / 1e3
     wait.site = f.site or wait.site
 
