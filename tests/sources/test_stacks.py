@@ -324,6 +324,15 @@ def test_ranks_that_all_sleep_are_healthy_and_that_all_wait_for_a_lock_are_not()
     assert (finding.severity, finding.culprits, finding.victims) == (Severity.WARNING, (), (0, 1))
 
 
+def test_ranks_that_all_wait_for_one_lock_file_are_stuck_even_in_a_single_sample() -> None:
+    baton = at(frame("wait", "/opt/lib/python3.12/site-packages/torch/utils/file_baton.py"), USER)
+    (found,) = findings({r: Seen(position=position(baton), once=True) for r in range(3)})
+    assert found.severity == Severity.WARNING and "none of these ranks is seen to hold it" in found.message
+    builds = {0: Seen(position=position(at(USER)), once=True)}
+    others = {r: Seen(position=position(baton), once=True) for r in (1, 2)}
+    assert all(f.severity == Severity.INFO for f in findings(builds | others))
+
+
 def test_ranks_that_all_wait_for_their_devices_are_named_and_not_accused() -> None:
     spins = position(at(USER, idle=False, native=("cuStreamSynchronize",)))
     (found,) = findings({r: Seen(position=spins) for r in range(2)})

@@ -232,9 +232,11 @@ def _no_sink(s: Snapshot, seen: Mapping[int, Seen], source: Source) -> Iterator[
         ]
         words = {r.activity for r in s.ranks.values()}
         do = (_DO.get(min(words)) if len(words) == 1 else None) or _LOOK_FOR
+        locked = words == {"lock_file"} and len(places) == 1  # who holds it is at another place
+        left = "; none of these ranks is seen to hold it: another process may, or one that was killed left it" * locked
         yield NOBODY(
-            severity=Severity.INFO if once else Severity.WARNING, victims=sorted(seen), where=wheres(s, sorted(seen)),
-            places="; ".join(texts), do=do, still=still,
+            severity=Severity.INFO if once and not locked else Severity.WARNING, victims=sorted(seen),
+            where=wheres(s, sorted(seen)), places="; ".join(texts) + left, do=do, still=still,
         )  # fmt: skip
         return
     sides = _sides({q: c.site for q, c in calls.items()})
