@@ -54,6 +54,10 @@ FULL_GPU = "lower the batch or sequence length of that rank's largest batch, or 
 FULL_SHM = "give the container more shared memory (docker --shm-size, a Memory emptyDir at /dev/shm), or use fewer DataLoader workers"
 TAKEN_PORT = "end the process that holds the port (`ss -ltnp` there shows it), or give this job another --master-port or --rdzv-endpoint (accelerate: --main_process_port)"
 NO_CUDA = "CUDA cannot start there, or lost its GPU (a container loses its GPUs when systemd reloads: start it again): see `nvidia-smi`, `dmesg -T | grep -i nvrm`, whether nvidia-uvm is loaded, and CUDA_VISIBLE_DEVICES; reboot the node if its driver was updated"
+OTHER_DRIVER = "reboot that host, or unload and load the nvidia modules, and start without it until then (--exclude); hold the driver's packages (apt-mark hold, no unattended upgrades); in a container, use the host's libcuda, not one of the image (compat)"
+FULL_DISK = "make room on that node's disk (`df -h`, old sessions in /tmp/ray), or let Ray spill to a larger one (object_spilling_config, --temp-dir); a global shuffle and a large object store spill most"
+INSTALL = "install it in the environment of all nodes"
+OTHER_VERSION = "what it reads was written by a process that has that module: install the same packages, in the same versions, on all nodes, and use the same code (`pip freeze` of each node, of the host that wrote it, too)"
 BUS_ERROR = "most often /dev/shm is full (`df -h /dev/shm`), or a mapped file was truncated; give the container more shared memory"
 
 # of an HTTP client
@@ -90,8 +94,11 @@ ROWS = (
     Known(bounded(r"received 0 items of ancdata|Too many open files"), "raise the limit (`ulimit -n`), or torch.multiprocessing.set_sharing_strategy('file_system'); keep no batches of the loader alive, and close files that are no longer needed"),
     Known(bounded(r"'status': '(?:NOT_AVAILABLE|INFLIGHT)'"), "ZeRO-3 gathers parameters in the order of its first step: every rank must run the same modules in the same order (no branch on the data, mixture of experts: set_z3_leaf_modules)"),
     Known(bounded(r"exhausted (?:all )?inputs"), "the ranks have different numbers of batches: use drop_last=True or a sampler that pads (DistributedSampler), or Join without throw_on_early_termination"),
-    Known(bounded(r"No module named|cannot import name"), "install it in the environment of all nodes"),
+    Known(bounded(r"No module named 'numpy\._core"), "numpy 2 wrote what numpy 1 cannot read there: install one version of numpy on all nodes (`pip freeze` of each)"),
+    Known(bounded(r"Can't get attribute .{1,200} on <module '(?!__(?:mp_)?main__)"), OTHER_VERSION),
+    Known(bounded(r"No module named|cannot import name"), INSTALL),
     Known(bounded(r"system not yet initialized"), "start NVIDIA's fabric manager on that host (`systemctl status nvidia-fabricmanager`); its version must be the driver's"),
+    Known(bounded(r"\bError 803\b|unsupported display driver / cuda driver"), f"the libraries and the loaded kernel module of the NVIDIA driver have different versions there: {OTHER_DRIVER}"),
     Known(bounded(r"No CUDA GPUs are available|no CUDA-capable device"), "see what the process may use: CUDA_VISIBLE_DEVICES, --gpus of the container, the scheduler's GPUs; `nvidia-smi` there"),
     Known(bounded(r"driver on your system is too old"), "that node's NVIDIA driver is older than its torch needs: update the driver there, or take the node out; compare `nvidia-smi` on all nodes"),
     Known(bounded(r"environment variable \w+ expected"), "start it with torchrun (or srun, mpirun with these variables set): python alone sets no RANK, WORLD_SIZE, MASTER_ADDR"),
@@ -120,6 +127,7 @@ ROWS = (
     Known(bounded(r"not reachable via ssh"), "the launcher starts the ranks by ssh: let it log in there without a password (keys, port, known_hosts: `ssh HOST hostname`), or start one launcher on each node (torchrun, --no_ssh)"),
     Known(bounded(r"re-initialize CUDA in forked subprocess"), "let the dataset and collate_fn return tensors of the CPU, and move them in the training loop; or give the DataLoader multiprocessing_context='spawn'"),
     Known(bounded(r"File exists: '/\d{6}_\w+'"), "shared memory of that name is left from another run on that host, or two ranks made it at once: streaming.base.util.clean_stale_shared_memory() before the dataset; one job of a user on a host at a time"),
+    Known(bounded(r"Unresponsive receiver"), "if it fails from the first transfers on: EFA needs a security group with an inbound and an outbound rule `All traffic` whose other side is that group itself (0.0.0.0/0 is not enough, and ping and TCP do not show it), the same group on all nodes, and one subnet; else see how the peer ended"),
     Known(bounded(r"fi_getinfo\(\) failed|find_provider|No (?:available )?(?:OFI )?provider"), "libfabric has no provider there that fits: compare `fi_info -l` and FI_PROVIDER (I_MPI_OFI_PROVIDER, FI_PROVIDER_PATH) with a host where MPI starts; mlx and verbs need UCX or the RDMA driver (`ibv_devinfo`); FI_PROVIDER=tcp does without"),
     Known(bounded(r"MPI_Init\b"), "MPI could not start: use the mpirun of the same MPI, or give srun the PMI that this MPI was built with (`srun --mpi=list`, --mpi=pmix); in a container, its PMIx must fit the host's"),
     Known(bounded(r"^(?=.*(?:No such file|File exists|Stale file|resource busy))(?=.*(?:torchinductor_|[/.]triton/))"), "processes take each other's files of the compiler's cache: give each rank, or at least each node, its own local directory (TORCHINDUCTOR_CACHE_DIR, TRITON_CACHE_DIR), not one on a shared file system, and start again"),
@@ -131,6 +139,7 @@ ROWS = (
     Known(bounded(r"NCCL WARN .{0,20}Cuda failure (?:\d{1,4} )?'(?!an illegal|unspecified|device-side|misaligned|out of memory)"), "it is a call of NCCL's own: see the GPU with `nvidia-smi` and `dmesg -T | grep -i xid`, and whether that host's driver is as new as NCCL's CUDA; then run once each with NCCL_CUMEM_ENABLE=0, NCCL_NVLS_ENABLE=0, NCCL_P2P_DISABLE=1"),
     Known(bounded(r"CUDA error: unknown error"), NO_CUDA),
     Known(bounded(r"CUDNN_STATUS_(?:INTERNAL|EXECUTION)"), "most often the GPU's memory is full, or cuDNN, driver and torch do not fit: `nvidia-smi` there, once with torch.backends.cudnn.benchmark=False, once with CUDA_LAUNCH_BLOCKING=1"),
+    Known(bounded(r"No such file or directory: .{0,300}/tmp-checkpoint-\d{1,9}' -> "), "each rank or node of transformers 4.36 renames that directory, and another one was first: upgrade transformers (from 4.37 on, one rank renames it), or give each node a local output_dir; the checkpoint that is there may lack files of the ranks that failed"),
     Known(bounded(r"No such file or directory: .{1,300} -> "), "the first path was gone, or the second one's directory does not exist: where ranks or nodes share a folder, most often another rank renamed it first, so let one rank rename it (`save_on_each_node` and the like are for local disks only), while the others wait at a barrier"),
     Known(bounded(r"No such file or directory"), "check that this path exists on that node: a mount that is missing there, or data that is not copied to all nodes"),
     Known(bounded(r"STATUS_ALLOC_FAILED|STATUS_NOT_INITIALIZED"), "most often the GPU's memory is full: lower the batch or sequence length; other processes on that GPU: `nvidia-smi`"),
@@ -150,12 +159,13 @@ ROWS = (
     Known(bounded(r"loss scale already at minimum"), "fp16 gradients overflow in every step: look for NaN in the loss and the data, lower the learning rate, or train in bf16"),
     Known(bounded(r"%(?:veth|docker|cni|br-)|Connect to (?:fe80:|172\.17\.)"), "NCCL took an interface of a container or of this host alone: set NCCL_SOCKET_IFNAME (and GLOO_SOCKET_IFNAME) to the one that the nodes share: `ip -br addr`"),
     Known(bounded(r"no socket interface found"), "no interface has the name in NCCL_SOCKET_IFNAME there, or none has an address: compare it with `ip -br addr` on that host"),
+    Known(bounded(r"OutOfDiskError|[Ll]ocal disk is full"), FULL_DISK),
     Known(bounded(r"No space left on device"), "make room there; if it is /dev/shm, give the container more shared memory"),
     Known(bounded(r"(?i:batch.{0,80}(?:not|be) divisible by .{0,30}(?:world|ranks|gpus|replicas|processes))"), "give a batch that the number of ranks divides; an elastic job starts again with fewer ranks after it has lost a node: let each number that --nnodes MIN:MAX allows divide it, or raise MIN"),
     Known(bounded(r"(?:not|be) divisible by|not a multiple of"), "correct the numbers that it names: the parallel sizes (tensor, pipeline, context, data) multiply to the number of ranks and divide the model's and the batch's; see that all nodes were launched"),
     Known(bounded(r"world[_ ]size|nproc|invalid device ordinal|MASTER_ADDR|LOCAL_RANK", re.IGNORECASE), "check how the ranks are started: as many per node as it has GPUs"),
     Known(bounded(r"Stale file handle"), "the file was deleted or replaced on its server while this rank had it open, or that file system was exported anew: mount it again on that node if `ls` fails there, too, and start again; do not rewrite files that a job reads"),
-    Known(bounded(r"Input/output error|Transport endpoint"), "the file system failed: ask who runs it, and see other jobs of that node"),
+    Known(bounded(r"Input/output error|[Tt]ransport endpoint"), "the file system failed: ask who runs it, and see other jobs of that node"),
     Known(bounded(r"Default process group has not been initialized"), "call init_process_group before it, on every rank"),
     Known(bounded(r"out of memory"), FULL_GPU),
 )  # fmt: skip

@@ -10,6 +10,7 @@ from pathlib import Path
 from distdiag.guard import TOGETHER, Announce, stored_bytes
 from distdiag.sources.logs import later, lines, slow
 from distdiag.sources.logs.facts import MAX_WRITERS, Collected, Fact, Line, source_of
+from distdiag.sources.logs.hosts import LASTING
 from distdiag.sources.logs.join import same_port
 from distdiag.sources.logs.later import Later
 from distdiag.sources.logs.patterns import TABLE, Role
@@ -139,7 +140,7 @@ class Collector:
         self.result.left_out += len(launches) - 1 + attempt if launches else 0
         causes = (f for f in facts if f.role in (Role.CAUSE, Role.STOP) and (f.run[0] < launch or f.run[1] < attempt))
         self.result.before += {f.run: f for f in reversed(list(causes))}.values()
-        return [f for f in facts if f.run[0] == launch and f.run[1] >= attempt]
+        return [f for f in facts if f.run[0] == launch and (f.run[1] >= attempt or not LASTING.isdisjoint(f.fields))]
 
     def _since_stop(self, path: Path, facts: list[Fact]) -> list[Fact]:
         """Return the facts after the last stop from outside after which the job was started again, and then failed."""
@@ -279,6 +280,7 @@ class Collector:
         if name != "unique_id" and "group" not in fields:  # there the numbers are those of the group
             out.ranks |= about
         kind = fields.get("type", "") + _DIGIT.sub("#", fields.get("what", "")[:60]) if name == "exception" else ""
+        kind = " ".join(fields) if name == "host_report" else kind
         key = (name, kind, line.path, who.rank, who.process, who.task, who.group)
         seen = self._of_one[key] = self._of_one.get(key, 0) + 1
         if seen > MAX_OF_ONE or len(out.facts) >= MAX_FACTS:
@@ -357,7 +359,7 @@ class Collector:
             for f in (f for f in out.named("port_error") if same_port(f, back)):
                 f.back = f.back or back
         elif name == "storage_back":
-            of_file = (f for f in out.named("storage") if f.path == line.path)
+            of_file = (f for f in out.named("host_report") if f.path == line.path)
             over = {id(f) for f in of_file if fields.items() <= f.fields.items()}
             out.facts = [f for f in out.facts if id(f) not in over]
         elif name == "pod_begun":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from distdiag.diagnosis.known_errors import remedy
+from distdiag.diagnosis.known_errors import INSTALL, OTHER_VERSION, remedy
 from distdiag.diagnosis.model.findings import Finding, rank_list
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.incident import verb
@@ -28,6 +28,8 @@ _REPORTS_ANOTHER = bounded(
 MANY = 3  # names of processes that one sentence lists
 FEW_OF = 4  # nearly all other ranks: so many for each that reported nothing
 _PLURALS = (("was killed", "were killed"), ("has a GPU", "have GPUs"), ("has a device", "have a device"))
+# what one process meets where another one renamed, made or deleted the same path first
+_RACE = bounded(r"No such file or directory: .{1,300} -> |\bFile exists: |\bDirectory not empty: ")
 _DIRECTORIES = bounded(r"/\S{24,400}/(?=[^\s/])")  # of a long path; its last part says more
 _NUMBER = bounded(r"0x[0-9a-f]+|\d+")
 # of the program or its settings, if all ranks have it
@@ -54,6 +56,7 @@ class Reason:
         inferred: True if its rank is that of the only process that reports the failure on its host.
         after: What else is known: who holds the memory, what followed on other ranks.
         pids: The hosts on which its lines name a process, by pid and device; `""` for a line without a host.
+        reported: What the kernel, the driver or a daemon of its host reported, from which it follows.
     """
 
     meaning: Meaning
@@ -70,6 +73,7 @@ class Reason:
     guessed: bool = False  # its rank is only the one that ended first
     after: str = ""
     pids: dict[tuple[int, object], set[str]] = field(default_factory=dict)
+    reported: list[Fact] = field(default_factory=list)
 
 
 def of_messages(found: Collected) -> tuple[list[Reason], list[Fact]]:
@@ -223,7 +227,12 @@ def _of_exception(f: Fact, ranks: int) -> str:
     """Return what to do about an exception, by its line and what the next line says of it."""
     more = f.fields.get("what", "")
     first = remedy(f.fields.get("cause", f.fields.get("then", "")), meanings.GENERAL[min(ranks, 2)])
-    return remedy(f.text if more in f.text else f"{f.text} {more}", first)
+    advice = remedy(f.text if more in f.text else f"{f.text} {more}", first)
+    if f.unpickles and advice == INSTALL:
+        advice = OTHER_VERSION
+    elif f.package and f.package not in advice and _RACE.search(f.text) is not None:
+        advice = f"{advice}; that call is in {f.package} itself, not in your code: see its issues, and upgrade it"
+    return advice
 
 
 def text_of(f: Fact, meaning: Meaning) -> str:
@@ -275,7 +284,7 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     several_hosts = len(found.on_host) > 1 or elsewhere
     if (several_hosts or r.meaning.kind == "gpu") and r.facts[0].name not in _OF_NODE:
         r.hosts = r.hosts or found.host_of(r.ranks)
-    message, advice = _who_failed(r, ranks, of_node, everyone) + r.after + _also_known(r, found), r.advice
+    message, advice = _who_failed(r, ranks, of_node, everyone) + r.after + _also_known(r, found), _advice(r, found)
     if r.facts and r.facts[0].name == "port_in_use" and several:
         advice = meanings.SHARED_PORT
     if others:
@@ -294,8 +303,8 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     common = next((f.site for f in r.facts if f.site is not None and f.role is not Role.EXIT), None)
     return finding(
         r.meaning.kind,
-        "configuration" if everyone and r.meaning in _OF_ALL else r.meaning.cause,
-        r.facts,
+        "configuration" if everyone and r.meaning in _OF_ALL and not r.reported else r.meaning.cause,
+        [*r.reported, *r.facts],
         message,
         advice,
         culprits=() if everyone or nodes - {""} else ranks,
@@ -326,6 +335,15 @@ def _only_stuck(found: Collected, waiting: Sequence[int]) -> list[int]:
     timed_out = {f.rank for f in found.facts if f.role is Role.WAIT and f.name != "stuck_watchdog"}
     stuck = {f.rank for f in found.named("stuck_watchdog")} - timed_out
     return [q for q in waiting if q in stuck] if not stuck.issuperset(waiting) else []
+
+
+def _advice(r: Reason, found: Collected) -> str:
+    """Return what to do; where nothing more is known than that it is all ranks of one host, and no others: compare the hosts."""
+    named = (*found.on_host.items(), *found.of_label.items())
+    hosts = [host for host, ranks in named if ranks == r.ranks]
+    others = any(ranks and ranks.isdisjoint(r.ranks) for _, ranks in named)
+    apart = r.advice == meanings.SAME_EVERYWHERE and hosts and others
+    return meanings.OF_ONE_HOST.format(host=hosts[0]) if apart else r.advice
 
 
 def _silent(found: Collected, waiting: Sequence[int], waits: Sequence[Fact]) -> str:
@@ -405,5 +423,7 @@ def _who_failed(r: Reason, ranks: tuple[int, ...], of_node: bool, everyone: str)
     of_driver = "pci" in r.facts[0].fields
     same = [f for f in r.facts if not of_driver or (f.name, _xid(f)) == (r.facts[0].name, _xid(r.facts[0]))]
     site = next((f.site for f in same if f.site is not None and f.role is not Role.EXIT), None)
+    if r.reported and len(set(r.sites.values())) > 1:
+        site = None  # errors of several places that have one cause
     times = f" ({len(same):,} times)" if who is nobody and len(same) > 1 and r.meaning.cause != "killed" else ""
     return f"{who} {text}{_first(r)}{at(site)}{times}"

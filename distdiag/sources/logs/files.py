@@ -100,7 +100,11 @@ def _named_like_a_log(path: Path) -> bool:
 def _has_message(path: Path) -> bool:
     """True if the begin of a file has a line that shows a failure: a text file of any name may be a log."""
     text = _head(path).decode("utf-8", "replace")
-    failures = (row for row in TABLE if row.role not in (Role.FACT, Role.HINT) and row.needle in text)
+    failures = (
+        row
+        for row in TABLE
+        if (row.name == "host_report" or row.role not in (Role.FACT, Role.HINT)) and row.needle in text
+    )
     return any(row.regex.search(line) for row in failures for line in text.splitlines() if row.needle in line)
 
 

@@ -30,7 +30,7 @@ OWN = (
 # what the kernel or the host reports, whichever job it hits
 OF_NODES = (
     "xid", "sxid", "gpu_init", "device_lost", "amd_fault", "device_ecc", "device_fault", "hip_error", "port_error",
-    "host_fault", "host_oom", "exit_shell",
+    "host_fault", "host_oom", "exit_shell", "host_report",
 )  # fmt: skip
 _DOCKER = "172.17.0.1"  # of its bridge, unless it is configured otherwise
 _BRIDGE = bounded(r"docker|veth|br-[0-9a-f]{12}|virbr")  # interfaces for the containers or virtual machines of one host

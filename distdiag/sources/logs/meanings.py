@@ -77,17 +77,8 @@ RERUNS: Mapping[str, tuple[str, str]] = MappingProxyType({
     "persistent": ("run again on another GPU (node {host}, device {device}), it got another result: probably a fault of the GPU that it had before", "take out the GPU that this rank had in the run before, whose log names node and device, and test it (`dcgmi diag -r 3`); resume from the last checkpoint"),
     "Application": ("run again on another GPU (node {host}, device {device}), it got the same result: not a fault of the GPU", "look at that rank's batch and the loss before it, lower the learning rate, clip gradients"),
 })  # fmt: skip
-# what the kernel reports that a process waits for, by the field that its line has
-STORAGE: Mapping[str, str] = MappingProxyType({
-    "nfs": "NFS server {nfs} does not respond",
-    "lustre": "Lustre lost its connection to {lustre}",
-    "task": "process {pid} ({task}) was blocked for more than {s} seconds, most often in I/O",
-})  # fmt: skip
 OF_BATCH = "; a last, smaller batch is the most common reason: drop_last=True, pad it, or exchange the sizes first"
 AFTER_CAUGHT = "mend what raised it (filter that sample, or skip it on all ranks alike); a rank that catches an exception must still make the calls that the others make"
-SEE_STORAGE = (
-    "see that storage first, from that host (`df`, `ls`, `dmesg -T`): a process that waits for it makes no call"
-)
 _OF_ENGINE = "lower the engine's share of memory (gpu_memory_utilization, mem-fraction-static)"
 _OTHERS = "something else holds memory of that GPU: see who with `nvidia-smi`, end it or use another GPU"
 _OTHER_RANKS = "let each rank use its own GPU only: call torch.cuda.set_device(LOCAL_RANK) before anything uses CUDA, and load checkpoints with map_location='cpu' or the rank's own device (torch.load puts tensors on the GPU from which they were saved)"
@@ -152,6 +143,7 @@ SHARED_PORT = (
 IN_COLLECTIVE = "it was raised inside a collective, where a rank fails after another, too: read the others' logs first"
 AFTER_THE_WORK = "read its traceback; if the work was done by then, it is of what follows (an upload, a clean-up, a check of the launcher): what was saved before it is not affected"
 SAME_EVERYWHERE = "the cause is not one rank: correct the program or the environment"
+OF_ONE_HOST = "only the ranks of {host} have it: compare that host with the others: driver, packages (`pip freeze`), environment variables, mounts and data; if they are equal, start without it"
 # about an exception of no, one or more ranks, if its text says nothing
 GENERAL = (
     "read its traceback",

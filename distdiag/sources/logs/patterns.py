@@ -195,12 +195,25 @@ TABLE: tuple[Pattern, ...] = (
     # -- memory and signals of the host
     _row("host_fault", C, "Kernel panic", r"(?P<what>Kernel panic - not syncing: .{1,100})"),
     _row("host_fault", C, "Machine Check Exception", r"mce: \[Hardware Error\]: (?P<what>CPU \d+: Machine Check Exception)"),
-    # what a process waits for in the kernel
-    _row("storage", H, "not responding", r"\bnfs4?: server (?P<nfs>\S{1,253}) not responding"),
-    _row("storage", H, " was lost", r"Lustre(?:Error)?: .{0,200}?Connection to (?P<lustre>[\w.-]{1,200})(?: \(at \S{1,200}\))? was lost"),
-    _row("storage", H, "blocked for more than", r"\btask (?P<task>\S{1,60}):(?P<pid>\d{1,9}) blocked for more than (?P<s>\d{1,6}) seconds"),
+    # what failures of the ranks on a host may follow from: `hosts.py`
+    _row("host_report", H, "Driver/library version mismatch", r"NVML: (?P<driver>Driver/library version mismatch)"),
+    _row("host_report", H, "API mismatch", r"NVRM: (?P<driver>API mismatch: the client has (?:the )?version [\w.]{1,40})"),
+    _row("host_report", H, "initialize NVML: Unknown Error", r"Failed to initialize NVML: (?P<nvml>Unknown Error)"),
+    _row("host_report", H, "IO_PAGE_FAULT", r"(?:nvidia|amdgpu) (?P<iommu>[\da-f:.]{7,12}): AMD-Vi: Event logged \[IO_PAGE_FAULT"),
+    _row("host_report", H, "IO_PAGE_FAULT", r"AMD-Vi: Event logged \[IO_PAGE_FAULT device=(?P<iommu>(?P<device>[\da-f:.]{7,12}))"),
+    _row("host_report", H, "DMAR: ", r"DMAR: \[DMA (?:Read|Write).{0,40}\] Request device \[(?P<iommu>(?P<device>[\da-f:.]{7,12}))\].{0,40} fault addr"),
+    _row("host_report", H, "client was evicted", r"Lustre(?:Error)?: .{0,200}?client was evicted by (?P<evicted>[\w.-]{1,200})"),
+    _row("host_report", H, " mds", r"\bceph: (?:\[[^\]]{1,80}\]: ?)?(?P<evicted>mds\d{1,4}) (?:reconnect denied|rejected session)"),
+    _row("host_report", H, "/O error, dev ", r"I/O error, dev (?P<disk>(?!sr\d|fd\d|loop)\w{2,40})"),
+    _row("host_report", H, "XFS (", r"XFS \((?P<disk>[\w-]{2,80})\): .{0,120}?(?i:shutting down filesystem|forced shutdown)"),
+    _row("host_report", H, "emounting filesystem read-only", r"EXT4-fs \((?P<disk>[\w-]{2,80})\): Remounting filesystem read-only"),
+    _row("host_report", H, "% full, available space", r"(?:\braylet, ip=(?P<host>[\w.:]{3,60})\).{0,200}?)?: (?P<full>/\S{1,300}) is over (?P<percent>\d{1,3})% full, available space"),
+    _row("host_report", H, "not responding", r"\bnfs4?: server (?P<nfs>\S{1,253}) not responding"),
+    _row("host_report", H, " was lost", r"Lustre(?:Error)?: .{0,200}?Connection to (?P<lustre>[\w.-]{1,200})(?: \(at \S{1,200}\))? was lost"),
+    _row("host_report", H, "blocked for more than", r"\btask (?P<task>\S{1,60}):(?P<pid>\d{1,9}) blocked for more than (?P<s>\d{1,6}) seconds"),
     _row("storage_back", F, "nfs", r"\bnfs4?: server (?P<nfs>\S{1,253}) OK\b"),
     _row("storage_back", F, "Connection restored to", r"Lustre(?:Error)?: .{0,200}?Connection restored to (?P<lustre>[\w.-]{1,200})"),
+    _row("storage_back", F, "Connection restored to", r"Lustre: (?P<lustre>[\w-]{1,100}-(?:OST|MDT)[\da-f]{4})-(?:osc|mdc)-\w{1,40}: Connection restored to"),
     _row("fatal", C, "Signal: ", r"\] Signal: (?P<what>Segmentation fault|Bus error|Floating point exception|Illegal instruction) \(\d+\)"),
     _row("fatal", C, "Fatal Python error: ", r"Fatal Python error: (?P<what>(?!Aborted)[^\n]{1,80})"),
     _row("fatal", C, "Segfault encountered", r"!!! (?P<what>Segfault) encountered !!!"),
@@ -312,6 +325,7 @@ TABLE: tuple[Pattern, ...] = (
     _row("nccl_error", V, "Error: ", r"^.*?\b(?P<what>nccl(?:Remote|System|Internal)Error)\b"),
     _row("store_lost", V, "TCPStore", r"(?:Connection reset by peer|Broken pipe|failed to recv, got 0 bytes).{0,200}TCPStore|TCPStore.{0,200}(?:Connection reset by peer|Broken pipe|failed to recv, got 0 bytes)"),
     _row("nccl_warning", H, "NCCL WARN", r"NCCL WARN (?!\[(?:Proxy|Service|Rem Allocator)|Socket recv failed while polling|Failed to CUDA calloc)(?P<what>.{1,200})"),
+    _row("nccl_warning", H, "<warn> err: ", r"libfabric:.{1,160}<warn> err: \d{1,6}, message: (?P<what>.{1,200})"),
     # -- how fast the ranks are, by Megatron
     _row("iteration", F, "elapsed time per iteration", r"\biteration\s{1,12}(?P<step>\d{1,12})/.{0,200}?elapsed time per iteration \(ms\): (?P<ms>\d{1,12}(?:\.\d{1,6})?)(?:.{0,200}?global batch size:\s{1,9}(?P<batch>\d{1,9}))?"),
     _row("straggler_report", F, "MxRtt/Rnk: ", r"MnRtt/Rnk: (?P<least_ms>\d{1,9}(?:\.\d{1,6})?)ms/\d+ \| MxRtt/Rnk: (?P<most_ms>\d{1,9}(?:\.\d{1,6})?)ms/(?P<r>\d{1,7})\b(?:.{0,200}?MxTmp/Rnk: (?P<temperature>\d{1,3}(?:\.\d{1,3})?)C/(?P<hot>\d{1,7}))?"

@@ -49,6 +49,10 @@ _GATHERS = bounded(
     r"(?!\w{0,80}load)(?!\w{0,80}set_)\w{0,80}(?:state_dict|save_state|save_pretrained|save_16bit_model|save_fp16_model|summon_full_params|unshard_fsdp_state_params)\w{0,40}$"
 )
 _FIRST = bounded(r"\b\w{0,40}(?:main|master|process|zero|rank_?0)_first\b")
+_PACKAGE = bounded(r"/(?:site|dist)-packages/(?!torch/)(\w{1,80})/")
+_UNPICKLES = bounded(
+    r" (?:_tensor_to_object|_?unpickler?|find_class)$|/(?:pickle|cloudpickle)\.py (?:load|loads|find_class)$|/torch/serialization\.py _?load$"
+)
 _INSIDE = bounded(r"/torch/(?:distributed|csrc|nn/parallel)/")
 LOST = bounded(
     r"reset by peer|Broken pipe|onnection refused|onnection (?:was likely )?closed|Socket Timeout|timed out",
@@ -287,6 +291,8 @@ class Tracebacks:
                 fact.who, fact.site = replace(fact.who, process=of_task), fact.site if launcher == _SPAWNS else None
             fact.uncaught, fact.warned = trace.uncaught, trace.warned
             fact.engine = fact.engine or any(_ENGINE.search(str(frame["filename"])) for frame in trace.frames)
+            fact.package = m[1] if (m := _PACKAGE.search(innermost)) is not None else ""
+            fact.unpickles = any(_UNPICKLES.search(f"{frame['filename']} {frame['name']}") for frame in trace.frames)
             fact.in_collective = innermost.endswith(_COLLECTIVE)
             fact.serves = innermost.endswith("/torch/distributed/rendezvous.py")
             earlier = self._before.pop(line.source, None)

@@ -16,14 +16,14 @@ from distdiag import guard
 from distdiag.diagnosis.model.findings import NO_ERROR, STOPPED_BY, Finding, Report, Severity, State, rank_list
 from distdiag.diagnosis.text.phrases import at, count, rough_time, shortened
 from distdiag.errors import DistdiagError
-from distdiag.sources.logs import events, exits, failures, later, reports, rows, slow, timeouts
+from distdiag.sources.logs import events, exits, failures, hosts, later, reports, rows, slow, timeouts
 from distdiag.sources.logs.build import ENDED, finding, some
 from distdiag.sources.logs.collector import Collector
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.files import find_logs, is_empty, left_out
 from distdiag.sources.logs.join import WAITED, before, join, same_port
 from distdiag.sources.logs.lines import wrapped_at
-from distdiag.sources.logs.meanings import AFTER_CAUGHT, MEANINGS, SEE_STORAGE, STOPS, STORAGE, advice_on_stop
+from distdiag.sources.logs.meanings import AFTER_CAUGHT, MEANINGS, STOPS, advice_on_stop
 from distdiag.sources.logs.patterns import Role
 from distdiag.sources.logs.writers import Writer, time_of
 from distdiag.terms.signals import signal_name
@@ -112,7 +112,7 @@ def judge_logs(
         if len(joined.facts) + len(joined.past) > len(found.facts) + len(found.past):  # it was wrapped: more is known
             found = joined
     findings, text = judge(found)
-    findings = [_after_caught(_in_storage(f, found), found) for f in findings]
+    findings = [_after_caught(hosts.with_reports(f, found), found) for f in findings]
     found.ranks |= {w.rank for f in findings for w in (*f.where, *f.waiting) if w.file}
     error = any(f.severity == Severity.ERROR for f in findings)
     ended = bool(found.recorded) and all(r.ended for r in found.recorded.values())
@@ -171,7 +171,7 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
             waited.setdefault(f.rank, f)
     reported = reports.findings(found)
     own, late = failures.of_messages(found)
-    own = events.merged(own, found)
+    own = hosts.explained(events.merged(own, found), found)
     for words in (text for f in reported for kind, text in _REPORTED if f.kind == kind):
         own = [r for r in own if not all(words in f.text for f in r.facts)]
     explained = {q for r in own for q in r.ranks} | {q for f in reported for q in (*f.culprits, *f.victims)}
@@ -218,20 +218,6 @@ def _with_late(waits: list[Finding], late: list[Fact]) -> list[Finding]:
     return [msgspec.structs.replace(waits[0], message=message), *waits[1:]]
 
 
-def _in_storage(finding: Finding, found: Collected) -> Finding:
-    """Return a finding on ranks that wait, with what the kernel reports of the storage that the late one may wait for."""
-    blamed = set(finding.culprits)
-    hosts = found.host_of(blamed)
-    for f in found.named("storage") if finding.kind in ("stall", "timeout") else ():
-        elsewhere = bool(f.who.host and hosts) and f.who.host not in hosts
-        if f.rank in blamed or not (blamed and (f.rank is not None or elsewhere)):
-            message = f"{finding.message}; the kernel reports that {_of_storage(f)}, which may be why"
-            evidence = (*finding.evidence, f"{f.path}:{f.line}")
-            advice = f"{SEE_STORAGE}; else {finding.advice}"
-            return msgspec.structs.replace(finding, message=message, advice=advice, evidence=evidence)
-    return finding
-
-
 def _after_caught(finding: Finding, found: Collected) -> Finding:
     """Return a finding on ranks that parted from the others, with the exception after which the one culprit, and it alone, went on."""
     caught = [f for f in found.past if f.name == "exception" and f.doubtful and f.rank is not None]
@@ -251,11 +237,6 @@ def _after_caught(finding: Finding, found: Collected) -> Finding:
     return msgspec.structs.replace(
         finding, message=message, advice=f"{AFTER_CAUGHT}; else {finding.advice}", evidence=evidence
     )
-
-
-def _of_storage(f: Fact) -> str:
-    text = next(text for key, text in STORAGE.items() if key in f.fields).format_map(f.fields)
-    return f"{text} on {f.who.host}" if f.who.host else text
 
 
 def _hung(found: Collected) -> list[Finding]:
@@ -421,8 +402,7 @@ def _notes(found: Collected, findings: Sequence[Finding], judged: bool) -> list[
     if (jobs := sum(r.run is not None for _, r in runs.values())) > 1:
         notes.append(f"these logs are of {jobs:,} recorded runs: give those of one run for its verdict alone")
     notes += slow.notes(found) if all(f.severity != Severity.ERROR for f in findings) else []
-    if not judged and (storage := found.named("storage")):
-        notes.append(f"the kernel reports that {_of_storage(storage[0])} (line {storage[0].line:,})")
+    notes += [] if judged else hosts.notes(found)
     if warned := found.named("nccl_warning"):
         notes.append(
             f"NCCL reports on line {warned[0].line:,}{_of_file(warned[0])}: {shortened(warned[0].fields['what'], 160)}"
