@@ -13,7 +13,7 @@ layer_drop, frozen_head.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -74,7 +74,8 @@ UNCHANGED = Template(kind, "not_updated", "no optimizer step changes the model o
 NEVER = Template(kind, "never_used",
     "{gathered}{n:,} of {all:,} parameters that the optimizer of {victims} steps ({share} of their elements{first}) {n:has|have} had no gradient at any of "
     "{times} sampled steps up to step {step}", "they are not trained", "{do}")  # fmt: skip
-GATHERED = "the all_gather{site}, in every step, passes no gradient on, unless an autograd function or `torch.distributed.nn` calls it: "
+UNREACHED = "; forward called their modules, but their output does not reach the loss"
+GATHERED = "the all_gather{site}, in every step, passes no gradient on, unless an autograd function or `torch.distributed.nn` calls it"
 NOT_STEPPED = Template(kind, "not_updated",
     "{n:,} parameter{n:|s} ({name}{n:|, …}) of the module in DDP {n:gets|get} gradients, and no optimizer steps {n:it|them} (up to step {step}){stale}",
     "{n:it is|they are} not trained, and their gradients are computed and averaged for nothing",
@@ -176,7 +177,7 @@ def _never(s: Snapshot) -> Finding | None:
         victims=sorted(of), where=wheres(s, sites, None, sites), step=newest.step, n=int(newest.value), all=_all(newest),
         share="over 99 %" if share > 0.99 else "under 1 %" if share < 0.01 else percent(share), times=len(samples), do=_DO["cut"],
         first=f"; the first: {newest.name}" if newest.name else "",
-        gathered=filled(GATHERED, site=Site(gathered.file, gathered.line, gathered.function)) if gathered is not None else "",
+        gathered=f"{_of_gather(gathered)}: " if gathered is not None else "",
         severity=Severity.WARNING if share > 0.5 else Severity.INFO,
     )  # fmt: skip
 
@@ -320,6 +321,8 @@ def _unused(case: _Case) -> Finding | None:
         names = {q: tuple(n for n, _ in m.unused) for q, m in [*having.items()][:4]}
         shown = "; ".join(f"rank {q} {_shown(mine, len(mine), 2)}" for q, mine in names.items())
     culprits = sorted(having) if differs and case.lacking else []
+    reached = case.expected and not case.refused and _entered(case.first, unused)
+    gathered = _gathered(states[min(having)]) if reached else None
     crash = f"DDP {'refuses' if case.refused else 'will refuse'} the next forward"
     return UNUSED_TEXT(
         cause="differs_between_ranks" if differs else "never_used", severity=severity, culprits=culprits,
@@ -327,11 +330,27 @@ def _unused(case: _Case) -> Finding | None:
         where=(where(states[q], "crashed" if q in case.refused else None, having[q].unused_site) for q in sorted(having)),
         names=unused, step=max(m.unused_step for m in having.values()), n=len(unused),
         elements=sum(unused.values()), lack=lack, shown=shown,
-        site=next((m.unused_site for m in having.values() if m.unused_site), None), why=_why(case),
+        site=next((m.unused_site for m in having.values() if m.unused_site), None), why=_unreached(gathered) if reached else _why(case),
         branch=_branch(case, culprits), cost=crash if severity == Severity.ERROR else "they are never trained",
         do=_DO["frozen later" if case.frozen_later else "without graph" if case.first.without_graph
-               else "expected" if case.expected else "static" if case.first.static_graph else "unused"],
+               else "cut" if reached else "expected" if case.expected else "static" if case.first.static_graph else "unused"],
     )  # fmt: skip
+
+
+def _entered(m: Model, names: Collection[str]) -> bool:
+    """True if the first forward entered, with gradients on, the modules of most of these parameters."""
+    if m.never_called is None or m.without_graph or m.frozen_later:
+        return False
+    entered = [name for name in names if name.rpartition(".")[0] not in m.never_called]
+    return 2 * len(entered) > len(names)
+
+
+def _unreached(gathered: Site | None) -> str:
+    return UNREACHED + (f"; {_of_gather(gathered)}" if gathered is not None else "")
+
+
+def _of_gather(site: Site) -> str:
+    return filled(GATHERED, site=Site(site.file, site.line, site.function))
 
 
 def _why(case: _Case) -> str:
@@ -346,7 +365,7 @@ def _why(case: _Case) -> str:
     if m.without_graph:
         return "; forward called their modules with gradients off, so their output has no graph"
     if not m.never_called:
-        return "; forward called their modules, but their output does not reach the loss"
+        return UNREACHED
     names = tuple(n or "the model itself" for n in m.never_called)
     return f"; forward never called {_shown(names, len(names), 3)}"
 

@@ -317,3 +317,30 @@ def test_an_all_gather_in_every_step_is_suspected_to_cut_the_graph(gathers: str,
     """That of `torch.distributed.nn` has a backward pass, which is a reduce_scatter."""
     f = only(lacking(0.9, 32, 64, 96, 128, gathers=gathers))
     assert f.message.startswith("the all_gather at loss.py:12 in gather, in every step, passes no gradient on") is named
+
+
+@pytest.mark.parametrize(
+    ("never_called", "gathers", "words"),
+    [
+        ((), "", "their output does not reach the loss"),
+        ((), "all_gather", "the loss; the all_gather at loss.py:12 in gather, in every step, passes no gradient on"),
+        (("b.out_proj",), "all_gather", "the all_gather at loss.py:12"),  # called by its parent as a function
+        (("b.out_proj", "b.query", "b"), "all_gather", ""),
+        (None, "all_gather", ""),
+    ],
+)
+def test_modules_that_are_called_and_never_trained_are_told_from_those_that_are_left_out(
+    never_called: tuple[str, ...] | None, gathers: str, words: str
+) -> None:
+    lost = tuple((f"{name}.weight", 8) for name in ("b.out_proj", "b.query", "b"))
+    m = msgspec.structs.replace(
+        MODEL, find_unused=True, unused=lost, never_trained=lost, unused_hits=120, unused_step=120, unused_checks=120, never_called=never_called,
+    )  # fmt: skip
+    at = Site("/job/loss.py", 12, "gather")
+    calls = tuple(
+        Call(op=gathers, group="default_pg", seq=k, bytes=8192, site=at, entered_s=k * 0.1 + 0.05)
+        for k in range(30, 61 if gathers else 30)
+    )
+    f = only(findings(job(*(rank(q, models=(m,), calls=calls, steps=timed()) for q in range(2))), unused_parameters))
+    assert f.cause == "never_used" and words in f.message
+    assert ("torch.distributed.nn.functional.all_gather" in f.advice) is bool(words)
