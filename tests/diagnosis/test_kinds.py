@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import inspect
 import json
 import pkgutil
 import re
@@ -42,7 +43,8 @@ def test_every_limit_is_frozen_and_documented(rule: rules.Rule) -> None:
         assert "class Limits" not in source(rule)
         return
     assert dataclasses.is_dataclass(rule.limits) and type(rule.limits).__dataclass_params__.frozen  # pyright: ignore
-    (limits,) = (x for x in ast.parse(source(rule)).body if isinstance(x, ast.ClassDef) and x.name == "Limits")
+    (limits,) = ast.parse(inspect.getsource(type(rule.limits))).body
+    assert isinstance(limits, ast.ClassDef)
     for field, below in zip(limits.body, [*limits.body[1:], None], strict=True):
         if isinstance(field, ast.AnnAssign):
             assert isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant), ast.unparse(field)

@@ -631,3 +631,40 @@ def test_of_two_ranks_the_one_that_tries_again_is_the_culprit(
     if culprits:
         assert f.message.startswith("rank 1 made all_gather") and "once more: `except OSError as e`" in f.message
         assert "repeat no function that makes a collective on one rank alone" in f.advice
+
+
+def test_no_condition_is_blamed_for_what_a_finaliser_does_on_some_ranks_only() -> None:
+    text, at = places("""
+    class Cache:
+        def close(self):
+            if self.closed:
+                return
+            dist.barrier()  # B
+        def __del__(self):
+            self.close()  # D
+    def fit(model, folds):
+        for fold in folds:
+            cache = Cache(fold)
+            train(model, cache)
+            cache = None  # C
+            dist.all_reduce(score(model))  # R
+    """)
+    end, outer = (
+        Site(FILE, at["B"], "close", Site(FILE, at["D"], "__del__", Site(FILE, at["C"], "fit"))),
+        Site(FILE, at["R"], "fit"),
+    )
+    made = [
+        call("barrier" if k % 2 else "all_reduce", k, end if k % 2 else outer, completed_s=float(k))
+        for k in range(1, 9)
+    ]
+    sites = {key(end): 4, key(outer): 4}
+    freed = [
+        rank(q, call("barrier", 9, end), calls=tuple(made), sites=sites, user_stack=(*end.path,)) for q in range(2)
+    ]
+    kept = rank(2, call("all_reduce", 9, outer), calls=tuple(made), sites=sites, user_stack=(outer,))
+    f = only(snapshot(*freed, kept), source={FILE: text}.get)
+    assert (f.kind, f.culprits) == ("deadlock", (2,)) and "self.closed" not in f.message + str(f.advice)
+    assert (
+        "ranks 0, 1 make that barrier in `__del__` at train.py:7" in f.message
+        and "no collective in `__del__`" in str(f.advice)
+    )

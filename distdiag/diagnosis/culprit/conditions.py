@@ -75,6 +75,8 @@ def _advice_on_rank(case: Case, condition: Condition, ranks: Sequence[int], rest
 def between_sides(case: Case, ranks: Sequence[int]) -> Testimony | None:
     """Return the conditions that can have led these ranks, or without any the two sides, to another call."""
     if ranks:
+        if (finalised := _finalised(case, ranks)) is not None:
+            return finalised
         if (parted := _earlier(case, ranks)) is not None:
             return _at_departure(case, ranks, *parted)
         return _testimony(case, _parting(case, ranks), ranks) or _left_backward(case, ranks)
@@ -90,6 +92,25 @@ def between_sides(case: Case, ranks: Sequence[int]) -> Testimony | None:
             "failure before they go on (all_reduce a flag)"
         )
     return Testimony(conditions=tuple(found), advice=advice if apart and len(found) == 1 else "")
+
+
+def _finalised(case: Case, ranks: Sequence[int]) -> Testimony | None:
+    """Return that only one side's call runs in a finaliser: no condition in it has led the other side past it."""
+    if ranks[0] not in case.states:
+        return None
+    for rank in (q for q in sorted(case.wait.calls) if q in case.states and q not in ranks):
+        at_line = next((x for x in _stack(case, rank) if x.function == "__del__"), None)
+        if at_line is None or any(x.function == "__del__" for x in _stack(case, ranks[0])):
+            return None
+        op, whose = compatible.op_name(case.wait.calls[rank].op), rank_list(sorted({*case.wait.calls} - {*ranks}))
+        return Testimony(
+            ranks=tuple(ranks),
+            text=f"; {whose} {'makes' if whose.startswith('rank ') else 'make'} that {op} in `__del__`{at(Site(at_line.file, at_line.line))}: Python runs it when the last "
+            "reference to the object is gone, which need not be at the same place on all ranks",
+            advice=f"make no collective in `__del__`: call the function that makes {op} explicitly, at the same place on all ranks; on {rank_list(ranks)} "
+            "something may still hold the object (a closure, a list, a cycle)",
+        )
+    return None
 
 
 def _earlier(case: Case, ranks: Sequence[int]) -> tuple[Call, Call] | None:

@@ -58,7 +58,10 @@ def message(snapshot: Snapshot, verdict: Verdict) -> str:
     if what == "shape" and compatible.splits_disagree(wait.calls.values()):
         return _splits_text(snapshot, verdict)
     sides = _sides(verdict)[:3]
-    texts = [f"{rank_list(set(s))} {_does(snapshot, wait, s)} {_side_text(snapshot, wait, s, what)}" for s in sides]
+    texts = [
+        f"{rank_list(set(s))} {_does(snapshot, wait, s)} {_side_text(snapshot, wait, s, what)}{_some_left(snapshot, wait, s)}"
+        for s in sides
+    ]
     number, group = number_text(snapshot, wait), group_text(snapshot, wait.group)
     end = "they cannot complete together" if snapshot.source == "stacks" else "it can never complete"
     reason = evidence.reason_text(verdict)
@@ -126,13 +129,26 @@ def _sides(verdict: Verdict) -> list[frozenset[int]]:
 
 def _does(snapshot: Snapshot, wait: Wait, side: Collection[int]) -> str:
     """Return `is in`, or `has completed`: on a device the smaller of two calls may end alone."""
-    calls = [wait.calls.get(q) for q in side]
-    ended = all(call is not None and call.on_device for call in calls)
+    return (
+        verb(side, "is in", "are in")
+        if _left(snapshot, wait, side) != sorted(side)
+        else verb(side, "has completed", "have completed")
+    )
+
+
+def _left(snapshot: Snapshot, wait: Wait, side: Collection[int]) -> list[int]:
+    """Return the ranks whose call has completed: of a broadcast those that have got the root's tensor."""
     if wait.p2p:  # the number is that of the message, and no count of the group's collectives
-        ended = ended and all(call is not None and call.completed_s is not None for call in calls)
-    else:
-        ended = ended and all(snapshot.ranks[q].completed.get(wait.group, 0) >= wait.seq for q in side)
-    return verb(side, "has completed", "have completed") if ended else verb(side, "is in", "are in")
+        calls = {q: wait.calls.get(q) for q in side}
+        return sorted(
+            q for q, call in calls.items() if call is not None and call.on_device and call.completed_s is not None
+        )
+    return sorted(q for q in side if snapshot.ranks[q].completed.get(wait.group, 0) >= wait.seq)
+
+
+def _some_left(snapshot: Snapshot, wait: Wait, side: Collection[int]) -> str:
+    left = _left(snapshot, wait, side)
+    return f" ({rank_list(left)} {verb(left, 'has', 'have')} completed it)" if 0 < len(left) < len(side) else ""
 
 
 def _side_text(snapshot: Snapshot, wait: Wait, side: Collection[int], cause: str) -> str:

@@ -326,3 +326,17 @@ def test_the_side_at_the_second_of_two_lines_that_took_turns_left_out_the_first(
         rank(1, call("all_reduce", 17, TRAIN, shape=(40,)), sites={key(site): n for site, n in second.items()}),
     )
     assert only(s).culprits == culprits
+
+
+def test_a_rank_that_has_got_a_broadcast_is_not_in_it_any_longer() -> None:
+    """The root has sent to rank 1, which is in the next call, and waits for rank 2, which has another root."""
+    here = TRAIN
+    first = call("broadcast", 7, here, root=0, completed_s=40.0)
+    ranks = (
+        rank(0, call("broadcast", 7, here, root=0)),
+        rank(1, call("broadcast", 8, here, root=0), calls=(first,), completed={"default_pg": 7}),
+        rank(2, call("broadcast", 7, here, root=2)),
+    )
+    f = only(snapshot(*ranks))
+    assert f.cause == "root" and "ranks 0, 1 are in broadcast with root 0" in f.message
+    assert "(rank 1 has completed it)" in f.message
