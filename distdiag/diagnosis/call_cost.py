@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from distdiag.diagnosis.model.snapshot import Call, Site, Snapshot
 from distdiag.diagnosis.model.syntax import Source, line_at
-from distdiag.diagnosis.text.phrases import site_text
+from distdiag.diagnosis.text.phrases import count, site_text
 from distdiag.terms.operations import op_name
 from distdiag.terms.units import percent, size_text
 
+HISTORY = (
+    "if it sends a history (a metric's state, a list that is never cleared): clear that, gather it once, at the end of an epoch "
+    "(`dist_sync_on_step=False`), or keep running sums and reduce those"
+)
 LEAST = 8  # complete calls of a line on every rank
 
 
@@ -21,6 +25,8 @@ class Limits:
     """Mean bytes of a call below which its latency matters more than its bytes."""
     several: float = 2.5
     """Calls of a line per step from which on they are worth being put together."""
+    grows: float = 0.98
+    """Least correlation of the bytes of calls with their number, if they grow steadily."""
 
 
 limits = Limits()
@@ -38,13 +44,19 @@ class Line:
     mean_bytes: int
     source: str = field(default="", compare=False)  # the text of the line
     again: bool = False  # it reduces as much as DDP has averaged already
+    others: int = 0  # other calls that the same line of the caller leads to: `share` includes them
+    grew: tuple[int, int] | None = None  # bytes of the first and the newest known call, if they grow steadily
 
     @property
     def text(self) -> str:
         often = f", {self.per_step:.0f} times a step" if self.per_step >= limits.several else ""
         size = f" of {size_text(self.mean_bytes)}" if self.mean_bytes else ""
         again = ", which reduces as many elements as DDP has averaged already" if self.again else ""
-        return f"{self.op}{size} at {site_text(self.site)}{often}{again}, takes {percent(self.share)}"
+        if self.grew is not None:
+            size, (first, newest) = "", map(size_text, self.grew)
+            often += f", whose calls carry ever more, from {first} to {newest}"
+        others = f", with {count(self.others, 'other call')} from there" if self.others else ""
+        return f"{self.op}{size} at {site_text(self.site)}{often}{again}{others}, takes {percent(self.share)}"
 
     @property
     def advice(self) -> str:
@@ -52,7 +64,7 @@ class Line:
 
 
 def dearest(s: Snapshot, source: Source, again: Site | None) -> Line | None:
-    """Return the line whose synchronous calls cost most of every rank's time; None if none is known of all ranks.
+    """Return the line (of the caller, if that is known) whose synchronous calls cost most of every rank's time; None if none is known of all ranks.
 
     Args:
         again: Where the script reduces what DDP has averaged.
@@ -62,7 +74,8 @@ def dearest(s: Snapshot, source: Source, again: Site | None) -> Line | None:
     if not common:
         return None
     key = max(common, key=lambda k: min(lines[k][0] for lines in of_ranks))
-    share, calls = min((lines[key] for lines in of_ranks), key=lambda x: x[0])
+    share, by_call = min((lines[key] for lines in of_ranks), key=lambda x: x[0])
+    calls = max(by_call.values(), key=_waited_s)
     op, site = calls[-1].op, calls[-1].site
     assert site is not None
     per_step = min(r.sites.get(site.key, 0) / max(r.step, 1) for r in s.ranks.values())
@@ -75,27 +88,45 @@ def dearest(s: Snapshot, source: Source, again: Site | None) -> Line | None:
         mean_bytes,
         line_at(site, source),
         again is not None and again.key == site.key,
+        len(by_call) - 1,
+        _growth(calls),
     )
 
 
-def _lines(calls: tuple[Call, ...]) -> dict[tuple[str, str], tuple[float, list[Call]]]:
-    """Return of each line (operation, site) that a rank has called often enough: the share of the time that it waits in it, and its calls."""
+def _growth(calls: list[Call]) -> tuple[int, int] | None:
+    """Return the bytes of the first and the newest of these calls if they grow steadily: those of one type, of which most bytes are."""
+    of: dict[str | None, list[int]] = {}
+    for c in calls:
+        of.setdefault(c.dtype, []).append(c.bytes or 0)
+    sizes = max(of.values(), key=sum)
+    grows = len(sizes) >= LEAST and sizes[-1] > sizes[0]
+    return (sizes[0], sizes[-1]) if grows and statistics.correlation(range(len(sizes)), sizes) >= limits.grows else None
+
+
+def _waited_s(calls: Iterable[Call]) -> float:
+    return sum((c.completed_s or 0.0) - (c.entered_s or 0.0) for c in calls)
+
+
+def _lines(calls: tuple[Call, ...]) -> dict[str, tuple[float, dict[tuple[str, str], list[Call]]]]:
+    """Return of each line that a rank has called often enough: the share of the time that it waits there, and its calls by (operation, site).
+
+    A helper's calls count together, for the line that calls the helper.
+    """
     done = [c for c in calls if c.entered_s is not None and c.completed_s is not None and not c.on_device]
     if len(done) < LEAST:
         return {}
     span_s = max(c.completed_s or 0.0 for c in done) - min(c.entered_s or 0.0 for c in done)
-    of: dict[tuple[str, str], list[Call]] = {}
+    of: dict[str, dict[tuple[str, str], list[Call]]] = {}
     for c in done:
         if c.site is not None and not c.asynchronous:
-            of.setdefault((c.op, c.site.key), []).append(c)
-    return {
-        key: (sum((c.completed_s or 0.0) - (c.entered_s or 0.0) for c in mine) / span_s, mine)
-        for key, mine in of.items() if len(mine) >= LEAST and span_s > 0
-    }  # fmt: skip
+            of.setdefault((c.site.caller or c.site).key, {}).setdefault((c.op, c.site.key), []).append(c)
+    often = {k: {call: x for call, x in mine.items() if len(x) >= LEAST} for k, mine in of.items() if span_s > 0}
+    return {k: (sum(map(_waited_s, mine.values())) / span_s, mine) for k, mine in often.items() if mine}
 
 
 _ADVICE: tuple[tuple[Callable[[Line], bool], str], ...] = (
     (lambda x: x.again, AGAIN),
+    (lambda x: x.grew is not None, HISTORY),
     (lambda x: x.op == "barrier",
      "leave the barrier out of the loop: a collective that follows waits for all ranks by itself"),
     (lambda x: "_object" in x.source,

@@ -193,6 +193,7 @@ class LoaderSlot(Structure):
         ("n_previous", c_uint32),
         ("previous", c_uint64 * 6),
         ("wait_ns", c_uint64),
+        ("persistent_workers", c_int32),  # -1: not known
         ("promised", c_uint32),  # the job declared how many batches it takes
         ("polls", c_uint32),  # polls of its workers; 0: not known
         ("fetching_permille", c_uint32),  # recent share of its workers that fetch a batch; the others wait

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from distdiag.page.layout import ModelSlot
-from distdiag.recorder.hooks.ddp_times import DdpTimes, _last_quarter, _of_embedding
+from distdiag.recorder.hooks.ddp_times import DdpTimes, _broadcast, _last_quarter, _of_embedding
 from distdiag.store.reader import Run, open_run
 from tests.jobs import closed, launch, rows
 
@@ -84,6 +85,20 @@ def test_a_table_with_a_dense_gradient_is_told_from_other_layers() -> None:
     })  # fmt: skip
     assert [_of_embedding(model, f"{name}.weight") for name in model] == [True, False, False]
     assert not _of_embedding(torch.nn.Linear(2, 2), "weight")
+
+
+@pytest.mark.parametrize(("on", "sent"), [(True, (4096 + 12, "tables.0.angles")), (False, (0, ""))])
+def test_the_buffers_that_a_forward_broadcasts_are_those_that_ddp_does_not_ignore(
+    on: bool, sent: tuple[int, str]
+) -> None:
+    model = torch.nn.Module()
+    model.tables = torch.nn.ModuleList([torch.nn.Module(), torch.nn.Module()])
+    model.register_buffer("scale", torch.zeros(3))
+    for table in model.tables:
+        table.register_buffer("angles", torch.zeros(32, 32), persistent=False)
+    kept = [model.scale, model.tables[0].angles]
+    ddp = SimpleNamespace(module=model, broadcast_buffers=on, modules_buffers=kept)
+    assert _broadcast(ddp) == sent
 
 
 def test_the_recorder_had_no_errors(run: Run) -> None:

@@ -111,6 +111,7 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=
     exhausted: bool = False  # StopIteration seen in this epoch
     in_training: bool = False  # DDP forward with gradients followed its batches
     workers: int = 0
+    persistent_workers: bool | None = None  # they are not started again in each epoch
     fetching: float | None = None  # recent share of its workers that fetch a batch; the others wait until one is taken
     promised: bool = False  # the job declared how many batches it takes: no need to read its source
     first_fingerprints: tuple[int, ...] = ()  # of the first batches of this epoch; equal on two ranks = same data
@@ -135,6 +136,8 @@ class Buckets(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults
     gradient_as_bucket_view: bool = False
     comm_hook: str | None = None  # None: none is registered
     dtypes: str = ""
+    broadcast_bytes: int = 0  # of the buffers that a forward broadcasts
+    largest_buffer: str = ""  # the name of the largest of them
 
 
 class DdpTime(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):

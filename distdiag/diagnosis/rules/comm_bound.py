@@ -9,8 +9,10 @@ Faulty jobs: wide_sync. Healthy look-alikes: overlap_async.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from distdiag.diagnosis import call_cost, comparison, kinds
 from distdiag.diagnosis.facts import Facts
@@ -40,6 +42,10 @@ class Limits:
     small_bucket_bytes: int = 1 << 20
     """Mean bytes of a bucket below which the latency of each all-reduce matters more than its
     bytes."""
+    broadcast_bytes: int = 1 << 20
+    """Bytes of the buffers of a step below which a wait in their broadcast may be that for a late rank."""
+    micro_batches: int = 4
+    """Micro-batches per stage, from which on more shorten the idle time of a pipeline little."""
 
 
 limits = Limits()
@@ -57,12 +63,46 @@ REDUCED_AGAIN = Template(
     kind, None,
     "gradients are reduced twice: DDP averages them in backward, and in each step the script reduces as many elements again{site}",
     "the time of the second reduction", call_cost.AGAIN)  # fmt: skip
+BUFFERS = (
+    "buffers that are constants (masks, tables of positions) need no broadcast: `DistributedDataParallel(…, broadcast_buffers=False)`, also where "
+    "each rank may keep batch-norm statistics of its own; else make the constants plain attributes, so that DDP sends the others only"
+)
 STAGES = Template(
     kind, None,
     "every rank waits at least {share:share} of {of} for what the others send{late}: the idle time of a pipeline (its bubble) is "
     "part of it, as communication is{cores}",
     "{share:share} of {of}",
-    "of a pipeline, more micro-batches per step shorten the idle time at its start and end; " + PROBE)  # fmt: skip
+    "of a pipeline, more micro-batches per step shorten the idle time at its start and end{few}; " + PROBE)  # fmt: skip
+
+
+class Part(Protocol):
+    """A part of the communication: its share of the time of the rank that loses least to it."""
+
+    @property
+    def share(self) -> float: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def advice(self) -> str: ...
+
+
+class Broadcasts(NamedTuple):
+    """What DDP's broadcasts of buffers cost."""
+
+    share: float
+    n_bytes: int
+    largest: str
+
+    @property
+    def text(self) -> str:
+        most = f" (the largest is {self.largest})" if self.largest else ""
+        return (
+            f"DDP's broadcast of buffers in each forward, {size_text(self.n_bytes)}{most}, takes {percent(self.share)}"
+        )
+
+    @property
+    def advice(self) -> str:
+        return BUFFERS
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
@@ -85,7 +125,8 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     if share >= limits.share:
         late = ", with no rank late" if isinstance(window, Abstained) else _late(window)
         ranks = sorted(s.ranks) if isinstance(window, Abstained) else window.ranks
-        yield _finding(s, ranks, share, of, ddp, late, call_cost.dearest(s, facts.source, _reduced_again(s)))
+        parts = (_buffers(s, window), call_cost.dearest(s, facts.source, _reduced_again(s)))
+        yield _finding(s, ranks, share, of, ddp, late, [x for x in parts if x is not None])
     elif (site := _reduced_again(s)) is not None:
         yield REDUCED_AGAIN(
             victims=sorted(s.ranks), site=at(site), where=wheres(s, s.ranks, None, dict.fromkeys(s.ranks, site))
@@ -112,6 +153,47 @@ def _reduced_again(s: Snapshot) -> Site | None:
     return next((c.site for c in calls if c.op == "all_reduce" and (c.bytes or 0) > averaged.metrics_bytes), None)
 
 
+def _buffers(s: Snapshot, window: Window | Abstained) -> Broadcasts | None:
+    """Return what DDP's broadcasts of buffers cost; None where hosts do not wait in them, or they are small."""
+    if isinstance(window, Abstained) or window.inferred:
+        return None
+    known = [[m.buckets for m in r.models if m.buckets is not None] for r in s.ranks.values()]
+    mine = max(known, key=lambda of_rank: sum(b.broadcast_bytes for b in of_rank))
+    n_bytes = sum(b.broadcast_bytes for b in mine)
+    if n_bytes < limits.broadcast_bytes:
+        return None
+    share = share_of_all(window, lambda x: x.forward_wait_ms, 0.0)
+    return Broadcasts(share, n_bytes, max(mine, key=lambda b: b.broadcast_bytes).largest_buffer)
+
+
+def _micro_batches(s: Snapshot) -> int | None:
+    """Return how many messages each rank sends to the next per step, if ranks are a chain: a step has no more micro-batches than that."""
+    each = []
+    for q, r in s.ranks.items():
+        sent: Counter[int] = Counter()
+        for key, n in r.p2p_issued.items():
+            direction, peer, *_ = key.split(":")
+            if direction == "send":
+                sent[int(peer)] += n
+        if not r.step or not all(abs(peer - q) == 1 for peer in sent):
+            return None
+        each += [n / r.step for peer, n in sent.items() if peer == q + 1]
+    return round(min(each)) if len(each) == s.world_size - 1 and max(each) < min(each) + 0.5 else None
+
+
+def _few(s: Snapshot) -> str:
+    """Return how much of a pipeline's step its few micro-batches leave idle; nothing if they are many, or their number is not known."""
+    n, stages_ = _micro_batches(s), s.world_size
+    enough = limits.micro_batches * stages_
+    if not n or n >= enough:
+        return ""
+    idle, then = (percent((stages_ - 1) / (m + stages_ - 1)) for m in (n, enough))
+    return (
+        f": each stage sends the next one {count(n, 'message')} per step, so a step has {'one micro-batch' if n == 1 else f'at most {n} of them'}, "
+        f"with which each of {stages_} stages is idle for {idle} of it; {enough} make that {then}"
+    )
+
+
 def _shared_waits(s: Snapshot) -> float:
     """Return the share of time that every host waits in collectives of all ranks, without an optimizer."""
     recent = [a for a in s.arrivals if s.whole(a.group)]
@@ -131,24 +213,26 @@ def _late(window: Window) -> str:
 
 
 def _finding(
-    s: Snapshot, ranks: list[int], share: float, of: str, ddp: Gradients | None, late: str, line: call_cost.Line | None
+    s: Snapshot, ranks: list[int], share: float, of: str, ddp: Gradients | None, late: str, parts: Sequence[Part]
 ) -> Finding:
-    share = max(share, ddp.share if ddp is not None else 0.0)  # both are lower limits
+    gradients_ = ddp.share if ddp is not None else 0.0
+    share = max(share, gradients_)  # both are lower limits
+    part = max(parts, key=lambda x: x.share, default=None)
     text, do = "", f"{PROBE}; communicate less often, or in larger messages"
-    if ddp is not None and ddp.share >= share / 2:  # the gradients are most of it
+    if part is not None and part.share >= max(share / 2, gradients_):
+        share = max(share, part.share)
+        text, do = f"; {part.text}", f"{part.advice}; {PROBE}"
+    elif ddp is not None and ddp.share >= share / 2:  # the gradients are most of it
         b = ddp.buckets
         text = f"; DDP's gradients, {size_text(b.bytes)} in {count(b.buckets, 'bucket')}, take {percent(ddp.share)}"
         if 2 * b.largest_bytes >= b.bytes > 0:
             text += f" ({percent(b.largest_bytes / b.bytes)} of the bytes are {b.largest})"
         on_nccl = all(any(word in g.backend for word in BF16_BACKENDS) for g in s.groups.values())
         do = "; ".join(_advice(ddp, b, on_nccl, _passes(s)))
-    elif line is not None and line.share >= share / 2:
-        share = max(share, line.share)
-        text, do = f"; {line.text}", f"{line.advice}; {PROBE}"
     busy = (s.host_cpu_pct or 0.0) > STEPS.busy_host_pct
     cores = "; the host's cores are all in use, so ranks also wait for a CPU" if busy else ""
     if ddp is None and stages(s):
-        return STAGES(victims=ranks, share=share, of=of, cores=cores, late=late)
+        return STAGES(victims=ranks, share=share, of=of, cores=cores, late=late, few=_few(s))
     return COMM_BOUND(victims=ranks, share=share, of=of, gradients=text, cores=cores, do=do, late=late)
 
 

@@ -102,6 +102,7 @@ class DdpTimes:
         buckets = [int(size) for size in sizes.replace(",", " ").split()]
         trained = {n: p.numel() * p.element_size() for n, p in ddp.module.named_parameters() if p.requires_grad}
         largest = max(trained, key=lambda n: trained[n], default="")
+        broadcast_bytes, largest_buffer = _broadcast(ddp)
         self._slot.buckets = page.text(
             json.dumps(
                 {
@@ -116,6 +117,8 @@ class DdpTimes:
                     "gradient_as_bucket_view": bool(data.get("gradient_as_bucket_view")),
                     "comm_hook": str(hook)[:100] if hook else None,
                     "dtypes": str(data.get("dtypes") or "")[:100],
+                    "broadcast_bytes": broadcast_bytes,
+                    "largest_buffer": largest_buffer[:100],
                 }
             )
         )
@@ -127,6 +130,15 @@ _NEVER = 1 << 62
 def _last_quarter(sizes: list[int]) -> int:
     """Return the bytes of the last quarter of the gradients to be ready, in whole parameters: those of the first parameters."""
     return next((n for n in itertools.accumulate(sizes) if 4 * n >= sum(sizes)), 0)
+
+
+def _broadcast(ddp: Any) -> tuple[int, str]:
+    """Return the bytes of the buffers that DDP broadcasts in a forward, and the name of the largest."""
+    if not ddp.broadcast_buffers:
+        return 0, ""
+    sent = {id(b) for b in getattr(ddp, "modules_buffers", ())}  # without those that it is told to ignore
+    sizes = {n: b.numel() * b.element_size() for n, b in ddp.module.named_buffers() if id(b) in sent}
+    return sum(sizes.values()), max(sizes, key=lambda n: sizes[n], default="")
 
 
 def _of_embedding(module: Any, name: str) -> bool:

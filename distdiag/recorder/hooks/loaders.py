@@ -67,7 +67,7 @@ class Loaders:
             slot = self.page.page.loaders[n]
             slot.site = site
             slot.length = slot.dataset_length = slot.batch_size = slot.sampler_epoch = slot.sampler_seed = -1
-            slot.drop_last = slot.shuffle = -1
+            slot.drop_last = slot.shuffle = slot.persistent_workers = -1
             self._slots[site] = slot
             self.header.n_loaders = n + 1
         return slot
@@ -103,6 +103,7 @@ class Loaders:
             shuffle = getattr(sampler, "shuffle", None)
             slot.shuffle = int(shuffle) if isinstance(shuffle, bool) else -1
         slot.workers = loader.num_workers
+        slot.persistent_workers = int(bool(getattr(loader, "persistent_workers", False)))
         if loader.num_workers:
             self._iterators[slot.site] = ref(iterator)
         self._hash_samples(iterator, slot)

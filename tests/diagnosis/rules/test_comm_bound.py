@@ -157,6 +157,53 @@ def test_the_waits_of_a_pipelines_stages_are_not_called_communication() -> None:
     assert found_in().message.startswith("exposed communication"), "replicas that also exchange messages"
 
 
+@pytest.mark.parametrize(
+    ("forward_ms", "n_bytes", "on_device", "named"),
+    [(30.0, 40 * MIB, False, True), (10.0, 40 * MIB, False, False), (30.0, 4096, False, False), (30.0, 40 * MIB, True, False)],
+)  # fmt: skip
+def test_buffers_are_named_where_their_broadcast_is_most_of_it(
+    forward_ms: float, n_bytes: int, on_device: bool, named: bool
+) -> None:
+    """Of a few bytes the wait may be that for a late rank; on a device it is not measured."""
+    model = Model(buckets=Buckets(bytes=MIB, buckets=1, broadcast_bytes=n_bytes, largest_buffer="layers.0.table"))
+    times = tuple(DdpTime(8 * k, 100.0, 60.0, 10.0 if not on_device else 40.0) for k in range(1, 5))
+    ranks = [
+        rank(
+            q,
+            steps=tuple(msgspec.structs.replace(x, forward_wait_ms=forward_ms) for x in steps(wait_ms=45.0, seed=q)),
+            models=(model,), ddp_times=times, wait_measured=not on_device,
+        )
+        for q in range(2)
+    ]  # fmt: skip
+    f = only(findings(job(*ranks, host_cpu_pct=40.0), comm_bound))
+    text = "DDP's broadcast of buffers in each forward, 40.0 MiB (the largest is layers.0.table), takes 27 %"
+    assert (text in f.message, "broadcast_buffers=False" in str(f.advice)) == (named, named)
+
+
+@pytest.mark.parametrize(
+    ("sent", "text"),
+    [
+        ((1, 1), "so a step has one micro-batch, with which each of 3 stages is idle for 67 % of it; 12 make that 14 %"),
+        ((4, 4), "at most 4 of them, with which each of 3 stages is idle for 33 %"),
+        ((12, 12), None), ((1, 3), None),
+    ],
+)  # fmt: skip
+def test_a_pipeline_with_few_micro_batches_is_told_what_more_would_gain(
+    sent: tuple[int, int], text: str | None
+) -> None:
+    def found(first: int = 1) -> str:
+        issued = [
+            {f"send:{first}:0:default_pg": 100 * sent[0]},
+            {"send:2:0:default_pg": 100 * sent[1], "send:0:0:default_pg": 100 * sent[0]},
+            {"send:1:0:default_pg": 100 * sent[1]},
+        ]
+        of = [rank(q, steps=steps(wait_ms=200.0, seed=q), models=(), p2p_issued=x) for q, x in enumerate(issued)]
+        return str(only(findings(job(*of), comm_bound)).advice)
+
+    assert (text or "start and end; `distdiag") in found()
+    assert "start and end; `distdiag" in found(first=2), "no chain"
+
+
 def test_passes_that_each_exchange_gradients_want_no_sync_on_all_but_the_last() -> None:
     def advice(backwards: int) -> str:
         model = Model(buckets=BUCKETS, forwards=backwards, synced_backwards=backwards)
@@ -242,6 +289,31 @@ def test_the_line_that_costs_most_is_named() -> None:
 )
 def test_the_advice_fits_the_calls(of: dict[str, Any], advice: str) -> None:
     assert advice in str(only(of_calls(**of)).advice)
+
+
+def test_calls_that_carry_ever_more_are_told_with_the_calls_beside_them() -> None:
+    """A helper gathers the sizes, then a history that grows with each step."""
+
+    def found(grows: int, share: float = 1.0) -> Finding:
+        loop = Site("/job/train.py", 60, "step")
+        sizes, rows = (Site("/job/sync.py", line, "gather", caller=loop) for line in (4, 9))
+        of = ((sizes, 8, 12.0), (rows, 0, 18.0 * share))
+        calls = tuple(
+            Call(op="all_gather", group="default_pg", seq=2 * k + i, bytes=n or MIB + grows * (k + k % 2), dtype="float32" if n else "int64",
+                 site=site, entered_s=80.0 + 0.1 * k + 0.05 * i, completed_s=80.0 + 0.1 * k + 0.05 * i + ms / 1e3)
+            for k in range(40) for i, (site, n, ms) in enumerate(of)
+        )  # fmt: skip
+        ranks = [
+            rank(q, steps=steps(wait_ms=45.0, seed=q), calls=calls, sites={sizes.key: 100, rows.key: 100})
+            for q in range(2)
+        ]
+        return only(findings(job(*ranks, host_cpu_pct=40.0), comm_bound))
+
+    f = found(MIB)
+    assert "sync.py:9 in gather" in f.message and "carry ever more, from 1.0 MiB to 41.0 MiB" in f.message
+    assert "with 1 other call from there, takes 30 %" in f.message and "running sums" in str(f.advice)
+    f = found(0)
+    assert "ever more" not in f.message and "all_gather of 1.0 MiB" in f.message and "running sums" not in str(f.advice)
 
 
 def test_gradients_that_are_reduced_twice_are_told() -> None:
