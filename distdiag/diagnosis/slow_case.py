@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from typing import NamedTuple
 from distdiag.diagnosis import comparison
 from distdiag.diagnosis.comparison import Subset, Veto, leads
 from distdiag.diagnosis.facts import Facts
-from distdiag.diagnosis.model.snapshot import RankState, Snapshot, lines_of
+from distdiag.diagnosis.model.snapshot import RankState, Site, Snapshot, lines_of
 from distdiag.diagnosis.model.syntax import Source, line_at, no_source
 from distdiag.diagnosis.pauses import Pauses
 from distdiag.diagnosis.step_times import LIMITS as STEPS
@@ -59,6 +60,8 @@ class Limits:
     concentrated: float = 0.75
     """Share of the rank's excess that is in optimizer.step, on a busy host. Two healthy ranks that
     shared two cores with other work had 0.55; with extra work in optimizer.step it is nearly 1."""
+    alone: float = 10.0
+    """Ratio of its time for data to the others', from which on they read none: it reads for all."""
     crowded: float = 1.5
     """Processes that want to run per core that a rank is confined to, at least, and as a multiple of the other ranks'."""
     enough: int = 24
@@ -88,6 +91,12 @@ HANDING_OUT = ("scatter", "broadcast")
 def busy(s: Snapshot) -> bool:
     """True if ranks compete for cores, or if that is not known."""
     return s.host_cpu_pct is None or s.host_cpu_pct > STEPS.busy_host_pct
+
+
+def at_lock(sites: Iterable[Site | None], source: Source) -> bool:
+    """True if these are lines at which code waits for a lock."""
+    lines = [line_at(site, source) for site in sites if site is not None]
+    return bool(lines) and all(by_line(line, idle=True) == "lock" for line in lines)
 
 
 class Excess(NamedTuple):
@@ -240,10 +249,12 @@ class Case:
 
     @cached_property
     def doing(self) -> str:
-        """What the slowest rank does between its steps, if its line or its CPU time shows that: queue, lock or idle; else empty.
+        """What the slowest rank does between its steps, if its line or its CPU time shows that: queue, lock or idle; or that it hands data out.
 
         Where it waits for its queue, the others' are filled while they wait for it, however slow their producers are.
         """
+        if self.phase == "data" and self.ratio >= limits.alone and 2 * len(self._rooted[1]) >= len(self.window.columns):
+            return "hands out"
         if self.phase != "other":
             return ""
         site = next(iter(text.stack_of(self.snapshot.ranks[self.most.rank], "other")), None)
@@ -355,6 +366,15 @@ class Case:
 
         They have no such work: the rank is not slower than the others at anything that all do.
         """
+        op, waited_ms = self._rooted
+        if len(self.slow.ranks) > 1 or 2 * len(waited_ms) < len(self.window.columns):
+            return ""
+        most = statistics.median(waited_ms) >= limits.concentrated * self.most.all_ms
+        return op if most and self.phase in ("other", "data") else ""
+
+    @cached_property
+    def _rooted(self) -> tuple[str, list[float]]:
+        """(the operation in which the slowest rank hands data out, ms that others waited for it in each)."""
         rank = self.slow.ranks[0]
         rooted = {
             (call.group, call.seq): op_name(call.op)
@@ -363,10 +383,7 @@ class Case:
         }
         late = [a for a in self.snapshot.arrivals if a.late_rank == rank]
         waited_ms = {a.seq: a.waited_ms for a in late if (a.group, a.seq) in rooted}
-        if len(self.slow.ranks) > 1 or 2 * len(waited_ms) < len(self.window.columns):
-            return ""
-        most = statistics.median(waited_ms.values()) >= limits.concentrated * self.most.all_ms
-        return next(iter(rooted.values())) if most and self.phase in ("other", "data") else ""
+        return next(iter(rooted.values()), ""), list(waited_ms.values())
 
 
 VETOES = (

@@ -145,8 +145,14 @@ def test_a_warning_is_reported_once_by_the_engine() -> None:
     assert [f.cause for f in reported if f.kind == "straggler" and f.severity == "warning"] == ["pauses"]
 
 
-def in_turn(share_gc: float, busy_pct: float, most: tuple[int, ...] = (9, 9, 9)) -> list[Finding]:
-    """Return what is found of three ranks that pause for a second each, one after the other, every 20 steps; each at `most` so often."""
+def in_turn(
+    share_gc: float, busy_pct: float, most: tuple[int, ...] = (9, 9, 9), line: int | None = None
+) -> list[Finding]:
+    """Return what is found of three ranks that pause for a second each, one after the other, every 20 steps; each at `most` so often.
+
+    Args:
+        line: At which all of them do; None: each at another.
+    """
     pauses = Pauses()
     at = [range(60 + 20 * late, N, 60)[:n] for late, n in enumerate(most)]
     of = {late: snapshots(dict.fromkeys(steps, 1.0), polls=40, late=late) for late, steps in enumerate(at)}
@@ -158,6 +164,8 @@ def in_turn(share_gc: float, busy_pct: float, most: tuple[int, ...] = (9, 9, 9))
     pauses.gc_before = dict.fromkeys(last.ranks, (0.0, 0.0, 0))
     ranks = {q: replace(r, gc_s=share_gc * last.t_s, gc_count=6) for q, r in last.ranks.items()}
     last = replace(last, ranks=ranks, host_cpu_pct=busy_pct)
+    for q in last.ranks:
+        pauses.of[q].stacks[(Site("/job/rollout.py", line or 50 + q, "play"),)] += 9
     return [f for f in findings(last, straggler, pauses=pauses) if f.cause in ("rotating", "gc", "pauses")]
 
 
@@ -168,6 +176,34 @@ def test_pauses_of_another_rank_each_time_are_summed() -> None:
     assert only(in_turn(share_gc=0.0, busy_pct=20.0, most=(3, 2, 2))).culprits == (), "one has its turn first"
     each = in_turn(share_gc=0.0, busy_pct=100.0)
     assert [f.culprits for f in each] == [(0,), (1,), (2,)], "on a busy host ranks pause by chance at different times"
+
+
+def test_ranks_that_pause_in_turn_at_one_line_have_unequal_work() -> None:
+    for busy_pct, severity in ((100.0, "info"), (20.0, "warning")):
+        f = only(in_turn(share_gc=0.0, busy_pct=busy_pct, line=38))
+        assert (f.cause, f.culprits, f.severity) == ("rotating", (), severity)
+        assert "all at rollout.py:38 in play" in f.message and "the same number of units per step" in str(f.advice)
+
+
+@pytest.mark.parametrize(("share", "step", "severity"), [(0.4, 90, "warning"), (0.4, 40, "info"), (0.1, 90, None)])
+@pytest.mark.parametrize("seen", [30, 2])
+def test_collections_that_cost_all_ranks_much_are_found_with_their_line(
+    share: float, step: int, severity: str | None, seen: int
+) -> None:
+    pauses = Pauses(gc_before=dict.fromkeys(range(2), (0.0, 1.0, 4)), begun_s=0.0)
+    tidy, loop = Site("/job/tidy.py", 3, "tidy"), Site("/job/train.py", 30, "main")
+    sites = {"init": ((loop, 90),), "other": ((tidy, seen), (loop, 20))}
+    of = [rank(q, step=step, gc_s=1.0 + share * 100.0, gc_count=84, phase_sites=sites) for q in range(2)]
+    text = {tidy.file: "import gc\ndef tidy():\n    gc.collect()\n"}
+    found = findings(job(*of), straggler, pauses=pauses, source=text.get)
+    assert [(f.cause, f.culprits, f.severity) for f in found] == [("gc", (), severity)] * (severity is not None)
+    for f in found:
+        assert "take 40 % of the time of every rank: 80 of 0.5 s so far" in f.message
+        assert ("tidy.py:3" in f.message, "do not call `gc.collect()` in each step" in str(f.advice)) == (
+            seen > 9, seen > 9
+        )  # fmt: skip
+    one = job(of[0], replace(of[1], gc_s=1.0, gc_count=4))
+    assert findings(one, straggler, pauses=pauses) == [], "not of one rank only: that is late, or keeps nobody waiting"
 
 
 def test_pauses_for_garbage_collection_in_turn_want_the_same_step() -> None:

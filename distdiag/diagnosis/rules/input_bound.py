@@ -1,6 +1,7 @@
 """input_bound: every rank loses this share of its step time to waiting for data.
 
-If only one rank waits for data it is a straggler.
+If only one rank waits for data it is a straggler. If the first batch of each epoch costs most, its
+workers should stay from one epoch to the next.
 
 Faulty jobs: decode_bound. Healthy look-alikes: worker_pool, rate_limited.
 """
@@ -16,10 +17,13 @@ from distdiag.diagnosis import kinds
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.model.snapshot import Snapshot
+from distdiag.diagnosis.model.syntax import Source
+from distdiag.diagnosis.slow_case import at_lock
 from distdiag.diagnosis.step_times import Window, share_of_all
 from distdiag.diagnosis.text.phrases import at, wheres
+from distdiag.diagnosis.text.straggler import SHARED_LOCK
 from distdiag.diagnosis.text.template import Template
-from distdiag.diagnosis.training_data import least_fetching, only_shadow
+from distdiag.diagnosis.training_data import least_fetching, only_shadow, training_loaders
 
 kind = kinds.INPUT_BOUND
 
@@ -31,13 +35,24 @@ class Limits:
     fetching: float = 0.8
     """Share of the time that loader workers fetch. If the workers of every rank are above it, all loaders are at their limit, and
     in each step the rank that waits for data delays the others."""
+    first_batch: float = 0.7
+    """Share of the waits for data that is for the first batches of epochs, if loaders cost their start, and not each batch."""
+    least_epoch: int = 3
+    """Steps of an epoch below which its first one has much of all waits in any case."""
 
 
 limits = Limits()
 INPUT_BOUND = Template(
     kind, None, "every rank waits for data: {share:share} of step time (p50 {ms:.0f} ms on the slowest rank){site}{most}",
     "up to {share:share} of step time", "{do}", proved=True)  # fmt: skip
+EPOCH_STARTS = Template(
+    kind, None, "every rank waits for data: {share:share} of step time{site}, {first:share} of that for the first batch of an epoch of {n} batches, "
+    "{seconds:.1f} s each time", "up to {share:share} of step time",
+    "the loader's workers (now {workers}) are started again in each epoch, and what the dataset reads when it is first used, each of them reads again: set "
+    "`persistent_workers=True`, let it read files and build tables once, in `__init__`, before they are started, or make epochs longer; more workers "
+    "do not make the first batch come earlier", proved=True)  # fmt: skip
 _DO = {
+    "lock": SHARED_LOCK,
     "workers": "raise num_workers (now {workers}) or prefetch_factor; `distdiag probe dataloader` finds the setting",
     "line": "num_workers=0: that code runs in the training process: set num_workers (`distdiag probe dataloader` finds it), and let it do less "
     "for each batch: read files and build tables once, in `__init__`",
@@ -51,10 +66,10 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     elif facts.shadows:
         yield only_shadow(facts.shadows)
     else:
-        yield from _found(facts.snapshot, window)
+        yield from _found(facts.snapshot, window, facts.source)
 
 
-def _found(s: Snapshot, window: Window) -> Iterator[Finding]:
+def _found(s: Snapshot, window: Window, source: Source) -> Iterator[Finding]:
     columns = list(zip(*window.steps.values(), strict=True))
     share = share_of_all(window, lambda x: x.data_ms, limits.share)
     # all loaders are at their limit: the slowest of each step counts
@@ -66,6 +81,12 @@ def _found(s: Snapshot, window: Window) -> Iterator[Finding]:
     loader = next((x for r in s.ranks.values() for x in r.loaders if x.in_training), None)
     site, workers = (None, 0) if loader is None else (loader.site, loader.workers)
     where = wheres(s, window.ranks, "data", dict.fromkeys(window.ranks, site))
+    if (starts := _epoch_starts(s, window)) is not None:
+        first, first_ms, n = starts
+        yield EPOCH_STARTS(
+            victims=window.ranks, where=where, site=site, share=share, first=first, n=n, seconds=first_ms / 1e3, workers=workers,
+        )  # fmt: skip
+        return
     # without workers the dataset and what makes batches of it run in the rank itself, where their lines are sampled
     rank = max(window.ranks, key=lambda q: len(s.ranks[q].phase_stacks.get("data", ())))
     stack = () if workers else s.ranks[rank].phase_stacks.get("data", ())
@@ -75,5 +96,32 @@ def _found(s: Snapshot, window: Window) -> Iterator[Finding]:
         most += f",{at(inside[0])}"
     yield INPUT_BOUND(
         victims=window.ranks, where=where, site=site, share=share, ms=ms, most=most,
-        do=_DO["line" if most else "workers"].format(workers=workers),
+        do=_DO["lock" if most and at_lock(inside[:1], source) else "line" if most else "workers"].format(workers=workers),
     )  # fmt: skip
+
+
+def _epoch_starts(s: Snapshot, window: Window) -> tuple[float, float, int] | None:
+    """Return (share of the waits for data that are for the first batch of an epoch, their mean in ms, batches of an epoch).
+
+    Of the rank with the least share; None if that is no more than the rest, or not known of loaders that start their workers in each epoch.
+    """
+    of_rank: list[tuple[float, float, int]] = []
+    loaders = training_loaders(s)
+    for q, steps in window.steps.items():
+        x, batches = loaders.get(q), statistics.median(y.samples / max(y.batch, 1) for y in steps)
+        if x is None or not x.workers or x.persistent_workers is not False or not x.length or batches < 1:
+            return None
+        per_epoch, rest = divmod(x.length, round(batches))
+        if rest or per_epoch < limits.least_epoch:
+            return None
+        begun = (
+            s.ranks[q].step - x.batches // round(batches) + 1
+        )  # the epoch's first step, or the one before: a batch may be in use
+        waits = max(
+            ([y.data_ms for y in steps if (y.step - at_first) % per_epoch == 0] for at_first in (begun, begun + 1)),
+            key=sum,
+        )
+        total = sum(y.data_ms for y in steps)
+        of_rank.append((sum(waits) / total if total else 0.0, statistics.fmean(waits or [0.0]), x.length))
+    found = min(of_rank)
+    return found if found[0] >= limits.first_batch else None

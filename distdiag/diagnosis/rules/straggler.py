@@ -5,8 +5,8 @@ time if this rank were like the others. A rank that is slow in some steps only i
 costs the others a fifth of their time, at regular intervals 15 %. Pauses that are too rare for
 that are summed over the job; those of the first 50 steps, in which kernels for new shapes are
 built, make no warning. If the slowest rank keeps changing, the cause is `rotating` and no rank is
-blamed. In a loop without optimizer steps, the straggler is the rank that enters its collectives
-last.
+blamed; nor is one if full garbage collections cost all of them as much (`gc`). In a loop without
+optimizer steps, the straggler is the rank that enters its collectives last.
 
 Faulty jobs: bn_tiles, ledger_flush, slow_disk, long_dialogs, grad_stats_hook, swapped_optim,
 thumb_logger, audit_turns, tiles_two_hosts. Healthy look-alikes: bn_ice, ledger_shared, worker_pool,
@@ -23,14 +23,15 @@ from distdiag.diagnosis import comparison, kinds
 from distdiag.diagnosis.comparison import COSTLY, Subset, leads, others
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
-from distdiag.diagnosis.model.snapshot import Arrival, Snapshot
+from distdiag.diagnosis.model.snapshot import Arrival, RankState, Site, Snapshot
+from distdiag.diagnosis.model.syntax import Source, line_at
 from distdiag.diagnosis.pauses import Lost, Pauses
 from distdiag.diagnosis.slow_because import explained, of_thread
-from distdiag.diagnosis.slow_case import VETOES, Case, busy, case_of, limits
+from distdiag.diagnosis.slow_case import VETOES, Case, at_lock, busy, case_of, limits
 from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import PHASES, Window, self_ms
 from distdiag.diagnosis.text import straggler as text
-from distdiag.diagnosis.text.phrases import count, where, where_stack, wheres
+from distdiag.diagnosis.text.phrases import at, count, where, where_stack, wheres
 from distdiag.diagnosis.training_data import least_fetching
 
 kind = kinds.STRAGGLER
@@ -47,6 +48,8 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     summed = {f.culprits for f in pauses}
     yield from (x for x in outcomes if isinstance(x, Abstained) or x.culprits not in summed)
     yield from pauses
+    if not any(f.cause == "gc" for f in pauses):
+        yield from _collecting(facts)
 
 
 def _warns(f: Finding) -> bool:
@@ -84,7 +87,7 @@ def _lasting(pauses: Pauses, *lost: Lost) -> bool:
 def _in_turn(facts: Facts) -> Iterator[Finding]:
     """Yield ranks that pause one after the other: none of them costs most of what all cost.
 
-    On a busy host ranks pause by chance; garbage collections are none.
+    On a busy host ranks pause by chance; garbage collections are none, and a line at which all do shows what differs.
     """
     s, pauses = facts.snapshot, facts.pauses
     most = max((lost.times for lost in pauses.of.values()), default=0)
@@ -96,17 +99,51 @@ def _in_turn(facts: Facts) -> Iterator[Finding]:
     if len(of) < 2 or not enough or lost_ms < limits.pauses_ms or alone:
         return
     gc = min(pauses.collecting(s, q)[0] for q in of) >= min(map(pauses.share, of.values())) / 2
-    if not gc and (busy(s) or not _lasting(pauses, *of.values())):
-        return
     sites = {q: next(iter(lost.stack or text.stack_of(s.ranks[q], lost.phase)), None) for q, lost in of.items()}
+    lines = {site.key if site is not None else None for site in sites.values()}
+    lasting, one_line = _lasting(pauses, *of.values()), lines.pop() if len(lines) == 1 else None
+    sure = gc or (lasting and not busy(s))
+    if not sure and one_line is None:
+        return
     each = (f"{rank_list([q])} {count(of[q].times, 'time')} for {of[q].ms / 1e3:.1f} s" for q in [*of][:4])
     seconds = sum(s.ranks[q].gc_s for q in of) / len(of)
     yield text.IN_TURN(
         cause="gc" if gc else None, victims=sorted(s.ranks), step=s.ranks[max(of, key=lambda q: of[q].ms)].step,
         where=wheres(s, of, "user_code", sites), each=", ".join(each), share=lost_ms / 1e3 / pauses.span_s,
         total_s=lost_ms / 1e3, gc=f"; full garbage collections took {seconds:.1f} s of each" if gc else "",
-        do=text.DO_IN_TURN["gc" if gc else "work"],
+        one_line="" if gc or one_line is None else f", all{at(sites[min(of)])}",
+        early="" if lasting else text.early(sum(x.times - x.settled_times for x in of.values()), STEPS.settled, "the"),
+        do=text.DO_IN_TURN["gc" if gc else "work" if one_line is None else "amount"],
+        severity=None if sure else Severity.INFO,
     )  # fmt: skip
+
+
+def _collecting(facts: Facts) -> Iterator[Finding]:
+    """Yield the full garbage collections that take much of the time of all ranks, whether together or not."""
+    s, pauses = facts.snapshot, facts.pauses
+    if len(s.ranks) < s.world_size or not pauses.gc_before:
+        return
+    each = {q: pauses.collecting(s, q) for q in s.ranks}
+    least = min(each, key=lambda q: each[q][0])
+    share, n = each[least]
+    taken_s = s.ranks[least].gc_s - pauses.gc_before[least][1] if least in pauses.gc_before else 0.0
+    if n < limits.pauses or share < limits.pauses_share or taken_s * 1e3 < limits.pauses_ms:
+        return
+    site = _collects(s.ranks[least], share, facts.source)
+    yield text.COLLECTING(
+        victims=sorted(s.ranks), step=s.ranks[least].step, share=share, n=n, each_s=taken_s / n, site=site,
+        where=() if site is None else wheres(s, s.ranks, "user_code", dict.fromkeys(s.ranks, site)),
+        by_hand=f", by `gc.collect()`{at(site)}" if site is not None else "", do=text.DO_COLLECT["by itself" if site is None else "by hand"],
+        severity=Severity.WARNING if s.ranks[least].step > STEPS.settled else Severity.INFO,
+    )  # fmt: skip
+
+
+def _collects(r: RankState, share: float, source: Source) -> Site | None:
+    """Return the line that calls `gc.collect()`, if the rank is seen there in most of the time that its collections take."""
+    seen = [x for phase, sites in r.phase_sites.items() if phase != "init" for x in sites]
+    at_call = [(n, site) for site, n in seen if "gc.collect(" in line_at(site, source)]
+    often = sum(n for n, _ in at_call) >= share / 2 * sum(n for _, n in seen)
+    return max(at_call, key=lambda x: x[0])[1] if at_call and often else None
 
 
 def _in_window(facts: Facts) -> Iterator[Finding | Abstained]:
@@ -212,7 +249,7 @@ def _rotating(case: Case) -> Finding | None:
     return text.ROTATING(
         victims=ranks, where=wheres(case.snapshot, ranks, None, sites), step=states[ranks[0]].step,
         changes=changes, n=len(window.columns), found=subset, phase="code between steps" if phase == "other" else phase,
-        share=subset.gain_ms / subset.step_ms,
+        share=subset.gain_ms / subset.step_ms, do=text.DO_ROTATING["lock" if at_lock(sites.values(), case.source) else "work"],
     )  # fmt: skip
 
 

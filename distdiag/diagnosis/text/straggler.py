@@ -51,14 +51,17 @@ AT_TIMES = _row("host",
 ROTATING = _row("rotating",
     "no single rank is slow: the slowest changed {changes} times in {n} steps, skew p50 {found.gain_ms:.0f} ms, "
     "mostly in {phase}", "{share:share} of step time is spent waiting for the slowest rank",
-    "look for work of varying length on all ranks (input sizes, garbage collection, cron), not for one bad node")  # fmt: skip
+    "{do}")  # fmt: skip
 PAUSES = _row("pauses",
     "{culprits} kept the others waiting {n} times, for {total_s:time} in all, {share:share} of the training time{site}{early}",
     "{victims} {victims:waits|wait} {mean_s:.1f} s on average, at most {longest_s:.1f} s, in {culprits}'s pauses",
     "{do}", proved=True)  # fmt: skip
 IN_TURN = _row("rotating",
-    "no single rank is slow, but they pause in turn: {each}; {share:share} of the training time in all{gc}",
+    "no single rank is slow, but they pause in turn: {each}; {share:share} of the training time in all{gc}{one_line}{early}",
     "in each pause all other ranks wait: {total_s:time} so far", "{do}", proved=True)  # fmt: skip
+COLLECTING = _row("gc",
+    "full garbage collections take {share:share} of the time of every rank: {n} of {each_s:.1f} s so far{by_hand}",
+    "{share:share} of the time", "{do}", proved=True)  # fmt: skip
 BY_ARRIVAL = _row("host",
     "{culprits} enters {op} last in {count} of the last {n}, {skew_ms:.0f} ms after the first{site}",
     "the others wait {skew_ms:.0f} ms of every {period_ms:.0f} ms",
@@ -80,6 +83,8 @@ _DO = {
     "out of the step",
     "lock": "it waits there for a lock that another thread or process holds: hold it for less time (copy what is needed under the lock, then "
     "write, send or compute outside it)",
+    "hands out": "{who} reads the data of all ranks and hands it out: let each rank read its own part (shard the stream by rank; in Accelerate "
+    "`dispatch_batches=False`), or let workers prepare the batches ahead",
     "queue": "see what fills that queue, on all ranks: a producer that needs longer than a step; start more of them, or let each do more at once",
 }
 _WAITS = {"lock": "waiting for a lock", "queue": "waiting for a queue"}
@@ -123,12 +128,26 @@ TOGETHER = "`gc.collect()` now and then, at the same step on all ranks"
 DO_IN_TURN = {
     "gc": f"let the ranks pause together: {TOGETHER}; {FREEZE}",
     "work": "let all ranks do that work in the same step, so that it costs one pause and not one for each rank; or do it less often",
+    "amount": "if every step has that work and only its amount differs (an episode, a document, a sample), give each rank the same number of units "
+    "per step (simulator steps, tokens), cut off the longest, or balance them over the ranks; else let all ranks do it in the same step",
+}
+DO_COLLECT = {
+    "by hand": f"do not call `gc.collect()` in each step: every n-th, or not at all; {FREEZE}",
+    "by itself": f"see whether a library calls `gc.collect()` in each step; {FREEZE}; `gc.disable()`, and {TOGETHER}, make them rare",
+}
+SHARED_LOCK = (
+    "ranks wait there for a lock; if they share it (a file lock), one works while the others wait, and more workers would wait, too: read without an "
+    "exclusive lock, load what is read once, in `__init__`, or keep a copy for each rank"
+)
+DO_ROTATING = {
+    "lock": SHARED_LOCK,
+    "work": "look for work of varying length on all ranks (input sizes, garbage collection, cron), not for one bad node",
 }
 
 
-def early(times: int, first: int) -> str:
-    """Return how many of a rank's pauses were in the first steps of a job; nothing if none was."""
-    return f"; {times} of them in its first {first} steps, which may be warm-up" if times else ""
+def early(times: int, first: int, whose: str = "its") -> str:
+    """Return how many pauses were in the first steps of a job; nothing if none was."""
+    return f"; {times} of them in {whose} first {first} steps, which may be warm-up" if times else ""
 
 
 def found(

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import (
     Loader,
     Site,
     Step,
 )
-from tests.diagnosis.made import job, loader, of_kind, only, rank, speeds, steps
+from distdiag.diagnosis.rules import input_bound as rule
+from tests.diagnosis.made import findings, job, loader, of_kind, only, rank, speeds, steps
 
 
 def input_bound(*of_ranks: tuple[Step, ...], **more: Any) -> list[Finding]:
@@ -47,6 +50,39 @@ def test_the_line_of_the_dataset_is_named_where_the_rank_runs_it_itself() -> Non
     )
     assert "once, in `__init__`" in f.advice
     assert "most of it" not in found(2).message and "(now 2)" in found(2).advice
+
+
+@pytest.mark.parametrize(
+    ("kept", "period", "told"), [(False, 20, True), (True, 20, False), (None, 20, False), (False, 7, False)]
+)
+def test_waits_at_the_start_of_epochs_want_workers_that_stay(kept: bool | None, period: int, told: bool) -> None:
+    """Step 60 has ended, the last of the third epoch; the next one's first batch may be in use."""
+
+    def of_rank(q: int) -> tuple[Step, ...]:
+        late = steps(2000.0, "data", seed=q)
+        return tuple(b if b.step % period == 1 else a for a, b in zip(steps(seed=q), late, strict=True))
+
+    for given in (20, 1):
+        feeds = loader(workers=3, length=20, batches=given, iterations_started=3, persistent_workers=kept)
+        ranks = [rank(q, step=60, steps=of_rank(q), loaders=(feeds,)) for q in range(2)]
+        f = only(of_kind(speeds(job(*ranks)), "input_bound"))
+        assert ("persistent_workers=True" in f.advice, "raise num_workers" in f.advice) == (told, not told)
+        assert ("for the first batch of an epoch of 20 batches, 2.0 s each time" in f.message) is told
+
+
+def test_ranks_that_wait_for_one_lock_want_no_workers() -> None:
+    read, loop = Site("/job/store.py", 2, "read"), Site("/job/train.py", 31, "main")
+    stacks = {"phase_stacks": {"data": (read, loop)}}
+    ranks = [
+        rank(q, steps=steps(60.0, "data", seed=q), loaders=(loader(workers=0, site=loop),), **stacks) for q in range(2)
+    ]
+    for line, lock in (("with self.file_lock:", True), ("x = read()", False)):
+        text = {read.file: f"def read(self):\n    {line}\n"}
+        f = only(findings(job(*ranks), rule, source=text.get))
+        assert (str(f.advice).startswith("ranks wait there for a lock"), "set num_workers" in str(f.advice)) == (
+            lock,
+            not lock,
+        )
 
 
 def test_data_in_time_or_late_on_one_rank_only_is_not_input_bound() -> None:

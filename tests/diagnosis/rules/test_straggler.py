@@ -671,6 +671,20 @@ def test_a_root_that_hands_out_what_it_reads_is_no_straggler(op: str, found: boo
     assert bool(stragglers(job(*ranks, arrivals=arrivals))) is found
 
 
+@pytest.mark.parametrize(("op", "told"), [("broadcast", True), ("all_reduce", False)])
+def test_a_rank_that_alone_reads_and_hands_out_should_let_all_read(op: str, told: bool) -> None:
+    """Of its three broadcasts in a step the others wait long in the first only."""
+    calls = tuple(Call(op=op, group="default_pg", seq=k, root=0 if told else None) for k in range(1, 181))
+    arrivals = tuple(
+        Arrival("default_pg", k, op, k / 30, ms, 0, ms) for k in range(1, 181) for ms in (80.0 if k % 3 == 1 else 1.0,)
+    )
+    slow = rank(0, steps=steps(80.0, "data"), calls=calls)
+    idle = [tuple(msgspec.structs.replace(x, data_ms=0.0) for x in steps(wait_ms=80.0, seed=q)) for q in (1, 2)]
+    f = only(stragglers(job(slow, *(rank(q, steps=x, calls=calls) for q, x in enumerate(idle, 1)), arrivals=arrivals)))
+    assert f.culprits == (0,)
+    assert str(f.advice).startswith("rank 0 reads the data of all ranks and hands it out") is told
+
+
 @pytest.mark.parametrize(
     ("skew_ms", "busy_pct", "found"), [(5.0, 100.0, False), (5.0, 40.0, True), (15.0, 100.0, True)]
 )
