@@ -200,3 +200,21 @@ def test_epochs_that_cannot_be_compared_or_are_long_are_not_hashed(how: dict[str
 )
 def test_batches_without_rows_in_memory_are_not_hashed(make: Any, recorded: Loaders) -> None:
     assert EpochSamples().add(make()) is False
+
+
+@pytest.mark.parametrize(
+    ("number", "ended", "kept"),
+    [(2, False, 0), (2, True, 3), (0, False, 3)],
+    ids=["resumed", "a constant epoch", "set_epoch is forgotten"],
+)
+def test_an_epoch_that_is_resumed_is_no_new_one_with_the_same_order(
+    number: int, ended: bool, kept: int, recorded: Loaders
+) -> None:
+    sampler = DistributedSampler(Counted(), num_replicas=2, rank=0)
+    loader = DataLoader(Counted(), 4, sampler=sampler)
+    sampler.set_epoch(number)
+    recorded.starts(loader, object(), None)
+    slot = next(iter(recorded._slots.values()))
+    slot.n_first, slot.exhausted = 3, int(ended)
+    recorded.starts(loader, object(), None)
+    assert slot.n_previous == kept
