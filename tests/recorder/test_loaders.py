@@ -87,6 +87,12 @@ def test_a_length_that_raises_is_unknown(recorded: Loaders) -> None:
     assert (slot.length, slot.dataset_length, recorded.header.errors) == (-1, SAMPLES, 0)
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_it_is_recorded_whether_workers_stay_for_the_next_epoch(kept: bool, recorded: Loaders) -> None:
+    recorded.starts(DataLoader(Counted(), 2, num_workers=1, persistent_workers=kept), Counted(), None)
+    assert next(iter(recorded._slots.values())).persistent_workers == kept
+
+
 class Stored(Dataset[int]):
     """Takes some milliseconds per sample, like storage."""
 

@@ -132,7 +132,7 @@ DO_IN_TURN = {
     "per step (simulator steps, tokens), cut off the longest, or balance them over the ranks; else let all ranks do it in the same step",
 }
 DO_COLLECT = {
-    "by hand": f"do not call `gc.collect()` in each step: every n-th, or not at all; {FREEZE}",
+    "by hand": f"call `gc.collect()` at few steps, or not at all; {FREEZE}",
     "by itself": f"see whether a library calls `gc.collect()` in each step; {FREEZE}; `gc.disable()`, and {TOGETHER}, make them rare",
 }
 SHARED_LOCK = (
