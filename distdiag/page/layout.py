@@ -199,7 +199,8 @@ class LoaderSlot(Structure):
         ("fetching_permille", c_uint32),  # recent share of its workers that fetch a batch; the others wait
         ("fed", c_uint32),  # no loader: what a DDP module was given in steps without one
         ("sampled_epoch", c_uint64),  # the epoch, of those counted by `iterations`, of the next field; 0: none
-        # of the samples in it, those with the lowest hashes: the hash (high 32 bits), and how often it came
+        # of the samples in it, those with the lowest hashes: the hash (high 32 bits), which workers gave it (bit i of 16: worker i), and how
+        # often it came (low 16 bits)
         ("epoch_samples", c_uint64 * EPOCH_SAMPLES),
     ]
 

@@ -1,4 +1,5 @@
-"""duplicate_data: ranks train on the same batches or samples, or every epoch has the same order.
+"""duplicate_data: ranks train on the same batches or samples, the workers of a loader all give the same, or every epoch has the
+same order.
 Batches are compared by fingerprints, and the samples of a first epoch that ends by hashes.
 
 Faulty jobs: noise_seeds, same_shuffle, frozen_order, char_windows, no_group, bird_calls.
@@ -11,6 +12,8 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.comparison import by_step, vetoed
@@ -67,6 +70,10 @@ APART = Template(kind, "same_batches_on_ranks",
     "the DistributedSamplers of the ranks shuffle differently: their {what} is {each}{site}; so their parts overlap, and some samples are in none",
     "in every epoch some samples are trained on by several ranks, and others by none",
     "give the DistributedSampler the same {what} on all ranks: it shuffles the whole data set, and then takes each rank's part", proved=True)  # fmt: skip
+FROM_WORKERS = Template(kind, "same_samples_from_workers",
+    "each of the {n} workers of the loader gives the same samples on {victims}{site}: {how}", "an epoch trains on each sample {n} times",
+    "let each worker read its own part: where the data are read (`__iter__` of the dataset), split by `get_worker_info()`, too: part rank * "
+    "workers + worker id of world size * workers", proved=True)  # fmt: skip
 SAME_WORK = Template(kind, "same_batches_on_ranks",
     "there is no process group, and {victims} train the same model on the same batches{site}: their parameters "
     "are equal after the same steps", _REPEATED,
@@ -99,7 +106,11 @@ _DO = {
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
-    s, loaders = facts.snapshot, facts.loaders
+    s, loaders = facts.snapshot, dict(facts.loaders)
+    if how := _from_workers(s, loaders):
+        mine = loaders[min(how)]
+        yield _found(FROM_WORKERS, s, loaders, sorted(how), n=mine.workers, how=how[min(how)].format(n=mine.workers))
+        loaders |= {q: _of_one_worker(loaders[q]) for q in how}
     used = {group for r in s.ranks.values() for group, calls in r.enqueued.items() if calls}
     if s.world_size > 1 and _same_work(s, loaders):
         yield _found(SAME_WORK, s, loaders, sorted(s.ranks), repeated=len(s.ranks) - 1)
@@ -183,6 +194,44 @@ def _only_labels_equal(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
 def _comparable(prints: tuple[int, ...]) -> bool:
     """True if the labels or the values of enough batches have fingerprints."""
     return any(map(_identify, _halves(prints)))
+
+
+# -- the same samples from each worker ---------------------------------------------------------------------------------
+
+
+def _from_workers(s: Snapshot, loaders: dict[int, Loader]) -> dict[int, str]:
+    """Return the ranks of which each worker of the loader gives the same samples of a stream, and how that is seen.
+
+    A loader that gives each sample several times on purpose, such as a stream that begins again, has it from one worker.
+    """
+    if len(s.ranks) < s.world_size or len({(len(x.first_fingerprints), x.sampled_epoch) for x in loaders.values()}) > 1:
+        return {}
+    streams = {q: x for q, x in loaders.items() if x.workers > 1 and x.dataset_length is None}
+    in_turn = {q: "its first batches come {n} times each, in a row" for q, x in streams.items() if _in_turn(x)}
+    of_all = {q: "samples of an epoch came {n} times, once from each" for q, x in streams.items() if _once_each(x)}
+    return of_all | in_turn
+
+
+def _in_turn(x: Loader) -> bool:
+    """True if each of the first batches comes once from each worker in turn."""
+    n, first = x.workers, x.first_fingerprints
+    known = [half for half in _halves(first) if all(half)]
+    turns = [half[::n] for half in known]
+    same = all(half[i] == half[i - i % n] for half in known for i in range(len(half)))
+    return bool(known) and len(first) >= n + 2 and same and all(len({*turn}) == len(turn) for turn in turns)
+
+
+def _once_each(x: Loader) -> bool:
+    """True if nearly each sample of an epoch came once from each worker."""
+    all_once = ((1 << x.workers) - 1) << 16 | x.workers
+    same = sum(sample & 0xFFFFFFFF == all_once for sample in x.epoch_samples)
+    return same >= limits.same_samples * max(1, len(x.epoch_samples))
+
+
+def _of_one_worker(x: Loader) -> Loader:
+    """Return a loader with the first batches of one of its workers."""
+    first, previous = x.first_fingerprints[:: x.workers], x.previous_fingerprints[:: x.workers]
+    return msgspec.structs.replace(x, first_fingerprints=first, previous_fingerprints=previous)
 
 
 # -- the same batches on several ranks -------------------------------------------------------------------------------
@@ -301,7 +350,7 @@ def _same_samples(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding |
             yield Abstained(why, cause="same_batches_on_ranks")
         return
     yield Abstained("", checked=True, cause="same_batches_on_ranks")
-    times = {q: {x >> 32: x & 0xFFFFFFFF for x in loaders[q].epoch_samples} for q in sorted(loaders)}
+    times = {q: {x >> 32: x & 0xFFFF for x in loaders[q].epoch_samples} for q in sorted(loaders)}
     groups: list[list[int]] = []
     for q, mine in times.items():
         same = (g for g in groups if _common(times[g[0]], mine) >= limits.same_samples)

@@ -17,13 +17,15 @@ from distdiag.recorder.unseen import has_memory
 
 MOST = 1 << 15  # samples that are hashed of an epoch, at most: a third of a microsecond each
 READ_BYTES = 256  # of each, in its middle
+WORKERS = 16  # most whose samples are told apart
 
 
 class EpochSamples:
-    """The lowest hashes of the samples of one epoch of one rank, and how often each came."""
+    """The lowest hashes of the samples of one epoch of one rank, how often each came, and from which workers (bits 16 to 31)."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: int = 0) -> None:
         self.times: dict[int, int] = {}
+        self._workers, self._batches = workers, 0
         self._limit, self._samples = 1 << 32, 0
 
     def add(self, tensor: torch.Tensor | None) -> bool:
@@ -33,6 +35,9 @@ class EpochSamples:
         if tensor.layout is not torch.strided or tensor.is_nested or not tensor.dim():
             return False
         n, at = tensor.shape[0], tensor.data_ptr()
+        # workers give their batches in turn
+        worker = 1 << 16 + self._batches % self._workers if 1 < self._workers <= WORKERS else 0
+        self._batches += 1
         self._samples += n
         if not (n and at and tensor.is_contiguous()) or self._samples > MOST:
             return False
@@ -42,7 +47,7 @@ class EpochSamples:
         for i in range((size - read) // 2, n * size, size):
             key = crc32(memory[i : i + read])
             if key < self._limit:
-                times[key] = times.get(key, 0) + 1
+                times[key] = times.get(key, 0) + 1 | worker
                 if len(times) > EPOCH_SAMPLES:
                     del times[max(times)]
                     self._limit = max(times) + 1

@@ -123,7 +123,7 @@ class Loaders:
     def _hash_samples(self, iterator: Any, slot: LoaderSlot) -> None:
         """Hash the samples of this epoch, if it is one of the first and not known to be long, until one trains to its end."""
         if slot.iterations <= EPOCHS and not slot.sampled_epoch and slot.length * max(slot.batch_size, 1) <= MOST:
-            self._by_iterator[id(iterator)] = (*self._by_iterator[id(iterator)][:2], EpochSamples())
+            self._by_iterator[id(iterator)] = (*self._by_iterator[id(iterator)][:2], EpochSamples(slot.workers))
 
     def _begin(self, iterator: Any, site: int) -> LoaderSlot | None:
         slot = self._slot(site)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import zlib
 from collections import Counter
@@ -9,12 +10,20 @@ from collections.abc import Iterable
 
 import msgspec
 import pytest
+import torch
 
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.model.snapshot import Call, Group, Loader, RankState, Sample, Snapshot
 from distdiag.diagnosis.rules import duplicate_data
+from distdiag.recorder import unseen
+from distdiag.recorder.hooks.epoch_samples import EpochSamples
 from tests.diagnosis.made import MODEL, findings, job, loader, of_kind, only, rank, steps
+
+
+@pytest.fixture(autouse=True, scope="module")
+def installed() -> None:
+    unseen.install()  # else no tensor has memory that may be read
 
 
 def data(s: Snapshot, source: str | None) -> list[Finding]:
@@ -114,6 +123,78 @@ def test_ranks_that_read_the_same_samples_in_any_order_are_reported(
         assert (of[0].severity, of[0].cause) == ("warning", "same_batches_on_ranks") and "2 times" in of[0].cost
         assert ("so do ranks 2, 3" in of[0].message) is (len(parts) == 4)
     assert found((1, 2, 1, 1)) == [], "epochs are compared with themselves only"
+
+
+def streamed(r: random.Random, kind: str, workers: int, *, batch: int = 8, batches: int = 30) -> list[list[list[int]]]:
+    """Return the batches that each worker of one rank makes of a stream."""
+    n = batch * batches * workers
+    data = r.sample(range(1 << 20), n)
+    if kind == "all, in one order":
+        of = [data] * workers
+    elif kind == "all, each in its order":
+        of = [r.sample(data, n) for _ in range(workers)]
+    elif kind == "begins again":  # as often as there are workers
+        of = [data[w::workers] * workers for w in range(workers)]
+    elif kind == "each sample several times":
+        of = [[x for x in data[w::workers] for _ in range(workers)] for w in range(workers)]
+    elif kind == "each batch several times":
+        cut = [data[w::workers] for w in range(workers)]
+        of = [[x for i in range(0, len(c), batch) for _ in range(workers) for x in c[i : i + batch]] for c in cut]
+    elif kind == "drawn with replacement":
+        of = [r.choices(data, k=n // workers) for _ in range(workers)]
+    elif kind == "one constant":
+        of = [[7] * n] * workers
+    elif kind == "uneven parts that begin again":
+        of = [data[: n // 4] * workers, *[data[n // 4 :][w :: workers - 1] * workers for w in range(workers - 1)]]
+    else:
+        of = [data[w::workers] for w in range(workers)]
+    return [[samples[i : i + batch] for i in range(0, len(samples) - batch + 1, batch)] for samples in of]
+
+
+@pytest.mark.parametrize(
+    ("kind", "by_first", "by_epoch"),
+    [
+        ("all, in one order", True, True),
+        ("all, each in its order", False, True),
+        *[
+            (kind, False, False)
+            for kind in ("begins again", "each sample several times", "each batch several times", "drawn with replacement",
+                         "one constant", "uneven parts that begin again", "parts")
+        ],
+    ],
+)  # fmt: skip
+def test_ways_in_which_workers_read_a_stream_are_told_apart(kind: str, by_first: bool, by_epoch: bool) -> None:
+    """The class of mutations for samples that each worker gives."""
+    r, wrong = random.Random(kind), []
+    for _ in range(40):
+        workers, ended = r.choice((2, 3, 4, 8)), r.random() < 0.5
+        ranks = []
+        for q in range(2):
+            turns = itertools.zip_longest(*streamed(r, kind, workers))  # a worker that has ended is left out
+            given = [batch for turn in turns for batch in turn if batch]
+            hashes = EpochSamples(workers)
+            for batch in given:
+                hashes.add(torch.tensor(batch))
+            mine = [key << 32 | times for key, times in hashes.times.items()] if len(hashes.times) == 32 else ()
+            first = tuple(zlib.crc32(repr(batch).encode()) << 32 for batch in given[:6])
+            of = loader(
+                first_fingerprints=first, dataset_length=None, length=None, workers=workers, distributed_sampler=False,
+                sampled_epoch=int(ended), epoch_samples=tuple(mine) if ended else (),
+            )  # fmt: skip
+            ranks.append(rank(q, loaders=(of,)))
+        found = [f for f in data(job(*ranks), PLAIN) if f.cause == "same_samples_from_workers"]
+        expected = (by_first and workers <= 4) or (by_epoch and ended)
+        if [f.victims for f in found] != [(0, 1)] * expected:
+            wrong.append((workers, ended, [f.message for f in found]))
+    assert not wrong
+
+
+def test_streams_that_neither_ranks_nor_workers_split_are_reported_as_both() -> None:
+    first = tuple(x for x in prints(1)[:3] for _ in range(2))
+    stream = loader(first_fingerprints=first, dataset_length=None, length=None, workers=2, distributed_sampler=False)
+    assert [f.cause for f in duplicates(stream, stream)] == ["same_samples_from_workers", "same_batches_on_ranks"]
+    of_a_data_set = msgspec.structs.replace(stream, dataset_length=900)
+    assert duplicates(of_a_data_set, of_a_data_set) == [], "a sampler repeats its indices on purpose"
 
 
 def plan(r: random.Random, kind: str, ranks: int) -> list[list[int]]:
