@@ -317,6 +317,8 @@ class SampleKind(IntEnum):
     GRADIENTS = 20  # sum of the magnitudes of sampled elements of the gradients with which the optimizer has stepped
     LAYERS = 22  # checksum of the parameters of all modules of a class, `name`, if the script reduces gradients; also of before the first step
     UNTRAINED = 21  # checksum of parameters of modules outside DDP that a step calls and no gradient trains; `name`: these modules
+    # number of parameters whose autograd node is no longer that on which DDP has put its hook; the key: of how many; `name`: the first
+    HOOKS_LOST = 23
     EVAL_MODE = 16  # number of dropout and batch-norm layers of DDP's modules that are in eval mode after a step
 
 

@@ -337,15 +337,18 @@ def _finding(
     """Return the finding of replicas whose newest checksums are `values`, and which differ at `steps`, after they were equal at a step."""
     models = [m for r in s.ranks.values() for m in r.models]
     averaged = cause == "different_init" or (_by_ddp(s) == "each_step" and cause == "gradients_not_synced")
-    rates = _rates(s, steps) if averaged else {}
-    odd, ranks = minority(rates or values), sorted(values)
+    lost = _hooks_lost(s, steps[0]) if averaged else None
+    rates = _rates(s, steps) if averaged and not lost else {}
+    odd, ranks = () if lost else minority(rates or values), sorted(values)
     apart, written = _apart(s, equal, steps[0], odd)
-    way = "learning_rates" if rates else "mild" if mild else _way(s, cause, averaged, began_equal, local, written)
-    newest = next(reversed(_samples(s, "reduced" if way == "some_reduced" else cause)), None)
+    way = "hooks_lost" if lost else "learning_rates" if rates else "mild" if mild else ""
+    way = way or _way(s, cause, averaged, began_equal, local, written)
+    newest = lost or next(reversed(_samples(s, "reduced" if way == "some_reduced" else cause)), None)
     words = WAYS[way]
     what = filled(
         words.what, passes=min((m.synced_backwards for m in models), default=0),
         steps=max(r.step for r in s.ranks.values()), name=newest and newest.name, share=newest and newest.value, apart=apart,
+        hooks=lost and ("its parameters" if lost.value == lost.key else f"{lost.value:.0f} of {lost.key} parameters that were checked"),
     )  # fmt: skip
     if rates:
         what += f" ({_rates_text(rates)})"
@@ -358,7 +361,7 @@ def _finding(
     by_design = cause in ("some_reduced", "partly_averaged", "split_module", "outside_ddp", "untrained", "state")
     certain = steps[-1] >= limits.certain_step and not by_design
     # not DDP's, if it averages well
-    unseen = way in ("update", "written", "first_update") and not by_hand
+    unseen = way in ("update", "written", "first_update", "hooks_lost") and not by_hand
     return DRIFT(
         cause=known if (known := words.cause or way) in kind.causes else None, proved=certain or cause == "buffers",
         severity=Severity.INFO if mild or cause == "some_reduced" else Severity.WARNING if cause in ("outside_ddp", "untrained", "state") else None,
@@ -384,6 +387,12 @@ def _way(s: Snapshot, cause: str, averaged: bool, began_equal: bool, local: bool
     if way == "update" and written:
         return "written"
     return "different_init in DDP" if way == "different_init" and models else way
+
+
+def _hooks_lost(s: Snapshot, since: int) -> Sample | None:
+    """Return the newest sample of parameters without DDP's hooks, if every rank has had some when the replicas came apart."""
+    lost = [[x for x in _samples_of(r, "hooks_lost") if x.step <= since] for r in s.ranks.values()]
+    return lost[0][-1] if all(lost) else None
 
 
 def _apart(s: Snapshot, equal: int | None, first: int, odd: tuple[int, ...]) -> tuple[str, bool]:

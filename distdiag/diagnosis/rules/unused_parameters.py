@@ -26,6 +26,7 @@ from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank
 from distdiag.diagnosis.model.snapshot import Model, RankState, Sample, Site, Snapshot
 from distdiag.diagnosis.model.syntax import Source
 from distdiag.diagnosis.rules.replica_drift import limits as exchanged
+from distdiag.diagnosis.text.drift import WAYS
 from distdiag.diagnosis.text.parting import conditions_text
 from distdiag.diagnosis.text.phrases import where, wheres
 from distdiag.diagnosis.text.template import Template, filled
@@ -287,6 +288,17 @@ class _Case:
         """True if every one of them was frozen after DDP was built."""
         return all(m.frozen_later for m in self.having.values())
 
+    @cached_property
+    def hooks_lost(self) -> bool:
+        """True if DDP has refused the forward because of parameters on which its hooks are no longer."""
+        lost = {
+            r.rank
+            for r in self.snapshot.ranks.values()
+            for x in r.samples
+            if x.kind == "hooks_lost" and x.step == r.step
+        }
+        return bool(self.refused) and self.refused <= lost
+
     @property
     def severity(self) -> Severity:
         models, ranks = self.having.values(), self.snapshot.ranks.values()
@@ -315,13 +327,15 @@ def _unused(case: _Case) -> Finding | None:
         unused, differs = {n: k for n, k in case.first.never_trained if n in common}, False
         if not unused:
             return None
+    if case.hooks_lost:
+        lack = "lost DDP's hooks, so DDP does not see their gradients"
     shown = _shown(tuple(unused), len(unused))
     if differs and not case.lacking:  # each rank lacks others
         lack = "got no gradient, not the same on each rank"
         names = {q: tuple(n for n, _ in m.unused) for q, m in [*having.items()][:4]}
         shown = "; ".join(f"rank {q} {_shown(mine, len(mine), 2)}" for q, mine in names.items())
     culprits = sorted(having) if differs and case.lacking else []
-    reached = case.expected and not case.refused and _entered(case.first, unused)
+    reached = case.expected and not case.refused and not case.hooks_lost and _entered(case.first, unused)
     gathered = _gathered(states[min(having)]) if reached else None
     crash = f"DDP {'refuses' if case.refused else 'will refuse'} the next forward"
     return UNUSED_TEXT(
@@ -332,7 +346,7 @@ def _unused(case: _Case) -> Finding | None:
         elements=sum(unused.values()), lack=lack, shown=shown,
         site=next((m.unused_site for m in having.values() if m.unused_site), None), why=_unreached(gathered) if reached else _why(case),
         branch=_branch(case, culprits), cost=crash if severity == Severity.ERROR else "they are never trained",
-        do=_DO["frozen later" if case.frozen_later else "without graph" if case.first.without_graph
+        do=WAYS["hooks_lost"].do if case.hooks_lost else _DO["frozen later" if case.frozen_later else "without graph" if case.first.without_graph
                else "cut" if reached else "expected" if case.expected else "static" if case.first.static_graph else "unused"],
     )  # fmt: skip
 
@@ -354,7 +368,9 @@ def _of_gather(site: Site) -> str:
 
 
 def _why(case: _Case) -> str:
-    """Return that they are frozen, or whether their modules were entered at all, if that was seen."""
+    """Return that they are converted or frozen, or whether their modules were entered at all, if that was seen."""
+    if case.hooks_lost:
+        return "; they got another dtype or device after DDP was built, which replaces the autograd nodes that have these hooks"
     if case.frozen_later:
         return "; they were frozen (requires_grad False) after DDP was built"
     if case.first.static_graph and case.refused:

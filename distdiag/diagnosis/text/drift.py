@@ -64,6 +64,13 @@ WAYS = {
         "let the last backward pass before each optimizer step run outside `no_sync()`: the condition that ends the accumulation "
         "is never true on any rank; or look for `require_backward_grad_sync = False`",
     ),
+    "hooks_lost": Words(
+        "DDP's hooks are no longer on {hooks} ({name}, …), so no gradient of these is averaged: DDP put them on autograd nodes that are "
+        "replaced when parameters get another dtype or device",
+        "convert or move a copy of the module (`copy.deepcopy(model.module).half()`), or only its outputs, or use autocast; or convert "
+        "it before DDP wraps it, and wrap it again after each `.half()`, `.double()`, `.float()` or `.to()` that changes its parameters",
+        cause="gradients_not_synced",
+    ),
     "never_averaged": Words(
         "nothing averages their gradients: no DDP, and no collective that exchanges a tensor",
         "wrap the model in DistributedDataParallel: the loader splits the data by rank, so each rank trains its own model on its "

@@ -15,6 +15,7 @@ from distdiag.page.layout import MODELS, ModelSlot, word
 from distdiag.recorder.frames import USER, frames_of, kind_of
 from distdiag.recorder.hooks.ddp_times import DdpTimes
 from distdiag.recorder.hooks.device_clock import cuda_index
+from distdiag.recorder.hooks.lost_hooks import hooked
 from distdiag.recorder.hooks.step_accounting import StepAccounting
 from distdiag.recorder.hooks.unused_parameters import NAMES_KEPT
 from distdiag.recorder.hooks.wrapped_model import Model
@@ -79,6 +80,7 @@ def constructed(accounting: StepAccounting, ddp: Any, slot: ModelSlot, by_librar
         m.trained()  # now: DDP numbers the parameters that require a gradient while it is built
         m.built_with = frozenset(map(id, ddp.module.parameters()))
         m.frozen = [(n, p) for n, p in ddp.module.named_parameters() if not p.requires_grad and n not in ignored]
+        m.hooked = hooked(ddp, m.trained())
         if accounting.recorder.device is None:
             accounting.recorder.device = cuda_index(ddp.module.parameters())
         first = next((p for p in ddp.module.parameters() if p.requires_grad and p.is_leaf), None)

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from distdiag.page.layout import SampleKind
 from distdiag.recorder.fast.accounts import Ledger
+from distdiag.recorder.hooks.lost_hooks import lost
 from distdiag.recorder.hooks.tensor_samples import Samples, capturing, own_part, sampled
 from distdiag.recorder.hooks.wrapped_model import EnteredModules, watch_forward
 from distdiag.recorder.unseen import has_memory
@@ -94,6 +95,7 @@ class ReplicaChecksums:
             self._without_gradient(optimizer, own, step)
         if any(m.slot.synced_backwards for m in self.ledger.models.values()):
             self._not_stepped(optimizer, step)
+            self._hooks_lost(step)
             if params is outside:  # the optimizer has none of DDP's: they are no replicas of one model
                 params = []
             self._outside_ddp(outside, step)
@@ -186,6 +188,12 @@ class ReplicaChecksums:
                 key = len(stale) | bool(loose) << 32
                 some = _spread([p for _, p in found])
                 self._sum(some, False, partial(self._unchanged, step, len(found), key, found[0][0]))
+
+    def _hooks_lost(self, step: int) -> None:
+        """Record how many of some parameters have lost DDP's hooks."""
+        names, n = lost([*self.ledger.models.values()])
+        if names:
+            self.samples.write(SampleKind.HOOKS_LOST, step, len(names), n, names[0])
 
     def _unchanged(self, step: int, n: int, key: int, name: str, values: list[float]) -> None:
         """Record `n` parameters that no optimizer of this rank has, unless something else has changed them: a script, or another rank's."""

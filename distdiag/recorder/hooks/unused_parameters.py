@@ -7,6 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 from distdiag.page.layout import Header, SampleKind
+from distdiag.recorder.hooks.lost_hooks import replaced
 from distdiag.recorder.hooks.tensor_samples import Samples
 from distdiag.recorder.state import guarded
 
@@ -104,6 +105,13 @@ class UnusedParameters:
         m.unused_texts.clear()  # already reported
         if without:
             self._write_unused(m, without, self.header.step)
+            listed = {name for name, _ in without}
+            checked = [x for x in m.hooked if x[0] in listed]
+            if checked and all(
+                replaced(p, node) for _, p, node in checked
+            ):  # they have gradients, and DDP does not see them
+                n = len(checked)
+                self.samples.write(SampleKind.HOOKS_LOST, self.header.step, n, n, checked[0][0])
 
 
 def _names_and_sizes(named: Named) -> str:

@@ -78,6 +78,8 @@ class Model(ModelWords):
         self.built_with: frozenset[int] = frozenset()
         self.frozen: list[tuple[str, Any]] = []  # parameters that DDP left out, until one of them is trained
         self.frozen_next = self.frozen_forwards = 0
+        # (name, parameter, its autograd node when DDP was built, which holds DDP's hook) of some parameters
+        self.hooked: list[tuple[str, Any, Any]] = []
         self.buffer_places: list[tuple[Any, str, str]] | None = None  # (module, name, full name if it is saved)
         self.mode_layers: list[Any] | None = None  # those whose work depends on train() and eval(), once requested
         self.slot = slot
@@ -110,4 +112,4 @@ class Model(ModelWords):
 
     def _gone(self, _: object) -> None:
         self.named = self.buffer_places = self.mode_layers = None
-        self.frozen, self.built_with = [], frozenset()
+        self.frozen, self.hooked, self.built_with = [], [], frozenset()

@@ -344,3 +344,14 @@ def test_modules_that_are_called_and_never_trained_are_told_from_those_that_are_
     f = only(findings(job(*(rank(q, models=(m,), calls=calls, steps=timed()) for q in range(2))), unused_parameters))
     assert f.cause == "never_used" and words in f.message
     assert ("torch.distributed.nn.functional.all_gather" in f.advice) is bool(words)
+
+
+@pytest.mark.parametrize(("ranks", "of_now"), [((0, 1), True), ((0,), False), ((), False)])
+def test_parameters_that_ddp_refuses_after_a_conversion_have_gradients(ranks: tuple[int, ...], of_now: bool) -> None:
+    site = Site("/job/net.py", 9, "main")
+    m = msgspec.structs.replace(MODEL, unused=(("head.weight", 40), ("head.bias", 4)), unused_step=9, unused_site=site)
+    lost = (Sample("hooks_lost", 9, 2.0, key=2, name="head.weight"),)
+    s = job(*(rank(q, step=9, models=(m,), samples=lost if q in ranks else ()) for q in range(2)))
+    f = only(of_kind(found_in(s), "unused_parameters"))
+    assert ("lost DDP's hooks" in f.message and "deepcopy" in (f.advice or "")) is of_now
+    assert ("got no gradient" in f.message) is not of_now
