@@ -308,7 +308,7 @@ class SampleKind(IntEnum):
     # of the optimizer's first group whose rate is not 0, where a checksum is taken (all are 0, and others step: none); its key is
     # how often the compared parameters were written in place so far
     LEARNING_RATE = 9
-    # checksum of the buffers that are saved with the model, without those of batch norm; `name`: of the first of them
+    # checksum of the buffers that are saved with the model, without running statistics; `name`: of the first of them
     STATE = 18
     # number of the optimizer's trained parameters that had no gradient at any sampled step, or of all if none has one now; its key is
     # the number of all (low 32 bits; 0: the same), and the share of their elements, in millionths; `name`: the first one's shape

@@ -45,7 +45,7 @@ def test_layers_in_eval_mode_are_counted_after_a_step() -> None:
     ddp = SimpleNamespace(module=net)
     model = SimpleNamespace(
         trained=lambda: list(net.named_parameters()), built_with=frozenset(map(id, net.parameters())), mode_layers=None,
-        slot=SimpleNamespace(synced_backwards=3), buffer_places=[], ref=lambda: ddp,
+        hooked=[], slot=SimpleNamespace(synced_backwards=3), buffer_places=[], ref=lambda: ddp,
     )  # fmt: skip
     written: Any = Written()
     ledger: Any = SimpleNamespace(models={0: model}, averaged_by=None)
@@ -54,6 +54,23 @@ def test_layers_in_eval_mode_are_counted_after_a_step() -> None:
         net.train(mode)
         checksums.after_optimizer(optimizer, 4)
         assert written.of[SampleKind.EVAL_MODE][0] == n
+
+
+def test_buffers_that_ddp_leaves_alone_and_running_statistics_are_no_state() -> None:
+    class Codes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name in ("codes", "running_scale", "own"):
+                self.register_buffer(name, torch.ones(2))
+            self.register_buffer("drawn", torch.ones(2), persistent=False)
+
+    ddp = SimpleNamespace(module=nn.Sequential(Codes(), nn.BatchNorm1d(2)), parameters_to_ignore=["0.own"])
+    model: Any = SimpleNamespace(ref=lambda: ddp, buffer_places=None)
+    checksums = ReplicaChecksums(*[SimpleNamespace(models={0: model})] * 2)  # type: ignore[arg-type]
+    found = checksums._buffers(model)
+    assert len(found) == 5 and [name for _, name in found if name] == ["0.codes"]
+    ddp.buffer_hook = "the job averages them"
+    assert checksums._buffers(model) == []
 
 
 def sampled(
@@ -75,7 +92,7 @@ def sampled(
     net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     model = SimpleNamespace(
         trained=lambda: list(net.named_parameters())[ignored:], built_with=frozenset(map(id, net.parameters())),
-        slot=SimpleNamespace(synced_backwards=synced), buffer_places=[], ref=lambda: None,
+        hooked=[], slot=SimpleNamespace(synced_backwards=synced), buffer_places=[], ref=lambda: None,
     )  # fmt: skip
     written: Any = Written()
     ledger: Any = SimpleNamespace(models={0: model}, averaged_by=None)
@@ -179,7 +196,7 @@ def in_a_job(net: nn.Module, lead: Any, *others: Any, call: Any = lambda: None) 
     """Return what is sampled of a rank with `net` in DDP, up to step 4; in the second step it calls `call`."""
     model = SimpleNamespace(
         trained=lambda: list(net.named_parameters()), built_with=frozenset(map(id, net.parameters())),
-        slot=SimpleNamespace(synced_backwards=3), buffer_places=[], ref=lambda: None,
+        hooked=[], slot=SimpleNamespace(synced_backwards=3), buffer_places=[], ref=lambda: None,
     )  # fmt: skip
     written: Any = Written()
     ledger: Any = SimpleNamespace(models={0: model}, averaged_by=None)

@@ -17,7 +17,7 @@ from distdiag.diagnosis.comparison import Veto, by_step, minority, vetoed
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Model, RankState, Sample, Site, Snapshot
-from distdiag.diagnosis.text.drift import DRIFT, LAYERS, LOGGED, MODES, UNFROZEN, WAYS
+from distdiag.diagnosis.text.drift import DRIFT, LAYERS, LOGGED, MODES, OVERWRITTEN, UNFROZEN, WAYS
 from distdiag.diagnosis.text.phrases import at, count, wheres
 from distdiag.diagnosis.text.template import filled
 from distdiag.diagnosis.training_data import NOT_ALL, model_parallel, synchronous, training_loaders
@@ -197,6 +197,9 @@ def _drift(s: Snapshot, kind_of: str, ranks: list[int], split: bool) -> Finding 
     began_equal = len([k for k in common if k < steps[0]]) >= limits.samples
     if cause is None or (mild and not began_equal):
         return abstained(f"{named} differ, as the structure of the model allows", checked=True)
+    if cause == "overwritten":
+        name = next(reversed(_samples(s, kind_of))).name
+        return OVERWRITTEN(victims=ranks, names=(name,), step=steps[0], name=name)
     distances = [_spread(sums[k]) for k in steps]
     if (
         cause == "different_init"
@@ -256,7 +259,10 @@ def _cause(s: Snapshot, kind: str, drifting: list[int]) -> str | None:
     if kind == "state" and all(len({x.value for x in _samples_of(r, kind)}) < limits.samples for r in s.ranks.values()):
         return None  # a constant of each rank
     if kind in ("state", "buffers"):
-        return kind if over_all and not any(m.broadcast_buffers for m in over_all) and synchronous(s) else None
+        sent = {m.broadcast_buffers for m in over_all} if synchronous(s) else set()
+        if sent == {True} and kind == "state" and _by_ddp(s) == "each_step" and not any(_modes(s)):
+            return "overwritten"
+        return kind if sent == {False} else None
     if kind == "untrained":
         return kind if over_all and synchronous(s) else None
     if kind == "outside_ddp":

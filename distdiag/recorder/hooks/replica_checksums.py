@@ -291,17 +291,21 @@ class ReplicaChecksums:
         return kept[1]
 
     def _buffers(self, m: Model) -> list[tuple[torch.Tensor, str]]:
-        """Return (floating-point buffer, its name if it is saved with the model and not batch norm's, else empty) of a model.
+        """Return (floating-point buffer, its name if it is saved with the model and no running statistic, else empty) of a model.
 
         Their owners are cached: there are many modules, and buffers get replaced.
         """
         ddp = m.ref()
-        if ddp is None:
+        if ddp is None or hasattr(ddp, "buffer_hook"):  # the job's own way to make them equal
             return []
         if m.buffer_places is None:
+            ignored = getattr(ddp, "parameters_to_ignore", None) or ()
+            named = [
+                (x, name, f"{of}.{name}".lstrip(".")) for of, x in ddp.module.named_modules() for name in x._buffers
+            ]
             m.buffer_places = [
-                (x, name, "" if isinstance(x, _NormBase) or name in x._non_persistent_buffers_set else f"{of}.{name}".lstrip("."))
-                for of, x in ddp.module.named_modules() for name in x._buffers
+                (x, name, "" if _statistics(x, name) or name in x._non_persistent_buffers_set else full)
+                for x, name, full in named if full not in ignored
             ]  # fmt: skip
         found = [(x._buffers.get(name), kept) for x, name, kept in m.buffer_places]
         return [(b, kept) for b, kept in found if b is not None and b.is_floating_point()]
@@ -368,6 +372,11 @@ def _mode_layers(m: Model) -> list[Any]:
         kinds = (torch.nn.modules.dropout._DropoutNd, _NormBase)
         m.mode_layers = [x for x in ddp.module.modules() if isinstance(x, kinds)]
     return m.mode_layers
+
+
+def _statistics(module: Any, name: str) -> bool:
+    """True for buffers that batches of any rank estimate well enough: those of batch norm, and of what is named like it."""
+    return isinstance(module, _NormBase) or name.startswith("running_")
 
 
 def _shape(p: Any) -> str:

@@ -360,9 +360,8 @@ def test_buffers_that_differ_without_broadcast_are_reported() -> None:
 
 @pytest.mark.parametrize(
     ("values", "more", "found"),
-    [(lambda q, k: 1.0 + 0.1 * q * k, {}, True), (lambda q, k: 1.0 + q, {}, False), (lambda q, k: 1.0 + k, {}, False),
-     (lambda q, k: 1.0 + 0.1 * q * k, {"broadcast_buffers": True}, False)],
-    ids=["own updates", "constants", "equal", "broadcast"],
+    [(lambda q, k: 1.0 + 0.1 * q * k, {}, True), (lambda q, k: 1.0 + q, {}, False), (lambda q, k: 1.0 + k, {}, False)],
+    ids=["own updates", "constants", "equal"],
 )  # fmt: skip
 def test_buffers_that_are_saved_and_updated_by_each_rank_are_drift(
     values: Callable[[int, int], float], more: dict[str, Any], found: bool
@@ -376,6 +375,59 @@ def test_buffers_that_are_saved_and_updated_by_each_rank_are_drift(
             "buffers that are saved with the model (vq.codes) are updated from each rank's own batches" in of[0].message
         )
         assert of[0].certainty == "suspected" and "persistent=False" in of[0].advice
+
+
+@pytest.mark.parametrize(
+    ("values", "more", "found"),
+    [(lambda q, k: 1.0 + k + 0.1 * q, {}, True), (lambda q, k: 1.0 + k, {}, False), (lambda q, k: 1.0 + k + q * (k < 8), {}, False),
+     (lambda q, k: 1.0 + k + 0.1 * q, {"synced_backwards": 4}, False)],
+    ids=["own updates", "equal", "equal since", "not trained by DDP"],
+)  # fmt: skip
+def test_buffers_that_each_rank_updates_and_ddp_overwrites_are_reported(
+    values: Callable[[int, int], float], more: dict[str, Any], found: bool
+) -> None:
+    """Moving averages of codes; running statistics are in "buffers" only."""
+    model = msgspec.structs.replace(MODEL, **({"forwards": 20, "synced_backwards": 20} | more))
+    assert model.broadcast_buffers
+    samples = [tuple(Sample("state", k, values(q, k), key=5, name="vq.codes") for k in (2, 4, 8, 16)) for q in range(2)]
+    ranks = [rank(q, step=20, models=(model,), samples=x) for q, x in enumerate(samples)]
+    of = of_kind(found_in(job(*ranks)), "replica_drift")
+    assert [(f.cause, f.severity, f.certainty) for f in of] == [("buffers", "warning", "suspected")] * found
+    evaluated = [(*x, *(Sample("eval_mode", k, float(q)) for k in (2, 4, 8, 16))) for q, x in enumerate(samples)]
+    modes = of_kind(
+        found_in(job(*(rank(q, step=20, models=(model,), samples=x) for q, x in enumerate(evaluated)))), "replica_drift"
+    )
+    assert [f.cause for f in modes] == ["mode"], "a rank in eval mode updates nothing"
+    if found:
+        assert "(vq.codes) differ" in of[0].message and "overwrites them with those of rank 0" in of[0].message
+
+
+@pytest.mark.parametrize(
+    ("lost", "words"),
+    [
+        ({0: 64, 1: 64, 2: 64}, "longer on its parameters (body.weight, …)"),
+        ({0: 64, 1: 64}, ""),
+        ({0: 96, 1: 96, 2: 96}, ""),  # later than the replicas came apart
+        ({}, ""),
+    ],
+)
+@pytest.mark.parametrize("local", [True, False])
+def test_parameters_that_have_lost_ddps_hooks_are_the_reason(lost: dict[int, int], words: str, local: bool) -> None:
+    """The module was converted after DDP had wrapped it."""
+    ranks = []
+    for q in range(3):
+        found: list[Sample] = []
+        for k in (16, 32, 64, 96):
+            found.append(Sample("parameters", k, k + 0.1 * q * max(0, k - 32), key=5))
+            found.append(Sample("gradients", k, 0.5 + 0.01 * q * local * (k > 32)))
+            if k >= lost.get(q, 1000):
+                found.append(Sample("hooks_lost", k, 8.0, key=8, name="body.weight"))
+        ranks.append(rank(q, models=(MODEL,), samples=tuple(found)))
+    f = only(of_kind(found_in(job(*ranks)), "replica_drift"))
+    assert (
+        (f.cause == "gradients_not_synced" and words in f.message and not f.culprits) if words else f.cause == "update"
+    )
+    assert ("are averaged" in f.message) is not bool(words)
 
 
 def test_buffers_may_differ_by_their_batches_or_until_the_next_broadcast() -> None:
