@@ -158,8 +158,8 @@ WAYS = {
     ),
     "written": Words(
         "gradients are averaged and the replicas were equal before, but {apart}",
-        "look for what one rank alone puts into its model between two steps: averaged (EMA) or loaded weights, for a validation or "
-        "a checkpoint; put the trained ones back on every path (`try … finally`)",
+        "look for what one rank alone puts into its model between two steps: a checkpoint (load the model and the optimizer's state on all "
+        "ranks), or averaged (EMA) weights for a validation (put the trained ones back on every path: `try … finally`)",
         cause="update",
     ),
     "first_update": Words(
