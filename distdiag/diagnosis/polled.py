@@ -96,7 +96,7 @@ def setter_of(key: str, states: Iterable[RankState]) -> RankState | None:
 
     Of `done/8/2`, where ranks 1 and 2 have set `done/8/1` and `done/7/2`, rank 2: the last number counts the ranks.
     """
-    similar = [r for r in states if _HASH.sub("#", r.store_set) == _HASH.sub("#", key)]
+    similar = _similar(key, states)
     if len(similar) < 2 or any(r.store_set == key for r in similar):
         return similar[0] if len(similar) == 1 and similar[0].store_set != key else None
     found: dict[int, set[int]] = {}  # by how much a number differs from that of the rank which has set it
@@ -114,17 +114,17 @@ def behind(states: Sequence[RankState]) -> tuple[RankState, RankState] | None:
         late = setter_of(waiting.store_key, states) if waiting.store_key else None
         if late is None or late is waiting or not late.store_key:
             continue
-        pattern, wanted, own = (
-            _HASH.sub("#", waiting.store_key),
-            *map(_HASH.findall, (waiting.store_key, late.store_set)),
-        )
-        others = [
-            _HASH.findall(r.store_set) for r in states if r is not late and _HASH.sub("#", r.store_set) == pattern
-        ]
+        wanted, own = _HASH.findall(waiting.store_key), _HASH.findall(late.store_set)
+        others = [_HASH.findall(r.store_set) for r in _similar(waiting.store_key, states) if r is not late]
         apart = [i for i, (a, b) in enumerate(zip(wanted, own, strict=True)) if a != b]
         if others and apart and all(of[i] == wanted[i] for of in others for i in apart):
             return late, waiting
     return None
+
+
+def _similar(key: str, states: Iterable[RankState]) -> list[RankState]:
+    """Return the ranks whose newest key differs from this one in numbers only, if at all."""
+    return [r for r in states if _HASH.split(r.store_set) == _HASH.split(key)]
 
 
 def caught_around(stack: Sequence[Site], source: Source) -> tuple[str, Site] | None:
