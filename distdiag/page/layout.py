@@ -319,7 +319,8 @@ class SampleKind(IntEnum):
     UNTRAINED = 21  # checksum of parameters of modules outside DDP that a step calls and no gradient trains; `name`: these modules
     # number of parameters whose autograd node is no longer that on which DDP has put its hook; the key: of how many; `name`: the first
     HOOKS_LOST = 23
-    EVAL_MODE = 16  # number of dropout and batch-norm layers of DDP's modules that are in eval mode after a step
+    OPTIMIZER_STEPS = 24  # that the optimizer's state has counted, also before it was loaded; where Python can read that without a device
+    EVAL_MODE = 16  # number of dropout and batch-norm layers of DDP's modules that are in eval mode after a step; key: of all such layers
 
 
 class SampleRecord(Structure):

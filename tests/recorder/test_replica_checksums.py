@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distdiag.page.layout import Phase, SampleKind, word
 from distdiag.recorder import unseen
 from distdiag.recorder.hooks.collectives import Collectives
-from distdiag.recorder.hooks.replica_checksums import ReplicaChecksums
+from distdiag.recorder.hooks.replica_checksums import ReplicaChecksums, _counted
 from distdiag.recorder.hooks.step_accounting import StepAccounting
 
 
@@ -53,7 +53,7 @@ def test_layers_in_eval_mode_are_counted_after_a_step() -> None:
     for mode, n in ((True, 0), (False, 2)):
         net.train(mode)
         checksums.after_optimizer(optimizer, 4)
-        assert written.of[SampleKind.EVAL_MODE][0] == n
+        assert written.of[SampleKind.EVAL_MODE] == (n, 2)
 
 
 def test_buffers_that_ddp_leaves_alone_and_running_statistics_are_no_state() -> None:
@@ -406,3 +406,16 @@ def test_the_parameters_beside_sharded_ones_are_those_that_a_dimension_of_the_me
     assert pairs == "([(8,), (8,), (8, 4)], '0-1')"
     assert fsdp == "([], '')" and none == "([], '')"
     assert both == "([], '')", "all of this module is sharded"
+
+
+def test_the_steps_that_an_optimizer_has_counted_are_read_where_it_counts() -> None:
+    p = nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    adam, plain = torch.optim.AdamW([p]), torch.optim.SGD([p], momentum=0.9)
+    assert _counted(adam, [p]) is None
+    for optimizer in (adam, plain):
+        optimizer.step()
+    adam.step()
+    assert (_counted(adam, [p]), _counted(plain, [p])) == (2.0, None)
+    adam.state[p]["step"] = torch.zeros(1, device="meta")
+    assert _counted(adam, [p]) is None

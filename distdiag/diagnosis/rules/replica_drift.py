@@ -17,7 +17,7 @@ from distdiag.diagnosis.comparison import Veto, by_step, minority, vetoed
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Model, RankState, Sample, Site, Snapshot
-from distdiag.diagnosis.text.drift import DRIFT, LAYERS, LOGGED, MODES, OVERWRITTEN, UNFROZEN, WAYS
+from distdiag.diagnosis.text.drift import DRIFT, LAYERS, LEFT_IN_EVAL, LOGGED, MODES, OVERWRITTEN, UNFROZEN, WAYS
 from distdiag.diagnosis.text.phrases import at, count, wheres
 from distdiag.diagnosis.text.template import filled
 from distdiag.diagnosis.training_data import NOT_ALL, model_parallel, synchronous, training_loaders
@@ -137,6 +137,7 @@ def _modes(s: Snapshot) -> Iterator[Finding]:
     samples = by_step({q: _values(r, "eval_mode") for q, r in s.ranks.items()})
     apart = [k for k, values in samples.items() if len(set(values.values())) > 1]
     if len(apart) < limits.modes or apart[-limits.modes :] != [*samples][-limits.modes :]:
+        yield from _left_in_eval(s)
         return
     values = samples[apart[-1]]
     most = max(values.values())
@@ -146,6 +147,21 @@ def _modes(s: Snapshot) -> Iterator[Finding]:
         culprits=odd, victims=[q for q in sorted(s.ranks) if q not in odd], step=apart[0], where=(), n=int(values[odd[0]]),
         usual=int(usual), call="train" if values[odd[0]] > usual else "eval",
     )  # fmt: skip
+
+
+def _left_in_eval(s: Snapshot) -> Iterator[Finding]:
+    """Yield that all ranks train with all these layers in eval mode, after steps in which none was."""
+    since = []
+    for r in s.ranks.values():
+        samples = _samples_of(r, "eval_mode")
+        trained = max((i for i, x in enumerate(samples) if not x.value), default=-1)
+        left = samples[trained + 1 :]
+        if trained < 0 or len(left) < limits.modes or any(x.value < x.key for x in left):
+            return
+        since.append(left[0])
+    if since:
+        first = min(since, key=lambda x: x.step)
+        yield LEFT_IN_EVAL(victims=sorted(s.ranks), step=first.step, where=(), n=int(first.value))
 
 
 def _logged(s: Snapshot) -> Iterator[Finding]:
@@ -323,10 +339,10 @@ def _by_ddp(s: Snapshot) -> str:
     return next((how for how, of in _BY_DDP.items() if all(x and all(of(*m) for m in x) for x in models)), "")
 
 
-def _rates(s: Snapshot, drifting: list[int]) -> dict[int, float]:
-    """Return each rank's learning rate at the newest step (up to the newest that drifts) at which they differed; or nothing."""
-    rates = by_step({q: _values(r, "learning_rate") for q, r in s.ranks.items()})
-    apart = [of for k, of in rates.items() if k <= drifting[-1] and len(set(of.values())) > 1]
+def _apart_in(s: Snapshot, kind: str, drifting: list[int]) -> dict[int, float]:
+    """Return each rank's learning rate, or another sample, at the newest step (up to the newest that drifts) at which they differed; or nothing."""
+    values = by_step({q: _values(r, kind) for q, r in s.ranks.items()})
+    apart = [of for k, of in values.items() if k <= drifting[-1] and len(set(of.values())) > 1]
     return apart[-1] if apart else {}
 
 
@@ -344,10 +360,21 @@ def _finding(
     models = [m for r in s.ranks.values() for m in r.models]
     averaged = cause == "different_init" or (_by_ddp(s) == "each_step" and cause == "gradients_not_synced")
     lost = _hooks_lost(s, steps[0]) if averaged else None
-    rates = _rates(s, steps) if averaged and not lost else {}
-    odd, ranks = () if lost else minority(rates or values), sorted(values)
+    counted = _apart_in(s, "optimizer_steps", steps) if averaged and not lost else {}
+    rates = _apart_in(s, "learning_rate", steps) if averaged and not lost and not counted else {}
+    odd, ranks = () if lost else minority(counted or rates or values), sorted(values)
     apart, written = _apart(s, equal, steps[0], odd)
-    way = "hooks_lost" if lost else "learning_rates" if rates else "mild" if mild else ""
+    way = (
+        "hooks_lost"
+        if lost
+        else "optimizer_state"
+        if counted
+        else "learning_rates"
+        if rates
+        else "mild"
+        if mild
+        else ""
+    )
     way = way or _way(s, cause, averaged, began_equal, local, written)
     newest = lost or next(reversed(_samples(s, "reduced" if way == "some_reduced" else cause)), None)
     words = WAYS[way]
@@ -356,8 +383,8 @@ def _finding(
         steps=max(r.step for r in s.ranks.values()), name=newest and newest.name, share=newest and newest.value, apart=apart,
         hooks=lost and ("its parameters" if lost.value == lost.key else f"{lost.value:.0f} of {lost.key} parameters that were checked"),
     )  # fmt: skip
-    if rates:
-        what += f" ({_rates_text(rates)})"
+    if counted or rates:
+        what += f" ({_rates_text(counted or rates)})"
     elif way == "gradients_not_synced":
         what += _not_through_ddp(s)
     elif way in ("unequal", "local"):
@@ -367,7 +394,7 @@ def _finding(
     by_design = cause in ("some_reduced", "partly_averaged", "split_module", "outside_ddp", "untrained", "state")
     certain = steps[-1] >= limits.certain_step and not by_design
     # not DDP's, if it averages well
-    unseen = way in ("update", "written", "first_update", "hooks_lost") and not by_hand
+    unseen = way in ("update", "written", "first_update", "hooks_lost", "optimizer_state") and not by_hand
     return DRIFT(
         cause=known if (known := words.cause or way) in kind.causes else None, proved=certain or cause == "buffers",
         severity=Severity.INFO if mild or cause == "some_reduced" else Severity.WARNING if cause in ("outside_ddp", "untrained", "state") else None,

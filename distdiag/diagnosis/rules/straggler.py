@@ -5,7 +5,8 @@ time if this rank were like the others. A rank that is slow in some steps only i
 costs the others a fifth of their time, at regular intervals 15 %. Pauses that are too rare for
 that are summed over the job; those of the first 50 steps, in which kernels for new shapes are
 built, make no warning. If the slowest rank keeps changing, the cause is `rotating` and no rank is
-blamed; nor is one if full garbage collections cost all of them as much (`gc`). In a loop without
+blamed; nor is one for what makes all of them slow: full garbage collections (`gc`), a debugging
+tool that stays on (`tools`), steps that take longer with time (`growth`). In a loop without
 optimizer steps, the straggler is the rank that enters its collectives last.
 
 Faulty jobs: bn_tiles, ledger_flush, slow_disk, long_dialogs, grad_stats_hook, swapped_optim,
@@ -19,12 +20,11 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator
 
-from distdiag.diagnosis import comparison, kinds
+from distdiag.diagnosis import comparison, kinds, slow_for_all
 from distdiag.diagnosis.comparison import COSTLY, Subset, leads, others
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
-from distdiag.diagnosis.model.snapshot import Arrival, RankState, Site, Snapshot
-from distdiag.diagnosis.model.syntax import Source, line_at
+from distdiag.diagnosis.model.snapshot import Arrival, Snapshot
 from distdiag.diagnosis.pauses import Lost, Pauses
 from distdiag.diagnosis.slow_because import explained, of_thread
 from distdiag.diagnosis.slow_case import VETOES, Case, at_lock, busy, case_of, limits
@@ -48,8 +48,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     summed = {f.culprits for f in pauses}
     yield from (x for x in outcomes if isinstance(x, Abstained) or x.culprits not in summed)
     yield from pauses
-    if not any(f.cause == "gc" for f in pauses):
-        yield from _collecting(facts)
+    yield from slow_for_all.found(facts, any(f.cause == "gc" for f in pauses))
 
 
 def _warns(f: Finding) -> bool:
@@ -116,34 +115,6 @@ def _in_turn(facts: Facts) -> Iterator[Finding]:
         do=text.DO_IN_TURN["gc" if gc else "work" if one_line is None else "amount"],
         severity=None if sure else Severity.INFO,
     )  # fmt: skip
-
-
-def _collecting(facts: Facts) -> Iterator[Finding]:
-    """Yield the full garbage collections that take much of the time of all ranks, whether together or not."""
-    s, pauses = facts.snapshot, facts.pauses
-    if len(s.ranks) < s.world_size or not pauses.gc_before:
-        return
-    each = {q: pauses.collecting(s, q) for q in s.ranks}
-    least = min(each, key=lambda q: each[q][0])
-    share, n = each[least]
-    taken_s = s.ranks[least].gc_s - pauses.gc_before[least][1] if least in pauses.gc_before else 0.0
-    if n < limits.pauses or share < limits.pauses_share or taken_s * 1e3 < limits.pauses_ms:
-        return
-    site = _collects(s.ranks[least], share, facts.source)
-    yield text.COLLECTING(
-        victims=sorted(s.ranks), step=s.ranks[least].step, share=share, n=n, each_s=taken_s / n, site=site,
-        where=() if site is None else wheres(s, s.ranks, "user_code", dict.fromkeys(s.ranks, site)),
-        by_hand=f", by `gc.collect()`{at(site)}" if site is not None else "", do=text.DO_COLLECT["by itself" if site is None else "by hand"],
-        severity=Severity.WARNING if s.ranks[least].step > STEPS.settled else Severity.INFO,
-    )  # fmt: skip
-
-
-def _collects(r: RankState, share: float, source: Source) -> Site | None:
-    """Return the line that calls `gc.collect()`, if the rank is seen there in most of the time that its collections take."""
-    seen = [x for phase, sites in r.phase_sites.items() if phase != "init" for x in sites]
-    at_call = [(n, site) for site, n in seen if "gc.collect(" in line_at(site, source)]
-    often = sum(n for n, _ in at_call) >= share / 2 * sum(n for _, n in seen)
-    return max(at_call, key=lambda x: x[0])[1] if at_call and often else None
 
 
 def _in_window(facts: Facts) -> Iterator[Finding | Abstained]:

@@ -30,6 +30,11 @@ MODES = Template(kind, "mode",
     "in eval mode dropout is off, and batch norm uses its running statistics and does not update them: the ranks do not train the same way",
     "call `model.{call}()` on all ranks at the same step: after an evaluation that only some ranks run, it is often left out",
     severity=Severity.WARNING, proved=True)  # fmt: skip
+LEFT_IN_EVAL = Template(kind, "mode",
+    "all ranks train with their {n} dropout and batch-norm layer{n:|s} in eval mode since step {step} or earlier; before, none was",
+    "in eval mode dropout is off, and batch norm uses its running statistics and does not update them",
+    "call `model.train()` at the end of each evaluation, or at the start of each step: it may be left out after one within the epoch; if these layers "
+    "are to stay so, ignore this", severity=Severity.WARNING)  # fmt: skip
 UNFROZEN = Template(
     kind, "gradients_not_synced",
     "{n:,} parameter{n:|s} ({name}{n:|, …}) had requires_grad False when DDP was built{site} and {n:gets|get} gradients since step "
@@ -145,6 +150,12 @@ WAYS = {
         "leave broadcast_buffers=True, or reduce the buffers by hand",
         cost="none, if these buffers may differ",
         cause="buffers",
+    ),
+    "optimizer_state": Words(
+        "gradients are averaged, but the states of the optimizers have counted different numbers of steps",
+        "load the optimizer's state on all ranks, or broadcast it: some ranks only have loaded it; DDP makes only the model equal, when it "
+        "is built",
+        cause="update",
     ),
     "learning_rates": Words(
         "gradients are averaged, but learning rates differ",

@@ -131,6 +131,12 @@ DO_IN_TURN = {
     "amount": "if every step has that work and only its amount differs (an episode, a document, a sample), give each rank the same number of units "
     "per step (simulator steps, tokens), cut off the longest, or balance them over the ranks; else let all ranks do it in the same step",
 }
+TOOLS_ON = _row("tools", "all ranks run with {tools} on, still at step {step}", "time in each step, for every operation",
+    "switch it off once it has shown what it was on for: `torch.autograd.set_detect_anomaly(False)`, `tracemalloc.stop()`", severity=Severity.INFO)  # fmt: skip
+GROWING = _row("growth",
+    "steps take longer with time on all ranks: {now_ms:.0f} ms now, {mean_ms:.0f} ms on average so far; most of one is {phase} now "
+    "({phase_ms:.0f} ms){site}", "each step costs more than the one before", f"{KEEPS}; if the steps are meant to have more to do, ignore this",
+    severity=Severity.INFO)  # fmt: skip
 DO_COLLECT = {
     "by hand": f"call `gc.collect()` at few steps, or not at all; {FREEZE}",
     "by itself": f"see whether a library calls `gc.collect()` in each step; {FREEZE}; `gc.disable()`, and {TOGETHER}, make them rare",

@@ -34,7 +34,8 @@ _FUTURE = re.compile(r"(?:\bfut\w*|get_future\(\)|(?:collect|wait)_all\(.*\))\.(
 _PHASES = [p.name.lower() for p in Phase]
 ROUTINE_SAMPLES = frozenset(
     {SampleKind.PARAMETERS, SampleKind.BUFFERS, SampleKind.REDUCED, SampleKind.AVERAGED, SampleKind.LEARNING_RATE, SampleKind.EVAL_MODE, SampleKind.NOT_STEPPED, SampleKind.STATE, SampleKind.NO_GRADIENTS,
-     SampleKind.OUTSIDE_DDP, SampleKind.GRADIENTS, SampleKind.UNTRAINED, SampleKind.LAYERS, SampleKind.HOOKS_LOST}
+     SampleKind.OUTSIDE_DDP, SampleKind.GRADIENTS, SampleKind.UNTRAINED, SampleKind.LAYERS, SampleKind.HOOKS_LOST,
+     SampleKind.OPTIMIZER_STEPS}
 )  # fmt: skip
 SITE_SAMPLES = 400
 LOGGED_NAMES, LOGGED_KEPT = 16, 32

@@ -118,6 +118,8 @@ class ReplicaChecksums:
         if known and (any(rates) or not self.others):  # else other optimizers train for now
             written = sum(p._version for p in params[:: max(1, len(params) // CHECKSUM_TENSORS)])
             self.samples.write(SampleKind.LEARNING_RATE, step, next(filter(None, rates), 0.0), written)
+        if (counted := _counted(optimizer, params)) is not None:
+            self.samples.write(SampleKind.OPTIMIZER_STEPS, step, counted)
         buffers = [x for m in self.ledger.models.values() for x in self._buffers(m)]
         if buffers:
             self._checksum(SampleKind.BUFFERS, [b for b, _ in buffers], step)
@@ -126,7 +128,7 @@ class ReplicaChecksums:
             self._checksum(SampleKind.STATE, [b for b, _ in kept], step, name=kept[0][1])
         layers = [layer for m in self.ledger.models.values() for layer in _mode_layers(m)]
         if layers:
-            self.samples.write(SampleKind.EVAL_MODE, step, sum(not layer.training for layer in layers))
+            self.samples.write(SampleKind.EVAL_MODE, step, sum(not layer.training for layer in layers), len(layers))
 
     def _watch_second_step(self, optimizer: Any, step: int) -> None:
         """Find the modules that the second step calls: those outside DDP, or without DDP all."""
@@ -372,6 +374,14 @@ def _mode_layers(m: Model) -> list[Any]:
         kinds = (torch.nn.modules.dropout._DropoutNd, _NormBase)
         m.mode_layers = [x for x in ddp.module.modules() if isinstance(x, kinds)]
     return m.mode_layers
+
+
+def _counted(optimizer: Any, params: list[Any]) -> float | None:
+    """Return how many steps the state of a parameter has counted, as Adam's does; None if there is no count, or it is on a device."""
+    count: Any = next((optimizer.state[p].get("step") for p in params if p in optimizer.state), None)
+    if isinstance(count, torch.Tensor):
+        return float(count) if type(count) is torch.Tensor and count.is_cpu and count.numel() == 1 else None
+    return float(count) if type(count) in (int, float) else None
 
 
 def _statistics(module: Any, name: str) -> bool:

@@ -276,6 +276,25 @@ def test_learning_rates_that_differ_are_the_reason() -> None:
     assert f.culprits == () and "learning rates differ" in f.message
 
 
+@pytest.mark.parametrize(("before", "named"), [((250, 0, 0), True), ((250, 250, 250), False), (None, False)], ids=str)
+def test_optimizers_of_which_one_has_loaded_its_state_are_the_reason(
+    before: tuple[int, int, int] | None, named: bool
+) -> None:
+    """Rank 0 alone loads a checkpoint, in the middle of the run: rates differ for a while, too."""
+
+    def samples(q: int) -> tuple[Sample, ...]:
+        steps = (32, 64, 96, 128)
+        drift = [Sample("parameters", k, k + 0.1 * k * (q == 0 and k > 64), key=5) for k in steps]
+        rates = [Sample("learning_rate", k, 0.01 if q == 0 and k == 96 else 0.1) for k in steps if named]
+        counts = [Sample("optimizer_steps", k, float(k + (before[q] if k > 64 else 0))) for k in steps if before]
+        return (*drift, *rates, *counts)
+
+    f = only(of_kind(found_in(job(*(rank(q, samples=samples(q)) for q in range(3)))), "replica_drift"))
+    assert f.culprits == (0,) and f.cause == "update"
+    assert ("counted different numbers of steps (128 on ranks 1, 2, 378 on rank 0)" in f.message) is named
+    assert ("load the optimizer's state on all ranks, or broadcast it" in str(f.advice)) is named
+
+
 def test_learning_rates_that_agree_or_gradients_that_are_not_averaged_have_other_reasons() -> None:
     f = with_rates(lambda q, k: 1.0 + 0.1 * (q == 2 and k > 4), lambda q, k: 1e-3)
     assert "learning rate" not in f.message
@@ -540,6 +559,24 @@ def test_a_rank_that_trains_in_eval_mode_is_named(of_last: tuple[int, ...], foun
     if found:
         assert "rank 2 trains with 2 dropout or batch-norm layers in eval mode since step 32" in modes[0].message
         assert "`model.train()` on all ranks" in modes[0].advice
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ((0, 0, 4, 4, 4), 96),  # after a validation
+        ((0, 4, 0, 4, 4), None),  # too few so far
+        ((0, 0, 3, 3, 3), None),  # some layers are frozen on purpose
+        ((4, 4, 4, 4, 4), None),  # as it has begun
+        ((0, 4, 4, 4, 0), None),
+    ],
+    ids=str,
+)
+def test_ranks_that_all_stay_in_eval_mode_are_told(values: tuple[int, ...], found: int | None) -> None:
+    samples = tuple(Sample("eval_mode", 32 * (i + 1), float(n), key=4) for i, n in enumerate(values))
+    modes = of_kind(found_in(job(rank(0, samples=samples), rank(1, samples=samples))), "replica_drift", "mode")
+    assert [(f.step, f.culprits, f.severity) for f in modes] == ([(found, (), "warning")] if found else [])
+    assert not modes or "`model.train()` at the end of each evaluation" in str(modes[0].advice)
 
 
 def test_a_logged_value_that_was_equal_while_it_changed_and_differs_now_is_reported() -> None:

@@ -1,0 +1,89 @@
+"""What makes all ranks slow, so that none waits for another: garbage collections, a tool that stays on, steps that take longer with time."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+
+from distdiag.diagnosis.facts import Facts
+from distdiag.diagnosis.model.findings import Finding, Severity
+from distdiag.diagnosis.model.snapshot import WARM_STEPS, RankState, Site
+from distdiag.diagnosis.model.syntax import Source, line_at
+from distdiag.diagnosis.slow_because import limits as grown
+from distdiag.diagnosis.slow_case import limits
+from distdiag.diagnosis.step_times import LIMITS as STEPS
+from distdiag.diagnosis.step_times import PHASES, mean_step_s, part_ms
+from distdiag.diagnosis.text import straggler as text
+from distdiag.diagnosis.text.phrases import at, wheres
+
+SCHEDULED = "torch.profiler"  # a tool that is on for some steps only, by intent
+
+
+def found(facts: Facts, collecting: bool) -> Iterator[Finding]:
+    """Yield what makes all ranks slow.
+
+    Args:
+        collecting: Garbage collections are known already, as pauses of ranks in turn.
+    """
+    s = facts.snapshot
+    if len(s.ranks) < s.world_size:
+        return
+    if not collecting:
+        yield from _collecting(facts)
+    ranks = [*s.ranks.values()]
+    tools = set.intersection(*(set(r.tools) for r in ranks)) - {SCHEDULED} if ranks else set()
+    if tools and min(r.step for r in ranks) > STEPS.settled:
+        yield text.TOOLS_ON(victims=sorted(s.ranks), step=min(r.step for r in ranks), tools=" and ".join(sorted(tools)))
+    each = [_growth(r) for r in ranks]
+    if each and all(each):
+        slowest = max(ranks, key=lambda r: _now_ms(r))
+        phase = max(PHASES, key=lambda p: statistics.median(part_ms(x, p) for x in slowest.steps[-grown.newest :]))
+        stacks = {r.rank: next(iter(text.stack_of(r, phase)), None) for r in ranks}
+        yield text.GROWING(
+            victims=sorted(s.ranks), step=slowest.step, where=wheres(s, s.ranks, "user_code", stacks),
+            now_ms=_now_ms(slowest), mean_ms=(mean_step_s(slowest) or 0.0) * 1e3, phase="the code between steps" if phase == "other" else phase,
+            phase_ms=statistics.median(part_ms(x, phase) for x in slowest.steps[-grown.newest :]), site=stacks[slowest.rank],
+        )  # fmt: skip
+
+
+def _now_ms(r: RankState) -> float:
+    """Return the median of a rank's newest steps, without the time in which it had no CPU."""
+    return statistics.median(x.step_ms for x in r.steps[-grown.newest :]) * (1.0 - (r.queued_share or 0.0))
+
+
+def _growth(r: RankState) -> bool:
+    """True if the newest steps of a rank take longer than its steps did on average, and each half of them than the one before."""
+    mean_s = mean_step_s(r)
+    if mean_s is None or r.step - WARM_STEPS < 2 * grown.newest or len(r.steps) < 2 * grown.newest:
+        return False
+    newest, before = r.steps[-grown.newest :], r.steps[-2 * grown.newest : -grown.newest]
+    rises = statistics.median(x.step_ms for x in newest) > statistics.median(x.step_ms for x in before)
+    return rises and _now_ms(r) >= grown.slower * mean_s * 1e3
+
+
+def _collecting(facts: Facts) -> Iterator[Finding]:
+    """Yield the full garbage collections that take much of the time of all ranks, whether together or not."""
+    s, pauses = facts.snapshot, facts.pauses
+    if not pauses.gc_before:
+        return
+    each = {q: pauses.collecting(s, q) for q in s.ranks}
+    least = min(each, key=lambda q: each[q][0])
+    share, n = each[least]
+    taken_s = s.ranks[least].gc_s - pauses.gc_before[least][1] if least in pauses.gc_before else 0.0
+    if n < limits.pauses or share < limits.pauses_share or taken_s * 1e3 < limits.pauses_ms:
+        return
+    site = _collects(s.ranks[least], share, facts.source)
+    yield text.COLLECTING(
+        victims=sorted(s.ranks), step=s.ranks[least].step, share=share, n=n, each_s=taken_s / n, site=site,
+        where=() if site is None else wheres(s, s.ranks, "user_code", dict.fromkeys(s.ranks, site)),
+        by_hand=f", by `gc.collect()`{at(site)}" if site is not None else "", do=text.DO_COLLECT["by itself" if site is None else "by hand"],
+        severity=Severity.WARNING if s.ranks[least].step > STEPS.settled else Severity.INFO,
+    )  # fmt: skip
+
+
+def _collects(r: RankState, share: float, source: Source) -> Site | None:
+    """Return the line that calls `gc.collect()`, if the rank is seen there in most of the time that its collections take."""
+    seen = [x for phase, sites in r.phase_sites.items() if phase != "init" for x in sites]
+    at_call = [(n, site) for site, n in seen if "gc.collect(" in line_at(site, source)]
+    often = sum(n for n, _ in at_call) >= share / 2 * sum(n for _, n in seen)
+    return max(at_call, key=lambda x: x[0])[1] if at_call and often else None

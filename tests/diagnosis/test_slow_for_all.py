@@ -1,0 +1,65 @@
+"""What makes all ranks slow: tools that stay on, and steps that take longer with time."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.model.snapshot import Site, Step
+from distdiag.diagnosis.rules import straggler
+from tests.diagnosis.made import findings, job, of_kind, rank, steps
+
+ANOMALY = "autograd's anomaly detection"
+
+
+@pytest.mark.parametrize(
+    ("tools", "step", "found"),
+    [
+        (((ANOMALY,), (ANOMALY,)), 100, True),
+        (((ANOMALY, "torch.profiler"), (ANOMALY,)), 100, True),
+        (((ANOMALY,), ()), 100, False),  # on one rank: it is the straggler's reason, if that rank is one
+        ((("torch.profiler",), ("torch.profiler",)), 100, False),  # for some steps, by intent
+        (((ANOMALY,), (ANOMALY,)), 20, False),
+        (((), ()), 100, False),
+    ],
+)
+def test_a_debugging_tool_that_stays_on_on_all_ranks_is_told(
+    tools: tuple[tuple[str, ...], ...], step: int, found: bool
+) -> None:
+    s = job(*(rank(q, tools=mine, step=step, steps=steps(seed=q)) for q, mine in enumerate(tools)))
+    told = of_kind(findings(s, straggler), "straggler", "tools")
+    assert len(told) is int(found)
+    assert not found or (told[0].culprits == () and "all ranks run with autograd's anomaly detection on" in told[0].message)
+
+
+def growing(*factors: float, queued: float = 0.0, start_ms: float = 40.0, now_ms: float = 120.0) -> list[Finding]:
+    """Return what is found where the newest 64 of 400 steps of each rank take `factor` times as long as usual, most in forward."""
+    ranks = []
+    for q, factor in enumerate(factors):
+        rows: list[Step] = []
+        for i, x in enumerate(steps(n=64, seed=q)):
+            step_ms = now_ms * factor + 0.1 * i
+            rows.append(
+                msgspec.structs.replace(
+                    x, step=337 + i, step_ms=step_ms, forward_ms=0.7 * step_ms, backward_ms=0.2 * step_ms, end_s=60.0 + i * now_ms / 1e3
+                )
+            )  # fmt: skip
+        site = Site("/job/probe.py", 21, "observe")
+        began_s = rows[-1].end_s - 380 * start_ms / 1e3
+        ranks.append(
+            rank(
+                q, step=400, steps=tuple(rows), warm_since_s=began_s, queued_share=queued, phase_sites={"forward": ((site, 9),)},
+                phase_stacks={"forward": (site,)},
+            )
+        )  # fmt: skip
+    return of_kind(findings(job(*ranks), straggler), "straggler", "growth")
+
+
+def test_steps_that_take_longer_with_time_on_all_ranks_are_told() -> None:
+    (f,) = growing(1.0, 1.0)
+    assert f.culprits == () and f.severity == "info" and "most of one is forward now (8" in f.message
+    assert "at probe.py:21 in observe" in f.message and "hooks that are registered again" in str(f.advice)
+    assert growing(1.0, 0.3) == []  # of one rank it is that rank's
+    assert growing(1.0, 1.0, queued=0.7) == []  # the host got busier
+    assert growing(1.0, 1.0, now_ms=48.0) == []
