@@ -47,8 +47,7 @@ def found(facts: Facts, collecting: bool) -> Iterator[Finding]:
 
 
 def _now_ms(r: RankState) -> float:
-    """Return the median of a rank's newest steps, without the time in which it had no CPU."""
-    return statistics.median(x.step_ms for x in r.steps[-grown.newest :]) * (1.0 - (r.queued_share or 0.0))
+    return statistics.median(x.step_ms for x in r.steps[-grown.newest :])
 
 
 def _growth(r: RankState) -> bool:

@@ -30,10 +30,12 @@ def test_a_debugging_tool_that_stays_on_on_all_ranks_is_told(
     s = job(*(rank(q, tools=mine, step=step, steps=steps(seed=q)) for q, mine in enumerate(tools)))
     told = of_kind(findings(s, straggler), "straggler", "tools")
     assert len(told) is int(found)
-    assert not found or (told[0].culprits == () and "all ranks run with autograd's anomaly detection on" in told[0].message)
+    assert not found or (
+        told[0].culprits == () and "all ranks run with autograd's anomaly detection on" in told[0].message
+    )
 
 
-def growing(*factors: float, queued: float = 0.0, start_ms: float = 40.0, now_ms: float = 120.0) -> list[Finding]:
+def growing(*factors: float, start_ms: float = 40.0, now_ms: float = 120.0) -> list[Finding]:
     """Return what is found where the newest 64 of 400 steps of each rank take `factor` times as long as usual, most in forward."""
     ranks = []
     for q, factor in enumerate(factors):
@@ -49,7 +51,7 @@ def growing(*factors: float, queued: float = 0.0, start_ms: float = 40.0, now_ms
         began_s = rows[-1].end_s - 380 * start_ms / 1e3
         ranks.append(
             rank(
-                q, step=400, steps=tuple(rows), warm_since_s=began_s, queued_share=queued, phase_sites={"forward": ((site, 9),)},
+                q, step=400, steps=tuple(rows), warm_since_s=began_s, phase_sites={"forward": ((site, 9),)},
                 phase_stacks={"forward": (site,)},
             )
         )  # fmt: skip
@@ -61,5 +63,4 @@ def test_steps_that_take_longer_with_time_on_all_ranks_are_told() -> None:
     assert f.culprits == () and f.severity == "info" and "most of one is forward now (8" in f.message
     assert "at probe.py:21 in observe" in f.message and "hooks that are registered again" in str(f.advice)
     assert growing(1.0, 0.3) == []  # of one rank it is that rank's
-    assert growing(1.0, 1.0, queued=0.7) == []  # the host got busier
     assert growing(1.0, 1.0, now_ms=48.0) == []
