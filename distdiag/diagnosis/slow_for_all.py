@@ -16,6 +16,8 @@ from distdiag.diagnosis.step_times import PHASES, mean_step_s, part_ms
 from distdiag.diagnosis.text import straggler as text
 from distdiag.diagnosis.text.phrases import at, wheres
 
+# the newest steps' time, in multiples of the mean so far: steps that grow steadily to twice their first time come to 1.33
+GROWS = 1.25
 SCHEDULED = "torch.profiler"  # a tool that is on for some steps only, by intent
 
 
@@ -57,7 +59,7 @@ def _growth(r: RankState) -> bool:
         return False
     newest, before = r.steps[-grown.newest :], r.steps[-2 * grown.newest : -grown.newest]
     rises = statistics.median(x.step_ms for x in newest) > statistics.median(x.step_ms for x in before)
-    return rises and _now_ms(r) >= grown.slower * mean_s * 1e3
+    return rises and _now_ms(r) >= GROWS * mean_s * 1e3
 
 
 def _collecting(facts: Facts) -> Iterator[Finding]:

@@ -63,4 +63,21 @@ def test_steps_that_take_longer_with_time_on_all_ranks_are_told() -> None:
     assert f.culprits == () and f.severity == "info" and "most of one is forward now (8" in f.message
     assert "at probe.py:21 in observe" in f.message and "hooks that are registered again" in str(f.advice)
     assert growing(1.0, 0.3) == []  # of one rank it is that rank's
-    assert growing(1.0, 1.0, now_ms=48.0) == []
+    assert growing(1.0, 1.0, now_ms=42.0) == []
+
+
+@pytest.mark.parametrize(("to", "found"), [(1.0, False), (1.3, False), (2.2, True), (6.0, True)])
+@pytest.mark.parametrize("n", [300, 900])
+def test_steady_growth_is_told_from_twice_the_first_time_on(to: float, found: bool, n: int) -> None:
+    first_ms = 50.0
+    times = [first_ms * (1.0 + (to - 1.0) * i / n) for i in range(n)]
+    mean_ms = sum(times[20:]) / (n - 20)
+    usual = steps(n=64, seed=1)
+    ranks = []
+    for q in range(2):
+        rows = tuple(
+            msgspec.structs.replace(x, step=n - 63 + i, step_ms=times[n - 64 + i], end_s=60.0 + sum(times[n - 64 : n - 63 + i]) / 1e3)
+            for i, x in enumerate(usual)
+        )  # fmt: skip
+        ranks.append(rank(q, step=n, steps=rows, warm_since_s=rows[-1].end_s - (n - 20) * mean_ms / 1e3))
+    assert bool(of_kind(findings(job(*ranks), straggler), "straggler", "growth")) is found
