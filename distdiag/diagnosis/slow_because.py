@@ -92,7 +92,7 @@ def of_thread(rank: int, s: Snapshot) -> Why | None:
 
 def _of_data(found: Finding, s: Snapshot) -> Why | None:
     """Return how much more data the rank gets: forwards in a step, or elements in a batch; None if it gets no more."""
-    forwards = {q: sum(m.forwards for m in r.models) / max(r.step, 1) for q, r in s.ranks.items()}
+    forwards = {q: sum(m.forwards for m in r.models) / r.step for q, r in s.ranks.items() if r.step}
     elements = {q: x.mean_elements or 0.0 for q, x in training_loaders(s).items()}
     for of, more, advice, causes in (
         (forwards, "it has made {own:.1f} forwards per step so far, the others {usual:.1f}", text.MORE,

@@ -71,13 +71,13 @@ class Window:
 
 
 def window(s: Snapshot) -> Window | Abstained:
-    """Return the same last steps of every rank, without the first of the job."""
+    """Return the same last steps of every rank, without the first of the job; of a job in which some ranks make none, of the others."""
     ranks = [r for r in s.ranks.values() if r.life in (Life.RUNNING, Life.FINISHED)]
     if len(ranks) < 2:
         return Abstained("there is one rank only" if s.world_size < 2 else "fewer than two ranks are running")
     if len(ranks) < s.world_size:
         return Abstained(f"{len(ranks)} of {s.world_size} ranks are running")
-    found = _common(ranks)
+    found = _common(_team(s, ranks))
     if isinstance(found, Abstained) or all(r.wait_measured for r in ranks):
         return found
     on_device = "the waits for other ranks are on the device, and "
@@ -86,6 +86,15 @@ def window(s: Snapshot) -> Window | Abstained:
     if not all(_synchronises(s, r, found.steps[r.rank]) for r in ranks):
         return Abstained(on_device + "not every step has a collective of all ranks")
     return _with_inferred_waits(found, device_clocks=any(r.device_total_bytes for r in ranks))
+
+
+def _team(s: Snapshot, ranks: list[RankState]) -> list[RankState]:
+    """Return the ranks that make optimizer steps, if they are a group of DDP and others make none: all ranks else."""
+    train = [r for r in ranks if r.step]
+    team = tuple(r.rank for r in train)
+    groups = {s.groups[m.group].ranks if m.group in s.groups else () for r in train for m in r.models}
+    alone = 1 < len(train) < len(ranks) and groups == {team} and all(r.models for r in train)
+    return train if alone and all(r.wait_measured for r in train) else ranks
 
 
 def _common(ranks: list[RankState]) -> Window | Abstained:

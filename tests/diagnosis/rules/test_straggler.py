@@ -14,6 +14,7 @@ from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.model.snapshot import (
     Arrival,
     Call,
+    Group,
     Loader,
     Model,
     RankState,
@@ -704,3 +705,16 @@ def test_a_rank_that_waits_longer_for_a_root_is_no_straggler_by_arrival(
     found = stragglers(job(rank(0), rank(1), rank(2), arrivals=tuple(arrivals)))
     assert tuple(q for f in found for q in f.culprits) == culprits
     assert all(f.message.startswith("rank 2 enters its collectives last in") for f in found)
+
+
+@pytest.mark.parametrize(("team", "judged"), [((0, 1), True), ((0, 1, 2), False), (None, False)], ids=str)
+def test_ranks_of_one_group_are_judged_beside_one_that_makes_no_steps(
+    team: tuple[int, ...] | None, judged: bool
+) -> None:
+    """Rank 2 keeps the books: it gets messages, and has no part in DDP's group."""
+    models = () if team is None else (Model(group="trainers", forwards=100, synced_backwards=100),)
+    trainers = (rank(q, steps=steps(n=60, seed=q), models=models) for q in range(2))
+    s = job(*trainers, rank(2, steps=(), step=0, models=()))
+    groups = {**s.groups, "trainers": Group(name="trainers", ranks=team or (), backend="gloo")}
+    found = step_times.window(msgspec.structs.replace(s, groups=groups))
+    assert (found.ranks if isinstance(found, step_times.Window) else None) == ([0, 1] if judged else None)
