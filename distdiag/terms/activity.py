@@ -47,7 +47,8 @@ ACTIVITIES = (  # in the order in which lines are searched for them
     ),
     Activity(
         word="process", within=("socket",), does="waits for a process that it started", shown="waiting for a process",
-        do="see what that process does (`ps --ppid PID`), and give the call a timeout; or let all ranks continue without it",
+        do="see what that process does (`ps --ppid PID`), and give the call a timeout; or let all ranks continue without it; a process whose output "
+        "goes to a pipe that nobody reads (`stdout=PIPE`, then `wait()`) stops once that is full: use `communicate()`",
         refines=r"\bsubprocess\.|\bPopen\b|\.communicate\(|\bos\.system\(|\b(p|popen|proc\w*|child\w*)\.wait\(",
     ),
     Activity(

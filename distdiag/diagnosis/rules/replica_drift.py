@@ -376,19 +376,19 @@ def _finding(
         else ""
     )
     way = way or _way(s, cause, averaged, began_equal, local, written)
+    unawaited = _not_waited_for(s) if way in ("unequal", "local") else None
+    way = "not_waited" if unawaited is not None else way
     newest = lost or next(reversed(_samples(s, "reduced" if way == "some_reduced" else cause)), None)
     words = WAYS[way]
     what = filled(
         words.what, passes=min((m.synced_backwards for m in models), default=0),
-        steps=max(r.step for r in s.ranks.values()), name=newest and newest.name, share=newest and newest.value, apart=apart,
+        steps=max(r.step for r in s.ranks.values()), name=newest and newest.name, share=newest and newest.value, apart=apart, site=unawaited,
         hooks=lost and ("its parameters" if lost.value == lost.key else f"{lost.value:.0f} of {lost.key} parameters that were checked"),
     )  # fmt: skip
     if counted or rates:
         what += f" ({_rates_text(counted or rates)})"
     elif way == "gradients_not_synced":
         what += _not_through_ddp(s)
-    elif way in ("unequal", "local"):
-        what += _not_waited_for(s)
     by_hand = cause in ("different_init", "partly_averaged", "some_reduced", "unequal") and not models
     # a plain tensor in a model of DTensors may be a rank's own, such as its experts
     by_design = cause in ("some_reduced", "partly_averaged", "split_module", "outside_ddp", "untrained", "state")
@@ -450,12 +450,11 @@ def _not_through_ddp(s: Snapshot) -> str:
     return f"; DDP has averaged no backward pass of {'; '.join(shown)}"
 
 
-def _not_waited_for(s: Snapshot) -> str:
-    """Return the line whose asynchronous all_reduces no rank waits for; an empty text if there is none."""
+def _not_waited_for(s: Snapshot) -> Site | None:
+    """Return the line whose asynchronous all_reduces no rank waits for; None if there is none."""
     per_rank = [[c for c in r.calls if c.asynchronous and c.op == "all_reduce"] for r in s.ranks.values()]
-    if not all(per_rank) or any(c.completed_s is not None for calls in per_rank for c in calls):
-        return ""
-    return f"; no rank waits for the all_reduce{at(per_rank[0][-1].site)} (`async_op`), so far as is seen"
+    done = any(c.completed_s is not None for calls in per_rank for c in calls)
+    return per_rank[0][-1].site if all(per_rank) and not done else None
 
 
 def _unfrozen(s: Snapshot) -> Finding | None:

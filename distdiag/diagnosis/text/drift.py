@@ -180,6 +180,12 @@ WAYS = {
         "nothing",
         cause="update",
     ),
+    "not_waited": Words(
+        "so far as is seen, no rank waits for the asynchronous all_reduce of its gradients{site}, so the optimizer may step with what is not "
+        "reduced yet",
+        "keep what `all_reduce(…, async_op=True)` returns, and call its `wait()` before the tensor is read, divided, copied or filled again",
+        cause="gradients_not_synced",
+    ),
     "unequal": Words(
         "gradients are reduced in every step, but the replicas do not keep one distance: their updates differ",
         "begin with the same parameters and the same optimizer state on all ranks (a checkpoint that all load, or a broadcast); "

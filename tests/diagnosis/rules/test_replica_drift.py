@@ -276,6 +276,21 @@ def test_learning_rates_that_differ_are_the_reason() -> None:
     assert f.culprits == () and "learning rates differ" in f.message
 
 
+@pytest.mark.parametrize(
+    ("completed_s", "asynchronous", "named"), [(None, True, True), (9.0, True, False), (None, False, False)]
+)
+def test_asynchronous_reductions_that_nobody_waits_for_are_the_reason(
+    completed_s: float | None, asynchronous: bool, named: bool
+) -> None:
+    site = Site("/job/sync.py", 24, "reduce_buffer")
+    call = Call(
+        op="all_reduce", group="default_pg", seq=9, bytes=1 << 20, site=site, asynchronous=asynchronous, completed_s=completed_s,
+    )  # fmt: skip
+    f = only(drifting(lambda q, k: 1.0 + 0.1 * q * k**0.5, 1.0, models=(), calls=(call,)))
+    assert ("no rank waits for the asynchronous all_reduce of its gradients at sync.py:24" in f.message) is named
+    assert (str(f.advice).startswith("keep what `all_reduce(…, async_op=True)` returns")) is named
+
+
 @pytest.mark.parametrize(("before", "named"), [((250, 0, 0), True), ((250, 250, 250), False), (None, False)], ids=str)
 def test_optimizers_of_which_one_has_loaded_its_state_are_the_reason(
     before: tuple[int, int, int] | None, named: bool
