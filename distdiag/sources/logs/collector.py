@@ -378,6 +378,8 @@ class Collector:
             out.node_of[self._pod] = fields["node"]
         elif name == "nodes_wanted":
             out.nodes_wanted = max(out.nodes_wanted, int(fields["nodes"]))
+        elif name == "gpus":
+            out.gpus = int(fields["n"])
         elif name == "node_came" and len(out.nodes_came) < MAX_WRITERS:
             out.nodes_came.add(fields["node"])
         elif name == "master" and len(out.masters) < MAX_WRITERS:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from distdiag.diagnosis.known_errors import remedy
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.text.phrases import shortened
-from distdiag.sources.logs import meanings
+from distdiag.sources.logs import meanings, slow
 from distdiag.sources.logs.build import ranks_of
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.failures import Reason
@@ -109,15 +109,29 @@ def of_exits(
             r.hosts |= {end.fields["host"]} if end.fields.get("host") else set()
     told = {id(f) for r in own for f in r.facts}
     if any(id(f) not in told for f in memory) and not with_a_reason(reasons.values()) and not explained:
-        meaning = MEANINGS["host_oom"]
-        exact = [f for f in memory if "pid" in f.fields] or memory  # the others report the same event
-        named = [filter(None, (_whose(f) for f in facts if f.rank is None)) for facts in (exact, memory)]
-        named = list(dict.fromkeys(named[0])) or ([] if ranks_of(memory) else list(dict.fromkeys(named[1])))
-        hosts = {f.fields["host"] for f in exact if "host" in f.fields and ranks_of(memory)}
-        reasons["", ""] = Reason(
-            meaning, meaning.text, meaning.advice, 0.0, {*ranks_of(memory)}, named, facts=memory, hosts=hosts
-        )
+        reasons["", ""] = _of_memory(found, memory)
     return list(reasons.values())
+
+
+def _of_memory(found: Collected, memory: list[Fact]) -> Reason:
+    """Return the reason of processes that were killed because their host, or their limit, ran out of memory."""
+    exact = [f for f in memory if "pid" in f.fields] or memory  # the others report the same event
+    meaning = MEANINGS["full_host" if all("all" in f.fields for f in exact) else "host_oom"]
+    named = [filter(None, (_whose(f) for f in facts if f.rank is None)) for facts in (exact, memory)]
+    named = list(dict.fromkeys(named[0])) or ([] if ranks_of(memory) else list(dict.fromkeys(named[1])))
+    hosts = {f.fields["host"] for f in exact if "host" in f.fields and ranks_of(memory)}
+    after, grows = slow.growth(found)
+    return Reason(
+        meaning,
+        meaning.text,
+        meaning.advice + grows,
+        0.0,
+        {*ranks_of(memory)},
+        named,
+        facts=memory,
+        hosts=hosts,
+        after=after,
+    )
 
 
 def _whose(f: Fact) -> str:

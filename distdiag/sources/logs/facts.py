@@ -133,11 +133,13 @@ class Collected:
     node_of: dict[str, str] = field(default_factory=dict)  # of a pod that kubectl describes
     joined: set[int] = field(default_factory=set)  # ranks that have joined the job's store
     announced: set[int] = field(default_factory=set)  # ranks that wrote their number before they joined it
+    gpus: int = 0  # of each node, by verl's settings
     tasks: int = 0  # that Slurm was asked to start
     series: dict[tuple[str, Path, int | None], list[Fact]] = field(default_factory=dict)  # how fast the ranks are
     steps: bool = False  # lines show progress
     began: bool = False  # so do lines before the first failure
     took: dict[int, tuple[float, str]] = field(default_factory=dict)  # of a rank's last lines: seconds, and for what
+    bars: dict[Path, str] = field(default_factory=dict)  # the progress bar that moved on while ranks of a file waited
     said: dict[int, str] = field(default_factory=dict)  # the last line of a rank
     earlier: dict[int, str] = field(default_factory=dict)  # its last one before the first failure in its file
     fatal: dict[tuple[Path, int | None], tuple[int, str]] = field(default_factory=dict)  # last error of a file and rank

@@ -31,7 +31,7 @@ _PLURALS = (("was killed", "were killed"), ("has a GPU", "have GPUs"), ("has a d
 # what one process meets where another one renamed, made or deleted the same path first
 _RACE = bounded(r"No such file or directory: .{1,300} -> |\bFile exists: |\bDirectory not empty: ")
 _DIRECTORIES = bounded(r"/\S{24,400}/(?=[^\s/])")  # of a long path; its last part says more
-_NUMBER = bounded(r"0x[0-9a-f]+|\d+")
+_ADDRESS, _NUMBER = bounded(r"0x[0-9a-f]+"), bounded(r"0x[0-9a-f]+|\d+")
 # of the program or its settings, if all ranks have it
 _OF_ALL = (MEANINGS["exception"], MEANINGS["usage"], MEANINGS["port_in_use"])
 _OF_NODE = ("node_lost", "host_fault")  # all ranks of a node are lost
@@ -287,6 +287,7 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     message, advice = _who_failed(r, ranks, of_node, everyone) + r.after + _also_known(r, found), _advice(r, found)
     if r.facts and r.facts[0].name == "port_in_use" and several:
         advice = meanings.SHARED_PORT
+    message += _whose_numbers(r)
     if others:
         message += _followed(r, found, waited, others)
     number, line = found.over.get(r.facts[0].path, (0, "")) if r.facts else (0, "")
@@ -316,6 +317,14 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
         and not (doubtful or of_node or in_collective or unordered or r.inferred or any(f.inferred for f in r.facts)),
         cost="may have ended the job, but there is progress that may be later" if doubtful else ENDED,
     )
+
+
+def _whose_numbers(r: Reason) -> str:
+    """Return whose message the text quotes, if those of the other ranks have other numbers; addresses do not count."""
+    first = r.facts[0]
+    texts = {_ADDRESS.sub("", text_of(f, r.meaning)) for f in r.facts if f.name == "exception" and f.rank in r.ranks}
+    quoted = first.name == "exception" and first.rank is not None and text_of(first, r.meaning) == r.text
+    return f"; the numbers are those of rank {first.rank}" if quoted and len(r.ranks) > 1 < len(texts) else ""
 
 
 def _followed(r: Reason, found: Collected, waited: Mapping[int, Fact], others: Sequence[int]) -> str:

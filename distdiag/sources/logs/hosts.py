@@ -67,6 +67,8 @@ REPORTS: Mapping[str, Report] = MappingProxyType({
     "disk": Report("the kernel", "the disk {disk} has errors, or its file system was shut down", "take the node out, and replace that disk (`smartctl -a`, `dmesg -T`); a file that was being written is not whole",
         _OF_FILES, waits=True),
     "full": Report("the raylet", "the disk of {full} is over {percent}% full", FULL_DISK, bounded(r"OutOfDisk|disk is full|No space left|\[Errno 28\]|inline_container|PytorchStreamWriter")),
+    "quota": Report("the quota command", "the quota of {quota} is exceeded", "delete old checkpoints there or have the quota raised (`df` shows the whole file system, not the quota), and resume from the checkpoint before the one that was being written, which is not whole",
+        bounded(_OF_FILES.pattern + r"|[Qq]uota exceeded|\[Errno 122\]"), lasts=True),
     "nfs": Report("the kernel", "NFS server {nfs} does not respond", _SEE_STORAGE, _OF_FILES, waits=True),
     "lustre": Report("the kernel", "Lustre lost its connection to {lustre}", _SEE_STORAGE, _OF_FILES, waits=True),
     "task": Report("the kernel", "process {pid} ({task}) was blocked for more than {s} seconds, most often in I/O", _SEE_STORAGE, waits=True),

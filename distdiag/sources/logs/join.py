@@ -32,6 +32,10 @@ OF_NODES = (
     "xid", "sxid", "gpu_init", "device_lost", "amd_fault", "device_ecc", "device_fault", "hip_error", "port_error",
     "host_fault", "host_oom", "exit_shell", "host_report",
 )  # fmt: skip
+# as `dmesg` and `journalctl -k` print it: where a log has it, after the job or before it, says nothing of the time
+KERNEL = bounded(
+    r"^\[(?:[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \d{4}| {0,9}\d{1,9}\.\d{6})\] |^(?:[A-Z][a-z]{2} [ \d]\d [\d:]{8}|\S{19,40}) \S{1,253} kernel: "
+)
 _DOCKER = "172.17.0.1"  # of its bridge, unless it is configured otherwise
 _BRIDGE = bounded(r"docker|veth|br-[0-9a-f]{12}|virbr")  # interfaces for the containers or virtual machines of one host
 _INSIDE = bounded(r"127\.|169\.254\.|::1$|fe80:")  # addresses that are not of the network
@@ -59,6 +63,7 @@ def join(found: Collected) -> Collected:
         f.file = f.path.name if len(found.files) > 1 else ""
         f.rank = _rank_of(found, f, of_file)
         f.inferred = f.name == "exit_shell" and f.rank is not None and found.rank_of.get(f.number("pid")) is None
+        f.inferred |= "nth_node" in f.fields
         if f.rank is None and f.role is not Role.EXIT and _NUMBER.sub("#", f.who.label) in numbered:
             f.rank, f.inferred = int(_NUMBER.findall(f.who.label)[-1]), True
         # a lone `0: ` may be anything
@@ -168,7 +173,7 @@ def _why_unreached(found: Collected, f: Fact) -> None:
     """Add to a failure to connect what its earlier attempts say, and which address the other nodes were given."""
     own = found.masters.get(f.who.label or f.path.name, {})
     if found.nodes_wanted > 1 and {f.fields["peer"], own.get("addr", "")} <= {*HERE}:
-        f.fields["of_nodes"] = str(found.nodes_wanted)
+        f.fields |= {"of_nodes": str(found.nodes_wanted)} | {k: v for k, v in own.items() if k == "option"}
     if why := found.unreached.get((f.path, f.who.process or f.who.label)):
         f.fields["why"] = why
         for key, field, what in (("addr", "peer", "address"), ("port", "port", "port"), ("endpoint", "port", "port")):
@@ -194,6 +199,14 @@ def _of_one_host(found: Collected, name: str) -> None:
     if name != "closed":  # its lines get more than the host
         for f in (f for f in facts if f.fields["peer"] in host_of):
             f.fields["of_host"] = f" ({host_of[f.fields['peer']]})"
+    failed = {f.who.host for f in facts if _UNREACHED.search(f.fields.get("reason", ""))} - {
+        ""
+    }  # these could not connect, and so closed theirs
+    follow = [
+        f for f in facts if "reason" not in f.fields and host_of.get(f.fields["peer"], f.fields["peer"]) in failed
+    ]
+    found.facts = [f for f in found.facts if f not in follow]
+    facts = [f for f in facts if f not in follow]
     writers: dict[str, set[str]] = {}
     for f in (f for f in facts if f.who.host):
         writers.setdefault(f.fields["peer"], set()).add(f.who.host)
@@ -243,6 +256,9 @@ def _numbered(found: Collected) -> set[str]:
 def _rank_of(found: Collected, f: Fact, of_file: Mapping[Path, int]) -> int | None:
     """Return the rank of the process that a fact is about, by the line, then by what names the process elsewhere."""
     pid, who = f.number("pid"), f.who
+    nth, on_node = f.number("nth_node"), f.number("on_node")
+    if nth is not None and on_node is not None and on_node < found.gpus:  # verl numbers its workers by nodes
+        return nth * found.gpus + on_node
     if pid is None and f.role is Role.CAUSE and "pci" in f.fields:  # the driver's later lines name the process
         pid = found.pid_of.get((f.path, f.fields["pci"].rpartition(".")[0] or f.fields["pci"]))
     if f.role is Role.EXIT and (rank := f.number("r")) is not None:

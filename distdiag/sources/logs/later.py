@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from distdiag.sources.logs.facts import Collected, Fact, Loss
-from distdiag.sources.logs.join import OF_NODES, active_again
+from distdiag.sources.logs.join import KERNEL, OF_NODES, active_again
 from distdiag.sources.logs.patterns import Role
 from distdiag.sources.logs.tracebacks import FOLLOWERS
 from distdiag.sources.logs.writers import Writer, apart, messages, plain, time_of
@@ -79,7 +79,7 @@ _WELL = (
     ("job", bounded(r"(?i:\b(?:Job)?State[=: ]{1,4}COMPLETED\b|\bCOMPLETED[\s|]{1,9}0:0\b|\bjob '?[\w.-]{1,80}'? (?:succeeded|finished successfully)|\bphase: {1,9}Succeeded|\b\w{1,40}Job \S{1,253} (?:is )?successfully completed\b)")),
     ("file", bounded(r"(?i:\b(?:train(?:ing|er)?|run|job|fit|workflow|experiment|all (?:epochs|steps|done))\b.{0,24}\b(?:finished(?! (?:iter|epoch|step))|(?<!to )completed?|done|succeeded)\b)" + _BUT)),
     ("file", bounded(r"max_(?:steps|epochs)=\d{1,9}`? reached|(?:^|=) ?\d{1,6} passed\b|^\{'train_runtime': " + _BUT)),
-    ("file", bounded(r"(?:^|[\]:|)>-] ?)(?i:finished), (?:cleaning up|destroying|shutting down)\b|\b(?i:all (?:ranks|workers|processes|nodes) (?:have |are )?(?:finished|completed|done))(?:\W{0,3}$|,? (?:without|with no) errors?\b|,? successfully\b)" + _BUT)),
+    ("file", bounded(r"(?:^|[\]:|)>-] ?)(?i:finished), (?:cleaning up|destroying|shutting down)\b|\b(?i:all (?:ranks|workers|processes|nodes) (?:have |are )?(?:finished|completed|done))(?:\W{0,3}$|,? (?:without|with no) errors?\b|,? successfully\b|, (?:cleaning up|destroying|shutting down)\b)" + _BUT)),
     ("file", bounded(r"^(?!.{0,200}\b(?i:eval|val|test|warm|load|sav)).{0,200}?(?:^|[\]:|)>-] ?)(?i:(?:all )?(?:done|finished|completed?)[,:;.!]).{0,60}\b\d[\d,]{0,12} (?:iterations|iters|steps|epochs|updates)\b" + _BUT)),
     ("agent", _AGENT),
     ("server", bounded(r"\bINFO\b.{0,80}(?:Application shutdown complete|Finished server process)")),
@@ -88,6 +88,10 @@ _WELL = (
 # a shell's prompt: the command before it is over; one that shows another file, and any other
 _PROMPT = bounded(r"^(?:\S{0,80}\$|\S{1,80}#) (?P<shows>(?:tail|head|cat|zcat|less|grep|sed|awk)\s)?\S")
 _SHOWS = re.compile(rb"(?m)^(?:\S{0,80}\$|\S{1,80}#) (?:tail|head|cat|zcat|less|grep|sed|awk)\s")
+# a bar of tqdm: what it counts, how far it is
+_BAR = bounded(
+    r"^(?P<what>[A-Za-z][^|%]{2,80}?):? {1,9}\d{1,3}%\|.{0,80}?\| *(?P<n>\d{1,15})/(?P<of>\d{1,15}) \[[\d:]{4,12}<(?P<left>[\d:]{4,12})\b"
+)
 # the last word of a program; any of its parts may say it, too
 _DONE = bounded(r"(?:^|[\d\]|>-] )(?i:all )?(?i:done|finished|completed?)[.!]{0,3}\s*$")
 
@@ -112,6 +116,7 @@ class Later:
     begins: dict[Path, Time] = field(default_factory=dict)  # the first time in each file
     times: dict[Path, list[Time]] = field(default_factory=dict)  # of the lines with progress, the last one first
     took: dict[int, tuple[float, str]] = field(default_factory=dict)  # as in `Collected`
+    bars: dict[Path, list[tuple[int, re.Match[str]]]] = field(default_factory=dict)  # of no rank, the last one first
     loss: dict[tuple[Path, int | None], Loss] = field(default_factory=dict)  # the last ones of each rank
     said: dict[tuple[Path, int | None, int | None], str] = field(default_factory=dict)  # the last line by rank and task
     earlier: dict[tuple[Path, int | None, int | None], str] = field(default_factory=dict)  # the last before a failure
@@ -174,6 +179,7 @@ class Later:
                             self._line(path, number, text, who)
                         elif before:
                             self._before(path, number, text)
+                            self._bar(path, number, text, who)
 
     def _shown_before(self, line: int, tail: Sequence[tuple[int, bytes]]) -> bool:
         """True if a shell's command that shows a file comes before a line, in the begin or the end of the file."""
@@ -197,7 +203,7 @@ class Later:
         self.loss = {key: loss for key, loss in self.loss.items() if key[0] != path}
         self.said = {key: text for key, text in self.said.items() if key[0] != path}
         self.fatal = {key: line for key, line in self.fatal.items() if key[0] != path}
-        for by_path in (self.steps, self.done, self.times, self.errors):
+        for by_path in (self.steps, self.done, self.times, self.errors, self.bars):
             by_path.pop(path, None)
         self.stepped = {key for key in self.stepped if key[0] != path}
 
@@ -238,6 +244,7 @@ class Later:
             self.took.setdefault(who.rank, (float(m["s"]), PREFIX.sub("", text).strip()))
         if not _progress(text):
             return
+        self._bar(path, number, text, who)
         if who.at is not None:
             self.times.setdefault(path, []).append(who.at)
         names = _names(who, who.rank)
@@ -245,6 +252,19 @@ class Later:
             self.progress.setdefault((path, key), []).append(-number)
         if (m := _STEP.search(text)) is not None:
             self.steps.setdefault(path, {}).setdefault(names[0], []).append((-number, int(m["step"] or m["bar"])))
+
+    def _bar(self, path: Path, number: int, text: str, who: Writer) -> None:
+        if who.rank is None and (m := _BAR.search(text)) is not None:
+            self.bars.setdefault(path, []).append((number, m))
+
+    def moving(self, path: Path, line: int) -> str:
+        """Return which progress bar moved on after a line, and how far it came; empty if none did."""
+        last = next((m for number, m in self.bars.get(path, ()) if number > line and m["n"] != m["of"]), None)
+        if last is None or not any(
+            m["what"] == last["what"] and int(m["n"]) < int(last["n"]) for _, m in self.bars[path]
+        ):
+            return ""
+        return f"`{last['what']}`: {int(last['n']):,} of {int(last['of']):,}, {last['left']} left"
 
     def after(self, path: Path, line: int, key: object = None) -> int:
         """Return how many lines of progress come after a line."""
@@ -364,12 +384,16 @@ def split(found: Collected, later: Later) -> tuple[list[Fact], list[Fact]]:
             if f.role is Role.EXIT and later.went_on(f.path, f.line):
                 over[f.path] = max(f.line, over.get(f.path, 0))
     past |= {id(f) for f in left if f.line <= over.get(f.path, 0)}
-    well = any(
+    of_kernel = {id(f) for f in facts if f.path in own or KERNEL.search(f.text) is not None}
+    ends = _Ends([f for f in facts if id(f) not in of_kernel], later)
+    well = any(number for p, (number, _) in later.over.items() if p not in own) or any(
         p not in own and scope not in ("process", "server") and not ends.after(p, line)
         for (p, scope), line in later.well.items()
     )
-    if well and all(f.path in own for f in facts if id(f) not in past):
-        past |= {id(f) for f in facts if f.path in own}
+    if well and past | of_kernel >= {id(f) for f in facts}:
+        for f in (f for f in facts if id(f) not in past):
+            f.of_host = True
+        past |= of_kernel
     for f in (f for f in facts if id(f) in past):
         f.doubtful = not later.went_on(f.path, f.line) and not any(_survived(f.at, later, p) for p in later.times)
     return [f for f in found.facts if id(f) not in past], [f for f in facts if id(f) in past]
@@ -401,7 +425,8 @@ def _started_since(f: Fact, stepped: bool, ranks: bool) -> bool:
 
 def _logs_of_nodes(found: Collected, later: Later, facts: Sequence[Fact]) -> set[Path]:
     """Return the files that only the kernel or the host of a node writes: no rank, no step and no other failure is in them."""
-    of_job = {f.path for f in facts if f.name not in OF_NODES} | {p for p, _ in later.progress} | found.by_path.keys()
+    of_job = {f.path for f in facts if f.name not in OF_NODES} | {p for p, _ in later.progress} | later.over.keys()
+    of_job |= found.by_path.keys()
     return {f.path for f in facts} - of_job
 
 

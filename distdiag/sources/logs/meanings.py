@@ -69,6 +69,7 @@ MEANINGS: Mapping[str, Meaning] = MappingProxyType({
     "engine_file": Meaning("rank_lost", "crashed", "could not load a TensorRT engine: {what}", "build the engine again with the TensorRT (TensorRT-LLM) of the image that serves it, on the same kind of GPU; or serve it with the image that built it"),
     "bad_alloc": Meaning("rank_lost", "crashed", "could not get host memory (std::bad_alloc)", "give the job more host memory (--mem, resources.limits.memory, `ulimit -v`), or use fewer DataLoader workers"),
     "exception": Meaning("rank_lost", "crashed", "raised {type}{what}{because}", ""),
+    "full_host": Meaning("rank_lost", "killed", "was killed: the host itself ran out of memory, not a limit of the job", "no limit of the job (--mem, resources.limits.memory) was reached: let the ranks of that host hold less (offload to the CPU, copies of the model while it loads, pinned memory, DataLoader workers, checkpoints in /dev/shm), give it fewer ranks or more memory, or see what else holds memory there"),
     "host_oom": Meaning("rank_lost", "killed", "was killed: the host or its memory limit ran out of memory", "give the job more host memory (--mem, resources.limits.memory), or use fewer DataLoader workers; pinned memory and checkpoints in /dev/shm count, too"),
 })  # fmt: skip
 # what Megatron found when it ran an iteration again, and what to do
@@ -132,6 +133,7 @@ GOES_FIRST = (
     "do that work once before the job starts (download, tokenize, cache), or give the process group a longer timeout (timeout= of "
     "init_process_group, InitProcessGroupKwargs, ddp_timeout); if it takes seconds as a rule, see why {who} did not leave {where}"
 )
+GOES_ON = "do that work before the job starts (tokenize, download), with several processes (num_proc, preprocessing_num_workers), or on all ranks; or give the group a longer timeout (init_process_group, ddp_timeout)"
 SAVING = (
     "if {who} was still saving: give the group a longer timeout (init_process_group), or let each rank save its own part, asynchronously or to "
     "faster storage; else "

@@ -97,6 +97,11 @@ def _no_route(facts: Sequence[Fact]) -> bool:
     return all(NO_ROUTE.search(f.fields.get("reason", f.text)) for f in facts)
 
 
+def _where(fact: Fact) -> str:
+    """Return on which host, or in which file, a process wrote a line."""
+    return fact.who.host or fact.who.label or fact.file or "a host"
+
+
 def _too_many(fact: Fact) -> bool:
     return (fact.number("joined") or 0) > (fact.number("expected") or 0)
 
@@ -185,8 +190,10 @@ START_ROWS = (
     Row("store_connect", _LOST, "{who} could not reach the job's store at {peer}:{port}{at}: {why}{masters}",
         "correct that name or address there: all nodes need the same MASTER_ADDR (--master-addr, --rdzv-endpoint), which `getent hosts {peer}` resolves; on Kubernetes, look at the master's headless service",
         when=lambda facts: facts[0].fields.get("why", "").startswith("the name"), subject="a node"),
+    Row("store_connect", _LOST, "{who} could not reach the job's store at {peer}:{port}{at}: {option} is {peer}, which means each of the {of_nodes} nodes itself",
+        "give {option} (MASTER_ADDR) on all nodes the address or name of the first node, by which the others reach it", when=lambda facts: {"of_nodes", "option"} <= facts[0].fields.keys(), subject="a node"),
     Row("store_connect", _LOST, "{who} could not reach the job's store at {peer}:{port}{at}: the first of {of_nodes} nodes was named {peer}, which means each node itself",
-        "give the first node a host name that the others resolve to its address (`hostname`, /etc/hosts), or pass it to torchrun there as --local-addr; if {peer} is your --master-addr, give that node's address instead",
+        "give the first node a host name that the others resolve to its address (`hostname`, /etc/hosts), or pass it to torchrun there as --local-addr; if {peer} is your MASTER_ADDR, give that node's address instead",
         when=lambda facts: "of_nodes" in facts[0].fields, subject="a node"),
     Row("store_connect", _LOST, "{who} could not reach the job's store at {peer}:{port}{at}: {why}{masters}",
         "give all nodes one MASTER_ADDR and MASTER_PORT (--master-addr, --master-port), those of the first node",
@@ -216,6 +223,9 @@ START_ROWS = (
          "read the log of {culprits}: whether it has started, failed before that call, or is still busy; all ranks must make every new_group call")),
     Row("name", _LOST, "{who} could not resolve a host name{at}: the job's first node, or its name, does not exist (yet)",
         "check MASTER_ADDR (--rdzv-endpoint) with `getent hosts NAME` on that node; on Kubernetes, that the master's pod runs and its headless service exists", subject="a node"),
+    Row("full_mesh loopback", _LOST, "gloo on {who} could not connect to every other rank: {loops} cannot resolve its own host name, so gloo listens there on the loopback address, which no other host reaches",
+        "set GLOO_SOCKET_IFNAME on all nodes to the interface that they share, in the environment of the processes themselves (with Ray: before `ray start`); or give that host its own name and address (/etc/hosts): `getent hosts $(hostname)`",
+        when=lambda facts: len({_where(f) for f in facts}) > 1 and {f.name for f in facts} == {"full_mesh", "loopback"}, subject="a node"),
     Row("full_mesh", _LOST, "gloo on {who}{on} could not connect to every other rank: {reason}",
         "give gloo the interface that the nodes share (GLOO_SOCKET_IFNAME=eth0): a host name that resolves to 127.0.1.1 is the most common reason", subject="a node"),
     Row("keep_alive rendezvous", _LOST, "torchrun lost its rendezvous: its port was in use at the start (line {taken}), so it used the store that another launcher serves there, most likely one of another job, and that one ended",
@@ -464,8 +474,9 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
         "there": f" on {name}"
         if (name := by.label or by.host or first.get("pod") or first.get("host") or by.process)
         else "",
-        "on": f" on {some(names)}" if (names := [f.who.host for f in facts if f.who.host]) else "",
+        "on": f" on {some(names)}" if all(names := [f.who.host for f in facts]) else "",
         "on_host": f" on {hosts.pop()}" if len(hosts := {f.who.host for f in facts if f.who.host}) == 1 else "",
+        "loops": some([_where(f) for f in facts if f.name == "loopback"]),
         "meaning": meanings.IB_STATUS.get(first.get("status", ""), f"status {first.get('status')}"),
         "warning": shortened(next((f.fields["what"] for f in facts if f.name == "nccl_warning"), ""), 160),
     }

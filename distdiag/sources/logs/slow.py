@@ -12,7 +12,8 @@ from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.terms.units import duration
 from distdiag.terms.untrusted import is_rank
 
-SERIES = ("iteration", "straggler_report")
+SERIES = ("iteration", "straggler_report", "host_memory")
+GROWN = 1.25  # of the host memory in use: its last to its first value
 FACTOR = 1.5  # of the slowest to the fastest rank, and of iterations to those before
 LEAST = 3  # reports; iterations before and after, apart from the first one
 KEPT = 512  # of one series: the first and the last ones
@@ -26,6 +27,19 @@ def keep(series: list[Fact], f: Fact) -> None:
     series.append(f)
     if len(series) > KEPT:
         del series[KEPT // 2]
+
+
+def growth(found: Collected) -> tuple[str, str]:
+    """Return (how the host memory in use rises in a log before its host ran out of it, what to do then); empty if it does not."""
+    for (name, _, _), series in found.series.items():
+        gb = [float(f.fields["gb"]) for f in series] if name == "host_memory" else []
+        if len(gb) >= LEAST and gb[-1] == max(gb) >= GROWN * gb[0]:
+            lines = f"lines {series[0].line:,} to {series[-1].line:,}"
+            return (
+                f"; before that, the host memory in use rises from {gb[0]:,.0f} to {gb[-1]:,.0f} GB in the log ({lines})",
+                "; if it rises from step to step, find what grows: more memory only delays the end",
+            )
+    return "", ""
 
 
 def findings(found: Collected) -> list[Finding]:

@@ -204,6 +204,9 @@ def _late(found: Collected, group: Group, waiting: Waits, late: Mapping[int, int
             what = f" (it printed `{shortened(took[1], 80)}`)" if took[0] > LATE_S else ""
             return _timed_out(group, waiting, f"{start}; {who} came{at(came)} only after that{what}",
                          f"do what {who} did before that call asynchronously or on all ranks, or give the group a longer timeout (init_process_group, new_group)", absent)  # fmt: skip
+        if bar := next((found.bars[f.path] for w in waiting.values() for f in w.facts if found.bars.get(f.path)), ""):
+            return _timed_out(group, waiting, f"{start}; {who} reported no timeout, and a progress bar moved on while they waited, most likely that of {who} ({bar})",
+                         meanings.GOES_ON, absent)  # fmt: skip
         said = last_words(found, absent)
         saving = meanings.SAVING.format(who=who) if _SAVES.search(said) else ""
         return _timed_out(group, waiting, f"{start}; {who} reported no timeout, and may be what they waited for{said}",

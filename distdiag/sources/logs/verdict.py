@@ -81,6 +81,8 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
     ends = reader.later
     found.losses, found.took, found.steps, found.began = ends.loss, ends.took, bool(ends.progress), ends.began
     found.over = ends.over
+    for f in (f for f in found.facts if f.role is Role.WAIT and f.path not in found.bars):
+        found.bars[f.path] = ends.moving(f.path, f.line)
 
     def rank_of(path: Path, rank: int | None, task: int | None) -> int | None:
         named = rank if rank is not None or found.per_node else task
@@ -94,6 +96,8 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
                 of_rank.setdefault(rank, clean)
     ended_well = {path for path, scope in ends.well if scope != "server"}
     found.well = {path: line for (path, scope), line in ends.well.items() if scope in ("job", "file")}
+    failed = {f.path for f in found.facts}
+    found.well |= {path: line for path, (line, _) in ends.over.items() if line and path not in failed}
     errors = (item for item in ends.errors.items() if item[0] not in ended_well)
     found.errors = {path: error for path, error in errors if not ends.after(path, error[0])}
     return found
@@ -352,7 +356,7 @@ def _of_the_past(past: list[Fact], facts: list[Fact], failed: bool) -> str:
         again = f", and lost again on line {min(down):,}" if down else ""
         return f"{_in_short(e)}; it was active again on line {e.back.line:,}{again}"
     ends = [f for f in past if f.path == e.path and f.line > e.line]
-    if any(f.name in later.OF_LAUNCHERS or (f.role is Role.EXIT and f.rank == e.rank) for f in ends):
+    if any(f.name in later.OF_LAUNCHERS or (f.role is Role.EXIT and f.rank == e.rank is not None) for f in ends):
         return f"{_in_short(e)}, by which a run in this log ended; the job {went_on} in a later one"
     if e.of_host or e.name == "port_error":
         return f"{_in_short(e)}; the job {'began later' if e.early else went_on + ' after that'}"
