@@ -87,7 +87,7 @@ def join(found: Collected) -> Collected:
         _of_announced(found, f)
     for name in ("ib", "efa", "closed"):
         _of_one_host(found, name)
-    for f in found.named("closed", "refused"):
+    for f in found.named("closed"):
         _of_interface(found, f)
     ended = {f.fields["pid"]: f.fields["local"] for f in found.facts if {"pid", "local"} <= f.fields.keys()}
     for f in found.facts:
