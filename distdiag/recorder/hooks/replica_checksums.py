@@ -111,7 +111,7 @@ class ReplicaChecksums:
         if gradients := [p.grad for p in params if p.grad is not None and not p.grad.is_sparse]:
             self._checksum(SampleKind.GRADIENTS, gradients, step, which, name=ranks)
         self._checksum(SampleKind.PARAMETERS, params, step, which, name=ranks)
-        if self.reduced and step in LAYER_STEPS:
+        if step in LAYER_STEPS:
             self._sample_layers(step)
         rates = [g.get("lr") for g in optimizer.param_groups]
         known = all(type(rate) in (int, float) for rate in rates)  # it may be a tensor on a device
