@@ -273,14 +273,15 @@ def test_modules_that_ddps_forward_calls_and_its_module_does_not_have_are_report
     assert not nn.modules.module._global_forward_pre_hooks
 
 
-def test_without_ddp_the_parameters_are_sampled_by_the_class_of_the_module_that_owns_them() -> None:
+@pytest.mark.parametrize("reduced", [100, 0], ids=["over all ranks", "in subgroups"])
+def test_without_ddp_the_parameters_are_sampled_by_the_class_of_the_module_that_owns_them(reduced: int) -> None:
     net = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4))
     written: Any = Written()
     checksums = ReplicaChecksums(SimpleNamespace(models={}, averaged_by=None), written)  # type: ignore[arg-type]
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     checksums.before_first_step(optimizer)
     for step in range(1, 33):
-        checksums.reduced = 100
+        checksums.reduced = reduced
         checksums.after_optimizer(optimizer, step)
         if step == 1:
             net(torch.ones(2, 8))
