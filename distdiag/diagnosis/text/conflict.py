@@ -137,13 +137,18 @@ def _does(snapshot: Snapshot, wait: Wait, side: Collection[int]) -> str:
 
 
 def _left(snapshot: Snapshot, wait: Wait, side: Collection[int]) -> list[int]:
-    """Return the ranks whose call has completed: of a broadcast those that have got the root's tensor."""
+    """Return the ranks whose call has completed: of a broadcast those that have got the root's tensor.
+
+    On a host backend a call that raised counts as complete: only one that has made the next call is known to be through.
+    """
+    calls = {q: wait.calls.get(q) for q in side}
     if wait.p2p:  # the number is that of the message, and no count of the group's collectives
-        calls = {q: wait.calls.get(q) for q in side}
         return sorted(
             q for q, call in calls.items() if call is not None and call.on_device and call.completed_s is not None
         )
-    return sorted(q for q in side if snapshot.ranks[q].completed.get(wait.group, 0) >= wait.seq)
+    known = {q for q, call in calls.items() if call is not None and call.on_device}
+    known |= {q for q in side if snapshot.ranks[q].enqueued.get(wait.group, 0) > wait.seq}
+    return sorted(q for q in known if snapshot.ranks[q].completed.get(wait.group, 0) >= wait.seq)
 
 
 def _some_left(snapshot: Snapshot, wait: Wait, side: Collection[int]) -> str:
