@@ -213,7 +213,14 @@ def _rotating(case: Case) -> Finding | None:
     queued_ms = statistics.median(queued) * subset.step_ms if queued and computes else 0.0
     jitter = subset.gain_ms - queued_ms < max(2 * limits.jitter_ms, limits.rotating_share * subset.step_ms)
     at_limit = phase == "data" and 1.0 - least_fetching(case.snapshot) < limits.rotating_share
-    if jitter or at_limit or ratio < (3.0 if case.busy else 1.5) or _meet_rarely(window, subset):
+    starved = max((r.workers_starved or 0.0 for r in case.snapshot.ranks.values()), default=0.0) > limits.starved
+    if (
+        jitter
+        or at_limit
+        or (phase == "data" and case.busy and starved)
+        or ratio < (3.0 if case.busy else 1.5)
+        or _meet_rarely(window, subset)
+    ):
         return None
     states, ranks = case.snapshot.ranks, window.ranks
     sites = {q: next(iter(text.stack_of(states[q], phase)), None) for q in ranks}
