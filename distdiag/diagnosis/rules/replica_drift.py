@@ -158,10 +158,10 @@ def _left_in_eval(s: Snapshot) -> Iterator[Finding]:
         left = samples[trained + 1 :]
         if trained < 0 or len(left) < limits.modes or any(x.value < x.key for x in left):
             return
-        since.append(left[0])
+        since.append((left[0].step, samples[trained].step, int(left[0].value)))
     if since:
-        first = min(since, key=lambda x: x.step)
-        yield LEFT_IN_EVAL(victims=sorted(s.ranks), step=first.step, where=(), n=int(first.value))
+        step, before, n = min(since)
+        yield LEFT_IN_EVAL(victims=sorted(s.ranks), step=step, where=(), n=n, before=before)
 
 
 def _logged(s: Snapshot) -> Iterator[Finding]:

@@ -31,7 +31,7 @@ MODES = Template(kind, "mode",
     "call `model.{call}()` on all ranks at the same step: after an evaluation that only some ranks run, it is often left out",
     severity=Severity.WARNING, proved=True)  # fmt: skip
 LEFT_IN_EVAL = Template(kind, "mode",
-    "all ranks train with their {n} dropout and batch-norm layer{n:|s} in eval mode since step {step} or earlier; before, none was",
+    "all ranks train with their {n} dropout and batch-norm layer{n:|s} in eval mode since step {step} or earlier; at step {before} none was",
     "in eval mode dropout is off, and batch norm uses its running statistics and does not update them",
     "call `model.train()` at the end of each evaluation, or at the start of each step: it may be left out after one within the epoch; if these layers "
     "are to stay so, ignore this", severity=Severity.WARNING)  # fmt: skip
